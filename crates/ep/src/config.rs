@@ -1,0 +1,181 @@
+//! Every tunable, with its unit, default and range; the only reader of the environment.
+
+use std::time::Duration;
+
+use crate::error::{CallerError, Result};
+
+/// Tunables of a communicator. The defaults suit most uses; every rank must use the same values, `workers` and
+/// `timeout` excepted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Config {
+    /// Worker threads of this rank. 0 = cores of the machine divided by the ranks on it. `HYBRID_EP_WORKERS`, 0..=256.
+    pub workers: usize,
+    /// A wait without any progress for this long is an error that names the peer. `HYBRID_EP_TIMEOUT_MS`, 1 ms to 1 day.
+    pub timeout: Duration,
+    /// Tokens that move through the stages as a unit, at most; fewer where a slot is too small for as many.
+    /// `HYBRID_EP_CHUNK_TOKENS`, 1..=65,536.
+    pub chunk_tokens: usize,
+    /// Bytes of one slot of the scale-out window: the largest message between domains. `HYBRID_EP_SLOT_BYTES`, 4 KiB..=1 GiB.
+    pub slot_bytes: usize,
+    /// Messages in flight per pair of domains and direction. `HYBRID_EP_SLOTS`, 1..=1,024.
+    pub slots: usize,
+    /// Outputs larger than this many bytes a rank are written past the caches. `HYBRID_EP_STREAMING_BYTES`, any.
+    pub streaming_bytes: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            workers: 0,
+            timeout: Duration::from_secs(30),
+            chunk_tokens: 64,
+            slot_bytes: 512 << 10,
+            slots: 4,
+            streaming_bytes: 4 << 20,
+        }
+    }
+}
+
+impl Config {
+    /// The defaults, overridden by the environment variables that are set.
+    ///
+    /// # Errors
+    /// [`CallerError::Config`] for a variable that is no number or out of range.
+    pub fn from_env() -> Result<Self> {
+        Self::from_lookup(|key| std::env::var(key).ok())
+    }
+
+    fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let read = |key: &'static str, default: usize, min: usize, max: usize| -> Result<usize> {
+            let Some(value) = lookup(key) else { return Ok(default) };
+            match value.trim().parse() {
+                Ok(number) if (min..=max).contains(&number) => Ok(number),
+                _ => Err(CallerError::Config {
+                    key,
+                    value,
+                    problem: format!("must be a whole number from {min} to {max}"),
+                }
+                .into()),
+            }
+        };
+        let default = Self::default();
+        let timeout_ms = default.timeout.as_millis() as usize;
+        Ok(Self {
+            workers: read("HYBRID_EP_WORKERS", default.workers, 0, 256)?,
+            timeout: Duration::from_millis(read("HYBRID_EP_TIMEOUT_MS", timeout_ms, 1, 86_400_000)? as u64),
+            chunk_tokens: read("HYBRID_EP_CHUNK_TOKENS", default.chunk_tokens, 1, 1 << 16)?,
+            slot_bytes: read("HYBRID_EP_SLOT_BYTES", default.slot_bytes, 4 << 10, 1 << 30)?
+                .next_multiple_of(64),
+            slots: read("HYBRID_EP_SLOTS", default.slots, 1, 1024)?,
+            streaming_bytes: read("HYBRID_EP_STREAMING_BYTES", default.streaming_bytes, 0, usize::MAX)?,
+        })
+    }
+}
+
+/// Where this process stands among its peers, as `torchrun` or SLURM says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LaunchEnv {
+    /// This process's rank.
+    pub rank: u32,
+    /// Number of processes.
+    pub world_size: u32,
+    /// `host:port` where rank 0 gathers the others.
+    pub store: String,
+}
+
+impl LaunchEnv {
+    /// Reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` (torchrun), or `SLURM_PROCID` and `SLURM_NTASKS`.
+    /// The store listens on `MASTER_PORT` + 1, since torchrun keeps `MASTER_PORT` to itself; `HYBRID_EP_STORE`
+    /// (`host:port`) overrides it. `None` when neither launcher left its variables.
+    ///
+    /// # Errors
+    /// [`CallerError::Config`] for a variable that is missing beside the others, or malformed.
+    pub fn from_env() -> Result<Option<Self>> {
+        Self::from_lookup(|key| std::env::var(key).ok())
+    }
+
+    fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
+        let (rank_key, size_key) = match (lookup("RANK"), lookup("SLURM_PROCID")) {
+            (Some(_), _) => ("RANK", "WORLD_SIZE"),
+            (None, Some(_)) => ("SLURM_PROCID", "SLURM_NTASKS"),
+            (None, None) => return Ok(None),
+        };
+        let config = |key, value: Option<String>, problem: String| CallerError::Config {
+            key,
+            value: value.unwrap_or_else(|| "(not set)".into()),
+            problem,
+        };
+        let number = |key: &'static str, max: u32| -> Result<u32> {
+            let value = lookup(key);
+            match value.as_deref().map(str::trim).map(str::parse) {
+                Some(Ok(number)) if number <= max => Ok(number),
+                _ => Err(config(key, value, format!("must be a whole number up to {max}")).into()),
+            }
+        };
+        let world_size = number(size_key, 1 << 20)?;
+        let rank = number(rank_key, 1 << 20)?;
+        if rank >= world_size {
+            return Err(config(
+                rank_key,
+                Some(rank.to_string()),
+                format!("must be below {size_key} = {world_size}"),
+            )
+            .into());
+        }
+        let store = match lookup("HYBRID_EP_STORE") {
+            Some(store) => store,
+            None => {
+                let host = lookup("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
+                format!("{host}:{}", number("MASTER_PORT", 65_534)? + 1)
+            }
+        };
+        Ok(Some(Self { rank, world_size, store }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn env<'a>(pairs: &'a [(&'a str, &'a str)]) -> impl Fn(&str) -> Option<String> + 'a {
+        move |key| pairs.iter().find(|(k, _)| *k == key).map(|(_, v)| v.to_string())
+    }
+
+    #[test]
+    fn environment_overrides_defaults() {
+        assert_eq!(Config::from_lookup(env(&[])).unwrap(), Config::default());
+        let config =
+            Config::from_lookup(env(&[("HYBRID_EP_TIMEOUT_MS", "1500"), ("HYBRID_EP_SLOTS", " 2 ")]))
+                .unwrap();
+        assert_eq!(config, Config { timeout: Duration::from_millis(1500), slots: 2, ..Config::default() });
+    }
+
+    #[test]
+    fn bad_settings_are_named() {
+        for (key, value) in
+            [("HYBRID_EP_SLOTS", "0"), ("HYBRID_EP_WORKERS", "many"), ("HYBRID_EP_TIMEOUT_MS", "-1")]
+        {
+            let message = Config::from_lookup(env(&[(key, value)])).unwrap_err().to_string();
+            assert!(
+                message.starts_with(&format!("{key} = {value}: must be a whole number from")),
+                "{message}"
+            );
+        }
+    }
+
+    #[test]
+    fn launchers_are_understood() {
+        assert_eq!(LaunchEnv::from_lookup(env(&[])).unwrap(), None);
+        let torchrun =
+            [("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
+        let found = LaunchEnv::from_lookup(env(&torchrun)).unwrap().unwrap();
+        assert_eq!(found, LaunchEnv { rank: 1, world_size: 4, store: "localhost:29501".into() });
+        let slurm = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("HYBRID_EP_STORE", "node1:77")];
+        assert_eq!(LaunchEnv::from_lookup(env(&slurm)).unwrap().unwrap().store, "node1:77");
+        let message = |pairs| LaunchEnv::from_lookup(env(pairs)).unwrap_err().to_string();
+        assert!(message(&[("RANK", "0")]).contains("WORLD_SIZE = (not set)"));
+        assert!(message(&[("RANK", "4"), ("WORLD_SIZE", "4")]).contains("must be below WORLD_SIZE = 4"));
+        assert!(message(&[("RANK", "0"), ("WORLD_SIZE", "4")]).contains("MASTER_PORT"));
+    }
+}

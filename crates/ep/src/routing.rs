@@ -1,0 +1,240 @@
+//! A rank's routing: which of its tokens goes to which experts, with what weight. Validated once, here.
+
+use crate::error::{CallerError, Result, RoutingProblem};
+use crate::topology::Rank;
+
+/// The routing of one rank's tokens, valid by construction.
+///
+/// Rows are stored compressed, experts ascending: a token may have any number of experts, none included, so both
+/// forms that routers produce (top-k and multi-hot map) fit.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Routing {
+    rank: Rank,
+    experts: usize,
+    /// Where each token's experts begin; one more entry than tokens.
+    offsets: Vec<u32>,
+    chosen: Vec<u32>,
+    weights: Vec<f32>,
+}
+
+impl Routing {
+    /// From a router's top-k choice: `topk_idx` and `topk_weights`, both `[tokens, k]` row-major; index -1 means none.
+    ///
+    /// `rank` is the rank whose tokens these are; it is named in errors. Weights of -1 entries are ignored.
+    ///
+    /// # Errors
+    /// [`CallerError::Shape`] when the lengths are not `tokens * k`; [`CallerError::Routing`] for the first row with
+    /// an index out of range, an expert twice, or a NaN weight.
+    pub fn from_topk(
+        rank: Rank,
+        experts: usize,
+        k: usize,
+        topk_idx: &[i32],
+        topk_weights: &[f32],
+    ) -> Result<Self> {
+        let tokens = if k == 0 { 0 } else { topk_idx.len() / k };
+        check_len("topk_idx", tokens * k, topk_idx.len())?;
+        check_len("topk_weights", topk_idx.len(), topk_weights.len())?;
+        let mut rows = Rows::new(rank, experts, tokens, topk_idx.len());
+        let rows_of_k = topk_idx.chunks_exact(k.max(1)).zip(topk_weights.chunks_exact(k.max(1)));
+        for (row, (indices, weights)) in rows_of_k.enumerate() {
+            for (&index, &weight) in indices.iter().zip(weights) {
+                if index == -1 {
+                    continue;
+                }
+                let expert = u32::try_from(index).ok().filter(|&expert| (expert as usize) < experts).ok_or(
+                    CallerError::Routing {
+                        rank,
+                        row,
+                        problem: RoutingProblem::IndexOutOfRange { index: index.into(), experts },
+                    },
+                )?;
+                rows.push(expert, weight);
+            }
+            rows.end_row(row)?;
+        }
+        Ok(rows.finish())
+    }
+
+    /// From a routing map: `map` `[tokens, experts]` (non-zero = chosen) and the dense `probs` `[tokens, experts]`,
+    /// row-major. Probabilities outside the map are ignored.
+    ///
+    /// # Errors
+    /// As [`from_topk`](Self::from_topk).
+    pub fn from_map(rank: Rank, experts: usize, map: &[u8], probs: &[f32]) -> Result<Self> {
+        let tokens = if experts == 0 { 0 } else { map.len() / experts };
+        check_len("routing_map", tokens * experts, map.len())?;
+        check_len("probs", map.len(), probs.len())?;
+        let mut rows = Rows::new(rank, experts, tokens, 8 * tokens);
+        let rows_of_map = map.chunks_exact(experts.max(1)).zip(probs.chunks_exact(experts.max(1)));
+        for (row, (chosen, probs)) in rows_of_map.enumerate() {
+            for (expert, (&on, &prob)) in chosen.iter().zip(probs).enumerate() {
+                if on != 0 {
+                    rows.push(expert as u32, prob);
+                }
+            }
+            rows.end_row(row)?;
+        }
+        Ok(rows.finish())
+    }
+
+    /// A rank without tokens.
+    pub fn empty(rank: Rank, experts: usize) -> Self {
+        Self { rank, experts, offsets: vec![0], chosen: Vec::new(), weights: Vec::new() }
+    }
+
+    /// The rank whose tokens these are.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// Number of tokens; may be zero.
+    pub fn tokens(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    /// Number of experts in the world.
+    pub fn experts(&self) -> usize {
+        self.experts
+    }
+
+    /// Number of (token, expert) pairs.
+    pub fn copies(&self) -> usize {
+        self.chosen.len()
+    }
+
+    /// A token's experts, ascending.
+    pub fn experts_of(&self, token: usize) -> &[u32] {
+        &self.chosen[self.range(token)]
+    }
+
+    /// The weights of a token's experts, in the same order.
+    pub fn weights_of(&self, token: usize) -> &[f32] {
+        &self.weights[self.range(token)]
+    }
+
+    /// The weights as a dense `[tokens, experts]` matrix, zero where not chosen.
+    pub fn dense_probs(&self) -> Vec<f32> {
+        let mut dense = vec![0.0; self.tokens() * self.experts];
+        for (token, row) in dense.chunks_exact_mut(self.experts.max(1)).enumerate() {
+            for (&expert, &weight) in self.experts_of(token).iter().zip(self.weights_of(token)) {
+                row[expert as usize] = weight;
+            }
+        }
+        dense
+    }
+
+    fn range(&self, token: usize) -> std::ops::Range<usize> {
+        self.offsets[token] as usize..self.offsets[token + 1] as usize
+    }
+}
+
+fn check_len(what: &'static str, expected: usize, found: usize) -> Result<()> {
+    if expected == found {
+        Ok(())
+    } else {
+        Err(CallerError::Shape { what, expected, found, unit: "elements" }.into())
+    }
+}
+
+/// A routing under construction: rows are sorted and checked as they end.
+struct Rows {
+    routing: Routing,
+}
+
+impl Rows {
+    fn new(rank: Rank, experts: usize, tokens: usize, copies: usize) -> Self {
+        let mut offsets = Vec::with_capacity(tokens + 1);
+        offsets.push(0);
+        let (chosen, weights) = (Vec::with_capacity(copies), Vec::with_capacity(copies));
+        Self { routing: Routing { rank, experts, offsets, chosen, weights } }
+    }
+
+    fn push(&mut self, expert: u32, weight: f32) {
+        self.routing.chosen.push(expert);
+        self.routing.weights.push(weight);
+    }
+
+    fn end_row(&mut self, row: usize) -> Result<()> {
+        let Routing { rank, offsets, chosen, weights, .. } = &mut self.routing;
+        let start = offsets[row] as usize;
+        let (chosen_row, weights_row) = (&mut chosen[start..], &mut weights[start..]);
+        let fail = |problem| CallerError::Routing { rank: *rank, row, problem };
+        // Insertion sort: rows have about eight entries, and often come sorted.
+        for end in 1..chosen_row.len() {
+            let mut at = end;
+            while at > 0 && chosen_row[at - 1] > chosen_row[at] {
+                chosen_row.swap(at - 1, at);
+                weights_row.swap(at - 1, at);
+                at -= 1;
+            }
+        }
+        if let Some(pair) = chosen_row.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(fail(RoutingProblem::DuplicateExpert(pair[0])).into());
+        }
+        if let Some(at) = weights_row.iter().position(|weight| weight.is_nan()) {
+            return Err(fail(RoutingProblem::NanWeight(chosen_row[at])).into());
+        }
+        let end = u32::try_from(chosen.len())
+            .map_err(|_| CallerError::TooManyRows { rank: *rank, rows: chosen.len() as u64 })?;
+        offsets.push(end);
+        Ok(())
+    }
+
+    fn finish(self) -> Routing {
+        self.routing
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn topk_and_map_agree() {
+        let topk = Routing::from_topk(
+            Rank(1),
+            5,
+            3,
+            &[4, -1, 0, -1, -1, -1, 2, 3, 1],
+            &[0.4, f32::NAN, 0.1, 0., 0., 0., 2., 3., 1.],
+        )
+        .unwrap();
+        #[rustfmt::skip]
+        let map = [1, 0, 0, 0, 1,
+                   0, 0, 0, 0, 0,
+                   0, 1, 1, 1, 0];
+        let dense = topk.dense_probs();
+        assert_eq!(Routing::from_map(Rank(1), 5, &map, &dense).unwrap(), topk);
+        assert_eq!(topk.experts_of(0), [0, 4]);
+        assert_eq!(topk.weights_of(0), [0.1, 0.4]);
+        assert!(topk.experts_of(1).is_empty());
+        assert_eq!((topk.tokens(), topk.copies()), (3, 5));
+    }
+
+    #[test]
+    fn no_tokens_is_a_routing() {
+        let empty = Routing::from_topk(Rank(0), 4, 2, &[], &[]).unwrap();
+        assert_eq!(empty, Routing::empty(Rank(0), 4));
+        assert_eq!(Routing::from_map(Rank(0), 4, &[], &[]).unwrap(), empty);
+    }
+
+    #[test]
+    fn bad_rows_are_named() {
+        let message = |indices: &[i32], weights: &[f32]| {
+            Routing::from_topk(Rank(3), 4, 2, indices, weights).unwrap_err().to_string()
+        };
+        assert_eq!(message(&[0, 1, 2, 2], &[0.5; 4]), "routing of rank 3, row 1: expert 2 appears twice");
+        assert_eq!(
+            message(&[0, 4], &[0.5; 2]),
+            "routing of rank 3, row 0: expert index 4 is out of range: must be -1 (none) or 0..4"
+        );
+        assert!(message(&[0, -2], &[0.5; 2]).contains("-2 is out of range"));
+        assert_eq!(
+            message(&[3, 1], &[f32::NAN, 0.5]),
+            "routing of rank 3, row 0: the weight of expert 3 is NaN"
+        );
+        assert!(message(&[0, 1, 2], &[0.5; 3]).contains("topk_idx: expected 2 elements, found 3"));
+        assert!(message(&[0, 1], &[0.5; 3]).contains("topk_weights: expected 2 elements, found 3"));
+    }
+}
