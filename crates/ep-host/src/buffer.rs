@@ -1,0 +1,735 @@
+//! [`HostBuffer`]: one rank's end of a communicator on the CPU.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use ep::backend::check_row_bytes;
+use ep::layout::{DispatchLayout, receive_shape};
+use ep::rendezvous::Rendezvous;
+use ep::{
+    Backend, CallerError, CombineInput, CombineOutput, Config, Counts, DispatchInput, DispatchMode,
+    DispatchOutput, EnvironmentError, Error, Operator, PeerFault, Probs, Rank, ReceiveShape, Result, Routing,
+    TokenFormat, Traffic, World,
+};
+
+use crate::combine::{self, Combine, OutPtr};
+use crate::comm::{Comm, Op};
+use crate::control::{BUFFERS, Control, Health, SIGNATURE};
+use crate::dispatch::{self, Dispatch, LOCAL_EXPERTS, PROBS, SCALES, TOKENS, Weights};
+use crate::handle::HostHandle;
+use crate::loopback::Loopback;
+use crate::memory::{Arena, HostMemory};
+use crate::message::Format;
+use crate::preprocess;
+use crate::processes::Processes;
+use crate::rail::{Rails, WindowLayout};
+use crate::segment::{Directory, Segment, SegmentName};
+use crate::simd::Level;
+
+/// One rank's end of a communicator on the CPU: the embedded default backend.
+///
+/// Ranks are threads of one process ([`HostBuffer::threads`]) or processes of one machine ([`HostBuffer::join`]).
+/// NVLink domains are emulated: inside one, ranks touch each other's registered memory; between two, only the
+/// transport carries bytes.
+pub struct HostBuffer {
+    comm: Arc<Comm>,
+    arena: Arena,
+    pool: Option<rayon::ThreadPool>,
+    workers: usize,
+    /// Tells handles of this buffer from others'.
+    id: u64,
+    /// Operators called so far; the same on every rank.
+    step: u64,
+    /// Why the buffer refuses further use.
+    failed: Option<Error>,
+}
+
+impl std::fmt::Debug for HostBuffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HostBuffer")
+            .field("rank", &self.comm.rank)
+            .field("world", &self.comm.world.topology)
+            .field("workers", &self.workers)
+            .field("step", &self.step)
+            .field("failed", &self.failed)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Numbers of a rank's first segments; those of its arena follow. 0 stands for "none" in control blocks.
+const CONTROL_SEGMENT: u64 = 1;
+const WINDOW_SEGMENT: u64 = 2;
+const FIRST_ARENA_SEGMENT: u64 = 3;
+
+/// The segments by which a rank is found.
+struct Home {
+    control: (SegmentName, Arc<Segment>),
+    window: (SegmentName, Arc<Segment>),
+}
+
+impl Home {
+    fn create(directory: &Directory, rank: Rank, world: &World, config: &Config) -> Result<Self> {
+        let make = |id, len: usize| -> Result<_> {
+            let segment = directory.create(rank, id, len.next_multiple_of(4096))?;
+            Ok((SegmentName { id, fd: segment.fd(), len: segment.len() }, segment))
+        };
+        Ok(Self {
+            control: make(CONTROL_SEGMENT, Control::bytes(world))?,
+            window: make(WINDOW_SEGMENT, WindowLayout::new(world, config).bytes())?,
+        })
+    }
+}
+
+impl HostBuffer {
+    /// A world whose ranks are threads of this process: one buffer per rank, in order, each to be moved to its thread.
+    ///
+    /// # Errors
+    /// [`CallerError::Config`]; [`EnvironmentError`] when memory is short.
+    pub fn threads(world: World, config: &Config) -> Result<Vec<Self>> {
+        check_config(&world, config)?;
+        let directory = Directory::of_threads();
+        let ranks: Vec<Rank> = world.topology.all_ranks().collect();
+        let homes: Vec<Home> = ranks
+            .iter()
+            .map(|&rank| Home::create(&directory, rank, &world, config))
+            .collect::<Result<_>>()?;
+        let find = |rank: Rank, window: bool| {
+            let home = &homes[rank.index()];
+            Ok(Arc::clone(if window { &home.window.1 } else { &home.control.1 }))
+        };
+        ranks
+            .iter()
+            .map(|&rank| {
+                Self::assemble(rank, world.clone(), config, directory.clone(), Processes::default(), find)
+            })
+            .collect()
+    }
+
+    /// This process as one rank of a world of processes on this machine. Collective.
+    ///
+    /// # Errors
+    /// [`ep::PeerError`] that names a rank which does not come; [`EnvironmentError`] when the ranks are not on one
+    /// machine, or memory is short; [`CallerError`] when the ranks' worlds or settings differ.
+    pub fn join(world: World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
+        check_config(&world, config)?;
+        let rank = rendezvous.rank();
+        if rendezvous.ranks() != world.ranks() {
+            return Err(CallerError::Topology(format!(
+                "the world has {} ranks, the rendezvous {}",
+                world.ranks(),
+                rendezvous.ranks()
+            ))
+            .into());
+        }
+        // Peers open this process's segments by its number, so it must be known before they are made.
+        let directory = Directory::of_processes(vec![std::process::id(); world.ranks()]);
+        let home = Home::create(&directory, rank, &world, config)?;
+        let mine = Introduction::new(&world, config, &home);
+        let all: Vec<Introduction> = rendezvous
+            .all_gather(&mine.to_bytes())?
+            .iter()
+            .zip(world.topology.all_ranks())
+            .map(|(bytes, peer)| Introduction::from_bytes(bytes).ok_or_else(|| unintelligible(peer)))
+            .collect::<Result<_>>()?;
+        for (peer, theirs) in world.topology.all_ranks().zip(&all) {
+            mine.check(rank, peer, theirs)?;
+        }
+        let pids: Vec<u32> = all.iter().map(|intro| intro.pid).collect();
+        let directory = Directory::of_processes(pids.clone());
+        directory.adopt(rank, home.control.0.id, &home.control.1);
+        directory.adopt(rank, home.window.0.id, &home.window.1);
+        let find = |peer: Rank, window: bool| {
+            let intro = &all[peer.index()];
+            directory.find(peer, if window { intro.window } else { intro.control })
+        };
+        let peers = world.topology.all_ranks().zip(pids).filter(|&(peer, _)| peer != rank);
+        let buffer =
+            Self::assemble(rank, world.clone(), config, directory.clone(), Processes::watch(peers)?, find)?;
+        // Nobody may leave before everybody has opened its segments.
+        rendezvous.all_gather(&[])?;
+        Ok(buffer)
+    }
+
+    fn assemble(
+        rank: Rank,
+        world: World,
+        config: &Config,
+        directory: Directory,
+        processes: Processes,
+        find: impl Fn(Rank, bool) -> Result<Arc<Segment>>,
+    ) -> Result<Self> {
+        let topology = &world.topology;
+        let controls = topology
+            .all_ranks()
+            .map(|peer| Ok(Control::new(find(peer, false)?, &world)))
+            .collect::<Result<Vec<_>>>()?;
+        let local = topology.local_rank_of(rank);
+        let windows = (0..topology.domains())
+            .map(|domain| topology.rank_at(domain, local))
+            .map(|peer| Ok((peer, find(peer, true)?)))
+            .collect::<Result<Vec<_>>>()?;
+        let window = Arc::clone(&windows[topology.domain_of(rank)].1);
+        let layout = WindowLayout::new(&world, config);
+        let loopback = Loopback::new(topology.domain_of(rank), windows, WindowLayout::signals(config.slots));
+        let rails = Rails::new(&world, rank, window, layout, Box::new(loopback));
+
+        let workers = match config.workers {
+            0 => (std::thread::available_parallelism().map_or(1, usize::from) / world.ranks()).max(1),
+            workers => workers,
+        };
+        let pool = (workers > 1).then(|| {
+            rayon::ThreadPoolBuilder::new()
+                .num_threads(workers)
+                .thread_name(move |worker| format!("ep-{rank}-{worker}"))
+                .build()
+                .map_err(|error| {
+                    EnvironmentError::new(
+                        format!("starting {workers} worker threads"),
+                        error,
+                        "lower HYBRID_EP_WORKERS",
+                    )
+                })
+        });
+        let comm = Comm {
+            rank,
+            config: config.clone(),
+            level: Level::detect(),
+            controls,
+            directory: directory.clone(),
+            rails,
+            processes,
+            domain_bytes: AtomicU64::new(0),
+            preprocess_bytes: AtomicU64::new(0),
+            waited_ns: AtomicU64::new(0),
+            world,
+        };
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        Ok(Self {
+            comm: Arc::new(comm),
+            arena: Arena::new(rank, directory, FIRST_ARENA_SEGMENT),
+            pool: pool.transpose()?,
+            workers,
+            id: NEXT_ID.fetch_add(1, Relaxed),
+            step: 0,
+            failed: None,
+        })
+    }
+
+    /// Worker threads that this rank's operators run on.
+    pub fn workers(&self) -> usize {
+        self.workers
+    }
+
+    /// Name of the engine that carries bytes between domains.
+    pub fn transport(&self) -> &'static str {
+        self.comm.rails.transport_name()
+    }
+
+    fn check_usable(&self) -> Result<()> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    fn check_handle(&self, handle: &HostHandle) -> Result<()> {
+        if handle.buffer == self.id {
+            Ok(())
+        } else {
+            Err(CallerError::Handle("it was made by another buffer".into()).into())
+        }
+    }
+
+    /// Remembers an error of a collective operator under way, and tells the peers.
+    fn fail<T>(&mut self, operator: Operator, error: Error) -> Result<T> {
+        let (culprit, fault) = match &error {
+            Error::Peer(peer) => (peer.peer, peer.fault),
+            _ => (self.comm.rank, PeerFault::Failed),
+        };
+        self.comm.control().set_health(Health::Failed { culprit, fault, operator, step: self.step });
+        self.failed = Some(error.clone());
+        Err(error)
+    }
+}
+
+impl Drop for HostBuffer {
+    fn drop(&mut self) {
+        if self.failed.is_none() {
+            self.comm.control().set_health(Health::Left);
+        }
+    }
+}
+
+impl Backend for HostBuffer {
+    type Memory = HostMemory;
+    type Handle = HostHandle;
+
+    fn rank(&self) -> Rank {
+        self.comm.rank
+    }
+
+    fn world(&self) -> &World {
+        &self.comm.world
+    }
+
+    fn alloc(&mut self, bytes: usize) -> Result<HostMemory> {
+        self.arena.alloc(bytes)
+    }
+
+    fn upload(&mut self, bytes: &[u8], memory: &mut HostMemory) -> Result<()> {
+        check_len("memory to upload to", bytes.len(), memory.len())?;
+        memory.as_bytes_mut()[..bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn download(&mut self, memory: &HostMemory, bytes: &mut [u8]) -> Result<()> {
+        check_len("memory to download from", bytes.len(), memory.len())?;
+        bytes.copy_from_slice(&memory.as_bytes()[..bytes.len()]);
+        Ok(())
+    }
+
+    fn preprocess(
+        &mut self,
+        routing: &Routing,
+        mode: DispatchMode,
+        capacity: Option<usize>,
+    ) -> Result<HostHandle> {
+        self.check_usable()?;
+        if routing.rank() != self.comm.rank {
+            let text =
+                format!("the routing is that of rank {}, this is rank {}", routing.rank(), self.comm.rank);
+            return Err(CallerError::Handle(text).into());
+        }
+        let own = Counts::of(&self.comm.world, routing, mode, capacity)?;
+
+        self.step += 1;
+        let comm = Arc::clone(&self.comm);
+        let mut signature = [0; SIGNATURE];
+        signature[0] = 1;
+        let op = Op::enter(&comm, Operator::Preprocess, self.step, signature, [None; BUFFERS]);
+        let result = preprocess::exchange(&op, &own).and_then(|all| {
+            let topology = &comm.world.topology;
+            let local = topology.local_rank_of(comm.rank);
+            let rail = (0..topology.domains()).map(|domain| topology.rank_at(domain, local));
+            let handle = HostHandle {
+                buffer: self.id,
+                id: self.step,
+                mode,
+                layout: DispatchLayout::new(&comm.world, routing, &all)?,
+                shape: receive_shape(&comm.world, comm.rank, &all)?,
+                rail_tokens: rail.map(|rank| all[rank.index()].tokens as usize).collect(),
+                forwarded: OnceLock::new(),
+            };
+            op.finish()?;
+            Ok(handle)
+        });
+        result.or_else(|error| self.fail(Operator::Preprocess, error))
+    }
+
+    fn receive_shape(&mut self, handle: &HostHandle) -> Result<ReceiveShape> {
+        self.check_handle(handle)?;
+        Ok(handle.shape.clone())
+    }
+
+    fn dispatch(
+        &mut self,
+        handle: &HostHandle,
+        input: DispatchInput<'_, HostMemory>,
+        output: DispatchOutput<'_, HostMemory>,
+    ) -> Result<()> {
+        self.check_usable()?;
+        self.check_handle(handle)?;
+        let call = DispatchCall::check(&self.comm.world, self.comm.rank, handle, &input, &output)?;
+        let message = Format {
+            lists: handle.forwarded.get().is_none(),
+            probs: !matches!(call.weights, Weights::Skip),
+            row_bytes: input.format.output_row_bytes(input.hidden),
+            scale_bytes: input.format.scale_row_bytes(input.hidden),
+        };
+        let chunk = message.chunk_tokens(&self.comm.world, &self.comm.config)?;
+
+        let DispatchOutput { tokens, scales, probs, local_experts } = output;
+        let mut outputs = [Some(tokens), scales, probs, local_experts];
+        // Peers write into registered memory only; what is not is staged.
+        let mut staged: [Option<HostMemory>; BUFFERS] = Default::default();
+        for (at, stage) in staged.iter_mut().enumerate() {
+            if let Some(memory) = outputs[at].as_deref()
+                && call.bytes[at] > 0
+                && memory.place().is_none()
+            {
+                *stage = Some(self.arena.alloc(call.bytes[at])?);
+            }
+        }
+        if handle.mode == DispatchMode::Plain {
+            // Writers set what is chosen; the rest of a row is zero. Before anybody may write.
+            for at in [PROBS, LOCAL_EXPERTS] {
+                if let Some(memory) = staged[at].as_mut().or(outputs[at].as_deref_mut()) {
+                    memory.as_bytes_mut()[..call.kept_bytes[at]].fill(0);
+                }
+            }
+        }
+        let place = |at: usize| {
+            (call.bytes[at] > 0)
+                .then(|| staged[at].as_ref().or(outputs[at].as_deref()).and_then(HostMemory::place))
+                .flatten()
+        };
+        let places = [TOKENS, SCALES, PROBS, LOCAL_EXPERTS].map(place);
+
+        self.step += 1;
+        let comm = Arc::clone(&self.comm);
+        let mut signature = [0; SIGNATURE];
+        signature[..4].copy_from_slice(&[2, handle.id, input.hidden as u64, format_code(input.format)]);
+        signature[5] = u64::from(message.probs);
+        signature[7] = chunk as u64;
+        let op = Op::enter(&comm, Operator::Dispatch, self.step, signature, places);
+        let job = Dispatch {
+            op: &op,
+            handle,
+            format: input.format,
+            hidden: input.hidden,
+            tokens: input.tokens.as_bytes(),
+            scales: input.scales.map_or(&[], HostMemory::as_bytes),
+            weights: call.weights,
+            chunk,
+            message,
+            state: dispatch::State::new(&op, handle, chunk),
+        };
+        let done = op.run(self.pool.as_ref(), |idle| job.work(idle)).and_then(|()| {
+            let learnt = job.into_learnt();
+            op.finish()?;
+            Ok(learnt)
+        });
+        match done {
+            Ok(learnt) => {
+                handle.forwarded.get_or_init(|| learnt);
+            }
+            Err(error) => {
+                for memory in outputs.into_iter().flatten().chain(staged.iter_mut().flatten()) {
+                    memory.withdraw();
+                }
+                return self.fail(Operator::Dispatch, error);
+            }
+        }
+        for (at, stage) in staged.iter().enumerate() {
+            if let (Some(stage), Some(memory)) = (stage, outputs[at].as_deref_mut()) {
+                let kept = call.kept_bytes[at];
+                memory.as_bytes_mut()[..kept].copy_from_slice(&stage.as_bytes()[..kept]);
+            }
+        }
+        Ok(())
+    }
+
+    fn combine(
+        &mut self,
+        handle: &HostHandle,
+        input: CombineInput<'_, HostMemory>,
+        output: CombineOutput<'_, HostMemory>,
+    ) -> Result<()> {
+        self.check_usable()?;
+        self.check_handle(handle)?;
+        if handle.forwarded.get().is_none() {
+            return Err(combine::never_dispatched());
+        }
+        let world = &self.comm.world;
+        let row_bytes = input.hidden * input.element.bytes();
+        check_row_bytes(input.hidden, row_bytes)?;
+        check_row_bytes(input.hidden, input.hidden * input.wire.bytes())?;
+        let rows = handle.shape.rows;
+        let tokens = handle.layout.tokens();
+        let prob_bytes = 4 * rows * row_probs(world, self.comm.rank, handle);
+        check_len("combine input rows", rows * row_bytes, input.rows.len())?;
+        check_len("combine output", tokens * row_bytes, output.tokens.len())?;
+        check_pair("probs of combine", input.probs.is_some(), output.probs.is_some())?;
+        if let (Some(from), Some(to)) = (input.probs, output.probs.as_deref()) {
+            check_len("combine input probs", prob_bytes, from.len())?;
+            check_len("combine output probs", 4 * tokens * world.experts(), to.len())?;
+        }
+        let message = Format {
+            lists: false,
+            probs: input.probs.is_some(),
+            row_bytes: input.hidden * input.wire.bytes(),
+            scale_bytes: 0,
+        };
+        let chunk = message.chunk_tokens(world, &self.comm.config)?;
+
+        // Peers read registered memory only; what is not is staged.
+        let mut stage = |memory: Option<&HostMemory>, bytes: usize| -> Result<Option<HostMemory>> {
+            let Some(memory) = memory.filter(|memory| bytes > 0 && memory.place().is_none()) else {
+                return Ok(None);
+            };
+            let mut staged = self.arena.alloc(bytes)?;
+            staged.as_bytes_mut().copy_from_slice(&memory.as_bytes()[..bytes]);
+            Ok(Some(staged))
+        };
+        let staged_rows = stage(Some(input.rows), rows * row_bytes)?;
+        let staged_probs = stage(input.probs, prob_bytes)?;
+        let mut places = [None; BUFFERS];
+        places[TOKENS] = staged_rows.as_ref().unwrap_or(input.rows).place();
+        places[PROBS] = staged_probs.as_ref().or(input.probs).and_then(HostMemory::place);
+
+        let mut output = output;
+        let probs_out = match output.probs.as_deref_mut() {
+            Some(memory) => {
+                memory.as_bytes_mut()[..4 * tokens * self.comm.world.experts()].fill(0);
+                OutPtr(memory.as_bytes_mut().as_mut_ptr())
+            }
+            None => OutPtr(std::ptr::null_mut()),
+        };
+        self.step += 1;
+        let comm = Arc::clone(&self.comm);
+        let mut signature = [0; SIGNATURE];
+        signature[..5].copy_from_slice(&[
+            3,
+            handle.id,
+            input.hidden as u64,
+            input.element.bytes() as u64,
+            input.wire.bytes() as u64,
+        ]);
+        signature[5] = u64::from(message.probs);
+        signature[7] = chunk as u64;
+        let op = Op::enter(&comm, Operator::Combine, self.step, signature, places);
+        let job = Combine {
+            op: &op,
+            handle,
+            hidden: input.hidden,
+            element: input.element,
+            wire: input.wire,
+            out: OutPtr(output.tokens.as_bytes_mut().as_mut_ptr()),
+            probs_out,
+            chunk,
+            message,
+            state: combine::State::new(&op, handle, chunk),
+        };
+        let done = op.run(self.pool.as_ref(), |idle| job.work(idle)).and_then(|()| op.finish());
+        done.or_else(|error| self.fail(Operator::Combine, error))
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        // Operators return when they are done.
+        self.check_usable()
+    }
+
+    fn traffic(&self) -> Traffic {
+        let (transport_bytes, transport_messages) = self.comm.rails.sent();
+        let waited = self.comm.waited_ns.load(Relaxed) / self.workers as u64;
+        Traffic {
+            domain_bytes: self.comm.domain_bytes.load(Relaxed),
+            transport_bytes,
+            transport_messages,
+            preprocess_bytes: self.comm.preprocess_bytes.load(Relaxed),
+            waited: Duration::from_nanos(waited),
+        }
+    }
+}
+
+/// A dispatch call whose sizes are right.
+struct DispatchCall<'a> {
+    weights: Weights<'a>,
+    /// Bytes of each output; 0 = not asked for.
+    bytes: [usize; BUFFERS],
+    /// Bytes of each output up to the last row that is written.
+    kept_bytes: [usize; BUFFERS],
+}
+
+impl<'a> DispatchCall<'a> {
+    fn check(
+        world: &World,
+        rank: Rank,
+        handle: &HostHandle,
+        input: &DispatchInput<'a, HostMemory>,
+        output: &DispatchOutput<'_, HostMemory>,
+    ) -> Result<Self> {
+        let DispatchInput { hidden, format, .. } = *input;
+        let (input_bytes, output_bytes) = (format.input_row_bytes(hidden), format.output_row_bytes(hidden));
+        check_row_bytes(hidden, output_bytes)?;
+        let scale_bytes = format.scale_row_bytes(hidden);
+        let tokens = handle.layout.tokens();
+        check_len("dispatch input tokens", tokens * input_bytes, input.tokens.len())?;
+        check_pair(
+            "scales given to dispatch",
+            matches!(format, TokenFormat::Fp8(_)),
+            input.scales.is_some(),
+        )?;
+        if let Some(scales) = input.scales {
+            check_len("dispatch input scales", tokens * scale_bytes, scales.len())?;
+        }
+        check_pair("scales out of dispatch", format.scales().is_some(), output.scales.is_some())?;
+        let weights = match &input.probs {
+            Probs::Skip => Weights::Skip,
+            Probs::Routing => Weights::Routing,
+            Probs::Dense(memory) => {
+                let bytes = 4 * tokens * world.experts();
+                check_len("dispatch input probs", bytes, memory.len())?;
+                Weights::Dense(bytemuck::cast_slice(&memory.as_bytes()[..bytes]))
+            }
+        };
+        let with_probs = !matches!(weights, Weights::Skip);
+        check_pair("probs out of dispatch", with_probs, output.probs.is_some())?;
+        if output.local_experts.is_some() && handle.mode != DispatchMode::Plain {
+            return Err(
+                CallerError::Handle("local_experts is an output of the plain mode only".into()).into()
+            );
+        }
+        let row = [
+            output_bytes,
+            scale_bytes,
+            if with_probs { 4 * row_probs(world, rank, handle) } else { 0 },
+            if output.local_experts.is_some() { world.placement.local_experts(rank) } else { 0 },
+        ];
+        let bytes = row.map(|row| row * handle.shape.allocated_rows());
+        let kept_bytes = row.map(|row| row * handle.shape.rows);
+        let lens = [
+            Some(output.tokens.len()),
+            output.scales.as_deref().map(HostMemory::len),
+            output.probs.as_deref().map(HostMemory::len),
+            output.local_experts.as_deref().map(HostMemory::len),
+        ];
+        let names = [
+            "dispatch output tokens",
+            "dispatch output scales",
+            "dispatch output probs",
+            "dispatch output local_experts",
+        ];
+        for ((name, bytes), len) in names.into_iter().zip(bytes).zip(lens) {
+            if let Some(len) = len {
+                check_len(name, bytes, len)?;
+            }
+        }
+        Ok(Self { weights, bytes, kept_bytes })
+    }
+}
+
+/// Probabilities in one row of a dispatch output.
+fn row_probs(world: &World, rank: Rank, handle: &HostHandle) -> usize {
+    match handle.mode {
+        DispatchMode::Permuted { .. } => 1,
+        DispatchMode::Plain => world.placement.local_experts(rank),
+    }
+}
+
+fn format_code(format: TokenFormat) -> u64 {
+    let scales = format.scales().map_or(0, |scales| (scales.block() * 8 + scales.bytes_per_scale()) as u64);
+    // Given and quantised look the same on the wire, so ranks may differ in it.
+    scales << 1 | u64::from(matches!(format, TokenFormat::Bf16))
+}
+
+fn check_len(what: &'static str, expected: usize, found: usize) -> Result<()> {
+    if found >= expected {
+        Ok(())
+    } else {
+        Err(CallerError::Shape { what, expected, found, unit: "bytes" }.into())
+    }
+}
+
+/// An optional argument must be there exactly when another one asks for it.
+fn check_pair(what: &'static str, wanted: bool, given: bool) -> Result<()> {
+    if wanted == given {
+        return Ok(());
+    }
+    Err(CallerError::Shape { what, expected: wanted.into(), found: given.into(), unit: "tensors" }.into())
+}
+
+fn check_config(world: &World, config: &Config) -> Result<()> {
+    if config.slots == 0 || config.slots > 1024 || config.chunk_tokens == 0 {
+        return Err(CallerError::Config {
+            key: "slots, chunk_tokens",
+            value: format!("{}, {}", config.slots, config.chunk_tokens),
+            problem: "slots must be 1..=1024, chunk_tokens at least 1".into(),
+        }
+        .into());
+    }
+    if world.topology.domains() > 1 {
+        preprocess::check_slot(Counts::words(world), config.slot_bytes)?;
+    }
+    Ok(())
+}
+
+fn unintelligible(peer: Rank) -> Error {
+    EnvironmentError::new(
+        format!("meeting rank {peer}"),
+        "its introduction cannot be read",
+        "all ranks must run the same version of the library",
+    )
+    .into()
+}
+
+/// What a process tells the others when it joins: where it is, and what it was told about the world.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Introduction {
+    machine: String,
+    pid: u32,
+    control: SegmentName,
+    window: SegmentName,
+    /// Everything that must be the same everywhere, as text.
+    agreed: String,
+}
+
+impl Introduction {
+    fn new(world: &World, config: &Config, home: &Home) -> Self {
+        let Config { chunk_tokens, slot_bytes, slots, .. } = config;
+        let owners: Vec<u32> = (0..world.experts() as u32)
+            .map(|e| world.placement.owner_at(world.placement.position_of(e)).0)
+            .collect();
+        // The boot id tells machines apart; two containers of one machine share it, and the segments open or not.
+        let machine = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        Self {
+            machine: machine.trim().to_string(),
+            pid: std::process::id(),
+            control: home.control.0,
+            window: home.window.0,
+            agreed: format!(
+                "{} ranks in {} domains, chunk_tokens {chunk_tokens}, slot_bytes {slot_bytes}, slots {slots}, experts on ranks {owners:?}",
+                world.ranks(),
+                world.topology.domains(),
+            ),
+        }
+    }
+
+    fn to_bytes(&self) -> Vec<u8> {
+        let name = |name: SegmentName| format!("{} {} {}", name.id, name.fd, name.len);
+        let Self { machine, pid, control, window, agreed } = self;
+        format!("{machine}\n{pid}\n{}\n{}\n{agreed}", name(*control), name(*window)).into_bytes()
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let text = std::str::from_utf8(bytes).ok()?;
+        let mut lines = text.splitn(5, '\n');
+        let name = |line: &str| {
+            let mut words = line.split(' ');
+            Some(SegmentName {
+                id: words.next()?.parse().ok()?,
+                fd: words.next()?.parse().ok()?,
+                len: words.next()?.parse().ok()?,
+            })
+        };
+        Some(Self {
+            machine: lines.next()?.to_string(),
+            pid: lines.next()?.parse().ok()?,
+            control: name(lines.next()?)?,
+            window: name(lines.next()?)?,
+            agreed: lines.next()?.to_string(),
+        })
+    }
+
+    /// Checks that a peer is on this machine and was told the same.
+    fn check(&self, rank: Rank, peer: Rank, theirs: &Self) -> Result<()> {
+        if self.machine != theirs.machine {
+            return Err(EnvironmentError::new(
+                format!("sharing memory with rank {peer}"),
+                "it runs on another machine",
+                "the host backend spans one machine",
+            )
+            .into());
+        }
+        if self.agreed != theirs.agreed {
+            return Err(CallerError::Collective {
+                operator: Operator::Join,
+                field: "the world",
+                rank,
+                mine: self.agreed.clone(),
+                peer,
+                theirs: theirs.agreed.clone(),
+            }
+            .into());
+        }
+        Ok(())
+    }
+}

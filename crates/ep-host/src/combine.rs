@@ -1,0 +1,360 @@
+//! Combine: expert outputs back to their tokens' ranks, reduced.
+//!
+//! A worker's turn is one of two kinds, whichever has something to do:
+//! - *partial*: for a chunk of another domain's tokens, the sums over this domain's ranks go into a slot for it;
+//! - *own*: for a chunk of this rank's tokens whose partial sums have all arrived, the sum over this domain's ranks
+//!   joins them, in order of domain.
+//!
+//! Rows are read where the experts left them, on whichever rank of the domain: each is read once, and nothing is
+//! written but partial sums and results.
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Mutex, PoisonError};
+
+use ep::layout::TokenCopy;
+use ep::{CallerError, DispatchMode, Element, Rank, Result};
+
+use crate::comm::{Idle, Op, PeerBuffers, PeerMemory, Waiting};
+use crate::dispatch::{PROBS, TOKENS};
+use crate::handle::HostHandle;
+use crate::message::{Format, Header, Sections};
+use crate::rail::Claim;
+use crate::simd::{self, SumRow, flag};
+
+/// One rank's combine, shared by its workers.
+pub(crate) struct Combine<'a> {
+    pub(crate) op: &'a Op<'a>,
+    pub(crate) handle: &'a HostHandle,
+    pub(crate) hidden: usize,
+    pub(crate) element: Element,
+    pub(crate) wire: Element,
+    /// `[tokens, hidden]` of `element`.
+    pub(crate) out: OutPtr,
+    /// `[tokens, experts]` f32, zeroed; null without probs.
+    pub(crate) probs_out: OutPtr,
+    /// Tokens per chunk.
+    pub(crate) chunk: usize,
+    pub(crate) message: Format,
+    pub(crate) state: State,
+}
+
+/// The start of an output that workers write in disjoint pieces.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OutPtr(pub(crate) *mut u8);
+
+// SAFETY: workers write disjoint rows: a chunk is claimed by one worker only.
+unsafe impl Sync for OutPtr {}
+// SAFETY: as above.
+unsafe impl Send for OutPtr {}
+
+/// What the workers of a combine share and change.
+pub(crate) struct State {
+    next_chunk: Mutex<usize>,
+    /// By domain: the numbers of messages sent and received before, and when the operator will be done.
+    starts: Vec<(u64, u64)>,
+    ends: Vec<(u64, u64)>,
+}
+
+impl State {
+    pub(crate) fn new(op: &Op<'_>, handle: &HostHandle, chunk: usize) -> Self {
+        let own = op.comm.domain();
+        let starts: Vec<(u64, u64)> =
+            (0..op.comm.world.topology.domains()).map(|domain| op.comm.rails.position(domain)).collect();
+        let chunks = |domain: usize| handle.rail_tokens[domain].div_ceil(chunk) as u64;
+        let end = |(domain, &(sent, received)): (usize, &(u64, u64))| {
+            (sent + chunks(domain), received + chunks(own))
+        };
+        let ends = starts.iter().enumerate().map(end).collect();
+        Self { next_chunk: Mutex::new(0), starts, ends }
+    }
+}
+
+/// A message of partial sums, being read in order of token.
+struct Incoming {
+    claim: Claim,
+    slot: *const u8,
+    sections: Sections,
+    tokens: usize,
+    copies: usize,
+    header: Header,
+}
+
+impl Combine<'_> {
+    /// One worker: takes turns until there is nothing left to start.
+    pub(crate) fn work(&self, idle: &mut Idle) -> Result<()> {
+        let rails = &self.op.comm.rails;
+        let mut rows = Vec::with_capacity(16);
+        loop {
+            rails.poll()?;
+            let mut progressed = false;
+            if let Some(peers) = self.op.peers()? {
+                for domain in rails.others() {
+                    if let Some((number, claim)) = rails.claim_send(domain, self.state.ends[domain].0) {
+                        let chunk = (number - self.state.starts[domain].0) as usize;
+                        self.send_partial(peers, claim, chunk, &mut rows, idle)?;
+                        progressed = true;
+                    }
+                }
+                if let Some((chunk, claims)) = self.claim_own() {
+                    self.finish_own(peers, chunk, &claims, &mut rows, idle)?;
+                    progressed = true;
+                }
+            }
+            if progressed {
+                self.op.progress(idle);
+            } else if self.all_claimed() {
+                simd::stream_fence();
+                return Ok(());
+            } else {
+                self.op.idle(idle, || self.waiting())?;
+            }
+        }
+    }
+
+    fn own_chunks(&self) -> usize {
+        self.handle.layout.tokens().div_ceil(self.chunk)
+    }
+
+    /// The next chunk of own tokens, with the partial sums from every other domain.
+    fn claim_own(&self) -> Option<(usize, Vec<Claim>)> {
+        let rails = &self.op.comm.rails;
+        let mut next = self.state.next_chunk.lock().unwrap_or_else(PoisonError::into_inner);
+        if *next >= self.own_chunks() || !rails.others().all(|domain| rails.can_receive(domain)) {
+            return None;
+        }
+        let claim = |domain| rails.claim_receive(domain, self.state.ends[domain].1).map(|(_, claim)| claim);
+        let claims: Vec<Claim> = rails.others().filter_map(claim).collect();
+        assert_eq!(
+            claims.len(),
+            rails.others().count(),
+            "messages are claimed under the lock of the own chunks alone"
+        );
+        *next += 1;
+        Some((*next - 1, claims))
+    }
+
+    fn all_claimed(&self) -> bool {
+        let rails = &self.op.comm.rails;
+        let own = *self.state.next_chunk.lock().unwrap_or_else(PoisonError::into_inner);
+        own >= self.own_chunks()
+            && rails.others().all(|domain| rails.position(domain).0 >= self.state.ends[domain].0)
+    }
+
+    fn waiting(&self) -> Waiting {
+        let rails = &self.op.comm.rails;
+        if let Some(waiting) = self.op.waiting_for_entry() {
+            return waiting;
+        }
+        let own = *self.state.next_chunk.lock().unwrap_or_else(PoisonError::into_inner);
+        if own < self.own_chunks()
+            && let Some(domain) = rails.others().find(|&domain| !rails.can_receive(domain))
+        {
+            let peer = rails.peer(domain);
+            return Waiting { peer, what: format!("rank {peer} to send the partial sums of chunk {own}") };
+        }
+        let behind = rails.others().find(|&domain| rails.position(domain).0 < self.state.ends[domain].0);
+        let peer = behind.map_or(self.op.comm.rank, |domain| rails.peer(domain));
+        Waiting { peer, what: format!("rank {peer} to take partial sums off the rail") }
+    }
+
+    /// Sums of this domain's ranks for one chunk of another domain's tokens.
+    fn send_partial(
+        &self,
+        peers: &[PeerBuffers],
+        claim: Claim,
+        chunk: usize,
+        rows: &mut Vec<SumRow>,
+        idle: &mut Idle,
+    ) -> Result<()> {
+        let comm = self.op.comm;
+        let Some(lists) = self.handle.forwarded.get() else { return Err(never_dispatched()) };
+        let list = &lists[claim.domain];
+        let places = list.places(chunk * self.chunk..(chunk + 1) * self.chunk);
+        let copies: usize = places.clone().map(|place| list.copies(place).len()).sum();
+        let sections = self.message.sections(places.len(), copies);
+        assert!(sections.end <= comm.rails.slot_bytes(), "chunks are sized to fit a slot");
+        let slot = comm.rails.outgoing(claim);
+        // SAFETY: a claimed slot is this worker's to write, longer than a header, and 64-byte aligned.
+        unsafe { Header::new(self.op, chunk, places.len(), copies).write(slot) };
+        let mut copy = 0;
+        for (at, place) in places.enumerate() {
+            let token_copies = list.copies(place);
+            rows.clear();
+            self.push_rows(peers, token_copies, rows)?;
+            let to = slot.wrapping_add(sections.rows + at * self.message.row_bytes);
+            // SAFETY: every row was checked against its memory, which its rank has opened to this operator; the
+            // section lies inside the slot.
+            unsafe { simd::sum_rows(comm.level, rows, self.hidden, to, self.wire, false) };
+            if self.message.probs {
+                for &token_copy in token_copies {
+                    let to = slot.wrapping_add(sections.probs + 4 * copy).cast::<f32>();
+                    // SAFETY: the section lies inside the slot, aligned to 64 bytes.
+                    unsafe { to.write(self.prob(peers, token_copy)?) };
+                    copy += 1;
+                }
+            }
+        }
+        self.op.post(idle, claim, sections.end)
+    }
+
+    /// The sums of one chunk of this rank's tokens, for good.
+    fn finish_own(
+        &self,
+        peers: &[PeerBuffers],
+        chunk: usize,
+        claims: &[Claim],
+        rows: &mut Vec<SumRow>,
+        idle: &mut Idle,
+    ) -> Result<()> {
+        let comm = self.op.comm;
+        let layout = &self.handle.layout;
+        let home = comm.domain();
+        let tokens = chunk * self.chunk..((chunk + 1) * self.chunk).min(layout.tokens());
+        let mut incoming = claims.iter().map(|&claim| self.open(claim)).collect::<Result<Vec<Incoming>>>()?;
+        let row_bytes = self.hidden * self.element.bytes();
+        let streaming = layout.tokens() * row_bytes > comm.config.streaming_bytes;
+        for token in tokens {
+            rows.clear();
+            // Claims are in order of domain, and so must be the terms.
+            for message in incoming.iter_mut().filter(|m| m.claim.domain < home) {
+                self.push_partial(message, token, rows);
+            }
+            let copies = layout.copies(token, home);
+            self.push_rows(peers, copies, rows)?;
+            for message in incoming.iter_mut().filter(|m| m.claim.domain > home) {
+                self.push_partial(message, token, rows);
+            }
+            let to = self.out.0.wrapping_add(token * row_bytes);
+            // SAFETY: rows as in `send_partial`, and whole rows of messages; the output has a row for every token,
+            // and this worker alone has claimed this one's chunk.
+            unsafe { simd::sum_rows(comm.level, rows, self.hidden, to, self.element, streaming) };
+            if self.message.probs {
+                for &copy in copies {
+                    self.put_prob(token, copy, self.prob(peers, copy)?);
+                }
+            }
+        }
+        for message in incoming {
+            let (tokens, copies) = (message.header.tokens as usize, message.header.copies as usize);
+            assert!(
+                message.tokens == tokens,
+                "a message has a partial sum for every token that has copies in its domain"
+            );
+            debug_assert!(!self.message.probs || message.copies == copies);
+            self.op.release(idle, message.claim)?;
+        }
+        Ok(())
+    }
+
+    /// Opens a message of partial sums.
+    fn open(&self, claim: Claim) -> Result<Incoming> {
+        let rails = &self.op.comm.rails;
+        let slot = rails.incoming(claim);
+        // SAFETY: a claimed slot is this worker's to read, and longer than a header.
+        let header = unsafe { Header::read(slot, self.op, rails.peer(claim.domain))? };
+        let sections = self.message.sections(header.tokens as usize, header.copies as usize);
+        assert!(sections.end <= rails.slot_bytes(), "a message is as long as its header says");
+        Ok(Incoming { claim, slot, sections, tokens: 0, copies: 0, header })
+    }
+
+    /// Appends the partial sum of a token from another domain, if it has copies there.
+    fn push_partial(&self, message: &mut Incoming, token: usize, rows: &mut Vec<SumRow>) {
+        let copies = self.handle.layout.copies(token, message.claim.domain);
+        if copies.is_empty() {
+            return;
+        }
+        assert!(
+            message.tokens < message.header.tokens as usize,
+            "a message has a partial sum for every token"
+        );
+        let ptr = message.slot.wrapping_add(message.sections.rows + message.tokens * self.message.row_bytes);
+        let element = if self.wire == Element::F32 { flag::F32 } else { 0 };
+        // Rounded before it crossed.
+        rows.push(SumRow { ptr, flags: flag::CLOSES_RANK | flag::CLOSES_DOMAIN | element });
+        message.tokens += 1;
+        if self.message.probs {
+            for &copy in copies {
+                let from =
+                    message.slot.wrapping_add(message.sections.probs + 4 * message.copies).cast::<f32>();
+                // SAFETY: inside the slot, since the header's copies are all that are read, and aligned.
+                let prob = unsafe { from.read() };
+                self.put_prob(token, copy, prob);
+                message.copies += 1;
+            }
+        }
+    }
+
+    /// Appends a token's rows on the ranks of this domain.
+    fn push_rows(&self, peers: &[PeerBuffers], copies: &[TokenCopy], rows: &mut Vec<SumRow>) -> Result<()> {
+        let comm = self.op.comm;
+        let row_bytes = self.hidden * self.element.bytes();
+        let element = if self.element == Element::F32 { flag::F32 } else { 0 };
+        // What comes from another rank of the domain has crossed a link.
+        let closes = |owner: Rank| {
+            let rounds = owner != comm.rank && self.wire == Element::Bf16;
+            flag::CLOSES_RANK | if rounds { flag::ROUNDS_RANK } else { 0 }
+        };
+        let mut last: Option<(Rank, u32)> = None;
+        let mut remote_rows = 0;
+        for copy in copies {
+            let owner = comm.world.placement.owner_at(copy.position);
+            if last == Some((owner, copy.row)) {
+                continue;
+            }
+            if let Some((before, _)) = last.filter(|&(before, _)| before != owner)
+                && let Some(row) = rows.last_mut()
+            {
+                row.flags |= closes(before);
+            }
+            last = Some((owner, copy.row));
+            remote_rows += u64::from(owner != comm.rank);
+            let local = comm.world.topology.local_rank_of(owner);
+            let ptr = self.source(&peers[local][TOKENS], copy.row as usize, row_bytes)?;
+            rows.push(SumRow { ptr, flags: element });
+        }
+        if let (Some((owner, _)), Some(row)) = (last, rows.last_mut()) {
+            row.flags |= closes(owner) | flag::CLOSES_DOMAIN;
+        }
+        comm.domain_bytes.fetch_add(remote_rows * row_bytes as u64, Relaxed);
+        Ok(())
+    }
+
+    fn source(&self, memory: &Option<PeerMemory>, at: usize, bytes: usize) -> Result<*const u8> {
+        let place = memory.as_ref().and_then(|memory| memory.at(at * bytes, bytes));
+        place.map(|place| place.cast_const()).ok_or_else(|| {
+            CallerError::Handle(format!(
+                "a rank of the domain has no row {at} of {bytes} bytes in its combine input"
+            ))
+            .into()
+        })
+    }
+
+    /// The probability of one copy, where the experts' rank left it.
+    fn prob(&self, peers: &[PeerBuffers], copy: TokenCopy) -> Result<f32> {
+        let comm = self.op.comm;
+        let owner = comm.world.placement.owner_at(copy.position);
+        let local = comm.world.placement.positions_of(owner);
+        let cell = match self.handle.mode {
+            DispatchMode::Permuted { .. } => copy.row as usize,
+            DispatchMode::Plain => copy.row as usize * local.len() + (copy.position as usize - local.start),
+        };
+        let memory = &peers[comm.world.topology.local_rank_of(owner)][PROBS];
+        let from = self.source(memory, cell, size_of::<f32>())?.cast::<f32>();
+        // SAFETY: inside memory that its rank has opened to this operator; aligned, as memories are to 64 bytes.
+        Ok(unsafe { from.read() })
+    }
+
+    fn put_prob(&self, token: usize, copy: TokenCopy, prob: f32) {
+        let placement = &self.op.comm.world.placement;
+        let cell = token * placement.experts() + placement.expert_at(copy.position) as usize;
+        // SAFETY: the output has a cell for every token and expert, and this worker alone has claimed the token.
+        unsafe { self.probs_out.0.cast::<f32>().add(cell).write(prob) };
+    }
+}
+
+pub(crate) fn never_dispatched() -> ep::Error {
+    CallerError::Handle(
+        "it was never dispatched; combine follows at least one dispatch with the same handle".into(),
+    )
+    .into()
+}

@@ -1,0 +1,177 @@
+//! Copies of whole rows: one to one, one to several, and zeros.
+
+use super::vector::{LINE, Vector};
+use super::{Level, dispatch};
+
+/// Copies one row.
+///
+/// With `streaming` the stores go past the caches (where the target has such stores), for rows
+/// that nobody reads soon: they save the read of the destination that an ordinary store costs. They
+/// are ordered against later stores only by [`stream_fence`], which the caller issues once before
+/// it publishes anything that it copied.
+///
+/// Any alignment and length work; the fast case is a `dst` that is 64-byte aligned and a `len`
+/// that is a multiple of 64.
+///
+/// # Safety
+/// `src` must be valid for reads of `len` bytes, `dst` for writes of as many, and the two must not
+/// overlap.
+pub unsafe fn copy_row(level: Level, src: *const u8, dst: *mut u8, len: usize, streaming: bool) {
+    // SAFETY: passed on.
+    unsafe { scatter_row(level, src, len, &[dst], streaming) }
+}
+
+/// Copies one row to several places; reads it from memory once.
+///
+/// See [`copy_row`] for `streaming` and alignment.
+///
+/// # Safety
+/// `src` must be valid for reads of `len` bytes, every one of `dsts` for writes of as many, and
+/// none may overlap `src` or another.
+pub unsafe fn scatter_row(level: Level, src: *const u8, len: usize, dsts: &[*mut u8], streaming: bool) {
+    if streaming {
+        dispatch!(level, unsafe stream_rows::<_>(src: *const u8, len: usize, dsts: &[*mut u8]));
+    } else {
+        for &dst in dsts {
+            // SAFETY: both are valid for `len` bytes and do not overlap.
+            unsafe { src.copy_to_nonoverlapping(dst, len) };
+        }
+    }
+}
+
+/// Fills one row with zeros. See [`copy_row`] for `streaming` and alignment.
+///
+/// # Safety
+/// `dst` must be valid for writes of `len` bytes.
+pub unsafe fn zero_row(level: Level, dst: *mut u8, len: usize, streaming: bool) {
+    if streaming {
+        dispatch!(level, unsafe stream_zeros::<_>(dst: *mut u8, len: usize));
+    } else {
+        // SAFETY: valid for `len` bytes.
+        unsafe { dst.write_bytes(0, len) };
+    }
+}
+
+/// Makes every earlier streaming store of this thread visible before any later store.
+#[inline]
+pub fn stream_fence() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: SSE is in the baseline of x86-64.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+}
+
+/// Bytes before the first whole line at `dst`, at most `len`.
+#[inline(always)]
+fn head(dst: *mut u8, len: usize) -> usize {
+    (dst.addr().wrapping_neg() % LINE).min(len)
+}
+
+/// # Safety
+/// As [`scatter_row`], on a processor with `V`'s features.
+#[inline(always)]
+unsafe fn stream_rows<V: Vector>(src: *const u8, len: usize, dsts: &[*mut u8]) {
+    for &dst in dsts {
+        // Ordinary stores to the parts of lines at both ends: a streaming store of part of a line
+        // is the slowest of all.
+        let head = head(dst, len);
+        let tail = (len - head) % LINE;
+        // SAFETY: everything is within `len` bytes; the loop starts at a line of `dst`.
+        unsafe {
+            src.copy_to_nonoverlapping(dst, head);
+            for at in (head..len - tail).step_by(LINE) {
+                V::stream(dst.add(at), V::load(src.add(at)));
+            }
+            src.add(len - tail).copy_to_nonoverlapping(dst.add(len - tail), tail);
+        }
+    }
+}
+
+/// # Safety
+/// As [`zero_row`], on a processor with `V`'s features.
+#[inline(always)]
+unsafe fn stream_zeros<V: Vector>(dst: *mut u8, len: usize) {
+    let head = head(dst, len);
+    let tail = (len - head) % LINE;
+    // SAFETY: everything is within `len` bytes; the loop starts at a line of `dst`.
+    unsafe {
+        dst.write_bytes(0, head);
+        for at in (head..len - tail).step_by(LINE) {
+            V::stream(dst.add(at), V::zero_line());
+        }
+        dst.add(len - tail).write_bytes(0, tail);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd::testing::{Guarded, Random};
+
+    const LENGTHS: [usize; 9] = [0, 16, 48, 64, 80, 240, 1024, 4096 + 16, 14336];
+
+    #[test]
+    fn copies_are_exact_and_stay_inside() {
+        let mut random = Random(1);
+        for level in Level::available() {
+            for len in LENGTHS {
+                for (from, to) in [(0, 0), (16, 0), (0, 16), (48, 32), (1, 3)] {
+                    for streaming in [false, true] {
+                        let bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
+                        let src = Guarded::with(&bytes, from);
+                        let mut dst = Guarded::new(len, to);
+                        // SAFETY: both have `len` bytes of their own.
+                        unsafe { copy_row(level, src.as_ptr(), dst.as_mut_ptr(), len, streaming) };
+                        stream_fence();
+                        assert_eq!(dst.bytes(), bytes, "{level:?} {len} {from} {to} {streaming}");
+                        assert!(dst.intact());
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn scatters_reach_every_destination() {
+        let mut random = Random(2);
+        for level in Level::available() {
+            for len in LENGTHS {
+                for (count, aligned) in [(0, true), (1, true), (2, false), (3, true), (8, true), (9, false)] {
+                    for streaming in [false, true] {
+                        let bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
+                        let src = Guarded::with(&bytes, 16);
+                        let mut dsts: Vec<Guarded> = (0..count)
+                            .map(|i| Guarded::new(len, if aligned { 0 } else { 16 * (i % 4) }))
+                            .collect();
+                        let pointers: Vec<*mut u8> = dsts.iter_mut().map(Guarded::as_mut_ptr).collect();
+                        // SAFETY: all have `len` bytes of their own.
+                        unsafe { scatter_row(level, src.as_ptr(), len, &pointers, streaming) };
+                        stream_fence();
+                        for dst in &dsts {
+                            assert_eq!(dst.bytes(), bytes, "{level:?} {len} {count} {streaming}");
+                            assert!(dst.intact());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn zeros_stay_inside() {
+        for level in Level::available() {
+            for len in LENGTHS {
+                for offset in [0, 16, 48] {
+                    for streaming in [false, true] {
+                        let mut dst = Guarded::new(len, offset);
+                        // SAFETY: it has `len` bytes.
+                        unsafe { zero_row(level, dst.as_mut_ptr(), len, streaming) };
+                        stream_fence();
+                        assert!(dst.bytes().iter().all(|&byte| byte == 0) && dst.intact());
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! Quantisation of rows to E4M3 and conversions between bf16 and f32.
+//!
+//! Plain loops without branches, which LLVM vectorises at each level.
+
+use ep::numeric::{self, BF16_NAN, E4M3_MAX, E4M3_NAN, ScaleFormat};
+
+use super::{Level, dispatch};
+
+const INFINITY_BF16: u16 = 0x7F80;
+const INFINITY_F32: u32 = 0x7F80_0000;
+
+/// [`ep::numeric::quantize_row`], bit for bit.
+///
+/// Shapes: `row` `[hidden]` bf16 bits, `out` `[hidden]` E4M3 codes, `scales`
+/// [`format.bytes_per_row(hidden)`](ScaleFormat::bytes_per_row) bytes.
+///
+/// # Panics
+/// When the lengths do not agree.
+pub fn quantize_row(level: Level, row: &[u16], format: ScaleFormat, out: &mut [u8], scales: &mut [u8]) {
+    let hidden = row.len();
+    assert_eq!(out.len(), hidden, "codes of a row of {hidden} values");
+    assert_eq!(scales.len(), format.bytes_per_row(hidden), "bytes of scales of {hidden} values");
+    // The block as a constant lets the loops over it be unrolled completely.
+    match format.block() {
+        32 => dispatch!(level, blocks32(row: &[u16], format: ScaleFormat, out: &mut [u8], scales: &mut [u8])),
+        128 => {
+            dispatch!(level, blocks128(row: &[u16], format: ScaleFormat, out: &mut [u8], scales: &mut [u8]))
+        }
+        _ => numeric::quantize_row(row, format, out, scales),
+    }
+}
+
+/// Rounds each value as [`ep::numeric::f32_to_bf16`] does.
+///
+/// # Panics
+/// When the lengths differ.
+pub fn bf16_from_f32(level: Level, values: &[f32], out: &mut [u16]) {
+    assert_eq!(values.len(), out.len(), "values and their bf16");
+    dispatch!(level, round_all(values: &[f32], out: &mut [u16]));
+}
+
+/// Widens each value as [`ep::numeric::bf16_to_f32`] does.
+///
+/// # Panics
+/// When the lengths differ.
+pub fn f32_from_bf16(level: Level, values: &[u16], out: &mut [f32]) {
+    assert_eq!(values.len(), out.len(), "bf16 values and their f32");
+    dispatch!(level, widen_all(values: &[u16], out: &mut [f32]));
+}
+
+#[inline(always)]
+fn round_all(values: &[f32], out: &mut [u16]) {
+    for (out, &value) in out.iter_mut().zip(values) {
+        let bits = value.to_bits();
+        let rounded = (bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) >> 16) as u16;
+        *out = if value.is_nan() { BF16_NAN } else { rounded };
+    }
+}
+
+#[inline(always)]
+fn widen_all(values: &[u16], out: &mut [f32]) {
+    for (out, &bits) in out.iter_mut().zip(values) {
+        *out = numeric::bf16_to_f32(bits);
+    }
+}
+
+#[inline(always)]
+fn blocks32(row: &[u16], format: ScaleFormat, out: &mut [u8], scales: &mut [u8]) {
+    blocks::<32>(row, format, out, scales);
+}
+
+#[inline(always)]
+fn blocks128(row: &[u16], format: ScaleFormat, out: &mut [u8], scales: &mut [u8]) {
+    blocks::<128>(row, format, out, scales);
+}
+
+#[inline(always)]
+fn blocks<const BLOCK: usize>(row: &[u16], format: ScaleFormat, out: &mut [u8], scales: &mut [u8]) {
+    let (whole, rest) = row.as_chunks::<BLOCK>();
+    let (out_whole, out_rest) = out.as_chunks_mut::<BLOCK>();
+    let mut scales = scales.chunks_exact_mut(format.bytes_per_scale());
+    for ((values, codes), scale) in whole.iter().zip(out_whole).zip(&mut scales) {
+        block(values, format, codes, scale);
+    }
+    if let Some(scale) = scales.next() {
+        block(rest, format, out_rest, scale);
+    }
+}
+
+#[inline(always)]
+fn block(values: &[u16], format: ScaleFormat, codes: &mut [u8], scale_bytes: &mut [u8]) {
+    // Magnitudes order as their bits do. NaN lies above infinity and counts as zero.
+    let mut amax = 0;
+    for &bits in values {
+        let magnitude = bits & 0x7FFF;
+        amax = amax.max(if magnitude > INFINITY_BF16 { 0 } else { magnitude });
+    }
+    let scale = format.scale_for(numeric::bf16_to_f32(amax));
+    format.store_scale(scale, scale_bytes);
+    let inverse = 1.0 / scale;
+    for (code, &bits) in codes.iter_mut().zip(values) {
+        *code = e4m3(numeric::bf16_to_f32(bits) * inverse);
+    }
+}
+
+/// [`ep::numeric::f32_to_e4m3`] without branches.
+#[inline(always)]
+fn e4m3(value: f32) -> u8 {
+    // 2^-6, the smallest normal number.
+    const NORMAL: u32 = (127 - 6) << 23;
+    // At 2^14 the last place of f32 is 2^-9, a step of E4M3's subnormal numbers: an addition
+    // rounds to it, and leaves the count of steps in the low bits.
+    const STEPS: f32 = 16384.0;
+
+    let bits = value.to_bits();
+    let sign = bits >> 24 & 0x80;
+    let magnitude = bits & 0x7FFF_FFFF;
+    let clamped = magnitude.min(E4M3_MAX.to_bits());
+    let tie = clamped >> 20 & 1;
+    let normal = (clamped.wrapping_add(0x7_FFFF + tie) >> 20).wrapping_sub((127 - 7) << 3);
+    let subnormal = (f32::from_bits(clamped) + STEPS).to_bits().wrapping_sub(STEPS.to_bits());
+    let code = sign | if clamped < NORMAL { subnormal } else { normal };
+    (if magnitude > INFINITY_F32 { u32::from(E4M3_NAN) } else { code }) as u8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd::testing::Random;
+
+    const FORMATS: [ScaleFormat; 3] =
+        [ScaleFormat::F32Per128, ScaleFormat::Ue8m0Per128, ScaleFormat::Ue8m0Per32];
+
+    /// Quantises `row` at every level, next to guard bytes, and compares with the definition.
+    fn check(row: &[u16]) {
+        for format in FORMATS {
+            let (hidden, bytes) = (row.len(), format.bytes_per_row(row.len()));
+            let (mut codes, mut scales) = (vec![0; hidden], vec![0; bytes]);
+            numeric::quantize_row(row, format, &mut codes, &mut scales);
+            for level in Level::available() {
+                let (mut out, mut out_scales) = (vec![0xA5; hidden + 64], vec![0xA5; bytes + 64]);
+                quantize_row(level, row, format, &mut out[..hidden], &mut out_scales[..bytes]);
+                assert!(out[..hidden] == codes, "{level:?} {format:?} {hidden}");
+                assert!(out_scales[..bytes] == scales, "{level:?} {format:?} {hidden}");
+                assert!(out[hidden..].iter().chain(&out_scales[bytes..]).all(|&byte| byte == 0xA5));
+            }
+        }
+    }
+
+    #[test]
+    fn random_rows_quantise_as_defined() {
+        let mut random = Random(6);
+        for hidden in [0, 1, 7, 8, 31, 32, 33, 120, 128, 129, 136, 1000, 2880, 7168] {
+            for _ in 0..20 {
+                check(&(0..hidden).map(|_| random.bf16()).collect::<Vec<_>>());
+                check(&(0..hidden).map(|_| random.next() as u16).collect::<Vec<_>>());
+                // Within one binade or so, where most codes are used.
+                let like = |bits: u64| (bits as u16 & 0x83FF) | 0x3C00;
+                check(&(0..hidden).map(|_| like(random.next())).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn every_bf16_in_the_company_of_every_amax() {
+        let all: Vec<u16> = (0..=u16::MAX).collect();
+        check(&all);
+        // Blocks led by an amax of each exponent, followed by patterns of all kinds below it.
+        let mut random = Random(7);
+        for exponent in 0..256u16 {
+            let mut row = Vec::new();
+            for _ in 0..16 {
+                let amax = exponent << 7 | random.next() as u16 & 0x7F;
+                row.push(amax);
+                row.extend((1..128).map(|_| {
+                    let bits = random.next();
+                    let below = (bits as u16 & 0x7FFF) % (amax.max(1));
+                    below | (bits >> 32) as u16 & 0x8000
+                }));
+            }
+            check(&row);
+        }
+    }
+
+    #[test]
+    fn codes_round_as_defined() {
+        let mut random = Random(8);
+        for _ in 0..2_000_000 {
+            let bits = random.next();
+            let near = bits as u32 & 0x807F_FFFF | (112 + (bits >> 40) as u32 % 28) << 23;
+            for bits in [bits as u32, near, near & 0xFFF0_0000, near & 0xFFF8_0000] {
+                let value = f32::from_bits(bits);
+                assert_eq!(e4m3(value), numeric::f32_to_e4m3(value), "{bits:#010x}");
+            }
+        }
+    }
+
+    #[test]
+    fn conversions_are_the_defined_ones() {
+        let mut random = Random(9);
+        let bits: Vec<u16> = (0..=u16::MAX).collect();
+        for level in Level::available() {
+            let mut wide = vec![0.0; bits.len()];
+            f32_from_bf16(level, &bits, &mut wide);
+            assert!(wide.iter().zip(&bits).all(|(wide, &bits)| wide.to_bits() >> 16 == u32::from(bits)));
+
+            for len in [0, 1, 15, 16, 33, 100_001] {
+                let mut values: Vec<f32> = (0..len).map(|_| f32::from_bits(random.next() as u32)).collect();
+                values.extend(wide.iter().copied());
+                let mut narrow = vec![0; values.len()];
+                bf16_from_f32(level, &values, &mut narrow);
+                for (&value, &narrow) in values.iter().zip(&narrow) {
+                    assert_eq!(narrow, numeric::f32_to_bf16(value), "{:#010x}", value.to_bits());
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "bytes of scales")]
+    fn wrong_scale_length_panics() {
+        quantize_row(Level::detect(), &[0; 8], ScaleFormat::F32Per128, &mut [0; 8], &mut [0; 1]);
+    }
+}

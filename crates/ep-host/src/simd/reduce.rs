@@ -1,0 +1,295 @@
+//! The sum of one token's rows, in a fixed order.
+
+use ep::Element;
+
+use super::vector::{LINE, Vector};
+use super::{Level, dispatch};
+
+/// One term of a token's sum.
+#[derive(Clone, Copy, Debug)]
+pub struct SumRow {
+    /// The row: `hidden` elements of bf16, or of f32 where [`flag::F32`] is set.
+    pub ptr: *const u8,
+    /// A union of [`flag`]s.
+    pub flags: u8,
+}
+
+/// What happens at a row of a sum; see [`sum_rows`].
+pub mod flag {
+    /// The row is the last of its rank.
+    pub const CLOSES_RANK: u8 = 1;
+    /// With [`CLOSES_RANK`]: the rank's sum is rounded to bf16.
+    pub const ROUNDS_RANK: u8 = 2;
+    /// The row is the last of its domain.
+    pub const CLOSES_DOMAIN: u8 = 4;
+    /// With [`CLOSES_DOMAIN`]: the domain's sum is rounded to bf16.
+    pub const ROUNDS_DOMAIN: u8 = 8;
+    /// The row's elements are f32.
+    pub const F32: u8 = 16;
+}
+
+/// Elements of a [`Vector::Values`].
+const STEP: usize = LINE / 2;
+
+/// Sums one token's rows into `out`, `hidden` elements of `out_type`.
+///
+/// Each element is summed by itself, in f32, in the order of `rows`, and never fused or
+/// reassociated: the order is part of the result. From `rank = domain = total = +0.0`, for each
+/// row:
+///
+/// * `rank += element`;
+/// * if the row [closes its rank](flag::CLOSES_RANK): `rank` is rounded to bf16 if the row
+///   [says so](flag::ROUNDS_RANK), then `domain += rank` and `rank = +0.0`;
+/// * if it [closes its domain](flag::CLOSES_DOMAIN): `domain` is rounded to bf16 if the row
+///   [says so](flag::ROUNDS_DOMAIN), then `total += domain` and `domain = +0.0`.
+///
+/// `out` is `total`, rounded to bf16 or with its NaN made canonical; what was not closed is not in
+/// it. No rows make zeros.
+///
+/// `streaming` is as in [`copy_row`](super::copy_row), and takes effect where `out` is 64-byte
+/// aligned. Any alignment works.
+///
+/// # Safety
+/// Each row must be valid for reads of `hidden` elements of its type, `out` for writes of `hidden`
+/// of `out_type`, and `out` must not overlap a row.
+pub unsafe fn sum_rows(
+    level: Level,
+    rows: &[SumRow],
+    hidden: usize,
+    out: *mut u8,
+    out_type: Element,
+    streaming: bool,
+) {
+    let streaming = streaming && out.addr().is_multiple_of(LINE);
+    dispatch!(level, unsafe sum::<_>(
+        rows: &[SumRow], hidden: usize, out: *mut u8, out_type: Element, streaming: bool
+    ));
+}
+
+/// # Safety
+/// As [`sum_rows`], on a processor with `V`'s features; with `streaming`, `out` is 64-byte
+/// aligned.
+#[inline(always)]
+unsafe fn sum<V: Vector>(rows: &[SumRow], hidden: usize, out: *mut u8, out_type: Element, streaming: bool) {
+    let whole = hidden - hidden % STEP;
+    for column in (0..whole).step_by(STEP) {
+        // SAFETY: the columns are within `hidden`.
+        unsafe {
+            let total = sum_step::<V, false>(rows, column, STEP);
+            let dst = out.add(column * out_type.bytes());
+            match out_type {
+                Element::Bf16 => store::<V>(dst, V::to_bf16(total), streaming),
+                Element::F32 => {
+                    let [low, high] = V::to_f32(total);
+                    store::<V>(dst, low, streaming);
+                    store::<V>(dst.add(LINE), high, streaming);
+                }
+            }
+        }
+    }
+    if whole < hidden {
+        let mut lines = [0u8; 2 * LINE];
+        // SAFETY: the columns are within `hidden`, and `lines` has room for STEP elements.
+        unsafe {
+            let total = sum_step::<V, true>(rows, whole, hidden - whole);
+            match out_type {
+                Element::Bf16 => V::store(lines.as_mut_ptr(), V::to_bf16(total)),
+                Element::F32 => {
+                    let [low, high] = V::to_f32(total);
+                    V::store(lines.as_mut_ptr(), low);
+                    V::store(lines.as_mut_ptr().add(LINE), high);
+                }
+            }
+            let dst = out.add(whole * out_type.bytes());
+            dst.copy_from_nonoverlapping(lines.as_ptr(), (hidden - whole) * out_type.bytes());
+        }
+    }
+}
+
+/// # Safety
+/// As [`Vector::stream`] or [`Vector::store`].
+#[inline(always)]
+unsafe fn store<V: Vector>(dst: *mut u8, line: V::Line, streaming: bool) {
+    // SAFETY: passed on.
+    unsafe { if streaming { V::stream(dst, line) } else { V::store(dst, line) } }
+}
+
+/// The totals of `count` columns from `column` on: [`STEP`] of them, or with `PART` fewer, the
+/// other lanes then being zero.
+///
+/// # Safety
+/// As [`sum`], and those columns must be within the rows.
+#[inline(always)]
+unsafe fn sum_step<V: Vector, const PART: bool>(rows: &[SumRow], column: usize, count: usize) -> V::Values {
+    // SAFETY: the columns are within the rows, by the caller's promise, as are the features.
+    unsafe {
+        let (mut rank, mut domain, mut total) = (V::zero(), V::zero(), V::zero());
+        for row in rows {
+            let values = if row.flags & flag::F32 == 0 {
+                V::from_bf16(load::<V, PART>(row.ptr.add(column * 2), count * 2))
+            } else {
+                let src = row.ptr.add(column * 4);
+                let low = load::<V, PART>(src, count * 4);
+                let high = load::<V, PART>(src.wrapping_add(LINE), (count * 4).saturating_sub(LINE));
+                V::from_f32([low, high])
+            };
+            rank = V::add(rank, values);
+            if row.flags & flag::CLOSES_RANK != 0 {
+                if row.flags & flag::ROUNDS_RANK != 0 {
+                    rank = V::round(rank);
+                }
+                domain = V::add(domain, rank);
+                rank = V::zero();
+            }
+            if row.flags & flag::CLOSES_DOMAIN != 0 {
+                if row.flags & flag::ROUNDS_DOMAIN != 0 {
+                    domain = V::round(domain);
+                }
+                total = V::add(total, domain);
+                domain = V::zero();
+            }
+        }
+        total
+    }
+}
+
+/// A line from `src`, or with `PART` its first `len` bytes and then zeros.
+///
+/// # Safety
+/// `src` must be valid for reads of 64 bytes, with `PART` of `len` or 64, whichever is less; the
+/// processor must have `V`'s features.
+#[inline(always)]
+unsafe fn load<V: Vector, const PART: bool>(src: *const u8, len: usize) -> V::Line {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if PART {
+            let mut line = [0u8; LINE];
+            src.copy_to_nonoverlapping(line.as_mut_ptr(), len.min(LINE));
+            V::load(line.as_ptr())
+        } else {
+            V::load(src)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simd::testing::{Guarded, Random};
+    use ep::numeric::{bf16_to_f32, canonical_f32, f32_to_bf16};
+
+    /// The documented meaning, for one element.
+    fn sum_element(terms: &[(f32, u8)]) -> f32 {
+        let round = |value| bf16_to_f32(f32_to_bf16(value));
+        let (mut rank, mut domain, mut total) = (0.0f32, 0.0f32, 0.0f32);
+        for &(value, flags) in terms {
+            rank += value;
+            if flags & flag::CLOSES_RANK != 0 {
+                domain += if flags & flag::ROUNDS_RANK != 0 { round(rank) } else { rank };
+                rank = 0.0;
+            }
+            if flags & flag::CLOSES_DOMAIN != 0 {
+                total += if flags & flag::ROUNDS_DOMAIN != 0 { round(domain) } else { domain };
+                domain = 0.0;
+            }
+        }
+        total
+    }
+
+    /// Sums `rows` (elements as f32, flags) at every level and compares with the meaning.
+    fn check(rows: &[(Vec<f32>, u8)], hidden: usize, random: &mut Random) {
+        let stored: Vec<(Guarded, u8)> = rows
+            .iter()
+            .map(|(values, flags)| {
+                let bytes: Vec<u8> = if flags & flag::F32 != 0 {
+                    values.iter().flat_map(|value| value.to_bits().to_le_bytes()).collect()
+                } else {
+                    values.iter().flat_map(|value| ((value.to_bits() >> 16) as u16).to_le_bytes()).collect()
+                };
+                (Guarded::with(&bytes, 16 * random.below(4)), *flags)
+            })
+            .collect();
+        let sum_rows_in: Vec<SumRow> =
+            stored.iter().map(|(row, flags)| SumRow { ptr: row.as_ptr(), flags: *flags }).collect();
+        for out_type in [Element::Bf16, Element::F32] {
+            let expected: Vec<u8> = (0..hidden)
+                .flat_map(|i| {
+                    let terms: Vec<(f32, u8)> =
+                        rows.iter().map(|(values, flags)| (values[i], *flags)).collect();
+                    let total = sum_element(&terms);
+                    match out_type {
+                        Element::Bf16 => f32_to_bf16(total).to_le_bytes().to_vec(),
+                        Element::F32 => canonical_f32(total).to_bits().to_le_bytes().to_vec(),
+                    }
+                })
+                .collect();
+            for level in Level::available() {
+                for (offset, streaming) in [(0, true), (0, false), (16, true), (48, false)] {
+                    let mut out = Guarded::new(hidden * out_type.bytes(), offset);
+                    // SAFETY: every row and `out` have `hidden` elements.
+                    unsafe {
+                        sum_rows(level, &sum_rows_in, hidden, out.as_mut_ptr(), out_type, streaming);
+                    }
+                    crate::simd::stream_fence();
+                    assert!(out.bytes() == expected, "{level:?} {out_type:?} {hidden} {streaming}");
+                    assert!(out.intact());
+                }
+            }
+        }
+    }
+
+    /// A bf16 or an f32, as a value of f32.
+    fn value(flags: u8, random: &mut Random) -> f32 {
+        if flags & flag::F32 != 0 { random.f32() } else { bf16_to_f32(random.bf16()) }
+    }
+
+    #[test]
+    fn sums_of_random_rows_equal_the_meaning() {
+        let mut random = Random(3);
+        for hidden in [0, 8, 16, 24, 32, 40, 56, 64, 104, 128, 136, 320] {
+            for count in [0, 1, 2, 3, 8, 9, 65] {
+                // All bf16, all f32, a mixture; any flags, every row closed, the last closed.
+                for types in 0..3 {
+                    for closes in 0..3 {
+                        let rows: Vec<(Vec<f32>, u8)> = (0..count)
+                            .map(|row| {
+                                let mut flags = random.next() as u8 & 15;
+                                if closes == 1 || closes == 2 && row + 1 == count {
+                                    flags |= flag::CLOSES_RANK | flag::CLOSES_DOMAIN;
+                                }
+                                if types == 1 || types == 2 && random.below(2) == 0 {
+                                    flags |= flag::F32;
+                                }
+                                ((0..hidden).map(|_| value(flags, &mut random)).collect(), flags)
+                            })
+                            .collect();
+                        check(&rows, hidden, &mut random);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Every bf16 as a sum of its own, so every NaN, infinity, subnormal and zero.
+    #[test]
+    fn every_bf16_alone() {
+        let mut random = Random(4);
+        let values: Vec<f32> = (0..=u16::MAX).map(bf16_to_f32).collect();
+        for rounds in [0, flag::ROUNDS_RANK, flag::ROUNDS_DOMAIN, 15] {
+            let flags = flag::CLOSES_RANK | flag::CLOSES_DOMAIN | rounds;
+            check(&[(values.clone(), flags)], values.len(), &mut random);
+            check(&[(values.clone(), flags | flag::F32)], values.len(), &mut random);
+        }
+    }
+
+    /// f32 patterns of every kind through each place that rounds.
+    #[test]
+    fn any_f32_bits_round_alike() {
+        let mut random = Random(5);
+        for rounds in [0, flag::ROUNDS_RANK, flag::ROUNDS_DOMAIN] {
+            let values: Vec<f32> = (0..100_000).map(|_| f32::from_bits(random.next() as u32)).collect();
+            let flags = flag::F32 | flag::CLOSES_RANK | flag::CLOSES_DOMAIN | rounds;
+            check(&[(values, flags)], 100_000, &mut random);
+        }
+    }
+}
