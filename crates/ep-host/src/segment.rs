@@ -135,7 +135,9 @@ impl Segment {
                 0,
             )
         };
-        Ok(Self { file: Some(file), ..Self::mapped(start, len)? })
+        let mut segment = Self::mapped(start, len)?;
+        segment.file = Some(file);
+        Ok(segment)
     }
 
     /// The number under which other processes find the memory.

@@ -176,9 +176,11 @@ impl TcpRendezvous {
             if left.is_zero() {
                 return Err(self.absent(Rank(0), "a listener"));
             }
-            let attempt = addresses.iter().find_map(|address| {
-                TcpStream::connect_timeout(address, left.min(Duration::from_secs(1))).ok()
-            });
+            let patience = left.min(Duration::from_secs(1));
+            let attempt = addresses
+                .iter()
+                .filter_map(|address| TcpStream::connect_timeout(address, patience).ok())
+                .find(|stream| !is_self_connection(stream));
             match attempt {
                 Some(stream) => break stream,
                 None => std::thread::sleep(RETRY),
@@ -332,6 +334,12 @@ impl Rendezvous for ThreadRendezvous {
         }
         Ok(state.gathered.clone())
     }
+}
+
+/// While nobody listens at a local port, the system may pick that very port for the connecting end, and TCP then
+/// connects it to itself.
+fn is_self_connection(stream: &TcpStream) -> bool {
+    matches!((stream.local_addr(), stream.peer_addr()), (Ok(local), Ok(peer)) if local == peer)
 }
 
 fn write_blob(stream: &mut TcpStream, blob: &[u8]) -> std::io::Result<()> {

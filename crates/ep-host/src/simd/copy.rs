@@ -62,29 +62,50 @@ pub fn stream_fence() {
     }
 }
 
-/// Bytes before the first whole line at `dst`, at most `len`.
-#[inline(always)]
-fn head(dst: *mut u8, len: usize) -> usize {
-    (dst.addr().wrapping_neg() % LINE).min(len)
-}
+/// Bytes of a row that go to every destination before the next ones do. Each destination's stores
+/// then come in runs long enough for the memory, while what is copied stays in the first cache:
+/// faster by a tenth than one destination after the other.
+const PIECE: usize = 1024;
 
 /// # Safety
 /// As [`scatter_row`], on a processor with `V`'s features.
 #[inline(always)]
 unsafe fn stream_rows<V: Vector>(src: *const u8, len: usize, dsts: &[*mut u8]) {
-    for &dst in dsts {
-        // Ordinary stores to the parts of lines at both ends: a streaming store of part of a line
-        // is the slowest of all.
-        let head = head(dst, len);
-        let tail = (len - head) % LINE;
-        // SAFETY: everything is within `len` bytes; the loop starts at a line of `dst`.
-        unsafe {
-            src.copy_to_nonoverlapping(dst, head);
-            for at in (head..len - tail).step_by(LINE) {
-                V::stream(dst.add(at), V::load(src.add(at)));
+    let whole = len - len % LINE;
+    // SAFETY: everything is within `len` bytes, and lines are streamed to the start of lines.
+    unsafe {
+        for at in (0..whole).step_by(PIECE) {
+            let piece = PIECE.min(whole - at);
+            for &dst in dsts {
+                if dst.addr().is_multiple_of(LINE) {
+                    stream_lines::<V>(src.add(at), dst.add(at), piece);
+                }
             }
-            src.add(len - tail).copy_to_nonoverlapping(dst.add(len - tail), tail);
         }
+        for &dst in dsts {
+            // Ordinary stores to parts of lines: a streaming store of one is the slowest of all.
+            let head = (dst.addr().wrapping_neg() % LINE).min(len);
+            if head > 0 {
+                let lines = (len - head) / LINE * LINE;
+                src.copy_to_nonoverlapping(dst, head);
+                stream_lines::<V>(src.add(head), dst.add(head), lines);
+                let tail = head + lines;
+                src.add(tail).copy_to_nonoverlapping(dst.add(tail), len - tail);
+            } else if whole < len {
+                src.add(whole).copy_to_nonoverlapping(dst.add(whole), len - whole);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `src` must be valid for reads of `len` bytes, `dst` for writes of as many; `dst` must be 64-byte
+/// aligned and `len` a multiple of 64; the processor must have `V`'s features.
+#[inline(always)]
+unsafe fn stream_lines<V: Vector>(src: *const u8, dst: *mut u8, len: usize) {
+    for at in (0..len).step_by(LINE) {
+        // SAFETY: the line is within `len` bytes.
+        unsafe { V::stream(dst.add(at), V::load(src.add(at))) };
     }
 }
 
@@ -92,15 +113,16 @@ unsafe fn stream_rows<V: Vector>(src: *const u8, len: usize, dsts: &[*mut u8]) {
 /// As [`zero_row`], on a processor with `V`'s features.
 #[inline(always)]
 unsafe fn stream_zeros<V: Vector>(dst: *mut u8, len: usize) {
-    let head = head(dst, len);
-    let tail = (len - head) % LINE;
+    let head = (dst.addr().wrapping_neg() % LINE).min(len);
+    let lines = (len - head) / LINE * LINE;
+    let tail = head + lines;
     // SAFETY: everything is within `len` bytes; the loop starts at a line of `dst`.
     unsafe {
         dst.write_bytes(0, head);
-        for at in (head..len - tail).step_by(LINE) {
+        for at in (head..tail).step_by(LINE) {
             V::stream(dst.add(at), V::zero_line());
         }
-        dst.add(len - tail).write_bytes(0, tail);
+        dst.add(tail).write_bytes(0, len - tail);
     }
 }
 

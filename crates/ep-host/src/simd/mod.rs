@@ -17,7 +17,7 @@ mod vector;
 
 pub use copy::{copy_row, scatter_row, stream_fence, zero_row};
 pub use quantize::{bf16_from_f32, f32_from_bf16, quantize_row};
-pub use reduce::{SumRow, flag, sum_rows};
+pub use reduce::{SumRow, flag, sum_rows, sum_rows_then};
 
 /// Which instructions an operation uses.
 ///

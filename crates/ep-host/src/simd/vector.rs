@@ -19,6 +19,18 @@ const HALF: u32 = 0x7FFF;
 /// The half of a word of two bf16 that holds the odd element.
 const ODD: u32 = 0xFFFF_0000;
 
+/// Asks for the line at `address`, which need not be valid, to be read into the first cache.
+#[inline(always)]
+pub(super) fn prefetch(address: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: SSE is in the baseline of x86-64, and a prefetch never faults.
+    unsafe {
+        _mm_prefetch::<_MM_HINT_T0>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}
+
 /// One level's vectors. The unit of everything is a cache line's worth of bytes.
 ///
 /// All methods are `#[inline(always)]`, since they have to end up inside a function that enables
@@ -39,6 +51,10 @@ pub(super) trait Vector {
     /// without moving anything between lanes.
     type Values: Copy;
 
+    /// Lines of a row that a sum keeps in registers at once, three sets of [`Values`](Self::Values)
+    /// for each.
+    const SUM_LINES: usize;
+
     unsafe fn zero_line() -> Self::Line;
     unsafe fn load(src: *const u8) -> Self::Line;
     unsafe fn store(dst: *mut u8, line: Self::Line);
@@ -49,7 +65,8 @@ pub(super) trait Vector {
     unsafe fn from_bf16(line: Self::Line) -> Self::Values;
     unsafe fn from_f32(lines: [Self::Line; 2]) -> Self::Values;
     unsafe fn add(a: Self::Values, b: Self::Values) -> Self::Values;
-    /// Rounds to bf16 and back, NaN to the canonical bf16 NaN.
+    /// Rounds to bf16 and back. `values` come from an addition, so that a NaN among them is quiet
+    /// and stays one by its upper half alone; which NaN it becomes is left open.
     unsafe fn round(values: Self::Values) -> Self::Values;
     /// Rounds to bf16, NaN to the canonical bf16 NaN.
     unsafe fn to_bf16(values: Self::Values) -> Self::Line;
@@ -60,11 +77,13 @@ pub(super) trait Vector {
 /// Arrays of a line's size; the compiler makes of them what the target's baseline has.
 pub(super) struct Portable;
 
-/// The bits of `value` with its bf16 rounding in the upper half.
+/// The bits of `value` with its bf16 rounding in the upper half, or the canonical NaN.
 #[inline(always)]
 fn rounded(value: f32) -> u32 {
     let bits = value.to_bits();
-    if value.is_nan() { NAN } else { bits.wrapping_add(HALF + (bits >> 16 & 1)) }
+    // Computed in any case, so that what remains is a select and no branch.
+    let sum = bits.wrapping_add(HALF + (bits >> 16 & 1));
+    if bits & 0x7FFF_FFFF > 0x7F80_0000 { NAN } else { sum }
 }
 
 /// The bits of `value`, its NaN canonical.
@@ -77,6 +96,8 @@ impl Vector for Portable {
     type Line = [u32; 16];
     /// Even elements, odd elements.
     type Values = [[f32; 16]; 2];
+
+    const SUM_LINES: usize = 1;
 
     #[inline(always)]
     unsafe fn zero_line() -> Self::Line {
@@ -149,9 +170,10 @@ impl Vector for Portable {
 
     #[inline(always)]
     unsafe fn round(mut values: Self::Values) -> Self::Values {
-        for i in 0..16 {
-            values[0][i] = f32::from_bits(rounded(values[0][i]) & ODD);
-            values[1][i] = f32::from_bits(rounded(values[1][i]) & ODD);
+        for half in &mut values {
+            for value in half {
+                *value = f32::from_bits(rounded(*value) & ODD);
+            }
         }
         values
     }
@@ -182,15 +204,16 @@ pub(super) struct Avx2;
 
 #[cfg(target_arch = "x86_64")]
 impl Avx2 {
-    /// See the function of the same name.
+    /// The bits of `value` with its bf16 rounding in the upper half; a NaN is unchanged.
     #[inline(always)]
     unsafe fn rounded(value: __m256) -> __m256i {
         // SAFETY: AVX2 is the caller's promise.
         unsafe {
             let bits = _mm256_castps_si256(value);
             let tie = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
-            let sum = _mm256_add_epi32(bits, _mm256_add_epi32(tie, _mm256_set1_epi32(HALF as i32)));
-            Self::canonical(value, sum)
+            let half = _mm256_add_epi32(tie, _mm256_set1_epi32(HALF as i32));
+            let ordered = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_ORD_Q>(value, value));
+            _mm256_add_epi32(bits, _mm256_and_si256(half, ordered))
         }
     }
 
@@ -223,8 +246,8 @@ impl Avx2 {
     unsafe fn join(even: __m256, odd: __m256) -> __m256i {
         // SAFETY: AVX2 is the caller's promise.
         unsafe {
-            let even = _mm256_srli_epi32::<16>(Self::rounded(even));
-            _mm256_blend_epi16::<0b1010_1010>(even, Self::rounded(odd))
+            let low = _mm256_srli_epi32::<16>(Self::canonical(even, Self::rounded(even)));
+            _mm256_blend_epi16::<0b1010_1010>(low, Self::canonical(odd, Self::rounded(odd)))
         }
     }
 
@@ -265,6 +288,8 @@ impl Vector for Avx2 {
     type Line = [__m256i; 2];
     /// For each half line: even elements, odd elements.
     type Values = [[__m256; 2]; 2];
+
+    const SUM_LINES: usize = 1;
 
     #[inline(always)]
     unsafe fn zero_line() -> Self::Line {
@@ -359,15 +384,17 @@ pub(super) struct Avx512;
 
 #[cfg(target_arch = "x86_64")]
 impl Avx512 {
-    /// See the function of the same name.
+    /// The bits of `value` with its bf16 rounding in the upper half; a NaN is unchanged.
     #[inline(always)]
     unsafe fn rounded(value: __m512) -> __m512i {
         // SAFETY: AVX-512 is the caller's promise.
         unsafe {
             let bits = _mm512_castps_si512(value);
-            let tie = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-            let sum = _mm512_add_epi32(bits, _mm512_add_epi32(tie, _mm512_set1_epi32(HALF as i32)));
-            Self::canonical(value, sum)
+            let tie = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(1 << 16));
+            let half = _mm512_set1_epi32(HALF as i32);
+            let half = _mm512_mask_mov_epi32(half, tie, _mm512_set1_epi32(HALF as i32 + 1));
+            let ordered = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(value, value);
+            _mm512_mask_add_epi32(bits, ordered, bits, half)
         }
     }
 
@@ -394,6 +421,8 @@ impl Vector for Avx512 {
     type Line = __m512i;
     /// Even elements, odd elements.
     type Values = [__m512; 2];
+
+    const SUM_LINES: usize = 2;
 
     #[inline(always)]
     unsafe fn zero_line() -> Self::Line {
@@ -460,8 +489,9 @@ impl Vector for Avx512 {
     unsafe fn to_bf16(values: Self::Values) -> Self::Line {
         // SAFETY: AVX-512 is the caller's promise.
         unsafe {
-            let even = _mm512_srli_epi32::<16>(Self::rounded(values[0]));
-            _mm512_mask_mov_epi16(even, 0xAAAA_AAAA, Self::rounded(values[1]))
+            let even = Self::canonical(values[0], Self::rounded(values[0]));
+            let odd = Self::canonical(values[1], Self::rounded(values[1]));
+            _mm512_mask_mov_epi16(_mm512_srli_epi32::<16>(even), 0xAAAA_AAAA, odd)
         }
     }
 
