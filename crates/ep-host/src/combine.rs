@@ -240,7 +240,7 @@ impl Combine<'_> {
                 message.tokens == tokens,
                 "a message has a partial sum for every token that has copies in its domain"
             );
-            debug_assert!(!self.message.probs || message.copies == copies);
+            debug_assert!(!self.message.probs || message.copies == copies, "{} {copies}", message.copies);
             self.op.release(idle, message.claim)?;
         }
         Ok(())

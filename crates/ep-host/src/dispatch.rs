@@ -170,6 +170,7 @@ impl Dispatch<'_> {
         let rails = &self.op.comm.rails;
         let own = *self.state.next_chunk.lock().unwrap_or_else(PoisonError::into_inner);
         own >= self.own_chunks()
+            && self.state.padded.load(Relaxed)
             && rails.others().all(|domain| rails.position(domain).1 >= self.state.ends[domain].1)
     }
 

@@ -5,7 +5,7 @@
 //! the sender that its bytes were taken: no other completion is needed, and no queue can overflow.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ep::{Config, Posted, Put, Rank, Result, Transport, World};
 
@@ -74,7 +74,7 @@ struct Stream {
     received: Mutex<u64>,
     /// Send slots whose credit is out.
     busy: Vec<AtomicBool>,
-    /// Receive slots with a message in them.
+    /// Receive slots with a message that nobody has claimed.
     full: Vec<AtomicBool>,
 }
 
@@ -133,14 +133,13 @@ impl Rails {
     /// Messages sent to, and received from, a domain so far; between operators both ends agree on them.
     pub(crate) fn position(&self, domain: usize) -> (u64, u64) {
         let stream = &self.streams[domain];
-        let read = |count: &Mutex<u64>| *count.lock().unwrap_or_else(PoisonError::into_inner);
-        (read(&stream.sent), read(&stream.received))
+        (*lock(&stream.sent), *lock(&stream.received))
     }
 
     /// The next message to `domain`, if there is one before message `end` and its slot is free. Returns its number.
     pub(crate) fn claim_send(&self, domain: usize, end: u64) -> Option<(u64, Claim)> {
         let stream = &self.streams[domain];
-        let mut next = try_lock(&stream.sent)?;
+        let mut next = lock(&stream.sent);
         let slot = (*next % self.layout.slots as u64) as usize;
         if *next >= end || stream.busy[slot].load(Acquire) {
             return None;
@@ -153,9 +152,10 @@ impl Rails {
     /// The next message from `domain`, if there is one before message `end` and it has arrived. Returns its number.
     pub(crate) fn claim_receive(&self, domain: usize, end: u64) -> Option<(u64, Claim)> {
         let stream = &self.streams[domain];
-        let mut next = try_lock(&stream.received)?;
+        let mut next = lock(&stream.received);
         let slot = (*next % self.layout.slots as u64) as usize;
-        if *next >= end || !stream.full[slot].load(Acquire) {
+        // Emptied here and not when it is released: its ring may come round to the slot while the message is read.
+        if *next >= end || !stream.full[slot].swap(false, Acquire) {
             return None;
         }
         *next += 1;
@@ -203,11 +203,8 @@ impl Rails {
 
     /// Gives a read slot back to its sender. `Full`: make progress and release again.
     pub(crate) fn release(&self, claim: Claim) -> Result<Posted> {
-        let stream = &self.streams[claim.domain];
-        // Before the credit: the sender may fill the slot as soon as it has it.
-        stream.full[claim.slot].store(false, Release);
         self.transport.put(Put {
-            peer: stream.peer,
+            peer: self.streams[claim.domain].peer,
             source: 0,
             destination: 0,
             len: 0,
@@ -236,10 +233,6 @@ impl Rails {
     }
 }
 
-fn try_lock<T>(mutex: &Mutex<T>) -> Option<std::sync::MutexGuard<'_, T>> {
-    match mutex.try_lock() {
-        Ok(guard) => Some(guard),
-        Err(TryLockError::Poisoned(guard)) => Some(guard.into_inner()),
-        Err(TryLockError::WouldBlock) => None,
-    }
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
