@@ -47,18 +47,14 @@ impl Counts {
         }
         let mut per_expert = vec![0; world.experts()];
         let mut per_rank = vec![0; world.ranks()];
-        let mut last_token_for = vec![usize::MAX; world.ranks()];
-        for token in 0..routing.tokens() {
-            for &expert in routing.experts_of(token) {
-                let position = world.placement.position_of(expert);
-                let owner = world.placement.owner_at(position).index();
+        by_position(world, routing, |_, experts, _| {
+            let mut last_owner = None;
+            for &position in experts {
+                let owner = world.placement.owner_at(position);
                 per_expert[position as usize] += 1;
-                if last_token_for[owner] != token {
-                    last_token_for[owner] = token;
-                    per_rank[owner] += 1;
-                }
+                per_rank[owner.index()] += u32::from(last_owner.replace(owner) != Some(owner));
             }
-        }
+        });
         Ok(Self {
             tokens: routing.tokens() as u32,
             mode,
@@ -143,12 +139,38 @@ impl ReceiveShape {
     }
 }
 
-/// The first row of every (source, expert) on the receiving ranks, for one source; and one rank's receive shape.
+/// Calls `visit` with every token's index, its experts' positions in order, and their weights.
+fn by_position(world: &World, routing: &Routing, mut visit: impl FnMut(usize, &[u32], &[f32])) {
+    let placement = &world.placement;
+    if placement.is_in_order() {
+        for (token, (experts, weights)) in routing.rows().enumerate() {
+            visit(token, experts, weights);
+        }
+        return;
+    }
+    // A table may shuffle experts over ranks.
+    let mut row: Vec<(u32, f32)> = Vec::new();
+    let (mut positions, mut sorted_weights) = (Vec::new(), Vec::new());
+    for (token, (experts, weights)) in routing.rows().enumerate() {
+        row.clear();
+        row.extend(
+            experts.iter().zip(weights).map(|(&expert, &weight)| (placement.position_of(expert), weight)),
+        );
+        row.sort_unstable_by_key(|&(position, _)| position);
+        positions.clear();
+        sorted_weights.clear();
+        positions.extend(row.iter().map(|&(position, _)| position));
+        sorted_weights.extend(row.iter().map(|&(_, weight)| weight));
+        visit(token, &positions, &sorted_weights);
+    }
+}
+
+/// Where the rows of one source begin, and end.
 struct Bases {
     /// Next free row for this source: by expert position (permuted) or by rank (plain).
-    next: Vec<u64>,
-    /// Rows at or beyond this are dropped, by rank.
-    limit: Vec<u64>,
+    next: Vec<u32>,
+    /// Rows at or beyond this are dropped, in the same order.
+    limit: Vec<u32>,
 }
 
 fn rank_segments(world: &World, rank: Rank, all: &[Counts]) -> Result<Vec<(u64, u64)>> {
@@ -166,31 +188,51 @@ fn rank_segments(world: &World, rank: Rank, all: &[Counts]) -> Result<Vec<(u64, 
     Ok(segments)
 }
 
-fn limit_of(counts: &Counts) -> u64 {
-    counts.capacity.map_or(u64::MAX, u64::from)
+/// Rows of distinct tokens that a rank receives.
+fn distinct_rows(rank: Rank, all: &[Counts]) -> Result<u64> {
+    let rows = all.iter().map(|counts| u64::from(counts.per_rank[rank.index()])).sum();
+    if rows > u64::from(u32::MAX) {
+        return Err(CallerError::TooManyRows { rank, rows }.into());
+    }
+    Ok(rows)
+}
+
+/// Rows at or beyond this do not fit; all rows that can be numbered are below it when there is no capacity.
+fn limit_of(counts: &Counts) -> u32 {
+    counts.capacity.unwrap_or(u32::MAX)
 }
 
 impl Bases {
     fn new(world: &World, source: Rank, all: &[Counts]) -> Result<Self> {
         let before = &all[..source.index()];
-        let limit = all.iter().map(limit_of).collect();
-        let next = match all[source.index()].mode {
-            DispatchMode::Plain => (0..world.ranks())
-                .map(|rank| before.iter().map(|counts| u64::from(counts.per_rank[rank])).sum())
-                .collect(),
-            DispatchMode::Permuted { .. } => {
-                let mut next = Vec::with_capacity(world.experts());
-                for rank in world.topology.all_ranks() {
+        let (mut next, mut limit) = (Vec::new(), Vec::new());
+        for rank in world.topology.all_ranks() {
+            let rows_limit = limit_of(&all[rank.index()]);
+            match all[source.index()].mode {
+                DispatchMode::Plain => {
+                    distinct_rows(rank, all)?;
+                    next.push(before.iter().map(|counts| counts.per_rank[rank.index()]).sum());
+                    limit.push(rows_limit);
+                }
+                DispatchMode::Permuted { .. } => {
                     let positions = world.placement.positions_of(rank);
                     for (position, (start, _)) in positions.zip(rank_segments(world, rank, all)?) {
-                        let earlier: u64 = before.iter().map(|c| u64::from(c.per_expert[position])).sum();
-                        next.push(start + earlier);
+                        // Below the rank's rows, which were found to fit 32 bits.
+                        let earlier: u32 = before.iter().map(|counts| counts.per_expert[position]).sum();
+                        next.push(start as u32 + earlier);
+                        limit.push(rows_limit);
                     }
                 }
-                next
             }
-        };
+        }
         Ok(Self { next, limit })
+    }
+
+    /// The next row, and whether it is kept.
+    fn take(&mut self, counter: usize) -> (u32, bool) {
+        let row = self.next[counter];
+        self.next[counter] = row.wrapping_add(1);
+        (row, row < self.limit[counter])
     }
 }
 
@@ -200,7 +242,7 @@ impl Bases {
 /// [`CallerError::TooManyRows`] when the rows cannot be numbered with 32 bits.
 pub fn receive_shape(world: &World, rank: Rank, all: &[Counts]) -> Result<ReceiveShape> {
     let own = &all[rank.index()];
-    let limit = limit_of(own);
+    let limit = u64::from(limit_of(own));
     let capacity = own.capacity.map(|rows| rows as usize);
     let mut shape = ReceiveShape {
         rows: 0,
@@ -212,10 +254,7 @@ pub fn receive_shape(world: &World, rank: Rank, all: &[Counts]) -> Result<Receiv
     };
     match own.mode {
         DispatchMode::Plain => {
-            let wanted: u64 = all.iter().map(|counts| u64::from(counts.per_rank[rank.index()])).sum();
-            if wanted > u64::from(u32::MAX) {
-                return Err(CallerError::TooManyRows { rank, rows: wanted }.into());
-            }
+            let wanted = distinct_rows(rank, all)?;
             shape.wanted_rows = wanted as usize;
             shape.rows = wanted.min(limit) as usize;
         }
@@ -262,11 +301,12 @@ impl DispatchLayout {
     /// Lays out the tokens of `routing.rank()`, given the counts of all ranks in order.
     ///
     /// # Errors
-    /// [`CallerError::TooManyRows`]; [`CallerError::Collective`] when the ranks' modes differ.
+    /// [`CallerError::TooManyRows`] when a rank's rows cannot be numbered.
     pub fn new(world: &World, routing: &Routing, all: &[Counts]) -> Result<Self> {
         let source = routing.rank();
-        let Bases { mut next, limit } = Bases::new(world, source, all)?;
+        let mut bases = Bases::new(world, source, all)?;
         let permuted = matches!(all[source.index()].mode, DispatchMode::Permuted { .. });
+        let placement = &world.placement;
         let domains = world.topology.domains();
         let mut layout = Self {
             domains,
@@ -275,40 +315,38 @@ impl DispatchLayout {
             weights: Vec::with_capacity(routing.copies()),
         };
         layout.offsets.push(0);
-        let mut row_of_position: Vec<(u32, f32)> = Vec::new();
-        for token in 0..routing.tokens() {
-            row_of_position.clear();
-            let experts = routing.experts_of(token).iter().zip(routing.weights_of(token));
-            row_of_position.extend(experts.map(|(&e, &weight)| (world.placement.position_of(e), weight)));
-            // Already in order with the contiguous placement; a table may shuffle experts over ranks.
-            if !row_of_position.is_sorted_by_key(|&(position, _)| position) {
-                row_of_position.sort_unstable_by_key(|&(position, _)| position);
-            }
+        by_position(world, routing, |token, positions, weights| {
+            let first = token * domains;
             let mut last_owner = None;
-            let mut row = 0;
-            for &(position, weight) in &row_of_position {
-                let owner = world.placement.owner_at(position);
-                layout.close_domains_before(token, world.topology.domain_of(owner));
-                if permuted || last_owner != Some(owner) {
-                    let counter = if permuted { position as usize } else { owner.index() };
-                    row = next[counter];
-                    next[counter] += 1;
-                    last_owner = Some(owner);
+            let mut next = (0, true);
+            for (&position, &weight) in positions.iter().zip(weights) {
+                if domains > 1 {
+                    layout.close_before(first + placement.domain_at(position));
                 }
-                if row < limit[owner.index()] {
-                    layout.copies.push(TokenCopy { position, row: row as u32 });
+                if permuted {
+                    next = bases.take(position as usize);
+                } else {
+                    let owner = placement.owner_at(position);
+                    if last_owner.replace(owner) != Some(owner) {
+                        next = bases.take(owner.index());
+                    }
+                }
+                let (row, kept) = next;
+                if kept {
+                    layout.copies.push(TokenCopy { position, row });
                     layout.weights.push(weight);
                 }
             }
-            layout.close_domains_before(token + 1, 0);
-        }
+            layout.close_before(first + domains);
+        });
         Ok(layout)
     }
 
-    /// Ends every (token, domain) before this one.
-    fn close_domains_before(&mut self, token: usize, domain: usize) {
-        let end = self.copies.len() as u32;
-        self.offsets.resize(token * self.domains + domain + 1, end);
+    /// Ends every (token, domain) before the one at this place.
+    fn close_before(&mut self, place: usize) {
+        while self.offsets.len() <= place {
+            self.offsets.push(self.copies.len() as u32);
+        }
     }
 
     /// Number of tokens of the source.

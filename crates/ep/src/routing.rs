@@ -42,16 +42,15 @@ impl Routing {
                 if index == -1 {
                     continue;
                 }
-                let expert = u32::try_from(index).ok().filter(|&expert| (expert as usize) < experts).ok_or(
-                    CallerError::Routing {
-                        rank,
-                        row,
-                        problem: RoutingProblem::IndexOutOfRange { index: index.into(), experts },
-                    },
-                )?;
-                rows.push(expert, weight);
+                // Negative indices become larger than any expert.
+                let expert = index as u32;
+                if expert as usize >= experts {
+                    let problem = RoutingProblem::IndexOutOfRange { index: index.into(), experts };
+                    return Err(CallerError::Routing { rank, row, problem }.into());
+                }
+                rows.add(row, expert, weight)?;
             }
-            rows.end_row(row)?;
+            rows.end_row()?;
         }
         Ok(rows.finish())
     }
@@ -70,10 +69,10 @@ impl Routing {
         for (row, (chosen, probs)) in rows_of_map.enumerate() {
             for (expert, (&on, &prob)) in chosen.iter().zip(probs).enumerate() {
                 if on != 0 {
-                    rows.push(expert as u32, prob);
+                    rows.add(row, expert as u32, prob)?;
                 }
             }
-            rows.end_row(row)?;
+            rows.end_row()?;
         }
         Ok(rows.finish())
     }
@@ -101,6 +100,14 @@ impl Routing {
     /// Number of (token, expert) pairs.
     pub fn copies(&self) -> usize {
         self.chosen.len()
+    }
+
+    /// Every token's experts, ascending, with their weights.
+    pub fn rows(&self) -> impl ExactSizeIterator<Item = (&[u32], &[f32])> {
+        self.offsets.windows(2).map(|ends| {
+            let row = ends[0] as usize..ends[1] as usize;
+            (&self.chosen[row.clone()], &self.weights[row])
+        })
     }
 
     /// A token's experts, ascending.
@@ -137,9 +144,16 @@ fn check_len(what: &'static str, expected: usize, found: usize) -> Result<()> {
     }
 }
 
-/// A routing under construction: rows are sorted and checked as they end.
+/// A routing under construction.
+///
+/// The row at hand is kept as a set of bits, which sorts it and finds duplicates without a branch that could be
+/// mispredicted: routers choose in no order.
 struct Rows {
     routing: Routing,
+    /// One bit per expert: chosen in this row.
+    row: Vec<u64>,
+    /// Weights of the experts chosen in this row, by expert.
+    weight: Vec<f32>,
 }
 
 impl Rows {
@@ -147,33 +161,38 @@ impl Rows {
         let mut offsets = Vec::with_capacity(tokens + 1);
         offsets.push(0);
         let (chosen, weights) = (Vec::with_capacity(copies), Vec::with_capacity(copies));
-        Self { routing: Routing { rank, experts, offsets, chosen, weights } }
+        Self {
+            routing: Routing { rank, experts, offsets, chosen, weights },
+            row: vec![0; experts.div_ceil(64)],
+            weight: vec![0.0; experts],
+        }
     }
 
-    fn push(&mut self, expert: u32, weight: f32) {
-        self.routing.chosen.push(expert);
-        self.routing.weights.push(weight);
+    /// Adds an expert, which must be in range, to the row at hand.
+    fn add(&mut self, row: usize, expert: u32, weight: f32) -> Result<()> {
+        let (word, bit) = (&mut self.row[expert as usize / 64], 1 << (expert % 64));
+        let problem = if *word & bit != 0 {
+            RoutingProblem::DuplicateExpert(expert)
+        } else if weight.is_nan() {
+            RoutingProblem::NanWeight(expert)
+        } else {
+            *word |= bit;
+            self.weight[expert as usize] = weight;
+            return Ok(());
+        };
+        Err(CallerError::Routing { rank: self.routing.rank, row, problem }.into())
     }
 
-    fn end_row(&mut self, row: usize) -> Result<()> {
+    fn end_row(&mut self) -> Result<()> {
         let Routing { rank, offsets, chosen, weights, .. } = &mut self.routing;
-        let start = offsets[row] as usize;
-        let (chosen_row, weights_row) = (&mut chosen[start..], &mut weights[start..]);
-        let fail = |problem| CallerError::Routing { rank: *rank, row, problem };
-        // Insertion sort: rows have about eight entries, and often come sorted.
-        for end in 1..chosen_row.len() {
-            let mut at = end;
-            while at > 0 && chosen_row[at - 1] > chosen_row[at] {
-                chosen_row.swap(at - 1, at);
-                weights_row.swap(at - 1, at);
-                at -= 1;
+        for (word, first) in self.row.iter_mut().zip((0..).step_by(64)) {
+            let mut bits = std::mem::take(word);
+            while bits != 0 {
+                let expert = first + bits.trailing_zeros();
+                chosen.push(expert);
+                weights.push(self.weight[expert as usize]);
+                bits &= bits - 1;
             }
-        }
-        if let Some(pair) = chosen_row.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(fail(RoutingProblem::DuplicateExpert(pair[0])).into());
-        }
-        if let Some(at) = weights_row.iter().position(|weight| weight.is_nan()) {
-            return Err(fail(RoutingProblem::NanWeight(chosen_row[at])).into());
         }
         let end = u32::try_from(chosen.len())
             .map_err(|_| CallerError::TooManyRows { rank: *rank, rows: chosen.len() as u64 })?;
@@ -210,6 +229,25 @@ mod tests {
         assert_eq!(topk.weights_of(0), [0.1, 0.4]);
         assert!(topk.experts_of(1).is_empty());
         assert_eq!((topk.tokens(), topk.copies()), (3, 5));
+    }
+
+    #[test]
+    fn rows_of_any_length_are_sorted() {
+        for len in [0, 1, 2, 7, 8, 15, 16, 17, 40] {
+            let indices: Vec<i32> = (0..len).map(|i| (i * 29 + 5) % 41).collect();
+            let weights: Vec<f32> = indices.iter().map(|&i| i as f32).collect();
+            if let Ok(routing) = Routing::from_topk(Rank(0), 41, len as usize, &indices, &weights)
+                && routing.tokens() == 1
+            {
+                let mut sorted = indices.clone();
+                sorted.sort();
+                assert!(routing.experts_of(0).iter().map(|&e| e as i32).eq(sorted.iter().copied()));
+                assert!(routing.weights_of(0).iter().map(|&w| w as i32).eq(sorted));
+            }
+        }
+        let twice: Vec<i32> = (0..20).chain([7]).collect();
+        let error = Routing::from_topk(Rank(0), 41, 21, &twice, &[1.0; 21]).unwrap_err();
+        assert!(error.to_string().contains("expert 7 appears twice"));
     }
 
     #[test]

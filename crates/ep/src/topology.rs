@@ -164,6 +164,8 @@ pub struct ExpertPlacement {
     first: Vec<u32>,
     /// Rank at each position.
     owner: Vec<Rank>,
+    /// NVLink domain of the rank at each position.
+    domain: Vec<u32>,
 }
 
 impl ExpertPlacement {
@@ -212,13 +214,19 @@ impl ExpertPlacement {
         for rank in 0..ranks {
             first[rank + 1] = first[rank + 1].max(first[rank]);
         }
-        let owner = expert.iter().map(|&e| owners[e as usize]).collect();
-        Ok(Self { position, expert, first, owner })
+        let owner: Vec<Rank> = expert.iter().map(|&e| owners[e as usize]).collect();
+        let domain = owner.iter().map(|&rank| topology.domain_of(rank) as u32).collect();
+        Ok(Self { position, expert, first, owner, domain })
     }
 
     /// Number of experts in the world.
     pub fn experts(&self) -> usize {
         self.expert.len()
+    }
+
+    /// Whether every expert's position is its own index, as with the contiguous placement.
+    pub fn is_in_order(&self) -> bool {
+        self.expert.is_sorted()
     }
 
     /// The expert's position: its place when ordered by rank, then local expert.
@@ -234,6 +242,11 @@ impl ExpertPlacement {
     /// The rank that holds the expert at a position.
     pub fn owner_at(&self, position: u32) -> Rank {
         self.owner[position as usize]
+    }
+
+    /// The NVLink domain of the rank that holds the expert at a position.
+    pub fn domain_at(&self, position: u32) -> usize {
+        self.domain[position as usize] as usize
     }
 
     /// The positions of a rank's experts, in order of local expert.
