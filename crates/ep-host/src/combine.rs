@@ -69,6 +69,13 @@ impl State {
     }
 }
 
+/// The rows of the token that is being summed, and of the one after it.
+#[derive(Default)]
+struct Terms {
+    now: Vec<SumRow>,
+    then: Vec<SumRow>,
+}
+
 /// A message of partial sums, being read in order of token.
 struct Incoming {
     claim: Claim,
@@ -83,7 +90,7 @@ impl Combine<'_> {
     /// One worker: takes turns until there is nothing left to start.
     pub(crate) fn work(&self, idle: &mut Idle) -> Result<()> {
         let rails = &self.op.comm.rails;
-        let mut rows = Vec::with_capacity(16);
+        let mut terms = Terms::default();
         loop {
             rails.poll()?;
             let mut progressed = false;
@@ -91,12 +98,12 @@ impl Combine<'_> {
                 for domain in rails.others() {
                     if let Some((number, claim)) = rails.claim_send(domain, self.state.ends[domain].0) {
                         let chunk = (number - self.state.starts[domain].0) as usize;
-                        self.send_partial(peers, claim, chunk, &mut rows, idle)?;
+                        self.send_partial(peers, claim, chunk, &mut terms, idle)?;
                         progressed = true;
                     }
                 }
                 if let Some((chunk, claims)) = self.claim_own() {
-                    self.finish_own(peers, chunk, &claims, &mut rows, idle)?;
+                    self.finish_own(peers, chunk, &claims, &mut terms, idle)?;
                     progressed = true;
                 }
             }
@@ -163,7 +170,7 @@ impl Combine<'_> {
         peers: &[PeerBuffers],
         claim: Claim,
         chunk: usize,
-        rows: &mut Vec<SumRow>,
+        terms: &mut Terms,
         idle: &mut Idle,
     ) -> Result<()> {
         let comm = self.op.comm;
@@ -176,22 +183,19 @@ impl Combine<'_> {
         let slot = comm.rails.outgoing(claim);
         // SAFETY: a claimed slot is this worker's to write, longer than a header, and 64-byte aligned.
         unsafe { Header::new(self.op, chunk, places.len(), copies).write(slot) };
-        let mut copy = 0;
-        for (at, place) in places.enumerate() {
-            let token_copies = list.copies(place);
-            rows.clear();
-            self.push_rows(peers, token_copies, rows)?;
-            let to = slot.wrapping_add(sections.rows + at * self.message.row_bytes);
-            // SAFETY: every row was checked against its memory, which its rank has opened to this operator; the
-            // section lies inside the slot.
-            unsafe { simd::sum_rows(comm.level, rows, self.hidden, to, self.wire, false) };
-            if self.message.probs {
-                for &token_copy in token_copies {
-                    let to = slot.wrapping_add(sections.probs + 4 * copy).cast::<f32>();
-                    // SAFETY: the section lies inside the slot, aligned to 64 bytes.
-                    unsafe { to.write(self.prob(peers, token_copy)?) };
-                    copy += 1;
-                }
+        let first = places.start;
+        // SAFETY: the section has a row for every place and lies inside the slot.
+        unsafe {
+            let to = slot.wrapping_add(sections.rows);
+            let gather =
+                |at: usize, rows: &mut Vec<SumRow>| self.push_rows(peers, list.copies(first + at), rows);
+            self.sum_each(places.len(), terms, gather, to, self.wire, false)?;
+        }
+        if self.message.probs {
+            let probs = slot.wrapping_add(sections.probs).cast::<f32>();
+            for (at, &copy) in places.flat_map(|place| list.copies(place)).enumerate() {
+                // SAFETY: the section has a cell for every copy, lies inside the slot and is aligned to 64 bytes.
+                unsafe { probs.add(at).write(self.prob(peers, copy)?) };
             }
         }
         self.op.post(idle, claim, sections.end)
@@ -203,7 +207,7 @@ impl Combine<'_> {
         peers: &[PeerBuffers],
         chunk: usize,
         claims: &[Claim],
-        rows: &mut Vec<SumRow>,
+        terms: &mut Terms,
         idle: &mut Idle,
     ) -> Result<()> {
         let comm = self.op.comm;
@@ -213,35 +217,77 @@ impl Combine<'_> {
         let mut incoming = claims.iter().map(|&claim| self.open(claim)).collect::<Result<Vec<Incoming>>>()?;
         let row_bytes = self.hidden * self.element.bytes();
         let streaming = layout.tokens() * row_bytes > comm.config.streaming_bytes;
-        for token in tokens {
-            rows.clear();
+        let first = tokens.start;
+        let gather = |at: usize, rows: &mut Vec<SumRow>| {
+            let token = first + at;
             // Claims are in order of domain, and so must be the terms.
             for message in incoming.iter_mut().filter(|m| m.claim.domain < home) {
                 self.push_partial(message, token, rows);
             }
-            let copies = layout.copies(token, home);
-            self.push_rows(peers, copies, rows)?;
+            self.push_rows(peers, layout.copies(token, home), rows)?;
             for message in incoming.iter_mut().filter(|m| m.claim.domain > home) {
                 self.push_partial(message, token, rows);
             }
-            let to = self.out.0.wrapping_add(token * row_bytes);
-            // SAFETY: rows as in `send_partial`, and whole rows of messages; the output has a row for every token,
-            // and this worker alone has claimed this one's chunk.
-            unsafe { simd::sum_rows(comm.level, rows, self.hidden, to, self.element, streaming) };
-            if self.message.probs {
-                for &copy in copies {
+            Ok(())
+        };
+        // SAFETY: the output has a row for every token, and this worker alone has claimed this chunk's.
+        unsafe {
+            let to = self.out.0.wrapping_add(first * row_bytes);
+            self.sum_each(tokens.len(), terms, gather, to, self.element, streaming)?;
+        }
+        if self.message.probs {
+            for token in tokens {
+                for &copy in layout.copies(token, home) {
                     self.put_prob(token, copy, self.prob(peers, copy)?);
                 }
             }
         }
         for message in incoming {
-            let (tokens, copies) = (message.header.tokens as usize, message.header.copies as usize);
-            assert!(
-                message.tokens == tokens,
+            let read = (message.tokens, if self.message.probs { message.copies } else { 0 });
+            let sent = (
+                message.header.tokens as usize,
+                if self.message.probs { message.header.copies as usize } else { 0 },
+            );
+            assert_eq!(
+                read, sent,
                 "a message has a partial sum for every token that has copies in its domain"
             );
-            debug_assert!(!self.message.probs || message.copies == copies, "{} {copies}", message.copies);
             self.op.release(idle, message.claim)?;
+        }
+        Ok(())
+    }
+
+    /// Sums the rows that `gather` gives for each of `count` tokens into adjacent rows of type `element` from `to` on.
+    /// A token's rows are gathered one token ahead, so that they are on their way when their sum begins.
+    ///
+    /// # Safety
+    /// `to` must be valid for writes of `count` rows that overlap no row of a peer or message.
+    unsafe fn sum_each(
+        &self,
+        count: usize,
+        terms: &mut Terms,
+        mut gather: impl FnMut(usize, &mut Vec<SumRow>) -> Result<()>,
+        to: *mut u8,
+        element: Element,
+        streaming: bool,
+    ) -> Result<()> {
+        let Terms { now, then } = terms;
+        then.clear();
+        if count > 0 {
+            gather(0, then)?;
+        }
+        for at in 0..count {
+            std::mem::swap(now, then);
+            then.clear();
+            if at + 1 < count {
+                gather(at + 1, then)?;
+            }
+            let to = to.wrapping_add(at * self.hidden * element.bytes());
+            // SAFETY: rows are whole rows of memories that their ranks have opened to this operator, or of claimed
+            // messages; the target is the caller's promise.
+            unsafe {
+                simd::sum_rows_then(self.op.comm.level, now, then, self.hidden, to, element, streaming)
+            };
         }
         Ok(())
     }

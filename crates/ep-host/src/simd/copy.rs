@@ -16,7 +16,7 @@ use super::{Level, dispatch};
 /// # Safety
 /// `src` must be valid for reads of `len` bytes, `dst` for writes of as many, and the two must not
 /// overlap.
-pub unsafe fn copy_row(level: Level, src: *const u8, dst: *mut u8, len: usize, streaming: bool) {
+pub(crate) unsafe fn copy_row(level: Level, src: *const u8, dst: *mut u8, len: usize, streaming: bool) {
     // SAFETY: passed on.
     unsafe { scatter_row(level, src, len, &[dst], streaming) }
 }
@@ -28,7 +28,13 @@ pub unsafe fn copy_row(level: Level, src: *const u8, dst: *mut u8, len: usize, s
 /// # Safety
 /// `src` must be valid for reads of `len` bytes, every one of `dsts` for writes of as many, and
 /// none may overlap `src` or another.
-pub unsafe fn scatter_row(level: Level, src: *const u8, len: usize, dsts: &[*mut u8], streaming: bool) {
+pub(crate) unsafe fn scatter_row(
+    level: Level,
+    src: *const u8,
+    len: usize,
+    dsts: &[*mut u8],
+    streaming: bool,
+) {
     if streaming {
         dispatch!(level, unsafe stream_rows::<_>(src: *const u8, len: usize, dsts: &[*mut u8]));
     } else {
@@ -43,7 +49,7 @@ pub unsafe fn scatter_row(level: Level, src: *const u8, len: usize, dsts: &[*mut
 ///
 /// # Safety
 /// `dst` must be valid for writes of `len` bytes.
-pub unsafe fn zero_row(level: Level, dst: *mut u8, len: usize, streaming: bool) {
+pub(crate) unsafe fn zero_row(level: Level, dst: *mut u8, len: usize, streaming: bool) {
     if streaming {
         dispatch!(level, unsafe stream_zeros::<_>(dst: *mut u8, len: usize));
     } else {
@@ -54,7 +60,7 @@ pub unsafe fn zero_row(level: Level, dst: *mut u8, len: usize, streaming: bool) 
 
 /// Makes every earlier streaming store of this thread visible before any later store.
 #[inline]
-pub fn stream_fence() {
+pub(crate) fn stream_fence() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is in the baseline of x86-64.
     unsafe {

@@ -15,16 +15,20 @@ mod quantize;
 mod reduce;
 mod vector;
 
-pub use copy::{copy_row, scatter_row, stream_fence, zero_row};
-pub use quantize::{bf16_from_f32, f32_from_bf16, quantize_row};
-pub use reduce::{SumRow, flag, sum_rows, sum_rows_then};
+// A whole set, of which the operators need not use every one.
+#[allow(unused_imports)]
+pub(crate) use copy::{copy_row, scatter_row, stream_fence, zero_row};
+#[allow(unused_imports)]
+pub(crate) use quantize::{bf16_from_f32, f32_from_bf16, quantize_row};
+#[allow(unused_imports)]
+pub(crate) use reduce::{SumRow, flag, sum_rows, sum_rows_then};
 
 /// Which instructions an operation uses.
 ///
 /// Asking for a level that the processor lacks is not an error: the operation runs at the best
 /// level that is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Level {
+pub(crate) enum Level {
     /// Whatever every processor of the target has; on x86-64, SSE2.
     Portable,
     /// AVX2, 32-byte vectors.
@@ -37,7 +41,7 @@ impl Level {
     /// The best level of this processor.
     #[inline]
     #[must_use]
-    pub fn detect() -> Self {
+    pub(crate) fn detect() -> Self {
         // The macro keeps its answers in an atomic, so this is a few loads.
         #[cfg(target_arch = "x86_64")]
         {
@@ -57,7 +61,7 @@ impl Level {
 
     /// Every level of this processor, the least first.
     #[must_use]
-    pub fn available() -> Vec<Self> {
+    pub(crate) fn available() -> Vec<Self> {
         let mut levels = vec![Self::Portable, Self::Avx2, Self::Avx512];
         levels.retain(|&level| level <= Self::detect());
         levels

@@ -16,7 +16,13 @@ const INFINITY_F32: u32 = 0x7F80_0000;
 ///
 /// # Panics
 /// When the lengths do not agree.
-pub fn quantize_row(level: Level, row: &[u16], format: ScaleFormat, out: &mut [u8], scales: &mut [u8]) {
+pub(crate) fn quantize_row(
+    level: Level,
+    row: &[u16],
+    format: ScaleFormat,
+    out: &mut [u8],
+    scales: &mut [u8],
+) {
     let hidden = row.len();
     assert_eq!(out.len(), hidden, "codes of a row of {hidden} values");
     assert_eq!(scales.len(), format.bytes_per_row(hidden), "bytes of scales of {hidden} values");
@@ -34,7 +40,7 @@ pub fn quantize_row(level: Level, row: &[u16], format: ScaleFormat, out: &mut [u
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn bf16_from_f32(level: Level, values: &[f32], out: &mut [u16]) {
+pub(crate) fn bf16_from_f32(level: Level, values: &[f32], out: &mut [u16]) {
     assert_eq!(values.len(), out.len(), "values and their bf16");
     dispatch!(level, round_all(values: &[f32], out: &mut [u16]));
 }
@@ -43,7 +49,7 @@ pub fn bf16_from_f32(level: Level, values: &[f32], out: &mut [u16]) {
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn f32_from_bf16(level: Level, values: &[u16], out: &mut [f32]) {
+pub(crate) fn f32_from_bf16(level: Level, values: &[u16], out: &mut [f32]) {
     assert_eq!(values.len(), out.len(), "bf16 values and their f32");
     dispatch!(level, widen_all(values: &[u16], out: &mut [f32]));
 }
@@ -89,12 +95,15 @@ fn blocks<const BLOCK: usize>(row: &[u16], format: ScaleFormat, out: &mut [u8], 
 
 #[inline(always)]
 fn block(values: &[u16], format: ScaleFormat, codes: &mut [u8], scale_bytes: &mut [u8]) {
-    // Magnitudes order as their bits do. NaN lies above infinity and counts as zero.
-    let mut amax = 0;
+    // Magnitudes order as their bits do, and NaN lies above infinity. Moved up by what infinity lacks
+    // to i16's last number, NaN becomes negative and drops out of a signed maximum, which every
+    // processor has for 16 bits.
+    const UP: u16 = 0x7FFF - INFINITY_BF16;
+    let mut moved = UP as i16;
     for &bits in values {
-        let magnitude = bits & 0x7FFF;
-        amax = amax.max(if magnitude > INFINITY_BF16 { 0 } else { magnitude });
+        moved = moved.max((bits & 0x7FFF).wrapping_add(UP) as i16);
     }
+    let amax = moved as u16 - UP;
     let scale = format.scale_for(numeric::bf16_to_f32(amax));
     format.store_scale(scale, scale_bytes);
     let inverse = 1.0 / scale;
@@ -106,21 +115,23 @@ fn block(values: &[u16], format: ScaleFormat, codes: &mut [u8], scale_bytes: &mu
 /// [`ep::numeric::f32_to_e4m3`] without branches.
 #[inline(always)]
 fn e4m3(value: f32) -> u8 {
-    // 2^-6, the smallest normal number.
+    // 2^-6, the smallest normal number, whose exponent subnormal numbers share.
     const NORMAL: u32 = (127 - 6) << 23;
-    // At 2^14 the last place of f32 is 2^-9, a step of E4M3's subnormal numbers: an addition
-    // rounds to it, and leaves the count of steps in the low bits.
-    const STEPS: f32 = 16384.0;
+    // Adding 2^20 of a number's own power of two leaves 3 bits of its mantissa, rounded; they, and
+    // the leading one, are then the lowest bits of the sum.
+    const KEEP_3: u32 = 20 << 23;
+    // The code is those bits plus 8 for each exponent above the first. This makes up for the bias
+    // of the exponents, and all else is a multiple of 256.
+    const BIAS: u32 = (NORMAL >> 20).wrapping_neg() & 0xFF;
 
     let bits = value.to_bits();
-    let sign = bits >> 24 & 0x80;
     let magnitude = bits & 0x7FFF_FFFF;
     let clamped = magnitude.min(E4M3_MAX.to_bits());
-    let tie = clamped >> 20 & 1;
-    let normal = (clamped.wrapping_add(0x7_FFFF + tie) >> 20).wrapping_sub((127 - 7) << 3);
-    let subnormal = (f32::from_bits(clamped) + STEPS).to_bits().wrapping_sub(STEPS.to_bits());
-    let code = sign | if clamped < NORMAL { subnormal } else { normal };
-    (if magnitude > INFINITY_F32 { u32::from(E4M3_NAN) } else { code }) as u8
+    let exponent = clamped.max(NORMAL) & 0x7F80_0000;
+    let rounded = f32::from_bits(clamped) + f32::from_bits(exponent + (KEEP_3 | BIAS));
+    let code = rounded.to_bits().wrapping_add(exponent >> 20);
+    let signed = bits >> 24 & 0x80 | code & 0x7F;
+    (if magnitude > INFINITY_F32 { u32::from(E4M3_NAN) } else { signed }) as u8
 }
 
 #[cfg(test)]
@@ -212,6 +223,24 @@ mod tests {
                 for (&value, &narrow) in values.iter().zip(&narrow) {
                     assert_eq!(narrow, numeric::f32_to_bf16(value), "{:#010x}", value.to_bits());
                 }
+            }
+        }
+    }
+
+    #[test]
+    #[ignore = "all 2^32 values at every level: a minute or two"]
+    fn every_f32_converts_as_defined() {
+        let mut narrow = vec![0; 1 << 16];
+        for high in 0..=u16::MAX {
+            let values: Vec<f32> =
+                (0..=u16::MAX).map(|low| f32::from_bits(u32::from(high) << 16 | u32::from(low))).collect();
+            for &value in &values {
+                assert_eq!(e4m3(value), numeric::f32_to_e4m3(value), "{:#010x}", value.to_bits());
+            }
+            let expected: Vec<u16> = values.iter().map(|&value| numeric::f32_to_bf16(value)).collect();
+            for level in Level::available() {
+                bf16_from_f32(level, &values, &mut narrow);
+                assert!(narrow == expected, "{level:?} {high:#06x}");
             }
         }
     }
