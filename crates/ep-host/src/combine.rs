@@ -285,9 +285,7 @@ impl Combine<'_> {
             let to = to.wrapping_add(at * self.hidden * element.bytes());
             // SAFETY: rows are whole rows of memories that their ranks have opened to this operator, or of claimed
             // messages; the target is the caller's promise.
-            unsafe {
-                simd::sum_rows_then(self.op.comm.level, now, then, self.hidden, to, element, streaming)
-            };
+            unsafe { simd::sum_rows(self.op.comm.level, now, then, self.hidden, to, element, streaming) };
         }
         Ok(())
     }

@@ -199,11 +199,14 @@ fn available_memory() -> Option<usize> {
     Some(kib * 1024)
 }
 
+/// Segments by owner and the owner's number for it.
+type Known = HashMap<(Rank, u64), Arc<Segment>>;
+
 /// How the ranks of one world find each other's segments.
 #[derive(Debug, Clone)]
 pub(crate) struct Directory {
-    /// Segments by owner and the owner's number for it: published by threads, or opened by this process.
-    known: Arc<Mutex<HashMap<(Rank, u64), Arc<Segment>>>>,
+    /// Published by threads, or opened by this process.
+    known: Arc<Mutex<Known>>,
     /// Process of each rank; none when the ranks are threads.
     pids: Option<Arc<[u32]>>,
 }
@@ -260,7 +263,7 @@ impl Directory {
         Ok(segment)
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<(Rank, u64), Arc<Segment>>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,6 +1,8 @@
 //! What happens when a rank leaves, stalls, dies, or does something else than the others: everybody else gets a
 //! typed error that names it, in time, and nothing stays behind.
 
+#![allow(clippy::unwrap_used)]
+
 use std::time::{Duration, Instant};
 
 use ep::workload::Workload;

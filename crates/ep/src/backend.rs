@@ -148,6 +148,13 @@ pub struct DispatchInput<'a, M> {
     pub probs: Probs<'a, M>,
 }
 
+impl<'a, M> DispatchInput<'a, M> {
+    /// bf16 tokens with the routing's weights.
+    pub fn bf16(hidden: usize, tokens: &'a M) -> Self {
+        Self { hidden, format: TokenFormat::Bf16, tokens, scales: None, probs: Probs::Routing }
+    }
+}
+
 /// Where dispatch writes what a rank receives. Rows as [`ReceiveShape::allocated_rows`] says.
 #[derive(Debug)]
 pub struct DispatchOutput<'a, M> {
@@ -174,6 +181,13 @@ pub struct CombineInput<'a, M> {
     pub rows: &'a M,
     /// f32 per dispatched probability, laid out as dispatch delivers them: gathered back to `[tokens, experts]`.
     pub probs: Option<&'a M>,
+}
+
+impl<'a, M> CombineInput<'a, M> {
+    /// bf16 rows, bf16 on the wire, no probabilities.
+    pub fn bf16(hidden: usize, rows: &'a M) -> Self {
+        Self { hidden, element: Element::Bf16, wire: Element::Bf16, rows, probs: None }
+    }
 }
 
 /// Where combine writes.
@@ -288,6 +302,87 @@ pub trait Backend {
     /// Bytes and times so far.
     fn traffic(&self) -> Traffic;
 }
+
+/// What a rank received, in memory made for it.
+#[derive(Debug)]
+pub struct Received<M> {
+    /// `[rows, hidden]`.
+    pub tokens: M,
+    /// `[rows, scales per row]`, with the FP8 formats.
+    pub scales: Option<M>,
+    /// f32: `[rows]` (permuted) or `[rows, local experts]` (plain), unless skipped.
+    pub probs: Option<M>,
+    /// `[rows, local experts]` bytes, in plain mode.
+    pub local_experts: Option<M>,
+}
+
+/// A rank's combined tokens, in memory made for them.
+#[derive(Debug)]
+pub struct Combined<M> {
+    /// `[tokens, hidden]`.
+    pub tokens: M,
+    /// f32 `[tokens, experts]`, when probabilities were given.
+    pub probs: Option<M>,
+}
+
+/// Operators that allocate their outputs; in a steady state, keep the memory and use those of [`Backend`].
+pub trait BackendExt: Backend {
+    /// [`Backend::dispatch`] into new memory of the right size.
+    ///
+    /// # Errors
+    /// As [`Backend::alloc`] and [`Backend::dispatch`].
+    fn dispatch_new(
+        &mut self,
+        handle: &Self::Handle,
+        input: DispatchInput<'_, Self::Memory>,
+    ) -> Result<Received<Self::Memory>> {
+        let shape = self.receive_shape(handle)?;
+        let rows = shape.allocated_rows();
+        let experts = self.world().placement.local_experts(self.rank());
+        let (plain, cells) = match shape.mode {
+            DispatchMode::Plain => (true, rows * experts),
+            DispatchMode::Permuted { .. } => (false, rows),
+        };
+        let DispatchInput { hidden, format, .. } = input;
+        let scale_bytes = format.scale_row_bytes(hidden);
+        let mut received = Received {
+            tokens: self.alloc(rows * format.output_row_bytes(hidden))?,
+            scales: if scale_bytes > 0 { Some(self.alloc(rows * scale_bytes)?) } else { None },
+            probs: if matches!(input.probs, Probs::Skip) { None } else { Some(self.alloc(4 * cells)?) },
+            local_experts: if plain { Some(self.alloc(cells)?) } else { None },
+        };
+        let output = DispatchOutput {
+            tokens: &mut received.tokens,
+            scales: received.scales.as_mut(),
+            probs: received.probs.as_mut(),
+            local_experts: received.local_experts.as_mut(),
+        };
+        self.dispatch(handle, input, output)?;
+        Ok(received)
+    }
+
+    /// [`Backend::combine`] into new memory for this rank's `tokens` tokens.
+    ///
+    /// # Errors
+    /// As [`Backend::alloc`] and [`Backend::combine`].
+    fn combine_new(
+        &mut self,
+        handle: &Self::Handle,
+        tokens: usize,
+        input: CombineInput<'_, Self::Memory>,
+    ) -> Result<Combined<Self::Memory>> {
+        let experts = self.world().experts();
+        let mut combined = Combined {
+            tokens: self.alloc(tokens * input.hidden * input.element.bytes())?,
+            probs: if input.probs.is_some() { Some(self.alloc(4 * tokens * experts)?) } else { None },
+        };
+        let output = CombineOutput { tokens: &mut combined.tokens, probs: combined.probs.as_mut() };
+        self.combine(handle, input, output)?;
+        Ok(combined)
+    }
+}
+
+impl<B: Backend> BackendExt for B {}
 
 /// Whether a put was accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

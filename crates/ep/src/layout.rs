@@ -2,7 +2,7 @@
 //!
 //! No rank ever sees another rank's routing. Each counts its own ([`Counts`]), the counts are exchanged
 //! (G rows of E + G + 3 numbers, whatever the number of tokens), and an exclusive scan over the source ranks gives
-//! every (source, expert) its first row on the receiving rank ([`Bases`]). A copy's final row is then
+//! every (source, expert) its first row on the receiving rank. A copy's final row is then
 //! `base + own index`, known to its sender before a byte moves ([`DispatchLayout`]).
 
 use std::ops::Range;
@@ -35,7 +35,7 @@ impl Counts {
     ///
     /// # Errors
     /// [`CallerError::Shape`] when the routing is for another number of experts; [`CallerError::Capacity`] when the
-    /// capacity is not a multiple of the pad multiple.
+    /// capacity is not a multiple of the pad multiple; [`CallerError::TooManyRows`] when it cannot be numbered.
     pub fn of(world: &World, routing: &Routing, mode: DispatchMode, capacity: Option<usize>) -> Result<Self> {
         if routing.experts() != world.experts() {
             let (expected, found) = (world.experts(), routing.experts());
@@ -45,6 +45,14 @@ impl Counts {
         if let Some(rows) = capacity.filter(|rows| !rows.is_multiple_of(pad_multiple)) {
             return Err(CallerError::Capacity { capacity: rows, pad_multiple }.into());
         }
+        let capacity = match capacity.map(u32::try_from) {
+            None => None,
+            Some(Ok(rows)) if rows != UNBOUNDED => Some(rows),
+            Some(_) => {
+                let rows = capacity.unwrap_or_default() as u64;
+                return Err(CallerError::TooManyRows { rank: routing.rank(), rows }.into());
+            }
+        };
         let mut per_expert = vec![0; world.experts()];
         let mut per_rank = vec![0; world.ranks()];
         by_position(world, routing, |_, experts, _| {
@@ -55,14 +63,7 @@ impl Counts {
                 per_rank[owner.index()] += u32::from(last_owner.replace(owner) != Some(owner));
             }
         });
-        Ok(Self {
-            tokens: routing.tokens() as u32,
-            mode,
-            // A capacity beyond what can be addressed bounds nothing.
-            capacity: capacity.map(|rows| u32::try_from(rows).unwrap_or(UNBOUNDED - 1)),
-            per_expert,
-            per_rank,
-        })
+        Ok(Self { tokens: routing.tokens() as u32, mode, capacity, per_expert, per_rank })
     }
 
     /// Number of 32-bit words that [`to_words`](Self::to_words) writes: E + G + 3.
@@ -105,6 +106,8 @@ impl Counts {
 /// What a rank receives: the shape of its dispatch output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceiveShape {
+    /// How the rows are arranged.
+    pub mode: DispatchMode,
     /// Rows of the output, padding included, after drops.
     pub rows: usize,
     /// Rows that would have come with unlimited capacity, padding included.
@@ -245,6 +248,7 @@ pub fn receive_shape(world: &World, rank: Rank, all: &[Counts]) -> Result<Receiv
     let limit = u64::from(limit_of(own));
     let capacity = own.capacity.map(|rows| rows as usize);
     let mut shape = ReceiveShape {
+        mode: own.mode,
         rows: 0,
         wanted_rows: 0,
         tokens_per_expert: Vec::new(),
@@ -412,6 +416,8 @@ mod tests {
         let error =
             Counts::of(&world, &routing, DispatchMode::Permuted { pad_multiple: 16 }, Some(24)).unwrap_err();
         assert_eq!(error.to_string(), "capacity of 24 rows is not a multiple of pad_multiple 16");
+        let error = Counts::of(&world, &routing, DispatchMode::Plain, Some(1 << 32)).unwrap_err();
+        assert!(error.to_string().contains("4294967296 rows"), "{error}");
         let error = Counts::of(&world, &Routing::empty(Rank(0), 3), DispatchMode::Plain, None).unwrap_err();
         assert_eq!(error.to_string(), "routing: expected 2 experts, found 3");
     }

@@ -34,8 +34,8 @@ pub mod trace;
 pub mod workload;
 
 pub use backend::{
-    Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element, Posted,
-    Probs, Put, TokenFormat, Traffic, Transport,
+    Backend, BackendExt, CombineInput, CombineOutput, Combined, DispatchInput, DispatchMode, DispatchOutput,
+    Element, Posted, Probs, Put, TokenFormat, Traffic, Transport,
 };
 pub use config::Config;
 pub use error::{CallerError, EnvironmentError, Error, Operator, PeerError, PeerFault, Result};

@@ -81,6 +81,7 @@ fn rows_of(
     let mut out = ReceivedRows {
         rows: Vec::new(),
         shape: ReceiveShape {
+            mode,
             rows: 0,
             wanted_rows: 0,
             tokens_per_expert: Vec::new(),

@@ -32,7 +32,7 @@ impl Routing {
         topk_idx: &[i32],
         topk_weights: &[f32],
     ) -> Result<Self> {
-        let tokens = if k == 0 { 0 } else { topk_idx.len() / k };
+        let tokens = topk_idx.len().checked_div(k).unwrap_or(0);
         check_len("topk_idx", tokens * k, topk_idx.len())?;
         check_len("topk_weights", topk_idx.len(), topk_weights.len())?;
         let mut rows = Rows::new(rank, experts, tokens, topk_idx.len());
@@ -61,7 +61,7 @@ impl Routing {
     /// # Errors
     /// As [`from_topk`](Self::from_topk).
     pub fn from_map(rank: Rank, experts: usize, map: &[u8], probs: &[f32]) -> Result<Self> {
-        let tokens = if experts == 0 { 0 } else { map.len() / experts };
+        let tokens = map.len().checked_div(experts).unwrap_or(0);
         check_len("routing_map", tokens * experts, map.len())?;
         check_len("probs", map.len(), probs.len())?;
         let mut rows = Rows::new(rank, experts, tokens, 8 * tokens);

@@ -15,13 +15,9 @@ mod quantize;
 mod reduce;
 mod vector;
 
-// A whole set, of which the operators need not use every one.
-#[allow(unused_imports)]
 pub(crate) use copy::{copy_row, scatter_row, stream_fence, zero_row};
-#[allow(unused_imports)]
-pub(crate) use quantize::{bf16_from_f32, f32_from_bf16, quantize_row};
-#[allow(unused_imports)]
-pub(crate) use reduce::{SumRow, flag, sum_rows, sum_rows_then};
+pub(crate) use quantize::quantize_row;
+pub(crate) use reduce::{SumRow, flag, sum_rows};
 
 /// Which instructions an operation uses.
 ///
@@ -60,7 +56,7 @@ impl Level {
     }
 
     /// Every level of this processor, the least first.
-    #[must_use]
+    #[cfg(test)]
     pub(crate) fn available() -> Vec<Self> {
         let mut levels = vec![Self::Portable, Self::Avx2, Self::Avx512];
         levels.retain(|&level| level <= Self::detect());

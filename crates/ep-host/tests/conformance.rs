@@ -1,0 +1,216 @@
+//! The host backend passes the conformance cases: ranks as threads, over many settings and both kinds of memory.
+
+use ep::conformance::{Failure, Prepared, Problem, check_misuse, random_case, suite};
+use ep::{
+    Backend, CombineInput, CombineOutput, Config, DispatchInput, DispatchMode, DispatchOutput, Error,
+    ExpertPlacement, Rank, ReceiveShape, Result, Routing, Topology, Traffic, World,
+};
+use ep_host::{HostBuffer, HostHandle, HostMemory};
+
+/// A buffer whose caller keeps its tensors in memory that peers cannot reach, all of them or every second one.
+struct Unregistered {
+    inner: HostBuffer,
+    every: usize,
+    allocated: usize,
+}
+
+impl Backend for Unregistered {
+    type Memory = HostMemory;
+    type Handle = HostHandle;
+
+    fn alloc(&mut self, bytes: usize) -> Result<HostMemory> {
+        self.allocated += 1;
+        if self.allocated.is_multiple_of(self.every) {
+            Ok(HostMemory::normal(bytes))
+        } else {
+            self.inner.alloc(bytes)
+        }
+    }
+
+    fn rank(&self) -> Rank {
+        self.inner.rank()
+    }
+
+    fn world(&self) -> &World {
+        self.inner.world()
+    }
+
+    fn upload(&mut self, bytes: &[u8], memory: &mut HostMemory) -> Result<()> {
+        self.inner.upload(bytes, memory)
+    }
+
+    fn download(&mut self, memory: &HostMemory, bytes: &mut [u8]) -> Result<()> {
+        self.inner.download(memory, bytes)
+    }
+
+    fn preprocess(
+        &mut self,
+        routing: &Routing,
+        mode: DispatchMode,
+        capacity: Option<usize>,
+    ) -> Result<HostHandle> {
+        self.inner.preprocess(routing, mode, capacity)
+    }
+
+    fn receive_shape(&mut self, handle: &HostHandle) -> Result<ReceiveShape> {
+        Backend::receive_shape(&mut self.inner, handle)
+    }
+
+    fn dispatch(
+        &mut self,
+        handle: &HostHandle,
+        input: DispatchInput<'_, HostMemory>,
+        output: DispatchOutput<'_, HostMemory>,
+    ) -> Result<()> {
+        self.inner.dispatch(handle, input, output)
+    }
+
+    fn combine(
+        &mut self,
+        handle: &HostHandle,
+        input: CombineInput<'_, HostMemory>,
+        output: CombineOutput<'_, HostMemory>,
+    ) -> Result<()> {
+        self.inner.combine(handle, input, output)
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.inner.synchronize()
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+}
+
+/// Runs every rank on a thread of its own; panics with what the ranks found, those at fault first.
+fn on_all_ranks<B: Backend + Send>(
+    buffers: Vec<B>,
+    run: impl Fn(&mut B) -> Result<(), Failure> + Sync,
+    context: &str,
+) {
+    let run = &run;
+    let mut failures: Vec<Failure> = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            buffers.into_iter().map(|mut buffer| scope.spawn(move || run(&mut buffer))).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads.into_iter().filter_map(|thread| join(thread).err()).collect()
+    });
+    // A rank that only lost a peer comes last.
+    failures.sort_by_key(|failure| matches!(*failure.problem, Problem::Error(Error::Peer(_))));
+    let texts: Vec<String> = failures.iter().map(Failure::to_string).collect();
+    assert!(texts.is_empty(), "{context}\n{}", texts.join("\n"));
+}
+
+fn threads(world: &World, config: &Config) -> Vec<HostBuffer> {
+    HostBuffer::threads(world.clone(), config).expect("the world fits this machine")
+}
+
+fn check(prepared: &Prepared, config: &Config) {
+    on_all_ranks(threads(prepared.world(), config), |buffer| prepared.check(buffer), &format!("{config:?}"));
+}
+
+/// Settings under which the same bits must come out.
+fn config(workers: usize, chunk_tokens: usize, slots: usize) -> Config {
+    let mut config = Config::default();
+    config.workers = workers;
+    config.chunk_tokens = chunk_tokens;
+    config.slots = slots;
+    config
+}
+
+fn check_suite(config: &Config) {
+    for case in suite() {
+        check(&case.prepare().expect("a valid case"), config);
+    }
+}
+
+#[test]
+fn suite_with_one_worker() {
+    check_suite(&config(1, 64, 4));
+}
+
+#[test]
+fn suite_with_three_workers() {
+    check_suite(&config(3, 16, 2));
+}
+
+#[test]
+fn suite_with_the_smallest_chunks() {
+    // One slot at a time: every message waits for the one before it.
+    check_suite(&config(1, 3, 1));
+}
+
+#[test]
+fn suite_with_small_slots_and_many_workers() {
+    let mut config = config(4, 1, 1);
+    // Room for the widest row of the suite and little more.
+    config.slot_bytes = 48 << 10;
+    check_suite(&config);
+}
+
+#[test]
+fn suite_with_streaming_stores() {
+    let mut config = config(2, 64, 4);
+    config.streaming_bytes = 0;
+    check_suite(&config);
+}
+
+#[test]
+fn suite_in_unregistered_memory() {
+    let config = config(1, 8, 2);
+    for (at, case) in suite().into_iter().enumerate() {
+        let prepared = case.prepare().expect("a valid case");
+        let every = 1 + at % 3;
+        let wrap = |inner| Unregistered { inner, every, allocated: 0 };
+        let buffers: Vec<_> = threads(prepared.world(), &config).into_iter().map(wrap).collect();
+        on_all_ranks(buffers, |buffer| prepared.check(buffer), &format!("every {every} unregistered"));
+    }
+}
+
+/// `HYBRID_EP_RANDOM_CASES` asks for more of them; 2,000 take about half a minute on two cores.
+#[test]
+fn random_cases() {
+    let cases = std::env::var("HYBRID_EP_RANDOM_CASES").ok().and_then(|cases| cases.parse().ok());
+    for seed in 0..cases.unwrap_or(60) {
+        let prepared = random_case(seed, 8, 4).prepare().expect("a valid case");
+        let config =
+            config(1 + seed as usize % 3, [1, 3, 64][seed as usize / 3 % 3], 1 + seed as usize / 9 % 4);
+        check(&prepared, &config);
+    }
+}
+
+#[test]
+fn cases_one_after_another_on_the_same_buffers() {
+    // What one case leaves behind in buffers and rings must not reach the next.
+    let world =
+        suite().into_iter().find(|case| case.ranks == 4 && case.domains == 2 && case.owners.is_none());
+    let (experts, world) =
+        world.map(|case| (case.experts, case.world().expect("a valid case"))).expect("there is one");
+    let prepared: Vec<Prepared> = suite()
+        .into_iter()
+        .filter(|case| case.world().expect("a valid case") == world && case.experts == experts)
+        .map(|case| case.prepare().expect("a valid case"))
+        .collect();
+    assert!(prepared.len() > 10);
+    on_all_ranks(
+        threads(&world, &config(2, 7, 2)),
+        |buffer| prepared.iter().try_for_each(|prepared| prepared.check(buffer)),
+        "one after another",
+    );
+}
+
+#[test]
+fn misuse_is_refused_on_every_rank() {
+    for (ranks, domains, experts) in [(1, 1, 4), (3, 1, 6), (4, 2, 8), (4, 4, 4)] {
+        let world = World::new(ranks, domains, experts).expect("a valid world");
+        on_all_ranks(threads(&world, &config(1, 64, 4)), check_misuse, "misuse");
+    }
+    // Ranks without experts refuse what the others refuse.
+    let topology = Topology::new(3, 1).expect("a valid topology");
+    let placement =
+        ExpertPlacement::table(&[Rank(2), Rank(0), Rank(2)], &topology).expect("a valid placement");
+    on_all_ranks(threads(&World { topology, placement }, &config(2, 64, 4)), check_misuse, "misuse");
+}

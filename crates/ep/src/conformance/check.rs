@@ -1,0 +1,411 @@
+//! One rank's way through a case.
+
+use super::case::{Case, ProbsKind};
+use super::failure::{Expected, Failure, POISON, Problem, Unit};
+use super::prepared::{Content, Prepared};
+use crate::backend::{
+    Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element, Probs,
+    TokenFormat,
+};
+use crate::error::Error;
+use crate::layout::ReceiveShape;
+use crate::numeric::bf16_to_f32;
+use crate::topology::Rank;
+
+/// Bytes behind an output that must stay as they were.
+const GUARD: usize = 80;
+
+impl Prepared {
+    /// Takes this rank through the case: preprocess, then for each run a dispatch and two combines, the second with
+    /// probabilities. The first run waits after every operator, the later ones queue theirs; between dispatch and
+    /// combine of the second run another handle is made. Every second run gives the operators memory of exactly the
+    /// bytes they need, the others have guard bytes behind it.
+    ///
+    /// Every rank of [`world`](Self::world) must call this, in the same order of cases.
+    ///
+    /// # Errors
+    /// The first [`Failure`]. The backend should then be dropped: if an error stopped it, its peers wait for it.
+    pub fn check<B: Backend>(&self, backend: &mut B) -> Result<(), Failure> {
+        let mut check = Check::new(self, backend);
+        if check.backend.world() != &self.world {
+            return Err(check.failure("joining", Problem::World));
+        }
+        let ended = check.case();
+        check.first.map_or(ended, Err)
+    }
+}
+
+/// One rank in the middle of a case.
+pub(super) struct Check<'a, B: Backend> {
+    pub(super) prepared: &'a Prepared,
+    pub(super) rank: Rank,
+    pub(super) backend: &'a mut B,
+    run: usize,
+    /// The first difference; peers depend on this rank's operators, so it goes on.
+    first: Option<Failure>,
+}
+
+/// Memory of one dispatch.
+pub(super) struct DispatchMemory<M> {
+    pub(super) tokens: M,
+    pub(super) scales: Option<M>,
+    pub(super) dense: Option<M>,
+    pub(super) out_tokens: M,
+    pub(super) out_scales: Option<M>,
+    pub(super) out_probs: Option<M>,
+    pub(super) out_local_experts: Option<M>,
+}
+
+/// Memory of one combine.
+pub(super) struct CombineMemory<M> {
+    pub(super) rows: M,
+    pub(super) probs: Option<M>,
+    pub(super) out_tokens: M,
+    pub(super) out_probs: Option<M>,
+}
+
+impl<'a, B: Backend> Check<'a, B> {
+    pub(super) fn new(prepared: &'a Prepared, backend: &'a mut B) -> Self {
+        Self { prepared, rank: backend.rank(), backend, run: 0, first: None }
+    }
+
+    fn case(&mut self) -> Result<(), Failure> {
+        let handle = self.preprocess()?;
+        for run in 0..self.prepared.runs() {
+            self.run = run;
+            self.run(&handle)?;
+        }
+        self.shape_is(&handle, &self.prepared.received[self.rank.index()].shape)
+    }
+
+    /// The handle of the case's routing.
+    pub(super) fn preprocess(&mut self) -> Result<B::Handle, Failure> {
+        let Prepared { case, routings, capacity, received, .. } = self.prepared;
+        let at = self.rank.index();
+        let handle = self.backend.preprocess(&routings[at], case.mode, capacity[at]);
+        let handle = handle.map_err(|error| self.error("preprocess", error))?;
+        self.shape_is(&handle, &received[at].shape)?;
+        Ok(handle)
+    }
+
+    /// A handle of another routing, made while the first is in use and kept as long.
+    fn decoy(&mut self) -> Result<B::Handle, Failure> {
+        let Prepared { case, decoys, decoys_received, .. } = self.prepared;
+        let at = self.rank.index();
+        let handle = self.backend.preprocess(&decoys[at], case.mode, None);
+        let handle = handle.map_err(|error| self.error("preprocess (of a second handle)", error))?;
+        self.shape_is(&handle, &decoys_received[at].shape)?;
+        Ok(handle)
+    }
+
+    fn shape_is(&mut self, handle: &B::Handle, expected: &ReceiveShape) -> Result<(), Failure> {
+        const OPERATOR: &str = "receive_shape";
+        let found = self.backend.receive_shape(handle).map_err(|error| self.error(OPERATOR, error))?;
+        if &found != expected {
+            self.note(OPERATOR, Problem::Shape { expected: expected.clone(), found });
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, handle: &B::Handle) -> Result<(), Failure> {
+        let mut dispatch = self.dispatch_memory()?;
+        let mut combine = self.combine_memory(false)?;
+        let mut gather = self.combine_memory(true)?;
+
+        self.dispatch(handle, &mut dispatch)?;
+        self.wait_in_first_run("dispatch")?;
+        let decoy = if self.run == 1 { Some(self.decoy()?) } else { None };
+        self.combine(handle, &mut combine)?;
+        self.wait_in_first_run("combine")?;
+        self.combine(handle, &mut gather)?;
+        self.synchronize("combine with probs")?;
+        drop(decoy);
+
+        self.check_dispatch(&dispatch)?;
+        self.check_combine("combine", &combine)?;
+        self.check_combine("combine with probs", &gather)
+    }
+
+    fn wait_in_first_run(&mut self, operator: &'static str) -> Result<(), Failure> {
+        if self.run == 0 { self.synchronize(operator) } else { Ok(()) }
+    }
+
+    pub(super) fn synchronize(&mut self, operator: &'static str) -> Result<(), Failure> {
+        self.backend.synchronize().map_err(|error| self.error(operator, error))
+    }
+
+    pub(super) fn dispatch_memory(&mut self) -> Result<DispatchMemory<B::Memory>, Failure> {
+        let Outputs { tokens, scales, probs, local_experts } = self.dispatched();
+        let Content { input, .. } = self.content();
+        let case = self.case_of();
+        let dense = case.probs == ProbsKind::Dense;
+        Ok(DispatchMemory {
+            tokens: self.input(&input.data)?,
+            scales: given_scales(case).then(|| self.input(&input.scales)).transpose()?,
+            dense: dense.then(|| self.input(bytemuck::cast_slice(&input.probs))).transpose()?,
+            out_tokens: self.output(tokens)?,
+            out_scales: scales.map(|scales| self.output(scales)).transpose()?,
+            out_probs: probs.map(|probs| self.output(probs)).transpose()?,
+            out_local_experts: local_experts.map(|experts| self.output(experts)).transpose()?,
+        })
+    }
+
+    pub(super) fn combine_memory(&mut self, with_probs: bool) -> Result<CombineMemory<B::Memory>, Failure> {
+        let (tokens, probs) = self.combined();
+        let Content { expert_rows, row_probs, .. } = self.content();
+        Ok(CombineMemory {
+            rows: self.input(expert_rows)?,
+            probs: with_probs.then(|| self.input(bytemuck::cast_slice(row_probs))).transpose()?,
+            out_tokens: self.output(tokens)?,
+            out_probs: with_probs.then(|| self.output(probs)).transpose()?,
+        })
+    }
+
+    pub(super) fn dispatch(
+        &mut self,
+        handle: &B::Handle,
+        memory: &mut DispatchMemory<B::Memory>,
+    ) -> Result<(), Failure> {
+        let (input, output) = memory.arguments(self.case_of());
+        self.backend.dispatch(handle, input, output).map_err(|error| self.error("dispatch", error))
+    }
+
+    fn combine(&mut self, handle: &B::Handle, memory: &mut CombineMemory<B::Memory>) -> Result<(), Failure> {
+        let operator = if memory.probs.is_some() { "combine with probs" } else { "combine" };
+        let (input, output) = memory.arguments(self.case_of());
+        self.backend.combine(handle, input, output).map_err(|error| self.error(operator, error))
+    }
+
+    fn check_dispatch(&mut self, memory: &DispatchMemory<B::Memory>) -> Result<(), Failure> {
+        const OPERATOR: &str = "dispatch";
+        let Outputs { tokens, scales, probs, local_experts } = self.dispatched();
+        self.verify(OPERATOR, tokens, &memory.out_tokens)?;
+        for (expected, memory) in [
+            (scales, &memory.out_scales),
+            (probs, &memory.out_probs),
+            (local_experts, &memory.out_local_experts),
+        ] {
+            if let (Some(expected), Some(memory)) = (expected, memory) {
+                self.verify(OPERATOR, expected, memory)?;
+            }
+        }
+        let case = self.case_of();
+        let (unit, row_bytes) = (input_unit(case.format), case.format.input_row_bytes(case.hidden));
+        let unchanged = given("the tokens given", unit, row_bytes, &self.content().input.data);
+        self.verify(OPERATOR, unchanged, &memory.tokens)?;
+        Ok(())
+    }
+
+    fn check_combine(
+        &mut self,
+        operator: &'static str,
+        memory: &CombineMemory<B::Memory>,
+    ) -> Result<(), Failure> {
+        let (tokens, probs) = self.combined();
+        let found = self.verify(operator, tokens, &memory.out_tokens)?;
+        self.check_rounding(operator, &found);
+        if let Some(memory) = &memory.out_probs {
+            self.verify(operator, probs, memory)?;
+        }
+        let Expected { unit, row_bytes, .. } = tokens;
+        let unchanged = given("the expert rows given", unit, row_bytes, &self.content().expert_rows);
+        self.verify(operator, unchanged, &memory.rows)?;
+        Ok(())
+    }
+
+    /// Whether each sum is as near to the exact one as its roundings must leave it: a check of the oracle too.
+    fn check_rounding(&mut self, operator: &'static str, found: &[u8]) {
+        let Case { hidden, element, .. } = *self.case_of();
+        for (at, (exact, bytes)) in
+            self.content().exact.iter().zip(found.chunks_exact(element.bytes())).enumerate()
+        {
+            let found = f64::from(match *bytes {
+                [a, b] => bf16_to_f32(u16::from_le_bytes([a, b])),
+                [a, b, c, d] => f32::from_le_bytes([a, b, c, d]),
+                _ => f32::NAN,
+            });
+            let error = (found - exact.sum).abs();
+            if error.is_nan() || error > exact.bound {
+                let (row, column) = (at / hidden, at % hidden);
+                let problem = Problem::Rounding { row, column, found, exact: exact.sum, bound: exact.bound };
+                return self.note(operator, problem);
+            }
+        }
+    }
+
+    /// Compares a memory with what it must hold, and returns what it holds.
+    fn verify(
+        &mut self,
+        operator: &'static str,
+        expected: Expected<'_>,
+        memory: &B::Memory,
+    ) -> Result<Vec<u8>, Failure> {
+        let mut found = vec![0; expected.bytes()];
+        self.backend.download(memory, &mut found).map_err(|error| self.error("download", error))?;
+        if let Some(difference) = expected.difference(&found) {
+            self.note(operator, Problem::Differs(difference));
+        }
+        Ok(found)
+    }
+
+    /// What the memories of a dispatch must hold afterwards.
+    pub(super) fn dispatched(&self) -> Outputs<'a> {
+        let case = self.case_of();
+        let Content { dispatched, .. } = self.content();
+        let allocated_rows = self.prepared.received[self.rank.index()].shape.allocated_rows();
+        let guard = self.guard();
+        let rows = |what, unit, row_bytes, rows: &'a [u8]| Expected {
+            what,
+            unit,
+            row_bytes,
+            rows,
+            allocated_rows,
+            guard,
+        };
+        let token_unit = if case.format == TokenFormat::Bf16 { Unit::Bf16 } else { Unit::E4m3 };
+        let token_bytes = case.format.output_row_bytes(case.hidden);
+        let scale_bytes = case.format.scale_row_bytes(case.hidden);
+        let scale_unit = match case.format.scales() {
+            Some(format) if format.bytes_per_scale() == 4 => Unit::F32,
+            _ => Unit::Byte,
+        };
+        let prob_bytes = 4 * self.prepared.probs_per_row(self.rank);
+        let probs = bytemuck::cast_slice(&dispatched.probs);
+        let local_experts = self.prepared.world.placement.local_experts(self.rank);
+        // Optional in plain mode: left out once.
+        let wants_local_experts = case.mode == DispatchMode::Plain && self.run != 1;
+        Outputs {
+            tokens: rows("received tokens", token_unit, token_bytes, &dispatched.tokens),
+            scales: (scale_bytes > 0)
+                .then(|| rows("received scales", scale_unit, scale_bytes, &dispatched.scales)),
+            probs: (case.probs != ProbsKind::Skip)
+                .then(|| rows("received probs", Unit::F32, prob_bytes, probs)),
+            local_experts: wants_local_experts
+                .then(|| rows("local experts", Unit::Byte, local_experts, &dispatched.local_experts)),
+        }
+    }
+
+    /// What the memories of a combine must hold afterwards: tokens, and probabilities.
+    pub(super) fn combined(&self) -> (Expected<'a>, Expected<'a>) {
+        let case = self.case_of();
+        let Content { combined, combined_probs, .. } = self.content();
+        let unit = match case.element {
+            Element::Bf16 => Unit::Bf16,
+            Element::F32 => Unit::F32,
+        };
+        let rows = |what, unit, row_bytes, rows: &'a [u8]| Expected {
+            what,
+            unit,
+            row_bytes,
+            rows,
+            allocated_rows: case.tokens[self.rank.index()],
+            guard: self.guard(),
+        };
+        let probs = bytemuck::cast_slice(combined_probs);
+        (
+            rows("combined tokens", unit, case.hidden * case.element.bytes(), combined),
+            rows("gathered probs", Unit::F32, 4 * case.experts, probs),
+        )
+    }
+
+    fn guard(&self) -> usize {
+        if self.run.is_multiple_of(2) { GUARD } else { 0 }
+    }
+
+    fn content(&self) -> &'a Content {
+        self.prepared.content(self.run, self.rank)
+    }
+
+    pub(super) fn case_of(&self) -> &'a Case {
+        &self.prepared.case
+    }
+
+    /// Memory that holds these bytes.
+    pub(super) fn input(&mut self, bytes: &[u8]) -> Result<B::Memory, Failure> {
+        let mut memory = self.backend.alloc(bytes.len()).map_err(|error| self.error("alloc", error))?;
+        self.backend.upload(bytes, &mut memory).map_err(|error| self.error("upload", error))?;
+        Ok(memory)
+    }
+
+    /// Memory for an output, full of poison.
+    pub(super) fn output(&mut self, expected: Expected<'_>) -> Result<B::Memory, Failure> {
+        self.input(&vec![POISON; expected.bytes()])
+    }
+
+    fn note(&mut self, operator: &'static str, problem: Problem) {
+        if self.first.is_none() {
+            self.first = Some(self.failure(operator, problem));
+        }
+    }
+
+    pub(super) fn error(&self, operator: &'static str, error: Error) -> Failure {
+        self.failure(operator, Problem::Error(error))
+    }
+
+    pub(super) fn failure(&self, operator: &'static str, problem: Problem) -> Failure {
+        let case = self.prepared.case.to_string();
+        Failure { case, rank: self.rank, operator, run: self.run, problem: Box::new(problem) }
+    }
+}
+
+/// What the memories of one dispatch must hold.
+pub(super) struct Outputs<'a> {
+    pub(super) tokens: Expected<'a>,
+    pub(super) scales: Option<Expected<'a>>,
+    pub(super) probs: Option<Expected<'a>>,
+    pub(super) local_experts: Option<Expected<'a>>,
+}
+
+impl<M> DispatchMemory<M> {
+    pub(super) fn arguments(&mut self, case: &Case) -> (DispatchInput<'_, M>, DispatchOutput<'_, M>) {
+        let probs = match (case.probs, &self.dense) {
+            (ProbsKind::Dense, Some(dense)) => Probs::Dense(dense),
+            (ProbsKind::Skip, _) => Probs::Skip,
+            _ => Probs::Routing,
+        };
+        let input = DispatchInput {
+            hidden: case.hidden,
+            format: case.format,
+            tokens: &self.tokens,
+            scales: self.scales.as_ref(),
+            probs,
+        };
+        let output = DispatchOutput {
+            tokens: &mut self.out_tokens,
+            scales: self.out_scales.as_mut(),
+            probs: self.out_probs.as_mut(),
+            local_experts: self.out_local_experts.as_mut(),
+        };
+        (input, output)
+    }
+}
+
+impl<M> CombineMemory<M> {
+    pub(super) fn arguments(&mut self, case: &Case) -> (CombineInput<'_, M>, CombineOutput<'_, M>) {
+        let input = CombineInput {
+            hidden: case.hidden,
+            element: case.element,
+            wire: case.wire,
+            rows: &self.rows,
+            probs: self.probs.as_ref(),
+        };
+        let output = CombineOutput { tokens: &mut self.out_tokens, probs: self.out_probs.as_mut() };
+        (input, output)
+    }
+}
+
+fn given_scales(case: &Case) -> bool {
+    matches!(case.format, TokenFormat::Fp8(_))
+}
+
+/// An input, which must stay as it is.
+fn given<'a>(what: &'static str, unit: Unit, row_bytes: usize, rows: &'a [u8]) -> Expected<'a> {
+    Expected { what, unit, row_bytes, rows, allocated_rows: rows.len() / row_bytes, guard: 0 }
+}
+
+fn input_unit(format: TokenFormat) -> Unit {
+    match format {
+        TokenFormat::Bf16 | TokenFormat::QuantizeFp8(_) => Unit::Bf16,
+        TokenFormat::Fp8(_) => Unit::E4m3,
+    }
+}

@@ -1,0 +1,266 @@
+//! Calls that every backend must refuse, on all ranks alike.
+
+use super::case::{CapacityKind, Case, ProbsKind, RoutingKind};
+use super::check::{Check, CombineMemory, DispatchMemory, Outputs};
+use super::failure::{Failure, Problem};
+use super::prepared::Prepared;
+use crate::backend::{Backend, DispatchMode, TokenFormat, Traffic};
+use crate::error::{Error, Result as EpResult};
+use crate::numeric::ScaleFormat;
+use crate::routing::Routing;
+use crate::topology::{Rank, World};
+
+/// Makes calls with arguments that cannot be served. Each must fail with [`Error::Caller`] on every rank before
+/// anything is sent, and the backend must pass a good case afterwards. Every rank of the backend's world must call
+/// this.
+///
+/// A memory is taken to know the length that was asked of [`Backend::alloc`], not the one it was rounded up to.
+///
+/// # Errors
+/// The first [`Failure`] on this rank; the backend should then be dropped.
+pub fn check_misuse<B: Backend>(backend: &mut B) -> Result<(), Failure> {
+    for format in [
+        TokenFormat::Bf16,
+        TokenFormat::Fp8(ScaleFormat::F32Per128),
+        TokenFormat::QuantizeFp8(ScaleFormat::Ue8m0Per32),
+    ] {
+        let prepared = prepare(backend, format)?;
+        prepared.check(backend)?;
+        let mut check = Check::new(&prepared, backend);
+        check.misuse_preprocess()?;
+        let handle = check.preprocess()?;
+        check.refused_combine(&handle, "a handle that nothing was dispatched with", |_, _| ())?;
+        check.misuse_dispatch(&handle)?;
+        let mut memory = check.dispatch_memory()?;
+        check.dispatch(&handle, &mut memory)?;
+        check.synchronize("dispatch")?;
+        check.misuse_combine(&handle)?;
+        check.misuse_memory()?;
+        drop(handle);
+        prepared.check(backend)?;
+    }
+    Ok(())
+}
+
+/// A good case in the backend's world: tokens on every rank, and output rows too, whatever the placement.
+fn prepare<B: Backend>(backend: &B, format: TokenFormat) -> Result<Prepared, Failure> {
+    let world: &World = backend.world();
+    let (ranks, experts) = (world.ranks(), world.experts());
+    let owner = |expert| world.placement.owner_at(world.placement.position_of(expert));
+    let case = Case {
+        owners: Some((0..experts as u32).map(owner).collect()),
+        tokens: (0..ranks).map(|rank| 6 + rank % 2).collect(),
+        hidden: 48,
+        routing: RoutingKind::TopK { k: 2, skew: 0.0 },
+        mode: DispatchMode::Permuted { pad_multiple: 4 },
+        capacity: vec![CapacityKind::Larger; ranks],
+        format,
+        runs: 2,
+        ..Case::base("misuse", ranks, world.topology.domains(), experts)
+    };
+    case.prepare_in(world.clone()).map_err(|error| Failure {
+        case: case.to_string(),
+        rank: backend.rank(),
+        operator: "preparing",
+        run: 0,
+        problem: Box::new(Problem::Error(error)),
+    })
+}
+
+/// Bytes that were sent.
+fn sent(traffic: Traffic) -> [u64; 3] {
+    [traffic.domain_bytes, traffic.transport_bytes, traffic.transport_messages]
+}
+
+impl<B: Backend> Check<'_, B> {
+    /// Makes a call that must be refused.
+    fn refused<T>(
+        &mut self,
+        operator: &'static str,
+        call: &'static str,
+        make: impl FnOnce(&mut B) -> EpResult<T>,
+    ) -> Result<(), Failure> {
+        let before = sent(self.backend.traffic());
+        let result = make(self.backend);
+        let problem = match result {
+            Err(Error::Caller(_)) if sent(self.backend.traffic()) == before => return Ok(()),
+            Err(Error::Caller(_)) => Problem::Sent { call },
+            Err(error) => Problem::WrongError { call, error },
+            Ok(_) => Problem::Served { call },
+        };
+        Err(self.failure(operator, problem))
+    }
+
+    fn misuse_preprocess(&mut self) -> Result<(), Failure> {
+        const OPERATOR: &str = "preprocess";
+        let Case { mode, experts, ranks, .. } = *self.case_of();
+        let (rank, good) = (self.rank, self.prepared.routings[self.rank.index()].clone());
+        self.refused(OPERATOR, "a routing for another number of experts", |backend| {
+            backend.preprocess(&Routing::empty(rank, experts + 1), mode, None)
+        })?;
+        self.refused(OPERATOR, "a capacity that is not a multiple of pad_multiple", |backend| {
+            backend.preprocess(&good, mode, Some(mode.pad_multiple() + 1))
+        })?;
+        if ranks > 1 {
+            let other = Rank((rank.0 + 1) % ranks as u32);
+            self.refused(OPERATOR, "the routing of another rank", |backend| {
+                backend.preprocess(&Routing::empty(other, experts), mode, None)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn misuse_dispatch(&mut self, handle: &B::Handle) -> Result<(), Failure> {
+        let Outputs { tokens, probs, .. } = self.dispatched();
+        self.refused_dispatch(handle, "rows that are not a multiple of 16 bytes", |case, _| {
+            case.hidden -= 1
+        })?;
+        self.refused_dispatch(handle, "empty rows", |case, _| case.hidden = 0)?;
+
+        let case = self.case_of();
+        let short = self.memory(self.given_rows() * case.format.input_row_bytes(case.hidden) - 1)?;
+        self.refused_dispatch(handle, "too little memory of tokens", |_, memory| memory.tokens = short)?;
+        let short = self.memory(tokens.needed() - 1)?;
+        self.refused_dispatch(handle, "too little memory for tokens", |_, memory| memory.out_tokens = short)?;
+
+        self.refused_dispatch(handle, "no memory for probs", |_, memory| memory.out_probs = None)?;
+        let short = self.memory(probs.map_or(0, |probs| probs.needed()) - 1)?;
+        self.refused_dispatch(handle, "too little memory for probs", |_, memory| {
+            memory.out_probs = Some(short);
+        })?;
+        let short = self.memory(4 * self.case_of().experts - 1)?;
+        self.refused_dispatch(handle, "too little memory of dense probs", |case, memory| {
+            case.probs = ProbsKind::Dense;
+            memory.dense = Some(short);
+        })?;
+        self.refused_dispatch(handle, "memory for probs that do not travel", |case, _| {
+            case.probs = ProbsKind::Skip;
+        })?;
+        let spare = self.memory(1 << 12)?;
+        self.refused_dispatch(handle, "memory for local experts of permuted rows", |_, memory| {
+            memory.out_local_experts = Some(spare);
+        })?;
+        match self.case_of().format {
+            TokenFormat::Bf16 => {
+                let spare = self.memory(1 << 12)?;
+                self.refused_dispatch(handle, "memory for scales of bf16", |_, memory| {
+                    memory.out_scales = Some(spare);
+                })?;
+                self.superfluous_scales(handle)
+            }
+            TokenFormat::Fp8(_) => {
+                self.wrong_out_scales(handle)?;
+                self.missing_scales(handle)
+            }
+            TokenFormat::QuantizeFp8(_) => {
+                self.refused_dispatch(
+                    handle,
+                    "received rows that are not a multiple of 16 bytes",
+                    |case, _| {
+                        case.hidden -= 8;
+                    },
+                )?;
+                self.wrong_out_scales(handle)?;
+                self.superfluous_scales(handle)
+            }
+        }
+    }
+
+    fn superfluous_scales(&mut self, handle: &B::Handle) -> Result<(), Failure> {
+        let scales = self.memory(1 << 12)?;
+        self.refused_dispatch(handle, "scales of tokens that have none", |_, memory| {
+            memory.scales = Some(scales);
+        })
+    }
+
+    fn missing_scales(&mut self, handle: &B::Handle) -> Result<(), Failure> {
+        self.refused_dispatch(handle, "no scales", |_, memory| memory.scales = None)?;
+        let case = self.case_of();
+        let short = self.memory(self.given_rows() * case.format.scale_row_bytes(case.hidden) - 1)?;
+        self.refused_dispatch(handle, "too little memory of scales", |_, memory| {
+            memory.scales = Some(short);
+        })
+    }
+
+    fn wrong_out_scales(&mut self, handle: &B::Handle) -> Result<(), Failure> {
+        self.refused_dispatch(handle, "no memory for scales", |_, memory| memory.out_scales = None)?;
+        let needed = self.dispatched().scales.map_or(0, |scales| scales.needed());
+        let short = self.memory(needed - 1)?;
+        self.refused_dispatch(handle, "too little memory for scales", |_, memory| {
+            memory.out_scales = Some(short);
+        })
+    }
+
+    fn misuse_combine(&mut self, handle: &B::Handle) -> Result<(), Failure> {
+        let (tokens, probs) = self.combined();
+        self.refused_combine(handle, "rows that are not a multiple of 16 bytes", |case, _| case.hidden -= 1)?;
+        self.refused_combine(handle, "empty rows", |case, _| case.hidden = 0)?;
+        let short = self.memory(tokens.needed() - 1)?;
+        self.refused_combine(handle, "too little memory for tokens", |_, memory| memory.out_tokens = short)?;
+
+        self.refused_combine(handle, "probs, but no memory for them", |_, memory| memory.out_probs = None)?;
+        self.refused_combine(handle, "no probs, but memory for them", |_, memory| memory.probs = None)?;
+        let short = self.memory(probs.needed() - 1)?;
+        self.refused_combine(handle, "too little memory for probs", |_, memory| {
+            memory.out_probs = Some(short);
+        })?;
+
+        // A rank without rows needs no memory of them, and must not serve what its peers refuse.
+        let received = &self.prepared.received;
+        if received.iter().any(|received| received.shape.rows == 0) {
+            return Ok(());
+        }
+        let rows = received[self.rank.index()].shape.rows;
+        let short = self.memory(rows * tokens.row_bytes - 1)?;
+        self.refused_combine(handle, "too little memory of expert rows", |_, memory| memory.rows = short)?;
+        let short = self.memory(4 * rows - 1)?;
+        self.refused_combine(handle, "too little memory of probs", |_, memory| memory.probs = Some(short))
+    }
+
+    fn misuse_memory(&mut self) -> Result<(), Failure> {
+        let mut memory = self.memory(64)?;
+        self.refused("upload", "more bytes than the memory has", |backend| {
+            backend.upload(&[0; 65], &mut memory)
+        })?;
+        self.refused("download", "more bytes than the memory has", |backend| {
+            backend.download(&memory, &mut [0; 65])
+        })
+    }
+
+    /// A dispatch that would be good, but for what `spoil` does to its arguments.
+    fn refused_dispatch(
+        &mut self,
+        handle: &B::Handle,
+        call: &'static str,
+        spoil: impl FnOnce(&mut Case, &mut DispatchMemory<B::Memory>),
+    ) -> Result<(), Failure> {
+        let mut memory = self.dispatch_memory()?;
+        let mut case = self.case_of().clone();
+        spoil(&mut case, &mut memory);
+        let (input, output) = memory.arguments(&case);
+        self.refused("dispatch", call, |backend| backend.dispatch(handle, input, output))
+    }
+
+    /// A combine that would be good, but for what `spoil` does to its arguments.
+    fn refused_combine(
+        &mut self,
+        handle: &B::Handle,
+        call: &'static str,
+        spoil: impl FnOnce(&mut Case, &mut CombineMemory<B::Memory>),
+    ) -> Result<(), Failure> {
+        let mut memory = self.combine_memory(true)?;
+        let mut case = self.case_of().clone();
+        spoil(&mut case, &mut memory);
+        let (input, output) = memory.arguments(&case);
+        self.refused("combine", call, |backend| backend.combine(handle, input, output))
+    }
+
+    fn memory(&mut self, bytes: usize) -> Result<B::Memory, Failure> {
+        self.backend.alloc(bytes).map_err(|error| self.error("alloc", error))
+    }
+
+    /// Tokens of this rank.
+    fn given_rows(&self) -> usize {
+        self.case_of().tokens[self.rank.index()]
+    }
+}

@@ -1,0 +1,340 @@
+//! A backend of one rank, made from the oracle, and ways to spoil it.
+
+use std::cell::Cell;
+
+use crate::backend::*;
+use crate::error::{CallerError, Result};
+use crate::layout::{Counts, ReceiveShape};
+use crate::oracle::{self, CombineSpec, ReceivedRows, Tokens};
+use crate::routing::Routing;
+use crate::topology::{Rank, World};
+
+/// What a [`Fake`] does wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fault {
+    None,
+    FlipsBit,
+    LeavesPadding,
+    WritesBehind,
+    WritesSpareRow,
+    ForgetsRow,
+    SwapsRows,
+    WrongScale,
+    WrongProb,
+    WrongLocalExpert,
+    WrongShape,
+    ForgetsFirstHandle,
+    SumsBackwards,
+    AddsPadding,
+    RoundsDown,
+    LeavesUnchosenProbs,
+    OnlyOnce,
+    Fails,
+    TakesAnyCapacity,
+    BlamesEnvironment,
+    SendsFirst,
+}
+
+/// A world of one rank, served by the oracle.
+pub(super) struct Fake {
+    world: World,
+    fault: Fault,
+    newest: u32,
+    dispatches: u32,
+    sent: u64,
+}
+
+pub(super) struct FakeHandle {
+    number: u32,
+    routing: Routing,
+    mode: DispatchMode,
+    received: Vec<ReceivedRows>,
+    dispatched: Cell<bool>,
+}
+
+impl FakeHandle {
+    fn shape(&self) -> &ReceiveShape {
+        &self.received[0].shape
+    }
+}
+
+fn need(expected: usize, found: usize) -> Result<()> {
+    if found >= expected {
+        return Ok(());
+    }
+    Err(CallerError::Shape { what: "memory", expected, found, unit: "bytes" }.into())
+}
+
+fn both_or_none(wanted: bool, given: bool) -> Result<()> {
+    need(given.into(), wanted.into()).and(need(wanted.into(), given.into()))
+}
+
+fn fill(memory: &mut [u8], bytes: &[u8]) {
+    memory[..bytes.len()].copy_from_slice(bytes);
+}
+
+impl Fake {
+    pub(super) fn new(world: &World, fault: Fault) -> Self {
+        assert_eq!(world.ranks(), 1);
+        Self { world: world.clone(), fault, newest: 0, dispatches: 0, sent: 0 }
+    }
+
+    fn is(&self, fault: Fault) -> bool {
+        self.fault == fault
+    }
+
+    fn check_dispatch(
+        &self,
+        handle: &FakeHandle,
+        input: &DispatchInput<'_, Vec<u8>>,
+        output: &DispatchOutput<'_, Vec<u8>>,
+    ) -> Result<()> {
+        let DispatchInput { hidden, format, .. } = *input;
+        let (tokens, rows) = (handle.routing.tokens(), handle.shape().allocated_rows());
+        check_row_bytes(hidden, format.input_row_bytes(hidden))?;
+        check_row_bytes(hidden, format.output_row_bytes(hidden))?;
+        need(tokens * format.input_row_bytes(hidden), input.tokens.len())?;
+        need(rows * format.output_row_bytes(hidden), output.tokens.len())?;
+        both_or_none(matches!(format, TokenFormat::Fp8(_)), input.scales.is_some())?;
+        both_or_none(format.scales().is_some(), output.scales.is_some())?;
+        if let Some(scales) = &input.scales {
+            need(tokens * format.scale_row_bytes(hidden), scales.len())?;
+        }
+        if let Some(scales) = &output.scales {
+            need(rows * format.scale_row_bytes(hidden), scales.len())?;
+        }
+        if let Probs::Dense(dense) = input.probs {
+            need(4 * tokens * self.world.experts(), dense.len())?;
+        }
+        both_or_none(!matches!(input.probs, Probs::Skip), output.probs.is_some())?;
+        if let Some(probs) = &output.probs {
+            need(4 * rows * self.probs_per_row(handle.mode), probs.len())?;
+        }
+        need(output.local_experts.is_some().into(), (handle.mode == DispatchMode::Plain).into())
+    }
+
+    fn check_combine(
+        &self,
+        handle: &FakeHandle,
+        input: &CombineInput<'_, Vec<u8>>,
+        output: &CombineOutput<'_, Vec<u8>>,
+    ) -> Result<()> {
+        if !handle.dispatched.get() {
+            return Err(CallerError::Handle("never dispatched".into()).into());
+        }
+        let row_bytes = input.hidden * input.element.bytes();
+        let (tokens, rows) = (handle.routing.tokens(), handle.shape().rows);
+        check_row_bytes(input.hidden, row_bytes)?;
+        need(rows * row_bytes, input.rows.len())?;
+        need(tokens * row_bytes, output.tokens.len())?;
+        both_or_none(input.probs.is_some(), output.probs.is_some())?;
+        need(
+            4 * rows * self.probs_per_row(handle.mode),
+            input.probs.map_or(usize::MAX, |probs| probs.len()),
+        )?;
+        let out_probs = output.probs.as_ref().map_or(usize::MAX, |probs| probs.len());
+        need(4 * tokens * self.world.experts(), out_probs)
+    }
+
+    fn probs_per_row(&self, mode: DispatchMode) -> usize {
+        if mode == DispatchMode::Plain { self.world.experts() } else { 1 }
+    }
+
+    fn spoil_dispatch(
+        &self,
+        handle: &FakeHandle,
+        row_bytes: usize,
+        mut before: Vec<u8>,
+        out: &mut DispatchOutput<'_, Vec<u8>>,
+    ) {
+        let rows = handle.shape().rows;
+        let flip = |memory: &mut Vec<u8>, at: usize| {
+            if let Some(byte) = memory.get_mut(at) {
+                *byte ^= 1;
+            }
+        };
+        match self.fault {
+            Fault::FlipsBit if rows > 0 => flip(out.tokens, rows * row_bytes - 1),
+            Fault::WritesBehind => {
+                let end = handle.shape().allocated_rows() * row_bytes;
+                if let Some(byte) = out.tokens.get_mut(end) {
+                    *byte = 0;
+                }
+            }
+            Fault::WritesSpareRow if handle.shape().allocated_rows() > rows => {
+                out.tokens[rows * row_bytes] = 0;
+            }
+            Fault::LeavesPadding => {
+                for range in handle.shape().padding() {
+                    let range = range.start * row_bytes..range.end * row_bytes;
+                    out.tokens[range.clone()].copy_from_slice(&before[range]);
+                }
+            }
+            Fault::ForgetsRow if rows > 1 => {
+                out.tokens[row_bytes..2 * row_bytes].swap_with_slice(&mut before[row_bytes..2 * row_bytes])
+            }
+            Fault::SwapsRows if rows > 1 => out.tokens[..2 * row_bytes].rotate_left(row_bytes),
+            Fault::WrongScale => out.scales.iter_mut().for_each(|scales| flip(scales, 0)),
+            Fault::WrongProb => out.probs.iter_mut().for_each(|probs| flip(probs, 0)),
+            Fault::WrongLocalExpert => out.local_experts.iter_mut().for_each(|experts| flip(experts, 0)),
+            _ => {}
+        }
+    }
+}
+
+impl Backend for Fake {
+    type Memory = Vec<u8>;
+    type Handle = FakeHandle;
+
+    fn rank(&self) -> Rank {
+        Rank(0)
+    }
+
+    fn world(&self) -> &World {
+        &self.world
+    }
+
+    fn alloc(&mut self, bytes: usize) -> Result<Vec<u8>> {
+        Ok(vec![0; bytes])
+    }
+
+    fn upload(&mut self, bytes: &[u8], memory: &mut Vec<u8>) -> Result<()> {
+        need(bytes.len(), memory.len())?;
+        fill(memory, bytes);
+        Ok(())
+    }
+
+    fn download(&mut self, memory: &Vec<u8>, bytes: &mut [u8]) -> Result<()> {
+        need(bytes.len(), memory.len())?;
+        bytes.copy_from_slice(&memory[..bytes.len()]);
+        Ok(())
+    }
+
+    fn preprocess(
+        &mut self,
+        routing: &Routing,
+        mode: DispatchMode,
+        capacity: Option<usize>,
+    ) -> Result<FakeHandle> {
+        if !self.is(Fault::TakesAnyCapacity) || capacity.is_none() {
+            Counts::of(&self.world, routing, mode, capacity)?;
+        }
+        self.newest += 1;
+        let received = oracle::rows(&self.world, std::slice::from_ref(routing), mode, &[capacity]);
+        let routing = routing.clone();
+        Ok(FakeHandle { number: self.newest, routing, mode, received, dispatched: Cell::new(false) })
+    }
+
+    fn receive_shape(&mut self, handle: &FakeHandle) -> Result<ReceiveShape> {
+        let mut shape = handle.shape().clone();
+        shape.wanted_rows += usize::from(self.is(Fault::WrongShape));
+        Ok(shape)
+    }
+
+    fn dispatch(
+        &mut self,
+        handle: &FakeHandle,
+        input: DispatchInput<'_, Vec<u8>>,
+        mut output: DispatchOutput<'_, Vec<u8>>,
+    ) -> Result<()> {
+        self.sent += 1;
+        self.check_dispatch(handle, &input, &output).map_err(|error| {
+            if self.is(Fault::BlamesEnvironment) {
+                return crate::EnvironmentError::new("dispatch", error, "").into();
+            }
+            error
+        })?;
+        handle.dispatched.set(true);
+        self.dispatches += 1;
+        if self.is(Fault::OnlyOnce) && self.dispatches > 1 {
+            return Ok(());
+        }
+        if self.is(Fault::Fails) && self.dispatches > 2 {
+            return Err(crate::EnvironmentError::new("dispatch", "no more", "").into());
+        }
+        let DispatchInput { hidden, format, .. } = input;
+        let tokens = handle.routing.tokens();
+        let tokens = Tokens {
+            data: input.tokens[..tokens * format.input_row_bytes(hidden)].to_vec(),
+            scales: input
+                .scales
+                .map_or(Vec::new(), |scales| scales[..tokens * format.scale_row_bytes(hidden)].to_vec()),
+            probs: match input.probs {
+                Probs::Dense(dense) => {
+                    bytemuck::pod_collect_to_vec(&dense[..4 * tokens * self.world.experts()])
+                }
+                _ => handle.routing.dense_probs(),
+            },
+        };
+        let out = &oracle::dispatch(&self.world, &handle.received, handle.mode, format, hidden, &[tokens])[0];
+        let before = output.tokens.clone();
+        fill(output.tokens, &out.tokens);
+        if let Some(scales) = &mut output.scales {
+            fill(scales, &out.scales);
+        }
+        if let Some(probs) = &mut output.probs {
+            fill(probs, bytemuck::cast_slice(&out.probs));
+        }
+        if let Some(experts) = &mut output.local_experts {
+            fill(experts, &out.local_experts);
+        }
+        self.spoil_dispatch(handle, format.output_row_bytes(hidden), before, &mut output);
+        Ok(())
+    }
+
+    fn combine(
+        &mut self,
+        handle: &FakeHandle,
+        input: CombineInput<'_, Vec<u8>>,
+        output: CombineOutput<'_, Vec<u8>>,
+    ) -> Result<()> {
+        self.check_combine(handle, &input, &output)?;
+        let spec = CombineSpec { hidden: input.hidden, element: input.element, wire: input.wire };
+        let row_bytes = spec.hidden * spec.element.bytes();
+        let rows = &handle.received[0].rows;
+        for (token, out) in
+            output.tokens.chunks_exact_mut(row_bytes).take(handle.routing.tokens()).enumerate()
+        {
+            let is_summand = |row: usize| match &rows[row] {
+                Some(source) => source.token == token,
+                None => self.is(Fault::AddsPadding),
+            };
+            let mut summands: Vec<&[u8]> = (0..rows.len())
+                .filter(|&row| is_summand(row))
+                .map(|row| &input.rows[row * row_bytes..][..row_bytes])
+                .collect();
+            if self.is(Fault::SumsBackwards) {
+                summands.reverse();
+            }
+            let forgotten = self.is(Fault::ForgetsFirstHandle) && handle.number < self.newest;
+            if forgotten {
+                summands.clear();
+            }
+            out.copy_from_slice(&oracle::combine_token(&self.world, Rank(0), spec, |_| summands.clone()));
+            if self.is(Fault::RoundsDown) {
+                out[0] &= 0xFC;
+            }
+        }
+        if let (Some(from), Some(to)) = (input.probs, output.probs) {
+            let row_probs: Vec<f32> = bytemuck::pod_collect_to_vec(&from[..from.len() / 4 * 4]);
+            let routings = std::slice::from_ref(&handle.routing);
+            let dense =
+                &oracle::combine_probs(&self.world, routings, &handle.received, handle.mode, &[row_probs])[0];
+            for (bytes, &prob) in to.chunks_exact_mut(4).zip(dense) {
+                if prob != 0.0 || !self.is(Fault::LeavesUnchosenProbs) {
+                    bytes.copy_from_slice(&prob.to_le_bytes());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn traffic(&self) -> Traffic {
+        let domain_bytes = if self.is(Fault::SendsFirst) { self.sent } else { 0 };
+        Traffic { domain_bytes, ..Traffic::default() }
+    }
+}
