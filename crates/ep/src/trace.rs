@@ -58,6 +58,7 @@ impl RoutingTrace {
                 (0..header.ranks).map(|rank| read_pair(&tensors, &header, layer, rank)).collect();
             layers.push(ranks?);
         }
+        check_tokens(&layers)?;
         Ok(Self { experts: header.experts, topk: header.topk, source: header.source, layers })
     }
 
@@ -95,6 +96,23 @@ impl RoutingTrace {
             })
             .collect()
     }
+}
+
+/// A rank's tokens are the same in every layer.
+fn check_tokens(layers: &[Vec<Routing>]) -> std::result::Result<(), String> {
+    let Some((first, others)) = layers.split_first() else { return Ok(()) };
+    for (layer, ranks) in others.iter().enumerate() {
+        for (rank, (expected, found)) in first.iter().zip(ranks).enumerate() {
+            if expected.tokens() != found.tokens() {
+                let (expected, found) = (expected.tokens(), found.tokens());
+                return Err(format!(
+                    "rank {rank} has {expected} tokens in layer 0 and {found} in layer {}",
+                    layer + 1
+                ));
+            }
+        }
+    }
+    Ok(())
 }
 
 struct Header {
@@ -153,6 +171,9 @@ fn read_pair(
     }
     let indices: Vec<i32> = words(&idx).map(i32::from_le_bytes).collect();
     let weights: Vec<f32> = words(&weights).map(f32::from_le_bytes).collect();
+    if let Some(at) = weights.iter().position(|weight| weight.is_infinite()) {
+        return Err(format!("tensor {weights_name}, row {}: a weight is infinite", at / header.topk));
+    }
     Routing::from_topk(Rank(rank as u32), header.experts, header.topk, &indices, &weights)
         .map_err(|error| format!("layer {layer}: {error}"))
 }
@@ -236,11 +257,23 @@ mod tests {
         assert!(with("experts", "0").contains("expected a whole number from 1"));
         assert_eq!(with("ranks", "2"), "tensor layer0.rank1.topk_idx is missing");
         assert_eq!(with("topk", "3"), "tensor layer0.rank0.topk_idx has shape [1, 2], expected [tokens, 3]");
+        let bad = problem(&file(&[0, 1, 2, 3], &[0.5, 0.5, f32::INFINITY, 0.5], [2, 2], &[]));
+        assert_eq!(bad, "tensor layer0.rank0.topk_weights, row 1: a weight is infinite");
         let bad = problem(&file(&[0, 8], &[0.5; 2], [1, 2], &[]));
         assert_eq!(
             bad,
             "layer 0: routing of rank 0, row 0: expert index 8 is out of range: must be -1 (none) or 0..8"
         );
+    }
+
+    #[test]
+    fn layers_have_the_same_tokens() {
+        let empty = |tokens: usize| {
+            Routing::from_map(Rank(0), 2, &vec![0; 2 * tokens], &vec![0.0; 2 * tokens]).unwrap()
+        };
+        assert_eq!(check_tokens(&[vec![empty(3)], vec![empty(3)]]), Ok(()));
+        let error = check_tokens(&[vec![empty(3)], vec![empty(3)], vec![empty(4)]]).unwrap_err();
+        assert_eq!(error, "rank 0 has 3 tokens in layer 0 and 4 in layer 2");
     }
 
     #[test]
