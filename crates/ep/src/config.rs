@@ -30,8 +30,8 @@ impl Default for Config {
             workers: 0,
             timeout: Duration::from_secs(30),
             chunk_tokens: 64,
-            slot_bytes: 512 << 10,
-            slots: 4,
+            slot_bytes: 128 << 10,
+            slots: 16,
             streaming_bytes: 4 << 20,
         }
     }
