@@ -1,0 +1,218 @@
+//! Where facts come from: a file tree, an environment and the process itself.
+//!
+//! Everything that an examination looks at goes through a [`Probe`], so that tests can hand it a
+//! made-up machine.
+
+use std::{
+    cmp::Ordering,
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+use super::fact::Fact;
+
+/// The most that is read of one file. The largest that is read, `/proc/cpuinfo`, takes about
+/// 2 KiB a CPU.
+const MAX_FILE_BYTES: u64 = 4 << 20;
+
+/// The machine that is examined.
+#[derive(Clone, Debug)]
+pub(super) struct Probe {
+    /// What stands for `/`.
+    pub(super) root: PathBuf,
+    /// The environment variables.
+    pub(super) env: BTreeMap<String, String>,
+    /// What the process knows without reading a file.
+    pub(super) process: Process,
+}
+
+/// What the standard library says about this process and the machine under it.
+#[derive(Clone, Debug)]
+pub(super) struct Process {
+    /// The operating system, as in `std::env::consts::OS`.
+    pub(super) os: &'static str,
+    /// The architecture, as in `std::env::consts::ARCH`.
+    pub(super) arch: &'static str,
+    /// How many cores it may use: affinity mask and cgroup quota are counted in.
+    pub(super) cores_usable: Fact<usize>,
+    /// The vector extensions that matter here, and whether CPU and system both have them.
+    pub(super) vector_extensions: Vec<(&'static str, bool)>,
+}
+
+impl Probe {
+    /// The machine this program runs on.
+    pub(super) fn of_this_machine() -> Self {
+        Probe {
+            root: PathBuf::from("/"),
+            env: std::env::vars_os()
+                .map(|(name, value)| {
+                    let name = name.to_string_lossy().into_owned();
+                    (name, value.to_string_lossy().into_owned())
+                })
+                .collect(),
+            process: Process::this_one(),
+        }
+    }
+
+    /// An environment variable; set but empty counts as not set.
+    pub(super) fn var(&self, name: &str) -> Option<&str> {
+        self.env.get(name).map(String::as_str).filter(|value| !value.is_empty())
+    }
+
+    /// Where an absolute path of the examined machine lies on this one.
+    pub(super) fn resolve(&self, path: &str) -> PathBuf {
+        // `Path::join` with an absolute path would drop the root.
+        self.root.join(path.trim_start_matches('/'))
+    }
+
+    /// Whether there is something at `path`.
+    pub(super) fn exists(&self, path: &str) -> bool {
+        self.resolve(path).exists()
+    }
+
+    /// A file's text; bytes that are not UTF-8 are replaced.
+    pub(super) fn text(&self, path: &str) -> Fact<String> {
+        match read_start(&self.resolve(path)) {
+            Ok(text) => Fact::Known(text),
+            Err(err) if err.kind() == io::ErrorKind::NotFound => Fact::Absent,
+            Err(err) => Fact::Unknown(format!("{path}: {err}")),
+        }
+    }
+
+    /// What `parse` makes of a file's text, white space around it taken off.
+    pub(super) fn value<T>(&self, path: &str, parse: impl FnOnce(&str) -> Option<T>) -> Fact<T> {
+        self.text(path).and_then(|text| {
+            let text = text.trim();
+            match parse(text) {
+                Some(value) => Fact::Known(value),
+                None => Fact::Unknown(format!("{path} reads {:?}", excerpt(text))),
+            }
+        })
+    }
+
+    /// A file's text as one line, white space around it taken off.
+    pub(super) fn line(&self, path: &str) -> Fact<String> {
+        self.value(path, |text| {
+            let line = text.lines().next()?.trim();
+            (!line.is_empty()).then(|| line.to_owned())
+        })
+    }
+
+    /// The names in a directory, `x2` before `x10`.
+    pub(super) fn names(&self, path: &str) -> Fact<Vec<String>> {
+        let entries = match fs::read_dir(self.resolve(path)) {
+            Ok(entries) => entries,
+            Err(err) if err.kind() == io::ErrorKind::NotFound => return Fact::Absent,
+            Err(err) => return Fact::Unknown(format!("{path}: {err}")),
+        };
+        // An entry that vanishes while it is read (an unplugged device) is no reason to fail.
+        let mut names: Vec<String> =
+            entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+        names.sort_by(|a, b| natural_order(a, b));
+        Fact::Known(names)
+    }
+
+    /// The names in a directory that `keep` accepts; none where there is no such directory.
+    pub(super) fn names_where(&self, path: &str, keep: impl Fn(&str) -> bool) -> Vec<String> {
+        match self.names(path) {
+            Fact::Known(names) => names.into_iter().filter(|name| keep(name)).collect(),
+            Fact::Absent | Fact::Unknown(_) => Vec::new(),
+        }
+    }
+}
+
+impl Process {
+    fn this_one() -> Self {
+        Process {
+            os: std::env::consts::OS,
+            arch: std::env::consts::ARCH,
+            cores_usable: match std::thread::available_parallelism() {
+                Ok(cores) => Fact::Known(cores.get()),
+                Err(err) => Fact::Unknown(err.to_string()),
+            },
+            vector_extensions: vector_extensions(),
+        }
+    }
+}
+
+#[cfg(any(target_arch = "x86_64", target_arch = "x86"))]
+fn vector_extensions() -> Vec<(&'static str, bool)> {
+    use std::arch::is_x86_feature_detected as has;
+    vec![
+        ("avx2", has!("avx2")),
+        ("avx512f", has!("avx512f")),
+        ("avx512bw", has!("avx512bw")),
+        ("avx512_bf16", has!("avx512bf16")),
+    ]
+}
+
+#[cfg(target_arch = "aarch64")]
+fn vector_extensions() -> Vec<(&'static str, bool)> {
+    use std::arch::is_aarch64_feature_detected as has;
+    vec![("neon", has!("neon")), ("sve", has!("sve")), ("bf16", has!("bf16"))]
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "x86", target_arch = "aarch64")))]
+fn vector_extensions() -> Vec<(&'static str, bool)> {
+    Vec::new()
+}
+
+/// Reads a file's first [`MAX_FILE_BYTES`]: files in `/proc` and `/sys` tell no usable size
+/// beforehand.
+fn read_start(path: &Path) -> io::Result<String> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(MAX_FILE_BYTES).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Enough of a text to recognise it by.
+fn excerpt(text: &str) -> String {
+    const MAX_CHARS: usize = 40;
+    let line = text.lines().next().unwrap_or_default();
+    if line.chars().count() <= MAX_CHARS {
+        return line.to_owned();
+    }
+    let start: String = line.chars().take(MAX_CHARS).collect();
+    format!("{start}...")
+}
+
+/// Compares names with the numbers in them compared as numbers.
+fn natural_order(a: &str, b: &str) -> Ordering {
+    chunks(a).cmp(&chunks(b)).then_with(|| a.cmp(b))
+}
+
+/// A name cut into runs of non-digits, each with the number that follows it.
+fn chunks(name: &str) -> Vec<(&str, Option<u64>)> {
+    let mut chunks = Vec::new();
+    let mut rest = name;
+    while !rest.is_empty() {
+        let text_end = rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len());
+        let (text, tail) = rest.split_at(text_end);
+        let digits_end = tail.find(|c: char| !c.is_ascii_digit()).unwrap_or(tail.len());
+        let (digits, tail) = tail.split_at(digits_end);
+        chunks.push((text, digits.parse().ok()));
+        rest = tail;
+    }
+    chunks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_sort_by_their_numbers() {
+        let mut names = ["mlx5_10", "mlx5_2", "eth0", "mlx5_2b", "7", "99999999999999999999"];
+        names.sort_by(|a, b| natural_order(a, b));
+        assert_eq!(names, ["99999999999999999999", "7", "eth0", "mlx5_2", "mlx5_2b", "mlx5_10"]);
+    }
+
+    #[test]
+    fn an_excerpt_is_short_and_cuts_between_characters() {
+        assert_eq!(excerpt("short\nsecond"), "short");
+        assert_eq!(excerpt(&"é".repeat(50)), format!("{}...", "é".repeat(40)));
+        assert_eq!(excerpt(""), "");
+    }
+}

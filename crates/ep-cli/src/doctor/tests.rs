@@ -1,0 +1,706 @@
+//! Whole examinations of made-up machines.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use super::{
+    Report,
+    check::{Check, Mark},
+    fact::Fact,
+    memory::Limit,
+    probe::{Probe, Process},
+};
+
+/// A machine made of files, removed with this value.
+struct Machine {
+    probe: Probe,
+}
+
+impl Machine {
+    fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let root = std::env::temp_dir().join(format!(
+            "hybrid-ep-doctor-{}-{}",
+            std::process::id(),
+            NEXT.fetch_add(1, Ordering::Relaxed)
+        ));
+        fs::create_dir(&root).unwrap();
+        Machine {
+            probe: Probe {
+                root,
+                env: BTreeMap::new(),
+                process: Process {
+                    os: "linux",
+                    arch: "x86_64",
+                    cores_usable: Fact::Known(2),
+                    vector_extensions: vec![("avx2", true), ("avx512f", false)],
+                },
+            },
+        }
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.probe.resolve(path)
+    }
+
+    fn file(self, path: &str, text: impl AsRef<[u8]>) -> Self {
+        let path = self.path(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+        self
+    }
+
+    fn files(self, dir: &str, files: &[(&str, &str)]) -> Self {
+        files.iter().fold(self, |machine, (name, text)| machine.file(&format!("{dir}/{name}"), text))
+    }
+
+    fn dir(self, path: &str) -> Self {
+        fs::create_dir_all(self.path(path)).unwrap();
+        self
+    }
+
+    fn env(mut self, name: &str, value: &str) -> Self {
+        self.probe.env.insert(name.to_owned(), value.to_owned());
+        self
+    }
+
+    /// An ordinary Linux with two sockets.
+    fn linux(self) -> Self {
+        let mut machine = self
+            .file("/proc/sys/kernel/osrelease", "6.8.0-31-generic\n")
+            .file("/etc/os-release", "PRETTY_NAME=\"Ubuntu 24.04\"\nID=ubuntu\n")
+            .file("/proc/cpuinfo", "processor\t: 0\nmodel name\t: Fast CPU\n")
+            .file("/proc/meminfo", "MemTotal: 1024 kB\nMemAvailable:  512 kB\n")
+            .file("/proc/self/cgroup", "0::/\n")
+            .file("/proc/self/mountinfo", "")
+            .file("/proc/mounts", "")
+            .file(
+                "/proc/self/limits",
+                "Limit                     Soft Limit           Hard Limit           Units     \n\
+                 Max open files            1024                 1048576              files     \n\
+                 Max locked memory         unlimited            unlimited            bytes     \n",
+            )
+            .file("/sys/devices/system/node/online", "0-1\n")
+            .file("/sys/devices/system/cpu/online", "0-7\n")
+            .file("/sys/devices/system/cpu/cpuidle/current_driver", "none\n")
+            .files(
+                "/sys/devices/system/cpu/cpu0/cache",
+                &[
+                    ("index0/level", "1\n"),
+                    ("index0/size", "48K\n"),
+                    ("index2/level", "2\n"),
+                    ("index2/size", "2048K\n"),
+                    ("index3/level", "3\n"),
+                    ("index3/size", "32M\n"),
+                ],
+            );
+        for cpu in 0..8 {
+            machine = machine.files(
+                &format!("/sys/devices/system/cpu/cpu{cpu}/topology"),
+                &[("physical_package_id", &(cpu / 4).to_string()), ("core_id", &(cpu % 2).to_string())],
+            );
+        }
+        machine
+    }
+
+    fn examine(&self) -> Report {
+        Report::of(&self.probe)
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // A leftover in the temporary folder is not worth failing for.
+        let _ = fs::remove_dir_all(&self.probe.root);
+    }
+}
+
+fn find<'a>(report: &'a Report, name: &str) -> &'a Check {
+    let mut checks = report.sections.iter().flat_map(|section| &section.checks);
+    checks
+        .find(|check| check.name == name)
+        .unwrap_or_else(|| panic!("no check {name:?} in\n{}", report.render()))
+}
+
+fn known(text: &str) -> Fact<String> {
+    Fact::Known(text.to_owned())
+}
+
+/// Invariants of every report.
+fn assert_sound(report: &Report) {
+    let text = report.render();
+    assert_eq!(text.lines().last(), Some(report.verdict.text.as_str()));
+    assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text}");
+    for check in report.sections.iter().flat_map(|section| &section.checks) {
+        assert!(!check.name.is_empty() && !check.found.is_empty(), "{check:?}");
+        assert_eq!(check.enables.is_some(), check.how.is_some(), "{check:?}");
+    }
+    let json: serde_json::Value = serde_json::from_str(&serde_json::to_string(report).unwrap()).unwrap();
+    assert_eq!(json["verdict"]["text"], report.verdict.text);
+}
+
+#[test]
+fn nothing_at_all() {
+    let machine = Machine::new();
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(report.memory.total_bytes, Fact::Unknown("/proc/meminfo is not there".to_owned()));
+    assert_eq!(report.gpus.devices, Fact::Absent);
+    assert_eq!(report.network.rdma_devices, Fact::Absent);
+    assert!(matches!(report.verdict.process_ranks, Fact::Unknown(_)));
+    assert!(
+        report.verdict.text.starts_with("ready: thread ranks on 2 cores; process ranks not certain"),
+        "{}",
+        report.verdict.text
+    );
+}
+
+#[test]
+fn a_root_that_does_not_exist() {
+    let mut machine = Machine::new();
+    let real = machine.probe.root.clone();
+    machine.probe.root = real.join("no/such/place");
+    assert_sound(&machine.examine());
+    machine.probe.root = real;
+}
+
+#[test]
+fn an_ordinary_machine_is_ready() {
+    let machine = Machine::new().linux();
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(report.verdict.text, "ready: thread ranks and process ranks on 2 cores; try: hybrid-ep bench");
+    assert_eq!(report.cpu.model, known("Fast CPU"));
+    assert_eq!(report.cpu.sockets, Fact::Known(2));
+    assert_eq!(report.cpu.numa_nodes, Fact::Known(2));
+    assert_eq!(report.cpu.cores_online, Fact::Known(8));
+    assert_eq!(report.cpu.physical_cores_online, Fact::Known(4));
+    assert_eq!(report.cpu.l2_bytes, Fact::Known(2 << 20));
+    assert_eq!(report.cpu.l3_bytes, Fact::Known(32 << 20));
+    assert_eq!(report.cpu.cgroup_quota_cores, Fact::Absent);
+    assert_eq!(report.memory.total_bytes, Fact::Known(1 << 20));
+    assert_eq!(report.memory.cgroup_limit_bytes, Fact::Absent);
+    assert_eq!(report.memory.memlock_bytes, Fact::Known(Limit::Unlimited));
+    assert_eq!(report.memory.open_files, Fact::Known(Limit::At(1024)));
+    assert_eq!(find(&report, "libfabric.so.1").how.as_deref(), Some("apt-get install libfabric1"));
+    assert_eq!(find(&report, "host").found, "ready");
+    assert_eq!(find(&report, "cuda").found, "not in this build");
+}
+
+/// A file for each GPU and card of a large server, as its drivers would show them.
+fn gpu_server() -> Machine {
+    let mut machine = Machine::new()
+        .linux()
+        .file(
+            "/proc/driver/nvidia/version",
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n\
+             GCC version:  gcc version 13.3.0\n",
+        )
+        .file("/proc/modules", "nvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2 - Live 0x0\n")
+        .file("/dev/nvidiactl", "")
+        .file("/dev/nvidia-nvswitchctl", "")
+        .file("/dev/infiniband/uverbs0", "")
+        .file("/dev/infiniband/uverbs1", "")
+        .file("/usr/lib/x86_64-linux-gnu/libcuda.so.1", "")
+        .file("/usr/local/cuda-12.8/lib64/libnvrtc.so.12", "")
+        .file("/venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13", "")
+        .file("/opt/amazon/efa/lib/libfabric.so.1", "")
+        .env("VIRTUAL_ENV", "/venv");
+    for switch in 0..4 {
+        machine = machine.file(&format!("/dev/nvidia-nvswitch{switch}"), "");
+    }
+    for gpu in 0..8u32 {
+        let address = format!("0000:{:02x}:00.0", 0x18 + gpu);
+        machine = machine
+            .file(&format!("/dev/nvidia{gpu}"), "")
+            .file(
+                &format!("/proc/driver/nvidia/gpus/{address}/information"),
+                format!(
+                    "Model: \t\t NVIDIA H200\nIRQ:   \t\t 64\nBus Location: \t {address}\n\
+                     Device Minor: \t {gpu}\n"
+                ),
+            )
+            .files(
+                &format!("/sys/bus/pci/devices/{address}"),
+                &[
+                    ("vendor", "0x10de\n"),
+                    ("device", "0x2335\n"),
+                    ("class", "0x030200\n"),
+                    ("numa_node", &format!("{}\n", gpu / 4)),
+                ],
+            );
+    }
+    for card in 0..2 {
+        let (state, rate) = match card {
+            0 => ("4: ACTIVE\n", "400 Gb/sec (4X NDR)\n"),
+            _ => ("1: DOWN\n", "2.5 Gb/sec (1X SDR)\n"),
+        };
+        machine = machine.files(
+            &format!("/sys/class/infiniband/mlx5_{card}"),
+            &[
+                ("hca_type", "MT4129\n"),
+                ("device/vendor", "0x15b3\n"),
+                ("device/numa_node", "-1\n"),
+                ("device/uevent", "DRIVER=mlx5_core\nPCI_CLASS=20700\n"),
+                ("ports/1/state", state),
+                ("ports/1/rate", rate),
+                ("ports/1/link_layer", "InfiniBand\n"),
+            ],
+        );
+    }
+    machine
+        .files(
+            "/sys/class/net/eno1",
+            &[("operstate", "up\n"), ("speed", "25000\n"), ("device/vendor", "0x15b3\n")],
+        )
+        .files("/sys/class/net/docker0", &[("operstate", "up\n"), ("speed", "10000\n")])
+        .files("/sys/class/net/lo", &[("operstate", "unknown\n")])
+        .file("/sys/class/net/bonding_masters", "\n")
+}
+
+#[test]
+fn eight_gpus_and_two_infiniband_cards() {
+    let machine = gpu_server();
+    let report = machine.examine();
+    assert_sound(&report);
+
+    let gpus = &report.gpus;
+    assert_eq!(gpus.driver_version, known("580.95.05"));
+    let devices = gpus.devices.known().unwrap();
+    assert_eq!(devices.len(), 8);
+    assert_eq!(devices[7].model, known("NVIDIA H200"));
+    assert_eq!(devices[7].pci_address, "0000:1f:00.0");
+    assert_eq!(devices[7].numa_node, Fact::Known(1));
+    assert_eq!(devices[7].device_file, known("/dev/nvidia7"));
+    assert_eq!(gpus.on_pci_bus, Fact::Known(8));
+    assert_eq!(gpus.nvswitch_devices, 4);
+    assert_eq!(gpus.libcuda_paths, ["/usr/lib/x86_64-linux-gnu/libcuda.so.1"]);
+    assert_eq!(
+        gpus.nvrtc_paths,
+        [
+            "/usr/local/cuda-12.8/lib64/libnvrtc.so.12",
+            "/venv/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13",
+        ]
+    );
+    assert_eq!(find(&report, "nvidia_peermem").found, "loaded");
+    assert_eq!(find(&report, "gdrdrv").mark, Mark::Absent);
+    assert!(find(&report, "NVLink").found.contains("needs the driver to answer"));
+
+    let cards = report.network.rdma_devices.known().unwrap();
+    assert_eq!(cards.len(), 2);
+    assert!(!cards[0].is_efa);
+    assert_eq!(cards[0].numa_node, Fact::Absent);
+    let port = &cards[0].ports.known().unwrap()[0];
+    assert_eq!(port.state, known("ACTIVE"));
+    assert_eq!(port.rate_gbit_per_s, Fact::Known(400.0));
+    let up = find(&report, "mlx5_0 port 1");
+    assert_eq!(up.mark, Mark::Ok);
+    assert_eq!(up.found, "ACTIVE, 400 Gbit/s, InfiniBand, MT4129");
+    let down = find(&report, "mlx5_1 port 1");
+    assert_eq!(down.mark, Mark::Absent);
+    assert_eq!(down.found, "DOWN, 2.5 Gbit/s, InfiniBand, MT4129");
+
+    let interfaces = report.network.interfaces.known().unwrap();
+    assert_eq!(interfaces.len(), 1);
+    assert_eq!(interfaces[0].speed_mbit_per_s, Fact::Known(25_000));
+    assert_eq!(find(&report, "eno1").found, "up, 25 Gbit/s");
+    assert_eq!(find(&report, "libfabric.so.1").found, "/opt/amazon/efa/lib/libfabric.so.1");
+    // GPUs change nothing about what this build can run.
+    assert_eq!(find(&report, "cuda").mark, Mark::Absent);
+    assert_eq!(report.verdict.problems, 0);
+}
+
+#[test]
+fn a_gpu_without_its_device_file_is_not_usable() {
+    let machine = gpu_server();
+    fs::remove_file(machine.path("/dev/nvidia3")).unwrap();
+    let report = machine.examine();
+    assert_eq!(find(&report, "GPU 3").mark, Mark::Absent);
+    assert_eq!(find(&report, "GPU 4").mark, Mark::Ok);
+}
+
+#[test]
+fn gpus_in_a_sandbox_that_hides_the_driver() {
+    let machine = Machine::new().linux().file("/dev/nvidia0", "").file("/dev/nvidiactl", "");
+    let report = machine.examine();
+    assert_eq!(report.gpus.device_files, 1);
+    let driver = find(&report, "NVIDIA driver");
+    assert_eq!(driver.mark, Mark::Ok);
+    assert_eq!(driver.found, "version not shown, but 1 GPU device file in /dev");
+}
+
+#[test]
+fn gpus_and_cards_without_drivers() {
+    let pci = "/sys/bus/pci/devices";
+    let machine = Machine::new()
+        .linux()
+        .files(
+            &format!("{pci}/0000:01:00.0"),
+            &[("vendor", "0x10de"), ("device", "0x2330"), ("class", "0x030200")],
+        )
+        .files(
+            // The same vendor's sound function is no GPU.
+            &format!("{pci}/0000:01:00.1"),
+            &[("vendor", "0x10de"), ("device", "0x22ba"), ("class", "0x040300")],
+        )
+        .files(
+            &format!("{pci}/0000:02:00.0"),
+            &[("vendor", "0x1d0f"), ("device", "0xefa2"), ("class", "0x020000")],
+        );
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(find(&report, "NVIDIA driver").found, "not loaded, though the PCI bus has 1 GPU");
+    assert_eq!(find(&report, "RDMA devices").found, "none, though the PCI bus has 1 EFA");
+}
+
+#[test]
+fn efa_is_told_by_vendor_or_driver() {
+    let dir = "/sys/class/infiniband";
+    let machine = Machine::new()
+        .linux()
+        .files(
+            &format!("{dir}/rdmap16s27"),
+            &[("device/vendor", "0x1d0f\n"), ("ports/1/state", "4: ACTIVE\n")],
+        )
+        .files(
+            &format!("{dir}/rdmap32s27"),
+            &[("device/uevent", "DRIVER=efa\n"), ("ports/1/state", "2: INIT\n")],
+        );
+    let report = machine.examine();
+    assert_sound(&report);
+    let cards = report.network.rdma_devices.known().unwrap();
+    assert!(cards.iter().all(|card| card.is_efa));
+    assert_eq!(find(&report, "rdmap16s27 port 1").found, "ACTIVE, EFA");
+    assert!(find(&report, "rdmap32s27 port 1").how.as_ref().unwrap().contains("subnet"));
+    // Without device files no program can open them.
+    assert_eq!(find(&report, "/dev/infiniband").mark, Mark::Absent);
+}
+
+const V2_MOUNT: &str = "30 23 0:26 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n";
+
+#[test]
+fn cgroup_v2_limits_count_on_every_level() {
+    let machine = Machine::new()
+        .linux()
+        .file("/proc/self/cgroup", "0::/pod/box\n")
+        .file("/proc/self/mountinfo", V2_MOUNT)
+        .files(
+            "/sys/fs/cgroup/pod",
+            &[
+                ("cpu.max", "150000 100000\n"),
+                ("memory.max", "1073741824\n"),
+                ("box/cpu.max", "max 100000\n"),
+                ("box/memory.max", "2147483648\n"),
+            ],
+        );
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(report.cpu.cgroup_quota_cores, Fact::Known(1.5));
+    assert_eq!(report.memory.cgroup_limit_bytes, Fact::Known(1 << 30));
+    assert_eq!(find(&report, "cgroup CPU quota").found, "1.50 cores");
+    assert_eq!(find(&report, "cgroup limit").found, "1 GiB (more than there is)");
+}
+
+#[test]
+fn cgroup_v1_limits_below_a_container_root() {
+    let machine = Machine::new()
+        .linux()
+        .file("/proc/self/cgroup", "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/docker/abc\n")
+        .file(
+            "/proc/self/mountinfo",
+            format!(
+                "31 30 0:28 /docker/abc /cg/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n\
+                 32 30 0:29 /docker/abc /cg/memory ro - cgroup cgroup rw,memory\n{V2_MOUNT}"
+            ),
+        )
+        .files("/cg/cpu,cpuacct", &[("cpu.cfs_quota_us", "400000\n"), ("cpu.cfs_period_us", "100000\n")])
+        .file("/cg/memory/memory.limit_in_bytes", "524288\n");
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(report.cpu.cgroup_quota_cores, Fact::Known(4.0));
+    assert_eq!(report.memory.cgroup_limit_bytes, Fact::Known(512 << 10));
+    assert_eq!(find(&report, "cgroup limit").found, "512 KiB");
+}
+
+#[test]
+fn cgroup_v1_without_limits() {
+    let machine = Machine::new()
+        .linux()
+        .file("/proc/self/cgroup", "5:memory:/\n4:cpu:/\n")
+        .file(
+            "/proc/self/mountinfo",
+            "31 30 0:28 / /cg/cpu rw - cgroup cgroup rw,cpu\n\
+             32 30 0:29 / /cg/memory rw - cgroup cgroup rw,memory\n",
+        )
+        .files(
+            "/cg",
+            &[
+                ("cpu/cpu.cfs_quota_us", "-1\n"),
+                ("cpu/cpu.cfs_period_us", "100000\n"),
+                ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ],
+        );
+    let report = machine.examine();
+    assert_eq!(report.cpu.cgroup_quota_cores, Fact::Absent);
+    assert_eq!(report.memory.cgroup_limit_bytes, Fact::Absent);
+}
+
+#[test]
+fn malformed_files_are_told_and_do_not_stop_anything() {
+    let garbage: &[u8] = b"\xff\xfe\x00\x1b[2J : [ - , = \n\n : \n";
+    let mut machine = gpu_server()
+        .file("/proc/self/cgroup", "0::/\n")
+        .file("/proc/self/mountinfo", V2_MOUNT)
+        .file("/sys/fs/cgroup/cpu.max", "plenty\n")
+        .file("/sys/fs/cgroup/memory.max", "-5\n")
+        .file("/proc/mounts", "tmpfs /dev/shm tmpfs rw,size=much 0 0\nshort\n\n")
+        .file("/sys/kernel/mm/transparent_hugepage/enabled", "always never\n")
+        .file("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", "\n");
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(
+        report.cpu.cgroup_quota_cores,
+        Fact::Unknown("/sys/fs/cgroup/cpu.max reads \"plenty\"".to_owned())
+    );
+    assert!(matches!(report.memory.cgroup_limit_bytes, Fact::Unknown(_)));
+    assert!(matches!(report.memory.transparent_huge_pages, Fact::Unknown(_)));
+    assert!(matches!(report.memory.reserved_huge_pages[0].reserved, Fact::Unknown(_)));
+    let shm = report.memory.dev_shm.known().unwrap();
+    assert!(matches!(shm.size_bytes, Fact::Unknown(_)));
+
+    for file in all_files(&machine.probe.root) {
+        fs::write(file, garbage).unwrap();
+    }
+    machine = machine.env("MASTER_PORT", "\u{1b}[31m");
+    let report = machine.examine();
+    assert_sound(&report);
+    assert!(matches!(report.memory.total_bytes, Fact::Unknown(_)));
+    assert!(matches!(report.gpus.driver_version, Fact::Unknown(_)));
+    assert!(matches!(report.verdict.process_ranks, Fact::Unknown(_)));
+    assert_eq!(find(&report, "memfd").mark, Mark::Problem);
+
+    for file in all_files(&machine.probe.root) {
+        fs::write(file, "").unwrap();
+    }
+    assert_sound(&machine.examine());
+}
+
+#[test]
+fn directories_in_place_of_files_and_the_other_way_round() {
+    let machine = Machine::new()
+        .dir("/proc/meminfo")
+        .dir("/proc/cpuinfo")
+        .dir("/proc/sys/kernel/osrelease")
+        .dir("/usr/lib/libcuda.so.1")
+        .file("/sys/class/infiniband", "")
+        .file("/sys/class/net", "")
+        .file("/sys/devices/system/cpu", "")
+        .file("/proc/driver/nvidia/gpus", "");
+    let report = machine.examine();
+    assert_sound(&report);
+    assert!(matches!(report.memory.total_bytes, Fact::Unknown(_)));
+    assert!(matches!(report.network.rdma_devices, Fact::Unknown(_)));
+    assert!(report.gpus.libcuda_paths.is_empty());
+}
+
+#[cfg(unix)]
+#[test]
+fn a_library_reached_by_two_ways_counts_once_and_dead_links_not_at_all() {
+    use std::os::unix::fs::symlink;
+    let machine = Machine::new()
+        .file("/usr/lib/libcuda.so.580", "")
+        .dir("/usr/lib64")
+        .env("LD_LIBRARY_PATH", "relative::/usr/lib64");
+    symlink("libcuda.so.580", machine.path("/usr/lib/libcuda.so.1")).unwrap();
+    symlink("usr/lib", machine.path("/lib")).unwrap();
+    symlink("gone", machine.path("/usr/lib64/libcuda.so.1")).unwrap();
+    let report = machine.examine();
+    assert_eq!(report.gpus.libcuda_paths, ["/usr/lib/libcuda.so.1"]);
+}
+
+#[test]
+fn libraries_are_looked_for_in_configured_places() {
+    let machine = Machine::new()
+        .file("/etc/ld.so.conf.d/nvidia.conf", "# comment\n/opt/nv/lib\n")
+        .file("/etc/ld.so.conf.d/README", "/opt/other\n")
+        .file("/opt/nv/lib/libcuda.so.1", "")
+        .file("/opt/other/libcuda.so.1", "")
+        .file("/mine/libibverbs.so.1", "")
+        .file("/conda/bin/python3", "")
+        .file("/conda/lib/python3.11/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "")
+        .env("LD_LIBRARY_PATH", "/mine/")
+        .env("PATH", "/nowhere/bin:/conda/bin");
+    let report = machine.examine();
+    assert_eq!(report.gpus.libcuda_paths, ["/opt/nv/lib/libcuda.so.1"]);
+    assert_eq!(report.network.libibverbs_paths, ["/mine/libibverbs.so.1"]);
+    assert_eq!(
+        report.gpus.nvrtc_paths,
+        ["/conda/lib/python3.11/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"]
+    );
+}
+
+#[test]
+fn kernels_too_old_for_process_ranks() {
+    for (release, memfd, pidfd) in [("3.10.0-1160.el7", false, false), ("4.18.0-553", true, false)] {
+        let machine = Machine::new().linux().file("/proc/sys/kernel/osrelease", release);
+        let report = machine.examine();
+        assert_sound(&report);
+        assert_eq!(report.system.memfd, Fact::Known(memfd));
+        assert_eq!(report.system.pidfd, Fact::Known(pidfd));
+        assert_eq!(report.verdict.process_ranks, Fact::Known(false));
+        assert!(report.verdict.text.contains("process ranks need a newer kernel"));
+    }
+}
+
+#[test]
+fn gvisor_says_nothing_by_its_release() {
+    let machine = Machine::new()
+        .linux()
+        .file("/proc/sys/kernel/osrelease", "4.4.0")
+        .file("/proc/version", "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016\n");
+    assert!(matches!(machine.examine().system.pidfd, Fact::Unknown(_)));
+}
+
+#[test]
+fn other_systems_run_thread_ranks() {
+    let mut machine = Machine::new();
+    machine.probe.process.os = "macos";
+    machine.probe.process.arch = "aarch64";
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(
+        report.verdict.text,
+        "ready: thread ranks on 2 cores; process ranks need Linux; try: hybrid-ep bench"
+    );
+    assert_eq!(find(&report, "process ranks").mark, Mark::Absent);
+}
+
+#[test]
+fn arm_models_have_names() {
+    let info = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n";
+    let machine = Machine::new().linux().file("/proc/cpuinfo", info);
+    assert_eq!(machine.examine().cpu.model, known("Arm Neoverse V2"));
+    let machine = machine.file("/proc/cpuinfo", info.replace("0x41", "0x99"));
+    assert_eq!(machine.examine().cpu.model, known("implementer 0x99, part 0xd4f"));
+}
+
+#[test]
+fn shared_memory_and_huge_pages() {
+    let machine = Machine::new()
+        .linux()
+        .file("/proc/mounts", "tmpfs /dev/shm tmpfs rw 0 0\nshm /dev/shm tmpfs rw,nosuid,size=65536k 0 0\n")
+        .files(
+            "/sys/kernel/mm/transparent_hugepage",
+            &[
+                ("enabled", "always [madvise] never\n"),
+                ("shmem_enabled", "always within_size advise [never] deny force\n"),
+            ],
+        )
+        .files(
+            "/sys/kernel/mm/hugepages/hugepages-2048kB",
+            &[("nr_hugepages", "512\n"), ("free_hugepages", "500\n")],
+        );
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(find(&report, "/dev/shm").found, "tmpfs, 64 MiB");
+    assert_eq!(find(&report, "THP, private memory").mark, Mark::Ok);
+    assert_eq!(find(&report, "THP, shared memory").mark, Mark::Absent);
+    assert_eq!(find(&report, "2 MiB pages set aside").found, "512 (500 free)");
+    assert_eq!(find(&report, "1 GiB pages set aside").found, "this machine has no pages of this size");
+}
+
+#[test]
+fn few_open_files_are_a_problem() {
+    let machine = Machine::new().linux().file("/proc/self/limits", "Max open files 64 64 files\n");
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(find(&report, "open files").mark, Mark::Problem);
+    assert!(report.verdict.text.contains("; 1 problem above (!!);"));
+    assert!(matches!(report.memory.memlock_bytes, Fact::Unknown(_)));
+}
+
+#[test]
+fn launch_variables_are_shown_and_checked() {
+    let machine = Machine::new()
+        .linux()
+        .env("RANK", "3")
+        .env("WORLD_SIZE", "8")
+        .env("MASTER_ADDR", "10.0.0.1")
+        .env("MASTER_PORT", "29500")
+        .env("SLURM_PROCID", "");
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(find(&report, "RANK").found, "3");
+    assert_eq!(find(&report, "MASTER_ADDR").found, "10.0.0.1");
+    // Set but empty is not set.
+    assert_eq!(report.launch.variables["SLURM_PROCID"], None);
+    assert_eq!(find(&report, "Slurm").mark, Mark::Absent);
+    assert_eq!(report.verdict.problems, 0);
+
+    let broken = [
+        ("RANK", "8", "rank 8 of 8"),
+        ("RANK", "-1", "RANK is no number"),
+        ("WORLD_SIZE", "many", "WORLD_SIZE is no number"),
+        ("WORLD_SIZE", "", "WORLD_SIZE is not set"),
+    ];
+    for (name, value, found) in broken {
+        let machine = Machine::new().env("RANK", "3").env("WORLD_SIZE", "8");
+        let report = machine.env(name, value).examine();
+        let check = find(&report, "RANK/WORLD_SIZE");
+        assert_eq!((check.mark, check.found.as_str()), (Mark::Problem, found));
+    }
+    for port in ["99999", "0", "http"] {
+        let report = Machine::new().env("MASTER_PORT", port).examine();
+        let check = find(&report, "MASTER_PORT");
+        assert_eq!(check.mark, Mark::Problem);
+        assert_eq!(check.found, format!("{port} is no port number"));
+    }
+}
+
+#[test]
+fn a_container_with_nothing_but_a_virtual_interface_shows_it() {
+    let machine = Machine::new()
+        .linux()
+        .files("/sys/class/net/eth0", &[("operstate", "up\n"), ("speed", "-1\n")])
+        .files("/sys/class/net/ifb0", &[("operstate", "down\n")]);
+    let report = machine.examine();
+    assert_eq!(report.network.interfaces.known().unwrap().len(), 1);
+    assert_eq!(find(&report, "eth0").found, "up, speed not given, virtual");
+}
+
+#[test]
+fn one_core_is_told() {
+    let mut machine = Machine::new().linux();
+    machine.probe.process.cores_usable = Fact::Known(1);
+    let report = machine.examine();
+    assert_eq!(find(&report, "cores").mark, Mark::Absent);
+    assert!(report.verdict.text.contains("on 1 core;"));
+    machine.probe.process.cores_usable = Fact::Unknown("no answer".to_owned());
+    let report = machine.examine();
+    assert_sound(&report);
+    assert!(report.verdict.text.contains("an unknown number of cores"));
+}
+
+#[test]
+fn this_machine_can_be_examined() {
+    let report = super::examine();
+    assert_sound(&report);
+    assert!(report.verdict.thread_ranks);
+}
+
+fn all_files(dir: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files.extend(all_files(&path));
+        } else {
+            files.push(path);
+        }
+    }
+    files
+}

@@ -1,0 +1,188 @@
+//! `hybrid-ep verify`: the backend against the operators' definition, case by case.
+
+mod cases;
+mod run;
+
+use std::ffi::OsString;
+use std::io::{BufRead as _, BufReader};
+use std::process::{ChildStdout, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use ep::config::LaunchEnv;
+use ep::rendezvous::TcpRendezvous;
+use ep::{Config, Rank};
+use indicatif::ProgressBar;
+
+use crate::args::VerifyArgs;
+use crate::bench::{self, Place};
+use crate::failure::{Failure, Verdict};
+use crate::launch::{self, Job};
+use crate::verify::cases::{Numbered, Selection};
+use crate::verify::run::Wrong;
+use crate::{machine, output};
+
+/// What rank 0 writes to its launcher for each case.
+const PASSED: &str = "passed";
+const FAILED: &str = "failed";
+
+/// Outcomes so far.
+#[derive(Debug, Default)]
+struct Tally {
+    passed: AtomicUsize,
+    failed: AtomicUsize,
+}
+
+impl Tally {
+    fn add(&self, passed: bool) {
+        let counter = if passed { &self.passed } else { &self.failed };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+pub(crate) fn main(args: &VerifyArgs) -> Result<Verdict, Failure> {
+    if args.tuning.launched {
+        launch::end_with_launcher();
+    }
+    let selection = Selection::resolve(args)?;
+    let config = bench::config(&args.tuning)?;
+    match Place::resolve(args.processes)? {
+        Place::Threads => {
+            announce(&selection, "threads")?;
+            let tally = Tally::default();
+            let outcome = on_threads(&selection, &config, &tally);
+            conclude(&selection, &tally, outcome)
+        }
+        Place::Launcher => {
+            announce(&selection, "processes")?;
+            let tally = Tally::default();
+            // The ranks must draw the same cases.
+            let seed = args.seed.is_none().then(|| ["--seed".into(), selection.seed.to_string().into()]);
+            let outcome = launch_all(&selection, &config, seed.as_slice().as_flattened(), &tally);
+            conclude(&selection, &tally, outcome)
+        }
+        Place::Rank(env) => as_one_rank(selection, &config, &env, args.tuning.launched),
+    }
+}
+
+/// Said first, so that a run that never ends can be repeated too.
+fn announce(selection: &Selection, kind: &str) -> Result<(), Failure> {
+    output::to_stdout(&format!("running {}, ranks as {kind}", selection.counts()))
+}
+
+fn conclude(selection: &Selection, tally: &Tally, outcome: Result<(), Failure>) -> Result<Verdict, Failure> {
+    let [passed, failed] = [&tally.passed, &tally.failed].map(|count| count.load(Ordering::Relaxed));
+    output::to_stdout(&format!("{passed} passed, {failed} failed"))?;
+    outcome?;
+    if failed == 0 {
+        output::to_stdout(&format!("verified: {}", selection.counts()))?;
+    }
+    Ok(Verdict::of(failed == 0))
+}
+
+fn progress(selection: &Selection) -> ProgressBar {
+    let bar = output::progress(selection.cases.len() as u64);
+    bar.set_message("verifying");
+    bar
+}
+
+/// Counts an outcome, and says what was wrong and how to see it again.
+fn settle(selection: &Selection, case: &Numbered, wrong: &Wrong, tally: &Tally, bar: &ProgressBar) {
+    tally.add(wrong.is_none());
+    if let Some(wrong) = wrong {
+        let text = format!("FAILED: {}\n  {wrong}\n  replay: {}", case.name(), selection.replay(case));
+        // Where stderr is gone, the counts and the exit code still tell.
+        let _ = bar.suspend(|| output::to_stderr(&text));
+    }
+    bar.inc(1);
+}
+
+/// All cases, several at a time: a case has serial stretches, which another's ranks fill.
+fn on_threads(selection: &Selection, config: &Config, tally: &Tally) -> Result<(), Failure> {
+    let bar = progress(selection);
+    let next = AtomicUsize::new(0);
+    let first_error = Mutex::new(None);
+    let work = || {
+        while let Some(case) = selection.cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+            match run::on_threads(case, config) {
+                Ok(wrong) => settle(selection, case, &wrong, tally, &bar),
+                Err(error) => {
+                    // The machine does not allow it: the other cases are not tried.
+                    next.store(selection.cases.len(), Ordering::Relaxed);
+                    first_error.lock().unwrap_or_else(|poison| poison.into_inner()).get_or_insert(error);
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..machine::cores().clamp(1, 8) {
+            scope.spawn(work);
+        }
+        work();
+    });
+    bar.finish_and_clear();
+    first_error.into_inner().unwrap_or_else(|poison| poison.into_inner()).map_or(Ok(()), Err)
+}
+
+/// One set of processes for each number of ranks that the cases need.
+fn launch_all(
+    selection: &Selection,
+    config: &Config,
+    arguments: &[OsString],
+    tally: &Tally,
+) -> Result<(), Failure> {
+    let bar = progress(selection);
+    let outcome = selection.world_sizes().into_iter().try_for_each(|ranks| {
+        let mut job = Job::start(ranks, arguments, Stdio::piped())?;
+        let told = job.stdout();
+        // Read beside the waiting, which ends ranks that hang.
+        std::thread::scope(|scope| {
+            scope.spawn(|| told.map(|told| listen(told, tally, &bar)));
+            // Wrong cases are counted; the verdict on all of them comes from the counts.
+            job.wait(config.timeout).map(|_| ())
+        })
+    });
+    bar.finish_and_clear();
+    outcome
+}
+
+/// Counts what rank 0 tells, to its end.
+fn listen(told: ChildStdout, tally: &Tally, bar: &ProgressBar) {
+    for line in BufReader::new(told).lines().map_while(Result::ok) {
+        tally.add(line == PASSED);
+        bar.inc(1);
+    }
+}
+
+/// The cases for as many ranks as this job has.
+fn as_one_rank(
+    mut selection: Selection,
+    config: &Config,
+    env: &LaunchEnv,
+    launched: bool,
+) -> Result<Verdict, Failure> {
+    let (rank, ranks) = (Rank(env.rank), env.world_size as usize);
+    selection.cases.retain(|case| case.case.ranks == ranks);
+    let speaks = rank == Rank(0);
+    let bar = if speaks && !launched { progress(&selection) } else { ProgressBar::hidden() };
+    if speaks && !launched {
+        announce(&selection, "processes")?;
+    }
+    let tally = Tally::default();
+    let mut meet = TcpRendezvous::join(&env.store, rank, ranks, config.timeout)?;
+    for case in &selection.cases {
+        let wrong = run::as_one_rank(case, &mut meet, config)?;
+        if speaks {
+            settle(&selection, case, &wrong, &tally, &bar);
+        }
+        if speaks && launched {
+            output::to_stdout(if wrong.is_none() { PASSED } else { FAILED })?;
+        }
+    }
+    bar.finish_and_clear();
+    match (speaks, launched) {
+        (false, _) => Ok(Verdict::Right),
+        (true, true) => Ok(Verdict::of(tally.failed.into_inner() == 0)),
+        (true, false) => conclude(&selection, &tally, Ok(())),
+    }
+}

@@ -1,0 +1,163 @@
+//! `hybrid-ep bench`: what it says and writes; never how fast it was.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+mod common;
+
+use common::{Directory, tiny, trace};
+use serde_json::Value;
+
+/// The JSON of a run that wrote it to stdout.
+#[track_caller]
+fn json(more: &[&str]) -> Value {
+    let mut options = vec!["--json", "-"];
+    options.extend(more);
+    let finished = tiny(&options).succeeded();
+    assert!(finished.stderr.lines().last().unwrap().starts_with("verified: "), "{}", finished.stderr);
+    serde_json::from_str(&finished.stdout).unwrap()
+}
+
+/// The numbers of an array.
+fn numbers(array: &Value) -> Vec<u64> {
+    array.as_array().unwrap().iter().map(|number| number.as_u64().unwrap()).collect()
+}
+
+/// All that does not depend on time is there and fits together.
+fn check_fields(report: &Value, ranks: usize, tokens: &[u64], experts: usize, topk: u64) {
+    assert_eq!(report["verified"], true);
+    assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(report["config"]["ranks"], ranks);
+    assert_eq!(report["config"]["experts"], experts);
+    assert!(report["machine"]["cores"].as_u64().unwrap() > 0);
+    assert!(!report["machine"]["cpu_model"].as_str().unwrap().is_empty());
+    let copied = report["ceiling_copy_gb_per_s"].as_f64().unwrap();
+    assert!((report["ceiling_traffic_gb_per_s"].as_f64().unwrap() / copied - 2.0).abs() < 1e-9);
+    assert!(report["floor_definition"].as_str().unwrap().contains("memcpy"));
+
+    for run in report["runs"].as_array().unwrap() {
+        assert_eq!(run["verified"], true);
+        assert_eq!(numbers(&run["tokens_per_rank"]), tokens);
+        let operators = run["operators"].as_array().unwrap();
+        let names: Vec<&str> = operators.iter().map(|o| o["operator"].as_str().unwrap()).collect();
+        assert_eq!(names, ["preprocess", "dispatch", "combine", "layer"]);
+        for operator in operators {
+            let (median, p95) =
+                (operator["median_us"].as_f64().unwrap(), operator["p95_us"].as_f64().unwrap());
+            assert!(0.0 < median && median <= p95);
+            assert!(operator["bytes_inside_domains"].is_u64() && operator["bytes_between_domains"].is_u64());
+        }
+        for operator in &operators[1..] {
+            let ratio = operator["median_us"].as_f64().unwrap() / operator["floor_us"].as_f64().unwrap();
+            assert!((operator["ratio_to_floor"].as_f64().unwrap() / ratio - 1.0).abs() < 1e-3);
+            assert!(operator["must_move_bytes"].as_u64().unwrap() > 0);
+            assert!(operator["gb_per_s"].as_f64().unwrap() > 0.0);
+        }
+        let load = &run["load"];
+        let copies = topk * tokens.iter().sum::<u64>();
+        assert_eq!(numbers(&load["tokens_per_expert"]).len(), experts);
+        assert_eq!(numbers(&load["tokens_per_expert"]).iter().sum::<u64>(), copies);
+        assert_eq!(numbers(&load["tokens_per_rank"]).len(), ranks);
+        assert_eq!(numbers(&load["tokens_per_rank"]).iter().sum::<u64>(), copies);
+        assert!(numbers(&load["rows_per_rank"]).iter().sum::<u64>() >= copies);
+        assert!(load["rank_max_over_mean"].as_f64().unwrap() >= 1.0);
+        assert!(run["preprocess"]["bytes_per_rank"].as_u64().unwrap() > 0);
+    }
+}
+
+#[test]
+fn threads() {
+    let report = json(&[]);
+    check_fields(&report, 4, &[24; 4], 8, 3);
+    assert_eq!(report["config"]["processes"], false);
+    // Two domains of two ranks: bytes move inside them and between them.
+    for operator in &report["runs"][0]["operators"].as_array().unwrap()[1..] {
+        assert!(operator["bytes_inside_domains"].as_u64().unwrap() > 0);
+        assert!(operator["bytes_between_domains"].as_u64().unwrap() > 0);
+    }
+}
+
+#[test]
+fn processes() {
+    let report = json(&["--processes", "--ranks", "2", "--domains", "1"]);
+    check_fields(&report, 2, &[24; 2], 8, 3);
+    assert_eq!(report["config"]["processes"], true);
+    for operator in report["runs"][0]["operators"].as_array().unwrap() {
+        assert_eq!(operator["operator"] == "preprocess", operator["must_move_bytes"].is_null());
+    }
+    assert_eq!(report["runs"][0]["operators"][1]["bytes_between_domains"], 0);
+}
+
+#[test]
+fn fp8_with_skew_and_uneven_tokens() {
+    let options = ["--dtype", "fp8", "--hidden", "256", "--skew", "1.2", "--tokens", "9,0,33,1"];
+    let report = json(&options);
+    check_fields(&report, 4, &[9, 0, 33, 1], 8, 3);
+    assert_eq!(report["config"]["dtype"], "fp8");
+    let in_processes = json(&[&options[..], &["--processes"]].concat());
+    check_fields(&in_processes, 4, &[9, 0, 33, 1], 8, 3);
+    assert_eq!(in_processes["runs"][0]["load"], report["runs"][0]["load"]);
+}
+
+#[test]
+fn no_tokens_at_all() {
+    let finished = tiny(&["--tokens", "0"]).succeeded();
+    assert!(finished.stdout.contains("verified: all 0 dispatched rows"), "{}", finished.stdout);
+}
+
+#[test]
+fn bytes_exchanged_in_preprocessing_do_not_grow_with_tokens() {
+    let bytes =
+        |tokens| json(&["--tokens", tokens])["runs"][0]["preprocess"]["bytes_per_rank"].as_u64().unwrap();
+    assert_eq!(bytes("3"), bytes("300"));
+}
+
+#[test]
+fn the_table_says_what_was_measured_and_checked() {
+    let finished = tiny(&[]).succeeded();
+    for part in [
+        "preprocess",
+        "dispatch",
+        "combine",
+        "layer",
+        "inside domains",
+        "between domains",
+        "floor = ",
+        "GB/s copied",
+        "independent of the number of tokens",
+        "load per rank",
+        "load per expert",
+        "max/mean",
+    ] {
+        assert!(finished.stdout.contains(part), "no `{part}` in\n{}", finished.stdout);
+    }
+    let last = finished.stdout.lines().last().unwrap();
+    assert!(last.starts_with("verified: ") && last.contains("288 dispatched rows"), "{last}");
+    assert_eq!(finished.stderr, "", "no progress bar without a terminal");
+}
+
+#[test]
+fn a_file_of_json_is_whole_and_alone() {
+    let directory = Directory::new("bench-json");
+    let file = directory.file("result.json");
+    let finished = tiny(&["--json", &file]).succeeded();
+    assert!(finished.stdout.contains("verified: "));
+    check_fields(&serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap(), 4, &[24; 4], 8, 3);
+    assert_eq!(directory.names(), ["result.json"]);
+}
+
+#[test]
+fn a_recorded_routing_is_measured_layer_by_layer() {
+    let directory = Directory::new("bench-trace");
+    let file = directory.file("trace.safetensors");
+    std::fs::write(&file, trace([13, 6], |_| {})).unwrap();
+
+    let report = json(&["--routing", &file, "--ranks", "2", "--domains", "1"]);
+    check_fields(&report, 2, &[13, 6], 8, 2);
+    let layers: Vec<u64> =
+        report["runs"].as_array().unwrap().iter().map(|run| run["layer"].as_u64().unwrap()).collect();
+    assert_eq!(layers, [0, 1]);
+
+    // Another number of ranks than it was recorded on.
+    let report = json(&["--routing", &file, "--layer", "1", "--processes"]);
+    check_fields(&report, 4, &[4, 5, 5, 5], 8, 2);
+    assert_eq!(report["runs"][0]["layer"], 1);
+}
