@@ -42,6 +42,8 @@ const MAX_BLOB: usize = 64 << 20;
 /// Status byte before each answer of rank 0.
 const OK: u8 = 0;
 const ABSENT: u8 = 1;
+const STALLED: u8 = 2;
+const DIED: u8 = 3;
 /// Pause between attempts to connect or to accept.
 const RETRY: Duration = Duration::from_millis(5);
 
@@ -205,22 +207,80 @@ impl TcpRendezvous {
         Ok(stream)
     }
 
-    fn gone(&self, peer: Rank, error: &std::io::Error) -> Error {
-        let fault = match error.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => PeerFault::Stalled,
-            _ => PeerFault::Died,
-        };
+    /// Rank 0's part of an exchange: takes everybody's blob and gives all to everybody, or tells who was lost.
+    fn collect(&self, streams: &mut [TcpStream], blob: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let start = Instant::now();
+        let mut all = vec![blob.to_vec()];
+        let mut lost = None;
+        for (stream, rank) in streams.iter_mut().zip(1..) {
+            let left = self.timeout.saturating_sub(start.elapsed()).max(RETRY);
+            match stream.set_read_timeout(Some(left)).and_then(|()| read_blob(stream)) {
+                Ok(blob) => all.push(blob),
+                Err(error) => {
+                    lost = Some((Rank(rank), error));
+                    break;
+                }
+            }
+        }
+        if let Some((peer, error)) = lost {
+            let mut answer = vec![if is_late(&error) { STALLED } else { DIED }];
+            answer.extend(peer.0.to_le_bytes());
+            for stream in streams {
+                // Whoever is gone too cannot be told.
+                let _ = stream.write_all(&answer);
+            }
+            return Err(self.gone(peer, fault_of(&error), &error, start));
+        }
+        for (stream, rank) in streams.iter_mut().zip(1..) {
+            let send = |stream: &mut TcpStream| {
+                stream.write_all(&[OK])?;
+                all.iter().try_for_each(|blob| write_blob(stream, blob))
+            };
+            send(stream).map_err(|error| self.gone(Rank(rank), fault_of(&error), &error, start))?;
+        }
+        Ok(all)
+    }
+
+    /// Another rank's part of an exchange.
+    fn contribute(&self, stream: &mut TcpStream, blob: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let start = Instant::now();
+        let gone = |error: std::io::Error| self.gone(Rank(0), fault_of(&error), &error, start);
+        let mut status = [0];
+        // Rank 0 answers at its own deadline at the latest; leave it time to say who is lost.
+        stream
+            .set_read_timeout(Some(self.timeout + Duration::from_secs(1)))
+            .and_then(|()| write_blob(stream, blob))
+            .and_then(|()| stream.read_exact(&mut status))
+            .map_err(gone)?;
+        if status[0] != OK {
+            let mut rank = [0; 4];
+            stream.read_exact(&mut rank).map_err(gone)?;
+            let fault = if status[0] == STALLED { PeerFault::Stalled } else { PeerFault::Died };
+            return Err(self.gone(Rank(u32::from_le_bytes(rank)), fault, &"rank 0 says so", start));
+        }
+        (0..self.ranks).map(|_| read_blob(stream)).collect::<std::io::Result<Vec<_>>>().map_err(gone)
+    }
+
+    fn gone(&self, peer: Rank, fault: PeerFault, why: &dyn std::fmt::Display, start: Instant) -> Error {
         PeerError {
             peer,
             fault,
             operator: Operator::Join,
             step: 0,
             rank: self.rank,
-            waited_for: format!("its part of the rendezvous ({error})"),
-            waited: self.timeout,
+            waited_for: format!("its part of the rendezvous ({why})"),
+            waited: start.elapsed(),
         }
         .into()
     }
+}
+
+fn is_late(error: &std::io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
+}
+
+fn fault_of(error: &std::io::Error) -> PeerFault {
+    if is_late(error) { PeerFault::Stalled } else { PeerFault::Died }
 }
 
 impl Rendezvous for TcpRendezvous {
@@ -233,32 +293,12 @@ impl Rendezvous for TcpRendezvous {
     }
 
     fn all_gather(&mut self, blob: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let timeout = Some(self.timeout.max(RETRY));
         let mut streams = std::mem::take(&mut self.streams);
-        let mut exchange = || -> Result<Vec<Vec<u8>>> {
-            if self.rank == Rank(0) {
-                let mut all = vec![blob.to_vec()];
-                for (stream, rank) in streams.iter_mut().zip(1..) {
-                    let read = stream.set_read_timeout(timeout).and_then(|()| read_blob(stream));
-                    all.push(read.map_err(|error| self.gone(Rank(rank), &error))?);
-                }
-                for (stream, rank) in streams.iter_mut().zip(1..) {
-                    for blob in &all {
-                        write_blob(stream, blob).map_err(|error| self.gone(Rank(rank), &error))?;
-                    }
-                }
-                Ok(all)
-            } else {
-                let stream = &mut streams[0];
-                let mut gather = || {
-                    stream.set_read_timeout(timeout)?;
-                    write_blob(stream, blob)?;
-                    (0..self.ranks).map(|_| read_blob(stream)).collect::<std::io::Result<Vec<_>>>()
-                };
-                gather().map_err(|error| self.gone(Rank(0), &error))
-            }
+        let result = if self.rank == Rank(0) {
+            self.collect(&mut streams, blob)
+        } else {
+            self.contribute(&mut streams[0], blob)
         };
-        let result = exchange();
         self.streams = streams;
         result
     }
@@ -430,6 +470,34 @@ mod tests {
         }
         let error = ThreadRendezvous::new(2, Duration::from_millis(20))[0].all_gather(&[]).unwrap_err();
         assert!(error.to_string().starts_with("rank 1 never joined"), "{error}");
+    }
+
+    #[test]
+    fn a_rank_lost_after_joining_is_named_everywhere() {
+        for (stays, fault) in [(false, PeerFault::Died), (true, PeerFault::Stalled)] {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let store = listener.local_addr().unwrap().to_string();
+            let timeout = Duration::from_millis(400);
+            let results = std::thread::scope(|scope| {
+                let store = &store;
+                let join = move |rank| TcpRendezvous::join(store, Rank(rank), 3, timeout).unwrap();
+                let one = scope.spawn(move || join(1).all_gather(&[]));
+                let two = scope.spawn(move || {
+                    let silent = join(2);
+                    if stays {
+                        std::thread::sleep(4 * timeout);
+                    }
+                    drop(silent);
+                });
+                let zero = TcpRendezvous::host(&listener, 3, timeout).unwrap().all_gather(&[]);
+                two.join().unwrap();
+                [zero, one.join().unwrap()]
+            });
+            for result in results {
+                let Err(Error::Peer(error)) = result else { panic!("{result:?}") };
+                assert_eq!((error.peer, error.fault), (Rank(2), fault), "{error}");
+            }
+        }
     }
 
     #[test]

@@ -8,21 +8,25 @@ use serde::{Deserialize, Serialize};
 /// What is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Operator {
-    /// From the router's lists to a handle and the receive shape.
+    /// The router's lists checked and sorted: a routing.
+    Route,
+    /// From the routing to a handle and the receive shape.
     Preprocess,
     /// Dispatch with permute, with a handle at hand.
     Dispatch,
     /// Combine, with a handle at hand.
     Combine,
-    /// Preprocess, dispatch and combine; then, for the backward pass, dispatch and combine with the same handle.
+    /// Route, preprocess, dispatch and combine; then, for the backward pass, dispatch and combine with the same handle.
     Layer,
 }
 
 impl Operator {
-    pub(super) const ALL: [Self; 4] = [Self::Preprocess, Self::Dispatch, Self::Combine, Self::Layer];
+    pub(super) const ALL: [Self; 5] =
+        [Self::Route, Self::Preprocess, Self::Dispatch, Self::Combine, Self::Layer];
 
     pub(super) fn name(self) -> &'static str {
         match self {
+            Self::Route => "check routing",
             Self::Preprocess => "preprocess",
             Self::Dispatch => "dispatch",
             Self::Combine => "combine",

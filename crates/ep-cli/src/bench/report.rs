@@ -71,7 +71,7 @@ pub(super) struct OperatorReport {
     /// Of all ranks, per call.
     pub(super) bytes_inside_domains: u64,
     pub(super) bytes_between_domains: u64,
-    /// Bytes that must be read once and written once; none is defined for preprocessing.
+    /// Bytes that must be read once and written once; none is defined for what moves no tokens.
     pub(super) must_move_bytes: Option<u64>,
     /// Those bytes over the median.
     pub(super) gb_per_s: Option<f64>,
@@ -246,7 +246,7 @@ impl MustMove {
 
     fn by(self, operator: Operator) -> Option<u64> {
         match operator {
-            Operator::Preprocess => None,
+            Operator::Route | Operator::Preprocess => None,
             Operator::Dispatch => Some(self.dispatch),
             Operator::Combine => Some(self.combine),
             Operator::Layer => Some(2 * (self.dispatch + self.combine)),

@@ -83,7 +83,7 @@ impl Shared {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct RankReport {
     /// By [`Operator`].
-    pub(super) samples: [Samples; 4],
+    pub(super) samples: [Samples; 5],
     /// Rows received, padding included.
     pub(super) rows: u64,
     pub(super) checked: Result<Checked, String>,
@@ -98,13 +98,15 @@ pub(super) fn rank<B: Inspect>(
 ) -> Result<Vec<RankReport>, Failure> {
     let iterations = WARM_UP + shared.plan.iterations;
     let mut stage = Stage::new(backend, meet, shared)?;
-    let handle = stage.preprocess()?.0;
+    let routing = stage.route()?;
+    let handle = stage.preprocess(&routing)?.0;
     for iteration in 1..=iterations {
         if iteration == iterations {
             stage.load(shared.token_seed(true))?;
         }
         stage.timed = iteration > WARM_UP;
-        drop(stage.time(Operator::Preprocess, Stage::preprocess)?);
+        let routing = stage.time(Operator::Route, Stage::route)?;
+        drop(stage.time(Operator::Preprocess, |stage| stage.preprocess(&routing))?);
         stage.time(Operator::Dispatch, |stage| stage.dispatch(&handle))?;
         stage.time(Operator::Combine, |stage| stage.combine(&handle))?;
         stage.time(Operator::Layer, Stage::layer)?;
@@ -174,7 +176,7 @@ struct Stage<'a, B: Inspect> {
     outputs: Option<B::Memory>,
     combined: B::Memory,
     timed: bool,
-    samples: [Samples; 4],
+    samples: [Samples; 5],
 }
 
 impl<'a, B: Inspect> Stage<'a, B> {
@@ -273,12 +275,16 @@ impl<'a, B: Inspect> Stage<'a, B> {
         Ok(value)
     }
 
-    /// All that a caller does for a new routing: hand over the lists, and learn the sizes.
-    fn preprocess(&mut self) -> Result<(B::Handle, ReceiveShape), Failure> {
+    /// The router's lists, handed over as a caller does.
+    fn route(&mut self) -> Result<Routing, Failure> {
         let TopK { k, indices, weights } = &self.topk;
         let experts = self.shared.plan.world.experts();
-        let routing = Routing::from_topk(self.backend.rank(), experts, *k, indices, weights)?;
-        let handle = self.backend.preprocess(&routing, self.shared.plan.mode, None)?;
+        Ok(Routing::from_topk(self.backend.rank(), experts, *k, indices, weights)?)
+    }
+
+    /// Preprocess, and learn the sizes.
+    fn preprocess(&mut self, routing: &Routing) -> Result<(B::Handle, ReceiveShape), Failure> {
+        let handle = self.backend.preprocess(routing, self.shared.plan.mode, None)?;
         let shape = self.backend.receive_shape(&handle)?;
         Ok((handle, shape))
     }
@@ -316,7 +322,8 @@ impl<'a, B: Inspect> Stage<'a, B> {
 
     /// A layer's forward pass with a new routing, and its backward pass with the same handle.
     fn layer(&mut self) -> Result<(), Failure> {
-        let (handle, _) = self.preprocess()?;
+        let routing = self.route()?;
+        let (handle, _) = self.preprocess(&routing)?;
         for _ in ["forward", "backward"] {
             self.dispatch(&handle)?;
             self.combine(&handle)?;
