@@ -170,9 +170,8 @@ impl HostBuffer {
             .map(|peer| Ok((peer, find(peer, true)?)))
             .collect::<Result<Vec<_>>>()?;
         let window = Arc::clone(&windows[topology.domain_of(rank)].1);
-        let layout = WindowLayout::new(&world, config);
         let loopback = Loopback::new(topology.domain_of(rank), windows, WindowLayout::signals(config.slots));
-        let rails = Rails::new(&world, rank, window, layout, Box::new(loopback));
+        let rails = Rails::new(&world, rank, window, config, Box::new(loopback));
 
         let workers = match config.workers {
             0 => (std::thread::available_parallelism().map_or(1, usize::from) / world.ranks()).max(1),

@@ -1,6 +1,7 @@
 //! The loopback transport: an engine for ranks of one machine. A put is a copy between two windows, a signal a word
 //! in a ring.
 
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
@@ -112,6 +113,12 @@ impl Transport for Loopback {
         Ok(Posted::Yes)
     }
 
+    fn lend(&self, peer: Rank, offset: usize, len: usize) -> Option<NonNull<u8>> {
+        let end = self.ends.iter().find(|end| end.rank == peer)?;
+        self.check("lent part of a window", &end.window, offset, len).ok()?;
+        NonNull::new(end.window.at(offset, len))
+    }
+
     fn poll(&self, on_signal: &mut dyn FnMut(Rank, u32)) -> Result<()> {
         let _one_at_a_time = match self.polling.try_lock() {
             Ok(guard) => guard,
@@ -174,6 +181,15 @@ mod tests {
         assert_eq!(signals(&b).len(), 2);
         assert_eq!(a.put(signal(3)).unwrap(), Posted::Yes);
         assert_eq!(signals(&b), [(Rank(0), 3)]);
+    }
+
+    #[test]
+    fn what_is_lent_is_the_peers_window() {
+        let [a, _b] = pair(2);
+        let at = Loopback::reserved(2, 2);
+        assert_eq!(a.lend(Rank(1), at + 128, 64).unwrap().as_ptr(), a.ends[1].window.at(at + 128, 64));
+        assert_eq!(a.lend(Rank(1), 0, 64), None);
+        assert_eq!(a.lend(Rank(1), (1 << 16) - 32, 64), None);
     }
 
     #[test]

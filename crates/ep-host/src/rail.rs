@@ -4,6 +4,7 @@
 //! uses slot `m % slots` on both sides. The receiver's credit frees the slot on both sides at once, which also tells
 //! the sender that its bytes were taken: no other completion is needed, and no queue can overflow.
 
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -59,6 +60,7 @@ pub(crate) struct Rails {
     transport: Box<dyn Transport>,
     window: Arc<Segment>,
     layout: WindowLayout,
+    lend: bool,
     own_domain: usize,
     /// By domain; the own one is not used.
     streams: Vec<Stream>,
@@ -90,9 +92,10 @@ impl Rails {
         world: &World,
         rank: Rank,
         window: Arc<Segment>,
-        layout: WindowLayout,
+        config: &Config,
         transport: Box<dyn Transport>,
     ) -> Self {
+        let layout = WindowLayout::new(world, config);
         let local = world.topology.local_rank_of(rank);
         let flags = || (0..layout.slots).map(|_| AtomicBool::new(false)).collect();
         let streams = (0..layout.domains)
@@ -106,7 +109,7 @@ impl Rails {
             .collect();
         let own_domain = world.topology.domain_of(rank);
         let (bytes, messages) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { transport, window, layout, own_domain, streams, bytes, messages }
+        Self { transport, window, layout, lend: config.lend, own_domain, streams, bytes, messages }
     }
 
     /// The engine's name.
@@ -174,9 +177,19 @@ impl Rails {
         self.streams[domain].full[(received % self.layout.slots as u64) as usize].load(Acquire)
     }
 
-    /// Where to write a claimed message.
+    /// Where to write a claimed message: in the peer's window where the engine lends it, else in this rank's own.
     pub(crate) fn outgoing(&self, claim: Claim) -> *mut u8 {
-        self.window.at(self.layout.send_slot(claim.domain, claim.slot), self.layout.slot_bytes)
+        match self.lent(claim) {
+            Some(slot) => slot.as_ptr(),
+            None => self.window.at(self.layout.send_slot(claim.domain, claim.slot), self.layout.slot_bytes),
+        }
+    }
+
+    /// The peer's slot itself: free to be written, since its credit is here.
+    fn lent(&self, claim: Claim) -> Option<NonNull<u8>> {
+        let offset = self.layout.receive_slot(self.own_domain, claim.slot);
+        let peer = self.streams[claim.domain].peer;
+        self.lend.then(|| self.transport.lend(peer, offset, self.layout.slot_bytes)).flatten()
     }
 
     /// Where to read a claimed message.
@@ -191,7 +204,7 @@ impl Rails {
             peer: self.streams[claim.domain].peer,
             source: self.layout.send_slot(claim.domain, claim.slot),
             destination: self.layout.receive_slot(self.own_domain, claim.slot),
-            len,
+            len: if self.lent(claim).is_some() { 0 } else { len },
             signal: DATA | claim.slot as u32,
         })?;
         if posted == Posted::Yes {

@@ -148,6 +148,8 @@ fn suite_with_small_slots_and_many_workers() {
     let mut config = config(4, 1, 1);
     // Room for the widest row of the suite and little more.
     config.slot_bytes = 48 << 10;
+    // Messages are packed and carried, as by an engine that lends no memory.
+    config.lend = false;
     check_suite(&config);
 }
 

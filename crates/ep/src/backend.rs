@@ -423,6 +423,14 @@ pub trait Transport: Send + Sync {
     /// [`CallerError`] when the put lies outside a window; an environment or peer error from the engine.
     fn put(&self, put: Put) -> Result<Posted>;
 
+    /// The address of `len` bytes at `offset` of a peer's window, where the engine lets this rank write them itself
+    /// (both windows are mapped here); a put of length 0 then brings the signal. `None` where the engine carries the
+    /// bytes, as a network card does.
+    fn lend(&self, peer: Rank, offset: usize, len: usize) -> Option<std::ptr::NonNull<u8>> {
+        let _ = (peer, offset, len);
+        None
+    }
+
     /// Makes progress, and hands over every signal that has arrived, with its sender.
     ///
     /// # Errors

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::error::{CallerError, Result};
 
-/// Tunables of a communicator. The defaults suit most uses; every rank must use the same values, `workers` and
-/// `timeout` excepted.
+/// Tunables of a communicator. The defaults suit most uses; every rank must use the same chunk and slot
+/// values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Config {
@@ -20,6 +20,9 @@ pub struct Config {
     pub slot_bytes: usize,
     /// Messages in flight per pair of domains and direction. `HYBRID_EP_SLOTS`, 1..=1,024.
     pub slots: usize,
+    /// Whether a rank may write into a peer's window in place where the engine lends it. Off, every message is packed
+    /// here and then carried, as over a network. `HYBRID_EP_LEND`, 0 or 1.
+    pub lend: bool,
     /// Outputs larger than this many bytes a rank are written past the caches. `HYBRID_EP_STREAMING_BYTES`, any.
     pub streaming_bytes: usize,
 }
@@ -32,6 +35,7 @@ impl Default for Config {
             chunk_tokens: 64,
             slot_bytes: 128 << 10,
             slots: 16,
+            lend: true,
             streaming_bytes: 4 << 20,
         }
     }
@@ -68,6 +72,7 @@ impl Config {
             slot_bytes: read("HYBRID_EP_SLOT_BYTES", default.slot_bytes, 4 << 10, 1 << 30)?
                 .next_multiple_of(64),
             slots: read("HYBRID_EP_SLOTS", default.slots, 1, 1024)?,
+            lend: read("HYBRID_EP_LEND", default.lend.into(), 0, 1)? == 1,
             streaming_bytes: read("HYBRID_EP_STREAMING_BYTES", default.streaming_bytes, 0, usize::MAX)?,
         })
     }
