@@ -1,0 +1,125 @@
+//! The partition as groups and rank lists: what a runtime needs to open its communicators.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Exchange, Partition};
+use crate::error::{PlanError, Result};
+
+/// Every group of a partition. Group lists are ordered, and so are the ranks in them: a rank's position in its
+/// group is its rank in the group's communicator.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartitionExport {
+    /// Number of ranks.
+    pub ranks: usize,
+    /// The groups of each level, outermost first.
+    pub levels: Vec<LevelGroups>,
+    /// The ranks that hold the same experts after the gathers, by expert domain.
+    pub expert_domains: Vec<Vec<usize>>,
+    /// The ranks among which dispatch and combine run, by dispatch group; position `d` is expert domain `d`.
+    pub dispatch_groups: Vec<Vec<usize>>,
+    /// Where each rank stands, by rank.
+    pub rank_groups: Vec<RankGroups>,
+}
+
+/// The groups of one level. Each rank is in exactly one of either kind.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LevelGroups {
+    /// Members of the level.
+    pub scaling_factor: usize,
+    /// Members of one of its domains.
+    pub domain_size: usize,
+    /// The ranks that gather experts from each other: same domain, agreeing at every other level.
+    pub all_gather: Vec<Vec<usize>>,
+    /// The ranks that exchange tokens: same offset, agreeing at every other level.
+    pub all_to_all: Vec<Vec<usize>>,
+}
+
+/// Where one rank stands.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankGroups {
+    /// Its digits, outermost level first.
+    pub location: Vec<usize>,
+    /// Index of its expert domain, which is also its position in its dispatch group.
+    pub expert_domain: usize,
+    /// Index of its dispatch group, which is also its position in its expert domain.
+    pub dispatch_group: usize,
+    /// Index of its all-gather group at each level.
+    pub all_gather_group: Vec<usize>,
+    /// Index of its all-to-all group at each level.
+    pub all_to_all_group: Vec<usize>,
+}
+
+impl Partition {
+    /// Every group, ready to serialize.
+    pub fn export(&self) -> PartitionExport {
+        let levels: Vec<LevelGroups> = (0..self.depth())
+            .map(|level| LevelGroups {
+                scaling_factor: self.levels[level].scaling_factor,
+                domain_size: self.levels[level].domain_size,
+                all_gather: self.level_groups(level, Exchange::AllGather),
+                all_to_all: self.level_groups(level, Exchange::AllToAll),
+            })
+            .collect();
+        let group_of = |groups: &dyn Fn(&LevelGroups) -> &Vec<Vec<usize>>| -> Vec<Vec<usize>> {
+            let mut index = vec![Vec::with_capacity(levels.len()); self.gpus];
+            for level in &levels {
+                for (group, ranks) in groups(level).iter().enumerate() {
+                    ranks.iter().for_each(|&rank| index[rank].push(group));
+                }
+            }
+            index
+        };
+        let all_gather_group = group_of(&|level| &level.all_gather);
+        let all_to_all_group = group_of(&|level| &level.all_to_all);
+
+        let mut expert_domains = vec![Vec::new(); self.gpus / self.expert_domain_size()];
+        let mut dispatch_groups = vec![Vec::new(); self.expert_domain_size()];
+        let mut rank_groups = Vec::with_capacity(self.gpus);
+        for (rank, (all_gather_group, all_to_all_group)) in
+            all_gather_group.into_iter().zip(all_to_all_group).enumerate()
+        {
+            let (domain, offset) = self.domain_and_offset(rank);
+            expert_domains[domain].push(rank);
+            dispatch_groups[offset].push(rank);
+            rank_groups.push(RankGroups {
+                location: self.levels.iter().map(|level| level.digit(rank)).collect(),
+                expert_domain: domain,
+                dispatch_group: offset,
+                all_gather_group,
+                all_to_all_group,
+            });
+        }
+        PartitionExport { ranks: self.gpus, levels, expert_domains, dispatch_groups, rank_groups }
+    }
+
+    /// The expert domain of every expert of a layer whose experts are spread over the ranks in order: the
+    /// placement that dispatch uses in every dispatch group.
+    ///
+    /// # Errors
+    /// [`PlanError::Experts`] when the experts cannot be spread evenly.
+    pub fn expert_domain_of_experts(&self, experts: usize) -> Result<Vec<usize>> {
+        if experts == 0 || !experts.is_multiple_of(self.gpus) {
+            let possible = crate::divisors::divisors(experts);
+            return Err(PlanError::Experts { experts, gpus: self.gpus, possible });
+        }
+        let per_gpu = experts / self.gpus;
+        Ok((0..experts).map(|expert| self.domain_and_offset(expert / per_gpu).0).collect())
+    }
+
+    /// The groups of one kind at one level, ordered by their first rank.
+    fn level_groups(&self, index: usize, exchange: Exchange) -> Vec<Vec<usize>> {
+        let level = self.levels[index];
+        let leads = |rank: &usize| match exchange {
+            Exchange::AllGather => level.digit(*rank).is_multiple_of(level.domain_size),
+            Exchange::AllToAll => level.digit(*rank) < level.domain_size,
+        };
+        let (members, step) = match exchange {
+            Exchange::AllGather => (level.domain_size, level.stride),
+            Exchange::AllToAll => (level.domains(), level.stride * level.domain_size),
+        };
+        (0..self.gpus)
+            .filter(leads)
+            .map(|first| (0..members).map(|member| first + member * step).collect())
+            .collect()
+    }
+}

@@ -1,0 +1,271 @@
+//! What limits a plan, and what would change it.
+
+use serde::{Deserialize, Serialize};
+
+use super::cost::{Candidate, CostModel, LevelTraffic};
+use super::memory::Memory;
+use super::migration::GrowthTest;
+use super::time::{Bound, PassTimes};
+use super::{Alternative, Options, Planner};
+use crate::cluster::Cluster;
+use crate::units::{Bytes, BytesPerSecond, Seconds};
+
+/// How far a quantity is varied in search of a change: a factor of 2¹⁰ either way, in half octaves.
+const HALF_OCTAVES: i32 = 20;
+
+/// Halvings of the last half octave: the boundary is then known to nine digits.
+const BISECTIONS: usize = 30;
+
+/// Why the plan is what it is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Explanation {
+    /// What the forward pass waits for.
+    pub forward: Limit,
+    /// What the backward pass waits for, when training.
+    pub backward: Option<Limit>,
+    /// What one more member of a domain would save and cost.
+    pub growth: Vec<GrowthTest>,
+    /// The nearest value of each quantity, in either direction, at which other domain sizes are best.
+    pub changes: Vec<Change>,
+    /// The same in sentences.
+    pub text: Vec<String>,
+}
+
+/// What a pass waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Limit {
+    /// The longer chain.
+    pub bound: Bound,
+    /// The longest phase in it.
+    pub component: Component,
+    /// How long that phase takes alone.
+    pub time: Seconds,
+    /// Its part of the pass.
+    pub share: f64,
+}
+
+/// A phase of a pass; of those that use links, at one level.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "phase", content = "level")]
+pub enum Component {
+    /// Compute before the experts.
+    PreExpert,
+    /// The experts.
+    Expert,
+    /// Decoding and encoding.
+    Codec,
+    /// Gathering experts.
+    AllGather(usize),
+    /// Tokens to the experts and back.
+    AllToAll(usize),
+    /// Gradients of gathered experts.
+    Gradients(usize),
+    /// The codec's shared expert.
+    SharedRefresh(usize),
+}
+
+/// Something whose value decides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "quantity", content = "level")]
+pub enum Quantity {
+    /// Bandwidth of a link of a level, Gbit/s.
+    LinkGbitPerS(usize),
+    /// `CR_w`.
+    WeightCompression,
+    /// `CR_g`.
+    GradientCompression,
+    /// Memory for gathered experts, GB.
+    MemoryCapGb,
+}
+
+/// A value at which other domain sizes become best.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Change {
+    /// What is varied; everything else stays.
+    pub quantity: Quantity,
+    /// Its value now.
+    pub now: f64,
+    /// The value at which the choice changes: above or below this one the other sizes are best.
+    pub at: f64,
+    /// What is best just beyond.
+    pub domain_sizes: Vec<usize>,
+}
+
+impl Planner {
+    pub(super) fn explain(
+        &self,
+        best: &Candidate,
+        alternatives: &[Alternative],
+        beyond: usize,
+    ) -> Explanation {
+        let forward = self.limit(&best.forward, &best.levels);
+        let backward = best.backward.map(|pass| self.limit(&pass, &best.levels));
+        let changes = self.changes(best);
+        let mut text = vec![self.headline(best)];
+        text.push(self.limit_sentence("Forward", &best.forward, forward));
+        text.extend(
+            best.backward.zip(backward).map(|(pass, limit)| self.limit_sentence("Backward", &pass, limit)),
+        );
+        text.extend(alternatives.first().map(|next| {
+            let slower = 100.0 * (next.layer_time / best.layer_time - 1.0);
+            let kept = if next.replicas_kept { " with kept replicas" } else { "" };
+            format!("Next best: {:?}{kept}, {slower:.2}% slower.", next.domain_sizes)
+        }));
+        if let (true, Some(cap)) = (beyond > 0, best.memory.cap) {
+            text.push(format!(
+                "{beyond} candidates need more than the {cap} that a GPU has for gathered experts."
+            ));
+        }
+        text.extend(changes.iter().map(|change| self.change_sentence(change)));
+        Explanation { forward, backward, growth: self.cost().growth_tests(&best.domain_sizes), changes, text }
+    }
+
+    fn limit(&self, pass: &PassTimes, levels: &[LevelTraffic]) -> Limit {
+        let bound = pass.bound(self.options.overlap_chunks);
+        // Phases are means over micro-batches, transfers are single: each level has the same part of its phase
+        // either way.
+        let by_level =
+            |component: fn(usize) -> Component, time: fn(&LevelTraffic) -> Seconds, phase: Seconds| {
+                let single: Seconds = levels.iter().map(time).sum();
+                let scale = if single.0 > 0.0 { phase / single } else { 0.0 };
+                let of_level = |(index, level)| (component(index), time(level) * scale);
+                levels.iter().enumerate().map(of_level).collect::<Vec<_>>()
+            };
+        let mut phases = by_level(Component::AllToAll, |level| level.all_to_all.time, pass.all_to_all);
+        match bound {
+            Bound::Compute => phases.extend([
+                (Component::PreExpert, pass.pre_expert),
+                (Component::Expert, pass.expert),
+                (Component::Codec, pass.decode + pass.encode),
+            ]),
+            Bound::Links => {
+                phases.extend(by_level(Component::AllGather, |level| level.all_gather.time, pass.all_gather));
+                phases.extend(by_level(Component::Gradients, |level| level.gradients.time, pass.gradients));
+                let refresh = |level: &LevelTraffic| level.shared_refresh.time;
+                phases.extend(by_level(Component::SharedRefresh, refresh, pass.shared_refresh));
+            }
+        }
+        let longer = |a: (Component, Seconds), b: (Component, Seconds)| if b.1 > a.1 { b } else { a };
+        let (component, time) = phases.into_iter().fold((Component::PreExpert, Seconds::ZERO), longer);
+        Limit { bound, component, time, share: if pass.total.0 > 0.0 { time / pass.total } else { 0.0 } }
+    }
+
+    fn changes(&self, best: &Candidate) -> Vec<Change> {
+        let mut quantities: Vec<Quantity> = (0..self.cluster.levels().len())
+            .filter(|&level| self.cluster.levels()[level].scaling_factor > 1)
+            .map(Quantity::LinkGbitPerS)
+            .collect();
+        quantities.push(Quantity::WeightCompression);
+        if self.options.trains() {
+            quantities.push(Quantity::GradientCompression);
+        }
+        if self.memory.cap.is_some() {
+            quantities.push(Quantity::MemoryCapGb);
+        }
+        quantities.into_iter().flat_map(|quantity| self.nearest_changes(quantity, best)).collect()
+    }
+
+    /// Steps outwards until other domain sizes are best, then bisects the last step, in both directions.
+    fn nearest_changes(&self, quantity: Quantity, best: &Candidate) -> Vec<Change> {
+        let now = self.value(quantity);
+        let best_at = |log2: f64| self.best_with(quantity, now * log2.exp2());
+        let changes =
+            |sizes: &Option<Vec<usize>>| sizes.as_ref().is_some_and(|sizes| *sizes != best.domain_sizes);
+        [-0.5, 0.5]
+            .into_iter()
+            .filter_map(|step: f64| {
+                let beyond = (1..=HALF_OCTAVES)
+                    .map(|count| step * f64::from(count))
+                    .find(|&at| changes(&best_at(at)))?;
+                let (mut same, mut other) = (beyond - step, beyond);
+                for _ in 0..BISECTIONS {
+                    let middle = (same + other) / 2.0;
+                    if changes(&best_at(middle)) { other = middle } else { same = middle }
+                }
+                Some(Change { quantity, now, at: now * other.exp2(), domain_sizes: best_at(other)? })
+            })
+            .collect()
+    }
+
+    fn value(&self, quantity: Quantity) -> f64 {
+        match quantity {
+            Quantity::LinkGbitPerS(level) => self.cluster.levels()[level].link_bandwidth.as_gbit_per_s(),
+            Quantity::WeightCompression => self.options.weight_compression,
+            Quantity::GradientCompression => self.options.gradient_compression,
+            Quantity::MemoryCapGb => self.memory.cap.unwrap_or_default().0 / 1e9,
+        }
+    }
+
+    /// The best domain sizes with another value, where that value is possible.
+    fn best_with(&self, quantity: Quantity, value: f64) -> Option<Vec<usize>> {
+        let cost = self.cost();
+        let with_options = |options: Options| {
+            options.check().is_ok().then(|| self.best(&CostModel { options: &options, ..cost }).domain_sizes)
+        };
+        match quantity {
+            Quantity::LinkGbitPerS(level) => {
+                let bandwidth = BytesPerSecond::from_gbit_per_s(value);
+                let cluster: Cluster = self.cluster.with_bandwidth(level, bandwidth).ok()?;
+                Some(self.best(&CostModel { cluster: &cluster, ..cost }).domain_sizes)
+            }
+            Quantity::WeightCompression => {
+                with_options(Options { weight_compression: value, ..self.options.clone() })
+            }
+            Quantity::GradientCompression => {
+                with_options(Options { gradient_compression: value, ..self.options.clone() })
+            }
+            Quantity::MemoryCapGb => {
+                let memory = Memory { cap: Some(Bytes::from_gb(value)), ..self.memory };
+                Some(self.best(&CostModel { memory, ..cost }).domain_sizes)
+            }
+        }
+    }
+
+    fn headline(&self, best: &Candidate) -> String {
+        let levels =
+            best.domain_sizes.iter().zip(self.cluster.levels()).enumerate().map(|(level, (size, at))| {
+                format!("{size} of {} on '{}'", at.scaling_factor, self.cluster.level_name(level))
+            });
+        let replicas = if best.replicas_kept { ", replicas kept" } else { "" };
+        format!(
+            "Domains: {}{replicas}. A layer takes {}.",
+            levels.collect::<Vec<_>>().join(", "),
+            best.layer_time
+        )
+    }
+
+    fn limit_sentence(&self, pass: &str, times: &PassTimes, limit: Limit) -> String {
+        let phase = match limit.component {
+            Component::PreExpert => "compute before the experts".to_owned(),
+            Component::Expert => "the experts".to_owned(),
+            Component::Codec => "the codec".to_owned(),
+            Component::AllGather(level) => format!("the all-gather on '{}'", self.cluster.level_name(level)),
+            Component::AllToAll(level) => format!("the all-to-all on '{}'", self.cluster.level_name(level)),
+            Component::Gradients(level) => format!("gradients on '{}'", self.cluster.level_name(level)),
+            Component::SharedRefresh(level) => {
+                format!("the shared expert's refresh on '{}'", self.cluster.level_name(level))
+            }
+        };
+        let bound = match limit.bound {
+            Bound::Compute => "compute",
+            Bound::Links => "the links",
+        };
+        format!("{pass}: {}, limited by {bound}; most of it {phase}, {} alone.", times.total, limit.time)
+    }
+
+    fn change_sentence(&self, change: &Change) -> String {
+        let (name, unit) = match change.quantity {
+            Quantity::LinkGbitPerS(level) => {
+                (format!("'{}' links", self.cluster.level_name(level)), " Gbit/s")
+            }
+            Quantity::WeightCompression => ("weight compression".to_owned(), "x"),
+            Quantity::GradientCompression => ("gradient compression".to_owned(), "x"),
+            Quantity::MemoryCapGb => ("memory for gathered experts".to_owned(), " GB"),
+        };
+        let direction = if change.at > change.now { "from" } else { "down to" };
+        format!(
+            "With {name} {direction} {:.4}{unit} (now {:.4}{unit}), {:?} would be best.",
+            change.at, change.now, change.domain_sizes
+        )
+    }
+}

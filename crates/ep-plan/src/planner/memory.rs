@@ -1,0 +1,132 @@
+//! What experts take of a GPU's memory.
+
+use serde::{Deserialize, Serialize};
+
+use super::options::{Options, Setting};
+use crate::cluster::Cluster;
+use crate::error::{PlanError, Result};
+use crate::model::Model;
+use crate::units::Bytes;
+
+/// Bytes per parameter that an Adam optimizer keeps beside weights and gradients: an f32 master copy and two f32
+/// moments.
+const OPTIMIZER_BYTES: f64 = 12.0;
+
+/// Memory of one GPU, as far as experts are concerned.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Memory {
+    /// The GPU's own experts of all its layers, with gradients and optimizer, and the codec's shared experts.
+    pub own_experts: Bytes,
+    /// The experts gathered from others.
+    pub gathered_experts: Bytes,
+    /// What gathered experts may take; no limit under the paper's model.
+    pub cap: Option<Bytes>,
+}
+
+impl Memory {
+    /// Whether the gathered experts fit.
+    pub fn fits(&self) -> bool {
+        self.cap.is_none_or(|cap| self.gathered_experts.0 <= cap.0)
+    }
+}
+
+/// `2 (ΠS − 1) n P live`: the gathered experts of the live layers, and as much again.
+///
+/// The second buffer is where the next gather lands while the first is in use; when training it takes the
+/// gradients of the gathered experts, which may be wider than the weights.
+pub fn gathered_bytes(weights: Bytes, second: Bytes, gathered_experts: f64, live_layers: usize) -> Bytes {
+    (weights + second) * (gathered_experts * live_layers as f64)
+}
+
+/// The gathered experts of a candidate, whose domains have `gathered` experts of others per layer.
+pub(crate) fn gathered_by(model: &Model, options: &Options, gathered: f64, kept: bool) -> Bytes {
+    let weights = model.expert_bytes();
+    let second = if options.trains() { weights.max(model.gradient_bytes()) } else { weights };
+    let layers = options.layers_per_gpu(model.description().moe_layers);
+    let live = if kept { layers } else { layers.min(options.live_layers) };
+    gathered_bytes(weights, second, gathered, live)
+}
+
+/// The GPU's own experts over this many layers: weights, and when training gradients and optimizer; with the
+/// codec, the shared expert of each layer too.
+fn own_bytes(model: &Model, options: &Options, experts_per_gpu: usize, layers: usize) -> Bytes {
+    let precision = model.description().precision;
+    let state = if options.trains() { precision.gradients.bytes() + OPTIMIZER_BYTES } else { 0.0 };
+    let per_expert = model.expert_bytes() + Bytes(model.expert_parameters() * state);
+    let shared = if options.codec() { model.expert_bytes() } else { Bytes::ZERO };
+    (per_expert * experts_per_gpu as f64 + shared) * layers as f64
+}
+
+/// The memory of a GPU before anything is gathered.
+///
+/// # Errors
+/// [`PlanError::OwnExperts`] when not even the GPU's own experts fit and no cap was set by hand.
+pub(crate) fn before_gathering(
+    cluster: &Cluster,
+    model: &Model,
+    options: &Options,
+    experts_per_gpu: usize,
+) -> Result<Memory> {
+    let layers = model.description().moe_layers;
+    let own_experts = own_bytes(model, options, experts_per_gpu, options.layers_per_gpu(layers));
+    let memory = |cap| Memory { own_experts, gathered_experts: Bytes::ZERO, cap };
+    if options.setting == Setting::Paper {
+        return Ok(memory(None));
+    }
+    if let Some(cap) = options.memory_cap_gb {
+        return Ok(memory(Some(Bytes::from_gb(cap))));
+    }
+    let available = cluster.memory() * (1.0 - options.reserved_memory);
+    if own_experts.0 > available.0 {
+        let fits = |&stages: &usize| {
+            own_bytes(model, options, experts_per_gpu, layers.div_ceil(stages)).0 <= available.0
+        };
+        return Err(PlanError::OwnExperts {
+            available,
+            needed: own_experts,
+            pipeline_stages: (options.pipeline_stages..=layers).find(fits),
+        });
+    }
+    Ok(memory(Some(available - own_experts)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::planner::Work;
+    use crate::presets;
+
+    #[test]
+    fn gathered_experts_take_twice_their_bytes_per_live_layer() {
+        assert_eq!(gathered_bytes(Bytes(10.0), Bytes(10.0), 6.0, 2), Bytes(240.0));
+        let model = Model::try_from(presets::deepseek_v3()).unwrap();
+        let p = 88_080_384.0;
+        let options = Options::default();
+        assert_eq!(gathered_by(&model, &options, 62.0, false), Bytes(2.0 * 62.0 * p * 2.0));
+        assert_eq!(gathered_by(&model, &options, 2.0, true), Bytes(2.0 * 2.0 * p * 58.0));
+    }
+
+    #[test]
+    fn what_is_left_after_the_own_experts_is_the_cap() {
+        let cluster = Cluster::try_from(presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(8))).unwrap();
+        let model = Model::try_from(presets::deepseek_v3()).unwrap();
+        let memory = before_gathering(&cluster, &model, &Options::default(), 2).unwrap();
+        let own = 58.0 * 44_040_192.0 * (2.0 * 16.0 + 2.0);
+        assert_eq!(memory.own_experts, Bytes(own));
+        assert!((memory.cap.unwrap().0 - (141e9 * 0.7 - own)).abs() < 1.0);
+        let forward = Options { work: Work::Forward, weight_compression: 1.0, ..Options::default() };
+        let memory = before_gathering(&cluster, &model, &forward, 2).unwrap();
+        assert_eq!(memory.own_experts, Bytes(58.0 * 2.0 * 88_080_384.0));
+    }
+
+    #[test]
+    fn a_gpu_too_small_for_its_own_experts_says_how_many_stages_would_do() {
+        let cluster = Cluster::try_from(presets::dgx_h100(8)).unwrap();
+        let model = Model::try_from(presets::deepseek_v3()).unwrap();
+        let error = before_gathering(&cluster, &model, &Options::default(), 4).unwrap_err();
+        assert!(matches!(error, PlanError::OwnExperts { pipeline_stages: Some(4), .. }), "{error}");
+        assert!(error.to_string().contains("at least 4 pipeline stages"), "{error}");
+        let staged = Options { pipeline_stages: 4, ..Options::default() };
+        assert!(before_gathering(&cluster, &model, &staged, 4).is_ok());
+    }
+}

@@ -1,0 +1,269 @@
+//! How many bytes cross each level: the formulas, one function each.
+//!
+//! All volumes are per GPU, of one layer, in one direction. `g_l = SF_l / S_l` is the number of domains of level
+//! `l`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::cluster::Level;
+use crate::units::{Bytes, Seconds};
+
+/// How a token travels to its experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TokenPath {
+    /// Plain expert parallelism: one copy per (token, expert), straight to the expert's GPU. A copy crosses only
+    /// the outermost level at which the two GPUs differ.
+    Direct,
+    /// The paper's: one copy per (token, expert), forwarded level by level.
+    Forwarded,
+    /// One copy per (token, domain), forwarded level by level and copied on where it splits; partial sums on the
+    /// way back.
+    Deduplicated,
+}
+
+/// `q = 1 − C(E − E/g, K) / C(E, K)`: the probability that a token needs at least one expert of one of `g` equal
+/// groups.
+///
+/// Its `K` distinct experts avoid the group in `C(E − E/g, K)` of `C(E, K)` cases. A token that needs the group is
+/// sent to it once, not once per expert: with `K = 8` over two datacenters 0.997 copies instead of 4.
+pub fn group_probability(experts: usize, topk: usize, groups: usize) -> f64 {
+    let others = experts - experts / groups.max(1);
+    if others < topk {
+        return 1.0;
+    }
+    let avoided: f64 = (0..topk).map(|chosen| (others - chosen) as f64 / (experts - chosen) as f64).product();
+    1.0 - avoided
+}
+
+/// The experts' side of a token volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Choice {
+    /// `E`: routed experts of a layer.
+    pub experts: usize,
+    /// `K`: experts that a token chooses.
+    pub topk: usize,
+}
+
+/// Rows that the busiest GPU receives at a level, per token of one GPU.
+///
+/// At level `l` a token is at one GPU of each outer group that it visits, and goes on from there to the `g_l − 1`
+/// other domains of the level. So there are `Π_{j<l} g_j (g_l − 1)` groups that it may enter at this level, each
+/// one of `N_l = Π_{j<=l} g_j`, and it enters
+/// - deduplicated: each with probability `q(N_l)`, for the busiest group `min(1, h_l q)`: a token enters a group
+///   at most once, however hot the group is;
+/// - forwarded: each once per expert there, `K h_l / N_l` times. For even routing this adds up to the paper's
+///   `K (1 − S_l / SF_l)`;
+/// - direct: as forwarded, but only when it comes from the same outer group, `(g_l − 1) K h_l / N_l` in all.
+pub fn token_rows(path: TokenPath, domains: &[usize], level: usize, choice: Choice, hot: f64) -> f64 {
+    let outer: usize = domains[..level].iter().product();
+    let groups = outer * domains[level];
+    let others = (domains[level] - 1) as f64;
+    let copies = choice.topk as f64 * hot / groups as f64;
+    match path {
+        TokenPath::Direct => others * copies,
+        TokenPath::Forwarded => outer as f64 * others * copies,
+        TokenPath::Deduplicated => {
+            let visits = group_probability(choice.experts, choice.topk, groups) * hot;
+            outer as f64 * others * visits.min(1.0)
+        }
+    }
+}
+
+/// Messages that a GPU sends at a level in one all-to-all: one per other domain, or, direct, one per GPU behind
+/// it.
+pub fn token_messages(path: TokenPath, domains: &[usize], level: usize) -> usize {
+    let others = domains[level] - 1;
+    match path {
+        TokenPath::Direct => others * domains[level + 1..].iter().product::<usize>(),
+        TokenPath::Forwarded | TokenPath::Deduplicated => others,
+    }
+}
+
+/// Experts that a GPU receives in the all-gather of a level: `n Π_{j<l} S_j (S_l − 1)`.
+///
+/// The outer levels gather first, so that every expert crosses the slow links once; the inner levels hand on what
+/// came. Times `P / CR_w` this is the volume of the gather; times `P / CR_g`, that of the reduce-scatter of their
+/// gradients, which runs the same way backwards: `RS_l = AG_l CR_w / CR_g`, fifty times the gather when only
+/// weights are compressed fifty times.
+pub fn gathered_experts(experts_per_gpu: usize, domain_sizes: &[usize], level: usize) -> f64 {
+    let outer: usize = domain_sizes[..level].iter().product();
+    (experts_per_gpu * outer * (domain_sizes[level] - 1)) as f64
+}
+
+/// Bytes of the all-reduce that refreshes the codec's shared expert: `2 P (SF_l − 1) / Π_{j>=l} SF_j`.
+///
+/// The all-reduce is hierarchical: reduce-scatter inwards out, all-gather back, so that level `l` carries one part
+/// in `Π_{j>l} SF_j`. Over all levels it adds up to `2 P (G − 1) / G`. Residuals are taken against the same stale
+/// copy everywhere, so it need not happen every step.
+pub fn refresh_bytes(expert: Bytes, scaling_factors: &[usize], level: usize) -> Bytes {
+    let parts: usize = scaling_factors[level..].iter().product();
+    expert * (2.0 * (scaling_factors[level] - 1) as f64 / parts as f64)
+}
+
+/// One exchange over a level's links: what it moves, and how long it takes.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+pub struct Transfer {
+    /// Messages that a GPU sends.
+    pub messages: usize,
+    /// Bytes of the busiest GPU.
+    pub bytes_per_gpu: Bytes,
+    /// Bytes over one link, in one direction: those of all GPUs that share it.
+    pub bytes_per_link: Bytes,
+    /// `alpha messages + round trip + bytes / bandwidth`; nothing when there is no message.
+    pub time: Seconds,
+}
+
+impl Transfer {
+    /// Prices an exchange of a level, with this many round trips one after the other.
+    pub fn new(level: &Level, messages: usize, bytes_per_gpu: Bytes, round_trips: usize) -> Self {
+        if messages == 0 {
+            return Self::default();
+        }
+        let waits = level.alpha * messages as f64 + level.round_trip * round_trips as f64;
+        Self {
+            messages,
+            bytes_per_gpu,
+            bytes_per_link: bytes_per_gpu * level.gpus_per_link as f64,
+            time: waits + bytes_per_gpu / level.bandwidth_per_gpu(),
+        }
+    }
+
+    /// Two exchanges, one after the other.
+    #[must_use]
+    pub fn then(self, next: Self) -> Self {
+        Self {
+            messages: self.messages + next.messages,
+            bytes_per_gpu: self.bytes_per_gpu + next.bytes_per_gpu,
+            bytes_per_link: self.bytes_per_link + next.bytes_per_link,
+            time: self.time + next.time,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::divisors::divisor_product;
+    use crate::domain::{Hop, Partition};
+    use crate::units::BytesPerSecond;
+
+    /// Every set of `topk` of `experts` experts.
+    fn choices(experts: usize, topk: usize) -> Vec<Vec<usize>> {
+        (0..1u32 << experts)
+            .filter(|set| set.count_ones() as usize == topk)
+            .map(|set| (0..experts).filter(|expert| set >> expert & 1 == 1).collect())
+            .collect()
+    }
+
+    fn eight_gpus() -> impl Strategy<Value = Vec<usize>> {
+        prop::sample::select(vec![vec![8], vec![2, 4], vec![4, 2], vec![2, 2, 2]])
+    }
+
+    #[test]
+    fn group_probability_by_enumeration() {
+        for (experts, topk, groups) in [(8, 2, 4), (8, 3, 2), (12, 4, 3), (12, 2, 12), (6, 6, 3), (5, 3, 1)] {
+            let size = experts / groups;
+            let all = choices(experts, topk);
+            let visiting = all.iter().filter(|choice| choice.iter().any(|&expert| expert < size)).count();
+            let expected = visiting as f64 / all.len() as f64;
+            assert!((group_probability(experts, topk, groups) - expected).abs() < 1e-12);
+        }
+        assert!((group_probability(256, 8, 2) - 0.9966).abs() < 1e-4);
+    }
+
+    proptest! {
+        /// Sends every possible choice of experts from every GPU along the partition's real paths.
+        #[test]
+        fn token_rows_by_enumeration(
+            levels in eight_gpus(),
+            pick in any::<prop::sample::Index>(),
+            topk in 1..=4usize,
+        ) {
+            let sizes = pick.get(&divisor_product(&levels)).clone();
+            let partition = Partition::new(&levels, &sizes).unwrap();
+            let domains = partition.domains();
+            let choice = Choice { experts: 8, topk };
+            let all = choices(8, topk);
+            let mut forwarded = vec![0; levels.len()];
+            let mut distinct = vec![0; levels.len()];
+            for from in 0..8 {
+                for experts in &all {
+                    let hops: Vec<Hop> =
+                        experts.iter().flat_map(|&owner| partition.token_path(from, owner).unwrap()).collect();
+                    hops.iter().for_each(|hop| forwarded[hop.level] += 1);
+                    let once: BTreeSet<_> = hops.iter().map(|hop| (hop.level, hop.from, hop.to)).collect();
+                    once.iter().for_each(|&(level, ..)| distinct[level] += 1);
+                }
+            }
+            for level in 0..levels.len() {
+                let mean = |count: usize| count as f64 / (8 * all.len()) as f64;
+                let rows = |path| token_rows(path, &domains, level, choice, 1.0);
+                prop_assert!((rows(TokenPath::Forwarded) - mean(forwarded[level])).abs() < 1e-9);
+                prop_assert!((rows(TokenPath::Deduplicated) - mean(distinct[level])).abs() < 1e-9);
+                let paper = topk as f64 * (1.0 - sizes[level] as f64 / levels[level] as f64);
+                prop_assert!((rows(TokenPath::Forwarded) - paper).abs() < 1e-9);
+            }
+        }
+
+        #[test]
+        fn direct_rows_by_enumeration(levels in eight_gpus(), topk in 1..=8usize) {
+            let partition = Partition::new(&levels, &vec![1; levels.len()]).unwrap();
+            let mut pairs = vec![0; levels.len()];
+            for owner in 0..8 {
+                let (here, there) = (partition.location(0).unwrap(), partition.location(owner).unwrap());
+                if let Some(level) = (0..levels.len()).find(|&level| here[level] != there[level]) {
+                    pairs[level] += 1;
+                }
+            }
+            for (level, &pairs) in pairs.iter().enumerate() {
+                let rows = token_rows(TokenPath::Direct, &levels, level, Choice { experts: 8, topk }, 1.0);
+                prop_assert!((rows - (topk * pairs) as f64 / 8.0).abs() < 1e-9);
+                prop_assert_eq!(token_messages(TokenPath::Direct, &levels, level), pairs);
+            }
+        }
+
+        #[test]
+        fn gathers_and_refreshes_add_up(
+            levels in prop::collection::vec(1..=6usize, 1..=4),
+            pick in any::<prop::sample::Index>(),
+            own in 1..4usize,
+        ) {
+            let sizes = pick.get(&divisor_product(&levels)).clone();
+            let total: usize = levels.iter().product();
+            let gathered: f64 = (0..levels.len()).map(|level| gathered_experts(own, &sizes, level)).sum();
+            prop_assert_eq!(gathered, (own * (sizes.iter().product::<usize>() - 1)) as f64);
+            let refreshed: f64 = (0..levels.len()).map(|level| refresh_bytes(Bytes(1.0), &levels, level).0).sum();
+            prop_assert!((refreshed - 2.0 * (total - 1) as f64 / total as f64).abs() < 1e-12);
+        }
+    }
+
+    #[test]
+    fn a_hot_group_gets_a_token_at_most_once() {
+        let choice = Choice { experts: 256, topk: 8 };
+        let rows = |hot| token_rows(TokenPath::Deduplicated, &[4], 0, choice, hot);
+        assert!(rows(1.0) < rows(1.05) && rows(1.05) < rows(2.0));
+        assert_eq!(rows(2.0), 3.0);
+        assert_eq!(token_rows(TokenPath::Forwarded, &[4], 0, choice, 2.0), 12.0);
+    }
+
+    #[test]
+    fn a_transfer_waits_starts_and_sends() {
+        let level = Level {
+            scaling_factor: 4,
+            alpha: Seconds(1.0),
+            round_trip: Seconds(10.0),
+            link_bandwidth: BytesPerSecond(200.0),
+            gpus_per_link: 2,
+        };
+        let transfer = Transfer::new(&level, 3, Bytes(100.0), 1);
+        assert_eq!(transfer.time, Seconds(3.0 + 10.0 + 1.0));
+        assert_eq!(transfer.bytes_per_link, Bytes(200.0));
+        assert_eq!(Transfer::new(&level, 0, Bytes(100.0), 1), Transfer::default());
+        assert_eq!(transfer.then(transfer).time, Seconds(28.0));
+    }
+}

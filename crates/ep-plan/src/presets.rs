@@ -1,0 +1,238 @@
+//! Models and clusters to start from. Each is a description whose fields may be changed before it is checked.
+//!
+//! Sizes of models are those of their published configuration files. Of clusters, sizes and link rates are the
+//! vendors'; what a vendor does not state (sustained throughput, latencies) is an assumption and marked as such.
+
+use crate::cluster::{ClusterDescription, GpuDescription, LevelDescription, Sharing};
+use crate::model::{AttentionDescription, ModelDescription, PrecisionDescription};
+use crate::routing::Routing;
+
+/// Names that [`model`] knows.
+pub const MODELS: [&str; 4] = ["deepseek-v3", "qwen3-235b", "mixtral-8x7b", "mixtral-8x22b"];
+
+/// Names that [`cluster`] knows.
+pub const CLUSTERS: [&str; 4] = ["dgx-h100", "dgx-h200", "gb200-nvl36", "gb200-nvl72"];
+
+/// The model of this name, with 4096 tokens per GPU in sequences of 4096.
+pub fn model(name: &str) -> Option<ModelDescription> {
+    match name {
+        "deepseek-v3" => Some(deepseek_v3()),
+        "qwen3-235b" => Some(qwen3_235b()),
+        "mixtral-8x7b" => Some(mixtral_8x7b()),
+        "mixtral-8x22b" => Some(mixtral_8x22b()),
+        _ => None,
+    }
+}
+
+/// One datacenter of the cluster of this name with this many NVLink domains.
+pub fn cluster(name: &str, nvlink_domains: usize) -> Option<ClusterDescription> {
+    match name {
+        "dgx-h100" => Some(dgx_h100(nvlink_domains)),
+        "dgx-h200" => Some(dgx_h200(nvlink_domains)),
+        "gb200-nvl36" => Some(gb200_nvl36(nvlink_domains)),
+        "gb200-nvl72" => Some(gb200_nvl72(nvlink_domains)),
+        _ => None,
+    }
+}
+
+/// DeepSeek-V3: `config.json` of `deepseek-ai/DeepSeek-V3`; 61 layers, of which the first 3 are dense.
+pub fn deepseek_v3() -> ModelDescription {
+    let (hidden, heads) = (7168.0, 128.0);
+    // Multi-head latent attention: query rank 1536, key-value rank 512, head widths 128 (plain), 64 (rotary), 128
+    // (value).
+    let queries = hidden * 1536.0 + 1536.0 * heads * (128.0 + 64.0);
+    let keys_values = hidden * (512.0 + 64.0) + 512.0 * heads * (128.0 + 128.0);
+    let output = heads * 128.0 * hidden;
+    ModelDescription {
+        shared_experts: 1,
+        attention: AttentionDescription {
+            parameters: queries + keys_values + output,
+            score_width: heads * (128.0 + 64.0 + 128.0),
+        },
+        ..routed("DeepSeek-V3", [7168, 2048, 256, 8, 58])
+    }
+}
+
+/// Qwen3-235B-A22B: `config.json` of `Qwen/Qwen3-235B-A22B`; every layer has experts, none is shared.
+pub fn qwen3_235b() -> ModelDescription {
+    let attention = grouped_query_attention(4096.0, 64.0, 4.0, 128.0);
+    ModelDescription { attention, ..routed("Qwen3-235B-A22B", [4096, 1536, 128, 8, 94]) }
+}
+
+/// Mixtral 8x7B: `config.json` of `mistralai/Mixtral-8x7B-v0.1`.
+pub fn mixtral_8x7b() -> ModelDescription {
+    let attention = grouped_query_attention(4096.0, 32.0, 8.0, 128.0);
+    ModelDescription { attention, ..routed("Mixtral 8x7B", [4096, 14336, 8, 2, 32]) }
+}
+
+/// Mixtral 8x22B: `config.json` of `mistralai/Mixtral-8x22B-v0.1`.
+pub fn mixtral_8x22b() -> ModelDescription {
+    let attention = grouped_query_attention(6144.0, 48.0, 8.0, 128.0);
+    ModelDescription { attention, ..routed("Mixtral 8x22B", [6144, 16384, 8, 2, 56]) }
+}
+
+/// Nodes of eight H100 SXM on one network: NVLink 900 GB/s both ways together, so 450 each; a 400 Gb/s network
+/// card per GPU (NVIDIA DGX H100 datasheet: 4 OSFP ports of 2 x 400 Gb/s for compute); 80 GB at 3.35 TB/s (H100
+/// SXM datasheet).
+pub fn dgx_h100(nodes: usize) -> ClusterDescription {
+    let gpu = GpuDescription {
+        name: "H100 SXM".into(),
+        sustained_tflops: 400.0, // assumed: 40% of the 989 TFLOP/s dense bf16 of the datasheet
+        memory_gb: 80.0,
+        hbm_gb_per_s: 3350.0,
+    };
+    one_datacenter("DGX H100", nodes, 8, 450.0, gpu)
+}
+
+/// Nodes of eight H200 SXM on one network: as [`dgx_h100`], with 141 GB at 4.8 TB/s (H200 datasheet).
+pub fn dgx_h200(nodes: usize) -> ClusterDescription {
+    let gpu = GpuDescription {
+        name: "H200 SXM".into(),
+        sustained_tflops: 400.0, // assumed: 40% of the 989 TFLOP/s dense bf16 of the datasheet
+        memory_gb: 141.0,
+        hbm_gb_per_s: 4800.0,
+    };
+    one_datacenter("DGX H200", nodes, 8, 450.0, gpu)
+}
+
+/// Racks of 72 GPUs in one NVLink domain: NVLink 1.8 TB/s per GPU both ways together, so 900 GB/s each; a 400 Gb/s
+/// network card per GPU (DGX GB200 datasheet: 72 single-port OSFP); 186 GB at 8 TB/s per GPU (13.4 TB and 576 TB/s
+/// per rack, NVIDIA GB200 NVL72 page).
+pub fn gb200_nvl72(racks: usize) -> ClusterDescription {
+    one_datacenter("GB200 NVL72", racks, 72, 900.0, gb200())
+}
+
+/// As [`gb200_nvl72`], with NVLink domains of 36 GPUs.
+pub fn gb200_nvl36(racks: usize) -> ClusterDescription {
+    one_datacenter("GB200 NVL36", racks, 36, 900.0, gb200())
+}
+
+/// Datacenters of one kind, joined by links that all GPUs of a datacenter share.
+pub fn datacenters(
+    count: usize,
+    uplink_gbit_per_s: f64,
+    round_trip_s: f64,
+    inside: ClusterDescription,
+) -> ClusterDescription {
+    let wan = LevelDescription {
+        name: "wan".into(),
+        scaling_factor: count,
+        alpha_s: 20e-6, // assumed
+        round_trip_s,
+        bandwidth_gbit_per_s: uplink_gbit_per_s,
+        sharing: Sharing::PerMember,
+    };
+    ClusterDescription {
+        name: format!("{count} x ({})", inside.name),
+        levels: std::iter::once(wan).chain(inside.levels).collect(),
+        gpu: inside.gpu,
+    }
+}
+
+fn gb200() -> GpuDescription {
+    GpuDescription {
+        name: "GB200 (one GPU)".into(),
+        sustained_tflops: 1000.0, // assumed: 40% of 2.5 PFLOP/s dense bf16 (360 PFLOP/s sparse per rack of 72)
+        memory_gb: 186.0,
+        hbm_gb_per_s: 8000.0,
+    }
+}
+
+/// NVLink domains joined by one 400 Gb/s rail per GPU.
+fn one_datacenter(
+    name: &str,
+    nvlink_domains: usize,
+    gpus: usize,
+    nvlink_gb_per_s: f64,
+    gpu: GpuDescription,
+) -> ClusterDescription {
+    let rail = LevelDescription {
+        name: "rail".into(),
+        scaling_factor: nvlink_domains,
+        alpha_s: 5e-6,       // assumed
+        round_trip_s: 10e-6, // assumed
+        bandwidth_gbit_per_s: 400.0,
+        sharing: Sharing::PerGpu,
+    };
+    let nvlink = LevelDescription {
+        name: "nvlink".into(),
+        scaling_factor: gpus,
+        alpha_s: 1e-6,      // assumed
+        round_trip_s: 2e-6, // assumed
+        bandwidth_gbit_per_s: 8.0 * nvlink_gb_per_s,
+        sharing: Sharing::PerGpu,
+    };
+    ClusterDescription { name: format!("{nvlink_domains} x {name}"), levels: vec![rail, nvlink], gpu }
+}
+
+/// A model of `[hidden, expert_intermediate, experts, topk, moe_layers]`, everything else at its default.
+fn routed(
+    name: &str,
+    [hidden, expert_intermediate, experts, topk, moe_layers]: [usize; 5],
+) -> ModelDescription {
+    ModelDescription {
+        name: name.into(),
+        hidden,
+        expert_intermediate,
+        expert_matrices: 3,
+        experts,
+        topk,
+        shared_experts: 0,
+        moe_layers,
+        tokens_per_gpu: 4096,
+        context: 4096,
+        attention: AttentionDescription::default(),
+        precision: PrecisionDescription::default(),
+        routing: Routing::Even,
+    }
+}
+
+/// Projections of query, key, value and output, and the width of the scores and values of all heads.
+fn grouped_query_attention(
+    hidden: f64,
+    heads: f64,
+    key_value_heads: f64,
+    width: f64,
+) -> AttentionDescription {
+    AttentionDescription {
+        parameters: 2.0 * hidden * width * (heads + key_value_heads),
+        score_width: heads * 2.0 * width,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::Cluster;
+    use crate::model::Model;
+
+    #[test]
+    fn every_preset_is_valid_and_found_by_name() {
+        for name in MODELS {
+            Model::try_from(model(name).unwrap()).unwrap();
+        }
+        for name in CLUSTERS {
+            let inside = cluster(name, 4).unwrap();
+            Cluster::try_from(inside.clone()).unwrap();
+            let joined = Cluster::try_from(datacenters(3, 100.0, 0.01, inside)).unwrap();
+            assert_eq!(joined.levels().len(), 3);
+        }
+        assert!(model("gpt-2").is_none() && cluster("abacus", 1).is_none());
+    }
+
+    /// Routed and shared experts, attention, and the dense parts that the descriptions leave out (embeddings,
+    /// dense layers).
+    #[test]
+    fn the_models_have_the_parameters_that_their_names_say() {
+        let billions = |description: ModelDescription| {
+            let model = Model::try_from(description.clone()).unwrap();
+            let experts =
+                (description.experts + description.shared_experts) as f64 * model.expert_parameters();
+            description.moe_layers as f64 * (experts + description.attention.parameters) / 1e9
+        };
+        assert!((billions(deepseek_v3()) / 671.0 - 1.0).abs() < 0.02);
+        assert!((billions(qwen3_235b()) / 235.0 - 1.0).abs() < 0.02);
+        assert!((billions(mixtral_8x7b()) / 46.7 - 1.0).abs() < 0.02);
+        assert!((billions(mixtral_8x22b()) / 141.0 - 1.0).abs() < 0.02);
+    }
+}

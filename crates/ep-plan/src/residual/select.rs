@@ -1,0 +1,391 @@
+//! Which residuals are kept: the k largest by magnitude, exactly or nearly.
+//!
+//! Magnitudes are compared as the bits of |residual|, which order as the numbers do. One pass over the expert finds
+//! the candidates, those at or above a floor that a sample suggests; a radix select among the candidates (a histogram
+//! by their upper 15 bits, then the one bin that matters) finds the k-th largest. When there were fewer than k
+//! candidates, a histogram of all residuals gives a floor that has them, and the pass is run again: the sample decides
+//! how long a selection takes, never what it selects.
+
+use rayon::prelude::*;
+
+use super::error::{CallerError, Operand, Result};
+use super::format::BLOCK;
+use super::weight::Weight;
+
+/// How the k largest residuals are found. Of equal magnitudes, the lower index is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+#[non_exhaustive]
+pub enum Selection {
+    /// Exactly the k largest.
+    #[default]
+    Exact,
+    /// The j largest, where j is at most k and normally a little less: all at or above a threshold estimated from
+    /// S = 262,144 of the P residuals, and of these the k largest if there should be more.
+    ///
+    /// With `s = sqrt(P / (S k))`, the count's standard deviation for a random sample, j / k is `1 - 2 s`, give or take
+    /// `s`; the spread is larger where large residuals are found next to each other. The same as `Exact` for P <= S,
+    /// and where fewer than 64 of the sample are expected to be kept.
+    Approximate,
+}
+
+/// Residuals of one block: their positions in it, ascending, and their values.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Entries {
+    pub(super) positions: Vec<u16>,
+    pub(super) residuals: Vec<f32>,
+}
+
+/// Candidates by block, and which of them to keep.
+#[derive(Debug)]
+pub(super) struct Selected {
+    pub(super) blocks: Vec<Entries>,
+    /// For each block, how many of its residuals of exactly the threshold's magnitude are kept: the first ones.
+    ties: Vec<usize>,
+    /// Smaller keys are not kept.
+    threshold: u32,
+}
+
+impl Entries {
+    fn push(&mut self, position: usize, residual: f32) {
+        self.positions.push(position as u16);
+        self.residuals.push(residual);
+    }
+}
+
+impl Selected {
+    /// The entries of a block that are kept, ascending.
+    pub(super) fn kept(&self, block: usize) -> impl Iterator<Item = (u16, f32)> {
+        let Entries { positions, residuals } = &self.blocks[block];
+        let mut ties = self.ties[block];
+        positions.iter().copied().zip(residuals.iter().copied()).filter(move |&(_, residual)| {
+            let key = key(residual);
+            let is_tie = key == self.threshold && ties > 0;
+            ties -= usize::from(is_tie);
+            key > self.threshold || is_tie
+        })
+    }
+}
+
+/// The bits of a magnitude: ordered as the numbers are, with infinity and then NaN above all.
+fn key(residual: f32) -> u32 {
+    residual.to_bits() & 0x7FFF_FFFF
+}
+
+/// The key of infinity: at or above it, a residual is not finite.
+const INFINITE: u32 = 0x7F80_0000;
+
+/// The definition of a residual: one f32 subtraction.
+fn residual<T: Weight>(expert: T, shared: T) -> f32 {
+    expert.to_f32() - shared.to_f32()
+}
+
+/// Finds what to keep. `k <= expert.len() == shared.len()`.
+///
+/// # Errors
+/// [`CallerError::NotFinite`] for the first residual that is not finite, kept or not.
+pub(super) fn select<T: Weight>(
+    expert: &[T],
+    shared: &[T],
+    k: usize,
+    selection: Selection,
+) -> Result<Selected> {
+    let (floor, must_find) = sampled_floor(expert, shared, k, selection);
+    let mut blocks = candidates(expert, shared, floor)?;
+    let mut found = count(&blocks);
+    if found < must_find {
+        blocks = candidates(expert, shared, dense_floor(expert, shared, k))?;
+        found = count(&blocks);
+    }
+    if found <= k {
+        let ties = vec![usize::MAX; blocks.len()];
+        return Ok(Selected { blocks, ties, threshold: 0 });
+    }
+    let (threshold, above) =
+        kth_largest(&blocks.iter().map(|block| &block.residuals[..]).collect::<Vec<_>>(), k);
+    let ties_of = |block: &Entries| block.residuals.iter().filter(|&&r| key(r) == threshold).count();
+    let mut ties_left = k - above;
+    let mut ties: Vec<usize> = blocks.par_iter().map(ties_of).collect();
+    for ties in &mut ties {
+        *ties = (*ties).min(ties_left);
+        ties_left -= *ties;
+    }
+    Ok(Selected { blocks, ties, threshold })
+}
+
+fn count(blocks: &[Entries]) -> usize {
+    blocks.iter().map(|block| block.positions.len()).sum()
+}
+
+/// Residuals in the sample: an exact selection only saves time by it, an approximate one stands on it.
+const EXACT_SAMPLE: usize = 1 << 16;
+const APPROXIMATE_SAMPLE: usize = 1 << 18;
+
+/// A floor by a sample, and how many candidates it must give to be of use.
+fn sampled_floor<T: Weight>(expert: &[T], shared: &[T], k: usize, selection: Selection) -> (u32, usize) {
+    if k == 0 {
+        return (INFINITE, 0);
+    }
+    let density = k as f64 / expert.len() as f64;
+    let expected = APPROXIMATE_SAMPLE as f64 * density;
+    let is_approximate =
+        selection == Selection::Approximate && expert.len() > APPROXIMATE_SAMPLE && expected >= 64.0;
+    let (sample, rank, must_find) = if is_approximate {
+        // Two standard deviations of the count less, so that more than k are rare.
+        (sample(expert, shared, APPROXIMATE_SAMPLE), expected - 2.0 * expected.sqrt(), 0)
+    } else {
+        // Four more, so that fewer than k are. Of everything, it is the k-th itself.
+        let sample = sample(expert, shared, EXACT_SAMPLE);
+        let expected = sample.len() as f64 * density;
+        let margin = if sample.len() == expert.len() { 0.0 } else { 4.0 * expected.sqrt() + 4.0 };
+        (sample, expected + margin, k)
+    };
+    let rank = rank.round() as usize;
+    let floor = if rank > sample.len() { 0 } else { kth_largest(&[&sample[..]], rank).0 };
+    // What is not finite has to be among the candidates to be found.
+    (floor.min(INFINITE), must_find)
+}
+
+/// Residuals next to each other that are sampled together.
+const RUN: usize = 32;
+
+/// So many residuals, in runs at a pseudo-random place of each of as many equal parts; all of them where there are no
+/// more. The same places whenever the length is the same.
+fn sample<T: Weight>(expert: &[T], shared: &[T], size: usize) -> Vec<f32> {
+    let residuals = |start: usize, end: usize| {
+        expert[start..end].iter().zip(&shared[start..end]).map(|(&e, &s)| residual(e, s))
+    };
+    if expert.len() <= size {
+        return residuals(0, expert.len()).collect();
+    }
+    let part = expert.len() / (size / RUN);
+    let mut sampled = Vec::with_capacity(size);
+    for number in 0..size / RUN {
+        // Fibonacci hashing: the upper bits of number * 2^64 / golden ratio, scaled to the places of a part.
+        let hash = (number as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
+        let offset = ((hash * (part - RUN + 1) as u64) >> 32) as usize;
+        let start = number * part + offset;
+        sampled.extend(residuals(start, start + RUN));
+    }
+    sampled
+}
+
+/// All residuals at or above the floor, by block.
+fn candidates<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Result<Vec<Entries>> {
+    let blocks: Vec<Entries> = expert
+        .par_chunks(BLOCK)
+        .zip(shared.par_chunks(BLOCK))
+        .map(|(expert, shared)| scan_block(expert, shared, floor))
+        .collect();
+    // Whatever is not finite is above every floor.
+    let bad = blocks.par_iter().enumerate().find_map_first(|(block, entries)| {
+        let bad = entries.residuals.iter().position(|residual| !residual.is_finite())?;
+        Some(block * BLOCK + usize::from(entries.positions[bad]))
+    });
+    match bad {
+        None => Ok(blocks),
+        Some(index) => {
+            let is_expert = !expert[index].to_f32().is_finite();
+            let what = if is_expert { Operand::Expert } else { Operand::Residual };
+            Err(CallerError::NotFinite { what, index }.into())
+        }
+    }
+}
+
+/// Residuals that are compared with the floor together.
+const CHUNK: usize = 32;
+
+/// The residuals of one block at or above the floor.
+fn scan_block<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Entries {
+    // First the chunks that have a candidate, by a test of a few vector instructions and no branch; then, in these
+    // alone, which they are.
+    let (expert_chunks, expert_tail) = expert.as_chunks::<CHUNK>();
+    let (shared_chunks, shared_tail) = shared.as_chunks::<CHUNK>();
+    let mut hits = [0_u16; BLOCK / CHUNK];
+    let mut count = 0;
+    for (number, (expert, shared)) in expert_chunks.iter().zip(shared_chunks).enumerate() {
+        let mut any = 0;
+        for (&e, &s) in expert.iter().zip(shared) {
+            any |= u32::from(key(residual(e, s)) >= floor);
+        }
+        hits[count % hits.len()] = number as u16;
+        count += any as usize;
+    }
+    let mut entries = Entries::default();
+    for &number in &hits[..count] {
+        let number = usize::from(number);
+        let (expert, shared) = (&expert_chunks[number], &shared_chunks[number]);
+        let mut mask = mask_of(expert, shared, floor);
+        while mask != 0 {
+            let at = mask.trailing_zeros() as usize;
+            entries.push(number * CHUNK + at, residual(expert[at], shared[at]));
+            mask &= mask - 1;
+        }
+    }
+    for (at, (&e, &s)) in expert_tail.iter().zip(shared_tail).enumerate() {
+        let residual = residual(e, s);
+        if key(residual) >= floor {
+            entries.push(expert.len() - expert_tail.len() + at, residual);
+        }
+    }
+    entries
+}
+
+/// A bit for each residual of a chunk: whether it is at or above the floor.
+fn mask_of<T: Weight>(expert: &[T; CHUNK], shared: &[T; CHUNK], floor: u32) -> u32 {
+    let mut flags = [0_u8; CHUNK];
+    for (flag, (&e, &s)) in flags.iter_mut().zip(expert.iter().zip(shared)) {
+        *flag = u8::from(key(residual(e, s)) >= floor);
+    }
+    // The product moves byte i's lowest bit, bit 8 i, to bit 56 + i; no two of its terms meet.
+    let bits = |flags: &[u8; 8]| (u64::from_le_bytes(*flags).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8;
+    let (groups, _) = flags.as_chunks::<8>();
+    let mut mask = [0; CHUNK / 8];
+    for (mask, flags) in mask.iter_mut().zip(groups) {
+        *mask = bits(flags);
+    }
+    u32::from_le_bytes(mask)
+}
+
+/// A key's bin is its upper 15 bits: sign-less exponent and 7 bits of the mantissa.
+const BIN_SHIFT: u32 = 16;
+const BINS: usize = 1 << 15;
+
+/// The k-th largest key, and how many are larger. `1 <= k <=` the number of residuals.
+fn kth_largest(parts: &[&[f32]], k: usize) -> (u32, usize) {
+    let counts = histogram(parts.par_iter().map(|part| part.iter().copied()));
+    let (bin, above) = bin_of_rank(&counts, k);
+    let mut keys: Vec<u32> = parts
+        .par_iter()
+        .flat_map_iter(|part| {
+            part.iter().map(|&residual| key(residual)).filter(|key| key >> BIN_SHIFT == bin)
+        })
+        .collect();
+    // From the smallest: so many of the bin are not larger than the k-th.
+    let rank = keys.len() - (k - above);
+    let (_, &mut kth, larger) = keys.select_nth_unstable(rank);
+    (kth, above + larger.iter().filter(|&&key| key > kth).count())
+}
+
+/// The highest border of bins that at least k keys reach, by all residuals.
+fn dense_floor<T: Weight>(expert: &[T], shared: &[T], k: usize) -> u32 {
+    let blocks = expert.par_chunks(BLOCK).zip(shared.par_chunks(BLOCK));
+    let residuals = blocks.map(|(expert, shared)| expert.iter().zip(shared).map(|(&e, &s)| residual(e, s)));
+    bin_of_rank(&histogram(residuals), k).0 << BIN_SHIFT
+}
+
+/// How many keys there are in each bin.
+fn histogram<I: Iterator<Item = f32>>(parts: impl ParallelIterator<Item = I>) -> Vec<u32> {
+    let empty = || vec![0_u32; BINS];
+    let count = |mut counts: Vec<u32>, part: I| {
+        part.for_each(|residual| counts[(key(residual) >> BIN_SHIFT) as usize % BINS] += 1);
+        counts
+    };
+    let add = |mut sum: Vec<u32>, counts: Vec<u32>| {
+        sum.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+        sum
+    };
+    parts.fold(empty, count).reduce(empty, add)
+}
+
+/// The highest bin at or above which there are at least `rank` keys, and how many are in bins above it.
+fn bin_of_rank(counts: &[u32], rank: usize) -> (u32, usize) {
+    let mut above = 0;
+    for (bin, &count) in counts.iter().enumerate().rev() {
+        if above + count as usize >= rank {
+            return (bin as u32, above);
+        }
+        above += count as usize;
+    }
+    (0, above)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Indices that are kept, and how many candidates they were chosen from.
+    fn kept(expert: &[f32], k: usize, selection: Selection) -> (Vec<usize>, usize) {
+        let selected = select(expert, &vec![0.0; expert.len()], k, selection).unwrap();
+        let kept = (0..selected.blocks.len())
+            .flat_map(|block| selected.kept(block).map(move |(at, _)| block * BLOCK + usize::from(at)));
+        (kept.collect(), count(&selected.blocks))
+    }
+
+    fn by_sorting(expert: &[f32], k: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..expert.len()).collect();
+        order.sort_by(|&a, &b| expert[b].abs().total_cmp(&expert[a].abs()).then(a.cmp(&b)));
+        order.truncate(k);
+        order.sort_unstable();
+        order
+    }
+
+    /// Indices of a sample's residuals.
+    fn places(length: usize, size: usize) -> Vec<usize> {
+        let indices: Vec<f32> = (0..length).map(|index| index as f32).collect();
+        sample(&indices, &vec![0.0; length], size).into_iter().map(|index| index as usize).collect()
+    }
+
+    #[test]
+    fn samples_are_spread_over_everything() {
+        for length in [EXACT_SAMPLE + 1, 300_000, 1 << 20] {
+            let places = places(length, EXACT_SAMPLE);
+            assert_eq!(places.len(), EXACT_SAMPLE);
+            assert!(places.is_sorted_by(|a, b| a < b));
+            let part = length / (EXACT_SAMPLE / RUN);
+            assert!(places.iter().step_by(RUN).enumerate().all(|(run, place)| place / part == run));
+        }
+        assert_eq!(places(1000, EXACT_SAMPLE), (0..1000).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_sample_that_misleads_changes_nothing() {
+        let length = 1 << 20;
+        let places = places(length, EXACT_SAMPLE);
+        let ordinary = |index: usize| (index as u32).wrapping_mul(2_654_435_761) as f32 / u32::MAX as f32;
+        let k = length / 10;
+        // Far too high: half of what is sampled is larger than all the rest.
+        let mut expert: Vec<f32> = (0..length).map(ordinary).collect();
+        places.iter().step_by(2).for_each(|&place| expert[place] += 8.0);
+        assert_eq!(kept(&expert, k, Selection::Exact).0, by_sorting(&expert, k));
+        // Far too low: nothing that is sampled is large.
+        let mut expert: Vec<f32> = (0..length).map(|index| ordinary(index) + 8.0).collect();
+        places.iter().for_each(|&place| expert[place] -= 8.0);
+        let (indices, candidates) = kept(&expert, k, Selection::Exact);
+        assert_eq!(indices, by_sorting(&expert, k));
+        assert!(candidates > 9 * k);
+    }
+
+    #[test]
+    fn an_ordinary_sample_saves_most_of_the_work() {
+        let mixed = |index: usize| (index as u32).wrapping_mul(2_654_435_761) as f32 - 2e9;
+        let expert: Vec<f32> = (0..2 * BLOCK + 5000).map(mixed).collect();
+        let k = expert.len() / 50;
+        let (indices, candidates) = kept(&expert, k, Selection::Exact);
+        assert_eq!(indices, by_sorting(&expert, k));
+        assert!(candidates < k + k / 2, "{candidates} candidates for {k}");
+    }
+
+    #[test]
+    fn kth_largest_is_that_of_sorting() {
+        let values: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 1000) as f32 * 0.01 - 5.0).collect();
+        let mut keys: Vec<u32> = values.iter().map(|&value| key(value)).collect();
+        keys.sort_unstable_by(|a, b| b.cmp(a));
+        let parts: Vec<&[f32]> = values.chunks(777).collect();
+        for k in [1, 2, 9, 10, 11, 777, 2500, 4999, 5000] {
+            let above = keys.iter().filter(|&&key| key > keys[k - 1]).count();
+            assert_eq!(kth_largest(&parts, k), (keys[k - 1], above), "k = {k}");
+        }
+    }
+
+    #[test]
+    fn masks_have_the_bit_of_each_residual() {
+        let mut expert = [0.0_f32; CHUNK];
+        for at in 0..CHUNK {
+            expert[at] = -2.0;
+            assert_eq!(mask_of(&expert, &[0.0; CHUNK], key(2.0)), 1 << at);
+            assert_eq!(mask_of(&expert, &[0.0; CHUNK], key(2.0) + 1), 0);
+            expert[at] = 0.0;
+        }
+        assert_eq!(mask_of(&[f32::NAN; CHUNK], &[0.0; CHUNK], INFINITE), u32::MAX);
+    }
+}
