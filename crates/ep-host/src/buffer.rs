@@ -387,7 +387,6 @@ impl Backend for HostBuffer {
             tokens: input.tokens.as_bytes(),
             scales: input.scales.map_or(&[], HostMemory::as_bytes),
             weights: call.weights,
-            chunk,
             message,
             state: dispatch::State::new(&op, handle, chunk),
         };
@@ -493,9 +492,8 @@ impl Backend for HostBuffer {
             wire: input.wire,
             out: OutPtr(output.tokens.as_bytes_mut().as_mut_ptr()),
             probs_out,
-            chunk,
             message,
-            state: combine::State::new(&op, handle, chunk),
+            schedule: combine::schedule(&op, handle, chunk),
         };
         let done = op.run(self.pool.as_ref(), |idle| job.work(idle)).and_then(|()| op.finish());
         done.or_else(|error| self.fail(Operator::Combine, error))

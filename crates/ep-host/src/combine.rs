@@ -9,7 +9,6 @@
 //! written but partial sums and results.
 
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Mutex, PoisonError};
 
 use ep::layout::TokenCopy;
 use ep::{CallerError, DispatchMode, Element, Rank, Result};
@@ -19,6 +18,7 @@ use crate::dispatch::{PROBS, TOKENS};
 use crate::handle::HostHandle;
 use crate::message::{Format, Header, Sections};
 use crate::rail::Claim;
+use crate::schedule::{Messages, Schedule};
 use crate::simd::{self, SumRow, flag};
 
 /// One rank's combine, shared by its workers.
@@ -32,10 +32,8 @@ pub(crate) struct Combine<'a> {
     pub(crate) out: OutPtr,
     /// `[tokens, experts]` f32, zeroed; null without probs.
     pub(crate) probs_out: OutPtr,
-    /// Tokens per chunk.
-    pub(crate) chunk: usize,
     pub(crate) message: Format,
-    pub(crate) state: State,
+    pub(crate) schedule: Schedule,
 }
 
 /// The start of an output that workers write in disjoint pieces.
@@ -47,26 +45,13 @@ unsafe impl Sync for OutPtr {}
 // SAFETY: as above.
 unsafe impl Send for OutPtr {}
 
-/// What the workers of a combine share and change.
-pub(crate) struct State {
-    next_chunk: Mutex<usize>,
-    /// By domain: the numbers of messages sent and received before, and when the operator will be done.
-    starts: Vec<(u64, u64)>,
-    ends: Vec<(u64, u64)>,
-}
-
-impl State {
-    pub(crate) fn new(op: &Op<'_>, handle: &HostHandle, chunk: usize) -> Self {
-        let own = op.comm.domain();
-        let starts: Vec<(u64, u64)> =
-            (0..op.comm.world.topology.domains()).map(|domain| op.comm.rails.position(domain)).collect();
-        let chunks = |domain: usize| handle.rail_tokens[domain].div_ceil(chunk) as u64;
-        let end = |(domain, &(sent, received)): (usize, &(u64, u64))| {
-            (sent + chunks(domain), received + chunks(own))
-        };
-        let ends = starts.iter().enumerate().map(end).collect();
-        Self { next_chunk: Mutex::new(0), starts, ends }
-    }
+/// The messages of a combine: partial sums for the rail's other ranks, and from them.
+pub(crate) fn schedule(op: &Op<'_>, handle: &HostHandle, chunk: usize) -> Schedule {
+    let chunks = |domain: usize| handle.rail_tokens[domain].div_ceil(chunk) as u64;
+    let own = chunks(op.comm.domain());
+    let messages =
+        (0..handle.rail_tokens.len()).map(|domain| Messages { sent: chunks(domain), received: own });
+    Schedule::new(&op.comm.rails, handle.layout.tokens(), chunk, messages)
 }
 
 /// The rows of the token that is being summed, and of the one after it.
@@ -96,8 +81,7 @@ impl Combine<'_> {
             let mut progressed = false;
             if let Some(peers) = self.op.peers()? {
                 for domain in rails.others() {
-                    if let Some((number, claim)) = rails.claim_send(domain, self.state.ends[domain].0) {
-                        let chunk = (number - self.state.starts[domain].0) as usize;
+                    if let Some((chunk, claim)) = self.schedule.claim_send(rails, domain) {
                         self.send_partial(peers, claim, chunk, &mut terms, idle)?;
                         progressed = true;
                     }
@@ -118,33 +102,17 @@ impl Combine<'_> {
         }
     }
 
-    fn own_chunks(&self) -> usize {
-        self.handle.layout.tokens().div_ceil(self.chunk)
-    }
-
     /// The next chunk of own tokens, with the partial sums from every other domain.
     fn claim_own(&self) -> Option<(usize, Vec<Claim>)> {
         let rails = &self.op.comm.rails;
-        let mut next = self.state.next_chunk.lock().unwrap_or_else(PoisonError::into_inner);
-        if *next >= self.own_chunks() || !rails.others().all(|domain| rails.can_receive(domain)) {
-            return None;
-        }
-        let claim = |domain| rails.claim_receive(domain, self.state.ends[domain].1).map(|(_, claim)| claim);
-        let claims: Vec<Claim> = rails.others().filter_map(claim).collect();
-        assert_eq!(
-            claims.len(),
-            rails.others().count(),
-            "messages are claimed under the lock of the own chunks alone"
-        );
-        *next += 1;
-        Some((*next - 1, claims))
+        let claim = |domain| self.schedule.claim_receive(rails, domain);
+        self.schedule.claim_own(rails, |domain| rails.can_receive(domain), claim)
     }
 
     fn all_claimed(&self) -> bool {
         let rails = &self.op.comm.rails;
-        let own = *self.state.next_chunk.lock().unwrap_or_else(PoisonError::into_inner);
-        own >= self.own_chunks()
-            && rails.others().all(|domain| rails.position(domain).0 >= self.state.ends[domain].0)
+        self.schedule.next_own().is_none()
+            && rails.others().all(|domain| self.schedule.left(rails, domain).sent == 0)
     }
 
     fn waiting(&self) -> Waiting {
@@ -152,16 +120,19 @@ impl Combine<'_> {
         if let Some(waiting) = self.op.waiting_for_entry() {
             return waiting;
         }
-        let own = *self.state.next_chunk.lock().unwrap_or_else(PoisonError::into_inner);
-        if own < self.own_chunks()
+        if let Some(chunk) = self.schedule.next_own()
             && let Some(domain) = rails.others().find(|&domain| !rails.can_receive(domain))
         {
             let peer = rails.peer(domain);
-            return Waiting { peer, what: format!("rank {peer} to send the partial sums of chunk {own}") };
+            return Waiting { peer, what: format!("rank {peer} to send the partial sums of chunk {chunk}") };
         }
-        let behind = rails.others().find(|&domain| rails.position(domain).0 < self.state.ends[domain].0);
-        let peer = behind.map_or(self.op.comm.rank, |domain| rails.peer(domain));
-        Waiting { peer, what: format!("rank {peer} to take partial sums off the rail") }
+        match rails.others().find(|&domain| self.schedule.left(rails, domain).sent > 0) {
+            Some(domain) => {
+                let peer = rails.peer(domain);
+                Waiting { peer, what: format!("rank {peer} to take partial sums off the rail") }
+            }
+            None => Waiting { peer: self.op.comm.rank, what: "its own workers".into() },
+        }
     }
 
     /// Sums of this domain's ranks for one chunk of another domain's tokens.
@@ -176,7 +147,7 @@ impl Combine<'_> {
         let comm = self.op.comm;
         let Some(lists) = self.handle.forwarded.get() else { return Err(never_dispatched()) };
         let list = &lists[claim.domain];
-        let places = list.places(chunk * self.chunk..(chunk + 1) * self.chunk);
+        let places = list.places(chunk * self.schedule.chunk()..(chunk + 1) * self.schedule.chunk());
         let copies: usize = places.clone().map(|place| list.copies(place).len()).sum();
         let sections = self.message.sections(places.len(), copies);
         assert!(sections.end <= comm.rails.slot_bytes(), "chunks are sized to fit a slot");
@@ -213,7 +184,7 @@ impl Combine<'_> {
         let comm = self.op.comm;
         let layout = &self.handle.layout;
         let home = comm.domain();
-        let tokens = chunk * self.chunk..((chunk + 1) * self.chunk).min(layout.tokens());
+        let tokens = self.schedule.tokens(chunk);
         let mut incoming = claims.iter().map(|&claim| self.open(claim)).collect::<Result<Vec<Incoming>>>()?;
         let row_bytes = self.hidden * self.element.bytes();
         let streaming = layout.tokens() * row_bytes > comm.config.streaming_bytes;

@@ -17,6 +17,7 @@ use crate::handle::{ForwardList, HostHandle};
 use crate::memory::HostMemory;
 use crate::message::{Format, Header};
 use crate::rail::Claim;
+use crate::schedule::{Messages, Schedule};
 use crate::simd;
 
 /// Places of the published memories.
@@ -45,17 +46,13 @@ pub(crate) struct Dispatch<'a> {
     /// `[tokens, scales per row]`, when given.
     pub(crate) scales: &'a [u8],
     pub(crate) weights: Weights<'a>,
-    /// Tokens per chunk.
-    pub(crate) chunk: usize,
     pub(crate) message: Format,
     pub(crate) state: State,
 }
 
 /// What the workers of a dispatch share and change.
 pub(crate) struct State {
-    next_chunk: Mutex<usize>,
-    /// By domain: the numbers of messages sent and received when the operator will be done.
-    ends: Vec<(u64, u64)>,
+    schedule: Schedule,
     padded: AtomicBool,
     /// (domain, chunk, where its tokens go), as chunks arrive.
     learnt: Mutex<Vec<(usize, u32, ForwardList)>>,
@@ -63,15 +60,12 @@ pub(crate) struct State {
 
 impl State {
     pub(crate) fn new(op: &Op<'_>, handle: &HostHandle, chunk: usize) -> Self {
-        let own = op.comm.domain();
-        let ends = (0..op.comm.world.topology.domains())
-            .map(|domain| {
-                let (sent, received) = op.comm.rails.position(domain);
-                let chunks = |domain: usize| handle.rail_tokens[domain].div_ceil(chunk) as u64;
-                (sent + chunks(own), received + chunks(domain))
-            })
-            .collect();
-        Self { next_chunk: Mutex::new(0), ends, padded: AtomicBool::new(false), learnt: Mutex::default() }
+        let chunks = |domain: usize| handle.rail_tokens[domain].div_ceil(chunk) as u64;
+        let own = chunks(op.comm.domain());
+        let messages =
+            (0..handle.rail_tokens.len()).map(|domain| Messages { sent: own, received: chunks(domain) });
+        let schedule = Schedule::new(&op.comm.rails, handle.layout.tokens(), chunk, messages);
+        Self { schedule, padded: AtomicBool::new(false), learnt: Mutex::default() }
     }
 }
 
@@ -106,7 +100,7 @@ impl Dispatch<'_> {
                     self.zero_padding(&peers[self.local_rank()])?;
                 }
                 for domain in rails.others() {
-                    if let Some((_, claim)) = rails.claim_receive(domain, self.state.ends[domain].1) {
+                    if let Some(claim) = self.state.schedule.claim_receive(rails, domain) {
                         self.forward(peers, claim, &mut scratch)?;
                         self.op.release(idle, claim)?;
                         progressed = true;
@@ -144,55 +138,42 @@ impl Dispatch<'_> {
         self.op.comm.world.topology.local_rank_of(self.op.comm.rank)
     }
 
-    fn own_chunks(&self) -> usize {
-        self.handle.layout.tokens().div_ceil(self.chunk)
-    }
-
     /// The next chunk of own tokens, with a free slot for every other domain.
     fn claim_own(&self) -> Option<(usize, Vec<Claim>)> {
-        let rails = &self.op.comm.rails;
-        let mut next = self.state.next_chunk.lock().unwrap_or_else(PoisonError::into_inner);
-        if *next >= self.own_chunks() || !rails.others().all(|domain| rails.can_send(domain)) {
-            return None;
-        }
-        let claim = |domain| rails.claim_send(domain, self.state.ends[domain].0).map(|(_, claim)| claim);
-        let claims: Vec<Claim> = rails.others().filter_map(claim).collect();
-        assert_eq!(
-            claims.len(),
-            rails.others().count(),
-            "slots are claimed under the lock of the own chunks alone"
-        );
-        *next += 1;
-        Some((*next - 1, claims))
+        let (rails, schedule) = (&self.op.comm.rails, &self.state.schedule);
+        let claim = |domain| schedule.claim_send(rails, domain).map(|(_, claim)| claim);
+        schedule.claim_own(rails, |domain| rails.can_send(domain), claim)
     }
 
     fn all_claimed(&self) -> bool {
-        let rails = &self.op.comm.rails;
-        let own = *self.state.next_chunk.lock().unwrap_or_else(PoisonError::into_inner);
-        own >= self.own_chunks()
+        let (rails, schedule) = (&self.op.comm.rails, &self.state.schedule);
+        schedule.next_own().is_none()
             && self.state.padded.load(Relaxed)
-            && rails.others().all(|domain| rails.position(domain).1 >= self.state.ends[domain].1)
+            && rails.others().all(|domain| schedule.left(rails, domain).received == 0)
     }
 
     fn waiting(&self) -> Waiting {
-        let rails = &self.op.comm.rails;
+        let (rails, schedule) = (&self.op.comm.rails, &self.state.schedule);
         if let Some(waiting) = self.op.waiting_for_entry() {
             return waiting;
         }
-        let own = *self.state.next_chunk.lock().unwrap_or_else(PoisonError::into_inner);
-        if own < self.own_chunks()
+        if let Some(chunk) = schedule.next_own()
             && let Some(domain) = rails.others().find(|&domain| !rails.can_send(domain))
         {
             let peer = rails.peer(domain);
             return Waiting {
                 peer,
-                what: format!("rank {peer} to take chunk {own} of dispatch off the rail"),
+                what: format!("rank {peer} to take chunk {chunk} of dispatch off the rail"),
             };
         }
-        let missing = rails.others().find(|&domain| rails.position(domain).1 < self.state.ends[domain].1);
-        let peer = missing.map_or(self.op.comm.rank, |domain| rails.peer(domain));
-        let left = missing.map_or(0, |domain| self.state.ends[domain].1 - rails.position(domain).1);
-        Waiting { peer, what: format!("rank {peer} to send its last {left} chunks of dispatch") }
+        let late = |domain: &usize| schedule.left(rails, *domain).received > 0;
+        match rails.others().find(late) {
+            Some(domain) => {
+                let (peer, left) = (rails.peer(domain), schedule.left(rails, domain).received);
+                Waiting { peer, what: format!("rank {peer} to send its last {left} chunks of dispatch") }
+            }
+            None => Waiting { peer: self.op.comm.rank, what: "its own workers".into() },
+        }
     }
 
     /// Sends one chunk of this rank's tokens on its way.
@@ -206,7 +187,7 @@ impl Dispatch<'_> {
     ) -> Result<()> {
         let layout = &self.handle.layout;
         let home = self.op.comm.domain();
-        let tokens = chunk * self.chunk..((chunk + 1) * self.chunk).min(layout.tokens());
+        let tokens = self.state.schedule.tokens(chunk);
         let mut messages: Vec<Outgoing<'_>> =
             claims.iter().map(|&claim| Outgoing::new(self, claim, chunk, tokens.clone())).collect();
         for token in tokens {
@@ -277,9 +258,9 @@ impl Dispatch<'_> {
                 ),
             )
         };
-        let first = header.chunk as usize * self.chunk;
+        let first = header.chunk as usize * self.state.schedule.chunk();
         let known = self.handle.forwarded.get().map(|lists| &lists[claim.domain]);
-        let places = known.map_or(0..0, |list| list.places(first..first + self.chunk));
+        let places = known.map_or(0..0, |list| list.places(first..first + self.state.schedule.chunk()));
         let mut learnt = ForwardList::default();
         let mut copy = 0;
         for at in 0..tokens {

@@ -36,6 +36,7 @@
 //! |---|---|
 //! | `buffer` | [`HostBuffer`]: checks the caller's arguments, then runs an operator |
 //! | `preprocess`, `dispatch`, `combine` | the operators, as turns that workers take on chunks |
+//! | `schedule` | what the workers of an operator have taken, and what is left |
 //! | `comm` | what operators share: entering, leaving, waiting with a timeout, naming who is at fault |
 //! | `control` | what a rank's peers may know of it, and the protocol that makes touching its memory sound |
 //! | `rail`, `loopback`, `message` | streams of messages between domains, their engine, their layout |
@@ -54,6 +55,7 @@ mod message;
 mod preprocess;
 mod processes;
 mod rail;
+mod schedule;
 mod segment;
 mod simd;
 
