@@ -9,22 +9,24 @@ use ep::layout::{DispatchLayout, receive_shape};
 use ep::rendezvous::Rendezvous;
 use ep::{
     Backend, CallerError, CombineInput, CombineOutput, Config, Counts, DispatchInput, DispatchMode,
-    DispatchOutput, EnvironmentError, Error, Operator, PeerFault, Probs, Rank, ReceiveShape, Result, Routing,
-    TokenFormat, Traffic, World,
+    DispatchOutput, EnvironmentError, Error, Operator, PeerFault, Rank, ReceiveShape, Result, Routing,
+    Traffic, World,
 };
 
+use crate::call::{DispatchCall, check_len, check_pair, format_code, row_probs};
 use crate::combine::{self, Combine, OutPtr};
 use crate::comm::{Comm, Op};
 use crate::control::{BUFFERS, Control, Health, SIGNATURE};
 use crate::dispatch::{self, Dispatch, LOCAL_EXPERTS, PROBS, SCALES, TOKENS, Weights};
 use crate::handle::HostHandle;
+use crate::join::{self, FIRST_ARENA_SEGMENT, Home, Introduction};
 use crate::loopback::Loopback;
 use crate::memory::{Arena, HostMemory};
 use crate::message::Format;
 use crate::preprocess;
 use crate::processes::Processes;
 use crate::rail::{Rails, WindowLayout};
-use crate::segment::{Directory, Segment, SegmentName};
+use crate::segment::{Directory, Segment};
 use crate::simd::Level;
 
 /// One rank's end of a communicator on the CPU: the embedded default backend.
@@ -57,37 +59,13 @@ impl std::fmt::Debug for HostBuffer {
     }
 }
 
-/// Numbers of a rank's first segments; those of its arena follow. 0 stands for "none" in control blocks.
-const CONTROL_SEGMENT: u64 = 1;
-const WINDOW_SEGMENT: u64 = 2;
-const FIRST_ARENA_SEGMENT: u64 = 3;
-
-/// The segments by which a rank is found.
-struct Home {
-    control: (SegmentName, Arc<Segment>),
-    window: (SegmentName, Arc<Segment>),
-}
-
-impl Home {
-    fn create(directory: &Directory, rank: Rank, world: &World, config: &Config) -> Result<Self> {
-        let make = |id, len: usize| -> Result<_> {
-            let segment = directory.create(rank, id, len.next_multiple_of(4096))?;
-            Ok((SegmentName { id, fd: segment.fd(), len: segment.len() }, segment))
-        };
-        Ok(Self {
-            control: make(CONTROL_SEGMENT, Control::bytes(world))?,
-            window: make(WINDOW_SEGMENT, WindowLayout::new(world, config).bytes())?,
-        })
-    }
-}
-
 impl HostBuffer {
     /// A world whose ranks are threads of this process: one buffer per rank, in order, each to be moved to its thread.
     ///
     /// # Errors
     /// [`CallerError::Config`]; [`EnvironmentError`] when memory is short.
     pub fn threads(world: World, config: &Config) -> Result<Vec<Self>> {
-        check_config(&world, config)?;
+        join::check_config(&world, config)?;
         let directory = Directory::of_threads();
         let ranks: Vec<Rank> = world.topology.all_ranks().collect();
         let homes: Vec<Home> = ranks
@@ -112,7 +90,7 @@ impl HostBuffer {
     /// [`ep::PeerError`] that names a rank which does not come; [`EnvironmentError`] when the ranks are not on one
     /// machine, or memory is short; [`CallerError`] when the ranks' worlds or settings differ.
     pub fn join(world: World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
-        check_config(&world, config)?;
+        join::check_config(&world, config)?;
         let rank = rendezvous.rank();
         if rendezvous.ranks() != world.ranks() {
             return Err(CallerError::Topology(format!(
@@ -130,7 +108,7 @@ impl HostBuffer {
             .all_gather(&mine.to_bytes())?
             .iter()
             .zip(world.topology.all_ranks())
-            .map(|(bytes, peer)| Introduction::from_bytes(bytes).ok_or_else(|| unintelligible(peer)))
+            .map(|(bytes, peer)| Introduction::from_bytes(bytes).ok_or_else(|| join::unintelligible(peer)))
             .collect::<Result<_>>()?;
         for (peer, theirs) in world.topology.all_ranks().zip(&all) {
             mine.check(rank, peer, theirs)?;
@@ -514,219 +492,5 @@ impl Backend for HostBuffer {
             preprocess_bytes: self.comm.preprocess_bytes.load(Relaxed),
             waited: Duration::from_nanos(waited),
         }
-    }
-}
-
-/// A dispatch call whose sizes are right.
-struct DispatchCall<'a> {
-    weights: Weights<'a>,
-    /// Bytes of each output; 0 = not asked for.
-    bytes: [usize; BUFFERS],
-    /// Bytes of each output up to the last row that is written.
-    kept_bytes: [usize; BUFFERS],
-}
-
-impl<'a> DispatchCall<'a> {
-    fn check(
-        world: &World,
-        rank: Rank,
-        handle: &HostHandle,
-        input: &DispatchInput<'a, HostMemory>,
-        output: &DispatchOutput<'_, HostMemory>,
-    ) -> Result<Self> {
-        let DispatchInput { hidden, format, .. } = *input;
-        let (input_bytes, output_bytes) = (format.input_row_bytes(hidden), format.output_row_bytes(hidden));
-        check_row_bytes(hidden, output_bytes)?;
-        let scale_bytes = format.scale_row_bytes(hidden);
-        let tokens = handle.layout.tokens();
-        check_len("dispatch input tokens", tokens * input_bytes, input.tokens.len())?;
-        check_pair(
-            "scales given to dispatch",
-            matches!(format, TokenFormat::Fp8(_)),
-            input.scales.is_some(),
-        )?;
-        if let Some(scales) = input.scales {
-            check_len("dispatch input scales", tokens * scale_bytes, scales.len())?;
-        }
-        check_pair("scales out of dispatch", format.scales().is_some(), output.scales.is_some())?;
-        let weights = match &input.probs {
-            Probs::Skip => Weights::Skip,
-            Probs::Routing => Weights::Routing,
-            Probs::Dense(memory) => {
-                let bytes = 4 * tokens * world.experts();
-                check_len("dispatch input probs", bytes, memory.len())?;
-                Weights::Dense(bytemuck::cast_slice(&memory.as_bytes()[..bytes]))
-            }
-        };
-        let with_probs = !matches!(weights, Weights::Skip);
-        check_pair("probs out of dispatch", with_probs, output.probs.is_some())?;
-        if output.local_experts.is_some() && handle.mode != DispatchMode::Plain {
-            return Err(
-                CallerError::Handle("local_experts is an output of the plain mode only".into()).into()
-            );
-        }
-        let row = [
-            output_bytes,
-            scale_bytes,
-            if with_probs { 4 * row_probs(world, rank, handle) } else { 0 },
-            if output.local_experts.is_some() { world.placement.local_experts(rank) } else { 0 },
-        ];
-        let bytes = row.map(|row| row * handle.shape.allocated_rows());
-        let kept_bytes = row.map(|row| row * handle.shape.rows);
-        let lens = [
-            Some(output.tokens.len()),
-            output.scales.as_deref().map(HostMemory::len),
-            output.probs.as_deref().map(HostMemory::len),
-            output.local_experts.as_deref().map(HostMemory::len),
-        ];
-        let names = [
-            "dispatch output tokens",
-            "dispatch output scales",
-            "dispatch output probs",
-            "dispatch output local_experts",
-        ];
-        for ((name, bytes), len) in names.into_iter().zip(bytes).zip(lens) {
-            if let Some(len) = len {
-                check_len(name, bytes, len)?;
-            }
-        }
-        Ok(Self { weights, bytes, kept_bytes })
-    }
-}
-
-/// Probabilities in one row of a dispatch output.
-fn row_probs(world: &World, rank: Rank, handle: &HostHandle) -> usize {
-    match handle.mode {
-        DispatchMode::Permuted { .. } => 1,
-        DispatchMode::Plain => world.placement.local_experts(rank),
-    }
-}
-
-fn format_code(format: TokenFormat) -> u64 {
-    let scales = format.scales().map_or(0, |scales| (scales.block() * 8 + scales.bytes_per_scale()) as u64);
-    // Given and quantised look the same on the wire, so ranks may differ in it.
-    scales << 1 | u64::from(matches!(format, TokenFormat::Bf16))
-}
-
-fn check_len(what: &'static str, expected: usize, found: usize) -> Result<()> {
-    if found >= expected {
-        Ok(())
-    } else {
-        Err(CallerError::Shape { what, expected, found, unit: "bytes" }.into())
-    }
-}
-
-/// An optional argument must be there exactly when another one asks for it.
-fn check_pair(what: &'static str, wanted: bool, given: bool) -> Result<()> {
-    if wanted == given {
-        return Ok(());
-    }
-    Err(CallerError::Shape { what, expected: wanted.into(), found: given.into(), unit: "tensors" }.into())
-}
-
-fn check_config(world: &World, config: &Config) -> Result<()> {
-    if config.slots == 0 || config.slots > 1024 || config.chunk_tokens == 0 {
-        return Err(CallerError::Config {
-            key: "slots, chunk_tokens",
-            value: format!("{}, {}", config.slots, config.chunk_tokens),
-            problem: "slots must be 1..=1024, chunk_tokens at least 1".into(),
-        }
-        .into());
-    }
-    if world.topology.domains() > 1 {
-        preprocess::check_slot(Counts::words(world), config.slot_bytes)?;
-    }
-    Ok(())
-}
-
-fn unintelligible(peer: Rank) -> Error {
-    EnvironmentError::new(
-        format!("meeting rank {peer}"),
-        "its introduction cannot be read",
-        "all ranks must run the same version of the library",
-    )
-    .into()
-}
-
-/// What a process tells the others when it joins: where it is, and what it was told about the world.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Introduction {
-    machine: String,
-    pid: u32,
-    control: SegmentName,
-    window: SegmentName,
-    /// Everything that must be the same everywhere, as text.
-    agreed: String,
-}
-
-impl Introduction {
-    fn new(world: &World, config: &Config, home: &Home) -> Self {
-        let Config { chunk_tokens, slot_bytes, slots, .. } = config;
-        let owners: Vec<u32> = (0..world.experts() as u32)
-            .map(|e| world.placement.owner_at(world.placement.position_of(e)).0)
-            .collect();
-        // The boot id tells machines apart; two containers of one machine share it, and the segments open or not.
-        let machine = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        Self {
-            machine: machine.trim().to_string(),
-            pid: std::process::id(),
-            control: home.control.0,
-            window: home.window.0,
-            agreed: format!(
-                "{} ranks in {} domains, chunk_tokens {chunk_tokens}, slot_bytes {slot_bytes}, slots {slots}, experts on ranks {owners:?}",
-                world.ranks(),
-                world.topology.domains(),
-            ),
-        }
-    }
-
-    fn to_bytes(&self) -> Vec<u8> {
-        let name = |name: SegmentName| format!("{} {} {}", name.id, name.fd, name.len);
-        let Self { machine, pid, control, window, agreed } = self;
-        format!("{machine}\n{pid}\n{}\n{}\n{agreed}", name(*control), name(*window)).into_bytes()
-    }
-
-    fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let text = std::str::from_utf8(bytes).ok()?;
-        let mut lines = text.splitn(5, '\n');
-        let name = |line: &str| {
-            let mut words = line.split(' ');
-            Some(SegmentName {
-                id: words.next()?.parse().ok()?,
-                fd: words.next()?.parse().ok()?,
-                len: words.next()?.parse().ok()?,
-            })
-        };
-        Some(Self {
-            machine: lines.next()?.to_string(),
-            pid: lines.next()?.parse().ok()?,
-            control: name(lines.next()?)?,
-            window: name(lines.next()?)?,
-            agreed: lines.next()?.to_string(),
-        })
-    }
-
-    /// Checks that a peer is on this machine and was told the same.
-    fn check(&self, rank: Rank, peer: Rank, theirs: &Self) -> Result<()> {
-        if self.machine != theirs.machine {
-            return Err(EnvironmentError::new(
-                format!("sharing memory with rank {peer}"),
-                "it runs on another machine",
-                "the host backend spans one machine",
-            )
-            .into());
-        }
-        if self.agreed != theirs.agreed {
-            return Err(CallerError::Collective {
-                operator: Operator::Join,
-                field: "the world",
-                rank,
-                mine: self.agreed.clone(),
-                peer,
-                theirs: theirs.agreed.clone(),
-            }
-            .into());
-        }
-        Ok(())
     }
 }

@@ -35,6 +35,7 @@
 //! | module | what is there |
 //! |---|---|
 //! | `buffer` | [`HostBuffer`]: checks the caller's arguments, then runs an operator |
+//! | `join`, `call` | how ranks find each other; the arguments of a call, checked before anything is sent |
 //! | `preprocess`, `dispatch`, `combine` | the operators, as turns that workers take on chunks |
 //! | `schedule` | what the workers of an operator have taken, and what is left |
 //! | `comm` | what operators share: entering, leaving, waiting with a timeout, naming who is at fault |
@@ -44,11 +45,13 @@
 //! | `simd` | copies, sums and conversions of rows |
 
 mod buffer;
+mod call;
 mod combine;
 mod comm;
 mod control;
 mod dispatch;
 mod handle;
+mod join;
 mod loopback;
 mod memory;
 mod message;
