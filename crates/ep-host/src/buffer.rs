@@ -15,8 +15,8 @@ use ep::{
 
 use crate::call::{DispatchCall, check_len, check_pair, format_code, row_probs};
 use crate::combine::{self, Combine, OutPtr};
-use crate::comm::{Comm, Op};
-use crate::control::{BUFFERS, Control, Health, SIGNATURE};
+use crate::comm::{Call, Comm, Op};
+use crate::control::{BUFFERS, Control, Health};
 use crate::dispatch::{self, Dispatch, LOCAL_EXPERTS, PROBS, SCALES, TOKENS, Weights};
 use crate::handle::HostHandle;
 use crate::join::{self, FIRST_ARENA_SEGMENT, Home, Introduction};
@@ -279,9 +279,7 @@ impl Backend for HostBuffer {
 
         self.step += 1;
         let comm = Arc::clone(&self.comm);
-        let mut signature = [0; SIGNATURE];
-        signature[0] = 1;
-        let op = Op::enter(&comm, Operator::Preprocess, self.step, signature, [None; BUFFERS]);
+        let op = Op::enter(&comm, Operator::Preprocess, self.step, Call::default(), [None; BUFFERS]);
         let result = preprocess::exchange(&op, &own).and_then(|all| {
             let topology = &comm.world.topology;
             let local = topology.local_rank_of(comm.rank);
@@ -352,11 +350,15 @@ impl Backend for HostBuffer {
 
         self.step += 1;
         let comm = Arc::clone(&self.comm);
-        let mut signature = [0; SIGNATURE];
-        signature[..4].copy_from_slice(&[2, handle.id, input.hidden as u64, format_code(input.format)]);
-        signature[5] = u64::from(message.probs);
-        signature[7] = chunk as u64;
-        let op = Op::enter(&comm, Operator::Dispatch, self.step, signature, places);
+        let same = Call {
+            handle: handle.id,
+            hidden: input.hidden,
+            format: format_code(input.format),
+            wire: 0,
+            probs: message.probs,
+            chunk,
+        };
+        let op = Op::enter(&comm, Operator::Dispatch, self.step, same, places);
         let job = Dispatch {
             op: &op,
             handle,
@@ -451,17 +453,15 @@ impl Backend for HostBuffer {
         };
         self.step += 1;
         let comm = Arc::clone(&self.comm);
-        let mut signature = [0; SIGNATURE];
-        signature[..5].copy_from_slice(&[
-            3,
-            handle.id,
-            input.hidden as u64,
-            input.element.bytes() as u64,
-            input.wire.bytes() as u64,
-        ]);
-        signature[5] = u64::from(message.probs);
-        signature[7] = chunk as u64;
-        let op = Op::enter(&comm, Operator::Combine, self.step, signature, places);
+        let same = Call {
+            handle: handle.id,
+            hidden: input.hidden,
+            format: input.element.bytes() as u64,
+            wire: input.wire.bytes(),
+            probs: message.probs,
+            chunk,
+        };
+        let op = Op::enter(&comm, Operator::Combine, self.step, same, places);
         let job = Combine {
             op: &op,
             handle,

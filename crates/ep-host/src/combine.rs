@@ -76,30 +76,21 @@ impl Combine<'_> {
     pub(crate) fn work(&self, idle: &mut Idle) -> Result<()> {
         let rails = &self.op.comm.rails;
         let mut terms = Terms::default();
-        loop {
-            rails.poll()?;
+        let turn = |idle: &mut Idle, peers: &[PeerBuffers]| {
             let mut progressed = false;
-            if let Some(peers) = self.op.peers()? {
-                for domain in rails.others() {
-                    if let Some((chunk, claim)) = self.schedule.claim_send(rails, domain) {
-                        self.send_partial(peers, claim, chunk, &mut terms, idle)?;
-                        progressed = true;
-                    }
-                }
-                if let Some((chunk, claims)) = self.claim_own() {
-                    self.finish_own(peers, chunk, &claims, &mut terms, idle)?;
+            for domain in rails.others() {
+                if let Some((chunk, claim)) = self.schedule.claim_send(rails, domain) {
+                    self.send_partial(peers, claim, chunk, &mut terms, idle)?;
                     progressed = true;
                 }
             }
-            if progressed {
-                self.op.progress(idle);
-            } else if self.all_claimed() {
-                simd::stream_fence();
-                return Ok(());
-            } else {
-                self.op.idle(idle, || self.waiting())?;
+            if let Some((chunk, claims)) = self.claim_own() {
+                self.finish_own(peers, chunk, &claims, &mut terms, idle)?;
+                progressed = true;
             }
-        }
+            Ok(progressed)
+        };
+        self.op.take_turns(idle, turn, || self.all_claimed(), || self.waiting())
     }
 
     /// The next chunk of own tokens, with the partial sums from every other domain.

@@ -11,7 +11,7 @@ use crate::memory::Place;
 use crate::processes::Processes;
 use crate::rail::{Claim, Rails};
 use crate::segment::{Directory, Segment};
-use crate::simd::Level;
+use crate::simd::{Level, stream_fence};
 
 /// One rank's view of its world, shared by its workers.
 pub(crate) struct Comm {
@@ -109,6 +109,21 @@ pub(crate) struct Op<'a> {
     peers: OnceLock<Vec<PeerBuffers>>,
 }
 
+/// The arguments of a call that must be the same on every rank.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Call {
+    /// The step of the handle's preprocessing.
+    pub(crate) handle: u64,
+    pub(crate) hidden: usize,
+    /// A number that is the same for the same types of tokens.
+    pub(crate) format: u64,
+    /// Bytes of an element on the wire, in combine.
+    pub(crate) wire: usize,
+    pub(crate) probs: bool,
+    /// Tokens per chunk: ranks with other settings cut otherwise.
+    pub(crate) chunk: usize,
+}
+
 /// What the words of a signature are, for the error that says which one differs.
 const SIGNATURE_FIELDS: [&str; SIGNATURE] = [
     "the operator",
@@ -117,9 +132,19 @@ const SIGNATURE_FIELDS: [&str; SIGNATURE] = [
     "the token format",
     "the wire format",
     "probs",
-    "the mode",
     "the chunk size",
 ];
+
+/// The first word of a signature; every other is an argument.
+const OPERATORS: [Operator; 3] = [Operator::Preprocess, Operator::Dispatch, Operator::Combine];
+
+impl Call {
+    fn signature(self, operator: Operator) -> [u64; SIGNATURE] {
+        let operator = OPERATORS.iter().position(|&other| other == operator).map_or(0, |at| at as u64 + 1);
+        let Self { handle, hidden, format, wire, probs, chunk } = self;
+        [operator, handle, hidden as u64, format, wire as u64, probs.into(), chunk as u64]
+    }
+}
 
 impl<'a> Op<'a> {
     /// Enters the operator: from here on peers may touch the published memory.
@@ -127,9 +152,10 @@ impl<'a> Op<'a> {
         comm: &'a Comm,
         operator: Operator,
         step: u64,
-        signature: [u64; SIGNATURE],
+        call: Call,
         buffers: [Option<Place>; BUFFERS],
     ) -> Self {
+        let signature = call.signature(operator);
         comm.control().beat();
         comm.control().enter(step, signature, buffers);
         Self {
@@ -173,12 +199,12 @@ impl<'a> Op<'a> {
     pub(crate) fn check_signature(&self, peer: Rank, theirs: &[u64; SIGNATURE]) -> Result<()> {
         let differs = (0..SIGNATURE).find(|&at| theirs[at] != self.signature[at]);
         let Some(at) = differs else { return Ok(()) };
-        let text = |value: u64| match (at, value) {
-            (0, 1) => Operator::Preprocess.to_string(),
-            (0, 2) => Operator::Dispatch.to_string(),
-            (0, 3) => Operator::Combine.to_string(),
-            (1, step) => format!("the one of preprocess #{step}"),
-            (_, value) => value.to_string(),
+        let text = |value: u64| match at {
+            0 => {
+                OPERATORS.get((value as usize).wrapping_sub(1)).map_or(value.to_string(), Operator::to_string)
+            }
+            1 => format!("the one of preprocess #{value}"),
+            _ => value.to_string(),
         };
         Err(CallerError::Collective {
             operator: self.operator,
@@ -212,6 +238,33 @@ impl<'a> Op<'a> {
             }
         }
         self.error.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
+    }
+
+    /// One worker's part: takes turns, once all ranks of the domain have entered, until there is nothing left to
+    /// start. `turn` says whether it found something to do.
+    pub(crate) fn take_turns(
+        &self,
+        idle: &mut Idle,
+        mut turn: impl FnMut(&mut Idle, &[PeerBuffers]) -> Result<bool>,
+        all_claimed: impl Fn() -> bool,
+        waiting: impl Fn() -> Waiting,
+    ) -> Result<()> {
+        loop {
+            self.comm.rails.poll()?;
+            let progressed = match self.peers()? {
+                Some(peers) => turn(idle, peers)?,
+                None => false,
+            };
+            if progressed {
+                self.progress(idle);
+            } else if all_claimed() {
+                // Before anyone learns that this rank is done.
+                stream_fence();
+                return Ok(());
+            } else {
+                self.idle(idle, &waiting)?;
+            }
+        }
     }
 
     /// A worker has done something: it waits no longer.

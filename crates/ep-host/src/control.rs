@@ -22,7 +22,7 @@ use crate::segment::{Segment, SegmentName};
 /// Memories that a rank publishes for one operator, at most.
 pub(crate) const BUFFERS: usize = 4;
 /// Words of an operator's signature.
-pub(crate) const SIGNATURE: usize = 8;
+pub(crate) const SIGNATURE: usize = 7;
 
 /// A value on a cache line of its own: waiting ranks poll it.
 #[repr(C, align(128))]
@@ -249,9 +249,9 @@ mod tests {
         let (control, world) = control(3);
         assert_eq!((control.entered(), control.finished(), control.health()), (0, 0, Health::Alive));
         let place = Place { segment: SegmentName { id: 9, fd: 4, len: 1 << 21 }, offset: 4096, len: 77 };
-        control.enter(5, [1, 2, 3, 4, 5, 6, 7, 8], [None, Some(place), None, None]);
+        control.enter(5, [1, 2, 3, 4, 5, 6, 7], [None, Some(place), None, None]);
         assert_eq!(control.entered(), 5);
-        assert_eq!(control.signature(), [1, 2, 3, 4, 5, 6, 7, 8]);
+        assert_eq!(control.signature(), [1, 2, 3, 4, 5, 6, 7]);
         assert_eq!((control.buffer(0), control.buffer(1)), (None, Some(place)));
         let counts: Vec<u32> = (0..Counts::words(&world) as u32).collect();
         control.publish_counts(2, 7, &counts);

@@ -92,35 +92,25 @@ impl Dispatch<'_> {
             scales: HostMemory::normal(self.message.scale_bytes),
         };
         let rails = &self.op.comm.rails;
-        loop {
-            rails.poll()?;
+        let turn = |idle: &mut Idle, peers: &[PeerBuffers]| {
+            if !self.state.padded.swap(true, Relaxed) {
+                self.zero_padding(&peers[self.local_rank()])?;
+            }
             let mut progressed = false;
-            if let Some(peers) = self.op.peers()? {
-                if !self.state.padded.swap(true, Relaxed) {
-                    self.zero_padding(&peers[self.local_rank()])?;
-                }
-                for domain in rails.others() {
-                    if let Some(claim) = self.state.schedule.claim_receive(rails, domain) {
-                        self.forward(peers, claim, &mut scratch)?;
-                        self.op.release(idle, claim)?;
-                        progressed = true;
-                    }
-                }
-                if !progressed && let Some((chunk, claims)) = self.claim_own() {
-                    self.send_own(peers, chunk, &claims, &mut scratch, idle)?;
+            for domain in rails.others() {
+                if let Some(claim) = self.state.schedule.claim_receive(rails, domain) {
+                    self.forward(peers, claim, &mut scratch)?;
+                    self.op.release(idle, claim)?;
                     progressed = true;
                 }
             }
-            if progressed {
-                self.op.progress(idle);
-            } else if self.all_claimed() {
-                // Before anyone learns that this rank is done.
-                simd::stream_fence();
-                return Ok(());
-            } else {
-                self.op.idle(idle, || self.waiting())?;
+            if !progressed && let Some((chunk, claims)) = self.claim_own() {
+                self.send_own(peers, chunk, &claims, &mut scratch, idle)?;
+                progressed = true;
             }
-        }
+            Ok(progressed)
+        };
+        self.op.take_turns(idle, turn, || self.all_claimed(), || self.waiting())
     }
 
     /// Where the tokens of other domains go, in order; complete once all workers are done.
