@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use ep::backend::check_row_bytes;
+use ep::call::{check_len, dispatched};
 use ep::layout::{DispatchLayout, receive_shape};
 use ep::rendezvous::Rendezvous;
 use ep::{
@@ -13,7 +13,7 @@ use ep::{
     Traffic, World,
 };
 
-use crate::call::{DispatchCall, check_len, check_pair, format_code, row_probs};
+use crate::call::{DispatchCall, facts, format_code};
 use crate::combine::{self, Combine, OutPtr};
 use crate::comm::{Call, Comm, Op};
 use crate::control::{BUFFERS, Control, Health};
@@ -403,23 +403,13 @@ impl Backend for HostBuffer {
     ) -> Result<()> {
         self.check_usable()?;
         self.check_handle(handle)?;
-        if handle.forwarded.get().is_none() {
-            return Err(combine::never_dispatched());
-        }
+        dispatched(handle.forwarded.get())?;
         let world = &self.comm.world;
+        let facts = facts(world, self.comm.rank, handle);
+        facts.check_combine(&input, &output, HostMemory::len)?;
         let row_bytes = input.hidden * input.element.bytes();
-        check_row_bytes(input.hidden, row_bytes)?;
-        check_row_bytes(input.hidden, input.hidden * input.wire.bytes())?;
-        let rows = handle.shape.rows;
-        let tokens = handle.layout.tokens();
-        let prob_bytes = 4 * rows * row_probs(world, self.comm.rank, handle);
-        check_len("combine input rows", rows * row_bytes, input.rows.len())?;
-        check_len("combine output", tokens * row_bytes, output.tokens.len())?;
-        check_pair("probs of combine", input.probs.is_some(), output.probs.is_some())?;
-        if let (Some(from), Some(to)) = (input.probs, output.probs.as_deref()) {
-            check_len("combine input probs", prob_bytes, from.len())?;
-            check_len("combine output probs", 4 * tokens * world.experts(), to.len())?;
-        }
+        let (rows, tokens) = (facts.rows, facts.tokens);
+        let prob_bytes = 4 * rows * facts.probs_per_row();
         let message = Format {
             lists: false,
             probs: input.probs.is_some(),

@@ -1,7 +1,7 @@
-//! Arguments of a call, checked before anything is sent.
+//! A dispatch call as this backend carries it out.
 
-use ep::backend::check_row_bytes;
-use ep::{CallerError, DispatchInput, DispatchMode, DispatchOutput, Probs, Rank, Result, TokenFormat, World};
+use ep::call::{HandleFacts, RowBytes};
+use ep::{DispatchInput, DispatchOutput, Probs, Rank, Result, TokenFormat, World};
 
 use crate::control::BUFFERS;
 use crate::dispatch::Weights;
@@ -25,71 +25,35 @@ impl<'a> DispatchCall<'a> {
         input: &DispatchInput<'a, HostMemory>,
         output: &DispatchOutput<'_, HostMemory>,
     ) -> Result<Self> {
-        let DispatchInput { hidden, format, .. } = *input;
-        let (input_bytes, output_bytes) = (format.input_row_bytes(hidden), format.output_row_bytes(hidden));
-        check_row_bytes(hidden, output_bytes)?;
-        let scale_bytes = format.scale_row_bytes(hidden);
-        let tokens = handle.layout.tokens();
-        check_len("dispatch input tokens", tokens * input_bytes, input.tokens.len())?;
-        check_pair(
-            "scales given to dispatch",
-            matches!(format, TokenFormat::Fp8(_)),
-            input.scales.is_some(),
-        )?;
-        if let Some(scales) = input.scales {
-            check_len("dispatch input scales", tokens * scale_bytes, scales.len())?;
-        }
-        check_pair("scales out of dispatch", format.scales().is_some(), output.scales.is_some())?;
+        let facts = facts(world, rank, handle);
+        let RowBytes { tokens, scales, probs, local_experts } =
+            facts.check_dispatch(input, output, HostMemory::len)?;
         let weights = match &input.probs {
             Probs::Skip => Weights::Skip,
             Probs::Routing => Weights::Routing,
             Probs::Dense(memory) => {
-                let bytes = 4 * tokens * world.experts();
-                check_len("dispatch input probs", bytes, memory.len())?;
+                let bytes = 4 * facts.tokens * world.experts();
                 Weights::Dense(bytemuck::cast_slice(&memory.as_bytes()[..bytes]))
             }
         };
-        let with_probs = !matches!(weights, Weights::Skip);
-        check_pair("probs out of dispatch", with_probs, output.probs.is_some())?;
-        if output.local_experts.is_some() && handle.mode != DispatchMode::Plain {
-            return Err(
-                CallerError::Handle("local_experts is an output of the plain mode only".into()).into()
-            );
-        }
-        let row = [
-            output_bytes,
-            scale_bytes,
-            if with_probs { 4 * row_probs(world, rank, handle) } else { 0 },
-            if output.local_experts.is_some() { world.placement.local_experts(rank) } else { 0 },
-        ];
-        let bytes = row.map(|row| row * handle.shape.allocated_rows());
-        let kept_bytes = row.map(|row| row * handle.shape.rows);
-        let lens = [
-            Some(output.tokens.len()),
-            output.scales.as_deref().map(HostMemory::len),
-            output.probs.as_deref().map(HostMemory::len),
-            output.local_experts.as_deref().map(HostMemory::len),
-        ];
-        let names = [
-            "dispatch output tokens",
-            "dispatch output scales",
-            "dispatch output probs",
-            "dispatch output local_experts",
-        ];
-        for ((name, bytes), len) in names.into_iter().zip(bytes).zip(lens) {
-            if let Some(len) = len {
-                check_len(name, bytes, len)?;
-            }
-        }
-        Ok(Self { weights, bytes, kept_bytes })
+        let row = [tokens, scales, probs, local_experts];
+        Ok(Self {
+            weights,
+            bytes: row.map(|row| row * handle.shape.allocated_rows()),
+            kept_bytes: row.map(|row| row * handle.shape.rows),
+        })
     }
 }
 
-/// Probabilities in one row of a dispatch output.
-pub(crate) fn row_probs(world: &World, rank: Rank, handle: &HostHandle) -> usize {
-    match handle.mode {
-        DispatchMode::Permuted { .. } => 1,
-        DispatchMode::Plain => world.placement.local_experts(rank),
+/// What calls with this handle are checked against.
+pub(crate) fn facts<'a>(world: &'a World, rank: Rank, handle: &HostHandle) -> HandleFacts<'a> {
+    HandleFacts {
+        world,
+        rank,
+        mode: handle.mode,
+        tokens: handle.layout.tokens(),
+        allocated_rows: handle.shape.allocated_rows(),
+        rows: handle.shape.rows,
     }
 }
 
@@ -97,20 +61,4 @@ pub(crate) fn format_code(format: TokenFormat) -> u64 {
     let scales = format.scales().map_or(0, |scales| (scales.block() * 8 + scales.bytes_per_scale()) as u64);
     // Given and quantised look the same on the wire, so ranks may differ in it.
     scales << 1 | u64::from(matches!(format, TokenFormat::Bf16))
-}
-
-pub(crate) fn check_len(what: &'static str, expected: usize, found: usize) -> Result<()> {
-    if found >= expected {
-        Ok(())
-    } else {
-        Err(CallerError::Shape { what, expected, found, unit: "bytes" }.into())
-    }
-}
-
-/// An optional argument must be there exactly when another one asks for it.
-pub(crate) fn check_pair(what: &'static str, wanted: bool, given: bool) -> Result<()> {
-    if wanted == given {
-        return Ok(());
-    }
-    Err(CallerError::Shape { what, expected: wanted.into(), found: given.into(), unit: "tensors" }.into())
 }

@@ -10,6 +10,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
+use ep::call::dispatched;
 use ep::layout::TokenCopy;
 use ep::{CallerError, DispatchMode, Element, Rank, Result};
 
@@ -136,8 +137,7 @@ impl Combine<'_> {
         idle: &mut Idle,
     ) -> Result<()> {
         let comm = self.op.comm;
-        let Some(lists) = self.handle.forwarded.get() else { return Err(never_dispatched()) };
-        let list = &lists[claim.domain];
+        let list = &dispatched(self.handle.forwarded.get())?[claim.domain];
         let places = list.places(chunk * self.schedule.chunk()..(chunk + 1) * self.schedule.chunk());
         let copies: usize = places.clone().map(|place| list.copies(place).len()).sum();
         let sections = self.message.sections(places.len(), copies);
@@ -356,11 +356,4 @@ impl Combine<'_> {
         // SAFETY: the output has a cell for every token and expert, and this worker alone has claimed the token.
         unsafe { self.probs_out.0.cast::<f32>().add(cell).write(prob) };
     }
-}
-
-pub(crate) fn never_dispatched() -> ep::Error {
-    CallerError::Handle(
-        "it was never dispatched; combine follows at least one dispatch with the same handle".into(),
-    )
-    .into()
 }

@@ -1,5 +1,7 @@
 //! Every tunable, with its unit, default and range; the only reader of the environment.
 
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::error::{CallerError, Result};
@@ -25,6 +27,11 @@ pub struct Config {
     pub lend: bool,
     /// Outputs larger than this many bytes a rank are written past the caches. `HYBRID_EP_STREAMING_BYTES`, any.
     pub streaming_bytes: usize,
+    /// SMs that dispatch and combine of the CUDA backend run on. 0 = chosen by the backend. `HYBRID_EP_SMS`, 0..=1,024.
+    pub sms: usize,
+    /// Whether the CUDA backend copies rows by plain loads and stores, as on GPUs without a bulk copy engine.
+    /// `HYBRID_EP_PLAIN_COPIES`, 0 or 1.
+    pub plain_copies: bool,
 }
 
 impl Default for Config {
@@ -37,6 +44,8 @@ impl Default for Config {
             slots: 16,
             lend: true,
             streaming_bytes: 4 << 20,
+            sms: 0,
+            plain_copies: false,
         }
     }
 }
@@ -74,6 +83,8 @@ impl Config {
             slots: read("HYBRID_EP_SLOTS", default.slots, 1, 1024)?,
             lend: read("HYBRID_EP_LEND", default.lend.into(), 0, 1)? == 1,
             streaming_bytes: read("HYBRID_EP_STREAMING_BYTES", default.streaming_bytes, 0, usize::MAX)?,
+            sms: read("HYBRID_EP_SMS", default.sms, 0, 1024)?,
+            plain_copies: read("HYBRID_EP_PLAIN_COPIES", default.plain_copies.into(), 0, 1)? == 1,
         })
     }
 }
@@ -139,6 +150,67 @@ impl LaunchEnv {
     }
 }
 
+/// Where the run-time compiler of GPU kernels (NVRTC) may lie, and where compiled kernels are kept.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CudaEnv {
+    /// The compiler to take, and no other: the library, or the directory that it is in. `HYBRID_EP_NVRTC`.
+    pub nvrtc: Option<PathBuf>,
+    /// Where compiled kernels are kept. `HYBRID_EP_CACHE_DIR`, else `hybrid-ep` in `XDG_CACHE_HOME`, else in
+    /// `HOME/.cache`. `None`: they live as long as the process.
+    pub cache_dir: Option<PathBuf>,
+    /// A CUDA toolkit. `CUDA_HOME`, else `CUDA_PATH`.
+    pub cuda_home: Option<PathBuf>,
+    /// Directories that may hold Python packages, either themselves or in their `lib/python3.*/site-packages`, the
+    /// likeliest first.
+    pub python_roots: Vec<PathBuf>,
+}
+
+impl CudaEnv {
+    /// Reads the variables above and, for Python, `VIRTUAL_ENV`, `CONDA_PREFIX`, `PYTHONPATH`, `PYTHONHOME`, `PATH`
+    /// and `HOME`. A variable that is set but empty counts as not set.
+    pub fn from_env() -> Self {
+        Self::from_lookup(|key| std::env::var_os(key))
+    }
+
+    fn from_lookup(lookup: impl Fn(&str) -> Option<OsString>) -> Self {
+        let path = |key: &str| lookup(key).filter(|value| !value.is_empty()).map(PathBuf::from);
+        // The XDG specification wants relative paths ignored.
+        let caches = || {
+            let xdg = path("XDG_CACHE_HOME").filter(|dir| dir.is_absolute());
+            xdg.or_else(|| Some(path("HOME")?.join(".cache")))
+        };
+        Self {
+            nvrtc: path("HYBRID_EP_NVRTC"),
+            cache_dir: path("HYBRID_EP_CACHE_DIR").or_else(|| Some(caches()?.join("hybrid-ep"))),
+            cuda_home: path("CUDA_HOME").or_else(|| path("CUDA_PATH")),
+            python_roots: python_roots(&path),
+        }
+    }
+}
+
+/// Active environments, then what Python itself is told to search, then the prefixes of the programs on the `PATH`
+/// (an environment that is used without being activated), the user's packages and the system's.
+fn python_roots(path: &impl Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf> {
+    let list = |key: &str| -> Vec<PathBuf> {
+        path(key).map(|value| std::env::split_paths(&value).collect()).unwrap_or_default()
+    };
+    let mut roots: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(path).collect();
+    roots.extend(list("PYTHONPATH"));
+    roots.extend(path("PYTHONHOME"));
+    for dir in list("PATH") {
+        if dir.ends_with("bin") {
+            roots.extend(dir.parent().map(PathBuf::from));
+        }
+    }
+    roots.extend(path("HOME").map(|home| home.join(".local")));
+    roots.extend(["/usr/local", "/usr"].map(PathBuf::from));
+    // A relative entry would depend on where the program happens to be started.
+    roots.retain(|root| root.is_absolute());
+    let mut seen = std::collections::BTreeSet::new();
+    roots.retain(|root| seen.insert(root.clone()));
+    roots
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -182,5 +254,40 @@ mod tests {
         assert!(message(&[("RANK", "0")]).contains("WORLD_SIZE = (not set)"));
         assert!(message(&[("RANK", "4"), ("WORLD_SIZE", "4")]).contains("must be below WORLD_SIZE = 4"));
         assert!(message(&[("RANK", "0"), ("WORLD_SIZE", "4")]).contains("MASTER_PORT"));
+    }
+
+    fn cuda(pairs: &[(&str, &str)]) -> CudaEnv {
+        CudaEnv::from_lookup(|key| env(pairs)(key).map(OsString::from))
+    }
+
+    #[test]
+    fn kernels_are_kept_where_the_user_says_or_caches_belong() {
+        let cache = |pairs: &[(&str, &str)]| cuda(pairs).cache_dir;
+        let (own, xdg, home) = (("HYBRID_EP_CACHE_DIR", "/k"), ("XDG_CACHE_HOME", "/x"), ("HOME", "/home/a"));
+        assert_eq!(cache(&[own, xdg, home]), Some("/k".into()));
+        assert_eq!(cache(&[xdg, home]), Some("/x/hybrid-ep".into()));
+        assert_eq!(cache(&[home]), Some("/home/a/.cache/hybrid-ep".into()));
+        assert_eq!(cache(&[("XDG_CACHE_HOME", "x"), home]), cache(&[home]));
+        assert_eq!(cache(&[("HYBRID_EP_CACHE_DIR", ""), xdg]), cache(&[xdg]));
+        assert_eq!(cache(&[]), None);
+    }
+
+    #[test]
+    fn compilers_are_looked_for_where_python_and_toolkits_are() {
+        let found = cuda(&[
+            ("HYBRID_EP_NVRTC", "/n/libnvrtc.so.13"),
+            ("CUDA_PATH", "/cuda"),
+            ("VIRTUAL_ENV", "/venv"),
+            ("PYTHONPATH", "/packages:relative:"),
+            ("PATH", "/usr/bin:/venv/bin:/opt/conda/bin:/opt/tools"),
+            ("HOME", "/home/a"),
+        ]);
+        assert_eq!(found.nvrtc, Some("/n/libnvrtc.so.13".into()));
+        assert_eq!(found.cuda_home, Some("/cuda".into()));
+        let roots = ["/venv", "/packages", "/usr", "/opt/conda", "/home/a/.local", "/usr/local"];
+        assert_eq!(found.python_roots, roots.map(PathBuf::from));
+        let both = cuda(&[("CUDA_HOME", "/a"), ("CUDA_PATH", "/b")]);
+        assert_eq!(both.cuda_home, Some("/a".into()));
+        assert_eq!(both.python_roots, ["/usr/local", "/usr"].map(PathBuf::from));
     }
 }

@@ -20,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod call;
 pub mod config;
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -37,7 +38,7 @@ pub use backend::{
     Backend, BackendExt, CombineInput, CombineOutput, Combined, DispatchInput, DispatchMode, DispatchOutput,
     Element, Posted, Probs, Put, TokenFormat, Traffic, Transport,
 };
-pub use config::Config;
+pub use config::{Config, CudaEnv};
 pub use error::{CallerError, EnvironmentError, Error, Operator, PeerError, PeerFault, Result};
 pub use layout::{Counts, DispatchLayout, ReceiveShape};
 pub use numeric::ScaleFormat;
