@@ -27,6 +27,10 @@ pub(crate) enum Command {
     Verify(VerifyArgs),
     /// Say what this machine offers, what is missing, and what to do about it
     Doctor(DoctorArgs),
+    /// Choose expert domains across datacenters: times, bytes and memory, beside the alternatives
+    Plan(crate::plan::PlanArgs),
+    /// Set the paper's tables and figures beside what its own model gives
+    Reproduce(crate::reproduce::ReproduceArgs),
 }
 
 #[derive(Debug, Args)]
@@ -100,6 +104,9 @@ pub(crate) struct BenchArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArgs {
+    /// What is compared with the definition
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) backend: BackendChoice,
     /// Random cases after the fixed suite
     #[arg(long, value_name = "N", default_value_t = 200)]
     pub(crate) cases: u64,
@@ -155,6 +162,8 @@ pub(crate) enum BackendChoice {
     Auto,
     /// CPU and shared memory
     Host,
+    /// GPUs of one NVLink domain
+    Cuda,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]

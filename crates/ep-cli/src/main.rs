@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod backend;
 mod bench;
 mod ceiling;
 mod doctor;
@@ -10,6 +11,8 @@ mod failure;
 mod launch;
 mod machine;
 mod output;
+mod plan;
+mod reproduce;
 mod units;
 mod verify;
 
@@ -25,6 +28,8 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::main(&args),
         Command::Verify(args) => verify::main(&args),
         Command::Doctor(args) => examine(&args),
+        Command::Plan(args) => plan::main(&args),
+        Command::Reproduce(args) => reproduce::main(&args),
     };
     match outcome {
         Ok(verdict) => verdict.into(),

@@ -9,6 +9,7 @@ use ep::trace::RoutingTrace;
 use ep::workload::Workload;
 use ep::{Config, DispatchMode, Rank, Routing, ScaleFormat, TokenFormat, World};
 
+use crate::backend::Chosen;
 use crate::args::{BackendChoice, BenchArgs, Dtype, TuningArgs};
 use crate::bench::footprint;
 use crate::failure::Failure;
@@ -115,8 +116,7 @@ impl Scenario {
 
 impl Plan {
     pub(crate) fn resolve(args: &BenchArgs) -> Result<Self, Failure> {
-        // Both choices are the host backend as long as there is no other.
-        let (BackendChoice::Auto | BackendChoice::Host) = args.backend;
+        let backend = Chosen::resolve(args.backend, args.domains)?;
         let place = Place::resolve(args.processes)?;
         let json = JsonTarget::resolve(args.json.as_deref())?;
         let ranks = ranks(args, &place)?;

@@ -1,4 +1,4 @@
-//! GPUs and what a CUDA backend would need, told without asking the driver.
+//! GPUs and their driver's files, told without asking the driver.
 
 use serde::Serialize;
 
@@ -29,7 +29,7 @@ pub(crate) struct Gpus {
     pub(crate) device_files: usize,
     /// Where `libcuda.so.1` lies: the first place is the one a loader would take.
     pub(crate) libcuda_paths: Vec<String>,
-    /// Where run-time compilers (NVRTC) lie.
+    /// Where run-time compilers (NVRTC) lie, whether or not one of them is taken.
     pub(crate) nvrtc_paths: Vec<String>,
     /// Modules that let network cards reach GPU memory.
     pub(crate) peer_modules: Fact<Vec<PeerModule>>,
@@ -37,8 +37,6 @@ pub(crate) struct Gpus {
     pub(crate) nvswitch_devices: usize,
     /// Channels for GPU memory shared between nodes over NVLink.
     pub(crate) imex_channels: usize,
-    /// How the GPUs are linked.
-    pub(crate) nvlink: Fact<String>,
 }
 
 /// One GPU.
@@ -77,9 +75,6 @@ impl Gpus {
             peer_modules: peer_modules(probe),
             nvswitch_devices: probe.names_where("/dev", |name| is_numbered(name, "nvidia-nvswitch")).len(),
             imex_channels: probe.names_where(IMEX_DIR, |name| name.starts_with("channel")).len(),
-            nvlink: Fact::Unknown(
-                "needs the driver to answer; shown when the CUDA backend is there".to_owned(),
-            ),
         }
     }
 
@@ -96,12 +91,6 @@ impl Gpus {
             &self.libcuda_paths,
             "calls to the GPU driver, once a build has the CUDA backend",
             "install the NVIDIA driver (in a container: --gpus all)",
-        ));
-        checks.push(library_check(
-            "NVRTC",
-            &self.nvrtc_paths,
-            "kernels compiled at run time, once a build has the CUDA backend",
-            "pip install nvidia-cuda-nvrtc, or a CUDA 12 or 13 toolkit",
         ));
         checks.extend(self.peer_module_checks());
         checks.extend(self.link_checks());
@@ -162,9 +151,6 @@ impl Gpus {
             return Vec::new();
         }
         let mut checks = Vec::new();
-        if let Fact::Unknown(why) = &self.nvlink {
-            checks.push(Check::absent("NVLink", why));
-        }
         // Machines without NVSwitch are common, and those with one may hide it from guests:
         // its absence is no finding.
         if self.nvswitch_devices > 0 {

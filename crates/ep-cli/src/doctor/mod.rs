@@ -1,12 +1,14 @@
 //! `hybrid-ep doctor`: what this machine offers, what is missing, and how to get it.
 //!
-//! Everything is read from files, the environment and the standard library; no other program is
-//! run and no driver is called, so that an examination works on a machine where those are broken.
+//! Everything is read from files, the environment and the standard library, and no other program
+//! is run, so that an examination works on a machine where those are broken. Only the GPU driver is
+//! asked, in a thread that is not waited for longer than it takes one that works.
 //! What cannot be read is reported as unknown, with the reason.
 
 mod cgroup;
 mod check;
 mod cpu;
+mod cuda;
 mod fact;
 mod gpu;
 mod launch;
@@ -28,6 +30,7 @@ use serde::Serialize;
 use self::{
     check::{Check, Mark, Section},
     cpu::Cpu,
+    cuda::Cuda,
     fact::Fact,
     gpu::Gpus,
     launch::Launch,
@@ -53,6 +56,8 @@ pub(crate) struct Report {
     pub(crate) memory: Memory,
     /// GPUs, their driver and its libraries.
     pub(crate) gpus: Gpus,
+    /// What a CUDA backend would stand on, as the driver and the run-time compiler themselves tell.
+    pub(crate) cuda: Cuda,
     /// Network cards and libraries.
     pub(crate) network: Network,
     /// What a launcher left in the environment.
@@ -99,7 +104,7 @@ pub(crate) struct Verdict {
 
 /// Examines the machine that this program runs on.
 pub(crate) fn examine() -> Report {
-    Report::of(&Probe::of_this_machine())
+    Report::of(&Probe::of_this_machine(), Cuda::of_this_machine())
 }
 
 impl Report {
@@ -109,7 +114,7 @@ impl Report {
         render::render(self)
     }
 
-    fn of(probe: &Probe) -> Self {
+    fn of(probe: &Probe, cuda: Cuda) -> Self {
         let limits = cgroup::Limits::find(probe);
         let system = System::find(probe);
         let cpu = Cpu::find(probe, &limits);
@@ -123,6 +128,7 @@ impl Report {
             cpu.section(),
             memory.section(),
             gpus.section(),
+            cuda.section(),
             network.section(&system),
             launch.section(),
             backends_section(&backends),
@@ -134,6 +140,7 @@ impl Report {
             cpu,
             memory,
             gpus,
+            cuda,
             network,
             launch,
             backends,

@@ -10,6 +10,7 @@ use std::{
 use super::{
     Report,
     check::{Check, Mark},
+    cuda::{Cuda, Gpu, KernelCache, Nvrtc},
     fact::Fact,
     memory::Limit,
     probe::{Probe, Process},
@@ -18,6 +19,7 @@ use super::{
 /// A machine made of files, removed with this value.
 struct Machine {
     probe: Probe,
+    cuda: Cuda,
 }
 
 impl Machine {
@@ -40,6 +42,7 @@ impl Machine {
                     vector_extensions: vec![("avx2", true), ("avx512f", false)],
                 },
             },
+            cuda: no_cuda(),
         }
     }
 
@@ -108,7 +111,7 @@ impl Machine {
     }
 
     fn examine(&self) -> Report {
-        Report::of(&self.probe)
+        Report::of(&self.probe, self.cuda.clone())
     }
 }
 
@@ -116,6 +119,24 @@ impl Drop for Machine {
     fn drop(&mut self) {
         // A leftover in the temporary folder is not worth failing for.
         let _ = fs::remove_dir_all(&self.probe.root);
+    }
+}
+
+/// A machine without a GPU driver, a compiler or a compiled kernel.
+fn no_cuda() -> Cuda {
+    Cuda {
+        driver_supports: Fact::Absent,
+        gpus: Fact::Absent,
+        peer_links: Fact::Absent,
+        nvrtc: Fact::Absent,
+        nvrtc_problem: Some("NVRTC: none that can be used; looked at everything".to_owned()),
+        kernel_cache: KernelCache {
+            dir: Some("/home/a/.cache/hybrid-ep".to_owned()),
+            entries: 0,
+            bytes: 0,
+            free_bytes: Fact::Known(8 << 30),
+            problem: None,
+        },
     }
 }
 
@@ -288,7 +309,6 @@ fn eight_gpus_and_two_infiniband_cards() {
     );
     assert_eq!(find(&report, "nvidia_peermem").found, "loaded");
     assert_eq!(find(&report, "gdrdrv").mark, Mark::Absent);
-    assert!(find(&report, "NVLink").found.contains("needs the driver to answer"));
 
     let cards = report.network.rdma_devices.known().unwrap();
     assert_eq!(cards.len(), 2);
@@ -378,6 +398,118 @@ fn efa_is_told_by_vendor_or_driver() {
     assert!(find(&report, "rdmap32s27 port 1").how.as_ref().unwrap().contains("subnet"));
     // Without device files no program can open them.
     assert_eq!(find(&report, "/dev/infiniband").mark, Mark::Absent);
+}
+
+/// What the driver of a large server would say.
+fn h200s(count: usize) -> Cuda {
+    let gpu = Gpu {
+        name: "NVIDIA H200".to_owned(),
+        compute_capability: "9.0".to_owned(),
+        architecture: Some("sm_90a"),
+        multiprocessors: 132,
+        memory_bytes: 140 << 30,
+    };
+    let links = |a| (0..count).map(|b| if a == b { "own" } else { "atomics" }).collect();
+    Cuda {
+        driver_supports: known("13.0"),
+        gpus: Fact::Known(vec![gpu; count]),
+        peer_links: Fact::Known((0..count).map(links).collect()),
+        nvrtc: Fact::Known(Nvrtc { version: "13.0".to_owned(), path: "/venv/libnvrtc.so.13".to_owned() }),
+        nvrtc_problem: None,
+        kernel_cache: KernelCache { entries: 3, bytes: 96 << 10, ..no_cuda().kernel_cache },
+    }
+}
+
+#[test]
+fn no_driver_and_no_compiler_are_told_with_how_to_get_them() {
+    let report = Machine::new().linux().examine();
+    assert_sound(&report);
+    assert_eq!(find(&report, "CUDA driver").mark, Mark::Absent);
+    let compiler = find(&report, "kernel compiler");
+    assert_eq!(compiler.mark, Mark::Absent);
+    assert!(compiler.found.contains("looked at everything"));
+    assert!(compiler.how.as_ref().unwrap().contains("pip install nvidia-cuda-nvrtc"));
+    assert_eq!(find(&report, "kernel cache").found, "/home/a/.cache/hybrid-ep: 0 programs, 8 GiB free");
+    assert_eq!(report.verdict.problems, 0);
+    let json = serde_json::to_value(&report.cuda).unwrap();
+    assert!(json["gpus"].is_null() && json["nvrtc"].is_null());
+}
+
+#[test]
+fn the_drivers_answers_are_shown() {
+    let mut machine = gpu_server();
+    machine.cuda = h200s(8);
+    let report = machine.examine();
+    assert_sound(&report);
+    assert_eq!(find(&report, "CUDA driver").found, "CUDA 13.0, 8 GPUs");
+    assert_eq!(
+        find(&report, "CUDA GPU 7").found,
+        "NVIDIA H200, compute capability 9.0 (kernels for sm_90a), 132 SMs, 140 GiB"
+    );
+    assert_eq!(
+        find(&report, "peer access").found,
+        "between all of 8 GPUs, with atomic operations on every link (NVLink)"
+    );
+    assert_eq!(find(&report, "kernel compiler").found, "NVRTC 13.0, /venv/libnvrtc.so.13");
+    assert_eq!(
+        find(&report, "kernel cache").found,
+        "/home/a/.cache/hybrid-ep: 3 programs, 96 KiB, 8 GiB free"
+    );
+    let json = serde_json::to_value(&report.cuda).unwrap();
+    assert_eq!(json["peer_links"][1][1], "own");
+    assert_eq!(json["gpus"][0]["architecture"], "sm_90a");
+}
+
+#[test]
+fn gpus_that_cannot_be_used_together_or_at_all_are_told() {
+    let mut machine = gpu_server();
+    let (mut gpus, mut links) = match h200s(3) {
+        Cuda { gpus: Fact::Known(gpus), peer_links: Fact::Known(links), .. } => (gpus, links),
+        other => panic!("{other:?}"),
+    };
+    gpus[1] = Gpu { compute_capability: "7.5".to_owned(), architecture: None, ..gpus[1].clone() };
+    links[0][2] = "plain";
+    links[2][1] = "none";
+    machine.cuda = Cuda { gpus: Fact::Known(gpus), peer_links: Fact::Known(links), ..h200s(3) };
+    let report = machine.examine();
+    assert_sound(&report);
+    let old = find(&report, "CUDA GPU 1");
+    assert_eq!(old.mark, Mark::Absent);
+    assert!(old.found.contains("7.5 (no kernels for it)"), "{}", old.found);
+    assert!(old.how.as_ref().unwrap().contains("9.0"));
+    let peers = find(&report, "peer access");
+    assert_eq!(peers.mark, Mark::Absent);
+    assert_eq!(peers.found, "missing from GPU to GPU: 2 to 1");
+
+    let Fact::Known(links) = &mut machine.cuda.peer_links else { panic!("no links") };
+    links[2][1] = "plain";
+    assert_eq!(
+        find(&machine.examine(), "peer access").found,
+        "between all of 3 GPUs, without atomic operations from GPU to GPU: 0 to 2, 2 to 1 (PCI Express)"
+    );
+    machine.cuda = h200s(1);
+    let report = machine.examine();
+    assert!(report.sections.iter().flat_map(|s| &s.checks).all(|check| check.name != "peer access"));
+}
+
+#[test]
+fn a_driver_that_fails_and_a_cache_that_cannot_be_written_are_told() {
+    let mut machine = gpu_server();
+    let why = || "GPU driver (libcuda.so.1): system not yet initialized (error 802)".to_owned();
+    machine.cuda = Cuda {
+        driver_supports: Fact::Unknown(why()),
+        gpus: Fact::Unknown(why()),
+        peer_links: Fact::Unknown(why()),
+        ..no_cuda()
+    };
+    machine.cuda.kernel_cache.problem = Some("/home/a cannot be written to".to_owned());
+    let report = machine.examine();
+    assert_sound(&report);
+    assert!(find(&report, "CUDA driver").found.contains("error 802"));
+    let cache = find(&report, "kernel cache");
+    assert_eq!(cache.mark, Mark::Absent);
+    assert_eq!(cache.found, "0 programs; /home/a cannot be written to");
+    assert!(cache.how.as_ref().unwrap().contains("HYBRID_EP_CACHE_DIR"));
 }
 
 const V2_MOUNT: &str = "30 23 0:26 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n";

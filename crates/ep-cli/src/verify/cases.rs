@@ -6,6 +6,7 @@ use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use ep::conformance::{self, Case};
 
 use crate::args::VerifyArgs;
+use crate::backend::Chosen;
 use crate::bench::MAX_RANKS;
 use crate::failure::Failure;
 
@@ -14,6 +15,7 @@ use crate::failure::Failure;
 pub(super) struct Selection {
     pub(super) seed: u64,
     pub(super) cases: Vec<Numbered>,
+    pub(super) backend: Chosen,
     /// Options that decide which case a random one is.
     limits: String,
     processes: bool,
@@ -40,13 +42,15 @@ impl Selection {
                 return Err(Failure::request(format!("{option} {value}: must be from 1 to {MAX_RANKS}")));
             }
         }
+        let backend = Chosen::resolve(args.backend, Some(args.domains))?;
+        let domains = if backend == Chosen::Cuda { 1 } else { args.domains };
         let seed = args.seed.unwrap_or_else(new_seed);
         let suite = || numbered(Origin::Suite, conformance::suite());
         let random = |numbers: std::ops::Range<u64>| {
             numbers.map(|number| Numbered {
                 origin: Origin::Random,
                 number,
-                case: conformance::random_case(seed_of(seed, number), args.ranks, args.domains),
+                case: conformance::random_case(seed_of(seed, number), args.ranks, domains),
             })
         };
         let cases = match (args.case, args.suite_only) {
@@ -66,7 +70,11 @@ impl Selection {
                 one
             }
         };
-        Ok(Self { seed, cases, limits: limits(args), processes: args.processes })
+        // Numbers stay those of the whole suite.
+        let served = |case: &Numbered| backend == Chosen::Host || case.case.domains == 1;
+        let cases: Vec<Numbered> = cases;
+        let cases = cases.into_iter().filter(served).collect();
+        Ok(Self { seed, cases, backend, limits: limits(args), processes: args.processes })
     }
 
     /// The command line that runs one of the cases again, alone.
@@ -76,7 +84,8 @@ impl Selection {
             Origin::Random => format!("--seed {} --case {}{}", self.seed, case.number, self.limits),
         };
         let form = if self.processes { " --processes" } else { "" };
-        format!("hybrid-ep verify {which}{form}")
+        let backend = if self.backend == Chosen::Cuda { " --backend cuda" } else { "" };
+        format!("hybrid-ep verify{backend} {which}{form}")
     }
 
     /// How many of the cases are of the suite, and how many are random.

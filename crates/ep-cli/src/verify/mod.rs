@@ -12,9 +12,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use ep::config::LaunchEnv;
 use ep::rendezvous::TcpRendezvous;
 use ep::{Config, Rank};
+use ep_cuda::CudaBuffer;
+use ep_host::HostBuffer;
 use indicatif::ProgressBar;
 
 use crate::args::VerifyArgs;
+use crate::backend::Chosen;
 use crate::bench::{self, Place};
 use crate::failure::{Failure, Verdict};
 use crate::launch::{self, Job};
@@ -67,7 +70,7 @@ pub(crate) fn main(args: &VerifyArgs) -> Result<Verdict, Failure> {
 
 /// Said first, so that a run that never ends can be repeated too.
 fn announce(selection: &Selection, kind: &str) -> Result<(), Failure> {
-    output::to_stdout(&format!("running {}, ranks as {kind}", selection.counts()))
+    output::to_stdout(&format!("running {} on the {} backend, ranks as {kind}", selection.counts(), selection.backend.name()))
 }
 
 fn conclude(selection: &Selection, tally: &Tally, outcome: Result<(), Failure>) -> Result<Verdict, Failure> {
@@ -104,7 +107,11 @@ fn on_threads(selection: &Selection, config: &Config, tally: &Tally) -> Result<(
     let first_error = Mutex::new(None);
     let work = || {
         while let Some(case) = selection.cases.get(next.fetch_add(1, Ordering::Relaxed)) {
-            match run::on_threads(case, config) {
+            let outcome = match selection.backend {
+                Chosen::Host => run::on_threads::<HostBuffer>(case, config),
+                Chosen::Cuda => run::on_threads::<CudaBuffer>(case, config),
+            };
+            match outcome {
                 Ok(wrong) => settle(selection, case, &wrong, tally, &bar),
                 Err(error) => {
                     // The machine does not allow it: the other cases are not tried.
@@ -114,8 +121,10 @@ fn on_threads(selection: &Selection, config: &Config, tally: &Tally) -> Result<(
             }
         }
     };
+    // Ranks of several cases on one GPU would have to run at once too.
+    let at_a_time = if selection.backend == Chosen::Cuda { 1 } else { machine::cores().clamp(1, 8) };
     std::thread::scope(|scope| {
-        for _ in 1..machine::cores().clamp(1, 8) {
+        for _ in 1..at_a_time {
             scope.spawn(work);
         }
         work();
@@ -171,7 +180,10 @@ fn as_one_rank(
     let tally = Tally::default();
     let mut meet = TcpRendezvous::join(&env.store, rank, ranks, config.timeout)?;
     for case in &selection.cases {
-        let wrong = run::as_one_rank(case, &mut meet, config)?;
+        let wrong = match selection.backend {
+            Chosen::Host => run::as_one_rank::<HostBuffer>(case, &mut meet, config)?,
+            Chosen::Cuda => run::as_one_rank::<CudaBuffer>(case, &mut meet, config)?,
+        };
         if speaks {
             settle(&selection, case, &wrong, &tally, &bar);
         }

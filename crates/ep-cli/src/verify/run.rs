@@ -5,8 +5,8 @@ use std::panic::AssertUnwindSafe;
 use ep::conformance::{Failure as CaseFailure, Prepared, Problem};
 use ep::rendezvous::Rendezvous;
 use ep::{Config, Error};
-use ep_host::HostBuffer;
 
+use crate::backend::Start;
 use crate::failure::Failure;
 use crate::verify::cases::Numbered;
 
@@ -21,9 +21,9 @@ enum Weight {
 }
 
 /// Runs a case with its ranks as threads.
-pub(super) fn on_threads(numbered: &Numbered, config: &Config) -> Result<Wrong, Failure> {
+pub(super) fn on_threads<B: Start>(numbered: &Numbered, config: &Config) -> Result<Wrong, Failure> {
     let prepared = numbered.case.prepare()?;
-    let buffers = HostBuffer::threads(prepared.world().clone(), config)?;
+    let buffers = B::threads(prepared.world(), config)?;
     let reports = std::thread::scope(|scope| {
         let prepared = &prepared;
         let ranks: Vec<_> = buffers
@@ -37,13 +37,13 @@ pub(super) fn on_threads(numbered: &Numbered, config: &Config) -> Result<Wrong, 
 }
 
 /// Runs a case with this process as one rank; every rank learns the outcome. Collective.
-pub(super) fn as_one_rank(
+pub(super) fn as_one_rank<B: Start>(
     numbered: &Numbered,
     meet: &mut dyn Rendezvous,
     config: &Config,
 ) -> Result<Wrong, Failure> {
     let prepared = numbered.case.prepare()?;
-    let mut buffer = HostBuffer::join(prepared.world().clone(), meet, config)?;
+    let mut buffer = B::join(prepared.world(), meet, config)?;
     let report = guarded(&prepared, || prepared.check(&mut buffer));
     // Before the exchange: peers that still wait for this rank in an operator then know that it failed.
     drop(buffer);

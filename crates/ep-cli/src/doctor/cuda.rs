@@ -1,0 +1,270 @@
+//! What a CUDA backend would stand on, as the driver and the run-time compiler themselves tell.
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+use ep::{CudaEnv, EnvironmentError};
+use ep_cuda::jit::{Arch, Cache, Compiler, INSTALL_HINT, Version};
+use ep_cuda::probe::{self, DriverFacts, GpuFacts, PeerLink};
+use serde::Serialize;
+
+use super::{
+    check::{Check, Section},
+    fact::Fact,
+    parse,
+};
+
+/// A driver that wakes eight sleeping GPUs takes seconds; one that takes longer than this is stuck.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Pairs of GPUs that one line names.
+const MAX_PAIRS: usize = 8;
+
+/// Driver, GPUs, compiler and compiled kernels.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Cuda {
+    /// The newest CUDA version that the driver supports; absent where its library is not installed.
+    pub(crate) driver_supports: Fact<String>,
+    /// The GPUs, in the driver's order, which `CUDA_VISIBLE_DEVICES` changes.
+    pub(crate) gpus: Fact<Vec<Gpu>>,
+    /// How each GPU (row) reaches the memory of each (column): `own`, `atomics` (loads, stores and
+    /// atomic operations, as over NVLink), `plain` (loads and stores), or `none`.
+    pub(crate) peer_links: Fact<Vec<Vec<&'static str>>>,
+    /// The run-time compiler that is taken; absent where none can be used.
+    pub(crate) nvrtc: Fact<Nvrtc>,
+    /// Why no compiler can be used, with all that was looked at.
+    pub(crate) nvrtc_problem: Option<String>,
+    /// Kernels that are compiled already.
+    pub(crate) kernel_cache: KernelCache,
+}
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Gpu {
+    /// The model's name.
+    pub(crate) name: String,
+    /// The compute capability, such as `9.0`.
+    pub(crate) compute_capability: String,
+    /// The architecture that kernels are compiled for; none where there are no kernels for this GPU.
+    pub(crate) architecture: Option<&'static str>,
+    /// Streaming multiprocessors.
+    pub(crate) multiprocessors: u32,
+    /// Memory.
+    pub(crate) memory_bytes: u64,
+}
+
+/// A run-time compiler.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Nvrtc {
+    /// Its version.
+    pub(crate) version: String,
+    /// Where it lies.
+    pub(crate) path: String,
+}
+
+/// Where compiled kernels are kept.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct KernelCache {
+    /// The directory, which need not be there yet; none where no variable names one.
+    pub(crate) dir: Option<String>,
+    /// Compiled programs in it.
+    pub(crate) entries: usize,
+    /// Their size.
+    pub(crate) bytes: u64,
+    /// Room left on its file system.
+    pub(crate) free_bytes: Fact<u64>,
+    /// Why nothing can be added to it.
+    pub(crate) problem: Option<String>,
+}
+
+impl Cuda {
+    /// Asks the driver and looks for a compiler on the machine that this program runs on.
+    pub(super) fn of_this_machine() -> Self {
+        let env = CudaEnv::from_env();
+        let driver = ask_driver();
+        let supported = driver.known().map(|facts| facts.cuda);
+        let (nvrtc, nvrtc_problem) = find_compiler(&env, supported);
+        Cuda {
+            driver_supports: driver.clone().map(|facts| facts.cuda.to_string()),
+            gpus: driver.clone().map(|facts| facts.gpus.into_iter().map(Gpu::from).collect()),
+            peer_links: driver
+                .map(|facts| facts.links.iter().map(|row| row.iter().map(link_name).collect()).collect()),
+            nvrtc,
+            nvrtc_problem,
+            kernel_cache: KernelCache::of(&env),
+        }
+    }
+
+    pub(super) fn section(&self) -> Section {
+        let mut checks = vec![self.driver_check()];
+        let gpus = self.gpus.known().map(Vec::as_slice).unwrap_or_default();
+        checks.extend(gpus.iter().enumerate().map(|(number, gpu)| gpu.check(number)));
+        checks.extend(self.peer_links.known().and_then(|links| peer_check(links)));
+        checks.push(self.compiler_check());
+        checks.push(self.kernel_cache.check());
+        Section { title: "CUDA (for information: this build runs the host backend only)", checks }
+    }
+
+    fn driver_check(&self) -> Check {
+        const NAME: &str = "CUDA driver";
+        let gpus = self.gpus.known().map_or(0, Vec::len);
+        Check::of_optional(
+            NAME,
+            &self.driver_supports,
+            |version| Check::ok(NAME, format!("CUDA {version}, {}", parse::count(gpus, "GPU"))),
+            || Check::absent(NAME, "libcuda.so.1 is not there, or does not load"),
+        )
+    }
+
+    fn compiler_check(&self) -> Check {
+        const NAME: &str = "kernel compiler";
+        let problem = self.nvrtc_problem.as_deref().unwrap_or("not found");
+        Check::of_optional(
+            NAME,
+            &self.nvrtc,
+            |nvrtc| Check::ok(NAME, format!("NVRTC {}, {}", nvrtc.version, nvrtc.path)),
+            || Check::absent(NAME, problem).advice("kernels that are not in the cache", INSTALL_HINT),
+        )
+    }
+}
+
+impl Gpu {
+    fn check(&self, number: usize) -> Check {
+        let name = format!("CUDA GPU {number}");
+        let found = |kernels: String| {
+            let memory = parse::human_bytes(self.memory_bytes);
+            format!(
+                "{}, compute capability {} ({kernels}), {} SMs, {memory}",
+                self.name, self.compute_capability, self.multiprocessors
+            )
+        };
+        match self.architecture {
+            Some(arch) => Check::ok(name, found(format!("kernels for {arch}"))),
+            None => Check::absent(name, found("no kernels for it".to_owned()))
+                .advice("ranks on this GPU", "compute capability 8.0, 8.6, 8.9, 9.0 or 10.0"),
+        }
+    }
+}
+
+impl From<GpuFacts> for Gpu {
+    fn from(facts: GpuFacts) -> Self {
+        let (major, minor) = (facts.capability_major, facts.capability_minor);
+        Gpu {
+            name: facts.name,
+            compute_capability: format!("{major}.{minor}"),
+            architecture: Arch::of_device(major, minor).ok().map(Arch::name),
+            multiprocessors: facts.multiprocessors,
+            memory_bytes: facts.memory_bytes,
+        }
+    }
+}
+
+impl KernelCache {
+    fn of(env: &CudaEnv) -> Self {
+        let state = Cache::of(env).state();
+        KernelCache {
+            dir: state.dir.map(|dir| dir.display().to_string()),
+            entries: state.entries,
+            bytes: state.bytes,
+            free_bytes: state
+                .free_bytes
+                .map_or_else(|| Fact::Unknown("the file system does not tell".to_owned()), Fact::Known),
+            problem: state.problem,
+        }
+    }
+
+    fn check(&self) -> Check {
+        const NAME: &str = "kernel cache";
+        let mut found = parse::count(self.entries, "program");
+        if self.entries > 0 {
+            found.push_str(&format!(", {}", parse::human_bytes(self.bytes)));
+        }
+        if let Some(problem) = &self.problem {
+            return Check::absent(NAME, format!("{found}; {problem}")).advice(
+                "starts without a compilation",
+                "set HYBRID_EP_CACHE_DIR to a directory that can be written to",
+            );
+        }
+        if let Some(&free) = self.free_bytes.known() {
+            found.push_str(&format!(", {} free", parse::human_bytes(free)));
+        }
+        Check::ok(NAME, format!("{}: {found}", self.dir.as_deref().unwrap_or("in memory")))
+    }
+}
+
+/// The driver's answers. It is asked in a thread of its own, since a broken one may never answer.
+fn ask_driver() -> Fact<DriverFacts> {
+    let (sender, answer) = mpsc::channel();
+    // Nobody listens any more when an answer comes too late.
+    thread::spawn(move || drop(sender.send(probe::probe())));
+    match answer.recv_timeout(PATIENCE) {
+        Ok(Ok(Some(facts))) => Fact::Known(facts),
+        Ok(Ok(None)) => Fact::Absent,
+        Ok(Err(error)) => Fact::Unknown(error.to_string()),
+        Err(RecvTimeoutError::Timeout) => {
+            Fact::Unknown(format!("the driver has not answered for {} s", PATIENCE.as_secs()))
+        }
+        Err(RecvTimeoutError::Disconnected) => Fact::Unknown("the driver could not be asked".to_owned()),
+    }
+}
+
+fn find_compiler(env: &CudaEnv, driver: Option<Version>) -> (Fact<Nvrtc>, Option<String>) {
+    match Compiler::find_for(env, driver) {
+        Ok(compiler) => {
+            let path = compiler.path().display().to_string();
+            (Fact::Known(Nvrtc { version: compiler.version().to_string(), path }), None)
+        }
+        // The hint is shown beside it.
+        Err(ep::Error::Environment(EnvironmentError { problem, .. })) => (Fact::Absent, Some(problem)),
+        Err(error) => (Fact::Absent, Some(error.to_string())),
+    }
+}
+
+fn link_name(link: &PeerLink) -> &'static str {
+    match link {
+        PeerLink::Own => "own",
+        PeerLink::Atomics => "atomics",
+        PeerLink::Plain => "plain",
+        PeerLink::None => "none",
+    }
+}
+
+/// The finding on the links of several GPUs; one alone has none.
+fn peer_check(links: &[Vec<&'static str>]) -> Option<Check> {
+    const NAME: &str = "peer access";
+    if links.len() < 2 {
+        return None;
+    }
+    if let Some(pairs) = pairs_with(links, "none") {
+        let check = Check::absent(NAME, format!("missing from GPU to GPU: {pairs}"));
+        return Some(check.advice(
+            "ranks on both GPUs of such a pair",
+            "GPUs of one NVLink domain; nvidia-smi topo -m shows them",
+        ));
+    }
+    let all = format!("between all of {} GPUs", links.len());
+    Some(Check::ok(
+        NAME,
+        match pairs_with(links, "plain") {
+            Some(pairs) => {
+                format!("{all}, without atomic operations from GPU to GPU: {pairs} (PCI Express)")
+            }
+            None => format!("{all}, with atomic operations on every link (NVLink)"),
+        },
+    ))
+}
+
+/// The pairs with such a link, the first few by number.
+fn pairs_with(links: &[Vec<&'static str>], link: &str) -> Option<String> {
+    let rows = links.iter().enumerate();
+    let pairs = rows.flat_map(|(from, row)| row.iter().enumerate().map(move |(to, link)| (from, to, *link)));
+    let pairs: Vec<String> =
+        pairs.filter(|&(_, _, found)| found == link).map(|(from, to, _)| format!("{from} to {to}")).collect();
+    let more = pairs.len().saturating_sub(MAX_PAIRS);
+    let mut text = pairs[..pairs.len() - more].join(", ");
+    if more > 0 {
+        text.push_str(&format!(" and {more} more"));
+    }
+    (!pairs.is_empty()).then_some(text)
+}

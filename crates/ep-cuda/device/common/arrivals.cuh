@@ -1,0 +1,29 @@
+// What peers' tokens mean for this rank, as work items: each peer's chunks, by pieces of a row.
+#pragma once
+#include "worker.cuh"
+
+// All chunks of all peers for this rank; neighbours in time are neighbours in number.
+struct ArrivalItems {
+    const Common& c;
+    const PeerView* peers;
+    u32 count;
+    u32 groups;
+    u32 pieces;
+
+    __device__ ArrivalItems(const Common& c, const PeerView* peers, u32 groups, u32 pieces)
+        : c(c), peers(peers), groups(groups), pieces(pieces) {
+        u32 chunks = 0;
+        for (u32 peer = 0; peer < c.ranks; peer++) chunks = max(chunks, peers[peer].chunks);
+        count = chunks * (c.ranks - 1) * groups;
+    }
+    __device__ u32 source(u32 item) const { return (c.rank + 1 + item / groups % (c.ranks - 1)) % c.ranks; }
+    __device__ u32 chunk(u32 item) const { return item / groups / (c.ranks - 1); }
+    __device__ u32 first_piece(u32 item) const { return item % groups; }
+    __device__ u32 flag(u32 item) const { return chunk(item) * groups + first_piece(item); }
+    __device__ bool skip(u32 item) const { return chunk(item) >= peers[source(item)].chunks; }
+    __device__ Range range(u32 item) const {
+        const PeerView& peer = peers[source(item)];
+        const u32* begin = peer.recv_begin + chunk(item);
+        return {peer.recv, ld_relaxed_sys(begin), ld_relaxed_sys(begin + 1)};
+    }
+};

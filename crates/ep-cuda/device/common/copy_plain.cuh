@@ -1,0 +1,39 @@
+// Rows between global and shared memory by the threads themselves: the same interface as copy_bulk.cuh for GPUs
+// without the bulk copy engine. Copies are over when the call returns, so nothing has to be waited for.
+#pragma once
+#include "ptx.cuh"
+
+constexpr bool BULK_COPIES = false;
+
+__device__ inline void copy_init(u64*) {}
+__device__ inline void copy_init_done() {}
+
+// Called by all threads of the worker, `thread` of `threads`.
+__device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64*, u32 thread, u32 threads) {
+    auto* to = static_cast<uint4*>(stage);
+    auto* from = static_cast<const uint4*>(global);
+    for (u32 at = thread; at < bytes / 16; at += threads) {
+        uint4 value;
+        // Rows may come from a peer: past the first-level cache.
+        asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                     : "l"(from + at)
+                     : "memory");
+        to[at] = value;
+    }
+}
+
+__device__ inline void copy_arrived(u64*, u32) {}
+
+__device__ inline void copy_store(void* global, const void* stage, u32 bytes, u32 thread, u32 threads) {
+    auto* to = static_cast<uint4*>(global);
+    auto* from = static_cast<const uint4*>(stage);
+    for (u32 at = thread; at < bytes / 16; at += threads) to[at] = from[at];
+}
+
+__device__ inline void copy_commit() {}
+template <u32 pending>
+__device__ inline void copy_read() {}
+template <u32 pending>
+__device__ inline void copy_done() {}
+__device__ inline void copy_fence() {}

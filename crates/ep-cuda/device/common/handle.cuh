@@ -1,0 +1,32 @@
+// The lists of a handle: made by preprocess, read by dispatch and combine, on the rank itself and, over the links, by
+// its peers. They know tokens in chunks of `chunk_tokens`; `*_begin[chunk]` is where a chunk's entries begin.
+//
+//   sends      {rank | SEND_*, row}        in token order: where the token's row goes. One entry per remote rank, in
+//                                          plain mode one for the own rank too, in permuted mode one per own copy.
+//                                          A token without any has one dead entry.
+//   copies     {cell, rank << 16 | local expert, row, weight}
+//                                          in token order, by expert position: every copy; `cell` is its index in a
+//                                          dense [tokens, experts] matrix.
+//   recv       {row, send << 2 | RECV_*}   by destination rank, then token order: the rows of a token on that rank.
+//                                          What its receiver must know of it; `send` is the index in `sends`.
+//                                          Rows that do not fit are NONE; first and end are of those that do.
+//   dst_copies {row or row * experts + expert, copy}
+//                                          by destination rank, then token order: where each weight lies on that rank.
+//   shape      first row, kept rows, padded rows of each local expert; then rows, wanted rows,
+//                                          and rows that this rank sends to others.
+#pragma once
+#include "params.cuh"
+
+constexpr u32 SEND_RANK = 0xFFFF;
+constexpr u32 SEND_TOKEN_END = 1u << 16;
+constexpr u32 SEND_DEAD = 1u << 17;
+// Own copies: the first, and the last that fits, of this token.
+constexpr u32 SEND_OWN_FIRST = 1u << 18;
+constexpr u32 SEND_OWN_END = 1u << 19;
+
+constexpr u32 RECV_FIRST = 1;
+constexpr u32 RECV_END = 2;
+
+__device__ inline u32 chunk_end_token(const HandleView& handle, u32 chunk) {
+    return min(handle.tokens, (chunk + 1) * handle.chunk_tokens);
+}

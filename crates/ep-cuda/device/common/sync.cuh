@@ -1,0 +1,162 @@
+// Ranks meeting in an operator: who is here, where their memory is, waits that end, and leaving.
+#pragma once
+#include "handle.cuh"
+#include "ptx.cuh"
+
+// Polls between two looks at the clock.
+constexpr u32 POLLS = 256;
+
+__device__ inline bool reached(u32 seen, u32 epoch) { return static_cast<i32>(seen - epoch) >= 0; }
+
+__device__ inline bool aborted(const Common& c) { return ld_relaxed_sys(&c.own->abort) != 0; }
+
+// Tells the host, and all peers, what went wrong first; the rest of this kernel gives up.
+__device__ inline void report(const Common& c, Fault fault, u32 to_blame) {
+    if (atom_cas_relaxed_gpu(&c.own->fault_claimed, 0, 1) == 0) {
+        const u32 kind = fault.kind;
+        fault.kind = FAULT_NONE;
+        fault.step = c.own->epoch + 1;
+        *c.fault = fault;
+        membar_sys();
+        st_release_sys(&c.fault->kind, kind);
+        for (u32 peer = 0; peer < c.ranks; peer++) st_release_sys(&c.control[peer]->abort, 1 + to_blame);
+    }
+}
+
+// Waits until a peer has written `epoch`; false when it did not in time, or something else failed.
+__device__ inline bool wait_for(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for, u64 index) {
+    if (reached(ld_acquire_sys(word), epoch)) return true;
+    const u64 start = globaltimer();
+    for (;;) {
+        for (u32 poll = 0; poll < POLLS; poll++) {
+            if (reached(ld_acquire_sys(word), epoch)) return true;
+        }
+        const u32 blame = ld_relaxed_sys(&c.own->abort);
+        const u64 waited = globaltimer() - start;
+        Fault fault{};
+        fault.peer = peer;
+        fault.waiting_for = waiting_for;
+        fault.expected = epoch;
+        fault.seen = ld_relaxed_sys(word);
+        fault.index = index;
+        fault.waited_ns = waited;
+        if (blame != 0) {
+            fault.kind = FAULT_ABORTED;
+            fault.peer = blame - 1;
+            report(c, fault, blame - 1);
+            return false;
+        }
+        const bool left = ld_acquire_sys(&c.own->left[peer]) != 0;
+        if (left && reached(ld_acquire_sys(word), epoch)) return true;
+        if (left || waited > c.timeout_ns) {
+            fault.kind = left ? FAULT_LEFT : FAULT_TIMEOUT;
+            report(c, fault, peer);
+            return false;
+        }
+    }
+}
+
+// What a block knows of a peer in this operator, in its own addresses.
+struct PeerView {
+    u8* tokens;
+    u8* scales;
+    float* probs;
+    u8* local_experts;
+    const uint2* recv;
+    const u32* recv_begin;
+    const uint2* dst_copies;
+    const u32* dst_begin;
+    u32* flags;  // where this rank's progress is written on the peer
+    u32 chunks;
+    u32 chunk_tokens;
+};
+
+// One block says hello to all peers; called by all its threads.
+__device__ inline void say_hello(const Common& c, Hello hello, u32 epoch) {
+    for (u32 peer = threadIdx.x; peer < c.ranks; peer += blockDim.x) {
+        Hello* there = &c.control[peer]->hello[epoch & 1][c.rank];
+        there->tokens = hello.tokens;
+        there->scales = hello.scales;
+        there->probs = hello.probs;
+        there->local_experts = hello.local_experts;
+        there->recv = hello.recv;
+        there->recv_begin = hello.recv_begin;
+        there->dst_copies = hello.dst_copies;
+        there->dst_begin = hello.dst_begin;
+        there->chunks = hello.chunks;
+        there->chunk_tokens = hello.chunk_tokens;
+        there->signature = hello.signature;
+        st_release_sys(&there->epoch, epoch);
+    }
+}
+
+template <class T>
+__device__ inline T* of_peer(u64 pointer, i64 delta) {
+    return pointer == 0 ? nullptr : reinterpret_cast<T*>(pointer + static_cast<u64>(delta));
+}
+
+// Waits for a peer's hello; false when it does not come, or is for another call.
+__device__ inline bool hear(const Common& c, u32 epoch, u32 peer) {
+    const Hello* hello = &c.own->hello[epoch & 1][peer];
+    if (!wait_for(c, &hello->epoch, epoch, peer, FOR_HELLO, 0)) return false;
+    const u32 signature = ld_relaxed_sys(&hello->signature);
+    if (signature == c.signature) return true;
+    Fault fault{};
+    fault.kind = FAULT_MISMATCH;
+    fault.peer = peer;
+    fault.expected = c.signature;
+    fault.seen = signature;
+    report(c, fault, peer);
+    return false;
+}
+
+// A peer's hello in this rank's addresses.
+__device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
+    const Hello* hello = &c.own->hello[epoch & 1][peer];
+    const i64 delta = c.delta[peer];
+    const u32 chunks = ld_relaxed_sys(&hello->chunks);
+    PeerView view;
+    view.tokens = of_peer<u8>(ld_relaxed_sys_u64(&hello->tokens), delta);
+    view.scales = of_peer<u8>(ld_relaxed_sys_u64(&hello->scales), delta);
+    view.probs = of_peer<float>(ld_relaxed_sys_u64(&hello->probs), delta);
+    view.local_experts = of_peer<u8>(ld_relaxed_sys_u64(&hello->local_experts), delta);
+    view.recv = of_peer<const uint2>(ld_relaxed_sys_u64(&hello->recv), delta);
+    view.recv_begin = of_peer<const u32>(ld_relaxed_sys_u64(&hello->recv_begin), delta) + c.rank * (chunks + 1);
+    view.dst_copies = of_peer<const uint2>(ld_relaxed_sys_u64(&hello->dst_copies), delta);
+    view.dst_begin = of_peer<const u32>(ld_relaxed_sys_u64(&hello->dst_begin), delta) + c.rank * (chunks + 1);
+    view.flags = c.control[peer]->flags[c.rank];
+    view.chunks = chunks;
+    view.chunk_tokens = ld_relaxed_sys(&hello->chunk_tokens);
+    return view;
+}
+
+// A block waits for the hello of all peers; false when one is missing. Called by all threads.
+__device__ inline bool hear_all(const Common& c, u32 epoch, PeerView* peers) {
+    bool fine = true;
+    for (u32 peer = threadIdx.x; fine && peer < c.ranks; peer += blockDim.x) {
+        fine = hear(c, epoch, peer);
+        if (fine) peers[peer] = view_of(c, epoch, peer);
+    }
+    return __syncthreads_and(fine);
+}
+
+// All blocks of the kernel meet; false when something failed. Called by all threads.
+__device__ inline bool all_blocks(const Common& c) {
+    __syncthreads();
+    bool fine = true;
+    if (threadIdx.x == 0) {
+        atom_add_acq_rel_gpu(&c.own->blocks_arrived, 1);
+        fine = wait_for(c, &c.own->blocks_arrived, gridDim.x, c.rank, FOR_BLOCKS, 0);
+    }
+    return __syncthreads_and(fine);
+}
+
+// The last block out closes the operator. Called by all threads, after all that they do.
+__device__ inline void leave(const Common& c, u32 epoch) {
+    __syncthreads();
+    if (threadIdx.x == 0 && atom_add_acq_rel_gpu(&c.own->blocks_done, 1) == gridDim.x - 1) {
+        c.own->blocks_done = 0;
+        c.own->blocks_arrived = 0;
+        c.own->epoch = epoch;
+    }
+}

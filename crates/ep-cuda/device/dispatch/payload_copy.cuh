@@ -1,0 +1,28 @@
+// Tokens travel as they are: bf16, or FP8 with the caller's scales.
+#pragma once
+#include "payload.cuh"
+
+struct PayloadBuffers {
+    // Groups of stores that may still be reading their stage when the next token is taken.
+    static constexpr u32 PENDING = 2;
+
+    __device__ explicit PayloadBuffers(u8*, u32) {}
+
+    __device__ Payload prepare(const DispatchParams& p, const Sender&, Ring<Sender>&, u8* stage, u32 token, u32 piece) {
+        Payload payload;
+        payload.data = stage;
+        payload.bytes = piece_bytes_at(p, piece);
+        payload.offset = piece * p.piece_bytes;
+        payload.scales = p.scales + static_cast<u64>(token) * p.scale_row_bytes;
+        payload.scale_bytes = piece == 0 ? p.scale_row_bytes : 0;
+        payload.scale_offset = 0;
+        return payload;
+    }
+
+    // After the commit of a token's stores.
+    __device__ void sent(const Sender& worker, Ring<Sender>& ring) {
+        ring.free<PENDING>(worker, ring.taken < PENDING ? 0 : ring.taken - PENDING);
+    }
+};
+
+__device__ inline u32 payload_buffer_bytes(u32) { return 0; }

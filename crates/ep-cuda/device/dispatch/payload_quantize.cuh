@@ -1,0 +1,90 @@
+// Tokens come as bf16 and travel as FP8 e4m3, quantised here, once.
+//
+// The rounding is the library's definition (numeric.rs): amax = max(|x|, 1e-4) over what is not NaN, scale = amax / 448,
+// for ue8m0 rounded up to a power of two, code = e4m3(x * (1 / scale)).
+#pragma once
+#include E4M3_VARIANT
+#include "payload.cuh"
+
+constexpr u32 SCALE_BUFFER_BYTES = 512;
+
+__device__ inline u32 scale_block(u32 format) { return format == SCALES_UE8M0_32 ? 32 : 128; }
+
+__device__ inline float scale_for(u32 format, float amax) {
+    const float scale = fmaxf(amax, 1e-4f) / 448.0f;
+    if (format == SCALES_F32_128) return scale;
+    const u32 bits = __float_as_uint(scale);
+    const u32 above = (bits & 0x7FFFFF) != 0 ? 1 : 0;
+    return __uint_as_float(min(max((bits >> 23) + above, 1u), 254u) << 23);
+}
+
+// Eight bf16 values as f32.
+__device__ inline void unpack(const uint4& packed, float (&values)[8]) {
+    const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (u32 word = 0; word < 4; word++) {
+        values[2 * word] = __uint_as_float(words[word] << 16);
+        values[2 * word + 1] = __uint_as_float(words[word] & 0xFFFF0000u);
+    }
+}
+
+struct PayloadBuffers {
+    u8* memory;
+    u32 bytes;
+    u32 turn = 0;
+
+    __device__ PayloadBuffers(u8* memory, u32 piece_bytes) : memory(memory), bytes(piece_bytes / 2) {}
+
+    __device__ Payload prepare(const DispatchParams& p, const Sender& worker, Ring<Sender>& ring, u8* stage, u32,
+                               u32 piece) {
+        u8* codes = memory + turn * bytes;
+        u8* scales = memory + 2 * bytes;
+        turn ^= 1;
+        // The stores before the last have read this buffer; all lanes have read the scales.
+        if (worker.first()) copy_read<1>();
+        worker.sync();
+        const u32 vectors = piece_bytes_at(p, piece) / 16;
+        const u32 block = scale_block(p.scale_format);
+        const u32 lanes = block / 8;
+        for (u32 base = 0; base < vectors; base += WARP) {
+            const u32 vector = base + lane_id();
+            const bool inside = vector < vectors;
+            float values[8];
+            unpack(inside ? reinterpret_cast<const uint4*>(stage)[vector] : make_uint4(0, 0, 0, 0), values);
+            float amax = 0.0f;
+#pragma unroll
+            for (float value : values) amax = fmaxf(amax, fabsf(value));
+            for (u32 distance = lanes / 2; distance > 0; distance /= 2)
+                amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
+            const float scale = scale_for(p.scale_format, amax);
+            const float inverse = 1.0f / scale;
+            if (inside) {
+                reinterpret_cast<uint2*>(codes)[vector] = e4m3_of(values, inverse);
+                if (vector % lanes == 0) {
+                    if (p.scale_format == SCALES_F32_128)
+                        reinterpret_cast<float*>(scales)[vector / lanes] = scale;
+                    else
+                        scales[vector / lanes] = static_cast<u8>(__float_as_uint(scale) >> 23);
+                }
+            }
+        }
+        copy_fence();
+        worker.sync();
+        ring.freed = ring.taken;
+        const u32 blocks = div_up(vectors, lanes);
+        const u32 bytes_per_scale = p.scale_format == SCALES_F32_128 ? 4 : 1;
+        Payload payload;
+        payload.data = codes;
+        payload.bytes = vectors * 8;
+        payload.offset = piece * (p.piece_bytes / 2);
+        payload.scales = scales;
+        payload.scale_bytes = blocks * bytes_per_scale;
+        payload.scale_offset = piece * (p.piece_bytes / 2 / block) * bytes_per_scale;
+        return payload;
+    }
+
+    // After the commit of a token's stores.
+    __device__ void sent(const Sender&, Ring<Sender>&) {}
+};
+
+__device__ inline u32 payload_buffer_bytes(u32 stage_bytes) { return stage_bytes + SCALE_BUFFER_BYTES; }

@@ -1,0 +1,155 @@
+// Role: a rank's own tokens go out. Each is read once and stored to its row on every rank that wants it; on the own
+// rank, to all its rows.
+#pragma once
+#include PAYLOAD_VARIANT
+
+// The own lists by chunk.
+struct SendItems {
+    const DispatchParams& p;
+    u32 count;
+    u32 groups;
+    u32 pieces;
+
+    __device__ explicit SendItems(const DispatchParams& p)
+        : p(p), count(p.handle.chunks * p.groups), groups(p.groups), pieces(p.pieces) {}
+    __device__ bool skip(u32) const { return false; }
+    __device__ u32 chunk(u32 item) const { return item / groups; }
+    __device__ u32 first_piece(u32 item) const { return item % groups; }
+    __device__ Range range(u32 item) const {
+        const u32* begin = p.handle.send_begin + chunk(item);
+        return {p.handle.sends, begin[0], begin[1]};
+    }
+};
+
+// Tokens to be read, in the order in which they are sent.
+struct TokenWalk {
+    const SendItems& items;
+    u32 item;
+    u32 step;
+    u32 piece;
+    u32 token;
+    u32 end;
+
+    __device__ TokenWalk(const SendItems& items, u32 first, u32 step) : items(items), item(first), step(step) { enter(); }
+
+    __device__ void enter() {
+        if (item >= items.count) return;
+        piece = items.first_piece(item);
+        restart();
+    }
+
+    __device__ void restart() {
+        token = items.chunk(item) * items.p.handle.chunk_tokens;
+        end = chunk_end_token(items.p.handle, items.chunk(item));
+    }
+
+    __device__ bool over() const { return item >= items.count; }
+
+    __device__ void next() {
+        if (++token < end) return;
+        piece += items.groups;
+        if (piece < items.pieces) {
+            restart();
+        } else {
+            item += step;
+            enter();
+        }
+    }
+};
+
+// A few bytes from anywhere to a peer, by all lanes.
+__device__ inline void copy_small(u8* to, const u8* from, u32 bytes) {
+    if (((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) & 3) == 0) {
+        for (u32 at = lane_id() * 4; at < bytes; at += 4 * WARP)
+            *reinterpret_cast<u32*>(to + at) = *reinterpret_cast<const u32*>(from + at);
+    } else {
+        for (u32 at = lane_id(); at < bytes; at += WARP) to[at] = from[at];
+    }
+}
+
+// The weights of a chunk's copies, to their rows.
+__device__ inline void send_probs(const DispatchParams& p, const PeerView* peers, u32 chunk) {
+    const HandleView& h = p.handle;
+    const u32 begin = h.copy_begin[chunk], end = h.copy_begin[chunk + 1];
+    if (!h.permuted) {
+        // A row has a cell for each expert of the rank; most are zero.
+        const u32 first = h.send_begin[chunk], last = h.send_begin[chunk + 1];
+        for (u32 send = first; send < last; send++) {
+            const uint2 entry = h.sends[send];
+            if ((entry.x & SEND_DEAD) != 0) continue;
+            const u32 rank = entry.x & SEND_RANK;
+            const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
+            const u64 cell = static_cast<u64>(entry.y) * experts;
+            for (u32 expert = lane_id(); expert < experts; expert += WARP) {
+                if (peers[rank].probs != nullptr) peers[rank].probs[cell + expert] = 0.0f;
+                if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell + expert] = 0;
+            }
+        }
+        __syncwarp();
+    }
+    for (u32 at = begin + lane_id(); at < end; at += WARP) {
+        const uint4 copy = h.copies[at];
+        if (copy.z == NONE) continue;
+        const u32 rank = copy.y >> 16, expert = copy.y & 0xFFFF;
+        const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
+        const u64 cell = h.permuted ? copy.z : static_cast<u64>(copy.z) * experts + expert;
+        const float weight = p.probs == PROBS_DENSE ? p.dense[copy.x] : __uint_as_float(copy.w);
+        if (p.probs != PROBS_SKIP) peers[rank].probs[cell] = weight;
+        if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell] = 1;
+    }
+}
+
+__device__ inline void send(const DispatchParams& p, const Sender& worker, Ring<Sender>& ring, PayloadBuffers& buffers,
+                            const PeerView* peers, u32 epoch) {
+    const SendItems items(p);
+    Feed<SendItems> feed(items, worker.index, worker.workers);
+    TokenWalk ahead(items, worker.index, worker.workers);
+    TokenWalk here(items, worker.index, worker.workers);
+    Completion<Sender> completion;
+    const auto tell = [&](u32 flag, u32) {
+        for (u32 peer = worker.thread; peer < p.common.ranks; peer += Sender::THREADS)
+            if (peer != p.common.rank) st_release_sys(&peers[peer].flags[flag], epoch);
+    };
+    const auto read_ahead = [&] {
+        while (!ahead.over() && ring.room()) {
+            const u64 row = static_cast<u64>(ahead.token) * p.row_bytes_in + ahead.piece * p.piece_bytes;
+            ring.load(worker, p.tokens + row, piece_bytes_at(p, ahead.piece));
+            ahead.next();
+        }
+    };
+    read_ahead();
+    Batch next = feed.fetch();
+    bool token_begins = true;
+    Payload payload;
+    while (next.valid()) {
+        const Batch batch = next;
+        next = feed.fetch();
+        for (u32 index = 0; index < batch.count; index++) {
+            const uint2 entry = batch.at(index);
+            if (token_begins) payload = buffers.prepare(p, worker, ring, ring.take(worker), here.token, here.piece);
+            token_begins = (entry.x & SEND_TOKEN_END) != 0;
+            if ((entry.x & SEND_DEAD) == 0) {
+                const PeerView& peer = peers[entry.x & SEND_RANK];
+                u8* row = peer.tokens + static_cast<u64>(entry.y) * p.row_bytes_out + payload.offset;
+                ring.store(worker, row, payload.data, payload.bytes);
+                if (payload.scale_bytes != 0)
+                    copy_small(peer.scales + static_cast<u64>(entry.y) * p.scale_row_bytes + payload.scale_offset,
+                               payload.scales, payload.scale_bytes);
+            }
+            if (token_begins) {
+                ring.commit(worker);
+                completion.committed(worker, tell);
+                buffers.sent(worker, ring);
+                here.next();
+                read_ahead();
+            }
+        }
+        if (batch.last) {
+            const u32 chunk = items.chunk(batch.item), group = items.first_piece(batch.item);
+            if (group == 0 && (p.probs != PROBS_SKIP || !p.handle.permuted)) send_probs(p, peers, chunk);
+            completion.finish(worker, chunk * p.groups + group, 0, tell);
+        }
+    }
+    completion.flush(worker, tell);
+    if (worker.first()) copy_done<0>();
+}

@@ -1,0 +1,146 @@
+// Everybody's counts, and what follows from them: the first row of this rank's tokens for every expert, and the shape
+// of what this rank receives.
+#pragma once
+#include "tile.cuh"
+
+constexpr u32 COUNT_TOKENS = 0, COUNT_MODE = 1, COUNT_CAPACITY = 2, COUNT_HEAD = 3;
+
+// The counts that `source` has written here.
+__device__ inline u32* counts_at(const PreprocessParams& p, Control* control, u32 epoch, u32 source) {
+    return reinterpret_cast<u32*>(control + 1) + ((epoch & 1) * p.common.ranks + source) * p.count_words;
+}
+
+// Writes this rank's counts to all peers and says so. Called by all threads of one block.
+__device__ inline void send_counts(const PreprocessParams& p, const u32* totals, u32 epoch) {
+    const Common& c = p.common;
+    const Columns column{c.experts, c.ranks};
+    for (u32 at = threadIdx.x; at < p.count_words * c.ranks; at += blockDim.x) {
+        const u32 peer = at / p.count_words, word = at % p.count_words;
+        u32 value = p.capacity;
+        if (word == COUNT_TOKENS) value = p.handle.tokens;
+        if (word == COUNT_MODE) value = p.pad_multiple;
+        if (word >= COUNT_HEAD) value = totals[word - COUNT_HEAD];
+        if (word >= COUNT_HEAD + c.experts) value = totals[column.tokens_of(word - COUNT_HEAD - c.experts)];
+        counts_at(p, c.control[peer], epoch, c.rank)[word] = value;
+    }
+    __syncthreads();
+    Hello hello{};
+    hello.signature = c.signature;
+    say_hello(c, hello, epoch);
+}
+
+struct Bases {
+    u32* base;   // permuted: [experts], plain: [ranks]: first row of this rank's tokens
+    u32* limit;  // [ranks]: rows at or beyond are dropped
+};
+
+struct Segment {
+    u64 start;
+    u64 total;
+};
+
+// What this rank receives of one local expert, or in plain mode of all.
+__device__ inline void set_shape(const PreprocessParams& p, u32 at, u32 value) {
+    p.handle.shape[at] = value;
+    if (p.host_shape != nullptr) p.host_shape[at] = value;
+}
+
+__device__ inline void too_many(const PreprocessParams& p, u32 rank, u64 rows) {
+    Fault fault{};
+    fault.kind = FAULT_TOO_MANY_ROWS;
+    fault.peer = rank;
+    fault.index = rows;
+    report(p.common, fault, p.common.rank);
+}
+
+__device__ inline void too_many_copies(const PreprocessParams& p, u32 copies) {
+    Fault fault{};
+    fault.kind = FAULT_TOO_MANY_COPIES;
+    fault.peer = p.common.rank;
+    fault.expected = p.most_copies;
+    fault.index = copies;
+    report(p.common, fault, p.common.rank);
+}
+
+__device__ inline u64 warp_scan(u64 own) {
+    u64 through = own;
+    for (u32 distance = 1; distance < WARP; distance *= 2) {
+        const u64 other = __shfl_up_sync(0xFFFFFFFFu, through, distance);
+        if (lane_id() >= distance) through += other;
+    }
+    return through;
+}
+
+// One warp per receiving rank: its segments, expert by expert.
+__device__ inline void permuted_bases(const PreprocessParams& p, const Bases& bases, u32 epoch, u32 rank, bool shape) {
+    const Common& c = p.common;
+    const u32* of_rank = counts_at(p, c.own, epoch, rank);
+    const u32 pad = max(1u, ld_relaxed_sys(of_rank + COUNT_MODE)), limit = bases.limit[rank];
+    const u32 first = c.owner_begin[rank], experts = c.owner_begin[rank + 1] - first;
+    u64 start = 0, kept_rows = 0;
+    for (u32 group = 0; group < experts; group += WARP) {
+        const u32 expert = group + lane_id();
+        u64 total = 0, earlier = 0;
+        if (expert < experts) {
+            for (u32 source = 0; source < c.ranks; source++) {
+                const u32 count = ld_relaxed_sys(counts_at(p, c.own, epoch, source) + COUNT_HEAD + first + expert);
+                if (source < c.rank) earlier += count;
+                total += count;
+            }
+        }
+        const u64 padded = (total + pad - 1) / pad * pad;
+        const u64 through = warp_scan(padded);
+        const u64 begin = start + through - padded;
+        start += __shfl_sync(0xFFFFFFFFu, through, WARP - 1);
+        const u64 kept = limit > begin ? min(limit - begin, total) : 0;
+        const u64 kept_padded = (kept + pad - 1) / pad * pad;
+        kept_rows += __shfl_sync(0xFFFFFFFFu, warp_scan(kept_padded), WARP - 1);
+        if (expert < experts) {
+            bases.base[first + expert] = static_cast<u32>(begin + earlier);
+            if (shape && rank == c.rank) {
+                set_shape(p, expert, static_cast<u32>(min(begin, static_cast<u64>(limit))));
+                set_shape(p, experts + expert, static_cast<u32>(kept));
+                set_shape(p, 2 * experts + expert, static_cast<u32>(kept_padded));
+            }
+        }
+    }
+    if (lane_id() != 0) return;
+    if (start > NONE) too_many(p, rank, start);
+    if (shape && rank == c.rank) {
+        set_shape(p, 3 * experts, static_cast<u32>(kept_rows));
+        set_shape(p, 3 * experts + 1, static_cast<u32>(start));
+    }
+}
+
+// One thread per receiving rank.
+__device__ inline void plain_base(const PreprocessParams& p, const Bases& bases, u32 epoch, u32 rank, bool shape) {
+    const Common& c = p.common;
+    u64 total = 0, earlier = 0;
+    for (u32 source = 0; source < c.ranks; source++) {
+        const u32 count = ld_relaxed_sys(counts_at(p, c.own, epoch, source) + COUNT_HEAD + c.experts + rank);
+        if (source < c.rank) earlier += count;
+        total += count;
+    }
+    if (total > NONE) too_many(p, rank, total);
+    bases.base[rank] = static_cast<u32>(earlier);
+    if (shape && rank == c.rank) {
+        const u32 experts = c.owner_begin[rank + 1] - c.owner_begin[rank];
+        set_shape(p, 3 * experts, static_cast<u32>(min(total, static_cast<u64>(bases.limit[rank]))));
+        set_shape(p, 3 * experts + 1, static_cast<u32>(total));
+    }
+}
+
+// Called by all threads, when all counts are here; `shape`: this block publishes the shape.
+__device__ inline void compute_bases(const PreprocessParams& p, const Bases& bases, u32 epoch, bool shape) {
+    const Common& c = p.common;
+    for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x)
+        bases.limit[rank] = ld_relaxed_sys(counts_at(p, c.own, epoch, rank) + COUNT_CAPACITY);
+    __syncthreads();
+    if (p.handle.permuted) {
+        for (u32 rank = warp_id(); rank < c.ranks; rank += blockDim.x / WARP)
+            permuted_bases(p, bases, epoch, rank, shape);
+    } else {
+        for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x) plain_base(p, bases, epoch, rank, shape);
+    }
+    __syncthreads();
+}

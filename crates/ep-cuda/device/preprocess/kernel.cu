@@ -1,0 +1,93 @@
+// preprocess: a rank's own routing to the lists of a handle. Each block counts some tokens; the counts, and nothing
+// else, are exchanged with all ranks; then each block knows the row of every copy of its tokens.
+#include "emit.cuh"
+
+constexpr u32 THREADS = 1024;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid_constant__ PreprocessParams p) {
+    extern __shared__ __align__(16) u32 shared[];
+    const Common& c = p.common;
+    const Columns column{c.experts, c.ranks};
+    const u32 epoch = c.own->epoch + 1;
+    u32* memory = shared;
+    u32* run = memory;
+    u32* totals = run + column.count();
+    u32* copies_begin = totals + column.count();
+    u32* tokens_begin = copies_begin + c.ranks;
+    const Bases bases{tokens_begin + c.ranks, tokens_begin + c.ranks + max(c.experts, c.ranks)};
+    memory = bases.limit + c.ranks;
+    Tile tile(p, memory);
+
+    const u32 tiles = div_up(p.handle.tokens, p.tile);
+    const u32 per_block = div_up(tiles, gridDim.x);
+    const u32 begin = min(tiles, blockIdx.x * per_block), end = min(tiles, begin + per_block);
+    const auto load = [&](u32 at) { tile.load(at * p.tile, min(p.tile, p.handle.tokens - at * p.tile)); };
+
+    for (u32 at = threadIdx.x; at < column.count(); at += blockDim.x) run[at] = 0;
+    __syncthreads();
+    for (u32 at = begin; at < end; at++) {
+        load(at);
+        tile.add_to(run);
+    }
+    for (u32 at = threadIdx.x; at < column.count(); at += blockDim.x)
+        p.block_columns[blockIdx.x * column.count() + at] = run[at];
+    bool fine = all_blocks(c) && !__syncthreads_or(aborted(c));
+
+    for (u32 at = threadIdx.x; fine && at < column.count(); at += blockDim.x) {
+        u32 before = 0, total = 0;
+        for (u32 block = 0; block < gridDim.x; block++) {
+            if (block == blockIdx.x) before = total;
+            total += ld_relaxed_sys(&p.block_columns[block * column.count() + at]);
+        }
+        run[at] = before;
+        totals[at] = total;
+    }
+    __syncthreads();
+    for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x) {
+        copies_begin[rank] = tokens_begin[rank] = 0;
+        for (u32 below = 0; below < rank; below++) {
+            copies_begin[rank] += totals[column.copies_of(below)];
+            tokens_begin[rank] += totals[column.tokens_of(below)];
+        }
+    }
+    if (fine && totals[column.copies()] > p.most_copies) {
+        fine = false;
+        if (threadIdx.x == 0) too_many_copies(p, totals[column.copies()]);
+    }
+    if (fine && blockIdx.x == 0) send_counts(p, totals, epoch);
+    for (u32 peer = threadIdx.x; fine && peer < c.ranks; peer += blockDim.x) fine = hear(c, epoch, peer);
+    fine = __syncthreads_and(fine);
+
+    if (fine) {
+        compute_bases(p, bases, epoch, blockIdx.x == 0);
+        const Cursors cursors{run, copies_begin, tokens_begin};
+        for (u32 at = begin; at < end; at++) {
+            if (per_block > 1) load(at);
+            tile.scan_tokens();
+            emit(p, tile, cursors, bases);
+            // The scans hold sums now: what the tile adds is counted again.
+            if (at + 1 < end) {
+                load(at);
+                tile.add_to(run);
+            }
+        }
+        if (blockIdx.x == 0) {
+            const HandleView& h = p.handle;
+            for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x) {
+                const u32 copies = copies_begin[rank] + totals[column.copies_of(rank)];
+                const u32 tokens = tokens_begin[rank] + totals[column.tokens_of(rank)];
+                h.dst_begin[rank * (h.chunks + 1) + h.chunks] = copies;
+                h.recv_begin[rank * (h.chunks + 1) + h.chunks] = h.permuted ? copies : tokens;
+            }
+            if (threadIdx.x == 0) {
+                u32 remote = 0;
+                for (u32 rank = 0; rank < c.ranks; rank++)
+                    if (rank != c.rank) remote += totals[column.tokens_of(rank)];
+                set_shape(p, 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]) + 2, remote);
+                h.send_begin[h.chunks] = totals[column.sends()];
+                h.copy_begin[h.chunks] = totals[column.copies()];
+            }
+        }
+    }
+    leave(c, epoch);
+}

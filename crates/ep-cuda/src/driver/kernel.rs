@@ -1,0 +1,96 @@
+//! A loaded kernel and its launch.
+
+use std::ffi::CString;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use ep::{EnvironmentError, Result};
+
+use super::{Device, Stream, check};
+
+/// A kernel, ready to be launched on one GPU. Modules stay loaded as long as the process: unloading waits for the GPU.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    device: Arc<Device>,
+    name: &'static str,
+    function: sys::CUfunction,
+}
+
+// SAFETY: a function handle may be used from any thread.
+unsafe impl Send for Kernel {}
+// SAFETY: as above; nothing here changes.
+unsafe impl Sync for Kernel {}
+
+impl Kernel {
+    /// Loads a cubin's kernel of this name, allowed as much shared memory as the GPU has.
+    pub(crate) fn load(device: &Arc<Device>, cubin: &[u8], name: &'static str) -> Result<Self> {
+        device.bind()?;
+        let what = || format!("loading kernel {name} on GPU {}", device.ordinal);
+        let mut module = std::ptr::null_mut();
+        // SAFETY: a whole cubin, which says its own length.
+        let answer = unsafe { sys::cuModuleLoadData(&mut module, cubin.as_ptr().cast()) };
+        check(answer, what, "the driver may be older than the compiler: `hybrid-ep doctor` shows both")?;
+        let mut function = std::ptr::null_mut();
+        let entry = CString::new(name).map_err(|error| EnvironmentError::new(what(), error, ""))?;
+        // SAFETY: the module is loaded; the name ends with a zero byte.
+        let answer = unsafe { sys::cuModuleGetFunction(&mut function, module, entry.as_ptr()) };
+        check(answer, what, "")?;
+        let kernel = Self { device: Arc::clone(device), name, function };
+        let static_bytes = kernel.attribute(sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
+        let most = device.shared_bytes as i32 - static_bytes;
+        use sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as DYNAMIC;
+        // SAFETY: the function is loaded.
+        check(unsafe { sys::cuFuncSetAttribute(function, DYNAMIC, most) }, what, "")?;
+        Ok(kernel)
+    }
+
+    fn attribute(&self, attribute: sys::CUfunction_attribute) -> Result<i32> {
+        let mut value = 0;
+        // SAFETY: writes one number.
+        let answer = unsafe { sys::cuFuncGetAttribute(&mut value, attribute, self.function) };
+        check(answer, || format!("asking about kernel {}", self.name), "").map(|()| value)
+    }
+
+    /// Most bytes of dynamic shared memory of a block.
+    pub(crate) fn shared_bytes(&self) -> Result<usize> {
+        use sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as DYNAMIC;
+        self.attribute(DYNAMIC).map(|bytes| bytes as usize)
+    }
+
+    /// Puts a launch into the stream.
+    ///
+    /// # Safety
+    /// `P` is the kernel's parameter struct, and all memory that it names stays until the launch is over.
+    pub(crate) unsafe fn launch<P>(
+        &self,
+        stream: &Stream,
+        blocks: u32,
+        threads: u32,
+        shared_bytes: usize,
+        params: &P,
+    ) -> Result<()> {
+        self.device.bind()?;
+        let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
+        // SAFETY: one argument, which the driver copies before it returns; the rest is the caller's promise.
+        let answer = unsafe {
+            sys::cuLaunchKernel(
+                self.function,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                shared_bytes as u32,
+                stream.raw(),
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        check(
+            answer,
+            || format!("launching kernel {} ({blocks} blocks of {threads} threads, {shared_bytes} bytes)", self.name),
+            "an earlier kernel may have failed",
+        )
+    }
+}

@@ -1,0 +1,225 @@
+//! Physical memory, addresses for it, and host memory that kernels write to.
+
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use ep::{EnvironmentError, Result};
+
+use super::{Device, check};
+
+/// An address in a GPU's memory, as one process sees it.
+pub(crate) type DeviceAddress = sys::CUdeviceptr;
+
+/// Sizes and addresses of mapped memory are multiples of this, bytes: the driver's granularity on all GPUs so far.
+pub(crate) const GRANULE: usize = 2 << 20;
+
+/// A piece of a GPU's memory that can be mapped by several GPUs and processes. It goes when nobody maps it any more.
+#[derive(Debug)]
+pub(crate) struct Chunk {
+    handle: sys::CUmemGenericAllocationHandle,
+    pub(crate) bytes: usize,
+}
+
+impl Chunk {
+    /// Allocates; `bytes` is a multiple of [`GRANULE`].
+    pub(crate) fn new(device: &Device, bytes: usize) -> Result<Self> {
+        device.bind()?;
+        let properties = sys::CUmemAllocationProp {
+            type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+            requestedHandleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+            location: location(device.ordinal),
+            win32HandleMetaData: std::ptr::null_mut(),
+            // SAFETY: plain numbers, for which zero means "nothing special".
+            allocFlags: unsafe { std::mem::zeroed() },
+        };
+        let mut handle = 0;
+        // SAFETY: writes one handle, released in `drop`.
+        let answer = unsafe { sys::cuMemCreate(&mut handle, bytes, &properties, 0) };
+        if answer == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            return Err(EnvironmentError::new(
+                format!("allocating {bytes} bytes of registered memory on GPU {}", device.ordinal),
+                format!("{} of {} bytes are free", device.free_bytes(), device.memory_bytes),
+                "use fewer tokens, a smaller hidden or a smaller capacity, or free memory of other libraries",
+            )
+            .into());
+        }
+        check(answer, || format!("allocating {bytes} bytes on GPU {}", device.ordinal), "")?;
+        Ok(Self { handle, bytes })
+    }
+
+    /// A file descriptor that stands for the memory in another process.
+    pub(crate) fn export(&self) -> Result<OwnedFd> {
+        let mut fd = -1i32;
+        let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        // SAFETY: writes a file descriptor, which is of `int` size.
+        let answer = unsafe {
+            sys::cuMemExportToShareableHandle(std::ptr::from_mut(&mut fd).cast(), self.handle, kind, 0)
+        };
+        check(answer, || "sharing memory with other processes".into(), "")?;
+        // SAFETY: a new descriptor that nobody else owns.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    /// Memory that another process has exported.
+    pub(crate) fn import(device: &Device, fd: &OwnedFd, bytes: usize) -> Result<Self> {
+        device.bind()?;
+        let mut handle = 0;
+        let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        // SAFETY: for this kind the descriptor itself is passed in the pointer.
+        let answer = unsafe {
+            sys::cuMemImportFromShareableHandle(&mut handle, fd.as_raw_fd() as usize as *mut _, kind)
+        };
+        check(answer, || "opening another process's memory".into(), "do all ranks see all GPUs of the domain?")?;
+        Ok(Self { handle, bytes })
+    }
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        // SAFETY: made once; mappings keep the memory until they go.
+        let _ = unsafe { sys::cuMemRelease(self.handle) };
+    }
+}
+
+fn location(ordinal: usize) -> sys::CUmemLocation {
+    sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: ordinal as i32 }
+}
+
+/// A range of addresses, mapped from the start as far as chunks have been put into it.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    device: Arc<Device>,
+    pub(crate) address: DeviceAddress,
+    bytes: usize,
+    chunks: Vec<Chunk>,
+    mapped: usize,
+}
+
+impl Reservation {
+    /// Reserves addresses for as much as the GPU could ever hold.
+    pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
+        device.bind()?;
+        let bytes = device.memory_bytes.next_multiple_of(GRANULE);
+        let mut address = 0;
+        // SAFETY: writes one address, freed in `drop`.
+        let answer = unsafe { sys::cuMemAddressReserve(&mut address, bytes, GRANULE, 0, 0) };
+        check(answer, || format!("reserving {bytes} bytes of addresses"), "")?;
+        Ok(Self { device: Arc::clone(device), address, bytes, chunks: Vec::new(), mapped: 0 })
+    }
+
+    /// Bytes that are mapped.
+    pub(crate) fn mapped(&self) -> usize {
+        self.mapped
+    }
+
+    /// The chunks, in the order of their addresses.
+    pub(crate) fn chunks(&self) -> &[Chunk] {
+        &self.chunks
+    }
+
+    /// Maps one more chunk behind the others, for these GPUs to read and write.
+    pub(crate) fn push(&mut self, chunk: Chunk, devices: &[usize]) -> Result<()> {
+        let bytes = chunk.bytes;
+        if self.mapped + bytes > self.bytes {
+            return Err(EnvironmentError::new(
+                format!("growing registered memory to {} bytes", self.mapped + bytes),
+                format!("the GPU has {} bytes", self.bytes),
+                "use fewer tokens or a smaller hidden",
+            )
+            .into());
+        }
+        self.device.bind()?;
+        let at = self.address + self.mapped as DeviceAddress;
+        let what = || format!("mapping {bytes} bytes of registered memory");
+        // SAFETY: inside the reservation, behind what is mapped.
+        check(unsafe { sys::cuMemMap(at, bytes, 0, chunk.handle, 0) }, what, "")?;
+        self.mapped += bytes;
+        self.chunks.push(chunk);
+        let access: Vec<_> = devices
+            .iter()
+            .map(|&ordinal| sys::CUmemAccessDesc {
+                location: location(ordinal),
+                flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+            })
+            .collect();
+        // SAFETY: the range that was mapped above.
+        let answer = unsafe { sys::cuMemSetAccess(at, bytes, access.as_ptr(), access.len()) };
+        check(answer, what, "the GPUs of an NVLink domain must reach each other: `nvidia-smi topo -m`")
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if self.device.bind().is_err() {
+            return;
+        }
+        let mut at = self.address;
+        for chunk in &self.chunks {
+            // SAFETY: mapped in `push`; the driver waits for kernels that may use it.
+            let _ = unsafe { sys::cuMemUnmap(at, chunk.bytes) };
+            at += chunk.bytes as DeviceAddress;
+        }
+        // SAFETY: reserved in `new`, and nothing is mapped any more.
+        let _ = unsafe { sys::cuMemAddressFree(self.address, self.bytes) };
+    }
+}
+
+/// Host memory that kernels can write to, as an array of words.
+#[derive(Debug)]
+pub(crate) struct Mapped {
+    words: *mut u32,
+    len: usize,
+    address: DeviceAddress,
+}
+
+// SAFETY: plain memory; all access goes through volatile reads and writes.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// `len` words of zero.
+    pub(crate) fn new(device: &Device, len: usize) -> Result<Self> {
+        device.bind()?;
+        let (mut memory, mut address) = (std::ptr::null_mut(), 0);
+        let what = || format!("pinning {} bytes of host memory", 4 * len);
+        const FLAGS: u32 = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: writes one pointer, freed in `drop`.
+        check(unsafe { sys::cuMemHostAlloc(&mut memory, 4 * len, FLAGS) }, what, "")?;
+        let words = memory.cast::<u32>();
+        // SAFETY: as many bytes were allocated.
+        unsafe { words.write_bytes(0, len) };
+        let mut mapped = Self { words, len, address };
+        // SAFETY: `memory` was allocated for mapping.
+        check(unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, memory, 0) }, what, "")?;
+        mapped.address = address;
+        Ok(mapped)
+    }
+
+    /// As kernels see it.
+    pub(crate) fn address(&self) -> DeviceAddress {
+        self.address
+    }
+
+    /// One word, as it is now.
+    pub(crate) fn read(&self, at: usize) -> u32 {
+        assert!(at < self.len, "inside the memory");
+        // SAFETY: inside, aligned; written by the GPU as whole words.
+        unsafe { self.words.add(at).read_volatile() }
+    }
+
+    /// Sets one word.
+    pub(crate) fn write(&self, at: usize, value: u32) {
+        assert!(at < self.len, "inside the memory");
+        // SAFETY: as in `read`.
+        unsafe { self.words.add(at).write_volatile(value) };
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`.
+        let _ = unsafe { sys::cuMemFreeHost(self.words.cast()) };
+    }
+}

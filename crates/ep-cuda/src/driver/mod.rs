@@ -1,0 +1,51 @@
+//! The CUDA driver, as little of it as this crate needs: every call checked, every owner freeing what it owns.
+
+mod device;
+mod kernel;
+mod memory;
+mod stream;
+
+use std::ffi::CStr;
+
+use cudarc::driver::sys;
+use ep::{EnvironmentError, Result};
+
+pub(crate) use device::Device;
+pub(crate) use kernel::Kernel;
+pub(crate) use memory::{Chunk, DeviceAddress, Mapped, Reservation};
+pub use stream::{Event, Stream};
+
+/// Turns a driver's answer into an error that says what was attempted.
+pub(crate) fn check(answer: sys::CUresult, what: impl Fn() -> String, hint: &str) -> Result<()> {
+    if answer == sys::CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    Err(EnvironmentError::new(what(), describe(answer), hint).into())
+}
+
+fn describe(answer: sys::CUresult) -> String {
+    let mut text = std::ptr::null();
+    // SAFETY: the driver writes a pointer to a static string, or none for an answer it does not know.
+    let known = unsafe { sys::cuGetErrorString(answer, &mut text) } == sys::CUresult::CUDA_SUCCESS;
+    if !known || text.is_null() {
+        return format!("the driver answered {answer:?}");
+    }
+    // SAFETY: a string of the driver's, ended by a zero byte, that lives as long as the process.
+    let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
+    format!("{text} ({answer:?})")
+}
+
+/// Loads and initialises the driver; the first thing that anybody does.
+pub(crate) fn initialise() -> Result<()> {
+    // SAFETY: looks for a library, and unloads it again.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(EnvironmentError::new(
+            "loading the CUDA driver",
+            "libcuda.so.1 was not found",
+            "install the NVIDIA driver, or use the host backend",
+        )
+        .into());
+    }
+    // SAFETY: the driver is present; initialising it again does nothing.
+    check(unsafe { sys::cuInit(0) }, || "initialising the CUDA driver".into(), "`nvidia-smi` says whether the GPU works")
+}

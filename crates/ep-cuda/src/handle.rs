@@ -1,0 +1,131 @@
+//! What preprocessing found out: lists on the GPU, of which peers read their part.
+
+use std::cell::{Cell, OnceCell};
+
+use ep::{DispatchMode, ReceiveShape};
+
+use crate::arena::{Arena, Part};
+use crate::driver::DeviceAddress;
+use crate::params::{HandleView, MAX_CHUNKS};
+
+/// A routing laid out: made by preprocess, used by dispatch and combine while the routing stands.
+#[derive(Debug)]
+pub struct CudaHandle {
+    /// The buffer that made it.
+    pub(crate) buffer: u64,
+    /// The step of its preprocessing; the same on every rank.
+    pub(crate) id: u64,
+    pub(crate) mode: DispatchMode,
+    pub(crate) tokens: usize,
+    pub(crate) capacity: Option<usize>,
+    /// Bounds of the lists that combine needs scratch memory for.
+    pub(crate) sizes: Sizes,
+    pub(crate) view: HandleView,
+    /// What the rank receives, as far as the host knows.
+    pub(crate) shape: OnceCell<ReceiveShape>,
+    pub(crate) dispatched: Cell<bool>,
+    /// Tokens that go to other ranks, one for each; known with the shape.
+    pub(crate) remote_rows: Cell<u32>,
+    pub(crate) _memory: Part,
+}
+
+impl CudaHandle {
+    /// Where the shape lies on the GPU: `[3 * local experts + 3]` u32: first row, kept rows, padded rows of each local
+    /// expert, then rows, wanted rows, and rows that this rank sends to others.
+    pub fn shape_address(&self) -> u64 {
+        self.view.shape
+    }
+
+    /// The shape of what this rank receives; `None` as long as nobody has waited for it.
+    pub fn receive_shape(&self) -> Option<&ReceiveShape> {
+        self.shape.get()
+    }
+}
+
+/// Upper bounds of a handle's lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    pub(crate) tokens: usize,
+    pub(crate) copies: usize,
+    pub(crate) ranks: usize,
+    pub(crate) local_experts: usize,
+    pub(crate) chunks: usize,
+    pub(crate) chunk_tokens: usize,
+}
+
+impl Sizes {
+    pub(crate) fn new(tokens: usize, copies: usize, ranks: usize, local_experts: usize) -> Self {
+        let chunk_tokens = chunk_tokens(tokens);
+        Self { tokens, copies, ranks, local_experts, chunks: tokens.div_ceil(chunk_tokens), chunk_tokens }
+    }
+
+    /// Entries of the list of sends: a copy each at most, and one for each token without any.
+    pub(crate) fn sends(&self) -> usize {
+        self.copies + self.tokens
+    }
+
+    /// Allocates the lists: their sizes and addresses come from one walk.
+    pub(crate) fn allocate(&self, arena: &Arena, permuted: bool) -> ep::Result<(Part, HandleView)> {
+        let begins = self.chunks + 1;
+        let lists = [
+            8 * self.sends(),
+            4 * begins,
+            16 * self.copies,
+            4 * begins,
+            8 * self.copies,
+            4 * begins * self.ranks,
+            8 * self.copies,
+            4 * begins * self.ranks,
+            4 * self.shape_words(),
+        ];
+        let part = arena.alloc(lists.iter().map(|bytes| bytes.next_multiple_of(16)).sum(), true)?;
+        let mut next = part.address();
+        let [sends, send_begin, copies, copy_begin, recv, recv_begin, dst_copies, dst_begin, shape] =
+            lists.map(|bytes| {
+                let at = next;
+                next += bytes.next_multiple_of(16) as DeviceAddress;
+                at
+            });
+        let view = HandleView {
+            sends,
+            send_begin,
+            copies,
+            copy_begin,
+            recv,
+            recv_begin,
+            dst_copies,
+            dst_begin,
+            shape,
+            tokens: self.tokens as u32,
+            chunks: self.chunks as u32,
+            chunk_tokens: self.chunk_tokens as u32,
+            permuted: permuted.into(),
+        };
+        Ok((part, view))
+    }
+
+    /// Words of the shape: three for each local expert, rows, wanted rows, rows sent to other ranks.
+    pub(crate) fn shape_words(&self) -> usize {
+        3 * self.local_experts + 3
+    }
+}
+
+/// Tokens that move as a unit: few enough that all workers have some, and that the first arrive early; many enough
+/// that their lists are read in few pieces.
+fn chunk_tokens(tokens: usize) -> usize {
+    (tokens / 128).clamp(4, 16).max(tokens.div_ceil(MAX_CHUNKS))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_stay_within_their_flags() {
+        for tokens in [0, 1, 3, 4, 255, 256, 1023, 4096, 4097, 100_000, 10_000_000] {
+            let sizes = Sizes::new(tokens, 8 * tokens, 8, 4);
+            assert!(sizes.chunks <= MAX_CHUNKS, "{tokens}: {}", sizes.chunks);
+            assert!(sizes.chunks * sizes.chunk_tokens >= tokens);
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! Kernels, compiled and loaded once for each GPU.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use ep::{CudaEnv, Result};
+
+use crate::device::KernelKey;
+use crate::driver::{Device, Kernel};
+use crate::jit::Jit;
+
+/// All kernels of this process.
+pub(crate) struct Kernels {
+    jit: Jit,
+    loaded: Mutex<HashMap<(usize, bool, KernelKey), Arc<Slot>>>,
+}
+
+/// A kernel's place: whoever comes first fills it, the others wait for that kernel and for no other.
+type Slot = Mutex<Option<Arc<Kernel>>>;
+
+impl std::fmt::Debug for Kernels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kernels").finish_non_exhaustive()
+    }
+}
+
+impl Kernels {
+    /// The process's own.
+    pub(crate) fn get() -> &'static Self {
+        static KERNELS: OnceLock<Kernels> = OnceLock::new();
+        KERNELS.get_or_init(|| Self { jit: Jit::new(CudaEnv::from_env()), loaded: Mutex::default() })
+    }
+
+    /// The kernel, ready to be launched.
+    pub(crate) fn load(&self, device: &Arc<Device>, key: KernelKey, plain_copies: bool) -> Result<Arc<Kernel>> {
+        let slot = {
+            let mut loaded = self.loaded.lock().unwrap_or_else(|poison| poison.into_inner());
+            Arc::clone(loaded.entry((device.ordinal, plain_copies, key)).or_default())
+        };
+        let mut slot = slot.lock().unwrap_or_else(|poison| poison.into_inner());
+        if let Some(kernel) = &*slot {
+            return Ok(Arc::clone(kernel));
+        }
+        let program = key.program(device.arch, plain_copies);
+        let cubin = self.jit.cubin(&program, device.arch)?;
+        let kernel = Arc::new(Kernel::load(device, &cubin.bytes, key.name())?);
+        *slot = Some(Arc::clone(&kernel));
+        Ok(kernel)
+    }
+}

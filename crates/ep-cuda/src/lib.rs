@@ -1,0 +1,54 @@
+//! The CUDA backend: dispatch and combine between the GPUs of an NVLink domain, at the wire, with few SMs.
+//!
+//! | module | what is there |
+//! |---|---|
+//! | `buffer`, `operators` | [`CudaBuffer`]: arguments checked, parameters filled, one launch per operator |
+//! | `join`, `peers` | how ranks find each other's memory |
+//! | `arena`, `memory` | registered memory, which all GPUs of the domain reach |
+//! | `handle`, `routing` | a routing on the GPU, and the lists that preprocessing makes of it |
+//! | `tuning` | how an operator is cut into pieces, stages and blocks |
+//! | `fault` | what a kernel has reported, as an error that names who is at fault |
+//! | `params` | the mirror of `device/common/params.cuh` |
+//! | `device`, `kernels`, `jit` | the kernels' sources, compiled and loaded when they are needed |
+//! | `driver` | the CUDA driver, every call checked |
+//!
+//! The kernels are in `device/`: start at `device/dispatch/kernel.cu`.
+
+mod arena;
+mod buffer;
+mod device;
+mod driver;
+mod fault;
+mod handle;
+pub mod jit;
+mod join;
+mod kernels;
+mod memory;
+mod operators;
+mod params;
+mod peers;
+pub mod probe;
+mod routing;
+mod tuning;
+
+pub use buffer::CudaBuffer;
+pub use driver::{Event, Stream};
+pub use handle::CudaHandle;
+pub use memory::CudaMemory;
+pub use routing::{DeviceRouting, Indices};
+
+/// Whether there is a driver and a GPU that this backend serves.
+///
+/// # Errors
+/// [`ep::EnvironmentError`] that says what is missing.
+pub fn check_available() -> ep::Result<()> {
+    if driver::Device::count()? == 0 {
+        return Err(ep::EnvironmentError::new(
+            "looking for GPUs",
+            "the driver shows none",
+            "see CUDA_VISIBLE_DEVICES and `nvidia-smi`, or use the host backend",
+        )
+        .into());
+    }
+    driver::Device::open(0).map(|_| ())
+}

@@ -1,0 +1,248 @@
+//! The operators of [`CudaBuffer`]: arguments checked, parameters filled, one launch each.
+
+use ep::call::{check_len, dispatched};
+use ep::{
+    Backend, CallerError, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element,
+    Operator, Probs, Rank, ReceiveShape, Result, Routing, TokenFormat, Traffic, World,
+};
+
+use crate::buffer::{CudaBuffer, address, scale_code};
+use crate::fault;
+use crate::handle::CudaHandle;
+use crate::memory::CudaMemory;
+use crate::params::{CombineParams, DispatchParams};
+use crate::routing::DeviceRouting;
+use crate::tuning::{self, CombineShape, DispatchShape};
+
+impl Backend for CudaBuffer {
+    type Memory = CudaMemory;
+    type Handle = CudaHandle;
+
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn world(&self) -> &World {
+        &self.world
+    }
+
+    fn alloc(&mut self, bytes: usize) -> Result<CudaMemory> {
+        Ok(CudaMemory::registered(self.arena.alloc(bytes, false)?, bytes))
+    }
+
+    fn upload(&mut self, bytes: &[u8], memory: &mut CudaMemory) -> Result<()> {
+        check_len("memory to upload to", bytes.len(), memory.len())?;
+        self.stream.upload(bytes, memory.address())
+    }
+
+    fn download(&mut self, memory: &CudaMemory, bytes: &mut [u8]) -> Result<()> {
+        check_len("memory to download from", bytes.len(), memory.len())?;
+        self.stream.download(memory.address(), bytes)?;
+        self.check_usable()
+    }
+
+    fn preprocess(
+        &mut self,
+        routing: &Routing,
+        mode: DispatchMode,
+        capacity: Option<usize>,
+    ) -> Result<CudaHandle> {
+        self.check_usable()?;
+        if routing.rank() != self.rank {
+            let text = format!("the routing is that of rank {}, this is rank {}", routing.rank(), self.rank);
+            return Err(CallerError::Handle(text).into());
+        }
+        if routing.experts() != self.world.experts() {
+            let (expected, found) = (self.world.experts(), routing.experts());
+            return Err(CallerError::Shape { what: "routing", expected, found, unit: "experts" }.into());
+        }
+        let (tokens, entries) = (routing.tokens(), routing.copies());
+        let mut begins = Vec::with_capacity(tokens + 1);
+        let (mut experts, mut weights) = (Vec::with_capacity(entries), Vec::with_capacity(entries));
+        begins.push(0u32);
+        for (row_experts, row_weights) in routing.rows() {
+            experts.extend_from_slice(row_experts);
+            weights.extend_from_slice(row_weights);
+            begins.push(experts.len() as u32);
+        }
+        let mut place = |bytes: &[u8]| -> Result<CudaMemory> {
+            let mut memory = self.alloc(bytes.len())?;
+            self.upload(bytes, &mut memory)?;
+            Ok(memory)
+        };
+        let begin = place(bytemuck::cast_slice(&begins))?;
+        let experts = place(bytemuck::cast_slice(&experts))?;
+        let weights = place(bytemuck::cast_slice(&weights))?;
+        let rows =
+            DeviceRouting::Rows { tokens, entries, begin: &begin, experts: &experts, weights: &weights };
+        self.preprocess_on_device(&rows, mode, capacity)
+    }
+
+    fn receive_shape(&mut self, handle: &CudaHandle) -> Result<ReceiveShape> {
+        self.check_handle(handle)?;
+        if let Some(shape) = handle.shape.get() {
+            return Ok(shape.clone());
+        }
+        let mut words = vec![0u32; handle.sizes.shape_words()];
+        self.stream.download(handle.view.shape, bytemuck::cast_slice_mut(&mut words))?;
+        self.check_usable()?;
+        self.learn(handle, &words);
+        handle.shape.get().cloned().ok_or_else(|| CallerError::Handle("it has no shape".into()).into())
+    }
+
+    fn dispatch(
+        &mut self,
+        handle: &CudaHandle,
+        input: DispatchInput<'_, CudaMemory>,
+        output: DispatchOutput<'_, CudaMemory>,
+    ) -> Result<()> {
+        self.check_usable()?;
+        self.check_handle(handle)?;
+        let facts = Self::facts(&self.world, self.rank, handle);
+        let row = facts.check_dispatch(&input, &output, CudaMemory::len)?;
+        let DispatchInput { hidden, format, .. } = input;
+        let quantize = matches!(format, TokenFormat::QuantizeFp8(_));
+        let key = tuning::dispatch_key(quantize);
+        let kernel = self.kernel(key)?;
+        let row_bytes_in = format.input_row_bytes(hidden);
+        let cut = DispatchShape::new(key, self.world.ranks(), row_bytes_in, kernel.shared_bytes()?)?;
+
+        let rows = facts.allocated_rows;
+        let keep_rest = handle.capacity.is_some();
+        let DispatchOutput { tokens, scales, probs, local_experts } = output;
+        let outputs = [Some(&*tokens), scales.as_deref(), probs.as_deref(), local_experts.as_deref()];
+        let bytes = [row.tokens, row.scales, row.probs, row.local_experts].map(|row| row * rows);
+        let mut staged = Vec::with_capacity(outputs.len());
+        for (memory, bytes) in outputs.into_iter().zip(bytes) {
+            staged.push(self.stage(memory, bytes, keep_rest)?);
+        }
+        let place = |at: usize| {
+            staged[at].as_ref().map_or_else(|| address(outputs[at]), crate::arena::Part::address)
+        };
+        let (probs_code, dense) = match input.probs {
+            Probs::Skip => (0, 0),
+            Probs::Routing => (1, 0),
+            Probs::Dense(memory) => (2, memory.address()),
+        };
+        // Given and quantised look the same on the wire, so ranks may differ in it.
+        let same = [
+            handle.id,
+            hidden as u64,
+            scale_code(format).into(),
+            row.tokens as u64,
+            u64::from(probs_code != 0),
+            u64::from(cut.groups),
+        ];
+        let common = self.enter(Operator::Dispatch, &same);
+        let params = DispatchParams {
+            common,
+            handle: handle.view,
+            tokens: input.tokens.address(),
+            scales: address(input.scales),
+            dense,
+            out_tokens: place(0),
+            out_scales: place(1),
+            out_probs: place(2),
+            out_local_experts: place(3),
+            probs: probs_code,
+            scale_format: scale_code(format),
+            row_bytes_in: row_bytes_in as u32,
+            row_bytes_out: row.tokens as u32,
+            scale_row_bytes: row.scales as u32,
+            pieces: cut.pieces,
+            piece_bytes: cut.piece_bytes,
+            groups: cut.groups,
+            stages: cut.stages,
+            stage_bytes: cut.stage_bytes(),
+            hidden: hidden as u32,
+            reserved: 0,
+        };
+        // SAFETY: the kernel's own parameters; sizes were checked; memory stays until the stream has passed, by the
+        // contract of `Backend` and of borrowed memory.
+        unsafe { kernel.launch(&self.stream, self.blocks, cut.threads, cut.shared_bytes, &params) }?;
+        for ((part, memory), bytes) in staged.iter().zip(outputs).zip(bytes) {
+            if let (Some(part), Some(memory)) = (part, memory) {
+                self.stream.copy(part.address(), memory.address(), bytes)?;
+            }
+        }
+        handle.dispatched.set(true);
+        self.domain_bytes += u64::from(handle.remote_rows.get()) * (row.tokens + row.scales) as u64;
+        Ok(())
+    }
+
+    fn combine(
+        &mut self,
+        handle: &CudaHandle,
+        input: CombineInput<'_, CudaMemory>,
+        output: CombineOutput<'_, CudaMemory>,
+    ) -> Result<()> {
+        self.check_usable()?;
+        self.check_handle(handle)?;
+        dispatched(handle.dispatched.get().then_some(()))?;
+        Self::facts(&self.world, self.rank, handle).check_combine(&input, &output, CudaMemory::len)?;
+        let CombineInput { hidden, element, wire, rows, probs } = input;
+        let key = tuning::combine_key(element == Element::F32, wire == Element::F32);
+        let kernel = self.kernel(key)?;
+        let cut = CombineShape::new(key, self.world.ranks(), hidden, kernel.shared_bytes()?)?;
+        let slot_bytes = hidden.next_multiple_of(8) * wire.bytes();
+        let scratch = handle.sizes.sends() * slot_bytes;
+        let partials = Self::scratch(&self.arena, &mut self.partials, scratch)?;
+        let prob_scratch = match probs {
+            Some(_) => Self::scratch(&self.arena, &mut self.prob_scratch, 4 * handle.sizes.copies)?,
+            None => 0,
+        };
+        let same = [
+            handle.id,
+            hidden as u64,
+            element.bytes() as u64,
+            wire.bytes() as u64,
+            u64::from(probs.is_some()),
+            u64::from(cut.groups),
+        ];
+        let common = self.enter(Operator::Combine, &same);
+        let params = CombineParams {
+            common,
+            handle: handle.view,
+            rows: rows.address(),
+            row_probs: address(probs),
+            out_tokens: output.tokens.address(),
+            out_probs: address(output.probs.as_deref()),
+            partials,
+            prob_scratch,
+            hidden: hidden as u32,
+            pieces: cut.pieces,
+            piece_elements: cut.piece_elements,
+            groups: cut.groups,
+            stages: cut.stages,
+            stage_bytes: cut.stage_bytes,
+        };
+        // SAFETY: as in `dispatch`.
+        unsafe { kernel.launch(&self.stream, self.blocks, cut.threads, cut.shared_bytes, &params) }?;
+        self.domain_bytes += u64::from(handle.remote_rows.get()) * (hidden * wire.bytes()) as u64;
+        Ok(())
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        let done = self.stream.synchronize();
+        self.check_usable()?;
+        done
+    }
+
+    fn traffic(&self) -> Traffic {
+        Traffic {
+            domain_bytes: self.domain_bytes,
+            preprocess_bytes: self.preprocess_bytes,
+            ..Traffic::default()
+        }
+    }
+}
+
+impl Drop for CudaBuffer {
+    fn drop(&mut self) {
+        // A kernel of this rank may still be writing.
+        let _ = self.stream.synchronize();
+        if fault::read(&self.fault, self.rank, self.world.experts(), &self.history).is_none() {
+            self.say_left();
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! What the GPU driver says about this machine, asked without creating a context: nothing is allocated on a GPU.
+
+use std::ffi::{CStr, c_char, c_int};
+
+use cudarc::driver::{result::DriverError, sys};
+use ep::{EnvironmentError, Result};
+
+use crate::jit::Version;
+
+/// What the driver says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DriverFacts {
+    /// The newest CUDA version that it supports.
+    pub cuda: Version,
+    /// Its GPUs, in its order.
+    pub gpus: Vec<GpuFacts>,
+    /// `links[a][b]`: how GPU `a` reaches the memory of GPU `b`.
+    pub links: Vec<Vec<PeerLink>>,
+}
+
+/// One GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuFacts {
+    /// The model's name.
+    pub name: String,
+    /// Compute capability, before the dot.
+    pub capability_major: u32,
+    /// Compute capability, after the dot.
+    pub capability_minor: u32,
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Memory, bytes.
+    pub memory_bytes: u64,
+}
+
+/// How one GPU reaches another's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum PeerLink {
+    /// It is its own memory.
+    Own,
+    /// With loads, stores and atomic operations: NVLink.
+    Atomics,
+    /// With loads and stores: as a rule PCI Express.
+    Plain,
+    /// Not at all.
+    None,
+}
+
+/// Asks the driver. `None` where its library is not installed.
+///
+/// # Errors
+/// An [`EnvironmentError`] when the library is there but does not work.
+pub fn probe() -> Result<Option<DriverFacts>> {
+    // Without the library every call into it would panic.
+    // SAFETY: loads the driver's library, if there is one; its initialisers need nothing.
+    if !unsafe { sys::is_culib_present() } {
+        return Ok(None);
+    }
+    facts().map(Some).map_err(|error| {
+        let hint =
+            "nvidia-smi shows whether the driver works; in a container, hand the GPUs to it (--gpus all)";
+        EnvironmentError::new("GPU driver (libcuda.so.1)", describe(error), hint).into()
+    })
+}
+
+fn facts() -> Result<DriverFacts, DriverError> {
+    let mut version = 0;
+    // SAFETY: the argument points to an integer of ours; the call is allowed before `cuInit`.
+    unsafe { sys::cuDriverGetVersion(&raw mut version) }.result()?;
+    let cuda = Version { major: version.unsigned_abs() / 1000, minor: version.unsigned_abs() % 1000 / 10 };
+    // SAFETY: takes no pointer and may be called any number of times.
+    match unsafe { sys::cuInit(0) } {
+        sys::CUresult::CUDA_ERROR_NO_DEVICE => {
+            return Ok(DriverFacts { cuda, gpus: Vec::new(), links: Vec::new() });
+        }
+        result => result.result()?,
+    }
+    let mut count = 0;
+    // SAFETY: the argument points to an integer of ours, and the driver is initialised.
+    unsafe { sys::cuDeviceGetCount(&raw mut count) }.result()?;
+    let devices = (0..count).map(device).collect::<Result<Vec<_>, _>>()?;
+    let gpus = devices.iter().map(|&device| gpu(device)).collect::<Result<_, _>>()?;
+    let links = devices.iter().map(|&from| devices.iter().map(|&to| link(from, to)).collect());
+    Ok(DriverFacts { cuda, gpus, links: links.collect::<Result<_, _>>()? })
+}
+
+fn device(ordinal: c_int) -> Result<sys::CUdevice, DriverError> {
+    let mut device = 0;
+    // SAFETY: the argument points to an integer of ours; the driver refuses an ordinal that it does not have.
+    unsafe { sys::cuDeviceGet(&raw mut device, ordinal) }.result()?;
+    Ok(device)
+}
+
+fn gpu(device: sys::CUdevice) -> Result<GpuFacts, DriverError> {
+    use sys::CUdevice_attribute as A;
+    const NAME_BYTES: usize = 256;
+    let mut name: [c_char; NAME_BYTES] = [0; NAME_BYTES];
+    // SAFETY: there is room for as many bytes as is said, the last of which stays zero.
+    unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), NAME_BYTES as c_int - 1, device) }.result()?;
+    // SAFETY: the last byte is zero.
+    let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+    let mut memory_bytes = 0;
+    // SAFETY: the argument points to a number of ours.
+    unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory_bytes, device) }.result()?;
+    let attribute = |which| {
+        let mut value: c_int = 0;
+        // SAFETY: the argument points to an integer of ours.
+        unsafe { sys::cuDeviceGetAttribute(&raw mut value, which, device) }.result()?;
+        Ok(value.unsigned_abs())
+    };
+    Ok(GpuFacts {
+        name,
+        capability_major: attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        capability_minor: attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        memory_bytes: memory_bytes as u64,
+    })
+}
+
+fn link(from: sys::CUdevice, to: sys::CUdevice) -> Result<PeerLink, DriverError> {
+    use sys::CUdevice_P2PAttribute as A;
+    if from == to {
+        return Ok(PeerLink::Own);
+    }
+    let has = |which| {
+        let mut value = 0;
+        // SAFETY: the argument points to an integer of ours, and the devices are two of the driver's.
+        unsafe { sys::cuDeviceGetP2PAttribute(&raw mut value, which, from, to) }.result()?;
+        Ok(value != 0)
+    };
+    Ok(match has(A::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED)? {
+        false => PeerLink::None,
+        true if has(A::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED)? => PeerLink::Atomics,
+        true => PeerLink::Plain,
+    })
+}
+
+/// The driver's own words, with the number that manuals list.
+fn describe(error: DriverError) -> String {
+    let mut text = std::ptr::null();
+    // SAFETY: the argument points to a pointer of ours.
+    let found = unsafe { sys::cuGetErrorString(error.0, &raw mut text) }.result();
+    let words = match found {
+        // SAFETY: the driver hands out a text that lives as long as its library, or null.
+        Ok(()) => unsafe { text.as_ref().map(|text| CStr::from_ptr(text).to_string_lossy()) },
+        Err(_) => None,
+    };
+    format!("{} (error {})", words.unwrap_or("it gives no reason".into()), error.0 as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn asking_never_panics_and_says_what_there_is() {
+        match probe() {
+            Ok(None) => {}
+            Ok(Some(facts)) => {
+                assert!(facts.cuda.major >= 11, "{facts:?}");
+                assert!(facts.links.iter().all(|row| row.len() == facts.gpus.len()));
+                assert_eq!(facts.links.len(), facts.gpus.len());
+            }
+            Err(error) => assert!(error.to_string().contains("libcuda.so.1"), "{error}"),
+        }
+    }
+}
