@@ -19,6 +19,7 @@
 //!   levels.
 //! - [`planner`] is the richer model and the default: latency, deduplicated tokens, hot experts, gradients, codec,
 //!   memory.
+//! - [`simulate`] runs the schedule that the planner prices, event by event, with stragglers and jitter.
 //! - [`residual`] is the codec for experts on the move: a shared expert, and the largest differences from it.
 //! - [`cluster`], [`model`] and [`routing`] describe the problem; [`presets`] has some to start from.
 //!
@@ -46,12 +47,14 @@ pub mod cluster;
 pub mod divisors;
 pub mod domain;
 pub mod error;
+pub mod input;
 pub mod model;
 pub mod paper;
 pub mod planner;
 pub mod presets;
 pub mod residual;
 pub mod routing;
+pub mod simulate;
 pub mod stream_model;
 pub mod units;
 
@@ -61,5 +64,6 @@ pub use error::{PlanError, Result};
 pub use model::{Model, ModelDescription};
 pub use planner::{Options, Plan, Planner};
 pub use routing::{Placement, Routing};
+pub use simulate::{Scheme, Simulation, SimulationOptions};
 pub use stream_model::{StreamInput, StreamModel};
 pub use units::{Bytes, BytesPerSecond, Flop, FlopPerSecond, Seconds};

@@ -1,0 +1,204 @@
+//! Presets by name, each with a sentence about where its numbers come from.
+//!
+//! The clusters of the paper (arXiv 2510.19470) are here as far as this crate knows them: what is not known is
+//! assumed, and the sentence says so.
+
+use crate::cluster::{ClusterDescription, GpuDescription, LevelDescription, Sharing};
+use crate::model::ModelDescription;
+use crate::paper::{TABLE_IV, TableIvCase, TableIvReading};
+use crate::presets;
+use crate::stream_model::StreamInput;
+
+/// A name and what stands behind it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Preset {
+    /// What to write.
+    pub name: &'static str,
+    /// What it is, and what of it is assumed.
+    pub about: &'static str,
+}
+
+/// Models.
+pub const MODELS: [Preset; 4] = [
+    Preset { name: "deepseek-v3", about: "256 experts, top-8; sizes of the published configuration" },
+    Preset { name: "qwen3-235b", about: "128 experts, top-8; sizes of the published configuration" },
+    Preset { name: "mixtral-8x7b", about: "8 experts, top-2; sizes of the published configuration" },
+    Preset { name: "mixtral-8x22b", about: "8 experts, top-2; sizes of the published configuration" },
+];
+
+/// Clusters. The first four may be joined, resized and linked: see [`Joined`].
+pub const CLUSTERS: [Preset; 7] = [
+    Preset { name: "dgx-h100", about: "nodes of 8 H100; 400 TFLOP/s and latencies are assumed" },
+    Preset { name: "dgx-h200", about: "nodes of 8 H200; 400 TFLOP/s and latencies are assumed" },
+    Preset {
+        name: "gb200-nvl36",
+        about: "NVLink domains of 36 GB200; 1000 TFLOP/s and latencies are assumed",
+    },
+    Preset {
+        name: "gb200-nvl72",
+        about: "NVLink domains of 72 GB200; 1000 TFLOP/s and latencies are assumed",
+    },
+    Preset {
+        name: "paper-s",
+        about: "the paper's cluster-S: not described here; assumed are the 8 GPUs and 128 Gbit/s of Table IV",
+    },
+    Preset {
+        name: "paper-m",
+        about: "the paper's cluster-M: 10 Gbit/s shared by 8 GPUs; that these are 2 datacenters follows from Tutel's \
+                slope in Tables V and VI, everything else is assumed",
+    },
+    Preset {
+        name: "paper-l",
+        about: "the paper's cluster-L: 4 datacenters of 8 GPUs; links as of cluster-M and everything else assumed",
+    },
+];
+
+/// Inputs of the paper's stream model: the four columns of Table IV, at its printed bandwidth. They are not models
+/// that the planner could take: the paper gives bytes and times of a layer.
+pub const STREAMS: [Preset; 4] = [
+    Preset {
+        name: "paper-mix-1",
+        about: "Table IV, Mix-1: D 8 MB, P_E 4.7 MB, L 0.049 ms, 8 GPUs at 128 Gbit/s",
+    },
+    Preset {
+        name: "paper-mix-2",
+        about: "Table IV, Mix-2: D 8 MB, P_E 2.35 MB, L 0.049 ms, 8 GPUs at 128 Gbit/s",
+    },
+    Preset {
+        name: "paper-ag-only-1",
+        about: "Table IV, AG-only-1: D 3 MB, P_E 0.094 MB, L 0.099 ms, 8 GPUs at 128 Gbit/s",
+    },
+    Preset {
+        name: "paper-ag-only-2",
+        about: "Table IV, AG-only-2: D 3 MB, P_E 0.047 MB, L 0.099 ms, 8 GPUs at 128 Gbit/s",
+    },
+];
+
+/// How many of a preset's parts there are, and what joins datacenters.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Joined {
+    /// Datacenters; with one there is no outermost level.
+    pub datacenters: usize,
+    /// NVLink domains of a datacenter.
+    pub nodes: usize,
+    /// GPUs that are used of an NVLink domain; all of them without it.
+    pub gpus_per_node: Option<usize>,
+    /// The uplink that the GPUs of a datacenter share, Gbit/s.
+    pub uplink_gbit_per_s: f64,
+    /// There and back between datacenters, seconds.
+    pub round_trip_s: f64,
+}
+
+impl Default for Joined {
+    /// Two datacenters of eight nodes, 100 Gbit/s and 5 ms apart.
+    fn default() -> Self {
+        Self { datacenters: 2, nodes: 8, gpus_per_node: None, uplink_gbit_per_s: 100.0, round_trip_s: 0.005 }
+    }
+}
+
+/// Names of all models.
+pub fn model_names() -> Vec<&'static str> {
+    MODELS.iter().map(|preset| preset.name).collect()
+}
+
+/// Names of all clusters.
+pub fn cluster_names() -> Vec<&'static str> {
+    CLUSTERS.iter().map(|preset| preset.name).collect()
+}
+
+/// Whether [`Joined`] means anything to the cluster of this name: the paper's are what they are.
+pub fn is_joinable(name: &str) -> bool {
+    presets::CLUSTERS.contains(&name)
+}
+
+/// The model of this name.
+pub fn model(name: &str) -> Option<ModelDescription> {
+    presets::model(name)
+}
+
+/// The cluster of this name, not yet checked.
+pub fn cluster(name: &str, joined: &Joined) -> Option<ClusterDescription> {
+    match name {
+        "paper-s" => Some(paper_cluster("paper's cluster-S (assumed)", None)),
+        "paper-m" => Some(paper_cluster("paper's cluster-M", Some(2))),
+        "paper-l" => Some(paper_cluster("paper's cluster-L", Some(4))),
+        _ => {
+            let mut inside = presets::cluster(name, joined.nodes)?;
+            if let (Some(gpus), Some(nvlink)) = (joined.gpus_per_node, inside.levels.last_mut()) {
+                nvlink.scaling_factor = gpus.min(nvlink.scaling_factor);
+                inside.name = format!("{} with {} GPUs of each", inside.name, nvlink.scaling_factor);
+            }
+            Some(match joined.datacenters {
+                1 => inside,
+                count => presets::datacenters(count, joined.uplink_gbit_per_s, joined.round_trip_s, inside),
+            })
+        }
+    }
+}
+
+/// The stream model's input of this name.
+pub fn stream(name: &str) -> Option<StreamInput> {
+    let case = name.strip_prefix("paper-")?;
+    let named = |known: &&TableIvCase| known.name.eq_ignore_ascii_case(case);
+    Some(TABLE_IV.iter().find(named)?.input(TableIvReading::AsPrinted))
+}
+
+/// Datacenters of eight GPUs that share 10 Gbit/s. Inside, the 128 Gbit/s that Table IV prints.
+fn paper_cluster(name: &str, datacenters: Option<usize>) -> ClusterDescription {
+    let uplink = datacenters.map(|count| LevelDescription {
+        name: "wan".into(),
+        scaling_factor: count,
+        alpha_s: 0.0,
+        round_trip_s: 0.0,
+        bandwidth_gbit_per_s: 10.0,
+        sharing: Sharing::PerMember,
+    });
+    let inside = LevelDescription {
+        name: "inside".into(),
+        scaling_factor: 8,
+        alpha_s: 0.0,
+        round_trip_s: 0.0,
+        bandwidth_gbit_per_s: 128.0,
+        sharing: Sharing::PerGpu,
+    };
+    ClusterDescription {
+        name: name.into(),
+        levels: uplink.into_iter().chain([inside]).collect(),
+        // The paper's GPUs are not known here.
+        gpu: GpuDescription {
+            name: "assumed".into(),
+            sustained_tflops: 100.0,
+            memory_gb: 80.0,
+            hbm_gb_per_s: 2000.0,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::Cluster;
+    use crate::model::Model;
+    use crate::stream_model::StreamModel;
+
+    #[test]
+    fn every_name_leads_to_something_valid() {
+        for name in model_names() {
+            Model::try_from(model(name).unwrap()).unwrap();
+        }
+        for name in cluster_names() {
+            for datacenters in [1, 3] {
+                let joined = Joined { datacenters, gpus_per_node: Some(4), ..Joined::default() };
+                let cluster = Cluster::try_from(cluster(name, &joined).unwrap()).unwrap();
+                if is_joinable(name) {
+                    assert_eq!(cluster.gpus(), datacenters * 8 * 4, "{name}");
+                }
+            }
+        }
+        for preset in STREAMS {
+            StreamModel::new(stream(preset.name).unwrap()).unwrap();
+        }
+        assert!(cluster("abacus", &Joined::default()).is_none());
+        assert!(stream("paper-mix-3").is_none() && stream("mix-1").is_none());
+    }
+}

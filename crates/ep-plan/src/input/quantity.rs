@@ -1,0 +1,199 @@
+//! Numbers with units: `"100 Gbit/s"`, `"5 ms"`, `"24 GB"`. Bits are `bit` or `b`, bytes are `B`, never the other.
+
+use super::error::Problem;
+
+/// What a number measures. A value is held in the unit that the descriptions use, named at each kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Kind {
+    /// The rate of a link, Gbit/s.
+    LinkRate,
+    /// The rate of a memory, GB/s.
+    MemoryRate,
+    /// An amount of memory, GB.
+    Memory,
+    /// A duration, s.
+    Time,
+    /// Arithmetic per second, TFLOP/s.
+    Arithmetic,
+}
+
+/// A factor held as a fraction, so that `20 us` is the double nearest to 0.00002.
+#[derive(Debug, Clone, Copy)]
+struct Scale {
+    times: f64,
+    over: f64,
+}
+
+impl Scale {
+    const fn up(times: f64) -> Self {
+        Self { times, over: 1.0 }
+    }
+
+    const fn down(over: f64) -> Self {
+        Self { times: 1.0, over }
+    }
+
+    fn apply(self, value: f64) -> f64 {
+        value * self.times / self.over
+    }
+}
+
+impl Kind {
+    /// Suffixes of a key that make a plain number of it: `bandwidth_gbit_per_s = 100`.
+    pub(super) fn suffixes(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Self::LinkRate => &[("gbit_per_s", "Gbit/s"), ("gb_per_s", "GB/s")],
+            Self::MemoryRate => &[("gb_per_s", "GB/s")],
+            Self::Memory => &[("gb", "GB")],
+            Self::Time => &[("s", "s"), ("ms", "ms"), ("us", "us")],
+            Self::Arithmetic => &[("tflops", "TFLOP/s")],
+        }
+    }
+
+    /// What a value may look like, for messages.
+    pub(super) fn examples(self) -> &'static str {
+        match self {
+            Self::LinkRate => "\"100 Gbit/s\" (bits) or \"12.5 GB/s\" (bytes)",
+            Self::MemoryRate => "\"3350 GB/s\" or \"3.35 TB/s\"",
+            Self::Memory => "\"24 GB\" or \"24 GiB\"",
+            Self::Time => "\"5 ms\", \"20 us\" or \"0.005 s\"",
+            Self::Arithmetic => "\"400 TFLOP/s\" or \"1 PFLOP/s\"",
+        }
+    }
+
+    /// The unit that values are held in, for people.
+    pub fn unit(self) -> &'static str {
+        match self {
+            Self::LinkRate => "Gbit/s",
+            Self::MemoryRate => "GB/s",
+            Self::Memory => "GB",
+            Self::Time => "s",
+            Self::Arithmetic => "TFLOP/s",
+        }
+    }
+
+    /// The value of a text such as `100 Gbit/s`, in [`Kind::unit`].
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong and what would be possible.
+    pub fn parse(self, text: &str) -> Result<f64, String> {
+        self.read(text).map_err(|problem| format!("{}; possible: {}", problem.what, problem.possible))
+    }
+
+    pub(super) fn read(self, text: &str) -> Result<f64, Problem> {
+        let (number, unit) = split(text).ok_or_else(|| {
+            Problem::new(format!("\"{text}\" does not begin with a number"), self.examples())
+        })?;
+        if unit.is_empty() {
+            return Err(Problem::new(format!("\"{text}\" has no unit"), self.examples()));
+        }
+        let scale = self.scale(unit).ok_or_else(|| {
+            Problem::new(format!("\"{unit}\" is no unit of {}", self.measures()), self.examples())
+        })?;
+        Ok(scale.apply(number))
+    }
+
+    fn measures(self) -> &'static str {
+        match self {
+            Self::LinkRate => "a link's rate, where `bit` or `b` is a bit and `B` is a byte",
+            Self::MemoryRate => "a memory's rate, which is in bytes",
+            Self::Memory => "memory, which is in bytes",
+            Self::Time => "time",
+            Self::Arithmetic => "arithmetic per second",
+        }
+    }
+
+    fn scale(self, unit: &str) -> Option<Scale> {
+        match self {
+            Self::Time => match unit {
+                "s" => Some(Scale::up(1.0)),
+                "ms" => Some(Scale::down(1e3)),
+                "us" | "µs" | "μs" => Some(Scale::down(1e6)),
+                "ns" => Some(Scale::down(1e9)),
+                _ => None,
+            },
+            Self::LinkRate => bits_per_second(unit).or_else(|| {
+                let Scale { times, over } = bytes_per_second(unit)?;
+                Some(Scale { times: times * 8.0, over })
+            }),
+            Self::MemoryRate => bytes_per_second(unit),
+            Self::Memory => prefixed(unit, &["B", "Byte"], true),
+            Self::Arithmetic => {
+                let Scale { times, over } = prefixed(unit, &["FLOP/s", "FLOPS", "flop/s"], false)?;
+                Some(Scale { times: times / 1e3, over })
+            }
+        }
+    }
+}
+
+fn bits_per_second(unit: &str) -> Option<Scale> {
+    prefixed(unit, &["bit/s", "b/s", "bps"], false)
+}
+
+fn bytes_per_second(unit: &str) -> Option<Scale> {
+    prefixed(unit, &["B/s", "Byte/s"], true)
+}
+
+/// The factor from a prefix before one of these units to 10⁹ of it.
+fn prefixed(unit: &str, units: &[&str], binary: bool) -> Option<Scale> {
+    let prefix = units.iter().find_map(|name| unit.strip_suffix(name))?;
+    match prefix {
+        "" => Some(Scale::down(1e9)),
+        "k" => Some(Scale::down(1e6)),
+        "M" => Some(Scale::down(1e3)),
+        "G" => Some(Scale::up(1.0)),
+        "T" => Some(Scale::up(1e3)),
+        "P" => Some(Scale::up(1e6)),
+        "Ki" if binary => Some(Scale { times: 1024.0, over: 1e9 }),
+        "Mi" if binary => Some(Scale { times: 1_048_576.0, over: 1e9 }),
+        "Gi" if binary => Some(Scale { times: 1_073_741_824.0, over: 1e9 }),
+        "Ti" if binary => Some(Scale { times: 1_099_511_627_776.0, over: 1e9 }),
+        _ => None,
+    }
+}
+
+/// The longest beginning that is a number, and what follows it.
+fn split(text: &str) -> Option<(f64, &str)> {
+    let text = text.trim();
+    // "inf" and "nan" are numbers to the parser of floats, not to people.
+    if !text.starts_with(|first: char| first.is_ascii_digit() || ".+-".contains(first)) {
+        return None;
+    }
+    let ends = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect::<Vec<_>>();
+    ends.into_iter().rev().find_map(|end| {
+        let number: f64 = text[..end].parse().ok().filter(|number: &f64| number.is_finite())?;
+        Some((number, text[end..].trim_start()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_and_bytes_are_a_factor_of_eight_apart() {
+        let rate = |text: &str| Kind::LinkRate.parse(text).unwrap();
+        assert_eq!([rate("100 Gbit/s"), rate("100Gb/s"), rate("100 Gbps")], [100.0; 3]);
+        assert_eq!([rate("12.5 GB/s"), rate("12500 MB/s"), rate("0.0125TB/s")], [100.0; 3]);
+        assert_eq!(rate("1 Tbit/s"), 1000.0);
+        for wrong in ["100 gb/s", "100 GBIT/S", "100 Gb", "100", "fast", "inf Gbit/s", "1 Gibit/s"] {
+            let error = Kind::LinkRate.parse(wrong).unwrap_err();
+            assert!(error.contains("Gbit/s\" (bits)") && error.contains("GB/s\" (bytes)"), "{error}");
+        }
+        assert!(Kind::Memory.parse("24 Gbit").unwrap_err().contains("in bytes"));
+        assert!(Kind::MemoryRate.parse("3350 Gbit/s").is_err());
+    }
+
+    #[test]
+    fn decimal_numbers_stay_what_they_are() {
+        assert_eq!(Kind::Time.parse("20 us").unwrap(), 0.000_02);
+        assert_eq!(Kind::Time.parse("20 µs").unwrap(), 0.000_02);
+        assert_eq!(Kind::Time.parse("5ms").unwrap(), 0.005);
+        assert_eq!(Kind::Time.parse("5e-3 s").unwrap(), 0.005);
+        assert_eq!(Kind::Memory.parse("24 GiB").unwrap(), 25.769_803_776);
+        assert_eq!(Kind::MemoryRate.parse("4.8 TB/s").unwrap(), 4800.0);
+        assert_eq!(Kind::Arithmetic.parse("1 PFLOP/s").unwrap(), 1000.0);
+        assert_eq!(Kind::Arithmetic.parse("400 TFLOPS").unwrap(), 400.0);
+    }
+}

@@ -1,0 +1,270 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::cluster::Sharing;
+use crate::model::ElementType;
+use crate::planner::{Replicas, Work};
+use crate::presets;
+use crate::routing::{Placement, Routing};
+
+const GOOD: &str = r#"
+[cluster]
+name = "two datacenters"
+
+[[cluster.level]]
+name = "wan"
+members = 2
+bandwidth = "100 Gbit/s"
+sharing = "per-member"
+round_trip = "5 ms"
+alpha_us = 20
+
+[[cluster.level]]
+name = "nvlink"
+members = 8
+bandwidth_gb_per_s = 450
+sharing = 2
+
+[cluster.gpu]
+throughput = "400 TFLOP/s"
+memory = "80 GB"
+memory_bandwidth = "3.35 TB/s"
+
+[model]
+preset = "mixtral-8x7b"
+experts = 16
+precision = { dispatch = "fp8" }
+routing = { zipf = 1.0 }
+
+[options]
+work = "forward"
+memory_cap = "24 GB"
+gradient_accumulation = 4
+"#;
+
+#[test]
+fn a_file_is_read() {
+    let document = parse("plan.toml", GOOD).unwrap();
+    let cluster = document.cluster.unwrap();
+    assert_eq!(cluster.levels[0].bandwidth_gbit_per_s, 100.0);
+    assert_eq!((cluster.levels[0].alpha_s, cluster.levels[0].round_trip_s), (20e-6, 0.005));
+    assert_eq!(cluster.levels[0].sharing, Sharing::PerMember);
+    assert_eq!(
+        (cluster.levels[1].bandwidth_gbit_per_s, cluster.levels[1].sharing),
+        (3600.0, Sharing::Gpus(2))
+    );
+    assert_eq!(cluster.gpu.hbm_gb_per_s, 3350.0);
+    let model = document.model.unwrap();
+    assert_eq!((model.experts, model.topk, model.hidden), (16, 2, 4096));
+    assert_eq!(model.precision.dispatch, ElementType::Fp8);
+    assert_eq!(model.precision.combine, ElementType::Bf16);
+    assert_eq!(model.routing, Routing::Zipf { exponent: 1.0, shuffle_seed: 0 });
+    let options = document.options.unwrap();
+    assert_eq!((options.work, options.memory_cap_gb, options.micro_batches), (Work::Forward, Some(24.0), 4));
+    assert_eq!(options.weight_compression, 50.0);
+    assert_eq!(parse("empty", "").unwrap(), Document::default());
+}
+
+/// What is said when one line of the good file is another.
+fn message(line: &str, instead: &str) -> String {
+    assert_eq!(GOOD.matches(line).count(), 1, "{line}");
+    parse("plan.toml", &GOOD.replace(line, instead)).unwrap_err().to_string()
+}
+
+#[test]
+fn mistakes_are_named_with_line_and_key() {
+    for (line, instead, expected) in [
+        (
+            "bandwidth = \"100 Gbit/s\"",
+            "bandwidth = \"100 gb/s\"",
+            "plan.toml:8:13: cluster.level[0].bandwidth: \"gb/s\" is no unit of a link's rate, where `bit` or \
+             `b` is a bit \
+             and `B` is a byte; possible: \"100 Gbit/s\" (bits) or \"12.5 GB/s\" (bytes)",
+        ),
+        (
+            "bandwidth = \"100 Gbit/s\"",
+            "bandwidth = 100",
+            "plan.toml:8:13: cluster.level[0].bandwidth: is a number without a unit; possible: \"100 Gbit/s\" \
+             (bits) or \
+             \"12.5 GB/s\" (bytes), or the key bandwidth_gbit_per_s or bandwidth_gb_per_s",
+        ),
+        (
+            "bandwidth = \"100 Gbit/s\"",
+            "bandwith = \"100 Gbit/s\"",
+            "plan.toml:8:1: cluster.level[0].bandwith: no such key; possible: bandwidth; all keys here: name, \
+             members, \
+             sharing, alpha, round_trip, bandwidth",
+        ),
+        (
+            "bandwidth = \"100 Gbit/s\"",
+            "bandwidth = \"0 Gbit/s\"",
+            "plan.toml:8:13: cluster.level[0].bandwidth: is 0 Gbit/s; possible: more than zero",
+        ),
+        (
+            "bandwidth = \"100 Gbit/s\"",
+            "",
+            "plan.toml:5:1: cluster.level[0]: `bandwidth` is missing; possible: bandwidth = \"100 Gbit/s\" (bits) or \
+             \"12.5 GB/s\" (bytes)",
+        ),
+        (
+            "members = 8",
+            "members = 0",
+            "plan.toml:15:11: cluster.level[1].members: is 0; possible: a whole number, at least 1",
+        ),
+        (
+            "members = 8",
+            "members = \"eight\"",
+            "plan.toml:15:11: cluster.level[1].members: is a text; possible: a whole number, at least 1",
+        ),
+        (
+            "name = \"nvlink\"",
+            "name = \"wan\"",
+            "plan.toml:14:8: cluster.level[1].name: there is a level 'wan' already; possible: a name of its own",
+        ),
+        (
+            "sharing = 2",
+            "sharing = \"all\"",
+            "plan.toml:17:11: cluster.level[1].sharing: is no way to share a link; possible: \"per-gpu\", \
+             \"per-member\", or \
+             how many GPUs share a link",
+        ),
+        (
+            "alpha_us = 20",
+            "alpha_us = 20\nalpha = \"20 us\"",
+            "plan.toml:11:12: cluster.level[0].alpha_us: `alpha` is given twice; possible: one of the two",
+        ),
+        (
+            "round_trip = \"5 ms\"",
+            "round_trip = \"-5 ms\"",
+            "plan.toml:10:14: cluster.level[0].round_trip: is -0.005 s; possible: zero or more",
+        ),
+        (
+            "memory = \"80 GB\"",
+            "memory = \"80 Gbit\"",
+            "plan.toml:21:10: cluster.gpu.memory: \"Gbit\" is no unit of memory, which is in bytes; possible: \
+             \"24 GB\" or \
+             \"24 GiB\"",
+        ),
+        (
+            "preset = \"mixtral-8x7b\"",
+            "preset = \"mixtral\"",
+            "plan.toml:25:10: model.preset: \"mixtral\" is no preset; possible: deepseek-v3, qwen3-235b, \
+             mixtral-8x7b, \
+             mixtral-8x22b",
+        ),
+        (
+            "preset = \"mixtral-8x7b\"",
+            "",
+            "plan.toml:24:1: model: `hidden` is missing; possible: hidden = a whole number, at least 1",
+        ),
+        (
+            "experts = 16",
+            "topk = 9",
+            "plan.toml:26:8: model.topk: top-9 of 8 experts: a token chooses at least 1 and at most 8 distinct \
+             experts",
+        ),
+        (
+            "routing = { zipf = 1.0 }",
+            "routing = { histogram = [1, 2] }",
+            "plan.toml:28:11: model.routing: routing histogram: 2 counts for 16 experts; give one count per expert",
+        ),
+        (
+            "routing = { zipf = 1.0 }",
+            "routing = \"skewed\"",
+            "plan.toml:28:11: model.routing: is unknown; possible: \"even\", { zipf = 1.0 } or { histogram = [a \
+             count per \
+             expert] }",
+        ),
+        (
+            "work = \"forward\"",
+            "work = \"backward\"",
+            "plan.toml:31:8: options.work: \"backward\" is unknown; possible: \"training\", \"forward\"",
+        ),
+        (
+            "work = \"forward\"",
+            "weight_compression = 0.5",
+            "plan.toml:31:22: options.weight_compression: is 0.5; possible: a ratio of at least 1, which sends \
+             everything",
+        ),
+        (
+            "work = \"forward\"",
+            "reserved_memory = 1",
+            "plan.toml:31:19: options.reserved_memory: is 1; possible: a part of the memory, at least 0 and below 1",
+        ),
+    ] {
+        assert_eq!(message(line, instead), expected);
+    }
+    assert_eq!(
+        parse("p", "[clusters]").unwrap_err().to_string(),
+        "p:1:2: clusters: no such key; possible: cluster; all keys here: cluster, model, options"
+    );
+    let error = parse("p", "a = [1,\n  2").unwrap_err().to_string();
+    assert!(error.starts_with("p:2:") && error.contains("not TOML"), "{error}");
+    assert!(
+        parse("p", "model = 1").unwrap_err().to_string().contains("model: is a number; possible: a table")
+    );
+    let no_gpu = parse("p", "[cluster]\nlevel = []").unwrap_err().to_string();
+    assert_eq!(no_gpu, "p:1:1: cluster: `gpu` is missing; possible: gpu = a [cluster.gpu] table");
+}
+
+#[test]
+fn a_caret_marks_the_place() {
+    let error = parse("p", "[model]\npreset = \"gpt\"").unwrap_err();
+    assert_eq!(error.excerpt(), "  |\n2 | preset = \"gpt\"\n  |          ^^^^^");
+}
+
+#[test]
+fn every_preset_survives_being_written_and_read() {
+    for name in preset::cluster_names() {
+        let cluster = preset::cluster(name, &preset::Joined::default()).unwrap();
+        let text = cluster_to_toml(&cluster);
+        assert_eq!(parse(name, &text).unwrap().cluster, Some(cluster), "{text}");
+    }
+    for name in preset::model_names() {
+        let model = preset::model(name).unwrap();
+        let text = model_to_toml(&model);
+        assert_eq!(parse(name, &text).unwrap().model, Some(model), "{text}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn descriptions_survive_being_written_and_read(
+        name in any::<String>(),
+        times in (0.0..2.0f64, 0.0..1e-3f64),
+        rate in 0.001..1e6f64,
+        gpus in 1..9usize,
+        routing in prop_oneof![
+            Just(Routing::Even),
+            (0.0..2.0f64, 0..1000u64).prop_map(|(exponent, shuffle_seed)| Routing::Zipf { exponent, shuffle_seed }),
+            prop::collection::vec(1.0..1.5f64, 16).prop_map(Routing::Histogram),
+        ],
+        cap in prop::option::of(0.0..100.0f64),
+    ) {
+        let mut cluster = presets::datacenters(2, rate, times.0, presets::dgx_h100(2));
+        cluster.name = name.clone();
+        cluster.levels[0].alpha_s = times.1;
+        cluster.levels[0].sharing = Sharing::Gpus(gpus);
+        let mut model = presets::mixtral_8x7b();
+        (model.experts, model.routing, model.name) = (16, routing, name);
+        let options = Options {
+            memory_cap_gb: cap,
+            replicas: Replicas::Best,
+            placement: Placement::Lpt,
+            gradient_compression: 1.0 + times.0,
+            ..Options::default()
+        };
+        let text = to_toml(&cluster, &model, &options);
+        let read = parse("x", &text).map_err(|error| TestCaseError::fail(format!("{error}\n{text}")))?;
+        prop_assert_eq!(read, Document { cluster: Some(cluster), model: Some(model), options: Some(options) });
+    }
+
+    #[test]
+    fn any_text_is_read_or_refused(text in any::<String>(), at in 0..GOOD.len(), letter in any::<char>()) {
+        let _ = parse("x", &text);
+        let spoilt: String = GOOD.chars().enumerate().map(|(i, old)| if i == at { letter } else { old }).collect();
+        if let Err(error) = parse("x", &spoilt) {
+            prop_assert!(!error.excerpt().is_empty() && error.line <= GOOD.lines().count() + 1);
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! Descriptions as TOML for people to edit: with units, and with what else would be possible.
+
+use std::fmt::Write as _;
+
+use super::quantity::Kind;
+use crate::cluster::{ClusterDescription, Sharing};
+use crate::model::{ElementType, ModelDescription};
+use crate::planner::{Options, Replicas, Setting, Work};
+use crate::routing::{Placement, Routing};
+
+/// A whole input file. Reading it gives the same descriptions, to the last bit.
+pub fn to_toml(cluster: &ClusterDescription, model: &ModelDescription, options: &Options) -> String {
+    [cluster_to_toml(cluster), model_to_toml(model), options_to_toml(options)].join("\n")
+}
+
+/// `[cluster]`.
+pub fn cluster_to_toml(cluster: &ClusterDescription) -> String {
+    // Writing to a string cannot fail.
+    let mut out = String::new();
+    let _ = writeln!(out, "[cluster]\nname = {}", quoted(&cluster.name));
+    for (index, level) in cluster.levels.iter().enumerate() {
+        let first = index == 0;
+        let note = |note: &str| if first { format!("  # {note}") } else { String::new() };
+        let _ = writeln!(out, "\n[[cluster.level]]{}", note("outermost level first"));
+        let _ = writeln!(out, "name = {}", quoted(&level.name));
+        let members = note("datacenters, then nodes of one, then GPUs of one of those");
+        let _ = writeln!(out, "members = {}{members}", level.scaling_factor);
+        let bandwidth = note("of one link, in each direction; Gbit/s or GB/s");
+        let _ = writeln!(out, "bandwidth = \"{} Gbit/s\"{bandwidth}", level.bandwidth_gbit_per_s);
+        let sharing = match level.sharing {
+            Sharing::PerGpu => "\"per-gpu\"".to_owned(),
+            Sharing::PerMember => "\"per-member\"".to_owned(),
+            Sharing::Gpus(gpus) => gpus.to_string(),
+        };
+        let who = note(
+            "who shares a link: \"per-gpu\" nobody, \"per-member\" all GPUs of a member, or so many GPUs",
+        );
+        let _ = writeln!(out, "sharing = {sharing}{who}");
+        let _ =
+            writeln!(out, "alpha = {}{}", time(level.alpha_s), note("cost of a message beside its bytes"));
+        let _ = writeln!(out, "round_trip = {}{}", time(level.round_trip_s), note("paid once per exchange"));
+    }
+    let gpu = &cluster.gpu;
+    let _ = writeln!(
+        out,
+        "\n[cluster.gpu]\nname = {}\nthroughput = \"{} TFLOP/s\"  # sustained, not peak\n\
+         memory = \"{} GB\"\nmemory_bandwidth = \"{} GB/s\"",
+        quoted(&gpu.name),
+        gpu.sustained_tflops,
+        gpu.memory_gb,
+        gpu.hbm_gb_per_s
+    );
+    out
+}
+
+/// `[model]`.
+pub fn model_to_toml(model: &ModelDescription) -> String {
+    let mut out = String::new();
+    let _ = writeln!(out, "[model]\nname = {}", quoted(&model.name));
+    let counts = [
+        ("hidden", model.hidden, "elements of a token"),
+        ("expert_intermediate", model.expert_intermediate, "inner width of an expert"),
+        ("expert_matrices", model.expert_matrices, "3 when gated (SwiGLU), else 2"),
+        ("experts", model.experts, "routed experts of a layer"),
+        ("topk", model.topk, "experts that a token chooses"),
+        ("shared_experts", model.shared_experts, "experts that every token uses beside"),
+        ("moe_layers", model.moe_layers, "layers that have experts"),
+        ("tokens_per_gpu", model.tokens_per_gpu, "of one micro-batch"),
+        ("context", model.context, "tokens that attend to each other"),
+    ];
+    for (key, count, note) in counts {
+        let _ = writeln!(out, "{key} = {count}  # {note}");
+    }
+    let attention = model.attention;
+    let _ = writeln!(
+        out,
+        "attention = {{ parameters = {}, score_width = {} }}  # projections; heads x (query-key + value width)",
+        attention.parameters, attention.score_width
+    );
+    let precision = model.precision;
+    let [weights, dispatch, combine, gradients] =
+        [precision.weights, precision.dispatch, precision.combine, precision.gradients].map(element);
+    let _ = writeln!(
+        out,
+        "precision = {{ weights = {weights}, dispatch = {dispatch}, combine = {combine}, gradients = {gradients} }}  \
+         # f32, bf16, fp8"
+    );
+    let routing = match &model.routing {
+        Routing::Even => "\"even\"".to_owned(),
+        Routing::Zipf { exponent, shuffle_seed } => {
+            format!("{{ zipf = {exponent}, shuffle_seed = {shuffle_seed} }}")
+        }
+        Routing::Histogram(counts) => {
+            let counts: Vec<String> = counts.iter().map(f64::to_string).collect();
+            format!("{{ histogram = [{}] }}", counts.join(", "))
+        }
+    };
+    let _ = writeln!(out, "routing = {routing}  # \"even\", {{ zipf = 1.0 }}, {{ histogram = [...] }}");
+    out
+}
+
+/// `[options]`, all of them.
+pub fn options_to_toml(options: &Options) -> String {
+    let mut out = String::new();
+    let setting = match options.setting {
+        Setting::Full => "full",
+        Setting::Paper => "paper",
+    };
+    let work = match options.work {
+        Work::Training => "training",
+        Work::Forward => "forward",
+    };
+    let replicas = match options.replicas {
+        Replicas::Regather => "regather",
+        Replicas::Keep => "keep",
+        Replicas::Best => "best",
+    };
+    let placement = match options.placement {
+        Placement::InOrder => "in-order",
+        Placement::Lpt => "lpt",
+    };
+    let _ = writeln!(
+        out,
+        "[options]\n\
+         setting = \"{setting}\"  # full, or the paper's stream model alone\n\
+         work = \"{work}\"  # training, forward\n\
+         weight_compression = {}  # bytes of an expert over bytes sent; 1 turns the codec off\n\
+         gradient_compression = {}",
+        options.weight_compression, options.gradient_compression
+    );
+    let _ = match options.memory_cap_gb {
+        Some(cap) => writeln!(out, "memory_cap = \"{cap} GB\"  # for gathered experts"),
+        None => writeln!(out, "# memory_cap = \"24 GB\"  # for gathered experts; without it, what is left"),
+    };
+    let _ = writeln!(
+        out,
+        "reserved_memory = {}  # part of the device that experts may not use\n\
+         live_layers = {}  # layers whose gathered experts are resident at a time\n\
+         replicas = \"{replicas}\"  # regather, keep, best\n\
+         gradient_accumulation = {}  # micro-batches per optimizer step\n\
+         pipeline_stages = {}\n\
+         shared_refresh_steps = {}  # steps between two refreshes of the codec's shared expert\n\
+         overlap_chunks = {}  # chunks in which token exchange and expert compute overlap\n\
+         placement = \"{placement}\"  # of experts: in-order, lpt (balanced)",
+        options.reserved_memory,
+        options.live_layers,
+        options.micro_batches,
+        options.pipeline_stages,
+        options.shared_refresh_steps,
+        options.overlap_chunks
+    );
+    out
+}
+
+fn element(element: ElementType) -> &'static str {
+    match element {
+        ElementType::F32 => "\"f32\"",
+        ElementType::Bf16 => "\"bf16\"",
+        ElementType::Fp8 => "\"fp8\"",
+    }
+}
+
+/// The unit in which the number is short, where reading it gives the same number again.
+fn time(seconds: f64) -> String {
+    let exact = |factor: f64, unit: &str| {
+        let text = format!("{} {unit}", seconds * factor);
+        (Kind::Time.parse(&text) == Ok(seconds)).then_some(text)
+    };
+    let (factor, unit) = if seconds.abs() >= 1.0 || seconds == 0.0 {
+        (1.0, "s")
+    } else if seconds.abs() >= 1e-3 {
+        (1e3, "ms")
+    } else {
+        (1e6, "us")
+    };
+    format!("\"{}\"", exact(factor, unit).unwrap_or_else(|| format!("{seconds} s")))
+}
+
+/// A TOML basic string.
+fn quoted(text: &str) -> String {
+    let mut out = String::from("\"");
+    for letter in text.chars() {
+        match letter {
+            '"' | '\\' => out.extend(['\\', letter]),
+            control if control.is_control() => {
+                let _ = write!(out, "\\u{:04X}", u32::from(control));
+            }
+            other => out.push(other),
+        }
+    }
+    out.push('"');
+    out
+}

@@ -1,0 +1,277 @@
+//! What one layer computes and sends: the planner's formulas, before anything is said about time overlapping.
+
+use super::options::{MessageStart, Scheme, SimulationOptions};
+use super::world::Family;
+use crate::cluster::{Cluster, Level};
+use crate::divisors::divisors;
+use crate::domain::Partition;
+use crate::error::{PlanError, Result};
+use crate::model::Model;
+use crate::planner::{
+    Choice, Options, Planner, Replicas, Setting, TokenPath, decode_time, encode_time, gathered_experts,
+    refresh_bytes, token_messages, token_rows,
+};
+use crate::stream_model::StreamModel;
+use crate::units::{Bytes, Seconds};
+
+/// One exchange of every GPU with its peers at one level.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Exchange {
+    pub(crate) level: usize,
+    /// Who exchanges with whom.
+    pub(crate) family: Family,
+    /// GPUs that a GPU sends to.
+    pub(crate) peers: usize,
+    /// Messages that a GPU sends; a part of one to each peer where they are booked in parts.
+    pub(crate) messages: f64,
+    /// Bytes that a GPU sends, to all peers together.
+    pub(crate) bytes: f64,
+    /// What it spends on starting its messages.
+    pub(crate) start: f64,
+    /// From the end of sending to the last acknowledgement.
+    pub(crate) round_trip: f64,
+}
+
+/// One layer's computations (seconds, forward) and exchanges. Lists are in the order in which they run.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct LayerWork {
+    pub(crate) pre_expert: f64,
+    pub(crate) expert: f64,
+    pub(crate) decode: f64,
+    pub(crate) encode: f64,
+    /// To encode and decode compressed gradients.
+    pub(crate) gradient_encode: f64,
+    pub(crate) gradient_decode: f64,
+    pub(crate) gather: Vec<Exchange>,
+    pub(crate) dispatch: Vec<Exchange>,
+    pub(crate) combine: Vec<Exchange>,
+    pub(crate) gradients: Vec<Exchange>,
+    pub(crate) refresh: Vec<Exchange>,
+}
+
+/// A layer, and how often what of it happens.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Work {
+    pub(crate) layer: LayerWork,
+    pub(crate) domain_sizes: Vec<usize>,
+    pub(crate) layers: usize,
+    pub(crate) micro_batches: usize,
+    pub(crate) chunks: usize,
+    pub(crate) live_layers: usize,
+    pub(crate) trains: bool,
+    /// Whether gathered experts stay for the whole step.
+    pub(crate) kept: bool,
+}
+
+impl Work {
+    /// What a scheme does on a cluster with a model.
+    pub(crate) fn new(
+        cluster: &Cluster,
+        model: &Model,
+        options: &SimulationOptions,
+        scheme: &Scheme,
+    ) -> Result<Self> {
+        let plan = &options.planner;
+        let (experts, gpus) = (model.description().experts, cluster.gpus());
+        if !experts.is_multiple_of(gpus) {
+            return Err(PlanError::Experts { experts, gpus, possible: divisors(experts) });
+        }
+        let scaling_factors = cluster.scaling_factors();
+        let domain_sizes = scheme.domain_sizes(scaling_factors.len());
+        let partition = Partition::new(&scaling_factors, &domain_sizes)?;
+        let hot = match plan.setting {
+            Setting::Paper => vec![1.0; scaling_factors.len()],
+            Setting::Full => model.shares().hot_factors(&partition, plan.placement)?,
+        };
+        let path = match (scheme, plan.setting) {
+            (Scheme::Plain, _) => TokenPath::Direct,
+            (_, Setting::Full) => TokenPath::Deduplicated,
+            (_, Setting::Paper) => TokenPath::Forwarded,
+        };
+        let kept = match plan.replicas {
+            Replicas::Keep => true,
+            Replicas::Regather => false,
+            Replicas::Best => {
+                Planner::new(cluster.clone(), model.clone(), plan.clone())?
+                    .evaluate(&domain_sizes)?
+                    .replicas_kept
+            }
+        };
+        let domains = partition.domains();
+        let formulas = Formulas { cluster, model, plan, path, domain_sizes: &domain_sizes, domains, hot };
+        Ok(Self {
+            layer: formulas.layer(options.message_start),
+            layers: options.layers.unwrap_or(plan.layers_per_gpu(model.description().moe_layers)),
+            micro_batches: plan.micro_batches,
+            chunks: plan.overlap_chunks,
+            live_layers: plan.live_layers,
+            trains: plan.trains(),
+            kept,
+            domain_sizes,
+        })
+    }
+
+    /// The paper's stream model: one level, one layer forward, no expert compute.
+    pub(crate) fn stream(
+        model: &StreamModel,
+        domain_size: usize,
+        options: &SimulationOptions,
+    ) -> Result<Self> {
+        let input = model.input();
+        let exchange = |family, peers: usize, bytes: Bytes| Exchange {
+            level: 0,
+            family,
+            peers,
+            messages: peers as f64,
+            bytes: bytes.0,
+            start: 0.0,
+            round_trip: 0.0,
+        };
+        let tokens = model.all_to_all_bytes(domain_size)?;
+        let experts = model.all_gather_bytes(domain_size)?;
+        let some = |exchange: Exchange| if exchange.messages > 0.0 { vec![exchange] } else { Vec::new() };
+        let tokens = some(exchange(Family::Tokens, input.gpus / domain_size - 1, tokens));
+        Ok(Self {
+            layer: LayerWork {
+                pre_expert: input.pre_expert.0,
+                gather: some(exchange(Family::Experts, domain_size - 1, experts)),
+                dispatch: tokens.clone(),
+                combine: tokens,
+                ..LayerWork::default()
+            },
+            domain_sizes: vec![domain_size],
+            layers: options.layers.unwrap_or(1),
+            micro_batches: options.planner.micro_batches,
+            chunks: options.planner.overlap_chunks,
+            live_layers: options.planner.live_layers,
+            trains: false,
+            kept: false,
+        })
+    }
+}
+
+struct Formulas<'a> {
+    cluster: &'a Cluster,
+    model: &'a Model,
+    plan: &'a Options,
+    path: TokenPath,
+    domain_sizes: &'a [usize],
+    domains: Vec<usize>,
+    hot: Vec<f64>,
+}
+
+impl Formulas<'_> {
+    fn layer(&self, message_start: MessageStart) -> LayerWork {
+        let levels = 0..self.domains.len();
+        let memory = self.cluster.hbm_bandwidth();
+        let own = self.model.expert_bytes() * self.experts_per_gpu() as f64;
+        let others = (self.experts_per_gpu() * (self.domain_sizes.iter().product::<usize>() - 1)) as f64;
+        let full = self.plan.setting == Setting::Full;
+        let busiest = self.hot.last().copied().unwrap_or(1.0);
+        let given = |condition: bool, time: Seconds| if condition { time.0 } else { 0.0 };
+        let gradients = self.model.gradient_bytes() * others;
+        let compressed = self.plan.gradient_compression > 1.0;
+        let mut work = LayerWork {
+            pre_expert: (self.model.pre_expert_flop() / self.cluster.sustained()).0,
+            expert: given(full, self.model.expert_flop() / self.cluster.sustained() * busiest),
+            decode: given(self.codec_runs(), decode_time(self.model.expert_bytes() * others, memory)),
+            encode: given(self.codec_runs(), encode_time(own, memory)),
+            gradient_encode: given(compressed, encode_time(gradients, memory)),
+            gradient_decode: given(compressed, decode_time(gradients, memory)),
+            gather: levels.clone().filter_map(|level| self.gather(level)).collect(),
+            dispatch: levels.clone().filter_map(|level| self.tokens(level, Way::There)).collect(),
+            combine: levels.clone().rev().filter_map(|level| self.tokens(level, Way::Back)).collect(),
+            gradients: levels.clone().rev().filter_map(|level| self.gradients(level)).collect(),
+            refresh: self.refresh(),
+        };
+        if message_start == MessageStart::PerChunk {
+            for exchange in work.dispatch.iter_mut().chain(&mut work.combine) {
+                exchange.start *= self.plan.overlap_chunks as f64;
+                exchange.messages *= self.plan.overlap_chunks as f64;
+            }
+        }
+        work
+    }
+
+    fn gather(&self, level: usize) -> Option<Exchange> {
+        let experts = gathered_experts(self.experts_per_gpu(), self.domain_sizes, level);
+        let bytes = self.model.expert_bytes() * (experts / self.plan.weight_compression);
+        self.exchange(level, Family::Experts, self.domain_sizes[level] - 1, bytes)
+    }
+
+    fn gradients(&self, level: usize) -> Option<Exchange> {
+        let experts = gathered_experts(self.experts_per_gpu(), self.domain_sizes, level);
+        let bytes = self.model.gradient_bytes() * (experts / self.plan.gradient_compression);
+        self.exchange(level, Family::Experts, self.domain_sizes[level] - 1, bytes)
+    }
+
+    fn tokens(&self, level: usize, way: Way) -> Option<Exchange> {
+        let description = self.model.description();
+        let choice = Choice { experts: description.experts, topk: description.topk };
+        let rows = self.model.tokens() * token_rows(self.path, &self.domains, level, choice, self.hot[level]);
+        let row = match way {
+            Way::There => self.model.dispatch_row_bytes(),
+            Way::Back => self.model.combine_row_bytes(),
+        };
+        let family = if self.path == TokenPath::Direct { Family::Anyone } else { Family::Tokens };
+        self.exchange(level, family, token_messages(self.path, &self.domains, level), row * rows)
+    }
+
+    /// Reduced inwards out, gathered outwards in; a step pays its part of one refresh in many.
+    fn refresh(&self) -> Vec<Exchange> {
+        if !self.codec_runs() {
+            return Vec::new();
+        }
+        let scaling_factors = self.cluster.scaling_factors();
+        let half = |level: usize| {
+            let bytes = refresh_bytes(self.model.expert_bytes(), &scaling_factors, level) / 2.0;
+            let whole = self.exchange(level, Family::Members, scaling_factors[level] - 1, bytes)?;
+            let steps = self.plan.shared_refresh_steps as f64;
+            Some(Exchange {
+                messages: whole.messages / steps,
+                bytes: whole.bytes / steps,
+                start: whole.start / steps,
+                round_trip: whole.round_trip / steps,
+                ..whole
+            })
+        };
+        let levels = 0..scaling_factors.len();
+        levels.clone().rev().chain(levels).filter_map(half).collect()
+    }
+
+    fn exchange(&self, index: usize, family: Family, peers: usize, bytes: Bytes) -> Option<Exchange> {
+        if peers == 0 {
+            return None;
+        }
+        let level = self.cluster.levels()[index];
+        let level = match self.plan.setting {
+            Setting::Paper => Level { alpha: Seconds::ZERO, round_trip: Seconds::ZERO, ..level },
+            Setting::Full => level,
+        };
+        Some(Exchange {
+            level: index,
+            family,
+            peers,
+            messages: peers as f64,
+            bytes: bytes.0,
+            start: (level.alpha * peers as f64).0,
+            round_trip: level.round_trip.0,
+        })
+    }
+
+    fn experts_per_gpu(&self) -> usize {
+        self.model.description().experts / self.cluster.gpus()
+    }
+
+    fn codec_runs(&self) -> bool {
+        self.plan.setting == Setting::Full
+            && self.plan.codec()
+            && self.domain_sizes.iter().any(|&size| size > 1)
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    There,
+    Back,
+}
