@@ -1,0 +1,65 @@
+//! The report as one HTML file: no script, nothing to load, light and dark.
+
+mod picture;
+mod sections;
+
+use ep_plan::input;
+use ep_plan::planner::Plan;
+
+use super::problem::Problem;
+use super::sweep::Sweep;
+use super::text;
+use crate::failure::Failure;
+
+const STYLE: &str = include_str!("style.css");
+
+pub(super) fn render(problem: &Problem, plan: &Plan, sweep: Option<&Sweep>) -> Result<String, Failure> {
+    let title = format!("{} on {}", problem.model.name, problem.cluster.name);
+    let mut body = format!(
+        "<header><p class=\"kicker\">hybrid-ep plan</p><h1>{}</h1><p class=\"about\">{}</p></header>\n",
+        escape(&title),
+        escape(text::heading(problem, plan).lines().skip(1).collect::<Vec<_>>().join(" ").as_str())
+    );
+    body.push_str(&sections::answer(plan));
+    for note in &problem.notes {
+        body.push_str(&format!("<p class=\"note\">{}</p>\n", escape(note)));
+    }
+    body.push_str(&sections::domains(plan)?);
+    body.push_str(&sections::phases(problem, plan)?);
+    body.push_str(&sections::compared(plan)?);
+    if let Some(sweep) = sweep {
+        body.push_str(&sections::swept(sweep)?);
+    }
+    body.push_str(&sections::links(plan)?);
+    body.push_str(&sections::memory(problem, plan)?);
+    body.push_str(&sections::why(plan));
+    let toml = input::to_toml(&problem.cluster, &problem.model, &problem.options);
+    body.push_str(&format!(
+        "<section><h2>The problem</h2><details><summary>as TOML, for hybrid-ep plan --cluster FILE</summary>\
+         <pre>{}</pre></details></section>\n<footer>hybrid-ep {}</footer>\n",
+        escape(&toml),
+        env!("CARGO_PKG_VERSION")
+    ));
+    Ok(format!(
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta name=\"color-scheme\" content=\"light dark\">\n<title>{}</title>\n<style>\n{STYLE}</style>\n</head>\n\
+         <body>\n{body}</body>\n</html>",
+        escape(&title)
+    ))
+}
+
+/// A text inside HTML.
+fn escape(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '"' => out.push_str("&quot;"),
+            other => out.push(other),
+        }
+    }
+    out
+}

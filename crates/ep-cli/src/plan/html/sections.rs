@@ -1,0 +1,275 @@
+//! The parts of the report.
+
+use ep_plan::planner::{Candidate, Plan};
+use ep_plan::units::{Bytes, Seconds};
+
+use super::{escape, picture};
+use crate::failure::Failure;
+use crate::plan::chart::{self, Bar, Line, MUTED, SERIES};
+use crate::plan::problem::Problem;
+use crate::plan::sweep::Sweep;
+use crate::plan::text;
+
+/// Times of a chart in the unit that suits its longest.
+struct Unit {
+    name: &'static str,
+    seconds: f64,
+}
+
+impl Unit {
+    fn of(longest: Seconds) -> Self {
+        match longest.0 {
+            long if long >= 1.0 => Self { name: "s", seconds: 1.0 },
+            middle if middle >= 1e-3 => Self { name: "ms", seconds: 1e-3 },
+            _ => Self { name: "µs", seconds: 1e-6 },
+        }
+    }
+
+    fn value(&self, time: Seconds) -> f64 {
+        time.0 / self.seconds
+    }
+}
+
+fn section(title: &str, about: &str, content: &str) -> String {
+    format!("<section>\n<h2>{}</h2>\n<p>{}</p>\n{content}\n</section>\n", escape(title), escape(about))
+}
+
+fn table(header: &[&str], rows: &[Vec<String>]) -> String {
+    let line = |cells: Vec<&str>, tag: &str| {
+        let cells: Vec<String> =
+            cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
+        format!("<tr>{}</tr>\n", cells.concat())
+    };
+    let rows: Vec<String> =
+        rows.iter().map(|row| line(row.iter().map(String::as_str).collect(), "td")).collect();
+    format!("<div class=\"scroll\"><table>\n{}{}</table></div>", line(header.to_vec(), "th"), rows.concat())
+}
+
+/// The answer as a row of numbers.
+pub(super) fn answer(plan: &Plan) -> String {
+    let card = |class: &str, number: String, what: &str| {
+        format!("<div class=\"card{class}\"><b>{}</b><span>{}</span></div>\n", escape(&number), escape(what))
+    };
+    let sizes = text::sizes(&plan.best.domain_sizes);
+    let over = format!("domains over {}", plan.level_names.join(", "));
+    let mut cards = card(" main", sizes, &over);
+    cards.push_str(&card("", plan.best.layer_time.to_string(), "a layer"));
+    for baseline in &plan.baselines {
+        let fits = if baseline.fits { "" } else { ", which does not fit" };
+        let short = text::baseline_name(baseline.kind).split(',').next().unwrap_or_default();
+        cards.push_str(&card("", text::times(baseline.speedup), &format!("faster than {short}{fits}")));
+    }
+    format!("<div class=\"cards\">\n{cards}</div>\n")
+}
+
+pub(super) fn domains(plan: &Plan) -> Result<String, Failure> {
+    let gpus = plan.best.expert_domain_size();
+    let domains = plan.scaling_factors.iter().product::<usize>() / gpus.max(1);
+    let about = match gpus {
+        1 => "Experts stay where they are: every GPU is a domain of its own, and only tokens travel."
+            .to_owned(),
+        _ => format!(
+            "GPUs of one colour and number gather each other's experts and then hold the same {}; tokens travel \
+             only between the {domains} \
+             colours.",
+            gpus * plan.experts_per_gpu
+        ),
+    };
+    let picture = picture::draw(plan)?.unwrap_or_else(|| "<p>Too many GPUs for a picture.</p>".into());
+    let rows: Vec<Vec<String>> = plan
+        .best
+        .levels
+        .iter()
+        .enumerate()
+        .map(|(index, level)| {
+            vec![
+                plan.level_names[index].clone(),
+                plan.scaling_factors[index].to_string(),
+                level.domain_size.to_string(),
+                level.domains.to_string(),
+                format!("{:.0} %", 100.0 * plan.data_proportions[index]),
+                format!("{:.3}", level.rows_per_token),
+            ]
+        })
+        .collect();
+    let header = ["level", "members", "in a domain", "domains", "sent as tokens (p)", "rows per token"];
+    Ok(section("Expert domains", &about, &format!("{picture}{}", table(&header, &rows))))
+}
+
+/// A pass is two chains beside each other: what the GPU does and what the links do.
+pub(super) fn phases(problem: &Problem, plan: &Plan) -> Result<String, Failure> {
+    const GPU: [usize; 4] = [0, 3, 4, 5];
+    const LINKS: [usize; 4] = [1, 2, 6, 7];
+    let passes = text::passes(plan);
+    let longest = passes.iter().map(|(_, pass)| pass.total).fold(Seconds::ZERO, Seconds::max);
+    let unit = Unit::of(longest);
+    let names = text::phase_times(&plan.best.forward).map(|(name, _)| name);
+    let mut series: Vec<_> = names.into_iter().zip(SERIES).collect();
+    series.push(("waits for tokens", MUTED));
+    let mut bars = Vec::new();
+    for (name, pass) in &passes {
+        let times = text::phase_times(pass);
+        let parts = |which: [usize; 4]| which.map(|index| (index, unit.value(times[index].1))).to_vec();
+        let chain = pass.compute_chain(problem.options.overlap_chunks);
+        let busy: Seconds = GPU.iter().map(|&index| times[index].1).sum();
+        let mut gpu = parts(GPU);
+        gpu.push((names.len(), unit.value((chain - busy).max(Seconds::ZERO))));
+        bars.push(Bar { label: format!("{name}, GPU"), parts: gpu, note: chain.to_string() });
+        let note = pass.link_chain().to_string();
+        bars.push(Bar { label: format!("{name}, links"), parts: parts(LINKS), note });
+    }
+    // A legend of what is there.
+    let used: Vec<usize> = (0..series.len())
+        .filter(|index| {
+            bars.iter().any(|bar| bar.parts.iter().any(|(of, length)| of == index && *length > 0.0))
+        })
+        .collect();
+    for bar in &mut bars {
+        bar.parts = bar
+            .parts
+            .iter()
+            .filter_map(|(of, length)| Some((used.iter().position(|index| index == of)?, *length)))
+            .collect();
+    }
+    let series: Vec<_> = used.iter().map(|&index| series[index]).collect();
+    let about = "What the GPU and what the links are busy with, each phase as long as it takes alone. A pass \
+     takes the longer \
+                 of its two bars.";
+    Ok(section("Time by phase", about, &chart::bars(&series, &bars, unit.name, false)?))
+}
+
+pub(super) fn compared(plan: &Plan) -> Result<String, Failure> {
+    let row = |label: String, time: Seconds, series: usize, note: String| (label, time, series, note);
+    let best = plan.best.layer_time;
+    let mut rows =
+        vec![row(format!("this plan {}", text::sizes(&plan.best.domain_sizes)), best, 0, best.to_string())];
+    rows.extend(plan.alternatives.iter().take(3).map(|other| {
+        let kept = if other.replicas_kept { ", kept" } else { "" };
+        let label = format!("domains {}{kept}", text::sizes(&other.domain_sizes));
+        row(
+            label,
+            other.layer_time,
+            1,
+            format!("{} ({})", other.layer_time, text::times(other.layer_time / best)),
+        )
+    }));
+    rows.extend(plan.baselines.iter().map(|baseline| {
+        let time = baseline.candidate.layer_time;
+        let label = text::baseline_name(baseline.kind).replace("sharded data parallelism", "DP");
+        let fits = if baseline.fits { "" } else { ", no fit" };
+        row(label, time, 2, format!("{time} ({}{fits})", text::times(baseline.speedup)))
+    }));
+    let times = || rows.iter().map(|(_, time, ..)| time.0);
+    let longest = times().fold(0.0, f64::max);
+    let logarithmic = longest / times().fold(longest, f64::min) > 8.0;
+    let unit = Unit::of(if logarithmic { best } else { Seconds(longest) });
+    let bars: Vec<Bar> = rows
+        .into_iter()
+        .map(|(label, time, of, note)| Bar { label, parts: vec![(of, unit.value(time))], note })
+        .collect();
+    let series =
+        [("this plan", SERIES[0]), ("next best domains", SERIES[5]), ("without expert domains", MUTED)];
+    let axis = format!("time of a layer, {}{}", unit.name, if logarithmic { " (logarithmic)" } else { "" });
+    let about =
+        "The same layer with other domain sizes that fit, and without expert domains, by the same model.";
+    Ok(section("Compared", about, &chart::bars(&series, &bars, &axis, logarithmic)?))
+}
+
+pub(super) fn swept(sweep: &Sweep) -> Result<String, Failure> {
+    let mut lines: Vec<Line> = ["this plan", "plain EP", "hierarchical EP", "EP inside a datacenter"]
+        .map(|label| Line { label: label.into(), points: Vec::new(), notes: Vec::new() })
+        .into();
+    let mut before: &[usize] = &[];
+    for point in &sweep.points {
+        let Ok(best) = &point.outcome else { continue };
+        if best.domain_sizes != before {
+            before = &best.domain_sizes;
+            let at = lines[0].points.len();
+            lines[0].notes.push((at, text::sizes(before)));
+        }
+        let times = [best.layer_ms, best.plain_ep_ms, best.hierarchical_ep_ms, best.ep_inside_datacenter_ms];
+        for (line, time) in lines.iter_mut().zip(times) {
+            line.points.push((point.value, time));
+        }
+    }
+    let unit = if sweep.unit.is_empty() { String::new() } else { format!(", {}", sweep.unit) };
+    let axis = format!("{}{unit}", sweep.key);
+    let failed = sweep.points.len() - lines[0].points.len();
+    let about = match failed {
+        0 => "Written where they change: the best domain sizes.".to_owned(),
+        failed => {
+            format!("Written where they change: the best domain sizes. {failed} of the values allow no plan.")
+        }
+    };
+    let chart = match lines[0].points.len() {
+        0 | 1 => "<p>Too few values allow a plan.</p>".to_owned(),
+        _ => chart::lines(&lines, [&axis, "time of a layer, ms"], sweep.logarithmic)?,
+    };
+    Ok(section(&format!("Over {}", sweep.key), &about, &chart))
+}
+
+pub(super) fn links(plan: &Plan) -> Result<String, Failure> {
+    let mut bars = Vec::new();
+    let candidates: Vec<(&str, usize, &Candidate)> = std::iter::once(("this plan", 0, &plan.best))
+        .chain(plan.baselines.iter().map(|baseline| {
+            let name = match text::baseline_name(baseline.kind).split_once(',') {
+                Some((name, _)) => name,
+                None => text::baseline_name(baseline.kind),
+            };
+            (name, 1, &baseline.candidate)
+        }))
+        .collect();
+    for (index, level) in plan.level_names.iter().enumerate() {
+        for (name, series, candidate) in &candidates {
+            let bytes = candidate.levels.get(index).map_or(Bytes::ZERO, |level| level.bytes_per_link);
+            bars.push(Bar {
+                label: format!("{level}: {name}"),
+                parts: vec![(*series, bytes.0 / 1e6)],
+                note: if bytes.0 > 0.0 { bytes.to_string() } else { "nothing".into() },
+            });
+        }
+    }
+    let series = [("this plan", SERIES[0]), ("without expert domains", MUTED)];
+    let about = "Everything that one link carries for a layer in one direction: experts, tokens, gradients.";
+    let chart = chart::bars(&series, &bars, "MB (logarithmic)", true)?;
+    Ok(section("Bytes per link", about, &chart))
+}
+
+pub(super) fn memory(problem: &Problem, plan: &Plan) -> Result<String, Failure> {
+    let memory = &plan.best.memory;
+    let device = Bytes::from_gb(problem.cluster.gpu.memory_gb);
+    let free = memory.cap.map_or(Bytes::ZERO, |cap| (cap - memory.gathered_experts).max(Bytes::ZERO));
+    let used = memory.own_experts + memory.gathered_experts + free;
+    let rest = (device - used).max(Bytes::ZERO);
+    let series = [
+        ("own experts, with gradients and optimizer", SERIES[2]),
+        ("gathered experts", SERIES[0]),
+        ("left for gathered experts", SERIES[5]),
+        ("everything else", MUTED),
+    ];
+    let gb = |bytes: Bytes| bytes.0 / 1e9;
+    let parts = [memory.own_experts, memory.gathered_experts, free, rest];
+    let bar = Bar {
+        label: "a GPU".into(),
+        parts: parts.into_iter().map(gb).enumerate().collect(),
+        note: format!("of {device}"),
+    };
+    let beyond = match plan.candidates_beyond_memory {
+        0 => "Every candidate fits.".to_owned(),
+        beyond => format!("{beyond} of {} candidates do not fit.", plan.candidates),
+    };
+    let chart = chart::bars(&series, &[bar], "GB", false)?;
+    let numbers = format!(
+        "Own experts {}, gathered {}{}.",
+        memory.own_experts,
+        memory.gathered_experts,
+        memory.cap.map_or(String::new(), |cap| format!(" of {cap}"))
+    );
+    Ok(section("Memory", &format!("{numbers} {beyond}"), &chart))
+}
+
+pub(super) fn why(plan: &Plan) -> String {
+    let items: Vec<String> =
+        plan.explanation.text.iter().map(|sentence| format!("<li>{}</li>\n", escape(sentence))).collect();
+    section("Why, and what would change it", "", &format!("<ul>\n{}</ul>", items.concat()))
+}

@@ -1,0 +1,121 @@
+//! One number varied, everything else as it is: how the best domains and the baselines change.
+
+use ep_plan::planner::{Baseline, BaselineKind};
+use serde::Serialize;
+
+use super::key::Key;
+use super::problem::Problem;
+
+/// Values tried when the request does not say how many.
+const POINTS: usize = 13;
+/// As many as a chart can show.
+const MAX_POINTS: usize = 200;
+
+/// What was asked: `KEY=FROM..TO[:POINTS]`.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Request {
+    key: Key,
+    values: Vec<f64>,
+    logarithmic: bool,
+}
+
+/// A sweep's outcome.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Sweep {
+    /// What was varied.
+    pub(crate) key: String,
+    /// Unit of the values; empty for counts and ratios.
+    pub(crate) unit: &'static str,
+    /// Whether the values are spread over decades.
+    pub(crate) logarithmic: bool,
+    pub(crate) points: Vec<Point>,
+}
+
+/// One value.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Point {
+    pub(crate) value: f64,
+    /// The plan at this value, or why there is none.
+    pub(crate) outcome: Result<Outcome, String>,
+}
+
+/// The plan at one value.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Outcome {
+    pub(crate) domain_sizes: Vec<usize>,
+    pub(crate) layer_ms: f64,
+    pub(crate) plain_ep_ms: f64,
+    pub(crate) hierarchical_ep_ms: f64,
+    pub(crate) ep_inside_datacenter_ms: f64,
+}
+
+impl Request {
+    pub(crate) fn parse(text: &str, problem: &Problem) -> Result<Self, String> {
+        const FORM: &str = "write KEY=FROM..TO, as in bandwidth=1Gbit/s..400Gbit/s";
+        let (name, range) = text.split_once('=').ok_or(FORM)?;
+        let key = Key::find(name, problem)?;
+        if !key.is_number() {
+            return Err(format!("`{name}` is no number; use --set"));
+        }
+        let (from, rest) = range.split_once("..").ok_or(FORM)?;
+        let (to, points) = rest.split_once(':').map_or((rest, None), |(to, points)| (to, Some(points)));
+        let points = match points.map(str::parse) {
+            None => POINTS,
+            Some(Ok(points)) if (2..=MAX_POINTS).contains(&points) => points,
+            Some(_) => return Err(format!("the number of points must be from 2 to {MAX_POINTS}")),
+        };
+        let (from, to) = (key.parse(from)?, key.parse(to)?);
+        if !(from < to && from >= 0.0) {
+            return Err("the first value must be below the second, and neither below zero".into());
+        }
+        let logarithmic = from > 0.0 && to / from >= 8.0;
+        let mut values: Vec<f64> = (0..points)
+            .map(|index| {
+                let part = index as f64 / (points - 1) as f64;
+                match (index == 0, index + 1 == points) {
+                    (true, _) => from,
+                    (_, true) => to,
+                    _ if logarithmic => rounded(from * (to / from).powf(part)),
+                    _ => rounded(from + (to - from) * part),
+                }
+            })
+            .map(|value| if key.is_count() { value.round() } else { value })
+            .collect();
+        values.dedup();
+        Ok(Self { key, values, logarithmic })
+    }
+
+    pub(crate) fn run(&self, problem: &Problem) -> Sweep {
+        let point = |&value: &f64| {
+            let mut changed = problem.clone();
+            self.key.apply(&mut changed, value);
+            Point { value, outcome: outcome(&changed) }
+        };
+        Sweep {
+            key: self.key.label.clone(),
+            unit: self.key.unit(),
+            logarithmic: self.logarithmic,
+            points: self.values.iter().map(point).collect(),
+        }
+    }
+}
+
+fn outcome(problem: &Problem) -> Result<Outcome, String> {
+    let plan = problem.try_planner().map_err(|error| error.to_string())?.plan();
+    let baseline = |kind: BaselineKind| {
+        let found = plan.baselines.iter().find(|baseline: &&Baseline| baseline.kind == kind);
+        found.map_or(f64::NAN, |baseline| baseline.candidate.layer_time.as_ms())
+    };
+    Ok(Outcome {
+        domain_sizes: plan.best.domain_sizes.clone(),
+        layer_ms: plan.best.layer_time.as_ms(),
+        plain_ep_ms: baseline(BaselineKind::PlainEp),
+        hierarchical_ep_ms: baseline(BaselineKind::HierarchicalEp),
+        ep_inside_datacenter_ms: baseline(BaselineKind::EpInsideDatacenter),
+    })
+}
+
+/// Three significant digits: between the ends no value is special.
+fn rounded(value: f64) -> f64 {
+    format!("{value:.2e}").parse().unwrap_or(value)
+}

@@ -1,0 +1,292 @@
+//! A plan as text for a terminal.
+
+use std::fmt::Write as _;
+
+use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
+use ep_plan::planner::{BaselineKind, PassTimes, Plan, Work};
+use ep_plan::units::{Bytes, Seconds};
+
+use super::problem::Problem;
+use super::sweep::{Point, Sweep};
+use crate::units;
+
+/// Three lines, and no others.
+const STYLE: TableStyle = {
+    const LINE: LineStyle = LineStyle::none().fill('─').junction('─');
+    TableStyle::new().top_border(LINE).header_separator(LINE).bottom_border(LINE)
+};
+
+/// A table whose columns after the first `left` are numbers.
+pub(crate) fn table(header: &[&str], rows: Vec<Vec<String>>, left: usize) -> String {
+    let mut table = Table::new();
+    table.load_style(STYLE).set_header(header.to_vec());
+    for row in rows {
+        table.add_row(row);
+    }
+    for column in table.column_iter_mut().skip(left) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.trim_fmt()
+}
+
+pub(super) fn render(problem: &Problem, plan: &Plan, sweep: Option<&Sweep>, explain: bool) -> String {
+    let mut out = heading(problem, plan);
+    for note in &problem.notes {
+        let _ = writeln!(out, "{note}");
+    }
+    let [domains, phases, links, compared] = [domains(plan), phases(plan), links(plan), compared(plan)];
+    let _ = write!(
+        out,
+        "\n{}\n\n{domains}\n\n{phases}\n\n{links}\n\n{}\n\n{compared}\n",
+        answer(plan),
+        memory(plan)
+    );
+    if let Some(sweep) = sweep {
+        let _ = write!(out, "\n{}\n", swept(sweep));
+    }
+    out.push('\n');
+    // The first sentence is the answer above.
+    let sentences = plan.explanation.text.iter().skip(1);
+    let shown = if explain { usize::MAX } else { passes(plan).len() };
+    for sentence in sentences.take(shown) {
+        let _ = writeln!(out, "{sentence}");
+    }
+    if explain {
+        out.push_str(&growth(plan));
+        out.push_str(&selective(plan));
+    } else {
+        out.push_str("--explain says more, --html FILE draws it.\n");
+    }
+    out
+}
+
+/// What is planned, in two lines.
+pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
+    let Problem { cluster, model, options, .. } = problem;
+    let gpus: usize = plan.scaling_factors.iter().product();
+    let work = match options.work {
+        Work::Training => "training",
+        Work::Forward => "forward pass of training",
+    };
+    format!(
+        "{} on {}: {}, {} each\n{work}, {} tokens a GPU, {}, weights compressed {}x, gradients {}x\n",
+        model.name,
+        cluster.name,
+        units::counted(gpus, "GPU"),
+        units::counted(plan.experts_per_gpu, "expert"),
+        units::count(model.tokens_per_gpu as u64),
+        units::counted(options.micro_batches, "micro-batch").replace("batchs", "batches"),
+        options.weight_compression,
+        options.gradient_compression,
+    )
+}
+
+/// The answer in one line.
+pub(super) fn answer(plan: &Plan) -> String {
+    let sizes = sizes(&plan.best.domain_sizes);
+    let gpus = plan.best.expert_domain_size();
+    let what = match gpus {
+        1 => "only tokens move".to_owned(),
+        _ => format!("experts are gathered among {gpus} GPUs"),
+    };
+    let kept = if plan.best.replicas_kept { ", kept for the whole step" } else { "" };
+    format!(
+        "Best: domains {sizes}: {what}{kept}. A layer takes {}, a step {}.",
+        plan.best.layer_time, plan.step_time
+    )
+}
+
+/// How many times, in three digits where it is less than a thousand.
+pub(super) fn times(ratio: f64) -> String {
+    let decimals = match ratio.abs() {
+        large if large >= 99.95 => 0,
+        middle if middle >= 9.995 => 1,
+        _ => 2,
+    };
+    format!("{ratio:.decimals$}x")
+}
+
+pub(crate) fn sizes(sizes: &[usize]) -> String {
+    format!("({})", sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(", "))
+}
+
+fn domains(plan: &Plan) -> String {
+    let rows = plan.best.levels.iter().enumerate().map(|(index, level)| {
+        vec![
+            plan.level_names[index].clone(),
+            plan.scaling_factors[index].to_string(),
+            level.domain_size.to_string(),
+            level.domains.to_string(),
+            format!("{:.1} %", 100.0 * plan.data_proportions[index]),
+            format!("{:.3}", level.rows_per_token),
+            format!("{:.2}", level.hot_factor),
+        ]
+    });
+    let header =
+        ["level", "members", "domain", "domains", "sent as tokens (p)", "rows per token", "hottest/mean"];
+    table(&header, rows.collect(), 1)
+}
+
+/// Name and times of every phase of one pass.
+pub(super) fn phase_times(pass: &PassTimes) -> [(&'static str, Seconds); 8] {
+    [
+        ("pre-expert", pass.pre_expert),
+        ("all-gather", pass.all_gather),
+        ("all-to-all", pass.all_to_all),
+        ("expert", pass.expert),
+        ("decode", pass.decode),
+        ("encode", pass.encode),
+        ("gradients", pass.gradients),
+        ("shared refresh", pass.shared_refresh),
+    ]
+}
+
+pub(super) fn passes(plan: &Plan) -> Vec<(&'static str, PassTimes)> {
+    let backward = plan.best.backward.map(|pass| ("backward", pass));
+    std::iter::once(("forward", plan.best.forward)).chain(backward).collect()
+}
+
+fn phases(plan: &Plan) -> String {
+    let passes = passes(plan);
+    let names = phase_times(&plan.best.forward).map(|(name, _)| name);
+    let mut rows: Vec<Vec<String>> = names
+        .iter()
+        .enumerate()
+        .map(|(index, name)| {
+            let times = passes.iter().map(|(_, pass)| or_dash(phase_times(pass)[index].1));
+            std::iter::once((*name).to_owned()).chain(times).collect()
+        })
+        .collect();
+    let totals = passes.iter().map(|(_, pass)| pass.total.to_string());
+    rows.push(std::iter::once("the pass, overlapped".to_owned()).chain(totals).collect());
+    let header: Vec<&str> =
+        std::iter::once("phase, alone").chain(passes.iter().map(|(name, _)| *name)).collect();
+    table(&header, rows, 1)
+}
+
+fn or_dash(time: Seconds) -> String {
+    if time.0 > 0.0 { time.to_string() } else { "-".into() }
+}
+
+fn links(plan: &Plan) -> String {
+    let bytes = |bytes: Bytes| if bytes.0 > 0.0 { bytes.to_string() } else { "-".into() };
+    let rows = plan.best.levels.iter().zip(&plan.level_names).map(|(level, name)| {
+        vec![
+            name.clone(),
+            bytes(level.all_gather.bytes_per_link),
+            bytes(level.all_to_all.bytes_per_link),
+            bytes(level.gradients.bytes_per_link),
+            bytes(level.shared_refresh.bytes_per_link),
+            bytes(level.bytes_per_link),
+        ]
+    });
+    let header = [
+        "bytes per link",
+        "one all-gather",
+        "dispatch + combine",
+        "gradients",
+        "shared refresh",
+        "a layer in all",
+    ];
+    table(&header, rows.collect(), 1)
+}
+
+fn memory(plan: &Plan) -> String {
+    let memory = &plan.best.memory;
+    let cap = memory.cap.map_or("no limit".to_owned(), |cap| format!("may take {cap}"));
+    let beyond = match plan.candidates_beyond_memory {
+        0 => String::new(),
+        beyond => format!(" {beyond} of {} candidates do not fit.", plan.candidates),
+    };
+    format!(
+        "Memory: own experts {}, gathered {} ({cap}).{beyond}",
+        memory.own_experts, memory.gathered_experts
+    )
+}
+
+/// What one would do without a planner.
+pub(super) fn baseline_name(kind: BaselineKind) -> &'static str {
+    match kind {
+        BaselineKind::PlainEp => "plain EP",
+        BaselineKind::HierarchicalEp => "hierarchical EP, deduplicated",
+        BaselineKind::EpInsideDatacenter => "EP inside a datacenter, sharded data parallelism across",
+    }
+}
+
+fn compared(plan: &Plan) -> String {
+    let mut rows = vec![vec![
+        format!("this plan {}", sizes(&plan.best.domain_sizes)),
+        plan.best.layer_time.to_string(),
+        "1.00x".into(),
+        "yes".into(),
+    ]];
+    rows.extend(plan.alternatives.iter().map(|other| {
+        let kept = if other.replicas_kept { ", replicas kept" } else { "" };
+        let faster = other.layer_time / plan.best.layer_time;
+        vec![
+            format!("domains {}{kept}", sizes(&other.domain_sizes)),
+            other.layer_time.to_string(),
+            times(faster),
+            "yes".into(),
+        ]
+    }));
+    rows.extend(plan.baselines.iter().map(|baseline| {
+        vec![
+            baseline_name(baseline.kind).into(),
+            baseline.candidate.layer_time.to_string(),
+            times(baseline.speedup),
+            if baseline.fits { "yes" } else { "NO" }.into(),
+        ]
+    }));
+    table(&["compared with", "a layer", "plan is faster by", "fits"], rows, 1)
+}
+
+fn swept(sweep: &Sweep) -> String {
+    let unit = if sweep.unit.is_empty() { String::new() } else { format!(" ({})", sweep.unit) };
+    let name = format!("{}{unit}", sweep.key);
+    let rows = sweep.points.iter().map(|Point { value, outcome }| {
+        let value = format!("{value}");
+        match outcome {
+            Ok(best) => vec![
+                value,
+                sizes(&best.domain_sizes),
+                Seconds::from_ms(best.layer_ms).to_string(),
+                times(best.plain_ep_ms / best.layer_ms),
+                times(best.hierarchical_ep_ms / best.layer_ms),
+                times(best.ep_inside_datacenter_ms / best.layer_ms),
+            ],
+            Err(why) => vec![value, format!("none: {why}")],
+        }
+    });
+    let header = [&*name, "domains", "a layer", "over plain EP", "over hierarchical EP", "over EP inside"];
+    table(&header, rows.collect(), 0)
+}
+
+fn growth(plan: &Plan) -> String {
+    let rows = plan.explanation.growth.iter().map(|test| {
+        let pays = if test.saves.0 > test.costs.0 { "saves more" } else { "costs more" };
+        vec![
+            plan.level_names[test.level].clone(),
+            test.saves.to_string(),
+            test.costs.to_string(),
+            pays.into(),
+        ]
+    });
+    let header = ["one more member", "saves tokens", "costs experts", "bytes"];
+    format!("\n{}\n", table(&header, rows.collect(), 1))
+}
+
+fn selective(plan: &Plan) -> String {
+    let rows = plan.selective.iter().map(|level| {
+        vec![
+            plan.level_names[level.level].clone(),
+            format!("{} of {}", level.migrating, level.experts),
+            level.tokens_only.to_string(),
+            level.experts_only.to_string(),
+            level.selective.to_string(),
+        ]
+    });
+    let header =
+        ["moving experts one by one", "worth moving", "tokens only", "experts only", "each as is cheaper"];
+    format!("\n{}\n", table(&header, rows.collect(), 1))
+}

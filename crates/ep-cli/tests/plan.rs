@@ -1,0 +1,467 @@
+//! `hybrid-ep plan`, `reproduce` and `simulate`: what they answer, what they write, what they refuse.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+mod common;
+
+use common::{Directory, run, trace};
+use serde_json::Value;
+
+/// The cluster of the reference picks: 20 us per message everywhere, a round trip on the uplink only.
+const REFERENCE: &str = r#"
+[cluster]
+name = "reference"
+
+[[cluster.level]]
+name = "wan"
+members = 2
+bandwidth = "100 Gbit/s"
+sharing = "per-member"
+alpha = "20 us"
+round_trip = "5 ms"
+
+[[cluster.level]]
+name = "rail"
+members = 8
+bandwidth = "50 GB/s"
+alpha = "20 us"
+
+[[cluster.level]]
+name = "nvlink"
+members = 8
+bandwidth = "450 GB/s"
+alpha = "20 us"
+
+[cluster.gpu]
+throughput = "400 TFLOP/s"
+memory = "80 GB"
+memory_bandwidth = "3.35 TB/s"
+
+[model]
+preset = "deepseek-v3"
+
+[options]
+work = "forward"
+memory_cap = "24 GB"
+"#;
+
+fn written(directory: &Directory, name: &str, text: &str) -> String {
+    let file = directory.file(name);
+    std::fs::write(&file, text).unwrap();
+    file
+}
+
+/// The JSON of a plan with these options.
+fn planned(options: &[&str]) -> Value {
+    let finished = run(&[&["plan", "--json", "-"], options].concat()).succeeded();
+    assert!(finished.stderr.contains("Best: domains"), "the text goes to stderr: {}", finished.stderr);
+    serde_json::from_str(&finished.stdout).unwrap()
+}
+
+fn speedup(plan: &Value, kind: &str) -> f64 {
+    let baselines = plan["plan"]["baselines"].as_array().unwrap();
+    baselines.iter().find(|baseline| baseline["kind"] == kind).unwrap()["speedup"].as_f64().unwrap()
+}
+
+#[test]
+fn the_reference_picks() {
+    let directory = Directory::new("plan-reference");
+    let file = written(&directory, "reference.toml", REFERENCE);
+    for (uplink, domains, milliseconds, over) in [
+        ("10Gbit/s", [2, 8, 2], 187.0, 32.0),
+        ("100Gbit/s", [2, 8, 2], 24.9, 25.0),
+        ("400Gbit/s", [2, 4, 1], 15.5, 12.0),
+    ] {
+        let plan = planned(&["--cluster", &file, "--set", &format!("bandwidth={uplink}")]);
+        assert_eq!(plan["plan"]["best"]["domain_sizes"], serde_json::json!(domains), "{uplink}");
+        let found = 1e3 * plan["plan"]["best"]["layer_time"].as_f64().unwrap();
+        assert!((found / milliseconds - 1.0).abs() < 0.02, "{uplink}: {found} ms");
+        assert!((speedup(&plan, "hierarchical-ep") / over - 1.0).abs() < 0.02, "{uplink}");
+    }
+    for (uplink, over) in [("10Gbit/s", 1.28), ("100Gbit/s", 1.30), ("400Gbit/s", 1.37)] {
+        let plan = planned(&[
+            "--cluster",
+            &file,
+            "--set",
+            "work=training",
+            "--set",
+            &format!("bandwidth.wan={uplink}"),
+        ]);
+        assert_eq!(plan["plan"]["best"]["domain_sizes"], serde_json::json!([2, 2, 1]), "{uplink}");
+        assert!((speedup(&plan, "hierarchical-ep") / over - 1.0).abs() < 0.01, "{uplink}");
+    }
+}
+
+#[test]
+fn without_arguments_there_is_an_example() {
+    let text = run(&["plan"]).succeeded().stdout;
+    for part in [
+        "DeepSeek-V3 on 2 x (8 x DGX H200)",
+        "Best: domains (",
+        "all-gather",
+        "bytes per link",
+        "Memory: ",
+        "plain EP",
+    ] {
+        assert!(text.contains(part), "no `{part}` in: {text}");
+    }
+    let explained = run(&["plan", "--explain"]).succeeded().stdout;
+    assert!(explained.contains("would be best") && explained.contains("one more member"), "{explained}");
+}
+
+#[test]
+fn a_printed_problem_is_the_same_problem() {
+    let directory = Directory::new("plan-toml");
+    let options = [
+        "--model",
+        "qwen3-235b",
+        "--datacenters",
+        "4",
+        "--nodes",
+        "2",
+        "--uplink",
+        "25Gbit/s",
+        "--set",
+        "zipf=0.5",
+    ];
+    let toml = run(&[&["plan", "--print-toml"], &options[..]].concat()).succeeded().stdout;
+    let file = written(&directory, "problem.toml", &toml);
+    let again = planned(&["--cluster", &file]);
+    assert_eq!(again["problem"], planned(&options)["problem"]);
+    assert_eq!(again["plan"], planned(&options)["plan"]);
+    assert_eq!(run(&["plan", "--print-toml", "--cluster", &file]).succeeded().stdout, toml);
+}
+
+#[test]
+fn every_preset_is_listed_and_known() {
+    let list = run(&["plan", "--list"]).succeeded().stdout;
+    let names: Vec<&str> = list
+        .lines()
+        .filter(|line| line.starts_with("  "))
+        .filter_map(|line| line.split_whitespace().next())
+        .collect();
+    assert_eq!(names.len(), 15, "{list}");
+    for name in names {
+        let options = match name {
+            name if name.starts_with("paper-") && name.len() > 7 => vec!["plan", "--stream", name],
+            name if list.find(name) < list.find("Models") => {
+                vec!["plan", "--cluster", name, "--model", "deepseek-v3", "--set", "memory_cap=24GB"]
+            }
+            name => vec![
+                "plan",
+                "--model",
+                name,
+                "--datacenters",
+                "2",
+                "--nodes",
+                "1",
+                "--set",
+                "memory_cap=24GB",
+            ],
+        };
+        let mut options = options;
+        if options.contains(&"--cluster") && !name.starts_with("paper") {
+            options.extend(["--gpus-per-node", "8", "--nodes", "2"]);
+        }
+        if name.starts_with("mixtral") {
+            options.extend(["--gpus-per-node", "4"]);
+        }
+        run(&options).succeeded();
+    }
+}
+
+#[test]
+fn the_stream_model_exactly() {
+    let json = run(&["plan", "--stream", "paper-mix-2", "--json", "-"]).succeeded().stdout;
+    let level: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(level["best_domain_size"], 2);
+    let latencies: Vec<String> = level["sizes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|size| format!("{:.4}", size["latency_ms"].as_f64().unwrap()))
+        .collect();
+    assert_eq!(latencies, ["0.9240", "0.8969", "0.9406", "1.0281"]);
+
+    let plan = planned(&["--paper-model"]);
+    assert_eq!(plan["plan"]["setting"], "paper");
+    assert_eq!(plan["stream_model"].as_array().unwrap().len(), 3);
+    assert_eq!(plan["plan"]["best"]["forward"]["expert"], 0.0);
+}
+
+#[test]
+fn a_sweep_changes_one_number() {
+    let plan = planned(&["--set", "work=forward", "--sweep", "bandwidth=1Gbit/s..400Gbit/s:5"]);
+    let points = plan["sweep"]["points"].as_array().unwrap();
+    let values: Vec<f64> = points.iter().map(|point| point["value"].as_f64().unwrap()).collect();
+    assert_eq!((values.len(), values[0], values[4]), (5, 1.0, 400.0));
+    let times: Vec<f64> =
+        points.iter().map(|point| point["outcome"]["Ok"]["layer_ms"].as_f64().unwrap()).collect();
+    assert!(times.windows(2).all(|pair| pair[1] < pair[0]), "{times:?}");
+    // Some values allow no plan, and say so.
+    let members = planned(&["--sweep", "members.rail=6..8:3"]);
+    let outcomes: Vec<bool> = members["sweep"]["points"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|point| point["outcome"]["Ok"].is_object())
+        .collect();
+    assert_eq!(outcomes, [false, false, true]);
+}
+
+#[test]
+fn a_recorded_routing_is_a_histogram() {
+    let directory = Directory::new("plan-routing");
+    let file = directory.file("routing.safetensors");
+    std::fs::write(&file, trace([24, 16], |_| {})).unwrap();
+    let options =
+        ["--model", "mixtral-8x7b", "--nodes", "1", "--gpus-per-node", "4", "--set", "memory_cap=24GB"];
+    let plan = planned(&[&options[..], &["--routing", &file, "--layer", "1"]].concat());
+    assert_eq!(
+        plan["problem"]["model"]["routing"]["histogram"],
+        serde_json::json!([10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0])
+    );
+    assert!(plan["problem"]["notes"][0].as_str().unwrap().contains("layer 1"));
+    run(&["plan", "--routing", &file]).refused(2, &["--routing", "top-2 of 8 experts", "top-8 of 256"]);
+    run(&[&["plan"], &options[..], &["--routing", &file, "--layer", "2"]].concat())
+        .refused(2, &["--layer 2", "layers 0 to 1"]);
+}
+
+#[test]
+fn groups_hold_every_rank_once() {
+    let directory = Directory::new("plan-groups");
+    let file = directory.file("groups.json");
+    run(&["plan", "--groups", &file]).succeeded();
+    let groups: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    for kind in ["expert_domains", "dispatch_groups"] {
+        let mut ranks: Vec<u64> = groups[kind]
+            .as_array()
+            .unwrap()
+            .iter()
+            .flat_map(|group| group.as_array().unwrap().iter().map(|rank| rank.as_u64().unwrap()))
+            .collect();
+        ranks.sort_unstable();
+        assert_eq!(ranks, (0..128).collect::<Vec<u64>>(), "{kind}");
+    }
+}
+
+/// Every tag is closed by its own, every attribute is quoted.
+fn assert_well_formed(svg: &str) {
+    let mut open = Vec::new();
+    for tag in svg.split('<').skip(1) {
+        let tag = tag.split('>').next().unwrap();
+        let name = tag.trim_start_matches('/').split([' ', '\n', '/']).next().unwrap();
+        if tag.starts_with('/') {
+            assert_eq!(open.pop(), Some(name), "{svg}");
+        } else if !tag.ends_with('/') {
+            open.push(name);
+        }
+        assert!(
+            tag.matches('"').count().is_multiple_of(2) && !tag.contains("NaN") && !tag.contains("inf"),
+            "{tag}"
+        );
+    }
+    assert!(open.is_empty() && svg.contains("xmlns"), "{open:?}");
+    // A bare ampersand would end a strict reader.
+    assert!(
+        svg.split('&').skip(1).all(|rest| rest.split(';').next().is_some_and(|name| name.len() <= 6)),
+        "{svg}"
+    );
+}
+
+#[test]
+fn a_report_needs_no_network() {
+    let directory = Directory::new("plan-html");
+    let name = "<b> & \"quoted\"";
+    let file = written(&directory, "named.toml", &REFERENCE.replace("\"reference\"", "'<b> & \"quoted\"'"));
+    for (report, options) in [
+        ("training.html", vec!["--set", "work=training", "--sweep", "round_trip=0ms..50ms:4"]),
+        ("paper.html", vec!["--paper-model"]),
+        ("plain.html", vec!["--set", "bandwidth=100Tbit/s", "--set", "weight_compression=1"]),
+    ] {
+        let report = directory.file(report);
+        run(&[&["plan", "--cluster", &file, "--html", &report], &options[..]].concat()).succeeded();
+        let html = std::fs::read_to_string(&report).unwrap();
+        assert!(html.starts_with("<!DOCTYPE html>") && html.ends_with("</html>\n"));
+        for outside in ["src=", "href=", "url(", "@import", "<script", "<link"] {
+            assert!(!html.contains(outside), "{outside} in {report}");
+        }
+        // The namespace of SVG is a name, not a place.
+        let places = html.replace("http://www.w3.org/2000/svg", "");
+        assert!(!places.contains("http:") && !places.contains("https:"));
+        assert!(!html.contains(name) && html.contains("&lt;b&gt; &amp; &quot;quoted&quot;"));
+        let charts: Vec<&str> =
+            html.split("<svg").skip(1).map(|rest| rest.split("</svg>").next().unwrap()).collect();
+        assert!(charts.len() >= 5, "{} charts", charts.len());
+        charts.iter().for_each(|chart| assert_well_formed(&format!("<svg{chart}</svg>")));
+        for title in ["Expert domains", "Time by phase", "Compared", "Bytes per link", "Memory"] {
+            assert!(html.contains(&format!("<h2>{title}</h2>")), "{title}");
+        }
+    }
+}
+
+#[test]
+fn mistakes_point_at_the_file() {
+    let directory = Directory::new("plan-mistakes");
+    let spoilt = |line: &str, instead: &str| {
+        assert!(REFERENCE.contains(line));
+        written(&directory, "spoilt.toml", &REFERENCE.replacen(line, instead, 1))
+    };
+    for (line, instead, culprits) in [
+        (
+            "bandwidth = \"100 Gbit/s\"",
+            "bandwidth = \"100 gbit/s\"",
+            &["spoilt.toml:8:13: cluster.level[0].bandwidth", "Gbit/s", "GB/s"][..],
+        ),
+        (
+            "bandwidth = \"100 Gbit/s\"",
+            "bandwith = \"100 Gbit/s\"",
+            &["spoilt.toml:8:1: cluster.level[0].bandwith", "possible: bandwidth"],
+        ),
+        ("members = 2", "", &["spoilt.toml:5:1: cluster.level[0]: `members` is missing"]),
+        (
+            "memory_cap = \"24 GB\"",
+            "memory_cap = 24",
+            &["options.memory_cap", "without a unit", "memory_cap_gb"],
+        ),
+        ("[model]", "[model", &["spoilt.toml:30:", "not TOML"]),
+        ("preset = \"deepseek-v3\"", "preset = \"deepseek-v2\"", &["model.preset", "possible: deepseek-v3"]),
+    ] {
+        run(&["plan", "--cluster", &spoilt(line, instead)]).refused(2, culprits);
+    }
+    let model_only = written(&directory, "model.toml", "[model]\npreset = \"deepseek-v3\"\n[options]\n");
+    let whole = written(&directory, "whole.toml", REFERENCE);
+    run(&["plan", "--cluster", &model_only]).refused(2, &["model.toml", "no [cluster]"]);
+    run(&["plan", "--cluster", &whole, "--model", &model_only]).refused(2, &["[options] too"]);
+    run(&["plan", "--cluster", &whole, "--model", &whole]).succeeded();
+}
+
+#[test]
+fn what_cannot_be_planned_is_refused() {
+    let directory = Directory::new("plan-refused");
+    let nowhere = directory.file("no/such/file");
+    for (options, culprits) in [
+        (&["plan", "--cluster", "abacus"][..], &["--cluster abacus", "presets: dgx-h100"][..]),
+        (&["plan", "--model", "gpt-2"], &["--model gpt-2", "presets: deepseek-v3"]),
+        (&["plan", "--cluster", "gb200-nvl72"], &["256 experts", "1152 GPUs", "possible"]),
+        (&["plan", "--nodes", "0"], &["scaling_factor of level 'rail'", "at least one"]),
+        (&["plan", "--uplink", "100"], &["--uplink", "no unit", "Gbit/s"]),
+        (&["plan", "--cluster", "paper-m", "--nodes", "2"], &["--nodes is for presets"]),
+        (&["plan", "--set", "bandwidth"], &["--set bandwidth", "KEY=VALUE"]),
+        (&["plan", "--set", "speed=1"], &["no key `speed`", "weight_compression"]),
+        (&["plan", "--set", "bandwidth.lan=1Gbit/s"], &["no level `lan`", "wan, rail, nvlink"]),
+        (&["plan", "--set", "work=sleep"], &["not one of training, forward"]),
+        (&["plan", "--set", "weight_compression=0.5"], &["weight_compression is 0.5", "at least 1"]),
+        (&["plan", "--sweep", "bandwidth=1Gbit/s"], &["--sweep", "KEY=FROM..TO"]),
+        (&["plan", "--sweep", "bandwidth=9Gbit/s..1Gbit/s"], &["below the second"]),
+        (&["plan", "--sweep", "bandwidth=1Gbit/s..9Gbit/s:1"], &["from 2 to 200"]),
+        (&["plan", "--sweep", "work=training..forward"], &["no number"]),
+        (&["plan", "--stream", "paper-mix-3"], &["no such case", "paper-mix-1"]),
+        (&["plan", "--json", &nowhere], &["--json", "no/such"]),
+        (&["plan", "--html", &nowhere], &["--html", "no/such"]),
+        (&["plan", "--groups", &nowhere], &["--groups", "no/such"]),
+        (&["plan", "--json", "-", "--html", "-"], &["only one"]),
+        (&["reproduce", "--markdown", &nowhere], &["--markdown", "no/such"]),
+        (&["simulate", "--stragglers", "gpu:999=2"], &["GPU 999", "there are 128"]),
+        (&["simulate", "--stragglers", "999"], &["--stragglers", "write gpu:3=1.5"]),
+        (&["simulate", "--scheme", "hybrid"], &["--domains", "3 sizes"]),
+        (&["simulate", "--scheme", "plain", "--domains", "1,1,1"], &["only the hybrid"]),
+        (&["simulate", "--domains", "3,1,1"], &["--domains", "does not divide"]),
+        (&["simulate", "--jitter", "-1"], &[]),
+        (&["simulate", "--layers", "0"], &["layers to simulate"]),
+    ] {
+        let finished = run(options);
+        if culprits.is_empty() {
+            assert_eq!(finished.code, Some(2), "{options:?}");
+        } else {
+            finished.refused(2, culprits);
+        }
+    }
+    for usage in [
+        &["plan", "--print-toml", "--html", "x"][..],
+        &["reproduce", "table9"],
+        &["simulate", "--scheme", "fast"],
+    ] {
+        assert_eq!(run(usage).code, Some(2), "{usage:?}");
+    }
+}
+
+#[test]
+fn the_paper_is_reproduced_as_far_as_it_is_known() {
+    let directory = Directory::new("reproduce");
+    let (markdown, charts) = (directory.file("paper.md"), directory.file("charts"));
+    let text = run(&["reproduce", "--markdown", &markdown, "--charts", &charts]).succeeded().stdout;
+    for line in [
+        "reproduces: AG-only-1 and AG-only-2, as printed",
+        "does not reproduce: Mix-1 and Mix-2, as printed",
+        "reproduces: all four at 128 GB/s",
+        "reproduces: all four with ten times the compute",
+        "reproduces: Tutel's slope on cluster-M",
+        "cannot be said: the other cells",
+        "reproduces: its 30 cells (30 of 30 agree)",
+        "does not reproduce: Algorithm 1 to the letter, at two levels",
+        "cannot be said: its points",
+        "reproduces: 1.05x to 1.45x with fixed domains",
+        "reproduces: 1.31x to 3.76x with growing domains",
+        "does not reproduce: both ranges from one configuration",
+        "Every conclusion is the known one.",
+    ] {
+        assert!(text.lines().any(|found| found.starts_with(line)), "no `{line}` in: {text}");
+    }
+    for digits in ["1.4568", "3.7795", "4.0884", "1.2322", "0.0805", "2.0562", "0.1176"] {
+        assert!(text.contains(digits), "{digits}");
+    }
+    let markdown = std::fs::read_to_string(markdown).unwrap();
+    assert!(markdown.contains("| EP 32 | 32 | 0 | 0 | 992 | 992 | yes |"), "{markdown}");
+    for chart in ["table4.svg", "table7.svg", "fig17-fixed.svg", "fig17-growing.svg", "fig17-decline.svg"] {
+        assert_well_formed(&std::fs::read_to_string(format!("{charts}/{chart}")).unwrap());
+        assert!(markdown.contains(chart));
+    }
+    let one = run(&["reproduce", "table7"]).succeeded().stdout;
+    assert!(one.contains("Table VII") && !one.contains("Table IV"), "{one}");
+}
+
+#[test]
+fn simulated_beside_planned() {
+    let directory = Directory::new("simulate");
+    let [trace, svg] = ["trace.json", "timeline.svg"].map(|name| directory.file(name));
+    let options = ["--layers", "2", "--trace", &trace, "--svg", &svg, "--json", "-"];
+    let finished = run(&[&["simulate"], &options[..]].concat()).succeeded();
+    assert!(finished.stderr.contains("simulated/planned"), "{}", finished.stderr);
+    let report: Value = serde_json::from_str(&finished.stdout).unwrap();
+    assert_eq!(report["scheme"]["hybrid"]["domain_sizes"], report["planned"]["domain_sizes"]);
+    let ratio = report["simulated_over_planned"].as_f64().unwrap();
+    assert!(ratio > 0.5 && ratio < 2.0, "{ratio}");
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(trace).unwrap()).unwrap();
+    assert!(!trace["traceEvents"].as_array().unwrap().is_empty());
+    assert_well_formed(&std::fs::read_to_string(svg).unwrap());
+
+    // A slow GPU holds all others up, and the same seed gives the same run.
+    let layer = |options: &[&str]| {
+        let all = [&["simulate", "--layers", "2", "--set", "work=forward", "--json", "-"], options].concat();
+        let report: Value = serde_json::from_str(&run(&all).succeeded().stdout).unwrap();
+        report["simulated"]["layer_seconds"].as_f64().unwrap()
+    };
+    let alone = layer(&["--scheme", "plain"]);
+    assert!(layer(&["--scheme", "plain", "--stragglers", "link:wan:0=3"]) > 1.5 * alone);
+    let seeded = |seed| layer(&["--domains", "2,2,2", "--jitter", "0.3", "--seed", seed]);
+    assert_eq!(seeded("1"), seeded("1"));
+    assert_ne!(seeded("1"), seeded("2"));
+}
+
+/// The example of the documentation is one that works, and says what its text says.
+#[test]
+fn the_documented_file_is_planned() {
+    let documentation = include_str!("../../../docs/planner.md");
+    let block = |language: &str| {
+        let start = format!("```{language}\n");
+        documentation.split_once(&start).and_then(|(_, rest)| rest.split_once("```")).unwrap().0
+    };
+    let directory = Directory::new("plan-documented");
+    let file = written(&directory, "plan.toml", block("toml"));
+    let plan = planned(&["--cluster", &file]);
+    assert_eq!(plan["problem"]["options"]["memory_cap_gb"], 24.0);
+    assert_eq!(plan["plan"]["scaling_factors"], serde_json::json!([2, 8, 8]));
+    let typo = block("toml").replace("bandwidth = \"100", "bandwith = \"100");
+    let error = block("text").trim().strip_suffix("...").unwrap().strip_prefix("plan.toml:").unwrap();
+    run(&["plan", "--cluster", &written(&directory, "plan.toml", &typo)]).refused(2, &[error]);
+}
