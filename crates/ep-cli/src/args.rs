@@ -31,6 +31,8 @@ pub(crate) enum Command {
     Plan(crate::plan::PlanArgs),
     /// Set the paper's tables and figures beside what its own model gives
     Reproduce(crate::reproduce::ReproduceArgs),
+    /// Run a schedule event by event, with stragglers and jitter, beside what the planner says
+    Simulate(crate::simulate::SimulateArgs),
 }
 
 #[derive(Debug, Args)]
@@ -41,7 +43,7 @@ pub(crate) struct BenchArgs {
     /// Number of ranks [default: 4, or what the launcher says]
     #[arg(long, value_name = "N")]
     pub(crate) ranks: Option<usize>,
-    /// Number of NVLink domains that the ranks are split into [default: 2, or 1 for an odd number of ranks]
+    /// Number of NVLink domains that the ranks are split into [default: 2, or 1 for an odd number of ranks and on GPUs]
     #[arg(long, value_name = "N")]
     pub(crate) domains: Option<usize>,
     /// Run ranks as processes instead of threads; one rank of a job under torchrun or SLURM
@@ -94,6 +96,9 @@ pub(crate) struct BenchArgs {
     /// Seed of tokens and routing
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Measurement")]
     pub(crate) seed: u64,
+    /// Bandwidth of each GPU to the others, for the floor on GPUs [default: 340 for H100 and H200, else no floor]
+    #[arg(long, value_name = "GB/s", value_parser = bandwidth, help_heading = "Measurement")]
+    pub(crate) wire: Option<f64>,
     /// Write everything measured as JSON; `-` = stdout, with the table on stderr
     #[arg(long, value_name = "FILE", help_heading = "Measurement")]
     pub(crate) json: Option<PathBuf>,
@@ -143,6 +148,9 @@ pub(crate) struct TuningArgs {
     /// Worker threads of each rank; 0 = its share of the cores
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=256))]
     pub(crate) workers: Option<u16>,
+    /// SMs of each GPU that dispatch and combine run on [default: chosen by the backend]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) sms: Option<u16>,
     /// Set by the launcher: stdin is a pipe whose end is the launcher's end.
     #[arg(long, hide = true)]
     pub(crate) launched: bool,
@@ -184,6 +192,14 @@ impl Dtype {
     }
 }
 
+/// GB/s that something can be divided by.
+fn bandwidth(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() && number > 0.0 => Ok(number),
+        _ => Err("must be a number of GB/s above zero".into()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory as _;
@@ -206,5 +222,21 @@ mod tests {
         assert!(parse("hybrid-ep bench --layer 2").is_err());
         assert!(parse("hybrid-ep bench --tokens 5,6").is_ok());
         assert!(parse("hybrid-ep bench --tokens 5 --tokens 6").is_err());
+    }
+
+    #[test]
+    fn gpus_have_options_of_their_own() {
+        let parse = |line: &str| match CommandLine::try_parse_from(line.split(' ')).ok()?.command {
+            Command::Bench(args) => Some((args.backend, args.tuning.sms, args.wire)),
+            _ => None,
+        };
+        assert_eq!(parse("hybrid-ep bench"), Some((BackendChoice::Auto, None, None)));
+        let given = parse("hybrid-ep bench --backend cuda --sms 24 --wire 337.5");
+        assert_eq!(given, Some((BackendChoice::Cuda, Some(24), Some(337.5))));
+        for option in
+            ["--sms 0", "--sms 1025", "--wire 0", "--wire -1", "--wire nan", "--wire inf", "--wire x"]
+        {
+            assert_eq!(parse(&format!("hybrid-ep bench {option}")), None, "{option}");
+        }
     }
 }

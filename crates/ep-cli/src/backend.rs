@@ -53,7 +53,9 @@ impl Chosen {
                 ep_cuda::check_available()?;
                 Ok(Self::Cuda)
             }
-            BackendChoice::Auto if domains.unwrap_or(1) == 1 && ep_cuda::check_available().is_ok() => Ok(Self::Cuda),
+            BackendChoice::Auto if domains.unwrap_or(1) == 1 && ep_cuda::check_available().is_ok() => {
+                Ok(Self::Cuda)
+            }
             BackendChoice::Auto => Ok(Self::Host),
         }
     }

@@ -13,6 +13,7 @@ mod machine;
 mod output;
 mod plan;
 mod reproduce;
+mod simulate;
 mod units;
 mod verify;
 
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => examine(&args),
         Command::Plan(args) => plan::main(&args),
         Command::Reproduce(args) => reproduce::main(&args),
+        Command::Simulate(args) => simulate::main(&args),
     };
     match outcome {
         Ok(verdict) => verdict.into(),

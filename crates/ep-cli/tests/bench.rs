@@ -3,8 +3,13 @@
 
 mod common;
 
-use common::{Directory, tiny, trace};
+use common::{Directory, Finished, trace};
 use serde_json::Value;
+
+/// A benchmark of the host backend, which is what these are about, whatever the machine has.
+fn tiny(more: &[&str]) -> Finished {
+    common::tiny(&[&["--backend", "host"], more].concat())
+}
 
 /// The JSON of a run that wrote it to stdout.
 #[track_caller]
@@ -32,6 +37,9 @@ fn check_fields(report: &Value, ranks: usize, tokens: &[u64], experts: usize, to
     let copied = report["ceiling_copy_gb_per_s"].as_f64().unwrap();
     assert!((report["ceiling_traffic_gb_per_s"].as_f64().unwrap() / copied - 2.0).abs() < 1e-9);
     assert!(report["floor_definition"].as_str().unwrap().contains("memcpy"));
+    assert!(report["time_definition"].as_str().unwrap().contains("slowest rank"));
+    assert_eq!(report["config"]["backend"], "host");
+    assert_eq!(report["gpus"].as_array().unwrap().len(), 0);
 
     for run in report["runs"].as_array().unwrap() {
         assert_eq!(run["verified"], true);

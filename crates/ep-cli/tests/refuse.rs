@@ -92,6 +92,22 @@ fn settings_and_launchers_that_make_no_sense() {
 }
 
 #[test]
+fn gpus_are_asked_for_where_there_are_none() {
+    // Where there is one, all of this would run.
+    let Err(missing) = ep_cuda::check_available() else { return };
+    // One line says the same as the library does, with its cause and what to do.
+    let missing = missing.to_string();
+    tiny(&["--backend", "cuda"]).refused(2, &[&missing]);
+    tiny(&["--backend", "cuda", "--processes"]).refused(2, &[&missing]);
+    tiny(&["--wire", "340"]).refused(2, &["--wire 340", "--backend cuda"]);
+}
+
+#[test]
+fn gpus_serve_one_domain() {
+    tiny(&["--backend", "cuda", "--domains", "2"]).refused(2, &["--domains 2", "--backend host"]);
+}
+
+#[test]
 fn the_launcher_refuses_before_it_starts_ranks() {
     // One line from one process, not one from each rank.
     tiny(&["--processes", "--topk", "9"]).refused(2, &["--topk 9"]);

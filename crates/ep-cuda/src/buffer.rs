@@ -113,7 +113,7 @@ impl CudaBuffer {
         let columns = arena.alloc(4 * columns * PREPROCESS_BLOCKS as usize, false)?;
         // Ranks wait for each other inside kernels, so the blocks of all ranks of a GPU must run at once.
         let most = (device.multiprocessors as usize / ranks_here).max(1) as u32;
-        let wanted = if config.sms == 0 { 16 } else { config.sms as u32 };
+        let wanted = if config.sms == 0 { 24 } else { config.sms as u32 };
         let timeout_ns = config.timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         let common = peers.common(&world, rank, timeout_ns, fault.address());
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
@@ -132,7 +132,7 @@ impl CudaBuffer {
             columns,
             partials: None,
             prob_scratch: None,
-            blocks: wanted.min(most),
+            blocks: wanted.clamp(2, most.max(2)),
             preprocess_blocks: PREPROCESS_BLOCKS.min(most),
             plain_copies: config.plain_copies,
             device,

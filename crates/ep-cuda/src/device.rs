@@ -6,19 +6,17 @@ use crate::jit::{Arch, Program};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum KernelKey {
     Preprocess,
+    /// A pause, for benchmarks.
+    Spin,
     Dispatch {
         quantize: bool,
-        send_warps: u32,
-        receive_warps: u32,
+        warps: u32,
     },
     Combine {
         rows_f32: bool,
         wire_f32: bool,
-        push_workers: u32,
-        reduce_workers: u32,
-        worker_warps: u32,
-        /// Vectors of 8 elements that a thread holds.
-        vectors: u32,
+        push_warps: u32,
+        reduce_warps: u32,
     },
 }
 
@@ -68,6 +66,7 @@ impl KernelKey {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Preprocess => "preprocess",
+            Self::Spin => "spin",
             Self::Dispatch { .. } => "dispatch",
             Self::Combine { .. } => "combine",
         }
@@ -81,24 +80,22 @@ impl KernelKey {
         let mut defines = vec![("COPY_VARIANT", quoted(copy))];
         let source = match self {
             Self::Preprocess => include_str!("../device/preprocess/kernel.cu"),
-            Self::Dispatch { quantize, send_warps, receive_warps } => {
+            Self::Spin => include_str!("../device/spin.cu"),
+            Self::Dispatch { quantize, warps } => {
                 let payload = if quantize { "payload_quantize.cuh" } else { "payload_copy.cuh" };
                 defines.extend([
                     ("PAYLOAD_VARIANT", quoted(payload)),
                     ("E4M3_VARIANT", quoted(if old { "e4m3_soft.cuh" } else { "e4m3_cvt.cuh" })),
-                    ("SEND_WARPS", send_warps.to_string()),
-                    ("RECEIVE_WARPS", receive_warps.to_string()),
+                    ("WARPS", warps.to_string()),
                 ]);
                 include_str!("../device/dispatch/kernel.cu")
             }
-            Self::Combine { rows_f32, wire_f32, push_workers, reduce_workers, worker_warps, vectors } => {
+            Self::Combine { rows_f32, wire_f32, push_warps, reduce_warps } => {
                 defines.extend([
                     ("ROWS_F32", u32::from(rows_f32).to_string()),
                     ("WIRE_F32", u32::from(wire_f32).to_string()),
-                    ("PUSH_WORKERS", push_workers.to_string()),
-                    ("REDUCE_WORKERS", reduce_workers.to_string()),
-                    ("WORKER_WARPS", worker_warps.to_string()),
-                    ("VECTORS", vectors.to_string()),
+                    ("PUSH_WARPS", push_warps.to_string()),
+                    ("REDUCE_WARPS", reduce_warps.to_string()),
                 ]);
                 include_str!("../device/combine/kernel.cu")
             }

@@ -70,6 +70,7 @@ impl Sizes {
         let lists = [
             8 * self.sends(),
             4 * begins,
+            4 * (self.tokens + 1),
             16 * self.copies,
             4 * begins,
             8 * self.copies,
@@ -80,7 +81,7 @@ impl Sizes {
         ];
         let part = arena.alloc(lists.iter().map(|bytes| bytes.next_multiple_of(16)).sum(), true)?;
         let mut next = part.address();
-        let [sends, send_begin, copies, copy_begin, recv, recv_begin, dst_copies, dst_begin, shape] =
+        let [sends, send_begin, token_begin, copies, copy_begin, recv, recv_begin, dst_copies, dst_begin, shape] =
             lists.map(|bytes| {
                 let at = next;
                 next += bytes.next_multiple_of(16) as DeviceAddress;
@@ -89,6 +90,7 @@ impl Sizes {
         let view = HandleView {
             sends,
             send_begin,
+            token_begin,
             copies,
             copy_begin,
             recv,

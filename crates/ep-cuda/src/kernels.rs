@@ -7,7 +7,7 @@ use ep::{CudaEnv, Result};
 
 use crate::device::KernelKey;
 use crate::driver::{Device, Kernel};
-use crate::jit::Jit;
+use crate::jit::{Cubin, Jit};
 
 /// All kernels of this process.
 pub(crate) struct Kernels {
@@ -42,8 +42,8 @@ impl Kernels {
             return Ok(Arc::clone(kernel));
         }
         let program = key.program(device.arch, plain_copies);
-        let cubin = self.jit.cubin(&program, device.arch)?;
-        let kernel = Arc::new(Kernel::load(device, &cubin.bytes, key.name())?);
+        let load = |cubin: &Cubin| Kernel::load(device, &cubin.bytes, key.name());
+        let kernel = Arc::new(self.jit.load(&program, device.arch, load)?);
         *slot = Some(Arc::clone(&kernel));
         Ok(kernel)
     }

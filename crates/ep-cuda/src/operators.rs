@@ -154,7 +154,7 @@ impl Backend for CudaBuffer {
             groups: cut.groups,
             stages: cut.stages,
             stage_bytes: cut.stage_bytes(),
-            hidden: hidden as u32,
+            send_blocks: tuning::send_blocks(self.blocks, quantize),
             reserved: 0,
         };
         // SAFETY: the kernel's own parameters; sizes were checked; memory stays until the stream has passed, by the
@@ -183,7 +183,7 @@ impl Backend for CudaBuffer {
         let CombineInput { hidden, element, wire, rows, probs } = input;
         let key = tuning::combine_key(element == Element::F32, wire == Element::F32);
         let kernel = self.kernel(key)?;
-        let cut = CombineShape::new(key, self.world.ranks(), hidden, kernel.shared_bytes()?)?;
+        let cut = CombineShape::new(key, self.world.ranks());
         let slot_bytes = hidden.next_multiple_of(8) * wire.bytes();
         let scratch = handle.sizes.sends() * slot_bytes;
         let partials = Self::scratch(&self.arena, &mut self.partials, scratch)?;
@@ -197,7 +197,6 @@ impl Backend for CudaBuffer {
             element.bytes() as u64,
             wire.bytes() as u64,
             u64::from(probs.is_some()),
-            u64::from(cut.groups),
         ];
         let common = self.enter(Operator::Combine, &same);
         let params = CombineParams {
@@ -210,11 +209,7 @@ impl Backend for CudaBuffer {
             partials,
             prob_scratch,
             hidden: hidden as u32,
-            pieces: cut.pieces,
-            piece_elements: cut.piece_elements,
-            groups: cut.groups,
-            stages: cut.stages,
-            stage_bytes: cut.stage_bytes,
+            reserved: 0,
         };
         // SAFETY: as in `dispatch`.
         unsafe { kernel.launch(&self.stream, self.blocks, cut.threads, cut.shared_bytes, &params) }?;

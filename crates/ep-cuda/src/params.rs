@@ -51,6 +51,7 @@ pub(crate) struct Common {
 pub(crate) struct HandleView {
     pub(crate) sends: DeviceAddress,
     pub(crate) send_begin: DeviceAddress,
+    pub(crate) token_begin: DeviceAddress,
     pub(crate) copies: DeviceAddress,
     pub(crate) copy_begin: DeviceAddress,
     pub(crate) recv: DeviceAddress,
@@ -110,7 +111,7 @@ pub(crate) struct DispatchParams {
     pub(crate) groups: u32,
     pub(crate) stages: u32,
     pub(crate) stage_bytes: u32,
-    pub(crate) hidden: u32,
+    pub(crate) send_blocks: u32,
     pub(crate) reserved: u32,
 }
 
@@ -126,18 +127,14 @@ pub(crate) struct CombineParams {
     pub(crate) partials: DeviceAddress,
     pub(crate) prob_scratch: DeviceAddress,
     pub(crate) hidden: u32,
-    pub(crate) pieces: u32,
-    pub(crate) piece_elements: u32,
-    pub(crate) groups: u32,
-    pub(crate) stages: u32,
-    pub(crate) stage_bytes: u32,
+    pub(crate) reserved: u32,
 }
 
 const _: () = {
     assert!(size_of::<Common>() == 40 + 16 * MAX_RANKS + 4 * MAX_RANKS + 8);
     assert!(offset_of!(Common, control) == 40);
-    assert!(size_of::<HandleView>() == 88);
+    assert!(size_of::<HandleView>() == 96);
     assert!(size_of::<PreprocessParams>() == size_of::<Common>() + size_of::<HandleView>() + 32 + 72);
     assert!(size_of::<DispatchParams>() == size_of::<Common>() + size_of::<HandleView>() + 56 + 48);
-    assert!(size_of::<CombineParams>() == size_of::<Common>() + size_of::<HandleView>() + 48 + 24);
+    assert!(size_of::<CombineParams>() == size_of::<Common>() + size_of::<HandleView>() + 48 + 8);
 };

@@ -1,6 +1,5 @@
 //! How an operator is cut into pieces, stages and blocks: from its sizes and the GPU's.
 
-use ep::backend::check_row_bytes;
 use ep::{CallerError, Result};
 
 use crate::device::KernelKey;
@@ -10,6 +9,10 @@ use crate::params::MAX_GROUPS;
 const PEER_VIEW_BYTES: usize = 80;
 /// Longest piece of a row that moves as a unit in dispatch, bytes.
 const DISPATCH_PIECE: usize = 16 << 10;
+/// The same where tokens are quantised: more warps have to share the memory.
+const QUANTIZE_PIECE: usize = 8 << 10;
+/// Shared memory of a warp of combine, bytes: `FETCH_BYTES + ASIDE_BYTES` of `device/combine/sum.cuh`.
+const COMBINE_WARP_BYTES: usize = (5 + 2) * 2048;
 /// Fewest stages of a ring: two stores under way while a third piece arrives.
 const FEWEST_STAGES: usize = 3;
 /// Stages of a ring, at most: their barriers have a fixed place.
@@ -32,23 +35,25 @@ pub(crate) struct DispatchShape {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CombineShape {
     pub(crate) threads: u32,
-    pub(crate) pieces: u32,
-    pub(crate) piece_elements: u32,
-    pub(crate) groups: u32,
-    pub(crate) stages: u32,
-    pub(crate) stage_bytes: u32,
     pub(crate) shared_bytes: usize,
 }
 
 /// The dispatch kernel for rows that travel as they are, or are quantised.
 pub(crate) fn dispatch_key(quantize: bool) -> KernelKey {
-    KernelKey::Dispatch { quantize, send_warps: 4, receive_warps: 1 }
+    KernelKey::Dispatch { quantize, warps: t("EP_W", if quantize { 7 } else { 4 }) }
 }
 
 /// The combine kernel for these types.
 pub(crate) fn combine_key(rows_f32: bool, wire_f32: bool) -> KernelKey {
-    KernelKey::Combine { rows_f32, wire_f32, push_workers: 2, reduce_workers: 2, worker_warps: 4, vectors: 4 }
+    KernelKey::Combine { rows_f32, wire_f32, push_warps: t("EP_PW", 8), reduce_warps: t("EP_DW", 8) }
 }
+
+/// Blocks of a launch of dispatch that send; the others receive.
+pub(crate) fn send_blocks(blocks: u32, quantize: bool) -> u32 {
+    let _ = quantize;
+    t("EP_SB", (blocks / 2).clamp(1, 12)).min(blocks - 1)
+}
+fn t(k: &str, d: u32) -> u32 { std::env::var(k).ok().map_or(d, |v| v.parse().unwrap()) }
 
 fn peers_bytes(ranks: usize) -> usize {
     (ranks * PEER_VIEW_BYTES).next_multiple_of(128)
@@ -57,14 +62,12 @@ fn peers_bytes(ranks: usize) -> usize {
 impl DispatchShape {
     /// `row_bytes` of an input row; `available` bytes of shared memory.
     pub(crate) fn new(key: KernelKey, ranks: usize, row_bytes: usize, available: usize) -> Result<Self> {
-        let KernelKey::Dispatch { quantize, send_warps, receive_warps } = key else {
-            unreachable!("a key of dispatch")
-        };
-        let warps = (send_warps + receive_warps) as usize;
+        let KernelKey::Dispatch { quantize, warps } = key else { unreachable!("a key of dispatch") };
+        let warps = warps as usize;
         let unit = if quantize { 256 } else { 16 };
-        let extra = |piece: usize| if quantize { send_warps as usize * (piece + SCALE_BUFFER) } else { 0 };
+        let extra = |piece: usize| if quantize { warps * (piece + SCALE_BUFFER) } else { 0 };
         let available = available - peers_bytes(ranks);
-        let mut pieces = row_bytes.div_ceil(DISPATCH_PIECE);
+        let mut pieces = row_bytes.div_ceil(t("EP_PIECE", if quantize { QUANTIZE_PIECE } else { DISPATCH_PIECE } as u32) as usize);
         loop {
             let piece = if pieces == 1 { row_bytes } else { row_bytes.div_ceil(pieces).next_multiple_of(unit) };
             // The copy engine wants stages at multiples of 128 bytes.
@@ -91,32 +94,10 @@ impl DispatchShape {
 }
 
 impl CombineShape {
-    pub(crate) fn new(key: KernelKey, ranks: usize, hidden: usize, available: usize) -> Result<Self> {
-        let KernelKey::Combine { rows_f32, wire_f32, push_workers, reduce_workers, worker_warps, vectors } = key else {
-            unreachable!("a key of combine")
-        };
-        check_row_bytes(hidden, hidden * if rows_f32 { 4 } else { 2 })?;
-        let workers = (push_workers + reduce_workers) as usize;
-        let most_elements = (32 * worker_warps * 8 * vectors) as usize;
-        let pieces = hidden.div_ceil(most_elements);
-        let piece_elements = hidden.div_ceil(pieces).next_multiple_of(8);
-        let element = if rows_f32 || wire_f32 { 4 } else { 2 };
-        let stage = (piece_elements * element).next_multiple_of(128);
-        let available = available - peers_bytes(ranks);
-        let stages = (available / workers / stage).min(MOST_STAGES);
-        if stages < FEWEST_STAGES {
-            return Err(CallerError::Hidden { hidden, bytes: hidden * element }.into());
-        }
-        let pieces = hidden.div_ceil(piece_elements);
-        Ok(Self {
-            threads: 32 * worker_warps * workers as u32,
-            pieces: pieces as u32,
-            piece_elements: piece_elements as u32,
-            groups: pieces.min(MAX_GROUPS) as u32,
-            stages: stages as u32,
-            stage_bytes: stage as u32,
-            shared_bytes: peers_bytes(ranks) + workers * stages * stage,
-        })
+    pub(crate) fn new(key: KernelKey, ranks: usize) -> Self {
+        let KernelKey::Combine { push_warps, reduce_warps, .. } = key else { unreachable!("a key of combine") };
+        let warps = push_warps + reduce_warps;
+        Self { threads: 32 * warps, shared_bytes: peers_bytes(ranks) + warps as usize * COMBINE_WARP_BYTES }
     }
 }
 

@@ -1,25 +1,26 @@
 //! Is what one rank holds after the last timed iteration right, to the last bit?
 //!
 //! Nothing is materialised: which token stands in which row comes from [`ep::oracle::rows`], a token's contents from
-//! [`tokens`], and rows are compared one by one.
+//! [`tokens`], and rows are compared one by one, on all cores.
 
 use ep::oracle::{self, CombineSpec, ReceivedRows, RowSource};
 use ep::{Element, Rank, ReceiveShape, Routing, ScaleFormat, TokenFormat, World};
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::bench::tokens;
 
-/// What one rank holds.
+/// Rows that one core checks at a time: some tokens with all their rows.
+const BATCH: usize = 128;
+
+/// What one rank has received.
 #[derive(Debug)]
-pub(super) struct Held<'a> {
-    pub(super) rank: Rank,
+pub(super) struct HeldRows<'a> {
     pub(super) shape: &'a ReceiveShape,
-    /// Dispatched rows with their scales (none in bf16) and f32 probabilities.
+    /// Rows with their scales (none in bf16) and f32 probabilities.
     pub(super) rows: &'a [u8],
     pub(super) scales: &'a [u8],
     pub(super) probs: &'a [u8],
-    /// Combined tokens.
-    pub(super) combined: &'a [u8],
 }
 
 /// What it should hold follows from this.
@@ -27,6 +28,7 @@ pub(super) struct Held<'a> {
 pub(super) struct Expected<'a> {
     pub(super) world: &'a World,
     pub(super) routings: &'a [Routing],
+    /// What the rank receives, without a capacity.
     pub(super) received: &'a ReceivedRows,
     pub(super) format: TokenFormat,
     pub(super) hidden: usize,
@@ -39,17 +41,12 @@ pub(super) struct Expected<'a> {
 pub(super) struct Checked {
     pub(super) rows: u64,
     pub(super) padding_rows: u64,
+    /// Combined.
     pub(super) tokens: u64,
-}
-
-/// Compares all that a rank holds; the error is the first difference, for people.
-pub(super) fn check(expected: &Expected<'_>, held: &Held<'_>) -> Result<Checked, String> {
-    if *held.shape != expected.received.shape {
-        return Err(format!("receives {:?}, expected {:?}", held.shape, expected.received.shape));
-    }
-    let (rows, padding_rows) = check_dispatched(expected, held)?;
-    let tokens = check_combined(expected, held)?;
-    Ok(Checked { rows, padding_rows, tokens })
+    /// Tokens with their probabilities gathered back.
+    pub(super) probs: u64,
+    /// Rows of an output with a capacity, padding included.
+    pub(super) bounded_rows: u64,
 }
 
 /// One row as it should be, or as it is.
@@ -60,7 +57,13 @@ struct Row<'a> {
     prob: [u8; 4],
 }
 
-fn check_dispatched(expected: &Expected<'_>, held: &Held<'_>) -> Result<(u64, u64), String> {
+/// Compares what a rank has received: rows, and rows of padding. A capacity that holds all makes no difference. The
+/// error is the first difference, for people; so it is below.
+pub(super) fn dispatched(expected: &Expected<'_>, held: &HeldRows<'_>) -> Result<(u64, u64), String> {
+    let shape = ReceiveShape { capacity: None, ..held.shape.clone() };
+    if shape != expected.received.shape {
+        return Err(format!("receives {shape:?}, expected {:?}", expected.received.shape));
+    }
     let Expected { hidden, format, .. } = *expected;
     let (row_bytes, scale_bytes) = (format.output_row_bytes(hidden), format.scale_row_bytes(hidden));
     let held_row = |row: usize| Row {
@@ -80,20 +83,27 @@ fn check_dispatched(expected: &Expected<'_>, held: &Held<'_>) -> Result<(u64, u6
     let padding = expected.received.rows.len() - by_token.len();
     // Token by token, so that one with several rows here is made, and quantised, once.
     by_token.sort_unstable_by_key(|(source, row)| (source.rank, source.token, *row));
-    let mut token = Token::new(hidden, format);
-    let mut made = None;
-    for &(source, row) in &by_token {
-        if made != Some((source.rank, source.token)) {
-            token.make(expected.seed, source.rank, source.token);
-            made = Some((source.rank, source.token));
-        }
-        let (expert, weight) = source.experts[0];
-        let right = Row { data: token.data(), scales: &token.scales, prob: weight.to_le_bytes() };
-        compare(&held_row(row), &right, || {
-            format!("row {row} (token {} of rank {}, for expert {expert})", source.token, source.rank)
-        })?;
-    }
+    let check_batch = |batch: &[(&RowSource, usize)]| {
+        let mut token = Token::new(hidden, format);
+        let mut made = None;
+        batch.iter().try_for_each(|&(source, row)| {
+            if made != Some((source.rank, source.token)) {
+                token.make(expected.seed, source.rank, source.token);
+                made = Some((source.rank, source.token));
+            }
+            let (expert, weight) = source.experts[0];
+            let right = Row { data: token.data(), scales: &token.scales, prob: weight.to_le_bytes() };
+            compare(&held_row(row), &right, || {
+                format!("row {row} (token {} of rank {}, for expert {expert})", source.token, source.rank)
+            })
+        })
+    };
+    first_error(by_token.par_chunks(BATCH).map(check_batch))?;
     Ok((by_token.len() as u64, padding as u64))
+}
+
+fn first_error(results: impl IndexedParallelIterator<Item = Result<(), String>>) -> Result<(), String> {
+    results.find_map_first(Result::err).map_or(Ok(()), Err)
 }
 
 fn compare(held: &Row<'_>, right: &Row<'_>, place: impl Fn() -> String) -> Result<(), String> {
@@ -114,25 +124,43 @@ fn difference(what: &str, held: &[u8], right: &[u8]) -> Option<String> {
     Some(format!("{what} {at} is {:#04x}, expected {:#04x}", held[at], right[at]))
 }
 
-fn check_combined(expected: &Expected<'_>, held: &Held<'_>) -> Result<u64, String> {
+/// Compares a rank's combined tokens.
+pub(super) fn combined(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Result<u64, String> {
     let Expected { world, hidden, .. } = *expected;
     let spec = CombineSpec { hidden, element: Element::Bf16, wire: Element::Bf16 };
-    let routing = &expected.routings[held.rank.index()];
-    let mut token = Token::new(hidden, TokenFormat::Bf16);
-    let mut copies = vec![0; world.ranks()];
-    for (index, combined) in held.combined.chunks_exact(2 * hidden).enumerate() {
-        copies.fill(0);
+    let routing = &expected.routings[rank.index()];
+    let check_token = |token: &mut Token, (index, held): (usize, &[u8])| {
+        let mut copies = vec![0; world.ranks()];
         for &expert in routing.experts_of(index) {
             copies[world.placement.owner_at(world.placement.position_of(expert)).index()] += 1;
         }
-        token.make(expected.seed, held.rank, index);
+        token.make(expected.seed, rank, index);
         // Every expert's output is its input, so all rows that are summed are the token itself.
-        let right =
-            oracle::combine_token(world, held.rank, spec, |rank| vec![token.data(); copies[rank.index()]]);
-        if let Some(difference) = difference("byte", combined, &right) {
-            return Err(format!("combine, token {index} of rank {}: {difference}", held.rank));
+        let right = oracle::combine_token(world, rank, spec, |rank| vec![token.data(); copies[rank.index()]]);
+        match difference("byte", held, &right) {
+            Some(difference) => Err(format!("combine, token {index} of rank {rank}: {difference}")),
+            None => Ok(()),
         }
-    }
+    };
+    let tokens = held.par_chunks_exact(2 * hidden).enumerate();
+    first_error(tokens.map_init(|| Token::new(hidden, TokenFormat::Bf16), check_token))?;
+    Ok(routing.tokens() as u64)
+}
+
+/// Compares a rank's probabilities after they were gathered back: dense, f32.
+pub(super) fn gathered(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Result<u64, String> {
+    let routing = &expected.routings[rank.index()];
+    let check_token = |(index, held): (usize, &[u8])| {
+        let mut right = vec![0; held.len()];
+        for (&expert, weight) in routing.experts_of(index).iter().zip(routing.weights_of(index)) {
+            right[4 * expert as usize..][..4].copy_from_slice(&weight.to_le_bytes());
+        }
+        match difference("byte", held, &right) {
+            Some(difference) => Err(format!("combine, probabilities of token {index}: {difference}")),
+            None => Ok(()),
+        }
+    };
+    first_error(held.par_chunks_exact(4 * routing.experts()).enumerate().map(check_token))?;
     Ok(routing.tokens() as u64)
 }
 
@@ -191,6 +219,7 @@ mod tests {
         format: TokenFormat,
         dispatched: oracle::Dispatched,
         combined: Vec<u8>,
+        gathered: Vec<u8>,
     }
 
     impl World1 {
@@ -217,7 +246,8 @@ mod tests {
             let spec = CombineSpec { hidden: HIDDEN, element: Element::Bf16, wire: Element::Bf16 };
             let combined = oracle::combine(&world, &routings, &received, spec, &rows).swap_remove(1);
             let shape = received[1].shape.clone();
-            Self { world, routings, received, shape, format, dispatched, combined }
+            let gathered = routings[1].dense_probs().iter().flat_map(|prob| prob.to_le_bytes()).collect();
+            Self { world, routings, received, shape, format, dispatched, combined, gathered }
         }
 
         fn check(&self) -> Result<Checked, String> {
@@ -230,26 +260,27 @@ mod tests {
                 seed: SEED,
             };
             let probs: Vec<u8> = self.dispatched.probs.iter().flat_map(|prob| prob.to_le_bytes()).collect();
-            check(
-                &expected,
-                &Held {
-                    rank: Rank(1),
-                    shape: &self.shape,
-                    rows: &self.dispatched.tokens,
-                    scales: &self.dispatched.scales,
-                    probs: &probs,
-                    combined: &self.combined,
-                },
-            )
+            let held = HeldRows {
+                shape: &self.shape,
+                rows: &self.dispatched.tokens,
+                scales: &self.dispatched.scales,
+                probs: &probs,
+            };
+            let (rows, padding_rows) = dispatched(&expected, &held)?;
+            let tokens = combined(&expected, Rank(1), &self.combined)?;
+            let probs = gathered(&expected, Rank(1), &self.gathered)?;
+            Ok(Checked { rows, padding_rows, tokens, probs, bounded_rows: 0 })
         }
     }
 
     #[test]
     fn what_the_oracle_delivers_is_right() {
         for format in [TokenFormat::Bf16, TokenFormat::QuantizeFp8(ScaleFormat::F32Per128)] {
-            let world = World1::new(format);
+            let mut world = World1::new(format);
+            // Room for more than comes is no difference.
+            world.shape.capacity = Some(10_000);
             let checked = world.check().unwrap();
-            assert_eq!(checked.tokens, 9);
+            assert_eq!((checked.tokens, checked.probs), (9, 9));
             assert_eq!((checked.rows + checked.padding_rows) as usize, world.received[1].rows.len());
             assert!(checked.padding_rows > 0);
         }
@@ -274,6 +305,7 @@ mod tests {
             &format!("padding row {padding}: byte 0 is 0x01"),
         );
         spoil(&|w| w.combined[2 * HIDDEN * 7 + 3] ^= 1, "combine, token 7 of rank 1: byte 3 is 0x");
+        spoil(&|w| w.gathered[4 * 8 * 8 + 7] ^= 1, "combine, probabilities of token 8: byte 7 is 0x");
         spoil(&|w| w.shape.rows += 1, "receives ReceiveShape");
     }
 }

@@ -9,8 +9,8 @@ use ep::trace::RoutingTrace;
 use ep::workload::Workload;
 use ep::{Config, DispatchMode, Rank, Routing, ScaleFormat, TokenFormat, World};
 
-use crate::backend::Chosen;
 use crate::args::{BackendChoice, BenchArgs, Dtype, TuningArgs};
+use crate::backend::Chosen;
 use crate::bench::footprint;
 use crate::failure::Failure;
 use crate::output::JsonTarget;
@@ -25,6 +25,7 @@ const MAX_EXPERTS: usize = 1 << 20;
 /// A benchmark that can be run.
 #[derive(Debug)]
 pub(crate) struct Plan {
+    pub(crate) backend: Chosen,
     pub(crate) world: World,
     pub(crate) config: Config,
     pub(crate) place: Place,
@@ -33,6 +34,8 @@ pub(crate) struct Plan {
     pub(crate) mode: DispatchMode,
     pub(crate) iterations: usize,
     pub(crate) seed: u64,
+    /// GB/s of a GPU's wire, as the user says.
+    pub(crate) wire: Option<f64>,
     /// The recorded routing that was asked for.
     pub(crate) routing_file: Option<PathBuf>,
     /// What is measured, one after the other.
@@ -116,11 +119,12 @@ impl Scenario {
 
 impl Plan {
     pub(crate) fn resolve(args: &BenchArgs) -> Result<Self, Failure> {
-        let backend = Chosen::resolve(args.backend, args.domains)?;
+        let backend = backend(args)?;
         let place = Place::resolve(args.processes)?;
         let json = JsonTarget::resolve(args.json.as_deref())?;
         let ranks = ranks(args, &place)?;
-        let domains = args.domains.unwrap_or(if ranks.is_multiple_of(2) { 2 } else { 1 });
+        let two = backend == Chosen::Host && ranks.is_multiple_of(2);
+        let domains = args.domains.unwrap_or(if two { 2 } else { 1 });
         // Before the experts' tables are made, so that a number that is wrong is not a number of gigabytes.
         ep::Topology::new(ranks, domains)
             .map_err(|error| Failure::request(format!("--ranks, --domains: {error}")))?;
@@ -136,6 +140,7 @@ impl Plan {
             None => (args.experts, vec![drawn(args, ranks)?]),
         };
         let plan = Self {
+            backend,
             world: World::new(ranks, domains, experts)?,
             config: config(&args.tuning)?,
             place,
@@ -144,6 +149,7 @@ impl Plan {
             mode,
             iterations: args.iters,
             seed: args.seed,
+            wire: args.wire,
             routing_file: args.routing.clone(),
             scenarios,
             json,
@@ -178,6 +184,9 @@ pub(crate) fn config(tuning: &TuningArgs) -> Result<Config, Failure> {
     if let Some(workers) = tuning.workers {
         config.workers = workers.into();
     }
+    if let Some(sms) = tuning.sms {
+        config.sms = sms.into();
+    }
     Ok(config)
 }
 
@@ -186,6 +195,24 @@ fn format(dtype: Dtype) -> TokenFormat {
         Dtype::Bf16 => TokenFormat::Bf16,
         Dtype::Fp8 => TokenFormat::QuantizeFp8(ScaleFormat::F32Per128),
     }
+}
+
+/// The backend, if it can serve what is asked of it.
+fn backend(args: &BenchArgs) -> Result<Chosen, Failure> {
+    if let (BackendChoice::Cuda, Some(domains @ 2..)) = (args.backend, args.domains) {
+        return Err(Failure::request(format!(
+            "--domains {domains}: the cuda backend serves one NVLink domain; leave --domains out, or emulate \
+             several with --backend host"
+        )));
+    }
+    let backend = Chosen::resolve(args.backend, args.domains)?;
+    if let (Chosen::Host, Some(wire)) = (backend, args.wire) {
+        return Err(Failure::request(format!(
+            "--wire {wire}: GPUs have a wire, the host backend is set against its memory; leave --wire out, or use \
+             --backend cuda"
+        )));
+    }
+    Ok(backend)
 }
 
 fn ranks(args: &BenchArgs, place: &Place) -> Result<usize, Failure> {
@@ -278,18 +305,23 @@ fn recorded(
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use clap::Parser as _;
 
     use super::*;
     use crate::args::{Command, CommandLine};
 
     fn resolve(options: &str) -> Result<Plan, Failure> {
-        let line = format!("hybrid-ep bench {options}");
+        let line = format!("hybrid-ep bench --backend host {options}");
         let Command::Bench(args) = CommandLine::parse_from(line.split_whitespace()).command else {
             panic!("not a benchmark: {line}")
         };
         Plan::resolve(&args)
+    }
+
+    /// A plan for the host backend.
+    pub(in crate::bench) fn plan(options: &str) -> Plan {
+        resolve(options).unwrap()
     }
 
     #[test]
@@ -304,8 +336,9 @@ mod tests {
 
     #[test]
     fn options_override_the_environment() {
-        let plan = resolve("--timeout-ms 1500 --workers 3").unwrap();
+        let plan = resolve("--timeout-ms 1500 --workers 3 --sms 24").unwrap();
         assert_eq!((plan.config.timeout, plan.config.workers), (Duration::from_millis(1500), 3));
+        assert_eq!(plan.config.sms, 24);
     }
 
     #[test]
@@ -328,11 +361,32 @@ mod tests {
             ("--iters 0", "--iters"),
             ("--pad 0", "--pad"),
             ("--routing /no/such.safetensors", "/no/such.safetensors"),
+            ("--wire 340", "--wire 340"),
             ("--json /no/such/directory/x.json", "/no/such/directory"),
         ] {
             let failure = resolve(options).unwrap_err();
             assert!(failure.to_string().contains(culprit), "{options}: {failure}");
             assert_eq!(failure.code(), crate::failure::code::CALLER);
+        }
+    }
+    #[test]
+    fn the_cuda_backend_serves_one_domain() {
+        let parse = |options: &str| {
+            let line = format!("hybrid-ep bench --backend cuda {options}");
+            match CommandLine::parse_from(line.split_whitespace()).command {
+                Command::Bench(args) => args,
+                _ => panic!("not a benchmark: {line}"),
+            }
+        };
+        let failure = Plan::resolve(&parse("--domains 2")).unwrap_err();
+        assert!(failure.to_string().contains("--domains 2: the cuda backend serves one"), "{failure}");
+        // Where there is no GPU that is what is said, and else that is the plan.
+        match Plan::resolve(&parse("--wire 300")) {
+            Ok(plan) => {
+                assert_eq!((plan.backend, plan.world.topology.domains()), (Chosen::Cuda, 1));
+                assert_eq!(plan.wire, Some(300.0));
+            }
+            Err(failure) => assert_eq!(failure.code(), crate::failure::code::CALLER, "{failure}"),
         }
     }
 }

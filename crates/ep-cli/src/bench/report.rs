@@ -1,16 +1,21 @@
 //! What all ranks measured, made into the numbers that a reader wants. Field names carry their units: the JSON is
 //! this structure.
 
+use std::fmt::Write as _;
 use std::time::Duration;
 
 use ep::Routing;
 use serde::Serialize;
 
+use crate::backend::Chosen;
 use crate::bench::check::Checked;
+use crate::bench::definitions;
+use crate::bench::floor::{Crossing, MustMove, WireReport};
+use crate::bench::gpu::{self, Gpu};
 use crate::bench::measure::{self, Operator, Samples, Spread};
 use crate::bench::plan::{Place, Plan, Scenario, WARM_UP};
 use crate::bench::run::RankReport;
-use crate::ceiling::Ceiling;
+use crate::ceiling::{Ceiling, Memcpy, Wire};
 use crate::machine::Machine;
 use crate::units;
 
@@ -20,13 +25,32 @@ pub(super) struct Report {
     pub(super) verified: bool,
     pub(super) config: Setting,
     pub(super) machine: Machine,
-    /// Bytes copied per second by [`Ceiling::measure`].
-    pub(super) ceiling_copy_gb_per_s: f64,
-    /// Bytes read and written per second: twice the bytes copied.
-    pub(super) ceiling_traffic_gb_per_s: f64,
-    pub(super) ceiling_threads: usize,
+    #[serde(flatten)]
+    pub(super) ceiling: CeilingReport,
+    pub(super) time_definition: String,
     pub(super) floor_definition: String,
+    /// What has to be known to read the figures, beside the definitions.
+    pub(super) notes: Vec<String>,
+    /// By rank; none on the host backend.
+    pub(super) gpus: Vec<Gpu>,
     pub(super) runs: Vec<Run>,
+}
+
+/// What floors are computed from.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub(super) enum CeilingReport {
+    Memory {
+        /// Bytes copied per second by [`Memcpy::measure`].
+        ceiling_copy_gb_per_s: f64,
+        /// Bytes read and written per second: twice the bytes copied.
+        ceiling_traffic_gb_per_s: f64,
+        ceiling_threads: usize,
+    },
+    Wire {
+        /// Bytes per second and direction; none where it is not known.
+        ceiling_wire_gb_per_s: Option<f64>,
+    },
 }
 
 /// What was asked for, and what it was resolved to.
@@ -57,6 +81,8 @@ pub(super) struct Run {
     pub(super) topk: usize,
     pub(super) operators: Vec<OperatorReport>,
     pub(super) preprocess: PreprocessReport,
+    /// On GPUs.
+    pub(super) wire: Option<WireReport>,
     pub(super) load: Load,
     pub(super) verified: bool,
     /// What was compared, or the first differences.
@@ -68,10 +94,10 @@ pub(super) struct OperatorReport {
     pub(super) operator: &'static str,
     pub(super) median_us: f64,
     pub(super) p95_us: f64,
-    /// Of all ranks, per call.
-    pub(super) bytes_inside_domains: u64,
+    /// Of all ranks, per call; not known where nobody waits for the number of rows.
+    pub(super) bytes_inside_domains: Option<u64>,
     pub(super) bytes_between_domains: u64,
-    /// Bytes that must be read once and written once; none is defined for what moves no tokens.
+    /// The floor's bytes, as `floor_definition` says; none are defined for what moves no tokens.
     pub(super) must_move_bytes: Option<u64>,
     /// Those bytes over the median.
     pub(super) gb_per_s: Option<f64>,
@@ -101,7 +127,17 @@ pub(super) struct Load {
 }
 
 impl Report {
-    pub(super) fn new(plan: &Plan, scenarios: &[Vec<RankReport>], ceiling: Ceiling) -> Self {
+    pub(super) fn new(plan: &Plan, scenarios: &[Vec<RankReport>]) -> Self {
+        let gpus: Vec<Gpu> =
+            scenarios.last().into_iter().flatten().filter_map(|rank| rank.gpu.clone()).collect();
+        let shared = gpu::shared(&gpus);
+        let ceiling = match plan.backend {
+            Chosen::Host => Ceiling::Memory(Memcpy::measure()),
+            Chosen::Cuda => {
+                let names = gpus.iter().map(|gpu| gpu.name.as_str());
+                Ceiling::Wire(Wire::resolve(plan.wire, names, shared))
+            }
+        };
         let runs: Vec<Run> = plan
             .scenarios
             .iter()
@@ -113,28 +149,33 @@ impl Report {
             verified: runs.iter().all(|run| run.verified),
             config: Setting::of(plan),
             machine: Machine::here(),
-            ceiling_copy_gb_per_s: ceiling.copied / 1e9,
-            ceiling_traffic_gb_per_s: ceiling.traffic() / 1e9,
-            ceiling_threads: ceiling.cores,
-            floor_definition: floor_definition(ceiling),
+            ceiling: CeilingReport::of(ceiling),
+            time_definition: definitions::time(plan),
+            floor_definition: definitions::floor(ceiling),
+            notes: if shared { vec![definitions::SHARED.into()] } else { Vec::new() },
+            gpus,
             runs,
         }
     }
 }
 
-fn floor_definition(ceiling: Ceiling) -> String {
-    format!(
-        "floor = every input token that has an expert, output row (padding, scales and probability included) and \
-         output token read or written once, at the read + written {:.1} GB/s of a large memcpy on all {} cores",
-        ceiling.traffic() / 1e9,
-        ceiling.cores,
-    )
+impl CeilingReport {
+    fn of(ceiling: Ceiling) -> Self {
+        match ceiling {
+            Ceiling::Memory(memcpy) => Self::Memory {
+                ceiling_copy_gb_per_s: memcpy.copied / 1e9,
+                ceiling_traffic_gb_per_s: memcpy.traffic() / 1e9,
+                ceiling_threads: memcpy.cores,
+            },
+            Ceiling::Wire(wire) => Self::Wire { ceiling_wire_gb_per_s: wire.gb_per_s() },
+        }
+    }
 }
 
 impl Setting {
     fn of(plan: &Plan) -> Self {
         Self {
-            backend: "host",
+            backend: plan.backend.name(),
             ranks: plan.ranks(),
             domains: plan.world.topology.domains(),
             processes: plan.place != Place::Threads,
@@ -157,18 +198,22 @@ impl Run {
     fn new(plan: &Plan, scenario: &Scenario, ranks: &[RankReport], ceiling: Ceiling) -> Self {
         let routings = scenario.routings();
         let rows_per_rank: Vec<u64> = ranks.iter().map(|rank| rank.rows).collect();
-        let must_move = MustMove::of(plan, &routings, rows_per_rank.iter().sum());
-        let operators: Vec<OperatorReport> = Operator::ALL
-            .map(|operator| {
-                OperatorReport::new(operator, ranks, must_move.by(operator), plan.iterations, ceiling)
-            })
-            .into();
+        let crossing = (plan.backend == Chosen::Cuda).then(|| Crossing::of(&plan.world, &routings));
+        let must_move = match &crossing {
+            Some(crossing) => MustMove::over_the_wire(plan, crossing),
+            None => MustMove::through_memory(plan, &routings, rows_per_rank.iter().sum()),
+        };
+        let operators: Vec<OperatorReport> = Operator::all(plan.backend)
+            .iter()
+            .map(|&operator| OperatorReport::new(operator, ranks, must_move.by(operator), ceiling))
+            .collect();
         let (verified, verification) = verification(plan, ranks);
         Self {
             layer: scenario.layer,
             tokens_per_rank: scenario.tokens(),
             topk: scenario.topk,
-            preprocess: PreprocessReport::new(ranks, &operators, plan.iterations),
+            preprocess: PreprocessReport::new(ranks, &operators),
+            wire: crossing.map(|crossing| WireReport::new(plan, &crossing)),
             operators,
             load: Load::of(plan, &routings, rows_per_rank),
             verified,
@@ -178,22 +223,18 @@ impl Run {
 }
 
 impl OperatorReport {
-    fn new(
-        operator: Operator,
-        ranks: &[RankReport],
-        must_move: Option<u64>,
-        iterations: usize,
-        ceiling: Ceiling,
-    ) -> Self {
-        let samples = || ranks.iter().map(|rank| &rank.samples[operator as usize]);
+    fn new(operator: Operator, ranks: &[RankReport], must_move: Option<u64>, ceiling: Ceiling) -> Self {
+        let samples = || ranks.iter().filter_map(|rank| rank.samples.get(&operator));
         let Spread { median, p95 } = Spread::of(measure::slowest(samples()));
-        let per_call = |bytes: fn(&Samples) -> u64| samples().map(bytes).sum::<u64>() / iterations as u64;
-        let floor = must_move.map(|bytes| ceiling.floor(bytes));
+        let per_call =
+            |bytes: fn(&Samples) -> u64| samples().map(|samples| samples.per_call(bytes(samples))).sum();
+        let floor = must_move.and_then(|bytes| ceiling.floor(bytes));
         Self {
             operator: operator.name(),
             median_us: microseconds(median),
             p95_us: microseconds(p95),
-            bytes_inside_domains: per_call(|samples| samples.inside_domains),
+            bytes_inside_domains: (operator != Operator::Bounded)
+                .then(|| per_call(|samples| samples.inside_domains)),
             bytes_between_domains: per_call(|samples| samples.between_domains),
             must_move_bytes: must_move,
             gb_per_s: must_move.and_then(|bytes| ratio(bytes as f64 / 1e9, median.as_secs_f64())),
@@ -204,52 +245,20 @@ impl OperatorReport {
 }
 
 impl PreprocessReport {
-    fn new(ranks: &[RankReport], operators: &[OperatorReport], iterations: usize) -> Self {
-        let of =
-            |rank: &RankReport| rank.samples[Operator::Preprocess as usize].preprocess / iterations as u64;
-        let all: u64 = ranks.iter().map(of).sum();
-        let [preprocess, dispatch] =
-            [Operator::Preprocess, Operator::Dispatch].map(|o| &operators[o as usize]);
-        let dispatch_bytes = dispatch.bytes_inside_domains + dispatch.bytes_between_domains;
-        let percent = |part, whole| ratio(part, whole).map(|ratio| 100.0 * ratio);
+    fn new(ranks: &[RankReport], operators: &[OperatorReport]) -> Self {
+        let samples = ranks.iter().filter_map(|rank| rank.samples.get(&Operator::Preprocess));
+        let bytes: Vec<u64> = samples.map(|samples| samples.per_call(samples.preprocess)).collect();
+        let find = |operator: Operator| operators.iter().find(|report| report.operator == operator.name());
+        let percent = |part: f64, whole: f64| ratio(part, whole).map(|ratio| 100.0 * ratio);
+        let dispatch = find(Operator::Dispatch);
+        let dispatch_bytes = dispatch
+            .and_then(|dispatch| Some(dispatch.bytes_inside_domains? + dispatch.bytes_between_domains));
+        let median = |operator: Operator| find(operator).map_or(0.0, |report| report.median_us);
         Self {
-            bytes_per_rank: ranks.iter().map(of).max().unwrap_or_default(),
-            percent_of_dispatch_bytes: percent(all as f64, dispatch_bytes as f64),
-            percent_of_dispatch_time: percent(preprocess.median_us, dispatch.median_us),
-        }
-    }
-}
-
-/// Bytes that the operators' definition makes them read once and write once, of all ranks together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct MustMove {
-    dispatch: u64,
-    combine: u64,
-}
-
-impl MustMove {
-    fn of(plan: &Plan, routings: &[Routing], rows: u64) -> Self {
-        let format = plan.format();
-        let sent = |routing: &Routing| {
-            (0..routing.tokens()).filter(|&token| !routing.experts_of(token).is_empty()).count()
-        };
-        let sent: usize = routings.iter().map(sent).sum();
-        let tokens: usize = routings.iter().map(Routing::tokens).sum();
-        let copies: usize = routings.iter().map(Routing::copies).sum();
-        let row =
-            format.output_row_bytes(plan.hidden) + format.scale_row_bytes(plan.hidden) + size_of::<f32>();
-        Self {
-            dispatch: (sent * format.input_row_bytes(plan.hidden)) as u64 + rows * row as u64,
-            combine: ((copies + tokens) * plan.bf16_row_bytes()) as u64,
-        }
-    }
-
-    fn by(self, operator: Operator) -> Option<u64> {
-        match operator {
-            Operator::Route | Operator::Preprocess => None,
-            Operator::Dispatch => Some(self.dispatch),
-            Operator::Combine => Some(self.combine),
-            Operator::Layer => Some(2 * (self.dispatch + self.combine)),
+            bytes_per_rank: bytes.iter().copied().max().unwrap_or_default(),
+            percent_of_dispatch_bytes: dispatch_bytes
+                .and_then(|all| percent(bytes.iter().sum::<u64>() as f64, all as f64)),
+            percent_of_dispatch_time: percent(median(Operator::Preprocess), median(Operator::Dispatch)),
         }
     }
 }
@@ -298,7 +307,7 @@ fn verification(plan: &Plan, ranks: &[RankReport]) -> (bool, String) {
         None => "token and probability",
         Some(_) => "FP8 token, scales and probability",
     };
-    let what = format!(
+    let mut what = format!(
         "all {} dispatched rows ({row}), {} padding rows (zero) and {} combined tokens of {} equal the operators' \
          definition byte by byte",
         sum(|checked| checked.rows),
@@ -306,6 +315,15 @@ fn verification(plan: &Plan, ranks: &[RankReport]) -> (bool, String) {
         sum(|checked| checked.tokens),
         units::counted(ranks.len(), "rank"),
     );
+    if Operator::all(plan.backend).contains(&Operator::Bounded) {
+        // Writing to a string cannot fail.
+        let _ = write!(
+            what,
+            "; so do the {} rows of a non-blocking dispatch, and the probabilities of {} combined tokens",
+            sum(|checked| checked.bounded_rows),
+            sum(|checked| checked.probs),
+        );
+    }
     (true, what)
 }
 
@@ -320,37 +338,13 @@ fn ratio(part: f64, whole: f64) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser as _;
-
     use super::*;
-    use crate::args::{Command, CommandLine};
-
-    fn plan(options: &str) -> Plan {
-        let line = format!("hybrid-ep bench {options}");
-        let Command::Bench(args) = CommandLine::parse_from(line.split_whitespace()).command else {
-            panic!("not a benchmark: {line}")
-        };
-        Plan::resolve(&args).unwrap()
-    }
-
-    #[test]
-    fn bytes_that_must_move_are_counted_once() {
-        let bytes = |options: &str| {
-            let plan = plan(&format!(
-                "--ranks 2 --domains 1 --experts 4 --topk 2 --hidden 128 --tokens 10 {options}"
-            ));
-            MustMove::of(&plan, &plan.scenarios[0].routings(), 48)
-        };
-        // 20 tokens and 48 rows of 256 bytes; 40 rows of real copies and 20 tokens.
-        assert_eq!(bytes(""), MustMove { dispatch: 20 * 256 + 48 * (256 + 4), combine: 60 * 256 });
-        assert_eq!(bytes("--dtype fp8").dispatch, 20 * 256 + 48 * (128 + 4 + 4));
-        assert_eq!(bytes("").by(Operator::Layer), Some(2 * (17_600 + 15_360)));
-    }
+    use crate::bench::plan::tests::plan;
 
     #[test]
     fn a_difference_on_any_rank_is_reported() {
-        let rank = |checked| RankReport { samples: Default::default(), rows: 0, checked };
-        let right = rank(Ok(Checked { rows: 1000, padding_rows: 5, tokens: 9 }));
+        let rank = |checked| RankReport { samples: Default::default(), rows: 0, gpu: None, checked };
+        let right = rank(Ok(Checked { rows: 1000, padding_rows: 5, tokens: 9, ..Checked::default() }));
         let plan = plan("");
         let (verified, what) = verification(&plan, &[right.clone(), right.clone()]);
         assert!(verified && what.contains("2,000 dispatched rows") && what.contains("18 combined"), "{what}");

@@ -6,11 +6,34 @@ use std::time::Duration;
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 
 use crate::bench::chart;
-use crate::bench::report::{OperatorReport, Report, Run};
+use crate::bench::floor::WireReport;
+use crate::bench::gpu::Gpu;
+use crate::bench::report::{CeilingReport, OperatorReport, Report, Run};
 use crate::units;
 
-const COLUMNS: [&str; 8] =
-    ["operator", "median", "p95", "inside domains", "between domains", "GB/s", "floor", "ratio"];
+/// One column: its header, and the text for an operator.
+type Column = (&'static str, fn(&OperatorReport) -> String);
+
+const HOST_COLUMNS: &[Column] = &[
+    ("operator", |o| o.operator.into()),
+    ("median", |o| time(o.median_us)),
+    ("p95", |o| time(o.p95_us)),
+    ("inside domains", |o| or_dash(o.bytes_inside_domains.map(units::bytes))),
+    ("between domains", |o| units::bytes(o.bytes_between_domains)),
+    ("GB/s", |o| or_dash(o.gb_per_s.map(|rate| format!("{rate:.2}")))),
+    ("floor", |o| or_dash(o.floor_us.map(time))),
+    ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
+];
+
+const GPU_COLUMNS: &[Column] = &[
+    ("operator", |o| o.operator.into()),
+    ("median", |o| time(o.median_us)),
+    ("p95", |o| time(o.p95_us)),
+    ("busiest rank", |o| or_dash(o.must_move_bytes.map(units::bytes))),
+    ("GB/s", |o| or_dash(o.gb_per_s.map(|rate| format!("{rate:.0}")))),
+    ("floor", |o| or_dash(o.floor_us.map(time))),
+    ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
+];
 
 /// Three lines, and no others.
 const STYLE: TableStyle = {
@@ -26,9 +49,26 @@ pub(super) fn render(report: &Report) -> String {
         if let Some(layer) = run.layer {
             let _ = writeln!(out, "\nlayer {layer}");
         }
-        let _ = writeln!(out, "{}\n{}", table(run).trim_fmt(), preprocessing(run));
-        let _ =
-            writeln!(out, "{} ({:.1} GB/s copied)\n", report.floor_definition, report.ceiling_copy_gb_per_s);
+        match &run.wire {
+            None => {
+                let _ = writeln!(out, "{}\n{}", table(run, HOST_COLUMNS).trim_fmt(), preprocessing(run));
+            }
+            Some(wire) => {
+                let _ = writeln!(out, "{}\n{}", table(run, GPU_COLUMNS).trim_fmt(), preprocessing(run));
+                let _ = writeln!(out, "{}\n{}", moved(wire), report.time_definition);
+            }
+        }
+        let copied = match report.ceiling {
+            CeilingReport::Memory { ceiling_copy_gb_per_s, .. } => {
+                format!(" ({ceiling_copy_gb_per_s:.1} GB/s copied)")
+            }
+            CeilingReport::Wire { .. } => String::new(),
+        };
+        let _ = writeln!(out, "{}{copied}", report.floor_definition);
+        for note in &report.notes {
+            let _ = writeln!(out, "note: {note}");
+        }
+        out.push('\n');
         let _ = writeln!(out, "{}", chart::render(&run.load));
         if report.runs.len() > 1 {
             let _ = writeln!(out, "{}", verdict(run.verified, &run.verification));
@@ -58,9 +98,10 @@ fn heading(report: &Report) -> String {
         (Some(file), _) => format!("routing {file}"),
         (None, skew) => format!("skew {}", skew.unwrap_or_default()),
     };
+    let gpus = gpus(report).map_or_else(String::new, |gpus| format!("{gpus}\n"));
     format!(
         "{} ({}) in {}, {} backend, {} ({})\n\
-         {tokens} tokens a rank, hidden {}, {}, top-{}, {}, padded to {}, {origin}, seed {}, {}",
+         {gpus}{tokens} tokens a rank, hidden {}, {}, top-{}, {}, padded to {}, {origin}, seed {}, {}",
         units::counted(config.ranks, "rank"),
         if config.processes { "processes" } else { "threads" },
         units::counted(config.domains, "domain"),
@@ -77,11 +118,30 @@ fn heading(report: &Report) -> String {
     )
 }
 
-fn table(run: &Run) -> Table {
+/// Which GPUs the ranks run on, and what they take of them.
+fn gpus(report: &Report) -> Option<String> {
+    let gpus = &report.gpus;
+    let distinct = |text: fn(&Gpu) -> String| {
+        let mut all: Vec<String> = gpus.iter().map(text).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    };
+    let most = gpus.iter().map(|gpu| gpu.registered_bytes).max()?;
+    Some(format!(
+        "{} ({}), {} SMs and up to {} of registered memory a rank",
+        units::counted(distinct(|gpu| gpu.pci_bus_id.clone()).len(), "GPU"),
+        distinct(|gpu| gpu.name.clone()).join(", "),
+        distinct(|gpu| gpu.sms.to_string()).join(" or "),
+        units::bytes(most),
+    ))
+}
+
+fn table(run: &Run, columns: &[Column]) -> Table {
     let mut table = Table::new();
-    table.load_style(STYLE).set_header(COLUMNS);
+    table.load_style(STYLE).set_header(columns.iter().map(|(header, _)| *header));
     for operator in &run.operators {
-        table.add_row(row(operator));
+        table.add_row(columns.iter().map(|(_, text)| text(operator)));
     }
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
@@ -89,18 +149,21 @@ fn table(run: &Run) -> Table {
     table
 }
 
-fn row(operator: &OperatorReport) -> [String; 8] {
-    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
-    [
-        operator.operator.into(),
-        time(operator.median_us),
-        time(operator.p95_us),
-        units::bytes(operator.bytes_inside_domains),
-        units::bytes(operator.bytes_between_domains),
-        or_dash(operator.gb_per_s.map(|rate| format!("{rate:.2}"))),
-        or_dash(operator.floor_us.map(time)),
-        or_dash(operator.ratio_to_floor.map(|ratio| format!("{ratio:.2}"))),
-    ]
+fn or_dash(text: Option<String>) -> String {
+    text.unwrap_or_else(|| "-".into())
+}
+
+/// Bytes that cross between ranks in a dispatch.
+fn moved(wire: &WireReport) -> String {
+    let range = |bytes: &[u64]| {
+        let [least, most] = [bytes.iter().min(), bytes.iter().max()].map(|bytes| bytes.copied().unwrap_or(0));
+        format!("{} to {}", units::bytes(least), units::bytes(most))
+    };
+    format!(
+        "in a dispatch a rank receives {} from other ranks and sends {}",
+        range(&wire.dispatch_received_bytes_per_rank),
+        range(&wire.dispatch_sent_bytes_per_rank),
+    )
 }
 
 fn time(microseconds: f64) -> String {

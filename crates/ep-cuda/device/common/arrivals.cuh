@@ -1,23 +1,28 @@
-// What peers' tokens mean for this rank, as work items: each peer's chunks, by pieces of a row.
+// What tokens of all ranks mean for this rank, as work items: each rank's chunks, by pieces of a row.
 #pragma once
 #include "worker.cuh"
 
-// All chunks of all peers for this rank; neighbours in time are neighbours in number.
+// All chunks of all peers for this rank, and with `own` of itself; neighbours in time are neighbours in number.
+template <bool own>
 struct ArrivalItems {
     const Common& c;
     const PeerView* peers;
     u32 count;
     u32 groups;
     u32 pieces;
+    u32 sources;
 
     __device__ ArrivalItems(const Common& c, const PeerView* peers, u32 groups, u32 pieces)
-        : c(c), peers(peers), groups(groups), pieces(pieces) {
+        : c(c), peers(peers), groups(groups), pieces(pieces), sources(own ? c.ranks : c.ranks - 1) {
         u32 chunks = 0;
         for (u32 peer = 0; peer < c.ranks; peer++) chunks = max(chunks, peers[peer].chunks);
-        count = chunks * (c.ranks - 1) * groups;
+        count = chunks * sources * groups;
     }
-    __device__ u32 source(u32 item) const { return (c.rank + 1 + item / groups % (c.ranks - 1)) % c.ranks; }
-    __device__ u32 chunk(u32 item) const { return item / groups / (c.ranks - 1); }
+    __device__ u32 source(u32 item) const {
+        const u32 rank = c.rank + (own ? 0 : 1) + item / groups % sources;
+        return rank >= c.ranks ? rank - c.ranks : rank;
+    }
+    __device__ u32 chunk(u32 item) const { return item / groups / sources; }
     __device__ u32 first_piece(u32 item) const { return item % groups; }
     __device__ u32 flag(u32 item) const { return chunk(item) * groups + first_piece(item); }
     __device__ bool skip(u32 item) const { return chunk(item) >= peers[source(item)].chunks; }

@@ -1,7 +1,7 @@
 // Rows between global and shared memory by the bulk copy engine (sm_90 and later).
 //
-// A `Ring` belongs to one worker. Its first thread issues the copies; a load's arrival is seen by all threads through
-// the stage's mbarrier, a store's progress by the first thread through its bulk groups.
+// A load's arrival is seen by all lanes through its mbarrier, a store's progress by the lane that issued it, always the
+// first, through its bulk groups.
 #pragma once
 #include "ptx.cuh"
 
@@ -68,19 +68,22 @@ __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" :
 __device__ inline void copy_init(u64* barrier) { mbarrier_init(barrier, 1); }
 __device__ inline void copy_init_done() { fence_mbarrier_init(); fence_proxy_async(); }
 
-// Called by the worker's first thread only.
-__device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64* barrier, u32, u32) {
-    mbarrier_arrive_expect_tx(barrier, bytes);
+// One thread: this many bytes will come by loads that name the barrier.
+__device__ inline void copy_expect(u64* barrier, u32 bytes) { mbarrier_arrive_expect_tx(barrier, bytes); }
+
+// One thread, any.
+__device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64* barrier) {
     cp_async_bulk_g2s(stage, global, bytes, barrier);
 }
 
-// Called by all threads.
+// Called by all lanes.
 __device__ inline void copy_arrived(u64* barrier, u32 parity) {
     while (!mbarrier_try_wait_parity(barrier, parity)) {
     }
 }
 
-__device__ inline void copy_store(void* global, const void* stage, u32 bytes, u32, u32) {
+// The first lane; it alone has groups.
+__device__ inline void copy_store(void* global, const void* stage, u32 bytes) {
     cp_async_bulk_s2g(global, stage, bytes);
 }
 

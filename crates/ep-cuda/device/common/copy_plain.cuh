@@ -1,5 +1,5 @@
-// Rows between global and shared memory by the threads themselves: the same interface as copy_bulk.cuh for GPUs
-// without the bulk copy engine. Copies are over when the call returns, so nothing has to be waited for.
+// Rows between global and shared memory by the lanes themselves: the same interface as copy_bulk.cuh for GPUs without
+// the bulk copy engine. Copies are over when the call returns, so nothing has to be waited for.
 #pragma once
 #include "ptx.cuh"
 
@@ -7,12 +7,13 @@ constexpr bool BULK_COPIES = false;
 
 __device__ inline void copy_init(u64*) {}
 __device__ inline void copy_init_done() {}
+__device__ inline void copy_expect(u64*, u32) {}
 
-// Called by all threads of the worker, `thread` of `threads`.
-__device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64*, u32 thread, u32 threads) {
+// Called by all lanes of the warp, as are all that follow.
+__device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64*) {
     auto* to = static_cast<uint4*>(stage);
     auto* from = static_cast<const uint4*>(global);
-    for (u32 at = thread; at < bytes / 16; at += threads) {
+    for (u32 at = lane_id(); at < bytes / 16; at += WARP) {
         uint4 value;
         // Rows may come from a peer: past the first-level cache.
         asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -23,12 +24,12 @@ __device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64
     }
 }
 
-__device__ inline void copy_arrived(u64*, u32) {}
+__device__ inline void copy_arrived(u64*, u32) { __syncwarp(); }
 
-__device__ inline void copy_store(void* global, const void* stage, u32 bytes, u32 thread, u32 threads) {
+__device__ inline void copy_store(void* global, const void* stage, u32 bytes) {
     auto* to = static_cast<uint4*>(global);
     auto* from = static_cast<const uint4*>(stage);
-    for (u32 at = thread; at < bytes / 16; at += threads) to[at] = from[at];
+    for (u32 at = lane_id(); at < bytes / 16; at += WARP) to[at] = from[at];
 }
 
 __device__ inline void copy_commit() {}

@@ -4,11 +4,13 @@
 //   sends      {rank | SEND_*, row}        in token order: where the token's row goes. One entry per remote rank, in
 //                                          plain mode one for the own rank too, in permuted mode one per own copy.
 //                                          A token without any has one dead entry.
+//                                          `token_begin[token]` is where a token's entries begin.
 //   copies     {cell, rank << 16 | local expert, row, weight}
 //                                          in token order, by expert position: every copy; `cell` is its index in a
 //                                          dense [tokens, experts] matrix.
 //   recv       {row, send << 2 | RECV_*}   by destination rank, then token order: the rows of a token on that rank.
-//                                          What its receiver must know of it; `send` is the index in `sends`.
+//                                          What its receiver must know of it; `send` is the index in `sends`, or
+//                                          where source and destination are one rank, the token.
 //                                          Rows that do not fit are NONE; first and end are of those that do.
 //   dst_copies {row or row * experts + expert, copy}
 //                                          by destination rank, then token order: where each weight lies on that rank.

@@ -105,6 +105,7 @@ static_assert(sizeof(Common) == 40 + 16 * MAX_RANKS + 4 * MAX_RANKS + 8, "mirror
 struct HandleView {
     uint2* sends;
     u32* send_begin;
+    u32* token_begin;
     uint4* copies;
     u32* copy_begin;
     uint2* recv;
@@ -117,7 +118,7 @@ struct HandleView {
     u32 chunk_tokens;
     u32 permuted;
 };
-static_assert(sizeof(HandleView) == 88, "mirrored in src/params.rs");
+static_assert(sizeof(HandleView) == 96, "mirrored in src/params.rs");
 
 struct PreprocessParams {
     Common common;
@@ -162,7 +163,7 @@ struct DispatchParams {
     u32 groups;         // of pieces
     u32 stages;         // of one worker's ring
     u32 stage_bytes;
-    u32 hidden;
+    u32 send_blocks;    // the others receive
     u32 reserved;
 };
 static_assert(sizeof(DispatchParams) == sizeof(Common) + sizeof(HandleView) + 56 + 48, "mirrored in src/params.rs");
@@ -177,10 +178,6 @@ struct CombineParams {
     u8* partials;        // registered: [sends][hidden] of the wire's type
     float* prob_scratch; // registered: [copies]
     u32 hidden;
-    u32 pieces;
-    u32 piece_elements;
-    u32 groups;
-    u32 stages;
-    u32 stage_bytes;
+    u32 reserved;
 };
-static_assert(sizeof(CombineParams) == sizeof(Common) + sizeof(HandleView) + 48 + 24, "mirrored in src/params.rs");
+static_assert(sizeof(CombineParams) == sizeof(Common) + sizeof(HandleView) + 48 + 8, "mirrored in src/params.rs");

@@ -72,6 +72,19 @@ __device__ inline u64 ld_relaxed_sys_u64(const u64* pointer) {
 
 __device__ inline void membar_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// ---- copies of 16 bytes by a lane, for itself
+
+__device__ inline void cp_async_16(void* shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
+__device__ inline void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <u32 pending>
+__device__ inline void cp_async_wait_group() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
 // ---- conversions, rounded to nearest even, every NaN to 0x7FFF
 
 __device__ inline u32 cvt_rn_bf16x2(float high, float low) {

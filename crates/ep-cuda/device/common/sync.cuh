@@ -11,7 +11,7 @@ __device__ inline bool reached(u32 seen, u32 epoch) { return static_cast<i32>(se
 __device__ inline bool aborted(const Common& c) { return ld_relaxed_sys(&c.own->abort) != 0; }
 
 // Tells the host, and all peers, what went wrong first; the rest of this kernel gives up.
-__device__ inline void report(const Common& c, Fault fault, u32 to_blame) {
+__device__ __noinline__ void report(const Common& c, Fault fault, u32 to_blame) {
     if (atom_cas_relaxed_gpu(&c.own->fault_claimed, 0, 1) == 0) {
         const u32 kind = fault.kind;
         fault.kind = FAULT_NONE;
@@ -19,41 +19,41 @@ __device__ inline void report(const Common& c, Fault fault, u32 to_blame) {
         *c.fault = fault;
         membar_sys();
         st_release_sys(&c.fault->kind, kind);
+#pragma unroll 1
         for (u32 peer = 0; peer < c.ranks; peer++) st_release_sys(&c.control[peer]->abort, 1 + to_blame);
     }
 }
 
-// Waits until a peer has written `epoch`; false when it did not in time, or something else failed.
-__device__ inline bool wait_for(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for, u64 index) {
-    if (reached(ld_acquire_sys(word), epoch)) return true;
+// The slow part of a wait: polls, and looks at the clock and at what others say.
+__device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for,
+                                       u64 index) {
     const u64 start = globaltimer();
     for (;;) {
+#pragma unroll 1
         for (u32 poll = 0; poll < POLLS; poll++) {
             if (reached(ld_acquire_sys(word), epoch)) return true;
         }
         const u32 blame = ld_relaxed_sys(&c.own->abort);
+        const bool left = ld_acquire_sys(&c.own->left[peer]) != 0;
+        if (left && reached(ld_acquire_sys(word), epoch)) return true;
         const u64 waited = globaltimer() - start;
+        if (blame == 0 && !left && waited <= c.timeout_ns) continue;
         Fault fault{};
-        fault.peer = peer;
+        fault.kind = blame != 0 ? FAULT_ABORTED : left ? FAULT_LEFT : FAULT_TIMEOUT;
+        fault.peer = blame != 0 ? blame - 1 : peer;
         fault.waiting_for = waiting_for;
         fault.expected = epoch;
         fault.seen = ld_relaxed_sys(word);
         fault.index = index;
         fault.waited_ns = waited;
-        if (blame != 0) {
-            fault.kind = FAULT_ABORTED;
-            fault.peer = blame - 1;
-            report(c, fault, blame - 1);
-            return false;
-        }
-        const bool left = ld_acquire_sys(&c.own->left[peer]) != 0;
-        if (left && reached(ld_acquire_sys(word), epoch)) return true;
-        if (left || waited > c.timeout_ns) {
-            fault.kind = left ? FAULT_LEFT : FAULT_TIMEOUT;
-            report(c, fault, peer);
-            return false;
-        }
+        report(c, fault, fault.peer);
+        return false;
     }
+}
+
+// Waits until a peer has written `epoch`; false when it did not in time, or something else failed.
+__device__ inline bool wait_for(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for, u64 index) {
+    return reached(ld_acquire_sys(word), epoch) || wait_long(c, word, epoch, peer, waiting_for, index);
 }
 
 // What a block knows of a peer in this operator, in its own addresses.

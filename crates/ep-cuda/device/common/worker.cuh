@@ -1,52 +1,19 @@
-// A worker: a few warps that take work items on their own, with a ring of shared-memory stages of their own. Workers
-// of a block never wait for each other.
+// A worker: one warp that takes work items on its own, with shared-memory stages of its own. Warps of a block never
+// wait for each other.
 #pragma once
 #include COPY_VARIANT
 #include "handle.cuh"
 #include "sync.cuh"
 
-template <u32 warps>
 struct Worker {
-    static constexpr u32 THREADS = warps * WARP;
-    u32 thread;   // in the worker
-    u32 barrier;  // the named barrier that is this worker's
     u32 index;    // among all workers of its role, in all blocks
     u32 workers;
 
-    __device__ bool first() const { return thread == 0; }
-
-    __device__ void sync() const {
-        if constexpr (warps == 1) {
-            __syncwarp();
-        } else {
-            asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
-        }
-    }
-
-    // Whether all threads say so; a barrier too.
-    __device__ bool all(bool value) const {
-        if constexpr (warps == 1) {
-            return __all_sync(0xFFFFFFFFu, value);
-        } else {
-            u32 agreed;
-            asm volatile(
-                "{\n"
-                ".reg .pred mine, all;\n"
-                "setp.ne.u32 mine, %1, 0;\n"
-                "barrier.cta.red.and.pred all, %2, %3, mine;\n"
-                "selp.u32 %0, 1, 0, all;\n"
-                "}"
-                : "=r"(agreed)
-                : "r"(static_cast<u32>(value)), "r"(barrier), "n"(THREADS)
-                : "memory");
-            return agreed != 0;
-        }
-    }
+    __device__ bool first() const { return lane_id() == 0; }
 };
 
-// A ring of stages. Loads are numbered; load n lies in stage n % stages, and may be issued when load n - stages is
-// free. All threads of the worker call everything, with the same arguments.
-template <class W>
+// A ring of stages, loaded one by one. Loads are numbered; load n lies in stage n % stages, and may be issued when
+// load n - stages is free. All lanes call everything, with the same arguments.
 struct Ring {
     u8* stage0;
     u64* barriers;
@@ -59,32 +26,32 @@ struct Ring {
     u32 take_at = 0;
     u32 parity = 0;
 
+    // The barriers must be initialised before anybody uses the ring, by `init`.
     __device__ Ring(u8* stage0, u64* barriers, u32 stages, u32 stage_bytes)
         : stage0(stage0), barriers(barriers), stages(stages), stage_bytes(stage_bytes) {}
 
-    // Before the block's first barrier.
-    __device__ void init(const W& worker) const {
-        if (worker.first()) {
-            for (u32 stage = 0; stage < stages; stage++) copy_init(&barriers[stage]);
-            copy_init_done();
-        }
+    __device__ void init() const {
+        if (lane_id() < stages) copy_init(&barriers[lane_id()]);
+        copy_init_done();
+        __syncwarp();
     }
 
     __device__ bool room() const { return issued - freed < stages; }
 
-    __device__ void load(const W& worker, const void* global, u32 bytes) {
+    __device__ void load(const void* global, u32 bytes) {
         u8* stage = stage0 + issue_at * stage_bytes;
-        if (!BULK_COPIES || worker.first())
-            copy_load(stage, global, bytes, &barriers[issue_at], worker.thread, W::THREADS);
+        if (!BULK_COPIES || lane_id() == 0) {
+            copy_expect(&barriers[issue_at], bytes);
+            copy_load(stage, global, bytes, &barriers[issue_at]);
+        }
         issued++;
         issue_at = issue_at + 1 == stages ? 0 : issue_at + 1;
     }
 
     // The next load's stage, once it is there.
-    __device__ u8* take(const W& worker) {
+    __device__ u8* take() {
         u8* stage = stage0 + take_at * stage_bytes;
         copy_arrived(&barriers[take_at], parity);
-        if (!BULK_COPIES) worker.sync();
         taken++;
         if (++take_at == stages) {
             take_at = 0;
@@ -93,72 +60,71 @@ struct Ring {
         return stage;
     }
 
-    // Copies from shared memory that all threads have written, or that came by `load`.
-    __device__ void store(const W& worker, void* global, const void* stage, u32 bytes) const {
-        if (!BULK_COPIES || worker.first()) copy_store(global, stage, bytes, worker.thread, W::THREADS);
-    }
-
-    __device__ void commit(const W& worker) const {
-        if (worker.first()) copy_commit();
-    }
-
-    // A block must not end before what it has asked for is there.
-    __device__ void drain(const W& worker) {
-        while (taken != issued) take(worker);
-    }
-
     // All loads before `load` may be overwritten, once the stores of all groups but the youngest `pending` have read
     // their stage.
     template <u32 pending>
-    __device__ void free(const W& worker, u32 load) {
-        if (worker.first()) copy_read<pending>();
-        if (!BULK_COPIES) worker.sync();
+    __device__ void free(u32 load) {
+        if (lane_id() == 0) copy_read<pending>();
+        if (!BULK_COPIES) __syncwarp();
         freed = load;
+    }
+
+    // A block must not end before what it has asked for is there.
+    __device__ void drain() {
+        while (taken != issued) take();
     }
 };
 
+// From a stage that all lanes have written, or that came by a load.
+__device__ inline void store_stage(void* global, const void* stage, u32 bytes) {
+    if (!BULK_COPIES || lane_id() == 0) copy_store(global, stage, bytes);
+}
+
+__device__ inline void commit_stores() {
+    if (lane_id() == 0) copy_commit();
+}
+
 // Tells peers that an item is complete, a few stores later, when it is: so the worker does not stop for it.
-template <class W>
+template <u32 lag>
 struct Completion {
-    static constexpr u32 LAG = 4;
     u32 flag = NONE;
     u32 source = 0;
     u32 groups_since = 0;
 
     // After each commit.
     template <class Tell>
-    __device__ void committed(const W& worker, const Tell& tell) {
-        if (flag != NONE && ++groups_since == LAG) {
-            if (worker.first()) copy_done<LAG>();
-            publish(worker, tell);
+    __device__ void committed(const Tell& tell) {
+        if (flag != NONE && ++groups_since == lag) {
+            if (lane_id() == 0) copy_done<lag>();
+            publish(tell);
         }
     }
 
-    // The item whose last store was just committed; `flag` is what `tell` is called with.
+    // The item whose last store was just committed; `item_flag`, `item_source` are what `tell` is called with.
     template <class Tell>
-    __device__ void finish(const W& worker, u32 item_flag, u32 item_source, const Tell& tell) {
-        flush(worker, tell);
+    __device__ void finish(u32 item_flag, u32 item_source, const Tell& tell) {
+        flush(tell);
         flag = item_flag;
         source = item_source;
         groups_since = 0;
     }
 
     template <class Tell>
-    __device__ void flush(const W& worker, const Tell& tell) {
+    __device__ void flush(const Tell& tell) {
         if (flag == NONE) return;
-        if (worker.first()) copy_done<0>();
-        publish(worker, tell);
+        if (lane_id() == 0) copy_done<0>();
+        publish(tell);
     }
 
     template <class Tell>
-    __device__ void publish(const W& worker, const Tell& tell) {
-        worker.sync();
+    __device__ void publish(const Tell& tell) {
+        __syncwarp();
         tell(flag, source);
         flag = NONE;
     }
 };
 
-// A run of list entries, one per lane, each warp having all.
+// A run of list entries, one per lane.
 struct Batch {
     uint2 entry{0, 0};
     u32 first = 0;  // index of its first entry in the list

@@ -1,13 +1,12 @@
-// Role: what arrives. A token with several experts on this rank came over the wire once, to the row of the first; the
-// other rows are copied from it here. This role sees every chunk arrive, so when it ends the output is complete.
+// Role: what this rank receives beside the wire. A token with several experts on this rank came over once, to the row of
+// the first; the other rows are copied from it here. Rows of the rank's own tokens are copied from the tokens. This role
+// sees every chunk arrive, so when it ends the output is complete.
 #pragma once
 #include "arrivals.cuh"
 #include "send.cuh"
 
-using Receiver = Worker<1>;
-
 // Rows that fill a segment up carry zeros.
-__device__ inline void zero_padding(const DispatchParams& p, const Receiver& worker) {
+__device__ inline void zero_padding(const DispatchParams& p, const Worker& worker) {
     const Common& c = p.common;
     const u32 experts = c.owner_begin[c.rank + 1] - c.owner_begin[c.rank];
     for (u32 expert = 0; expert < experts; expert++) {
@@ -23,61 +22,82 @@ __device__ inline void zero_padding(const DispatchParams& p, const Receiver& wor
     }
 }
 
-__device__ inline void duplicate(const DispatchParams& p, const Receiver& worker, Ring<Receiver>& ring,
-                                 const PeerView* peers, u32 epoch) {
+// Where the row of a list's first entry comes from, and its scales: this rank's output, or its own tokens.
+struct Origin {
+    const u8* tokens;
+    const u8* scales;
+    bool own;
+
+    __device__ Origin(const DispatchParams& p, u32 source) : own(source == p.common.rank) {
+        tokens = own ? p.tokens : p.out_tokens;
+        scales = own ? p.scales : p.out_scales;
+    }
+    __device__ u64 row(const uint2& first) const { return own ? first.y >> 2 : first.x; }
+    // Whether there is anything to copy for a token that begins so.
+    __device__ bool wanted(const uint2& entry) const {
+        return entry.x != NONE && (own ? (entry.y & RECV_FIRST) != 0 : (entry.y & 3) == RECV_FIRST);
+    }
+};
+
+__device__ inline void copy_scales(const DispatchParams& p, const Origin& origin, u64 from, u32 to) {
+    copy_small(p.out_scales + static_cast<u64>(to) * p.scale_row_bytes, origin.scales + from * p.scale_row_bytes,
+               p.scale_row_bytes);
+}
+
+__device__ inline void duplicate(const DispatchParams& p, const Worker& worker, Ring& ring, const PeerView* peers,
+                                 u32 epoch) {
     const Common& c = p.common;
     if (p.handle.permuted) zero_padding(p, worker);
-    if (c.ranks == 1) return;
-    const ArrivalItems items(c, peers, p.groups, p.pieces);
-    Feed<ArrivalItems> feed(items, worker.index, worker.workers);
+    if (SEND_OWN && c.ranks == 1) return;
+    const ArrivalItems<!SEND_OWN> items(c, peers, p.groups, p.pieces);
+    Feed<ArrivalItems<!SEND_OWN>> feed(items, worker.index, worker.workers);
     // Pieces of the output row.
     const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
     Batch next = feed.fetch();
     u32 arrived = NONE;
     u8* stage = nullptr;
-    u32 first_row = NONE;
+    u64 from = 0;
     while (next.valid()) {
         const Batch batch = next;
         next = feed.fetch();
-        if (arrived != batch.item) {
+        const u32 source = items.source(batch.item);
+        const Origin origin(p, source);
+        if (arrived != batch.item && !origin.own) {
             arrived = batch.item;
-            const u32 source = items.source(batch.item), flag = items.flag(batch.item);
+            const u32 flag = items.flag(batch.item);
             if (!wait_for(c, &c.own->flags[source][flag], epoch, source, FOR_CHUNK, items.chunk(batch.item))) break;
             copy_fence();
-            worker.sync();
+            __syncwarp();
         }
         const u32 offset = batch.piece * out_piece;
         const u32 bytes = min(out_piece, p.row_bytes_out - offset);
-        const bool more = lane_id() < batch.count && batch.entry.x != NONE && (batch.entry.y & 3) == RECV_FIRST;
-        u32 loads = __ballot_sync(0xFFFFFFFFu, more);
+        u32 loads = __ballot_sync(0xFFFFFFFFu, lane_id() < batch.count && origin.wanted(batch.entry));
         const auto read_ahead = [&] {
             while (loads != 0 && ring.room()) {
-                const u32 row = batch.at(__ffs(loads) - 1).x;
-                ring.load(worker, p.out_tokens + static_cast<u64>(row) * p.row_bytes_out + offset, bytes);
+                const u64 row = origin.row(batch.at(__ffs(loads) - 1));
+                ring.load(origin.tokens + row * p.row_bytes_out + offset, bytes);
                 loads &= loads - 1;
             }
         };
         read_ahead();
         for (u32 index = 0; index < batch.count; index++) {
             const uint2 entry = batch.at(index);
-            const u32 place = entry.y & 3;
-            if (entry.x == NONE || place == (RECV_FIRST | RECV_END)) continue;
-            if (place == RECV_FIRST) {
-                first_row = entry.x;
-                stage = ring.take(worker);
-                continue;
+            const bool first = (entry.y & RECV_FIRST) != 0, end = (entry.y & RECV_END) != 0;
+            if (entry.x == NONE || (first && end && !origin.own)) continue;
+            if (first) {
+                from = origin.row(entry);
+                stage = ring.take();
+                if (!origin.own) continue;
             }
-            ring.store(worker, p.out_tokens + static_cast<u64>(entry.x) * p.row_bytes_out + offset, stage, bytes);
-            if (p.scale_row_bytes != 0 && batch.piece == 0)
-                copy_small(p.out_scales + static_cast<u64>(entry.x) * p.scale_row_bytes,
-                           p.out_scales + static_cast<u64>(first_row) * p.scale_row_bytes, p.scale_row_bytes);
-            if (place == RECV_END) {
-                ring.commit(worker);
-                ring.free<1>(worker, ring.taken - 1);
+            store_stage(p.out_tokens + static_cast<u64>(entry.x) * p.row_bytes_out + offset, stage, bytes);
+            if (p.scale_row_bytes != 0 && batch.piece == 0) copy_scales(p, origin, from, entry.x);
+            if (end) {
+                commit_stores();
+                ring.free<1>(ring.taken - 1);
                 read_ahead();
             }
         }
     }
-    ring.drain(worker);
-    if (worker.first()) copy_done<0>();
+    ring.drain();
+    if (lane_id() == 0) copy_done<0>();
 }

@@ -1,13 +1,11 @@
 // dispatch: tokens to the ranks of their experts, inside one NVLink domain. One launch: ranks greet each other, then
 // every warp is a worker of its own; the last flag of the last chunk is the end.
 //
-//   send        the rank's own tokens to their rows on all ranks
-//   duplicate   further rows of what arrived; padding
+//   send        the rank's own tokens to their rows on other ranks: the first blocks
+//   duplicate   rows of its own tokens, further rows of what arrived, padding: the other blocks
 //   (n2n)       hands chunks for other domains to the transport: not in this version, which serves one domain
 #include "duplicate.cuh"
 #include "send.cuh"
-
-constexpr u32 WARPS = SEND_WARPS + RECEIVE_WARPS;
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __grid_constant__ DispatchParams p) {
     extern __shared__ __align__(128) u8 memory[];
@@ -18,16 +16,13 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
     u8* stages = memory + div_up(c.ranks * sizeof(PeerView), 128) * 128;
 
     const u32 warp = warp_id();
-    const bool sends = warp < SEND_WARPS;
-    const u32 in_role = sends ? warp : warp - SEND_WARPS;
-    const u32 role_warps = sends ? SEND_WARPS : RECEIVE_WARPS;
-    const Worker<1> worker{lane_id(), 0, in_role * gridDim.x + blockIdx.x, role_warps * gridDim.x};
-    const u32 ring_bytes = p.stages * p.stage_bytes + (sends ? payload_buffer_bytes(p.stage_bytes) : 0);
-    u8* own_memory = stages + (sends ? warp * ring_bytes
-                                     : SEND_WARPS * (p.stages * p.stage_bytes + payload_buffer_bytes(p.stage_bytes)) +
-                                           in_role * ring_bytes);
-    Ring<Worker<1>> ring(own_memory, barriers[warp], p.stages, p.stage_bytes);
-    ring.init(worker);
+    const bool sends = blockIdx.x < p.send_blocks;
+    const u32 role_block = sends ? blockIdx.x : blockIdx.x - p.send_blocks;
+    const u32 role_blocks = sends ? p.send_blocks : gridDim.x - p.send_blocks;
+    const Worker worker{warp * role_blocks + role_block, WARPS * role_blocks};
+    u8* own_memory = stages + warp * (p.stages * p.stage_bytes + payload_buffer_bytes(p.stage_bytes));
+    Ring ring(own_memory, barriers[warp], p.stages, p.stage_bytes);
+    ring.init();
 
     if (blockIdx.x == 0) {
         Hello hello{};

@@ -2,8 +2,6 @@
 #pragma once
 #include "worker.cuh"
 
-using Sender = Worker<1>;
-
 // One piece of one token in shared memory, ready to be stored, and the scales that belong to it.
 struct Payload {
     const u8* data;

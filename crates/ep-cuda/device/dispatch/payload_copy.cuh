@@ -2,13 +2,16 @@
 #pragma once
 #include "payload.cuh"
 
+// Rows of the own rank are copied by the receiving role, from the tokens themselves: the wire has other things to do.
+constexpr bool SEND_OWN = false;
+
 struct PayloadBuffers {
     // Groups of stores that may still be reading their stage when the next token is taken.
     static constexpr u32 PENDING = 2;
 
-    __device__ explicit PayloadBuffers(u8*, u32) {}
+    __device__ PayloadBuffers(u8*, u32) {}
 
-    __device__ Payload prepare(const DispatchParams& p, const Sender&, Ring<Sender>&, u8* stage, u32 token, u32 piece) {
+    __device__ Payload prepare(const DispatchParams& p, Ring&, u8* stage, u32 token, u32 piece) {
         Payload payload;
         payload.data = stage;
         payload.bytes = piece_bytes_at(p, piece);
@@ -20,9 +23,7 @@ struct PayloadBuffers {
     }
 
     // After the commit of a token's stores.
-    __device__ void sent(const Sender& worker, Ring<Sender>& ring) {
-        ring.free<PENDING>(worker, ring.taken < PENDING ? 0 : ring.taken - PENDING);
-    }
+    __device__ void sent(Ring& ring) { ring.free<PENDING>(ring.taken < PENDING ? 0 : ring.taken - PENDING); }
 };
 
 __device__ inline u32 payload_buffer_bytes(u32) { return 0; }

@@ -28,6 +28,47 @@ __device__ inline void unpack(const uint4& packed, float (&values)[8]) {
     }
 }
 
+// Quantises `vectors` of eight values. A block of values is `lanes` neighbouring vectors; several vectors per lane are
+// on their way at once.
+template <u32 at_once>
+__device__ inline void quantize(const uint4* values, u32 vectors, u32 format, u8* codes, u8* scales) {
+    const u32 lanes = scale_block(format) / 8;
+    for (u32 base = 0; base < vectors; base += at_once * WARP) {
+        float value[at_once][8];
+        float amax[at_once];
+#pragma unroll
+        for (u32 turn = 0; turn < at_once; turn++) {
+            const u32 vector = base + turn * WARP + lane_id();
+            unpack(vector < vectors ? values[vector] : make_uint4(0, 0, 0, 0), value[turn]);
+            amax[turn] = 0.0f;
+#pragma unroll
+            for (u32 at = 0; at < 8; at++) amax[turn] = fmaxf(amax[turn], fabsf(value[turn][at]));
+        }
+#pragma unroll
+        for (u32 distance = 8; distance > 0; distance /= 2) {
+            if (distance >= lanes) continue;
+#pragma unroll
+            for (u32 turn = 0; turn < at_once; turn++)
+                amax[turn] = fmaxf(amax[turn], __shfl_xor_sync(0xFFFFFFFFu, amax[turn], distance));
+        }
+#pragma unroll
+        for (u32 turn = 0; turn < at_once; turn++) {
+            const u32 vector = base + turn * WARP + lane_id();
+            if (vector >= vectors) continue;
+            const float scale = scale_for(format, amax[turn]);
+            reinterpret_cast<uint2*>(codes)[vector] = e4m3_of(value[turn], 1.0f / scale);
+            if (vector % lanes != 0) continue;
+            if (format == SCALES_F32_128)
+                reinterpret_cast<float*>(scales)[vector / lanes] = scale;
+            else
+                scales[vector / lanes] = static_cast<u8>(__float_as_uint(scale) >> 23);
+        }
+    }
+}
+
+// Rows of the own rank are sent like all others: what is quantised is in shared memory, once.
+constexpr bool SEND_OWN = true;
+
 struct PayloadBuffers {
     u8* memory;
     u32 bytes;
@@ -35,56 +76,32 @@ struct PayloadBuffers {
 
     __device__ PayloadBuffers(u8* memory, u32 piece_bytes) : memory(memory), bytes(piece_bytes / 2) {}
 
-    __device__ Payload prepare(const DispatchParams& p, const Sender& worker, Ring<Sender>& ring, u8* stage, u32,
-                               u32 piece) {
+    __device__ Payload prepare(const DispatchParams& p, Ring& ring, u8* stage, u32, u32 piece) {
         u8* codes = memory + turn * bytes;
         u8* scales = memory + 2 * bytes;
         turn ^= 1;
         // The stores before the last have read this buffer; all lanes have read the scales.
-        if (worker.first()) copy_read<1>();
-        worker.sync();
+        if (lane_id() == 0) copy_read<1>();
+        __syncwarp();
         const u32 vectors = piece_bytes_at(p, piece) / 16;
-        const u32 block = scale_block(p.scale_format);
-        const u32 lanes = block / 8;
-        for (u32 base = 0; base < vectors; base += WARP) {
-            const u32 vector = base + lane_id();
-            const bool inside = vector < vectors;
-            float values[8];
-            unpack(inside ? reinterpret_cast<const uint4*>(stage)[vector] : make_uint4(0, 0, 0, 0), values);
-            float amax = 0.0f;
-#pragma unroll
-            for (float value : values) amax = fmaxf(amax, fabsf(value));
-            for (u32 distance = lanes / 2; distance > 0; distance /= 2)
-                amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
-            const float scale = scale_for(p.scale_format, amax);
-            const float inverse = 1.0f / scale;
-            if (inside) {
-                reinterpret_cast<uint2*>(codes)[vector] = e4m3_of(values, inverse);
-                if (vector % lanes == 0) {
-                    if (p.scale_format == SCALES_F32_128)
-                        reinterpret_cast<float*>(scales)[vector / lanes] = scale;
-                    else
-                        scales[vector / lanes] = static_cast<u8>(__float_as_uint(scale) >> 23);
-                }
-            }
-        }
+        quantize<4>(reinterpret_cast<const uint4*>(stage), vectors, p.scale_format, codes, scales);
         copy_fence();
-        worker.sync();
+        __syncwarp();
         ring.freed = ring.taken;
-        const u32 blocks = div_up(vectors, lanes);
+        const u32 block = scale_block(p.scale_format);
         const u32 bytes_per_scale = p.scale_format == SCALES_F32_128 ? 4 : 1;
         Payload payload;
         payload.data = codes;
         payload.bytes = vectors * 8;
         payload.offset = piece * (p.piece_bytes / 2);
         payload.scales = scales;
-        payload.scale_bytes = blocks * bytes_per_scale;
+        payload.scale_bytes = div_up(vectors * 8, block) * bytes_per_scale;
         payload.scale_offset = piece * (p.piece_bytes / 2 / block) * bytes_per_scale;
         return payload;
     }
 
     // After the commit of a token's stores.
-    __device__ void sent(const Sender&, Ring<Sender>&) {}
+    __device__ void sent(Ring&) {}
 };
 
 __device__ inline u32 payload_buffer_bytes(u32 stage_bytes) { return stage_bytes + SCALE_BUFFER_BYTES; }

@@ -99,21 +99,21 @@ __device__ inline void send_probs(const DispatchParams& p, const PeerView* peers
     }
 }
 
-__device__ inline void send(const DispatchParams& p, const Sender& worker, Ring<Sender>& ring, PayloadBuffers& buffers,
+__device__ inline void send(const DispatchParams& p, const Worker& worker, Ring& ring, PayloadBuffers& buffers,
                             const PeerView* peers, u32 epoch) {
     const SendItems items(p);
     Feed<SendItems> feed(items, worker.index, worker.workers);
     TokenWalk ahead(items, worker.index, worker.workers);
     TokenWalk here(items, worker.index, worker.workers);
-    Completion<Sender> completion;
+    Completion<4> completion;
     const auto tell = [&](u32 flag, u32) {
-        for (u32 peer = worker.thread; peer < p.common.ranks; peer += Sender::THREADS)
+        for (u32 peer = lane_id(); peer < p.common.ranks; peer += WARP)
             if (peer != p.common.rank) st_release_sys(&peers[peer].flags[flag], epoch);
     };
     const auto read_ahead = [&] {
         while (!ahead.over() && ring.room()) {
             const u64 row = static_cast<u64>(ahead.token) * p.row_bytes_in + ahead.piece * p.piece_bytes;
-            ring.load(worker, p.tokens + row, piece_bytes_at(p, ahead.piece));
+            ring.load(p.tokens + row, piece_bytes_at(p, ahead.piece));
             ahead.next();
         }
     };
@@ -126,20 +126,21 @@ __device__ inline void send(const DispatchParams& p, const Sender& worker, Ring<
         next = feed.fetch();
         for (u32 index = 0; index < batch.count; index++) {
             const uint2 entry = batch.at(index);
-            if (token_begins) payload = buffers.prepare(p, worker, ring, ring.take(worker), here.token, here.piece);
+            const u32 rank = entry.x & SEND_RANK;
+            if (token_begins) payload = buffers.prepare(p, ring, ring.take(), here.token, here.piece);
             token_begins = (entry.x & SEND_TOKEN_END) != 0;
-            if ((entry.x & SEND_DEAD) == 0) {
-                const PeerView& peer = peers[entry.x & SEND_RANK];
-                u8* row = peer.tokens + static_cast<u64>(entry.y) * p.row_bytes_out + payload.offset;
-                ring.store(worker, row, payload.data, payload.bytes);
+            if ((entry.x & SEND_DEAD) == 0 && (SEND_OWN || rank != p.common.rank)) {
+                const PeerView& peer = peers[rank];
+                store_stage(peer.tokens + static_cast<u64>(entry.y) * p.row_bytes_out + payload.offset, payload.data,
+                            payload.bytes);
                 if (payload.scale_bytes != 0)
                     copy_small(peer.scales + static_cast<u64>(entry.y) * p.scale_row_bytes + payload.scale_offset,
                                payload.scales, payload.scale_bytes);
             }
             if (token_begins) {
-                ring.commit(worker);
-                completion.committed(worker, tell);
-                buffers.sent(worker, ring);
+                commit_stores();
+                completion.committed(tell);
+                buffers.sent(ring);
                 here.next();
                 read_ahead();
             }
@@ -147,9 +148,9 @@ __device__ inline void send(const DispatchParams& p, const Sender& worker, Ring<
         if (batch.last) {
             const u32 chunk = items.chunk(batch.item), group = items.first_piece(batch.item);
             if (group == 0 && (p.probs != PROBS_SKIP || !p.handle.permuted)) send_probs(p, peers, chunk);
-            completion.finish(worker, chunk * p.groups + group, 0, tell);
+            completion.finish(chunk * p.groups + group, 0, tell);
         }
     }
-    completion.flush(worker, tell);
-    if (worker.first()) copy_done<0>();
+    completion.flush(tell);
+    if (lane_id() == 0) copy_done<0>();
 }

@@ -111,13 +111,14 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Tile& tile, co
         if (rank == c.rank && last) flags |= SEND_OWN_END;
         h.sends[send] = make_uint2(flags, kept_row);
     }
+    const u32 known_as = rank == c.rank ? tile.first + token : send;
     if (h.permuted) {
-        u32 flags = send << 2;
+        u32 flags = known_as << 2;
         if (among_rank == 0) flags |= RECV_FIRST;
         if (last) flags |= RECV_END;
         h.recv[of_destination] = make_uint2(kept_row, flags);
     } else if (among_rank == 0) {
-        h.recv[cursors.tokens_begin[rank] + earlier_tokens] = make_uint2(kept_row, send << 2 | RECV_FIRST | RECV_END);
+        h.recv[cursors.tokens_begin[rank] + earlier_tokens] = make_uint2(kept_row, known_as << 2 | RECV_FIRST | RECV_END);
     }
 }
 
@@ -126,6 +127,7 @@ __device__ inline void emit(const PreprocessParams& p, const Tile& tile, const C
     for (u32 token = warp_id(); token < tile.tokens; token += blockDim.x / WARP) {
         const TokenPlace place = place_of(p, tile, cursors, token);
         if ((tile.first + token) % p.handle.chunk_tokens == 0) begin_chunk(p, tile, cursors, token, place);
+        if (lane_id() == 0) p.handle.token_begin[tile.first + token] = place.sends;
         if (lane_id() == 0 && Tile::bits(tile.row(token), 0, p.common.experts) == 0)
             p.handle.sends[place.sends] = make_uint2(p.common.rank | SEND_DEAD | SEND_TOKEN_END, NONE);
         for_each_choice(p, tile.first + token, [&](u32 expert, u32 position, float weight) {

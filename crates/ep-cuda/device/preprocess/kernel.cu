@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
                 for (u32 rank = 0; rank < c.ranks; rank++)
                     if (rank != c.rank) remote += totals[column.tokens_of(rank)];
                 set_shape(p, 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]) + 2, remote);
-                h.send_begin[h.chunks] = totals[column.sends()];
+                h.send_begin[h.chunks] = h.token_begin[h.tokens] = totals[column.sends()];
                 h.copy_begin[h.chunks] = totals[column.copies()];
             }
         }

@@ -70,13 +70,16 @@ impl Cache {
             .filter_map(|file| Some(file.metadata().ok()?.len()))
             .collect();
         let there = existing(dir);
-        let room = rustix::fs::statvfs(there).ok();
+        // Some file systems do not tell their size: no blocks at all.
+        let room = rustix::fs::statvfs(there).ok().filter(|fs| fs.f_blocks > 0);
+        let free_bytes = room.map(|fs| fs.f_bavail.saturating_mul(fs.f_frsize));
         CacheState {
             dir: Some(dir.clone()),
             entries: sizes.len(),
             bytes: sizes.iter().sum(),
-            free_bytes: room.map(|fs| fs.f_bavail.saturating_mul(fs.f_frsize)),
-            problem: refusal(there),
+            free_bytes,
+            problem: refusal(there)
+                .or_else(|| (free_bytes == Some(0)).then(|| format!("{} is full", there.display()))),
         }
     }
 

@@ -1,0 +1,366 @@
+//! One rank's backend with all that the operators read and write, and the operators as they are timed.
+
+use std::borrow::Cow;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use ep::rendezvous::Rendezvous;
+use ep::{CombineInput, CombineOutput, DispatchInput, DispatchOutput, Element, Probs, ReceiveShape, Routing};
+
+use crate::bench::check::{self, Checked, Expected, HeldRows};
+use crate::bench::gpu::Gpu;
+use crate::bench::inspect::{Inspect, TopK};
+use crate::bench::measure::{AllSamples, Operator};
+use crate::bench::run::Shared;
+use crate::bench::tokens;
+use crate::failure::Failure;
+
+/// From when the last rank comes to a barrier to when all start, at most: time for all to leave it.
+const LEAVING: Duration = Duration::from_micros(400);
+/// What no operator writes: fresh memory is zero, and so is padding.
+const POISON: u8 = 0xA5;
+
+pub(super) struct Stage<'a, B: Inspect> {
+    backend: &'a mut B,
+    meet: &'a mut dyn Rendezvous,
+    shared: &'a Shared,
+    operators: &'static [Operator],
+    lists: TopK,
+    routed: B::Routed,
+    shape: ReceiveShape,
+    /// Rows of a bounded output.
+    capacity: usize,
+    input: B::Memory,
+    rows: B::Memory,
+    scales: Option<B::Memory>,
+    probs: B::Memory,
+    /// The experts' outputs, where they are not the dispatched rows themselves.
+    outputs: Option<B::Memory>,
+    combined: B::Memory,
+    /// Probabilities that combine brings back, where that is timed.
+    gathered: Option<B::Memory>,
+    /// Seed of the tokens in the input.
+    seed: u64,
+    pub(super) timed: bool,
+    pub(super) samples: AllSamples,
+}
+
+impl<'a, B: Inspect> Stage<'a, B> {
+    /// Allocates everything once: iterations are the steady state.
+    pub(super) fn new(
+        backend: &'a mut B,
+        meet: &'a mut dyn Rendezvous,
+        shared: &'a Shared,
+    ) -> Result<Self, Failure> {
+        let plan = &shared.plan;
+        let operators = Operator::all(plan.backend);
+        let own = &shared.routings[backend.rank().index()];
+        let lists = TopK::of(own, shared.scenario().topk);
+        let routed = backend.route(&lists)?;
+        let handle = backend.preprocess_routed(&routed, plan.mode, None)?;
+        let shape = backend.receive_shape(&handle)?;
+        let capacity = (shape.rows + shape.rows / 2).next_multiple_of(plan.mode.pad_multiple());
+        let bounded = operators.contains(&Operator::Bounded);
+        let rows = if bounded { capacity } else { shape.allocated_rows() };
+        let format = plan.format();
+        let scale_bytes = format.scale_row_bytes(plan.hidden);
+        let dense = own.tokens() * own.experts() * size_of::<f32>();
+        let gathers = operators.contains(&Operator::CombineProbs);
+        let mut stage = Self {
+            operators,
+            lists,
+            routed,
+            input: backend.alloc(own.tokens() * format.input_row_bytes(plan.hidden))?,
+            rows: backend.alloc(rows * format.output_row_bytes(plan.hidden))?,
+            scales: if scale_bytes > 0 { Some(backend.alloc(rows * scale_bytes)?) } else { None },
+            probs: backend.alloc(rows * size_of::<f32>())?,
+            // FP8 rows are no expert's output: those are bf16 and stand beside them.
+            outputs: if scale_bytes > 0 { Some(backend.alloc(rows * plan.bf16_row_bytes())?) } else { None },
+            combined: backend.alloc(own.tokens() * plan.bf16_row_bytes())?,
+            gathered: if gathers { Some(backend.alloc(dense)?) } else { None },
+            backend,
+            meet,
+            shared,
+            shape,
+            capacity,
+            seed: plan.seed.wrapping_mul(4),
+            timed: false,
+            samples: AllSamples::new(),
+        };
+        stage.poison()?;
+        stage.load()?;
+        Ok(stage)
+    }
+
+    /// Rows received, padding included.
+    pub(super) fn rows(&self) -> usize {
+        self.shape.rows
+    }
+
+    pub(super) fn gpu(&self) -> Result<Option<Gpu>, Failure> {
+        Ok(self.backend.gpu_report()?)
+    }
+
+    fn own(&self) -> &'a Routing {
+        &self.shared.routings[self.backend.rank().index()]
+    }
+
+    /// Fills all outputs with what no operator writes.
+    pub(super) fn poison(&mut self) -> Result<(), Failure> {
+        let plan = &self.shared.plan;
+        let (own, rows, format) = (self.own(), self.shape.rows, plan.format());
+        let mut fill =
+            |memory: &mut B::Memory, len| self.backend.fill(memory, len, |bytes| bytes.fill(POISON));
+        fill(&mut self.rows, rows * format.output_row_bytes(plan.hidden))?;
+        if let Some(scales) = &mut self.scales {
+            fill(scales, rows * format.scale_row_bytes(plan.hidden))?;
+        }
+        fill(&mut self.probs, rows * size_of::<f32>())?;
+        fill(&mut self.combined, own.tokens() * plan.bf16_row_bytes())?;
+        if let Some(gathered) = &mut self.gathered {
+            fill(gathered, own.tokens() * own.experts() * size_of::<f32>())?;
+        }
+        Ok(())
+    }
+
+    /// Other tokens from here on, so that what was left behind by those before does not pass for a result.
+    pub(super) fn renew(&mut self) -> Result<(), Failure> {
+        self.seed = self.seed.wrapping_add(1);
+        self.load()
+    }
+
+    /// Fills the input with the tokens of the seed, and the experts' outputs where they are a tensor of their own.
+    fn load(&mut self) -> Result<(), Failure> {
+        let (row_bytes, seed) = (self.shared.plan.bf16_row_bytes(), self.seed);
+        let rank = self.backend.rank();
+        let len = self.own().tokens() * row_bytes;
+        self.backend.fill(&mut self.input, len, |bytes| {
+            for (token, row) in bytes.chunks_exact_mut(row_bytes).enumerate() {
+                tokens::fill(seed, rank, token, row);
+            }
+        })?;
+        if let Some(outputs) = &mut self.outputs {
+            let received = self.shared.received(rank);
+            self.backend.fill(outputs, received.rows.len() * row_bytes, |bytes| {
+                for (row, source) in bytes.chunks_exact_mut(row_bytes).zip(&received.rows) {
+                    match source {
+                        Some(source) => tokens::fill(seed, source.rank, source.token, row),
+                        None => row.fill(0),
+                    }
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Times one call of an operator.
+    pub(super) fn run(&mut self, operator: Operator, handle: &B::Handle) -> Result<(), Failure> {
+        match operator {
+            Operator::Route => self.routed = self.time(operator, 1, Self::route)?,
+            // Handles go after the time was taken.
+            Operator::Preprocess => drop(self.time(operator, 1, |stage| stage.preprocess(None))?),
+            Operator::Dispatch => self.time(operator, 1, |stage| stage.dispatch(handle, true))?,
+            Operator::Cold => drop(self.time(operator, 1, |stage| stage.first_dispatch(None))?),
+            Operator::Bounded => {
+                let capacity = Some(self.capacity);
+                drop(self.time(operator, 1, |stage| stage.first_dispatch(capacity))?);
+            }
+            Operator::Combine => self.time(operator, 1, |stage| stage.combine(handle, false))?,
+            Operator::CombineProbs => self.time(operator, 1, |stage| stage.combine(handle, true))?,
+            Operator::Layer => self.time(operator, 1, Self::layer)?,
+            Operator::Layers => self.layers()?,
+        }
+        Ok(())
+    }
+
+    /// Times as many layers as there are iterations, one right after the other.
+    pub(super) fn layers(&mut self) -> Result<(), Failure> {
+        let calls = u32::try_from(self.shared.plan.iterations).unwrap_or(u32::MAX);
+        self.time(Operator::Layers, calls, |stage| (0..calls).try_for_each(|_| stage.layer()))
+    }
+
+    /// Does `work`, so many `calls`, once all ranks are there, and times it to the end of all that it set off.
+    fn time<T>(
+        &mut self,
+        operator: Operator,
+        calls: u32,
+        work: impl FnOnce(&mut Self) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        // When a rank is lost, the library names it on all others; the barrier may only see who left because of it.
+        let met = self.meet.all_gather(&stamp(SystemTime::now()));
+        let together = together(met.as_deref().unwrap_or_default());
+        let before = self.backend.traffic();
+        let clock = self.backend.start(together)?;
+        let value = work(self)?;
+        let time = self.backend.stop(clock)?;
+        met?;
+        if self.timed {
+            let after = self.backend.traffic();
+            self.samples.entry(operator).or_default().add(calls, time, before, after);
+        }
+        Ok(value)
+    }
+
+    /// The router's lists, handed over as a caller does.
+    fn route(&mut self) -> Result<B::Routed, Failure> {
+        Ok(self.backend.route(&self.lists)?)
+    }
+
+    /// Preprocess; without a capacity, learn the sizes too.
+    pub(super) fn preprocess(&mut self, capacity: Option<usize>) -> Result<B::Handle, Failure> {
+        let handle = self.backend.preprocess_routed(&self.routed, self.shared.plan.mode, capacity)?;
+        if capacity.is_none() {
+            self.backend.receive_shape(&handle)?;
+        }
+        Ok(handle)
+    }
+
+    /// Preprocess and dispatch.
+    fn first_dispatch(&mut self, capacity: Option<usize>) -> Result<B::Handle, Failure> {
+        let handle = self.preprocess(capacity)?;
+        self.dispatch(&handle, true)?;
+        Ok(handle)
+    }
+
+    fn dispatch(&mut self, handle: &B::Handle, with_probs: bool) -> Result<(), Failure> {
+        let plan = &self.shared.plan;
+        let input = DispatchInput {
+            hidden: plan.hidden,
+            format: plan.format(),
+            tokens: &self.input,
+            scales: None,
+            probs: if with_probs { Probs::Routing } else { Probs::Skip },
+        };
+        let output = DispatchOutput {
+            tokens: &mut self.rows,
+            scales: self.scales.as_mut(),
+            probs: with_probs.then_some(&mut self.probs),
+            local_experts: None,
+        };
+        Ok(self.backend.dispatch(handle, input, output)?)
+    }
+
+    /// The experts are the identity: their outputs are the dispatched tokens.
+    fn combine(&mut self, handle: &B::Handle, with_probs: bool) -> Result<(), Failure> {
+        let gathered = self.gathered.as_mut().filter(|_| with_probs);
+        let input = CombineInput {
+            hidden: self.shared.plan.hidden,
+            element: Element::Bf16,
+            wire: Element::Bf16,
+            rows: self.outputs.as_ref().unwrap_or(&self.rows),
+            probs: gathered.is_some().then_some(&self.probs),
+        };
+        let output = CombineOutput { tokens: &mut self.combined, probs: gathered };
+        Ok(self.backend.combine(handle, input, output)?)
+    }
+
+    /// A layer's forward pass with a new routing, and its backward pass with the same handle. Where probabilities are
+    /// brought back, they go forth in the forward pass, and their gradients back in the backward pass.
+    fn layer(&mut self) -> Result<(), Failure> {
+        if self.operators.contains(&Operator::Route) {
+            self.routed = self.route()?;
+        }
+        let gathers = self.gathered.is_some();
+        let handle = self.first_dispatch(None)?;
+        self.combine(&handle, false)?;
+        self.dispatch(&handle, !gathers)?;
+        self.combine(&handle, gathers)
+    }
+
+    /// Dispatches new tokens into an output with a capacity and compares what came; the inner error is a difference,
+    /// the outer one the backend's. Collective.
+    pub(super) fn check_bounded(&mut self) -> Result<Result<u64, String>, Failure> {
+        self.poison()?;
+        self.renew()?;
+        let handle = self.first_dispatch(Some(self.capacity))?;
+        self.backend.synchronize()?;
+        let shape = self.backend.receive_shape(&handle)?;
+        let checked = self.check_rows(&shape)?;
+        Ok(checked
+            .map(|(rows, padding)| rows + padding)
+            .map_err(|what| format!("with a capacity of {} rows: {what}", self.capacity)))
+    }
+
+    /// Compares what the last iteration left; errors as above.
+    pub(super) fn check(&mut self) -> Result<Result<Checked, String>, Failure> {
+        let shape = self.shape.clone();
+        let (rows, padding_rows) = match self.check_rows(&shape)? {
+            Ok(rows) => rows,
+            Err(difference) => return Ok(Err(difference)),
+        };
+        let (plan, own, rank) = (&self.shared.plan, self.own(), self.backend.rank());
+        let combined = self.backend.view(&self.combined, own.tokens() * plan.bf16_row_bytes())?;
+        let expected = expected(self.shared, rank, self.seed);
+        let tokens = match check::combined(&expected, rank, &combined) {
+            Ok(tokens) => tokens,
+            Err(difference) => return Ok(Err(difference)),
+        };
+        let probs = match &self.gathered {
+            None => Ok(0),
+            Some(gathered) => {
+                let len = own.tokens() * own.experts() * size_of::<f32>();
+                check::gathered(&expected, rank, &self.backend.view(gathered, len)?)
+            }
+        };
+        Ok(probs.map(|probs| Checked { rows, padding_rows, tokens, probs, bounded_rows: 0 }))
+    }
+
+    fn check_rows(&mut self, shape: &ReceiveShape) -> Result<Result<(u64, u64), String>, Failure> {
+        let plan = &self.shared.plan;
+        let (rows, format) = (self.shape.rows, plan.format());
+        let scales = match &self.scales {
+            Some(scales) => self.backend.view(scales, rows * format.scale_row_bytes(plan.hidden))?,
+            None => Cow::default(),
+        };
+        let held = HeldRows {
+            shape,
+            rows: &self.backend.view(&self.rows, rows * format.output_row_bytes(plan.hidden))?,
+            scales: &scales,
+            probs: &self.backend.view(&self.probs, rows * size_of::<f32>())?,
+        };
+        Ok(check::dispatched(&expected(self.shared, self.backend.rank(), self.seed), &held))
+    }
+}
+
+fn expected(shared: &Shared, rank: ep::Rank, seed: u64) -> Expected<'_> {
+    let plan = &shared.plan;
+    Expected {
+        world: &plan.world,
+        routings: &shared.routings,
+        received: shared.received(rank),
+        format: plan.format(),
+        hidden: plan.hidden,
+        seed,
+    }
+}
+
+/// The time of day, for all ranks of the machine.
+fn stamp(now: SystemTime) -> [u8; 8] {
+    let since = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or_default().to_le_bytes()
+}
+
+/// The moment at which ranks that came to a barrier with these stamps can all start: the same on every rank.
+fn together(stamps: &[Vec<u8>]) -> SystemTime {
+    let nanoseconds =
+        |stamp: &Vec<u8>| stamp.as_slice().try_into().map(u64::from_le_bytes).unwrap_or_default();
+    let last = stamps.iter().map(nanoseconds).max().unwrap_or_default();
+    UNIX_EPOCH + Duration::from_nanos(last) + LEAVING
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_start_after_the_last_one_came() {
+        let at = |nanoseconds| UNIX_EPOCH + Duration::from_nanos(nanoseconds);
+        let now = SystemTime::now();
+        let [early, late] = [now, now + Duration::from_nanos(4_321)].map(|time| stamp(time).to_vec());
+        let start = together(&[early.clone(), late.clone(), early.clone()]);
+        assert_eq!(start, now + Duration::from_nanos(4_321) + LEAVING);
+        assert_eq!(together(&[late, early]), start);
+        // Nobody came, or somebody who has no clock: the past, which nobody waits for.
+        assert_eq!(together(&[vec![1]]), at(0) + LEAVING);
+        assert_eq!(together(&[]), at(0) + LEAVING);
+    }
+}
