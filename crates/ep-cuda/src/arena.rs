@@ -110,6 +110,12 @@ impl Arena {
         self.lock().announce = Some(announce);
     }
 
+    /// Tells other processes that nothing follows; before the memory goes.
+    pub(crate) fn close(&self) {
+        let announce = self.lock().announce.take();
+        drop(announce);
+    }
+
     /// Calls `with` with the chunks so far.
     pub(crate) fn with_chunks<T>(&self, with: impl FnOnce(&[Chunk]) -> T) -> T {
         with(self.lock().reservation.chunks())

@@ -16,6 +16,7 @@ use crate::driver::{Device, DeviceAddress, Kernel, Mapped, Stream};
 use crate::fault::{self, History};
 use crate::handle::{CudaHandle, Sizes};
 use crate::kernels::Kernels;
+use crate::links::LEFT;
 use crate::memory::CudaMemory;
 use crate::params::{CONTROL_BYTES, Common, FAULT_WORDS, LEFT_OFFSET, NONE, PreprocessParams};
 use crate::peers::Peers;
@@ -340,7 +341,7 @@ impl CudaBuffer {
         let word = LEFT_OFFSET + 4 * self.rank.index();
         for &control in &self.peers.control {
             // A peer that is gone too need not know.
-            let _ = self.stream.upload(&1u32.to_le_bytes(), control + word as DeviceAddress);
+            let _ = self.stream.upload(&LEFT.to_le_bytes(), control + word as DeviceAddress);
         }
         let _ = self.stream.synchronize();
     }

@@ -15,8 +15,7 @@ pub(crate) enum KernelKey {
     Combine {
         rows_f32: bool,
         wire_f32: bool,
-        push_warps: u32,
-        reduce_warps: u32,
+        warps: u32,
     },
 }
 
@@ -90,12 +89,11 @@ impl KernelKey {
                 ]);
                 include_str!("../device/dispatch/kernel.cu")
             }
-            Self::Combine { rows_f32, wire_f32, push_warps, reduce_warps } => {
+            Self::Combine { rows_f32, wire_f32, warps } => {
                 defines.extend([
                     ("ROWS_F32", u32::from(rows_f32).to_string()),
                     ("WIRE_F32", u32::from(wire_f32).to_string()),
-                    ("PUSH_WARPS", push_warps.to_string()),
-                    ("REDUCE_WARPS", reduce_warps.to_string()),
+                    ("WARPS", warps.to_string()),
                 ]);
                 include_str!("../device/combine/kernel.cu")
             }

@@ -78,6 +78,7 @@ pub(crate) fn read(record: &Mapped, rank: Rank, experts: usize, history: &Histor
         }
         .into(),
         7 => CallerError::TooManyRows { rank: Rank(peer), rows: index }.into(),
-        _ => peer_error(PeerFault::Left),
+        8 => peer_error(PeerFault::Left),
+        _ => peer_error(PeerFault::Died),
     })
 }

@@ -3,7 +3,7 @@
 //! | module | what is there |
 //! |---|---|
 //! | `buffer`, `operators` | [`CudaBuffer`]: arguments checked, parameters filled, one launch per operator |
-//! | `join`, `peers` | how ranks find each other's memory |
+//! | `join`, `links`, `peers` | how ranks find each other's memory |
 //! | `arena`, `memory` | registered memory, which all GPUs of the domain reach |
 //! | `handle`, `routing` | a routing on the GPU, and the lists that preprocessing makes of it |
 //! | `tuning` | how an operator is cut into pieces, stages and blocks |
@@ -25,6 +25,7 @@ mod handle;
 pub mod jit;
 mod join;
 mod kernels;
+mod links;
 mod memory;
 mod operators;
 mod params;

@@ -154,7 +154,7 @@ impl Backend for CudaBuffer {
             groups: cut.groups,
             stages: cut.stages,
             stage_bytes: cut.stage_bytes(),
-            send_blocks: tuning::send_blocks(self.blocks, quantize),
+            send_blocks: tuning::send_blocks(self.blocks, quantize, self.world.ranks(), &handle.sizes),
             reserved: 0,
         };
         // SAFETY: the kernel's own parameters; sizes were checked; memory stays until the stream has passed, by the
@@ -239,5 +239,6 @@ impl Drop for CudaBuffer {
         if fault::read(&self.fault, self.rank, self.world.experts(), &self.history).is_none() {
             self.say_left();
         }
+        self.arena.close();
     }
 }

@@ -8,9 +8,9 @@ use crate::driver::DeviceAddress;
 /// Ranks of one NVLink domain, at most.
 pub(crate) const MAX_RANKS: usize = 72;
 /// Chunks of one rank's tokens, at most.
-pub(crate) const MAX_CHUNKS: usize = 256;
+pub(crate) const MAX_CHUNKS: usize = 1024;
 /// Groups of pieces of a row that have a flag of their own, at most.
-pub(crate) const MAX_GROUPS: usize = 16;
+pub(crate) const MAX_GROUPS: usize = 4;
 
 /// Stands for "no row", "no bound".
 pub(crate) const NONE: u32 = u32::MAX;
@@ -18,8 +18,6 @@ pub(crate) const NONE: u32 = u32::MAX;
 /// Bytes of a rank's words to the others.
 const HELLO_BYTES: usize = 128;
 
-/// First byte of the abort word in a control block.
-pub(crate) const ABORT_OFFSET: usize = 128;
 /// First byte of the words by which peers say that they have left.
 pub(crate) const LEFT_OFFSET: usize = 256;
 

@@ -1,18 +1,20 @@
 //! The ranks of the world as this one reaches them.
 
+use std::any::Any;
+use std::sync::Arc;
+
 use ep::{Rank, World};
 
-use crate::arena::Arena;
 use crate::driver::DeviceAddress;
 use crate::params::{Common, MAX_RANKS};
 
 /// Every rank's control block, and how its addresses become this rank's.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(crate) struct Peers {
     pub(crate) control: Vec<DeviceAddress>,
     pub(crate) delta: Vec<i64>,
     /// Memory that must stay as long as a kernel of this rank may touch it.
-    pub(crate) _keep: Vec<Arena>,
+    pub(crate) _keep: Arc<dyn Any + Send + Sync>,
 }
 
 impl Peers {

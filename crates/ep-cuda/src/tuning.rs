@@ -3,6 +3,7 @@
 use ep::{CallerError, Result};
 
 use crate::device::KernelKey;
+use crate::handle::Sizes;
 use crate::params::MAX_GROUPS;
 
 /// Bytes of shared memory that one peer's view takes in a block.
@@ -11,8 +12,16 @@ const PEER_VIEW_BYTES: usize = 80;
 const DISPATCH_PIECE: usize = 16 << 10;
 /// The same where tokens are quantised: more warps have to share the memory.
 const QUANTIZE_PIECE: usize = 8 << 10;
-/// Shared memory of a warp of combine, bytes: `FETCH_BYTES + ASIDE_BYTES` of `device/combine/sum.cuh`.
-const COMBINE_WARP_BYTES: usize = (5 + 2) * 2048;
+/// Lanes, and as many vectors of 8 elements as combine adds in a step: 4 of bf16, 2 where anything is f32.
+const COMBINE_STRIDE: [usize; 2] = [4 * 32, 2 * 32];
+/// Steps, and finished runs, of combine that are on their way.
+const COMBINE_STEPS: usize = 4;
+const COMBINE_RUNS: usize = 2;
+/// Warps of a block of combine, each a worker.
+const COMBINE_WARPS: u32 = 14;
+/// Warps of a block of dispatch, each a worker.
+const DISPATCH_WARPS: u32 = 4;
+const QUANTIZE_WARPS: u32 = 7;
 /// Fewest stages of a ring: two stores under way while a third piece arrives.
 const FEWEST_STAGES: usize = 3;
 /// Stages of a ring, at most: their barriers have a fixed place.
@@ -40,18 +49,37 @@ pub(crate) struct CombineShape {
 
 /// The dispatch kernel for rows that travel as they are, or are quantised.
 pub(crate) fn dispatch_key(quantize: bool) -> KernelKey {
-    KernelKey::Dispatch { quantize, warps: t("EP_W", if quantize { 7 } else { 4 }) }
+    KernelKey::Dispatch { quantize, warps: t("EP_W", if quantize { QUANTIZE_WARPS } else { DISPATCH_WARPS }) }
 }
 
 /// The combine kernel for these types.
 pub(crate) fn combine_key(rows_f32: bool, wire_f32: bool) -> KernelKey {
-    KernelKey::Combine { rows_f32, wire_f32, push_warps: t("EP_PW", 8), reduce_warps: t("EP_DW", 8) }
+    KernelKey::Combine { rows_f32, wire_f32, warps: t("EP_CW", COMBINE_WARPS) }
 }
 
-/// Blocks of a launch of dispatch that send; the others receive.
-pub(crate) fn send_blocks(blocks: u32, quantize: bool) -> u32 {
-    let _ = quantize;
-    t("EP_SB", (blocks / 2).clamp(1, 12)).min(blocks - 1)
+/// Blocks of a launch of dispatch that send; the others copy what stays, or has come.
+pub(crate) fn send_blocks(blocks: u32, quantize: bool, ranks: usize, sizes: &Sizes) -> u32 {
+    // GB/s of one block: rows pushed to peers, rows copied here; measured on an H200.
+    const PUSHED: f64 = 43.0;
+    const COPIED: f64 = 35.0;
+    const QUANTIZED: f64 = 15.0;
+    let chunks = sizes.chunks;
+    let (ranks, copies) = (ranks as f64, sizes.copies as f64 / sizes.tokens.max(1) as f64);
+    // Of a uniform routing: distinct ranks of a token, this one among them as often as any.
+    let distinct = ranks * (1.0 - (1.0 - 1.0 / ranks).powf(copies));
+    let remote = distinct * (ranks - 1.0) / ranks;
+    // Senders that quantise serve the own rank too.
+    let sent = if quantize { distinct } else { remote };
+    let pushed = if quantize { QUANTIZED } else { PUSHED };
+    let (send, copy) = (sent / pushed, (copies - sent).max(0.0) / COPIED);
+    let chunks = chunks as f64 / f64::from(DISPATCH_WARPS);
+    let time = |sending: u32| {
+        // Warps take whole chunks, so the last round may leave some of them idle.
+        let rounds = (chunks / f64::from(sending)).ceil() * f64::from(sending) / chunks.max(1.0);
+        (send * rounds.max(1.0) / f64::from(sending)).max(copy / f64::from(blocks - sending))
+    };
+    let best = (1..blocks).min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1);
+    t("EP_SB", best).min(blocks - 1)
 }
 fn t(k: &str, d: u32) -> u32 { std::env::var(k).ok().map_or(d, |v| v.parse().unwrap()) }
 
@@ -95,9 +123,15 @@ impl DispatchShape {
 
 impl CombineShape {
     pub(crate) fn new(key: KernelKey, ranks: usize) -> Self {
-        let KernelKey::Combine { push_warps, reduce_warps, .. } = key else { unreachable!("a key of combine") };
-        let warps = push_warps + reduce_warps;
-        Self { threads: 32 * warps, shared_bytes: peers_bytes(ranks) + warps as usize * COMBINE_WARP_BYTES }
+        let KernelKey::Combine { rows_f32, wire_f32, warps } = key else {
+            unreachable!("a key of combine")
+        };
+        let f32 = rows_f32 || wire_f32;
+        let stride = COMBINE_STRIDE[usize::from(f32)];
+        let fetch = COMBINE_STEPS * stride * if f32 { 32 } else { 16 };
+        let runs = COMBINE_RUNS * stride * if wire_f32 { 32 } else { 16 };
+        let aside = stride * 8 * size_of::<f32>();
+        Self { threads: 32 * warps, shared_bytes: peers_bytes(ranks) + warps as usize * (fetch + runs + aside) }
     }
 }
 

@@ -1,25 +1,44 @@
 // combine: experts' rows back to their tokens, summed, inside one NVLink domain. One launch: ranks greet each other,
-// then every warp is a worker of its own.
+// then every warp is a worker of its own, in both roles by turns:
 //
-//   push     adds the rows of a peer's token on this rank, and sends the partial sum: the first warps of a block
-//   reduce   adds the partial sums of this rank's tokens: the other warps
+//   push     adds the rows of a peer's token on this rank, and sends the partial sum
+//   reduce   adds the partial sums of this rank's tokens, some items after their like were pushed
 //   (n2n)    carries partial sums between domains: not in this version, which serves one domain
 #include "push.cuh"
 #include "reduce.cuh"
 
-constexpr u32 WARPS = PUSH_WARPS + REDUCE_WARPS;
+// Items that a worker pushes before it reduces its first: by then the peers have pushed theirs.
+constexpr u32 LEAD = 2;
+
+__device__ inline void push_and_reduce(const CombineParams& p, const Worker& worker, u8* memory, const PeerView* peers,
+                                       u32 epoch) {
+    Pusher pusher(p, worker, memory, peers, epoch);
+    Reducer reducer(p, worker, memory, epoch);
+    const u32 pushes = div_up(max(pusher.items.count, worker.index) - worker.index, worker.workers);
+    const u32 reductions = div_up(max(reducer.items.count, worker.index) - worker.index, worker.workers);
+    u32 pushed = 0, reduced = 0;
+    while (!pusher.over()) {
+        pusher.item();
+        pushed++;
+        // As large a share of the tokens as of the items, less the lead.
+        while (!reducer.over() && (reduced + 1) * pushes + LEAD * reductions <= pushed * reductions) {
+            if (!reducer.item()) return;
+            reduced++;
+        }
+    }
+    pusher.finish();
+    while (!reducer.over())
+        if (!reducer.item()) return;
+    if (p.out_probs != nullptr) gather_all_probs(p, worker, epoch);
+}
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __grid_constant__ CombineParams p) {
     extern __shared__ __align__(128) u8 memory[];
     const Common& c = p.common;
     const u32 epoch = c.own->epoch + 1;
     auto* peers = reinterpret_cast<PeerView*>(memory);
-    const u32 warp = warp_id();
-    const bool pushes = warp < PUSH_WARPS;
-    const u32 in_role = pushes ? warp : warp - PUSH_WARPS;
-    const u32 role_warps = pushes ? PUSH_WARPS : REDUCE_WARPS;
-    u8* own_memory = memory + div_up(c.ranks * sizeof(PeerView), 128) * 128 + warp * (FETCH_BYTES + ASIDE_BYTES);
-    const Worker worker{in_role * gridDim.x + blockIdx.x, role_warps * gridDim.x};
+    u8* own_memory = memory + div_up(c.ranks * sizeof(PeerView), 128) * 128 + warp_id() * WORKER_BYTES;
+    const Worker worker{warp_id() * gridDim.x + blockIdx.x, WARPS * gridDim.x};
 
     if (blockIdx.x == 0) {
         Hello hello{};
@@ -34,11 +53,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __gri
         hello.signature = c.signature;
         say_hello(c, hello, epoch);
     }
-    if (hear_all(c, epoch, peers)) {
-        if (pushes)
-            push(p, worker, own_memory, peers, epoch);
-        else
-            reduce(p, worker, own_memory, epoch);
-    }
+    if (hear_all(c, epoch, peers)) push_and_reduce(p, worker, own_memory, peers, epoch);
+    // What was pushed must have arrived, also when this rank gives up.
+    if (lane_id() == 0) copy_done<0>();
     leave(c, epoch);
 }

@@ -14,17 +14,17 @@ __device__ inline void push_probs(const CombineParams& p, const PeerView& peer, 
     }
 }
 
-// Runs of a partial sum on their way out: one is made while the other is still being read.
+// Runs of a partial sum on their way out: one is made while others are still being read.
 struct Outbox {
     u8* memory;
     u32 turn = 0;
 
     template <class Write>
     __device__ void send(u8* to, u32 bytes, const Write& write) {
-        if (lane_id() == 0) copy_read<1>();
+        if (lane_id() == 0) copy_read<RUNS - 1>();
         __syncwarp();
-        u8* run = memory + turn * (ASIDE_BYTES / 2);
-        turn ^= 1;
+        u8* run = memory + turn * RUN_BYTES;
+        turn = turn + 1 == RUNS ? 0 : turn + 1;
         write(run);
         copy_fence();
         __syncwarp();
@@ -33,73 +33,89 @@ struct Outbox {
     }
 };
 
-// A token's rows on this rank: entries of a list.
+__device__ inline Summand push_summand(const CombineParams& p, u32 row) {
+    return {reinterpret_cast<u64>(row_at(p, row)), row == NONE ? 0 : SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0)};
+}
+
+// A token's rows on this rank, read entry by entry.
 struct PushRows {
     const CombineParams& p;
     const uint2* entries;
 
-    __device__ Summand at(u32 index) const {
-        const u32 row = ld_relaxed_sys_v2(entries + index).x;
-        return {reinterpret_cast<u64>(row_at(p, row)), SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0)};
-    }
+    __device__ Summand at(u32 index) const { return push_summand(p, ld_relaxed_sys_v2(entries + index).x); }
 };
 
-// Sends the sum of `count` rows.
-template <class Tell>
-__device__ inline void push_token(const CombineParams& p, u8* memory, const PushRows& rows, u32 count, u8* slot,
-                                  Outbox& outbox, Completion<4>& completion, const Tell& tell) {
-    constexpr u32 VECTOR_BYTES = 8 * element_bytes(WIRE_F32);
-    const u32 vectors = div_up(p.hidden, 8);
-    sum_rows(count, p.hidden, memory, rows, [&](const Sum& sum, u32 vector) {
-        const u32 run = min(STRIDE, vectors - vector);
-        // Slots are a whole number of vectors.
-        outbox.send(slot + static_cast<u64>(vector) * VECTOR_BYTES, run * VECTOR_BYTES,
-                    [&](u8* to) { sum.store<WIRE_F32>(to, 8 * run); });
-        completion.committed(tell);
-    });
-}
+// One worker's part of the role, item by item.
+struct Pusher {
+    static constexpr u32 VECTOR_BYTES = 8 * element_bytes(WIRE_F32);
+    const CombineParams& p;
+    const PeerView* peers;
+    const u32 epoch;
+    u8* memory;
+    const PushItems items;
+    Feed<PushItems> feed;
+    Outbox outbox;
+    Completion<RUNS> completion;
+    Batch next;
+    u32 begin = NONE;
 
-__device__ inline void push(const CombineParams& p, const Worker& worker, u8* memory, const PeerView* peers,
-                            u32 epoch) {
-    const Common& c = p.common;
-    if (c.ranks == 1) return;
-    const PushItems items(c, peers, 1, 1);
-    Feed<PushItems> feed(items, worker.index, worker.workers);
-    Outbox outbox{memory + FETCH_BYTES};
-    Completion<4> completion;
-    const auto tell = [&](u32 flag, u32 source) {
+    __device__ Pusher(const CombineParams& p, const Worker& worker, u8* memory, const PeerView* peers, u32 epoch)
+        : p(p),
+          peers(peers),
+          epoch(epoch),
+          memory(memory),
+          items(p.common, peers, 1, 1),
+          feed(items, worker.index, worker.workers),
+          outbox{memory + FETCH_BYTES},
+          next(feed.fetch()) {}
+
+    __device__ bool over() const { return !next.valid(); }
+
+    __device__ void tell(u32 flag, u32 source) const {
         if (lane_id() == 0) st_release_sys(&peers[source].flags[flag], epoch);
-    };
-    Batch next = feed.fetch();
-    u32 begin = 0;
-    while (next.valid()) {
-        const Batch batch = next;
-        next = feed.fetch();
-        const u32 source = items.source(batch.item);
-        const PeerView& peer = peers[source];
-        // A token's entries may begin in an earlier batch.
-        const bool alive = lane_id() < batch.count && batch.entry.x != NONE;
-        const u32 begins = __ballot_sync(0xFFFFFFFFu, alive && (batch.entry.y & RECV_FIRST) != 0);
-        u32 ends = __ballot_sync(0xFFFFFFFFu, alive && (batch.entry.y & RECV_END) != 0);
-        u32 done = 0;
-        while (ends != 0) {
-            const u32 end = __ffs(ends) - 1;
-            ends &= ends - 1;
-            const u32 upto = end == 31 ? 0xFFFFFFFFu : (1u << (end + 1)) - 1;
-            const u32 here = begins & upto & ~done;
-            if (here != 0) begin = batch.first + __ffs(here) - 1;
-            done = upto;
-            const u32 slot = __shfl_sync(0xFFFFFFFFu, batch.entry.y, end) >> 2;
-            push_token(p, memory, PushRows{p, peer.recv + begin}, batch.first + end + 1 - begin,
-                       peer.tokens + slot * slot_bytes(p), outbox, completion, tell);
-        }
-        // The one that goes on in the next batch.
-        if ((begins & ~done) != 0) begin = batch.first + __ffs(begins & ~done) - 1;
-        if (batch.last) {
-            if (p.row_probs != nullptr) push_probs(p, peer, items.chunk(batch.item));
-            completion.finish(items.chunk(batch.item), source, tell);
+    }
+
+    // The next item, all of it.
+    __device__ void item() {
+        bool last = false;
+        while (!last) {
+            const Batch batch = next;
+            next = feed.fetch();
+            push_batch(batch);
+            last = batch.last;
         }
     }
-    completion.flush(tell);
-    if (lane_id() == 0) copy_done<0>();
-}
+
+    __device__ void push_batch(const Batch& batch) {
+        const auto announce = [&](u32 flag, u32 source) { tell(flag, source); };
+        const u32 source = items.source(batch.item), vectors = div_up(p.hidden, 8);
+        const PeerView& peer = peers[source];
+        const auto send = [&](const Sum& sum, u32 vector, u32 end_lane) {
+            const u32 slot = __shfl_sync(0xFFFFFFFFu, batch.entry.y, end_lane) >> 2;
+            const u32 run = min(STRIDE, vectors - vector);
+            // Slots are a whole number of vectors.
+            outbox.send(peer.tokens + slot * slot_bytes(p) + static_cast<u64>(vector) * VECTOR_BYTES, run * VECTOR_BYTES,
+                        [&](u8* to) { sum.store<WIRE_F32>(to, 8 * run); });
+            completion.committed(announce);
+        };
+        const bool alive = lane_id() < batch.count && batch.entry.x != NONE;
+        const u32 begins = __ballot_sync(0xFFFFFFFFu, alive && (batch.entry.y & RECV_FIRST) != 0);
+        const u32 ends = __ballot_sync(0xFFFFFFFFu, alive && (batch.entry.y & RECV_END) != 0);
+        const BatchSums sums = sums_of(batch, begins, ends, begin);
+        if (sums.long_ends)
+            make_long_sum(sums.long_count, PushRows{p, peer.recv + sums.long_begin}, p.hidden, memory,
+                          [&](const Sum& sum, u32 vector) { send(sum, vector, sums.long_end); });
+        make_sums(sums.whole, push_summand(p, alive ? batch.entry.x : NONE), p.hidden, memory,
+                  [&](const Sum& sum, u32 vector, const Sums& rest) { send(sum, vector, rest.last()); });
+        if (batch.last) {
+            if (p.row_probs != nullptr) push_probs(p, peer, items.chunk(batch.item));
+            completion.finish(items.chunk(batch.item), source, announce);
+        }
+    }
+
+    __device__ void finish() {
+        completion.flush([&](u32 flag, u32 source) { tell(flag, source); });
+        if (lane_id() == 0) copy_done<0>();
+        __syncwarp();
+    }
+};

@@ -29,42 +29,109 @@ __device__ inline void gather_probs(const CombineParams& p, u32 chunk) {
     }
 }
 
-// What a token's sum is made of, in order: partial sums of other ranks, and rows of this one.
+// Tokens that a worker takes at a time: some, so that their lists are read together; few, so that all workers have some.
+struct ReduceItems {
+    const HandleView& h;
+    u32 tokens;
+    u32 count;
+    u32 groups = 1;
+    u32 pieces = 1;
+
+    __device__ ReduceItems(const HandleView& h, u32 workers)
+        : h(h), tokens(min(max(h.tokens / (4 * workers), 1u), 4u)), count(div_up(h.tokens, tokens)) {}
+    __device__ bool skip(u32) const { return false; }
+    __device__ u32 first_piece(u32) const { return 0; }
+    __device__ u32 first(u32 item) const { return item * tokens; }
+    __device__ u32 end(u32 item) const { return min(h.tokens, first(item) + tokens); }
+    __device__ Range range(u32 item) const { return {h.sends, h.token_begin[first(item)], h.token_begin[end(item)]}; }
+};
+
+// What a token's sum is made of: a partial sum of another rank, or a row of this one.
+__device__ inline Summand reduce_summand(const CombineParams& p, const uint2& entry, u32 send) {
+    if ((entry.x & SEND_DEAD) != 0) return {0, 0};
+    if ((entry.x & SEND_RANK) != p.common.rank)
+        return {reinterpret_cast<u64>(p.partials + send * slot_bytes(p)), SUM_ALIVE | (WIRE_F32 ? SUM_F32 : 0)};
+    const bool begins = (entry.x & SEND_OWN_FIRST) != 0, ends = (entry.x & SEND_OWN_END) != 0;
+    u32 flags = SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0);
+    if (begins && !ends) flags |= SUM_APART;
+    if (ends && !begins) flags |= SUM_TOGETHER;
+    return {reinterpret_cast<u64>(row_at(p, entry.y)), flags};
+}
+
+// The same, read entry by entry.
 struct ReduceRows {
     const CombineParams& p;
-    u32 first;  // entry of the list of sends
+    u32 first;
 
-    __device__ Summand at(u32 index) const {
-        const uint2 entry = p.handle.sends[first + index];
-        if ((entry.x & SEND_DEAD) != 0) return {0, 0};
-        if ((entry.x & SEND_RANK) != p.common.rank)
-            return {reinterpret_cast<u64>(p.partials + (first + index) * slot_bytes(p)),
-                    SUM_ALIVE | (WIRE_F32 ? SUM_F32 : 0)};
-        const bool begins = (entry.x & SEND_OWN_FIRST) != 0, ends = (entry.x & SEND_OWN_END) != 0;
-        u32 flags = SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0);
-        if (begins && !ends) flags |= SUM_APART;
-        if (ends && !begins) flags |= SUM_TOGETHER;
-        return {reinterpret_cast<u64>(row_at(p, entry.y)), flags};
+    __device__ Summand at(u32 index) const { return reduce_summand(p, p.handle.sends[first + index], first + index); }
+};
+
+// One worker's part of the role, item by item.
+struct Reducer {
+    static constexpr u32 BYTES = element_bytes(ROWS_F32);
+    const CombineParams& p;
+    const u32 epoch;
+    u8* memory;
+    const ReduceItems items;
+    Feed<ReduceItems> feed;
+    Batch next;
+    u32 begin = NONE;
+    u32 token = 0;
+
+    __device__ Reducer(const CombineParams& p, const Worker& worker, u8* memory, u32 epoch)
+        : p(p),
+          epoch(epoch),
+          memory(memory),
+          items(p.handle, worker.workers),
+          feed(items, worker.index, worker.workers),
+          next(feed.fetch()) {}
+
+    __device__ bool over() const { return !next.valid(); }
+
+    // The next item, all of it; false when a peer does not send what it owes.
+    __device__ bool item() {
+        token = items.first(next.item);
+        const u32 last_chunk = (items.end(next.item) - 1) / p.handle.chunk_tokens;
+        for (u32 chunk = token / p.handle.chunk_tokens; chunk <= last_chunk; chunk++)
+            if (!await_chunk(p.common, chunk, epoch)) return false;
+        bool last = false;
+        while (!last) {
+            const Batch batch = next;
+            next = feed.fetch();
+            reduce_batch(batch);
+            last = batch.last;
+        }
+        return true;
+    }
+
+    __device__ void reduce_batch(const Batch& batch) {
+        const auto write = [&](const Sum& sum, u32 vector, u32 of) {
+            u8* out = p.out_tokens + static_cast<u64>(of) * p.hidden * BYTES;
+            sum.store<ROWS_F32>(out + static_cast<u64>(vector) * (8 * BYTES), p.hidden - 8 * vector);
+        };
+        const bool mine = lane_id() < batch.count;
+        const u32 ends = __ballot_sync(0xFFFFFFFFu, mine && (batch.entry.x & SEND_TOKEN_END) != 0);
+        // A token begins where the one before it ends.
+        const u32 carried = begin == NONE ? 1 : 0;
+        const u32 begins = (ends << 1 | carried) & (batch.count == WARP ? 0xFFFFFFFFu : (1u << batch.count) - 1);
+        const BatchSums sums = sums_of(batch, begins, ends, begin);
+        if (sums.long_ends) {
+            make_long_sum(sums.long_count, ReduceRows{p, sums.long_begin}, p.hidden, memory,
+                          [&](const Sum& sum, u32 vector) { write(sum, vector, token); });
+            token++;
+        }
+        const u32 count = __popc(sums.whole.ends);
+        make_sums(sums.whole, mine ? reduce_summand(p, batch.entry, batch.first + lane_id()) : Summand{0, 0}, p.hidden,
+                  memory, [&](const Sum& sum, u32 vector, const Sums& rest) {
+                      write(sum, vector, token + count - __popc(rest.ends));
+                  });
+        token += count;
     }
 };
 
-__device__ inline void reduce_token(const CombineParams& p, u8* memory, u32 token) {
-    const u32 first = p.handle.token_begin[token], count = p.handle.token_begin[token + 1] - first;
-    constexpr u32 BYTES = element_bytes(ROWS_F32);
-    u8* out = p.out_tokens + static_cast<u64>(token) * p.hidden * BYTES;
-    sum_rows(count, p.hidden, memory, ReduceRows{p, first}, [&](const Sum& sum, u32 vector) {
-        sum.store<ROWS_F32>(out + static_cast<u64>(vector) * (8 * BYTES), p.hidden - 8 * vector);
-    });
-}
-
-__device__ inline void reduce(const CombineParams& p, const Worker& worker, u8* memory, u32 epoch) {
-    const HandleView& h = p.handle;
-    for (u32 token = worker.index; token < h.tokens; token += worker.workers) {
-        if (!await_chunk(p.common, token / h.chunk_tokens, epoch)) return;
-        reduce_token(p, memory, token);
-    }
-    if (p.out_probs == nullptr) return;
-    for (u32 chunk = worker.index; chunk < h.chunks; chunk += worker.workers) {
+// The weights of all chunks, each when it is complete.
+__device__ inline void gather_all_probs(const CombineParams& p, const Worker& worker, u32 epoch) {
+    for (u32 chunk = worker.index; chunk < p.handle.chunks; chunk += worker.workers) {
         if (!await_chunk(p.common, chunk, epoch)) return;
         gather_probs(p, chunk);
     }

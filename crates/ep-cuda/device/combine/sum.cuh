@@ -17,11 +17,15 @@ constexpr u32 STRIDE = VECTORS * WARP;
 // Bytes of one step in shared memory.
 constexpr u32 STEP_BYTES = STRIDE * (ANY_F32 ? 32 : 16);
 // Steps that are on their way, the one at hand included.
-constexpr u32 STEPS = 5;
-// Shared memory of a worker: steps, and room for finished runs that are sent, or for sums that are put aside.
+constexpr u32 STEPS = 4;
 constexpr u32 FETCH_BYTES = STEPS * STEP_BYTES;
-constexpr u32 ASIDE_BYTES = 2 * STRIDE * 16 * (ANY_F32 ? 2 : 1);
-static_assert(ASIDE_BYTES >= STRIDE * 8 * sizeof(float), "sums that are put aside are f32");
+// A run of finished sums, and how many may be on their way out: a peer takes them some microseconds later.
+constexpr u32 RUN_BYTES = STRIDE * (WIRE_F32 ? 32 : 16);
+constexpr u32 RUNS = 2;
+// Sums that are put aside.
+constexpr u32 ASIDE_BYTES = STRIDE * 8 * sizeof(float);
+// Shared memory of a worker; src/tuning.rs computes the same.
+constexpr u32 WORKER_BYTES = FETCH_BYTES + RUNS * RUN_BYTES + ASIDE_BYTES;
 
 // One row of a sum; flags are below.
 struct Summand {
@@ -120,89 +124,155 @@ __device__ inline void fetch_step(uint4* step, const Summand& summand, u32 vecto
     }
 }
 
-// The rows of one sum, a warp's worth at a time: `rows.at(index)` is called by all lanes, each with an index of its own.
-template <class Rows>
-struct Window {
-    const Rows& rows;
-    u32 count;
-    u32 window = 0;
-    Summand mine;
+// Several sums whose rows are the lanes' summands: bit `begins` at the first lane of each, bit `ends` at the last.
+struct Sums {
+    u32 begins;
+    u32 ends;
 
-    __device__ Window(const Rows& rows, u32 count) : rows(rows), count(count) { fetch(); }
-
-    __device__ void fetch() {
-        const u32 index = window * WARP + lane_id();
-        mine = index < count ? rows.at(index) : Summand{0, 0};
-    }
-
-    __device__ Summand at(u32 index) {
-        if (index / WARP != window) {
-            window = index / WARP;
-            fetch();
-        }
-        return {__shfl_sync(0xFFFFFFFFu, mine.row, index % WARP), __shfl_sync(0xFFFFFFFFu, mine.flags, index % WARP)};
-    }
-
-    __device__ u32 flags(u32 index) {
-        if (index / WARP != window) {
-            window = index / WARP;
-            fetch();
-        }
-        return __shfl_sync(0xFFFFFFFFu, mine.flags, index % WARP);
+    __device__ bool any() const { return ends != 0; }
+    __device__ u32 first() const { return __ffs(begins) - 1; }
+    __device__ u32 last() const { return __ffs(ends) - 1; }
+    __device__ void next() {
+        begins &= begins - 1;
+        ends &= ends - 1;
     }
 };
 
-// A row's place in the steps of a sum: all rows of one run of vectors, then of the next run.
+// A place in the steps of some sums: all rows of one run of vectors, then of the next run, then of the next sum.
 struct Step {
+    Sums sums;
+    u32 lane;
     u32 vector = 0;
-    u32 row = 0;
 
-    __device__ void next(u32 count) {
-        if (++row == count) {
-            row = 0;
-            vector += STRIDE;
+    __device__ explicit Step(const Sums& sums) : sums(sums), lane(sums.any() ? sums.first() : 0) {}
+    __device__ bool over() const { return !sums.any(); }
+    __device__ bool last_row() const { return lane == sums.last(); }
+    __device__ void next(u32 vectors) {
+        if (!last_row()) {
+            lane++;
+            return;
         }
+        vector += STRIDE;
+        if (vector >= vectors) {
+            vector = 0;
+            sums.next();
+            if (over()) return;
+        }
+        lane = sums.first();
     }
 };
 
-// Adds `count` rows of `hidden` elements, and gives each run of sums to `give(sum, vector)`, the run's first vector.
-template <class Rows, class Give>
-__device__ inline void sum_rows(u32 count, u32 hidden, u8* memory, const Rows& rows, const Give& give) {
-    auto* steps = reinterpret_cast<uint4*>(memory);
-    auto* aside = reinterpret_cast<float*>(memory + FETCH_BYTES);
-    constexpr u32 STEP = STEP_BYTES / sizeof(uint4);
-    Window<Rows> window(rows, count);
-    const u32 vectors = div_up(hidden, 8);
-    Step ahead, here;
-    u32 fetch_at = 0, add_at = 0;
-    const auto fetch = [&] {
-        if (ahead.vector < vectors) {
-            fetch_step(steps + fetch_at * STEP, window.at(ahead.row), ahead.vector, hidden);
-            ahead.next(count);
-        }
-        // Steps are counted even when there is none.
+// The steps of a worker on their way, and the one at hand.
+struct Steps {
+    uint4* memory;
+    u32 fetch_at = 0;
+    u32 add_at = 0;
+
+    __device__ explicit Steps(u8* memory) : memory(reinterpret_cast<uint4*>(memory)) {}
+
+    __device__ uint4* at(u32 step) const { return memory + step * (STEP_BYTES / sizeof(uint4)); }
+    __device__ static u32 after(u32 step) { return step + 1 == STEPS ? 0 : step + 1; }
+
+    // Steps are counted even when there is none.
+    __device__ void fetched() {
         cp_async_commit_group();
-        fetch_at = fetch_at + 1 == STEPS ? 0 : fetch_at + 1;
+        fetch_at = after(fetch_at);
+    }
+};
+
+__device__ inline Summand summand_of(const Summand& mine, u32 lane) {
+    return {__shfl_sync(0xFFFFFFFFu, mine.row, lane), __shfl_sync(0xFFFFFFFFu, mine.flags, lane)};
+}
+
+// Adds one step.
+__device__ inline void add_step(Sum& sum, const uint4* step, u32 flags, float* aside) {
+    if ((flags & SUM_APART) != 0) sum.park(aside);
+    if ((flags & SUM_ALIVE) != 0) sum.add(step, (flags & SUM_F32) != 0);
+    if ((flags & SUM_TOGETHER) != 0) sum.add_parked(aside);
+}
+
+// Makes the sums, rows of `hidden` elements, and gives each run of each to `give(sum, vector, sums)`: the run's first
+// vector, and the sums of which this is the first.
+template <class Give>
+__device__ inline void make_sums(const Sums& sums, const Summand& mine, u32 hidden, u8* memory, const Give& give) {
+    auto* aside = reinterpret_cast<float*>(memory + FETCH_BYTES + RUNS * RUN_BYTES);
+    const u32 vectors = div_up(hidden, 8);
+    Steps steps(memory);
+    Step ahead(sums), here(sums);
+    const auto fetch = [&] {
+        if (!ahead.over()) {
+            fetch_step(steps.at(steps.fetch_at), summand_of(mine, ahead.lane), ahead.vector, hidden);
+            ahead.next(vectors);
+        }
+        steps.fetched();
     };
     for (u32 step = 0; step < STEPS - 1; step++) fetch();
     Sum sum;
     sum.clear();
 #pragma unroll 1
-    while (here.vector < vectors) {
+    while (!here.over()) {
         fetch();
         cp_async_wait_group<STEPS - 1>();
-        const u32 flags = window.flags(here.row);
-        if ((flags & SUM_APART) != 0) sum.park(aside);
-        if ((flags & SUM_ALIVE) != 0) sum.add(steps + add_at * STEP, (flags & SUM_F32) != 0);
-        if ((flags & SUM_TOGETHER) != 0) sum.add_parked(aside);
-        add_at = add_at + 1 == STEPS ? 0 : add_at + 1;
-        if (here.row + 1 == count) {
-            give(sum, here.vector);
+        add_step(sum, steps.at(steps.add_at), __shfl_sync(0xFFFFFFFFu, mine.flags, here.lane), aside);
+        steps.add_at = Steps::after(steps.add_at);
+        if (here.last_row()) {
+            give(sum, here.vector, here.sums);
             sum.clear();
         }
-        here.next(count);
+        here.next(vectors);
     }
-    cp_async_wait_group<0>();
+}
+
+// Makes one sum of any number of rows, without reading ahead: what does not fit a warp's lanes is rare.
+// `rows.at(index)` is called by all lanes, each with an index of its own.
+template <class Rows, class Give>
+__device__ inline void make_long_sum(u32 count, const Rows& rows, u32 hidden, u8* memory, const Give& give) {
+    auto* aside = reinterpret_cast<float*>(memory + FETCH_BYTES + RUNS * RUN_BYTES);
+    auto* step = reinterpret_cast<uint4*>(memory);
+    Sum sum;
+#pragma unroll 1
+    for (u32 vector = 0; vector < div_up(hidden, 8); vector += STRIDE) {
+        sum.clear();
+#pragma unroll 1
+        for (u32 index = 0; index < count; index++) {
+            const Summand summand = rows.at(index);
+            fetch_step(step, summand, vector, hidden);
+            cp_async_commit_group();
+            cp_async_wait_group<0>();
+            add_step(sum, step, summand.flags, aside);
+        }
+        give(sum, vector);
+    }
+}
+
+// The sums that a batch of list entries ends, where a sum may go on from batch to batch.
+struct BatchSums {
+    Sums whole;       // those that lie in the batch
+    bool long_ends;   // one that began before ends here: entries [long_begin, long_begin + long_count)
+    u32 long_begin;
+    u32 long_count;
+    u32 long_end;     // its last lane
+};
+
+// `begin` is kept from batch to batch: the entry where the sum that has not ended began, or NONE.
+__device__ inline BatchSums sums_of(const Batch& batch, u32 begins, u32 ends, u32& begin) {
+    BatchSums sums{};
+    sums.whole = {begins, ends};
+    if (begin != NONE && ends != 0) {
+        sums.long_ends = true;
+        sums.long_begin = begin;
+        sums.long_end = __ffs(ends) - 1;
+        sums.long_count = batch.first + sums.long_end + 1 - begin;
+        sums.whole.ends &= ends - 1;
+        begin = NONE;
+    }
+    // More begin than end: the last goes on.
+    if (__popc(begins) > __popc(sums.whole.ends)) {
+        const u32 last = 31 - __clz(begins);
+        begin = batch.first + last;
+        sums.whole.begins &= ~(1u << last);
+    }
+    return sums;
 }
 
 // Bytes from one partial sum to the next; a whole number of vectors.

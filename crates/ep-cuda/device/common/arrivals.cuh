@@ -19,10 +19,10 @@ struct ArrivalItems {
         count = chunks * sources * groups;
     }
     __device__ u32 source(u32 item) const {
-        const u32 rank = c.rank + (own ? 0 : 1) + item / groups % sources;
+        const u32 rank = c.rank + (own ? 0 : 1) + item / groups % max(sources, 1u);
         return rank >= c.ranks ? rank - c.ranks : rank;
     }
-    __device__ u32 chunk(u32 item) const { return item / groups / sources; }
+    __device__ u32 chunk(u32 item) const { return item / groups / max(sources, 1u); }
     __device__ u32 first_piece(u32 item) const { return item % groups; }
     __device__ u32 flag(u32 item) const { return chunk(item) * groups + first_piece(item); }
     __device__ bool skip(u32 item) const { return chunk(item) >= peers[source(item)].chunks; }

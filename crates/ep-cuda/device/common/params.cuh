@@ -4,8 +4,8 @@
 
 constexpr u32 MAX_RANKS = 72;
 // Chunks of one rank's tokens, and groups of pieces of a row, that have a flag of their own.
-constexpr u32 MAX_CHUNKS = 256;
-constexpr u32 MAX_GROUPS = 16;
+constexpr u32 MAX_CHUNKS = 1024;
+constexpr u32 MAX_GROUPS = 4;
 constexpr u32 MAX_FLAGS = MAX_CHUNKS * MAX_GROUPS;
 
 // How scales are laid out; 0 where there are none.
@@ -26,6 +26,7 @@ enum FaultKind : u32 {
     FAULT_NAN = 6,             // routing: row `index` has a NaN weight for expert `seen`
     FAULT_TOO_MANY_ROWS = 7,   // `peer` would receive `index` rows
     FAULT_LEFT = 8,            // `peer` has dropped its buffer
+    FAULT_DIED = 10,           // the process of `peer` is gone
     FAULT_TOO_MANY_COPIES = 9, // routing: `index` choices, where `expected` were announced
 };
 
@@ -72,7 +73,7 @@ struct Control {
     u32 blocks_arrived;  // at the kernel's barrier
     u32 fault_claimed;
     u32 reserved[28];
-    // Written by peers: 1 + the rank to blame; and, by each, whether it has left.
+    // Written by peers: 1 + the rank to blame; and, of each, whether it has left (1) or died (2).
     u32 abort;
     u32 unused[31];
     u32 left[MAX_RANKS];

@@ -34,12 +34,12 @@ __device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epo
             if (reached(ld_acquire_sys(word), epoch)) return true;
         }
         const u32 blame = ld_relaxed_sys(&c.own->abort);
-        const bool left = ld_acquire_sys(&c.own->left[peer]) != 0;
-        if (left && reached(ld_acquire_sys(word), epoch)) return true;
+        const u32 left = ld_acquire_sys(&c.own->left[peer]);
+        if (left != 0 && reached(ld_acquire_sys(word), epoch)) return true;
         const u64 waited = globaltimer() - start;
-        if (blame == 0 && !left && waited <= c.timeout_ns) continue;
+        if (blame == 0 && left == 0 && waited <= c.timeout_ns) continue;
         Fault fault{};
-        fault.kind = blame != 0 ? FAULT_ABORTED : left ? FAULT_LEFT : FAULT_TIMEOUT;
+        fault.kind = blame != 0 ? FAULT_ABORTED : left == 0 ? FAULT_TIMEOUT : left == 1 ? FAULT_LEFT : FAULT_DIED;
         fault.peer = blame != 0 ? blame - 1 : peer;
         fault.waiting_for = waiting_for;
         fault.expected = epoch;

@@ -39,11 +39,6 @@ struct Origin {
     }
 };
 
-__device__ inline void copy_scales(const DispatchParams& p, const Origin& origin, u64 from, u32 to) {
-    copy_small(p.out_scales + static_cast<u64>(to) * p.scale_row_bytes, origin.scales + from * p.scale_row_bytes,
-               p.scale_row_bytes);
-}
-
 __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, Ring& ring, const PeerView* peers,
                                  u32 epoch) {
     const Common& c = p.common;
@@ -56,7 +51,7 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
     Batch next = feed.fetch();
     u32 arrived = NONE;
     u8* stage = nullptr;
-    u64 from = 0;
+    ScaleRow scales;
     while (next.valid()) {
         const Batch batch = next;
         next = feed.fetch();
@@ -85,12 +80,12 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
             const bool first = (entry.y & RECV_FIRST) != 0, end = (entry.y & RECV_END) != 0;
             if (entry.x == NONE || (first && end && !origin.own)) continue;
             if (first) {
-                from = origin.row(entry);
                 stage = ring.take();
+                scales.load(origin.scales + origin.row(entry) * p.scale_row_bytes, batch.piece == 0 ? p.scale_row_bytes : 0);
                 if (!origin.own) continue;
             }
             store_stage(p.out_tokens + static_cast<u64>(entry.x) * p.row_bytes_out + offset, stage, bytes);
-            if (p.scale_row_bytes != 0 && batch.piece == 0) copy_scales(p, origin, from, entry.x);
+            scales.store(p.out_scales + static_cast<u64>(entry.x) * p.scale_row_bytes);
             if (end) {
                 commit_stores();
                 ring.free<1>(ring.taken - 1);

@@ -57,16 +57,6 @@ struct TokenWalk {
     }
 };
 
-// A few bytes from anywhere to a peer, by all lanes.
-__device__ inline void copy_small(u8* to, const u8* from, u32 bytes) {
-    if (((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) & 3) == 0) {
-        for (u32 at = lane_id() * 4; at < bytes; at += 4 * WARP)
-            *reinterpret_cast<u32*>(to + at) = *reinterpret_cast<const u32*>(from + at);
-    } else {
-        for (u32 at = lane_id(); at < bytes; at += WARP) to[at] = from[at];
-    }
-}
-
 // The weights of a chunk's copies, to their rows.
 __device__ inline void send_probs(const DispatchParams& p, const PeerView* peers, u32 chunk) {
     const HandleView& h = p.handle;
@@ -121,21 +111,23 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
     Batch next = feed.fetch();
     bool token_begins = true;
     Payload payload;
+    ScaleRow scales;
     while (next.valid()) {
         const Batch batch = next;
         next = feed.fetch();
         for (u32 index = 0; index < batch.count; index++) {
             const uint2 entry = batch.at(index);
             const u32 rank = entry.x & SEND_RANK;
-            if (token_begins) payload = buffers.prepare(p, ring, ring.take(), here.token, here.piece);
+            if (token_begins) {
+                payload = buffers.prepare(p, ring, ring.take(), here.token, here.piece);
+                scales.load(payload.scales, payload.scale_bytes);
+            }
             token_begins = (entry.x & SEND_TOKEN_END) != 0;
             if ((entry.x & SEND_DEAD) == 0 && (SEND_OWN || rank != p.common.rank)) {
                 const PeerView& peer = peers[rank];
                 store_stage(peer.tokens + static_cast<u64>(entry.y) * p.row_bytes_out + payload.offset, payload.data,
                             payload.bytes);
-                if (payload.scale_bytes != 0)
-                    copy_small(peer.scales + static_cast<u64>(entry.y) * p.scale_row_bytes + payload.scale_offset,
-                               payload.scales, payload.scale_bytes);
+                scales.store(peer.scales + static_cast<u64>(entry.y) * p.scale_row_bytes + payload.scale_offset);
             }
             if (token_begins) {
                 commit_stores();

@@ -95,6 +95,15 @@ impl Device {
         check(unsafe { sys::cuCtxSetCurrent(self.context) }, || format!("using GPU {}", self.ordinal), "")
     }
 
+    /// What tells the GPU from all others.
+    pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: writes 16 bytes.
+        let answer = unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, self.device) };
+        check(answer, || format!("identifying GPU {}", self.ordinal), "")?;
+        Ok(uuid.bytes.map(|byte| byte as u8))
+    }
+
     /// Bytes of memory that are free now.
     pub(crate) fn free_bytes(&self) -> usize {
         let (mut free, mut total) = (0, 0);

@@ -208,13 +208,6 @@ impl Mapped {
         // SAFETY: inside, aligned; written by the GPU as whole words.
         unsafe { self.words.add(at).read_volatile() }
     }
-
-    /// Sets one word.
-    pub(crate) fn write(&self, at: usize, value: u32) {
-        assert!(at < self.len, "inside the memory");
-        // SAFETY: as in `read`.
-        unsafe { self.words.add(at).write_volatile(value) };
-    }
 }
 
 impl Drop for Mapped {
