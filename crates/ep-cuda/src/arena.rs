@@ -183,7 +183,12 @@ impl State {
     fn grow(&mut self, len: usize) -> Result<()> {
         let mapped = self.reservation.mapped();
         // What is free at the end need not be allocated again.
-        let at_end = self.free.iter().next_back().filter(|&(&at, &free)| at + free == mapped).map_or(0, |(_, &free)| free);
+        let at_end = self
+            .free
+            .iter()
+            .next_back()
+            .filter(|&(&at, &free)| at + free == mapped)
+            .map_or(0, |(_, &free)| free);
         let bytes = (len - at_end).max(LEAST_GROWTH).next_multiple_of(GRANULE);
         let chunk = match Chunk::new(&self.device, bytes) {
             Ok(chunk) => chunk,

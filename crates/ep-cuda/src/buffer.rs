@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use ep::call::HandleFacts;
 use ep::{
-    Backend as _, CallerError, Config, Counts, DispatchMode, Error, Operator, Rank, ReceiveShape, Result,
-    ScaleFormat, TokenFormat, World,
+    Backend as _, CallerError, Config, Counts, DispatchMode, EnvironmentError, Error, Operator, Rank,
+    ReceiveShape, Result, ScaleFormat, TokenFormat, World,
 };
 
 use crate::arena::{Arena, Part};
@@ -25,6 +25,11 @@ use crate::tuning;
 
 /// Blocks of preprocessing, at most: it is short, and leaves the GPU to others soon.
 const PREPROCESS_BLOCKS: u32 = 32;
+
+/// Blocks of dispatch, at least: one that sends, one that receives.
+const FEWEST_BLOCKS: u32 = 2;
+/// SMs of dispatch and combine where the caller does not say.
+const DEFAULT_SMS: u32 = 32;
 
 /// One rank's end of a communicator on a GPU.
 ///
@@ -96,7 +101,13 @@ impl Home {
 }
 
 impl CudaBuffer {
-    pub(crate) fn assemble(world: World, config: &Config, home: Home, peers: Peers, ranks_here: usize) -> Result<Self> {
+    pub(crate) fn assemble(
+        world: World,
+        config: &Config,
+        home: Home,
+        peers: Peers,
+        ranks_here: usize,
+    ) -> Result<Self> {
         let Home { rank, device, stream, arena, control } = home;
         let fault = Mapped::new(&device, FAULT_WORDS)?;
         let local_experts = world.placement.local_experts(rank);
@@ -113,8 +124,19 @@ impl CudaBuffer {
         let columns = world.experts() + 2 * world.ranks() + 2;
         let columns = arena.alloc(4 * columns * PREPROCESS_BLOCKS as usize, false)?;
         // Ranks wait for each other inside kernels, so the blocks of all ranks of a GPU must run at once.
-        let most = (device.multiprocessors as usize / ranks_here).max(1) as u32;
-        let wanted = if config.sms == 0 { 24 } else { config.sms as u32 };
+        let most = (device.multiprocessors as usize / ranks_here) as u32;
+        if most < FEWEST_BLOCKS {
+            return Err(EnvironmentError::new(
+                format!("{ranks_here} ranks on GPU {}", device.ordinal),
+                format!(
+                    "it runs {} blocks at once, and each rank needs {FEWEST_BLOCKS}",
+                    device.multiprocessors
+                ),
+                "start fewer ranks, or spread them over more GPUs",
+            )
+            .into());
+        }
+        let wanted = if config.sms == 0 { DEFAULT_SMS } else { config.sms as u32 };
         let timeout_ns = config.timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         let common = peers.common(&world, rank, timeout_ns, fault.address());
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
@@ -133,7 +155,7 @@ impl CudaBuffer {
             columns,
             partials: None,
             prob_scratch: None,
-            blocks: wanted.clamp(2, most.max(2)),
+            blocks: wanted.clamp(FEWEST_BLOCKS, most),
             preprocess_blocks: PREPROCESS_BLOCKS.min(most),
             plain_copies: config.plain_copies,
             device,
@@ -268,7 +290,8 @@ impl CudaBuffer {
         let sizes = Sizes::new(tokens, copies, ranks, local_experts);
         let permuted = matches!(mode, DispatchMode::Permuted { .. });
         let kernel = self.kernel(KernelKey::Preprocess)?;
-        let (tile, shared_bytes) = tuning::preprocess_tile(self.world.experts(), ranks, kernel.shared_bytes()?)?;
+        let (tile, shared_bytes) =
+            tuning::preprocess_tile(self.world.experts(), ranks, kernel.shared_bytes()?)?;
         let (memory, view) = sizes.allocate(&self.arena, permuted)?;
 
         let pad = if permuted { mode.pad_multiple() as u32 } else { 0 };
@@ -330,9 +353,7 @@ impl CudaBuffer {
                 Err(CallerError::Capacity { capacity: rows, pad_multiple }.into())
             }
             Some((_, Ok(rows))) if rows != NONE => Ok(rows),
-            Some((rows, _)) => {
-                Err(CallerError::TooManyRows { rank: self.rank, rows: rows as u64 }.into())
-            }
+            Some((rows, _)) => Err(CallerError::TooManyRows { rank: self.rank, rows: rows as u64 }.into()),
         }
     }
 
@@ -347,8 +368,15 @@ impl CudaBuffer {
     }
 
     /// Registered memory in place of an output that peers cannot reach.
-    pub(crate) fn stage(&self, memory: Option<&CudaMemory>, bytes: usize, keep_rest: bool) -> Result<Option<Part>> {
-        let Some(memory) = memory.filter(|memory| bytes > 0 && !memory.is_registered()) else { return Ok(None) };
+    pub(crate) fn stage(
+        &self,
+        memory: Option<&CudaMemory>,
+        bytes: usize,
+        keep_rest: bool,
+    ) -> Result<Option<Part>> {
+        let Some(memory) = memory.filter(|memory| bytes > 0 && !memory.is_registered()) else {
+            return Ok(None);
+        };
         let part = self.arena.alloc(bytes, false)?;
         if keep_rest {
             // Rows past the last segment stay as they were.
@@ -358,7 +386,11 @@ impl CudaBuffer {
     }
 
     /// Scratch memory of at least this size, kept from call to call.
-    pub(crate) fn scratch(arena: &Arena, slot: &mut Option<(Part, usize)>, bytes: usize) -> Result<DeviceAddress> {
+    pub(crate) fn scratch(
+        arena: &Arena,
+        slot: &mut Option<(Part, usize)>,
+        bytes: usize,
+    ) -> Result<DeviceAddress> {
         if let Some((part, len)) = slot
             && *len >= bytes
         {
@@ -374,7 +406,9 @@ impl CudaBuffer {
 
 /// A number that is equal for equal words (FNV-1a).
 fn signature(words: impl Iterator<Item = u64>) -> u32 {
-    words.flat_map(u64::to_le_bytes).fold(0x811C_9DC5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
+    words
+        .flat_map(u64::to_le_bytes)
+        .fold(0x811C_9DC5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 
 pub(crate) fn scale_code(format: TokenFormat) -> u32 {

@@ -101,3 +101,195 @@ impl KernelKey {
         Program { name: self.name(), source, headers: HEADERS, defines }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Write as _;
+    use std::io::{self, Write as _};
+    use std::path::Path;
+    use std::{env, fs, thread};
+
+    use ep::CudaEnv;
+
+    use super::*;
+    use crate::jit::{Compiler, Resources};
+    use crate::tuning;
+
+    /// Registers that the blocks of a multiprocessor share.
+    const REGISTERS: u32 = 64 << 10;
+    /// Shared memory that a kernel may have without asking for it, bytes.
+    const STATIC_SHARED: u32 = 48 << 10;
+    /// What the kernels took when this was last looked at.
+    const TABLE: &str = "device/resources.tsv";
+
+    /// A kernel that is compiled for a GPU.
+    #[derive(Clone, Copy)]
+    struct Row {
+        key: KernelKey,
+        arch: Arch,
+        plain_copies: bool,
+    }
+
+    impl KernelKey {
+        /// Every kernel that a launch may ask for. On a GPU with little shared memory combine has fewer warps, and
+        /// so more registers for each.
+        fn all() -> Vec<Self> {
+            let types = [(false, false), (false, true), (true, false), (true, true)];
+            let combines = types.map(|(rows, wire)| tuning::combine_key(rows, wire));
+            let dispatches = [false, true].map(tuning::dispatch_key);
+            [vec![Self::Preprocess], dispatches.to_vec(), combines.to_vec(), vec![Self::Spin]].concat()
+        }
+
+        fn variant(self) -> String {
+            let element = |f32| if f32 { "f32" } else { "bf16" };
+            match self {
+                Self::Preprocess | Self::Spin => "-".into(),
+                Self::Dispatch { quantize, warps } => {
+                    format!("{},{warps} warps", if quantize { "quantize" } else { "copy" })
+                }
+                Self::Combine { rows_f32, wire_f32, warps } => {
+                    format!("rows {},wire {},{warps} warps", element(rows_f32), element(wire_f32))
+                }
+            }
+        }
+
+        /// Threads of a block.
+        fn threads(self) -> u32 {
+            match self {
+                // `THREADS` of `device/preprocess/kernel.cu`.
+                Self::Preprocess => 1024,
+                Self::Spin => 1,
+                Self::Dispatch { warps, .. } | Self::Combine { warps, .. } => 32 * warps,
+            }
+        }
+
+        /// Whether it moves rows, and so comes with either way of copying.
+        fn copies(self) -> bool {
+            matches!(self, Self::Dispatch { .. } | Self::Combine { .. })
+        }
+    }
+
+    impl Row {
+        /// Every kernel for every architecture; older ones have plain copies alone.
+        fn all() -> Vec<Self> {
+            let both = [false, true];
+            let ways = both.iter().flat_map(|&plain_copies| Arch::ALL.map(|arch| (arch, plain_copies)));
+            ways.flat_map(|(arch, plain_copies)| {
+                KernelKey::all().into_iter().map(move |key| Self { key, arch, plain_copies })
+            })
+            .filter(|row| !row.plain_copies || row.key.copies() && row.arch == Arch::Sm90a)
+            .collect()
+        }
+
+        fn compile(self, compiler: &Compiler) -> Resources {
+            let compiled =
+                compiler.compile(&self.key.program(self.arch, self.plain_copies), self.arch).unwrap();
+            let [kernel] = &compiled.resources[..] else { panic!("one kernel, not: {}", compiled.log) };
+            assert_eq!(kernel.kernel, self.key.name());
+            kernel.clone()
+        }
+
+        /// What is wrong with a kernel on any GPU, whichever compiler made it.
+        fn fault(self, found: &Resources) -> Option<String> {
+            let registers = found.registers * self.key.threads();
+            let spills = found.spill_bytes > 0;
+            (spills || registers > REGISTERS || found.static_shared_bytes > STATIC_SHARED)
+                .then(|| format!("{}: {registers} registers of a block", self.line(found)))
+        }
+
+        fn line(self, found: &Resources) -> String {
+            let copies = if self.plain_copies || self.arch == Arch::Sm80 { "plain" } else { "bulk" };
+            let copies = if self.key.copies() { copies } else { "-" };
+            let Resources { registers, static_shared_bytes, spill_bytes, .. } = found;
+            let (name, variant, arch) = (self.key.name(), self.key.variant(), self.arch);
+            format!("{name}\t{variant}\t{arch}\t{copies}\t{registers}\t{static_shared_bytes}\t{spill_bytes}")
+        }
+    }
+
+    /// The environment's compiler; `None` where it is allowed that there is none.
+    fn compiler() -> Option<Compiler> {
+        match Compiler::find(&CudaEnv::from_env()) {
+            Ok(compiler) => Some(compiler),
+            Err(error) if env::var("HYBRID_EP_REQUIRE_NVRTC").as_deref() == Ok("1") => panic!("{error}"),
+            Err(error) => {
+                // Past the harness, which shows what a test that passes prints to nobody.
+                let _ = writeln!(io::stderr(), "skipped: no NVRTC ({error})");
+                None
+            }
+        }
+    }
+
+    /// Compiles them all, on two threads.
+    fn compile_all(compiler: &Compiler) -> Vec<(Row, Resources)> {
+        let rows: Vec<Row> =
+            Row::all().into_iter().filter(|row| row.arch.oldest_nvrtc() <= compiler.version()).collect();
+        let part = |part: &[Row]| part.iter().map(|&row| (row, row.compile(compiler))).collect::<Vec<_>>();
+        let (first, second) = rows.split_at(rows.len() / 2);
+        thread::scope(|scope| {
+            let second = scope.spawn(|| part(second));
+            let mut compiled = part(first);
+            compiled.extend(second.join().unwrap());
+            compiled
+        })
+    }
+
+    fn table(heading: &str, compiled: &[(Row, Resources)]) -> String {
+        let mut table = format!(
+            "{heading}\nkernel\tvariant\tarch\tcopies\tregisters\tstatic shared bytes\tspill bytes\n"
+        );
+        for (row, found) in compiled {
+            let _ = writeln!(table, "{}", row.line(found));
+        }
+        table
+    }
+
+    #[test]
+    fn every_kernel_compiles_for_every_gpu_and_takes_no_more_than_the_table_says() {
+        let Some(compiler) = compiler() else { return };
+        let compiled = compile_all(&compiler);
+        let faults: Vec<_> = compiled.iter().filter_map(|(row, found)| row.fault(found)).collect();
+        assert!(faults.is_empty(), "spills, or too large for a GPU:\n{}", faults.join("\n"));
+
+        let heading = format!("# NVRTC {}", compiler.version());
+        let found = table(&heading, &compiled);
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(TABLE);
+        if env::var("HYBRID_EP_UPDATE_RESOURCES").as_deref() == Ok("1") {
+            fs::write(&file, &found).unwrap();
+        }
+        let kept = fs::read_to_string(&file).unwrap();
+        // Another compiler hands out registers otherwise: the limits above are all that holds for it.
+        if kept.lines().next() != Some(heading.as_str()) {
+            let _ =
+                writeln!(io::stderr(), "only limits checked: {TABLE} is not of NVRTC {}", compiler.version());
+            return;
+        }
+        let differences: Vec<String> =
+            (kept.lines().filter(|line| !found.lines().any(|other| other == *line)))
+                .map(|line| format!("- {line}"))
+                .chain(
+                    (found.lines().filter(|line| !kept.lines().any(|other| other == *line)))
+                        .map(|line| format!("+ {line}")),
+                )
+                .collect();
+        assert!(
+            differences.is_empty(),
+            "kernels do not take what {TABLE} says (-) but this (+):\n{}\nif that is meant: \
+             HYBRID_EP_UPDATE_RESOURCES=1 cargo test -p ep-cuda --lib every_kernel, and commit the table",
+            differences.join("\n")
+        );
+    }
+
+    #[test]
+    fn spills_and_large_blocks_are_faults() {
+        let row = Row { key: KernelKey::Preprocess, arch: Arch::Sm80, plain_copies: false };
+        let good = Resources { registers: 64, ..Resources::default() };
+        assert_eq!(row.fault(&good), None);
+        for bad in [
+            Resources { spill_bytes: 4, ..good.clone() },
+            Resources { registers: 65, ..good.clone() },
+            Resources { static_shared_bytes: STATIC_SHARED + 1, ..good },
+        ] {
+            assert!(row.fault(&bad).is_some(), "{bad:?}");
+        }
+    }
+}

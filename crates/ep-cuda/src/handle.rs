@@ -81,12 +81,22 @@ impl Sizes {
         ];
         let part = arena.alloc(lists.iter().map(|bytes| bytes.next_multiple_of(16)).sum(), true)?;
         let mut next = part.address();
-        let [sends, send_begin, token_begin, copies, copy_begin, recv, recv_begin, dst_copies, dst_begin, shape] =
-            lists.map(|bytes| {
-                let at = next;
-                next += bytes.next_multiple_of(16) as DeviceAddress;
-                at
-            });
+        let [
+            sends,
+            send_begin,
+            token_begin,
+            copies,
+            copy_begin,
+            recv,
+            recv_begin,
+            dst_copies,
+            dst_begin,
+            shape,
+        ] = lists.map(|bytes| {
+            let at = next;
+            next += bytes.next_multiple_of(16) as DeviceAddress;
+            at
+        });
         let view = HandleView {
             sends,
             send_begin,

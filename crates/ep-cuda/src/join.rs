@@ -1,6 +1,5 @@
 //! How the ranks of a world find each other's memory.
 
-
 use std::sync::Arc;
 
 use ep::rendezvous::Rendezvous;
@@ -26,6 +25,18 @@ impl CudaBuffer {
         let ranks = world.ranks();
         let device_of = |rank: usize| rank % gpus;
         let devices: Vec<usize> = (0..ranks.min(gpus)).collect();
+        let sharing = ranks.div_ceil(gpus);
+        if sharing > config.device_connections {
+            return Err(EnvironmentError::new(
+                format!("{sharing} ranks of this process on one GPU"),
+                format!(
+                    "the driver runs {} streams at once, and ranks wait for each other",
+                    config.device_connections
+                ),
+                "export CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts",
+            )
+            .into());
+        }
         let homes: Vec<Home> = world
             .topology
             .all_ranks()
@@ -62,12 +73,20 @@ impl CudaBuffer {
     ///
     /// # Errors
     /// As [`join`](Self::join).
-    pub fn join_on(gpu: usize, world: &World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
+    pub fn join_on(
+        gpu: usize,
+        world: &World,
+        rendezvous: &mut dyn Rendezvous,
+        config: &Config,
+    ) -> Result<Self> {
         check_world(world)?;
         let rank = rendezvous.rank();
         if rendezvous.ranks() != world.ranks() {
             let (ranks, found) = (world.ranks(), rendezvous.ranks());
-            return Err(CallerError::Topology(format!("the world has {ranks} ranks, the rendezvous {found}")).into());
+            return Err(CallerError::Topology(format!(
+                "the world has {ranks} ranks, the rendezvous {found}"
+            ))
+            .into());
         }
         let device = Device::open(gpu)?;
         let home = Home::new(world, rank, Arc::clone(&device), vec![gpu])?;
@@ -174,9 +193,10 @@ fn unintelligible(peer: Rank) -> ep::Error {
 fn fingerprint(world: &World) -> u64 {
     let experts = (0..world.experts() as u32).map(|expert| u64::from(world.placement.position_of(expert)));
     let ranks = world.topology.all_ranks().map(|rank| world.placement.positions_of(rank).end as u64);
-    experts.chain(ranks).flat_map(u64::to_le_bytes).fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
-    })
+    experts
+        .chain(ranks)
+        .flat_map(u64::to_le_bytes)
+        .fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
 }
 
 /// Refuses worlds that this backend does not serve.

@@ -8,6 +8,7 @@ use ep::{CudaEnv, Result};
 use crate::device::KernelKey;
 use crate::driver::{Device, Kernel};
 use crate::jit::{Cubin, Jit};
+use crate::probe;
 
 /// All kernels of this process.
 pub(crate) struct Kernels {
@@ -28,11 +29,16 @@ impl Kernels {
     /// The process's own.
     pub(crate) fn get() -> &'static Self {
         static KERNELS: OnceLock<Kernels> = OnceLock::new();
-        KERNELS.get_or_init(|| Self { jit: Jit::new(CudaEnv::from_env()), loaded: Mutex::default() })
+        KERNELS.get_or_init(|| Self { jit: jit(), loaded: Mutex::default() })
     }
 
     /// The kernel, ready to be launched.
-    pub(crate) fn load(&self, device: &Arc<Device>, key: KernelKey, plain_copies: bool) -> Result<Arc<Kernel>> {
+    pub(crate) fn load(
+        &self,
+        device: &Arc<Device>,
+        key: KernelKey,
+        plain_copies: bool,
+    ) -> Result<Arc<Kernel>> {
         let slot = {
             let mut loaded = self.loaded.lock().unwrap_or_else(|poison| poison.into_inner());
             Arc::clone(loaded.entry((device.ordinal, plain_copies, key)).or_default())
@@ -46,5 +52,15 @@ impl Kernels {
         let kernel = Arc::new(self.jit.load(&program, device.arch, load)?);
         *slot = Some(Arc::clone(&kernel));
         Ok(kernel)
+    }
+}
+
+/// The environment's compiler, or the first that is not too new for the driver.
+fn jit() -> Jit {
+    let jit = Jit::new(CudaEnv::from_env());
+    // A driver that does not tell has the last word when it loads a kernel.
+    match probe::probe() {
+        Ok(Some(driver)) => jit.for_driver(driver.cuda),
+        _ => jit,
     }
 }

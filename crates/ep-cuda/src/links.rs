@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use ep::{EnvironmentError, Rank, Result};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg,
-    sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
 };
 
 use crate::arena::Announce;
@@ -32,8 +32,12 @@ pub(crate) const LEFT: u32 = 1;
 const DIED: u32 = 2;
 
 fn broken(what: &str, error: impl std::fmt::Display) -> ep::Error {
-    EnvironmentError::new(what, error, "all ranks of an NVLink domain must run on one machine, in one network namespace")
-        .into()
+    EnvironmentError::new(
+        what,
+        error,
+        "all ranks of an NVLink domain must run on one machine, in one network namespace",
+    )
+    .into()
 }
 
 fn address(name: &str) -> Result<SocketAddr> {
@@ -49,8 +53,13 @@ pub(crate) struct Door {
 impl Door {
     pub(crate) fn open(rank: Rank) -> Result<Self> {
         use std::hash::{BuildHasher as _, Hasher as _, RandomState};
-        let name = format!("hybrid-ep-{}-{rank}-{:x}", std::process::id(), RandomState::new().build_hasher().finish());
-        let listener = UnixListener::bind_addr(&address(&name)?).map_err(|error| broken("opening a socket", error))?;
+        let name = format!(
+            "hybrid-ep-{}-{rank}-{:x}",
+            std::process::id(),
+            RandomState::new().build_hasher().finish()
+        );
+        let listener =
+            UnixListener::bind_addr(&address(&name)?).map_err(|error| broken("opening a socket", error))?;
         Ok(Self { listener, name })
     }
 }
@@ -80,17 +89,19 @@ pub(crate) fn connect(
     // Connections wait in the listener's queue, so nobody waits for anybody here.
     let mut links = Links { peers: Vec::new(), control: Arc::clone(&control) };
     for (peer, name) in doors.iter().enumerate().filter(|&(peer, _)| peer != rank.index()) {
-        let mut link = UnixStream::connect_addr(&address(name)?).map_err(|error| broken("reaching a peer", error))?;
+        let mut link =
+            UnixStream::connect_addr(&address(name)?).map_err(|error| broken("reaching a peer", error))?;
         link.set_read_timeout(Some(timeout)).map_err(|error| broken("reaching a peer", error))?;
         link.write_all(&rank.0.to_le_bytes()).map_err(|error| broken("greeting a peer", error))?;
         links.peers.push((Rank(peer as u32), link));
     }
     for _ in 1..doors.len() {
-        let (mut link, _) = door.listener.accept().map_err(|error| broken("taking a peer's connection", error))?;
+        let (mut link, _) =
+            door.listener.accept().map_err(|error| broken("taking a peer's connection", error))?;
         let mut who = [0; 4];
         link.read_exact(&mut who).map_err(|error| broken("a peer's greeting", error))?;
         let peer = u32::from_le_bytes(who) as usize;
-        let Some(Some(memory)) = peers.get(peer).map(Clone::clone) else {
+        let Some(Some(memory)) = peers.get(peer).cloned() else {
             return Err(broken("a peer's greeting", format!("there is no rank {peer}")));
         };
         // Whoever drops the buffer unmaps the memory, at a time of its own, not this thread.
@@ -142,8 +153,12 @@ fn receive(link: &UnixStream) -> rustix::io::Result<Option<(u64, Option<OwnedFd>
     let mut bytes = [0; 8];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received =
-        recvmsg(link, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL)?;
+    let received = recvmsg(
+        link,
+        &mut [IoSliceMut::new(&mut bytes)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL,
+    )?;
     if received.bytes < bytes.len() {
         return Ok(None);
     }

@@ -105,7 +105,7 @@ impl Backend for CudaBuffer {
         let key = tuning::dispatch_key(quantize);
         let kernel = self.kernel(key)?;
         let row_bytes_in = format.input_row_bytes(hidden);
-        let cut = DispatchShape::new(key, self.world.ranks(), row_bytes_in, kernel.shared_bytes()?)?;
+        let cut = DispatchShape::new(key, self.world.ranks(), row_bytes_in, kernel.shared_bytes()?);
 
         let rows = facts.allocated_rows;
         let keep_rest = handle.capacity.is_some();
@@ -116,9 +116,8 @@ impl Backend for CudaBuffer {
         for (memory, bytes) in outputs.into_iter().zip(bytes) {
             staged.push(self.stage(memory, bytes, keep_rest)?);
         }
-        let place = |at: usize| {
-            staged[at].as_ref().map_or_else(|| address(outputs[at]), crate::arena::Part::address)
-        };
+        let place =
+            |at: usize| staged[at].as_ref().map_or_else(|| address(outputs[at]), crate::arena::Part::address);
         let (probs_code, dense) = match input.probs {
             Probs::Skip => (0, 0),
             Probs::Routing => (1, 0),
@@ -182,6 +181,7 @@ impl Backend for CudaBuffer {
         Self::facts(&self.world, self.rank, handle).check_combine(&input, &output, CudaMemory::len)?;
         let CombineInput { hidden, element, wire, rows, probs } = input;
         let key = tuning::combine_key(element == Element::F32, wire == Element::F32);
+        let key = tuning::fitting(key, self.world.ranks(), self.device.shared_bytes);
         let kernel = self.kernel(key)?;
         let cut = CombineShape::new(key, self.world.ranks());
         let slot_bytes = hidden.next_multiple_of(8) * wire.bytes();

@@ -49,12 +49,19 @@ pub(crate) struct CombineShape {
 
 /// The dispatch kernel for rows that travel as they are, or are quantised.
 pub(crate) fn dispatch_key(quantize: bool) -> KernelKey {
-    KernelKey::Dispatch { quantize, warps: t("EP_W", if quantize { QUANTIZE_WARPS } else { DISPATCH_WARPS }) }
+    KernelKey::Dispatch { quantize, warps: if quantize { QUANTIZE_WARPS } else { DISPATCH_WARPS } }
 }
 
 /// The combine kernel for these types.
 pub(crate) fn combine_key(rows_f32: bool, wire_f32: bool) -> KernelKey {
-    KernelKey::Combine { rows_f32, wire_f32, warps: t("EP_CW", COMBINE_WARPS) }
+    KernelKey::Combine { rows_f32, wire_f32, warps: COMBINE_WARPS }
+}
+
+/// The key with as many warps as the GPU has shared memory for.
+pub(crate) fn fitting(key: KernelKey, ranks: usize, available: usize) -> KernelKey {
+    let KernelKey::Combine { rows_f32, wire_f32, warps } = key else { return key };
+    let most = (available - peers_bytes(ranks)) / combine_warp_bytes(rows_f32, wire_f32);
+    KernelKey::Combine { rows_f32, wire_f32, warps: warps.min(most as u32) }
 }
 
 /// Blocks of a launch of dispatch that send; the others copy what stays, or has come.
@@ -78,10 +85,8 @@ pub(crate) fn send_blocks(blocks: u32, quantize: bool, ranks: usize, sizes: &Siz
         let rounds = (chunks / f64::from(sending)).ceil() * f64::from(sending) / chunks.max(1.0);
         (send * rounds.max(1.0) / f64::from(sending)).max(copy / f64::from(blocks - sending))
     };
-    let best = (1..blocks).min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1);
-    t("EP_SB", best).min(blocks - 1)
+    (1..blocks).min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
 }
-fn t(k: &str, d: u32) -> u32 { std::env::var(k).ok().map_or(d, |v| v.parse().unwrap()) }
 
 fn peers_bytes(ranks: usize) -> usize {
     (ranks * PEER_VIEW_BYTES).next_multiple_of(128)
@@ -89,27 +94,28 @@ fn peers_bytes(ranks: usize) -> usize {
 
 impl DispatchShape {
     /// `row_bytes` of an input row; `available` bytes of shared memory.
-    pub(crate) fn new(key: KernelKey, ranks: usize, row_bytes: usize, available: usize) -> Result<Self> {
+    pub(crate) fn new(key: KernelKey, ranks: usize, row_bytes: usize, available: usize) -> Self {
         let KernelKey::Dispatch { quantize, warps } = key else { unreachable!("a key of dispatch") };
         let warps = warps as usize;
         let unit = if quantize { 256 } else { 16 };
         let extra = |piece: usize| if quantize { warps * (piece + SCALE_BUFFER) } else { 0 };
         let available = available - peers_bytes(ranks);
-        let mut pieces = row_bytes.div_ceil(t("EP_PIECE", if quantize { QUANTIZE_PIECE } else { DISPATCH_PIECE } as u32) as usize);
+        let mut pieces = row_bytes.div_ceil(if quantize { QUANTIZE_PIECE } else { DISPATCH_PIECE });
         loop {
-            let piece = if pieces == 1 { row_bytes } else { row_bytes.div_ceil(pieces).next_multiple_of(unit) };
+            let piece =
+                if pieces == 1 { row_bytes } else { row_bytes.div_ceil(pieces).next_multiple_of(unit) };
             // The copy engine wants stages at multiples of 128 bytes.
             let stage = piece.next_multiple_of(128);
             let stages = (available.saturating_sub(extra(stage)) / warps / stage).min(MOST_STAGES);
             if stages >= FEWEST_STAGES {
-                return Ok(Self {
+                return Self {
                     threads: 32 * warps as u32,
                     pieces: row_bytes.div_ceil(piece) as u32,
                     piece_bytes: piece as u32,
                     groups: row_bytes.div_ceil(piece).min(MAX_GROUPS) as u32,
                     stages: stages as u32,
                     shared_bytes: peers_bytes(ranks) + warps * stages * stage + extra(stage),
-                });
+                };
             }
             pieces += 1;
         }
@@ -121,17 +127,20 @@ impl DispatchShape {
     }
 }
 
+/// Shared memory of a warp of combine, bytes: `WORKER_BYTES` of `device/combine/sum.cuh`.
+fn combine_warp_bytes(rows_f32: bool, wire_f32: bool) -> usize {
+    let f32 = rows_f32 || wire_f32;
+    let stride = COMBINE_STRIDE[usize::from(f32)];
+    let fetch = COMBINE_STEPS * stride * if f32 { 32 } else { 16 };
+    let runs = COMBINE_RUNS * stride * if wire_f32 { 32 } else { 16 };
+    fetch + runs + stride * 8 * size_of::<f32>()
+}
+
 impl CombineShape {
     pub(crate) fn new(key: KernelKey, ranks: usize) -> Self {
-        let KernelKey::Combine { rows_f32, wire_f32, warps } = key else {
-            unreachable!("a key of combine")
-        };
-        let f32 = rows_f32 || wire_f32;
-        let stride = COMBINE_STRIDE[usize::from(f32)];
-        let fetch = COMBINE_STEPS * stride * if f32 { 32 } else { 16 };
-        let runs = COMBINE_RUNS * stride * if wire_f32 { 32 } else { 16 };
-        let aside = stride * 8 * size_of::<f32>();
-        Self { threads: 32 * warps, shared_bytes: peers_bytes(ranks) + warps as usize * (fetch + runs + aside) }
+        let KernelKey::Combine { rows_f32, wire_f32, warps } = key else { unreachable!("a key of combine") };
+        let shared_bytes = peers_bytes(ranks) + warps as usize * combine_warp_bytes(rows_f32, wire_f32);
+        Self { threads: 32 * warps, shared_bytes }
     }
 }
 
@@ -154,4 +163,56 @@ pub(crate) fn preprocess_tile(experts: usize, ranks: usize, available: usize) ->
     }
     let problem = format!("{experts} experts do not fit the shared memory of this GPU");
     Err(CallerError::Placement(problem).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What an H200 and an A100 let a block have.
+    const SHARED: [usize; 2] = [227 << 10, 163 << 10];
+
+    #[test]
+    fn every_row_is_cut_into_pieces_that_fit() {
+        for available in SHARED {
+            for quantize in [false, true] {
+                let key = dispatch_key(quantize);
+                for row_bytes in [32, 96, 1024, 14_336, 16_400, 57_344, 1 << 20] {
+                    let shape = DispatchShape::new(key, 8, row_bytes, available);
+                    assert!(shape.shared_bytes <= available, "{row_bytes}: {shape:?}");
+                    assert!(shape.stages as usize >= FEWEST_STAGES);
+                    assert_eq!((shape.pieces as usize), row_bytes.div_ceil(shape.piece_bytes as usize));
+                    assert!(shape.groups <= shape.pieces && shape.groups as usize <= MAX_GROUPS);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn combine_fits_every_gpu() {
+        for available in SHARED {
+            for (rows, wire) in [(false, false), (false, true), (true, false), (true, true)] {
+                let key = fitting(combine_key(rows, wire), 72, available);
+                let shape = CombineShape::new(key, 72);
+                assert!(shape.threads >= 32 && shape.shared_bytes <= available, "{key:?}: {shape:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn all_blocks_have_a_role() {
+        for blocks in [2, 3, 8, 24, 132] {
+            for (tokens, copies) in [(0, 0), (1, 1), (256, 2048), (4096, 32_768), (100, 100)] {
+                let sizes = Sizes::new(tokens, copies, 8, 8);
+                for quantize in [false, true] {
+                    let sending = send_blocks(blocks, quantize, 8, &sizes);
+                    assert!((1..blocks).contains(&sending), "{blocks} blocks, {tokens} tokens: {sending}");
+                }
+            }
+        }
+        // Many copies of few distinct ranks stay; one copy each goes out.
+        let many = send_blocks(24, false, 2, &Sizes::new(4096, 32_768, 2, 8));
+        let few = send_blocks(24, false, 64, &Sizes::new(4096, 4096, 64, 8));
+        assert!(many < few, "{many} {few}");
+    }
 }

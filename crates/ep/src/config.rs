@@ -32,6 +32,9 @@ pub struct Config {
     /// Whether the CUDA backend copies rows by plain loads and stores, as on GPUs without a bulk copy engine.
     /// `HYBRID_EP_PLAIN_COPIES`, 0 or 1.
     pub plain_copies: bool,
+    /// Streams of one process that the CUDA driver runs at once on a GPU, as it was told.
+    /// `CUDA_DEVICE_MAX_CONNECTIONS`, 1..=32.
+    pub device_connections: usize,
 }
 
 impl Default for Config {
@@ -46,6 +49,7 @@ impl Default for Config {
             streaming_bytes: 4 << 20,
             sms: 0,
             plain_copies: false,
+            device_connections: 8,
         }
     }
 }
@@ -85,6 +89,7 @@ impl Config {
             streaming_bytes: read("HYBRID_EP_STREAMING_BYTES", default.streaming_bytes, 0, usize::MAX)?,
             sms: read("HYBRID_EP_SMS", default.sms, 0, 1024)?,
             plain_copies: read("HYBRID_EP_PLAIN_COPIES", default.plain_copies.into(), 0, 1)? == 1,
+            device_connections: read("CUDA_DEVICE_MAX_CONNECTIONS", default.device_connections, 1, 32)?,
         })
     }
 }

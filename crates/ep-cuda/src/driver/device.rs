@@ -66,11 +66,13 @@ impl Device {
         check(unsafe { sys::cuDeviceGet(&mut device, ordinal as i32) }, what, "")?;
         let mut context = std::ptr::null_mut();
         // SAFETY: `device` is one; released in `drop`.
-        check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) }, what, "is another process using it exclusively?")?;
+        let answer = unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) };
+        check(answer, what, "is another process using it exclusively?")?;
         let attribute = |attribute| {
             let mut value = 0;
             // SAFETY: writes one number.
-            check(unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) }, what, "").map(|()| value)
+            check(unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) }, what, "")
+                .map(|()| value)
         };
         use sys::CUdevice_attribute as A;
         let major = attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;

@@ -36,7 +36,8 @@ impl Kernel {
         let answer = unsafe { sys::cuModuleGetFunction(&mut function, module, entry.as_ptr()) };
         check(answer, what, "")?;
         let kernel = Self { device: Arc::clone(device), name, function };
-        let static_bytes = kernel.attribute(sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
+        let static_bytes =
+            kernel.attribute(sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
         let most = device.shared_bytes as i32 - static_bytes;
         use sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as DYNAMIC;
         // SAFETY: the function is loaded.
@@ -89,7 +90,12 @@ impl Kernel {
         };
         check(
             answer,
-            || format!("launching kernel {} ({blocks} blocks of {threads} threads, {shared_bytes} bytes)", self.name),
+            || {
+                format!(
+                    "launching kernel {} ({blocks} blocks of {threads} threads, {shared_bytes} bytes)",
+                    self.name
+                )
+            },
             "an earlier kernel may have failed",
         )
     }

@@ -70,7 +70,11 @@ impl Chunk {
         let answer = unsafe {
             sys::cuMemImportFromShareableHandle(&mut handle, fd.as_raw_fd() as usize as *mut _, kind)
         };
-        check(answer, || "opening another process's memory".into(), "do all ranks see all GPUs of the domain?")?;
+        check(
+            answer,
+            || "opening another process's memory".into(),
+            "do all ranks see all GPUs of the domain?",
+        )?;
         Ok(Self { handle, bytes })
     }
 }

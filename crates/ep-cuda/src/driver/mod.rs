@@ -47,5 +47,9 @@ pub(crate) fn initialise() -> Result<()> {
         .into());
     }
     // SAFETY: the driver is present; initialising it again does nothing.
-    check(unsafe { sys::cuInit(0) }, || "initialising the CUDA driver".into(), "`nvidia-smi` says whether the GPU works")
+    check(
+        unsafe { sys::cuInit(0) },
+        || "initialising the CUDA driver".into(),
+        "`nvidia-smi` says whether the GPU works",
+    )
 }

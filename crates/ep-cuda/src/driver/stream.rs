@@ -6,7 +6,7 @@ use std::time::Duration;
 use cudarc::driver::sys;
 use ep::Result;
 
-use super::{DeviceAddress, Device, check};
+use super::{Device, DeviceAddress, check};
 
 /// An order of work on a GPU: of this crate's own, or of the caller's.
 #[derive(Debug)]
@@ -57,7 +57,8 @@ impl Stream {
         }
         self.device.bind()?;
         // SAFETY: `to` has room by the caller's checks. From pageable memory the driver copies before it returns.
-        let answer = unsafe { sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), self.stream) };
+        let answer =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), self.stream) };
         check(answer, || format!("copying {} bytes to GPU {}", bytes.len(), self.device.ordinal), "")
     }
 
@@ -68,7 +69,8 @@ impl Stream {
         }
         self.device.bind()?;
         // SAFETY: `from` has the bytes by the caller's checks; they are there when the stream was waited for.
-        let answer = unsafe { sys::cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), from, bytes.len(), self.stream) };
+        let answer =
+            unsafe { sys::cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), from, bytes.len(), self.stream) };
         check(answer, || format!("copying {} bytes from GPU {}", bytes.len(), self.device.ordinal), "")?;
         self.synchronize()
     }
