@@ -13,6 +13,8 @@ use common::{finish, program};
 /// A benchmark that would take hours.
 const ENDLESS: &[&str] = &[
     "bench",
+    "--backend",
+    "host",
     "--processes",
     "--ranks",
     "3",

@@ -1,4 +1,4 @@
-//! What a CUDA backend would stand on, as the driver and the run-time compiler themselves tell.
+//! What the CUDA backend stands on, as the driver and the run-time compiler themselves tell.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -10,6 +10,7 @@ use ep_cuda::probe::{self, DriverFacts, GpuFacts, PeerLink};
 use serde::Serialize;
 
 use super::{
+    BackendState,
     check::{Check, Section},
     fact::Fact,
     parse,
@@ -103,7 +104,37 @@ impl Cuda {
         checks.extend(self.peer_links.known().and_then(|links| peer_check(links)));
         checks.push(self.compiler_check());
         checks.push(self.kernel_cache.check());
-        Section { title: "CUDA (for information: this build runs the host backend only)", checks }
+        Section { title: "CUDA", checks }
+    }
+
+    /// Whether ranks can run on the GPUs; otherwise the first thing that is missing.
+    pub(super) fn backend(&self) -> BackendState {
+        let gpus = match &self.gpus {
+            Fact::Known(gpus) => gpus,
+            Fact::Absent => return missing("no GPU driver (libcuda.so.1)", "install the NVIDIA driver"),
+            Fact::Unknown(why) => return missing(why, "nvidia-smi shows whether the driver works"),
+        };
+        if gpus.is_empty() {
+            return missing(
+                "the driver shows no GPU",
+                "see CUDA_VISIBLE_DEVICES, or hand GPUs to the container",
+            );
+        }
+        // Ranks are spread over all GPUs that the driver shows.
+        if let Some(number) = gpus.iter().position(|gpu| gpu.architecture.is_none()) {
+            return missing(
+                &format!("no kernels for CUDA GPU {number}"),
+                "leave it out with CUDA_VISIBLE_DEVICES",
+            );
+        }
+        let on = parse::count(gpus.len(), "GPU");
+        match (&self.nvrtc, self.kernel_cache.entries) {
+            (Fact::Known(_), _) => BackendState::Ready { found: format!("ready on {on}") },
+            (_, 0) => missing("no kernel compiler, and no kernel in the cache", INSTALL_HINT),
+            (_, kept) => BackendState::Ready {
+                found: format!("ready on {on}, with {} from the cache", parse::count(kept, "program")),
+            },
+        }
     }
 
     fn driver_check(&self) -> Check {
@@ -191,6 +222,10 @@ impl KernelCache {
         }
         Check::ok(NAME, format!("{}: {found}", self.dir.as_deref().unwrap_or("in memory")))
     }
+}
+
+fn missing(found: &str, how: &'static str) -> BackendState {
+    BackendState::Missing { found: found.to_owned(), how }
 }
 
 /// The driver's answers. It is asked in a thread of its own, since a broken one may never answer.

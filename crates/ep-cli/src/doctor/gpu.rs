@@ -89,12 +89,12 @@ impl Gpus {
         checks.push(library_check(
             "libcuda.so.1",
             &self.libcuda_paths,
-            "calls to the GPU driver, once a build has the CUDA backend",
+            "the CUDA backend",
             "install the NVIDIA driver (in a container: --gpus all)",
         ));
         checks.extend(self.peer_module_checks());
         checks.extend(self.link_checks());
-        Section { title: "GPUs (for information: this build runs the host backend only)", checks }
+        Section { title: "GPUs", checks }
     }
 
     fn driver_checks(&self) -> Vec<Check> {
@@ -125,10 +125,8 @@ impl Gpus {
                 return Check::ok(name, format!("version not shown, but {files} in /dev"));
             }
         };
-        Check::absent(name, found).advice(
-            "GPU ranks, once a build has the CUDA backend",
-            "install the driver on a machine with an NVIDIA GPU",
-        )
+        Check::absent(name, found)
+            .advice("ranks on GPUs", "install the driver on a machine with an NVIDIA GPU")
     }
 
     fn peer_module_checks(&self) -> Vec<Check> {
@@ -177,10 +175,8 @@ impl Gpu {
         }
         match &self.device_file {
             Fact::Known(file) => Check::ok(name, format!("{found}, {file}")),
-            Fact::Absent => Check::absent(name, format!("{found}, no device file")).advice(
-                "use of this GPU, once a build has the CUDA backend",
-                "hand it to the container: --gpus all",
-            ),
+            Fact::Absent => Check::absent(name, format!("{found}, no device file"))
+                .advice("ranks on this GPU", "hand it to the container: --gpus all"),
             Fact::Unknown(_) => Check::ok(name, found),
         }
     }

@@ -40,6 +40,9 @@ use self::{
     system::System,
 };
 
+/// The backend that every machine can run, of which the verdict begins.
+const HOST: &str = "host";
+
 /// What an examination found.
 ///
 /// In JSON a fact is its bare value, `null` where the thing is not there, and
@@ -56,7 +59,7 @@ pub(crate) struct Report {
     pub(crate) memory: Memory,
     /// GPUs, their driver and its libraries.
     pub(crate) gpus: Gpus,
-    /// What a CUDA backend would stand on, as the driver and the run-time compiler themselves tell.
+    /// What the CUDA backend stands on, as the driver and the run-time compiler themselves tell.
     pub(crate) cuda: Cuda,
     /// Network cards and libraries.
     pub(crate) network: Network,
@@ -76,17 +79,26 @@ pub(crate) struct Backend {
     /// Its name.
     pub(crate) name: &'static str,
     /// Whether it can be used.
+    #[serde(flatten)]
     pub(crate) state: BackendState,
 }
 
-/// Whether a backend can be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
+/// Whether a backend can be used, or the first thing that it lacks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "state", rename_all = "snake_case")]
 pub(crate) enum BackendState {
-    /// It is in this build and needs nothing more.
-    Ready,
-    /// This build does not have it, whatever the machine offers.
-    NotInThisBuild,
+    /// It has all that it needs.
+    Ready {
+        /// What it runs on.
+        found: String,
+    },
+    /// This machine lacks something that it needs.
+    Missing {
+        /// What is missing.
+        found: String,
+        /// How to get it.
+        how: &'static str,
+    },
 }
 
 /// What an examination comes to.
@@ -122,7 +134,7 @@ impl Report {
         let gpus = Gpus::find(probe);
         let network = Network::find(probe);
         let launch = Launch::find(probe);
-        let backends = backends();
+        let backends = backends(&cuda);
         let sections = vec![
             system.section(),
             cpu.section(),
@@ -135,7 +147,7 @@ impl Report {
         ];
         Report {
             hybrid_ep_version: env!("CARGO_PKG_VERSION"),
-            verdict: Verdict::of(&system, &cpu, &sections),
+            verdict: Verdict::of(&system, &cpu, &backends, &sections),
             system,
             cpu,
             memory,
@@ -150,7 +162,7 @@ impl Report {
 }
 
 impl Verdict {
-    fn of(system: &System, cpu: &Cpu, sections: &[Section]) -> Self {
+    fn of(system: &System, cpu: &Cpu, backends: &[Backend], sections: &[Section]) -> Self {
         let checks = sections.iter().flat_map(|section| &section.checks);
         let problems = checks.filter(|check| check.mark == Mark::Problem).count();
         let process_ranks = system.process_ranks();
@@ -168,6 +180,11 @@ impl Verdict {
                 format!("ready: thread ranks on {cores}; process ranks not certain ({why})")
             }
         };
+        for backend in backends {
+            if let (BackendState::Ready { found }, true) = (&backend.state, backend.name != HOST) {
+                text.push_str(&format!("; {} {found}", backend.name));
+            }
+        }
         if problems > 0 {
             text.push_str(&format!("; {} above (!!)", parse::count(problems, "problem")));
         }
@@ -182,19 +199,20 @@ impl Verdict {
     }
 }
 
-/// The backends there are to be, with how they stand in this build.
-fn backends() -> Vec<Backend> {
+/// The backends of this build, with how they stand on this machine.
+fn backends(cuda: &Cuda) -> Vec<Backend> {
     vec![
-        Backend { name: "host", state: BackendState::Ready },
-        Backend { name: "cuda", state: BackendState::NotInThisBuild },
+        Backend { name: HOST, state: BackendState::Ready { found: "ready".to_owned() } },
+        Backend { name: "cuda", state: cuda.backend() },
     ]
 }
 
 fn backends_section(backends: &[Backend]) -> Section {
-    let check = |backend: &Backend| match backend.state {
-        BackendState::Ready => Check::ok(backend.name, "ready"),
-        BackendState::NotInThisBuild => Check::absent(backend.name, "not in this build")
-            .advice("ranks on GPUs", "a later version; this one does not use GPUs"),
+    let check = |backend: &Backend| match &backend.state {
+        BackendState::Ready { found } => Check::ok(backend.name, found),
+        BackendState::Missing { found, how } => {
+            Check::absent(backend.name, found).advice("ranks on GPUs", *how)
+        }
     };
     Section { title: "Backends", checks: backends.iter().map(check).collect() }
 }

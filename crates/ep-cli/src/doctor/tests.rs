@@ -209,7 +209,7 @@ fn an_ordinary_machine_is_ready() {
     assert_eq!(report.memory.open_files, Fact::Known(Limit::At(1024)));
     assert_eq!(find(&report, "libfabric.so.1").how.as_deref(), Some("apt-get install libfabric1"));
     assert_eq!(find(&report, "host").found, "ready");
-    assert_eq!(find(&report, "cuda").found, "not in this build");
+    assert_eq!(find(&report, "cuda").found, "no GPU driver (libcuda.so.1)");
 }
 
 /// A file for each GPU and card of a large server, as its drivers would show them.
@@ -329,7 +329,7 @@ fn eight_gpus_and_two_infiniband_cards() {
     assert_eq!(interfaces[0].speed_mbit_per_s, Fact::Known(25_000));
     assert_eq!(find(&report, "eno1").found, "up, 25 Gbit/s");
     assert_eq!(find(&report, "libfabric.so.1").found, "/opt/amazon/efa/lib/libfabric.so.1");
-    // GPUs change nothing about what this build can run.
+    // Files are there, but the driver itself is not: what it says is what counts.
     assert_eq!(find(&report, "cuda").mark, Mark::Absent);
     assert_eq!(report.verdict.problems, 0);
 }
@@ -458,6 +458,40 @@ fn the_drivers_answers_are_shown() {
     let json = serde_json::to_value(&report.cuda).unwrap();
     assert_eq!(json["peer_links"][1][1], "own");
     assert_eq!(json["gpus"][0]["architecture"], "sm_90a");
+}
+
+#[test]
+fn ranks_run_on_gpus_where_nothing_is_missing() {
+    let state = |cuda: Cuda| {
+        let mut machine = gpu_server();
+        machine.cuda = cuda;
+        let report = machine.examine();
+        assert_sound(&report);
+        let check = find(&report, "cuda").clone();
+        assert_eq!(report.verdict.text.contains("; cuda ready on "), check.mark == Mark::Ok);
+        let json = serde_json::to_value(&report.backends[1]).unwrap();
+        assert_eq!(json["state"], if check.mark == Mark::Ok { "ready" } else { "missing" });
+        assert_eq!(json["found"], check.found);
+        (check.mark, check.found)
+    };
+    let without_compiler = |entries| Cuda {
+        nvrtc: Fact::Absent,
+        kernel_cache: KernelCache { entries, ..no_cuda().kernel_cache },
+        ..h200s(2)
+    };
+    let Fact::Known(mut gpus) = h200s(2).gpus else { panic!("no GPUs") };
+    gpus[1].architecture = None;
+    let unsupported = Cuda { gpus: Fact::Known(gpus), ..h200s(2) };
+    for (cuda, mark, found) in [
+        (h200s(8), Mark::Ok, "ready on 8 GPUs"),
+        (without_compiler(1), Mark::Ok, "ready on 2 GPUs, with 1 program from the cache"),
+        (without_compiler(0), Mark::Absent, "no kernel compiler, and no kernel in the cache"),
+        (h200s(0), Mark::Absent, "the driver shows no GPU"),
+        (unsupported, Mark::Absent, "no kernels for CUDA GPU 1"),
+        (no_cuda(), Mark::Absent, "no GPU driver (libcuda.so.1)"),
+    ] {
+        assert_eq!(state(cuda), (mark, found.to_owned()));
+    }
 }
 
 #[test]

@@ -70,7 +70,8 @@ pub(crate) fn main(args: &VerifyArgs) -> Result<Verdict, Failure> {
 
 /// Said first, so that a run that never ends can be repeated too.
 fn announce(selection: &Selection, kind: &str) -> Result<(), Failure> {
-    output::to_stdout(&format!("running {} on the {} backend, ranks as {kind}", selection.counts(), selection.backend.name()))
+    let (backend, counts) = (selection.backend.name(), selection.counts());
+    output::to_stdout(&format!("running on the {backend} backend, ranks as {kind}: {counts}"))
 }
 
 fn conclude(selection: &Selection, tally: &Tally, outcome: Result<(), Failure>) -> Result<Verdict, Failure> {

@@ -7,6 +7,8 @@ use std::process::{Child, Command, Output, Stdio};
 /// A benchmark of a moment.
 pub(crate) const TINY: &[&str] = &[
     "bench",
+    "--backend",
+    "host",
     "--tokens",
     "24",
     "--hidden",
