@@ -33,7 +33,7 @@ const DEFAULT_SMS: u32 = 32;
 
 /// One rank's end of a communicator on a GPU.
 ///
-/// Operators are put into a stream and return at once; [`Backend::synchronize`], [`Backend::download`] and a blocking
+/// Operators are put into a stream and return at once; [`ep::Backend::synchronize`], [`ep::Backend::download`] and a blocking
 /// preprocess wait. All ranks are in one NVLink domain: threads of this process ([`CudaBuffer::threads`]) or processes
 /// of this machine ([`CudaBuffer::join`]).
 pub struct CudaBuffer {
@@ -268,10 +268,10 @@ impl CudaBuffer {
     }
 
     /// Preprocessing of a routing that lies on this rank's GPU: one launch. With a capacity nothing waits, and errors
-    /// of the routing come out of a later [`Backend::synchronize`].
+    /// of the routing come out of a later [`ep::Backend::synchronize`].
     ///
     /// # Errors
-    /// As [`Backend::preprocess`].
+    /// As [`ep::Backend::preprocess`].
     pub fn preprocess_on_device(
         &mut self,
         routing: &DeviceRouting<'_>,

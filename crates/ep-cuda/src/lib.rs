@@ -11,7 +11,7 @@
 //! | `params` | the mirror of `device/common/params.cuh` |
 //! | `device`, `kernels`, `jit` | the kernels' sources, compiled and loaded when they are needed |
 //! | `driver` | the CUDA driver, every call checked |
-//! | [`bench`] | what benchmarks need beside the operators |
+//! | [`mod@bench`] | what benchmarks need beside the operators |
 //!
 //! The kernels are in `device/`: start at `device/dispatch/kernel.cu`.
 

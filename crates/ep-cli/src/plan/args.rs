@@ -8,10 +8,10 @@ use clap::Args;
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Problem")]
 pub(crate) struct ProblemArgs {
-    /// Where it runs: a TOML file with a [cluster], or a preset (see --list)
+    /// Where it runs: a TOML file with a table "cluster", or a preset (see --list)
     #[arg(long, value_name = "FILE|PRESET", default_value = "dgx-h200")]
     pub(crate) cluster: String,
-    /// What is trained: a TOML file with a [model], or a preset [default: deepseek-v3, or the model in the
+    /// What is trained: a TOML file with a table "model", or a preset [default: deepseek-v3, or the model in the
     /// cluster's file]
     #[arg(long, value_name = "FILE|PRESET")]
     pub(crate) model: Option<String>,
