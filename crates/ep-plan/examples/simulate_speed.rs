@@ -1,5 +1,5 @@
 //! How long the simulator takes: `simulate_speed <datacenters> <GPUs of each> <layers> [jitter] [slow part] [slow
-//! uplinks] [decoupled]`.
+//! uplinks] [coupled]`.
 //!
 //! One training step of a small model, an expert per GPU, hybrid with domains of (about) ten GPUs. Jitter makes
 //! every GPU a case of its own, which is the expensive kind.
@@ -46,7 +46,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         layers: Some(at(2, 1.0) as usize),
         jitter: at(3, 0.05),
         stragglers,
-        flow_detail: if at(6, 0.0) > 0.0 { FlowDetail::Decoupled } else { FlowDetail::Aggregated },
+        flow_detail: if at(6, 0.0) > 0.0 { FlowDetail::Aggregated } else { FlowDetail::Auto },
         ..SimulationOptions::default()
     };
     let simulation = Simulation::new(&cluster, &model, options, Scheme::Hybrid { domain_sizes })?;

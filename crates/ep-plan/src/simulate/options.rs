@@ -119,10 +119,13 @@ pub enum MessageStart {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FlowDetail {
+    /// [`Aggregated`](Self::Aggregated) up to 512 GPUs, [`Decoupled`](Self::Decoupled) beyond: the cost grows no
+    /// worse than `n log n` in flows, whatever differs.
+    #[default]
+    Auto,
     /// What one GPU sends in one exchange to destinations with equally fast links is one bundle of flows. Exact
     /// while all are alike; where links differ, bundles meet at uplinks and downlinks, and with jitter too an event
     /// costs as much as there are flows that it may slow down.
-    #[default]
     Aggregated,
     /// The same bundles, but each link serves its part of them by itself, and an exchange has been sent when the
     /// last link is done with it. For many GPUs with both jitter and slow links: `O(n log n)` whatever differs, at
@@ -131,6 +134,20 @@ pub enum FlowDetail {
     /// One flow per pair of GPUs, through the links of both. The reference for small clusters: the number of flows
     /// grows with the square of the group.
     PerDestination,
+}
+
+impl FlowDetail {
+    /// GPUs up to which coupled flows take no time to speak of.
+    const COUPLED_GPUS: usize = 512;
+
+    /// What is simulated for this many GPUs.
+    pub(crate) fn resolve(self, gpus: usize) -> Self {
+        match self {
+            Self::Auto if gpus <= Self::COUPLED_GPUS => Self::Aggregated,
+            Self::Auto => Self::Decoupled,
+            chosen => chosen,
+        }
+    }
 }
 
 /// Whether GPUs that nothing tells apart are simulated once.

@@ -423,3 +423,13 @@ fn aggregating_is_close_with_differences() {
     }
     assert!(apart <= 20, "{apart} of 200 are more than 1% apart");
 }
+
+#[test]
+fn large_worlds_are_decoupled_unless_asked_otherwise() {
+    assert_eq!(FlowDetail::default().resolve(512), FlowDetail::Aggregated);
+    assert_eq!(FlowDetail::default().resolve(513), FlowDetail::Decoupled);
+    for chosen in [FlowDetail::Aggregated, FlowDetail::Decoupled, FlowDetail::PerDestination] {
+        assert_eq!(chosen.resolve(1), chosen);
+        assert_eq!(chosen.resolve(100_000), chosen);
+    }
+}

@@ -105,7 +105,7 @@ impl World {
         let shape = Shape::new(cluster, domain_sizes);
         let slow_gpus = slow_gpus(options, shape.gpus());
         let slow_links = slow_links(options, cluster);
-        let detail = options.flow_detail;
+        let detail = options.flow_detail.resolve(shape.gpus());
         let exchanges = families(layer);
         let cuts = cuts(&exchanges, &slow_links, cluster.levels().len());
         let distinct = options.jitter > 0.0
@@ -175,7 +175,7 @@ impl World {
         };
         let bundles = (0..down.classes as u16).filter_map(bundle);
         match self.detail {
-            FlowDetail::Decoupled => {
+            FlowDetail::Decoupled | FlowDetail::Auto => {
                 Route::Each(std::iter::once(all).chain(bundles.map(|path| path[1])).collect())
             }
             FlowDetail::Aggregated | FlowDetail::PerDestination => Route::Through(bundles.collect()),
@@ -207,7 +207,7 @@ impl World {
         let meshed = match self.detail {
             FlowDetail::PerDestination => true,
             FlowDetail::Aggregated => !slow.is_empty(),
-            FlowDetail::Decoupled => false,
+            FlowDetail::Decoupled | FlowDetail::Auto => false,
         };
         let first = self.links.len();
         let (of, count, instances) = self.spread(Cut::Link(level), first);
