@@ -4,7 +4,7 @@ use std::cell::{Cell, OnceCell};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use ep::call::HandleFacts;
+use ep::call::{HandleFacts, check_capacity};
 use ep::{
     Backend as _, CallerError, Config, Counts, DispatchMode, EnvironmentError, Error, Operator, Rank,
     ReceiveShape, Result, ScaleFormat, TokenFormat, World,
@@ -214,14 +214,6 @@ impl CudaBuffer {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    pub(crate) fn check_handle(&self, handle: &CudaHandle) -> Result<()> {
-        if handle.buffer == self.id {
-            Ok(())
-        } else {
-            Err(CallerError::Handle("it was made by another buffer".into()).into())
-        }
-    }
-
     pub(crate) fn facts<'a>(world: &'a World, rank: Rank, handle: &CudaHandle) -> HandleFacts<'a> {
         let known = handle.shape.get();
         let bound = handle.capacity.unwrap_or(0);
@@ -229,7 +221,7 @@ impl CudaBuffer {
             world,
             rank,
             mode: handle.mode,
-            tokens: handle.tokens,
+            tokens: handle.sizes.tokens,
             allocated_rows: known.map_or(bound, ReceiveShape::allocated_rows),
             rows: known.map_or(bound, |shape| shape.rows),
         }
@@ -279,7 +271,7 @@ impl CudaBuffer {
         capacity: Option<usize>,
     ) -> Result<CudaHandle> {
         self.check_usable()?;
-        let bound = self.check_capacity(mode, capacity)?;
+        let bound = check_capacity(self.rank, mode, capacity)?.unwrap_or(NONE);
         routing.check(self.world.experts())?;
         let (tokens, copies) = (routing.tokens(), routing.most_copies(self.world.experts()));
         if copies + tokens >= 1 << 30 || tokens.saturating_mul(self.world.experts()) > u32::MAX as usize {
@@ -328,7 +320,6 @@ impl CudaBuffer {
             buffer: self.id,
             id: self.step,
             mode,
-            tokens,
             capacity,
             sizes,
             view,
@@ -343,18 +334,6 @@ impl CudaBuffer {
             self.learn(&handle, &words);
         }
         Ok(handle)
-    }
-
-    fn check_capacity(&self, mode: DispatchMode, capacity: Option<usize>) -> Result<u32> {
-        let pad_multiple = mode.pad_multiple();
-        match capacity.map(|rows| (rows, u32::try_from(rows))) {
-            None => Ok(NONE),
-            Some((rows, _)) if !rows.is_multiple_of(pad_multiple) => {
-                Err(CallerError::Capacity { capacity: rows, pad_multiple }.into())
-            }
-            Some((_, Ok(rows))) if rows != NONE => Ok(rows),
-            Some((rows, _)) => Err(CallerError::TooManyRows { rank: self.rank, rows: rows as u64 }.into()),
-        }
     }
 
     /// Tells all peers that this rank takes part in no further operator.

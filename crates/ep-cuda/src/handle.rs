@@ -16,7 +16,6 @@ pub struct CudaHandle {
     /// The step of its preprocessing; the same on every rank.
     pub(crate) id: u64,
     pub(crate) mode: DispatchMode,
-    pub(crate) tokens: usize,
     pub(crate) capacity: Option<usize>,
     /// Bounds of the lists that combine needs scratch memory for.
     pub(crate) sizes: Sizes,
@@ -64,56 +63,40 @@ impl Sizes {
         self.copies + self.tokens
     }
 
-    /// Allocates the lists: their sizes and addresses come from one walk.
+    /// Allocates the lists.
     pub(crate) fn allocate(&self, arena: &Arena, permuted: bool) -> ep::Result<(Part, HandleView)> {
+        let (_, bytes) = self.lay_out(0, permuted);
+        let part = arena.alloc(bytes as usize, true)?;
+        let (view, _) = self.lay_out(part.address(), permuted);
+        Ok((part, view))
+    }
+
+    /// The lists from `base` on, and where they end: sizes and addresses come from one walk.
+    fn lay_out(&self, base: DeviceAddress, permuted: bool) -> (HandleView, DeviceAddress) {
         let begins = self.chunks + 1;
-        let lists = [
-            8 * self.sends(),
-            4 * begins,
-            4 * (self.tokens + 1),
-            16 * self.copies,
-            4 * begins,
-            8 * self.copies,
-            4 * begins * self.ranks,
-            8 * self.copies,
-            4 * begins * self.ranks,
-            4 * self.shape_words(),
-        ];
-        let part = arena.alloc(lists.iter().map(|bytes| bytes.next_multiple_of(16)).sum(), true)?;
-        let mut next = part.address();
-        let [
-            sends,
-            send_begin,
-            token_begin,
-            copies,
-            copy_begin,
-            recv,
-            recv_begin,
-            dst_copies,
-            dst_begin,
-            shape,
-        ] = lists.map(|bytes| {
-            let at = next;
-            next += bytes.next_multiple_of(16) as DeviceAddress;
+        let mut end = base;
+        let mut place = |bytes: usize| {
+            let at = end;
+            end += bytes.next_multiple_of(16) as DeviceAddress;
             at
-        });
+        };
         let view = HandleView {
-            sends,
-            send_begin,
-            token_begin,
-            copies,
-            copy_begin,
-            recv,
-            recv_begin,
-            dst_copies,
-            dst_begin,
-            shape,
+            sends: place(8 * self.sends()),
+            send_begin: place(4 * begins),
+            token_begin: place(4 * (self.tokens + 1)),
+            copies: place(16 * self.copies),
+            copy_begin: place(4 * begins),
+            recv: place(8 * self.copies),
+            recv_begin: place(4 * begins * self.ranks),
+            dst_copies: place(8 * self.copies),
+            dst_begin: place(4 * begins * self.ranks),
+            shape: place(4 * self.shape_words()),
             tokens: self.tokens as u32,
             chunks: self.chunks as u32,
             chunk_tokens: self.chunk_tokens as u32,
             permuted: permuted.into(),
         };
-        Ok((part, view))
+        (view, end)
     }
 
     /// Words of the shape: three for each local expert, rows, wanted rows, rows sent to other ranks.
@@ -138,6 +121,37 @@ mod tests {
             let sizes = Sizes::new(tokens, 8 * tokens, 8, 4);
             assert!(sizes.chunks <= MAX_CHUNKS, "{tokens}: {}", sizes.chunks);
             assert!(sizes.chunks * sizes.chunk_tokens >= tokens);
+        }
+    }
+
+    #[test]
+    fn lists_follow_one_another_and_end_where_the_walk_says() {
+        for (tokens, copies) in [(0, 0), (1, 0), (5, 11), (4096, 32_768)] {
+            let sizes = Sizes::new(tokens, copies, 8, 4);
+            let (_, bytes) = sizes.lay_out(0, true);
+            let (view, end) = sizes.lay_out(4096, true);
+            assert_eq!(end, 4096 + bytes);
+            let begins = 4 * (sizes.chunks + 1);
+            let lists = [
+                (view.sends, 8 * sizes.sends()),
+                (view.send_begin, begins),
+                (view.token_begin, 4 * (tokens + 1)),
+                (view.copies, 16 * copies),
+                (view.copy_begin, begins),
+                (view.recv, 8 * copies),
+                (view.recv_begin, 8 * begins),
+                (view.dst_copies, 8 * copies),
+                (view.dst_begin, 8 * begins),
+                (view.shape, 4 * (3 * 4 + 3)),
+            ];
+            let nexts = lists.iter().skip(1).map(|&(at, _)| at).chain([end]);
+            for ((at, bytes), next) in lists.into_iter().zip(nexts) {
+                assert!(
+                    at % 16 == 0
+                        && at + bytes as DeviceAddress <= next
+                        && next < at + bytes as DeviceAddress + 16
+                );
+            }
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The operators of [`CudaBuffer`]: arguments checked, parameters filled, one launch each.
 
-use ep::call::{check_len, dispatched};
+use ep::call::{check_len, check_maker, check_routing, dispatched};
 use ep::{
     Backend, CallerError, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element,
     Operator, Probs, Rank, ReceiveShape, Result, Routing, TokenFormat, Traffic, World,
@@ -48,38 +48,23 @@ impl Backend for CudaBuffer {
         capacity: Option<usize>,
     ) -> Result<CudaHandle> {
         self.check_usable()?;
-        if routing.rank() != self.rank {
-            let text = format!("the routing is that of rank {}, this is rank {}", routing.rank(), self.rank);
-            return Err(CallerError::Handle(text).into());
-        }
-        if routing.experts() != self.world.experts() {
-            let (expected, found) = (self.world.experts(), routing.experts());
-            return Err(CallerError::Shape { what: "routing", expected, found, unit: "experts" }.into());
-        }
-        let (tokens, entries) = (routing.tokens(), routing.copies());
-        let mut begins = Vec::with_capacity(tokens + 1);
-        let (mut experts, mut weights) = (Vec::with_capacity(entries), Vec::with_capacity(entries));
-        begins.push(0u32);
-        for (row_experts, row_weights) in routing.rows() {
-            experts.extend_from_slice(row_experts);
-            weights.extend_from_slice(row_weights);
-            begins.push(experts.len() as u32);
-        }
+        check_routing(&self.world, self.rank, routing)?;
         let mut place = |bytes: &[u8]| -> Result<CudaMemory> {
             let mut memory = self.alloc(bytes.len())?;
             self.upload(bytes, &mut memory)?;
             Ok(memory)
         };
-        let begin = place(bytemuck::cast_slice(&begins))?;
-        let experts = place(bytemuck::cast_slice(&experts))?;
-        let weights = place(bytemuck::cast_slice(&weights))?;
+        let begin = place(bytemuck::cast_slice(routing.row_begins()))?;
+        let experts = place(bytemuck::cast_slice(routing.all_experts()))?;
+        let weights = place(bytemuck::cast_slice(routing.all_weights()))?;
+        let (tokens, entries) = (routing.tokens(), routing.copies());
         let rows =
             DeviceRouting::Rows { tokens, entries, begin: &begin, experts: &experts, weights: &weights };
         self.preprocess_on_device(&rows, mode, capacity)
     }
 
     fn receive_shape(&mut self, handle: &CudaHandle) -> Result<ReceiveShape> {
-        self.check_handle(handle)?;
+        check_maker(handle.buffer, self.id)?;
         if let Some(shape) = handle.shape.get() {
             return Ok(shape.clone());
         }
@@ -97,7 +82,7 @@ impl Backend for CudaBuffer {
         output: DispatchOutput<'_, CudaMemory>,
     ) -> Result<()> {
         self.check_usable()?;
-        self.check_handle(handle)?;
+        check_maker(handle.buffer, self.id)?;
         let facts = Self::facts(&self.world, self.rank, handle);
         let row = facts.check_dispatch(&input, &output, CudaMemory::len)?;
         let DispatchInput { hidden, format, .. } = input;
@@ -176,7 +161,7 @@ impl Backend for CudaBuffer {
         output: CombineOutput<'_, CudaMemory>,
     ) -> Result<()> {
         self.check_usable()?;
-        self.check_handle(handle)?;
+        check_maker(handle.buffer, self.id)?;
         dispatched(handle.dispatched.get().then_some(()))?;
         Self::facts(&self.world, self.rank, handle).check_combine(&input, &output, CudaMemory::len)?;
         let CombineInput { hidden, element, wire, rows, probs } = input;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use ep::call::{check_len, dispatched};
+use ep::call::{check_len, check_maker, check_routing, dispatched};
 use ep::layout::{DispatchLayout, receive_shape};
 use ep::rendezvous::Rendezvous;
 use ep::{
@@ -207,14 +207,6 @@ impl HostBuffer {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    fn check_handle(&self, handle: &HostHandle) -> Result<()> {
-        if handle.buffer == self.id {
-            Ok(())
-        } else {
-            Err(CallerError::Handle("it was made by another buffer".into()).into())
-        }
-    }
-
     /// Remembers an error of a collective operator under way, and tells the peers.
     fn fail<T>(&mut self, operator: Operator, error: Error) -> Result<T> {
         let (culprit, fault) = match &error {
@@ -270,11 +262,7 @@ impl Backend for HostBuffer {
         capacity: Option<usize>,
     ) -> Result<HostHandle> {
         self.check_usable()?;
-        if routing.rank() != self.comm.rank {
-            let text =
-                format!("the routing is that of rank {}, this is rank {}", routing.rank(), self.comm.rank);
-            return Err(CallerError::Handle(text).into());
-        }
+        check_routing(&self.comm.world, self.comm.rank, routing)?;
         let own = Counts::of(&self.comm.world, routing, mode, capacity)?;
 
         self.step += 1;
@@ -300,7 +288,7 @@ impl Backend for HostBuffer {
     }
 
     fn receive_shape(&mut self, handle: &HostHandle) -> Result<ReceiveShape> {
-        self.check_handle(handle)?;
+        check_maker(handle.buffer, self.id)?;
         Ok(handle.shape.clone())
     }
 
@@ -311,7 +299,7 @@ impl Backend for HostBuffer {
         output: DispatchOutput<'_, HostMemory>,
     ) -> Result<()> {
         self.check_usable()?;
-        self.check_handle(handle)?;
+        check_maker(handle.buffer, self.id)?;
         let call = DispatchCall::check(&self.comm.world, self.comm.rank, handle, &input, &output)?;
         let message = Format {
             lists: handle.forwarded.get().is_none(),
@@ -402,7 +390,7 @@ impl Backend for HostBuffer {
         output: CombineOutput<'_, HostMemory>,
     ) -> Result<()> {
         self.check_usable()?;
-        self.check_handle(handle)?;
+        check_maker(handle.buffer, self.id)?;
         dispatched(handle.forwarded.get())?;
         let world = &self.comm.world;
         let facts = facts(world, self.comm.rank, handle);

@@ -5,6 +5,8 @@ use crate::backend::{
     check_row_bytes,
 };
 use crate::error::{CallerError, Result};
+use crate::layout::UNBOUNDED;
+use crate::routing::Routing;
 use crate::topology::{Rank, World};
 
 /// What a call's sizes are checked against: the handle it is made with.
@@ -119,6 +121,55 @@ impl HandleFacts<'_> {
         }
         Ok(())
     }
+}
+
+/// A rank's preprocess takes its own routing, for the experts of its world.
+///
+/// # Errors
+/// [`CallerError::Handle`] for another rank's; [`CallerError::Shape`] for another number of experts.
+pub fn check_routing(world: &World, rank: Rank, routing: &Routing) -> Result<()> {
+    if routing.rank() != rank {
+        let text = format!("the routing is that of rank {}, this is rank {rank}", routing.rank());
+        return Err(CallerError::Handle(text).into());
+    }
+    check_experts(world, routing)
+}
+
+/// A routing must be for as many experts as there are.
+pub(crate) fn check_experts(world: &World, routing: &Routing) -> Result<()> {
+    let (expected, found) = (world.experts(), routing.experts());
+    if expected == found {
+        return Ok(());
+    }
+    Err(CallerError::Shape { what: "routing", expected, found, unit: "experts" }.into())
+}
+
+/// A capacity must be a whole number of padded segments, and below the number that stands for "unbounded" where
+/// capacities are exchanged, `u32::MAX`.
+///
+/// # Errors
+/// [`CallerError::Capacity`], [`CallerError::TooManyRows`].
+pub fn check_capacity(rank: Rank, mode: DispatchMode, capacity: Option<usize>) -> Result<Option<u32>> {
+    let Some(rows) = capacity else { return Ok(None) };
+    let pad_multiple = mode.pad_multiple();
+    if !rows.is_multiple_of(pad_multiple) {
+        return Err(CallerError::Capacity { capacity: rows, pad_multiple }.into());
+    }
+    match u32::try_from(rows) {
+        Ok(rows) if rows != UNBOUNDED => Ok(Some(rows)),
+        _ => Err(CallerError::TooManyRows { rank, rows: rows as u64 }.into()),
+    }
+}
+
+/// A handle is used with the buffer that made it; buffers are told apart by numbers of their own.
+///
+/// # Errors
+/// [`CallerError::Handle`].
+pub fn check_maker(maker: u64, buffer: u64) -> Result<()> {
+    if maker == buffer {
+        return Ok(());
+    }
+    Err(CallerError::Handle("it was made by another buffer".into()).into())
 }
 
 /// What the first dispatch with a handle has left in it, which combine needs.

@@ -8,6 +8,7 @@
 use std::ops::Range;
 
 use crate::backend::DispatchMode;
+use crate::call::{check_capacity, check_experts};
 use crate::error::{CallerError, Result};
 use crate::routing::Routing;
 use crate::topology::{Rank, World};
@@ -28,7 +29,7 @@ pub struct Counts {
 }
 
 /// Stands for "no capacity given" in the exchanged words.
-const UNBOUNDED: u32 = u32::MAX;
+pub(crate) const UNBOUNDED: u32 = u32::MAX;
 
 impl Counts {
     /// Counts a rank's routing.
@@ -37,22 +38,8 @@ impl Counts {
     /// [`CallerError::Shape`] when the routing is for another number of experts; [`CallerError::Capacity`] when the
     /// capacity is not a multiple of the pad multiple; [`CallerError::TooManyRows`] when it cannot be numbered.
     pub fn of(world: &World, routing: &Routing, mode: DispatchMode, capacity: Option<usize>) -> Result<Self> {
-        if routing.experts() != world.experts() {
-            let (expected, found) = (world.experts(), routing.experts());
-            return Err(CallerError::Shape { what: "routing", expected, found, unit: "experts" }.into());
-        }
-        let pad_multiple = mode.pad_multiple();
-        if let Some(rows) = capacity.filter(|rows| !rows.is_multiple_of(pad_multiple)) {
-            return Err(CallerError::Capacity { capacity: rows, pad_multiple }.into());
-        }
-        let capacity = match capacity.map(u32::try_from) {
-            None => None,
-            Some(Ok(rows)) if rows != UNBOUNDED => Some(rows),
-            Some(_) => {
-                let rows = capacity.unwrap_or_default() as u64;
-                return Err(CallerError::TooManyRows { rank: routing.rank(), rows }.into());
-            }
-        };
+        check_experts(world, routing)?;
+        let capacity = check_capacity(routing.rank(), mode, capacity)?;
         let mut per_expert = vec![0; world.experts()];
         let mut per_rank = vec![0; world.ranks()];
         by_position(world, routing, |_, experts, _| {

@@ -102,6 +102,22 @@ impl Routing {
         self.chosen.len()
     }
 
+    /// Where each token's entries begin in [`all_experts`](Self::all_experts) and
+    /// [`all_weights`](Self::all_weights), and where the last one's end.
+    pub fn row_begins(&self) -> &[u32] {
+        &self.offsets
+    }
+
+    /// The experts of all tokens, one token after the other.
+    pub fn all_experts(&self) -> &[u32] {
+        &self.chosen
+    }
+
+    /// The weights of all tokens' experts, in the same order.
+    pub fn all_weights(&self) -> &[f32] {
+        &self.weights
+    }
+
     /// Every token's experts, ascending, with their weights.
     pub fn rows(&self) -> impl ExactSizeIterator<Item = (&[u32], &[f32])> {
         self.offsets.windows(2).map(|ends| {
