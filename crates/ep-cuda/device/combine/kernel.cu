@@ -7,7 +7,9 @@
 #include "push.cuh"
 #include "reduce.cuh"
 
-// Items that a worker pushes before it reduces its first: by then the peers have pushed theirs.
+// Items that a worker pushes before it reduces its first: by then the peers have pushed theirs. A worker tells of its
+// youngest item only when it has pushed some of the next, so it must not wait for chunks as young as that one: with a
+// lead it waits for older chunks only, whose workers wait, if they do, for older ones still. So nobody waits in a circle.
 constexpr u32 LEAD = 2;
 
 __device__ inline void push_and_reduce(const CombineParams& p, const Worker& worker, u8* memory, const PeerView* peers,

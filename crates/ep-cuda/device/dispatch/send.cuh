@@ -1,5 +1,5 @@
-// Role: a rank's own tokens go out. Each is read once and stored to its row on every rank that wants it; on the own
-// rank, to all its rows.
+// Role: a rank's own tokens go out. Each is read once and stored to its row on every rank that wants it; with SEND_OWN
+// to all its rows on the own rank too.
 #pragma once
 #include PAYLOAD_VARIANT
 
