@@ -43,16 +43,9 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __gri
     const Worker worker{warp_id() * gridDim.x + blockIdx.x, WARPS * gridDim.x};
 
     if (blockIdx.x == 0) {
-        Hello hello{};
+        Hello hello = hello_of(c, p.handle);
         hello.tokens = reinterpret_cast<u64>(p.partials);
         hello.probs = reinterpret_cast<u64>(p.prob_scratch);
-        hello.recv = reinterpret_cast<u64>(p.handle.recv);
-        hello.recv_begin = reinterpret_cast<u64>(p.handle.recv_begin);
-        hello.dst_copies = reinterpret_cast<u64>(p.handle.dst_copies);
-        hello.dst_begin = reinterpret_cast<u64>(p.handle.dst_begin);
-        hello.chunks = p.handle.chunks;
-        hello.chunk_tokens = p.handle.chunk_tokens;
-        hello.signature = c.signature;
         say_hello(c, hello, epoch);
     }
     if (hear_all(c, epoch, peers)) push_and_reduce(p, worker, own_memory, peers, epoch);

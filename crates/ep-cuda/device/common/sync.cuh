@@ -71,6 +71,19 @@ struct PeerView {
     u32 chunk_tokens;
 };
 
+// What every operator that uses a handle says of it.
+__device__ inline Hello hello_of(const Common& c, const HandleView& handle) {
+    Hello hello{};
+    hello.recv = reinterpret_cast<u64>(handle.recv);
+    hello.recv_begin = reinterpret_cast<u64>(handle.recv_begin);
+    hello.dst_copies = reinterpret_cast<u64>(handle.dst_copies);
+    hello.dst_begin = reinterpret_cast<u64>(handle.dst_begin);
+    hello.chunks = handle.chunks;
+    hello.chunk_tokens = handle.chunk_tokens;
+    hello.signature = c.signature;
+    return hello;
+}
+
 // One block says hello to all peers; called by all its threads.
 __device__ inline void say_hello(const Common& c, Hello hello, u32 epoch) {
     for (u32 peer = threadIdx.x; peer < c.ranks; peer += blockDim.x) {

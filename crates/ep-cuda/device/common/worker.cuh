@@ -8,8 +8,6 @@
 struct Worker {
     u32 index;    // among all workers of its role, in all blocks
     u32 workers;
-
-    __device__ bool first() const { return lane_id() == 0; }
 };
 
 // A ring of stages, loaded one by one. Loads are numbered; load n lies in stage n % stages, and may be issued when

@@ -25,18 +25,11 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
     ring.init();
 
     if (blockIdx.x == 0) {
-        Hello hello{};
+        Hello hello = hello_of(c, p.handle);
         hello.tokens = reinterpret_cast<u64>(p.out_tokens);
         hello.scales = reinterpret_cast<u64>(p.out_scales);
         hello.probs = reinterpret_cast<u64>(p.out_probs);
         hello.local_experts = reinterpret_cast<u64>(p.out_local_experts);
-        hello.recv = reinterpret_cast<u64>(p.handle.recv);
-        hello.recv_begin = reinterpret_cast<u64>(p.handle.recv_begin);
-        hello.dst_copies = reinterpret_cast<u64>(p.handle.dst_copies);
-        hello.dst_begin = reinterpret_cast<u64>(p.handle.dst_begin);
-        hello.chunks = p.handle.chunks;
-        hello.chunk_tokens = p.handle.chunk_tokens;
-        hello.signature = c.signature;
         say_hello(c, hello, epoch);
     }
     if (hear_all(c, epoch, peers)) {
