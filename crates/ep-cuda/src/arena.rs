@@ -35,6 +35,9 @@ struct State {
     resting: Vec<(u64, usize, usize)>,
     /// Operators called so far.
     step: u64,
+    /// Whether parts that are made now belong to a CUDA graph; and whether there ever were any.
+    captured: bool,
+    ever_captured: bool,
 }
 
 impl std::fmt::Debug for Arena {
@@ -56,16 +59,26 @@ pub(crate) struct Part {
     address: DeviceAddress,
     /// Whether peers may read it after the last operator of this rank that used it is over.
     lent: bool,
+    /// Whether it stays with the arena for good: replays of a CUDA graph may write to it at any time.
+    kept: bool,
 }
 
 impl Part {
     pub(crate) fn address(&self) -> DeviceAddress {
         self.address
     }
+
+    /// Gives the part up: it goes back, unless a captured graph may know it.
+    pub(crate) fn retire(mut self) {
+        self.kept |= self.arena.lock().ever_captured;
+    }
 }
 
 impl Drop for Part {
     fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
         let mut state = self.arena.lock();
         if self.lent {
             // A peer may be in the last operator still. It has left it when it greets in the next one; and only what
@@ -88,6 +101,8 @@ impl Arena {
             free: BTreeMap::new(),
             resting: Vec::new(),
             step: 0,
+            captured: false,
+            ever_captured: false,
         }))))
     }
 
@@ -121,9 +136,19 @@ impl Arena {
         with(self.lock().reservation.chunks())
     }
 
-    /// The operator that is called next.
+    /// The operator that is called next. One that is captured in a graph is not done now, so nothing has rested by it.
     pub(crate) fn set_step(&self, step: u64) {
-        self.lock().step = step;
+        let mut state = self.lock();
+        if !state.captured {
+            state.step = step;
+        }
+    }
+
+    /// Whether what follows is captured in a CUDA graph.
+    pub(crate) fn set_captured(&self, captured: bool) {
+        let mut state = self.lock();
+        state.captured = captured;
+        state.ever_captured |= captured;
     }
 
     /// A part of `bytes` bytes, content undefined.
@@ -139,7 +164,8 @@ impl Arena {
             }
         };
         let address = state.reservation.address + offset as DeviceAddress;
-        Ok(Part { arena: self.clone(), offset, len, address, lent })
+        let kept = state.captured;
+        Ok(Part { arena: self.clone(), offset, len, address, lent, kept })
     }
 }
 

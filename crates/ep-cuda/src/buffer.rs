@@ -20,7 +20,7 @@ use crate::links::LEFT;
 use crate::memory::CudaMemory;
 use crate::params::{CONTROL_BYTES, Common, FAULT_WORDS, LEFT_OFFSET, NONE, PreprocessParams};
 use crate::peers::Peers;
-use crate::routing::DeviceRouting;
+use crate::routing::{DeviceReport, DeviceRouting};
 use crate::tuning;
 
 /// Blocks of preprocessing, at most: it is short, and leaves the GPU to others soon.
@@ -178,13 +178,32 @@ impl CudaBuffer {
         self.arena.registered_bytes()
     }
 
-    /// Puts the operators that follow into the caller's stream.
+    /// Puts the operators that follow into the caller's stream, after all that was put into the one before. A stream
+    /// that captures a CUDA graph is not made to wait: the capture's own rules order it.
+    ///
+    /// # Errors
+    /// [`EnvironmentError`] when the driver refuses.
     ///
     /// # Safety
-    /// `stream` is a `CUstream` of the buffer's GPU that lives as long as operators are put into it. Operators must
-    /// stay ordered: what was put into another stream before must be over, or waited for by this one.
-    pub unsafe fn set_stream(&mut self, stream: *mut std::ffi::c_void) {
-        self.stream = Stream::borrowed(&self.device, stream.cast());
+    /// `stream` is a `CUstream` of the buffer's GPU that lives until the buffer has another one.
+    pub unsafe fn set_stream(&mut self, stream: *mut std::ffi::c_void) -> Result<()> {
+        if self.stream.raw() == stream.cast() {
+            return Ok(());
+        }
+        let next = Stream::borrowed(&self.device, stream.cast());
+        if !next.is_capturing()? && !self.stream.is_capturing()? {
+            next.wait(&self.mark()?)?;
+        }
+        self.stream = next;
+        Ok(())
+    }
+
+    /// Looks whether the stream captures a CUDA graph: memory that is handed out then stays with the buffer for good,
+    /// since replays write to it.
+    pub(crate) fn notice_capture(&self) -> Result<bool> {
+        let captured = self.stream.is_capturing()?;
+        self.arena.set_captured(captured);
+        Ok(captured)
     }
 
     /// The stream that operators go into.
@@ -260,7 +279,7 @@ impl CudaBuffer {
     }
 
     /// Preprocessing of a routing that lies on this rank's GPU: one launch. With a capacity nothing waits, and errors
-    /// of the routing come out of a later [`ep::Backend::synchronize`].
+    /// of the routing come out of a later [`ep::Backend::synchronize`]. The kernel itself writes what `report` asks for.
     ///
     /// # Errors
     /// As [`ep::Backend::preprocess`].
@@ -269,8 +288,19 @@ impl CudaBuffer {
         routing: &DeviceRouting<'_>,
         mode: DispatchMode,
         capacity: Option<usize>,
+        report: DeviceReport<'_>,
     ) -> Result<CudaHandle> {
         self.check_usable()?;
+        if self.notice_capture()? && capacity.is_none() {
+            return Err(CallerError::Config {
+                key: "capacity",
+                value: "none".into(),
+                problem:
+                    "preprocess waits for the counts then, which cannot be captured in a CUDA graph: give one"
+                        .into(),
+            }
+            .into());
+        }
         let bound = check_capacity(self.rank, mode, capacity)?.unwrap_or(NONE);
         routing.check(self.world.experts())?;
         let (tokens, copies) = (routing.tokens(), routing.most_copies(self.world.experts()));
@@ -280,6 +310,7 @@ impl CudaBuffer {
         let ranks = self.world.ranks();
         let local_experts = self.world.placement.local_experts(self.rank);
         let sizes = Sizes::new(tokens, copies, ranks, local_experts);
+        report.check(local_experts)?;
         let permuted = matches!(mode, DispatchMode::Permuted { .. });
         let kernel = self.kernel(KernelKey::Preprocess)?;
         let (tile, shared_bytes) =
@@ -308,8 +339,12 @@ impl CudaBuffer {
             position_of: self.position_of.as_ref().map_or(0, Part::address),
             block_columns: self.columns.address(),
             host_shape: if capacity.is_none() { self.shape.address() } else { 0 },
+            tokens_per_expert: 0,
+            kept_per_expert: 0,
+            overflow: 0,
         };
         routing.fill(&mut params);
+        report.fill(&mut params);
         let blocks = (tokens.div_ceil(tile as usize) as u32).clamp(1, self.preprocess_blocks);
         // SAFETY: the kernel's own parameters; what they name is owned by the handle and the buffer, or by the caller
         // until the stream has passed.
@@ -375,7 +410,9 @@ impl CudaBuffer {
         {
             return Ok(part.address());
         }
-        *slot = None;
+        if let Some((part, _)) = slot.take() {
+            part.retire();
+        }
         let part = arena.alloc(bytes, false)?;
         let address = part.address();
         *slot = Some((part, bytes));

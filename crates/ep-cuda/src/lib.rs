@@ -38,7 +38,7 @@ pub use buffer::CudaBuffer;
 pub use driver::{Event, Stream};
 pub use handle::CudaHandle;
 pub use memory::CudaMemory;
-pub use routing::{DeviceRouting, Indices};
+pub use routing::{DeviceReport, DeviceRouting, Indices};
 
 /// Whether there is a driver and a GPU that this backend serves.
 ///

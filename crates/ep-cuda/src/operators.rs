@@ -11,7 +11,7 @@ use crate::fault;
 use crate::handle::CudaHandle;
 use crate::memory::CudaMemory;
 use crate::params::{CombineParams, DispatchParams};
-use crate::routing::DeviceRouting;
+use crate::routing::{DeviceReport, DeviceRouting};
 use crate::tuning::{self, CombineShape, DispatchShape};
 
 impl Backend for CudaBuffer {
@@ -27,6 +27,7 @@ impl Backend for CudaBuffer {
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<CudaMemory> {
+        self.notice_capture()?;
         Ok(CudaMemory::registered(self.arena.alloc(bytes, false)?, bytes))
     }
 
@@ -60,7 +61,7 @@ impl Backend for CudaBuffer {
         let (tokens, entries) = (routing.tokens(), routing.copies());
         let rows =
             DeviceRouting::Rows { tokens, entries, begin: &begin, experts: &experts, weights: &weights };
-        self.preprocess_on_device(&rows, mode, capacity)
+        self.preprocess_on_device(&rows, mode, capacity, DeviceReport::default())
     }
 
     fn receive_shape(&mut self, handle: &CudaHandle) -> Result<ReceiveShape> {
@@ -82,6 +83,7 @@ impl Backend for CudaBuffer {
         output: DispatchOutput<'_, CudaMemory>,
     ) -> Result<()> {
         self.check_usable()?;
+        self.notice_capture()?;
         check_maker(handle.buffer, self.id)?;
         let facts = Self::facts(&self.world, self.rank, handle);
         let row = facts.check_dispatch(&input, &output, CudaMemory::len)?;
@@ -161,6 +163,7 @@ impl Backend for CudaBuffer {
         output: CombineOutput<'_, CudaMemory>,
     ) -> Result<()> {
         self.check_usable()?;
+        self.notice_capture()?;
         check_maker(handle.buffer, self.id)?;
         dispatched(handle.dispatched.get().then_some(()))?;
         Self::facts(&self.world, self.rank, handle).check_combine(&input, &output, CudaMemory::len)?;

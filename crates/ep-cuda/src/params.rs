@@ -85,6 +85,9 @@ pub(crate) struct PreprocessParams {
     pub(crate) position_of: DeviceAddress,
     pub(crate) block_columns: DeviceAddress,
     pub(crate) host_shape: DeviceAddress,
+    pub(crate) tokens_per_expert: DeviceAddress,
+    pub(crate) kept_per_expert: DeviceAddress,
+    pub(crate) overflow: DeviceAddress,
 }
 
 #[repr(C)]
@@ -132,7 +135,7 @@ const _: () = {
     assert!(size_of::<Common>() == 40 + 16 * MAX_RANKS + 4 * MAX_RANKS + 8);
     assert!(offset_of!(Common, control) == 40);
     assert!(size_of::<HandleView>() == 96);
-    assert!(size_of::<PreprocessParams>() == size_of::<Common>() + size_of::<HandleView>() + 32 + 72);
+    assert!(size_of::<PreprocessParams>() == size_of::<Common>() + size_of::<HandleView>() + 32 + 96);
     assert!(size_of::<DispatchParams>() == size_of::<Common>() + size_of::<HandleView>() + 56 + 48);
     assert!(size_of::<CombineParams>() == size_of::<Common>() + size_of::<HandleView>() + 48 + 8);
 };

@@ -46,6 +46,35 @@ pub enum DeviceRouting<'a> {
     },
 }
 
+/// Where preprocessing writes what a caller on the GPU wants to know, beside the handle.
+#[derive(Debug, Default)]
+pub struct DeviceReport<'a> {
+    /// i64 `[local experts]`: rows of each, padding included. Permuted mode only.
+    pub tokens_per_expert: Option<&'a mut CudaMemory>,
+    /// i64 `[local experts]`: rows of each, without padding. Permuted mode only.
+    pub kept_per_expert: Option<&'a mut CudaMemory>,
+    /// i32 `[1]`: 1 where rows were dropped for want of capacity, else 0.
+    pub overflow: Option<&'a mut CudaMemory>,
+}
+
+impl DeviceReport<'_> {
+    pub(crate) fn check(&self, local_experts: usize) -> Result<()> {
+        let check = |what, memory: &Option<&mut CudaMemory>, bytes| {
+            memory.as_ref().map_or(Ok(()), |memory| ep::call::check_len(what, bytes, memory.len()))
+        };
+        check("tokens_per_expert", &self.tokens_per_expert, 8 * local_experts)?;
+        check("kept_per_expert", &self.kept_per_expert, 8 * local_experts)?;
+        check("overflow", &self.overflow, 4)
+    }
+
+    pub(crate) fn fill(&self, params: &mut PreprocessParams) {
+        let address = |memory: &Option<&mut CudaMemory>| memory.as_ref().map_or(0, |memory| memory.address());
+        params.tokens_per_expert = address(&self.tokens_per_expert);
+        params.kept_per_expert = address(&self.kept_per_expert);
+        params.overflow = address(&self.overflow);
+    }
+}
+
 /// Expert indices in one of the types that routers use.
 #[derive(Debug, Clone, Copy)]
 pub enum Indices<'a> {

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::time::{Duration, SystemTime};
 
 use ep::{Backend as _, DispatchMode};
-use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory, DeviceRouting, Event, Indices};
+use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory, DeviceReport, DeviceRouting, Event, Indices};
 use serde::{Deserialize, Serialize};
 
 use crate::bench::inspect::{Inspect, TopK};
@@ -61,7 +61,7 @@ impl Inspect for CudaBuffer {
         let DeviceLists { tokens, k, indices, weights } = routed;
         let (tokens, k, indices) = (*tokens, *k, Indices::Narrow(indices));
         let routing = DeviceRouting::TopK { tokens, k, indices, weights: Some(weights) };
-        self.preprocess_on_device(&routing, mode, capacity)
+        self.preprocess_on_device(&routing, mode, capacity, DeviceReport::default())
     }
 
     /// The GPU pauses until the moment at which all GPUs are to start: ranks leave a barrier one after the other, and

@@ -141,8 +141,12 @@ struct PreprocessParams {
     const u32* position_of;  // by expert; null: the identity
     u32* block_columns;      // [blocks][columns]
     u32* host_shape;         // host memory; null: not wanted
+    // The caller's, each null where not wanted: [local experts] with and without padding (permuted mode), and [1].
+    i64* tokens_per_expert;
+    i64* kept_per_expert;
+    i32* overflow;
 };
-static_assert(sizeof(PreprocessParams) == sizeof(Common) + sizeof(HandleView) + 32 + 72, "mirrored");
+static_assert(sizeof(PreprocessParams) == sizeof(Common) + sizeof(HandleView) + 32 + 96, "mirrored");
 
 struct DispatchParams {
     Common common;

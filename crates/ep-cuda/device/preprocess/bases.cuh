@@ -45,6 +45,13 @@ __device__ inline void set_shape(const PreprocessParams& p, u32 at, u32 value) {
     if (p.host_shape != nullptr) p.host_shape[at] = value;
 }
 
+// How many rows this rank receives, and how many it would without a limit.
+__device__ inline void set_rows(const PreprocessParams& p, u32 local_experts, u64 kept, u64 wanted) {
+    set_shape(p, 3 * local_experts, static_cast<u32>(kept));
+    set_shape(p, 3 * local_experts + 1, static_cast<u32>(wanted));
+    if (p.overflow != nullptr) *p.overflow = wanted > kept;
+}
+
 __device__ inline void too_many(const PreprocessParams& p, u32 rank, u64 rows) {
     Fault fault{};
     fault.kind = FAULT_TOO_MANY_ROWS;
@@ -101,14 +108,15 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
                 set_shape(p, expert, static_cast<u32>(min(begin, static_cast<u64>(limit))));
                 set_shape(p, experts + expert, static_cast<u32>(kept));
                 set_shape(p, 2 * experts + expert, static_cast<u32>(kept_padded));
+                if (p.tokens_per_expert != nullptr) p.tokens_per_expert[expert] = static_cast<i64>(kept_padded);
+                if (p.kept_per_expert != nullptr) p.kept_per_expert[expert] = static_cast<i64>(kept);
             }
         }
     }
     if (lane_id() != 0) return;
     if (start > NONE) too_many(p, rank, start);
     if (shape && rank == c.rank) {
-        set_shape(p, 3 * experts, static_cast<u32>(kept_rows));
-        set_shape(p, 3 * experts + 1, static_cast<u32>(start));
+        set_rows(p, experts, kept_rows, start);
     }
 }
 
@@ -125,8 +133,7 @@ __device__ inline void plain_base(const PreprocessParams& p, const Bases& bases,
     bases.base[rank] = static_cast<u32>(earlier);
     if (shape && rank == c.rank) {
         const u32 experts = c.owner_begin[rank + 1] - c.owner_begin[rank];
-        set_shape(p, 3 * experts, static_cast<u32>(min(total, static_cast<u64>(bases.limit[rank]))));
-        set_shape(p, 3 * experts + 1, static_cast<u32>(total));
+        set_rows(p, experts, min(total, static_cast<u64>(bases.limit[rank])), total);
     }
 }
 

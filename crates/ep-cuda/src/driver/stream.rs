@@ -39,6 +39,28 @@ impl Stream {
         self.stream
     }
 
+    /// Whether what is put into the stream is recorded in a CUDA graph instead of done.
+    pub(crate) fn is_capturing(&self) -> Result<bool> {
+        self.device.bind()?;
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream lives; writes one number.
+        let answer = unsafe { sys::cuStreamIsCapturing(self.stream, &mut status) };
+        // The default stream, while another one captures: it cannot be captured itself.
+        if answer == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
+            return Ok(false);
+        }
+        check(answer, || "asking whether a stream is captured".into(), "")?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// What is put in from now on waits for the event.
+    pub(crate) fn wait(&self, event: &Event) -> Result<()> {
+        self.device.bind()?;
+        // SAFETY: both live.
+        let answer = unsafe { sys::cuStreamWaitEvent(self.stream, event.event, 0) };
+        check(answer, || "ordering two streams".into(), "")
+    }
+
     /// Waits until all work so far is done.
     pub(crate) fn synchronize(&self) -> Result<()> {
         self.device.bind()?;
