@@ -108,7 +108,7 @@ impl Sizes {
 /// Tokens that move as a unit: few enough that all workers have some, and that the first arrive early; many enough
 /// that their lists are read in few pieces.
 fn chunk_tokens(tokens: usize) -> usize {
-    (tokens / 128).clamp(2, 8).max(tokens.div_ceil(MAX_CHUNKS))
+    (tokens / 256).clamp(1, 4).max(tokens.div_ceil(MAX_CHUNKS))
 }
 
 #[cfg(test)]

@@ -18,7 +18,9 @@ const COMBINE_STRIDE: [usize; 2] = [4 * 32, 2 * 32];
 const COMBINE_STEPS: usize = 4;
 const COMBINE_RUNS: usize = 2;
 /// Warps of a block of combine, each a worker.
-const COMBINE_WARPS: u32 = 14;
+const COMBINE_WARPS: u32 = 16;
+/// Chunks that dispatch moves as a unit: `SPAN` of `device/dispatch/send.cuh`.
+const DISPATCH_SPAN: usize = 2;
 /// Warps of a block of dispatch, each a worker.
 const DISPATCH_WARPS: u32 = 4;
 const QUANTIZE_WARPS: u32 = 7;
@@ -70,7 +72,7 @@ pub(crate) fn send_blocks(blocks: u32, quantize: bool, ranks: usize, sizes: &Siz
     const PUSHED: f64 = 43.0;
     const COPIED: f64 = 35.0;
     const QUANTIZED: f64 = 15.0;
-    let chunks = sizes.chunks;
+    let items = sizes.chunks.div_ceil(DISPATCH_SPAN);
     let (ranks, copies) = (ranks as f64, sizes.copies as f64 / sizes.tokens.max(1) as f64);
     // Of a uniform routing: distinct ranks of a token, this one among them as often as any.
     let distinct = ranks * (1.0 - (1.0 - 1.0 / ranks).powf(copies));
@@ -79,10 +81,10 @@ pub(crate) fn send_blocks(blocks: u32, quantize: bool, ranks: usize, sizes: &Siz
     let sent = if quantize { distinct } else { remote };
     let pushed = if quantize { QUANTIZED } else { PUSHED };
     let (send, copy) = (sent / pushed, (copies - sent).max(0.0) / COPIED);
-    let chunks = chunks as f64 / f64::from(DISPATCH_WARPS);
+    let items = items as f64 / f64::from(DISPATCH_WARPS);
     let time = |sending: u32| {
-        // Warps take whole chunks, so the last round may leave some of them idle.
-        let rounds = (chunks / f64::from(sending)).ceil() * f64::from(sending) / chunks.max(1.0);
+        // Warps take whole items, so the last round may leave some of them idle.
+        let rounds = (items / f64::from(sending)).ceil() * f64::from(sending) / items.max(1.0);
         (send * rounds.max(1.0) / f64::from(sending)).max(copy / f64::from(blocks - sending))
     };
     (1..blocks).min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
@@ -133,7 +135,7 @@ fn combine_warp_bytes(rows_f32: bool, wire_f32: bool) -> usize {
     let stride = COMBINE_STRIDE[usize::from(f32)];
     let fetch = COMBINE_STEPS * stride * if f32 { 32 } else { 16 };
     let runs = COMBINE_RUNS * stride * if wire_f32 { 32 } else { 16 };
-    fetch + runs + stride * 8 * size_of::<f32>()
+    fetch + runs
 }
 
 impl CombineShape {

@@ -34,7 +34,7 @@ struct Outbox {
 };
 
 __device__ inline Summand push_summand(const CombineParams& p, u32 row) {
-    return {reinterpret_cast<u64>(row_at(p, row)), row == NONE ? 0 : SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0)};
+    return row == NONE ? no_summand() : summand(row_at(p, row), SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0));
 }
 
 // A token's rows on this rank, read entry by entry.
@@ -64,7 +64,7 @@ struct Pusher {
           peers(peers),
           epoch(epoch),
           memory(memory),
-          items(p.common, peers, 1, 1),
+          items(p.common, peers, 1, 1, 1),
           feed(items, worker.index, worker.workers),
           outbox{memory + FETCH_BYTES},
           next(feed.fetch()) {}
@@ -88,13 +88,16 @@ struct Pusher {
 
     __device__ void push_batch(const Batch& batch) {
         const auto announce = [&](u32 flag, u32 source) { tell(flag, source); };
-        const u32 source = items.source(batch.item), vectors = div_up(p.hidden, 8);
+        // What every run needs, in registers.
+        const u32 source = items.source(batch.item), hidden = p.hidden, vectors = div_up(hidden, 8);
         const PeerView& peer = peers[source];
+        u8* const partials = peer.tokens;
+        const u64 slot_bytes = ::slot_bytes(p);
         const auto send = [&](const Sum& sum, u32 vector, u32 end_lane) {
             const u32 slot = __shfl_sync(0xFFFFFFFFu, batch.entry.y, end_lane) >> 2;
             const u32 run = min(STRIDE, vectors - vector);
             // Slots are a whole number of vectors.
-            outbox.send(peer.tokens + slot * slot_bytes(p) + static_cast<u64>(vector) * VECTOR_BYTES, run * VECTOR_BYTES,
+            outbox.send(partials + slot * slot_bytes + static_cast<u64>(vector) * VECTOR_BYTES, run * VECTOR_BYTES,
                         [&](u8* to) { sum.store<WIRE_F32>(to, 8 * run); });
             completion.committed(announce);
         };
@@ -103,9 +106,9 @@ struct Pusher {
         const u32 ends = __ballot_sync(0xFFFFFFFFu, alive && (batch.entry.y & RECV_END) != 0);
         const BatchSums sums = sums_of(batch, begins, ends, begin);
         if (sums.long_ends)
-            make_long_sum(sums.long_count, PushRows{p, peer.recv + sums.long_begin}, p.hidden, memory,
+            make_long_sum(sums.long_count, PushRows{p, peer.recv + sums.long_begin}, hidden, memory,
                           [&](const Sum& sum, u32 vector) { send(sum, vector, sums.long_end); });
-        make_sums(sums.whole, push_summand(p, alive ? batch.entry.x : NONE), p.hidden, memory,
+        make_sums(sums.whole, push_summand(p, alive ? batch.entry.x : NONE), hidden, memory,
                   [&](const Sum& sum, u32 vector, const Sums& rest) { send(sum, vector, rest.last()); });
         if (batch.last) {
             if (p.row_probs != nullptr) push_probs(p, peer, items.chunk(batch.item));

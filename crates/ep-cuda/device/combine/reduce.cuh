@@ -48,14 +48,14 @@ struct ReduceItems {
 
 // What a token's sum is made of: a partial sum of another rank, or a row of this one.
 __device__ inline Summand reduce_summand(const CombineParams& p, const uint2& entry, u32 send) {
-    if ((entry.x & SEND_DEAD) != 0) return {0, 0};
+    if ((entry.x & SEND_DEAD) != 0) return no_summand();
     if ((entry.x & SEND_RANK) != p.common.rank)
-        return {reinterpret_cast<u64>(p.partials + send * slot_bytes(p)), SUM_ALIVE | (WIRE_F32 ? SUM_F32 : 0)};
+        return summand(p.partials + send * slot_bytes(p), SUM_ALIVE | (WIRE_F32 ? SUM_F32 : 0));
     const bool begins = (entry.x & SEND_OWN_FIRST) != 0, ends = (entry.x & SEND_OWN_END) != 0;
     u32 flags = SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0);
     if (begins && !ends) flags |= SUM_APART;
     if (ends && !begins) flags |= SUM_TOGETHER;
-    return {reinterpret_cast<u64>(row_at(p, entry.y)), flags};
+    return summand(row_at(p, entry.y), flags);
 }
 
 // The same, read entry by entry.
@@ -105,9 +105,12 @@ struct Reducer {
     }
 
     __device__ void reduce_batch(const Batch& batch) {
+        // What every run needs, in registers.
+        u8* const out = p.out_tokens;
+        const u32 hidden = p.hidden;
         const auto write = [&](const Sum& sum, u32 vector, u32 of) {
-            u8* out = p.out_tokens + static_cast<u64>(of) * p.hidden * BYTES;
-            sum.store<ROWS_F32>(out + static_cast<u64>(vector) * (8 * BYTES), p.hidden - 8 * vector);
+            u8* to = out + (static_cast<u64>(of) * hidden + 8 * vector) * BYTES;
+            sum.store<ROWS_F32>(to, hidden - 8 * vector);
         };
         const bool mine = lane_id() < batch.count;
         const u32 ends = __ballot_sync(0xFFFFFFFFu, mine && (batch.entry.x & SEND_TOKEN_END) != 0);
@@ -116,12 +119,12 @@ struct Reducer {
         const u32 begins = (ends << 1 | carried) & (batch.count == WARP ? 0xFFFFFFFFu : (1u << batch.count) - 1);
         const BatchSums sums = sums_of(batch, begins, ends, begin);
         if (sums.long_ends) {
-            make_long_sum(sums.long_count, ReduceRows{p, sums.long_begin}, p.hidden, memory,
+            make_long_sum(sums.long_count, ReduceRows{p, sums.long_begin}, hidden, memory,
                           [&](const Sum& sum, u32 vector) { write(sum, vector, token); });
             token++;
         }
         const u32 count = __popc(sums.whole.ends);
-        make_sums(sums.whole, mine ? reduce_summand(p, batch.entry, batch.first + lane_id()) : Summand{0, 0}, p.hidden,
+        make_sums(sums.whole, mine ? reduce_summand(p, batch.entry, batch.first + lane_id()) : no_summand(), hidden,
                   memory, [&](const Sum& sum, u32 vector, const Sums& rest) {
                       write(sum, vector, token + count - __popc(rest.ends));
                   });

@@ -22,21 +22,29 @@ constexpr u32 FETCH_BYTES = STEPS * STEP_BYTES;
 // A run of finished sums, and how many may be on their way out: a peer takes them some microseconds later.
 constexpr u32 RUN_BYTES = STRIDE * (WIRE_F32 ? 32 : 16);
 constexpr u32 RUNS = 2;
-// Sums that are put aside.
+// Sums that are put aside lie where finished ones do: a worker has only one of them at a time.
 constexpr u32 ASIDE_BYTES = STRIDE * 8 * sizeof(float);
+constexpr u32 OUT_BYTES = RUNS * RUN_BYTES;
+static_assert(ASIDE_BYTES <= OUT_BYTES);
 // Shared memory of a worker; src/tuning.rs computes the same.
-constexpr u32 WORKER_BYTES = FETCH_BYTES + RUNS * RUN_BYTES + ASIDE_BYTES;
+constexpr u32 WORKER_BYTES = FETCH_BYTES + OUT_BYTES;
 
-// One row of a sum; flags are below.
+// One row of a sum: its address, a multiple of 16, and flags in the bits below.
 struct Summand {
-    u64 row;
-    u32 flags;
+    u64 word;
+
+    __device__ const u8* row() const { return reinterpret_cast<const u8*>(word & ~15ull); }
+    __device__ u32 flags() const { return static_cast<u32>(word) & 15; }
 };
 constexpr u32 SUM_ALIVE = 1;
 constexpr u32 SUM_F32 = 2;
 // The own rank's rows are added among themselves first, then to the sum: the first, and the last of several.
 constexpr u32 SUM_APART = 4;
 constexpr u32 SUM_TOGETHER = 8;
+
+// No row: it adds nothing.
+__device__ inline Summand no_summand() { return {0}; }
+__device__ inline Summand summand(const void* row, u32 flags) { return {reinterpret_cast<u64>(row) | flags}; }
 
 // The sums of one step's vectors.
 struct Sum {
@@ -49,13 +57,14 @@ struct Sum {
             for (u32 at = 0; at < 8; at++) values[turn][at] = 0.0f;
     }
 
+    // `step` is this lane's first vector.
     __device__ void add(const uint4* step, bool f32) {
 #pragma unroll
         for (u32 turn = 0; turn < VECTORS; turn++) {
-            const uint4 low = step[turn * (ANY_F32 ? 2 : 1) * WARP + lane_id()];
+            const uint4 low = ld_shared_v4(step + turn * (ANY_F32 ? 2 : 1) * WARP);
             const u32 words[4] = {low.x, low.y, low.z, low.w};
             if (ANY_F32 && f32) {
-                const uint4 high = step[(2 * turn + 1) * WARP + lane_id()];
+                const uint4 high = ld_shared_v4(step + (2 * turn + 1) * WARP);
                 const u32 more[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
                 for (u32 at = 0; at < 4; at++) {
@@ -72,8 +81,11 @@ struct Sum {
         }
     }
 
-    // Puts the sums aside, lane by lane, and begins new ones; and adds what was put aside.
+    // Puts the sums aside, lane by lane, where finished ones may still be on their way out, and begins new ones; and
+    // adds what was put aside.
     __device__ void park(float* aside) {
+        if (lane_id() == 0) copy_read<0>();
+        __syncwarp();
 #pragma unroll
         for (u32 turn = 0; turn < VECTORS; turn++)
 #pragma unroll
@@ -110,17 +122,19 @@ struct Sum {
     }
 };
 
-// Fetches one step of a row: what of it exists.
+// Fetches one step of a row, to this lane's first vector at `step`; what does not exist is zero, which adds nothing.
 __device__ inline void fetch_step(uint4* step, const Summand& summand, u32 vector, u32 hidden) {
-    if ((summand.flags & SUM_ALIVE) == 0) return;
-    const bool f32 = ANY_F32 && (summand.flags & SUM_F32) != 0;
-    const u8* row = reinterpret_cast<const u8*>(summand.row) + static_cast<u64>(vector + lane_id()) * (f32 ? 32 : 16);
+    const bool f32 = ANY_F32 && (summand.flags() & SUM_F32) != 0;
+    const u32 first = vector + lane_id();
+    const u8* row = summand.row() + static_cast<u64>(first) * (f32 ? 32 : 16);
+    // Elements from this lane's first on.
+    const i32 there = (summand.flags() & SUM_ALIVE) != 0 ? static_cast<i32>(hidden - 8 * first) : 0;
 #pragma unroll
     for (u32 turn = 0; turn < VECTORS; turn++) {
-        const u32 element = 8 * (vector + turn * WARP + lane_id());
-        uint4* to = step + turn * (ANY_F32 ? 2 : 1) * WARP + lane_id();
-        if (element < hidden) cp_async_16(to, row + turn * WARP * (f32 ? 32 : 16));
-        if (ANY_F32 && f32 && element + 4 < hidden) cp_async_16(to + WARP, row + turn * WARP * 32 + 16);
+        const i32 element = 8 * WARP * turn;
+        uint4* to = step + turn * (ANY_F32 ? 2 : 1) * WARP;
+        cp_async_16(to, row + turn * WARP * (f32 ? 32 : 16), element < there);
+        if (ANY_F32 && f32) cp_async_16(to + WARP, row + turn * WARP * 32 + 16, element + 4 < there);
     }
 }
 
@@ -138,56 +152,67 @@ struct Sums {
     }
 };
 
-// A place in the steps of some sums: all rows of one run of vectors, then of the next run, then of the next sum.
-struct Step {
+// A way through the rows of some sums: all rows of one run of vectors, then of the next run, then of the next sum.
+struct Walk {
     Sums sums;
-    u32 lane;
     u32 vector = 0;
+    u32 lane = 0;
+    u32 last = 0;
 
-    __device__ explicit Step(const Sums& sums) : sums(sums), lane(sums.any() ? sums.first() : 0) {}
+    __device__ explicit Walk(const Sums& sums) : sums(sums) { rewind(); }
     __device__ bool over() const { return !sums.any(); }
-    __device__ bool last_row() const { return lane == sums.last(); }
+    __device__ void rewind() {
+        lane = sums.first();
+        last = sums.last();
+    }
     __device__ void next(u32 vectors) {
-        if (!last_row()) {
-            lane++;
-            return;
-        }
+        if (lane++ != last) return;
         vector += STRIDE;
         if (vector >= vectors) {
             vector = 0;
             sums.next();
-            if (over()) return;
         }
-        lane = sums.first();
+        rewind();
     }
 };
 
-// The steps of a worker on their way, and the one at hand.
+// Where the steps of a worker lie: a ring.
 struct Steps {
-    uint4* memory;
-    u32 fetch_at = 0;
-    u32 add_at = 0;
+    uint4* memory;  // this lane's first vector of the first
+    u32 turn = 0;
 
-    __device__ explicit Steps(u8* memory) : memory(reinterpret_cast<uint4*>(memory)) {}
+    __device__ explicit Steps(u8* memory) : memory(reinterpret_cast<uint4*>(memory) + lane_id()) {}
 
     __device__ uint4* at(u32 step) const { return memory + step * (STEP_BYTES / sizeof(uint4)); }
-    __device__ static u32 after(u32 step) { return step + 1 == STEPS ? 0 : step + 1; }
+    // The one at hand; the one before it is the next to be fetched.
+    __device__ uint4* here() const { return at(turn); }
+    __device__ uint4* before() const { return at((turn + STEPS - 1) % STEPS); }
+    __device__ void next() { turn = (turn + 1) % STEPS; }
+};
 
-    // Steps are counted even when there is none.
-    __device__ void fetched() {
-        cp_async_commit_group();
-        fetch_at = after(fetch_at);
-    }
+// What is known of the steps on their way: a byte each, the one at hand lowest.
+struct Known {
+    static constexpr u32 LAST = 16;   // the last row of its run
+    static constexpr u32 VALID = 32;  // there is a step
+    static_assert(STEPS == sizeof(u32));
+    u32 bytes = 0;
+
+    __device__ void push(u32 what) { bytes = bytes >> 8 | what << 24; }
+    __device__ bool is(u32 what) const { return (bytes & what) != 0; }
 };
 
 __device__ inline Summand summand_of(const Summand& mine, u32 lane) {
-    return {__shfl_sync(0xFFFFFFFFu, mine.row, lane), __shfl_sync(0xFFFFFFFFu, mine.flags, lane)};
+    return {__shfl_sync(0xFFFFFFFFu, mine.word, lane)};
 }
 
 // Adds one step.
 __device__ inline void add_step(Sum& sum, const uint4* step, u32 flags, float* aside) {
+    if ((flags & (SUM_APART | SUM_TOGETHER)) == 0) {
+        sum.add(step, (flags & SUM_F32) != 0);
+        return;
+    }
     if ((flags & SUM_APART) != 0) sum.park(aside);
-    if ((flags & SUM_ALIVE) != 0) sum.add(step, (flags & SUM_F32) != 0);
+    sum.add(step, (flags & SUM_F32) != 0);
     if ((flags & SUM_TOGETHER) != 0) sum.add_parked(aside);
 }
 
@@ -195,31 +220,43 @@ __device__ inline void add_step(Sum& sum, const uint4* step, u32 flags, float* a
 // vector, and the sums of which this is the first.
 template <class Give>
 __device__ inline void make_sums(const Sums& sums, const Summand& mine, u32 hidden, u8* memory, const Give& give) {
-    auto* aside = reinterpret_cast<float*>(memory + FETCH_BYTES + RUNS * RUN_BYTES);
+    auto* aside = reinterpret_cast<float*>(memory + FETCH_BYTES);
     const u32 vectors = div_up(hidden, 8);
     Steps steps(memory);
-    Step ahead(sums), here(sums);
-    const auto fetch = [&] {
+    Walk ahead(sums);
+    Known known;
+    const auto fetch = [&](uint4* to) {
+        u32 what = 0;
         if (!ahead.over()) {
-            fetch_step(steps.at(steps.fetch_at), summand_of(mine, ahead.lane), ahead.vector, hidden);
+            const Summand summand = summand_of(mine, ahead.lane);
+            fetch_step(to, summand, ahead.vector, hidden);
+            what = summand.flags() | Known::VALID | (ahead.lane == ahead.last ? Known::LAST : 0);
             ahead.next(vectors);
         }
-        steps.fetched();
+        // Steps are counted even when there is none.
+        cp_async_commit_group();
+        known.push(what);
     };
-    for (u32 step = 0; step < STEPS - 1; step++) fetch();
+    for (u32 step = 0; step < STEPS - 1; step++) fetch(steps.at(step));
+    Sums here = sums;
+    u32 vector = 0;
     Sum sum;
     sum.clear();
 #pragma unroll 1
-    while (!here.over()) {
-        fetch();
+    for (;;) {
+        fetch(steps.before());
+        if (!known.is(Known::VALID)) return;
         cp_async_wait_group<STEPS - 1>();
-        add_step(sum, steps.at(steps.add_at), __shfl_sync(0xFFFFFFFFu, mine.flags, here.lane), aside);
-        steps.add_at = Steps::after(steps.add_at);
-        if (here.last_row()) {
-            give(sum, here.vector, here.sums);
-            sum.clear();
+        add_step(sum, steps.here(), known.bytes, aside);
+        steps.next();
+        if (!known.is(Known::LAST)) continue;
+        give(sum, vector, here);
+        sum.clear();
+        vector += STRIDE;
+        if (vector >= vectors) {
+            vector = 0;
+            here.next();
         }
-        here.next(vectors);
     }
 }
 
@@ -227,8 +264,8 @@ __device__ inline void make_sums(const Sums& sums, const Summand& mine, u32 hidd
 // `rows.at(index)` is called by all lanes, each with an index of its own.
 template <class Rows, class Give>
 __device__ inline void make_long_sum(u32 count, const Rows& rows, u32 hidden, u8* memory, const Give& give) {
-    auto* aside = reinterpret_cast<float*>(memory + FETCH_BYTES + RUNS * RUN_BYTES);
-    auto* step = reinterpret_cast<uint4*>(memory);
+    auto* aside = reinterpret_cast<float*>(memory + FETCH_BYTES);
+    auto* step = reinterpret_cast<uint4*>(memory) + lane_id();
     Sum sum;
 #pragma unroll 1
     for (u32 vector = 0; vector < div_up(hidden, 8); vector += STRIDE) {
@@ -239,7 +276,7 @@ __device__ inline void make_long_sum(u32 count, const Rows& rows, u32 hidden, u8
             fetch_step(step, summand, vector, hidden);
             cp_async_commit_group();
             cp_async_wait_group<0>();
-            add_step(sum, step, summand.flags, aside);
+            add_step(sum, step, summand.flags(), aside);
         }
         give(sum, vector);
     }

@@ -2,33 +2,37 @@
 #pragma once
 #include "worker.cuh"
 
-// All chunks of all peers for this rank, and with `own` of itself; neighbours in time are neighbours in number.
+// All chunks of all peers for this rank, and with `own` of itself, `span` of them as one item; neighbours in time are
+// neighbours in number.
 template <bool own>
 struct ArrivalItems {
     const Common& c;
     const PeerView* peers;
     u32 count;
+    u32 span;
     u32 groups;
     u32 pieces;
     u32 sources;
 
-    __device__ ArrivalItems(const Common& c, const PeerView* peers, u32 groups, u32 pieces)
-        : c(c), peers(peers), groups(groups), pieces(pieces), sources(own ? c.ranks : c.ranks - 1) {
+    __device__ ArrivalItems(const Common& c, const PeerView* peers, u32 span, u32 groups, u32 pieces)
+        : c(c), peers(peers), span(span), groups(groups), pieces(pieces), sources(own ? c.ranks : c.ranks - 1) {
         u32 chunks = 0;
         for (u32 peer = 0; peer < c.ranks; peer++) chunks = max(chunks, peers[peer].chunks);
-        count = chunks * sources * groups;
+        count = div_up(chunks, span) * sources * groups;
     }
     __device__ u32 source(u32 item) const {
         const u32 rank = c.rank + (own ? 0 : 1) + item / groups % max(sources, 1u);
         return rank >= c.ranks ? rank - c.ranks : rank;
     }
-    __device__ u32 chunk(u32 item) const { return item / groups / max(sources, 1u); }
+    // Its place among the items of its source, and its first chunk.
+    __device__ u32 place(u32 item) const { return item / groups / max(sources, 1u); }
+    __device__ u32 chunk(u32 item) const { return place(item) * span; }
     __device__ u32 first_piece(u32 item) const { return item % groups; }
-    __device__ u32 flag(u32 item) const { return chunk(item) * groups + first_piece(item); }
+    __device__ u32 flag(u32 item) const { return place(item) * groups + first_piece(item); }
     __device__ bool skip(u32 item) const { return chunk(item) >= peers[source(item)].chunks; }
     __device__ Range range(u32 item) const {
         const PeerView& peer = peers[source(item)];
-        const u32* begin = peer.recv_begin + chunk(item);
-        return {peer.recv, ld_relaxed_sys(begin), ld_relaxed_sys(begin + 1)};
+        const u32 first = chunk(item), end = min(peer.chunks, first + span);
+        return {peer.recv, ld_relaxed_sys(peer.recv_begin + first), ld_relaxed_sys(peer.recv_begin + end)};
     }
 };

@@ -74,8 +74,11 @@ __device__ inline void membar_sys() { asm volatile("fence.acq_rel.sys;" ::: "mem
 
 // ---- copies of 16 bytes by a lane, for itself
 
-__device__ inline void cp_async_16(void* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+// Zeros where there is nothing to copy: the address is not read then.
+__device__ inline void cp_async_16(void* shared, const void* global, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(there ? 16 : 0)
+                 : "memory");
 }
 
 __device__ inline void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -83,6 +86,14 @@ __device__ inline void cp_async_commit_group() { asm volatile("cp.async.commit_g
 template <u32 pending>
 __device__ inline void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+__device__ inline uint4 ld_shared_v4(const void* shared) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(shared_address(shared)));
+    return value;
 }
 
 // ---- conversions, rounded to nearest even, every NaN to 0x7FFF

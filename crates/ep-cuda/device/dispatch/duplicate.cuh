@@ -44,7 +44,7 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
     const Common& c = p.common;
     if (p.handle.permuted) zero_padding(p, worker);
     if (SEND_OWN && c.ranks == 1) return;
-    const ArrivalItems<!SEND_OWN> items(c, peers, p.groups, p.pieces);
+    const ArrivalItems<!SEND_OWN> items(c, peers, SPAN, p.groups, p.pieces);
     Feed<ArrivalItems<!SEND_OWN>> feed(items, worker.index, worker.workers);
     // Pieces of the output row.
     const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);

@@ -3,7 +3,10 @@
 #pragma once
 #include PAYLOAD_VARIANT
 
-// The own lists by chunk.
+// Chunks that move as a unit. combine, whose work on a row is more, takes each for itself.
+constexpr u32 SPAN = 2;
+
+// The own lists by item.
 struct SendItems {
     const DispatchParams& p;
     u32 count;
@@ -11,13 +14,14 @@ struct SendItems {
     u32 pieces;
 
     __device__ explicit SendItems(const DispatchParams& p)
-        : p(p), count(p.handle.chunks * p.groups), groups(p.groups), pieces(p.pieces) {}
+        : p(p), count(div_up(p.handle.chunks, SPAN) * p.groups), groups(p.groups), pieces(p.pieces) {}
     __device__ bool skip(u32) const { return false; }
-    __device__ u32 chunk(u32 item) const { return item / groups; }
+    __device__ u32 chunk(u32 item) const { return item / groups * SPAN; }
+    __device__ u32 chunk_end(u32 item) const { return min(p.handle.chunks, chunk(item) + SPAN); }
     __device__ u32 first_piece(u32 item) const { return item % groups; }
     __device__ Range range(u32 item) const {
-        const u32* begin = p.handle.send_begin + chunk(item);
-        return {p.handle.sends, begin[0], begin[1]};
+        const u32* begin = p.handle.send_begin;
+        return {p.handle.sends, begin[chunk(item)], begin[chunk_end(item)]};
     }
 };
 
@@ -40,7 +44,7 @@ struct TokenWalk {
 
     __device__ void restart() {
         token = items.chunk(item) * items.p.handle.chunk_tokens;
-        end = chunk_end_token(items.p.handle, items.chunk(item));
+        end = chunk_end_token(items.p.handle, items.chunk_end(item) - 1);
     }
 
     __device__ bool over() const { return item >= items.count; }
@@ -57,13 +61,13 @@ struct TokenWalk {
     }
 };
 
-// The weights of a chunk's copies, to their rows.
-__device__ inline void send_probs(const DispatchParams& p, const PeerView* peers, u32 chunk) {
+// The weights of some chunks' copies, to their rows.
+__device__ inline void send_probs(const DispatchParams& p, const PeerView* peers, u32 chunk, u32 chunk_end) {
     const HandleView& h = p.handle;
-    const u32 begin = h.copy_begin[chunk], end = h.copy_begin[chunk + 1];
+    const u32 begin = h.copy_begin[chunk], end = h.copy_begin[chunk_end];
     if (!h.permuted) {
         // A row has a cell for each expert of the rank; most are zero.
-        const u32 first = h.send_begin[chunk], last = h.send_begin[chunk + 1];
+        const u32 first = h.send_begin[chunk], last = h.send_begin[chunk_end];
         for (u32 send = first; send < last; send++) {
             const uint2 entry = h.sends[send];
             if ((entry.x & SEND_DEAD) != 0) continue;
@@ -138,9 +142,10 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
             }
         }
         if (batch.last) {
-            const u32 chunk = items.chunk(batch.item), group = items.first_piece(batch.item);
-            if (group == 0 && (p.probs != PROBS_SKIP || !p.handle.permuted)) send_probs(p, peers, chunk);
-            completion.finish(chunk * p.groups + group, 0, tell);
+            const u32 item = batch.item;
+            if (items.first_piece(item) == 0 && (p.probs != PROBS_SKIP || !p.handle.permuted))
+                send_probs(p, peers, items.chunk(item), items.chunk_end(item));
+            completion.finish(item, 0, tell);
         }
     }
     completion.flush(tell);
