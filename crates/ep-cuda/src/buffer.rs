@@ -24,7 +24,7 @@ use crate::routing::{DeviceReport, DeviceRouting};
 use crate::tuning;
 
 /// Blocks of preprocessing, at most: it is short, and leaves the GPU to others soon.
-const PREPROCESS_BLOCKS: u32 = 32;
+const PREPROCESS_BLOCKS: u32 = 64;
 
 /// Blocks of dispatch, at least: one that sends, one that receives.
 const FEWEST_BLOCKS: u32 = 2;
@@ -206,6 +206,14 @@ impl CudaBuffer {
         Ok(captured)
     }
 
+    /// Fills memory with zeros, in the stream's order.
+    ///
+    /// # Errors
+    /// [`EnvironmentError`] when the driver refuses.
+    pub fn clear(&mut self, memory: &mut CudaMemory) -> Result<()> {
+        self.stream.zero(memory.address(), memory.len())
+    }
+
     /// The stream that operators go into.
     pub fn stream(&self) -> &Stream {
         &self.stream
@@ -313,8 +321,14 @@ impl CudaBuffer {
         report.check(local_experts)?;
         let permuted = matches!(mode, DispatchMode::Permuted { .. });
         let kernel = self.kernel(KernelKey::Preprocess)?;
-        let (tile, shared_bytes) =
-            tuning::preprocess_tile(self.world.experts(), ranks, kernel.shared_bytes()?)?;
+        let most_blocks = self.preprocess_blocks as usize;
+        let (tile, shared_bytes) = tuning::preprocess_tile(
+            tokens,
+            most_blocks,
+            self.world.experts(),
+            ranks,
+            kernel.shared_bytes()?,
+        )?;
         let (memory, view) = sizes.allocate(&self.arena, permuted)?;
 
         let pad = if permuted { mode.pad_multiple() as u32 } else { 0 };

@@ -155,9 +155,17 @@ fn preprocess_bytes(experts: usize, ranks: usize, tile: usize) -> usize {
     4 * (head + rows + column_bits + (ranks + 2) * tile + experts.div_ceil(4))
 }
 
-/// Tokens that a block of preprocessing works on at a time, and its shared memory.
-pub(crate) fn preprocess_tile(experts: usize, ranks: usize, available: usize) -> Result<(u32, usize)> {
-    for tile in [256usize, 128, 64, 32] {
+/// Tokens that a block of preprocessing works on at a time, and its shared memory: as few as give all blocks some, since
+/// a warp reads its tokens one after the other.
+pub(crate) fn preprocess_tile(
+    tokens: usize,
+    blocks: usize,
+    experts: usize,
+    ranks: usize,
+    available: usize,
+) -> Result<(u32, usize)> {
+    let wanted = tokens.div_ceil(blocks).next_multiple_of(32).clamp(32, 256);
+    for tile in (32..=wanted).rev().step_by(32) {
         let bytes = preprocess_bytes(experts, ranks, tile);
         if bytes <= available {
             return Ok((tile as u32, bytes));

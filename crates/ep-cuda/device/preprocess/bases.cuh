@@ -89,11 +89,12 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
         const u32 expert = group + lane_id();
         u64 total = 0, earlier = 0;
         if (expert < experts) {
-            for (u32 source = 0; source < c.ranks; source++) {
-                const u32 count = ld_relaxed_sys(counts_at(p, c.own, epoch, source) + COUNT_HEAD + first + expert);
-                if (source < c.rank) earlier += count;
-                total += count;
-            }
+            for_each_loaded(
+                c.ranks, [&](u32 source) { return counts_at(p, c.own, epoch, source) + COUNT_HEAD + first + expert; },
+                [&](u32 source, u32 count) {
+                    if (source < c.rank) earlier += count;
+                    total += count;
+                });
         }
         const u64 padded = (total + pad - 1) / pad * pad;
         const u64 through = warp_scan(padded);
@@ -124,11 +125,12 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
 __device__ inline void plain_base(const PreprocessParams& p, const Bases& bases, u32 epoch, u32 rank, bool shape) {
     const Common& c = p.common;
     u64 total = 0, earlier = 0;
-    for (u32 source = 0; source < c.ranks; source++) {
-        const u32 count = ld_relaxed_sys(counts_at(p, c.own, epoch, source) + COUNT_HEAD + c.experts + rank);
-        if (source < c.rank) earlier += count;
-        total += count;
-    }
+    for_each_loaded(
+        c.ranks, [&](u32 source) { return counts_at(p, c.own, epoch, source) + COUNT_HEAD + c.experts + rank; },
+        [&](u32 source, u32 count) {
+            if (source < c.rank) earlier += count;
+            total += count;
+        });
     if (total > NONE) too_many(p, rank, total);
     bases.base[rank] = static_cast<u32>(earlier);
     if (shape && rank == c.rank) {

@@ -35,10 +35,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
 
     for (u32 at = threadIdx.x; fine && at < column.count(); at += blockDim.x) {
         u32 before = 0, total = 0;
-        for (u32 block = 0; block < gridDim.x; block++) {
-            if (block == blockIdx.x) before = total;
-            total += ld_relaxed_sys(&p.block_columns[block * column.count() + at]);
-        }
+        for_each_loaded(
+            gridDim.x, [&](u32 block) { return &p.block_columns[block * column.count() + at]; },
+            [&](u32 block, u32 sum) {
+                if (block == blockIdx.x) before = total;
+                total += sum;
+            });
         run[at] = before;
         totals[at] = total;
     }

@@ -4,6 +4,21 @@
 #pragma once
 #include "sync.cuh"
 
+// Calls `visit(index, *word_at(index))` for `count` words that others have written, in order. Many are on their way at a
+// time: one after the other, waiting for them would take longer than all the rest.
+template <class WordAt, class Visit>
+__device__ inline void for_each_loaded(u32 count, const WordAt& word_at, const Visit& visit) {
+    constexpr u32 UNDER_WAY = 8;
+    for (u32 base = 0; base < count; base += UNDER_WAY) {
+        u32 words[UNDER_WAY];
+#pragma unroll
+        for (u32 at = 0; at < UNDER_WAY; at++) words[at] = base + at < count ? ld_relaxed_sys(word_at(base + at)) : 0;
+#pragma unroll
+        for (u32 at = 0; at < UNDER_WAY; at++)
+            if (base + at < count) visit(base + at, words[at]);
+    }
+}
+
 // Per-column numbers that are summed over tokens: [experts] copies, [ranks] copies, [ranks] tokens, sends, copies.
 struct Columns {
     u32 experts;
