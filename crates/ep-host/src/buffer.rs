@@ -198,6 +198,11 @@ impl HostBuffer {
         self.workers
     }
 
+    /// Bytes of registered memory that this rank holds now.
+    pub fn registered_bytes(&self) -> usize {
+        self.arena.registered_bytes()
+    }
+
     /// Name of the engine that carries bytes between domains.
     pub fn transport(&self) -> &'static str {
         self.comm.rails.transport_name()
@@ -407,19 +412,20 @@ impl Backend for HostBuffer {
         let chunk = message.chunk_tokens(world, &self.comm.config)?;
 
         // Peers read registered memory only; what is not is staged.
+        let arena = &mut self.arena;
         let mut stage = |memory: Option<&HostMemory>, bytes: usize| -> Result<Option<HostMemory>> {
-            let Some(memory) = memory.filter(|memory| bytes > 0 && memory.place().is_none()) else {
-                return Ok(None);
-            };
-            let mut staged = self.arena.alloc(bytes)?;
+            let unreachable = |memory: &&HostMemory| bytes > 0 && arena.readable_place(memory).is_none();
+            let Some(memory) = memory.filter(unreachable) else { return Ok(None) };
+            let mut staged = arena.alloc(bytes)?;
             staged.as_bytes_mut().copy_from_slice(&memory.as_bytes()[..bytes]);
             Ok(Some(staged))
         };
         let staged_rows = stage(Some(input.rows), rows * row_bytes)?;
         let staged_probs = stage(input.probs, prob_bytes)?;
         let mut places = [None; BUFFERS];
-        places[TOKENS] = staged_rows.as_ref().unwrap_or(input.rows).place();
-        places[PROBS] = staged_probs.as_ref().or(input.probs).and_then(HostMemory::place);
+        places[TOKENS] = self.arena.readable_place(staged_rows.as_ref().unwrap_or(input.rows));
+        places[PROBS] =
+            staged_probs.as_ref().or(input.probs).and_then(|probs| self.arena.readable_place(probs));
 
         let mut output = output;
         let probs_out = match output.probs.as_deref_mut() {

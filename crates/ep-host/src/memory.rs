@@ -1,5 +1,7 @@
-//! Memory that operators read and write: registered (peers reach it, no staging) or normal (a heap allocation).
+//! Memory that operators read and write: registered (peers reach it, no staging), normal (a heap allocation), or
+//! borrowed (the caller's own).
 
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ep::{Rank, Result};
@@ -16,7 +18,8 @@ const HUGE_PAGE: usize = 2 << 20;
 /// Memory for tokens, expert outputs and results.
 ///
 /// [`Backend::alloc`](ep::Backend::alloc) gives registered memory: peers read and write it in place.
-/// [`HostMemory::normal`] is any other memory; operators stage it through registered memory where peers must reach it.
+/// [`HostMemory::normal`] and [`HostMemory::borrowed`] are any other memory; operators stage it through registered
+/// memory where peers must reach it.
 #[derive(Debug)]
 pub struct HostMemory {
     kind: Kind,
@@ -27,7 +30,17 @@ pub struct HostMemory {
 enum Kind {
     Registered(Block),
     Normal(Vec<Line>),
+    Borrowed(Bytes),
 }
+
+/// Where the caller's own bytes begin.
+#[derive(Debug, Clone, Copy)]
+struct Bytes(NonNull<u8>);
+
+// SAFETY: whoever made the borrow promised that the bytes are this memory's alone, as those of a `Vec` are.
+unsafe impl Send for Bytes {}
+// SAFETY: as above.
+unsafe impl Sync for Bytes {}
 
 /// A cache line: gives heap memory the alignment of registered memory's lines.
 #[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -38,6 +51,19 @@ impl HostMemory {
     /// Zeroed heap memory of this rank alone.
     pub fn normal(bytes: usize) -> Self {
         Self { kind: Kind::Normal(vec![Line([0; 64]); bytes.div_ceil(64)]), len: bytes }
+    }
+
+    /// Memory that the caller has allocated, a tensor for example: read and written in place.
+    ///
+    /// Where it lies inside registered memory of the same buffer, peers read it there too.
+    ///
+    /// # Safety
+    /// `start` is that of `len` bytes that stay, and that nobody else writes to, as long as this value lives. Where
+    /// operators write to them, nobody else reads them either. `start` is a multiple of 4; it may be anything where
+    /// `len` is 0.
+    pub unsafe fn borrowed(start: *mut u8, len: usize) -> Self {
+        let start = NonNull::new(start).filter(|_| len > 0).unwrap_or(NonNull::<Line>::dangling().cast());
+        Self { kind: Kind::Borrowed(Bytes(start)), len }
     }
 
     /// Length in bytes.
@@ -57,6 +83,8 @@ impl HostMemory {
             // that borrows it mutably.
             Kind::Registered(block) => unsafe { std::slice::from_raw_parts(block.start(), self.len) },
             Kind::Normal(lines) => &bytemuck::cast_slice(lines)[..self.len],
+            // SAFETY: the promise made to `borrowed`.
+            Kind::Borrowed(bytes) => unsafe { std::slice::from_raw_parts(bytes.0.as_ptr(), self.len) },
         }
     }
 
@@ -66,16 +94,19 @@ impl HostMemory {
             // SAFETY: as in `as_bytes`, and borrowed mutably.
             Kind::Registered(block) => unsafe { std::slice::from_raw_parts_mut(block.start(), self.len) },
             Kind::Normal(lines) => &mut bytemuck::cast_slice_mut(lines)[..self.len],
+            // SAFETY: the promise made to `borrowed`, and borrowed mutably.
+            Kind::Borrowed(bytes) => unsafe { std::slice::from_raw_parts_mut(bytes.0.as_ptr(), self.len) },
         }
     }
 
-    /// Where peers find it; `None` for normal memory.
+    /// Where peers find it, to read and to write; `None` for memory that is not registered as its own block: only such
+    /// a block can be withdrawn.
     pub(crate) fn place(&self) -> Option<Place> {
         match &self.kind {
             Kind::Registered(block) => {
                 Some(Place { segment: block.name, offset: block.offset, len: self.len })
             }
-            Kind::Normal(_) => None,
+            Kind::Normal(_) | Kind::Borrowed(_) => None,
         }
     }
 
@@ -144,6 +175,11 @@ impl Arena {
         Self { rank, directory, segments: Vec::new(), next_id: first_id, free: Arc::default() }
     }
 
+    /// Bytes of all segments.
+    pub(crate) fn registered_bytes(&self) -> usize {
+        self.segments.iter().map(|(name, _)| name.len).sum()
+    }
+
     /// A block of `bytes` bytes.
     pub(crate) fn alloc(&mut self, bytes: usize) -> Result<HostMemory> {
         let size = bytes.max(1).next_multiple_of(ALIGN);
@@ -168,6 +204,17 @@ impl Arena {
             free: Arc::clone(&self.free),
         };
         Ok(HostMemory { kind: Kind::Registered(block), len: bytes })
+    }
+
+    /// Where peers find `memory`, to read it; `None` when it does not lie in this arena.
+    pub(crate) fn readable_place(&self, memory: &HostMemory) -> Option<Place> {
+        let Kind::Borrowed(bytes) = &memory.kind else { return memory.place() };
+        let (start, len) = (bytes.0.addr().get(), memory.len);
+        self.segments.iter().find_map(|(name, segment)| {
+            let offset = start.checked_sub(segment.at(0, 0).addr())?;
+            let inside = offset.checked_add(len).is_some_and(|end| end <= segment.len());
+            inside.then_some(Place { segment: *name, offset, len })
+        })
     }
 
     fn grow(&mut self, size: usize) -> Result<()> {
@@ -271,6 +318,37 @@ mod tests {
         assert!(memory.is_empty() && memory.as_bytes().is_empty());
         drop(memory);
         assert_ne!(arena.alloc(ALIGN).unwrap().place(), Some(place));
+    }
+
+    #[test]
+    fn borrowed_memory_is_the_callers() {
+        let arena = arena();
+        let mut bytes = vec![3u8; 64];
+        // SAFETY: the vector lives longer, and is left alone until the borrow is over.
+        let mut memory = unsafe { HostMemory::borrowed(bytes.as_mut_ptr(), 64) };
+        memory.as_bytes_mut()[63] = 4;
+        memory.withdraw();
+        assert_eq!((memory.len(), memory.place(), arena.readable_place(&memory)), (64, None, None));
+        drop(memory);
+        assert_eq!(bytes[62..], [3, 4]);
+        // SAFETY: no bytes.
+        assert!(unsafe { HostMemory::borrowed(std::ptr::null_mut(), 0) }.as_bytes().is_empty());
+    }
+
+    #[test]
+    fn what_lies_in_the_arena_is_found_by_its_address() {
+        let mut arena = arena();
+        let _first = arena.alloc(MIN_SEGMENT).unwrap();
+        let mut block = arena.alloc(4096).unwrap();
+        let place = block.place().unwrap();
+        let start = block.as_bytes_mut().as_mut_ptr();
+        // SAFETY: inside the block, which lives longer.
+        let part = unsafe { HostMemory::borrowed(start.add(16), 100) };
+        let expected = Place { segment: place.segment, offset: place.offset + 16, len: 100 };
+        assert_eq!(arena.readable_place(&part), Some(expected));
+        assert_eq!(part.place(), None);
+        assert_eq!(arena.readable_place(&block), Some(place));
+        assert_eq!(arena.readable_place(&HostMemory::normal(8)), None);
     }
 
     #[test]
