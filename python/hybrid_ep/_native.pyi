@@ -1,0 +1,87 @@
+"""The native module. Private to the package: it trusts the addresses that it is given."""
+
+from collections.abc import Callable
+from typing import TypedDict
+
+__version__: str
+
+class Settings(TypedDict):
+    backend: str
+    gpu: int | None
+    gpus: int
+    experts: int
+    domains: int
+    timeout: float | None
+    workers: int | None
+    sms: int | None
+
+# Address and bytes of a tensor. A capsule, below, is a DLPack one: an object that `from_dlpack` takes.
+_Span = tuple[int, int]
+
+def timeout_of(settings: Settings) -> float: ...
+def cli(arguments: list[str], name: str, command: list[str]) -> int: ...
+
+class Buffer:
+    @staticmethod
+    def threads(ranks: int, settings: Settings) -> list[Buffer]: ...
+    @staticmethod
+    def join(rank: int, ranks: int, settings: Settings, all_gather: Callable[[bytes], list[bytes]]) -> Buffer: ...
+    @staticmethod
+    def launched(settings: Settings) -> Buffer: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def local_experts(self) -> tuple[int, int]: ...
+    @property
+    def domains(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def ordinal(self) -> int: ...
+    def registered_bytes(self) -> int: ...
+    def preprocess(
+        self,
+        stream: int,
+        form: int,
+        routing: _Span,
+        weights: _Span | None,
+        size: tuple[int, int],
+        most: int,
+        pad_multiple: int | None,
+        capacity: int | None,
+        report: tuple[int, int, int],
+    ) -> tuple[object, int]: ...
+    def dispatch(
+        self,
+        stream: int,
+        number: int,
+        size: tuple[int, int],
+        format: tuple[int, int],
+        tokens: _Span,
+        scales: _Span | None,
+        probs_from: int,
+        probs: _Span | None,
+        local_experts: bool,
+        clear_tokens: bool,
+    ) -> tuple[object, object | None, object | None, object | None]: ...
+    def combine(
+        self,
+        stream: int,
+        number: int,
+        size: tuple[int, int, int],
+        wide: tuple[bool, bool],
+        rows: _Span,
+        probs: _Span | None,
+        out: _Span,
+        out_probs: _Span | None,
+    ) -> None: ...
+    def empty(self, stream: int, bytes: int) -> object: ...
+    def synchronize(self) -> None: ...
+    def traffic(self) -> tuple[int, int, int, int, float]: ...
+    def close(self) -> None: ...

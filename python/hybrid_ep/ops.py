@@ -1,0 +1,532 @@
+"""The operators over tensors: called directly, and registered as `torch.ops.hybrid_ep.*`.
+
+A registered operator takes tensors and numbers only. So a buffer is its number, a handle is the tensor that owns it,
+and an output that a call does not have is an empty tensor. `Buffer` calls the functions here directly unless autograd
+or a compiler must see the call: that saves the dispatcher's time.
+
+    preprocess   routing -> handle, counts, overflow
+    dispatch     tokens  -> rows            backward: combine
+    combine      rows    -> tokens          backward: dispatch
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from . import _native
+from .errors import CallerError
+
+__all__ = ["FP8_FORMATS", "End", "check_count", "combine", "dispatch", "end_of", "preprocess"]
+
+# Scale formats by the name that `fp8=` takes, in the numbers of `_native`.
+FP8_FORMATS = {"f32": 0, "ue8m0": 1, "mxfp8": 2}
+_BF16, _F32, _FP8, _QUANTISE = range(4)
+_TOKEN_FORMATS = {torch.bfloat16: _BF16, torch.float32: _F32, torch.float8_e4m3fn: _FP8}
+_SKIP, _FROM_ROUTING, _DENSE = range(3)
+_NARROW, _WIDE, _MAP = range(3)
+# A row of these elements is the narrowest that can be moved: 16 bytes of bf16.
+_NARROWEST = 8
+_CPU = torch.device("cpu")
+
+_current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+
+
+class End:
+    """What operators need to know of a buffer."""
+
+    __slots__ = ("__weakref__", "alignment", "device", "experts", "local_experts", "native", "number")
+
+    def __init__(self, native: _native.Buffer) -> None:
+        first, end = native.local_experts
+        self.native = native
+        self.number: int = native.id
+        self.experts: int = native.experts
+        self.local_experts: int = end - first
+        on_gpu = native.backend == "cuda"
+        self.device = torch.device("cuda", native.ordinal) if on_gpu else torch.device("cpu")
+        # Bytes to a multiple of which tensors must begin.
+        self.alignment = 16 if on_gpu else 4
+        _ends[self.number] = self
+
+    def stream(self) -> int:
+        """The stream that PyTorch puts work into now; 0 on the CPU."""
+        return _current_stream(self.device.index) if self.device.type == "cuda" else 0
+
+
+_ends: weakref.WeakValueDictionary[int, End] = weakref.WeakValueDictionary()
+
+
+def end_of(number: int) -> End:
+    """The buffer of this number.
+
+    Raises:
+        CallerError: it is gone.
+    """
+    end = _ends.get(number)
+    if end is None:
+        raise CallerError(f"buffer: number {number} names none that is alive; keep the Buffer while it is used")
+    return end
+
+
+class Preprocessed(NamedTuple):
+    handle: Tensor
+    rows: int
+    tokens_per_expert: Tensor
+    raw_tokens_per_expert: Tensor
+    overflow: Tensor
+
+
+class Delivered(NamedTuple):
+    tokens: Tensor
+    scales: Tensor | None
+    probs: Tensor | None
+    local_experts: Tensor | None
+
+
+def preprocess(
+    end: End,
+    routing: Tensor,
+    weights: Tensor | None,
+    is_map: bool,
+    pad_multiple: int | None,
+    capacity: int | None,
+    most: int,
+) -> Preprocessed:
+    """Turns this rank's routing into a handle. Collective; see `Buffer.preprocess`."""
+    for given, value in [("pad_multiple", pad_multiple), ("capacity", capacity), ("max_experts_per_token", most)]:
+        if value is not None:
+            check_count(given, value)
+    name, weights_name = ("routing_map", "probs") if is_map else ("topk_idx", "topk_weights")
+    types = (torch.bool, torch.uint8) if is_map else (torch.int64, torch.int32)
+    routing = _checked(end, name, routing, types)
+    tokens, width = routing.shape
+    if is_map and width != end.experts:
+        raise CallerError(f"{name}: expected {end.experts} columns, one for each expert, found {width}")
+    if weights is not None:
+        weights = _checked(end, weights_name, weights, (torch.float32,), (tokens, width))
+    form = _MAP if is_map else _WIDE if routing.dtype == torch.int64 else _NARROW
+    counts = 0 if pad_multiple is None else end.local_experts
+    # Only a preprocess that waits can say it on the host.
+    told = end.device if capacity is not None else _CPU
+    pin = told != end.device
+    padded, raw = (torch.empty(counts, dtype=torch.int64, device=told, pin_memory=pin) for _ in range(2))
+    overflow = torch.empty(1, dtype=torch.int32, device=end.device)
+    capsule, rows = end.native.preprocess(
+        end.stream(),
+        form,
+        _span(routing),
+        None if weights is None else _span(weights),
+        (tokens, width),
+        most,
+        pad_multiple,
+        capacity,
+        (padded.data_ptr(), raw.data_ptr(), overflow.data_ptr()),
+    )
+    return Preprocessed(from_dlpack(capsule), rows, padded, raw, overflow)
+
+
+def dispatch(
+    end: End,
+    tokens: Tensor,
+    scales: Tensor | None,
+    weights: Tensor | None,
+    handle: Tensor,
+    from_routing: bool,
+    fp8: str | None,
+    clear_tokens: bool,
+    local_experts: bool,
+) -> Delivered:
+    """Sends tokens to their experts' ranks, with the routing's weights or with dense `[T, E]` ones. Collective."""
+    tokens = _checked(end, "tokens", tokens, tuple(_TOKEN_FORMATS))
+    rows, hidden = tokens.shape
+    token_format, scale_format = _TOKEN_FORMATS[tokens.dtype], 0
+    if fp8 is not None:
+        if token_format != _BF16:
+            raise CallerError(f"tokens: fp8={fp8!r} quantises bfloat16, found {_name(tokens.dtype)}")
+        token_format, scale_format = _QUANTISE, FP8_FORMATS[fp8]
+    if token_format == _FP8:
+        scales, scale_format = _checked_scales(end, scales, rows, hidden)
+    elif scales is not None:
+        raise CallerError(f"scales: only float8_e4m3fn tokens have them, these are {_name(tokens.dtype)}")
+    probs_from = _SKIP if weights is None else _FROM_ROUTING if from_routing else _DENSE
+    # Kept in a variable until the call: it may be a copy.
+    dense = None
+    if weights is not None and probs_from == _DENSE:
+        dense = _checked(end, "probs", weights, (torch.float32,), (rows, end.experts))
+    out, out_scales, out_probs, out_map = end.native.dispatch(
+        end.stream(),
+        _number(handle),
+        (rows, hidden),
+        (token_format, scale_format),
+        _span(tokens),
+        None if scales is None else _span(scales),
+        probs_from,
+        None if dense is None else _span(dense),
+        local_experts,
+        clear_tokens,
+    )
+    delivered = from_dlpack(out)
+    return Delivered(
+        delivered if token_format < _FP8 else delivered.view(torch.float8_e4m3fn),
+        None if out_scales is None else from_dlpack(out_scales),
+        None if out_probs is None else from_dlpack(out_probs),
+        None if out_map is None else from_dlpack(out_map).view(torch.bool),
+    )
+
+
+def combine(
+    end: End,
+    rows: Tensor,
+    probs: Tensor | None,
+    handle: Tensor,
+    tokens: int,
+    permuted: bool,
+    wire: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Sums each token's rows, and gathers probabilities to `[T, E]`. Collective."""
+    rows = _checked(end, "tokens", rows, (torch.bfloat16, torch.float32))
+    count, hidden = rows.shape
+    if wire not in (None, torch.bfloat16, torch.float32):
+        raise CallerError(f"wire: expected torch.bfloat16 or torch.float32, found {wire}")
+    wide = rows.dtype == torch.float32
+    out = torch.empty((tokens, hidden), dtype=rows.dtype, device=end.device)
+    out_probs = None
+    if probs is not None:
+        shape = (count,) if permuted else (count, end.local_experts)
+        probs = _checked(end, "probs", probs, (torch.float32,), shape)
+        out_probs = torch.empty((tokens, end.experts), dtype=torch.float32, device=end.device)
+    end.native.combine(
+        end.stream(),
+        _number(handle),
+        (count, tokens, hidden),
+        (wide, wide if wire is None else wire == torch.float32),
+        _span(rows),
+        None if probs is None else _span(probs),
+        _span(out),
+        None if out_probs is None else _span(out_probs),
+    )
+    return out, out_probs
+
+
+def check_count(name: str, value: int) -> None:
+    """Raises CallerError unless `value` is a number of something."""
+    if not hasattr(value, "__index__") or not 0 <= value < 1 << 63:
+        raise CallerError(f"{name}: expected a number from 0 on, found {value!r}")
+
+
+def _check_device(end: End, name: str, tensor: Tensor) -> None:
+    if tensor.device != end.device:
+        raise CallerError(f"{name}: expected a tensor on {end.device}, where the buffer is, found {tensor.device}")
+
+
+def _checked(
+    end: End, name: str, tensor: Tensor, types: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None
+) -> Tensor:
+    """The tensor as operators take it: on the buffer's device, of one of these types, without gaps."""
+    if not isinstance(tensor, Tensor):
+        raise CallerError(f"{name}: expected a tensor, found {type(tensor).__name__}")
+    if tensor.dtype not in types:
+        raise CallerError(f"{name}: expected {' or '.join(map(_name, types))}, found {_name(tensor.dtype)}")
+    _check_device(end, name, tensor)
+    if shape is None:
+        if tensor.dim() != 2:
+            raise CallerError(f"{name}: expected 2 dimensions, found shape {list(tensor.shape)}")
+    elif tensor.shape != shape:
+        raise CallerError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
+    if not tensor.is_contiguous() or tensor.data_ptr() % end.alignment:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _checked_scales(end: End, scales: Tensor | None, rows: int, hidden: int) -> tuple[Tensor, int]:
+    """Scales as given, and which of the formats they are of."""
+    if scales is None:
+        raise CallerError("scales: float8_e4m3fn tokens need them")
+    widths = {"f32": -(-hidden // 128), "ue8m0": -(-hidden // 128), "mxfp8": -(-hidden // 32)}
+    if scales.dtype in _E8M0:
+        scales = scales.view(torch.uint8)
+    bytewise = scales.dtype == torch.uint8
+    fitting = "f32" if not bytewise else "mxfp8" if scales.shape[-1:] == (widths["mxfp8"],) else "ue8m0"
+    shape = (rows, widths[fitting])
+    return _checked(end, "scales", scales, (torch.float32, torch.uint8), shape), FP8_FORMATS[fitting]
+
+
+# Younger than the oldest PyTorch that is served.
+_E8M0 = tuple(filter(None, [getattr(torch, "float8_e8m0fnu", None)]))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _number(handle: Tensor) -> int:
+    if handle.dtype != torch.int64 or handle.shape != (1,) or handle.device.type != "cpu":
+        raise CallerError(
+            "handle: expected the tensor of a Handle, int64 [1] on the CPU, "
+            f"found {_name(handle.dtype)} {list(handle.shape)} on {handle.device}"
+        )
+    return handle.item()  # type: ignore[return-value]
+
+
+# ---- as registered operators
+
+_library = torch.library.Library("hybrid_ep", "DEF")
+_library.define(
+    "preprocess(Tensor routing, Tensor? weights, int buffer, bool is_map, int? pad_multiple, SymInt? capacity,"
+    " int most) -> (Tensor handle, Tensor tokens_per_expert, Tensor raw_tokens_per_expert, Tensor overflow)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+# `topk_idx` says where the gradient of weights [T, K] is in one of [T, E]. `rows` is known with a capacity, or from an
+# earlier call; without it the number of rows depends on data.
+_library.define(
+    "dispatch(Tensor tokens, Tensor? scales, Tensor? weights, Tensor? topk_idx, Tensor handle, int buffer,"
+    " bool from_routing, str? fp8, bool permuted, SymInt? rows, bool clear_tokens, bool local_experts)"
+    " -> (Tensor tokens, Tensor scales, Tensor probs, Tensor local_experts)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "combine(Tensor rows, Tensor? probs, Tensor handle, int buffer, SymInt tokens, bool permuted, ScalarType? wire)"
+    " -> (Tensor tokens, Tensor probs)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+# The compiler does not look into them: where it breaks its graph at one, it would try to compile what the operator
+# does.
+
+
+def _or_empty(tensor: Tensor | None) -> Tensor:
+    return torch.empty(0, device=_CPU) if tensor is None else tensor
+
+
+@torch.library.impl(_library, "preprocess", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _preprocess_op(
+    routing: Tensor,
+    weights: Tensor | None,
+    buffer: int,
+    is_map: bool,
+    pad_multiple: int | None,
+    capacity: int | None,
+    most: int,
+) -> tuple[Tensor, ...]:
+    done = preprocess(end_of(buffer), routing, weights, is_map, pad_multiple, capacity, most)
+    return done.handle, done.tokens_per_expert, done.raw_tokens_per_expert, done.overflow
+
+
+@torch.library.impl(_library, "dispatch", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _dispatch_op(
+    tokens: Tensor,
+    scales: Tensor | None,
+    weights: Tensor | None,
+    topk_idx: Tensor | None,
+    handle: Tensor,
+    buffer: int,
+    from_routing: bool,
+    fp8: str | None,
+    permuted: bool,
+    rows: int | None,
+    clear_tokens: bool,
+    local_experts: bool,
+) -> tuple[Tensor, ...]:
+    end = end_of(buffer)
+    done = dispatch(end, tokens, scales, weights, handle, from_routing, fp8, clear_tokens, local_experts)
+    return tuple(map(_or_empty, done))
+
+
+@torch.library.impl(_library, "combine", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _combine_op(
+    rows: Tensor,
+    probs: Tensor | None,
+    handle: Tensor,
+    buffer: int,
+    tokens: int,
+    permuted: bool,
+    wire: torch.dtype | None,
+) -> tuple[Tensor, ...]:
+    return tuple(map(_or_empty, combine(end_of(buffer), rows, probs, handle, tokens, permuted, wire)))
+
+
+# ---- their shapes
+
+
+@torch.library.register_fake("hybrid_ep::preprocess", lib=_library)
+def _preprocess_fake(
+    routing: Tensor,
+    weights: Tensor | None,
+    buffer: int,
+    is_map: bool,
+    pad_multiple: int | None,
+    capacity: int | None,
+    most: int,
+) -> tuple[Tensor, ...]:
+    end = end_of(buffer)
+    _check_device(end, "routing_map" if is_map else "topk_idx", routing)
+    counts = 0 if pad_multiple is None else end.local_experts
+    told = end.device if capacity is not None else _CPU
+    return (
+        torch.empty(1, dtype=torch.int64, device=_CPU),
+        torch.empty(counts, dtype=torch.int64, device=told),
+        torch.empty(counts, dtype=torch.int64, device=told),
+        torch.empty(1, dtype=torch.int32, device=end.device),
+    )
+
+
+@torch.library.register_fake("hybrid_ep::dispatch", lib=_library)
+def _dispatch_fake(
+    tokens: Tensor,
+    scales: Tensor | None,
+    weights: Tensor | None,
+    topk_idx: Tensor | None,
+    handle: Tensor,
+    buffer: int,
+    from_routing: bool,
+    fp8: str | None,
+    permuted: bool,
+    rows: int | None,
+    clear_tokens: bool,
+    local_experts: bool,
+) -> tuple[Tensor, ...]:
+    end = end_of(buffer)
+    _check_device(end, "tokens", tokens)
+    count = torch.library.get_ctx().new_dynamic_size() if rows is None else rows
+    hidden = tokens.shape[1]
+    none = functools.partial(torch.empty, 0, device=_CPU)
+    out = tokens.new_empty((count, hidden), dtype=tokens.dtype if fp8 is None else torch.float8_e4m3fn)
+    out_scales = none()
+    if scales is not None:
+        dtype = torch.float32 if scales.dtype == torch.float32 else torch.uint8
+        out_scales = scales.new_empty((count, scales.shape[1]), dtype=dtype)
+    elif fp8 is not None:
+        block = 32 if fp8 == "mxfp8" else 128
+        dtype = torch.float32 if fp8 == "f32" else torch.uint8
+        out_scales = tokens.new_empty((count, (hidden + block - 1) // block), dtype=dtype)
+    shape = (count,) if permuted else (count, end.local_experts)
+    out_probs = none() if weights is None else tokens.new_empty(shape, dtype=torch.float32)
+    with_map = local_experts and not permuted
+    out_map = tokens.new_empty((count, end.local_experts), dtype=torch.bool) if with_map else none()
+    return out, out_scales, out_probs, out_map
+
+
+@torch.library.register_fake("hybrid_ep::combine", lib=_library)
+def _combine_fake(
+    rows: Tensor,
+    probs: Tensor | None,
+    handle: Tensor,
+    buffer: int,
+    tokens: int,
+    permuted: bool,
+    wire: torch.dtype | None,
+) -> tuple[Tensor, ...]:
+    end = end_of(buffer)
+    _check_device(end, "tokens", rows)
+    out = rows.new_empty((tokens, rows.shape[1]))
+    return out, torch.empty(0, device=_CPU) if probs is None else probs.new_empty((tokens, end.experts))
+
+
+# ---- their gradients
+#
+# Backward calls an operator of all ranks, so what it calls follows from what is equal on all ranks: from which inputs
+# wanted gradients, never from which outputs have one here. (An output without one has zeros: autograd fills them in.)
+
+
+class _Once(torch.autograd.Function):
+    """The identity on gradients, which are not to be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.operator = operator
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(f"hybrid_ep: the gradient of {ctx.operator} cannot be differentiated again")
+
+
+_Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def _once(operator: str, backward: _Backward) -> _Backward:
+    """`backward`, whose results know what they depend on where a graph of it is asked for."""
+
+    def run(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        differentiable = torch.is_grad_enabled() and any(grad.requires_grad for grad in grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not differentiable:
+            return results
+        there = [result for result in results if result is not None]
+        once = iter(_Once.apply(operator, len(there), *there, *grads))
+        return tuple(None if result is None else next(once) for result in results)
+
+    return run
+
+
+def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tokens, _, _, topk_idx, handle, buffer, _, fp8, permuted, _, _, _ = inputs
+    out, out_scales, _, out_map = output
+    is_fp8 = fp8 is not None or tokens.dtype == torch.float8_e4m3fn
+    # No saved tensor: hooks that move those to other memory would keep the number and lose the handle.
+    ctx.handle = handle
+    ctx.save_for_backward(topk_idx)
+    ctx.buffer, ctx.permuted, ctx.tokens = buffer, permuted, tokens.shape[0]
+    ctx.of_tokens = ctx.needs_input_grad[0] and not is_fp8
+    ctx.mark_non_differentiable(out_scales, out_map, *([out] if is_fp8 else []))
+
+
+def _dispatch_backward(ctx: Any, grad: Tensor, _scales: Tensor, grad_probs: Tensor, _map: Tensor) -> Any:
+    (topk_idx,) = ctx.saved_tensors
+    of_weights = ctx.needs_input_grad[2]
+    rows = grad if ctx.of_tokens else grad_probs.new_zeros((grad_probs.shape[0], _NARROWEST), dtype=torch.bfloat16)
+    of_tokens, dense = torch.ops.hybrid_ep.combine(
+        rows, grad_probs if of_weights else None, ctx.handle, ctx.buffer, ctx.tokens, ctx.permuted, None
+    )
+    weights = None
+    if of_weights:
+        weights = dense if topk_idx is None else _chosen(dense, topk_idx)
+    return of_tokens if ctx.of_tokens else None, None, weights, *[None] * 9
+
+
+def _chosen(dense: Tensor, topk_idx: Tensor) -> Tensor:
+    """`[T, K]` of `[T, E]`; 0 where no expert was chosen."""
+    index = topk_idx.long()
+    return dense.gather(1, index.clamp(min=0)).masked_fill(index < 0, 0)
+
+
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    rows, _, handle, buffer, _, permuted, _ = inputs
+    ctx.handle = handle
+    ctx.buffer, ctx.permuted, ctx.rows = buffer, permuted, rows.shape[0]
+
+
+def _combine_backward(ctx: Any, grad: Tensor, grad_probs: Tensor) -> Any:
+    of_rows, of_probs = ctx.needs_input_grad[:2]
+    tokens = grad if of_rows else grad_probs.new_zeros((grad_probs.shape[0], _NARROWEST), dtype=torch.bfloat16)
+    rows, _, probs, _ = torch.ops.hybrid_ep.dispatch(
+        tokens, None, grad_probs if of_probs else None, None, ctx.handle, ctx.buffer,
+        False, None, ctx.permuted, ctx.rows, True, False,
+    )  # fmt: skip
+    return rows if of_rows else None, probs if of_probs else None, *[None] * 5
+
+
+torch.library.register_autograd(
+    "hybrid_ep::dispatch", _once("dispatch", _dispatch_backward), setup_context=_dispatch_setup, lib=_library
+)
+torch.library.register_autograd(
+    "hybrid_ep::combine", _once("combine", _combine_backward), setup_context=_combine_setup, lib=_library
+)

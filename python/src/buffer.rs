@@ -1,0 +1,400 @@
+//! The class `Buffer`.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard};
+
+use ep::rendezvous::Rendezvous;
+use ep::{Backend, Config, DispatchMode, Element, Rank, ScaleFormat, World};
+use ep_cuda::CudaBuffer;
+use ep_host::HostBuffer;
+use pyo3::prelude::*;
+use pyo3::types::PyCapsule;
+
+use crate::call::{
+    self, Capsules, CombineCall, DispatchCall, Form, Given, Report, RoutingTensors, Span, Tensors, Tokens,
+};
+use crate::dlpack::Device;
+use crate::errors::{Failure, poisoned};
+use crate::handle;
+use crate::join::{self, Callback, Settings};
+
+/// One rank, on either backend.
+#[pyclass(frozen, module = "hybrid_ep._native")]
+pub(crate) struct Buffer {
+    /// `None` once closed.
+    end: Mutex<Option<AnyEnd>>,
+    facts: Facts,
+}
+
+/// What never changes.
+struct Facts {
+    id: u64,
+    rank: usize,
+    world: World,
+    backend: &'static str,
+    device: Device,
+}
+
+/// What differs by backend.
+enum Either<H, C> {
+    Host(H),
+    Cuda(C),
+}
+
+type AnyEnd = Either<Box<HostBuffer>, Box<CudaBuffer>>;
+
+/// Evaluates `$call` with `$end` being the end of whichever backend.
+macro_rules! with_end {
+    ($any:expr, $end:ident => $call:expr) => {
+        match $any {
+            Either::Host($end) => $call,
+            Either::Cuda($end) => $call,
+        }
+    };
+}
+
+/// Which backend a world runs on.
+#[derive(Clone, Copy)]
+enum Kind {
+    Host,
+    Cuda,
+}
+
+impl Kind {
+    fn of(settings: &Settings) -> Result<Self, Failure> {
+        match settings.backend.as_str() {
+            "host" => Ok(Self::Host),
+            "cuda" => Ok(Self::Cuda),
+            other => Err(Failure::Caller(format!("backend: expected \"host\" or \"cuda\", found {other:?}"))),
+        }
+    }
+}
+
+impl Buffer {
+    fn new(end: AnyEnd, device: Device) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let backend = match end {
+            Either::Host(_) => "host",
+            Either::Cuda(_) => "cuda",
+        };
+        let facts = with_end!(&end, end => Facts {
+            id: NEXT.fetch_add(1, Relaxed),
+            rank: end.rank().index(),
+            world: end.world().clone(),
+            backend,
+            device,
+        });
+        Self { end: Mutex::new(Some(end)), facts }
+    }
+
+    fn host(buffer: HostBuffer) -> Self {
+        Self::new(Either::Host(Box::new(buffer)), Device::CPU)
+    }
+
+    fn cuda(buffer: CudaBuffer, gpu: usize) -> Self {
+        Self::new(Either::Cuda(Box::new(buffer)), Device::cuda(gpu))
+    }
+
+    fn meet(
+        kind: Kind,
+        settings: &Settings,
+        config: &Config,
+        meet: &mut dyn Rendezvous,
+    ) -> Result<Self, Failure> {
+        let world = settings.world(meet.ranks())?;
+        let gpu = settings.gpu.unwrap_or(0);
+        match kind {
+            Kind::Host => Ok(Self::host(HostBuffer::join(world, meet, config)?)),
+            Kind::Cuda => Ok(Self::cuda(CudaBuffer::join_on(gpu, &world, meet, config)?, gpu)),
+        }
+    }
+
+    fn lock(&self) -> Result<MutexGuard<'_, Option<AnyEnd>>, Failure> {
+        self.end.lock().map_err(|_| poisoned())
+    }
+
+    /// Calls `call` with the end, without the interpreter's lock: other ranks may need that to get on.
+    fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut AnyEnd) -> Result<T, Failure> + Send,
+    ) -> Result<T, Failure> {
+        py.detach(|| {
+            let mut end = self.lock()?;
+            call(end.as_mut().ok_or_else(|| Failure::Caller("this buffer was closed".into()))?)
+        })
+    }
+
+    /// Calls an operator, in this stream of the device.
+    fn operate<T: Send>(
+        &self,
+        py: Python<'_>,
+        stream: usize,
+        call: impl FnOnce(&mut AnyEnd) -> Result<T, Failure> + Send,
+    ) -> Result<T, Failure> {
+        self.run(py, |end| {
+            with_end!(end, end => end.use_stream(stream))?;
+            call(end)
+        })
+    }
+
+    fn take(&self) -> Option<AnyEnd> {
+        match self.end.lock() {
+            Ok(mut end) => end.take(),
+            Err(poison) => poison.into_inner().take(),
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // The end waits for the GPU, whose kernels may wait for ranks of other threads, and those for the interpreter's
+        // lock. Where there is no interpreter any more, nobody does: the end goes with the closure.
+        let end = self.take();
+        let _: Option<()> = Python::try_attach(|py| py.detach(move || drop(end)));
+    }
+}
+
+#[pymethods]
+impl Buffer {
+    /// All ranks of a world in this process, in order.
+    #[staticmethod]
+    fn threads(py: Python<'_>, ranks: usize, settings: Settings) -> Result<Vec<Self>, Failure> {
+        let (kind, config) = (Kind::of(&settings)?, settings.config()?);
+        let world = settings.world(ranks)?;
+        py.detach(|| match kind {
+            Kind::Host => Ok(HostBuffer::threads(world, &config)?.into_iter().map(Self::host).collect()),
+            Kind::Cuda => {
+                let spread = (0..settings.gpus).cycle();
+                let buffers = CudaBuffer::threads(&world, &config)?.into_iter().zip(spread);
+                Ok(buffers.map(|(buffer, gpu)| Self::cuda(buffer, gpu)).collect())
+            }
+        })
+    }
+
+    /// This process as one of `ranks`; `all_gather` gives everybody's bytes for this rank's. Collective.
+    #[staticmethod]
+    fn join(
+        py: Python<'_>,
+        rank: u32,
+        ranks: usize,
+        settings: Settings,
+        all_gather: Py<PyAny>,
+    ) -> Result<Self, Failure> {
+        let (kind, config) = (Kind::of(&settings)?, settings.config()?);
+        let mut meet = Callback { rank: Rank(rank), ranks, all_gather, raised: None };
+        let joined = py.detach(|| Self::meet(kind, &settings, &config, &mut meet));
+        joined.map_err(|failure| meet.blame(failure))
+    }
+
+    /// This process as the rank that the launcher's environment says, else alone. Collective.
+    #[staticmethod]
+    fn launched(py: Python<'_>, settings: Settings) -> Result<Self, Failure> {
+        let (kind, config) = (Kind::of(&settings)?, settings.config()?);
+        py.detach(|| Self::meet(kind, &settings, &config, &mut *join::launched(&config)?))
+    }
+
+    #[getter]
+    fn id(&self) -> u64 {
+        self.facts.id
+    }
+
+    #[getter]
+    fn rank(&self) -> usize {
+        self.facts.rank
+    }
+
+    #[getter]
+    fn ranks(&self) -> usize {
+        self.facts.world.ranks()
+    }
+
+    #[getter]
+    fn experts(&self) -> usize {
+        self.facts.world.experts()
+    }
+
+    /// First local expert, and one past the last.
+    #[getter]
+    fn local_experts(&self) -> (usize, usize) {
+        let positions = self.facts.world.placement.positions_of(Rank(self.facts.rank as u32));
+        (positions.start, positions.end)
+    }
+
+    #[getter]
+    fn domains(&self) -> usize {
+        self.facts.world.topology.domains()
+    }
+
+    #[getter]
+    fn backend(&self) -> &'static str {
+        self.facts.backend
+    }
+
+    /// The GPU; 0 on the host.
+    #[getter]
+    fn ordinal(&self) -> i32 {
+        self.facts.device.ordinal()
+    }
+
+    /// Bytes that are registered now.
+    fn registered_bytes(&self, py: Python<'_>) -> Result<usize, Failure> {
+        self.run(py, |end| Ok(with_end!(end, end => end.registered())))
+    }
+
+    /// Preprocesses a routing: `form` 0 = i32 top-k, 1 = i64 top-k, 2 = map. Returns the handle's capsule, and the rows
+    /// of dispatch outputs.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "numbers that Python passes by position: no call is cheaper"
+    )]
+    fn preprocess<'py>(
+        &self,
+        py: Python<'py>,
+        stream: usize,
+        form: u8,
+        routing: Span,
+        weights: Option<Span>,
+        size: (usize, usize),
+        most: usize,
+        pad_multiple: Option<usize>,
+        capacity: Option<usize>,
+        report: Report,
+    ) -> Result<(Bound<'py, PyCapsule>, usize), Failure> {
+        let form = match form {
+            0 => Form::NarrowTopK,
+            1 => Form::WideTopK,
+            _ => Form::Map { most },
+        };
+        let mode = pad_multiple.map_or(Ok(DispatchMode::Plain), DispatchMode::permuted)?;
+        let routing = RoutingTensors { form, tokens: size.0, width: size.1, routing, weights };
+        let handle = self.operate(
+            py,
+            stream,
+            |end| with_end!(end, end => call::preprocess(&mut **end, &routing, mode, capacity, report)),
+        )?;
+        let rows = handle.rows;
+        Ok((handle::register(py, handle).map_err(Failure::Raised)?, rows))
+    }
+
+    /// Dispatches. `format` 0 = bf16, 1 = f32, 2 = FP8 with scales, 3 = bf16 to be quantised; `scale_format` 0 = f32, 1 =
+    /// ue8m0 per 128, 2 = ue8m0 per 32; `probs_from` 0 = none, 1 = the routing, 2 = `probs`.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "numbers that Python passes by position: no call is cheaper"
+    )]
+    fn dispatch<'py>(
+        &self,
+        py: Python<'py>,
+        stream: usize,
+        number: i64,
+        size: (usize, usize),
+        format: (u8, u8),
+        tokens: Span,
+        scales: Option<Span>,
+        probs_from: u8,
+        probs: Option<Span>,
+        local_experts: bool,
+        clear_tokens: bool,
+    ) -> Result<Capsules<'py>, Failure> {
+        let scale_format = match format.1 {
+            0 => ScaleFormat::F32Per128,
+            1 => ScaleFormat::Ue8m0Per128,
+            _ => ScaleFormat::Ue8m0Per32,
+        };
+        let call = DispatchCall {
+            rows: size.0,
+            hidden: size.1,
+            tokens: match format.0 {
+                0 => Tokens::Bf16,
+                1 => Tokens::F32,
+                2 => Tokens::Fp8(scale_format),
+                _ => Tokens::QuantizeFp8(scale_format),
+            },
+            data: tokens,
+            scales,
+            probs: match (probs_from, probs) {
+                (2, Some(dense)) => Given::Dense(dense),
+                (1, _) => Given::Routing,
+                _ => Given::Nothing,
+            },
+            local_experts,
+            clear_tokens,
+        };
+        let (handle, device) = (handle::find(number)?, self.facts.device);
+        let delivered = self.operate(py, stream, |end| match end {
+            Either::Host(end) => call::dispatch(&mut **end, &handle, &call).map(Either::Host),
+            Either::Cuda(end) => call::dispatch(&mut **end, &handle, &call).map(Either::Cuda),
+        })?;
+        match delivered {
+            Either::Host(delivered) => delivered.into_capsules(py, device),
+            Either::Cuda(delivered) => delivered.into_capsules(py, device),
+        }
+        .map_err(Failure::Raised)
+    }
+
+    /// Combines rows of f32 or bf16 into `out`, and probabilities into `out_probs`.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "numbers that Python passes by position: no call is cheaper"
+    )]
+    fn combine(
+        &self,
+        py: Python<'_>,
+        stream: usize,
+        number: i64,
+        size: (usize, usize, usize),
+        wide: (bool, bool),
+        data: Span,
+        probs: Option<Span>,
+        out: Span,
+        out_probs: Option<Span>,
+    ) -> Result<(), Failure> {
+        let element = |wide: bool| if wide { Element::F32 } else { Element::Bf16 };
+        let ((element, wire), (rows, tokens, hidden)) = ((element(wide.0), element(wide.1)), size);
+        let call = CombineCall { rows, tokens, hidden, element, wire, data, probs, out, out_probs };
+        let handle = handle::find(number)?;
+        self.operate(py, stream, |end| with_end!(end, end => call::combine(&mut **end, &handle, &call)))
+    }
+
+    /// Registered memory of this many bytes, as a capsule of a `uint8` vector.
+    fn empty<'py>(
+        &self,
+        py: Python<'py>,
+        stream: usize,
+        bytes: usize,
+    ) -> Result<Bound<'py, PyCapsule>, Failure> {
+        let device = self.facts.device;
+        let output = self.operate(py, stream, |end| match end {
+            Either::Host(end) => call::empty(&mut **end, bytes).map(Either::Host),
+            Either::Cuda(end) => call::empty(&mut **end, bytes).map(Either::Cuda),
+        })?;
+        match output {
+            Either::Host(output) => output.into_capsule(py, device),
+            Either::Cuda(output) => output.into_capsule(py, device),
+        }
+        .map_err(Failure::Raised)
+    }
+
+    /// Waits for all operators so far.
+    fn synchronize(&self, py: Python<'_>) -> Result<(), Failure> {
+        self.run(py, |end| Ok(with_end!(end, end => end.synchronize())?))
+    }
+
+    /// Domain bytes, transport bytes, transport messages, preprocess bytes, seconds waited; so far.
+    fn traffic(&self, py: Python<'_>) -> Result<(u64, u64, u64, u64, f64), Failure> {
+        let traffic = self.run(py, |end| Ok(with_end!(end, end => end.traffic())))?;
+        Ok((
+            traffic.domain_bytes,
+            traffic.transport_bytes,
+            traffic.transport_messages,
+            traffic.preprocess_bytes,
+            traffic.waited.as_secs_f64(),
+        ))
+    }
+
+    /// Takes part in nothing any more, and tells the others.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| drop(self.take()));
+    }
+}

@@ -1,0 +1,152 @@
+//! Memory handed to a tensor library, by DLPack: the tensor owns it, and whoever frees the tensor gives it back.
+
+use std::ffi::{CStr, c_void};
+use std::ptr::NonNull;
+
+use pyo3::prelude::*;
+use pyo3::types::PyCapsule;
+
+/// The name of a capsule that nobody has made a tensor of yet; whoever does renames it.
+const NAME: &CStr = c"dltensor";
+
+/// `DLDevice` of the DLPack specification.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Device {
+    kind: i32,
+    ordinal: i32,
+}
+
+impl Device {
+    pub(crate) const CPU: Self = Self { kind: 1, ordinal: 0 };
+
+    pub(crate) fn cuda(ordinal: usize) -> Self {
+        Self { kind: 2, ordinal: ordinal as i32 }
+    }
+
+    pub(crate) fn ordinal(self) -> i32 {
+        self.ordinal
+    }
+}
+
+/// `DLDataType` of the DLPack specification.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct DataType {
+    code: u8,
+    bits: u8,
+    lanes: u16,
+}
+
+impl DataType {
+    pub(crate) const I64: Self = Self { code: 0, bits: 64, lanes: 1 };
+    pub(crate) const U8: Self = Self { code: 1, bits: 8, lanes: 1 };
+    pub(crate) const F32: Self = Self { code: 2, bits: 32, lanes: 1 };
+    pub(crate) const BF16: Self = Self { code: 4, bits: 16, lanes: 1 };
+}
+
+/// `DLTensor` of the DLPack specification.
+#[repr(C)]
+struct Tensor {
+    data: *mut c_void,
+    device: Device,
+    ndim: i32,
+    dtype: DataType,
+    shape: *mut i64,
+    /// Null: row-major without gaps.
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+/// `DLManagedTensor` of the DLPack specification.
+#[repr(C)]
+struct ManagedTensor {
+    tensor: Tensor,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut ManagedTensor)>,
+}
+
+/// A managed tensor, which comes first so that its address is the whole's, and what it needs as long as it lives.
+#[repr(C)]
+struct Export<T> {
+    managed: ManagedTensor,
+    shape: [i64; 2],
+    _owner: T,
+}
+
+/// A row-major matrix, or a vector where `columns` is `None`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shape {
+    pub(crate) rows: usize,
+    pub(crate) columns: Option<usize>,
+}
+
+/// A capsule that `torch.from_dlpack` turns into a tensor. Dropping that tensor, or the capsule when no tensor was
+/// made of it, drops `owner`, on whatever thread that happens.
+///
+/// # Safety
+/// `data` is the address of as many elements as `shape` says on `device`, as long as `owner` lives.
+pub(crate) unsafe fn capsule<'py, T: Send + 'static>(
+    py: Python<'py>,
+    owner: T,
+    data: *mut c_void,
+    device: Device,
+    dtype: DataType,
+    shape: Shape,
+) -> PyResult<Bound<'py, PyCapsule>> {
+    let mut export = Box::new(Export {
+        managed: ManagedTensor {
+            tensor: Tensor {
+                data,
+                device,
+                ndim: if shape.columns.is_some() { 2 } else { 1 },
+                dtype,
+                shape: std::ptr::null_mut(),
+                strides: std::ptr::null_mut(),
+                byte_offset: 0,
+            },
+            context: std::ptr::null_mut(),
+            deleter: Some(delete::<T>),
+        },
+        shape: [shape.rows as i64, shape.columns.unwrap_or(0) as i64],
+        _owner: owner,
+    });
+    export.managed.tensor.shape = export.shape.as_mut_ptr();
+    let export = NonNull::from(Box::leak(export)).cast();
+    // SAFETY: the pointer is that of an export, which `discard` or the capsule's consumer frees.
+    let capsule = unsafe { PyCapsule::new_with_pointer_and_destructor(py, export, NAME, Some(discard)) };
+    if capsule.is_err() {
+        // SAFETY: made above, and nobody else knows it.
+        unsafe { delete::<T>(export.as_ptr().cast()) };
+    }
+    capsule
+}
+
+/// Frees an export.
+///
+/// # Safety
+/// `managed` is the address of an `Export<T>` that was leaked by [`capsule`] and not freed since.
+unsafe extern "C" fn delete<T>(managed: *mut ManagedTensor) {
+    // SAFETY: the caller's promise; `managed` is the first field.
+    drop(unsafe { Box::from_raw(managed.cast::<Export<T>>()) });
+}
+
+/// Frees what a capsule holds that nobody made a tensor of.
+///
+/// # Safety
+/// `capsule` is one that [`capsule`] made, in its destruction.
+unsafe extern "C" fn discard(capsule: *mut pyo3::ffi::PyObject) {
+    // SAFETY: a capsule; renamed, it is no longer ours.
+    let managed = unsafe {
+        if pyo3::ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 0 {
+            return;
+        }
+        pyo3::ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast::<ManagedTensor>()
+    };
+    // SAFETY: a capsule of this name holds an export, whose deleter fits its type.
+    unsafe {
+        if let Some(deleter) = (*managed).deleter {
+            deleter(managed);
+        }
+    }
+}

@@ -1,0 +1,185 @@
+"""What only GPUs have: streams, CUDA graphs, counts that stay on the device. The other files run there as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid_ep import Buffer, CallerError
+from test_processes import meet, no_errors, processes
+from worlds import make_case, world
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CAPACITY = 64
+
+
+def round_of(
+    buffer: Buffer, x: Tensor, idx: Tensor, weights: Tensor, capacity: int | None = CAPACITY
+) -> tuple[Tensor, ...]:
+    got = buffer.dispatch_with_permute(x, idx, weights, pad_multiple=4, capacity=capacity)
+    assert got.probs is not None
+    assert got.tokens_per_expert is not None
+    back = buffer.combine_with_unpermute(got.tokens * got.probs[:, None], got.handle, probs=got.probs)
+    assert back.probs is not None
+    return back.tokens, back.probs, got.tokens_per_expert, got.overflow
+
+
+def inputs_of(buffer: Buffer, ranks: int, seed: int) -> list[Tensor]:
+    case = make_case(ranks=ranks, experts=4 * ranks, topk=2, seed=seed, tokens=[5] * ranks)
+    return [t[buffer.rank].to(buffer.device) for t in (case.tokens, case.topk_idx, case.topk_weights)]
+
+
+def expected_of(x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
+    return x * (weights * (idx >= 0)).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("capacity", [None, CAPACITY])
+def test_counts_are_where_they_are_known(capacity: int | None) -> None:
+    def work(buffer: Buffer) -> None:
+        *_, counts, overflow = round_of(buffer, *inputs_of(buffer, 2, 1), capacity)
+        assert counts.device.type == ("cpu" if capacity is None else "cuda")
+        assert counts.is_pinned() == (capacity is None)
+        assert overflow.device == buffer.device
+        assert overflow.tolist() == [0]
+
+    world(work, 2, device="cuda")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_round_can_be_captured_and_replayed(ranks: int) -> None:
+    def work(buffer: Buffer) -> None:
+        x, idx, weights = inputs_of(buffer, ranks, 1)
+        with torch.no_grad():
+            # Kernels are loaded and scratch memory is taken before the capture.
+            round_of(buffer, x, idx, weights)
+            torch.cuda.current_stream().synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                outputs = round_of(buffer, x, idx, weights)
+            for seed in (2, 3, 1):
+                new = inputs_of(buffer, ranks, seed)
+                for old, tensor in zip((x, idx, weights), new, strict=True):
+                    old.copy_(tensor)
+                graph.replay()
+                replayed = [output.clone() for output in outputs]
+                # What calls in between deliver does not lie where replays write.
+                kept = buffer.dispatch_with_permute(*new, pad_multiple=4, capacity=CAPACITY)
+                before = kept.tokens.clone()
+                graph.replay()
+                assert torch.equal(kept.tokens, before)
+                for got, want in zip(replayed, round_of(buffer, *new), strict=True):
+                    assert torch.equal(got, want)
+                torch.testing.assert_close(replayed[0], expected_of(*new[::2], new[1]))
+
+    world(work, ranks, device="cuda", experts=4 * ranks)
+
+
+def test_a_capture_without_a_capacity_is_refused() -> None:
+    def work(buffer: Buffer) -> None:
+        inputs = inputs_of(buffer, 1, 1)
+        round_of(buffer, *inputs)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(CallerError, match="capacity"), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            buffer.dispatch_with_permute(*inputs)
+
+    world(work, 1, device="cuda", experts=4)
+
+
+def test_operators_follow_the_current_stream() -> None:
+    def work(buffer: Buffer) -> None:
+        x, idx, weights = inputs_of(buffer, 2, 1)
+        want = expected_of(x, weights, idx)
+        ready = torch.cuda.current_stream().record_event()
+        for _ in range(20):
+            streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+            with torch.cuda.stream(streams[0]):
+                ready.wait()
+                got = buffer.dispatch_with_permute(x, idx, weights)
+                assert got.probs is not None
+                rows = got.tokens * got.probs[:, None]
+            with torch.cuda.stream(streams[1]):
+                # The operator itself waits for the one before it; the product in between is the caller's to wait for.
+                streams[0].record_event().wait()
+                tokens = buffer.combine_with_unpermute(rows, got.handle).tokens
+            streams[1].synchronize()
+            torch.testing.assert_close(tokens, want)
+
+    world(work, 2, device="cuda")
+
+
+def test_nothing_waits_with_a_capacity() -> None:
+    """As far as PyTorch can tell."""
+
+    def work(buffer: Buffer) -> None:
+        x, idx, weights = inputs_of(buffer, 1, 1)
+        x.requires_grad_()
+        weights.requires_grad_()
+        round_of(buffer, x, idx, weights)[0].sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            round_of(buffer, x, idx, weights)[0].sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    world(work, 1, device="cuda", experts=4)
+
+
+@pytest.mark.parametrize("capacity", [None, CAPACITY])
+def test_a_bad_routing_is_found_on_the_gpu(capacity: int | None) -> None:
+    (buffer,) = Buffer.threads(1, num_experts=4, device="cuda", timeout=5)
+    idx = torch.tensor([[0], [7]], device=buffer.device)
+    with pytest.raises(CallerError, match=r"row 1: expert index 7 is out of range"):
+        buffer.preprocess(idx, pad_multiple=1, capacity=capacity)
+        buffer.synchronize()
+
+
+def test_tensors_of_other_devices_are_refused() -> None:
+    (buffer,) = Buffer.threads(1, num_experts=4, device="cuda")
+    on_gpu, on_cpu = torch.zeros(2, 1, dtype=torch.int64, device="cuda"), torch.zeros(2, 8)
+    with pytest.raises(CallerError, match="tokens: expected a tensor on cuda:0"):
+        buffer.dispatch(on_cpu, on_gpu)
+    with pytest.raises(CallerError, match="topk_idx: expected a tensor on cuda:0"):
+        buffer.dispatch(on_cpu.cuda(), on_gpu.cpu())
+
+
+def test_domains_are_emulated_on_the_cpu_only() -> None:
+    with pytest.raises(CallerError, match="the CUDA backend serves one"):
+        Buffer.threads(2, num_experts=4, domains=2, device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_current_device_need_not_be_the_buffers() -> None:
+    buffers = Buffer.threads(2, num_experts=4, device="cuda")
+    assert [buffer.device.index for buffer in buffers] == [0, 1]
+    one = Buffer(num_experts=4, device="cuda:1")
+    with torch.cuda.device(0):
+        x = torch.randn(3, 8, device="cuda:1")
+        got = one.dispatch(x, torch.zeros(3, 1, dtype=torch.int64, device="cuda:1"))
+        assert got.tokens.device == got.overflow.device == one.device == torch.device("cuda", 1)
+        assert torch.equal(got.tokens, x)
+
+
+def _rank_of_a_job(rank: int, ranks: int, store: str) -> None:
+    torch.cuda.set_device(rank)
+    meet(rank, ranks, store)
+    buffer = Buffer(num_experts=4 * ranks)
+    assert buffer.device == torch.device("cuda", rank)
+    for seed in range(3):
+        x, idx, weights = inputs_of(buffer, ranks, seed)
+        x.requires_grad_()
+        weights.requires_grad_()
+        tokens: Any = round_of(buffer, x, idx, weights, None if seed == 0 else CAPACITY)[0]
+        torch.testing.assert_close(tokens, expected_of(x, weights, idx))
+        tokens.sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, expected_of(torch.ones_like(x), weights, idx))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_processes_with_a_gpu_each(tmp_path: Path) -> None:
+    no_errors(processes(torch.cuda.device_count(), _rank_of_a_job, f"file://{tmp_path}/store"))

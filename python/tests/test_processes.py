@@ -1,0 +1,202 @@
+"""Ranks as processes: how they meet, and how they learn of one that is gone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_ep import Buffer, CallerError, PeerError
+from worlds import make_case
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks as processes need Linux")
+
+# Longer than anything here takes, shorter than anybody wants to wait for a hang.
+PATIENCE = 120
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _child(work: Callable[..., Any], rank: int, ranks: int, arguments: tuple[Any, ...], answer: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        result = work(rank, ranks, *arguments)
+    except BaseException as error:
+        answer.send((False, error))
+        # As it would end without a test around it: through the interpreter's own exit.
+        raise
+    answer.send((True, result))
+
+
+def processes(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `work(rank, ranks, *arguments)` returned or raised in each process.
+
+    "killed by N" where signal N ended it.
+    """
+    # New processes, but PyTorch is imported only once.
+    fresh = multiprocessing.get_context("forkserver")
+    fresh.set_forkserver_preload(["torch.distributed", "hybrid_ep.buffer"])
+    started = []
+    for rank in range(ranks):
+        receive, send = fresh.Pipe(duplex=False)
+        process = fresh.Process(target=_child, args=(work, rank, ranks, arguments, send))
+        process.start()
+        # This process must not keep the end open that a dead child would have closed.
+        send.close()
+        started.append((process, receive))
+    results = []
+    deadline = time.monotonic() + PATIENCE
+    for process, receive in started:
+        answered = receive.poll(max(deadline - time.monotonic(), 0))
+        try:
+            results.append(receive.recv()[1] if answered else TimeoutError("no answer"))
+        except EOFError:
+            process.join()
+            results.append(f"killed by {-(process.exitcode or 0)}")
+    for process, _ in started:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+    return results
+
+
+def no_errors(results: list[Any]) -> None:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def meet(rank: int, ranks: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+
+
+def check_round(buffer: Buffer, seed: int) -> None:
+    """Forward and backward of experts that only scale."""
+    case = make_case(ranks=buffer.world_size, experts=buffer.num_experts, topk=2, seed=seed)
+    rank = buffer.rank
+    x, weights = (t[rank].clone().requires_grad_() for t in (case.tokens, case.topk_weights))
+    got = buffer.dispatch_with_permute(x, case.topk_idx[rank], weights, pad_multiple=4)
+    assert got.tokens.shape[0] == len(case.rows(rank, 4)) and got.probs is not None
+    y = buffer.combine_with_unpermute(got.tokens * got.probs[:, None], got.handle).tokens
+    y.sum().backward()
+    total = case.probs(rank).sum(1, keepdim=True)
+    torch.testing.assert_close(y.detach(), x.detach() * total)
+    torch.testing.assert_close(x.grad, total.expand_as(x))
+
+
+def _groups(rank: int, ranks: int, store: str) -> None:
+    meet(rank, ranks, store)
+    first = Buffer(num_experts=6, device="cpu")
+    pair = dist.new_group([2, 1])
+    second = Buffer(dist.group.WORLD, num_experts=9, device="cpu", domains=3)
+    assert (first.rank, first.world_size, second.domains) == (rank, ranks, 3)
+    dist.barrier()
+    # A group that is made anew in the same store must not find them.
+    store_of_world = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+    left = [f"hybrid_ep/{made}/{key}" for made in range(2) for key in ("0/0", "1/2", "left")]
+    assert not any(store_of_world.check([key]) for key in left)
+    check_round(second, 1)
+    check_round(first, 2)
+    if rank > 0:
+        of_pair = Buffer(pair, num_experts=4, device="cpu")
+        assert of_pair.rank == dist.get_group_rank(pair, rank) and of_pair.world_size == 2
+        check_round(of_pair, 3)
+        with Buffer(pair, num_experts=4, device="cpu") as again:
+            check_round(again, 4)
+    else:
+        with pytest.raises(CallerError, match="group: expected a process group that this process is of"):
+            Buffer(pair, num_experts=4, device="cpu")
+    check_round(first, 5)
+    mine = {0: 6, 1: 9, 2: 9}[rank]
+    with pytest.raises(CallerError, match="rank 0"):
+        Buffer(num_experts=mine, device="cpu")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_groups_and_subgroups(kind: str, tmp_path: Path) -> None:
+    store = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{tmp_path}/store"
+    no_errors(processes(3, _groups, store))
+
+
+def _launched(rank: int, ranks: int, port: int) -> tuple[int, int]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port - 1))
+    for seed in range(2):
+        with Buffer(num_experts=4, device="cpu", timeout=20) as buffer:
+            check_round(buffer, seed)
+    return buffer.rank, buffer.world_size
+
+
+def test_a_launcher_is_enough() -> None:
+    assert processes(2, _launched, free_port()) == [(0, 2), (1, 2)]
+
+
+def test_nobody_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with Buffer(num_experts=3, device="cpu") as buffer:
+        assert (buffer.rank, buffer.world_size, buffer.local_experts) == (0, 1, range(3))
+        check_round(buffer, 0)
+
+
+def _absent(rank: int, ranks: int, store: str) -> Any:
+    meet(rank, ranks, store)
+    if rank == 1:
+        dist.barrier()
+        return None
+    with pytest.raises(PeerError) as raised:
+        Buffer(num_experts=6, device="cpu", timeout=1)
+    dist.barrier()
+    return raised.value
+
+
+def test_a_rank_that_never_joins_is_named() -> None:
+    results = processes(3, _absent, f"tcp://127.0.0.1:{free_port()}")
+    for rank in (0, 2):
+        error = results[rank]
+        assert (error.peer, error.rank, error.operator, error.fault, error.step) == (1, rank, "join", "never joined", 0)
+        assert str(error).startswith(f"rank 1 never joined (join #0): rank {rank} waited 1.000 s")
+
+
+def _gone(rank: int, ranks: int, store: str, how: str) -> Any:
+    meet(rank, ranks, store)
+    buffer = Buffer(num_experts=2 * ranks, device="cpu", timeout=60)
+    case = make_case(ranks=ranks, experts=2 * ranks, topk=2)
+    got = buffer.dispatch(case.tokens[rank], case.topk_idx[rank])
+    if rank == 1:
+        match how:
+            case "raises":
+                raise KeyError("what a layer of rank 1 met")
+            case "exits":
+                sys.exit(0)
+            case "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+    # Long before the timeout, or it would be said to have stalled.
+    with pytest.raises(PeerError) as raised:
+        buffer.combine(got.tokens, got.handle)
+    return raised.value
+
+
+@pytest.mark.parametrize(("how", "fault"), [("raises", "left"), ("exits", "left"), ("is killed", "died")])
+def test_a_rank_that_goes_is_named(how: str, fault: str, tmp_path: Path) -> None:
+    results = processes(3, _gone, f"file://{tmp_path}/store", how)
+    for rank in (0, 2):
+        error = results[rank]
+        assert (error.peer, error.rank, error.operator, error.fault) == (1, rank, "combine", fault), str(error)
+    assert {"raises": "KeyError", "exits": "SystemExit", "is killed": "str"}[how] == type(results[1]).__name__
+    if how == "is killed":
+        assert results[1] == f"killed by {signal.SIGKILL.value}"
