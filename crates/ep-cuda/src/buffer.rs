@@ -14,7 +14,7 @@ use crate::arena::{Arena, Part};
 use crate::device::KernelKey;
 use crate::driver::{Device, DeviceAddress, Kernel, Mapped, Stream};
 use crate::fault::{self, History};
-use crate::handle::{CudaHandle, Sizes};
+use crate::handle::{CudaHandle, Sizes, shape_words};
 use crate::kernels::Kernels;
 use crate::links::LEFT;
 use crate::memory::CudaMemory;
@@ -111,7 +111,7 @@ impl CudaBuffer {
         let Home { rank, device, stream, arena, control } = home;
         let fault = Mapped::new(&device, FAULT_WORDS)?;
         let local_experts = world.placement.local_experts(rank);
-        let shape = Mapped::new(&device, 3 * local_experts + 3)?;
+        let shape = Mapped::new(&device, shape_words(local_experts))?;
         let position_of = if world.placement.is_in_order() {
             None
         } else {
@@ -265,7 +265,7 @@ impl CudaBuffer {
 
     /// Takes over what the kernel has found out about a handle.
     pub(crate) fn learn(&self, handle: &CudaHandle, words: &[u32]) {
-        handle.remote_rows.set(words[words.len() - 1]);
+        handle.remote_rows.set(words[words.len() - 2]);
         handle.shape.get_or_init(|| self.shape_from(handle.mode, handle.capacity, words));
     }
 

@@ -29,8 +29,8 @@ pub struct CudaHandle {
 }
 
 impl CudaHandle {
-    /// Where the shape lies on the GPU: `[3 * local experts + 3]` u32: first row, kept rows, padded rows of each local
-    /// expert, then rows, wanted rows, and rows that this rank sends to others.
+    /// Where the shape lies on the GPU: `[3 * local experts + 4]` u32: first row, kept rows, padded rows of each local
+    /// expert, then rows, wanted rows, rows that this rank sends to others, and its own tokens with an expert here.
     pub fn shape_address(&self) -> u64 {
         self.view.shape
     }
@@ -39,6 +39,11 @@ impl CudaHandle {
     pub fn receive_shape(&self) -> Option<&ReceiveShape> {
         self.shape.get()
     }
+}
+
+/// Words of a shape: `SHAPE_WORDS` of `device/common/handle.cuh` beside three for each local expert.
+pub(crate) fn shape_words(local_experts: usize) -> usize {
+    3 * local_experts + 4
 }
 
 /// Upper bounds of a handle's lists.
@@ -99,9 +104,9 @@ impl Sizes {
         (view, end)
     }
 
-    /// Words of the shape: three for each local expert, rows, wanted rows, rows sent to other ranks.
+    /// Words of the shape: three for each local expert, and the rest.
     pub(crate) fn shape_words(&self) -> usize {
-        3 * self.local_experts + 3
+        shape_words(self.local_experts)
     }
 }
 
@@ -142,7 +147,7 @@ mod tests {
                 (view.recv_begin, 8 * begins),
                 (view.dst_copies, 8 * copies),
                 (view.dst_begin, 8 * begins),
-                (view.shape, 4 * (3 * 4 + 3)),
+                (view.shape, 4 * (3 * 4 + 4)),
             ];
             let nexts = lists.iter().skip(1).map(|&(at, _)| at).chain([end]);
             for ((at, bytes), next) in lists.into_iter().zip(nexts) {

@@ -140,8 +140,7 @@ impl Backend for CudaBuffer {
             groups: cut.groups,
             stages: cut.stages,
             stage_bytes: cut.stage_bytes(),
-            send_blocks: tuning::send_blocks(self.blocks, quantize, self.world.ranks(), &handle.sizes),
-            reserved: 0,
+            reserved: [0; 2],
         };
         // SAFETY: the kernel's own parameters; sizes were checked; memory stays until the stream has passed, by the
         // contract of `Backend` and of borrowed memory.

@@ -112,8 +112,7 @@ pub(crate) struct DispatchParams {
     pub(crate) groups: u32,
     pub(crate) stages: u32,
     pub(crate) stage_bytes: u32,
-    pub(crate) send_blocks: u32,
-    pub(crate) reserved: u32,
+    pub(crate) reserved: [u32; 2],
 }
 
 #[repr(C)]

@@ -3,7 +3,6 @@
 use ep::{CallerError, Result};
 
 use crate::device::KernelKey;
-use crate::handle::Sizes;
 use crate::params::MAX_GROUPS;
 
 /// Bytes of shared memory that one peer's view takes in a block.
@@ -19,8 +18,6 @@ const COMBINE_STEPS: usize = 4;
 const COMBINE_RUNS: usize = 2;
 /// Warps of a block of combine, each a worker.
 const COMBINE_WARPS: u32 = 16;
-/// Chunks that dispatch moves as a unit: `SPAN` of `device/dispatch/send.cuh`.
-const DISPATCH_SPAN: usize = 2;
 /// Warps of a block of dispatch, each a worker.
 const DISPATCH_WARPS: u32 = 4;
 const QUANTIZE_WARPS: u32 = 7;
@@ -64,30 +61,6 @@ pub(crate) fn fitting(key: KernelKey, ranks: usize, available: usize) -> KernelK
     let KernelKey::Combine { rows_f32, wire_f32, warps } = key else { return key };
     let most = (available - peers_bytes(ranks)) / combine_warp_bytes(rows_f32, wire_f32);
     KernelKey::Combine { rows_f32, wire_f32, warps: warps.min(most as u32) }
-}
-
-/// Blocks of a launch of dispatch that send; the others copy what stays, or has come.
-pub(crate) fn send_blocks(blocks: u32, quantize: bool, ranks: usize, sizes: &Sizes) -> u32 {
-    // GB/s of one block: rows pushed to peers, rows copied here; measured on an H200.
-    const PUSHED: f64 = 43.0;
-    const COPIED: f64 = 35.0;
-    const QUANTIZED: f64 = 15.0;
-    let items = sizes.chunks.div_ceil(DISPATCH_SPAN);
-    let (ranks, copies) = (ranks as f64, sizes.copies as f64 / sizes.tokens.max(1) as f64);
-    // Of a uniform routing: distinct ranks of a token, this one among them as often as any.
-    let distinct = ranks * (1.0 - (1.0 - 1.0 / ranks).powf(copies));
-    let remote = distinct * (ranks - 1.0) / ranks;
-    // Senders that quantise serve the own rank too.
-    let sent = if quantize { distinct } else { remote };
-    let pushed = if quantize { QUANTIZED } else { PUSHED };
-    let (send, copy) = (sent / pushed, (copies - sent).max(0.0) / COPIED);
-    let items = items as f64 / f64::from(DISPATCH_WARPS);
-    let time = |sending: u32| {
-        // Warps take whole items, so the last round may leave some of them idle.
-        let rounds = (items / f64::from(sending)).ceil() * f64::from(sending) / items.max(1.0);
-        (send * rounds.max(1.0) / f64::from(sending)).max(copy / f64::from(blocks - sending))
-    };
-    (1..blocks).min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
 }
 
 fn peers_bytes(ranks: usize) -> usize {
@@ -207,22 +180,5 @@ mod tests {
                 assert!(shape.threads >= 32 && shape.shared_bytes <= available, "{key:?}: {shape:?}");
             }
         }
-    }
-
-    #[test]
-    fn all_blocks_have_a_role() {
-        for blocks in [2, 3, 8, 24, 132] {
-            for (tokens, copies) in [(0, 0), (1, 1), (256, 2048), (4096, 32_768), (100, 100)] {
-                let sizes = Sizes::new(tokens, copies, 8, 8);
-                for quantize in [false, true] {
-                    let sending = send_blocks(blocks, quantize, 8, &sizes);
-                    assert!((1..blocks).contains(&sending), "{blocks} blocks, {tokens} tokens: {sending}");
-                }
-            }
-        }
-        // Many copies of few distinct ranks stay; one copy each goes out.
-        let many = send_blocks(24, false, 2, &Sizes::new(4096, 32_768, 2, 8));
-        let few = send_blocks(24, false, 64, &Sizes::new(4096, 4096, 64, 8));
-        assert!(many < few, "{many} {few}");
     }
 }

@@ -8,7 +8,10 @@ __device__ inline bool await_chunk(const Common& c, u32 chunk, u32 epoch) {
     bool fine = true;
     for (u32 peer = lane_id(); fine && peer < c.ranks; peer += WARP)
         if (peer != c.rank) fine = wait_for(c, &c.own->flags[peer][chunk], epoch, peer, FOR_CHUNK, chunk);
-    return __all_sync(0xFFFFFFFFu, fine);
+    fine = __all_sync(0xFFFFFFFFu, fine);
+    // What a lane has seen arrive is for all lanes to read; a vote orders nothing.
+    __syncwarp();
+    return fine;
 }
 
 // The chunk's row of a dense matrix: zero but for the copies that were kept.

@@ -13,15 +13,8 @@ __device__ inline void copy_expect(u64*, u32) {}
 __device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64*) {
     auto* to = static_cast<uint4*>(stage);
     auto* from = static_cast<const uint4*>(global);
-    for (u32 at = lane_id(); at < bytes / 16; at += WARP) {
-        uint4 value;
-        // Rows may come from a peer: past the first-level cache.
-        asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                     : "l"(from + at)
-                     : "memory");
-        to[at] = value;
-    }
+    // Rows may come from a peer.
+    for (u32 at = lane_id(); at < bytes / 16; at += WARP) to[at] = ld_relaxed_sys_v4(from + at);
 }
 
 __device__ inline void copy_arrived(u64*, u32) { __syncwarp(); }

@@ -14,8 +14,7 @@
 //                                          Rows that do not fit are NONE; first and end are of those that do.
 //   dst_copies {row or row * experts + expert, copy}
 //                                          by destination rank, then token order: where each weight lies on that rank.
-//   shape      first row, kept rows, padded rows of each local expert; then rows, wanted rows,
-//                                          and rows that this rank sends to others.
+//   shape      first row, kept rows, padded rows of each local expert; then the words of `ShapeWord`.
 #pragma once
 #include "params.cuh"
 
@@ -25,6 +24,15 @@ constexpr u32 SEND_DEAD = 1u << 17;
 // Own copies: the first, and the last that fits, of this token.
 constexpr u32 SEND_OWN_FIRST = 1u << 18;
 constexpr u32 SEND_OWN_END = 1u << 19;
+
+// After those of the local experts.
+enum ShapeWord : u32 {
+    SHAPE_ROWS = 0,    // that this rank receives, padding included
+    SHAPE_WANTED = 1,  // that it would without a limit
+    SHAPE_REMOTE = 2,  // that it sends to others, one for each token and rank
+    SHAPE_OWN = 3,     // tokens of its own with an expert here
+    SHAPE_WORDS = 4,
+};
 
 constexpr u32 RECV_FIRST = 1;
 constexpr u32 RECV_END = 2;

@@ -168,8 +168,7 @@ struct DispatchParams {
     u32 groups;         // of pieces
     u32 stages;         // of one worker's ring
     u32 stage_bytes;
-    u32 send_blocks;    // the others receive
-    u32 reserved;
+    u32 reserved[2];
 };
 static_assert(sizeof(DispatchParams) == sizeof(Common) + sizeof(HandleView) + 56 + 48, "mirrored in src/params.rs");
 

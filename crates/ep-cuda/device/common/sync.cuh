@@ -8,8 +8,6 @@ constexpr u32 POLLS = 256;
 
 __device__ inline bool reached(u32 seen, u32 epoch) { return static_cast<i32>(seen - epoch) >= 0; }
 
-__device__ inline bool aborted(const Common& c) { return ld_relaxed_sys(&c.own->abort) != 0; }
-
 // Tells the host, and all peers, what went wrong first; the rest of this kernel gives up.
 __device__ __noinline__ void report(const Common& c, Fault fault, u32 to_blame) {
     if (atom_cas_relaxed_gpu(&c.own->fault_claimed, 0, 1) == 0) {
@@ -22,6 +20,18 @@ __device__ __noinline__ void report(const Common& c, Fault fault, u32 to_blame) 
 #pragma unroll 1
         for (u32 peer = 0; peer < c.ranks; peer++) st_release_sys(&c.control[peer]->abort, 1 + to_blame);
     }
+}
+
+// Whether a rank has given up; then this one does too, and tells its host whose fault it was.
+__device__ inline bool aborted(const Common& c) {
+    const u32 blame = ld_relaxed_sys(&c.own->abort);
+    if (blame == 0) return false;
+    Fault fault{};
+    fault.kind = FAULT_ABORTED;
+    fault.peer = blame - 1;
+    fault.waiting_for = FOR_COUNTS;
+    report(c, fault, fault.peer);
+    return true;
 }
 
 // The slow part of a wait: polls, and looks at the clock and at what others say.

@@ -66,6 +66,7 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
         }
         const u32 offset = batch.piece * out_piece;
         const u32 bytes = min(out_piece, p.row_bytes_out - offset);
+        const ScalePart part = scales_of(p, batch.piece);
         u32 loads = __ballot_sync(0xFFFFFFFFu, lane_id() < batch.count && origin.wanted(batch.entry));
         const auto read_ahead = [&] {
             while (loads != 0 && ring.room()) {
@@ -81,11 +82,11 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
             if (entry.x == NONE || (first && end && !origin.own)) continue;
             if (first) {
                 stage = ring.take();
-                scales.load(origin.scales + origin.row(entry) * p.scale_row_bytes, batch.piece == 0 ? p.scale_row_bytes : 0);
+                scales.load(origin.scales + origin.row(entry) * p.scale_row_bytes + part.offset, part.bytes);
                 if (!origin.own) continue;
             }
             store_stage(p.out_tokens + static_cast<u64>(entry.x) * p.row_bytes_out + offset, stage, bytes);
-            scales.store(p.out_scales + static_cast<u64>(entry.x) * p.scale_row_bytes);
+            scales.store(p.out_scales + static_cast<u64>(entry.x) * p.scale_row_bytes + part.offset);
             if (end) {
                 commit_stores();
                 ring.free<1>(ring.taken - 1);

@@ -6,6 +6,7 @@
 //   (n2n)       hands chunks for other domains to the transport: not in this version, which serves one domain
 #include "duplicate.cuh"
 #include "send.cuh"
+#include "split.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __grid_constant__ DispatchParams p) {
     extern __shared__ __align__(128) u8 memory[];
@@ -16,9 +17,10 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
     u8* stages = memory + div_up(c.ranks * sizeof(PeerView), 128) * 128;
 
     const u32 warp = warp_id();
-    const bool sends = blockIdx.x < p.send_blocks;
-    const u32 role_block = sends ? blockIdx.x : blockIdx.x - p.send_blocks;
-    const u32 role_blocks = sends ? p.send_blocks : gridDim.x - p.send_blocks;
+    const u32 sending = sending_blocks(p);
+    const bool sends = blockIdx.x < sending;
+    const u32 role_block = sends ? blockIdx.x : blockIdx.x - sending;
+    const u32 role_blocks = sends ? sending : gridDim.x - sending;
     const Worker worker{warp * role_blocks + role_block, WARPS * role_blocks};
     u8* own_memory = stages + warp * (p.stages * p.stage_bytes + payload_buffer_bytes(p.stage_bytes));
     Ring ring(own_memory, barriers[warp], p.stages, p.stage_bytes);

@@ -2,14 +2,19 @@
 #pragma once
 #include "worker.cuh"
 
+// The part of a row of scales that travels with one piece.
+struct ScalePart {
+    u32 offset;
+    u32 bytes;
+};
+
 // One piece of one token in shared memory, ready to be stored, and the scales that belong to it.
 struct Payload {
     const u8* data;
     u32 bytes;
     u32 offset;  // in the output row
     const u8* scales;
-    u32 scale_bytes;
-    u32 scale_offset;  // in the row of scales
+    ScalePart scale_part;
 };
 
 __device__ inline u32 piece_bytes_at(const DispatchParams& p, u32 piece) {

@@ -5,6 +5,9 @@
 // Rows of the own rank are copied by the receiving role, from the tokens themselves: the wire has other things to do.
 constexpr bool SEND_OWN = false;
 
+// With the first piece, all of them.
+__device__ inline ScalePart scales_of(const DispatchParams& p, u32 piece) { return {0, piece == 0 ? p.scale_row_bytes : 0}; }
+
 struct PayloadBuffers {
     // Groups of stores that may still be reading their stage when the next token is taken.
     static constexpr u32 PENDING = 2;
@@ -17,8 +20,7 @@ struct PayloadBuffers {
         payload.bytes = piece_bytes_at(p, piece);
         payload.offset = piece * p.piece_bytes;
         payload.scales = p.scales + static_cast<u64>(token) * p.scale_row_bytes;
-        payload.scale_bytes = piece == 0 ? p.scale_row_bytes : 0;
-        payload.scale_offset = 0;
+        payload.scale_part = scales_of(p, piece);
         return payload;
     }
 

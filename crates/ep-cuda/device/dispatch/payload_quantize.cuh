@@ -69,6 +69,13 @@ __device__ inline void quantize(const uint4* values, u32 vectors, u32 format, u8
 // Rows of the own rank are sent like all others: what is quantised is in shared memory, once.
 constexpr bool SEND_OWN = true;
 
+// Each piece has its own.
+__device__ inline ScalePart scales_of(const DispatchParams& p, u32 piece) {
+    const u32 block = scale_block(p.scale_format), bytes_per_scale = p.scale_format == SCALES_F32_128 ? 4 : 1;
+    return {piece * (p.piece_bytes / 2 / block) * bytes_per_scale,
+            div_up(piece_bytes_at(p, piece) / 2, block) * bytes_per_scale};
+}
+
 struct PayloadBuffers {
     u8* memory;
     u32 bytes;
@@ -88,15 +95,12 @@ struct PayloadBuffers {
         copy_fence();
         __syncwarp();
         ring.freed = ring.taken;
-        const u32 block = scale_block(p.scale_format);
-        const u32 bytes_per_scale = p.scale_format == SCALES_F32_128 ? 4 : 1;
         Payload payload;
         payload.data = codes;
         payload.bytes = vectors * 8;
         payload.offset = piece * (p.piece_bytes / 2);
         payload.scales = scales;
-        payload.scale_bytes = div_up(vectors * 8, block) * bytes_per_scale;
-        payload.scale_offset = piece * (p.piece_bytes / 2 / block) * bytes_per_scale;
+        payload.scale_part = scales_of(p, piece);
         return payload;
     }
 

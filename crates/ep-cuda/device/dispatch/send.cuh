@@ -68,13 +68,13 @@ __device__ inline void send_probs(const DispatchParams& p, const PeerView* peers
     if (!h.permuted) {
         // A row has a cell for each expert of the rank; most are zero.
         const u32 first = h.send_begin[chunk], last = h.send_begin[chunk_end];
-        for (u32 send = first; send < last; send++) {
+        for (u32 send = first + lane_id(); send < last; send += WARP) {
             const uint2 entry = h.sends[send];
             if ((entry.x & SEND_DEAD) != 0) continue;
             const u32 rank = entry.x & SEND_RANK;
             const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
             const u64 cell = static_cast<u64>(entry.y) * experts;
-            for (u32 expert = lane_id(); expert < experts; expert += WARP) {
+            for (u32 expert = 0; expert < experts; expert++) {
                 if (peers[rank].probs != nullptr) peers[rank].probs[cell + expert] = 0.0f;
                 if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell + expert] = 0;
             }
@@ -124,14 +124,14 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
             const u32 rank = entry.x & SEND_RANK;
             if (token_begins) {
                 payload = buffers.prepare(p, ring, ring.take(), here.token, here.piece);
-                scales.load(payload.scales, payload.scale_bytes);
+                scales.load(payload.scales, payload.scale_part.bytes);
             }
             token_begins = (entry.x & SEND_TOKEN_END) != 0;
             if ((entry.x & SEND_DEAD) == 0 && (SEND_OWN || rank != p.common.rank)) {
                 const PeerView& peer = peers[rank];
                 store_stage(peer.tokens + static_cast<u64>(entry.y) * p.row_bytes_out + payload.offset, payload.data,
                             payload.bytes);
-                scales.store(peer.scales + static_cast<u64>(entry.y) * p.scale_row_bytes + payload.scale_offset);
+                scales.store(peer.scales + static_cast<u64>(entry.y) * p.scale_row_bytes + payload.scale_part.offset);
             }
             if (token_begins) {
                 commit_stores();

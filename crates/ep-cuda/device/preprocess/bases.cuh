@@ -47,8 +47,8 @@ __device__ inline void set_shape(const PreprocessParams& p, u32 at, u32 value) {
 
 // How many rows this rank receives, and how many it would without a limit.
 __device__ inline void set_rows(const PreprocessParams& p, u32 local_experts, u64 kept, u64 wanted) {
-    set_shape(p, 3 * local_experts, static_cast<u32>(kept));
-    set_shape(p, 3 * local_experts + 1, static_cast<u32>(wanted));
+    set_shape(p, 3 * local_experts + SHAPE_ROWS, static_cast<u32>(kept));
+    set_shape(p, 3 * local_experts + SHAPE_WANTED, static_cast<u32>(wanted));
     if (p.overflow != nullptr) *p.overflow = wanted > kept;
 }
 

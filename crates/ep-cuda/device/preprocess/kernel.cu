@@ -85,7 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
                 u32 remote = 0;
                 for (u32 rank = 0; rank < c.ranks; rank++)
                     if (rank != c.rank) remote += totals[column.tokens_of(rank)];
-                set_shape(p, 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]) + 2, remote);
+                const u32 rest = 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]);
+                set_shape(p, rest + SHAPE_REMOTE, remote);
+                set_shape(p, rest + SHAPE_OWN, totals[column.tokens_of(c.rank)]);
                 h.send_begin[h.chunks] = h.token_begin[h.tokens] = totals[column.sends()];
                 h.copy_begin[h.chunks] = totals[column.copies()];
             }

@@ -1,0 +1,248 @@
+//! Small cases, each with what goes wrong in a place of its own.
+
+use ep::workload::Workload;
+use ep::{DispatchMode, Element, ExpertPlacement, Rank, Routing, ScaleFormat, TokenFormat, World};
+
+use crate::content::Random;
+use crate::script::{Combine, Copies, Dispatch, Fault, Form, Plan, Probs, Script};
+
+const PLAIN: DispatchMode = DispatchMode::Plain;
+const BLOCKS: u64 = 2;
+
+fn pad(pad_multiple: u32) -> DispatchMode {
+    DispatchMode::Permuted { pad_multiple }
+}
+
+fn dispatch(copies: Copies, hidden: usize) -> Dispatch {
+    let format = TokenFormat::Bf16;
+    Dispatch { copies, format, hidden, pieces: 1, probs: Probs::Routing, local_experts: true }
+}
+
+fn combine(copies: Copies, hidden: usize) -> Combine {
+    Combine { copies, hidden, element: Element::Bf16, wire: Element::Bf16, probs: false }
+}
+
+/// A routing of `tokens[rank]` tokens on every rank, each to `topk` experts.
+fn top_k(world: &World, tokens: &[usize], topk: usize, seed: u64) -> Vec<Routing> {
+    let experts = world.experts();
+    let workload = |tokens| Workload { tokens, experts, topk, skew: 0.6, seed };
+    world.topology.all_ranks().map(|rank| workload(tokens[rank.index()]).routing(rank)).collect()
+}
+
+/// Rows with no expert, with all, and with about one in `one_in`.
+fn multi_hot(world: &World, tokens: &[usize], one_in: u64, seed: u64) -> Vec<Routing> {
+    let experts = world.experts();
+    let routing = |rank: Rank| {
+        let mut random = Random(seed ^ u64::from(rank.0) << 32);
+        let cells = tokens[rank.index()] * experts;
+        let map: Vec<u8> = (0..cells)
+            .map(|cell| match (cell / experts + rank.index()) % 5 {
+                0 => 0,
+                1 => 1,
+                _ => u8::from(random.next().is_multiple_of(one_in)),
+            })
+            .collect();
+        let weights: Vec<f32> = (0..cells).map(|cell| 0.25 + cell as f32).collect();
+        Routing::from_map(rank, experts, &map, &weights).unwrap()
+    };
+    world.topology.all_ranks().map(routing).collect()
+}
+
+fn unbounded(routings: Vec<Routing>, form: Form, mode: DispatchMode) -> Plan {
+    let capacity = vec![None; routings.len()];
+    Plan { routings, form, mode, capacity, chunk_tokens: 1 }
+}
+
+/// Handles made, used and given back while the next is in use; every operator in turn even and odd.
+fn steps(copies: Copies) -> Script {
+    let mut script = Script::new(&format!("steps {copies:?}"), World::new(2, 1, 6).unwrap(), BLOCKS + 1);
+    let world = script.world().clone();
+    let hidden = 64;
+    let f32_on_wire = Combine { wire: Element::F32, probs: true, ..combine(copies, hidden) };
+    let first = script.preprocess(unbounded(top_k(&world, &[9, 6], 3, 1), Form::TopK, pad(4)), 0);
+    script.dispatch(&first, dispatch(copies, hidden));
+    script.combine(&first, combine(copies, hidden));
+    let second = script.preprocess(unbounded(top_k(&world, &[4, 11], 4, 2), Form::TopKWide, pad(1)), 1);
+    script.combine(&first, f32_on_wire);
+    script.dispatch(&second, Dispatch { probs: Probs::Dense, ..dispatch(copies, hidden) });
+    // The first handle's memory, two operators after its last: the earliest that the arena gives it.
+    let third = script.preprocess(unbounded(top_k(&world, &[5, 5], 2, 3), Form::Rows, PLAIN), 0);
+    script.combine(&second, combine(copies, hidden));
+    script.dispatch(&third, Dispatch { probs: Probs::Skip, ..dispatch(copies, hidden) });
+    script.combine(&third, f32_on_wire);
+    script
+}
+
+/// Three ranks, rows of any number of experts, and a rank that has nothing to send.
+fn plain(copies: Copies) -> Script {
+    let mut script = Script::new(&format!("plain {copies:?}"), World::new(3, 1, 9).unwrap(), BLOCKS);
+    let world = script.world().clone();
+    let hidden = 16;
+    let handle = script.preprocess(unbounded(multi_hot(&world, &[7, 0, 10], 3, 5), Form::Map, PLAIN), 0);
+    for probs in [Probs::Routing, Probs::Dense, Probs::Skip] {
+        let local_experts = probs != Probs::Skip;
+        script.dispatch(&handle, Dispatch { probs, local_experts, ..dispatch(copies, hidden) });
+        script.combine(&handle, Combine { probs: local_experts, ..combine(copies, hidden) });
+    }
+    script
+}
+
+/// Every format and every scale, in one piece and in several.
+fn formats(copies: Copies) -> Script {
+    let mut script = Script::new(&format!("formats {copies:?}"), World::new(2, 1, 4).unwrap(), BLOCKS);
+    let world = script.world().clone();
+    let mut handles = Vec::new();
+    for (mode, memory) in [(pad(2), 0), (PLAIN, 1)] {
+        let routings = top_k(&world, &[6, 5], 3, 7);
+        handles.push(script.preprocess(unbounded(routings, Form::TopK, mode), memory));
+    }
+    for scales in [ScaleFormat::F32Per128, ScaleFormat::Ue8m0Per128, ScaleFormat::Ue8m0Per32] {
+        for (handle, pieces) in handles.iter().zip([2, 1]) {
+            let wide = Dispatch { pieces, ..dispatch(copies, 288) };
+            script.dispatch(handle, Dispatch { format: TokenFormat::QuantizeFp8(scales), ..wide });
+            script.dispatch(handle, Dispatch { format: TokenFormat::Fp8(scales), ..wide });
+        }
+    }
+    script.dispatch(&handles[0], Dispatch { pieces: 5, ..dispatch(copies, 80) });
+    script
+}
+
+/// Rows that do not fit, on some ranks all of them.
+fn capacities(copies: Copies) -> Script {
+    let mut script = Script::new(&format!("capacities {copies:?}"), World::new(3, 1, 6).unwrap(), BLOCKS);
+    let world = script.world().clone();
+    let hidden = 32;
+    for (mode, memory, form) in [(pad(4), 0, Form::Rows), (PLAIN, 1, Form::TopK)] {
+        let routings = multi_hot(&world, &[6, 8, 5], 2, 11);
+        let capacity = vec![Some(8), Some(0), None];
+        let handle = script.preprocess(Plan { routings, form, mode, capacity, chunk_tokens: 2 }, memory);
+        script.dispatch(&handle, dispatch(copies, hidden));
+        script.combine(&handle, Combine { probs: true, ..combine(copies, hidden) });
+        let format = TokenFormat::QuantizeFp8(ScaleFormat::Ue8m0Per32);
+        script.dispatch(&handle, Dispatch { format, ..dispatch(copies, hidden) });
+    }
+    script
+}
+
+/// Sums with more rows than a warp has lanes, rows with more elements than a warp adds in a step, all types.
+fn sums(copies: Copies) -> Script {
+    let mut script = Script::new(&format!("sums {copies:?}"), World::new(2, 1, 80).unwrap(), BLOCKS);
+    let world = script.world().clone();
+    let types = [Element::Bf16, Element::F32];
+    let all = types.iter().flat_map(|&element| types.map(|wire| (element, wire)));
+    let many = script.preprocess(unbounded(multi_hot(&world, &[3, 4], 1, 13), Form::Rows, pad(1)), 0);
+    for (element, wire) in all.clone() {
+        let probs = element == wire;
+        script.combine(&many, Combine { element, wire, probs, ..combine(copies, 24) });
+    }
+    let wide = script.preprocess(unbounded(top_k(&world, &[2, 1], 6, 17), Form::TopK, PLAIN), 1);
+    for (element, wire) in all {
+        script.combine(&wide, Combine { element, wire, ..combine(copies, 1032) });
+    }
+    script
+}
+
+/// So many tokens that preprocessing has several tiles a block, and workers several chunks.
+fn tiles(copies: Copies) -> Script {
+    let owners: Vec<Rank> = [1, 0, 1, 1, 0, 1].map(Rank).to_vec();
+    let mut world = World::new(2, 1, 6).unwrap();
+    world.placement = ExpertPlacement::table(&owners, &world.topology).unwrap();
+    let mut script = Script::new(&format!("tiles {copies:?}"), world.clone(), BLOCKS);
+    for (mode, memory) in [(pad(8), 0), (PLAIN, 1)] {
+        let routings = top_k(&world, &[101, 40], 2, 19);
+        let plan = Plan { chunk_tokens: 3, ..unbounded(routings, Form::TopKWide, mode) };
+        let handle = script.preprocess(plan, memory);
+        script.dispatch(&handle, dispatch(copies, 8));
+        script.combine(&handle, combine(copies, 8));
+    }
+    script
+}
+
+/// Nobody to talk to, and nothing to say.
+fn edges(copies: Copies) -> Vec<Script> {
+    let mut alone = Script::new(&format!("alone {copies:?}"), World::new(1, 1, 3).unwrap(), BLOCKS);
+    let world = alone.world().clone();
+    let handle = alone.preprocess(unbounded(top_k(&world, &[5], 2, 23), Form::TopK, pad(4)), 0);
+    alone.dispatch(&handle, dispatch(copies, 16));
+    let format = TokenFormat::QuantizeFp8(ScaleFormat::F32Per128);
+    alone.dispatch(&handle, Dispatch { format, ..dispatch(copies, 16) });
+    alone.combine(&handle, Combine { probs: true, ..combine(copies, 16) });
+
+    let mut nothing = Script::new(&format!("nothing {copies:?}"), World::new(3, 1, 3).unwrap(), BLOCKS);
+    let world = nothing.world().clone();
+    for (tokens, memory) in [([0, 0, 0], 0), ([0, 3, 0], 1)] {
+        let none = |rank: Rank| {
+            let cells = 3 * tokens[rank.index()];
+            Routing::from_map(rank, 3, &vec![0; cells], &vec![0.0; cells]).unwrap()
+        };
+        let routings = world.topology.all_ranks().map(none).collect();
+        let handle = nothing.preprocess(unbounded(routings, Form::TopK, pad(2)), memory);
+        nothing.dispatch(&handle, dispatch(copies, 16));
+        nothing.combine(&handle, Combine { probs: true, ..combine(copies, 16) });
+    }
+    vec![alone, nothing]
+}
+
+/// All cases.
+pub(crate) fn all() -> Vec<Script> {
+    let of = |copies| {
+        let cases = vec![
+            steps(copies),
+            plain(copies),
+            formats(copies),
+            capacities(copies),
+            sums(copies),
+            tiles(copies),
+        ];
+        cases.into_iter().chain(edges(copies)).collect::<Vec<_>>()
+    };
+    [of(Copies::Bulk), of(Copies::Plain)].into_iter().flatten().collect()
+}
+
+/// Operators in which a rank goes wrong: all ranks end them, and know whose fault it was.
+pub(crate) fn faults() -> Vec<Script> {
+    let new = |name: &str| Script::new(name, World::new(3, 1, 6).unwrap(), BLOCKS);
+    let plan = |script: &Script, form| unbounded(top_k(script.world(), &[5, 4, 6], 2, 29), form, pad(2));
+    let hidden = 16;
+    let mut cases = Vec::new();
+
+    let mut absent = new("a rank that does not come");
+    let handle = absent.preprocess(plan(&absent, Form::TopK), 0);
+    absent.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    absent.otherwise(2, "takes part", 0);
+    absent.fails(&[Fault::Timeout, Fault::Aborted], Some(2));
+    cases.push(absent);
+
+    let mut left = new("a rank that has left");
+    let handle = left.preprocess(plan(&left, Form::TopK), 0);
+    left.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    left.leaves(1);
+    left.combine(&handle, combine(Copies::Bulk, hidden));
+    left.otherwise(1, "takes part", 0);
+    left.fails(&[Fault::Left, Fault::Aborted], Some(1));
+    cases.push(left);
+
+    let mut mismatch = new("ranks that call different things");
+    let handle = mismatch.preprocess(plan(&mismatch, Form::TopK), 0);
+    mismatch.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    mismatch.otherwise(0, "signature", 7);
+    mismatch.fails(&[Fault::Mismatch, Fault::Aborted], None);
+    cases.push(mismatch);
+
+    // Of rank 1: expert 6 of 6; twice the first choice; a weight that is no number.
+    let index = 6i32.to_le_bytes().repeat(8);
+    let twice = 2i32.to_le_bytes().repeat(8);
+    let weights = f32::NAN.to_le_bytes().repeat(8);
+    for (name, fault, input, bytes) in [
+        ("an index out of range", Fault::Index, "topk_idx", index),
+        ("an expert twice", Fault::Duplicate, "topk_idx", twice),
+        ("a weight that is no number", Fault::Nan, "weights", weights),
+    ] {
+        let mut script = new(name);
+        script.preprocess(plan(&script, Form::TopK), 0);
+        script.other_input(1, input, bytes);
+        script.fails(&[fault, Fault::Aborted], Some(1));
+        cases.push(script);
+    }
+    cases
+}

@@ -1,0 +1,310 @@
+// Asynchronous copies. Each is made when somebody waits for it, or, by chance, earlier; others that are under way may
+// come before or after it. To ThreadSanitizer each is a thread that comes after what the machine promises, and before
+// those only who have waited for it.
+#include "lanes.hpp"
+#include "machine.hpp"
+
+namespace machine {
+
+namespace {
+
+// ---- mbarriers
+
+struct Barrier {
+    int bytes;
+    u8 expected;
+    u8 pending;
+    u8 phase;
+    u8 made;
+
+    static constexpr u8 MADE = 0x5A;
+};
+static_assert(sizeof(Barrier) == sizeof(u64));
+
+Barrier& barrier_at(u64* word) {
+    auto& barrier = *reinterpret_cast<Barrier*>(word);
+    if (barrier.made != Barrier::MADE) fail("an mbarrier is used before it is initialised");
+    return barrier;
+}
+
+void end_phase_if_complete(Barrier& barrier) {
+    if (barrier.pending != 0 || barrier.bytes != 0) return;
+    barrier.phase ^= 1;
+    barrier.pending = barrier.expected;
+}
+
+// ---- moving bytes
+
+// Volatile: ThreadSanitizer sees the memcpy that a plain loop may become.
+void move(void* to, const void* from, u32 bytes) {
+    auto* target = static_cast<volatile u64*>(to);
+    auto* source = static_cast<const volatile u64*>(from);
+    for (u32 at = 0; at < bytes / 8; at++) target[at] = source[at];
+}
+
+// For reports: who has asked for the copy.
+class Called {
+public:
+    explicit Called(const void* caller) { tsan::enter(caller); }
+    ~Called() { tsan::leave(); }
+};
+
+void check_copy(const void* shared, const void* global, u32 bytes) {
+    if (bytes == 0) fail("a copy of no bytes");
+    if ((reinterpret_cast<u64>(shared) | reinterpret_cast<u64>(global) | bytes) % 16 != 0)
+        fail("a copy of %u bytes from or to an address that is no multiple of 16", bytes);
+}
+
+Sync& of_group(Sync (&all)[Groups::KEPT], u32 group) { return all[group % Groups::KEPT]; }
+
+// ---- bulk copies
+
+// A load: all of it. A store: its source is read, then its target is written.
+void advance(Unit& unit) {
+    if (unit.phase == Unit::Phase::read) {
+        const tsan::As writer(unit.writer);
+        const Called called(unit.caller);
+        tsan::acquire(&unit.moved);
+        tsan::writes(unit.to, unit.bytes);
+        move(unit.to, unit.buffer.get(), unit.bytes);
+        tsan::release(&of_group(unit.lane->bulk.done, unit.group));
+        unit.phase = Unit::Phase::idle;
+        return;
+    }
+    const tsan::As reader(unit.reader);
+    const Called called(unit.caller);
+    tsan::acquire(&unit.issued);
+    tsan::reads(unit.from, unit.bytes);
+    if (!unit.load) {
+        move(unit.buffer.get(), unit.from, unit.bytes);
+        tsan::release(&of_group(unit.lane->bulk.read, unit.group));
+        tsan::release(&unit.moved);
+        unit.phase = Unit::Phase::read;
+        return;
+    }
+    tsan::writes(unit.to, unit.bytes);
+    move(unit.to, unit.from, unit.bytes);
+    tsan::reads_word(unit.barrier);
+    tsan::release(unit.barrier);
+    Barrier& barrier = barrier_at(unit.barrier);
+    barrier.bytes -= static_cast<int>(unit.bytes);
+    end_phase_if_complete(barrier);
+    unit.phase = Unit::Phase::idle;
+}
+
+// One of the warp's units for which `which` holds, any; null if there is none.
+template <class Which>
+Unit* any_unit(Warp& warp, const Which& which) {
+    Unit* found = nullptr;
+    u32 seen = 0;
+    for (Unit& unit : warp.units)
+        if (which(unit) && world.random.below(++seen) == 0) found = &unit;
+    return found;
+}
+
+bool busy(const Unit& unit) { return unit.phase != Unit::Phase::idle; }
+
+Unit& free_unit(Warp& warp) {
+    for (;;) {
+        if (Unit* unit = any_unit(warp, [](const Unit& each) { return !busy(each); })) return *unit;
+        advance(*any_unit(warp, busy));
+    }
+}
+
+void issue(bool load, void* to, const void* from, u32 bytes, u64* barrier, const void* caller) {
+    step(true);
+    Lane& self = *running;
+    Unit& unit = free_unit(*self.warp);
+    if (bytes > UNIT_BYTES) fail("a bulk copy of %u bytes: the machine's buffers have %u", bytes, UNIT_BYTES);
+    if (unit.reader == nullptr) {
+        unit.reader = tsan::create("bulk copy");
+        unit.writer = tsan::create("bulk copy, its writing");
+        unit.buffer = std::make_unique_for_overwrite<u64[]>(UNIT_BYTES / 8);
+    }
+    unit.phase = Unit::Phase::issued;
+    unit.load = load;
+    unit.to = static_cast<u8*>(to);
+    unit.from = static_cast<const u8*>(from);
+    unit.bytes = bytes;
+    unit.barrier = barrier;
+    unit.lane = &self;
+    unit.group = self.bulk.open;
+    unit.caller = caller;
+    const tsan::As async(self.warp->async);
+    tsan::acquire(&self.fenced);
+    tsan::release(&unit.issued);
+}
+
+// ---- copies of a lane for itself
+
+void make_lane_copy(Lane& lane, u32 at) {
+    LaneCopy& copy = lane.copies[at];
+    const tsan::As engine(lane.engine);
+    const Called called(copy.caller);
+    static constexpr u64 ZEROS[2] = {0, 0};
+    tsan::acquire(&copy.issued);
+    if (copy.from != nullptr) tsan::reads(copy.from, 16);
+    tsan::writes(copy.to, 16);
+    move(copy.to, copy.from != nullptr ? static_cast<const void*>(copy.from) : ZEROS, 16);
+    tsan::release(&of_group(lane.own.done, copy.group));
+    lane.copies_pending &= ~(1ull << at);
+}
+
+// The number of a set bit, any.
+u32 any_bit(u64 bits) {
+    u32 skip = world.random.below(static_cast<u32>(__builtin_popcountll(bits)));
+    for (; skip != 0; skip--) bits &= bits - 1;
+    return static_cast<u32>(__builtin_ctzll(bits));
+}
+
+// ---- groups
+
+// All groups but the youngest `pending` are over: what comes next has seen them.
+void see_groups(const Groups& groups, const Sync (&which)[Groups::KEPT], u32 pending) {
+    const u32 kept = Groups::KEPT - pending;
+    const u32 end = groups.open > pending ? groups.open - pending : 0;
+    for (u32 group = end > kept ? end - kept : 0; group < end; group++) tsan::acquire(&which[group % Groups::KEPT]);
+}
+
+void wait_bulk(u32 pending, bool reads_only) {
+    step(false);
+    Lane& self = *running;
+    const auto waited_for = [&](const Unit& unit) {
+        return busy(unit) && !unit.load && unit.lane == &self && unit.group + pending < self.bulk.open &&
+               !(reads_only && unit.phase == Unit::Phase::read);
+    };
+    while (Unit* unit = any_unit(*self.warp, waited_for)) advance(*unit);
+    const auto& which = reads_only ? self.bulk.read : self.bulk.done;
+    see_groups(self.bulk, which, pending);
+    const tsan::As async(self.warp->async);
+    see_groups(self.bulk, which, pending);
+}
+
+}  // namespace
+
+bool copy_something(Block& block) {
+    Unit* found = nullptr;
+    Lane* copier = nullptr;
+    u32 seen = 0;
+    for (u32 at = 0; at < block.warp_count(); at++) {
+        for (Unit& unit : block.warps[at].units)
+            if (busy(unit) && world.random.below(++seen) == 0) found = &unit;
+    }
+    for (u32 at = 0; at < block.count; at++)
+        if (block.lanes[at].copies_pending != 0 && world.random.below(++seen) == 0) copier = &block.lanes[at];
+    if (copier != nullptr) {
+        make_lane_copy(*copier, any_bit(copier->copies_pending));
+    } else if (found != nullptr) {
+        advance(*found);
+    } else {
+        return false;
+    }
+    world.steps++;
+    return true;
+}
+
+void see_fences(Warp& issuer, const Warp& of) {
+    const tsan::As async(issuer.async);
+    for (u32 at = 0; at < of.count; at++) tsan::acquire(&of.lanes[at]->fenced);
+}
+
+bool copies_under_way(const Block& block) {
+    for (u32 at = 0; at < block.warp_count(); at++)
+        for (const Unit& unit : block.warps[at].units)
+            if (busy(unit)) return true;
+    for (u32 at = 0; at < block.count; at++)
+        if (block.lanes[at].copies_pending != 0) return true;
+    return false;
+}
+
+void mbarrier_init(u64* word, u32 count) {
+    step(true);
+    tsan::writes_word(word);
+    *reinterpret_cast<Barrier*>(word) = {0, static_cast<u8>(count), static_cast<u8>(count), 0, Barrier::MADE};
+}
+
+void mbarrier_arrive_expect_tx(u64* word, u32 bytes) {
+    step(true);
+    tsan::reads_word(word);
+    tsan::release(word);
+    Barrier& barrier = barrier_at(word);
+    if (barrier.pending == 0) fail("more arrive at an mbarrier than it was initialised for");
+    barrier.bytes += static_cast<int>(bytes);
+    barrier.pending--;
+    end_phase_if_complete(barrier);
+}
+
+bool mbarrier_try_wait_parity(u64* word, u32 parity) {
+    tsan::reads_word(word);
+    Lane& self = *running;
+    const auto arrives_here = [&](const Unit& unit) { return busy(unit) && unit.load && unit.barrier == word; };
+    if (barrier_at(word).phase == parity) {
+        poll();
+        Unit* unit = world.random.one_in(2) ? any_unit(*self.warp, arrives_here) : nullptr;
+        if (unit != nullptr) {
+            world.steps++;
+            advance(*unit);
+        }
+    } else {
+        step(false);
+    }
+    if (barrier_at(word).phase == parity) return false;
+    tsan::acquire(word);
+    const tsan::As async(self.warp->async);
+    tsan::acquire(word);
+    return true;
+}
+
+void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier) {
+    check_copy(shared, global, bytes);
+    issue(true, shared, global, bytes, barrier, __builtin_return_address(0));
+}
+
+void bulk_store(void* global, const void* shared, u32 bytes) {
+    check_copy(shared, global, bytes);
+    issue(false, global, shared, bytes, nullptr, __builtin_return_address(0));
+}
+
+void bulk_commit() { running->bulk.open++; }
+void bulk_wait_read(u32 pending) { wait_bulk(pending, true); }
+void bulk_wait(u32 pending) { wait_bulk(pending, false); }
+
+void fence_proxy_async() {
+    step(false);
+    tsan::release(&running->fenced);
+}
+
+void lane_copy_16(void* shared, const void* global) {
+    step(true);
+    check_copy(shared, global, 16);
+    Lane& self = *running;
+    if (self.engine == nullptr) self.engine = tsan::create("asynchronous copy of a lane");
+    if (~self.copies_pending == 0) make_lane_copy(self, any_bit(self.copies_pending));
+    const u32 at = static_cast<u32>(__builtin_ctzll(~self.copies_pending));
+    LaneCopy& copy = self.copies[at];
+    copy.to = static_cast<u8*>(shared);
+    copy.from = static_cast<const u8*>(global);
+    copy.group = self.own.open;
+    copy.caller = __builtin_return_address(0);
+    tsan::release(&copy.issued);
+    self.copies_pending |= 1ull << at;
+}
+
+void lane_commit() { running->own.open++; }
+
+void lane_wait(u32 pending) {
+    step(false);
+    Lane& self = *running;
+    for (;;) {
+        u64 waited_for = 0;
+        for (u64 left = self.copies_pending; left != 0; left &= left - 1) {
+            const u32 at = static_cast<u32>(__builtin_ctzll(left));
+            if (self.copies[at].group + pending < self.own.open) waited_for |= left & -left;
+        }
+        if (waited_for == 0) break;
+        make_lane_copy(self, any_bit(waited_for));
+    }
+    see_groups(self.own, self.own.done, pending);
+}
+
+}  // namespace machine

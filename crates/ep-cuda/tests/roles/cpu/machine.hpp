@@ -1,0 +1,131 @@
+// GPUs made of threads, for kernels that a C++ compiler has compiled.
+//
+// Each rank is a GPU. A block is a thread, and its lanes are fibers of that thread, so that `__shared__` is
+// `thread_local`. ThreadSanitizer is told of every lane, and of every copy that is under way, as a thread of its own:
+// it knows no order but that which the kernels ask for. One lane runs at a time, and wherever lanes can be told apart
+// a generator decides who goes on: a seed repeats a run, and a race is found without a collision.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <source_location>
+#include <vector>
+
+namespace machine {
+
+using u8 = unsigned char;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using Site = std::source_location;
+
+// ---- running
+
+// A kernel in a rank's stream, or what the host does between two of them.
+struct Launch {
+    const char* name;
+    void (*body)(const void* params);
+    const void* params;
+    u32 blocks;
+    u32 threads;
+    u32 shared_bytes;
+    u8* (*shared)();  // the block's dynamic shared memory, of SHARED_BYTES bytes; null where there is none
+};
+
+constexpr u32 SHARED_BYTES = 64 << 10;
+
+// What is left out on purpose, to see whether somebody notices: an order or a wait, everywhere or at one place.
+struct Mutant {
+    const char* order = "";  // its name in `Order`
+    const char* file = "";
+    u32 line = 0;
+};
+
+struct Settings {
+    u64 seed;
+    Mutant mutant;
+    bool list_sites;  // print every place that a mutant can change
+    std::function<void(u32 rank)> enter;  // called when lanes of another rank go on
+};
+
+// Runs the launches of every rank, each rank's in order; returns when all are over. Ends the process when lanes do what
+// a GPU does not define, or when nobody can go on.
+void run(const std::vector<std::vector<Launch>>& streams, const Settings& settings);
+
+// Prints where a lane stands and why that cannot be, and ends the process.
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// ---- what lanes are told of themselves
+
+struct Dim {
+    u32 x;
+};
+
+struct Place {
+    Dim thread, block, block_dim, grid_dim;
+    u32 rank;
+};
+
+extern constinit thread_local const Place* here;
+
+// ---- what lanes call
+
+// Orders and waits that a mutant can leave out; named after what asks for them.
+enum class Order : u8 {
+    none,
+    st_release_sys,
+    ld_acquire_sys,
+    atom_add_acq_rel_gpu,
+    syncwarp,
+    syncthreads,
+    mbarrier_try_wait,
+    cp_async_bulk_wait_group_read,
+    cp_async_bulk_wait_group,
+    cp_async_wait_group,
+    fence_proxy_async,
+};
+
+// Whether this use of the order is left out.
+bool left_out(Order order, const Site& site);
+
+// An atomic in the order of one GPU: no other may use the word.
+void use_on_one_gpu(const void* word);
+// Before a look at memory that may be repeated until somebody else has written.
+void poll();
+// Before an access that others can see: another lane may come first. `changes`: it is a step forward.
+void step(bool changes);
+// Nanoseconds that pass as lanes take turns, and fast when all wait.
+u64 clock();
+
+enum class Meeting : u8 { sync, shuffle, vote, sum, minimum };
+
+// Waits for all lanes of the warp; returns what each has brought, until the next meeting. Orders their memory if asked.
+const u64* meet_warp(Meeting meeting, u64 brought, bool orders);
+
+struct Verdict {
+    bool any;
+    bool all;
+};
+
+// Waits for all lanes of the block.
+Verdict meet_block(bool brought, bool orders);
+
+// ---- asynchronous copies, done late, in any order that is allowed
+
+void mbarrier_init(u64* barrier, u32 count);
+void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes);
+bool mbarrier_try_wait_parity(u64* barrier, u32 parity);
+
+void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier);
+void bulk_store(void* global, const void* shared, u32 bytes);
+void bulk_commit();
+// Until at most `pending` of this lane's youngest groups have not read their source, or not arrived.
+void bulk_wait_read(u32 pending);
+void bulk_wait(u32 pending);
+// What this lane has seen so far comes before the bulk copies that follow.
+void fence_proxy_async();
+
+// Zeros, for null.
+void lane_copy_16(void* shared, const void* global);
+void lane_commit();
+void lane_wait(u32 pending);
+
+}  // namespace machine

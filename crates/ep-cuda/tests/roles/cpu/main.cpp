@@ -1,0 +1,337 @@
+// Runs a case: the operators of all ranks, launched as src/operators.rs and src/buffer.rs launch them. Before each
+// kernel the rank's own stream writes its inputs and clears its outputs, and after it compares them: that is when a
+// caller may.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "case.hpp"
+#include "cuda.hpp"
+#include "kernels.hpp"
+#include "memory.hpp"
+
+#include "params.cuh"
+
+namespace {
+
+// Bytes that follow a part of memory, and stay as they are.
+constexpr u64 GUARD_BYTES = 64;
+// What outputs hold before.
+constexpr u8 POISON = 0xA7;
+
+// A rank; all parts of its memory keep their addresses over all operators, as those of a training step do.
+struct Rank {
+    Memory memory;
+    Fault fault{};
+};
+
+// A handle's lists, and the gaps between them.
+struct Lists {
+    HandleView view{};
+    u8* begin = nullptr;
+    u8* end = nullptr;
+    std::vector<const u8*> gaps;
+};
+
+// One operator of one rank.
+struct Call {
+    const char* kernel;
+    u32 rank;
+    u32 step;
+    const Record* record;
+    Memory* memory;
+    const Fault* fault;
+    Lists handle;
+    PreprocessParams preprocess;
+    DispatchParams dispatch;
+    CombineParams combine;
+};
+
+u32 differences = 0;
+
+// ---- what the host does in the stream
+
+void write(Memory& memory, const std::string& name, const Bytes& bytes) {
+    u8* to = memory.at(name);
+    std::copy(bytes.begin(), bytes.end(), to);
+    std::memset(to + bytes.size(), POISON, GUARD_BYTES);
+}
+
+bool is_preprocess(const Call& call) { return std::string_view(call.kernel).starts_with("preprocess"); }
+
+void before(const void* params) {
+    const Call& call = *static_cast<const Call*>(params);
+    if (is_preprocess(call)) std::memset(call.handle.begin, POISON, call.handle.end - call.handle.begin);
+    for (const auto& [name, bytes] : call.record->inputs) write(*call.memory, name, bytes);
+    for (const auto& [name, bytes] : call.record->outputs) write(*call.memory, name, Bytes(bytes.size(), POISON));
+}
+
+void report(const Call& call, const char* what, u64 at, u64 expected, u64 found) {
+    __atomic_fetch_add(&differences, 1, __ATOMIC_RELAXED);
+    std::printf("rank %u, operator %u (%s): %s at %llu: expected %llx, found %llx\n", call.rank, call.step,
+                call.kernel, what, at, expected, found);
+}
+
+void compare(const Call& call, const std::string& name, const Bytes& expected) {
+    const u8* found = call.memory->at(name);
+    for (u64 at = 0; at < expected.size() + GUARD_BYTES; at++) {
+        const u8 wanted = at < expected.size() ? expected[at] : POISON;
+        if (found[at] == wanted) continue;
+        report(call, (name + (at < expected.size() ? "" : ", past its end,")).c_str(), at, wanted, found[at]);
+        return;
+    }
+}
+
+void after(const void* params) {
+    const Call& call = *static_cast<const Call*>(params);
+    const u32 kind = __atomic_load_n(&call.fault->kind, __ATOMIC_ACQUIRE);
+    const u64 kinds = call.record->number("faults"), peer = call.record->number("to blame");
+    if ((kinds >> kind & 1) == 0) report(call, "fault, of these kinds,", call.fault->waiting_for, kinds, kind);
+    if (kind != FAULT_NONE) {
+        if (peer != NONE && call.fault->peer != peer) report(call, "rank to blame", kind, peer, call.fault->peer);
+        // Nothing is said of outputs.
+        return;
+    }
+    for (const auto& [name, bytes] : call.record->outputs) compare(call, name, bytes);
+    for (const u8* gap : call.handle.gaps) {
+        const u8* changed = std::find_if(gap, gap + GUARD_BYTES, [](u8 byte) { return byte != POISON; });
+        if (changed == gap + GUARD_BYTES) continue;
+        report(call, "behind a list of the handle, byte", changed - call.handle.begin, POISON, *changed);
+    }
+}
+
+// The host's word that a rank takes part in nothing more.
+void say_left(const void* params) {
+    const Common& common = static_cast<const Call*>(params)->dispatch.common;
+    for (u32 peer = 0; peer < common.ranks; peer++)
+        __atomic_store_n(&common.control[peer]->left[common.rank], 1u, __ATOMIC_RELEASE);
+}
+
+// ---- parameters, as the host fills them
+
+// A rank's memory in an operator: null where the operator has no such input or output.
+struct Arguments {
+    const Record& record;
+    Memory& memory;
+
+    template <class T>
+    T* at(const char* name) const {
+        const bool used = record.inputs.count(name) != 0 || record.outputs.count(name) != 0;
+        return used ? reinterpret_cast<T*>(memory.at(name)) : nullptr;
+    }
+    template <class T>
+    T* scratch(const std::string& name) const {
+        return reinterpret_cast<T*>(memory.at(name));
+    }
+    u32 number(const char* name) const { return static_cast<u32>(record.number(name)); }
+};
+
+// As `Sizes::lay_out` in src/handle.rs, with a gap behind every list.
+Lists lists_of(const Record& world, const Arguments& call) {
+    const u64 tokens = call.number("tokens"), copies = call.number("most copies"), ranks = world.number("ranks");
+    const u64 chunk_tokens = call.number("chunk tokens"), chunks = (tokens + chunk_tokens - 1) / chunk_tokens;
+    Lists lists;
+    lists.begin = lists.end = call.scratch<u8>("handle " + std::to_string(call.number("memory of handle")));
+    const auto place = [&](auto*& list, u64 bytes) {
+        list = reinterpret_cast<std::remove_reference_t<decltype(list)>>(lists.end);
+        lists.gaps.push_back(lists.end + bytes);
+        lists.end += (bytes + 15) / 16 * 16 + GUARD_BYTES;
+    };
+    HandleView& view = lists.view;
+    place(view.sends, 8 * (copies + tokens));
+    place(view.send_begin, 4 * (chunks + 1));
+    place(view.token_begin, 4 * (tokens + 1));
+    place(view.copies, 16 * copies);
+    place(view.copy_begin, 4 * (chunks + 1));
+    place(view.recv, 8 * copies);
+    place(view.recv_begin, 4 * (chunks + 1) * ranks);
+    place(view.dst_copies, 8 * copies);
+    place(view.dst_begin, 4 * (chunks + 1) * ranks);
+    place(view.shape, 4 * call.number("shape words"));
+    if (lists.end > lists.begin + Memory::REGION_BYTES) machine::fail("a handle that does not fit its memory");
+    view.tokens = static_cast<u32>(tokens);
+    view.chunks = static_cast<u32>(chunks);
+    view.chunk_tokens = static_cast<u32>(chunk_tokens);
+    view.permuted = call.number("permuted");
+    return lists;
+}
+
+PreprocessParams preprocess_params(const Record& world, const Common& common, const HandleView& handle,
+                                   const Arguments& call) {
+    PreprocessParams p{};
+    p.common = common;
+    p.handle = handle;
+    p.form = call.number("form");
+    p.topk = call.number("topk");
+    p.pad_multiple = call.number("pad multiple");
+    p.capacity = call.number("capacity");
+    p.count_words = static_cast<u32>(world.number("count words"));
+    p.tile = call.number("tile");
+    p.most_copies = call.number("most copies");
+    p.topk_idx = call.at<i32>("topk_idx");
+    p.topk_idx_wide = call.at<i64>("topk_idx_wide");
+    p.weights = call.at<float>("weights");
+    p.map = call.at<u8>("map");
+    p.row_begin = call.at<u32>("row_begin");
+    p.row_experts = call.at<u32>("row_experts");
+    p.position_of = call.at<u32>("position_of");
+    p.block_columns = call.scratch<u32>("block columns");
+    p.host_shape = call.at<u32>("host shape");
+    p.tokens_per_expert = call.at<i64>("tokens per expert");
+    p.kept_per_expert = call.at<i64>("kept per expert");
+    p.overflow = call.at<i32>("overflow");
+    return p;
+}
+
+DispatchParams dispatch_params(const Common& common, const HandleView& handle, const Arguments& call) {
+    DispatchParams p{};
+    p.common = common;
+    p.handle = handle;
+    p.tokens = call.at<u8>("tokens in");
+    p.scales = call.at<u8>("scales in");
+    p.dense = call.at<float>("dense");
+    p.out_tokens = call.at<u8>("tokens");
+    p.out_scales = call.at<u8>("scales");
+    p.out_probs = call.at<float>("probs");
+    p.out_local_experts = call.at<u8>("local_experts");
+    p.probs = call.number("probs origin");
+    p.scale_format = call.number("scale format");
+    p.row_bytes_in = call.number("row bytes in");
+    p.row_bytes_out = call.number("row bytes out");
+    p.scale_row_bytes = call.number("scale row bytes");
+    p.pieces = call.number("pieces");
+    p.piece_bytes = call.number("piece bytes");
+    p.groups = call.number("groups");
+    p.stages = call.number("stages");
+    p.stage_bytes = (p.piece_bytes + 127) / 128 * 128;
+    return p;
+}
+
+CombineParams combine_params(const Common& common, const HandleView& handle, const Arguments& call) {
+    CombineParams p{};
+    p.common = common;
+    p.handle = handle;
+    p.rows = call.at<u8>("rows");
+    p.row_probs = call.at<float>("row probs");
+    p.out_tokens = call.at<u8>("combined");
+    p.out_probs = call.at<float>("combined probs");
+    p.partials = call.scratch<u8>("partials");
+    p.prob_scratch = p.row_probs == nullptr ? nullptr : call.scratch<float>("gathered probs");
+    p.hidden = call.number("hidden");
+    return p;
+}
+
+Common common_of(const Record& world, std::vector<Rank>& ranks, u32 rank, bool translate) {
+    Common common{};
+    common.rank = rank;
+    common.ranks = static_cast<u32>(ranks.size());
+    common.experts = static_cast<u32>(world.number("experts"));
+    common.timeout_ns = world.number("timeout ns");
+    common.fault = &ranks[rank].fault;
+    for (u32 peer = 0; peer < ranks.size(); peer++) {
+        const Memory& memory = ranks[peer].memory;
+        common.control[peer] = reinterpret_cast<Control*>(memory.seen_by(rank));
+        common.delta[peer] = translate ? memory.seen_by(rank) - memory.seen_by(peer) : 0;
+    }
+    common.own = common.control[rank];
+    const Bytes& owners = world.inputs.at("owner_begin");
+    std::copy(owners.begin(), owners.end(), reinterpret_cast<u8*>(common.owner_begin));
+    return common;
+}
+
+// The launches of one operator on one rank.
+void launch(Call& call, const Case& all, Common common, Memory& memory, std::vector<machine::Launch>& stream) {
+    const Arguments arguments{*call.record, memory};
+    if (arguments.number("takes part") == 0) return;
+    if (call.kernel == std::string_view("say_left")) {
+        call.dispatch.common = common;
+        stream.push_back({call.kernel, say_left, &call, 1, 1, 0, nullptr});
+        return;
+    }
+    const Kernel* kernel = Kernel::find(call.kernel);
+    if (kernel == nullptr) machine::fail("there is no kernel \"%s\"", call.kernel);
+    common.signature = arguments.number("signature");
+    call.handle = lists_of(all.world, arguments);
+    const HandleView& handle = call.handle.view;
+    u32 blocks = static_cast<u32>(all.world.number("blocks"));
+    const void* params;
+    const std::string_view name(kernel->name);
+    if (name.starts_with("preprocess")) {
+        call.preprocess = preprocess_params(all.world, common, handle, arguments);
+        params = &call.preprocess;
+        blocks = max(1u, min(blocks, div_up(handle.tokens, call.preprocess.tile)));
+    } else if (name.starts_with("dispatch")) {
+        call.dispatch = dispatch_params(common, handle, arguments);
+        params = &call.dispatch;
+    } else {
+        call.combine = combine_params(common, handle, arguments);
+        params = &call.combine;
+    }
+    stream.push_back({"the host before a kernel", before, &call, 1, 1, 0, nullptr});
+    const u32 shared_bytes = kernel->shared_bytes(params);
+    stream.push_back({call.kernel, kernel->body, params, blocks, kernel->threads, shared_bytes, kernel->shared});
+    stream.push_back({"the host after a kernel", after, &call, 1, 1, 0, nullptr});
+}
+
+machine::Settings settings_of(int count, char** arguments) {
+    machine::Settings settings{};
+    settings.seed = std::strtoull(arguments[2], nullptr, 10);
+    if (count == 4) settings.list_sites = std::strcmp(arguments[3], "sites") == 0;
+    if (count == 4 && !settings.list_sites) {
+        char* spec = arguments[3];
+        settings.mutant.order = spec;
+        if (char* place = std::strchr(spec, '@')) {
+            *place = 0;
+            settings.mutant.file = place + 1;
+            if (char* line = std::strchr(place + 1, ':')) {
+                *line = 0;
+                settings.mutant.line = static_cast<u32>(std::strtoul(line + 1, nullptr, 10));
+            }
+        }
+    }
+    return settings;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    if (count != 3 && count != 4) {
+        std::fputs("usage: roles CASE SEED [ORDER[@FILE:LINE] | delta | sites]\n", stderr);
+        return 2;
+    }
+    const Case all = Reader(arguments[1]).read();
+    const u32 rank_count = static_cast<u32>(all.world.number("ranks"));
+    const u64 counts = 2 * rank_count * all.world.number("count words") * sizeof(u32);
+    if (sizeof(Control) + counts > Memory::CONTROL_BYTES) machine::fail("counts that do not fit their memory");
+    std::vector<Rank> ranks;
+    for (u32 rank = 0; rank < rank_count; rank++) ranks.push_back({Memory(rank, rank_count)});
+    machine::Settings settings = settings_of(count, arguments);
+    settings.enter = [&](u32 rank) {
+        for (const Rank& each : ranks) each.memory.show_to(rank);
+    };
+    // Another thing that can be left out on purpose.
+    const bool translate = std::string_view(settings.mutant.order) != "delta";
+    std::vector<std::vector<machine::Launch>> streams(rank_count);
+    std::vector<std::unique_ptr<Call>> calls;
+    for (u32 rank = 0; rank < rank_count; rank++) {
+        const Common common = common_of(all.world, ranks, rank, translate);
+        for (u32 step = 0; step < all.operators.size(); step++) {
+            const Operator& each = all.operators[step];
+            calls.push_back(std::make_unique<Call>());
+            Call& call = *calls.back();
+            call.kernel = each.kernel.c_str();
+            call.rank = rank;
+            call.step = step + 1;
+            call.record = &each.ranks[rank];
+            call.memory = &ranks[rank].memory;
+            call.fault = &ranks[rank].fault;
+            launch(call, all, common, ranks[rank].memory, streams[rank]);
+        }
+    }
+    machine::run(streams, settings);
+    return differences == 0 ? 0 : 1;
+}

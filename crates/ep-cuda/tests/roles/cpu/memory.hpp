@@ -1,0 +1,65 @@
+// The ranks' memory, each rank's at addresses of its own for every rank, as if ranks were processes: what one rank
+// calls an address means nothing to another, and is not there while the other runs.
+//
+// ThreadSanitizer knows memory by its address, so under it all ranks share one.
+#pragma once
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <string>
+#include <vector>
+
+#ifdef __SANITIZE_THREAD__
+constexpr bool APART = false;
+#else
+constexpr bool APART = true;
+#endif
+
+class Memory {
+public:
+    static constexpr std::uint64_t REGION_BYTES = 256 << 10;
+    static constexpr std::uint64_t CONTROL_BYTES = 2 << 20;
+
+    Memory(unsigned owner, unsigned ranks) : owner(owner) {
+        const int file = memfd_create("rank", 0);
+        if (file < 0 || ftruncate(file, BYTES) != 0) end("memfd_create");
+        for (unsigned viewer = 0; viewer < (APART ? ranks : 1); viewer++) {
+            void* view = mmap(nullptr, BYTES, SHOWN, MAP_SHARED, file, 0);
+            if (view == MAP_FAILED) end("mmap");
+            views.push_back(static_cast<unsigned char*>(view));
+        }
+        close(file);
+    }
+
+    // Where it begins, for a rank. The control block is there.
+    unsigned char* seen_by(unsigned rank) const { return views[APART ? rank : 0]; }
+
+    // A part of it, as its owner addresses it: the same for the same name.
+    unsigned char* at(const std::string& name) {
+        const auto [found, added] = offsets.try_emplace(name, CONTROL_BYTES + offsets.size() * REGION_BYTES);
+        if (added && found->second + REGION_BYTES > BYTES) end("more parts than there is memory");
+        return seen_by(owner) + found->second;
+    }
+
+    // From now on `rank` runs, and no other.
+    void show_to(unsigned rank) const {
+        for (unsigned viewer = 0; APART && viewer < views.size(); viewer++)
+            if (mprotect(views[viewer], BYTES, viewer == rank ? SHOWN : PROT_NONE) != 0) end("mprotect");
+    }
+
+private:
+    static constexpr int SHOWN = PROT_READ | PROT_WRITE;
+    static constexpr std::uint64_t BYTES = CONTROL_BYTES + 40 * REGION_BYTES;
+    unsigned owner;
+    std::vector<unsigned char*> views;
+    std::map<std::string, std::uint64_t> offsets;
+
+    [[noreturn]] static void end(const char* what) {
+        std::perror(what);
+        std::exit(2);
+    }
+};

@@ -1,0 +1,133 @@
+// The instructions of device/common/ptx.cuh on the CPU: the same wrappers, and the order in memory that each promises.
+// Reads and writes without a wrapper are plain in C++ too, so that two which nothing orders are a data race.
+#pragma once
+#include "types.cuh"
+
+// ---- who am I
+
+__device__ inline u32 lane_id() { return threadIdx.x % WARP; }
+__device__ inline u32 warp_id() { return threadIdx.x / WARP; }
+
+// Bits of the lanes below this one.
+__device__ inline u32 lanemask_lt() { return (1u << lane_id()) - 1; }
+
+__device__ inline u64 globaltimer() { return machine::clock(); }
+
+// ---- memory that other GPUs read and write
+
+__device__ inline u32 ld_acquire_sys(const u32* pointer, Site site = Site::current()) {
+    machine::poll();
+    if (machine::left_out(Order::ld_acquire_sys, site)) return __atomic_load_n(pointer, __ATOMIC_RELAXED);
+    return __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
+}
+
+__device__ inline void st_release_sys(u32* pointer, u32 value, Site site = Site::current()) {
+    machine::step(true);
+    if (machine::left_out(Order::st_release_sys, site)) return __atomic_store_n(pointer, value, __ATOMIC_RELAXED);
+    __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
+}
+
+__device__ inline u32 ld_acquire_gpu(const u32* pointer, Site site = Site::current()) {
+    return ld_acquire_sys(pointer, site);
+}
+
+__device__ inline u32 atom_add_acq_rel_gpu(u32* pointer, u32 value, Site site = Site::current()) {
+    machine::use_on_one_gpu(pointer);
+    machine::step(true);
+    if (machine::left_out(Order::atom_add_acq_rel_gpu, site))
+        return __atomic_fetch_add(pointer, value, __ATOMIC_RELAXED);
+    return __atomic_fetch_add(pointer, value, __ATOMIC_ACQ_REL);
+}
+
+__device__ inline u32 atom_cas_relaxed_gpu(u32* pointer, u32 expected, u32 value) {
+    machine::use_on_one_gpu(pointer);
+    machine::step(true);
+    __atomic_compare_exchange_n(pointer, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    return expected;
+}
+
+__device__ inline u32 ld_relaxed_sys(const u32* pointer) {
+    machine::step(false);
+    return __atomic_load_n(pointer, __ATOMIC_RELAXED);
+}
+
+__device__ inline u64 ld_relaxed_sys_u64(const u64* pointer) {
+    machine::step(false);
+    return __atomic_load_n(pointer, __ATOMIC_RELAXED);
+}
+
+__device__ inline uint2 ld_relaxed_sys_v2(const uint2* pointer) {
+    const u64 both = ld_relaxed_sys_u64(reinterpret_cast<const u64*>(pointer));
+    return make_uint2(static_cast<u32>(both), static_cast<u32>(both >> 32));
+}
+
+__device__ inline uint4 ld_relaxed_sys_v4(const uint4* pointer) {
+    return make_uint4(ld_relaxed_sys(&pointer->x), ld_relaxed_sys(&pointer->y), ld_relaxed_sys(&pointer->z),
+                      ld_relaxed_sys(&pointer->w));
+}
+
+// Only releases follow it, which order as much; ThreadSanitizer knows no fences.
+__device__ inline void membar_sys() { machine::step(false); }
+
+// ---- copies of 16 bytes by a lane, for itself
+
+__device__ inline void cp_async_16(void* shared, const void* global, bool there) {
+    machine::lane_copy_16(shared, there ? global : nullptr);
+}
+
+__device__ inline void cp_async_commit_group() { machine::lane_commit(); }
+
+template <u32 pending>
+__device__ inline void cp_async_wait_group(Site site = Site::current()) {
+    if (!machine::left_out(Order::cp_async_wait_group, site)) machine::lane_wait(pending);
+}
+
+__device__ inline uint4 ld_shared_v4(const void* shared) { return *static_cast<const uint4*>(shared); }
+
+// ---- copies by the bulk copy engine
+
+__device__ inline void mbarrier_init(u64* barrier, u32 count) { machine::mbarrier_init(barrier, count); }
+// Orders what fence_proxy_async orders, for mbarriers alone.
+__device__ inline void fence_mbarrier_init() {}
+
+__device__ inline void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
+    machine::mbarrier_arrive_expect_tx(barrier, bytes);
+}
+
+__device__ inline bool mbarrier_try_wait_parity(u64* barrier, u32 parity, Site site = Site::current()) {
+    return machine::left_out(Order::mbarrier_try_wait, site) || machine::mbarrier_try_wait_parity(barrier, parity);
+}
+
+__device__ inline void cp_async_bulk_g2s(void* shared, const void* global, u32 bytes, u64* barrier) {
+    machine::bulk_load(shared, global, bytes, barrier);
+}
+
+__device__ inline void cp_async_bulk_s2g(void* global, const void* shared, u32 bytes) {
+    machine::bulk_store(global, shared, bytes);
+}
+
+__device__ inline void cp_async_bulk_commit_group() { machine::bulk_commit(); }
+
+template <u32 pending>
+__device__ inline void cp_async_bulk_wait_group_read(Site site = Site::current()) {
+    if (!machine::left_out(Order::cp_async_bulk_wait_group_read, site)) machine::bulk_wait_read(pending);
+}
+
+template <u32 pending>
+__device__ inline void cp_async_bulk_wait_group(Site site = Site::current()) {
+    if (!machine::left_out(Order::cp_async_bulk_wait_group, site)) machine::bulk_wait(pending);
+}
+
+__device__ inline void fence_proxy_async(Site site = Site::current()) {
+    if (!machine::left_out(Order::fence_proxy_async, site)) machine::fence_proxy_async();
+}
+
+// ---- conversions, rounded to nearest even, every NaN to 0x7FFF
+
+__device__ inline u32 cvt_rn_bf16(float value) {
+    if (value != value) return 0x7FFF;
+    const u32 bits = __float_as_uint(value);
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+__device__ inline u32 cvt_rn_bf16x2(float high, float low) { return cvt_rn_bf16(high) << 16 | cvt_rn_bf16(low); }

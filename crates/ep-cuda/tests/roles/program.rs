@@ -1,0 +1,219 @@
+//! The kernels as a program of the CPU: built by a C++ compiler, run on cases.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
+use std::{env, fmt, fs, thread};
+
+/// What a compiler makes of one source.
+struct Unit {
+    object: String,
+    source: &'static str,
+    /// Whether ThreadSanitizer sees what it does.
+    seen: bool,
+    defines: Vec<(&'static str, String)>,
+}
+
+/// The program, in one of its two builds.
+pub(crate) struct Program {
+    path: PathBuf,
+}
+
+/// Exit code of a run in which ThreadSanitizer has found a race.
+const RACE: i32 = 66;
+
+/// What came of a run.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// Every output is what it must be. Runs that say the same have taken the same steps.
+    Equal(String),
+    /// An output differs, or a kernel has reported another fault than it should.
+    Different(String),
+    /// Lanes have done what a GPU does not define, or cannot go on.
+    Undefined(String),
+    /// Two accesses that nothing orders.
+    Race(String),
+    /// The program itself has failed, or a rank has used an address that is not its own.
+    Crash(String),
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (what, said) = match self {
+            Self::Equal(said) => ("as it must be", said),
+            Self::Different(said) => ("another result", said),
+            Self::Undefined(said) => ("not defined on a GPU", said),
+            Self::Race(said) => ("a race", said),
+            Self::Crash(said) => ("the program failed", said),
+        };
+        write!(f, "{what}\n{said}")
+    }
+}
+
+impl Program {
+    /// Builds it: `sanitize` with ThreadSanitizer.
+    pub(crate) fn build(sanitize: bool) -> Self {
+        let name = if sanitize { "roles-tsan" } else { "roles" };
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let crate_folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+        copy_tree(&crate_folder.join("device"), &folder.join("device"));
+        let sources = crate_folder.join("tests/roles/cpu");
+        fs::copy(sources.join("ptx.cuh"), folder.join("device/common/ptx.cuh")).unwrap();
+
+        let units = Mutex::new(units());
+        let objects: Vec<String> = lock(&units).iter().map(|unit| unit.object.clone()).collect();
+        let next = || lock(&units).pop();
+        let compile = || {
+            while let Some(unit) = next() {
+                compile(&folder, &sources, &unit, sanitize);
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
+                scope.spawn(compile);
+            }
+        });
+        let path = folder.join("roles");
+        let mut link = compiler();
+        link.current_dir(&folder).args(&objects).arg("-o").arg(&path).arg("-pthread");
+        if sanitize {
+            link.arg("-fsanitize=thread");
+        }
+        finish(link);
+        Self { path }
+    }
+
+    /// Runs a case with a seed; `change` is what is left out on purpose.
+    pub(crate) fn run(&self, case: &Path, seed: u64, change: Option<&str>) -> Outcome {
+        let run = |command: &mut Command| {
+            let options = format!("halt_on_error=1 exitcode={RACE} history_size=3 atexit_sleep_ms=0");
+            command.arg(case).arg(seed.to_string()).args(change).env("TSAN_OPTIONS", options);
+            command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"))
+        };
+        let mut output = run(&mut Command::new(&self.path));
+        // Older sanitizers want addresses where newer kernels no longer put them.
+        if text(&output).contains("unexpected memory mapping") {
+            output = run(Command::new("setarch").arg("-R").arg(&self.path));
+        }
+        let text = text(&output);
+        match output.status.code() {
+            Some(0) => Outcome::Equal(text),
+            Some(1) => Outcome::Different(text),
+            Some(3) => Outcome::Undefined(text),
+            Some(RACE) if text.contains("data race") => Outcome::Race(text),
+            _ => Outcome::Crash(format!("{}\n{text}", output.status)),
+        }
+    }
+
+    /// All places at which [`run`](Self::run) can leave something out.
+    pub(crate) fn sites(&self, case: &Path, seed: u64) -> Vec<String> {
+        let output = Command::new(&self.path).arg(case).arg(seed.to_string()).arg("sites").output().unwrap();
+        let all = text(&output);
+        let mut sites: Vec<String> =
+            all.lines().filter_map(|line| line.strip_prefix("site ")).map(str::to_owned).collect();
+        sites.sort_unstable();
+        sites.dedup();
+        sites
+    }
+}
+
+/// The machine, and every kernel in every variant that runs on a CPU: conversions to FP8 by the instruction do not.
+fn units() -> Vec<Unit> {
+    let quoted = |text: &str| format!("\"{text}\"");
+    let unit = |name: &str, source, seen, defines| Unit {
+        object: format!("{}.o", name.replace(' ', "-")),
+        source,
+        seen,
+        defines,
+    };
+    let mut units = vec![
+        unit("machine", "machine.cpp", false, Vec::new()),
+        unit("engine", "engine.cpp", false, Vec::new()),
+        unit("main", "main.cpp", true, Vec::new()),
+    ];
+    let mut kernel = |name: String, source, defines: Vec<(&'static str, String)>| {
+        // Its entry keeps its name in any namespace, so each variant gets one.
+        let (operator, _) = name.split_once(' ').unwrap_or((&name, ""));
+        let names = [("NAME", quoted(&name)), (entry(operator), name.replace(' ', "_"))];
+        units.push(unit(&name, source, true, [names.to_vec(), defines].concat()));
+    };
+    kernel("preprocess".into(), "preprocess.cpp", vec![("COPY_VARIANT", quoted("copy_plain.cuh"))]);
+    for copies in ["bulk", "plain"] {
+        let common =
+            || vec![("COPY_VARIANT", quoted(&format!("copy_{copies}.cuh"))), ("WARPS", WARPS.to_string())];
+        for payload in ["copy", "quantize"] {
+            let more = [
+                ("PAYLOAD_VARIANT", quoted(&format!("payload_{payload}.cuh"))),
+                ("E4M3_VARIANT", quoted("e4m3_soft.cuh")),
+            ];
+            let defines = [common(), more.to_vec()].concat();
+            kernel(format!("dispatch {payload} {copies}"), "dispatch.cpp", defines);
+        }
+        for rows in ["bf16", "f32"] {
+            for wire in ["bf16", "f32"] {
+                let is_f32 = |element: &str| u32::from(element == "f32").to_string();
+                let more = [("ROWS_F32", is_f32(rows)), ("WIRE_F32", is_f32(wire))];
+                let defines = [common(), more.to_vec()].concat();
+                kernel(format!("combine {rows} {wire} {copies}"), "combine.cpp", defines);
+            }
+        }
+    }
+    units
+}
+
+fn entry(operator: &str) -> &'static str {
+    ["preprocess", "dispatch", "combine"].into_iter().find(|&name| name == operator).unwrap()
+}
+
+/// Warps of a block of dispatch and combine.
+const WARPS: u32 = 2;
+
+fn compiler() -> Command {
+    Command::new(env::var_os("CXX").unwrap_or_else(|| "g++".into()))
+}
+
+fn compile(folder: &Path, sources: &Path, unit: &Unit, sanitize: bool) {
+    let mut command = compiler();
+    command.current_dir(folder).args(["-std=c++20", "-O1", "-g1", "-ffp-contract=off"]);
+    command.args(["-Idevice", "-Idevice/common"]);
+    if sanitize {
+        command.arg(if unit.seen { "-fsanitize=thread" } else { "-DTHREAD_SANITIZER" });
+    }
+    command.args(unit.defines.iter().map(|(name, value)| format!("-D{name}={value}")));
+    finish({
+        command.arg("-c").arg(sources.join(unit.source)).arg("-o").arg(&unit.object);
+        command
+    });
+}
+
+/// Runs a compiler; panics with what it says when it fails.
+fn finish(mut command: Command) {
+    let output = command.output().unwrap_or_else(|error| {
+        panic!(
+            "{:?}: {error}\nthis test compiles the kernels for the CPU: install g++ 12 or later, or let CXX name it",
+            command.get_program()
+        )
+    });
+    assert!(output.status.success(), "{command:?}\n{}", text(&output));
+}
+
+fn text(output: &Output) -> String {
+    [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes)).concat()
+}
+
+fn copy_tree(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy_tree(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,477 @@
+//! What all ranks call, one operator after the other, with all inputs and with what the oracle says they must get; and
+//! the file in which the program reads it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use ep::oracle::{self, CombineSpec, Dispatched, ReceivedRows, Tokens};
+use ep::{Counts, DispatchMode, Element, Rank, ReceiveShape, Routing, ScaleFormat, TokenFormat, World};
+
+use crate::content::Random;
+use crate::record::{File, Record, floats, words};
+
+/// What outputs hold before, as `POISON` of the program.
+const POISON: u8 = 0xA7;
+/// "No bound".
+const NONE: u32 = u32::MAX;
+
+/// A script under way.
+pub(crate) struct Script {
+    name: String,
+    world: World,
+    owners: Record,
+    operators: Vec<Operator>,
+    random: Random,
+}
+
+/// Which experts the tokens of all ranks choose, and how rows are arranged.
+pub(crate) struct Plan {
+    pub(crate) routings: Vec<Routing>,
+    pub(crate) form: Form,
+    pub(crate) mode: DispatchMode,
+    pub(crate) capacity: Vec<Option<usize>>,
+    pub(crate) chunk_tokens: usize,
+}
+
+/// How a routing is given.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Form {
+    TopK,
+    TopKWide,
+    Map,
+    Rows,
+}
+
+/// What preprocessing has made, on all ranks.
+pub(crate) struct Handle {
+    plan: Plan,
+    received: Vec<ReceivedRows>,
+    /// What every operator says of it, by rank.
+    facts: Vec<Record>,
+}
+
+/// How a kernel copies rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Copies {
+    Bulk,
+    Plain,
+}
+
+/// A dispatch of all ranks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Dispatch {
+    pub(crate) copies: Copies,
+    pub(crate) format: TokenFormat,
+    pub(crate) hidden: usize,
+    pub(crate) pieces: usize,
+    pub(crate) probs: Probs,
+    /// Whether the map of local experts is asked for, where there is one.
+    pub(crate) local_experts: bool,
+}
+
+/// Where the probabilities of a dispatch come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Probs {
+    Skip,
+    Routing,
+    Dense,
+}
+
+/// As `FaultKind` of the kernels.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Fault {
+    None = 0,
+    Timeout = 1,
+    Aborted = 2,
+    Mismatch = 3,
+    Index = 4,
+    Duplicate = 5,
+    Nan = 6,
+    Left = 8,
+}
+
+/// A combine of all ranks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Combine {
+    pub(crate) copies: Copies,
+    pub(crate) hidden: usize,
+    pub(crate) element: Element,
+    pub(crate) wire: Element,
+    pub(crate) probs: bool,
+}
+
+/// A kernel, and each rank's arguments.
+struct Operator {
+    kernel: String,
+    ranks: Vec<Record>,
+}
+
+impl Script {
+    /// `owners`: the rank of each expert; `blocks` of dispatch and combine.
+    pub(crate) fn new(name: &str, world: World, blocks: u64) -> Self {
+        let seed = name.bytes().fold(0, |seed: u64, byte| seed.wrapping_mul(31).wrapping_add(byte.into()));
+        let mut owners = Record::default();
+        let mut begins = vec![0];
+        begins.extend(world.topology.all_ranks().map(|rank| world.placement.positions_of(rank).end as u32));
+        owners.number("ranks", world.ranks());
+        owners.number("experts", world.experts());
+        owners.number("count words", Counts::words(&world));
+        owners.number("timeout ns", 1 << 30);
+        owners.numbers.insert("blocks", blocks);
+        owners.input("owner_begin", words(&begins));
+        Self { name: name.into(), world, owners, operators: Vec::new(), random: Random(seed) }
+    }
+
+    pub(crate) fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// Preprocessing; `memory`: which of the ranks' parts the handle lies in.
+    pub(crate) fn preprocess(&mut self, plan: Plan, memory: usize) -> Handle {
+        let received = oracle::rows(&self.world, &plan.routings, plan.mode, &plan.capacity);
+        let mut handle = Handle { plan, received, facts: Vec::new() };
+        handle.facts = (0..self.world.ranks()).map(|rank| self.facts(&handle, rank, memory)).collect();
+        let ranks = (0..self.world.ranks()).map(|rank| self.preprocess_of(&handle, rank)).collect();
+        self.call("preprocess".into(), ranks);
+        handle
+    }
+
+    fn facts(&self, handle: &Handle, rank: usize, memory: usize) -> Record {
+        let routing = &handle.plan.routings[rank];
+        let mut facts = Record::default();
+        facts.number("tokens", routing.tokens());
+        facts.number("most copies", most_copies(routing, handle.plan.form));
+        facts.number("chunk tokens", handle.plan.chunk_tokens);
+        facts.number("shape words", 3 * self.world.placement.local_experts(Rank(rank as u32)) + 4);
+        facts.number("permuted", usize::from(handle.plan.mode != DispatchMode::Plain));
+        facts.number("memory of handle", memory);
+        facts
+    }
+
+    fn preprocess_of(&self, handle: &Handle, rank: usize) -> Record {
+        let Plan { routings, form, mode, capacity, .. } = &handle.plan;
+        let mut record = handle.facts[rank].clone();
+        let pad = if *mode == DispatchMode::Plain { 0 } else { mode.pad_multiple() };
+        record.number("pad multiple", pad);
+        record.number("capacity", capacity[rank].unwrap_or(NONE as usize));
+        // The fewest tokens that a block may work on at a time.
+        record.number("tile", 32);
+        give_routing(&mut record, &routings[rank], *form);
+        if !self.world.placement.is_in_order() {
+            let experts = 0..self.world.experts() as u32;
+            let positions: Vec<u32> =
+                experts.map(|expert| self.world.placement.position_of(expert)).collect();
+            record.input("position_of", words(&positions));
+        }
+        if capacity[rank].is_none() {
+            record.output("host shape", shape_words(&self.world, handle, rank));
+        } else {
+            let shape = &handle.received[rank].shape;
+            let wide =
+                |counts: &[u32]| counts.iter().flat_map(|&count| i64::from(count).to_le_bytes()).collect();
+            record.output("tokens per expert", wide(&shape.tokens_per_expert));
+            record.output("kept per expert", wide(&shape.kept_per_expert));
+            record.output("overflow", words(&[shape.overflow().into()]));
+        }
+        record
+    }
+
+    /// A dispatch.
+    pub(crate) fn dispatch(&mut self, handle: &Handle, dispatch: Dispatch) {
+        let Dispatch { copies, format, hidden, .. } = dispatch;
+        let routings = &handle.plan.routings;
+        let inputs: Vec<Tokens> = routings
+            .iter()
+            .map(|routing| {
+                let tokens = routing.tokens();
+                let data = match format {
+                    TokenFormat::Fp8(_) => self.random.bytes(tokens * hidden),
+                    TokenFormat::Bf16 | TokenFormat::QuantizeFp8(_) => self.random.bf16s(tokens * hidden),
+                };
+                let scales = match format {
+                    TokenFormat::Fp8(_) => self.random.bytes(tokens * format.scale_row_bytes(hidden)),
+                    TokenFormat::Bf16 | TokenFormat::QuantizeFp8(_) => Vec::new(),
+                };
+                let probs = match dispatch.probs {
+                    Probs::Dense => self.random.weights(tokens * routing.experts()),
+                    Probs::Skip | Probs::Routing => routing.dense_probs(),
+                };
+                Tokens { data, scales, probs }
+            })
+            .collect();
+        let outputs =
+            oracle::dispatch(&self.world, &handle.received, handle.plan.mode, format, hidden, &inputs);
+        let ranks = (inputs.iter().zip(&outputs).enumerate())
+            .map(|(rank, (input, output))| self.dispatch_of(handle, rank, dispatch, input, output))
+            .collect();
+        let payload = if matches!(format, TokenFormat::QuantizeFp8(_)) { "quantize" } else { "copy" };
+        self.call(format!("dispatch {payload} {}", copies.name()), ranks);
+    }
+
+    fn dispatch_of(
+        &self,
+        handle: &Handle,
+        rank: usize,
+        dispatch: Dispatch,
+        input: &Tokens,
+        output: &Dispatched,
+    ) -> Record {
+        let Dispatch { format, hidden, pieces, probs, local_experts, .. } = dispatch;
+        let mut record = handle.facts[rank].clone();
+        let row_bytes = format.input_row_bytes(hidden);
+        let unit = if matches!(format, TokenFormat::QuantizeFp8(_)) { 256 } else { 16 };
+        let piece = if pieces == 1 { row_bytes } else { row_bytes.div_ceil(pieces).next_multiple_of(unit) };
+        record.number("row bytes in", row_bytes);
+        record.number("row bytes out", format.output_row_bytes(hidden));
+        record.number("scale row bytes", format.scale_row_bytes(hidden));
+        record.number("scale format", scale_code(format));
+        record.number("probs origin", probs as usize);
+        record.number("pieces", row_bytes.div_ceil(piece));
+        record.number("piece bytes", piece);
+        record.number("groups", row_bytes.div_ceil(piece).min(4));
+        record.number("stages", 3);
+
+        let rows = handle.received[rank].shape.allocated_rows();
+        let local = self.world.placement.local_experts(Rank(rank as u32));
+        let plain = handle.plan.mode == DispatchMode::Plain;
+        let probs_per_row = if plain { local } else { 1 };
+        record.input("tokens in", input.data.clone());
+        record.output("tokens", fill(&output.tokens, rows * format.output_row_bytes(hidden)));
+        if format.scales().is_some() {
+            record.output("scales", fill(&output.scales, rows * format.scale_row_bytes(hidden)));
+        }
+        if matches!(format, TokenFormat::Fp8(_)) {
+            record.input("scales in", input.scales.clone());
+        }
+        if probs == Probs::Dense {
+            record.input("dense", floats(&input.probs));
+        }
+        if probs != Probs::Skip {
+            record.output("probs", fill(&floats(&output.probs), 4 * rows * probs_per_row));
+        }
+        if plain && local_experts {
+            record.output("local_experts", fill(&output.local_experts, rows * local));
+        }
+        record
+    }
+
+    /// A combine.
+    pub(crate) fn combine(&mut self, handle: &Handle, combine: Combine) {
+        let Combine { copies, hidden, element, wire, probs } = combine;
+        let Handle { plan, received, .. } = handle;
+        let spec = CombineSpec { hidden, element, wire };
+        let rows: Vec<Vec<u8>> =
+            received.iter().map(|received| self.expert_rows(received, spec)).collect::<Vec<_>>();
+        let row_probs: Vec<Vec<f32>> = received
+            .iter()
+            .enumerate()
+            .map(|(rank, received)| {
+                let per_row = match plan.mode {
+                    DispatchMode::Plain => self.world.placement.local_experts(Rank(rank as u32)),
+                    DispatchMode::Permuted { .. } => 1,
+                };
+                self.random.weights(received.shape.allocated_rows() * per_row)
+            })
+            .collect();
+        let combined = oracle::combine(&self.world, &plan.routings, received, spec, &rows);
+        let gathered = oracle::combine_probs(&self.world, &plan.routings, received, plan.mode, &row_probs);
+        let ranks = (0..self.world.ranks())
+            .map(|rank| {
+                let mut record = handle.facts[rank].clone();
+                record.number("hidden", hidden);
+                record.input("rows", rows[rank].clone());
+                record.output("combined", combined[rank].clone());
+                if probs {
+                    record.input("row probs", floats(&row_probs[rank]));
+                    record.output("combined probs", floats(&gathered[rank]));
+                }
+                record
+            })
+            .collect();
+        let name = |element| if element == Element::F32 { "f32" } else { "bf16" };
+        self.call(format!("combine {} {} {}", name(element), name(wire), copies.name()), ranks);
+    }
+
+    /// Expert outputs; NaN where there is no token, so that a row that must not be added is seen.
+    fn expert_rows(&mut self, received: &ReceivedRows, spec: CombineSpec) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for row in 0..received.shape.allocated_rows() {
+            let holds_token = received.rows.get(row).is_some_and(Option::is_some);
+            for _ in 0..spec.hidden {
+                // Sizes so different that the order of a sum shows.
+                let bits = if holds_token { self.random.float(12).to_bits() } else { f32::NAN.to_bits() };
+                match spec.element {
+                    Element::Bf16 => bytes.extend(((bits >> 16) as u16).to_le_bytes()),
+                    Element::F32 => bytes.extend(bits.to_le_bytes()),
+                }
+            }
+        }
+        bytes
+    }
+
+    fn call(&mut self, kernel: String, mut ranks: Vec<Record>) {
+        for record in &mut ranks {
+            record.number("takes part", 1);
+            // Equal on all ranks, and different from that of the operators before and after.
+            record.number("signature", 1000 + self.operators.len());
+            record.number("faults", 1 << Fault::None as usize);
+            record.number("to blame", NONE as usize);
+        }
+        self.operators.push(Operator { kernel, ranks });
+    }
+
+    /// What one rank does otherwise in the last operator.
+    pub(crate) fn otherwise(&mut self, rank: usize, name: &'static str, value: usize) {
+        self.operators.last_mut().unwrap().ranks[rank].number(name, value);
+    }
+
+    /// As [`otherwise`](Self::otherwise), for an input.
+    pub(crate) fn other_input(&mut self, rank: usize, name: &'static str, bytes: Vec<u8>) {
+        self.operators.last_mut().unwrap().ranks[rank].input(name, bytes);
+    }
+
+    /// The last operator ends by a fault on every rank, of one of these kinds, and `to_blame` names a rank if it is
+    /// known which; outputs are undefined.
+    pub(crate) fn fails(&mut self, faults: &[Fault], to_blame: Option<usize>) {
+        for record in &mut self.operators.last_mut().unwrap().ranks {
+            record.number("faults", faults.iter().map(|&fault| 1 << fault as usize).sum());
+            record.number("to blame", to_blame.unwrap_or(NONE as usize));
+        }
+    }
+
+    /// One rank drops its buffer.
+    pub(crate) fn leaves(&mut self, rank: usize) {
+        let ranks = vec![Record::default(); self.world.ranks()];
+        self.call("say_left".into(), ranks);
+        for other in (0..self.world.ranks()).filter(|&other| other != rank) {
+            self.otherwise(other, "takes part", 0);
+        }
+    }
+
+    /// Writes the file that the program reads.
+    pub(crate) fn write(&self) -> PathBuf {
+        let mut file = File::default();
+        file.record(&self.owners);
+        file.word(self.operators.len() as u64);
+        for Operator { kernel, ranks } in &self.operators {
+            file.bytes(kernel.as_bytes());
+            ranks.iter().for_each(|record| file.record(record));
+        }
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("roles-cases");
+        fs::create_dir_all(&folder).unwrap();
+        let path = folder.join(self.name.replace(' ', "-"));
+        fs::write(&path, file.0).unwrap();
+        path
+    }
+}
+
+impl Copies {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Bulk => "bulk",
+            Self::Plain => "plain",
+        }
+    }
+}
+
+/// As `scale_code` of the crate.
+fn scale_code(format: TokenFormat) -> usize {
+    match format.scales() {
+        None => 0,
+        Some(ScaleFormat::F32Per128) => 1,
+        Some(ScaleFormat::Ue8m0Per128) => 2,
+        Some(_) => 3,
+    }
+}
+
+fn most_copies(routing: &Routing, form: Form) -> usize {
+    match form {
+        Form::TopK | Form::TopKWide => routing.tokens() * longest_row(routing),
+        Form::Map => routing.tokens() * routing.experts(),
+        Form::Rows => routing.copies(),
+    }
+}
+
+fn longest_row(routing: &Routing) -> usize {
+    routing.rows().map(|(experts, _)| experts.len()).max().unwrap_or(0).max(1)
+}
+
+/// The routing as a router leaves it: no row is in the order of experts, and rows that are short have gaps.
+fn give_routing(record: &mut Record, routing: &Routing, form: Form) {
+    let dense = || {
+        let mut map = vec![0u8; routing.tokens() * routing.experts()];
+        for (token, (experts, _)) in routing.rows().enumerate() {
+            experts.iter().for_each(|&expert| map[token * routing.experts() + expert as usize] = 1);
+        }
+        map
+    };
+    let k = longest_row(routing);
+    let rotated = || {
+        routing.rows().enumerate().flat_map(move |(token, (experts, weights))| {
+            (0..k).map(move |at| {
+                let at = (at + token) % k;
+                experts.get(at).map_or((-1, f32::NAN), |&expert| (i64::from(expert), weights[at]))
+            })
+        })
+    };
+    record.number("topk", if matches!(form, Form::TopK | Form::TopKWide) { k } else { 0 });
+    record.number(
+        "form",
+        match form {
+            Form::TopK | Form::TopKWide => 0,
+            Form::Map => 1,
+            Form::Rows => 2,
+        },
+    );
+    match form {
+        Form::TopK => {
+            record
+                .input("topk_idx", rotated().flat_map(|(expert, _)| (expert as i32).to_le_bytes()).collect());
+        }
+        Form::TopKWide => {
+            record.input("topk_idx_wide", rotated().flat_map(|(expert, _)| expert.to_le_bytes()).collect());
+        }
+        Form::Map => record.input("map", dense()),
+        Form::Rows => {
+            record.input("row_begin", words(routing.row_begins()));
+            record.input("row_experts", words(routing.all_experts()));
+        }
+    }
+    record.input(
+        "weights",
+        match form {
+            Form::TopK | Form::TopKWide => rotated().flat_map(|(_, weight)| weight.to_le_bytes()).collect(),
+            Form::Map => floats(&routing.dense_probs()),
+            Form::Rows => floats(routing.all_weights()),
+        },
+    );
+}
+
+/// What preprocessing tells the host; in plain mode nothing of single experts.
+fn shape_words(world: &World, handle: &Handle, rank: usize) -> Vec<u8> {
+    let ReceiveShape { rows, wanted_rows, first_row, kept_per_expert, tokens_per_expert, .. } =
+        &handle.received[rank].shape;
+    let own = Rank(rank as u32);
+    let routing = &handle.plan.routings[rank];
+    // Of each token, the ranks that it goes to.
+    let targets = routing.rows().map(|(experts, _)| {
+        let owner = |&expert: &u32| world.placement.owner_at(world.placement.position_of(expert));
+        let mut ranks: Vec<Rank> = experts.iter().map(owner).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    });
+    let (stay, go): (Vec<Rank>, Vec<Rank>) = targets.flatten().partition(|&rank| rank == own);
+    let mut shape = [first_row, kept_per_expert, tokens_per_expert].map(|column| words(column)).concat();
+    shape.resize(12 * world.placement.local_experts(own), POISON);
+    let rest = [*rows, *wanted_rows, go.len(), stay.len()];
+    shape.extend(rest.iter().flat_map(|&count| (count as u32).to_le_bytes()));
+    shape
+}
+
+/// Rows, and behind them what was there before.
+fn fill(rows: &[u8], bytes: usize) -> Vec<u8> {
+    let mut all = rows.to_vec();
+    all.resize(bytes, POISON);
+    all
+}
