@@ -2,14 +2,28 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::error::Error as Answer;
+use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
+use ep_cuda::jit::Arch;
+
+use crate::Invocation;
 
 /// Expert-parallel communication for mixture-of-experts models.
 #[derive(Debug, Parser)]
-#[command(name = "hybrid-ep", version, about, after_help = EXIT_CODES)]
+#[command(name = "hybrid-ep", version, after_help = EXIT_CODES)]
 pub(crate) struct CommandLine {
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+impl CommandLine {
+    /// What the invocation asks for; or what the parser has to say, help included.
+    pub(crate) fn of(invocation: &Invocation) -> Result<Self, Answer> {
+        // Subcommands take their names from here, and it stands in usage and help.
+        let parser = Self::command().no_binary_name(true).bin_name(&invocation.name);
+        let matches = parser.try_get_matches_from(&invocation.arguments)?;
+        Self::from_arg_matches(&matches)
+    }
 }
 
 const EXIT_CODES: &str = "\
@@ -27,6 +41,8 @@ pub(crate) enum Command {
     Verify(VerifyArgs),
     /// Say what this machine offers, what is missing, and what to do about it
     Doctor(DoctorArgs),
+    /// Compile every kernel that the CUDA backend may need, so that no start has to
+    Warm(WarmArgs),
     /// Choose expert domains across datacenters: times, bytes and memory, beside the alternatives
     Plan(crate::plan::PlanArgs),
     /// Set the paper's tables and figures beside what its own model gives
@@ -115,15 +131,16 @@ pub(crate) struct VerifyArgs {
     /// Random cases after the fixed suite
     #[arg(long, value_name = "N", default_value_t = 200)]
     pub(crate) cases: u64,
-    /// Seed of the random cases [default: a new one, which is printed]
+    /// Seed of the random cases or of the soak [default: a new one, which is printed]
     #[arg(long, value_name = "N")]
     pub(crate) seed: Option<u64>,
-    /// Ranks of a random case, at most
-    #[arg(long, value_name = "MAX", default_value_t = 8)]
-    pub(crate) ranks: usize,
-    /// NVLink domains of a random case, at most
-    #[arg(long, value_name = "MAX", default_value_t = 4)]
-    pub(crate) domains: usize,
+    /// Ranks of a case, at most [default: 8 in a random one; all fixed ones]; of a soak [default: 4]
+    #[arg(long, value_name = "MAX")]
+    pub(crate) ranks: Option<usize>,
+    /// NVLink domains of a random case, at most [default: 4]; of a soak [default: 2, or 1 for an odd number of ranks
+    /// and on GPUs]
+    #[arg(long, value_name = "MAX")]
+    pub(crate) domains: Option<usize>,
     /// Run ranks as processes instead of threads; one rank of a job under torchrun or SLURM
     #[arg(long)]
     pub(crate) processes: bool,
@@ -133,6 +150,11 @@ pub(crate) struct VerifyArgs {
     /// Run the fixed suite only
     #[arg(long)]
     pub(crate) suite_only: bool,
+    /// Instead of cases with ranks of their own: keep the ranks for N iterations, each with another routing, other
+    /// tokens, modes, capacities and formats, some on handles of earlier ones
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(conflicts_with_all = ["cases", "case", "suite_only"])]
+    pub(crate) soak: Option<u64>,
 
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,
@@ -161,6 +183,13 @@ pub(crate) struct DoctorArgs {
     /// As JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct WarmArgs {
+    /// Compile for these instead of the GPUs that are here; no GPU is needed
+    #[arg(long, value_name = "NAME[,NAME...]", value_delimiter = ',', value_parser = architecture)]
+    pub(crate) arch: Vec<Arch>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -200,11 +229,33 @@ fn bandwidth(text: &str) -> Result<f64, String> {
     }
 }
 
+/// An architecture that there are kernels for.
+fn architecture(text: &str) -> Result<Arch, String> {
+    Arch::from_name(text).ok_or_else(|| {
+        let names: Vec<&str> = Arch::ALL.into_iter().map(Arch::name).collect();
+        format!("there are no kernels for it; there are for {}", names.join(", "))
+    })
+}
+
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory as _;
-
     use super::*;
+
+    #[test]
+    fn help_names_what_was_typed() {
+        let help = |arguments: &[&str]| {
+            let arguments = arguments.iter().map(Into::into).collect();
+            let name = "python -m hybrid_ep".to_owned();
+            CommandLine::of(&Invocation { name, command: Vec::new(), arguments }).unwrap_err()
+        };
+        assert!(help(&["--help"]).to_string().contains("Usage: python -m hybrid_ep <COMMAND>"));
+        let of_bench = help(&["bench", "--help"]);
+        assert!(of_bench.to_string().contains("Usage: python -m hybrid_ep bench [OPTIONS]"), "{of_bench}");
+        assert_eq!(of_bench.exit_code(), 0);
+        let wrong = help(&["bench", "--tokens", "many"]);
+        assert_eq!(wrong.exit_code(), 2);
+        assert!(help(&["bench", "x"]).to_string().contains("Usage: python -m hybrid_ep bench [OPTIONS]"));
+    }
 
     #[test]
     fn the_command_line_is_consistent() {

@@ -1,10 +1,10 @@
 //! Why a command ends without success, and the exit code that says so.
 
 use std::fmt;
-use std::process::ExitCode;
 
 /// Exit codes, as the help lists them.
 pub(crate) mod code {
+    pub(crate) const RIGHT: u8 = 0;
     pub(crate) const WRONG: u8 = 1;
     pub(crate) const CALLER: u8 = 2;
     pub(crate) const PEER: u8 = 3;
@@ -62,13 +62,11 @@ impl Verdict {
     pub(crate) fn of(right: bool) -> Self {
         if right { Self::Right } else { Self::Wrong }
     }
-}
 
-impl From<Verdict> for ExitCode {
-    fn from(verdict: Verdict) -> Self {
-        match verdict {
-            Verdict::Right => Self::SUCCESS,
-            Verdict::Wrong => Self::from(code::WRONG),
+    pub(crate) fn code(self) -> u8 {
+        match self {
+            Self::Right => code::RIGHT,
+            Self::Wrong => code::WRONG,
         }
     }
 }

@@ -8,6 +8,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::Invocation;
 use crate::failure::{Failure, Verdict, code};
 
 /// Pause between looks at the ranks.
@@ -16,8 +17,8 @@ const LOOK: Duration = Duration::from_millis(10);
 const GRACE: Duration = Duration::from_secs(5);
 
 /// Runs this same command line as `ranks` processes, which write to this process's stdout and stderr.
-pub(crate) fn run(ranks: usize, timeout: Duration) -> Result<Verdict, Failure> {
-    Job::start(ranks, &[], Stdio::inherit())?.wait(timeout)
+pub(crate) fn run(invocation: &Invocation, ranks: usize, timeout: Duration) -> Result<Verdict, Failure> {
+    Job::start(invocation, ranks, &[], Stdio::inherit())?.wait(timeout)
 }
 
 /// The processes of one job; dropped, they end.
@@ -29,15 +30,23 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// Starts this program once per rank, with its own arguments and `more`. Only rank 0 has a stdout.
-    pub(crate) fn start(ranks: usize, more: &[OsString], mut stdout: Stdio) -> Result<Self, Failure> {
-        let program = std::env::current_exe()
-            .map_err(|error| Failure::request(format!("finding this program to start its ranks: {error}")))?;
+    /// Starts the same once per rank, with its own arguments and `more`. Only rank 0 has a stdout.
+    pub(crate) fn start(
+        invocation: &Invocation,
+        ranks: usize,
+        more: &[OsString],
+        mut stdout: Stdio,
+    ) -> Result<Self, Failure> {
+        let (program, first) = match invocation.command.split_first() {
+            Some((program, first)) => (program.clone(), first),
+            None => (this_executable()?, &[][..]),
+        };
         let store = free_address()?;
         let mut job = Self { ranks: Vec::with_capacity(ranks), lifelines: Vec::with_capacity(ranks) };
         for rank in 0..ranks {
             let mut child = Command::new(&program)
-                .args(std::env::args_os().skip(1))
+                .args(first)
+                .args(&invocation.arguments)
                 .args(more)
                 .arg("--launched")
                 .env("RANK", rank.to_string())
@@ -110,6 +119,12 @@ pub(crate) fn end_with_launcher() {
         while !matches!(stdin.read(&mut [0; 64]), Ok(0) | Err(_)) {}
         std::process::exit(code::PEER.into());
     });
+}
+
+fn this_executable() -> Result<OsString, Failure> {
+    std::env::current_exe()
+        .map(Into::into)
+        .map_err(|error| Failure::request(format!("finding this program to start its ranks: {error}")))
 }
 
 /// An address on this machine that nothing listens at.

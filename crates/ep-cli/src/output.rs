@@ -10,10 +10,10 @@ use serde::Serialize;
 use crate::failure::Failure;
 
 /// The one line of an error. A message of several lines is joined: scripts read a line.
-pub(crate) fn error(failure: &Failure) {
+pub(crate) fn error(program: &str, failure: &Failure) {
     let message = failure.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
-    // Where stderr is gone too, nobody listens.
-    let _ = writeln!(std::io::stderr(), "hybrid-ep: error: {message}");
+    // Where stderr is gone too, nobody listens. Written as a whole: ranks that are processes share it.
+    let _ = to_stderr(&format!("{program}: error: {message}"));
 }
 
 /// Writes a text as a whole, ending its line. A reader that has gone (`| head`) is no error.

@@ -87,6 +87,16 @@ fn settings_and_launchers_that_make_no_sense() {
     };
     let (code, line) = with("HYBRID_EP_SLOTS", "0", &[]);
     assert!(code == Some(2) && line.contains("HYBRID_EP_SLOTS = 0") && line.lines().count() == 1, "{line}");
+    let verify = program()
+        .args(["verify", "--backend", "host", "--processes"])
+        .envs([("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_PORT", "1")])
+        .output()
+        .unwrap();
+    let line = String::from_utf8(verify.stderr).unwrap();
+    assert!(
+        verify.status.code() == Some(2) && line.contains("--seed") && line.lines().count() == 1,
+        "{line}"
+    );
     let (code, line) = with("RANK", "1", &["--processes"]);
     assert!(code == Some(2) && line.contains("WORLD_SIZE") && line.lines().count() == 1, "{line}");
 }

@@ -1,4 +1,4 @@
-//! `hybrid-ep verify` in both forms.
+//! `hybrid-ep verify` in all its forms.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
 mod common;
@@ -13,15 +13,21 @@ fn passed(finished: &Finished) -> usize {
     line.split(' ').next().unwrap().parse().unwrap()
 }
 
+/// Fixed cases that the last line says were left out for their ranks.
+#[track_caller]
+fn left_out(finished: &Finished, ranks: usize) -> usize {
+    let last = finished.stdout.lines().last().unwrap();
+    let (before, _) = last.split_once(&format!(" left out: more than {ranks} ranks)")).unwrap();
+    before.rsplit('(').next().unwrap().parse().unwrap()
+}
+
 #[test]
 fn threads() {
-    let finished = run(&["verify", "--cases", "20", "--seed", "11", "--ranks", "5"]).succeeded();
-    assert!(passed(&finished) > 20);
+    let finished = run(&["verify", "--cases", "20", "--seed", "11"]).succeeded();
+    let passed = passed(&finished);
+    assert!(passed > 20);
     let last = finished.stdout.lines().last().unwrap();
-    assert!(
-        last.starts_with("verified: ") && last.ends_with(" fixed and 20 random cases, seed 11"),
-        "{last}"
-    );
+    assert_eq!(last, format!("verified: {} fixed and 20 random cases, seed 11", passed - 20));
     assert_eq!(finished.stderr, "");
 }
 
@@ -30,8 +36,17 @@ fn processes() {
     let arguments = ["verify", "--cases", "12", "--seed", "11", "--ranks", "3", "--processes"];
     let finished = run(&arguments).succeeded();
     assert!(passed(&finished) > 12);
-    assert!(finished.stdout.lines().last().unwrap().ends_with(" fixed and 12 random cases, seed 11"));
+    assert!(finished.stdout.lines().last().unwrap().ends_with(" and 12 random cases, seed 11"));
     assert_eq!(finished.stderr, "");
+}
+
+#[test]
+fn cases_of_more_ranks_are_left_out_and_counted() {
+    let all = passed(&run(&["verify", "--suite-only"]).succeeded());
+    for form in [&[][..], &["--processes"]] {
+        let few = run(&[&["verify", "--suite-only", "--ranks", "2"], form].concat()).succeeded();
+        assert_eq!(passed(&few) + left_out(&few, 2), all);
+    }
 }
 
 #[test]
@@ -47,9 +62,25 @@ fn one_case_again() {
 
 #[test]
 fn a_seed_is_always_printed() {
-    let finished = run(&["verify", "--case", "0"]).succeeded();
-    let seed = |line: &str| line.split("seed ").nth(1).unwrap().parse::<u64>().unwrap();
-    let lines: Vec<&str> = finished.stdout.lines().collect();
-    assert!(lines[0].starts_with("running on the "), "{}", lines[0]);
-    assert_eq!(seed(lines[0]), seed(lines[lines.len() - 1]));
+    for arguments in [&["verify", "--case", "0"][..], &["verify", "--soak", "2"]] {
+        let finished = run(arguments).succeeded();
+        let seed = |line: &str| line.split("seed ").nth(1).unwrap().parse::<u64>().unwrap();
+        let lines: Vec<&str> = finished.stdout.lines().collect();
+        assert_eq!(seed(lines[0]), seed(lines[lines.len() - 1]), "{finished:?}");
+    }
+}
+
+#[test]
+fn a_soak() {
+    for form in [&[][..], &["--processes"]] {
+        let arguments = ["verify", "--soak", "100", "--ranks", "3", "--seed", "11"];
+        let finished = run(&[&arguments, form].concat()).succeeded();
+        assert_eq!(passed(&finished), 100);
+        let kind = if form.is_empty() { "threads" } else { "processes" };
+        let first =
+            format!("soaking the host backend, ranks as {kind}: 100 iterations of 3 ranks in 1 domain with ");
+        assert!(finished.stdout.starts_with(&first), "{finished:?}");
+        assert_eq!(finished.stdout.lines().last(), Some("verified: 3 ranks through 100 iterations, seed 11"));
+        assert_eq!(finished.stderr, "");
+    }
 }

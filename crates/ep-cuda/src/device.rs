@@ -1,6 +1,8 @@
 //! The kernels' sources and the variants they come in.
 
 use crate::jit::{Arch, Program};
+use crate::params::MAX_RANKS;
+use crate::tuning;
 
 /// A kernel with everything that is fixed when it is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -44,6 +46,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "dispatch/e4m3_cvt.cuh",
     "dispatch/e4m3_soft.cuh",
     "dispatch/send.cuh",
+    "dispatch/split.cuh",
     "dispatch/duplicate.cuh",
     "combine/sum.cuh",
     "combine/push.cuh",
@@ -61,6 +64,39 @@ const fn base_name(path: &str) -> &str {
 }
 
 impl KernelKey {
+    /// Every kernel that a launch may ask for on a GPU whose blocks have this much shared memory. With little of it,
+    /// or with many ranks, combine has fewer warps.
+    pub(crate) fn all(shared_bytes: usize) -> Vec<Self> {
+        let mut keys = vec![Self::Preprocess];
+        keys.extend([false, true].map(tuning::dispatch_key));
+        for (rows_f32, wire_f32) in [(false, false), (false, true), (true, false), (true, true)] {
+            let key = tuning::combine_key(rows_f32, wire_f32);
+            let first = keys.len();
+            for ranks in 1..=MAX_RANKS {
+                let fitting = tuning::fitting(key, ranks, shared_bytes);
+                if !keys[first..].contains(&fitting) {
+                    keys.push(fitting);
+                }
+            }
+        }
+        keys.push(Self::Spin);
+        keys
+    }
+
+    /// What tells it from the other kernels of its name.
+    pub(crate) fn variant(self) -> String {
+        let element = |f32| if f32 { "f32" } else { "bf16" };
+        match self {
+            Self::Preprocess | Self::Spin => "-".into(),
+            Self::Dispatch { quantize, warps } => {
+                format!("{},{warps} warps", if quantize { "quantize" } else { "copy" })
+            }
+            Self::Combine { rows_f32, wire_f32, warps } => {
+                format!("rows {},wire {},{warps} warps", element(rows_f32), element(wire_f32))
+            }
+        }
+    }
+
     /// The name of the kernel's entry, and of its program.
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -113,12 +149,13 @@ mod tests {
 
     use super::*;
     use crate::jit::{Compiler, Resources};
-    use crate::tuning;
 
     /// Registers that the blocks of a multiprocessor share.
     const REGISTERS: u32 = 64 << 10;
     /// Shared memory that a kernel may have without asking for it, bytes.
     const STATIC_SHARED: u32 = 48 << 10;
+    /// Shared memory of a GPU that no kernel has to save on, bytes.
+    const AMPLE: usize = 1 << 20;
     /// What the kernels took when this was last looked at.
     const TABLE: &str = "device/resources.tsv";
 
@@ -131,28 +168,6 @@ mod tests {
     }
 
     impl KernelKey {
-        /// Every kernel that a launch may ask for. On a GPU with little shared memory combine has fewer warps, and
-        /// so more registers for each.
-        fn all() -> Vec<Self> {
-            let types = [(false, false), (false, true), (true, false), (true, true)];
-            let combines = types.map(|(rows, wire)| tuning::combine_key(rows, wire));
-            let dispatches = [false, true].map(tuning::dispatch_key);
-            [vec![Self::Preprocess], dispatches.to_vec(), combines.to_vec(), vec![Self::Spin]].concat()
-        }
-
-        fn variant(self) -> String {
-            let element = |f32| if f32 { "f32" } else { "bf16" };
-            match self {
-                Self::Preprocess | Self::Spin => "-".into(),
-                Self::Dispatch { quantize, warps } => {
-                    format!("{},{warps} warps", if quantize { "quantize" } else { "copy" })
-                }
-                Self::Combine { rows_f32, wire_f32, warps } => {
-                    format!("rows {},wire {},{warps} warps", element(rows_f32), element(wire_f32))
-                }
-            }
-        }
-
         /// Threads of a block.
         fn threads(self) -> u32 {
             match self {
@@ -175,7 +190,7 @@ mod tests {
             let both = [false, true];
             let ways = both.iter().flat_map(|&plain_copies| Arch::ALL.map(|arch| (arch, plain_copies)));
             ways.flat_map(|(arch, plain_copies)| {
-                KernelKey::all().into_iter().map(move |key| Self { key, arch, plain_copies })
+                KernelKey::all(AMPLE).into_iter().map(move |key| Self { key, arch, plain_copies })
             })
             .filter(|row| !row.plain_copies || row.key.copies() && row.arch == Arch::Sm90a)
             .collect()
@@ -278,6 +293,22 @@ mod tests {
              HYBRID_EP_UPDATE_RESOURCES=1 cargo test -p ep-cuda --lib every_kernel, and commit the table",
             differences.join("\n")
         );
+    }
+
+    #[test]
+    fn all_kernels_are_those_that_any_number_of_ranks_may_launch() {
+        assert_eq!(KernelKey::all(AMPLE).len(), 8);
+        for shared_bytes in Arch::ALL.into_iter().flat_map(Arch::shared_bytes).copied() {
+            let all = KernelKey::all(shared_bytes);
+            let twice = |key| all.iter().filter(|&other| other == key).count() > 1;
+            assert!(!all.iter().any(twice), "{all:?}");
+            for ranks in [1, 2, 8, 33, MAX_RANKS] {
+                let launched = KernelKey::all(AMPLE).into_iter();
+                let launched = launched.map(|key| tuning::fitting(key, ranks, shared_bytes));
+                launched
+                    .for_each(|key| assert!(all.contains(&key), "{key:?} of {ranks} ranks, not in {all:?}"));
+            }
+        }
     }
 
     #[test]

@@ -56,7 +56,7 @@ impl Kernels {
 }
 
 /// The environment's compiler, or the first that is not too new for the driver.
-fn jit() -> Jit {
+pub(crate) fn jit() -> Jit {
     let jit = Jit::new(CudaEnv::from_env());
     // A driver that does not tell has the last word when it loads a kernel.
     match probe::probe() {

@@ -10,6 +10,7 @@
 //! | `fault` | what a kernel has reported, as an error that names who is at fault |
 //! | `params` | the mirror of `device/common/params.cuh` |
 //! | `device`, `kernels`, `jit` | the kernels' sources, compiled and loaded when they are needed |
+//! | [`mod@warm`] | compiling all kernels ahead of their use |
 //! | `driver` | the CUDA driver, every call checked |
 //! | [`mod@bench`] | what benchmarks need beside the operators |
 //!
@@ -33,6 +34,7 @@ mod peers;
 pub mod probe;
 mod routing;
 mod tuning;
+pub mod warm;
 
 pub use buffer::CudaBuffer;
 pub use driver::{Event, Stream};
@@ -40,18 +42,10 @@ pub use handle::CudaHandle;
 pub use memory::CudaMemory;
 pub use routing::{DeviceReport, DeviceRouting, Indices};
 
-/// Whether there is a driver and a GPU that this backend serves.
+/// Whether there is a driver, and GPUs all of which this backend serves. Nothing is allocated on them.
 ///
 /// # Errors
 /// [`ep::EnvironmentError`] that says what is missing.
 pub fn check_available() -> ep::Result<()> {
-    if driver::Device::count()? == 0 {
-        return Err(ep::EnvironmentError::new(
-            "looking for GPUs",
-            "the driver shows none",
-            "see CUDA_VISIBLE_DEVICES and `nvidia-smi`, or use the host backend",
-        )
-        .into());
-    }
-    driver::Device::open(0).map(|_| ())
+    probe::usable().map(drop)
 }

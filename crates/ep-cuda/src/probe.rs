@@ -5,7 +5,13 @@ use std::ffi::{CStr, c_char, c_int};
 use cudarc::driver::{result::DriverError, sys};
 use ep::{EnvironmentError, Result};
 
-use crate::jit::Version;
+use crate::jit::{Arch, Version};
+
+/// The oldest driver that loads what the oldest compiler makes, by the CUDA version that it supports.
+pub const OLDEST_DRIVER: Version = Version { major: 12, minor: 0 };
+
+/// What to do about an older one.
+pub const DRIVER_HINT: &str = "install a driver from version 525 on";
 
 /// What the driver says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,6 +35,8 @@ pub struct GpuFacts {
     pub capability_minor: u32,
     /// Streaming multiprocessors.
     pub multiprocessors: u32,
+    /// Shared memory that a block may ask for, bytes.
+    pub shared_bytes: usize,
     /// Memory, bytes.
     pub memory_bytes: u64,
 }
@@ -61,6 +69,64 @@ pub fn probe() -> Result<Option<DriverFacts>> {
             "nvidia-smi shows whether the driver works; in a container, hand the GPUs to it (--gpus all)";
         EnvironmentError::new("GPU driver (libcuda.so.1)", describe(error), hint).into()
     })
+}
+
+impl DriverFacts {
+    /// The architecture of each GPU, in their order, if this backend serves them all: ranks are spread over all GPUs.
+    ///
+    /// # Errors
+    /// An [`EnvironmentError`] for a driver that is too old, shows no GPU, or shows one that there are no kernels for.
+    pub fn architectures(&self) -> Result<Vec<Arch>> {
+        if self.cuda < OLDEST_DRIVER {
+            return Err(EnvironmentError::new(
+                "GPU driver (libcuda.so.1)",
+                format!("it supports CUDA {}, and {OLDEST_DRIVER} is needed", self.cuda),
+                format!("{DRIVER_HINT}, or use the host backend"),
+            )
+            .into());
+        }
+        if self.gpus.is_empty() {
+            return Err(EnvironmentError::new(
+                "looking for GPUs",
+                "the driver shows none",
+                "see CUDA_VISIBLE_DEVICES and `nvidia-smi`, hand GPUs to the container (--gpus all), or use the host \
+                 backend",
+            )
+            .into());
+        }
+        self.gpus.iter().enumerate().map(|(number, gpu)| gpu.architecture(number)).collect()
+    }
+}
+
+impl GpuFacts {
+    /// The architecture that kernels are compiled for on GPU `number`.
+    fn architecture(&self, number: usize) -> Result<Arch> {
+        let Self { name, capability_major, capability_minor, .. } = self;
+        Arch::of_device(*capability_major, *capability_minor).map_err(|_| {
+            EnvironmentError::new(
+                format!("GPU {number} ({name}, compute capability {capability_major}.{capability_minor})"),
+                "there are no kernels for it",
+                "leave it out with CUDA_VISIBLE_DEVICES (compute capability 8.0, 8.6, 8.9, 9.0 and 10.0 are served), or \
+                 use the host backend",
+            )
+            .into()
+        })
+    }
+}
+
+/// What the driver says, if there is one and this backend serves every GPU that it shows.
+///
+/// # Errors
+/// As [`probe`] and [`DriverFacts::architectures`]; an [`EnvironmentError`] without a driver.
+pub fn usable() -> Result<DriverFacts> {
+    let facts = probe()?.ok_or_else(|| {
+        EnvironmentError::new(
+            "loading the CUDA driver",
+            "libcuda.so.1 is not there, or does not load",
+            "install the NVIDIA driver (in a container: --gpus all), or use the host backend",
+        )
+    })?;
+    facts.architectures().map(|_| facts)
 }
 
 fn facts() -> Result<DriverFacts, DriverError> {
@@ -113,6 +179,7 @@ fn gpu(device: sys::CUdevice) -> Result<GpuFacts, DriverError> {
         capability_major: attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
         capability_minor: attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        shared_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
         memory_bytes: memory_bytes as u64,
     })
 }
@@ -151,6 +218,37 @@ fn describe(error: DriverError) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn facts_of(cuda: (u32, u32), capabilities: &[(u32, u32)]) -> DriverFacts {
+        let gpu = |&(capability_major, capability_minor): &(u32, u32)| GpuFacts {
+            name: "NVIDIA Model".into(),
+            capability_major,
+            capability_minor,
+            multiprocessors: 132,
+            shared_bytes: 227 << 10,
+            memory_bytes: 80 << 30,
+        };
+        let cuda = Version { major: cuda.0, minor: cuda.1 };
+        DriverFacts { cuda, gpus: capabilities.iter().map(gpu).collect(), links: Vec::new() }
+    }
+
+    #[test]
+    fn all_gpus_must_be_served() {
+        let archs = |cuda, gpus: &[_]| facts_of(cuda, gpus).architectures();
+        assert_eq!(archs((12, 0), &[(9, 0), (8, 6)]).unwrap(), [Arch::Sm90a, Arch::Sm80]);
+        for (cuda, gpus, parts) in [
+            ((11, 8), &[(9, 0)][..], ["it supports CUDA 11.8, and 12.0 is needed", "install a driver"]),
+            ((13, 0), &[], ["the driver shows none", "CUDA_VISIBLE_DEVICES"]),
+            (
+                (13, 0),
+                &[(9, 0), (7, 5)],
+                ["GPU 1 (NVIDIA Model, compute capability 7.5)", "leave it out with CUDA_VISIBLE_DEVICES"],
+            ),
+        ] {
+            let message = archs(cuda, gpus).unwrap_err().to_string();
+            assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+        }
+    }
 
     #[test]
     fn asking_never_panics_and_says_what_there_is() {

@@ -29,6 +29,7 @@ use ep_cuda::CudaBuffer;
 use ep_host::HostBuffer;
 use indicatif::ProgressBar;
 
+use crate::Invocation;
 use crate::args::BenchArgs;
 use crate::backend::Chosen;
 use crate::bench::inspect::Inspect;
@@ -39,27 +40,27 @@ use crate::failure::{Failure, Verdict};
 use crate::output::JsonTarget;
 use crate::{launch, output};
 
-pub(crate) use crate::bench::plan::{MAX_RANKS, Place, config};
+pub(crate) use crate::bench::plan::{MAX_RANKS, Place, check_domains, config, ranks};
 
 /// How long the first failure of a thread waits for the one that caused it.
 const GRACE: Duration = Duration::from_millis(300);
 /// Threads wait for each other without a limit of their own: the first failure ends the process.
 const THREADS_MEET: Duration = Duration::from_secs(86_400);
 
-pub(crate) fn main(args: &BenchArgs) -> Result<Verdict, Failure> {
+pub(crate) fn main(args: &BenchArgs, invocation: &Invocation) -> Result<Verdict, Failure> {
     if args.tuning.launched {
         launch::end_with_launcher();
     }
     let plan = Arc::new(Plan::resolve(args)?);
     match plan.backend {
-        Chosen::Host => run_on::<HostBuffer>(&plan),
-        Chosen::Cuda => run_on::<CudaBuffer>(&plan),
+        Chosen::Host => run_on::<HostBuffer>(&plan, invocation),
+        Chosen::Cuda => run_on::<CudaBuffer>(&plan, invocation),
     }
 }
 
-fn run_on<B: Inspect>(plan: &Arc<Plan>) -> Result<Verdict, Failure> {
+fn run_on<B: Inspect>(plan: &Arc<Plan>, invocation: &Invocation) -> Result<Verdict, Failure> {
     match &plan.place {
-        Place::Launcher => launch::run(plan.ranks(), plan.config.timeout),
+        Place::Launcher => launch::run(invocation, plan.ranks(), plan.config.timeout),
         Place::Threads => conclude(plan, |bar| {
             (0..plan.scenarios.len()).map(|scenario| on_threads::<B>(plan, scenario, bar)).collect()
         }),

@@ -122,7 +122,7 @@ impl Plan {
         let backend = backend(args)?;
         let place = Place::resolve(args.processes)?;
         let json = JsonTarget::resolve(args.json.as_deref())?;
-        let ranks = ranks(args, &place)?;
+        let ranks = ranks(args.ranks, &place)?;
         let two = backend == Chosen::Host && ranks.is_multiple_of(2);
         let domains = args.domains.unwrap_or(if two { 2 } else { 1 });
         // Before the experts' tables are made, so that a number that is wrong is not a number of gigabytes.
@@ -199,12 +199,7 @@ fn format(dtype: Dtype) -> TokenFormat {
 
 /// The backend, if it can serve what is asked of it.
 fn backend(args: &BenchArgs) -> Result<Chosen, Failure> {
-    if let (BackendChoice::Cuda, Some(domains @ 2..)) = (args.backend, args.domains) {
-        return Err(Failure::request(format!(
-            "--domains {domains}: the cuda backend serves one NVLink domain; leave --domains out, or emulate \
-             several with --backend host"
-        )));
-    }
+    check_domains(args.backend, args.domains)?;
     let backend = Chosen::resolve(args.backend, args.domains)?;
     if let (Chosen::Host, Some(wire)) = (backend, args.wire) {
         return Err(Failure::request(format!(
@@ -215,8 +210,20 @@ fn backend(args: &BenchArgs) -> Result<Chosen, Failure> {
     Ok(backend)
 }
 
-fn ranks(args: &BenchArgs, place: &Place) -> Result<usize, Failure> {
-    let ranks = match (place, args.ranks) {
+/// Refuses several domains of exactly that many where the backend that was asked for serves one.
+pub(crate) fn check_domains(choice: BackendChoice, domains: Option<usize>) -> Result<(), Failure> {
+    match (choice, domains) {
+        (BackendChoice::Cuda, Some(domains @ 2..)) => Err(Failure::request(format!(
+            "--domains {domains}: the cuda backend serves one NVLink domain; leave --domains out, or emulate \
+             several with --backend host"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Ranks of a world of which nothing but `--ranks` and the launcher tell.
+pub(crate) fn ranks(asked: Option<usize>, place: &Place) -> Result<usize, Failure> {
+    let ranks = match (place, asked) {
         (Place::Rank(env), Some(ranks)) if ranks != env.world_size as usize => {
             return Err(Failure::request(format!(
                 "--ranks {ranks}: the launcher started {} ranks (WORLD_SIZE)",

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ep::{CudaEnv, EnvironmentError};
 use ep_cuda::jit::{Arch, Cache, Compiler, INSTALL_HINT, Version};
-use ep_cuda::probe::{self, DriverFacts, GpuFacts, PeerLink};
+use ep_cuda::probe::{self, DRIVER_HINT, DriverFacts, GpuFacts, OLDEST_DRIVER, PeerLink};
 use serde::Serialize;
 
 use super::{
@@ -27,6 +27,8 @@ const MAX_PAIRS: usize = 8;
 pub(crate) struct Cuda {
     /// The newest CUDA version that the driver supports; absent where its library is not installed.
     pub(crate) driver_supports: Fact<String>,
+    /// Why that is not enough.
+    pub(crate) driver_problem: Option<String>,
     /// The GPUs, in the driver's order, which `CUDA_VISIBLE_DEVICES` changes.
     pub(crate) gpus: Fact<Vec<Gpu>>,
     /// How each GPU (row) reaches the memory of each (column): `own`, `atomics` (loads, stores and
@@ -88,6 +90,7 @@ impl Cuda {
         let (nvrtc, nvrtc_problem) = find_compiler(&env, supported);
         Cuda {
             driver_supports: driver.clone().map(|facts| facts.cuda.to_string()),
+            driver_problem: supported.filter(|cuda| *cuda < OLDEST_DRIVER).map(driver_problem),
             gpus: driver.clone().map(|facts| facts.gpus.into_iter().map(Gpu::from).collect()),
             peer_links: driver
                 .map(|facts| facts.links.iter().map(|row| row.iter().map(link_name).collect()).collect()),
@@ -114,6 +117,9 @@ impl Cuda {
             Fact::Absent => return missing("no GPU driver (libcuda.so.1)", "install the NVIDIA driver"),
             Fact::Unknown(why) => return missing(why, "nvidia-smi shows whether the driver works"),
         };
+        if let Some(problem) = &self.driver_problem {
+            return missing(problem, DRIVER_HINT);
+        }
         if gpus.is_empty() {
             return missing(
                 "the driver shows no GPU",
@@ -140,10 +146,15 @@ impl Cuda {
     fn driver_check(&self) -> Check {
         const NAME: &str = "CUDA driver";
         let gpus = self.gpus.known().map_or(0, Vec::len);
+        let found = |version: &String| format!("CUDA {version}, {}", parse::count(gpus, "GPU"));
         Check::of_optional(
             NAME,
             &self.driver_supports,
-            |version| Check::ok(NAME, format!("CUDA {version}, {}", parse::count(gpus, "GPU"))),
+            |version| match &self.driver_problem {
+                None => Check::ok(NAME, found(version)),
+                Some(problem) => Check::absent(NAME, format!("{}; {problem}", found(version)))
+                    .advice("the CUDA backend", DRIVER_HINT),
+            },
             || Check::absent(NAME, "libcuda.so.1 is not there, or does not load"),
         )
     }
@@ -222,6 +233,10 @@ impl KernelCache {
         }
         Check::ok(NAME, format!("{}: {found}", self.dir.as_deref().unwrap_or("in memory")))
     }
+}
+
+fn driver_problem(supported: Version) -> String {
+    format!("the driver supports CUDA {supported}, and {OLDEST_DRIVER} is needed")
 }
 
 fn missing(found: &str, how: &'static str) -> BackendState {

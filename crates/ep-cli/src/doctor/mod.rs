@@ -114,9 +114,9 @@ pub(crate) struct Verdict {
     pub(crate) text: String,
 }
 
-/// Examines the machine that this program runs on.
-pub(crate) fn examine() -> Report {
-    Report::of(&Probe::of_this_machine(), Cuda::of_this_machine())
+/// Examines the machine that this program, called `program` by people, runs on.
+pub(crate) fn examine(program: &str) -> Report {
+    Report::of(&Probe::of_this_machine(), Cuda::of_this_machine(), program)
 }
 
 impl Report {
@@ -126,7 +126,7 @@ impl Report {
         render::render(self)
     }
 
-    fn of(probe: &Probe, cuda: Cuda) -> Self {
+    fn of(probe: &Probe, cuda: Cuda, program: &str) -> Self {
         let limits = cgroup::Limits::find(probe);
         let system = System::find(probe);
         let cpu = Cpu::find(probe, &limits);
@@ -147,7 +147,7 @@ impl Report {
         ];
         Report {
             hybrid_ep_version: env!("CARGO_PKG_VERSION"),
-            verdict: Verdict::of(&system, &cpu, &backends, &sections),
+            verdict: Verdict::of(&system, &cpu, &backends, &sections, program),
             system,
             cpu,
             memory,
@@ -162,7 +162,7 @@ impl Report {
 }
 
 impl Verdict {
-    fn of(system: &System, cpu: &Cpu, backends: &[Backend], sections: &[Section]) -> Self {
+    fn of(system: &System, cpu: &Cpu, backends: &[Backend], sections: &[Section], program: &str) -> Self {
         let checks = sections.iter().flat_map(|section| &section.checks);
         let problems = checks.filter(|check| check.mark == Mark::Problem).count();
         let process_ranks = system.process_ranks();
@@ -188,7 +188,7 @@ impl Verdict {
         if problems > 0 {
             text.push_str(&format!("; {} above (!!)", parse::count(problems, "problem")));
         }
-        text.push_str("; try: hybrid-ep bench");
+        text.push_str(&format!("; try: {program} bench"));
         Verdict {
             // Threads need nothing but the standard library.
             thread_ranks: true,

@@ -111,7 +111,7 @@ impl Machine {
     }
 
     fn examine(&self) -> Report {
-        Report::of(&self.probe, self.cuda.clone())
+        Report::of(&self.probe, self.cuda.clone(), "hybrid-ep")
     }
 }
 
@@ -126,6 +126,7 @@ impl Drop for Machine {
 fn no_cuda() -> Cuda {
     Cuda {
         driver_supports: Fact::Absent,
+        driver_problem: None,
         gpus: Fact::Absent,
         peer_links: Fact::Absent,
         nvrtc: Fact::Absent,
@@ -412,12 +413,18 @@ fn h200s(count: usize) -> Cuda {
     let links = |a| (0..count).map(|b| if a == b { "own" } else { "atomics" }).collect();
     Cuda {
         driver_supports: known("13.0"),
+        driver_problem: None,
         gpus: Fact::Known(vec![gpu; count]),
         peer_links: Fact::Known((0..count).map(links).collect()),
         nvrtc: Fact::Known(Nvrtc { version: "13.0".to_owned(), path: "/venv/libnvrtc.so.13".to_owned() }),
         nvrtc_problem: None,
         kernel_cache: KernelCache { entries: 3, bytes: 96 << 10, ..no_cuda().kernel_cache },
     }
+}
+
+fn old_driver() -> Cuda {
+    let problem = "the driver supports CUDA 11.8, and 12.0 is needed";
+    Cuda { driver_supports: known("11.8"), driver_problem: Some(problem.to_owned()), ..h200s(2) }
 }
 
 #[test]
@@ -488,10 +495,22 @@ fn ranks_run_on_gpus_where_nothing_is_missing() {
         (without_compiler(0), Mark::Absent, "no kernel compiler, and no kernel in the cache"),
         (h200s(0), Mark::Absent, "the driver shows no GPU"),
         (unsupported, Mark::Absent, "no kernels for CUDA GPU 1"),
+        (old_driver(), Mark::Absent, "the driver supports CUDA 11.8, and 12.0 is needed"),
         (no_cuda(), Mark::Absent, "no GPU driver (libcuda.so.1)"),
     ] {
         assert_eq!(state(cuda), (mark, found.to_owned()));
     }
+}
+
+#[test]
+fn an_old_driver_is_told_with_what_to_do() {
+    let mut machine = gpu_server();
+    machine.cuda = old_driver();
+    let report = machine.examine();
+    let driver = find(&report, "CUDA driver");
+    assert_eq!(driver.mark, Mark::Absent);
+    assert!(driver.found.starts_with("CUDA 11.8, 2 GPUs; "), "{}", driver.found);
+    assert!(driver.how.as_ref().unwrap().contains("525"), "{driver:?}");
 }
 
 #[test]
@@ -853,7 +872,7 @@ fn one_core_is_told() {
 
 #[test]
 fn this_machine_can_be_examined() {
-    let report = super::examine();
+    let report = super::examine("hybrid-ep");
     assert_sound(&report);
     assert!(report.verdict.thread_ranks);
 }

@@ -1,6 +1,6 @@
 //! Which cases are run, and how one of them is run again.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 
 use ep::conformance::{self, Case};
@@ -10,15 +10,32 @@ use crate::backend::Chosen;
 use crate::bench::MAX_RANKS;
 use crate::failure::Failure;
 
+/// Ranks and NVLink domains of a random case, at most, where nothing is said.
+const MOST_RANKS: usize = 8;
+const MOST_DOMAINS: usize = 4;
+
 /// The cases of one command line, in the order in which they are run.
 #[derive(Debug)]
 pub(super) struct Selection {
     pub(super) seed: u64,
     pub(super) cases: Vec<Numbered>,
     pub(super) backend: Chosen,
+    left_out: LeftOut,
     /// Options that decide which case a random one is.
     limits: String,
     processes: bool,
+    /// What people type before options.
+    program: String,
+}
+
+/// Fixed cases that are not run.
+#[derive(Debug, Default)]
+struct LeftOut {
+    /// They have more ranks than these.
+    ranks: usize,
+    of_many_ranks: usize,
+    /// They have several NVLink domains, and the backend serves one.
+    of_many_domains: usize,
 }
 
 /// A case with the number that finds it again.
@@ -36,24 +53,21 @@ pub(super) enum Origin {
 }
 
 impl Selection {
-    pub(super) fn resolve(args: &VerifyArgs) -> Result<Self, Failure> {
-        for (option, value) in [("--ranks", args.ranks), ("--domains", args.domains)] {
-            if value == 0 || value > MAX_RANKS {
-                return Err(Failure::request(format!("{option} {value}: must be from 1 to {MAX_RANKS}")));
-            }
-        }
-        let backend = Chosen::resolve(args.backend, Some(args.domains))?;
-        let domains = if backend == Chosen::Cuda { 1 } else { args.domains };
+    pub(super) fn resolve(args: &VerifyArgs, program: &str) -> Result<Self, Failure> {
+        check_limits(args)?;
+        let backend = backend(args)?;
+        let most_ranks = args.ranks.unwrap_or(MOST_RANKS);
+        let most_domains = if backend == Chosen::Cuda { 1 } else { args.domains.unwrap_or(MOST_DOMAINS) };
         let seed = args.seed.unwrap_or_else(new_seed);
         let suite = || numbered(Origin::Suite, conformance::suite());
         let random = |numbers: std::ops::Range<u64>| {
             numbers.map(|number| Numbered {
                 origin: Origin::Random,
                 number,
-                case: conformance::random_case(seed_of(seed, number), args.ranks, domains),
+                case: conformance::random_case(seed_of(seed, number), most_ranks, most_domains),
             })
         };
-        let cases = match (args.case, args.suite_only) {
+        let mut cases: Vec<Numbered> = match (args.case, args.suite_only) {
             (None, true) => suite().collect(),
             (None, false) => suite().chain(random(0..args.cases)).collect(),
             (Some(number), false) => random(number..number.saturating_add(1)).collect(),
@@ -71,10 +85,19 @@ impl Selection {
             }
         };
         // Numbers stay those of the whole suite.
-        let served = |case: &Numbered| backend == Chosen::Host || case.case.domains == 1;
-        let cases: Vec<Numbered> = cases;
-        let cases = cases.into_iter().filter(served).collect();
-        Ok(Self { seed, cases, backend, limits: limits(args), processes: args.processes })
+        let left_out = leave_out(&mut cases, args.ranks.unwrap_or(usize::MAX), backend);
+        if let (Some(number), true) = (args.case, cases.is_empty()) {
+            return Err(Failure::request(format!("--case {number}: it is left out, for it has {left_out}")));
+        }
+        Ok(Self {
+            seed,
+            cases,
+            backend,
+            left_out,
+            limits: limits(args),
+            processes: args.processes,
+            program: program.to_owned(),
+        })
     }
 
     /// The command line that runs one of the cases again, alone.
@@ -85,13 +108,18 @@ impl Selection {
         };
         let form = if self.processes { " --processes" } else { "" };
         let backend = if self.backend == Chosen::Cuda { " --backend cuda" } else { "" };
-        format!("hybrid-ep verify{backend} {which}{form}")
+        format!("{} verify{backend} {which}{form}", self.program)
     }
 
     /// How many of the cases are of the suite, and how many are random.
     pub(super) fn counts(&self) -> String {
         let suite = self.cases.iter().filter(|case| case.origin == Origin::Suite).count();
-        format!("{suite} fixed and {} random cases, seed {}", self.cases.len() - suite, self.seed)
+        let random = self.cases.len() - suite;
+        let left_out = match self.left_out.count() {
+            0 => String::new(),
+            count => format!(" ({count} left out: {})", self.left_out),
+        };
+        format!("{suite} fixed{left_out} and {random} random cases, seed {}", self.seed)
     }
 
     /// The numbers of ranks that the cases need, ascending.
@@ -101,6 +129,39 @@ impl Selection {
         sizes.dedup();
         sizes
     }
+}
+
+impl LeftOut {
+    fn count(&self) -> usize {
+        self.of_many_ranks + self.of_many_domains
+    }
+}
+
+impl fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { ranks, of_many_ranks, of_many_domains } = self;
+        if *of_many_ranks > 0 {
+            write!(f, "more than {ranks} ranks")?;
+        }
+        if *of_many_domains > 0 {
+            let between = if *of_many_ranks > 0 { ", or " } else { "" };
+            write!(f, "{between}several NVLink domains, which the backend does not serve")?;
+        }
+        Ok(())
+    }
+}
+
+/// Removes the fixed cases that need more than there is. Random ones are drawn to fit.
+fn leave_out(cases: &mut Vec<Numbered>, ranks: usize, backend: Chosen) -> LeftOut {
+    let mut left_out = LeftOut { ranks, ..LeftOut::default() };
+    cases.retain(|case| {
+        let many_ranks = case.case.ranks > ranks;
+        let many_domains = !many_ranks && backend == Chosen::Cuda && case.case.domains > 1;
+        left_out.of_many_ranks += usize::from(many_ranks);
+        left_out.of_many_domains += usize::from(many_domains);
+        !many_ranks && !many_domains
+    });
+    left_out
 }
 
 impl Numbered {
@@ -119,13 +180,28 @@ fn numbered(origin: Origin, cases: Vec<Case>) -> impl Iterator<Item = Numbered> 
 
 fn limits(args: &VerifyArgs) -> String {
     let mut out = String::new();
-    for (option, value, default) in [("--ranks", args.ranks, 8), ("--domains", args.domains, 4)] {
-        if value != default {
+    for (option, value) in [("--ranks", args.ranks), ("--domains", args.domains)] {
+        if let Some(value) = value {
             // Writing to a string cannot fail.
             let _ = write!(out, " {option} {value}");
         }
     }
     out
+}
+
+/// What is verified. Where nothing is said, it is the backend that serves all cases.
+pub(super) fn backend(args: &VerifyArgs) -> Result<Chosen, Failure> {
+    Chosen::resolve(args.backend, Some(args.domains.unwrap_or(MOST_DOMAINS)))
+}
+
+/// Refuses numbers of ranks and domains that are mistakes in writing.
+pub(super) fn check_limits(args: &VerifyArgs) -> Result<(), Failure> {
+    for (option, value) in [("--ranks", args.ranks), ("--domains", args.domains)] {
+        if let Some(value) = value.filter(|value| !(1..=MAX_RANKS).contains(value)) {
+            return Err(Failure::request(format!("{option} {value}: must be from 1 to {MAX_RANKS}")));
+        }
+    }
+    Ok(())
 }
 
 /// The seed of one random case: neighbours share nothing, and a case needs none before it.
@@ -134,7 +210,7 @@ fn seed_of(seed: u64, number: u64) -> u64 {
 }
 
 /// A seed that is new each time, short enough to be typed.
-fn new_seed() -> u64 {
+pub(super) fn new_seed() -> u64 {
     RandomState::new().build_hasher().finish() >> 32
 }
 
@@ -146,11 +222,11 @@ mod tests {
     use crate::args::{Command, CommandLine};
 
     fn resolve(options: &str) -> Result<Selection, Failure> {
-        let line = format!("hybrid-ep verify {options}");
+        let line = format!("hybrid-ep verify --backend host {options}");
         let Command::Verify(args) = CommandLine::parse_from(line.split_whitespace()).command else {
             panic!("not a verification: {line}")
         };
-        Selection::resolve(&args)
+        Selection::resolve(&args, "hybrid-ep")
     }
 
     #[test]
@@ -168,6 +244,33 @@ mod tests {
     fn seeds_are_new_unless_given() {
         assert_ne!(resolve("--cases 0").unwrap().seed, resolve("--cases 0").unwrap().seed);
         assert_eq!(resolve("--cases 0 --seed 77").unwrap().seed, 77);
+    }
+
+    #[test]
+    fn fixed_cases_of_more_ranks_are_left_out_and_counted() {
+        let all = resolve("--suite-only").unwrap();
+        assert!(!all.counts().contains("left out"), "{}", all.counts());
+        let few = resolve("--suite-only --ranks 2").unwrap();
+        assert!(few.cases.len() > 20 && few.cases.iter().all(|case| case.case.ranks <= 2));
+        let missing = all.cases.len() - few.cases.len();
+        let said = format!(" fixed ({missing} left out: more than 2 ranks) and 0 random cases");
+        assert!(few.counts().contains(&said), "{}", few.counts());
+        let large = all.cases.iter().find(|case| case.case.ranks == 16).unwrap().number;
+        let refusal = resolve(&format!("--suite-only --ranks 2 --case {large}")).unwrap_err().to_string();
+        assert!(refusal.contains("more than 2 ranks"), "{refusal}");
+        assert!(
+            resolve("--cases 30 --seed 1 --ranks 2").unwrap().cases.iter().all(|case| case.case.ranks <= 2)
+        );
+    }
+
+    #[test]
+    fn one_domain_is_all_that_gpus_serve() {
+        let mut cases: Vec<Numbered> = numbered(Origin::Suite, conformance::suite()).collect();
+        let left_out = leave_out(&mut cases, 8, Chosen::Cuda);
+        assert!(cases.iter().all(|case| case.case.domains == 1 && case.case.ranks <= 8));
+        assert_eq!(left_out.count() + cases.len(), conformance::suite().len());
+        let said = "more than 8 ranks, or several NVLink domains, which the backend does not serve";
+        assert_eq!(left_out.to_string(), said);
     }
 
     #[test]

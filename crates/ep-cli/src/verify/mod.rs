@@ -2,6 +2,7 @@
 
 mod cases;
 mod run;
+mod soak;
 
 use std::ffi::OsString;
 use std::io::{BufRead as _, BufReader};
@@ -16,6 +17,7 @@ use ep_cuda::CudaBuffer;
 use ep_host::HostBuffer;
 use indicatif::ProgressBar;
 
+use crate::Invocation;
 use crate::args::VerifyArgs;
 use crate::backend::Chosen;
 use crate::bench::{self, Place};
@@ -43,13 +45,20 @@ impl Tally {
     }
 }
 
-pub(crate) fn main(args: &VerifyArgs) -> Result<Verdict, Failure> {
+pub(crate) fn main(args: &VerifyArgs, invocation: &Invocation) -> Result<Verdict, Failure> {
     if args.tuning.launched {
         launch::end_with_launcher();
     }
-    let selection = Selection::resolve(args)?;
+    let place = Place::resolve(args.processes)?;
+    if let (Place::Rank(_), None, false) = (&place, args.seed, args.suite_only) {
+        return Err(Failure::request("ranks that a launcher started need --seed, the same on all of them"));
+    }
+    if let Some(iterations) = args.soak {
+        return soak::main(args, iterations, place, invocation);
+    }
+    let selection = Selection::resolve(args, &invocation.name)?;
     let config = bench::config(&args.tuning)?;
-    match Place::resolve(args.processes)? {
+    match place {
         Place::Threads => {
             announce(&selection, "threads")?;
             let tally = Tally::default();
@@ -59,13 +68,17 @@ pub(crate) fn main(args: &VerifyArgs) -> Result<Verdict, Failure> {
         Place::Launcher => {
             announce(&selection, "processes")?;
             let tally = Tally::default();
-            // The ranks must draw the same cases.
-            let seed = args.seed.is_none().then(|| ["--seed".into(), selection.seed.to_string().into()]);
-            let outcome = launch_all(&selection, &config, seed.as_slice().as_flattened(), &tally);
+            let more = seed_for_ranks(args, selection.seed);
+            let outcome = launch_all(&selection, &config, invocation, &more, &tally);
             conclude(&selection, &tally, outcome)
         }
         Place::Rank(env) => as_one_rank(selection, &config, &env, args.tuning.launched),
     }
+}
+
+/// The seed that ranks must be given to draw the same: none where it is among their arguments already.
+fn seed_for_ranks(args: &VerifyArgs, seed: u64) -> Vec<OsString> {
+    if args.seed.is_some() { Vec::new() } else { vec!["--seed".into(), seed.to_string().into()] }
 }
 
 /// Said first, so that a run that never ends can be repeated too.
@@ -138,22 +151,28 @@ fn on_threads(selection: &Selection, config: &Config, tally: &Tally) -> Result<(
 fn launch_all(
     selection: &Selection,
     config: &Config,
-    arguments: &[OsString],
+    invocation: &Invocation,
+    more: &[OsString],
     tally: &Tally,
 ) -> Result<(), Failure> {
     let bar = progress(selection);
     let outcome = selection.world_sizes().into_iter().try_for_each(|ranks| {
-        let mut job = Job::start(ranks, arguments, Stdio::piped())?;
-        let told = job.stdout();
-        // Read beside the waiting, which ends ranks that hang.
-        std::thread::scope(|scope| {
-            scope.spawn(|| told.map(|told| listen(told, tally, &bar)));
-            // Wrong cases are counted; the verdict on all of them comes from the counts.
-            job.wait(config.timeout).map(|_| ())
-        })
+        let job = Job::start(invocation, ranks, more, Stdio::piped())?;
+        attend(job, config, tally, &bar)
     });
     bar.finish_and_clear();
     outcome
+}
+
+/// Counts what a job's rank 0 tells, until all ranks have ended.
+fn attend(mut job: Job, config: &Config, tally: &Tally, bar: &ProgressBar) -> Result<(), Failure> {
+    let told = job.stdout();
+    // Read beside the waiting, which ends ranks that hang.
+    std::thread::scope(|scope| {
+        scope.spawn(|| told.map(|told| listen(told, tally, bar)));
+        // What is wrong is counted; the verdict on it all comes from the counts.
+        job.wait(config.timeout).map(|_| ())
+    })
 }
 
 /// Counts what rank 0 tells, to its end.

@@ -1,8 +1,8 @@
-//! One case on all its ranks: as threads, or as this process among others.
+//! One case on all its ranks: as threads, or as this process among others. And what ranks say of a check.
 
 use std::panic::AssertUnwindSafe;
 
-use ep::conformance::{Failure as CaseFailure, Prepared, Problem};
+use ep::conformance::{Case, Failure as CaseFailure, Problem};
 use ep::rendezvous::Rendezvous;
 use ep::{Config, Error};
 
@@ -13,11 +13,46 @@ use crate::verify::cases::Numbered;
 /// What was wrong, for people; `None` when nothing was.
 pub(super) type Wrong = Option<String>;
 
+/// What a rank says of a check that it did not pass.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Report {
+    pub(super) weight: Weight,
+    /// Whether the backend cannot go on.
+    pub(super) ended: bool,
+    message: String,
+}
+
 /// How much a report tells: when several ranks fail, those that only lost a peer say the least.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Weight {
+pub(super) enum Weight {
     Peer,
     Own,
+}
+
+impl Report {
+    pub(super) fn message(&self) -> &str {
+        &self.message
+    }
+
+    #[cfg(test)]
+    pub(super) fn of_test(own: bool, message: &str) -> Self {
+        let weight = if own { Weight::Own } else { Weight::Peer };
+        Self { weight, ended: false, message: message.into() }
+    }
+
+    /// As ranks exchange it; empty for a check that was passed.
+    pub(super) fn to_bytes(report: Option<&Self>) -> Vec<u8> {
+        report.map_or_else(Vec::new, |Self { weight, ended, message }| {
+            [&[*weight as u8, u8::from(*ended)], message.as_bytes()].concat()
+        })
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (&[weight, ended], message) = bytes.split_first_chunk()?;
+        let weight = if weight == Weight::Own as u8 { Weight::Own } else { Weight::Peer };
+        let message = String::from_utf8_lossy(message).into_owned();
+        Some(Self { weight, ended: ended != 0, message })
+    }
 }
 
 /// Runs a case with its ranks as threads.
@@ -28,7 +63,7 @@ pub(super) fn on_threads<B: Start>(numbered: &Numbered, config: &Config) -> Resu
         let prepared = &prepared;
         let ranks: Vec<_> = buffers
             .into_iter()
-            .map(|mut buffer| scope.spawn(move || guarded(prepared, || prepared.check(&mut buffer))))
+            .map(|mut buffer| scope.spawn(move || guarded(prepared.case(), || prepared.check(&mut buffer))))
             .collect();
         // The panic of a check is caught inside, so a thread always returns.
         ranks.into_iter().filter_map(|rank| rank.join().ok().flatten()).collect::<Vec<_>>()
@@ -44,37 +79,33 @@ pub(super) fn as_one_rank<B: Start>(
 ) -> Result<Wrong, Failure> {
     let prepared = numbered.case.prepare()?;
     let mut buffer = B::join(prepared.world(), meet, config)?;
-    let report = guarded(&prepared, || prepared.check(&mut buffer));
+    let report = guarded(prepared.case(), || prepared.check(&mut buffer));
     // Before the exchange: peers that still wait for this rank in an operator then know that it failed.
     drop(buffer);
-    let blob = match report {
-        None => Vec::new(),
-        Some((weight, message)) => [&[weight as u8], message.as_bytes()].concat(),
-    };
-    let reports = meet.all_gather(&blob)?.into_iter().filter_map(|blob| {
-        let (&weight, message) = blob.split_first()?;
-        let weight = if weight == Weight::Own as u8 { Weight::Own } else { Weight::Peer };
-        Some((weight, String::from_utf8_lossy(message).into_owned()))
-    });
-    Ok(most_telling(reports.collect()))
+    let reports = meet.all_gather(&Report::to_bytes(report.as_ref()))?;
+    Ok(most_telling(reports.iter().filter_map(|bytes| Report::from_bytes(bytes)).collect()))
 }
 
 /// Turns a failed check, or a panic in it, into a report.
-fn guarded(prepared: &Prepared, check: impl FnOnce() -> Result<(), CaseFailure>) -> Option<(Weight, String)> {
+pub(super) fn guarded(case: &Case, check: impl FnOnce() -> Result<(), CaseFailure>) -> Option<Report> {
     match std::panic::catch_unwind(AssertUnwindSafe(check)) {
         Ok(Ok(())) => None,
         Ok(Err(failure)) => {
             let lost_a_peer = matches!(*failure.problem, Problem::Error(Error::Peer(_)));
-            Some((if lost_a_peer { Weight::Peer } else { Weight::Own }, failure.to_string()))
+            let weight = if lost_a_peer { Weight::Peer } else { Weight::Own };
+            Some(Report { weight, ended: failure.stopped, message: failure.to_string() })
         }
         // The panic's message is on stderr already.
-        Err(_) => Some((Weight::Own, format!("{}\n  a rank panicked", prepared.case()))),
+        Err(_) => {
+            let message = format!("{case}\n  a rank panicked");
+            Some(Report { weight: Weight::Own, ended: true, message })
+        }
     }
 }
 
 /// The first of the reports that tell most.
-fn most_telling(reports: Vec<(Weight, String)>) -> Wrong {
-    reports.into_iter().rev().max_by_key(|(weight, _)| *weight).map(|(_, message)| message)
+pub(super) fn most_telling(reports: Vec<Report>) -> Wrong {
+    reports.into_iter().rev().max_by_key(|report| report.weight).map(|report| report.message)
 }
 
 #[cfg(test)]
@@ -83,18 +114,26 @@ mod tests {
 
     #[test]
     fn the_cause_is_reported_not_its_consequences() {
-        let report = |weight, message: &str| (weight, message.to_string());
+        let report = |weight, message: &str| Report { weight, ended: false, message: message.into() };
         let lost = report(Weight::Peer, "rank 1 left");
         let wrong = report(Weight::Own, "row 3 differs");
         assert_eq!(most_telling(vec![]), None);
-        assert_eq!(most_telling(vec![lost.clone(), wrong.clone(), lost.clone()]), Some(wrong.1));
-        assert_eq!(most_telling(vec![lost.clone(), report(Weight::Peer, "later")]), Some(lost.1));
+        assert_eq!(most_telling(vec![lost.clone(), wrong.clone(), lost.clone()]), Some(wrong.message));
+        assert_eq!(most_telling(vec![lost.clone(), report(Weight::Peer, "later")]), Some(lost.message));
     }
 
     #[test]
     fn a_panic_is_a_failure() {
         let prepared = ep::conformance::random_case(1, 1, 1).prepare().unwrap();
-        let (weight, message) = guarded(&prepared, || panic!("expected in this test")).unwrap();
-        assert!(weight == Weight::Own && message.ends_with("a rank panicked"), "{message}");
+        let report = guarded(prepared.case(), || panic!("expected in this test")).unwrap();
+        assert!(report.weight == Weight::Own && report.ended, "{report:?}");
+        assert!(report.message.ends_with("a rank panicked"), "{report:?}");
+    }
+
+    #[test]
+    fn reports_survive_the_exchange() {
+        let report = Report { weight: Weight::Own, ended: true, message: "row 3 differs".into() };
+        assert_eq!(Report::from_bytes(&Report::to_bytes(Some(&report))), Some(report));
+        assert_eq!(Report::from_bytes(&Report::to_bytes(None)), None);
     }
 }

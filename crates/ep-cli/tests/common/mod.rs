@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 /// A benchmark of a moment.
 pub(crate) const TINY: &[&str] = &[
@@ -92,6 +93,20 @@ pub(crate) fn tiny(more: &[&str]) -> Finished {
     }
     arguments.extend(more);
     run(&arguments)
+}
+
+/// Waits for a run that must not hang.
+#[track_caller]
+pub(crate) fn finish_in_time(mut child: Child) -> Finished {
+    let deadline = Instant::now() + Duration::from_secs(120);
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            panic!("it hangs: {:?}", finish(child));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    finish(child)
 }
 
 pub(crate) fn finish(child: Child) -> Finished {

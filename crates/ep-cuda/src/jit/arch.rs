@@ -52,6 +52,20 @@ impl Arch {
         }
     }
 
+    /// The architecture of this name; `None` where there is none.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|arch| arch.name() == name)
+    }
+
+    /// Shared memory that a block may ask for, bytes, on each kind of GPU that runs its code.
+    pub fn shared_bytes(self) -> &'static [usize] {
+        match self {
+            // Compute capability 8.0, and 8.6 or 8.9.
+            Self::Sm80 => &[163 << 10, 99 << 10],
+            Self::Sm90a | Self::Sm100a => &[227 << 10],
+        }
+    }
+
     /// The oldest run-time compiler that knows it.
     pub fn oldest_nvrtc(self) -> Version {
         match self {
@@ -70,6 +84,16 @@ impl fmt::Display for Arch {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_lead_back() {
+        for arch in Arch::ALL {
+            assert_eq!(Arch::from_name(arch.name()), Some(arch));
+        }
+        for name in ["", "sm_90", "SM_90A", "sm_75"] {
+            assert_eq!(Arch::from_name(name), None, "{name}");
+        }
+    }
 
     #[test]
     fn devices_get_code_that_runs_on_them() {

@@ -185,6 +185,11 @@ impl Jit {
         Ok(Arc::clone(compiler.insert(found)))
     }
 
+    /// Whether another process would find the program's machine code on disk, whole.
+    pub fn is_kept(&self, program: &Program, arch: Arch) -> bool {
+        matches!(self.cache.load(program.name, arch, Key::of(program, arch)), Found::Entry(_))
+    }
+
     /// How the cache on disk stands.
     pub fn cache_state(&self) -> CacheState {
         self.cache.state()

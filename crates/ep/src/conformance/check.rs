@@ -26,12 +26,25 @@ impl Prepared {
     /// # Errors
     /// The first [`Failure`]. The backend should then be dropped: if an error stopped it, its peers wait for it.
     pub fn check<B: Backend>(&self, backend: &mut B) -> Result<(), Failure> {
+        self.check_on(backend, &mut None)
+    }
+
+    /// As [`check`](Self::check), on a handle that an earlier check of the same routing has left; without one, it makes
+    /// one and leaves it.
+    pub(super) fn check_on<B: Backend>(
+        &self,
+        backend: &mut B,
+        handle: &mut Option<B::Handle>,
+    ) -> Result<(), Failure> {
         let mut check = Check::new(self, backend);
         if check.backend.world() != &self.world {
             return Err(check.failure("joining", Problem::World));
         }
-        let ended = check.case();
-        check.first.map_or(ended, Err)
+        let ended = check.case(handle);
+        match check.first {
+            None => ended,
+            Some(first) => Err(Failure { stopped: ended.is_err(), ..first }),
+        }
     }
 }
 
@@ -69,13 +82,16 @@ impl<'a, B: Backend> Check<'a, B> {
         Self { prepared, rank: backend.rank(), backend, run: 0, first: None }
     }
 
-    fn case(&mut self) -> Result<(), Failure> {
-        let handle = self.preprocess()?;
+    fn case(&mut self, handle: &mut Option<B::Handle>) -> Result<(), Failure> {
+        let handle = match handle {
+            Some(handle) => handle,
+            none => none.insert(self.preprocess()?),
+        };
         for run in 0..self.prepared.runs() {
             self.run = run;
-            self.run(&handle)?;
+            self.run(handle)?;
         }
-        self.shape_is(&handle, &self.prepared.received[self.rank.index()].shape)
+        self.shape_is(handle, &self.prepared.received[self.rank.index()].shape)
     }
 
     /// The handle of the case's routing.
@@ -344,7 +360,8 @@ impl<'a, B: Backend> Check<'a, B> {
 
     pub(super) fn failure(&self, operator: &'static str, problem: Problem) -> Failure {
         let case = self.prepared.case.to_string();
-        Failure { case, rank: self.rank, operator, run: self.run, problem: Box::new(problem) }
+        let stopped = matches!(problem, Problem::Error(_));
+        Failure { case, rank: self.rank, operator, run: self.run, problem: Box::new(problem), stopped }
     }
 }
 

@@ -24,6 +24,8 @@ pub struct Failure {
     pub run: usize,
     /// What is wrong.
     pub problem: Box<Problem>,
+    /// Whether an error of the backend stopped the rank there or later: it then cannot go on.
+    pub stopped: bool,
 }
 
 /// What is wrong.

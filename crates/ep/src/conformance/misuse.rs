@@ -58,12 +58,13 @@ fn prepare<B: Backend>(backend: &B, format: TokenFormat) -> Result<Prepared, Fai
         runs: 2,
         ..Case::base("misuse", ranks, world.topology.domains(), experts)
     };
-    case.prepare_in(world.clone()).map_err(|error| Failure {
+    case.prepare_in(world.clone(), 0).map_err(|error| Failure {
         case: case.to_string(),
         rank: backend.rank(),
         operator: "preparing",
         run: 0,
         problem: Box::new(Problem::Error(error)),
+        stopped: false,
     })
 }
 

@@ -16,6 +16,9 @@
 //! peers waiting; it goes through the whole case and then reports the first one. An error of the backend does stop
 //! it; drop the backend then, and the peers are told.
 //!
+//! A case has a backend of its own. A [`Soak`] is a sequence of cases in one world for backends that live through all
+//! of them, and for handles that are used again after others.
+//!
 //! [`check_misuse`] makes the calls that every backend must refuse, on all ranks alike.
 
 mod case;
@@ -25,6 +28,7 @@ mod inputs;
 mod misuse;
 mod prepared;
 mod random;
+mod soak;
 mod suite;
 #[cfg(test)]
 mod tests;
@@ -34,4 +38,5 @@ pub use failure::{Difference, Failure, Place, Problem};
 pub use misuse::check_misuse;
 pub use prepared::Prepared;
 pub use random::random_case;
+pub use soak::{Iteration, Soak, Soaking};
 pub use suite::suite;

@@ -54,11 +54,12 @@ impl Case {
     /// # Errors
     /// [`crate::CallerError`] for a case that cannot exist.
     pub fn prepare(&self) -> Result<Prepared> {
-        self.prepare_in(self.world()?)
+        self.prepare_in(self.world()?, 0)
     }
 
-    /// As [`prepare`](Self::prepare) in a world that the caller has.
-    pub(super) fn prepare_in(&self, world: World) -> Result<Prepared> {
+    /// As [`prepare`](Self::prepare) in a world that the caller has, with the content that runs from `first_run` on
+    /// have: the routing stays, tokens and probabilities are others.
+    pub(super) fn prepare_in(&self, world: World, first_run: usize) -> Result<Prepared> {
         self.check()?;
         let routings = routings(self, &world)?;
         let capacity = self.capacity_rows(&world, &routings);
@@ -75,7 +76,7 @@ impl Case {
             decoys_received,
             runs: Vec::new(),
         };
-        prepared.runs = (0..self.runs.max(1)).map(|run| prepared.expect(run)).collect();
+        prepared.runs = (first_run..first_run + self.runs.max(1)).map(|run| prepared.expect(run)).collect();
         Ok(prepared)
     }
 

@@ -17,33 +17,63 @@ pub fn random_case(seed: u64, max_ranks: usize, max_domains: usize) -> Case {
     let ranks = rng.random_range(1..=max_ranks);
     let divisors: Vec<usize> = (1..=max_domains).filter(|&domains| ranks.is_multiple_of(domains)).collect();
     let domains = pick(rng, &divisors);
-    let owners = rng.random_bool(0.4).then(|| owners(rng, ranks));
-    let experts = owners.as_ref().map_or_else(|| ranks * rng.random_range(1..=4), Vec::len);
-    let format = format(rng);
-    let size = size(rng, format);
-    let mode = mode(rng);
-    Case {
-        name: "random".into(),
-        seed,
-        ranks,
-        domains,
-        experts,
-        owners,
-        tokens: tokens(rng, ranks, size.most_tokens),
-        hidden: size.hidden,
-        routing: routing(rng, experts),
-        mode,
-        capacity: capacity(rng, ranks),
-        format,
-        element: pick(rng, &[Element::Bf16, Element::F32]),
-        wire: pick(rng, &[Element::Bf16, Element::F32]),
-        probs: pick(rng, &[ProbsKind::Skip, ProbsKind::Routing, ProbsKind::Dense]),
-        special: rng.random_bool(0.3),
-        runs: rng.random_range(1..=3),
+    Place::draw(rng, ranks, domains).case(seed, rng, size, 3)
+}
+
+/// Where a random case takes place: its world.
+#[derive(Debug, Clone)]
+pub(super) struct Place {
+    pub(super) ranks: usize,
+    pub(super) domains: usize,
+    pub(super) experts: usize,
+    pub(super) owners: Option<Vec<Rank>>,
+}
+
+impl Place {
+    /// With experts drawn: the same number on each rank, or by a table.
+    pub(super) fn draw(rng: &mut ChaCha8Rng, ranks: usize, domains: usize) -> Self {
+        let owners = rng.random_bool(0.4).then(|| owners(rng, ranks));
+        let experts = owners.as_ref().map_or_else(|| ranks * rng.random_range(1..=4), Vec::len);
+        Self { ranks, domains, experts, owners }
+    }
+
+    /// A case with everything else drawn, its size by `size`.
+    pub(super) fn case(
+        self,
+        seed: u64,
+        rng: &mut ChaCha8Rng,
+        size: impl Fn(&mut ChaCha8Rng, usize) -> Size,
+        most_runs: usize,
+    ) -> Case {
+        let Self { ranks, domains, experts, owners } = self;
+        let format = format(rng);
+        // The narrowest rows that may be carried, 16 bytes, are a step of the hidden size.
+        let step = if format == TokenFormat::Bf16 { 8 } else { 16 };
+        let size = size(rng, step);
+        let mode = mode(rng);
+        Case {
+            name: "random".into(),
+            seed,
+            ranks,
+            domains,
+            experts,
+            owners,
+            tokens: tokens(rng, ranks, size.most_tokens),
+            hidden: size.hidden,
+            routing: routing(rng, experts),
+            mode,
+            capacity: capacity(rng, ranks),
+            format,
+            element: pick(rng, &[Element::Bf16, Element::F32]),
+            wire: pick(rng, &[Element::Bf16, Element::F32]),
+            probs: pick(rng, &[ProbsKind::Skip, ProbsKind::Routing, ProbsKind::Dense]),
+            special: rng.random_bool(0.3),
+            runs: rng.random_range(1..=most_runs),
+        }
     }
 }
 
-fn pick<T: Clone>(rng: &mut ChaCha8Rng, all: &[T]) -> T {
+pub(super) fn pick<T: Clone>(rng: &mut ChaCha8Rng, all: &[T]) -> T {
     all[rng.random_range(0..all.len())].clone()
 }
 
@@ -64,14 +94,13 @@ pub(super) const SCALE_FORMATS: [ScaleFormat; 3] =
     [ScaleFormat::F32Per128, ScaleFormat::Ue8m0Per128, ScaleFormat::Ue8m0Per32];
 
 /// How much one case may move: many tokens, or wide ones.
-struct Size {
-    most_tokens: usize,
-    hidden: usize,
+pub(super) struct Size {
+    pub(super) most_tokens: usize,
+    pub(super) hidden: usize,
 }
 
-fn size(rng: &mut ChaCha8Rng, format: TokenFormat) -> Size {
-    // The narrowest rows that may be carried, 16 bytes, are a step of the hidden size.
-    let step = if format == TokenFormat::Bf16 { 8 } else { 16 };
+/// Of a case in a world of its own; `step` is what a hidden size must be a multiple of.
+fn size(rng: &mut ChaCha8Rng, step: usize) -> Size {
     let (most_tokens, steps) = match rng.random_range(0..20) {
         0 => (90, rng.random_range(1..=2)),
         1 => (2, rng.random_range(64..=256)),

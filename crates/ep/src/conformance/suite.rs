@@ -205,6 +205,20 @@ fn widths() -> Vec<Case> {
             cases.push(Case { hidden, mode, tokens, format, runs: 2, ..Case::base("widths", 2, 2, 4) });
         }
     }
+    // Rows that move in several pieces, to several experts of a rank.
+    for format in all_formats() {
+        for domains in [1, 2] {
+            let (mode, tokens) = (pad(16), vec![9, 14]);
+            cases.push(Case {
+                hidden: 7168,
+                mode,
+                tokens,
+                format,
+                runs: 2,
+                ..Case::base("widths", 2, domains, 8)
+            });
+        }
+    }
     cases
 }
 

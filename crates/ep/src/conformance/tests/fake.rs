@@ -14,6 +14,7 @@ use crate::topology::{Rank, World};
 pub(super) enum Fault {
     None,
     FlipsBit,
+    FlipsBitAndFails,
     LeavesPadding,
     WritesBehind,
     WritesSpareRow,
@@ -24,6 +25,7 @@ pub(super) enum Fault {
     WrongLocalExpert,
     WrongShape,
     ForgetsFirstHandle,
+    ForgetsOldHandles,
     SumsBackwards,
     AddsPadding,
     RoundsDown,
@@ -154,7 +156,7 @@ impl Fake {
             }
         };
         match self.fault {
-            Fault::FlipsBit if rows > 0 => flip(out.tokens, rows * row_bytes - 1),
+            Fault::FlipsBit | Fault::FlipsBitAndFails if rows > 0 => flip(out.tokens, rows * row_bytes - 1),
             Fault::WritesBehind => {
                 let end = handle.shape().allocated_rows() * row_bytes;
                 if let Some(byte) = out.tokens.get_mut(end) {
@@ -249,7 +251,7 @@ impl Backend for Fake {
         if self.is(Fault::OnlyOnce) && self.dispatches > 1 {
             return Ok(());
         }
-        if self.is(Fault::Fails) && self.dispatches > 2 {
+        if matches!(self.fault, Fault::Fails | Fault::FlipsBitAndFails) && self.dispatches > 2 {
             return Err(crate::EnvironmentError::new("dispatch", "no more", "").into());
         }
         let DispatchInput { hidden, format, .. } = input;
@@ -306,7 +308,9 @@ impl Backend for Fake {
             if self.is(Fault::SumsBackwards) {
                 summands.reverse();
             }
-            let forgotten = self.is(Fault::ForgetsFirstHandle) && handle.number < self.newest;
+            let since = self.newest - handle.number;
+            let forgotten = self.is(Fault::ForgetsFirstHandle) && since > 0
+                || self.is(Fault::ForgetsOldHandles) && since > 3;
             if forgotten {
                 summands.clear();
             }

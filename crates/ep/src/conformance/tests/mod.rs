@@ -63,6 +63,41 @@ fn every_fault_is_reported() {
     }
 }
 
+/// What goes wrong in the first iterations of a soak, with their numbers.
+fn soak_failures(fault: Fault, iterations: u64) -> Vec<(u64, Failure)> {
+    let soak = Soak::new(2, 1, 1).unwrap();
+    let (mut backend, mut rank) = (Fake::new(soak.world(), fault), Soaking::default());
+    let check = |number| {
+        let iteration = soak.prepare(number).unwrap();
+        rank.check(&mut backend, &iteration).err().map(|failure| (number, failure))
+    };
+    (0..iterations).filter_map(check).collect()
+}
+
+#[test]
+fn a_soak_sees_what_single_cases_cannot() {
+    assert_eq!(soak_failures(Fault::None, 200), []);
+    assert_eq!(failures(&one_rank_cases(), Fault::ForgetsOldHandles), []);
+    let found = soak_failures(Fault::ForgetsOldHandles, 200);
+    assert!(found.len() > 10, "{}", found.len());
+    for (number, failure) in found {
+        assert_eq!(failure.operator, "combine", "{failure}");
+        assert!(failure.case.starts_with(&format!("iteration {number} on the handle of ")), "{failure}");
+    }
+}
+
+/// A difference, and the error behind it, are both told.
+#[test]
+fn a_rank_that_differs_can_go_on_unless_an_error_stops_it() {
+    let cases = one_rank_cases();
+    assert!(failures(&cases, Fault::FlipsBit).iter().all(|failure| !failure.stopped));
+    // It fails in the third of its runs, where there are as many.
+    let found = failures(&cases, Fault::FlipsBitAndFails);
+    let differ = found.iter().filter(|failure| matches!(*failure.problem, Problem::Differs(_)));
+    let (stopped, went_on): (Vec<_>, Vec<_>) = differ.partition(|failure| failure.stopped);
+    assert!(stopped.len() > 4 && went_on.len() > 4, "{} {}", stopped.len(), went_on.len());
+}
+
 #[test]
 fn errors_and_worlds_are_reported() {
     let prepared = suite()[0].prepare().unwrap();
@@ -71,6 +106,8 @@ fn errors_and_worlds_are_reported() {
     let text = failure.to_string();
     assert!(text.starts_with("worlds: seed 1, 1 ranks in 1 domains, 2 experts, tokens [4] of 64"), "{text}");
     assert!(text.ends_with("rank 0, dispatch, run 2: dispatch: no more"), "{text}");
+
+    assert!(failure.stopped);
 
     let other = World::new(1, 1, 3).unwrap();
     let failure = prepared.check(&mut Fake::new(&other, Fault::None)).unwrap_err();

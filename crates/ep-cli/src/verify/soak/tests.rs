@@ -1,0 +1,229 @@
+//! Soaks in which a rank goes wrong.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use clap::Parser as _;
+use ep::rendezvous::ThreadRendezvous;
+use ep::{
+    Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, EnvironmentError,
+    ReceiveShape, Routing, Traffic, World,
+};
+use ep_host::{HostHandle, HostMemory};
+
+use super::*;
+use crate::args::{Command, CommandLine};
+
+fn plan(options: &str) -> Result<Plan, Failure> {
+    let line = format!("hybrid-ep verify --backend host {options}");
+    let Command::Verify(args) = CommandLine::parse_from(line.split_whitespace()).command else {
+        panic!("not a verification: {line}")
+    };
+    Plan::resolve(&args, args.soak.unwrap(), &Place::Threads, "hybrid-ep")
+}
+
+#[test]
+fn a_replay_comes_to_the_same_iteration() {
+    let plan = plan("--soak 50 --ranks 3 --seed 8").unwrap();
+    let replay = plan.replay(17);
+    assert_eq!(replay, "hybrid-ep verify --soak 18 --seed 8 --ranks 3 --domains 1");
+    let again = self::plan(replay.strip_prefix("hybrid-ep verify").unwrap()).unwrap();
+    assert_eq!(again.iterations, 18);
+    let case = |plan: &Plan| plan.soak.prepare(17).unwrap().case().clone();
+    assert_eq!(case(&again), case(&plan));
+}
+
+#[test]
+fn worlds_that_cannot_be_are_refused() {
+    for (options, part) in [
+        ("--soak 1 --ranks 0", "--ranks 0"),
+        ("--soak 1 --ranks 4 --domains 3", "4 ranks"),
+        ("--soak 1 --domains 5000", "--domains 5000"),
+    ] {
+        let message = plan(options).unwrap_err().to_string();
+        assert!(message.contains(part), "{message}");
+    }
+    let conflict = CommandLine::try_parse_from("hybrid-ep verify --soak 5 --cases 3".split(' ')).unwrap_err();
+    assert_eq!(conflict.kind(), clap::error::ErrorKind::ArgumentConflict);
+}
+
+#[test]
+fn batches_hold_every_iteration_once() {
+    let all: Vec<u64> = plan("--soak 100").unwrap().batches().flatten().collect();
+    assert_eq!(all, (0..100).collect::<Vec<_>>());
+}
+
+/// A rank of the host backend that goes wrong at one of its dispatches.
+struct Spoiled {
+    inner: HostBuffer,
+    fault: Option<(Fault, u32)>,
+    dispatches: u32,
+}
+
+#[derive(Clone, Copy)]
+enum Fault {
+    Differs,
+    Fails,
+    Panics,
+}
+
+thread_local! {
+    /// What a rank of this test's thread is to do wrong: its rank, how, and at which dispatch.
+    static FAULT: Cell<Option<(u32, Fault, u32)>> = const { Cell::new(None) };
+}
+
+impl Spoiled {
+    fn new(inner: HostBuffer) -> Self {
+        let mine = FAULT.get().filter(|(rank, ..)| Rank(*rank) == inner.rank());
+        Self { inner, fault: mine.map(|(_, fault, at)| (fault, at)), dispatches: 0 }
+    }
+}
+
+impl Start for Spoiled {
+    fn threads(world: &World, config: &Config) -> ep::Result<Vec<Self>> {
+        Ok(HostBuffer::threads(world.clone(), config)?.into_iter().map(Self::new).collect())
+    }
+
+    fn join(world: &World, meet: &mut dyn Rendezvous, config: &Config) -> ep::Result<Self> {
+        HostBuffer::join(world.clone(), meet, config).map(Self::new)
+    }
+}
+
+impl Backend for Spoiled {
+    type Memory = HostMemory;
+    type Handle = HostHandle;
+
+    fn rank(&self) -> Rank {
+        self.inner.rank()
+    }
+
+    fn world(&self) -> &World {
+        self.inner.world()
+    }
+
+    fn alloc(&mut self, bytes: usize) -> ep::Result<HostMemory> {
+        self.inner.alloc(bytes)
+    }
+
+    fn upload(&mut self, bytes: &[u8], memory: &mut HostMemory) -> ep::Result<()> {
+        self.inner.upload(bytes, memory)
+    }
+
+    fn download(&mut self, memory: &HostMemory, bytes: &mut [u8]) -> ep::Result<()> {
+        self.inner.download(memory, bytes)?;
+        if let Some((Fault::Differs, _)) = self.fault.filter(|(_, at)| *at <= self.dispatches) {
+            self.fault = None;
+            bytes.iter_mut().take(1).for_each(|byte| *byte ^= 1);
+        }
+        Ok(())
+    }
+
+    fn preprocess(
+        &mut self,
+        routing: &Routing,
+        mode: DispatchMode,
+        capacity: Option<usize>,
+    ) -> ep::Result<HostHandle> {
+        self.inner.preprocess(routing, mode, capacity)
+    }
+
+    fn receive_shape(&mut self, handle: &HostHandle) -> ep::Result<ReceiveShape> {
+        Backend::receive_shape(&mut self.inner, handle)
+    }
+
+    fn dispatch(
+        &mut self,
+        handle: &HostHandle,
+        input: DispatchInput<'_, HostMemory>,
+        output: DispatchOutput<'_, HostMemory>,
+    ) -> ep::Result<()> {
+        self.dispatches += 1;
+        match self.fault.filter(|(_, at)| *at == self.dispatches) {
+            Some((Fault::Fails, _)) => Err(EnvironmentError::new("dispatch", "broken for a test", "").into()),
+            Some((Fault::Panics, _)) => panic!("expected in this test"),
+            _ => self.inner.dispatch(handle, input, output),
+        }
+    }
+
+    fn combine(
+        &mut self,
+        handle: &HostHandle,
+        input: CombineInput<'_, HostMemory>,
+        output: CombineOutput<'_, HostMemory>,
+    ) -> ep::Result<()> {
+        self.inner.combine(handle, input, output)
+    }
+
+    fn synchronize(&mut self) -> ep::Result<()> {
+        self.inner.synchronize()
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+}
+
+/// What ranks 0, 1 and 2 say of a soak in which rank 1 goes wrong at its 150th dispatch.
+fn spoiled(fault: Fault, run: impl FnOnce(&Plan) -> Course) -> (Course, Plan) {
+    let plan = plan("--soak 400 --ranks 3 --seed 4").unwrap();
+    FAULT.set(Some((1, fault, 150)));
+    let course = run(&plan);
+    FAULT.set(None);
+    (course, plan)
+}
+
+fn as_threads(plan: &Plan) -> Course {
+    on_threads::<Spoiled>(plan, &ProgressBar::hidden()).unwrap()
+}
+
+/// As processes do it, but in this one.
+fn as_if_processes(plan: &Plan) -> Course {
+    let buffers = Spoiled::threads(plan.soak.world(), &plan.config).unwrap();
+    let meets = ThreadRendezvous::new(buffers.len(), Duration::from_secs(60));
+    let courses = std::thread::scope(|scope| {
+        let live = |(buffer, mut meet): (Spoiled, ThreadRendezvous)| {
+            let (queue, batches) = mpsc::sync_channel(1);
+            scope.spawn(move || plan.prepare_all(&queue));
+            scope.spawn(move || live_as_process(buffer, &mut meet, batches, &mut Speaker::Silent).unwrap())
+        };
+        let ranks: Vec<_> = buffers.into_iter().zip(meets).map(live).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert!(courses.iter().all(|course| course == &courses[0]), "all ranks come to the same: {courses:?}");
+    courses.into_iter().next().unwrap()
+}
+
+#[test]
+fn what_one_rank_finds_ends_the_soak_of_all() {
+    for run in [as_threads, as_if_processes] {
+        assert_eq!(run(&plan("--soak 70 --ranks 3 --seed 4").unwrap()).passed_by_all(), 70);
+        for (fault, said) in [
+            (Fault::Differs, "rank 1, dispatch, run "),
+            (Fault::Fails, "broken for a test"),
+            (Fault::Panics, "a rank panicked"),
+        ] {
+            let (course, plan) = spoiled(fault, run);
+            let (number, message) = course.most_telling().unwrap();
+            assert!(message.contains(said), "{message}");
+            assert!(message.starts_with(&format!("iteration {number}")), "{message}");
+            assert_eq!(course.passed_by_all(), number, "{course:?}");
+            assert!((75..150).contains(&number), "two runs an iteration at most: {number}");
+            assert!(plan.replay(number).contains(&format!("--soak {} --seed 4", number + 1)));
+        }
+    }
+}
+
+#[test]
+fn the_cause_is_told_before_what_came_of_it() {
+    let report = |number: u64, own: bool| (number, Report::of_test(own, &format!("{number} {own}")));
+    let mut course = Course::new(2);
+    assert_eq!(course.most_telling(), None);
+    course.reports = vec![report(4, false), report(3, false)];
+    assert_eq!(course.most_telling(), Some((3, "3 false")));
+    course.reports.extend([report(7, true), report(5, true)]);
+    assert_eq!(course.most_telling(), Some((5, "5 true")));
+    for (rank, number) in [(0, 0), (0, 1), (1, 0)] {
+        course.hear(Word { rank, number, report: None });
+    }
+    assert_eq!(course.passed_by_all(), 1);
+}

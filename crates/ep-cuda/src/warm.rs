@@ -1,0 +1,150 @@
+//! Compiling ahead of use: every kernel that a launch may ask for, into the cache on disk.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use ep::{EnvironmentError, Result};
+
+use crate::device::KernelKey;
+use crate::jit::{Arch, CacheState, Cubin, Jit};
+use crate::{kernels, probe};
+
+/// Compilations at a time, at most. Each takes some hundred megabytes.
+const MOST_THREADS: usize = 8;
+
+/// GPUs of a kind, as far as kernels differ between them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Target {
+    /// What kernels are compiled for.
+    pub arch: Arch,
+    /// Shared memory that a block may ask for, bytes.
+    pub shared_bytes: usize,
+}
+
+impl Target {
+    /// The kinds of GPUs that the driver shows.
+    ///
+    /// # Errors
+    /// As [`check_available`](crate::check_available).
+    pub fn found() -> Result<Vec<Self>> {
+        let facts = probe::usable()?;
+        let of_gpus = facts.architectures()?.into_iter().zip(&facts.gpus);
+        Ok(distinct(of_gpus.map(|(arch, gpu)| Self { arch, shared_bytes: gpu.shared_bytes })))
+    }
+
+    /// All kinds of GPUs that run an architecture's code.
+    pub fn of_arch(arch: Arch) -> Vec<Self> {
+        arch.shared_bytes().iter().map(|&shared_bytes| Self { arch, shared_bytes }).collect()
+    }
+}
+
+/// A kernel that is in the cache now.
+#[derive(Debug, Clone)]
+pub struct Warmed {
+    /// The kernel's name.
+    pub kernel: &'static str,
+    /// What tells it from the others of its name; `-` where it is the only one.
+    pub variant: String,
+    /// What it is compiled for.
+    pub arch: Arch,
+    /// The machine code, and where it came from.
+    pub cubin: Cubin,
+}
+
+/// What is in the cache now.
+#[derive(Debug, Clone)]
+pub struct Warm {
+    /// All kernels that were asked for, as they came.
+    pub kernels: Vec<Warmed>,
+    /// The cache, other entries included.
+    pub cache: CacheState,
+    /// What went wrong with it on the way, and was put right.
+    pub warnings: Vec<String>,
+}
+
+/// Puts into the cache on disk every kernel that buffers on these GPUs may launch; those that are there already stay.
+/// Compiles on several threads, and calls `each` as kernels come, on any of them. `plain_copies` as in [`ep::Config`].
+///
+/// # Errors
+/// [`EnvironmentError`] where nothing can be kept, no compiler is found, or it refuses a kernel.
+pub fn warm(targets: &[Target], plain_copies: bool, each: impl Fn(&Warmed) + Sync) -> Result<Warm> {
+    let jit = kernels::jit();
+    if let Some(problem) = jit.cache_state().problem {
+        return Err(not_kept(problem));
+    }
+    let wanted =
+        distinct(targets.iter().flat_map(|target| {
+            KernelKey::all(target.shared_bytes).into_iter().map(|key| (key, target.arch))
+        }));
+    let next = AtomicUsize::new(0);
+    let outcome = Mutex::new(Ok(Vec::new()));
+    let lock = || outcome.lock().unwrap_or_else(PoisonError::into_inner);
+    let work = || {
+        while let Some(&(key, arch)) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
+            match keep(&jit, key, arch, plain_copies) {
+                Ok(warmed) => {
+                    each(&warmed);
+                    lock().iter_mut().for_each(|kernels| kernels.push(warmed.clone()));
+                }
+                Err(error) => {
+                    // The others would fail of the same.
+                    next.store(wanted.len(), Ordering::Relaxed);
+                    *lock() = Err(error);
+                }
+            }
+        }
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(wanted.len());
+    thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(work);
+        }
+        work();
+    });
+    let kernels = outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+    Ok(Warm { kernels, cache: jit.cache_state(), warnings: jit.warnings() })
+}
+
+/// One kernel, of which a later process must find the file.
+fn keep(jit: &Jit, key: KernelKey, arch: Arch, plain_copies: bool) -> Result<Warmed> {
+    let program = key.program(arch, plain_copies);
+    let cubin = jit.cubin(&program, arch)?;
+    if !jit.is_kept(&program, arch) {
+        return Err(not_kept(jit.warnings().pop().unwrap_or_else(|| "another process removed it".into())));
+    }
+    Ok(Warmed { kernel: key.name(), variant: key.variant(), arch, cubin })
+}
+
+fn not_kept(problem: String) -> ep::Error {
+    let hint = "set HYBRID_EP_CACHE_DIR to a directory that can be written to";
+    EnvironmentError::new("keeping compiled kernels", problem, hint).into()
+}
+
+fn distinct<T: PartialEq>(all: impl Iterator<Item = T>) -> Vec<T> {
+    let mut distinct = Vec::new();
+    for one in all {
+        if !distinct.contains(&one) {
+            distinct.push(one);
+        }
+    }
+    distinct
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_architecture_stands_for_all_its_gpus() {
+        let keys = |targets: &[Target]| {
+            let all = targets.iter().flat_map(|target| KernelKey::all(target.shared_bytes));
+            distinct(all).len()
+        };
+        // Of two sizes of shared memory.
+        assert!(keys(&Target::of_arch(Arch::Sm80)) > keys(&Target::of_arch(Arch::Sm80)[..1]));
+        for target in Arch::ALL.into_iter().flat_map(Target::of_arch) {
+            assert!(Target::of_arch(target.arch).contains(&target));
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! A soak: one world, a backend that lives long, and cases without end, some on handles of earlier ones.
+
+use std::collections::BTreeMap;
+
+use rand::{RngExt as _, SeedableRng as _};
+use rand_chacha::ChaCha8Rng;
+
+use super::case::Case;
+use super::failure::Failure;
+use super::prepared::Prepared;
+use super::random::{Place, Size};
+use crate::backend::Backend;
+use crate::error::Result;
+use crate::topology::{Topology, World};
+
+/// Every so many iterations one makes a handle that is kept.
+const KEEP_EVERY: u64 = 5;
+/// Handles that are kept at a time.
+const KEPT: u64 = 8;
+/// Runs of an iteration, at most.
+const MOST_RUNS: usize = 2;
+
+/// A sequence of iterations in one world. It follows from the seed and the world's size alone, and each iteration can
+/// be prepared without those before it.
+#[derive(Debug, Clone)]
+pub struct Soak {
+    seed: u64,
+    place: Place,
+    world: World,
+}
+
+/// One iteration, prepared.
+#[derive(Debug)]
+pub struct Iteration {
+    number: u64,
+    /// The iteration that makes the handle.
+    maker: u64,
+    prepared: Prepared,
+}
+
+/// One rank's way through a soak: the handles that it keeps.
+#[derive(Debug)]
+pub struct Soaking<H> {
+    /// By the iteration that made them.
+    handles: BTreeMap<u64, H>,
+}
+
+impl Soak {
+    /// A soak of as many ranks and NVLink domains; the experts and their placement are drawn.
+    ///
+    /// # Errors
+    /// [`crate::CallerError::Topology`] for a world that cannot exist.
+    pub fn new(seed: u64, ranks: usize, domains: usize) -> Result<Self> {
+        Topology::new(ranks, domains)?;
+        let place = Place::draw(&mut ChaCha8Rng::seed_from_u64(seed), ranks, domains);
+        // Any case of the place has its world.
+        let world = draw(&place, seed).world()?;
+        Ok(Self { seed, place, world })
+    }
+
+    /// The ranks and experts.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// Makes an iteration's inputs and asks the oracle for its results.
+    ///
+    /// # Errors
+    /// None that a soak which could be made gives.
+    pub fn prepare(&self, number: u64) -> Result<Iteration> {
+        let maker = self.maker_of(number);
+        let case = self.case(number, maker);
+        // The content that the routing was used with before must not come again: it would hide what was left of it.
+        let first_run = (number - maker) as usize * MOST_RUNS;
+        Ok(Iteration { number, maker, prepared: case.prepare_in(self.world.clone(), first_run)? })
+    }
+
+    /// The iteration on whose handle one runs: itself, or one whose handle is kept still.
+    fn maker_of(&self, number: u64) -> u64 {
+        let mut rng = ChaCha8Rng::seed_from_u64(!self.seed_of(number));
+        let newest = number / KEEP_EVERY;
+        if number.is_multiple_of(KEEP_EVERY) || rng.random_bool(0.6) {
+            return number;
+        }
+        KEEP_EVERY * rng.random_range(newest.saturating_sub(KEPT - 1)..=newest)
+    }
+
+    /// The case of an iteration: where the handle is another's, with that one's routing, mode and capacities.
+    fn case(&self, number: u64, maker: u64) -> Case {
+        let own = draw(&self.place, self.seed_of(number));
+        if maker == number {
+            return Case { name: format!("iteration {number}"), ..own };
+        }
+        let Case { hidden, format, element, wire, probs, special, runs, .. } = own;
+        let name = format!("iteration {number} on the handle of {maker}");
+        let made = draw(&self.place, self.seed_of(maker));
+        Case { name, hidden: hidden.min(widest(&made)), format, element, wire, probs, special, runs, ..made }
+    }
+
+    /// Neighbours share nothing.
+    fn seed_of(&self, number: u64) -> u64 {
+        self.seed.wrapping_add((number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15))
+    }
+}
+
+impl Iteration {
+    /// Its place in the soak, from 0.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// What it runs, and on which handle.
+    pub fn case(&self) -> &Case {
+        self.prepared.case()
+    }
+}
+
+impl<H> Default for Soaking<H> {
+    fn default() -> Self {
+        Self { handles: BTreeMap::new() }
+    }
+}
+
+impl<H> Soaking<H> {
+    /// Takes this rank through the next iteration. Every rank must call this for all iterations from 0 on, in order,
+    /// each with one backend; it need not wait for the others in between.
+    ///
+    /// # Errors
+    /// The first [`Failure`] of the iteration. If the backend [`stopped`](Failure::stopped), drop it; else the next
+    /// iteration can follow.
+    ///
+    /// # Panics
+    /// When iterations were left out.
+    pub fn check<B: Backend<Handle = H>>(
+        &mut self,
+        backend: &mut B,
+        iteration: &Iteration,
+    ) -> Result<(), Failure> {
+        let Iteration { number, maker, prepared } = iteration;
+        let mut handle = self.handles.remove(maker);
+        assert!(handle.is_some() == (number != maker), "iterations are checked in order, none left out");
+        let checked = prepared.check_on(backend, &mut handle);
+        if let Some(handle) = handle.filter(|_| maker.is_multiple_of(KEEP_EVERY)) {
+            self.handles.insert(*maker, handle);
+        }
+        let newest = number / KEEP_EVERY;
+        self.handles.retain(|made, _| made / KEEP_EVERY + KEPT > newest);
+        checked
+    }
+}
+
+fn draw(place: &Place, seed: u64) -> Case {
+    place.clone().case(seed, &mut ChaCha8Rng::seed_from_u64(seed), size, MOST_RUNS)
+}
+
+/// Mostly small; now and then many tokens, wide ones, or both.
+fn size(rng: &mut ChaCha8Rng, step: usize) -> Size {
+    let (most_tokens, widest) = match rng.random_range(0..400) {
+        0 => (200, 512),
+        1..10 => (200, 64),
+        10..20 => (4, 512),
+        20..40 => (60, 128),
+        _ => (12, 160),
+    };
+    Size { most_tokens, hidden: step * rng.random_range(1..=widest / step) }
+}
+
+/// Width that a case's tokens may get when its handle is used again: many tokens do not become wide too.
+fn widest(case: &Case) -> usize {
+    let most = case.tokens.iter().copied().max().unwrap_or(0);
+    if most > 60 { 64 } else { 512 }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+    use crate::backend::DispatchMode;
+
+    #[test]
+    fn an_iteration_follows_from_the_seed_and_its_number() {
+        let soak = Soak::new(5, 4, 2).unwrap();
+        let again = Soak::new(5, 4, 2).unwrap();
+        let said = |soak: &Soak, number| soak.prepare(number).unwrap().case().to_string();
+        let cases: Vec<String> = (0..200).map(|number| said(&soak, number)).collect();
+        assert_eq!(cases[150], said(&again, 150));
+        assert_eq!(cases.iter().collect::<HashSet<_>>().len(), 200);
+        assert_ne!(cases[0], said(&Soak::new(6, 4, 2).unwrap(), 0));
+        assert!(Soak::new(5, 4, 3).is_err() && Soak::new(5, 0, 1).is_err());
+    }
+
+    #[test]
+    fn everything_changes_but_the_world() {
+        let soak = Soak::new(3, 4, 2).unwrap();
+        let cases: Vec<Case> = (0..300).map(|number| soak.case(number, soak.maker_of(number))).collect();
+        let distinct = |of: &dyn Fn(&Case) -> String| cases.iter().map(of).collect::<HashSet<_>>().len();
+        assert_eq!(distinct(&|case| format!("{} {:?} {}", case.experts, case.owners, case.domains)), 1);
+        assert_eq!(distinct(&|case| format!("{:?}", case.format)), 7);
+        assert_eq!(distinct(&|case| format!("{:?} {:?}", case.element, case.wire)), 4);
+        assert_eq!(distinct(&|case| format!("{:?}", case.probs)), 3);
+        assert!(distinct(&|case| format!("{:?}", case.capacity)) > 50);
+        assert!(cases.iter().any(|case| case.mode == DispatchMode::Plain));
+        assert!(cases.iter().any(|case| case.tokens.iter().any(|&tokens| tokens > 60)));
+        assert!(cases.iter().any(|case| case.hidden > 256));
+    }
+
+    #[test]
+    fn every_iteration_can_be_prepared() {
+        for seed in 0..4 {
+            let soak = Soak::new(seed, 2, 1 + seed as usize % 2).unwrap();
+            (0..300).for_each(|number| drop(soak.prepare(number).unwrap()));
+        }
+    }
+
+    #[test]
+    fn kept_handles_are_used_with_other_content() {
+        let soak = Soak::new(1, 2, 1).unwrap();
+        let mut distances = HashSet::new();
+        for number in 0..500 {
+            let maker = soak.maker_of(number);
+            assert!(maker <= number && (maker == number || maker.is_multiple_of(KEEP_EVERY)));
+            if maker < number {
+                distances.insert(number / KEEP_EVERY - maker / KEEP_EVERY);
+                let (case, made) = (soak.case(number, maker), soak.case(maker, maker));
+                assert_eq!((&case.tokens, case.seed, case.mode), (&made.tokens, made.seed, made.mode));
+                assert_eq!(case.name, format!("iteration {number} on the handle of {maker}"));
+            }
+        }
+        assert_eq!(distances.len() as u64, KEPT, "{distances:?}");
+    }
+}
