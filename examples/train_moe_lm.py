@@ -1,0 +1,290 @@
+"""Trains a small mixture-of-experts language model on the Python standard library's sources, byte by byte.
+
+    python examples/train_moe_lm.py                                              # one process
+    torchrun --standalone --nproc-per-node 4 examples/train_moe_lm.py --compare  # 4 ranks, then one process
+
+The dense part is data-parallel, the experts are spread over the ranks; the batch is the same for any number of ranks,
+so the loss must be too, within rounding. `--compare` shows it: rank 0 trains the same model once more on its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import struct
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybrid_ep import Buffer
+from hybrid_ep.moe import MoELayer, Routed, reduce_gradients
+
+VOCABULARY = 256
+
+
+class Block(nn.Module):
+    """Causal attention, then a mixture of experts."""
+
+    def __init__(self, buffer: Buffer, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.heads = args.heads
+        self.attention_norm = nn.RMSNorm(args.width)
+        self.qkv = nn.Linear(args.width, 3 * args.width, bias=False)
+        self.out = nn.Linear(args.width, args.width, bias=False)
+        self.moe_norm = nn.RMSNorm(args.width)
+        self.moe = MoELayer(
+            buffer,
+            args.width,
+            args.expert_width,
+            topk=args.topk,
+            balance_coef=0.01,
+            balance_group=dist.group.WORLD if buffer.world_size > 1 else None,
+            comm_dtype={"bf16": torch.bfloat16, "f32": torch.float32}[args.comm],
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).movedim(2, 0).transpose(2, 3)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.moe(self.moe_norm(x))
+
+
+class Model(nn.Module):
+    """A byte-level transformer whose feed-forward layers are mixtures of experts."""
+
+    def __init__(self, buffer: Buffer, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, args.width)
+        self.position = nn.Embedding(args.context, args.width)
+        nn.init.normal_(self.position.weight, std=0.5)
+        self.blocks = nn.ModuleList(Block(buffer, args) for _ in range(args.layers))
+        self.norm = nn.RMSNorm(args.width)
+        self.head = nn.Linear(args.width, VOCABULARY, bias=False)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.embedding(text) + self.position.weight[: text.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def balance_loss(self) -> Tensor:
+        return torch.stack([block.moe.balance_loss for block in self.blocks]).sum()
+
+
+def corpus() -> Tensor:
+    """The standard library's modules and packages, tests and installed packages left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+
+
+class Run(NamedTuple):
+    """What training showed, the same on all ranks but for `routed`."""
+
+    losses: list[float]  # of each step, in nats per byte of the whole batch
+    loads: list[Tensor]  # of each step, [layers, experts]: how often each expert was chosen
+    routed: list[Routed]  # of each layer, in the last step: this rank's tokens
+
+
+def train(buffer: Buffer, text: Tensor, args: argparse.Namespace) -> Run:
+    torch.manual_seed(args.seed)
+    model = Model(buffer, args).to(buffer.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / args.steps))
+    routed: list[Routed] = []
+    for block in model.blocks:
+        block.moe.router.register_forward_hook(lambda module, inputs, output: routed.append(output))
+
+    draw = torch.Generator().manual_seed(args.seed)
+    losses: list[float] = []
+    loads: list[Tensor] = []
+    started = time.perf_counter()
+    for step in range(args.steps):
+        starts = torch.randint(len(text) - args.context, (args.batch,), generator=draw)
+        own = starts.tensor_split(buffer.world_size)[buffer.rank]  # shares need not be equal, nor even hold anything
+        windows = text[own[:, None] + torch.arange(args.context + 1)].long().to(buffer.device)
+        routed.clear()
+        optimizer.zero_grad()
+        logits = model(windows[:, :-1])
+        # Summed over this rank's bytes and divided by all ranks': the ranks' sum is the mean over the batch.
+        loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
+        loss = loss / (args.batch * args.context)
+        (loss + model.balance_loss() * len(own) / args.batch).backward()
+        loss = loss.detach()
+        chosen = torch.stack([layer.topk_idx.flatten().bincount(minlength=args.experts) for layer in routed])
+        if buffer.world_size > 1:
+            reduce_gradients(model, op="sum")
+            dist.all_reduce(loss)
+            dist.all_reduce(chosen)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        loads.append(chosen)
+        if buffer.rank == 0 and (step % 20 == 0 or step == args.steps - 1):
+            pace = (time.perf_counter() - started) / (step + 1)
+            who = f"{buffer.world_size} ranks" if buffer.world_size > 1 else "one process"
+            print(f"{who}, step {step:4}: {losses[-1]:.4f} nats per byte, {pace:.2f} s a step", flush=True)
+    return Run(losses, loads, routed)
+
+
+def record_routing(path: Path, routed: list[Routed], buffer: Buffer, args: argparse.Namespace) -> None:
+    """Writes what the routers chose as a trace for `hybrid-ep bench --routing`; its format is in traces/README.md."""
+    own = [(layer.topk_idx.int().cpu(), layer.topk_weights.detach().float().cpu()) for layer in routed]
+    ranks: list[Any] = [own]
+    if buffer.world_size > 1:
+        ranks = [None] * buffer.world_size
+        dist.all_gather_object(ranks, own)
+    if buffer.rank != 0:
+        return
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": "hybrid-ep-routing",
+            "version": "1",
+            "experts": str(args.experts),
+            "topk": str(args.topk),
+            "layers": str(args.layers),
+            "ranks": str(buffer.world_size),
+            "source": f"examples/train_moe_lm.py, step {args.steps}, seed {args.seed}: the batch it trained on",
+        }
+    }
+    data = b""
+    for rank, layers in enumerate(ranks):
+        for layer, (idx, weights) in enumerate(layers):
+            for name, dtype, tensor in (("topk_idx", "I32", idx), ("topk_weights", "F32", weights)):
+                values = tensor.numpy().astype(tensor.numpy().dtype.newbyteorder("<")).tobytes()
+                header[f"layer{layer}.rank{rank}.{name}"] = {
+                    "dtype": dtype,
+                    "shape": list(tensor.shape),
+                    "data_offsets": [len(data), len(data) + len(values)],
+                }
+                data += values
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+class Comparison(NamedTuple):
+    """Two runs that should be one."""
+
+    differences: list[float]  # of the losses, absolute
+    parting: int | None  # the first step in which an expert was chosen more often in one run
+
+    @classmethod
+    def of(cls, ours: Run, alone: Run) -> Comparison:
+        differences = [abs(a - b) for a, b in zip(ours.losses, alone.losses, strict=True)]
+        partings = [step for step, loads in enumerate(ours.loads) if not torch.equal(loads, alone.loads[step])]
+        return cls(differences, partings[0] if partings else None)
+
+    def __str__(self) -> str:
+        if self.parting is None:
+            return f"losses differ by {max(self.differences):.1e} nats per byte at most"
+        before, after = self.differences[: self.parting], self.differences[self.parting :]
+        return (
+            f"until step {self.parting}, where rounding first sends a token to another expert, losses differ by "
+            f"{max(before, default=0.0):.1e} nats per byte at most, then by {max(after):.1e}"
+        )
+
+
+def plot(path: Path, ours: Run, alone: Run, comparison: Comparison, ranks: int) -> None:
+    """Both curves, and their difference below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(2.2, 1), layout="constrained"
+    )
+    above.plot(alone.losses, color="#f0a030", linewidth=5, alpha=0.6, label="one process")
+    above.plot(ours.losses, color="#103060", linewidth=1.2, label=f"{ranks} ranks, experts spread over them")
+    above.set_ylabel("loss, nats per byte")
+    below.plot(comparison.differences, color="#a02020", linewidth=1)
+    below.set_yscale("symlog", linthresh=1e-7)
+    below.set_ylabel("|difference|")
+    below.set_xlabel("step")
+    if comparison.parting is not None:
+        label = "rounding sends a token to another expert"
+        below.axvline(comparison.parting, color="#606060", linestyle=":", label=label)
+        below.legend(frameon=False, loc="lower right")
+    above.legend(frameon=False)
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=16, help="windows of text a step, over all ranks")
+    parser.add_argument("--context", type=int, default=128, help="bytes of a window")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--topk", type=int, default=2)
+    parser.add_argument("--expert-width", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--comm", choices=("f32", "bf16"), default="f32", help="type of the rows that travel")
+    parser.add_argument("--compare", action="store_true", help="train once more in one process, and compare")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the losses there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --compare: draw the curves (needs matplotlib)")
+    parser.add_argument("--record-routing", type=Path, metavar="FILE", help="write the last step's routing as a trace")
+    args = parser.parse_args()
+    if args.plot and not args.compare:
+        parser.error("--plot draws what --compare compares: give both")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    text = corpus()
+    with Buffer(dist.group.WORLD if ranks > 1 else None, num_experts=args.experts) as buffer:
+        ours = train(buffer, text, args)
+        if args.record_routing:
+            record_routing(args.record_routing, ours.routed, buffer, args)
+        if buffer.rank == 0:
+            report(ours, text, args, ranks)
+    if ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def report(ours: Run, text: Tensor, args: argparse.Namespace, ranks: int) -> None:
+    """Rank 0's words about the run, and the run to compare with."""
+    result: dict[str, Any] = {"ranks": ranks, "comm": args.comm, "losses_nats_per_byte": ours.losses}
+    if args.compare:
+        (buffer,) = Buffer.threads(1, num_experts=args.experts)
+        with buffer:
+            alone = train(buffer, text, args)
+        comparison = Comparison.of(ours, alone)
+        result |= {
+            "losses_of_one_process": alone.losses,
+            "largest_difference": max(comparison.differences),
+            "first_step_routed_differently": comparison.parting,
+        }
+        print(f"{ranks} ranks ended at {ours.losses[-1]:.4f}, one process at {alone.losses[-1]:.4f}:\n{comparison}")
+        if args.plot:
+            plot(args.plot, ours, alone, comparison, ranks)
+    if args.json:
+        args.json.write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The examples as their readers run them, with small settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# What they print must not depend on the machine.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def torchrun(ranks: int, *command: str) -> str:
+    """What the program prints; `--standalone` finds a free port."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_ten_lines_print_what_the_readme_shows() -> None:
+    printed = torchrun(4, str(EXAMPLES / "ten_lines.py"))
+    assert "its tokens came back bit by bit" in printed
+    shown = (EXAMPLES / "README.md").read_text()
+    assert printed in shown, f"examples/README.md does not show this:\n{printed}"
+
+
+def test_ten_lines_run_alone() -> None:
+    command = [sys.executable, str(EXAMPLES / "ten_lines.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("rank 0 of 1 sent 1000 tokens") and "bit by bit" in done.stdout
+
+
+SMALL = "--steps 12 --lr 0.02 --batch 6 --context 32 --layers 2 --width 32 --heads 2 --experts 8 --expert-width 32"
+
+
+@pytest.mark.parametrize(("ranks", "comm", "tolerance"), [(4, "f32", 1e-4), (2, "bf16", 3e-2)])
+def test_ranks_learn_like_one_process(ranks: int, comm: str, tolerance: float, tmp_path: Path) -> None:
+    losses, trace = tmp_path / "losses.json", tmp_path / "trace.safetensors"
+    torchrun(
+        ranks,
+        str(EXAMPLES / "train_moe_lm.py"),
+        *SMALL.split(),
+        *("--compare", "--comm", comm, "--json", str(losses), "--record-routing", str(trace)),
+    )
+    result = json.loads(losses.read_text())
+    ours, alone = result["losses_nats_per_byte"], result["losses_of_one_process"]
+    assert len(ours) == len(alone) == 12
+    assert max(abs(a - b) for a, b in zip(ours, alone, strict=True)) == result["largest_difference"] < tolerance
+    assert ours[0] == pytest.approx(np.log(256), abs=0.2) and ours[-1] < ours[0] - 0.5, "it does not learn"
+    check_trace(trace, ranks)
+
+
+def check_trace(path: Path, ranks: int) -> None:
+    """As traces/README.md says: names, types, shapes, and what a row may hold."""
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    metadata = header.pop("__metadata__")
+    assert {key: metadata[key] for key in ("format", "version", "experts", "topk", "layers", "ranks")} == {
+        "format": "hybrid-ep-routing",
+        "version": "1",
+        "experts": "8",
+        "topk": "2",
+        "layers": "2",
+        "ranks": str(ranks),
+    }
+    assert set(header) == {
+        f"layer{layer}.rank{rank}.{what}"
+        for layer in range(2)
+        for rank in range(ranks)
+        for what in ("topk_idx", "topk_weights")
+    }
+
+    def tensor(name: str, dtype: str) -> Any:
+        entry = header[name]
+        assert entry["dtype"] == dtype
+        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        return np.frombuffer(data[begin:end], {"I32": "<i4", "F32": "<f4"}[dtype]).reshape(entry["shape"])
+
+    for layer in range(2):
+        rows = 0
+        for rank in range(ranks):
+            idx = tensor(f"layer{layer}.rank{rank}.topk_idx", "I32")
+            weights = tensor(f"layer{layer}.rank{rank}.topk_weights", "F32")
+            assert idx.shape == weights.shape == (len(idx), 2)
+            assert ((idx >= 0) & (idx < 8)).all() and (idx[:, 0] != idx[:, 1]).all()
+            np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-5)
+            rows += len(idx)
+        assert rows == 6 * 32, "every token of the batch, on one rank each"

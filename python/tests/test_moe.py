@@ -1,0 +1,445 @@
+"""The layer against a dense reference: all experts computed for all tokens, in one process and in f64."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from hybrid_ep import Buffer, CallerError
+from hybrid_ep.moe import GroupedExperts, MoELayer, Router, TokenDispatcher, _WeightRows, reduce_gradients
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 8, 3
+TOKENS = [21, 40, 0, 7]  # of ranks 0, 1, ...
+
+
+def on_threads(ranks: int, work: Callable[[Buffer], Any], domains: int = 1) -> list[Any]:
+    """What `work` returns on each of so many ranks; the first rank's exception."""
+    buffers = Buffer.threads(ranks, num_experts=EXPERTS, domains=domains, device="cpu")
+    results: list[Any] = [None] * ranks
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = work(buffers[rank])
+        except BaseException as error:  # raised below, in the test's own thread
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+class Trained(NamedTuple):
+    """One rank's step: its input and output, and all gradients."""
+
+    x: Tensor
+    y: Tensor
+    grad_y: Tensor
+    grad_x: Tensor
+    parameters: dict[str, Tensor]
+    grads: dict[str, Tensor]
+
+
+def step(buffer: Buffer, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
+    """A forward and a backward pass of a new layer; the tokens are the rank's own, the layer is the same everywhere."""
+    own = torch.Generator().manual_seed(100 + buffer.rank)
+    x = torch.randn(TOKENS[buffer.rank], HIDDEN, generator=own).to(buffer.device, dtype).requires_grad_()
+    grad_y = torch.randn(x.shape, generator=own).to(buffer.device, dtype)
+    layer = seeded_layer(buffer, dtype=dtype, **options)
+    y = layer(x)
+    ((y * grad_y).sum() + layer.balance_loss).backward()
+    parameters = {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
+    grads = {name: parameter.grad.cpu() for name, parameter in layer.named_parameters()}
+    return Trained(x.detach().cpu(), y.detach().cpu(), grad_y.cpu(), x.grad.cpu(), parameters, grads)
+
+
+SEEDING = threading.Lock()
+
+
+def seeded_layer(buffer: Buffer, **options: Any) -> MoELayer:
+    with SEEDING:  # threads share the global generator
+        torch.manual_seed(5)
+        return MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=TOPK, **options)
+
+
+def merge(ranks: list[Trained]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and gradients of the whole model: experts concatenated, gradients of dense parameters summed."""
+    parameters, grads = {}, {}
+    for name in ranks[0].parameters:
+        expert = name.startswith("experts.")
+        every = [rank.grads[name].double() for rank in ranks]
+        grads[name] = torch.cat(every) if expert else torch.stack(every).sum(0)
+        values = [rank.parameters[name].double() for rank in ranks]
+        parameters[name] = torch.cat(values) if expert else values[0]
+    return parameters, grads
+
+
+def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    half = gate_up.shape[-1] // 2
+    gate, up = x @ gate_up[..., :half], x @ gate_up[..., half:]
+    return (gate * torch.sigmoid(gate) * up) @ down
+
+
+Keep = Callable[[list[Tensor]], list[Tensor]]
+
+
+def reference(
+    ranks: list[Trained], normalize: bool = True, keep: Keep | None = None, balance: float = 0.0
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs and gradients of tokens by rank, then of parameters; `keep` takes and gives bool `[T, E]`, by rank."""
+    parameters, _ = merge(ranks)
+    leaves = {name: parameter.requires_grad_() for name, parameter in parameters.items()}
+    inputs = [rank.x.double().requires_grad_() for rank in ranks]
+    probs = [(x @ leaves["router.weight"].T).softmax(dim=1) for x in inputs]
+    chosen = [p >= p.sort(dim=1, descending=True).values[:, TOPK - 1 : TOPK] for p in probs]
+    kept = keep(chosen) if keep else chosen
+    outputs, total = [], torch.zeros((), dtype=torch.float64)
+    for x, p, choice, stays, rank in zip(inputs, probs, chosen, kept, ranks, strict=True):
+        weights = p * choice
+        if normalize:
+            weights = weights / weights.sum(dim=1, keepdim=True)
+        every = swiglu(x, leaves["experts.gate_up"], leaves["experts.down"])  # [E, T, H]
+        y = torch.einsum("te,eth->th", weights * stays, every)
+        if "shared.down.weight" in leaves:
+            y = y + swiglu(x, leaves["shared.gate_up.weight"].T, leaves["shared.down.weight"].T)
+        outputs.append(y)
+        share = choice.sum(dim=0) / max(1, choice.sum())
+        balance_loss = balance * EXPERTS * (share * p.sum(dim=0) / max(1, len(p))).sum()
+        total = total + (y * rank.grad_y.double()).sum() + balance_loss
+    total.backward()
+    return [y.detach() for y in outputs], {f"x{i}": x.grad for i, x in enumerate(inputs)} | {
+        name: leaf.grad for name, leaf in leaves.items()
+    }
+
+
+def check(ranks: list[Trained], tolerance: float, **options: Any) -> None:
+    outputs, expected = reference(ranks, **options)
+    _, grads = merge(ranks)
+    found = grads | {f"x{i}": rank.grad_x for i, rank in enumerate(ranks)}
+    for rank, (trained, y) in enumerate(zip(ranks, outputs, strict=True)):
+        close(trained.y, y, tolerance, f"output of rank {rank}")
+    for name, grad in expected.items():
+        assert name.startswith("x") or grad.abs().max() > 0, f"the reference has no gradient for {name}"
+        close(found[name], grad, tolerance, f"gradient of {name}")
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    scale = expected.square().mean().sqrt().item() if expected.numel() else 0.0
+    torch.testing.assert_close(
+        found.double(), expected, rtol=tolerance, atol=tolerance * scale, msg=lambda text: f"{what}: {text}"
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"normalize": False}, {"shared_intermediate": 40}, {"pad_multiple": 1}, {"balance_coef": 5.0}],
+    ids=["default", "weights as they are", "shared expert", "unpadded", "balance loss"],
+)
+def test_layer_equals_the_dense_reference(ranks: int, options: dict[str, Any]) -> None:
+    trained = on_threads(ranks, lambda buffer: step(buffer, **options))
+    check(trained, 1e-4, normalize=options.get("normalize", True), balance=options.get("balance_coef", 0.0))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_layer_in_bf16(ranks: int) -> None:
+    # The router must choose as the reference does, so its weights and logits stay in f32 on the same bf16 tokens.
+    trained = on_threads(ranks, lambda b: step(b, torch.bfloat16, shared_intermediate=40))
+    assert {t.y.dtype for t in trained} == {torch.bfloat16}
+    check(trained, 6e-2)
+
+
+def test_f32_layer_with_bf16_rows() -> None:
+    trained = on_threads(2, lambda b: step(b, comm_dtype=torch.bfloat16))
+    check(trained, 6e-2)
+    for rank in trained:
+        assert rank.y.dtype == torch.float32
+        assert torch.equal(rank.y, rank.y.bfloat16().float()), "sums did not come back in bf16"
+    assert any(not torch.equal(rank.y, rank.y.bfloat16().float()) for rank in on_threads(2, step))
+
+
+def test_router_computes_in_f32() -> None:
+    router = Router(HIDDEN, EXPERTS, TOPK)
+    tokens = torch.randn(64, HIDDEN).bfloat16()
+    narrow, wide = router(tokens), router(tokens.float())
+    assert torch.equal(narrow.topk_idx, wide.topk_idx) and torch.equal(narrow.topk_weights, wide.topk_weights)
+
+
+def test_dispatcher_converts_what_travels() -> None:
+    with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
+        idx, weights = torch.rand(5, EXPERTS).topk(TOPK).indices, torch.rand(5, TOPK)
+        for dtype in (torch.bfloat16, torch.float32):
+            dispatcher = TokenDispatcher(buffer, dtype=dtype)
+            received = dispatcher.dispatch(torch.randn(5, HIDDEN), idx, weights)
+            assert received.tokens.dtype == dtype
+            assert dispatcher.combine(received.tokens.double(), received).dtype == dtype
+        with pytest.raises(CallerError, match="it came without weights"):
+            dispatcher.combine(received.tokens, buffer.dispatch_with_permute(torch.randn(5, HIDDEN), idx))
+
+
+def test_two_domains() -> None:
+    check(on_threads(4, step, domains=2), 1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_capacity_factor_drops_late_choices(ranks: int) -> None:
+    factor = 0.75
+    dropped = 0
+
+    def keep(chosen: list[Tensor]) -> list[Tensor]:
+        nonlocal dropped
+        kept = []
+        for choice in chosen:
+            room = -(-int(factor * 1000 * choice.sum()) // (1000 * EXPERTS))
+            kept.append(choice & (choice.cumsum(dim=0) <= room))
+            dropped += int(choice.sum() - kept[-1].sum())
+        return kept
+
+    trained = on_threads(ranks, lambda b: step(b, capacity_factor=factor))
+    check(trained, 1e-4, keep=keep)
+    assert dropped > 0
+
+
+def test_row_capacity_drops_what_does_not_fit() -> None:
+    ranks, capacity, pad = 4, 48, 4
+    local = EXPERTS // ranks
+
+    def keep(chosen: list[Tensor]) -> list[Tensor]:
+        kept = [choice.clone() for choice in chosen]
+        for rank in range(ranks):
+            row = 0
+            for expert in range(rank * local, (rank + 1) * local):
+                for source, choice in enumerate(chosen):
+                    for token in choice[:, expert].nonzero().flatten().tolist():
+                        kept[source][token, expert] = row < capacity
+                        row += 1
+                row = -(-row // pad) * pad
+        return kept
+
+    seen = []
+
+    def work(buffer: Buffer) -> Trained:
+        return step(buffer, capacity=capacity, pad_multiple=pad)
+
+    trained = on_threads(ranks, work)
+    check(trained, 1e-4, keep=lambda chosen: seen.extend(zip(chosen, kept := keep(chosen), strict=True)) or kept)
+    assert any(not torch.equal(before, after) for before, after in seen)
+
+
+def test_overflow_is_told() -> None:
+    def work(buffer: Buffer) -> list[bool]:
+        told = []
+        for capacity in (16, 1024):
+            layer = seeded_layer(buffer, capacity=capacity)
+            layer(torch.randn(50, HIDDEN))
+            told.append(bool(layer.overflow.item()))
+        return told
+
+    assert on_threads(2, work) == [[True, False]] * 2
+
+
+def test_no_token_anywhere() -> None:
+    def work(buffer: Buffer) -> None:
+        layer = seeded_layer(buffer, balance_coef=0.1, capacity_factor=1.0)
+        x = torch.empty(2, 0, HIDDEN, requires_grad=True)
+        y = layer(x)
+        assert y.shape == (2, 0, HIDDEN)
+        (y.sum() + layer.balance_loss).backward()
+        assert all(parameter.grad.abs().sum() == 0 for parameter in layer.parameters())
+
+    on_threads(2, work)
+
+
+def test_the_same_bits_every_run() -> None:
+    first, second = (on_threads(4, step) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one.y, other.y) and torch.equal(one.grad_x, other.grad_x)
+        assert all(torch.equal(one.grads[name], other.grads[name]) for name in one.grads)
+
+
+def test_the_same_model_for_any_number_of_ranks() -> None:
+    models = [merge(on_threads(ranks, step))[0] for ranks in (1, 2, 4)]
+    for model in models[1:]:
+        assert all(torch.equal(models[0][name], model[name]) for name in model)
+    gate_up = models[0]["experts.gate_up"]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(gate_up, 2)), "experts must differ"
+
+
+def test_micro_batches_overlap() -> None:
+    def work(buffer: Buffer) -> None:
+        dispatcher = TokenDispatcher(buffer)
+        batches = []
+        for count in (5, 9):
+            idx = torch.rand(count, EXPERTS).topk(TOPK).indices
+            batches.append((torch.randn(count, HIDDEN), idx, torch.rand(count, TOPK)))
+        received = [dispatcher.dispatch(*batch) for batch in batches]
+        for (tokens, _, weights), got in reversed(list(zip(batches, received, strict=True))):
+            combined = dispatcher.combine(got.tokens, got)
+            torch.testing.assert_close(combined, tokens * weights.sum(dim=1, keepdim=True))
+
+    on_threads(2, work)
+
+
+def test_dispatcher_compiles_to_one_graph() -> None:
+    with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
+        dispatcher = TokenDispatcher(buffer, capacity=128, pad_multiple=4)
+
+        def experts(tokens: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+            received = dispatcher.dispatch(tokens, idx, weights)
+            return dispatcher.combine(received.tokens.relu(), received)
+
+        compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+        tokens, weights = torch.randn(16, HIDDEN).bfloat16().requires_grad_(), torch.rand(16, TOPK).requires_grad_()
+        idx, grad = torch.rand(16, EXPERTS).topk(TOPK).indices, torch.randn(16, HIDDEN).bfloat16()
+        results = []
+        for run in (compiled, experts):
+            y = run(tokens, idx, weights)
+            results.append((y, *torch.autograd.grad(y, (tokens, weights), grad)))
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    assert not dist.is_initialized()
+    with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
+        check([step(buffer)], 1e-4)
+        layer = seeded_layer(buffer)
+        reduce_gradients(layer)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_are_applied_in_f32(dtype: torch.dtype) -> None:
+    with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
+        for rows in (0, 1, 20_000):  # the last is more than one piece
+            outputs = torch.randn(rows, HIDDEN).to(dtype).requires_grad_()
+            weights = torch.rand(rows).requires_grad_()
+            grad = torch.randn(rows, HIDDEN).to(dtype)
+            weighted = _WeightRows.apply(outputs, weights, dtype, buffer)
+            plain = (outputs * weights[:, None]).to(dtype)
+            assert torch.equal(weighted, plain)
+            found = torch.autograd.grad(weighted, (outputs, weights), grad)
+            expected = torch.autograd.grad(plain, (outputs, weights), grad)
+            assert torch.equal(found[0], expected[0])
+            exact = (outputs.double() * grad.double()).sum(dim=1)
+            torch.testing.assert_close(found[1].double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no grouped product")
+def test_grouped_experts_equal_experts_one_by_one() -> None:
+    with Buffer(num_experts=4, device="cpu") as buffer:
+        experts = GroupedExperts(buffer, HIDDEN, INTERMEDIATE, dtype=torch.bfloat16)
+    counts = torch.tensor([16, 0, 48, 32])
+    unused = 16
+    grads = []
+    for compute in (experts._grouped, experts._one_by_one):
+        rows = torch.randn(int(counts.sum()) + unused, HIDDEN, generator=torch.Generator().manual_seed(1))
+        rows = rows.bfloat16().requires_grad_()
+        outputs = compute(rows, counts)[:-unused]
+        outputs.square().sum().backward()
+        grads.append((outputs, rows.grad[:-unused], *(p.grad for p in experts.parameters())))
+        experts.zero_grad()
+    for grouped, single in zip(*grads, strict=True):
+        assert single.abs().max() > 0
+        close(grouped, single.double(), 2e-2, "grouped")
+
+
+def test_balance_loss_is_one_when_balanced_and_grows_with_skew() -> None:
+    torch.manual_seed(0)
+    router = Router(HIDDEN, EXPERTS, TOPK, balance_coef=0.5)
+    tokens = torch.randn(4096, HIDDEN)
+    balanced = router(tokens).balance_loss
+    with torch.no_grad():
+        router.weight[0] = 3 * tokens.mean(dim=0).sign()
+    tokens = tokens + tokens.mean(dim=0).sign()
+    skewed = router(tokens).balance_loss
+    assert 0.5 <= balanced < 0.6 and skewed > 1.2 * balanced
+    skewed.backward()
+    assert router.weight.grad.abs().max() > 0
+
+
+def test_wrong_options_are_refused() -> None:
+    with (
+        Buffer(num_experts=2, device="cpu") as buffer,
+        pytest.raises(CallerError, match=r"topk is 3, must be from 1 to .* 2"),
+    ):
+        MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=3)
+    with pytest.raises(CallerError, match="op is 'max'"):
+        reduce_gradients(torch.nn.Linear(1, 1), op="max")  # type: ignore[arg-type]
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(TOKENS[rank], HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def objective(layer: MoELayer, x: Tensor, count: int) -> Tensor:
+    return (layer(x).square().sum() + x.shape[0] * layer.balance_loss) / count
+
+
+def process(rank: int, ranks: int, store: str, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    with Buffer(dist.group.WORLD, num_experts=EXPERTS, device="cpu") as buffer:
+        layer = seeded_layer(buffer, balance_coef=0.1, balance_group=dist.group.WORLD, shared_intermediate=16)
+        count = sum(TOKENS[:ranks])
+        grads = {}
+        for op, scale in (("sum", 1.0), ("mean", ranks)):
+            layer.zero_grad()
+            (scale * objective(layer, batch(rank), count)).backward()
+            reduce_gradients(layer, op=op)
+            grads[op] = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+        torch.save((step(buffer, shared_intermediate=16), grads), f"{results}/{rank}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_train_like_one(ranks: int, tmp_path: Any) -> None:
+    """The layer in gloo processes; and the reduced gradients are those of one process with the whole batch."""
+    mp.spawn(process, args=(ranks, str(tmp_path / "store"), str(tmp_path)), nprocs=ranks)
+    loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    check([trained for trained, _ in loaded], 1e-4)
+
+    with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
+        layer = seeded_layer(buffer, balance_coef=0.1, shared_intermediate=16)
+        whole = torch.cat([batch(rank) for rank in range(ranks)])
+        objective(layer, whole, len(whole)).backward()
+    for op in ("sum", "mean"):
+        for name, parameter in layer.named_parameters():
+            own = [grads[op][name] for _, grads in loaded]
+            if not name.startswith("experts."):
+                assert all(torch.equal(own[0], other) for other in own), "dense gradients must agree on all ranks"
+            found = torch.cat(own) if name.startswith("experts.") else own[0]
+            close(found, parameter.grad.double(), 1e-4, f"{op} of {name}")
+
+
+def process_on_gpu(rank: int, ranks: int, store: str, results: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    with Buffer(dist.group.WORLD, num_experts=EXPERTS) as buffer:
+        assert buffer.backend == "cuda"
+        bf16, most = torch.bfloat16, TOPK * sum(TOKENS) + 16 * EXPERTS
+        torch.save([step(buffer), step(buffer, bf16), step(buffer, bf16, capacity=most)], f"{results}/{rank}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_layer_on_gpus(tmp_path: Any) -> None:
+    ranks = max(count for count in (1, 2, 4) if count <= torch.cuda.device_count())
+    mp.spawn(process_on_gpu, args=(ranks, str(tmp_path / "store"), str(tmp_path)), nprocs=ranks)
+    loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    for case, tolerance in enumerate((1e-3, 6e-2, 6e-2)):
+        check([rank[case] for rank in loaded], tolerance)
