@@ -103,9 +103,19 @@ pub(super) fn guarded(case: &Case, check: impl FnOnce() -> Result<(), CaseFailur
     }
 }
 
-/// The first of the reports that tell most.
+/// The first of the reports that tell most, and below it what other ranks say: what came first need not tell most.
 pub(super) fn most_telling(reports: Vec<Report>) -> Wrong {
-    reports.into_iter().rev().max_by_key(|report| report.weight).map(|report| report.message)
+    let telling = reports.iter().rev().max_by_key(|report| report.weight)?;
+    let mut lines = vec![telling.message.as_str()];
+    for other in &reports {
+        // Behind the case, which is the same for all.
+        for line in other.message.lines().skip(1) {
+            if !lines.iter().any(|said| said.contains(line)) {
+                lines.push(line);
+            }
+        }
+    }
+    Some(lines.join("\n"))
 }
 
 #[cfg(test)]
@@ -113,13 +123,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_cause_is_reported_not_its_consequences() {
+    fn the_cause_is_reported_before_its_consequences() {
         let report = |weight, message: &str| Report { weight, ended: false, message: message.into() };
-        let lost = report(Weight::Peer, "rank 1 left");
-        let wrong = report(Weight::Own, "row 3 differs");
+        let lost = report(Weight::Peer, "case 7\n  rank 1 left");
+        let wrong = report(Weight::Own, "case 7\n  row 3 differs");
         assert_eq!(most_telling(vec![]), None);
-        assert_eq!(most_telling(vec![lost.clone(), wrong.clone(), lost.clone()]), Some(wrong.message));
-        assert_eq!(most_telling(vec![lost.clone(), report(Weight::Peer, "later")]), Some(lost.message));
+        let all = "case 7\n  row 3 differs\n  rank 1 left";
+        assert_eq!(most_telling(vec![lost.clone(), wrong, lost.clone()]).as_deref(), Some(all));
+        let both = "case 7\n  rank 1 left\n  later";
+        assert_eq!(most_telling(vec![lost, report(Weight::Peer, "case 7\n  later")]).as_deref(), Some(both));
     }
 
     #[test]
