@@ -255,7 +255,7 @@ fn buffers_that_cannot_be_made() {
         ),
         ("cuDevicePrimaryCtxRetain=2", &["opening GPU 0", "out of memory"]),
         ("cuCtxSetCurrent=304", &["using GPU 0", "OS call failed"]),
-        ("cuStreamCreate=2", &["making a stream", "out of memory"]),
+        ("cuStreamCreate=2", &["making a stream", "out of memory", "show who has it"]),
         ("cuMemAddressReserve=2", &["reserving 2147483648 bytes of addresses", "out of memory"]),
         (
             "cuMemCreate=2",
@@ -265,10 +265,13 @@ fn buffers_that_cannot_be_made() {
                 "use fewer tokens, a smaller hidden or a smaller capacity, or free memory of other libraries",
             ],
         ),
-        ("cuMemCreate=801", &["allocating 33554432 bytes on GPU 0", "operation not supported"]),
-        ("cuMemMap=1", &["mapping 33554432 bytes", "invalid argument"]),
+        (
+            "cuMemCreate=801",
+            &["allocating 33554432 bytes on GPU 0", "operation not supported", "does not allow it"],
+        ),
+        ("cuMemMap=1", &["mapping 33554432 bytes", "invalid argument", "report this as a bug"]),
         ("cuMemSetAccess=1", &["mapping 33554432 bytes", "invalid argument", "must reach each other"]),
-        ("cuMemHostAlloc=2", &["pinning 40 bytes of host memory", "out of memory"]),
+        ("cuMemHostAlloc=2", &["pinning 40 bytes of host memory", "out of memory", "show who has it"]),
         ("cuMemsetD8Async=999", &["clearing ", "on GPU 0", "unknown error"]),
         ("cuStreamSynchronize=700", &["waiting for GPU 0", "illegal memory access", "compute-sanitizer"]),
     ] {
@@ -298,11 +301,17 @@ fn operators_that_fail() {
         ("cuLaunchKernel=700@4!", &["an illegal memory access was encountered"]),
         ("cuStreamSynchronize=700@9!", &["an illegal memory access was encountered"]),
         ("cuEventRecord=700@4!", &["an illegal memory access was encountered"]),
-        ("cuMemcpyHtoDAsync_v2=700", &["copying ", " bytes to GPU ", "an illegal memory access"]),
-        ("cuMemcpyDtoHAsync_v2=700", &["copying ", " bytes from GPU ", "an illegal memory access"]),
-        ("cuEventCreate=2", &["making an event", "out of memory"]),
+        (
+            "cuMemcpyHtoDAsync_v2=700",
+            &["copying ", " bytes to GPU ", "an illegal memory access", "start it again"],
+        ),
+        (
+            "cuMemcpyDtoHAsync_v2=700",
+            &["copying ", " bytes from GPU ", "an illegal memory access", "start it again"],
+        ),
+        ("cuEventCreate=2", &["making an event", "out of memory", "show who has it"]),
         ("cuEventRecord=999@4", &["recording an event", "unknown error"]),
-        ("cuEventElapsedTime=999", &["reading a time", "unknown error"]),
+        ("cuEventElapsedTime=999", &["reading a time", "unknown error", "report this as a bug"]),
         ("cuStreamIsCapturing=999", &["asking whether a stream is captured", "unknown error"]),
     ] {
         Fake::failing(fail).run(BENCH).refused(2, parts);

@@ -67,7 +67,8 @@ impl Device {
         let mut context = std::ptr::null_mut();
         // SAFETY: `device` is one; released in `drop`.
         let answer = unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) };
-        check(answer, what, "is another process using it exclusively?")?;
+        let short = answer == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
+        check(answer, what, if short { "" } else { "is another process using it exclusively?" })?;
         let attribute = |attribute| {
             let mut value = 0;
             // SAFETY: writes one number.

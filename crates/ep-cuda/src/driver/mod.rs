@@ -15,12 +15,38 @@ pub(crate) use kernel::Kernel;
 pub(crate) use memory::{Chunk, DeviceAddress, Mapped, Reservation};
 pub use stream::{Event, Stream};
 
-/// Turns a driver's answer into an error that says what was attempted.
+/// Turns a driver's answer into an error that says what was attempted. Where the caller has no hint, the answer has one.
 pub(crate) fn check(answer: sys::CUresult, what: impl Fn() -> String, hint: &str) -> Result<()> {
     if answer == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
+    let hint = if hint.is_empty() { advice(answer) } else { hint };
     Err(EnvironmentError::new(what(), describe(answer), hint).into())
+}
+
+/// What to do about an answer, whatever was attempted.
+fn advice(answer: sys::CUresult) -> &'static str {
+    use sys::CUresult as Answer;
+    match answer {
+        Answer::CUDA_ERROR_OUT_OF_MEMORY => {
+            "free memory of the GPU or of the machine: `nvidia-smi` and `free` show who has it"
+        }
+        Answer::CUDA_ERROR_ILLEGAL_ADDRESS
+        | Answer::CUDA_ERROR_MISALIGNED_ADDRESS
+        | Answer::CUDA_ERROR_ILLEGAL_INSTRUCTION
+        | Answer::CUDA_ERROR_LAUNCH_FAILED => {
+            "an earlier kernel of this process failed, and the GPU serves the process no more: start it again under \
+             compute-sanitizer, which says which access it was"
+        }
+        Answer::CUDA_ERROR_NOT_SUPPORTED
+        | Answer::CUDA_ERROR_NOT_PERMITTED
+        | Answer::CUDA_ERROR_OPERATING_SYSTEM => {
+            "the system or the container does not allow it; `hybrid-ep doctor` shows what there is"
+        }
+        _ => {
+            "`nvidia-smi` and the kernel's log (NVRM, Xid) say whether the GPU works; if it does, report this as a bug"
+        }
+    }
 }
 
 fn describe(answer: sys::CUresult) -> String {
