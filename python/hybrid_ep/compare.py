@@ -171,13 +171,15 @@ def floors(case: Case, inputs: Inputs, clock: Clock) -> tuple[dict[str, float], 
         tokens_and_rows = case.ranks * case.tokens + int(rows.sum())
         dispatch, combine = tokens_and_rows * case.row_bytes + 4 * int(rows.sum()), tokens_and_rows * case.row_bytes
         basis = f"the read + written {rate / 1e9:.1f} GB/s of all ranks' copies of 64 MiB at once, measured in this run"
-    else:
+    elif has_nvlink_4(torch.cuda.get_device_name(clock.device)):
         rate = NVLINK_BYTES_PER_SECOND
         visits = torch.zeros(case.tokens, case.ranks, device=owner.device).scatter_(1, owner, 1.0).sum(dim=0)
         visits[dist.get_rank(clock.group)] = 0  # what stays costs no wire
         dist.all_reduce(visits, group=clock.group)
         dispatch = combine = int(visits.max()) * case.row_bytes
         basis = f"the {rate / 1e9:.0f} GB/s that NVLink 4 carries out of every GPU at once (not measured in this run)"
+    else:
+        return {}, {"floor": "not known for these GPUs", **load}
     what = {
         "cpu": "every token and row read or written once",
         "cuda": "what the busiest rank must receive, each token once",
@@ -187,17 +189,24 @@ def floors(case: Case, inputs: Inputs, clock: Clock) -> tuple[dict[str, float], 
     return seconds, {"floor": f"{what}, at {basis}", "bytes_per_second": rate, **load}
 
 
+def has_nvlink_4(gpu: str) -> bool:
+    """Whether the GPU of this name has all 18 links; cards for PCI Express, and slices, bear the same name."""
+    words = set(gpu.split())
+    return bool(words & {"H100", "H200"}) and not words & {"PCIe", "NVL", "MIG"}
+
+
 def copy_rate(clock: Clock, ranks: int) -> float:
     """Bytes read and written per second when all ranks copy at once."""
     source = torch.ones(1 << 24)
     target = torch.empty_like(source).copy_(source)
 
     def copies() -> None:
-        for _ in range(4):
+        for _ in range(8):
             target.copy_(source)
+        dist.barrier(clock.group)  # ranks that share a core may have copied one after another
 
-    moved = 2 * 4 * ranks * source.numel() * source.element_size()
-    return moved / min(clock.slowest([clock.seconds(copies) for _ in range(7)]))
+    moved = 2 * 8 * ranks * source.numel() * source.element_size()
+    return moved / min(clock.slowest([clock.seconds(copies) for _ in range(5)]))
 
 
 def run(case: Case, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
@@ -278,7 +287,8 @@ def table(report: dict[str, Any]) -> str:
         "─" * len(head),
         "median of the slowest rank's time; ratio = the other's time over ours, measured by turns in the same run",
         DEFINITIONS,
-        f"floor = {report['floor']}",
+        f"floor = {report['floor']};",
+        "the layer's is that of its two dispatches and two combines: weighting rows, and autograd, come on top",
         f"load: the fullest rank has {report['max_over_mean_rows']:.2f} times the mean of rows",
         *report["notes"],
         "checked: outputs, and gradients of tokens and weights, of all implementations agree with the closed form",

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._weight_rows import weight_rows
 from .buffer import Buffer, Dispatched
 from .errors import CallerError
 
@@ -185,58 +186,8 @@ class TokenDispatcher:
             raise CallerError(
                 "received: it came without weights, so there is nothing to weigh the experts' outputs with"
             )
-        dtype = self.dtype or outputs.dtype
-        if torch.compiler.is_compiling():  # the compiler fuses product and rounding
-            weighted = (outputs * received.probs[:, None]).to(dtype)
-        else:
-            weighted = _WeightRows.apply(outputs, received.probs, dtype, self.buffer)
+        weighted = weight_rows(outputs, received.probs, self.dtype or outputs.dtype, self.buffer)
         return self.buffer.combine_with_unpermute(weighted, received.handle).tokens
-
-
-class _WeightRows(torch.autograd.Function):
-    """`(rows * weights[:, None]).to(dtype)`, without the f32 copies of all rows that PyTorch would make.
-
-    On the CPU the products are written where peers read them, which saves combine a copy.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, dtype: torch.dtype, buffer: Buffer) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        ctx.buffer = buffer
-        return _scaled(rows, weights, dtype, buffer)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows, weights = ctx.saved_tensors
-        grad_rows = _scaled(grad, weights, rows.dtype, ctx.buffer) if ctx.needs_input_grad[0] else None
-        grad_weights = _row_products(rows, grad) if ctx.needs_input_grad[1] else None
-        return grad_rows, grad_weights, None, None
-
-
-def _scaled(rows: Tensor, weights: Tensor, dtype: torch.dtype, buffer: Buffer) -> Tensor:
-    on_cpu = rows.device.type == "cpu"
-    scaled = buffer.empty(*rows.shape, dtype=dtype) if on_cpu else torch.empty_like(rows, dtype=dtype)
-    if not on_cpu or rows.dtype == dtype == torch.float32:  # nothing to convert, or converted in registers
-        return torch.mul(rows, weights[:, None], out=scaled)
-    work = _workspace(rows)
-    for to, row, weight in zip(*(part.split(len(work)) for part in (scaled, rows, weights[:, None])), strict=True):
-        to.copy_(work[: len(row)].copy_(row).mul_(weight))
-    return scaled
-
-
-def _row_products(a: Tensor, b: Tensor) -> Tensor:
-    """The inner product of each row of `a` with that of `b`, in f32."""
-    products = torch.empty(len(a), device=a.device, dtype=torch.float32)
-    work = _workspace(a)
-    for to, left, right in zip(*(part.split(len(work)) for part in (products, a, b)), strict=True):
-        torch.sum(work[: len(left)].copy_(left).mul_(right), dim=1, out=to)
-    return products
-
-
-def _workspace(rows: Tensor) -> Tensor:
-    """f32 for as many rows at a time as stay in a core's cache, or are few launches on a GPU."""
-    elements = 1 << 26 if rows.is_cuda else 1 << 18
-    return torch.empty(max(1, elements // rows.shape[1]), rows.shape[1], device=rows.device, dtype=torch.float32)
 
 
 class _SharedExpert(nn.Module):

@@ -132,6 +132,19 @@ def test_floor_counts_every_byte_once(alone: dist.ProcessGroup, monkeypatch: pyt
     assert basis["max_over_mean_rows"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H200", True),
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H100 PCIe", False),
+        ("NVIDIA A100-SXM4-80GB", False),
+    ],
+)
+def test_floor_of_a_gpu_is_known_where_it_was_measured(name: str, known: bool) -> None:
+    assert compare.has_nvlink_4(name) is known
+
+
 def test_skew_makes_some_experts_popular() -> None:
     loads = []
     for skew in (0.0, 1.2):

@@ -14,7 +14,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from hybrid_ep import Buffer, CallerError
-from hybrid_ep.moe import GroupedExperts, MoELayer, Router, TokenDispatcher, _WeightRows, reduce_gradients
+from hybrid_ep._weight_rows import weight_rows
+from hybrid_ep.moe import GroupedExperts, MoELayer, Router, TokenDispatcher, reduce_gradients
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 8, 3
 TOKENS = [21, 40, 0, 7]  # of ranks 0, 1, ...
@@ -328,7 +329,7 @@ def test_weights_are_applied_in_f32(dtype: torch.dtype) -> None:
             outputs = torch.randn(rows, HIDDEN).to(dtype).requires_grad_()
             weights = torch.rand(rows).requires_grad_()
             grad = torch.randn(rows, HIDDEN).to(dtype)
-            weighted = _WeightRows.apply(outputs, weights, dtype, buffer)
+            weighted = weight_rows(outputs, weights, dtype, buffer)
             plain = (outputs * weights[:, None]).to(dtype)
             assert torch.equal(weighted, plain)
             found = torch.autograd.grad(weighted, (outputs, weights), grad)
