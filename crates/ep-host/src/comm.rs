@@ -63,6 +63,8 @@ pub(crate) struct Idle {
 /// Turns of busy waiting, then of yielding the core, before a waiting worker sleeps between looks.
 const SPIN_TURNS: u32 = 64;
 const YIELD_TURNS: u32 = 4096;
+/// How long after a rank has left the death of another may become known here.
+const LATE_NEWS: Duration = Duration::from_millis(100);
 const NAP: Duration = Duration::from_micros(50);
 /// Turns between two looks at clocks and peers' health.
 const LOOK_EVERY: u32 = 32;
@@ -319,7 +321,7 @@ impl<'a> Op<'a> {
                 Health::Failed { .. } => {
                     return Err(self.fault(rank, PeerFault::Failed, waiting(), Some(rank)));
                 }
-                Health::Left => return Err(self.fault(rank, PeerFault::Left, waiting(), None)),
+                Health::Left => return Err(self.left(rank, waiting())),
             }
         }
         let mut observed = self.observed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -348,6 +350,24 @@ impl<'a> Op<'a> {
             .or_else(|| comm.world.topology.all_ranks().find(still))
             .unwrap_or(waiting.peer);
         Err(self.fault(culprit, PeerFault::Stalled, waiting, None))
+    }
+
+    /// A rank left while it was needed. If another rank's process died, that is why, and that one is to be named: the
+    /// one that left may have learnt of it elsewhere, and a little before the system says so here.
+    fn left(&self, rank: Rank, waiting: Waiting) -> Error {
+        let comm = self.comm;
+        let died = || {
+            let mut dead = comm.processes.dead();
+            dead.find(|dead| matches!(comm.controls[dead.index()].health(), Health::Alive))
+        };
+        let deadline = Instant::now() + LATE_NEWS;
+        while !comm.processes.is_empty() && Instant::now() < deadline {
+            if let Some(dead) = died() {
+                return self.fault(dead, PeerFault::Died, waiting, None);
+            }
+            std::thread::sleep(NAP);
+        }
+        self.fault(rank, PeerFault::Left, waiting, None)
     }
 
     fn fault(&self, peer: Rank, fault: PeerFault, waiting: Waiting, reporter: Option<Rank>) -> Error {

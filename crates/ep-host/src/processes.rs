@@ -41,6 +41,18 @@ impl Processes {
         .into())
     }
 
+    /// Whether there is no other process: ranks are threads.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.handles.is_empty()
+    }
+
+    /// Whether there is no other process: ranks are threads.
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn is_empty(&self) -> bool {
+        true
+    }
+
     /// Ranks whose process is gone.
     #[cfg(target_os = "linux")]
     pub(crate) fn dead(&self) -> impl Iterator<Item = Rank> {
