@@ -94,6 +94,23 @@ fn kernels_equal_the_oracle_whatever_the_order() {
 }
 
 #[test]
+fn all_blocks_have_a_role() {
+    for blocks in [2, 3, 8, 24, 132] {
+        for (tokens, copies) in [(0u32, 0u32), (1, 1), (256, 2048), (4096, 32_768), (100, 100)] {
+            for variant in ["dispatch copy bulk", "dispatch quantize bulk"] {
+                let (remote, own) = (7 * tokens.min(copies), tokens.min(copies));
+                let sending = plain().sending(variant, blocks, tokens.div_ceil(4), [copies, remote, own]);
+                assert!((1..blocks).contains(&sending), "{blocks} blocks, {tokens} tokens: {sending}");
+            }
+        }
+    }
+    // Many copies of few distinct ranks stay; one copy each goes out.
+    let of = |rows, remote, own| plain().sending("dispatch copy bulk", 24, 1024, [rows, remote, own]);
+    let (many, few) = (of(32_768, 4080, 4080), of(4096, 4032, 64));
+    assert!(many < few, "{many} {few}");
+}
+
+#[test]
 fn a_seed_repeats_a_run() {
     let [first, again, other] =
         [5, 5, 6].map(|seed| match plain().run(file("capacities-Bulk"), seed, None) {

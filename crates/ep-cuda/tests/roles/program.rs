@@ -105,6 +105,23 @@ impl Program {
         }
     }
 
+    /// How many of `blocks` blocks send in this variant of dispatch, where this rank has `chunks` chunks, receives
+    /// `rows` rows, sends `remote` rows to others, and has `own` tokens with an expert on itself.
+    pub(crate) fn sending(
+        &self,
+        variant: &str,
+        blocks: u32,
+        chunks: u32,
+        [rows, remote, own]: [u32; 3],
+    ) -> u32 {
+        let numbers = [blocks, chunks, rows, remote, own].map(|number| number.to_string());
+        let output = Command::new(&self.path).args(["division", variant]).args(numbers).output().unwrap();
+        let text = text(&output);
+        assert!(output.status.success(), "{text}");
+        let sending = text.lines().find_map(|line| line.strip_prefix("sending "));
+        sending.unwrap_or_else(|| panic!("{text}")).parse().unwrap()
+    }
+
     /// All places at which [`run`](Self::run) can leave something out.
     pub(crate) fn sites(&self, case: &Path, seed: u64) -> Vec<String> {
         let output = Command::new(&self.path).arg(case).arg(seed.to_string()).arg("sites").output().unwrap();

@@ -19,4 +19,14 @@ const Kernel kernel(
     NAME, [](const void* params) { dispatch(*static_cast<const DispatchParams*>(params)); }, [] { return memory; },
     shared_bytes, WARPS* WARP);
 
+// The division of blocks between the roles, alone: every block writes what it has found.
+const Kernel division(
+    "division of " NAME,
+    [](const void* params) {
+        const auto& p = *static_cast<const DispatchParams*>(params);
+        const u32 sending = sending_blocks(p);
+        if (lane_id() == 0) reinterpret_cast<u32*>(p.out_tokens)[blockIdx.x] = sending;
+    },
+    nullptr, [](const void*) { return 0u; }, WARP);
+
 }  // namespace

@@ -14,7 +14,7 @@
 #include "kernels.hpp"
 #include "memory.hpp"
 
-#include "params.cuh"
+#include "handle.cuh"
 
 namespace {
 
@@ -296,11 +296,40 @@ machine::Settings settings_of(int count, char** arguments) {
     return settings;
 }
 
+// Prints how many blocks send.
+int divide(char** arguments) {
+    const std::string name = std::string("division of ") + arguments[2];
+    const Kernel* kernel = Kernel::find(name);
+    if (kernel == nullptr) machine::fail("there is no kernel \"%s\"", name.c_str());
+    const auto number = [&](u32 at) { return static_cast<u32>(std::strtoul(arguments[at], nullptr, 10)); };
+    u32 shape[SHAPE_WORDS]{};
+    shape[SHAPE_ROWS] = number(5);
+    shape[SHAPE_REMOTE] = number(6);
+    shape[SHAPE_OWN] = number(7);
+    std::vector<u32> sending(number(3));
+    DispatchParams p{};
+    p.common.ranks = 1;
+    p.handle.shape = shape;
+    p.handle.chunks = number(4);
+    p.groups = 1;
+    p.out_tokens = reinterpret_cast<u8*>(sending.data());
+    machine::Settings settings{};
+    settings.enter = [](u32) {};
+    machine::run({{{kernel->name, kernel->body, &p, number(3), kernel->threads, 0, nullptr}}}, settings);
+    for (const u32 found : sending)
+        if (found != sending[0]) machine::fail("blocks that do not agree: %u and %u", found, sending[0]);
+    std::printf("sending %u\n", sending[0]);
+    return 0;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
+    if (count == 8 && std::string_view(arguments[1]) == "division") return divide(arguments);
     if (count != 3 && count != 4) {
-        std::fputs("usage: roles CASE SEED [ORDER[@FILE:LINE] | delta | sites]\n", stderr);
+        std::fputs("usage: roles CASE SEED [ORDER[@FILE:LINE] | delta | sites]\n"
+                   "       roles division KERNEL BLOCKS CHUNKS ROWS REMOTE OWN\n",
+                   stderr);
         return 2;
     }
     const Case all = Reader(arguments[1]).read();
