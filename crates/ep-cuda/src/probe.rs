@@ -5,6 +5,7 @@ use std::ffi::{CStr, c_char, c_int};
 use cudarc::driver::{result::DriverError, sys};
 use ep::{EnvironmentError, Result};
 
+use crate::driver;
 use crate::jit::{Arch, Version};
 
 /// The oldest driver that loads what the oldest compiler makes, by the CUDA version that it supports.
@@ -119,13 +120,7 @@ impl GpuFacts {
 /// # Errors
 /// As [`probe`] and [`DriverFacts::architectures`]; an [`EnvironmentError`] without a driver.
 pub fn usable() -> Result<DriverFacts> {
-    let facts = probe()?.ok_or_else(|| {
-        EnvironmentError::new(
-            "loading the CUDA driver",
-            "libcuda.so.1 is not there, or does not load",
-            "install the NVIDIA driver (in a container: --gpus all), or use the host backend",
-        )
-    })?;
+    let facts = probe()?.ok_or_else(driver::missing)?;
     facts.architectures().map(|_| facts)
 }
 

@@ -21,7 +21,7 @@ use crate::dispatch::{self, Dispatch, LOCAL_EXPERTS, PROBS, SCALES, TOKENS, Weig
 use crate::handle::HostHandle;
 use crate::join::{self, FIRST_ARENA_SEGMENT, Home, Introduction};
 use crate::loopback::Loopback;
-use crate::memory::{Arena, HostMemory};
+use crate::memory::{Arena, HostMemory, Place};
 use crate::message::Format;
 use crate::preprocess;
 use crate::processes::Processes;
@@ -413,19 +413,28 @@ impl Backend for HostBuffer {
 
         // Peers read registered memory only; what is not is staged.
         let arena = &mut self.arena;
-        let mut stage = |memory: Option<&HostMemory>, bytes: usize| -> Result<Option<HostMemory>> {
-            let unreachable = |memory: &&HostMemory| bytes > 0 && arena.readable_place(memory).is_none();
-            let Some(memory) = memory.filter(unreachable) else { return Ok(None) };
-            let mut staged = arena.alloc(bytes)?;
-            staged.as_bytes_mut().copy_from_slice(&memory.as_bytes()[..bytes]);
-            Ok(Some(staged))
-        };
-        let staged_rows = stage(Some(input.rows), rows * row_bytes)?;
-        let staged_probs = stage(input.probs, prob_bytes)?;
+        let mut reachable =
+            |memory: &HostMemory, bytes: usize| -> Result<(Option<HostMemory>, Option<Place>)> {
+                let place = arena.readable_place(memory);
+                if place.is_some() || bytes == 0 {
+                    return Ok((None, place));
+                }
+                let mut staged = arena.alloc(bytes)?;
+                staged.as_bytes_mut().copy_from_slice(&memory.as_bytes()[..bytes]);
+                let place = staged.place();
+                Ok((Some(staged), place))
+            };
         let mut places = [None; BUFFERS];
-        places[TOKENS] = self.arena.readable_place(staged_rows.as_ref().unwrap_or(input.rows));
-        places[PROBS] =
-            staged_probs.as_ref().or(input.probs).and_then(|probs| self.arena.readable_place(probs));
+        let (_staged_rows, rows_place) = reachable(input.rows, rows * row_bytes)?;
+        places[TOKENS] = rows_place;
+        let _staged_probs = match input.probs {
+            Some(probs) => {
+                let (staged, place) = reachable(probs, prob_bytes)?;
+                places[PROBS] = place;
+                staged
+            }
+            None => None,
+        };
 
         let mut output = output;
         let probs_out = match output.probs.as_deref_mut() {

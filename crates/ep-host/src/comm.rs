@@ -63,9 +63,9 @@ pub(crate) struct Idle {
 /// Turns of busy waiting, then of yielding the core, before a waiting worker sleeps between looks.
 const SPIN_TURNS: u32 = 64;
 const YIELD_TURNS: u32 = 4096;
+const NAP: Duration = Duration::from_micros(50);
 /// How long after a rank has left the death of another may become known here.
 const LATE_NEWS: Duration = Duration::from_millis(100);
-const NAP: Duration = Duration::from_micros(50);
 /// Turns between two looks at clocks and peers' health.
 const LOOK_EVERY: u32 = 32;
 /// How often the system is asked whether peers' processes live.

@@ -61,16 +61,20 @@ fn describe(answer: sys::CUresult) -> String {
     format!("{text} ({answer:?})")
 }
 
+/// There is no driver.
+pub(crate) fn missing() -> EnvironmentError {
+    EnvironmentError::new(
+        "loading the CUDA driver",
+        "libcuda.so.1 is not there, or does not load",
+        "install the NVIDIA driver (in a container: --gpus all), or use the host backend",
+    )
+}
+
 /// Loads and initialises the driver; the first thing that anybody does.
 pub(crate) fn initialise() -> Result<()> {
     // SAFETY: looks for a library, and unloads it again.
     if !unsafe { sys::is_culib_present() } {
-        return Err(EnvironmentError::new(
-            "loading the CUDA driver",
-            "libcuda.so.1 was not found",
-            "install the NVIDIA driver, or use the host backend",
-        )
-        .into());
+        return Err(missing().into());
     }
     // SAFETY: the driver is present; initialising it again does nothing.
     check(
