@@ -1,106 +1,20 @@
 """What the tests of the `deep_ep` interface share: ranks as processes, and what the operators mean, written naively.
 
-`world_of` and `worlds` are fixtures.
+`world_of` is a fixture.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from hybrid_ep.deep_ep import HybridEPBuffer
-
-
-@dataclasses.dataclass(frozen=True)
-class Rank:
-    """Where a test's function runs."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup
-    device: torch.device
-
-
-class World:
-    """Ranks that wait for functions to run, all of them the same one. A failure ends them: the next run starts anew."""
-
-    def __init__(self, size: int, device: str) -> None:
-        self.size = size
-        self.device = device
-        self._ranks: list[tuple[Any, Any]] = []
-
-    def run(self, function: Callable[..., None], *arguments: Any, seconds: float = 240) -> None:
-        """Calls `function(rank, *arguments)` on all ranks. Raises with the traceback of each that failed."""
-        if not self._ranks:
-            self._start()
-        for _, pipe in self._ranks:
-            pipe.send((function, arguments))
-        failures = []
-        for rank, (_, pipe) in enumerate(self._ranks):
-            try:
-                answer = pipe.recv() if pipe.poll(seconds) else f"did not answer for {seconds} s\n"
-            except EOFError:
-                answer = "died\n"
-            if answer:
-                failures.append(f"rank {rank}: {answer}")
-        if failures:
-            self.stop()
-            raise AssertionError("\n" + "\n".join(failures))
-
-    def stop(self) -> None:
-        for _, pipe in self._ranks:
-            pipe.close()
-        for process, _ in self._ranks:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._ranks = []
-
-    def _start(self) -> None:
-        context = mp.get_context("spawn")
-        with tempfile.NamedTemporaryFile(prefix="hybrid-ep-test-", delete=False) as file:
-            meeting = file.name
-        os.unlink(meeting)
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, self.device, meeting, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
-
-
-def _serve(rank: int, size: int, device: str, meeting: str, pipe: Any) -> None:
-    os.environ.setdefault("HYBRID_EP_TIMEOUT_MS", "60000")
-    torch.set_num_threads(1)
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if device == "cuda":
-        torch.cuda.set_device(where)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size)
-    assert dist.group.WORLD is not None
-    here = Rank(rank, size, dist.group.WORLD, where)
-    while True:
-        try:
-            function, arguments = pipe.recv()
-        except EOFError:
-            break
-        try:
-            function(here, *arguments)
-            pipe.send("")
-        except BaseException:
-            pipe.send(traceback.format_exc())
-    dist.destroy_process_group()
+from process_worlds import Rank, World, world_of_processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,25 +139,10 @@ def combined_identity(case: Case, rank: int) -> Tensor:
     return (case.hidden_of(rank).float() * case.map_of(rank).sum(1, keepdim=True)).to(case.dtype)
 
 
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[tuple[int, str], World]]:
-    started: dict[tuple[int, str], World] = {}
-    yield started
-    for world in started.values():
-        world.stop()
-
-
 @pytest.fixture
-def world_of(worlds: dict[tuple[int, str], World], device: Any) -> Any:
-    """The ranks of a size, which live as long as this file's tests."""
-
-    def get(size: int) -> World:
-        kind = torch.device(device).type
-        if kind == "cuda" and torch.cuda.device_count() < size:
-            pytest.skip(f"needs {size} GPUs")
-        return worlds.setdefault((size, kind), World(size, kind))
-
-    return get
+def world_of(device: str) -> Callable[[int], World]:
+    """The ranks of a size, on the device."""
+    return lambda size: world_of_processes(size, device)
 
 
 def new_buffer(here: Rank, case: Case, **arguments: Any) -> HybridEPBuffer:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid_ep import Buffer, CallerError
 from test_processes import meet, no_errors, processes
-from worlds import make_case, world
+from worlds import make_case, on_threads, world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -162,6 +162,27 @@ def test_the_current_device_need_not_be_the_buffers() -> None:
         got = one.dispatch(x, torch.zeros(3, 1, dtype=torch.int64, device="cuda:1"))
         assert got.tokens.device == got.overflow.device == one.device == torch.device("cuda", 1)
         assert torch.equal(got.tokens, x)
+
+
+def test_threads_share_the_gpus() -> None:
+    """The other tests have a process for each rank."""
+    buffers = Buffer.threads(2, num_experts=8, device="cuda", timeout=20)
+    inputs = [inputs_of(buffer, 2, 1) for buffer in buffers]
+    streams = [torch.cuda.Stream(buffer.device) for buffer in buffers]
+
+    def work(buffer: Buffer) -> Tensor:
+        with torch.cuda.stream(streams[buffer.rank]):
+            x, idx, _ = inputs[buffer.rank]
+            got = buffer.dispatch(x, idx, capacity=CAPACITY)
+            y = buffer.combine(got.tokens, got.handle).tokens
+            buffer.synchronize()
+            return y
+
+    torch.cuda.synchronize()
+    for y, (x, idx, _) in zip(on_threads(buffers, work), inputs, strict=True):
+        ranks_chosen = torch.stack([((idx // 4 == rank) & (idx >= 0)).any(1) for rank in range(2)]).sum(0)
+        assert isinstance(y, Tensor)
+        torch.testing.assert_close(y, x * ranks_chosen[:, None])
 
 
 def _rank_of_a_job(rank: int, ranks: int, store: str) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+import hybrid_ep
 from deep_ep_world import (
     Case,
-    Rank,
     combined,
     combined_identity,
     experts,
@@ -24,15 +26,12 @@ from deep_ep_world import (
     scale_of,
     scales_of,
     world_of,
-    worlds,
 )
-from torch import Tensor
-
-import hybrid_ep
 from hybrid_ep.deep_ep import HybridEPBuffer, HybridEpConfigInstance
 from hybrid_ep.deep_ep.hybrid_ep_buffer import indices_to_map
+from process_worlds import Rank
 
-__all__ = ["world_of", "worlds"]  # fixtures
+__all__ = ["world_of"]  # a fixture
 
 # The interface.
 

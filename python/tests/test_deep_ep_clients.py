@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deep_ep_world import Case, Rank, combined, combined_identity, experts, inputs, new_buffer, same, world_of, worlds
 from torch import Tensor
 
+from deep_ep_world import Case, combined, combined_identity, experts, inputs, new_buffer, same, world_of
 from hybrid_ep.deep_ep import HybridEPBuffer
 from hybrid_ep.deep_ep.hybrid_ep_buffer import indices_to_map
+from process_worlds import Rank
 
-__all__ = ["world_of", "worlds"]  # fixtures
+__all__ = ["world_of"]  # a fixture
 
 
 class Dispatch(torch.autograd.Function):

@@ -103,7 +103,7 @@ def bad_routings() -> list[tuple[dict[str, Any], str]]:
         ({"topk_idx": torch.tensor([[0, 1 << 32]])}, "row 0: expert index 4294967296 is out of range"),
         (
             {"topk_idx": torch.tensor([[3]]), "topk_weights": torch.tensor([[torch.nan]])},
-            "the weight of expert 3 is NaN",
+            "row 0: the weight of expert 3 is NaN",
         ),
         ({"routing_map": torch.ones(3, 5).bool()}, "routing_map: expected 4 columns, one for each expert, found 5"),
         ({"routing_map": torch.ones(3, 4)}, "routing_map: expected bool or uint8, found float32"),

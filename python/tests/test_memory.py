@@ -72,14 +72,17 @@ def test_a_view_keeps_its_memory(device: str) -> None:
 
 def test_freed_memory_is_used_again(device: str) -> None:
     buffer, x, idx = single(device)
-    got = buffer.dispatch(x, idx)
-    place = got.tokens.data_ptr()
-    # From another thread, as autograd does.
-    thread = threading.Thread(target=lambda tensors: tensors.clear(), args=([got.tokens, got],))
-    del got
-    thread.start()
-    thread.join()
-    assert buffer.dispatch(x, idx).tokens.data_ptr() == place
+    places = set()
+    for _ in range(8):
+        got = buffer.dispatch(x, idx)
+        places.add(got.tokens.data_ptr())
+        # From another thread, as autograd does.
+        thread = threading.Thread(target=lambda tensors: tensors.clear(), args=([got.tokens, got],))
+        del got
+        thread.start()
+        thread.join()
+    # Handles, which peers may read a little longer on a GPU, push them about.
+    assert len(places) <= (1 if device == "cpu" else 4)
 
 
 def test_a_capsule_that_becomes_no_tensor_is_freed() -> None:

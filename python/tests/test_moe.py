@@ -432,7 +432,8 @@ def process_on_gpu(rank: int, ranks: int, store: str, results: str) -> None:
     with Buffer(dist.group.WORLD, num_experts=EXPERTS) as buffer:
         assert buffer.backend == "cuda"
         bf16, most = torch.bfloat16, TOPK * sum(TOKENS) + 16 * EXPERTS
-        torch.save([step(buffer), step(buffer, bf16), step(buffer, bf16, capacity=most)], f"{results}/{rank}.pt")
+        static = step(buffer, bf16, capacity=most + -most % 16)
+        torch.save([step(buffer), step(buffer, bf16), static], f"{results}/{rank}.pt")
         dist.barrier()
     dist.destroy_process_group()
 

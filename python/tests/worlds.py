@@ -1,8 +1,7 @@
-"""Worlds of threads, and what dispatch and combine must give: written anew here, as docs/semantics.md says it."""
+"""Worlds of ranks, and what dispatch and combine must give: written anew here, as docs/semantics.md says it."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import Buffer
+from process_worlds import Rank, world_of_processes
 
 T = TypeVar("T")
 
@@ -22,8 +22,7 @@ def on_threads(buffers: list[Buffer], work: Callable[[Buffer], T], *, raises: bo
 
     def run(buffer: Buffer) -> None:
         try:
-            with _own_stream(buffer):
-                results[buffer.rank] = work(buffer)
+            results[buffer.rank] = work(buffer)
         except BaseException as error:
             results[buffer.rank] = error
             if raises:
@@ -46,13 +45,14 @@ def on_threads(buffers: list[Buffer], work: Callable[[Buffer], T], *, raises: bo
 def world(
     work: Callable[[Buffer], T], ranks: int, *, device: str = "cpu", experts: int = 8, **options: Any
 ) -> list[Any]:
-    """Runs `work` on each rank of a new world of threads."""
-    options.setdefault("timeout", 20.0)
-    if device == "cpu":
-        options.setdefault("workers", 1)
-    else:
-        # PyTorch keeps these: to pin memory for the first time may wait for kernels, which wait for other ranks.
-        _ = [torch.empty(512, dtype=torch.int64, pin_memory=True) for _ in range(8 * ranks)]
+    """What `work` returns for each rank of a new world: of threads on the CPU, of processes on GPUs.
+
+    Threads can drive GPUs too, but there what one of them calls of PyTorch may wait for another's kernel, and that for
+    the first one's.
+    """
+    if device == "cuda":
+        return world_of_processes(ranks, device).run(_work_on_gpu, work, experts, options)
+    options = {"timeout": 20.0, "workers": 1} | options
     buffers = Buffer.threads(ranks, num_experts=experts, device=device, **options)
     try:
         return on_threads(buffers, work)
@@ -61,15 +61,16 @@ def world(
             buffer.close()
 
 
-@contextlib.contextmanager
-def _own_stream(buffer: Buffer) -> Iterator[None]:
-    if buffer.device.type == "cpu":
-        yield
-        return
-    with torch.cuda.device(buffer.device), torch.cuda.stream(torch.cuda.Stream(buffer.device)):
-        yield
+def _work_on_gpu(here: Rank, work: Callable[[Buffer], T], experts: int, options: dict[str, Any]) -> T:
+    with (
+        Buffer(here.group, num_experts=experts, device=here.device, **options) as buffer,
+        # A CUDA graph cannot be captured on the default one.
+        torch.cuda.stream(torch.cuda.Stream(here.device)),
+    ):
+        result = work(buffer)
         # A kernel that gave up has written nothing, and nobody else asks what became of it.
         buffer.synchronize()
+    return result
 
 
 class Row(NamedTuple):

@@ -1,0 +1,130 @@
+"""Worlds of processes, which live on from test to test and wait for functions to run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """Where a test's function runs."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    device: torch.device
+
+
+class World:
+    """Ranks that wait for functions to run, all of them the same one. A failure ends them: the next run starts anew.
+
+    On GPUs a rank has one of its own as far as they go, then ranks share them by turns.
+    """
+
+    def __init__(self, size: int, device: str) -> None:
+        self.size = size
+        self.device = device
+        self._ranks: list[tuple[Any, Any]] = []
+
+    def run(self, function: Callable[..., Any], *arguments: Any, seconds: float = 240) -> list[Any]:
+        """What `function(rank, *arguments)` returned on each rank. Raises with the traceback of each that failed.
+
+        The function may be local to its test; what it changes outside of itself changes in its process alone.
+        """
+        if not self._ranks:
+            self._start()
+        work = _packed((function, arguments))
+        for _, pipe in self._ranks:
+            pipe.send_bytes(work)
+        results, failures = [], []
+        for rank, (_, pipe) in enumerate(self._ranks):
+            try:
+                failure, result = (
+                    _unpacked(pipe.recv_bytes()) if pipe.poll(seconds) else (f"no answer in {seconds} s\n", None)
+                )
+            except EOFError:
+                failure, result = "died\n", None
+            results.append(result)
+            if failure:
+                failures.append(f"rank {rank}: {failure}")
+        if failures:
+            self.stop()
+            raise AssertionError("\n" + "\n".join(failures))
+        return results
+
+    def stop(self) -> None:
+        for _, pipe in self._ranks:
+            pipe.close()
+        for process, _ in self._ranks:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._ranks = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        with tempfile.NamedTemporaryFile(prefix="hybrid-ep-test-", delete=False) as file:
+            meeting = file.name
+        os.unlink(meeting)
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, self.device, meeting, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+
+@functools.cache
+def world_of_processes(size: int, device: str) -> World:
+    """The one of this size; its processes end with this one."""
+    return World(size, device)
+
+
+def _packed(thing: Any) -> bytes:
+    file = io.BytesIO()
+    # Alone, the one does not know tensors of every type, the other no local functions.
+    torch.save(thing, file, pickle_module=cloudpickle)
+    return file.getvalue()
+
+
+def _unpacked(packed: bytes) -> Any:
+    return torch.load(io.BytesIO(packed), weights_only=False)
+
+
+def _serve(rank: int, size: int, device: str, meeting: str, pipe: Any) -> None:
+    os.environ.setdefault("HYBRID_EP_TIMEOUT_MS", "60000")
+    torch.set_num_threads(1)
+    where, backend = torch.device(device), "gloo"
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        where = torch.device(device, rank % gpus)
+        torch.cuda.set_device(where)
+        # NCCL refuses ranks that share a GPU.
+        backend = "nccl" if size <= gpus else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=size)
+    assert dist.group.WORLD is not None
+    here = Rank(rank, size, dist.group.WORLD, where)
+    while True:
+        try:
+            function, arguments = _unpacked(pipe.recv_bytes())
+        except EOFError:
+            break
+        try:
+            answer = _packed((None, function(here, *arguments)))
+        except BaseException:
+            answer = _packed((traceback.format_exc(), None))
+        pipe.send_bytes(answer)
+    dist.destroy_process_group()
