@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import weakref
 from types import TracebackType
 from typing import NamedTuple
@@ -104,7 +105,8 @@ class Buffer:
         group: the ranks. Ranks in errors are ranks of this group.
         num_experts: E, over all ranks; a multiple of their number. Expert `e` is on rank `e // (E / ranks)`.
         domains: NVLink domains of equal size, emulated; the CPU only.
-        device: where tensors live; the current CUDA device where there is one, else the CPU.
+        device: where tensors live; the CPU where there is no GPU, else the current CUDA device, which under torchrun
+            or SLURM is the one of the rank's place on its machine unless the program has set another.
         timeout: seconds without progress after which a peer is given up; HYBRID_EP_TIMEOUT_MS, or 30.
         workers: threads of an operator on the CPU; cores divided by ranks.
         sms: SMs of an operator on a GPU.
@@ -571,6 +573,18 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     return device
 
 
+def _current_gpu() -> int:
+    """PyTorch's; where that is the first, as it is when no program has set it, the one of this rank's number on its
+    machine, lest all its ranks share a GPU.
+    """
+    current = torch.cuda.current_device()
+    place = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or ""
+    # A launcher may also let each rank see a GPU of its own only: then there is no other to take.
+    if current == 0 and place.isdecimal() and int(place) < torch.cuda.device_count():
+        return int(place)
+    return current
+
+
 def _settings(
     device: torch.device,
     num_experts: int,
@@ -587,7 +601,7 @@ def _settings(
     if not isinstance(timeout, float | int | None):
         raise CallerError(f"timeout: expected seconds, found {timeout!r}")
     if on_gpu and gpu is None:
-        gpu = torch.cuda.current_device()
+        gpu = _current_gpu()
     return {
         "backend": "cuda" if on_gpu else "host",
         "gpu": gpu if on_gpu else None,

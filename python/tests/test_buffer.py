@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import Buffer, Combined, Dispatched, Handle, Traffic
+from hybrid_ep.buffer import _settings
 from worlds import Case, make_case, world
 
 PADS = [None, 1, 4]
@@ -304,6 +305,32 @@ def test_a_buffer_says_what_it_is(device: str) -> None:
         assert buffer.domains == 1 and buffer.device.type == device
         assert buffer.backend == ("host" if device == "cpu" else "cuda")
         assert f"rank={rank}" in repr(buffer)
+
+
+@pytest.mark.parametrize(
+    ("current", "variables", "taken"),
+    [
+        (0, {}, 0),
+        (3, {}, 3),
+        (0, {"LOCAL_RANK": "2"}, 2),
+        (0, {"SLURM_LOCALID": "1"}, 1),
+        (1, {"LOCAL_RANK": "2"}, 1),
+        (0, {"LOCAL_RANK": "4"}, 0),
+        (0, {"LOCAL_RANK": "two"}, 0),
+    ],
+)
+def test_the_gpu_of_a_launched_rank(
+    current: int, variables: dict[str, str], taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of four, as PyTorch would report them."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    of_any, of_one = (_settings(torch.device(d), 8, 1, None, None, None) for d in ("cuda", "cuda:3"))
+    assert (of_any["gpu"], of_one["gpu"]) == (taken, 3)
 
 
 def test_traffic_is_counted(device: str) -> None:
