@@ -61,13 +61,89 @@ struct TokenWalk {
     }
 };
 
-// The weights of some chunks' copies, to their rows.
-__device__ inline void send_probs(const DispatchParams& p, const PeerView* peers, u32 chunk, u32 chunk_end) {
-    const HandleView& h = p.handle;
-    const u32 begin = h.copy_begin[chunk], end = h.copy_begin[chunk_end];
-    if (!h.permuted) {
-        // A row has a cell for each expert of the rank; most are zero.
-        const u32 first = h.send_begin[chunk], last = h.send_begin[chunk_end];
+// The weights of an item's copies, which go to their rows after its tokens. They are read while those are on their way:
+// at the end of the item the worker would wait for one list after the other, and send nothing meanwhile.
+struct ItemWeights {
+    static constexpr u32 AHEAD = 2;
+    const DispatchParams& p;
+    const SendItems& items;
+    const u32 step;
+    const bool wanted;
+    u32 item;
+    u32 begin = 0;
+    u32 end = 0;
+    u32 next_begin = 0;
+    u32 next_end = 0;
+    uint4 copies[AHEAD];
+    float weights[AHEAD];
+    bool weighed = true;
+
+    __device__ ItemWeights(const DispatchParams& p, const SendItems& items, const Worker& worker)
+        : p(p), items(items), step(worker.workers), wanted(p.probs != PROBS_SKIP || !p.handle.permuted), item(NONE) {
+        find(worker.index);
+    }
+
+    // Where the copies of a later item are.
+    __device__ void find(u32 which) {
+        if (!wanted || which >= items.count) return;
+        next_begin = p.handle.copy_begin[items.chunk(which)];
+        next_end = p.handle.copy_begin[items.chunk_end(which)];
+    }
+
+    __device__ void enter(u32 which) {
+        if (!wanted || which == item) return;
+        item = which;
+        begin = next_begin;
+        // Of the items that share their tokens, the first sends the weights.
+        end = items.first_piece(item) == 0 ? next_end : begin;
+        find(item + step);
+#pragma unroll
+        for (u32 turn = 0; turn < AHEAD; turn++) {
+            const u32 at = begin + turn * WARP + lane_id();
+            if (at < end) copies[turn] = p.handle.copies[at];
+        }
+        weighed = false;
+    }
+
+    __device__ float weight_of(const uint4& copy) const {
+        return p.probs == PROBS_DENSE ? p.dense[copy.x] : __uint_as_float(copy.w);
+    }
+
+    // When the copies have come.
+    __device__ void weigh() {
+        if (weighed) return;
+        weighed = true;
+#pragma unroll
+        for (u32 turn = 0; turn < AHEAD; turn++)
+            if (begin + turn * WARP + lane_id() < end) weights[turn] = weight_of(copies[turn]);
+    }
+
+    __device__ void store(const PeerView* peers) {
+        if (begin == end) return;
+        weigh();
+        if (!p.handle.permuted) clear_cells(peers);
+#pragma unroll
+        for (u32 turn = 0; turn < AHEAD; turn++)
+            if (begin + turn * WARP + lane_id() < end) store_one(peers, copies[turn], weights[turn]);
+        for (u32 at = begin + AHEAD * WARP + lane_id(); at < end; at += WARP) {
+            const uint4 copy = p.handle.copies[at];
+            store_one(peers, copy, weight_of(copy));
+        }
+    }
+
+    __device__ void store_one(const PeerView* peers, const uint4& copy, float weight) const {
+        if (copy.z == NONE) return;
+        const u32 rank = copy.y >> 16, expert = copy.y & 0xFFFF;
+        const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
+        const u64 cell = p.handle.permuted ? copy.z : static_cast<u64>(copy.z) * experts + expert;
+        if (p.probs != PROBS_SKIP) peers[rank].probs[cell] = weight;
+        if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell] = 1;
+    }
+
+    // In plain mode a row has a cell for each expert of the rank; most are zero.
+    __device__ void clear_cells(const PeerView* peers) const {
+        const HandleView& h = p.handle;
+        const u32 first = h.send_begin[items.chunk(item)], last = h.send_begin[items.chunk_end(item)];
         for (u32 send = first + lane_id(); send < last; send += WARP) {
             const uint2 entry = h.sends[send];
             if ((entry.x & SEND_DEAD) != 0) continue;
@@ -81,21 +157,20 @@ __device__ inline void send_probs(const DispatchParams& p, const PeerView* peers
         }
         __syncwarp();
     }
-    for (u32 at = begin + lane_id(); at < end; at += WARP) {
-        const uint4 copy = h.copies[at];
-        if (copy.z == NONE) continue;
-        const u32 rank = copy.y >> 16, expert = copy.y & 0xFFFF;
-        const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
-        const u64 cell = h.permuted ? copy.z : static_cast<u64>(copy.z) * experts + expert;
-        const float weight = p.probs == PROBS_DENSE ? p.dense[copy.x] : __uint_as_float(copy.w);
-        if (p.probs != PROBS_SKIP) peers[rank].probs[cell] = weight;
-        if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell] = 1;
-    }
-}
+};
 
 __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring& ring, PayloadBuffers& buffers,
                             const PeerView* peers, u32 epoch) {
     const SendItems items(p);
+    ItemWeights weights(p, items, worker);
+    if (!SEND_OWN && p.common.ranks == 1) {
+        // There is nobody to send tokens to.
+        for (u32 item = worker.index; item < items.count; item += worker.workers) {
+            weights.enter(item);
+            weights.store(peers);
+        }
+        return;
+    }
     Feed<SendItems> feed(items, worker.index, worker.workers);
     TokenWalk ahead(items, worker.index, worker.workers);
     TokenWalk here(items, worker.index, worker.workers);
@@ -119,6 +194,7 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
     while (next.valid()) {
         const Batch batch = next;
         next = feed.fetch();
+        weights.enter(batch.item);
         for (u32 index = 0; index < batch.count; index++) {
             const uint2 entry = batch.at(index);
             const u32 rank = entry.x & SEND_RANK;
@@ -139,13 +215,12 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
                 buffers.sent(ring);
                 here.next();
                 read_ahead();
+                weights.weigh();
             }
         }
         if (batch.last) {
-            const u32 item = batch.item;
-            if (items.first_piece(item) == 0 && (p.probs != PROBS_SKIP || !p.handle.permuted))
-                send_probs(p, peers, items.chunk(item), items.chunk_end(item));
-            completion.finish(item, 0, tell);
+            weights.store(peers);
+            completion.finish(batch.item, 0, tell);
         }
     }
     completion.flush(tell);
