@@ -401,7 +401,7 @@ impl Backend for HostBuffer {
         let facts = facts(world, self.comm.rank, handle);
         facts.check_combine(&input, &output, HostMemory::len)?;
         let row_bytes = input.hidden * input.element.bytes();
-        let (rows, tokens) = (facts.rows, facts.tokens);
+        let rows = facts.rows;
         let prob_bytes = 4 * rows * facts.probs_per_row();
         let message = Format {
             lists: false,
@@ -436,14 +436,8 @@ impl Backend for HostBuffer {
             None => None,
         };
 
-        let mut output = output;
-        let probs_out = match output.probs.as_deref_mut() {
-            Some(memory) => {
-                memory.as_bytes_mut()[..4 * tokens * self.comm.world.experts()].fill(0);
-                OutPtr(memory.as_bytes_mut().as_mut_ptr())
-            }
-            None => OutPtr(std::ptr::null_mut()),
-        };
+        let probs_out =
+            output.probs.map_or(std::ptr::null_mut(), |memory| memory.as_bytes_mut().as_mut_ptr());
         self.step += 1;
         let comm = Arc::clone(&self.comm);
         let same = Call {
@@ -462,7 +456,7 @@ impl Backend for HostBuffer {
             element: input.element,
             wire: input.wire,
             out: OutPtr(output.tokens.as_bytes_mut().as_mut_ptr()),
-            probs_out,
+            probs_out: OutPtr(probs_out),
             message,
             schedule: combine::schedule(&op, handle, chunk),
         };

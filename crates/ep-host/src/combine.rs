@@ -31,7 +31,7 @@ pub(crate) struct Combine<'a> {
     pub(crate) wire: Element,
     /// `[tokens, hidden]` of `element`.
     pub(crate) out: OutPtr,
-    /// `[tokens, experts]` f32, zeroed; null without probs.
+    /// `[tokens, experts]` f32; null without probs.
     pub(crate) probs_out: OutPtr,
     pub(crate) message: Format,
     pub(crate) schedule: Schedule,
@@ -179,6 +179,15 @@ impl Combine<'_> {
         let mut incoming = claims.iter().map(|&claim| self.open(claim)).collect::<Result<Vec<Incoming>>>()?;
         let row_bytes = self.hidden * self.element.bytes();
         let streaming = layout.tokens() * row_bytes > comm.config.streaming_bytes;
+        if self.message.probs {
+            // Before those that came from other domains, which are put as their partial sums are gathered.
+            for token in tokens.clone() {
+                self.zero_probs(token);
+                for &copy in layout.copies(token, home) {
+                    self.put_prob(token, copy, self.prob(peers, copy)?);
+                }
+            }
+        }
         let first = tokens.start;
         let gather = |at: usize, rows: &mut Vec<SumRow>| {
             let token = first + at;
@@ -196,13 +205,6 @@ impl Combine<'_> {
         unsafe {
             let to = self.out.0.wrapping_add(first * row_bytes);
             self.sum_each(tokens.len(), terms, gather, to, self.element, streaming)?;
-        }
-        if self.message.probs {
-            for token in tokens {
-                for &copy in layout.copies(token, home) {
-                    self.put_prob(token, copy, self.prob(peers, copy)?);
-                }
-            }
         }
         for message in incoming {
             let read = (message.tokens, if self.message.probs { message.copies } else { 0 });
@@ -348,6 +350,13 @@ impl Combine<'_> {
         let from = self.source(memory, cell, size_of::<f32>())?.cast::<f32>();
         // SAFETY: inside memory that its rank has opened to this operator; aligned, as memories are to 64 bytes.
         Ok(unsafe { from.read() })
+    }
+
+    /// Zeroes a token's row of the output: chunk by chunk, it is still in the cache when its probabilities are put.
+    fn zero_probs(&self, token: usize) {
+        let experts = self.op.comm.world.experts();
+        // SAFETY: the output has a row for every token, and this worker alone has claimed the token.
+        unsafe { self.probs_out.0.cast::<f32>().add(token * experts).write_bytes(0, experts) };
     }
 
     fn put_prob(&self, token: usize, copy: TokenCopy, prob: f32) {
