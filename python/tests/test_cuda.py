@@ -138,6 +138,23 @@ def test_a_bad_routing_is_found_on_the_gpu(capacity: int | None) -> None:
         buffer.synchronize()
 
 
+@pytest.mark.parametrize("format", ["f32", "ue8m0", "mxfp8"])
+def test_quantisation_rounds_as_on_the_cpu_whatever_the_largest_value(format: str) -> None:
+    """Of a block, which there are as many of as finite bf16 numbers from 0 on."""
+    largest = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    below = torch.rand(largest.numel(), 128, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    values = (largest.float()[:, None] * below).bfloat16()
+    values[:, ::32] = largest[:, None]
+    x, idx = values.view(255, 128 * 128), torch.zeros(255, 1, dtype=torch.int64)
+    found, expected = (
+        Buffer.threads(1, num_experts=1, device=device)[0].dispatch(x.to(device), idx.to(device), fp8=format)
+        for device in ("cuda", "cpu")
+    )
+    for one, other in ((found.tokens, expected.tokens), (found.scales, expected.scales)):
+        assert one is not None and other is not None
+        assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8))
+
+
 def test_tensors_of_other_devices_are_refused() -> None:
     (buffer,) = Buffer.threads(1, num_experts=4, device="cuda")
     on_gpu, on_cpu = torch.zeros(2, 1, dtype=torch.int64, device="cuda"), torch.zeros(2, 8)

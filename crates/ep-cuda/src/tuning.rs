@@ -20,8 +20,8 @@ const COMBINE_RUNS: usize = 2;
 const COMBINE_WARPS: u32 = 16;
 /// Warps of a block of dispatch, each a worker.
 const DISPATCH_WARPS: u32 = 4;
-const QUANTIZE_WARPS: u32 = 7;
-/// Fewest stages of a ring: two stores under way while a third piece arrives.
+const QUANTIZE_WARPS: u32 = 10;
+/// Fewest stages of a ring: two stores under way while a third piece arrives; or a store, what is quantised, a load.
 const FEWEST_STAGES: usize = 3;
 /// Stages of a ring, at most: their barriers have a fixed place.
 const MOST_STAGES: usize = 32;
@@ -73,7 +73,7 @@ impl DispatchShape {
         let KernelKey::Dispatch { quantize, warps } = key else { unreachable!("a key of dispatch") };
         let warps = warps as usize;
         let unit = if quantize { 256 } else { 16 };
-        let extra = |piece: usize| if quantize { warps * (piece + SCALE_BUFFER) } else { 0 };
+        let extra = if quantize { warps * SCALE_BUFFER } else { 0 };
         let available = available - peers_bytes(ranks);
         let mut pieces = row_bytes.div_ceil(if quantize { QUANTIZE_PIECE } else { DISPATCH_PIECE });
         loop {
@@ -81,7 +81,7 @@ impl DispatchShape {
                 if pieces == 1 { row_bytes } else { row_bytes.div_ceil(pieces).next_multiple_of(unit) };
             // The copy engine wants stages at multiples of 128 bytes.
             let stage = piece.next_multiple_of(128);
-            let stages = (available.saturating_sub(extra(stage)) / warps / stage).min(MOST_STAGES);
+            let stages = (available.saturating_sub(extra) / warps / stage).min(MOST_STAGES);
             if stages >= FEWEST_STAGES {
                 return Self {
                     threads: 32 * warps as u32,
@@ -89,7 +89,7 @@ impl DispatchShape {
                     piece_bytes: piece as u32,
                     groups: row_bytes.div_ceil(piece).min(MAX_GROUPS) as u32,
                     stages: stages as u32,
-                    shared_bytes: peers_bytes(ranks) + warps * stages * stage + extra(stage),
+                    shared_bytes: peers_bytes(ranks) + warps * stages * stage + extra,
                 };
             }
             pieces += 1;

@@ -18,6 +18,15 @@ __device__ inline u64 globaltimer() {
 
 __device__ inline u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
+// ---- numbers
+
+// 1 / value to the last bit but one, of normal numbers.
+__device__ inline float rcp_approx(float value) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
+
 // ---- memory that other GPUs read and write
 
 __device__ inline u32 ld_acquire_sys(const u32* pointer) {

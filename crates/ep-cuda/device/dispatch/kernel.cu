@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
     const u32 role_block = sends ? blockIdx.x : blockIdx.x - sending;
     const u32 role_blocks = sends ? sending : gridDim.x - sending;
     const Worker worker{warp * role_blocks + role_block, WARPS * role_blocks};
-    u8* own_memory = stages + warp * (p.stages * p.stage_bytes + payload_buffer_bytes(p.stage_bytes));
+    u8* own_memory = stages + warp * (p.stages * p.stage_bytes + payload_buffer_bytes());
     Ring ring(own_memory, barriers[warp], p.stages, p.stage_bytes);
     ring.init();
 

@@ -28,4 +28,4 @@ struct PayloadBuffers {
     __device__ void sent(Ring& ring) { ring.free<PENDING>(ring.taken < PENDING ? 0 : ring.taken - PENDING); }
 };
 
-__device__ inline u32 payload_buffer_bytes(u32) { return 0; }
+__device__ inline u32 payload_buffer_bytes() { return 0; }

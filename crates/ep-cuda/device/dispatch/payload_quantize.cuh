@@ -7,15 +7,41 @@
 #include "payload.cuh"
 
 constexpr u32 SCALE_BUFFER_BYTES = 512;
+constexpr float LARGEST = 3.4028235e38f;
 
 __device__ inline u32 scale_block(u32 format) { return format == SCALES_UE8M0_32 ? 32 : 128; }
 
-__device__ inline float scale_for(u32 format, float amax) {
-    const float scale = fmaxf(amax, 1e-4f) / 448.0f;
-    if (format == SCALES_F32_128) return scale;
+// `amax / 448`, rounded as the division is: the reciprocal's quotient, corrected by what it leaves.
+__device__ inline float divided_by_448(float amax) {
+    constexpr float RECIPROCAL = 1.0f / 448.0f;
+    const float quotient = __fmul_rn(amax, RECIPROCAL);
+    const float rest = __fmaf_rn(-448.0f, quotient, amax);
+    // Of infinity nothing is left that could be told.
+    return amax <= LARGEST ? __fmaf_rn(rest, RECIPROCAL, quotient) : amax;
+}
+
+// `1 / scale`, rounded as the division is, of scales as they are here: neither they nor their reciprocals are too small
+// for a normal number, which the division would have to ask for.
+__device__ inline float reciprocal(float scale) {
+    const float close = rcp_approx(scale);
+    const float corrected = __fmaf_rn(__fmaf_rn(-scale, close, 1.0f), close, close);
+    return scale <= LARGEST ? corrected : 0.0f;
+}
+
+// What to divide by, and how it is written down.
+struct Scale {
+    float inverse;
+    u32 written;  // f32, or the exponent of ue8m0
+};
+
+template <bool power_of_two>
+__device__ inline Scale scale_for(float amax) {
+    const float scale = divided_by_448(fmaxf(amax, 1e-4f));
     const u32 bits = __float_as_uint(scale);
-    const u32 above = (bits & 0x7FFFFF) != 0 ? 1 : 0;
-    return __uint_as_float(min(max((bits >> 23) + above, 1u), 254u) << 23);
+    if (!power_of_two) return {reciprocal(scale), bits};
+    const u32 exponent = min(max((bits + 0x7FFFFF) >> 23, 1u), 254u);
+    // 2^-127 is no normal number.
+    return {__uint_as_float(exponent == 254 ? 0x400000 : (254 - exponent) << 23), exponent};
 }
 
 // Eight bf16 values as f32.
@@ -28,42 +54,56 @@ __device__ inline void unpack(const uint4& packed, float (&values)[8]) {
     }
 }
 
-// Quantises `vectors` of eight values. A block of values is `lanes` neighbouring vectors; several vectors per lane are
-// on their way at once.
-template <u32 at_once>
-__device__ inline void quantize(const uint4* values, u32 vectors, u32 format, u8* codes, u8* scales) {
-    const u32 lanes = scale_block(format) / 8;
-    for (u32 base = 0; base < vectors; base += at_once * WARP) {
-        float value[at_once][8];
-        float amax[at_once];
+// Quantises vectors of eight values from `first` on, several per lane at once, to the front of where they lie. `lanes`
+// neighbouring vectors share a scale. Where not `all` are there, the last is `count` - 1.
+template <u32 at_once, bool power_of_two, bool all>
+__device__ inline void quantize_some(uint4* stage, u32 first, u32 count, u32 lanes, u8* scales) {
+    float value[at_once][8];
+    float amax[at_once];
 #pragma unroll
-        for (u32 turn = 0; turn < at_once; turn++) {
-            const u32 vector = base + turn * WARP + lane_id();
-            unpack(vector < vectors ? values[vector] : make_uint4(0, 0, 0, 0), value[turn]);
-            amax[turn] = 0.0f;
+    for (u32 turn = 0; turn < at_once; turn++) {
+        const u32 vector = first + turn * WARP + lane_id();
+        unpack(all || vector < count ? stage[vector] : make_uint4(0, 0, 0, 0), value[turn]);
+        amax[turn] = 0.0f;
 #pragma unroll
-            for (u32 at = 0; at < 8; at++) amax[turn] = fmaxf(amax[turn], fabsf(value[turn][at]));
-        }
-#pragma unroll
-        for (u32 distance = 8; distance > 0; distance /= 2) {
-            if (distance >= lanes) continue;
-#pragma unroll
-            for (u32 turn = 0; turn < at_once; turn++)
-                amax[turn] = fmaxf(amax[turn], __shfl_xor_sync(0xFFFFFFFFu, amax[turn], distance));
-        }
-#pragma unroll
-        for (u32 turn = 0; turn < at_once; turn++) {
-            const u32 vector = base + turn * WARP + lane_id();
-            if (vector >= vectors) continue;
-            const float scale = scale_for(format, amax[turn]);
-            reinterpret_cast<uint2*>(codes)[vector] = e4m3_of(value[turn], 1.0f / scale);
-            if (vector % lanes != 0) continue;
-            if (format == SCALES_F32_128)
-                reinterpret_cast<float*>(scales)[vector / lanes] = scale;
-            else
-                scales[vector / lanes] = static_cast<u8>(__float_as_uint(scale) >> 23);
-        }
+        for (u32 at = 0; at < 8; at++) amax[turn] = fmaxf(amax[turn], fabsf(value[turn][at]));
     }
+    // Codes take half the room of values, so they reach no further than what all lanes have read by now.
+    __syncwarp();
+#pragma unroll
+    for (u32 distance = 8; distance > 0; distance /= 2) {
+        if (distance >= lanes) continue;
+#pragma unroll
+        for (u32 turn = 0; turn < at_once; turn++)
+            amax[turn] = fmaxf(amax[turn], __shfl_xor_sync(0xFFFFFFFFu, amax[turn], distance));
+    }
+    auto* codes = reinterpret_cast<uint2*>(stage);
+    const u32 block_of_lane = lane_id() / lanes, blocks = WARP / lanes;
+    const bool writes = lane_id() % lanes == 0;
+#pragma unroll
+    for (u32 turn = 0; turn < at_once; turn++) {
+        const u32 vector = first + turn * WARP + lane_id();
+        const Scale scale = scale_for<power_of_two>(amax[turn]);
+        const uint2 code = e4m3_of(value[turn], scale.inverse);
+        if (!all && vector >= count) continue;
+        codes[vector] = code;
+        const u32 block = (first / WARP + turn) * blocks + block_of_lane;
+        if (!writes) continue;
+        if (power_of_two)
+            scales[block] = static_cast<u8>(scale.written);
+        else
+            reinterpret_cast<u32*>(scales)[block] = scale.written;
+    }
+    if (!all) __syncwarp();
+}
+
+template <bool power_of_two>
+__device__ inline void quantize(uint4* stage, u32 vectors, u32 lanes, u8* scales) {
+    constexpr u32 AT_ONCE = 4;
+    u32 first = 0;
+    for (; first + AT_ONCE * WARP <= vectors; first += AT_ONCE * WARP)
+        quantize_some<AT_ONCE, power_of_two, true>(stage, first, vectors, lanes, scales);
+    for (; first < vectors; first += WARP) quantize_some<1, power_of_two, false>(stage, first, vectors, lanes, scales);
 }
 
 // Rows of the own rank are sent like all others: what is quantised is in shared memory, once.
@@ -77,26 +117,23 @@ __device__ inline ScalePart scales_of(const DispatchParams& p, u32 piece) {
 }
 
 struct PayloadBuffers {
-    u8* memory;
-    u32 bytes;
-    u32 turn = 0;
+    u8* scales;
 
-    __device__ PayloadBuffers(u8* memory, u32 piece_bytes) : memory(memory), bytes(piece_bytes / 2) {}
+    __device__ PayloadBuffers(u8* memory, u32) : scales(memory) {}
 
-    __device__ Payload prepare(const DispatchParams& p, Ring& ring, u8* stage, u32, u32 piece) {
-        u8* codes = memory + turn * bytes;
-        u8* scales = memory + 2 * bytes;
-        turn ^= 1;
-        // The stores before the last have read this buffer; all lanes have read the scales.
-        if (lane_id() == 0) copy_read<1>();
+    __device__ Payload prepare(const DispatchParams& p, Ring&, u8* stage, u32, u32 piece) {
+        // All lanes have read the scales of the piece before.
         __syncwarp();
         const u32 vectors = piece_bytes_at(p, piece) / 16;
-        quantize<4>(reinterpret_cast<const uint4*>(stage), vectors, p.scale_format, codes, scales);
+        const u32 lanes = scale_block(p.scale_format) / 8;
+        if (p.scale_format == SCALES_F32_128)
+            quantize<false>(reinterpret_cast<uint4*>(stage), vectors, lanes, scales);
+        else
+            quantize<true>(reinterpret_cast<uint4*>(stage), vectors, lanes, scales);
         copy_fence();
         __syncwarp();
-        ring.freed = ring.taken;
         Payload payload;
-        payload.data = codes;
+        payload.data = stage;
         payload.bytes = vectors * 8;
         payload.offset = piece * (p.piece_bytes / 2);
         payload.scales = scales;
@@ -104,8 +141,8 @@ struct PayloadBuffers {
         return payload;
     }
 
-    // After the commit of a token's stores.
-    __device__ void sent(Ring&) {}
+    // After the commit of a token's stores: those before it have read their stage.
+    __device__ void sent(Ring& ring) { ring.free<1>(ring.taken - 1); }
 };
 
-__device__ inline u32 payload_buffer_bytes(u32 stage_bytes) { return stage_bytes + SCALE_BUFFER_BYTES; }
+__device__ inline u32 payload_buffer_bytes() { return SCALE_BUFFER_BYTES; }

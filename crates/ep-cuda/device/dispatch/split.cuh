@@ -2,17 +2,19 @@
 #pragma once
 #include "send.cuh"
 
-// GB/s of one block: rows pushed to peers, rows quantised and pushed, rows copied here; measured on an H200.
-constexpr float PUSHED = 43.0f, QUANTIZED = 15.0f, COPIED = 35.0f;
+// GB/s of one block: rows sent, rows copied here, tokens quantised (what is read); measured on an H200.
+constexpr float SENT = 43.0f, COPIED = 35.0f, QUANTIZED = 35.0f;
 
 // The division that ends first, between 1 and all blocks but one. Called by all lanes of a warp.
 __device__ inline u32 sending_blocks(const DispatchParams& p) {
     const Common& c = p.common;
     const u32* shape = p.handle.shape + 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]);
-    // About as many rows come from others as go to them. Senders that quantise serve the own rank too.
-    const float sent = static_cast<float>(shape[SHAPE_REMOTE] + (SEND_OWN ? shape[SHAPE_OWN] : 0));
-    const float copied = max(static_cast<float>(shape[SHAPE_ROWS]) - sent, 0.0f);
-    const float send = sent / (SEND_OWN ? QUANTIZED : PUSHED), copy = copied / COPIED;
+    const float rows = static_cast<float>(shape[SHAPE_ROWS]);
+    const float remote = static_cast<float>(shape[SHAPE_REMOTE]), own = static_cast<float>(shape[SHAPE_OWN]);
+    // Senders that quantise serve the own rank too; about as many tokens come from others as go to them.
+    const float sent = remote + (SEND_OWN ? own * rows / max(own + remote, 1.0f) : 0.0f);
+    const float quantized = SEND_OWN ? 2.0f * static_cast<float>(p.handle.tokens) : 0.0f;
+    const float send = sent / SENT + quantized / QUANTIZED, copy = max(rows - sent, 0.0f) / COPIED;
     const u32 items = div_up(p.handle.chunks, SPAN) * p.groups;
     u32 best = NONE, fastest = 1;
     for (u32 sending = 1 + lane_id(); sending < gridDim.x; sending += WARP) {

@@ -49,6 +49,7 @@ inline int __clz(unsigned bits) { return std::countl_zero(bits); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline int __float2int_rn(float value) { return static_cast<int>(std::lrintf(value)); }
 
 // ---- lanes together

@@ -12,7 +12,7 @@ thread_local __align__(128) u8 memory[machine::SHARED_BYTES];
 u32 shared_bytes(const void* params) {
     const auto& p = *static_cast<const DispatchParams*>(params);
     const u32 peers = div_up(p.common.ranks * sizeof(PeerView), 128) * 128;
-    return peers + WARPS * (p.stages * p.stage_bytes + payload_buffer_bytes(p.stage_bytes));
+    return peers + WARPS * (p.stages * p.stage_bytes + payload_buffer_bytes());
 }
 
 const Kernel kernel(

@@ -13,6 +13,11 @@ __device__ inline u32 lanemask_lt() { return (1u << lane_id()) - 1; }
 
 __device__ inline u64 globaltimer() { return machine::clock(); }
 
+// ---- numbers
+
+// Off by one in the last place, as the instruction may be.
+__device__ inline float rcp_approx(float value) { return std::nextafter(1.0f / value, 0.0f); }
+
 // ---- memory that other GPUs read and write
 
 __device__ inline u32 ld_acquire_sys(const u32* pointer, Site site = Site::current()) {
