@@ -43,9 +43,10 @@ __device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epo
         for (u32 poll = 0; poll < POLLS; poll++) {
             if (reached(ld_acquire_sys(word), epoch)) return true;
         }
-        const u32 blame = ld_relaxed_sys(&c.own->abort);
         const u32 left = ld_acquire_sys(&c.own->left[peer]);
         if (left != 0 && reached(ld_acquire_sys(word), epoch)) return true;
+        // A rank that leaves because of a fault has said before whose fault it is.
+        const u32 blame = ld_relaxed_sys(&c.own->abort);
         const u64 waited = globaltimer() - start;
         if (blame == 0 && left == 0 && waited <= c.timeout_ns) continue;
         Fault fault{};
