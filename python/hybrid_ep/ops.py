@@ -102,9 +102,11 @@ def preprocess(
     most: int,
 ) -> Preprocessed:
     """Turns this rank's routing into a handle. Collective; see `Buffer.preprocess`."""
-    for given, value in [("pad_multiple", pad_multiple), ("capacity", capacity), ("max_experts_per_token", most)]:
-        if value is not None:
-            check_count(given, value)
+    if pad_multiple is not None:
+        check_count("pad_multiple", pad_multiple)
+    if capacity is not None:
+        check_count("capacity", capacity)
+    check_count("max_experts_per_token", most)
     name, weights_name = ("routing_map", "probs") if is_map else ("topk_idx", "topk_weights")
     types = (torch.bool, torch.uint8) if is_map else (torch.int64, torch.int32)
     routing = _checked(end, name, routing, types)
@@ -118,7 +120,8 @@ def preprocess(
     # Only a preprocess that waits can say it on the host.
     told = end.device if capacity is not None else _CPU
     pin = told != end.device
-    padded, raw = (torch.empty(counts, dtype=torch.int64, device=told, pin_memory=pin) for _ in range(2))
+    padded = torch.empty(counts, dtype=torch.int64, device=told, pin_memory=pin)
+    raw = torch.empty(counts, dtype=torch.int64, device=told, pin_memory=pin)
     overflow = torch.empty(1, dtype=torch.int32, device=end.device)
     capsule, rows = end.native.preprocess(
         end.stream(),
