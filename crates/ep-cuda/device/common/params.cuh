@@ -57,10 +57,9 @@ struct Hello {
     u64 dst_copies;
     u64 dst_begin;
     u32 chunks;
-    u32 chunk_tokens;
     u32 signature;  // of the call
     u32 epoch;      // written last
-    u64 reserved[6];
+    u32 reserved[13];
 };
 static_assert(sizeof(Hello) == 128, "mirrored in src/params.rs");
 

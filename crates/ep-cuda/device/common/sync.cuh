@@ -79,7 +79,6 @@ struct PeerView {
     const u32* dst_begin;
     u32* flags;  // where this rank's progress is written on the peer
     u32 chunks;
-    u32 chunk_tokens;
 };
 
 // What every operator that uses a handle says of it.
@@ -90,7 +89,6 @@ __device__ inline Hello hello_of(const Common& c, const HandleView& handle) {
     hello.dst_copies = reinterpret_cast<u64>(handle.dst_copies);
     hello.dst_begin = reinterpret_cast<u64>(handle.dst_begin);
     hello.chunks = handle.chunks;
-    hello.chunk_tokens = handle.chunk_tokens;
     hello.signature = c.signature;
     return hello;
 }
@@ -108,7 +106,6 @@ __device__ inline void say_hello(const Common& c, Hello hello, u32 epoch) {
         there->dst_copies = hello.dst_copies;
         there->dst_begin = hello.dst_begin;
         there->chunks = hello.chunks;
-        there->chunk_tokens = hello.chunk_tokens;
         there->signature = hello.signature;
         st_release_sys(&there->epoch, epoch);
     }
@@ -150,7 +147,6 @@ __device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
     view.dst_begin = of_peer<const u32>(ld_relaxed_sys_u64(&hello->dst_begin), delta) + c.rank * (chunks + 1);
     view.flags = c.control[peer]->flags[c.rank];
     view.chunks = chunks;
-    view.chunk_tokens = ld_relaxed_sys(&hello->chunk_tokens);
     return view;
 }
 
