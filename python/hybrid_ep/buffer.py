@@ -156,7 +156,9 @@ class Buffer:
         On GPUs they are spread over all there are. Ranks that share one wait for each other inside kernels. Then each
         thread needs a `torch.cuda.stream` of its own; CUDA_DEVICE_MAX_CONNECTIONS must allow for as many, and
         CUDA_MODULE_LOADING be EAGER, before CUDA starts; and nothing in a backward may wait for the GPU, since PyTorch
-        runs all of a GPU's on one thread. Arguments and errors as of `Buffer`.
+        runs all of a GPU's on one thread. Even then what PyTorch does for the first time, such as pinning memory, may
+        wait for kernels that wait for other ranks, until they time out: where that matters, take a process for each
+        rank. Arguments and errors as of `Buffer`.
         """
         where = _device(device)
         if where.index is not None and where.type == "cuda" and torch.cuda.device_count() > 1:
