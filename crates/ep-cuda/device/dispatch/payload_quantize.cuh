@@ -94,6 +94,7 @@ __device__ inline void quantize_some(uint4* stage, u32 first, u32 count, u32 lan
         else
             reinterpret_cast<u32*>(scales)[block] = scale.written;
     }
+    // Lanes without a vector have gone ahead.
     if (!all) __syncwarp();
 }
 
