@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
     }
     if (hear_all(c, epoch, peers)) {
         if (sends) {
-            PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes, p.piece_bytes);
+            PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes);
             send(p, worker, ring, buffers, peers, epoch);
         } else {
             duplicate(p, worker, ring, peers, epoch);

@@ -12,9 +12,9 @@ struct PayloadBuffers {
     // Groups of stores that may still be reading their stage when the next token is taken.
     static constexpr u32 PENDING = 2;
 
-    __device__ PayloadBuffers(u8*, u32) {}
+    __device__ explicit PayloadBuffers(u8*) {}
 
-    __device__ Payload prepare(const DispatchParams& p, Ring&, u8* stage, u32 token, u32 piece) {
+    __device__ Payload prepare(const DispatchParams& p, u8* stage, u32 token, u32 piece) {
         Payload payload;
         payload.data = stage;
         payload.bytes = piece_bytes_at(p, piece);

@@ -120,9 +120,9 @@ __device__ inline ScalePart scales_of(const DispatchParams& p, u32 piece) {
 struct PayloadBuffers {
     u8* scales;
 
-    __device__ PayloadBuffers(u8* memory, u32) : scales(memory) {}
+    __device__ explicit PayloadBuffers(u8* memory) : scales(memory) {}
 
-    __device__ Payload prepare(const DispatchParams& p, Ring&, u8* stage, u32, u32 piece) {
+    __device__ Payload prepare(const DispatchParams& p, u8* stage, u32, u32 piece) {
         // All lanes have read the scales of the piece before.
         __syncwarp();
         const u32 vectors = piece_bytes_at(p, piece) / 16;

@@ -199,7 +199,7 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
             const uint2 entry = batch.at(index);
             const u32 rank = entry.x & SEND_RANK;
             if (token_begins) {
-                payload = buffers.prepare(p, ring, ring.take(), here.token, here.piece);
+                payload = buffers.prepare(p, ring.take(), here.token, here.piece);
                 scales.load(payload.scales, payload.scale_part.bytes);
             }
             token_begins = (entry.x & SEND_TOKEN_END) != 0;
