@@ -16,31 +16,15 @@ from torch import Tensor
 from hybrid_ep import Buffer, CallerError
 from hybrid_ep._weight_rows import weight_rows
 from hybrid_ep.moe import GroupedExperts, MoELayer, Router, TokenDispatcher, reduce_gradients
+from worlds import world
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 8, 3
 TOKENS = [21, 40, 0, 7]  # of ranks 0, 1, ...
 
 
 def on_threads(ranks: int, work: Callable[[Buffer], Any], domains: int = 1) -> list[Any]:
-    """What `work` returns on each of so many ranks; the first rank's exception."""
-    buffers = Buffer.threads(ranks, num_experts=EXPERTS, domains=domains, device="cpu")
-    results: list[Any] = [None] * ranks
-
-    def one(rank: int) -> None:
-        try:
-            results[rank] = work(buffers[rank])
-        except BaseException as error:  # raised below, in the test's own thread
-            results[rank] = error
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    """What `work` returns on each of so many ranks."""
+    return world(work, ranks, experts=EXPERTS, domains=domains)
 
 
 class Trained(NamedTuple):
