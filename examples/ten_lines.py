@@ -1,14 +1,10 @@
 """Dispatch and combine in ten lines: `torchrun --nproc-per-node 4 examples/ten_lines.py`, with or without GPUs."""
 
-import os
-
 import torch
 
 from hybrid_ep import Buffer
 
-if torch.cuda.is_available():
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-buffer = Buffer(num_experts=8)  # one rank of those that torchrun started
+buffer = Buffer(num_experts=8)  # one rank of those that torchrun started, on a GPU of its own where there are some
 torch.manual_seed(buffer.rank)
 tokens = torch.randn(1000 - 250 * buffer.rank, 512).to(buffer.device, torch.bfloat16)  # any number on any rank
 topk_idx = torch.rand(len(tokens), 8).topk(2).indices.to(buffer.device)  # stands for a router: 2 of 8 experts

@@ -251,9 +251,11 @@ def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        gpus = torch.cuda.device_count()
+        if gpus:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
+        # NCCL wants a GPU for each rank; without, ranks share: enough to try things out, no way to train.
+        dist.init_process_group("nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo")
     text = corpus()
     with Buffer(dist.group.WORLD if ranks > 1 else None, num_experts=args.experts) as buffer:
         ours = train(buffer, text, args)
