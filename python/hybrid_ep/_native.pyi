@@ -81,6 +81,16 @@ class Buffer:
         out: _Span,
         out_probs: _Span | None,
     ) -> None: ...
+    def weight_rows(
+        self,
+        stream: int,
+        size: tuple[int, int],
+        wide: tuple[bool, bool],
+        values: _Span,
+        weights: _Span,
+        out: _Span,
+        backward: tuple[_Span, _Span] | None,
+    ) -> None: ...
     def empty(self, stream: int, bytes: int) -> object: ...
     def synchronize(self) -> None: ...
     def traffic(self) -> tuple[int, int, int, int, float]: ...

@@ -23,7 +23,7 @@ from torch.utils.dlpack import from_dlpack
 from . import _native
 from .errors import CallerError
 
-__all__ = ["FP8_FORMATS", "End", "check_count", "combine", "dispatch", "end_of", "preprocess"]
+__all__ = ["FP8_FORMATS", "End", "check_count", "combine", "dispatch", "end_of", "preprocess", "weight_rows"]
 
 # Scale formats by the name that `fp8=` takes, in the numbers of `_native`.
 FP8_FORMATS = {"f32": 0, "ue8m0": 1, "mxfp8": 2}
@@ -218,6 +218,35 @@ def combine(
         None if out_probs is None else _span(out_probs),
     )
     return out, out_probs
+
+
+def weight_rows(
+    end: End, values: Tensor, weights: Tensor, dtype: torch.dtype, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Each row of values times its weight, in f32 and rounded once, on a GPU; no other rank takes part.
+
+    With `rows`, of type `dtype`, values are gradients of what weighting those gave: then the gradients of both.
+    """
+    floats = (torch.bfloat16, torch.float32)
+    values = _checked(end, "values", values, floats)
+    count, hidden = values.shape
+    weights = _checked(end, "weights", weights, (torch.float32,), (count,))
+    out = torch.empty((count, hidden), dtype=dtype, device=end.device)
+    backward, dots = None, None
+    if rows is not None:
+        rows = _checked(end, "rows", rows, (dtype,), (count, hidden))
+        dots = torch.empty_like(weights)
+        backward = (_span(rows), _span(dots))
+    end.native.weight_rows(
+        end.stream(),
+        (count, hidden),
+        (values.dtype == torch.float32, dtype == torch.float32),
+        _span(values),
+        _span(weights),
+        _span(out),
+        backward,
+    )
+    return out, dots
 
 
 def check_count(name: str, value: int) -> None:

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard};
 
 use ep::rendezvous::Rendezvous;
-use ep::{Backend, Config, DispatchMode, Element, Rank, ScaleFormat, World};
+use ep::{Backend, Config, DispatchMode, Rank, ScaleFormat, World};
 use ep_cuda::CudaBuffer;
 use ep_host::HostBuffer;
 use pyo3::prelude::*;
@@ -13,6 +13,7 @@ use pyo3::types::PyCapsule;
 use crate::call::{
     self, Capsules, CombineCall, DispatchCall, Form, Given, Report, RoutingTensors, Span, Tensors, Tokens,
 };
+use crate::cuda;
 use crate::dlpack::Device;
 use crate::errors::{Failure, poisoned};
 use crate::handle;
@@ -350,11 +351,35 @@ impl Buffer {
         out: Span,
         out_probs: Option<Span>,
     ) -> Result<(), Failure> {
-        let element = |wide: bool| if wide { Element::F32 } else { Element::Bf16 };
-        let ((element, wire), (rows, tokens, hidden)) = ((element(wide.0), element(wide.1)), size);
+        let (element, wire) = (call::element(wide.0), call::element(wide.1));
+        let (rows, tokens, hidden) = size;
         let call = CombineCall { rows, tokens, hidden, element, wire, data, probs, out, out_probs };
         let handle = handle::find(number)?;
         self.operate(py, stream, |end| with_end!(end, end => call::combine(&mut **end, &handle, &call)))
+    }
+
+    /// Multiplies rows by their weights, on a GPU. `wide`: whether `values` and `out` are of f32 instead of bf16. With
+    /// `backward`, the rows and a place for the gradients of the weights, `values` are gradients of the weighted rows.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "numbers that Python passes by position: no call is cheaper"
+    )]
+    fn weight_rows(
+        &self,
+        py: Python<'_>,
+        stream: usize,
+        size: (usize, usize),
+        wide: (bool, bool),
+        values: Span,
+        weights: Span,
+        out: Span,
+        backward: Option<(Span, Span)>,
+    ) -> Result<(), Failure> {
+        let call = cuda::WeightRowsCall { size, wide, values, weights, out, backward };
+        self.operate(py, stream, |end| match end {
+            Either::Host(_) => Err(Failure::Caller("rows: a buffer of the host backend weights none".into())),
+            Either::Cuda(end) => Ok(cuda::weight_rows(end, &call)?),
+        })
     }
 
     /// Registered memory of this many bytes, as a capsule of a `uint8` vector.

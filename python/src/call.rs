@@ -32,6 +32,11 @@ impl Span {
     }
 }
 
+/// The type of elements that are `wide` or not.
+pub(crate) fn element(wide: bool) -> Element {
+    if wide { Element::F32 } else { Element::Bf16 }
+}
+
 /// A rank's routing, as routers leave it.
 #[derive(Debug)]
 pub(crate) struct RoutingTensors {

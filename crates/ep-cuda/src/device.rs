@@ -19,6 +19,8 @@ pub(crate) enum KernelKey {
         wire_f32: bool,
         warps: u32,
     },
+    /// Experts' outputs times their weights.
+    WeightRows,
 }
 
 macro_rules! headers {
@@ -79,7 +81,7 @@ impl KernelKey {
                 }
             }
         }
-        keys.push(Self::Spin);
+        keys.extend([Self::WeightRows, Self::Spin]);
         keys
     }
 
@@ -87,7 +89,7 @@ impl KernelKey {
     pub(crate) fn variant(self) -> String {
         let element = |f32| if f32 { "f32" } else { "bf16" };
         match self {
-            Self::Preprocess | Self::Spin => "-".into(),
+            Self::Preprocess | Self::WeightRows | Self::Spin => "-".into(),
             Self::Dispatch { quantize, warps } => {
                 format!("{},{warps} warps", if quantize { "quantize" } else { "copy" })
             }
@@ -104,6 +106,7 @@ impl KernelKey {
             Self::Spin => "spin",
             Self::Dispatch { .. } => "dispatch",
             Self::Combine { .. } => "combine",
+            Self::WeightRows => "weight_rows",
         }
     }
 
@@ -116,6 +119,7 @@ impl KernelKey {
         let source = match self {
             Self::Preprocess => include_str!("../device/preprocess/kernel.cu"),
             Self::Spin => include_str!("../device/spin.cu"),
+            Self::WeightRows => include_str!("../device/weight_rows.cu"),
             Self::Dispatch { quantize, warps } => {
                 let payload = if quantize { "payload_quantize.cuh" } else { "payload_copy.cuh" };
                 defines.extend([
@@ -174,6 +178,7 @@ mod tests {
                 // `THREADS` of `device/preprocess/kernel.cu`.
                 Self::Preprocess => 1024,
                 Self::Spin => 1,
+                Self::WeightRows => crate::weight_rows::THREADS,
                 Self::Dispatch { warps, .. } | Self::Combine { warps, .. } => 32 * warps,
             }
         }
@@ -297,7 +302,7 @@ mod tests {
 
     #[test]
     fn all_kernels_are_those_that_any_number_of_ranks_may_launch() {
-        assert_eq!(KernelKey::all(AMPLE).len(), 8);
+        assert_eq!(KernelKey::all(AMPLE).len(), 9);
         for shared_bytes in Arch::ALL.into_iter().flat_map(Arch::shared_bytes).copied() {
             let all = KernelKey::all(shared_bytes);
             let twice = |key| all.iter().filter(|&other| other == key).count() > 1;

@@ -6,6 +6,7 @@
 //! | `join`, `links`, `peers` | how ranks find each other's memory |
 //! | `arena`, `memory` | registered memory, which all GPUs of the domain reach |
 //! | `handle`, `routing` | a routing on the GPU, and the lists that preprocessing makes of it |
+//! | `weight_rows` | experts' outputs times their weights, beside the operators |
 //! | `tuning` | how an operator is cut into pieces, stages and blocks |
 //! | `fault` | what a kernel has reported, as an error that names who is at fault |
 //! | `params` | the mirror of `device/common/params.cuh` |
@@ -35,12 +36,14 @@ pub mod probe;
 mod routing;
 mod tuning;
 pub mod warm;
+mod weight_rows;
 
 pub use buffer::CudaBuffer;
 pub use driver::{Event, Stream};
 pub use handle::CudaHandle;
 pub use memory::CudaMemory;
 pub use routing::{DeviceReport, DeviceRouting, Indices};
+pub use weight_rows::WeightedRows;
 
 /// Whether there is a driver, and GPUs all of which this backend serves. Nothing is allocated on them.
 ///

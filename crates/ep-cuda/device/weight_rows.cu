@@ -1,0 +1,122 @@
+// weight_rows: experts' rows times their weights, in f32 and rounded once; and the gradients of both. A warp takes a row
+// at a time. Nothing is exchanged with other ranks: this is an ordinary kernel, on as many SMs as there are.
+#include "ptx.cuh"
+
+struct WeightRowsParams {
+    const u8* values;     // [rows, hidden]: rows; for gradients, those of the weighted rows
+    const u8* rows;       // for gradients: the rows, of the type of `out`; else null
+    const float* weights; // [rows]
+    u8* out;              // [rows, hidden]: values times weights
+    float* dots;          // [rows], for gradients: those of the weights
+    u32 count;
+    u32 hidden;           // a multiple of 8
+    u32 values_f32;       // f32 instead of bf16
+    u32 out_f32;
+};
+static_assert(sizeof(WeightRowsParams) == 56, "as in src/weight_rows.rs");
+
+// 8 elements, as they lie in memory.
+template <bool f32>
+struct Packed {
+    uint4 words[f32 ? 2 : 1];
+
+    __device__ void load(const u8* row, u32 vector) {
+        const auto* from = reinterpret_cast<const uint4*>(row) + static_cast<u64>(vector) * (f32 ? 2 : 1);
+#pragma unroll
+        for (u32 half = 0; half < (f32 ? 2 : 1); half++) words[half] = from[half];
+    }
+
+    __device__ void unpack(float (&to)[8]) const {
+#pragma unroll
+        for (u32 half = 0; half < (f32 ? 2 : 1); half++) {
+            const u32 parts[4] = {words[half].x, words[half].y, words[half].z, words[half].w};
+#pragma unroll
+            for (u32 at = 0; at < 4; at++) {
+                if constexpr (f32) {
+                    to[4 * half + at] = __uint_as_float(parts[at]);
+                } else {
+                    to[2 * at] = __uint_as_float(parts[at] << 16);
+                    to[2 * at + 1] = __uint_as_float(parts[at] & 0xFFFF0000u);
+                }
+            }
+        }
+    }
+};
+
+template <bool f32>
+__device__ inline void store(u8* row, u32 vector, const float (&v)[8]) {
+    auto* to = reinterpret_cast<uint4*>(row) + static_cast<u64>(vector) * (f32 ? 2 : 1);
+    if constexpr (f32) {
+#pragma unroll
+        for (u32 half = 0; half < 2; half++)
+            to[half] = make_uint4(__float_as_uint(v[4 * half]), __float_as_uint(v[4 * half + 1]),
+                                  __float_as_uint(v[4 * half + 2]), __float_as_uint(v[4 * half + 3]));
+    } else {
+        to[0] = make_uint4(cvt_rn_bf16x2(v[1], v[0]), cvt_rn_bf16x2(v[3], v[2]), cvt_rn_bf16x2(v[5], v[4]),
+                           cvt_rn_bf16x2(v[7], v[6]));
+    }
+}
+
+// Loads of a lane that are on their way at a time.
+constexpr u32 TURNS = 4;
+
+template <bool values_f32, bool out_f32, bool gradients>
+__device__ inline void weight_all(const WeightRowsParams& p) {
+    const u32 vectors = p.hidden / 8;
+    const u32 warps = gridDim.x * blockDim.x / WARP;
+    for (u32 row = blockIdx.x * (blockDim.x / WARP) + warp_id(); row < p.count; row += warps) {
+        const u64 elements = static_cast<u64>(row) * p.hidden;
+        const u8* values = p.values + elements * (values_f32 ? 4 : 2);
+        const u8* rows = p.rows + elements * (out_f32 ? 4 : 2);
+        u8* out = p.out + elements * (out_f32 ? 4 : 2);
+        const float weight = p.weights[row];
+        float dot = 0.0f;
+        for (u32 first = lane_id(); first < vectors; first += TURNS * WARP) {
+            Packed<values_f32> value[TURNS];
+            Packed<out_f32> other[TURNS];
+#pragma unroll
+            for (u32 turn = 0; turn < TURNS; turn++) {
+                const u32 vector = first + turn * WARP;
+                if (vector >= vectors) continue;
+                value[turn].load(values, vector);
+                if (gradients) other[turn].load(rows, vector);
+            }
+#pragma unroll
+            for (u32 turn = 0; turn < TURNS; turn++) {
+                const u32 vector = first + turn * WARP;
+                if (vector >= vectors) continue;
+                float v[8];
+                value[turn].unpack(v);
+                if (gradients) {
+                    float w[8];
+                    other[turn].unpack(w);
+#pragma unroll
+                    for (u32 at = 0; at < 8; at++) dot += v[at] * w[at];
+                }
+#pragma unroll
+                for (u32 at = 0; at < 8; at++) v[at] *= weight;
+                store<out_f32>(out, vector, v);
+            }
+        }
+        if (!gradients) continue;
+#pragma unroll
+        for (u32 distance = WARP / 2; distance > 0; distance /= 2) dot += __shfl_xor_sync(0xFFFFFFFFu, dot, distance);
+        if (lane_id() == 0) p.dots[row] = dot;
+    }
+}
+
+template <bool values_f32, bool out_f32>
+__device__ inline void weight_typed(const WeightRowsParams& p) {
+    if (p.rows == nullptr) weight_all<values_f32, out_f32, false>(p);
+    else weight_all<values_f32, out_f32, true>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(256) weight_rows(const __grid_constant__ WeightRowsParams p) {
+    if (p.values_f32 != 0) {
+        if (p.out_f32 != 0) weight_typed<true, true>(p);
+        else weight_typed<true, false>(p);
+    } else {
+        if (p.out_f32 != 0) weight_typed<false, true>(p);
+        else weight_typed<false, false>(p);
+    }
+}
