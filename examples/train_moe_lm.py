@@ -251,11 +251,7 @@ def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-        gpus = torch.cuda.device_count()
-        if gpus:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % gpus)
-        # NCCL wants a GPU for each rank; without, ranks share: enough to try things out, no way to train.
-        dist.init_process_group("nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo")
+        join()
     text = corpus()
     with Buffer(dist.group.WORLD if ranks > 1 else None, num_experts=args.experts) as buffer:
         ours = train(buffer, text, args)
@@ -266,6 +262,17 @@ def main() -> None:
     if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def join() -> None:
+    """Over NCCL where each rank has a GPU; over gloo on the CPU, and where ranks share GPUs, to try things out."""
+    gpus, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
+    if gpus:
+        torch.cuda.set_device(local_rank % gpus)
+    if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    else:
+        dist.init_process_group("gloo")
 
 
 def report(ours: Run, text: Tensor, args: argparse.Namespace, ranks: int) -> None:

@@ -310,8 +310,13 @@ def worker(rank: int, case: Case, init: str, json_path: str | None) -> int:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // case.ranks))
+    on_gpu = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if case.device == "cuda" else "gloo", init_method=init, rank=rank, world_size=case.ranks
+        "nccl" if on_gpu else "gloo",
+        init_method=init,
+        rank=rank,
+        world_size=case.ranks,
+        device_id=device if on_gpu else None,
     )
     group = dist.group.WORLD
     assert group is not None, "it was just made"
