@@ -48,7 +48,10 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __gri
         hello.probs = reinterpret_cast<u64>(p.prob_scratch);
         say_hello(c, hello, epoch);
     }
-    if (hear_all(c, epoch, peers)) push_and_reduce(p, worker, own_memory, peers, epoch);
+    if (hear_all(c, epoch, peers)) {
+        copy_fence_global();
+        push_and_reduce(p, worker, own_memory, peers, epoch);
+    }
     // What was pushed must have arrived, also when this rank gives up.
     if (lane_id() == 0) copy_done<0>();
     leave(c, epoch);

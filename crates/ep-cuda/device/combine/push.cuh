@@ -26,7 +26,7 @@ struct Outbox {
         u8* run = memory + turn * RUN_BYTES;
         turn = turn + 1 == RUNS ? 0 : turn + 1;
         write(run);
-        copy_fence();
+        copy_fence_stage();
         __syncwarp();
         store_stage(to, run, bytes);
         commit_stores();

@@ -10,7 +10,7 @@ constexpr bool BULK_COPIES = true;
 // The same interface as that of copy_plain.cuh.
 
 __device__ inline void copy_init(u64* barrier) { mbarrier_init(barrier, 1); }
-__device__ inline void copy_init_done() { fence_mbarrier_init(); fence_proxy_async(); }
+__device__ inline void copy_init_done() { fence_mbarrier_init(); fence_proxy_async_shared(); }
 
 // One thread: this many bytes will come by loads that name the barrier.
 __device__ inline void copy_expect(u64* barrier, u32 bytes) { mbarrier_arrive_expect_tx(barrier, bytes); }
@@ -36,5 +36,7 @@ template <u32 pending>
 __device__ inline void copy_read() { cp_async_bulk_wait_group_read<pending>(); }
 template <u32 pending>
 __device__ inline void copy_done() { cp_async_bulk_wait_group<pending>(); }
-// Before the engine touches what threads of this GPU, or flags of another, have made ready.
-__device__ inline void copy_fence() { fence_proxy_async(); }
+// Before the engine reads a stage that threads have written, or writes to one that they have read.
+__device__ inline void copy_fence_stage() { fence_proxy_async_shared(); }
+// Before the engine touches global memory that another GPU has said is ready.
+__device__ inline void copy_fence_global() { fence_proxy_async_global(); }

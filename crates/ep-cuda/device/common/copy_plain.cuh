@@ -30,4 +30,5 @@ template <u32 pending>
 __device__ inline void copy_read() {}
 template <u32 pending>
 __device__ inline void copy_done() {}
-__device__ inline void copy_fence() {}
+__device__ inline void copy_fence_stage() {}
+__device__ inline void copy_fence_global() {}

@@ -161,8 +161,10 @@ __device__ inline void cp_async_bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// Orders what this thread has read or written itself before what the copy engine reads or writes next.
-__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Orders what this thread has read or written itself before what the copy engine reads or writes next: in the block's
+// shared memory, or in global memory. For both at once the compiler would wait for all that the thread has under way.
+__device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 __device__ inline uint4 ld_shared_v4(const void* shared) {
     uint4 value;

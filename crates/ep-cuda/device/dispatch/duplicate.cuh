@@ -61,7 +61,7 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
             arrived = batch.item;
             const u32 flag = items.flag(batch.item);
             if (!wait_for(c, &c.own->flags[source][flag], epoch, source, FOR_CHUNK, items.chunk(batch.item))) break;
-            copy_fence();
+            copy_fence_global();
             __syncwarp();
         }
         const u32 offset = batch.piece * out_piece;

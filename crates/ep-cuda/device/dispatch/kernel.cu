@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
         say_hello(c, hello, epoch);
     }
     if (hear_all(c, epoch, peers)) {
+        copy_fence_global();
         if (sends) {
             PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes);
             send(p, worker, ring, buffers, peers, epoch);

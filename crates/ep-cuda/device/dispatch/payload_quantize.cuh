@@ -131,7 +131,7 @@ struct PayloadBuffers {
             quantize<false>(reinterpret_cast<uint4*>(stage), vectors, lanes, scales);
         else
             quantize<true>(reinterpret_cast<uint4*>(stage), vectors, lanes, scales);
-        copy_fence();
+        copy_fence_stage();
         __syncwarp();
         Payload payload;
         payload.data = stage;

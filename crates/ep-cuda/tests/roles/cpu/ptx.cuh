@@ -92,7 +92,7 @@ __device__ inline uint4 ld_shared_v4(const void* shared) { return *static_cast<c
 // ---- copies by the bulk copy engine
 
 __device__ inline void mbarrier_init(u64* barrier, u32 count) { machine::mbarrier_init(barrier, count); }
-// Orders what fence_proxy_async orders, for mbarriers alone.
+// Orders what fence_proxy_async_shared orders, for mbarriers alone.
 __device__ inline void fence_mbarrier_init() {}
 
 __device__ inline void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
@@ -123,7 +123,11 @@ __device__ inline void cp_async_bulk_wait_group(Site site = Site::current()) {
     if (!machine::left_out(Order::cp_async_bulk_wait_group, site)) machine::bulk_wait(pending);
 }
 
-__device__ inline void fence_proxy_async(Site site = Site::current()) {
+// The machine orders both kinds of memory by either.
+__device__ inline void fence_proxy_async_shared(Site site = Site::current()) {
+    if (!machine::left_out(Order::fence_proxy_async, site)) machine::fence_proxy_async();
+}
+__device__ inline void fence_proxy_async_global(Site site = Site::current()) {
     if (!machine::left_out(Order::fence_proxy_async, site)) machine::fence_proxy_async();
 }
 
