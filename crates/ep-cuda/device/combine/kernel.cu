@@ -16,8 +16,8 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
                                        u32 epoch) {
     Pusher pusher(p, worker, memory, peers, epoch);
     Reducer reducer(p, worker, memory, epoch);
-    const u32 pushes = div_up(max(pusher.items.count, worker.index) - worker.index, worker.workers);
-    const u32 reductions = div_up(max(reducer.items.count, worker.index) - worker.index, worker.workers);
+    const u32 pushes = div_up(max(pusher.feed.items.count, worker.index) - worker.index, worker.workers);
+    const u32 reductions = div_up(max(reducer.feed.items.count, worker.index) - worker.index, worker.workers);
     u32 pushed = 0, reduced = 0;
     while (!pusher.over()) {
         pusher.item();

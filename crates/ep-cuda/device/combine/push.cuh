@@ -52,7 +52,6 @@ struct Pusher {
     const PeerView* peers;
     const u32 epoch;
     u8* memory;
-    const PushItems items;
     Feed<PushItems> feed;
     Outbox outbox;
     Completion<RUNS> completion;
@@ -64,8 +63,7 @@ struct Pusher {
           peers(peers),
           epoch(epoch),
           memory(memory),
-          items(p.common, peers, 1, 1, 1),
-          feed(items, worker.index, worker.workers),
+          feed(PushItems(p.common, peers, 1, 1, 1), worker.index, worker.workers),
           outbox{memory + FETCH_BYTES},
           next(feed.fetch()) {}
 
@@ -89,7 +87,7 @@ struct Pusher {
     __device__ void push_batch(const Batch& batch) {
         const auto announce = [&](u32 flag, u32 source) { tell(flag, source); };
         // What every run needs, in registers.
-        const u32 source = items.source(batch.item), hidden = p.hidden, vectors = div_up(hidden, 8);
+        const u32 source = feed.items.source(batch.item), hidden = p.hidden, vectors = div_up(hidden, 8);
         const PeerView& peer = peers[source];
         u8* const partials = peer.tokens;
         const u64 slot_bytes = ::slot_bytes(p);
@@ -111,8 +109,8 @@ struct Pusher {
         make_sums(sums.whole, push_summand(p, alive ? batch.entry.x : NONE), hidden, memory,
                   [&](const Sum& sum, u32 vector, const Sums& rest) { send(sum, vector, rest.last()); });
         if (batch.last) {
-            if (p.row_probs != nullptr) push_probs(p, peer, items.chunk(batch.item));
-            completion.finish(items.chunk(batch.item), source, announce);
+            if (p.row_probs != nullptr) push_probs(p, peer, feed.items.chunk(batch.item));
+            completion.finish(feed.items.chunk(batch.item), source, announce);
         }
     }
 

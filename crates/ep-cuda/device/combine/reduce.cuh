@@ -46,7 +46,8 @@ struct ReduceItems {
     __device__ u32 first_piece(u32) const { return 0; }
     __device__ u32 first(u32 item) const { return item * tokens; }
     __device__ u32 end(u32 item) const { return min(h.tokens, first(item) + tokens); }
-    __device__ Range range(u32 item) const { return {h.sends, h.token_begin[first(item)], h.token_begin[end(item)]}; }
+    __device__ Range range(u32 item) const { return {h.token_begin[first(item)], h.token_begin[end(item)]}; }
+    __device__ const uint2* list(u32) const { return h.sends; }
 };
 
 // What a token's sum is made of: a partial sum of another rank, or a row of this one.
@@ -75,7 +76,6 @@ struct Reducer {
     const CombineParams& p;
     const u32 epoch;
     u8* memory;
-    const ReduceItems items;
     Feed<ReduceItems> feed;
     Batch next;
     u32 begin = NONE;
@@ -85,16 +85,15 @@ struct Reducer {
         : p(p),
           epoch(epoch),
           memory(memory),
-          items(p.handle, worker.workers),
-          feed(items, worker.index, worker.workers),
+          feed(ReduceItems(p.handle, worker.workers), worker.index, worker.workers),
           next(feed.fetch()) {}
 
     __device__ bool over() const { return !next.valid(); }
 
     // The next item, all of it; false when a peer does not send what it owes.
     __device__ bool item() {
-        token = items.first(next.item);
-        const u32 last_chunk = (items.end(next.item) - 1) / p.handle.chunk_tokens;
+        token = feed.items.first(next.item);
+        const u32 last_chunk = (feed.items.end(next.item) - 1) / p.handle.chunk_tokens;
         for (u32 chunk = token / p.handle.chunk_tokens; chunk <= last_chunk; chunk++)
             if (!await_chunk(p.common, chunk, epoch)) return false;
         bool last = false;

@@ -33,6 +33,7 @@ struct ArrivalItems {
     __device__ Range range(u32 item) const {
         const PeerView& peer = peers[source(item)];
         const u32 first = chunk(item), end = min(peer.chunks, first + span);
-        return {peer.recv, ld_relaxed_sys(peer.recv_begin + first), ld_relaxed_sys(peer.recv_begin + end)};
+        return {ld_relaxed_sys(peer.recv_begin + first), ld_relaxed_sys(peer.recv_begin + end)};
     }
+    __device__ const uint2* list(u32 item) const { return peers[source(item)].recv; }
 };

@@ -137,18 +137,18 @@ struct Batch {
     }
 };
 
-// Where the entries of an item lie.
+// Where the entries of an item lie in their list.
 struct Range {
-    const uint2* list = nullptr;
     u32 begin = 0;
     u32 end = 0;
 };
 
 // A worker's items as a stream of batches. What comes next is read ahead, since lists may lie on a peer.
-// `Items::range(item)` says where an item's entries are, `Items::skip(item)` whether it does not exist.
+// `Items::range(item)` and `Items::list(item)` say where an item's entries are, `Items::skip(item)` that there is none.
 template <class Items>
 struct Feed {
-    const Items& items;
+    // Its own: an object that points into itself would lie in memory, not in registers.
+    const Items items;
     u32 item;
     u32 step;
     Range range;
@@ -185,7 +185,7 @@ struct Feed {
         batch.piece = piece;
         batch.first = position;
         batch.count = min(WARP, range.end - position);
-        if (lane_id() < batch.count) batch.entry = ld_relaxed_sys_v2(range.list + position + lane_id());
+        if (lane_id() < batch.count) batch.entry = ld_relaxed_sys_v2(items.list(item) + position + lane_id());
         position += batch.count;
         if (position == range.end) {
             piece += items.groups;

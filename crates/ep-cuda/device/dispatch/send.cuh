@@ -21,8 +21,9 @@ struct SendItems {
     __device__ u32 first_piece(u32 item) const { return item % groups; }
     __device__ Range range(u32 item) const {
         const u32* begin = p.handle.send_begin;
-        return {p.handle.sends, begin[chunk(item)], begin[chunk_end(item)]};
+        return {begin[chunk(item)], begin[chunk_end(item)]};
     }
+    __device__ const uint2* list(u32) const { return p.handle.sends; }
 };
 
 // Tokens to be read, in the order in which they are sent.
