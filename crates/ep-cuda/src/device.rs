@@ -213,9 +213,15 @@ mod tests {
         fn fault(self, found: &Resources) -> Option<String> {
             // A warp gets them by 8 for each thread.
             let registers = found.registers.next_multiple_of(8) * self.key.threads();
-            let spills = found.spill_bytes > 0;
-            (spills || registers > REGISTERS || found.static_shared_bytes > STATIC_SHARED)
-                .then(|| format!("{}: {registers} registers of a block", self.line(found)))
+            // What lies in a thread's own memory, spilled or because its address is taken, stalls whoever needs it.
+            let in_memory = found.spill_bytes > 0 || found.stack_bytes > 0;
+            (in_memory || registers > REGISTERS || found.static_shared_bytes > STATIC_SHARED).then(|| {
+                format!(
+                    "{}: {registers} registers of a block, {} bytes of stack",
+                    self.line(found),
+                    found.stack_bytes
+                )
+            })
         }
 
         fn line(self, found: &Resources) -> String {
@@ -269,7 +275,11 @@ mod tests {
         let Some(compiler) = compiler() else { return };
         let compiled = compile_all(&compiler);
         let faults: Vec<_> = compiled.iter().filter_map(|(row, found)| row.fault(found)).collect();
-        assert!(faults.is_empty(), "spills, or too large for a GPU:\n{}", faults.join("\n"));
+        assert!(
+            faults.is_empty(),
+            "spills or has a stack, or is too large for a GPU:\n{}",
+            faults.join("\n")
+        );
 
         let heading = format!("# NVRTC {}", compiler.version());
         let found = table(&heading, &compiled);
@@ -317,12 +327,13 @@ mod tests {
     }
 
     #[test]
-    fn spills_and_large_blocks_are_faults() {
+    fn spills_stacks_and_large_blocks_are_faults() {
         let row = Row { key: KernelKey::Preprocess, arch: Arch::Sm80, plain_copies: false };
         let good = Resources { registers: 64, ..Resources::default() };
         assert_eq!(row.fault(&good), None);
         for bad in [
             Resources { spill_bytes: 4, ..good.clone() },
+            Resources { stack_bytes: 8, ..good.clone() },
             Resources { registers: 65, ..good.clone() },
             Resources { static_shared_bytes: STATIC_SHARED + 1, ..good },
         ] {
