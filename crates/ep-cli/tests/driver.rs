@@ -163,6 +163,18 @@ fn asking_whether_gpus_can_be_used_creates_no_context() {
     assert!(called(VERIFY, 1));
 }
 
+/// A rank that compiles in the middle of an operator lets its peers wait.
+#[test]
+fn kernels_are_there_before_the_first_operator() {
+    let directory = Directory::new("driver-kernels");
+    let log = directory.file("log");
+    Fake { log: Some(&log), ..Fake::default() }.run(VERIFY);
+    let calls = std::fs::read_to_string(&log).unwrap();
+    let before_launches = calls.lines().take_while(|&call| call != "cuLaunchKernel");
+    let loads = before_launches.filter(|&call| call == "cuModuleLoadData").count();
+    assert!(calls.contains("cuLaunchKernel") && loads == 3, "{calls}");
+}
+
 #[test]
 fn a_driver_that_is_not_there_or_does_not_load() {
     let directory = Directory::new("driver-broken");

@@ -89,7 +89,14 @@ pub(crate) struct Home {
 }
 
 impl Home {
-    pub(crate) fn new(world: &World, rank: Rank, device: Arc<Device>, devices: Vec<usize>) -> Result<Self> {
+    pub(crate) fn new(
+        world: &World,
+        rank: Rank,
+        device: Arc<Device>,
+        devices: Vec<usize>,
+        config: &Config,
+    ) -> Result<Self> {
+        Kernels::get().load_usual(&device, world.ranks(), config.plain_copies)?;
         let stream = Stream::new(&device)?;
         let arena = Arena::new(&device, devices)?;
         let counts = 2 * world.ranks() * Counts::words(world) * size_of::<u32>();

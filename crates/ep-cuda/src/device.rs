@@ -85,6 +85,12 @@ impl KernelKey {
         keys
     }
 
+    /// Those of bf16 tokens, in the order of their use.
+    pub(crate) fn usual(ranks: usize, shared_bytes: usize) -> [Self; 3] {
+        let combine = tuning::fitting(tuning::combine_key(false, false), ranks, shared_bytes);
+        [Self::Preprocess, tuning::dispatch_key(false), combine]
+    }
+
     /// What tells it from the other kernels of its name.
     pub(crate) fn variant(self) -> String {
         let element = |f32| if f32 { "f32" } else { "bf16" };

@@ -40,7 +40,10 @@ impl CudaBuffer {
         let homes: Vec<Home> = world
             .topology
             .all_ranks()
-            .map(|rank| Home::new(world, rank, Device::open(device_of(rank.index()))?, devices.clone()))
+            .map(|rank| {
+                let device = Device::open(device_of(rank.index()))?;
+                Home::new(world, rank, device, devices.clone(), config)
+            })
             .collect::<Result<_>>()?;
         let peers = Peers {
             control: homes.iter().map(|home| home.control.address()).collect(),
@@ -89,7 +92,7 @@ impl CudaBuffer {
             .into());
         }
         let device = Device::open(gpu)?;
-        let home = Home::new(world, rank, Arc::clone(&device), vec![gpu])?;
+        let home = Home::new(world, rank, Arc::clone(&device), vec![gpu], config)?;
         let door = Door::open(rank)?;
         let mine = Introduction {
             world: fingerprint(world),

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
+use std::{panic, thread};
 
 use ep::{CudaEnv, Result};
 
@@ -52,6 +53,18 @@ impl Kernels {
         let kernel = Arc::new(self.jit.load(&program, device.arch, load)?);
         *slot = Some(Arc::clone(&kernel));
         Ok(kernel)
+    }
+
+    /// Loads what nearly every program launches, so that no rank's first operators keep its peers waiting for a
+    /// compiler. What has to be compiled is compiled at the same time.
+    pub(crate) fn load_usual(&self, device: &Arc<Device>, ranks: usize, plain_copies: bool) -> Result<()> {
+        let usual = KernelKey::usual(ranks, device.shared_bytes);
+        thread::scope(|scope| {
+            let load = |key| scope.spawn(move || self.load(device, key, plain_copies).map(drop));
+            let loading = usual.map(load);
+            let done = loading.map(|load| load.join().unwrap_or_else(|panic| panic::resume_unwind(panic)));
+            done.into_iter().collect()
+        })
     }
 }
 
