@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import weakref
 from types import TracebackType
@@ -12,7 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from . import _native, ops
 from .errors import CallerError
@@ -472,8 +470,7 @@ class Buffer:
         """Uninitialised registered memory: experts that write their outputs into it save combine a copy on the CPU."""
         if any(size < 0 for size in shape):
             raise CallerError(f"shape: expected numbers from 0 on, found {list(shape)}")
-        size = math.prod(shape) * dtype.itemsize
-        return from_dlpack(self._end.native.empty(self._end.stream(), size)).view(dtype).view(shape)
+        return ops.empty(self._end, shape, dtype)
 
     @property
     def registered_bytes(self) -> int:

@@ -12,6 +12,7 @@ or a compiler must see the call: that saves the dispatcher's time.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 from . import _native
 from .errors import CallerError
 
-__all__ = ["FP8_FORMATS", "End", "check_count", "combine", "dispatch", "end_of", "preprocess", "weight_rows"]
+__all__ = ["FP8_FORMATS", "End", "check_count", "combine", "dispatch", "empty", "end_of", "preprocess", "weight_rows"]
 
 # Scale formats by the name that `fp8=` takes, in the numbers of `_native`.
 FP8_FORMATS = {"f32": 0, "ue8m0": 1, "mxfp8": 2}
@@ -201,12 +202,12 @@ def combine(
     if wire not in (None, torch.bfloat16, torch.float32):
         raise CallerError(f"wire: expected torch.bfloat16 or torch.float32, found {wire}")
     wide = rows.dtype == torch.float32
-    out = torch.empty((tokens, hidden), dtype=rows.dtype, device=end.device)
+    out = _output(end, (tokens, hidden), rows.dtype)
     out_probs = None
     if probs is not None:
         shape = (count,) if permuted else (count, end.local_experts)
         probs = _checked(end, "probs", probs, (torch.float32,), shape)
-        out_probs = torch.empty((tokens, end.experts), dtype=torch.float32, device=end.device)
+        out_probs = _output(end, (tokens, end.experts), torch.float32)
     end.native.combine(
         end.stream(),
         _number(handle),
@@ -223,7 +224,7 @@ def combine(
 def weight_rows(
     end: End, values: Tensor, weights: Tensor, dtype: torch.dtype, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row of values times its weight, in f32 and rounded once, on a GPU; no other rank takes part.
+    """Each row of values times its weight, in f32 and rounded once; no other rank takes part.
 
     With `rows`, of type `dtype`, values are gradients of what weighting those gave: then the gradients of both.
     """
@@ -231,7 +232,7 @@ def weight_rows(
     values = _checked(end, "values", values, floats)
     count, hidden = values.shape
     weights = _checked(end, "weights", weights, (torch.float32,), (count,))
-    out = torch.empty((count, hidden), dtype=dtype, device=end.device)
+    out = _output(end, (count, hidden), dtype)
     backward, dots = None, None
     if rows is not None:
         rows = _checked(end, "rows", rows, (dtype,), (count, hidden))
@@ -247,6 +248,21 @@ def weight_rows(
         backward,
     )
     return out, dots
+
+
+def empty(end: End, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialised registered memory."""
+    size = math.prod(shape) * dtype.itemsize
+    return from_dlpack(end.native.empty(end.stream(), size)).view(dtype).view(shape)
+
+
+def _output(end: End, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that an allocator keeps for the next call: on the CPU PyTorch's does not, and the system clears each page
+    anew, which takes as long as an operator. Peers read registered memory directly, too.
+    """
+    if end.device.type == "cpu":
+        return empty(end, shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=end.device)
 
 
 def check_count(name: str, value: int) -> None:

@@ -12,8 +12,8 @@ use pyo3::types::PyCapsule;
 
 use crate::call::{
     self, Capsules, CombineCall, DispatchCall, Form, Given, Report, RoutingTensors, Span, Tensors, Tokens,
+    WeightRowsCall,
 };
-use crate::cuda;
 use crate::dlpack::Device;
 use crate::errors::{Failure, poisoned};
 use crate::handle;
@@ -358,7 +358,7 @@ impl Buffer {
         self.operate(py, stream, |end| with_end!(end, end => call::combine(&mut **end, &handle, &call)))
     }
 
-    /// Multiplies rows by their weights, on a GPU. `wide`: whether `values` and `out` are of f32 instead of bf16. With
+    /// Multiplies rows by their weights. `wide`: whether `values` and `out` are of f32 instead of bf16. With
     /// `backward`, the rows and a place for the gradients of the weights, `values` are gradients of the weighted rows.
     #[expect(
         clippy::too_many_arguments,
@@ -375,11 +375,9 @@ impl Buffer {
         out: Span,
         backward: Option<(Span, Span)>,
     ) -> Result<(), Failure> {
-        let call = cuda::WeightRowsCall { size, wide, values, weights, out, backward };
-        self.operate(py, stream, |end| match end {
-            Either::Host(_) => Err(Failure::Caller("rows: a buffer of the host backend weights none".into())),
-            Either::Cuda(end) => Ok(cuda::weight_rows(end, &call)?),
-        })
+        let (element, out_element) = (call::element(wide.0), call::element(wide.1));
+        let call = WeightRowsCall { size, values, element, weights, out, out_element, backward };
+        self.operate(py, stream, |end| with_end!(end, end => call::weight_rows(&mut **end, &call)))
     }
 
     /// Registered memory of this many bytes, as a capsule of a `uint8` vector.

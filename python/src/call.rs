@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use ep::backend::check_row_bytes;
 use ep::{
     Backend, CallerError, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element,
-    Probs, ReceiveShape, Result, ScaleFormat, TokenFormat,
+    Probs, ReceiveShape, Result, ScaleFormat, TokenFormat, WeightRows, WeightedRows,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
@@ -102,7 +102,7 @@ impl Report {
 }
 
 /// A backend, as far as tensors go beyond [`Backend`].
-pub(crate) trait Tensors: Backend<Memory: Send + Sync + 'static> {
+pub(crate) trait Tensors: Backend<Memory: Send + Sync + 'static> + WeightRows {
     /// A tensor of the caller as memory.
     ///
     /// # Safety
@@ -412,4 +412,35 @@ pub(crate) fn combine<B: Tensors>(
 /// Registered memory for a tensor of bytes.
 pub(crate) fn empty<B: Tensors>(backend: &mut B, bytes: usize) -> Result<Output<B::Memory>, Failure> {
     Output::new(backend, 1, DataType::U8, Shape { rows: bytes, columns: None })
+}
+
+/// Rows and their weights.
+#[derive(Debug)]
+pub(crate) struct WeightRowsCall {
+    /// Rows, and elements of each.
+    pub(crate) size: (usize, usize),
+    pub(crate) values: Span,
+    pub(crate) element: Element,
+    pub(crate) weights: Span,
+    pub(crate) out: Span,
+    pub(crate) out_element: Element,
+    /// The rows that were weighted, and a place for the gradients of their weights: `values` are gradients then.
+    pub(crate) backward: Option<(Span, Span)>,
+}
+
+/// Multiplies rows by their weights, or makes the gradients of both.
+pub(crate) fn weight_rows<B: Tensors>(backend: &mut B, call: &WeightRowsCall) -> Result<(), Failure> {
+    // SAFETY: the tensors were checked in Python, and live until the stream has passed this call.
+    let borrow = |span: Span| unsafe { B::borrow(span) };
+    let (values, weights, mut out) = (borrow(call.values), borrow(call.weights), borrow(call.out));
+    let &WeightRowsCall { size: (rows, hidden), element, out_element, .. } = call;
+    let input = WeightedRows { rows, hidden, values: &values, element, weights: &weights };
+    match call.backward {
+        None => backend.weight_rows(&input, out_element, &mut out)?,
+        Some((given, dots)) => {
+            let (given, mut dots) = (borrow(given), borrow(dots));
+            backend.weight_rows_backward(&input, &given, out_element, &mut out, &mut dots)?;
+        }
+    }
+    Ok(())
 }

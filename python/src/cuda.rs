@@ -3,9 +3,9 @@
 use std::sync::{Mutex, PoisonError};
 
 use ep::{Backend, DispatchMode, Result};
-use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory, DeviceReport, DeviceRouting, Indices, WeightedRows};
+use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory, DeviceReport, DeviceRouting, Indices};
 
-use crate::call::{Form, Report, RoutingTensors, Span, Tensors, element};
+use crate::call::{Form, Report, RoutingTensors, Span, Tensors};
 use crate::errors::Failure;
 use crate::handle::Of;
 
@@ -83,34 +83,5 @@ impl Tensors for CudaBuffer {
             Of::Cuda(handle) => call(&handle.lock().unwrap_or_else(PoisonError::into_inner)),
             Of::Host(_) => Err(Failure::Caller("handle: it was made by a buffer of the host backend".into())),
         }
-    }
-}
-
-/// Rows and their weights.
-#[derive(Debug)]
-pub(crate) struct WeightRowsCall {
-    /// Rows, and elements of each.
-    pub(crate) size: (usize, usize),
-    /// Whether values and results are of f32.
-    pub(crate) wide: (bool, bool),
-    pub(crate) values: Span,
-    pub(crate) weights: Span,
-    pub(crate) out: Span,
-    /// The rows, and a place for the gradients of the weights.
-    pub(crate) backward: Option<(Span, Span)>,
-}
-
-/// Multiplies rows by their weights, or makes the gradients of both.
-pub(crate) fn weight_rows(end: &CudaBuffer, call: &WeightRowsCall) -> Result<()> {
-    // SAFETY: the tensors were checked in Python, and live until the stream has passed this call.
-    let borrow = |span: Span| unsafe { CudaBuffer::borrow(span) };
-    let (values, weights, mut out) = (borrow(call.values), borrow(call.weights), borrow(call.out));
-    let (rows, hidden) = call.size;
-    let input =
-        WeightedRows { rows, hidden, values: &values, element: element(call.wide.0), weights: &weights };
-    let element = element(call.wide.1);
-    match call.backward.map(|(rows, dots)| (borrow(rows), borrow(dots))) {
-        None => end.weight_rows(&input, element, &mut out),
-        Some((rows, mut dots)) => end.weight_rows_backward(&input, &rows, element, &mut out, &mut dots),
     }
 }

@@ -43,7 +43,6 @@ pub use driver::{Event, Stream};
 pub use handle::CudaHandle;
 pub use memory::CudaMemory;
 pub use routing::{DeviceReport, DeviceRouting, Indices};
-pub use weight_rows::WeightedRows;
 
 /// Whether there is a driver, and GPUs all of which this backend serves. Nothing is allocated on them.
 ///

@@ -208,7 +208,16 @@ impl HostBuffer {
         self.comm.rails.transport_name()
     }
 
-    fn check_usable(&self) -> Result<()> {
+    pub(crate) fn comm(&self) -> &Comm {
+        &self.comm
+    }
+
+    /// The workers, where there are several.
+    pub(crate) fn pool(&self) -> Option<&rayon::ThreadPool> {
+        self.pool.as_ref()
+    }
+
+    pub(crate) fn check_usable(&self) -> Result<()> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 

@@ -42,6 +42,7 @@
 //! | `control` | what a rank's peers may know of it, and the protocol that makes touching its memory sound |
 //! | `rail`, `loopback`, `message` | streams of messages between domains, their engine, their layout |
 //! | `segment`, `memory`, `processes` | memory that ranks share; whose process lives |
+//! | `weight_rows` | experts' outputs times their weights, beside the operators |
 //! | `simd` | copies, sums and conversions of rows |
 
 mod buffer;
@@ -61,6 +62,7 @@ mod rail;
 mod schedule;
 mod segment;
 mod simd;
+mod weight_rows;
 
 pub use buffer::HostBuffer;
 pub use handle::HostHandle;

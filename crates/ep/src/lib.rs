@@ -32,6 +32,7 @@ pub mod rendezvous;
 pub mod routing;
 pub mod topology;
 pub mod trace;
+pub mod weight;
 pub mod workload;
 
 pub use backend::{
@@ -44,3 +45,4 @@ pub use layout::{Counts, DispatchLayout, ReceiveShape};
 pub use numeric::ScaleFormat;
 pub use routing::Routing;
 pub use topology::{ExpertPlacement, Rank, Topology, World};
+pub use weight::{WeightRows, WeightedRows};

@@ -1,4 +1,4 @@
-//! The inner loops of the host backend, one row at a time: copies, the token sum, quantisation.
+//! The inner loops of the host backend, one row at a time: copies, the token sum, quantisation, weights.
 //!
 //! Every operation takes the [`Level`] to run at, dispatches once for its whole row and gives the
 //! bits that the scalar definition in [`ep::numeric`] gives, at every level and for every input.
@@ -14,10 +14,12 @@ mod copy;
 mod quantize;
 mod reduce;
 mod vector;
+mod weight;
 
 pub(crate) use copy::{copy_row, scatter_row, stream_fence, zero_row};
 pub(crate) use quantize::quantize_row;
 pub(crate) use reduce::{SumRow, flag, sum_rows};
+pub(crate) use weight::{Backward, weight_row};
 
 /// Which instructions an operation uses.
 ///

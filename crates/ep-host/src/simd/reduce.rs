@@ -2,7 +2,7 @@
 
 use ep::Element;
 
-use super::vector::{LINE, Vector, prefetch};
+use super::vector::{LINE, STEP, Vector, load_values, prefetch, store_values};
 use super::{Level, dispatch};
 
 /// One term of a token's sum.
@@ -27,9 +27,6 @@ pub(crate) mod flag {
     /// The row's elements are f32.
     pub(crate) const F32: u8 = 16;
 }
-
-/// Elements of a [`Vector::Values`].
-const STEP: usize = LINE / 2;
 
 /// Sums one token's rows into `out`, `hidden` elements of `out_type`.
 ///
@@ -179,24 +176,9 @@ unsafe fn store_block<V: Vector, const LINES: usize>(
         // aligned.
         unsafe {
             let dst = sum.out.add((column + i * STEP) * sum.out_type.bytes());
-            match sum.out_type {
-                Element::Bf16 => store::<V>(dst, V::to_bf16(total), sum.streaming),
-                Element::F32 => {
-                    let [low, high] = V::to_f32(total);
-                    store::<V>(dst, low, sum.streaming);
-                    store::<V>(dst.add(LINE), high, sum.streaming);
-                }
-            }
+            store_values::<V>(dst, sum.out_type, total, sum.streaming);
         }
     }
-}
-
-/// # Safety
-/// As [`Vector::stream`] or [`Vector::store`].
-#[inline(always)]
-unsafe fn store<V: Vector>(dst: *mut u8, line: V::Line, streaming: bool) {
-    // SAFETY: passed on.
-    unsafe { if streaming { V::stream(dst, line) } else { V::store(dst, line) } }
 }
 
 /// The totals of `count` columns from `column` on: of `LINES` times [`STEP`] of them, or with
@@ -221,14 +203,8 @@ unsafe fn sum_columns<V: Vector, const LINES: usize, const PART: bool>(
             let wide = row.flags & flag::F32 != 0;
             for (i, values) in values.iter_mut().enumerate() {
                 let at = column + i * STEP;
-                *values = if wide {
-                    let src = row.ptr.add(at * 4);
-                    let low = load::<V, PART>(src, count * 4);
-                    let high = load::<V, PART>(src.wrapping_add(LINE), (count * 4).saturating_sub(LINE));
-                    V::from_f32([low, high])
-                } else {
-                    V::from_bf16(load::<V, PART>(row.ptr.add(at * 2), count * 2))
-                };
+                let element = if wide { Element::F32 } else { Element::Bf16 };
+                *values = load_values::<V, PART>(row.ptr.add(at * element.bytes()), element, count);
             }
             let closes = row.flags & flag::CLOSES_RANK != 0;
             if rank_is_empty && closes && !wide {
@@ -276,25 +252,6 @@ unsafe fn round<V: Vector, const LINES: usize>(sums: &mut [V::Values; LINES]) {
     for sum in sums {
         // SAFETY: passed on.
         *sum = unsafe { V::round(*sum) };
-    }
-}
-
-/// A line from `src`, or with `PART` its first `len` bytes and then zeros.
-///
-/// # Safety
-/// `src` must be valid for reads of 64 bytes, with `PART` of `len` or 64, whichever is less; the
-/// processor must have `V`'s features.
-#[inline(always)]
-unsafe fn load<V: Vector, const PART: bool>(src: *const u8, len: usize) -> V::Line {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if PART {
-            let mut line = [0u8; LINE];
-            src.copy_to_nonoverlapping(line.as_mut_ptr(), len.min(LINE));
-            V::load(line.as_ptr())
-        } else {
-            V::load(src)
-        }
     }
 }
 

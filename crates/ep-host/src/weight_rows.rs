@@ -1,0 +1,163 @@
+//! Experts' outputs times their weights, on this rank's workers.
+
+use ep::{Element, Result, WeightRows, WeightedRows};
+use rayon::prelude::*;
+
+use crate::buffer::HostBuffer;
+use crate::memory::HostMemory;
+use crate::simd::{self, Backward};
+
+/// Rows that a worker takes at a time.
+const PIECE: usize = 16;
+const F32: usize = size_of::<f32>();
+
+impl WeightRows for HostBuffer {
+    fn weight_rows(
+        &mut self,
+        input: &WeightedRows<'_, HostMemory>,
+        element: Element,
+        out: &mut HostMemory,
+    ) -> Result<()> {
+        self.check_usable()?;
+        input.check(element, out, None, HostMemory::len)?;
+        self.weight(input, element, out, None);
+        Ok(())
+    }
+
+    fn weight_rows_backward(
+        &mut self,
+        gradients: &WeightedRows<'_, HostMemory>,
+        rows: &HostMemory,
+        element: Element,
+        out: &mut HostMemory,
+        dots: &mut HostMemory,
+    ) -> Result<()> {
+        self.check_usable()?;
+        gradients.check(element, out, Some((rows, dots)), HostMemory::len)?;
+        self.weight(gradients, element, out, Some((rows, dots)));
+        Ok(())
+    }
+}
+
+impl HostBuffer {
+    /// Sizes were checked.
+    fn weight(
+        &self,
+        input: &WeightedRows<'_, HostMemory>,
+        element: Element,
+        out: &mut HostMemory,
+        backward: Option<(&HostMemory, &mut HostMemory)>,
+    ) {
+        let &WeightedRows { rows, hidden, element: from, .. } = input;
+        let (given, dots) = backward.unzip();
+        let dots = dots.map(|dots| &mut dots.as_bytes_mut()[..rows * F32]);
+        let (row_in, row_out) = (hidden * from.bytes(), hidden * element.bytes());
+        if rows * hidden == 0 {
+            dots.into_iter().for_each(|dots| dots.fill(0));
+            return;
+        }
+        let (values, weights) = (input.values.as_bytes(), input.weights.as_bytes());
+        let given = given.map(HostMemory::as_bytes);
+        let comm = self.comm();
+        let (level, streaming) = (comm.level, rows * row_out > comm.config.streaming_bytes);
+        let weight_row = |row: usize, out: &mut [u8], dot: Option<&mut [u8]>| {
+            let mut sum = 0.0;
+            let weight = f32::from_ne_bytes(std::array::from_fn(|at| weights[row * F32 + at]));
+            let backward =
+                given.map(|given| Backward { row: &given[row * row_out..][..row_out], dot: &mut sum });
+            let values = &values[row * row_in..][..row_in];
+            simd::weight_row(level, (values, from), weight, (out, element), streaming, backward);
+            if let Some(dot) = dot {
+                dot.copy_from_slice(&sum.to_ne_bytes());
+            }
+        };
+        let mut dots = dots.map(|dots| dots.chunks_mut(PIECE * F32));
+        let pieces: Vec<_> = out.as_bytes_mut()[..rows * row_out]
+            .chunks_mut(PIECE * row_out)
+            .map(|out| (out, dots.as_mut().and_then(Iterator::next)))
+            .collect();
+        self.on_workers(pieces, |piece, (out, dots)| {
+            let mut dots = dots.map(|dots| dots.chunks_exact_mut(F32));
+            for (row, out) in (piece * PIECE..).zip(out.chunks_exact_mut(row_out)) {
+                weight_row(row, out, dots.as_mut().and_then(Iterator::next));
+            }
+            simd::stream_fence();
+        });
+    }
+
+    /// Calls `work` with each piece and its number.
+    fn on_workers<T: Send>(&self, pieces: Vec<T>, work: impl Fn(usize, T) + Sync) {
+        match self.pool() {
+            None => pieces.into_iter().enumerate().for_each(|(number, piece)| work(number, piece)),
+            Some(pool) => pool.install(|| {
+                pieces.into_par_iter().enumerate().for_each(|(number, piece)| work(number, piece));
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ep::numeric::{bf16_to_f32, f32_to_bf16};
+    use ep::{Backend, Config, World};
+
+    use super::*;
+
+    fn buffer(workers: usize) -> HostBuffer {
+        let mut config = Config::default();
+        config.workers = workers;
+        HostBuffer::threads(World::new(1, 1, 1).unwrap(), &config).unwrap().pop().unwrap()
+    }
+
+    fn upload(buffer: &mut HostBuffer, bytes: &[u8]) -> HostMemory {
+        let mut memory = buffer.alloc(bytes.len()).unwrap();
+        buffer.upload(bytes, &mut memory).unwrap();
+        memory
+    }
+
+    #[test]
+    fn all_rows_are_weighted_by_any_number_of_workers() {
+        let hidden = 40;
+        for (workers, rows) in [(1, 3), (3, 0), (3, 1), (3, PIECE), (3, 5 * PIECE + 3)] {
+            let mut buffer = buffer(workers);
+            let values: Vec<u16> =
+                (0..rows * hidden).map(|at| f32_to_bf16(at as f32 % 97.0 - 48.0)).collect();
+            let weights: Vec<f32> = (0..rows).map(|row| row as f32 / 8.0 - 3.0).collect();
+            let input = upload(&mut buffer, bytemuck::cast_slice(&values));
+            let by = upload(&mut buffer, bytemuck::cast_slice(&weights));
+            let mut out = buffer.alloc(input.len()).unwrap();
+            let mut dots = buffer.alloc(by.len()).unwrap();
+            let rows_of = WeightedRows { rows, hidden, values: &input, element: Element::Bf16, weights: &by };
+            let expected: Vec<u16> = (0..rows * hidden)
+                .map(|at| f32_to_bf16(bf16_to_f32(values[at]) * weights[at / hidden]))
+                .collect();
+            buffer.weight_rows(&rows_of, Element::Bf16, &mut out).unwrap();
+            assert_eq!(out.as_bytes(), bytemuck::cast_slice::<_, u8>(&expected), "{workers} {rows}");
+
+            out.as_bytes_mut().fill(0xA5);
+            buffer.weight_rows_backward(&rows_of, &input, Element::Bf16, &mut out, &mut dots).unwrap();
+            assert_eq!(out.as_bytes(), bytemuck::cast_slice::<_, u8>(&expected), "{workers} {rows}");
+            let squares: Vec<f32> = values
+                .chunks(hidden)
+                .map(|row| row.iter().map(|&value| bf16_to_f32(value).powi(2)).sum())
+                .collect();
+            // Sums of small whole numbers, which no order changes.
+            assert_eq!(dots.as_bytes(), bytemuck::cast_slice::<_, u8>(&squares), "{workers} {rows}");
+        }
+    }
+
+    #[test]
+    fn memory_that_is_too_short_is_the_callers_mistake() {
+        let mut buffer = buffer(1);
+        let [short, row, weights] = [14, 16, 4].map(|bytes| buffer.alloc(bytes).unwrap());
+        let mut out = buffer.alloc(16).unwrap();
+        let mut refused = |values, hidden, weights| {
+            let input = WeightedRows { rows: 1, hidden, values, element: Element::Bf16, weights };
+            buffer.weight_rows(&input, Element::Bf16, &mut out).unwrap_err().to_string()
+        };
+        assert!(refused(&short, 8, &weights).contains("rows to be weighted"));
+        assert!(refused(&row, 7, &weights).contains("multiple of 8"));
+        let none = HostMemory::normal(0);
+        assert!(refused(&row, 8, &none).contains("weights"));
+    }
+}
