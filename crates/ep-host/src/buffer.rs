@@ -28,6 +28,7 @@ use crate::processes::Processes;
 use crate::rail::{Rails, WindowLayout};
 use crate::segment::{Directory, Segment};
 use crate::simd::Level;
+use crate::workers;
 
 /// One rank's end of a communicator on the CPU: the embedded default backend.
 ///
@@ -390,8 +391,9 @@ impl Backend for HostBuffer {
         }
         for (at, stage) in staged.iter().enumerate() {
             if let (Some(stage), Some(memory)) = (stage, outputs[at].as_deref_mut()) {
-                let kept = call.kept_bytes[at];
-                memory.as_bytes_mut()[..kept].copy_from_slice(&stage.as_bytes()[..kept]);
+                let from = &stage.as_bytes()[..call.kept_bytes[at]];
+                let streaming = from.len() > comm.config.streaming_bytes;
+                workers::copy(self.pool.as_ref(), comm.level, memory.as_bytes_mut(), from, streaming);
             }
         }
         Ok(())
@@ -421,7 +423,8 @@ impl Backend for HostBuffer {
         let chunk = message.chunk_tokens(world, &self.comm.config)?;
 
         // Peers read registered memory only; what is not is staged.
-        let arena = &mut self.arena;
+        let (arena, pool, level) = (&mut self.arena, self.pool.as_ref(), self.comm.level);
+        let streaming_bytes = self.comm.config.streaming_bytes;
         let mut reachable =
             |memory: &HostMemory, bytes: usize| -> Result<(Option<HostMemory>, Option<Place>)> {
                 let place = arena.readable_place(memory);
@@ -429,7 +432,8 @@ impl Backend for HostBuffer {
                     return Ok((None, place));
                 }
                 let mut staged = arena.alloc(bytes)?;
-                staged.as_bytes_mut().copy_from_slice(&memory.as_bytes()[..bytes]);
+                let (to, from) = (staged.as_bytes_mut(), &memory.as_bytes()[..bytes]);
+                workers::copy(pool, level, to, from, bytes > streaming_bytes);
                 let place = staged.place();
                 Ok((Some(staged), place))
             };

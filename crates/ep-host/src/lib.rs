@@ -42,7 +42,7 @@
 //! | `control` | what a rank's peers may know of it, and the protocol that makes touching its memory sound |
 //! | `rail`, `loopback`, `message` | streams of messages between domains, their engine, their layout |
 //! | `segment`, `memory`, `processes` | memory that ranks share; whose process lives |
-//! | `weight_rows` | experts' outputs times their weights, beside the operators |
+//! | `weight_rows`, `workers` | experts' outputs times their weights, beside the operators; work of one rank alone |
 //! | `simd` | copies, sums and conversions of rows |
 
 mod buffer;
@@ -63,6 +63,7 @@ mod schedule;
 mod segment;
 mod simd;
 mod weight_rows;
+mod workers;
 
 pub use buffer::HostBuffer;
 pub use handle::HostHandle;

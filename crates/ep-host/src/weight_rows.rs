@@ -1,11 +1,11 @@
 //! Experts' outputs times their weights, on this rank's workers.
 
 use ep::{Element, Result, WeightRows, WeightedRows};
-use rayon::prelude::*;
 
 use crate::buffer::HostBuffer;
 use crate::memory::HostMemory;
 use crate::simd::{self, Backward};
+use crate::workers;
 
 /// Rows that a worker takes at a time.
 const PIECE: usize = 16;
@@ -76,23 +76,13 @@ impl HostBuffer {
             .chunks_mut(PIECE * row_out)
             .map(|out| (out, dots.as_mut().and_then(Iterator::next)))
             .collect();
-        self.on_workers(pieces, |piece, (out, dots)| {
+        workers::each(self.pool(), pieces, |piece, (out, dots)| {
             let mut dots = dots.map(|dots| dots.chunks_exact_mut(F32));
             for (row, out) in (piece * PIECE..).zip(out.chunks_exact_mut(row_out)) {
                 weight_row(row, out, dots.as_mut().and_then(Iterator::next));
             }
             simd::stream_fence();
         });
-    }
-
-    /// Calls `work` with each piece and its number.
-    fn on_workers<T: Send>(&self, pieces: Vec<T>, work: impl Fn(usize, T) + Sync) {
-        match self.pool() {
-            None => pieces.into_iter().enumerate().for_each(|(number, piece)| work(number, piece)),
-            Some(pool) => pool.install(|| {
-                pieces.into_par_iter().enumerate().for_each(|(number, piece)| work(number, piece));
-            }),
-        }
     }
 }
 

@@ -1,0 +1,60 @@
+//! Work of one rank alone, on its workers.
+
+use rayon::prelude::*;
+
+use crate::simd::{self, Level};
+
+/// Bytes that a worker copies at a time.
+const PIECE: usize = 256 << 10;
+
+/// Calls `work` with each piece and its number; without a pool, on this thread.
+pub(crate) fn each<T: Send>(
+    pool: Option<&rayon::ThreadPool>,
+    pieces: Vec<T>,
+    work: impl Fn(usize, T) + Sync,
+) {
+    let work = |(number, piece)| work(number, piece);
+    match pool {
+        None => pieces.into_iter().enumerate().for_each(work),
+        Some(pool) => pool.install(|| pieces.into_par_iter().enumerate().for_each(work)),
+    }
+}
+
+/// Copies `from` to the beginning of `to`; with `streaming` past the caches.
+///
+/// # Panics
+/// When `to` is shorter.
+pub(crate) fn copy(
+    pool: Option<&rayon::ThreadPool>,
+    level: Level,
+    to: &mut [u8],
+    from: &[u8],
+    streaming: bool,
+) {
+    let pieces = to[..from.len()].chunks_mut(PIECE).zip(from.chunks(PIECE)).collect();
+    each(pool, pieces, |_, (to, from)| {
+        // SAFETY: two slices of one length, of which one may be written to.
+        unsafe { simd::copy_row(level, from.as_ptr(), to.as_mut_ptr(), from.len(), streaming) };
+        simd::stream_fence();
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_is_copied_and_none_behind() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+        for bytes in [0, 1, PIECE, 5 * PIECE + 77] {
+            let from: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
+            for pool in [None, Some(&pool)] {
+                for streaming in [false, true] {
+                    let mut to = vec![0xA5; bytes + 64];
+                    copy(pool, Level::detect(), &mut to, &from, streaming);
+                    assert!(to[..bytes] == from && to[bytes..].iter().all(|&byte| byte == 0xA5), "{bytes}");
+                }
+            }
+        }
+    }
+}
