@@ -1,6 +1,6 @@
 // weight_rows: experts' rows times their weights, in f32 and rounded once; and the gradients of both. A warp takes a row
 // at a time. Nothing is exchanged with other ranks: this is an ordinary kernel, on as many SMs as there are.
-#include "ptx.cuh"
+#include "bf16.cuh"
 
 struct WeightRowsParams {
     const u8* values;     // [rows, hidden]: rows; for gradients, those of the weighted rows
@@ -27,18 +27,16 @@ struct Packed {
     }
 
     __device__ void unpack(float (&to)[8]) const {
+        if constexpr (f32) {
 #pragma unroll
-        for (u32 half = 0; half < (f32 ? 2 : 1); half++) {
-            const u32 parts[4] = {words[half].x, words[half].y, words[half].z, words[half].w};
-#pragma unroll
-            for (u32 at = 0; at < 4; at++) {
-                if constexpr (f32) {
-                    to[4 * half + at] = __uint_as_float(parts[at]);
-                } else {
-                    to[2 * at] = __uint_as_float(parts[at] << 16);
-                    to[2 * at + 1] = __uint_as_float(parts[at] & 0xFFFF0000u);
-                }
+            for (u32 half = 0; half < 2; half++) {
+                to[4 * half] = __uint_as_float(words[half].x);
+                to[4 * half + 1] = __uint_as_float(words[half].y);
+                to[4 * half + 2] = __uint_as_float(words[half].z);
+                to[4 * half + 3] = __uint_as_float(words[half].w);
             }
+        } else {
+            unpack_bf16(words[0], to);
         }
     }
 };
@@ -52,8 +50,7 @@ __device__ inline void store(u8* row, u32 vector, const float (&v)[8]) {
             to[half] = make_uint4(__float_as_uint(v[4 * half]), __float_as_uint(v[4 * half + 1]),
                                   __float_as_uint(v[4 * half + 2]), __float_as_uint(v[4 * half + 3]));
     } else {
-        to[0] = make_uint4(cvt_rn_bf16x2(v[1], v[0]), cvt_rn_bf16x2(v[3], v[2]), cvt_rn_bf16x2(v[5], v[4]),
-                           cvt_rn_bf16x2(v[7], v[6]));
+        to[0] = pack_bf16(v);
     }
 }
 

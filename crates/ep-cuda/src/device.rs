@@ -32,6 +32,7 @@ macro_rules! headers {
 const HEADERS: &[(&str, &str)] = headers![
     "common/types.cuh",
     "common/ptx.cuh",
+    "common/bf16.cuh",
     "common/params.cuh",
     "common/handle.cuh",
     "common/sync.cuh",

@@ -4,6 +4,7 @@
 // lane its own vectors. Each lane fetches for itself, too, several steps ahead, into shared memory that no other lane
 // reads: so nobody waits for another lane, registers hold sums only, and many bytes are on their way.
 #pragma once
+#include "bf16.cuh"
 #include "worker.cuh"
 
 constexpr u32 element_bytes(bool f32) { return f32 ? 4 : 2; }
@@ -115,8 +116,7 @@ struct Sum {
                             __float_as_uint(canonical(v[4 * half])), __float_as_uint(canonical(v[4 * half + 1])),
                             __float_as_uint(canonical(v[4 * half + 2])), __float_as_uint(canonical(v[4 * half + 3])));
             } else if (8 * at < elements) {
-                packed[0] = make_uint4(cvt_rn_bf16x2(v[1], v[0]), cvt_rn_bf16x2(v[3], v[2]), cvt_rn_bf16x2(v[5], v[4]),
-                                       cvt_rn_bf16x2(v[7], v[6]));
+                packed[0] = pack_bf16(v);
             }
         }
     }

@@ -4,6 +4,7 @@
 // for ue8m0 rounded up to a power of two, code = e4m3(x * (1 / scale)).
 #pragma once
 #include E4M3_VARIANT
+#include "bf16.cuh"
 #include "payload.cuh"
 
 constexpr u32 SCALE_BUFFER_BYTES = 512;
@@ -44,16 +45,6 @@ __device__ inline Scale scale_for(float amax) {
     return {__uint_as_float(exponent == 254 ? 0x400000 : (254 - exponent) << 23), exponent};
 }
 
-// Eight bf16 values as f32.
-__device__ inline void unpack(const uint4& packed, float (&values)[8]) {
-    const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (u32 word = 0; word < 4; word++) {
-        values[2 * word] = __uint_as_float(words[word] << 16);
-        values[2 * word + 1] = __uint_as_float(words[word] & 0xFFFF0000u);
-    }
-}
-
 // Quantises vectors of eight values from `first` on, several per lane at once, to the front of where they lie. `lanes`
 // neighbouring vectors share a scale. Where not `all` are there, the last is `count` - 1.
 template <u32 at_once, bool power_of_two, bool all>
@@ -63,7 +54,7 @@ __device__ inline void quantize_some(uint4* stage, u32 first, u32 count, u32 lan
 #pragma unroll
     for (u32 turn = 0; turn < at_once; turn++) {
         const u32 vector = first + turn * WARP + lane_id();
-        unpack(all || vector < count ? stage[vector] : make_uint4(0, 0, 0, 0), value[turn]);
+        unpack_bf16(all || vector < count ? stage[vector] : make_uint4(0, 0, 0, 0), value[turn]);
         amax[turn] = 0.0f;
 #pragma unroll
         for (u32 at = 0; at < 8; at++) amax[turn] = fmaxf(amax[turn], fabsf(value[turn][at]));

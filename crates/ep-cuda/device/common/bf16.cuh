@@ -1,0 +1,18 @@
+// Eight bf16 values in one vector, as f32 and back.
+#pragma once
+#include "ptx.cuh"
+
+__device__ inline void unpack_bf16(const uint4& packed, float (&values)[8]) {
+    const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (u32 word = 0; word < 4; word++) {
+        values[2 * word] = __uint_as_float(words[word] << 16);
+        values[2 * word + 1] = __uint_as_float(words[word] & 0xFFFF0000u);
+    }
+}
+
+// Rounded to nearest even.
+__device__ inline uint4 pack_bf16(const float (&v)[8]) {
+    return make_uint4(cvt_rn_bf16x2(v[1], v[0]), cvt_rn_bf16x2(v[3], v[2]), cvt_rn_bf16x2(v[5], v[4]),
+                      cvt_rn_bf16x2(v[7], v[6]));
+}
