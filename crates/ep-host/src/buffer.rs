@@ -392,8 +392,8 @@ impl Backend for HostBuffer {
         for (at, stage) in staged.iter().enumerate() {
             if let (Some(stage), Some(memory)) = (stage, outputs[at].as_deref_mut()) {
                 let from = &stage.as_bytes()[..call.kept_bytes[at]];
-                let streaming = from.len() > comm.config.streaming_bytes;
-                workers::copy(self.pool.as_ref(), comm.level, memory.as_bytes_mut(), from, streaming);
+                let streaming_bytes = comm.config.streaming_bytes;
+                workers::copy(self.pool.as_ref(), comm.level, streaming_bytes, memory.as_bytes_mut(), from);
             }
         }
         Ok(())
@@ -433,7 +433,7 @@ impl Backend for HostBuffer {
                 }
                 let mut staged = arena.alloc(bytes)?;
                 let (to, from) = (staged.as_bytes_mut(), &memory.as_bytes()[..bytes]);
-                workers::copy(pool, level, to, from, bytes > streaming_bytes);
+                workers::copy(pool, level, streaming_bytes, to, from);
                 let place = staged.place();
                 Ok((Some(staged), place))
             };

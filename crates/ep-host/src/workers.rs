@@ -20,17 +20,18 @@ pub(crate) fn each<T: Send>(
     }
 }
 
-/// Copies `from` to the beginning of `to`; with `streaming` past the caches.
+/// Copies `from` to the beginning of `to`, past the caches where it is more than `streaming_bytes`.
 ///
 /// # Panics
 /// When `to` is shorter.
 pub(crate) fn copy(
     pool: Option<&rayon::ThreadPool>,
     level: Level,
+    streaming_bytes: usize,
     to: &mut [u8],
     from: &[u8],
-    streaming: bool,
 ) {
+    let streaming = from.len() > streaming_bytes;
     let pieces = to[..from.len()].chunks_mut(PIECE).zip(from.chunks(PIECE)).collect();
     each(pool, pieces, |_, (to, from)| {
         // SAFETY: two slices of one length, of which one may be written to.
@@ -49,9 +50,9 @@ mod tests {
         for bytes in [0, 1, PIECE, 5 * PIECE + 77] {
             let from: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
             for pool in [None, Some(&pool)] {
-                for streaming in [false, true] {
+                for streaming_bytes in [0, usize::MAX] {
                     let mut to = vec![0xA5; bytes + 64];
-                    copy(pool, Level::detect(), &mut to, &from, streaming);
+                    copy(pool, Level::detect(), streaming_bytes, &mut to, &from);
                     assert!(to[..bytes] == from && to[bytes..].iter().all(|&byte| byte == 0xA5), "{bytes}");
                 }
             }

@@ -11,6 +11,7 @@
 //! with integer operations costs nothing here, where memory is what limits.
 
 mod copy;
+mod elements;
 mod quantize;
 mod reduce;
 mod vector;

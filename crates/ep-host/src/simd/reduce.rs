@@ -2,7 +2,8 @@
 
 use ep::Element;
 
-use super::vector::{LINE, STEP, Vector, load_values, prefetch, store_values};
+use super::elements::{load_values, store_values};
+use super::vector::{LINE, STEP, Vector, prefetch};
 use super::{Level, dispatch};
 
 /// One term of a token's sum.

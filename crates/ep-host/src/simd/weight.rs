@@ -2,7 +2,8 @@
 
 use ep::Element;
 
-use super::vector::{LINE, STEP, Vector, load_values, store_values};
+use super::elements::{load_values, store_values};
+use super::vector::{LINE, STEP, Vector};
 use super::{Level, dispatch};
 
 /// What [`weight_row`] needs for gradients.
@@ -56,39 +57,55 @@ struct Row<'a> {
 /// All of a row's slices must be of `hidden` elements, and the processor must have `V`'s features.
 #[inline(always)]
 unsafe fn weight_values<V: Vector>(row: Row<'_>) {
-    let Row { values: (values, from), weight, out: (out, to), hidden, streaming, backward } = row;
-    let other = backward.as_ref().map(|backward| backward.row);
+    let Row { values, weight, out: (out, to), hidden, streaming, backward } = row;
+    let other = backward.as_ref().map(|backward| (backward.row, to));
     // SAFETY: columns are within `hidden`, by the caller's promise, as are the features.
     unsafe {
         let factor = V::splat(weight);
         let mut sums = V::zero();
         let mut column = 0;
         while column + STEP <= hidden {
-            let value = load_values::<V, false>(values.as_ptr().add(column * from.bytes()), from, STEP);
-            if let Some(other) = other {
-                let other = load_values::<V, false>(other.as_ptr().add(column * to.bytes()), to, STEP);
-                sums = V::add(sums, V::mul(value, other));
-            }
-            let dst = out.as_mut_ptr().add(column * to.bytes());
-            store_values::<V>(dst, to, V::mul(value, factor), streaming);
+            let weighted = step::<V, false>(values, other, factor, column, STEP, &mut sums);
+            store_values::<V>(out.as_mut_ptr().add(column * to.bytes()), to, weighted, streaming);
             column += STEP;
         }
         if column < hidden {
-            let count = hidden - column;
-            let value = load_values::<V, true>(values.as_ptr().add(column * from.bytes()), from, count);
-            if let Some(other) = other {
-                let other = load_values::<V, true>(other.as_ptr().add(column * to.bytes()), to, count);
-                sums = V::add(sums, V::mul(value, other));
-            }
+            let weighted = step::<V, true>(values, other, factor, column, hidden - column, &mut sums);
             let mut lines = [0u8; 2 * LINE];
-            store_values::<V>(lines.as_mut_ptr(), to, V::mul(value, factor), false);
-            out[column * to.bytes()..].copy_from_slice(&lines[..count * to.bytes()]);
+            store_values::<V>(lines.as_mut_ptr(), to, weighted, false);
+            let rest = &mut out[column * to.bytes()..];
+            rest.copy_from_slice(&lines[..rest.len()]);
         }
         if let Some(backward) = backward {
             let mut lanes = [0.0f32; STEP];
             store_values::<V>(lanes.as_mut_ptr().cast(), Element::F32, sums, false);
             *backward.dot = lanes.into_iter().fold(0.0, |sum, lane| sum + lane);
         }
+    }
+}
+
+/// The weighted values of `count` columns from `column` on, [`STEP`] of them or with `PART` fewer; adds their products
+/// with `other` to `sums`.
+///
+/// # Safety
+/// Those columns must be within the rows; the processor must have `V`'s features.
+#[inline(always)]
+unsafe fn step<V: Vector, const PART: bool>(
+    (values, from): (&[u8], Element),
+    other: Option<(&[u8], Element)>,
+    factor: V::Values,
+    column: usize,
+    count: usize,
+    sums: &mut V::Values,
+) -> V::Values {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let value = load_values::<V, PART>(values.as_ptr().add(column * from.bytes()), from, count);
+        if let Some((other, of)) = other {
+            let other = load_values::<V, PART>(other.as_ptr().add(column * of.bytes()), of, count);
+            *sums = V::add(*sums, V::mul(value, other));
+        }
+        V::mul(value, factor)
     }
 }
 
