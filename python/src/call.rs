@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use ep::backend::check_row_bytes;
 use ep::{
     Backend, CallerError, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element,
-    Probs, ReceiveShape, Result, ScaleFormat, TokenFormat, WeightRows, WeightedRows,
+    Probs, ReceiveShape, Result, ScaleFormat, TokenFormat, WeightGradients, WeightRows, WeightedRows,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
@@ -435,12 +435,7 @@ pub(crate) fn weight_rows<B: Tensors>(backend: &mut B, call: &WeightRowsCall) ->
     let (values, weights, mut out) = (borrow(call.values), borrow(call.weights), borrow(call.out));
     let &WeightRowsCall { size: (rows, hidden), element, out_element, .. } = call;
     let input = WeightedRows { rows, hidden, values: &values, element, weights: &weights };
-    match call.backward {
-        None => backend.weight_rows(&input, out_element, &mut out)?,
-        Some((given, dots)) => {
-            let (given, mut dots) = (borrow(given), borrow(dots));
-            backend.weight_rows_backward(&input, &given, out_element, &mut out, &mut dots)?;
-        }
-    }
-    Ok(())
+    let mut backward = call.backward.map(|(rows, dots)| (borrow(rows), borrow(dots)));
+    let backward = backward.as_mut().map(|(rows, weights)| WeightGradients { rows, weights });
+    Ok(backend.weight_rows(&input, out_element, &mut out, backward)?)
 }

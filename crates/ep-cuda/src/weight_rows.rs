@@ -1,8 +1,8 @@
 //! Experts' outputs times their weights: one launch, on as many SMs as there are.
 
-use ep::{CallerError, Element, Result, WeightRows, WeightedRows};
+use ep::{CallerError, Element, Result, WeightGradients, WeightRows, WeightedRows};
 
-use crate::buffer::CudaBuffer;
+use crate::buffer::{CudaBuffer, address};
 use crate::device::KernelKey;
 use crate::driver::DeviceAddress;
 use crate::memory::CudaMemory;
@@ -34,32 +34,10 @@ impl WeightRows for CudaBuffer {
         input: &WeightedRows<'_, CudaMemory>,
         element: Element,
         out: &mut CudaMemory,
-    ) -> Result<()> {
-        self.launch_weight_rows(input, element, out, None)
-    }
-
-    fn weight_rows_backward(
-        &mut self,
-        gradients: &WeightedRows<'_, CudaMemory>,
-        rows: &CudaMemory,
-        element: Element,
-        out: &mut CudaMemory,
-        dots: &mut CudaMemory,
-    ) -> Result<()> {
-        self.launch_weight_rows(gradients, element, out, Some((rows, dots)))
-    }
-}
-
-impl CudaBuffer {
-    fn launch_weight_rows(
-        &mut self,
-        input: &WeightedRows<'_, CudaMemory>,
-        element: Element,
-        out: &CudaMemory,
-        backward: Option<(&CudaMemory, &CudaMemory)>,
+        backward: Option<WeightGradients<'_, CudaMemory>>,
     ) -> Result<()> {
         self.check_usable()?;
-        input.check(element, out, backward, CudaMemory::len)?;
+        input.check(element, out, backward.as_ref(), CudaMemory::len)?;
         let &WeightedRows { rows, hidden, values, element: values_element, weights } = input;
         let too_many = |_| CallerError::TooManyRows { rank: self.rank, rows: rows as u64 };
         let count = u32::try_from(rows).map_err(too_many)?;
@@ -69,10 +47,10 @@ impl CudaBuffer {
         }
         let params = WeightRowsParams {
             values: values.address(),
-            rows: backward.map_or(0, |(rows, _)| rows.address()),
+            rows: address(backward.as_ref().map(|backward| backward.rows)),
             weights: weights.address(),
             out: out.address(),
-            dots: backward.map_or(0, |(_, dots)| dots.address()),
+            dots: address(backward.as_ref().map(|backward| &*backward.weights)),
             count,
             hidden,
             values_f32: (values_element == Element::F32).into(),

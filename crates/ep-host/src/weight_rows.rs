@@ -1,6 +1,6 @@
 //! Experts' outputs times their weights, on this rank's workers.
 
-use ep::{Element, Result, WeightRows, WeightedRows};
+use ep::{Element, Result, WeightGradients, WeightRows, WeightedRows};
 
 use crate::buffer::HostBuffer;
 use crate::memory::HostMemory;
@@ -17,47 +17,20 @@ impl WeightRows for HostBuffer {
         input: &WeightedRows<'_, HostMemory>,
         element: Element,
         out: &mut HostMemory,
+        backward: Option<WeightGradients<'_, HostMemory>>,
     ) -> Result<()> {
         self.check_usable()?;
-        input.check(element, out, None, HostMemory::len)?;
-        self.weight(input, element, out, None);
-        Ok(())
-    }
-
-    fn weight_rows_backward(
-        &mut self,
-        gradients: &WeightedRows<'_, HostMemory>,
-        rows: &HostMemory,
-        element: Element,
-        out: &mut HostMemory,
-        dots: &mut HostMemory,
-    ) -> Result<()> {
-        self.check_usable()?;
-        gradients.check(element, out, Some((rows, dots)), HostMemory::len)?;
-        self.weight(gradients, element, out, Some((rows, dots)));
-        Ok(())
-    }
-}
-
-impl HostBuffer {
-    /// Sizes were checked.
-    fn weight(
-        &self,
-        input: &WeightedRows<'_, HostMemory>,
-        element: Element,
-        out: &mut HostMemory,
-        backward: Option<(&HostMemory, &mut HostMemory)>,
-    ) {
+        input.check(element, out, backward.as_ref(), HostMemory::len)?;
         let &WeightedRows { rows, hidden, element: from, .. } = input;
-        let (given, dots) = backward.unzip();
-        let dots = dots.map(|dots| &mut dots.as_bytes_mut()[..rows * F32]);
+        let (given, dots) = backward
+            .map(|backward| (backward.rows.as_bytes(), &mut backward.weights.as_bytes_mut()[..rows * F32]))
+            .unzip();
         let (row_in, row_out) = (hidden * from.bytes(), hidden * element.bytes());
         if rows * hidden == 0 {
-            dots.into_iter().for_each(|dots| dots.fill(0));
-            return;
+            dots.into_iter().for_each(|dots: &mut [u8]| dots.fill(0));
+            return Ok(());
         }
         let (values, weights) = (input.values.as_bytes(), input.weights.as_bytes());
-        let given = given.map(HostMemory::as_bytes);
         let comm = self.comm();
         let (level, streaming) = (comm.level, rows * row_out > comm.config.streaming_bytes);
         let weight_row = |row: usize, out: &mut [u8], dot: Option<&mut [u8]>| {
@@ -83,6 +56,7 @@ impl HostBuffer {
             }
             simd::stream_fence();
         });
+        Ok(())
     }
 }
 
@@ -121,11 +95,12 @@ mod tests {
             let expected: Vec<u16> = (0..rows * hidden)
                 .map(|at| f32_to_bf16(bf16_to_f32(values[at]) * weights[at / hidden]))
                 .collect();
-            buffer.weight_rows(&rows_of, Element::Bf16, &mut out).unwrap();
+            buffer.weight_rows(&rows_of, Element::Bf16, &mut out, None).unwrap();
             assert_eq!(out.as_bytes(), bytemuck::cast_slice::<_, u8>(&expected), "{workers} {rows}");
 
             out.as_bytes_mut().fill(0xA5);
-            buffer.weight_rows_backward(&rows_of, &input, Element::Bf16, &mut out, &mut dots).unwrap();
+            let backward = WeightGradients { rows: &input, weights: &mut dots };
+            buffer.weight_rows(&rows_of, Element::Bf16, &mut out, Some(backward)).unwrap();
             assert_eq!(out.as_bytes(), bytemuck::cast_slice::<_, u8>(&expected), "{workers} {rows}");
             let squares: Vec<f32> = values
                 .chunks(hidden)
@@ -143,7 +118,7 @@ mod tests {
         let mut out = buffer.alloc(16).unwrap();
         let mut refused = |values, hidden, weights| {
             let input = WeightedRows { rows: 1, hidden, values, element: Element::Bf16, weights };
-            buffer.weight_rows(&input, Element::Bf16, &mut out).unwrap_err().to_string()
+            buffer.weight_rows(&input, Element::Bf16, &mut out, None).unwrap_err().to_string()
         };
         assert!(refused(&short, 8, &weights).contains("rows to be weighted"));
         assert!(refused(&row, 7, &weights).contains("multiple of 8"));

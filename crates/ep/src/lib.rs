@@ -45,4 +45,4 @@ pub use layout::{Counts, DispatchLayout, ReceiveShape};
 pub use numeric::ScaleFormat;
 pub use routing::Routing;
 pub use topology::{ExpertPlacement, Rank, Topology, World};
-pub use weight::{WeightRows, WeightedRows};
+pub use weight::{WeightGradients, WeightRows, WeightedRows};

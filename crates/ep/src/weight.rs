@@ -22,9 +22,18 @@ pub struct WeightedRows<'a, M> {
     pub weights: &'a M,
 }
 
+/// What [`WeightRows::weight_rows`] needs to make gradients.
+#[derive(Debug)]
+pub struct WeightGradients<'a, M> {
+    /// The rows that were weighted, of the output's type.
+    pub rows: &'a M,
+    /// Where the gradients of the weights go, f32 `[rows]`.
+    pub weights: &'a mut M,
+}
+
 impl<M> WeightedRows<'_, M> {
-    /// Checks sizes: of these, of the output of type `element`, and of the rows and the gradients of the weights.
-    /// `len` says how many bytes a memory has.
+    /// Checks sizes: of these, of the output of type `element`, and of what gradients need. `len` says how many bytes a
+    /// memory has.
     ///
     /// # Errors
     /// [`CallerError`] that names what does not fit.
@@ -32,7 +41,7 @@ impl<M> WeightedRows<'_, M> {
         &self,
         element: Element,
         out: &M,
-        backward: Option<(&M, &M)>,
+        backward: Option<&WeightGradients<'_, M>>,
         len: impl Fn(&M) -> usize,
     ) -> Result<()> {
         let &Self { rows, hidden, .. } = self;
@@ -44,18 +53,20 @@ impl<M> WeightedRows<'_, M> {
         check_len("rows to be weighted", bytes(self.element), len(self.values))?;
         check_len("weights", rows * size_of::<f32>(), len(self.weights))?;
         check_len("weighted rows", bytes(element), len(out))?;
-        if let Some((rows_given, dots)) = backward {
-            check_len("rows that were weighted", bytes(element), len(rows_given))?;
-            check_len("gradients of weights", rows * size_of::<f32>(), len(dots))?;
+        if let Some(backward) = backward {
+            check_len("rows that were weighted", bytes(element), len(backward.rows))?;
+            check_len("gradients of weights", rows * size_of::<f32>(), len(backward.weights))?;
         }
         Ok(())
     }
 }
 
-/// A backend that weighs rows, too. What it computes is the same in every run, but the sums of
-/// [`weight_rows_backward`](Self::weight_rows_backward) are in an order of the backend's own.
+/// A backend that weighs rows, too.
 pub trait WeightRows: Backend {
     /// Writes each row times its weight, multiplied in f32 and rounded to `element` once, NaN canonical in bf16.
+    ///
+    /// With `backward`, `values` are gradients of weighted rows: the output is then the gradients of the rows, and those
+    /// of the weights are written, too. Their sums are the same in every run, in an order of the backend's own.
     ///
     /// # Errors
     /// [`CallerError`] where memory has not the size that the shape says; as [`Backend::dispatch`] where the buffer
@@ -65,19 +76,6 @@ pub trait WeightRows: Backend {
         input: &WeightedRows<'_, Self::Memory>,
         element: Element,
         out: &mut Self::Memory,
-    ) -> Result<()>;
-
-    /// The gradients of [`weight_rows`](Self::weight_rows): `values` are those of its output, `rows` its input of type
-    /// `element`. Writes the gradients of the rows, `out`, in their type, and of the weights, `dots`, f32 `[rows]`.
-    ///
-    /// # Errors
-    /// As [`weight_rows`](Self::weight_rows).
-    fn weight_rows_backward(
-        &mut self,
-        gradients: &WeightedRows<'_, Self::Memory>,
-        rows: &Self::Memory,
-        element: Element,
-        out: &mut Self::Memory,
-        dots: &mut Self::Memory,
+        backward: Option<WeightGradients<'_, Self::Memory>>,
     ) -> Result<()>;
 }
