@@ -309,13 +309,13 @@ def test_one_rank_needs_no_process_group() -> None:
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 )
-@pytest.mark.parametrize("hidden", [HIDDEN, 7168, 12])  # 12 is too narrow for the GPU's own kernel
+@pytest.mark.parametrize("hidden", [HIDDEN, 7168, 12])  # 12 is no multiple of 8: PyTorch's products
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
 def test_weights_are_applied_in_f32(device: str, hidden: int, given: torch.dtype, dtype: torch.dtype) -> None:
     generator = torch.Generator(device).manual_seed(1)
     with Buffer(num_experts=EXPERTS, device=device) as buffer:
-        for rows in (0, 1, 1001):
+        for rows in (0, 1, 20_000 if hidden == HIDDEN else 1001):
 
             def random(*shape: int) -> torch.Tensor:
                 return torch.randn(shape, device=device, generator=generator)
@@ -327,9 +327,10 @@ def test_weights_are_applied_in_f32(device: str, hidden: int, given: torch.dtype
             plain = (outputs * weights[:, None]).to(dtype)
             assert torch.equal(weighted, plain)
             found = torch.autograd.grad(weighted, (outputs, weights), grad)
-            assert torch.equal(found[0], (grad * weights[:, None]).to(given))
+            expected = torch.autograd.grad(plain, (outputs, weights), grad)
+            assert torch.equal(found[0], expected[0])
             exact = (outputs.double() * grad.double()).sum(dim=1)
-            torch.testing.assert_close(found[1].double(), exact, rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(found[1].double(), exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no grouped product")
