@@ -2,35 +2,36 @@
 // then every warp is a worker of its own, in both roles by turns:
 //
 //   push     adds the rows of a peer's token on this rank, and sends the partial sum
-//   reduce   adds the partial sums of this rank's tokens, some items after their like were pushed
+//   reduce   adds the partial sums of this rank's tokens, some time after their like were pushed
 //   (n2n)    carries partial sums between domains: not in this version, which serves one domain
 #include "push.cuh"
 #include "reduce.cuh"
 
-// Items that a worker pushes before it reduces its first: by then the peers have pushed theirs. A worker tells of its
-// youngest item only when it has pushed some of the next, so it must not wait for chunks as young as that one: with a
-// lead it waits for older chunks only, whose workers wait, if they do, for older ones still. So nobody waits in a circle.
-constexpr u32 LEAD = 2;
+// Items that every worker pushes before tokens as old as the first are reduced: by then the peers have pushed theirs.
+constexpr u32 LEAD = 1;
 
 __device__ inline void push_and_reduce(const CombineParams& p, const Worker& worker, u8* memory, const PeerView* peers,
                                        u32 epoch) {
     Pusher pusher(p, worker, memory, peers, epoch);
     Reducer reducer(p, worker, memory, epoch);
-    const u32 pushes = div_up(max(pusher.feed.items.count, worker.index) - worker.index, worker.workers);
-    const u32 reductions = div_up(max(reducer.feed.items.count, worker.index) - worker.index, worker.workers);
-    u32 pushed = 0, reduced = 0;
+    const u64 items = pusher.feed.items.count, lead = LEAD * worker.workers, tokens = p.handle.tokens;
     while (!pusher.over()) {
+        const u64 item = pusher.next.item;
         pusher.item();
-        pushed++;
-        // As large a share of the tokens as of the items, less the lead.
-        while (!reducer.over() && (reduced + 1) * pushes + LEAD * reductions <= pushed * reductions) {
-            if (!reducer.item()) return;
-            reduced++;
+        // Tokens are reduced in step with what is pushed, by workers that are ahead. They never wait for a peer here: as
+        // long as a worker has something to push, a peer may be waiting for it.
+        for (;;) {
+            if (!reducer.has_some()) {
+                if (reducer.all_taken() * items + lead * tokens > item * tokens) break;
+                if (!reducer.take()) break;
+            }
+            if (!reducer.ready()) break;
+            if (!reducer.reduce()) return;
         }
     }
     pusher.finish();
-    while (!reducer.over())
-        if (!reducer.item()) return;
+    while (reducer.has_some() || reducer.take())
+        if (!reducer.reduce()) return;
     if (p.out_probs != nullptr) gather_all_probs(p, worker, epoch);
 }
 

@@ -32,24 +32,6 @@ __device__ inline void gather_probs(const CombineParams& p, u32 chunk) {
     }
 }
 
-// Tokens that a worker takes at a time: some, so that their lists are read together; few, so that all workers have some.
-struct ReduceItems {
-    const HandleView& h;
-    u32 tokens;
-    u32 count;
-    u32 groups = 1;
-    u32 pieces = 1;
-
-    __device__ ReduceItems(const HandleView& h, u32 workers)
-        : h(h), tokens(min(max(h.tokens / (4 * workers), 1u), 4u)), count(div_up(h.tokens, tokens)) {}
-    __device__ bool skip(u32) const { return false; }
-    __device__ u32 first_piece(u32) const { return 0; }
-    __device__ u32 first(u32 item) const { return item * tokens; }
-    __device__ u32 end(u32 item) const { return min(h.tokens, first(item) + tokens); }
-    __device__ Range range(u32 item) const { return {h.token_begin[first(item)], h.token_begin[end(item)]}; }
-    __device__ const uint2* list(u32) const { return h.sends; }
-};
-
 // What a token's sum is made of: a partial sum of another rank, or a row of this one.
 __device__ inline Summand reduce_summand(const CombineParams& p, const uint2& entry, u32 send) {
     if ((entry.x & SEND_DEAD) != 0) return no_summand();
@@ -70,41 +52,72 @@ struct ReduceRows {
     __device__ Summand at(u32 index) const { return reduce_summand(p, p.handle.sends[first + index], first + index); }
 };
 
-// One worker's part of the role, item by item.
+// One worker's part of the role. Workers are not equally fast: where an SM lies decides its share of the wire, and some
+// take 1.6 times as long as others to push as much. So tokens are nobody's in advance: who has time takes some.
 struct Reducer {
     static constexpr u32 BYTES = element_bytes(ROWS_F32);
+    // Tokens that are taken at a time: some, so that their lists are read together; few, so that all end together.
+    static constexpr u32 MOST_TOKENS = 4;
     const CombineParams& p;
     const u32 epoch;
+    const u32 workers;
     u8* memory;
-    Feed<ReduceItems> feed;
-    Batch next;
-    u32 begin = NONE;
+    // Taken, and not yet reduced: [token, end).
     u32 token = 0;
+    u32 end = 0;
+    u32 begin = NONE;
 
     __device__ Reducer(const CombineParams& p, const Worker& worker, u8* memory, u32 epoch)
-        : p(p),
-          epoch(epoch),
-          memory(memory),
-          feed(ReduceItems(p.handle, worker.workers), worker.index, worker.workers),
-          next(feed.fetch()) {}
+        : p(p), epoch(epoch), workers(worker.workers), memory(memory) {}
 
-    __device__ bool over() const { return !next.valid(); }
+    __device__ bool has_some() const { return token != end; }
 
-    // The next item, all of it; false when a peer does not send what it owes.
-    __device__ bool item() {
-        token = feed.items.first(next.item);
-        const u32 last_chunk = (feed.items.end(next.item) - 1) / p.handle.chunk_tokens;
-        for (u32 chunk = token / p.handle.chunk_tokens; chunk <= last_chunk; chunk++)
+    // How many tokens have been taken by all workers, or would have been if there were more.
+    __device__ u32 all_taken() const {
+        return __shfl_sync(0xFFFFFFFFu, ld_relaxed_gpu(&p.common.own->tokens_taken), 0);
+    }
+
+    // Takes some of those that are left; false when there are none.
+    __device__ bool take() {
+        const u32 tokens = p.handle.tokens, taken = all_taken();
+        if (taken >= tokens) return false;
+        const u32 count = min(max((tokens - taken) / (4 * workers), 1u), MOST_TOKENS);
+        u32 first = 0;
+        if (lane_id() == 0) first = atom_add_relaxed_gpu(&p.common.own->tokens_taken, count);
+        token = min(__shfl_sync(0xFFFFFFFFu, first, 0), tokens);
+        end = min(token + count, tokens);
+        return has_some();
+    }
+
+    // Whether all peers have sent what they owe to the tokens taken.
+    __device__ bool ready() const {
+        const Common& c = p.common;
+        bool there = true;
+        for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
+            for (u32 peer = lane_id(); peer < c.ranks; peer += WARP)
+                if (peer != c.rank) there = there && reached(ld_acquire_sys(&c.own->flags[peer][chunk]), epoch);
+        return __all_sync(0xFFFFFFFFu, there);
+    }
+
+    // Reduces the tokens taken; false when a peer does not send what it owes.
+    __device__ bool reduce() {
+        const HandleView& h = p.handle;
+        for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
             if (!await_chunk(p.common, chunk, epoch)) return false;
-        bool last = false;
-        while (!last) {
-            const Batch batch = next;
-            next = feed.fetch();
+        const u32 last = h.token_begin[end];
+        for (u32 first = h.token_begin[token]; first < last; first += WARP) {
+            Batch batch;
+            batch.first = first;
+            batch.count = min(WARP, last - first);
+            if (lane_id() < batch.count) batch.entry = h.sends[first + lane_id()];
             reduce_batch(batch);
-            last = batch.last;
         }
+        token = end;
         return true;
     }
+
+    __device__ u32 first_chunk() const { return token / p.handle.chunk_tokens; }
+    __device__ u32 last_chunk() const { return (end - 1) / p.handle.chunk_tokens; }
 
     __device__ void reduce_batch(const Batch& batch) {
         // What every run needs, in registers.

@@ -71,7 +71,8 @@ struct Control {
     u32 blocks_done;     // of the running kernel
     u32 blocks_arrived;  // at the kernel's barrier
     u32 fault_claimed;
-    u32 reserved[28];
+    u32 tokens_taken;    // to be reduced, by the workers of the running combine
+    u32 reserved[27];
     // Written by peers: 1 + the rank to blame; and, of each, whether it has left (1) or died (2).
     u32 abort;
     u32 unused[31];

@@ -45,9 +45,21 @@ __device__ inline u32 ld_acquire_gpu(const u32* pointer) {
     return value;
 }
 
+__device__ inline u32 ld_relaxed_gpu(const u32* pointer) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+    return value;
+}
+
 __device__ inline u32 atom_add_acq_rel_gpu(u32* pointer, u32 value) {
     u32 old;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(pointer), "r"(value) : "memory");
+    return old;
+}
+
+__device__ inline u32 atom_add_relaxed_gpu(u32* pointer, u32 value) {
+    u32 old;
+    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(pointer), "r"(value) : "memory");
     return old;
 }
 

@@ -177,6 +177,7 @@ __device__ inline void leave(const Common& c, u32 epoch) {
     if (threadIdx.x == 0 && atom_add_acq_rel_gpu(&c.own->blocks_done, 1) == gridDim.x - 1) {
         c.own->blocks_done = 0;
         c.own->blocks_arrived = 0;
+        c.own->tokens_taken = 0;
         c.own->epoch = epoch;
     }
 }

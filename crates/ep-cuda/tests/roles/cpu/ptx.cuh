@@ -44,11 +44,23 @@ __device__ inline u32 atom_add_acq_rel_gpu(u32* pointer, u32 value, Site site = 
     return __atomic_fetch_add(pointer, value, __ATOMIC_ACQ_REL);
 }
 
+__device__ inline u32 atom_add_relaxed_gpu(u32* pointer, u32 value) {
+    machine::use_on_one_gpu(pointer);
+    machine::step(true);
+    return __atomic_fetch_add(pointer, value, __ATOMIC_RELAXED);
+}
+
 __device__ inline u32 atom_cas_relaxed_gpu(u32* pointer, u32 expected, u32 value) {
     machine::use_on_one_gpu(pointer);
     machine::step(true);
     __atomic_compare_exchange_n(pointer, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     return expected;
+}
+
+__device__ inline u32 ld_relaxed_gpu(const u32* pointer) {
+    machine::use_on_one_gpu(pointer);
+    machine::step(false);
+    return __atomic_load_n(pointer, __ATOMIC_RELAXED);
 }
 
 __device__ inline u32 ld_relaxed_sys(const u32* pointer) {
