@@ -63,7 +63,7 @@ struct Pusher {
           peers(peers),
           epoch(epoch),
           memory(memory),
-          feed(PushItems(p.common, peers, 1, 1, 1), worker.index, worker.workers),
+          feed(PushItems(p.common, peers, worker, 1, 1, 1), worker.index, worker.workers),
           outbox{memory + FETCH_BYTES},
           next(feed.fetch()) {}
 

@@ -13,15 +13,25 @@ struct ArrivalItems {
     u32 groups;
     u32 pieces;
     u32 sources;
+    u32 workers;
 
-    __device__ ArrivalItems(const Common& c, const PeerView* peers, u32 span, u32 groups, u32 pieces)
-        : c(c), peers(peers), span(span), groups(groups), pieces(pieces), sources(own ? c.ranks : c.ranks - 1) {
+    __device__ ArrivalItems(const Common& c, const PeerView* peers, const Worker& worker, u32 span, u32 groups, u32 pieces)
+        : c(c),
+          peers(peers),
+          span(span),
+          groups(groups),
+          pieces(pieces),
+          sources(own ? c.ranks : c.ranks - 1),
+          workers(worker.workers) {
         u32 chunks = 0;
         for (u32 peer = 0; peer < c.ranks; peer++) chunks = max(chunks, peers[peer].chunks);
         count = div_up(chunks, span) * sources * groups;
     }
+    // From round to round of the workers, the order of the sources is turned by one. Where there are, say, four sources
+    // and 96 workers, each worker would have one source only; and the own rank's chunks are more work than others.
     __device__ u32 source(u32 item) const {
-        const u32 rank = c.rank + (own ? 0 : 1) + item / groups % max(sources, 1u);
+        const u32 all = max(sources, 1u), round = place(item) * all * groups / workers;
+        const u32 rank = c.rank + (own ? 0 : 1) + (item / groups + round) % all;
         return rank >= c.ranks ? rank - c.ranks : rank;
     }
     // Its place among the items of its source, and its first chunk.

@@ -44,14 +44,14 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
     const Common& c = p.common;
     if (p.handle.permuted) zero_padding(p, worker);
     if (SEND_OWN && c.ranks == 1) return;
-    const ArrivalItems<!SEND_OWN> items(c, peers, SPAN, p.groups, p.pieces);
+    const ArrivalItems<!SEND_OWN> items(c, peers, worker, SPAN, p.groups, p.pieces);
     Feed<ArrivalItems<!SEND_OWN>> feed(items, worker.index, worker.workers);
     // Pieces of the output row.
     const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
     Batch next = feed.fetch();
     u32 arrived = NONE;
     u8* stage = nullptr;
-    ScaleRow scales;
+    ScaleRow scales, next_scales;
     while (next.valid()) {
         const Batch batch = next;
         next = feed.fetch();
@@ -75,14 +75,24 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
                 loads &= loads - 1;
             }
         };
+        // Scales of the batch's next token are read while the rows of this one are copied.
+        u32 unread = loads;
+        const auto read_scales = [&] {
+            if (unread == 0) return;
+            const u64 row = origin.row(batch.at(__ffs(unread) - 1));
+            next_scales.load(origin.scales + row * p.scale_row_bytes + part.offset, part.bytes);
+            unread &= unread - 1;
+        };
         read_ahead();
+        read_scales();
         for (u32 index = 0; index < batch.count; index++) {
             const uint2 entry = batch.at(index);
             const bool first = (entry.y & RECV_FIRST) != 0, end = (entry.y & RECV_END) != 0;
             if (entry.x == NONE || (first && end && !origin.own)) continue;
             if (first) {
                 stage = ring.take();
-                scales.load(origin.scales + origin.row(entry) * p.scale_row_bytes + part.offset, part.bytes);
+                scales = next_scales;
+                read_scales();
                 if (!origin.own) continue;
             }
             store_stage(p.out_tokens + static_cast<u64>(entry.x) * p.row_bytes_out + offset, stage, bytes);

@@ -13,7 +13,7 @@ struct Payload {
     const u8* data;
     u32 bytes;
     u32 offset;  // in the output row
-    const u8* scales;
+    const u8* scales;  // where they are made with the token
     ScalePart scale_part;
 };
 

@@ -108,12 +108,22 @@ __device__ inline ScalePart scales_of(const DispatchParams& p, u32 piece) {
             div_up(piece_bytes_at(p, piece) / 2, block) * bytes_per_scale};
 }
 
+// Made with the token.
+struct TokenScales {
+    __device__ void expect(const DispatchParams&, u32, u32) const {}
+    __device__ ScaleRow take(const Payload& payload) const {
+        ScaleRow row;
+        row.load(payload.scales, payload.scale_part.bytes);
+        return row;
+    }
+};
+
 struct PayloadBuffers {
     u8* scales;
 
     __device__ explicit PayloadBuffers(u8* memory) : scales(memory) {}
 
-    __device__ Payload prepare(const DispatchParams& p, u8* stage, u32, u32 piece) {
+    __device__ Payload prepare(const DispatchParams& p, u8* stage, u32 piece) {
         // All lanes have read the scales of the piece before.
         __syncwarp();
         const u32 vectors = piece_bytes_at(p, piece) / 16;

@@ -192,6 +192,11 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
     bool token_begins = true;
     Payload payload;
     ScaleRow scales;
+    TokenScales token_scales;
+    const auto expect_scales = [&] {
+        if (!here.over()) token_scales.expect(p, here.token, here.piece);
+    };
+    expect_scales();
     while (next.valid()) {
         const Batch batch = next;
         next = feed.fetch();
@@ -200,8 +205,10 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
             const uint2 entry = batch.at(index);
             const u32 rank = entry.x & SEND_RANK;
             if (token_begins) {
-                payload = buffers.prepare(p, ring.take(), here.token, here.piece);
-                scales.load(payload.scales, payload.scale_part.bytes);
+                payload = buffers.prepare(p, ring.take(), here.piece);
+                scales = token_scales.take(payload);
+                here.next();
+                expect_scales();
             }
             token_begins = (entry.x & SEND_TOKEN_END) != 0;
             if ((entry.x & SEND_DEAD) == 0 && (SEND_OWN || rank != p.common.rank)) {
@@ -214,7 +221,6 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
                 commit_stores();
                 completion.committed(tell);
                 buffers.sent(ring);
-                here.next();
                 read_ahead();
                 weights.weigh();
             }

@@ -3,9 +3,17 @@
 #include "send.cuh"
 
 // GB/s of one block: rows sent, rows copied here, tokens quantised (what is read); measured on an H200.
-constexpr float SENT = 43.0f, COPIED = 35.0f, QUANTIZED = 35.0f;
+constexpr float SENT = 45.0f, COPIED = 48.0f, QUANTIZED = 35.0f;
+// GB/s of all blocks together: what NVLink 4 carries to all peers. NVLink 5 has twice the bandwidth; what it carries has
+// not been measured.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr float WIRE = 680.0f;
+#else
+constexpr float WIRE = 340.0f;
+#endif
 
-// The division that ends first, between 1 and all blocks but one. Called by all lanes of a warp.
+// The division that ends first, between 1 and all blocks but one; of several, that with the fewest senders, since more of
+// them than the wire carries hinder each other. Called by all lanes of a warp.
 __device__ inline u32 sending_blocks(const DispatchParams& p) {
     const Common& c = p.common;
     const u32* shape = p.handle.shape + 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]);
@@ -21,7 +29,7 @@ __device__ inline u32 sending_blocks(const DispatchParams& p) {
         // Warps take whole items, so in the last round some of them may be idle.
         const u32 rounds = div_up(items, sending * WARPS);
         const float busy = static_cast<float>(items) / static_cast<float>(max(rounds, 1u) * sending * WARPS);
-        const float sends = send / (static_cast<float>(sending) * max(busy, 0.001f));
+        const float sends = max(send / (static_cast<float>(sending) * max(busy, 0.001f)), remote / WIRE);
         // Of a number that is not negative the bits are in order, too.
         const u32 time = __float_as_uint(max(sends, copy / static_cast<float>(gridDim.x - sending)));
         if (time < best) {
