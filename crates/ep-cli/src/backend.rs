@@ -1,7 +1,7 @@
 //! Which backend runs, and how its ranks come to be.
 
 use ep::rendezvous::Rendezvous;
-use ep::{Backend, Config, World};
+use ep::{Config, WeightRows, World};
 use ep_cuda::CudaBuffer;
 use ep_host::HostBuffer;
 
@@ -9,7 +9,7 @@ use crate::args::BackendChoice;
 use crate::failure::Failure;
 
 /// A backend that the command line can start.
-pub(crate) trait Start: Backend + Send + Sized + 'static {
+pub(crate) trait Start: WeightRows + Send + Sized + 'static {
     /// All ranks of a world, to be moved to threads.
     fn threads(world: &World, config: &Config) -> ep::Result<Vec<Self>>;
 

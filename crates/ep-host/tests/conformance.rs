@@ -2,8 +2,9 @@
 
 use ep::conformance::{Failure, Prepared, Problem, check_misuse, random_case, suite};
 use ep::{
-    Backend, CombineInput, CombineOutput, Config, DispatchInput, DispatchMode, DispatchOutput, Error,
-    ExpertPlacement, Rank, ReceiveShape, Result, Routing, Topology, Traffic, World,
+    Backend, CombineInput, CombineOutput, Config, DispatchInput, DispatchMode, DispatchOutput, Element,
+    Error, ExpertPlacement, Rank, ReceiveShape, Result, Routing, Topology, Traffic, WeightGradients,
+    WeightRows, WeightedRows, World,
 };
 use ep_host::{HostBuffer, HostHandle, HostMemory};
 
@@ -83,8 +84,20 @@ impl Backend for Unregistered {
     }
 }
 
+impl WeightRows for Unregistered {
+    fn weight_rows(
+        &mut self,
+        input: &WeightedRows<'_, HostMemory>,
+        element: Element,
+        out: &mut HostMemory,
+        backward: Option<WeightGradients<'_, HostMemory>>,
+    ) -> Result<()> {
+        self.inner.weight_rows(input, element, out, backward)
+    }
+}
+
 /// Runs every rank on a thread of its own; panics with what the ranks found, those at fault first.
-fn on_all_ranks<B: Backend + Send>(
+fn on_all_ranks<B: WeightRows + Send>(
     buffers: Vec<B>,
     run: impl Fn(&mut B) -> Result<(), Failure> + Sync,
     context: &str,

@@ -11,13 +11,14 @@ use crate::error::Error;
 use crate::layout::ReceiveShape;
 use crate::numeric::bf16_to_f32;
 use crate::topology::Rank;
+use crate::weight::WeightRows;
 
 /// Bytes behind an output that must stay as they were.
 const GUARD: usize = 80;
 
 impl Prepared {
-    /// Takes this rank through the case: preprocess, then for each run a dispatch and two combines, the second with
-    /// probabilities. The first run waits after every operator, the later ones queue theirs; between dispatch and
+    /// Takes this rank through the case: preprocess, then for each run a dispatch, two combines, the second with
+    /// probabilities, and [`WeightRows`] on the experts' rows. The first run waits after every operator, the later ones queue theirs; between dispatch and
     /// combine of the second run another handle is made. Every second run gives the operators memory of exactly the
     /// bytes they need, the others have guard bytes behind it.
     ///
@@ -25,13 +26,13 @@ impl Prepared {
     ///
     /// # Errors
     /// The first [`Failure`]. The backend should then be dropped: if an error stopped it, its peers wait for it.
-    pub fn check<B: Backend>(&self, backend: &mut B) -> Result<(), Failure> {
+    pub fn check<B: WeightRows>(&self, backend: &mut B) -> Result<(), Failure> {
         self.check_on(backend, &mut None)
     }
 
     /// As [`check`](Self::check), on a handle that an earlier check of the same routing has left; without one, it makes
     /// one and leaves it.
-    pub(super) fn check_on<B: Backend>(
+    pub(super) fn check_on<B: WeightRows>(
         &self,
         backend: &mut B,
         handle: &mut Option<B::Handle>,
@@ -77,7 +78,7 @@ pub(super) struct CombineMemory<M> {
     pub(super) out_probs: Option<M>,
 }
 
-impl<'a, B: Backend> Check<'a, B> {
+impl<'a, B: WeightRows> Check<'a, B> {
     pub(super) fn new(prepared: &'a Prepared, backend: &'a mut B) -> Self {
         Self { prepared, rank: backend.rank(), backend, run: 0, first: None }
     }
@@ -139,7 +140,8 @@ impl<'a, B: Backend> Check<'a, B> {
 
         self.check_dispatch(&dispatch)?;
         self.check_combine("combine", &combine)?;
-        self.check_combine("combine with probs", &gather)
+        self.check_combine("combine with probs", &gather)?;
+        self.weigh()
     }
 
     fn wait_in_first_run(&mut self, operator: &'static str) -> Result<(), Failure> {
@@ -243,7 +245,9 @@ impl<'a, B: Backend> Check<'a, B> {
             let error = (found - exact.sum).abs();
             if error.is_nan() || error > exact.bound {
                 let (row, column) = (at / hidden, at % hidden);
-                let problem = Problem::Rounding { row, column, found, exact: exact.sum, bound: exact.bound };
+                let what = "combined tokens";
+                let problem =
+                    Problem::Rounding { what, row, column, found, exact: exact.sum, bound: exact.bound };
                 return self.note(operator, problem);
             }
         }
@@ -256,11 +260,17 @@ impl<'a, B: Backend> Check<'a, B> {
         expected: Expected<'_>,
         memory: &B::Memory,
     ) -> Result<Vec<u8>, Failure> {
-        let mut found = vec![0; expected.bytes()];
-        self.backend.download(memory, &mut found).map_err(|error| self.error("download", error))?;
+        let found = self.read(expected.bytes(), memory)?;
         if let Some(difference) = expected.difference(&found) {
             self.note(operator, Problem::Differs(difference));
         }
+        Ok(found)
+    }
+
+    /// The first bytes of a memory.
+    pub(super) fn read(&mut self, bytes: usize, memory: &B::Memory) -> Result<Vec<u8>, Failure> {
+        let mut found = vec![0; bytes];
+        self.backend.download(memory, &mut found).map_err(|error| self.error("download", error))?;
         Ok(found)
     }
 
@@ -324,11 +334,16 @@ impl<'a, B: Backend> Check<'a, B> {
         )
     }
 
-    fn guard(&self) -> usize {
-        if self.run.is_multiple_of(2) { GUARD } else { 0 }
+    /// Whether memory has guard bytes in this run.
+    pub(super) fn is_guarded(&self) -> bool {
+        self.run.is_multiple_of(2)
     }
 
-    fn content(&self) -> &'a Content {
+    pub(super) fn guard(&self) -> usize {
+        if self.is_guarded() { GUARD } else { 0 }
+    }
+
+    pub(super) fn content(&self) -> &'a Content {
         self.prepared.content(self.run, self.rank)
     }
 
@@ -348,7 +363,7 @@ impl<'a, B: Backend> Check<'a, B> {
         self.input(&vec![POISON; expected.bytes()])
     }
 
-    fn note(&mut self, operator: &'static str, problem: Problem) {
+    pub(super) fn note(&mut self, operator: &'static str, problem: Problem) {
         if self.first.is_none() {
             self.first = Some(self.failure(operator, problem));
         }

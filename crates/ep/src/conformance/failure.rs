@@ -51,10 +51,12 @@ pub enum Problem {
     Differs(Difference),
     /// A sum further from the exact one than its roundings can bring it.
     #[error(
-        "combined tokens, row {row} column {column}: {found:e} is further from the exact {exact:e} than {bound:e}"
+        "{what}, row {row} column {column}: {found:e} is further from the exact {exact:e} than {bound:e}"
     )]
     Rounding {
-        /// The token.
+        /// The memory.
+        what: &'static str,
+        /// The token, or the row.
         row: usize,
         /// The element.
         column: usize,

@@ -9,6 +9,7 @@ use crate::error::{Error, Result as EpResult};
 use crate::numeric::ScaleFormat;
 use crate::routing::Routing;
 use crate::topology::{Rank, World};
+use crate::weight::WeightRows;
 
 /// Makes calls with arguments that cannot be served. Each must fail with [`Error::Caller`] on every rank before
 /// anything is sent, and the backend must pass a good case afterwards. Every rank of the backend's world must call
@@ -18,7 +19,7 @@ use crate::topology::{Rank, World};
 ///
 /// # Errors
 /// The first [`Failure`] on this rank; the backend should then be dropped.
-pub fn check_misuse<B: Backend>(backend: &mut B) -> Result<(), Failure> {
+pub fn check_misuse<B: WeightRows>(backend: &mut B) -> Result<(), Failure> {
     for format in [
         TokenFormat::Bf16,
         TokenFormat::Fp8(ScaleFormat::F32Per128),
@@ -73,7 +74,7 @@ fn sent(traffic: Traffic) -> [u64; 3] {
     [traffic.domain_bytes, traffic.transport_bytes, traffic.transport_messages]
 }
 
-impl<B: Backend> Check<'_, B> {
+impl<B: WeightRows> Check<'_, B> {
     /// Makes a call that must be refused.
     fn refused<T>(
         &mut self,

@@ -32,6 +32,7 @@ mod soak;
 mod suite;
 #[cfg(test)]
 mod tests;
+mod weigh;
 
 pub use case::{CapacityKind, Case, ProbsKind, RoutingKind};
 pub use failure::{Difference, Failure, Place, Problem};

@@ -9,9 +9,9 @@ use super::case::Case;
 use super::failure::Failure;
 use super::prepared::Prepared;
 use super::random::{Place, Size};
-use crate::backend::Backend;
 use crate::error::Result;
 use crate::topology::{Topology, World};
+use crate::weight::WeightRows;
 
 /// Every so many iterations one makes a handle that is kept.
 const KEEP_EVERY: u64 = 5;
@@ -131,7 +131,7 @@ impl<H> Soaking<H> {
     ///
     /// # Panics
     /// When iterations were left out.
-    pub fn check<B: Backend<Handle = H>>(
+    pub fn check<B: WeightRows<Handle = H>>(
         &mut self,
         backend: &mut B,
         iteration: &Iteration,

@@ -6,8 +6,8 @@ use std::time::Duration;
 use clap::Parser as _;
 use ep::rendezvous::ThreadRendezvous;
 use ep::{
-    Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, EnvironmentError,
-    ReceiveShape, Routing, Traffic, World,
+    Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element,
+    EnvironmentError, ReceiveShape, Routing, Traffic, WeightGradients, WeightRows, WeightedRows, World,
 };
 use ep_host::{HostHandle, HostMemory};
 
@@ -160,6 +160,18 @@ impl Backend for Spoiled {
 
     fn traffic(&self) -> Traffic {
         self.inner.traffic()
+    }
+}
+
+impl WeightRows for Spoiled {
+    fn weight_rows(
+        &mut self,
+        input: &WeightedRows<'_, HostMemory>,
+        element: Element,
+        out: &mut HostMemory,
+        backward: Option<WeightGradients<'_, HostMemory>>,
+    ) -> ep::Result<()> {
+        self.inner.weight_rows(input, element, out, backward)
     }
 }
 

@@ -5,9 +5,11 @@ use std::cell::Cell;
 use crate::backend::*;
 use crate::error::{CallerError, Result};
 use crate::layout::{Counts, ReceiveShape};
+use crate::numeric::{bf16_to_f32, f32_to_bf16};
 use crate::oracle::{self, CombineSpec, ReceivedRows, Tokens};
 use crate::routing::Routing;
 use crate::topology::{Rank, World};
+use crate::weight::{WeightGradients, WeightRows, WeightedRows};
 
 /// What a [`Fake`] does wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +37,9 @@ pub(super) enum Fault {
     TakesAnyCapacity,
     BlamesEnvironment,
     SendsFirst,
+    TruncatesWeighted,
+    SkipsLastElement,
+    LeavesDots,
 }
 
 /// A world of one rank, served by the oracle.
@@ -340,5 +345,46 @@ impl Backend for Fake {
     fn traffic(&self) -> Traffic {
         let domain_bytes = if self.is(Fault::SendsFirst) { self.sent } else { 0 };
         Traffic { domain_bytes, ..Traffic::default() }
+    }
+}
+
+impl WeightRows for Fake {
+    fn weight_rows(
+        &mut self,
+        input: &WeightedRows<'_, Vec<u8>>,
+        element: Element,
+        out: &mut Vec<u8>,
+        backward: Option<WeightGradients<'_, Vec<u8>>>,
+    ) -> Result<()> {
+        input.check(element, out, backward.as_ref(), Vec::len)?;
+        let value = |bytes: &[u8], element: Element, at: usize| match element {
+            Element::Bf16 => bf16_to_f32(bytemuck::pod_read_unaligned(&bytes[2 * at..][..2])),
+            Element::F32 => bytemuck::pod_read_unaligned(&bytes[4 * at..][..4]),
+        };
+        for at in 0..input.rows * input.hidden {
+            let weight = value(input.weights, Element::F32, at / input.hidden);
+            let product = value(input.values, input.element, at) * weight;
+            match element {
+                Element::Bf16 if self.is(Fault::TruncatesWeighted) => {
+                    let upper = (product.to_bits() >> 16) as u16;
+                    fill(&mut out[2 * at..], &upper.to_le_bytes());
+                }
+                Element::Bf16 => fill(&mut out[2 * at..], &f32_to_bf16(product).to_le_bytes()),
+                Element::F32 => fill(&mut out[4 * at..], &product.to_le_bytes()),
+            }
+        }
+        let Some(WeightGradients { rows, weights }) = backward else { return Ok(()) };
+        let summed = input.hidden - usize::from(self.is(Fault::SkipsLastElement));
+        for row in 0..input.rows {
+            let product = |column: usize| {
+                let at = row * input.hidden + column;
+                value(input.values, input.element, at) * value(rows, element, at)
+            };
+            let dot: f32 = (0..summed).map(product).sum();
+            if !self.is(Fault::LeavesDots) {
+                fill(&mut weights[4 * row..], &dot.to_le_bytes());
+            }
+        }
+        Ok(())
     }
 }

@@ -51,6 +51,9 @@ fn every_fault_is_reported() {
         (Fault::RoundsDown, "combine", "combined tokens, row 0 column 0: expected 0x"),
         (Fault::LeavesUnchosenProbs, "combine with probs", "gathered probs, row "),
         (Fault::OnlyOnce, "dispatch", "as before the call"),
+        (Fault::TruncatesWeighted, "weight_rows", "weighted rows, row "),
+        (Fault::SkipsLastElement, "weight_rows with gradients", "gradients of weights, row "),
+        (Fault::LeavesDots, "weight_rows with gradients", "is further from the exact"),
     ] {
         let found = failures(&cases, fault);
         assert!(found.len() > 4, "{fault:?} is seen in {} cases only", found.len());

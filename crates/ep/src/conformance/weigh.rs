@@ -1,0 +1,147 @@
+//! Weights of experts' rows, as a layer multiplies with them before combine.
+
+use super::check::Check;
+use super::failure::{Expected, Failure, Problem, Unit};
+use super::prepared::Content;
+use crate::backend::{DispatchMode, Element};
+use crate::numeric::{bf16_to_f32, canonical_f32, f32_to_bf16};
+use crate::weight::{WeightGradients, WeightRows, WeightedRows};
+
+const FORWARD: &str = "weight_rows";
+const BACKWARD: &str = "weight_rows with gradients";
+
+impl<B: WeightRows> Check<'_, B> {
+    /// Weighs the experts' rows by the rows' probabilities, then takes them for gradients of weighted rows. Every second
+    /// run asks for bf16, whatever the rows are. No other rank takes part.
+    pub(super) fn weigh(&mut self) -> Result<(), Failure> {
+        let case = self.case_of();
+        let Content { expert_rows, row_probs, .. } = self.content();
+        let (rows, hidden, element) = (row_probs.len(), case.hidden, case.element);
+        // A plain row has a probability for each expert of its rank.
+        if case.mode == DispatchMode::Plain || rows == 0 {
+            return Ok(());
+        }
+        let to = if self.is_guarded() { element } else { Element::Bf16 };
+        let given = floats(expert_rows, element);
+        let products: Vec<f32> =
+            given.iter().enumerate().map(|(at, value)| value * row_probs[at / hidden]).collect();
+        let weighted = bytes_of(&products, to);
+        let expected = self.all_rows("weighted rows", to, hidden, &weighted);
+
+        let values = self.input(expert_rows)?;
+        let weights = self.input(bytemuck::cast_slice(row_probs))?;
+        let input = WeightedRows { rows, hidden, values: &values, element, weights: &weights };
+        let mut out = self.output(expected)?;
+        self.backend.weight_rows(&input, to, &mut out, None).map_err(|error| self.error(FORWARD, error))?;
+        self.synchronize(FORWARD)?;
+        self.is_weighted(FORWARD, expected, to, &out)?;
+
+        let other_bytes = bytes_of(&partners(&given), to);
+        let rows_given = self.input(&other_bytes)?;
+        let mut gradients = self.output(expected)?;
+        let unknown = vec![0; rows * size_of::<f32>()];
+        let mut dots = self.output(self.all_rows("gradients of weights", Element::F32, 1, &unknown))?;
+        let backward = WeightGradients { rows: &rows_given, weights: &mut dots };
+        self.backend
+            .weight_rows(&input, to, &mut gradients, Some(backward))
+            .map_err(|error| self.error(BACKWARD, error))?;
+        self.synchronize(BACKWARD)?;
+        self.is_weighted(BACKWARD, expected, to, &gradients)?;
+        self.check_dots(&dots, &given, &floats(&other_bytes, to))
+    }
+
+    /// Rows that are all filled.
+    fn all_rows<'a>(
+        &self,
+        what: &'static str,
+        element: Element,
+        columns: usize,
+        rows: &'a [u8],
+    ) -> Expected<'a> {
+        let row_bytes = columns * element.bytes();
+        let unit = if element == Element::Bf16 { Unit::Bf16 } else { Unit::F32 };
+        Expected { what, unit, row_bytes, rows, allocated_rows: rows.len() / row_bytes, guard: self.guard() }
+    }
+
+    /// Compares weighted rows. Which NaN an f32 product is, is not defined.
+    fn is_weighted(
+        &mut self,
+        operator: &'static str,
+        expected: Expected<'_>,
+        to: Element,
+        memory: &B::Memory,
+    ) -> Result<(), Failure> {
+        let mut found = self.read(expected.bytes(), memory)?;
+        if to == Element::F32 {
+            let (rows, _) = found.split_at_mut(expected.rows.len());
+            let canonical = bytes_of(&floats(rows, to), to);
+            rows.copy_from_slice(&canonical);
+        }
+        if let Some(difference) = expected.difference(&found) {
+            self.note(operator, Problem::Differs(difference));
+        }
+        Ok(())
+    }
+
+    /// Compares the sums of `values` times `rows` with exact ones. The order of a sum is the backend's own, so it may be
+    /// off by what that many roundings in f32 can bring; where f32 does not reach, nothing is known.
+    fn check_dots(&mut self, memory: &B::Memory, values: &[f32], rows: &[f32]) -> Result<(), Failure> {
+        const ROUNDING: f64 = 1.0 / (1 << 24) as f64;
+        let hidden = self.case_of().hidden;
+        let count = values.len() / hidden;
+        let found = self.read(count * size_of::<f32>() + self.guard(), memory)?;
+        let dots = floats(&found[..count * size_of::<f32>()], Element::F32);
+        for (row, ((values, rows), dot)) in
+            values.chunks_exact(hidden).zip(rows.chunks_exact(hidden)).zip(dots).enumerate()
+        {
+            let products = || values.iter().zip(rows).map(|(&value, &row)| f64::from(value) * f64::from(row));
+            let (exact, size): (f64, f64) = (products().sum(), products().map(f64::abs).sum());
+            if !size.is_finite() || size > f64::from(f32::MAX) / 2.0 {
+                continue;
+            }
+            // A product and its place in the sum are rounded; what is smaller than any f32 is lost.
+            let bound = 2.0 * hidden as f64 * (ROUNDING * size + f64::from(f32::from_bits(1)));
+            let found = f64::from(dot);
+            let error = (found - exact).abs();
+            if error.is_nan() || error > bound {
+                let what = "gradients of weights";
+                self.note(BACKWARD, Problem::Rounding { what, row, column: 0, found, exact, bound });
+                return Ok(());
+            }
+        }
+        let untouched = self.all_rows("gradients of weights", Element::F32, 1, &found[..count * 4]);
+        if let Some(difference) = untouched.difference(&found) {
+            self.note(BACKWARD, Problem::Differs(difference));
+        }
+        Ok(())
+    }
+}
+
+/// Rows whose products with these are all of about the same size, so that none is lost in their sum: experts' rows hold
+/// values that swallow all others. Zero beside what is far from one.
+fn partners(values: &[f32]) -> Vec<f32> {
+    let partner = |(at, &value): (usize, &f32)| {
+        let size = value.abs();
+        if size > 1e-20 && size < 1e20 { (1.0 + (at % 7) as f32 / 8.0) / value } else { 0.0 }
+    };
+    values.iter().enumerate().map(partner).collect()
+}
+
+fn floats(bytes: &[u8], element: Element) -> Vec<f32> {
+    match element {
+        Element::Bf16 => {
+            bytes.chunks_exact(2).map(|pair| bf16_to_f32(u16::from_le_bytes([pair[0], pair[1]]))).collect()
+        }
+        Element::F32 => bytes
+            .chunks_exact(4)
+            .map(|four| f32::from_le_bytes(four.try_into().unwrap_or_default()))
+            .collect(),
+    }
+}
+
+fn bytes_of(values: &[f32], element: Element) -> Vec<u8> {
+    match element {
+        Element::Bf16 => values.iter().flat_map(|&value| f32_to_bf16(value).to_le_bytes()).collect(),
+        Element::F32 => values.iter().flat_map(|&value| canonical_f32(value).to_le_bytes()).collect(),
+    }
+}
