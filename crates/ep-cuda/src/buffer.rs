@@ -57,6 +57,8 @@ pub struct CudaBuffer {
     pub(crate) blocks: u32,
     pub(crate) preprocess_blocks: u32,
     pub(crate) plain_copies: bool,
+    /// Tokens of a chunk, at most.
+    pub(crate) chunk_tokens: usize,
     /// Tells handles of this buffer from others'.
     pub(crate) id: u64,
     pub(crate) step: u64,
@@ -96,6 +98,10 @@ impl Home {
         devices: Vec<usize>,
         config: &Config,
     ) -> Result<Self> {
+        if config.chunk_tokens == 0 {
+            let problem = "must be at least 1".into();
+            return Err(CallerError::Config { key: "chunk_tokens", value: "0".into(), problem }.into());
+        }
         Kernels::get().load_usual(&device, world.ranks(), config.plain_copies)?;
         let stream = Stream::new(&device)?;
         let arena = Arena::new(&device, devices)?;
@@ -165,6 +171,7 @@ impl CudaBuffer {
             blocks: wanted.clamp(FEWEST_BLOCKS, most),
             preprocess_blocks: PREPROCESS_BLOCKS.min(most),
             plain_copies: config.plain_copies,
+            chunk_tokens: config.chunk_tokens,
             device,
             id: NEXT_ID.fetch_add(1, Relaxed),
             step: 0,
@@ -324,7 +331,7 @@ impl CudaBuffer {
         }
         let ranks = self.world.ranks();
         let local_experts = self.world.placement.local_experts(self.rank);
-        let sizes = Sizes::new(tokens, copies, ranks, local_experts);
+        let sizes = Sizes::new(tokens, copies, ranks, local_experts, self.chunk_tokens);
         report.check(local_experts)?;
         let permuted = matches!(mode, DispatchMode::Permuted { .. });
         let kernel = self.kernel(KernelKey::Preprocess)?;

@@ -58,8 +58,14 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    pub(crate) fn new(tokens: usize, copies: usize, ranks: usize, local_experts: usize) -> Self {
-        let chunk_tokens = chunk_tokens(tokens);
+    pub(crate) fn new(
+        tokens: usize,
+        copies: usize,
+        ranks: usize,
+        local_experts: usize,
+        most_chunk_tokens: usize,
+    ) -> Self {
+        let chunk_tokens = chunk_tokens(tokens, most_chunk_tokens);
         Self { tokens, copies, ranks, local_experts, chunks: tokens.div_ceil(chunk_tokens), chunk_tokens }
     }
 
@@ -111,9 +117,9 @@ impl Sizes {
 }
 
 /// Tokens that move as a unit: few enough that all workers have some, and that the first arrive early; many enough
-/// that their lists are read in few pieces.
-fn chunk_tokens(tokens: usize) -> usize {
-    (tokens / 256).clamp(1, 4).max(tokens.div_ceil(MAX_CHUNKS))
+/// that their lists are read in few pieces. No more than `most`, unless there would be too many chunks.
+fn chunk_tokens(tokens: usize, most: usize) -> usize {
+    (tokens / 256).clamp(1, 4).min(most).max(tokens.div_ceil(MAX_CHUNKS))
 }
 
 #[cfg(test)]
@@ -123,16 +129,21 @@ mod tests {
     #[test]
     fn chunks_stay_within_their_flags() {
         for tokens in [0, 1, 3, 4, 255, 256, 1023, 4096, 4097, 100_000, 10_000_000] {
-            let sizes = Sizes::new(tokens, 8 * tokens, 8, 4);
-            assert!(sizes.chunks <= MAX_CHUNKS, "{tokens}: {}", sizes.chunks);
-            assert!(sizes.chunks * sizes.chunk_tokens >= tokens);
+            for most in [1, 2, 64] {
+                let sizes = Sizes::new(tokens, 8 * tokens, 8, 4, most);
+                assert!(sizes.chunks <= MAX_CHUNKS, "{tokens}: {}", sizes.chunks);
+                assert!(sizes.chunks * sizes.chunk_tokens >= tokens);
+                assert!(sizes.chunk_tokens <= most || sizes.chunk_tokens == tokens.div_ceil(MAX_CHUNKS));
+            }
         }
+        let chunks = |most| Sizes::new(1024, 8192, 8, 4, most).chunks;
+        assert_eq!([1, 2, 4, 64].map(chunks), [1024, 512, 256, 256]);
     }
 
     #[test]
     fn lists_follow_one_another_and_end_where_the_walk_says() {
         for (tokens, copies) in [(0, 0), (1, 0), (5, 11), (4096, 32_768)] {
-            let sizes = Sizes::new(tokens, copies, 8, 4);
+            let sizes = Sizes::new(tokens, copies, 8, 4, 64);
             let (_, bytes) = sizes.lay_out(0, true);
             let (view, end) = sizes.lay_out(4096, true);
             assert_eq!(end, 4096 + bytes);
