@@ -210,6 +210,8 @@ pub(crate) enum Dtype {
     Bf16,
     /// bf16 in, quantised inside dispatch, FP8 e4m3 with f32 scales per 128 out
     Fp8,
+    /// FP8 e4m3 with f32 scales per 128 in and out
+    Fp8Given,
 }
 
 impl Dtype {
@@ -217,6 +219,7 @@ impl Dtype {
         match self {
             Self::Bf16 => "bf16",
             Self::Fp8 => "fp8",
+            Self::Fp8Given => "fp8-given",
         }
     }
 }

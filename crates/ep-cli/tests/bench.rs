@@ -97,13 +97,15 @@ fn processes() {
 
 #[test]
 fn fp8_with_skew_and_uneven_tokens() {
-    let options = ["--dtype", "fp8", "--hidden", "256", "--skew", "1.2", "--tokens", "9,0,33,1"];
-    let report = json(&options);
-    check_fields(&report, 4, &[9, 0, 33, 1], 8, 3);
-    assert_eq!(report["config"]["dtype"], "fp8");
-    let in_processes = json(&[&options[..], &["--processes"]].concat());
-    check_fields(&in_processes, 4, &[9, 0, 33, 1], 8, 3);
-    assert_eq!(in_processes["runs"][0]["load"], report["runs"][0]["load"]);
+    for dtype in ["fp8", "fp8-given"] {
+        let options = ["--dtype", dtype, "--hidden", "256", "--skew", "1.2", "--tokens", "9,0,33,1"];
+        let report = json(&options);
+        check_fields(&report, 4, &[9, 0, 33, 1], 8, 3);
+        assert_eq!(report["config"]["dtype"], dtype);
+        let in_processes = json(&[&options[..], &["--processes"]].concat());
+        check_fields(&in_processes, 4, &[9, 0, 33, 1], 8, 3);
+        assert_eq!(in_processes["runs"][0]["load"], report["runs"][0]["load"]);
+    }
 }
 
 #[test]

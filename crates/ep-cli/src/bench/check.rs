@@ -164,8 +164,8 @@ pub(super) fn gathered(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Resu
     Ok(routing.tokens() as u64)
 }
 
-/// A token made again, in the form in which it is delivered.
-struct Token {
+/// A token made, or made again, in the form in which it is delivered.
+pub(super) struct Token {
     quantize: Option<ScaleFormat>,
     bf16: Vec<u8>,
     values: Vec<u16>,
@@ -174,7 +174,7 @@ struct Token {
 }
 
 impl Token {
-    fn new(hidden: usize, format: TokenFormat) -> Self {
+    pub(super) fn new(hidden: usize, format: TokenFormat) -> Self {
         Self {
             quantize: format.scales(),
             bf16: vec![0; 2 * hidden],
@@ -184,7 +184,7 @@ impl Token {
         }
     }
 
-    fn make(&mut self, seed: u64, rank: Rank, token: usize) {
+    pub(super) fn make(&mut self, seed: u64, rank: Rank, token: usize) {
         tokens::fill(seed, rank, token, &mut self.bf16);
         if let Some(format) = self.quantize {
             for (value, bytes) in self.values.iter_mut().zip(self.bf16.chunks_exact(2)) {
@@ -194,7 +194,11 @@ impl Token {
         }
     }
 
-    fn data(&self) -> &[u8] {
+    pub(super) fn scales(&self) -> &[u8] {
+        &self.scales
+    }
+
+    pub(super) fn data(&self) -> &[u8] {
         if self.quantize.is_some() { &self.codes } else { &self.bf16 }
     }
 }

@@ -25,8 +25,9 @@ impl MustMove {
         let copies: usize = routings.iter().map(Routing::copies).sum();
         let row =
             format.output_row_bytes(plan.hidden) + format.scale_row_bytes(plan.hidden) + size_of::<f32>();
+        let token = format.input_row_bytes(plan.hidden) + plan.given_scale_row_bytes();
         Self {
-            dispatch: (sent * format.input_row_bytes(plan.hidden)) as u64 + rows * row as u64,
+            dispatch: (sent * token) as u64 + rows * row as u64,
             combine: ((copies + tokens) * plan.bf16_row_bytes()) as u64,
         }
     }
@@ -123,6 +124,7 @@ mod tests {
         // 20 tokens and 48 rows of 256 bytes; 40 rows of real copies and 20 tokens.
         assert_eq!(bytes(""), MustMove { dispatch: 20 * 256 + 48 * (256 + 4), combine: 60 * 256 });
         assert_eq!(bytes("--dtype fp8").dispatch, 20 * 256 + 48 * (128 + 4 + 4));
+        assert_eq!(bytes("--dtype fp8-given").dispatch, 20 * (128 + 4) + 48 * (128 + 4 + 4));
         assert_eq!(bytes("").by(Operator::Layer), Some(2 * (17_600 + 15_360)));
     }
 

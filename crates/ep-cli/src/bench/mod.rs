@@ -176,6 +176,7 @@ mod tests {
         for options in [
             "--tokens 33",
             "--tokens 33 --dtype fp8 --skew 1",
+            "--tokens 33,0,7,2 --dtype fp8-given",
             "--tokens 33 --ranks 1",
             "--tokens 0,9,40,0 --pad 1",
         ] {

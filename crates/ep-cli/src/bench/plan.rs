@@ -169,7 +169,12 @@ impl Plan {
         format(self.dtype)
     }
 
-    /// Bytes of a row of bf16: an input token, an expert's output row, a combined token.
+    /// Bytes of a token's scales that come with it.
+    pub(crate) fn given_scale_row_bytes(&self) -> usize {
+        if self.dtype == Dtype::Fp8Given { self.format().scale_row_bytes(self.hidden) } else { 0 }
+    }
+
+    /// Bytes of a row of bf16: an expert's output row, a combined token, a token unless it is FP8.
     pub(crate) fn bf16_row_bytes(&self) -> usize {
         2 * self.hidden
     }
@@ -194,6 +199,7 @@ fn format(dtype: Dtype) -> TokenFormat {
     match dtype {
         Dtype::Bf16 => TokenFormat::Bf16,
         Dtype::Fp8 => TokenFormat::QuantizeFp8(ScaleFormat::F32Per128),
+        Dtype::Fp8Given => TokenFormat::Fp8(ScaleFormat::F32Per128),
     }
 }
 
@@ -356,6 +362,7 @@ pub(super) mod tests {
             ("--ranks 3", "--experts 64"),
             ("--hidden 2044", "2044"),
             ("--hidden 8 --dtype fp8", "--hidden"),
+            ("--hidden 8 --dtype fp8-given", "--hidden"),
             ("--hidden 0", "--hidden"),
             ("--hidden 18446744073709551600", "--hidden"),
             ("--topk 65", "--topk 65"),

@@ -5,11 +5,13 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ep::rendezvous::Rendezvous;
 use ep::{CombineInput, CombineOutput, DispatchInput, DispatchOutput, Element, Probs, ReceiveShape, Routing};
+use rayon::prelude::*;
 
-use crate::bench::check::{self, Checked, Expected, HeldRows};
+use crate::bench::check::{self, Checked, Expected, HeldRows, Token};
 use crate::bench::gpu::Gpu;
 use crate::bench::inspect::{Inspect, TopK};
 use crate::bench::measure::{AllSamples, Operator};
+use crate::bench::plan::Plan;
 use crate::bench::run::Shared;
 use crate::bench::tokens;
 use crate::failure::Failure;
@@ -30,6 +32,8 @@ pub(super) struct Stage<'a, B: Inspect> {
     /// Rows of a bounded output.
     capacity: usize,
     input: B::Memory,
+    /// The input's scales, where they are given.
+    input_scales: Option<B::Memory>,
     rows: B::Memory,
     scales: Option<B::Memory>,
     probs: B::Memory,
@@ -64,12 +68,18 @@ impl<'a, B: Inspect> Stage<'a, B> {
         let format = plan.format();
         let scale_bytes = format.scale_row_bytes(plan.hidden);
         let dense = own.tokens() * own.experts() * size_of::<f32>();
+        let given_scale_bytes = plan.given_scale_row_bytes();
         let gathers = operators.contains(&Operator::CombineProbs);
         let mut stage = Self {
             operators,
             lists,
             routed,
             input: backend.alloc(own.tokens() * format.input_row_bytes(plan.hidden))?,
+            input_scales: if given_scale_bytes > 0 {
+                Some(backend.alloc(own.tokens() * given_scale_bytes)?)
+            } else {
+                None
+            },
             rows: backend.alloc(rows * format.output_row_bytes(plan.hidden))?,
             scales: if scale_bytes > 0 { Some(backend.alloc(rows * scale_bytes)?) } else { None },
             probs: backend.alloc(rows * size_of::<f32>())?,
@@ -130,14 +140,20 @@ impl<'a, B: Inspect> Stage<'a, B> {
 
     /// Fills the input with the tokens of the seed, and the experts' outputs where they are a tensor of their own.
     fn load(&mut self) -> Result<(), Failure> {
-        let (row_bytes, seed) = (self.shared.plan.bf16_row_bytes(), self.seed);
-        let rank = self.backend.rank();
-        let len = self.own().tokens() * row_bytes;
-        self.backend.fill(&mut self.input, len, |bytes| {
-            for (token, row) in bytes.chunks_exact_mut(row_bytes).enumerate() {
-                tokens::fill(seed, rank, token, row);
-            }
-        })?;
+        let plan = &self.shared.plan;
+        let (row_bytes, seed) = (plan.bf16_row_bytes(), self.seed);
+        let (rank, tokens) = (self.backend.rank(), self.own().tokens());
+        if let Some(scales) = &mut self.input_scales {
+            let (data, scale_rows) = quantized(plan, rank, seed, tokens);
+            self.backend.fill(&mut self.input, data.len(), |bytes| bytes.copy_from_slice(&data))?;
+            self.backend.fill(scales, scale_rows.len(), |bytes| bytes.copy_from_slice(&scale_rows))?;
+        } else {
+            self.backend.fill(&mut self.input, tokens * row_bytes, |bytes| {
+                for (token, row) in bytes.chunks_exact_mut(row_bytes).enumerate() {
+                    tokens::fill(seed, rank, token, row);
+                }
+            })?;
+        }
         if let Some(outputs) = &mut self.outputs {
             let received = self.shared.received(rank);
             self.backend.fill(outputs, received.rows.len() * row_bytes, |bytes| {
@@ -227,7 +243,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
             hidden: plan.hidden,
             format: plan.format(),
             tokens: &self.input,
-            scales: None,
+            scales: self.input_scales.as_ref(),
             probs: if with_probs { Probs::Routing } else { Probs::Skip },
         };
         let output = DispatchOutput {
@@ -319,6 +335,22 @@ impl<'a, B: Inspect> Stage<'a, B> {
         };
         Ok(check::dispatched(&expected(self.shared, self.backend.rank(), self.seed), &held))
     }
+}
+
+/// A rank's tokens in FP8, and their scales.
+fn quantized(plan: &Plan, rank: ep::Rank, seed: u64, tokens: usize) -> (Vec<u8>, Vec<u8>) {
+    let (row, scale_row) = (plan.format().input_row_bytes(plan.hidden), plan.given_scale_row_bytes());
+    let (mut data, mut scales) = (vec![0; tokens * row], vec![0; tokens * scale_row]);
+    let rows = data.par_chunks_exact_mut(row).zip(scales.par_chunks_exact_mut(scale_row)).enumerate();
+    rows.for_each_init(
+        || Token::new(plan.hidden, plan.format()),
+        |made, (token, (data, scales))| {
+            made.make(seed, rank, token);
+            data.copy_from_slice(made.data());
+            scales.copy_from_slice(made.scales());
+        },
+    );
+    (data, scales)
 }
 
 fn expected(shared: &Shared, rank: ep::Rank, seed: u64) -> Expected<'_> {
