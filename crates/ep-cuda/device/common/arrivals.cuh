@@ -27,11 +27,13 @@ struct ArrivalItems {
         for (u32 peer = 0; peer < c.ranks; peer++) chunks = max(chunks, peers[peer].chunks);
         count = div_up(chunks, span) * sources * groups;
     }
-    // From round to round of the workers, the order of the sources is turned by one. Where there are, say, four sources
-    // and 96 workers, each worker would have one source only; and the own rank's chunks are more work than others.
+    // Each worker has the sources by turns, from round to round: where there are, say, four sources and 96 workers, each
+    // would have one source only otherwise, and the own rank's chunks are more work than others. The order of the sources
+    // is turned by what the number of workers lacks to that.
     __device__ u32 source(u32 item) const {
         const u32 all = max(sources, 1u), round = place(item) * all * groups / workers;
-        const u32 rank = c.rank + (own ? 0 : 1) + (item / groups + round) % all;
+        const u32 turn = all + 1 - workers / groups % all;
+        const u32 rank = c.rank + (own ? 0 : 1) + (item / groups + round * turn) % all;
         return rank >= c.ranks ? rank - c.ranks : rank;
     }
     // Its place among the items of its source, and its first chunk.
