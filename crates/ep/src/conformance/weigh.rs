@@ -12,7 +12,7 @@ const BACKWARD: &str = "weight_rows with gradients";
 
 impl<B: WeightRows> Check<'_, B> {
     /// Weighs the experts' rows by the rows' probabilities, then takes them for gradients of weighted rows. Every second
-    /// run asks for bf16, whatever the rows are. No other rank takes part.
+    /// run asks for the other type than the rows have. No other rank takes part.
     pub(super) fn weigh(&mut self) -> Result<(), Failure> {
         let case = self.case_of();
         let Content { expert_rows, row_probs, .. } = self.content();
@@ -21,7 +21,8 @@ impl<B: WeightRows> Check<'_, B> {
         if case.mode == DispatchMode::Plain || rows == 0 {
             return Ok(());
         }
-        let to = if self.is_guarded() { element } else { Element::Bf16 };
+        let other = if element == Element::Bf16 { Element::F32 } else { Element::Bf16 };
+        let to = if self.is_guarded() { element } else { other };
         let given = floats(expert_rows, element);
         let products: Vec<f32> =
             given.iter().enumerate().map(|(at, value)| value * row_probs[at / hidden]).collect();
@@ -99,8 +100,8 @@ impl<B: WeightRows> Check<'_, B> {
             if !size.is_finite() || size > f64::from(f32::MAX) / 2.0 {
                 continue;
             }
-            // A product and its place in the sum are rounded; what is smaller than any f32 is lost.
-            let bound = 2.0 * hidden as f64 * (ROUNDING * size + f64::from(f32::from_bits(1)));
+            // A product is rounded, and then each sum that it is part of; what is smaller than any f32 is lost.
+            let bound = (hidden + 1) as f64 * (ROUNDING * size + f64::from(f32::from_bits(1)));
             let found = f64::from(dot);
             let error = (found - exact).abs();
             if error.is_nan() || error > bound {
