@@ -15,8 +15,8 @@ pub struct Config {
     pub workers: usize,
     /// A wait without any progress for this long is an error that names the peer. `HYBRID_EP_TIMEOUT_MS`, 1 ms to 1 day.
     pub timeout: Duration,
-    /// Tokens that move through the stages as a unit, at most; fewer where a slot is too small for as many. On GPUs 4, if
-    /// this is not less, and more where a rank has over 4096 tokens, whatever this is.
+    /// Tokens that move through the stages as a unit, at most; fewer where a slot is too small for as many. On GPUs 4, or
+    /// fewer where a rank has less than 1024, if this is not less still; and more where there would be over 1024 chunks.
     /// `HYBRID_EP_CHUNK_TOKENS`, 1..=65,536.
     pub chunk_tokens: usize,
     /// Bytes of one slot of the scale-out window: the largest message between domains. `HYBRID_EP_SLOT_BYTES`, 4 KiB..=1 GiB.
