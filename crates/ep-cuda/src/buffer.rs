@@ -98,10 +98,7 @@ impl Home {
         devices: Vec<usize>,
         config: &Config,
     ) -> Result<Self> {
-        if config.chunk_tokens == 0 {
-            let problem = "must be at least 1".into();
-            return Err(CallerError::Config { key: "chunk_tokens", value: "0".into(), problem }.into());
-        }
+        config.check()?;
         Kernels::get().load_usual(&device, world.ranks(), config.plain_copies)?;
         let stream = Stream::new(&device)?;
         let arena = Arena::new(&device, devices)?;

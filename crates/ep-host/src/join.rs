@@ -34,14 +34,7 @@ impl Home {
 }
 
 pub(crate) fn check_config(world: &World, config: &Config) -> Result<()> {
-    if config.slots == 0 || config.slots > 1024 || config.chunk_tokens == 0 {
-        return Err(CallerError::Config {
-            key: "slots, chunk_tokens",
-            value: format!("{}, {}", config.slots, config.chunk_tokens),
-            problem: "slots must be 1..=1024, chunk_tokens at least 1".into(),
-        }
-        .into());
-    }
+    config.check()?;
     if world.topology.domains() > 1 {
         preprocess::check_slot(Counts::words(world), config.slot_bytes)?;
     }

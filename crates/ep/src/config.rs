@@ -64,6 +64,22 @@ impl Config {
         Self::from_lookup(|key| std::env::var(key).ok())
     }
 
+    /// Checks what a program may have set and no backend can work with.
+    ///
+    /// # Errors
+    /// [`CallerError::Config`].
+    pub fn check(&self) -> Result<()> {
+        if self.slots == 0 || self.slots > 1024 || self.chunk_tokens == 0 {
+            return Err(CallerError::Config {
+                key: "slots, chunk_tokens",
+                value: format!("{}, {}", self.slots, self.chunk_tokens),
+                problem: "slots must be 1..=1024, chunk_tokens at least 1".into(),
+            }
+            .into());
+        }
+        Ok(())
+    }
+
     fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let read = |key: &'static str, default: usize, min: usize, max: usize| -> Result<usize> {
             let Some(value) = lookup(key) else { return Ok(default) };
@@ -223,6 +239,20 @@ mod tests {
 
     fn env<'a>(pairs: &'a [(&'a str, &'a str)]) -> impl Fn(&str) -> Option<String> + 'a {
         move |key| pairs.iter().find(|(k, _)| *k == key).map(|(_, v)| v.to_string())
+    }
+
+    #[test]
+    fn what_no_backend_can_work_with_is_refused() {
+        assert_eq!(Config::default().check(), Ok(()));
+        for spoil in [
+            |config: &mut Config| config.slots = 0,
+            |config: &mut Config| config.slots = 1025,
+            |config: &mut Config| config.chunk_tokens = 0,
+        ] {
+            let mut config = Config::default();
+            spoil(&mut config);
+            assert!(matches!(config.check(), Err(crate::Error::Caller(CallerError::Config { .. }))));
+        }
     }
 
     #[test]
