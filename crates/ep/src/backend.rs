@@ -105,6 +105,11 @@ impl TokenFormat {
         }
     }
 
+    /// Bytes of the scales that come with one input row; 0 without scales.
+    pub fn input_scale_row_bytes(self, hidden: usize) -> usize {
+        if let Self::Fp8(format) = self { format.bytes_per_row(hidden) } else { 0 }
+    }
+
     /// Bytes of the scales of one row; 0 without scales.
     pub fn scale_row_bytes(self, hidden: usize) -> usize {
         self.scales().map_or(0, |format| format.bytes_per_row(hidden))

@@ -25,7 +25,7 @@ impl MustMove {
         let copies: usize = routings.iter().map(Routing::copies).sum();
         let row =
             format.output_row_bytes(plan.hidden) + format.scale_row_bytes(plan.hidden) + size_of::<f32>();
-        let token = format.input_row_bytes(plan.hidden) + plan.given_scale_row_bytes();
+        let token = format.input_row_bytes(plan.hidden) + format.input_scale_row_bytes(plan.hidden);
         Self {
             dispatch: (sent * token) as u64 + rows * row as u64,
             combine: ((copies + tokens) * plan.bf16_row_bytes()) as u64,

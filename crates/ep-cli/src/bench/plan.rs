@@ -169,11 +169,6 @@ impl Plan {
         format(self.dtype)
     }
 
-    /// Bytes of a token's scales that come with it.
-    pub(crate) fn given_scale_row_bytes(&self) -> usize {
-        if self.dtype == Dtype::Fp8Given { self.format().scale_row_bytes(self.hidden) } else { 0 }
-    }
-
     /// Bytes of a row of bf16: an expert's output row, a combined token, a token unless it is FP8.
     pub(crate) fn bf16_row_bytes(&self) -> usize {
         2 * self.hidden

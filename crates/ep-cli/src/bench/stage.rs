@@ -68,7 +68,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
         let format = plan.format();
         let scale_bytes = format.scale_row_bytes(plan.hidden);
         let dense = own.tokens() * own.experts() * size_of::<f32>();
-        let given_scale_bytes = plan.given_scale_row_bytes();
+        let given_scale_bytes = format.input_scale_row_bytes(plan.hidden);
         let gathers = operators.contains(&Operator::CombineProbs);
         let mut stage = Self {
             operators,
@@ -339,11 +339,12 @@ impl<'a, B: Inspect> Stage<'a, B> {
 
 /// A rank's tokens in FP8, and their scales.
 fn quantized(plan: &Plan, rank: ep::Rank, seed: u64, tokens: usize) -> (Vec<u8>, Vec<u8>) {
-    let (row, scale_row) = (plan.format().input_row_bytes(plan.hidden), plan.given_scale_row_bytes());
+    let (format, hidden) = (plan.format(), plan.hidden);
+    let (row, scale_row) = (format.input_row_bytes(hidden), format.input_scale_row_bytes(hidden));
     let (mut data, mut scales) = (vec![0; tokens * row], vec![0; tokens * scale_row]);
     let rows = data.par_chunks_exact_mut(row).zip(scales.par_chunks_exact_mut(scale_row)).enumerate();
     rows.for_each_init(
-        || Token::new(plan.hidden, plan.format()),
+        || Token::new(hidden, format),
         |made, (token, (data, scales))| {
             made.make(seed, rank, token);
             data.copy_from_slice(made.data());
