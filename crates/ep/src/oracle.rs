@@ -206,12 +206,21 @@ fn on_the_wire(format: TokenFormat, hidden: usize, tokens: &Tokens) -> (Vec<u8>,
 }
 
 /// The value of element `at` of a row of expert outputs.
-fn value(element: Element, rows: &[u8], at: usize) -> f32 {
+/// An element of rows.
+pub(crate) fn value(element: Element, rows: &[u8], at: usize) -> f32 {
     match element {
         Element::Bf16 => bf16_to_f32(u16::from_le_bytes([rows[2 * at], rows[2 * at + 1]])),
         Element::F32 => {
             f32::from_le_bytes([rows[4 * at], rows[4 * at + 1], rows[4 * at + 2], rows[4 * at + 3]])
         }
+    }
+}
+
+/// Values as rows hold them: rounded, NaN canonical.
+pub(crate) fn stored(element: Element, values: &[f32]) -> Vec<u8> {
+    match element {
+        Element::Bf16 => values.iter().flat_map(|&value| f32_to_bf16(value).to_le_bytes()).collect(),
+        Element::F32 => values.iter().flat_map(|&value| canonical_f32(value).to_le_bytes()).collect(),
     }
 }
 
@@ -277,10 +286,7 @@ pub fn combine_token<'a>(
             *sum += if agent == source { part } else { cross(spec.wire, part) };
         }
     }
-    match spec.element {
-        Element::Bf16 => total.iter().flat_map(|&sum| f32_to_bf16(sum).to_le_bytes()).collect(),
-        Element::F32 => total.iter().flat_map(|&sum| canonical_f32(sum).to_le_bytes()).collect(),
-    }
+    stored(spec.element, &total)
 }
 
 /// Combine of the whole world: every rank's tokens `[tokens, hidden]`.

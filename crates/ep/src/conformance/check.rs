@@ -4,12 +4,11 @@ use super::case::{Case, ProbsKind};
 use super::failure::{Expected, Failure, POISON, Problem, Unit};
 use super::prepared::{Content, Prepared};
 use crate::backend::{
-    Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element, Probs,
-    TokenFormat,
+    Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Probs, TokenFormat,
 };
 use crate::error::Error;
 use crate::layout::ReceiveShape;
-use crate::numeric::bf16_to_f32;
+use crate::oracle;
 use crate::topology::Rank;
 use crate::weight::WeightRows;
 
@@ -237,11 +236,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         for (at, (exact, bytes)) in
             self.content().exact.iter().zip(found.chunks_exact(element.bytes())).enumerate()
         {
-            let found = f64::from(match *bytes {
-                [a, b] => bf16_to_f32(u16::from_le_bytes([a, b])),
-                [a, b, c, d] => f32::from_le_bytes([a, b, c, d]),
-                _ => f32::NAN,
-            });
+            let found = f64::from(oracle::value(element, bytes, 0));
             let error = (found - exact.sum).abs();
             if error.is_nan() || error > exact.bound {
                 let (row, column) = (at / hidden, at % hidden);
@@ -315,10 +310,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
     pub(super) fn combined(&self) -> (Expected<'a>, Expected<'a>) {
         let case = self.case_of();
         let Content { combined, combined_probs, .. } = self.content();
-        let unit = match case.element {
-            Element::Bf16 => Unit::Bf16,
-            Element::F32 => Unit::F32,
-        };
+        let unit = Unit::of(case.element);
         let rows = |what, unit, row_bytes, rows: &'a [u8]| Expected {
             what,
             unit,

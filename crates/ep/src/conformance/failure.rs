@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::backend::Element;
 use crate::error::Error;
 use crate::layout::ReceiveShape;
 use crate::numeric::{bf16_to_f32, e4m3_to_f32};
@@ -150,6 +151,13 @@ pub(super) enum Unit {
 }
 
 impl Unit {
+    pub(super) fn of(element: Element) -> Self {
+        match element {
+            Element::Bf16 => Self::Bf16,
+            Element::F32 => Self::F32,
+        }
+    }
+
     pub(super) fn bytes(self) -> usize {
         match self {
             Self::Byte | Self::E4m3 => 1,

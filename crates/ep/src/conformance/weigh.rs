@@ -4,7 +4,7 @@ use super::check::Check;
 use super::failure::{Expected, Failure, Problem, Unit};
 use super::prepared::Content;
 use crate::backend::{DispatchMode, Element};
-use crate::numeric::{bf16_to_f32, canonical_f32, f32_to_bf16};
+use crate::oracle::{stored, value};
 use crate::weight::{WeightGradients, WeightRows, WeightedRows};
 
 const FORWARD: &str = "weight_rows";
@@ -26,7 +26,7 @@ impl<B: WeightRows> Check<'_, B> {
         let given = floats(expert_rows, element);
         let products: Vec<f32> =
             given.iter().enumerate().map(|(at, value)| value * row_probs[at / hidden]).collect();
-        let weighted = bytes_of(&products, to);
+        let weighted = stored(to, &products);
         let expected = self.all_rows("weighted rows", to, hidden, &weighted);
 
         let values = self.input(expert_rows)?;
@@ -37,7 +37,7 @@ impl<B: WeightRows> Check<'_, B> {
         self.synchronize(FORWARD)?;
         self.is_weighted(FORWARD, expected, to, &out)?;
 
-        let other_bytes = bytes_of(&partners(&given), to);
+        let other_bytes = stored(to, &partners(&given));
         let rows_given = self.input(&other_bytes)?;
         let mut gradients = self.output(expected)?;
         let unknown = vec![0; rows * size_of::<f32>()];
@@ -60,8 +60,14 @@ impl<B: WeightRows> Check<'_, B> {
         rows: &'a [u8],
     ) -> Expected<'a> {
         let row_bytes = columns * element.bytes();
-        let unit = if element == Element::Bf16 { Unit::Bf16 } else { Unit::F32 };
-        Expected { what, unit, row_bytes, rows, allocated_rows: rows.len() / row_bytes, guard: self.guard() }
+        Expected {
+            what,
+            unit: Unit::of(element),
+            row_bytes,
+            rows,
+            allocated_rows: rows.len() / row_bytes,
+            guard: self.guard(),
+        }
     }
 
     /// Compares weighted rows. Which NaN an f32 product is, is not defined.
@@ -75,7 +81,7 @@ impl<B: WeightRows> Check<'_, B> {
         let mut found = self.read(expected.bytes(), memory)?;
         if to == Element::F32 {
             let (rows, _) = found.split_at_mut(expected.rows.len());
-            let canonical = bytes_of(&floats(rows, to), to);
+            let canonical = stored(to, &floats(rows, to));
             rows.copy_from_slice(&canonical);
         }
         if let Some(difference) = expected.difference(&found) {
@@ -129,20 +135,5 @@ fn partners(values: &[f32]) -> Vec<f32> {
 }
 
 fn floats(bytes: &[u8], element: Element) -> Vec<f32> {
-    match element {
-        Element::Bf16 => {
-            bytes.chunks_exact(2).map(|pair| bf16_to_f32(u16::from_le_bytes([pair[0], pair[1]]))).collect()
-        }
-        Element::F32 => bytes
-            .chunks_exact(4)
-            .map(|four| f32::from_le_bytes(four.try_into().unwrap_or_default()))
-            .collect(),
-    }
-}
-
-fn bytes_of(values: &[f32], element: Element) -> Vec<u8> {
-    match element {
-        Element::Bf16 => values.iter().flat_map(|&value| f32_to_bf16(value).to_le_bytes()).collect(),
-        Element::F32 => values.iter().flat_map(|&value| canonical_f32(value).to_le_bytes()).collect(),
-    }
+    (0..bytes.len() / element.bytes()).map(|at| value(element, bytes, at)).collect()
 }

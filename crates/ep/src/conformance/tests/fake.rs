@@ -5,7 +5,7 @@ use std::cell::Cell;
 use crate::backend::*;
 use crate::error::{CallerError, Result};
 use crate::layout::{Counts, ReceiveShape};
-use crate::numeric::{bf16_to_f32, f32_to_bf16};
+use crate::numeric::f32_to_bf16;
 use crate::oracle::{self, CombineSpec, ReceivedRows, Tokens};
 use crate::routing::Routing;
 use crate::topology::{Rank, World};
@@ -357,13 +357,9 @@ impl WeightRows for Fake {
         backward: Option<WeightGradients<'_, Vec<u8>>>,
     ) -> Result<()> {
         input.check(element, out, backward.as_ref(), Vec::len)?;
-        let value = |bytes: &[u8], element: Element, at: usize| match element {
-            Element::Bf16 => bf16_to_f32(bytemuck::pod_read_unaligned(&bytes[2 * at..][..2])),
-            Element::F32 => bytemuck::pod_read_unaligned(&bytes[4 * at..][..4]),
-        };
         for at in 0..input.rows * input.hidden {
-            let weight = value(input.weights, Element::F32, at / input.hidden);
-            let product = value(input.values, input.element, at) * weight;
+            let weight = oracle::value(Element::F32, input.weights, at / input.hidden);
+            let product = oracle::value(input.element, input.values, at) * weight;
             match element {
                 Element::Bf16 if self.is(Fault::TruncatesWeighted) => {
                     let upper = (product.to_bits() >> 16) as u16;
@@ -378,7 +374,7 @@ impl WeightRows for Fake {
         for row in 0..input.rows {
             let product = |column: usize| {
                 let at = row * input.hidden + column;
-                value(input.values, input.element, at) * value(rows, element, at)
+                oracle::value(input.element, input.values, at) * oracle::value(element, rows, at)
             };
             let dot: f32 = (0..summed).map(product).sum();
             if !self.is(Fault::LeavesDots) {
