@@ -122,14 +122,14 @@ impl CombineShape {
 /// Shared memory of preprocessing with tiles of `tile` tokens, bytes.
 fn preprocess_bytes(experts: usize, ranks: usize, tile: usize) -> usize {
     let columns = experts + 2 * ranks + 2;
-    let head = 2 * columns + 2 * ranks + experts.max(ranks) + ranks;
-    let rows = tile * experts.div_ceil(32);
+    let head = 2 * columns + 3 * experts.max(ranks) + 3 * ranks;
+    let rows = tile * (experts.div_ceil(32) | 1);
     let column_bits = (experts + ranks) * (tile / 32);
-    4 * (head + rows + column_bits + (ranks + 2) * tile + experts.div_ceil(4))
+    let by_position = experts.div_ceil(2) + experts.div_ceil(4);
+    4 * (head + rows + column_bits + (ranks + 2) * (tile + 1) + by_position)
 }
 
-/// Tokens that a block of preprocessing works on at a time, and its shared memory: as few as give all blocks some, since
-/// a warp reads its tokens one after the other.
+/// Tokens that a block of preprocessing works on at a time, and its shared memory: as few as give all blocks some.
 pub(crate) fn preprocess_tile(
     tokens: usize,
     blocks: usize,

@@ -5,6 +5,28 @@
 
 constexpr u32 COUNT_TOKENS = 0, COUNT_MODE = 1, COUNT_CAPACITY = 2, COUNT_HEAD = 3;
 
+// From every block's column sums: those of the blocks before this one, and of all. Called by all threads.
+__device__ inline void sum_blocks(const PreprocessParams& p, u32* before, u32* totals) {
+    const u32 columns = Columns{p.common.experts, p.common.ranks}.count(), blocks = gridDim.x;
+    // Where there are few columns, several threads share one, each with some of the blocks.
+    const u32 parts = max(1u, min(blocks, blockDim.x / columns)), each = div_up(blocks, parts);
+    for (u32 column = threadIdx.x; column < columns; column += blockDim.x) before[column] = totals[column] = 0;
+    __syncthreads();
+    for (u32 index = threadIdx.x; index < columns * parts; index += blockDim.x) {
+        const u32 first = min(blocks, index / columns * each), count = min(each, blocks - first), column = index % columns;
+        u32 earlier = 0, total = 0;
+        for_each_loaded(
+            count, [&](u32 at) { return &p.block_columns[(first + at) * columns + column]; },
+            [&](u32 at, u32 sum) {
+                if (first + at < blockIdx.x) earlier += sum;
+                total += sum;
+            });
+        atomicAdd(&before[column], earlier);
+        atomicAdd(&totals[column], total);
+    }
+    __syncthreads();
+}
+
 // The counts that `source` has written here.
 __device__ inline u32* counts_at(const PreprocessParams& p, Control* control, u32 epoch, u32 source) {
     return reinterpret_cast<u32*>(control + 1) + ((epoch & 1) * p.common.ranks + source) * p.count_words;
@@ -29,14 +51,11 @@ __device__ inline void send_counts(const PreprocessParams& p, const u32* totals,
     say_hello(c, hello, epoch);
 }
 
+// Segments are experts in permuted mode, ranks in plain mode.
 struct Bases {
-    u32* base;   // permuted: [experts], plain: [ranks]: first row of this rank's tokens
-    u32* limit;  // [ranks]: rows at or beyond are dropped
-};
-
-struct Segment {
-    u64 start;
-    u64 total;
+    u64* total;  // [segments]: rows from all ranks
+    u32* base;   // [segments]: first row of this rank's tokens; before that, rows from the ranks below
+    u32* limit;  // [ranks]: rows at or beyond are dropped; NONE where all fit
 };
 
 // What this rank receives of one local expert, or in plain mode of all.
@@ -69,33 +88,39 @@ __device__ inline void too_many_copies(const PreprocessParams& p, u32 copies) {
     report(p.common, fault, p.common.rank);
 }
 
-__device__ inline u64 warp_scan(u64 own) {
-    u64 through = own;
-    for (u32 distance = 1; distance < WARP; distance *= 2) {
-        const u64 other = __shfl_up_sync(0xFFFFFFFFu, through, distance);
-        if (lane_id() >= distance) through += other;
+// What all ranks send to each segment, and the limits. Called by all threads.
+__device__ inline void sum_sources(const PreprocessParams& p, const Bases& bases, u32 epoch) {
+    const Common& c = p.common;
+    const u32 segments = p.handle.permuted ? c.experts : c.ranks;
+    const u32 head = COUNT_HEAD + (p.handle.permuted ? 0 : c.experts);
+    for (u32 segment = threadIdx.x; segment < segments; segment += blockDim.x) {
+        u64 total = 0;
+        u32 earlier = 0;
+        for_each_loaded(
+            c.ranks, [&](u32 source) { return counts_at(p, c.own, epoch, source) + head + segment; },
+            [&](u32 source, u32 count) {
+                if (source < c.rank) earlier += count;
+                total += count;
+            });
+        bases.total[segment] = total;
+        bases.base[segment] = earlier;
     }
-    return through;
+    // Other threads, where there are: nobody should wait for one load after the other.
+    for (u32 rank = blockDim.x - 1 - threadIdx.x; rank < c.ranks; rank += blockDim.x)
+        bases.limit[rank] = ld_relaxed_sys(counts_at(p, c.own, epoch, rank) + COUNT_CAPACITY);
+    __syncthreads();
 }
 
 // One warp per receiving rank: its segments, expert by expert.
-__device__ inline void permuted_bases(const PreprocessParams& p, const Bases& bases, u32 epoch, u32 rank, bool shape) {
+__device__ inline void permuted_bases(const PreprocessParams& p, const Bases& bases, u32 rank, bool shape) {
     const Common& c = p.common;
-    const u32* of_rank = counts_at(p, c.own, epoch, rank);
-    const u32 pad = max(1u, ld_relaxed_sys(of_rank + COUNT_MODE)), limit = bases.limit[rank];
+    // All ranks have said the same multiple.
+    const u32 pad = max(1u, p.pad_multiple), limit = bases.limit[rank];
     const u32 first = c.owner_begin[rank], experts = c.owner_begin[rank + 1] - first;
     u64 start = 0, kept_rows = 0;
     for (u32 group = 0; group < experts; group += WARP) {
         const u32 expert = group + lane_id();
-        u64 total = 0, earlier = 0;
-        if (expert < experts) {
-            for_each_loaded(
-                c.ranks, [&](u32 source) { return counts_at(p, c.own, epoch, source) + COUNT_HEAD + first + expert; },
-                [&](u32 source, u32 count) {
-                    if (source < c.rank) earlier += count;
-                    total += count;
-                });
-        }
+        const u64 total = expert < experts ? bases.total[first + expert] : 0;
         const u64 padded = (total + pad - 1) / pad * pad;
         const u64 through = warp_scan(padded);
         const u64 begin = start + through - padded;
@@ -104,7 +129,7 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
         const u64 kept_padded = (kept + pad - 1) / pad * pad;
         kept_rows += __shfl_sync(0xFFFFFFFFu, warp_scan(kept_padded), WARP - 1);
         if (expert < experts) {
-            bases.base[first + expert] = static_cast<u32>(begin + earlier);
+            bases.base[first + expert] += static_cast<u32>(begin);
             if (shape && rank == c.rank) {
                 set_shape(p, expert, static_cast<u32>(min(begin, static_cast<u64>(limit))));
                 set_shape(p, experts + expert, static_cast<u32>(kept));
@@ -114,7 +139,10 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
             }
         }
     }
+    // All lanes have read the limit.
+    __syncwarp();
     if (lane_id() != 0) return;
+    bases.limit[rank] = start <= limit ? NONE : limit;
     if (start > NONE) too_many(p, rank, start);
     if (shape && rank == c.rank) {
         set_rows(p, experts, kept_rows, start);
@@ -122,34 +150,26 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
 }
 
 // One thread per receiving rank.
-__device__ inline void plain_base(const PreprocessParams& p, const Bases& bases, u32 epoch, u32 rank, bool shape) {
+__device__ inline void plain_base(const PreprocessParams& p, const Bases& bases, u32 rank, bool shape) {
     const Common& c = p.common;
-    u64 total = 0, earlier = 0;
-    for_each_loaded(
-        c.ranks, [&](u32 source) { return counts_at(p, c.own, epoch, source) + COUNT_HEAD + c.experts + rank; },
-        [&](u32 source, u32 count) {
-            if (source < c.rank) earlier += count;
-            total += count;
-        });
+    const u32 limit = bases.limit[rank];
+    const u64 total = bases.total[rank];
+    bases.limit[rank] = total <= limit ? NONE : limit;
     if (total > NONE) too_many(p, rank, total);
-    bases.base[rank] = static_cast<u32>(earlier);
     if (shape && rank == c.rank) {
         const u32 experts = c.owner_begin[rank + 1] - c.owner_begin[rank];
-        set_rows(p, experts, min(total, static_cast<u64>(bases.limit[rank])), total);
+        set_rows(p, experts, min(total, static_cast<u64>(limit)), total);
     }
 }
 
 // Called by all threads, when all counts are here; `shape`: this block publishes the shape.
 __device__ inline void compute_bases(const PreprocessParams& p, const Bases& bases, u32 epoch, bool shape) {
-    const Common& c = p.common;
-    for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x)
-        bases.limit[rank] = ld_relaxed_sys(counts_at(p, c.own, epoch, rank) + COUNT_CAPACITY);
-    __syncthreads();
+    const u32 ranks = p.common.ranks;
+    sum_sources(p, bases, epoch);
     if (p.handle.permuted) {
-        for (u32 rank = warp_id(); rank < c.ranks; rank += blockDim.x / WARP)
-            permuted_bases(p, bases, epoch, rank, shape);
+        for (u32 rank = warp_id(); rank < ranks; rank += blockDim.x / WARP) permuted_bases(p, bases, rank, shape);
     } else {
-        for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x) plain_base(p, bases, epoch, rank, shape);
+        for (u32 rank = threadIdx.x; rank < ranks; rank += blockDim.x) plain_base(p, bases, rank, shape);
     }
     __syncthreads();
 }

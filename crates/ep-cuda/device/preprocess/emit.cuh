@@ -9,46 +9,32 @@ struct Cursors {
     const u32* tokens_begin; // [ranks]: the same of recv in plain mode
 };
 
-struct TokenPlace {
-    u32 sends;      // its first entry
-    u32 sends_end;
-    u32 copies;
-};
-
-__device__ inline TokenPlace place_of(const PreprocessParams& p, const Tile& tile, const Cursors& cursors, u32 token) {
-    const Common& c = p.common;
-    const Columns column{c.experts, c.ranks};
-    TokenPlace place;
-    place.sends = cursors.run[column.sends()] + tile.scan(c.ranks)[token];
-    u32 sends = 0;
-    for (u32 rank = lane_id(); rank < c.ranks; rank += WARP) {
-        const u32 chosen = tile.chosen_of(token, rank);
-        sends += rank == c.rank && p.handle.permuted ? chosen : min(chosen, 1u);
-    }
-    place.sends_end = place.sends + max(1u, __reduce_add_sync(0xFFFFFFFFu, sends));
-    place.copies = cursors.run[column.copies()] + tile.scan(c.ranks + 1)[token];
-    return place;
-}
-
-// A chunk begins with this token.
-__device__ inline void begin_chunk(const PreprocessParams& p, const Tile& tile, const Cursors& cursors, u32 token,
-                                   const TokenPlace& place) {
+// Where the lists of a chunk begin.
+__device__ inline void begin_chunk(const PreprocessParams& p, const Tile& tile, const Cursors& cursors, u32 chunk,
+                                   u32 rank) {
     const Common& c = p.common;
     const HandleView& h = p.handle;
     const Columns column{c.experts, c.ranks};
-    const u32 chunk = (tile.first + token) / h.chunk_tokens;
-    if (lane_id() == 0) {
-        h.send_begin[chunk] = place.sends;
-        h.copy_begin[chunk] = place.copies;
+    const u32 token = chunk * h.chunk_tokens - tile.first;
+    if (rank == 0) {
+        h.send_begin[chunk] = cursors.run[column.sends()] + tile.scan(c.ranks)[token];
+        h.copy_begin[chunk] = cursors.run[column.copies()] + tile.scan(c.ranks + 1)[token];
     }
-    for (u32 rank = lane_id(); rank < c.ranks; rank += WARP) {
-        const u32 copies = cursors.copies_begin[rank] + cursors.run[column.copies_of(rank)] + tile.scan(rank)[token];
-        const u32 tokens = cursors.tokens_begin[rank] + cursors.run[column.tokens_of(rank)] +
-                           Tile::before(tile.rank_columns + rank * tile.column_words, token);
-        const u32 at = rank * (h.chunks + 1) + chunk;
-        h.dst_begin[at] = copies;
-        h.recv_begin[at] = h.permuted ? copies : tokens;
-    }
+    const u32 copies = cursors.copies_begin[rank] + cursors.run[column.copies_of(rank)] + tile.scan(rank)[token];
+    const u32 tokens = cursors.tokens_begin[rank] + cursors.run[column.tokens_of(rank)] +
+                       Tile::before(tile.rank_columns + rank * tile.column_words, token);
+    const u32 at = rank * (h.chunks + 1) + chunk;
+    h.dst_begin[at] = copies;
+    h.recv_begin[at] = h.permuted ? copies : tokens;
+}
+
+// Where the entries of a token begin; one that goes nowhere has an entry that says so.
+__device__ inline void begin_token(const PreprocessParams& p, const Tile& tile, const Cursors& cursors, u32 token) {
+    const Common& c = p.common;
+    const u32 send = cursors.run[Columns{c.experts, c.ranks}.sends()] + tile.scan(c.ranks)[token];
+    p.handle.token_begin[tile.first + token] = send;
+    if (tile.of_token(c.ranks + 1, token) == 0)
+        p.handle.sends[send] = make_uint2(c.rank | SEND_DEAD | SEND_TOKEN_END, NONE);
 }
 
 // The row of one copy of a token on the rank that holds the position.
@@ -58,25 +44,21 @@ __device__ inline u32 permuted_row(const Tile& tile, const Cursors& cursors, con
            Tile::before(tile.columns + position * tile.column_words, token);
 }
 
-// Whether a kept copy is the last one on its rank that is kept: later experts are dropped first.
+// Whether there is no later copy of the token on that rank, or none that is kept: later experts are dropped first.
 __device__ inline bool last_kept(const Tile& tile, const Cursors& cursors, const Bases& bases, u32 token, u32 position,
                                  u32 end, u32 limit) {
-    u32 next = position + 1;
-    while (next < end && !Tile::in(tile.row(token), next)) next++;
-    return next == end || permuted_row(tile, cursors, bases, token, next) >= limit;
+    const u32 next = Tile::next_bit(tile.row(token), position + 1, end);
+    return next == end || (limit != NONE && permuted_row(tile, cursors, bases, token, next) >= limit);
 }
 
 __device__ inline void emit_copy(const PreprocessParams& p, const Tile& tile, const Cursors& cursors,
-                                 const Bases& bases, u32 token, const TokenPlace& place, u32 expert, u32 position,
-                                 float weight) {
+                                 const Bases& bases, u32 token, u32 expert, u32 position, float weight) {
     const Common& c = p.common;
     const HandleView& h = p.handle;
     const Columns column{c.experts, c.ranks};
-    const u32* bits = tile.row(token);
     const u32 rank = tile.owner[position];
     const u32 first = c.owner_begin[rank], end = c.owner_begin[rank + 1];
-    const u32 among_all = Tile::bits(bits, 0, position);
-    const u32 among_rank = Tile::bits(bits, first, position);
+    const u32 among_rank = Tile::bits(tile.row(token), first, position);
     const u32 earlier_tokens =
         cursors.run[column.tokens_of(rank)] + Tile::before(tile.rank_columns + rank * tile.column_words, token);
 
@@ -87,7 +69,14 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Tile& tile, co
         kept && (!h.permuted || last_kept(tile, cursors, bases, token, position, end, limit));
     const u32 kept_row = kept ? row : NONE;
 
-    const u32 copy = place.copies + among_all;
+    // The ranks below have one entry each among the sends, this rank's own in permuted mode one per copy.
+    const u32 token_sends = cursors.run[column.sends()] + tile.scan(c.ranks)[token];
+    u32 copy = cursors.run[column.copies()] + tile.scan(c.ranks + 1)[token] + among_rank, send = token_sends;
+    for (u32 below = 0; below < rank; below++) {
+        const u32 chosen = tile.of_token(below, token);
+        copy += chosen;
+        send += h.permuted && below == c.rank ? chosen : min(chosen, 1u);
+    }
     h.copies[copy] = make_uint4((tile.first + token) * c.experts + expert, rank << 16 | (position - first), kept_row,
                                 __float_as_uint(weight));
     const u32 of_destination = cursors.copies_begin[rank] + cursors.run[column.copies_of(rank)] +
@@ -95,17 +84,11 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Tile& tile, co
     const u32 cell = h.permuted ? row : row * (end - first) + position - first;
     h.dst_copies[of_destination] = make_uint2(kept ? cell : NONE, copy);
 
-    // The ranks below have one entry each, this rank's own in permuted mode one per copy.
     const bool own_copies = h.permuted && rank == c.rank;
-    u32 send = place.sends;
-    for (u32 below = 0; below < rank; below++) {
-        if (!Tile::in(tile.rank_columns + below * tile.column_words, token)) continue;
-        send += h.permuted && below == c.rank ? tile.chosen_of(token, below) : 1;
-    }
     if (own_copies) send += among_rank;
     if (own_copies || among_rank == 0) {
         u32 flags = rank;
-        if (send + 1 == place.sends_end) flags |= SEND_TOKEN_END;
+        if (send + 1 == token_sends + tile.of_token(c.ranks, token)) flags |= SEND_TOKEN_END;
         if (!kept) flags |= SEND_DEAD;
         if (rank == c.rank && among_rank == 0) flags |= SEND_OWN_FIRST;
         if (rank == c.rank && last) flags |= SEND_OWN_END;
@@ -122,16 +105,14 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Tile& tile, co
     }
 }
 
-// The lists of a tile; its scans must have been summed. Called by all threads.
+// The lists of a tile. Called by all threads.
 __device__ inline void emit(const PreprocessParams& p, const Tile& tile, const Cursors& cursors, const Bases& bases) {
-    for (u32 token = warp_id(); token < tile.tokens; token += blockDim.x / WARP) {
-        const TokenPlace place = place_of(p, tile, cursors, token);
-        if ((tile.first + token) % p.handle.chunk_tokens == 0) begin_chunk(p, tile, cursors, token, place);
-        if (lane_id() == 0) p.handle.token_begin[tile.first + token] = place.sends;
-        if (lane_id() == 0 && Tile::bits(tile.row(token), 0, p.common.experts) == 0)
-            p.handle.sends[place.sends] = make_uint2(p.common.rank | SEND_DEAD | SEND_TOKEN_END, NONE);
-        for_each_choice(p, tile.first + token, [&](u32 expert, u32 position, float weight) {
-            emit_copy(p, tile, cursors, bases, token, place, expert, position, weight);
-        });
-    }
+    const u32 ranks = p.common.ranks, chunk_tokens = p.handle.chunk_tokens;
+    const u32 chunk = div_up(tile.first, chunk_tokens), chunks = div_up(tile.first + tile.tokens, chunk_tokens) - chunk;
+    for (u32 at = threadIdx.x; at < chunks * ranks; at += blockDim.x)
+        begin_chunk(p, tile, cursors, chunk + at / ranks, at % ranks);
+    for (u32 token = threadIdx.x; token < tile.tokens; token += blockDim.x) begin_token(p, tile, cursors, token);
+    tile.for_each_copy([&](u32 token, u32 expert, u32 position, float weight) {
+        emit_copy(p, tile, cursors, bases, token, expert, position, weight);
+    });
 }

@@ -9,13 +9,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
     const Common& c = p.common;
     const Columns column{c.experts, c.ranks};
     const u32 epoch = c.own->epoch + 1;
-    u32* memory = shared;
-    u32* run = memory;
-    u32* totals = run + column.count();
-    u32* copies_begin = totals + column.count();
-    u32* tokens_begin = copies_begin + c.ranks;
-    const Bases bases{tokens_begin + c.ranks, tokens_begin + c.ranks + max(c.experts, c.ranks)};
-    memory = bases.limit + c.ranks;
+    const u32 segments = max(c.experts, c.ranks);
+    // Rows of 64 bits first, which must lie at multiples of them.
+    auto* row_totals = reinterpret_cast<u64*>(shared);
+    u32* memory = shared + 2 * segments;
+    const auto take = [&](u32 words) {
+        u32* taken = memory;
+        memory += words;
+        return taken;
+    };
+    u32 *run = take(column.count()), *totals = take(column.count());
+    u32 *copies_begin = take(c.ranks), *tokens_begin = take(c.ranks);
+    const Bases bases{row_totals, take(segments), take(c.ranks)};
     Tile tile(p, memory);
 
     const u32 tiles = div_up(p.handle.tokens, p.tile);
@@ -33,18 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
         p.block_columns[blockIdx.x * column.count() + at] = run[at];
     bool fine = all_blocks(c) && !__syncthreads_or(aborted(c));
 
-    for (u32 at = threadIdx.x; fine && at < column.count(); at += blockDim.x) {
-        u32 before = 0, total = 0;
-        for_each_loaded(
-            gridDim.x, [&](u32 block) { return &p.block_columns[block * column.count() + at]; },
-            [&](u32 block, u32 sum) {
-                if (block == blockIdx.x) before = total;
-                total += sum;
-            });
-        run[at] = before;
-        totals[at] = total;
-    }
-    __syncthreads();
+    if (fine) sum_blocks(p, run, totals);
     for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x) {
         copies_begin[rank] = tokens_begin[rank] = 0;
         for (u32 below = 0; below < rank; below++) {
@@ -65,13 +59,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
         const Cursors cursors{run, copies_begin, tokens_begin};
         for (u32 at = begin; at < end; at++) {
             if (per_block > 1) load(at);
-            tile.scan_tokens();
             emit(p, tile, cursors, bases);
-            // The scans hold sums now: what the tile adds is counted again.
-            if (at + 1 < end) {
-                load(at);
-                tile.add_to(run);
-            }
+            // Whoever has not read the sums yet, does so before they change.
+            __syncthreads();
+            if (at + 1 < end) tile.add_to(run);
         }
         if (blockIdx.x == 0) {
             const HandleView& h = p.handle;

@@ -1,6 +1,8 @@
-// A tile: a few hundred tokens' routing as two bit matrices in shared memory, one by token and one by expert. A
-// token's experts in order are the set bits of its row; how many earlier tokens chose an expert, the set bits of its
-// column.
+// A tile: some tokens' routing as two bit matrices in shared memory, one by token and one by expert. A token's experts in
+// order are the set bits of its row; how many earlier tokens chose an expert, the set bits of its column.
+//
+// Every choice is one thread's, every pair of token and rank too: a token has so few of either that a warp for each would
+// be idle for the most part.
 #pragma once
 #include "sync.cuh"
 
@@ -19,6 +21,16 @@ __device__ inline void for_each_loaded(u32 count, const WordAt& word_at, const V
     }
 }
 
+template <class Number>
+__device__ inline Number warp_scan(Number own) {
+    Number through = own;
+    for (u32 distance = 1; distance < WARP; distance *= 2) {
+        const Number other = __shfl_up_sync(0xFFFFFFFFu, through, distance);
+        if (lane_id() >= distance) through += other;
+    }
+    return through;
+}
+
 // Per-column numbers that are summed over tokens: [experts] copies, [ranks] copies, [ranks] tokens, sends, copies.
 struct Columns {
     u32 experts;
@@ -31,38 +43,61 @@ struct Columns {
     __device__ u32 count() const { return experts + 2 * ranks + 2; }
 };
 
+// The last of `count` ascending numbers that is at most `value`; the first one is.
+template <class Number>
+__device__ inline u32 last_up_to(const Number* numbers, u32 count, u32 value) {
+    u32 at = 0, end = count;
+#pragma unroll 1
+    while (end - at > 1) {
+        const u32 middle = (at + end) / 2;
+        if (numbers[middle] <= value)
+            at = middle;
+        else
+            end = middle;
+    }
+    return at;
+}
+
 struct Tile {
     const PreprocessParams& p;
-    u32 row_words;
+    u32 row_words;     // odd, so that neighbouring tokens' lie in different banks
     u32 column_words;
     u32* rows;         // [tile][row_words]
     u32* columns;      // [experts][column_words]
     u32* rank_columns; // [ranks][column_words]
-    u32* scans;        // [ranks + 2][tile]: copies of each rank, sends, copies; of a token, then of all before it
-    u8* owner;         // [experts]
+    u32* scans;        // [ranks + 2][tile + 1]: copies of each rank, sends, copies; of all tokens before one
+    u16* expert_of;    // [experts]: by position
+    u8* owner;         // [experts]: by position
     u32 first = 0;     // token
     u32 tokens = 0;
 
     __device__ Tile(const PreprocessParams& p, u32*& memory) : p(p) {
         const Common& c = p.common;
-        row_words = div_up(c.experts, 32);
+        row_words = div_up(c.experts, 32) | 1;
         column_words = p.tile / 32;
         rows = memory;
         columns = rows + p.tile * row_words;
         rank_columns = columns + c.experts * column_words;
         scans = rank_columns + c.ranks * column_words;
-        owner = reinterpret_cast<u8*>(scans + (c.ranks + 2) * p.tile);
-        memory = scans + (c.ranks + 2) * p.tile + div_up(c.experts, 4);
-        for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x)
-            for (u32 at = c.owner_begin[rank]; at < c.owner_begin[rank + 1]; at++) owner[at] = static_cast<u8>(rank);
+        expert_of = reinterpret_cast<u16*>(scans + (c.ranks + 2) * (p.tile + 1));
+        owner = reinterpret_cast<u8*>(expert_of + (c.experts + c.experts % 2));
+        memory = scans + (c.ranks + 2) * (p.tile + 1) + div_up(c.experts, 2) + div_up(c.experts, 4);
+        for (u32 rank = warp_id(); rank < c.ranks; rank += blockDim.x / WARP)
+            for (u32 at = c.owner_begin[rank] + lane_id(); at < c.owner_begin[rank + 1]; at += WARP)
+                owner[at] = static_cast<u8>(rank);
+        for (u32 expert = threadIdx.x; expert < c.experts; expert += blockDim.x)
+            expert_of[position_of(expert)] = static_cast<u16>(expert);
     }
 
-    __device__ const u32* row(u32 token) const { return rows + token * row_words; }
-    __device__ u32* scan(u32 which) const { return scans + which * p.tile; }
+    __device__ u32* row(u32 token) const { return rows + token * row_words; }
+    __device__ u32* scan(u32 which) const { return scans + which * (p.tile + 1); }
+    __device__ u32 position_of(u32 expert) const { return p.position_of != nullptr ? p.position_of[expert] : expert; }
+    __device__ float weight_at(u64 at) const { return p.weights != nullptr ? p.weights[at] : 0.0f; }
 
     // Set bits in [from, to) of a row.
     __device__ static u32 bits(const u32* row, u32 from, u32 to) {
         u32 count = 0;
+#pragma unroll 1
         for (u32 word = from / 32; word * 32 < to; word++) {
             u32 value = row[word];
             if (word == from / 32) value &= 0xFFFFFFFFu << from % 32;
@@ -72,23 +107,52 @@ struct Tile {
         return count;
     }
 
-    __device__ u32 chosen_of(u32 token, u32 rank) const {
-        return bits(row(token), p.common.owner_begin[rank], p.common.owner_begin[rank + 1]);
+    // The first set bit in [from, to) of a row; `to` where there is none.
+    __device__ static u32 next_bit(const u32* row, u32 from, u32 to) {
+#pragma unroll 1
+        for (u32 word = from / 32; word * 32 < to; word++) {
+            u32 value = row[word];
+            if (word == from / 32) value &= 0xFFFFFFFFu << from % 32;
+            if (value != 0) return min(to, word * 32 + __ffs(value) - 1);
+        }
+        return to;
+    }
+
+    // The position of a row's set bit number `index`, which it has.
+    __device__ static u32 nth_bit(const u32* row, u32 index) {
+        u32 word = 0;
+#pragma unroll 1
+        for (; index >= __popc(row[word]); word++) index -= __popc(row[word]);
+        u32 value = row[word];
+#pragma unroll 1
+        for (; index > 0; index--) value &= value - 1;
+        return word * 32 + __ffs(value) - 1;
     }
 
     // Tokens of this tile before `token` that are in the column.
     __device__ static u32 before(const u32* column, u32 token) { return bits(column, 0, token); }
 
-    __device__ static bool in(const u32* column, u32 token) { return (column[token / 32] >> token % 32 & 1) != 0; }
+    // What the scans say of one token.
+    __device__ u32 of_token(u32 which, u32 token) const { return scan(which)[token + 1] - scan(which)[token]; }
 
     // Reads the routing of some tokens. Called by all threads of the block.
-    __device__ void load(u32 first_token, u32 count);
+    __device__ void load(u32 from, u32 number);
 
-    // Adds this tile to the column sums.
+    // Adds this tile to the column sums. Called by all threads of the block.
     __device__ void add_to(u32* sums) const;
 
-    // Turns the scans from numbers per token into sums over the tokens before it.
-    __device__ void scan_tokens() const;
+    // Calls `visit(token, expert, position, weight)` for each choice of the tile's tokens, by one thread.
+    template <class Visit>
+    __device__ void for_each_copy(const Visit& visit) const;
+
+  private:
+    template <class Visit>
+    __device__ void for_each_listed(const Visit& visit) const;
+    __device__ void note(u32 token, u32 expert, u64 at) const;
+    __device__ void read_map() const;
+    __device__ void count() const;
+    template <class NumberOf>
+    __device__ void sum_up(u32 which, const NumberOf& number_of) const;
 };
 
 __device__ inline void bad_routing(const PreprocessParams& p, u32 kind, u32 token, u32 seen) {
@@ -100,71 +164,134 @@ __device__ inline void bad_routing(const PreprocessParams& p, u32 kind, u32 toke
     report(p.common, fault, p.common.rank);
 }
 
-// Calls `visit(expert, position, weight)` for each choice of a token, lane by lane; all lanes of a warp call this.
+// Where the routing is a list of choices: calls `visit(token, expert, at)` for each of the tile's tokens.
 template <class Visit>
-__device__ inline void for_each_choice(const PreprocessParams& p, u32 token, const Visit& visit) {
-    const u32 experts = p.common.experts;
-    u64 begin = static_cast<u64>(token) * (p.form == ROUTING_MAP ? experts : p.topk), end = begin;
-    if (p.form == ROUTING_ROWS) {
-        begin = p.row_begin[token];
-        end = p.row_begin[token + 1];
-    } else {
-        end += p.form == ROUTING_MAP ? experts : p.topk;
-    }
-    for (u64 at = begin + lane_id(); at < end; at += WARP) {
-        i64 expert = 0;
-        if (p.form == ROUTING_MAP) {
-            if (p.map[at] == 0) continue;
-            expert = static_cast<i64>(at - begin);
-        } else if (p.form == ROUTING_ROWS) {
-            expert = p.row_experts[at];
-        } else {
-            expert = p.topk_idx != nullptr ? p.topk_idx[at] : p.topk_idx_wide[at];
-            if (expert == -1) continue;
-            if (expert < 0 || expert >= experts) {
-                bad_routing(p, FAULT_INDEX, token, static_cast<u32>(expert));
-                continue;
-            }
+__device__ inline void Tile::for_each_listed(const Visit& visit) const {
+    const bool by_rows = p.form == ROUTING_ROWS;
+    const Divider topk(max(p.topk, 1u));
+    const u64 begin = by_rows ? p.row_begin[first] : static_cast<u64>(first) * p.topk;
+    const u32 count = by_rows ? p.row_begin[first + tokens] - static_cast<u32>(begin) : tokens * p.topk;
+    for (u32 index = threadIdx.x; index < count; index += blockDim.x) {
+        const u64 at = begin + index;
+        if (by_rows) {
+            visit(last_up_to(p.row_begin + first, tokens, static_cast<u32>(at)), p.row_experts[at], at);
+            continue;
         }
-        const u32 chosen = static_cast<u32>(expert);
-        const float weight = p.weights != nullptr ? p.weights[at] : 0.0f;
-        visit(chosen, p.position_of != nullptr ? p.position_of[chosen] : chosen, weight);
+        const u32 token = topk.divide(index);
+        const i64 expert = p.topk_idx != nullptr ? p.topk_idx[at] : p.topk_idx_wide[at];
+        if (expert == -1) continue;
+        if (expert >= 0 && expert < p.common.experts)
+            visit(token, static_cast<u32>(expert), at);
+        else
+            bad_routing(p, FAULT_INDEX, first + token, static_cast<u32>(expert));
     }
 }
 
-__device__ inline void Tile::load(u32 first_token, u32 count) {
-    const Common& c = p.common;
-    first = first_token;
-    tokens = count;
-    __syncthreads();
-    for (u32 at = threadIdx.x; at < p.tile * row_words; at += blockDim.x) rows[at] = 0;
-    for (u32 at = threadIdx.x; at < (c.experts + c.ranks) * column_words; at += blockDim.x) columns[at] = 0;
-    __syncthreads();
-    for (u32 token = warp_id(); token < tokens; token += blockDim.x / WARP) {
-        u32* own = rows + token * row_words;
-        for_each_choice(p, first + token, [&](u32 expert, u32 position, float weight) {
-            const u32 old = atomicOr(&own[position / 32], 1u << position % 32);
-            if ((old >> position % 32 & 1) != 0) bad_routing(p, FAULT_DUPLICATE, first + token, expert);
-            if (weight != weight) bad_routing(p, FAULT_NAN, first + token, expert);
-            atomicOr(&columns[position * column_words + token / 32], 1u << token % 32);
-        });
-        __syncwarp();
-        u32 sends = 0, copies = 0;
-        for (u32 rank = lane_id(); rank < c.ranks; rank += WARP) {
-            const u32 chosen = chosen_of(token, rank);
-            scan(rank)[token] = chosen;
-            copies += chosen;
-            sends += rank == c.rank && p.handle.permuted ? chosen : min(chosen, 1u);
-            if (chosen != 0) atomicOr(&rank_columns[rank * column_words + token / 32], 1u << token % 32);
+// One choice, into the bit matrices.
+__device__ inline void Tile::note(u32 token, u32 expert, u64 at) const {
+    const u32 position = position_of(expert);
+    const float weight = weight_at(at);
+    const u32 old = atomicOr(&row(token)[position / 32], 1u << position % 32);
+    if ((old >> position % 32 & 1) != 0) bad_routing(p, FAULT_DUPLICATE, first + token, expert);
+    if (weight != weight) bad_routing(p, FAULT_NAN, first + token, expert);
+    atomicOr(&columns[position * column_words + token / 32], 1u << token % 32);
+}
+
+// Where the routing is a byte for each token and expert: a thread reads the bytes of several experts at a time.
+__device__ inline void Tile::read_map() const {
+    constexpr u32 AT_ONCE = 16;
+    const u32 experts = p.common.experts, groups = div_up(experts, AT_ONCE);
+    const Divider by_groups(groups);
+    const bool aligned = experts % AT_ONCE == 0 && reinterpret_cast<u64>(p.map) % AT_ONCE == 0;
+    for (u32 index = threadIdx.x; index < tokens * groups; index += blockDim.x) {
+        const u32 token = by_groups.divide(index), from = (index - token * groups) * AT_ONCE;
+        const u64 at = static_cast<u64>(first + token) * experts + from;
+        u32 chosen = 0;
+        if (aligned) {
+            const uint4 bytes = *reinterpret_cast<const uint4*>(p.map + at);
+            const u32 words[] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+            for (u32 byte = 0; byte < AT_ONCE; byte++)
+                chosen |= (words[byte / 4] >> byte % 4 * 8 & 0xFF) != 0 ? 1u << byte : 0;
+        } else {
+#pragma unroll 1
+            for (u32 byte = 0; byte < min(AT_ONCE, experts - from); byte++)
+                chosen |= p.map[at + byte] != 0 ? 1u << byte : 0;
         }
-        sends = __reduce_add_sync(0xFFFFFFFFu, sends);
-        copies = __reduce_add_sync(0xFFFFFFFFu, copies);
-        if (lane_id() == 0) {
-            scan(c.ranks)[token] = max(sends, 1u);
-            scan(c.ranks + 1)[token] = copies;
+        for (; chosen != 0; chosen &= chosen - 1) {
+            const u32 byte = __ffs(chosen) - 1;
+            note(token, from + byte, at + byte);
         }
     }
+}
+
+// A scan, by a warp: from numbers per token to sums over the tokens before it, and at the end over all.
+template <class NumberOf>
+__device__ inline void Tile::sum_up(u32 which, const NumberOf& number_of) const {
+    u32 sum = 0;
+    for (u32 base = 0; base < tokens; base += WARP) {
+        const u32 token = base + lane_id(), own = number_of(token), through = warp_scan(own);
+        if (token < tokens) scan(which)[token] = sum + through - own;
+        sum += __shfl_sync(0xFFFFFFFFu, through, WARP - 1);
+    }
+    if (lane_id() == 0) scan(which)[tokens] = sum;
+}
+
+// The scans and the ranks' columns, from the rows.
+__device__ inline void Tile::count() const {
+    const Common& c = p.common;
+    for (u32 rank = warp_id(); rank < c.ranks; rank += blockDim.x / WARP)
+        sum_up(rank, [&](u32 token) {
+            const u32 chosen = token < tokens ? bits(row(token), c.owner_begin[rank], c.owner_begin[rank + 1]) : 0;
+            const u32 any = __ballot_sync(0xFFFFFFFFu, chosen != 0);
+            if (lane_id() == 0) rank_columns[rank * column_words + token / 32] = any;
+            return chosen;
+        });
     __syncthreads();
+    if (warp_id() == 0)
+        sum_up(c.ranks, [&](u32 token) {
+            u32 sends = 0;
+#pragma unroll 1
+            for (u32 rank = 0; rank < c.ranks && token < tokens; rank++) {
+                const u32 chosen = of_token(rank, token);
+                sends += rank == c.rank && p.handle.permuted ? chosen : min(chosen, 1u);
+            }
+            return token < tokens ? max(sends, 1u) : 0;
+        });
+    if (warp_id() == 1)
+        sum_up(c.ranks + 1, [&](u32 token) { return token < tokens ? bits(row(token), 0, c.experts) : 0; });
+}
+
+__device__ inline void Tile::load(u32 from, u32 number) {
+    first = from;
+    tokens = number;
+    __syncthreads();
+    for (u32 at = threadIdx.x; at < p.tile * row_words; at += blockDim.x) rows[at] = 0;
+    for (u32 at = threadIdx.x; at < p.common.experts * column_words; at += blockDim.x) columns[at] = 0;
+    __syncthreads();
+    if (p.form == ROUTING_MAP)
+        read_map();
+    else
+        for_each_listed([&](u32 token, u32 expert, u64 at) { note(token, expert, at); });
+    __syncthreads();
+    count();
+    __syncthreads();
+}
+
+template <class Visit>
+__device__ inline void Tile::for_each_copy(const Visit& visit) const {
+    if (p.form != ROUTING_MAP) {
+        for_each_listed(
+            [&](u32 token, u32 expert, u64 at) { visit(token, expert, position_of(expert), weight_at(at)); });
+        return;
+    }
+    // Few of the map's bytes are set, so their threads are found by the sums.
+    const u32* copies = scan(p.common.ranks + 1);
+    for (u32 copy = threadIdx.x; copy < copies[tokens]; copy += blockDim.x) {
+        const u32 token = last_up_to(copies, tokens, copy);
+        const u32 position = nth_bit(row(token), copy - copies[token]), expert = expert_of[position];
+        visit(token, expert, position, weight_at(static_cast<u64>(first + token) * p.common.experts + expert));
+    }
 }
 
 __device__ inline void Tile::add_to(u32* sums) const {
@@ -173,32 +300,9 @@ __device__ inline void Tile::add_to(u32* sums) const {
     for (u32 at = threadIdx.x; at < c.experts; at += blockDim.x) sums[at] += before(columns + at * column_words, tokens);
     for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x)
         sums[column.tokens_of(rank)] += before(rank_columns + rank * column_words, tokens);
-    for (u32 which = warp_id(); which < c.ranks + 2; which += blockDim.x / WARP) {
-        u32 sum = 0;
-        for (u32 token = lane_id(); token < tokens; token += WARP) sum += scan(which)[token];
-        sum = __reduce_add_sync(0xFFFFFFFFu, sum);
-        if (lane_id() == 0) {
-            const u32 at = which < c.ranks ? column.copies_of(which) : which == c.ranks ? column.sends() : column.copies();
-            sums[at] += sum;
-        }
-    }
-    __syncthreads();
-}
-
-__device__ inline void Tile::scan_tokens() const {
-    for (u32 which = warp_id(); which < p.common.ranks + 2; which += blockDim.x / WARP) {
-        u32 sum = 0;
-        for (u32 base = 0; base < tokens; base += WARP) {
-            const u32 token = base + lane_id();
-            const u32 own = token < tokens ? scan(which)[token] : 0;
-            u32 through = own;
-            for (u32 distance = 1; distance < WARP; distance *= 2) {
-                const u32 other = __shfl_up_sync(0xFFFFFFFFu, through, distance);
-                if (lane_id() >= distance) through += other;
-            }
-            if (token < tokens) scan(which)[token] = sum + through - own;
-            sum += __shfl_sync(0xFFFFFFFFu, through, WARP - 1);
-        }
+    for (u32 which = threadIdx.x; which < c.ranks + 2; which += blockDim.x) {
+        const u32 at = which < c.ranks ? column.copies_of(which) : which == c.ranks ? column.sends() : column.copies();
+        sums[at] += scan(which)[tokens];
     }
     __syncthreads();
 }

@@ -46,6 +46,7 @@ inline unsigned long long max(unsigned long long a, unsigned long long b) { retu
 inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline int __ffs(unsigned bits) { return bits == 0 ? 0 : std::countr_zero(bits) + 1; }
 inline int __clz(unsigned bits) { return std::countl_zero(bits); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -129,6 +130,11 @@ inline bool __syncthreads_and(bool vote, Site site = Site::current()) {
 }
 inline bool __syncthreads_or(bool vote, Site site = Site::current()) {
     return machine::meet_block(vote, orders_block(site)).any;
+}
+
+inline unsigned atomicAdd(unsigned* word, unsigned value) {
+    machine::step(true);
+    return __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
 }
 
 inline unsigned atomicOr(unsigned* word, unsigned bits) {

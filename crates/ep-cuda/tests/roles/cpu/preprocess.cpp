@@ -13,9 +13,9 @@ thread_local __align__(16) u32 shared[machine::SHARED_BYTES / sizeof(u32)];
 u32 shared_bytes(const void* params) {
     const auto& p = *static_cast<const PreprocessParams*>(params);
     const u32 experts = p.common.experts, ranks = p.common.ranks;
-    const u32 head = 2 * Columns{experts, ranks}.count() + 2 * ranks + max(experts, ranks) + ranks;
-    const u32 bits = p.tile * div_up(experts, 32) + (experts + ranks) * (p.tile / 32);
-    return 4 * (head + bits + (ranks + 2) * p.tile + div_up(experts, 4));
+    const u32 head = 2 * Columns{experts, ranks}.count() + 3 * max(experts, ranks) + 3 * ranks;
+    const u32 bits = p.tile * (div_up(experts, 32) | 1) + (experts + ranks) * (p.tile / 32);
+    return 4 * (head + bits + (ranks + 2) * (p.tile + 1) + div_up(experts, 2) + div_up(experts, 4));
 }
 
 // Fewer threads than on a GPU: how many there are is the launch's affair.
