@@ -22,16 +22,18 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
         // long as a worker has something to push, a peer may be waiting for it.
         for (;;) {
             if (!reducer.has_some()) {
-                if (reducer.all_taken() * items + lead * tokens > item * tokens) break;
-                if (!reducer.take()) break;
+                const u32 taken = reducer.all_taken();
+                if (taken * items + lead * tokens > item * tokens || !reducer.take(taken)) break;
             }
             if (!reducer.ready()) break;
-            if (!reducer.reduce()) return;
+            reducer.reduce();
         }
     }
     pusher.finish();
-    while (reducer.has_some() || reducer.take())
-        if (!reducer.reduce()) return;
+    while (reducer.has_some() || reducer.take(reducer.all_taken())) {
+        if (!reducer.await()) return;
+        reducer.reduce();
+    }
     if (p.out_probs != nullptr) gather_all_probs(p, worker, epoch);
 }
 

@@ -77,9 +77,9 @@ struct Reducer {
         return __shfl_sync(0xFFFFFFFFu, ld_relaxed_gpu(&p.common.own->tokens_taken), 0);
     }
 
-    // Takes some of those that are left; false when there are none.
-    __device__ bool take() {
-        const u32 tokens = p.handle.tokens, taken = all_taken();
+    // Takes some of those that are left, when `taken` were gone a moment ago; false when there are none.
+    __device__ bool take(u32 taken) {
+        const u32 tokens = p.handle.tokens;
         if (taken >= tokens) return false;
         const u32 count = min(max((tokens - taken) / (4 * workers), 1u), MOST_TOKENS);
         u32 first = 0;
@@ -96,14 +96,22 @@ struct Reducer {
         for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
             for (u32 peer = lane_id(); peer < c.ranks; peer += WARP)
                 if (peer != c.rank) there = there && reached(ld_acquire_sys(&c.own->flags[peer][chunk]), epoch);
-        return __all_sync(0xFFFFFFFFu, there);
+        there = __all_sync(0xFFFFFFFFu, there);
+        // As in `await_chunk`.
+        __syncwarp();
+        return there;
     }
 
-    // Reduces the tokens taken; false when a peer does not send what it owes.
-    __device__ bool reduce() {
-        const HandleView& h = p.handle;
+    // Waits until they have; false when one does not.
+    __device__ bool await() const {
         for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
             if (!await_chunk(p.common, chunk, epoch)) return false;
+        return true;
+    }
+
+    // Reduces the tokens taken, which are ready.
+    __device__ void reduce() {
+        const HandleView& h = p.handle;
         const u32 last = h.token_begin[end];
         for (u32 first = h.token_begin[token]; first < last; first += WARP) {
             Batch batch;
@@ -113,7 +121,6 @@ struct Reducer {
             reduce_batch(batch);
         }
         token = end;
-        return true;
     }
 
     __device__ u32 first_chunk() const { return token / p.handle.chunk_tokens; }
