@@ -10,37 +10,39 @@ struct ArrivalItems {
     const PeerView* peers;
     u32 count;
     u32 span;
-    u32 groups;
     u32 pieces;
-    u32 sources;
-    u32 workers;
+    Divider groups;
+    Divider sources;
+    Divider workers;
+    u32 turn;
 
     __device__ ArrivalItems(const Common& c, const PeerView* peers, const Worker& worker, u32 span, u32 groups, u32 pieces)
         : c(c),
           peers(peers),
           span(span),
-          groups(groups),
           pieces(pieces),
-          sources(own ? c.ranks : c.ranks - 1),
-          workers(worker.workers) {
+          groups(groups),
+          sources(max(own ? c.ranks : c.ranks - 1, 1u)),
+          workers(worker.workers),
+          turn(sources.by + 1 - worker.workers / groups % sources.by) {
         u32 chunks = 0;
-        for (u32 peer = 0; peer < c.ranks; peer++) chunks = max(chunks, peers[peer].chunks);
-        count = div_up(chunks, span) * sources * groups;
+        if (own || c.ranks > 1)
+            for (u32 peer = 0; peer < c.ranks; peer++) chunks = max(chunks, peers[peer].chunks);
+        count = div_up(chunks, span) * sources.by * groups;
     }
     // Each worker has the sources by turns, from round to round: where there are, say, four sources and 96 workers, each
     // would have one source only otherwise, and the own rank's chunks are more work than others. The order of the sources
     // is turned by what the number of workers lacks to that.
     __device__ u32 source(u32 item) const {
-        const u32 all = max(sources, 1u), round = place(item) * all * groups / workers;
-        const u32 turn = all + 1 - workers / groups % all;
-        const u32 rank = c.rank + (own ? 0 : 1) + (item / groups + round * turn) % all;
+        const u32 round = workers.divide(place(item) * sources.by * groups.by);
+        const u32 rank = c.rank + (own ? 0 : 1) + sources.rest(groups.divide(item) + round * turn);
         return rank >= c.ranks ? rank - c.ranks : rank;
     }
     // Its place among the items of its source, and its first chunk.
-    __device__ u32 place(u32 item) const { return item / groups / max(sources, 1u); }
+    __device__ u32 place(u32 item) const { return sources.divide(groups.divide(item)); }
     __device__ u32 chunk(u32 item) const { return place(item) * span; }
-    __device__ u32 first_piece(u32 item) const { return item % groups; }
-    __device__ u32 flag(u32 item) const { return place(item) * groups + first_piece(item); }
+    __device__ u32 first_piece(u32 item) const { return groups.rest(item); }
+    __device__ u32 flag(u32 item) const { return place(item) * groups.by + first_piece(item); }
     __device__ bool skip(u32 item) const { return chunk(item) >= peers[source(item)].chunks; }
     __device__ Range range(u32 item) const {
         const PeerView& peer = peers[source(item)];

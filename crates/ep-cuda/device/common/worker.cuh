@@ -188,7 +188,7 @@ struct Feed {
         if (lane_id() < batch.count) batch.entry = ld_relaxed_sys_v2(items.list(item) + position + lane_id());
         position += batch.count;
         if (position == range.end) {
-            piece += items.groups;
+            piece += items.groups.by;
             position = range.begin;
             if (piece >= items.pieces) {
                 batch.last = true;

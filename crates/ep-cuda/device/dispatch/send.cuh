@@ -10,15 +10,15 @@ constexpr u32 SPAN = 2;
 struct SendItems {
     const DispatchParams& p;
     u32 count;
-    u32 groups;
     u32 pieces;
+    Divider groups;
 
     __device__ explicit SendItems(const DispatchParams& p)
-        : p(p), count(div_up(p.handle.chunks, SPAN) * p.groups), groups(p.groups), pieces(p.pieces) {}
+        : p(p), count(div_up(p.handle.chunks, SPAN) * p.groups), pieces(p.pieces), groups(p.groups) {}
     __device__ bool skip(u32) const { return false; }
-    __device__ u32 chunk(u32 item) const { return item / groups * SPAN; }
+    __device__ u32 chunk(u32 item) const { return groups.divide(item) * SPAN; }
     __device__ u32 chunk_end(u32 item) const { return min(p.handle.chunks, chunk(item) + SPAN); }
-    __device__ u32 first_piece(u32 item) const { return item % groups; }
+    __device__ u32 first_piece(u32 item) const { return groups.rest(item); }
     __device__ Range range(u32 item) const {
         const u32* begin = p.handle.send_begin;
         return {begin[chunk(item)], begin[chunk_end(item)]};
@@ -52,7 +52,7 @@ struct TokenWalk {
 
     __device__ void next() {
         if (++token < end) return;
-        piece += items.groups;
+        piece += items.groups.by;
         if (piece < items.pieces) {
             restart();
         } else {
