@@ -12,6 +12,7 @@ pub(crate) enum KernelKey {
     Spin,
     Dispatch {
         quantize: bool,
+        /// Of a block, at most.
         warps: u32,
     },
     Combine {

@@ -18,13 +18,19 @@ const COMBINE_STEPS: usize = 4;
 const COMBINE_RUNS: usize = 2;
 /// Warps of a block of combine, each a worker.
 const COMBINE_WARPS: u32 = 16;
-/// Warps of a block of dispatch, each a worker.
-const DISPATCH_WARPS: u32 = 4;
+/// Warps of a block of dispatch, each a worker: at least and at most, and where tokens are quantised.
+const FEWEST_DISPATCH_WARPS: usize = 4;
+const MOST_DISPATCH_WARPS: u32 = 12;
 const QUANTIZE_WARPS: u32 = 10;
+/// Stages that a ring should have before a block has more warps. What a warp does for a row takes as long for a small
+/// one, so small rows want many warps.
+const WANTED_STAGES: usize = 4;
 /// Fewest stages of a ring: two stores under way while a third piece arrives; or a store, what is quantised, a load.
 const FEWEST_STAGES: usize = 3;
-/// Stages of a ring, at most: their barriers have a fixed place.
-const MOST_STAGES: usize = 32;
+/// Stages of all rings of a block, at most, since their barriers have a fixed place (`device/dispatch/kernel.cu`), and of
+/// one: a lane each sets them up.
+const MOST_STAGES: usize = 128;
+const MOST_RING_STAGES: usize = 32;
 /// Bytes of a sender's buffer for scales, where it quantises.
 const SCALE_BUFFER: usize = 512;
 
@@ -48,7 +54,7 @@ pub(crate) struct CombineShape {
 
 /// The dispatch kernel for rows that travel as they are, or are quantised.
 pub(crate) fn dispatch_key(quantize: bool) -> KernelKey {
-    KernelKey::Dispatch { quantize, warps: if quantize { QUANTIZE_WARPS } else { DISPATCH_WARPS } }
+    KernelKey::Dispatch { quantize, warps: if quantize { QUANTIZE_WARPS } else { MOST_DISPATCH_WARPS } }
 }
 
 /// The combine kernel for these types.
@@ -71,9 +77,8 @@ impl DispatchShape {
     /// `row_bytes` of an input row; `available` bytes of shared memory.
     pub(crate) fn new(key: KernelKey, ranks: usize, row_bytes: usize, available: usize) -> Self {
         let KernelKey::Dispatch { quantize, warps } = key else { unreachable!("a key of dispatch") };
-        let warps = warps as usize;
+        let most_warps = warps as usize;
         let unit = if quantize { 256 } else { 16 };
-        let extra = if quantize { warps * SCALE_BUFFER } else { 0 };
         let available = available - peers_bytes(ranks);
         let mut pieces = row_bytes.div_ceil(if quantize { QUANTIZE_PIECE } else { DISPATCH_PIECE });
         loop {
@@ -81,7 +86,14 @@ impl DispatchShape {
                 if pieces == 1 { row_bytes } else { row_bytes.div_ceil(pieces).next_multiple_of(unit) };
             // The copy engine wants stages at multiples of 128 bytes.
             let stage = piece.next_multiple_of(128);
-            let stages = (available.saturating_sub(extra) / warps / stage).min(MOST_STAGES);
+            let warps = if quantize {
+                most_warps
+            } else {
+                (available / (WANTED_STAGES * stage)).clamp(FEWEST_DISPATCH_WARPS, most_warps)
+            };
+            let extra = if quantize { warps * SCALE_BUFFER } else { 0 };
+            let stages = available.saturating_sub(extra) / warps / stage;
+            let stages = stages.min(MOST_STAGES / warps).min(MOST_RING_STAGES);
             if stages >= FEWEST_STAGES {
                 return Self {
                     threads: 32 * warps as u32,

@@ -15,7 +15,7 @@ constexpr float WIRE = 340.0f;
 
 // The division that ends first, between 1 and all blocks but one; of several, that with the fewest senders, since more of
 // them than the wire carries hinder each other. Called by all lanes of a warp.
-__device__ inline u32 sending_blocks(const DispatchParams& p) {
+__device__ inline u32 sending_blocks(const DispatchParams& p, u32 warps) {
     const Common& c = p.common;
     const u32* shape = p.handle.shape + 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]);
     const float rows = static_cast<float>(shape[SHAPE_ROWS]);
@@ -28,8 +28,8 @@ __device__ inline u32 sending_blocks(const DispatchParams& p) {
     u32 best = NONE, fastest = 1;
     for (u32 sending = 1 + lane_id(); sending < gridDim.x; sending += WARP) {
         // Warps take whole items, so in the last round some of them may be idle.
-        const u32 rounds = div_up(items, sending * WARPS);
-        const float busy = static_cast<float>(items) / static_cast<float>(max(rounds, 1u) * sending * WARPS);
+        const u32 rounds = div_up(items, sending * warps);
+        const float busy = static_cast<float>(items) / static_cast<float>(max(rounds, 1u) * sending * warps);
         const float sends = max(send / (static_cast<float>(sending) * max(busy, 0.001f)), remote / WIRE);
         // Of a number that is not negative the bits are in order, too.
         const u32 time = __float_as_uint(max(sends, copy / static_cast<float>(gridDim.x - sending)));
