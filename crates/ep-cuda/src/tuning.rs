@@ -18,13 +18,10 @@ const COMBINE_STEPS: usize = 4;
 const COMBINE_RUNS: usize = 2;
 /// Warps of a block of combine, each a worker.
 const COMBINE_WARPS: u32 = 16;
-/// Warps of a block of dispatch, each a worker: at least and at most, and where tokens are quantised.
-const FEWEST_DISPATCH_WARPS: usize = 4;
-const MOST_DISPATCH_WARPS: u32 = 12;
-const QUANTIZE_WARPS: u32 = 10;
-/// Stages that a ring should have before a block has more warps. What a warp does for a row takes as long for a small
-/// one, so small rows want many warps.
-const WANTED_STAGES: usize = 4;
+/// Warps of a block of dispatch, each a worker: of those that move rows as they are, as many as have [`FEWEST_STAGES`]
+/// each. What a warp does for a row takes as long for a small one, so small rows want more of them.
+const DISPATCH_WARPS: [usize; 2] = [8, 4];
+const QUANTIZE_WARPS: usize = 10;
 /// Fewest stages of a ring: two stores under way while a third piece arrives; or a store, what is quantised, a load.
 const FEWEST_STAGES: usize = 3;
 /// Stages of all rings of a block, at most, since their barriers have a fixed place (`device/dispatch/kernel.cu`), and of
@@ -54,7 +51,8 @@ pub(crate) struct CombineShape {
 
 /// The dispatch kernel for rows that travel as they are, or are quantised.
 pub(crate) fn dispatch_key(quantize: bool) -> KernelKey {
-    KernelKey::Dispatch { quantize, warps: if quantize { QUANTIZE_WARPS } else { MOST_DISPATCH_WARPS } }
+    let warps = if quantize { QUANTIZE_WARPS } else { DISPATCH_WARPS[0] };
+    KernelKey::Dispatch { quantize, warps: warps as u32 }
 }
 
 /// The combine kernel for these types.
@@ -76,9 +74,9 @@ fn peers_bytes(ranks: usize) -> usize {
 impl DispatchShape {
     /// `row_bytes` of an input row; `available` bytes of shared memory.
     pub(crate) fn new(key: KernelKey, ranks: usize, row_bytes: usize, available: usize) -> Self {
-        let KernelKey::Dispatch { quantize, warps } = key else { unreachable!("a key of dispatch") };
-        let most_warps = warps as usize;
+        let KernelKey::Dispatch { quantize, .. } = key else { unreachable!("a key of dispatch") };
         let unit = if quantize { 256 } else { 16 };
+        let choices: &[usize] = if quantize { &[QUANTIZE_WARPS] } else { &DISPATCH_WARPS };
         let available = available - peers_bytes(ranks);
         let mut pieces = row_bytes.div_ceil(if quantize { QUANTIZE_PIECE } else { DISPATCH_PIECE });
         loop {
@@ -86,23 +84,20 @@ impl DispatchShape {
                 if pieces == 1 { row_bytes } else { row_bytes.div_ceil(pieces).next_multiple_of(unit) };
             // The copy engine wants stages at multiples of 128 bytes.
             let stage = piece.next_multiple_of(128);
-            let warps = if quantize {
-                most_warps
-            } else {
-                (available / (WANTED_STAGES * stage)).clamp(FEWEST_DISPATCH_WARPS, most_warps)
-            };
-            let extra = if quantize { warps * SCALE_BUFFER } else { 0 };
-            let stages = available.saturating_sub(extra) / warps / stage;
-            let stages = stages.min(MOST_STAGES / warps).min(MOST_RING_STAGES);
-            if stages >= FEWEST_STAGES {
-                return Self {
-                    threads: 32 * warps as u32,
-                    pieces: row_bytes.div_ceil(piece) as u32,
-                    piece_bytes: piece as u32,
-                    groups: row_bytes.div_ceil(piece).min(MAX_GROUPS) as u32,
-                    stages: stages as u32,
-                    shared_bytes: peers_bytes(ranks) + warps * stages * stage + extra,
-                };
+            for &warps in choices {
+                let extra = if quantize { warps * SCALE_BUFFER } else { 0 };
+                let stages = available.saturating_sub(extra) / warps / stage;
+                let stages = stages.min(MOST_STAGES / warps).min(MOST_RING_STAGES);
+                if stages >= FEWEST_STAGES {
+                    return Self {
+                        threads: 32 * warps as u32,
+                        pieces: row_bytes.div_ceil(piece) as u32,
+                        piece_bytes: piece as u32,
+                        groups: row_bytes.div_ceil(piece).min(MAX_GROUPS) as u32,
+                        stages: stages as u32,
+                        shared_bytes: peers_bytes(ranks) + warps * stages * stage + extra,
+                    };
+                }
             }
             pieces += 1;
         }
