@@ -158,6 +158,24 @@ fn tiles(copies: Copies) -> Script {
     script
 }
 
+/// Maps of so many experts that a thread reads sixteen bytes at once, each elsewhere than its number says; several tiles a
+/// block; rows that do not fit.
+fn maps(copies: Copies) -> Script {
+    let owners: Vec<Rank> = (0..48).map(|expert| Rank(expert * 7 % 3)).collect();
+    let mut world = World::new(3, 1, 48).unwrap();
+    world.placement = ExpertPlacement::table(&owners, &world.topology).unwrap();
+    let mut script = Script::new(&format!("maps {copies:?}"), world.clone(), BLOCKS);
+    for (mode, memory) in [(pad(8), 0), (PLAIN, 1)] {
+        let routings = multi_hot(&world, &[70, 0, 35], 16, 31);
+        let capacity = vec![None, Some(40), Some(1000)];
+        let handle =
+            script.preprocess(Plan { routings, form: Form::Map, mode, capacity, chunk_tokens: 3 }, memory);
+        script.dispatch(&handle, dispatch(copies, 8));
+        script.combine(&handle, combine(copies, 8));
+    }
+    script
+}
+
 /// Nobody to talk to, and nothing to say.
 fn edges(copies: Copies) -> Vec<Script> {
     let mut alone = Script::new(&format!("alone {copies:?}"), World::new(1, 1, 3).unwrap(), BLOCKS);
@@ -190,6 +208,7 @@ pub(crate) fn all() -> Vec<Script> {
             steps(copies),
             plain(copies),
             formats(copies),
+            maps(copies),
             capacities(copies),
             sums(copies),
             tiles(copies),
