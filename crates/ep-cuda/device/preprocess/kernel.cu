@@ -56,10 +56,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
 
     if (fine) {
         compute_bases(p, bases, epoch, blockIdx.x == 0);
-        const Cursors cursors{run, copies_begin, tokens_begin};
+        const Cursors cursors{tile, run, copies_begin, tokens_begin};
         for (u32 at = begin; at < end; at++) {
             if (per_block > 1) load(at);
-            emit(p, tile, cursors, bases);
+            emit(p, cursors, bases);
             // Whoever has not read the sums yet, does so before they change.
             __syncthreads();
             if (at + 1 < end) tile.add_to(run);

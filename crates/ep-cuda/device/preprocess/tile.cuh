@@ -66,7 +66,7 @@ struct Tile {
     u32* columns;      // [experts][column_words]
     u32* rank_columns; // [ranks][column_words]
     u32* scans;        // [ranks + 2][tile + 1]: copies of each rank, sends, copies; of all tokens before one
-    u16* expert_of;    // [experts]: by position
+    u16* expert_of;    // [experts]: by position; of maps only
     u8* owner;         // [experts]: by position
     u32 first = 0;     // token
     u32 tokens = 0;
@@ -85,7 +85,7 @@ struct Tile {
         for (u32 rank = warp_id(); rank < c.ranks; rank += blockDim.x / WARP)
             for (u32 at = c.owner_begin[rank] + lane_id(); at < c.owner_begin[rank + 1]; at += WARP)
                 owner[at] = static_cast<u8>(rank);
-        for (u32 expert = threadIdx.x; expert < c.experts; expert += blockDim.x)
+        for (u32 expert = threadIdx.x; p.form == ROUTING_MAP && expert < c.experts; expert += blockDim.x)
             expert_of[position_of(expert)] = static_cast<u16>(expert);
     }
 
@@ -131,6 +131,10 @@ struct Tile {
 
     // Tokens of this tile before `token` that are in the column.
     __device__ static u32 before(const u32* column, u32 token) { return bits(column, 0, token); }
+
+    // Numbers of scans beside the ranks'.
+    __device__ u32 sends() const { return p.common.ranks; }
+    __device__ u32 copies() const { return p.common.ranks + 1; }
 
     // What the scans say of one token.
     __device__ u32 of_token(u32 which, u32 token) const { return scan(which)[token + 1] - scan(which)[token]; }
@@ -204,7 +208,7 @@ __device__ inline void Tile::read_map() const {
     const Divider by_groups(groups);
     const bool aligned = experts % AT_ONCE == 0 && reinterpret_cast<u64>(p.map) % AT_ONCE == 0;
     for (u32 index = threadIdx.x; index < tokens * groups; index += blockDim.x) {
-        const u32 token = by_groups.divide(index), from = (index - token * groups) * AT_ONCE;
+        const u32 token = by_groups.divide(index), from = by_groups.rest(index) * AT_ONCE;
         const u64 at = static_cast<u64>(first + token) * experts + from;
         u32 chosen = 0;
         if (aligned) {
@@ -249,17 +253,17 @@ __device__ inline void Tile::count() const {
         });
     __syncthreads();
     if (warp_id() == 0)
-        sum_up(c.ranks, [&](u32 token) {
-            u32 sends = 0;
+        sum_up(sends(), [&](u32 token) {
+            u32 entries = 0;
 #pragma unroll 1
             for (u32 rank = 0; rank < c.ranks && token < tokens; rank++) {
                 const u32 chosen = of_token(rank, token);
-                sends += rank == c.rank && p.handle.permuted ? chosen : min(chosen, 1u);
+                entries += rank == c.rank && p.handle.permuted ? chosen : min(chosen, 1u);
             }
-            return token < tokens ? max(sends, 1u) : 0;
+            return token < tokens ? max(entries, 1u) : 0;
         });
     if (warp_id() == 1)
-        sum_up(c.ranks + 1, [&](u32 token) { return token < tokens ? bits(row(token), 0, c.experts) : 0; });
+        sum_up(copies(), [&](u32 token) { return token < tokens ? bits(row(token), 0, c.experts) : 0; });
 }
 
 __device__ inline void Tile::load(u32 from, u32 number) {
@@ -286,10 +290,10 @@ __device__ inline void Tile::for_each_copy(const Visit& visit) const {
         return;
     }
     // Few of the map's bytes are set, so their threads are found by the sums.
-    const u32* copies = scan(p.common.ranks + 1);
-    for (u32 copy = threadIdx.x; copy < copies[tokens]; copy += blockDim.x) {
-        const u32 token = last_up_to(copies, tokens, copy);
-        const u32 position = nth_bit(row(token), copy - copies[token]), expert = expert_of[position];
+    const u32* sums = scan(copies());
+    for (u32 copy = threadIdx.x; copy < sums[tokens]; copy += blockDim.x) {
+        const u32 token = last_up_to(sums, tokens, copy);
+        const u32 position = nth_bit(row(token), copy - sums[token]), expert = expert_of[position];
         visit(token, expert, position, weight_at(static_cast<u64>(first + token) * p.common.experts + expert));
     }
 }
@@ -301,7 +305,7 @@ __device__ inline void Tile::add_to(u32* sums) const {
     for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x)
         sums[column.tokens_of(rank)] += before(rank_columns + rank * column_words, tokens);
     for (u32 which = threadIdx.x; which < c.ranks + 2; which += blockDim.x) {
-        const u32 at = which < c.ranks ? column.copies_of(which) : which == c.ranks ? column.sends() : column.copies();
+        const u32 at = which < c.ranks ? column.copies_of(which) : which == sends() ? column.sends() : column.copies();
         sums[at] += scan(which)[tokens];
     }
     __syncthreads();
