@@ -89,10 +89,9 @@ impl Backend for CudaBuffer {
         let row = facts.check_dispatch(&input, &output, CudaMemory::len)?;
         let DispatchInput { hidden, format, .. } = input;
         let quantize = matches!(format, TokenFormat::QuantizeFp8(_));
-        let key = tuning::dispatch_key(quantize);
-        let kernel = self.kernel(key)?;
+        let kernel = self.kernel(tuning::dispatch_key(quantize))?;
         let row_bytes_in = format.input_row_bytes(hidden);
-        let cut = DispatchShape::new(key, self.world.ranks(), row_bytes_in, kernel.shared_bytes()?);
+        let cut = DispatchShape::new(quantize, self.world.ranks(), row_bytes_in, kernel.shared_bytes()?);
 
         let rows = facts.allocated_rows;
         let keep_rest = handle.capacity.is_some();

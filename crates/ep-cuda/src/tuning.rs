@@ -73,8 +73,7 @@ fn peers_bytes(ranks: usize) -> usize {
 
 impl DispatchShape {
     /// `row_bytes` of an input row; `available` bytes of shared memory.
-    pub(crate) fn new(key: KernelKey, ranks: usize, row_bytes: usize, available: usize) -> Self {
-        let KernelKey::Dispatch { quantize, .. } = key else { unreachable!("a key of dispatch") };
+    pub(crate) fn new(quantize: bool, ranks: usize, row_bytes: usize, available: usize) -> Self {
         let unit = if quantize { 256 } else { 16 };
         let choices: &[usize] = if quantize { &[QUANTIZE_WARPS] } else { &DISPATCH_WARPS };
         let available = available - peers_bytes(ranks);
@@ -166,9 +165,8 @@ mod tests {
     fn every_row_is_cut_into_pieces_that_fit() {
         for available in SHARED {
             for quantize in [false, true] {
-                let key = dispatch_key(quantize);
                 for row_bytes in [32, 96, 1024, 14_336, 16_400, 57_344, 1 << 20] {
-                    let shape = DispatchShape::new(key, 8, row_bytes, available);
+                    let shape = DispatchShape::new(quantize, 8, row_bytes, available);
                     assert!(shape.shared_bytes <= available, "{row_bytes}: {shape:?}");
                     assert!(shape.stages as usize >= FEWEST_STAGES);
                     assert_eq!((shape.pieces as usize), row_bytes.div_ceil(shape.piece_bytes as usize));

@@ -205,8 +205,7 @@ fn on_the_wire(format: TokenFormat, hidden: usize, tokens: &Tokens) -> (Vec<u8>,
     (data, scales)
 }
 
-/// The value of element `at` of a row of expert outputs.
-/// An element of rows.
+/// The value of element `at` of rows.
 pub(crate) fn value(element: Element, rows: &[u8], at: usize) -> f32 {
     match element {
         Element::Bf16 => bf16_to_f32(u16::from_le_bytes([rows[2 * at], rows[2 * at + 1]])),

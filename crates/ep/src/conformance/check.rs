@@ -17,9 +17,9 @@ const GUARD: usize = 80;
 
 impl Prepared {
     /// Takes this rank through the case: preprocess, then for each run a dispatch, two combines, the second with
-    /// probabilities, and [`WeightRows`] on the experts' rows. The first run waits after every operator, the later ones queue theirs; between dispatch and
-    /// combine of the second run another handle is made. Every second run gives the operators memory of exactly the
-    /// bytes they need, the others have guard bytes behind it.
+    /// probabilities, and [`WeightRows`] on the experts' rows. The first run waits after every operator, the later ones
+    /// queue theirs; between dispatch and combine of the second run another handle is made. Every second run gives the
+    /// operators memory of exactly the bytes they need, the others have guard bytes behind it.
     ///
     /// Every rank of [`world`](Self::world) must call this, in the same order of cases.
     ///
