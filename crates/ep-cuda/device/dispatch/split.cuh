@@ -22,7 +22,7 @@ constexpr u32 SENDERS = 8;
 
 // How long sending and copying take side by side, from how long either takes alone, in any unit. Where both take equally
 // long, each waits for the other now and then; and what comes last is copied last. Fitted to times between 2 and 4 H200s,
-// with 16 to 116 blocks of which 2 to 24 send: within 8 % of the best division.
+// with 16 to 116 blocks of which 2 to 24 send: within 10 % of the best division.
 __device__ inline float side_by_side(float send, float copy) {
     const float send_squared = send * send, copy_squared = copy * copy;
     return __fsqrt_rn(__fsqrt_rn(send_squared * send_squared + copy_squared * copy_squared)) + 0.4f * copy;
