@@ -195,7 +195,7 @@ impl Backend for CudaBuffer {
             partials,
             prob_scratch,
             hidden: hidden as u32,
-            reserved: 0,
+            slack: tuning::COMBINE_SLACK,
         };
         // SAFETY: as in `dispatch`.
         unsafe { kernel.launch(&self.stream, self.blocks, cut.threads, cut.shared_bytes, &params) }?;

@@ -127,7 +127,7 @@ pub(crate) struct CombineParams {
     pub(crate) partials: DeviceAddress,
     pub(crate) prob_scratch: DeviceAddress,
     pub(crate) hidden: u32,
-    pub(crate) reserved: u32,
+    pub(crate) slack: u32,
 }
 
 const _: () = {

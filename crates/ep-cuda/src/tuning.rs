@@ -18,6 +18,8 @@ const COMBINE_STEPS: usize = 4;
 const COMBINE_RUNS: usize = 2;
 /// Warps of a block of combine, each a worker.
 const COMBINE_WARPS: u32 = 16;
+/// Tokens that combine holds back for peers, which start some microseconds apart: what they push in that time.
+pub(crate) const COMBINE_SLACK: u32 = 96;
 /// Warps of a block of dispatch, each a worker: of those that move rows as they are, as many as have [`FEWEST_STAGES`]
 /// each. What a warp does for a row takes as long for a small one, so small rows want more of them.
 const DISPATCH_WARPS: [usize; 2] = [8, 4];

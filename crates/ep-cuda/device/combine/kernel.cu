@@ -7,29 +7,27 @@
 #include "push.cuh"
 #include "reduce.cuh"
 
-// Items that every worker pushes before tokens as old as the first are reduced: by then the peers have pushed theirs.
-constexpr u32 LEAD = 1;
-
 __device__ inline void push_and_reduce(const CombineParams& p, const Worker& worker, u8* memory, const PeerView* peers,
                                        u32 epoch) {
     Pusher pusher(p, worker, memory, peers, epoch);
     Reducer reducer(p, worker, memory, epoch);
-    const u64 items = pusher.feed.items.count, lead = LEAD * worker.workers, tokens = p.handle.tokens;
+    const u64 items = pusher.items.count, tokens = p.handle.tokens, slack = p.slack;
     while (!pusher.over()) {
-        const u64 item = pusher.next.item;
-        pusher.item();
-        // Tokens are reduced in step with what is pushed, by workers that are ahead. They never wait for a peer here: as
-        // long as a worker has something to push, a peer may be waiting for it.
+        const u64 item = pusher.item;
+        pusher.push();
+        // Tokens are reduced in step with what is pushed. Each worker is at one item, so those before `item - workers`
+        // are done, and peers are as far, but for the slack. No peer is waited for: as long as a worker has something
+        // to push, a peer may be waiting for it.
         for (;;) {
             if (!reducer.has_some()) {
                 const u32 taken = reducer.all_taken();
-                if (taken * items + lead * tokens > item * tokens || !reducer.take(taken)) break;
+                if ((taken + slack) * items + worker.workers * tokens > item * tokens || !reducer.take(taken)) break;
             }
             if (!reducer.ready()) break;
             reducer.reduce();
         }
+        pusher.next();
     }
-    pusher.finish();
     while (reducer.has_some() || reducer.take(reducer.all_taken())) {
         if (!reducer.await()) return;
         reducer.reduce();

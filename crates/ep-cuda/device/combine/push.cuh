@@ -1,9 +1,32 @@
 // Role: on the rank that holds the experts. Adds the rows of each token of a peer, and sends the partial sum to it.
 #pragma once
-#include "arrivals.cuh"
 #include "sum.cuh"
 
-using PushItems = ArrivalItems<false>;
+// All chunks of all peers, one by one; neighbours in time are neighbours in number.
+struct PushItems {
+    const Common& c;
+    const PeerView* peers;
+    Divider sources;
+    u32 count;
+
+    __device__ PushItems(const Common& c, const PeerView* peers) : c(c), peers(peers), sources(max(c.ranks - 1, 1u)) {
+        u32 chunks = 0;
+        for (u32 peer = 0; peer < c.ranks; peer++)
+            if (peer != c.rank) chunks = max(chunks, peers[peer].chunks);
+        count = chunks * sources.by;
+    }
+    __device__ u32 source(u32 item) const {
+        const u32 rank = c.rank + 1 + sources.rest(item);
+        return rank >= c.ranks ? rank - c.ranks : rank;
+    }
+    __device__ u32 chunk(u32 item) const { return sources.divide(item); }
+    __device__ const PeerView& peer(u32 item) const { return peers[source(item)]; }
+    __device__ bool skip(u32 item) const { return chunk(item) >= peer(item).chunks; }
+    __device__ Range range(u32 item) const {
+        const u32* begin = peer(item).recv_begin + chunk(item);
+        return {ld_relaxed_sys(begin), ld_relaxed_sys(begin + 1)};
+    }
+};
 
 // The weights of a chunk's copies on this rank, back to their token's rank.
 __device__ inline void push_probs(const CombineParams& p, const PeerView& peer, u32 chunk) {
@@ -45,50 +68,80 @@ struct PushRows {
     __device__ Summand at(u32 index) const { return push_summand(p, ld_relaxed_sys_v2(entries + index).x); }
 };
 
-// One worker's part of the role, item by item.
+// One worker's part of the role. Workers are not equally fast: where an SM lies decides its share of the wire, and some
+// take 1.6 times as long as others for as much. So but for its first, no item is a worker's in advance: who has time takes
+// the next. Then chunks arrive in their order, too, and are reduced in it.
 struct Pusher {
     static constexpr u32 VECTOR_BYTES = 8 * element_bytes(WIRE_F32);
     const CombineParams& p;
-    const PeerView* peers;
     const u32 epoch;
+    const u32 workers;
     u8* memory;
-    Feed<PushItems> feed;
+    const PushItems items;
     Outbox outbox;
-    Completion<RUNS> completion;
-    Batch next;
+    u32 item;
+    Range range;
     u32 begin = NONE;
 
     __device__ Pusher(const CombineParams& p, const Worker& worker, u8* memory, const PeerView* peers, u32 epoch)
         : p(p),
-          peers(peers),
           epoch(epoch),
+          workers(worker.workers),
           memory(memory),
-          feed(PushItems(p.common, peers, worker, 1, 1, 1), worker.index, worker.workers),
+          items(p.common, peers),
           outbox{memory + FETCH_BYTES},
-          next(feed.fetch()) {}
-
-    __device__ bool over() const { return !next.valid(); }
-
-    __device__ void tell(u32 flag, u32 source) const {
-        if (lane_id() == 0) st_release_sys(&peers[source].flags[flag], epoch);
+          item(worker.index) {
+        enter();
     }
 
-    // The next item, all of it.
-    __device__ void item() {
-        bool last = false;
-        while (!last) {
+    __device__ bool over() const { return item >= items.count; }
+
+    // Peers with fewer chunks than others do not have every item.
+    __device__ void enter() {
+        while (!over() && items.skip(item)) take();
+        if (!over()) range = items.range(item);
+    }
+
+    __device__ void take() {
+        u32 taken = 0;
+        if (lane_id() == 0) taken = atom_add_relaxed_gpu(&p.common.own->items_taken, 1);
+        item = workers + __shfl_sync(0xFFFFFFFFu, taken, 0);
+    }
+
+    // Sends the item's partial sums.
+    __device__ void push() {
+        Batch next = read(range.begin);
+        for (bool last = false; !last;) {
             const Batch batch = next;
-            next = feed.fetch();
+            last = batch.first + batch.count == range.end;
+            if (!last) next = read(batch.first + batch.count);
             push_batch(batch);
-            last = batch.last;
         }
+        if (p.row_probs != nullptr) push_probs(p, items.peer(item), items.chunk(item));
+    }
+
+    // Goes on to another item, and says that this one is complete as soon as it is. Both are waited for together.
+    __device__ void next() {
+        u32* const flag = &items.peer(item).flags[items.chunk(item)];
+        take();
+        enter();
+        if (lane_id() == 0) copy_done<0>();
+        __syncwarp();
+        if (lane_id() == 0) st_release_sys(flag, epoch);
+    }
+
+    __device__ Batch read(u32 first) const {
+        Batch batch;
+        batch.first = first;
+        batch.count = min(WARP, range.end - first);
+        if (lane_id() < batch.count) batch.entry = ld_relaxed_sys_v2(items.peer(item).recv + first + lane_id());
+        return batch;
     }
 
     __device__ void push_batch(const Batch& batch) {
-        const auto announce = [&](u32 flag, u32 source) { tell(flag, source); };
+        const PeerView& peer = items.peer(item);
         // What every run needs, in registers.
-        const u32 source = feed.items.source(batch.item), hidden = p.hidden, vectors = div_up(hidden, 8);
-        const PeerView& peer = peers[source];
+        const u32 hidden = p.hidden, vectors = div_up(hidden, 8);
         u8* const partials = peer.tokens;
         const u64 slot_bytes = ::slot_bytes(p);
         const auto send = [&](const Sum& sum, u32 vector, u32 end_lane) {
@@ -97,7 +150,6 @@ struct Pusher {
             // Slots are a whole number of vectors.
             outbox.send(partials + slot * slot_bytes + static_cast<u64>(vector) * VECTOR_BYTES, run * VECTOR_BYTES,
                         [&](u8* to) { sum.store<WIRE_F32>(to, 8 * run); });
-            completion.committed(announce);
         };
         const bool alive = lane_id() < batch.count && batch.entry.x != NONE;
         const u32 begins = __ballot_sync(0xFFFFFFFFu, alive && (batch.entry.y & RECV_FIRST) != 0);
@@ -108,15 +160,5 @@ struct Pusher {
                           [&](const Sum& sum, u32 vector) { send(sum, vector, sums.long_end); });
         make_sums(sums.whole, push_summand(p, alive ? batch.entry.x : NONE), hidden, memory,
                   [&](const Sum& sum, u32 vector, const Sums& rest) { send(sum, vector, rest.last()); });
-        if (batch.last) {
-            if (p.row_probs != nullptr) push_probs(p, peer, feed.items.chunk(batch.item));
-            completion.finish(feed.items.chunk(batch.item), source, announce);
-        }
-    }
-
-    __device__ void finish() {
-        completion.flush([&](u32 flag, u32 source) { tell(flag, source); });
-        if (lane_id() == 0) copy_done<0>();
-        __syncwarp();
     }
 };

@@ -71,8 +71,11 @@ struct Control {
     u32 blocks_done;     // of the running kernel
     u32 blocks_arrived;  // at the kernel's barrier
     u32 fault_claimed;
-    u32 tokens_taken;    // to be reduced, by the workers of the running combine
-    u32 reserved[27];
+    // Of the running combine, what its workers have taken: tokens to be reduced, and items to be pushed but the first of
+    // each.
+    u32 tokens_taken;
+    u32 items_taken;
+    u32 reserved[26];
     // Written by peers: 1 + the rank to blame; and, of each, whether it has left (1) or died (2).
     u32 abort;
     u32 unused[31];
@@ -182,6 +185,6 @@ struct CombineParams {
     u8* partials;        // registered: [sends][hidden] of the wire's type
     float* prob_scratch; // registered: [copies]
     u32 hidden;
-    u32 reserved;
+    u32 slack;           // tokens that peers may be behind this rank
 };
 static_assert(sizeof(CombineParams) == sizeof(Common) + sizeof(HandleView) + 48 + 8, "mirrored in src/params.rs");

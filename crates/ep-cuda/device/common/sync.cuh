@@ -178,6 +178,7 @@ __device__ inline void leave(const Common& c, u32 epoch) {
         c.own->blocks_done = 0;
         c.own->blocks_arrived = 0;
         c.own->tokens_taken = 0;
+        c.own->items_taken = 0;
         c.own->epoch = epoch;
     }
 }

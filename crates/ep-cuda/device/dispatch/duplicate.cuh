@@ -48,12 +48,12 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
     Feed<ArrivalItems<!SEND_OWN>> feed(items, worker.index, worker.workers);
     // Pieces of the output row.
     const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
-    Batch next = feed.fetch();
+    ItemBatch next = feed.fetch();
     u32 arrived = NONE;
     u8* stage = nullptr;
     ScaleRow scales, next_scales;
     while (next.valid()) {
-        const Batch batch = next;
+        const ItemBatch batch = next;
         next = feed.fetch();
         const u32 source = items.source(batch.item);
         const Origin origin(p, source);

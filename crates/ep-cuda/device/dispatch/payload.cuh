@@ -1,6 +1,6 @@
 // What a token becomes before it is sent; payload_copy.cuh or payload_quantize.cuh says how.
 #pragma once
-#include "worker.cuh"
+#include "ring.cuh"
 
 // The part of a row of scales that travels with one piece.
 struct ScalePart {

@@ -2,6 +2,7 @@
 // to all its rows on the own rank too.
 #pragma once
 #include PAYLOAD_VARIANT
+#include "feed.cuh"
 
 // Chunks that move as a unit. combine, whose work on a row is more, takes each for itself.
 constexpr u32 SPAN = 2;
@@ -160,6 +161,44 @@ struct ItemWeights {
     }
 };
 
+// Tells peers that an item is complete, a few stores later, when it is: so the worker does not stop for it.
+struct Completion {
+    static constexpr u32 LAG = 4;
+    u32 flag = NONE;
+    u32 groups_since = 0;
+
+    // After each commit.
+    template <class Tell>
+    __device__ void committed(const Tell& tell) {
+        if (flag != NONE && ++groups_since == LAG) {
+            if (lane_id() == 0) copy_done<LAG>();
+            publish(tell);
+        }
+    }
+
+    // The item whose last store was just committed.
+    template <class Tell>
+    __device__ void finish(u32 item_flag, const Tell& tell) {
+        flush(tell);
+        flag = item_flag;
+        groups_since = 0;
+    }
+
+    template <class Tell>
+    __device__ void flush(const Tell& tell) {
+        if (flag == NONE) return;
+        if (lane_id() == 0) copy_done<0>();
+        publish(tell);
+    }
+
+    template <class Tell>
+    __device__ void publish(const Tell& tell) {
+        __syncwarp();
+        tell(flag);
+        flag = NONE;
+    }
+};
+
 __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring& ring, PayloadBuffers& buffers,
                             const PeerView* peers, u32 epoch) {
     const SendItems items(p);
@@ -175,8 +214,8 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
     Feed<SendItems> feed(items, worker.index, worker.workers);
     TokenWalk ahead(items, worker.index, worker.workers);
     TokenWalk here(items, worker.index, worker.workers);
-    Completion<4> completion;
-    const auto tell = [&](u32 flag, u32) {
+    Completion completion;
+    const auto tell = [&](u32 flag) {
         for (u32 peer = lane_id(); peer < p.common.ranks; peer += WARP)
             if (peer != p.common.rank) st_release_sys(&peers[peer].flags[flag], epoch);
     };
@@ -188,7 +227,7 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
         }
     };
     read_ahead();
-    Batch next = feed.fetch();
+    ItemBatch next = feed.fetch();
     bool token_begins = true;
     Payload payload;
     ScaleRow scales;
@@ -198,7 +237,7 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
     };
     expect_scales();
     while (next.valid()) {
-        const Batch batch = next;
+        const ItemBatch batch = next;
         next = feed.fetch();
         weights.enter(batch.item);
         for (u32 index = 0; index < batch.count; index++) {
@@ -227,7 +266,7 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
         }
         if (batch.last) {
             weights.store(peers);
-            completion.finish(batch.item, 0, tell);
+            completion.finish(batch.item, tell);
         }
     }
     completion.flush(tell);

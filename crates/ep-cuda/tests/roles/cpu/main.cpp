@@ -222,6 +222,7 @@ CombineParams combine_params(const Common& common, const HandleView& handle, con
     p.partials = call.scratch<u8>("partials");
     p.prob_scratch = p.row_probs == nullptr ? nullptr : call.scratch<float>("gathered probs");
     p.hidden = call.number("hidden");
+    p.slack = 0;  // cases are small: tokens are to be reduced between pushes, too
     return p;
 }
 

@@ -1,6 +1,6 @@
 // What tokens of all ranks mean for this rank, as work items: each rank's chunks, by pieces of a row.
 #pragma once
-#include "worker.cuh"
+#include "feed.cuh"
 
 // All chunks of all peers for this rank, and with `own` of itself, `span` of them as one item; neighbours in time are
 // neighbours in number.
