@@ -96,10 +96,18 @@ impl Home {
         rank: Rank,
         device: Arc<Device>,
         devices: Vec<usize>,
+        shared: bool,
         config: &Config,
     ) -> Result<Self> {
         config.check()?;
-        Kernels::get().load_usual(&device, world.ranks(), config.plain_copies)?;
+        // What nearly every program launches, so that no rank's first operators keep its peers waiting for a compiler.
+        // Where ranks share a GPU, everything: the driver loads a kernel when no other runs there, and one that waits
+        // for a rank that is loading would wait for ever.
+        let keys = match shared {
+            true => KernelKey::of_world(world.ranks(), device.shared_bytes),
+            false => KernelKey::usual(world.ranks(), device.shared_bytes).to_vec(),
+        };
+        Kernels::get().load_ahead(&device, &keys, config.plain_copies)?;
         let stream = Stream::new(&device)?;
         let arena = Arena::new(&device, devices)?;
         let counts = 2 * world.ranks() * Counts::words(world) * size_of::<u32>();

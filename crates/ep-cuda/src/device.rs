@@ -70,20 +70,23 @@ const fn base_name(path: &str) -> &str {
 }
 
 impl KernelKey {
-    /// Every kernel that a launch may ask for on a GPU whose blocks have this much shared memory. With little of it,
-    /// or with many ranks, combine has fewer warps.
+    /// Every kernel that a launch may ask for on a GPU whose blocks have this much shared memory.
     pub(crate) fn all(shared_bytes: usize) -> Vec<Self> {
+        let mut keys = Vec::new();
+        for key in (1..=MAX_RANKS).flat_map(|ranks| Self::of_world(ranks, shared_bytes)) {
+            if !keys.contains(&key) {
+                keys.push(key);
+            }
+        }
+        keys
+    }
+
+    /// Those of a world of so many ranks. With little shared memory, or many ranks, combine has fewer warps.
+    pub(crate) fn of_world(ranks: usize, shared_bytes: usize) -> Vec<Self> {
         let mut keys = vec![Self::Preprocess];
         keys.extend([false, true].map(tuning::dispatch_key));
         for (rows_f32, wire_f32) in [(false, false), (false, true), (true, false), (true, true)] {
-            let key = tuning::combine_key(rows_f32, wire_f32);
-            let first = keys.len();
-            for ranks in 1..=MAX_RANKS {
-                let fitting = tuning::fitting(key, ranks, shared_bytes);
-                if !keys[first..].contains(&fitting) {
-                    keys.push(fitting);
-                }
-            }
+            keys.push(tuning::fitting(tuning::combine_key(rows_f32, wire_f32), ranks, shared_bytes));
         }
         keys.extend([Self::WeightRows, Self::Spin]);
         keys
@@ -330,8 +333,12 @@ mod tests {
             for ranks in [1, 2, 8, 33, MAX_RANKS] {
                 let launched = KernelKey::all(AMPLE).into_iter();
                 let launched = launched.map(|key| tuning::fitting(key, ranks, shared_bytes));
-                launched
-                    .for_each(|key| assert!(all.contains(&key), "{key:?} of {ranks} ranks, not in {all:?}"));
+                let of_world = KernelKey::of_world(ranks, shared_bytes);
+                assert!(launched.eq(of_world.iter().copied()), "{of_world:?} of {ranks} ranks");
+                assert!(
+                    of_world.iter().all(|key| all.contains(key)),
+                    "{of_world:?} of {ranks} ranks, of {all:?}"
+                );
             }
         }
     }

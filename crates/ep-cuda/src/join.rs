@@ -42,7 +42,7 @@ impl CudaBuffer {
             .all_ranks()
             .map(|rank| {
                 let device = Device::open(device_of(rank.index()))?;
-                Home::new(world, rank, device, devices.clone(), config)
+                Home::new(world, rank, device, devices.clone(), sharing > 1, config)
             })
             .collect::<Result<_>>()?;
         let peers = Peers {
@@ -92,7 +92,7 @@ impl CudaBuffer {
             .into());
         }
         let device = Device::open(gpu)?;
-        let home = Home::new(world, rank, Arc::clone(&device), vec![gpu], config)?;
+        let home = Home::new(world, rank, Arc::clone(&device), vec![gpu], false, config)?;
         let door = Door::open(rank)?;
         let mine = Introduction {
             world: fingerprint(world),

@@ -55,15 +55,19 @@ impl Kernels {
         Ok(kernel)
     }
 
-    /// Loads what nearly every program launches, so that no rank's first operators keep its peers waiting for a
-    /// compiler. What has to be compiled is compiled at the same time.
-    pub(crate) fn load_usual(&self, device: &Arc<Device>, ranks: usize, plain_copies: bool) -> Result<()> {
-        let usual = KernelKey::usual(ranks, device.shared_bytes);
+    /// Loads these kernels. What has to be compiled is compiled at the same time.
+    pub(crate) fn load_ahead(
+        &self,
+        device: &Arc<Device>,
+        keys: &[KernelKey],
+        plain_copies: bool,
+    ) -> Result<()> {
         thread::scope(|scope| {
-            let load = |key| scope.spawn(move || self.load(device, key, plain_copies).map(drop));
-            let loading = usual.map(load);
-            let done = loading.map(|load| load.join().unwrap_or_else(|panic| panic::resume_unwind(panic)));
-            done.into_iter().collect()
+            let load = |&key| scope.spawn(move || self.load(device, key, plain_copies).map(drop));
+            let loading: Vec<_> = keys.iter().map(load).collect();
+            loading
+                .into_iter()
+                .try_for_each(|load| load.join().unwrap_or_else(|panic| panic::resume_unwind(panic)))
         })
     }
 }
