@@ -163,16 +163,25 @@ fn asking_whether_gpus_can_be_used_creates_no_context() {
     assert!(called(VERIFY, 1));
 }
 
-/// A rank that compiles in the middle of an operator lets its peers wait.
+/// A rank that compiles in the middle of an operator lets its peers wait; and one that loads a kernel waits for those
+/// that run on its GPU, which may wait for it.
 #[test]
 fn kernels_are_there_before_the_first_operator() {
     let directory = Directory::new("driver-kernels");
     let log = directory.file("log");
-    Fake { log: Some(&log), ..Fake::default() }.run(VERIFY);
-    let calls = std::fs::read_to_string(&log).unwrap();
-    let before_launches = calls.lines().take_while(|&call| call != "cuLaunchKernel");
-    let loads = before_launches.filter(|&call| call == "cuModuleLoadData").count();
-    assert!(calls.contains("cuLaunchKernel") && loads == 3, "{calls}");
+    // Kernels loaded before the first launch, and after it.
+    let loads = |gpus, arguments: &[&str]| {
+        Fake { gpus: Some(gpus), log: Some(&log), ..Fake::default() }.run(arguments);
+        let calls = std::fs::read_to_string(&log).unwrap();
+        std::fs::remove_file(&log).unwrap();
+        let (before, after) = calls.split_once("cuLaunchKernel").unwrap();
+        [before, after].map(|calls| calls.lines().filter(|&call| call == "cuModuleLoadData").count())
+    };
+    // What nearly everything launches, on each GPU; and a benchmark's own.
+    assert_eq!(loads("1", VERIFY)[0], 3);
+    assert_eq!(loads("2", BENCH), [6, 2]);
+    // All there are, where ranks share a GPU.
+    assert_eq!(loads("1", BENCH), [9, 0]);
 }
 
 #[test]
