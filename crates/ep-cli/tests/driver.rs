@@ -292,7 +292,7 @@ fn buffers_that_cannot_be_made() {
         ),
         ("cuMemMap=1", &["mapping 33554432 bytes", "invalid argument", "report this as a bug"]),
         ("cuMemSetAccess=1", &["mapping 33554432 bytes", "invalid argument", "must reach each other"]),
-        ("cuMemHostAlloc=2", &["pinning 40 bytes of host memory", "out of memory", "show who has it"]),
+        ("cuMemHostAlloc=2", &["pinning 56 bytes of host memory", "out of memory", "show who has it"]),
         ("cuMemsetD8Async=999", &["clearing ", "on GPU 0", "unknown error"]),
         ("cuStreamSynchronize=700", &["waiting for GPU 0", "illegal memory access", "compute-sanitizer"]),
     ] {

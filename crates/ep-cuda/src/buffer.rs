@@ -13,7 +13,7 @@ use ep::{
 use crate::arena::{Arena, Part};
 use crate::device::KernelKey;
 use crate::driver::{Device, DeviceAddress, Kernel, Mapped, Stream};
-use crate::fault::{self, History};
+use crate::fault;
 use crate::handle::{CudaHandle, Sizes, shape_words};
 use crate::kernels::Kernels;
 use crate::links::LEFT;
@@ -62,7 +62,6 @@ pub struct CudaBuffer {
     /// Tells handles of this buffer from others'.
     pub(crate) id: u64,
     pub(crate) step: u64,
-    pub(crate) history: History,
     pub(crate) failed: Option<Error>,
     pub(crate) domain_bytes: u64,
     pub(crate) preprocess_bytes: u64,
@@ -180,7 +179,6 @@ impl CudaBuffer {
             device,
             id: NEXT_ID.fetch_add(1, Relaxed),
             step: 0,
-            history: History::default(),
             failed: None,
             domain_bytes: 0,
             preprocess_bytes: 0,
@@ -255,7 +253,7 @@ impl CudaBuffer {
     /// The error that a kernel has reported, or an earlier one.
     pub(crate) fn check_usable(&mut self) -> Result<()> {
         if self.failed.is_none() {
-            self.failed = fault::read(&self.fault, self.rank, self.world.experts(), &self.history);
+            self.failed = fault::read(&self.fault, self.rank, self.world.experts());
         }
         self.failed.clone().map_or(Ok(()), Err)
     }
@@ -277,9 +275,8 @@ impl CudaBuffer {
     pub(crate) fn enter(&mut self, operator: Operator, same: &[u64]) -> Common {
         self.step += 1;
         self.arena.set_step(self.step);
-        self.history.push(self.step, operator);
         let words = std::iter::once(operator as u64).chain(same.iter().copied());
-        Common { signature: signature(words), ..self.common }
+        Common { signature: signature(words), operation: operator as u32, ..self.common }
     }
 
     /// Takes over what the kernel has found out about a handle.

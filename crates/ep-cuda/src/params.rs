@@ -26,7 +26,7 @@ pub(crate) const CONTROL_BYTES: usize =
     256 + 4 * MAX_RANKS + 2 * MAX_RANKS * HELLO_BYTES + 4 * MAX_RANKS * MAX_CHUNKS * MAX_GROUPS;
 
 /// Words of the record of the first fault.
-pub(crate) const FAULT_WORDS: usize = 10;
+pub(crate) const FAULT_WORDS: usize = 14;
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -41,7 +41,7 @@ pub(crate) struct Common {
     pub(crate) control: [DeviceAddress; MAX_RANKS],
     pub(crate) delta: [i64; MAX_RANKS],
     pub(crate) owner_begin: [u32; MAX_RANKS + 1],
-    pub(crate) reserved: u32,
+    pub(crate) operation: u32,
 }
 
 #[repr(C)]

@@ -31,7 +31,7 @@ impl Peers {
             control: [0; MAX_RANKS],
             delta: [0; MAX_RANKS],
             owner_begin: [0; MAX_RANKS + 1],
-            reserved: 0,
+            operation: 0,
         };
         common.control[..self.control.len()].copy_from_slice(&self.control);
         common.delta[..self.delta.len()].copy_from_slice(&self.delta);

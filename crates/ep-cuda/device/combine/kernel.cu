@@ -4,6 +4,9 @@
 //   push     adds the rows of a peer's token on this rank, and sends the partial sum
 //   reduce   adds the partial sums of this rank's tokens, some time after their like were pushed
 //   (n2n)    carries partial sums between domains: not in this version, which serves one domain
+//
+// Workers are not equally fast: where an SM lies decides its share of the wire, and some take 1.6 times as long as others
+// to push as much. So work is nobody's in advance: who has time takes some.
 #include "push.cuh"
 #include "reduce.cuh"
 
@@ -15,7 +18,7 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
     while (!pusher.over()) {
         const u64 item = pusher.item;
         pusher.push();
-        // Tokens are reduced in step with what is pushed. Each worker is at one item, so those before `item - workers`
+        // Tokens are reduced in step with what is pushed. Each worker is at one item, so most before `item - workers`
         // are done, and peers are as far, but for the slack. No peer is waited for: as long as a worker has something
         // to push, a peer may be waiting for it.
         for (;;) {
@@ -53,7 +56,5 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __gri
         copy_fence_global();
         push_and_reduce(p, worker, own_memory, peers, epoch);
     }
-    // What was pushed must have arrived, also when this rank gives up.
-    if (lane_id() == 0) copy_done<0>();
     leave(c, epoch);
 }

@@ -68,9 +68,8 @@ struct PushRows {
     __device__ Summand at(u32 index) const { return push_summand(p, ld_relaxed_sys_v2(entries + index).x); }
 };
 
-// One worker's part of the role. Workers are not equally fast: where an SM lies decides its share of the wire, and some
-// take 1.6 times as long as others for as much. So but for its first, no item is a worker's in advance: who has time takes
-// the next. Then chunks arrive in their order, too, and are reduced in it.
+// One worker's part of the role. Its first item is its own; then it takes the next that is nobody's, so that chunks arrive
+// in their order, and can be reduced in it.
 struct Pusher {
     static constexpr u32 VECTOR_BYTES = 8 * element_bytes(WIRE_F32);
     const CombineParams& p;
@@ -92,20 +91,30 @@ struct Pusher {
           outbox{memory + FETCH_BYTES},
           item(worker.index) {
         enter();
+        skip();
     }
 
     __device__ bool over() const { return item >= items.count; }
-
-    // Peers with fewer chunks than others do not have every item.
-    __device__ void enter() {
-        while (!over() && items.skip(item)) take();
-        if (!over()) range = items.range(item);
-    }
 
     __device__ void take() {
         u32 taken = 0;
         if (lane_id() == 0) taken = atom_add_relaxed_gpu(&p.common.own->items_taken, 1);
         item = workers + __shfl_sync(0xFFFFFFFFu, taken, 0);
+    }
+
+    // Whether there is such an item: peers with fewer chunks than others do not have every one.
+    __device__ bool exists() const { return !over() && !items.skip(item); }
+
+    // Asks where its entries lie.
+    __device__ void enter() {
+        if (exists()) range = items.range(item);
+    }
+
+    __device__ void skip() {
+        while (!over() && !exists()) {
+            take();
+            enter();
+        }
     }
 
     // Sends the item's partial sums.
@@ -120,7 +129,7 @@ struct Pusher {
         if (p.row_probs != nullptr) push_probs(p, items.peer(item), items.chunk(item));
     }
 
-    // Goes on to another item, and says that this one is complete as soon as it is. Both are waited for together.
+    // Takes another item, and says that this one is complete. What each must wait for is on its way at the same time.
     __device__ void next() {
         u32* const flag = &items.peer(item).flags[items.chunk(item)];
         take();
@@ -128,6 +137,7 @@ struct Pusher {
         if (lane_id() == 0) copy_done<0>();
         __syncwarp();
         if (lane_id() == 0) st_release_sys(flag, epoch);
+        skip();
     }
 
     __device__ Batch read(u32 first) const {

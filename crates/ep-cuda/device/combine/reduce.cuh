@@ -52,8 +52,7 @@ struct ReduceRows {
     __device__ Summand at(u32 index) const { return reduce_summand(p, p.handle.sends[first + index], first + index); }
 };
 
-// One worker's part of the role. Workers are not equally fast: where an SM lies decides its share of the wire, and some
-// take 1.6 times as long as others to push as much. So tokens are nobody's in advance: who has time takes some.
+// One worker's part of the role: some tokens at a time, in order.
 struct Reducer {
     static constexpr u32 BYTES = element_bytes(ROWS_F32);
     // Tokens that are taken at a time: some, so that their lists are read together; few, so that all end together.

@@ -19,7 +19,7 @@ enum RoutingForm : u32 { ROUTING_TOPK = 0, ROUTING_MAP = 1, ROUTING_ROWS = 2 };
 enum FaultKind : u32 {
     FAULT_NONE = 0,
     FAULT_TIMEOUT = 1,         // waited too long for `peer`
-    FAULT_ABORTED = 2,         // `peer` said that `seen` is to blame
+    FAULT_ABORTED = 2,         // another rank has given up; `peer` is to blame, and `cause` what became of it
     FAULT_MISMATCH = 3,        // `peer` called something else: `seen` instead of `expected`
     FAULT_INDEX = 4,           // routing: row `index` has expert index `seen`
     FAULT_DUPLICATE = 5,       // routing: row `index` has expert `seen` twice
@@ -42,8 +42,19 @@ struct Fault {
     u32 seen;
     u64 index;
     u64 waited_ns;
+    u32 operation;  // as the host calls it
+    u32 awaited;    // who was waited for; NONE for nobody
+    u32 cause;      // a FaultKind
+    u32 reserved;
 };
-static_assert(sizeof(Fault) == 40, "mirrored in src/params.rs");
+static_assert(sizeof(Fault) == 56, "mirrored in src/fault.rs");
+
+// The word by which a rank that gives up tells the others: why, who says so, and who is to blame.
+__device__ inline u32 abort_word(FaultKind cause, u32 by, u32 to_blame) { return cause << 16 | by << 8 | (to_blame + 1); }
+__device__ inline FaultKind abort_cause(u32 word) { return static_cast<FaultKind>(word >> 16); }
+__device__ inline u32 abort_by(u32 word) { return word >> 8 & 0xFF; }
+__device__ inline u32 abort_to_blame(u32 word) { return (word & 0xFF) - 1; }
+static_assert(MAX_RANKS < 0xFF, "a rank fits a byte");
 
 // A rank's words at the start of an operator: it is here, and its memory for this operator lies there. Pointers are
 // the speaker's; `Params::delta` makes them the listener's.
@@ -76,7 +87,7 @@ struct Control {
     u32 tokens_taken;
     u32 items_taken;
     u32 reserved[26];
-    // Written by peers: 1 + the rank to blame; and, of each, whether it has left (1) or died (2).
+    // Written by peers: an `abort_word`; and, of each, whether it has left (1) or died (2).
     u32 abort;
     u32 unused[31];
     u32 left[MAX_RANKS];
@@ -101,7 +112,7 @@ struct Common {
     i64 delta[MAX_RANKS];
     // First expert position of every rank, and one past the last.
     u32 owner_begin[MAX_RANKS + 1];
-    u32 reserved;
+    u32 operation;  // what the host calls this
 };
 static_assert(sizeof(Common) == 40 + 16 * MAX_RANKS + 4 * MAX_RANKS + 8, "mirrored in src/params.rs");
 

@@ -7,9 +7,6 @@
 __device__ inline u32 lane_id() { return threadIdx.x % WARP; }
 __device__ inline u32 warp_id() { return threadIdx.x / WARP; }
 
-// Bits of the lanes below this one.
-__device__ inline u32 lanemask_lt() { return (1u << lane_id()) - 1; }
-
 __device__ inline u64 globaltimer() {
     u64 ns;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -37,12 +34,6 @@ __device__ inline u32 ld_acquire_sys(const u32* pointer) {
 
 __device__ inline void st_release_sys(u32* pointer, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
-}
-
-__device__ inline u32 ld_acquire_gpu(const u32* pointer) {
-    u32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-    return value;
 }
 
 __device__ inline u32 ld_relaxed_gpu(const u32* pointer) {

@@ -6,32 +6,68 @@
 // Polls between two looks at the clock.
 constexpr u32 POLLS = 256;
 
-__device__ inline bool reached(u32 seen, u32 epoch) { return static_cast<i32>(seen - epoch) >= 0; }
+// Nobody can be ahead: a peer's next operator needs this rank's next hello. And what was written long ago stays behind,
+// however many operators there were since.
+__device__ inline bool reached(u32 seen, u32 epoch) { return seen == epoch; }
 
-// Tells the host, and all peers, what went wrong first; the rest of this kernel gives up.
-__device__ __noinline__ void report(const Common& c, Fault fault, u32 to_blame) {
+// Tells the host, and all peers, what went wrong first; the rest of this kernel gives up. `cause` is what became of the
+// rank to blame. Whoever calls this is called itself, not inlined: it is no part of what kernels do.
+__device__ inline void report(const Common& c, Fault fault, FaultKind cause, u32 to_blame) {
     if (atom_cas_relaxed_gpu(&c.own->fault_claimed, 0, 1) == 0) {
         const u32 kind = fault.kind;
         fault.kind = FAULT_NONE;
         fault.step = c.own->epoch + 1;
+        fault.operation = c.operation;
         *c.fault = fault;
         membar_sys();
         st_release_sys(&c.fault->kind, kind);
+        const u32 word = abort_word(cause, c.rank, to_blame);
 #pragma unroll 1
-        for (u32 peer = 0; peer < c.ranks; peer++) st_release_sys(&c.control[peer]->abort, 1 + to_blame);
+        for (u32 peer = 0; peer < c.ranks; peer++) st_release_sys(&c.control[peer]->abort, word);
     }
 }
 
-// Whether a rank has given up; then this one does too, and tells its host whose fault it was.
-__device__ inline bool aborted(const Common& c) {
-    const u32 blame = ld_relaxed_sys(&c.own->abort);
-    if (blame == 0) return false;
+// What is wrong with this rank's own call, or with what `peer` would receive.
+__device__ __noinline__ void report_own(const Common& c, FaultKind kind, u32 peer, u64 index, u32 expected, u32 seen) {
     Fault fault{};
+    fault.kind = kind;
+    fault.peer = peer;
+    fault.index = index;
+    fault.expected = expected;
+    fault.seen = seen;
+    report(c, fault, FAULT_ABORTED, c.rank);
+}
+
+__device__ __noinline__ void report_mismatch(const Common& c, u32 peer, u32 signature) {
+    Fault fault{};
+    fault.kind = FAULT_MISMATCH;
+    fault.peer = peer;
+    fault.expected = c.signature;
+    fault.seen = signature;
+    report(c, fault, FAULT_ABORTED, peer);
+}
+
+// What this rank reports when another has given up, by the word that it left. The others may have given up on this rank:
+// then the one that said so is named.
+__device__ inline void give_up(const Common& c, u32 word, Fault fault) {
+    const u32 to_blame = abort_to_blame(word);
+    const bool on_this = to_blame == c.rank;
     fault.kind = FAULT_ABORTED;
-    fault.peer = blame - 1;
-    fault.waiting_for = FOR_COUNTS;
-    report(c, fault, fault.peer);
-    return true;
+    fault.peer = on_this ? abort_by(word) : to_blame;
+    fault.cause = on_this ? FAULT_ABORTED : abort_cause(word);
+    report(c, fault, abort_cause(word), to_blame);
+}
+
+__device__ __noinline__ void give_up_at_once(const Common& c, u32 word) {
+    Fault fault{};
+    fault.awaited = NONE;
+    give_up(c, word, fault);
+}
+
+// Whether `word`, which is the own control block's, says that a rank has given up; then this one does too.
+__device__ inline bool aborted(const Common& c, u32 word) {
+    if (word != 0) give_up_at_once(c, word);
+    return word != 0;
 }
 
 // The slow part of a wait: polls, and looks at the clock and at what others say.
@@ -46,18 +82,24 @@ __device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epo
         const u32 left = ld_acquire_sys(&c.own->left[peer]);
         if (left != 0 && reached(ld_acquire_sys(word), epoch)) return true;
         // A rank that leaves because of a fault has said before whose fault it is.
-        const u32 blame = ld_relaxed_sys(&c.own->abort);
+        const u32 given_up = ld_relaxed_sys(&c.own->abort);
         const u64 waited = globaltimer() - start;
-        if (blame == 0 && left == 0 && waited <= c.timeout_ns) continue;
+        if (given_up == 0 && left == 0 && waited <= c.timeout_ns) continue;
         Fault fault{};
-        fault.kind = blame != 0 ? FAULT_ABORTED : left == 0 ? FAULT_TIMEOUT : left == 1 ? FAULT_LEFT : FAULT_DIED;
-        fault.peer = blame != 0 ? blame - 1 : peer;
         fault.waiting_for = waiting_for;
+        fault.awaited = peer;
         fault.expected = epoch;
         fault.seen = ld_relaxed_sys(word);
         fault.index = index;
         fault.waited_ns = waited;
-        report(c, fault, fault.peer);
+        if (given_up != 0) {
+            give_up(c, given_up, fault);
+            return false;
+        }
+        const FaultKind kind = left == 0 ? FAULT_TIMEOUT : left == 1 ? FAULT_LEFT : FAULT_DIED;
+        fault.kind = kind;
+        fault.peer = peer;
+        report(c, fault, kind, peer);
         return false;
     }
 }
@@ -122,12 +164,7 @@ __device__ inline bool hear(const Common& c, u32 epoch, u32 peer) {
     if (!wait_for(c, &hello->epoch, epoch, peer, FOR_HELLO, 0)) return false;
     const u32 signature = ld_relaxed_sys(&hello->signature);
     if (signature == c.signature) return true;
-    Fault fault{};
-    fault.kind = FAULT_MISMATCH;
-    fault.peer = peer;
-    fault.expected = c.signature;
-    fault.seen = signature;
-    report(c, fault, peer);
+    report_mismatch(c, peer, signature);
     return false;
 }
 
@@ -150,12 +187,17 @@ __device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
     return view;
 }
 
-// A block waits for the hello of all peers; false when one is missing. Called by all threads.
+// A block waits for the hello of all peers; false when one is missing, or has given up in an operator before: its lists
+// are not to be trusted, and its host may have. Called by all threads.
 __device__ inline bool hear_all(const Common& c, u32 epoch, PeerView* peers) {
     bool fine = true;
     for (u32 peer = threadIdx.x; fine && peer < c.ranks; peer += blockDim.x) {
         fine = hear(c, epoch, peer);
-        if (fine) peers[peer] = view_of(c, epoch, peer);
+        if (!fine) break;
+        // Before a rank that has given up says hello again, it has said so. Read beside the view, not after it.
+        const u32 given_up = ld_relaxed_sys(&c.own->abort);
+        peers[peer] = view_of(c, epoch, peer);
+        fine = !aborted(c, given_up);
     }
     return __syncthreads_and(fine);
 }

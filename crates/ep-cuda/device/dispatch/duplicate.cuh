@@ -60,7 +60,9 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
         if (arrived != batch.item && !origin.own) {
             arrived = batch.item;
             const u32 flag = items.flag(batch.item);
-            if (!wait_for(c, &c.own->flags[source][flag], epoch, source, FOR_CHUNK, items.chunk(batch.item))) break;
+            const bool there = wait_for(c, &c.own->flags[source][flag], epoch, source, FOR_CHUNK, items.chunk(batch.item));
+            // Lanes see for themselves; they must not part.
+            if (!__all_sync(0xFFFFFFFFu, there)) break;
             copy_fence_global();
             __syncwarp();
         }

@@ -72,20 +72,11 @@ __device__ inline void set_rows(const PreprocessParams& p, u32 local_experts, u6
 }
 
 __device__ inline void too_many(const PreprocessParams& p, u32 rank, u64 rows) {
-    Fault fault{};
-    fault.kind = FAULT_TOO_MANY_ROWS;
-    fault.peer = rank;
-    fault.index = rows;
-    report(p.common, fault, p.common.rank);
+    report_own(p.common, FAULT_TOO_MANY_ROWS, rank, rows, 0, 0);
 }
 
 __device__ inline void too_many_copies(const PreprocessParams& p, u32 copies) {
-    Fault fault{};
-    fault.kind = FAULT_TOO_MANY_COPIES;
-    fault.peer = p.common.rank;
-    fault.expected = p.most_copies;
-    fault.index = copies;
-    report(p.common, fault, p.common.rank);
+    report_own(p.common, FAULT_TOO_MANY_COPIES, p.common.rank, copies, p.most_copies, 0);
 }
 
 // What all ranks send to each segment, and the limits. Called by all threads.

@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
     }
     for (u32 at = threadIdx.x; at < column.count(); at += blockDim.x)
         p.block_columns[blockIdx.x * column.count() + at] = run[at];
-    bool fine = all_blocks(c) && !__syncthreads_or(aborted(c));
+    bool fine = all_blocks(c) && !__syncthreads_or(aborted(c, ld_relaxed_sys(&c.own->abort)));
 
     if (fine) sum_blocks(p, run, totals);
     for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x) {

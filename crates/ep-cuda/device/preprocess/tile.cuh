@@ -159,13 +159,8 @@ struct Tile {
     __device__ void sum_up(u32 which, const NumberOf& number_of) const;
 };
 
-__device__ inline void bad_routing(const PreprocessParams& p, u32 kind, u32 token, u32 seen) {
-    Fault fault{};
-    fault.kind = kind;
-    fault.peer = p.common.rank;
-    fault.index = token;
-    fault.seen = seen;
-    report(p.common, fault, p.common.rank);
+__device__ inline void bad_routing(const PreprocessParams& p, FaultKind kind, u32 token, u32 seen) {
+    report_own(p.common, kind, p.common.rank, token, 0, seen);
 }
 
 // Where the routing is a list of choices: calls `visit(token, expert, at)` for each of the tile's tokens.

@@ -263,5 +263,18 @@ pub(crate) fn faults() -> Vec<Script> {
         script.fails(&[fault, Fault::Aborted], Some(1));
         cases.push(script);
     }
+
+    // With a capacity the host does not wait, and calls what follows before it knows.
+    let mut behind = new("operators behind one that failed");
+    let plan = Plan { capacity: vec![Some(16); 3], ..plan(&behind, Form::TopK) };
+    let handle = behind.preprocess(plan, 0);
+    behind.other_input(1, "weights", f32::NAN.to_le_bytes().repeat(8));
+    let faults = [Fault::Nan, Fault::Aborted];
+    behind.fails(&faults, Some(1));
+    behind.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    behind.does_not_begin(&faults, 1);
+    behind.combine(&handle, combine(Copies::Bulk, hidden));
+    behind.does_not_begin(&faults, 1);
+    cases.push(behind);
     cases
 }

@@ -316,6 +316,7 @@ impl Script {
             record.number("signature", 1000 + self.operators.len());
             record.number("faults", 1 << Fault::None as usize);
             record.number("to blame", NONE as usize);
+            record.number("untouched", 0);
         }
         self.operators.push(Operator { kernel, ranks });
     }
@@ -336,6 +337,15 @@ impl Script {
         for record in &mut self.operators.last_mut().unwrap().ranks {
             record.number("faults", faults.iter().map(|&fault| 1 << fault as usize).sum());
             record.number("to blame", to_blame.unwrap_or(NONE as usize));
+        }
+    }
+
+    /// The last operator does nothing, since an earlier one has failed with one of these faults: outputs stay as they
+    /// were.
+    pub(crate) fn does_not_begin(&mut self, faults: &[Fault], to_blame: usize) {
+        self.fails(faults, Some(to_blame));
+        for record in &mut self.operators.last_mut().unwrap().ranks {
+            record.number("untouched", 1);
         }
     }
 

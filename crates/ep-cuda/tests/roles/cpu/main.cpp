@@ -93,7 +93,9 @@ void after(const void* params) {
     if ((kinds >> kind & 1) == 0) report(call, "fault, of these kinds,", call.fault->waiting_for, kinds, kind);
     if (kind != FAULT_NONE) {
         if (peer != NONE && call.fault->peer != peer) report(call, "rank to blame", kind, peer, call.fault->peer);
-        // Nothing is said of outputs.
+        // Nothing is said of the outputs of the operator that failed.
+        if (call.record->number("untouched") != 0)
+            for (const auto& [name, bytes] : call.record->outputs) compare(call, name, Bytes(bytes.size(), POISON));
         return;
     }
     for (const auto& [name, bytes] : call.record->outputs) compare(call, name, bytes);

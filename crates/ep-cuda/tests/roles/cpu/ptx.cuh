@@ -8,9 +8,6 @@
 __device__ inline u32 lane_id() { return threadIdx.x % WARP; }
 __device__ inline u32 warp_id() { return threadIdx.x / WARP; }
 
-// Bits of the lanes below this one.
-__device__ inline u32 lanemask_lt() { return (1u << lane_id()) - 1; }
-
 __device__ inline u64 globaltimer() { return machine::clock(); }
 
 // ---- numbers
@@ -30,10 +27,6 @@ __device__ inline void st_release_sys(u32* pointer, u32 value, Site site = Site:
     machine::step(true);
     if (machine::left_out(Order::st_release_sys, site)) return __atomic_store_n(pointer, value, __ATOMIC_RELAXED);
     __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
-}
-
-__device__ inline u32 ld_acquire_gpu(const u32* pointer, Site site = Site::current()) {
-    return ld_acquire_sys(pointer, site);
 }
 
 __device__ inline u32 atom_add_acq_rel_gpu(u32* pointer, u32 value, Site site = Site::current()) {
