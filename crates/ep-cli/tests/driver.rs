@@ -364,7 +364,7 @@ fn a_failing_operator_fails_its_case_and_ends_a_soak() {
 #[test]
 fn memory_that_processes_cannot_share() {
     let reserving = ["reserving 2147483648 bytes of addresses", "out of memory"];
-    let mapping = ["sharing memory with rank ", "it did not map it"];
+    let mapping = ["sharing memory with rank ", "it could not map it"];
     for (fail, parts) in [
         ("cuDeviceGetUuid_v2=999", ["identifying GPU ", "unknown error"]),
         (

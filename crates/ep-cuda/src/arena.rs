@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use ep::Result;
+use ep::{Error, Result};
 
 use crate::driver::{Chunk, Device, DeviceAddress, Reservation};
 
@@ -29,6 +29,8 @@ struct State {
     /// GPUs of this process that may touch it.
     devices: Vec<usize>,
     announce: Option<Box<dyn Announce>>,
+    /// Why nothing is handed out any more: not all peers know all of the memory, or a peer may still write to it.
+    closed: Option<Error>,
     /// Free ranges: first byte to length.
     free: BTreeMap<usize, usize>,
     /// Parts that peers may still read: the operator after which they are free, first byte, length.
@@ -98,6 +100,7 @@ impl Arena {
             reservation: Reservation::new(device)?,
             devices,
             announce: None,
+            closed: None,
             free: BTreeMap::new(),
             resting: Vec::new(),
             step: 0,
@@ -131,6 +134,11 @@ impl Arena {
         drop(announce);
     }
 
+    /// Hands nothing out from now on, since an operator has failed: late peers may still write to what it was given.
+    pub(crate) fn fail(&self, error: &Error) {
+        self.lock().closed.get_or_insert_with(|| error.clone());
+    }
+
     /// Calls `with` with the chunks so far.
     pub(crate) fn with_chunks<T>(&self, with: impl FnOnce(&[Chunk]) -> T) -> T {
         with(self.lock().reservation.chunks())
@@ -155,6 +163,9 @@ impl Arena {
     pub(crate) fn alloc(&self, bytes: usize, lent: bool) -> Result<Part> {
         let len = bytes.max(1).next_multiple_of(ALIGNMENT);
         let mut state = self.lock();
+        if let Some(error) = &state.closed {
+            return Err(error.clone());
+        }
         state.wake();
         let offset = match state.take(len) {
             Some(offset) => offset,
@@ -227,7 +238,11 @@ impl State {
         let bytes = chunk.bytes;
         self.reservation.push(chunk, &self.devices)?;
         if let (Some(announce), Some(chunk)) = (&mut self.announce, self.reservation.chunks().last()) {
-            announce.announce(chunk)?;
+            let told = announce.announce(chunk);
+            if let Err(error) = told {
+                self.closed = Some(error.clone());
+                return Err(error);
+            }
         }
         self.give_back(mapped, bytes);
         Ok(())

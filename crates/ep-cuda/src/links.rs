@@ -4,15 +4,15 @@
 //! have mapped it; at the end, a farewell. A socket that closes without one means that the process died: the kernels of
 //! the others learn of it through their control block.
 
-use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read as _, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use ep::{EnvironmentError, Rank, Result};
+use ep::{EnvironmentError, Operator, PeerError, PeerFault, Rank, Result};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
@@ -26,6 +26,10 @@ use crate::params::LEFT_OFFSET;
 const FAREWELL: u64 = 0;
 /// The answer to a chunk that was mapped, and to one that was not.
 const MAPPED: u8 = 1;
+const NOT_MAPPED: u8 = 2;
+
+/// Pause between two looks for a connection.
+const RETRY: Duration = Duration::from_millis(1);
 
 /// What a kernel reads of a peer that is gone.
 pub(crate) const LEFT: u32 = 1;
@@ -38,6 +42,28 @@ fn broken(what: &str, error: impl std::fmt::Display) -> ep::Error {
         "all ranks of an NVLink domain must run on one machine, in one network namespace",
     )
     .into()
+}
+
+/// A peer that did not do its part in what comes before, or beside, the operators.
+fn lost(rank: Rank, peer: Rank, fault: PeerFault, waited_for: &str, since: Instant) -> ep::Error {
+    PeerError {
+        peer,
+        fault,
+        operator: Operator::Join,
+        step: 0,
+        rank,
+        waited_for: waited_for.into(),
+        waited: since.elapsed(),
+    }
+    .into()
+}
+
+/// What became of a peer whose socket gives this error.
+fn fault_of(error: &io::Error) -> PeerFault {
+    match error.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => PeerFault::Stalled,
+        _ => PeerFault::Died,
+    }
 }
 
 fn address(name: &str) -> Result<SocketAddr> {
@@ -87,7 +113,7 @@ pub(crate) fn connect(
     }
     let control = Arc::new(Mutex::new(Some(own_control)));
     // Connections wait in the listener's queue, so nobody waits for anybody here.
-    let mut links = Links { peers: Vec::new(), control: Arc::clone(&control) };
+    let mut links = Links { rank, peers: Vec::new(), control: Arc::clone(&control) };
     for (peer, name) in doors.iter().enumerate().filter(|&(peer, _)| peer != rank.index()) {
         let mut link =
             UnixStream::connect_addr(&address(name)?).map_err(|error| broken("reaching a peer", error))?;
@@ -95,23 +121,63 @@ pub(crate) fn connect(
         link.write_all(&rank.0.to_le_bytes()).map_err(|error| broken("greeting a peer", error))?;
         links.peers.push((Rank(peer as u32), link));
     }
-    for _ in 1..doors.len() {
-        let (mut link, _) =
-            door.listener.accept().map_err(|error| broken("taking a peer's connection", error))?;
-        let mut who = [0; 4];
-        link.read_exact(&mut who).map_err(|error| broken("a peer's greeting", error))?;
-        let peer = u32::from_le_bytes(who) as usize;
-        let Some(Some(memory)) = peers.get(peer).cloned() else {
-            return Err(broken("a peer's greeting", format!("there is no rank {peer}")));
-        };
+    let since = Instant::now();
+    let mut waiting_for: Vec<Rank> = links.peers.iter().map(|&(peer, _)| peer).collect();
+    while !waiting_for.is_empty() {
+        let (peer, link) = accept(&door, rank, &waiting_for, since, timeout)?;
+        waiting_for.retain(|&other| other != peer);
+        let memory = peers[peer.index()].as_ref().map_or_else(Weak::new, Arc::downgrade);
         // Whoever drops the buffer unmaps the memory, at a time of its own, not this thread.
-        let (device, memory, control) = (Arc::clone(device), Arc::downgrade(&memory), Arc::clone(&control));
+        let (device, control) = (Arc::clone(device), Arc::clone(&control));
         std::thread::Builder::new()
             .name(format!("ep-link-{rank}-{peer}"))
-            .spawn(move || serve(link, &memory, &device, &control, peer))
+            .spawn(move || serve(link, &memory, &device, &control, peer.index()))
             .map_err(|error| broken("starting a thread", error))?;
     }
     Ok((links, Mapped { peers }))
+}
+
+/// The connection of one of these peers.
+fn accept(
+    door: &Door,
+    rank: Rank,
+    waiting_for: &[Rank],
+    since: Instant,
+    timeout: Duration,
+) -> Result<(Rank, UnixStream)> {
+    let what = "taking a peer's connection";
+    door.listener.set_nonblocking(true).map_err(|error| broken(what, error))?;
+    loop {
+        let left = timeout.saturating_sub(since.elapsed());
+        match door.listener.accept() {
+            // Who says nothing sensible is a stranger.
+            Ok((link, _)) => {
+                if let Ok(peer) = greeting(&link, left.max(RETRY))
+                    && waiting_for.contains(&peer)
+                {
+                    return Ok((peer, link));
+                }
+            }
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                if left.is_zero() {
+                    return Err(lost(rank, waiting_for[0], PeerFault::Absent, "its connection", since));
+                }
+                std::thread::sleep(RETRY);
+            }
+            Err(error) => return Err(broken(what, error)),
+        }
+    }
+}
+
+/// Who it is that has connected.
+fn greeting(mut link: &UnixStream, timeout: Duration) -> io::Result<Rank> {
+    link.set_nonblocking(false)?;
+    link.set_read_timeout(Some(timeout))?;
+    let mut who = [0; 4];
+    link.read_exact(&mut who)?;
+    // What comes later comes at any time.
+    link.set_read_timeout(None)?;
+    Ok(Rank(u32::from_le_bytes(who)))
 }
 
 /// Maps what a peer sends until it leaves; then tells the kernels of this rank, which may be waiting for it.
@@ -132,8 +198,9 @@ fn serve(
                     let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
                     memory.push(chunk, &[device.ordinal])
                 });
-                // The peer turns the missing answer into an error that names this rank.
-                if mapped.is_err() || link.write_all(&[MAPPED]).is_err() {
+                // The peer turns the other answer into an error that names this rank.
+                let answer = if mapped.is_ok() { MAPPED } else { NOT_MAPPED };
+                if link.write_all(&[answer]).is_err() {
                     break DIED;
                 }
             }
@@ -171,6 +238,7 @@ fn receive(link: &UnixStream) -> rustix::io::Result<Option<(u64, Option<OwnedFd>
 
 /// This rank's connections to its peers.
 pub(crate) struct Links {
+    rank: Rank,
     peers: Vec<(Rank, UnixStream)>,
     /// The own control block, as long as it is there.
     control: Arc<Mutex<Option<DeviceAddress>>>,
@@ -178,23 +246,26 @@ pub(crate) struct Links {
 
 impl Announce for Links {
     fn announce(&mut self, chunk: &Chunk) -> Result<()> {
+        const WAITED_FOR: &str = "it to map memory that this rank has added";
+        let since = Instant::now();
         let fd = chunk.export()?;
         for (peer, link) in &mut self.peers {
-            let what = || format!("sharing memory with rank {peer}");
             let fds = [fd.as_fd()];
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
             let mut ancillary = SendAncillaryBuffer::new(&mut space);
             ancillary.push(SendAncillaryMessage::ScmRights(&fds));
             let bytes = (chunk.bytes as u64).to_le_bytes();
             sendmsg(&*link, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
-                .map_err(|error| broken(&what(), error))?;
+                .map_err(|error| lost(self.rank, *peer, fault_of(&error.into()), WAITED_FOR, since))?;
         }
         // All map at the same time.
         for (peer, link) in &mut self.peers {
             let mut answer = [0];
-            link.read_exact(&mut answer).map_err(|error| {
-                broken(&format!("sharing memory with rank {peer}"), format!("it did not map it: {error}"))
-            })?;
+            link.read_exact(&mut answer)
+                .map_err(|error| lost(self.rank, *peer, fault_of(&error), WAITED_FOR, since))?;
+            if answer != [MAPPED] {
+                return Err(broken(&format!("sharing memory with rank {peer}"), "it could not map it"));
+            }
         }
         Ok(())
     }
@@ -207,5 +278,44 @@ impl Drop for Links {
             // A peer that is gone needs no farewell.
             let _ = link.write_all(&FAREWELL.to_le_bytes());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_millis(200);
+
+    fn knock(door: &Door, word: &[u8]) {
+        let mut link = UnixStream::connect_addr(&address(&door.name).unwrap()).unwrap();
+        link.write_all(word).unwrap();
+    }
+
+    #[test]
+    fn a_peer_that_does_not_connect_is_named() {
+        let door = Door::open(Rank(0)).unwrap();
+        let error = accept(&door, Rank(0), &[Rank(2), Rank(3)], Instant::now(), TIMEOUT).unwrap_err();
+        let said = error.to_string();
+        assert!(said.starts_with("rank 2 never joined (join #0): rank 0 waited 0."), "{said}");
+        assert!(said.ends_with(" s for its connection"), "{said}");
+    }
+
+    #[test]
+    fn strangers_are_let_go_and_peers_found_behind_them() {
+        let door = Door::open(Rank(1)).unwrap();
+        // Somebody who says too little, a rank that is not awaited, and one that is.
+        knock(&door, &[7]);
+        knock(&door, &9u32.to_le_bytes());
+        knock(&door, &2u32.to_le_bytes());
+        let (peer, _) = accept(&door, Rank(1), &[Rank(0), Rank(2)], Instant::now(), TIMEOUT).unwrap();
+        assert_eq!(peer, Rank(2));
+    }
+
+    #[test]
+    fn a_socket_says_whether_its_peer_is_gone_or_late() {
+        assert_eq!(fault_of(&ErrorKind::UnexpectedEof.into()), PeerFault::Died);
+        assert_eq!(fault_of(&ErrorKind::BrokenPipe.into()), PeerFault::Died);
+        assert_eq!(fault_of(&ErrorKind::WouldBlock.into()), PeerFault::Stalled);
     }
 }
