@@ -125,7 +125,7 @@ pub struct LaunchEnv {
 impl LaunchEnv {
     /// Reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` (torchrun), or `SLURM_PROCID` and `SLURM_NTASKS`.
     /// The store listens on `MASTER_PORT` + 1, since torchrun keeps `MASTER_PORT` to itself; `HYBRID_EP_STORE`
-    /// (`host:port`) overrides it. `None` when neither launcher left its variables.
+    /// (`host:port`) overrides it. A lone rank needs neither. `None` when neither launcher left its variables.
     ///
     /// # Errors
     /// [`CallerError::Config`] for a variable that is missing beside the others, or malformed.
@@ -161,9 +161,20 @@ impl LaunchEnv {
             )
             .into());
         }
-        let store = match lookup("HYBRID_EP_STORE") {
-            Some(store) => store,
-            None => {
+        let store = match (lookup("HYBRID_EP_STORE"), lookup("MASTER_PORT")) {
+            (Some(store), _) => store,
+            // A port of the system's choice: nobody asks for it.
+            (None, None) if world_size == 1 => "127.0.0.1:0".into(),
+            (None, None) => {
+                let problem = match rank_key {
+                    "RANK" => "is needed beside RANK, or HYBRID_EP_STORE=host:port",
+                    _ => {
+                        "is needed, and SLURM does not set it: export it in the job's script, or HYBRID_EP_STORE=host:port"
+                    }
+                };
+                return Err(config("MASTER_PORT", None, problem.into()).into());
+            }
+            (None, Some(_)) => {
                 let host = lookup("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
                 format!("{host}:{}", number("MASTER_PORT", 65_534)? + 1)
             }
@@ -289,7 +300,19 @@ mod tests {
         let message = |pairs| LaunchEnv::from_lookup(env(pairs)).unwrap_err().to_string();
         assert!(message(&[("RANK", "0")]).contains("WORLD_SIZE = (not set)"));
         assert!(message(&[("RANK", "4"), ("WORLD_SIZE", "4")]).contains("must be below WORLD_SIZE = 4"));
-        assert!(message(&[("RANK", "0"), ("WORLD_SIZE", "4")]).contains("MASTER_PORT"));
+        assert!(
+            message(&[("RANK", "0"), ("WORLD_SIZE", "4")]).contains("MASTER_PORT = (not set): is needed")
+        );
+        let slurm = message(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")]);
+        assert!(
+            slurm.contains("MASTER_PORT = (not set)") && slurm.contains("SLURM does not set it"),
+            "{slurm}"
+        );
+        let port = message(&[("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_PORT", "x")]);
+        assert!(port.contains("MASTER_PORT = x: must be a whole number"), "{port}");
+        // Nobody else looks for a lone rank.
+        let alone = LaunchEnv::from_lookup(env(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1")])).unwrap();
+        assert_eq!(alone.unwrap().store, "127.0.0.1:0");
     }
 
     fn cuda(pairs: &[(&str, &str)]) -> CudaEnv {

@@ -36,7 +36,7 @@ const LAUNCHERS: [Launcher; 4] = [
             "SLURM_JOB_NODELIST",
         ],
         enables: "ranks that Slurm starts",
-        how: "srun -n N ...",
+        how: "export MASTER_PORT=29500; srun -n N ...",
     },
     Launcher {
         name: "MPI",
@@ -49,7 +49,7 @@ const LAUNCHERS: [Launcher; 4] = [
             "PMIX_RANK",
         ],
         enables: "ranks that MPI starts",
-        how: "mpirun -n N ...",
+        how: "mpirun -n N -x MASTER_PORT=29500 sh -c 'RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE exec ...'",
     },
     Launcher {
         name: "GPU choice",
