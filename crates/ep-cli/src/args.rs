@@ -194,7 +194,7 @@ pub(crate) struct WarmArgs {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BackendChoice {
-    /// The fastest that this machine has
+    /// The fastest that this machine has and that serves the NVLink domains asked for
     #[default]
     Auto,
     /// CPU and shared memory
