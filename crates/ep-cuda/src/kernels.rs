@@ -1,15 +1,19 @@
 //! Kernels, compiled and loaded once for each GPU.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock};
-use std::{panic, thread};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread;
 
-use ep::{CudaEnv, Result};
+use ep::{CudaEnv, Error, Result};
 
 use crate::device::KernelKey;
 use crate::driver::{Device, Kernel};
 use crate::jit::{Cubin, Jit};
 use crate::probe;
+
+/// Compilations at a time, at most. Each takes some hundred megabytes.
+const MOST_THREADS: usize = 8;
 
 /// All kernels of this process.
 pub(crate) struct Kernels {
@@ -55,20 +59,53 @@ impl Kernels {
         Ok(kernel)
     }
 
-    /// Loads these kernels. What has to be compiled is compiled at the same time.
+    /// Loads these kernels. What has to be compiled is compiled side by side.
     pub(crate) fn load_ahead(
         &self,
         device: &Arc<Device>,
         keys: &[KernelKey],
         plain_copies: bool,
     ) -> Result<()> {
-        thread::scope(|scope| {
-            let load = |&key| scope.spawn(move || self.load(device, key, plain_copies).map(drop));
-            let loading: Vec<_> = keys.iter().map(load).collect();
-            loading
-                .into_iter()
-                .try_for_each(|load| load.join().unwrap_or_else(|panic| panic::resume_unwind(panic)))
-        })
+        side_by_side(keys, |&key| self.load(device, key, plain_copies)).map(drop)
+    }
+}
+
+/// Does what may compile a kernel for each of these, on several threads; the results, in no order, or the error of the
+/// first that failed.
+pub(crate) fn side_by_side<T: Sync, R: Send>(
+    jobs: &[T],
+    work: impl Fn(&T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let next = AtomicUsize::new(0);
+    let done = Mutex::new(Vec::with_capacity(jobs.len()));
+    let failed: Mutex<Option<(usize, Error)>> = Mutex::default();
+    let take_turns = || {
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(job) = jobs.get(at) else { break };
+            match work(job) {
+                Ok(result) => done.lock().unwrap_or_else(PoisonError::into_inner).push(result),
+                Err(error) => {
+                    // The others would fail of the same.
+                    next.store(jobs.len(), Ordering::Relaxed);
+                    let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                    if failed.as_ref().is_none_or(|&(first, _)| at < first) {
+                        *failed = Some((at, error));
+                    }
+                }
+            }
+        }
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(jobs.len());
+    thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(take_turns);
+        }
+        take_turns();
+    });
+    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some((_, error)) => Err(error),
+        None => Ok(done.into_inner().unwrap_or_else(PoisonError::into_inner)),
     }
 }
 

@@ -1,17 +1,10 @@
 //! Compiling ahead of use: every kernel that a launch may ask for, into the cache on disk.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread;
-
 use ep::{EnvironmentError, Result};
 
 use crate::device::KernelKey;
 use crate::jit::{Arch, CacheState, Cubin, Jit};
 use crate::{kernels, probe};
-
-/// Compilations at a time, at most. Each takes some hundred megabytes.
-const MOST_THREADS: usize = 8;
 
 /// GPUs of a kind, as far as kernels differ between them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -77,32 +70,11 @@ pub fn warm(targets: &[Target], plain_copies: bool, each: impl Fn(&Warmed) + Syn
         distinct(targets.iter().flat_map(|target| {
             KernelKey::all(target.shared_bytes).into_iter().map(|key| (key, target.arch))
         }));
-    let next = AtomicUsize::new(0);
-    let outcome = Mutex::new(Ok(Vec::new()));
-    let lock = || outcome.lock().unwrap_or_else(PoisonError::into_inner);
-    let work = || {
-        while let Some(&(key, arch)) = wanted.get(next.fetch_add(1, Ordering::Relaxed)) {
-            match keep(&jit, key, arch, plain_copies) {
-                Ok(warmed) => {
-                    each(&warmed);
-                    lock().iter_mut().for_each(|kernels| kernels.push(warmed.clone()));
-                }
-                Err(error) => {
-                    // The others would fail of the same.
-                    next.store(wanted.len(), Ordering::Relaxed);
-                    *lock() = Err(error);
-                }
-            }
-        }
-    };
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(wanted.len());
-    thread::scope(|scope| {
-        for _ in 1..threads {
-            scope.spawn(work);
-        }
-        work();
-    });
-    let kernels = outcome.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+    let kernels = kernels::side_by_side(&wanted, |&(key, arch)| {
+        let warmed = keep(&jit, key, arch, plain_copies)?;
+        each(&warmed);
+        Ok(warmed)
+    })?;
     Ok(Warm { kernels, cache: jit.cache_state(), warnings: jit.warnings() })
 }
 
