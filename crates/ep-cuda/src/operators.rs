@@ -27,6 +27,7 @@ impl Backend for CudaBuffer {
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<CudaMemory> {
+        self.check_usable()?;
         self.notice_capture()?;
         Ok(CudaMemory::registered(self.arena.alloc(bytes, false)?, bytes))
     }

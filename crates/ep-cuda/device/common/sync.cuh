@@ -6,12 +6,12 @@
 // Polls between two looks at the clock.
 constexpr u32 POLLS = 256;
 
-// Nobody can be ahead: a peer's next operator needs this rank's next hello. And what was written long ago stays behind,
-// however many operators there were since.
+// Nobody is ahead of what is awaited: a peer's next operator needs this rank's next hello. So nothing but equality counts,
+// and what was written any number of operators ago does not.
 __device__ inline bool reached(u32 seen, u32 epoch) { return seen == epoch; }
 
 // Tells the host, and all peers, what went wrong first; the rest of this kernel gives up. `cause` is what became of the
-// rank to blame. Whoever calls this is called itself, not inlined: it is no part of what kernels do.
+// rank to blame. Its callers are not inlined, so that kernels keep their registers to themselves.
 __device__ inline void report(const Common& c, Fault fault, FaultKind cause, u32 to_blame) {
     if (atom_cas_relaxed_gpu(&c.own->fault_claimed, 0, 1) == 0) {
         const u32 kind = fault.kind;
@@ -188,13 +188,13 @@ __device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
 }
 
 // A block waits for the hello of all peers; false when one is missing, or has given up in an operator before: its lists
-// are not to be trusted, and its host may have. Called by all threads.
+// may be unfinished, and its outputs taken back. Called by all threads.
 __device__ inline bool hear_all(const Common& c, u32 epoch, PeerView* peers) {
     bool fine = true;
     for (u32 peer = threadIdx.x; fine && peer < c.ranks; peer += blockDim.x) {
         fine = hear(c, epoch, peer);
         if (!fine) break;
-        // Before a rank that has given up says hello again, it has said so. Read beside the view, not after it.
+        // A rank that gives up says so before it says hello again. Read beside the view, which takes as long.
         const u32 given_up = ld_relaxed_sys(&c.own->abort);
         peers[peer] = view_of(c, epoch, peer);
         fine = !aborted(c, given_up);
