@@ -29,7 +29,7 @@ struct State {
     /// GPUs of this process that may touch it.
     devices: Vec<usize>,
     announce: Option<Box<dyn Announce>>,
-    /// Why nothing is handed out any more: not all peers know all of the memory, or a peer may still write to it.
+    /// Why nothing is handed out any more: not all peers know all of the memory.
     closed: Option<Error>,
     /// Free ranges: first byte to length.
     free: BTreeMap<usize, usize>,
@@ -134,11 +134,6 @@ impl Arena {
         drop(announce);
     }
 
-    /// Hands nothing out from now on, since an operator has failed: late peers may still write to what it was given.
-    pub(crate) fn fail(&self, error: &Error) {
-        self.lock().closed.get_or_insert_with(|| error.clone());
-    }
-
     /// Calls `with` with the chunks so far.
     pub(crate) fn with_chunks<T>(&self, with: impl FnOnce(&[Chunk]) -> T) -> T {
         with(self.lock().reservation.chunks())
@@ -238,11 +233,7 @@ impl State {
         let bytes = chunk.bytes;
         self.reservation.push(chunk, &self.devices)?;
         if let (Some(announce), Some(chunk)) = (&mut self.announce, self.reservation.chunks().last()) {
-            let told = announce.announce(chunk);
-            if let Err(error) = told {
-                self.closed = Some(error.clone());
-                return Err(error);
-            }
+            announce.announce(chunk).inspect_err(|error| self.closed = Some(error.clone()))?;
         }
         self.give_back(mapped, bytes);
         Ok(())

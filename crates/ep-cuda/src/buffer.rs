@@ -254,9 +254,6 @@ impl CudaBuffer {
     pub(crate) fn check_usable(&mut self) -> Result<()> {
         if self.failed.is_none() {
             self.failed = fault::read(&self.fault, self.rank, self.world.experts());
-            if let Some(error) = &self.failed {
-                self.arena.fail(error);
-            }
         }
         self.failed.clone().map_or(Ok(()), Err)
     }

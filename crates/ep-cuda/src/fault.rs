@@ -44,13 +44,7 @@ fn from_words(words: &[u32; FAULT_WORDS], rank: Rank, experts: usize) -> Option<
     };
     let routing = |problem| CallerError::Routing { rank, row: index as usize, problem }.into();
     Some(match kind {
-        1 => peer_error(PeerFault::Stalled),
-        2 => peer_error(match cause {
-            1 => PeerFault::Stalled,
-            8 => PeerFault::Left,
-            10 => PeerFault::Died,
-            _ => PeerFault::Failed,
-        }),
+        2 => peer_error(became(cause)),
         3 => CallerError::Collective {
             operator,
             field: "the call (operator, handle, hidden, types, outputs)",
@@ -71,9 +65,18 @@ fn from_words(words: &[u32; FAULT_WORDS], rank: Rank, experts: usize) -> Option<
         }
         .into(),
         7 => CallerError::TooManyRows { rank: Rank(peer), rows: index }.into(),
-        8 => peer_error(PeerFault::Left),
-        _ => peer_error(PeerFault::Died),
+        _ => peer_error(became(kind)),
     })
+}
+
+/// What became of a rank, by the kind of the fault of who waited for it.
+fn became(kind: u32) -> PeerFault {
+    match kind {
+        1 => PeerFault::Stalled,
+        8 => PeerFault::Left,
+        10 => PeerFault::Died,
+        _ => PeerFault::Failed,
+    }
 }
 
 /// What the host has called, by its number in the kernels' parameters.

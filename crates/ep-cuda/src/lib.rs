@@ -10,7 +10,7 @@
 //! | `tuning` | how an operator is cut into pieces, stages and blocks |
 //! | `fault` | what a kernel has reported, as an error that names who is at fault |
 //! | `params` | the mirror of `device/common/params.cuh` |
-//! | `device`, `kernels`, `jit` | the kernels' sources, compiled and loaded: the usual ones ahead, the others when they are needed |
+//! | `device`, `kernels`, `jit` | the kernels' sources, compiled and loaded ahead, or when they are needed |
 //! | [`mod@warm`] | compiling all kernels ahead of their use |
 //! | `driver` | the CUDA driver, every call checked |
 //! | [`mod@bench`] | what benchmarks need beside the operators |

@@ -27,6 +27,7 @@ impl Backend for CudaBuffer {
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<CudaMemory> {
+        // Late peers may still write to what an operator was given that has failed: nobody else gets it.
         self.check_usable()?;
         self.notice_capture()?;
         Ok(CudaMemory::registered(self.arena.alloc(bytes, false)?, bytes))
