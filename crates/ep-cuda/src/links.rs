@@ -12,7 +12,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ep::{EnvironmentError, Operator, PeerError, PeerFault, Rank, Result};
+use ep::{EnvironmentError, PeerError, PeerFault, Rank, Result};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
@@ -42,28 +42,6 @@ fn broken(what: &str, error: impl std::fmt::Display) -> ep::Error {
         "all ranks of an NVLink domain must run on one machine, in one network namespace",
     )
     .into()
-}
-
-/// A peer that did not do its part in what comes before, or beside, the operators.
-fn lost(rank: Rank, peer: Rank, fault: PeerFault, waited_for: &str, since: Instant) -> ep::Error {
-    PeerError {
-        peer,
-        fault,
-        operator: Operator::Join,
-        step: 0,
-        rank,
-        waited_for: waited_for.into(),
-        waited: since.elapsed(),
-    }
-    .into()
-}
-
-/// What became of a peer whose socket gives this error.
-fn fault_of(error: &io::Error) -> PeerFault {
-    match error.kind() {
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => PeerFault::Stalled,
-        _ => PeerFault::Died,
-    }
 }
 
 fn address(name: &str) -> Result<SocketAddr> {
@@ -160,7 +138,10 @@ fn accept(
             }
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
                 if left.is_zero() {
-                    return Err(lost(rank, waiting_for[0], PeerFault::Absent, "its connection", since));
+                    let (peer, waited) = (waiting_for[0], since.elapsed());
+                    return Err(
+                        PeerError::joining(rank, peer, PeerFault::Absent, "its connection", waited).into()
+                    );
                 }
                 std::thread::sleep(RETRY);
             }
@@ -247,7 +228,10 @@ pub(crate) struct Links {
 impl Announce for Links {
     fn announce(&mut self, chunk: &Chunk) -> Result<()> {
         const WAITED_FOR: &str = "it to map memory that this rank has added";
-        let since = Instant::now();
+        let (rank, since) = (self.rank, Instant::now());
+        let lost = |peer, error: &io::Error| {
+            PeerError::joining(rank, peer, PeerFault::of_socket(error), WAITED_FOR, since.elapsed())
+        };
         let fd = chunk.export()?;
         for (peer, link) in &mut self.peers {
             let fds = [fd.as_fd()];
@@ -256,13 +240,12 @@ impl Announce for Links {
             ancillary.push(SendAncillaryMessage::ScmRights(&fds));
             let bytes = (chunk.bytes as u64).to_le_bytes();
             sendmsg(&*link, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
-                .map_err(|error| lost(self.rank, *peer, fault_of(&error.into()), WAITED_FOR, since))?;
+                .map_err(|error| lost(*peer, &error.into()))?;
         }
         // All map at the same time.
         for (peer, link) in &mut self.peers {
             let mut answer = [0];
-            link.read_exact(&mut answer)
-                .map_err(|error| lost(self.rank, *peer, fault_of(&error), WAITED_FOR, since))?;
+            link.read_exact(&mut answer).map_err(|error| lost(*peer, &error))?;
             if answer != [MAPPED] {
                 return Err(broken(&format!("sharing memory with rank {peer}"), "it could not map it"));
             }
@@ -310,12 +293,5 @@ mod tests {
         knock(&door, &2u32.to_le_bytes());
         let (peer, _) = accept(&door, Rank(1), &[Rank(0), Rank(2)], Instant::now(), TIMEOUT).unwrap();
         assert_eq!(peer, Rank(2));
-    }
-
-    #[test]
-    fn a_socket_says_whether_its_peer_is_gone_or_late() {
-        assert_eq!(fault_of(&ErrorKind::UnexpectedEof.into()), PeerFault::Died);
-        assert_eq!(fault_of(&ErrorKind::BrokenPipe.into()), PeerFault::Died);
-        assert_eq!(fault_of(&ErrorKind::WouldBlock.into()), PeerFault::Stalled);
     }
 }

@@ -1,7 +1,7 @@
 //! Errors, kept apart by whose fault they are: the caller's, the environment's, or a peer's.
 
-use std::fmt;
 use std::time::Duration;
+use std::{fmt, io};
 
 use crate::topology::Rank;
 
@@ -219,6 +219,19 @@ pub struct PeerError {
     pub waited: Duration,
 }
 
+impl PeerError {
+    /// A peer that did not do its part in meeting the others, or in what they arrange beside their operators.
+    pub fn joining(
+        rank: Rank,
+        peer: Rank,
+        fault: PeerFault,
+        waited_for: impl Into<String>,
+        waited: Duration,
+    ) -> Self {
+        Self { peer, fault, operator: Operator::Join, step: 0, rank, waited_for: waited_for.into(), waited }
+    }
+}
+
 /// What became of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -235,6 +248,16 @@ pub enum PeerFault {
     Absent,
 }
 
+impl PeerFault {
+    /// What became of a peer whose socket, which has a timeout, gives this error.
+    pub fn of_socket(error: &io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Stalled,
+            _ => Self::Died,
+        }
+    }
+}
+
 impl fmt::Display for PeerFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -244,5 +267,19 @@ impl fmt::Display for PeerFault {
             Self::Failed => "failed",
             Self::Absent => "never joined",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_says_whether_its_peer_is_gone_or_late() {
+        assert_eq!(PeerFault::of_socket(&ErrorKind::UnexpectedEof.into()), PeerFault::Died);
+        assert_eq!(PeerFault::of_socket(&ErrorKind::BrokenPipe.into()), PeerFault::Died);
+        assert_eq!(PeerFault::of_socket(&ErrorKind::WouldBlock.into()), PeerFault::Stalled);
     }
 }

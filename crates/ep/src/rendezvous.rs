@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::error::{EnvironmentError, Error, Operator, PeerError, PeerFault, Result};
+use crate::error::{EnvironmentError, Error, PeerError, PeerFault, Result};
 use crate::topology::Rank;
 
 /// Exchanges a blob with every rank. Collective.
@@ -150,16 +150,8 @@ impl TcpRendezvous {
     }
 
     fn absent(&self, peer: Rank, waited_for: &str) -> Error {
-        PeerError {
-            peer,
-            fault: PeerFault::Absent,
-            operator: Operator::Join,
-            step: 0,
-            rank: self.rank,
-            waited_for: format!("{waited_for} at the rendezvous"),
-            waited: self.timeout,
-        }
-        .into()
+        let waited_for = format!("{waited_for} at the rendezvous");
+        PeerError::joining(self.rank, peer, PeerFault::Absent, waited_for, self.timeout).into()
     }
 
     fn connect(&self, store: &str, deadline: Instant) -> Result<TcpStream> {
@@ -223,20 +215,22 @@ impl TcpRendezvous {
             }
         }
         if let Some((peer, error)) = lost {
-            let mut answer = vec![if is_late(&error) { STALLED } else { DIED }];
+            let fault = PeerFault::of_socket(&error);
+            let mut answer = vec![if fault == PeerFault::Stalled { STALLED } else { DIED }];
             answer.extend(peer.0.to_le_bytes());
             for stream in streams {
                 // Whoever is gone too cannot be told.
                 let _ = stream.write_all(&answer);
             }
-            return Err(self.gone(peer, fault_of(&error), &error, start));
+            return Err(self.gone(peer, fault, &error, start));
         }
         for (stream, rank) in streams.iter_mut().zip(1..) {
             let send = |stream: &mut TcpStream| {
                 stream.write_all(&[OK])?;
                 all.iter().try_for_each(|blob| write_blob(stream, blob))
             };
-            send(stream).map_err(|error| self.gone(Rank(rank), fault_of(&error), &error, start))?;
+            send(stream)
+                .map_err(|error| self.gone(Rank(rank), PeerFault::of_socket(&error), &error, start))?;
         }
         Ok(all)
     }
@@ -244,7 +238,7 @@ impl TcpRendezvous {
     /// Another rank's part of an exchange.
     fn contribute(&self, stream: &mut TcpStream, blob: &[u8]) -> Result<Vec<Vec<u8>>> {
         let start = Instant::now();
-        let gone = |error: std::io::Error| self.gone(Rank(0), fault_of(&error), &error, start);
+        let gone = |error: std::io::Error| self.gone(Rank(0), PeerFault::of_socket(&error), &error, start);
         let mut status = [0];
         // Rank 0 answers at its own deadline at the latest; leave it time to say who is lost.
         stream
@@ -262,25 +256,9 @@ impl TcpRendezvous {
     }
 
     fn gone(&self, peer: Rank, fault: PeerFault, why: &dyn std::fmt::Display, start: Instant) -> Error {
-        PeerError {
-            peer,
-            fault,
-            operator: Operator::Join,
-            step: 0,
-            rank: self.rank,
-            waited_for: format!("its part of the rendezvous ({why})"),
-            waited: start.elapsed(),
-        }
-        .into()
+        let waited_for = format!("its part of the rendezvous ({why})");
+        PeerError::joining(self.rank, peer, fault, waited_for, start.elapsed()).into()
     }
-}
-
-fn is_late(error: &std::io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
-}
-
-fn fault_of(error: &std::io::Error) -> PeerFault {
-    if is_late(error) { PeerFault::Stalled } else { PeerFault::Died }
 }
 
 impl Rendezvous for TcpRendezvous {
@@ -361,16 +339,9 @@ impl Rendezvous for ThreadRendezvous {
             .unwrap_or_else(PoisonError::into_inner);
         if result.timed_out() {
             let absent = state.blobs.iter().position(Option::is_none).unwrap_or(0);
-            return Err(PeerError {
-                peer: Rank(absent as u32),
-                fault: PeerFault::Absent,
-                operator: Operator::Join,
-                step: round,
-                rank: self.rank,
-                waited_for: "its part of the rendezvous".into(),
-                waited: self.timeout,
-            }
-            .into());
+            let (peer, waited_for) = (Rank(absent as u32), "its part of the rendezvous");
+            let error = PeerError::joining(self.rank, peer, PeerFault::Absent, waited_for, self.timeout);
+            return Err(PeerError { step: round, ..error }.into());
         }
         Ok(state.gathered.clone())
     }
