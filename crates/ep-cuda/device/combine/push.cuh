@@ -9,16 +9,9 @@ struct PushItems {
     Divider sources;
     u32 count;
 
-    __device__ PushItems(const Common& c, const PeerView* peers) : c(c), peers(peers), sources(max(c.ranks - 1, 1u)) {
-        u32 chunks = 0;
-        for (u32 peer = 0; peer < c.ranks; peer++)
-            if (peer != c.rank) chunks = max(chunks, peers[peer].chunks);
-        count = chunks * sources.by;
-    }
-    __device__ u32 source(u32 item) const {
-        const u32 rank = c.rank + 1 + sources.rest(item);
-        return rank >= c.ranks ? rank - c.ranks : rank;
-    }
+    __device__ PushItems(const Common& c, const PeerView* peers)
+        : c(c), peers(peers), sources(max(c.ranks - 1, 1u)), count(most_chunks(c, peers, false) * sources.by) {}
+    __device__ u32 source(u32 item) const { return in_circle(c, c.rank + 1 + sources.rest(item)); }
     __device__ u32 chunk(u32 item) const { return sources.divide(item); }
     __device__ const PeerView& peer(u32 item) const { return peers[source(item)]; }
     __device__ bool skip(u32 item) const { return chunk(item) >= peer(item).chunks; }

@@ -19,6 +19,17 @@ __device__ inline void commit_stores() {
     if (lane_id() == 0) copy_commit();
 }
 
+// A rank of a circle: those past the last are the first again.
+__device__ inline u32 in_circle(const Common& c, u32 rank) { return rank >= c.ranks ? rank - c.ranks : rank; }
+
+// The most chunks that a peer has, and with `own` this rank.
+__device__ inline u32 most_chunks(const Common& c, const PeerView* peers, bool own) {
+    u32 most = 0;
+    for (u32 peer = 0; peer < c.ranks; peer++)
+        if (own || peer != c.rank) most = max(most, peers[peer].chunks);
+    return most;
+}
+
 // Where the entries of an item lie in their list.
 struct Range {
     u32 begin = 0;

@@ -8,13 +8,13 @@ template <bool own>
 struct ArrivalItems {
     const Common& c;
     const PeerView* peers;
-    u32 count;
     u32 span;
     u32 pieces;
     Divider groups;
     Divider sources;
     Divider workers;
     u32 turn;
+    u32 count;
 
     __device__ ArrivalItems(const Common& c, const PeerView* peers, const Worker& worker, u32 span, u32 groups, u32 pieces)
         : c(c),
@@ -24,19 +24,14 @@ struct ArrivalItems {
           groups(groups),
           sources(max(own ? c.ranks : c.ranks - 1, 1u)),
           workers(worker.workers),
-          turn(sources.by + 1 - worker.workers / groups % sources.by) {
-        u32 chunks = 0;
-        if (own || c.ranks > 1)
-            for (u32 peer = 0; peer < c.ranks; peer++) chunks = max(chunks, peers[peer].chunks);
-        count = div_up(chunks, span) * sources.by * groups;
-    }
+          turn(sources.by + 1 - worker.workers / groups % sources.by),
+          count(div_up(most_chunks(c, peers, own), span) * sources.by * groups) {}
     // Each worker has the sources by turns, from round to round: where there are, say, four sources and 96 workers, each
     // would have one source only otherwise, and the own rank's chunks are more work than others. The order of the sources
     // is turned by what the number of workers lacks to that.
     __device__ u32 source(u32 item) const {
         const u32 round = workers.divide(place(item) * sources.by * groups.by);
-        const u32 rank = c.rank + (own ? 0 : 1) + sources.rest(groups.divide(item) + round * turn);
-        return rank >= c.ranks ? rank - c.ranks : rank;
+        return in_circle(c, c.rank + (own ? 0 : 1) + sources.rest(groups.divide(item) + round * turn));
     }
     // Its place among the items of its source, and its first chunk.
     __device__ u32 place(u32 item) const { return sources.divide(groups.divide(item)); }
