@@ -184,6 +184,20 @@ fn kernels_are_there_before_the_first_operator() {
     assert_eq!(loads("1", BENCH), [9, 0]);
 }
 
+/// Where ranks share a GPU, a copy that stands behind a kernel holds up those of other ranks, for which it may wait.
+#[test]
+fn nothing_is_copied_to_the_host_before_its_stream_is_idle() {
+    let directory = Directory::new("driver-downloads");
+    let log = directory.file("log");
+    Fake { log: Some(&log), ..Fake::default() }.run(VERIFY);
+    let calls = std::fs::read_to_string(&log).unwrap();
+    let calls: Vec<&str> = calls.lines().filter(|&call| call != "cuCtxSetCurrent").collect();
+    let downloads: Vec<_> =
+        calls.windows(2).filter(|calls| calls[1].starts_with("cuMemcpyDtoHAsync")).collect();
+    assert!(!downloads.is_empty(), "{calls:?}");
+    assert!(downloads.iter().all(|calls| calls[0] == "cuStreamSynchronize"), "{calls:?}");
+}
+
 #[test]
 fn a_driver_that_is_not_there_or_does_not_load() {
     let directory = Directory::new("driver-broken");

@@ -89,7 +89,9 @@ impl Stream {
         if bytes.is_empty() {
             return Ok(());
         }
-        self.device.bind()?;
+        // Copies to the host share queues of the GPU: one that stands behind a kernel holds up those of other
+        // streams, also those of ranks that the kernel waits for.
+        self.synchronize()?;
         // SAFETY: `from` has the bytes by the caller's checks; they are there when the stream was waited for.
         let answer =
             unsafe { sys::cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), from, bytes.len(), self.stream) };
