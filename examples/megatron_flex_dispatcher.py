@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 examples/megatron_flex_dispatcher.py
     torchrun --nproc-per-node 4 examples/megatron_flex_dispatcher.py --tensor-parallel 2
 
-The layer is built twice with the same weights: with that dispatcher, and with Megatron's own all-gather dispatcher.
-Outputs and all gradients must agree. Megatron-Core (`pip install megatron-core`) is not changed. It runs on GPUs, or
-without any: then tensors are on the CPU and the ranks talk through gloo.
+The program builds the layer twice with the same weights: with that dispatcher, and with Megatron's all-gather
+dispatcher. Outputs and all gradients must agree. Megatron-Core (`pip install megatron-core`) is not modified. Without a
+GPU, tensors are on the CPU and ranks communicate through gloo.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from hybrid_ep.install import install_as_deep_ep
 
-# Before Megatron is imported: it looks for deep_ep then, once.
+# Before the import of Megatron, which imports deep_ep if it finds it.
 install_as_deep_ep()
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
-    # Megatron asks this where to put its tensors.
+    # Megatron puts its tensors on this device.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
 
 try:
@@ -40,7 +40,7 @@ except ImportError as error:
 
 
 class Router(TopKRouter):
-    """Megatron's, with a gate that needs no Transformer Engine."""
+    """Megatron's router with a gate that does not need Transformer Engine."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(input.float(), self.weight.float())
@@ -136,7 +136,7 @@ def build(dispatcher: str, options: argparse.Namespace) -> MoELayer:
 
 
 def step(layer: MoELayer, tokens: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A forward and a backward pass: the output, the tokens' gradient and those of all parameters."""
+    """Runs forward and backward; returns the output, and the gradients of the tokens and all parameters."""
     tokens = tokens.clone().requires_grad_()
     layer.zero_grad()
     output, _ = layer(tokens)
@@ -147,7 +147,7 @@ def step(layer: MoELayer, tokens: torch.Tensor, gradient: torch.Tensor) -> dict[
 
 
 def compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The relative difference of each. An expert without tokens has no gradient in one and zeros in the other."""
+    """Computes relative differences, and ignores zeros: an expert without tokens has a zero gradient or none."""
     names = {name for side in (ours, theirs) for name, value in side.items() if value.any()}
     missing = [name for name in names if name not in ours or name not in theirs]
     if missing:

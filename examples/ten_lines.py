@@ -1,18 +1,18 @@
-"""Dispatch and combine in ten lines: `torchrun --nproc-per-node 4 examples/ten_lines.py`, with or without GPUs."""
+"""Dispatch and combine in ten lines, with or without GPUs: `torchrun --nproc-per-node 4 examples/ten_lines.py`."""
 
 import torch
 
 from hybrid_ep import Buffer
 
-buffer = Buffer(num_experts=8)  # one rank of those that torchrun started, on a GPU of its own where there are some
+buffer = Buffer(num_experts=8)  # one of the ranks that torchrun started
 torch.manual_seed(buffer.rank)
-tokens = torch.randn(1000 - 250 * buffer.rank, 512).to(buffer.device, torch.bfloat16)  # any number on any rank
-topk_idx = torch.rand(len(tokens), 8).topk(2).indices.to(buffer.device)  # stands for a router: 2 of 8 experts
+tokens = torch.randn(1000 - 250 * buffer.rank, 512).to(buffer.device, torch.bfloat16)  # any number on each rank
+topk_idx = torch.rand(len(tokens), 8).topk(2).indices.to(buffer.device)  # in place of a router: 2 of 8 experts
 topk_weights = torch.full(topk_idx.shape, 0.5, device=buffer.device)
 
-received = buffer.dispatch_with_permute(tokens, topk_idx, topk_weights)  # rows of this rank's experts, in order
-outputs = received.tokens * received.probs[:, None].bfloat16()  # stands for experts: the identity, weighted
-combined = buffer.combine_with_unpermute(outputs, received.handle).tokens  # summed per token, where it came from
+received = buffer.dispatch_with_permute(tokens, topk_idx, topk_weights)  # rows of this rank's experts, expert by expert
+outputs = received.tokens * received.probs[:, None].bfloat16()  # in place of experts: the identity, weighted
+combined = buffer.combine_with_unpermute(outputs, received.handle).tokens  # summed per token, on the token's rank
 
 if buffer.rank == 0:
     print(f"rank 0 of {buffer.world_size} sent {len(tokens)} tokens to 2 of {buffer.num_experts} experts each,")

@@ -3,8 +3,8 @@
     python examples/train_moe_lm.py                                              # one process
     torchrun --standalone --nproc-per-node 4 examples/train_moe_lm.py --compare  # 4 ranks, then one process
 
-The dense part is data-parallel, the experts are spread over the ranks; the batch is the same for any number of ranks,
-so the loss must be too, within rounding. `--compare` shows it: rank 0 trains the same model once more on its own.
+The dense part is data-parallel, and experts are spread over the ranks. The batch is the same for any number of ranks,
+so the loss is the same within rounding. `--compare` shows this: rank 0 trains the same model once more alone.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Model(nn.Module):
 
 
 def corpus() -> Tensor:
-    """The standard library's modules and packages, tests and installed packages left out."""
+    """Reads the sources of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
@@ -88,7 +88,7 @@ def corpus() -> Tensor:
 
 
 class Run(NamedTuple):
-    """What training showed, the same on all ranks but for `routed`."""
+    """The results of a training run; all but `routed` are the same on all ranks."""
 
     losses: list[float]  # of each step, in nats per byte of the whole batch
     loads: list[Tensor]  # of each step, [layers, experts]: how often each expert was chosen
@@ -110,12 +110,12 @@ def train(buffer: Buffer, text: Tensor, args: argparse.Namespace) -> Run:
     started = time.perf_counter()
     for step in range(args.steps):
         starts = torch.randint(len(text) - args.context, (args.batch,), generator=draw)
-        own = starts.tensor_split(buffer.world_size)[buffer.rank]  # shares need not be equal, nor even hold anything
+        own = starts.tensor_split(buffer.world_size)[buffer.rank]  # parts may be unequal, or empty
         windows = text[own[:, None] + torch.arange(args.context + 1)].long().to(buffer.device)
         routed.clear()
         optimizer.zero_grad()
         logits = model(windows[:, :-1])
-        # Summed over this rank's bytes and divided by all ranks': the ranks' sum is the mean over the batch.
+        # The sum over this rank's bytes, divided by the bytes of all ranks: the sum over ranks is the batch's mean.
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
         loss = loss / (args.batch * args.context)
         (loss + model.balance_loss() * len(own) / args.batch).backward()
@@ -137,7 +137,7 @@ def train(buffer: Buffer, text: Tensor, args: argparse.Namespace) -> Run:
 
 
 def record_routing(path: Path, routed: list[Routed], buffer: Buffer, args: argparse.Namespace) -> None:
-    """Writes what the routers chose as a trace for `hybrid-ep bench --routing`; its format is in traces/README.md."""
+    """Writes the routing as a trace for `hybrid-ep bench --routing`; traces/README.md describes the format."""
     own = [(layer.topk_idx.int().cpu(), layer.topk_weights.detach().float().cpu()) for layer in routed]
     ranks: list[Any] = [own]
     if buffer.world_size > 1:
@@ -173,7 +173,7 @@ def record_routing(path: Path, routed: list[Routed], buffer: Buffer, args: argpa
 
 
 class Comparison(NamedTuple):
-    """Two runs that should be one."""
+    """The differences between two runs of the same training."""
 
     differences: list[float]  # of the losses, absolute
     parting: int | None  # the first step in which an expert was chosen more often in one run
@@ -195,7 +195,7 @@ class Comparison(NamedTuple):
 
 
 def plot(path: Path, ours: Run, alone: Run, comparison: Comparison, ranks: int) -> None:
-    """Both curves, and their difference below."""
+    """Draws both curves, and their difference below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -265,7 +265,7 @@ def main() -> None:
 
 
 def join() -> None:
-    """Over NCCL where each rank has a GPU; over gloo on the CPU, and where ranks share GPUs, to try things out."""
+    """Joins through NCCL if each rank has a GPU; through gloo on the CPU, and if ranks share GPUs."""
     gpus, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
     if gpus:
         torch.cuda.set_device(local_rank % gpus)
@@ -276,7 +276,7 @@ def join() -> None:
 
 
 def report(ours: Run, text: Tensor, args: argparse.Namespace, ranks: int) -> None:
-    """Rank 0's words about the run, and the run to compare with."""
+    """Reports a run of rank 0, and trains the model alone to compare."""
     result: dict[str, Any] = {"ranks": ranks, "comm": args.comm, "losses_nats_per_byte": ours.losses}
     if args.compare:
         (buffer,) = Buffer.threads(1, num_experts=args.experts)

@@ -1,4 +1,7 @@
-"""`python -m hybrid_ep`: every command of the program `hybrid-ep`, and `bench --compare`, which needs PyTorch."""
+"""The command line: every command of the program `hybrid-ep`, and `bench --compare`, which needs PyTorch.
+
+`python -m hybrid_ep` and the script `hybrid-ep`, which pip installs, are the same program.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +11,49 @@ import sys
 
 from ._native import cli
 
-NAME = "python -m hybrid_ep"
+MODULE = "python -m hybrid_ep"
+SCRIPT = "hybrid-ep"
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], name: str = MODULE) -> int:
+    """Runs a command line to its end.
+
+    Args:
+        arguments: The arguments after the program's name.
+        name: The program's name in help and errors.
+
+    Returns:
+        The exit code.
+    """
     if arguments[:1] == ["bench"] and "--compare" in arguments:
-        return compare([argument for argument in arguments[1:] if argument != "--compare"])
+        return compare([argument for argument in arguments[1:] if argument != "--compare"], name)
     sys.stdout.flush()
-    # Python would note Ctrl-C and act on it when the native code returns, which may be hours later.
+    # Python's own handler would run only after the native code returns, possibly hours after Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        code = cli(arguments, name=NAME, command=[sys.executable, "-m", "hybrid_ep"])
+        code = cli(arguments, name=name, command=[sys.executable, "-m", "hybrid_ep"])
     finally:
         signal.signal(signal.SIGINT, before)
     if arguments[:1] == ["bench"] and not {"-h", "--help"}.isdisjoint(arguments):
-        print(f"\nBeside other implementations, from PyTorch:\n  {NAME} bench --compare --help")
+        print(f"\nBeside other implementations, from PyTorch:\n  {name} bench --compare --help")
     return code
 
 
-def compare(arguments: list[str]) -> int:
+def compare(arguments: list[str], name: str = MODULE) -> int:
+    """Runs `bench --compare` with the other arguments; returns the exit code."""
     try:
         module = importlib.import_module("hybrid_ep.compare")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
-        print(f"{NAME}: error: bench --compare: PyTorch is not installed; pip install torch", file=sys.stderr)
+        print(f"{name}: error: bench --compare: PyTorch is not installed; pip install torch", file=sys.stderr)
         return 2
     return int(module.main(arguments))
+
+
+def script() -> int:
+    """Runs the script `hybrid-ep`; returns the exit code."""
+    return main(sys.argv[1:], name=SCRIPT)
 
 
 if __name__ == "__main__":

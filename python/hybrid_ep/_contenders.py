@@ -1,10 +1,11 @@
-"""What the comparison compares: this package, `all_to_all_single` of torch.distributed, and the real `deep_ep`."""
+"""The implementations of the comparison: this package, `all_to_all_single` of torch.distributed, the real `deep_ep`."""
 
 # mypy: disable-error-code="no-untyped-call, no-any-return"
 # (torch.autograd.Function.apply, Tensor.split and nn.Module.__call__ have no types.)
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._weight_rows import weight_rows
 from .buffer import Buffer
 from .moe import TokenDispatcher
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared. `tokens` are those of each rank."""
+    """The sizes of the comparison. `tokens` is the number on each rank."""
 
     ranks: int
     tokens: int
@@ -43,7 +45,7 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """One rank's tokens and routing, and the gradient that comes from the rest of the model."""
+    """One rank's tokens and routing, and the gradient of the layer's output."""
 
     tokens: Tensor
     topk_idx: Tensor
@@ -52,7 +54,8 @@ class Inputs(NamedTuple):
 
     @classmethod
     def draw(cls, case: Case, rank: int, device: torch.device) -> Inputs:
-        """Zipf popularity with exponent `skew`, the same order of experts on all ranks; 0 is uniform."""
+        """Draws random inputs. The popularity of experts follows Zipf's law with exponent `skew` (0: uniform), in the
+        same order on all ranks."""
         shared = torch.Generator().manual_seed(case.seed)
         own = torch.Generator().manual_seed(case.seed + 1 + rank)
         popularity = torch.arange(1, case.experts + 1)[torch.randperm(case.experts, generator=shared)].pow(-case.skew)
@@ -64,7 +67,15 @@ class Inputs(NamedTuple):
         return cls(tokens, topk_idx.to(device), topk_weights.to(device), grad)
 
 
-# Experts of the comparison: rows, grouped by local expert, and the number of rows of each, to rows.
+# A function that multiplies rows by their weights. Arguments: rows, float32 weights, the type of the result.
+Weigh = Callable[[Tensor, Tensor, torch.dtype], Tensor]
+
+
+def by_pytorch(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    return (rows * weights[:, None]).to(dtype)
+
+
+# The experts: a function of the rows, grouped by local expert, and of the number of rows of each expert.
 Experts = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -73,7 +84,10 @@ def identity(rows: Tensor, counts: Tensor) -> Tensor:
 
 
 class Implementation(Protocol):
-    """One way of doing it. A plan is what it knows of a routing; None where it cannot be made without dispatching."""
+    """One implementation of the operators. A plan is its result of preprocess.
+
+    If `preprocesses` is False, a plan can be made only by a dispatch.
+    """
 
     name: str
     preprocesses: bool
@@ -82,17 +96,21 @@ class Implementation(Protocol):
     def dispatch(self, plan: Any, inputs: Inputs) -> Tensor: ...
     def preprocess_and_dispatch(self, inputs: Inputs) -> tuple[Any, Tensor]: ...
     def outputs(self, rows: Tensor) -> Tensor:
-        """A copy of `rows` in the memory where experts would best leave their outputs."""
+        """Copies `rows` to the memory where experts should best write their outputs."""
         ...
 
     def combine(self, plan: Any, rows: Tensor) -> Tensor: ...
     def layer(self, inputs: Inputs, experts: Experts) -> Tensor:
-        """Differentiable with respect to tokens and weights."""
+        """Runs a layer; differentiable with respect to tokens and weights."""
+        ...
+
+    def weighing(self, weigh: Weigh) -> Implementation:
+        """Returns the implementation with another multiplication by weights in its layer, if it has that step."""
         ...
 
 
 class Ours:
-    """`Buffer`; the layer is `TokenDispatcher`'s."""
+    """This package: `Buffer`, with the layer of `TokenDispatcher`."""
 
     name = "hybrid_ep"
     preprocesses = True
@@ -100,6 +118,16 @@ class Ours:
     def __init__(self, case: Case, group: dist.ProcessGroup, device: torch.device) -> None:
         self.buffer = Buffer(group, num_experts=case.experts, device=device)
         self.dispatcher = TokenDispatcher(self.buffer)
+        self.weigh: Weigh = self.fused
+
+    def fused(self, rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Multiplies as `TokenDispatcher` does: in one pass forward and one backward."""
+        return weight_rows(rows, weights, dtype, self.buffer)
+
+    def weighing(self, weigh: Weigh) -> Ours:
+        other = copy.copy(self)
+        other.weigh = weigh
+        return other
 
     def preprocess(self, inputs: Inputs) -> Any:
         return self.buffer.preprocess(inputs.topk_idx, inputs.topk_weights, pad_multiple=1)
@@ -119,30 +147,35 @@ class Ours:
 
     def layer(self, inputs: Inputs, experts: Experts) -> Tensor:
         received = self.dispatcher.dispatch(inputs.tokens, inputs.topk_idx, inputs.topk_weights)
-        assert received.tokens_per_expert is not None, "permuted rows are counted"
-        return self.dispatcher.combine(experts(received.tokens, received.tokens_per_expert), received)
+        assert received.tokens_per_expert is not None and received.probs is not None, "permuted, with weights"
+        outputs = experts(received.tokens, received.tokens_per_expert)
+        weighted = self.weigh(outputs, received.probs, outputs.dtype)
+        return self.buffer.combine_with_unpermute(weighted, received.handle).tokens
 
 
 class AllToAllPlan(NamedTuple):
-    """How the copies of this rank's tokens travel."""
+    """The routing of this rank, for exchanges with `all_to_all_single`."""
 
     order: Tensor  # the T * K choices, sorted by expert, and so by rank
     inverse: Tensor  # the place of each choice in that order
     send: list[int]  # rows to each rank
     receive: list[int]  # rows from each rank
-    regroup: Tensor  # what comes, which is sorted by (source rank, expert), sorted by expert
-    ungroup: Tensor  # its inverse
+    regroup: Tensor  # the permutation of received rows from the order (source rank, expert) to the order of experts
+    ungroup: Tensor  # the inverse of `regroup`
     counts: Tensor  # rows of each local expert, on the CPU
 
 
 class AllToAll:
-    """The dispatcher that most training code has: sort by expert, exchange counts, exchange rows, sort again.
+    """The usual dispatcher of training programs: sort by expert, exchange counts, exchange rows, sort again.
 
-    A sum over a token's experts is a batched product, and the backward pass of a permutation is the gather by its
-    inverse: scattered additions, which autograd would choose, are slower and, on GPUs, not deterministic.
+    The sum over a token's experts is a batched product, and the backward pass of a permutation is a gather by its
+    inverse. Autograd's own choice, scattered additions, is slower and, on GPUs, not deterministic.
     """
 
     preprocesses = True
+
+    def weighing(self, weigh: Weigh) -> AllToAll:
+        return self  # the batched product applies the weights
 
     def __init__(self, case: Case, group: dist.ProcessGroup) -> None:
         self.name = f"all_to_all ({dist.get_backend(group)})"
@@ -185,7 +218,7 @@ class AllToAll:
         return _Permuted.apply(arrived, plan.regroup, plan.ungroup)
 
     def _back(self, plan: AllToAllPlan, rows: Tensor) -> Tensor:
-        """The rows of each token's choices, `[T, K, H]`."""
+        """Returns the rows of each token's choices, `[T, K, H]`."""
         leaving = _Permuted.apply(rows, plan.ungroup, plan.regroup)
         returned = _Exchange.apply(leaving, plan.receive, plan.send, self.group)
         return _Permuted.apply(returned, plan.inverse, plan.order).view(-1, self.case.topk, self.case.hidden)
@@ -211,7 +244,7 @@ class _Permuted(torch.autograd.Function):
 
 
 class _Copies(torch.autograd.Function):
-    """A copy of its token for each choice, in the given order of the choices."""
+    """Copies the token of each choice, in the given order of choices."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -226,7 +259,7 @@ class _Copies(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """`all_to_all_single`, whose gradient goes the other way."""
+    """`all_to_all_single`; the gradient is the opposite exchange."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -241,12 +274,15 @@ class _Exchange(torch.autograd.Function):
 
 
 class DeepEP:
-    """The real `deep_ep.HybridEPBuffer`. It takes dense lists, which are made outside the timing."""
+    """The real `deep_ep.HybridEPBuffer`. It needs a dense routing, which is made outside the timed calls."""
 
     name = "deep_ep"
     preprocesses = False
 
-    def __init__(self, module: Any, case: Case, group: dist.ProcessGroup, inputs: Inputs) -> None:
+    def __init__(
+        self, module: Any, case: Case, group: dist.ProcessGroup, inputs: Inputs, weigh: Weigh = by_pytorch
+    ) -> None:
+        self.weigh = weigh
         self.local = case.experts // case.ranks
         self.buffer = module.HybridEPBuffer(
             group=group,
@@ -279,8 +315,13 @@ class DeepEP:
         plan: list[Any] = []
         rows, row_probs = _DeepEPDispatch.apply(inputs.tokens, probs, self, plan)
         outputs = experts(rows, plan[2])
-        weighted = (outputs * row_probs[:, None]).to(outputs.dtype)
+        weighted = self.weigh(outputs, row_probs, outputs.dtype)
         return _DeepEPCombine.apply(weighted, self, plan)
+
+    def weighing(self, weigh: Weigh) -> DeepEP:
+        other = copy.copy(self)
+        other.weigh = weigh
+        return other
 
     def first_dispatch(self, tokens: Tensor, probs: Tensor) -> Any:
         return self.buffer.dispatch_with_permute(
@@ -327,7 +368,7 @@ class _DeepEPCombine(torch.autograd.Function):
 
 
 def real_deep_ep() -> tuple[Any | None, str]:
-    """The module, or why there is none to compare with."""
+    """Imports the real `deep_ep`. Returns the module, or None and the reason why there is none."""
     try:
         module = importlib.import_module("deep_ep")
     except ImportError as error:

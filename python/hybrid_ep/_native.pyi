@@ -1,7 +1,8 @@
 """The native module. Private to the package: it trusts the addresses that it is given."""
 
-from collections.abc import Callable
 from typing import TypedDict
+
+from .rendezvous import Meeting
 
 __version__: str
 
@@ -12,6 +13,7 @@ class Settings(TypedDict):
     experts: int
     domains: int
     timeout: float | None
+    stall_timeout: float | None
     workers: int | None
     sms: int | None
 
@@ -19,13 +21,25 @@ class Settings(TypedDict):
 _Span = tuple[int, int]
 
 def timeout_of(settings: Settings) -> float: ...
+def finish() -> None: ...
+def check_cuda() -> None: ...
+def dense_routing(
+    gpu: int | None,
+    stream: int,
+    size: tuple[int, int, int],
+    wide: bool,
+    indices: _Span,
+    weights: _Span | None,
+    map: _Span | None,
+    probs: _Span | None,
+) -> None: ...
 def cli(arguments: list[str], name: str, command: list[str]) -> int: ...
 
 class Buffer:
     @staticmethod
     def threads(ranks: int, settings: Settings) -> list[Buffer]: ...
     @staticmethod
-    def join(rank: int, ranks: int, settings: Settings, all_gather: Callable[[bytes], list[bytes]]) -> Buffer: ...
+    def join(rank: int, ranks: int, settings: Settings, meeting: Meeting) -> Buffer: ...
     @staticmethod
     def launched(settings: Settings) -> Buffer: ...
     @property

@@ -1,7 +1,7 @@
 """`(rows * weights[:, None]).to(dtype)` and its gradients, in one pass each.
 
-PyTorch makes f32 copies of all rows on the way, or multiplies bf16 by f32 at a third of a GPU's memory speed. On the
-CPU results are written where peers read them, which saves combine a copy.
+PyTorch makes float32 copies of all rows in between, or multiplies bf16 by f32 at a third of a GPU's memory speed. On
+the CPU the result is written to registered memory, where peers read it, so combine need not copy it.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-any-return"
@@ -19,9 +19,19 @@ from .buffer import Buffer
 
 
 def weight_rows(rows: Tensor, weights: Tensor, dtype: torch.dtype, buffer: Buffer) -> Tensor:
-    """Rows of type `dtype`, each multiplied by its weight in f32 and rounded once."""
+    """Multiplies each row by its weight in float32 and rounds once. Differentiable. Local to this rank.
+
+    Args:
+        rows: bfloat16 or float32 [R, H].
+        weights: float32 [R].
+        dtype: The type of the result.
+        buffer: The buffer in whose registered memory a result on the CPU lies.
+
+    Returns:
+        [R, H] of type `dtype`.
+    """
     types = {rows.dtype, dtype} <= {torch.bfloat16, torch.float32}
-    # A compiler makes one kernel of it by itself.
+    # A compiler fuses the expression into one kernel.
     if torch.compiler.is_compiling() or not types or rows.shape[1] % 8:
         return (rows * weights[:, None]).to(dtype)
     return _WeightRows.apply(rows, weights, dtype, buffer)

@@ -1,11 +1,11 @@
-"""`python -m hybrid_ep bench --compare`: these operators beside what else people use, with the same routing in one run.
+"""`python -m hybrid_ep bench --compare`: this package beside other implementations, with one routing, in one run.
 
-- ours: `Buffer` and `TokenDispatcher`;
-- `all_to_all_single` of torch.distributed (gloo on the CPU, nccl on GPUs) with index permutations: `AllToAll`;
+- this package: `Buffer` and `TokenDispatcher`;
+- `all_to_all_single` of torch.distributed (gloo on the CPU, NCCL on GPUs) with index permutations: `AllToAll`;
 - `deep_ep.HybridEPBuffer`, on GPUs, where the real package is installed.
 
-All are checked against the same closed form first. Then they are timed by turns, so that a busy machine slows all of
-them alike; a figure is the median over the iterations of the slowest rank's time.
+The program first checks all implementations against the same closed form. Then it times them in turns, so that other
+load on the machine slows all of them alike. A figure is the median over iterations of the slowest rank's time.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-any-return"
@@ -31,25 +31,49 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
-from ._contenders import AllToAll, Case, DeepEP, Implementation, Inputs, Ours, identity, real_deep_ep
+from ._contenders import AllToAll, Case, DeepEP, Implementation, Inputs, Ours, by_pytorch, identity, real_deep_ep
 
-# What every GPU pushes at once to all others over NVLink 4 (H100, H200), by bulk copies on all SMs.
+# The measured rate at which each GPU sends over NVLink 4 (H100, H200) by bulk copies on all SMs, while all GPUs send.
 NVLINK_BYTES_PER_SECOND = 340e9
 PROGRAM = "python -m hybrid_ep bench --compare"
-OPERATORS = ("preprocess", "dispatch", "preprocess + dispatch", "combine", "layer")
+PLAIN_LAYER = "layer, plain weights"
+OPERATORS = ("preprocess", "dispatch", "preprocess + dispatch", "combine", "layer", PLAIN_LAYER)
+# The least seconds between two lines of progress.
+PROGRESS_SECONDS = 2.0
 WARM_UP = 3
-# GPU cycles, about 0.1 ms, in which the host gets ahead with its launches, as it is in training.
+# GPU cycles, about 0.1 ms: a delay before the timed work, so that the host runs ahead with launches as in training.
 LAUNCH_CYCLES = 200_000
 
 DEFINITIONS = """\
-preprocess = from the router's lists to all that dispatch needs; dispatch = rows to their experts' ranks, grouped by
-expert, preprocessed before; combine = the experts' rows back, summed per token; layer = a training step through
-autograd with a new routing: preprocess, dispatch, experts (the identity), weighted combine, and the gradients of tokens
-and weights"""
+preprocess = from the router's lists to all that dispatch needs; dispatch = rows to the ranks of their experts, grouped
+by expert, with preprocess done before; combine = the experts' rows back, summed per token; layer = a training step
+through autograd with a new routing: preprocess, dispatch, experts (the identity), weighted combine, and the gradients
+of tokens and weights; this package's kernel multiplies rows by their weights, for deep_ep too; layer, plain weights =
+the same layer, where PyTorch's operators multiply rows by their weights; all_to_all multiplies in its batched sum in
+both"""
+
+
+class Progress:
+    """Lines of progress on stderr, from rank 0 only."""
+
+    def __init__(self, rank: int) -> None:
+        self.speaks = rank == 0
+        self.begin = self.last = time.monotonic()
+
+    def say(self, what: str, *, at_once: bool = True) -> None:
+        """Prints a line; without `at_once`, only if the last line is `PROGRESS_SECONDS` old."""
+        now = time.monotonic()
+        if self.speaks and (at_once or now - self.last >= PROGRESS_SECONDS):
+            self.last = now
+            print(f"{PROGRAM}: {now - self.begin:.0f} s: {what}", file=sys.stderr, flush=True)
 
 
 def check(implementation: Implementation, inputs: Inputs, case: Case, rank: int) -> str | None:
-    """Compares one rank's results with closed forms; says what differs. Experts multiply by a number of their own."""
+    """Compares this rank's results with closed forms, with experts that each multiply by a constant.
+
+    Returns:
+        What differs, or None.
+    """
     local = case.experts // case.ranks
     factor = 1.0 + torch.arange(case.experts, device=inputs.tokens.device) % 7 / 8
 
@@ -91,13 +115,13 @@ class Clock:
         self.group, self.device = group, device
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """This rank's time, from when all ranks were there to when its own results are."""
+        """Measures this rank's time, from a barrier of all ranks to the completion of this rank's results."""
         if self.device.type == "cpu":
             dist.barrier(self.group)
             start = time.perf_counter()
             results = work()
             elapsed = time.perf_counter() - start
-            del results  # freeing them was not to be timed
+            del results  # after the clock stops, so that freeing is not timed
             return elapsed
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -111,42 +135,52 @@ class Clock:
         return begin.elapsed_time(end) / 1e3
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """The slowest rank's time of each call."""
+        """Returns the slowest rank's time of each call."""
         times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
         return times.tolist()
 
 
 def calls(implementation: Implementation, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """What is timed, by operator."""
+    """Returns the calls to time, by operator."""
     plan, rows = implementation.preprocess_and_dispatch(inputs)
     outputs = implementation.outputs(rows)
     leaf = inputs._replace(
         tokens=inputs.tokens.clone().requires_grad_(), topk_weights=inputs.topk_weights.clone().requires_grad_()
     )
 
-    def layer() -> object:
-        result = implementation.layer(leaf, identity)
-        return torch.autograd.grad(result, (leaf.tokens, leaf.topk_weights), inputs.grad)
+    def step(implementation: Implementation) -> Callable[[], object]:
+        def layer() -> object:
+            result = implementation.layer(leaf, identity)
+            return torch.autograd.grad(result, (leaf.tokens, leaf.topk_weights), inputs.grad)
+
+        return layer
 
     timed: dict[str, Callable[[], object]] = {
         "preprocess": lambda: implementation.preprocess(inputs),
         "dispatch": lambda: implementation.dispatch(plan, inputs),
         "preprocess + dispatch": lambda: implementation.preprocess_and_dispatch(inputs),
         "combine": lambda: implementation.combine(plan, outputs),
-        "layer": layer,
+        "layer": step(implementation),
+        PLAIN_LAYER: step(implementation.weighing(by_pytorch)),
     }
     return timed if implementation.preprocesses else {k: v for k, v in timed.items() if k != "preprocess"}
 
 
 def measure(
-    implementations: list[Implementation], inputs: Inputs, clock: Clock, iters: int
+    implementations: list[Implementation], inputs: Inputs, clock: Clock, iters: int, progress: Progress
 ) -> dict[str, dict[str, float]]:
-    """Median seconds of the slowest rank, by operator and implementation; implementations take turns."""
+    """Measures the median seconds of the slowest rank, by operator and implementation, in turns."""
     timed = [(one.name, calls(one, inputs)) for one in implementations]
     samples: dict[tuple[str, str], list[float]] = {}
     for iteration in range(-WARM_UP, iters):
+        number = f"warm-up {iteration + WARM_UP + 1} of {WARM_UP}"
+        if iteration >= 0:
+            number = f"iteration {iteration + 1} of {iters}"
+        # Always announce the first warm-up and the first iteration.
+        progress.say(f"timing, {number}", at_once=iteration in (-WARM_UP, 0))
         for operator in OPERATORS:
+            progress.say(f"timing, {number}: {operator}", at_once=False)
             for turn in range(len(timed)):
                 name, operators = timed[(turn + iteration) % len(timed)]
                 if operator not in operators:
@@ -161,7 +195,7 @@ def measure(
 
 
 def floors(case: Case, inputs: Inputs, clock: Clock) -> tuple[dict[str, float], dict[str, float | str]]:
-    """The least seconds that operators could take, and what that follows from."""
+    """Computes the floor of each operator in seconds, and the figures that it follows from."""
     owner = inputs.topk_idx // (case.experts // case.ranks)
     rows = torch.bincount(owner.flatten(), minlength=case.ranks)
     dist.all_reduce(rows, group=clock.group)
@@ -174,7 +208,7 @@ def floors(case: Case, inputs: Inputs, clock: Clock) -> tuple[dict[str, float], 
     elif has_nvlink_4(torch.cuda.get_device_name(clock.device)):
         rate = NVLINK_BYTES_PER_SECOND
         visits = torch.zeros(case.tokens, case.ranks, device=owner.device).scatter_(1, owner, 1.0).sum(dim=0)
-        visits[dist.get_rank(clock.group)] = 0  # what stays costs no wire
+        visits[dist.get_rank(clock.group)] = 0  # copies within a GPU use no NVLink
         dist.all_reduce(visits, group=clock.group)
         dispatch = combine = int(visits.max()) * case.row_bytes
         basis = f"the {rate / 1e9:.0f} GB/s that NVLink 4 carries out of every GPU at once (not measured in this run)"
@@ -185,50 +219,55 @@ def floors(case: Case, inputs: Inputs, clock: Clock) -> tuple[dict[str, float], 
         "cuda": "what the busiest rank must receive, each token once",
     }[clock.device.type]
     seconds = {"dispatch": dispatch / rate, "combine": combine / rate, "layer": 2 * (dispatch + combine) / rate}
-    seconds["preprocess + dispatch"] = seconds["dispatch"]
+    seconds["preprocess + dispatch"], seconds[PLAIN_LAYER] = seconds["dispatch"], seconds["layer"]
     return seconds, {"floor": f"{what}, at {basis}", "bytes_per_second": rate, **load}
 
 
 def has_nvlink_4(gpu: str) -> bool:
-    """Whether the GPU of this name has all 18 links; cards for PCI Express, and slices, bear the same name."""
+    """Whether the GPU with this name has all 18 links. PCI Express cards and MIG slices contain the same words."""
     words = set(gpu.split())
     return bool(words & {"H100", "H200"}) and not words & {"PCIe", "NVL", "MIG"}
 
 
 def copy_rate(clock: Clock, ranks: int) -> float:
-    """Bytes read and written per second when all ranks copy at once."""
+    """Measures the bytes read and written per second while all ranks copy."""
     source = torch.ones(1 << 24)
     target = torch.empty_like(source).copy_(source)
 
     def copies() -> None:
         for _ in range(8):
             target.copy_(source)
-        dist.barrier(clock.group)  # ranks that share a core may have copied one after another
+        dist.barrier(clock.group)  # ranks that share a core may copy one after another; time all of them
 
     moved = 2 * 8 * ranks * source.numel() * source.element_size()
     return moved / min(clock.slowest([clock.seconds(copies) for _ in range(5)]))
 
 
 def run(case: Case, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """One rank's part of the comparison; the report is the same on all."""
+    """Runs this rank's part of the comparison. The report is the same on all ranks."""
     rank = dist.get_rank(group)
+    progress = Progress(rank)
+    progress.say(f"drawing {case.tokens:,} tokens on each of {case.ranks} ranks, and joining")
     inputs = Inputs.draw(case, rank, device)
-    implementations: list[Implementation] = [Ours(case, group, device), AllToAll(case, group)]
+    ours = Ours(case, group, device)
+    implementations: list[Implementation] = [ours, AllToAll(case, group)]
     notes: list[str] = []
     if device.type == "cuda":
         module, why_not = real_deep_ep()
         if module is not None:
-            implementations.append(DeepEP(module, case, group, inputs))
+            implementations.append(DeepEP(module, case, group, inputs, ours.fused))
         else:
             notes.append(why_not)
-    for implementation in implementations:
+    for number, implementation in enumerate(implementations, 1):
+        progress.say(f"checking results, {number} of {len(implementations)}: {implementation.name}")
         problems: list[str | None] = [None] * case.ranks
         dist.all_gather_object(problems, check(implementation, inputs, case, rank), group=group)
         if found := [problem for problem in problems if problem]:
             raise ComparisonError("; ".join(found))
     clock = Clock(group, device)
+    progress.say("measuring the floor")
     floor_seconds, basis = floors(case, inputs, clock)
-    medians = measure(implementations, inputs, clock, case.iters)
+    medians = measure(implementations, inputs, clock, case.iters, progress)
     return {
         "machine": machine(device),
         "case": asdict(case),
@@ -241,10 +280,11 @@ def run(case: Case, group: dist.ProcessGroup, device: torch.device) -> dict[str,
 
 
 class ComparisonError(Exception):
-    """Results differ, so times would mean nothing."""
+    """The results of an implementation are wrong."""
 
 
 def machine(device: torch.device) -> str:
+    """Describes the machine, PyTorch and Python."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {versions}"
@@ -261,7 +301,7 @@ def _cpuinfo() -> Iterator[str]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Formats the report as a table."""
     case, names = report["case"], report["implementations"]
     ours, others = names[0], names[1:]
     head = f" {'operator':<22}{ours:>11}" + "".join(f"{name:>21}{'ratio':>8}" for name in others)
@@ -285,11 +325,11 @@ def table(report: dict[str, Any]) -> str:
         lines.append(line)
     lines += [
         "─" * len(head),
-        "median of the slowest rank's time; ratio = the other's time over ours, measured by turns in the same run",
+        "median of the slowest rank's time; ratio = the other time / ours, measured in turns in the same run",
         DEFINITIONS,
         f"floor = {report['floor']};",
-        "the layer's is that of its two dispatches and two combines: weighting rows, and autograd, come on top",
-        f"load: the fullest rank has {report['max_over_mean_rows']:.2f} times the mean of rows",
+        "the floor of the layer counts its two dispatches and two combines, not the weighting of rows and autograd",
+        f"load: the fullest rank has {report['max_over_mean_rows']:.2f} times the mean number of rows",
         *report["notes"],
         "checked: outputs, and gradients of tokens and weights, of all implementations agree with the closed form",
     ]
@@ -303,7 +343,7 @@ def duration(seconds: float) -> str:
 
 
 def worker(rank: int, case: Case, init: str, json_path: str | None) -> int:
-    """One rank's process; returns its exit status."""
+    """Runs one rank; returns the exit status of its process."""
     device = torch.device("cpu")
     if case.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
@@ -319,10 +359,10 @@ def worker(rank: int, case: Case, init: str, json_path: str | None) -> int:
         device_id=device if on_gpu else None,
     )
     group = dist.group.WORLD
-    assert group is not None, "it was just made"
+    assert group is not None
     try:
         report = run(case, group, device)
-    except ComparisonError as error:  # the same on all ranks
+    except ComparisonError as error:  # all ranks raise it with the same text
         if rank == 0:
             print(f"{PROGRAM}: error: {error}; nothing was timed", file=sys.stderr)
         return 1
@@ -344,9 +384,9 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Compares this package's operators with all_to_all_single and, on GPUs, with deep_ep, in one run. "
-        "Starts its own ranks, or is one of those that torchrun started.",
+        "Starts its own ranks, or runs as one of the ranks that torchrun started.",
     )
-    options.add_argument("--ranks", type=int, help="default: the GPUs there are, else 4; torchrun's number under it")
+    options.add_argument("--ranks", type=int, help="default: torchrun's number, else the number of GPUs, else 4")
     options.add_argument("--tokens", type=int, default=4096, help="tokens of each rank")
     options.add_argument("--hidden", type=int, default=2048)
     options.add_argument("--experts", type=int, default=64)
@@ -356,7 +396,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--iters", type=int, default=12)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if gpus else "cpu")
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--json", metavar="FILE", help="also writes the figures there")
+    options.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     return options
 
 
@@ -370,7 +410,7 @@ def parse(argv: list[str]) -> tuple[Case, str | None]:
         options.error(f"--ranks {args.ranks}, but torchrun started {world}: leave --ranks out")
     ranks = int(world or args.ranks or (gpus if args.device == "cuda" else 4))
     if world is None and args.device == "cuda" and ranks > gpus:
-        options.error(f"--ranks {ranks}, but PyTorch sees {gpus} GPUs, and nccl takes one rank on each")
+        options.error(f"--ranks {ranks}, but PyTorch sees {gpus} GPUs, and NCCL needs one GPU for each rank")
     for name in ("tokens", "hidden", "experts", "topk", "iters"):
         if getattr(args, name) < 1:
             options.error(f"--{name} must be at least 1")

@@ -1,33 +1,46 @@
-"""What can go wrong, by whose fault it is."""
+"""Exceptions of this package, one class for each side that can be at fault.
+
+- `CallerError`, a ValueError: the call is wrong.
+- `SetupError`, an OSError: the machine or its configuration is wrong.
+- `PeerError`, a ConnectionError: another rank is at fault.
+
+All are subclasses of `HybridEPError`.
+"""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
-__all__ = ["CallerError", "EnvironmentError", "Error", "PeerError"]
+__all__ = ["CallerError", "HybridEPError", "PeerError", "SetupError"]
 
 
-class Error(Exception):
-    """Any error of this package."""
+class HybridEPError(Exception):
+    """Base class of every exception that this package defines."""
 
 
-class CallerError(Error, ValueError):
-    """The call is wrong: fix it. One that is found before anything was sent leaves the buffer usable."""
+class CallerError(HybridEPError, ValueError):
+    """The call is wrong: an argument has a wrong type, shape, device or value, or does not fit the buffer's state.
+
+    If the error is found before the rank sends anything, the buffer stays usable.
+    """
 
 
-class EnvironmentError(Error, OSError):
-    """The machine, or how it is set up, does not allow what was asked: fix that."""
+class SetupError(HybridEPError, OSError):
+    """The machine does not allow the call: it lacks a GPU, a driver, a kernel compiler, memory or a setting."""
 
 
-class PeerError(Error, ConnectionError):
-    """Another rank died, left, failed, stalled or never joined. The buffer repeats this error from then on.
+class PeerError(HybridEPError, ConnectionError):
+    """Another rank died, left, failed, stalled, came late or never joined. Every later call of the buffer raises the
+    error again.
 
     Attributes:
-        peer: the rank at fault.
-        rank: the rank that reports it.
-        operator: the operator that could not be completed: "join", "preprocess", "dispatch" or "combine".
-        fault: "died", "left", "failed", "stalled" or "never joined".
-        step: the operator's number since the buffer was made; the same on every rank.
+        peer (int): The rank at fault.
+        rank (int): The rank that reports the error.
+        operator (str): The operator that did not complete: "join", "preprocess", "dispatch" or "combine".
+        fault (str): What happened to the peer, for example "died", "left", "failed", "stalled", "is late" or
+            "never joined".
+        step (int): The number of the operator call on this buffer. It is the same on every rank.
     """
 
     def __init__(self, message: str, *, peer: int, rank: int, operator: str, fault: str, step: int) -> None:
@@ -35,9 +48,36 @@ class PeerError(Error, ConnectionError):
         self.peer, self.rank, self.operator, self.fault, self.step = peer, rank, operator, fault, step
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Workers send their exceptions to other processes; keywords would be lost.
+        # Worker processes pickle their exceptions; the default pickling loses keyword arguments.
         return _peer_error, (str(self), self.peer, self.rank, self.operator, self.fault, self.step)
 
 
 def _peer_error(message: str, peer: int, rank: int, operator: str, fault: str, step: int) -> PeerError:
     return PeerError(message, peer=peer, rank=rank, operator=operator, fault=fault, step=step)
+
+
+# `EnvironmentError` hid the builtin of that name wherever it was imported.
+_RENAMED = {"EnvironmentError": SetupError, "Error": HybridEPError}
+
+
+def renamed(name: str, *, stacklevel: int = 3) -> type[HybridEPError] | None:
+    """Looks up a class by its name before version 0.1.0, with a DeprecationWarning.
+
+    Args:
+        name: The old name.
+        stacklevel: As for `warnings.warn`, counted from this function.
+
+    Returns:
+        The class, or None if no class had that name.
+    """
+    new = _RENAMED.get(name)
+    if new is not None:
+        text = f"hybrid_ep.{name} is deprecated: use hybrid_ep.{new.__name__}"
+        warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
+    return new
+
+
+def __getattr__(name: str) -> Any:
+    if (new := renamed(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return new

@@ -13,17 +13,22 @@ from hybrid_ep import CallerError
 
 NAME = "deep_ep"
 PATH_ENTRY = Path(__file__).resolve().parent / "deep_ep" / "path_entry"
-"""A directory to put on the module path of another process, where it does what `install_as_deep_ep()` does here."""
+"""A directory with a `deep_ep` that calls `install_as_deep_ep()`, for the module path of another process."""
 
 _HIDDEN: dict[str, ModuleType] = {}
-"""The modules of a real `deep_ep` that were taken out of `sys.modules`."""
+"""The modules of a real `deep_ep` that `force=True` removed from `sys.modules`."""
 
 
 def install_as_deep_ep(*, force: bool = False) -> None:
-    """Makes `import deep_ep` and `import deep_ep.hybrid_ep_buffer` find this package, in this process.
+    """Makes `import deep_ep` and `import deep_ep.hybrid_ep_buffer` find `hybrid_ep.deep_ep`, in this process.
 
-    Where a real `deep_ep` is installed or imported this is refused: two libraries under one name is a matter for
-    whoever set up the environment. `force=True` hides the real one, with a warning. Calling it again does nothing.
+    Call the function before the program imports `deep_ep`. A second call does nothing.
+
+    Args:
+        force: Hide a real `deep_ep` that is installed or imported, with a RuntimeWarning.
+
+    Raises:
+        CallerError: A real `deep_ep` is installed or imported, and `force` is False.
     """
     ours = _ours()
     if all(sys.modules.get(name) is module for name, module in ours.items()):
@@ -31,12 +36,12 @@ def install_as_deep_ep(*, force: bool = False) -> None:
     real = _real()
     if real is not None and not force:
         raise CallerError(
-            f"a real deep_ep is {real}; hybrid_ep does not take its place unasked. Uninstall it, run where it is "
-            "not installed, or hide it: install_as_deep_ep(force=True), python -m hybrid_ep.run --force"
+            f"a real deep_ep is {real}; hybrid_ep does not replace it unasked. Uninstall it, use another environment, "
+            "or hide it: install_as_deep_ep(force=True), python -m hybrid_ep.run --force"
         )
     if real is not None:
         warnings.warn(
-            f"hybrid_ep hides the real deep_ep, which is {real}; what was imported from it before stays in use",
+            f"hybrid_ep hides the real deep_ep, which is {real}; names imported from it earlier still refer to it",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -45,8 +50,7 @@ def install_as_deep_ep(*, force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Takes `deep_ep` away again, and puts back what `force=True` hid. Names already imported from it stay as they
-    are."""
+    """Undoes `install_as_deep_ep`, and restores what `force=True` hid. Names already imported keep their meaning."""
     ours = _ours()
     if sys.modules.get(NAME) is not ours[NAME]:
         return
@@ -62,10 +66,10 @@ def _ours() -> dict[str, ModuleType]:
 
 
 def _real() -> str | None:
-    """Where a `deep_ep` is that is not ours, in words that follow "is"."""
+    """Describes a `deep_ep` of another package, in words that follow "a real deep_ep is"; None if there is none."""
     loaded = sys.modules.get(NAME)
     if loaded is None:
-        # A None in sys.modules forbids the import; there is then nothing to hide.
+        # A None in sys.modules forbids the import, so there is nothing to hide.
         spec = None if NAME in sys.modules else importlib.util.find_spec(NAME)
         found, how = (spec, "installed") if spec else (None, "")
     else:
@@ -82,7 +86,7 @@ def _is_path_entry(locations: list[str] | None) -> bool:
 
 
 def _take_out(keep: dict[str, ModuleType]) -> dict[str, ModuleType]:
-    """Removes `deep_ep` and its submodules from `sys.modules`; returns those that are somebody else's."""
+    """Removes `deep_ep` and its submodules from `sys.modules`; returns those of another package."""
     names = [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]
     modules = {name: sys.modules.pop(name) for name in names}
     return {

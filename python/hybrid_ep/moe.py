@@ -1,12 +1,12 @@
-"""A mixture-of-experts layer on top of `Buffer`, short enough to copy from.
+"""A mixture-of-experts layer built on `Buffer`, short enough to copy from.
 
     buffer = Buffer(dist.group.WORLD, num_experts=64)
     layer = MoELayer(buffer, hidden=2048, intermediate=1408, topk=8)
     y = layer(x)                                   # any shape [..., hidden], any number of tokens on any rank
     (loss + layer.balance_loss).backward()
-    reduce_gradients(layer)                        # dense parameters; the experts' gradients are whole already
+    reduce_gradients(layer)                        # all-reduces dense parameters; experts' gradients are complete
 
-`TokenDispatcher` is the part between router and experts, for layers of your own.
+`TokenDispatcher` is the part between the router and the experts, for layers of your own.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-any-return"
@@ -22,29 +22,51 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._sharing import SharedGroup
 from ._weight_rows import weight_rows
 from .buffer import Buffer, Dispatched
 from .errors import CallerError
+from .experts import GroupedExperts, expert_parameters, local_part
 
-__all__ = ["GroupedExperts", "MoELayer", "Routed", "Router", "TokenDispatcher", "reduce_gradients"]
+__all__ = [
+    "GroupedExperts",
+    "MoELayer",
+    "Routed",
+    "Router",
+    "TokenDispatcher",
+    "clip_gradients",
+    "reduce_gradients",
+]
 
 
 class Routed(NamedTuple):
-    """What the router decided for `[T]` tokens."""
+    """The router's decision for T tokens."""
 
-    topk_idx: Tensor  # int64 [T, K]; -1 where the expert was full
-    topk_weights: Tensor  # f32 [T, K]
-    balance_loss: Tensor  # f32 scalar
+    topk_idx: Tensor
+    """int64 [T, K]; -1 if the expert was full."""
+    topk_weights: Tensor
+    """float32 [T, K]."""
+    balance_loss: Tensor
+    """float32 scalar."""
 
 
 class Router(nn.Module):
-    """Softmax over all experts, then the `topk` largest, in f32 whatever the tokens' type.
+    """A softmax router: the `topk` experts with the largest probabilities, computed in float32 for any token type.
 
-    `capacity_factor` bounds what one rank sends to one expert: that many times an even share of its choices. Choices
-    beyond it, of later tokens, are dropped: their index becomes -1. No communication is needed to know them.
+    Args:
+        hidden: The width of a token.
+        num_experts: E, the number of experts on all ranks.
+        topk: K, the number of experts of each token.
+        normalize: Whether the K weights of a token are divided by their sum.
+        capacity_factor: Bounds what one rank sends to one expert: this factor times an even share of the rank's
+            choices. Choices of later tokens beyond the bound get the index -1. This needs no communication.
+        balance_coef: The factor of the load-balancing loss of the Switch Transformer (Fedus et al., 2021), which is
+            `num_experts * sum(share * probability)` and equals 1 if all experts are equally likely.
+        balance_group: If given, the shares count the tokens of all ranks of this group, by one all-reduce.
+        device: The device of the weight.
 
-    `balance_coef` weighs the load-balancing loss of the Switch Transformer, `num_experts * sum(share * probability)`:
-    1 when all experts are equally likely. With a `balance_group` the shares are those of all its ranks' tokens.
+    Raises:
+        CallerError: `topk` is not between 1 and `num_experts`.
     """
 
     def __init__(
@@ -63,11 +85,25 @@ class Router(nn.Module):
         if not 1 <= topk <= num_experts:
             raise CallerError(f"topk is {topk}, must be from 1 to the number of experts, {num_experts}")
         self.num_experts, self.topk, self.normalize = num_experts, topk, normalize
-        self.capacity_factor, self.balance_coef, self.balance_group = capacity_factor, balance_coef, balance_group
+        self.capacity_factor, self.balance_coef = capacity_factor, balance_coef
+        self._balance_group = SharedGroup(balance_group)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device))
         nn.init.normal_(self.weight, std=hidden**-0.5)
 
+    @property
+    def balance_group(self) -> dist.ProcessGroup | None:
+        """The group whose tokens the load-balancing loss counts; None for this rank alone."""
+        return self._balance_group.group
+
     def forward(self, tokens: Tensor) -> Routed:
+        """Routes tokens.
+
+        Args:
+            tokens: Floating-point [T, hidden].
+
+        Returns:
+            The chosen experts, their weights, and the balance loss times `balance_coef`.
+        """
         probs = F.linear(tokens.float(), self.weight.float()).softmax(dim=-1)
         weights, idx = probs.topk(self.topk, dim=-1)
         if self.normalize:
@@ -90,81 +126,29 @@ class Router(nn.Module):
 
 
 def _place_in_expert(idx: Tensor) -> Tensor:
-    """For each choice, how many earlier choices are of the same expert."""
+    """For each choice, counts the earlier choices of the same expert."""
     experts, order = idx.flatten().sort(stable=True)
     place = torch.arange(len(order), device=idx.device) - torch.searchsorted(experts, experts)
     return torch.empty_like(place).scatter_(0, order, place).view_as(idx)
 
 
-class GroupedExperts(nn.Module):
-    """This rank's experts, `down(silu(gate(x)) * up(x))` each, on rows that are grouped by expert."""
-
-    def __init__(
-        self,
-        buffer: Buffer,
-        hidden: int,
-        intermediate: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        local = buffer.num_local_experts
-        self.gate_up = nn.Parameter(torch.empty(local, hidden, 2 * intermediate, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(local, intermediate, hidden, device=device, dtype=dtype))
-        for parameter in self.parameters():
-            parameter.expert_parallel = True  # type: ignore[attr-defined]  # reduce_gradients asks for it
-        self._init_experts(buffer.local_experts)
-
-    @torch.no_grad()
-    def _init_experts(self, experts: range) -> None:
-        # An expert's weights follow from the seed and its global index alone, and every rank draws one number from the
-        # global generator: so ranks that were seeded alike hold the same model for any number of them.
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        for local, expert in enumerate(experts):
-            own = torch.Generator("cpu").manual_seed(seed + expert)
-            for weight in (self.gate_up[local], self.down[local]):
-                weight.copy_(torch.randn(weight.shape, generator=own, device="cpu") * weight.shape[0] ** -0.5)
-
-    def forward(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """`rows` start with `tokens_per_expert` rows for each expert; outputs of rows after these mean nothing."""
-        rows = rows.to(self.down.dtype)
-        compute = self._grouped if _has_grouped_mm(rows) else self._one_by_one
-        return compute(rows, tokens_per_expert)
-
-    def _one_by_one(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        counts = tokens_per_expert.tolist()
-        *segments, unused = rows.split([*counts, len(rows) - sum(counts)])
-        outputs = []
-        for expert, segment in enumerate(segments):
-            gate, up = (segment @ self.gate_up[expert]).chunk(2, dim=-1)
-            outputs.append((F.silu(gate) * up) @ self.down[expert])
-        return torch.cat([*outputs, torch.zeros_like(unused)])
-
-    def _grouped(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """One launch for all experts, and no wait for the counts."""
-        ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0).to(torch.int32)
-        gate, up = torch._grouped_mm(rows, self.gate_up, offs=ends).chunk(2, dim=-1)
-        return torch._grouped_mm(F.silu(gate) * up, self.down, offs=ends)
-
-
-def _has_grouped_mm(rows: Tensor) -> bool:
-    """Hopper and later, in bf16; PyTorch 2.8 and later."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
-        return False
-    return torch.cuda.get_device_capability(rows.device) >= (9, 0)
-
-
 class TokenDispatcher:
-    """Tokens to the ranks of their experts, and the experts' outputs back, weighted and summed.
+    """Sends tokens to the ranks of their experts, and returns the weighted sums of the experts' outputs.
 
-        received = dispatcher.dispatch(tokens, topk_idx, topk_weights)
-        outputs = experts(received.tokens, received.tokens_per_expert)
-        tokens = dispatcher.combine(outputs, received)
+    The dispatcher keeps no state between `dispatch` and `combine`, so several micro-batches may be in flight. `combine`
+    applies the weights to the outputs in float32, and the weights receive gradients.
 
-    It has no state between the two: several micro-batches may be under way. Weights are applied to the outputs, in f32,
-    and get their gradients. With a `capacity`, in rows, nothing waits for the GPU and shapes are static; `overflow` of
-    what was received says whether it dropped rows. `dtype` is that of the rows on their way, default: the tokens'.
+    Args:
+        buffer: The communicator.
+        pad_multiple: The rows of each expert are padded to a multiple of this number.
+        capacity: The rows of each dispatch output. With a capacity, shapes are static and the host does not wait for
+            the GPU; `overflow` of the result tells whether rows were dropped. None: exactly the rows that arrive.
+        dtype: The type of rows in transit. Default: that of the tokens.
+
+    Example:
+        >>> received = dispatcher.dispatch(tokens, topk_idx, topk_weights)
+        >>> outputs = experts(received.tokens, received.tokens_per_expert)
+        >>> tokens = dispatcher.combine(outputs, received)
     """
 
     def __init__(
@@ -173,6 +157,20 @@ class TokenDispatcher:
         self.buffer, self.pad_multiple, self.capacity, self.dtype = buffer, pad_multiple, capacity, dtype
 
     def dispatch(self, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Dispatched:
+        """Sends tokens to the ranks of their experts. Collective. See `Buffer.dispatch_with_permute`.
+
+        Args:
+            tokens: Floating-point [T, H], converted to `dtype`.
+            topk_idx: int32 or int64 [T, K]; -1 names no expert.
+            topk_weights: Floating-point [T, K].
+
+        Returns:
+            Rows grouped by local expert, with their weights in `probs`.
+
+        Raises:
+            CallerError: The arguments do not fit.
+            PeerError: Another rank died, left, failed, stalled or came late.
+        """
         return self.buffer.dispatch_with_permute(
             tokens.to(self.dtype or tokens.dtype),
             topk_idx,
@@ -182,16 +180,27 @@ class TokenDispatcher:
         )
 
     def combine(self, outputs: Tensor, received: Dispatched) -> Tensor:
+        """Weights the experts' outputs and sums them for each token. Collective.
+
+        Args:
+            outputs: [R, H]: the output for each row of `received.tokens`.
+            received: The result of `dispatch`.
+
+        Returns:
+            [T, H], of type `dtype`, or of the outputs' type.
+
+        Raises:
+            CallerError: The arguments do not fit.
+            PeerError: Another rank died, left, failed, stalled or came late.
+        """
         if received.probs is None:
-            raise CallerError(
-                "received: it came without weights, so there is nothing to weigh the experts' outputs with"
-            )
+            raise CallerError("received: has no weights for the experts' outputs; dispatch with topk_weights")
         weighted = weight_rows(outputs, received.probs, self.dtype or outputs.dtype, self.buffer)
         return self.buffer.combine_with_unpermute(weighted, received.handle).tokens
 
 
 class _SharedExpert(nn.Module):
-    """The expert that every token visits; it needs no dispatch."""
+    """The expert that processes every token; it needs no dispatch."""
 
     def __init__(self, hidden: int, intermediate: int, **factory: Any) -> None:
         super().__init__()
@@ -204,12 +213,42 @@ class _SharedExpert(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Router, dispatch, this rank's experts, combine. Collective: every rank of the buffer calls it, with any tokens.
+    """A mixture-of-experts layer: router, dispatch, this rank's experts, combine.
 
-    `topk`, `normalize`, `capacity_factor`, `balance_coef`, `balance_group`: see `Router`. `shared_intermediate` adds an
-    expert of that width for all tokens. `capacity`, `comm_dtype`, `pad_multiple`: see `TokenDispatcher`.
+    Forward and backward are collective: every rank of the buffer calls them in the same order, with any number of
+    tokens. Parameters of the experts hold this rank's part; see `hybrid_ep.experts`.
 
-    After a call, `balance_loss` is to be added to the loss, and `overflow` says whether the capacity dropped rows.
+    Attributes:
+        balance_loss: After a call, the float32 scalar to add to the loss.
+        overflow: After a call, int32 [1]: 1 if the capacity dropped rows.
+
+    Args:
+        buffer: The communicator. It sets the number of experts and the device.
+        hidden: The width of a token.
+        intermediate: The width inside an expert, `down(silu(gate(x)) * up(x))`.
+        topk: As for `Router`.
+        normalize: As for `Router`.
+        shared_intermediate: If not 0, the width of an additional expert that processes every token.
+        capacity_factor: As for `Router`.
+        balance_coef: As for `Router`.
+        balance_group: As for `Router`.
+        capacity: As for `TokenDispatcher`.
+        comm_dtype: The type of rows in transit. Default: that of the tokens.
+        pad_multiple: As for `TokenDispatcher`.
+        dtype: The type of the experts' parameters.
+
+    Raises:
+        CallerError: `topk` is not between 1 and the number of experts.
+
+    Example:
+        >>> buffer = Buffer(num_experts=8)
+        >>> layer = MoELayer(buffer, hidden=64, intermediate=128, topk=2, balance_coef=0.01)
+        >>> x = torch.randn(4, 25, 64, device=buffer.device)
+        >>> y = layer(x)
+        >>> (y.square().mean() + layer.balance_loss).backward()
+        >>> reduce_gradients(layer)
+        >>> y.shape
+        torch.Size([4, 25, 64])
     """
 
     balance_loss: Tensor
@@ -252,6 +291,18 @@ class MoELayer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Applies the layer. Collective.
+
+        Args:
+            x: Floating-point [..., hidden], on the buffer's device.
+
+        Returns:
+            A tensor of the shape and type of `x`.
+
+        Raises:
+            CallerError: The shape, type or device of `x` does not fit.
+            PeerError: Another rank died, left, failed, stalled or came late.
+        """
         tokens = x.reshape(-1, x.shape[-1])
         routed = self.router(tokens)
         received = self.dispatcher.dispatch(tokens, routed.topk_idx, routed.topk_weights)
@@ -262,15 +313,32 @@ class MoELayer(nn.Module):
         self.balance_loss, self.overflow = routed.balance_loss, received.overflow
         return y.view_as(x)
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        # Results of the last call are not state. `balance_loss` is also part of an autograd graph and cannot be copied.
+        for name in ("balance_loss", "overflow", "_compiled_call_impl"):
+            state.pop(name, None)
+        return state
+
 
 def reduce_gradients(
     module: nn.Module, group: dist.ProcessGroup | None = None, *, op: Literal["mean", "sum"] = "mean"
 ) -> None:
-    """Makes the gradients on every rank those of the mean (or sum) of the ranks' losses.
+    """Makes the gradients on every rank those of the mean (or sum) of the ranks' losses. Collective.
 
-    Dense parameters are all-reduced. Experts (`parameter.expert_parallel`) are not: their gradients hold the tokens of
-    all ranks already, and are only scaled for the mean. With unequal numbers of tokens, divide each rank's summed loss
-    by the tokens of all ranks and take the sum. Without `torch.distributed` there is one rank, and nothing to do.
+    Gradients of dense parameters are all-reduced. Gradients of experts (`expert_parameters`) already count the tokens
+    of all ranks, so they are only scaled for the mean. Without `torch.distributed` the function does nothing.
+
+    If ranks have unequal numbers of tokens, divide each rank's summed loss by the number of tokens of all ranks, and
+    use `op="sum"`.
+
+    Args:
+        module: The module whose gradients are reduced, in place. A missing gradient counts as zero.
+        group: The ranks. Default: the default process group.
+        op: "mean" or "sum".
+
+    Raises:
+        CallerError: `op` is neither.
     """
     if op not in ("mean", "sum"):
         raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
@@ -278,12 +346,13 @@ def reduce_gradients(
         return
     scale = 1.0 / dist.get_world_size(group) if op == "mean" else 1.0
     dense: dict[torch.dtype, list[Tensor]] = {}
+    experts = {id(parameter) for parameter in expert_parameters(module)}
     for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.grad is None:  # unused on this rank, but perhaps not on the others
+        if parameter.grad is None:  # other ranks may have used the parameter, and all ranks must reduce the same bytes
             parameter.grad = torch.zeros_like(parameter)
-        if getattr(parameter, "expert_parallel", False):
+        if id(parameter) in experts:
             parameter.grad.mul_(scale)
         else:
             dense.setdefault(parameter.dtype, []).append(parameter.grad)
@@ -292,3 +361,37 @@ def reduce_gradients(
         dist.all_reduce(flat, group=group)
         for gradient, reduced in zip(gradients, flat.mul_(scale).split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(reduced.view_as(gradient))
+
+
+@torch.no_grad()
+def clip_gradients(module: nn.Module, max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Scales gradients so that their norm over the parameters of all ranks is at most `max_norm`. Collective.
+
+    Call `reduce_gradients` first. `torch.nn.utils.clip_grad_norm_` counts only this rank's experts, so it scales the
+    dense gradients differently on each rank.
+
+    Args:
+        module: The module whose gradients are scaled, in place.
+        max_norm: The largest norm.
+        group: The ranks. Default: the default process group.
+
+    Returns:
+        The norm before scaling: a float32 scalar, the same on every rank.
+    """
+    experts = {id(parameter) for parameter in expert_parameters(module)}
+    own: dict[bool, list[Tensor]] = {True: [], False: []}
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            own[id(parameter) in experts].append(local_part(parameter.grad))
+    device = next(module.parameters()).device
+    squares = {
+        of_experts: sum((grad.float().square().sum() for grad in grads), start=torch.zeros((), device=device))
+        for of_experts, grads in own.items()
+    }
+    if dist.is_initialized():
+        dist.all_reduce(squares[True], group=group)
+    norm = (squares[True] + squares[False]).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in own[True] + own[False]:
+        grad.mul_(factor.to(grad.dtype))
+    return norm

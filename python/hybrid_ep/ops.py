@@ -1,8 +1,8 @@
-"""The operators over tensors: called directly, and registered as `torch.ops.hybrid_ep.*`.
+"""The operators over tensors, as plain functions and as `torch.ops.hybrid_ep.*`.
 
-A registered operator takes tensors and numbers only. So a buffer is its number, a handle is the tensor that owns it,
-and an output that a call does not have is an empty tensor. `Buffer` calls the functions here directly unless autograd
-or a compiler must see the call: that saves the dispatcher's time.
+A registered operator takes tensors and numbers only. So a buffer is passed as its number, a handle as the tensor that
+owns it, and an absent output is an empty tensor. `Buffer` calls the plain functions unless autograd or a compiler must
+see the call, which saves the time of PyTorch's dispatcher.
 
     preprocess   routing -> handle, counts, overflow
     dispatch     tokens  -> rows            backward: combine
@@ -24,25 +24,39 @@ from torch.utils.dlpack import from_dlpack
 from . import _native
 from .errors import CallerError
 
-__all__ = ["FP8_FORMATS", "End", "check_count", "combine", "dispatch", "empty", "end_of", "preprocess", "weight_rows"]
+__all__ = [
+    "FP8_FORMATS",
+    "End",
+    "check_count",
+    "chosen",
+    "combine",
+    "current_stream",
+    "dispatch",
+    "empty",
+    "end_of",
+    "is_plain",
+    "preprocess",
+    "span",
+    "weight_rows",
+]
 
-# Scale formats by the name that `fp8=` takes, in the numbers of `_native`.
+# Scale formats: the names that `fp8=` takes, and the numbers that `_native` takes.
 FP8_FORMATS = {"f32": 0, "ue8m0": 1, "mxfp8": 2}
 _BF16, _F32, _FP8, _QUANTISE = range(4)
 _TOKEN_FORMATS = {torch.bfloat16: _BF16, torch.float32: _F32, torch.float8_e4m3fn: _FP8}
 _SKIP, _FROM_ROUTING, _DENSE = range(3)
 _NARROW, _WIDE, _MAP = range(3)
-# A row of these elements is the narrowest that can be moved: 16 bytes of bf16.
+# The narrowest row that an operator can move: 16 bytes of bf16.
 _NARROWEST = 8
 _CPU = torch.device("cpu")
 
-_current_stream: Callable[[int], int] = getattr(
+current_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
 )
 
 
 class End:
-    """What operators need to know of a buffer."""
+    """The native buffer, with the facts that operators read at every call."""
 
     __slots__ = ("__weakref__", "alignment", "device", "experts", "local_experts", "native", "number")
 
@@ -54,27 +68,27 @@ class End:
         self.local_experts: int = end - first
         on_gpu = native.backend == "cuda"
         self.device = torch.device("cuda", native.ordinal) if on_gpu else torch.device("cpu")
-        # Bytes to a multiple of which tensors must begin.
+        # Tensors must start at a multiple of this many bytes.
         self.alignment = 16 if on_gpu else 4
         _ends[self.number] = self
 
     def stream(self) -> int:
-        """The stream that PyTorch puts work into now; 0 on the CPU."""
-        return _current_stream(self.device.index) if self.device.type == "cuda" else 0
+        """Returns the raw handle of PyTorch's current stream; 0 on the CPU."""
+        return current_stream(self.device.index) if self.device.type == "cuda" else 0
 
 
 _ends: weakref.WeakValueDictionary[int, End] = weakref.WeakValueDictionary()
 
 
 def end_of(number: int) -> End:
-    """The buffer of this number.
+    """Finds the buffer with this number.
 
     Raises:
-        CallerError: it is gone.
+        CallerError: No live buffer has this number.
     """
     end = _ends.get(number)
     if end is None:
-        raise CallerError(f"buffer: number {number} names none that is alive; keep the Buffer while it is used")
+        raise CallerError(f"buffer: number {number} names no live Buffer; keep the Buffer while it is in use")
     return end
 
 
@@ -102,7 +116,7 @@ def preprocess(
     capacity: int | None,
     most: int,
 ) -> Preprocessed:
-    """Turns this rank's routing into a handle. Collective; see `Buffer.preprocess`."""
+    """Computes the layout of this rank's routing. Collective; see `Buffer.preprocess`."""
     if pad_multiple is not None:
         check_count("pad_multiple", pad_multiple)
     if capacity is not None:
@@ -118,7 +132,7 @@ def preprocess(
         weights = _checked(end, weights_name, weights, (torch.float32,), (tokens, width))
     form = _MAP if is_map else _WIDE if routing.dtype == torch.int64 else _NARROW
     counts = 0 if pad_multiple is None else end.local_experts
-    # Only a preprocess that waits can say it on the host.
+    # Without a capacity, preprocess waits for the counts and can write them to host memory.
     told = end.device if capacity is not None else _CPU
     pin = told != end.device
     padded = torch.empty(counts, dtype=torch.int64, device=told, pin_memory=pin)
@@ -127,8 +141,8 @@ def preprocess(
     capsule, rows = end.native.preprocess(
         end.stream(),
         form,
-        _span(routing),
-        None if weights is None else _span(weights),
+        span(routing),
+        None if weights is None else span(weights),
         (tokens, width),
         most,
         pad_multiple,
@@ -149,7 +163,10 @@ def dispatch(
     clear_tokens: bool,
     local_experts: bool,
 ) -> Delivered:
-    """Sends tokens to their experts' ranks, with the routing's weights or with dense `[T, E]` ones. Collective."""
+    """Sends tokens to the ranks of their experts. Collective; see `Buffer.dispatch`.
+
+    `weights` are those of the routing (`from_routing`), or dense `[T, E]` ones, or None to send none.
+    """
     tokens = _checked(end, "tokens", tokens, tuple(_TOKEN_FORMATS))
     rows, hidden = tokens.shape
     token_format, scale_format = _TOKEN_FORMATS[tokens.dtype], 0
@@ -160,9 +177,9 @@ def dispatch(
     if token_format == _FP8:
         scales, scale_format = _checked_scales(end, scales, rows, hidden)
     elif scales is not None:
-        raise CallerError(f"scales: only float8_e4m3fn tokens have them, these are {_name(tokens.dtype)}")
+        raise CallerError(f"scales: expected with float8_e4m3fn tokens only, found {_name(tokens.dtype)} tokens")
     probs_from = _SKIP if weights is None else _FROM_ROUTING if from_routing else _DENSE
-    # Kept in a variable until the call: it may be a copy.
+    # The variable keeps the tensor alive during the call: it may be a copy.
     dense = None
     if weights is not None and probs_from == _DENSE:
         dense = _checked(end, "probs", weights, (torch.float32,), (rows, end.experts))
@@ -171,10 +188,10 @@ def dispatch(
         _number(handle),
         (rows, hidden),
         (token_format, scale_format),
-        _span(tokens),
-        None if scales is None else _span(scales),
+        span(tokens),
+        None if scales is None else span(scales),
         probs_from,
-        None if dense is None else _span(dense),
+        None if dense is None else span(dense),
         local_experts,
         clear_tokens,
     )
@@ -196,7 +213,7 @@ def combine(
     permuted: bool,
     wire: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums each token's rows, and gathers probabilities to `[T, E]`. Collective."""
+    """Sums the rows of each token, and gathers probabilities to `[T, E]`. Collective; see `Buffer.combine`."""
     rows = _checked(end, "tokens", rows, (torch.bfloat16, torch.float32))
     count, hidden = rows.shape
     if wire not in (None, torch.bfloat16, torch.float32):
@@ -213,10 +230,10 @@ def combine(
         _number(handle),
         (count, tokens, hidden),
         (wide, wide if wire is None else wire == torch.float32),
-        _span(rows),
-        None if probs is None else _span(probs),
-        _span(out),
-        None if out_probs is None else _span(out_probs),
+        span(rows),
+        None if probs is None else span(probs),
+        span(out),
+        None if out_probs is None else span(out_probs),
     )
     return out, out_probs
 
@@ -224,9 +241,17 @@ def combine(
 def weight_rows(
     end: End, values: Tensor, weights: Tensor, dtype: torch.dtype, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Each row of values times its weight, in f32 and rounded once; no other rank takes part.
+    """Multiplies each row by its weight in float32 and rounds once. Local to this rank.
 
-    With `rows`, of type `dtype`, values are gradients of what weighting those gave: then the gradients of both.
+    Args:
+        end: The buffer.
+        values: bfloat16 or float32 [R, H]: the rows, or, in the backward pass, the gradient of the weighted rows.
+        weights: float32 [R].
+        dtype: The type of the result.
+        rows: Given in the backward pass only: the rows that were weighted, of type `dtype`.
+
+    Returns:
+        The weighted rows and None, or the gradients of the rows and of the weights.
     """
     floats = (torch.bfloat16, torch.float32)
     values = _checked(end, "values", values, floats)
@@ -237,36 +262,50 @@ def weight_rows(
     if rows is not None:
         rows = _checked(end, "rows", rows, (dtype,), (count, hidden))
         dots = torch.empty_like(weights)
-        backward = (_span(rows), _span(dots))
+        backward = (span(rows), span(dots))
     end.native.weight_rows(
         end.stream(),
         (count, hidden),
         (values.dtype == torch.float32, dtype == torch.float32),
-        _span(values),
-        _span(weights),
-        _span(out),
+        span(values),
+        span(weights),
+        span(out),
         backward,
     )
     return out, dots
 
 
 def empty(end: End, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised registered memory."""
+    """Makes an uninitialized tensor in registered memory."""
     size = math.prod(shape) * dtype.itemsize
     return from_dlpack(end.native.empty(end.stream(), size)).view(dtype).view(shape)
 
 
 def _output(end: End, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that an allocator keeps for the next call: on the CPU PyTorch's does not, and the system clears each page
-    anew, which takes as long as an operator. Peers read registered memory directly, too.
+    """Allocates an output from an allocator that keeps freed memory.
+
+    PyTorch's CPU allocator returns large memory to the system, which clears every page again at the next call; that
+    takes as long as an operator. Peers also read registered memory directly.
     """
     if end.device.type == "cpu":
         return empty(end, shape, dtype)
     return torch.empty(shape, dtype=dtype, device=end.device)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is a plain tensor with memory, not a subclass of a compiler, a tracer or another library."""
+    return type(tensor) in _PLAIN
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def check_count(name: str, value: int) -> None:
-    """Raises CallerError unless `value` is a number of something."""
+    """Checks that `value` is an integer from 0 on.
+
+    Raises:
+        CallerError: It is not.
+    """
     if not hasattr(value, "__index__") or not 0 <= value < 1 << 63:
         raise CallerError(f"{name}: expected a number from 0 on, found {value!r}")
 
@@ -279,7 +318,18 @@ def _check_device(end: End, name: str, tensor: Tensor) -> None:
 def _checked(
     end: End, name: str, tensor: Tensor, types: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None
 ) -> Tensor:
-    """The tensor as operators take it: on the buffer's device, of one of these types, without gaps."""
+    """Checks a tensor, and returns it, or an aligned contiguous copy.
+
+    Args:
+        end: The buffer, whose device the tensor must be on.
+        name: The name of the argument, for errors.
+        tensor: What the caller passed.
+        types: The accepted types.
+        shape: The required shape. Default: any two dimensions.
+
+    Raises:
+        CallerError: The argument does not fit.
+    """
     if not isinstance(tensor, Tensor):
         raise CallerError(f"{name}: expected a tensor, found {type(tensor).__name__}")
     if tensor.dtype not in types:
@@ -296,9 +346,9 @@ def _checked(
 
 
 def _checked_scales(end: End, scales: Tensor | None, rows: int, hidden: int) -> tuple[Tensor, int]:
-    """Scales as given, and which of the formats they are of."""
+    """Checks scales, and returns them with the number of their format."""
     if scales is None:
-        raise CallerError("scales: float8_e4m3fn tokens need them")
+        raise CallerError("scales: required with float8_e4m3fn tokens")
     widths = {"f32": -(-hidden // 128), "ue8m0": -(-hidden // 128), "mxfp8": -(-hidden // 32)}
     if scales.dtype in _E8M0:
         scales = scales.view(torch.uint8)
@@ -308,7 +358,7 @@ def _checked_scales(end: End, scales: Tensor | None, rows: int, hidden: int) -> 
     return _checked(end, "scales", scales, (torch.float32, torch.uint8), shape), FP8_FORMATS[fitting]
 
 
-# Younger than the oldest PyTorch that is served.
+# PyTorch 2.6, the oldest supported version, lacks this type.
 _E8M0 = tuple(filter(None, [getattr(torch, "float8_e8m0fnu", None)]))
 
 
@@ -316,7 +366,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
 
 
@@ -329,7 +379,7 @@ def _number(handle: Tensor) -> int:
     return handle.item()  # type: ignore[return-value]
 
 
-# ---- as registered operators
+# ---- registered operators
 
 _library = torch.library.Library("hybrid_ep", "DEF")
 _library.define(
@@ -337,8 +387,8 @@ _library.define(
     " int most) -> (Tensor handle, Tensor tokens_per_expert, Tensor raw_tokens_per_expert, Tensor overflow)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-# `topk_idx` says where the gradient of weights [T, K] is in one of [T, E]. `rows` is known with a capacity, or from an
-# earlier call; without it the number of rows depends on data.
+# `topk_idx` maps the gradient of weights [T, E] to [T, K]. `rows` is known with a capacity or from an earlier call;
+# without `rows` the number of rows depends on data.
 _library.define(
     "dispatch(Tensor tokens, Tensor? scales, Tensor? weights, Tensor? topk_idx, Tensor handle, int buffer,"
     " bool from_routing, str? fp8, bool permuted, SymInt? rows, bool clear_tokens, bool local_experts)"
@@ -352,8 +402,8 @@ _library.define(
 )
 
 
-# The compiler does not look into them: where it breaks its graph at one, it would try to compile what the operator
-# does.
+# `torch.compiler.disable` keeps the compiler out of the implementations. If it breaks a graph at an operator, it would
+# otherwise try to compile the implementation.
 
 
 def _or_empty(tensor: Tensor | None) -> Tensor:
@@ -410,7 +460,7 @@ def _combine_op(
     return tuple(map(_or_empty, combine(end_of(buffer), rows, probs, handle, tokens, permuted, wire)))
 
 
-# ---- their shapes
+# ---- shapes of the outputs, for compilers
 
 
 @torch.library.register_fake("hybrid_ep::preprocess", lib=_library)
@@ -487,14 +537,15 @@ def _combine_fake(
     return out, torch.empty(0, device=_CPU) if probs is None else probs.new_empty((tokens, end.experts))
 
 
-# ---- their gradients
+# ---- gradients
 #
-# Backward calls an operator of all ranks, so what it calls follows from what is equal on all ranks: from which inputs
-# wanted gradients, never from which outputs have one here. (An output without one has zeros: autograd fills them in.)
+# Backward calls a collective operator, so its arguments must depend only on facts that are equal on all ranks: on which
+# inputs need gradients, never on which outputs have a gradient on this rank. Autograd fills in zeros for an output
+# without a gradient.
 
 
 class _Once(torch.autograd.Function):
-    """The identity on gradients, which are not to be differentiated again."""
+    """The identity on gradients; differentiating them again raises an error."""
 
     @staticmethod
     def forward(ctx: Any, operator: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -510,7 +561,7 @@ _Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def _once(operator: str, backward: _Backward) -> _Backward:
-    """`backward`, whose results know what they depend on where a graph of it is asked for."""
+    """Wraps `backward` so that a double backward raises an error instead of returning wrong gradients."""
 
     def run(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         differentiable = torch.is_grad_enabled() and any(grad.requires_grad for grad in grads)
@@ -529,7 +580,7 @@ def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     tokens, _, _, topk_idx, handle, buffer, _, fp8, permuted, _, _, _ = inputs
     out, out_scales, _, out_map = output
     is_fp8 = fp8 is not None or tokens.dtype == torch.float8_e4m3fn
-    # No saved tensor: hooks that move those to other memory would keep the number and lose the handle.
+    # Not a saved tensor: hooks that move saved tensors would copy the handle's number and drop its storage, the owner.
     ctx.handle = handle
     ctx.save_for_backward(topk_idx)
     ctx.buffer, ctx.permuted, ctx.tokens = buffer, permuted, tokens.shape[0]
@@ -546,14 +597,15 @@ def _dispatch_backward(ctx: Any, grad: Tensor, _scales: Tensor, grad_probs: Tens
     )
     weights = None
     if of_weights:
-        weights = dense if topk_idx is None else _chosen(dense, topk_idx)
+        weights = dense if topk_idx is None else chosen(dense, topk_idx)
     return of_tokens if ctx.of_tokens else None, None, weights, *[None] * 9
 
 
-def _chosen(dense: Tensor, topk_idx: Tensor) -> Tensor:
-    """`[T, K]` of `[T, E]`; 0 where no expert was chosen."""
+def chosen(dense: Tensor, topk_idx: Tensor) -> Tensor:
+    """Gathers `[T, K]` from `[T, E]`; 0 where an index names no expert."""
     index = topk_idx.long()
-    return dense.gather(1, index.clamp(min=0)).masked_fill(index < 0, 0)
+    there = index.clamp(0, dense.shape[1] - 1)
+    return dense.gather(1, there).masked_fill(index != there, 0)
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -1,10 +1,14 @@
-"""How the ranks of a `torch.distributed` group meet: through the group's store, once, with a few hundred bytes."""
+"""The rendezvous of the ranks of a `torch.distributed` group: once, through the group's store, a few hundred bytes.
+
+The exchanged bytes contain random keys with which ranks then authenticate each other. Every process that can reach the
+store can read the keys, so the job is as open as its store. With HYBRID_EP_SECRET, ranks must also know that secret.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 import weakref
-from datetime import timedelta
 from itertools import count
 
 import torch.distributed as dist
@@ -14,15 +18,26 @@ from .errors import CallerError, PeerError
 
 __all__ = ["Meeting"]
 
-# How many buffers this process has made over each group. All its ranks make them in the same order.
+# The number of buffers that this process has made over each group. It is the same on all ranks of the group, because
+# making a buffer is collective, so it separates the keys of one buffer from those of the next.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
 
 
+# Seconds between two reads of the store; the pauses grow from the shortest to the longest.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
+# The key under which the first rank that gives up writes the reason.
+_LOST = "lost"
+
+
 class Meeting:
-    """The ranks of `group` on their way to one buffer.
+    """The rendezvous of one buffer's ranks. `_native` calls `all_gather` and `abandon`.
+
+    Args:
+        group: The process group.
+        timeout: Seconds to wait for each round.
 
     Raises:
-        CallerError: this process is not of the group.
+        CallerError: This process is not a member of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -31,16 +46,22 @@ class Meeting:
         self.rank, self.ranks = group.rank(), group.size()
         self._timeout = timeout
         made = next(_made.setdefault(group, count()))
-        # The group's own store: other groups have other prefixes.
+        # Each group has its own prefix in the store.
         store = distributed_c10d._get_process_group_store(group)
         self._store = distributed_c10d.PrefixStore(f"hybrid_ep/{made}", store)
         self._rounds = 0
 
     def all_gather(self, blob: bytes) -> list[bytes]:
-        """Everybody's bytes for this rank's.
+        """Exchanges bytes with all ranks.
+
+        Args:
+            blob: This rank's bytes.
+
+        Returns:
+            The bytes of all ranks, in rank order.
 
         Raises:
-            PeerError: names the first rank that did not come in time.
+            PeerError: A rank did not write its bytes in time, or another rank has given up on it.
         """
         turn, self._rounds = self._rounds, self._rounds + 1
         self._store.set(f"{turn}/{self.rank}", blob)  # type: ignore[arg-type]  # bytes are taken too
@@ -48,24 +69,57 @@ class Meeting:
         return [self._take(f"{turn}/{peer}", peer, deadline) for peer in range(self.ranks)]
 
     def _take(self, key: str, peer: int, deadline: float) -> bytes:
-        # Whoever came last gets the others' answers even when its time is up.
-        left = max(deadline - time.monotonic(), 0.01)
+        # The store's own wait would lose a signal: translating its exceptions drops the one that a handler raised.
+        pause = _SHORTEST_PAUSE
+        while not self._store.check([key]):
+            # A rank may give up after it wrote its bytes. The bytes take precedence over its report: comparing those of
+            # all ranks names the difference.
+            if self._store.check([_LOST]) and not self._store.check([key]):
+                self._report(self._store.get(_LOST))
+            # The deadline is checked after the read: a late rank still gets the bytes that are already there.
+            if time.monotonic() >= deadline:
+                told = f"rank {self.rank} waited {self._timeout:.3f} s for it in the group's store"
+                raise self._error(peer, "never joined", told)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return self._store.get(key)
+
+    def abandon(self, peer: int, fault: str, text: str) -> None:
+        """Tells the other ranks that this rank gives up, and which rank is at fault.
+
+        Args:
+            peer: The rank at fault.
+            fault: What happened to it, as in `PeerError.fault`.
+            text: The error's text.
+
+        Raises:
+            PeerError: Another rank gave up earlier; the error names the rank that was at fault then.
+        """
+        own = json.dumps({"by": self.rank, "peer": peer, "fault": fault, "text": text})
         try:
-            self._store.wait([key], timedelta(seconds=left))
-            return self._store.get(key)
-        except dist.DistStoreError as error:
-            raise PeerError(
-                f"rank {peer} never joined (join #0): "
-                f"rank {self.rank} waited {self._timeout:.3f} s for it in the group's store",
-                peer=peer,
-                rank=self.rank,
-                operator="join",
-                fault="never joined",
-                step=0,
-            ) from error
+            first = self._store.compare_set(_LOST, "", own)
+        except (dist.DistStoreError, RuntimeError):
+            # The store is gone, or lacks compare_set. Then each rank reports the failure after its own timeout.
+            return
+        if peer != self.rank:
+            self._report(first)
+
+    def _report(self, lost: bytes) -> None:
+        """Raises the error for which another rank gave up."""
+        known = json.loads(lost)
+        by, peer, fault = known["by"], known["peer"], known["fault"]
+        if by == self.rank:
+            return
+        if peer == self.rank:
+            peer, fault = by, "failed"
+        raise self._error(peer, fault, f"rank {self.rank} was told by rank {by}: {known['text']}")
+
+    def _error(self, peer: int, fault: str, text: str) -> PeerError:
+        text = f"rank {peer} {fault} (join #0): {text}"
+        return PeerError(text, peer=peer, rank=self.rank, operator="join", fault=fault, step=0)
 
     def end(self) -> None:
-        """Whoever leaves last clears up: a group that is made anew may find the same keys in the same store."""
+        """Ends the rendezvous. The last rank deletes the keys, because a later group may use the same prefix."""
         if self._store.add("left", 1) == self.ranks:
             for turn in range(self._rounds):
                 for rank in range(self.ranks):

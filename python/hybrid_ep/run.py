@@ -3,7 +3,7 @@
     python -m hybrid_ep.run pretrain_gpt.py --moe-flex-dispatcher-backend hybridep ...
     python -m hybrid_ep.run -m torch.distributed.run --nproc-per-node 8 pretrain_gpt.py ...
 
-The program is not changed, and neither are the Python processes that it starts: they find `deep_ep` through PYTHONPATH.
+The program needs no change. Python processes that it starts find `deep_ep` through PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from hybrid_ep.install import PATH_ENTRY, install_as_deep_ep
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the program that the command line names, in this process."""
+    """Runs the program that the command line names, in this process.
+
+    Args:
+        arguments: The command line. Default: `sys.argv[1:]`.
+    """
     command = _parser().parse_args(arguments)
     try:
         install_as_deep_ep(force=command.force)
@@ -56,8 +60,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tell_children() -> None:
-    """Lets processes that the program starts find `deep_ep` too: by PYTHONPATH, and where that entry of it comes to lie
-    on the module path, which `multiprocessing` hands down as it is."""
+    """Lets processes that the program starts find `deep_ep`.
+
+    Other processes read PYTHONPATH; `multiprocessing` passes on this process's module path. The entry gets the place on
+    the module path that PYTHONPATH gives it.
+    """
     before = os.environ.get("PYTHONPATH")
     entries = before.split(os.pathsep) if before else []
     if str(PATH_ENTRY) not in entries:
@@ -66,17 +73,20 @@ def _tell_children() -> None:
 
 
 def _run_path(program: str) -> None:
-    """Python has the program's place first on the module path, where `-m` has the working directory."""
+    """Runs a file, a directory or an archive, with the module path that `python PROGRAM` has.
+
+    There the program's directory comes first; with `-m`, as this module was started, the working directory does.
+    """
     if not _safe_path():
         del sys.path[0]
     path = os.path.abspath(program)
     if pkgutil.get_importer(path) is not None:
-        # A directory or an archive. runpy puts it there.
+        # A directory or an archive: runpy puts it first on the module path.
         runpy.run_path(path, run_name="__main__")
         return
     if not _safe_path():
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
-    # What runpy does for a file is gone when the file ends, too early for what the program has registered to run last.
+    # Not runpy.run_path: it clears the module's globals when the file ends, before the program's atexit functions run.
     loader = SourceFileLoader("__main__", path)
     main = ModuleType("__main__")
     main.__file__, main.__loader__ = path, loader
@@ -85,7 +95,7 @@ def _run_path(program: str) -> None:
 
 
 def _safe_path() -> bool:
-    """Whether Python was told to put nothing before the module path."""
+    """Whether Python runs in safe-path mode (-P, -I, PYTHONSAFEPATH), which adds no directory for the program."""
     return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard};
 
-use ep::rendezvous::Rendezvous;
+use ep::join::Rendezvous;
 use ep::{Backend, Config, DispatchMode, Rank, ScaleFormat, World};
 use ep_cuda::CudaBuffer;
 use ep_host::HostBuffer;
@@ -17,6 +17,7 @@ use crate::call::{
 use crate::dlpack::Device;
 use crate::errors::{Failure, poisoned};
 use crate::handle;
+use crate::interrupt::Signals;
 use crate::join::{self, Callback, Settings};
 
 /// One rank, on either backend.
@@ -25,9 +26,10 @@ pub(crate) struct Buffer {
     /// `None` once closed.
     end: Mutex<Option<AnyEnd>>,
     facts: Facts,
+    signals: Signals,
 }
 
-/// What never changes.
+/// The constant properties of a buffer.
 struct Facts {
     id: u64,
     rank: usize,
@@ -36,7 +38,7 @@ struct Facts {
     device: Device,
 }
 
-/// What differs by backend.
+/// A value of the host backend or of the CUDA backend.
 enum Either<H, C> {
     Host(H),
     Cuda(C),
@@ -44,7 +46,7 @@ enum Either<H, C> {
 
 type AnyEnd = Either<Box<HostBuffer>, Box<CudaBuffer>>;
 
-/// Evaluates `$call` with `$end` being the end of whichever backend.
+/// Evaluates `$call` with `$end` bound to the buffer of either backend.
 macro_rules! with_end {
     ($any:expr, $end:ident => $call:expr) => {
         match $any {
@@ -54,7 +56,7 @@ macro_rules! with_end {
     };
 }
 
-/// Which backend a world runs on.
+/// The backend of a world.
 #[derive(Clone, Copy)]
 enum Kind {
     Host,
@@ -72,7 +74,7 @@ impl Kind {
 }
 
 impl Buffer {
-    fn new(end: AnyEnd, device: Device) -> Self {
+    fn new(end: AnyEnd, device: Device, signals: &Signals) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let backend = match end {
             Either::Host(_) => "host",
@@ -85,28 +87,29 @@ impl Buffer {
             backend,
             device,
         });
-        Self { end: Mutex::new(Some(end)), facts }
+        Self { end: Mutex::new(Some(end)), facts, signals: signals.clone() }
     }
 
-    fn host(buffer: HostBuffer) -> Self {
-        Self::new(Either::Host(Box::new(buffer)), Device::CPU)
+    fn host(buffer: HostBuffer, signals: &Signals) -> Self {
+        Self::new(Either::Host(Box::new(buffer)), Device::CPU, signals)
     }
 
-    fn cuda(buffer: CudaBuffer, gpu: usize) -> Self {
-        Self::new(Either::Cuda(Box::new(buffer)), Device::cuda(gpu))
+    fn cuda(buffer: CudaBuffer, gpu: usize, signals: &Signals) -> Self {
+        Self::new(Either::Cuda(Box::new(buffer)), Device::cuda(gpu), signals)
     }
 
     fn meet(
         kind: Kind,
         settings: &Settings,
         config: &Config,
+        signals: &Signals,
         meet: &mut dyn Rendezvous,
     ) -> Result<Self, Failure> {
         let world = settings.world(meet.ranks())?;
         let gpu = settings.gpu.unwrap_or(0);
         match kind {
-            Kind::Host => Ok(Self::host(HostBuffer::join(world, meet, config)?)),
-            Kind::Cuda => Ok(Self::cuda(CudaBuffer::join_on(gpu, &world, meet, config)?, gpu)),
+            Kind::Host => Ok(Self::host(HostBuffer::join(world, meet, config)?, signals)),
+            Kind::Cuda => Ok(Self::cuda(CudaBuffer::join_on(gpu, &world, meet, config)?, gpu, signals)),
         }
     }
 
@@ -114,19 +117,20 @@ impl Buffer {
         self.end.lock().map_err(|_| poisoned())
     }
 
-    /// Calls `call` with the end, without the interpreter's lock: other ranks may need that to get on.
+    /// Calls `call` with the backend's buffer, without the interpreter's lock: other ranks of this process may need the
+    /// lock before they can reach the operator that this rank waits in.
     fn run<T: Send>(
         &self,
         py: Python<'_>,
         call: impl FnOnce(&mut AnyEnd) -> Result<T, Failure> + Send,
     ) -> Result<T, Failure> {
-        py.detach(|| {
+        self.signals.settle(py.detach(|| {
             let mut end = self.lock()?;
             call(end.as_mut().ok_or_else(|| Failure::Caller("this buffer was closed".into()))?)
-        })
+        }))
     }
 
-    /// Calls an operator, in this stream of the device.
+    /// Calls an operator in `stream`.
     fn operate<T: Send>(
         &self,
         py: Python<'_>,
@@ -147,10 +151,19 @@ impl Buffer {
     }
 }
 
+/// Reads settings, and makes the waits of the buffer check for signals.
+fn prepared(settings: &Settings) -> Result<(Kind, Config, Signals), Failure> {
+    let (kind, signals) = (Kind::of(settings)?, Signals::default());
+    let mut config = settings.config()?;
+    config.interrupt = signals.interrupt();
+    Ok((kind, config, signals))
+}
+
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // The end waits for the GPU, whose kernels may wait for ranks of other threads, and those for the interpreter's
-        // lock. Where there is no interpreter any more, nobody does: the end goes with the closure.
+        // Dropping the buffer waits for the GPU. Kernels there may wait for ranks on other threads, and these threads
+        // may wait for the interpreter's lock: so release the lock. After the interpreter has ended no thread waits for
+        // its lock; `try_attach` then drops the closure, and the buffer with it.
         let end = self.take();
         let _: Option<()> = Python::try_attach(|py| py.detach(move || drop(end)));
     }
@@ -158,41 +171,47 @@ impl Drop for Buffer {
 
 #[pymethods]
 impl Buffer {
-    /// All ranks of a world in this process, in order.
+    /// Makes all ranks of a world in this process, in rank order.
     #[staticmethod]
     fn threads(py: Python<'_>, ranks: usize, settings: Settings) -> Result<Vec<Self>, Failure> {
-        let (kind, config) = (Kind::of(&settings)?, settings.config()?);
+        let (kind, config, signals) = prepared(&settings)?;
         let world = settings.world(ranks)?;
-        py.detach(|| match kind {
-            Kind::Host => Ok(HostBuffer::threads(world, &config)?.into_iter().map(Self::host).collect()),
+        let made = py.detach(|| match kind {
+            Kind::Host => {
+                let buffers = HostBuffer::threads(world, &config)?.into_iter();
+                Ok(buffers.map(|buffer| Self::host(buffer, &signals)).collect())
+            }
             Kind::Cuda => {
                 let spread = (0..settings.gpus).cycle();
                 let buffers = CudaBuffer::threads(&world, &config)?.into_iter().zip(spread);
-                Ok(buffers.map(|(buffer, gpu)| Self::cuda(buffer, gpu)).collect())
+                Ok(buffers.map(|(buffer, gpu)| Self::cuda(buffer, gpu, &signals)).collect())
             }
-        })
+        });
+        signals.settle(made)
     }
 
-    /// This process as one of `ranks`; `all_gather` gives everybody's bytes for this rank's. Collective.
+    /// Makes this process rank `rank` of `ranks`, which exchange bytes through `meeting`. Collective.
     #[staticmethod]
     fn join(
         py: Python<'_>,
         rank: u32,
         ranks: usize,
         settings: Settings,
-        all_gather: Py<PyAny>,
+        meeting: Py<PyAny>,
     ) -> Result<Self, Failure> {
-        let (kind, config) = (Kind::of(&settings)?, settings.config()?);
-        let mut meet = Callback { rank: Rank(rank), ranks, all_gather, raised: None };
-        let joined = py.detach(|| Self::meet(kind, &settings, &config, &mut meet));
-        joined.map_err(|failure| meet.blame(failure))
+        let (kind, config, signals) = prepared(&settings)?;
+        let mut meet = Callback::new(Rank(rank), ranks, meeting)?;
+        let joined = py.detach(|| Self::meet(kind, &settings, &config, &signals, &mut meet));
+        signals.settle(joined.map_err(|failure| meet.cause(failure)))
     }
 
-    /// This process as the rank that the launcher's environment says, else alone. Collective.
+    /// Makes this process the rank that the launcher's environment describes, else a world of one rank. Collective.
     #[staticmethod]
     fn launched(py: Python<'_>, settings: Settings) -> Result<Self, Failure> {
-        let (kind, config) = (Kind::of(&settings)?, settings.config()?);
-        py.detach(|| Self::meet(kind, &settings, &config, &mut *join::launched(&config)?))
+        let (kind, config, signals) = prepared(&settings)?;
+        signals.settle(
+            py.detach(|| Self::meet(kind, &settings, &config, &signals, &mut *join::launched(&config)?)),
+        )
     }
 
     #[getter]
@@ -215,7 +234,7 @@ impl Buffer {
         self.facts.world.experts()
     }
 
-    /// First local expert, and one past the last.
+    /// The half-open range of local experts.
     #[getter]
     fn local_experts(&self) -> (usize, usize) {
         let positions = self.facts.world.placement.positions_of(Rank(self.facts.rank as u32));
@@ -232,19 +251,19 @@ impl Buffer {
         self.facts.backend
     }
 
-    /// The GPU; 0 on the host.
+    /// The number of the GPU; 0 for the host backend.
     #[getter]
     fn ordinal(&self) -> i32 {
         self.facts.device.ordinal()
     }
 
-    /// Bytes that are registered now.
+    /// Bytes of registered memory.
     fn registered_bytes(&self, py: Python<'_>) -> Result<usize, Failure> {
         self.run(py, |end| Ok(with_end!(end, end => end.registered())))
     }
 
-    /// Preprocesses a routing: `form` 0 = i32 top-k, 1 = i64 top-k, 2 = map. Returns the handle's capsule, and the rows
-    /// of dispatch outputs.
+    /// Preprocesses a routing: `form` 0 = i32 top-k, 1 = i64 top-k, 2 = map. Returns the handle's capsule and the
+    /// number of rows of dispatch outputs.
     #[expect(
         clippy::too_many_arguments,
         reason = "numbers that Python passes by position: no call is cheaper"
@@ -278,8 +297,12 @@ impl Buffer {
         Ok((handle::register(py, handle).map_err(Failure::Raised)?, rows))
     }
 
-    /// Dispatches. `format` 0 = bf16, 1 = f32, 2 = FP8 with scales, 3 = bf16 to be quantised; `scale_format` 0 = f32, 1 =
-    /// ue8m0 per 128, 2 = ue8m0 per 32; `probs_from` 0 = none, 1 = the routing, 2 = `probs`.
+    /// Dispatches tokens.
+    ///
+    /// - `size`: rows and their length in elements.
+    /// - `format.0`: 0 = bf16, 1 = f32, 2 = FP8 with scales, 3 = bf16 to be quantized.
+    /// - `format.1`, the scales: 0 = f32 per 128 elements, 1 = ue8m0 per 128, 2 = ue8m0 per 32.
+    /// - `probs_from`: 0 = none, 1 = the routing, 2 = `probs`.
     #[expect(
         clippy::too_many_arguments,
         reason = "numbers that Python passes by position: no call is cheaper"
@@ -334,7 +357,8 @@ impl Buffer {
         .map_err(Failure::Raised)
     }
 
-    /// Combines rows of f32 or bf16 into `out`, and probabilities into `out_probs`.
+    /// Combines rows into `out`, and probabilities into `out_probs`. `size`: rows, tokens, and the length of a row.
+    /// `wide`: whether rows, and partial sums between ranks, are f32 instead of bf16.
     #[expect(
         clippy::too_many_arguments,
         reason = "numbers that Python passes by position: no call is cheaper"
@@ -358,8 +382,8 @@ impl Buffer {
         self.operate(py, stream, |end| with_end!(end, end => call::combine(&mut **end, &handle, &call)))
     }
 
-    /// Multiplies rows by their weights. `wide`: whether `values` and `out` are of f32 instead of bf16. With
-    /// `backward`, the rows and a place for the gradients of the weights, `values` are gradients of the weighted rows.
+    /// Multiplies rows by their weights. `wide`: whether `values` and `out` are f32 instead of bf16. `backward` holds
+    /// the rows and an output for the gradients of the weights; then `values` are gradients of the weighted rows.
     #[expect(
         clippy::too_many_arguments,
         reason = "numbers that Python passes by position: no call is cheaper"
@@ -380,7 +404,7 @@ impl Buffer {
         self.operate(py, stream, |end| with_end!(end, end => call::weight_rows(&mut **end, &call)))
     }
 
-    /// Registered memory of this many bytes, as a capsule of a `uint8` vector.
+    /// Allocates registered memory of this many bytes. Returns the capsule of a `uint8` vector.
     fn empty<'py>(
         &self,
         py: Python<'py>,
@@ -399,12 +423,13 @@ impl Buffer {
         .map_err(Failure::Raised)
     }
 
-    /// Waits for all operators so far.
+    /// Waits until all operators called so far are complete.
     fn synchronize(&self, py: Python<'_>) -> Result<(), Failure> {
         self.run(py, |end| Ok(with_end!(end, end => end.synchronize())?))
     }
 
-    /// Domain bytes, transport bytes, transport messages, preprocess bytes, seconds waited; so far.
+    /// Counters since the buffer was made: domain bytes, transport bytes, transport messages, preprocess bytes, and
+    /// seconds in which no worker could make progress.
     fn traffic(&self, py: Python<'_>) -> Result<(u64, u64, u64, u64, f64), Failure> {
         let traffic = self.run(py, |end| Ok(with_end!(end, end => end.traffic())))?;
         Ok((
@@ -416,8 +441,16 @@ impl Buffer {
         ))
     }
 
-    /// Takes part in nothing any more, and tells the others.
+    /// Leaves the communicator, and tells the peers.
     fn close(&self, py: Python<'_>) {
         py.detach(|| drop(self.take()));
     }
+}
+
+/// Ends the use of GPUs at the end of the program, after all buffers are closed: waits for replays of CUDA graphs, at
+/// most for the stall bound, and tells peers that the ranks of this process have left.
+#[pyfunction]
+pub(crate) fn finish(py: Python<'_>) {
+    let limit = Config::from_env().unwrap_or_default().stall_timeout;
+    py.detach(|| ep_cuda::finish(limit));
 }

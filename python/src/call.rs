@@ -14,7 +14,7 @@ use crate::dlpack::{self, DataType, Device, Shape};
 use crate::errors::Failure;
 use crate::handle::{Handle, Of};
 
-/// The bytes of a tensor.
+/// The address and the size in bytes of a tensor.
 #[derive(Debug, Clone, Copy, FromPyObject)]
 pub(crate) struct Span(pub(crate) usize, pub(crate) usize);
 
@@ -22,7 +22,8 @@ impl Span {
     /// The elements.
     ///
     /// # Safety
-    /// The tensor lives, is aligned for `T`, of which any bytes are valid, and nobody writes to it.
+    /// For the lifetime of the result, the tensor lives and nothing writes to it. It is aligned for `T`, and any bytes
+    /// are a valid `T`.
     pub(crate) unsafe fn elements<'a, T>(self) -> &'a [T] {
         if self.1 == 0 {
             return &[];
@@ -30,14 +31,26 @@ impl Span {
         // SAFETY: the caller's promise.
         unsafe { std::slice::from_raw_parts(self.0 as *const T, self.1 / size_of::<T>()) }
     }
+
+    /// The elements, mutable.
+    ///
+    /// # Safety
+    /// As [`elements`](Self::elements), and nothing else reads or writes the tensor during the lifetime of the result.
+    pub(crate) unsafe fn elements_mut<'a, T>(self) -> &'a mut [T] {
+        if self.1 == 0 {
+            return &mut [];
+        }
+        // SAFETY: the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.0 as *mut T, self.1 / size_of::<T>()) }
+    }
 }
 
-/// The type of elements that are `wide` or not.
+/// The element type: f32 if `wide`, else bf16.
 pub(crate) fn element(wide: bool) -> Element {
     if wide { Element::F32 } else { Element::Bf16 }
 }
 
-/// A rank's routing, as routers leave it.
+/// A rank's routing as tensors.
 #[derive(Debug)]
 pub(crate) struct RoutingTensors {
     pub(crate) form: Form,
@@ -55,12 +68,13 @@ pub(crate) enum Form {
     NarrowTopK,
     /// `[tokens, k]` i64.
     WideTopK,
-    /// `[tokens, experts]` bytes, with this many set in a row at most.
+    /// `[tokens, experts]` bytes, with at most this many set in a row.
     Map { most: usize },
 }
 
-/// Addresses where preprocessing says what it found; 0 = not wanted. The counts are on the host where preprocessing waits
-/// for them, that is without a capacity, else on the tokens' device; the overflow always is there.
+/// Addresses that preprocess writes its results to; 0 = not wanted. Without a capacity preprocess waits for the counts,
+/// and their tensors are on the host; with a capacity they are on the tokens' device. The overflow is always on that
+/// device.
 #[derive(Debug, Clone, Copy, FromPyObject)]
 pub(crate) struct Report {
     /// i64 `[local experts]`, with padding.
@@ -78,7 +92,7 @@ impl Report {
     /// Writes the counts to the host.
     ///
     /// # Safety
-    /// Their addresses are 0, or those of host tensors that have room for them and that nobody else touches.
+    /// Each address is 0, or that of a host tensor that is large enough and that nothing else accesses.
     pub(crate) unsafe fn write_counts(self, shape: &ReceiveShape) {
         let counts = [&shape.tokens_per_expert, &shape.kept_per_expert];
         for (counts, address) in counts.into_iter().zip([self.tokens_per_expert, self.kept_per_expert]) {
@@ -101,25 +115,25 @@ impl Report {
     }
 }
 
-/// A backend, as far as tensors go beyond [`Backend`].
+/// What the operators over tensors need of a backend beyond [`Backend`].
 pub(crate) trait Tensors: Backend<Memory: Send + Sync + 'static> + WeightRows {
     /// A tensor of the caller as memory.
     ///
     /// # Safety
-    /// The tensor lives until the operators that are given this memory are over. Where they write to it, nobody else
-    /// touches it; else nobody writes to it.
+    /// The tensor lives until all operators that use the memory are complete. If they write to it, nothing else
+    /// accesses it until then; if they only read it, nothing writes to it until then.
     unsafe fn borrow(tensor: Span) -> Self::Memory;
 
-    /// Where memory lies.
+    /// The address of memory.
     fn address(memory: &mut Self::Memory) -> usize;
 
-    /// Bytes that are registered now.
+    /// Bytes of registered memory.
     fn registered(&self) -> usize;
 
-    /// The operators that follow go into this stream of the device; on the host there is none.
+    /// Puts later operators into this stream of the device; does nothing on the host.
     fn use_stream(&mut self, stream: usize) -> Result<()>;
 
-    /// Zeroes the rows that no dispatch with this handle writes to.
+    /// Zeroes the rows that a dispatch with this handle does not write.
     fn clear_rest(
         &mut self,
         handle: &Self::Handle,
@@ -127,7 +141,7 @@ pub(crate) trait Tensors: Backend<Memory: Send + Sync + 'static> + WeightRows {
         row_bytes: usize,
     ) -> Result<()>;
 
-    /// Preprocesses, and reports. Returns the handle, and how many rows dispatch outputs have.
+    /// Preprocesses a routing and writes the report. Returns the handle and the number of rows of dispatch outputs.
     fn preprocess_tensors(
         &mut self,
         routing: &RoutingTensors,
@@ -136,17 +150,17 @@ pub(crate) trait Tensors: Backend<Memory: Send + Sync + 'static> + WeightRows {
         report: Report,
     ) -> Result<(Self::Handle, usize), Failure>;
 
-    /// A handle of this backend for [`Handle`].
+    /// Wraps a handle of this backend for [`Handle`].
     fn wrap(handle: Self::Handle) -> Of;
 
-    /// Calls `call` with the handle, which must be of this backend.
+    /// Calls `call` with the handle. An error if the handle is of the other backend.
     fn with_handle<T>(
         handle: &Of,
         call: impl FnOnce(&Self::Handle) -> Result<T, Failure>,
     ) -> Result<T, Failure>;
 }
 
-/// What is dispatched.
+/// The arguments of a dispatch.
 #[derive(Debug)]
 pub(crate) struct DispatchCall {
     pub(crate) rows: usize,
@@ -155,17 +169,16 @@ pub(crate) struct DispatchCall {
     pub(crate) data: Span,
     pub(crate) scales: Option<Span>,
     pub(crate) probs: Given,
-    /// Whether the plain mode's map is wanted.
+    /// Whether to deliver the map of local experts, in plain mode.
     pub(crate) local_experts: bool,
-    /// Whether rows that a capacity leaves unused are zero in the tokens too.
+    /// Whether to zero the tokens of rows that a capacity leaves unused.
     pub(crate) clear_tokens: bool,
 }
 
-/// Types of tokens in and out.
+/// The type of tokens, in and out.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Tokens {
     Bf16,
-    /// Rows are moved, not computed with: one of f32 travels as one of bf16 that is twice as wide.
     F32,
     Fp8(ScaleFormat),
     QuantizeFp8(ScaleFormat),
@@ -174,15 +187,11 @@ pub(crate) enum Tokens {
 impl Tokens {
     fn format(self) -> TokenFormat {
         match self {
-            Self::Bf16 | Self::F32 => TokenFormat::Bf16,
+            Self::Bf16 => TokenFormat::Bf16,
+            Self::F32 => TokenFormat::F32,
             Self::Fp8(scales) => TokenFormat::Fp8(scales),
             Self::QuantizeFp8(scales) => TokenFormat::QuantizeFp8(scales),
         }
-    }
-
-    /// Width of a row as it travels.
-    fn moved_hidden(self, hidden: usize) -> usize {
-        if matches!(self, Self::F32) { 2 * hidden } else { hidden }
     }
 
     fn delivered(self) -> DataType {
@@ -194,7 +203,7 @@ impl Tokens {
     }
 }
 
-/// Probabilities that travel along.
+/// Where the probabilities of a dispatch come from.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Given {
     Nothing,
@@ -202,7 +211,7 @@ pub(crate) enum Given {
     Dense(Span),
 }
 
-/// What a rank received: memory that is to become tensors.
+/// What a rank received, as memory that becomes tensors.
 pub(crate) struct Delivered<M> {
     tokens: Output<M>,
     scales: Option<Output<M>>,
@@ -258,7 +267,7 @@ impl<M: Send + 'static> Output<M> {
 
     pub(crate) fn into_capsule(self, py: Python<'_>, device: Device) -> PyResult<Bound<'_, PyCapsule>> {
         let data = self.address as *mut c_void;
-        // SAFETY: the memory was allocated for this shape, and is this tensor's from now on.
+        // SAFETY: the memory was allocated for this shape, and the capsule owns it.
         unsafe { dlpack::capsule(py, self.memory, data, device, self.dtype, self.shape) }
     }
 }
@@ -283,11 +292,8 @@ pub(crate) fn dispatch<B: Tensors>(
     call: &DispatchCall,
 ) -> Result<Delivered<B::Memory>, Failure> {
     check_rows("tokens", handle.tokens, call.rows)?;
-    // Here and not where rows that count as bf16 are twice as wide.
-    check_row_bytes(
-        call.hidden,
-        call.tokens.format().output_row_bytes(call.tokens.moved_hidden(call.hidden)),
-    )?;
+    // Checked here with the caller's row length: the backend may count f32 rows as bf16 rows of twice the length.
+    check_row_bytes(call.hidden, call.tokens.format().output_row_bytes(call.hidden))?;
     // SAFETY: the tensors were checked in Python, and live until the stream has passed this call.
     let borrow = |span: Span| unsafe { B::borrow(span) };
     let (data, scales) = (borrow(call.data), call.scales.map(borrow));
@@ -300,7 +306,7 @@ pub(crate) fn dispatch<B: Tensors>(
         (None, Given::Routing) => Probs::Routing,
         (None, _) => Probs::Skip,
     };
-    let (hidden, format) = (call.tokens.moved_hidden(call.hidden), call.tokens.format());
+    let (hidden, format) = (call.hidden, call.tokens.format());
     let input = DispatchInput { hidden, format, tokens: &data, scales: scales.as_ref(), probs };
     let mut outputs = outputs(backend, handle, call)?;
     B::with_handle(&handle.of, |own| {
@@ -318,7 +324,7 @@ pub(crate) fn dispatch<B: Tensors>(
     Ok(outputs)
 }
 
-/// Rows beyond those of the handle would be left out without a word.
+/// Checks a number of rows against the handle. Operators would silently ignore further rows.
 fn check_rows(what: &'static str, expected: usize, found: usize) -> Result<(), Failure> {
     if expected == found {
         return Ok(());
@@ -326,7 +332,7 @@ fn check_rows(what: &'static str, expected: usize, found: usize) -> Result<(), F
     Err(CallerError::Shape { what, expected, found, unit: "rows, as the handle says" }.into())
 }
 
-/// Memory for what a dispatch delivers.
+/// Allocates the outputs of a dispatch.
 fn outputs<B: Tensors>(
     backend: &mut B,
     handle: &Handle,
@@ -338,7 +344,7 @@ fn outputs<B: Tensors>(
     let plain = handle.mode == DispatchMode::Plain;
     let format = call.tokens.format();
 
-    let row_bytes = format.output_row_bytes(call.tokens.moved_hidden(call.hidden));
+    let row_bytes = format.output_row_bytes(call.hidden);
     let tokens = Output::new(backend, row_bytes, call.tokens.delivered(), matrix(call.hidden))?;
     let scales = match format.scales() {
         None => None,
@@ -360,8 +366,8 @@ fn outputs<B: Tensors>(
     Ok(Delivered { tokens, scales, probs, local_experts })
 }
 
-/// Zeroes the rows of a capacity that no token takes. Whoever reads the map or the probabilities must not find chance
-/// there; of the tokens only gradients sum over all rows.
+/// Zeroes the rows of a capacity that no token takes. Callers read the map and the probabilities of all rows; only
+/// gradients sum the tokens of all rows.
 fn clear_rest<B: Tensors>(
     backend: &mut B,
     handle: &B::Handle,
@@ -376,7 +382,7 @@ fn clear_rest<B: Tensors>(
     Ok(())
 }
 
-/// What is combined, and where to.
+/// The arguments of a combine.
 #[derive(Debug)]
 pub(crate) struct CombineCall {
     /// Rows in, and tokens out.
@@ -409,26 +415,27 @@ pub(crate) fn combine<B: Tensors>(
     B::with_handle(&handle.of, |own| Ok(backend.combine(own, input, output)?))
 }
 
-/// Registered memory for a tensor of bytes.
+/// Allocates registered memory for a tensor of bytes.
 pub(crate) fn empty<B: Tensors>(backend: &mut B, bytes: usize) -> Result<Output<B::Memory>, Failure> {
     Output::new(backend, 1, DataType::U8, Shape { rows: bytes, columns: None })
 }
 
-/// Rows and their weights.
+/// The arguments of a multiplication of rows by weights.
 #[derive(Debug)]
 pub(crate) struct WeightRowsCall {
-    /// Rows, and elements of each.
+    /// The number of rows, and their length in elements.
     pub(crate) size: (usize, usize),
     pub(crate) values: Span,
     pub(crate) element: Element,
     pub(crate) weights: Span,
     pub(crate) out: Span,
     pub(crate) out_element: Element,
-    /// The rows that were weighted, and a place for the gradients of their weights: `values` are gradients then.
+    /// Backward pass only: the rows that were weighted, and an output for the gradients of their weights. `values` are
+    /// then gradients of the weighted rows.
     pub(crate) backward: Option<(Span, Span)>,
 }
 
-/// Multiplies rows by their weights, or makes the gradients of both.
+/// Multiplies rows by their weights, or computes the gradients of both.
 pub(crate) fn weight_rows<B: Tensors>(backend: &mut B, call: &WeightRowsCall) -> Result<(), Failure> {
     // SAFETY: the tensors were checked in Python, and live until the stream has passed this call.
     let borrow = |span: Span| unsafe { B::borrow(span) };

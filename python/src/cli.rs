@@ -1,13 +1,13 @@
-//! The program `hybrid-ep`, for `python -m hybrid_ep`.
+//! The program `hybrid-ep`, for `python -m hybrid_ep` and the script that pip installs.
 
 use std::ffi::OsString;
 
 use ep_cli::Invocation;
 use pyo3::prelude::*;
 
-/// Runs a command line to its end, and returns its exit code. What it writes goes past Python to the process's stdout
-/// and stderr. `name` is what help and errors call the program, `command` what starts it again for ranks that are
-/// processes.
+/// Runs a command line to its end and returns the exit code. Output goes to the process's stdout and stderr, not
+/// through Python's. `name` is the program's name in help and errors; `command` starts the program again, for ranks
+/// that are processes.
 #[pyfunction]
 pub(crate) fn cli(py: Python<'_>, arguments: Vec<OsString>, name: String, command: Vec<OsString>) -> u8 {
     py.detach(|| ep_cli::run(&Invocation { name, command, arguments }))

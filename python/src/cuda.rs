@@ -4,14 +4,21 @@ use std::sync::{Mutex, PoisonError};
 
 use ep::{Backend, DispatchMode, Result};
 use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory, DeviceReport, DeviceRouting, Indices};
+use pyo3::prelude::*;
 
 use crate::call::{Form, Report, RoutingTensors, Span, Tensors};
 use crate::errors::Failure;
 use crate::handle::Of;
 
+/// Checks that there is a driver, and that all GPUs are supported. The error says what is missing.
+#[pyfunction]
+pub(crate) fn check_cuda(py: Python<'_>) -> Result<(), Failure> {
+    Ok(py.detach(ep_cuda::check_available)?)
+}
+
 impl Tensors for CudaBuffer {
     unsafe fn borrow(tensor: Span) -> CudaMemory {
-        // SAFETY: the caller's promise. Python aligns what is not.
+        // SAFETY: the caller's promise. `hybrid_ep.ops` copies tensors that are not aligned.
         unsafe { CudaMemory::borrowed(tensor.0 as u64, tensor.1) }
     }
 
@@ -24,11 +31,11 @@ impl Tensors for CudaBuffer {
     }
 
     fn use_stream(&mut self, stream: usize) -> Result<()> {
-        // SAFETY: PyTorch's current stream, which lives as long as the process.
+        // SAFETY: the current stream of PyTorch; the caller of the operator keeps it alive during this call.
         unsafe { self.set_stream(stream as *mut _) }
     }
 
-    /// How many rows are written is known on the GPU alone, so all of them are cleared.
+    /// Clears all rows, since only the GPU knows how many rows dispatch writes.
     fn clear_rest(&mut self, _: &CudaHandle, memory: &mut CudaMemory, _: usize) -> Result<()> {
         self.clear(memory)
     }
@@ -57,7 +64,7 @@ impl Tensors for CudaBuffer {
             let told = DeviceReport { overflow: overflow.as_mut(), ..DeviceReport::default() };
             let handle = self.preprocess_on_device(&routing, mode, None, told)?;
             let shape = self.receive_shape(&handle)?;
-            // SAFETY: Python made these tensors for this call, on the host since it waits.
+            // SAFETY: Python made these tensors for this call, in host memory since there is no capacity.
             unsafe { report.write_counts(&shape) };
             return Ok((handle, shape.allocated_rows()));
         };

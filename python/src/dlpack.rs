@@ -1,4 +1,4 @@
-//! Memory handed to a tensor library, by DLPack: the tensor owns it, and whoever frees the tensor gives it back.
+//! Export of memory to a tensor library by DLPack. The tensor owns the memory; freeing the tensor returns it.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 
-/// The name of a capsule that nobody has made a tensor of yet; whoever does renames it.
+/// The name of a capsule that has not been consumed. By the DLPack protocol, the consumer renames it.
 const NAME: &CStr = c"dltensor";
 
 /// `DLDevice` of the DLPack specification.
@@ -53,7 +53,7 @@ struct Tensor {
     ndim: i32,
     dtype: DataType,
     shape: *mut i64,
-    /// Null: row-major without gaps.
+    /// Null: row-major, contiguous.
     strides: *mut i64,
     byte_offset: u64,
 }
@@ -66,7 +66,7 @@ struct ManagedTensor {
     deleter: Option<unsafe extern "C" fn(*mut ManagedTensor)>,
 }
 
-/// A managed tensor, which comes first so that its address is the whole's, and what it needs as long as it lives.
+/// A managed tensor with its owner. The managed tensor is the first field, so that both have the same address.
 #[repr(C)]
 struct Export<T> {
     managed: ManagedTensor,
@@ -81,11 +81,11 @@ pub(crate) struct Shape {
     pub(crate) columns: Option<usize>,
 }
 
-/// A capsule that `torch.from_dlpack` turns into a tensor. Dropping that tensor, or the capsule when no tensor was
-/// made of it, drops `owner`, on whatever thread that happens.
+/// Makes a capsule that `torch.from_dlpack` turns into a tensor. Dropping the tensor drops `owner`, and so does
+/// dropping an unconsumed capsule; either may happen on any thread.
 ///
 /// # Safety
-/// `data` is the address of as many elements as `shape` says on `device`, as long as `owner` lives.
+/// As long as `owner` lives, `data` points to at least the elements of `shape` on `device`.
 pub(crate) unsafe fn capsule<'py, T: Send + 'static>(
     py: Python<'py>,
     owner: T,
@@ -116,7 +116,7 @@ pub(crate) unsafe fn capsule<'py, T: Send + 'static>(
     // SAFETY: the pointer is that of an export, which `discard` or the capsule's consumer frees.
     let capsule = unsafe { PyCapsule::new_with_pointer_and_destructor(py, export, NAME, Some(discard)) };
     if capsule.is_err() {
-        // SAFETY: made above, and nobody else knows it.
+        // SAFETY: made above, and no capsule refers to it.
         unsafe { delete::<T>(export.as_ptr().cast()) };
     }
     capsule
@@ -125,18 +125,18 @@ pub(crate) unsafe fn capsule<'py, T: Send + 'static>(
 /// Frees an export.
 ///
 /// # Safety
-/// `managed` is the address of an `Export<T>` that was leaked by [`capsule`] and not freed since.
+/// `managed` is the address of an `Export<T>` that [`capsule`] leaked and that has not been freed.
 unsafe extern "C" fn delete<T>(managed: *mut ManagedTensor) {
     // SAFETY: the caller's promise; `managed` is the first field.
     drop(unsafe { Box::from_raw(managed.cast::<Export<T>>()) });
 }
 
-/// Frees what a capsule holds that nobody made a tensor of.
+/// The destructor of a capsule: frees the export if the capsule was not consumed.
 ///
 /// # Safety
-/// `capsule` is one that [`capsule`] made, in its destruction.
+/// `capsule` is a capsule that [`capsule`] made and that is being destroyed.
 unsafe extern "C" fn discard(capsule: *mut pyo3::ffi::PyObject) {
-    // SAFETY: a capsule; renamed, it is no longer ours.
+    // SAFETY: the caller passes a capsule. If it was renamed, its consumer owns the export.
     let managed = unsafe {
         if pyo3::ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 0 {
             return;

@@ -1,4 +1,4 @@
-//! What goes wrong, as the exceptions of `hybrid_ep.errors`.
+//! Conversion of errors to the exceptions of `hybrid_ep.errors`.
 
 use ep::{EnvironmentError, Error};
 use pyo3::prelude::*;
@@ -8,11 +8,11 @@ use pyo3::types::{PyDict, PyType};
 /// Why a call of this module failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The library says so.
+    /// An error of the library.
     Library(Error),
     /// The call does not fit the state of the buffer or the handle.
     Caller(String),
-    /// Python code that was called back raised this.
+    /// An exception of Python code that this module called.
     Raised(PyErr),
 }
 
@@ -32,7 +32,7 @@ impl From<Failure> for PyErr {
     }
 }
 
-/// A lock whose holder panicked: the state behind it cannot be trusted.
+/// The error for a lock whose holder panicked: the state behind the lock may be inconsistent.
 pub(crate) fn poisoned() -> Failure {
     EnvironmentError::new(
         "using this buffer",
@@ -50,10 +50,10 @@ fn library(py: Python<'_>, error: &Error) -> PyErr {
     let raised = match error {
         Error::Caller(_) => return caller(py, error.to_string()),
         Error::Environment(_) => {
-            class(py, "EnvironmentError").map(|class| PyErr::from_type(class, error.to_string()))
+            class(py, "SetupError").map(|class| PyErr::from_type(class, error.to_string()))
         }
         Error::Peer(peer) => peer_error(py, peer),
-        _ => class(py, "Error").map(|class| PyErr::from_type(class, error.to_string())),
+        _ => class(py, "HybridEPError").map(|class| PyErr::from_type(class, error.to_string())),
     };
     raised.unwrap_or_else(|error| error)
 }
@@ -69,7 +69,7 @@ fn peer_error(py: Python<'_>, error: &ep::PeerError) -> PyResult<PyErr> {
     Ok(PyErr::from_value(value))
 }
 
-/// A class of `hybrid_ep.errors`.
+/// Finds a class of `hybrid_ep.errors`.
 fn class<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {
     static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     let module = MODULE.get_or_try_init(py, || py.import("hybrid_ep.errors").map(Bound::unbind))?;

@@ -1,4 +1,4 @@
-//! Handles, by their numbers: tensors carry the number, and the storage of the first such tensor owns the handle.
+//! Handles as tensors: a tensor holds the number of its handle, and the storage of the tensor owns the handle.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
@@ -13,23 +13,23 @@ use pyo3::types::PyCapsule;
 use crate::dlpack::{self, DataType, Device, Shape};
 use crate::errors::Failure;
 
-/// A handle of either backend, and what the caller's sizes follow from.
+/// A handle of either backend, with the sizes that a caller's tensors must have.
 #[derive(Debug)]
 pub(crate) struct Handle {
     pub(crate) of: Of,
     pub(crate) mode: DispatchMode,
     /// Tokens of this rank.
     pub(crate) tokens: usize,
-    /// Rows that dispatch outputs have.
+    /// Rows of dispatch outputs.
     pub(crate) rows: usize,
     pub(crate) has_capacity: bool,
 }
 
-/// Whose handle it is.
+/// The backend's handle.
 #[derive(Debug)]
 pub(crate) enum Of {
     Host(HostHandle),
-    /// Locked, since it has cells: the autograd engine uses and drops handles on threads of its own.
+    /// Behind a lock because it has cells, and the autograd engine uses and drops handles on its own threads.
     Cuda(Mutex<CudaHandle>),
 }
 
@@ -40,37 +40,37 @@ fn all() -> MutexGuard<'static, Handles> {
     ALL.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a handle's tensor owns: its one element. With it goes the handle.
+/// The owner of a handle's tensor. Dropping it removes the handle.
 struct Number {
     number: i64,
-    /// The number again, where the tensor's holder may overwrite it.
+    /// The tensor's element. Python code may overwrite it, so `number` is kept apart.
     element: Box<i64>,
 }
 
 impl Drop for Number {
     fn drop(&mut self) {
-        // Freed after the lock is given back: that may take the lock of an arena.
+        // Drop the handle after the lock is released: dropping it may take the lock of an arena.
         let handle = all().remove(&self.number);
         drop(handle);
     }
 }
 
-/// Registers a handle; returns the capsule of the tensor that owns it.
+/// Registers a handle. Returns the capsule of the tensor that owns it.
 pub(crate) fn register(py: Python<'_>, handle: Handle) -> PyResult<Bound<'_, PyCapsule>> {
     static NEXT: AtomicI64 = AtomicI64::new(1);
     let number = NEXT.fetch_add(1, Relaxed);
     all().insert(number, Arc::new(handle));
     let mut number = Number { number, element: Box::new(number) };
     let data = std::ptr::from_mut(number.element.as_mut()).cast();
-    // SAFETY: the box that `number` owns does not move with it.
+    // SAFETY: `data` points into a box, which stays in place when `number` moves, and lives as long as `number`.
     unsafe { dlpack::capsule(py, number, data, Device::CPU, DataType::I64, Shape { rows: 1, columns: None }) }
 }
 
-/// The handle of this number.
+/// Finds the handle with this number.
 pub(crate) fn find(number: i64) -> Result<Arc<Handle>, Failure> {
     all().get(&number).cloned().ok_or_else(|| {
         Failure::Caller(format!(
-            "handle: number {number} names none that is alive; keep the handle's own tensor, not a copy of the number"
+            "handle: number {number} names no live handle; keep the handle's own tensor, not a copy of the number"
         ))
     })
 }

@@ -12,7 +12,7 @@ use crate::handle::Of;
 
 impl Tensors for HostBuffer {
     unsafe fn borrow(tensor: Span) -> HostMemory {
-        // SAFETY: the caller's promise. Python aligns what is not.
+        // SAFETY: the caller's promise. `hybrid_ep.ops` copies tensors that are not aligned.
         unsafe { HostMemory::borrowed(tensor.0 as *mut u8, tensor.1) }
     }
 
@@ -41,7 +41,7 @@ impl Tensors for HostBuffer {
         capacity: Option<usize>,
         report: Report,
     ) -> Result<(HostHandle, usize), Failure> {
-        // SAFETY: the tensors were checked in Python, which keeps them.
+        // SAFETY: Python has checked the tensors and keeps them alive during this call.
         let routing = unsafe { routing(self.rank(), self.world().experts(), tensors) }?;
         let handle = self.preprocess(&routing, mode, capacity)?;
         let shape = handle.receive_shape();
@@ -78,7 +78,7 @@ unsafe fn routing(rank: Rank, experts: usize, tensors: &RoutingTensors) -> Resul
     let weights =
         unsafe { weights.map_or_else(|| no_weights().into(), |weights| Cow::from(weights.elements())) };
     match form {
-        // A routing is as long as its indices, so tokens without any need one that says so.
+        // `Routing` derives the number of tokens from its indices, so tokens without indices get one index, -1.
         Form::NarrowTopK | Form::WideTopK if width == 0 => {
             Routing::from_topk(rank, experts, 1, &vec![-1; tokens], &vec![0.0; tokens])
         }
@@ -94,7 +94,7 @@ unsafe fn routing(rank: Rank, experts: usize, tensors: &RoutingTensors) -> Resul
     }
 }
 
-/// Expert indices in 32 bits; one that has no room there is no expert.
+/// Narrows expert indices to 32 bits; an index that does not fit is out of range.
 fn narrow(rank: Rank, experts: usize, width: usize, wide: &[i64]) -> Result<Vec<i32>> {
     let one = |(at, &index): (usize, &i64)| {
         i32::try_from(index).map_err(|_| {

@@ -1,27 +1,31 @@
-//! How ranks meet.
+//! Settings of a buffer, and the rendezvous of its ranks.
+
+use std::time::Duration;
 
 use ep::config::LaunchEnv;
-use ep::rendezvous::{Rendezvous, TcpRendezvous, ThreadRendezvous};
+use ep::join::{Rendezvous, Secret, TcpRendezvous, ThreadRendezvous};
 use ep::{CallerError, Config, EnvironmentError, Rank, World};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::errors::Failure;
 
-/// What all ways of making a buffer share. Read from a Python dict.
+/// The settings of a buffer, read from a Python dict.
 #[derive(Debug, FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct Settings {
     /// "host" or "cuda".
     pub(crate) backend: String,
-    /// The GPU; with "cuda", where it is not the threads' own choice.
+    /// The GPU, with "cuda"; ignored for ranks that are threads, which are spread over all GPUs.
     pub(crate) gpu: Option<usize>,
-    /// GPUs of this machine, over which threads are spread.
+    /// The number of GPUs over which ranks that are threads are spread.
     pub(crate) gpus: usize,
     pub(crate) experts: usize,
     pub(crate) domains: usize,
     /// Seconds.
     timeout: Option<f64>,
+    /// Seconds.
+    stall_timeout: Option<f64>,
     workers: Option<usize>,
     sms: Option<usize>,
 }
@@ -34,10 +38,10 @@ impl Settings {
     pub(crate) fn config(&self) -> Result<Config, Failure> {
         let mut config = Config::from_env()?;
         if let Some(seconds) = self.timeout {
-            config.timeout = std::time::Duration::try_from_secs_f64(seconds)
-                .ok()
-                .filter(|timeout| (1..=86_400_000).contains(&timeout.as_millis()))
-                .ok_or_else(|| bad("timeout", &seconds, "must be from 0.001 to 86,400 seconds"))?;
+            config.timeout = duration("timeout", seconds)?;
+        }
+        if let Some(seconds) = self.stall_timeout {
+            config.stall_timeout = duration("stall_timeout", seconds)?;
         }
         if let Some(workers) = self.workers {
             config.workers = at_most("workers", workers, 256)?;
@@ -49,10 +53,17 @@ impl Settings {
     }
 }
 
-/// The timeout of these settings, seconds.
+/// The entry bound of these settings, in seconds.
 #[pyfunction]
 pub(crate) fn timeout_of(settings: Settings) -> Result<f64, Failure> {
     Ok(settings.config()?.timeout.as_secs_f64())
+}
+
+fn duration(key: &'static str, seconds: f64) -> Result<Duration, Failure> {
+    Duration::try_from_secs_f64(seconds)
+        .ok()
+        .filter(|duration| (1..=86_400_000).contains(&duration.as_millis()))
+        .ok_or_else(|| bad(key, &seconds, "must be from 0.001 to 86,400 seconds"))
 }
 
 fn at_most(key: &'static str, value: usize, most: usize) -> Result<usize, Failure> {
@@ -63,18 +74,25 @@ fn bad(key: &'static str, value: &dyn std::fmt::Display, problem: &str) -> Failu
     CallerError::Config { key, value: value.to_string(), problem: problem.into() }.into()
 }
 
-/// A rendezvous by a function of Python's, which gives everybody's bytes for this rank's.
+/// A rendezvous through a Python object, `hybrid_ep.rendezvous.Meeting`.
 pub(crate) struct Callback {
-    pub(crate) rank: Rank,
-    pub(crate) ranks: usize,
-    pub(crate) all_gather: Py<PyAny>,
-    /// What the function raised.
-    pub(crate) raised: Option<PyErr>,
+    rank: Rank,
+    ranks: usize,
+    meeting: Py<PyAny>,
+    secret: Option<Secret>,
+    /// The exception that `meeting` raised.
+    raised: Option<PyErr>,
 }
 
 impl Callback {
-    /// The error of a join: what Python raised in it, if it did.
-    pub(crate) fn blame(self, failure: Failure) -> Failure {
+    /// Ranks must know the secret of the environment, if it has one. The exchanged bytes are as open as the group's
+    /// store.
+    pub(crate) fn new(rank: Rank, ranks: usize, meeting: Py<PyAny>) -> Result<Self, Failure> {
+        Ok(Self { rank, ranks, meeting, secret: Secret::from_env()?, raised: None })
+    }
+
+    /// Selects the error of a failed join: the exception that Python raised, if it raised one.
+    pub(crate) fn cause(self, failure: Failure) -> Failure {
         self.raised.map_or(failure, Failure::Raised)
     }
 }
@@ -90,7 +108,7 @@ impl Rendezvous for Callback {
 
     fn all_gather(&mut self, blob: &[u8]) -> ep::Result<Vec<Vec<u8>>> {
         let gathered = Python::attach(|py| -> PyResult<Vec<Vec<u8>>> {
-            self.all_gather.call1(py, (PyBytes::new(py, blob),))?.extract(py)
+            self.meeting.call_method1(py, "all_gather", (PyBytes::new(py, blob),))?.extract(py)
         });
         let problem = match gathered {
             Ok(blobs) if blobs.len() == self.ranks => return Ok(blobs),
@@ -101,18 +119,35 @@ impl Rendezvous for Callback {
                 text
             }
         };
-        Err(EnvironmentError::new("meeting the other ranks", problem, "").into())
+        Err(EnvironmentError::new("exchanging addresses with the other ranks", problem, "").into())
+    }
+
+    fn abandon(&mut self, error: ep::Error) -> ep::Error {
+        // An exception of `meeting` is either known to the other ranks or concerns this rank only: nothing to tell.
+        if self.raised.is_none() {
+            let (peer, fault) = match &error {
+                ep::Error::Peer(error) => (error.peer.0, error.fault.to_string()),
+                _ => (self.rank.0, ep::PeerFault::Failed.to_string()),
+            };
+            let told = Python::attach(|py| {
+                self.meeting.call_method1(py, "abandon", (peer, fault, error.to_string())).map(|_| ())
+            });
+            // It raises an error that names an earlier lost rank, if there is one.
+            self.raised = told.err();
+        }
+        error
+    }
+
+    fn secret(&self) -> Option<&Secret> {
+        self.secret.as_ref()
     }
 }
 
-/// The rendezvous that the launcher's environment describes, else that of one rank alone.
+/// The rendezvous that the launcher's environment describes, else the rendezvous of one rank.
 pub(crate) fn launched(config: &Config) -> Result<Box<dyn Rendezvous>, Failure> {
     let alone = || ThreadRendezvous::new(1, config.timeout).into_iter().map(|end| Box::new(end) as _).next();
     match LaunchEnv::from_env()? {
-        Some(env) => {
-            let (rank, ranks) = (Rank(env.rank), env.world_size as usize);
-            Ok(Box::new(TcpRendezvous::join(&env.store, rank, ranks, config.timeout)?))
-        }
-        None => alone().ok_or_else(|| Failure::Caller("a world has one rank at least".into())),
+        Some(env) => Ok(Box::new(TcpRendezvous::launched(&env, config)?)),
+        None => alone().ok_or_else(|| Failure::Caller("ranks: expected at least one".into())),
     }
 }

@@ -1,35 +1,45 @@
-//! `hybrid_ep._native`: the operators behind the Python package, as numbers in and DLPack capsules out.
+//! `hybrid_ep._native`: the operators behind the Python package. Arguments are numbers; results are DLPack capsules.
 //!
-//! | module | what is there |
+//! | module | contents |
 //! |---|---|
 //! | `buffer` | the class `Buffer`: one rank, on either backend |
-//! | `call` | its operators over tensors; `host` and `cuda` say what differs |
-//! | `join` | how ranks meet: a callback into Python, the launcher's environment, or alone |
+//! | `call` | the operators over tensors; `host` and `cuda` hold what differs by backend |
+//! | `join` | rendezvous: by a callback into Python, by the launcher's environment, or of one rank |
 //! | `handle` | handles as tensors |
-//! | `dlpack` | memory handed to a tensor library |
+//! | `dense` | conversion of a top-k routing to a map and dense probabilities |
+//! | `dlpack` | export of memory to a tensor library |
+//! | `interrupt` | Ctrl-C while an operator waits |
 //! | `errors` | exceptions |
 //! | `cli` | the program `hybrid-ep`, for `python -m hybrid_ep` |
 //!
-//! This module is private to the package. It trusts the addresses that it is given: `hybrid_ep.ops` has checked the
-//! tensors that they belong to, and keeps those alive.
+//! This module is private to the package and trusts the addresses that it receives: `hybrid_ep.ops` checks the tensors
+//! that the addresses belong to, and keeps them alive.
 
 mod buffer;
 mod call;
 mod cli;
 mod cuda;
+mod dense;
 mod dlpack;
 mod errors;
 mod handle;
 mod host;
+mod interrupt;
 mod join;
 
 #[pyo3::pymodule]
 mod _native {
     #[pymodule_export]
-    use super::buffer::Buffer;
+    use super::buffer::{Buffer, finish};
 
     #[pymodule_export]
     use super::cli::cli;
+
+    #[pymodule_export]
+    use super::cuda::check_cuda;
+
+    #[pymodule_export]
+    use super::dense::dense_routing;
 
     #[pymodule_export]
     use super::join::timeout_of;

@@ -1,11 +1,11 @@
-"""What all tests share: devices, and a word about streams."""
+"""Settings and fixtures for all tests."""
 
 from __future__ import annotations
 
 import os
 
-# Ranks of one process that share a GPU wait for each other in streams of their own, which must run at once; and a
-# kernel that is loaded when it is first needed may wait for all that run. The driver reads these when it starts.
+# Ranks of one process that share a GPU wait for each other in different streams, which must run at the same time. A
+# lazily loaded kernel may wait for all running kernels. The driver reads these variables when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
@@ -17,5 +17,5 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """Each device that this machine has."""
+    """Each device type of this machine."""
     return str(request.param)

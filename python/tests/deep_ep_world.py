@@ -1,4 +1,4 @@
-"""What the tests of the `deep_ep` interface share: ranks as processes, and what the operators mean, written naively.
+"""Shared by tests of the `deep_ep` interface: ranks as processes, and a naive definition of the operators.
 
 `world_of` is a fixture.
 """
@@ -19,9 +19,9 @@ from process_worlds import Rank, World, world_of_processes
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A routing and tokens, the same on every rank that looks, for all ranks.
+    """The routing and tokens of all ranks; every rank computes the same.
 
-    All values are small integers or eighths, so that sums are exact in bf16 and equality can be asked for.
+    All values are small integers or eighths, so sums are exact in bf16 and tests can require equality.
     """
 
     tokens: tuple[int, ...]
@@ -31,7 +31,7 @@ class Case:
     pad: int | None = None
     dtype: torch.dtype = torch.bfloat16
     repeated: int = 1
-    """Tensor parallel size: each rank's experts are repeated on so many ranks, and every token goes to all of them."""
+    """Tensor parallel size: this many ranks have the same experts, and a token goes to all of them."""
     seed: int = 0
 
     @property
@@ -63,7 +63,7 @@ class Case:
         return eighths * self.map_of(rank)
 
     def copies(self, rank: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """For each expert of a rank: the (source rank, token) that come to it, in order."""
+        """For each expert of a rank: the (source rank, token) pairs that it receives, in order."""
         maps = [self.map_of(source) for source in range(self.ranks)]
         for expert in range(*self.experts_of(rank).indices(self.experts)):
             yield expert, [(s, t) for s in range(self.ranks) for t in maps[s][:, expert].nonzero()[:, 0].tolist()]
@@ -71,7 +71,7 @@ class Case:
 
 @dataclasses.dataclass
 class Permuted:
-    """What a rank is to receive in permuted mode."""
+    """The expected rows of a rank in permuted mode."""
 
     sources: list[tuple[int, int] | None]
     """(source rank, token) of each row; None for padding."""
@@ -96,7 +96,7 @@ def permuted(case: Case, rank: int, capacity: int | None = None) -> Permuted:
 
 
 def rows_of(case: Case, layout: Permuted, per_rank: list[Tensor]) -> Tensor:
-    """The rows of a layout out of `[tokens, ...]` of each rank; padding is zero."""
+    """Selects the rows of a layout from the `[tokens, ...]` of each rank; padding is zero."""
     shape = per_rank[0].shape[1:]
     rows = [
         torch.zeros(shape, dtype=per_rank[0].dtype) if at is None else per_rank[at[0]][at[1]] for at in layout.sources
@@ -114,7 +114,7 @@ def probs_of(case: Case, layout: Permuted) -> Tensor:
 
 
 def scale_of(expert: int) -> int:
-    """What the tests' experts do: multiply by this."""
+    """The factor by which an expert of the tests multiplies."""
     return 1 + expert % 3
 
 
@@ -123,7 +123,7 @@ def scales_of(case: Case) -> Tensor:
 
 
 def combined(case: Case, rank: int, kept: list[Permuted] | None = None) -> tuple[Tensor, Tensor]:
-    """What a rank gets back of those experts, and the weights: f32; of dropped rows nothing."""
+    """The expected result of combine in f32: tokens and weights. Dropped rows contribute nothing."""
     taken = case.map_of(rank).clone()
     if kept is not None:
         taken[:] = False
@@ -141,7 +141,7 @@ def combined_identity(case: Case, rank: int) -> Tensor:
 
 @pytest.fixture
 def world_of(device: str) -> Callable[[int], World]:
-    """The ranks of a size, on the device."""
+    """Returns a function that finds the world of a size on the device."""
     return lambda size: world_of_processes(size, device)
 
 

@@ -1,4 +1,4 @@
-"""Worlds of processes, which live on from test to test and wait for functions to run."""
+"""Worlds of processes. The processes serve several tests: they wait for functions to run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """Where a test's function runs."""
+    """The rank that runs a test's function."""
 
     rank: int
     size: int
@@ -28,9 +28,9 @@ class Rank:
 
 
 class World:
-    """Ranks that wait for functions to run, all of them the same one. A failure ends them: the next run starts anew.
+    """Processes that wait for functions; all run the same one. After a failure the next run starts new processes.
 
-    On GPUs a rank has one of its own as far as they go, then ranks share them by turns.
+    On GPUs, rank r uses GPU r modulo the number of GPUs.
     """
 
     def __init__(self, size: int, device: str) -> None:
@@ -39,9 +39,9 @@ class World:
         self._ranks: list[tuple[Any, Any]] = []
 
     def run(self, function: Callable[..., Any], *arguments: Any, seconds: float = 240) -> list[Any]:
-        """What `function(rank, *arguments)` returned on each rank. Raises with the traceback of each that failed.
+        """Returns what `function(rank, *arguments)` returned on each rank; raises with the traceback of each failure.
 
-        The function may be local to its test; what it changes outside of itself changes in its process alone.
+        The function may be local to its test. Its changes to global state stay in the process of the rank.
         """
         if not self._ranks:
             self._start()
@@ -89,13 +89,13 @@ class World:
 
 @functools.cache
 def world_of_processes(size: int, device: str) -> World:
-    """The one of this size; its processes end with this one."""
+    """Returns the world of this size. Its processes end with the test process."""
     return World(size, device)
 
 
 def _packed(thing: Any) -> bytes:
     file = io.BytesIO()
-    # Alone, the one does not know tensors of every type, the other no local functions.
+    # cloudpickle alone cannot pickle tensors of every type; torch.save alone cannot pickle local functions.
     torch.save(thing, file, pickle_module=cloudpickle)
     return file.getvalue()
 

@@ -1,4 +1,4 @@
-"""Gradients of dispatch and combine, compared with the same layer computed densely in one place."""
+"""Gradients of dispatch and combine, compared with those of the same layer computed densely in one process."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def test_domains(pad: int | None) -> None:
 
 
 @pytest.mark.parametrize("pad", [None, 1])
-def test_bf16_has_them_up_to_rounding(device: str, pad: int | None) -> None:
+def test_bf16_gradients_equal_dense_ones_up_to_rounding(device: str, pad: int | None) -> None:
     check_layer(make_case(dtype=torch.bfloat16), device, pad, None, 6e-2)
 
 
 @pytest.mark.parametrize("pad", PADS)
-def test_dropped_rows_have_none(device: str, pad: int | None) -> None:
+def test_dropped_rows_have_no_gradient(device: str, pad: int | None) -> None:
     case = make_case(ranks=2, experts=4, tokens=[9, 12])
     check_layer(case, device, pad, [12, 8], 1e-5)
     check_layer(case, device, pad, [0, 128], 1e-5)
@@ -121,7 +121,7 @@ def test_ranks_without_tokens_take_part(device: str, pad: int | None) -> None:
 
 @pytest.mark.parametrize("pad", PADS)
 def test_the_gradient_of_rows_is_where_their_tokens_are(device: str, pad: int | None) -> None:
-    """Combine alone, and to the last bit: its gradient is moved, not summed."""
+    """Combine alone, exact to the last bit: its gradient is copied, not summed."""
     case = make_case()
     upstream = make_case(seed=7).tokens
 
@@ -143,7 +143,7 @@ def test_the_gradient_of_rows_is_where_their_tokens_are(device: str, pad: int | 
 
 @pytest.mark.parametrize("pad", PADS)
 def test_the_gradient_of_tokens_is_the_sum_of_their_rows(device: str, pad: int | None) -> None:
-    """Dispatch alone, and to the last bit: its gradient is a combine."""
+    """Dispatch alone, exact to the last bit: its gradient is a combine."""
     case = make_case()
 
     def work(buffer: Buffer) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def test_the_gradient_of_tokens_is_the_sum_of_their_rows(device: str, pad: int |
 
 @pytest.mark.parametrize("pad", PADS)
 @pytest.mark.parametrize("form", ["topk", "map", "cached topk", "cached probs"])
-def test_weights_have_gradients_in_the_form_they_came(device: str, pad: int | None, form: str) -> None:
+def test_gradients_of_weights_have_the_form_of_the_weights(device: str, pad: int | None, form: str) -> None:
     case = make_case()
 
     def work(buffer: Buffer) -> None:
@@ -178,7 +178,7 @@ def test_weights_have_gradients_in_the_form_they_came(device: str, pad: int | No
             given = {"topk_weights": weights} if form == "cached topk" else {"probs": probs}
             got, leaf = dispatch(buffer, pad, x, handle=handle, **given), next(iter(given.values()))
         assert got.probs is not None
-        # A number of its own for each (rank, token, expert).
+        # A different number for each (rank, token, expert).
         factors = torch.zeros_like(got.probs)
         for at, row in enumerate(case.rows(rank, pad)):
             for e in row.experts if row is not None else []:
@@ -223,7 +223,7 @@ def test_combined_probs_have_gradients(device: str, pad: int | None) -> None:
 
 
 @pytest.mark.parametrize("unused", ["tokens", "probs"])
-def test_what_one_rank_does_not_use_has_gradient_zero(device: str, unused: str) -> None:
+def test_outputs_that_one_rank_does_not_use_have_gradient_zero(device: str, unused: str) -> None:
     """The ranks call the same operator in backward although their losses depend on different outputs."""
     case = make_case()
 
@@ -242,7 +242,7 @@ def test_what_one_rank_does_not_use_has_gradient_zero(device: str, unused: str) 
     results = world(work, 4, device=device)
     for rank, (of_x, of_weights) in enumerate(results):
         chosen = case.topk_idx[rank] >= 0
-        # Experts of rank 0 give nothing back for what it did not use.
+        # The experts of rank 0 return zero for unused outputs.
         counted = chosen & (case.topk_idx[rank] >= case.local)
         of_tokens, of_probs = (counted, chosen) if unused == "tokens" else (chosen, counted)
         assert torch.equal(of_x, of_tokens.sum(1, keepdim=True).float().expand_as(of_x))
@@ -251,7 +251,7 @@ def test_what_one_rank_does_not_use_has_gradient_zero(device: str, unused: str) 
 
 @pytest.mark.parametrize("pad", [None, 1])
 @pytest.mark.parametrize("wants", ["tokens", "weights", "both"])
-def test_inputs_that_want_no_gradient_cost_none(device: str, pad: int | None, wants: str) -> None:
+def test_inputs_that_need_no_gradient_cost_none(device: str, pad: int | None, wants: str) -> None:
     case = make_case()
 
     def work(buffer: Buffer) -> None:
@@ -303,7 +303,7 @@ def test_a_handle_serves_several_backwards(device: str) -> None:
         handle = buffer.preprocess(idx, pad_multiple=1)
         outs = [buffer.dispatch_with_permute(x, handle=handle).tokens * k for k in (1.0, 2.0)]
         outs.append(buffer.combine_with_unpermute(outs[0] + outs[1], handle).tokens)
-        # Kept by what backward needs, and by nobody else.
+        # Only the saved state of backward keeps the handle.
         del handle
         outs[2].sum().backward(retain_graph=True)
         first = x.grad
@@ -335,7 +335,7 @@ def test_a_second_derivative_is_refused(device: str, operator: str) -> None:
 
 
 def test_activation_checkpointing_runs_the_operators_again() -> None:
-    """On threads of the CPU: of a GPU, PyTorch runs the backwards of all ranks on one thread, where none may wait."""
+    """On the CPU only: PyTorch runs all backward passes of a GPU on one thread, where no rank may wait for another."""
     from torch.utils.checkpoint import checkpoint
 
     case = make_case()
@@ -354,8 +354,8 @@ def test_activation_checkpointing_runs_the_operators_again() -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_saved_tensors_may_be_moved_away(device: str) -> None:
-    """Hooks see copies of what backward needs, and a handle must not get lost with its tensor."""
+def test_hooks_may_move_saved_tensors(device: str) -> None:
+    """Hooks replace saved tensors by copies; the handle must survive that."""
     case = make_case()
 
     def work(buffer: Buffer) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Dispatch and combine against their definition, on threads."""
+"""Dispatch and combine, compared with their definition; ranks are threads on the CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inputs(case: Case, buffer: Buffer) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expert_outputs(rows: Tensor, rank: int) -> Tensor:
-    """Something else than the input, different on every rank, that bf16 can hold only by rounding."""
+    """Outputs that differ from the input and between ranks, and that bf16 must round."""
     return (rows.float() * 1.37 + 0.1 * (rank + 1)).to(rows.dtype)
 
 
@@ -73,7 +73,7 @@ def check_dispatched(case: Case, rank: int, pad: int | None, got: Dispatched, ca
 
 
 def check_round(case: Case, device: str, pad: int | None, capacities: list[int | None] | None = None) -> None:
-    """Dispatch, experts, combine with probabilities, all against the definition."""
+    """Checks dispatch, experts, and combine with probabilities against the definition."""
     capacities = capacities or [None] * case.ranks
 
     def work(buffer: Buffer) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -98,7 +98,7 @@ def check_round(case: Case, device: str, pad: int | None, capacities: list[int |
 
 @pytest.mark.parametrize("pad", PADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_round_is_what_the_definition_says(device: str, pad: int | None, dtype: torch.dtype) -> None:
+def test_a_round_equals_the_definition(device: str, pad: int | None, dtype: torch.dtype) -> None:
     check_round(make_case(dtype=dtype), device, pad)
 
 
@@ -120,7 +120,7 @@ def test_ranks_without_tokens(device: str, pad: int | None, tokens: list[int]) -
 
 
 @pytest.mark.parametrize("pad", PADS)
-def test_tokens_that_choose_nobody(device: str, pad: int | None) -> None:
+def test_tokens_without_experts(device: str, pad: int | None) -> None:
     case = make_case()
     for idx in case.topk_idx:
         idx[::2] = -1
@@ -141,7 +141,7 @@ def test_without_gradients_only_the_map_and_the_probs_are_cleared(device: str, p
 
     @torch.no_grad()
     def work(buffer: Buffer) -> None:
-        # Leaves numbers behind in the memory that is used again.
+        # Fills the memory that the next dispatch reuses.
         for capacity in (64, 48):
             got = dispatch(buffer, pad, *inputs(case, buffer), capacity=capacity)
             used = len(case.rows(buffer.rank, pad))
@@ -165,7 +165,7 @@ def test_all_forms_of_a_routing_give_the_same(device: str, pad: int | None) -> N
             {"topk_idx": idx.int(), "topk_weights": weights.double()},
             {"routing_map": routing_map, "probs": probs},
             {"routing_map": routing_map.to(torch.uint8), "probs": probs},
-            # Not contiguous, and not aligned.
+            # Not contiguous and not aligned.
             {"topk_idx": idx.t().contiguous().t(), "topk_weights": torch.stack([weights, weights], 2)[..., 1]},
         ):
             check_dispatched(case, buffer.rank, pad, dispatch(buffer, pad, x, **named))
@@ -211,7 +211,7 @@ def test_a_handle_serves_new_tokens_and_types(device: str, pad: int | None) -> N
             assert got.probs is None and got.handle is handle
             check_dispatched(of, buffer.rank, pad, got)
             combine(buffer, pad, got.tokens, handle)
-        # Other weights for the same routing, in either form.
+        # New weights for the same routing, in both forms.
         case2 = Case(4, 8, case.tokens, case.topk_idx, [w * 2 for w in case.topk_weights])
         check_dispatched(case2, buffer.rank, pad, dispatch(buffer, pad, x, handle=handle, topk_weights=weights * 2))
         probs = case2.probs(buffer.rank).to(x.device)
@@ -221,7 +221,7 @@ def test_a_handle_serves_new_tokens_and_types(device: str, pad: int | None) -> N
 
 
 def quantised(x: Tensor, block: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """FP8 codes and f32 scales of rows, as docs/semantics.md says."""
+    """Computes FP8 codes and f32 scales of rows by docs/semantics.md."""
     rows, hidden = x.shape
     blocks = x.float().view(rows, hidden // block, block)
     scale = blocks.abs().amax(2).clamp(min=1e-4) / 448
@@ -233,7 +233,7 @@ def quantised(x: Tensor, block: int, power_of_two: bool) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("pad", [None, 4])
 @pytest.mark.parametrize(("fp8", "block"), [("f32", 128), ("ue8m0", 128), ("mxfp8", 32)])
-def test_fp8_is_quantised_on_the_way_or_given(device: str, pad: int | None, fp8: str, block: int) -> None:
+def test_fp8_is_quantized_in_flight_or_given(device: str, pad: int | None, fp8: str, block: int) -> None:
     case = make_case(hidden=256, dtype=torch.bfloat16)
     codes, scales = zip(*(quantised(x, block, fp8 != "f32") for x in case.tokens), strict=True)
     if fp8 != "f32":
@@ -264,7 +264,7 @@ def test_fp8_is_quantised_on_the_way_or_given(device: str, pad: int | None, fp8:
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_partial_sums_travel_as_asked(device: str, dtype: torch.dtype, wire: torch.dtype) -> None:
+def test_partial_sums_travel_in_the_wire_type(device: str, dtype: torch.dtype, wire: torch.dtype) -> None:
     case = make_case(dtype=dtype, topk=5)
 
     def work(buffer: Buffer) -> tuple[Tensor, Tensor]:
@@ -287,7 +287,7 @@ def test_experts_may_write_into_registered_memory(device: str) -> None:
         assert outputs.shape == got.tokens.shape and outputs.device == buffer.device
         outputs.copy_(expert_outputs(got.tokens, buffer.rank))
         from_empty = buffer.combine_with_unpermute(outputs, got.handle).tokens
-        # In place in what dispatch delivered.
+        # In place, in the delivered rows.
         got.tokens.copy_(outputs)
         assert torch.equal(buffer.combine_with_unpermute(got.tokens, got.handle).tokens, from_empty)
         return outputs.cpu(), from_empty.cpu()
@@ -297,7 +297,7 @@ def test_experts_may_write_into_registered_memory(device: str) -> None:
     assert all(torch.equal(got, want) for (_, got), want in zip(results, expected, strict=True))
 
 
-def test_a_buffer_says_what_it_is(device: str) -> None:
+def test_properties_of_a_buffer(device: str) -> None:
     buffers = Buffer.threads(2, num_experts=6, device=device)
     for rank, buffer in enumerate(buffers):
         assert (buffer.rank, buffer.world_size, buffer.num_experts, buffer.num_local_experts) == (rank, 2, 6, 3)
@@ -322,14 +322,14 @@ def test_a_buffer_says_what_it_is(device: str) -> None:
 def test_the_gpu_of_a_launched_rank(
     current: int, variables: dict[str, str], taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine of four, as PyTorch would report them."""
+    """With four GPUs, as PyTorch would report them."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    of_any, of_one = (_settings(torch.device(d), 8, 1, None, None, None) for d in ("cuda", "cuda:3"))
+    of_any, of_one = (_settings(torch.device(d), 8, 1, None, None, None, None) for d in ("cuda", "cuda:3"))
     assert (of_any["gpu"], of_one["gpu"]) == (taken, 3)
 
 
@@ -350,7 +350,7 @@ def test_traffic_is_counted(device: str) -> None:
         assert moved.transport_bytes == moved.transport_messages == 0
 
 
-def test_a_handle_is_what_it_says(device: str) -> None:
+def test_fields_of_a_handle(device: str) -> None:
     def work(buffer: Buffer) -> None:
         idx = torch.tensor([[0], [1], [-1]], device=buffer.device)
         plain = buffer.preprocess(idx)
@@ -360,7 +360,7 @@ def test_a_handle_is_what_it_says(device: str) -> None:
         permuted = buffer.preprocess(idx, pad_multiple=4, capacity=16)
         assert (permuted.rows, permuted.permuted, permuted.pad_multiple, permuted.capacity) == (16, True, 4, 16)
         assert permuted.tokens_per_expert.tolist() == [4, 4] and permuted.overflow.tolist() == [0]
-        # A token that chooses among no columns at all.
+        # A routing of zero columns.
         assert buffer.preprocess(idx[:, :0]).rows == 0
 
     world(work, 1, device=device, experts=2)

@@ -1,4 +1,4 @@
-"""`python -m hybrid_ep`: the commands of the program, from an interpreter that need not have PyTorch."""
+"""`python -m hybrid_ep` and the script `hybrid-ep`: all commands, also without PyTorch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,14 @@ import hybrid_ep
 from hybrid_ep import __main__ as program
 
 TINY = "bench --backend host --tokens 24 --hidden 64 --experts 8 --topk 3 --iters 2".split()
-# Hours of work.
+# Runs for hours.
 ENDLESS = ["verify", "--backend", "host", "--soak", "100000000", "--ranks", "3"]
 PATIENCE = 60.0
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `import torch` fails, and no setting of this one reaches the program."""
+    """An environment in which `import torch` fails, without the settings of this process's environment."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
     launchers = ("HYBRID_EP_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(launchers)}
@@ -42,7 +43,17 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command(*arguments), env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
 
-def test_help_names_what_was_typed(environment: dict[str, str]) -> None:
+def test_pip_installs_a_script_with_a_name_of_its_own(environment: dict[str, str]) -> None:
+    assert {entry.value for entry in entry_points(group="console_scripts", name="hybrid-ep")} == {
+        "hybrid_ep.__main__:script"
+    }
+    start = "import sys; from hybrid_ep.__main__ import script; sys.exit(script())"
+    arguments = [sys.executable, "-c", start, "--help"]
+    shown = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert shown.returncode == 0 and "Usage: hybrid-ep <COMMAND>" in shown.stdout
+
+
+def test_help_names_the_program_as_it_was_started(environment: dict[str, str]) -> None:
     shown = run(environment, "--help")
     assert shown.returncode == 0 and "Usage: python -m hybrid_ep <COMMAND>" in shown.stdout
     for name in ("bench", "verify", "doctor", "warm", "plan", "simulate", "reproduce"):
@@ -68,7 +79,7 @@ def test_every_command_works_without_torch(environment: dict[str, str]) -> None:
         assert last in done.stdout.splitlines()[-1], (arguments, done.stdout)
 
 
-def test_json_comes_alone(environment: dict[str, str]) -> None:
+def test_json_on_stdout_is_the_only_output(environment: dict[str, str]) -> None:
     done = run(environment, "doctor", "--json")
     assert json.loads(done.stdout)["hybrid_ep_version"] == hybrid_ep.__version__
 
@@ -79,21 +90,21 @@ def test_errors_are_one_line_and_a_code(environment: dict[str, str]) -> None:
         (["bench", "--compare"], "PyTorch is not installed"),
         (["warm", "--arch", "sm_90a"], "keeping compiled kernels"),
     ]:
-        done = run({**environment, "HYBRID_EP_CACHE_DIR": "/dev/null"}, *arguments)
+        done = run({**environment, "HYBRID_EP_KERNEL_CACHE": "/dev/null"}, *arguments)
         assert done.returncode == 2 and what in done.stderr, done
         assert done.stderr.startswith("python -m hybrid_ep: error: ") and done.stderr.count("\n") == 1, done
     assert run(environment, "no-such-command").returncode == 2
 
 
 def children_of(pid: int) -> dict[int, list[str]]:
-    """The command lines of a process's children."""
+    """Returns the command lines of a process's children."""
     found = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(status.read_text().rpartition(")")[2].split()[1])
             line = (status.parent / "cmdline").read_text()
         except (OSError, IndexError, ValueError):
-            continue  # It has ended meanwhile.
+            continue  # the process has ended
         if parent == pid:
             found[int(status.parent.name)] = line.rstrip("\0").split("\0")
     return found
@@ -115,9 +126,9 @@ def endless(environment: dict[str, str], request: pytest.FixtureRequest) -> Iter
 
 
 @pytest.mark.parametrize("endless", [[], ["--processes"]], ids=["threads", "processes"], indirect=True)
-def test_ctrl_c_ends_it(endless: subprocess.Popen[str]) -> None:
+def test_ctrl_c_ends_the_program(endless: subprocess.Popen[str]) -> None:
     assert endless.stdout is not None
-    # It is read while the program runs: nothing is held back.
+    # The program writes its output at once: it can be read while the program runs.
     assert endless.stdout.readline().startswith("soaking the host backend, ranks as ")
     endless.send_signal(signal.SIGINT)
     assert endless.wait(PATIENCE) == -signal.SIGINT
@@ -125,7 +136,7 @@ def test_ctrl_c_ends_it(endless: subprocess.Popen[str]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("endless", [["--processes"]], ids=["processes"], indirect=True)
-def test_ranks_that_are_processes_are_this_program_again(endless: subprocess.Popen[str]) -> None:
+def test_ranks_as_processes_run_the_same_program(endless: subprocess.Popen[str]) -> None:
     until(lambda: len(children_of(endless.pid)) == 3, "three ranks")
     ranks = children_of(endless.pid)
     for line in ranks.values():
@@ -135,7 +146,7 @@ def test_ranks_that_are_processes_are_this_program_again(endless: subprocess.Pop
     until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in ranks), "ranks end with their launcher")
 
 
-def test_ranks_that_are_processes_agree(environment: dict[str, str]) -> None:
+def test_ranks_as_processes_agree(environment: dict[str, str]) -> None:
     done = run(environment, *TINY, "--processes", "--ranks", "2")
     assert done.returncode == 0 and done.stdout.startswith("2 ranks (processes)"), done
 
@@ -152,7 +163,7 @@ def test_compare_gets_the_other_arguments(monkeypatch: pytest.MonkeyPatch) -> No
     assert given == [["--ranks", "2", "--hidden", "64"]]
 
 
-def test_ctrl_c_is_pythons_again_afterwards() -> None:
+def test_the_sigint_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
     assert program.main(["--version"]) == 0
     assert signal.getsignal(signal.SIGINT) is before

@@ -1,4 +1,4 @@
-"""The comparison: all implementations agree, wrong ones are found, and the smallest case runs from end to end."""
+"""`bench --compare`: implementations agree, wrong ones are found, and a small case runs from end to end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from hybrid_ep import compare
-from hybrid_ep._contenders import AllToAll, AllToAllPlan, Case, DeepEP, Experts, Implementation, Inputs, Ours
+from hybrid_ep._contenders import (
+    AllToAll,
+    AllToAllPlan,
+    Case,
+    DeepEP,
+    Experts,
+    Implementation,
+    Inputs,
+    Ours,
+    by_pytorch,
+)
 
 CPU = torch.device("cpu")
 
@@ -35,20 +45,25 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 def agreeing_rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    from hybrid_ep import deep_ep  # has the interface of the real one, and runs without a GPU
+    from hybrid_ep import deep_ep  # in place of the real deep_ep, which needs a GPU
 
     for changes in ({}, {"tokens": 1, "topk": 1, "skew": 3.0}, {"topk": 8}, {"dtype": "f32"}):
         case = case_of(2, **changes)
         inputs = Inputs.draw(case, rank, CPU)
         group = dist.group.WORLD
+        ours = Ours(case, group, CPU)
         implementations: list[Implementation] = [
-            Ours(case, group, CPU),
+            ours,
             AllToAll(case, group),
             DeepEP(deep_ep, case, group, inputs),
         ]
         delivered = []
         for implementation in implementations:
             assert (problem := compare.check(implementation, inputs, case, rank)) is None, problem
+            # With either multiplication by weights, the layer's results and gradients are right.
+            for weigh in (ours.fused, by_pytorch):
+                problem = compare.check(implementation.weighing(weigh), inputs, case, rank)
+                assert problem is None, problem
             delivered.append(implementation.preprocess_and_dispatch(inputs)[1].clone())
         assert all(torch.equal(rows, delivered[0]) for rows in delivered), "the same rows in the same order"
     dist.barrier()
@@ -111,7 +126,10 @@ def test_smallest_case_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixt
     file = tmp_path / "figures.json"
     argv = "--device cpu --ranks 2 --tokens 16 --hidden 32 --experts 4 --topk 2 --iters 2".split()
     assert compare.main([*argv, "--json", str(file)]) == 0
-    shown = capfd.readouterr().out
+    captured = capfd.readouterr()
+    shown, progress = captured.out, captured.err
+    for step in ("checking results, 2 of 2: all_to_all (gloo)", "timing, warm-up 1 of 3", "timing, iteration 1 of 2"):
+        assert progress.count(step) == 1, progress
     figures = json.loads(file.read_text())
     assert figures["case"]["tokens"] == 16 and figures["implementations"] == ["hybrid_ep", "all_to_all (gloo)"]
     for operator in compare.OPERATORS:
@@ -128,7 +146,7 @@ def test_floor_counts_every_byte_once(alone: dist.ProcessGroup, monkeypatch: pyt
     rows = 37 * 3
     assert seconds["combine"] == (37 + rows) * 48 * 2
     assert seconds["dispatch"] == (37 + rows) * 48 * 2 + rows * 4
-    assert seconds["layer"] == 2 * (seconds["dispatch"] + seconds["combine"])
+    assert seconds[compare.PLAIN_LAYER] == seconds["layer"] == 2 * (seconds["dispatch"] + seconds["combine"])
     assert basis["max_over_mean_rows"] == 1.0
 
 
@@ -170,7 +188,7 @@ def test_wrong_options_are_explained(argv: str, said: str, capsys: pytest.Captur
     assert exit_.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_the_real_deep_ep_is_told_from_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_deep_ep_is_distinguished_from_the_drop_in(monkeypatch: pytest.MonkeyPatch) -> None:
     from hybrid_ep import deep_ep as ours
 
     monkeypatch.setitem(sys.modules, "deep_ep", None)

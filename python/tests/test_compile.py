@@ -1,4 +1,4 @@
-"""The registered operators: what PyTorch's own checks say, and the same results compiled as not."""
+"""The registered operators: PyTorch's own checks, and equal results with and without a compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worlds import make_case, world
 
 MODES = [None, 4]
 OP = torch.ops.hybrid_ep
-# Everything but machine code, which takes seconds.
+# Compiles everything except machine code, which would take seconds.
 QUICK = "aot_eager"
 
 
@@ -40,7 +40,7 @@ def sample(buffer: Buffer, tokens: int = 6, hidden: int = 16) -> tuple[Tensor, T
 def layer(
     buffer: Buffer, pad: int | None, capacity: int | None
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
-    """A mixture of experts as short as it can be, in both modes."""
+    """A minimal mixture of experts, in both modes."""
 
     def forward(x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         got = dispatch(buffer, pad, x * 2, idx, weights, capacity=capacity)
@@ -98,7 +98,7 @@ def test_one_graph_with_rows_that_depend_on_data(buffer: Buffer, pad: int | None
 
 
 @pytest.mark.parametrize("pad", MODES)
-def test_without_a_capacity_the_graph_breaks_but_the_results_stand(buffer: Buffer, pad: int | None) -> None:
+def test_without_a_capacity_the_graph_breaks_and_results_are_equal(buffer: Buffer, pad: int | None) -> None:
     eager = layer(buffer, pad, None)
     compiled = torch.compile(eager)
     for tokens in (6, 5):
@@ -136,7 +136,7 @@ def test_a_handle_out_of_a_graph_owns_itself(buffer: Buffer, pad: int | None) ->
     assert torch.equal(got.tokens, again.tokens)
     copy = got.handle._replace(tensor=got.handle.tensor.clone())
     del got, again
-    with pytest.raises(CallerError, match="names none that is alive"):
+    with pytest.raises(CallerError, match="names no live"):
         dispatch(buffer, pad, x, handle=copy)
 
 
@@ -158,7 +158,7 @@ def test_fp8_in_a_graph(buffer: Buffer, fp8: str) -> None:
 
 
 def test_several_ranks_compiled(device: str) -> None:
-    """Each with a graph of its own, since a graph names its buffer."""
+    """Each rank compiles its own graph, since a graph contains the number of its buffer."""
     case = make_case()
 
     def work(buffer: Buffer) -> None:
@@ -167,7 +167,7 @@ def test_several_ranks_compiled(device: str) -> None:
         compiled = torch.compile(eager, fullgraph=True, backend=QUICK)
         assert_same(gradients(compiled, *inputs), gradients(eager, *inputs))
 
-    # Ranks wait for each other's compiler.
+    # A rank waits while its peers compile.
     world(work, 4, device=device, timeout=120)
 
 
@@ -202,7 +202,7 @@ def test_pytorch_finds_the_operators_well_registered(
         )
 
 
-# A handle is a new number every time, so results are not compared; it has no gradient.
+# A handle is a new number in each call, so results are not compared; it has no gradient.
 OF_SHAPES = ("test_schema", "test_faketensor")
 
 
@@ -233,5 +233,5 @@ def test_a_graph_outlives_no_buffer(device: str) -> None:
     compiled(x, handle.tensor)
     ops.end_of(number)
     del buffer
-    with pytest.raises(CallerError, match="names none that is alive"):
+    with pytest.raises(CallerError, match="names no live"):
         compiled(x, handle.tensor)

@@ -1,7 +1,12 @@
-"""What only GPUs have: streams, CUDA graphs, counts that stay on the device. The other files run there as well."""
+"""Tests that need GPUs: streams, CUDA graphs, counts that stay on the device. Other files also run on GPUs."""
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +15,8 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import Buffer, CallerError
-from test_processes import meet, no_errors, processes
+from process_worlds import Rank, world_of_processes
+from test_processes import free_port, meet, no_errors, processes
 from worlds import make_case, on_threads, world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -39,7 +45,7 @@ def expected_of(x: Tensor, weights: Tensor, idx: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("capacity", [None, CAPACITY])
-def test_counts_are_where_they_are_known(capacity: int | None) -> None:
+def test_counts_are_on_the_host_without_a_capacity_and_on_the_gpu_with_one(capacity: int | None) -> None:
     def work(buffer: Buffer) -> None:
         *_, counts, overflow = round_of(buffer, *inputs_of(buffer, 2, 1), capacity)
         assert counts.device.type == ("cpu" if capacity is None else "cuda")
@@ -55,7 +61,7 @@ def test_a_round_can_be_captured_and_replayed(ranks: int) -> None:
     def work(buffer: Buffer) -> None:
         x, idx, weights = inputs_of(buffer, ranks, 1)
         with torch.no_grad():
-            # Kernels are loaded and scratch memory is taken before the capture.
+            # Load kernels and allocate scratch memory before the capture.
             round_of(buffer, x, idx, weights)
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -67,7 +73,7 @@ def test_a_round_can_be_captured_and_replayed(ranks: int) -> None:
                     old.copy_(tensor)
                 graph.replay()
                 replayed = [output.clone() for output in outputs]
-                # What calls in between deliver does not lie where replays write.
+                # Calls between replays do not get the memory that replays write to.
                 kept = buffer.dispatch_with_permute(*new, pad_multiple=4, capacity=CAPACITY)
                 before = kept.tokens.clone()
                 graph.replay()
@@ -90,6 +96,154 @@ def test_a_capture_without_a_capacity_is_refused() -> None:
     world(work, 1, device="cuda", experts=4)
 
 
+def _captured(here: Rank, seed: int) -> tuple[Buffer, torch.cuda.CUDAGraph, list[Tensor], tuple[Tensor, ...]]:
+    """Returns a buffer, a graph of a round, and the round's inputs and outputs. The handle and delivered rows of the
+    round are dropped; only the graph keeps them."""
+    buffer = Buffer(here.group, num_experts=4 * here.size, device=here.device, timeout=20)
+    inputs = inputs_of(buffer, here.size, seed)
+    with torch.no_grad():
+        round_of(buffer, *inputs)
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            outputs = round_of(buffer, *inputs)
+    return buffer, graph, inputs, outputs
+
+
+def _outlived(here: Rank, replays: int, close: str, stream: str) -> None:
+    """Queues replays, then drops the buffer; if `close` leaves the graph, replays again."""
+    with torch.cuda.stream(torch.cuda.Stream(here.device)):
+        buffer, graph, (x, idx, weights), outputs = _captured(here, 1)
+        expected = expected_of(x, weights, idx)
+        replayed_in = torch.cuda.Stream(here.device) if stream == "another" else torch.cuda.current_stream()
+        torch.cuda.current_stream().synchronize()
+        outputs[0].zero_()
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(replayed_in):
+            # A delay before the replays, so that all are pending when the buffer is dropped.
+            torch.cuda._sleep(200_000_000)
+            for _ in range(replays):
+                graph.replay()
+            if close == "close":
+                buffer.close()
+            del buffer
+            if close == "graph too":
+                del graph
+            gc.collect()
+            replayed_in.synchronize()
+            torch.testing.assert_close(outputs[0], expected)
+            if close == "graph too":
+                return
+            # Shows that the replay writes the output again.
+            outputs[0].zero_()
+            graph.replay()
+            replayed_in.synchronize()
+            torch.testing.assert_close(outputs[0], expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stream", ["another", "the same"])
+@pytest.mark.parametrize("close", ["close", "drop", "graph too"])
+def test_replays_outlive_the_buffer(ranks: int, close: str, stream: str) -> None:
+    world_of_processes(ranks, "cuda").run(_outlived, 100, close, stream)
+
+
+def _freed(here: Rank) -> None:
+    torch.zeros(1, device=here.device)
+    with torch.cuda.stream(torch.cuda.Stream(here.device)):
+        kept = [_captured(here, seed)[1:] for seed in range(2)]
+        used = torch.cuda.mem_get_info(here.device)[0]
+        kept.clear()
+        gc.collect()
+        deadline = time.monotonic() + 30
+        # At least 32 MiB of each.
+        while torch.cuda.mem_get_info(here.device)[0] < used + (64 << 20):
+            assert time.monotonic() < deadline, "memory of graphs and buffers that are gone is not freed"
+            time.sleep(0.01)
+
+
+def test_memory_is_freed_with_the_last_graph() -> None:
+    world_of_processes(1, "cuda").run(_freed)
+
+
+# Everything lives until the interpreter ends, while replays run.
+_LEFT_TO_THE_END = """
+import torch
+from hybrid_ep import Buffer
+
+buffer = Buffer(num_experts=4)
+x = torch.ones(4, 8, device=buffer.device)
+idx = torch.arange(4, device=buffer.device)[:, None]
+stream = torch.cuda.Stream(buffer.device)
+
+def work():
+    got = buffer.dispatch_with_permute(x, idx, capacity=64)
+    return buffer.combine_with_unpermute(got.tokens, got.handle).tokens
+
+with torch.no_grad(), torch.cuda.stream(stream):
+    work()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y = work()
+    torch.cuda._sleep(200_000_000)
+    for _ in range(100):
+        graph.replay()
+    done = stream.record_event()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_interpreter_ends_while_replays_are_queued(ranks: int) -> None:
+    port = str(free_port())
+    where = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _LEFT_TO_THE_END],
+            env=os.environ | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    for process in started:
+        said, _ = process.communicate(timeout=240)
+        assert (process.returncode, said) == (0, "")
+
+
+def test_delivered_tensors_outlive_the_buffer_while_kernels_use_them() -> None:
+    (buffer,) = Buffer.threads(1, num_experts=1, device="cuda")
+    x = torch.randn(512, 1024, device=buffer.device)
+    got = buffer.dispatch(x, torch.zeros(512, 1, dtype=torch.int64, device=buffer.device)).tokens
+    buffer.close()
+    del buffer
+    assert torch.equal(got, x)
+    stream = torch.cuda.Stream(got.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        doubled = 2 * got
+    del got
+    gc.collect()
+    stream.synchronize()
+    assert torch.equal(doubled, 2 * x)
+
+
+def test_tensors_and_handles_of_another_buffer() -> None:
+    """Handles are refused; delivered tensors are ordinary GPU memory, which any buffer can read."""
+    one, other = (Buffer.threads(1, num_experts=4, device="cuda")[0] for _ in range(2))
+    idx = torch.zeros(3, 1, dtype=torch.int64, device="cuda")
+    x = torch.randn(3, 8, device="cuda")
+    got = one.dispatch(x, idx)
+    with pytest.raises(CallerError, match="made by another buffer"):
+        other.combine(got.tokens, got.handle)
+    with pytest.raises(CallerError, match="made by another buffer"):
+        torch.ops.hybrid_ep.combine(got.tokens, None, got.handle.tensor, other._number, 3, False, None)
+    again = other.dispatch(got.tokens, idx)
+    assert torch.equal(other.combine(again.tokens, again.handle).tokens, x)
+
+
 def test_operators_follow_the_current_stream() -> None:
     def work(buffer: Buffer) -> None:
         x, idx, weights = inputs_of(buffer, 2, 1)
@@ -103,7 +257,7 @@ def test_operators_follow_the_current_stream() -> None:
                 assert got.probs is not None
                 rows = got.tokens * got.probs[:, None]
             with torch.cuda.stream(streams[1]):
-                # The operator itself waits for the one before it; the product in between is the caller's to wait for.
+                # The buffer orders its own operators; the caller must wait for the product in between.
                 streams[0].record_event().wait()
                 tokens = buffer.combine_with_unpermute(rows, got.handle).tokens
             streams[1].synchronize()
@@ -112,8 +266,8 @@ def test_operators_follow_the_current_stream() -> None:
     world(work, 2, device="cuda")
 
 
-def test_nothing_waits_with_a_capacity() -> None:
-    """As far as PyTorch can tell."""
+def test_the_host_does_not_wait_with_a_capacity() -> None:
+    """As far as PyTorch's sync debug mode detects it."""
 
     def work(buffer: Buffer) -> None:
         x, idx, weights = inputs_of(buffer, 1, 1)
@@ -139,8 +293,8 @@ def test_a_bad_routing_is_found_on_the_gpu(capacity: int | None) -> None:
 
 
 @pytest.mark.parametrize("format", ["f32", "ue8m0", "mxfp8"])
-def test_quantisation_rounds_as_on_the_cpu_whatever_the_largest_value(format: str) -> None:
-    """Of a block, which there are as many of as finite bf16 numbers from 0 on."""
+def test_quantization_rounds_as_on_the_cpu_for_every_largest_value(format: str) -> None:
+    """One block for each finite bf16 number from 0 on, as the block's largest value."""
     largest = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     below = torch.rand(largest.numel(), 128, generator=torch.Generator().manual_seed(1)) * 2 - 1
     values = (largest.float()[:, None] * below).bfloat16()
@@ -182,7 +336,7 @@ def test_the_current_device_need_not_be_the_buffers() -> None:
 
 
 def test_threads_share_the_gpus() -> None:
-    """The other tests have a process for each rank."""
+    """Ranks as threads; in the other tests each rank is a process."""
     buffers = Buffer.threads(2, num_experts=8, device="cuda", timeout=20)
     inputs = [inputs_of(buffer, 2, 1) for buffer in buffers]
     streams = [torch.cuda.Stream(buffer.device) for buffer in buffers]
@@ -221,3 +375,28 @@ def _rank_of_a_job(rank: int, ranks: int, store: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_processes_with_a_gpu_each(tmp_path: Path) -> None:
     no_errors(processes(torch.cuda.device_count(), _rank_of_a_job, f"file://{tmp_path}/store"))
+
+
+def test_memory_is_not_reused_before_a_stream_that_the_next_operator_waits_for() -> None:
+    """The rule of `Buffer` for tensors that other streams use; `record_stream` is ignored."""
+
+    def work(buffer: Buffer) -> None:
+        x, idx, weights = inputs_of(buffer, 1, 1)
+        side = torch.cuda.Stream(buffer.device)
+        with torch.no_grad():
+            expected = buffer.dispatch_with_permute(x, idx, weights, capacity=CAPACITY).tokens.clone()
+            rows = buffer.dispatch_with_permute(x, idx, weights, capacity=CAPACITY).tokens
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(50_000_000)
+                read = rows.clone()
+            rows.record_stream(side)
+            torch.cuda.current_stream().wait_stream(side)
+            del rows
+            for _ in range(8):
+                buffer.dispatch_with_permute(torch.zeros_like(x), idx, weights, capacity=CAPACITY)
+            torch.cuda.synchronize()
+        counted = int((idx >= 0).sum())
+        assert torch.equal(read[:counted], expected[:counted])
+
+    world(work, 1, device="cuda", experts=4)

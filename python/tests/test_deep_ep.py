@@ -1,4 +1,4 @@
-"""`hybrid_ep.deep_ep` against the interface it stands in for, and against the operators' meaning written naively."""
+"""`hybrid_ep.deep_ep`, compared with DeepEP's interface and with naively written operators."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ COMBINE_WITH_UNPERMUTE = {
         ("combine_with_unpermute", COMBINE_WITH_UNPERMUTE, True),
     ],
 )
-def test_signatures_are_those_of_the_original(method: str, expected: dict[str, Any], keywords_only: bool) -> None:
+def test_signatures_are_those_of_deep_ep(method: str, expected: dict[str, Any], keywords_only: bool) -> None:
     parameters = dict(inspect.signature(getattr(HybridEPBuffer, method)).parameters)
     del parameters["self"]
     found = {
@@ -119,7 +119,7 @@ def group_of(ranks: int, rank: int = 0) -> Any:
     return SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
 
 
-def test_a_buffer_tells_what_it_was_made_for() -> None:
+def test_buffer_config_has_the_sizes_of_the_constructor() -> None:
     group = group_of(8, rank=5)
     buffer = HybridEPBuffer(group, 1024, 4096, 4, num_of_hybrid_ep_ranks_per_nvlink_domain=4)
     config = buffer.configurer.buffer_config
@@ -128,7 +128,7 @@ def test_a_buffer_tells_what_it_was_made_for() -> None:
     assert (buffer.rank, buffer.group_size, buffer.local_rank, buffer.node_rank, buffer.num_of_nodes) == (5, 8, 1, 1, 2)
 
 
-def test_template_config_has_what_was_asked_for() -> None:
+def test_template_config_has_the_arguments() -> None:
     buffer = HybridEPBuffer(group_of(2), 1024, 4096, 4)
     config = buffer.update_template_config(hidden_dim=512, num_of_tokens_per_rank=5000, pad_multiple=32, some_knob=7)
     assert isinstance(config, HybridEpConfigInstance)
@@ -145,12 +145,12 @@ def test_ranks_per_domain_must_divide_the_group() -> None:
 
 
 def test_empty_jit_cache_removes_kernels_and_nothing_else(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYBRID_EP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HYBRID_EP_KERNEL_CACHE", str(tmp_path))
     for name in ("dispatch-sm_90a-00.cubin", "notes.txt"):
         (tmp_path / name).touch()
     HybridEPBuffer(group_of(2), 64, 16, 1).empty_jit_cache()
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
-    monkeypatch.setenv("HYBRID_EP_CACHE_DIR", str(tmp_path / "never made"))
+    monkeypatch.setenv("HYBRID_EP_KERNEL_CACHE", str(tmp_path / "never made"))
     HybridEPBuffer(group_of(2), 64, 16, 1).empty_jit_cache()
 
 
@@ -161,7 +161,7 @@ def test_no_buffer_is_made_while_a_cuda_graph_is_captured(monkeypatch: pytest.Mo
         buffer._join(torch.device("cuda", 0), 8)
 
 
-def test_gpus_are_served_in_one_nvlink_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_there_is_one_nvlink_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     buffer = HybridEPBuffer(group_of(8), 64, 16, 4, num_of_hybrid_ep_ranks_per_nvlink_domain=4)
     with pytest.raises(hybrid_ep.CallerError, match="2 NVLink domains of 8 ranks; on GPUs one is served"):
@@ -193,7 +193,7 @@ def test_weights_of_indices_have_gradients() -> None:
 
 
 def check_layer(here: Rank, case: Case, **constructor: Any) -> None:
-    """Dispatch, experts, combine; then again with the handle, without and with weights."""
+    """Runs dispatch, experts, combine; then again with the handle, without and with weights."""
     buffer = new_buffer(here, case, **constructor)
     given = inputs(here, case)
     rows, probs, scales, counts, handle = buffer.dispatch_with_permute(
@@ -238,7 +238,7 @@ def test_a_layer(world_of: Any, tokens: tuple[int, ...], pad: int | None) -> Non
 @pytest.mark.parametrize("repeated", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [16, 32, 256])
 def test_layouts_of_tensor_and_expert_parallelism(world_of: Any, tokens: int, repeated: int) -> None:
-    """With tensor parallelism the rows of a map repeat, and have more ones than any top-k."""
+    """With tensor parallelism the map repeats, and has more experts per token than a top-k routing."""
     world_of(4).run(check_layer, Case((tokens,) * 4, experts=32, hidden=1024, pad=16, repeated=repeated))
 
 
@@ -269,7 +269,7 @@ def check_emulated_domains(here: Rank, case: Case, per_domain: int) -> None:
     check_plain(here, case, num_of_hybrid_ep_ranks_per_nvlink_domain=per_domain)
 
 
-def test_parameters_without_meaning_are_accepted(world_of: Any) -> None:
+def test_parameters_without_effect_are_accepted(world_of: Any) -> None:
     world_of(2).run(check_parameters_without_meaning, Case((9, 4)))
 
 
@@ -319,7 +319,7 @@ def check_top_k(here: Rank, case: Case) -> None:
         )
         same(rows, rows_of(case, layout, [case.hidden_of(rank) for rank in range(case.ranks)]), "tokens")
         same(probs, probs_of(case, layout), "probs")
-    # Weights in the same layout again, said in each of the ways.
+    # New weights in the same layout, in each form.
     for weights in (
         {"topk_weights": topk_weights / 2},
         {"topk_idx": topk_idx, "topk_weights": topk_weights / 2, "num_of_experts": case.experts},
@@ -327,10 +327,10 @@ def check_top_k(here: Rank, case: Case) -> None:
     ):
         again = buffer.dispatch_with_permute(hidden=given["hidden"], handle=handle, **weights)
         same(again[1], probs_of(case, layout) / 2, f"probs with a handle and {', '.join(weights)}")
-    # Dense weights go before those of the indices.
+    # Dense weights take precedence over those of indices.
     dense = buffer.dispatch_with_permute(hidden=given["hidden"], topk_idx=topk_idx, probs=given["probs"])
     same(dense[1], rows_of_probs_without_padding(case, here), "dense probs")
-    # Without weights there are none.
+    # Without weights no weights are delivered.
     bare = buffer.dispatch_with_permute(hidden=given["hidden"], topk_idx=topk_idx)
     assert bare[1] is None
     same(bare[3].sum(), torch.tensor(dense[0].shape[0]), "rows")
@@ -436,7 +436,7 @@ def test_what_a_cuda_graph_can_capture(world_of: Any, device: Any) -> None:
 def check_captured(here: Rank, case: Case, other: Case) -> None:
     buffer = new_buffer(here, case)
     given, capacity = inputs(here, case), 256
-    # NCCL's threads may ask for events meanwhile.
+    # NCCL's threads may query events during the capture.
     capture = {"capture_error_mode": "thread_local"}
     options = {"pad_multiple": case.pad, "num_permuted_tokens": capacity, "non_blocking": True}
     too_early = pytest.raises(hybrid_ep.CallerError, match="run one step without capturing first")
@@ -484,7 +484,7 @@ def check_plain(here: Rank, case: Case, **constructor: Any) -> None:
     all_tokens = torch.cat([case.hidden_of(rank) for rank in range(case.ranks)])
     local_probs = torch.cat([case.probs_of(rank) for rank in range(case.ranks)])[here_too, case.experts_of(here.rank)]
     same(rows, all_tokens[here_too], "tokens")
-    # As the original: as wide as the experts of the NVLink domain.
+    # As in DeepEP: as wide as the experts of the NVLink domain.
     domain = case.local * buffer.num_of_hybrid_ep_ranks_per_nvlink_domain
     first = case.local * buffer.local_rank
     assert probs is not None and probs.shape == (rows.shape[0], domain)
@@ -528,7 +528,7 @@ def test_fp8_tokens_travel_with_their_scales(world_of: Any, dtype: torch.dtype) 
 
 def check_fp8_given(here: Rank, case: Case, dtype: torch.dtype) -> None:
     def tokens_of(rank: int) -> Tensor:
-        # Any byte, those that mean NaN included.
+        # All bytes, NaNs included.
         generator = torch.Generator().manual_seed(rank)
         return torch.randint(0, 256, (case.tokens[rank], case.hidden), dtype=torch.uint8, generator=generator)
 
@@ -557,7 +557,7 @@ def check_fp8_given(here: Rank, case: Case, dtype: torch.dtype) -> None:
     same(scales, torch.cat([scales_of(rank) for rank in everyone])[maps.any(1)], "plain scales")
 
 
-def test_bf16_tokens_are_quantised_on_the_way_with_use_fp8(world_of: Any) -> None:
+def test_bf16_tokens_are_quantized_in_flight_with_use_fp8(world_of: Any) -> None:
     world_of(2).run(check_fp8_quantised, Case((9, 4), hidden=256, pad=16))
 
 
@@ -574,7 +574,7 @@ def check_fp8_quantised(here: Rank, case: Case) -> None:
         torch.testing.assert_close(blocks.flatten(1), expected, rtol=2**-4, atol=2**-9)
 
 
-# What is wrong is said, and the buffer stays usable.
+# Errors. The buffer stays usable.
 
 
 def test_errors_name_what_is_wrong(world_of: Any) -> None:
@@ -632,6 +632,6 @@ def check_errors(here: Rank, case: Case) -> None:
     )
     refused("a tuple of 11 that it did not return", combine, hidden=rows, handle=(None,) * 11)
     refused("found a Tensor", dispatch, hidden=hidden, handle=hidden)
-    # None of this has reached the peers.
+    # The peers have seen none of these calls.
     output, _ = combine(hidden=experts(case, here, rows), handle=handle)
     same(output, combined(case, here.rank)[0].to(case.dtype), "combined tokens")

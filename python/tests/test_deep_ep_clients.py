@@ -1,4 +1,4 @@
-"""`hybrid_ep.deep_ep` called as programs call it: Megatron-Core, torchtitan, DeepEP's own test, a benchmark."""
+"""`hybrid_ep.deep_ep`, called as programs call it: Megatron-Core, torchtitan, DeepEP's test, a benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["world_of"]  # a fixture
 
 
 class Dispatch(torch.autograd.Function):
-    """As Megatron-Core wraps the buffer: backward is a combine with the forward's handle."""
+    """Megatron-Core's wrapper of dispatch: backward is a combine with the forward's handle."""
 
     @staticmethod
     def forward(
@@ -39,7 +39,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """And the backward of combine is a dispatch with that handle."""
+    """Megatron-Core's wrapper of combine: backward is a dispatch with the same handle."""
 
     @staticmethod
     def forward(ctx: Any, buffer: HybridEPBuffer, rows: Tensor, handle: Any, count: Any, pad: int | None) -> Tensor:
@@ -67,7 +67,7 @@ def test_training_as_megatron_does(world_of: Any, capacity: int | None, repeated
 
 
 def check_megatron(here: Rank, case: Case, capacity: int | None) -> None:
-    """Two layers with one buffer in flight at once, their gradients against autograd through dense arithmetic."""
+    """Two layers in flight on one buffer; their gradients equal those of dense arithmetic."""
     buffer = new_buffer(here, case)
     weight = torch.randn(case.experts, case.hidden, generator=torch.Generator().manual_seed(3)).to(here.device)
     mine = case.experts_of(here.rank)
@@ -107,7 +107,7 @@ def check_megatron(here: Rank, case: Case, capacity: int | None) -> None:
     close(output, expected, rtol=1e-5, atol=1e-4)
     close(hidden.grad, expected_hidden.grad, rtol=1e-5, atol=1e-3)
     close(probs.grad, expected_probs.grad * case.map_of(here.rank).to(here.device), rtol=1e-5, atol=1e-3)
-    # An expert's gradient is on its rank; the dense one is in parts on all.
+    # An expert's gradient is complete on its rank; the dense gradient is a sum over ranks.
     assert weights.grad is not None and expected_weights.grad is not None
     dist.all_reduce(expected_weights.grad, group=here.group)
     close(weights.grad[mine], expected_weights.grad[mine], rtol=1e-4, atol=1e-2)
@@ -142,7 +142,7 @@ def check_torchtitan(here: Rank, case: Case, capacity_factor: float | None) -> N
     )
     assert row_scores is not None and counts.shape == (case.local,)
     used = int(counts.sum())
-    # The rows past the last segment mean nothing, and combine does not look at them.
+    # Rows after the last segment are undefined, and combine does not read them.
     outputs = rows * row_scores[:, None]
     outputs[used:] = float("nan")
     output, none = buffer.combine_with_unpermute(hidden=outputs, handle=handle)
@@ -160,12 +160,12 @@ def check_torchtitan(here: Rank, case: Case, capacity_factor: float | None) -> N
     assert gathered.shape == topk_weights.shape and not dense.masked_fill(routing_map, 0).any()
 
 
-def test_calls_as_the_original_s_own_test_makes_them(world_of: Any) -> None:
+def test_calls_as_the_test_of_deep_ep_makes_them(world_of: Any) -> None:
     world_of(2).run(check_original_test, Case((16, 16), hidden=256))
 
 
 def check_original_test(here: Rank, case: Case) -> None:
-    """Scaling factors go along with bf16 tokens too; all arguments stay where a handle is added."""
+    """With scaling factors beside bf16 tokens, and with all arguments beside a handle."""
     buffer = new_buffer(here, case)
     hidden = case.hidden_of(here.rank).to(here.device)
     scores = torch.rand(hidden.shape[0], case.experts, generator=torch.Generator().manual_seed(here.rank))
@@ -213,7 +213,7 @@ def test_a_training_step_of_a_layer_as_measured(world_of: Any) -> None:
 
 
 def check_measured_layer(here: Rank, case: Case) -> None:
-    """The calls of a benchmark of one layer: cold, with a capacity, and with the handle, many times over."""
+    """The calls of a benchmark of one layer: first call, with a capacity, with the handle; many times."""
     buffer = HybridEPBuffer(
         group=here.group,
         hidden_dim=case.hidden,
@@ -244,7 +244,7 @@ def check_measured_layer(here: Rank, case: Case) -> None:
     buffer.combine_with_unpermute(hidden=rows, handle=handle, **unpermute)
 
 
-# One buffer for everything, as Megatron-Core has it.
+# Megatron-Core uses one buffer for all layers.
 
 
 def test_one_buffer_serves_calls_of_all_sizes(world_of: Any) -> None:
@@ -261,7 +261,7 @@ def check_one_buffer(here: Rank, cases: list[Case]) -> None:
     made = []
     for case in cases:
         made.append(buffer.dispatch_with_permute(**inputs(here, case), pad_multiple=case.pad))
-    # Both communicators are there still, and so are the handles.
+    # Both communicators and the handles are still usable.
     for case, (rows, _, _, _, handle) in reversed(list(zip(cases, made, strict=True))):
         output, _ = buffer.combine_with_unpermute(hidden=experts(case, here, rows), handle=handle)
         same(output, combined(case, here.rank)[0].to(case.dtype), "combined tokens")
@@ -275,7 +275,7 @@ def test_a_handle_outlives_the_buffer_that_made_it(world_of: Any) -> None:
 def check_handle_outlives(here: Rank, case: Case) -> None:
     rows, _, _, _, handle = new_buffer(here, case).dispatch_with_permute(**inputs(here, case))
     another = new_buffer(here, case)
-    plain = tuple(handle)  # as a program that takes tuples apart leaves it
+    plain = tuple(handle)  # what remains after a program unpacks and packs the handle
     output, _ = another.combine_with_unpermute(hidden=experts(case, here, rows), handle=plain)
     same(output, combined(case, here.rank)[0].to(case.dtype), "combined tokens")
 

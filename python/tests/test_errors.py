@@ -1,4 +1,4 @@
-"""Bad input of every sort: refused with a text that names it, before anything is sent."""
+"""Invalid arguments are refused before anything is sent, and the error names them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep import Buffer, CallerError, EnvironmentError, Error, Handle, PeerError
+from hybrid_ep import Buffer, CallerError, Handle, HybridEPError, PeerError, SetupError
 from worlds import make_case, on_threads, world
 
 IDX = torch.tensor([[0, 1], [2, -1], [3, 0]])
@@ -32,9 +32,9 @@ def on(buffer: Buffer, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(buffer.device) for tensor in tensors)
 
 
-def test_whose_fault_an_error_is() -> None:
-    for kind, builtin in [(CallerError, ValueError), (EnvironmentError, OSError), (PeerError, ConnectionError)]:
-        assert issubclass(kind, Error) and issubclass(kind, builtin)
+def test_each_error_is_a_builtin_error_too() -> None:
+    for kind, builtin in [(CallerError, ValueError), (SetupError, OSError), (PeerError, ConnectionError)]:
+        assert issubclass(kind, HybridEPError) and issubclass(kind, builtin)
 
 
 def test_errors_survive_pickling() -> None:
@@ -42,12 +42,20 @@ def test_errors_survive_pickling() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is PeerError and str(again) == "rank 1 left"
     assert vars(again) == vars(error)
-    for kind in (CallerError, EnvironmentError):
+    for kind in (CallerError, SetupError):
         assert str(pickle.loads(pickle.dumps(kind("text")))) == "text"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", 0])
+@pytest.mark.parametrize("make", [Buffer, lambda **options: Buffer.threads(2, **options)], ids=["one", "threads"])
+def test_a_missing_gpu_is_a_setup_error(make: Any, device: Any) -> None:
+    with pytest.raises(SetupError, match=r"device='cuda.*driver.*device='cpu'"):
+        make(num_experts=4, device=device)
+
+
 BAD_WORLDS: list[tuple[dict[str, Any], str]] = [
-    ({"num_experts": 5}, "5 experts cannot be placed evenly on 2 ranks"),
+    ({"num_experts": 5}, "5 experts cannot be placed evenly on 2 ranks; use a multiple of 2"),
     ({"num_experts": 0}, "0 experts"),
     ({"domains": 3}, "2 ranks cannot be split into 3 NVLink domains"),
     ({"domains": 0}, "at least one"),
@@ -62,10 +70,12 @@ BAD_WORLDS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("named", "text"), BAD_WORLDS, ids=[text for _, text in BAD_WORLDS])
-def test_worlds_that_cannot_be(named: dict[str, Any], text: str) -> None:
+def test_invalid_worlds_are_refused(named: dict[str, Any], text: str) -> None:
     with pytest.raises(CallerError) as raised:
         Buffer.threads(2, **{"num_experts": 4, "device": "cpu", **named})
     assert text in str(raised.value)
+    # Python has no placement tables.
+    assert "placement table" not in str(raised.value)
     with pytest.raises(CallerError, match="at least one"):
         Buffer.threads(0, num_experts=4, device="cpu")
 
@@ -81,8 +91,11 @@ def bad_routings() -> list[tuple[dict[str, Any], str]]:
     return [
         ({}, "routing: expected one of topk_idx, routing_map and handle, found none"),
         ({"topk_idx": idx, "routing_map": idx.bool()}, "found both"),
-        ({"topk_idx": idx, "probs": weights}, "probs: they go with a routing_map"),
-        ({"routing_map": torch.ones(3, 4).bool(), "topk_weights": weights}, "topk_weights: they go with topk_idx"),
+        ({"topk_idx": idx, "probs": weights}, "probs: expected with a routing_map only"),
+        (
+            {"routing_map": torch.ones(3, 4).bool(), "topk_weights": weights},
+            "topk_weights: expected with topk_idx only",
+        ),
         ({"topk_idx": idx.float()}, "topk_idx: expected int64 or int32, found float32"),
         ({"topk_idx": idx.short()}, "topk_idx: expected int64 or int32, found int16"),
         ({"topk_idx": idx[0]}, "topk_idx: expected 2 dimensions, found shape [2]"),
@@ -115,7 +128,7 @@ def bad_routings() -> list[tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize(("named", "text"), bad_routings(), ids=[text for _, text in bad_routings()])
-def test_routings_that_cannot_be(buffer: Buffer, named: dict[str, Any], text: str) -> None:
+def test_invalid_routings_are_refused(buffer: Buffer, named: dict[str, Any], text: str) -> None:
     if buffer.backend == "cuda" and "row " in text:
         pytest.skip("found on the GPU, where it is not this call's error alone")
     named = {key: on(buffer, value)[0] if isinstance(value, Tensor) else value for key, value in named.items()}
@@ -130,7 +143,7 @@ def test_routings_that_cannot_be(buffer: Buffer, named: dict[str, Any], text: st
 
 
 def check_usable(buffer: Buffer) -> None:
-    """A round still works."""
+    """Checks that the buffer is still usable."""
     x, idx = on(buffer, TOKENS, IDX)
     got = buffer.dispatch_with_permute(x, idx)
     assert got.tokens.shape == (5, 16)
@@ -164,10 +177,10 @@ BAD_CALLS: list[tuple[Call, str]] = [
         lambda b, x, i, p, q: b.dispatch(x, i, fp8="f32"),
         "tokens: fp8='f32' quantises bfloat16, found float32",
     ),
-    (lambda b, x, i, p, q: b.dispatch(x, i, scales=x), "scales: only float8_e4m3fn tokens have them"),
+    (lambda b, x, i, p, q: b.dispatch(x, i, scales=x), "scales: expected with float8_e4m3fn tokens only"),
     (
         lambda b, x, i, p, q: b.dispatch(x.to(torch.float8_e4m3fn), i),
-        "scales: float8_e4m3fn tokens need them",
+        "scales: required with float8_e4m3fn tokens",
     ),
     (
         lambda b, x, i, p, q: b.dispatch(x.to(torch.float8_e4m3fn), i, scales=x[:, :2].contiguous()),
@@ -177,14 +190,14 @@ BAD_CALLS: list[tuple[Call, str]] = [
         lambda b, x, i, p, q: b.dispatch(x.to(torch.float8_e4m3fn), i, scales=x[:, :1].half()),
         "scales: expected float32 or uint8, found float16",
     ),
-    (lambda b, x, i, p, q: b.dispatch(x, i, handle=p), "handle: it stands for a routing"),
+    (lambda b, x, i, p, q: b.dispatch(x, i, handle=p), "handle: a routing is given too"),
     (
         lambda b, x, i, p, q: b.dispatch(x, handle=q),
-        "handle: it is of the permuted mode, that of dispatch_with_permute",
+        "handle: made in permuted mode, for dispatch_with_permute",
     ),
     (
         lambda b, x, i, p, q: b.dispatch_with_permute(x, handle=p),
-        "handle: it is of the plain mode, that of dispatch and",
+        "handle: made in plain mode, for dispatch and",
     ),
     (lambda b, x, i, p, q: b.dispatch(x, handle=p.tensor), "handle: expected a Handle, found Tensor"),
     (lambda b, x, i, p, q: b.dispatch(x, handle=p, capacity=4), "capacity: the handle's is None, found 4"),
@@ -222,13 +235,13 @@ BAD_CALLS: list[tuple[Call, str]] = [
         lambda b, x, i, p, q: b.combine(x, p, probs=x.long()),
         "probs: expected a floating-point type, found int64",
     ),
-    (lambda b, x, i, p, q: b.combine_with_unpermute(x, p), "handle: it is of the plain mode"),
+    (lambda b, x, i, p, q: b.combine_with_unpermute(x, p), "handle: made in plain mode"),
 ]
 
 
 @pytest.mark.parametrize(("call", "text"), BAD_CALLS, ids=[text for _, text in BAD_CALLS])
 @pytest.mark.parametrize("grad", [False, True], ids=["no grad", "grad"])
-def test_calls_that_cannot_be(buffer: Buffer, call: Call, text: str, grad: bool) -> None:
+def test_invalid_calls_are_refused(buffer: Buffer, call: Call, text: str, grad: bool) -> None:
     x, idx = on(buffer, TOKENS, IDX)
     plain, permuted = buffer.preprocess(idx), buffer.preprocess(idx, pad_multiple=4)
     with pytest.raises(CallerError) as raised:
@@ -237,7 +250,7 @@ def test_calls_that_cannot_be(buffer: Buffer, call: Call, text: str, grad: bool)
     check_usable(buffer)
 
 
-def test_numbers_that_fit_nowhere(buffer: Buffer) -> None:
+def test_numbers_out_of_range_are_refused(buffer: Buffer) -> None:
     x, idx = on(buffer, TOKENS, IDX)
     for named in ({"capacity": -1}, {"pad_multiple": -1}, {"pad_multiple": 1 << 40}, {"capacity": 1 << 70}):
         with pytest.raises(CallerError, match=next(iter(named))):
@@ -245,7 +258,7 @@ def test_numbers_that_fit_nowhere(buffer: Buffer) -> None:
     check_usable(buffer)
 
 
-def test_a_closed_buffer_says_so(buffer: Buffer) -> None:
+def test_a_closed_buffer_refuses_calls(buffer: Buffer) -> None:
     x, idx = on(buffer, TOKENS, IDX)
     handle = buffer.preprocess(idx)
     with buffer:
@@ -269,7 +282,7 @@ def test_handles_of_other_buffers_are_refused(device: str) -> None:
     handle = one.preprocess(idx)
     with pytest.raises(CallerError, match="made by another buffer"):
         two.dispatch(x, handle=handle)
-    # Also by those who get past the first check.
+    # The native module refuses them, too, if the first check is skipped.
     with pytest.raises(CallerError, match="made by another buffer"):
         two.dispatch(x, handle=handle._replace(buffer=two.dispatch(x, idx).handle.buffer))
 
@@ -280,7 +293,7 @@ def test_numbers_of_handles_do_not_outlive_them(buffer: Buffer) -> None:
     copy = handle._replace(tensor=handle.tensor.clone())
     buffer.dispatch(x, handle=copy)
     del handle
-    with pytest.raises(CallerError, match=r"number .* names none that is alive"):
+    with pytest.raises(CallerError, match=r"number .* names no live"):
         buffer.dispatch(x, handle=copy)
     for tensor in (copy.tensor.int(), copy.tensor.expand(2), torch.tensor([-1])):
         with pytest.raises(CallerError, match="handle: "):
@@ -293,16 +306,16 @@ def test_operators_of_buffers_that_are_gone_are_refused() -> None:
     handle = buffer.preprocess(IDX)
     number = handle.buffer
     del buffer
-    with pytest.raises(CallerError, match=f"buffer: number {number} names none that is alive"):
+    with pytest.raises(CallerError, match=f"buffer: number {number} names no live"):
         torch.ops.hybrid_ep.combine(TOKENS, None, handle.tensor, number, 3, False, None)
 
 
-def test_ranks_that_call_different_things_are_told() -> None:
+def test_ranks_that_call_different_operators_get_errors() -> None:
     def work(buffer: Buffer) -> None:
         hidden = 16 if buffer.rank == 0 else 32
-        with pytest.raises(Error) as raised:
+        with pytest.raises(HybridEPError) as raised:
             buffer.dispatch(torch.ones(3, hidden), IDX)
-        # Whoever sees it first says it; the others may only learn that one failed.
+        # The first rank to see the difference reports it; others may only learn that a rank failed.
         assert isinstance(raised.value, PeerError) or "hidden is" in str(raised.value)
         with pytest.raises(type(raised.value)) as again:
             buffer.dispatch(torch.ones(3, hidden), IDX)
@@ -313,7 +326,7 @@ def test_ranks_that_call_different_things_are_told() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_a_rank_that_leaves_is_named(how: str) -> None:
+def test_an_error_names_a_rank_that_left(how: str) -> None:
     buffers = Buffer.threads(2, num_experts=4, device="cpu", timeout=20, workers=1)
     leaves = buffers.pop()
     if how == "close":
@@ -328,15 +341,15 @@ def test_a_rank_that_leaves_is_named(how: str) -> None:
         buffers[0].dispatch(TOKENS, IDX)
 
 
-def test_a_rank_that_stands_still_is_named() -> None:
+def test_an_error_names_a_rank_that_makes_no_progress() -> None:
     buffers = Buffer.threads(2, num_experts=4, device="cpu", timeout=0.2, workers=1)
     with pytest.raises(PeerError) as raised:
         buffers[0].preprocess(IDX)
-    assert (raised.value.peer, raised.value.fault) == (1, "stalled")
+    assert (raised.value.peer, raised.value.fault) == (1, "is late")
 
 
 def test_a_dispatch_that_fails_delivers_nothing() -> None:
-    """Memory that a late peer may still write to never becomes a tensor, nor comes back."""
+    """After a failure, slow peers may still write to outputs: the memory never becomes a tensor and is never reused."""
     buffers = Buffer.threads(2, num_experts=4, device="cpu", timeout=20, workers=1)
     barrier = threading.Barrier(2)
 
@@ -366,18 +379,45 @@ def test_an_exception_of_one_rank_reaches_the_others() -> None:
         world(work, 3, experts=6)
 
 
-def test_misspelt_names_are_told() -> None:
+@pytest.mark.parametrize(("old", "new"), [("EnvironmentError", SetupError), ("Error", HybridEPError)])
+def test_old_names_of_errors_are_deprecated_aliases(old: str, new: type[Exception]) -> None:
+    for module in (hybrid_ep, hybrid_ep.errors):
+        with pytest.warns(
+            DeprecationWarning, match=f"hybrid_ep.{old} is deprecated: use hybrid_ep.{new.__name__}"
+        ) as w:
+            assert getattr(module, old) is new
+        assert w[0].filename == __file__
+    assert old not in hybrid_ep.__all__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
     assert set(hybrid_ep.__all__) <= set(dir(hybrid_ep))
     with pytest.raises(AttributeError, match="no attribute 'Bufer'"):
         hybrid_ep.Bufer  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'PeerErorr'"):
+        hybrid_ep.errors.PeerErorr  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_the_package_is_there_without_pytorch() -> None:
+def test_without_numpy_nothing_warns() -> None:
+    program = """
+import sys
+sys.modules["numpy"] = None
+import hybrid_ep.moe  # before torch, which warns when it is imported
+import torch
+from hybrid_ep import Buffer
+with Buffer(num_experts=2, device="cpu") as buffer:
+    buffer.dispatch(torch.ones(3, 8), torch.tensor([[0], [1], [-1]]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_the_package_can_be_imported_without_pytorch() -> None:
     program = """
 import sys
 sys.modules["torch"] = None
 import hybrid_ep
-assert hybrid_ep.__version__ and issubclass(hybrid_ep.PeerError, hybrid_ep.Error)
+assert hybrid_ep.__version__ and issubclass(hybrid_ep.PeerError, hybrid_ep.HybridEPError)
 try:
     hybrid_ep.Buffer
 except ImportError as error:

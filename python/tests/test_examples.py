@@ -1,4 +1,4 @@
-"""The examples as their readers run them, with small settings."""
+"""Runs the examples with small sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# What they print must not depend on the machine.
+# Their output must not depend on the machine.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def torchrun(ranks: int, *command: str) -> str:
-    """What the program prints; `--standalone` finds a free port."""
+    """Runs a program under torchrun and returns its output; `--standalone` finds a free port."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,7 +62,7 @@ def test_ranks_learn_like_one_process(ranks: int, comm: str, tolerance: float, t
 
 
 def check_trace(path: Path, ranks: int) -> None:
-    """As traces/README.md says: names, types, shapes, and what a row may hold."""
+    """Checks a trace against traces/README.md: names, types, shapes, and values."""
     data = path.read_bytes()
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])
@@ -106,6 +106,6 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train_moe_lm.py"), *SMALL.split(), "--compare", "--plot", str(picture)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
-    # One process is compared with itself: its bits are the same every run.
+    # One process is compared with itself, and gives the same bits in every run.
     assert "losses differ by 0.0e+00 nats per byte at most" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")

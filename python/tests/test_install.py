@@ -40,7 +40,7 @@ def real_deep_ep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package
 
 
-def test_the_name_is_taken_and_given_back() -> None:
+def test_install_and_uninstall_of_the_name() -> None:
     install_as_deep_ep()
     import deep_ep
     from deep_ep.hybrid_ep_buffer import indices_to_map
@@ -56,7 +56,7 @@ def test_the_name_is_taken_and_given_back() -> None:
     uninstall()
 
 
-def test_the_interface_that_is_not_there_is_missing_as_clients_expect() -> None:
+def test_importing_the_missing_interface_fails_as_clients_expect() -> None:
     install_as_deep_ep()
     with pytest.raises(ImportError, match="cannot import name 'Buffer'"):
         exec("from deep_ep import Buffer")
@@ -88,7 +88,7 @@ def test_force_hides_the_real_one_and_uninstall_restores_it(real_deep_ep: Path) 
     assert sys.modules["deep_ep"] is real and sys.modules["deep_ep.buffer"] is real.buffer
 
 
-# Programs. Each is a Python process, which takes seconds to import torch: few, and each for many facts.
+# Programs. Each Python process takes seconds to import torch, so few processes check many facts each.
 
 TELL = """
 import json, os, sys
@@ -132,7 +132,7 @@ def test_a_program_runs_as_with_python(tmp_path: Path, command: list[str]) -> No
     arguments = [*command, "-h", "--force", "-m", "x y"]
     as_python = facts(python(*arguments, cwd=tmp_path, PYTHONPATH=str(stand_in)))
     as_ours = facts(python("-m", "hybrid_ep.run", *arguments, cwd=tmp_path))
-    if command == ["programs/app"]:  # runpy makes it absolute
+    if command == ["programs/app"]:  # runpy makes the path absolute
         as_python["argv"] = [str(tmp_path / command[0]), *arguments[1:]]
     assert as_ours == as_python
 
@@ -163,7 +163,7 @@ if __name__ == "__main__":
 def test_processes_that_a_program_starts_find_it_too(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(CHILDREN)
     process = python("-m", "hybrid_ep.run", "parent.py", cwd=tmp_path)
-    assert process.returncode == 7, process.stderr  # the program's own
+    assert process.returncode == 7, process.stderr  # the program's exit code
     assert process.stdout == "farewell parent.py\n"
 
 
@@ -178,7 +178,7 @@ def test_a_program_is_not_run_where_a_real_deep_ep_is(real_deep_ep: Path, tmp_pa
     assert facts(process)["ours"] == "hybrid_ep.deep_ep.hybrid_ep_buffer"
 
 
-def test_the_command_line_helps(tmp_path: Path) -> None:
+def test_the_command_line_has_help(tmp_path: Path) -> None:
     process = python("-m", "hybrid_ep.run", "-h", cwd=tmp_path)
     assert process.returncode == 0 and "(program.py | -m module) [arguments ...]" in process.stdout
     assert "torch.distributed.run" in process.stdout

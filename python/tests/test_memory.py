@@ -1,4 +1,4 @@
-"""Who owns what dispatch delivers, and when it goes back."""
+"""Which objects own delivered memory, and when the buffer reuses it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def single(device: str) -> tuple[Buffer, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("permuted", [False, True])
-def test_memory_comes_back(device: str, permuted: bool) -> None:
-    """Rounds with gradients, of which a single one would be seen if it stayed."""
+def test_registered_memory_does_not_grow(device: str, permuted: bool) -> None:
+    """Runs rounds with gradients; a leak of a single round would show."""
     case = make_case(ranks=2, experts=4, hidden=2048, tokens=[300, 500])
 
     def work(buffer: Buffer) -> None:
@@ -70,18 +70,50 @@ def test_a_view_keeps_its_memory(device: str) -> None:
     assert torch.equal(view, kept)
 
 
-def test_freed_memory_is_used_again(device: str) -> None:
+def test_rows_that_autograd_saved_are_not_reused(device: str) -> None:
+    """`record_stream` does not protect delivered tensors, so a reference must."""
+    buffer, x, idx = single(device)
+    x.requires_grad_()
+    loss = buffer.dispatch(x, idx).tokens.square().sum()
+    for turn in range(4):
+        buffer.dispatch(torch.full_like(x, float(turn)), idx)
+    loss.backward()
+    assert torch.equal(x.grad, 2 * x)  # type: ignore[arg-type]
+
+
+def test_another_thread_may_use_delivered_rows(device: str) -> None:
+    buffer, x, idx = single(device)
+    got = buffer.dispatch(x, idx).tokens
+    sums: list[Tensor] = []
+    # The thread holds the only reference while the buffer works on.
+    started = threading.Event()
+
+    def read(rows: list[Tensor]) -> None:
+        started.wait()
+        sums.append(rows.pop().clone())
+
+    thread = threading.Thread(target=read, args=([got],))
+    thread.start()
+    del got
+    for turn in range(4):
+        buffer.dispatch(torch.full_like(x, float(turn)), idx)
+    started.set()
+    thread.join()
+    assert torch.equal(sums[0], x)
+
+
+def test_freed_memory_is_reused(device: str) -> None:
     buffer, x, idx = single(device)
     places = set()
     for _ in range(8):
         got = buffer.dispatch(x, idx)
         places.add(got.tokens.data_ptr())
-        # From another thread, as autograd does.
+        # Freed on another thread, as autograd does.
         thread = threading.Thread(target=lambda tensors: tensors.clear(), args=([got.tokens, got],))
         del got
         thread.start()
         thread.join()
-    # Handles, which peers may read a little longer on a GPU, push them about.
+    # On a GPU peers may read handles a little longer, which shifts the places.
     assert len(places) <= (1 if device == "cpu" else 4)
 
 
@@ -103,15 +135,15 @@ def test_the_storage_of_its_tensor_owns_a_handle(device: str) -> None:
     del handle
     gc.collect()
     assert buffer.dispatch(x, handle=copy).tokens.shape == x.shape
-    # Whatever is written over its number.
+    # Overwriting the number does not free another handle.
     view.fill_(-1)
     del view
-    with pytest.raises(CallerError, match="names none that is alive"):
+    with pytest.raises(CallerError, match="names no live"):
         buffer.dispatch(x, handle=copy)
 
 
 def test_registered_rows_are_combined_in_place() -> None:
-    """A staging copy would take registered memory of its own, beside what the output takes."""
+    """A staging copy would take more registered memory than the output."""
     (buffer,) = Buffer.threads(1, num_experts=1, device="cpu", workers=1)
     x = torch.ones(1024, 16 * 1024)
     got = buffer.dispatch(x, torch.zeros(1024, 1, dtype=torch.int64))

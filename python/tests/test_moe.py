@@ -1,4 +1,4 @@
-"""The layer against a dense reference: all experts computed for all tokens, in one process and in f64."""
+"""The layer, compared with a dense reference that computes all experts for all tokens in one process, in f64."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid_ep import Buffer, CallerError
 from hybrid_ep._weight_rows import weight_rows
+from hybrid_ep.experts import _at_once, _one_by_one, local_part
 from hybrid_ep.moe import GroupedExperts, MoELayer, Router, TokenDispatcher, reduce_gradients
 from worlds import world
 
@@ -23,12 +24,12 @@ TOKENS = [21, 40, 0, 7]  # of ranks 0, 1, ...
 
 
 def on_threads(ranks: int, work: Callable[[Buffer], Any], domains: int = 1) -> list[Any]:
-    """What `work` returns on each of so many ranks."""
+    """Runs `work` on each rank of a new world; returns the results."""
     return world(work, ranks, experts=EXPERTS, domains=domains)
 
 
 class Trained(NamedTuple):
-    """One rank's step: its input and output, and all gradients."""
+    """A step of one rank: input, output and all gradients."""
 
     x: Tensor
     y: Tensor
@@ -39,15 +40,15 @@ class Trained(NamedTuple):
 
 
 def step(buffer: Buffer, dtype: torch.dtype = torch.float32, **options: Any) -> Trained:
-    """A forward and a backward pass of a new layer; the tokens are the rank's own, the layer is the same everywhere."""
+    """Runs forward and backward of a new layer, the same on all ranks, with this rank's tokens."""
     own = torch.Generator().manual_seed(100 + buffer.rank)
     x = torch.randn(TOKENS[buffer.rank], HIDDEN, generator=own).to(buffer.device, dtype).requires_grad_()
     grad_y = torch.randn(x.shape, generator=own).to(buffer.device, dtype)
     layer = seeded_layer(buffer, dtype=dtype, **options)
     y = layer(x)
     ((y * grad_y).sum() + layer.balance_loss).backward()
-    parameters = {name: parameter.detach().cpu() for name, parameter in layer.named_parameters()}
-    grads = {name: parameter.grad.cpu() for name, parameter in layer.named_parameters()}
+    parameters = {name: local_part(parameter.detach()).cpu() for name, parameter in layer.named_parameters()}
+    grads = {name: local_part(parameter.grad).cpu() for name, parameter in layer.named_parameters()}
     return Trained(x.detach().cpu(), y.detach().cpu(), grad_y.cpu(), x.grad.cpu(), parameters, grads)
 
 
@@ -61,7 +62,7 @@ def seeded_layer(buffer: Buffer, **options: Any) -> MoELayer:
 
 
 def merge(ranks: list[Trained]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and gradients of the whole model: experts concatenated, gradients of dense parameters summed."""
+    """Collects the model's parameters and gradients: concatenates experts, sums dense gradients."""
     parameters, grads = {}, {}
     for name in ranks[0].parameters:
         expert = name.startswith("experts.")
@@ -84,7 +85,7 @@ Keep = Callable[[list[Tensor]], list[Tensor]]
 def reference(
     ranks: list[Trained], normalize: bool = True, keep: Keep | None = None, balance: float = 0.0
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Outputs and gradients of tokens by rank, then of parameters; `keep` takes and gives bool `[T, E]`, by rank."""
+    """Computes outputs and gradients of tokens by rank, then of parameters. `keep` maps bool `[T, E]`, by rank."""
     parameters, _ = merge(ranks)
     leaves = {name: parameter.requires_grad_() for name, parameter in parameters.items()}
     inputs = [rank.x.double().requires_grad_() for rank in ranks]
@@ -141,7 +142,7 @@ def test_layer_equals_the_dense_reference(ranks: int, options: dict[str, Any]) -
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_layer_in_bf16(ranks: int) -> None:
-    # The router must choose as the reference does, so its weights and logits stay in f32 on the same bf16 tokens.
+    # The router must choose as the reference does, so its weights and logits are f32, on the same bf16 tokens.
     trained = on_threads(ranks, lambda b: step(b, torch.bfloat16, shared_intermediate=40))
     assert {t.y.dtype for t in trained} == {torch.bfloat16}
     check(trained, 6e-2)
@@ -163,7 +164,7 @@ def test_router_computes_in_f32() -> None:
     assert torch.equal(narrow.topk_idx, wide.topk_idx) and torch.equal(narrow.topk_weights, wide.topk_weights)
 
 
-def test_dispatcher_converts_what_travels() -> None:
+def test_dispatcher_converts_rows_in_transit() -> None:
     with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
         idx, weights = torch.rand(5, EXPERTS).topk(TOPK).indices, torch.rand(5, TOPK)
         for dtype in (torch.bfloat16, torch.float32):
@@ -171,7 +172,7 @@ def test_dispatcher_converts_what_travels() -> None:
             received = dispatcher.dispatch(torch.randn(5, HIDDEN), idx, weights)
             assert received.tokens.dtype == dtype
             assert dispatcher.combine(received.tokens.double(), received).dtype == dtype
-        with pytest.raises(CallerError, match="it came without weights"):
+        with pytest.raises(CallerError, match="received: has no weights"):
             dispatcher.combine(received.tokens, buffer.dispatch_with_permute(torch.randn(5, HIDDEN), idx))
 
 
@@ -224,7 +225,7 @@ def test_row_capacity_drops_what_does_not_fit() -> None:
     assert any(not torch.equal(before, after) for before, after in seen)
 
 
-def test_overflow_is_told() -> None:
+def test_overflow_is_reported() -> None:
     def work(buffer: Buffer) -> list[bool]:
         told = []
         for capacity in (16, 1024):
@@ -236,7 +237,7 @@ def test_overflow_is_told() -> None:
     assert on_threads(2, work) == [[True, False]] * 2
 
 
-def test_no_token_anywhere() -> None:
+def test_no_rank_has_a_token() -> None:
     def work(buffer: Buffer) -> None:
         layer = seeded_layer(buffer, balance_coef=0.1, capacity_factor=1.0)
         x = torch.empty(2, 0, HIDDEN, requires_grad=True)
@@ -340,10 +341,10 @@ def test_grouped_experts_equal_experts_one_by_one() -> None:
     counts = torch.tensor([16, 0, 48, 32])
     unused = 16
     grads = []
-    for compute in (experts._grouped, experts._one_by_one):
+    for compute in (_at_once, _one_by_one):
         rows = torch.randn(int(counts.sum()) + unused, HIDDEN, generator=torch.Generator().manual_seed(1))
         rows = rows.bfloat16().requires_grad_()
-        outputs = compute(rows, counts)[:-unused]
+        outputs = compute(rows, experts.gate_up, experts.down, counts)[:-unused]
         outputs.square().sum().backward()
         grads.append((outputs, rows.grad[:-unused], *(p.grad for p in experts.parameters())))
         experts.zero_grad()
@@ -394,7 +395,7 @@ def process(rank: int, ranks: int, store: str, results: str) -> None:
             layer.zero_grad()
             (scale * objective(layer, batch(rank), count)).backward()
             reduce_gradients(layer, op=op)
-            grads[op] = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+            grads[op] = {name: local_part(parameter.grad).clone() for name, parameter in layer.named_parameters()}
         torch.save((step(buffer, shared_intermediate=16), grads), f"{results}/{rank}.pt")
         dist.barrier()
     dist.destroy_process_group()
@@ -402,7 +403,7 @@ def process(rank: int, ranks: int, store: str, results: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_train_like_one(ranks: int, tmp_path: Any) -> None:
-    """The layer in gloo processes; and the reduced gradients are those of one process with the whole batch."""
+    """The layer in gloo processes: reduced gradients equal those of one process with the whole batch."""
     mp.spawn(process, args=(ranks, str(tmp_path / "store"), str(tmp_path)), nprocs=ranks)
     loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     check([trained for trained, _ in loaded], 1e-4)

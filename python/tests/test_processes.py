@@ -1,4 +1,4 @@
-"""Ranks as processes: how they meet, and how they learn of one that is gone."""
+"""Ranks as processes: joining, and errors about ranks that are gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worlds import make_case
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks as processes need Linux")
 
-# Longer than anything here takes, shorter than anybody wants to wait for a hang.
+# Seconds after which a test counts as hanging. No test takes this long.
 PATIENCE = 120
 
 
@@ -37,17 +37,17 @@ def _child(work: Callable[..., Any], rank: int, ranks: int, arguments: tuple[Any
         result = work(rank, ranks, *arguments)
     except BaseException as error:
         answer.send((False, error))
-        # As it would end without a test around it: through the interpreter's own exit.
+        # End by an exception, as a program without a test around it does.
         raise
     answer.send((True, result))
 
 
 def processes(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `work(rank, ranks, *arguments)` returned or raised in each process.
+    """Runs `work(rank, ranks, *arguments)` in each process; returns what it returned or raised.
 
-    "killed by N" where signal N ended it.
+    The result is "killed by N" if signal N ended the process.
     """
-    # New processes, but PyTorch is imported only once.
+    # forkserver makes new processes, but imports PyTorch only once.
     fresh = multiprocessing.get_context("forkserver")
     fresh.set_forkserver_preload(["torch.distributed", "hybrid_ep.buffer"])
     started = []
@@ -55,7 +55,7 @@ def processes(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any
         receive, send = fresh.Pipe(duplex=False)
         process = fresh.Process(target=_child, args=(work, rank, ranks, arguments, send))
         process.start()
-        # This process must not keep the end open that a dead child would have closed.
+        # Otherwise this process would keep the pipe of a dead child open.
         send.close()
         started.append((process, receive))
     results = []
@@ -85,7 +85,7 @@ def meet(rank: int, ranks: int, store: str) -> None:
 
 
 def check_round(buffer: Buffer, seed: int) -> None:
-    """Forward and backward of experts that only scale."""
+    """Checks forward and backward with experts that only scale."""
     case = make_case(ranks=buffer.world_size, experts=buffer.num_experts, topk=2, seed=seed)
     rank = buffer.rank
     x, weights = (t[rank].clone().requires_grad_() for t in (case.tokens, case.topk_weights))
@@ -105,7 +105,7 @@ def _groups(rank: int, ranks: int, store: str) -> None:
     second = Buffer(dist.group.WORLD, num_experts=9, device="cpu", domains=3)
     assert (first.rank, first.world_size, second.domains) == (rank, ranks, 3)
     dist.barrier()
-    # A group that is made anew in the same store must not find them.
+    # A later group with the same store must not find these keys.
     store_of_world = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     left = [f"hybrid_ep/{made}/{key}" for made in range(2) for key in ("0/0", "1/2", "left")]
     assert not any(store_of_world.check([key]) for key in left)
@@ -141,11 +141,11 @@ def _launched(rank: int, ranks: int, port: int) -> tuple[int, int]:
     return buffer.rank, buffer.world_size
 
 
-def test_a_launcher_is_enough() -> None:
+def test_the_environment_of_a_launcher_is_enough_to_join() -> None:
     assert processes(2, _launched, free_port()) == [(0, 2), (1, 2)]
 
 
-def test_nobody_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     with Buffer(num_experts=3, device="cpu") as buffer:
@@ -185,14 +185,14 @@ def _gone(rank: int, ranks: int, store: str, how: str) -> Any:
                 sys.exit(0)
             case "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-    # Long before the timeout, or it would be said to have stalled.
+    # Long before the timeout, after which the fault would be "stalled".
     with pytest.raises(PeerError) as raised:
         buffer.combine(got.tokens, got.handle)
     return raised.value
 
 
 @pytest.mark.parametrize(("how", "fault"), [("raises", "left"), ("exits", "left"), ("is killed", "died")])
-def test_a_rank_that_goes_is_named(how: str, fault: str, tmp_path: Path) -> None:
+def test_an_error_names_a_rank_that_is_gone(how: str, fault: str, tmp_path: Path) -> None:
     results = processes(3, _gone, f"file://{tmp_path}/store", how)
     for rank in (0, 2):
         error = results[rank]

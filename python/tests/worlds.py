@@ -1,4 +1,4 @@
-"""Worlds of ranks, and what dispatch and combine must give: written anew here, as docs/semantics.md says it."""
+"""Worlds of ranks, and the definition of dispatch and combine by docs/semantics.md, written independently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def on_threads(buffers: list[Buffer], work: Callable[[Buffer], T], *, raises: bool = True) -> list[T | BaseException]:
-    """What `work` returns for each rank, run on a thread each; or raises the first error of any."""
+    """Runs `work` for each rank on its own thread; returns the results, or raises the first error."""
     results: list[Any] = [None] * len(buffers)
 
     def run(buffer: Buffer) -> None:
@@ -26,7 +26,7 @@ def on_threads(buffers: list[Buffer], work: Callable[[Buffer], T], *, raises: bo
         except BaseException as error:
             results[buffer.rank] = error
             if raises:
-                # The others need not wait for it.
+                # So that the other ranks do not wait for it.
                 buffer.close()
 
     threads = [threading.Thread(target=run, args=(buffer,)) for buffer in buffers]
@@ -36,7 +36,7 @@ def on_threads(buffers: list[Buffer], work: Callable[[Buffer], T], *, raises: bo
         thread.join()
     if raises:
         errors = [result for result in results if isinstance(result, BaseException)]
-        # Whoever only saw a peer leave is not the cause.
+        # An error that only reports a peer is not the cause: raise it last.
         for error in sorted(errors, key=lambda error: isinstance(error, ConnectionError)):
             raise error
     return results
@@ -45,10 +45,10 @@ def on_threads(buffers: list[Buffer], work: Callable[[Buffer], T], *, raises: bo
 def world(
     work: Callable[[Buffer], T], ranks: int, *, device: str = "cpu", experts: int = 8, **options: Any
 ) -> list[Any]:
-    """What `work` returns for each rank of a new world: of threads on the CPU, of processes on GPUs.
+    """Runs `work` for each rank of a new world, of threads on the CPU and of processes on GPUs; returns the results.
 
-    Threads can drive GPUs too, but there what one of them calls of PyTorch may wait for another's kernel, and that for
-    the first one's.
+    Threads can also use GPUs. But a call of PyTorch on one thread may wait for the kernel of another rank, which may
+    wait for a kernel of the first.
     """
     if device == "cuda":
         return world_of_processes(ranks, device).run(_work_on_gpu, work, experts, options)
@@ -68,13 +68,13 @@ def _work_on_gpu(here: Rank, work: Callable[[Buffer], T], experts: int, options:
         torch.cuda.stream(torch.cuda.Stream(here.device)),
     ):
         result = work(buffer)
-        # A kernel that gave up has written nothing, and nobody else asks what became of it.
+        # Raises the error of a kernel that gave up; the test reads no result that would raise it.
         buffer.synchronize()
     return result
 
 
 class Row(NamedTuple):
-    """A row that a rank receives: from where, and for which of the rank's experts."""
+    """A row that a rank receives: its source, and the experts of the rank that it is for."""
 
     source: int
     token: int
@@ -101,13 +101,13 @@ class Case:
         return float(self.topk_weights[source][token, column])
 
     def map(self, rank: int) -> Tensor:
-        """The routing of a rank as a map."""
+        """Returns the routing of a rank as a map."""
         idx = self.topk_idx[rank]
         chosen = torch.zeros(idx.shape[0], self.experts + 1, dtype=torch.bool)
         return chosen.scatter(1, torch.where(idx < 0, self.experts, idx), True)[:, :-1]
 
     def probs(self, rank: int) -> Tensor:
-        """The weights of a rank, dense."""
+        """Returns the weights of a rank as `[T, E]`."""
         idx, weights = self.topk_idx[rank], self.topk_weights[rank]
         dense = torch.zeros(idx.shape[0], self.experts + 1)
         return dense.scatter(1, torch.where(idx < 0, self.experts, idx), weights)[:, :-1]
@@ -121,7 +121,7 @@ class Case:
         return range(rank * self.local, (rank + 1) * self.local)
 
     def rows(self, rank: int, pad_multiple: int | None, capacity: int | None = None) -> list[Row | None]:
-        """The rows of a rank up to the last that is used, None where one is padding."""
+        """Returns the rows of a rank up to the last used one; None for a padding row."""
         mine = self.local_experts(rank)
         limit = float("inf") if capacity is None else capacity
         if pad_multiple is None:
@@ -133,12 +133,12 @@ class Case:
             kept = int(max(0, min(len(group), limit - len(rows))))
             rows += group[:kept] + [None] * (-kept % pad_multiple)
             if kept < len(group):
-                # What comes later begins beyond the capacity.
+                # All later experts begin beyond the capacity.
                 break
         return rows
 
     def counts(self, rank: int, pad_multiple: int, capacity: int | None = None) -> tuple[list[int], list[int]]:
-        """Rows of each local expert, with padding and without."""
+        """Counts the rows of each local expert, with padding and without."""
         raw = [0] * self.local
         for row in self.rows(rank, pad_multiple, capacity):
             if row is not None:
@@ -152,10 +152,10 @@ class Case:
         capacities: list[int | None] | None = None,
         wire: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """The sums of all ranks' tokens over the rows of `outputs`, to the last bit."""
+        """Computes the expected result of combine on every rank, exact to the last bit."""
         capacities = capacities or [None] * self.ranks
         wire = wire or outputs[0].dtype
-        # Sums of one rank's rows, by (token's rank, token, rank).
+        # Partial sums: the sum of one rank's rows of a token, by (token's rank, token, rank).
         partial: dict[tuple[int, int, int], Tensor] = {}
         for rank in range(self.ranks):
             for at, row in enumerate(self.rows(rank, pad_multiple, capacities[rank])):
@@ -168,7 +168,7 @@ class Case:
             result = torch.zeros(self.tokens[source].shape[0], outputs[source].shape[1])
             for token in range(result.shape[0]):
                 for domain in range(self.domains):
-                    # The rank that sums a domain's: the one on the token's rail.
+                    # The rank on the token's rail reduces the partial sums of a domain.
                     summer = domain * size + source % size
                     terms = [
                         (rank, partial.get((source, token, rank))) for rank in range(domain * size, (domain + 1) * size)
@@ -193,8 +193,8 @@ def make_case(
     domains: int = 1,
     seed: int = 0,
 ) -> Case:
-    """Unequal numbers of tokens, some choices left open."""
-    # Two, so that the routing does not depend on how wide the tokens are.
+    """Draws a case with unequal numbers of tokens, in which some choices are -1."""
+    # Two generators, so that the routing does not depend on the hidden size.
     random, values = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
     counts = [5 + 3 * rank for rank in range(ranks)] if tokens is None else tokens
     case = Case(ranks, experts, [], [], [], domains)

@@ -1,14 +1,30 @@
-//! `hybrid-ep warm`: every kernel that the CUDA backend may need, compiled and kept before anybody waits for it.
+//! `hybrid-ep warm`: compiles all kernels of the CUDA backend into the kernel cache, ahead of the first start.
 
 use std::time::{Duration, Instant};
 
+use clap::Args;
 use ep::Config;
 use ep_cuda::jit::{Arch, Origin};
 use ep_cuda::warm::{Target, Warm, Warmed, warm};
 
-use crate::args::WarmArgs;
-use crate::failure::{Failure, Verdict};
-use crate::{output, units};
+use crate::common::failure::{Failure, Verdict};
+use crate::common::{output, units};
+
+/// The options of `warm`.
+#[derive(Debug, Args)]
+pub(crate) struct WarmArgs {
+    /// Compile for these architectures instead of this machine's GPUs; needs no GPU
+    #[arg(long, value_name = "NAME[,NAME...]", value_delimiter = ',', value_parser = architecture)]
+    arch: Vec<Arch>,
+}
+
+/// Reads the name of an architecture that the crate has kernels for.
+fn architecture(text: &str) -> Result<Arch, String> {
+    Arch::from_name(text).ok_or_else(|| {
+        let names: Vec<&str> = Arch::ALL.into_iter().map(Arch::name).collect();
+        format!("no kernels for this architecture; possible: {}", names.join(", "))
+    })
+}
 
 pub(crate) fn main(args: &WarmArgs) -> Result<Verdict, Failure> {
     let targets = match &args.arch[..] {
@@ -18,7 +34,7 @@ pub(crate) fn main(args: &WarmArgs) -> Result<Verdict, Failure> {
     let plain_copies = Config::from_env()?.plain_copies;
     let begin = Instant::now();
     let warm = warm(&targets, plain_copies, |kernel| {
-        // Where stdout is gone, the summary says so.
+        // If stdout cannot be written, the summary below returns the error.
         let _ = output::to_stdout(&line(kernel));
     })?;
     for warning in &warm.warnings {
@@ -32,7 +48,7 @@ fn line(warmed: &Warmed) -> String {
     let Warmed { kernel, variant, arch, cubin } = warmed;
     let how = match cubin.origin {
         Origin::Compiled => format!("compiled in {:.2} s", cubin.seconds),
-        Origin::Disk | Origin::Memory => "found".into(),
+        Origin::Disk | Origin::Memory => "found in the cache".into(),
     };
     format!("  {kernel:<10}  {variant:<31}  {arch:<7}  {how}")
 }
@@ -44,14 +60,14 @@ fn summary(warm: &Warm, elapsed: Duration) -> String {
     archs.dedup();
     let archs: Vec<&str> = archs.into_iter().map(Arch::name).collect();
     let (all, new) = (warm.kernels.len(), compiled.len());
-    let mut how = format!("{new} compiled, {} found, in {}", all - new, units::time(elapsed));
+    let mut how = format!("{new} compiled, {} found in the cache, in {}", all - new, units::time(elapsed));
     if let Some(first) = compiled.first() {
         let work: f64 = compiled.iter().map(|kernel| kernel.cubin.seconds).sum();
         how.push_str(&format!(" ({work:.1} s of NVRTC {})", first.cubin.nvrtc));
     }
     let place = warm.cache.dir.as_deref().map(|dir| dir.display().to_string()).unwrap_or_default();
     format!(
-        "{} for {}: {how}\nkept in {place}: {}, {}",
+        "{} for {}: {how}\nkernel cache {place}: {}, {}",
         units::counted(all, "kernel"),
         archs.join(", "),
         units::counted(warm.cache.entries, "program"),

@@ -1,4 +1,4 @@
-//! `hybrid-ep doctor` in both forms.
+//! The output of `hybrid-ep doctor` as text and as JSON.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
 mod common;
@@ -6,7 +6,7 @@ mod common;
 use common::run;
 
 #[test]
-fn an_examination_is_text_or_json() {
+fn the_report_is_text_or_json() {
     let text = run(&["doctor"]).succeeded().stdout;
     assert!(text.lines().count() > 3, "{text}");
     let json: serde_json::Value =

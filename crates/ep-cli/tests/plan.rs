@@ -1,4 +1,4 @@
-//! `hybrid-ep plan`, `reproduce` and `simulate`: what they answer, what they write, what they refuse.
+//! `hybrid-ep plan`, `reproduce` and `simulate`: their results, their files and their errors.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
 mod common;
@@ -6,7 +6,7 @@ mod common;
 use common::{Directory, run, trace};
 use serde_json::Value;
 
-/// The cluster of the reference picks: 20 us per message everywhere, a round trip on the uplink only.
+/// The cluster of the reference plans: 20 us per message on all levels, a round trip only on the uplink.
 const REFERENCE: &str = r#"
 [cluster]
 name = "reference"
@@ -63,7 +63,7 @@ fn speedup(plan: &Value, kind: &str) -> f64 {
 }
 
 #[test]
-fn the_reference_picks() {
+fn the_reference_plans_are_found() {
     let directory = Directory::new("plan-reference");
     let file = written(&directory, "reference.toml", REFERENCE);
     for (uplink, domains, milliseconds, over) in [
@@ -92,7 +92,7 @@ fn the_reference_picks() {
 }
 
 #[test]
-fn without_arguments_there_is_an_example() {
+fn without_arguments_an_example_is_planned() {
     let text = run(&["plan"]).succeeded().stdout;
     for part in [
         "DeepSeek-V3 on 2 x (8 x DGX H200)",
@@ -109,7 +109,7 @@ fn without_arguments_there_is_an_example() {
 }
 
 #[test]
-fn a_printed_problem_is_the_same_problem() {
+fn a_printed_problem_can_be_read_back() {
     let directory = Directory::new("plan-toml");
     let options = [
         "--model",
@@ -132,7 +132,7 @@ fn a_printed_problem_is_the_same_problem() {
 }
 
 #[test]
-fn every_preset_is_listed_and_known() {
+fn every_listed_preset_can_be_used() {
     let list = run(&["plan", "--list"]).succeeded().stdout;
     let names: Vec<&str> = list
         .lines()
@@ -170,7 +170,7 @@ fn every_preset_is_listed_and_known() {
 }
 
 #[test]
-fn the_stream_model_exactly() {
+fn the_stream_model_has_the_expected_latencies() {
     let json = run(&["plan", "--stream", "paper-mix-2", "--json", "-"]).succeeded().stdout;
     let level: Value = serde_json::from_str(&json).unwrap();
     assert_eq!(level["best_domain_size"], 2);
@@ -189,7 +189,7 @@ fn the_stream_model_exactly() {
 }
 
 #[test]
-fn a_sweep_changes_one_number() {
+fn a_sweep_plans_every_value() {
     let plan = planned(&["--set", "work=forward", "--sweep", "bandwidth=1Gbit/s..400Gbit/s:5"]);
     let points = plan["sweep"]["points"].as_array().unwrap();
     let values: Vec<f64> = points.iter().map(|point| point["value"].as_f64().unwrap()).collect();
@@ -197,7 +197,7 @@ fn a_sweep_changes_one_number() {
     let times: Vec<f64> =
         points.iter().map(|point| point["outcome"]["Ok"]["layer_ms"].as_f64().unwrap()).collect();
     assert!(times.windows(2).all(|pair| pair[1] < pair[0]), "{times:?}");
-    // Some values allow no plan, and say so.
+    // Some values allow no plan, which the result says.
     let members = planned(&["--sweep", "members.rail=6..8:3"]);
     let outcomes: Vec<bool> = members["sweep"]["points"]
         .as_array()
@@ -209,7 +209,7 @@ fn a_sweep_changes_one_number() {
 }
 
 #[test]
-fn a_recorded_routing_is_a_histogram() {
+fn a_recorded_routing_gives_a_histogram() {
     let directory = Directory::new("plan-routing");
     let file = directory.file("routing.safetensors");
     std::fs::write(&file, trace([24, 16], |_| {})).unwrap();
@@ -227,7 +227,7 @@ fn a_recorded_routing_is_a_histogram() {
 }
 
 #[test]
-fn groups_hold_every_rank_once() {
+fn every_rank_is_in_one_group_of_each_kind() {
     let directory = Directory::new("plan-groups");
     let file = directory.file("groups.json");
     run(&["plan", "--groups", &file]).succeeded();
@@ -244,7 +244,7 @@ fn groups_hold_every_rank_once() {
     }
 }
 
-/// Every tag is closed by its own, every attribute is quoted.
+/// Checks that tags are balanced and attributes are quoted.
 fn assert_well_formed(svg: &str) {
     let mut open = Vec::new();
     for tag in svg.split('<').skip(1) {
@@ -261,7 +261,7 @@ fn assert_well_formed(svg: &str) {
         );
     }
     assert!(open.is_empty() && svg.contains("xmlns"), "{open:?}");
-    // A bare ampersand would end a strict reader.
+    // A strict parser refuses a bare ampersand.
     assert!(
         svg.split('&').skip(1).all(|rest| rest.split(';').next().is_some_and(|name| name.len() <= 6)),
         "{svg}"
@@ -269,7 +269,7 @@ fn assert_well_formed(svg: &str) {
 }
 
 #[test]
-fn a_report_needs_no_network() {
+fn the_html_report_loads_nothing() {
     let directory = Directory::new("plan-html");
     let name = "<b> & \"quoted\"";
     let file = written(&directory, "named.toml", &REFERENCE.replace("\"reference\"", "'<b> & \"quoted\"'"));
@@ -285,7 +285,7 @@ fn a_report_needs_no_network() {
         for outside in ["src=", "href=", "url(", "@import", "<script", "<link"] {
             assert!(!html.contains(outside), "{outside} in {report}");
         }
-        // The namespace of SVG is a name, not a place.
+        // The namespace of SVG is a name, not an address that is loaded.
         let places = html.replace("http://www.w3.org/2000/svg", "");
         assert!(!places.contains("http:") && !places.contains("https:"));
         assert!(!html.contains(name) && html.contains("&lt;b&gt; &amp; &quot;quoted&quot;"));
@@ -300,13 +300,13 @@ fn a_report_needs_no_network() {
 }
 
 #[test]
-fn mistakes_point_at_the_file() {
+fn errors_in_a_file_have_their_position() {
     let directory = Directory::new("plan-mistakes");
     let spoilt = |line: &str, instead: &str| {
         assert!(REFERENCE.contains(line));
         written(&directory, "spoilt.toml", &REFERENCE.replacen(line, instead, 1))
     };
-    for (line, instead, culprits) in [
+    for (line, instead, parts) in [
         (
             "bandwidth = \"100 Gbit/s\"",
             "bandwidth = \"100 gbit/s\"",
@@ -326,7 +326,7 @@ fn mistakes_point_at_the_file() {
         ("[model]", "[model", &["spoilt.toml:30:", "not TOML"]),
         ("preset = \"deepseek-v3\"", "preset = \"deepseek-v2\"", &["model.preset", "possible: deepseek-v3"]),
     ] {
-        run(&["plan", "--cluster", &spoilt(line, instead)]).refused(2, culprits);
+        run(&["plan", "--cluster", &spoilt(line, instead)]).refused(2, parts);
     }
     let model_only = written(&directory, "model.toml", "[model]\npreset = \"deepseek-v3\"\n[options]\n");
     let whole = written(&directory, "whole.toml", REFERENCE);
@@ -336,30 +336,33 @@ fn mistakes_point_at_the_file() {
 }
 
 #[test]
-fn what_cannot_be_planned_is_refused() {
+fn invalid_requests_are_refused() {
     let directory = Directory::new("plan-refused");
     let nowhere = directory.file("no/such/file");
-    for (options, culprits) in [
+    for (options, parts) in [
         (&["plan", "--cluster", "abacus"][..], &["--cluster abacus", "presets: dgx-h100"][..]),
         (&["plan", "--model", "gpt-2"], &["--model gpt-2", "presets: deepseek-v3"]),
         (&["plan", "--cluster", "gb200-nvl72"], &["256 experts", "1152 GPUs", "possible"]),
-        (&["plan", "--nodes", "0"], &["scaling_factor of level 'rail'", "at least one"]),
+        (&["plan", "--nodes", "0"], &["--nodes", "from 1 to 65536"]),
         (&["plan", "--uplink", "100"], &["--uplink", "no unit", "Gbit/s"]),
         (&["plan", "--cluster", "paper-m", "--nodes", "2"], &["--nodes is for presets"]),
         (&["plan", "--set", "bandwidth"], &["--set bandwidth", "KEY=VALUE"]),
         (&["plan", "--set", "speed=1"], &["no key `speed`", "weight_compression"]),
         (&["plan", "--set", "bandwidth.lan=1Gbit/s"], &["no level `lan`", "wan, rail, nvlink"]),
         (&["plan", "--set", "work=sleep"], &["not one of training, forward"]),
-        (&["plan", "--set", "weight_compression=0.5"], &["weight_compression is 0.5", "at least 1"]),
+        (
+            &["plan", "--set", "weight_compression=0.5"],
+            &["--set weight_compression=0.5", "a number from 1 to 1e6"],
+        ),
         (&["plan", "--sweep", "bandwidth=1Gbit/s"], &["--sweep", "KEY=FROM..TO"]),
         (&["plan", "--sweep", "bandwidth=9Gbit/s..1Gbit/s"], &["below the second"]),
         (&["plan", "--sweep", "bandwidth=1Gbit/s..9Gbit/s:1"], &["from 2 to 200"]),
-        (&["plan", "--sweep", "work=training..forward"], &["no number"]),
+        (&["plan", "--sweep", "work=training..forward"], &["not a number"]),
         (&["plan", "--stream", "paper-mix-3"], &["no such case", "paper-mix-1"]),
         (&["plan", "--json", &nowhere], &["--json", "no/such"]),
         (&["plan", "--html", &nowhere], &["--html", "no/such"]),
         (&["plan", "--groups", &nowhere], &["--groups", "no/such"]),
-        (&["plan", "--json", "-", "--html", "-"], &["only one"]),
+        (&["plan", "--json", "-", "--html", "-"], &["--json and --html"]),
         (&["reproduce", "--markdown", &nowhere], &["--markdown", "no/such"]),
         (&["simulate", "--stragglers", "gpu:999=2"], &["GPU 999", "there are 128"]),
         (&["simulate", "--stragglers", "999"], &["--stragglers", "write gpu:3=1.5"]),
@@ -367,13 +370,13 @@ fn what_cannot_be_planned_is_refused() {
         (&["simulate", "--scheme", "plain", "--domains", "1,1,1"], &["only the hybrid"]),
         (&["simulate", "--domains", "3,1,1"], &["--domains", "does not divide"]),
         (&["simulate", "--jitter", "-1"], &[]),
-        (&["simulate", "--layers", "0"], &["layers to simulate"]),
+        (&["simulate", "--layers", "0"], &["--layers", "from 1 to 10000"]),
     ] {
         let finished = run(options);
-        if culprits.is_empty() {
+        if parts.is_empty() {
             assert_eq!(finished.code, Some(2), "{options:?}");
         } else {
-            finished.refused(2, culprits);
+            finished.refused(2, parts);
         }
     }
     for usage in [
@@ -386,7 +389,7 @@ fn what_cannot_be_planned_is_refused() {
 }
 
 #[test]
-fn the_paper_is_reproduced_as_far_as_it_is_known() {
+fn the_conclusions_on_the_paper_are_as_expected() {
     let directory = Directory::new("reproduce");
     let (markdown, charts) = (directory.file("paper.md"), directory.file("charts"));
     let text = run(&["reproduce", "--markdown", &markdown, "--charts", &charts]).succeeded().stdout;
@@ -396,14 +399,14 @@ fn the_paper_is_reproduced_as_far_as_it_is_known() {
         "reproduces: all four at 128 GB/s",
         "reproduces: all four with ten times the compute",
         "reproduces: Tutel's slope on cluster-M",
-        "cannot be said: the other cells",
+        "cannot be checked: the other cells",
         "reproduces: its 30 cells (30 of 30 agree)",
         "does not reproduce: Algorithm 1 to the letter, at two levels",
-        "cannot be said: its points",
+        "cannot be checked: its points",
         "reproduces: 1.05x to 1.45x with fixed domains",
         "reproduces: 1.31x to 3.76x with growing domains",
         "does not reproduce: both ranges from one configuration",
-        "Every conclusion is the known one.",
+        "Every conclusion is as expected.",
     ] {
         assert!(text.lines().any(|found| found.starts_with(line)), "no `{line}` in: {text}");
     }
@@ -421,7 +424,7 @@ fn the_paper_is_reproduced_as_far_as_it_is_known() {
 }
 
 #[test]
-fn simulated_beside_planned() {
+fn a_simulation_is_compared_with_the_plan() {
     let directory = Directory::new("simulate");
     let [trace, svg] = ["trace.json", "timeline.svg"].map(|name| directory.file(name));
     let options = ["--layers", "2", "--trace", &trace, "--svg", &svg, "--json", "-"];
@@ -435,7 +438,7 @@ fn simulated_beside_planned() {
     assert!(!trace["traceEvents"].as_array().unwrap().is_empty());
     assert_well_formed(&std::fs::read_to_string(svg).unwrap());
 
-    // A slow GPU holds all others up, and the same seed gives the same run.
+    // A slow link delays all GPUs, and the same seed gives the same run.
     let layer = |options: &[&str]| {
         let all = [&["simulate", "--layers", "2", "--set", "work=forward", "--json", "-"], options].concat();
         let report: Value = serde_json::from_str(&run(&all).succeeded().stdout).unwrap();
@@ -448,7 +451,7 @@ fn simulated_beside_planned() {
     assert_ne!(seeded("1"), seeded("2"));
 }
 
-/// The example of the documentation is one that works, and says what its text says.
+/// The example file of the documentation can be planned, and the documented error is correct.
 #[test]
 fn the_documented_file_is_planned() {
     let documentation = include_str!("../../../docs/planner.md");

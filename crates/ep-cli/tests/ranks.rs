@@ -1,4 +1,4 @@
-//! Ranks as processes: what the others do when one is gone, and that none is left behind.
+//! Ranks as processes: the others report a rank that dies, and no process is left behind.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
@@ -8,7 +8,7 @@ use std::net::TcpListener;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use common::{finish, program};
+use common::{finish, finish_in_time, program};
 
 /// A benchmark that would take hours.
 const ENDLESS: &[&str] = &[
@@ -32,11 +32,11 @@ const ENDLESS: &[&str] = &[
     "20000",
 ];
 
-/// Long enough for ranks to have met and begun; when it is not, they notice the loss while they meet.
+/// Usually long enough for the ranks to join and start. If not, they notice the loss while they join.
 const BEGUN: Duration = Duration::from_secs(2);
 
 #[test]
-fn a_killed_rank_is_named_by_the_others() {
+fn the_other_ranks_name_a_killed_rank() {
     let store = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let start = |rank: usize| {
         let mut command = program();
@@ -59,7 +59,7 @@ fn a_killed_rank_is_named_by_the_others() {
 }
 
 #[test]
-fn the_launcher_says_how_ranks_ended() {
+fn the_launcher_reports_how_ranks_ended() {
     let launcher = program().args(ENDLESS).spawn().unwrap();
     let ranks = ranks_of(&launcher);
     std::thread::sleep(BEGUN);
@@ -69,6 +69,26 @@ fn the_launcher_says_how_ranks_ended() {
     let last = finished.stderr.lines().last().unwrap();
     assert_eq!(last, "hybrid-ep: error: rank 2 was killed by signal 9; ranks 0, 1 exited with code 3");
     assert!(ranks.iter().all(|&rank| !is_running(rank)));
+}
+
+/// The launcher kills the stopped rank and reports that.
+#[test]
+fn the_launcher_kills_a_stopped_rank() {
+    let mut command = program();
+    // The last value of ENDLESS is that of --timeout-ms.
+    command.args(&ENDLESS[..ENDLESS.len() - 1]).args(["3000", "--stall-timeout-ms", "2000"]);
+    let launcher = command.spawn().unwrap();
+    let ranks = ranks_of(&launcher);
+    std::thread::sleep(BEGUN);
+    assert!(Command::new("kill").args(["-STOP", &ranks[0].to_string()]).status().unwrap().success());
+    let finished = finish_in_time(launcher);
+    assert_eq!(finished.code, Some(3), "{finished:?}");
+    let last = finished.stderr.lines().last().unwrap();
+    assert!(
+        last.starts_with("hybrid-ep: error: rank 0 was killed by this launcher, 7.0 s after rank "),
+        "{last}"
+    );
+    assert!(last.ends_with(" had failed; ranks 1, 2 exited with code 3"), "{last}");
 }
 
 #[test]
@@ -84,7 +104,7 @@ fn ranks_end_with_their_launcher() {
     }
 }
 
-/// The processes that the launcher started, by rank, once all three are there.
+/// Waits until the launcher has started three processes, and returns them by rank.
 fn ranks_of(launcher: &Child) -> Vec<u32> {
     let begin = Instant::now();
     loop {
@@ -105,7 +125,7 @@ fn processes() -> impl Iterator<Item = u32> {
     std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
 }
 
-/// State and parent of a process that exists.
+/// State and parent of a process; `None` if it does not exist.
 fn status(pid: u32) -> Option<(char, u32)> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
@@ -120,7 +140,7 @@ fn is_running(pid: u32) -> bool {
     status(pid).is_some_and(|(state, _)| state != 'Z')
 }
 
-/// The process's RANK.
+/// The variable RANK of a process.
 fn rank(pid: u32) -> Option<String> {
     let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
     let rank = environment.split(|&byte| byte == 0).find_map(|entry| entry.strip_prefix(b"RANK="))?;

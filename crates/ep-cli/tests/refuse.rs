@@ -1,4 +1,4 @@
-//! What cannot be done is refused before it begins: exit code 2, one line on stderr, nothing left behind.
+//! Invalid requests are refused before the run: exit code 2, one line on stderr, no files left behind.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
 mod common;
@@ -6,8 +6,8 @@ mod common;
 use common::{Directory, program, run, tiny, trace};
 
 #[test]
-fn numbers_that_do_not_fit_together() {
-    for (options, culprits) in [
+fn numbers_that_do_not_fit_together_are_refused() {
+    for (options, parts) in [
         (&["--ranks", "0"][..], &["--ranks 0"][..]),
         (&["--ranks", "5000"], &["--ranks 5000"]),
         (&["--ranks", "4", "--domains", "3"], &["4 ranks", "3 NVLink domains"]),
@@ -24,32 +24,50 @@ fn numbers_that_do_not_fit_together() {
         (&["--iters", "0"], &["--iters 0"]),
         (&["--skew", "inf"], &["--skew inf"]),
     ] {
-        tiny(options).refused(2, culprits);
+        tiny(options).refused(2, parts);
     }
 }
 
 #[test]
-fn more_memory_than_there_is() {
+fn a_run_that_needs_too_much_memory_is_refused() {
     tiny(&["--tokens", "4000000000"]).refused(2, &["memory", "available", "--tokens"]);
-    tiny(&["--hidden", "16000000000"]).refused(2, &["memory", "available", "--hidden"]);
+    tiny(&["--hidden", "512000000"]).refused(2, &["memory", "available", "--hidden"]);
     tiny(&["--pad", "4000000000"]).refused(2, &["memory", "available", "--pad"]);
 }
 
 #[test]
-fn sizes_beyond_64_bits() {
+fn sizes_beyond_64_bits_are_refused() {
     tiny(&["--tokens", "18446744073709551615"]).refused(2, &["--tokens", "64 bits"]);
     tiny(&["--hidden", "18446744073709551600"]).refused(2, &["--hidden", "64 bits"]);
 }
 
 #[test]
 fn usage_errors_of_the_parser_have_the_same_code() {
-    for arguments in [&["bench", "--tokens", "many"][..], &["bench", "--layer", "1"], &["bnch"], &[]] {
-        assert_eq!(run(arguments).code, Some(2), "{arguments:?}");
+    for (arguments, parts) in [
+        (
+            &["bench", "--tokens", "many"][..],
+            &["'many'", "--tokens", "a whole number", "`hybrid-ep bench --help`"][..],
+        ),
+        (&["bench", "--layer", "1"], &["--routing", "not provided", "`hybrid-ep bench --help`"]),
+        (&["bench", "--tokns", "1"], &["--tokns", "--tokens", "`hybrid-ep bench --help`"]),
+        (&["bench", "--backend", "tpu"], &["tpu", "--backend", "possible values: auto, host, cuda"]),
+        (&["bench", "--routing", "x", "--tokens", "5"], &["--routing", "--tokens", "cannot be used"]),
+        (&["plan", "--print-toml", "--html", "x"], &["--print-toml", "--html"]),
+        (&["bnch"], &["bnch", "bench", "`hybrid-ep --help`"]),
+        (&["--no-such"], &["--no-such", "`hybrid-ep --help`"]),
+        (&[], &["no command", "`hybrid-ep --help`"]),
+    ] {
+        run(arguments).refused(2, parts);
+    }
+    // Help and version are no errors and go to stdout.
+    for arguments in [&["--help"][..], &["bench", "--help"], &["--version"], &["help", "plan"]] {
+        let help = run(arguments).succeeded();
+        assert!(help.stderr.is_empty() && !help.stdout.is_empty(), "{arguments:?}");
     }
 }
 
 #[test]
-fn recorded_routings_that_cannot_be_used() {
+fn invalid_recorded_routings_are_refused() {
     let directory = Directory::new("refuse-trace");
     let write = |name: &str, bytes: &[u8]| {
         let file = directory.file(name);
@@ -62,25 +80,25 @@ fn recorded_routings_that_cannot_be_used() {
     let cut = write("cut.safetensors", &good[..good.len() - 7]);
     tiny(&["--routing", &cut]).refused(2, &["cut.safetensors", "truncated"]);
     let range = write("range.safetensors", &trace([5, 4], |indices| indices[3] = 8));
-    let culprits = ["range.safetensors", "layer 1", "rank 1, row 1", "expert index 8"];
-    tiny(&["--routing", &range]).refused(2, &culprits);
+    let parts = ["range.safetensors", "layer 1", "rank 1, row 1", "expert index 8"];
+    tiny(&["--routing", &range]).refused(2, &parts);
     let whole = write("whole.safetensors", &good);
     tiny(&["--routing", &whole, "--layer", "2"]).refused(2, &["--layer 2", "layers 0 to 1"]);
     tiny(&["--routing", &whole, "--ranks", "3"]).refused(2, &["whole.safetensors", "8 experts", "3 ranks"]);
 }
 
 #[test]
-fn results_that_could_not_be_written() {
+fn destinations_that_cannot_be_written_are_refused() {
     let directory = Directory::new("refuse-json");
     let nowhere = directory.file("no/such/result.json");
-    // A size that would take long: the refusal comes before the run.
+    // This run would take long; it must be refused before it starts.
     tiny(&["--json", &nowhere, "--iters", "100000000"]).refused(2, &["--json", "no/such"]);
     tiny(&["--json", &directory.path().display().to_string()]).refused(2, &["--json", "is a directory"]);
     assert_eq!(directory.names(), [""; 0]);
 }
 
 #[test]
-fn settings_and_launchers_that_make_no_sense() {
+fn invalid_settings_and_launcher_variables_are_refused() {
     let with = |key: &str, value: &str, options: &[&str]| {
         let output = program().arg("bench").args(options).env(key, value).output().unwrap();
         (output.status.code(), String::from_utf8(output.stderr).unwrap())
@@ -102,10 +120,10 @@ fn settings_and_launchers_that_make_no_sense() {
 }
 
 #[test]
-fn gpus_are_asked_for_where_there_are_none() {
-    // Where there is one, all of this would run.
+fn the_cuda_backend_is_refused_without_gpus() {
+    // With a GPU, all of this would run.
     let Err(missing) = ep_cuda::check_available() else { return };
-    // One line says the same as the library does, with its cause and what to do.
+    // The line has the library's error with its cause and advice.
     let missing = missing.to_string();
     tiny(&["--backend", "cuda"]).refused(2, &[&missing]);
     tiny(&["--backend", "cuda", "--processes"]).refused(2, &[&missing]);
@@ -113,18 +131,18 @@ fn gpus_are_asked_for_where_there_are_none() {
 }
 
 #[test]
-fn gpus_serve_one_domain() {
+fn several_domains_are_refused_on_gpus() {
     tiny(&["--backend", "cuda", "--domains", "2"]).refused(2, &["--domains 2", "--backend host"]);
 }
 
 #[test]
 fn the_launcher_refuses_before_it_starts_ranks() {
-    // One line from one process, not one from each rank.
+    // One line of the launcher, not one line per rank.
     tiny(&["--processes", "--topk", "9"]).refused(2, &["--topk 9"]);
 }
 
 #[test]
-fn verify_has_limits_too() {
+fn numbers_out_of_range_are_refused_by_verify() {
     run(&["verify", "--ranks", "0"]).refused(2, &["--ranks 0"]);
     run(&["verify", "--suite-only", "--case", "1000000"]).refused(2, &["--case 1000000"]);
 }

@@ -1,11 +1,11 @@
-//! `hybrid-ep verify` in all its forms.
+//! `hybrid-ep verify` with threads, with processes and as a soak.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
 mod common;
 
 use common::{Finished, run};
 
-/// The counts that a run ends with.
+/// The number of passed cases of a run without failures.
 #[track_caller]
 fn passed(finished: &Finished) -> usize {
     let line = finished.stdout.lines().find(|line| line.contains(" passed, ")).unwrap();
@@ -13,7 +13,7 @@ fn passed(finished: &Finished) -> usize {
     line.split(' ').next().unwrap().parse().unwrap()
 }
 
-/// Fixed cases that the last line says were left out for their ranks.
+/// The number of fixed cases that were left out for having more than `ranks` ranks, from the last line.
 #[track_caller]
 fn left_out(finished: &Finished, ranks: usize) -> usize {
     let last = finished.stdout.lines().last().unwrap();
@@ -22,7 +22,7 @@ fn left_out(finished: &Finished, ranks: usize) -> usize {
 }
 
 #[test]
-fn threads() {
+fn cases_pass_with_ranks_as_threads() {
     let finished = run(&["verify", "--cases", "20", "--seed", "11"]).succeeded();
     let passed = passed(&finished);
     assert!(passed > 20);
@@ -32,7 +32,7 @@ fn threads() {
 }
 
 #[test]
-fn processes() {
+fn cases_pass_with_ranks_as_processes() {
     let arguments = ["verify", "--cases", "12", "--seed", "11", "--ranks", "3", "--processes"];
     let finished = run(&arguments).succeeded();
     assert!(passed(&finished) > 12);
@@ -50,7 +50,7 @@ fn cases_of_more_ranks_are_left_out_and_counted() {
 }
 
 #[test]
-fn one_case_again() {
+fn one_case_can_be_repeated() {
     for form in [&[][..], &["--processes"]] {
         let finished = run(&[&["verify", "--seed", "11", "--case", "7"], form].concat()).succeeded();
         assert_eq!(passed(&finished), 1);
@@ -71,7 +71,7 @@ fn a_seed_is_always_printed() {
 }
 
 #[test]
-fn a_soak() {
+fn a_soak_passes_with_threads_and_processes() {
     for form in [&[][..], &["--processes"]] {
         let arguments = ["verify", "--soak", "100", "--ranks", "3", "--seed", "11"];
         let finished = run(&[&arguments, form].concat()).succeeded();

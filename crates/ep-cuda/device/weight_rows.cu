@@ -1,21 +1,9 @@
-// weight_rows: experts' rows times their weights, in f32 and rounded once; and the gradients of both. A warp takes a row
-// at a time. Nothing is exchanged with other ranks: this is an ordinary kernel, on as many SMs as there are.
+// weight_rows: multiplies experts' rows by their weights, in f32 with one rounding; backward, computes both gradients.
+// One warp handles one row at a time. A local kernel: it writes `out` and `dots`, needs no peer, and runs on all SMs.
 #include "bf16.cuh"
+#include "params.cuh"
 
-struct WeightRowsParams {
-    const u8* values;     // [rows, hidden]: rows; for gradients, those of the weighted rows
-    const u8* rows;       // for gradients: the rows, of the type of `out`; else null
-    const float* weights; // [rows]
-    u8* out;              // [rows, hidden]: values times weights
-    float* dots;          // [rows], for gradients: those of the weights
-    u32 count;
-    u32 hidden;           // a multiple of 8
-    u32 values_f32;       // f32 instead of bf16
-    u32 out_f32;
-};
-static_assert(sizeof(WeightRowsParams) == 56, "as in src/weight_rows.rs");
-
-// 8 elements, as they lie in memory.
+// 8 elements in their memory format.
 template <bool f32>
 struct Packed {
     uint4 words[f32 ? 2 : 1];
@@ -54,7 +42,7 @@ __device__ inline void store(u8* row, u32 vector, const float (&v)[8]) {
     }
 }
 
-// Loads of a lane that are on their way at a time.
+// Vectors that a lane has in flight at a time.
 constexpr u32 TURNS = 4;
 
 template <bool values_f32, bool out_f32, bool gradients>
@@ -97,7 +85,7 @@ __device__ inline void weight_all(const WeightRowsParams& p) {
         }
         if (!gradients) continue;
 #pragma unroll
-        for (u32 distance = WARP / 2; distance > 0; distance /= 2) dot += __shfl_xor_sync(0xFFFFFFFFu, dot, distance);
+        for (u32 distance = WARP / 2; distance > 0; distance /= 2) dot += __shfl_xor_sync(ALL_LANES, dot, distance);
         if (lane_id() == 0) p.dots[row] = dot;
     }
 }
@@ -108,7 +96,7 @@ __device__ inline void weight_typed(const WeightRowsParams& p) {
     else weight_all<values_f32, out_f32, true>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(256) weight_rows(const __grid_constant__ WeightRowsParams p) {
+extern "C" __global__ void __launch_bounds__(WEIGHT_ROWS_THREADS) weight_rows(const __grid_constant__ WeightRowsParams p) {
     if (p.values_f32 != 0) {
         if (p.out_f32 != 0) weight_typed<true, true>(p);
         else weight_typed<true, false>(p);

@@ -1,43 +1,66 @@
-//! A rank's registered memory: reachable by the GPUs of all ranks of its NVLink domain, and growing when it must.
+//! A rank's registered memory: all GPUs of its NVLink domain can access it, and it grows on demand.
 
+use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use ep::{Error, Result};
+use ep::{Error, Rank, Result, Size};
 
-use crate::driver::{Chunk, Device, DeviceAddress, Reservation};
+use crate::driver::{Chunk, Device, DeviceAddress, DeviceMark, Look, Relaxed, Reservation};
+use crate::reaper::{self, Job, Lost};
 
-/// Every part begins at a multiple of this, bytes: a row may begin with any vector load, and parts share no cache line.
+/// Alignment of every part, in bytes: suits any vector load, and parts share no cache line.
 const ALIGNMENT: usize = 256;
-/// Memory grows by at least this much, bytes: a multiple of the driver's granularity.
+/// Memory grows by at least this many bytes: a multiple of the driver's granularity.
 const LEAST_GROWTH: usize = 32 << 20;
 const GRANULE: usize = 2 << 20;
 
-/// Makes new memory known to other processes before anybody names an address in it.
+/// Announces new memory to other processes, before this rank uses an address in it.
 pub(crate) trait Announce: Send {
-    /// Returns when all peers have mapped the chunk behind those they have.
+    /// Returns when all peers have mapped the chunk after those that they have.
     fn announce(&mut self, chunk: &Chunk) -> Result<()>;
 }
 
-/// Registered memory, shared by the buffer and all parts that were handed out.
+/// Registered memory, shared by the buffer, the CUDA graphs that use it, and all parts that were handed out. When the
+/// last owner is dropped, the memory is freed as soon as the GPU has finished all work that it had at that time.
 #[derive(Clone)]
-pub(crate) struct Arena(Arc<Mutex<State>>);
+pub(crate) struct Arena(Arc<Owner>);
+
+/// A rank's registered memory; lives as long as any rank of this process may access it.
+pub(crate) struct Memory(Mutex<State>);
+
+struct Owner {
+    memory: Arc<Memory>,
+    /// Taken when the owner is dropped.
+    release: Mutex<Option<Release>>,
+}
+
+/// What is freed when the work of the GPU has finished.
+struct Release {
+    rank: Rank,
+    memory: Arc<Memory>,
+    /// Other objects that kernels of this rank may access.
+    held: Vec<Box<dyn Any + Send>>,
+    mark: DeviceMark,
+    patience: Duration,
+}
 
 struct State {
     device: Arc<Device>,
     reservation: Reservation,
-    /// GPUs of this process that may touch it.
+    /// GPUs of this process that may access it.
     devices: Vec<usize>,
     announce: Option<Box<dyn Announce>>,
-    /// Why nothing is handed out any more: not all peers know all of the memory.
+    /// Why no more memory is handed out: an announcement failed, so not all peers have mapped all memory.
     closed: Option<Error>,
-    /// Free ranges: first byte to length.
+    /// Free ranges: length by first byte.
     free: BTreeMap<usize, usize>,
-    /// Parts that peers may still read: the operator after which they are free, first byte, length.
+    /// Parts that peers may still read: the step after which the part is free, first byte, length.
     resting: Vec<(u64, usize, usize)>,
     /// Operators called so far.
     step: u64,
-    /// Whether parts that are made now belong to a CUDA graph; and whether there ever were any.
+    /// Whether new parts belong to a CUDA graph, and whether that was ever so.
     captured: bool,
     ever_captured: bool,
 }
@@ -52,16 +75,16 @@ impl std::fmt::Debug for Arena {
     }
 }
 
-/// A part of registered memory; goes back when dropped.
+/// A part of registered memory; dropping it makes the memory free for reuse.
 #[derive(Debug)]
 pub(crate) struct Part {
     arena: Arena,
     offset: usize,
     len: usize,
     address: DeviceAddress,
-    /// Whether peers may read it after the last operator of this rank that used it is over.
+    /// Whether peers may read it after this rank's last operator that used it has finished.
     lent: bool,
-    /// Whether it stays with the arena for good: replays of a CUDA graph may write to it at any time.
+    /// Whether it is never reused, because replays of a CUDA graph may write to it at any time.
     kept: bool,
 }
 
@@ -70,7 +93,7 @@ impl Part {
         self.address
     }
 
-    /// Gives the part up: it goes back, unless a captured graph may know it.
+    /// Drops the part. It is reused unless a captured graph may have its address.
     pub(crate) fn retire(mut self) {
         self.kept |= self.arena.lock().ever_captured;
     }
@@ -83,8 +106,8 @@ impl Drop for Part {
         }
         let mut state = self.arena.lock();
         if self.lent {
-            // A peer may be in the last operator still. It has left it when it greets in the next one; and only what
-            // is called after that one may overwrite what it reads.
+            // A peer may still be in this rank's last operator. It has finished it when its handshake of the next
+            // operator arrives, so the memory may be overwritten by operators after the next one.
             let after = state.step + 1;
             state.resting.push((after, self.offset, self.len));
         } else {
@@ -94,8 +117,15 @@ impl Drop for Part {
 }
 
 impl Arena {
-    pub(crate) fn new(device: &Arc<Device>, devices: Vec<usize>) -> Result<Self> {
-        Ok(Self(Arc::new(Mutex::new(State {
+    /// Registered memory of a rank. `patience`: how long to wait for work before the memory is given up.
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        devices: Vec<usize>,
+        rank: Rank,
+        patience: Duration,
+    ) -> Result<Self> {
+        let mark = DeviceMark::new(device)?;
+        let memory = Arc::new(Memory(Mutex::new(State {
             device: Arc::clone(device),
             reservation: Reservation::new(device)?,
             devices,
@@ -106,11 +136,25 @@ impl Arena {
             step: 0,
             captured: false,
             ever_captured: false,
-        }))))
+        })));
+        let release = Release { rank, memory: Arc::clone(&memory), held: Vec::new(), mark, patience };
+        Ok(Self(Arc::new(Owner { memory, release: Mutex::new(Some(release)) })))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(|poison| poison.into_inner())
+        self.0.memory.lock()
+    }
+
+    /// The memory itself, for other ranks of this process whose kernels access it.
+    pub(crate) fn memory(&self) -> Arc<Memory> {
+        Arc::clone(&self.0.memory)
+    }
+
+    /// Keeps `thing`, which kernels of this rank may access, as long as the memory.
+    pub(crate) fn hold(&self, thing: impl Any + Send) {
+        if let Some(release) = &mut *self.0.release() {
+            release.held.push(Box::new(thing));
+        }
     }
 
     /// The first address.
@@ -118,28 +162,29 @@ impl Arena {
         self.lock().reservation.address
     }
 
-    /// Bytes that are registered now.
+    /// The number of registered bytes.
     pub(crate) fn registered_bytes(&self) -> usize {
         self.lock().reservation.mapped()
     }
 
-    /// From now on other processes are told of growth.
+    /// Announces growth to other processes from now on.
     pub(crate) fn announce_with(&self, announce: Box<dyn Announce>) {
         self.lock().announce = Some(announce);
     }
 
-    /// Tells other processes that nothing follows; before the memory goes.
+    /// Ends the announcements, which tells other processes that this rank leaves. Called before the memory is freed.
     pub(crate) fn close(&self) {
         let announce = self.lock().announce.take();
         drop(announce);
     }
 
-    /// Calls `with` with the chunks so far.
+    /// Calls `with` with the chunks allocated so far.
     pub(crate) fn with_chunks<T>(&self, with: impl FnOnce(&[Chunk]) -> T) -> T {
         with(self.lock().reservation.chunks())
     }
 
-    /// The operator that is called next. One that is captured in a graph is not done now, so nothing has rested by it.
+    /// Sets the number of the next operator. Ignores captured operators: they are not executed now, so they free
+    /// nothing.
     pub(crate) fn set_step(&self, step: u64) {
         let mut state = self.lock();
         if !state.captured {
@@ -147,16 +192,16 @@ impl Arena {
         }
     }
 
-    /// Whether what follows is captured in a CUDA graph.
+    /// Sets whether the following operators are captured in a CUDA graph.
     pub(crate) fn set_captured(&self, captured: bool) {
         let mut state = self.lock();
         state.captured = captured;
         state.ever_captured |= captured;
     }
 
-    /// A part of `bytes` bytes, content undefined.
+    /// Allocates a part of `bytes` bytes with undefined content. `lent`: peers may read it, as in [`Part::lent`].
     pub(crate) fn alloc(&self, bytes: usize, lent: bool) -> Result<Part> {
-        let len = bytes.max(1).next_multiple_of(ALIGNMENT);
+        let len = Size::new(bytes.max(1)).next_multiple_of(ALIGNMENT).bytes("registered memory")?;
         let mut state = self.lock();
         if let Some(error) = &state.closed {
             return Err(error.clone());
@@ -175,8 +220,48 @@ impl Arena {
     }
 }
 
+impl Memory {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Owner {
+    fn release(&self) -> MutexGuard<'_, Option<Release>> {
+        self.release.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        // If the buffer could not be made, it has not closed the links; their threads write to this memory.
+        let announce = self.memory.lock().announce.take();
+        drop(announce);
+        let release = self.release().take();
+        if let Some(release) = release {
+            reaper::retire(Box::new(release));
+        }
+    }
+}
+
+impl Job for Release {
+    fn look(&mut self) -> Look {
+        let _relaxed = Relaxed::new();
+        self.mark.look()
+    }
+
+    fn patience(&self) -> Duration {
+        self.patience
+    }
+
+    fn give_up(&mut self) -> Lost {
+        let what = format!("registered memory of rank {}", self.rank);
+        Lost { what, bytes: self.memory.lock().reservation.mapped() }
+    }
+}
+
 impl State {
-    /// Frees what has rested long enough.
+    /// Frees the resting parts that no peer can read any more.
     fn wake(&mut self) {
         let step = self.step;
         let (awake, resting) = self.resting.drain(..).partition(|&(after, ..)| after < step);
@@ -187,7 +272,7 @@ impl State {
         }
     }
 
-    /// The smallest free range that is large enough.
+    /// Takes `len` bytes from the smallest free range that is large enough.
     fn take(&mut self, len: usize) -> Option<usize> {
         let (&offset, &found) =
             self.free.iter().filter(|&(_, &free)| free >= len).min_by_key(|&(_, &free)| free)?;
@@ -214,21 +299,25 @@ impl State {
 
     fn grow(&mut self, len: usize) -> Result<()> {
         let mapped = self.reservation.mapped();
-        // What is free at the end need not be allocated again.
+        // A free range at the end counts towards the new range.
         let at_end = self
             .free
             .iter()
             .next_back()
             .filter(|&(&at, &free)| at + free == mapped)
             .map_or(0, |(_, &free)| free);
-        let bytes = (len - at_end).max(LEAST_GROWTH).next_multiple_of(GRANULE);
-        let chunk = match Chunk::new(&self.device, bytes) {
-            Ok(chunk) => chunk,
-            // Exactly what is needed may still fit.
-            Err(error) if bytes > (len - at_end).next_multiple_of(GRANULE) => {
-                Chunk::new(&self.device, (len - at_end).next_multiple_of(GRANULE)).map_err(|_| error)?
-            }
-            Err(error) => return Err(error),
+        let needed = Size::new(len - at_end).next_multiple_of(GRANULE).bytes("registered memory")?;
+        let bytes = needed.max(LEAST_GROWTH);
+        // Do not ask the driver for more than the GPU has: it may report an invalid argument instead of out-of-memory.
+        let room = self.reservation.room();
+        let chunk = |bytes| match bytes {
+            _ if bytes > room => Err(self.device.out_of_memory(bytes)),
+            _ => Chunk::new(&self.device, bytes),
+        };
+        let chunk = match chunk(bytes) {
+            // The exact size may still fit.
+            Err(error) if bytes > needed => chunk(needed).map_err(|_| error)?,
+            made => made?,
         };
         let bytes = chunk.bytes;
         self.reservation.push(chunk, &self.devices)?;

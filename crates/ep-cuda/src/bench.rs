@@ -1,5 +1,4 @@
-//! What benchmarks need beside the operators: which GPU a rank runs on, and a pause of the GPU, behind which launches
-//! queue up.
+//! Helpers for benchmarks: the GPU of a rank, and a kernel that occupies a stream so that launches queue up behind it.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::time::Duration;
@@ -10,10 +9,11 @@ use ep::Result;
 use crate::buffer::CudaBuffer;
 use crate::device::KernelKey;
 use crate::driver::check;
+use crate::params::SpinParams;
 
 /// Room for the texts that the driver writes.
 const TEXT_BYTES: usize = 256;
-/// No pause is longer: it blocks the GPU for everybody.
+/// The longest spin: it may delay other users of the GPU.
 const LONGEST_SPIN: Duration = Duration::from_secs(1);
 
 /// The GPU of a rank.
@@ -21,21 +21,15 @@ const LONGEST_SPIN: Duration = Duration::from_secs(1);
 pub struct Gpu {
     /// The model's name.
     pub name: String,
-    /// Its address on the bus: the same for all processes of the machine.
+    /// The address on the PCI bus, which is the same for all processes of the machine.
     pub pci_bus_id: String,
-}
-
-/// The mirror of `SpinParams` in `device/spin.cu`.
-#[repr(C)]
-struct SpinParams {
-    nanoseconds: u64,
 }
 
 impl CudaBuffer {
     /// The GPU that this rank runs on.
     ///
     /// # Errors
-    /// [`ep::EnvironmentError`] when the driver does not say.
+    /// [`ep::EnvironmentError`] if a driver call fails.
     pub fn gpu(&self) -> Result<Gpu> {
         let ordinal = self.device.ordinal;
         let what = || format!("asking about GPU {ordinal}");
@@ -56,15 +50,15 @@ impl CudaBuffer {
         })
     }
 
-    /// Keeps the stream busy for this long, at most a second. Operators that are called meanwhile start right after
-    /// it, one behind the other: events around them then measure the GPU, not how long a launch takes.
+    /// Occupies the stream for `time`, at most one second. Operators that are called meanwhile start right after that,
+    /// back to back, so events around them measure the GPU and not the time of a launch.
     ///
     /// # Errors
-    /// [`ep::EnvironmentError`] when the driver refuses.
+    /// [`ep::EnvironmentError`] if a driver call fails.
     pub fn spin(&self, time: Duration) -> Result<()> {
         let params = SpinParams { nanoseconds: time.min(LONGEST_SPIN).as_nanos() as u64 };
         let kernel = self.kernel(KernelKey::Spin)?;
-        // SAFETY: the kernel's own parameters, which name no memory.
+        // SAFETY: the parameters are this kernel's, and name no memory.
         unsafe { kernel.launch(&self.stream, 1, 1, 0, &params) }
     }
 }
@@ -79,13 +73,13 @@ mod tests {
     use crate::jit::{Arch, Compiler};
 
     #[test]
-    fn the_pause_compiles_for_every_architecture() {
+    fn spin_compiles_for_every_architecture() {
         let env = CudaEnv { cache_dir: None, ..CudaEnv::from_env() };
         let compiler = match Compiler::find(&env) {
             Ok(compiler) => compiler,
             Err(error) if std::env::var("HYBRID_EP_REQUIRE_NVRTC").as_deref() == Ok("1") => panic!("{error}"),
             Err(error) => {
-                // Past the test harness, which would swallow it.
+                // Directly to stderr: the test harness captures the output of tests that pass.
                 let _ = writeln!(io::stderr(), "skipped: no NVRTC ({error})");
                 return;
             }

@@ -1,41 +1,47 @@
-//! [`CudaBuffer`]: one rank's end of a communicator on a GPU.
+//! [`CudaBuffer`]: one rank of a world, on a GPU.
 
 use std::cell::{Cell, OnceCell};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
-use ep::call::{HandleFacts, check_capacity};
+use ep::call::{HandleFacts, Maker, check_capacity};
 use ep::{
-    Backend as _, CallerError, Config, Counts, DispatchMode, EnvironmentError, Error, Operator, Rank,
-    ReceiveShape, Result, ScaleFormat, TokenFormat, World,
+    Backend as _, CallerError, Config, Counts, DispatchMode, EnvironmentError, Error, Interrupt, Operator,
+    Rank, ReceiveShape, Result, ScaleFormat, Size, TokenFormat, World,
 };
 
 use crate::arena::{Arena, Part};
+use crate::call::Call;
 use crate::device::KernelKey;
-use crate::driver::{Device, DeviceAddress, Kernel, Mapped, Stream};
-use crate::fault;
-use crate::handle::{CudaHandle, Sizes, shape_words};
+use crate::driver::{Device, DeviceAddress, Event, Kernel, Mapped, Stream};
+use crate::fault::Faults;
+use crate::handle::{CudaHandle, Sizes};
 use crate::kernels::Kernels;
-use crate::links::LEFT;
+use crate::member::{Member, Parting, Stage, Tail};
 use crate::memory::CudaMemory;
-use crate::params::{CONTROL_BYTES, Common, FAULT_WORDS, LEFT_OFFSET, NONE, PreprocessParams};
+use crate::params::{
+    CONTROL_BYTES, Common, NONE, PREPROCESS_THREADS, PreprocessParams, SHAPE_REMOTE, SHAPE_ROWS,
+    SHAPE_WANTED, ScaleCode,
+};
 use crate::peers::Peers;
+use crate::reaper::Grace;
 use crate::routing::{DeviceReport, DeviceRouting};
+use crate::shared::{count_columns, shape_words};
 use crate::tuning;
 
-/// Blocks of preprocessing, at most: it is short, and leaves the GPU to others soon.
+/// Maximum number of blocks of preprocess, which is too short to gain from more.
 const PREPROCESS_BLOCKS: u32 = 64;
 
-/// Blocks of dispatch, at least: one that sends, one that receives.
+/// Minimum number of blocks of dispatch: one per role.
 const FEWEST_BLOCKS: u32 = 2;
-/// SMs of dispatch and combine where the caller does not say.
+/// SMs of dispatch and combine if the caller does not set them.
 const DEFAULT_SMS: u32 = 32;
 
-/// One rank's end of a communicator on a GPU.
+/// One rank of a world, on a GPU.
 ///
-/// Operators are put into a stream and return at once; [`ep::Backend::synchronize`], [`ep::Backend::download`] and a blocking
-/// preprocess wait. All ranks are in one NVLink domain: threads of this process ([`CudaBuffer::threads`]) or processes
-/// of this machine ([`CudaBuffer::join`]).
+/// Operators are launched in a stream and return at once. [`ep::Backend::synchronize`], [`ep::Backend::download`] and a
+/// preprocess without capacity wait for the GPU. All ranks are in one NVLink domain: threads of this process
+/// ([`CudaBuffer::threads`]) or processes of this machine ([`CudaBuffer::join`]).
 pub struct CudaBuffer {
     pub(crate) rank: Rank,
     pub(crate) world: World,
@@ -44,27 +50,40 @@ pub struct CudaBuffer {
     pub(crate) arena: Arena,
     /// The control block.
     pub(crate) _control: Part,
-    pub(crate) peers: Peers,
     pub(crate) common: Common,
-    /// Expert positions by expert, where a table shuffles them.
+    /// Expert position by expert; `None` if the placement is in order.
     pub(crate) position_of: Option<Part>,
-    pub(crate) fault: Mapped,
-    pub(crate) shape: Mapped,
+    pub(crate) member: Arc<Member>,
+    /// The capture that operators are launched in, if any. Its graph keeps `member`.
+    pub(crate) capture: Option<u64>,
+    pub(crate) faults: Arc<Faults>,
+    /// Host memory to which preprocess without capacity writes the shape.
+    pub(crate) shape: Arc<Mapped>,
+    /// Scratch of preprocess: `PreprocessParams::block_columns`.
     pub(crate) columns: Part,
+    /// Scratch of combine, with its bytes.
     pub(crate) partials: Option<(Part, usize)>,
     pub(crate) prob_scratch: Option<(Part, usize)>,
-    /// Blocks of a launch, and of preprocessing, at most.
+    /// Blocks of dispatch and combine.
     pub(crate) blocks: u32,
+    /// Maximum number of blocks of preprocess.
     pub(crate) preprocess_blocks: u32,
     pub(crate) plain_copies: bool,
-    /// Tokens of a chunk, at most.
+    /// Maximum number of tokens of a chunk.
     pub(crate) chunk_tokens: usize,
-    /// Tells handles of this buffer from others'.
-    pub(crate) id: u64,
+    /// Distinguishes handles and memory of this buffer from those of other buffers.
+    pub(crate) id: Maker,
+    /// Operators called so far.
     pub(crate) step: u64,
+    /// The last operator.
+    pub(crate) operator: Operator,
+    pub(crate) interrupt: Interrupt,
+    /// The error that made the buffer unusable.
     pub(crate) failed: Option<Error>,
     pub(crate) domain_bytes: u64,
     pub(crate) preprocess_bytes: u64,
+    /// Dropped last.
+    _grace: Grace,
 }
 
 impl std::fmt::Debug for CudaBuffer {
@@ -80,7 +99,24 @@ impl std::fmt::Debug for CudaBuffer {
     }
 }
 
-/// A rank's own memory before it knows its peers.
+/// How long dropping a buffer waits for its work to finish, before a background thread takes over.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// How long the work of a dropped buffer may take. Kernels that wait for a peer give up earlier.
+fn patience(config: &Config) -> Duration {
+    config.timeout.saturating_add(config.stall_timeout)
+}
+
+impl Drop for CudaBuffer {
+    /// Waits up to 2 s for operators that have not finished. After that a background thread waits for them and frees
+    /// the memory. CUDA graphs that captured operators keep the memory.
+    fn drop(&mut self) {
+        Grace::begin(GRACE);
+        self.member.end_in(&self.stream);
+    }
+}
+
+/// A rank's own memory, before it has met its peers.
 pub(crate) struct Home {
     pub(crate) rank: Rank,
     pub(crate) device: Arc<Device>,
@@ -99,16 +135,16 @@ impl Home {
         config: &Config,
     ) -> Result<Self> {
         config.check()?;
-        // What nearly every program launches, so that no rank's first operators keep its peers waiting for a compiler.
-        // Where ranks share a GPU, everything: the driver loads a kernel when no other runs there, and one that waits
-        // for a rank that is loading would wait for ever.
+        // Loads the kernels that nearly every program launches, so that no rank compiles in its first operators while
+        // its peers wait. If ranks share a GPU, loads all kernels: the driver loads a kernel only when no other kernel
+        // runs on the GPU, so a running kernel that waits for a rank that is loading would wait for ever.
         let keys = match shared {
             true => KernelKey::of_world(world.ranks(), device.shared_bytes),
             false => KernelKey::usual(world.ranks(), device.shared_bytes).to_vec(),
         };
         Kernels::get().load_ahead(&device, &keys, config.plain_copies)?;
         let stream = Stream::new(&device)?;
-        let arena = Arena::new(&device, devices)?;
+        let arena = Arena::new(&device, devices, rank, patience(config))?;
         let counts = 2 * world.ranks() * Counts::words(world) * size_of::<u32>();
         let control = arena.alloc(CONTROL_BYTES + counts, false)?;
         stream.zero(control.address(), CONTROL_BYTES + counts)?;
@@ -126,9 +162,10 @@ impl CudaBuffer {
         ranks_here: usize,
     ) -> Result<Self> {
         let Home { rank, device, stream, arena, control } = home;
-        let fault = Mapped::new(&device, FAULT_WORDS)?;
+        let view = stream.view();
+        let faults = Arc::new(Faults::new(&device, world.experts(), config, peers.hearts.clone())?);
         let local_experts = world.placement.local_experts(rank);
-        let shape = Mapped::new(&device, shape_words(local_experts))?;
+        let shape = Arc::new(Mapped::new(&device, shape_words(local_experts))?);
         let position_of = if world.placement.is_in_order() {
             None
         } else {
@@ -138,9 +175,10 @@ impl CudaBuffer {
             stream.upload(bytemuck::cast_slice(&positions), part.address())?;
             Some(part)
         };
-        let columns = world.experts() + 2 * world.ranks() + 2;
+        let columns = count_columns(world.experts(), world.ranks());
         let columns = arena.alloc(4 * columns * PREPROCESS_BLOCKS as usize, false)?;
-        // Ranks wait for each other inside kernels, so the blocks of all ranks of a GPU must run at once.
+        // Kernels of different ranks wait for each other, so the blocks of all ranks of a GPU must run at the same
+        // time.
         let most = (device.multiprocessors as usize / ranks_here) as u32;
         if most < FEWEST_BLOCKS {
             return Err(EnvironmentError::new(
@@ -154,20 +192,31 @@ impl CudaBuffer {
             .into());
         }
         let wanted = if config.sms == 0 { DEFAULT_SMS } else { config.sms as u32 };
-        let timeout_ns = config.timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
-        let common = peers.common(&world, rank, timeout_ns, fault.address());
-        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        let common = peers.common(&world, rank, config, faults.address());
         stream.synchronize()?;
+        arena.hold((Arc::clone(&faults), Arc::clone(&shape), Arc::clone(&peers._keep)));
+        let member = Member::new(Parting {
+            rank,
+            control: peers.control.clone(),
+            arena: arena.clone(),
+            faults: Arc::clone(&faults),
+            tail: Tail::new(&device)?,
+            said: Event::untimed(&device)?,
+            stage: Stage::Working,
+            patience: patience(config),
+            stream,
+        });
         Ok(Self {
             rank,
             world,
-            stream,
+            stream: view,
             arena,
             _control: control,
-            peers,
             common,
             position_of,
-            fault,
+            member,
+            capture: None,
+            faults,
             shape,
             columns,
             partials: None,
@@ -177,83 +226,46 @@ impl CudaBuffer {
             plain_copies: config.plain_copies,
             chunk_tokens: config.chunk_tokens,
             device,
-            id: NEXT_ID.fetch_add(1, Relaxed),
+            id: Maker::new(rank),
             step: 0,
+            operator: Operator::Join,
+            interrupt: config.interrupt.clone(),
             failed: None,
             domain_bytes: 0,
             preprocess_bytes: 0,
+            _grace: Grace::until_dropped(),
         })
     }
 
-    /// SMs that dispatch and combine run on.
+    /// The number of SMs that dispatch and combine use.
     pub fn sms(&self) -> u32 {
         self.blocks
     }
 
-    /// Bytes of registered memory that this rank holds now.
+    /// The number of bytes of registered memory that this rank holds now.
     pub fn registered_bytes(&self) -> usize {
         self.arena.registered_bytes()
     }
 
-    /// Puts the operators that follow into the caller's stream, after all that was put into the one before. A stream
-    /// that captures a CUDA graph is not made to wait: the capture's own rules order it.
+    /// Fills memory with zeros, in stream order.
     ///
     /// # Errors
-    /// [`EnvironmentError`] when the driver refuses.
-    ///
-    /// # Safety
-    /// `stream` is a `CUstream` of the buffer's GPU that lives until the buffer has another one.
-    pub unsafe fn set_stream(&mut self, stream: *mut std::ffi::c_void) -> Result<()> {
-        if self.stream.raw() == stream.cast() {
-            return Ok(());
-        }
-        let next = Stream::borrowed(&self.device, stream.cast());
-        if !next.is_capturing()? && !self.stream.is_capturing()? {
-            next.wait(&self.mark()?)?;
-        }
-        self.stream = next;
-        Ok(())
-    }
-
-    /// Looks whether the stream captures a CUDA graph: memory that is handed out then stays with the buffer for good,
-    /// since replays write to it.
-    pub(crate) fn notice_capture(&self) -> Result<bool> {
-        let captured = self.stream.is_capturing()?;
-        self.arena.set_captured(captured);
-        Ok(captured)
-    }
-
-    /// Fills memory with zeros, in the stream's order.
-    ///
-    /// # Errors
-    /// [`EnvironmentError`] when the driver refuses.
+    /// [`CallerError::Memory`] for another buffer's memory; [`EnvironmentError`] if a driver call fails.
     pub fn clear(&mut self, memory: &mut CudaMemory) -> Result<()> {
-        self.stream.zero(memory.address(), memory.len())
-    }
-
-    /// The stream that operators go into.
-    pub fn stream(&self) -> &Stream {
-        &self.stream
-    }
-
-    /// An event after everything that was put into the stream so far.
-    ///
-    /// # Errors
-    /// [`EnvironmentError`] when the driver refuses.
-    pub fn mark(&self) -> Result<crate::Event> {
-        let event = crate::Event::new(&self.device)?;
-        event.record(&self.stream)?;
-        Ok(event)
+        memory.check(self.id, "memory to clear", Size::new(0))?;
+        self.notice_capture()?;
+        self.stream.zero(memory.address(), memory.len())?;
+        self.notice_work()
     }
 
     pub(crate) fn kernel(&self, key: KernelKey) -> Result<Arc<Kernel>> {
         Kernels::get().load(&self.device, key, self.plain_copies)
     }
 
-    /// The error that a kernel has reported, or an earlier one.
+    /// Returns the error of an earlier operator, if one failed.
     pub(crate) fn check_usable(&mut self) -> Result<()> {
         if self.failed.is_none() {
-            self.failed = fault::read(&self.fault, self.rank, self.world.experts());
+            self.failed = self.faults.read();
         }
         self.failed.clone().map_or(Ok(()), Err)
     }
@@ -262,6 +274,7 @@ impl CudaBuffer {
         let known = handle.shape.get();
         let bound = handle.capacity.unwrap_or(0);
         HandleFacts {
+            buffer: handle.buffer,
             world,
             rank,
             mode: handle.mode,
@@ -271,17 +284,18 @@ impl CudaBuffer {
         }
     }
 
-    /// What all parameters of the next operator share. Its `signature` is equal on all ranks that call the same.
-    pub(crate) fn enter(&mut self, operator: Operator, same: &[u64]) -> Common {
+    /// Begins the next operator: counts the step, and returns the common kernel parameters.
+    pub(crate) fn enter(&mut self, call: &Call) -> Common {
         self.step += 1;
+        self.operator = call.operator;
         self.arena.set_step(self.step);
-        let words = std::iter::once(operator as u64).chain(same.iter().copied());
-        Common { signature: signature(words), operation: operator as u32, ..self.common }
+        let operation = call.operator as u32;
+        Common { signature: call.signature(), operation, call: call.words, ..self.common }
     }
 
-    /// Takes over what the kernel has found out about a handle.
+    /// Stores the shape words that preprocess has computed in the handle.
     pub(crate) fn learn(&self, handle: &CudaHandle, words: &[u32]) {
-        handle.remote_rows.set(words[3 * self.world.placement.local_experts(self.rank) + 2]);
+        handle.remote_rows.set(words[3 * self.world.placement.local_experts(self.rank) + SHAPE_REMOTE]);
         handle.shape.get_or_init(|| self.shape_from(handle.mode, handle.capacity, words));
     }
 
@@ -293,8 +307,8 @@ impl CudaBuffer {
         };
         ReceiveShape {
             mode,
-            rows: words[3 * experts] as usize,
-            wanted_rows: words[3 * experts + 1] as usize,
+            rows: words[3 * experts + SHAPE_ROWS] as usize,
+            wanted_rows: words[3 * experts + SHAPE_WANTED] as usize,
             tokens_per_expert: column(2),
             kept_per_expert: column(1),
             first_row: column(0),
@@ -302,11 +316,12 @@ impl CudaBuffer {
         }
     }
 
-    /// Preprocessing of a routing that lies on this rank's GPU: one launch. With a capacity nothing waits, and errors
-    /// of the routing come out of a later [`ep::Backend::synchronize`]. The kernel itself writes what `report` asks for.
+    /// Computes the handle of a routing in this rank's GPU memory. With a capacity, the call does not wait for the GPU,
+    /// and a later [`ep::Backend::synchronize`] returns errors of the routing. The kernel writes the outputs of
+    /// `report`.
     ///
     /// # Errors
-    /// As [`ep::Backend::preprocess`].
+    /// As [`ep::Backend::preprocess`]; [`CallerError`] without a capacity while the stream captures a CUDA graph.
     pub fn preprocess_on_device(
         &mut self,
         routing: &DeviceRouting<'_>,
@@ -326,15 +341,18 @@ impl CudaBuffer {
             .into());
         }
         let bound = check_capacity(self.rank, mode, capacity)?.unwrap_or(NONE);
-        routing.check(self.world.experts())?;
-        let (tokens, copies) = (routing.tokens(), routing.most_copies(self.world.experts()));
-        if copies + tokens >= 1 << 30 || tokens.saturating_mul(self.world.experts()) > u32::MAX as usize {
+        routing.check(self.id, self.world.experts())?;
+        let tokens = routing.tokens();
+        let copies = routing.most_copies(self.world.experts()).get("the routing", "choices")?;
+        if copies.saturating_add(tokens) >= 1 << 30
+            || tokens.saturating_mul(self.world.experts()) > u32::MAX as usize
+        {
             return Err(CallerError::TooManyRows { rank: self.rank, rows: copies as u64 }.into());
         }
         let ranks = self.world.ranks();
         let local_experts = self.world.placement.local_experts(self.rank);
         let sizes = Sizes::new(tokens, copies, ranks, local_experts, self.chunk_tokens);
-        report.check(local_experts)?;
+        report.check(self.id, local_experts)?;
         let permuted = matches!(mode, DispatchMode::Permuted { .. });
         let kernel = self.kernel(KernelKey::Preprocess)?;
         let most_blocks = self.preprocess_blocks as usize;
@@ -348,7 +366,7 @@ impl CudaBuffer {
         let (memory, view) = sizes.allocate(&self.arena, permuted)?;
 
         let pad = if permuted { mode.pad_multiple() as u32 } else { 0 };
-        let common = self.enter(Operator::Preprocess, &[u64::from(pad)]);
+        let common = self.enter(&Call::preprocess(mode));
         let mut params = PreprocessParams {
             common,
             handle: view,
@@ -376,9 +394,10 @@ impl CudaBuffer {
         routing.fill(&mut params);
         report.fill(&mut params);
         let blocks = (tokens.div_ceil(tile as usize) as u32).clamp(1, self.preprocess_blocks);
-        // SAFETY: the kernel's own parameters; what they name is owned by the handle and the buffer, or by the caller
-        // until the stream has passed.
-        unsafe { kernel.launch(&self.stream, blocks, 1024, shared_bytes, &params) }?;
+        // SAFETY: the parameters are this kernel's; the memory that they name is owned by the handle and the buffer, or
+        // by the caller until the stream has executed the launch.
+        unsafe { kernel.launch(&self.stream, blocks, PREPROCESS_THREADS as u32, shared_bytes, &params) }?;
+        self.notice_work()?;
         self.preprocess_bytes += ((ranks - 1) * Counts::words(&self.world) * 4) as u64;
 
         let handle = CudaHandle {
@@ -391,7 +410,8 @@ impl CudaBuffer {
             shape: OnceCell::new(),
             dispatched: Cell::new(false),
             remote_rows: Cell::new(0),
-            _memory: memory,
+            memory: Arc::new(memory),
+            kept_by: Cell::new(None),
         };
         if capacity.is_none() {
             self.synchronize()?;
@@ -401,17 +421,8 @@ impl CudaBuffer {
         Ok(handle)
     }
 
-    /// Tells all peers that this rank takes part in no further operator.
-    pub(crate) fn say_left(&self) {
-        let word = LEFT_OFFSET + 4 * self.rank.index();
-        for &control in &self.peers.control {
-            // A peer that is gone too need not know.
-            let _ = self.stream.upload(&LEFT.to_le_bytes(), control + word as DeviceAddress);
-        }
-        let _ = self.stream.synchronize();
-    }
-
-    /// Registered memory in place of an output that peers cannot reach.
+    /// Allocates registered memory in place of an output that is not registered. `keep_rest`: copies the output's
+    /// content first, because the operator does not write all rows.
     pub(crate) fn stage(
         &self,
         memory: Option<&CudaMemory>,
@@ -423,13 +434,13 @@ impl CudaBuffer {
         };
         let part = self.arena.alloc(bytes, false)?;
         if keep_rest {
-            // Rows past the last segment stay as they were.
+            // Rows past the last segment must keep their content.
             self.stream.copy(memory.address(), part.address(), bytes)?;
         }
         Ok(Some(part))
     }
 
-    /// Scratch memory of at least this size, kept from call to call.
+    /// Scratch memory of at least `bytes` bytes, kept from call to call.
     pub(crate) fn scratch(
         arena: &Arena,
         slot: &mut Option<(Part, usize)>,
@@ -450,19 +461,12 @@ impl CudaBuffer {
     }
 }
 
-/// A number that is equal for equal words (FNV-1a).
-fn signature(words: impl Iterator<Item = u64>) -> u32 {
-    words
-        .flat_map(u64::to_le_bytes)
-        .fold(0x811C_9DC5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
-}
-
 pub(crate) fn scale_code(format: TokenFormat) -> u32 {
     match format.scales() {
-        None => 0,
-        Some(ScaleFormat::F32Per128) => 1,
-        Some(ScaleFormat::Ue8m0Per128) => 2,
-        Some(ScaleFormat::Ue8m0Per32) => 3,
+        None => ScaleCode::None as u32,
+        Some(ScaleFormat::F32Per128) => ScaleCode::F32Per128 as u32,
+        Some(ScaleFormat::Ue8m0Per128) => ScaleCode::Ue8m0Per128 as u32,
+        Some(ScaleFormat::Ue8m0Per32) => ScaleCode::Ue8m0Per32 as u32,
         Some(_) => unreachable!("all formats are above"),
     }
 }

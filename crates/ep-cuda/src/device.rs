@@ -1,18 +1,18 @@
-//! The kernels' sources and the variants they come in.
+//! The sources of the kernels and their variants.
 
 use crate::jit::{Arch, Program};
 use crate::params::MAX_RANKS;
 use crate::tuning;
 
-/// A kernel with everything that is fixed when it is compiled.
+/// A kernel and its compile-time parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum KernelKey {
     Preprocess,
-    /// A pause, for benchmarks.
+    /// Occupies a stream, for benchmarks.
     Spin,
     Dispatch {
         quantize: bool,
-        /// Of a block, at most.
+        /// Maximum number of warps of a block.
         warps: u32,
     },
     Combine {
@@ -20,8 +20,10 @@ pub(crate) enum KernelKey {
         wire_f32: bool,
         warps: u32,
     },
-    /// Experts' outputs times their weights.
+    /// Multiplies experts' outputs by their weights.
     WeightRows,
+    /// Converts a top-k routing to a map and dense probabilities.
+    Dense,
 }
 
 macro_rules! headers {
@@ -32,6 +34,7 @@ macro_rules! headers {
 
 const HEADERS: &[(&str, &str)] = headers![
     "common/types.cuh",
+    "common/lists.cuh",
     "common/ptx.cuh",
     "common/bf16.cuh",
     "common/params.cuh",
@@ -59,7 +62,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "combine/reduce.cuh",
 ];
 
-/// Sources name each other by file name alone.
+/// The file name of a path: sources include each other by file name.
 const fn base_name(path: &str) -> &str {
     let bytes = path.as_bytes();
     let mut at = bytes.len();
@@ -70,7 +73,7 @@ const fn base_name(path: &str) -> &str {
 }
 
 impl KernelKey {
-    /// Every kernel that a launch may ask for on a GPU whose blocks have this much shared memory.
+    /// Every kernel that may be launched on a GPU whose blocks have `shared_bytes` of shared memory.
     pub(crate) fn all(shared_bytes: usize) -> Vec<Self> {
         let mut keys = Vec::new();
         for key in (1..=MAX_RANKS).flat_map(|ranks| Self::of_world(ranks, shared_bytes)) {
@@ -81,28 +84,29 @@ impl KernelKey {
         keys
     }
 
-    /// Those of a world of so many ranks. With little shared memory, or many ranks, combine has fewer warps.
+    /// As [`all`](Self::all), for a world of `ranks` ranks: with many ranks or little shared memory, combine has fewer
+    /// warps.
     pub(crate) fn of_world(ranks: usize, shared_bytes: usize) -> Vec<Self> {
         let mut keys = vec![Self::Preprocess];
         keys.extend([false, true].map(tuning::dispatch_key));
         for (rows_f32, wire_f32) in [(false, false), (false, true), (true, false), (true, true)] {
             keys.push(tuning::fitting(tuning::combine_key(rows_f32, wire_f32), ranks, shared_bytes));
         }
-        keys.extend([Self::WeightRows, Self::Spin]);
+        keys.extend([Self::WeightRows, Self::Dense, Self::Spin]);
         keys
     }
 
-    /// Those of bf16 tokens, in the order of their use.
+    /// The kernels for bf16 tokens, in the order of their use.
     pub(crate) fn usual(ranks: usize, shared_bytes: usize) -> [Self; 3] {
         let combine = tuning::fitting(tuning::combine_key(false, false), ranks, shared_bytes);
         [Self::Preprocess, tuning::dispatch_key(false), combine]
     }
 
-    /// What tells it from the other kernels of its name.
+    /// Distinguishes kernels of the same name; `-` if there is only one.
     pub(crate) fn variant(self) -> String {
         let element = |f32| if f32 { "f32" } else { "bf16" };
         match self {
-            Self::Preprocess | Self::WeightRows | Self::Spin => "-".into(),
+            Self::Preprocess | Self::WeightRows | Self::Dense | Self::Spin => "-".into(),
             Self::Dispatch { quantize, warps } => {
                 format!("{},{warps} warps", if quantize { "quantize" } else { "copy" })
             }
@@ -112,7 +116,7 @@ impl KernelKey {
         }
     }
 
-    /// The name of the kernel's entry, and of its program.
+    /// The name of the kernel's entry point and of its program.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Preprocess => "preprocess",
@@ -120,10 +124,11 @@ impl KernelKey {
             Self::Dispatch { .. } => "dispatch",
             Self::Combine { .. } => "combine",
             Self::WeightRows => "weight_rows",
+            Self::Dense => "dense",
         }
     }
 
-    /// What is compiled. `plain_copies`: threads copy rows themselves, as on GPUs without the bulk copy engine.
+    /// The program to compile. `plain_copies`: lanes copy rows, as on GPUs without the bulk copy engine.
     pub(crate) fn program(self, arch: Arch, plain_copies: bool) -> Program {
         let old = arch == Arch::Sm80;
         let quoted = |file: &str| format!("\"{file}\"");
@@ -133,6 +138,7 @@ impl KernelKey {
             Self::Preprocess => include_str!("../device/preprocess/kernel.cu"),
             Self::Spin => include_str!("../device/spin.cu"),
             Self::WeightRows => include_str!("../device/weight_rows.cu"),
+            Self::Dense => include_str!("../device/dense.cu"),
             Self::Dispatch { quantize, warps } => {
                 let payload = if quantize { "payload_quantize.cuh" } else { "payload_copy.cuh" };
                 defines.extend([
@@ -166,17 +172,18 @@ mod tests {
 
     use super::*;
     use crate::jit::{Compiler, Resources};
+    use crate::params::{DENSE_THREADS, PREPROCESS_THREADS, WEIGHT_ROWS_THREADS};
 
-    /// Registers that the blocks of a multiprocessor share.
+    /// Registers of a multiprocessor.
     const REGISTERS: u32 = 64 << 10;
-    /// Shared memory that a kernel may have without asking for it, bytes.
+    /// Maximum static shared memory of a kernel, in bytes.
     const STATIC_SHARED: u32 = 48 << 10;
-    /// Shared memory of a GPU that no kernel has to save on, bytes.
+    /// More shared memory than any kernel needs, in bytes.
     const AMPLE: usize = 1 << 20;
-    /// What the kernels took when this was last looked at.
+    /// The recorded resources of the kernels.
     const TABLE: &str = "device/resources.tsv";
 
-    /// A kernel that is compiled for a GPU.
+    /// A kernel and the architecture that it is compiled for.
     #[derive(Clone, Copy)]
     struct Row {
         key: KernelKey,
@@ -188,22 +195,22 @@ mod tests {
         /// Threads of a block.
         fn threads(self) -> u32 {
             match self {
-                // `THREADS` of `device/preprocess/kernel.cu`.
-                Self::Preprocess => 1024,
+                Self::Preprocess => PREPROCESS_THREADS as u32,
                 Self::Spin => 1,
-                Self::WeightRows => crate::weight_rows::THREADS,
+                Self::WeightRows => WEIGHT_ROWS_THREADS as u32,
+                Self::Dense => DENSE_THREADS as u32,
                 Self::Dispatch { warps, .. } | Self::Combine { warps, .. } => 32 * warps,
             }
         }
 
-        /// Whether it moves rows, and so comes with either way of copying.
+        /// Whether the kernel copies rows, and so has a plain and a bulk variant.
         fn copies(self) -> bool {
             matches!(self, Self::Dispatch { .. } | Self::Combine { .. })
         }
     }
 
     impl Row {
-        /// Every kernel for every architecture; older ones have plain copies alone.
+        /// Every kernel for every architecture. Plain copies are compiled for sm_90a, too.
         fn all() -> Vec<Self> {
             let both = [false, true];
             let ways = both.iter().flat_map(|&plain_copies| Arch::ALL.map(|arch| (arch, plain_copies)));
@@ -222,11 +229,11 @@ mod tests {
             kernel.clone()
         }
 
-        /// What is wrong with a kernel on any GPU, whichever compiler made it.
+        /// The defect of a kernel that must not occur with any compiler, if there is one.
         fn fault(self, found: &Resources) -> Option<String> {
-            // A warp gets them by 8 for each thread.
+            // Registers are allocated in units of 8 per thread.
             let registers = found.registers.next_multiple_of(8) * self.key.threads();
-            // What lies in a thread's own memory, spilled or because its address is taken, stalls whoever needs it.
+            // Values in local memory, spilled or because their address is taken, stall the thread.
             let in_memory = found.spill_bytes > 0 || found.stack_bytes > 0;
             (in_memory || registers > REGISTERS || found.static_shared_bytes > STATIC_SHARED).then(|| {
                 format!(
@@ -246,20 +253,20 @@ mod tests {
         }
     }
 
-    /// The environment's compiler; `None` where it is allowed that there is none.
+    /// The compiler; `None` if there is none and the environment does not require one.
     fn compiler() -> Option<Compiler> {
         match Compiler::find(&CudaEnv::from_env()) {
             Ok(compiler) => Some(compiler),
             Err(error) if env::var("HYBRID_EP_REQUIRE_NVRTC").as_deref() == Ok("1") => panic!("{error}"),
             Err(error) => {
-                // Past the harness, which shows what a test that passes prints to nobody.
+                // Directly to stderr: the test harness captures the output of tests that pass.
                 let _ = writeln!(io::stderr(), "skipped: no NVRTC ({error})");
                 None
             }
         }
     }
 
-    /// Compiles them all, on two threads.
+    /// Compiles all kernels, on two threads.
     fn compile_all(compiler: &Compiler) -> Vec<(Row, Resources)> {
         let rows: Vec<Row> =
             Row::all().into_iter().filter(|row| row.arch.oldest_nvrtc() <= compiler.version()).collect();
@@ -284,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kernel_compiles_for_every_gpu_and_takes_no_more_than_the_table_says() {
+    fn every_kernel_compiles_for_every_gpu_with_the_recorded_resources() {
         let Some(compiler) = compiler() else { return };
         let compiled = compile_all(&compiler);
         let faults: Vec<_> = compiled.iter().filter_map(|(row, found)| row.fault(found)).collect();
@@ -301,7 +308,7 @@ mod tests {
             fs::write(&file, &found).unwrap();
         }
         let kept = fs::read_to_string(&file).unwrap();
-        // Another compiler hands out registers otherwise: the limits above are all that holds for it.
+        // Other compiler versions allocate registers differently: only the limits above apply.
         if kept.lines().next() != Some(heading.as_str()) {
             let _ =
                 writeln!(io::stderr(), "only limits checked: {TABLE} is not of NVRTC {}", compiler.version());
@@ -317,15 +324,15 @@ mod tests {
                 .collect();
         assert!(
             differences.is_empty(),
-            "kernels do not take what {TABLE} says (-) but this (+):\n{}\nif that is meant: \
-             HYBRID_EP_UPDATE_RESOURCES=1 cargo test -p ep-cuda --lib every_kernel, and commit the table",
+            "resources of kernels differ from {TABLE} (-: recorded, +: found):\n{}\nif the change is intended, run \
+             HYBRID_EP_UPDATE_RESOURCES=1 cargo test -p ep-cuda --lib every_kernel and commit the table",
             differences.join("\n")
         );
     }
 
     #[test]
-    fn all_kernels_are_those_that_any_number_of_ranks_may_launch() {
-        assert_eq!(KernelKey::all(AMPLE).len(), 9);
+    fn all_contains_the_kernels_of_every_number_of_ranks() {
+        assert_eq!(KernelKey::all(AMPLE).len(), 10);
         for shared_bytes in Arch::ALL.into_iter().flat_map(Arch::shared_bytes).copied() {
             let all = KernelKey::all(shared_bytes);
             let twice = |key| all.iter().filter(|&other| other == key).count() > 1;
@@ -344,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn spills_stacks_and_large_blocks_are_faults() {
+    fn spills_stacks_and_large_blocks_are_reported() {
         let row = Row { key: KernelKey::Preprocess, arch: Arch::Sm80, plain_copies: false };
         let good = Resources { registers: 64, ..Resources::default() };
         assert_eq!(row.fault(&good), None);

@@ -1,128 +1,280 @@
-//! What a kernel has reported, as an error that names who is at fault.
+//! Converts a kernel's fault report to an error that names the rank at fault.
 
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
 use ep::error::RoutingProblem;
-use ep::{CallerError, Error, Operator, PeerError, PeerFault, Rank};
+use ep::{CallerError, Config, Error, PeerError, PeerFault, Rank, Result};
 
-use crate::driver::Mapped;
-use crate::params::{FAULT_WORDS, NONE};
+use crate::beat::Hearts;
+use crate::call;
+use crate::driver::{Device, DeviceAddress, Mapped};
+use crate::params::{FaultKind, FaultRecord, FaultReport, NONE, REPORT_WORDS, WaitingFor};
 
-/// The first fault of a rank, if there is one. The layout is that of `Fault` in `device/common/params.cuh`.
-pub(crate) fn read(record: &Mapped, rank: Rank, experts: usize) -> Option<Error> {
-    let words = std::array::from_fn(|at| record.read(at));
-    from_words(&words, rank, experts)
+/// The host memory to which the kernels of a rank report its first fault, and what is needed to describe the fault.
+#[derive(Debug)]
+pub(crate) struct Faults {
+    report: Mapped,
+    words: Words,
+    /// Heartbeats of the other ranks; `None` if ranks are threads.
+    hearts: Option<Arc<Hearts>>,
 }
 
-fn from_words(words: &[u32; FAULT_WORDS], rank: Rank, experts: usize) -> Option<Error> {
-    let &[kind, peer, waiting_for, step, expected, seen, ..] = words;
-    if kind == 0 {
-        return None;
+/// Facts for error texts that are not in the report.
+#[derive(Debug)]
+struct Words {
+    experts: usize,
+    /// Text of the entry bound and the stall bound.
+    bounds: String,
+}
+
+impl Faults {
+    pub(crate) fn new(
+        device: &Device,
+        experts: usize,
+        config: &Config,
+        hearts: Option<Arc<Hearts>>,
+    ) -> Result<Self> {
+        let report = Mapped::new(device, REPORT_WORDS)?;
+        Ok(Self { report, words: Words { experts, bounds: config.bounds() }, hearts })
     }
-    let long = |at: usize| u64::from(words[at]) | u64::from(words[at + 1]) << 32;
-    let (index, waited) = (long(6), Duration::from_nanos(long(8)));
-    let &[.., operation, awaited, cause, _] = words;
-    let operator = operator(operation);
-    let peer_error = |fault| {
+
+    /// The address of the [`FaultReport`], for kernels.
+    pub(crate) fn address(&self) -> DeviceAddress {
+        self.report.address()
+    }
+
+    /// The first fault of the rank, if there is one.
+    pub(crate) fn read(&self) -> Option<Error> {
+        // The kind is the first word, and kernels write it last.
+        if self.report.read(0) == FaultKind::None as u32 {
+            return None;
+        }
+        fence(Ordering::Acquire);
+        let words: Vec<u32> = (0..REPORT_WORDS).map(|at| self.report.read(at)).collect();
+        let report: FaultReport = bytemuck::pod_read_unaligned(bytemuck::cast_slice(&words));
+        let silent = |rank| self.hearts.as_ref().is_some_and(|hearts| hearts.is_quiet(rank));
+        self.words.error(&report, silent)
+    }
+}
+
+impl Words {
+    /// `silent`: whether a rank's process seems to be stopped.
+    fn error(
+        &self,
+        FaultReport { own, theirs }: &FaultReport,
+        silent: impl Fn(Rank) -> bool,
+    ) -> Option<Error> {
+        let kind = FaultKind::of(own.fault.kind)?;
+        // If calls differ, all ranks report the difference, also those whose own call equals that of the reporting
+        // rank.
+        if kind == FaultKind::Aborted && theirs.fault.kind == FaultKind::Mismatch as u32 {
+            return self.of_record(theirs);
+        }
+        let mut error = self.of_record(own)?;
+        if let Error::Peer(error) = &mut error {
+            if error.fault == PeerFault::Late && silent(error.peer) {
+                error.fault = PeerFault::Stalled;
+            }
+            if matches!(error.fault, PeerFault::Late | PeerFault::Stalled) {
+                error.waited_for = format!("{}; {}", error.waited_for, self.bounds);
+            }
+            if kind == FaultKind::Aborted && Rank(theirs.fault.rank) == error.peer {
+                error.cause = self.of_record(theirs).map(|cause| cause.to_string());
+            }
+        }
+        Some(error)
+    }
+
+    /// The error of a record, which may be that of another rank.
+    fn of_record(&self, FaultRecord { fault, call, peer_call }: &FaultRecord) -> Option<Error> {
+        let (rank, peer) = (Rank(fault.rank), Rank(fault.peer));
+        let operator = call::operator(fault.operation.into());
+        let (row, expert) = (fault.index as usize, fault.seen);
+        let routing = |problem| CallerError::Routing { rank, row, problem }.into();
+        let kind = match FaultKind::of(fault.kind)? {
+            FaultKind::None => return None,
+            FaultKind::Mismatch => {
+                let (field, mine, theirs) = call::difference(call, peer_call);
+                return Some(CallerError::Collective { operator, field, rank, mine, peer, theirs }.into());
+            }
+            FaultKind::Index => {
+                let index = i64::from(expert as i32);
+                return Some(routing(RoutingProblem::IndexOutOfRange { index, experts: self.experts }));
+            }
+            FaultKind::Duplicate => return Some(routing(RoutingProblem::DuplicateExpert(expert))),
+            FaultKind::Nan => return Some(routing(RoutingProblem::NanWeight(expert))),
+            FaultKind::TooManyRows => {
+                return Some(CallerError::TooManyRows { rank: peer, rows: fault.index }.into());
+            }
+            FaultKind::TooManyCopies => {
+                let (expected, found) = (fault.expected as usize, fault.index as usize);
+                return Some(
+                    CallerError::Shape { what: "routing", expected, found, unit: "choices at most" }.into(),
+                );
+            }
+            FaultKind::Aborted => FaultKind::of(fault.cause).unwrap_or(FaultKind::Aborted),
+            kind => kind,
+        };
+        Some(Error::Peer(PeerError {
+            peer,
+            fault: became(kind),
+            operator,
+            step: fault.step.into(),
+            rank,
+            waited_for: self.waited_for(fault, kind, operator),
+            waited: Duration::from_nanos(fault.waited_ns),
+            cause: None,
+        }))
+    }
+
+    fn waited_for(&self, fault: &crate::params::Fault, kind: FaultKind, operator: ep::Operator) -> String {
+        let &crate::params::Fault { peer, awaited, expected, seen, index, .. } = fault;
+        if awaited == NONE {
+            return "nothing: another rank had reported the fault before".into();
+        }
         let of = if awaited == peer { "its".into() } else { format!("rank {awaited}'s") };
-        let what = match waiting_for {
-            _ if awaited == NONE => "nothing: it had learnt of that".into(),
-            0 => format!("{of} greeting (expected step {expected}, seen {seen})"),
-            1 => format!("{of} counts"),
-            2 => format!("{of} chunk {index} (expected step {expected}, seen {seen})"),
+        let what = match WaitingFor::of(fault.waiting_for) {
+            Some(WaitingFor::Handshake) => {
+                format!("{of} handshake (expected step {expected}, seen {seen})")
+            }
+            Some(WaitingFor::Chunk) => {
+                format!("{of} chunk {index} (expected step {expected}, seen {seen})")
+            }
             _ => format!("the blocks of its own kernel ({seen} of {expected} arrived)"),
         };
-        Error::Peer(PeerError {
-            peer: Rank(peer),
-            fault,
-            operator,
-            step: step.into(),
-            rank,
-            waited_for: what,
-            waited,
-        })
-    };
-    let routing = |problem| CallerError::Routing { rank, row: index as usize, problem }.into();
-    Some(match kind {
-        2 => peer_error(became(cause)),
-        3 => CallerError::Collective {
-            operator,
-            field: "the call (operator, handle, hidden, types, outputs)",
-            rank,
-            mine: format!("{expected:#010x}"),
-            peer: Rank(peer),
-            theirs: format!("{seen:#010x}"),
+        match kind {
+            FaultKind::Late => format!("{what}; rank {peer} has not entered {operator} #{}", fault.step),
+            FaultKind::Silent => format!("{what}; rank {peer} has no heartbeat"),
+            _ => what,
         }
-        .into(),
-        4 => routing(RoutingProblem::IndexOutOfRange { index: (seen as i32).into(), experts }),
-        5 => routing(RoutingProblem::DuplicateExpert(seen)),
-        6 => routing(RoutingProblem::NanWeight(seen)),
-        9 => CallerError::Shape {
-            what: "routing",
-            expected: expected as usize,
-            found: index as usize,
-            unit: "choices at most",
-        }
-        .into(),
-        7 => CallerError::TooManyRows { rank: Rank(peer), rows: index }.into(),
-        _ => peer_error(became(kind)),
-    })
+    }
 }
 
-/// What became of a rank, by the kind of the fault of who waited for it.
-fn became(kind: u32) -> PeerFault {
+/// The fault of a peer, from the kind that the waiting rank has recorded.
+fn became(kind: FaultKind) -> PeerFault {
     match kind {
-        1 => PeerFault::Stalled,
-        8 => PeerFault::Left,
-        10 => PeerFault::Died,
+        FaultKind::Stalled | FaultKind::Silent => PeerFault::Stalled,
+        FaultKind::Late => PeerFault::Late,
+        FaultKind::Left => PeerFault::Left,
+        FaultKind::Died => PeerFault::Died,
         _ => PeerFault::Failed,
     }
 }
 
-/// What the host has called, by its number in the kernels' parameters.
-fn operator(operation: u32) -> Operator {
-    [Operator::Preprocess, Operator::Dispatch, Operator::Combine]
-        .into_iter()
-        .find(|&operator| operator as u32 == operation)
-        .unwrap_or(Operator::Join)
-}
-
 #[cfg(test)]
 mod tests {
+    use bytemuck::Zeroable as _;
+    use ep::{Element, Operator};
+
     use super::*;
+    use crate::call::Call;
+    use crate::params::Fault;
 
-    const COMBINE: u32 = Operator::Combine as u32;
-
-    fn said(words: [u32; FAULT_WORDS]) -> String {
-        from_words(&words, Rank(0), 8).unwrap().to_string()
+    fn said(own: FaultRecord, theirs: FaultRecord, silent: bool) -> String {
+        let words = Words { experts: 8, bounds: Config::default().bounds() };
+        words.error(&FaultReport { own, theirs }, |_| silent).unwrap().to_string()
     }
 
+    fn alone(fault: Fault) -> String {
+        said(record(fault), FaultRecord::zeroed(), false)
+    }
+
+    fn record(fault: Fault) -> FaultRecord {
+        FaultRecord { fault, ..FaultRecord::zeroed() }
+    }
+
+    /// Rank 0 waited for a chunk of rank 2 in its 7th operator.
+    fn waited(kind: FaultKind) -> Fault {
+        Fault {
+            kind: kind as u32,
+            peer: 2,
+            waiting_for: WaitingFor::Chunk as u32,
+            step: 7,
+            expected: 7,
+            seen: 6,
+            index: 17,
+            waited_ns: 1_500_000_000,
+            operation: Operator::Combine as u32,
+            awaited: 2,
+            cause: 0,
+            rank: 0,
+        }
+    }
+
+    const BOUNDS: &str = "timeout = 600 s to enter an operator, stall_timeout = 30 s without progress; \
+                          raise the bound if the rank is only slow";
+
     #[test]
-    fn who_is_to_blame_and_who_was_awaited_are_two_things() {
-        let waited = 1_500_000_000;
-        let stalled = [1, 2, 2, 7, 7, 6, 17, 0, waited, 0, COMBINE, 2, 0, 0];
+    fn the_rank_at_fault_and_the_awaited_rank_may_differ() {
         assert_eq!(
-            said(stalled),
-            "rank 2 stalled (combine #7): rank 0 waited 1.500 s for its chunk 17 (expected step 7, seen 6)"
+            alone(waited(FaultKind::Stalled)),
+            format!(
+                "rank 2 stalled (combine #7): rank 0 waited 1.500 s for its chunk 17 (expected step 7, seen 6); {BOUNDS}"
+            )
         );
         // Rank 2 is gone, so rank 1 gave up, whose chunk this rank needs.
-        let gone = [2, 2, 2, 7, 7, 6, 17, 0, waited, 0, COMBINE, 1, 10, 0];
+        let gone = Fault { awaited: 1, cause: FaultKind::Died as u32, ..waited(FaultKind::Aborted) };
         assert_eq!(
-            said(gone),
+            alone(gone),
             "rank 2 died (combine #7): rank 0 waited 1.500 s for rank 1's chunk 17 (expected step 7, seen 6)"
         );
-        let told = [2, 3, 0, 8, 0, 0, 0, 0, 0, 0, Operator::Dispatch as u32, NONE, 2, 0];
+        let told = Fault { awaited: NONE, cause: FaultKind::Aborted as u32, waited_ns: 0, ..gone };
         assert_eq!(
-            said(told),
-            "rank 3 failed (dispatch #8): rank 0 waited 0.000 s for nothing: it had learnt of that"
+            alone(told),
+            "rank 2 failed (combine #7): rank 0 waited 0.000 s for nothing: another rank had reported the fault before"
         );
-        assert_eq!(from_words(&[0; FAULT_WORDS], Rank(0), 8), None);
+        let words = Words { experts: 8, bounds: String::new() };
+        assert_eq!(words.error(&FaultReport::zeroed(), |_| false), None);
     }
 
     #[test]
-    fn every_operator_is_found_by_its_number() {
-        for known in [Operator::Preprocess, Operator::Dispatch, Operator::Combine] {
-            assert_eq!(operator(known as u32), known);
-        }
+    fn a_late_rank_is_not_a_stalled_one() {
+        let late = Fault { waiting_for: WaitingFor::Handshake as u32, ..waited(FaultKind::Late) };
+        let handshake = "rank 0 waited 1.500 s for its handshake (expected step 7, seen 6)";
+        assert_eq!(
+            alone(late),
+            format!("rank 2 is late (combine #7): {handshake}; rank 2 has not entered combine #7; {BOUNDS}")
+        );
+        let silent = Fault { kind: FaultKind::Silent as u32, ..late };
+        assert_eq!(
+            alone(silent),
+            format!("rank 2 stalled (combine #7): {handshake}; rank 2 has no heartbeat; {BOUNDS}")
+        );
+        // If both bounds are equal, the kernel may give up shortly before the host notices the silence.
+        let text = said(record(late), FaultRecord::zeroed(), true);
+        assert!(text.starts_with("rank 2 stalled (combine #7): "), "{text}");
+        // Other ranks report the cause that the waiting rank has found.
+        let told = Fault { awaited: 1, cause: FaultKind::Late as u32, ..waited(FaultKind::Aborted) };
+        assert!(alone(told).starts_with("rank 2 is late (combine #7): "), "{}", alone(told));
+    }
+
+    #[test]
+    fn the_error_of_a_rank_that_failed_is_quoted() {
+        let told = Fault { cause: FaultKind::Aborted as u32, ..waited(FaultKind::Aborted) };
+        let theirs = Fault { rank: 2, peer: 2, seen: 3, index: 5, ..waited(FaultKind::Nan) };
+        let text = said(record(told), record(theirs), false);
+        let end = "; its error: routing of rank 2, row 5: the weight of expert 3 is NaN";
+        assert!(
+            text.starts_with("rank 2 failed (combine #7): rank 0 waited 1.500 s for its chunk 17"),
+            "{text}"
+        );
+        assert!(text.ends_with(end), "{text}");
+        // The record of a third rank is not the error of the rank at fault.
+        let text = said(record(told), record(Fault { rank: 1, ..waited(FaultKind::Stalled) }), false);
+        assert!(!text.contains("its error"), "{text}");
+    }
+
+    #[test]
+    fn all_ranks_report_the_argument_that_differs() {
+        let [mine, other] = [Element::Bf16, Element::F32];
+        let call = |element| Call::combine(1, 64, element, Element::Bf16, false).words;
+        let fault = Fault { rank: 1, ..waited(FaultKind::Mismatch) };
+        let mismatch = FaultRecord { fault, call: call(mine), peer_call: call(other) };
+        let expected = "operator combine: type of rows is bf16 on rank 1 and f32 on rank 2; every rank must pass the same";
+        assert_eq!(said(mismatch, FaultRecord::zeroed(), false), expected);
+        let told = Fault { cause: FaultKind::Aborted as u32, ..waited(FaultKind::Aborted) };
+        assert_eq!(said(record(told), mismatch, false), expected);
     }
 }

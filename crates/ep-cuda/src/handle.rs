@@ -1,49 +1,51 @@
-//! What preprocessing found out: lists on the GPU, of which peers read their part.
+//! The result of preprocess: lists on the GPU. `device/common/lists.cuh` describes their entries.
 
 use std::cell::{Cell, OnceCell};
+use std::sync::Arc;
 
+use ep::call::Maker;
 use ep::{DispatchMode, ReceiveShape};
 
 use crate::arena::{Arena, Part};
 use crate::driver::DeviceAddress;
 use crate::params::{HandleView, MAX_CHUNKS};
+use crate::shared;
 
-/// A routing laid out: made by preprocess, used by dispatch and combine while the routing stands.
+/// The result of preprocess for one routing. Any number of dispatches and combines may use it.
 #[derive(Debug)]
 pub struct CudaHandle {
     /// The buffer that made it.
-    pub(crate) buffer: u64,
+    pub(crate) buffer: Maker,
     /// The step of its preprocessing; the same on every rank.
     pub(crate) id: u64,
     pub(crate) mode: DispatchMode,
     pub(crate) capacity: Option<usize>,
-    /// Bounds of the lists that combine needs scratch memory for.
+    /// Upper bounds of the lists' lengths.
     pub(crate) sizes: Sizes,
     pub(crate) view: HandleView,
-    /// What the rank receives, as far as the host knows.
+    /// What this rank receives; empty until the host has read it.
     pub(crate) shape: OnceCell<ReceiveShape>,
     pub(crate) dispatched: Cell<bool>,
-    /// Tokens that go to other ranks, one for each; known with the shape.
+    /// Rows that this rank sends to other ranks, one per (token, rank); 0 until the host has read the shape.
     pub(crate) remote_rows: Cell<u32>,
-    pub(crate) _memory: Part,
+    pub(crate) memory: Arc<Part>,
+    /// The last capture whose graph keeps `memory`.
+    pub(crate) kept_by: Cell<Option<u64>>,
 }
 
 impl CudaHandle {
-    /// Where the shape lies on the GPU: `[3 * local experts + 4]` u32: first row, kept rows, padded rows of each local
-    /// expert, then rows, wanted rows, rows that this rank sends to others, and its own tokens with an expert here.
+    /// The address of the shape in GPU memory, `[3 * local experts + 4]` u32: first row, kept rows and padded rows of
+    /// each local expert; then the rows received, the rows wanted, the rows that this rank sends to other ranks, and
+    /// the number of its tokens that have an expert on this rank.
     pub fn shape_address(&self) -> u64 {
         self.view.shape
     }
 
-    /// The shape of what this rank receives; `None` as long as nobody has waited for it.
+    /// The shape of what this rank receives; `None` until `preprocess` without capacity or `receive_shape` has waited
+    /// for it.
     pub fn receive_shape(&self) -> Option<&ReceiveShape> {
         self.shape.get()
     }
-}
-
-/// Words of a shape: `SHAPE_WORDS` of `device/common/handle.cuh` beside three for each local expert.
-pub(crate) fn shape_words(local_experts: usize) -> usize {
-    3 * local_experts + 4
 }
 
 /// Upper bounds of a handle's lists.
@@ -69,7 +71,7 @@ impl Sizes {
         Self { tokens, copies, ranks, local_experts, chunks: tokens.div_ceil(chunk_tokens), chunk_tokens }
     }
 
-    /// Entries of the list of sends: a copy each at most, and one for each token without any.
+    /// Upper bound of the entries of `sends`: one per copy, and one per token without a copy.
     pub(crate) fn sends(&self) -> usize {
         self.copies + self.tokens
     }
@@ -82,7 +84,7 @@ impl Sizes {
         Ok((part, view))
     }
 
-    /// The lists from `base` on, and where they end: sizes and addresses come from one walk.
+    /// Places the lists from `base` on and returns them with their end. Computes both the size and the addresses.
     fn lay_out(&self, base: DeviceAddress, permuted: bool) -> (HandleView, DeviceAddress) {
         let begins = self.chunks + 1;
         let mut end = base;
@@ -110,14 +112,14 @@ impl Sizes {
         (view, end)
     }
 
-    /// Words of the shape: three for each local expert, and the rest.
+    /// Words of the shape.
     pub(crate) fn shape_words(&self) -> usize {
-        shape_words(self.local_experts)
+        shared::shape_words(self.local_experts)
     }
 }
 
-/// Tokens that move as a unit: few enough that all workers have some, and that the first arrive early; many enough
-/// that their lists are read in few pieces. No more than `most`, unless there would be too many chunks.
+/// Tokens of a chunk: few, so that all workers get chunks and the first chunks arrive early; many, so that their lists
+/// are read in few pieces. At most `most`, unless there would be more than [`MAX_CHUNKS`] chunks.
 fn chunk_tokens(tokens: usize, most: usize) -> usize {
     (tokens / 256).clamp(1, 4).min(most).max(tokens.div_ceil(MAX_CHUNKS))
 }
@@ -127,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chunks_stay_within_their_flags() {
+    fn there_are_never_more_chunks_than_flags() {
         for tokens in [0, 1, 3, 4, 255, 256, 1023, 4096, 4097, 100_000, 10_000_000] {
             for most in [1, 2, 64] {
                 let sizes = Sizes::new(tokens, 8 * tokens, 8, 4, most);
@@ -141,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_follow_one_another_and_end_where_the_walk_says() {
+    fn lists_do_not_overlap_and_end_where_lay_out_says() {
         for (tokens, copies) in [(0, 0), (1, 0), (5, 11), (4096, 32_768)] {
             let sizes = Sizes::new(tokens, copies, 8, 4, 64);
             let (_, bytes) = sizes.lay_out(0, true);

@@ -1,24 +1,24 @@
-//! How the ranks of a world find each other's memory.
+//! How the ranks of a world meet and map each other's memory.
 
 use std::sync::Arc;
 
-use ep::rendezvous::Rendezvous;
+use ep::join::{Door, Invitation, Member, Rendezvous};
 use ep::{CallerError, Config, EnvironmentError, Operator, Rank, Result, World};
 
-use crate::arena::{Announce as _, Arena};
+use crate::arena::Announce as _;
 use crate::buffer::{CudaBuffer, Home};
 use crate::driver::Device;
-use crate::links::{self, Door};
+use crate::links;
 use crate::params::MAX_RANKS;
 use crate::peers::Peers;
 
 impl CudaBuffer {
-    /// A world whose ranks are threads of this process: one buffer per rank, in order, each to be moved to its thread.
-    /// Ranks are spread over the GPUs that the driver shows, several on one if they must.
+    /// Makes a world whose ranks are threads of this process. Returns one buffer per rank, in rank order; the caller
+    /// moves each to its thread. Rank `r` uses GPU `r % GPUs`, so ranks share GPUs if there are more ranks than GPUs.
     ///
     /// # Errors
-    /// [`ep::EnvironmentError`] without a GPU, a driver or a compiler, or when memory is short;
-    /// [`CallerError::Topology`] for a world of several NVLink domains.
+    /// [`ep::EnvironmentError`] without a GPU, a driver or a compiler, or if memory is short;
+    /// [`CallerError::Topology`] for a world of several NVLink domains or too many ranks.
     pub fn threads(world: &World, config: &Config) -> Result<Vec<Self>> {
         check_world(world)?;
         let gpus = Device::count()?.max(1);
@@ -48,7 +48,8 @@ impl CudaBuffer {
         let peers = Peers {
             control: homes.iter().map(|home| home.control.address()).collect(),
             delta: vec![0; ranks],
-            _keep: Arc::new(homes.iter().map(|home| Arena::clone(&home.arena)).collect::<Vec<_>>()),
+            hearts: None,
+            _keep: Arc::new(homes.iter().map(|home| home.arena.memory()).collect::<Vec<_>>()),
         };
         homes
             .into_iter()
@@ -61,10 +62,10 @@ impl CudaBuffer {
 }
 
 impl CudaBuffer {
-    /// This process as one rank of a world of processes on this machine, on GPU `rank % GPUs`. Collective.
+    /// Makes this process one rank of a world of processes on this machine, on GPU `rank % GPUs`. Collective.
     ///
     /// # Errors
-    /// As [`CudaBuffer::threads`]; [`ep::PeerError`] that names a rank which does not come; [`CallerError`] when the
+    /// As [`CudaBuffer::threads`]; an [`ep::PeerError`] that names a rank which does not join; [`CallerError`] if the
     /// ranks' worlds differ.
     pub fn join(world: &World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
         let gpus = Device::count()?.max(1);
@@ -72,7 +73,7 @@ impl CudaBuffer {
         Self::join_on(gpu, world, rendezvous, config)
     }
 
-    /// As [`join`](Self::join), on the GPU of this number.
+    /// As [`join`](Self::join), on GPU number `gpu`.
     ///
     /// # Errors
     /// As [`join`](Self::join).
@@ -93,13 +94,52 @@ impl CudaBuffer {
         }
         let device = Device::open(gpu)?;
         let home = Home::new(world, rank, Arc::clone(&device), vec![gpu], false, config)?;
-        let door = Door::open(rank)?;
+        let mut held = None;
+        let met = Self::meet(world, rendezvous, config, &home, &mut held);
+        let (all, mapped, own_gpu) = met.map_err(|error| {
+            // Report the error before this rank's links close: otherwise the others would report this rank as lost.
+            let error = rendezvous.abandon(error);
+            drop(held.take());
+            error
+        })?;
+        home.arena.announce_with(Box::new(held.expect("a rank that has met the others has links")));
+
+        let mut peers = Peers {
+            control: Vec::new(),
+            delta: Vec::new(),
+            hearts: Some(Arc::clone(&mapped.hearts)),
+            _keep: Arc::new(()),
+        };
+        for (introduction, memory) in all.iter().zip(&mapped.peers) {
+            let here = memory.as_ref().map_or(introduction.base, |memory| {
+                memory.lock().unwrap_or_else(|poison| poison.into_inner()).address
+            });
+            let delta = here.wrapping_sub(introduction.base) as i64;
+            peers.delta.push(delta);
+            peers.control.push(introduction.control.wrapping_add_signed(delta));
+        }
+        peers._keep = Arc::new(mapped);
+        let here = all.iter().filter(|introduction| introduction.gpu == own_gpu).count();
+        Self::assemble(world.clone(), config, home, peers, here)
+    }
+
+    /// Meets the other processes and maps their memory. Stores the links in `held` as soon as there are any, also if a
+    /// later step fails. Returns the introductions of all ranks, their memory, and the UUID of this rank's GPU.
+    fn meet(
+        world: &World,
+        rendezvous: &mut dyn Rendezvous,
+        config: &Config,
+        home: &Home,
+        held: &mut Option<links::Links>,
+    ) -> Result<(Vec<Introduction>, links::Mapped, [u8; 16])> {
+        let rank = rendezvous.rank();
+        let door = Door::open()?;
         let mine = Introduction {
-            world: fingerprint(world),
-            gpu: device.uuid()?,
+            agreed: agreed(world),
+            gpu: home.device.uuid()?,
             base: home.arena.base(),
             control: home.control.address(),
-            door: door.name.clone(),
+            invitation: door.invitation().clone(),
         };
         let blobs = rendezvous.all_gather(&mine.to_bytes())?;
         let all: Vec<Introduction> = blobs
@@ -110,74 +150,71 @@ impl CudaBuffer {
         for (peer, theirs) in world.topology.all_ranks().zip(&all) {
             mine.check(rank, peer, theirs)?;
         }
-        let doors: Vec<String> = all.iter().map(|introduction| introduction.door.clone()).collect();
-        let (mut links, mapped) =
-            links::connect(rank, door, &doors, &device, home.control.address(), config.timeout)?;
+        let invitations: Vec<Invitation> = all.iter().map(|theirs| theirs.invitation.clone()).collect();
+        let mut member = Member::new(rank, world.ranks(), config.timeout);
+        member.secret = rendezvous.secret().cloned();
+        member.interrupt = config.interrupt.clone();
+        let met = ep::join::Links::connect(door, &member, &invitations)?;
+        let (ranks, own_control) = (world.ranks(), home.control.address());
+        let (served, mapped) = links::serve_all(rank, met, ranks, &home.device, own_control, config)?;
+        let links = held.insert(served);
         home.arena.with_chunks(|chunks| chunks.iter().try_for_each(|chunk| links.announce(chunk)))?;
-        home.arena.announce_with(Box::new(links));
-        // Everybody has mapped everybody's control block.
+        // A barrier: after it, every rank has mapped every control block.
         rendezvous.all_gather(&[])?;
-
-        let mut peers = Peers { control: Vec::new(), delta: Vec::new(), _keep: Arc::new(()) };
-        for (introduction, memory) in all.iter().zip(&mapped.peers) {
-            let here = memory.as_ref().map_or(introduction.base, |memory| {
-                memory.lock().unwrap_or_else(|poison| poison.into_inner()).address
-            });
-            let delta = here.wrapping_sub(introduction.base) as i64;
-            peers.delta.push(delta);
-            peers.control.push(introduction.control.wrapping_add_signed(delta));
-        }
-        peers._keep = Arc::new(mapped);
-        let here = all.iter().filter(|introduction| introduction.gpu == mine.gpu).count();
-        Self::assemble(world.clone(), config, home, peers, here)
+        Ok((all, mapped, mine.gpu))
     }
 }
 
 /// What a process tells the others about itself.
 struct Introduction {
-    world: u64,
+    /// UUID of its GPU.
     gpu: [u8; 16],
+    /// First address of its registered memory, and the address of its control block, in its own address space.
     base: u64,
     control: u64,
-    door: String,
+    invitation: Invitation,
+    /// Text of the settings that must be equal on all ranks.
+    agreed: String,
 }
 
 impl Introduction {
-    const HEAD: usize = 8 + 16 + 8 + 8;
+    const HEAD: usize = 16 + 8 + 8;
 
     fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(Self::HEAD + self.door.len());
-        bytes.extend(self.world.to_le_bytes());
+        let mut bytes = Vec::with_capacity(Self::HEAD + 97 + self.agreed.len());
         bytes.extend(self.gpu);
         bytes.extend(self.base.to_le_bytes());
         bytes.extend(self.control.to_le_bytes());
-        bytes.extend(self.door.as_bytes());
+        bytes.extend(self.invitation.to_string().as_bytes());
+        bytes.push(b'\n');
+        bytes.extend(self.agreed.as_bytes());
         bytes
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (head, door) = bytes.split_at_checked(Self::HEAD)?;
+        let (head, text) = bytes.split_at_checked(Self::HEAD)?;
         let long = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
+        let (invitation, agreed) = std::str::from_utf8(text).ok()?.split_once('\n')?;
         Some(Self {
-            world: long(0)?,
-            gpu: head.get(8..24)?.try_into().ok()?,
-            base: long(24)?,
-            control: long(32)?,
-            door: String::from_utf8(door.to_vec()).ok()?,
+            gpu: head.get(..16)?.try_into().ok()?,
+            base: long(16)?,
+            control: long(24)?,
+            invitation: invitation.parse().ok()?,
+            agreed: agreed.into(),
         })
     }
 
     fn check(&self, rank: Rank, peer: Rank, theirs: &Self) -> Result<()> {
-        if self.world == theirs.world {
+        if self.agreed == theirs.agreed {
             return Ok(());
         }
         Err(CallerError::Collective {
             operator: Operator::Join,
-            field: "the world (ranks, experts and their placement)",
+            field: "the world",
             rank,
-            mine: format!("{:016x}", self.world),
+            mine: self.agreed.clone(),
             peer,
-            theirs: format!("{:016x}", theirs.world),
+            theirs: theirs.agreed.clone(),
         }
         .into())
     }
@@ -186,23 +223,28 @@ impl Introduction {
 fn unintelligible(peer: Rank) -> ep::Error {
     EnvironmentError::new(
         "joining the world",
-        format!("rank {peer} said what cannot be understood"),
-        "do all ranks run the same version, and the same backend?",
+        format!("the introduction of rank {peer} cannot be parsed"),
+        "run the same version and the same backend on all ranks",
     )
     .into()
 }
 
-/// A number that differs for different worlds.
-fn fingerprint(world: &World) -> u64 {
-    let experts = (0..world.experts() as u32).map(|expert| u64::from(world.placement.position_of(expert)));
-    let ranks = world.topology.all_ranks().map(|rank| world.placement.positions_of(rank).end as u64);
-    experts
-        .chain(ranks)
-        .flat_map(u64::to_le_bytes)
-        .fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
+/// The world as text: the number of ranks, and the runs of experts with their rank.
+fn agreed(world: &World) -> String {
+    let experts = world.experts() as u32;
+    let owner = |expert| world.placement.owner_at(world.placement.position_of(expert));
+    let mut runs: Vec<(u32, Rank)> = Vec::new();
+    for expert in 0..experts {
+        match runs.last_mut() {
+            Some((count, rank)) if *rank == owner(expert) => *count += 1,
+            _ => runs.push((1, owner(expert))),
+        }
+    }
+    let runs: Vec<String> = runs.iter().map(|(count, rank)| format!("{count} of {rank}")).collect();
+    format!("({} ranks; experts by rank: {})", world.ranks(), runs.join(", "))
 }
 
-/// Refuses worlds that this backend does not serve.
+/// Refuses worlds that this backend does not support.
 fn check_world(world: &World) -> Result<()> {
     let (ranks, domains) = (world.ranks(), world.topology.domains());
     if domains != 1 {
@@ -222,4 +264,36 @@ fn check_world(world: &World) -> Result<()> {
         return Err(CallerError::Placement(format!("{most} experts on one rank: at most 65,536")).into());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use ep::ExpertPlacement;
+
+    use super::*;
+
+    fn introduction(world: &World) -> Introduction {
+        let invitation = Door::open().unwrap().invitation().clone();
+        Introduction { gpu: [7; 16], base: 1 << 40, control: 3, invitation, agreed: agreed(world) }
+    }
+
+    #[test]
+    fn ranks_with_different_worlds_say_what_differs() {
+        let mine = introduction(&World::new(2, 1, 4).unwrap());
+        let mut other = World::new(2, 1, 4).unwrap();
+        let owners = [0, 1, 1, 0].map(Rank);
+        other.placement = ExpertPlacement::table(&owners, &other.topology).unwrap();
+        let sent = introduction(&other);
+        let theirs = Introduction::from_bytes(&sent.to_bytes()).unwrap();
+        assert_eq!((theirs.gpu, theirs.base, theirs.control), ([7; 16], 1 << 40, 3));
+        assert_eq!(theirs.invitation, sent.invitation);
+        assert_eq!(mine.check(Rank(0), Rank(1), &mine), Ok(()));
+        assert_eq!(
+            mine.check(Rank(0), Rank(1), &theirs).unwrap_err().to_string(),
+            "operator join: the world is (2 ranks; experts by rank: 2 of 0, 2 of 1) on rank 0 and \
+             (2 ranks; experts by rank: 1 of 0, 2 of 1, 1 of 0) on rank 1; every rank must pass the same"
+        );
+        assert!(Introduction::from_bytes(&[0; 31]).is_none());
+        assert!(Introduction::from_bytes(&[0; 40]).is_none());
+    }
 }

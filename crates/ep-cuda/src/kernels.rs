@@ -1,6 +1,7 @@
-//! Kernels, compiled and loaded once for each GPU.
+//! Loads each kernel once per GPU and process.
 
 use std::collections::HashMap;
+use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
@@ -12,7 +13,7 @@ use crate::driver::{Device, Kernel};
 use crate::jit::{Cubin, Jit};
 use crate::probe;
 
-/// Compilations at a time, at most. Each takes some hundred megabytes.
+/// Maximum number of concurrent compilations. Each takes some hundred megabytes.
 const MOST_THREADS: usize = 8;
 
 /// All kernels of this process.
@@ -21,7 +22,7 @@ pub(crate) struct Kernels {
     loaded: Mutex<HashMap<(usize, bool, KernelKey), Arc<Slot>>>,
 }
 
-/// A kernel's place: whoever comes first fills it, the others wait for that kernel and for no other.
+/// A kernel's place. The first thread that needs the kernel fills it; others wait for that kernel only.
 type Slot = Mutex<Option<Arc<Kernel>>>;
 
 impl std::fmt::Debug for Kernels {
@@ -31,13 +32,15 @@ impl std::fmt::Debug for Kernels {
 }
 
 impl Kernels {
-    /// The process's own.
+    /// The instance of this process.
     pub(crate) fn get() -> &'static Self {
         static KERNELS: OnceLock<Kernels> = OnceLock::new();
-        KERNELS.get_or_init(|| Self { jit: jit(), loaded: Mutex::default() })
+        // Without stderr the warning is lost.
+        let tell = |warning: &str| drop(writeln!(io::stderr(), "hybrid-ep: warning: {warning}"));
+        KERNELS.get_or_init(|| Self { jit: jit().telling(tell), loaded: Mutex::default() })
     }
 
-    /// The kernel, ready to be launched.
+    /// Returns the kernel, loading it first if needed.
     pub(crate) fn load(
         &self,
         device: &Arc<Device>,
@@ -59,7 +62,7 @@ impl Kernels {
         Ok(kernel)
     }
 
-    /// Loads these kernels. What has to be compiled is compiled side by side.
+    /// Loads these kernels, compiling on several threads.
     pub(crate) fn load_ahead(
         &self,
         device: &Arc<Device>,
@@ -70,8 +73,8 @@ impl Kernels {
     }
 }
 
-/// Does what may compile a kernel for each of these, on several threads; the results, in no order, or the error of the
-/// first that failed.
+/// Calls `work` for each job, on several threads. Returns the results in any order, or the error of the first job in
+/// order that failed.
 pub(crate) fn side_by_side<T: Sync, R: Send>(
     jobs: &[T],
     work: impl Fn(&T) -> Result<R> + Sync,
@@ -86,7 +89,7 @@ pub(crate) fn side_by_side<T: Sync, R: Send>(
             match work(job) {
                 Ok(result) => done.lock().unwrap_or_else(PoisonError::into_inner).push(result),
                 Err(error) => {
-                    // The others would fail of the same.
+                    // Start no further job: it would fail for the same reason.
                     next.store(jobs.len(), Ordering::Relaxed);
                     let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
                     if failed.as_ref().is_none_or(|&(first, _)| at < first) {
@@ -109,10 +112,10 @@ pub(crate) fn side_by_side<T: Sync, R: Send>(
     }
 }
 
-/// The environment's compiler, or the first that is not too new for the driver.
+/// Compiled kernels under the settings of the environment, by a compiler that is not too new for the driver.
 pub(crate) fn jit() -> Jit {
     let jit = Jit::new(CudaEnv::from_env());
-    // A driver that does not tell has the last word when it loads a kernel.
+    // If the driver does not report its version, it refuses unsuitable kernels when it loads them.
     match probe::probe() {
         Ok(Some(driver)) => jit.for_driver(driver.cuda),
         _ => jit,

@@ -1,25 +1,36 @@
-//! The CUDA backend: dispatch and combine between the GPUs of an NVLink domain, at the wire, with few SMs.
+//! The CUDA backend: preprocess, dispatch and combine between the GPUs of one NVLink domain, one kernel launch each.
 //!
-//! | module | what is there |
+//! | module | contents |
 //! |---|---|
-//! | `buffer`, `operators` | [`CudaBuffer`]: arguments checked, parameters filled, one launch per operator |
-//! | `join`, `links`, `peers` | how ranks find each other's memory |
-//! | `arena`, `memory` | registered memory, which all GPUs of the domain reach |
-//! | `handle`, `routing` | a routing on the GPU, and the lists that preprocessing makes of it |
-//! | `weight_rows` | experts' outputs times their weights, beside the operators |
-//! | `tuning` | how an operator is cut into pieces, stages and blocks |
-//! | `fault` | what a kernel has reported, as an error that names who is at fault |
-//! | `params` | the mirror of `device/common/params.cuh` |
-//! | `device`, `kernels`, `jit` | the kernels' sources, compiled and loaded ahead, or when they are needed |
-//! | [`mod@warm`] | compiling all kernels ahead of their use |
-//! | `driver` | the CUDA driver, every call checked |
-//! | [`mod@bench`] | what benchmarks need beside the operators |
+//! | `buffer`, `operators` | [`CudaBuffer`]: checks arguments, fills in kernel parameters, launches one kernel per operator |
+//! | `join`, `links`, `peers` | how ranks map each other's memory |
+//! | `arena`, `memory` | registered memory, which all GPUs of the domain can access |
+//! | `streams` | the streams that operators are launched in, and the CUDA graphs that capture them |
+//! | `member`, `reaper` | leaving a world, and freeing memory |
+//! | `handle`, `routing` | a routing in GPU memory, and the lists that preprocess computes from it |
+//! | `weight_rows` | multiplies experts' outputs by their weights |
+//! | `dense` | converts a top-k routing to a map and dense probabilities; needs no buffer |
+//! | `tuning` | the division of an operator into pieces, stages and blocks |
+//! | `call` | the arguments that must be equal on all ranks, and errors that name a difference |
+//! | `beat` | heartbeats of ranks that are processes |
+//! | `wait` | interruptible waits for the GPU |
+//! | `fault` | converts a kernel's fault report to an error that names the rank at fault |
+//! | `params`, `shared`, `mirror` | definitions shared by host and kernels; `device/common/params.cuh` is generated from them |
+//! | `device`, `kernels`, `jit` | kernel sources, their variants, compiling and loading |
+//! | [`mod@warm`] | compiles all kernels before they are used |
+//! | [`mod@probe`] | asks the driver about GPUs without creating a context |
+//! | `driver` | checked calls of the CUDA driver |
+//! | [`mod@bench`] | helpers for benchmarks |
 //!
-//! The kernels are in `device/`: start at `device/dispatch/kernel.cu`.
+//! The kernels are in `device/`: start at `device/dispatch/kernel.cu`. `docs/cuda.md` describes how they work together,
+//! `docs/protocol.md` every word that ranks share.
 
 mod arena;
+mod beat;
 pub mod bench;
 mod buffer;
+mod call;
+mod dense;
 mod device;
 mod driver;
 mod fault;
@@ -28,26 +39,36 @@ pub mod jit;
 mod join;
 mod kernels;
 mod links;
+mod member;
 mod memory;
+mod mirror;
 mod operators;
 mod params;
 mod peers;
 pub mod probe;
+mod reaper;
 mod routing;
+mod shared;
+mod streams;
 mod tuning;
+mod wait;
 pub mod warm;
 mod weight_rows;
 
 pub use buffer::CudaBuffer;
+pub use dense::TopK;
 pub use driver::{Event, Stream};
 pub use handle::CudaHandle;
+pub use member::finish;
 pub use memory::CudaMemory;
+pub use reaper::{leaked_bytes, settle};
 pub use routing::{DeviceReport, DeviceRouting, Indices};
 
-/// Whether there is a driver, and GPUs all of which this backend serves. Nothing is allocated on them.
+/// Checks that there are a driver and at least one GPU, and that this backend supports every GPU that the driver shows.
+/// Allocates nothing on the GPUs.
 ///
 /// # Errors
-/// [`ep::EnvironmentError`] that says what is missing.
+/// An [`ep::EnvironmentError`] that names what is missing.
 pub fn check_available() -> ep::Result<()> {
     probe::usable().map(drop)
 }

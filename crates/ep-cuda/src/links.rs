@@ -1,253 +1,238 @@
-//! Registered memory between processes: each sends its chunks, as file descriptors, to all others, which map them.
+//! Registered memory between processes: each process sends its allocations, as file descriptors, to all others, which
+//! map them.
 //!
-//! A rank has one socket to every peer. What it sends: a chunk, whenever its memory grows, and waits for the peer to
-//! have mapped it; at the end, a farewell. A socket that closes without one means that the process died: the kernels of
-//! the others learn of it through their control block.
+//! A rank has one link to every peer ([`ep::join::Links`]). It sends an allocation whenever its memory grows, and waits
+//! until the peer has mapped it; heartbeats; and, at the end, a leave message. A link that closes without a leave
+//! message means that the process died; missing heartbeats mean that it is stopped. The link and heartbeat threads
+//! write both into the control block of their own rank, where its kernels read it.
+//!
+//! The system vouches for the peer's user, and the handshake of the link for its membership in the job. The descriptor
+//! of an allocation belongs to the driver, so mapping it is the only possible check.
 
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read as _, Write as _};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::linux::net::SocketAddrExt as _;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use ep::{EnvironmentError, PeerError, PeerFault, Rank, Result};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
-};
+use ep::join::{LinkEvent, LinkReceiver, LinkSender};
+use ep::{Config, EnvironmentError, PeerError, PeerFault, Rank, Result};
 
 use crate::arena::Announce;
+use crate::beat::{Heartbeat, Hearts};
 use crate::driver::{Chunk, Device, DeviceAddress, Reservation, Stream};
-use crate::params::LEFT_OFFSET;
+use crate::params::{GoneWord, LEFT_OFFSET};
 
-/// A message is a number: a chunk's bytes, with its descriptor, or one of these.
-const FAREWELL: u64 = 0;
-/// The answer to a chunk that was mapped, and to one that was not.
+/// Kinds of messages: an allocation (`Chunk`) with its size, the answer after mapping it or failing to, a heartbeat.
+const CHUNK: u8 = 0;
 const MAPPED: u8 = 1;
 const NOT_MAPPED: u8 = 2;
+const BEAT: u8 = 3;
+/// Stands for an answer when the peer has sent its leave message instead. Never sent.
+const LEFT: u8 = 4;
 
-/// Pause between two looks for a connection.
-const RETRY: Duration = Duration::from_millis(1);
+/// How long a link's thread waits for a message at a time. Its value has no effect.
+const IDLE: Duration = Duration::from_secs(3600);
 
-/// What a kernel reads of a peer that is gone.
-pub(crate) const LEFT: u32 = 1;
-const DIED: u32 = 2;
-
-fn broken(what: &str, error: impl std::fmt::Display) -> ep::Error {
-    EnvironmentError::new(
-        what,
-        error,
-        "all ranks of an NVLink domain must run on one machine, in one network namespace",
-    )
-    .into()
+/// The memory of all peers, mapped by this process. The link threads add to it.
+pub(crate) struct Mapped {
+    pub(crate) peers: Vec<Option<Arc<Mutex<Reservation>>>>,
+    pub(crate) hearts: Arc<Hearts>,
 }
 
-fn address(name: &str) -> Result<SocketAddr> {
-    SocketAddr::from_abstract_name(name).map_err(|error| broken("naming a socket", error))
+/// Writes the gone words of peers into this rank's control block, where its kernels read them.
+struct Notices {
+    device: Arc<Device>,
+    state: Mutex<NoticeState>,
 }
 
-/// Where a rank waits for its peers.
-pub(crate) struct Door {
-    listener: UnixListener,
-    pub(crate) name: String,
+struct NoticeState {
+    /// This rank's control block; `None` once it may be freed.
+    control: Option<DeviceAddress>,
+    /// By rank: whether it has left or died.
+    gone: Vec<bool>,
 }
 
-impl Door {
-    pub(crate) fn open(rank: Rank) -> Result<Self> {
-        use std::hash::{BuildHasher as _, Hasher as _, RandomState};
-        let name = format!(
-            "hybrid-ep-{}-{rank}-{:x}",
-            std::process::id(),
-            RandomState::new().build_hasher().finish()
-        );
-        let listener =
-            UnixListener::bind_addr(&address(&name)?).map_err(|error| broken("opening a socket", error))?;
-        Ok(Self { listener, name })
+impl Notices {
+    fn new(device: &Arc<Device>, control: DeviceAddress, ranks: usize) -> Arc<Self> {
+        let state = NoticeState { control: Some(control), gone: vec![false; ranks] };
+        Arc::new(Self { device: Arc::clone(device), state: Mutex::new(state) })
+    }
+
+    /// Writes a gone word. `Left` and `Died` are final: later words for the same rank are ignored.
+    fn write(&self, peer: Rank, word: GoneWord) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.gone[peer.index()] {
+            return;
+        }
+        state.gone[peer.index()] = matches!(word, GoneWord::Left | GoneWord::Died);
+        let Some(own) = state.control else { return };
+        let at = own + (LEFT_OFFSET + 4 * peer.index()) as DeviceAddress;
+        // If this fails, waits for the peer end at their bound.
+        let _ = Stream::new(&self.device).and_then(|stream| {
+            stream.upload(&(word as u32).to_le_bytes(), at)?;
+            stream.synchronize()
+        });
+    }
+
+    /// Called before the control block is freed.
+    fn close(&self) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).control = None;
     }
 }
 
-/// The memory of all peers, mapped here. Peers add to it through their sockets.
-pub(crate) struct Mapped {
-    pub(crate) peers: Vec<Option<Arc<Mutex<Reservation>>>>,
-}
-
-/// Connects to all peers and takes their connections; their memory is mapped as it comes.
-///
-/// `doors` are the peers' names by rank, `own_control` the own control block.
-pub(crate) fn connect(
+/// Starts the threads that serve the links to all peers and map their memory, and the heartbeat thread. `own_control`
+/// is the address of this rank's control block.
+pub(crate) fn serve_all(
     rank: Rank,
-    door: Door,
-    doors: &[String],
+    links: ep::join::Links,
+    ranks: usize,
     device: &Arc<Device>,
     own_control: DeviceAddress,
-    timeout: Duration,
+    config: &Config,
 ) -> Result<(Links, Mapped)> {
-    let mut peers: Vec<Option<Arc<Mutex<Reservation>>>> = Vec::with_capacity(doors.len());
-    for peer in 0..doors.len() {
+    // The stall bound: a separate thread of the peer answers, whatever its program does.
+    let timeout = config.stall_bound();
+    let mut peers: Vec<Option<Arc<Mutex<Reservation>>>> = Vec::with_capacity(ranks);
+    for peer in 0..ranks {
         let own = peer == rank.index();
         peers.push(if own { None } else { Some(Arc::new(Mutex::new(Reservation::new(device)?))) });
     }
-    let control = Arc::new(Mutex::new(Some(own_control)));
-    // Connections wait in the listener's queue, so nobody waits for anybody here.
-    let mut links = Links { rank, peers: Vec::new(), control: Arc::clone(&control) };
-    for (peer, name) in doors.iter().enumerate().filter(|&(peer, _)| peer != rank.index()) {
-        let mut link =
-            UnixStream::connect_addr(&address(name)?).map_err(|error| broken("reaching a peer", error))?;
-        link.set_read_timeout(Some(timeout)).map_err(|error| broken("reaching a peer", error))?;
-        link.write_all(&rank.0.to_le_bytes()).map_err(|error| broken("greeting a peer", error))?;
-        links.peers.push((Rank(peer as u32), link));
-    }
-    let since = Instant::now();
-    let mut waiting_for: Vec<Rank> = links.peers.iter().map(|&(peer, _)| peer).collect();
-    while !waiting_for.is_empty() {
-        let (peer, link) = accept(&door, rank, &waiting_for, since, timeout)?;
-        waiting_for.retain(|&other| other != peer);
+    let notices = Notices::new(device, own_control, ranks);
+    let hearts = Hearts::new(ranks, timeout);
+    let mut here = Links { rank, timeout, peers: Vec::new(), notices: Arc::clone(&notices), heartbeat: None };
+    let mut beats: Vec<(Rank, Box<dyn FnMut() + Send>)> = Vec::new();
+    for (peer, link) in links.links {
+        let (sender, receiver) = link.split()?;
+        let sender = Arc::new(Mutex::new(sender));
+        // Weak: the sender goes with the buffer, and sends the leave message when it is dropped.
+        let (answering, beating) = (Arc::downgrade(&sender), Arc::downgrade(&sender));
+        let (told, answers) = channel();
         let memory = peers[peer.index()].as_ref().map_or_else(Weak::new, Arc::downgrade);
-        // Whoever drops the buffer unmaps the memory, at a time of its own, not this thread.
-        let (device, control) = (Arc::clone(device), Arc::clone(&control));
+        // Weak: the thread that drops the buffer must unmap the memory, not this one.
+        let (device, notices, hearts) = (Arc::clone(device), Arc::clone(&notices), Arc::clone(&hearts));
         std::thread::Builder::new()
             .name(format!("ep-link-{rank}-{peer}"))
-            .spawn(move || serve(link, &memory, &device, &control, peer.index()))
-            .map_err(|error| broken("starting a thread", error))?;
+            .spawn(move || {
+                let map = |bytes, fd: &OwnedFd| {
+                    let memory = memory.upgrade()?;
+                    let mapped = Chunk::import(&device, fd, bytes).and_then(|chunk| {
+                        let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+                        memory.push(chunk, &[device.ordinal])
+                    });
+                    let sender = answering.upgrade()?;
+                    let mut sender = sender.lock().unwrap_or_else(PoisonError::into_inner);
+                    // The peer converts NOT_MAPPED to an error that names this rank.
+                    let answer = if mapped.is_ok() { MAPPED } else { NOT_MAPPED };
+                    Some(sender.send(&[answer], None, timeout).is_ok())
+                };
+                let answer = |answer| {
+                    // If the buffer has been dropped, no thread waits for the answer.
+                    let _ = told.send(answer);
+                };
+                if let Some(gone) = serve(receiver, map, answer, || hearts.heard(peer)) {
+                    notices.write(peer, gone);
+                }
+            })
+            .map_err(|error| EnvironmentError::new("starting a thread for a link", error, ""))?;
+        beats.push((peer, Box::new(move || beat(&beating))));
+        here.peers.push(Peer { rank: peer, sender, answers });
     }
-    Ok((links, Mapped { peers }))
-}
-
-/// The connection of one of these peers.
-fn accept(
-    door: &Door,
-    rank: Rank,
-    waiting_for: &[Rank],
-    since: Instant,
-    timeout: Duration,
-) -> Result<(Rank, UnixStream)> {
-    let what = "taking a peer's connection";
-    door.listener.set_nonblocking(true).map_err(|error| broken(what, error))?;
-    loop {
-        let left = timeout.saturating_sub(since.elapsed());
-        match door.listener.accept() {
-            // Who says nothing sensible is a stranger.
-            Ok((link, _)) => {
-                if let Ok(peer) = greeting(&link, left.max(RETRY))
-                    && waiting_for.contains(&peer)
-                {
-                    return Ok((peer, link));
-                }
-            }
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                if left.is_zero() {
-                    let (peer, waited) = (waiting_for[0], since.elapsed());
-                    return Err(
-                        PeerError::joining(rank, peer, PeerFault::Absent, "its connection", waited).into()
-                    );
-                }
-                std::thread::sleep(RETRY);
-            }
-            Err(error) => return Err(broken(what, error)),
-        }
-    }
-}
-
-/// Who it is that has connected.
-fn greeting(mut link: &UnixStream, timeout: Duration) -> io::Result<Rank> {
-    link.set_nonblocking(false)?;
-    link.set_read_timeout(Some(timeout))?;
-    let mut who = [0; 4];
-    link.read_exact(&mut who)?;
-    // What comes later comes at any time.
-    link.set_read_timeout(None)?;
-    Ok(Rank(u32::from_le_bytes(who)))
-}
-
-/// Maps what a peer sends until it leaves; then tells the kernels of this rank, which may be waiting for it.
-fn serve(
-    mut link: UnixStream,
-    memory: &Weak<Mutex<Reservation>>,
-    device: &Arc<Device>,
-    control: &Mutex<Option<DeviceAddress>>,
-    peer: usize,
-) {
-    let gone = loop {
-        match receive(&link) {
-            Ok(Some((FAREWELL, _))) => break LEFT,
-            Ok(Some((bytes, Some(fd)))) => {
-                // Without the buffer there is nobody to map it for.
-                let Some(memory) = memory.upgrade() else { return };
-                let mapped = Chunk::import(device, &fd, bytes as usize).and_then(|chunk| {
-                    let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
-                    memory.push(chunk, &[device.ordinal])
-                });
-                // The peer turns the other answer into an error that names this rank.
-                let answer = if mapped.is_ok() { MAPPED } else { NOT_MAPPED };
-                if link.write_all(&[answer]).is_err() {
-                    break DIED;
-                }
-            }
-            Ok(_) | Err(_) => break DIED,
-        }
+    let tell = move |peer, silent| {
+        notices.write(peer, if silent { GoneWord::Silent } else { GoneWord::Here });
     };
-    let control = control.lock().unwrap_or_else(PoisonError::into_inner);
-    if let (Some(own), Ok(stream)) = (*control, Stream::new(device)) {
-        let word = own + (LEFT_OFFSET + 4 * peer) as DeviceAddress;
-        // If this fails, waits for the peer end by their timeout.
-        let _ = stream.upload(&gone.to_le_bytes(), word).and_then(|()| stream.synchronize());
+    here.heartbeat = Some(Heartbeat::start(rank, beats, Arc::clone(&hearts), tell)?);
+    Ok((here, Mapped { peers, hearts }))
+}
+
+/// Sends a heartbeat without waiting: it is skipped if the peer is gone or does not read, or if the sender is in use.
+fn beat(sender: &Weak<Mutex<LinkSender>>) {
+    let Some(sender) = sender.upgrade() else { return };
+    match sender.try_lock() {
+        Ok(mut sender) => sender.try_send(&[BEAT]),
+        Err(TryLockError::Poisoned(poison)) => poison.into_inner().try_send(&[BEAT]),
+        Err(TryLockError::WouldBlock) => {}
     }
 }
 
-/// The next message; `None` at the end.
-fn receive(link: &UnixStream) -> rustix::io::Result<Option<(u64, Option<OwnedFd>)>> {
-    let mut bytes = [0; 8];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = recvmsg(
-        link,
-        &mut [IoSliceMut::new(&mut bytes)],
-        &mut ancillary,
-        RecvFlags::CMSG_CLOEXEC | RecvFlags::WAITALL,
-    )?;
-    if received.bytes < bytes.len() {
-        return Ok(None);
+/// Receives a peer's messages until the link ends. Returns why it ended, or `None` if this rank's own buffer was
+/// dropped.
+///
+/// `map` maps an allocation of the given number of bytes and sends the answer; it returns `None` if this rank's buffer
+/// was dropped, and `Some(false)` if the answer could not be sent. `answer` is called for each answer of the peer,
+/// `beat` for each heartbeat.
+fn serve(
+    mut link: LinkReceiver,
+    map: impl Fn(usize, &OwnedFd) -> Option<bool>,
+    answer: impl Fn(u8),
+    beat: impl Fn(),
+) -> Option<GoneWord> {
+    loop {
+        let (body, fd) = match link.wait(IDLE) {
+            None => continue,
+            Some(LinkEvent::Message(body, fd)) => (body, fd),
+            Some(LinkEvent::Left) => {
+                answer(LEFT);
+                return Some(GoneWord::Left);
+            }
+            Some(_) => return Some(GoneWord::Died),
+        };
+        match (body.as_slice(), fd) {
+            ([BEAT], None) => beat(),
+            ([said @ (MAPPED | NOT_MAPPED)], None) => answer(*said),
+            ([CHUNK, bytes @ ..], Some(fd)) => {
+                let bytes =
+                    bytes.try_into().ok().and_then(|bytes| usize::try_from(u64::from_le_bytes(bytes)).ok());
+                let Some(bytes) = bytes else { return Some(GoneWord::Died) };
+                if !map(bytes, &fd)? {
+                    return Some(GoneWord::Died);
+                }
+            }
+            _ => return Some(GoneWord::Died),
+        }
     }
-    let fd = ancillary.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-        _ => None,
-    });
-    Ok(Some((u64::from_le_bytes(bytes), fd)))
 }
 
-/// This rank's connections to its peers.
+/// This rank's links to its peers.
 pub(crate) struct Links {
     rank: Rank,
-    peers: Vec<(Rank, UnixStream)>,
-    /// The own control block, as long as it is there.
-    control: Arc<Mutex<Option<DeviceAddress>>>,
+    timeout: Duration,
+    peers: Vec<Peer>,
+    notices: Arc<Notices>,
+    heartbeat: Option<Heartbeat>,
+}
+
+struct Peer {
+    rank: Rank,
+    sender: Arc<Mutex<LinkSender>>,
+    /// The peer's answers to allocations. Closed when the peer is gone.
+    answers: Receiver<u8>,
 }
 
 impl Announce for Links {
     fn announce(&mut self, chunk: &Chunk) -> Result<()> {
         const WAITED_FOR: &str = "it to map memory that this rank has added";
-        let (rank, since) = (self.rank, Instant::now());
-        let lost = |peer, error: &io::Error| {
-            PeerError::joining(rank, peer, PeerFault::of_socket(error), WAITED_FOR, since.elapsed())
-        };
+        let since = Instant::now();
+        let lost = |peer, fault| PeerError::joining(self.rank, peer, fault, WAITED_FOR, since.elapsed());
         let fd = chunk.export()?;
-        for (peer, link) in &mut self.peers {
-            let fds = [fd.as_fd()];
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-            let mut ancillary = SendAncillaryBuffer::new(&mut space);
-            ancillary.push(SendAncillaryMessage::ScmRights(&fds));
-            let bytes = (chunk.bytes as u64).to_le_bytes();
-            sendmsg(&*link, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL)
-                .map_err(|error| lost(*peer, &error.into()))?;
+        let body = [&[CHUNK], &(chunk.bytes as u64).to_le_bytes()[..]].concat();
+        for peer in &self.peers {
+            let mut sender = peer.sender.lock().unwrap_or_else(PoisonError::into_inner);
+            let sent: io::Result<()> = sender.send(&body, Some(fd.as_fd()), self.timeout);
+            sent.map_err(|error| lost(peer.rank, PeerFault::of_socket(&error)))?;
         }
-        // All map at the same time.
-        for (peer, link) in &mut self.peers {
-            let mut answer = [0];
-            link.read_exact(&mut answer).map_err(|error| lost(*peer, &error))?;
-            if answer != [MAPPED] {
-                return Err(broken(&format!("sharing memory with rank {peer}"), "it could not map it"));
+        // All peers map at the same time.
+        for peer in &self.peers {
+            match peer.answers.recv_timeout(self.timeout.saturating_sub(since.elapsed())) {
+                Ok(MAPPED) => {}
+                Ok(LEFT) => return Err(lost(peer.rank, PeerFault::Left).into()),
+                Ok(_) => {
+                    let what = format!("sharing memory with rank {}", peer.rank);
+                    let hint = "do all ranks see all GPUs of the domain?";
+                    return Err(EnvironmentError::new(what, "it could not map it", hint).into());
+                }
+                Err(RecvTimeoutError::Timeout) => return Err(lost(peer.rank, PeerFault::Stalled).into()),
+                Err(RecvTimeoutError::Disconnected) => return Err(lost(peer.rank, PeerFault::Died).into()),
             }
         }
         Ok(())
@@ -256,42 +241,89 @@ impl Announce for Links {
 
 impl Drop for Links {
     fn drop(&mut self) {
-        *self.control.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        for (_, link) in &mut self.peers {
-            // A peer that is gone needs no farewell.
-            let _ = link.write_all(&FAREWELL.to_le_bytes());
-        }
+        self.notices.close();
+        // Stop the heartbeats first: the leave message, which each sender sends when it is dropped, must be the last
+        // one.
+        self.heartbeat = None;
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::{Cell, RefCell};
+
+    use ep::join::{Door, Member};
+
     use super::*;
 
-    const TIMEOUT: Duration = Duration::from_millis(200);
+    const LONG: Duration = Duration::from_secs(60);
 
-    fn knock(door: &Door, word: &[u8]) {
-        let mut link = UnixStream::connect_addr(&address(&door.name).unwrap()).unwrap();
-        link.write_all(word).unwrap();
+    /// Both ends of a link.
+    fn pair() -> (LinkSender, LinkReceiver) {
+        let doors = [Door::open().unwrap(), Door::open().unwrap()];
+        let invitations = doors.each_ref().map(|door| door.invitation().clone());
+        let mut ends = std::thread::scope(|scope| {
+            let threads: Vec<_> = doors
+                .into_iter()
+                .zip(0..)
+                .map(|(door, rank)| {
+                    let (member, invitations) = (Member::new(Rank(rank), 2, LONG), &invitations);
+                    scope.spawn(move || ep::join::Links::connect(door, &member, invitations).unwrap())
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().unwrap().links.remove(0).1).collect::<Vec<_>>()
+        });
+        let (_, receiver) = ends.remove(1).split().unwrap();
+        let (sender, _) = ends.remove(0).split().unwrap();
+        (sender, receiver)
+    }
+
+    /// What `serve` returns, the answers that it received, and the number of heartbeats.
+    fn served(said: impl FnOnce(LinkSender)) -> (Option<GoneWord>, Vec<u8>, usize) {
+        let (sender, receiver) = pair();
+        said(sender);
+        let (beats, answers) = (Cell::new(0), RefCell::new(Vec::new()));
+        let map = |_, _: &OwnedFd| panic!("there is no memory");
+        let answer = |answer| answers.borrow_mut().push(answer);
+        let gone = serve(receiver, map, answer, || beats.set(beats.get() + 1));
+        (gone, answers.into_inner(), beats.get())
     }
 
     #[test]
-    fn a_peer_that_does_not_connect_is_named() {
-        let door = Door::open(Rank(0)).unwrap();
-        let error = accept(&door, Rank(0), &[Rank(2), Rank(3)], Instant::now(), TIMEOUT).unwrap_err();
-        let said = error.to_string();
-        assert!(said.starts_with("rank 2 never joined (join #0): rank 0 waited 0."), "{said}");
-        assert!(said.ends_with(" s for its connection"), "{said}");
+    fn a_link_distinguishes_heartbeats_answers_leaving_and_death() {
+        let say = |peer: &mut LinkSender, body: &[u8]| peer.send(body, None, LONG).unwrap();
+        let dies = |peer: LinkSender| rustix::net::shutdown(&peer, rustix::net::Shutdown::Both).unwrap();
+        assert_eq!(served(dies), (Some(GoneWord::Died), vec![], 0));
+        let leaves =
+            |mut peer: LinkSender| [BEAT, MAPPED, BEAT].iter().for_each(|&kind| say(&mut peer, &[kind]));
+        assert_eq!(served(leaves), (Some(GoneWord::Left), vec![MAPPED, LEFT], 2));
+        let beats_and_dies = |mut peer: LinkSender| {
+            say(&mut peer, &[BEAT]);
+            dies(peer);
+        };
+        assert_eq!(served(beats_and_dies), (Some(GoneWord::Died), vec![], 1));
+        // An allocation without its descriptor, an unknown kind, an empty message, a message that is too long.
+        for wrong in [&[CHUNK, 0, 0, 32, 0, 0, 0, 0, 0][..], &[LEFT], &[], &[BEAT, BEAT]] {
+            assert_eq!(
+                served(|mut peer| say(&mut peer, wrong)),
+                (Some(GoneWord::Died), vec![], 0),
+                "{wrong:?}"
+            );
+        }
     }
 
     #[test]
-    fn strangers_are_let_go_and_peers_found_behind_them() {
-        let door = Door::open(Rank(1)).unwrap();
-        // Somebody who says too little, a rank that is not awaited, and one that is.
-        knock(&door, &[7]);
-        knock(&door, &9u32.to_le_bytes());
-        knock(&door, &2u32.to_le_bytes());
-        let (peer, _) = accept(&door, Rank(1), &[Rank(0), Rank(2)], Instant::now(), TIMEOUT).unwrap();
-        assert_eq!(peer, Rank(2));
+    fn sending_a_heartbeat_never_blocks() {
+        let (sender, mut receiver) = pair();
+        let sender = Arc::new(Mutex::new(sender));
+        // More than the socket buffers hold if the peer does not read.
+        for _ in 0..100_000 {
+            beat(&Arc::downgrade(&sender));
+        }
+        let held = sender.lock().unwrap();
+        beat(&Arc::downgrade(&sender));
+        drop(held);
+        assert!(matches!(receiver.wait(LONG), Some(LinkEvent::Message(body, None)) if body == [BEAT]));
+        drop(sender);
     }
 }

@@ -1,16 +1,17 @@
-//! The operators of [`CudaBuffer`]: arguments checked, parameters filled, one launch each.
+//! The operators of [`CudaBuffer`]: each checks its arguments, fills in the kernel's parameters and launches one
+//! kernel.
 
-use ep::call::{check_len, check_maker, check_routing, dispatched};
+use ep::call::{check_maker, check_routing, dispatched};
 use ep::{
     Backend, CallerError, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element,
-    Operator, Probs, Rank, ReceiveShape, Result, Routing, TokenFormat, Traffic, World,
+    Probs, Rank, ReceiveShape, Result, Routing, Size, TokenFormat, Traffic, World,
 };
 
 use crate::buffer::{CudaBuffer, address, scale_code};
-use crate::fault;
+use crate::call::Call;
 use crate::handle::CudaHandle;
 use crate::memory::CudaMemory;
-use crate::params::{CombineParams, DispatchParams};
+use crate::params::{CombineParams, DispatchParams, ProbsOrigin};
 use crate::routing::{DeviceReport, DeviceRouting};
 use crate::tuning::{self, CombineShape, DispatchShape};
 
@@ -27,19 +28,22 @@ impl Backend for CudaBuffer {
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<CudaMemory> {
-        // Late peers may still write to what an operator was given that has failed: nobody else gets it.
+        // After a failed operator, slow peers may still write to its outputs. Never reuse that memory.
         self.check_usable()?;
         self.notice_capture()?;
-        Ok(CudaMemory::registered(self.arena.alloc(bytes, false)?, bytes))
+        Ok(CudaMemory::registered(self.arena.alloc(bytes, false)?, bytes, self.id))
     }
 
     fn upload(&mut self, bytes: &[u8], memory: &mut CudaMemory) -> Result<()> {
-        check_len("memory to upload to", bytes.len(), memory.len())?;
-        self.stream.upload(bytes, memory.address())
+        memory.check(self.id, "memory to upload to", Size::new(bytes.len()))?;
+        self.notice_capture()?;
+        self.stream.upload(bytes, memory.address())?;
+        self.notice_work()
     }
 
     fn download(&mut self, memory: &CudaMemory, bytes: &mut [u8]) -> Result<()> {
-        check_len("memory to download from", bytes.len(), memory.len())?;
+        memory.check(self.id, "memory to download from", Size::new(bytes.len()))?;
+        self.wait()?;
         self.stream.download(memory.address(), bytes)?;
         self.check_usable()
     }
@@ -72,6 +76,7 @@ impl Backend for CudaBuffer {
             return Ok(shape.clone());
         }
         let mut words = vec![0u32; handle.sizes.shape_words()];
+        self.wait()?;
         self.stream.download(handle.view.shape, bytemuck::cast_slice_mut(&mut words))?;
         self.check_usable()?;
         self.learn(handle, &words);
@@ -85,10 +90,10 @@ impl Backend for CudaBuffer {
         output: DispatchOutput<'_, CudaMemory>,
     ) -> Result<()> {
         self.check_usable()?;
-        self.notice_capture()?;
         check_maker(handle.buffer, self.id)?;
+        self.notice_capture_with(handle)?;
         let facts = Self::facts(&self.world, self.rank, handle);
-        let row = facts.check_dispatch(&input, &output, CudaMemory::len)?;
+        let row = facts.check_dispatch(&input, &output, CudaMemory::facts)?;
         let DispatchInput { hidden, format, .. } = input;
         let quantize = matches!(format, TokenFormat::QuantizeFp8(_));
         let kernel = self.kernel(tuning::dispatch_key(quantize))?;
@@ -106,21 +111,13 @@ impl Backend for CudaBuffer {
         }
         let place =
             |at: usize| staged[at].as_ref().map_or_else(|| address(outputs[at]), crate::arena::Part::address);
-        let (probs_code, dense) = match input.probs {
-            Probs::Skip => (0, 0),
-            Probs::Routing => (1, 0),
-            Probs::Dense(memory) => (2, memory.address()),
+        let (probs_origin, dense) = match input.probs {
+            Probs::Skip => (ProbsOrigin::Skip, 0),
+            Probs::Routing => (ProbsOrigin::Routing, 0),
+            Probs::Dense(memory) => (ProbsOrigin::Dense, memory.address()),
         };
-        // Given and quantised look the same on the wire, so ranks may differ in it.
-        let same = [
-            handle.id,
-            hidden as u64,
-            scale_code(format).into(),
-            row.tokens as u64,
-            u64::from(probs_code != 0),
-            u64::from(cut.groups),
-        ];
-        let common = self.enter(Operator::Dispatch, &same);
+        let asks_probs = !matches!(input.probs, Probs::Skip);
+        let common = self.enter(&Call::dispatch(handle.id, hidden, format, asks_probs, cut.groups));
         let params = DispatchParams {
             common,
             handle: handle.view,
@@ -131,7 +128,7 @@ impl Backend for CudaBuffer {
             out_scales: place(1),
             out_probs: place(2),
             out_local_experts: place(3),
-            probs: probs_code,
+            probs: probs_origin as u32,
             scale_format: scale_code(format),
             row_bytes_in: row_bytes_in as u32,
             row_bytes_out: row.tokens as u32,
@@ -143,12 +140,14 @@ impl Backend for CudaBuffer {
             stage_bytes: cut.stage_bytes(),
             reserved: [0; 2],
         };
-        // SAFETY: the kernel's own parameters; sizes were checked; memory stays until the stream has passed, by the
-        // contract of `Backend` and of borrowed memory.
+        // SAFETY: the parameters are this kernel's; sizes were checked; memory stays until the stream has executed the
+        // launch, by the contract of `Backend` and of borrowed memory.
         unsafe { kernel.launch(&self.stream, self.blocks, cut.threads, cut.shared_bytes, &params) }?;
+        self.notice_work()?;
         for ((part, memory), bytes) in staged.iter().zip(outputs).zip(bytes) {
             if let (Some(part), Some(memory)) = (part, memory) {
                 self.stream.copy(part.address(), memory.address(), bytes)?;
+                self.notice_work()?;
             }
         }
         handle.dispatched.set(true);
@@ -163,30 +162,23 @@ impl Backend for CudaBuffer {
         output: CombineOutput<'_, CudaMemory>,
     ) -> Result<()> {
         self.check_usable()?;
-        self.notice_capture()?;
         check_maker(handle.buffer, self.id)?;
+        self.notice_capture_with(handle)?;
         dispatched(handle.dispatched.get().then_some(()))?;
-        Self::facts(&self.world, self.rank, handle).check_combine(&input, &output, CudaMemory::len)?;
+        Self::facts(&self.world, self.rank, handle).check_combine(&input, &output, CudaMemory::facts)?;
         let CombineInput { hidden, element, wire, rows, probs } = input;
         let key = tuning::combine_key(element == Element::F32, wire == Element::F32);
         let key = tuning::fitting(key, self.world.ranks(), self.device.shared_bytes);
         let kernel = self.kernel(key)?;
         let cut = CombineShape::new(key, self.world.ranks());
         let slot_bytes = hidden.next_multiple_of(8) * wire.bytes();
-        let scratch = handle.sizes.sends() * slot_bytes;
+        let scratch = (Size::new(handle.sizes.sends()) * slot_bytes).bytes("partial sums")?;
         let partials = Self::scratch(&self.arena, &mut self.partials, scratch)?;
         let prob_scratch = match probs {
             Some(_) => Self::scratch(&self.arena, &mut self.prob_scratch, 4 * handle.sizes.copies)?,
             None => 0,
         };
-        let same = [
-            handle.id,
-            hidden as u64,
-            element.bytes() as u64,
-            wire.bytes() as u64,
-            u64::from(probs.is_some()),
-        ];
-        let common = self.enter(Operator::Combine, &same);
+        let common = self.enter(&Call::combine(handle.id, hidden, element, wire, probs.is_some()));
         let params = CombineParams {
             common,
             handle: handle.view,
@@ -201,12 +193,13 @@ impl Backend for CudaBuffer {
         };
         // SAFETY: as in `dispatch`.
         unsafe { kernel.launch(&self.stream, self.blocks, cut.threads, cut.shared_bytes, &params) }?;
+        self.notice_work()?;
         self.domain_bytes += u64::from(handle.remote_rows.get()) * (hidden * wire.bytes()) as u64;
         Ok(())
     }
 
     fn synchronize(&mut self) -> Result<()> {
-        let done = self.stream.synchronize();
+        let done = self.wait();
         self.check_usable()?;
         done
     }
@@ -217,16 +210,5 @@ impl Backend for CudaBuffer {
             preprocess_bytes: self.preprocess_bytes,
             ..Traffic::default()
         }
-    }
-}
-
-impl Drop for CudaBuffer {
-    fn drop(&mut self) {
-        // A kernel of this rank may still be writing.
-        let _ = self.stream.synchronize();
-        if fault::read(&self.fault, self.rank, self.world.experts()).is_none() {
-            self.say_left();
-        }
-        self.arena.close();
     }
 }

@@ -1,140 +1,467 @@
-//! What kernels are told, and what ranks tell each other: the mirror of `device/common/params.cuh`, which asserts the
-//! same sizes.
+//! Kernel parameters, codes, and the structs that ranks write into each other's memory, defined once for Rust and C++.
+//!
+//! A test generates `device/common/params.cuh` from this file and from the formulas of `shared.rs`, and fails when the
+//! checked-in header differs.
 
-use std::mem::{offset_of, size_of};
+use std::mem::offset_of;
 
 use crate::driver::DeviceAddress;
+use crate::mirror::{codes, constants, structs};
 
-/// Ranks of one NVLink domain, at most.
-pub(crate) const MAX_RANKS: usize = 72;
-/// Chunks of one rank's tokens, at most.
-pub(crate) const MAX_CHUNKS: usize = 1024;
-/// Groups of pieces of a row that have a flag of their own, at most.
-pub(crate) const MAX_GROUPS: usize = 4;
-
-/// Stands for "no row", "no bound".
-pub(crate) const NONE: u32 = u32::MAX;
-
-/// Bytes of a rank's words to the others.
-const HELLO_BYTES: usize = 128;
-
-/// First byte of the words by which peers say that they have left.
-pub(crate) const LEFT_OFFSET: usize = 256;
-
-/// Bytes of a control block, without the counts behind it.
-pub(crate) const CONTROL_BYTES: usize =
-    256 + 4 * MAX_RANKS + 2 * MAX_RANKS * HELLO_BYTES + 4 * MAX_RANKS * MAX_CHUNKS * MAX_GROUPS;
-
-/// Words of the record of the first fault.
-pub(crate) const FAULT_WORDS: usize = 14;
-
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Common {
-    pub(crate) rank: u32,
-    pub(crate) ranks: u32,
-    pub(crate) experts: u32,
-    pub(crate) signature: u32,
-    pub(crate) timeout_ns: u64,
-    pub(crate) own: DeviceAddress,
-    pub(crate) fault: DeviceAddress,
-    pub(crate) control: [DeviceAddress; MAX_RANKS],
-    pub(crate) delta: [i64; MAX_RANKS],
-    pub(crate) owner_begin: [u32; MAX_RANKS + 1],
-    pub(crate) operation: u32,
+constants! { CONSTANTS:
+    /// Maximum number of ranks of one NVLink domain.
+    MAX_RANKS: usize = 72;
+    /// Maximum number of chunks of one rank's tokens.
+    MAX_CHUNKS: usize = 1024;
+    /// Maximum number of groups of pieces of a row. Each group has its own flags.
+    MAX_GROUPS: usize = 4;
+    /// Maximum number of flags that one rank sets on one peer.
+    MAX_FLAGS: usize = MAX_CHUNKS * MAX_GROUPS;
+    /// No value: no capacity bound, no rank, no list index. `NO_ROW` of lists.cuh has the same value.
+    NONE: u32 = u32::MAX;
+    /// Threads of a block of `preprocess`.
+    PREPROCESS_THREADS: usize = 1024;
+    /// Threads of a block of `weight_rows`.
+    WEIGHT_ROWS_THREADS: usize = 256;
+    /// Threads of a block of `dense`.
+    DENSE_THREADS: usize = 256;
+    /// Maximum number of ring stages of a block of dispatch: the size of its static array of barriers.
+    MOST_STAGES: usize = 128;
+    /// Words of a call that must be equal on all ranks: see src/call.rs.
+    CALL_WORDS: usize = 6;
+    /// Bytes of a worker's buffer for scales, if dispatch quantises.
+    SCALE_BUFFER_BYTES: usize = 512;
+    /// Steps of a sum that combine has in shared memory or in flight, including the current one.
+    COMBINE_STEPS: usize = 4;
+    /// Finished runs of sums that may be in flight to a peer; a store over the link takes some microseconds.
+    COMBINE_RUNS: usize = 2;
+    /// Index in a handle's shape, after the three words per local expert: rows that this rank receives, padding
+    /// included.
+    SHAPE_ROWS: usize = 0;
+    /// As `SHAPE_ROWS`: rows that this rank would receive without a capacity.
+    SHAPE_WANTED: usize = 1;
+    /// As `SHAPE_ROWS`: rows that this rank sends to other ranks, one per (token, rank).
+    SHAPE_REMOTE: usize = 2;
+    /// As `SHAPE_ROWS`: this rank's tokens that have an expert on this rank.
+    SHAPE_OWN: usize = 3;
+    /// Number of words of a shape after the three words per local expert.
+    SHAPE_WORDS: usize = 4;
 }
 
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct HandleView {
-    pub(crate) sends: DeviceAddress,
-    pub(crate) send_begin: DeviceAddress,
-    pub(crate) token_begin: DeviceAddress,
-    pub(crate) copies: DeviceAddress,
-    pub(crate) copy_begin: DeviceAddress,
-    pub(crate) recv: DeviceAddress,
-    pub(crate) recv_begin: DeviceAddress,
-    pub(crate) dst_copies: DeviceAddress,
-    pub(crate) dst_begin: DeviceAddress,
-    pub(crate) shape: DeviceAddress,
-    pub(crate) tokens: u32,
-    pub(crate) chunks: u32,
-    pub(crate) chunk_tokens: u32,
-    pub(crate) permuted: u32,
+codes! { CODES:
+    /// The format of scales.
+    ScaleCode {
+        None = 0 as "SCALES_NONE",
+        F32Per128 = 1 as "SCALES_F32_128",
+        Ue8m0Per128 = 2 as "SCALES_UE8M0_128",
+        Ue8m0Per32 = 3 as "SCALES_UE8M0_32",
+    }
+
+    /// The source of the probabilities that dispatch sends.
+    ProbsOrigin {
+        Skip = 0 as "PROBS_SKIP",
+        Routing = 1 as "PROBS_ROUTING",
+        Dense = 2 as "PROBS_DENSE",
+    }
+
+    /// The format of a routing.
+    RoutingForm {
+        TopK = 0 as "ROUTING_TOPK",
+        Map = 1 as "ROUTING_MAP",
+        Rows = 2 as "ROUTING_ROWS",
+    }
+
+    /// The fault of a rank; says which fields of `Fault` hold what.
+    FaultKind {
+        None = 0 as "FAULT_NONE",
+        /// `peer` is inside the operator and made no progress within the stall timeout.
+        Stalled = 1 as "FAULT_STALLED",
+        /// Another rank has given up; `peer` is the rank at fault, and `cause` is what happened to `peer`.
+        Aborted = 2 as "FAULT_ABORTED",
+        /// `peer` called with other arguments: its signature is `seen`, this rank's is `expected`.
+        Mismatch = 3 as "FAULT_MISMATCH",
+        /// Routing: row `index` has the expert index `seen`.
+        Index = 4 as "FAULT_INDEX",
+        /// Routing: row `index` has expert `seen` twice.
+        Duplicate = 5 as "FAULT_DUPLICATE",
+        /// Routing: row `index` has a NaN weight for expert `seen`.
+        Nan = 6 as "FAULT_NAN",
+        /// `peer` would receive `index` rows.
+        TooManyRows = 7 as "FAULT_TOO_MANY_ROWS",
+        /// `peer` has dropped its buffer.
+        Left = 8 as "FAULT_LEFT",
+        /// Routing: it has `index` copies; the handle has room for `expected`.
+        TooManyCopies = 9 as "FAULT_TOO_MANY_COPIES",
+        /// The process of `peer` has ended.
+        Died = 10 as "FAULT_DIED",
+        /// `peer` did not enter the operator within the entry bound (`timeout`).
+        Late = 11 as "FAULT_LATE",
+        /// The process of `peer` has sent no heartbeat for the stall timeout.
+        Silent = 12 as "FAULT_SILENT",
+    }
+
+    /// What a rank was waiting for when it failed.
+    WaitingFor {
+        /// A peer's handshake: the peer may not have entered the operator yet.
+        Handshake = 0 as "FOR_HANDSHAKE",
+        /// A chunk from a peer that has entered.
+        Chunk = 1 as "FOR_CHUNK",
+        /// The other blocks of the rank's own kernel.
+        Blocks = 2 as "FOR_BLOCKS",
+    }
+
+    /// The state of a peer as a host writes it into `Control::left`. Any value but `Here` ends waits for that peer.
+    GoneWord {
+        Here = 0 as "GONE_HERE",
+        Left = 1 as "GONE_LEFT",
+        Died = 2 as "GONE_DIED",
+        /// The peer's heartbeat has stopped; the host writes `Here` again when the heartbeat resumes.
+        Silent = 3 as "GONE_SILENT",
+    }
 }
 
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct PreprocessParams {
-    pub(crate) common: Common,
-    pub(crate) handle: HandleView,
-    pub(crate) form: u32,
-    pub(crate) topk: u32,
-    pub(crate) pad_multiple: u32,
-    pub(crate) capacity: u32,
-    pub(crate) count_words: u32,
-    pub(crate) tile: u32,
-    pub(crate) most_copies: u32,
-    pub(crate) reserved: u32,
-    pub(crate) topk_idx: DeviceAddress,
-    pub(crate) topk_idx_wide: DeviceAddress,
-    pub(crate) weights: DeviceAddress,
-    pub(crate) map: DeviceAddress,
-    pub(crate) row_begin: DeviceAddress,
-    pub(crate) row_experts: DeviceAddress,
-    pub(crate) position_of: DeviceAddress,
-    pub(crate) block_columns: DeviceAddress,
-    pub(crate) host_shape: DeviceAddress,
-    pub(crate) tokens_per_expert: DeviceAddress,
-    pub(crate) kept_per_expert: DeviceAddress,
-    pub(crate) overflow: DeviceAddress,
+structs! { STRUCTS:
+    /// The first fault of a rank.
+    #[derive(bytemuck::Zeroable, bytemuck::Pod)]
+    Fault {
+        /// A `FaultKind`, written last.
+        kind: u32,
+        peer: u32,
+        /// A `WaitingFor`.
+        waiting_for: u32,
+        /// The number of the operator, which is its epoch.
+        step: u32,
+        expected: u32,
+        seen: u32,
+        index: u64,
+        waited_ns: u64,
+        /// The operator as a number of `ep::Operator`.
+        operation: u32,
+        /// The rank that this rank was waiting for; NONE if it was not waiting.
+        awaited: u32,
+        /// A `FaultKind`.
+        cause: u32,
+        /// The rank that recorded the fault.
+        rank: u32,
+    }
+
+    /// A fault and, if `kind` is `Mismatch`, the words of both calls.
+    #[derive(bytemuck::Zeroable, bytemuck::Pod)]
+    FaultRecord {
+        fault: Fault,
+        call: [u64; CALL_WORDS],
+        /// The call of `fault.peer`.
+        peer_call: [u64; CALL_WORDS],
+    }
+
+    /// The kernel's report to its host; in host memory.
+    #[derive(bytemuck::Zeroable, bytemuck::Pod)]
+    FaultReport {
+        own: FaultRecord,
+        /// If another rank gave up first: a copy of that rank's record.
+        theirs: FaultRecord,
+    }
+
+    /// What a rank writes to every peer's control block when it enters an operator: the epoch, the addresses of its
+    /// outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds `Common::delta`.
+    Handshake {
+        /// dispatch: received tokens; combine: partial sums.
+        tokens: u64,
+        /// dispatch: received scales.
+        scales: u64,
+        /// dispatch: received probabilities; combine: `prob_scratch`, by copy.
+        probs: u64,
+        /// dispatch, plain mode: the map of local experts.
+        local_experts: u64,
+        /// Lists of the sender's handle, see lists.cuh.
+        recv: u64,
+        recv_begin: u64,
+        dst_copies: u64,
+        dst_begin: u64,
+        /// The arguments of the sender's call; read only if the signatures differ.
+        call: [u64; CALL_WORDS],
+        chunks: u32,
+        /// Checksum of `call`.
+        signature: u32,
+        /// Written last, with release order.
+        epoch: u32,
+        reserved: u32,
+    }
+
+    /// A rank's control block: the words that peers read or write, in registered memory. docs/protocol.md lists every
+    /// word's writers, readers and memory order. The counts of preprocess follow the block: `[2][ranks][count_words]`.
+    Control {
+        /// Operators that this rank has finished. Only this rank's kernels touch the words from here to `reserved`.
+        epoch: u32,
+        /// Blocks of the running kernel that have finished.
+        blocks_done: u32,
+        /// Blocks of the running kernel that have reached the grid barrier (`all_blocks`).
+        blocks_arrived: u32,
+        /// 1 once a thread has claimed the right to report this rank's first fault.
+        fault_claimed: u32,
+        /// combine: tokens that workers have claimed for the reduce role.
+        tokens_taken: u32,
+        /// combine: push items that workers have claimed, not counting the first item of each worker.
+        items_taken: u32,
+        reserved: [u32; 26],
+        /// Written by this rank and by peers: an `abort_word`, see sync.cuh.
+        abort: u32,
+        unused: [u32; 31],
+        /// `left[peer]`: a `GoneWord`, written by hosts.
+        left: [u32; MAX_RANKS],
+        /// This rank's first fault; peers read it when this rank has given up.
+        record: FaultRecord,
+        /// `handshake[epoch % 2][peer]`.
+        handshake: [[Handshake; MAX_RANKS]; 2],
+        /// `flags[peer][index]`: the epoch in which the peer finished sending. The index is the chunk in combine, and
+        /// `SendItems::flag` in dispatch.
+        flags: [[u32; MAX_FLAGS]; MAX_RANKS],
+    }
+
+    /// A peer's handshake in this rank's addresses; in the shared memory of each block.
+    PeerView {
+        tokens: DeviceAddress as "u8*",
+        scales: DeviceAddress as "u8*",
+        probs: DeviceAddress as "float*",
+        local_experts: DeviceAddress as "u8*",
+        recv: DeviceAddress as "const Receive*",
+        recv_begin: DeviceAddress as "const u32*",
+        dst_copies: DeviceAddress as "const DstCopy*",
+        dst_begin: DeviceAddress as "const u32*",
+        /// The flags that this rank sets on the peer.
+        flags: DeviceAddress as "u32*",
+        chunks: u32,
+    }
+
+    /// Parameters that all operators share.
+    Common {
+        rank: u32,
+        ranks: u32,
+        experts: u32,
+        signature: u32,
+        /// Entry bound: how long a wait for a handshake lasts.
+        timeout_ns: u64,
+        /// Stall bound: how long any other wait lasts.
+        stall_timeout_ns: u64,
+        own: DeviceAddress as "Control*",
+        report: DeviceAddress as "FaultReport*",
+        call: [u64; CALL_WORDS],
+        /// Every rank's control block, in this rank's addresses.
+        control: [DeviceAddress; MAX_RANKS] as "Control*",
+        /// `delta[peer]` turns an address of that peer into an address of this rank.
+        delta: [i64; MAX_RANKS],
+        /// First expert position of every rank, and one past the last position.
+        owner_begin: [u32; MAX_RANKS + 1],
+        /// The operator as a number of `ep::Operator`.
+        operation: u32,
+    }
+
+    /// The lists of a handle; see lists.cuh.
+    HandleView {
+        sends: DeviceAddress as "Send*",
+        send_begin: DeviceAddress as "u32*",
+        token_begin: DeviceAddress as "u32*",
+        copies: DeviceAddress as "Copy*",
+        copy_begin: DeviceAddress as "u32*",
+        recv: DeviceAddress as "Receive*",
+        recv_begin: DeviceAddress as "u32*",
+        dst_copies: DeviceAddress as "DstCopy*",
+        dst_begin: DeviceAddress as "u32*",
+        shape: DeviceAddress as "u32*",
+        tokens: u32,
+        chunks: u32,
+        chunk_tokens: u32,
+        permuted: u32,
+    }
+
+    /// Parameters of preprocess.
+    PreprocessParams {
+        common: Common,
+        handle: HandleView,
+        /// A `RoutingForm`.
+        form: u32,
+        topk: u32,
+        /// Permuted mode: each expert's rows are padded to a multiple of this. 0: plain mode.
+        pad_multiple: u32,
+        /// Rows that this rank can receive; NONE: no limit.
+        capacity: u32,
+        /// Words of the counts that one rank sends to each peer.
+        count_words: u32,
+        /// Tokens of a tile; a multiple of 32.
+        tile: u32,
+        /// Copies that the handle has room for.
+        most_copies: u32,
+        reserved: u32,
+        topk_idx: DeviceAddress as "const i32*",
+        topk_idx_wide: DeviceAddress as "const i64*",
+        weights: DeviceAddress as "const float*",
+        map: DeviceAddress as "const u8*",
+        row_begin: DeviceAddress as "const u32*",
+        row_experts: DeviceAddress as "const u32*",
+        /// Expert position by expert; null: the identity.
+        position_of: DeviceAddress as "const u32*",
+        /// `[blocks][columns]`.
+        block_columns: DeviceAddress as "u32*",
+        /// Host memory; null: not requested.
+        host_shape: DeviceAddress as "u32*",
+        /// The caller's `[local experts]`, rows with padding (permuted mode); null: not requested.
+        tokens_per_expert: DeviceAddress as "i64*",
+        /// The caller's `[local experts]`, rows without padding (permuted mode); null: not requested.
+        kept_per_expert: DeviceAddress as "i64*",
+        /// The caller's `[1]`: 1 if rows were dropped, else 0; null: not requested.
+        overflow: DeviceAddress as "i32*",
+    }
+
+    /// Parameters of dispatch.
+    DispatchParams {
+        common: Common,
+        handle: HandleView,
+        tokens: DeviceAddress as "const u8*",
+        scales: DeviceAddress as "const u8*",
+        dense: DeviceAddress as "const float*",
+        out_tokens: DeviceAddress as "u8*",
+        out_scales: DeviceAddress as "u8*",
+        out_probs: DeviceAddress as "float*",
+        out_local_experts: DeviceAddress as "u8*",
+        /// A `ProbsOrigin`.
+        probs: u32,
+        /// A `ScaleCode`.
+        scale_format: u32,
+        row_bytes_in: u32,
+        row_bytes_out: u32,
+        scale_row_bytes: u32,
+        /// Number of pieces of a row.
+        pieces: u32,
+        /// Bytes of a piece of an input row.
+        piece_bytes: u32,
+        /// Number of groups of pieces: group g has the pieces g, g + groups, g + 2 groups, ...
+        groups: u32,
+        /// Number of stages of one worker's ring.
+        stages: u32,
+        /// Distance between two stages, in bytes.
+        stage_bytes: u32,
+        reserved: [u32; 2],
+    }
+
+    /// Parameters of combine.
+    CombineParams {
+        common: Common,
+        handle: HandleView,
+        rows: DeviceAddress as "const u8*",
+        row_probs: DeviceAddress as "const float*",
+        out_tokens: DeviceAddress as "u8*",
+        out_probs: DeviceAddress as "float*",
+        /// `[sends][hidden]` of the wire type, in registered memory: peers write partial sums here.
+        partials: DeviceAddress as "u8*",
+        /// `[copies]`, in registered memory: peers write probabilities here.
+        prob_scratch: DeviceAddress as "float*",
+        hidden: u32,
+        /// Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.
+        slack: u32,
+    }
+
+    /// Parameters of weight_rows.
+    WeightRowsParams {
+        /// `[count, hidden]`. Forward: the rows. Backward: the gradients of the weighted rows.
+        values: DeviceAddress as "const u8*",
+        /// Backward: the rows `[count, hidden]`, of the type of `out`. Forward: null.
+        rows: DeviceAddress as "const u8*",
+        /// `[count]`.
+        weights: DeviceAddress as "const float*",
+        /// `[count, hidden]`: values times weights.
+        out: DeviceAddress as "u8*",
+        /// Backward: `[count]`, the gradients of the weights.
+        dots: DeviceAddress as "float*",
+        /// Number of rows.
+        count: u32,
+        /// A multiple of 8.
+        hidden: u32,
+        /// 1: `values` is f32; 0: bf16.
+        values_f32: u32,
+        /// 1: `out` is f32; 0: bf16.
+        out_f32: u32,
+    }
+
+    /// Parameters of dense.
+    DenseParams {
+        /// `[tokens, k]`, i32 or i64; an index outside 0 .. `experts` chooses no expert.
+        indices: DeviceAddress as "const u8*",
+        /// `[tokens, k]`, or null.
+        weights: DeviceAddress as "const float*",
+        /// Output `[tokens, experts]`: 1 if the token chose the expert, else 0; null: not requested.
+        map: DeviceAddress as "u8*",
+        /// Output `[tokens, experts]`: the sum of the weights; null: not requested.
+        probs: DeviceAddress as "float*",
+        tokens: u32,
+        k: u32,
+        experts: u32,
+        /// 1: `indices` is i64; 0: i32.
+        wide: u32,
+    }
+
+    /// Parameters of spin.
+    SpinParams {
+        nanoseconds: u64,
+    }
 }
 
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct DispatchParams {
-    pub(crate) common: Common,
-    pub(crate) handle: HandleView,
-    pub(crate) tokens: DeviceAddress,
-    pub(crate) scales: DeviceAddress,
-    pub(crate) dense: DeviceAddress,
-    pub(crate) out_tokens: DeviceAddress,
-    pub(crate) out_scales: DeviceAddress,
-    pub(crate) out_probs: DeviceAddress,
-    pub(crate) out_local_experts: DeviceAddress,
-    pub(crate) probs: u32,
-    pub(crate) scale_format: u32,
-    pub(crate) row_bytes_in: u32,
-    pub(crate) row_bytes_out: u32,
-    pub(crate) scale_row_bytes: u32,
-    pub(crate) pieces: u32,
-    pub(crate) piece_bytes: u32,
-    pub(crate) groups: u32,
-    pub(crate) stages: u32,
-    pub(crate) stage_bytes: u32,
-    pub(crate) reserved: [u32; 2],
+constants! { SIZES:
+    /// Bytes of one `PeerView` in shared memory.
+    PEER_VIEW_BYTES: usize = size_of::<PeerView>();
 }
 
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct CombineParams {
-    pub(crate) common: Common,
-    pub(crate) handle: HandleView,
-    pub(crate) rows: DeviceAddress,
-    pub(crate) row_probs: DeviceAddress,
-    pub(crate) out_tokens: DeviceAddress,
-    pub(crate) out_probs: DeviceAddress,
-    pub(crate) partials: DeviceAddress,
-    pub(crate) prob_scratch: DeviceAddress,
-    pub(crate) hidden: u32,
-    pub(crate) slack: u32,
-}
+/// Bytes of a control block, without the counts of preprocess that follow it.
+pub(crate) const CONTROL_BYTES: usize = size_of::<Control>();
+/// Offset of `Control::left`, in bytes.
+pub(crate) const LEFT_OFFSET: usize = offset_of!(Control, left);
+/// Number of 32-bit words of a `FaultReport`.
+pub(crate) const REPORT_WORDS: usize = size_of::<FaultReport>() / 4;
 
-const _: () = {
-    assert!(size_of::<Common>() == 40 + 16 * MAX_RANKS + 4 * MAX_RANKS + 8);
-    assert!(offset_of!(Common, control) == 40);
-    assert!(size_of::<HandleView>() == 96);
-    assert!(size_of::<PreprocessParams>() == size_of::<Common>() + size_of::<HandleView>() + 32 + 96);
-    assert!(size_of::<DispatchParams>() == size_of::<Common>() + size_of::<HandleView>() + 56 + 48);
-    assert!(size_of::<CombineParams>() == size_of::<Common>() + size_of::<HandleView>() + 48 + 8);
-};
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::{env, fs};
+
+    use super::*;
+    use crate::mirror::header;
+    use crate::shared::FORMULAS;
+
+    const HEAD: &str = "\
+// Kernel parameters, structs that ranks write into each other's memory, and sizes of shared memory.
+//
+// GENERATED from src/params.rs and src/shared.rs. To change it, edit those files and run
+// HYBRID_EP_UPDATE_PARAMS=1 cargo test -p ep-cuda --lib params
+#pragma once
+#include \"types.cuh\"
+
+// Entries of the lists of a handle: see lists.cuh.
+struct Send;
+struct Copy;
+struct Receive;
+struct DstCopy;
+";
+
+    #[test]
+    fn the_checked_in_header_equals_the_generated_one() {
+        let items = [CONSTANTS, CODES, STRUCTS, SIZES, FORMULAS].concat();
+        let expected = format!("{HEAD}{}", header::of(&items));
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("device/common/params.cuh");
+        if env::var("HYBRID_EP_UPDATE_PARAMS").as_deref() == Ok("1") {
+            fs::write(&file, &expected).unwrap();
+        }
+        let found = fs::read_to_string(&file).unwrap();
+        let difference = found.lines().zip(expected.lines()).find(|(found, expected)| found != expected);
+        assert!(
+            found == expected,
+            "device/common/params.cuh differs from src/params.rs and src/shared.rs, first at (found, expected): \
+             {difference:?}\nif the change is intended, run HYBRID_EP_UPDATE_PARAMS=1 cargo test -p ep-cuda --lib \
+             params and commit the header"
+        );
+    }
+
+    #[test]
+    fn codes_are_found_by_their_numbers() {
+        assert_eq!(FaultKind::of(FaultKind::Died as u32), Some(FaultKind::Died));
+        assert_eq!(FaultKind::of(1000), None);
+    }
+}

@@ -1,33 +1,42 @@
-//! The ranks of the world as this one reaches them.
+//! The control blocks and addresses of all ranks, as this rank sees them.
 
 use std::any::Any;
 use std::sync::Arc;
+use std::time::Duration;
 
-use ep::{Rank, World};
+use ep::{Config, Rank, World};
 
+use crate::beat::Hearts;
 use crate::driver::DeviceAddress;
-use crate::params::{Common, MAX_RANKS};
+use crate::params::{CALL_WORDS, Common, MAX_RANKS};
 
-/// Every rank's control block, and how its addresses become this rank's.
+/// Addresses of all ranks.
 #[derive(Clone)]
 pub(crate) struct Peers {
+    /// Every rank's control block, in this rank's addresses.
     pub(crate) control: Vec<DeviceAddress>,
+    /// `delta[rank]` is added to an address of that rank to get an address of this rank.
     pub(crate) delta: Vec<i64>,
-    /// Memory that must stay as long as a kernel of this rank may touch it.
+    /// Heartbeats of the other ranks; `None` if ranks are threads.
+    pub(crate) hearts: Option<Arc<Hearts>>,
+    /// Memory that must stay as long as a kernel of this rank may access it.
     pub(crate) _keep: Arc<dyn Any + Send + Sync>,
 }
 
 impl Peers {
-    /// The part of all kernels' parameters that never changes.
-    pub(crate) fn common(&self, world: &World, rank: Rank, timeout_ns: u64, fault: DeviceAddress) -> Common {
+    /// The part of the kernel parameters that is the same for all operators.
+    pub(crate) fn common(&self, world: &World, rank: Rank, config: &Config, report: DeviceAddress) -> Common {
+        let nanoseconds = |bound: Duration| bound.as_nanos().min(u128::from(u64::MAX)) as u64;
         let mut common = Common {
             rank: rank.0,
             ranks: world.ranks() as u32,
             experts: world.experts() as u32,
             signature: 0,
-            timeout_ns,
+            timeout_ns: nanoseconds(config.timeout),
+            stall_timeout_ns: nanoseconds(config.stall_bound()),
             own: self.control[rank.index()],
-            fault,
+            report,
+            call: [0; CALL_WORDS],
             control: [0; MAX_RANKS],
             delta: [0; MAX_RANKS],
             owner_begin: [0; MAX_RANKS + 1],

@@ -1,4 +1,4 @@
-//! What the GPU driver says about this machine, asked without creating a context: nothing is allocated on a GPU.
+//! Asks the GPU driver about this machine without creating a context: allocates nothing on a GPU.
 
 use std::ffi::{CStr, c_char, c_int};
 
@@ -8,20 +8,20 @@ use ep::{EnvironmentError, Result};
 use crate::driver;
 use crate::jit::{Arch, Version};
 
-/// The oldest driver that loads what the oldest compiler makes, by the CUDA version that it supports.
+/// The CUDA version of the oldest driver that loads the machine code of the oldest supported compiler.
 pub const OLDEST_DRIVER: Version = Version { major: 12, minor: 0 };
 
-/// What to do about an older one.
+/// The advice to users of an older driver.
 pub const DRIVER_HINT: &str = "install a driver from version 525 on";
 
-/// What the driver says.
+/// The driver and its GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DriverFacts {
-    /// The newest CUDA version that it supports.
+    /// The newest CUDA version that the driver supports.
     pub cuda: Version,
-    /// Its GPUs, in its order.
+    /// The GPUs, in the driver's order.
     pub gpus: Vec<GpuFacts>,
-    /// `links[a][b]`: how GPU `a` reaches the memory of GPU `b`.
+    /// `links[a][b]`: how GPU `a` can access the memory of GPU `b`.
     pub links: Vec<Vec<PeerLink>>,
 }
 
@@ -34,34 +34,34 @@ pub struct GpuFacts {
     pub capability_major: u32,
     /// Compute capability, after the dot.
     pub capability_minor: u32,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Shared memory that a block may ask for, bytes.
+    /// Maximum shared memory of a block, in bytes.
     pub shared_bytes: usize,
-    /// Memory, bytes.
+    /// Memory of the GPU, in bytes.
     pub memory_bytes: u64,
 }
 
-/// How one GPU reaches another's memory.
+/// How one GPU can access another GPU's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PeerLink {
-    /// It is its own memory.
+    /// The GPU's own memory.
     Own,
-    /// With loads, stores and atomic operations: NVLink.
+    /// By loads, stores and atomic operations: NVLink.
     Atomics,
-    /// With loads and stores: as a rule PCI Express.
+    /// By loads and stores: usually PCI Express.
     Plain,
-    /// Not at all.
+    /// No access.
     None,
 }
 
-/// Asks the driver. `None` where its library is not installed.
+/// Asks the driver. Returns `None` if its library is not installed.
 ///
 /// # Errors
-/// An [`EnvironmentError`] when the library is there but does not work.
+/// An [`EnvironmentError`] if the library is installed but does not work.
 pub fn probe() -> Result<Option<DriverFacts>> {
-    // Without the library every call into it would panic.
-    // SAFETY: loads the driver's library, if there is one; its initialisers need nothing.
+    // Checked first: without the library, every call of it panics.
+    // SAFETY: loads the driver's library, if there is one; its initialisers have no requirements.
     if !unsafe { sys::is_culib_present() } {
         return Ok(None);
     }
@@ -73,10 +73,11 @@ pub fn probe() -> Result<Option<DriverFacts>> {
 }
 
 impl DriverFacts {
-    /// The architecture of each GPU, in their order, if this backend serves them all: ranks are spread over all GPUs.
+    /// The architecture of each GPU, in order. This backend must support all of them, because ranks use all GPUs.
     ///
     /// # Errors
-    /// An [`EnvironmentError`] for a driver that is too old, shows no GPU, or shows one that there are no kernels for.
+    /// An [`EnvironmentError`] if the driver is too old, shows no GPU, or shows a GPU that this backend does not
+    /// support.
     pub fn architectures(&self) -> Result<Vec<Arch>> {
         if self.cuda < OLDEST_DRIVER {
             return Err(EnvironmentError::new(
@@ -115,7 +116,7 @@ impl GpuFacts {
     }
 }
 
-/// What the driver says, if there is one and this backend serves every GPU that it shows.
+/// As [`probe`], if there is a driver and this backend supports every GPU that it shows.
 ///
 /// # Errors
 /// As [`probe`] and [`DriverFacts::architectures`]; an [`EnvironmentError`] without a driver.
@@ -197,7 +198,7 @@ fn link(from: sys::CUdevice, to: sys::CUdevice) -> Result<PeerLink, DriverError>
     })
 }
 
-/// The driver's own words, with the number that manuals list.
+/// The driver's text for an error, with its number.
 fn describe(error: DriverError) -> String {
     let mut text = std::ptr::null();
     // SAFETY: the argument points to a pointer of ours.
@@ -228,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn all_gpus_must_be_served() {
+    fn all_gpus_must_be_supported() {
         let archs = |cuda, gpus: &[_]| facts_of(cuda, gpus).architectures();
         assert_eq!(archs((12, 0), &[(9, 0), (8, 6)]).unwrap(), [Arch::Sm90a, Arch::Sm80]);
         for (cuda, gpus, parts) in [
@@ -246,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn asking_never_panics_and_says_what_there_is() {
+    fn probing_never_panics() {
         match probe() {
             Ok(None) => {}
             Ok(Some(facts)) => {

@@ -1,9 +1,10 @@
-//! A rank's routing where routers leave it: on the GPU.
+//! A rank's routing in GPU memory.
 
-use ep::{CallerError, Result};
+use ep::call::Maker;
+use ep::{CallerError, Result, Size};
 
 use crate::memory::CudaMemory;
-use crate::params::PreprocessParams;
+use crate::params::{PreprocessParams, RoutingForm};
 
 /// A routing in GPU memory.
 #[derive(Debug, Clone, Copy)]
@@ -13,58 +14,59 @@ pub enum DeviceRouting<'a> {
     TopK {
         /// Number of tokens.
         tokens: usize,
-        /// Experts per token, at most.
+        /// Choices per token.
         k: usize,
         /// The indices.
         indices: Indices<'a>,
         /// The weights; `None` = zero.
         weights: Option<&'a CudaMemory>,
     },
-    /// `[tokens, experts]`: bytes, non-zero where chosen, and probabilities (f32).
+    /// `[tokens, experts]`: bytes, non-zero if the token chose the expert, and probabilities (f32).
     Map {
         /// Number of tokens.
         tokens: usize,
-        /// Experts of a token, at most: how much memory the handle takes.
+        /// Upper bound of the experts of a token. Determines the size of the handle.
         most: usize,
         /// The map.
         map: &'a CudaMemory,
         /// The probabilities; `None` = zero.
         probs: Option<&'a CudaMemory>,
     },
-    /// Rows of different lengths: where each begins (`tokens + 1` u32), experts (u32), weights (f32).
+    /// Rows of different lengths, one per token.
     Rows {
         /// Number of tokens.
         tokens: usize,
-        /// Entries of all rows.
+        /// Number of entries of all rows.
         entries: usize,
-        /// Where rows begin.
+        /// u32 `[tokens + 1]`: index of each row's first entry, then `entries`.
         begin: &'a CudaMemory,
-        /// Their experts.
+        /// u32 `[entries]`: experts.
         experts: &'a CudaMemory,
-        /// Their weights.
+        /// f32 `[entries]`: weights.
         weights: &'a CudaMemory,
     },
 }
 
-/// Where preprocessing writes what a caller on the GPU wants to know, beside the handle.
+/// Optional outputs of preprocess in GPU memory.
 #[derive(Debug, Default)]
 pub struct DeviceReport<'a> {
-    /// i64 `[local experts]`: rows of each, padding included. Permuted mode only.
+    /// i64 `[local experts]`: rows per expert, padding included. Permuted mode only.
     pub tokens_per_expert: Option<&'a mut CudaMemory>,
-    /// i64 `[local experts]`: rows of each, without padding. Permuted mode only.
+    /// i64 `[local experts]`: rows per expert, without padding. Permuted mode only.
     pub kept_per_expert: Option<&'a mut CudaMemory>,
-    /// i32 `[1]`: 1 where rows were dropped for want of capacity, else 0.
+    /// i32 `[1]`: 1 if rows were dropped because of the capacity, else 0.
     pub overflow: Option<&'a mut CudaMemory>,
 }
 
 impl DeviceReport<'_> {
-    pub(crate) fn check(&self, local_experts: usize) -> Result<()> {
+    pub(crate) fn check(&self, buffer: Maker, local_experts: usize) -> Result<()> {
         let check = |what, memory: &Option<&mut CudaMemory>, bytes| {
-            memory.as_ref().map_or(Ok(()), |memory| ep::call::check_len(what, bytes, memory.len()))
+            memory.as_ref().map_or(Ok(()), |memory| memory.check(buffer, what, bytes))
         };
-        check("tokens_per_expert", &self.tokens_per_expert, 8 * local_experts)?;
-        check("kept_per_expert", &self.kept_per_expert, 8 * local_experts)?;
-        check("overflow", &self.overflow, 4)
+        let counts = Size::new(local_experts) * size_of::<i64>();
+        check("tokens_per_expert", &self.tokens_per_expert, counts)?;
+        check("kept_per_expert", &self.kept_per_expert, counts)?;
+        check("overflow", &self.overflow, Size::new(size_of::<i32>()))
     }
 
     pub(crate) fn fill(&self, params: &mut PreprocessParams) {
@@ -75,7 +77,7 @@ impl DeviceReport<'_> {
     }
 }
 
-/// Expert indices in one of the types that routers use.
+/// Expert indices, in one of the integer types that routers use.
 #[derive(Debug, Clone, Copy)]
 pub enum Indices<'a> {
     /// i32.
@@ -91,41 +93,45 @@ impl DeviceRouting<'_> {
         }
     }
 
-    /// (token, expert) pairs, at most.
-    pub(crate) fn most_copies(&self, experts: usize) -> usize {
+    /// Upper bound of the number of copies.
+    pub(crate) fn most_copies(&self, experts: usize) -> Size {
         match *self {
-            Self::TopK { tokens, k, .. } => tokens * k.min(experts),
-            Self::Map { tokens, most, .. } => tokens * most.min(experts),
-            Self::Rows { entries, .. } => entries,
+            Self::TopK { tokens, k, .. } => Size::new(tokens) * k.min(experts),
+            Self::Map { tokens, most, .. } => Size::new(tokens) * most.min(experts),
+            Self::Rows { entries, .. } => Size::new(entries),
         }
     }
 
-    pub(crate) fn check(&self, world_experts: usize) -> Result<()> {
-        let check = ep::call::check_len;
+    /// Checks that `buffer` may use the memory, and its sizes.
+    pub(crate) fn check(&self, buffer: Maker, world_experts: usize) -> Result<()> {
+        const WORD: usize = size_of::<u32>();
+        let check = |what, needed, memory: &CudaMemory| memory.check(buffer, what, needed);
         match *self {
             Self::TopK { tokens, k, indices, weights } => {
+                let entries = Size::new(tokens) * k;
                 match indices {
-                    Indices::Narrow(memory) => check("topk_idx", 4 * tokens * k, memory.len())?,
-                    Indices::Wide(memory) => check("topk_idx", 8 * tokens * k, memory.len())?,
+                    Indices::Narrow(memory) => check("topk_idx", entries * size_of::<i32>(), memory)?,
+                    Indices::Wide(memory) => check("topk_idx", entries * size_of::<i64>(), memory)?,
                 }
-                weights.map_or(Ok(()), |weights| check("topk_weights", 4 * tokens * k, weights.len()))
+                weights.map_or(Ok(()), |weights| check("topk_weights", entries * WORD, weights))
             }
             Self::Map { tokens, map, probs, most } => {
                 if most == 0 && tokens > 0 {
                     return Err(CallerError::Config {
                         key: "most",
                         value: "0".into(),
-                        problem: "a token of a routing map has at least one expert at most".into(),
+                        problem: "the upper bound of the experts of a token must be at least 1".into(),
                     }
                     .into());
                 }
-                check("routing_map", tokens * world_experts, map.len())?;
-                probs.map_or(Ok(()), |probs| check("probs", 4 * tokens * world_experts, probs.len()))
+                let cells = Size::new(tokens) * world_experts;
+                check("routing_map", cells, map)?;
+                probs.map_or(Ok(()), |probs| check("probs", cells * WORD, probs))
             }
             Self::Rows { tokens, entries, begin, experts, weights } => {
-                check("row begins", 4 * (tokens + 1), begin.len())?;
-                check("experts", 4 * entries, experts.len())?;
-                check("weights", 4 * entries, weights.len())
+                check("row begins", (Size::new(tokens) + 1) * WORD, begin)?;
+                check("experts", Size::new(entries) * WORD, experts)?;
+                check("weights", Size::new(entries) * WORD, weights)
             }
         }
     }
@@ -134,7 +140,7 @@ impl DeviceRouting<'_> {
         let address = |memory: Option<&CudaMemory>| memory.map_or(0, CudaMemory::address);
         match *self {
             Self::TopK { k, indices, weights, .. } => {
-                params.form = 0;
+                params.form = RoutingForm::TopK as u32;
                 params.topk = k as u32;
                 match indices {
                     Indices::Narrow(memory) => params.topk_idx = memory.address(),
@@ -143,12 +149,12 @@ impl DeviceRouting<'_> {
                 params.weights = address(weights);
             }
             Self::Map { map, probs, .. } => {
-                params.form = 1;
+                params.form = RoutingForm::Map as u32;
                 params.map = map.address();
                 params.weights = address(probs);
             }
             Self::Rows { begin, experts, weights, .. } => {
-                params.form = 2;
+                params.form = RoutingForm::Rows as u32;
                 params.row_begin = begin.address();
                 params.row_experts = experts.address();
                 params.weights = weights.address();

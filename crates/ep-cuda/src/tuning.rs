@@ -1,39 +1,31 @@
-//! How an operator is cut into pieces, stages and blocks: from its sizes and the GPU's.
+//! The division of an operator into pieces, stages and blocks, from its sizes and those of the GPU.
 
 use ep::{CallerError, Result};
 
 use crate::device::KernelKey;
-use crate::params::MAX_GROUPS;
+use crate::params::{MAX_GROUPS, MOST_STAGES, SCALE_BUFFER_BYTES};
+use crate::shared::{
+    combine_bytes, combine_worker_bytes, dispatch_bytes, peers_bytes, preprocess_bytes, stage_stride,
+};
 
-/// Bytes of shared memory that one peer's view takes in a block.
-const PEER_VIEW_BYTES: usize = 80;
-/// Longest piece of a row that moves as a unit in dispatch, bytes.
+/// Maximum size of a piece of a row in dispatch, in bytes.
 const DISPATCH_PIECE: usize = 16 << 10;
-/// The same where tokens are quantised: more warps have to share the memory.
+/// The same if dispatch quantises, where more warps share the memory.
 const QUANTIZE_PIECE: usize = 8 << 10;
-/// Lanes, and as many vectors of 8 elements as combine adds in a step: 4 of bf16, 2 where anything is f32.
-const COMBINE_STRIDE: [usize; 2] = [4 * 32, 2 * 32];
-/// Steps, and finished runs, of combine that are on their way.
-const COMBINE_STEPS: usize = 4;
-const COMBINE_RUNS: usize = 2;
 /// Warps of a block of combine, each a worker.
 const COMBINE_WARPS: u32 = 16;
-/// Tokens that combine holds back for peers, which start some microseconds apart: what they push in that time.
+/// `CombineParams::slack`: ranks start some microseconds apart, and a peer pushes this many tokens in that time.
 pub(crate) const COMBINE_SLACK: u32 = 96;
-/// Warps of a block of dispatch, each a worker: of those that move rows as they are, as many as have [`FEWEST_STAGES`]
-/// each. What a warp does for a row takes as long for a small one, so small rows want more of them.
+/// Warps of a block of dispatch, each a worker, if dispatch does not quantise: the first number for which each worker
+/// gets [`FEWEST_STAGES`]. A warp's work per row does not depend on the row's size, so small rows need more warps.
 const DISPATCH_WARPS: [usize; 2] = [8, 4];
 const QUANTIZE_WARPS: usize = 10;
-/// Fewest stages of a ring: two stores under way while a third piece arrives; or a store, what is quantised, a load.
+/// Minimum number of stages of a ring: two stores in flight and a load; or a store, a quantisation and a load.
 const FEWEST_STAGES: usize = 3;
-/// Stages of all rings of a block, at most, since their barriers have a fixed place (`device/dispatch/kernel.cu`), and of
-/// one: a lane each sets them up.
-const MOST_STAGES: usize = 128;
+/// Maximum number of stages of a ring: one lane initialises one stage's barrier.
 const MOST_RING_STAGES: usize = 32;
-/// Bytes of a sender's buffer for scales, where it quantises.
-const SCALE_BUFFER: usize = 512;
 
-/// The numbers that a launch of dispatch needs.
+/// The sizes of a launch of dispatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DispatchShape {
     pub(crate) threads: u32,
@@ -44,14 +36,14 @@ pub(crate) struct DispatchShape {
     pub(crate) shared_bytes: usize,
 }
 
-/// The numbers that a launch of combine needs.
+/// The sizes of a launch of combine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CombineShape {
     pub(crate) threads: u32,
     pub(crate) shared_bytes: usize,
 }
 
-/// The dispatch kernel for rows that travel as they are, or are quantised.
+/// The dispatch kernel that sends rows unchanged or quantises them.
 pub(crate) fn dispatch_key(quantize: bool) -> KernelKey {
     let warps = if quantize { QUANTIZE_WARPS } else { DISPATCH_WARPS[0] };
     KernelKey::Dispatch { quantize, warps: warps as u32 }
@@ -62,19 +54,16 @@ pub(crate) fn combine_key(rows_f32: bool, wire_f32: bool) -> KernelKey {
     KernelKey::Combine { rows_f32, wire_f32, warps: COMBINE_WARPS }
 }
 
-/// The key with as many warps as the GPU has shared memory for.
+/// The key with as many warps as fit the shared memory of a block. `available`: bytes of that memory.
 pub(crate) fn fitting(key: KernelKey, ranks: usize, available: usize) -> KernelKey {
     let KernelKey::Combine { rows_f32, wire_f32, warps } = key else { return key };
-    let most = (available - peers_bytes(ranks)) / combine_warp_bytes(rows_f32, wire_f32);
+    let worker_bytes = combine_worker_bytes(rows_f32.into(), wire_f32.into());
+    let most = (available - peers_bytes(ranks)) / worker_bytes;
     KernelKey::Combine { rows_f32, wire_f32, warps: warps.min(most as u32) }
 }
 
-fn peers_bytes(ranks: usize) -> usize {
-    (ranks * PEER_VIEW_BYTES).next_multiple_of(128)
-}
-
 impl DispatchShape {
-    /// `row_bytes` of an input row; `available` bytes of shared memory.
+    /// `row_bytes`: bytes of an input row; `available`: bytes of shared memory of a block.
     pub(crate) fn new(quantize: bool, ranks: usize, row_bytes: usize, available: usize) -> Self {
         let unit = if quantize { 256 } else { 16 };
         let choices: &[usize] = if quantize { &[QUANTIZE_WARPS] } else { &DISPATCH_WARPS };
@@ -83,10 +72,9 @@ impl DispatchShape {
         loop {
             let piece =
                 if pieces == 1 { row_bytes } else { row_bytes.div_ceil(pieces).next_multiple_of(unit) };
-            // The copy engine wants stages at multiples of 128 bytes.
-            let stage = piece.next_multiple_of(128);
+            let stage = stage_stride(piece);
             for &warps in choices {
-                let extra = if quantize { warps * SCALE_BUFFER } else { 0 };
+                let extra = if quantize { warps * SCALE_BUFFER_BYTES } else { 0 };
                 let stages = available.saturating_sub(extra) / warps / stage;
                 let stages = stages.min(MOST_STAGES / warps).min(MOST_RING_STAGES);
                 if stages >= FEWEST_STAGES {
@@ -96,7 +84,7 @@ impl DispatchShape {
                         piece_bytes: piece as u32,
                         groups: row_bytes.div_ceil(piece).min(MAX_GROUPS) as u32,
                         stages: stages as u32,
-                        shared_bytes: peers_bytes(ranks) + warps * stages * stage + extra,
+                        shared_bytes: dispatch_bytes(ranks, warps, stages, stage, quantize.into()),
                     };
                 }
             }
@@ -104,40 +92,25 @@ impl DispatchShape {
         }
     }
 
-    /// Bytes from one stage to the next.
+    /// Bytes between two stages.
     pub(crate) fn stage_bytes(&self) -> u32 {
-        self.piece_bytes.next_multiple_of(128)
+        stage_stride(self.piece_bytes as usize) as u32
     }
-}
-
-/// Shared memory of a warp of combine, bytes: `WORKER_BYTES` of `device/combine/sum.cuh`.
-fn combine_warp_bytes(rows_f32: bool, wire_f32: bool) -> usize {
-    let f32 = rows_f32 || wire_f32;
-    let stride = COMBINE_STRIDE[usize::from(f32)];
-    let fetch = COMBINE_STEPS * stride * if f32 { 32 } else { 16 };
-    let runs = COMBINE_RUNS * stride * if wire_f32 { 32 } else { 16 };
-    fetch + runs
 }
 
 impl CombineShape {
     pub(crate) fn new(key: KernelKey, ranks: usize) -> Self {
         let KernelKey::Combine { rows_f32, wire_f32, warps } = key else { unreachable!("a key of combine") };
-        let shared_bytes = peers_bytes(ranks) + warps as usize * combine_warp_bytes(rows_f32, wire_f32);
+        let shared_bytes = combine_bytes(ranks, warps as usize, rows_f32.into(), wire_f32.into());
         Self { threads: 32 * warps, shared_bytes }
     }
 }
 
-/// Shared memory of preprocessing with tiles of `tile` tokens, bytes.
-fn preprocess_bytes(experts: usize, ranks: usize, tile: usize) -> usize {
-    let columns = experts + 2 * ranks + 2;
-    let head = 2 * columns + 3 * experts.max(ranks) + 3 * ranks;
-    let rows = tile * (experts.div_ceil(32) | 1);
-    let column_bits = (experts + ranks) * (tile / 32);
-    let by_position = experts.div_ceil(2) + experts.div_ceil(4);
-    4 * (head + rows + column_bits + (ranks + 2) * (tile + 1) + by_position)
-}
-
-/// Tokens that a block of preprocessing works on at a time, and its shared memory: as few as give all blocks some.
+/// Tokens of a tile of preprocess, and the shared memory of a block. Tiles are as small as possible if all blocks get
+/// one.
+///
+/// # Errors
+/// [`CallerError::Placement`] if not even the smallest tile fits `available` bytes of shared memory.
 pub(crate) fn preprocess_tile(
     tokens: usize,
     blocks: usize,
@@ -147,7 +120,7 @@ pub(crate) fn preprocess_tile(
 ) -> Result<(u32, usize)> {
     let wanted = tokens.div_ceil(blocks).next_multiple_of(32).clamp(32, 256);
     for tile in (32..=wanted).rev().step_by(32) {
-        let bytes = preprocess_bytes(experts, ranks, tile);
+        let bytes = preprocess_bytes(experts, ranks, experts.max(ranks), tile);
         if bytes <= available {
             return Ok((tile as u32, bytes));
         }
@@ -160,7 +133,7 @@ pub(crate) fn preprocess_tile(
 mod tests {
     use super::*;
 
-    /// What an H200 and an A100 let a block have.
+    /// Shared memory of a block on an H200 and on an A100, in bytes.
     const SHARED: [usize; 2] = [227 << 10, 163 << 10];
 
     #[test]
@@ -175,6 +148,26 @@ mod tests {
                     assert!(shape.groups <= shape.pieces && shape.groups as usize <= MAX_GROUPS);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn one_more_stage_or_warp_would_not_fit() {
+        for available in SHARED {
+            for (quantize, row_bytes) in
+                [(false, 1024), (false, 8192), (false, 14_336), (true, 1024), (true, 14_336)]
+            {
+                let shape = DispatchShape::new(quantize, 8, row_bytes, available);
+                let DispatchShape { threads, stages, shared_bytes, .. } = shape;
+                let (warps, stages) = (threads as usize / 32, stages as usize);
+                let full = stages + 1 > MOST_RING_STAGES || warps * (stages + 1) > MOST_STAGES;
+                let one_more_each = warps * shape.stage_bytes() as usize;
+                assert!(full || shared_bytes + one_more_each > available, "{row_bytes}: {shape:?}");
+            }
+            let key = fitting(combine_key(true, true), 72, available);
+            let CombineShape { threads, shared_bytes } = CombineShape::new(key, 72);
+            let worker = combine_worker_bytes(1, 1);
+            assert!(threads == 32 * COMBINE_WARPS || shared_bytes + worker > available, "{key:?}");
         }
     }
 

@@ -1,4 +1,4 @@
-//! Compiling ahead of use: every kernel that a launch may ask for, into the cache on disk.
+//! Compiles every kernel that a launch may need into the cache on disk.
 
 use ep::{EnvironmentError, Result};
 
@@ -6,12 +6,12 @@ use crate::device::KernelKey;
 use crate::jit::{Arch, CacheState, Cubin, Jit};
 use crate::{kernels, probe};
 
-/// GPUs of a kind, as far as kernels differ between them.
+/// A kind of GPU, as far as kernels differ between GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Target {
-    /// What kernels are compiled for.
+    /// The architecture that kernels are compiled for.
     pub arch: Arch,
-    /// Shared memory that a block may ask for, bytes.
+    /// Maximum shared memory of a block, in bytes.
     pub shared_bytes: usize,
 }
 
@@ -37,30 +37,31 @@ impl Target {
 pub struct Warmed {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// What tells it from the others of its name; `-` where it is the only one.
+    /// Distinguishes kernels of the same name; `-` if there is only one.
     pub variant: String,
-    /// What it is compiled for.
+    /// The architecture that it is compiled for.
     pub arch: Arch,
-    /// The machine code, and where it came from.
+    /// The machine code and its origin.
     pub cubin: Cubin,
 }
 
-/// What is in the cache now.
+/// The result of [`warm`].
 #[derive(Debug, Clone)]
 pub struct Warm {
-    /// All kernels that were asked for, as they came.
+    /// All requested kernels, in the order in which they became available.
     pub kernels: Vec<Warmed>,
-    /// The cache, other entries included.
+    /// The state of the cache, including other entries.
     pub cache: CacheState,
-    /// What went wrong with it on the way, and was put right.
+    /// Problems of the cache that did not prevent the result.
     pub warnings: Vec<String>,
 }
 
-/// Puts into the cache on disk every kernel that buffers on these GPUs may launch; those that are there already stay.
-/// Compiles on several threads, and calls `each` as kernels come, on any of them. `plain_copies` as in [`ep::Config`].
+/// Compiles every kernel that buffers on these GPUs may launch, unless the cache on disk has it, and stores it there.
+/// Compiles on several threads, and calls `each` for each available kernel, on any of them. `plain_copies` is that of
+/// [`ep::Config`].
 ///
 /// # Errors
-/// [`EnvironmentError`] where nothing can be kept, no compiler is found, or it refuses a kernel.
+/// [`EnvironmentError`] if the cache cannot be written to, no compiler is found, or a compilation fails.
 pub fn warm(targets: &[Target], plain_copies: bool, each: impl Fn(&Warmed) + Sync) -> Result<Warm> {
     let jit = kernels::jit();
     if let Some(problem) = jit.cache_state().problem {
@@ -78,7 +79,7 @@ pub fn warm(targets: &[Target], plain_copies: bool, each: impl Fn(&Warmed) + Syn
     Ok(Warm { kernels, cache: jit.cache_state(), warnings: jit.warnings() })
 }
 
-/// One kernel, of which a later process must find the file.
+/// Compiles and stores one kernel, and checks that a later process would find its file.
 fn keep(jit: &Jit, key: KernelKey, arch: Arch, plain_copies: bool) -> Result<Warmed> {
     let program = key.program(arch, plain_copies);
     let cubin = jit.cubin(&program, arch)?;
@@ -89,7 +90,7 @@ fn keep(jit: &Jit, key: KernelKey, arch: Arch, plain_copies: bool) -> Result<War
 }
 
 fn not_kept(problem: String) -> ep::Error {
-    let hint = "set HYBRID_EP_CACHE_DIR to a directory that can be written to";
+    let hint = "set HYBRID_EP_KERNEL_CACHE to a directory that can be written to";
     EnvironmentError::new("keeping compiled kernels", problem, hint).into()
 }
 

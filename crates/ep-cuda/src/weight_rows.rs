@@ -1,32 +1,15 @@
-//! Experts' outputs times their weights: one launch, on as many SMs as there are.
+//! Multiplies experts' outputs by their weights: one launch, on all SMs.
 
 use ep::{CallerError, Element, Result, WeightGradients, WeightRows, WeightedRows};
 
 use crate::buffer::{CudaBuffer, address};
 use crate::device::KernelKey;
-use crate::driver::DeviceAddress;
 use crate::memory::CudaMemory;
+use crate::params::{WEIGHT_ROWS_THREADS, WeightRowsParams};
 
-/// Threads of a block; the kernel's bounds say the same.
-pub(crate) const THREADS: u32 = 256;
-/// Blocks for each multiprocessor: enough warps for its memory to be busy.
+const THREADS: u32 = WEIGHT_ROWS_THREADS as u32;
+/// Blocks per multiprocessor: enough warps to keep the memory busy.
 const BLOCKS_PER_SM: u32 = 4;
-
-/// The mirror of `WeightRowsParams` in `device/weight_rows.cu`.
-#[repr(C)]
-struct WeightRowsParams {
-    values: DeviceAddress,
-    rows: DeviceAddress,
-    weights: DeviceAddress,
-    out: DeviceAddress,
-    dots: DeviceAddress,
-    count: u32,
-    hidden: u32,
-    values_f32: u32,
-    out_f32: u32,
-}
-
-const _: () = assert!(size_of::<WeightRowsParams>() == 56);
 
 impl WeightRows for CudaBuffer {
     fn weight_rows(
@@ -37,7 +20,7 @@ impl WeightRows for CudaBuffer {
         backward: Option<WeightGradients<'_, CudaMemory>>,
     ) -> Result<()> {
         self.check_usable()?;
-        input.check(element, out, backward.as_ref(), CudaMemory::len)?;
+        input.check(self.id, element, out, backward.as_ref(), CudaMemory::facts)?;
         let &WeightedRows { rows, hidden, values, element: values_element, weights } = input;
         let too_many = |_| CallerError::TooManyRows { rank: self.rank, rows: rows as u64 };
         let count = u32::try_from(rows).map_err(too_many)?;
@@ -45,6 +28,7 @@ impl WeightRows for CudaBuffer {
         if count == 0 {
             return Ok(());
         }
+        self.notice_capture()?;
         let params = WeightRowsParams {
             values: values.address(),
             rows: address(backward.as_ref().map(|backward| backward.rows)),
@@ -58,8 +42,9 @@ impl WeightRows for CudaBuffer {
         };
         let blocks = count.div_ceil(THREADS / 32).min(BLOCKS_PER_SM * self.device.multiprocessors);
         let kernel = self.kernel(KernelKey::WeightRows)?;
-        // SAFETY: the kernel's own parameters; sizes were checked; memory stays until the stream has passed, by the
-        // contract of `Backend` and of borrowed memory.
-        unsafe { kernel.launch(&self.stream, blocks, THREADS, 0, &params) }
+        // SAFETY: the parameters are this kernel's; sizes were checked; memory stays until the stream has executed the
+        // launch, by the contract of `Backend` and of borrowed memory.
+        unsafe { kernel.launch(&self.stream, blocks, THREADS, 0, &params) }?;
+        self.notice_work()
     }
 }

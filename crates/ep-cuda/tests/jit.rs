@@ -4,7 +4,7 @@
 
 use std::fs;
 use std::io::{self, Write as _};
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{DirBuilderExt as _, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -49,14 +49,14 @@ fn program() -> Program {
     }
 }
 
-/// The environment's compiler and no cache; `None` where it is allowed that there is no compiler.
+/// The compiler, and an environment without a cache; `None` if there is no compiler and the environment requires none.
 fn compiler() -> Option<(Compiler, CudaEnv)> {
     let env = CudaEnv { cache_dir: None, ..CudaEnv::from_env() };
     match Compiler::find(&env) {
         Ok(compiler) => Some((compiler, env)),
         Err(error) if std::env::var("HYBRID_EP_REQUIRE_NVRTC").as_deref() == Ok("1") => panic!("{error}"),
         Err(error) => {
-            // Past the harness, which shows what a test that passes prints to nobody.
+            // Directly to stderr: the test harness captures the output of tests that pass.
             let _ = writeln!(io::stderr(), "skipped: no NVRTC ({error})");
             None
         }
@@ -71,7 +71,8 @@ impl Scratch {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("hybrid-ep-jit-test-{}-{number}", std::process::id()));
-        fs::create_dir(&dir).unwrap();
+        // Whatever the umask, as the cache trusts no directory that others can write to.
+        fs::DirBuilder::new().mode(0o700).create(&dir).unwrap();
         Self(dir)
     }
 

@@ -1,23 +1,25 @@
-//! A dispatch call as this backend carries it out.
+//! The checked arguments of a dispatch. `operators` makes a [`CheckedDispatch`] before a dispatch enters.
 
 use ep::call::{HandleFacts, RowBytes};
-use ep::{DispatchInput, DispatchOutput, Probs, Rank, Result, TokenFormat, World};
+use ep::{DispatchInput, DispatchOutput, Probs, Rank, Result, World};
 
-use crate::control::BUFFERS;
-use crate::dispatch::Weights;
+use crate::control::MEMORIES;
+use crate::dispatch::ProbSource;
 use crate::handle::HostHandle;
 use crate::memory::HostMemory;
 
-/// A dispatch call whose sizes are right.
-pub(crate) struct DispatchCall<'a> {
-    pub(crate) weights: Weights<'a>,
-    /// Bytes of each output; 0 = not asked for.
-    pub(crate) bytes: [usize; BUFFERS],
-    /// Bytes of each output up to the last row that is written.
-    pub(crate) kept_bytes: [usize; BUFFERS],
+/// The arguments of a dispatch whose sizes and owners have been checked.
+pub(crate) struct CheckedDispatch<'a> {
+    pub(crate) probs: ProbSource<'a>,
+    /// Bytes of each output; 0 = not requested.
+    pub(crate) bytes: [usize; MEMORIES],
+    /// Bytes of each output up to the end of the last segment. Dispatch leaves the bytes after them unchanged.
+    pub(crate) kept_bytes: [usize; MEMORIES],
 }
 
-impl<'a> DispatchCall<'a> {
+impl<'a> CheckedDispatch<'a> {
+    /// # Errors
+    /// [`ep::CallerError`] that names the argument.
     pub(crate) fn check(
         world: &World,
         rank: Rank,
@@ -27,27 +29,28 @@ impl<'a> DispatchCall<'a> {
     ) -> Result<Self> {
         let facts = facts(world, rank, handle);
         let RowBytes { tokens, scales, probs, local_experts } =
-            facts.check_dispatch(input, output, HostMemory::len)?;
-        let weights = match &input.probs {
-            Probs::Skip => Weights::Skip,
-            Probs::Routing => Weights::Routing,
+            facts.check_dispatch(input, output, HostMemory::facts)?;
+        let row_bytes = [tokens, scales, probs, local_experts];
+        let probs = match &input.probs {
+            Probs::Skip => ProbSource::Skip,
+            Probs::Routing => ProbSource::Routing,
             Probs::Dense(memory) => {
                 let bytes = 4 * facts.tokens * world.experts();
-                Weights::Dense(bytemuck::cast_slice(&memory.as_bytes()[..bytes]))
+                ProbSource::Dense(bytemuck::cast_slice(&memory.as_bytes()[..bytes]))
             }
         };
-        let row = [tokens, scales, probs, local_experts];
         Ok(Self {
-            weights,
-            bytes: row.map(|row| row * handle.shape.allocated_rows()),
-            kept_bytes: row.map(|row| row * handle.shape.rows),
+            probs,
+            bytes: row_bytes.map(|row| row * handle.shape.allocated_rows()),
+            kept_bytes: row_bytes.map(|row| row * handle.shape.rows),
         })
     }
 }
 
-/// What calls with this handle are checked against.
+/// The facts that calls with this handle are checked against.
 pub(crate) fn facts<'a>(world: &'a World, rank: Rank, handle: &HostHandle) -> HandleFacts<'a> {
     HandleFacts {
+        buffer: handle.buffer,
         world,
         rank,
         mode: handle.mode,
@@ -55,10 +58,4 @@ pub(crate) fn facts<'a>(world: &'a World, rank: Rank, handle: &HostHandle) -> Ha
         allocated_rows: handle.shape.allocated_rows(),
         rows: handle.shape.rows,
     }
-}
-
-pub(crate) fn format_code(format: TokenFormat) -> u64 {
-    let scales = format.scales().map_or(0, |scales| (scales.block() * 8 + scales.bytes_per_scale()) as u64);
-    // Given and quantised look the same on the wire, so ranks may differ in it.
-    scales << 1 | u64::from(matches!(format, TokenFormat::Bf16))
 }

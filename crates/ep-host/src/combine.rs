@@ -1,26 +1,28 @@
-//! Combine: expert outputs back to their tokens' ranks, reduced.
+//! Combine: sums the expert outputs of each token and returns the sum to the token's rank. `operators` makes a
+//! [`Combine`] and runs [`Combine::work`] on every worker.
 //!
-//! A worker's turn is one of two kinds, whichever has something to do:
-//! - *partial*: for a chunk of another domain's tokens, the sums over this domain's ranks go into a slot for it;
-//! - *own*: for a chunk of this rank's tokens whose partial sums have all arrived, the sum over this domain's ranks
-//!   joins them, in order of domain.
+//! In each turn a worker claims work from the [`Schedule`]:
+//! - *partial*: for a chunk of the tokens of this rank's rail peer in another domain, it sums the rows on the ranks of
+//!   this domain and sends the partial sums;
+//! - *own*: for a chunk of this rank's tokens whose partial sums have all arrived, it sums the rows on the ranks of
+//!   this domain and the partial sums, in order of domain.
 //!
-//! Rows are read where the experts left them, on whichever rank of the domain: each is read once, and nothing is
-//! written but partial sums and results.
+//! A worker reads each row in place, on the rank where the expert wrote it, and writes only partial sums and results.
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use ep::call::dispatched;
 use ep::layout::TokenCopy;
-use ep::{CallerError, DispatchMode, Element, Rank, Result};
+use ep::{DispatchMode, Element, Error, Rank, Result};
 
-use crate::comm::{Idle, Op, PeerBuffers, PeerMemory, Waiting};
+use crate::comm::{Op, PeerMemories, PeerMemory};
 use crate::dispatch::{PROBS, TOKENS};
 use crate::handle::HostHandle;
-use crate::message::{Format, Header, Sections};
-use crate::rail::Claim;
-use crate::schedule::{Messages, Schedule};
+use crate::message::{Format, Header, Message};
+use crate::rail::ClaimedSlot;
+use crate::schedule::{MessageCounts, Schedule};
 use crate::simd::{self, SumRow, flag};
+use crate::wait::{Idle, Waiting};
 
 /// One rank's combine, shared by its workers.
 pub(crate) struct Combine<'a> {
@@ -37,47 +39,47 @@ pub(crate) struct Combine<'a> {
     pub(crate) schedule: Schedule,
 }
 
-/// The start of an output that workers write in disjoint pieces.
+/// The first byte of an output that the workers write in disjoint parts.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OutPtr(pub(crate) *mut u8);
 
-// SAFETY: workers write disjoint rows: a chunk is claimed by one worker only.
+// SAFETY: workers write disjoint rows, since only one worker claims a chunk.
 unsafe impl Sync for OutPtr {}
 // SAFETY: as above.
 unsafe impl Send for OutPtr {}
 
-/// The messages of a combine: partial sums for the rail's other ranks, and from them.
+/// The schedule of a combine. This rank sends partial sums for the chunks of its rail peers, and receives partial sums
+/// for its own chunks.
 pub(crate) fn schedule(op: &Op<'_>, handle: &HostHandle, chunk: usize) -> Schedule {
     let chunks = |domain: usize| handle.rail_tokens[domain].div_ceil(chunk) as u64;
     let own = chunks(op.comm.domain());
     let messages =
-        (0..handle.rail_tokens.len()).map(|domain| Messages { sent: chunks(domain), received: own });
+        (0..handle.rail_tokens.len()).map(|domain| MessageCounts { sent: chunks(domain), received: own });
     Schedule::new(&op.comm.rails, handle.layout.tokens(), chunk, messages)
 }
 
-/// The rows of the token that is being summed, and of the one after it.
+/// The rows of the token that a worker sums now, and those of the next token, which it prefetches.
 #[derive(Default)]
 struct Terms {
-    now: Vec<SumRow>,
-    then: Vec<SumRow>,
+    current: Vec<SumRow>,
+    next: Vec<SumRow>,
 }
 
-/// A message of partial sums, being read in order of token.
+/// A message of partial sums that is being read in order of token.
 struct Incoming {
-    claim: Claim,
-    slot: *const u8,
-    sections: Sections,
+    claim: ClaimedSlot,
+    message: Message,
+    /// Tokens and copies read so far.
     tokens: usize,
     copies: usize,
-    header: Header,
 }
 
 impl Combine<'_> {
-    /// One worker: takes turns until there is nothing left to start.
+    /// The work of one worker; returns when no work is left to claim.
     pub(crate) fn work(&self, idle: &mut Idle) -> Result<()> {
         let rails = &self.op.comm.rails;
         let mut terms = Terms::default();
-        let turn = |idle: &mut Idle, peers: &[PeerBuffers]| {
+        let turn = |idle: &mut Idle, peers: &[PeerMemories]| {
             let mut progressed = false;
             for domain in rails.others() {
                 if let Some((chunk, claim)) = self.schedule.claim_send(rails, domain) {
@@ -94,19 +96,20 @@ impl Combine<'_> {
         self.op.take_turns(idle, turn, || self.all_claimed(), || self.waiting())
     }
 
-    /// The next chunk of own tokens, with the partial sums from every other domain.
-    fn claim_own(&self) -> Option<(usize, Vec<Claim>)> {
+    /// Claims the next chunk of this rank's tokens, with the partial sums from every other domain.
+    fn claim_own(&self) -> Option<(usize, Vec<ClaimedSlot>)> {
         let rails = &self.op.comm.rails;
-        let claim = |domain| self.schedule.claim_receive(rails, domain);
+        let claim = |domain| self.schedule.claim_receive(rails, domain).map(|(_, claim)| claim);
         self.schedule.claim_own(rails, |domain| rails.can_receive(domain), claim)
     }
 
     fn all_claimed(&self) -> bool {
         let rails = &self.op.comm.rails;
         self.schedule.next_own().is_none()
-            && rails.others().all(|domain| self.schedule.left(rails, domain).sent == 0)
+            && rails.others().all(|domain| self.schedule.unclaimed(rails, domain).sent == 0)
     }
 
+    /// The event that a worker without work waits for.
     fn waiting(&self) -> Waiting {
         let rails = &self.op.comm.rails;
         if let Some(waiting) = self.op.waiting_for_entry() {
@@ -118,44 +121,44 @@ impl Combine<'_> {
             let peer = rails.peer(domain);
             return Waiting { peer, what: format!("rank {peer} to send the partial sums of chunk {chunk}") };
         }
-        match rails.others().find(|&domain| self.schedule.left(rails, domain).sent > 0) {
+        match rails.others().find(|&domain| self.schedule.unclaimed(rails, domain).sent > 0) {
             Some(domain) => {
                 let peer = rails.peer(domain);
-                Waiting { peer, what: format!("rank {peer} to take partial sums off the rail") }
+                Waiting { peer, what: format!("rank {peer} to free a slot for partial sums") }
             }
             None => Waiting { peer: self.op.comm.rank, what: "its own workers".into() },
         }
     }
 
-    /// Sums of this domain's ranks for one chunk of another domain's tokens.
+    /// Sends the partial sums of this domain for one chunk of the tokens of a rail peer.
     fn send_partial(
         &self,
-        peers: &[PeerBuffers],
-        claim: Claim,
+        peers: &[PeerMemories],
+        claim: ClaimedSlot,
         chunk: usize,
         terms: &mut Terms,
         idle: &mut Idle,
     ) -> Result<()> {
         let comm = self.op.comm;
-        let list = &dispatched(self.handle.forwarded.get())?[claim.domain];
-        let places = list.places(chunk * self.schedule.chunk()..(chunk + 1) * self.schedule.chunk());
-        let copies: usize = places.clone().map(|place| list.copies(place).len()).sum();
-        let sections = self.message.sections(places.len(), copies);
-        assert!(sections.end <= comm.rails.slot_bytes(), "chunks are sized to fit a slot");
+        let list = &dispatched(self.handle.forward_lists.get())?[claim.domain];
+        let entries = list.entries(chunk * self.schedule.chunk()..(chunk + 1) * self.schedule.chunk());
+        let copies = list.copies_in(entries.clone());
+        let sections = self.message.sections_within(entries.len(), copies, comm.rails.slot_bytes());
+        let sections = sections.expect("chunks are sized to fit a slot");
         let slot = comm.rails.outgoing(claim);
-        // SAFETY: a claimed slot is this worker's to write, longer than a header, and 64-byte aligned.
-        unsafe { Header::new(self.op, chunk, places.len(), copies).write(slot) };
-        let first = places.start;
-        // SAFETY: the section has a row for every place and lies inside the slot.
+        // SAFETY: only this worker writes a claimed slot; it is longer than a header and 64-byte aligned.
+        unsafe { Header::new(self.op, chunk, entries.len(), copies).write(slot) };
+        let first = entries.start;
+        // SAFETY: the section has a row for every entry and lies inside the slot.
         unsafe {
             let to = slot.wrapping_add(sections.rows);
             let gather =
                 |at: usize, rows: &mut Vec<SumRow>| self.push_rows(peers, list.copies(first + at), rows);
-            self.sum_each(places.len(), terms, gather, to, self.wire, false)?;
+            self.sum_each(entries.len(), terms, gather, to, self.wire, false)?;
         }
         if self.message.probs {
             let probs = slot.wrapping_add(sections.probs).cast::<f32>();
-            for (at, &copy) in places.flat_map(|place| list.copies(place)).enumerate() {
+            for (at, &copy) in entries.flat_map(|entry| list.copies(entry)).enumerate() {
                 // SAFETY: the section has a cell for every copy, lies inside the slot and is aligned to 64 bytes.
                 unsafe { probs.add(at).write(self.prob(peers, copy)?) };
             }
@@ -163,12 +166,12 @@ impl Combine<'_> {
         self.op.post(idle, claim, sections.end)
     }
 
-    /// The sums of one chunk of this rank's tokens, for good.
+    /// Writes the results of one chunk of this rank's tokens.
     fn finish_own(
         &self,
-        peers: &[PeerBuffers],
+        peers: &[PeerMemories],
         chunk: usize,
-        claims: &[Claim],
+        claims: &[ClaimedSlot],
         terms: &mut Terms,
         idle: &mut Idle,
     ) -> Result<()> {
@@ -176,11 +179,12 @@ impl Combine<'_> {
         let layout = &self.handle.layout;
         let home = comm.domain();
         let tokens = self.schedule.tokens(chunk);
-        let mut incoming = claims.iter().map(|&claim| self.open(claim)).collect::<Result<Vec<Incoming>>>()?;
+        let mut incoming =
+            claims.iter().map(|&claim| self.open(claim, chunk)).collect::<Result<Vec<Incoming>>>()?;
         let row_bytes = self.hidden * self.element.bytes();
         let streaming = layout.tokens() * row_bytes > comm.config.streaming_bytes;
         if self.message.probs {
-            // Before those that came from other domains, which are put as their partial sums are gathered.
+            // Zero the rows before `push_partial` writes the probabilities that came from other domains.
             for token in tokens.clone() {
                 self.zero_probs(token);
                 for &copy in layout.copies(token, home) {
@@ -191,41 +195,34 @@ impl Combine<'_> {
         let first = tokens.start;
         let gather = |at: usize, rows: &mut Vec<SumRow>| {
             let token = first + at;
-            // Claims are in order of domain, and so must be the terms.
+            // The order of the terms is part of the result: domains in order. `claims` are in order of domain too.
             for message in incoming.iter_mut().filter(|m| m.claim.domain < home) {
-                self.push_partial(message, token, rows);
+                self.push_partial(message, token, rows)?;
             }
             self.push_rows(peers, layout.copies(token, home), rows)?;
             for message in incoming.iter_mut().filter(|m| m.claim.domain > home) {
-                self.push_partial(message, token, rows);
+                self.push_partial(message, token, rows)?;
             }
             Ok(())
         };
-        // SAFETY: the output has a row for every token, and this worker alone has claimed this chunk's.
+        // SAFETY: the output has a row for every token, and only this worker has claimed this chunk.
         unsafe {
             let to = self.out.0.wrapping_add(first * row_bytes);
             self.sum_each(tokens.len(), terms, gather, to, self.element, streaming)?;
         }
         for message in incoming {
-            let read = (message.tokens, if self.message.probs { message.copies } else { 0 });
-            let sent = (
-                message.header.tokens as usize,
-                if self.message.probs { message.header.copies as usize } else { 0 },
-            );
-            assert_eq!(
-                read, sent,
-                "a message has a partial sum for every token that has copies in its domain"
-            );
+            self.check_all_read(&message)?;
             self.op.release(idle, message.claim)?;
         }
         Ok(())
     }
 
-    /// Sums the rows that `gather` gives for each of `count` tokens into adjacent rows of type `element` from `to` on.
-    /// A token's rows are gathered one token ahead, so that they are on their way when their sum begins.
+    /// For each of `count` tokens, sums the rows that `gather` appends and writes the sum as a row of type `element`.
+    /// The output rows are adjacent and begin at `to`. Rows are gathered one token ahead, so that the sum of one token
+    /// can prefetch the rows of the next.
     ///
     /// # Safety
-    /// `to` must be valid for writes of `count` rows that overlap no row of a peer or message.
+    /// `to` must be valid for writes of `count` rows, which must not overlap a row of a peer or of a message.
     unsafe fn sum_each(
         &self,
         count: usize,
@@ -235,69 +232,86 @@ impl Combine<'_> {
         element: Element,
         streaming: bool,
     ) -> Result<()> {
-        let Terms { now, then } = terms;
-        then.clear();
+        let Terms { current, next } = terms;
+        next.clear();
         if count > 0 {
-            gather(0, then)?;
+            gather(0, next)?;
         }
         for at in 0..count {
-            std::mem::swap(now, then);
-            then.clear();
+            std::mem::swap(current, next);
+            next.clear();
             if at + 1 < count {
-                gather(at + 1, then)?;
+                gather(at + 1, next)?;
             }
             let to = to.wrapping_add(at * self.hidden * element.bytes());
-            // SAFETY: rows are whole rows of memories that their ranks have opened to this operator, or of claimed
-            // messages; the target is the caller's promise.
-            unsafe { simd::sum_rows(self.op.comm.level, now, then, self.hidden, to, element, streaming) };
+            // SAFETY: the rows are whole rows of memories that their ranks have published for this operator, or of
+            // claimed messages; the caller promised the target.
+            unsafe { simd::sum_rows(self.op.comm.level, current, next, self.hidden, to, element, streaming) };
         }
         Ok(())
     }
 
-    /// Opens a message of partial sums.
-    fn open(&self, claim: Claim) -> Result<Incoming> {
-        let rails = &self.op.comm.rails;
-        let slot = rails.incoming(claim);
-        // SAFETY: a claimed slot is this worker's to read, and longer than a header.
-        let header = unsafe { Header::read(slot, self.op, rails.peer(claim.domain))? };
-        let sections = self.message.sections(header.tokens as usize, header.copies as usize);
-        assert!(sections.end <= rails.slot_bytes(), "a message is as long as its header says");
-        Ok(Incoming { claim, slot, sections, tokens: 0, copies: 0, header })
+    /// Opens a message of partial sums of one of this rank's chunks.
+    fn open(&self, claim: ClaimedSlot, chunk: usize) -> Result<Incoming> {
+        let (op, rails) = (self.op, &self.op.comm.rails);
+        let (peer, slot_bytes) = (rails.peer(claim.domain), rails.slot_bytes());
+        // SAFETY: only this worker reads a claimed slot until it releases it; slots are aligned to 64 bytes.
+        let message =
+            unsafe { Message::open(rails.incoming(claim), slot_bytes, self.message, op, peer, chunk)? };
+        Ok(Incoming { claim, message, tokens: 0, copies: 0 })
+    }
+
+    /// Checks that the message had exactly one partial sum for every token with copies in its domain, and one
+    /// probability for every copy.
+    fn check_all_read(&self, incoming: &Incoming) -> Result<()> {
+        let Incoming { message, tokens, copies, .. } = incoming;
+        let copies = if self.message.probs { *copies } else { message.copies };
+        if (*tokens, copies) == (message.tokens, message.copies) {
+            return Ok(());
+        }
+        Err(self.wrong_counts(incoming))
+    }
+
+    fn wrong_counts(&self, incoming: &Incoming) -> Error {
+        let Message { tokens, copies, .. } = incoming.message;
+        let what = format!(
+            "a message of partial sums for {tokens} tokens and {copies} copies, other than were dispatched"
+        );
+        self.op.broken(self.op.comm.rails.peer(incoming.claim.domain), what)
     }
 
     /// Appends the partial sum of a token from another domain, if it has copies there.
-    fn push_partial(&self, message: &mut Incoming, token: usize, rows: &mut Vec<SumRow>) {
-        let copies = self.handle.layout.copies(token, message.claim.domain);
+    fn push_partial(&self, incoming: &mut Incoming, token: usize, rows: &mut Vec<SumRow>) -> Result<()> {
+        let copies = self.handle.layout.copies(token, incoming.claim.domain);
         if copies.is_empty() {
-            return;
+            return Ok(());
         }
-        assert!(
-            message.tokens < message.header.tokens as usize,
-            "a message has a partial sum for every token"
-        );
-        let ptr = message.slot.wrapping_add(message.sections.rows + message.tokens * self.message.row_bytes);
+        let message = &incoming.message;
+        if incoming.tokens == message.tokens
+            || self.message.probs && copies.len() > message.copies - incoming.copies
+        {
+            return Err(self.wrong_counts(incoming));
+        }
         let element = if self.wire == Element::F32 { flag::F32 } else { 0 };
-        // Rounded before it crossed.
-        rows.push(SumRow { ptr, flags: flag::CLOSES_RANK | flag::CLOSES_DOMAIN | element });
-        message.tokens += 1;
+        // No rounding here: the sender has already rounded the partial sum to the wire type.
+        let flags = flag::CLOSES_RANK | flag::CLOSES_DOMAIN | element;
+        rows.push(SumRow { ptr: message.row(incoming.tokens), flags });
+        incoming.tokens += 1;
         if self.message.probs {
             for &copy in copies {
-                let from =
-                    message.slot.wrapping_add(message.sections.probs + 4 * message.copies).cast::<f32>();
-                // SAFETY: inside the slot, since the header's copies are all that are read, and aligned.
-                let prob = unsafe { from.read() };
-                self.put_prob(token, copy, prob);
-                message.copies += 1;
+                self.put_prob(token, copy, message.prob(incoming.copies));
+                incoming.copies += 1;
             }
         }
+        Ok(())
     }
 
     /// Appends a token's rows on the ranks of this domain.
-    fn push_rows(&self, peers: &[PeerBuffers], copies: &[TokenCopy], rows: &mut Vec<SumRow>) -> Result<()> {
+    fn push_rows(&self, peers: &[PeerMemories], copies: &[TokenCopy], rows: &mut Vec<SumRow>) -> Result<()> {
         let comm = self.op.comm;
         let row_bytes = self.hidden * self.element.bytes();
         let element = if self.element == Element::F32 { flag::F32 } else { 0 };
-        // What comes from another rank of the domain has crossed a link.
+        // The definition rounds the sum of another rank of the domain to the wire type, since it crosses a link.
         let closes = |owner: Rank| {
             let rounds = owner != comm.rank && self.wire == Element::Bf16;
             flag::CLOSES_RANK | if rounds { flag::ROUNDS_RANK } else { 0 }
@@ -317,7 +331,7 @@ impl Combine<'_> {
             last = Some((owner, copy.row));
             remote_rows += u64::from(owner != comm.rank);
             let local = comm.world.topology.local_rank_of(owner);
-            let ptr = self.source(&peers[local][TOKENS], copy.row as usize, row_bytes)?;
+            let ptr = self.source(owner, &peers[local][TOKENS], copy.row as usize, row_bytes)?;
             rows.push(SumRow { ptr, flags: element });
         }
         if let (Some((owner, _)), Some(row)) = (last, rows.last_mut()) {
@@ -327,18 +341,20 @@ impl Combine<'_> {
         Ok(())
     }
 
-    fn source(&self, memory: &Option<PeerMemory>, at: usize, bytes: usize) -> Result<*const u8> {
-        let place = memory.as_ref().and_then(|memory| memory.at(at * bytes, bytes));
-        place.map(|place| place.cast_const()).ok_or_else(|| {
-            CallerError::Handle(format!(
-                "a rank of the domain has no row {at} of {bytes} bytes in its combine input"
-            ))
-            .into()
+    /// The address of element `at` of `bytes` bytes in a memory that `owner` published.
+    ///
+    /// # Errors
+    /// [`ep::PeerError`] when the memory has no such element.
+    fn source(&self, owner: Rank, memory: &Option<PeerMemory>, at: usize, bytes: usize) -> Result<*const u8> {
+        let address = memory.as_ref().and_then(|memory| memory.element(at, bytes));
+        address.map(|address| address.cast_const()).ok_or_else(|| {
+            self.op
+                .broken(owner, format!("no element {at} of {bytes} bytes in a combine input of rank {owner}"))
         })
     }
 
-    /// The probability of one copy, where the experts' rank left it.
-    fn prob(&self, peers: &[PeerBuffers], copy: TokenCopy) -> Result<f32> {
+    /// Reads the probability of one copy from the rank of its expert.
+    fn prob(&self, peers: &[PeerMemories], copy: TokenCopy) -> Result<f32> {
         let comm = self.op.comm;
         let owner = comm.world.placement.owner_at(copy.position);
         let local = comm.world.placement.positions_of(owner);
@@ -347,22 +363,23 @@ impl Combine<'_> {
             DispatchMode::Plain => copy.row as usize * local.len() + (copy.position as usize - local.start),
         };
         let memory = &peers[comm.world.topology.local_rank_of(owner)][PROBS];
-        let from = self.source(memory, cell, size_of::<f32>())?.cast::<f32>();
-        // SAFETY: inside memory that its rank has opened to this operator; aligned, as memories are to 64 bytes.
+        let from = self.source(owner, memory, cell, size_of::<f32>())?.cast::<f32>();
+        // SAFETY: inside memory that its rank has published for this operator; `PeerMemory` begins at a multiple of 4.
         Ok(unsafe { from.read() })
     }
 
-    /// Zeroes a token's row of the output: chunk by chunk, it is still in the cache when its probabilities are put.
+    /// Zeroes a token's row of output probabilities. Zeroing per chunk keeps the row in the cache until its
+    /// probabilities are written.
     fn zero_probs(&self, token: usize) {
         let experts = self.op.comm.world.experts();
-        // SAFETY: the output has a row for every token, and this worker alone has claimed the token.
+        // SAFETY: the output has a row for every token, and only this worker has claimed the token.
         unsafe { self.probs_out.0.cast::<f32>().add(token * experts).write_bytes(0, experts) };
     }
 
     fn put_prob(&self, token: usize, copy: TokenCopy, prob: f32) {
         let placement = &self.op.comm.world.placement;
         let cell = token * placement.experts() + placement.expert_at(copy.position) as usize;
-        // SAFETY: the output has a cell for every token and expert, and this worker alone has claimed the token.
+        // SAFETY: the output has a cell for every token and expert, and only this worker has claimed the token.
         unsafe { self.probs_out.0.cast::<f32>().add(cell).write(prob) };
     }
 }

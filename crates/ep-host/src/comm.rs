@@ -1,19 +1,33 @@
-//! What all operators of a rank share: its peers, and how to wait for them without hanging.
+//! The parts that all operators of a rank share: entering, the worker loop, finishing, and errors.
+//!
+//! `operators` makes one [`Op`] per operator call and runs its workers; `preprocess`, `dispatch` and `combine` do the
+//! work through it. The shared words are in [`crate::control`]; waiting is in [`crate::wait`].
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{
+    AtomicBool, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, fence,
+};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::thread::ThreadId;
+use std::time::Instant;
 
-use ep::{CallerError, Config, Error, Operator, PeerError, PeerFault, Posted, Rank, Result, World};
+use ep::{
+    CallerError, Config, EnvironmentError, Error, Interrupt, Operator, PeerError, PeerFault, Posted, Rank,
+    Result, World,
+};
 
-use crate::control::{BUFFERS, Control, Health, SIGNATURE};
-use crate::memory::Place;
+use crate::control::{Control, Health, MEMORIES};
+use crate::memory::PublishedMemory;
 use crate::processes::Processes;
-use crate::rail::{Claim, Rails};
+use crate::pulse::Pulse;
+use crate::rail::{ClaimedSlot, Rails};
 use crate::segment::{Directory, Segment};
+use crate::signature::{self, CollectiveArguments, SIGNATURE};
 use crate::simd::{Level, stream_fence};
+use crate::wait::{Idle, ProgressMonitor, Waiting};
 
-/// One rank's view of its world, shared by its workers.
+/// One rank's view of its world. `HostBuffer` and all workers of the rank share it.
 pub(crate) struct Comm {
     pub(crate) rank: Rank,
     pub(crate) world: World,
@@ -24,8 +38,12 @@ pub(crate) struct Comm {
     pub(crate) directory: Directory,
     pub(crate) rails: Rails,
     pub(crate) processes: Processes,
+    pub(crate) pulse: Pulse,
+    /// Bytes that this rank has read from or written to other ranks of its domain, for [`ep::Traffic`].
     pub(crate) domain_bytes: AtomicU64,
+    /// Bytes of counts that this rank has read from other ranks.
     pub(crate) preprocess_bytes: AtomicU64,
+    /// Time that workers have waited, summed over the workers, nanoseconds.
     pub(crate) waited_ns: AtomicU64,
 }
 
@@ -40,46 +58,13 @@ impl Comm {
         &self.controls[self.rank.index()]
     }
 
-    /// The control blocks of this rank's domain, by local rank.
+    /// The ranks of this rank's domain and their control blocks, by local rank.
     pub(crate) fn domain_controls(&self) -> impl Iterator<Item = (Rank, &Control)> {
         self.world.topology.domain_ranks(self.domain()).map(|rank| (rank, &self.controls[rank.index()]))
     }
 }
 
-/// What a worker waits for, for the report when it waits in vain.
-#[derive(Debug)]
-pub(crate) struct Waiting {
-    pub(crate) peer: Rank,
-    pub(crate) what: String,
-}
-
-/// How long a worker has been without work.
-#[derive(Debug, Default)]
-pub(crate) struct Idle {
-    turns: u32,
-    since: Option<Instant>,
-}
-
-/// Turns of busy waiting, then of yielding the core, before a waiting worker sleeps between looks.
-const SPIN_TURNS: u32 = 64;
-const YIELD_TURNS: u32 = 4096;
-const NAP: Duration = Duration::from_micros(50);
-/// How long after a rank has left the death of another may become known here.
-const LATE_NEWS: Duration = Duration::from_millis(100);
-/// Turns between two looks at clocks and peers' health.
-const LOOK_EVERY: u32 = 32;
-/// How often the system is asked whether peers' processes live.
-const ASK_EVERY_NS: u64 = 2_000_000;
-
-/// What this rank saw of the others while it waited.
-#[derive(Debug)]
-struct Observed {
-    /// By rank: the heartbeat, and when it last changed.
-    hearts: Vec<(u64, u64)>,
-    asked_ns: u64,
-}
-
-/// A peer's published memory, mapped.
+/// Memory that a rank of this domain published, mapped here: bytes of a segment that begin at a multiple of 4.
 #[derive(Debug, Clone)]
 pub(crate) struct PeerMemory {
     segment: Arc<Segment>,
@@ -88,78 +73,73 @@ pub(crate) struct PeerMemory {
 }
 
 impl PeerMemory {
-    /// The address of `len` bytes at `at`; `None` when the memory is shorter.
-    pub(crate) fn at(&self, at: usize, len: usize) -> Option<*mut u8> {
-        at.checked_add(len).filter(|&end| end <= self.len).map(|_| self.segment.at(self.offset + at, len))
+    /// The published memory; `None` when it is not inside the segment or not aligned for f32.
+    fn new(segment: Arc<Segment>, published: PublishedMemory) -> Option<Self> {
+        let PublishedMemory { offset, len, .. } = published;
+        let inside = offset.checked_add(len).is_some_and(|end| end <= segment.len());
+        (inside && offset.is_multiple_of(size_of::<f32>())).then_some(Self { segment, offset, len })
+    }
+
+    /// The address of element `index` of `bytes` bytes each; `None` when the element is not inside the memory.
+    pub(crate) fn element(&self, index: usize, bytes: usize) -> Option<*mut u8> {
+        let at = index.checked_mul(bytes)?;
+        let end = at.checked_add(bytes)?;
+        // `new` checked that the memory is inside the segment.
+        (end <= self.len).then(|| self.segment.at(self.offset + at, bytes))
     }
 }
 
-/// The memories that one peer published for the operator.
-pub(crate) type PeerBuffers = [Option<PeerMemory>; BUFFERS];
+/// The memories that one rank published for the operator.
+pub(crate) type PeerMemories = [Option<PeerMemory>; MEMORIES];
 
-/// One collective operator under way on this rank.
+/// One collective operator in progress on this rank.
 pub(crate) struct Op<'a> {
     pub(crate) comm: &'a Comm,
     pub(crate) operator: Operator,
     pub(crate) step: u64,
     pub(crate) signature: [u64; SIGNATURE],
-    start: Instant,
-    progressed_ns: AtomicU64,
-    stopped: AtomicBool,
-    error: Mutex<Option<Error>>,
-    observed: Mutex<Observed>,
-    peers: OnceLock<Vec<PeerBuffers>>,
+    pub(crate) start: Instant,
+    /// When a worker of this rank last made progress, nanoseconds since `start`.
+    pub(crate) progressed_ns: AtomicU64,
+    /// Whether a worker has failed; all workers then end.
+    pub(crate) stopped: AtomicBool,
+    /// The first error of any worker.
+    pub(crate) error: Mutex<Option<Error>>,
+    /// The thread that called the operator.
+    pub(crate) caller: ThreadId,
+    pub(crate) monitor: Mutex<ProgressMonitor>,
+    /// By local rank, once all ranks of the domain have entered.
+    peers: OnceLock<Vec<PeerMemories>>,
 }
 
-/// The arguments of a call that must be the same on every rank.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Call {
-    /// The step of the handle's preprocessing.
-    pub(crate) handle: u64,
-    pub(crate) hidden: usize,
-    /// A number that is the same for the same types of tokens.
-    pub(crate) format: u64,
-    /// Bytes of an element on the wire, in combine.
-    pub(crate) wire: usize,
-    pub(crate) probs: bool,
-    /// Tokens per chunk: ranks with other settings cut otherwise.
-    pub(crate) chunk: usize,
-}
+/// The payload of a panic.
+pub(crate) type Panic = Box<dyn Any + Send>;
 
-/// What the words of a signature are, for the error that says which one differs.
-const SIGNATURE_FIELDS: [&str; SIGNATURE] = [
-    "the operator",
-    "the handle",
-    "hidden",
-    "the token format",
-    "the wire format",
-    "probs",
-    "the chunk size",
-];
-
-/// The first word of a signature; every other is an argument.
-const OPERATORS: [Operator; 3] = [Operator::Preprocess, Operator::Dispatch, Operator::Combine];
-
-impl Call {
-    fn signature(self, operator: Operator) -> [u64; SIGNATURE] {
-        let operator = OPERATORS.iter().position(|&other| other == operator).map_or(0, |at| at as u64 + 1);
-        let Self { handle, hidden, format, wire, probs, chunk } = self;
-        [operator, handle, hidden as u64, format, wire as u64, probs.into(), chunk as u64]
-    }
+/// The error that stands for a panic inside an operator, in later calls on this rank and in its control block.
+pub(crate) fn panic_error(operator: Operator, step: u64, rank: Rank, panic: &(dyn Any + Send)) -> Error {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text =
+        text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message");
+    EnvironmentError::new(
+        format!("{operator} #{step} on rank {rank}"),
+        format!("it panicked: {text}"),
+        "drop the buffer; it cannot complete the operator with its peers",
+    )
+    .into()
 }
 
 impl<'a> Op<'a> {
-    /// Enters the operator: from here on peers may touch the published memory.
+    /// Enters the operator. From now on peers may read and write the published memories.
     pub(crate) fn enter(
         comm: &'a Comm,
         operator: Operator,
         step: u64,
-        call: Call,
-        buffers: [Option<Place>; BUFFERS],
+        arguments: CollectiveArguments,
+        memories: [Option<PublishedMemory>; MEMORIES],
     ) -> Self {
-        let signature = call.signature(operator);
-        comm.control().beat();
-        comm.control().enter(step, signature, buffers);
+        let signature = arguments.signature(operator);
+        comm.control().turn();
+        comm.control().enter(step, signature, memories);
         Self {
             comm,
             operator,
@@ -169,13 +149,18 @@ impl<'a> Op<'a> {
             progressed_ns: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             error: Mutex::new(None),
-            observed: Mutex::new(Observed { hearts: vec![(0, 0); comm.controls.len()], asked_ns: 0 }),
+            monitor: Mutex::new(ProgressMonitor::new(&comm.controls)),
+            caller: std::thread::current().id(),
             peers: OnceLock::new(),
         }
     }
 
-    /// The memories of the ranks of this domain, by local rank, once all of them have entered.
-    pub(crate) fn peers(&self) -> Result<Option<&[PeerBuffers]>> {
+    /// The memories that the ranks of this domain published, by local rank; `None` until all of them have entered.
+    ///
+    /// # Errors
+    /// [`CallerError::Collective`] when a rank called something else; [`PeerError`] for memory outside its segment or a
+    /// segment that does not arrive.
+    pub(crate) fn peers(&self) -> Result<Option<&[PeerMemories]>> {
         if let Some(peers) = self.peers.get() {
             return Ok(Some(peers));
         }
@@ -185,32 +170,36 @@ impl<'a> Op<'a> {
         let mut all = Vec::new();
         for (rank, control) in self.comm.domain_controls() {
             self.check_signature(rank, &control.signature())?;
-            let mut buffers = PeerBuffers::default();
-            for (at, buffer) in buffers.iter_mut().enumerate() {
-                if let Some(place) = control.buffer(at) {
-                    let segment = self.comm.directory.find(rank, place.segment)?;
-                    *buffer = Some(PeerMemory { segment, offset: place.offset, len: place.len });
+            let mut memories = PeerMemories::default();
+            for (at, memory) in memories.iter_mut().enumerate() {
+                if let Some(published) = control.memory(at) {
+                    let segment = self.comm.directory.find(rank, published.segment)?;
+                    let outside = || {
+                        let (PublishedMemory { offset, len, .. }, segment) = (published, segment.len());
+                        let found = format!(
+                            "published memory of {len} bytes at offset {offset} of a segment of {segment} bytes"
+                        );
+                        self.broken(rank, found)
+                    };
+                    *memory = Some(PeerMemory::new(Arc::clone(&segment), published).ok_or_else(outside)?);
                 }
             }
-            all.push(buffers);
+            all.push(memories);
         }
         Ok(Some(self.peers.get_or_init(|| all)))
     }
 
-    /// Checks that a peer does the same as this rank.
+    /// Checks that a peer called the same operator with the same collective arguments.
+    ///
+    /// # Errors
+    /// [`CallerError::Collective`] that names the first argument that differs.
     pub(crate) fn check_signature(&self, peer: Rank, theirs: &[u64; SIGNATURE]) -> Result<()> {
         let differs = (0..SIGNATURE).find(|&at| theirs[at] != self.signature[at]);
         let Some(at) = differs else { return Ok(()) };
-        let text = |value: u64| match at {
-            0 => {
-                OPERATORS.get((value as usize).wrapping_sub(1)).map_or(value.to_string(), Operator::to_string)
-            }
-            1 => format!("the one of preprocess #{value}"),
-            _ => value.to_string(),
-        };
+        let text = |word| signature::value(self.operator, at, word);
         Err(CallerError::Collective {
             operator: self.operator,
-            field: SIGNATURE_FIELDS[at],
+            field: signature::field(self.operator, at),
             rank: self.comm.rank,
             mine: text(self.signature[at]),
             peer,
@@ -219,40 +208,91 @@ impl<'a> Op<'a> {
         .into())
     }
 
-    /// Runs `work` on every worker and returns the first error of any.
+    /// Runs `work` on every worker and returns the first error of any worker.
+    ///
+    /// # Panics
+    /// With the payload of a worker that panicked, after all workers have ended.
     pub(crate) fn run(
         &self,
         pool: Option<&rayon::ThreadPool>,
         work: impl Fn(&mut Idle) -> Result<()> + Sync,
     ) -> Result<()> {
-        let one = || {
+        let panicked = Mutex::new(None);
+        let worker = || {
             let mut idle = Idle::default();
-            if let Err(error) = work(&mut idle) {
-                self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                self.stopped.store(true, Release);
-            }
+            self.run_contained(&panicked, || work(&mut idle));
             self.end_wait(&mut idle);
         };
         match pool {
-            None => one(),
-            Some(pool) => {
-                pool.broadcast(|_| one());
+            None => worker(),
+            Some(pool) if self.comm.config.interrupt.is_set() => {
+                self.run_interruptibly(pool, worker, &panicked);
             }
+            Some(pool) => {
+                pool.broadcast(|_| worker());
+            }
+        }
+        if let Some(panic) = panicked.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            resume_unwind(panic);
         }
         self.error.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
     }
 
-    /// One worker's part: takes turns, once all ranks of the domain have entered, until there is nothing left to
-    /// start. `turn` says whether it found something to do.
+    /// Runs `worker` on every thread of the pool, while this thread asks the program whether to stop.
+    fn run_interruptibly(
+        &self,
+        pool: &rayon::ThreadPool,
+        worker: impl Fn() + Sync,
+        panicked: &Mutex<Option<Panic>>,
+    ) {
+        let working = AtomicUsize::new(pool.current_num_threads());
+        let caller = std::thread::current();
+        pool.in_place_scope(|scope| {
+            scope.spawn_broadcast(|_, _| {
+                worker();
+                if working.fetch_sub(1, Release) == 1 {
+                    caller.unpark();
+                }
+            });
+            while working.load(Acquire) > 0 {
+                std::thread::park_timeout(Interrupt::EVERY);
+                if !self.stopped.load(Acquire) {
+                    self.run_contained(panicked, || self.check_interrupt(|| "its workers".into()));
+                }
+            }
+        });
+    }
+
+    /// Runs `work` of one worker. An error or a panic stops the other workers too. They still use the operator's
+    /// arguments until they end, so the panic is stored here and resumed after all workers have ended.
+    fn run_contained(&self, panicked: &Mutex<Option<Panic>>, work: impl FnOnce() -> Result<()>) {
+        match catch_unwind(AssertUnwindSafe(work)) {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => self.stop(error),
+            Err(panic) => {
+                self.stop(panic_error(self.operator, self.step, self.comm.rank, &*panic));
+                panicked.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
+            }
+        }
+    }
+
+    /// Stops all workers. Only the first error is kept.
+    fn stop(&self, error: Error) {
+        self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.stopped.store(true, Release);
+    }
+
+    /// The loop of one worker: calls `turn`, once all ranks of the domain have entered, until `all_claimed` says that
+    /// no work is left to claim. `turn` returns whether it found work; `waiting` names the event that is missing.
     pub(crate) fn take_turns(
         &self,
         idle: &mut Idle,
-        mut turn: impl FnMut(&mut Idle, &[PeerBuffers]) -> Result<bool>,
+        mut turn: impl FnMut(&mut Idle, &[PeerMemories]) -> Result<bool>,
         all_claimed: impl Fn() -> bool,
         waiting: impl Fn() -> Waiting,
     ) -> Result<()> {
         loop {
-            self.comm.rails.poll()?;
+            self.poll()?;
             let progressed = match self.peers()? {
                 Some(peers) => turn(idle, peers)?,
                 None => false,
@@ -260,7 +300,7 @@ impl<'a> Op<'a> {
             if progressed {
                 self.progress(idle);
             } else if all_claimed() {
-                // Before anyone learns that this rank is done.
+                // Orders this worker's streaming stores before the store to `finished`, which publishes them.
                 stream_fence();
                 return Ok(());
             } else {
@@ -269,136 +309,41 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// A worker has done something: it waits no longer.
+    /// Records that a worker has made progress, which ends its wait.
     pub(crate) fn progress(&self, idle: &mut Idle) {
         self.end_wait(idle);
         self.progressed_ns.store(self.now_ns(), Relaxed);
-        self.comm.control().beat();
+        self.comm.control().advance();
     }
 
     fn end_wait(&self, idle: &mut Idle) {
-        if let Some(since) = idle.since.take() {
-            self.comm.waited_ns.fetch_add(since.elapsed().as_nanos() as u64, Relaxed);
+        if let Some(waited) = idle.end() {
+            self.comm.waited_ns.fetch_add(waited.as_nanos() as u64, Relaxed);
         }
-        idle.turns = 0;
     }
 
-    fn now_ns(&self) -> u64 {
+    pub(crate) fn now_ns(&self) -> u64 {
         self.start.elapsed().as_nanos() as u64
     }
 
-    /// A worker has nothing to do right now. Returns an error when waiting on makes no sense.
-    pub(crate) fn idle(&self, idle: &mut Idle, waiting: impl Fn() -> Waiting) -> Result<()> {
-        if self.stopped.load(Acquire) {
-            // Another worker has the error to report; this one just ends.
-            let error = self.error.lock().unwrap_or_else(PoisonError::into_inner);
-            return error.clone().map_or(Ok(()), Err);
-        }
-        idle.since.get_or_insert_with(Instant::now);
-        idle.turns += 1;
-        if idle.turns < SPIN_TURNS {
-            std::hint::spin_loop();
-        } else if idle.turns < YIELD_TURNS {
-            std::thread::yield_now();
-        } else {
-            std::thread::sleep(NAP);
-        }
-        if idle.turns.is_multiple_of(LOOK_EVERY) { self.look(&waiting) } else { Ok(()) }
+    /// Sends the message in a claimed slot; polls and retries while the transport's queue is full.
+    pub(crate) fn post(&self, idle: &mut Idle, claim: ClaimedSlot, len: usize) -> Result<()> {
+        self.retry_while_full(idle, claim, || self.comm.rails.post(claim, len))
     }
 
-    /// Looks whether a peer has failed, and whether time is up.
-    fn look(&self, waiting: &impl Fn() -> Waiting) -> Result<()> {
-        let comm = self.comm;
-        comm.control().beat();
-        let now = self.now_ns();
-        let needed = |rank: Rank| rank != comm.rank && comm.controls[rank.index()].finished() < self.step;
-        for rank in comm.world.topology.all_ranks().filter(|&rank| needed(rank)) {
-            match comm.controls[rank.index()].health() {
-                Health::Alive => {}
-                Health::Failed { culprit, fault, .. } if culprit != comm.rank => {
-                    return Err(self.fault(culprit, fault, waiting(), Some(rank)));
-                }
-                Health::Failed { .. } => {
-                    return Err(self.fault(rank, PeerFault::Failed, waiting(), Some(rank)));
-                }
-                Health::Left => return Err(self.left(rank, waiting())),
-            }
-        }
-        let mut observed = self.observed.lock().unwrap_or_else(PoisonError::into_inner);
-        if now.saturating_sub(observed.asked_ns) >= ASK_EVERY_NS {
-            observed.asked_ns = now;
-            for (control, heart) in comm.controls.iter().zip(&mut observed.hearts) {
-                let beat = control.heartbeat();
-                if heart.0 != beat {
-                    *heart = (beat, now);
-                }
-            }
-            if let Some(rank) = comm.processes.dead().find(|&rank| needed(rank)) {
-                return Err(self.fault(rank, PeerFault::Died, waiting(), None));
-            }
-        }
-        let timeout = comm.config.timeout.as_nanos() as u64;
-        if now.saturating_sub(self.progressed_ns.load(Relaxed)) < timeout {
-            return Ok(());
-        }
-        // The rank waited for may itself be waiting for the one that stands still: the latter is to be named.
-        let still =
-            |rank: &Rank| needed(*rank) && now.saturating_sub(observed.hearts[rank.index()].1) >= timeout / 2;
-        let waiting = waiting();
-        let culprit = Some(waiting.peer)
-            .filter(still)
-            .or_else(|| comm.world.topology.all_ranks().find(still))
-            .unwrap_or(waiting.peer);
-        Err(self.fault(culprit, PeerFault::Stalled, waiting, None))
+    /// Returns a slot that was read to its sender; polls and retries while the transport's queue is full.
+    pub(crate) fn release(&self, idle: &mut Idle, claim: ClaimedSlot) -> Result<()> {
+        self.retry_while_full(idle, claim, || self.comm.rails.release(claim))
     }
 
-    /// A rank left while it was needed. If another rank's process died, that is why, and that one is to be named: the
-    /// one that left may have learnt of it elsewhere, and a little before the system says so here.
-    fn left(&self, rank: Rank, waiting: Waiting) -> Error {
-        let comm = self.comm;
-        let died = || {
-            let mut dead = comm.processes.dead();
-            dead.find(|dead| matches!(comm.controls[dead.index()].health(), Health::Alive))
-        };
-        let deadline = Instant::now() + LATE_NEWS;
-        while !comm.processes.is_empty() && Instant::now() < deadline {
-            if let Some(dead) = died() {
-                return self.fault(dead, PeerFault::Died, waiting, None);
-            }
-            std::thread::sleep(NAP);
-        }
-        self.fault(rank, PeerFault::Left, waiting, None)
-    }
-
-    fn fault(&self, peer: Rank, fault: PeerFault, waiting: Waiting, reporter: Option<Rank>) -> Error {
-        let told = reporter
-            .filter(|&rank| rank != peer)
-            .map_or(String::new(), |rank| format!(" (rank {rank} says so)"));
-        PeerError {
-            peer,
-            fault,
-            operator: self.operator,
-            step: self.step,
-            rank: self.comm.rank,
-            waited_for: format!("{}{told}", waiting.what),
-            waited: Duration::from_nanos(self.now_ns().saturating_sub(self.progressed_ns.load(Relaxed))),
-        }
-        .into()
-    }
-
-    /// Sends a claimed slot, making progress while the engine is full.
-    pub(crate) fn post(&self, idle: &mut Idle, claim: Claim, len: usize) -> Result<()> {
-        self.insist(idle, claim, || self.comm.rails.post(claim, len))
-    }
-
-    /// Gives a read slot back, making progress while the engine is full.
-    pub(crate) fn release(&self, idle: &mut Idle, claim: Claim) -> Result<()> {
-        self.insist(idle, claim, || self.comm.rails.release(claim))
-    }
-
-    fn insist(&self, idle: &mut Idle, claim: Claim, attempt: impl Fn() -> Result<Posted>) -> Result<()> {
+    fn retry_while_full(
+        &self,
+        idle: &mut Idle,
+        claim: ClaimedSlot,
+        attempt: impl Fn() -> Result<Posted>,
+    ) -> Result<()> {
         while attempt()? == Posted::Full {
-            self.comm.rails.poll()?;
+            self.poll()?;
             let peer = self.comm.rails.peer(claim.domain);
             self.idle(idle, || Waiting {
                 peer,
@@ -408,7 +353,20 @@ impl<'a> Op<'a> {
         Ok(())
     }
 
-    /// The first rank of this domain that has not entered, as what a worker waits for.
+    /// Handles the signals that have arrived on the rails.
+    pub(crate) fn poll(&self) -> Result<()> {
+        self.comm.rails.poll().map_err(|error| match error {
+            Error::Peer(error) => PeerError { operator: self.operator, step: self.step, ..error }.into(),
+            error => error,
+        })
+    }
+
+    /// The error for a peer whose messages or shared words violate the protocol. `found` says what was found.
+    pub(crate) fn broken(&self, peer: Rank, found: impl Into<String>) -> Error {
+        PeerError::broken(self.comm.rank, peer, self.operator, self.step, found).into()
+    }
+
+    /// The first rank of this domain that has not entered, as the event that a worker waits for; `None` when all have.
     pub(crate) fn waiting_for_entry(&self) -> Option<Waiting> {
         let (peer, control) =
             self.comm.domain_controls().find(|(_, control)| control.entered() < self.step)?;
@@ -419,15 +377,15 @@ impl<'a> Op<'a> {
         })
     }
 
-    /// Leaves the operator: says that this rank touches no peer's memory any more, and waits until nobody touches
-    /// its own.
+    /// Finishes the operator: publishes that this rank does not access memory of its peers any more, and waits until
+    /// all ranks of the domain have done the same.
     pub(crate) fn finish(&self) -> Result<()> {
         self.comm.control().finish(self.step);
         let mut idle = Idle::default();
         loop {
             let late = self.comm.domain_controls().find(|(_, control)| control.finished() < self.step);
             let Some((peer, control)) = late else { break };
-            self.comm.rails.poll()?;
+            self.poll()?;
             self.idle(&mut idle, || Waiting {
                 peer,
                 what: format!(
@@ -439,6 +397,26 @@ impl<'a> Op<'a> {
             })?;
         }
         self.end_wait(&mut idle);
-        Ok(())
+        self.check_inputs_unchanged()
+    }
+
+    /// Checks that the rows that a combine has read were not changed meanwhile. A peer whose combine failed returns to
+    /// its caller early, and the caller may have written to borrowed memory that the peer had published.
+    fn check_inputs_unchanged(&self) -> Result<()> {
+        if self.operator != Operator::Combine {
+            return Ok(());
+        }
+        // Orders the reads of the peers' rows before the reads of their health.
+        fence(Acquire);
+        let failed =
+            |control: &Control| matches!(control.health(), Health::Failed { step, .. } if step <= self.step);
+        match self.comm.domain_controls().find(|(rank, control)| *rank != self.comm.rank && failed(control)) {
+            None => Ok(()),
+            Some((peer, _)) => {
+                let what =
+                    format!("rank {peer} to leave its expert rows unchanged until {} ended", self.operator);
+                Err(self.peer_error(peer, PeerFault::Failed, Waiting { peer, what }, None))
+            }
+        }
     }
 }

@@ -1,67 +1,92 @@
-//! The control block of a rank: what its peers may know of it. Written by its owner alone, read by all.
+//! The control block of a rank: the words by which its peers learn of it. Only the owner writes them; all ranks read
+//! them. `comm` enters and finishes operators through it, `preprocess` exchanges counts through it, `wait` and `pulse`
+//! watch it.
 //!
-//! The protocol of every operator, which is what makes touching a peer's memory sound:
+//! Every operator follows this protocol, which makes access to a peer's memory sound:
 //!
-//! 1. A rank publishes where its memory for the operator is, then stores the operator's step to `entered`. From then
-//!    on until step 3 its peers may touch that memory.
-//! 2. Whoever needs a peer's memory waits until the peer's `entered` has reached the step.
-//! 3. When a rank has made its last access to other ranks' memory, it stores the step to `finished`, and returns to
-//!    its caller once all ranks of its domain have done so.
+//! 1. The rank publishes the location of its memory for the operator, then stores the operator's step to `entered`.
+//!    From then on, until point 3, its peers may read and write that memory.
+//! 2. A rank waits until the `entered` of a peer has reached the step before it accesses the peer's memory.
+//! 3. After its last access to memory of other ranks, the rank stores the step to `finished`. It returns to its caller
+//!    once all ranks of its domain have done the same.
 //!
-//! A failed operator ends step 3 early: the failing rank withdraws the memory it had published for writing
-//! ([`crate::HostMemory`]), so that a late peer writes where nobody looks.
+//! A rank whose operator fails or panics returns early. It withdraws the memory that it had published for writing
+//! ([`crate::HostMemory`]): a late peer writes to bytes that no program uses again. It also moves later writes away
+//! from the registered memory that it had published for reading. The rank publishes its failure before it returns, and
+//! a peer that has read such memory checks for the failure before it accepts its own result ([`crate::comm`]).
+//!
+//! Words in a peer's control block are not trusted: each is read once and bounded before use.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{
+    AtomicU8, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+};
 
-use ep::{Counts, Operator, PeerFault, Rank, World};
+use ep::{Counts, EnvironmentError, Operator, PeerFault, Rank, Result, Size, World};
 
-use crate::memory::Place;
+use crate::memory::PublishedMemory;
 use crate::segment::{Segment, SegmentName};
+use crate::signature::SIGNATURE;
 
-/// Memories that a rank publishes for one operator, at most.
-pub(crate) const BUFFERS: usize = 4;
-/// Words of an operator's signature.
-pub(crate) const SIGNATURE: usize = 7;
+/// Greatest number of memories that a rank publishes for one operator.
+pub(crate) const MEMORIES: usize = 4;
+/// Greatest length of the error text that a rank publishes, bytes.
+const CAUSE_BYTES: usize = 480;
 
-/// A value on a cache line of its own: waiting ranks poll it.
+/// A word alone in 128 bytes, so that polling it does not slow writes to other words.
 #[repr(C, align(128))]
 struct Polled(AtomicU64);
 
 #[repr(C)]
 struct Words {
+    /// Newest step that the rank has entered.
     entered: Polled,
+    /// Newest step that the rank has finished.
     finished: Polled,
-    /// Counts up while the rank is inside the library and alive.
-    heartbeat: Polled,
+    /// Incremented by the heartbeat thread while the process runs, inside and outside of operators.
+    pulse: Polled,
+    /// Incremented while workers run inside an operator, whether they find work or not.
+    turns: Polled,
+    /// Incremented when a worker completes part of an operator's work.
+    progress: Polled,
+    /// `ALIVE`, `LEFT` or `FAILED`; publishes the words up to `cause_len`.
     health: AtomicU32,
-    culprit: AtomicU32,
+    /// With `FAILED`: the rank at fault.
+    at_fault: AtomicU32,
+    /// With `FAILED`: [`PeerFault::code`].
     fault: AtomicU32,
+    /// With `FAILED`: index in `OPERATORS`.
     operator: AtomicU32,
+    /// With `FAILED`: the step that failed.
     failed_step: AtomicU64,
+    /// The error of the rank as UTF-8 text; `cause_len` bytes are valid.
+    cause: [AtomicU8; CAUSE_BYTES],
+    cause_len: AtomicU32,
+    /// The arguments of the operator entered last, see `signature`.
     signature: [AtomicU64; SIGNATURE],
-    buffers: [BufferWords; BUFFERS],
+    /// The memory published for the operator entered last.
+    memories: [MemoryWords; MEMORIES],
 }
 
 #[repr(C)]
-struct BufferWords {
-    /// 0 = no memory; else the segment's number.
+struct MemoryWords {
+    /// The number of the segment; 0 = no memory.
     segment: AtomicU64,
-    fd: AtomicU64,
     segment_len: AtomicU64,
     offset: AtomicU64,
     len: AtomicU64,
 }
 
-/// Whether a rank still takes part.
+/// The state of a rank, as published in its control block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Health {
     Alive,
-    /// It dropped its buffer.
+    /// The rank dropped its buffer.
     Left,
-    /// It met an error, and who was to blame.
+    /// A collective operator of the rank failed.
     Failed {
-        culprit: Rank,
+        /// The rank at fault: the failed rank itself, or the peer that its error names.
+        at_fault: Rank,
         fault: PeerFault,
         operator: Operator,
         step: u64,
@@ -71,8 +96,6 @@ pub(crate) enum Health {
 const ALIVE: u32 = 0;
 const LEFT: u32 = 1;
 const FAILED: u32 = 2;
-const FAULTS: [PeerFault; 5] =
-    [PeerFault::Died, PeerFault::Left, PeerFault::Stalled, PeerFault::Failed, PeerFault::Absent];
 const OPERATORS: [Operator; 4] =
     [Operator::Join, Operator::Preprocess, Operator::Dispatch, Operator::Combine];
 
@@ -82,26 +105,53 @@ fn index_of<T: PartialEq>(all: &[T], one: &T) -> u32 {
 
 /// One rank's control block, mapped.
 ///
-/// Behind the words stand, for each domain, the step of the newest counts from it, and those counts: a rank collects
-/// on its rail and its domain reads them from it.
+/// After [`Words`] follow one ready word and one row of counts per domain. A rank stores the counts of its rail peer in
+/// each domain there, and all ranks of its own domain read them.
 #[derive(Debug, Clone)]
 pub(crate) struct Control {
     segment: Arc<Segment>,
+    rank: Rank,
+    /// Number of ranks in the world.
+    ranks: usize,
     domains: usize,
+    /// Words in one row of counts.
     count_words: usize,
 }
 
+/// Checks that a segment, which a peer may have made, has at least `needed` bytes.
+///
+/// # Errors
+/// [`EnvironmentError`] that names the rank.
+pub(crate) fn check_segment(rank: Rank, what: &str, segment: &Segment, needed: usize) -> Result<()> {
+    if segment.len() >= needed {
+        return Ok(());
+    }
+    Err(EnvironmentError::new(
+        format!("joining rank {rank}"),
+        format!("its {what} has {} bytes, and {needed} are needed", segment.len()),
+        "run the same version of the library on all ranks",
+    )
+    .into())
+}
+
 impl Control {
-    /// Bytes of a control segment.
-    pub(crate) fn bytes(world: &World) -> usize {
-        let domains = world.topology.domains();
-        size_of::<Words>() + domains * (size_of::<Polled>() + 4 * Counts::words(world))
+    /// Length of a control block, bytes.
+    ///
+    /// # Errors
+    /// [`ep::CallerError::TooLarge`].
+    pub(crate) fn bytes(world: &World) -> Result<usize> {
+        let row = Size::new(Counts::words(world)) * 4 + size_of::<Polled>();
+        (row * world.topology.domains() + size_of::<Words>()).bytes("the control block of a rank")
     }
 
-    /// The control block in a segment of at least [`bytes`](Self::bytes).
-    pub(crate) fn new(segment: Arc<Segment>, world: &World) -> Self {
-        assert!(segment.len() >= Self::bytes(world));
-        Self { segment, domains: world.topology.domains(), count_words: Counts::words(world) }
+    /// The control block of `rank` in `segment`.
+    ///
+    /// # Errors
+    /// [`EnvironmentError`] that names the rank when the segment is too short.
+    pub(crate) fn new(rank: Rank, segment: Arc<Segment>, world: &World) -> Result<Self> {
+        check_segment(rank, "control block", &segment, Self::bytes(world)?)?;
+        let (domains, ranks) = (world.topology.domains(), world.ranks());
+        Ok(Self { segment, rank, ranks, domains, count_words: Counts::words(world) })
     }
 
     fn words(&self) -> &Words {
@@ -123,19 +173,23 @@ impl Control {
         unsafe { std::slice::from_raw_parts(self.segment.at(offset, bytes).cast(), self.count_words) }
     }
 
-    /// Step 1: tells peers what this rank is about to do, and where its memory is.
-    pub(crate) fn enter(&self, step: u64, signature: [u64; SIGNATURE], buffers: [Option<Place>; BUFFERS]) {
+    /// Point 1 of the protocol: publishes the call's signature and memories, then the step.
+    pub(crate) fn enter(
+        &self,
+        step: u64,
+        signature: [u64; SIGNATURE],
+        memories: [Option<PublishedMemory>; MEMORIES],
+    ) {
         let words = self.words();
         for (word, value) in words.signature.iter().zip(signature) {
             word.store(value, Relaxed);
         }
-        for (words, place) in words.buffers.iter().zip(buffers) {
-            let Some(Place { segment, offset, len }) = place else {
+        for (words, memory) in words.memories.iter().zip(memories) {
+            let Some(PublishedMemory { segment, offset, len }) = memory else {
                 words.segment.store(0, Relaxed);
                 continue;
             };
             words.segment.store(segment.id, Relaxed);
-            words.fd.store(segment.fd.into(), Relaxed);
             words.segment_len.store(segment.len as u64, Relaxed);
             words.offset.store(offset as u64, Relaxed);
             words.len.store(len as u64, Relaxed);
@@ -143,32 +197,28 @@ impl Control {
         words.entered.0.store(step, Release);
     }
 
-    /// The newest step that the rank has entered.
+    /// The newest step that the rank has entered. Pairs with [`enter`](Self::enter).
     pub(crate) fn entered(&self) -> u64 {
         self.words().entered.0.load(Acquire)
     }
 
-    /// What the rank said when it entered; read after [`entered`](Self::entered) has shown the step.
+    /// The signature that the rank published; valid after [`entered`](Self::entered) has returned the step.
     pub(crate) fn signature(&self) -> [u64; SIGNATURE] {
         std::array::from_fn(|at| self.words().signature[at].load(Relaxed))
     }
 
-    /// Where its memory is; read after [`entered`](Self::entered) has shown the step.
-    pub(crate) fn buffer(&self, at: usize) -> Option<Place> {
-        let words = &self.words().buffers[at];
+    /// Memory `at` that the rank published; valid after [`entered`](Self::entered) has returned the step.
+    pub(crate) fn memory(&self, at: usize) -> Option<PublishedMemory> {
+        let words = &self.words().memories[at];
         let id = words.segment.load(Relaxed);
-        (id != 0).then(|| Place {
-            segment: SegmentName {
-                id,
-                fd: words.fd.load(Relaxed) as u32,
-                len: words.segment_len.load(Relaxed) as usize,
-            },
+        (id != 0).then(|| PublishedMemory {
+            segment: SegmentName { id, len: words.segment_len.load(Relaxed) as usize },
             offset: words.offset.load(Relaxed) as usize,
             len: words.len.load(Relaxed) as usize,
         })
     }
 
-    /// Step 3: the rank touches no other rank's memory for this step any more.
+    /// Point 3 of the protocol: the rank does not access memory of other ranks in this step any more.
     pub(crate) fn finish(&self, step: u64) {
         self.words().finished.0.store(step, Release);
     }
@@ -178,25 +228,68 @@ impl Control {
         self.words().finished.0.load(Acquire)
     }
 
-    /// Shows that the rank is there.
+    /// Counts one heartbeat.
     pub(crate) fn beat(&self) {
-        self.words().heartbeat.0.fetch_add(1, Relaxed);
+        self.words().pulse.0.fetch_add(1, Relaxed);
     }
 
-    /// Changes while the rank is there.
-    pub(crate) fn heartbeat(&self) -> u64 {
-        self.words().heartbeat.0.load(Relaxed)
+    /// Heartbeats so far; changes while the rank's process runs.
+    pub(crate) fn pulse(&self) -> u64 {
+        self.words().pulse.0.load(Relaxed)
     }
 
-    /// Publishes the end of taking part.
+    /// Records that a worker runs inside an operator.
+    pub(crate) fn turn(&self) {
+        self.words().turns.0.fetch_add(1, Relaxed);
+    }
+
+    /// Counter that changes while the rank's workers run inside an operator.
+    pub(crate) fn turns(&self) -> u64 {
+        self.words().turns.0.load(Relaxed)
+    }
+
+    /// Records that a worker has completed part of an operator's work.
+    pub(crate) fn advance(&self) {
+        self.words().progress.0.fetch_add(1, Relaxed);
+        self.turn();
+    }
+
+    /// Counter that changes when the rank's workers complete part of an operator's work.
+    pub(crate) fn progress(&self) -> u64 {
+        self.words().progress.0.load(Relaxed)
+    }
+
+    /// Stores the text of this rank's error. Call it before [`set_health`](Self::set_health), which publishes the text.
+    pub(crate) fn set_cause(&self, error: &str) {
+        let mut end = error.len().min(CAUSE_BYTES);
+        while !error.is_char_boundary(end) {
+            end -= 1;
+        }
+        for (to, &from) in self.words().cause.iter().zip(&error.as_bytes()[..end]) {
+            to.store(from, Relaxed);
+        }
+        self.words().cause_len.store(end as u32, Relaxed);
+    }
+
+    /// The error text of the rank, if it has stored one; valid after [`health`](Self::health) has returned a failure.
+    pub(crate) fn cause(&self) -> Option<String> {
+        let words = self.words();
+        let len = (words.cause_len.load(Relaxed) as usize).min(CAUSE_BYTES);
+        let bytes: Vec<u8> = words.cause[..len].iter().map(|byte| byte.load(Relaxed)).collect();
+        // Another process wrote the text: control characters must not reach this process's terminal or log.
+        let text = String::from_utf8_lossy(&bytes).replace(char::is_control, " ");
+        (!text.is_empty()).then_some(text)
+    }
+
+    /// Publishes the state of this rank.
     pub(crate) fn set_health(&self, health: Health) {
         let words = self.words();
         match health {
             Health::Alive => words.health.store(ALIVE, Release),
             Health::Left => words.health.store(LEFT, Release),
-            Health::Failed { culprit, fault, operator, step } => {
-                words.culprit.store(culprit.0, Relaxed);
-                words.fault.store(index_of(&FAULTS, &fault), Relaxed);
+            Health::Failed { at_fault, fault, operator, step } => {
+                words.at_fault.store(at_fault.0, Relaxed);
+                words.fault.store(fault.code().into(), Relaxed);
                 words.operator.store(index_of(&OPERATORS, &operator), Relaxed);
                 words.failed_step.store(step, Relaxed);
                 words.health.store(FAILED, Release);
@@ -204,14 +297,17 @@ impl Control {
         }
     }
 
-    /// Whether the rank takes part.
+    /// The state of the rank.
     pub(crate) fn health(&self) -> Health {
         let words = self.words();
         match words.health.load(Acquire) {
             LEFT => Health::Left,
             FAILED => Health::Failed {
-                culprit: Rank(words.culprit.load(Relaxed)),
-                fault: FAULTS[words.fault.load(Relaxed) as usize % FAULTS.len()],
+                // A number that is no rank: name the failed rank itself.
+                at_fault: Some(Rank(words.at_fault.load(Relaxed)))
+                    .filter(|at_fault| at_fault.index() < self.ranks)
+                    .unwrap_or(self.rank),
+                fault: PeerFault::from_code(words.fault.load(Relaxed)),
                 operator: OPERATORS[words.operator.load(Relaxed) as usize % OPERATORS.len()],
                 step: words.failed_step.load(Relaxed),
             },
@@ -219,7 +315,7 @@ impl Control {
         }
     }
 
-    /// Publishes the counts of this rank's rail peer in a domain (or its own).
+    /// Publishes the counts of this rank's rail peer in `domain`; with this rank's domain, its own counts.
     pub(crate) fn publish_counts(&self, domain: usize, step: u64, counts: &[u32]) {
         for (word, &count) in self.count_row(domain).iter().zip(counts) {
             word.store(count, Relaxed);
@@ -227,11 +323,19 @@ impl Control {
         self.ready_word(domain).store(step, Release);
     }
 
-    /// The counts from a domain, once they are those of `step`.
+    /// The counts from `domain`, once the rank has published those of `step`.
     pub(crate) fn counts(&self, domain: usize, step: u64) -> Option<Vec<u32>> {
         (self.ready_word(domain).load(Acquire) >= step)
             .then(|| self.count_row(domain).iter().map(|word| word.load(Relaxed)).collect())
     }
+}
+
+/// The control blocks of a world of one domain, for tests.
+#[cfg(test)]
+pub(crate) fn controls(ranks: usize) -> Vec<Control> {
+    let world = World::new(ranks, 1, ranks).unwrap();
+    let segment = || Arc::new(Segment::private(Control::bytes(&world).unwrap()).unwrap());
+    world.topology.all_ranks().map(|rank| Control::new(rank, segment(), &world).unwrap()).collect()
 }
 
 #[cfg(test)]
@@ -240,19 +344,20 @@ mod tests {
 
     fn control(domains: usize) -> (Control, World) {
         let world = World::new(2 * domains, domains, 4 * domains).unwrap();
-        let segment = Arc::new(Segment::private(Control::bytes(&world)).unwrap());
-        (Control::new(segment, &world), world)
+        let segment = Arc::new(Segment::private(Control::bytes(&world).unwrap()).unwrap());
+        (Control::new(Rank(1), segment, &world).unwrap(), world)
     }
 
     #[test]
-    fn what_is_published_is_read() {
+    fn published_words_are_read_back() {
         let (control, world) = control(3);
         assert_eq!((control.entered(), control.finished(), control.health()), (0, 0, Health::Alive));
-        let place = Place { segment: SegmentName { id: 9, fd: 4, len: 1 << 21 }, offset: 4096, len: 77 };
-        control.enter(5, [1, 2, 3, 4, 5, 6, 7], [None, Some(place), None, None]);
+        let published =
+            PublishedMemory { segment: SegmentName { id: 9, len: 1 << 21 }, offset: 4096, len: 77 };
+        control.enter(5, [1, 2, 3, 4, 5, 6, 7], [None, Some(published), None, None]);
         assert_eq!(control.entered(), 5);
         assert_eq!(control.signature(), [1, 2, 3, 4, 5, 6, 7]);
-        assert_eq!((control.buffer(0), control.buffer(1)), (None, Some(place)));
+        assert_eq!((control.memory(0), control.memory(1)), (None, Some(published)));
         let counts: Vec<u32> = (0..Counts::words(&world) as u32).collect();
         control.publish_counts(2, 7, &counts);
         assert_eq!(control.counts(2, 8), None);
@@ -261,10 +366,51 @@ mod tests {
     }
 
     #[test]
-    fn health_survives_the_words() {
+    fn the_cause_of_a_failure_is_one_line_of_bounded_length() {
+        let (control, _) = control(1);
+        assert_eq!(control.cause(), None);
+        control.set_cause("hidden is 128\non rank 1\u{1b}[31m");
+        assert_eq!(control.cause().unwrap(), "hidden is 128 on rank 1 [31m");
+        // The last character has two bytes, of which only one would fit.
+        let long = format!("{}é", "x".repeat(CAUSE_BYTES - 1));
+        control.set_cause(&long);
+        assert_eq!(control.cause().unwrap(), "x".repeat(CAUSE_BYTES - 1));
+        // A length that a peer wrote is bounded.
+        control.words().cause_len.store(u32::MAX, Relaxed);
+        assert_eq!(control.cause().unwrap().len(), CAUSE_BYTES);
+    }
+
+    #[test]
+    fn a_segment_too_short_for_a_control_block_names_its_rank() {
+        let world = World::new(2, 1, 4).unwrap();
+        let needed = Control::bytes(&world).unwrap();
+        for len in [16, needed - 1] {
+            let segment = Arc::new(Segment::private(len).unwrap());
+            let error = Control::new(Rank(1), segment, &world).unwrap_err().to_string();
+            let text = format!("joining rank 1: its control block has {len} bytes, and {needed} are needed");
+            assert!(error.starts_with(&text), "{error}");
+        }
+    }
+
+    #[test]
+    fn invalid_words_are_bounded() {
+        let (control, _) = control(1);
+        for word in [2, u32::MAX] {
+            control.words().at_fault.store(word, Relaxed);
+            control.words().fault.store(word, Relaxed);
+            control.words().operator.store(word, Relaxed);
+            control.words().health.store(FAILED, Relaxed);
+            assert!(matches!(control.health(), Health::Failed { at_fault: Rank(1), .. }), "{word}");
+        }
+        control.words().health.store(u32::MAX, Relaxed);
+        assert_eq!(control.health(), Health::Alive);
+    }
+
+    #[test]
+    fn health_round_trips_through_the_words() {
         let (control, _) = control(1);
         let failed = Health::Failed {
-            culprit: Rank(3),
+            at_fault: Rank(0),
             fault: PeerFault::Stalled,
             operator: Operator::Combine,
             step: 12,

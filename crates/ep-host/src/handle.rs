@@ -1,25 +1,27 @@
-//! What preprocessing found out, kept for any number of dispatches and combines.
+//! [`HostHandle`]: the result of preprocess, reused by any number of dispatches and combines. `operators` makes it;
+//! `dispatch` and `combine` read it.
 
 use std::ops::Range;
 use std::sync::OnceLock;
 
+use ep::call::Maker;
 use ep::layout::TokenCopy;
 use ep::{DispatchLayout, DispatchMode, ReceiveShape};
 
-/// A routing laid out: made by preprocess, used by dispatch and combine while the routing stands.
+/// The layout of a routing: made by preprocess, used by dispatch and combine as long as the routing does not change.
 #[derive(Debug)]
 pub struct HostHandle {
-    /// The buffer that made it.
-    pub(crate) buffer: u64,
-    /// The step of its preprocessing; the same on every rank.
+    /// The buffer that made the handle.
+    pub(crate) buffer: Maker,
+    /// The step of the preprocess that made it; equal on every rank.
     pub(crate) id: u64,
     pub(crate) mode: DispatchMode,
     pub(crate) layout: DispatchLayout,
     pub(crate) shape: ReceiveShape,
-    /// Number of tokens of this rank's rail peer in each domain, its own included.
+    /// By domain: number of tokens of this rank's rail peer; in this rank's domain, of this rank.
     pub(crate) rail_tokens: Vec<usize>,
-    /// By domain: where the tokens of this rank's rail peer go in this domain. Learnt from the first dispatch.
-    pub(crate) forwarded: OnceLock<Vec<ForwardList>>,
+    /// By domain: the copies in this domain of the tokens of this rank's rail peer. Set by the first dispatch.
+    pub(crate) forward_lists: OnceLock<Vec<ForwardList>>,
 }
 
 impl HostHandle {
@@ -29,42 +31,65 @@ impl HostHandle {
     }
 }
 
-/// Tokens of a rank in another domain, and where their copies go in this one.
+/// The tokens of a rank in another domain that have copies in this domain, and those copies. An entry is one token.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct ForwardList {
-    /// Token indices at the source, ascending: those with a copy in this domain.
+    /// By entry: index of the token at the source, ascending.
     tokens: Vec<u32>,
-    /// Where each token's copies end.
-    ends: Vec<u32>,
+    /// By entry: end of its copies in `copies`.
+    ends: Vec<usize>,
     copies: Vec<TokenCopy>,
 }
 
 impl ForwardList {
-    /// Appends the next token; indices must ascend.
-    pub(crate) fn push(&mut self, token: u32, copies: &[TokenCopy]) {
-        debug_assert!(self.tokens.last().is_none_or(|&last| last < token));
-        self.tokens.push(token);
-        self.copies.extend_from_slice(copies);
-        self.ends.push(self.copies.len() as u32);
-    }
-
-    /// Appends another list, all of whose tokens come later.
-    pub(crate) fn append(&mut self, other: &Self) {
-        for at in 0..other.tokens.len() {
-            self.push(other.tokens[at], other.copies(at));
+    /// An empty list with room for `tokens` tokens and `copies` copies.
+    pub(crate) fn with_capacity(tokens: usize, copies: usize) -> Self {
+        Self {
+            tokens: Vec::with_capacity(tokens),
+            ends: Vec::with_capacity(tokens),
+            copies: Vec::with_capacity(copies),
         }
     }
 
-    /// Places in this list of the tokens whose index lies in `tokens`.
-    pub(crate) fn places(&self, tokens: Range<usize>) -> Range<usize> {
-        let place = |bound: usize| self.tokens.partition_point(|&token| (token as usize) < bound);
-        place(tokens.start)..place(tokens.end)
+    /// Appends a copy of the token that the next [`close`](Self::close) names.
+    pub(crate) fn add(&mut self, copy: TokenCopy) {
+        self.copies.push(copy);
     }
 
-    /// The copies of the token at a place.
-    pub(crate) fn copies(&self, place: usize) -> &[TokenCopy] {
-        let start = if place == 0 { 0 } else { self.ends[place - 1] as usize };
-        &self.copies[start..self.ends[place] as usize]
+    /// Appends the entry of `token` with the copies added since the last entry. Token indices must ascend.
+    pub(crate) fn close(&mut self, token: u32) {
+        debug_assert!(self.tokens.last().is_none_or(|&last| last < token));
+        self.tokens.push(token);
+        self.ends.push(self.copies.len());
+    }
+
+    /// Appends another list. All its token indices must be higher than those of this list.
+    pub(crate) fn append(&mut self, other: &Self) {
+        let before = self.copies.len();
+        debug_assert!(self.tokens.last() < other.tokens.first() || other.tokens.is_empty());
+        self.tokens.extend_from_slice(&other.tokens);
+        self.ends.extend(other.ends.iter().map(|end| before + end));
+        self.copies.extend_from_slice(&other.copies);
+    }
+
+    /// The entries whose token index lies in `tokens`.
+    pub(crate) fn entries(&self, tokens: Range<usize>) -> Range<usize> {
+        let entry = |bound: usize| self.tokens.partition_point(|&token| (token as usize) < bound);
+        entry(tokens.start)..entry(tokens.end)
+    }
+
+    /// The copies of an entry.
+    pub(crate) fn copies(&self, entry: usize) -> &[TokenCopy] {
+        &self.copies[self.begin(entry)..self.ends[entry]]
+    }
+
+    /// Number of copies of these entries.
+    pub(crate) fn copies_in(&self, entries: Range<usize>) -> usize {
+        if entries.is_empty() { 0 } else { self.ends[entries.end - 1] - self.begin(entries.start) }
+    }
+
+    fn begin(&self, entry: usize) -> usize {
+        if entry == 0 { 0 } else { self.ends[entry - 1] }
     }
 }
 
@@ -73,19 +98,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_follow_tokens() {
+    fn entries_are_found_by_token_index() {
         let copy = |row| TokenCopy { position: 1, row };
+        let push = |list: &mut ForwardList, token, copies: &[TokenCopy]| {
+            copies.iter().for_each(|&copy| list.add(copy));
+            list.close(token);
+        };
         let mut list = ForwardList::default();
-        list.push(2, &[copy(0), copy(1)]);
-        let mut later = ForwardList::default();
-        later.push(5, &[copy(2)]);
-        later.push(9, &[copy(3), copy(4)]);
+        push(&mut list, 2, &[copy(0), copy(1)]);
+        let mut later = ForwardList::with_capacity(2, 3);
+        push(&mut later, 5, &[copy(2)]);
+        push(&mut later, 9, &[copy(3), copy(4)]);
         list.append(&later);
-        assert_eq!(list.places(0..2), 0..0);
-        assert_eq!(list.places(2..6), 0..2);
-        assert_eq!(list.places(6..100), 2..3);
+        assert_eq!(list.entries(0..2), 0..0);
+        assert_eq!(list.entries(2..6), 0..2);
+        assert_eq!(list.entries(6..100), 2..3);
         assert_eq!(list.copies(0), [copy(0), copy(1)]);
         assert_eq!(list.copies(1), [copy(2)]);
         assert_eq!(list.copies(2), [copy(3), copy(4)]);
+        assert_eq!([0..0, 0..2, 1..3, 2..2].map(|entries| list.copies_in(entries)), [0, 3, 3, 0]);
     }
 }

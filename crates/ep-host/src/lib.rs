@@ -1,7 +1,10 @@
 //! The CPU backend: the embedded default, and the executable specification of the operators' data path.
 //!
-//! A rank is a thread of this process or a process of this machine. Its registered memory can be touched by all
-//! ranks of its NVLink domain; between domains there is only the [`ep::Transport`] of its rail.
+//! A rank is a thread of this process or a process of this machine. All ranks of an NVLink domain can read and write
+//! each other's registered memory. Between domains, bytes move only through the [`ep::Transport`] of a rail.
+//!
+//! `docs/token-path.md` follows a token through these modules; `docs/protocol-host.md` lists every word that ranks
+//! share, with its writer, its readers and its memory order.
 //!
 //! ```
 //! use ep::{Backend, BackendExt, CombineInput, Config, DispatchInput, DispatchMode, Routing, World};
@@ -11,57 +14,78 @@
 //! // Two ranks as threads, one NVLink domain, four experts; each rank sends one token to two of them.
 //! let buffers = HostBuffer::threads(World::new(2, 1, 4)?, &Config::from_env()?)?;
 //! let hidden = 8;
-//! std::thread::scope(|scope| {
-//!     for mut buffer in buffers {
-//!         scope.spawn(move || -> ep::Result<()> {
-//!             let routing = Routing::from_topk(buffer.rank(), 4, 2, &[0, 3], &[0.25, 0.75])?;
-//!             let mut tokens = buffer.alloc(hidden * 2)?;
-//!             buffer.upload(&1.0f32.to_bits().to_le_bytes()[2..].repeat(hidden), &mut tokens)?;
+//! let one_rank = |mut buffer: HostBuffer| -> ep::Result<()> {
+//!     let routing = Routing::from_topk(buffer.rank(), 4, 2, &[0, 3], &[0.25, 0.75])?;
+//!     let mut tokens = buffer.alloc(hidden * 2)?;
+//!     buffer.upload(&1.0f32.to_bits().to_le_bytes()[2..].repeat(hidden), &mut tokens)?;
 //!
-//!             let handle = buffer.preprocess(&routing, DispatchMode::permuted(16)?, None)?;
-//!             let received = buffer.dispatch_new(&handle, DispatchInput::bf16(hidden, &tokens))?;
-//!             assert_eq!(buffer.receive_shape(&handle)?.kept_per_expert.iter().sum::<u32>(), 2);
-//!             // ... the experts turn received.tokens into their outputs; here they are the identity ...
-//!             let combined = buffer.combine_new(&handle, 1, CombineInput::bf16(hidden, &received.tokens))?;
-//!             assert_eq!(combined.tokens.as_bytes()[..2], 2.0f32.to_bits().to_le_bytes()[2..]);
-//!             Ok(())
-//!         });
-//!     }
-//! });
-//! # Ok(())
+//!     let handle = buffer.preprocess(&routing, DispatchMode::permuted(16)?, None)?;
+//!     let received = buffer.dispatch_new(&handle, DispatchInput::bf16(hidden, &tokens))?;
+//!     assert_eq!(buffer.receive_shape(&handle)?.kept_per_expert.iter().sum::<u32>(), 2);
+//!     // ... the experts turn received.tokens into their outputs; here they are the identity ...
+//!     let combined = buffer.combine_new(&handle, 1, CombineInput::bf16(hidden, &received.tokens))?;
+//!     assert_eq!(combined.tokens.as_bytes()[..2], 2.0f32.to_bits().to_le_bytes()[2..]);
+//!     Ok(())
+//! };
+//! std::thread::scope(|scope| {
+//!     let ranks: Vec<_> = buffers.into_iter().map(|buffer| scope.spawn(|| one_rank(buffer))).collect();
+//!     ranks.into_iter().try_for_each(|rank| rank.join().expect("a rank does not panic"))
+//! })
 //! # }
 //! ```
 //!
-//! | module | what is there |
-//! |---|---|
-//! | `buffer` | [`HostBuffer`]: checks the caller's arguments, then runs an operator |
-//! | `join`, `call` | how ranks find each other; the arguments of a call, checked before anything is sent |
-//! | `preprocess`, `dispatch`, `combine` | the operators, as turns that workers take on chunks |
-//! | `schedule` | what the workers of an operator have taken, and what is left |
-//! | `comm` | what operators share: entering, leaving, waiting with a timeout, naming who is at fault |
-//! | `control` | what a rank's peers may know of it, and the protocol that makes touching its memory sound |
-//! | `rail`, `loopback`, `message` | streams of messages between domains, their engine, their layout |
-//! | `segment`, `memory`, `processes` | memory that ranks share; whose process lives |
-//! | `weight_rows`, `workers` | experts' outputs times their weights, beside the operators; work of one rank alone |
-//! | `simd` | copies, sums and conversions of rows |
+//! | module | contents | called by |
+//! |---|---|---|
+//! | `buffer` | [`HostBuffer`]: the state of a rank and its constructors | the program |
+//! | `operators` | [`ep::Backend`] for [`HostBuffer`]: checks arguments, stages memory, starts workers | the program |
+//! | `call` | sizes of a dispatch's outputs, checked before the operator starts | `operators` |
+//! | `join` | exchanges control blocks and windows between processes | `buffer` |
+//! | `preprocess`, `dispatch`, `combine` | the work of each operator, as turns of workers | `operators` |
+//! | `schedule` | which chunks and messages of an operator are claimed | `dispatch`, `combine` |
+//! | `comm` | entering and finishing an operator, the worker loop | `operators`, the three operators |
+//! | `wait` | bounded waiting; finds the rank at fault | `comm`, `preprocess` |
+//! | `pulse` | the heartbeat thread; tells a busy rank from a stopped process | `buffer`, `wait` |
+//! | `control` | the control block, and the protocol that makes shared access sound | `comm`, `wait`, `pulse` |
+//! | `rail` | rings of slots and credits between domains | `comm`, the three operators |
+//! | `loopback` | the [`ep::Transport`] for one machine | `rail` |
+//! | `message` | layout and checks of a message in a slot | the three operators |
+//! | `handle` | [`HostHandle`]: the result of preprocess | `operators`, `dispatch`, `combine` |
+//! | `segment`, `memory` | shared mappings; registered memory and its allocator | `operators`, `comm` |
+//! | `processes` | descriptors of peers' memory, deaths of peers' processes | `join`, `segment`, `wait` |
+//! | `signature` | the arguments that must be equal on all ranks | `comm`, `operators` |
+//! | `weight_rows` | multiplies rows by weights; needs no peer | the program |
+//! | `workers` | spreads pieces of work over the workers of one rank | `operators`, `weight_rows` |
+//! | `simd` | copies, sums and conversions of rows | `dispatch`, `combine`, `weight_rows` |
+//! | [`copies`] | ways to copy memory, for benchmarks | `ep-cli` |
 
 mod buffer;
 mod call;
 mod combine;
 mod comm;
 mod control;
+pub mod copies;
 mod dispatch;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod handle;
+#[cfg(test)]
+mod hostile;
 mod join;
 mod loopback;
 mod memory;
 mod message;
+mod operators;
 mod preprocess;
+#[cfg_attr(not(target_os = "linux"), path = "processes_unsupported.rs")]
 mod processes;
+mod pulse;
 mod rail;
 mod schedule;
 mod segment;
+mod signature;
 mod simd;
+mod wait;
 mod weight_rows;
 mod workers;
 

@@ -1,76 +1,103 @@
-//! The loopback transport: an engine for ranks of one machine. A put is a copy between two windows, a signal a word
-//! in a ring.
+//! The loopback transport, for ranks of one machine. A put is a copy between two mapped windows; a signal is a word in
+//! a ring. `buffer` makes it; `rail` calls it through [`Transport`].
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
-use ep::{CallerError, Posted, Put, Rank, Result, Transport};
+use ep::{CallerError, Error, Posted, Put, Rank, Result, Size, Transport};
 
+use crate::rail::broken;
 use crate::segment::Segment;
 
-/// Puts between the ranks of a rail over memory that both can map.
+/// Moves bytes and signals between the ranks of a rail, over windows that all of them map.
 ///
-/// At the front of each window stands a ring of signals for every rank of the rail; the rest is the caller's.
+/// At the front of each window lies a ring of signals for every rank of the rail; the caller uses the rest.
 #[derive(Debug)]
 pub(crate) struct Loopback {
+    /// This rank's domain, which is its index on the rail.
     own: usize,
-    /// By place on the rail.
-    ends: Vec<End>,
-    /// One poller at a time: rings have one consumer.
-    polling: Mutex<()>,
+    /// By domain.
+    endpoints: Vec<Endpoint>,
+    /// By domain: signals taken so far. The lock admits one poller at a time, as a ring requires. The count is kept
+    /// here because a peer could change the `tail` in shared memory.
+    taken: Mutex<Vec<u64>>,
+    /// Signals that a ring has room for.
     ring_slots: usize,
+    ring_bytes: usize,
+    /// Offset of the caller's part of a window.
+    reserved: usize,
 }
 
+/// One rank of the rail.
 #[derive(Debug)]
-struct End {
+struct Endpoint {
     rank: Rank,
     window: Arc<Segment>,
-    /// One sender at a time: rings have one producer.
-    sending: Mutex<()>,
+    /// Signals sent to this rank so far. The lock admits one sender at a time, as a ring requires. The count is kept
+    /// here because a peer could change the `head` in shared memory.
+    sent: Mutex<u64>,
 }
 
-/// The counters of a ring; its slots follow. `head` counts what was sent, `tail` what was taken.
+/// The counters of a ring, each alone in 128 bytes; the slots of the ring follow.
 #[repr(C)]
 struct Ring {
+    /// Signals sent so far; written by the sender.
     head: AtomicU64,
-    _own_line: [u64; 15],
+    _own_lines: [u64; 15],
+    /// Signals taken so far; written by the receiver.
     tail: AtomicU64,
-    _own_line_too: [u64; 15],
+    _own_lines_too: [u64; 15],
 }
 
 impl Loopback {
-    /// Bytes at the front of a window that the engine keeps to itself.
-    pub(crate) fn reserved(rail_size: usize, ring_slots: usize) -> usize {
-        (rail_size * Self::ring_bytes(ring_slots)).next_multiple_of(4096)
+    /// Bytes at the front of a window that the engine reserves for its rings.
+    pub(crate) fn reserved(rail_size: usize, ring_slots: usize) -> Size {
+        (Size::new(rail_size) * Self::ring_bytes(ring_slots)).next_multiple_of(4096)
     }
 
-    fn ring_bytes(ring_slots: usize) -> usize {
-        (size_of::<Ring>() + 4 * ring_slots).next_multiple_of(128)
+    fn ring_bytes(ring_slots: usize) -> Size {
+        (Size::new(ring_slots) * 4 + size_of::<Ring>()).next_multiple_of(128)
     }
 
-    /// The engine of the rank at place `own` of a rail, given everybody's window. `ring_slots`: signals in flight
-    /// from one rank to another, at most.
+    /// The engine of the rank in domain `own`. `windows` are those of the rail, by domain; `ring_slots` is the greatest
+    /// number of signals in flight from one rank to another.
     pub(crate) fn new(own: usize, windows: Vec<(Rank, Arc<Segment>)>, ring_slots: usize) -> Self {
-        let ends =
-            windows.into_iter().map(|(rank, window)| End { rank, window, sending: Mutex::new(()) }).collect();
-        Self { own, ends, polling: Mutex::new(()), ring_slots }
+        let endpoints: Vec<Endpoint> = windows
+            .into_iter()
+            .map(|(rank, window)| Endpoint { rank, window, sent: Mutex::new(0) })
+            .collect();
+        let taken = Mutex::new(vec![0; endpoints.len()]);
+        let sizes =
+            (Self::ring_bytes(ring_slots).checked(), Self::reserved(endpoints.len(), ring_slots).checked());
+        let (Some(ring_bytes), Some(reserved)) = sizes else {
+            panic!("the window layout checked these sizes")
+        };
+        Self { own, endpoints, taken, ring_slots, ring_bytes, reserved }
     }
 
-    /// The ring in `window` that the rank at place `sender` fills.
+    /// The ring in `window` that the rank in domain `sender` fills.
     fn ring<'a>(&self, window: &'a Segment, sender: usize) -> (&'a Ring, &'a [AtomicU32]) {
-        let offset = sender * Self::ring_bytes(self.ring_slots);
-        // SAFETY: `Ring` is integers that are only used as atomics (and padding); a new window is zeroed.
+        let offset = sender * self.ring_bytes;
+        // SAFETY: `Ring` consists of atomics and of padding that is never read; any bytes are valid.
         let ring = unsafe { window.view::<Ring>(offset) };
         let slots = window.at(offset + size_of::<Ring>(), 4 * self.ring_slots).cast();
-        // SAFETY: in bounds, aligned (`Ring` is a multiple of 8 bytes at a multiple of 128), and atomics.
+        // SAFETY: in bounds (checked by `at`), aligned (a ring begins at a multiple of 128), and atomics.
         (ring, unsafe { std::slice::from_raw_parts(slots, self.ring_slots) })
     }
 
+    /// The error for a ring whose counters say that more signals were taken than sent, or that more are in flight than
+    /// the ring has room for.
+    fn damaged(&self, peer: Rank, sent: u64, taken: u64) -> Error {
+        let room = self.ring_slots;
+        let found = format!("a ring of {room} signals whose counters say {sent} sent and {taken} taken");
+        broken(self.endpoints[self.own].rank, peer, found)
+    }
+
+    /// Checks that `len` bytes at `offset` lie in the caller's part of a window.
     fn check(&self, what: &'static str, window: &Segment, offset: usize, len: usize) -> Result<()> {
-        let first = Self::reserved(self.ends.len(), self.ring_slots);
         match offset.checked_add(len) {
-            Some(end) if offset >= first && end <= window.len() => Ok(()),
+            Some(end) if offset >= self.reserved && end <= window.len() => Ok(()),
             _ => Err(CallerError::Shape {
                 what,
                 expected: window.len(),
@@ -88,52 +115,60 @@ impl Transport for Loopback {
     }
 
     fn put(&self, put: Put) -> Result<Posted> {
-        let Some(end) = self.ends.iter().find(|end| end.rank == put.peer) else {
+        let Some(end) = self.endpoints.iter().find(|end| end.rank == put.peer) else {
             return Err(CallerError::Topology(format!("rank {} is not on this rail", put.peer)).into());
         };
-        let _one_at_a_time = end.sending.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sent = end.sent.lock().unwrap_or_else(PoisonError::into_inner);
         let (ring, slots) = self.ring(&end.window, self.own);
-        let head = ring.head.load(Relaxed);
-        if head.wrapping_sub(ring.tail.load(Acquire)) >= slots.len() as u64 {
-            return Ok(Posted::Full);
+        let room = slots.len() as u64;
+        let tail = ring.tail.load(Acquire);
+        match sent.checked_sub(tail) {
+            Some(in_flight) if in_flight == room => return Ok(Posted::Full),
+            Some(in_flight) if in_flight < room => {}
+            _ => return Err(self.damaged(end.rank, *sent, tail)),
         }
         if put.len > 0 {
-            let own = &self.ends[self.own].window;
+            let own = &self.endpoints[self.own].window;
             self.check("source of a put", own, put.source, put.len)?;
             self.check("destination of a put", &end.window, put.destination, put.len)?;
-            // SAFETY: both ranges are inside mapped windows and apart (two windows). The layer above owns the source
-            // until the peer signals, and the peer leaves the destination alone until it sees this put's signal.
+            // SAFETY: both ranges are inside mapped windows, and the windows differ. The rail does not write to the
+            // source until the peer's credit, and the peer does not access the destination until this put's signal.
             unsafe {
                 own.at(put.source, put.len)
                     .copy_to_nonoverlapping(end.window.at(put.destination, put.len), put.len);
             }
         }
-        slots[(head % slots.len() as u64) as usize].store(put.signal, Relaxed);
-        ring.head.store(head + 1, Release);
+        slots[(*sent % room) as usize].store(put.signal, Relaxed);
+        *sent += 1;
+        ring.head.store(*sent, Release);
         Ok(Posted::Yes)
     }
 
     fn lend(&self, peer: Rank, offset: usize, len: usize) -> Option<NonNull<u8>> {
-        let end = self.ends.iter().find(|end| end.rank == peer)?;
+        let end = self.endpoints.iter().find(|end| end.rank == peer)?;
         self.check("lent part of a window", &end.window, offset, len).ok()?;
         NonNull::new(end.window.at(offset, len))
     }
 
     fn poll(&self, on_signal: &mut dyn FnMut(Rank, u32)) -> Result<()> {
-        let _one_at_a_time = match self.polling.try_lock() {
+        let mut taken = match self.taken.try_lock() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(guard)) => guard.into_inner(),
-            // Somebody else is at it.
+            // Another worker of this rank is polling.
             Err(TryLockError::WouldBlock) => return Ok(()),
         };
-        let own = &self.ends[self.own].window;
-        for (sender, end) in self.ends.iter().enumerate().filter(|&(sender, _)| sender != self.own) {
+        let own = &self.endpoints[self.own].window;
+        for (sender, end) in self.endpoints.iter().enumerate().filter(|&(sender, _)| sender != self.own) {
             let (ring, slots) = self.ring(own, sender);
-            let mut tail = ring.tail.load(Relaxed);
-            while tail != ring.head.load(Acquire) {
-                on_signal(end.rank, slots[(tail % slots.len() as u64) as usize].load(Relaxed));
-                tail += 1;
-                ring.tail.store(tail, Release);
+            let (room, taken) = (slots.len() as u64, &mut taken[sender]);
+            let head = ring.head.load(Acquire);
+            let Some(waiting) = head.checked_sub(*taken).filter(|&waiting| waiting <= room) else {
+                return Err(self.damaged(end.rank, head, *taken));
+            };
+            for _ in 0..waiting {
+                on_signal(end.rank, slots[(*taken % room) as usize].load(Relaxed));
+                *taken += 1;
+                ring.tail.store(*taken, Release);
             }
         }
         Ok(())
@@ -159,14 +194,14 @@ mod tests {
     #[test]
     fn bytes_come_before_their_signal() {
         let [a, b] = pair(4);
-        let at = Loopback::reserved(2, 4);
+        let at = a.reserved;
         // SAFETY: inside the window, which this thread alone uses.
-        unsafe { a.ends[0].window.at(at, 3).copy_from(b"abc".as_ptr(), 3) };
+        unsafe { a.endpoints[0].window.at(at, 3).copy_from(b"abc".as_ptr(), 3) };
         let put = Put { peer: Rank(1), source: at, destination: at + 64, len: 3, signal: 7 };
         assert_eq!(a.put(put).unwrap(), Posted::Yes);
         assert_eq!(signals(&b), [(Rank(0), 7)]);
         // SAFETY: as above.
-        let seen = unsafe { std::slice::from_raw_parts(b.ends[1].window.at(at + 64, 3), 3) };
+        let seen = unsafe { std::slice::from_raw_parts(b.endpoints[1].window.at(at + 64, 3), 3) };
         assert_eq!(seen, b"abc");
         assert!(signals(&b).is_empty() && signals(&a).is_empty());
     }
@@ -184,10 +219,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lent_is_the_peers_window() {
+    fn lent_addresses_lie_in_the_peers_window() {
         let [a, _b] = pair(2);
-        let at = Loopback::reserved(2, 2);
-        assert_eq!(a.lend(Rank(1), at + 128, 64).unwrap().as_ptr(), a.ends[1].window.at(at + 128, 64));
+        let at = a.reserved;
+        assert_eq!(a.lend(Rank(1), at + 128, 64).unwrap().as_ptr(), a.endpoints[1].window.at(at + 128, 64));
         assert_eq!(a.lend(Rank(1), 0, 64), None);
         assert_eq!(a.lend(Rank(1), (1 << 16) - 32, 64), None);
     }
@@ -195,7 +230,7 @@ mod tests {
     #[test]
     fn puts_outside_a_window_are_refused() {
         let [a, _b] = pair(2);
-        let at = Loopback::reserved(2, 2);
+        let at = a.reserved;
         for put in [
             Put { peer: Rank(1), source: 0, destination: at, len: 8, signal: 0 },
             Put { peer: Rank(1), source: at, destination: (1 << 16) - 4, len: 8, signal: 0 },
@@ -204,5 +239,37 @@ mod tests {
         ] {
             assert!(a.put(put).is_err(), "{put:?}");
         }
+    }
+
+    #[test]
+    fn a_damaged_ring_is_an_error_that_names_the_peer() {
+        for damage in [3, 1 << 40, u64::MAX] {
+            let [a, b] = pair(2);
+            let signal = Put { peer: Rank(1), source: 0, destination: 0, len: 0, signal: 1 };
+            assert_eq!(a.put(signal).unwrap(), Posted::Yes);
+            let (ring, _) = b.ring(&b.endpoints[1].window, 0);
+            ring.head.store(damage, Relaxed);
+            let Err(Error::Peer(error)) = b.poll(&mut |_, _| {}) else { panic!("the head is {damage}") };
+            assert_eq!((error.peer, error.rank), (Rank(0), Rank(1)), "{error}");
+            assert!(error.to_string().contains("a ring of 2 signals"), "{error}");
+
+            let (ring, _) = a.ring(&a.endpoints[1].window, 0);
+            ring.tail.store(damage, Relaxed);
+            let Err(Error::Peer(error)) = a.put(signal) else { panic!("the tail is {damage}") };
+            assert_eq!((error.peer, error.rank), (Rank(1), Rank(0)), "{error}");
+        }
+    }
+
+    #[test]
+    fn counters_in_shared_memory_are_not_read_back() {
+        let [a, b] = pair(2);
+        let signal = |signal| Put { peer: Rank(1), source: 0, destination: 0, len: 0, signal };
+        assert_eq!(a.put(signal(1)).unwrap(), Posted::Yes);
+        let (ring, _) = a.ring(&a.endpoints[1].window, 0);
+        // A peer overwrites the counter of the sender, and then that of the receiver.
+        ring.head.store(0, Relaxed);
+        assert_eq!(a.put(signal(2)).unwrap(), Posted::Yes);
+        ring.tail.store(7, Relaxed);
+        assert_eq!(signals(&b), [(Rank(0), 1), (Rank(0), 2)]);
     }
 }

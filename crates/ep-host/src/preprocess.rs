@@ -1,16 +1,21 @@
-//! Preprocessing: counts are exchanged, never routings.
+//! The exchange of preprocess: ranks exchange counts, never routings. `operators` calls [`exchange`].
 //!
-//! Each rank hands its counts to the other ranks of its rail, and publishes what it collected to its own domain; so
-//! every rank gets G rows of E + G + 3 numbers, G - 1 of them from others.
+//! Each rank sends its counts to its rail peers. It publishes its own counts and those that it receives in its control
+//! block, where the ranks of its domain read them. So every rank gets G rows of E + G + 3 numbers, G - 1 of them from
+//! other ranks.
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use ep::{CallerError, Counts, DispatchMode, Rank, Result};
+use ep::{CallerError, Counts, DispatchMode, Rank, Result, Size};
 
-use crate::comm::{Idle, Op, Waiting};
-use crate::message::{Format, Header};
+use crate::comm::Op;
+use crate::message::{Format, Header, Message, Sections};
+use crate::wait::{Idle, Waiting};
 
-/// Exchanges counts: this rank's for everybody's, by rank.
+/// Sends this rank's counts and returns the counts of all ranks, by rank.
+///
+/// # Errors
+/// [`ep::PeerError`] that names the rank at fault; [`CallerError::Collective`] when ranks differ in mode or call.
 pub(crate) fn exchange(op: &Op<'_>, own: &Counts) -> Result<Vec<Counts>> {
     let comm = op.comm;
     let words = own.to_words();
@@ -22,19 +27,20 @@ pub(crate) fn exchange(op: &Op<'_>, own: &Counts) -> Result<Vec<Counts>> {
         (0..topology.domains()).map(|domain| comm.rails.position(domain).1 + 1).collect();
     ends[comm.domain()] = 0;
     let mut all: Vec<Option<Counts>> = vec![None; comm.world.ranks()];
+    // Not read back from the control block, where a peer could have changed them.
+    all[comm.rank.index()] = Some(own.clone());
     let mut idle = Idle::default();
     while let Some(missing) = all.iter().position(Option::is_none) {
-        comm.rails.poll()?;
+        op.poll()?;
         let mut progressed = receive_from_rail(op, &ends, words.len(), &mut idle)?;
         for rank in topology.all_ranks().filter(|rank| all[rank.index()].is_none()).collect::<Vec<_>>() {
-            // Whoever in this domain is on the rank's rail has its counts.
+            // The rank of this domain that is on the rail of `rank` publishes the counts of `rank`.
             let collector = topology.rank_at(comm.domain(), topology.local_rank_of(rank));
             let control = &comm.controls[collector.index()];
             if let Some(words) = control.counts(topology.domain_of(rank), op.step) {
-                if rank != comm.rank {
-                    comm.preprocess_bytes.fetch_add(4 * words.len() as u64, Relaxed);
-                }
-                all[rank.index()] = Some(Counts::from_words(&comm.world, &words));
+                comm.preprocess_bytes.fetch_add(4 * words.len() as u64, Relaxed);
+                let invalid = |problem| op.broken(rank, format!("counts of no valid routing: {problem}"));
+                all[rank.index()] = Some(Counts::from_words(&comm.world, &words).map_err(invalid)?);
                 progressed = true;
             }
         }
@@ -50,17 +56,24 @@ pub(crate) fn exchange(op: &Op<'_>, own: &Counts) -> Result<Vec<Counts>> {
     Ok(all)
 }
 
+/// The event that this rank waits for while the counts of `rank` are missing.
 fn waiting(op: &Op<'_>, rank: Rank) -> Waiting {
     let topology = &op.comm.world.topology;
     let collector = topology.rank_at(op.comm.domain(), topology.local_rank_of(rank));
-    // The collector is waited for only when it is another rank that has not come yet.
+    // Name the collector only when it is another rank that has not entered; otherwise `rank` has to act.
     let absent = collector != op.comm.rank && op.comm.controls[collector.index()].entered() < op.step;
     let peer = if absent { collector } else { rank };
     Waiting { peer, what: format!("the counts of rank {rank} from rank {collector}") }
 }
 
-fn message(words: usize) -> Format {
+/// The format of a message with one row of counts.
+fn counts_format(words: usize) -> Format {
     Format { lists: false, probs: false, row_bytes: 4 * words, scale_bytes: 0 }
+}
+
+/// The sections of a message with one row of counts. `check_slot` has checked that it fits a slot.
+fn counts_sections(words: usize, slot_bytes: usize) -> Sections {
+    counts_format(words).sections_within(1, 0, slot_bytes).expect("a slot holds a row of counts")
 }
 
 /// Checks that a row of counts fits a slot.
@@ -68,21 +81,25 @@ fn message(words: usize) -> Format {
 /// # Errors
 /// [`CallerError::Config`] that says how large a slot must be.
 pub(crate) fn check_slot(words: usize, slot_bytes: usize) -> Result<()> {
-    let needed = message(words).sections(1, 0).end;
-    if needed <= slot_bytes {
+    let format = counts_format(words);
+    if format.sections_within(1, 0, slot_bytes).is_some() {
         return Ok(());
     }
+    let needed = format.sections_within(1, 0, Size::MAX).map_or(Size::MAX, |sections| sections.end);
     Err(CallerError::Config {
         key: "slot_bytes",
         value: slot_bytes.to_string(),
-        problem: format!("the counts of this many experts and ranks take {needed} bytes; raise it with HYBRID_EP_SLOT_BYTES"),
+        problem: format!(
+            "the counts of this many experts and ranks take {needed} bytes; raise it with HYBRID_EP_SLOT_BYTES"
+        ),
     }
     .into())
 }
 
+/// Sends this rank's counts to its rail peer in every other domain.
 fn send_along_rail(op: &Op<'_>, words: &[u32]) -> Result<()> {
     let rails = &op.comm.rails;
-    let sections = message(words.len()).sections(1, 0);
+    let sections = counts_sections(words.len(), rails.slot_bytes());
     let mut idle = Idle::default();
     for domain in rails.others() {
         let end = rails.position(domain).0 + 1;
@@ -90,12 +107,12 @@ fn send_along_rail(op: &Op<'_>, words: &[u32]) -> Result<()> {
             if let Some((_, claim)) = rails.claim_send(domain, end) {
                 break claim;
             }
-            rails.poll()?;
+            op.poll()?;
             let peer = rails.peer(domain);
             op.idle(&mut idle, || Waiting { peer, what: format!("rank {peer} to free a slot for counts") })?;
         };
         let slot = rails.outgoing(claim);
-        // SAFETY: a claimed slot is this worker's to write, aligned to 64 bytes, and long enough: `check_slot`.
+        // SAFETY: only this thread writes a claimed slot; it is aligned to 64 bytes and long enough (`check_slot`).
         unsafe {
             Header::new(op, 0, 1, 0).write(slot);
             slot.add(sections.rows).cast::<u32>().copy_from_nonoverlapping(words.as_ptr(), words.len());
@@ -106,18 +123,21 @@ fn send_along_rail(op: &Op<'_>, words: &[u32]) -> Result<()> {
     Ok(())
 }
 
+/// Publishes the counts that have arrived on the rail. Returns whether there were any. `ends` are the numbers, by
+/// domain, after the last message of this operator.
 fn receive_from_rail(op: &Op<'_>, ends: &[u64], words: usize, idle: &mut Idle) -> Result<bool> {
     let rails = &op.comm.rails;
-    let sections = message(words).sections(1, 0);
     let mut progressed = false;
     for domain in rails.others() {
         let Some((_, claim)) = rails.claim_receive(domain, ends[domain]) else { continue };
-        let slot = rails.incoming(claim);
-        // SAFETY: a claimed slot is this worker's to read; it is aligned, and as long as `check_slot` made sure.
-        let counts = unsafe {
-            Header::read(slot, op, rails.peer(domain))?;
-            std::slice::from_raw_parts(slot.add(sections.rows).cast::<u32>(), words)
-        };
+        let (slot, peer) = (rails.incoming(claim), rails.peer(domain));
+        // SAFETY: only this thread reads a claimed slot; it is longer than a header and aligned to 64 bytes.
+        let received = unsafe { Message::open(slot, rails.slot_bytes(), counts_format(words), op, peer, 0)? };
+        if received.tokens != 1 {
+            return Err(op.broken(peer, format!("a message of {} rows of counts, not 1", received.tokens)));
+        }
+        // SAFETY: the row has `words` words, by the format, and is aligned.
+        let counts = unsafe { std::slice::from_raw_parts(received.row(0).cast::<u32>(), words) };
         op.comm.control().publish_counts(domain, op.step, counts);
         op.release(idle, claim)?;
         progressed = true;
@@ -125,7 +145,7 @@ fn receive_from_rail(op: &Op<'_>, ends: &[u64], words: usize, idle: &mut Idle) -
     Ok(progressed)
 }
 
-/// Plain and permuted do not mix: rows would mean different things on different ranks.
+/// Checks that all ranks use the same mode, plain or permuted: the mode decides what a row number means.
 fn check_modes(op: &Op<'_>, all: &[Counts]) -> Result<()> {
     let plain = |rank: Rank| all[rank.index()].mode == DispatchMode::Plain;
     let name = |rank: Rank| if plain(rank) { "plain" } else { "permuted" }.to_string();

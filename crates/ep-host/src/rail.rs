@@ -1,55 +1,69 @@
-//! Streams of messages along a rail, on top of any [`Transport`]: slots, credits, and nothing that blocks.
+//! Streams of messages along a rail, on top of any [`Transport`]. No call blocks.
 //!
-//! For every other domain a rank has a ring of slots to send from and one to receive into. Message `m` of a stream
-//! uses slot `m % slots` on both sides. The receiver's credit frees the slot on both sides at once, which also tells
-//! the sender that its bytes were taken: no other completion is needed, and no queue can overflow.
+//! For every other domain a rank has a ring of slots to send from and a ring of slots to receive into. Message `m` of a
+//! stream uses slot `m % slots` on both sides. After the receiver has read the message it sends a credit, which frees
+//! the slot on both sides. The credit also completes the send: no other completion is needed, and at most one message
+//! and one credit per slot are in flight, so no queue overflows.
+//!
+//! `comm`, `preprocess`, `dispatch` and `combine` call this module; `schedule` claims slots for the latter two.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ep::{Config, Posted, Put, Rank, Result, Transport, World};
+use ep::{Config, Error, Operator, PeerError, Posted, Put, Rank, Result, Size, Transport, World};
 
 use crate::loopback::Loopback;
 use crate::segment::Segment;
 
-/// A signal is one of these in its upper half, and a slot in its lower.
+/// A signal has its kind in the upper 16 bits and a slot in the lower 16. `DATA`: the slot holds a message.
 const DATA: u32 = 0;
+/// `CREDIT`: the receiver has read the message in the slot.
 const CREDIT: u32 = 1 << 16;
 
-/// Where the slots are in a window.
+/// The layout of a window: signal rings of the engine, receive slots by domain, send slots by domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct WindowLayout {
     domains: usize,
+    /// Slots per ring.
     slots: usize,
     slot_bytes: usize,
+    /// Offset of the first slot.
     first: usize,
+    /// Length of the window.
+    bytes: usize,
 }
 
 impl WindowLayout {
-    pub(crate) fn new(world: &World, config: &Config) -> Self {
-        let domains = world.topology.domains();
-        let first = Loopback::reserved(domains, Self::signals(config.slots));
-        Self { domains, slots: config.slots, slot_bytes: config.slot_bytes.next_multiple_of(64), first }
+    /// # Errors
+    /// [`ep::CallerError::TooLarge`] for a window that is longer than the address space.
+    pub(crate) fn new(world: &World, config: &Config) -> Result<Self> {
+        const WHAT: &str = "the window of a rank";
+        let (domains, slots) = (world.topology.domains(), config.slots);
+        let first = Loopback::reserved(domains, Self::signals(slots)).bytes(WHAT)?;
+        let slot_bytes = Size::new(config.slot_bytes).next_multiple_of(64);
+        // A world of one domain sends no messages.
+        let rings = if domains > 1 { Size::new(domains) * 2 * slots } else { Size::new(0) };
+        let bytes = (rings * slot_bytes + first).bytes(WHAT)?;
+        Ok(Self { domains, slots, slot_bytes: slot_bytes.bytes(WHAT)?, first, bytes })
     }
 
-    /// Signals that can be under way between two ranks: one of data and one of credit for every slot.
+    /// Greatest number of signals in flight from one rank to another: one `DATA` and one `CREDIT` for every slot.
     pub(crate) fn signals(slots: usize) -> usize {
         2 * slots
     }
 
-    /// Bytes of a window. A world of one domain needs none beyond the engine's own.
+    /// Length of a window, bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let rings = if self.domains > 1 { 2 * self.domains * self.slots } else { 0 };
-        self.first + rings * self.slot_bytes
+        self.bytes
     }
 
-    /// The slot for messages from `domain`.
+    /// The offset of a slot for messages from `domain`.
     fn receive_slot(&self, domain: usize, slot: usize) -> usize {
         self.first + (domain * self.slots + slot) * self.slot_bytes
     }
 
-    /// The slot for messages to `domain`.
+    /// The offset of a slot for messages to `domain`.
     fn send_slot(&self, domain: usize, slot: usize) -> usize {
         self.first + ((self.domains + domain) * self.slots + slot) * self.slot_bytes
     }
@@ -60,29 +74,32 @@ pub(crate) struct Rails {
     transport: Box<dyn Transport>,
     window: Arc<Segment>,
     layout: WindowLayout,
+    /// Whether to write into lent slots of the peer, where the engine lends them.
     lend: bool,
     own_domain: usize,
-    /// By domain; the own one is not used.
+    /// By domain; the entry of this rank's domain is not used.
     streams: Vec<Stream>,
+    /// Bytes and messages sent so far.
     bytes: AtomicU64,
     messages: AtomicU64,
 }
 
+/// Both directions between this rank and its rail peer in one domain.
 struct Stream {
     peer: Rank,
-    /// Messages that were claimed to be sent, ever.
+    /// Messages claimed for sending since the rank joined.
     sent: Mutex<u64>,
-    /// Messages that were claimed after they arrived, ever.
+    /// Messages that have arrived and were claimed since the rank joined.
     received: Mutex<u64>,
-    /// Send slots whose credit is out.
+    /// Send slots that wait for their credit.
     busy: Vec<AtomicBool>,
-    /// Receive slots with a message that nobody has claimed.
+    /// Receive slots that hold a message which no worker has claimed.
     full: Vec<AtomicBool>,
 }
 
-/// A slot of a stream that the holder may fill, or read.
+/// A claimed slot of a stream: only the worker that holds the claim fills or reads it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Claim {
+pub(crate) struct ClaimedSlot {
     pub(crate) domain: usize,
     slot: usize,
 }
@@ -94,8 +111,8 @@ impl Rails {
         window: Arc<Segment>,
         config: &Config,
         transport: Box<dyn Transport>,
-    ) -> Self {
-        let layout = WindowLayout::new(world, config);
+    ) -> Result<Self> {
+        let layout = WindowLayout::new(world, config)?;
         let local = world.topology.local_rank_of(rank);
         let flags = || (0..layout.slots).map(|_| AtomicBool::new(false)).collect();
         let streams = (0..layout.domains)
@@ -109,7 +126,7 @@ impl Rails {
             .collect();
         let own_domain = world.topology.domain_of(rank);
         let (bytes, messages) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { transport, window, layout, lend: config.lend, own_domain, streams, bytes, messages }
+        Ok(Self { transport, window, layout, lend: config.lend, own_domain, streams, bytes, messages })
     }
 
     /// The engine's name.
@@ -117,30 +134,30 @@ impl Rails {
         self.transport.name()
     }
 
-    /// The other domains.
+    /// The domains other than this rank's, in order.
     pub(crate) fn others(&self) -> impl Iterator<Item = usize> + Clone + use<> {
         let own = self.own_domain;
         (0..self.layout.domains).filter(move |&domain| domain != own)
     }
 
-    /// The rank on this rail in a domain.
+    /// The rank on this rail in `domain`.
     pub(crate) fn peer(&self, domain: usize) -> Rank {
         self.streams[domain].peer
     }
 
-    /// Bytes that a message may have.
+    /// Length of a slot, bytes: the greatest length of a message.
     pub(crate) fn slot_bytes(&self) -> usize {
         self.layout.slot_bytes
     }
 
-    /// Messages sent to, and received from, a domain so far; between operators both ends agree on them.
+    /// Messages sent to and received from `domain` so far. Between operators both ends of the stream agree on them.
     pub(crate) fn position(&self, domain: usize) -> (u64, u64) {
         let stream = &self.streams[domain];
         (*lock(&stream.sent), *lock(&stream.received))
     }
 
-    /// The next message to `domain`, if there is one before message `end` and its slot is free. Returns its number.
-    pub(crate) fn claim_send(&self, domain: usize, end: u64) -> Option<(u64, Claim)> {
+    /// Claims the next message to `domain` if its number is below `end` and its slot is free. Returns the number.
+    pub(crate) fn claim_send(&self, domain: usize, end: u64) -> Option<(u64, ClaimedSlot)> {
         let stream = &self.streams[domain];
         let mut next = lock(&stream.sent);
         let slot = (*next % self.layout.slots as u64) as usize;
@@ -149,23 +166,25 @@ impl Rails {
         }
         stream.busy[slot].store(true, Relaxed);
         *next += 1;
-        Some((*next - 1, Claim { domain, slot }))
+        Some((*next - 1, ClaimedSlot { domain, slot }))
     }
 
-    /// The next message from `domain`, if there is one before message `end` and it has arrived. Returns its number.
-    pub(crate) fn claim_receive(&self, domain: usize, end: u64) -> Option<(u64, Claim)> {
+    /// Claims the next message from `domain` if its number is below `end` and it has arrived. Returns the number.
+    pub(crate) fn claim_receive(&self, domain: usize, end: u64) -> Option<(u64, ClaimedSlot)> {
         let stream = &self.streams[domain];
         let mut next = lock(&stream.received);
         let slot = (*next % self.layout.slots as u64) as usize;
-        // Emptied here and not when it is released: its ring may come round to the slot while the message is read.
+        // Marked empty here and not on release: after the credit the peer may fill the slot again before `release`
+        // returns.
         if *next >= end || !stream.full[slot].swap(false, Acquire) {
             return None;
         }
         *next += 1;
-        Some((*next - 1, Claim { domain, slot }))
+        Some((*next - 1, ClaimedSlot { domain, slot }))
     }
 
-    /// Whether [`claim_send`](Self::claim_send) would find a free slot; for a caller that claims under its own lock.
+    /// Whether [`claim_send`](Self::claim_send) would find a free slot. For a caller whose own lock excludes other
+    /// claims of this stream.
     pub(crate) fn can_send(&self, domain: usize) -> bool {
         let (sent, _) = self.position(domain);
         !self.streams[domain].busy[(sent % self.layout.slots as u64) as usize].load(Acquire)
@@ -177,28 +196,29 @@ impl Rails {
         self.streams[domain].full[(received % self.layout.slots as u64) as usize].load(Acquire)
     }
 
-    /// Where to write a claimed message: in the peer's window where the engine lends it, else in this rank's own.
-    pub(crate) fn outgoing(&self, claim: Claim) -> *mut u8 {
+    /// The address to write a claimed message to: in the peer's window where the engine lends it, else in this rank's.
+    pub(crate) fn outgoing(&self, claim: ClaimedSlot) -> *mut u8 {
         match self.lent(claim) {
             Some(slot) => slot.as_ptr(),
             None => self.window.at(self.layout.send_slot(claim.domain, claim.slot), self.layout.slot_bytes),
         }
     }
 
-    /// The peer's slot itself: free to be written, since its credit is here.
-    fn lent(&self, claim: Claim) -> Option<NonNull<u8>> {
+    /// The peer's receive slot, where the engine lends it. The peer does not read it before this message's signal: its
+    /// credit for the last message has arrived.
+    fn lent(&self, claim: ClaimedSlot) -> Option<NonNull<u8>> {
         let offset = self.layout.receive_slot(self.own_domain, claim.slot);
         let peer = self.streams[claim.domain].peer;
         self.lend.then(|| self.transport.lend(peer, offset, self.layout.slot_bytes)).flatten()
     }
 
-    /// Where to read a claimed message.
-    pub(crate) fn incoming(&self, claim: Claim) -> *const u8 {
+    /// The address to read a claimed message from.
+    pub(crate) fn incoming(&self, claim: ClaimedSlot) -> *const u8 {
         self.window.at(self.layout.receive_slot(claim.domain, claim.slot), self.layout.slot_bytes)
     }
 
-    /// Sends the first `len` bytes of a claimed slot. `Full`: make progress and post again.
-    pub(crate) fn post(&self, claim: Claim, len: usize) -> Result<Posted> {
+    /// Sends the first `len` bytes of a claimed slot. On [`Posted::Full`], poll and post again.
+    pub(crate) fn post(&self, claim: ClaimedSlot, len: usize) -> Result<Posted> {
         assert!(len <= self.layout.slot_bytes, "a message of {len} bytes is larger than a slot");
         let posted = self.transport.put(Put {
             peer: self.streams[claim.domain].peer,
@@ -214,8 +234,8 @@ impl Rails {
         Ok(posted)
     }
 
-    /// Gives a read slot back to its sender. `Full`: make progress and release again.
-    pub(crate) fn release(&self, claim: Claim) -> Result<Posted> {
+    /// Sends the credit for a message that was read. On [`Posted::Full`], poll and release again.
+    pub(crate) fn release(&self, claim: ClaimedSlot) -> Result<Posted> {
         self.transport.put(Put {
             peer: self.streams[claim.domain].peer,
             source: 0,
@@ -225,19 +245,38 @@ impl Rails {
         })
     }
 
-    /// Takes in what has arrived.
+    /// Handles the signals that have arrived.
+    ///
+    /// # Errors
+    /// [`PeerError`] for a signal that the protocol does not allow. [`crate::comm::Op::poll`] fills in its operator.
     pub(crate) fn poll(&self) -> Result<()> {
+        let mut invalid = None;
         self.transport.poll(&mut |peer, signal| {
-            let slot = (signal & 0xFFFF) as usize;
-            if let Some(stream) = self.streams.iter().find(|stream| stream.peer == peer)
-                && slot < self.layout.slots
-            {
-                match signal & !0xFFFF {
-                    CREDIT => stream.busy[slot].store(false, Release),
-                    _ => stream.full[slot].store(true, Release),
-                }
+            if !self.handle_signal(peer, signal) {
+                invalid.get_or_insert((peer, signal));
             }
+        })?;
+        invalid.map_or(Ok(()), |(peer, signal)| {
+            let what = format!("a signal ({signal:#x}) that matches no message in flight");
+            Err(broken(self.streams[self.own_domain].peer, peer, what))
         })
+    }
+
+    /// Handles one signal. Returns whether the protocol allows `peer` to send it now.
+    fn handle_signal(&self, peer: Rank, signal: u32) -> bool {
+        let slot = (signal & 0xFFFF) as usize;
+        let Some(stream) =
+            self.others().map(|domain| &self.streams[domain]).find(|stream| stream.peer == peer)
+        else {
+            return false;
+        };
+        let (Some(busy), Some(full)) = (stream.busy.get(slot), stream.full.get(slot)) else { return false };
+        match signal & !0xFFFF {
+            // A credit must follow a message that was sent; a slot must not be filled again before its credit.
+            CREDIT => busy.swap(false, Release),
+            DATA => !full.swap(true, Release),
+            _ => false,
+        }
     }
 
     /// Bytes and messages sent so far.
@@ -246,6 +285,93 @@ impl Rails {
     }
 }
 
+/// The error for a peer that violates the rail's protocol. The rail does not know the current operator;
+/// [`crate::comm::Op::poll`] fills it in.
+pub(crate) fn broken(rank: Rank, peer: Rank, what: impl Into<String>) -> Error {
+    PeerError::broken(rank, peer, Operator::Join, 0, what).into()
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use ep::PeerFault;
+
+    use super::*;
+
+    fn config(slots: usize) -> Config {
+        let mut config = Config::default();
+        config.slots = slots;
+        config
+    }
+
+    /// An engine that delivers the signals of a script.
+    #[derive(Default)]
+    struct Scripted(Script);
+
+    type Script = Arc<Mutex<Vec<(Rank, u32)>>>;
+
+    impl Transport for Scripted {
+        fn name(&self) -> &'static str {
+            "scripted"
+        }
+
+        fn put(&self, _: Put) -> Result<Posted> {
+            Ok(Posted::Yes)
+        }
+
+        fn poll(&self, on_signal: &mut dyn FnMut(Rank, u32)) -> Result<()> {
+            lock(&self.0).drain(..).for_each(|(peer, signal)| on_signal(peer, signal));
+            Ok(())
+        }
+    }
+
+    /// The rails of rank 0 in a world of three domains of one rank each.
+    fn rails() -> (Rails, Script) {
+        let (world, config) = (World::new(3, 3, 3).unwrap(), config(2));
+        let window = Segment::private(WindowLayout::new(&world, &config).unwrap().bytes()).unwrap();
+        let engine = Scripted::default();
+        let script = Arc::clone(&engine.0);
+        (Rails::new(&world, Rank(0), Arc::new(window), &config, Box::new(engine)).unwrap(), script)
+    }
+
+    #[test]
+    fn a_data_signal_makes_a_message_receivable() {
+        let (rails, script) = rails();
+        let (_, claim) = rails.claim_send(1, 1).unwrap();
+        *lock(&script) = vec![(Rank(1), CREDIT | claim.slot as u32), (Rank(2), DATA)];
+        rails.poll().unwrap();
+        assert!(rails.can_receive(2) && !rails.can_receive(1));
+    }
+
+    #[test]
+    fn signals_that_match_no_message_are_errors_that_name_the_peer() {
+        for (peer, signal) in [
+            (Rank(1), CREDIT),        // nothing was sent
+            (Rank(1), DATA | 2),      // there is no such slot
+            (Rank(1), DATA | 0xFFFF), // there is no such slot
+            (Rank(1), 7 << 16),       // neither data nor credit
+            (Rank(0), DATA),          // this rank itself
+            (Rank(9), DATA),          // no rank of the rail
+            (Rank(2), DATA),          // the slot is still full
+        ] {
+            let (rails, script) = rails();
+            *lock(&script) = vec![(Rank(2), DATA), (peer, signal)];
+            let Err(Error::Peer(error)) = rails.poll() else { panic!("{peer} {signal:#x}") };
+            assert_eq!((error.peer, error.rank, error.fault), (peer, Rank(0), PeerFault::Broken));
+        }
+    }
+
+    #[test]
+    fn windows_longer_than_the_address_space_are_refused() {
+        let world = World::new(4, 2, 4).unwrap();
+        for slot_bytes in [usize::MAX, usize::MAX / 64, 1 << 61] {
+            let mut config = config(16);
+            config.slot_bytes = slot_bytes;
+            let error = WindowLayout::new(&world, &config).unwrap_err().to_string();
+            assert!(error.contains("window"), "{error}");
+        }
+    }
 }

@@ -1,13 +1,14 @@
-//! What the workers of an operator have taken, and what is left: own chunks, and messages on each rail.
+//! The work of one operator on one rank: which of its own chunks, and which messages of each stream, are claimed.
+//! `dispatch` and `combine` make one [`Schedule`] per call; their workers claim all work through it.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use crate::rail::{Claim, Rails};
+use crate::rail::{ClaimedSlot, Rails};
 
-/// Messages of an operator: sent to a domain, and received from it.
+/// Numbers of messages sent to a domain and received from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Messages {
+pub(crate) struct MessageCounts {
     pub(crate) sent: u64,
     pub(crate) received: u64,
 }
@@ -18,25 +19,29 @@ pub(crate) struct Schedule {
     tokens: usize,
     /// Tokens per chunk.
     chunk: usize,
+    /// The first own chunk that no worker has claimed.
     next: Mutex<usize>,
-    /// By domain: the numbers of the messages before this operator's, and after them.
-    before: Vec<Messages>,
-    after: Vec<Messages>,
+    /// By domain: messages before this operator.
+    before: Vec<MessageCounts>,
+    /// By domain: messages once this operator has ended.
+    after: Vec<MessageCounts>,
 }
 
 impl Schedule {
-    /// The schedule of an operator with this many messages per domain; all workers' claims on rails go through it.
+    /// The schedule of an operator with these numbers of messages, by domain.
     pub(crate) fn new(
         rails: &Rails,
         tokens: usize,
         chunk: usize,
-        messages: impl Iterator<Item = Messages>,
+        messages: impl Iterator<Item = MessageCounts>,
     ) -> Self {
         let mut schedule = Self { tokens, chunk, next: Mutex::new(0), before: Vec::new(), after: Vec::new() };
         for (domain, count) in messages.enumerate() {
             let (sent, received) = rails.position(domain);
-            schedule.before.push(Messages { sent, received });
-            schedule.after.push(Messages { sent: sent + count.sent, received: received + count.received });
+            schedule.before.push(MessageCounts { sent, received });
+            schedule
+                .after
+                .push(MessageCounts { sent: sent + count.sent, received: received + count.received });
         }
         schedule
     }
@@ -51,44 +56,49 @@ impl Schedule {
         chunk * self.chunk..((chunk + 1) * self.chunk).min(self.tokens)
     }
 
-    /// The next of this rank's chunks, if one is left.
+    /// The first own chunk that no worker has claimed, if there is one.
     pub(crate) fn next_own(&self) -> Option<usize> {
         let next = *self.next.lock().unwrap_or_else(PoisonError::into_inner);
         (next * self.chunk < self.tokens).then_some(next)
     }
 
-    /// Takes the next of this rank's chunks, with a claim on every other domain's rail, once all of them are `ready`.
+    /// Claims the next own chunk together with one slot of every other domain, if all domains are `ready`.
     pub(crate) fn claim_own(
         &self,
         rails: &Rails,
         ready: impl Fn(usize) -> bool,
-        claim: impl Fn(usize) -> Option<Claim>,
-    ) -> Option<(usize, Vec<Claim>)> {
+        claim: impl Fn(usize) -> Option<ClaimedSlot>,
+    ) -> Option<(usize, Vec<ClaimedSlot>)> {
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         if *next * self.chunk >= self.tokens || !rails.others().all(ready) {
             return None;
         }
-        let claims: Vec<Claim> = rails.others().filter_map(claim).collect();
-        assert_eq!(claims.len(), rails.others().count(), "own chunks' claims are made under this lock alone");
+        let claims: Vec<ClaimedSlot> = rails.others().filter_map(claim).collect();
+        assert_eq!(
+            claims.len(),
+            rails.others().count(),
+            "slots for own chunks are claimed under this lock only"
+        );
         *next += 1;
         Some((*next - 1, claims))
     }
 
-    /// Takes the next message to a domain, if its slot is free; returns its number among this operator's.
-    pub(crate) fn claim_send(&self, rails: &Rails, domain: usize) -> Option<(usize, Claim)> {
+    /// Claims the next message to a domain if its slot is free. Returns the message's number within this operator.
+    pub(crate) fn claim_send(&self, rails: &Rails, domain: usize) -> Option<(usize, ClaimedSlot)> {
         let (number, claim) = rails.claim_send(domain, self.after[domain].sent)?;
         Some(((number - self.before[domain].sent) as usize, claim))
     }
 
-    /// Takes the next message from a domain, if it has arrived.
-    pub(crate) fn claim_receive(&self, rails: &Rails, domain: usize) -> Option<Claim> {
-        rails.claim_receive(domain, self.after[domain].received).map(|(_, claim)| claim)
+    /// Claims the next message from a domain if it has arrived. Returns the message's number within this operator.
+    pub(crate) fn claim_receive(&self, rails: &Rails, domain: usize) -> Option<(usize, ClaimedSlot)> {
+        let (number, claim) = rails.claim_receive(domain, self.after[domain].received)?;
+        Some(((number - self.before[domain].received) as usize, claim))
     }
 
-    /// The messages of a domain that nobody has taken yet.
-    pub(crate) fn left(&self, rails: &Rails, domain: usize) -> Messages {
+    /// The messages of a domain that no worker has claimed.
+    pub(crate) fn unclaimed(&self, rails: &Rails, domain: usize) -> MessageCounts {
         let (sent, received) = rails.position(domain);
         let after = self.after[domain];
-        Messages { sent: after.sent - sent, received: after.received - received }
+        MessageCounts { sent: after.sent - sent, received: after.received - received }
     }
 }

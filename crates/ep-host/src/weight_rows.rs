@@ -1,4 +1,5 @@
-//! Experts' outputs times their weights, on this rank's workers.
+//! [`WeightRows`] for [`HostBuffer`]: multiplies expert outputs by their weights on this rank's workers. A program
+//! calls it through the trait; it needs no peer.
 
 use ep::{Element, Result, WeightGradients, WeightRows, WeightedRows};
 
@@ -7,7 +8,7 @@ use crate::memory::HostMemory;
 use crate::simd::{self, Backward};
 use crate::workers;
 
-/// Rows that a worker takes at a time.
+/// Rows per piece of work.
 const PIECE: usize = 16;
 const F32: usize = size_of::<f32>();
 
@@ -20,7 +21,7 @@ impl WeightRows for HostBuffer {
         backward: Option<WeightGradients<'_, HostMemory>>,
     ) -> Result<()> {
         self.check_usable()?;
-        input.check(element, out, backward.as_ref(), HostMemory::len)?;
+        input.check(self.maker(), element, out, backward.as_ref(), HostMemory::facts)?;
         let &WeightedRows { rows, hidden, element: from, .. } = input;
         let (given, dots) = backward
             .map(|backward| (backward.rows.as_bytes(), &mut backward.weights.as_bytes_mut()[..rows * F32]))
@@ -104,15 +105,15 @@ mod tests {
             assert_eq!(out.as_bytes(), bytemuck::cast_slice::<_, u8>(&expected), "{workers} {rows}");
             let squares: Vec<f32> = values
                 .chunks(hidden)
-                .map(|row| row.iter().map(|&value| bf16_to_f32(value).powi(2)).sum())
+                .map(|row| row.iter().map(|&value| bf16_to_f32(value) * bf16_to_f32(value)).sum())
                 .collect();
-            // Sums of small whole numbers, which no order changes.
+            // Sums of small whole numbers are exact, so their order does not matter.
             assert_eq!(dots.as_bytes(), bytemuck::cast_slice::<_, u8>(&squares), "{workers} {rows}");
         }
     }
 
     #[test]
-    fn memory_that_is_too_short_is_the_callers_mistake() {
+    fn memory_that_is_too_short_is_refused() {
         let mut buffer = buffer(1);
         let [short, row, weights] = [14, 16, 4].map(|bytes| buffer.alloc(bytes).unwrap());
         let mut out = buffer.alloc(16).unwrap();
@@ -122,7 +123,7 @@ mod tests {
         };
         assert!(refused(&short, 8, &weights).contains("rows to be weighted"));
         assert!(refused(&row, 7, &weights).contains("multiple of 8"));
-        let none = HostMemory::normal(0);
+        let none = HostMemory::normal(0).unwrap();
         assert!(refused(&row, 8, &none).contains("weights"));
     }
 }

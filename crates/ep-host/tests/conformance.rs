@@ -1,4 +1,4 @@
-//! The host backend passes the conformance cases: ranks as threads, over many settings and both kinds of memory.
+//! Conformance of the host backend, with thread ranks, over many settings, in registered and in other memory.
 
 use ep::conformance::{Failure, Prepared, Problem, check_misuse, random_case, suite};
 use ep::{
@@ -8,7 +8,7 @@ use ep::{
 };
 use ep_host::{HostBuffer, HostHandle, HostMemory};
 
-/// A buffer whose caller keeps its tensors in memory that peers cannot reach, all of them or every second one.
+/// A buffer that allocates every `every`-th tensor in memory that peers cannot access.
 struct Unregistered {
     inner: HostBuffer,
     every: usize,
@@ -22,7 +22,7 @@ impl Backend for Unregistered {
     fn alloc(&mut self, bytes: usize) -> Result<HostMemory> {
         self.allocated += 1;
         if self.allocated.is_multiple_of(self.every) {
-            Ok(HostMemory::normal(bytes))
+            HostMemory::normal(bytes)
         } else {
             self.inner.alloc(bytes)
         }
@@ -96,12 +96,15 @@ impl WeightRows for Unregistered {
     }
 }
 
-/// Runs every rank on a thread of its own; panics with what the ranks found, those at fault first.
-fn on_all_ranks<B: WeightRows + Send>(
-    buffers: Vec<B>,
-    run: impl Fn(&mut B) -> Result<(), Failure> + Sync,
-    context: &str,
-) {
+/// Checks misuse on every rank. Each rank also gets a buffer of another world, whose memory it must refuse.
+fn check_misuse_in(world: &World, config: &Config) {
+    let others = threads(world, config).into_iter();
+    let pairs: Vec<_> = threads(world, config).into_iter().zip(others).collect();
+    on_all_ranks(pairs, |(buffer, other)| check_misuse(buffer, other), "misuse");
+}
+
+/// Runs every rank on its own thread. Panics with the failures of all ranks, peer errors last.
+fn on_all_ranks<B: Send>(buffers: Vec<B>, run: impl Fn(&mut B) -> Result<(), Failure> + Sync, context: &str) {
     let run = &run;
     let mut failures: Vec<Failure> = std::thread::scope(|scope| {
         let threads: Vec<_> =
@@ -111,7 +114,7 @@ fn on_all_ranks<B: WeightRows + Send>(
         };
         threads.into_iter().filter_map(|thread| join(thread).err()).collect()
     });
-    // A rank that only lost a peer comes last.
+    // A peer error is a consequence of another rank's failure.
     failures.sort_by_key(|failure| matches!(*failure.problem, Problem::Error(Error::Peer(_))));
     let texts: Vec<String> = failures.iter().map(Failure::to_string).collect();
     assert!(texts.is_empty(), "{context}\n{}", texts.join("\n"));
@@ -125,7 +128,7 @@ fn check(prepared: &Prepared, config: &Config) {
     on_all_ranks(threads(prepared.world(), config), |buffer| prepared.check(buffer), &format!("{config:?}"));
 }
 
-/// Settings under which the same bits must come out.
+/// Settings that must not change any bit of the results.
 fn config(workers: usize, chunk_tokens: usize, slots: usize) -> Config {
     let mut config = Config::default();
     config.workers = workers;
@@ -152,16 +155,16 @@ fn suite_with_three_workers() {
 
 #[test]
 fn suite_with_the_smallest_chunks() {
-    // One slot at a time: every message waits for the one before it.
+    // With one slot, every message waits for the credit of the one before it.
     check_suite(&config(1, 3, 1));
 }
 
 #[test]
 fn suite_with_small_slots_and_many_workers() {
     let mut config = config(4, 1, 1);
-    // Room for the widest row of the suite and little more.
+    // Little more than the widest row of the suite.
     config.slot_bytes = 48 << 10;
-    // Messages are packed and carried, as by an engine that lends no memory.
+    // The transport copies messages, as one that lends no slots.
     config.lend = false;
     check_suite(&config);
 }
@@ -185,7 +188,7 @@ fn suite_in_unregistered_memory() {
     }
 }
 
-/// `HYBRID_EP_RANDOM_CASES` asks for more of them; 2,000 take about half a minute on two cores.
+/// `HYBRID_EP_RANDOM_CASES` sets the number of cases; 2,000 take about half a minute on two cores.
 #[test]
 fn random_cases() {
     let cases = std::env::var("HYBRID_EP_RANDOM_CASES").ok().and_then(|cases| cases.parse().ok());
@@ -199,7 +202,7 @@ fn random_cases() {
 
 #[test]
 fn cases_one_after_another_on_the_same_buffers() {
-    // What one case leaves behind in buffers and rings must not reach the next.
+    // State that one case leaves in buffers and rings must not affect the next case.
     let world =
         suite().into_iter().find(|case| case.ranks == 4 && case.domains == 2 && case.owners.is_none());
     let (experts, world) =
@@ -221,11 +224,11 @@ fn cases_one_after_another_on_the_same_buffers() {
 fn misuse_is_refused_on_every_rank() {
     for (ranks, domains, experts) in [(1, 1, 4), (3, 1, 6), (4, 2, 8), (4, 4, 4)] {
         let world = World::new(ranks, domains, experts).expect("a valid world");
-        on_all_ranks(threads(&world, &config(1, 64, 4)), check_misuse, "misuse");
+        check_misuse_in(&world, &config(1, 64, 4));
     }
-    // Ranks without experts refuse what the others refuse.
+    // Ranks without experts must refuse the same calls as the others.
     let topology = Topology::new(3, 1).expect("a valid topology");
     let placement =
         ExpertPlacement::table(&[Rank(2), Rank(0), Rank(2)], &topology).expect("a valid placement");
-    on_all_ranks(threads(&World { topology, placement }, &config(2, 64, 4)), check_misuse, "misuse");
+    check_misuse_in(&World { topology, placement }, &config(2, 64, 4));
 }

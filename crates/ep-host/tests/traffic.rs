@@ -1,4 +1,4 @@
-//! What ranks exchange: counts in preprocessing, whatever the number of tokens.
+//! Preprocess exchanges counts, and their size does not depend on the number of tokens.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,7 +7,7 @@ use ep::{Backend, Config, DispatchMode, World};
 use ep_host::HostBuffer;
 
 #[test]
-fn preprocessing_exchanges_counts_and_nothing_else() {
+fn preprocess_exchanges_only_counts() {
     for (ranks, domains, experts) in [(1, 1, 4), (4, 1, 16), (4, 2, 16), (6, 3, 12)] {
         for tokens in [0, 3, 300] {
             let world = World::new(ranks, domains, experts).unwrap();

@@ -1,8 +1,8 @@
-//! How long the simulator takes: `simulate_speed <datacenters> <GPUs of each> <layers> [jitter] [slow part] [slow
-//! uplinks] [coupled]`.
+//! Measures the running time of the simulator: `simulate_speed <datacenters> <GPUs of each> <layers> [jitter]
+//! [fraction of slow GPUs] [slow uplinks] [coupled]`.
 //!
-//! One training step of a small model, an expert per GPU, hybrid with domains of (about) ten GPUs. Jitter makes
-//! every GPU a case of its own, which is the expensive kind.
+//! The example simulates one training step of a small model with one expert per GPU, under the hybrid scheme with
+//! domains of about ten GPUs. With jitter every GPU is simulated separately, which is the expensive case.
 
 use std::time::Instant;
 

@@ -1,71 +1,72 @@
-//! Where it is trained: levels of links, outermost first, and the GPU at the end of them.
+//! The cluster: levels of links, outermost first, and the GPUs that they connect.
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{PlanError, Result, at_least_one, not_negative, positive};
+use crate::error::{PlanError, Result, count, number};
+use crate::limits;
 use crate::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 
-/// A cluster as people write it down; [`Cluster`] is the checked form.
+/// An unchecked description of a cluster; [`Cluster`] is the checked form.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClusterDescription {
-    /// Its name, for reports.
+    /// Name of the cluster, for reports.
     pub name: String,
-    /// The levels, outermost first: datacenters, then nodes of one, then GPUs of one of those.
+    /// The levels, outermost first: for example datacenters, nodes of a datacenter, GPUs of a node.
     pub levels: Vec<LevelDescription>,
-    /// Its GPUs, all alike.
+    /// The GPUs, which are all equal.
     pub gpu: GpuDescription,
 }
 
-/// One level: how many members it has, and the links between them.
+/// An unchecked description of one level: its members, and the links between them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LevelDescription {
-    /// What the members are joined by, for reports: "wan", "rail", "nvlink".
+    /// Name of the links, for reports: "wan", "rail", "nvlink".
     pub name: String,
-    /// Members: datacenters of the cluster, nodes of a datacenter, GPUs of a node.
+    /// Members of the level: datacenters of the cluster, nodes of a datacenter, or GPUs of a node.
     pub scaling_factor: usize,
-    /// Cost of each message beside its bytes: what a sender spends on starting it.
+    /// Time that a sender spends to start one message, in addition to the time for its bytes, seconds.
     #[serde(default)]
     pub alpha_s: f64,
-    /// There and back: an exchange is over when its last acknowledgement arrived.
+    /// Round-trip time between two members, seconds. An exchange ends when its last acknowledgement has arrived.
     #[serde(default)]
     pub round_trip_s: f64,
-    /// What one link carries, in each direction.
+    /// Bandwidth of one link in each direction, Gbit/s.
     pub bandwidth_gbit_per_s: f64,
-    /// Who shares a link.
+    /// The GPUs that share one link.
     #[serde(default)]
     pub sharing: Sharing,
 }
 
-/// Who shares one link of a level.
+/// The GPUs that share one link of a level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Sharing {
-    /// Nobody: every GPU has its own.
+    /// Every GPU has its own link.
     #[default]
     PerGpu,
-    /// All GPUs of a member, as with the uplink of a datacenter.
+    /// All GPUs of a member share one link, such as the uplink of a datacenter.
     PerMember,
-    /// This many GPUs, as with four network cards for eight GPUs.
+    /// This many GPUs share one link. Two, for example, for nodes with four network cards and eight GPUs.
     Gpus(usize),
 }
 
-/// A GPU, by what the model needs of it.
+/// An unchecked description of a GPU.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GpuDescription {
-    /// Its name, for reports.
+    /// Name of the GPU, for reports.
     pub name: String,
-    /// What its matrix products reach in practice, not on paper.
+    /// Throughput that matrix products reach in practice, not the peak of the datasheet, TFLOP/s.
     pub sustained_tflops: f64,
     /// Memory, GB (10⁹ bytes).
     pub memory_gb: f64,
-    /// Bandwidth of its memory, GB/s.
+    /// Bandwidth of the memory, GB/s.
     pub hbm_gb_per_s: f64,
 }
 
-/// A cluster whose numbers make sense together.
+/// A checked cluster. Every number is inside its bounds of [`limits`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "ClusterDescription", into = "ClusterDescription")]
 pub struct Cluster {
@@ -76,20 +77,20 @@ pub struct Cluster {
 /// One checked level.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Level {
-    /// Members.
+    /// `SF_l`: members of the level.
     pub scaling_factor: usize,
-    /// Cost of each message beside its bytes.
+    /// Time to start one message, in addition to the time for its bytes.
     pub alpha: Seconds,
-    /// There and back.
+    /// Round-trip time between two members.
     pub round_trip: Seconds,
-    /// What one link carries, in each direction.
+    /// Bandwidth of one link in each direction.
     pub link_bandwidth: BytesPerSecond,
-    /// GPUs that share a link.
+    /// GPUs that share one link.
     pub gpus_per_link: usize,
 }
 
 impl Level {
-    /// What one GPU gets of its link when all that share it send.
+    /// Bandwidth of one GPU while all GPUs that share its link send: `link_bandwidth / gpus_per_link`.
     pub fn bandwidth_per_gpu(&self) -> BytesPerSecond {
         self.link_bandwidth / self.gpus_per_link as f64
     }
@@ -99,38 +100,40 @@ impl TryFrom<ClusterDescription> for Cluster {
     type Error = PlanError;
 
     fn try_from(description: ClusterDescription) -> Result<Self> {
-        let count = description.levels.len();
-        if count == 0 {
-            return Err(PlanError::Levels { what: "levels of a cluster", found: 0, levels: 1 });
+        let found = description.levels.len();
+        if found == 0 {
+            return Err(PlanError::Levels { what: "levels of a cluster", found, levels: 1 });
         }
-        let mut levels = Vec::with_capacity(count);
-        let mut inside = 1usize; // GPUs of one member of the level at hand
+        count("number of levels", found, limits::LEVELS)?;
+        let mut levels = Vec::with_capacity(found);
+        let mut inside = 1usize; // GPUs of one member of the current level
         for level in description.levels.iter().rev() {
             let what = |quantity: &str| format!("{quantity} of level '{}'", level.name);
-            at_least_one(what("scaling_factor"), level.scaling_factor)?;
-            positive(what("bandwidth_gbit_per_s"), level.bandwidth_gbit_per_s)?;
+            count(what("scaling_factor"), level.scaling_factor, limits::MEMBERS)?;
+            number(what("bandwidth_gbit_per_s"), level.bandwidth_gbit_per_s, limits::LINK_GBIT_PER_S)?;
             let gpus_per_link = match level.sharing {
                 Sharing::PerGpu => 1,
                 Sharing::PerMember => inside,
-                Sharing::Gpus(gpus) => at_least_one(what("GPUs that share a link"), gpus)?,
+                Sharing::Gpus(gpus) => count(what("GPUs that share a link"), gpus, limits::GPUS)?,
             };
             levels.push(Level {
                 scaling_factor: level.scaling_factor,
-                alpha: Seconds(not_negative(what("alpha_s"), level.alpha_s)?),
-                round_trip: Seconds(not_negative(what("round_trip_s"), level.round_trip_s)?),
+                alpha: Seconds(number(what("alpha_s"), level.alpha_s, limits::SECONDS)?),
+                round_trip: Seconds(number(what("round_trip_s"), level.round_trip_s, limits::SECONDS)?),
                 link_bandwidth: BytesPerSecond::from_gbit_per_s(level.bandwidth_gbit_per_s),
                 gpus_per_link,
             });
-            inside = inside.checked_mul(level.scaling_factor).ok_or_else(|| PlanError::Quantity {
-                what: what("GPUs from inside"),
-                value: inside as f64 * level.scaling_factor as f64,
-                needed: "a number that this machine can count",
-            })?;
+            // Both factors are bounded, so their product cannot overflow.
+            inside = count(
+                what("number of GPUs, from the innermost to here,"),
+                inside * level.scaling_factor,
+                limits::GPUS,
+            )?;
         }
         levels.reverse();
-        positive("sustained_tflops of the GPU", description.gpu.sustained_tflops)?;
-        positive("memory_gb of the GPU", description.gpu.memory_gb)?;
-        positive("hbm_gb_per_s of the GPU", description.gpu.hbm_gb_per_s)?;
+        number("sustained_tflops of the GPU", description.gpu.sustained_tflops, limits::TFLOPS)?;
+        number("memory_gb of the GPU", description.gpu.memory_gb, limits::MEMORY_GB)?;
+        number("hbm_gb_per_s of the GPU", description.gpu.hbm_gb_per_s, limits::MEMORY_GB_PER_S)?;
         Ok(Self { description, levels })
     }
 }
@@ -142,7 +145,7 @@ impl From<Cluster> for ClusterDescription {
 }
 
 impl Cluster {
-    /// The description it was made of.
+    /// The description of the cluster.
     pub fn description(&self) -> &ClusterDescription {
         &self.description
     }
@@ -152,7 +155,7 @@ impl Cluster {
         &self.levels
     }
 
-    /// The name of a level; its number where there is no such level.
+    /// The name of a level, or its number as text if the level does not exist.
     pub fn level_name(&self, level: usize) -> String {
         self.description.levels.get(level).map_or_else(|| level.to_string(), |at| at.name.clone())
     }
@@ -167,7 +170,7 @@ impl Cluster {
         self.levels.iter().map(|level| level.scaling_factor).product()
     }
 
-    /// What a GPU's matrix products reach.
+    /// Sustained throughput of a GPU in matrix products.
     pub fn sustained(&self) -> FlopPerSecond {
         FlopPerSecond::from_tflops(self.description.gpu.sustained_tflops)
     }
@@ -177,16 +180,16 @@ impl Cluster {
         Bytes::from_gb(self.description.gpu.memory_gb)
     }
 
-    /// Bandwidth of a GPU's memory.
+    /// Memory bandwidth of a GPU.
     pub fn hbm_bandwidth(&self) -> BytesPerSecond {
         BytesPerSecond::from_gb_per_s(self.description.gpu.hbm_gb_per_s)
     }
 
-    /// The same cluster with other links at one level.
+    /// The same cluster with another link bandwidth at one level.
     ///
     /// # Errors
-    /// [`PlanError::Index`] for a level that does not exist, [`PlanError::Quantity`] for a bandwidth that is not
-    /// above zero.
+    /// [`PlanError::Index`] when the level does not exist, [`PlanError::Quantity`] when the bandwidth is outside
+    /// [`limits::LINK_GBIT_PER_S`].
     pub fn with_bandwidth(&self, level: usize, link_bandwidth: BytesPerSecond) -> Result<Self> {
         let mut description = self.description.clone();
         let count = description.levels.len();
@@ -210,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn sharing_divides_a_link() {
+    fn gpus_that_share_a_link_divide_its_bandwidth() {
         let cluster = Cluster::try_from(two_datacenters()).unwrap();
         assert_eq!(cluster.scaling_factors(), [2, 8, 8]);
         assert_eq!(cluster.gpus(), 128);
@@ -227,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_clusters_say_what_would_be_possible() {
+    fn errors_of_impossible_clusters_name_the_possible_values() {
         let with = |change: fn(&mut ClusterDescription)| {
             let mut description = two_datacenters();
             change(&mut description);
@@ -235,10 +238,17 @@ mod tests {
         };
         assert_eq!(
             with(|cluster| cluster.levels[0].bandwidth_gbit_per_s = 0.0),
-            "bandwidth_gbit_per_s of level 'wan' is 0: it must be finite and above zero"
+            "bandwidth_gbit_per_s of level 'wan' is 0: it must be from 1e-6 to 1e9"
         );
         assert!(with(|cluster| cluster.levels.clear()).contains("at least one level"));
-        assert!(with(|cluster| cluster.levels[1].scaling_factor = 0).contains("at least one"));
+        assert!(with(|cluster| cluster.levels[1].scaling_factor = 0).contains("from 1 to 65536"));
+        let many = with(|cluster| cluster.levels.iter_mut().for_each(|level| level.scaling_factor = 60_000));
+        assert!(
+            many.contains("GPUs") && many.contains("is 3600000000") && many.contains("to 1048576"),
+            "{many}"
+        );
+        let deep = with(|cluster| cluster.levels = vec![cluster.levels[2].clone(); 9]);
+        assert_eq!(deep, "number of levels is 9: it must be a whole number from 1 to 8");
         assert!(
             with(|cluster| cluster.levels[0].round_trip_s = -1.0).contains("round_trip_s of level 'wan'")
         );
@@ -247,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cluster_is_read_checked_and_written_back() {
+    fn a_cluster_survives_json_and_is_checked_when_read() {
         let text = r#"{"name": "pair", "levels": [
               {"name": "wan", "scaling_factor": 2, "round_trip_s": 0.005, "bandwidth_gbit_per_s": 10,
                "sharing": "per-member"},

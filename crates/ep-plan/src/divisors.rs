@@ -1,6 +1,6 @@
-//! The divisors of a number, and the product of the divisors of several: where domain sizes live.
+//! Divisors of numbers. A domain size divides its level, so candidates are products of divisors.
 
-/// Every divisor of `number`, ascending; empty for 0.
+/// Returns every divisor of `number`, ascending; nothing for 0.
 pub fn divisors(number: usize) -> Vec<usize> {
     let mut low = Vec::new();
     let mut high = Vec::new();
@@ -18,7 +18,7 @@ pub fn divisors(number: usize) -> Vec<usize> {
     low
 }
 
-/// Every choice of one divisor per number, in lexicographic order.
+/// Returns every choice of one divisor per number, in lexicographic order. The first choice is all ones.
 pub fn divisor_product(numbers: &[usize]) -> Vec<Vec<usize>> {
     numbers.iter().fold(vec![Vec::new()], |prefixes, &number| {
         let sizes = divisors(number);
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn divisors_by_trial() {
+    fn divisors_are_those_found_by_trial_division() {
         for number in 0usize..500 {
             let expected: Vec<_> = (1..=number).filter(|&size| number.is_multiple_of(size)).collect();
             assert_eq!(divisors(number), expected);

@@ -1,68 +1,92 @@
-//! What cannot be planned, and what could be instead.
+//! Errors of planning and simulation. Every message says what is wrong and which values would be possible.
 
+use crate::limits::{Count, Number, Shown};
 use crate::units::Bytes;
 
-/// What every fallible function of the crate returns.
+/// The result type of the crate's fallible functions, except those of [`residual`](crate::residual) and
+/// [`input`](crate::input).
 pub type Result<T, E = PlanError> = std::result::Result<T, E>;
 
-/// A description that no plan can serve. Every message ends with what would be possible.
+/// The caller's description cannot be planned or simulated. Every message says what would be possible.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// A number outside the range in which the model means anything.
-    #[error("{what} is {value}: it must be {needed}")]
+    /// A number is outside its range.
+    #[error("{what} is {}: it must be {needed}", Shown(*value))]
     Quantity {
-        /// Which number, with its unit.
+        /// Name of the number, with its unit.
         what: String,
-        /// What was given.
+        /// The value that was given.
         value: f64,
-        /// What would be possible.
-        needed: &'static str,
+        /// The range that is possible, as text.
+        needed: String,
     },
-    /// A domain that does not divide its level.
+    /// A whole number is outside its range.
+    #[error("{what} is {value}: it must be {range}")]
+    Count {
+        /// Name of the number, with its unit.
+        what: String,
+        /// The value that was given.
+        value: usize,
+        /// The range that is possible.
+        range: Count,
+    },
+    /// Each number is possible by itself, but together they ask for more than the crate computes.
+    #[error("{count} {what}: at most {most} can be computed; {hint}")]
+    TooMany {
+        /// The things that are counted.
+        what: String,
+        /// Their number. It is an `f64` because it may exceed every integer type.
+        count: f64,
+        /// The largest possible number.
+        most: usize,
+        /// What the caller should change.
+        hint: &'static str,
+    },
+    /// A domain size does not divide the number of members of its level.
     #[error(
         "level {level}: a domain of {domain_size} does not divide its {scaling_factor} members; possible: {}",
         list(possible)
     )]
     DomainSize {
-        /// The level, counted from the outermost.
+        /// The level, numbered from 0, outermost first.
         level: usize,
-        /// What was given.
+        /// The domain size that was given.
         domain_size: usize,
         /// Members of the level.
         scaling_factor: usize,
-        /// The divisors of the scaling factor.
+        /// The divisors of the number of members.
         possible: Vec<usize>,
     },
-    /// A proportion of data that no domain size gives.
-    #[error("a data proportion of {proportion} belongs to no domain size; possible: {}", list(possible))]
+    /// No domain size gives this data proportion.
+    #[error("no domain size gives a data proportion of {proportion}; possible: {}", list(possible))]
     Proportion {
-        /// What was given.
+        /// The proportion that was given.
         proportion: f64,
-        /// The proportions of the divisors.
+        /// The proportions that the divisors give.
         possible: Vec<f64>,
     },
-    /// As many entries as levels are needed.
+    /// A list does not have one entry per level.
     #[error("{what}: {found} given for {levels} levels; give exactly one per level, and at least one level")]
     Levels {
-        /// What is counted.
+        /// The entries that are counted.
         what: &'static str,
-        /// How many were given.
+        /// The number of entries that were given.
         found: usize,
-        /// How many levels there are.
+        /// The number of levels.
         levels: usize,
     },
-    /// A GPU or an expert that does not exist.
+    /// A level, a GPU or a link does not exist.
     #[error("{what} {index} does not exist: there are {count}, numbered from 0")]
     Index {
-        /// What was indexed.
+        /// The kind of thing that was indexed.
         what: &'static str,
-        /// What was given.
+        /// The index that was given.
         index: usize,
-        /// How many there are.
+        /// The number of such things.
         count: usize,
     },
-    /// Experts that cannot be spread evenly.
+    /// The number of experts is not a multiple of the number of GPUs.
     #[error(
         "{experts} experts cannot be spread evenly over {gpus} GPUs; possible numbers of GPUs: {} \
          (replicate the remaining GPUs by data or tensor parallelism, outside this plan)",
@@ -73,10 +97,10 @@ pub enum PlanError {
         experts: usize,
         /// GPUs of the cluster.
         gpus: usize,
-        /// Numbers of GPUs that would do.
+        /// The numbers of GPUs that divide the number of experts.
         possible: Vec<usize>,
     },
-    /// A top-k that the experts cannot serve.
+    /// `topk` is zero or larger than the number of experts.
     #[error(
         "top-{topk} of {experts} experts: a token chooses at least 1 and at most {experts} distinct experts"
     )]
@@ -86,62 +110,78 @@ pub enum PlanError {
         /// Routed experts of a layer.
         experts: usize,
     },
-    /// A routing histogram that no routing can have produced.
+    /// No routing can have produced this histogram. The text says why.
     #[error("routing histogram: {0}")]
     Histogram(String),
-    /// A GPU that cannot hold even its own experts.
+    /// A GPU cannot hold even its own experts.
     #[error(
         "a GPU has {available} for experts, and its own experts alone need {needed}; possible: {}more GPUs, or more \
          memory",
         pipeline_stages.map_or_else(String::new, |stages| format!("at least {stages} pipeline stages, or "))
     )]
     OwnExperts {
-        /// What the device has left after the reserve.
+        /// Memory of the device after the reserve.
         available: Bytes,
-        /// What the GPU's own experts take.
+        /// Memory that the GPU's own experts take.
         needed: Bytes,
-        /// The smallest number of pipeline stages at which they fit, if any does.
+        /// The smallest number of pipeline stages at which they fit, if there is one.
         pipeline_stages: Option<usize>,
     },
-    /// Domain sizes whose gathered experts do not fit.
+    /// The gathered experts of these domain sizes do not fit into memory.
     #[error(
         "domain sizes {domain_sizes:?} gather {needed} of experts onto each GPU, which may hold {cap}; \
          possible: at most {largest} GPUs in a domain"
     )]
     GatheredExperts {
-        /// What was asked for.
+        /// The domain sizes that were given, outermost level first.
         domain_sizes: Vec<usize>,
-        /// What the gathered experts take.
+        /// Memory that the gathered experts take.
         needed: Bytes,
-        /// What may be used for them.
+        /// Memory that gathered experts may take.
         cap: Bytes,
-        /// The largest product of domain sizes that fits.
+        /// The largest product of domain sizes that fits, GPUs.
         largest: usize,
     },
 }
 
-/// Checks that a number is finite and above zero.
+/// Returns the number if it is finite and above zero.
 pub(crate) fn positive(what: impl Into<String>, value: f64) -> Result<f64> {
     if value.is_finite() && value > 0.0 {
         return Ok(value);
     }
-    Err(PlanError::Quantity { what: what.into(), value, needed: "finite and above zero" })
+    Err(PlanError::Quantity { what: what.into(), value, needed: "finite and above zero".into() })
 }
 
-/// Checks that a number is finite and not negative.
+/// Returns the number if it is finite and not negative.
 pub(crate) fn not_negative(what: impl Into<String>, value: f64) -> Result<f64> {
     if value.is_finite() && value >= 0.0 {
         return Ok(value);
     }
-    Err(PlanError::Quantity { what: what.into(), value, needed: "finite and at least zero" })
+    Err(PlanError::Quantity { what: what.into(), value, needed: "finite and at least zero".into() })
 }
 
-/// Checks that a count is at least one.
+/// Returns the count if it is at least one.
 pub(crate) fn at_least_one(what: impl Into<String>, value: usize) -> Result<usize> {
     if value > 0 {
         return Ok(value);
     }
-    Err(PlanError::Quantity { what: what.into(), value: 0.0, needed: "at least one" })
+    Err(PlanError::Quantity { what: what.into(), value: 0.0, needed: "at least one".into() })
+}
+
+/// Returns the whole number if its range contains it.
+pub(crate) fn count(what: impl Into<String>, value: usize, range: Count) -> Result<usize> {
+    if range.allows(value) {
+        return Ok(value);
+    }
+    Err(PlanError::Count { what: what.into(), value, range })
+}
+
+/// Returns the number if its range contains it.
+pub(crate) fn number(what: impl Into<String>, value: f64, range: Number) -> Result<f64> {
+    if range.allows(value) {
+        return Ok(value);
+    }
+    Err(PlanError::Quantity { what: what.into(), value, needed: range.to_string() })
 }
 
 fn list<T: ToString>(items: &[T]) -> String {

@@ -1,27 +1,29 @@
 //! Planning expert parallelism across datacenters: which experts move, which tokens move, and what it costs.
 //!
-//! Inside a datacenter tokens travel to experts. Between datacenters the links are a hundred times slower, and it
-//! can be cheaper to send an expert once, compressed, than every token that needs it. This crate decides, for
-//! every level of a cluster, among how many members experts rather than tokens move (arXiv 2510.19470, HybridEP),
-//! and says what a layer then takes:
+//! Inside a datacenter, tokens travel to experts. Between datacenters the links are a hundred times slower, and
+//! sending an expert once, compressed, can be cheaper than sending every token that needs it. This crate chooses,
+//! for every level of a cluster, the *domain size*: the number of members that gather each other's experts, so that
+//! tokens travel only between domains (arXiv 2510.19470, HybridEP). It also estimates the time of a layer under that
+//! choice:
 //!
 //! ```text
 //!  Cluster, Model, Options ──▶ Planner ──▶ Plan: domain sizes, times by phase, bytes per link, memory,
-//!     (what there is)             │              baselines, what limits it and what would change it
+//!     (the problem)               │              baselines, what limits the plan, what would change it
 //!                                 │                       │
 //!                    StreamModel ◀┘                       ▼
-//!            (the paper's, one level)         Partition ──▶ PartitionExport: groups and rank lists
+//!        (the paper's model of one level)     Partition ──▶ PartitionExport: groups and rank lists
 //! ```
 //!
-//! - [`stream_model`] is the paper's model, exactly; [`paper`] has its tables, and says where they do not follow
-//!   from it.
-//! - [`domain`] is the partition: who gathers experts from whom, who exchanges tokens with whom, at any number of
-//!   levels.
-//! - [`planner`] is the richer model and the default: latency, deduplicated tokens, hot experts, gradients, codec,
-//!   memory.
-//! - [`simulate`] runs the schedule that the planner prices, event by event, with stragglers and jitter.
-//! - [`residual`] is the codec for experts on the move: a shared expert, and the largest differences from it.
-//! - [`cluster`], [`model`] and [`routing`] describe the problem; [`presets`] has some to start from.
+//! - [`stream_model`] is the paper's cost model of one level. [`paper`] holds the paper's tables and states where
+//!   they do not follow from that model.
+//! - [`domain`] is the partition: which GPUs gather experts from each other and which exchange tokens, for any number
+//!   of levels.
+//! - [`planner`] is the default model. It adds latency, deduplicated tokens, hot experts, gradients, the codec and
+//!   memory to the paper's model.
+//! - [`simulate`] executes, event by event, the schedule that the planner prices, with stragglers and jitter.
+//! - [`residual`] is the codec for migrated experts: a shared expert, and the largest differences from it.
+//! - [`cluster`], [`model`] and [`routing`] describe the problem. [`presets`] has descriptions to start from, [`input`]
+//!   reads and writes them as TOML, and [`limits`] holds the bounds of every number.
 //!
 //! ```
 //! # fn main() -> ep_plan::Result<()> {
@@ -38,8 +40,8 @@
 //! # }
 //! ```
 //!
-//! Everything here is arithmetic: no I/O, no unsafe code. Levels count from the outermost. Amounts are those of
-//! one GPU, one layer and one micro-batch unless their names say otherwise.
+//! The crate does no I/O and has no unsafe code. Levels are numbered from 0, outermost first. Bytes, seconds and
+//! operations are those of one GPU, one layer and one micro-batch unless a name says otherwise.
 
 #![forbid(unsafe_code)]
 
@@ -48,6 +50,7 @@ pub mod divisors;
 pub mod domain;
 pub mod error;
 pub mod input;
+pub mod limits;
 pub mod model;
 pub mod paper;
 pub mod planner;

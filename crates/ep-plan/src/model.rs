@@ -1,88 +1,89 @@
-//! What is trained: the sizes of a mixture-of-experts layer, and how many tokens go through it.
+//! The model: the sizes of a mixture-of-experts layer, and the number of tokens that pass through it.
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{PlanError, Result, at_least_one, not_negative};
+use crate::error::{PlanError, Result, count, number};
+use crate::limits;
 use crate::routing::{ExpertShares, Routing};
 use crate::units::{Bytes, Flop};
 
-/// A model as people write it down; [`Model`] is the checked form.
+/// An unchecked description of a model; [`Model`] is the checked form.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelDescription {
-    /// Its name, for reports.
+    /// Name of the model, for reports.
     pub name: String,
-    /// Width of a token, elements.
+    /// `H`: width of a token, elements.
     pub hidden: usize,
     /// Inner width of an expert, elements.
     pub expert_intermediate: usize,
-    /// Matrices of an expert: 3 when it is gated (SwiGLU), 2 when it is not.
+    /// Matrices of an expert: 3 for gated experts (SwiGLU), 2 otherwise.
     #[serde(default = "gated")]
     pub expert_matrices: usize,
-    /// Routed experts of a layer.
+    /// `E`: routed experts of a layer.
     pub experts: usize,
-    /// Experts that a token chooses.
+    /// `K`: routed experts that a token chooses.
     pub topk: usize,
-    /// Experts that every token uses, beside the routed ones. They stay at home: their compute precedes the
-    /// experts'.
+    /// Experts that every token uses in addition to the routed ones. They do not migrate. Their compute counts as
+    /// compute before the routed experts.
     #[serde(default)]
     pub shared_experts: usize,
     /// Layers that have experts.
     pub moe_layers: usize,
-    /// Tokens of one GPU in one micro-batch.
+    /// `T`: tokens of one GPU in one micro-batch.
     pub tokens_per_gpu: usize,
-    /// Tokens that attend to each other: the sequence length.
+    /// Sequence length, tokens.
     pub context: usize,
-    /// Attention of a layer.
+    /// Sizes of the attention of a layer.
     #[serde(default)]
     pub attention: AttentionDescription,
-    /// Types of what is stored and sent.
+    /// Element types of weights, tokens and gradients.
     #[serde(default)]
     pub precision: PrecisionDescription,
-    /// How tokens spread over experts.
+    /// Distribution of the tokens over the experts.
     #[serde(default)]
     pub routing: Routing,
 }
 
-/// Attention of a layer, by what it costs.
+/// The sizes of the attention of a layer that determine its compute.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionDescription {
-    /// Parameters of the projections.
+    /// Parameters of the projections of a layer.
     pub parameters: f64,
-    /// Heads x (width of a query-key product + width of a value): multiply-adds per pair of tokens.
+    /// Multiply-adds per pair of tokens: heads x (query-key width + value width).
     pub score_width: f64,
 }
 
-/// Types of what is stored and sent.
+/// Element types of weights, tokens and gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PrecisionDescription {
-    /// Experts' weights.
+    /// Weights of experts.
     pub weights: ElementType,
-    /// Tokens on their way to experts.
+    /// Tokens in dispatch.
     pub dispatch: ElementType,
-    /// Experts' outputs on their way back.
+    /// Expert outputs in combine.
     pub combine: ElementType,
     /// Gradients of migrated experts.
     pub gradients: ElementType,
 }
 
-/// The type of an element, by its size.
+/// An element type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ElementType {
-    /// 4 bytes.
+    /// 4 bytes per element.
     F32,
-    /// 2 bytes.
+    /// 2 bytes per element.
     #[default]
     Bf16,
-    /// 1 byte, and an f32 scale per 128 elements.
+    /// 1 byte per element, and one f32 scale per 128 elements.
     Fp8,
 }
 
 impl ElementType {
-    /// Bytes per element, scales included.
+    /// Bytes per element, including scales.
     pub fn bytes(self) -> f64 {
         match self {
             Self::F32 => 4.0,
@@ -96,7 +97,7 @@ fn gated() -> usize {
     3
 }
 
-/// A model whose numbers make sense together.
+/// A checked model. Every number is inside its bounds of [`limits`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "ModelDescription", into = "ModelDescription")]
 pub struct Model {
@@ -110,15 +111,19 @@ impl TryFrom<ModelDescription> for Model {
     fn try_from(description: ModelDescription) -> Result<Self> {
         let ModelDescription { hidden, expert_intermediate, expert_matrices, experts, topk, .. } =
             description;
-        at_least_one("hidden (elements)", hidden)?;
-        at_least_one("expert_intermediate (elements)", expert_intermediate)?;
-        at_least_one("expert_matrices", expert_matrices)?;
-        at_least_one("experts", experts)?;
-        at_least_one("moe_layers", description.moe_layers)?;
-        at_least_one("tokens_per_gpu", description.tokens_per_gpu)?;
-        at_least_one("context (tokens)", description.context)?;
-        not_negative("attention.parameters", description.attention.parameters)?;
-        not_negative("attention.score_width", description.attention.score_width)?;
+        count("hidden (elements)", hidden, limits::WIDTH)?;
+        count("expert_intermediate (elements)", expert_intermediate, limits::WIDTH)?;
+        count("expert_matrices", expert_matrices, limits::MATRICES)?;
+        count("experts", experts, limits::EXPERTS)?;
+        count("shared_experts", description.shared_experts, limits::SHARED_EXPERTS)?;
+        count("moe_layers", description.moe_layers, limits::LAYERS)?;
+        count("tokens_per_gpu", description.tokens_per_gpu, limits::TOKENS)?;
+        count("context (tokens)", description.context, limits::TOKENS)?;
+        number("attention.parameters", description.attention.parameters, limits::ATTENTION_PARAMETERS)?;
+        number("attention.score_width", description.attention.score_width, limits::SCORE_WIDTH)?;
+        if topk > 0 && topk <= experts {
+            count("topk", topk, limits::TOPK)?;
+        }
         if topk == 0 || topk > experts {
             return Err(PlanError::Topk { topk, experts });
         }
@@ -146,50 +151,52 @@ impl From<Model> for ModelDescription {
 }
 
 impl Model {
-    /// The description it was made of.
+    /// The description of the model.
     pub fn description(&self) -> &ModelDescription {
         &self.description
     }
 
-    /// Each expert's share of all selections, none above `1/topk`.
+    /// Each expert's fraction of all selections; no fraction exceeds `1/topk`.
     pub fn shares(&self) -> &ExpertShares {
         &self.shares
     }
 
-    /// Tokens of one GPU in one micro-batch, as a factor.
+    /// `T`: tokens of one GPU in one micro-batch, as a factor of formulas.
     pub fn tokens(&self) -> f64 {
         self.description.tokens_per_gpu as f64
     }
 
-    /// Parameters of one expert.
+    /// Parameters of one expert: `hidden * expert_intermediate * expert_matrices`.
     pub fn expert_parameters(&self) -> f64 {
         let ModelDescription { hidden, expert_intermediate, expert_matrices, .. } = self.description;
         hidden as f64 * expert_intermediate as f64 * expert_matrices as f64
     }
 
-    /// `P`: one expert's weights.
+    /// `P`: bytes of one expert's weights.
     pub fn expert_bytes(&self) -> Bytes {
         Bytes(self.expert_parameters() * self.description.precision.weights.bytes())
     }
 
-    /// One expert's gradients.
+    /// Bytes of one expert's gradients.
     pub fn gradient_bytes(&self) -> Bytes {
         Bytes(self.expert_parameters() * self.description.precision.gradients.bytes())
     }
 
-    /// One token on its way to an expert.
+    /// Bytes of one token in dispatch.
     pub fn dispatch_row_bytes(&self) -> Bytes {
         Bytes(self.description.hidden as f64 * self.description.precision.dispatch.bytes())
     }
 
-    /// One token on its way back.
+    /// Bytes of one expert output in combine.
     pub fn combine_row_bytes(&self) -> Bytes {
         Bytes(self.description.hidden as f64 * self.description.precision.combine.bytes())
     }
 
-    /// Arithmetic of one GPU's tokens before the routed experts, forward: two operations per parameter of the
-    /// attention projections, the router and the shared experts, and causal attention (each token attends to half
-    /// of its context on average, two operations per multiply-add).
+    /// Operations before the routed experts for the tokens of one GPU, forward:
+    /// `T (2 (attention parameters + H E + shared experts * expert parameters) + score_width * context)`.
+    ///
+    /// Attention projections, router and shared experts take two operations per parameter. Causal attention takes two
+    /// operations per multiply-add, and each token attends to half of the context on average.
     pub fn pre_expert_flop(&self) -> Flop {
         let ModelDescription { hidden, experts, shared_experts, context, attention, .. } = self.description;
         let router = hidden as f64 * experts as f64;
@@ -198,7 +205,7 @@ impl Model {
         Flop(self.tokens() * (2.0 * (attention.parameters + router + shared) + scores))
     }
 
-    /// Arithmetic of the routed experts for as many tokens as one GPU has, forward: the average over all GPUs.
+    /// Operations of the routed experts per GPU, forward, as the mean over all GPUs: `T K 2 * expert parameters`.
     pub fn expert_flop(&self) -> Flop {
         Flop(self.tokens() * self.description.topk as f64 * 2.0 * self.expert_parameters())
     }
@@ -210,7 +217,7 @@ mod tests {
     use crate::presets;
 
     #[test]
-    fn the_sizes_of_a_deepseek_v3_layer() {
+    fn a_deepseek_v3_layer_has_the_published_sizes() {
         let model = Model::try_from(presets::deepseek_v3()).unwrap();
         assert_eq!(model.expert_parameters(), 44_040_192.0);
         assert_eq!(model.expert_bytes(), Bytes(88_080_384.0));
@@ -219,14 +226,17 @@ mod tests {
     }
 
     #[test]
-    fn impossible_models_say_what_would_be_possible() {
+    fn errors_of_impossible_models_name_the_possible_values() {
         let with = |change: fn(&mut ModelDescription)| {
             let mut description = presets::mixtral_8x7b();
             change(&mut description);
             Model::try_from(description).unwrap_err().to_string()
         };
         assert!(with(|model| model.topk = 9).contains("at least 1 and at most 8"));
-        assert!(with(|model| model.hidden = 0).contains("hidden (elements) is 0: it must be at least one"));
+        assert!(
+            with(|model| model.hidden = 0)
+                .contains("hidden (elements) is 0: it must be a whole number from 1 to 1048576")
+        );
         assert!(with(|model| model.tokens_per_gpu = 0).contains("tokens_per_gpu"));
         let skewed = with(|model| model.routing = Routing::Histogram(vec![93.0, 1., 1., 1., 1., 1., 1., 1.]));
         assert!(
@@ -235,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_read_checked_and_written_back() {
+    fn a_model_survives_json_and_is_checked_when_read() {
         let text = r#"{"name": "tiny", "hidden": 8, "expert_intermediate": 4, "experts": 4, "topk": 2, "moe_layers": 1,
             "tokens_per_gpu": 16, "context": 16, "precision": {"dispatch": "fp8"}}"#;
         let model: Model = serde_json::from_str(text).unwrap();

@@ -1,37 +1,39 @@
-//! The cases of the paper (arXiv 2510.19470), as inputs of the stream model and as numbers to compare with.
+//! The cases of the paper (arXiv 2510.19470): inputs of the stream model, and the results that the paper reports.
 //!
-//! Table IV does not follow from its own inputs. At the printed 128 Gbps the model gives domains of 1, 2, 8 and 8,
-//! where the paper reports 2, 4, 8 and 8; all four follow at 128 GB/s (or with ten times the compute). Both
-//! readings are here. The simulation gives no parameters; [`SimulationCase`] has ours, fitted to the ranges that
-//! it reports. No single configuration of the model gives both of its ranges, 1.05-1.45x and 1.31-3.76x.
+//! Table IV does not follow from its own inputs. At the printed 128 Gbps the model gives domains of 1, 2, 8 and 8;
+//! the paper reports 2, 4, 8 and 8. All four follow at 128 GB/s, or with ten times the compute. [`TableIvReading`]
+//! selects between the printed bandwidth and 128 GB/s.
+//!
+//! The paper gives no parameters for its simulation. [`SimulationCase`] has parameters of ours, fitted to the ranges
+//! of speedups that the paper reports (1.05-1.45x and 1.31-3.76x). No single configuration of the model gives both.
 
 use serde::Serialize;
 
 use crate::stream_model::StreamInput;
 use crate::units::{Bytes, BytesPerSecond, Seconds};
 
-/// One column of Table IV: a layer over eight GPUs.
+/// One column of Table IV: one layer over eight GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct TableIvCase {
     /// The paper's name of the case.
     pub name: &'static str,
-    /// `D` in MB.
+    /// `D`: bytes of tokens per GPU and all-to-all, MB (10⁶ bytes).
     pub token_mb: f64,
-    /// `P_E` in MB.
+    /// `P_E`: bytes of one GPU's experts as sent, MB (10⁶ bytes).
     pub expert_mb: f64,
-    /// `L` in ms.
+    /// `L`: compute before the experts, ms.
     pub pre_expert_ms: f64,
-    /// The domain size that the paper reports.
+    /// The domain size that the paper reports, GPUs.
     pub reported_domain_size: usize,
 }
 
-/// How Table IV's bandwidth is read.
+/// The bandwidth to assume for Table IV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TableIvReading {
-    /// 128 Gbps: does not give the reported Mix-1 and Mix-2.
+    /// 128 Gbit/s, as printed. The model does not give the reported domains of Mix-1 and Mix-2.
     AsPrinted,
-    /// 128 GB/s: gives all four.
+    /// 128 GB/s. The model gives all four reported domains.
     GigabytesPerSecond,
 }
 
@@ -68,7 +70,7 @@ pub const TABLE_IV: [TableIvCase; 4] = [
 ];
 
 impl TableIvCase {
-    /// The case as an input of the stream model.
+    /// The input of the stream model for this column, under one reading of the bandwidth.
     pub fn input(&self, reading: TableIvReading) -> StreamInput {
         StreamInput {
             gpus: 8,
@@ -83,16 +85,16 @@ impl TableIvCase {
     }
 }
 
-/// One cell of Table VII: messages of one level, for one domain size.
+/// One cell of Table VII: messages of one layer over a single level, summed over all GPUs, for one domain size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct TableViiCell {
     /// GPUs of the level.
     pub gpus: usize,
-    /// Domain size.
+    /// `S`: GPUs of a domain.
     pub domain_size: usize,
-    /// Messages of one all-to-all.
+    /// Messages of one all-to-all: `G (G / S - 1)`.
     pub all_to_all: usize,
-    /// Messages of the all-gather.
+    /// Messages of the all-gather: `G (S - 1)`.
     pub all_gather: usize,
 }
 
@@ -119,20 +121,20 @@ const fn cell(gpus: usize, domain_size: usize, all_to_all: usize, all_gather: us
     TableViiCell { gpus, domain_size, all_to_all, all_gather }
 }
 
-/// A layer of the paper's simulation: many datacenters of one GPU each. The parameters are ours.
+/// One layer of the paper's simulation: many datacenters of one GPU each. The parameters are ours, not the paper's.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SimulationCase {
-    /// What it stands for.
+    /// Which of the paper's two experiments the case reproduces.
     pub name: &'static str,
-    /// `D` in MB.
+    /// `D`: bytes of tokens per GPU and all-to-all, MB (10⁶ bytes).
     pub token_mb: f64,
-    /// `P_E` in bytes.
+    /// `P_E`: bytes of one GPU's experts as sent, bytes.
     pub expert_bytes: f64,
-    /// `L` in ms.
+    /// `L`: compute before the experts, ms.
     pub pre_expert_ms: f64,
 }
 
-/// Fitted to the range 1.05-1.45x that the paper reports for 1000 datacenters.
+/// Parameters fitted to the range 1.05-1.45x that the paper reports for 1000 datacenters.
 pub const SIMULATION_FIXED_DOMAIN: SimulationCase = SimulationCase {
     name: "fixed domain of half the datacenters",
     token_mb: 2.0,
@@ -140,7 +142,7 @@ pub const SIMULATION_FIXED_DOMAIN: SimulationCase = SimulationCase {
     pre_expert_ms: 15.168,
 };
 
-/// Fitted to the range 1.31-3.76x that the paper reports for growing domains.
+/// Parameters fitted to the range 1.31-3.76x that the paper reports for growing domains.
 pub const SIMULATION_GROWING_DOMAIN: SimulationCase = SimulationCase {
     name: "domains of a quarter, half and all datacenters",
     token_mb: 10.0,
@@ -149,7 +151,7 @@ pub const SIMULATION_GROWING_DOMAIN: SimulationCase = SimulationCase {
 };
 
 impl SimulationCase {
-    /// The case over `datacenters` datacenters with this bandwidth.
+    /// The input of the stream model for this many datacenters with links of `gbit_per_s` Gbit/s each.
     pub fn input(&self, datacenters: usize, gbit_per_s: f64) -> StreamInput {
         StreamInput {
             gpus: datacenters,
@@ -191,7 +193,7 @@ mod tests {
             expect(&case, AsPrinted, ["0.4271", "0.3802", "0.2865", "0.0990"], 8);
             expect(&case, GigabytesPerSecond, ["0.1400", "0.1342", "0.1224", "0.0990"], 8);
         }
-        // The second reading gives what the paper reports; so does ten times the compute.
+        // 128 GB/s gives the reported domains, and so does the printed bandwidth with ten times the compute.
         for case in TABLE_IV {
             assert_eq!(table_iv_row(&case, GigabytesPerSecond).1, case.reported_domain_size);
             let slower = TableIvCase { pre_expert_ms: 10.0 * case.pre_expert_ms, ..case };

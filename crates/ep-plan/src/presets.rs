@@ -1,7 +1,8 @@
-//! Models and clusters to start from. Each is a description whose fields may be changed before it is checked.
+//! Preset models and clusters. Each function returns a description whose fields may be changed before it is checked.
 //!
-//! Sizes of models are those of their published configuration files. Of clusters, sizes and link rates are the
-//! vendors'; what a vendor does not state (sustained throughput, latencies) is an assumption and marked as such.
+//! Sizes of models come from their published configuration files. Sizes and link rates of clusters come from the
+//! vendors' datasheets. Datasheets do not state sustained throughput and latencies: these are assumptions, and the
+//! sources mark them as assumed.
 
 use crate::cluster::{ClusterDescription, GpuDescription, LevelDescription, Sharing};
 use crate::model::{AttentionDescription, ModelDescription, PrecisionDescription};
@@ -13,7 +14,7 @@ pub const MODELS: [&str; 4] = ["deepseek-v3", "qwen3-235b", "mixtral-8x7b", "mix
 /// Names that [`cluster`] knows.
 pub const CLUSTERS: [&str; 4] = ["dgx-h100", "dgx-h200", "gb200-nvl36", "gb200-nvl72"];
 
-/// The model of this name, with 4096 tokens per GPU in sequences of 4096.
+/// The model of this name, with 4096 tokens per GPU in sequences of 4096 tokens. `None` for a name not in [`MODELS`].
 pub fn model(name: &str) -> Option<ModelDescription> {
     match name {
         "deepseek-v3" => Some(deepseek_v3()),
@@ -24,7 +25,7 @@ pub fn model(name: &str) -> Option<ModelDescription> {
     }
 }
 
-/// One datacenter of the cluster of this name with this many NVLink domains.
+/// One datacenter of this kind of cluster, with this many NVLink domains. `None` for a name not in [`CLUSTERS`].
 pub fn cluster(name: &str, nvlink_domains: usize) -> Option<ClusterDescription> {
     match name {
         "dgx-h100" => Some(dgx_h100(nvlink_domains)),
@@ -35,7 +36,8 @@ pub fn cluster(name: &str, nvlink_domains: usize) -> Option<ClusterDescription> 
     }
 }
 
-/// DeepSeek-V3: `config.json` of `deepseek-ai/DeepSeek-V3`; 61 layers, of which the first 3 are dense.
+/// DeepSeek-V3. Source: `config.json` of `deepseek-ai/DeepSeek-V3`. Of its 61 layers the first 3 are dense and not
+/// counted.
 pub fn deepseek_v3() -> ModelDescription {
     let (hidden, heads) = (7168.0, 128.0);
     // Multi-head latent attention: query rank 1536, key-value rank 512, head widths 128 (plain), 64 (rotary), 128
@@ -53,27 +55,28 @@ pub fn deepseek_v3() -> ModelDescription {
     }
 }
 
-/// Qwen3-235B-A22B: `config.json` of `Qwen/Qwen3-235B-A22B`; every layer has experts, none is shared.
+/// Qwen3-235B-A22B. Source: `config.json` of `Qwen/Qwen3-235B-A22B`. Every layer has experts; none is shared.
 pub fn qwen3_235b() -> ModelDescription {
     let attention = grouped_query_attention(4096.0, 64.0, 4.0, 128.0);
     ModelDescription { attention, ..routed("Qwen3-235B-A22B", [4096, 1536, 128, 8, 94]) }
 }
 
-/// Mixtral 8x7B: `config.json` of `mistralai/Mixtral-8x7B-v0.1`.
+/// Mixtral 8x7B. Source: `config.json` of `mistralai/Mixtral-8x7B-v0.1`.
 pub fn mixtral_8x7b() -> ModelDescription {
     let attention = grouped_query_attention(4096.0, 32.0, 8.0, 128.0);
     ModelDescription { attention, ..routed("Mixtral 8x7B", [4096, 14336, 8, 2, 32]) }
 }
 
-/// Mixtral 8x22B: `config.json` of `mistralai/Mixtral-8x22B-v0.1`.
+/// Mixtral 8x22B. Source: `config.json` of `mistralai/Mixtral-8x22B-v0.1`.
 pub fn mixtral_8x22b() -> ModelDescription {
     let attention = grouped_query_attention(6144.0, 48.0, 8.0, 128.0);
     ModelDescription { attention, ..routed("Mixtral 8x22B", [6144, 16384, 8, 2, 56]) }
 }
 
-/// Nodes of eight H100 SXM on one network: NVLink 900 GB/s both ways together, so 450 each; a 400 Gb/s network
-/// card per GPU (NVIDIA DGX H100 datasheet: 4 OSFP ports of 2 x 400 Gb/s for compute); 80 GB at 3.35 TB/s (H100
-/// SXM datasheet).
+/// One datacenter of DGX H100 nodes with eight H100 SXM each.
+///
+/// NVLink: 900 GB/s for both directions together, so 450 GB/s in each. Network: one 400 Gbit/s card per GPU (NVIDIA DGX
+/// H100 datasheet: 4 OSFP ports of 2 x 400 Gbit/s for compute). Memory: 80 GB at 3.35 TB/s (H100 SXM datasheet).
 pub fn dgx_h100(nodes: usize) -> ClusterDescription {
     let gpu = GpuDescription {
         name: "H100 SXM".into(),
@@ -84,7 +87,8 @@ pub fn dgx_h100(nodes: usize) -> ClusterDescription {
     one_datacenter("DGX H100", nodes, 8, 450.0, gpu)
 }
 
-/// Nodes of eight H200 SXM on one network: as [`dgx_h100`], with 141 GB at 4.8 TB/s (H200 datasheet).
+/// One datacenter of DGX H200 nodes with eight H200 SXM each: like [`dgx_h100`], with 141 GB of memory at 4.8 TB/s
+/// (H200 datasheet).
 pub fn dgx_h200(nodes: usize) -> ClusterDescription {
     let gpu = GpuDescription {
         name: "H200 SXM".into(),
@@ -95,19 +99,25 @@ pub fn dgx_h200(nodes: usize) -> ClusterDescription {
     one_datacenter("DGX H200", nodes, 8, 450.0, gpu)
 }
 
-/// Racks of 72 GPUs in one NVLink domain: NVLink 1.8 TB/s per GPU both ways together, so 900 GB/s each; a 400 Gb/s
-/// network card per GPU (DGX GB200 datasheet: 72 single-port OSFP); 186 GB at 8 TB/s per GPU (13.4 TB and 576 TB/s
-/// per rack, NVIDIA GB200 NVL72 page).
+/// One datacenter of GB200 NVL72 racks. The 72 GPUs of a rack form one NVLink domain.
+///
+/// NVLink: 1.8 TB/s per GPU for both directions together, so 900 GB/s in each. Network: one 400 Gbit/s card per GPU
+/// (DGX GB200 datasheet: 72 single-port OSFP). Memory: 186 GB at 8 TB/s per GPU (13.4 TB and 576 TB/s per rack, NVIDIA
+/// GB200 NVL72 page).
 pub fn gb200_nvl72(racks: usize) -> ClusterDescription {
     one_datacenter("GB200 NVL72", racks, 72, 900.0, gb200())
 }
 
-/// As [`gb200_nvl72`], with NVLink domains of 36 GPUs.
+/// Like [`gb200_nvl72`], with NVLink domains of 36 GPUs.
 pub fn gb200_nvl36(racks: usize) -> ClusterDescription {
     one_datacenter("GB200 NVL36", racks, 36, 900.0, gb200())
 }
 
-/// Datacenters of one kind, joined by links that all GPUs of a datacenter share.
+/// Equal datacenters, each connected by one uplink that all of its GPUs share.
+///
+/// `count` is the number of datacenters, `uplink_gbit_per_s` the bandwidth of an uplink in each direction, and
+/// `round_trip_s` the round-trip time between datacenters in seconds. `inside` describes one datacenter. The time to
+/// start a message is assumed to be 20 us.
 pub fn datacenters(
     count: usize,
     uplink_gbit_per_s: f64,
@@ -138,7 +148,7 @@ fn gb200() -> GpuDescription {
     }
 }
 
-/// NVLink domains joined by one 400 Gb/s rail per GPU.
+/// NVLink domains connected by one 400 Gbit/s rail per GPU.
 fn one_datacenter(
     name: &str,
     nvlink_domains: usize,
@@ -165,7 +175,7 @@ fn one_datacenter(
     ClusterDescription { name: format!("{nvlink_domains} x {name}"), levels: vec![rail, nvlink], gpu }
 }
 
-/// A model of `[hidden, expert_intermediate, experts, topk, moe_layers]`, everything else at its default.
+/// A model of `[hidden, expert_intermediate, experts, topk, moe_layers]` with defaults for everything else.
 fn routed(
     name: &str,
     [hidden, expert_intermediate, experts, topk, moe_layers]: [usize; 5],
@@ -187,7 +197,7 @@ fn routed(
     }
 }
 
-/// Projections of query, key, value and output, and the width of the scores and values of all heads.
+/// Grouped-query attention: the parameters of the four projections, and the score width of all heads.
 fn grouped_query_attention(
     hidden: f64,
     heads: f64,
@@ -220,10 +230,10 @@ mod tests {
         assert!(model("gpt-2").is_none() && cluster("abacus", 1).is_none());
     }
 
-    /// Routed and shared experts, attention, and the dense parts that the descriptions leave out (embeddings,
-    /// dense layers).
+    /// Counts routed and shared experts and attention. The tolerance covers the parts that descriptions leave out
+    /// (embeddings, dense layers).
     #[test]
-    fn the_models_have_the_parameters_that_their_names_say() {
+    fn models_have_the_published_numbers_of_parameters() {
         let billions = |description: ModelDescription| {
             let model = Model::try_from(description.clone()).unwrap();
             let experts =

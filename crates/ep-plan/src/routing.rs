@@ -1,42 +1,46 @@
-//! How tokens spread over experts, and how much busier that makes the busiest group.
+//! The distribution of tokens over experts, and the load of the busiest group of GPUs that follows from it.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 
 use serde::{Deserialize, Serialize};
 
 use crate::domain::Partition;
-use crate::error::{PlanError, Result, not_negative};
+use crate::error::{PlanError, Result, number};
+use crate::limits;
 
 /// The popularity of a layer's experts.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Routing {
-    /// All alike: what a perfect load balancer gives.
+    /// All experts are equally popular, as under a perfect load balancer.
     #[default]
     Even,
-    /// The `i`-th most popular expert is chosen in proportion to `i^-exponent`.
+    /// The probability of the `i`-th most popular expert is proportional to `i^-exponent`.
     Zipf {
-        /// 0 is even; 1 is the classical law.
+        /// The exponent: 0 is even, 1 is the classical Zipf law.
         exponent: f64,
-        /// Popularity says nothing about an expert's index, so the experts are shuffled, reproducibly.
+        /// Seed of the shuffle that maps ranks of popularity to expert indices.
         #[serde(default)]
         shuffle_seed: u64,
     },
-    /// Selections per expert, in any unit: a histogram of real routing.
+    /// Selections per expert, in any unit, measured from a real routing.
     Histogram(Vec<f64>),
 }
 
-/// Where experts live.
+/// The assignment of experts to GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
-    /// Experts in order, the same number on each GPU.
+    /// Experts are assigned in order of their indices, the same number to each GPU.
     #[default]
     InOrder,
-    /// Longest processing time first: the most popular expert goes to the least busy group that has room. Outer
-    /// levels are balanced first, since their links are the slow ones.
+    /// Longest processing time first: in order of falling popularity, each expert goes to the group with the least load
+    /// that has room. Outer levels are balanced first, because their links are the slowest.
     Lpt,
 }
 
-/// Each expert's share of all selections; the shares add up to 1.
+/// Each expert's share: its fraction of all selections of the layer. The shares add up to 1.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ExpertShares(Vec<f64>);
 
@@ -44,13 +48,13 @@ impl Routing {
     /// The shares of a layer's experts.
     ///
     /// # Errors
-    /// [`PlanError::Histogram`] for a histogram that does not have one count per expert or counts nothing,
-    /// [`PlanError::Quantity`] for a count or an exponent that is negative or not finite.
+    /// [`PlanError::Histogram`] when a histogram does not have one count per expert or all counts are zero,
+    /// [`PlanError::Quantity`] when a count or an exponent is outside its range of [`limits`].
     pub fn shares(&self, experts: usize) -> Result<ExpertShares> {
         let weights = match self {
             Self::Even => vec![1.0; experts],
             Self::Zipf { exponent, shuffle_seed } => {
-                not_negative("Zipf exponent", *exponent)?;
+                number("Zipf exponent", *exponent, limits::ZIPF)?;
                 let mut weights: Vec<f64> = (1..=experts).map(|rank| (rank as f64).powf(-exponent)).collect();
                 shuffle(&mut weights, *shuffle_seed);
                 weights
@@ -63,7 +67,11 @@ impl Routing {
                     )));
                 }
                 for (expert, &count) in counts.iter().enumerate() {
-                    not_negative(format!("routing histogram's count of expert {expert}"), count)?;
+                    number(
+                        format!("routing histogram's count of expert {expert}"),
+                        count,
+                        limits::SELECTIONS,
+                    )?;
                 }
                 counts.clone()
             }
@@ -79,16 +87,16 @@ impl Routing {
 }
 
 impl ExpertShares {
-    /// The shares, by expert.
+    /// The share of each expert.
     pub fn as_slice(&self) -> &[f64] {
         &self.0
     }
 
-    /// The shares with none above `1/topk`: a token chooses an expert at most once, so that no expert can have
-    /// more. What is above spreads over the other experts in proportion to their own shares.
+    /// The shares, limited to `1/topk`. A token chooses an expert at most once, so no larger share is possible. The
+    /// excess is spread over the other experts in proportion to their shares.
     ///
-    /// A steep Zipf law exceeds this bound (exponent 1 over 256 experts gives the first one 16% of all selections,
-    /// where top-8 leaves it 12.5%); a histogram of real routing never does.
+    /// A steep Zipf law exceeds this bound: with exponent 1 and 256 experts the first expert has 16% of all selections,
+    /// but top-8 allows at most 12.5%. A histogram of a real routing never exceeds it.
     #[must_use]
     pub fn capped(&self, topk: usize) -> Self {
         let cap = 1.0 / topk.max(1) as f64;
@@ -108,21 +116,21 @@ impl ExpertShares {
         Self(shares)
     }
 
-    /// How many times its even share the busiest group gets at each level: `h_l = N_l max_d Σ_{e in d} share_e`,
-    /// where the `N_l` groups of level `l` are what the domains of levels `0..=l` cut the experts into.
+    /// The load of the busiest group over the mean load, at each level: `h_l = N_l max_d Σ_{e in d} share_e`. The `N_l`
+    /// groups of level `l` are those into which the domains of levels `0..=l` divide the experts.
     ///
-    /// The last value is that of the expert domains, and so of expert compute: every GPU of a domain holds all its
-    /// experts and serves the tokens of its own dispatch group, so the load inside a domain is even. Larger
-    /// domains are therefore less uneven: migration balances.
+    /// The last value is the load factor of the expert domains and of expert compute. Inside an expert domain the load
+    /// is even: each GPU holds all experts of the domain and serves the tokens of its own dispatch group. Larger
+    /// domains therefore balance the load.
     ///
     /// # Errors
-    /// [`PlanError::Experts`] when the experts cannot be spread evenly over the partition's GPUs.
+    /// [`PlanError::Experts`] when the number of experts is not a multiple of the number of GPUs.
     pub fn hot_factors(&self, partition: &Partition, placement: Placement) -> Result<Vec<f64>> {
         let domains = partition.domains();
         let loads_by_level = match placement {
             Placement::InOrder => self.loads_in_order(partition)?,
             Placement::Lpt => {
-                partition.expert_domain_of_experts(self.0.len())?; // the same divisibility
+                partition.expert_domain_of_experts(self.0.len())?; // checks that the GPUs divide the experts
                 self.loads_lpt(&domains)
             }
         };
@@ -135,7 +143,7 @@ impl ExpertShares {
             .collect())
     }
 
-    /// Load of every group of every level when experts are spread in order.
+    /// Load of every group of every level under [`Placement::InOrder`].
     fn loads_in_order(&self, partition: &Partition) -> Result<Vec<Vec<f64>>> {
         let domains = partition.domains();
         let mut loads = vec![0.0; domains.iter().product()];
@@ -143,7 +151,7 @@ impl ExpertShares {
         for (&share, domain) in self.0.iter().zip(placement) {
             loads[domain] += share;
         }
-        // The number of an expert domain is mixed radix, so an outer group is a run of inner ones.
+        // Expert domains are numbered in mixed radix, so an outer group is a run of consecutive inner groups.
         let mut by_level = vec![loads];
         for &inner in domains[1..].iter().rev() {
             let outer = by_level[by_level.len() - 1].chunks(inner).map(|run| run.iter().sum()).collect();
@@ -153,7 +161,7 @@ impl ExpertShares {
         Ok(by_level)
     }
 
-    /// Load of every group of every level, each level's groups balanced by LPT inside the outer groups.
+    /// Load of every group of every level under [`Placement::Lpt`]: each level is balanced inside the outer groups.
     fn loads_lpt(&self, domains: &[usize]) -> Vec<Vec<f64>> {
         let mut sorted = self.0.clone();
         sorted.sort_by(|a, b| b.total_cmp(a));
@@ -167,23 +175,25 @@ impl ExpertShares {
     }
 }
 
-/// Splits descending shares into equally many per part, each share to the least busy part that has room.
+/// Splits descending shares into parts of equal length. Each share goes to the part with the least load that has room.
 fn split_lpt(descending: &[f64], parts: usize) -> Vec<Vec<f64>> {
     let room = descending.len() / parts;
     let mut groups = vec![Vec::with_capacity(room); parts];
-    let mut loads = vec![0.0; parts];
+    // Parts with room, ordered by load and then by index. Loads are not negative, so their bits have the order of their
+    // values.
+    let mut open: BinaryHeap<Reverse<(u64, usize)>> = (0..parts).map(|part| Reverse((0, part))).collect();
     for &share in descending {
-        let least = (0..parts)
-            .filter(|&part| groups[part].len() < room)
-            .min_by(|&a, &b| f64::total_cmp(&loads[a], &loads[b]))
-            .unwrap_or(0);
-        groups[least].push(share);
-        loads[least] += share;
+        let Some(Reverse((load, part))) = open.pop() else { break };
+        groups[part].push(share);
+        if groups[part].len() < room {
+            open.push(Reverse(((f64::from_bits(load) + share).to_bits(), part)));
+        }
     }
     groups
 }
 
-/// Fisher-Yates with SplitMix64: the same order everywhere, forever.
+/// Fisher-Yates shuffle with SplitMix64, implemented here so that a seed gives the same order on every platform and
+/// with every version of the dependencies.
 fn shuffle(items: &mut [f64], seed: u64) {
     let mut state = seed;
     let mut next = || {
@@ -209,9 +219,9 @@ mod tests {
         shares.hot_factors(&partition, placement).unwrap()[0]
     }
 
-    /// Zipf 1, 256 experts on 128 GPUs: 21.9, 3.5 and 2.8 in the specification. The first two depend on the
-    /// shuffle (21.9: the first expert beside the 21st); ours are means over 500 shuffles, where at S = 1 the mean
-    /// is known exactly: the first expert beside an average one, 21.3. LPT does not depend on the shuffle.
+    /// For Zipf 1 and 256 experts on 128 GPUs, the reference values are 21.9, 3.5 and 2.8. The first two depend on the
+    /// shuffle (21.9: the first expert shares a GPU with the 21st). This test takes means over 500 shuffles; for S = 1
+    /// the exact mean is 21.3, the first expert with an average one. LPT does not depend on the shuffle.
     #[test]
     fn hot_factors_of_a_zipf_law() {
         let mean = |domain_size| {
@@ -232,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_above_one_selection_per_token_spread_over_the_rest() {
+    fn shares_above_the_bound_are_spread_over_the_other_experts() {
         let shares = Routing::Zipf { exponent: 1.0, shuffle_seed: 0 }.shares(256).unwrap();
         assert!(shares.as_slice().iter().any(|&share| share > 0.16));
         let capped = shares.capped(8);
@@ -243,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_histograms_say_what_is_missing() {
+    fn errors_of_impossible_histograms_say_what_is_missing() {
         let error = |counts: &[f64]| Routing::Histogram(counts.to_vec()).shares(2).unwrap_err().to_string();
         assert!(error(&[1.0]).contains("1 counts for 2 experts; give one count per expert"));
         assert!(error(&[0.0, 0.0]).contains("count at least one token"));
@@ -260,9 +270,9 @@ mod tests {
     }
 
     proptest! {
-        /// Every group's load, added up expert by expert from the definition of a location.
+        /// Compares with loads that are summed expert by expert from the definition of a location.
         #[test]
-        fn hot_factors_by_enumeration(counts in prop::collection::vec(0.1..100.0f64, 48), pick in 0..12usize) {
+        fn hot_factors_agree_with_enumeration(counts in prop::collection::vec(0.1..100.0f64, 48), pick in 0..12usize) {
             let shares = Routing::Histogram(counts).shares(48).unwrap();
             let choices = crate::divisors::divisor_product(&[2, 3, 4]);
             let sizes = &choices[pick % choices.len()];
@@ -278,7 +288,7 @@ mod tests {
                 let busiest = loads.values().copied().fold(0.0, f64::max) * loads.len() as f64;
                 prop_assert!((factor - busiest).abs() < 1e-9);
             }
-            // An outer group is a union of inner ones, so no coarser cut is more uneven.
+            // An outer group is a union of inner groups, so its load factor cannot be larger.
             let balanced = shares.hot_factors(&partition, Placement::Lpt).unwrap();
             for factors in [factors, balanced] {
                 prop_assert!(factors.windows(2).all(|pair| pair[0] <= pair[1] + 1e-9));

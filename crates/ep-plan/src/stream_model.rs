@@ -1,16 +1,34 @@
-//! The stream model of the paper, exactly: one level, one GPU per datacenter, one layer.
+//! The paper's stream model (arXiv 2510.19470): the time of one layer over one level of `G` equal GPUs.
 //!
-//! `G` GPUs exchange `D` bytes of tokens each, twice per layer (dispatch and combine). Cut into expert domains of
-//! `S` GPUs, each GPU first gathers the experts of its domain, `P_E` bytes from every other member; then only
-//! tokens for other domains travel. The gather hides behind the `L` seconds of compute before the experts, and
-//! expert compute hides behind both transfers, so that a layer takes
+//! Each GPU exchanges `D` bytes of tokens twice per layer, in dispatch and in combine. The GPUs form expert domains of
+//! `S` GPUs. Each GPU first gathers the experts of its domain, `P_E` bytes from each of the `S − 1` other members;
+//! only tokens for other domains then travel. The gather runs during the `L` seconds of compute before the experts.
+//! Expert compute is hidden behind the transfers and costs nothing. With a bandwidth of `B` bytes per second and GPU,
+//! the layer takes
 //!
 //! ```text
-//! lat(S) = max(L, P_E (S − 1) / B) + 2 D (G − S) / (G B)
+//! lat(S) = max(L, P_E (S − 1) / B) + 2 D (G − S) / (G B)        seconds
 //! ```
 //!
-//! `S = 1` is plain expert parallelism; `S = G` moves experts only. The paper speaks of `p = (G − S) / (G − 1)`,
-//! the proportion sent as data; a domain must divide `G`, so `S` is what is stored here and `p` is for display.
+//! `S = 1` is plain expert parallelism; `S = G` moves experts only. The paper describes a choice by the proportion
+//! sent as data, `p = (G − S) / (G − 1)`. This module stores `S`, because `S` must divide `G`, and converts to `p` for
+//! display.
+//!
+//! ```
+//! use ep_plan::units::{Bytes, BytesPerSecond, Seconds};
+//! use ep_plan::{StreamInput, StreamModel};
+//!
+//! let model = StreamModel::new(StreamInput {
+//!     gpus: 8,
+//!     token_bytes: Bytes::from_mb(8.0),
+//!     expert_bytes: Bytes::from_mb(2.35),
+//!     bandwidth: BytesPerSecond::from_gb_per_s(128.0),
+//!     pre_expert: Seconds::from_ms(0.049),
+//! })?;
+//! assert_eq!(model.best_domain_size(), 4);
+//! assert!(model.latency(4)? < model.latency(1)?);
+//! # Ok::<(), ep_plan::PlanError>(())
+//! ```
 
 use serde::{Deserialize, Serialize};
 
@@ -18,58 +36,60 @@ use crate::divisors::divisors;
 use crate::error::{PlanError, Result, at_least_one, not_negative, positive};
 use crate::units::{Bytes, BytesPerSecond, Seconds};
 
-/// Latencies closer than this, relatively, are equal: the smaller domain wins, which holds fewer experts.
+/// Latencies whose relative difference is below this count as equal. The smaller domain then wins: it holds fewer
+/// experts in memory.
 pub(crate) const TIE: f64 = 1e-12;
 
-/// The five numbers of the model, not yet checked.
+/// The five parameters of the model, unchecked.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StreamInput {
-    /// `G`: how many GPUs exchange tokens.
+    /// `G`: GPUs that exchange tokens.
     pub gpus: usize,
-    /// `D`: bytes of tokens that one GPU contributes to one all-to-all, its own share included.
+    /// `D`: bytes of tokens that one GPU contributes to one all-to-all, including those for its own experts.
     pub token_bytes: Bytes,
-    /// `P_E`: bytes of one GPU's experts as they are sent (compressed, where they are).
+    /// `P_E`: bytes of one GPU's experts as they are sent, after compression if there is any.
     pub expert_bytes: Bytes,
-    /// `B`: what one GPU sends per second.
+    /// `B`: bandwidth of one GPU, in each direction.
     pub bandwidth: BytesPerSecond,
-    /// `L`: compute of a layer before its experts.
+    /// `L`: compute time of a layer before its experts.
     pub pre_expert: Seconds,
 }
 
-/// The stream model for one checked set of numbers.
+/// The stream model for one checked set of parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct StreamModel {
     #[serde(flatten)]
     input: StreamInput,
 }
 
-/// Which of the model's three cases decides.
+/// The case of the model that determines its continuous optimum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Regime {
-    /// `2 D ≥ G P_E`: another member of the domain saves at least the bytes that it costs, hidden or not.
+    /// `2 D ≥ G P_E`: each further member of a domain saves at least as many bytes of tokens as it adds of experts.
     ExpertsAreLighter,
     /// `B L ≥ P_E (G − 1)`: even the gather of all experts hides behind compute. The paper omits this case.
     GatherHides,
-    /// Neither: the gather should just fill the compute before the experts.
+    /// Neither: at the optimum the gather takes exactly as long as the compute before the experts.
     Interior,
 }
 
-/// Where the latency would be least if a domain could have any size.
+/// The minimum of the latency over real, not only integer, domain sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ContinuousOptimum {
-    /// `S*`, between 1 and `G`.
+    /// `S*`: the best real domain size, from 1 to `G` GPUs.
     pub domain_size: f64,
-    /// Which case it is.
+    /// The case that determines `S*`.
     pub regime: Regime,
 }
 
 impl StreamModel {
-    /// Checks the numbers.
+    /// Checks the parameters and builds the model.
     ///
     /// # Errors
-    /// [`PlanError::Quantity`] for no GPU, a bandwidth that is not above zero, or a negative or infinite amount.
+    /// [`PlanError::Quantity`] when there is no GPU, when the bandwidth is not above zero, or when a parameter is
+    /// negative, infinite or NaN.
     pub fn new(input: StreamInput) -> Result<Self> {
         at_least_one("number of GPUs", input.gpus)?;
         not_negative("token bytes", input.token_bytes.0)?;
@@ -79,7 +99,7 @@ impl StreamModel {
         Ok(Self { input })
     }
 
-    /// The numbers it was made of.
+    /// The parameters of the model.
     pub fn input(&self) -> &StreamInput {
         &self.input
     }
@@ -87,17 +107,17 @@ impl StreamModel {
     /// The same model with another bandwidth.
     ///
     /// # Errors
-    /// As [`StreamModel::new`].
+    /// [`PlanError::Quantity`] when the bandwidth is not above zero and finite.
     pub fn with_bandwidth(self, bandwidth: BytesPerSecond) -> Result<Self> {
         Self::new(StreamInput { bandwidth, ..self.input })
     }
 
-    /// The sizes that a domain may have: the divisors of `G`.
+    /// The possible domain sizes: the divisors of `G`, ascending.
     pub fn domain_sizes(&self) -> Vec<usize> {
         divisors(self.input.gpus)
     }
 
-    /// Bytes that a GPU sends in one all-to-all: `D (G − S) / G`. A layer has two.
+    /// Bytes that one GPU sends in one all-to-all: `D (G − S) / G`. A layer has two all-to-alls.
     ///
     /// # Errors
     /// [`PlanError::DomainSize`] when `domain_size` does not divide `G`.
@@ -105,7 +125,7 @@ impl StreamModel {
         self.check(domain_size).map(|()| self.all_to_all_at(domain_size as f64))
     }
 
-    /// Bytes that a GPU receives in the all-gather of its domain's experts: `P_E (S − 1)`.
+    /// Bytes that one GPU receives in the all-gather of its domain's experts: `P_E (S − 1)`.
     ///
     /// # Errors
     /// [`PlanError::DomainSize`] when `domain_size` does not divide `G`.
@@ -113,7 +133,7 @@ impl StreamModel {
         self.check(domain_size).map(|()| self.all_gather_at(domain_size as f64))
     }
 
-    /// Time of a layer: `lat(S)`.
+    /// Time of one layer: `lat(S)`, by the formula in the [module documentation](self).
     ///
     /// # Errors
     /// [`PlanError::DomainSize`] when `domain_size` does not divide `G`.
@@ -121,7 +141,7 @@ impl StreamModel {
         self.check(domain_size).map(|()| self.latency_at(domain_size as f64))
     }
 
-    /// How many times faster a layer is than under plain expert parallelism: `lat(1) / lat(S)`.
+    /// Speedup of a layer over plain expert parallelism: `lat(1) / lat(S)`.
     ///
     /// # Errors
     /// [`PlanError::DomainSize`] when `domain_size` does not divide `G`.
@@ -139,10 +159,10 @@ impl StreamModel {
         Ok(if others == 0 { 0.0 } else { (self.input.gpus - domain_size) as f64 / others as f64 })
     }
 
-    /// The domain size of a proportion: `S = G − p (G − 1)`.
+    /// The domain size that gives a data proportion `p`: `S = G − p (G − 1)`.
     ///
     /// # Errors
-    /// [`PlanError::Proportion`] when that is not a divisor of `G`, to within rounding.
+    /// [`PlanError::Proportion`] when `S` is not, up to rounding, a divisor of `G`.
     pub fn domain_size_of(&self, data_proportion: f64) -> Result<usize> {
         let gpus = self.input.gpus;
         let exact = gpus as f64 - data_proportion * (gpus as f64 - 1.0);
@@ -158,10 +178,10 @@ impl StreamModel {
         )
     }
 
-    /// The minimum of `lat` over real domain sizes.
+    /// The minimum of `lat` over real domain sizes from 1 to `G`.
     ///
-    /// Inside the first case's bound, `lat` falls while the gather hides behind `L` and rises after, so the
-    /// minimum is where the two are equal: `S* = 1 + B L / P_E`, whatever `G` is.
+    /// In the first two cases of [`Regime`] the minimum is at `G`. Otherwise `lat` falls while the gather hides behind
+    /// `L` and rises afterwards, so the minimum is where both take equally long: `S* = 1 + B L / P_E`.
     pub fn continuous_optimum(&self) -> ContinuousOptimum {
         let StreamInput { gpus, token_bytes, expert_bytes, bandwidth, pre_expert } = self.input;
         let gpus = gpus as f64;
@@ -175,19 +195,19 @@ impl StreamModel {
         }
     }
 
-    /// The best domain size, by the closed form; ties to the smaller.
+    /// The divisor of `G` with the least latency, by the closed form. Of equal latencies, the smaller domain wins.
     ///
-    /// `lat` is convex, so the best divisor is one of the two next to `S*`. Rounding to the nearer of them is
-    /// wrong in about one case of twenty.
+    /// `lat` is convex, so the best divisor is one of the two neighbours of `S*`. The function compares both: rounding
+    /// `S*` to the nearer one is wrong in about one case of twenty.
     pub fn best_domain_size(&self) -> usize {
         let StreamInput { gpus, token_bytes, expert_bytes, bandwidth, pre_expert } = self.input;
         if token_bytes == Bytes::ZERO {
-            return 1; // nothing to save
+            return 1; // there are no tokens to save
         }
         if token_bytes.0 * 2.0 > expert_bytes.0 * gpus as f64 * (1.0 + TIE) {
             return gpus;
         }
-        // Where both slopes are equal lat is flat beyond this point, and the tie goes to its near end.
+        // With equal slopes (2 D = G P_E), lat is flat beyond this point: the tie goes to its smallest domain.
         let kink = 1.0 + bandwidth * pre_expert / expert_bytes;
         if kink >= gpus as f64 {
             return gpus;
@@ -197,7 +217,8 @@ impl StreamModel {
         self.least(&sizes[above.saturating_sub(1)..sizes.len().min(above + 1)])
     }
 
-    /// The best domain size, by trying every divisor; ties to the smaller. The oracle of the closed form.
+    /// The divisor of `G` with the least latency, by trying every divisor. Of equal latencies, the smaller domain wins.
+    /// Tests compare [`best_domain_size`](Self::best_domain_size) with this function.
     pub fn best_domain_size_by_search(&self) -> usize {
         self.least(&self.domain_sizes())
     }
@@ -228,7 +249,7 @@ impl StreamModel {
     }
 }
 
-/// Checks that a domain divides its level.
+/// Checks that the domain size divides the number of members of its level.
 pub(crate) fn check_domain_size(level: usize, domain_size: usize, scaling_factor: usize) -> Result<()> {
     if domain_size > 0 && scaling_factor.is_multiple_of(domain_size) {
         return Ok(());
@@ -260,7 +281,7 @@ mod tests {
         .unwrap()
     }
 
-    /// Numbers spread over decades, so that every regime occurs.
+    /// Parameters spread over decades, so that every regime occurs.
     fn random_model(rng: &mut ChaCha8Rng) -> StreamModel {
         let mut decades = |low: f64, high: f64| 10f64.powf(rng.random_range(low..high));
         let (tokens, experts) = (decades(-2.0, 3.0), decades(-4.0, 3.0));
@@ -277,7 +298,7 @@ mod tests {
             regimes[model.continuous_optimum().regime as usize] += 1;
             assert_eq!(model.best_domain_size(), model.best_domain_size_by_search(), "{model:?}");
         }
-        assert!(regimes.iter().all(|&count| count > 1000), "a regime was hardly tried: {regimes:?}");
+        assert!(regimes.iter().all(|&count| count > 1000), "a regime occurred too rarely: {regimes:?}");
     }
 
     #[test]
@@ -321,7 +342,7 @@ mod tests {
         // Flat only beyond the point where the gather fills the compute: S = 1 + 16 GB/s x 0.1875 ms / 1 MB = 4.
         let flat_from_four = model(8, 4.0, 1.0, 16.0, 0.1875);
         assert_eq!((flat_from_four.best_domain_size(), flat_from_four.best_domain_size_by_search()), (4, 4));
-        // No tokens: nothing to save, whatever hides.
+        // Without tokens, no domain saves anything.
         let idle = model(8, 0.0, 0.0, 16.0, 1.0);
         assert_eq!((idle.best_domain_size(), idle.best_domain_size_by_search()), (1, 1));
     }

@@ -1,7 +1,8 @@
-//! Quantities whose mix-up costs a factor of eight or of a thousand: bytes, seconds, bytes per second,
-//! floating-point operations. Everything else is a plain number whose name carries its unit.
+//! Types for quantities that are easily confused by a factor of eight or a thousand: bytes, seconds, bytes per second,
+//! floating-point operations. Every other quantity is a plain number whose name carries its unit.
 //!
-//! The prefixes are decimal throughout (1 MB = 10⁶ bytes), as links and the paper count them.
+//! Each type wraps an `f64` in the base unit. Prefixes are decimal (1 MB = 10⁶ bytes), as for link rates and in the
+//! paper.
 
 use std::fmt;
 use std::iter::Sum;
@@ -17,7 +18,7 @@ macro_rules! quantity {
         pub struct $name(pub f64);
 
         impl $name {
-            /// None at all.
+            /// Zero.
             pub const ZERO: Self = Self(0.0);
 
             /// The larger of two.
@@ -89,40 +90,40 @@ macro_rules! quantity {
 }
 
 quantity! {
-    /// An amount of data. Fractions are allowed: these are expectations over many tokens.
+    /// An amount of data, bytes. Fractions are allowed: amounts are expectations over many tokens.
     Bytes, "B"
 }
 quantity! {
-    /// A duration.
+    /// A duration, seconds.
     Seconds, "s"
 }
 quantity! {
-    /// The rate of a link or a memory, in one direction.
+    /// The rate of a link or a memory in one direction, bytes per second.
     BytesPerSecond, "B/s"
 }
 quantity! {
-    /// An amount of arithmetic.
+    /// A number of floating-point operations. A multiply-add counts as two.
     Flop, "FLOP"
 }
 quantity! {
-    /// The rate at which arithmetic is done.
+    /// A rate of arithmetic, floating-point operations per second.
     FlopPerSecond, "FLOP/s"
 }
 
 impl Bytes {
-    /// Megabytes (10⁶).
+    /// From megabytes (10⁶ bytes).
     pub fn from_mb(megabytes: f64) -> Self {
         Self(megabytes * 1e6)
     }
 
-    /// Gigabytes (10⁹).
+    /// From gigabytes (10⁹ bytes).
     pub fn from_gb(gigabytes: f64) -> Self {
         Self(gigabytes * 1e9)
     }
 }
 
 impl Seconds {
-    /// Milliseconds.
+    /// From milliseconds.
     pub fn from_ms(milliseconds: f64) -> Self {
         Self(milliseconds * 1e-3)
     }
@@ -134,12 +135,12 @@ impl Seconds {
 }
 
 impl BytesPerSecond {
-    /// Gigabits per second: how links are sold.
+    /// From gigabits (10⁹ bits) per second, the usual unit of link rates.
     pub fn from_gbit_per_s(gigabits: f64) -> Self {
         Self(gigabits * 1e9 / 8.0)
     }
 
-    /// Gigabytes (10⁹) per second: how memories are sold.
+    /// From gigabytes (10⁹ bytes) per second, the usual unit of memory rates.
     pub fn from_gb_per_s(gigabytes: f64) -> Self {
         Self(gigabytes * 1e9)
     }
@@ -151,7 +152,7 @@ impl BytesPerSecond {
 }
 
 impl FlopPerSecond {
-    /// Teraflops.
+    /// From TFLOP/s (10¹² operations per second).
     pub fn from_tflops(teraflops: f64) -> Self {
         Self(teraflops * 1e12)
     }
@@ -178,7 +179,7 @@ impl Div<FlopPerSecond> for Flop {
     }
 }
 
-/// Four significant digits with the prefix that keeps the number between 1 and 1000.
+/// Writes four significant digits with the prefix that keeps the number between 1 and 1000.
 fn write_with_prefix(f: &mut fmt::Formatter<'_>, value: f64, symbol: &str) -> fmt::Result {
     const PREFIXES: [(f64, &str); 8] =
         [(1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ")];
@@ -209,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn quantities_are_printed_for_people() {
+    fn quantities_are_printed_with_four_digits_and_a_prefix() {
         assert_eq!(Seconds(0.1873).to_string(), "187.3 ms");
         assert_eq!(Seconds(0.000_02).to_string(), "20.00 µs");
         assert_eq!(Bytes(58_720_256.0).to_string(), "58.72 MB");

@@ -1,8 +1,7 @@
-//! The six reference picks of the richer model: a DeepSeek-V3 layer over two datacenters of eight nodes of eight
-//! GPUs.
+//! Six reference results of the full model: a DeepSeek-V3 layer over two datacenters of eight nodes of eight GPUs.
 //!
-//! They were computed by somebody else from the same table of formulas. All six agree, times within 1%; the one
-//! choice that the table leaves open is the number of live layers (see NOTES.md).
+//! The reference was computed independently from the same formulas. All six domain sizes agree, and times agree within
+//! 1%. The formulas leave one choice open, the number of live layers (see NOTES.md).
 
 use ep_plan::planner::{BaselineKind, Work};
 use ep_plan::{Options, Plan, Planner, presets};
@@ -31,7 +30,7 @@ fn near(found: f64, reference: f64, tolerance: f64) -> bool {
 }
 
 #[test]
-fn forward_picks() {
+fn forward_plans_agree_with_the_reference() {
     let reference =
         [(10.0, [2, 8, 2], 187.0, 32.0), (100.0, [2, 8, 2], 24.9, 25.0), (400.0, [2, 4, 1], 15.5, 12.0)];
     for (uplink, domain_sizes, milliseconds, speedup) in reference {
@@ -48,7 +47,7 @@ fn forward_picks() {
 }
 
 #[test]
-fn training_picks() {
+fn training_plans_agree_with_the_reference() {
     for (uplink, speedup) in [(10.0, 1.28), (100.0, 1.30), (400.0, 1.37)] {
         let plan = plan(Work::Training, uplink, 2);
         assert_eq!(plan.best.domain_sizes, [2, 2, 1], "{uplink} Gbit/s");
@@ -60,9 +59,9 @@ fn training_picks() {
     }
 }
 
-/// With one live layer a larger domain fits, and is better by less than a percent.
+/// With one live layer a larger domain fits into memory; it is faster by less than a percent.
 #[test]
-fn live_layers_decide_between_two_near_equal_picks() {
+fn one_live_layer_allows_a_slightly_faster_larger_domain() {
     for uplink in [10.0, 100.0] {
         let (one, two) = (plan(Work::Forward, uplink, 1), plan(Work::Forward, uplink, 2));
         assert_eq!(one.best.domain_sizes, [2, 8, 4]);

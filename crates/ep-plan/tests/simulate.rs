@@ -1,4 +1,4 @@
-//! The simulator against the models that it is to agree with, and against what any simulator must obey.
+//! Compares the simulator with the stream model and the planner, and checks properties that every simulator must have.
 
 #![expect(clippy::unwrap_used, reason = "a test's own input")]
 
@@ -15,8 +15,8 @@ use ep_plan::simulate::{
 use ep_plan::{Cluster, ClusterDescription, Model, Options, StreamInput, StreamModel, presets};
 use proptest::prelude::*;
 
-/// Simulated over closed-form speedups may differ by this, relatively: the schedules are the same, so that only
-/// rounding remains.
+/// Largest relative difference between simulated and closed-form speedups. The schedules are the same, so only rounding
+/// remains.
 const SPEEDUP_TOLERANCE: f64 = 1e-9;
 
 fn stream(input: StreamInput, domain_size: usize) -> f64 {
@@ -55,9 +55,9 @@ fn the_papers_simulation_with_growing_domains() {
     assert_eq!(decline.map(|speedup| format!("{speedup:.4}")), ["4.0884", "1.6055", "1.3356", "1.2322"]);
 }
 
-/// Jitter is what the closed form does not have: a thousand GPUs wait for the slowest of them.
+/// The closed form has no jitter. In the simulation a thousand GPUs wait for the slowest of them.
 #[test]
-fn jitter_costs_the_paper_some_of_its_speedup() {
+fn jitter_reduces_the_speedup_of_the_papers_simulation() {
     let input = SIMULATION_GROWING_DOMAIN.input(1000, 1.0);
     let run = |domain_size| {
         let options = SimulationOptions { jitter: 0.1, seed: 1, ..SimulationOptions::default() };
@@ -72,7 +72,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_stream_model_is_what_the_simulator_does(
+    fn simulated_steps_equal_the_stream_model(
         gpus in 1..=60usize,
         pick in any::<prop::sample::Index>(),
         (tokens, experts, rate, pre_expert) in (0.01..100.0f64, 0.001..10.0f64, 0.1..400.0f64, 0.0..50.0f64),
@@ -120,9 +120,9 @@ fn schemes() -> [Scheme; 4] {
     [Scheme::Plain, Scheme::Hierarchical, hybrid([2, 1, 1]), hybrid([2, 1, 2])]
 }
 
-/// Latency counted by hand: `alpha` per message, a round trip per exchange.
+/// Latency computed by hand: `alpha` per message, a round trip per exchange.
 #[test]
-fn every_message_and_every_exchange_is_paid() {
+fn every_message_pays_alpha_and_every_exchange_a_round_trip() {
     let mut cluster = presets::datacenters(6, 10.0, 0.25, presets::dgx_h100(1));
     cluster.levels.truncate(1);
     cluster.levels[0].alpha_s = 0.5;
@@ -138,20 +138,20 @@ fn every_message_and_every_exchange_is_paid() {
         ((outcome.step_seconds.0 * 1e4).round() / 1e4, outcome.messages)
     };
     let (once, per_chunk) = (MessageStart::PerExchange, MessageStart::PerChunk);
-    // Five peers, there and back: 2 x (5 x 0.5 + 0.25), for each of two layers.
+    // Dispatch and combine with five peers: 2 x (5 x 0.5 + 0.25), for each of two layers.
     assert_eq!(seconds(Scheme::Plain, once, 1, 2), (11.0, 120.0));
-    // In four chunks, the first combines go out while the last dispatch is on its way: one round trip less.
+    // With four chunks, the first combines are sent while the last dispatch is in flight: one round trip less.
     assert_eq!(seconds(Scheme::Plain, once, 4, 1), (5.25, 60.0));
     // Four chunks of five messages each.
     assert_eq!(seconds(Scheme::Plain, per_chunk, 4, 1), (20.25, 240.0));
-    // A gather from two others (1.25); the dispatch to one other domain (0.75) waits beside it, for latency keeps
-    // no link busy; then the combine (0.75).
+    // A gather from two peers (1.25); the dispatch to one other domain (0.75) overlaps with it, because latency does
+    // not occupy links; then the combine (0.75).
     let domains = Scheme::Hybrid { domain_sizes: vec![3] };
     assert_eq!(seconds(domains, once, 1, 1), (2.0, 24.0));
 }
 
 #[test]
-fn bytes_in_are_bytes_out_and_no_link_carries_more_than_it_can() {
+fn sent_bytes_arrive_and_no_link_exceeds_its_capacity() {
     for sharing in [Sharing::PerGpu, Sharing::PerMember, Sharing::Gpus(2)] {
         let cluster = cluster_of(4, 4, |cluster| cluster.levels[0].sharing = sharing);
         for scheme in schemes() {
@@ -172,7 +172,7 @@ fn bytes_in_are_bytes_out_and_no_link_carries_more_than_it_can() {
                         links.map(|link| link.bytes.0 * link.alike as f64).sum()
                     };
                     let (up, down) = (sum(Direction::Up), sum(Direction::Down));
-                    // Without differences between links no downlink can limit, and none is simulated.
+                    // If the links of a level are equal, downlinks cannot limit flows and are not simulated.
                     if flow_detail == FlowDetail::PerDestination || level == 0 {
                         assert!(
                             (up - down).abs() <= 1e-9 * up,
@@ -191,7 +191,7 @@ fn bytes_in_are_bytes_out_and_no_link_carries_more_than_it_can() {
 }
 
 #[test]
-fn a_seed_decides_everything_that_is_drawn() {
+fn random_numbers_depend_on_the_seed_alone() {
     let cluster = cluster_of(4, 4, |_| {});
     for scheme in schemes() {
         let with = |jitter, fraction, seed| {
@@ -207,7 +207,7 @@ fn a_seed_decides_everything_that_is_drawn() {
         // Nothing is drawn without jitter and stragglers.
         assert_eq!(with(0.0, 0.0, 7), with(0.0, 0.0, 8));
         assert_eq!(with(0.0, 0.0, 7), run(&cluster, &scheme, SimulationOptions::default()));
-        // The least jitter changes hardly anything, on all GPUs instead of one.
+        // A tiny jitter hardly changes the step, although all GPUs are simulated instead of one.
         let (none, little) = (with(0.0, 0.0, 7), with(1e-9, 0.0, 7));
         assert_eq!((none.simulated_gpus, little.simulated_gpus), (1, 16));
         assert!((little.step_seconds / none.step_seconds - 1.0).abs() < 1e-6);
@@ -238,8 +238,7 @@ fn stragglers_only_slow_down() {
             assert!(slow.step_seconds.0 >= before * (1.0 - 1e-9), "{scheme:?}, link {slowdown} times slower");
             before = slow.step_seconds.0;
         }
-        // Ten times less on the one link that all wait for makes nearly ten times more of a step that waits for
-        // links.
+        // All GPUs wait for the slow link, so a step that is limited by links takes nearly ten times longer.
         assert!(before > 5.0 * none.step_seconds.0, "{scheme:?}: {before} after {}", none.step_seconds);
         let random = |fraction| {
             let stragglers = Stragglers::Random { fraction, slowdown: 3.0 };
@@ -247,10 +246,11 @@ fn stragglers_only_slow_down() {
         };
         assert_eq!(random(0.0), none);
         assert!(random(0.25).step_seconds.0 >= none.step_seconds.0);
-        // With everybody three times slower nobody differs.
+        // If all GPUs are three times slower, all are of one kind.
         assert_eq!(random(1.0).simulated_gpus, 1);
         let (quarter, all) = (random(0.25).step_seconds.0, random(1.0).step_seconds.0);
-        // Gradients that fill gaps make a step that waits for links a little faster when compute leaves more gaps.
+        // Slower compute leaves more gaps, which gradients fill: a step that is limited by links can become slightly
+        // faster.
         assert!(all >= quarter * (1.0 - if matches!(scheme, Scheme::Hybrid { .. }) { 0.02 } else { 0.0 }));
     }
 }
@@ -266,7 +266,7 @@ fn one_slow_datacenter_of_a_thousand() {
     };
     let (even, slow) = (run(Vec::new()), run(vec![Straggler::Link { level: 0, link: 17, slowdown: 10.0 }]));
     assert_eq!((even.simulated_gpus, slow.simulated_gpus), (1, 2));
-    // What everybody sends to and gets from it takes ten times longer, there and back.
+    // Dispatch and combine with the slow datacenter take ten times longer.
     let model = StreamModel::new(input).unwrap();
     let exchange = (model.all_to_all_bytes(1).unwrap() / input.bandwidth).0;
     let wanted = input.pre_expert.0 + 20.0 * exchange;
@@ -307,14 +307,13 @@ fn a_chrome_trace_is_json_and_its_durations_add_up() {
     assert_eq!(complete.len(), timeline.spans.len());
     let names: Vec<_> = events.iter().filter(|event| event["name"] == "thread_name").collect();
     assert_eq!(names.len(), 2 * 7);
-    // Over the two recorded GPUs, the spans of a phase add up to no more than twice the longest; of one that
-    // every GPU has, to no less than nothing.
+    // Over the two recorded GPUs, the spans of a phase add up to more than zero and at most twice the longest time.
     for time in &outcome.phases {
         let of_phase = complete.iter().filter(|event| event["cat"] == time.phase.name());
         let sum: f64 = of_phase.map(|event| event["dur"].as_f64().unwrap() * 1e-6).sum();
         assert!(sum > 0.0 && sum <= 2.0 * time.longest_seconds.0 * (1.0 + 1e-9), "{time:?}: {sum}");
     }
-    // Nothing overlaps on a stream, and nothing lies outside of the step.
+    // Spans of a track do not overlap and lie inside the step.
     for tid in 0..timeline.tracks.len() as u64 {
         let mut end = 0.0;
         for event in complete.iter().filter(|event| event["tid"] == tid) {
@@ -322,7 +321,7 @@ fn a_chrome_trace_is_json_and_its_durations_add_up() {
             assert!(start >= end - 1e-6 && took >= 0.0, "track {tid}: {start} after {end}");
             end = start + took;
         }
-        let alone = timeline.tracks[tid as usize].name == "rail link"; // of a datacenter's only node
+        let alone = timeline.tracks[tid as usize].name == "rail link"; // a datacenter has one node: the link is idle
         assert!(
             (end > 0.0) != alone && end <= outcome.step_seconds.0 * 1e6 * (1.0 + 1e-9),
             "track {tid}: {end}"
@@ -330,9 +329,9 @@ fn a_chrome_trace_is_json_and_its_durations_add_up() {
     }
 }
 
-/// With all GPUs alike, the one that is recorded spends what the mean says.
+/// If all GPUs are equal, the recorded GPU has the mean time of each phase.
 #[test]
-fn recorded_durations_are_the_phases() {
+fn recorded_durations_add_up_to_the_phases() {
     let cluster = cluster_of(4, 4, |_| {});
     for scheme in schemes() {
         let record = Record { gpus: vec![3], links: true };
@@ -378,14 +377,14 @@ fn an_svg_is_well_formed() {
     let some = roxmltree::Document::parse(&some).unwrap();
     let shown = some.descendants().filter(|node| node.has_tag_name("title")).count();
     assert!(shown > 0 && shown < spans.len());
-    // Nothing recorded is a picture too.
+    // An empty timeline gives a valid picture too.
     let mut empty = String::new();
     ep_plan::simulate::Timeline::default().to_svg(&mut empty, &SvgOptions::default()).unwrap();
     roxmltree::Document::parse(&empty).unwrap();
 }
 
 #[test]
-fn what_cannot_be_simulated_says_what_could() {
+fn errors_of_impossible_simulations_name_the_possible_values() {
     let cluster = cluster_of(4, 4, |_| {});
     let error = |options, scheme| {
         Simulation::new(&cluster, &small_model(&cluster), options, scheme).unwrap_err().to_string()
@@ -400,21 +399,21 @@ fn what_cannot_be_simulated_says_what_could() {
     let jitter = SimulationOptions { jitter: -0.1, ..SimulationOptions::default() };
     assert!(error(jitter, Scheme::Plain).contains("jitter (relative standard deviation) is -0.1"));
     assert!(error(listed(Straggler::Gpu { gpu: 16, slowdown: 2.0 }), Scheme::Plain).contains("there are 16"));
-    assert!(error(listed(Straggler::Gpu { gpu: 1, slowdown: 0.5 }), Scheme::Plain).contains("at least 1"));
+    assert!(error(listed(Straggler::Gpu { gpu: 1, slowdown: 0.5 }), Scheme::Plain).contains("from 1 to 1e6"));
     let link = Straggler::Link { level: 0, link: 4, slowdown: 2.0 };
     assert!(error(listed(link), Scheme::Plain).contains("straggling link 4 does not exist: there are 4"));
     let recorded =
         SimulationOptions { record: Record { gpus: vec![99], links: false }, ..SimulationOptions::default() };
     assert!(error(recorded, Scheme::Plain).contains("recorded GPU 99 does not exist"));
     let none = SimulationOptions { layers: Some(0), ..SimulationOptions::default() };
-    assert!(error(none, Scheme::Plain).contains("at least one"));
+    assert!(error(none, Scheme::Plain).contains("from 1 to 10000"));
     let model = presets::mixtral_8x7b().try_into().unwrap();
     let odd = Simulation::new(&cluster, &model, SimulationOptions::default(), Scheme::Plain).unwrap_err();
     assert!(odd.to_string().contains("possible numbers of GPUs: 1, 2, 4, 8"));
 }
 
 #[test]
-fn options_are_read_and_written_back() {
+fn options_survive_json() {
     let text = r#"{"jitter": 0.05, "seed": 3, "layers": 2, "link-order": "fair"}"#;
     assert!(serde_json::from_str::<SimulationOptions>(text).is_err(), "fields are in snake case");
     let text = r#"{"jitter": 0.05, "link_order": "in-turn", "planner": {"setting": "paper"},

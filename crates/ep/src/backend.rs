@@ -1,5 +1,7 @@
-//! The two seams of the library: [`Backend`] moves tokens between the ranks of a world, [`Transport`] moves bytes
-//! between NVLink domains for it.
+//! The operators' interface ([`Backend`]) with its argument types, and the interface of the engine that moves bytes
+//! between NVLink domains ([`Transport`]).
+//!
+//! All matrices are row-major and contiguous. Their sizes are checked in bytes: memory may be longer than needed.
 
 use std::time::Duration;
 
@@ -9,26 +11,27 @@ use crate::error::{CallerError, Result};
 use crate::layout::ReceiveShape;
 use crate::numeric::ScaleFormat;
 use crate::routing::Routing;
+use crate::size::Size;
 use crate::topology::{Rank, World};
 
-/// How dispatch arranges the rows that a rank receives.
+/// How dispatch arranges the rows that a rank receives. Every rank of a world uses the same mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DispatchMode {
-    /// One row per distinct token that has an expert on the rank, ordered by (source rank, token).
+    /// One row per distinct token that chose an expert of the rank. Rows are ordered by (source rank, token).
     Plain,
-    /// One row per (token, local expert): grouped by local expert, in a group by (source rank, token), each group
-    /// padded with zero rows.
+    /// One row per (token, local expert). Rows are grouped by local expert and ordered by (source rank, token) within
+    /// a group. Zero rows pad each group.
     Permuted {
-        /// Rows to a multiple of which every group is padded; at least 1.
+        /// Each group is padded to a multiple of this many rows; at least 1.
         pad_multiple: u32,
     },
 }
 
 impl DispatchMode {
-    /// The permuted mode.
+    /// The permuted mode, with groups padded to a multiple of `pad_multiple` rows.
     ///
     /// # Errors
-    /// [`CallerError::Config`] when `pad_multiple` is 0 or does not fit 32 bits.
+    /// [`CallerError::Config`] when `pad_multiple` is 0 or does not fit in 32 bits.
     pub fn permuted(pad_multiple: usize) -> Result<Self> {
         match u32::try_from(pad_multiple) {
             Ok(pad_multiple) if pad_multiple > 0 => Ok(Self::Permuted { pad_multiple }),
@@ -41,7 +44,7 @@ impl DispatchMode {
         }
     }
 
-    /// Rows to a multiple of which groups are padded; 1 in plain mode.
+    /// Each group of rows is padded to a multiple of this many rows; 1 in plain mode.
     pub fn pad_multiple(self) -> usize {
         match self {
             Self::Plain => 1,
@@ -50,7 +53,7 @@ impl DispatchMode {
     }
 }
 
-/// Element type of expert outputs and combined tokens, or of partial sums on a link.
+/// Element type of expert outputs and combined tokens, or of partial sums that cross from rank to rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Element {
     /// bfloat16.
@@ -67,167 +70,219 @@ impl Element {
             Self::F32 => 4,
         }
     }
+
+    /// Bytes of a row of `hidden` elements. The product saturates at `usize::MAX`, which [`check_row_bytes`] rejects.
+    pub fn row_bytes(self, hidden: usize) -> usize {
+        hidden.saturating_mul(self.bytes())
+    }
 }
 
-/// What dispatch takes and delivers.
+/// Element types of dispatch's input and output tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TokenFormat {
     /// bf16 in, bf16 out.
     Bf16,
-    /// FP8 e4m3 with scales in, the same out.
+    /// f32 in, f32 out.
+    F32,
+    /// FP8 e4m3 with scales in; the same codes and scales out.
     Fp8(ScaleFormat),
-    /// bf16 in; quantised once at the source; FP8 e4m3 with scales out.
+    /// bf16 in; FP8 e4m3 with scales out. The source rank quantises each token once, by
+    /// [`quantize_row`](crate::numeric::quantize_row).
     QuantizeFp8(ScaleFormat),
 }
 
 impl TokenFormat {
-    /// Bytes of one input row.
+    /// Bytes of one input row of `hidden` elements, without scales. Saturates at `usize::MAX`, which
+    /// [`check_row_bytes`] rejects.
     pub fn input_row_bytes(self, hidden: usize) -> usize {
         match self {
-            Self::Bf16 | Self::QuantizeFp8(_) => 2 * hidden,
+            Self::Bf16 | Self::QuantizeFp8(_) => Element::Bf16.row_bytes(hidden),
+            Self::F32 => Element::F32.row_bytes(hidden),
             Self::Fp8(_) => hidden,
         }
     }
 
-    /// Bytes of one output row; what crosses the links, beside the scales.
+    /// Bytes of one output row of `hidden` elements, without scales. Rows cross from rank to rank in this form.
+    /// Saturates at `usize::MAX`, as [`input_row_bytes`](Self::input_row_bytes) does.
     pub fn output_row_bytes(self, hidden: usize) -> usize {
         match self {
-            Self::Bf16 => 2 * hidden,
+            Self::Bf16 => Element::Bf16.row_bytes(hidden),
+            Self::F32 => Element::F32.row_bytes(hidden),
             Self::Fp8(_) | Self::QuantizeFp8(_) => hidden,
         }
     }
 
-    /// Format of the scales of an output row.
+    /// A number that is equal for formats whose rows and scales cross from rank to rank in the same form.
+    ///
+    /// Ranks of one dispatch may mix [`Fp8`](Self::Fp8) and [`QuantizeFp8`](Self::QuantizeFp8) of one scale format.
+    pub fn link_code(self) -> u64 {
+        let code = LINK_FORMATS.iter().position(|&(element, scales, _)| {
+            scales == self.scales() && (scales.is_some() || element == (self == Self::F32))
+        });
+        code.map_or(u64::MAX, |code| code as u64)
+    }
+
+    /// The name of a [`link_code`](Self::link_code), for messages. A peer may send any number, so unknown codes have a
+    /// name too.
+    pub fn link_name(code: u64) -> String {
+        let known = usize::try_from(code).ok().and_then(|code| LINK_FORMATS.get(code));
+        known.map_or_else(|| format!("unknown ({code})"), |&(.., name)| name.into())
+    }
+
+    /// Format of an output row's scales; `None` without scales.
     pub fn scales(self) -> Option<ScaleFormat> {
         match self {
-            Self::Bf16 => None,
+            Self::Bf16 | Self::F32 => None,
             Self::Fp8(format) | Self::QuantizeFp8(format) => Some(format),
         }
     }
 
-    /// Bytes of the scales that come with one input row; 0 without scales.
+    /// Bytes of the scales of one input row of `hidden` elements; 0 unless the format is [`Fp8`](Self::Fp8).
     pub fn input_scale_row_bytes(self, hidden: usize) -> usize {
         if let Self::Fp8(format) = self { format.bytes_per_row(hidden) } else { 0 }
     }
 
-    /// Bytes of the scales of one row; 0 without scales.
+    /// Bytes of the scales of one output row of `hidden` elements; 0 without scales.
     pub fn scale_row_bytes(self, hidden: usize) -> usize {
         self.scales().map_or(0, |format| format.bytes_per_row(hidden))
     }
 }
 
-/// Checks that rows of this width can be carried: a multiple of 16 bytes, and not empty.
+/// The forms in which rows cross from rank to rank: whether elements are f32, the scales, and the name in messages.
+const LINK_FORMATS: [(bool, Option<ScaleFormat>, &str); 5] = [
+    (false, None, "bf16"),
+    (true, None, "f32"),
+    (false, Some(ScaleFormat::F32Per128), "FP8 with an f32 scale per 128 elements"),
+    (false, Some(ScaleFormat::Ue8m0Per128), "FP8 with a ue8m0 scale per 128 elements"),
+    (false, Some(ScaleFormat::Ue8m0Per32), "FP8 with a ue8m0 scale per 32 elements"),
+];
+
+/// The largest row, in bytes. 2^32 rows of this size (row numbers have 32 bits) still fit in a 64-bit address space.
+pub const MAX_ROW_BYTES: usize = 1 << 30;
+
+/// Checks the size of a row: a multiple of 16 bytes, not 0, at most [`MAX_ROW_BYTES`]. `hidden`, the row's number of
+/// elements, appears in the error only.
 ///
 /// # Errors
-/// [`CallerError::Hidden`].
+/// [`CallerError::Hidden`] when the size is not allowed.
 pub fn check_row_bytes(hidden: usize, bytes: usize) -> Result<()> {
-    if bytes == 0 || !bytes.is_multiple_of(16) {
+    if bytes == 0 || bytes > MAX_ROW_BYTES || !bytes.is_multiple_of(16) {
         return Err(CallerError::Hidden { hidden, bytes }.into());
     }
     Ok(())
 }
 
-/// Where the probabilities come from that travel with dispatched tokens.
+/// The source of the probabilities that dispatch sends with the tokens.
 #[derive(Debug)]
 pub enum Probs<'a, M> {
-    /// None travel.
+    /// Dispatch sends no probabilities.
     Skip,
     /// The weights of the routing that the handle was made from.
     Routing,
-    /// A dense f32 matrix `[tokens, experts]`: the gradient path.
+    /// A dense f32 matrix `[tokens, experts]`, used for gradients.
     Dense(&'a M),
 }
 
-/// What a rank gives to dispatch.
+/// The input of a rank to dispatch. `tokens` in the shapes is the number of tokens of the rank's routing.
 #[derive(Debug)]
 pub struct DispatchInput<'a, M> {
     /// Width of a token, elements.
     pub hidden: usize,
-    /// Types of input and output.
+    /// Element types of input and output.
     pub format: TokenFormat,
-    /// `[tokens, hidden]`, row-major.
+    /// `[tokens, hidden]` in the input type of `format`.
     pub tokens: &'a M,
-    /// `[tokens, scales per row]`; with [`TokenFormat::Fp8`] only.
+    /// `[tokens, scales per row]`; given exactly when `format` is [`TokenFormat::Fp8`].
     pub scales: Option<&'a M>,
-    /// Probabilities that travel along.
+    /// Probabilities that dispatch sends with the tokens.
     pub probs: Probs<'a, M>,
 }
 
 impl<'a, M> DispatchInput<'a, M> {
-    /// bf16 tokens with the routing's weights.
+    /// bf16 tokens `[tokens, hidden]`, sent with the routing's weights.
     pub fn bf16(hidden: usize, tokens: &'a M) -> Self {
         Self { hidden, format: TokenFormat::Bf16, tokens, scales: None, probs: Probs::Routing }
     }
 }
 
-/// Where dispatch writes what a rank receives. Rows as [`ReceiveShape::allocated_rows`] says.
+/// The memory that dispatch writes. `rows` in the shapes is [`ReceiveShape::allocated_rows`].
+///
+/// With a capacity, dispatch leaves the rows after the last group of rows unchanged in every output.
 #[derive(Debug)]
 pub struct DispatchOutput<'a, M> {
-    /// `[rows, hidden]`, row-major. Rows after the last segment of a capacity-bound output stay as they were.
+    /// `[rows, hidden]` in the output type of the format.
     pub tokens: &'a mut M,
-    /// `[rows, scales per row]`; with the FP8 formats.
+    /// `[rows, scales per row]`; given exactly when the format is an FP8 format.
     pub scales: Option<&'a mut M>,
-    /// f32: `[rows]` (permuted) or `[rows, local experts]` (plain); needed unless [`Probs::Skip`].
+    /// f32 `[rows]` (permuted mode) or `[rows, local experts]` (plain mode); given unless the input says
+    /// [`Probs::Skip`].
     pub probs: Option<&'a mut M>,
-    /// `[rows, local experts]` bytes, 1 where the row's token chose the expert; plain mode only, optional.
+    /// `[rows, local experts]` bytes, 1 where the row's token chose the expert, else 0. Optional; plain mode only.
     pub local_experts: Option<&'a mut M>,
 }
 
-/// What a rank gives to combine.
+/// The input of a rank to combine.
 #[derive(Debug)]
 pub struct CombineInput<'a, M> {
     /// Width of a token, elements.
     pub hidden: usize,
-    /// Type of `rows` and of the result.
+    /// Element type of `rows` and of the result.
     pub element: Element,
-    /// Type of partial sums where they cross from rank to rank. The contract's default is [`Element::Bf16`].
+    /// Element type of partial sums that cross from rank to rank, [`Element::Bf16`] by default.
     pub wire: Element,
-    /// The experts' outputs in the rows where dispatch put their inputs: `[rows, hidden]`.
+    /// `[rows, hidden]`: the experts' outputs, each in the row where dispatch wrote the expert's input. `rows` is
+    /// [`ReceiveShape::rows`].
     pub rows: &'a M,
-    /// f32 per dispatched probability, laid out as dispatch delivers them: gathered back to `[tokens, experts]`.
+    /// f32 in the shape of [`DispatchOutput::probs`]. Combine gathers these values to `[tokens, experts]`, without
+    /// summing.
     pub probs: Option<&'a M>,
 }
 
 impl<'a, M> CombineInput<'a, M> {
-    /// bf16 rows, bf16 on the wire, no probabilities.
+    /// bf16 rows, bf16 partial sums, no probabilities.
     pub fn bf16(hidden: usize, rows: &'a M) -> Self {
         Self { hidden, element: Element::Bf16, wire: Element::Bf16, rows, probs: None }
     }
 }
 
-/// Where combine writes.
+/// The memory that combine writes. `tokens` in the shapes is the number of tokens of the rank's routing.
 #[derive(Debug)]
 pub struct CombineOutput<'a, M> {
     /// `[tokens, hidden]` of [`CombineInput::element`].
     pub tokens: &'a mut M,
-    /// f32 `[tokens, experts]`, zero where not chosen; with [`CombineInput::probs`].
+    /// f32 `[tokens, experts]`, zero where the token did not choose the expert; given exactly when
+    /// [`CombineInput::probs`] is.
     pub probs: Option<&'a mut M>,
 }
 
-/// Bytes and times of a rank's operators so far; differences of two readings belong to what ran between them.
+/// Bytes moved and time waited by a rank's operators since its buffer was made. To measure one operator, subtract two
+/// readings.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Traffic {
-    /// Bytes that this rank wrote to, or read from, other ranks of its NVLink domain.
+    /// Bytes that this rank wrote to or read from other ranks of its NVLink domain.
     pub domain_bytes: u64,
-    /// Bytes that this rank handed to the transport for other domains.
+    /// Bytes that this rank handed to the transport, for ranks of other domains.
     pub transport_bytes: u64,
     /// Messages that this rank handed to the transport.
     pub transport_messages: u64,
-    /// Bytes of counts that this rank received in preprocessing.
+    /// Bytes of counts that this rank received in preprocess.
     pub preprocess_bytes: u64,
-    /// Time in which no worker of this rank could make progress.
+    /// Time during which no worker of this rank could make progress.
     pub waited: Duration,
 }
 
-/// One rank's end of a communicator: the operators.
+/// One rank's end of a communicator, also called its *buffer*: the operators.
 ///
-/// All operators are collective: every rank of the world calls the same ones in the same order with the same
-/// `hidden`, types and mode; token counts and capacities may differ. Memory belongs to the caller. Operators are
-/// ordered as called; their results may be read after [`synchronize`](Self::synchronize).
+/// [`preprocess`](Self::preprocess), [`dispatch`](Self::dispatch) and [`combine`](Self::combine) are collective: every
+/// rank of the world calls the same operators in the same order, with the same `hidden`, element types and mode. The
+/// number of tokens and the capacity may differ from rank to rank. The caller owns all memory. Operators run in the
+/// order of the calls; the caller may read their results after [`synchronize`](Self::synchronize).
+///
+/// `docs/semantics.md` is the contract of the operators, and [`oracle`](crate::oracle) is the same contract as code.
 pub trait Backend {
-    /// Memory that operators read and write: heap or shared memory, or a device allocation.
+    /// Memory that operators read and write: heap memory, shared memory, or a device allocation.
     type Memory;
-    /// What [`preprocess`](Self::preprocess) found out; good for any number of dispatches and combines.
+    /// The result of [`preprocess`](Self::preprocess), reusable for any number of dispatches and combines.
     type Handle;
 
     /// This rank.
@@ -236,29 +291,36 @@ pub trait Backend {
     /// All ranks and experts.
     fn world(&self) -> &World;
 
-    /// Memory of at least `bytes` bytes in the kind that needs no staging copy.
+    /// Allocates at least `bytes` bytes, of the kind that operators use without a staging copy.
+    ///
+    /// Only this buffer accepts the memory. Every other buffer rejects it, even the buffer of another rank.
     ///
     /// # Errors
-    /// [`crate::EnvironmentError`] when there is not enough, with what there is.
+    /// - [`CallerError::TooLarge`] for a size beyond the address space.
+    /// - [`EnvironmentError`](crate::EnvironmentError) when there is not enough memory; it says how much there is.
+    /// - The error that made the buffer unusable, if one did.
     fn alloc(&mut self, bytes: usize) -> Result<Self::Memory>;
 
     /// Copies bytes from the host to the start of `memory`.
     ///
     /// # Errors
-    /// [`CallerError::Shape`] when it is too small.
+    /// [`CallerError::Shape`] when `memory` is too small; [`CallerError::Memory`] when another buffer made it.
     fn upload(&mut self, bytes: &[u8], memory: &mut Self::Memory) -> Result<()>;
 
     /// Copies bytes from the start of `memory` to the host.
     ///
     /// # Errors
-    /// [`CallerError::Shape`] when it is too small.
+    /// [`CallerError::Shape`] when `memory` is too small; [`CallerError::Memory`] when another buffer made it.
     fn download(&mut self, memory: &Self::Memory, bytes: &mut [u8]) -> Result<()>;
 
-    /// Turns this rank's routing into a handle, exchanging counts with all ranks. `capacity` bounds the rows that
-    /// this rank receives; `None` sizes them exactly.
+    /// Turns this rank's routing into a handle. All ranks exchange the counts of their routings.
+    ///
+    /// `capacity` is the most rows that this rank receives, a multiple of the mode's pad multiple; rows at or beyond it
+    /// are dropped. With `None` the rank receives all rows.
     ///
     /// # Errors
-    /// [`CallerError`] for a routing or capacity that does not fit the world; [`crate::PeerError`].
+    /// [`CallerError`] for a routing or capacity that does not fit the world, or arguments that differ between ranks;
+    /// [`PeerError`](crate::PeerError) when another rank died, left, failed or stalled.
     fn preprocess(
         &mut self,
         routing: &Routing,
@@ -266,16 +328,18 @@ pub trait Backend {
         capacity: Option<usize>,
     ) -> Result<Self::Handle>;
 
-    /// The shape of what this rank receives. May synchronise.
+    /// The shape of the dispatch output of this rank. May wait for earlier operators.
     ///
     /// # Errors
-    /// As of an earlier asynchronous operator.
+    /// Returns the error of an earlier asynchronous operator, if one failed.
     fn receive_shape(&mut self, handle: &Self::Handle) -> Result<ReceiveShape>;
 
-    /// Sends this rank's tokens to their experts' ranks, and receives those for its own.
+    /// Sends each token of this rank to the ranks that hold its experts, and receives the tokens for this rank's
+    /// experts.
     ///
     /// # Errors
-    /// [`CallerError`] for sizes that do not fit; [`crate::PeerError`].
+    /// [`CallerError`] for sizes that do not fit, memory or a handle of another buffer, or arguments that differ
+    /// between ranks; [`PeerError`](crate::PeerError) when another rank died, left, failed or stalled.
     fn dispatch(
         &mut self,
         handle: &Self::Handle,
@@ -283,14 +347,15 @@ pub trait Backend {
         output: DispatchOutput<'_, Self::Memory>,
     ) -> Result<()>;
 
-    /// Sums, for each of this rank's tokens, its experts' output rows.
+    /// Sums, for each token of this rank, the output rows of the token's experts.
     ///
-    /// The order is part of the contract: inside a rank by local expert, inside a domain by local rank, then by
-    /// domain; f32 accumulators that start at +0; what crosses from rank to rank is rounded to `wire`; the result is
-    /// rounded once more. Dropped rows count as zero.
+    /// Order and rounding are part of the contract. Sums use f32 accumulators that start at +0 and run over local
+    /// experts within a rank, over local ranks within a domain, then over domains. A partial sum that crosses from rank
+    /// to rank is rounded to [`CombineInput::wire`], and the result to [`CombineInput::element`]. Dropped rows count as
+    /// zero.
     ///
     /// # Errors
-    /// As [`dispatch`](Self::dispatch).
+    /// As [`dispatch`](Self::dispatch); also [`CallerError::Handle`] when the handle was never dispatched.
     fn combine(
         &mut self,
         handle: &Self::Handle,
@@ -298,41 +363,42 @@ pub trait Backend {
         output: CombineOutput<'_, Self::Memory>,
     ) -> Result<()>;
 
-    /// Waits until all operators called so far are done.
+    /// Waits until all operators called so far are complete.
     ///
     /// # Errors
-    /// The first error of any of them.
+    /// The first error of any of these operators.
     fn synchronize(&mut self) -> Result<()>;
 
-    /// Bytes and times so far.
+    /// Bytes moved and time waited since the buffer was made.
     fn traffic(&self) -> Traffic;
 }
 
-/// What a rank received, in memory made for it.
+/// The output of [`BackendExt::dispatch_new`]. `rows` in the shapes is [`ReceiveShape::allocated_rows`].
 #[derive(Debug)]
-pub struct Received<M> {
+pub struct Dispatched<M> {
     /// `[rows, hidden]`.
     pub tokens: M,
-    /// `[rows, scales per row]`, with the FP8 formats.
+    /// `[rows, scales per row]`; with the FP8 formats.
     pub scales: Option<M>,
-    /// f32: `[rows]` (permuted) or `[rows, local experts]` (plain), unless skipped.
+    /// f32 `[rows]` (permuted mode) or `[rows, local experts]` (plain mode); `None` with [`Probs::Skip`].
     pub probs: Option<M>,
-    /// `[rows, local experts]` bytes, in plain mode.
+    /// `[rows, local experts]` bytes, 1 where the row's token chose the expert; in plain mode.
     pub local_experts: Option<M>,
 }
 
-/// A rank's combined tokens, in memory made for them.
+/// The output of [`BackendExt::combine_new`].
 #[derive(Debug)]
 pub struct Combined<M> {
     /// `[tokens, hidden]`.
     pub tokens: M,
-    /// f32 `[tokens, experts]`, when probabilities were given.
+    /// f32 `[tokens, experts]`; when [`CombineInput::probs`] was given.
     pub probs: Option<M>,
 }
 
-/// Operators that allocate their outputs; in a steady state, keep the memory and use those of [`Backend`].
+/// Operators that allocate their outputs. Allocation is slow: a training loop should keep its memory and call the
+/// operators of [`Backend`].
 pub trait BackendExt: Backend {
-    /// [`Backend::dispatch`] into new memory of the right size.
+    /// Calls [`Backend::dispatch`] with new memory of the right size.
     ///
     /// # Errors
     /// As [`Backend::alloc`] and [`Backend::dispatch`].
@@ -340,33 +406,42 @@ pub trait BackendExt: Backend {
         &mut self,
         handle: &Self::Handle,
         input: DispatchInput<'_, Self::Memory>,
-    ) -> Result<Received<Self::Memory>> {
+    ) -> Result<Dispatched<Self::Memory>> {
         let shape = self.receive_shape(handle)?;
         let rows = shape.allocated_rows();
         let experts = self.world().placement.local_experts(self.rank());
+        let rows = Size::new(rows);
         let (plain, cells) = match shape.mode {
             DispatchMode::Plain => (true, rows * experts),
             DispatchMode::Permuted { .. } => (false, rows),
         };
         let DispatchInput { hidden, format, .. } = input;
+        check_row_bytes(hidden, format.output_row_bytes(hidden))?;
         let scale_bytes = format.scale_row_bytes(hidden);
-        let mut received = Received {
-            tokens: self.alloc(rows * format.output_row_bytes(hidden))?,
-            scales: if scale_bytes > 0 { Some(self.alloc(rows * scale_bytes)?) } else { None },
-            probs: if matches!(input.probs, Probs::Skip) { None } else { Some(self.alloc(4 * cells)?) },
-            local_experts: if plain { Some(self.alloc(cells)?) } else { None },
+        let mut alloc = |what, size: Size| self.alloc(size.bytes(what)?);
+        let mut dispatched = Dispatched {
+            tokens: alloc("dispatch output tokens", rows * format.output_row_bytes(hidden))?,
+            scales: match scale_bytes {
+                0 => None,
+                _ => Some(alloc("dispatch output scales", rows * scale_bytes)?),
+            },
+            probs: match input.probs {
+                Probs::Skip => None,
+                _ => Some(alloc("dispatch output probs", cells * 4)?),
+            },
+            local_experts: if plain { Some(alloc("dispatch output local_experts", cells)?) } else { None },
         };
         let output = DispatchOutput {
-            tokens: &mut received.tokens,
-            scales: received.scales.as_mut(),
-            probs: received.probs.as_mut(),
-            local_experts: received.local_experts.as_mut(),
+            tokens: &mut dispatched.tokens,
+            scales: dispatched.scales.as_mut(),
+            probs: dispatched.probs.as_mut(),
+            local_experts: dispatched.local_experts.as_mut(),
         };
         self.dispatch(handle, input, output)?;
-        Ok(received)
+        Ok(dispatched)
     }
 
-    /// [`Backend::combine`] into new memory for this rank's `tokens` tokens.
+    /// Calls [`Backend::combine`] with new memory for the `tokens` tokens of this rank.
     ///
     /// # Errors
     /// As [`Backend::alloc`] and [`Backend::combine`].
@@ -377,9 +452,15 @@ pub trait BackendExt: Backend {
         input: CombineInput<'_, Self::Memory>,
     ) -> Result<Combined<Self::Memory>> {
         let experts = self.world().experts();
+        let row_bytes = input.element.row_bytes(input.hidden);
+        check_row_bytes(input.hidden, row_bytes)?;
+        let mut alloc = |what, row_bytes: usize| self.alloc((Size::new(tokens) * row_bytes).bytes(what)?);
         let mut combined = Combined {
-            tokens: self.alloc(tokens * input.hidden * input.element.bytes())?,
-            probs: if input.probs.is_some() { Some(self.alloc(4 * tokens * experts)?) } else { None },
+            tokens: alloc("combine output", row_bytes)?,
+            probs: match input.probs {
+                Some(_) => Some(alloc("combine output probs", 4 * experts)?),
+                None => None,
+            },
         };
         let output = CombineOutput { tokens: &mut combined.tokens, probs: combined.probs.as_mut() };
         self.combine(handle, input, output)?;
@@ -389,35 +470,35 @@ pub trait BackendExt: Backend {
 
 impl<B: Backend> BackendExt for B {}
 
-/// Whether a put was accepted.
+/// Whether the engine accepted a put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Posted {
-    /// It is on its way.
+    /// The engine accepted the put.
     Yes,
-    /// The engine's queue is full: make progress with [`Transport::poll`], then post it again.
+    /// The engine's queue is full: call [`Transport::poll`], then post the put again.
     Full,
 }
 
-/// A put: bytes of this rank's window to a place in the peer's window.
+/// A put: copies bytes from this rank's window to a peer's window, then delivers a signal to the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Put {
-    /// Receiving rank; on the same rail.
+    /// Receiving rank, on the same rail.
     pub peer: Rank,
-    /// First byte in this rank's window.
+    /// Offset of the first byte in this rank's window.
     pub source: usize,
-    /// First byte in the peer's window.
+    /// Offset of the first byte in the peer's window.
     pub destination: usize,
-    /// Number of bytes; zero sends the signal alone.
+    /// Number of bytes; 0 sends only the signal.
     pub len: usize,
-    /// Delivered to the peer once the bytes are in its window.
+    /// The word that the peer's [`Transport::poll`] delivers once the bytes are in its window.
     pub signal: u32,
 }
 
-/// Moves bytes along a rail between NVLink domains.
+/// An engine that moves bytes along a rail, between NVLink domains.
 ///
-/// Every rank registers one window of memory when it makes its engine; puts address windows by offset. The only
-/// ordering promised is that a put's signal arrives after its bytes. The source bytes must stay unchanged until
-/// the peer is known to have received them, which the layer above learns from the peer's own signals.
+/// Every rank registers one window of memory when it makes its engine. Puts address windows by byte offset. The only
+/// ordering guarantee is that a put's signal arrives after the put's bytes. The caller must keep the source bytes
+/// unchanged until the peer has received them, which the caller learns from the peer's own signals.
 pub trait Transport: Send + Sync {
     /// The engine's name, for reports.
     fn name(&self) -> &'static str;
@@ -425,20 +506,21 @@ pub trait Transport: Send + Sync {
     /// Posts a put.
     ///
     /// # Errors
-    /// [`CallerError`] when the put lies outside a window; an environment or peer error from the engine.
+    /// [`CallerError`] when the put lies outside a window; an environment or peer error of the engine.
     fn put(&self, put: Put) -> Result<Posted>;
 
-    /// The address of `len` bytes at `offset` of a peer's window, where the engine lets this rank write them itself
-    /// (both windows are mapped here); a put of length 0 then brings the signal. `None` where the engine carries the
-    /// bytes, as a network card does.
+    /// The address of `len` bytes at `offset` of a peer's window, for an engine that maps both windows in this process.
+    ///
+    /// The caller writes the bytes itself and then posts a put of length 0 for the signal. `None` when only the engine
+    /// can write to the peer's window, as with a network card; this is the default.
     fn lend(&self, peer: Rank, offset: usize, len: usize) -> Option<std::ptr::NonNull<u8>> {
         let _ = (peer, offset, len);
         None
     }
 
-    /// Makes progress, and hands over every signal that has arrived, with its sender.
+    /// Makes progress, and passes every signal that has arrived to `on_signal`, with the rank that sent it.
     ///
     /// # Errors
-    /// An environment or peer error from the engine.
+    /// An environment or peer error of the engine.
     fn poll(&self, on_signal: &mut dyn FnMut(Rank, u32)) -> Result<()>;
 }

@@ -1,41 +1,75 @@
-//! Arguments of a call, checked before anything is sent: the same way in every backend.
+//! Checks of an operator's arguments. Every backend runs the same checks before it sends anything.
 
 use crate::backend::{
     CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Probs, TokenFormat,
     check_row_bytes,
 };
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
 use crate::error::{CallerError, Result};
 use crate::layout::UNBOUNDED;
 use crate::routing::Routing;
+use crate::size::Size;
 use crate::topology::{Rank, World};
 
-/// What a call's sizes are checked against: the handle it is made with.
+/// The identity of a buffer, recorded in its handles and its registered memory. Unique within a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Maker {
+    id: u64,
+    rank: Rank,
+}
+
+impl Maker {
+    /// A new identity, for a buffer of `rank`.
+    pub fn new(rank: Rank) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self { id: NEXT.fetch_add(1, Relaxed), rank }
+    }
+
+    /// The rank of the buffer.
+    pub fn rank(self) -> Rank {
+        self.rank
+    }
+}
+
+/// The properties of a memory argument that the checks use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryFacts {
+    /// Length of the memory.
+    pub bytes: usize,
+    /// The buffer that the memory is registered with; `None` for unregistered memory, which every buffer accepts.
+    pub maker: Option<Maker>,
+}
+
+/// The properties of a buffer and a handle that arguments are checked against.
 #[derive(Debug, Clone, Copy)]
 pub struct HandleFacts<'a> {
+    /// The buffer.
+    pub buffer: Maker,
     /// All ranks and experts.
     pub world: &'a World,
     /// The calling rank.
     pub rank: Rank,
-    /// How the handle arranges rows.
+    /// The dispatch mode of the handle.
     pub mode: DispatchMode,
     /// Tokens of the calling rank.
     pub tokens: usize,
-    /// Rows that dispatch outputs must have.
+    /// Rows that dispatch outputs must have ([`ReceiveShape::allocated_rows`](crate::ReceiveShape::allocated_rows)).
     pub allocated_rows: usize,
-    /// Rows that combine reads.
+    /// Rows that combine reads ([`ReceiveShape::rows`](crate::ReceiveShape::rows)).
     pub rows: usize,
 }
 
-/// Bytes of one row of each output of a dispatch; 0 = not asked for.
+/// Bytes of one row of each output of a dispatch; 0 = the call has no such output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowBytes {
-    /// Of the tokens.
+    /// Bytes of a row of the tokens.
     pub tokens: usize,
-    /// Of the scales.
+    /// Bytes of a row of the scales.
     pub scales: usize,
-    /// Of the probabilities.
+    /// Bytes of a row of the probabilities.
     pub probs: usize,
-    /// Of the local-expert map.
+    /// Bytes of a row of the local-expert map.
     pub local_experts: usize,
 }
 
@@ -48,7 +82,7 @@ impl HandleFacts<'_> {
         }
     }
 
-    /// Checks a dispatch; `len` gives the bytes of a memory.
+    /// Checks the arguments of a dispatch: which are given, their sizes, and the buffer of each memory.
     ///
     /// # Errors
     /// [`CallerError`] that names the argument.
@@ -56,26 +90,30 @@ impl HandleFacts<'_> {
         &self,
         input: &DispatchInput<'_, M>,
         output: &DispatchOutput<'_, M>,
-        len: impl Fn(&M) -> usize,
+        facts: impl Fn(&M) -> MemoryFacts,
     ) -> Result<RowBytes> {
         let DispatchInput { hidden, format, .. } = *input;
         let (input_bytes, output_bytes) = (format.input_row_bytes(hidden), format.output_row_bytes(hidden));
+        check_row_bytes(hidden, input_bytes)?;
         check_row_bytes(hidden, output_bytes)?;
         let scale_bytes = format.scale_row_bytes(hidden);
-        check_len("dispatch input tokens", self.tokens * input_bytes, len(input.tokens))?;
+        let check = |what, rows: usize, row_bytes: usize, memory: &M| {
+            check_memory(self.buffer, what, Size::new(rows) * row_bytes, facts(memory))
+        };
+        check("dispatch input tokens", self.tokens, input_bytes, input.tokens)?;
         let given = matches!(format, TokenFormat::Fp8(_));
         check_pair("scales given to dispatch", given, input.scales.is_some())?;
         if let Some(scales) = input.scales {
-            check_len("dispatch input scales", self.tokens * scale_bytes, len(scales))?;
+            check("dispatch input scales", self.tokens, scale_bytes, scales)?;
         }
         check_pair("scales out of dispatch", format.scales().is_some(), output.scales.is_some())?;
         if let Probs::Dense(dense) = input.probs {
-            check_len("dispatch input probs", 4 * self.tokens * self.world.experts(), len(dense))?;
+            check("dispatch input probs", self.tokens, 4 * self.world.experts(), dense)?;
         }
         let with_probs = !matches!(input.probs, Probs::Skip);
         check_pair("probs out of dispatch", with_probs, output.probs.is_some())?;
         if output.local_experts.is_some() && self.mode != DispatchMode::Plain {
-            let text = "local_experts is an output of the plain mode only".into();
+            let text = "local_experts is an output of the plain mode only; omit it in permuted mode".into();
             return Err(CallerError::Handle(text).into());
         }
         let experts = self.world.placement.local_experts(self.rank);
@@ -93,13 +131,13 @@ impl HandleFacts<'_> {
         ];
         for (name, row_bytes, memory) in outputs {
             if let Some(memory) = memory {
-                check_len(name, row_bytes * self.allocated_rows, len(memory))?;
+                check(name, self.allocated_rows, row_bytes, memory)?;
             }
         }
         Ok(row)
     }
 
-    /// Checks a combine; `len` gives the bytes of a memory.
+    /// Checks the arguments of a combine: which are given, their sizes, and the buffer of each memory.
     ///
     /// # Errors
     /// [`CallerError`] that names the argument.
@@ -107,35 +145,38 @@ impl HandleFacts<'_> {
         &self,
         input: &CombineInput<'_, M>,
         output: &CombineOutput<'_, M>,
-        len: impl Fn(&M) -> usize,
+        facts: impl Fn(&M) -> MemoryFacts,
     ) -> Result<()> {
-        let row_bytes = input.hidden * input.element.bytes();
+        let row_bytes = input.element.row_bytes(input.hidden);
         check_row_bytes(input.hidden, row_bytes)?;
-        check_row_bytes(input.hidden, input.hidden * input.wire.bytes())?;
-        check_len("combine input rows", self.rows * row_bytes, len(input.rows))?;
-        check_len("combine output", self.tokens * row_bytes, len(output.tokens))?;
+        check_row_bytes(input.hidden, input.wire.row_bytes(input.hidden))?;
+        let check = |what, rows: usize, row_bytes: usize, memory: &M| {
+            check_memory(self.buffer, what, Size::new(rows) * row_bytes, facts(memory))
+        };
+        check("combine input rows", self.rows, row_bytes, input.rows)?;
+        check("combine output", self.tokens, row_bytes, output.tokens)?;
         check_pair("probs of combine", input.probs.is_some(), output.probs.is_some())?;
         if let (Some(from), Some(to)) = (input.probs, output.probs.as_deref()) {
-            check_len("combine input probs", 4 * self.rows * self.probs_per_row(), len(from))?;
-            check_len("combine output probs", 4 * self.tokens * self.world.experts(), len(to))?;
+            check("combine input probs", self.rows, 4 * self.probs_per_row(), from)?;
+            check("combine output probs", self.tokens, 4 * self.world.experts(), to)?;
         }
         Ok(())
     }
 }
 
-/// A rank's preprocess takes its own routing, for the experts of its world.
+/// Checks that `routing` is the routing of `rank`, for the experts of `world`.
 ///
 /// # Errors
-/// [`CallerError::Handle`] for another rank's; [`CallerError::Shape`] for another number of experts.
+/// [`CallerError::Handle`] for a routing of another rank; [`CallerError::Shape`] for another number of experts.
 pub fn check_routing(world: &World, rank: Rank, routing: &Routing) -> Result<()> {
     if routing.rank() != rank {
-        let text = format!("the routing is that of rank {}, this is rank {rank}", routing.rank());
+        let text = format!("the routing is for rank {}, but this is rank {rank}", routing.rank());
         return Err(CallerError::Handle(text).into());
     }
     check_experts(world, routing)
 }
 
-/// A routing must be for as many experts as there are.
+/// Checks that `routing` is for as many experts as `world` has.
 pub(crate) fn check_experts(world: &World, routing: &Routing) -> Result<()> {
     let (expected, found) = (world.experts(), routing.experts());
     if expected == found {
@@ -144,8 +185,8 @@ pub(crate) fn check_experts(world: &World, routing: &Routing) -> Result<()> {
     Err(CallerError::Shape { what: "routing", expected, found, unit: "experts" }.into())
 }
 
-/// A capacity must be a whole number of padded segments, and below the number that stands for "unbounded" where
-/// capacities are exchanged, `u32::MAX`.
+/// Checks a capacity, in rows: a multiple of the pad multiple, and below `u32::MAX`, which the exchanged words reserve
+/// for "no capacity".
 ///
 /// # Errors
 /// [`CallerError::Capacity`], [`CallerError::TooManyRows`].
@@ -161,32 +202,50 @@ pub fn check_capacity(rank: Rank, mode: DispatchMode, capacity: Option<usize>) -
     }
 }
 
-/// A handle is used with the buffer that made it; buffers are told apart by numbers of their own.
+/// Checks that a handle is used with the buffer that made it.
 ///
 /// # Errors
-/// [`CallerError::Handle`].
-pub fn check_maker(maker: u64, buffer: u64) -> Result<()> {
+/// [`CallerError::Handle`] when another buffer made the handle.
+pub fn check_maker(maker: Maker, buffer: Maker) -> Result<()> {
     if maker == buffer {
         return Ok(());
     }
-    Err(CallerError::Handle("it was made by another buffer".into()).into())
+    let text = format!(
+        "it was made by another buffer, of rank {}; use it with the buffer that made it, not with this one, of rank {}",
+        maker.rank, buffer.rank
+    );
+    Err(CallerError::Handle(text).into())
 }
 
-/// What the first dispatch with a handle has left in it, which combine needs.
+/// Checks that a memory argument has at least `needed` bytes and is registered with `buffer` or with no buffer.
+///
+/// Peers address registered memory by its segment and offset in the buffer that they know. With memory of another
+/// buffer they would read and write unrelated memory of this one.
 ///
 /// # Errors
-/// [`CallerError::Handle`] when there was none.
-pub fn dispatched<T>(left: Option<T>) -> Result<T> {
-    left.ok_or_else(|| {
+/// [`CallerError::Memory`], [`CallerError::TooLarge`], [`CallerError::Shape`].
+pub fn check_memory(buffer: Maker, what: &'static str, needed: Size, memory: MemoryFacts) -> Result<()> {
+    if let Some(maker) = memory.maker.filter(|&maker| maker != buffer) {
+        return Err(CallerError::Memory { what, maker: maker.rank, rank: buffer.rank }.into());
+    }
+    check_len(what, needed.bytes(what)?, memory.bytes)
+}
+
+/// Unwraps the state that the first dispatch with a handle stores in it and combine needs.
+///
+/// # Errors
+/// [`CallerError::Handle`] when the handle was never dispatched.
+pub fn dispatched<T>(state: Option<T>) -> Result<T> {
+    state.ok_or_else(|| {
         let text = "it was never dispatched; combine follows at least one dispatch with the same handle";
         CallerError::Handle(text.into()).into()
     })
 }
 
-/// A memory must be at least this long.
+/// Checks that a memory has at least `expected` bytes.
 ///
 /// # Errors
-/// [`CallerError::Shape`].
+/// [`CallerError::Shape`] when it has fewer.
 pub fn check_len(what: &'static str, expected: usize, found: usize) -> Result<()> {
     if found >= expected {
         Ok(())
@@ -195,10 +254,85 @@ pub fn check_len(what: &'static str, expected: usize, found: usize) -> Result<()
     }
 }
 
-/// An optional argument must be there exactly when another one asks for it.
+/// Checks that an optional argument is given exactly when the other arguments require it.
 fn check_pair(what: &'static str, wanted: bool, given: bool) -> Result<()> {
     if wanted == given {
         return Ok(());
     }
     Err(CallerError::Shape { what, expected: wanted.into(), found: given.into(), unit: "tensors" }.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Element;
+    use crate::error::Error;
+
+    #[test]
+    fn a_handle_of_another_buffer_is_refused() {
+        let (one, other) = (Maker::new(Rank(3)), Maker::new(Rank(3)));
+        assert_ne!(one, other);
+        assert_eq!(check_maker(one, one), Ok(()));
+        let error = check_maker(one, other).unwrap_err().to_string();
+        assert!(error.starts_with("handle: it was made by another buffer, of rank 3"), "{error}");
+    }
+
+    #[test]
+    fn memory_of_another_buffer_is_refused() {
+        let (own, foreign) = (Maker::new(Rank(0)), Maker::new(Rank(1)));
+        let check = |maker, needed| {
+            check_memory(own, "dispatch output tokens", Size::new(needed), MemoryFacts { bytes: 8, maker })
+        };
+        assert_eq!(check(Some(own), 8), Ok(()));
+        assert_eq!(check(None, 8), Ok(()));
+        let Err(Error::Caller(error)) = check(Some(foreign), 0) else { panic!("foreign memory is taken") };
+        let expected = CallerError::Memory { what: "dispatch output tokens", maker: Rank(1), rank: Rank(0) };
+        assert_eq!(error, expected);
+        let text = error.to_string();
+        assert!(text.contains("dispatch output tokens") && text.contains("rank 1"), "{text}");
+        assert!(matches!(check(None, 9), Err(Error::Caller(CallerError::Shape { .. }))));
+        assert!(matches!(check(None, usize::MAX), Err(Error::Caller(CallerError::TooLarge { .. }))));
+    }
+
+    /// Sizes whose products exceed 64 bits, and would wrap around to small numbers if unchecked.
+    #[test]
+    fn widths_whose_sizes_overflow_are_refused() {
+        let world = World::new(1, 1, 4).unwrap();
+        let facts = |tokens, rows| HandleFacts {
+            buffer: Maker::new(Rank(0)),
+            world: &world,
+            rank: Rank(0),
+            mode: DispatchMode::Plain,
+            tokens,
+            allocated_rows: rows,
+            rows,
+        };
+        let bytes = |memory: &usize| MemoryFacts { bytes: *memory, maker: None };
+        let widths = [1 << 62, 1 << 63, (1 << 63) + 8, usize::MAX - 15, usize::MAX];
+        for hidden in widths.into_iter().chain((30..62).map(|bit| 1 << bit)) {
+            for (tokens, rows) in [(0, 0), (1, 0), (0, 1), (u32::MAX as usize, 1 << 40)] {
+                for (element, wire) in [
+                    (Element::Bf16, Element::Bf16),
+                    (Element::F32, Element::Bf16),
+                    (Element::Bf16, Element::F32),
+                ] {
+                    let input = CombineInput { hidden, element, wire, rows: &(1 << 20), probs: None };
+                    let output = CombineOutput { tokens: &mut (1 << 20), probs: None };
+                    let found = facts(tokens, rows).check_combine(&input, &output, bytes);
+                    assert!(matches!(found, Err(Error::Caller(_))), "{hidden} {tokens} {rows}: {found:?}");
+                }
+                let input = DispatchInput {
+                    hidden,
+                    format: TokenFormat::Bf16,
+                    tokens: &(1 << 20),
+                    scales: None,
+                    probs: Probs::Skip,
+                };
+                let output =
+                    DispatchOutput { tokens: &mut (1 << 20), scales: None, probs: None, local_experts: None };
+                let found = facts(tokens, rows).check_dispatch(&input, &output, bytes);
+                assert!(matches!(found, Err(Error::Caller(_))), "{hidden} {tokens} {rows}: {found:?}");
+            }
+        }
+    }
 }

@@ -1,40 +1,73 @@
-//! Every tunable, with its unit, default and range; the only reader of the environment.
+//! The tunables with their units, defaults and ranges.
+//!
+//! Only this module and [`Secret::from_env`](crate::join::Secret::from_env) read environment variables.
 
 use std::ffi::OsString;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::error::{CallerError, Result};
+use crate::interrupt::Interrupt;
 
-/// Tunables of a communicator. The defaults suit most uses; every rank must use the same chunk and slot
-/// values.
+/// Tunables of a communicator. Every rank must use the same `chunk_tokens`, `slot_bytes` and `slots`.
+///
+/// Each field names the environment variable that [`from_env`](Self::from_env) reads for it, and its range.
+///
+/// # Examples
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use ep::Config;
+///
+/// let mut config = Config::from_env()?;
+/// // One rank compiles for up to half an hour before its first operator.
+/// config.timeout = Duration::from_secs(30 * 60);
+/// config.check()?;
+///
+/// config.slots = 0;
+/// assert_eq!(config.check().unwrap_err().to_string(), "slots = 0: must be a whole number from 1 to 1024");
+/// # Ok::<(), ep::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Config {
-    /// Worker threads of this rank. 0 = cores of the machine divided by the ranks on it. `HYBRID_EP_WORKERS`, 0..=256.
+    /// Worker threads of this rank; 0 = the machine's cores divided by the ranks on it. Default 0.
+    /// `HYBRID_EP_WORKERS`, 0..=256.
     pub workers: usize,
-    /// A wait without any progress for this long is an error that names the peer. `HYBRID_EP_TIMEOUT_MS`, 1 ms to 1 day.
+    /// Entry bound: how long a rank waits for a live peer to join or to enter an operator. Must cover a checkpoint or a
+    /// compilation on one rank. Default 10 min. `HYBRID_EP_TIMEOUT_MS`, 1 ms to 1 day.
     pub timeout: Duration,
-    /// Tokens that move through the stages as a unit, at most; fewer where a slot is too small for as many. On GPUs 4, or
-    /// fewer where a rank has less than 1024, if this is not less still; and more where there would be over 1024 chunks.
-    /// `HYBRID_EP_CHUNK_TOKENS`, 1..=65,536.
+    /// Stall bound: how long a peer inside an operator may make no progress, or its heartbeat may be silent. The
+    /// shorter of this and `timeout` applies. Default 30 s. `HYBRID_EP_STALL_TIMEOUT_MS`, 1 ms to 1 day.
+    pub stall_timeout: Duration,
+    /// Lets the program stop a waiting operator. Default none. Not read from the environment.
+    pub interrupt: Interrupt,
+    /// The most tokens of a chunk. Default 64. A chunk has fewer tokens when a slot cannot hold this many. The CUDA
+    /// backend uses at most 4 (fewer on a rank with fewer than 1024 tokens), but more where a rank would otherwise have
+    /// over 1024 chunks. `HYBRID_EP_CHUNK_TOKENS`, 1..=65,536.
     pub chunk_tokens: usize,
-    /// Bytes of one slot of the scale-out window: the largest message between domains. `HYBRID_EP_SLOT_BYTES`, 4 KiB..=1 GiB.
+    /// Bytes of one slot, which bounds a message between domains. Default 128 KiB. `HYBRID_EP_SLOT_BYTES`,
+    /// 4 KiB..=1 GiB, rounded up to a multiple of 64.
     pub slot_bytes: usize,
-    /// Messages in flight per pair of domains and direction. `HYBRID_EP_SLOTS`, 1..=1,024.
+    /// Slots, and thus messages in flight, per pair of domains and direction. Default 16. `HYBRID_EP_SLOTS`, 1..=1,024.
     pub slots: usize,
-    /// Whether a rank may write into a peer's window in place where the engine lends it. Off, every message is packed
-    /// here and then carried, as over a network. `HYBRID_EP_LEND`, 0 or 1.
+    /// Whether a rank writes messages directly into a peer's window if the engine maps that window
+    /// ([`Transport::lend`](crate::Transport::lend)). If false, a rank packs each message in its own window and the
+    /// engine carries it, as over a network. Default true. `HYBRID_EP_LEND`, 0 or 1.
     pub lend: bool,
-    /// Outputs larger than this many bytes a rank are written past the caches. `HYBRID_EP_STREAMING_BYTES`, any.
+    /// A rank writes outputs larger than this many bytes with stores that bypass the caches. Default 4 MiB.
+    /// `HYBRID_EP_STREAMING_BYTES`, any.
     pub streaming_bytes: usize,
-    /// SMs that dispatch and combine of the CUDA backend run on. 0 = chosen by the backend. `HYBRID_EP_SMS`, 0..=1,024.
+    /// SMs that dispatch and combine of the CUDA backend use; 0 = the backend chooses. Default 0. `HYBRID_EP_SMS`,
+    /// 0..=1,024.
     pub sms: usize,
     /// Whether the CUDA backend copies rows by plain loads and stores, as on GPUs without a bulk copy engine.
-    /// `HYBRID_EP_PLAIN_COPIES`, 0 or 1.
+    /// Default false. `HYBRID_EP_PLAIN_COPIES`, 0 or 1.
     pub plain_copies: bool,
-    /// Streams of one process that the CUDA driver runs at once on a GPU, as it was told.
-    /// `CUDA_DEVICE_MAX_CONNECTIONS`, 1..=32.
+    /// Streams of one process that the CUDA driver runs concurrently on a GPU. The driver reads the same variable.
+    /// Default 8. `CUDA_DEVICE_MAX_CONNECTIONS`, 1..=32.
     pub device_connections: usize,
 }
 
@@ -42,7 +75,9 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             workers: 0,
-            timeout: Duration::from_secs(30),
+            timeout: Duration::from_secs(600),
+            stall_timeout: Duration::from_secs(30),
+            interrupt: Interrupt::default(),
             chunk_tokens: 64,
             slot_bytes: 128 << 10,
             slots: 16,
@@ -59,76 +94,127 @@ impl Config {
     /// The defaults, overridden by the environment variables that are set.
     ///
     /// # Errors
-    /// [`CallerError::Config`] for a variable that is no number or out of range.
+    /// [`CallerError::Config`] for a variable that is not a number or is out of range.
     pub fn from_env() -> Result<Self> {
         Self::from_lookup(|key| std::env::var(key).ok())
     }
 
-    /// Checks what a program may have set and no backend can work with.
+    /// The stall bound that applies: the shorter of `stall_timeout` and `timeout`.
+    pub fn stall_bound(&self) -> Duration {
+        self.stall_timeout.min(self.timeout)
+    }
+
+    /// Both bounds in words, for the error of a rank whose wait exceeded one of them.
+    pub fn bounds(&self) -> String {
+        format!(
+            "timeout = {} s to enter an operator, stall_timeout = {} s without progress; \
+             raise the bound if the rank is only slow",
+            self.timeout.as_secs_f64(),
+            self.stall_bound().as_secs_f64()
+        )
+    }
+
+    /// Checks the fields against the ranges of the environment variables. Backends call it for a config that a program
+    /// has changed.
     ///
     /// # Errors
-    /// [`CallerError::Config`].
+    /// [`CallerError::Config`] that names the first field outside its range, and the range.
     pub fn check(&self) -> Result<()> {
-        if self.slots == 0 || self.slots > 1024 || self.chunk_tokens == 0 {
-            return Err(CallerError::Config {
-                key: "slots, chunk_tokens",
-                value: format!("{}, {}", self.slots, self.chunk_tokens),
-                problem: "slots must be 1..=1024, chunk_tokens at least 1".into(),
+        let fields = [
+            ("workers", self.workers, ranges::WORKERS),
+            ("timeout (ms)", millis_up(self.timeout), ranges::TIMEOUT_MS),
+            ("stall_timeout (ms)", millis_up(self.stall_timeout), ranges::TIMEOUT_MS),
+            ("chunk_tokens", self.chunk_tokens, ranges::CHUNK_TOKENS),
+            ("slot_bytes", self.slot_bytes, ranges::SLOT_BYTES),
+            ("slots", self.slots, ranges::SLOTS),
+            ("sms", self.sms, ranges::SMS),
+            ("device_connections", self.device_connections, ranges::DEVICE_CONNECTIONS),
+        ];
+        for (key, value, range) in fields {
+            if !range.contains(&value) {
+                return Err(out_of(key, value.to_string(), &range).into());
             }
-            .into());
         }
         Ok(())
     }
 
     fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let read = |key: &'static str, default: usize, min: usize, max: usize| -> Result<usize> {
+        let read = |key: &'static str, default: usize, range: RangeInclusive<usize>| -> Result<usize> {
             let Some(value) = lookup(key) else { return Ok(default) };
             match value.trim().parse() {
-                Ok(number) if (min..=max).contains(&number) => Ok(number),
-                _ => Err(CallerError::Config {
-                    key,
-                    value,
-                    problem: format!("must be a whole number from {min} to {max}"),
-                }
-                .into()),
+                Ok(number) if range.contains(&number) => Ok(number),
+                _ => Err(out_of(key, value, &range).into()),
             }
         };
+        let millis = |key, default: Duration| -> Result<Duration> {
+            Ok(Duration::from_millis(read(key, millis_up(default), ranges::TIMEOUT_MS)? as u64))
+        };
         let default = Self::default();
-        let timeout_ms = default.timeout.as_millis() as usize;
         Ok(Self {
-            workers: read("HYBRID_EP_WORKERS", default.workers, 0, 256)?,
-            timeout: Duration::from_millis(read("HYBRID_EP_TIMEOUT_MS", timeout_ms, 1, 86_400_000)? as u64),
-            chunk_tokens: read("HYBRID_EP_CHUNK_TOKENS", default.chunk_tokens, 1, 1 << 16)?,
-            slot_bytes: read("HYBRID_EP_SLOT_BYTES", default.slot_bytes, 4 << 10, 1 << 30)?
+            workers: read("HYBRID_EP_WORKERS", default.workers, ranges::WORKERS)?,
+            timeout: millis("HYBRID_EP_TIMEOUT_MS", default.timeout)?,
+            stall_timeout: millis("HYBRID_EP_STALL_TIMEOUT_MS", default.stall_timeout)?,
+            interrupt: default.interrupt,
+            chunk_tokens: read("HYBRID_EP_CHUNK_TOKENS", default.chunk_tokens, ranges::CHUNK_TOKENS)?,
+            slot_bytes: read("HYBRID_EP_SLOT_BYTES", default.slot_bytes, ranges::SLOT_BYTES)?
                 .next_multiple_of(64),
-            slots: read("HYBRID_EP_SLOTS", default.slots, 1, 1024)?,
-            lend: read("HYBRID_EP_LEND", default.lend.into(), 0, 1)? == 1,
-            streaming_bytes: read("HYBRID_EP_STREAMING_BYTES", default.streaming_bytes, 0, usize::MAX)?,
-            sms: read("HYBRID_EP_SMS", default.sms, 0, 1024)?,
-            plain_copies: read("HYBRID_EP_PLAIN_COPIES", default.plain_copies.into(), 0, 1)? == 1,
-            device_connections: read("CUDA_DEVICE_MAX_CONNECTIONS", default.device_connections, 1, 32)?,
+            slots: read("HYBRID_EP_SLOTS", default.slots, ranges::SLOTS)?,
+            lend: read("HYBRID_EP_LEND", default.lend.into(), 0..=1)? == 1,
+            streaming_bytes: read("HYBRID_EP_STREAMING_BYTES", default.streaming_bytes, 0..=usize::MAX)?,
+            sms: read("HYBRID_EP_SMS", default.sms, ranges::SMS)?,
+            plain_copies: read("HYBRID_EP_PLAIN_COPIES", default.plain_copies.into(), 0..=1)? == 1,
+            device_connections: read(
+                "CUDA_DEVICE_MAX_CONNECTIONS",
+                default.device_connections,
+                ranges::DEVICE_CONNECTIONS,
+            )?,
         })
     }
 }
 
-/// Where this process stands among its peers, as `torchrun` or SLURM says.
+/// The ranges of the settings, for environment variables and for fields that a program sets.
+mod ranges {
+    use std::ops::RangeInclusive;
+
+    pub(super) const WORKERS: RangeInclusive<usize> = 0..=256;
+    pub(super) const TIMEOUT_MS: RangeInclusive<usize> = 1..=86_400_000;
+    pub(super) const CHUNK_TOKENS: RangeInclusive<usize> = 1..=1 << 16;
+    pub(super) const SLOT_BYTES: RangeInclusive<usize> = 4 << 10..=1 << 30;
+    pub(super) const SLOTS: RangeInclusive<usize> = 1..=1024;
+    pub(super) const SMS: RangeInclusive<usize> = 0..=1024;
+    pub(super) const DEVICE_CONNECTIONS: RangeInclusive<usize> = 1..=32;
+}
+
+/// Milliseconds of a duration, rounded up so that a duration above 0 does not become 0.
+fn millis_up(duration: Duration) -> usize {
+    usize::try_from(duration.as_nanos().div_ceil(1_000_000)).unwrap_or(usize::MAX)
+}
+
+fn out_of(key: &'static str, value: String, range: &RangeInclusive<usize>) -> CallerError {
+    let problem = format!("must be a whole number from {} to {}", range.start(), range.end());
+    CallerError::Config { key, value, problem }
+}
+
+/// This process's rank, the number of processes and the rendezvous address, from the variables of `torchrun` or SLURM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchEnv {
     /// This process's rank.
     pub rank: u32,
     /// Number of processes.
     pub world_size: u32,
-    /// `host:port` where rank 0 gathers the others.
+    /// `host:port` of the rendezvous, where rank 0 listens and all other ranks connect.
     pub store: String,
 }
 
 impl LaunchEnv {
-    /// Reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` (torchrun), or `SLURM_PROCID` and `SLURM_NTASKS`.
-    /// The store listens on `MASTER_PORT` + 1, since torchrun keeps `MASTER_PORT` to itself; `HYBRID_EP_STORE`
-    /// (`host:port`) overrides it. A lone rank needs neither. `None` when neither launcher left its variables.
+    /// Reads `RANK` and `WORLD_SIZE` (torchrun), or `SLURM_PROCID` and `SLURM_NTASKS` (SLURM). `None` when neither
+    /// `RANK` nor `SLURM_PROCID` is set.
+    ///
+    /// The rendezvous is at `HYBRID_EP_STORE` (`host:port`), else at `MASTER_ADDR` (default 127.0.0.1) and port
+    /// `MASTER_PORT` + 1, since torchrun itself listens on `MASTER_PORT`. A job of one rank needs neither variable.
     ///
     /// # Errors
-    /// [`CallerError::Config`] for a variable that is missing beside the others, or malformed.
+    /// [`CallerError::Config`] for a variable that is malformed, or missing although the others are set.
     pub fn from_env() -> Result<Option<Self>> {
         Self::from_lookup(|key| std::env::var(key).ok())
     }
@@ -163,11 +249,11 @@ impl LaunchEnv {
         }
         let store = match (lookup("HYBRID_EP_STORE"), lookup("MASTER_PORT")) {
             (Some(store), _) => store,
-            // A port of the system's choice: nobody asks for it.
+            // The system chooses the port. No other rank needs to know it.
             (None, None) if world_size == 1 => "127.0.0.1:0".into(),
             (None, None) => {
                 let problem = match rank_key {
-                    "RANK" => "is needed beside RANK, or HYBRID_EP_STORE=host:port",
+                    "RANK" => "is needed with RANK: set it, or HYBRID_EP_STORE=host:port",
                     _ => {
                         "is needed, and SLURM does not set it: export it in the job's script, or HYBRID_EP_STORE=host:port"
                     }
@@ -183,46 +269,47 @@ impl LaunchEnv {
     }
 }
 
-/// Where the run-time compiler of GPU kernels (NVRTC) may lie, and where compiled kernels are kept.
+/// Where to look for NVRTC, the run-time compiler of GPU kernels, and where to cache compiled kernels.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CudaEnv {
-    /// The compiler to take, and no other: the library, or the directory that it is in. `HYBRID_EP_NVRTC`.
+    /// The NVRTC library, or its directory. If set, no other compiler is used. `HYBRID_EP_NVRTC`.
     pub nvrtc: Option<PathBuf>,
-    /// Where compiled kernels are kept. `HYBRID_EP_CACHE_DIR`, else `hybrid-ep` in `XDG_CACHE_HOME`, else in
-    /// `HOME/.cache`. `None`: they live as long as the process.
+    /// Directory of the kernel cache: `HYBRID_EP_KERNEL_CACHE`, else `hybrid-ep` in `XDG_CACHE_HOME`, else in
+    /// `HOME/.cache`. `None`: compiled kernels live as long as the process.
     pub cache_dir: Option<PathBuf>,
-    /// A CUDA toolkit. `CUDA_HOME`, else `CUDA_PATH`.
+    /// Directory of a CUDA toolkit. `CUDA_HOME`, else `CUDA_PATH`.
     pub cuda_home: Option<PathBuf>,
-    /// Directories that may hold Python packages, either themselves or in their `lib/python3.*/site-packages`, the
-    /// likeliest first.
+    /// Directories to search for Python packages, most likely first. The packages are in the directory itself or in its
+    /// `lib/python3.*/site-packages`.
     pub python_roots: Vec<PathBuf>,
 }
 
 impl CudaEnv {
-    /// Reads the variables above and, for Python, `VIRTUAL_ENV`, `CONDA_PREFIX`, `PYTHONPATH`, `PYTHONHOME`, `PATH`
-    /// and `HOME`. A variable that is set but empty counts as not set.
+    /// Reads the variables that the fields name and, for [`python_roots`](Self::python_roots), `VIRTUAL_ENV`,
+    /// `CONDA_PREFIX`, `PYTHONPATH`, `PYTHONHOME`, `PATH` and `HOME`. A variable that is set but empty counts as not
+    /// set.
     pub fn from_env() -> Self {
         Self::from_lookup(|key| std::env::var_os(key))
     }
 
     fn from_lookup(lookup: impl Fn(&str) -> Option<OsString>) -> Self {
         let path = |key: &str| lookup(key).filter(|value| !value.is_empty()).map(PathBuf::from);
-        // The XDG specification wants relative paths ignored.
+        // The XDG Base Directory Specification says to ignore relative paths.
         let caches = || {
             let xdg = path("XDG_CACHE_HOME").filter(|dir| dir.is_absolute());
             xdg.or_else(|| Some(path("HOME")?.join(".cache")))
         };
         Self {
             nvrtc: path("HYBRID_EP_NVRTC"),
-            cache_dir: path("HYBRID_EP_CACHE_DIR").or_else(|| Some(caches()?.join("hybrid-ep"))),
+            cache_dir: path("HYBRID_EP_KERNEL_CACHE").or_else(|| Some(caches()?.join("hybrid-ep"))),
             cuda_home: path("CUDA_HOME").or_else(|| path("CUDA_PATH")),
             python_roots: python_roots(&path),
         }
     }
 }
 
-/// Active environments, then what Python itself is told to search, then the prefixes of the programs on the `PATH`
-/// (an environment that is used without being activated), the user's packages and the system's.
+/// In this order: active environments, the directories that Python's variables name, the prefixes of the `bin`
+/// directories on the `PATH` (an environment may be used without being activated), the user's packages, the system's.
 fn python_roots(path: &impl Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf> {
     let list = |key: &str| -> Vec<PathBuf> {
         path(key).map(|value| std::env::split_paths(&value).collect()).unwrap_or_default()
@@ -237,7 +324,7 @@ fn python_roots(path: &impl Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf> {
     }
     roots.extend(path("HOME").map(|home| home.join(".local")));
     roots.extend(["/usr/local", "/usr"].map(PathBuf::from));
-    // A relative entry would depend on where the program happens to be started.
+    // The meaning of a relative entry would depend on the current directory.
     roots.retain(|root| root.is_absolute());
     let mut seen = std::collections::BTreeSet::new();
     roots.retain(|root| seen.insert(root.clone()));
@@ -253,17 +340,48 @@ mod tests {
     }
 
     #[test]
-    fn what_no_backend_can_work_with_is_refused() {
+    fn fields_outside_their_ranges_are_refused() {
         assert_eq!(Config::default().check(), Ok(()));
-        for spoil in [
-            |config: &mut Config| config.slots = 0,
-            |config: &mut Config| config.slots = 1025,
-            |config: &mut Config| config.chunk_tokens = 0,
-        ] {
+        type Spoil = fn(&mut Config);
+        let spoils: [(&str, Spoil); 12] = [
+            ("slots", |config| config.slots = 0),
+            ("slots", |config| config.slots = 1025),
+            ("chunk_tokens", |config| config.chunk_tokens = 0),
+            ("chunk_tokens", |config| config.chunk_tokens = usize::MAX),
+            ("slot_bytes", |config| config.slot_bytes = usize::MAX),
+            ("slot_bytes", |config| config.slot_bytes = 4095),
+            ("workers", |config| config.workers = 257),
+            ("sms", |config| config.sms = usize::MAX),
+            ("device_connections", |config| config.device_connections = 33),
+            ("timeout", |config| config.timeout = Duration::ZERO),
+            ("timeout", |config| config.timeout = Duration::MAX),
+            ("stall_timeout", |config| config.stall_timeout = Duration::from_secs(86_401)),
+        ];
+        for (name, spoil) in spoils {
             let mut config = Config::default();
             spoil(&mut config);
-            assert!(matches!(config.check(), Err(crate::Error::Caller(CallerError::Config { .. }))));
+            match config.check() {
+                Err(crate::Error::Caller(CallerError::Config { key, problem, .. })) => {
+                    assert!(key.starts_with(name) && problem.contains(" to "), "{key}: {problem}");
+                }
+                other => panic!("{name}: {other:?}"),
+            }
         }
+    }
+
+    #[test]
+    fn the_stall_bound_is_at_most_the_entry_bound() {
+        let (short, long) = (Duration::from_secs(1), Duration::from_secs(9));
+        let bound =
+            |timeout, stall_timeout| Config { timeout, stall_timeout, ..Config::default() }.stall_bound();
+        assert_eq!((bound(long, short), bound(short, long)), (short, short));
+    }
+
+    #[test]
+    fn a_fraction_of_a_millisecond_counts_as_one() {
+        assert_eq!(millis_up(Duration::ZERO), 0);
+        assert_eq!(millis_up(Duration::from_nanos(1)), 1);
+        assert_eq!(millis_up(Duration::from_millis(5)), 5);
     }
 
     #[test]
@@ -273,6 +391,8 @@ mod tests {
             Config::from_lookup(env(&[("HYBRID_EP_TIMEOUT_MS", "1500"), ("HYBRID_EP_SLOTS", " 2 ")]))
                 .unwrap();
         assert_eq!(config, Config { timeout: Duration::from_millis(1500), slots: 2, ..Config::default() });
+        let config = Config::from_lookup(env(&[("HYBRID_EP_STALL_TIMEOUT_MS", "7")])).unwrap();
+        assert_eq!(config, Config { stall_timeout: Duration::from_millis(7), ..Config::default() });
     }
 
     #[test]
@@ -289,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn launchers_are_understood() {
+    fn variables_of_torchrun_and_slurm_are_read() {
         assert_eq!(LaunchEnv::from_lookup(env(&[])).unwrap(), None);
         let torchrun =
             [("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
@@ -310,7 +430,7 @@ mod tests {
         );
         let port = message(&[("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_PORT", "x")]);
         assert!(port.contains("MASTER_PORT = x: must be a whole number"), "{port}");
-        // Nobody else looks for a lone rank.
+        // A job of one rank needs no address.
         let alone = LaunchEnv::from_lookup(env(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1")])).unwrap();
         assert_eq!(alone.unwrap().store, "127.0.0.1:0");
     }
@@ -320,14 +440,15 @@ mod tests {
     }
 
     #[test]
-    fn kernels_are_kept_where_the_user_says_or_caches_belong() {
+    fn the_kernel_cache_is_where_the_user_says_else_in_the_users_cache_directory() {
         let cache = |pairs: &[(&str, &str)]| cuda(pairs).cache_dir;
-        let (own, xdg, home) = (("HYBRID_EP_CACHE_DIR", "/k"), ("XDG_CACHE_HOME", "/x"), ("HOME", "/home/a"));
+        let (own, xdg, home) =
+            (("HYBRID_EP_KERNEL_CACHE", "/k"), ("XDG_CACHE_HOME", "/x"), ("HOME", "/home/a"));
         assert_eq!(cache(&[own, xdg, home]), Some("/k".into()));
         assert_eq!(cache(&[xdg, home]), Some("/x/hybrid-ep".into()));
         assert_eq!(cache(&[home]), Some("/home/a/.cache/hybrid-ep".into()));
         assert_eq!(cache(&[("XDG_CACHE_HOME", "x"), home]), cache(&[home]));
-        assert_eq!(cache(&[("HYBRID_EP_CACHE_DIR", ""), xdg]), cache(&[xdg]));
+        assert_eq!(cache(&[("HYBRID_EP_KERNEL_CACHE", ""), xdg]), cache(&[xdg]));
         assert_eq!(cache(&[]), None);
     }
 

@@ -1,93 +1,112 @@
-//! Errors, kept apart by whose fault they are: the caller's, the environment's, or a peer's.
+//! Errors, grouped by whose fault they are: the caller's, the environment's, or a peer's.
 
 use std::time::Duration;
 use std::{fmt, io};
 
 use crate::topology::Rank;
 
-/// What every fallible function of the library returns.
+/// The result of the library's fallible functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error, by whose fault it is.
+/// An error of the library. The variant says whose fault it is.
 ///
-/// A [`Caller`](Error::Caller) error that is found before anything was sent leaves the buffer usable; one found in
-/// the middle of a collective operator, and every [`Peer`](Error::Peer) error, leaves it refusing further use with
-/// the same error, since its peers can no longer be brought to the same step.
+/// An operator that returns a [`Caller`](Error::Caller) error before it has sent anything leaves the buffer usable.
+/// After a [`Peer`](Error::Peer) error, or any error in the middle of a collective operator, the ranks can no longer
+/// reach the same step: every later call on the buffer returns the same error.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Arguments that cannot be served. Fix the call.
+    /// The arguments are invalid. Fix the call.
     #[error("{0}")]
     Caller(#[from] CallerError),
-    /// The machine or its settings do not allow what was asked. Fix the environment.
+    /// The machine or its settings do not allow the call. Fix the environment.
     #[error("{0}")]
     Environment(#[from] EnvironmentError),
-    /// Another rank died, left, failed or stalled.
+    /// Another rank died, left, failed, stalled or never joined. Look at that rank first.
     #[error("{0}")]
     Peer(#[from] PeerError),
 }
 
-/// Arguments that cannot be served.
+/// Invalid arguments.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CallerError {
-    /// A topology that cannot exist: no rank, or uneven NVLink domains.
+    /// An invalid topology: no ranks, too many ranks, or NVLink domains of different sizes.
     #[error("topology: {0}")]
     Topology(String),
-    /// A placement of experts on ranks that cannot be used.
+    /// An invalid number of experts, or an invalid placement of experts on ranks.
     #[error("expert placement: {0}")]
     Placement(String),
-    /// One row of a rank's routing is wrong.
+    /// One row of a routing is invalid.
     #[error("routing of rank {rank}, row {row}: {problem}")]
     Routing {
-        /// The rank whose routing it is.
+        /// The rank of the routing.
         rank: Rank,
         /// The token's index on that rank.
         row: usize,
         /// What is wrong with the row.
         problem: RoutingProblem,
     },
-    /// A tensor's size does not fit what the other arguments say.
+    /// The size of an argument does not match the other arguments.
     #[error("{what}: expected {expected} {unit}, found {found}")]
     Shape {
-        /// Which tensor.
+        /// The argument.
         what: &'static str,
-        /// The size that the other arguments ask for.
+        /// The size that follows from the other arguments, in `unit`.
         expected: usize,
-        /// The size that was given.
+        /// The size that was passed, in `unit`.
         found: usize,
-        /// What the sizes count.
+        /// The unit of both sizes, such as bytes.
         unit: &'static str,
     },
-    /// A row width that the links cannot carry.
+    /// A size computed from the arguments exceeds the largest possible object in memory.
+    #[error("{what}: more than {} {unit}; pass smaller sizes", crate::Size::MAX)]
+    TooLarge {
+        /// The object that would be too large.
+        what: &'static str,
+        /// The unit of the size, such as bytes.
+        unit: &'static str,
+    },
+    /// The program told a waiting operator to stop ([`Interrupt`](crate::Interrupt)).
+    #[error("{operator} on rank {rank} was interrupted by the program while it waited for {waited_for}")]
+    Interrupted {
+        /// The operator that was stopped.
+        operator: Operator,
+        /// The rank that was interrupted.
+        rank: Rank,
+        /// What the rank was waiting for.
+        waited_for: String,
+    },
+    /// The operators do not support rows of this size.
     #[error(
-        "hidden of {hidden} elements ({bytes} bytes a row): a row must be a multiple of 16 bytes, and not empty"
+        "hidden of {hidden} elements ({bytes} bytes a row): a row must be a multiple of 16 bytes, not empty, and at most {} bytes",
+        crate::backend::MAX_ROW_BYTES
     )]
     Hidden {
-        /// Width of a token, elements.
+        /// Width of a token, in elements.
         hidden: usize,
-        /// Width of a row, bytes.
+        /// Size of a row, in bytes.
         bytes: usize,
     },
-    /// A row capacity that is not a whole number of padded segments.
+    /// A capacity that is not a multiple of the pad multiple.
     #[error("capacity of {capacity} rows is not a multiple of pad_multiple {pad_multiple}")]
     Capacity {
-        /// Rows that the caller offers.
+        /// The capacity, in rows.
         capacity: usize,
-        /// Rows to which every expert's segment is padded.
+        /// Each expert's rows are padded to a multiple of this many rows.
         pad_multiple: usize,
     },
-    /// A setting outside its range, or not of its type.
+    /// A setting that is outside its range or not of its type.
     #[error("{key} = {value}: {problem}")]
     Config {
         /// The setting's name, or its environment variable.
         key: &'static str,
-        /// What was given.
+        /// The value that was given.
         value: String,
-        /// What it must be.
+        /// What the value must be.
         problem: String,
     },
-    /// The ranks of one collective call did not pass the same arguments.
+    /// Two ranks passed different arguments to one collective operator.
     #[error(
         "operator {operator}: {field} is {mine} on rank {rank} and {theirs} on rank {peer}; every rank must pass the same"
     )]
@@ -100,12 +119,25 @@ pub enum CallerError {
         rank: Rank,
         /// This rank's value.
         mine: String,
-        /// The rank that disagrees.
+        /// The rank whose value differs.
         peer: Rank,
-        /// Its value.
+        /// The value of `peer`.
         theirs: String,
     },
-    /// A handle that belongs to another buffer, or one used before it was dispatched.
+    /// Registered memory of another buffer. Peers address registered memory by its place among the segments of this
+    /// buffer, so they would access different memory.
+    #[error(
+        "{what}: the buffer of rank {maker} made this memory, but it was passed to another buffer, of rank {rank}; allocate it with the buffer that uses it, or pass unregistered memory"
+    )]
+    Memory {
+        /// The argument.
+        what: &'static str,
+        /// The rank of the buffer that made the memory.
+        maker: Rank,
+        /// The rank of the buffer that the memory was passed to.
+        rank: Rank,
+    },
+    /// A handle of another buffer, a handle that was never dispatched, or a routing or output that does not fit it.
     #[error("handle: {0}")]
     Handle(String),
     /// A routing trace that cannot be used.
@@ -113,15 +145,15 @@ pub enum CallerError {
     Trace {
         /// The file, as the caller named it.
         path: String,
-        /// What is wrong, and where.
+        /// What is wrong, and at which place in the file.
         problem: String,
     },
-    /// More rows than a 32-bit row number can address.
-    #[error("rank {rank} would receive {rows} rows; at most {} can be addressed", u32::MAX)]
+    /// More rows, tokens or copies than 32 bits can number.
+    #[error("rank {rank} would receive {rows} rows; at most {} can be numbered; use fewer tokens", u32::MAX)]
     TooManyRows {
-        /// The receiving rank.
+        /// The receiving rank, or the rank of the routing.
         rank: Rank,
-        /// Rows that the routing asks it to take.
+        /// The number of rows, tokens or copies.
         rows: u64,
     },
 }
@@ -130,16 +162,16 @@ pub enum CallerError {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum RoutingProblem {
-    /// The index is neither -1 nor an expert.
+    /// The index is neither -1 nor the index of an expert.
     IndexOutOfRange {
         /// The index that was given.
         index: i64,
-        /// Number of experts.
+        /// Number of experts in the world.
         experts: usize,
     },
-    /// The same expert twice.
+    /// The row has this expert twice.
     DuplicateExpert(u32),
-    /// The weight of this expert is not a number.
+    /// The weight of this expert is NaN.
     NanWeight(u32),
 }
 
@@ -155,20 +187,20 @@ impl fmt::Display for RoutingProblem {
     }
 }
 
-/// The machine or its settings do not allow what was asked.
+/// The machine or its settings do not allow the call.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what}: {problem}{}{hint}", if hint.is_empty() { "" } else { "; " })]
 pub struct EnvironmentError {
-    /// What was attempted.
+    /// The action that failed.
     pub what: String,
-    /// What the system answered.
+    /// The reason, often the system's error.
     pub problem: String,
     /// What to do about it; may be empty.
     pub hint: String,
 }
 
 impl EnvironmentError {
-    /// An error of the environment, with what to do about it.
+    /// An error of action `what` for reason `problem`, with what to do about it.
     pub fn new(what: impl Into<String>, problem: impl fmt::Display, hint: impl Into<String>) -> Self {
         Self { what: what.into(), problem: problem.to_string(), hint: hint.into() }
     }
@@ -178,13 +210,13 @@ impl EnvironmentError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Operator {
-    /// Meeting the other ranks, before any operator.
+    /// Joining: the ranks of the job connect to each other, before any other operator.
     Join,
-    /// Routing to layout and counts.
+    /// Turns each rank's routing into a handle.
     Preprocess,
-    /// Tokens to expert ranks.
+    /// Sends tokens to the ranks of their experts.
     Dispatch,
-    /// Expert outputs back, reduced.
+    /// Sends the experts' output rows back and sums them for each token.
     Combine,
 }
 
@@ -199,28 +231,51 @@ impl fmt::Display for Operator {
     }
 }
 
-/// Another rank died, left, failed or stalled.
+/// Another rank died, left, failed, stalled or never joined.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("rank {peer} {fault} ({operator} #{step}): rank {rank} waited {:.3} s for {waited_for}", waited.as_secs_f64())]
+#[error("rank {peer} {fault} ({operator} #{step}): rank {rank} {}{}", self.seen(), said(cause.as_deref()))]
 pub struct PeerError {
     /// The rank at fault.
     pub peer: Rank,
-    /// What became of it.
+    /// Why the rank at fault is unusable.
     pub fault: PeerFault,
-    /// The operator that could not be completed.
+    /// The operator that the reporting rank could not complete.
     pub operator: Operator,
-    /// The operator's number since the buffer was made; the same on every rank.
+    /// The number of the operator's call on the buffer; equal on every rank.
     pub step: u64,
-    /// The rank that reports it.
+    /// The reporting rank.
     pub rank: Rank,
-    /// What the reporting rank was waiting for, from whom, and what it saw instead.
+    /// What the reporting rank was waiting for, from which rank, and what it saw instead. With [`PeerFault::Broken`],
+    /// what it found.
     pub waited_for: String,
-    /// How long it had waited.
+    /// How long the reporting rank waited.
     pub waited: Duration,
+    /// The own error of the rank at fault, if it could still report one.
+    pub cause: Option<String>,
+}
+
+/// The part of a message that quotes the own error of the rank at fault.
+fn said(cause: Option<&str>) -> String {
+    cause.map_or(String::new(), |cause| format!("; its error: {cause}"))
 }
 
 impl PeerError {
-    /// A peer that did not do its part in meeting the others, or in what they arrange beside their operators.
+    /// The part of a message that says what the reporting rank was doing.
+    fn seen(&self) -> String {
+        let Self { waited_for, waited, .. } = self;
+        match self.fault {
+            PeerFault::Broken => format!("found {waited_for}"),
+            _ => format!("waited {:.3} s for {waited_for}", waited.as_secs_f64()),
+        }
+    }
+
+    /// Rank `peer` broke the protocol: `rank` `found` what no correct peer sends or writes to shared memory.
+    pub fn broken(rank: Rank, peer: Rank, operator: Operator, step: u64, found: impl Into<String>) -> Self {
+        let (fault, waited_for, waited) = (PeerFault::Broken, found.into(), Duration::ZERO);
+        Self { peer, fault, operator, step, rank, waited_for, waited, cause: None }
+    }
+
+    /// Rank `peer` is unusable for reason `fault` while `rank` joins or exchanges messages outside operators.
     pub fn joining(
         rank: Rank,
         peer: Rank,
@@ -228,28 +283,50 @@ impl PeerError {
         waited_for: impl Into<String>,
         waited: Duration,
     ) -> Self {
-        Self { peer, fault, operator: Operator::Join, step: 0, rank, waited_for: waited_for.into(), waited }
+        let (operator, waited_for) = (Operator::Join, waited_for.into());
+        Self { peer, fault, operator, step: 0, rank, waited_for, waited, cause: None }
     }
 }
 
-/// What became of a peer.
+/// Why a peer is unusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PeerFault {
-    /// Its process is gone.
-    Died,
-    /// It dropped its buffer while others still needed it.
-    Left,
-    /// It is there but made no progress within the timeout.
-    Stalled,
-    /// It met an error of its own in a collective operator.
-    Failed,
-    /// It never came to the rendezvous.
-    Absent,
+    /// The peer's process ended without a message.
+    Died = 0,
+    /// The peer dropped its buffer while other ranks still needed it.
+    Left = 1,
+    /// The peer is inside an operator and made no progress within
+    /// [`Config::stall_timeout`](crate::Config::stall_timeout), or its heartbeat was silent for as long.
+    Stalled = 2,
+    /// The peer lives but did not enter the operator within [`Config::timeout`](crate::Config::timeout).
+    Late = 5,
+    /// The peer's own operator failed.
+    Failed = 3,
+    /// The peer sent, or wrote to shared memory, what no correct peer does: it runs another version of the library, or
+    /// its memory was damaged.
+    Broken = 6,
+    /// The peer never came to the rendezvous.
+    Absent = 4,
 }
 
 impl PeerFault {
-    /// What became of a peer whose socket, which has a timeout, gives this error.
+    /// All faults.
+    pub const ALL: [Self; 7] =
+        [Self::Died, Self::Left, Self::Stalled, Self::Failed, Self::Absent, Self::Late, Self::Broken];
+
+    /// The number that stands for the fault between ranks.
+    pub fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// The fault with this [`code`](Self::code). Any other number is treated as [`Failed`](Self::Failed): a later version
+    /// may have further faults.
+    pub fn from_code(code: u32) -> Self {
+        Self::ALL.into_iter().find(|fault| u32::from(fault.code()) == code).unwrap_or(Self::Failed)
+    }
+
+    /// The fault of a peer whose socket returned `error`. The socket has a timeout, which means a stalled peer.
     pub fn of_socket(error: &io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Stalled,
@@ -264,7 +341,9 @@ impl fmt::Display for PeerFault {
             Self::Died => "died",
             Self::Left => "left",
             Self::Stalled => "stalled",
+            Self::Late => "is late",
             Self::Failed => "failed",
+            Self::Broken => "broke the protocol",
             Self::Absent => "never joined",
         })
     }
@@ -277,7 +356,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_says_whether_its_peer_is_gone_or_late() {
+    fn the_error_of_a_broken_protocol_says_what_was_found() {
+        let error = PeerError::broken(Rank(0), Rank(1), Operator::Dispatch, 7, "an invalid ring");
+        let text = "rank 1 broke the protocol (dispatch #7): rank 0 found an invalid ring";
+        assert_eq!(error.to_string(), text);
+    }
+
+    #[test]
+    fn the_error_of_a_socket_gives_the_fault_of_its_peer() {
         assert_eq!(PeerFault::of_socket(&ErrorKind::UnexpectedEof.into()), PeerFault::Died);
         assert_eq!(PeerFault::of_socket(&ErrorKind::BrokenPipe.into()), PeerFault::Died);
         assert_eq!(PeerFault::of_socket(&ErrorKind::WouldBlock.into()), PeerFault::Stalled);

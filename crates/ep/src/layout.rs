@@ -1,42 +1,45 @@
-//! Where does a token go? A pure function of the sender's own routing and everybody's counts.
+//! The final row of each copy, computed from the sender's routing and the counts of all ranks.
 //!
-//! No rank ever sees another rank's routing. Each counts its own ([`Counts`]), the counts are exchanged
-//! (G rows of E + G + 3 numbers, whatever the number of tokens), and an exclusive scan over the source ranks gives
-//! every (source, expert) its first row on the receiving rank. A copy's final row is then
-//! `base + own index`, known to its sender before a byte moves ([`DispatchLayout`]).
+//! No rank sees another rank's routing. Each of the G ranks counts the copies of its own routing for each of the E
+//! experts and G ranks ([`Counts`]), and the ranks exchange these counts: G rows of E + G + 3 numbers, independent of
+//! the number of tokens. An exclusive scan of the counts over the source ranks gives each (source rank, expert) its
+//! first row on the receiving rank. The final row of a copy is this first row plus the copy's index within its source
+//! rank and expert, so the sender knows it before any token moves ([`DispatchLayout`]).
 
 use std::ops::Range;
 
 use crate::backend::DispatchMode;
-use crate::call::{check_capacity, check_experts};
-use crate::error::{CallerError, Result};
+use crate::call::{check_capacity, check_experts, check_routing};
+use crate::error::{CallerError, EnvironmentError, Result};
 use crate::routing::Routing;
+use crate::size::Size;
 use crate::topology::{Rank, World};
 
-/// What a rank tells all others about its routing and its wishes: all that ever crosses in preprocessing.
+/// What a rank sends to all other ranks in preprocess: the counts of its routing and how it receives rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Counts {
     /// Number of tokens of this rank.
     pub tokens: u32,
-    /// How this rank wants to receive rows.
+    /// How this rank receives rows.
     pub mode: DispatchMode,
-    /// Rows that this rank has room for; `None` = as many as come.
+    /// The most rows that this rank receives; `None` = no limit.
     pub capacity: Option<u32>,
-    /// Copies for each expert, by expert position.
+    /// `[experts]`: copies for each expert, by expert position ([`crate::ExpertPlacement`]).
     pub per_expert: Vec<u32>,
-    /// Distinct tokens for each rank.
+    /// `[ranks]`: distinct tokens for each rank.
     pub per_rank: Vec<u32>,
 }
 
-/// Stands for "no capacity given" in the exchanged words.
+/// The exchanged word for "no capacity given".
 pub(crate) const UNBOUNDED: u32 = u32::MAX;
 
 impl Counts {
-    /// Counts a rank's routing.
+    /// Counts a rank's routing. `capacity` is the most rows that the rank receives.
     ///
     /// # Errors
     /// [`CallerError::Shape`] when the routing is for another number of experts; [`CallerError::Capacity`] when the
-    /// capacity is not a multiple of the pad multiple; [`CallerError::TooManyRows`] when it cannot be numbered.
+    /// capacity is not a multiple of the pad multiple; [`CallerError::TooManyRows`] when the capacity does not fit in
+    /// 32 bits.
     pub fn of(world: &World, routing: &Routing, mode: DispatchMode, capacity: Option<usize>) -> Result<Self> {
         check_experts(world, routing)?;
         let capacity = check_capacity(routing.rank(), mode, capacity)?;
@@ -53,12 +56,13 @@ impl Counts {
         Ok(Self { tokens: routing.tokens() as u32, mode, capacity, per_expert, per_rank })
     }
 
-    /// Number of 32-bit words that [`to_words`](Self::to_words) writes: E + G + 3.
+    /// Number of 32-bit words that [`to_words`](Self::to_words) returns: E + G + 3 for E experts and G ranks.
     pub fn words(world: &World) -> usize {
         3 + world.experts() + world.ranks()
     }
 
-    /// The counts as they are exchanged.
+    /// The counts as words, for the exchange: tokens, mode (0 = plain, else the pad multiple), capacity (`u32::MAX` =
+    /// none), [`per_expert`](Self::per_expert), [`per_rank`](Self::per_rank).
     pub fn to_words(&self) -> Vec<u32> {
         let mode = match self.mode {
             DispatchMode::Plain => 0,
@@ -70,14 +74,17 @@ impl Counts {
         words
     }
 
-    /// Reads what [`to_words`](Self::to_words) wrote; the inverse for every world of the same size.
+    /// Reads the words that [`to_words`](Self::to_words) returned on a rank of the same world.
+    ///
+    /// # Errors
+    /// [`ImpossibleCounts`] for words that no routing of this world gives.
     ///
     /// # Panics
-    /// When `words` is not [`Counts::words`] long: a backend's own mistake.
-    pub fn from_words(world: &World, words: &[u32]) -> Self {
+    /// When `words` is not [`Counts::words`] long, which is a bug of the backend.
+    pub fn from_words(world: &World, words: &[u32]) -> Result<Self, ImpossibleCounts> {
         assert_eq!(words.len(), Self::words(world), "a row of counts has E + G + 3 words");
         let (per_expert, per_rank) = words[3..].split_at(world.experts());
-        Self {
+        let counts = Self {
             tokens: words[0],
             mode: match words[1] {
                 0 => DispatchMode::Plain,
@@ -86,41 +93,87 @@ impl Counts {
             capacity: (words[2] != UNBOUNDED).then_some(words[2]),
             per_expert: per_expert.to_vec(),
             per_rank: per_rank.to_vec(),
+        };
+        counts.check(world)?;
+        Ok(counts)
+    }
+
+    /// Checks the bounds that every routing keeps: a token counts at most once for each expert and each rank, and
+    /// counts for a rank exactly when it has a copy for one of the rank's experts.
+    fn check(&self, world: &World) -> Result<(), ImpossibleCounts> {
+        let pad_multiple = self.mode.pad_multiple() as u32;
+        if let Some(rows) = self.capacity.filter(|rows| !rows.is_multiple_of(pad_multiple)) {
+            let text = format!("a capacity of {rows} rows, which are padded to {pad_multiple}");
+            return Err(ImpossibleCounts(text));
         }
+        for rank in world.topology.all_ranks() {
+            let copies = &self.per_expert[world.placement.positions_of(rank)];
+            let (tokens, all) =
+                (self.per_rank[rank.index()], copies.iter().map(|&count| u64::from(count)).sum());
+            let most = copies.iter().copied().max().unwrap_or(0);
+            if tokens > self.tokens || most > tokens || u64::from(tokens) > all {
+                return Err(ImpossibleCounts(format!(
+                    "{tokens} of {} tokens for rank {rank}, with {all} copies, of which {most} for one expert",
+                    self.tokens
+                )));
+            }
+        }
+        Ok(())
     }
 }
 
-/// What a rank receives: the shape of its dispatch output.
+/// The counts that a peer sent are impossible for any routing: the peer's message or memory was damaged.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct ImpossibleCounts(String);
+
+/// `all` must hold the counts of every rank of the world, in rank order.
+fn check_all(world: &World, all: &[Counts]) -> Result<()> {
+    let shape = |what, expected, found, unit| -> Result<()> {
+        if expected == found {
+            return Ok(());
+        }
+        Err(CallerError::Shape { what, expected, found, unit }.into())
+    };
+    shape("counts", world.ranks(), all.len(), "ranks")?;
+    for counts in all {
+        shape("counts per expert", world.experts(), counts.per_expert.len(), "experts")?;
+        shape("counts per rank", world.ranks(), counts.per_rank.len(), "ranks")?;
+    }
+    Ok(())
+}
+
+/// The shape of a rank's dispatch output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceiveShape {
     /// How the rows are arranged.
     pub mode: DispatchMode,
-    /// Rows of the output, padding included, after drops.
+    /// Rows of the output after drops, padding included.
     pub rows: usize,
-    /// Rows that would have come with unlimited capacity, padding included.
+    /// Rows of the output without a capacity, padding included.
     pub wanted_rows: usize,
-    /// Rows of each local expert after drops, padding included (permuted mode; empty in plain mode).
+    /// `[local experts]`: rows of each local expert after drops, padding included (empty in plain mode).
     pub tokens_per_expert: Vec<u32>,
-    /// Rows of each local expert after drops, without padding (permuted mode; empty in plain mode).
+    /// `[local experts]`: rows of each local expert after drops, without padding (empty in plain mode).
     pub kept_per_expert: Vec<u32>,
-    /// First row of each local expert (permuted mode; empty in plain mode).
+    /// `[local experts]`: first row of each local expert (empty in plain mode).
     pub first_row: Vec<u32>,
-    /// The capacity that the rank gave; `None` = exact size.
+    /// The capacity of the rank; `None` = no limit.
     pub capacity: Option<usize>,
 }
 
 impl ReceiveShape {
-    /// Whether rows were dropped for want of capacity.
+    /// Whether rows were dropped because the capacity was too small.
     pub fn overflow(&self) -> bool {
         self.wanted_rows > self.rows
     }
 
-    /// Rows that the output memory must have: the capacity where one was given, else exactly what comes.
+    /// Rows that the output memory must have: the capacity if one was given, else [`rows`](Self::rows).
     pub fn allocated_rows(&self) -> usize {
         self.capacity.unwrap_or(self.rows)
     }
 
-    /// Row ranges inside segments that hold no token and must be zero.
+    /// The padding rows, which must be zero: one range of rows per local expert, possibly empty.
     pub fn padding(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         (0..self.first_row.len()).map(|e| {
             let first = self.first_row[e] as usize;
@@ -129,7 +182,7 @@ impl ReceiveShape {
     }
 }
 
-/// Calls `visit` with every token's index, its experts' positions in order, and their weights.
+/// Calls `visit` for each token with its index, the positions of its experts in ascending order, and their weights.
 fn by_position(world: &World, routing: &Routing, mut visit: impl FnMut(usize, &[u32], &[f32])) {
     let placement = &world.placement;
     if placement.is_in_order() {
@@ -138,7 +191,7 @@ fn by_position(world: &World, routing: &Routing, mut visit: impl FnMut(usize, &[
         }
         return;
     }
-    // A table may shuffle experts over ranks.
+    // A routing's rows are sorted by expert, and a placement table may give experts positions in another order.
     let mut row: Vec<(u32, f32)> = Vec::new();
     let (mut positions, mut sorted_weights) = (Vec::new(), Vec::new());
     for (token, (experts, weights)) in routing.rows().enumerate() {
@@ -155,30 +208,32 @@ fn by_position(world: &World, routing: &Routing, mut visit: impl FnMut(usize, &[
     }
 }
 
-/// Where the rows of one source begin, and end.
+/// The rows of one source rank on all receiving ranks. Both tables are indexed by expert position (permuted mode) or by
+/// rank (plain mode).
 struct Bases {
-    /// Next free row for this source: by expert position (permuted) or by rank (plain).
+    /// Next free row for a copy of this source rank.
     next: Vec<u32>,
-    /// Rows at or beyond this are dropped, in the same order.
+    /// The first row that is dropped.
     limit: Vec<u32>,
 }
 
-fn rank_segments(world: &World, rank: Rank, all: &[Counts]) -> Result<Vec<(u64, u64)>> {
+/// First row and number of unpadded rows of each local expert of `rank`.
+fn expert_groups(world: &World, rank: Rank, all: &[Counts]) -> Result<Vec<(u64, u64)>> {
     let pad = all[rank.index()].mode.pad_multiple() as u64;
     let mut start = 0u64;
-    let mut segments = Vec::with_capacity(world.placement.local_experts(rank));
+    let mut groups = Vec::with_capacity(world.placement.local_experts(rank));
     for position in world.placement.positions_of(rank) {
         let count: u64 = all.iter().map(|counts| u64::from(counts.per_expert[position])).sum();
-        segments.push((start, count));
+        groups.push((start, count));
         start += count.next_multiple_of(pad);
     }
     if start > u64::from(u32::MAX) {
         return Err(CallerError::TooManyRows { rank, rows: start }.into());
     }
-    Ok(segments)
+    Ok(groups)
 }
 
-/// Rows of distinct tokens that a rank receives.
+/// Rows that a rank receives in plain mode, before drops.
 fn distinct_rows(rank: Rank, all: &[Counts]) -> Result<u64> {
     let rows = all.iter().map(|counts| u64::from(counts.per_rank[rank.index()])).sum();
     if rows > u64::from(u32::MAX) {
@@ -187,7 +242,8 @@ fn distinct_rows(rank: Rank, all: &[Counts]) -> Result<u64> {
     Ok(rows)
 }
 
-/// Rows at or beyond this do not fit; all rows that can be numbered are below it when there is no capacity.
+/// The first row that is dropped. Without a capacity it is `u32::MAX`, beyond every row number: a rank has at most
+/// `u32::MAX` rows.
 fn limit_of(counts: &Counts) -> u32 {
     counts.capacity.unwrap_or(u32::MAX)
 }
@@ -206,8 +262,8 @@ impl Bases {
                 }
                 DispatchMode::Permuted { .. } => {
                     let positions = world.placement.positions_of(rank);
-                    for (position, (start, _)) in positions.zip(rank_segments(world, rank, all)?) {
-                        // Below the rank's rows, which were found to fit 32 bits.
+                    for (position, (start, _)) in positions.zip(expert_groups(world, rank, all)?) {
+                        // The sum cannot overflow: it is at most the rank's rows, which `expert_groups` checked.
                         let earlier: u32 = before.iter().map(|counts| counts.per_expert[position]).sum();
                         next.push(start as u32 + earlier);
                         limit.push(rows_limit);
@@ -218,7 +274,7 @@ impl Bases {
         Ok(Self { next, limit })
     }
 
-    /// The next row, and whether it is kept.
+    /// Takes the next row of a table entry. Returns the row and whether it is kept.
     fn take(&mut self, counter: usize) -> (u32, bool) {
         let row = self.next[counter];
         self.next[counter] = row.wrapping_add(1);
@@ -226,11 +282,16 @@ impl Bases {
     }
 }
 
-/// What `rank` receives, given everybody's counts.
+/// The shape of the dispatch output of `rank`, given the counts of all ranks in rank order.
 ///
 /// # Errors
-/// [`CallerError::TooManyRows`] when the rows cannot be numbered with 32 bits.
+/// [`CallerError::TooManyRows`] when the number of rows does not fit in 32 bits; [`CallerError::Shape`] when the counts
+/// are not those of this world.
+///
+/// # Panics
+/// When the world has no such rank.
 pub fn receive_shape(world: &World, rank: Rank, all: &[Counts]) -> Result<ReceiveShape> {
+    check_all(world, all)?;
     let own = &all[rank.index()];
     let limit = u64::from(limit_of(own));
     let capacity = own.capacity.map(|rows| rows as usize);
@@ -251,7 +312,7 @@ pub fn receive_shape(world: &World, rank: Rank, all: &[Counts]) -> Result<Receiv
         }
         DispatchMode::Permuted { pad_multiple } => {
             let pad = u64::from(pad_multiple);
-            for (start, count) in rank_segments(world, rank, all)? {
+            for (start, count) in expert_groups(world, rank, all)? {
                 let kept = limit.saturating_sub(start).min(count);
                 let padded = kept.next_multiple_of(pad);
                 shape.wanted_rows = (start + count.next_multiple_of(pad)) as usize;
@@ -265,43 +326,56 @@ pub fn receive_shape(world: &World, rank: Rank, all: &[Counts]) -> Result<Receiv
     Ok(shape)
 }
 
-/// One copy of a token: the expert it is for, and the row where it lands on the rank that holds the expert.
+/// One copy of a token: its expert, and its row on the rank that holds the expert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 pub struct TokenCopy {
-    /// The expert's position ([`crate::ExpertPlacement`]); it gives the rank too.
+    /// The expert's position ([`crate::ExpertPlacement`]), which determines the rank too.
     pub position: u32,
     /// Final row on that rank.
     pub row: u32,
 }
 
-/// Where every copy of one source rank's tokens lands; dropped copies are left out.
+/// The final row of every copy of one source rank's tokens, without dropped copies.
 ///
-/// A token's copies are ordered by expert position, so those for one rank, and those for one domain, are adjacent.
-/// In plain mode the copies for experts of one rank share a row.
+/// A token's copies are ordered by expert position, so the copies for one rank, and those for one domain, are adjacent.
+/// In plain mode a token's copies for experts of one rank share a row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DispatchLayout {
     domains: usize,
-    /// `[tokens * domains + 1]`: where the copies of (token, domain) begin.
+    /// `[tokens * domains + 1]`: index of the first copy of each (token, domain), and the number of copies.
     offsets: Vec<u32>,
     copies: Vec<TokenCopy>,
     weights: Vec<f32>,
 }
 
 impl DispatchLayout {
-    /// Lays out the tokens of `routing.rank()`, given the counts of all ranks in order.
+    /// Lays out the tokens of `routing.rank()`, given the counts of all ranks in rank order.
     ///
     /// # Errors
-    /// [`CallerError::TooManyRows`] when a rank's rows cannot be numbered.
+    /// - [`CallerError::TooManyRows`] when the number of rows of a rank does not fit in 32 bits.
+    /// - [`CallerError::Shape`] when the routing or the counts are not those of this world.
+    /// - [`EnvironmentError`] when there is not enough memory for the layout.
     pub fn new(world: &World, routing: &Routing, all: &[Counts]) -> Result<Self> {
         let source = routing.rank();
+        check_all(world, all)?;
+        check_routing(world, source, routing)?;
         let mut bases = Bases::new(world, source, all)?;
         let permuted = matches!(all[source.index()].mode, DispatchMode::Permuted { .. });
         let placement = &world.placement;
         let domains = world.topology.domains();
+        let mut offsets = Vec::new();
+        let needed = (Size::new(routing.tokens()) * domains + 1).get("a layout", "offsets")?;
+        offsets.try_reserve_exact(needed).map_err(|problem| {
+            EnvironmentError::new(
+                format!("allocating a layout of {needed} offsets"),
+                problem,
+                "use fewer tokens",
+            )
+        })?;
         let mut layout = Self {
             domains,
-            offsets: Vec::with_capacity(routing.tokens() * domains + 1),
+            offsets,
             copies: Vec::with_capacity(routing.copies()),
             weights: Vec::with_capacity(routing.copies()),
         };
@@ -333,7 +407,7 @@ impl DispatchLayout {
         Ok(layout)
     }
 
-    /// Ends every (token, domain) before the one at this place.
+    /// Ends the runs of copies of all (token, domain) pairs before index `place`.
     fn close_before(&mut self, place: usize) {
         while self.offsets.len() <= place {
             self.offsets.push(self.copies.len() as u32);
@@ -345,7 +419,7 @@ impl DispatchLayout {
         (self.offsets.len() - 1) / self.domains
     }
 
-    /// The copies of one token that stay in, or go to, one domain.
+    /// The copies of one token for experts of one domain.
     pub fn copies(&self, token: usize, domain: usize) -> &[TokenCopy] {
         &self.copies[self.range(token..token + 1, domain)]
     }
@@ -355,7 +429,7 @@ impl DispatchLayout {
         &self.weights[self.range(token..token + 1, domain)]
     }
 
-    /// All copies that were not dropped.
+    /// Number of copies that are not dropped.
     pub fn total_copies(&self) -> usize {
         self.copies.len()
     }
@@ -392,7 +466,7 @@ mod tests {
                 Counts::of(&world, &routing, DispatchMode::Permuted { pad_multiple: 16 }, Some(32)).unwrap();
             let words = counts.to_words();
             assert_eq!(words.len(), 64 + 8 + 3);
-            assert_eq!(Counts::from_words(&world, &words), counts);
+            assert_eq!(Counts::from_words(&world, &words), Ok(counts));
         }
     }
 
@@ -423,9 +497,72 @@ mod tests {
         assert!(error.to_string().contains("rank 0 would receive 4294967296 rows"), "{error}");
     }
 
+    /// A world of 2 ranks with 2 experts each, and the counts of a rank with 5 tokens: 4 for rank 0, 3 for rank 1.
+    fn possible() -> (World, Vec<u32>) {
+        (World::new(2, 1, 4).unwrap(), vec![5, 2, UNBOUNDED, 4, 1, 2, 2, 4, 3])
+    }
+
+    #[test]
+    fn counts_that_no_routing_gives_are_refused() {
+        let (world, words) = possible();
+        Counts::from_words(&world, &words).unwrap();
+        for (at, value) in [
+            (0, 3),        // fewer tokens than rank 0 receives
+            (2, 7),        // a capacity that is not a multiple of the pad multiple
+            (3, 5),        // more copies for an expert than tokens for its rank
+            (4, u32::MAX), // as above
+            (5, 0),        // fewer copies than tokens
+            (7, 3),        // fewer tokens than copies for one expert
+            (7, 6),        // more tokens for a rank than there are
+            (8, u32::MAX), // as above
+        ] {
+            let mut words = words.clone();
+            words[at] = value;
+            assert!(Counts::from_words(&world, &words).is_err(), "word {at} is {value}");
+        }
+    }
+
+    #[test]
+    fn counts_and_routings_of_another_world_are_refused() {
+        let (world, words) = possible();
+        let counts = Counts::from_words(&world, &words).unwrap();
+        let routing = Routing::empty(Rank(0), 4);
+        let all = vec![counts.clone(), counts];
+        DispatchLayout::new(&world, &routing, &all).unwrap();
+        assert!(DispatchLayout::new(&world, &routing, &all[..1]).is_err());
+        assert!(receive_shape(&world, Rank(0), &all[..1]).is_err());
+        assert!(DispatchLayout::new(&world, &Routing::empty(Rank(0), 5), &all).is_err());
+        let mut short = all.clone();
+        short[1].per_expert.pop();
+        assert!(DispatchLayout::new(&world, &routing, &short).is_err());
+        assert!(receive_shape(&world, Rank(1), &short).is_err());
+    }
+
     proptest! {
-        /// The layout is what the oracle, which sorts all copies of the world, says: every kept copy once, in its
-        /// row, and nothing else.
+        /// Damaged counts of a peer are rejected, or give rows within the allocation, or an error.
+        #[test]
+        fn damaged_counts_give_no_rows_beyond_the_allocation(
+            damage in prop::collection::vec((0usize..9, prop_oneof![0u32..8, any::<u32>()]), 0..5),
+            capacity in prop::option::of(0usize..9),
+        ) {
+            let (world, mut words) = possible();
+            damage.into_iter().for_each(|(at, value)| words[at] = value);
+            let Ok(theirs) = Counts::from_words(&world, &words) else { return Ok(()) };
+            let routing = Workload { tokens: 9, experts: 4, topk: 3, skew: 0.0, seed: 1 }.routing(Rank(1));
+            let own = Counts::of(&world, &routing, theirs.mode, capacity.map(|rows| rows * theirs.mode.pad_multiple()));
+            let Ok(own) = own else { return Ok(()) };
+            let all = [theirs, own];
+            if let Ok(shape) = receive_shape(&world, Rank(1), &all) {
+                prop_assert!(shape.rows <= shape.allocated_rows() && shape.allocated_rows() <= u32::MAX as usize);
+                prop_assert!(shape.padding().all(|rows| rows.end <= shape.rows));
+            }
+            if let Ok(layout) = DispatchLayout::new(&world, &routing, &all) {
+                prop_assert!(layout.total_copies() <= routing.copies());
+            }
+        }
+
+        /// The layout equals the oracle, which places all copies of the world: it has every kept copy once, in the
+        /// oracle's row, and no other copy.
         #[test]
         fn layout_equals_the_oracle(
             domains in 1usize..4, domain_size in 1usize..4, per_rank in 1usize..4,

@@ -1,15 +1,14 @@
-//! The definition of every rounding this library does.
+//! The definition of every rounding in this library: bf16, FP8 E4M3 and its scales.
 //!
-//! Each function here is the scalar, obvious form of an operation; vectorised code on the host and
-//! kernels on an accelerator have to give the same bits for every input, so that a result does
-//! not depend on where it was computed. Nothing here is meant to be fast.
+//! Each function is the plain scalar form of an operation and is not meant to be fast. Vectorised code
+//! on the host and kernels on an accelerator must give the same bits for every input, so that a result
+//! does not depend on where it was computed.
 //!
 //! Two conventions hold throughout:
 //!
-//! * rounding is to nearest, ties to even, and subnormal numbers are neither read nor written as
-//!   zero;
-//! * a NaN has no payload worth keeping: it becomes the one canonical NaN of the destination
-//!   type, `0x7FFF` in bf16, `0x7FFF_FFFF` in f32 and `0x7F` in E4M3.
+//! * Rounding is to nearest, ties to even. Subnormal numbers are neither read nor written as zero.
+//! * NaN payloads are not kept: every NaN becomes the canonical NaN of the destination type, `0x7FFF`
+//!   in bf16, `0x7FFF_FFFF` in f32 and `0x7F` in E4M3.
 
 /// The canonical bf16 NaN, as CUDA's `cvt.rn.bf16.f32` gives it.
 pub const BF16_NAN: u16 = 0x7FFF;
@@ -23,11 +22,10 @@ pub const E4M3_NAN: u8 = 0x7F;
 /// The largest finite E4M3 value.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// The smallest `amax` a block is scaled by, so that a block of zeros has a scale that can be
-/// divided by.
+/// The lower bound of a block's `amax`, so that the scale of a block of zeros is not zero.
 pub const AMAX_FLOOR: f32 = 1e-4;
 
-/// Widens bf16 bits to f32. Exact; a NaN keeps its payload, as it does in a GPU's shift.
+/// Widens bf16 bits to f32. Exact. A NaN keeps its payload, as it does on a GPU, where widening is a shift.
 #[inline]
 #[must_use]
 pub const fn bf16_to_f32(bits: u16) -> f32 {
@@ -43,9 +41,9 @@ pub const fn f32_to_bf16(value: f32) -> u16 {
         return BF16_NAN;
     }
     let bits = value.to_bits();
-    // Just under half a unit of the last kept place, plus that place's own bit: a tie carries
-    // exactly when the kept part is odd. The carry may run into the exponent, which is right, and
-    // from the largest exponent gives infinity. Infinity itself has nothing to carry.
+    // Add just under half a unit of the last kept place, plus that place's bit: a tie then carries
+    // exactly when the kept part is odd. A carry into the exponent is correct, and a carry from the
+    // largest finite exponent gives infinity. Infinity has no lower bits, so it does not change.
     let tie = (bits >> 16) & 1;
     ((bits + 0x7FFF + tie) >> 16) as u16
 }
@@ -57,8 +55,8 @@ pub const fn canonical_f32(value: f32) -> f32 {
     if value.is_nan() { f32::from_bits(F32_NAN_BITS) } else { value }
 }
 
-/// Rounds to OCP FP8 E4M3: nearest even including subnormals, values beyond ±448 (infinity too)
-/// saturate to ±448, every NaN becomes [`E4M3_NAN`]. What `cvt.rn.satfinite.e4m3x2.f32` does.
+/// Rounds to OCP FP8 E4M3, as CUDA's `cvt.rn.satfinite.e4m3x2.f32` does: nearest even including
+/// subnormals, values beyond ±448 (infinity too) saturate to ±448, every NaN becomes [`E4M3_NAN`].
 #[inline]
 #[must_use]
 pub fn f32_to_e4m3(value: f32) -> u8 {
@@ -68,12 +66,12 @@ pub fn f32_to_e4m3(value: f32) -> u8 {
     let sign = if value.is_sign_negative() { 0x80 } else { 0 };
     let magnitude = value.abs().min(E4M3_MAX);
     let code = if magnitude < 1.0 / 64.0 {
-        // Below 2^-6 codes count steps of 2^-9. The product is exact, and a result of 8 is the
-        // code of 2^-6 itself, so the border needs no care.
+        // Below 2^-6, codes count steps of 2^-9. The product is exact. A result of 8 is the code of
+        // 2^-6, so rounding up to the smallest normal value is correct too.
         (magnitude * 512.0).round_ties_even() as u8
     } else {
-        // Keep 3 of 23 mantissa bits as in `f32_to_bf16`, then move the exponent's bias from 127
-        // to 7. The largest magnitude, 448, is a code, so the carry never passes it.
+        // Keep 3 of 23 mantissa bits as in `f32_to_bf16`, then change the exponent's bias from 127
+        // to 7. The largest magnitude, 448, has a code, so no carry exceeds it.
         let bits = magnitude.to_bits();
         let tie = (bits >> 20) & 1;
         (((bits + 0x7_FFFF + tie) >> 20) - ((127 - 7) << 3)) as u8
@@ -98,10 +96,10 @@ pub fn e4m3_to_f32(code: u8) -> f32 {
     sign * magnitude
 }
 
-/// How the scales that belong to a row of E4M3 codes are laid out.
+/// The format of the scales of a row of E4M3 codes.
 ///
-/// A row of `hidden` values is cut into blocks of [`block`](Self::block) values, the last of which
-/// may be short; each block has one scale, and a value is its code times its block's scale.
+/// A row of `hidden` values consists of blocks of [`block`](Self::block) values; the last block may be
+/// shorter. Each block has one scale, and a value is its code times the scale of its block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ScaleFormat {
@@ -154,10 +152,9 @@ impl ScaleFormat {
     /// (`amax.clamp(1e-4) / 448`); the UE8M0 formats round that up to a power of two and keep it
     /// within `2^-126 ..= 2^127`.
     ///
-    /// An infinite `amax` has no exception: the f32 scale is infinite, which makes each finite
-    /// value of the block a zero and each infinity a NaN (and every one of them a NaN once
-    /// dequantised); a UE8M0 scale stops at `2^127`, where finite values stay meaningful and
-    /// infinities saturate.
+    /// The formula holds for an infinite `amax` too. The f32 scale is then infinite: each finite value
+    /// of the block becomes a zero code, each infinity a NaN code, and all of them dequantise to NaN.
+    /// A UE8M0 scale stops at `2^127`: finite values stay meaningful and infinities saturate.
     #[inline]
     #[must_use]
     pub fn scale_for(self, amax: f32) -> f32 {
@@ -208,7 +205,7 @@ impl ScaleFormat {
     }
 }
 
-/// Quantises one row: `hidden` bf16 values to as many E4M3 codes and their scales.
+/// Quantises one row of `hidden` bf16 values to `hidden` E4M3 codes and their scales.
 ///
 /// Shapes: `row` `[hidden]` bf16 bits, `out` `[hidden]` codes, `scales`
 /// [`format.bytes_per_row(hidden)`](ScaleFormat::bytes_per_row) bytes. For each block:
@@ -239,8 +236,9 @@ pub fn quantize_row(row: &[u16], format: ScaleFormat, out: &mut [u8], scales: &m
     }
 }
 
-/// The values that a quantised row stands for: `codes` `[hidden]` and their scales to `out`
-/// `[hidden]`, each the f32 product of code and scale, NaN canonical.
+/// Dequantises one row: writes to `out` `[hidden]` the f32 product of each of `codes` `[hidden]` and
+/// its scale, with canonical NaN. `scales` has
+/// [`format.bytes_per_row(hidden)`](ScaleFormat::bytes_per_row) bytes.
 ///
 /// # Panics
 /// When the lengths do not agree.
@@ -268,7 +266,7 @@ fn check_lengths(format: ScaleFormat, hidden: usize, codes: usize, scale_bytes: 
 mod tests {
     use super::*;
 
-    /// Sequence of well-mixed 64-bit numbers (splitmix64), the same in every run.
+    /// Pseudorandom 64-bit numbers (splitmix64), the same in every run.
     fn random(seed: u64) -> impl Iterator<Item = u64> {
         let mut state = seed;
         std::iter::repeat_with(move || {
@@ -459,6 +457,9 @@ mod tests {
             (ScaleFormat::Ue8m0Per32, 7168, 224, 224),
             (ScaleFormat::Ue8m0Per32, 8, 1, 1),
             (ScaleFormat::F32Per128, 0, 0, 0),
+            // The largest number that a caller can pass does not overflow.
+            (ScaleFormat::F32Per128, usize::MAX, 1 << 57, 1 << 59),
+            (ScaleFormat::Ue8m0Per32, usize::MAX, 1 << 59, 1 << 59),
         ] {
             assert_eq!(format.scales_per_row(hidden), scales);
             assert_eq!(format.bytes_per_row(hidden), bytes);
@@ -524,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_odd_values() {
+    fn blocks_with_zeros_nans_and_infinities() {
         let inf = f32_to_bf16(f32::INFINITY);
         let one = f32_to_bf16(1.0);
         for format in FORMATS {

@@ -1,7 +1,9 @@
-//! The operators, written straight from their definition: slow, obvious, for the whole world at once.
+//! The operators written from their definition: slow, simple, and for all ranks of the world at once.
 //!
-//! Every backend must equal [`dispatch`] and [`combine`] bit by bit; [`combine_f64`] bounds their rounding error.
-//! Nothing here uses [`crate::layout`], so that each checks the other.
+//! The results of every backend must equal those of [`dispatch`] and [`combine`] bit for bit. [`combine_f64`] gives a
+//! bound for the rounding error. This module does not use [`crate::layout`], so that tests can compare the two.
+//!
+//! Slices with one entry per rank are indexed by rank. The functions panic on arguments that do not fit each other.
 
 use crate::backend::{DispatchMode, Element, TokenFormat};
 use crate::layout::ReceiveShape;
@@ -9,27 +11,27 @@ use crate::numeric::{bf16_to_f32, canonical_f32, f32_to_bf16, quantize_row};
 use crate::routing::Routing;
 use crate::topology::{Rank, World};
 
-/// What one output row holds: a token, and its experts on the receiving rank with their weights.
+/// The source of one row: a token, and its experts on the receiving rank with their weights.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RowSource {
-    /// The token's rank.
+    /// The token's source rank.
     pub rank: Rank,
-    /// The token's index there.
+    /// The token's index on its source rank.
     pub token: usize,
-    /// Experts that the row is for, in order of local expert: one in permuted mode.
+    /// The experts of the row and their weights, in order of local expert; exactly one in permuted mode.
     pub experts: Vec<(u32, f32)>,
 }
 
 /// All rows that one rank receives.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReceivedRows {
-    /// Row by row; `None` is a padding row.
+    /// The source of each row; `None` for a padding row.
     pub rows: Vec<Option<RowSource>>,
-    /// The shape.
+    /// The shape of the dispatch output.
     pub shape: ReceiveShape,
 }
 
-/// Which token stands in which row of which rank. Routings and capacities are indexed by rank.
+/// The rows that each rank receives, for the routings and capacities of all ranks.
 pub fn rows(
     world: &World,
     routings: &[Routing],
@@ -98,14 +100,14 @@ fn rows_of(
         }
         DispatchMode::Permuted { pad_multiple } => {
             for &expert in &local {
-                let mut segment = sources(&[expert]);
-                segment.resize(segment.len().next_multiple_of(pad_multiple as usize), None);
-                out.shape.wanted_rows += segment.len();
+                let mut group = sources(&[expert]);
+                group.resize(group.len().next_multiple_of(pad_multiple as usize), None);
+                out.shape.wanted_rows += group.len();
                 out.shape.first_row.push(out.rows.len().min(limit) as u32);
-                segment.truncate(limit - out.rows.len().min(limit));
-                out.shape.tokens_per_expert.push(segment.len() as u32);
-                out.shape.kept_per_expert.push(segment.iter().flatten().count() as u32);
-                out.rows.extend(segment);
+                group.truncate(limit - out.rows.len().min(limit));
+                out.shape.tokens_per_expert.push(group.len() as u32);
+                out.shape.kept_per_expert.push(group.iter().flatten().count() as u32);
+                out.rows.extend(group);
             }
         }
     }
@@ -113,31 +115,31 @@ fn rows_of(
     out
 }
 
-/// One rank's tokens as dispatch takes them.
+/// One rank's input to dispatch.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Tokens {
-    /// `[tokens, hidden]` in the input format.
+    /// `[tokens, hidden]` in the input type of the format.
     pub data: Vec<u8>,
-    /// `[tokens, scales per row]`; empty unless given.
+    /// `[tokens, scales per row]`; empty unless the format is [`TokenFormat::Fp8`].
     pub scales: Vec<u8>,
-    /// f32 `[tokens, experts]` that travel along.
+    /// `[tokens, experts]`: the probabilities that dispatch sends.
     pub probs: Vec<f32>,
 }
 
-/// What one rank receives from dispatch; rows as [`ReceiveShape::rows`] says.
+/// One rank's output of dispatch. `rows` in the shapes is [`ReceiveShape::rows`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Dispatched {
-    /// `[rows, hidden]` in the output format.
+    /// `[rows, hidden]` in the output type of the format.
     pub tokens: Vec<u8>,
-    /// `[rows, scales per row]`.
+    /// `[rows, scales per row]`; empty without scales.
     pub scales: Vec<u8>,
-    /// `[rows]` (permuted) or `[rows, local experts]` (plain).
+    /// `[rows]` (permuted mode) or `[rows, local experts]` (plain mode).
     pub probs: Vec<f32>,
-    /// `[rows, local experts]`, 1 where chosen (plain mode; empty otherwise).
+    /// `[rows, local experts]`, 1 where the row's token chose the expert (plain mode; empty in permuted mode).
     pub local_experts: Vec<u8>,
 }
 
-/// Dispatch of the whole world: what every rank receives.
+/// Dispatch: the output of every rank, for the `tokens` of every rank and the rows that [`rows`] returned.
 pub fn dispatch(
     world: &World,
     received: &[ReceivedRows],
@@ -188,7 +190,7 @@ pub fn dispatch(
         .collect()
 }
 
-/// A rank's tokens and scales as they travel.
+/// A rank's tokens and scales in the form in which they cross from rank to rank.
 fn on_the_wire(format: TokenFormat, hidden: usize, tokens: &Tokens) -> (Vec<u8>, Vec<u8>) {
     let TokenFormat::QuantizeFp8(scale_format) = format else {
         return (tokens.data.clone(), tokens.scales.clone());
@@ -205,7 +207,7 @@ fn on_the_wire(format: TokenFormat, hidden: usize, tokens: &Tokens) -> (Vec<u8>,
     (data, scales)
 }
 
-/// The value of element `at` of rows.
+/// The value of element number `at` of `rows`.
 pub(crate) fn value(element: Element, rows: &[u8], at: usize) -> f32 {
     match element {
         Element::Bf16 => bf16_to_f32(u16::from_le_bytes([rows[2 * at], rows[2 * at + 1]])),
@@ -215,7 +217,7 @@ pub(crate) fn value(element: Element, rows: &[u8], at: usize) -> f32 {
     }
 }
 
-/// Values as rows hold them: rounded, NaN canonical.
+/// The bytes of `values` as elements of a row: rounded, with canonical NaN.
 pub(crate) fn stored(element: Element, values: &[f32]) -> Vec<u8> {
     match element {
         Element::Bf16 => values.iter().flat_map(|&value| f32_to_bf16(value).to_le_bytes()).collect(),
@@ -223,6 +225,7 @@ pub(crate) fn stored(element: Element, values: &[f32]) -> Vec<u8> {
     }
 }
 
+/// A partial sum after it has crossed from rank to rank.
 fn cross(wire: Element, value: f32) -> f32 {
     match wire {
         Element::Bf16 => bf16_to_f32(f32_to_bf16(value)),
@@ -230,18 +233,19 @@ fn cross(wire: Element, value: f32) -> f32 {
     }
 }
 
-/// How combine treats numbers.
+/// The width and element types of a combine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CombineSpec {
-    /// Width of a token, elements.
+    /// Width of a token, in elements.
     pub hidden: usize,
-    /// Type of expert outputs and of the result.
+    /// Element type of expert outputs and of the result.
     pub element: Element,
-    /// Type of partial sums where they cross from rank to rank.
+    /// Element type of partial sums that cross from rank to rank.
     pub wire: Element,
 }
 
-/// Rows of a rank that hold copies of one token, in row order: that is the order of local experts.
+/// For each token (source rank, index) the rows of one rank that hold its copies, in row order, which is the order of
+/// local experts.
 type RowsOfToken = std::collections::HashMap<(Rank, usize), Vec<usize>>;
 
 fn rows_by_token(received: &[ReceivedRows]) -> Vec<RowsOfToken> {
@@ -256,8 +260,8 @@ fn rows_by_token(received: &[ReceivedRows]) -> Vec<RowsOfToken> {
     by_token
 }
 
-/// Combine of one token of rank `source`: the sum, in the defined order and rounding, of the expert output rows
-/// that `rows` gives for each rank in order of local expert.
+/// Combine of one token of rank `source`: the sum of its expert output rows, in the order and with the rounding of the
+/// contract. `rows` gives the token's expert output rows on each rank, in order of local expert. Returns one row.
 pub fn combine_token<'a>(
     world: &World,
     source: Rank,
@@ -267,7 +271,7 @@ pub fn combine_token<'a>(
     let topology = &world.topology;
     let mut total = vec![0.0f32; spec.hidden];
     for domain in 0..topology.domains() {
-        let agent = topology.rank_at(domain, topology.local_rank_of(source));
+        let rail_rank = topology.rank_at(domain, topology.local_rank_of(source));
         let mut domain_sum = vec![0.0f32; spec.hidden];
         for rank in topology.domain_ranks(domain) {
             let mut rank_sum = vec![0.0f32; spec.hidden];
@@ -276,19 +280,19 @@ pub fn combine_token<'a>(
                     *sum += value(spec.element, row, column);
                 }
             }
-            // The partial sum goes to the rank of its domain that is on the token's rail.
+            // Each rank of a domain sends its partial sum to the domain's rank on the rail of `source`.
             for (sum, &part) in domain_sum.iter_mut().zip(&rank_sum) {
-                *sum += if rank == agent { part } else { cross(spec.wire, part) };
+                *sum += if rank == rail_rank { part } else { cross(spec.wire, part) };
             }
         }
         for (sum, &part) in total.iter_mut().zip(&domain_sum) {
-            *sum += if agent == source { part } else { cross(spec.wire, part) };
+            *sum += if rail_rank == source { part } else { cross(spec.wire, part) };
         }
     }
     stored(spec.element, &total)
 }
 
-/// Combine of the whole world: every rank's tokens `[tokens, hidden]`.
+/// Combine: every rank's output `[tokens, hidden]`, for the expert output rows `[rows, hidden]` of every rank.
 pub fn combine(
     world: &World,
     routings: &[Routing],
@@ -310,7 +314,8 @@ pub fn combine(
         .collect()
 }
 
-/// [`combine`] in double precision, and the sum of magnitudes that its rounding error is relative to.
+/// [`combine`] in double precision: for each element the sum, and the sum of magnitudes. The rounding error of combine
+/// is relative to the latter.
 pub fn combine_f64(
     routings: &[Routing],
     received: &[ReceivedRows],
@@ -338,7 +343,8 @@ pub fn combine_f64(
         .collect()
 }
 
-/// Probabilities gathered back: every rank's dense `[tokens, experts]`; `row_probs` laid out as dispatch delivers.
+/// Combine of probabilities: gathers `row_probs`, in the shape of [`Dispatched::probs`], to every rank's dense
+/// `[tokens, experts]`.
 pub fn combine_probs(
     world: &World,
     routings: &[Routing],
@@ -385,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_case_by_hand() {
+    fn a_small_world_gives_the_results_computed_by_hand() {
         let (world, routings) = world_of_two();
         let mode = DispatchMode::Permuted { pad_multiple: 2 };
         let received = rows(&world, &routings, mode, &[None, None]);
@@ -438,7 +444,7 @@ mod tests {
 
     #[test]
     fn only_what_crosses_is_rounded() {
-        // Two experts on the remote rank whose f32 sum does not fit bf16; the same two at home.
+        // The f32 sum of two expert outputs does not fit in bf16. The experts are on the other rank, then on the same.
         let world = World::new(2, 1, 4).unwrap();
         let spec = CombineSpec { hidden: 1, element: Element::F32, wire: Element::Bf16 };
         let rows_of = |indices: &[i32]| {

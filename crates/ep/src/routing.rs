@@ -1,30 +1,53 @@
-//! A rank's routing: which of its tokens goes to which experts, with what weight. Validated once, here.
+//! A rank's routing: which of its tokens goes to which experts, with what weight. The constructors validate it.
 
 use crate::error::{CallerError, Result, RoutingProblem};
-use crate::topology::Rank;
+use crate::topology::{Rank, check_number};
 
-/// The routing of one rank's tokens, valid by construction.
+/// The routing of one rank's tokens: the experts that each token chose, and their weights. Valid by construction.
 ///
-/// Rows are stored compressed, experts ascending: a token may have any number of experts, none included, so both
-/// forms that routers produce (top-k and multi-hot map) fit.
+/// Routings are stored in compressed rows with ascending experts. A token may have any number of experts, also none, so
+/// this form holds both forms that routers produce: top-k indices and multi-hot maps.
+///
+/// # Examples
+///
+/// Two tokens on rank 0, four experts. The second token chose only one expert.
+///
+/// ```
+/// use ep::{Rank, Routing};
+///
+/// let topk_idx = [3, 0, /* second token: */ 2, -1];
+/// let topk_weights = [0.75, 0.25, /* second token: */ 1.0, 0.0];
+/// let routing = Routing::from_topk(Rank(0), 4, 2, &topk_idx, &topk_weights)?;
+/// assert_eq!((routing.tokens(), routing.copies()), (2, 3));
+/// assert_eq!(routing.experts_of(0), [0, 3]);
+/// assert_eq!(routing.weights_of(0), [0.25, 0.75]);
+///
+/// let error = Routing::from_topk(Rank(0), 4, 2, &[1, 1], &[0.5, 0.5]).unwrap_err();
+/// assert_eq!(error.to_string(), "routing of rank 0, row 0: expert 1 appears twice");
+/// # Ok::<(), ep::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Routing {
     rank: Rank,
     experts: usize,
-    /// Where each token's experts begin; one more entry than tokens.
+    /// `[tokens + 1]`: index of each token's first entry in `chosen` and `weights`, and the number of entries.
     offsets: Vec<u32>,
     chosen: Vec<u32>,
     weights: Vec<f32>,
 }
 
 impl Routing {
-    /// From a router's top-k choice: `topk_idx` and `topk_weights`, both `[tokens, k]` row-major; index -1 means none.
+    /// The routing of a router's top-k choice: `topk_idx` and `topk_weights`, both `[tokens, k]` row-major. Index -1
+    /// means no expert; the weight of such an entry is ignored.
     ///
-    /// `rank` is the rank whose tokens these are; it is named in errors. Weights of -1 entries are ignored.
+    /// `rank` is the rank that holds the tokens, and `experts` the number of experts in the world.
     ///
     /// # Errors
-    /// [`CallerError::Shape`] when the lengths are not `tokens * k`; [`CallerError::Routing`] for the first row with
-    /// an index out of range, an expert twice, or a NaN weight.
+    /// - [`CallerError::Shape`] when the length of `topk_idx` is not a multiple of `k`, or `topk_weights` has another
+    ///   length.
+    /// - [`CallerError::Routing`] for the first row with an index out of range, a repeated expert, or a NaN weight.
+    /// - [`CallerError::Placement`] when `experts` is 0 or more than [`MAX_EXPERTS`](crate::topology::MAX_EXPERTS).
+    /// - [`CallerError::TooManyRows`] when the number of tokens or copies does not fit in 32 bits.
     pub fn from_topk(
         rank: Rank,
         experts: usize,
@@ -35,7 +58,7 @@ impl Routing {
         let tokens = topk_idx.len().checked_div(k).unwrap_or(0);
         check_len("topk_idx", tokens * k, topk_idx.len())?;
         check_len("topk_weights", topk_idx.len(), topk_weights.len())?;
-        let mut rows = Rows::new(rank, experts, tokens, topk_idx.len());
+        let mut rows = Rows::new(rank, experts, tokens, topk_idx.len())?;
         let rows_of_k = topk_idx.chunks_exact(k.max(1)).zip(topk_weights.chunks_exact(k.max(1)));
         for (row, (indices, weights)) in rows_of_k.enumerate() {
             for (&index, &weight) in indices.iter().zip(weights) {
@@ -55,16 +78,16 @@ impl Routing {
         Ok(rows.finish())
     }
 
-    /// From a routing map: `map` `[tokens, experts]` (non-zero = chosen) and the dense `probs` `[tokens, experts]`,
-    /// row-major. Probabilities outside the map are ignored.
+    /// The routing of a multi-hot map: `map` `[tokens, experts]`, non-zero where chosen, with the weights `probs`
+    /// `[tokens, experts]`, both row-major. Weights of experts that are not chosen are ignored.
     ///
     /// # Errors
-    /// As [`from_topk`](Self::from_topk).
+    /// As [`from_topk`](Self::from_topk), with rows of `experts` entries.
     pub fn from_map(rank: Rank, experts: usize, map: &[u8], probs: &[f32]) -> Result<Self> {
         let tokens = map.len().checked_div(experts).unwrap_or(0);
         check_len("routing_map", tokens * experts, map.len())?;
         check_len("probs", map.len(), probs.len())?;
-        let mut rows = Rows::new(rank, experts, tokens, 8 * tokens);
+        let mut rows = Rows::new(rank, experts, tokens, experts.min(8) * tokens)?;
         let rows_of_map = map.chunks_exact(experts.max(1)).zip(probs.chunks_exact(experts.max(1)));
         for (row, (chosen, probs)) in rows_of_map.enumerate() {
             for (expert, (&on, &prob)) in chosen.iter().zip(probs).enumerate() {
@@ -77,17 +100,17 @@ impl Routing {
         Ok(rows.finish())
     }
 
-    /// A rank without tokens.
+    /// The routing of a rank without tokens.
     pub fn empty(rank: Rank, experts: usize) -> Self {
         Self { rank, experts, offsets: vec![0], chosen: Vec::new(), weights: Vec::new() }
     }
 
-    /// The rank whose tokens these are.
+    /// The rank that holds the tokens.
     pub fn rank(&self) -> Rank {
         self.rank
     }
 
-    /// Number of tokens; may be zero.
+    /// Number of tokens; may be 0.
     pub fn tokens(&self) -> usize {
         self.offsets.len() - 1
     }
@@ -97,28 +120,28 @@ impl Routing {
         self.experts
     }
 
-    /// Number of (token, expert) pairs.
+    /// Number of copies: (token, expert) pairs.
     pub fn copies(&self) -> usize {
         self.chosen.len()
     }
 
-    /// Where each token's entries begin in [`all_experts`](Self::all_experts) and
-    /// [`all_weights`](Self::all_weights), and where the last one's end.
+    /// `[tokens + 1]`: index of each token's first entry in [`all_experts`](Self::all_experts) and
+    /// [`all_weights`](Self::all_weights), and the number of entries.
     pub fn row_begins(&self) -> &[u32] {
         &self.offsets
     }
 
-    /// The experts of all tokens, one token after the other.
+    /// `[copies]`: the experts of all tokens, ordered by token and then by expert.
     pub fn all_experts(&self) -> &[u32] {
         &self.chosen
     }
 
-    /// The weights of all tokens' experts, in the same order.
+    /// `[copies]`: the weights, in the order of [`all_experts`](Self::all_experts).
     pub fn all_weights(&self) -> &[f32] {
         &self.weights
     }
 
-    /// Every token's experts, ascending, with their weights.
+    /// For each token its experts, ascending, and their weights.
     pub fn rows(&self) -> impl ExactSizeIterator<Item = (&[u32], &[f32])> {
         self.offsets.windows(2).map(|ends| {
             let row = ends[0] as usize..ends[1] as usize;
@@ -131,12 +154,12 @@ impl Routing {
         &self.chosen[self.range(token)]
     }
 
-    /// The weights of a token's experts, in the same order.
+    /// The weights of a token's experts, in the order of [`experts_of`](Self::experts_of).
     pub fn weights_of(&self, token: usize) -> &[f32] {
         &self.weights[self.range(token)]
     }
 
-    /// The weights as a dense `[tokens, experts]` matrix, zero where not chosen.
+    /// The weights as a dense row-major `[tokens, experts]` matrix, zero where the token did not choose the expert.
     pub fn dense_probs(&self) -> Vec<f32> {
         let mut dense = vec![0.0; self.tokens() * self.experts];
         for (token, row) in dense.chunks_exact_mut(self.experts.max(1)).enumerate() {
@@ -162,29 +185,34 @@ fn check_len(what: &'static str, expected: usize, found: usize) -> Result<()> {
 
 /// A routing under construction.
 ///
-/// The row at hand is kept as a set of bits, which sorts it and finds duplicates without a branch that could be
-/// mispredicted: routers choose in no order.
+/// Routers give experts in any order. The current row is a bit set, which sorts the experts and finds duplicates
+/// without branches that the CPU would mispredict.
 struct Rows {
     routing: Routing,
-    /// One bit per expert: chosen in this row.
+    /// `[experts]` bits: whether the current row has the expert.
     row: Vec<u64>,
-    /// Weights of the experts chosen in this row, by expert.
+    /// `[experts]`: weights of the experts in the current row.
     weight: Vec<f32>,
 }
 
 impl Rows {
-    fn new(rank: Rank, experts: usize, tokens: usize, copies: usize) -> Self {
+    /// Begins a routing of `tokens` tokens. Reserves memory for `copies` copies, which the caller has bounded.
+    fn new(rank: Rank, experts: usize, tokens: usize, copies: usize) -> Result<Self> {
+        check_number(experts)?;
+        if u32::try_from(tokens).is_err() {
+            return Err(CallerError::TooManyRows { rank, rows: tokens as u64 }.into());
+        }
         let mut offsets = Vec::with_capacity(tokens + 1);
         offsets.push(0);
         let (chosen, weights) = (Vec::with_capacity(copies), Vec::with_capacity(copies));
-        Self {
+        Ok(Self {
             routing: Routing { rank, experts, offsets, chosen, weights },
             row: vec![0; experts.div_ceil(64)],
             weight: vec![0.0; experts],
-        }
+        })
     }
 
-    /// Adds an expert, which must be in range, to the row at hand.
+    /// Adds an expert, which must be in range, to the current row, number `row`.
     fn add(&mut self, row: usize, expert: u32, weight: f32) -> Result<()> {
         let (word, bit) = (&mut self.row[expert as usize / 64], 1 << (expert % 64));
         let problem = if *word & bit != 0 {
@@ -224,6 +252,7 @@ impl Rows {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::topology::MAX_EXPERTS;
 
     #[test]
     fn topk_and_map_agree() {
@@ -267,10 +296,25 @@ mod tests {
     }
 
     #[test]
-    fn no_tokens_is_a_routing() {
+    fn a_routing_may_have_no_tokens() {
         let empty = Routing::from_topk(Rank(0), 4, 2, &[], &[]).unwrap();
         assert_eq!(empty, Routing::empty(Rank(0), 4));
         assert_eq!(Routing::from_map(Rank(0), 4, &[], &[]).unwrap(), empty);
+    }
+
+    #[test]
+    fn experts_beyond_the_bounds_are_refused_before_memory_is_allocated() {
+        for experts in [0, MAX_EXPERTS + 1, 1 << 40, usize::MAX] {
+            for routing in [
+                Routing::from_topk(Rank(0), experts, 1, &[0], &[1.0]),
+                Routing::from_topk(Rank(0), experts, usize::MAX, &[], &[]),
+                Routing::from_map(Rank(0), experts, &[], &[]),
+            ] {
+                let error = routing.unwrap_err().to_string();
+                assert!(error.contains(&format!("{experts} experts: at least 1 and at most")), "{error}");
+            }
+        }
+        Routing::from_topk(Rank(0), MAX_EXPERTS, 1, &[MAX_EXPERTS as i32 - 1], &[1.0]).unwrap();
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! Who is where: ranks, NVLink domains, rails, datacenters, and which rank holds which expert.
+//! Ranks, NVLink domains, rails and datacenters, and which rank holds which expert.
 //!
 //! Ranks are numbered domain by domain: rank `r` is local rank `r % domain_size` of NVLink domain
-//! `r / domain_size`. A rail is the set of ranks with the same local rank.
+//! `r / domain_size`. A rail is the set of ranks with the same local rank, one per domain.
 
 use std::fmt;
 use std::ops::Range;
@@ -9,8 +9,14 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CallerError, Result};
+use crate::size::Size;
 
-/// One process or GPU, by its index in the world.
+/// The most ranks of a world.
+pub const MAX_RANKS: usize = 1 << 20;
+/// The most experts of a world.
+pub const MAX_EXPERTS: usize = 1 << 24;
+
+/// The index of one participant (a process or a GPU) in its world.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Rank(pub u32);
 
@@ -27,7 +33,7 @@ impl fmt::Display for Rank {
     }
 }
 
-/// Ranks, grouped into NVLink domains of equal size, and these into datacenters.
+/// Ranks grouped into NVLink domains of equal size, and domains grouped into datacenters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Topology {
     domains: u32,
@@ -39,7 +45,8 @@ impl Topology {
     /// `ranks` ranks in `domains` NVLink domains of equal size, in one datacenter.
     ///
     /// # Errors
-    /// [`CallerError::Topology`] when there is no rank or no domain, or when the domains would be uneven.
+    /// [`CallerError::Topology`] when either number is 0, `domains` does not divide `ranks`, or there are more than
+    /// [`MAX_RANKS`] ranks.
     pub fn new(ranks: usize, domains: usize) -> Result<Self> {
         if ranks == 0 || domains == 0 {
             return Err(CallerError::Topology(format!(
@@ -54,17 +61,20 @@ impl Topology {
             ))
             .into());
         }
-        let (Ok(domain_count), Ok(domain_size)) = (u32::try_from(domains), u32::try_from(ranks / domains))
-        else {
-            return Err(CallerError::Topology(format!("{ranks} ranks are more than can be numbered")).into());
-        };
-        Ok(Self { domains: domain_count, domain_size, datacenters: 1 })
+        if ranks > MAX_RANKS {
+            return Err(
+                CallerError::Topology(format!("{ranks} ranks: at most {MAX_RANKS} are possible")).into()
+            );
+        }
+        // Neither cast truncates: both numbers are at most `ranks`, which is at most MAX_RANKS.
+        Ok(Self { domains: domains as u32, domain_size: (ranks / domains) as u32, datacenters: 1 })
     }
 
-    /// The topology of domains with these sizes, as a launcher finds them.
+    /// The topology of NVLink domains with these numbers of ranks, for launchers that detect the domains.
     ///
     /// # Errors
-    /// [`CallerError::Topology`] that names the first uneven domain: the rails need the same local ranks everywhere.
+    /// [`CallerError::Topology`] that names the first domain whose size differs from domain 0: a rail has one rank in
+    /// each domain.
     pub fn from_domain_sizes(sizes: &[usize]) -> Result<Self> {
         let first = sizes.first().copied().unwrap_or(0);
         if let Some((domain, size)) = sizes.iter().enumerate().find(|&(_, &size)| size != first) {
@@ -73,13 +83,14 @@ impl Topology {
             ))
             .into());
         }
-        Self::new(first * sizes.len(), sizes.len())
+        let ranks = (Size::new(first) * sizes.len()).get("the NVLink domains", "ranks")?;
+        Self::new(ranks, sizes.len())
     }
 
-    /// The same ranks and domains, spread evenly over `datacenters` in order.
+    /// The same ranks and domains, in `datacenters` datacenters of equally many consecutive domains.
     ///
     /// # Errors
-    /// [`CallerError::Topology`] when the domains cannot be spread evenly.
+    /// [`CallerError::Topology`] when `datacenters` is 0 or does not divide the number of domains.
     pub fn with_datacenters(self, datacenters: usize) -> Result<Self> {
         match u32::try_from(datacenters) {
             Ok(count) if count > 0 && self.domains.is_multiple_of(count) => {
@@ -103,7 +114,7 @@ impl Topology {
         self.domains as usize
     }
 
-    /// Ranks in each NVLink domain; the number of rails.
+    /// Ranks in each NVLink domain, which is also the number of rails.
     pub fn domain_size(&self) -> usize {
         self.domain_size as usize
     }
@@ -118,7 +129,7 @@ impl Topology {
         (rank.0 / self.domain_size) as usize
     }
 
-    /// The rank's index in its domain, which is also its rail.
+    /// The rank's index in its domain, which is also the index of its rail.
     pub fn local_rank_of(&self, rank: Rank) -> usize {
         (rank.0 % self.domain_size) as usize
     }
@@ -149,11 +160,19 @@ impl Topology {
     }
 }
 
+/// Checks the number of experts. The bound keeps expert numbers within 32 bits, and bounds the memory for counts.
+pub(crate) fn check_number(experts: usize) -> Result<()> {
+    if (1..=MAX_EXPERTS).contains(&experts) {
+        return Ok(());
+    }
+    let text = format!("{experts} experts: at least 1 and at most {MAX_EXPERTS} are possible");
+    Err(CallerError::Placement(text).into())
+}
+
 /// Which rank holds which expert.
 ///
-/// Experts are also numbered by *position*: rank by rank, and on one rank by expert index. Everything that is
-/// ordered "by rank, then local expert" is ordered by position; with the contiguous placement a position is the
-/// expert's own index.
+/// Each expert has a *position*: its index when the experts are ordered by (rank, expert index). The *local experts*
+/// of a rank are its experts in this order. With the contiguous placement the position of an expert is its index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpertPlacement {
     /// Position of each expert.
@@ -169,34 +188,33 @@ pub struct ExpertPlacement {
 }
 
 impl ExpertPlacement {
-    /// Expert `e` on rank `e / (experts / ranks)`.
+    /// Places expert `e` on rank `e / (experts / ranks)`. For other placements see [`table`](Self::table).
     ///
     /// # Errors
-    /// [`CallerError::Placement`] when the experts do not divide evenly.
+    /// [`CallerError::Placement`] when `experts` is 0, not a multiple of the number of ranks, or more than
+    /// [`MAX_EXPERTS`].
     pub fn contiguous(experts: usize, topology: &Topology) -> Result<Self> {
         let ranks = topology.ranks();
         if experts == 0 || !experts.is_multiple_of(ranks) {
             return Err(CallerError::Placement(format!(
-                "{experts} experts cannot be placed evenly on {ranks} ranks; use a multiple of {ranks}, or a placement table"
+                "{experts} experts cannot be placed evenly on {ranks} ranks; use a multiple of {ranks}"
             ))
             .into());
         }
+        check_number(experts)?;
         let per_rank = experts / ranks;
         let owners: Vec<Rank> = (0..experts).map(|expert| Rank((expert / per_rank) as u32)).collect();
         Self::table(&owners, topology)
     }
 
-    /// Expert `e` on rank `owners[e]`; ranks may hold different numbers of experts, none included.
+    /// Places expert `e` on rank `owners[e]`. Ranks may hold different numbers of experts, also none.
     ///
     /// # Errors
-    /// [`CallerError::Placement`] when there is no expert, or one is on a rank that does not exist.
+    /// [`CallerError::Placement`] when there are no experts, more than [`MAX_EXPERTS`], or an owner that is not a rank
+    /// of the topology.
     pub fn table(owners: &[Rank], topology: &Topology) -> Result<Self> {
         let ranks = topology.ranks();
-        if owners.is_empty() || owners.len() >= u32::MAX as usize {
-            return Err(
-                CallerError::Placement(format!("{} experts: at least one is needed", owners.len())).into()
-            );
-        }
+        check_number(owners.len())?;
         if let Some((expert, rank)) = owners.iter().enumerate().find(|(_, rank)| rank.index() >= ranks) {
             return Err(CallerError::Placement(format!(
                 "expert {expert} is placed on rank {rank}, but there are only {ranks} ranks"
@@ -224,12 +242,12 @@ impl ExpertPlacement {
         self.expert.len()
     }
 
-    /// Whether every expert's position is its own index, as with the contiguous placement.
+    /// Whether the position of every expert is its index, as with the contiguous placement.
     pub fn is_in_order(&self) -> bool {
         self.expert.is_sorted()
     }
 
-    /// The expert's position: its place when ordered by rank, then local expert.
+    /// The position of an expert.
     pub fn position_of(&self, expert: u32) -> u32 {
         self.position[expert as usize]
     }
@@ -260,17 +278,36 @@ impl ExpertPlacement {
     }
 }
 
-/// What every rank of one communicator agrees on: who there is, and who holds which expert.
+/// The ranks of one communicator and the placement of experts on them. Every rank must use the same world.
+///
+/// # Examples
+///
+/// 8 ranks in 2 NVLink domains, 32 experts:
+///
+/// ```
+/// use ep::{Rank, World};
+///
+/// let world = World::new(8, 2, 32)?;
+/// // Rank 5 is local rank 1 of domain 1: it is on a rail with rank 1.
+/// assert_eq!(world.topology.domain_of(Rank(5)), 1);
+/// assert_eq!(world.topology.local_rank_of(Rank(5)), world.topology.local_rank_of(Rank(1)));
+/// // Each rank holds 4 consecutive experts.
+/// assert_eq!(world.placement.positions_of(Rank(5)), 20..24);
+///
+/// let error = World::new(8, 3, 32).unwrap_err();
+/// assert!(error.to_string().starts_with("topology: 8 ranks cannot be split into 3 NVLink domains"));
+/// # Ok::<(), ep::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct World {
     /// Ranks and NVLink domains.
     pub topology: Topology,
-    /// Experts on ranks.
+    /// The rank of each expert.
     pub placement: ExpertPlacement,
 }
 
 impl World {
-    /// `ranks` ranks in `domains` NVLink domains, `experts` experts placed contiguously.
+    /// `ranks` ranks in `domains` NVLink domains, with `experts` experts placed contiguously.
     ///
     /// # Errors
     /// As [`Topology::new`] and [`ExpertPlacement::contiguous`].
@@ -296,7 +333,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_have_places() {
+    fn rank_at_inverts_domain_and_local_rank() {
         let topology = Topology::new(12, 3).unwrap().with_datacenters(3).unwrap();
         for rank in topology.all_ranks() {
             let (domain, local) = (topology.domain_of(rank), topology.local_rank_of(rank));
@@ -307,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_is_a_world() {
+    fn a_world_may_have_one_rank() {
         let topology = Topology::new(1, 1).unwrap();
         assert_eq!((topology.ranks(), topology.domains(), topology.domain_size()), (1, 1, 1));
     }
@@ -322,6 +359,24 @@ mod tests {
         assert!(message(Topology::from_domain_sizes(&[])).contains("at least one"));
         assert!(message(Topology::new(4, 2).unwrap().with_datacenters(3)).contains("3 datacenters"));
         assert!(Topology::from_domain_sizes(&[4, 4]).is_ok());
+    }
+
+    #[test]
+    fn numbers_that_would_wrap_around_are_refused() {
+        assert_eq!(Topology::new(MAX_RANKS, 1 << 10).unwrap().all_ranks().len(), MAX_RANKS);
+        for (ranks, domains) in
+            [(MAX_RANKS + 1, 1), (1 << 40, 1 << 20), (usize::MAX, usize::MAX), (1 << 33, 2)]
+        {
+            let error = Topology::new(ranks, domains).unwrap_err().to_string();
+            assert!(error.contains("at most 1048576 are possible"), "{error}");
+        }
+        assert!(Topology::from_domain_sizes(&[usize::MAX, usize::MAX]).is_err());
+        assert!(Topology::from_domain_sizes(&[1 << 63, 1 << 63]).is_err());
+        let topology = Topology::new(1, 1).unwrap();
+        for experts in [0, MAX_EXPERTS + 1, usize::MAX] {
+            assert!(ExpertPlacement::contiguous(experts, &topology).is_err(), "{experts}");
+        }
+        assert!(ExpertPlacement::table(&[], &topology).is_err());
     }
 
     #[test]

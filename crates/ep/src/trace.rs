@@ -1,10 +1,13 @@
-//! Routing traces: what a real gate chose, recorded in a `.safetensors` file.
+//! Routing traces: the choices of a real router, recorded in a `.safetensors` file.
 //!
-//! For every layer L and rank R a pair of tensors: `layer{L}.rank{R}.topk_idx` (i32 `[T, K]`, -1 = none) and
-//! `layer{L}.rank{R}.topk_weights` (f32 `[T, K]`). T may differ from rank to rank. The metadata holds
-//! `format` = `hybrid-ep-routing`, `version` = `1`, and the numbers `experts`, `topk`, `layers`, `ranks`.
+//! The file has two tensors for each layer L and rank R: `layer{L}.rank{R}.topk_idx` (i32 `[T, K]`, -1 = no expert) and
+//! `layer{L}.rank{R}.topk_weights` (f32 `[T, K]`). T, the number of tokens, may differ between ranks but is equal in
+//! all layers. The metadata holds `format` = `hybrid-ep-routing`, `version` = `1`, the numbers `experts`, `topk`,
+//! `layers` and `ranks`, and optionally `source`.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read as _;
 use std::path::Path;
 
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -13,40 +16,57 @@ use crate::error::{CallerError, EnvironmentError, Error, Result};
 use crate::routing::Routing;
 use crate::topology::Rank;
 
-/// A recorded routing of some layers and ranks, checked as a whole when it is read.
+/// The recorded routings of some layers and ranks. Reading checks the whole trace.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoutingTrace {
     /// Number of experts.
     pub experts: usize,
-    /// Experts per token, at most.
+    /// The most experts of a token.
     pub topk: usize,
-    /// How it was made, if the file says.
+    /// How the trace was made, if the file says.
     pub source: Option<String>,
-    /// `[layer][rank]`.
+    /// The routings, indexed by layer and then by rank.
     pub layers: Vec<Vec<Routing>>,
 }
 
 impl RoutingTrace {
-    /// Reads and checks a trace.
+    /// The largest file, in bytes. The file and the routings in it are held in memory.
+    pub const MAX_BYTES: u64 = 1 << 30;
+
+    /// Reads and checks a trace: a regular file of at most [`MAX_BYTES`](Self::MAX_BYTES).
     ///
     /// # Errors
-    /// [`EnvironmentError`] when the file cannot be read; [`CallerError::Trace`] that says what is wrong in it, where.
+    /// [`EnvironmentError`] when the file cannot be read; [`CallerError::Trace`] that says what is wrong with the file,
+    /// and where.
     pub fn read(path: &Path) -> Result<Self> {
-        let bytes = std::fs::read(path).map_err(|error| {
+        let wrong = |problem| CallerError::Trace { path: path.display().to_string(), problem };
+        let unreadable = |error| {
             Error::from(EnvironmentError::new(
                 format!("reading routing trace {}", path.display()),
                 error,
                 "give the path of a .safetensors file",
             ))
-        })?;
-        Self::from_bytes(&bytes)
-            .map_err(|problem| CallerError::Trace { path: path.display().to_string(), problem }.into())
+        };
+        // Check the type before opening: opening a pipe waits for a writer, and a device may have no end.
+        if !std::fs::metadata(path).map_err(unreadable)?.is_file() {
+            return Err(wrong("is not a regular file; give the path of a .safetensors file".into()).into());
+        }
+        let mut bytes = Vec::new();
+        File::open(path)
+            .and_then(|file| file.take(Self::MAX_BYTES + 1).read_to_end(&mut bytes))
+            .map_err(unreadable)?;
+        if bytes.len() as u64 > Self::MAX_BYTES {
+            return Err(
+                wrong(format!("has more than {} bytes, the limit for a trace", Self::MAX_BYTES)).into()
+            );
+        }
+        Self::from_bytes(&bytes).map_err(|problem| wrong(problem).into())
     }
 
-    /// Reads and checks a trace from memory; the error says what is wrong, where.
+    /// Reads and checks a trace from the bytes of a file.
     ///
     /// # Errors
-    /// A sentence for the user.
+    /// A sentence for the user that says what is wrong, and where.
     pub fn from_bytes(bytes: &[u8]) -> std::result::Result<Self, String> {
         let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| not_safetensors(bytes, &e))?;
         let tensors = SafeTensors::deserialize(bytes).map_err(|e| not_safetensors(bytes, &e))?;
@@ -67,11 +87,14 @@ impl RoutingTrace {
         self.layers.first().map_or(0, Vec::len)
     }
 
-    /// The layer's routing spread over `ranks` ranks: as recorded when the number is the same, else the recorded
-    /// ranks' tokens one after another, cut into nearly equal runs.
+    /// The routings of a layer for `ranks` ranks. If the trace has another number of ranks, the recorded tokens of all
+    /// ranks, in rank order, are split into `ranks` nearly equal runs.
     ///
     /// # Errors
-    /// As [`Routing::from_topk`]; not for a trace that was read.
+    /// As [`Routing::from_topk`]. A trace that was read gives no error.
+    ///
+    /// # Panics
+    /// When the trace has no such layer.
     pub fn spread(&self, layer: usize, ranks: usize) -> Result<Vec<Routing>> {
         let recorded = &self.layers[layer];
         if recorded.len() == ranks {
@@ -98,7 +121,7 @@ impl RoutingTrace {
     }
 }
 
-/// A rank's tokens are the same in every layer.
+/// Checks that each rank has the same number of tokens in every layer.
 fn check_tokens(layers: &[Vec<Routing>]) -> std::result::Result<(), String> {
     let Some((first, others)) = layers.split_first() else { return Ok(()) };
     for (layer, ranks) in others.iter().enumerate() {
@@ -246,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn errors_say_what_is_wrong_and_where() {
         let good = file(&[0, 1], &[0.5; 2], [1, 2], &[]);
         let problem = |bytes: &[u8]| RoutingTrace::from_bytes(bytes).unwrap_err();
         for cut in [0, 4, 40, good.len() - 1] {
@@ -267,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn layers_have_the_same_tokens() {
+    fn layers_with_different_numbers_of_tokens_are_refused() {
         let empty = |tokens: usize| {
             Routing::from_map(Rank(0), 2, &vec![0; 2 * tokens], &vec![0.0; 2 * tokens]).unwrap()
         };
@@ -277,8 +300,24 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_file_is_named() {
+    fn the_error_of_a_missing_file_names_it() {
         let error = RoutingTrace::read(Path::new("/no/such/trace.safetensors")).unwrap_err().to_string();
         assert!(error.starts_with("reading routing trace /no/such/trace.safetensors: "), "{error}");
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn devices_directories_and_huge_files_are_refused() {
+        for path in ["/dev/zero", "/"] {
+            let error = RoutingTrace::read(Path::new(path)).unwrap_err();
+            assert!(matches!(&error, Error::Caller(CallerError::Trace { .. })), "{error}");
+            assert!(error.to_string().contains("is not a regular file"), "{error}");
+        }
+        // A sparse file of 2 GiB takes no room on the disk.
+        let path = std::env::temp_dir().join(format!("hybrid-ep-huge-{}", std::process::id()));
+        File::create(&path).and_then(|file| file.set_len(2 << 30)).unwrap();
+        let error = RoutingTrace::read(&path).unwrap_err().to_string();
+        std::fs::remove_file(&path).unwrap();
+        assert!(error.contains("has more than 1073741824 bytes"), "{error}");
     }
 }

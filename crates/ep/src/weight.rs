@@ -1,76 +1,82 @@
-//! Weights of experts' outputs: what a layer does between its experts and combine. No other rank takes part.
+//! [`WeightRows`]: multiplies expert output rows by their weights, before combine. A local operation of each rank.
 
 use crate::backend::{Backend, Element};
-use crate::call::check_len;
+use crate::call::{Maker, MemoryFacts, check_memory};
 use crate::error::{CallerError, Result};
+use crate::size::Size;
 
-/// Elements to a multiple of which rows are long.
+/// Row length must be a multiple of this many elements.
 const VECTOR: usize = 8;
 
-/// Rows `[rows, hidden]` and their weights, f32 `[rows]`.
+/// The input of [`WeightRows::weight_rows`]: rows and their weights.
 #[derive(Debug)]
 pub struct WeightedRows<'a, M> {
-    /// How many rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Elements of a row, a multiple of 8.
+    /// Row length in elements, a multiple of 8.
     pub hidden: usize,
-    /// The rows, or the gradients of weighted rows.
+    /// `[rows, hidden]`: the rows. In the backward pass, the gradients of the weighted rows.
     pub values: &'a M,
-    /// Type of the values.
+    /// Element type of `values`.
     pub element: Element,
-    /// Each row's weight.
+    /// f32 `[rows]`: the weight of each row.
     pub weights: &'a M,
 }
 
-/// What [`WeightRows::weight_rows`] needs to make gradients.
+/// The further arguments of [`WeightRows::weight_rows`] in the backward pass.
 #[derive(Debug)]
 pub struct WeightGradients<'a, M> {
-    /// The rows that were weighted, of the output's type.
+    /// `[rows, hidden]` of the output's element type: the rows that the forward pass multiplied.
     pub rows: &'a M,
-    /// Where the gradients of the weights go, f32 `[rows]`.
+    /// f32 `[rows]`: output, the gradients of the weights.
     pub weights: &'a mut M,
 }
 
 impl<M> WeightedRows<'_, M> {
-    /// Checks sizes: of these, of the output of type `element`, and of what gradients need. `len` says how many bytes a
-    /// memory has.
+    /// Checks the sizes and the buffer of all memories: the input, the output of type `element`, and those of the
+    /// backward pass.
     ///
     /// # Errors
-    /// [`CallerError`] that names what does not fit.
+    /// [`CallerError`] that names the argument.
     pub fn check(
         &self,
+        buffer: Maker,
         element: Element,
         out: &M,
         backward: Option<&WeightGradients<'_, M>>,
-        len: impl Fn(&M) -> usize,
+        facts: impl Fn(&M) -> MemoryFacts,
     ) -> Result<()> {
         let &Self { rows, hidden, .. } = self;
         if !hidden.is_multiple_of(VECTOR) {
             let problem = format!("must be a multiple of {VECTOR}");
             return Err(CallerError::Config { key: "hidden", value: hidden.to_string(), problem }.into());
         }
-        let bytes = |element: Element| rows * hidden * element.bytes();
-        check_len("rows to be weighted", bytes(self.element), len(self.values))?;
-        check_len("weights", rows * size_of::<f32>(), len(self.weights))?;
-        check_len("weighted rows", bytes(element), len(out))?;
+        let check = |what, needed, memory| check_memory(buffer, what, needed, facts(memory));
+        let bytes = |element: Element| Size::new(rows) * hidden * element.bytes();
+        let of_weights = Size::new(rows) * size_of::<f32>();
+        check("rows to be weighted", bytes(self.element), self.values)?;
+        check("weights", of_weights, self.weights)?;
+        check("weighted rows", bytes(element), out)?;
         if let Some(backward) = backward {
-            check_len("rows that were weighted", bytes(element), len(backward.rows))?;
-            check_len("gradients of weights", rows * size_of::<f32>(), len(backward.weights))?;
+            check("rows that were weighted", bytes(element), backward.rows)?;
+            check("gradients of weights", of_weights, backward.weights)?;
         }
         Ok(())
     }
 }
 
-/// A backend that weighs rows, too.
+/// A backend that can multiply rows by their weights.
 pub trait WeightRows: Backend {
-    /// Writes each row times its weight, multiplied in f32 and rounded to `element` once, NaN canonical in bf16.
+    /// Writes each row times its weight to `out` `[rows, hidden]` of type `element`. Products are computed in f32 and
+    /// rounded once; NaN is canonical in bf16.
     ///
-    /// With `backward`, `values` are gradients of weighted rows: the output is then the gradients of the rows, and those
-    /// of the weights are written, too. Their sums are the same in every run, in an order of the backend's own.
+    /// With `backward`, `values` are the gradients of the weighted rows, `out` receives the gradients of the rows, and
+    /// [`WeightGradients::weights`] the gradients of the weights: the dot product of each row with its gradient. Each
+    /// backend sums in its own order, which is the same in every run.
     ///
     /// # Errors
-    /// [`CallerError`] where memory has not the size that the shape says; as [`Backend::dispatch`] where the buffer
-    /// or its device fails.
+    /// [`CallerError`] when a memory is too small or belongs to another buffer; otherwise as [`Backend::dispatch`],
+    /// when the buffer or its device fails.
     fn weight_rows(
         &mut self,
         input: &WeightedRows<'_, Self::Memory>,

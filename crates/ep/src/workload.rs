@@ -8,7 +8,7 @@ use crate::numeric::f32_to_bf16;
 use crate::routing::Routing;
 use crate::topology::Rank;
 
-/// A router's choice drawn at random: top-k experts per token without repetition, expert popularity Zipf-distributed.
+/// A random routing: each token chooses `topk` different experts, whose popularity is Zipf-distributed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Workload {
     /// Tokens of the rank.
@@ -17,15 +17,18 @@ pub struct Workload {
     pub experts: usize,
     /// Experts per token; at most `experts`.
     pub topk: usize,
-    /// Zipf exponent of the experts' popularity; 0 = uniform. Which experts are popular depends on the seed alone,
-    /// so that all ranks agree.
+    /// Zipf exponent of the experts' popularity; 0 = uniform. The seed alone determines which experts are popular, so
+    /// all ranks agree.
     pub skew: f64,
-    /// Seed.
+    /// Seed of the random numbers. The same seed gives the same routings.
     pub seed: u64,
 }
 
 impl Workload {
-    /// The routing of one rank, with weights that sum to 1 in each row.
+    /// The routing of one rank. The weights of each token sum to 1.
+    ///
+    /// # Panics
+    /// When `topk` is more than `experts`, or there are 0 or too many experts.
     pub fn routing(&self, rank: Rank) -> Routing {
         let log_popularity = self.log_popularity();
         let mut rng = rng_for(self.seed, rank, 0);
@@ -33,7 +36,7 @@ impl Workload {
         let mut topk_idx = Vec::with_capacity(self.tokens * self.topk);
         let mut topk_weights = Vec::with_capacity(self.tokens * self.topk);
         for _ in 0..self.tokens {
-            // Gumbel top-k: the k largest of log p + Gumbel noise are a draw without replacement.
+            // Gumbel top-k: the k largest values of log p + Gumbel noise are a sample without replacement.
             scores.clear();
             scores.extend(log_popularity.iter().zip(0..).map(|(&log_p, expert)| {
                 let uniform: f64 = rng.random_range(f64::MIN_POSITIVE..1.0);
@@ -50,7 +53,7 @@ impl Workload {
         let routing = if self.topk > 0 {
             Routing::from_topk(rank, self.experts, self.topk, &topk_idx, &topk_weights)
         } else {
-            // Without a choice per token, lists cannot say how many tokens there are; a map can.
+            // With k = 0 the length of a top-k list does not give the number of tokens; the length of a map does.
             let cells = self.tokens * self.experts;
             Routing::from_map(rank, self.experts, &vec![0; cells], &vec![0.0; cells])
         };
@@ -67,14 +70,14 @@ impl Workload {
     }
 }
 
-/// A generator of its own for each (seed, rank, purpose).
+/// A random number generator, independent for each (seed, rank, purpose).
 pub fn rng_for(seed: u64, rank: Rank, purpose: u64) -> ChaCha8Rng {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(1 + (u64::from(rank.0) << 16) + purpose);
     rng
 }
 
-/// `len` bf16 activations in -4..4, as bits.
+/// `len` random bf16 activations in -4..4, as bits.
 pub fn activations(len: usize, rng: &mut ChaCha8Rng) -> Vec<u16> {
     (0..len).map(|_| f32_to_bf16(rng.random_range(-4.0f32..4.0))).collect()
 }
@@ -109,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn no_choice_still_has_tokens() {
+    fn a_routing_without_copies_still_has_tokens() {
         let routing = Workload { tokens: 7, experts: 4, topk: 0, skew: 0.0, seed: 0 }.routing(Rank(0));
         assert_eq!((routing.tokens(), routing.copies()), (7, 0));
     }

@@ -1,7 +1,7 @@
-"""The settings objects that programs read from a `HybridEPBuffer`, and some write.
+"""The settings objects of a `HybridEPBuffer`.
 
-Nothing here sizes memory or selects a kernel: buffers grow with the calls, and kernels are compiled for what a call
-asks for. The objects exist because programs decide by them whether to build another buffer, and print them.
+Programs read them to decide whether to make another buffer, and print them. They size no memory and select no kernel:
+buffers grow on demand, and kernels are compiled for what a call needs.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from types import SimpleNamespace
 
 @dataclass
 class BufferConfig:
-    """What a `HybridEPBuffer` was made for, and the most tokens that it has seen."""
+    """The sizes that a `HybridEPBuffer` was made for."""
 
     hidden_dim: int
     max_num_of_tokens_per_rank: int
+    """The constructor's value, or more if a call had more tokens."""
     num_of_experts_per_rank: int
     num_of_ranks_per_node: int
+    """Ranks of each NVLink domain."""
     num_of_nodes: int
+    """NVLink domains."""
 
 
 @dataclass
 class Configurer:
-    """Where programs look for the `BufferConfig`."""
+    """The holder of the `BufferConfig`, as `HybridEPBuffer.configurer`."""
 
     buffer_config: BufferConfig
 
 
 class HybridEpConfigInstance(SimpleNamespace):
-    """What one call was made with. Any attribute can be set, as kernel settings of the original are, to no effect."""
+    """The settings of one call. Programs may set any attribute, such as DeepEP's kernel settings, without effect."""

@@ -1,7 +1,7 @@
-"""The handles that a `HybridEPBuffer` gives out: tuples, since programs index and unpack them as those of the original.
+"""The handles of a `HybridEPBuffer`: tuples of DeepEP's lengths, because programs index and unpack them.
 
-Of the slots only these are read by programs that we know: the last of 11, and number 3 and 4 of 7. The first two carry
-what combine needs, so that a handle outlives the `HybridEPBuffer` that made it.
+Known programs read only the last slot of 11, and slots 3 and 4 of 7; these have DeepEP's meaning. The first two slots
+hold what combine needs, so that a handle outlives the `HybridEPBuffer` that made it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from .config import HybridEpConfigInstance
 
 
 class PlainHandle(NamedTuple):
-    """What `dispatch` returns last."""
+    """The handle that `HybridEPBuffer.dispatch` returns: 7 slots."""
 
     native: Handle
     buffer: Buffer
     reserved_2: None
     num_dispatched_tokens: Tensor
-    """int32 `[1]` on the CPU: the rows that came."""
+    """int32 [1] on the CPU: the number of received rows."""
     local_expert_routing_map: Tensor
-    """bool `[rows, experts per rank]`: which of this rank's experts a row is for."""
+    """bool [rows, experts per rank]: the local experts of each row."""
     num_of_tokens_per_rank: int
     config: HybridEpConfigInstance
 
 
 class PermutedHandle(NamedTuple):
-    """What `dispatch_with_permute` returns last."""
+    """The handle that `HybridEPBuffer.dispatch_with_permute` returns: 11 slots."""
 
     native: Handle
     buffer: Buffer
@@ -40,11 +40,11 @@ class PermutedHandle(NamedTuple):
     reserved_5: None
     reserved_6: None
     tokens_per_expert: Tensor
-    """int64 `[experts per rank]`, without padding."""
+    """int64 [experts per rank], without padding."""
     num_of_tokens_per_rank: int
     config: HybridEpConfigInstance
     overflow_flag: Tensor
-    """int32 `[1]` on the tokens' device: whether rows were dropped."""
+    """int32 [1] on the tokens' device: 1 if rows were dropped, else 0."""
 
 
 AnyHandle = TypeVar("AnyHandle", PlainHandle, PermutedHandle)
@@ -53,7 +53,15 @@ _MADE_BY = {PlainHandle: "dispatch", PermutedHandle: "dispatch_with_permute"}
 
 
 def parse(handle: Any, kind: type[AnyHandle]) -> AnyHandle:
-    """The handle that a program passed back, which may have turned it into another kind of sequence on the way."""
+    """Checks a handle that a program passed back, possibly as another kind of sequence.
+
+    Args:
+        handle: What the program passed.
+        kind: `PlainHandle` or `PermutedHandle`.
+
+    Raises:
+        CallerError: It is not a handle of that kind.
+    """
     if isinstance(handle, kind):
         return handle
     if isinstance(handle, tuple | list) and len(handle) == len(kind._fields) and isinstance(handle[0], Handle):

@@ -1,8 +1,7 @@
-"""`HybridEPBuffer`, DeepEP's interface of that name, on `hybrid_ep.Buffer`.
+"""`HybridEPBuffer`: the interface of DeepEP's `hybrid-ep` branch, implemented by `hybrid_ep.Buffer`.
 
-The operators mean what docs/semantics.md says. The signatures are the original's, every parameter is accepted, and
-where one has no meaning here its method says so. Nothing records gradients: programs wrap these calls in autograd
-functions of their own.
+Signatures are DeepEP's. Every parameter is accepted; the docstrings name those without effect. docs/semantics.md
+defines the operators. No call records gradients: programs wrap the calls in their own autograd functions.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybrid_ep import Buffer, CallerError
+from hybrid_ep import Buffer, CallerError, Dispatched
 
 from .arguments import (
     Tokens,
@@ -38,18 +37,40 @@ AnyTensor = TypeVar("AnyTensor", Tensor, Tensor | None)
 
 
 class HybridEPBuffer:
-    """One rank's end of the dispatch and combine of a `torch.distributed` group.
+    """One rank's end of dispatch and combine between the ranks of a `torch.distributed` group.
 
-    Nothing is allocated and nobody is waited for here: the first operator does both, for the number of experts that it
-    names and the device of its tokens, and so it is collective, as are all operators. `hidden_dim`,
-    `max_num_of_tokens_per_rank` and `num_local_experts` are no limits; any call may have more.
+    The constructor allocates nothing and contacts no rank. The first operator makes a `hybrid_ep.Buffer` for its number
+    of experts and the device of its tokens. All operators are collective. On a GPU they run in the current stream; the
+    rules for tensors used by other streams are those of `hybrid_ep.Buffer`.
 
-    The larger of `num_sms_dispatch_api` and `num_sms_combine_api` is the number of SMs of either operator; by default
-    it is `HYBRID_EP_SMS`. `use_fp8` is what `dispatch` takes where it is not told.
-    `num_of_hybrid_ep_ranks_per_nvlink_domain` emulates NVLink domains on the CPU; on GPUs all ranks must be in one.
+    Args:
+        group: The ranks.
+        hidden_dim: Not a limit: any call may have another hidden size.
+        max_num_of_tokens_per_rank: Not a limit: any call may have more tokens.
+        num_local_experts: Experts of each rank, for calls that do not give the number of experts.
+        use_fp8: The default of `use_fp8` in dispatches: bfloat16 tokens are quantized in flight.
+        num_sms_dispatch_api: SMs of dispatch. The larger of this and `num_sms_combine_api` applies to both operators.
+            Default: HYBRID_EP_SMS.
+        num_sms_combine_api: SMs of combine.
+        num_sms_preprocessing_api: No effect.
+        num_blocks_permute: No effect.
+        num_blocks_unpermute: No effect.
+        load_cached_kernels: No effect: cached kernels are always loaded.
+        use_shared_buffer: No effect.
+        enable_custom_allgather: No effect.
+        num_of_hybrid_ep_ranks_per_nvlink_domain: On the CPU, the ranks of each emulated NVLink domain. On GPUs all
+            ranks must be in one domain.
+        use_mnnvl: No effect: detected.
 
-    Without meaning here: `num_sms_preprocessing_api`, `num_blocks_permute`, `num_blocks_unpermute`,
-    `load_cached_kernels` (always), `use_shared_buffer`, `enable_custom_allgather`, `use_mnnvl` (found out).
+    Raises:
+        CallerError: The ranks cannot be split into domains of the given size.
+
+    Example:
+        >>> buffer = HybridEPBuffer(group, hidden_dim=512, max_num_of_tokens_per_rank=128, num_local_experts=4)
+        >>> rows, probs, scales, counts, handle = buffer.dispatch_with_permute(
+        ...     hidden=tokens, topk_idx=topk_idx, topk_weights=topk_weights, pad_multiple=16
+        ... )
+        >>> combined, _ = buffer.combine_with_unpermute(hidden=experts(rows, counts), handle=handle)
     """
 
     def __init__(
@@ -89,10 +110,11 @@ class HybridEPBuffer:
         )
         self._sms = max((n for n in (num_sms_dispatch_api, num_sms_combine_api) if n is not None), default=None)
         self._buffers: dict[tuple[torch.device, int], Buffer] = {}
+        self._own: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def config(self) -> BufferConfig:
-        """Where programs of before June 2026 look for `configurer.buffer_config`."""
+        """The same as `configurer.buffer_config`, by the name that programs before June 2026 use."""
         return self.configurer.buffer_config
 
     def update_template_config(
@@ -105,8 +127,10 @@ class HybridEPBuffer:
         fuse_permute_dispatch: bool = False,
         **kwargs: Any,
     ) -> HybridEpConfigInstance:
-        """The settings that a call with these arguments has. Calls need no such preparation; `**kwargs` (kernel
-        settings of the original) are in the result, and change nothing."""
+        """Returns the settings of a call with these arguments. Calls do not need this preparation.
+
+        `**kwargs` are DeepEP's kernel settings. They become attributes of the result and have no effect.
+        """
         made_for = self.configurer.buffer_config
         if num_of_tokens_per_rank is not None:
             made_for.max_num_of_tokens_per_rank = max(made_for.max_num_of_tokens_per_rank, num_of_tokens_per_rank)
@@ -125,8 +149,11 @@ class HybridEPBuffer:
         return HybridEpConfigInstance(**settings | kwargs)
 
     def empty_jit_cache(self) -> None:
-        """Removes the compiled kernels from the disk, those of other programs of this user as well. They are compiled
-        again when needed; none can be out of date, as each is kept under all that it depends on."""
+        """Deletes the compiled kernels on disk, also those of this user's other programs.
+
+        Kernels are compiled again when needed. Stale kernels cannot occur: the key of each contains all that it depends
+        on.
+        """
         for kernel in _kernel_cache().glob("*.cubin"):
             kernel.unlink(missing_ok=True)
 
@@ -144,19 +171,38 @@ class HybridEPBuffer:
         num_dispatched_tokens: int | None = None,
         handle: PlainHandle | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, PlainHandle]:
-        """Tokens to the ranks of their experts: `(tokens, probs, scaling_factor, handle)`, one row per distinct token
-        that has an expert here, ordered by source rank and token.
+        """Sends tokens to the ranks of their experts, in plain mode. Collective.
 
-        `probs` is `[rows, experts of this NVLink domain]`, as in the original, with zeros but for this rank's experts.
-        With a `handle` the routing is not looked at, but for the weights, and nothing synchronises. `scaling_factor` is
-        not looked at unless the tokens are FP8. `num_dispatched_tokens` and `..._tensor` are not needed: the output
-        has the rows that come.
+        A rank receives one row for each token that chose at least one of its experts, ordered by source rank and token.
+        The output has exactly the rows that arrive.
+
+        Args:
+            hidden: [tokens, hidden], bfloat16, float32, or FP8 as float8_e4m3fn or uint8.
+            scaling_factor: Scales of FP8 tokens, as for `hybrid_ep.Buffer.dispatch`; ignored for other tokens.
+            topk_idx: Integer [tokens, K]; -1 names no expert.
+            topk_weights: Floating-point [tokens, K].
+            num_of_experts_per_rank: Experts of each rank.
+            num_of_experts: Experts of all ranks.
+            probs: float32 [tokens, experts].
+            routing_map: bool [tokens, experts], instead of `topk_idx`.
+            num_dispatched_tokens_tensor: No effect.
+            num_dispatched_tokens: No effect.
+            handle: The handle of an earlier `dispatch`: its layout is reused and the host does not wait. Only weights
+                are read from the routing.
+
+        Returns:
+            `(tokens, probs, scaling_factor, handle)`. `probs` is float32 [rows, experts of this NVLink domain], zero
+            for experts of other ranks.
+
+        Raises:
+            CallerError: The arguments do not fit, or a CUDA graph is being captured and no handle is given.
+            PeerError: Another rank died, left, failed, stalled or came late.
         """
         tokens = Tokens(hidden, scaling_factor, self.use_fp8)
         if handle is not None:
             cached = parse(handle, PlainHandle)
             weights = weights_again(hidden, topk_idx, topk_weights, probs, cached.buffer.num_experts)
-            received = cached.buffer.dispatch(tokens.rows, handle=cached.native, **tokens.format, **weights)
+            received = self._plain_again(cached, tokens, **weights)
             return tokens.restored(received), self._widened(received.probs), received.scales, cached
         num_experts = self._num_experts(routing_map, num_of_experts, None)
         routing = fresh_routing(hidden, topk_idx, topk_weights, routing_map, probs, num_experts)
@@ -168,7 +214,7 @@ class HybridEPBuffer:
             native=received.handle,
             buffer=buffer,
             reserved_2=None,
-            num_dispatched_tokens=torch.tensor([received.tokens.shape[0]], dtype=torch.int32),
+            num_dispatched_tokens=torch.full((1,), received.tokens.shape[0], dtype=torch.int32),
             local_expert_routing_map=received.local_experts,
             num_of_tokens_per_rank=hidden.shape[0],
             config=self._config(hidden, num_experts),
@@ -179,8 +225,21 @@ class HybridEPBuffer:
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: PlainHandle | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Experts' outputs back to the tokens' ranks, summed: `(tokens, probs)`, the latter `[tokens, experts]` where
-        probs were given: `[rows, experts of this NVLink domain]`, of which this rank's are read, or those alone."""
+        """Sends the experts' outputs back and sums them for each token, in plain mode. Collective.
+
+        Args:
+            hidden: [rows, hidden], bfloat16 or float32: the output for each row that `dispatch` delivered.
+            probs: float32 [rows, experts of this NVLink domain], of which this rank's experts are read, or
+                [rows, experts of this rank].
+            handle: The handle of the dispatch.
+
+        Returns:
+            `(tokens, probs)`: [tokens, hidden], and float32 [tokens, experts], or None without `probs`.
+
+        Raises:
+            CallerError: The arguments do not fit.
+            PeerError: Another rank died, left, failed, stalled or came late.
+        """
         made = parse(handle, PlainHandle)
         combined = made.buffer.combine(hidden, made.native, probs=self._narrowed(probs, made.buffer))
         return combined.tokens, combined.probs
@@ -206,19 +265,37 @@ class HybridEPBuffer:
         num_dispatched_tokens: int | None = None,
         use_host_meta: bool | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermutedHandle]:
-        """Tokens to the ranks of their experts, grouped by expert: `(tokens, probs, scaling_factor, tokens_per_expert,
-        handle)`.
+        """Sends tokens to the ranks of their experts, in permuted mode. Collective.
 
-        `tokens_per_expert` is int64 and counts the padding to `pad_multiple`. By default the output has exactly those
-        rows, which on a GPU means to wait for the counts once; `num_permuted_tokens` is then no more than a hint. With
-        `non_blocking` nothing waits: the output has `num_permuted_tokens` rows, what is beyond is dropped, the last
-        experts' first, and the flag in `handle[-1]` tells.
+        Args:
+            hidden: As for `dispatch`.
+            topk_idx: As for `dispatch`.
+            topk_weights: As for `dispatch`.
+            num_of_experts_per_rank: As for `dispatch`.
+            num_of_experts: As for `dispatch`.
+            use_fp8: Whether bfloat16 tokens are quantized in flight. Default: the constructor's value.
+            routing_map: As for `dispatch`.
+            probs: As for `dispatch`.
+            scaling_factor: As for `dispatch`.
+            num_permuted_tokens: With `non_blocking`, the rows of the output; further rows are dropped, those of the
+                last experts first. Without `non_blocking`, a hint without effect. With a handle of a non-blocking
+                dispatch, the number of first rows to return; a handle of an exact layout returns all its rows.
+            pad_multiple: The rows of each expert are padded to a multiple of this number. None or 0: no padding, or
+                the value of the handle.
+            handle: The handle of an earlier `dispatch_with_permute`: its layout is reused, the host does not wait, and
+                `probs` is returned if weights are given.
+            non_blocking: Whether the host does not wait for the row counts; needs `num_permuted_tokens`.
+            fuse_permute_dispatch: No effect: dispatch always permutes.
+            num_dispatched_tokens: Deprecated, no effect.
+            use_host_meta: Deprecated: the opposite of `non_blocking`.
 
-        With a `handle` the layout is that of the dispatch which made it, nothing synchronises, and `probs` is returned
-        where weights are given. A `num_permuted_tokens` below the rows of the handle cuts off the end of what a
-        `non_blocking` dispatch laid out; of an exact layout nothing can be spared.
+        Returns:
+            `(tokens, probs, scaling_factor, tokens_per_expert, handle)`. `tokens_per_expert` is int64
+            [experts per rank] and includes padding. `handle[-1]` is 1 if rows were dropped.
 
-        Without meaning here: `fuse_permute_dispatch` (always), and the deprecated `num_dispatched_tokens`.
+        Raises:
+            CallerError: The arguments do not fit, or a CUDA graph is being captured and the call would wait.
+            PeerError: Another rank died, left, failed, stalled or came late.
         """
         non_blocking = _deprecated(non_blocking, num_dispatched_tokens, use_host_meta)
         tokens = Tokens(hidden, scaling_factor, self.use_fp8 if use_fp8 is None else use_fp8)
@@ -261,16 +338,37 @@ class HybridEPBuffer:
         fuse_unpermute_combine: bool = False,
         num_dispatched_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Experts' outputs back to the tokens' ranks, summed: `(tokens, probs)`, the latter f32 `[tokens, experts]`
-        where `probs` (`[rows]`) were given. The layout comes from the handle.
+        """Sends the experts' outputs back and sums them for each token, in permuted mode. Collective.
 
-        Without meaning here: `fuse_unpermute_combine` (always), and the deprecated `num_dispatched_tokens`.
+        Args:
+            hidden: [rows, hidden], bfloat16 or float32: the output for each row that the dispatch delivered.
+            probs: float32 [rows].
+            handle: The handle of the dispatch; it determines the layout.
+            pad_multiple: None, or the value of the handle.
+            fuse_unpermute_combine: No effect: combine always unpermutes.
+            num_dispatched_tokens: Deprecated, no effect.
+
+        Returns:
+            `(tokens, probs)`: [tokens, hidden], and float32 [tokens, experts], or None without `probs`.
+
+        Raises:
+            CallerError: The arguments do not fit.
+            PeerError: Another rank died, left, failed, stalled or came late.
         """
         _deprecated(False, num_dispatched_tokens, None)
         made = parse(handle, PermutedHandle)
         check_pad_multiple(pad_multiple, made)
         combined = made.buffer.combine_with_unpermute(hidden, made.native, probs=probs)
         return combined.tokens, combined.probs
+
+    def _plain_again(
+        self, made: PlainHandle, tokens: Tokens, *, topk_weights: Tensor | None = None, probs: Tensor | None = None
+    ) -> Dispatched:
+        scales, fp8 = tokens.format.get("scales"), tokens.format.get("fp8")
+        # The handle already holds the map of local experts.
+        return made.buffer._dispatch(
+            tokens.rows, None, topk_weights, None, probs, made.native, scales, fp8, None, None, local_experts=False
+        )
 
     def _dispatch_again(
         self,
@@ -297,7 +395,7 @@ class HybridEPBuffer:
     def _num_experts(
         self, routing_map: Tensor | None, num_of_experts: int | None, num_of_experts_per_rank: int | None
     ) -> int:
-        """The number of experts that the arguments name, which may do so several times."""
+        """Returns the number of experts, which several arguments may give; checks that they agree."""
         named = {}
         if routing_map is not None:
             named["the columns of routing_map"] = routing_map.shape[-1]
@@ -315,10 +413,11 @@ class HybridEPBuffer:
         return self.configurer.buffer_config.num_of_experts_per_rank * self.group_size
 
     def _buffer_for(self, device: torch.device, num_experts: int) -> Buffer:
-        """The communicator for tokens on that device; made, with all ranks of the group, where there is none yet."""
+        """Returns the communicator for this device and number of experts. Making a new one is collective."""
         buffer = self._buffers.get((device, num_experts))
         if buffer is None:
             buffer = self._buffers[device, num_experts] = self._join(device, num_experts)
+            self._own_rank(device)  # a CUDA graph's capture could not copy it to the GPU later
         return buffer
 
     def _join(self, device: torch.device, num_experts: int) -> Buffer:
@@ -348,17 +447,25 @@ class HybridEPBuffer:
         )
 
     def _widened(self, probs: Tensor | None) -> Tensor | None:
-        """`[rows, local experts]` as `[rows, experts of the domain]`."""
+        """Widens `[rows, local experts]` to `[rows, experts of the domain]`, with zeros."""
         ranks = self.num_of_hybrid_ep_ranks_per_nvlink_domain
         if probs is None or ranks == 1:
             return probs
         rows, experts = probs.shape
-        wide = probs.new_zeros(rows, ranks, experts)
-        wide[:, self.local_rank] = probs
+        own, zero = self._own_rank(probs.device)
+        wide = torch.where(own, probs.unsqueeze(1), zero)
         return wide.view(rows, ranks * experts)
 
+    def _own_rank(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """bool [ranks of the domain, 1], True for this rank, and a float32 zero. Cached: a copy to a GPU takes time."""
+        made = self._own.get(device)
+        if made is None:
+            ranks = torch.arange(self.num_of_hybrid_ep_ranks_per_nvlink_domain).unsqueeze(1)
+            made = self._own[device] = ((ranks == self.local_rank).to(device), torch.zeros((), device=device))
+        return made
+
     def _narrowed(self, probs: Tensor | None, buffer: Buffer) -> Tensor | None:
-        """The reverse, for probs that are so wide."""
+        """Selects `[rows, local experts]` from `[rows, experts of the domain]`; narrower probs are unchanged."""
         experts = buffer.num_local_experts
         wide = experts * self.num_of_hybrid_ep_ranks_per_nvlink_domain
         if probs is None or probs.dim() != 2 or probs.shape[1] != wide:
@@ -399,8 +506,8 @@ def _refuse_capture(hidden: Tensor, why: str) -> None:
 
 
 def _kernel_cache() -> Path:
-    """Where compiled kernels are kept, by the same rules as the library that keeps them."""
-    if own := os.environ.get("HYBRID_EP_CACHE_DIR"):
+    """The directory of compiled kernels, by the rules of the ep-cuda crate (`HYBRID_EP_KERNEL_CACHE`)."""
+    if own := os.environ.get("HYBRID_EP_KERNEL_CACHE"):
         return Path(own)
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "hybrid-ep"

@@ -1,19 +1,19 @@
-//! Load as bars: a line for each rank, a column for each expert or for a few of them.
+//! The load as text charts: one bar per rank, and one column per expert or per group of experts.
 
 use std::fmt::Write as _;
 
 use crate::bench::report::Load;
-use crate::units;
+use crate::common::units;
 
 /// Characters of the longest bar of a rank.
 const BAR: usize = 40;
-/// More ranks than this are not drawn one by one.
+/// Most ranks with a bar of their own.
 const LINES: usize = 32;
 /// Columns of the experts' chart.
 const COLUMNS: usize = 64;
 /// Lines of the experts' chart.
 const HEIGHT: usize = 3;
-/// Eighths of a block, from the bottom, and from the left.
+/// Blocks filled by eighths from the bottom and from the left.
 const UPWARD: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 const RIGHTWARD: [char; 9] = [' ', '▏', '▎', '▍', '▌', '▋', '▊', '▉', '█'];
 
@@ -39,7 +39,7 @@ fn eighths(part: u64, whole: u64, length: usize) -> usize {
         return 0;
     }
     let eighths = (part as f64 / whole as f64 * (8 * length) as f64).round() as usize;
-    // Little is not nothing.
+    // A load that is not 0 must be visible.
     eighths.max(usize::from(part > 0))
 }
 
@@ -53,7 +53,7 @@ fn bar(part: u64, whole: u64) -> String {
     bar
 }
 
-/// A column per expert; where there are too many, one for several, as high as the most loaded of them.
+/// One column per expert; with too many experts, one column per group, as high as its most loaded expert.
 fn columns(loads: &[u64]) -> String {
     let per_column = loads.len().div_ceil(COLUMNS).max(1);
     let columns: Vec<u64> =
@@ -72,7 +72,7 @@ fn columns(loads: &[u64]) -> String {
     let width = columns.len().saturating_sub(1);
     let _ = write!(out, "  0{last:>width$}");
     if per_column > 1 {
-        let _ = write!(out, "  (a column is the most loaded of {per_column} experts)");
+        let _ = write!(out, "  (each column shows the most loaded of {per_column} experts)");
     }
     out.push('\n');
     out
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn few_experts_have_a_column_each() {
+    fn few_experts_have_one_column_each() {
         #[rustfmt::skip]
         assert_eq!(columns(&[0, 8, 4, 2]), concat!(
             "   █   8\n",
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn many_experts_share_columns_and_the_hot_one_is_seen() {
+    fn many_experts_share_columns_and_the_most_loaded_one_shows() {
         let mut loads = vec![1; 256];
         loads[130] = 800;
         let chart = columns(&loads);

@@ -1,7 +1,7 @@
-//! Is what one rank holds after the last timed iteration right, to the last bit?
+//! Checks bit by bit the outputs that a rank holds after the last timed iteration.
 //!
-//! Nothing is materialised: which token stands in which row comes from [`ep::oracle::rows`], a token's contents from
-//! [`tokens`], and rows are compared one by one, on all cores.
+//! The expected outputs are not allocated as a whole: [`ep::oracle::rows`] gives the token of each row, [`tokens`]
+//! gives its contents, and rows are compared one by one, on all cores.
 
 use ep::oracle::{self, CombineSpec, ReceivedRows, RowSource};
 use ep::{Element, Rank, ReceiveShape, Routing, ScaleFormat, TokenFormat, World};
@@ -10,46 +10,47 @@ use serde::{Deserialize, Serialize};
 
 use crate::bench::tokens;
 
-/// Rows that one core checks at a time: some tokens with all their rows.
+/// Rows that one core checks at a time.
 const BATCH: usize = 128;
 
-/// What one rank has received.
+/// The rows that one rank has received.
 #[derive(Debug)]
 pub(super) struct HeldRows<'a> {
     pub(super) shape: &'a ReceiveShape,
-    /// Rows with their scales (none in bf16) and f32 probabilities.
     pub(super) rows: &'a [u8],
+    /// Empty in bf16.
     pub(super) scales: &'a [u8],
+    /// One f32 per row.
     pub(super) probs: &'a [u8],
 }
 
-/// What it should hold follows from this.
+/// Everything that determines the expected outputs.
 #[derive(Debug)]
 pub(super) struct Expected<'a> {
     pub(super) world: &'a World,
     pub(super) routings: &'a [Routing],
-    /// What the rank receives, without a capacity.
+    /// The rows that the rank receives without a capacity.
     pub(super) received: &'a ReceivedRows,
     pub(super) format: TokenFormat,
     pub(super) hidden: usize,
-    /// Of the tokens' contents.
+    /// Seed of the tokens' contents.
     pub(super) seed: u64,
 }
 
-/// What was compared and found equal.
+/// Counts of what was compared and found equal.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Checked {
+pub(super) struct CheckedCounts {
     pub(super) rows: u64,
     pub(super) padding_rows: u64,
-    /// Combined.
+    /// Combined tokens.
     pub(super) tokens: u64,
-    /// Tokens with their probabilities gathered back.
+    /// Combined tokens whose returned probabilities were compared.
     pub(super) probs: u64,
-    /// Rows of an output with a capacity, padding included.
+    /// Rows of the dispatch with a capacity, padding included.
     pub(super) bounded_rows: u64,
 }
 
-/// One row as it should be, or as it is.
+/// One row, expected or received.
 #[derive(PartialEq)]
 struct Row<'a> {
     data: &'a [u8],
@@ -57,8 +58,9 @@ struct Row<'a> {
     prob: [u8; 4],
 }
 
-/// Compares what a rank has received: rows, and rows of padding. A capacity that holds all makes no difference. The
-/// error is the first difference, for people; so it is below.
+/// Compares the received rows and padding rows, and returns their numbers. A sufficient capacity makes no difference.
+///
+/// The error of this and the functions below describes the first difference.
 pub(super) fn dispatched(expected: &Expected<'_>, held: &HeldRows<'_>) -> Result<(u64, u64), String> {
     let shape = ReceiveShape { capacity: None, ..held.shape.clone() };
     if shape != expected.received.shape {
@@ -81,7 +83,7 @@ pub(super) fn dispatched(expected: &Expected<'_>, held: &HeldRows<'_>) -> Result
         }
     }
     let padding = expected.received.rows.len() - by_token.len();
-    // Token by token, so that one with several rows here is made, and quantised, once.
+    // Sorted by token, so that a token with several rows is generated and quantised once.
     by_token.sort_unstable_by_key(|(source, row)| (source.rank, source.token, *row));
     let check_batch = |batch: &[(&RowSource, usize)]| {
         let mut token = Token::new(hidden, format);
@@ -135,7 +137,7 @@ pub(super) fn combined(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Resu
             copies[world.placement.owner_at(world.placement.position_of(expert)).index()] += 1;
         }
         token.make(expected.seed, rank, index);
-        // Every expert's output is its input, so all rows that are summed are the token itself.
+        // Experts are the identity, so every summed row is the token itself.
         let right = oracle::combine_token(world, rank, spec, |rank| vec![token.data(); copies[rank.index()]]);
         match difference("byte", held, &right) {
             Some(difference) => Err(format!("combine, token {index} of rank {rank}: {difference}")),
@@ -147,7 +149,7 @@ pub(super) fn combined(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Resu
     Ok(routing.tokens() as u64)
 }
 
-/// Compares a rank's probabilities after they were gathered back: dense, f32.
+/// Compares the probabilities that combine returned: dense, f32, one per expert.
 pub(super) fn gathered(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Result<u64, String> {
     let routing = &expected.routings[rank.index()];
     let check_token = |(index, held): (usize, &[u8])| {
@@ -164,7 +166,7 @@ pub(super) fn gathered(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Resu
     Ok(routing.tokens() as u64)
 }
 
-/// A token made, or made again, in the form in which it is delivered.
+/// Buffers for one generated token in the format in which dispatch delivers it.
 pub(super) struct Token {
     quantize: Option<ScaleFormat>,
     bf16: Vec<u8>,
@@ -214,8 +216,8 @@ mod tests {
     const HIDDEN: usize = 128;
     const SEED: u64 = 5;
 
-    /// What rank 1 of a small world holds when everything is right, and what follows for it.
-    struct World1 {
+    /// The correct outputs of rank 1 of a small world, and everything that determines them.
+    struct Rank1 {
         world: World,
         routings: Vec<Routing>,
         received: Vec<ReceivedRows>,
@@ -226,7 +228,7 @@ mod tests {
         gathered: Vec<u8>,
     }
 
-    impl World1 {
+    impl Rank1 {
         fn new(format: TokenFormat) -> Self {
             let world = World::new(4, 2, 8).unwrap();
             let draw = |rank: u32| {
@@ -254,7 +256,7 @@ mod tests {
             Self { world, routings, received, shape, format, dispatched, combined, gathered }
         }
 
-        fn check(&self) -> Result<Checked, String> {
+        fn check(&self) -> Result<CheckedCounts, String> {
             let expected = Expected {
                 world: &self.world,
                 routings: &self.routings,
@@ -273,15 +275,15 @@ mod tests {
             let (rows, padding_rows) = dispatched(&expected, &held)?;
             let tokens = combined(&expected, Rank(1), &self.combined)?;
             let probs = gathered(&expected, Rank(1), &self.gathered)?;
-            Ok(Checked { rows, padding_rows, tokens, probs, bounded_rows: 0 })
+            Ok(CheckedCounts { rows, padding_rows, tokens, probs, bounded_rows: 0 })
         }
     }
 
     #[test]
-    fn what_the_oracle_delivers_is_right() {
+    fn the_oracles_outputs_pass() {
         for format in [TokenFormat::Bf16, TokenFormat::QuantizeFp8(ScaleFormat::F32Per128)] {
-            let mut world = World1::new(format);
-            // Room for more than comes is no difference.
+            let mut world = Rank1::new(format);
+            // A capacity beyond the received rows makes no difference.
             world.shape.capacity = Some(10_000);
             let checked = world.check().unwrap();
             assert_eq!((checked.tokens, checked.probs), (9, 9));
@@ -291,9 +293,9 @@ mod tests {
     }
 
     #[test]
-    fn one_wrong_bit_is_found_and_named() {
-        let right = || World1::new(TokenFormat::QuantizeFp8(ScaleFormat::F32Per128));
-        let spoil = |spoil: &dyn Fn(&mut World1), expected: &str| {
+    fn one_wrong_bit_is_found_and_located() {
+        let right = || Rank1::new(TokenFormat::QuantizeFp8(ScaleFormat::F32Per128));
+        let spoil = |spoil: &dyn Fn(&mut Rank1), expected: &str| {
             let mut world = right();
             spoil(&mut world);
             let message = world.check().unwrap_err();

@@ -1,56 +1,64 @@
-//! What the figures mean, in words.
+//! Definitions of the reported times and floors, in words.
 
-use crate::backend::Chosen;
-use crate::bench::plan::Plan;
+use crate::bench::ceiling::{Ceiling, Wire};
+use crate::bench::plan::BenchPlan;
 use crate::bench::run::ROUNDS;
-use crate::ceiling::{Ceiling, Wire};
+use crate::common::backend::BackendKind;
+use crate::common::units;
 
-/// For figures of ranks that have no GPU of their own.
-pub(super) const SHARED: &str = "several ranks share a GPU: they share its SMs and its memory, and the figures are no measurement of a wire";
+/// Note for runs in which several ranks use one GPU.
+pub(super) const SHARED: &str =
+    "several ranks share a GPU, its SMs and its memory: the times do not measure a link between GPUs";
 
-/// What a time is.
-pub(super) fn time(plan: &Plan) -> String {
+/// How a time is measured.
+pub(super) fn time(plan: &BenchPlan) -> String {
     match plan.backend {
-        Chosen::Host => {
-            "time = from when all ranks have come to the end of all that the call set off; the slowest rank's"
+        BackendKind::Host => {
+            "time = from the moment all ranks are ready until the work of the call is complete, on the slowest rank"
                 .into()
         }
-        Chosen::Cuda => format!(
-            "time = between GPU events around the call, from a moment at which all GPUs start; the slowest rank's; \
-             non-blocking = preprocess with a capacity of 1.5 times the rows, and dispatch, for which the host does \
-             not wait; layer = preprocess, dispatch, combine, dispatch, combine: the mean of {} in a row, {ROUNDS} \
-             times",
+        BackendKind::Cuda => format!(
+            "time = between GPU events around the call, on the slowest rank; all GPUs start at the same moment; \
+             non-blocking = preprocess with a capacity of 1.5 times the rows, then dispatch, without a wait of the \
+             host; layer = preprocess, dispatch, combine, dispatch, combine: the mean of {} layers in a row, \
+             measured {ROUNDS} times",
             plan.iterations
         ),
     }
 }
 
-/// What a floor is, or why there is none.
+/// How the floor is computed, or why there is none.
 pub(super) fn floor(ceiling: Ceiling) -> String {
     let at = |gb_per_s: f64, origin: &str| {
         format!(
-            "floor = what the busiest rank must receive from other ranks, or send to them if that is more: each \
-             token once for every other rank with an expert of it (in dispatch with its scales, in combine a bf16 \
-             sum), at {gb_per_s} GB/s{origin}"
+            "floor = the bytes that the busiest rank must receive from other ranks, or send to them if that is more \
+             (each token once per other rank that has an expert of it: in dispatch with its scales, in combine one \
+             bf16 sum), at {gb_per_s} GB/s{origin}"
         )
     };
     match ceiling {
-        Ceiling::Memory(memcpy) => format!(
-            "floor = every input token that has an expert, output row (padding, scales and probability included) and \
-             output token read or written once, at the read + written {:.1} GB/s of a large memcpy on all {} cores",
-            memcpy.traffic() / 1e9,
-            memcpy.cores,
+        Ceiling::Memory(memory) => format!(
+            "floor = the time to read or write once every input token that has an expert, every output row (padding, \
+             scales and probability included) and every output token, at the best rates that all {} cores reach on \
+             {} of memory before or after the run: {:.1} GB/s read + written by copying ({}), {:.1} GB/s by reading \
+             alone, {:.1} GB/s by writing alone",
+            memory.cores,
+            units::bytes(memory.size as u64),
+            memory.traffic() / 1e9,
+            memory.copied_by.name(),
+            memory.read / 1e9,
+            memory.written / 1e9,
         ),
         Ceiling::Wire(Wire::Measured(gb_per_s)) => at(
             gb_per_s,
-            ", which leave each H100 or H200 with 18 NVLinks when all push rows to all others by bulk copies",
+            ", the measured rate at which an H100 or H200 with 18 NVLinks pushes rows to all others by bulk copies",
         ),
         Ceiling::Wire(Wire::Given(gb_per_s)) => at(gb_per_s, " (--wire)"),
         Ceiling::Wire(Wire::Unknown) => {
-            "no floor: the bandwidth between these GPUs has not been measured; with \
-                                         --wire GB/s there is one"
-                .into()
+            "no floor: the bandwidth between these GPUs has not been measured; set it with --wire GB/s".into()
         }
-        Ceiling::Wire(Wire::Shared) => "no floor: what goes between ranks of one GPU crosses no wire".into(),
+        Ceiling::Wire(Wire::Shared) => {
+            "no floor: several ranks share a GPU, so bytes between them cross no link".into()
+        }
     }
 }

@@ -1,21 +1,22 @@
-//! The bytes that the operators' definition makes pass the ceiling, whatever the implementation: a floor of the time.
+//! The bytes that any implementation of the operators must move. Divided by the ceiling they give the floor.
 
 use ep::{Rank, Routing, World};
 use serde::Serialize;
 
 use crate::bench::measure::Operator;
-use crate::bench::plan::Plan;
+use crate::bench::memory::Moved;
+use crate::bench::plan::{BenchPlan, Scenario};
 
-/// Bytes of one dispatch and of one combine.
+/// The bytes that one dispatch and one combine must move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MustMove {
-    pub(super) dispatch: u64,
-    pub(super) combine: u64,
+    pub(super) dispatch: Moved,
+    pub(super) combine: Moved,
 }
 
 impl MustMove {
-    /// Bytes that are read once and written once, of all ranks together; `rows` received by all ranks.
-    pub(super) fn through_memory(plan: &Plan, routings: &[Routing], rows: u64) -> Self {
+    /// Bytes that all ranks together read once and write once in memory. `rows`: rows received by all ranks.
+    pub(super) fn through_memory(plan: &BenchPlan, routings: &[Routing], rows: u64) -> Self {
         let format = plan.format();
         let sent = |routing: &Routing| {
             (0..routing.tokens()).filter(|&token| !routing.experts_of(token).is_empty()).count()
@@ -26,36 +27,60 @@ impl MustMove {
         let row =
             format.output_row_bytes(plan.hidden) + format.scale_row_bytes(plan.hidden) + size_of::<f32>();
         let token = format.input_row_bytes(plan.hidden) + format.input_scale_row_bytes(plan.hidden);
+        let output = plan.bf16_row_bytes();
         Self {
-            dispatch: (sent * token) as u64 + rows * row as u64,
-            combine: ((copies + tokens) * plan.bf16_row_bytes()) as u64,
+            dispatch: Moved { read: (sent * token) as u64, written: rows * row as u64 },
+            combine: Moved { read: (copies * output) as u64, written: (tokens * output) as u64 },
         }
     }
 
-    /// Bytes that cross the wire of the busiest rank in one direction.
-    pub(super) fn over_the_wire(plan: &Plan, crossing: &Crossing) -> Self {
+    /// Bytes on the link of the busiest rank, in its busier direction.
+    pub(super) fn over_the_wire(plan: &BenchPlan, crossing: &Crossing) -> Self {
         let tokens = crossing.busiest();
-        Self { dispatch: tokens * dispatched_row_bytes(plan), combine: tokens * plan.bf16_row_bytes() as u64 }
+        let received = |read| Moved { read, written: 0 };
+        Self {
+            dispatch: received(tokens * dispatched_row_bytes(plan)),
+            combine: received(tokens * plan.bf16_row_bytes() as u64),
+        }
     }
 
-    pub(super) fn by(self, operator: Operator) -> Option<u64> {
+    /// The parts of a timed call, which move their bytes one after the other; `None` for calls that move no tokens.
+    pub(super) fn by(self, operator: Operator) -> Option<Vec<Moved>> {
+        let Self { dispatch, combine } = self;
         match operator {
             Operator::Route | Operator::Preprocess => None,
-            Operator::Dispatch | Operator::Cold | Operator::Bounded => Some(self.dispatch),
-            Operator::Combine | Operator::CombineProbs => Some(self.combine),
-            Operator::Layer | Operator::Layers => Some(2 * (self.dispatch + self.combine)),
+            Operator::Dispatch | Operator::Cold | Operator::Bounded => Some(vec![dispatch]),
+            Operator::Combine | Operator::CombineProbs => Some(vec![combine]),
+            Operator::Layer | Operator::Layers => Some(vec![dispatch, combine, dispatch, combine]),
         }
+    }
+
+    /// Estimates the bytes of the smaller of the two operators, before the received rows are known. Takes the smallest
+    /// scenario.
+    pub(super) fn about(plan: &BenchPlan) -> u64 {
+        let of = |scenario: &Scenario| {
+            let tokens: u64 = scenario.tokens().iter().map(|&tokens| tokens as u64).sum();
+            let copies = scenario.copies().unwrap_or(u64::MAX);
+            let format = plan.format();
+            let row = format.output_row_bytes(plan.hidden) as u64;
+            let dispatch = tokens
+                .saturating_mul(format.input_row_bytes(plan.hidden) as u64)
+                .saturating_add(copies.saturating_mul(row));
+            let combine = copies.saturating_add(tokens).saturating_mul(plan.bf16_row_bytes() as u64);
+            dispatch.min(combine)
+        };
+        plan.scenarios.iter().map(of).min().unwrap_or_default()
     }
 }
 
-/// Bytes of a dispatched token, scales included.
-fn dispatched_row_bytes(plan: &Plan) -> u64 {
+/// Bytes of a dispatched row, scales included.
+fn dispatched_row_bytes(plan: &BenchPlan) -> u64 {
     let format = plan.format();
     (format.output_row_bytes(plan.hidden) + format.scale_row_bytes(plan.hidden)) as u64
 }
 
-/// Distinct tokens that cross between ranks: a token goes once to each other rank that has any of its experts. In
-/// dispatch they are sent and received so; in combine the other way round, a sum for each.
+/// Tokens that cross between ranks, by rank. A token crosses once to each other rank that has any of its experts.
+/// Combine moves one sum per crossing in the opposite direction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Crossing {
     pub(super) sent: Vec<u64>,
@@ -80,13 +105,14 @@ impl Crossing {
         crossing
     }
 
-    /// A wire carries as much in either direction at once: the larger one bounds a rank, and the slowest rank all.
+    /// Links carry both directions at full rate, so the larger direction bounds a rank, and the busiest rank bounds the
+    /// operator.
     fn busiest(&self) -> u64 {
         self.sent.iter().chain(&self.received).copied().max().unwrap_or_default()
     }
 }
 
-/// Bytes that a dispatch moves between ranks.
+/// Bytes that one dispatch moves between ranks.
 #[derive(Debug, Serialize)]
 pub(super) struct WireReport {
     pub(super) dispatch_sent_bytes_per_rank: Vec<u64>,
@@ -94,7 +120,7 @@ pub(super) struct WireReport {
 }
 
 impl WireReport {
-    pub(super) fn new(plan: &Plan, crossing: &Crossing) -> Self {
+    pub(super) fn new(plan: &BenchPlan, crossing: &Crossing) -> Self {
         let row = dispatched_row_bytes(plan);
         let bytes = |tokens: &[u64]| tokens.iter().map(|tokens| tokens * row).collect();
         Self {
@@ -122,13 +148,17 @@ mod tests {
             MustMove::through_memory(&plan, &plan.scenarios[0].routings(), 48)
         };
         // 20 tokens and 48 rows of 256 bytes; 40 rows of real copies and 20 tokens.
-        assert_eq!(bytes(""), MustMove { dispatch: 20 * 256 + 48 * (256 + 4), combine: 60 * 256 });
-        assert_eq!(bytes("--dtype fp8").dispatch, 20 * 256 + 48 * (128 + 4 + 4));
-        assert_eq!(bytes("--dtype fp8-given").dispatch, 20 * (128 + 4) + 48 * (128 + 4 + 4));
-        assert_eq!(bytes("").by(Operator::Layer), Some(2 * (17_600 + 15_360)));
+        let moved = |read, written| Moved { read, written };
+        let bf16 = bytes("");
+        assert_eq!(bf16.dispatch, moved(20 * 256, 48 * (256 + 4)));
+        assert_eq!(bf16.combine, moved(40 * 256, 20 * 256));
+        assert_eq!(bytes("--dtype fp8").dispatch, moved(20 * 256, 48 * (128 + 4 + 4)));
+        assert_eq!(bytes("--dtype fp8-given").dispatch, moved(20 * (128 + 4), 48 * (128 + 4 + 4)));
+        let layer = bf16.by(Operator::Layer).unwrap();
+        assert_eq!(layer.iter().map(|moved| moved.bytes()).sum::<u64>(), 2 * (17_600 + 15_360));
     }
 
-    /// Does a token of `from` have an expert on `to`? Asked for every pair, one by one.
+    /// Counts crossings pair by pair: whether a token of `from` has an expert on `to`.
     fn brute_force(world: &World, routings: &[Routing]) -> Crossing {
         let goes = |routing: &Routing, token: usize, to: Rank| {
             let experts = world.placement.positions_of(to).map(|at| world.placement.expert_at(at as u32));
@@ -147,12 +177,12 @@ mod tests {
     }
 
     #[test]
-    fn tokens_that_cross_are_those_of_a_count_one_by_one() {
+    fn crossings_equal_a_count_pair_by_pair() {
         let mut most_received = 0;
         for (ranks, experts, topk, skew) in [(1, 4, 2, 0.0), (2, 4, 1, 0.0), (4, 16, 5, 1.5), (8, 8, 8, 0.3)]
         {
             let topology = Topology::new(ranks, 1).unwrap();
-            // Experts dealt out in turn: neighbours live on different ranks.
+            // Experts placed round-robin: neighbouring experts are on different ranks.
             let dealt: Vec<Rank> = (0..experts).map(|expert| Rank((expert % ranks) as u32)).collect();
             for placement in [
                 ExpertPlacement::contiguous(experts, &topology).unwrap(),
@@ -172,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn the_busiest_direction_of_the_busiest_rank_is_the_floors() {
+    fn the_busier_direction_of_the_busiest_rank_bounds_the_operator() {
         let plan = |dtype: &str| plan(&format!("--ranks 2 --domains 1 --hidden 256 --dtype {dtype}"));
         for crossing in [
             Crossing { sent: vec![5, 9], received: vec![9, 5] },
@@ -180,10 +210,12 @@ mod tests {
             Crossing { sent: vec![4, 5], received: vec![9, 0] },
         ] {
             let bf16 = MustMove::over_the_wire(&plan("bf16"), &crossing);
-            assert_eq!(bf16, MustMove { dispatch: 9 * 512, combine: 9 * 512 });
+            let received = |read| Moved { read, written: 0 };
+            assert_eq!(bf16, MustMove { dispatch: received(9 * 512), combine: received(9 * 512) });
             let fp8 = MustMove::over_the_wire(&plan("fp8"), &crossing);
-            assert_eq!(fp8, MustMove { dispatch: 9 * (256 + 8), combine: 9 * 512 });
-            assert_eq!(fp8.by(Operator::Layers), Some(2 * 9 * (264 + 512)));
+            assert_eq!(fp8, MustMove { dispatch: received(9 * (256 + 8)), combine: received(9 * 512) });
+            let layer = fp8.by(Operator::Layers).unwrap();
+            assert_eq!(layer.iter().map(|moved| moved.bytes()).sum::<u64>(), 2 * 9 * (264 + 512));
             assert_eq!(fp8.by(Operator::Bounded), fp8.by(Operator::Cold));
         }
     }

@@ -1,4 +1,5 @@
-//! What a benchmark needs of a backend beside the operators: lists from a router, a clock, and a look into memory.
+//! What a benchmark needs of a backend besides the operators: routings from a router's lists, a clock, and access to
+//! memory.
 
 use std::borrow::Cow;
 use std::time::{Duration, Instant, SystemTime};
@@ -6,20 +7,20 @@ use std::time::{Duration, Instant, SystemTime};
 use ep::{Backend as _, DispatchMode, Routing};
 use ep_host::{HostBuffer, HostMemory};
 
-use crate::backend::Start;
-use crate::bench::gpu::Gpu;
+use crate::bench::gpu::RankGpu;
+use crate::common::backend::Start;
 
 /// A backend that can be timed, and whose memory a benchmark can fill and read.
 pub(super) trait Inspect: Start {
-    /// A router's lists where preprocessing takes them from.
+    /// A router's lists in the form that preprocessing takes.
     type Routed;
-    /// A point in time from which operators are timed.
+    /// The start of a timed interval.
     type Clock;
 
-    /// Takes over a router's lists.
+    /// Converts a router's lists.
     fn route(&mut self, lists: &TopK) -> ep::Result<Self::Routed>;
 
-    /// As [`ep::Backend::preprocess`].
+    /// Like [`ep::Backend::preprocess`].
     fn preprocess_routed(
         &mut self,
         routed: &Self::Routed,
@@ -27,16 +28,16 @@ pub(super) trait Inspect: Start {
         capacity: Option<usize>,
     ) -> ep::Result<Self::Handle>;
 
-    /// Starts the clock now, or at `together`, where the backend can have all ranks start at the same moment.
+    /// Starts the clock: at `together` if the backend can delay its work until then, else now.
     fn start(&mut self, together: SystemTime) -> ep::Result<Self::Clock>;
 
-    /// The time from then to the end of all that was called since.
+    /// The time from the start of the clock until all work since then is complete.
     fn stop(&mut self, clock: Self::Clock) -> ep::Result<Duration>;
 
-    /// The first `len` bytes.
+    /// Reads the first `len` bytes.
     fn view<'m>(&mut self, memory: &'m Self::Memory, len: usize) -> ep::Result<Cow<'m, [u8]>>;
 
-    /// Lets `write` write the first `len` bytes, all of them.
+    /// Writes the first `len` bytes, which `write` must fill completely.
     fn fill(
         &mut self,
         memory: &mut Self::Memory,
@@ -45,7 +46,7 @@ pub(super) trait Inspect: Start {
     ) -> ep::Result<()>;
 
     /// The GPU that the rank runs on.
-    fn gpu_report(&self) -> ep::Result<Option<Gpu>>;
+    fn gpu_report(&self) -> ep::Result<Option<RankGpu>>;
 }
 
 impl Inspect for HostBuffer {
@@ -84,12 +85,12 @@ impl Inspect for HostBuffer {
         Ok(())
     }
 
-    fn gpu_report(&self) -> ep::Result<Option<Gpu>> {
+    fn gpu_report(&self) -> ep::Result<Option<RankGpu>> {
         Ok(None)
     }
 }
 
-/// A router's choice as it hands it over: `[tokens, k]`, -1 for none.
+/// A router's lists of shape `[tokens, k]`. Index -1 marks an unused entry.
 #[derive(Debug)]
 pub(super) struct TopK {
     pub(super) tokens: usize,
@@ -100,7 +101,7 @@ pub(super) struct TopK {
 }
 
 impl TopK {
-    /// The lists that make this routing; rows with the largest weight first, as routers give them.
+    /// The lists of this routing. Each row has its largest weight first, as routers give them.
     pub(super) fn of(routing: &Routing, k: usize) -> Self {
         let (tokens, experts) = (routing.tokens(), routing.experts());
         let cells = tokens * k;
@@ -128,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_make_the_routing_they_came_from() {
+    fn lists_give_back_the_routing_they_were_made_from() {
         let weights = [0.1, 0.7, 0.0, 0.2, 0.5, 0.5];
         let routing = Routing::from_topk(Rank(0), 8, 3, &[7, 1, -1, 0, 3, 2], &weights).unwrap();
         let lists = TopK::of(&routing, 3);

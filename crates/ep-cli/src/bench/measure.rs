@@ -1,4 +1,4 @@
-//! Times and bytes of operators: one rank's samples, and what they say about the job.
+//! Times and bytes of operators: the samples of one rank, and the statistics over all ranks.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,37 +6,37 @@ use std::time::Duration;
 use ep::Traffic;
 use serde::{Deserialize, Serialize};
 
-use crate::backend::Chosen;
+use crate::common::backend::BackendKind;
 
-/// What is timed.
+/// A timed call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) enum Operator {
-    /// The router's lists checked and sorted: a routing.
+    /// Check and sort the router's lists into a routing.
     Route,
-    /// From the routing to a handle and the receive shape.
+    /// Preprocess, and wait for the receive shape.
     Preprocess,
-    /// Dispatch with permute, with a handle at hand.
+    /// Dispatch with an existing handle.
     Dispatch,
-    /// Preprocess, wait for the receive shape, dispatch: what the first call with a routing costs.
+    /// Preprocess, wait for the receive shape, dispatch: the first call with a routing.
     Cold,
-    /// Preprocess into a bounded output and dispatch: nothing waits.
+    /// Preprocess with a capacity, then dispatch: the host does not wait.
     Bounded,
-    /// Combine, with a handle at hand.
+    /// Combine with an existing handle.
     Combine,
-    /// Combine that brings the probabilities back too.
+    /// Combine that also returns the probabilities.
     CombineProbs,
     /// Route, preprocess, dispatch and combine; then, for the backward pass, dispatch and combine with the same handle.
     Layer,
-    /// Many layers, one right after the other; the lists are on the GPU already.
+    /// Many layers without a pause between them; the router's lists are in GPU memory from the start.
     Layers,
 }
 
 impl Operator {
-    /// What is timed on a backend, in this order.
-    pub(super) fn all(backend: Chosen) -> &'static [Self] {
+    /// The timed calls of a backend, in order.
+    pub(super) fn all(backend: BackendKind) -> &'static [Self] {
         match backend {
-            Chosen::Host => &[Self::Route, Self::Preprocess, Self::Dispatch, Self::Combine, Self::Layer],
-            Chosen::Cuda => &[
+            BackendKind::Host => &[Self::Route, Self::Preprocess, Self::Dispatch, Self::Combine, Self::Layer],
+            BackendKind::Cuda => &[
                 Self::Preprocess,
                 Self::Dispatch,
                 Self::Cold,
@@ -62,23 +62,26 @@ impl Operator {
     }
 }
 
-/// What one rank measured, by operator.
+/// The samples of one rank, by operator.
 pub(super) type AllSamples = BTreeMap<Operator, Samples>;
 
-/// What one rank measured of one operator.
+/// The samples of one rank for one operator.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Samples {
-    /// One time per timed iteration: that of a call, or the mean of several.
+    /// One time per timed iteration: of its call, or the mean of its calls.
     pub(super) times: Vec<Duration>,
-    /// Calls of all timed iterations together, and their bytes.
+    /// Calls of all timed iterations.
     pub(super) calls: u64,
+    /// Bytes of all calls inside domains.
     pub(super) inside_domains: u64,
+    /// Bytes of all calls between domains.
     pub(super) between_domains: u64,
+    /// Bytes of counts that all calls received in preprocessing.
     pub(super) preprocess: u64,
 }
 
 impl Samples {
-    /// Adds an iteration of so many calls.
+    /// Adds an iteration that made `calls` calls.
     pub(super) fn add(&mut self, calls: u32, time: Duration, before: Traffic, after: Traffic) {
         self.times.push(time / calls);
         self.calls += u64::from(calls);
@@ -87,13 +90,13 @@ impl Samples {
         self.preprocess += after.preprocess_bytes - before.preprocess_bytes;
     }
 
-    /// Of bytes of all calls, those of one.
+    /// Bytes per call, from the bytes of all calls.
     pub(super) fn per_call(&self, bytes: u64) -> u64 {
         bytes.checked_div(self.calls).unwrap_or_default()
     }
 }
 
-/// Iteration by iteration the slowest rank's time: what the job waits for.
+/// For each iteration the time of the slowest rank, which the whole job waits for.
 pub(super) fn slowest<'a>(ranks: impl Iterator<Item = &'a Samples>) -> Vec<Duration> {
     ranks
         .map(|samples| samples.times.clone())
@@ -101,11 +104,11 @@ pub(super) fn slowest<'a>(ranks: impl Iterator<Item = &'a Samples>) -> Vec<Durat
         .unwrap_or_default()
 }
 
-/// Where half, and where all but a twentieth, of some times lie.
+/// Median and 95th percentile of some times.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Spread {
     pub(super) median: Duration,
-    /// The nearest rank's: of 12 times the largest.
+    /// 95th percentile by the nearest-rank method: the largest of 12 times.
     pub(super) p95: Duration,
 }
 
@@ -130,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn the_slowest_rank_counts() {
+    fn an_iteration_takes_the_time_of_its_slowest_rank() {
         let ranks = [&[1, 5, 3], &[2, 4, 9]].map(|times| Samples { times: ms(times), ..Samples::default() });
         assert_eq!(slowest(ranks.iter()), ms(&[2, 5, 9]));
         assert!(slowest(std::iter::empty()).is_empty());
@@ -147,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn spread_of_few_and_many() {
+    fn median_and_percentile_of_few_and_many_times() {
         let spread = |times: &[u64]| {
             let Spread { median, p95 } = Spread::of(ms(times));
             (median.as_millis(), p95.as_millis())

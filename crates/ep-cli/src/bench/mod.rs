@@ -1,19 +1,25 @@
-//! `hybrid-ep bench`: times the operators, sets them against the machine's own ceiling, and checks the outcome.
+//! `hybrid-ep bench`: times the operators, compares the times with the machine's floor, and checks the results.
 //!
-//! [`plan`] resolves what was asked; [`run`] is what every rank does, with [`stage`] and, for each backend, [`inspect`];
-//! [`report`] makes sense of what all ranks say.
+//! [`plan`] turns the options into a benchmark. [`run`] is the part of each rank, on a [`stage`] that holds its
+//! buffers; [`inspect`] adds to each backend what a benchmark needs. [`report`] combines the samples of all ranks.
 
+mod args;
+mod busy;
+mod ceiling;
 mod chart;
 mod check;
+mod cuda;
 mod definitions;
 mod floor;
 mod footprint;
 mod gpu;
 mod inspect;
 mod measure;
+mod memory;
 mod plan;
 mod report;
 mod run;
+mod shared;
 mod stage;
 mod table;
 mod tokens;
@@ -24,100 +30,108 @@ use std::time::Duration;
 
 use ep::Rank;
 use ep::config::LaunchEnv;
-use ep::rendezvous::{TcpRendezvous, ThreadRendezvous};
+use ep::join::{TcpRendezvous, ThreadRendezvous};
 use ep_cuda::CudaBuffer;
 use ep_host::HostBuffer;
 use indicatif::ProgressBar;
 
-use crate::Invocation;
-use crate::args::BenchArgs;
-use crate::backend::Chosen;
+pub(crate) use crate::bench::args::BenchArgs;
+use crate::bench::busy::Watch;
 use crate::bench::inspect::Inspect;
-use crate::bench::plan::{Plan, WARM_UP};
-use crate::bench::report::Report;
-use crate::bench::run::{RankReport, Shared};
-use crate::failure::{Failure, Verdict};
-use crate::output::JsonTarget;
-use crate::{launch, output};
+use crate::bench::plan::{BenchPlan, WARM_UP};
+use crate::bench::report::{BenchReport, MachineState};
+use crate::bench::run::RankReport;
+use crate::bench::shared::Shared;
+use crate::common::backend::BackendKind;
+use crate::common::failure::{Failure, Verdict};
+use crate::common::invocation::Invocation;
+use crate::common::output::Checked;
+use crate::common::role::ProcessRole;
+use crate::common::{launch, output};
 
-pub(crate) use crate::bench::plan::{MAX_RANKS, Place, check_domains, config, ranks};
-
-/// How long the first failure of a thread waits for the one that caused it.
+/// How long a rank's `PeerFault` waits for another rank's error, which may be its cause.
 const GRACE: Duration = Duration::from_millis(300);
-/// Threads wait for each other without a limit of their own: the first failure ends the process.
-const THREADS_MEET: Duration = Duration::from_secs(86_400);
+/// Bound of the barrier between rank threads. It is never reached: the first failure ends the process.
+const THREAD_BARRIER: Duration = Duration::from_secs(86_400);
 
 pub(crate) fn main(args: &BenchArgs, invocation: &Invocation) -> Result<Verdict, Failure> {
     if args.tuning.launched {
         launch::end_with_launcher();
     }
-    let plan = Arc::new(Plan::resolve(args)?);
+    let plan = Arc::new(BenchPlan::resolve(args)?);
+    // A launcher has checked the footprint already, before its ranks took their memory.
+    if !args.tuning.launched {
+        footprint::check(&plan)?;
+    }
     match plan.backend {
-        Chosen::Host => run_on::<HostBuffer>(&plan, invocation),
-        Chosen::Cuda => run_on::<CudaBuffer>(&plan, invocation),
+        BackendKind::Host => run_on::<HostBuffer>(&plan, invocation),
+        BackendKind::Cuda => run_on::<CudaBuffer>(&plan, invocation),
     }
 }
 
-fn run_on<B: Inspect>(plan: &Arc<Plan>, invocation: &Invocation) -> Result<Verdict, Failure> {
-    match &plan.place {
-        Place::Launcher => launch::run(invocation, plan.ranks(), plan.config.timeout),
-        Place::Threads => conclude(plan, |bar| {
+fn run_on<B: Inspect>(plan: &Arc<BenchPlan>, invocation: &Invocation) -> Result<Verdict, Failure> {
+    match &plan.role {
+        ProcessRole::Launcher => launch::run(invocation, plan.ranks(), &plan.config),
+        ProcessRole::Threads => conclude(plan, |bar| {
             (0..plan.scenarios.len()).map(|scenario| on_threads::<B>(plan, scenario, bar)).collect()
         }),
-        Place::Rank(env) if env.rank == 0 => conclude(plan, |bar| as_one_rank::<B>(plan, env, bar)),
-        // All ranks know all reports; one speaks.
-        Place::Rank(env) => as_one_rank::<B>(plan, env, &ProgressBar::hidden()).map(|_| Verdict::Right),
+        ProcessRole::Rank(env) if env.rank == 0 => conclude(plan, |bar| as_one_rank::<B>(plan, env, bar)),
+        // Every rank receives all reports; only rank 0 prints.
+        ProcessRole::Rank(env) => as_one_rank::<B>(plan, env, &ProgressBar::hidden()).map(|_| Verdict::Right),
     }
 }
 
-/// Measures under a progress bar, and reports.
+/// Measures with a progress bar, then prints and writes the report.
 fn conclude(
-    plan: &Plan,
+    plan: &BenchPlan,
     measure: impl FnOnce(&ProgressBar) -> Result<Vec<Vec<RankReport>>, Failure>,
 ) -> Result<Verdict, Failure> {
     let bar = progress(plan);
+    bar.set_message("measuring the ceiling");
+    let mut around = MachineState::default();
+    around.memory = (plan.backend == BackendKind::Host).then(|| around.measure(plan));
+    bar.set_message("measuring");
+    let watch = Watch::start();
     let measured = measure(&bar).map(|scenarios| {
+        around.busy = watch.stop(scenarios.iter().flatten().filter_map(|rank| rank.process));
         bar.set_message("measuring the ceiling");
-        Report::new(plan, &scenarios)
+        BenchReport::new(plan, &scenarios, &around)
     });
-    // Whatever is printed next, an error too, begins a line of its own.
+    // The next output, which may be an error, must begin on a line of its own.
     bar.finish_and_clear();
     let report = measured?;
-    let table = table::render(&report);
-    match &plan.json {
-        JsonTarget::Stdout => output::to_stderr(&table)?,
-        _ => output::to_stdout(&table)?,
-    }
-    plan.json.write(&output::to_json(&report)?)?;
+    let json = Checked::json(&report)?;
+    let names: Vec<&str> = report.names();
+    output::print_beside(&Checked::text(table::render(&report), &names)?, &[&plan.json])?;
+    plan.json.write(&json)?;
     Ok(Verdict::of(report.verified))
 }
 
-fn progress(plan: &Plan) -> ProgressBar {
-    let bar = output::progress((plan.scenarios.len() * (WARM_UP + plan.iterations)) as u64);
-    bar.set_message("measuring");
-    bar
+fn progress(plan: &BenchPlan) -> ProgressBar {
+    output::progress((plan.scenarios.len() * (WARM_UP + plan.iterations)) as u64)
 }
 
-/// Ranks as threads; every rank's report.
+/// Runs one scenario with the ranks as threads. Returns the reports of all ranks.
 fn on_threads<B: Inspect>(
-    plan: &Arc<Plan>,
+    plan: &Arc<BenchPlan>,
     scenario: usize,
     bar: &ProgressBar,
 ) -> Result<Vec<RankReport>, Failure> {
     let shared = Arc::new(Shared::new(Arc::clone(plan), scenario));
     let buffers = B::threads(&plan.world, &plan.config)?;
     let (sender, outcomes) = mpsc::channel();
-    for (mut buffer, mut meet) in buffers.into_iter().zip(ThreadRendezvous::new(plan.ranks(), THREADS_MEET)) {
+    for (mut buffer, mut meet) in buffers.into_iter().zip(ThreadRendezvous::new(plan.ranks(), THREAD_BARRIER))
+    {
         let rank = buffer.rank();
         let (shared, sender) = (Arc::clone(&shared), sender.clone());
         let bar = if rank == Rank(0) { bar.clone() } else { ProgressBar::hidden() };
         let body = move || {
             let work = AssertUnwindSafe(|| run::rank(&mut buffer, &mut meet, &shared, &bar));
-            // The panic's message is on stderr already.
+            // The panic handler has printed the message to stderr.
             let outcome = std::panic::catch_unwind(work)
                 .unwrap_or_else(|_| Err(Failure::request(format!("rank {rank} panicked"))));
             drop(buffer);
-            // Nobody listens any more when another rank has failed.
+            // The receiver is gone if another rank has failed.
             let _ = sender.send(outcome);
         };
         std::thread::Builder::new()
@@ -130,14 +144,15 @@ fn on_threads<B: Inspect>(
     for outcome in &outcomes {
         match outcome {
             Ok(all) => reports = all,
-            // The caller ends the process, and with it the threads that wait for this one.
+            // The caller ends the process, which also ends the threads that wait for the failed rank.
             Err(failure) => return Err(root_cause(failure, &outcomes)),
         }
     }
     Ok(reports)
 }
 
-/// Of the failures that come shortly after the first, one that is not about a peer: it made the others fail.
+/// Picks the cause among the failures within [`GRACE`]: the first that is not a peer error, since a rank's own error
+/// makes its peers fail.
 fn root_cause(first: Failure, outcomes: &mpsc::Receiver<Result<Vec<RankReport>, Failure>>) -> Failure {
     let about_a_peer = |failure: &Failure| matches!(failure, Failure::Library(ep::Error::Peer(_)));
     let mut cause = first;
@@ -151,28 +166,32 @@ fn root_cause(first: Failure, outcomes: &mpsc::Receiver<Result<Vec<RankReport>, 
     cause
 }
 
-/// This process as one rank; every rank's report of every scenario.
+/// Runs all scenarios with this process as one rank. Returns the reports of all ranks, by scenario.
 fn as_one_rank<B: Inspect>(
-    plan: &Arc<Plan>,
+    plan: &Arc<BenchPlan>,
     env: &LaunchEnv,
     bar: &ProgressBar,
 ) -> Result<Vec<Vec<RankReport>>, Failure> {
-    let mut meet = TcpRendezvous::join(&env.store, Rank(env.rank), plan.ranks(), plan.config.timeout)?;
-    let mut buffer = B::join(&plan.world, &mut meet, &plan.config)?;
-    (0..plan.scenarios.len())
-        .map(|scenario| run::rank(&mut buffer, &mut meet, &Shared::new(Arc::clone(plan), scenario), bar))
-        .collect()
+    let mut meet = TcpRendezvous::launched(env, &plan.config)?;
+    launch::as_rank(&mut meet, |meet| {
+        plan.job_options().check(meet)?;
+        let mut buffer = B::join(&plan.world, meet, &plan.config)?;
+        (0..plan.scenarios.len())
+            .map(|scenario| run::rank(&mut buffer, meet, &Shared::new(Arc::clone(plan), scenario), bar))
+            .collect()
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::bench::measure::Operator;
-    use crate::units;
+    use crate::common::units;
 
-    /// What is timed on GPUs, run on the host backend: the order of calls, what they leave, and what is said of it.
+    /// Runs the operator sequence of the CUDA backend on the host backend: checks the order of calls, their results and
+    /// the report.
     #[test]
-    fn the_operators_of_gpus_are_right_on_the_host_too() {
+    fn the_operator_sequence_for_gpus_gives_correct_results_on_the_host() {
         for options in [
             "--tokens 33",
             "--tokens 33 --dtype fp8 --skew 1",
@@ -181,16 +200,16 @@ mod tests {
             "--tokens 0,9,40,0 --pad 1",
         ] {
             let options = format!("--domains 1 --hidden 128 --experts 8 --topk 3 --iters 2 {options}");
-            let plan = Arc::new(Plan { backend: Chosen::Cuda, ..plan::tests::plan(&options) });
+            let plan = Arc::new(BenchPlan { backend: BackendKind::Cuda, ..plan::tests::plan(&options) });
             let ranks = on_threads::<HostBuffer>(&plan, 0, &ProgressBar::hidden()).unwrap();
-            let report = Report::new(&plan, &[ranks]);
+            let report = BenchReport::new(&plan, &[ranks], &MachineState::default());
             let run = &report.runs[0];
             assert!(report.verified, "{options}: {}", run.verification);
             let rows: u64 = run.load.rows_per_rank.iter().sum();
             let bounded = format!("so do the {} rows of a non-blocking dispatch", units::count(rows));
             assert!(run.verification.contains(&bounded), "{options}: {}", run.verification);
             let names: Vec<&str> = run.operators.iter().map(|operator| operator.operator).collect();
-            assert_eq!(names, Operator::all(Chosen::Cuda).iter().map(|o| o.name()).collect::<Vec<_>>());
+            assert_eq!(names, Operator::all(BackendKind::Cuda).iter().map(|o| o.name()).collect::<Vec<_>>());
             let text = table::render(&report);
             for part in
                 ["non-blocking", "combine + probs", "busiest rank", "340 GB/s", "in a dispatch a rank"]
@@ -201,11 +220,11 @@ mod tests {
     }
 
     #[test]
-    fn a_layers_floor_is_the_sum_of_its_operators() {
+    fn the_floor_of_a_layer_is_the_sum_of_its_operators() {
         let plan = plan::tests::plan("--domains 1 --tokens 20 --hidden 64 --experts 8 --topk 3 --iters 3");
-        let plan = Arc::new(Plan { backend: Chosen::Cuda, wire: Some(2.0), ..plan });
+        let plan = Arc::new(BenchPlan { backend: BackendKind::Cuda, wire: Some(2.0), ..plan });
         let ranks = on_threads::<HostBuffer>(&plan, 0, &ProgressBar::hidden()).unwrap();
-        let report = Report::new(&plan, &[ranks]);
+        let report = BenchReport::new(&plan, &[ranks], &MachineState::default());
         let floor = |operator: Operator| {
             let find = |o: &&report::OperatorReport| o.operator == operator.name();
             report.runs[0].operators.iter().find(find).unwrap().floor_us
@@ -216,18 +235,19 @@ mod tests {
         assert!(dispatch > 0.0 && (layer - 2.0 * (dispatch + combine)).abs() < 0.01, "{layer}");
         assert!(report.floor_definition.contains("at 2 GB/s (--wire)"), "{}", report.floor_definition);
     }
+
     #[test]
-    fn gpus_are_named_and_ranks_that_share_one_are_told_of() {
+    fn the_report_names_the_gpus_and_notes_ranks_that_share_one() {
         let plan = plan::tests::plan("--domains 1 --tokens 20 --hidden 64 --experts 8 --topk 3 --iters 1");
-        let plan = Arc::new(Plan { backend: Chosen::Cuda, ..plan });
+        let plan = Arc::new(BenchPlan { backend: BackendKind::Cuda, ..plan });
         let mut ranks = on_threads::<HostBuffer>(&plan, 0, &ProgressBar::hidden()).unwrap();
         let mut text = |name: &str, gpus: usize| {
             for (rank, report) in ranks.iter_mut().enumerate() {
                 let pci_bus_id = format!("0000:{:02x}:00.0", rank % gpus);
                 let registered_bytes = 1_000_000_000 + rank as u64;
-                report.gpu = Some(gpu::Gpu { name: name.into(), pci_bus_id, sms: 16, registered_bytes });
+                report.gpu = Some(gpu::RankGpu { name: name.into(), pci_bus_id, sms: 16, registered_bytes });
             }
-            table::render(&Report::new(&plan, &[ranks.clone()]))
+            table::render(&BenchReport::new(&plan, &[ranks.clone()], &MachineState::default()))
         };
         let own = text("NVIDIA H200", 4);
         assert!(
@@ -239,6 +259,6 @@ mod tests {
         assert!(shared.contains("\n2 GPUs (NVIDIA H200)") && shared.contains("\nno floor: "), "{shared}");
         assert!(shared.contains("\nnote: several ranks share a GPU"), "{shared}");
         let unknown = text("NVIDIA A100-SXM4-80GB", 4);
-        assert!(unknown.contains("has not been measured; with --wire"), "{unknown}");
+        assert!(unknown.contains("has not been measured; set it with --wire"), "{unknown}");
     }
 }

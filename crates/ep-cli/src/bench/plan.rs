@@ -1,74 +1,57 @@
-//! From what was asked to what will be done: everything that can be refused is refused here, before the run.
+//! Turns the options into a benchmark. All invalid options are refused here, before the run starts.
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
-use ep::config::LaunchEnv;
 use ep::trace::RoutingTrace;
 use ep::workload::Workload;
 use ep::{Config, DispatchMode, Rank, Routing, ScaleFormat, TokenFormat, World};
 
-use crate::args::{BackendChoice, BenchArgs, Dtype, TuningArgs};
-use crate::backend::Chosen;
-use crate::bench::footprint;
-use crate::failure::Failure;
-use crate::output::JsonTarget;
+use crate::bench::args::{BenchArgs, Dtype};
+use crate::common::agree::JobOptions;
+use crate::common::backend::BackendKind;
+use crate::common::failure::Failure;
+use crate::common::numbers::Number;
+use crate::common::output::Target;
+use crate::common::role::{ProcessRole, check_domains, ranks};
 
 /// Iterations before the timed ones.
 pub(crate) const WARM_UP: usize = 3;
-/// More ranks than this on one machine are a mistake in writing.
-pub(crate) const MAX_RANKS: usize = 1024;
-/// As many experts as a recorded routing may have.
-const MAX_EXPERTS: usize = 1 << 20;
+/// Most experts of a drawn routing: drawing a token takes time in proportion to the experts, and more take minutes.
+const MAX_EXPERTS: usize = 1 << 16;
+/// Range of the Zipf exponent; a larger one would send all tokens to the same few experts.
+const SKEW: Number = Number::new(0.0, 100.0);
+/// Most iterations: the times of all of them are kept in memory.
+const MAX_ITERATIONS: usize = 1_000_000;
 
 /// A benchmark that can be run.
 #[derive(Debug)]
-pub(crate) struct Plan {
-    pub(crate) backend: Chosen,
+pub(crate) struct BenchPlan {
+    pub(crate) backend: BackendKind,
     pub(crate) world: World,
     pub(crate) config: Config,
-    pub(crate) place: Place,
+    pub(crate) role: ProcessRole,
     pub(crate) hidden: usize,
     pub(crate) dtype: Dtype,
     pub(crate) mode: DispatchMode,
     pub(crate) iterations: usize,
     pub(crate) seed: u64,
-    /// GB/s of a GPU's wire, as the user says.
+    /// `--wire`: bandwidth from a GPU to the others, in GB/s.
     pub(crate) wire: Option<f64>,
-    /// The recorded routing that was asked for.
+    /// The file of the recorded routing, if one was given.
     pub(crate) routing_file: Option<PathBuf>,
-    /// What is measured, one after the other.
+    /// The routings to measure, one after the other.
     pub(crate) scenarios: Vec<Scenario>,
-    pub(crate) json: JsonTarget,
-}
-
-/// Where the ranks live.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Place {
-    /// Threads of this process.
-    Threads,
-    /// Processes, which this one has yet to start.
-    Launcher,
-    /// This process is one rank.
-    Rank(LaunchEnv),
-}
-
-impl Place {
-    pub(crate) fn resolve(processes: bool) -> Result<Self, Failure> {
-        if !processes {
-            return Ok(Self::Threads);
-        }
-        Ok(LaunchEnv::from_env()?.map_or(Self::Launcher, Self::Rank))
-    }
+    pub(crate) json: Target,
 }
 
 /// One routing to measure.
 #[derive(Debug)]
 pub(crate) struct Scenario {
-    /// The layer of the recorded routing; `None` when drawn.
+    /// The layer of the recorded routing; `None` for a drawn routing.
     pub(crate) layer: Option<usize>,
-    /// Experts per token, at most.
+    /// Most experts of a token.
     pub(crate) topk: usize,
     source: Source,
 }
@@ -88,7 +71,7 @@ impl Scenario {
         }
     }
 
-    /// (token, expert) pairs of all ranks; `None` beyond 64 bits.
+    /// Copies, which are (token, expert) pairs, of all ranks; `None` if 64 bits cannot count them.
     pub(crate) fn copies(&self) -> Option<u64> {
         match &self.source {
             Source::Drawn(workloads) => workloads.iter().try_fold(0u64, |sum, workload| {
@@ -98,7 +81,7 @@ impl Scenario {
         }
     }
 
-    /// Zipf exponent; `None` when recorded.
+    /// Zipf exponent; `None` for a recorded routing.
     pub(crate) fn skew(&self) -> Option<f64> {
         match &self.source {
             Source::Drawn(workloads) => workloads.first().map(|workload| workload.skew),
@@ -106,7 +89,7 @@ impl Scenario {
         }
     }
 
-    /// Every rank's routing.
+    /// The routings of all ranks.
     pub(crate) fn routings(&self) -> Arc<[Routing]> {
         match &self.source {
             Source::Drawn(workloads) => {
@@ -117,19 +100,22 @@ impl Scenario {
     }
 }
 
-impl Plan {
+impl BenchPlan {
     pub(crate) fn resolve(args: &BenchArgs) -> Result<Self, Failure> {
         let backend = backend(args)?;
-        let place = Place::resolve(args.processes)?;
-        let json = JsonTarget::resolve(args.json.as_deref())?;
-        let ranks = ranks(args.ranks, &place)?;
-        let two = backend == Chosen::Host && ranks.is_multiple_of(2);
+        let role = ProcessRole::resolve(args.processes)?;
+        let json = Target::resolve("--json", args.json.as_deref())?;
+        let ranks = ranks(args.ranks, &role)?;
+        let two = backend == BackendKind::Host && ranks.is_multiple_of(2);
         let domains = args.domains.unwrap_or(if two { 2 } else { 1 });
-        // Before the experts' tables are made, so that a number that is wrong is not a number of gigabytes.
+        // Checked before the expert tables are allocated, which a mistyped number could make gigabytes long.
         ep::Topology::new(ranks, domains)
             .map_err(|error| Failure::request(format!("--ranks, --domains: {error}")))?;
-        if args.iters == 0 {
-            return Err(Failure::request("--iters 0: at least one timed iteration is needed"));
+        if args.iters == 0 || args.iters > MAX_ITERATIONS {
+            return Err(Failure::request(format!(
+                "--iters {}: must be from 1 to {MAX_ITERATIONS}",
+                args.iters
+            )));
         }
         check_hidden(args.hidden, args.dtype)?;
         let mode =
@@ -139,11 +125,11 @@ impl Plan {
                 .map_err(|problem| Failure::request(format!("--routing {}: {problem}", path.display())))?,
             None => (args.experts, vec![drawn(args, ranks)?]),
         };
-        let plan = Self {
+        Ok(Self {
             backend,
             world: World::new(ranks, domains, experts)?,
-            config: config(&args.tuning)?,
-            place,
+            config: args.tuning.config()?,
+            role,
             hidden: args.hidden,
             dtype: args.dtype,
             mode,
@@ -153,12 +139,7 @@ impl Plan {
             routing_file: args.routing.clone(),
             scenarios,
             json,
-        };
-        // Whoever started this rank has looked already, when its peers had not yet taken their part.
-        if !args.tuning.launched {
-            footprint::check(&plan)?;
-        }
-        Ok(plan)
+        })
     }
 
     pub(crate) fn ranks(&self) -> usize {
@@ -169,25 +150,54 @@ impl Plan {
         format(self.dtype)
     }
 
-    /// Bytes of a row of bf16: an expert's output row, a combined token, a token unless it is FP8.
+    /// The options that must be equal on all ranks: each rank computes the tokens and routings of all ranks, and all
+    /// must call the same operators in the same order.
+    pub(crate) fn job_options(&self) -> JobOptions {
+        let origin = match &self.scenarios[..] {
+            [Scenario { source: Source::Drawn(_), .. }] => "random".into(),
+            recorded => format!("recorded (hash {:016x})", fingerprint(recorded)),
+        };
+        let drawn = self.scenarios.first().filter(|_| self.routing_file.is_none());
+        let list = |tokens: Vec<usize>| match &tokens[..] {
+            [first, rest @ ..] if rest.iter().all(|tokens| tokens == first) => first.to_string(),
+            all => all.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
+        };
+        let mut options = JobOptions::of("bench")
+            .with("--backend", self.backend.name())
+            .with("--domains", self.world.topology.domains())
+            .with("--routing", origin);
+        if let Some(scenario) = drawn {
+            options = options
+                .with("--tokens", list(scenario.tokens()))
+                .with("--experts", self.world.experts())
+                .with("--topk", scenario.topk)
+                .with("--skew", scenario.skew().unwrap_or_default());
+        }
+        options
+            .with("--hidden", self.hidden)
+            .with("--dtype", self.dtype.name())
+            .with("--pad", self.mode.pad_multiple())
+            .with("--seed", self.seed)
+            .with("--iters", self.iterations)
+    }
+
+    /// Bytes of a bf16 row: an expert's output row, a combined token, or a bf16 input token.
     pub(crate) fn bf16_row_bytes(&self) -> usize {
         2 * self.hidden
     }
 }
 
-/// The library's settings: defaults, then its environment variables, then options.
-pub(crate) fn config(tuning: &TuningArgs) -> Result<Config, Failure> {
-    let mut config = Config::from_env()?;
-    if let Some(timeout) = tuning.timeout_ms {
-        config.timeout = Duration::from_millis(timeout);
+/// Hash of the recorded routings, to compare them between ranks. All ranks run the same program, so all compute the
+/// same hash.
+fn fingerprint(scenarios: &[Scenario]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for routing in scenarios.iter().flat_map(|scenario| scenario.routings().to_vec()) {
+        for (experts, weights) in routing.rows() {
+            experts.hash(&mut hasher);
+            weights.iter().for_each(|weight| weight.to_bits().hash(&mut hasher));
+        }
     }
-    if let Some(workers) = tuning.workers {
-        config.workers = workers.into();
-    }
-    if let Some(sms) = tuning.sms {
-        config.sms = sms.into();
-    }
-    Ok(config)
+    hasher.finish()
 }
 
 fn format(dtype: Dtype) -> TokenFormat {
@@ -198,53 +208,24 @@ fn format(dtype: Dtype) -> TokenFormat {
     }
 }
 
-/// The backend, if it can serve what is asked of it.
-fn backend(args: &BenchArgs) -> Result<Chosen, Failure> {
+/// The backend to run, if the options allow it.
+fn backend(args: &BenchArgs) -> Result<BackendKind, Failure> {
     check_domains(args.backend, args.domains)?;
-    let backend = Chosen::resolve(args.backend, args.domains)?;
-    if let (Chosen::Host, Some(wire)) = (backend, args.wire) {
+    let backend = BackendKind::resolve(args.backend, args.domains)?;
+    if let (BackendKind::Host, Some(wire)) = (backend, args.wire) {
         return Err(Failure::request(format!(
-            "--wire {wire}: GPUs have a wire, the host backend is set against its memory; leave --wire out, or use \
-             --backend cuda"
+            "--wire {wire}: this option is for GPUs, and the floor of the host backend comes from memory bandwidth; \
+             leave --wire out, or use --backend cuda"
         )));
     }
     Ok(backend)
 }
 
-/// Refuses several domains of exactly that many where the backend that was asked for serves one.
-pub(crate) fn check_domains(choice: BackendChoice, domains: Option<usize>) -> Result<(), Failure> {
-    match (choice, domains) {
-        (BackendChoice::Cuda, Some(domains @ 2..)) => Err(Failure::request(format!(
-            "--domains {domains}: the cuda backend serves one NVLink domain; leave --domains out, or emulate \
-             several with --backend host"
-        ))),
-        _ => Ok(()),
-    }
-}
-
-/// Ranks of a world of which nothing but `--ranks` and the launcher tell.
-pub(crate) fn ranks(asked: Option<usize>, place: &Place) -> Result<usize, Failure> {
-    let ranks = match (place, asked) {
-        (Place::Rank(env), Some(ranks)) if ranks != env.world_size as usize => {
-            return Err(Failure::request(format!(
-                "--ranks {ranks}: the launcher started {} ranks (WORLD_SIZE)",
-                env.world_size
-            )));
-        }
-        (Place::Rank(env), _) => env.world_size as usize,
-        (_, ranks) => ranks.unwrap_or(4),
-    };
-    if ranks == 0 || ranks > MAX_RANKS {
-        return Err(Failure::request(format!(
-            "--ranks {ranks}: must be from 1 to {MAX_RANKS} on one machine"
-        )));
-    }
-    Ok(ranks)
-}
-
 fn check_hidden(hidden: usize, dtype: Dtype) -> Result<(), Failure> {
     if hidden.checked_mul(4).is_none() {
-        return Err(Failure::request(format!("--hidden {hidden}: a row has more bytes than 64 bits count")));
+        return Err(Failure::request(format!(
+            "--hidden {hidden}: a row would have more bytes than 64 bits can count; use a smaller hidden size"
+        )));
     }
     let format = format(dtype);
     ep::backend::check_row_bytes(hidden, format.input_row_bytes(hidden))
@@ -252,7 +233,7 @@ fn check_hidden(hidden: usize, dtype: Dtype) -> Result<(), Failure> {
         .map_err(|error| Failure::request(format!("--hidden: {error}")))
 }
 
-/// The drawn workload that the options describe.
+/// The random workload that the options describe.
 fn drawn(args: &BenchArgs, ranks: usize) -> Result<Scenario, Failure> {
     let BenchArgs { experts, topk, skew, seed, .. } = *args;
     if experts == 0 || experts > MAX_EXPERTS {
@@ -268,8 +249,8 @@ fn drawn(args: &BenchArgs, ranks: usize) -> Result<Scenario, Failure> {
             "--topk {topk}: must be from 1 to the number of experts, {experts}"
         )));
     }
-    if !skew.is_finite() || skew < 0.0 {
-        return Err(Failure::request(format!("--skew {skew}: must be a number that is not negative")));
+    if !SKEW.allows(skew) {
+        return Err(Failure::request(format!("--skew {skew}: must be a number {SKEW}")));
     }
     let tokens = match *args.tokens {
         [tokens] => vec![tokens; ranks],
@@ -286,7 +267,7 @@ fn drawn(args: &BenchArgs, ranks: usize) -> Result<Scenario, Failure> {
     Ok(Scenario { layer: None, topk, source })
 }
 
-/// Number of experts, and the wanted layers, of a recorded routing.
+/// Number of experts and the requested layers of a recorded routing.
 fn recorded(
     trace: &RoutingTrace,
     ranks: usize,
@@ -314,21 +295,17 @@ fn recorded(
 
 #[cfg(test)]
 pub(super) mod tests {
-    use clap::Parser as _;
+    use std::time::Duration;
 
     use super::*;
-    use crate::args::{Command, CommandLine};
+    use crate::bench::args::parse;
 
-    fn resolve(options: &str) -> Result<Plan, Failure> {
-        let line = format!("hybrid-ep bench --backend host {options}");
-        let Command::Bench(args) = CommandLine::parse_from(line.split_whitespace()).command else {
-            panic!("not a benchmark: {line}")
-        };
-        Plan::resolve(&args)
+    fn resolve(options: &str) -> Result<BenchPlan, Failure> {
+        BenchPlan::resolve(&parse(&format!("--backend host {options}")).unwrap())
     }
 
     /// A plan for the host backend.
-    pub(in crate::bench) fn plan(options: &str) -> Plan {
+    pub(in crate::bench) fn plan(options: &str) -> BenchPlan {
         resolve(options).unwrap()
     }
 
@@ -344,14 +321,15 @@ pub(super) mod tests {
 
     #[test]
     fn options_override_the_environment() {
-        let plan = resolve("--timeout-ms 1500 --workers 3 --sms 24").unwrap();
-        assert_eq!((plan.config.timeout, plan.config.workers), (Duration::from_millis(1500), 3));
-        assert_eq!(plan.config.sms, 24);
+        let config = resolve("--timeout-ms 1500 --stall-timeout-ms 700 --workers 3 --sms 24").unwrap().config;
+        assert_eq!(config.timeout, Duration::from_millis(1500));
+        assert_eq!(config.stall_timeout, Duration::from_millis(700));
+        assert_eq!((config.workers, config.sms), (3, 24));
     }
 
     #[test]
-    fn what_cannot_be_is_refused_with_its_option() {
-        for (options, culprit) in [
+    fn an_invalid_option_is_refused_by_name() {
+        for (options, named) in [
             ("--ranks 0", "--ranks 0"),
             ("--ranks 4 --domains 3", "domains"),
             ("--ranks 3", "--experts 64"),
@@ -363,7 +341,6 @@ pub(super) mod tests {
             ("--topk 65", "--topk 65"),
             ("--topk 0", "--topk 0"),
             ("--tokens 1,2", "--tokens has 2 numbers"),
-            ("--tokens 18446744073709551615", "--tokens"),
             ("--experts 0", "--experts 0"),
             ("--experts 4000000000", "--experts 4000000000"),
             ("--skew nan", "--skew"),
@@ -374,28 +351,23 @@ pub(super) mod tests {
             ("--json /no/such/directory/x.json", "/no/such/directory"),
         ] {
             let failure = resolve(options).unwrap_err();
-            assert!(failure.to_string().contains(culprit), "{options}: {failure}");
-            assert_eq!(failure.code(), crate::failure::code::CALLER);
+            assert!(failure.to_string().contains(named), "{options}: {failure}");
+            assert_eq!(failure.code(), crate::common::failure::code::CALLER);
         }
     }
+
     #[test]
     fn the_cuda_backend_serves_one_domain() {
-        let parse = |options: &str| {
-            let line = format!("hybrid-ep bench --backend cuda {options}");
-            match CommandLine::parse_from(line.split_whitespace()).command {
-                Command::Bench(args) => args,
-                _ => panic!("not a benchmark: {line}"),
-            }
-        };
-        let failure = Plan::resolve(&parse("--domains 2")).unwrap_err();
+        let parse = |options: &str| parse(&format!("--backend cuda {options}")).unwrap();
+        let failure = BenchPlan::resolve(&parse("--domains 2")).unwrap_err();
         assert!(failure.to_string().contains("--domains 2: the cuda backend serves one"), "{failure}");
-        // Where there is no GPU that is what is said, and else that is the plan.
-        match Plan::resolve(&parse("--wire 300")) {
+        // Without a GPU the request is refused; with one it gives a plan.
+        match BenchPlan::resolve(&parse("--wire 300")) {
             Ok(plan) => {
-                assert_eq!((plan.backend, plan.world.topology.domains()), (Chosen::Cuda, 1));
+                assert_eq!((plan.backend, plan.world.topology.domains()), (BackendKind::Cuda, 1));
                 assert_eq!(plan.wire, Some(300.0));
             }
-            Err(failure) => assert_eq!(failure.code(), crate::failure::code::CALLER, "{failure}"),
+            Err(failure) => assert_eq!(failure.code(), crate::common::failure::code::CALLER, "{failure}"),
         }
     }
 }

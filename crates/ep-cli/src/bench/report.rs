@@ -1,5 +1,4 @@
-//! What all ranks measured, made into the numbers that a reader wants. Field names carry their units: the JSON is
-//! this structure.
+//! Combines the measurements of all ranks into the report. `--json` writes this structure, so field names carry units.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -7,20 +6,26 @@ use std::time::Duration;
 use ep::Routing;
 use serde::Serialize;
 
-use crate::backend::Chosen;
-use crate::bench::check::Checked;
+use crate::bench::busy::Busy;
+use crate::bench::ceiling::{Ceiling, Wire};
+use crate::bench::check::CheckedCounts;
 use crate::bench::definitions;
 use crate::bench::floor::{Crossing, MustMove, WireReport};
-use crate::bench::gpu::{self, Gpu};
+use crate::bench::gpu::{self, RankGpu};
 use crate::bench::measure::{self, Operator, Samples, Spread};
-use crate::bench::plan::{Place, Plan, Scenario, WARM_UP};
+use crate::bench::memory::{MemoryBandwidth, Moved};
+use crate::bench::plan::{BenchPlan, Scenario, WARM_UP};
 use crate::bench::run::RankReport;
-use crate::ceiling::{Ceiling, Memcpy, Wire};
-use crate::machine::Machine;
-use crate::units;
+use crate::common::backend::BackendKind;
+use crate::common::machine::Machine;
+use crate::common::role::ProcessRole;
+use crate::common::units;
+
+/// How long the memory bandwidth is measured before the run, and again after it.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Serialize)]
-pub(super) struct Report {
+pub(super) struct BenchReport {
     pub(super) version: &'static str,
     pub(super) verified: bool,
     pub(super) config: Setting,
@@ -29,31 +34,41 @@ pub(super) struct Report {
     pub(super) ceiling: CeilingReport,
     pub(super) time_definition: String,
     pub(super) floor_definition: String,
-    /// What has to be known to read the figures, beside the definitions.
+    /// Share of the cores' time that other programs used during the run; `None` where unknown.
+    pub(super) busy: Option<Busy>,
+    /// Circumstances that affect the results, such as ranks that share a GPU.
     pub(super) notes: Vec<String>,
-    /// By rank; none on the host backend.
-    pub(super) gpus: Vec<Gpu>,
+    /// The GPU of each rank; empty on the host backend.
+    pub(super) gpus: Vec<RankGpu>,
     pub(super) runs: Vec<Run>,
 }
 
-/// What floors are computed from.
+/// The ceiling from which floors are computed.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub(super) enum CeilingReport {
     Memory {
-        /// Bytes copied per second by [`Memcpy::measure`].
+        /// Bytes copied per second by the fastest method, before or after the run.
         ceiling_copy_gb_per_s: f64,
+        /// The fastest method.
+        ceiling_copied_by: &'static str,
         /// Bytes read and written per second: twice the bytes copied.
         ceiling_traffic_gb_per_s: f64,
+        /// Bytes read per second when nothing is written.
+        ceiling_read_gb_per_s: f64,
+        /// Bytes written per second when nothing is read.
+        ceiling_write_gb_per_s: f64,
+        /// Bytes of one copy by all cores.
+        ceiling_size_bytes: usize,
         ceiling_threads: usize,
     },
     Wire {
-        /// Bytes per second and direction; none where it is not known.
+        /// Bandwidth in one direction; `None` where unknown.
         ceiling_wire_gb_per_s: Option<f64>,
     },
 }
 
-/// What was asked for, and what it was resolved to.
+/// The options as resolved.
 #[derive(Debug, Serialize)]
 pub(super) struct Setting {
     pub(super) backend: &'static str,
@@ -71,9 +86,10 @@ pub(super) struct Setting {
     pub(super) seed: u64,
     pub(super) workers: usize,
     pub(super) timeout_ms: u64,
+    pub(super) stall_timeout_ms: u64,
 }
 
-/// One routing: the drawn one, or a layer of the recorded one.
+/// The results for one routing: the drawn routing, or one layer of the recorded routing.
 #[derive(Debug, Serialize)]
 pub(super) struct Run {
     pub(super) layer: Option<usize>,
@@ -81,11 +97,11 @@ pub(super) struct Run {
     pub(super) topk: usize,
     pub(super) operators: Vec<OperatorReport>,
     pub(super) preprocess: PreprocessReport,
-    /// On GPUs.
+    /// Only on GPUs.
     pub(super) wire: Option<WireReport>,
     pub(super) load: Load,
     pub(super) verified: bool,
-    /// What was compared, or the first differences.
+    /// Counts of what was compared, or the first difference of each rank.
     pub(super) verification: String,
 }
 
@@ -94,12 +110,12 @@ pub(super) struct OperatorReport {
     pub(super) operator: &'static str,
     pub(super) median_us: f64,
     pub(super) p95_us: f64,
-    /// Of all ranks, per call; not known where nobody waits for the number of rows.
+    /// Bytes of all ranks per call; `None` for the non-blocking call, which does not learn the number of rows.
     pub(super) bytes_inside_domains: Option<u64>,
     pub(super) bytes_between_domains: u64,
-    /// The floor's bytes, as `floor_definition` says; none are defined for what moves no tokens.
+    /// Bytes of the floor, as in `floor_definition`; `None` for calls that move no tokens.
     pub(super) must_move_bytes: Option<u64>,
-    /// Those bytes over the median.
+    /// `must_move_bytes` over the median time.
     pub(super) gb_per_s: Option<f64>,
     pub(super) floor_us: Option<f64>,
     pub(super) ratio_to_floor: Option<f64>,
@@ -109,31 +125,50 @@ pub(super) struct OperatorReport {
 pub(super) struct PreprocessReport {
     /// Bytes of counts that a rank received for one routing.
     pub(super) bytes_per_rank: u64,
-    /// Of the bytes that one dispatch moves between ranks.
+    /// Share of the bytes that one dispatch moves between ranks.
     pub(super) percent_of_dispatch_bytes: Option<f64>,
-    /// Of dispatch's median.
+    /// Share of the median time of dispatch.
     pub(super) percent_of_dispatch_time: Option<f64>,
 }
 
-/// How many (token, expert) pairs go where.
+/// The copies, which are (token, expert) pairs, by destination.
 #[derive(Debug, Serialize)]
 pub(super) struct Load {
     pub(super) tokens_per_rank: Vec<u64>,
-    /// With padding: the rows that a rank's output has.
+    /// Rows of each rank's output, padding included.
     pub(super) rows_per_rank: Vec<u64>,
     pub(super) rank_max_over_mean: f64,
     pub(super) tokens_per_expert: Vec<u64>,
     pub(super) expert_max_over_mean: f64,
 }
 
-impl Report {
-    pub(super) fn new(plan: &Plan, scenarios: &[Vec<RankReport>]) -> Self {
-        let gpus: Vec<Gpu> =
+/// Measurements of the machine, beside those of the ranks.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct MachineState {
+    /// Memory bandwidth before the run.
+    pub(super) memory: Option<MemoryBandwidth>,
+    pub(super) busy: Option<Busy>,
+}
+
+impl MachineState {
+    /// Measures memory bandwidth with about as many bytes as an operator moves. Takes at most an eighth of the entry
+    /// bound, because other ranks may be waiting.
+    pub(super) fn measure(&self, plan: &BenchPlan) -> MemoryBandwidth {
+        MemoryBandwidth::measure(MustMove::about(plan), PATIENCE.min(plan.config.timeout / 8))
+    }
+}
+
+impl BenchReport {
+    pub(super) fn new(plan: &BenchPlan, scenarios: &[Vec<RankReport>], around: &MachineState) -> Self {
+        let gpus: Vec<RankGpu> =
             scenarios.last().into_iter().flatten().filter_map(|rank| rank.gpu.clone()).collect();
         let shared = gpu::shared(&gpus);
         let ceiling = match plan.backend {
-            Chosen::Host => Ceiling::Memory(Memcpy::measure()),
-            Chosen::Cuda => {
+            BackendKind::Host => {
+                let after = around.measure(plan);
+                Ceiling::Memory(around.memory.map_or(after, |before| before.best(after)))
+            }
+            BackendKind::Cuda => {
                 let names = gpus.iter().map(|gpu| gpu.name.as_str());
                 Ceiling::Wire(Wire::resolve(plan.wire, names, shared))
             }
@@ -152,20 +187,36 @@ impl Report {
             ceiling: CeilingReport::of(ceiling),
             time_definition: definitions::time(plan),
             floor_definition: definitions::floor(ceiling),
-            notes: if shared { vec![definitions::SHARED.into()] } else { Vec::new() },
+            busy: around.busy,
+            notes: [shared.then(|| definitions::SHARED.into()), around.busy.and_then(Busy::note)]
+                .into_iter()
+                .flatten()
+                .collect(),
             gpus,
             runs,
         }
     }
 }
 
+impl BenchReport {
+    /// Names from outside: a word such as `inf` in them is not a number.
+    pub(super) fn names(&self) -> Vec<&str> {
+        let gpus = self.gpus.iter().map(|gpu| &*gpu.name);
+        gpus.chain([&*self.machine.cpu_model]).chain(self.config.routing.as_deref()).collect()
+    }
+}
+
 impl CeilingReport {
     fn of(ceiling: Ceiling) -> Self {
         match ceiling {
-            Ceiling::Memory(memcpy) => Self::Memory {
-                ceiling_copy_gb_per_s: memcpy.copied / 1e9,
-                ceiling_traffic_gb_per_s: memcpy.traffic() / 1e9,
-                ceiling_threads: memcpy.cores,
+            Ceiling::Memory(memory) => Self::Memory {
+                ceiling_copy_gb_per_s: memory.copied / 1e9,
+                ceiling_copied_by: memory.copied_by.name(),
+                ceiling_traffic_gb_per_s: memory.traffic() / 1e9,
+                ceiling_read_gb_per_s: memory.read / 1e9,
+                ceiling_write_gb_per_s: memory.written / 1e9,
+                ceiling_size_bytes: memory.size,
+                ceiling_threads: memory.cores,
             },
             Ceiling::Wire(wire) => Self::Wire { ceiling_wire_gb_per_s: wire.gb_per_s() },
         }
@@ -173,12 +224,12 @@ impl CeilingReport {
 }
 
 impl Setting {
-    fn of(plan: &Plan) -> Self {
+    fn of(plan: &BenchPlan) -> Self {
         Self {
             backend: plan.backend.name(),
             ranks: plan.ranks(),
             domains: plan.world.topology.domains(),
-            processes: plan.place != Place::Threads,
+            processes: plan.role != ProcessRole::Threads,
             hidden: plan.hidden,
             experts: plan.world.experts(),
             dtype: plan.dtype.name(),
@@ -189,16 +240,17 @@ impl Setting {
             warm_up_iterations: WARM_UP,
             seed: plan.seed,
             workers: plan.config.workers,
-            timeout_ms: u64::try_from(plan.config.timeout.as_millis()).unwrap_or(u64::MAX),
+            timeout_ms: milliseconds(plan.config.timeout),
+            stall_timeout_ms: milliseconds(plan.config.stall_timeout),
         }
     }
 }
 
 impl Run {
-    fn new(plan: &Plan, scenario: &Scenario, ranks: &[RankReport], ceiling: Ceiling) -> Self {
+    fn new(plan: &BenchPlan, scenario: &Scenario, ranks: &[RankReport], ceiling: Ceiling) -> Self {
         let routings = scenario.routings();
         let rows_per_rank: Vec<u64> = ranks.iter().map(|rank| rank.rows).collect();
-        let crossing = (plan.backend == Chosen::Cuda).then(|| Crossing::of(&plan.world, &routings));
+        let crossing = (plan.backend == BackendKind::Cuda).then(|| Crossing::of(&plan.world, &routings));
         let must_move = match &crossing {
             Some(crossing) => MustMove::over_the_wire(plan, crossing),
             None => MustMove::through_memory(plan, &routings, rows_per_rank.iter().sum()),
@@ -223,12 +275,13 @@ impl Run {
 }
 
 impl OperatorReport {
-    fn new(operator: Operator, ranks: &[RankReport], must_move: Option<u64>, ceiling: Ceiling) -> Self {
+    fn new(operator: Operator, ranks: &[RankReport], parts: Option<Vec<Moved>>, ceiling: Ceiling) -> Self {
         let samples = || ranks.iter().filter_map(|rank| rank.samples.get(&operator));
         let Spread { median, p95 } = Spread::of(measure::slowest(samples()));
         let per_call =
             |bytes: fn(&Samples) -> u64| samples().map(|samples| samples.per_call(bytes(samples))).sum();
-        let floor = must_move.and_then(|bytes| ceiling.floor(bytes));
+        let floor = parts.as_deref().and_then(|parts| ceiling.floor(parts));
+        let must_move = parts.map(|parts| parts.into_iter().map(Moved::bytes).sum::<u64>());
         Self {
             operator: operator.name(),
             median_us: microseconds(median),
@@ -264,7 +317,7 @@ impl PreprocessReport {
 }
 
 impl Load {
-    fn of(plan: &Plan, routings: &[Routing], rows_per_rank: Vec<u64>) -> Self {
+    fn of(plan: &BenchPlan, routings: &[Routing], rows_per_rank: Vec<u64>) -> Self {
         let placement = &plan.world.placement;
         let mut tokens_per_expert = vec![0; plan.world.experts()];
         let mut tokens_per_rank = vec![0; plan.ranks()];
@@ -284,14 +337,14 @@ impl Load {
     }
 }
 
-/// How much more than its share the most loaded one has; 1 where there is no load.
+/// The largest load over the mean load; 1 where there is no load.
 fn max_over_mean(loads: &[u64]) -> f64 {
     let sum: u64 = loads.iter().sum();
     let max = loads.iter().copied().max().unwrap_or_default();
     ratio(max as f64 * loads.len() as f64, sum as f64).unwrap_or(1.0)
 }
 
-fn verification(plan: &Plan, ranks: &[RankReport]) -> (bool, String) {
+fn verification(plan: &BenchPlan, ranks: &[RankReport]) -> (bool, String) {
     let wrong: Vec<String> = ranks
         .iter()
         .enumerate()
@@ -300,7 +353,7 @@ fn verification(plan: &Plan, ranks: &[RankReport]) -> (bool, String) {
     if !wrong.is_empty() {
         return (false, wrong.join("; "));
     }
-    let sum = |part: fn(&Checked) -> u64| {
+    let sum = |part: fn(&CheckedCounts) -> u64| {
         units::count(ranks.iter().filter_map(|report| report.checked.as_ref().ok()).map(part).sum())
     };
     let row = match plan.format().scales() {
@@ -327,8 +380,12 @@ fn verification(plan: &Plan, ranks: &[RankReport]) -> (bool, String) {
     (true, what)
 }
 
+fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
 fn microseconds(time: Duration) -> f64 {
-    // Whole nanoseconds, so that no digits of rounding are shown.
+    // From whole nanoseconds: dividing seconds would show digits of rounding.
     time.as_nanos() as f64 / 1e3
 }
 
@@ -342,9 +399,11 @@ mod tests {
     use crate::bench::plan::tests::plan;
 
     #[test]
-    fn a_difference_on_any_rank_is_reported() {
-        let rank = |checked| RankReport { samples: Default::default(), rows: 0, gpu: None, checked };
-        let right = rank(Ok(Checked { rows: 1000, padding_rows: 5, tokens: 9, ..Checked::default() }));
+    fn a_difference_on_any_rank_fails_the_verification() {
+        let rank =
+            |checked| RankReport { samples: Default::default(), rows: 0, gpu: None, process: None, checked };
+        let right =
+            rank(Ok(CheckedCounts { rows: 1000, padding_rows: 5, tokens: 9, ..CheckedCounts::default() }));
         let plan = plan("");
         let (verified, what) = verification(&plan, &[right.clone(), right.clone()]);
         assert!(verified && what.contains("2,000 dispatched rows") && what.contains("18 combined"), "{what}");

@@ -1,63 +1,36 @@
-//! What every rank does, the same on all: time the operators, check the outcome, and tell all others.
+//! The part of one rank, the same on all ranks: time the operators, check the results, and exchange reports.
 
-use std::sync::{Arc, OnceLock};
-
-use ep::oracle::{self, ReceivedRows};
-use ep::rendezvous::Rendezvous;
-use ep::{Rank, Routing};
+use ep::join::Rendezvous;
 use indicatif::ProgressBar;
 use serde::{Deserialize, Serialize};
 
-use crate::bench::check::Checked;
-use crate::bench::gpu::Gpu;
+use crate::bench::busy::ProcessTime;
+use crate::bench::check::CheckedCounts;
+use crate::bench::gpu::RankGpu;
 use crate::bench::inspect::Inspect;
 use crate::bench::measure::{AllSamples, Operator};
-use crate::bench::plan::{Plan, Scenario, WARM_UP};
+use crate::bench::plan::WARM_UP;
+use crate::bench::shared::Shared;
 use crate::bench::stage::Stage;
-use crate::failure::Failure;
+use crate::common::failure::Failure;
 
-/// Rounds of layers that follow each other without a pause; each has as many layers as there are iterations.
+/// Timed rounds of layers. The layers of a round follow each other without a pause; a round has as many layers as the
+/// benchmark has iterations.
 pub(super) const ROUNDS: usize = 5;
 
-/// What all ranks of a process share.
-#[derive(Debug)]
-pub(super) struct Shared {
-    pub(super) plan: Arc<Plan>,
-    scenario: usize,
-    pub(super) routings: Arc<[Routing]>,
-    /// Which token belongs in which row of every rank; made when it is first needed, after the timing.
-    received: OnceLock<Vec<ReceivedRows>>,
-}
-
-impl Shared {
-    pub(super) fn new(plan: Arc<Plan>, scenario: usize) -> Self {
-        let routings = plan.scenarios[scenario].routings();
-        Self { plan, scenario, routings, received: OnceLock::new() }
-    }
-
-    pub(super) fn scenario(&self) -> &Scenario {
-        &self.plan.scenarios[self.scenario]
-    }
-
-    pub(super) fn received(&self, rank: Rank) -> &ReceivedRows {
-        let all = self.received.get_or_init(|| {
-            oracle::rows(&self.plan.world, &self.routings, self.plan.mode, &vec![None; self.plan.ranks()])
-        });
-        &all[rank.index()]
-    }
-}
-
-/// What one rank tells all others at the end.
+/// The results of one rank, sent to all others at the end.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct RankReport {
     pub(super) samples: AllSamples,
-    /// Rows received, padding included.
+    /// Received rows, padding included.
     pub(super) rows: u64,
-    pub(super) gpu: Option<Gpu>,
-    pub(super) checked: Result<Checked, String>,
+    pub(super) gpu: Option<RankGpu>,
+    /// CPU time that the rank's process has used so far.
+    pub(super) process: Option<ProcessTime>,
+    pub(super) checked: Result<CheckedCounts, String>,
 }
 
-/// One rank's part in one scenario; returns every rank's report. Collective.
+/// Runs one scenario on this rank. Returns the reports of all ranks. Collective.
 pub(super) fn rank<B: Inspect>(
     backend: &mut B,
     meet: &mut dyn Rendezvous,
@@ -89,14 +62,15 @@ pub(super) fn rank<B: Inspect>(
     let checked = stage.check()?;
     let report = RankReport {
         rows: stage.rows() as u64,
-        checked: checked.and_then(|checked| Ok(Checked { bounded_rows: bounded?, ..checked })),
+        checked: checked.and_then(|checked| Ok(CheckedCounts { bounded_rows: bounded?, ..checked })),
         gpu: stage.gpu()?,
+        process: ProcessTime::here(),
         samples: stage.samples,
     };
     gather(meet, &report)
 }
 
-/// Rounds of layers; the first is for warming up, and the last one's tokens are its own.
+/// Runs the rounds of layers. The first is a warm-up; the last has new tokens, so that stale outputs fail the check.
 fn layers<B: Inspect>(stage: &mut Stage<'_, B>) -> Result<(), Failure> {
     for round in 0..=ROUNDS {
         stage.timed = round > 0;
@@ -109,11 +83,11 @@ fn layers<B: Inspect>(stage: &mut Stage<'_, B>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Gives the report to all ranks, and takes theirs.
+/// Exchanges reports with all ranks.
 fn gather(meet: &mut dyn Rendezvous, report: &RankReport) -> Result<Vec<RankReport>, Failure> {
     let unreadable = |rank: usize, error| {
         Failure::request(format!(
-            "the report of rank {rank} cannot be read ({error}); is it of another version?"
+            "the report of rank {rank} cannot be read ({error}); every rank must run the same version of this program"
         ))
     };
     let blob = serde_json::to_vec(report).map_err(|error| unreadable(meet.rank().index(), error))?;

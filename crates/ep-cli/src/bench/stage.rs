@@ -1,24 +1,24 @@
-//! One rank's backend with all that the operators read and write, and the operators as they are timed.
+//! The backend of one rank with the buffers of its operators, and the timed calls.
 
 use std::borrow::Cow;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ep::rendezvous::Rendezvous;
+use ep::join::Rendezvous;
 use ep::{CombineInput, CombineOutput, DispatchInput, DispatchOutput, Element, Probs, ReceiveShape, Routing};
 use rayon::prelude::*;
 
-use crate::bench::check::{self, Checked, Expected, HeldRows, Token};
-use crate::bench::gpu::Gpu;
+use crate::bench::check::{self, CheckedCounts, Expected, HeldRows, Token};
+use crate::bench::gpu::RankGpu;
 use crate::bench::inspect::{Inspect, TopK};
 use crate::bench::measure::{AllSamples, Operator};
-use crate::bench::plan::Plan;
-use crate::bench::run::Shared;
+use crate::bench::plan::BenchPlan;
+use crate::bench::shared::Shared;
 use crate::bench::tokens;
-use crate::failure::Failure;
+use crate::common::failure::Failure;
 
-/// From when the last rank comes to a barrier to when all start, at most: time for all to leave it.
+/// Time between the last rank's arrival at a barrier and the common start, so that all ranks can leave the barrier.
 const LEAVING: Duration = Duration::from_micros(400);
-/// What no operator writes: fresh memory is zero, and so is padding.
+/// Fills outputs before a check. Not 0: fresh memory and padding are zero, so a missing write would go unnoticed.
 const POISON: u8 = 0xA5;
 
 pub(super) struct Stage<'a, B: Inspect> {
@@ -29,27 +29,27 @@ pub(super) struct Stage<'a, B: Inspect> {
     lists: TopK,
     routed: B::Routed,
     shape: ReceiveShape,
-    /// Rows of a bounded output.
+    /// Capacity in rows of the non-blocking dispatch.
     capacity: usize,
     input: B::Memory,
-    /// The input's scales, where they are given.
+    /// Scales of an FP8 input.
     input_scales: Option<B::Memory>,
     rows: B::Memory,
     scales: Option<B::Memory>,
     probs: B::Memory,
-    /// The experts' outputs, where they are not the dispatched rows themselves.
+    /// The experts' bf16 outputs, if dispatch delivers FP8; else the dispatched rows are the outputs.
     outputs: Option<B::Memory>,
     combined: B::Memory,
-    /// Probabilities that combine brings back, where that is timed.
+    /// Probabilities that combine returns, if combine with probabilities is timed.
     gathered: Option<B::Memory>,
-    /// Seed of the tokens in the input.
+    /// Seed of the tokens that the input holds now.
     seed: u64,
     pub(super) timed: bool,
     pub(super) samples: AllSamples,
 }
 
 impl<'a, B: Inspect> Stage<'a, B> {
-    /// Allocates everything once: iterations are the steady state.
+    /// Allocates all buffers, so that the timed iterations allocate nothing.
     pub(super) fn new(
         backend: &'a mut B,
         meet: &'a mut dyn Rendezvous,
@@ -83,7 +83,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
             rows: backend.alloc(rows * format.output_row_bytes(plan.hidden))?,
             scales: if scale_bytes > 0 { Some(backend.alloc(rows * scale_bytes)?) } else { None },
             probs: backend.alloc(rows * size_of::<f32>())?,
-            // FP8 rows are no expert's output: those are bf16 and stand beside them.
+            // Experts give bf16, so FP8 rows cannot stand for their outputs.
             outputs: if scale_bytes > 0 { Some(backend.alloc(rows * plan.bf16_row_bytes())?) } else { None },
             combined: backend.alloc(own.tokens() * plan.bf16_row_bytes())?,
             gathered: if gathers { Some(backend.alloc(dense)?) } else { None },
@@ -101,12 +101,12 @@ impl<'a, B: Inspect> Stage<'a, B> {
         Ok(stage)
     }
 
-    /// Rows received, padding included.
+    /// Received rows, padding included.
     pub(super) fn rows(&self) -> usize {
         self.shape.rows
     }
 
-    pub(super) fn gpu(&self) -> Result<Option<Gpu>, Failure> {
+    pub(super) fn gpu(&self) -> Result<Option<RankGpu>, Failure> {
         Ok(self.backend.gpu_report()?)
     }
 
@@ -114,7 +114,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
         &self.shared.routings[self.backend.rank().index()]
     }
 
-    /// Fills all outputs with what no operator writes.
+    /// Fills all outputs with [`POISON`].
     pub(super) fn poison(&mut self) -> Result<(), Failure> {
         let plan = &self.shared.plan;
         let (own, rows, format) = (self.own(), self.shape.rows, plan.format());
@@ -132,13 +132,13 @@ impl<'a, B: Inspect> Stage<'a, B> {
         Ok(())
     }
 
-    /// Other tokens from here on, so that what was left behind by those before does not pass for a result.
+    /// Loads new tokens, so that outputs of earlier iterations do not pass for results.
     pub(super) fn renew(&mut self) -> Result<(), Failure> {
         self.seed = self.seed.wrapping_add(1);
         self.load()
     }
 
-    /// Fills the input with the tokens of the seed, and the experts' outputs where they are a tensor of their own.
+    /// Fills the input, and the experts' outputs if they have a buffer of their own, with the tokens of the seed.
     fn load(&mut self) -> Result<(), Failure> {
         let plan = &self.shared.plan;
         let (row_bytes, seed) = (plan.bf16_row_bytes(), self.seed);
@@ -172,7 +172,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
     pub(super) fn run(&mut self, operator: Operator, handle: &B::Handle) -> Result<(), Failure> {
         match operator {
             Operator::Route => self.routed = self.time(operator, 1, Self::route)?,
-            // Handles go after the time was taken.
+            // The handle is dropped after the time is taken.
             Operator::Preprocess => drop(self.time(operator, 1, |stage| stage.preprocess(None))?),
             Operator::Dispatch => self.time(operator, 1, |stage| stage.dispatch(handle, true))?,
             Operator::Cold => drop(self.time(operator, 1, |stage| stage.first_dispatch(None))?),
@@ -188,27 +188,29 @@ impl<'a, B: Inspect> Stage<'a, B> {
         Ok(())
     }
 
-    /// Times as many layers as there are iterations, one right after the other.
+    /// Times one round: as many layers as the benchmark has iterations, without a pause between them.
     pub(super) fn layers(&mut self) -> Result<(), Failure> {
         let calls = u32::try_from(self.shared.plan.iterations).unwrap_or(u32::MAX);
         self.time(Operator::Layers, calls, |stage| (0..calls).try_for_each(|_| stage.layer()))
     }
 
-    /// Does `work`, so many `calls`, once all ranks are there, and times it to the end of all that it set off.
+    /// Runs `work`, which makes `calls` calls, after a barrier of all ranks, and times it until its effects are
+    /// complete.
     fn time<T>(
         &mut self,
         operator: Operator,
         calls: u32,
         work: impl FnOnce(&mut Self) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
-        // When a rank is lost, the library names it on all others; the barrier may only see who left because of it.
-        let met = self.meet.all_gather(&stamp(SystemTime::now()));
-        let together = together(met.as_deref().unwrap_or_default());
+        // A failed barrier is reported only after the operator: when a rank dies, the operator's error names that rank,
+        // while the barrier may name a rank that left because of it.
+        let barrier = self.meet.all_gather(&stamp(SystemTime::now()));
+        let together = together(barrier.as_deref().unwrap_or_default());
         let before = self.backend.traffic();
         let clock = self.backend.start(together)?;
         let value = work(self)?;
         let time = self.backend.stop(clock)?;
-        met?;
+        barrier?;
         if self.timed {
             let after = self.backend.traffic();
             self.samples.entry(operator).or_default().add(calls, time, before, after);
@@ -216,12 +218,12 @@ impl<'a, B: Inspect> Stage<'a, B> {
         Ok(value)
     }
 
-    /// The router's lists, handed over as a caller does.
+    /// Hands the router's lists to the backend, as a caller does.
     fn route(&mut self) -> Result<B::Routed, Failure> {
         Ok(self.backend.route(&self.lists)?)
     }
 
-    /// Preprocess; without a capacity, learn the sizes too.
+    /// Preprocesses the routing; without a capacity, also waits for the receive shape.
     pub(super) fn preprocess(&mut self, capacity: Option<usize>) -> Result<B::Handle, Failure> {
         let handle = self.backend.preprocess_routed(&self.routed, self.shared.plan.mode, capacity)?;
         if capacity.is_none() {
@@ -230,7 +232,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
         Ok(handle)
     }
 
-    /// Preprocess and dispatch.
+    /// Preprocesses and dispatches.
     fn first_dispatch(&mut self, capacity: Option<usize>) -> Result<B::Handle, Failure> {
         let handle = self.preprocess(capacity)?;
         self.dispatch(&handle, true)?;
@@ -255,7 +257,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
         Ok(self.backend.dispatch(handle, input, output)?)
     }
 
-    /// The experts are the identity: their outputs are the dispatched tokens.
+    /// Combines. The experts are the identity, so their outputs are the dispatched tokens.
     fn combine(&mut self, handle: &B::Handle, with_probs: bool) -> Result<(), Failure> {
         let gathered = self.gathered.as_mut().filter(|_| with_probs);
         let input = CombineInput {
@@ -269,8 +271,8 @@ impl<'a, B: Inspect> Stage<'a, B> {
         Ok(self.backend.combine(handle, input, output)?)
     }
 
-    /// A layer's forward pass with a new routing, and its backward pass with the same handle. Where probabilities are
-    /// brought back, they go forth in the forward pass, and their gradients back in the backward pass.
+    /// The forward pass of a layer with a new routing, and its backward pass with the same handle. If combine with
+    /// probabilities is timed, the forward dispatch carries probabilities and the backward combine their gradients.
     fn layer(&mut self) -> Result<(), Failure> {
         if self.operators.contains(&Operator::Route) {
             self.routed = self.route()?;
@@ -282,8 +284,8 @@ impl<'a, B: Inspect> Stage<'a, B> {
         self.combine(&handle, gathers)
     }
 
-    /// Dispatches new tokens into an output with a capacity and compares what came; the inner error is a difference,
-    /// the outer one the backend's. Collective.
+    /// Dispatches new tokens with a capacity and checks the rows. The inner error is the first difference, the outer
+    /// error comes from the backend. Collective.
     pub(super) fn check_bounded(&mut self) -> Result<Result<u64, String>, Failure> {
         self.poison()?;
         self.renew()?;
@@ -296,8 +298,8 @@ impl<'a, B: Inspect> Stage<'a, B> {
             .map_err(|what| format!("with a capacity of {} rows: {what}", self.capacity)))
     }
 
-    /// Compares what the last iteration left; errors as above.
-    pub(super) fn check(&mut self) -> Result<Result<Checked, String>, Failure> {
+    /// Checks the outputs of the last iteration. The inner error is the first difference.
+    pub(super) fn check(&mut self) -> Result<Result<CheckedCounts, String>, Failure> {
         let shape = self.shape.clone();
         let (rows, padding_rows) = match self.check_rows(&shape)? {
             Ok(rows) => rows,
@@ -317,7 +319,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
                 check::gathered(&expected, rank, &self.backend.view(gathered, len)?)
             }
         };
-        Ok(probs.map(|probs| Checked { rows, padding_rows, tokens, probs, bounded_rows: 0 }))
+        Ok(probs.map(|probs| CheckedCounts { rows, padding_rows, tokens, probs, bounded_rows: 0 }))
     }
 
     fn check_rows(&mut self, shape: &ReceiveShape) -> Result<Result<(u64, u64), String>, Failure> {
@@ -337,8 +339,8 @@ impl<'a, B: Inspect> Stage<'a, B> {
     }
 }
 
-/// A rank's tokens in FP8, and their scales.
-fn quantized(plan: &Plan, rank: ep::Rank, seed: u64, tokens: usize) -> (Vec<u8>, Vec<u8>) {
+/// The tokens of a rank in FP8, and their scales.
+fn quantized(plan: &BenchPlan, rank: ep::Rank, seed: u64, tokens: usize) -> (Vec<u8>, Vec<u8>) {
     let (format, hidden) = (plan.format(), plan.hidden);
     let (row, scale_row) = (format.input_row_bytes(hidden), format.input_scale_row_bytes(hidden));
     let (mut data, mut scales) = (vec![0; tokens * row], vec![0; tokens * scale_row]);
@@ -366,13 +368,13 @@ fn expected(shared: &Shared, rank: ep::Rank, seed: u64) -> Expected<'_> {
     }
 }
 
-/// The time of day, for all ranks of the machine.
+/// The time of day in nanoseconds; ranks on one machine share this clock.
 fn stamp(now: SystemTime) -> [u8; 8] {
     let since = now.duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or_default().to_le_bytes()
 }
 
-/// The moment at which ranks that came to a barrier with these stamps can all start: the same on every rank.
+/// The common start of ranks that reached a barrier with these stamps: the same on every rank.
 fn together(stamps: &[Vec<u8>]) -> SystemTime {
     let nanoseconds =
         |stamp: &Vec<u8>| stamp.as_slice().try_into().map(u64::from_le_bytes).unwrap_or_default();
@@ -385,14 +387,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_start_after_the_last_one_came() {
+    fn all_ranks_start_after_the_last_arrival() {
         let at = |nanoseconds| UNIX_EPOCH + Duration::from_nanos(nanoseconds);
         let now = SystemTime::now();
         let [early, late] = [now, now + Duration::from_nanos(4_321)].map(|time| stamp(time).to_vec());
         let start = together(&[early.clone(), late.clone(), early.clone()]);
         assert_eq!(start, now + Duration::from_nanos(4_321) + LEAVING);
         assert_eq!(together(&[late, early]), start);
-        // Nobody came, or somebody who has no clock: the past, which nobody waits for.
+        // No stamps, or an unreadable stamp: a moment in the past, so that no rank waits.
         assert_eq!(together(&[vec![1]]), at(0) + LEAVING);
         assert_eq!(together(&[]), at(0) + LEAVING);
     }

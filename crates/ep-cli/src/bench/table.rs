@@ -7,9 +7,9 @@ use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 
 use crate::bench::chart;
 use crate::bench::floor::WireReport;
-use crate::bench::gpu::Gpu;
-use crate::bench::report::{CeilingReport, OperatorReport, Report, Run};
-use crate::units;
+use crate::bench::gpu::RankGpu;
+use crate::bench::report::{BenchReport, OperatorReport, Run};
+use crate::common::units;
 
 /// One column: its header, and the text for an operator.
 type Column = (&'static str, fn(&OperatorReport) -> String);
@@ -35,13 +35,13 @@ const GPU_COLUMNS: &[Column] = &[
     ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
 ];
 
-/// Three lines, and no others.
+/// Horizontal lines above and below the table and below its header; no others.
 const STYLE: TableStyle = {
     const LINE: LineStyle = LineStyle::none().fill('─').junction('─');
     TableStyle::new().top_border(LINE).header_separator(LINE).bottom_border(LINE)
 };
 
-pub(super) fn render(report: &Report) -> String {
+pub(super) fn render(report: &BenchReport) -> String {
     // Writing to a string cannot fail.
     let mut out = String::new();
     let _ = writeln!(out, "{}", heading(report));
@@ -58,13 +58,7 @@ pub(super) fn render(report: &Report) -> String {
                 let _ = writeln!(out, "{}\n{}", moved(wire), report.time_definition);
             }
         }
-        let copied = match report.ceiling {
-            CeilingReport::Memory { ceiling_copy_gb_per_s, .. } => {
-                format!(" ({ceiling_copy_gb_per_s:.1} GB/s copied)")
-            }
-            CeilingReport::Wire { .. } => String::new(),
-        };
-        let _ = writeln!(out, "{}{copied}", report.floor_definition);
+        let _ = writeln!(out, "{}", report.floor_definition);
         for note in &report.notes {
             let _ = writeln!(out, "note: {note}");
         }
@@ -80,15 +74,15 @@ pub(super) fn render(report: &Report) -> String {
         let wrong = report.runs.iter().filter(|run| !run.verified).count();
         let all = report.runs.len();
         let what = match wrong {
-            0 => format!("all {all} layers, as said under each"),
-            _ => format!("{wrong} of {all} layers are wrong, as said under each"),
+            0 => format!("all {all} layers; the line below each layer gives the counts"),
+            _ => format!("{wrong} of {all} layers; the line below each layer gives the first difference"),
         };
         let _ = writeln!(out, "{}", verdict(report.verified, &what));
     }
     out
 }
 
-fn heading(report: &Report) -> String {
+fn heading(report: &BenchReport) -> String {
     let config = &report.config;
     let tokens = match &*report.runs[0].tokens_per_rank {
         [first, rest @ ..] if rest.iter().all(|tokens| tokens == first) => units::count(*first as u64),
@@ -118,10 +112,10 @@ fn heading(report: &Report) -> String {
     )
 }
 
-/// Which GPUs the ranks run on, and what they take of them.
-fn gpus(report: &Report) -> Option<String> {
+/// The GPUs of the ranks, and the SMs and memory that the ranks use on them.
+fn gpus(report: &BenchReport) -> Option<String> {
     let gpus = &report.gpus;
-    let distinct = |text: fn(&Gpu) -> String| {
+    let distinct = |text: fn(&RankGpu) -> String| {
         let mut all: Vec<String> = gpus.iter().map(text).collect();
         all.sort_unstable();
         all.dedup();
@@ -153,7 +147,7 @@ fn or_dash(text: Option<String>) -> String {
     text.unwrap_or_else(|| "-".into())
 }
 
-/// Bytes that cross between ranks in a dispatch.
+/// Bytes between ranks in one dispatch.
 fn moved(wire: &WireReport) -> String {
     let range = |bytes: &[u64]| {
         let [least, most] = [bytes.iter().min(), bytes.iter().max()].map(|bytes| bytes.copied().unwrap_or(0));

@@ -1,5 +1,5 @@
-//! The contents of tokens: each a function of the seed, its rank and its index, so that whoever receives one can
-//! make it again without having seen it.
+//! The contents of tokens. Each token is a function of the seed, its rank and its index, so that a receiving rank can
+//! compute what it must have received.
 
 use ep::Rank;
 
@@ -9,8 +9,8 @@ pub(super) fn fill(seed: u64, rank: Rank, token: usize, row: &mut [u8]) {
     state = mix(state);
     for values in row.chunks_mut(8) {
         state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        // In every 16 bits: the sign, the low bits of the exponent and the mantissa are random; the exponent's high
-        // bits are those of 2^-7.
+        // Of every 16 bits, the sign, the low bits of the exponent and the mantissa are random; the high bits of the
+        // exponent are those of 2^-7.
         let bits = (mix(state) & 0x83FF_83FF_83FF_83FF) | 0x3C00_3C00_3C00_3C00;
         values.copy_from_slice(&bits.to_le_bytes()[..values.len()]);
     }
@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_differ_and_are_moderate() {
+    fn tokens_differ_and_their_magnitudes_are_bounded() {
         let token = |seed, rank, index| {
             let mut row = [0; 64];
             fill(seed, Rank(rank), index, &mut row);

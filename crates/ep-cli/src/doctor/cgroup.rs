@@ -1,20 +1,20 @@
-//! The CPU and memory limits that control groups put on this process, versions 1 and 2.
+//! The CPU and memory limits of this process's control groups, versions 1 and 2.
 
 use super::{fact::Fact, probe::Probe};
 
 const MEMBERSHIP: &str = "/proc/self/cgroup";
 const MOUNTS: &str = "/proc/self/mountinfo";
 
-/// Limits at least this high are version 1's way of saying "no limit": the largest signed number,
-/// rounded down to a page whose size differs from machine to machine.
+/// Version 1 represents "no limit" by the largest signed number rounded down to a page. Page sizes differ, so any limit
+/// from here on counts as none.
 const V1_UNLIMITED_BYTES: u64 = 1 << 62;
 
-/// The tightest limits on the way from this process's group up to the root.
+/// The lowest limits of this process's group and all groups above it.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Limits {
-    /// CPU time per time, in cores; absent where there is no limit.
+    /// CPU time per time, in cores; absent if there is no limit.
     pub(super) cpu_cores: Fact<f64>,
-    /// Memory; absent where there is no limit.
+    /// Memory; absent if there is no limit.
     pub(super) memory_bytes: Fact<u64>,
 }
 
@@ -44,18 +44,18 @@ enum Version {
 #[derive(Debug)]
 struct Mount {
     version: Version,
-    /// The group that the mount point shows.
+    /// The group at the mount point.
     root: String,
-    /// Where it is mounted.
+    /// The mount point.
     point: String,
-    /// Version 1: the controllers it is for.
+    /// Version 1: the controllers of this hierarchy.
     controllers: Vec<String>,
 }
 
 /// This process's place in the hierarchies.
 #[derive(Debug, Default)]
 struct Groups {
-    /// Controllers (none stands for version 2) and the path of the group.
+    /// Controllers (empty for version 2) and the path of the group.
     membership: Vec<(Vec<String>, String)>,
     mounts: Vec<Mount>,
 }
@@ -76,8 +76,8 @@ impl Groups {
         })
     }
 
-    /// Where the limits of a controller lie. A machine may have both versions mounted, and then a
-    /// controller belongs to the one hierarchy that has claimed it.
+    /// The directories with the limits of a controller. If both versions are mounted, a controller belongs to one of
+    /// them: version 1 if any of its hierarchies has the controller.
     fn dirs(&self, controller: &str) -> Dirs {
         let v1 = self
             .membership
@@ -100,10 +100,10 @@ impl Groups {
 }
 
 impl Mount {
-    /// The directories of a group and of the groups around it, innermost first.
+    /// The directories of a group and of the groups above it, innermost first.
     fn levels(&self, group: &str) -> Vec<String> {
-        // In a container without a cgroup namespace the path is the host's, and so is the mount's
-        // root: what is below the root is below the mount point.
+        // In a container without a cgroup namespace, the group's path and the mount's root are both paths of the host:
+        // what lies below the root lies below the mount point.
         let below = match group.strip_prefix(self.root.trim_end_matches('/')) {
             Some(below) if below.is_empty() || below.starts_with('/') => below,
             _ => "",
@@ -129,8 +129,7 @@ impl Mount {
 }
 
 impl Dirs {
-    /// The lowest limit of all levels. A level that cannot be read matters only where no level
-    /// has a limit, since the limit found still holds.
+    /// The lowest limit of all levels. A level that cannot be read matters only if no other level has a limit.
     fn tightest<T: PartialOrd>(&self, limit: impl Fn(Version, &str) -> Fact<T>) -> Fact<T> {
         let Some((version, dirs)) = &self.0 else {
             return Fact::Absent;
@@ -155,7 +154,7 @@ fn cpu_cores(probe: &Probe, version: Version, dir: &str) -> Fact<f64> {
         Version::V1 => {
             let quota = probe.value(&format!("{dir}/cpu.cfs_quota_us"), |text| text.parse::<i64>().ok());
             quota.and_then(|quota_us| {
-                // A negative quota is none.
+                // A negative quota means no limit.
                 let Ok(quota_us) = u32::try_from(quota_us) else {
                     return Fact::Absent;
                 };
@@ -182,12 +181,12 @@ fn memory_bytes(probe: &Probe, version: Version, dir: &str) -> Fact<u64> {
     }
 }
 
-/// A limit that may be none.
+/// A limit that may be absent.
 fn limited<T>(limit: Option<T>) -> Fact<T> {
     limit.map_or(Fact::Absent, Fact::Known)
 }
 
-/// `max 100000` is no limit; `150000 100000` is a core and a half.
+/// Parses `QUOTA PERIOD`: `max 100000` is no limit, `150000 100000` is 1.5 cores.
 fn parse_cpu_max(text: &str) -> Option<Option<f64>> {
     let (quota, period) = text.split_once(' ')?;
     let period_us = parse_period_us(period)?;
@@ -202,7 +201,7 @@ fn parse_period_us(text: &str) -> Option<u32> {
     text.parse().ok().filter(|&period_us| period_us > 0)
 }
 
-/// A line `4:cpu,cpuacct:/some/group` (version 1) or `0::/some/group` (version 2).
+/// Parses a line `4:cpu,cpuacct:/some/group` (version 1) or `0::/some/group` (version 2).
 fn parse_membership(line: &str) -> Option<(Vec<String>, String)> {
     let mut parts = line.splitn(3, ':').skip(1);
     let controllers = parts.next()?;
@@ -210,8 +209,8 @@ fn parse_membership(line: &str) -> Option<(Vec<String>, String)> {
     Some((split_names(controllers), path.to_owned()))
 }
 
-/// A line `31 23 0:28 /root /mount/point rw shared:4 - cgroup source rw,cpu`, where the number of
-/// fields before the dash varies.
+/// Parses a line `31 23 0:28 /root /mount/point rw shared:4 - cgroup source rw,cpu`. The number of fields before the
+/// dash varies.
 fn parse_mount(line: &str) -> Option<Mount> {
     let (place, kind) = line.split_once(" - ")?;
     let mut kind = kind.split(' ');
@@ -234,7 +233,7 @@ fn split_names(text: &str) -> Vec<String> {
     names.map(str::to_owned).collect()
 }
 
-/// Undoes the kernel's escapes of the characters that would break a table of mounts.
+/// Replaces the kernel's escape sequences in mount tables.
 pub(super) fn unescape(text: &str) -> String {
     text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
 }
@@ -244,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cpu_max() {
+    fn cpu_max_is_parsed() {
         assert_eq!(parse_cpu_max("max 100000"), Some(None));
         assert_eq!(parse_cpu_max("150000 100000"), Some(Some(1.5)));
         assert_eq!(parse_cpu_max("150000 0"), None);
@@ -253,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn levels_of_a_group() {
+    fn the_levels_of_a_group_are_listed() {
         let mount = |root: &str| Mount {
             version: Version::V2,
             root: root.to_owned(),
@@ -268,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn mounts() {
+    fn mounts_are_parsed() {
         let mount = parse_mount("35 31 0:32 / /sys/fs/cg\\040x rw shared:9 - cgroup cg rw,memory").unwrap();
         assert_eq!(mount.point, "/sys/fs/cg x");
         assert_eq!(mount.version, Version::V1);

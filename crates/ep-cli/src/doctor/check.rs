@@ -1,23 +1,23 @@
-//! Findings as they are shown: one fact a line, with what to do about it.
+//! Findings as they are shown: one fact per line, with advice.
 
 use serde::Serialize;
 
 use super::fact::Fact;
 
-/// How a finding stands.
+/// The status of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Mark {
-    /// There, and as it should be.
+    /// Present and in order.
     Ok,
-    /// Not there or not known, and nothing that this build runs needs it.
+    /// Absent or unknown, and not required.
     Absent,
-    /// Something to put right.
+    /// A problem to fix.
     Problem,
 }
 
 impl Mark {
-    /// The two characters that stand for it on a terminal.
+    /// The two characters that represent the mark in text.
     pub(super) fn symbol(self) -> &'static str {
         match self {
             Mark::Ok => "ok",
@@ -30,50 +30,50 @@ impl Mark {
 /// One finding.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Check {
-    /// How it stands.
+    /// The status.
     pub(crate) mark: Mark,
-    /// What was looked for.
+    /// The subject.
     pub(crate) name: String,
     /// What was found.
     pub(crate) found: String,
-    /// What the missing thing would enable, or what is wrong without it.
+    /// What the missing thing is good for.
     pub(crate) enables: Option<String>,
-    /// How to get it.
+    /// How to get the missing thing.
     pub(crate) how: Option<String>,
 }
 
 impl Check {
-    /// Something that is as it should be.
+    /// Something that is in order.
     pub(super) fn ok(name: impl Into<String>, found: impl Into<String>) -> Self {
         Check { mark: Mark::Ok, name: name.into(), found: found.into(), enables: None, how: None }
     }
 
-    /// Something that is not there, and need not be.
+    /// Something that is absent and not required.
     pub(super) fn absent(name: impl Into<String>, found: impl Into<String>) -> Self {
         Check { mark: Mark::Absent, ..Check::ok(name, found) }
     }
 
-    /// Something that stands in the way.
+    /// Something that must be fixed.
     pub(super) fn problem(name: impl Into<String>, found: impl Into<String>) -> Self {
         Check { mark: Mark::Problem, ..Check::ok(name, found) }
     }
 
-    /// Adds what it would enable and how to get it.
+    /// Adds what the thing is good for and how to get it.
     pub(super) fn advice(self, enables: impl Into<String>, how: impl Into<String>) -> Self {
         Check { enables: Some(enables.into()), how: Some(how.into()), ..self }
     }
 
-    /// A finding from a fact that every machine has: shown as it is, or as unknown.
+    /// A finding from a fact whose value is always in order.
     pub(super) fn of<T>(name: &str, fact: &Fact<T>, show: impl FnOnce(&T) -> String) -> Self {
         Check::of_optional(
             name,
             fact,
             |value| Check::ok(name, show(value)),
-            || Check::absent(name, "not there"),
+            || Check::absent(name, "not found"),
         )
     }
 
-    /// A finding from a fact, with the caller's say about the thing being there and not.
+    /// A finding from a fact; the caller decides what a known and an absent fact mean.
     pub(super) fn of_optional<T>(
         name: &str,
         fact: &Fact<T>,

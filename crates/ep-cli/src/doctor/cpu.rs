@@ -1,4 +1,4 @@
-//! CPU: what computes, how much of it this process may use, and where it sits.
+//! The CPU: model, usable cores, topology, vector extensions and caches.
 
 use std::collections::BTreeSet;
 
@@ -11,6 +11,7 @@ use super::{
     parse,
     probe::Probe,
 };
+use crate::common::machine;
 
 const CPU_INFO: &str = "/proc/cpuinfo";
 const CPU_DIR: &str = "/sys/devices/system/cpu";
@@ -20,25 +21,25 @@ const CPU_DIR: &str = "/sys/devices/system/cpu";
 pub(crate) struct Cpu {
     /// The model's name.
     pub(crate) model: Fact<String>,
-    /// Cores (hardware threads) that this process may use, affinity and quota counted in.
+    /// Cores (hardware threads) that this process may use by its affinity mask and quota.
     pub(crate) cores_usable: Fact<usize>,
-    /// Cores (hardware threads) that the machine runs.
+    /// Cores (hardware threads) that are online.
     pub(crate) cores_online: Fact<usize>,
-    /// Physical cores among them.
+    /// Physical cores of the online cores.
     pub(crate) physical_cores_online: Fact<usize>,
-    /// The control group's quota, in cores; absent where there is none.
+    /// The control group's quota, in cores; absent if there is none.
     pub(crate) cgroup_quota_cores: Fact<f64>,
     /// Sockets.
     pub(crate) sockets: Fact<usize>,
-    /// NUMA nodes; absent where the kernel was built without NUMA.
+    /// NUMA nodes; absent if the kernel was built without NUMA.
     pub(crate) numa_nodes: Fact<usize>,
-    /// The vector extensions that are there, of those that matter here.
+    /// The supported vector extensions, of those that the backends use.
     pub(crate) vector_extensions: Vec<&'static str>,
-    /// The vector extensions that are not, of those that matter here.
+    /// The unsupported vector extensions, of those that the backends use.
     pub(crate) vector_extensions_missing: Vec<&'static str>,
-    /// The second-level cache of the first core.
+    /// The L2 cache of the first core.
     pub(crate) l2_bytes: Fact<u64>,
-    /// The third-level cache that the first core shares with its neighbours.
+    /// The L3 cache of the first core.
     pub(crate) l3_bytes: Fact<u64>,
 }
 
@@ -77,7 +78,7 @@ impl Cpu {
                 "NUMA nodes",
                 &self.numa_nodes,
                 |nodes| Check::ok("NUMA nodes", nodes.to_string()),
-                || Check::ok("NUMA nodes", "1 (the kernel shows none)"),
+                || Check::ok("NUMA nodes", "1 (the kernel reports none)"),
             ),
         ];
         checks.extend(self.vector_checks());
@@ -101,8 +102,8 @@ impl Cpu {
         }
         match self.cores_usable {
             Fact::Known(1) => Check::absent("cores", found).advice(
-                "ranks side by side (on one core they take turns, and times say little)",
-                "more cores, a wider affinity mask or a higher CPU quota",
+                "ranks in parallel (on one core they take turns, so times mean little)",
+                "use more cores, a wider affinity mask or a higher CPU quota",
             ),
             Fact::Known(_) => Check::ok("cores", found),
             Fact::Absent | Fact::Unknown(_) => Check::absent("cores", found),
@@ -127,38 +128,38 @@ impl Cpu {
         }
         if !self.vector_extensions_missing.is_empty() {
             let missing = self.vector_extensions_missing.join(", ");
-            checks.push(Check::absent(NAME, format!("without {missing}")).advice(
-                "faster copies and bf16 sums; results are the same without",
-                "a CPU that has it, or a virtual machine that passes its flags through",
+            checks.push(Check::absent(NAME, format!("missing: {missing}")).advice(
+                "faster copies and bf16 sums (results do not change)",
+                "use a CPU with these extensions, or a virtual machine that exposes them",
             ));
         }
         if checks.is_empty() {
-            checks.push(Check::absent(NAME, "none looked for on this architecture"));
+            checks.push(Check::absent(NAME, "not checked on this architecture"));
         }
         checks
     }
 }
 
-/// The model's name: x86 spells it out, Arm gives numbers.
+/// The model's name: spelled out on x86, given by numbers on Arm.
 fn model(probe: &Probe) -> Fact<String> {
     let info = probe.text(CPU_INFO).or_unknown(CPU_INFO);
     info.and_then(|text| {
         let spelled = ["model name", "cpu model", "Model", "cpu"]
             .into_iter()
-            .find_map(|key| parse::field(&text, key))
+            .find_map(|key| machine::field(&text, key))
             .filter(|name| !name.is_empty())
             .map(str::to_owned);
         match spelled.or_else(|| arm_model(&text)) {
             Some(model) => Fact::Known(model),
-            None => Fact::Unknown(format!("{CPU_INFO} names no model")),
+            None => Fact::Unknown(format!("{CPU_INFO} contains no model name")),
         }
     })
 }
 
-/// Server cores by name, any other by number.
+/// The name of a known server core, or the numbers of any other.
 fn arm_model(text: &str) -> Option<String> {
-    let implementer = parse::field(text, "CPU implementer")?;
-    let part = parse::field(text, "CPU part")?;
+    let implementer = machine::field(text, "CPU implementer")?;
+    let part = machine::field(text, "CPU part")?;
     let name = match (implementer, part) {
         ("0x41", "0xd0c") => "Arm Neoverse N1",
         ("0x41", "0xd40") => "Arm Neoverse V1",
@@ -176,14 +177,14 @@ fn cores_online(probe: &Probe) -> Fact<usize> {
         info.and_then(|text| {
             let lines = text.lines();
             match lines.filter(|line| line.starts_with("processor")).count() {
-                0 => Fact::Unknown(format!("{CPU_INFO} lists no processor")),
+                0 => Fact::Unknown(format!("{CPU_INFO} contains no processor")),
                 n => Fact::Known(n),
             }
         })
     })
 }
 
-/// Socket and core number of each CPU that has them. (Offline CPUs have no such directory.)
+/// Socket and core number of each online CPU. Offline CPUs have no such directory.
 fn topology(probe: &Probe) -> Fact<Vec<(i64, i64)>> {
     probe.names(CPU_DIR).or_unknown(CPU_DIR).and_then(|names| {
         let number = |text: &str| text.parse::<i64>().ok();
@@ -202,13 +203,13 @@ fn topology(probe: &Probe) -> Fact<Vec<(i64, i64)>> {
             }
         }
         if cores.is_empty() {
-            return Fact::Unknown(format!("{CPU_DIR}/cpu*/topology is not there"));
+            return Fact::Unknown(format!("{CPU_DIR}/cpu*/topology does not exist"));
         }
         Fact::Known(cores)
     })
 }
 
-/// The size of the first core's cache at a level.
+/// The size of the first core's cache at this level.
 fn cache_bytes(probe: &Probe, level: &str) -> Fact<u64> {
     let dir = format!("{CPU_DIR}/cpu0/cache");
     probe.names(&dir).or_unknown(&dir).and_then(|names| {

@@ -1,4 +1,4 @@
-//! What the CUDA backend stands on, as the driver and the run-time compiler themselves tell.
+//! Requirements of the CUDA backend, as reported by the driver and the run-time compiler.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -10,46 +10,46 @@ use ep_cuda::probe::{self, DRIVER_HINT, DriverFacts, GpuFacts, OLDEST_DRIVER, Pe
 use serde::Serialize;
 
 use super::{
-    BackendState,
+    backend::BackendState,
     check::{Check, Section},
     fact::Fact,
     parse,
 };
 
-/// A driver that wakes eight sleeping GPUs takes seconds; one that takes longer than this is stuck.
+/// Longest wait for the driver. Waking eight idle GPUs takes seconds; a driver that takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Pairs of GPUs that one line names.
+/// Most pairs of GPUs in one line.
 const MAX_PAIRS: usize = 8;
 
 /// Driver, GPUs, compiler and compiled kernels.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Cuda {
-    /// The newest CUDA version that the driver supports; absent where its library is not installed.
+    /// The newest CUDA version that the driver supports; absent if its library is not installed.
     pub(crate) driver_supports: Fact<String>,
-    /// Why that is not enough.
+    /// The reason why that version is too old.
     pub(crate) driver_problem: Option<String>,
     /// The GPUs, in the driver's order, which `CUDA_VISIBLE_DEVICES` changes.
-    pub(crate) gpus: Fact<Vec<Gpu>>,
-    /// How each GPU (row) reaches the memory of each (column): `own`, `atomics` (loads, stores and
-    /// atomic operations, as over NVLink), `plain` (loads and stores), or `none`.
+    pub(crate) gpus: Fact<Vec<CudaGpu>>,
+    /// How each GPU (row) accesses the memory of each GPU (column): `own`, `atomics` (loads, stores and atomic
+    /// operations, as over NVLink), `plain` (loads and stores), or `none`.
     pub(crate) peer_links: Fact<Vec<Vec<&'static str>>>,
-    /// The run-time compiler that is taken; absent where none can be used.
+    /// The run-time compiler that the backend uses; absent if none can be used.
     pub(crate) nvrtc: Fact<Nvrtc>,
-    /// Why no compiler can be used, with all that was looked at.
+    /// The reason why no compiler can be used, with the paths that were tried.
     pub(crate) nvrtc_problem: Option<String>,
-    /// Kernels that are compiled already.
+    /// The cache of compiled kernels.
     pub(crate) kernel_cache: KernelCache,
 }
 
 /// One GPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Gpu {
+pub(crate) struct CudaGpu {
     /// The model's name.
     pub(crate) name: String,
     /// The compute capability, such as `9.0`.
     pub(crate) compute_capability: String,
-    /// The architecture that kernels are compiled for; none where there are no kernels for this GPU.
+    /// The architecture for which kernels are compiled; `None` if there are no kernels for this GPU.
     pub(crate) architecture: Option<&'static str>,
     /// Streaming multiprocessors.
     pub(crate) multiprocessors: u32,
@@ -62,27 +62,27 @@ pub(crate) struct Gpu {
 pub(crate) struct Nvrtc {
     /// Its version.
     pub(crate) version: String,
-    /// Where it lies.
+    /// Its path.
     pub(crate) path: String,
 }
 
-/// Where compiled kernels are kept.
+/// The cache of compiled kernels.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct KernelCache {
-    /// The directory, which need not be there yet; none where no variable names one.
+    /// The directory, which may not exist yet; `None` if no variable names one.
     pub(crate) dir: Option<String>,
     /// Compiled programs in it.
     pub(crate) entries: usize,
     /// Their size.
     pub(crate) bytes: u64,
-    /// Room left on its file system.
+    /// Free space on its file system.
     pub(crate) free_bytes: Fact<u64>,
-    /// Why nothing can be added to it.
+    /// The reason why nothing can be added to it.
     pub(crate) problem: Option<String>,
 }
 
 impl Cuda {
-    /// Asks the driver and looks for a compiler on the machine that this program runs on.
+    /// Queries the driver of this machine and looks for a compiler.
     pub(super) fn of_this_machine() -> Self {
         let env = CudaEnv::from_env();
         let driver = ask_driver();
@@ -91,7 +91,7 @@ impl Cuda {
         Cuda {
             driver_supports: driver.clone().map(|facts| facts.cuda.to_string()),
             driver_problem: supported.filter(|cuda| *cuda < OLDEST_DRIVER).map(driver_problem),
-            gpus: driver.clone().map(|facts| facts.gpus.into_iter().map(Gpu::from).collect()),
+            gpus: driver.clone().map(|facts| facts.gpus.into_iter().map(CudaGpu::from).collect()),
             peer_links: driver
                 .map(|facts| facts.links.iter().map(|row| row.iter().map(link_name).collect()).collect()),
             nvrtc,
@@ -110,7 +110,7 @@ impl Cuda {
         Section { title: "CUDA", checks }
     }
 
-    /// Whether ranks can run on the GPUs; otherwise the first thing that is missing.
+    /// Whether ranks can run on the GPUs; if not, the first thing that is missing.
     pub(super) fn backend(&self) -> BackendState {
         let gpus = match &self.gpus {
             Fact::Known(gpus) => gpus,
@@ -123,10 +123,10 @@ impl Cuda {
         if gpus.is_empty() {
             return missing(
                 "the driver shows no GPU",
-                "see CUDA_VISIBLE_DEVICES, or hand GPUs to the container",
+                "check CUDA_VISIBLE_DEVICES, or give GPUs to the container",
             );
         }
-        // Ranks are spread over all GPUs that the driver shows.
+        // Ranks are distributed over all GPUs that the driver shows.
         if let Some(number) = gpus.iter().position(|gpu| gpu.architecture.is_none()) {
             return missing(
                 &format!("no kernels for CUDA GPU {number}"),
@@ -155,7 +155,7 @@ impl Cuda {
                 Some(problem) => Check::absent(NAME, format!("{}; {problem}", found(version)))
                     .advice("the CUDA backend", DRIVER_HINT),
             },
-            || Check::absent(NAME, "libcuda.so.1 is not there, or does not load"),
+            || Check::absent(NAME, "libcuda.so.1 not found, or it does not load"),
         )
     }
 
@@ -171,7 +171,7 @@ impl Cuda {
     }
 }
 
-impl Gpu {
+impl CudaGpu {
     fn check(&self, number: usize) -> Check {
         let name = format!("CUDA GPU {number}");
         let found = |kernels: String| {
@@ -184,15 +184,15 @@ impl Gpu {
         match self.architecture {
             Some(arch) => Check::ok(name, found(format!("kernels for {arch}"))),
             None => Check::absent(name, found("no kernels for it".to_owned()))
-                .advice("ranks on this GPU", "compute capability 8.0, 8.6, 8.9, 9.0 or 10.0"),
+                .advice("ranks on this GPU", "use a GPU of compute capability 8.0, 8.6, 8.9, 9.0 or 10.0"),
         }
     }
 }
 
-impl From<GpuFacts> for Gpu {
+impl From<GpuFacts> for CudaGpu {
     fn from(facts: GpuFacts) -> Self {
         let (major, minor) = (facts.capability_major, facts.capability_minor);
-        Gpu {
+        CudaGpu {
             name: facts.name,
             compute_capability: format!("{major}.{minor}"),
             architecture: Arch::of_device(major, minor).ok().map(Arch::name),
@@ -211,7 +211,7 @@ impl KernelCache {
             bytes: state.bytes,
             free_bytes: state
                 .free_bytes
-                .map_or_else(|| Fact::Unknown("the file system does not tell".to_owned()), Fact::Known),
+                .map_or_else(|| Fact::Unknown("the file system does not report it".to_owned()), Fact::Known),
             problem: state.problem,
         }
     }
@@ -223,10 +223,8 @@ impl KernelCache {
             found.push_str(&format!(", {}", parse::human_bytes(self.bytes)));
         }
         if let Some(problem) = &self.problem {
-            return Check::absent(NAME, format!("{found}; {problem}")).advice(
-                "starts without a compilation",
-                "set HYBRID_EP_CACHE_DIR to a directory that can be written to",
-            );
+            return Check::absent(NAME, format!("{found}; {problem}"))
+                .advice("starts without compilation", "set HYBRID_EP_KERNEL_CACHE to a writable directory");
         }
         if let Some(&free) = self.free_bytes.known() {
             found.push_str(&format!(", {} free", parse::human_bytes(free)));
@@ -243,19 +241,19 @@ fn missing(found: &str, how: &'static str) -> BackendState {
     BackendState::Missing { found: found.to_owned(), how }
 }
 
-/// The driver's answers. It is asked in a thread of its own, since a broken one may never answer.
+/// Queries the driver on a thread of its own, because a broken driver may never answer.
 fn ask_driver() -> Fact<DriverFacts> {
     let (sender, answer) = mpsc::channel();
-    // Nobody listens any more when an answer comes too late.
+    // The receiver is gone if the answer comes too late.
     thread::spawn(move || drop(sender.send(probe::probe())));
     match answer.recv_timeout(PATIENCE) {
         Ok(Ok(Some(facts))) => Fact::Known(facts),
         Ok(Ok(None)) => Fact::Absent,
         Ok(Err(error)) => Fact::Unknown(error.to_string()),
         Err(RecvTimeoutError::Timeout) => {
-            Fact::Unknown(format!("the driver has not answered for {} s", PATIENCE.as_secs()))
+            Fact::Unknown(format!("the driver has not answered within {} s", PATIENCE.as_secs()))
         }
-        Err(RecvTimeoutError::Disconnected) => Fact::Unknown("the driver could not be asked".to_owned()),
+        Err(RecvTimeoutError::Disconnected) => Fact::Unknown("the query to the driver failed".to_owned()),
     }
 }
 
@@ -265,7 +263,7 @@ fn find_compiler(env: &CudaEnv, driver: Option<Version>) -> (Fact<Nvrtc>, Option
             let path = compiler.path().display().to_string();
             (Fact::Known(Nvrtc { version: compiler.version().to_string(), path }), None)
         }
-        // The hint is shown beside it.
+        // The error's hint is shown as advice.
         Err(ep::Error::Environment(EnvironmentError { problem, .. })) => (Fact::Absent, Some(problem)),
         Err(error) => (Fact::Absent, Some(error.to_string())),
     }
@@ -280,7 +278,7 @@ fn link_name(link: &PeerLink) -> &'static str {
     }
 }
 
-/// The finding on the links of several GPUs; one alone has none.
+/// The finding on the links between GPUs; `None` for a single GPU.
 fn peer_check(links: &[Vec<&'static str>]) -> Option<Check> {
     const NAME: &str = "peer access";
     if links.len() < 2 {
@@ -290,10 +288,10 @@ fn peer_check(links: &[Vec<&'static str>]) -> Option<Check> {
         let check = Check::absent(NAME, format!("missing from GPU to GPU: {pairs}"));
         return Some(check.advice(
             "ranks on both GPUs of such a pair",
-            "GPUs of one NVLink domain; nvidia-smi topo -m shows them",
+            "use GPUs of one NVLink domain; nvidia-smi topo -m shows them",
         ));
     }
-    let all = format!("between all of {} GPUs", links.len());
+    let all = format!("between all {} GPUs", links.len());
     Some(Check::ok(
         NAME,
         match pairs_with(links, "plain") {
@@ -305,7 +303,7 @@ fn peer_check(links: &[Vec<&'static str>]) -> Option<Check> {
     ))
 }
 
-/// The pairs with such a link, the first few by number.
+/// The pairs with this kind of link; only the first are listed.
 fn pairs_with(links: &[Vec<&'static str>], link: &str) -> Option<String> {
     let rows = links.iter().enumerate();
     let pairs = rows.flat_map(|(from, row)| row.iter().enumerate().map(move |(to, link)| (from, to, *link)));

@@ -1,18 +1,17 @@
-//! What is known about one thing, and why not where it is not.
+//! A fact about the machine: known, absent, or unknown for a reason.
 
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
-/// One thing that was looked for.
+/// A fact about the machine.
 ///
-/// In JSON a known fact is its bare value, an absent one is `null`, and one that could not be
-/// found out is `{"unknown": "why"}`.
+/// In JSON a known fact is its bare value, an absent one is `null`, and an unknown one is `{"unknown": "why"}`.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Fact<T> {
-    /// It was found, and this is it.
+    /// The value.
     Known(T),
-    /// It was looked for and is not there.
+    /// The machine does not have the thing.
     Absent,
-    /// It could not be found out, for this reason.
+    /// The fact could not be determined, for this reason.
     Unknown(String),
 }
 
@@ -30,7 +29,7 @@ impl<T> Fact<T> {
         self.and_then(|value| Fact::Known(f(value)))
     }
 
-    /// Goes on from the value, if there is one, with a step that may itself find nothing.
+    /// Applies `f`, which may itself find nothing, to the value, if there is one.
     pub(super) fn and_then<U>(self, f: impl FnOnce(T) -> Fact<U>) -> Fact<U> {
         match self {
             Fact::Known(value) => f(value),
@@ -39,20 +38,19 @@ impl<T> Fact<T> {
         }
     }
 
-    /// Turns "not there" into "unknown", for things that every machine has: where the file that
-    /// would tell is missing, the thing itself is not.
+    /// Turns absent into unknown, for things that every machine has: only the file that describes them is missing.
     pub(super) fn or_unknown(self, source: &str) -> Fact<T> {
         match self {
-            Fact::Absent => Fact::Unknown(format!("{source} is not there")),
+            Fact::Absent => Fact::Unknown(format!("{source} does not exist")),
             other => other,
         }
     }
 
-    /// Falls back to another way of finding out, unless this one did.
+    /// Falls back to another source unless the value is known.
     pub(super) fn or_else(self, other: impl FnOnce() -> Fact<T>) -> Fact<T> {
         match self {
             Fact::Known(_) => self,
-            // The first way is the better one, so its reason is the one worth telling.
+            // The first source is the better one, so its reason is kept.
             Fact::Unknown(why) => match other() {
                 Fact::Known(value) => Fact::Known(value),
                 Fact::Absent | Fact::Unknown(_) => Fact::Unknown(why),
@@ -81,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_tells_the_three_cases_apart() {
+    fn json_distinguishes_the_three_cases() {
         let facts = [Fact::Known(3), Fact::Absent, Fact::Unknown("no permission".to_owned())];
         assert_eq!(serde_json::to_string(&facts).unwrap(), r#"[3,null,{"unknown":"no permission"}]"#);
     }

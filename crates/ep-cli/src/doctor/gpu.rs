@@ -1,4 +1,4 @@
-//! GPUs and their driver's files, told without asking the driver.
+//! GPUs and the files of their driver, found without a query to the driver.
 
 use serde::Serialize;
 
@@ -8,6 +8,7 @@ use super::{
     library, parse, pci,
     probe::Probe,
 };
+use crate::common::machine;
 
 const DRIVER_DIR: &str = "/proc/driver/nvidia";
 const MODULES: &str = "/proc/modules";
@@ -19,19 +20,19 @@ const NVRTC_NAMES: [&str; 2] = ["libnvrtc.so.13", "libnvrtc.so.12"];
 /// GPUs, their driver and its libraries.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Gpus {
-    /// The kernel driver's version; absent where it is not loaded.
+    /// The kernel driver's version; absent if it is not loaded.
     pub(crate) driver_version: Fact<String>,
-    /// The GPUs that the driver has; absent where it is not loaded.
-    pub(crate) devices: Fact<Vec<Gpu>>,
-    /// NVIDIA GPUs on the PCI bus, driver or none; absent where there is no PCI bus.
+    /// The GPUs of the driver; absent if it is not loaded.
+    pub(crate) devices: Fact<Vec<DriverGpu>>,
+    /// NVIDIA GPUs on the PCI bus, with or without a driver; absent if there is no PCI bus.
     pub(crate) on_pci_bus: Fact<usize>,
     /// Device files of GPUs in `/dev`, whether or not this process may open them.
     pub(crate) device_files: usize,
-    /// Where `libcuda.so.1` lies: the first place is the one a loader would take.
+    /// Paths of `libcuda.so.1`; a loader takes the first.
     pub(crate) libcuda_paths: Vec<String>,
-    /// Where run-time compilers (NVRTC) lie, whether or not one of them is taken.
+    /// Paths of run-time compilers (NVRTC), used or not.
     pub(crate) nvrtc_paths: Vec<String>,
-    /// Modules that let network cards reach GPU memory.
+    /// Modules that let network cards access GPU memory.
     pub(crate) peer_modules: Fact<Vec<PeerModule>>,
     /// NVSwitch devices.
     pub(crate) nvswitch_devices: usize,
@@ -41,14 +42,14 @@ pub(crate) struct Gpus {
 
 /// One GPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Gpu {
+pub(crate) struct DriverGpu {
     /// The model's name.
     pub(crate) model: Fact<String>,
     /// The PCI address.
     pub(crate) pci_address: String,
     /// The NUMA node that it is attached to.
     pub(crate) numa_node: Fact<u32>,
-    /// The device file; absent where the driver has the GPU but this container does not.
+    /// The device file; absent if the driver has the GPU but this container does not.
     pub(crate) device_file: Fact<String>,
 }
 
@@ -114,29 +115,32 @@ impl Gpus {
         checks
     }
 
-    /// What to say where `/proc` shows no driver. Some sandboxes hide it and still pass GPUs on.
+    /// The finding if `/proc` shows no driver. Some sandboxes hide the driver's files but provide GPUs.
     fn no_driver_check(&self, name: &str) -> Check {
         let on_bus = self.on_pci_bus.known().copied().unwrap_or(0);
-        let found = match (self.device_files, on_bus) {
-            (0, 0) => "not loaded, and no NVIDIA GPU on the PCI bus".to_owned(),
-            (0, n) => format!("not loaded, though the PCI bus has {}", parse::count(n, "GPU")),
+        match (self.device_files, on_bus) {
+            (0, 0) => Check::absent(name, "not loaded, and no NVIDIA GPU on the PCI bus")
+                .advice("ranks on GPUs", "use a machine with an NVIDIA GPU and its driver"),
+            (0, n) => {
+                let gpus = parse::count(n, "GPU");
+                Check::absent(name, format!("not loaded, but the PCI bus has {gpus}"))
+                    .advice("ranks on GPUs", "install the NVIDIA driver")
+            }
             (n, _) => {
                 let files = parse::count(n, "GPU device file");
-                return Check::ok(name, format!("version not shown, but {files} in /dev"));
+                Check::ok(name, format!("version unknown, but {files} in /dev"))
             }
-        };
-        Check::absent(name, found)
-            .advice("ranks on GPUs", "install the driver on a machine with an NVIDIA GPU")
+        }
     }
 
     fn peer_module_checks(&self) -> Vec<Check> {
-        // Without a GPU there is nothing to reach.
+        // The modules matter only with a GPU.
         if !self.any() {
             return Vec::new();
         }
         let modules = match &self.peer_modules {
             Fact::Known(modules) => modules,
-            Fact::Absent => return vec![Check::absent("GPUDirect", "the kernel has no modules")],
+            Fact::Absent => return vec![Check::absent("GPUDirect", "this kernel does not support modules")],
             Fact::Unknown(why) => {
                 return vec![Check::absent("GPUDirect", format!("unknown: {why}"))];
             }
@@ -149,8 +153,7 @@ impl Gpus {
             return Vec::new();
         }
         let mut checks = Vec::new();
-        // Machines without NVSwitch are common, and those with one may hide it from guests:
-        // its absence is no finding.
+        // The absence of NVSwitch is not reported: many machines have none, and some hide it from virtual machines.
         if self.nvswitch_devices > 0 {
             checks.push(Check::ok("NVSwitch", parse::count(self.nvswitch_devices, "device")));
         }
@@ -161,7 +164,7 @@ impl Gpus {
     }
 }
 
-impl Gpu {
+impl DriverGpu {
     fn check(&self, number: usize) -> Check {
         let name = format!("GPU {number}");
         let mut found = match &self.model {
@@ -176,7 +179,7 @@ impl Gpu {
         match &self.device_file {
             Fact::Known(file) => Check::ok(name, format!("{found}, {file}")),
             Fact::Absent => Check::absent(name, format!("{found}, no device file"))
-                .advice("ranks on this GPU", "hand it to the container: --gpus all"),
+                .advice("ranks on this GPU", "give the GPU to the container: --gpus all"),
             Fact::Unknown(_) => Check::ok(name, found),
         }
     }
@@ -189,15 +192,14 @@ impl PeerModule {
         }
         let enables = match self.name {
             "gdrdrv" => "small copies between CPU and GPU without a driver call",
-            _ => "RDMA from GPU memory, where DMA-BUF does not do it",
+            _ => "RDMA from GPU memory on systems without DMA-BUF",
         };
         let how = format!("modprobe {} on the host", self.name);
         Check::absent(self.name, "not loaded").advice(enables, how)
     }
 }
 
-/// A finding on a library of which one copy is enough; further copies are told, since a loader
-/// may take another than expected.
+/// The finding on a library. All copies are listed, because a loader may take another one than expected.
 fn library_check(name: &str, paths: &[String], enables: &str, how: &str) -> Check {
     match paths {
         [] => Check::absent(name, "not found").advice(enables, how),
@@ -206,8 +208,8 @@ fn library_check(name: &str, paths: &[String], enables: &str, how: &str) -> Chec
     }
 }
 
-/// The version in a text such as `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  ...`:
-/// its first word of numbers with dots between them.
+/// The version in a text such as `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  ...`: the first word that
+/// consists of numbers separated by dots.
 fn driver_version(probe: &Probe) -> Fact<String> {
     probe.value(&format!("{DRIVER_DIR}/version"), |text| {
         let line = text.lines().next()?;
@@ -220,30 +222,35 @@ fn driver_version(probe: &Probe) -> Fact<String> {
     })
 }
 
-fn devices(probe: &Probe) -> Fact<Vec<Gpu>> {
+fn devices(probe: &Probe) -> Fact<Vec<DriverGpu>> {
     let dir = format!("{DRIVER_DIR}/gpus");
     probe.names(&dir).map(|addresses| {
         let mut addresses = addresses;
-        // Addresses are hexadecimal, of one length: their order is that of plain text.
+        // Addresses are hexadecimal and of equal length, so they sort as plain text.
         addresses.sort();
         addresses.into_iter().map(|address| device(probe, address)).collect()
     })
 }
 
-fn device(probe: &Probe, pci_address: String) -> Gpu {
+fn device(probe: &Probe, pci_address: String) -> DriverGpu {
     let path = format!("{DRIVER_DIR}/gpus/{pci_address}/information");
     let information = probe.text(&path).or_unknown(&path);
     let field = |key: &str| {
-        information.clone().and_then(|text| match parse::field(&text, key) {
+        information.clone().and_then(|text| match machine::field(&text, key) {
             Some(value) => Fact::Known(value.to_owned()),
-            None => Fact::Unknown(format!("{path} gives no {key:?}")),
+            None => Fact::Unknown(format!("{path} contains no {key:?}")),
         })
     };
     let device_file = field("Device Minor").and_then(|minor| {
         let file = format!("/dev/nvidia{minor}");
         if probe.exists(&file) { Fact::Known(file) } else { Fact::Absent }
     });
-    Gpu { model: field("Model"), numa_node: pci::numa_node_at(probe, &pci_address), device_file, pci_address }
+    DriverGpu {
+        model: field("Model"),
+        numa_node: pci::numa_node_at(probe, &pci_address),
+        device_file,
+        pci_address,
+    }
 }
 
 fn peer_modules(probe: &Probe) -> Fact<Vec<PeerModule>> {
@@ -257,7 +264,7 @@ fn peer_modules(probe: &Probe) -> Fact<Vec<PeerModule>> {
     })
 }
 
-/// Whether a device file is one device's, as against one that controls them all (`nvidiactl`).
+/// Whether a device file belongs to one device (`nvidia0`), not to all devices (`nvidiactl`).
 fn is_numbered(name: &str, prefix: &str) -> bool {
     name.strip_prefix(prefix).is_some_and(|number| number.parse::<u32>().is_ok())
 }

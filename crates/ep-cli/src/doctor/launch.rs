@@ -1,4 +1,4 @@
-//! What a launcher left in the environment.
+//! The environment variables of launchers, and the job secret.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use super::{
     probe::Probe,
 };
 
-/// A family of variables that come together.
+/// A group of variables that are set together.
 struct Launcher {
     name: &'static str,
     variables: &'static [&'static str],
@@ -62,9 +62,14 @@ const LAUNCHERS: [Launcher; 4] = [
 /// The launch environment.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Launch {
-    /// Each variable that was looked for, with its value if it is set.
+    /// All known variables, with their values if set.
     pub(crate) variables: BTreeMap<&'static str, Option<String>>,
+    /// The name of the variable that sets the job secret. Its value is never shown.
+    pub(crate) secret: Option<&'static str>,
 }
+
+/// The variables that set the job secret; the first one that is set takes effect.
+const SECRETS: [&str; 2] = ["HYBRID_EP_SECRET", "HYBRID_EP_SECRET_FILE"];
 
 impl Launch {
     pub(super) fn find(probe: &Probe) -> Self {
@@ -74,6 +79,7 @@ impl Launch {
                 .flat_map(|launcher| launcher.variables)
                 .map(|name| (*name, probe.var(name).map(str::to_owned)))
                 .collect(),
+            secret: SECRETS.into_iter().find(|name| probe.var(name).is_some()),
         }
     }
 
@@ -86,10 +92,22 @@ impl Launch {
             LAUNCHERS.iter().flat_map(|launcher| self.launcher_checks(launcher)).collect();
         checks.extend(self.mismatch("RANK", "WORLD_SIZE"));
         checks.extend(self.mismatch("LOCAL_RANK", "LOCAL_WORLD_SIZE"));
+        checks.push(self.secret_check());
         Section { title: "Launch environment", checks }
     }
 
-    /// A line for each variable that is set, or one line for them all.
+    fn secret_check(&self) -> Check {
+        match self.secret {
+            Some(name) => Check::ok("job secret", format!("{name} is set: ranks must know it to join")),
+            None => Check::absent("job secret", "not set: processes of this user on this machine can join")
+                .advice(
+                    "ranks that authenticate each other",
+                    "export HYBRID_EP_SECRET=$(openssl rand -hex 32)",
+                ),
+        }
+    }
+
+    /// One finding for each variable that is set, or one for the group if none is.
     fn launcher_checks(&self, launcher: &Launcher) -> Vec<Check> {
         let set: Vec<Check> = launcher
             .variables
@@ -103,33 +121,32 @@ impl Launch {
         set
     }
 
-    /// A rank needs a number of ranks that it is below.
+    /// The problem with a rank variable that does not fit its world size.
     fn mismatch(&self, rank_name: &str, size_name: &str) -> Option<Check> {
         let rank_text = self.value(rank_name)?;
-        let how = format!("set {rank_name} and {size_name} together, {rank_name} from 0");
+        let how = format!("set {rank_name} and {size_name} together; {rank_name} counts from 0");
         let problem = |found: String| {
             let name = format!("{rank_name}/{size_name}");
             Some(Check::problem(name, found).advice("ranks that find each other", how))
         };
         let Ok(rank) = rank_text.parse::<u32>() else {
-            return problem(format!("{rank_name} is no number"));
+            return problem(format!("{rank_name} is not a number"));
         };
         let Some(size_text) = self.value(size_name) else {
             return problem(format!("{size_name} is not set"));
         };
         match size_text.parse::<u32>() {
-            Err(_) => problem(format!("{size_name} is no number")),
+            Err(_) => problem(format!("{size_name} is not a number")),
             Ok(size) if rank >= size => problem(format!("rank {rank} of {size}")),
             Ok(_) => None,
         }
     }
 }
 
-/// A finding on a variable that is set. Whatever its value, it is told; only a port can be told
-/// to be wrong by itself.
+/// The finding on a variable that is set. Only a port can be checked without other variables.
 fn variable_check(name: &str, value: &str) -> Check {
     if name == "MASTER_PORT" && !matches!(value.parse::<u16>(), Ok(1..)) {
-        return Check::problem(name, format!("{value} is no port number"))
+        return Check::problem(name, format!("{value} is not a port number"))
             .advice("ranks that find each other", "a number from 1 to 65535");
     }
     Check::ok(name, value)

@@ -1,11 +1,10 @@
-//! Finds shared libraries the way a dynamic loader would, without loading them.
+//! Finds shared libraries as a dynamic loader would, without loading them.
 
 use std::{collections::BTreeSet, path::PathBuf};
 
 use super::probe::Probe;
 
-/// Where libraries lie on Linux distributions, and where GPU containers, WSL and the EFA
-/// installer put theirs.
+/// Library directories of Linux distributions, GPU containers, WSL and the EFA installer.
 const STANDARD_DIRS: [&str; 18] = [
     "/usr/local/lib",
     "/usr/local/lib64",
@@ -29,23 +28,22 @@ const STANDARD_DIRS: [&str; 18] = [
 
 const LOADER_CONFIG_DIR: &str = "/etc/ld.so.conf.d";
 
-/// Places in a CUDA toolkit that hold libraries.
+/// Library directories of a CUDA toolkit.
 const TOOLKIT_LIB_DIRS: [&str; 4] = ["lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"];
 
-/// Places below a Python package folder to which `pip` installs NVRTC.
+/// Directories below a Python package directory to which `pip` installs NVRTC.
 const WHEEL_LIB_DIRS: [&str; 2] = ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"];
 
-/// The directories that a dynamic loader may look in, in its order.
+/// The directories that a dynamic loader searches, in its order.
 pub(super) fn loader_dirs(probe: &Probe) -> Vec<String> {
     let from_env = probe.var("LD_LIBRARY_PATH").unwrap_or_default();
-    // The loader takes a relative entry from wherever a program is started; for a report on the
-    // machine it means nothing.
+    // A relative entry depends on the current directory, so it says nothing about the machine.
     let from_env = from_env.split(':').filter(|dir| dir.starts_with('/'));
     let standard = STANDARD_DIRS.into_iter();
     from_env.map(str::to_owned).chain(configured_dirs(probe)).chain(standard.map(str::to_owned)).collect()
 }
 
-/// The directories that hold a CUDA toolkit's run-time compiler, beside the loader's.
+/// The directories that may hold a run-time compiler: those of CUDA toolkits and Python packages, and the loader's.
 pub(super) fn nvrtc_dirs(probe: &Probe) -> Vec<String> {
     let mut dirs = Vec::new();
     for toolkit in toolkits(probe) {
@@ -58,8 +56,8 @@ pub(super) fn nvrtc_dirs(probe: &Probe) -> Vec<String> {
     dirs
 }
 
-/// Every file in `dirs` that has one of these names, in the order of the directories. A file that
-/// is reached by two ways (`/lib` is often a link to `/usr/lib`) counts once.
+/// Every file in `dirs` with one of these names, in the order of the directories. A file with two paths (`/lib` is
+/// often a link to `/usr/lib`) counts once.
 pub(super) fn find_all(probe: &Probe, dirs: &[String], names: &[&str]) -> Vec<String> {
     let mut seen: BTreeSet<PathBuf> = BTreeSet::new();
     let mut found = Vec::new();
@@ -67,7 +65,7 @@ pub(super) fn find_all(probe: &Probe, dirs: &[String], names: &[&str]) -> Vec<St
         for name in names {
             let path = format!("{}/{name}", dir.trim_end_matches('/'));
             let file = probe.resolve(&path);
-            // Links to nowhere, left by removed drivers, are no libraries.
+            // Skips dead links, which removed drivers leave behind.
             if file.is_file() && seen.insert(file.canonicalize().unwrap_or(file)) {
                 found.push(path);
             }
@@ -76,7 +74,7 @@ pub(super) fn find_all(probe: &Probe, dirs: &[String], names: &[&str]) -> Vec<St
     found
 }
 
-/// Directories that the system's own loader configuration adds.
+/// Directories that the system's loader configuration adds.
 fn configured_dirs(probe: &Probe) -> Vec<String> {
     let files = probe.names_where(LOADER_CONFIG_DIR, |name| name.ends_with(".conf"));
     let mut dirs = Vec::new();
@@ -89,19 +87,19 @@ fn configured_dirs(probe: &Probe) -> Vec<String> {
     dirs
 }
 
-/// Folders with a CUDA toolkit in them: those that are named, then those in the usual place.
+/// Directories of CUDA toolkits: those that variables name, then those in the usual place.
 fn toolkits(probe: &Probe) -> Vec<String> {
     let named = ["CUDA_HOME", "CUDA_PATH"].into_iter();
     let named = named.filter_map(|name| probe.var(name)).map(str::to_owned);
     let versions = probe.names_where("/usr/local", |name| name.starts_with("cuda-"));
     named
         .chain(["/usr/local/cuda".to_owned()])
-        // The newest first.
+        // Newest first.
         .chain(versions.iter().rev().map(|name| format!("/usr/local/{name}")))
         .collect()
 }
 
-/// Folders to which Python packages are installed.
+/// Directories of Python packages.
 fn python_package_dirs(probe: &Probe) -> Vec<String> {
     let mut dirs = Vec::new();
     for prefix in python_prefixes(probe) {
@@ -116,8 +114,7 @@ fn python_package_dirs(probe: &Probe) -> Vec<String> {
     dirs
 }
 
-/// Folders with a Python in them: active environments, those on the `PATH`, the system's and the
-/// user's.
+/// Prefixes of Python installations: active environments, those on the `PATH`, the system's and the user's.
 fn python_prefixes(probe: &Probe) -> Vec<String> {
     let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter();
     let active = active.filter_map(|name| probe.var(name)).map(str::to_owned);

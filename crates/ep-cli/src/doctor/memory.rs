@@ -1,4 +1,4 @@
-//! Memory: how much, in which pages, and how much of it may be pinned.
+//! Memory: sizes, page settings and limits.
 
 use serde::{Serialize, Serializer};
 
@@ -9,14 +9,15 @@ use super::{
     parse,
     probe::Probe,
 };
+use crate::common::machine;
 
 const MEM_INFO: &str = "/proc/meminfo";
 const LIMITS: &str = "/proc/self/limits";
 const MOUNTS: &str = "/proc/mounts";
 const THP_DIR: &str = "/sys/kernel/mm/transparent_hugepage";
 
-/// Below this many open files, process ranks with sockets and shared memory to each other run
-/// into the limit soon.
+/// With fewer open files than this, process ranks soon reach the limit: each has sockets and shared memory with all
+/// others.
 const FEW_OPEN_FILES: u64 = 256;
 
 /// Main memory.
@@ -24,30 +25,30 @@ const FEW_OPEN_FILES: u64 = 256;
 pub(crate) struct Memory {
     /// The machine's memory.
     pub(crate) total_bytes: Fact<u64>,
-    /// What of it can be had without swapping.
+    /// Memory available without swapping.
     pub(crate) available_bytes: Fact<u64>,
-    /// The control group's limit; absent where there is none.
+    /// The control group's limit; absent if there is none.
     pub(crate) cgroup_limit_bytes: Fact<u64>,
     /// The file system at `/dev/shm`.
     pub(crate) dev_shm: Fact<DevShm>,
-    /// When private memory gets transparent huge pages.
+    /// The setting of transparent huge pages for private memory.
     pub(crate) transparent_huge_pages: Fact<String>,
-    /// When shared memory gets transparent huge pages.
+    /// The setting of transparent huge pages for shared memory.
     pub(crate) transparent_huge_pages_shmem: Fact<String>,
-    /// Pages set aside, by size.
+    /// Reserved huge pages, by page size.
     pub(crate) reserved_huge_pages: Vec<HugePages>,
-    /// How much memory this process may lock.
+    /// Memory that this process may lock.
     pub(crate) memlock_bytes: Fact<Limit>,
-    /// How many files this process may have open.
+    /// Files that this process may have open.
     pub(crate) open_files: Fact<Limit>,
 }
 
-/// What is mounted at `/dev/shm`.
+/// The file system mounted at `/dev/shm`.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct DevShm {
     /// The kind of file system.
     pub(crate) file_system: String,
-    /// Its size; absent where the mount table names none (a tmpfs then holds half of the memory).
+    /// Its size; absent if the mount table names none (the default of a tmpfs is half of the memory).
     pub(crate) size_bytes: Fact<u64>,
 }
 
@@ -56,18 +57,18 @@ pub(crate) struct DevShm {
 pub(crate) struct HugePages {
     /// The size of one page.
     pub(crate) page_bytes: u64,
-    /// How many are set aside; absent where the machine has no pages of this size.
+    /// Reserved pages; absent if the machine does not support this page size.
     pub(crate) reserved: Fact<u64>,
-    /// How many of those are free.
+    /// Free pages of those.
     pub(crate) free: Fact<u64>,
 }
 
 /// A resource limit; in JSON a number or `"unlimited"`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Limit {
-    /// As much as there is.
+    /// No limit.
     Unlimited,
-    /// So much.
+    /// This limit.
     At(u64),
 }
 
@@ -121,7 +122,7 @@ impl Memory {
             |&limit| {
                 let mut found = parse::human_bytes(limit);
                 if self.total_bytes.known().is_some_and(|&total| limit > total) {
-                    found.push_str(" (more than there is)");
+                    found.push_str(" (more than the machine has)");
                 }
                 Check::ok(NAME, found)
             },
@@ -137,7 +138,7 @@ impl Memory {
             |shm| {
                 let size = match &shm.size_bytes {
                     Fact::Known(bytes) => parse::human_bytes(*bytes),
-                    Fact::Absent => "no size given (a tmpfs then holds half of memory)".to_owned(),
+                    Fact::Absent => "no size given (the default is half of the memory)".to_owned(),
                     Fact::Unknown(why) => format!("size unknown: {why}"),
                 };
                 Check::ok(NAME, format!("{}, {size}", shm.file_system))
@@ -157,7 +158,7 @@ impl Memory {
             NAME,
             &self.transparent_huge_pages,
             &["never"],
-            "huge pages under large private buffers",
+            "huge pages in large private buffers",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         )
     }
@@ -168,7 +169,7 @@ impl Memory {
             NAME,
             &self.transparent_huge_pages_shmem,
             &["never", "deny"],
-            "huge pages under buffers that ranks share",
+            "huge pages in buffers that ranks share",
             "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
         )
     }
@@ -185,7 +186,7 @@ impl Memory {
                     "ulimit -l unlimited (in a container: --ulimit memlock=-1)",
                 ),
             },
-            || Check::absent(NAME, "not there"),
+            || Check::absent(NAME, "not found"),
         )
     }
 
@@ -196,11 +197,11 @@ impl Memory {
             &self.open_files,
             |limit| match limit {
                 Limit::Unlimited => Check::ok(NAME, "unlimited"),
-                Limit::At(n) if *n < FEW_OPEN_FILES => Check::problem(NAME, format!("{n} at most"))
-                    .advice("process ranks that can all reach each other", "ulimit -n 4096"),
-                Limit::At(n) => Check::ok(NAME, format!("{n} at most")),
+                Limit::At(n) if *n < FEW_OPEN_FILES => Check::problem(NAME, format!("at most {n}"))
+                    .advice("process ranks, which open files to all others", "ulimit -n 4096"),
+                Limit::At(n) => Check::ok(NAME, format!("at most {n}")),
             },
-            || Check::absent(NAME, "not there"),
+            || Check::absent(NAME, "not found"),
         )
     }
 }
@@ -208,10 +209,10 @@ impl Memory {
 impl HugePages {
     fn check(&self) -> Check {
         let size = parse::human_bytes(self.page_bytes);
-        let name = format!("{size} pages set aside");
+        let name = format!("reserved {size} pages");
         let none = |found: &str| {
             Check::absent(&name, found).advice(
-                "memory sure to lie in huge pages",
+                "memory that is guaranteed to use huge pages",
                 format!(
                     "echo N > /sys/kernel/mm/hugepages/hugepages-{}kB/nr_hugepages",
                     self.page_bytes >> 10
@@ -226,12 +227,12 @@ impl HugePages {
                 (_, Fact::Known(free)) => Check::ok(&name, format!("{reserved} ({free} free)")),
                 _ => Check::ok(&name, reserved.to_string()),
             },
-            || Check::absent(&name, "this machine has no pages of this size"),
+            || Check::absent(&name, "this machine does not support this page size"),
         )
     }
 }
 
-/// A setting of transparent huge pages, where some words stand for "off".
+/// The finding on a setting of transparent huge pages. The words in `off` turn them off.
 fn huge_page_setting(name: &str, setting: &Fact<String>, off: &[&str], enables: &str, how: &str) -> Check {
     Check::of_optional(
         name,
@@ -245,26 +246,26 @@ fn huge_page_setting(name: &str, setting: &Fact<String>, off: &[&str], enables: 
         },
         || {
             Check::absent(name, "not in this kernel")
-                .advice(enables, "a kernel built with CONFIG_TRANSPARENT_HUGEPAGE")
+                .advice(enables, "use a kernel built with CONFIG_TRANSPARENT_HUGEPAGE")
         },
     )
 }
 
-/// A line such as `MemTotal:       49368224 kB` of `/proc/meminfo`.
+/// Parses a line such as `MemTotal:       49368224 kB` of `/proc/meminfo`.
 fn mem_info(info: &Fact<String>, key: &str) -> Fact<u64> {
     info.clone().and_then(|text| {
-        let bytes = parse::field(&text, key).and_then(|value| {
+        let bytes = machine::field(&text, key).and_then(|value| {
             let kib: u64 = value.strip_suffix("kB")?.trim().parse().ok()?;
             kib.checked_mul(1024)
         });
         match bytes {
             Some(bytes) => Fact::Known(bytes),
-            None => Fact::Unknown(format!("{MEM_INFO} gives no {key}")),
+            None => Fact::Unknown(format!("{MEM_INFO} contains no {key}")),
         }
     })
 }
 
-/// The soft limit on a line of `/proc/self/limits`: the one that applies.
+/// The soft limit, which is the one that applies, on a line of `/proc/self/limits`.
 fn soft_limit(limits: &Fact<String>, name: &str) -> Fact<Limit> {
     limits.clone().and_then(|text| {
         let word = text
@@ -278,19 +279,19 @@ fn soft_limit(limits: &Fact<String>, name: &str) -> Fact<Limit> {
         };
         match limit {
             Some(limit) => Fact::Known(limit),
-            None => Fact::Unknown(format!("{LIMITS} gives no {name:?}")),
+            None => Fact::Unknown(format!("{LIMITS} contains no {name:?}")),
         }
     })
 }
 
 fn dev_shm(probe: &Probe) -> Fact<DevShm> {
     probe.text(MOUNTS).or_unknown(MOUNTS).and_then(|text| {
-        // Of several mounts on one place, the last covers the others.
+        // Of several mounts at one place, the last hides the others.
         text.lines().filter_map(parse_dev_shm).next_back().map_or(Fact::Absent, Fact::Known)
     })
 }
 
-/// A line `tmpfs /dev/shm tmpfs rw,size=65536k 0 0`.
+/// Parses a line `tmpfs /dev/shm tmpfs rw,size=65536k 0 0`.
 fn parse_dev_shm(line: &str) -> Option<DevShm> {
     let mut words = line.split(' ').skip(1);
     if cgroup::unescape(words.next()?) != "/dev/shm" {
@@ -303,7 +304,7 @@ fn parse_dev_shm(line: &str) -> Option<DevShm> {
         None => Fact::Absent,
         Some(size) => match parse::size_bytes(size) {
             Some(bytes) => Fact::Known(bytes),
-            None => Fact::Unknown(format!("{MOUNTS} gives the size as {size:?}")),
+            None => Fact::Unknown(format!("{MOUNTS} contains the size {size:?}")),
         },
     };
     Some(DevShm { file_system, size_bytes })

@@ -1,4 +1,4 @@
-//! Network cards, RDMA and plain, and the libraries that drive them.
+//! RDMA devices, network interfaces, and their libraries.
 
 use serde::Serialize;
 
@@ -13,24 +13,24 @@ use super::{
 const RDMA_DIR: &str = "/sys/class/infiniband";
 const NET_DIR: &str = "/sys/class/net";
 
-const RDMA_USE: &str = "transfers between machines, once a build has a network backend";
+const RDMA_USE: &str = "transfers between machines (not implemented yet)";
 
 /// Network cards and libraries.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Network {
-    /// RDMA devices; absent where the kernel has no RDMA support loaded.
+    /// RDMA devices; absent if the kernel has not loaded RDMA support.
     pub(crate) rdma_devices: Fact<Vec<RdmaDevice>>,
-    /// EFA functions on the PCI bus, driver or none.
+    /// EFA functions on the PCI bus, with or without a driver.
     pub(crate) efa_on_pci_bus: Fact<usize>,
-    /// ConnectX and BlueField functions on the PCI bus, driver or none.
+    /// ConnectX and BlueField functions on the PCI bus, with or without a driver.
     pub(crate) mellanox_on_pci_bus: Fact<usize>,
-    /// Device files through which programs reach RDMA devices.
+    /// Device files through which programs open RDMA devices.
     pub(crate) uverbs_device_files: usize,
-    /// Plain network interfaces; virtual ones only where there are no others.
+    /// Network interfaces; virtual ones only if there are no others.
     pub(crate) interfaces: Fact<Vec<Interface>>,
-    /// Where `libfabric.so.1` lies: the first place is the one a loader would take.
+    /// Paths of `libfabric.so.1`; a loader takes the first.
     pub(crate) libfabric_paths: Vec<String>,
-    /// Where `libibverbs.so.1` lies: the first place is the one a loader would take.
+    /// Paths of `libibverbs.so.1`; a loader takes the first.
     pub(crate) libibverbs_paths: Vec<String>,
 }
 
@@ -56,22 +56,22 @@ pub(crate) struct RdmaPort {
     pub(crate) number: String,
     /// Its state, such as `ACTIVE` or `DOWN`.
     pub(crate) state: Fact<String>,
-    /// Its rate in 10^9 bits a second.
+    /// Its rate in 10^9 bits per second.
     pub(crate) rate_gbit_per_s: Fact<f64>,
-    /// What it speaks: `InfiniBand`, `Ethernet` (RoCE) or `Unspecified` (EFA).
+    /// Its link layer: `InfiniBand`, `Ethernet` (RoCE) or `Unspecified` (EFA).
     pub(crate) link_layer: Fact<String>,
 }
 
-/// One plain network interface.
+/// One network interface.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Interface {
     /// Its name, such as `eth0`.
     pub(crate) name: String,
     /// Its state, such as `up` or `down`.
     pub(crate) state: Fact<String>,
-    /// Its speed in 10^6 bits a second; absent where the driver gives none.
+    /// Its speed in 10^6 bits per second; absent if the driver reports none.
     pub(crate) speed_mbit_per_s: Fact<u32>,
-    /// Whether no hardware of this machine is behind it.
+    /// Whether the interface has no hardware on this machine.
     pub(crate) is_virtual: bool,
 }
 
@@ -110,7 +110,10 @@ impl Network {
             &self.libibverbs_paths,
             system.packages.install("libibverbs1", "libibverbs"),
         ));
-        Section { title: "Network (for information: this build's ranks share one machine)", checks }
+        Section {
+            title: "Network (for information: ranks on several machines are not implemented yet)",
+            checks,
+        }
     }
 
     fn rdma_checks(&self) -> Vec<Check> {
@@ -126,27 +129,27 @@ impl Network {
         let mut checks: Vec<Check> = devices.iter().flat_map(RdmaDevice::checks).collect();
         if self.uverbs_device_files == 0 {
             checks.push(
-                Check::absent("/dev/infiniband", "no device files, so programs cannot reach them")
+                Check::absent("/dev/infiniband", "no device files, so programs cannot open the devices")
                     .advice(RDMA_USE, "modprobe ib_uverbs (in a container: --device=/dev/infiniband)"),
             );
         }
         checks
     }
 
-    /// What to say without RDMA devices: a card may be there and only its driver missing.
+    /// The finding without RDMA devices: there may be a card whose driver is missing.
     fn no_rdma_check(&self, name: &str) -> Check {
         let on_bus = |fact: &Fact<usize>| fact.known().copied().unwrap_or(0);
         let (efa, mellanox) = (on_bus(&self.efa_on_pci_bus), on_bus(&self.mellanox_on_pci_bus));
         if efa > 0 {
-            let found = format!("none, though the PCI bus has {}", parse::count(efa, "EFA"));
+            let found = format!("none, but the PCI bus has {}", parse::count(efa, "EFA"));
             return Check::absent(name, found).advice(RDMA_USE, "modprobe efa, or run AWS's EFA installer");
         }
         if mellanox > 0 {
             let cards = parse::count(mellanox, "ConnectX or BlueField function");
-            return Check::absent(name, format!("none, though the PCI bus has {cards}"))
+            return Check::absent(name, format!("none, but the PCI bus has {cards}"))
                 .advice(RDMA_USE, "modprobe mlx5_ib on the host");
         }
-        Check::absent(name, "none").advice(RDMA_USE, "a machine with InfiniBand, RoCE or EFA")
+        Check::absent(name, "none").advice(RDMA_USE, "use a machine with InfiniBand, RoCE or EFA")
     }
 
     fn interface_checks(&self) -> Vec<Check> {
@@ -155,10 +158,10 @@ impl Network {
                 interfaces.iter().map(Interface::check).collect()
             }
             Fact::Known(_) | Fact::Absent => {
-                vec![Check::absent("interfaces", "none beside loopback").advice(
-                    "ranks on several machines, once a build has a network backend",
-                    "attach a network",
-                )]
+                vec![
+                    Check::absent("interfaces", "none except loopback")
+                        .advice("ranks on several machines (not implemented yet)", "attach a network"),
+                ]
             }
             Fact::Unknown(why) => vec![Check::absent("interfaces", format!("unknown: {why}"))],
         }
@@ -181,7 +184,7 @@ impl RdmaDevice {
         let name = format!("{} port {}", self.name, port.number);
         let mut found = vec![match &port.state {
             Fact::Known(state) => state.clone(),
-            Fact::Absent => "state not given".to_owned(),
+            Fact::Absent => "state not reported".to_owned(),
             Fact::Unknown(why) => format!("state unknown: {why}"),
         }];
         if let Some(rate) = port.rate_gbit_per_s.known() {
@@ -215,7 +218,7 @@ impl Interface {
     fn check(&self) -> Check {
         let mut found = match &self.state {
             Fact::Known(state) => state.clone(),
-            Fact::Absent => "state not given".to_owned(),
+            Fact::Absent => "state not reported".to_owned(),
             Fact::Unknown(why) => format!("state unknown: {why}"),
         };
         match self.speed_mbit_per_s {
@@ -223,13 +226,13 @@ impl Interface {
                 found.push_str(&format!(", {} Gbit/s", f64::from(mbit) / 1000.0));
             }
             Fact::Known(mbit) => found.push_str(&format!(", {mbit} Mbit/s")),
-            Fact::Absent | Fact::Unknown(_) => found.push_str(", speed not given"),
+            Fact::Absent | Fact::Unknown(_) => found.push_str(", speed not reported"),
         }
         if self.is_virtual {
             found.push_str(", virtual");
         }
         match self.state.known().map(String::as_str) {
-            // Tunnels and some drivers never say "up".
+            // Tunnels and some drivers never report "up".
             Some("up" | "unknown") => Check::ok(&self.name, found),
             _ => Check::absent(&self.name, found),
         }
@@ -282,12 +285,11 @@ fn interfaces(probe: &Probe) -> Fact<Vec<Interface>> {
     probe.names(NET_DIR).map(|names| {
         let all = names
             .into_iter()
-            // Some files here are no interfaces (`bonding_masters`).
+            // Some files here are not interfaces (`bonding_masters`).
             .filter(|name| name != "lo" && probe.exists(&format!("{NET_DIR}/{name}/operstate")))
             .map(|name| interface(probe, name));
         let (mut inner, mut outer): (Vec<_>, Vec<_>) = all.partition(|it| it.is_virtual);
-        // A machine's bridges and tunnels say nothing, but in a container a virtual interface
-        // may be all there is.
+        // Bridges and tunnels of a machine are left out, but a container may have only virtual interfaces.
         if outer.is_empty() {
             inner.retain(|it| it.state == Fact::Known("up".to_owned()));
             outer = inner;
@@ -298,8 +300,7 @@ fn interfaces(probe: &Probe) -> Fact<Vec<Interface>> {
 
 fn interface(probe: &Probe, name: String) -> Interface {
     let dir = format!("{NET_DIR}/{name}");
-    // A link that is down answers a read of its speed with an error, and a device that has none
-    // with -1.
+    // Reading the speed of a link that is down fails, and a device without a speed reports -1.
     let speed = probe.value(&format!("{dir}/speed"), |text| text.parse::<i64>().ok());
     let speed_mbit_per_s = speed.and_then(|mbit| match u32::try_from(mbit) {
         Ok(0 | u32::MAX) | Err(_) => Fact::Absent,

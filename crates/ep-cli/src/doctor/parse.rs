@@ -1,6 +1,6 @@
-//! The small notations of `/proc` and `/sys`, and sizes the way people read them.
+//! Parsers for the notations of `/proc` and `/sys`, and formatting of sizes.
 
-/// How many items a kernel list such as `0-3,8,10-11` names.
+/// The number of items in a kernel list such as `0-3,8,10-11`.
 pub(super) fn list_len(text: &str) -> Option<usize> {
     text.split(',').try_fold(0usize, |total, item| {
         let (first, last) = item.split_once('-').unwrap_or((item, item));
@@ -29,15 +29,7 @@ pub(super) fn release(text: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-/// The value of the first `key: value` line, as in `/proc/cpuinfo`.
-pub(super) fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
-    text.lines()
-        .filter_map(|line| line.split_once(':'))
-        .find(|(name, _)| name.trim() == key)
-        .map(|(_, value)| value.trim())
-}
-
-/// The chosen word of a setting such as `always [madvise] never`.
+/// The selected word of a setting such as `always [madvise] never`.
 pub(super) fn bracketed(text: &str) -> Option<String> {
     let (_, rest) = text.split_once('[')?;
     let (word, _) = rest.split_once(']')?;
@@ -49,7 +41,7 @@ pub(super) fn hex(text: &str) -> Option<u32> {
     u32::from_str_radix(text.strip_prefix("0x")?, 16).ok()
 }
 
-/// A size in the largest binary unit that it fills, with one decimal where that says more.
+/// A size in the largest binary unit that it fills, with one decimal unless that is 0.
 pub(super) fn human_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["bytes", "KiB", "MiB", "GiB", "TiB"];
     let mut unit = 0;
@@ -58,8 +50,7 @@ pub(super) fn human_bytes(bytes: u64) -> String {
     }
     let (whole, name) = (bytes >> (10 * unit), UNITS[unit]);
     let rest = bytes & ((1 << (10 * unit)) - 1);
-    // Tenths in whole numbers, cut off rather than rounded: memory that is not there should not
-    // be claimed.
+    // Truncated, not rounded, so that the text never exceeds the actual size.
     let tenths = if unit == 0 { 0 } else { (rest >> (10 * (unit - 1))) * 10 / 1024 };
     match tenths {
         0 => format!("{whole} {name}"),
@@ -67,7 +58,7 @@ pub(super) fn human_bytes(bytes: u64) -> String {
     }
 }
 
-/// A count with its noun, in the singular where there is one.
+/// A count with its noun, in the plural unless it is 1.
 pub(super) fn count(n: usize, noun: &str) -> String {
     match n {
         1 => format!("1 {noun}"),
@@ -80,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists() {
+    fn kernel_lists_are_counted() {
         assert_eq!(list_len("0"), Some(1));
         assert_eq!(list_len("0-3,8,10-11"), Some(7));
         assert_eq!(list_len(""), None);
@@ -90,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes() {
+    fn sizes_are_parsed() {
         assert_eq!(size_bytes("2048K"), Some(2 << 20));
         assert_eq!(size_bytes("64m"), Some(64 << 20));
         assert_eq!(size_bytes("4096"), Some(4096));
@@ -102,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn releases() {
+    fn releases_are_parsed() {
         assert_eq!(release("6.8.0-31-generic"), Some((6, 8)));
         assert_eq!(release("5.15"), Some((5, 15)));
         assert_eq!(release("6"), None);
@@ -110,17 +101,15 @@ mod tests {
     }
 
     #[test]
-    fn settings_and_fields() {
+    fn settings_and_hexadecimal_numbers_are_parsed() {
         assert_eq!(bracketed("always [madvise] never").as_deref(), Some("madvise"));
         assert_eq!(bracketed("always"), None);
-        assert_eq!(field("a\t: 1\nb: 2: 3\n", "b"), Some("2: 3"));
-        assert_eq!(field("nothing here", "b"), None);
         assert_eq!(hex("0x10de"), Some(0x10de));
         assert_eq!(hex("10de"), None);
     }
 
     #[test]
-    fn human_sizes() {
+    fn sizes_are_formatted_with_binary_units() {
         assert_eq!(human_bytes(0), "0 bytes");
         assert_eq!(human_bytes(1023), "1023 bytes");
         assert_eq!(human_bytes(1536), "1.5 KiB");

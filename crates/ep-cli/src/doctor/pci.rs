@@ -1,4 +1,4 @@
-//! The PCI bus: devices that are there although no driver shows them.
+//! The PCI bus: devices that exist even if no driver is loaded for them.
 
 use super::{fact::Fact, parse, probe::Probe};
 
@@ -8,7 +8,7 @@ pub(super) const VENDOR_MELLANOX: u32 = 0x15b3;
 
 const DEVICES: &str = "/sys/bus/pci/devices";
 
-/// One device, by its configuration registers.
+/// The configuration registers of one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Device {
     vendor: u32,
@@ -23,7 +23,7 @@ impl Device {
         self.vendor == VENDOR_NVIDIA && matches!(self.class >> 8, 0x0300 | 0x0302)
     }
 
-    /// An Elastic Fabric Adapter, as against the same vendor's plain network and disk devices.
+    /// An Elastic Fabric Adapter. The vendor's other devices are ordinary network and disk controllers.
     pub(super) fn is_efa(&self) -> bool {
         self.vendor == VENDOR_AMAZON && self.device >> 4 == 0xefa
     }
@@ -34,7 +34,7 @@ impl Device {
     }
 }
 
-/// All devices; absent where there is no PCI bus.
+/// All devices; absent if there is no PCI bus.
 pub(super) fn devices(probe: &Probe) -> Fact<Vec<Device>> {
     probe.names(DEVICES).map(|addresses| {
         let register = |address: &str, file: &str| {
@@ -54,7 +54,7 @@ pub(super) fn devices(probe: &Probe) -> Fact<Vec<Device>> {
     })
 }
 
-/// The NUMA node of a device's directory; absent where it belongs to none.
+/// The NUMA node of the device with this directory; absent if it belongs to none.
 pub(super) fn numa_node(probe: &Probe, device_dir: &str) -> Fact<u32> {
     let node = probe.value(&format!("{device_dir}/numa_node"), |text| text.parse::<i32>().ok());
     // The kernel writes -1 for "no node".

@@ -1,7 +1,6 @@
-//! Where facts come from: a file tree, an environment and the process itself.
+//! The sources of facts: a file tree, an environment and the process itself.
 //!
-//! Everything that an examination looks at goes through a [`Probe`], so that tests can hand it a
-//! made-up machine.
+//! All facts are read through a [`Probe`], so that tests can provide a fake machine.
 
 use std::{
     cmp::Ordering,
@@ -13,36 +12,35 @@ use std::{
 
 use super::fact::Fact;
 
-/// The most that is read of one file. The largest that is read, `/proc/cpuinfo`, takes about
-/// 2 KiB a CPU.
+/// Most bytes that are read of one file. The largest file, `/proc/cpuinfo`, has about 2 KiB per CPU.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
 /// The machine that is examined.
 #[derive(Clone, Debug)]
 pub(super) struct Probe {
-    /// What stands for `/`.
+    /// The directory that is used as `/`.
     pub(super) root: PathBuf,
     /// The environment variables.
     pub(super) env: BTreeMap<String, String>,
-    /// What the process knows without reading a file.
+    /// Facts about the process that need no file.
     pub(super) process: Process,
 }
 
-/// What the standard library says about this process and the machine under it.
+/// Facts from the standard library about this process and its machine.
 #[derive(Clone, Debug)]
 pub(super) struct Process {
     /// The operating system, as in `std::env::consts::OS`.
     pub(super) os: &'static str,
     /// The architecture, as in `std::env::consts::ARCH`.
     pub(super) arch: &'static str,
-    /// How many cores it may use: affinity mask and cgroup quota are counted in.
+    /// Number of cores that the process may use by its affinity mask and cgroup quota.
     pub(super) cores_usable: Fact<usize>,
-    /// The vector extensions that matter here, and whether CPU and system both have them.
+    /// The vector extensions that the backends use, and whether CPU and operating system support them.
     pub(super) vector_extensions: Vec<(&'static str, bool)>,
 }
 
 impl Probe {
-    /// The machine this program runs on.
+    /// The machine that this program runs on.
     pub(super) fn of_this_machine() -> Self {
         Probe {
             root: PathBuf::from("/"),
@@ -56,18 +54,18 @@ impl Probe {
         }
     }
 
-    /// An environment variable; set but empty counts as not set.
+    /// An environment variable; an empty one counts as not set.
     pub(super) fn var(&self, name: &str) -> Option<&str> {
         self.env.get(name).map(String::as_str).filter(|value| !value.is_empty())
     }
 
-    /// Where an absolute path of the examined machine lies on this one.
+    /// The path on this machine of an absolute path on the examined machine.
     pub(super) fn resolve(&self, path: &str) -> PathBuf {
         // `Path::join` with an absolute path would drop the root.
         self.root.join(path.trim_start_matches('/'))
     }
 
-    /// Whether there is something at `path`.
+    /// Whether `path` exists.
     pub(super) fn exists(&self, path: &str) -> bool {
         self.resolve(path).exists()
     }
@@ -81,18 +79,18 @@ impl Probe {
         }
     }
 
-    /// What `parse` makes of a file's text, white space around it taken off.
+    /// The result of `parse` on a file's text without surrounding white space.
     pub(super) fn value<T>(&self, path: &str, parse: impl FnOnce(&str) -> Option<T>) -> Fact<T> {
         self.text(path).and_then(|text| {
             let text = text.trim();
             match parse(text) {
                 Some(value) => Fact::Known(value),
-                None => Fact::Unknown(format!("{path} reads {:?}", excerpt(text))),
+                None => Fact::Unknown(format!("{path} contains {:?}", excerpt(text))),
             }
         })
     }
 
-    /// A file's text as one line, white space around it taken off.
+    /// The first line of a file without surrounding white space.
     pub(super) fn line(&self, path: &str) -> Fact<String> {
         self.value(path, |text| {
             let line = text.lines().next()?.trim();
@@ -107,14 +105,14 @@ impl Probe {
             Err(err) if err.kind() == io::ErrorKind::NotFound => return Fact::Absent,
             Err(err) => return Fact::Unknown(format!("{path}: {err}")),
         };
-        // An entry that vanishes while it is read (an unplugged device) is no reason to fail.
+        // An entry that vanishes meanwhile (an unplugged device) is skipped.
         let mut names: Vec<String> =
             entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
         names.sort_by(|a, b| natural_order(a, b));
         Fact::Known(names)
     }
 
-    /// The names in a directory that `keep` accepts; none where there is no such directory.
+    /// The names in a directory that `keep` accepts; empty if there is no such directory.
     pub(super) fn names_where(&self, path: &str, keep: impl Fn(&str) -> bool) -> Vec<String> {
         match self.names(path) {
             Fact::Known(names) => names.into_iter().filter(|name| keep(name)).collect(),
@@ -159,15 +157,14 @@ fn vector_extensions() -> Vec<(&'static str, bool)> {
     Vec::new()
 }
 
-/// Reads a file's first [`MAX_FILE_BYTES`]: files in `/proc` and `/sys` tell no usable size
-/// beforehand.
+/// Reads the first [`MAX_FILE_BYTES`] of a file: files in `/proc` and `/sys` have no usable size.
 fn read_start(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     File::open(path)?.take(MAX_FILE_BYTES).read_to_end(&mut bytes)?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Enough of a text to recognise it by.
+/// The beginning of a text, for messages.
 fn excerpt(text: &str) -> String {
     const MAX_CHARS: usize = 40;
     let line = text.lines().next().unwrap_or_default();
@@ -178,12 +175,12 @@ fn excerpt(text: &str) -> String {
     format!("{start}...")
 }
 
-/// Compares names with the numbers in them compared as numbers.
+/// Compares names; the numbers in them compare as numbers.
 fn natural_order(a: &str, b: &str) -> Ordering {
     chunks(a).cmp(&chunks(b)).then_with(|| a.cmp(b))
 }
 
-/// A name cut into runs of non-digits, each with the number that follows it.
+/// Splits a name into runs of non-digits, each with the number that follows it.
 fn chunks(name: &str) -> Vec<(&str, Option<u64>)> {
     let mut chunks = Vec::new();
     let mut rest = name;

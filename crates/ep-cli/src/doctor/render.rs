@@ -2,12 +2,14 @@
 
 use std::fmt::Write as _;
 
-use super::{Report, check::Check};
+use super::{check::Check, report::DoctorReport};
 
-/// Longer values (a list of a thousand nodes) are cut on a terminal; JSON has them whole.
+/// Longest value in text, such as a list of nodes; JSON has the whole value.
 const MAX_VALUE_CHARS: usize = 160;
 
-pub(super) fn render(report: &Report) -> String {
+/// The report as aligned plain text. Each fact has a line with a mark (`ok`, `--` for absent but not required, `!!` for a
+/// problem), a name and the finding. The last line is the verdict.
+pub(super) fn render(report: &DoctorReport) -> String {
     let checks = report.sections.iter().flat_map(|section| &section.checks);
     let width = checks.map(|check| printable(&check.name).chars().count()).max().unwrap_or(0);
     let mut text = format!("hybrid-ep {}\n", report.hybrid_ep_version);
@@ -20,7 +22,7 @@ pub(super) fn render(report: &Report) -> String {
         }
     }
     text.push('\n');
-    // The verdict is a sentence of ours, to be read to its end.
+    // The verdict is never cut.
     text.push_str(&on_one_line(&report.verdict.text));
     text.push('\n');
     text
@@ -37,7 +39,7 @@ fn push_check(text: &mut String, check: &Check, width: usize) {
     }
 }
 
-/// A value on one line and not too long.
+/// A value on one line, cut to a maximum length.
 fn printable(value: &str) -> String {
     let mut text = on_one_line(value);
     if let Some((end, _)) = text.char_indices().nth(MAX_VALUE_CHARS) {
@@ -47,8 +49,7 @@ fn printable(value: &str) -> String {
     text
 }
 
-/// A value without control characters, which could steer a terminal: it may come from a file or a
-/// variable that holds anything.
+/// Replaces control characters, which a terminal could act on: values come from files and variables with any content.
 fn on_one_line(value: &str) -> String {
     let chars = value.chars();
     chars.map(|c| if c.is_control() { '?' } else { c }).collect()

@@ -1,4 +1,4 @@
-//! The operating system: what process ranks stand on, and how packages are installed.
+//! The operating system: what process ranks need, and how packages are installed.
 
 use serde::Serialize;
 
@@ -16,7 +16,7 @@ const MEMFD_SINCE: (u32, u32) = (3, 17);
 /// The release that first had `pidfd_open`.
 const PIDFD_SINCE: (u32, u32) = (5, 3);
 
-/// The build date that gVisor reports on every machine.
+/// The fixed build date that gVisor reports.
 const GVISOR_BUILD: &str = "#1 SMP Sun Jan 10 15:06:54 PST 2016";
 
 /// The operating system.
@@ -45,7 +45,7 @@ pub(super) enum Packages {
     Apt,
     Dnf,
     Zypper,
-    /// Another one, or not known.
+    /// Another package manager, or unknown.
     #[default]
     Other,
 }
@@ -71,7 +71,7 @@ impl System {
         }
     }
 
-    /// Whether process ranks can run here; absent where they never can.
+    /// Whether process ranks can run; absent on an operating system that does not support them.
     pub(super) fn process_ranks(&self) -> Fact<bool> {
         match (&self.memfd, &self.pidfd) {
             (Fact::Known(false), _) | (_, Fact::Known(false)) => Fact::Known(false),
@@ -103,7 +103,7 @@ impl System {
 }
 
 impl Packages {
-    /// The package manager that goes with `/etc/os-release`.
+    /// The package manager of the distribution that `/etc/os-release` describes.
     fn of(os_release: &str) -> Self {
         let ids = ["ID", "ID_LIKE"].into_iter().filter_map(|key| os_release_value(os_release, key));
         let ids: Vec<String> = ids
@@ -125,8 +125,8 @@ impl Packages {
         Packages::Other
     }
 
-    /// How to install a library: `versioned` is the package's name where it carries the library's
-    /// version, `plain` where it does not.
+    /// How to install a library. `versioned` is the package name on distributions whose names contain the library's
+    /// version, `plain` on others.
     pub(super) fn install(self, versioned: &str, plain: &str) -> String {
         match self {
             Packages::Apt => format!("apt-get install {versioned}"),
@@ -142,24 +142,24 @@ fn feature_check(name: &str, there: &Fact<bool>, since: (u32, u32)) -> Check {
     let (major, minor) = since;
     let needs = format!("Linux {major}.{minor} or later");
     match there {
-        Fact::Known(true) => Check::ok(name, format!("in this kernel (since {major}.{minor})")),
+        Fact::Known(true) => Check::ok(name, format!("supported (since Linux {major}.{minor})")),
         Fact::Known(false) => Check::problem(name, "this kernel is too old").advice("process ranks", needs),
         Fact::Unknown(why) => Check::problem(name, format!("unknown: {why}")).advice("process ranks", needs),
-        Fact::Absent => Check::absent(name, "not there").advice("process ranks", needs),
+        Fact::Absent => Check::absent(name, "not found").advice("process ranks", needs),
     }
 }
 
-/// Whether the kernel's release is at least `since`. Without unsafe code the system call cannot
-/// be tried, but its release number has told reliably so far, except where it is made up.
+/// Whether the kernel's release is at least `since`. This crate has no unsafe code, so it cannot try the system call.
+/// The release number is reliable, except on sandboxes that report a fixed one.
 fn kernel_has(probe: &Probe, release: &Fact<String>, since: (u32, u32)) -> Fact<bool> {
     if let Some(version) = probe.text("/proc/version").known()
         && version.contains(GVISOR_BUILD)
     {
-        return Fact::Unknown("gVisor reports the same kernel release whatever it offers".into());
+        return Fact::Unknown("gVisor reports a fixed kernel release".into());
     }
     release.clone().and_then(|release| match parse::release(&release) {
         Some(release) => Fact::Known(release >= since),
-        None => Fact::Unknown(format!("{RELEASE} reads {release:?}")),
+        None => Fact::Unknown(format!("{RELEASE} contains {release:?}")),
     })
 }
 
@@ -172,7 +172,7 @@ fn distribution(os_release: &Fact<String>) -> Fact<String> {
     })
 }
 
-/// A value of `/etc/os-release`, quotes taken off.
+/// A value of `/etc/os-release` without quotes.
 fn os_release_value(text: &str, key: &str) -> Option<String> {
     let value = text
         .lines()
@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn package_managers() {
+    fn package_managers_are_recognised() {
         assert_eq!(Packages::of("ID=debian\n"), Packages::Apt);
         assert_eq!(Packages::of("ID=\"rocky\"\nID_LIKE=\"rhel centos fedora\"\n"), Packages::Dnf);
         assert_eq!(Packages::of("ID=linuxmint\nID_LIKE='ubuntu debian'"), Packages::Apt);
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn install_lines() {
+    fn install_commands_fit_the_package_manager() {
         let line = |packages: Packages| packages.install("libfabric1", "libfabric");
         assert_eq!(line(Packages::Apt), "apt-get install libfabric1");
         assert_eq!(line(Packages::Dnf), "dnf install libfabric");

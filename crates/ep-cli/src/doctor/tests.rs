@@ -1,4 +1,4 @@
-//! Whole examinations of made-up machines.
+//! Reports on fake machines.
 
 use std::{
     collections::BTreeMap,
@@ -8,21 +8,22 @@ use std::{
 };
 
 use super::{
-    Report,
     check::{Check, Mark},
-    cuda::{Cuda, Gpu, KernelCache, Nvrtc},
+    cuda::{Cuda, CudaGpu, KernelCache, Nvrtc},
     fact::Fact,
     memory::Limit,
     probe::{Probe, Process},
+    render::render,
+    report::DoctorReport,
 };
 
-/// A machine made of files, removed with this value.
-struct Machine {
+/// A fake machine: a temporary file tree, which is removed when this value is dropped.
+struct FakeMachine {
     probe: Probe,
     cuda: Cuda,
 }
 
-impl Machine {
+impl FakeMachine {
     fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let root = std::env::temp_dir().join(format!(
@@ -31,7 +32,7 @@ impl Machine {
             NEXT.fetch_add(1, Ordering::Relaxed)
         ));
         fs::create_dir(&root).unwrap();
-        Machine {
+        FakeMachine {
             probe: Probe {
                 root,
                 env: BTreeMap::new(),
@@ -110,14 +111,14 @@ impl Machine {
         machine
     }
 
-    fn examine(&self) -> Report {
-        Report::of(&self.probe, self.cuda.clone(), "hybrid-ep")
+    fn examine(&self) -> DoctorReport {
+        DoctorReport::of(&self.probe, self.cuda.clone(), "hybrid-ep")
     }
 }
 
-impl Drop for Machine {
+impl Drop for FakeMachine {
     fn drop(&mut self) {
-        // A leftover in the temporary folder is not worth failing for.
+        // A leftover temporary directory is no reason to fail.
         let _ = fs::remove_dir_all(&self.probe.root);
     }
 }
@@ -141,11 +142,11 @@ fn no_cuda() -> Cuda {
     }
 }
 
-fn find<'a>(report: &'a Report, name: &str) -> &'a Check {
+fn find<'a>(report: &'a DoctorReport, name: &str) -> &'a Check {
     let mut checks = report.sections.iter().flat_map(|section| &section.checks);
     checks
         .find(|check| check.name == name)
-        .unwrap_or_else(|| panic!("no check {name:?} in\n{}", report.render()))
+        .unwrap_or_else(|| panic!("no check {name:?} in\n{}", render(report)))
 }
 
 fn known(text: &str) -> Fact<String> {
@@ -153,8 +154,8 @@ fn known(text: &str) -> Fact<String> {
 }
 
 /// Invariants of every report.
-fn assert_sound(report: &Report) {
-    let text = report.render();
+fn assert_sound(report: &DoctorReport) {
+    let text = render(report);
     assert_eq!(text.lines().last(), Some(report.verdict.text.as_str()));
     assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text}");
     for check in report.sections.iter().flat_map(|section| &section.checks) {
@@ -166,24 +167,24 @@ fn assert_sound(report: &Report) {
 }
 
 #[test]
-fn nothing_at_all() {
-    let machine = Machine::new();
+fn an_empty_machine_is_reported() {
+    let machine = FakeMachine::new();
     let report = machine.examine();
     assert_sound(&report);
-    assert_eq!(report.memory.total_bytes, Fact::Unknown("/proc/meminfo is not there".to_owned()));
+    assert_eq!(report.memory.total_bytes, Fact::Unknown("/proc/meminfo does not exist".to_owned()));
     assert_eq!(report.gpus.devices, Fact::Absent);
     assert_eq!(report.network.rdma_devices, Fact::Absent);
     assert!(matches!(report.verdict.process_ranks, Fact::Unknown(_)));
     assert!(
-        report.verdict.text.starts_with("ready: thread ranks on 2 cores; process ranks not certain"),
+        report.verdict.text.starts_with("ready: thread ranks on 2 cores; process ranks unknown"),
         "{}",
         report.verdict.text
     );
 }
 
 #[test]
-fn a_root_that_does_not_exist() {
-    let mut machine = Machine::new();
+fn a_missing_root_is_reported_like_an_empty_machine() {
+    let mut machine = FakeMachine::new();
     let real = machine.probe.root.clone();
     machine.probe.root = real.join("no/such/place");
     assert_sound(&machine.examine());
@@ -192,7 +193,7 @@ fn a_root_that_does_not_exist() {
 
 #[test]
 fn an_ordinary_machine_is_ready() {
-    let machine = Machine::new().linux();
+    let machine = FakeMachine::new().linux();
     let report = machine.examine();
     assert_sound(&report);
     assert_eq!(report.verdict.text, "ready: thread ranks and process ranks on 2 cores; try: hybrid-ep bench");
@@ -213,9 +214,9 @@ fn an_ordinary_machine_is_ready() {
     assert_eq!(find(&report, "cuda").found, "no GPU driver (libcuda.so.1)");
 }
 
-/// A file for each GPU and card of a large server, as its drivers would show them.
-fn gpu_server() -> Machine {
-    let mut machine = Machine::new()
+/// A large server: the files that the drivers of its GPUs and network cards provide.
+fn gpu_server() -> FakeMachine {
+    let mut machine = FakeMachine::new()
         .linux()
         .file(
             "/proc/driver/nvidia/version",
@@ -330,7 +331,7 @@ fn eight_gpus_and_two_infiniband_cards() {
     assert_eq!(interfaces[0].speed_mbit_per_s, Fact::Known(25_000));
     assert_eq!(find(&report, "eno1").found, "up, 25 Gbit/s");
     assert_eq!(find(&report, "libfabric.so.1").found, "/opt/amazon/efa/lib/libfabric.so.1");
-    // Files are there, but the driver itself is not: what it says is what counts.
+    // The files exist, but the driver does not answer: its answers decide.
     assert_eq!(find(&report, "cuda").mark, Mark::Absent);
     assert_eq!(report.verdict.problems, 0);
 }
@@ -346,25 +347,25 @@ fn a_gpu_without_its_device_file_is_not_usable() {
 
 #[test]
 fn gpus_in_a_sandbox_that_hides_the_driver() {
-    let machine = Machine::new().linux().file("/dev/nvidia0", "").file("/dev/nvidiactl", "");
+    let machine = FakeMachine::new().linux().file("/dev/nvidia0", "").file("/dev/nvidiactl", "");
     let report = machine.examine();
     assert_eq!(report.gpus.device_files, 1);
     let driver = find(&report, "NVIDIA driver");
     assert_eq!(driver.mark, Mark::Ok);
-    assert_eq!(driver.found, "version not shown, but 1 GPU device file in /dev");
+    assert_eq!(driver.found, "version unknown, but 1 GPU device file in /dev");
 }
 
 #[test]
 fn gpus_and_cards_without_drivers() {
     let pci = "/sys/bus/pci/devices";
-    let machine = Machine::new()
+    let machine = FakeMachine::new()
         .linux()
         .files(
             &format!("{pci}/0000:01:00.0"),
             &[("vendor", "0x10de"), ("device", "0x2330"), ("class", "0x030200")],
         )
         .files(
-            // The same vendor's sound function is no GPU.
+            // The sound function of the GPU is not a GPU.
             &format!("{pci}/0000:01:00.1"),
             &[("vendor", "0x10de"), ("device", "0x22ba"), ("class", "0x040300")],
         )
@@ -374,14 +375,14 @@ fn gpus_and_cards_without_drivers() {
         );
     let report = machine.examine();
     assert_sound(&report);
-    assert_eq!(find(&report, "NVIDIA driver").found, "not loaded, though the PCI bus has 1 GPU");
-    assert_eq!(find(&report, "RDMA devices").found, "none, though the PCI bus has 1 EFA");
+    assert_eq!(find(&report, "NVIDIA driver").found, "not loaded, but the PCI bus has 1 GPU");
+    assert_eq!(find(&report, "RDMA devices").found, "none, but the PCI bus has 1 EFA");
 }
 
 #[test]
-fn efa_is_told_by_vendor_or_driver() {
+fn efa_is_recognised_by_vendor_or_driver() {
     let dir = "/sys/class/infiniband";
-    let machine = Machine::new()
+    let machine = FakeMachine::new()
         .linux()
         .files(
             &format!("{dir}/rdmap16s27"),
@@ -401,9 +402,9 @@ fn efa_is_told_by_vendor_or_driver() {
     assert_eq!(find(&report, "/dev/infiniband").mark, Mark::Absent);
 }
 
-/// What the driver of a large server would say.
+/// The driver's answers on a server with `count` GPUs.
 fn h200s(count: usize) -> Cuda {
-    let gpu = Gpu {
+    let gpu = CudaGpu {
         name: "NVIDIA H200".to_owned(),
         compute_capability: "9.0".to_owned(),
         architecture: Some("sm_90a"),
@@ -428,8 +429,8 @@ fn old_driver() -> Cuda {
 }
 
 #[test]
-fn no_driver_and_no_compiler_are_told_with_how_to_get_them() {
-    let report = Machine::new().linux().examine();
+fn a_missing_driver_and_compiler_are_reported_with_advice() {
+    let report = FakeMachine::new().linux().examine();
     assert_sound(&report);
     assert_eq!(find(&report, "CUDA driver").mark, Mark::Absent);
     let compiler = find(&report, "kernel compiler");
@@ -443,7 +444,7 @@ fn no_driver_and_no_compiler_are_told_with_how_to_get_them() {
 }
 
 #[test]
-fn the_drivers_answers_are_shown() {
+fn the_answers_of_the_driver_are_reported() {
     let mut machine = gpu_server();
     machine.cuda = h200s(8);
     let report = machine.examine();
@@ -455,7 +456,7 @@ fn the_drivers_answers_are_shown() {
     );
     assert_eq!(
         find(&report, "peer access").found,
-        "between all of 8 GPUs, with atomic operations on every link (NVLink)"
+        "between all 8 GPUs, with atomic operations on every link (NVLink)"
     );
     assert_eq!(find(&report, "kernel compiler").found, "NVRTC 13.0, /venv/libnvrtc.so.13");
     assert_eq!(
@@ -468,7 +469,7 @@ fn the_drivers_answers_are_shown() {
 }
 
 #[test]
-fn ranks_run_on_gpus_where_nothing_is_missing() {
+fn the_cuda_backend_is_ready_if_nothing_is_missing() {
     let state = |cuda: Cuda| {
         let mut machine = gpu_server();
         machine.cuda = cuda;
@@ -503,7 +504,7 @@ fn ranks_run_on_gpus_where_nothing_is_missing() {
 }
 
 #[test]
-fn an_old_driver_is_told_with_what_to_do() {
+fn an_old_driver_is_reported_with_advice() {
     let mut machine = gpu_server();
     machine.cuda = old_driver();
     let report = machine.examine();
@@ -514,13 +515,13 @@ fn an_old_driver_is_told_with_what_to_do() {
 }
 
 #[test]
-fn gpus_that_cannot_be_used_together_or_at_all_are_told() {
+fn unsupported_gpus_and_missing_links_are_reported() {
     let mut machine = gpu_server();
     let (mut gpus, mut links) = match h200s(3) {
         Cuda { gpus: Fact::Known(gpus), peer_links: Fact::Known(links), .. } => (gpus, links),
         other => panic!("{other:?}"),
     };
-    gpus[1] = Gpu { compute_capability: "7.5".to_owned(), architecture: None, ..gpus[1].clone() };
+    gpus[1] = CudaGpu { compute_capability: "7.5".to_owned(), architecture: None, ..gpus[1].clone() };
     links[0][2] = "plain";
     links[2][1] = "none";
     machine.cuda = Cuda { gpus: Fact::Known(gpus), peer_links: Fact::Known(links), ..h200s(3) };
@@ -538,7 +539,7 @@ fn gpus_that_cannot_be_used_together_or_at_all_are_told() {
     links[2][1] = "plain";
     assert_eq!(
         find(&machine.examine(), "peer access").found,
-        "between all of 3 GPUs, without atomic operations from GPU to GPU: 0 to 2, 2 to 1 (PCI Express)"
+        "between all 3 GPUs, without atomic operations from GPU to GPU: 0 to 2, 2 to 1 (PCI Express)"
     );
     machine.cuda = h200s(1);
     let report = machine.examine();
@@ -546,7 +547,7 @@ fn gpus_that_cannot_be_used_together_or_at_all_are_told() {
 }
 
 #[test]
-fn a_driver_that_fails_and_a_cache_that_cannot_be_written_are_told() {
+fn a_failing_driver_and_an_unwritable_cache_are_reported() {
     let mut machine = gpu_server();
     let why = || "GPU driver (libcuda.so.1): system not yet initialized (error 802)".to_owned();
     machine.cuda = Cuda {
@@ -562,14 +563,14 @@ fn a_driver_that_fails_and_a_cache_that_cannot_be_written_are_told() {
     let cache = find(&report, "kernel cache");
     assert_eq!(cache.mark, Mark::Absent);
     assert_eq!(cache.found, "0 programs; /home/a cannot be written to");
-    assert!(cache.how.as_ref().unwrap().contains("HYBRID_EP_CACHE_DIR"));
+    assert!(cache.how.as_ref().unwrap().contains("HYBRID_EP_KERNEL_CACHE"));
 }
 
 const V2_MOUNT: &str = "30 23 0:26 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n";
 
 #[test]
-fn cgroup_v2_limits_count_on_every_level() {
-    let machine = Machine::new()
+fn the_lowest_cgroup_v2_limit_of_all_levels_counts() {
+    let machine = FakeMachine::new()
         .linux()
         .file("/proc/self/cgroup", "0::/pod/box\n")
         .file("/proc/self/mountinfo", V2_MOUNT)
@@ -587,12 +588,12 @@ fn cgroup_v2_limits_count_on_every_level() {
     assert_eq!(report.cpu.cgroup_quota_cores, Fact::Known(1.5));
     assert_eq!(report.memory.cgroup_limit_bytes, Fact::Known(1 << 30));
     assert_eq!(find(&report, "cgroup CPU quota").found, "1.50 cores");
-    assert_eq!(find(&report, "cgroup limit").found, "1 GiB (more than there is)");
+    assert_eq!(find(&report, "cgroup limit").found, "1 GiB (more than the machine has)");
 }
 
 #[test]
 fn cgroup_v1_limits_below_a_container_root() {
-    let machine = Machine::new()
+    let machine = FakeMachine::new()
         .linux()
         .file("/proc/self/cgroup", "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/docker/abc\n")
         .file(
@@ -613,7 +614,7 @@ fn cgroup_v1_limits_below_a_container_root() {
 
 #[test]
 fn cgroup_v1_without_limits() {
-    let machine = Machine::new()
+    let machine = FakeMachine::new()
         .linux()
         .file("/proc/self/cgroup", "5:memory:/\n4:cpu:/\n")
         .file(
@@ -635,7 +636,7 @@ fn cgroup_v1_without_limits() {
 }
 
 #[test]
-fn malformed_files_are_told_and_do_not_stop_anything() {
+fn malformed_files_are_reported_as_unknown() {
     let garbage: &[u8] = b"\xff\xfe\x00\x1b[2J : [ - , = \n\n : \n";
     let mut machine = gpu_server()
         .file("/proc/self/cgroup", "0::/\n")
@@ -649,7 +650,7 @@ fn malformed_files_are_told_and_do_not_stop_anything() {
     assert_sound(&report);
     assert_eq!(
         report.cpu.cgroup_quota_cores,
-        Fact::Unknown("/sys/fs/cgroup/cpu.max reads \"plenty\"".to_owned())
+        Fact::Unknown("/sys/fs/cgroup/cpu.max contains \"plenty\"".to_owned())
     );
     assert!(matches!(report.memory.cgroup_limit_bytes, Fact::Unknown(_)));
     assert!(matches!(report.memory.transparent_huge_pages, Fact::Unknown(_)));
@@ -675,8 +676,8 @@ fn malformed_files_are_told_and_do_not_stop_anything() {
 }
 
 #[test]
-fn directories_in_place_of_files_and_the_other_way_round() {
-    let machine = Machine::new()
+fn directories_in_place_of_files_and_files_in_place_of_directories_are_unknown() {
+    let machine = FakeMachine::new()
         .dir("/proc/meminfo")
         .dir("/proc/cpuinfo")
         .dir("/proc/sys/kernel/osrelease")
@@ -694,9 +695,9 @@ fn directories_in_place_of_files_and_the_other_way_round() {
 
 #[cfg(unix)]
 #[test]
-fn a_library_reached_by_two_ways_counts_once_and_dead_links_not_at_all() {
+fn a_library_with_two_paths_counts_once_and_dead_links_do_not_count() {
     use std::os::unix::fs::symlink;
-    let machine = Machine::new()
+    let machine = FakeMachine::new()
         .file("/usr/lib/libcuda.so.580", "")
         .dir("/usr/lib64")
         .env("LD_LIBRARY_PATH", "relative::/usr/lib64");
@@ -708,8 +709,8 @@ fn a_library_reached_by_two_ways_counts_once_and_dead_links_not_at_all() {
 }
 
 #[test]
-fn libraries_are_looked_for_in_configured_places() {
-    let machine = Machine::new()
+fn libraries_are_found_in_configured_directories() {
+    let machine = FakeMachine::new()
         .file("/etc/ld.so.conf.d/nvidia.conf", "# comment\n/opt/nv/lib\n")
         .file("/etc/ld.so.conf.d/README", "/opt/other\n")
         .file("/opt/nv/lib/libcuda.so.1", "")
@@ -729,9 +730,9 @@ fn libraries_are_looked_for_in_configured_places() {
 }
 
 #[test]
-fn kernels_too_old_for_process_ranks() {
+fn old_kernels_rule_out_process_ranks() {
     for (release, memfd, pidfd) in [("3.10.0-1160.el7", false, false), ("4.18.0-553", true, false)] {
-        let machine = Machine::new().linux().file("/proc/sys/kernel/osrelease", release);
+        let machine = FakeMachine::new().linux().file("/proc/sys/kernel/osrelease", release);
         let report = machine.examine();
         assert_sound(&report);
         assert_eq!(report.system.memfd, Fact::Known(memfd));
@@ -742,8 +743,8 @@ fn kernels_too_old_for_process_ranks() {
 }
 
 #[test]
-fn gvisor_says_nothing_by_its_release() {
-    let machine = Machine::new()
+fn the_kernel_release_of_gvisor_is_not_trusted() {
+    let machine = FakeMachine::new()
         .linux()
         .file("/proc/sys/kernel/osrelease", "4.4.0")
         .file("/proc/version", "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016\n");
@@ -752,7 +753,7 @@ fn gvisor_says_nothing_by_its_release() {
 
 #[test]
 fn other_systems_run_thread_ranks() {
-    let mut machine = Machine::new();
+    let mut machine = FakeMachine::new();
     machine.probe.process.os = "macos";
     machine.probe.process.arch = "aarch64";
     let report = machine.examine();
@@ -767,15 +768,15 @@ fn other_systems_run_thread_ranks() {
 #[test]
 fn arm_models_have_names() {
     let info = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n";
-    let machine = Machine::new().linux().file("/proc/cpuinfo", info);
+    let machine = FakeMachine::new().linux().file("/proc/cpuinfo", info);
     assert_eq!(machine.examine().cpu.model, known("Arm Neoverse V2"));
     let machine = machine.file("/proc/cpuinfo", info.replace("0x41", "0x99"));
     assert_eq!(machine.examine().cpu.model, known("implementer 0x99, part 0xd4f"));
 }
 
 #[test]
-fn shared_memory_and_huge_pages() {
-    let machine = Machine::new()
+fn shared_memory_and_huge_pages_are_reported() {
+    let machine = FakeMachine::new()
         .linux()
         .file("/proc/mounts", "tmpfs /dev/shm tmpfs rw 0 0\nshm /dev/shm tmpfs rw,nosuid,size=65536k 0 0\n")
         .files(
@@ -794,13 +795,13 @@ fn shared_memory_and_huge_pages() {
     assert_eq!(find(&report, "/dev/shm").found, "tmpfs, 64 MiB");
     assert_eq!(find(&report, "THP, private memory").mark, Mark::Ok);
     assert_eq!(find(&report, "THP, shared memory").mark, Mark::Absent);
-    assert_eq!(find(&report, "2 MiB pages set aside").found, "512 (500 free)");
-    assert_eq!(find(&report, "1 GiB pages set aside").found, "this machine has no pages of this size");
+    assert_eq!(find(&report, "reserved 2 MiB pages").found, "512 (500 free)");
+    assert_eq!(find(&report, "reserved 1 GiB pages").found, "this machine does not support this page size");
 }
 
 #[test]
 fn few_open_files_are_a_problem() {
-    let machine = Machine::new().linux().file("/proc/self/limits", "Max open files 64 64 files\n");
+    let machine = FakeMachine::new().linux().file("/proc/self/limits", "Max open files 64 64 files\n");
     let report = machine.examine();
     assert_sound(&report);
     assert_eq!(find(&report, "open files").mark, Mark::Problem);
@@ -810,7 +811,7 @@ fn few_open_files_are_a_problem() {
 
 #[test]
 fn launch_variables_are_shown_and_checked() {
-    let machine = Machine::new()
+    let machine = FakeMachine::new()
         .linux()
         .env("RANK", "3")
         .env("WORLD_SIZE", "8")
@@ -828,38 +829,57 @@ fn launch_variables_are_shown_and_checked() {
 
     let broken = [
         ("RANK", "8", "rank 8 of 8"),
-        ("RANK", "-1", "RANK is no number"),
-        ("WORLD_SIZE", "many", "WORLD_SIZE is no number"),
+        ("RANK", "-1", "RANK is not a number"),
+        ("WORLD_SIZE", "many", "WORLD_SIZE is not a number"),
         ("WORLD_SIZE", "", "WORLD_SIZE is not set"),
     ];
     for (name, value, found) in broken {
-        let machine = Machine::new().env("RANK", "3").env("WORLD_SIZE", "8");
+        let machine = FakeMachine::new().env("RANK", "3").env("WORLD_SIZE", "8");
         let report = machine.env(name, value).examine();
         let check = find(&report, "RANK/WORLD_SIZE");
         assert_eq!((check.mark, check.found.as_str()), (Mark::Problem, found));
     }
     for port in ["99999", "0", "http"] {
-        let report = Machine::new().env("MASTER_PORT", port).examine();
+        let report = FakeMachine::new().env("MASTER_PORT", port).examine();
         let check = find(&report, "MASTER_PORT");
         assert_eq!(check.mark, Mark::Problem);
-        assert_eq!(check.found, format!("{port} is no port number"));
+        assert_eq!(check.found, format!("{port} is not a port number"));
     }
 }
 
 #[test]
-fn a_container_with_nothing_but_a_virtual_interface_shows_it() {
-    let machine = Machine::new()
+fn the_secret_is_reported_but_never_shown() {
+    let find_secret = |machine: FakeMachine| {
+        let report = machine.examine();
+        assert!(!format!("{report:?}{}", render(&report)).contains("hush"), "the secret shows");
+        find(&report, "job secret").clone()
+    };
+    let none = find_secret(FakeMachine::new().linux());
+    assert_eq!(none.mark, Mark::Absent);
+    assert!(none.found.contains("processes of this user on this machine"), "{}", none.found);
+    let set = find_secret(FakeMachine::new().linux().env("HYBRID_EP_SECRET", "hush, this is a secret"));
+    assert_eq!(
+        (set.mark, set.found.as_str()),
+        (Mark::Ok, "HYBRID_EP_SECRET is set: ranks must know it to join")
+    );
+    let file = find_secret(FakeMachine::new().linux().env("HYBRID_EP_SECRET_FILE", "/hush"));
+    assert!(file.found.starts_with("HYBRID_EP_SECRET_FILE is set"), "{}", file.found);
+}
+
+#[test]
+fn a_virtual_interface_is_reported_if_there_is_no_other() {
+    let machine = FakeMachine::new()
         .linux()
         .files("/sys/class/net/eth0", &[("operstate", "up\n"), ("speed", "-1\n")])
         .files("/sys/class/net/ifb0", &[("operstate", "down\n")]);
     let report = machine.examine();
     assert_eq!(report.network.interfaces.known().unwrap().len(), 1);
-    assert_eq!(find(&report, "eth0").found, "up, speed not given, virtual");
+    assert_eq!(find(&report, "eth0").found, "up, speed not reported, virtual");
 }
 
 #[test]
-fn one_core_is_told() {
-    let mut machine = Machine::new().linux();
+fn a_single_core_is_reported() {
+    let mut machine = FakeMachine::new().linux();
     machine.probe.process.cores_usable = Fact::Known(1);
     let report = machine.examine();
     assert_eq!(find(&report, "cores").mark, Mark::Absent);

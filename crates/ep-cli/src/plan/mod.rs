@@ -1,37 +1,33 @@
-//! `hybrid-ep plan`: which experts move, which tokens move, and what it costs.
+//! `hybrid-ep plan`: decides which experts move and which tokens move, and predicts the cost.
 //!
-//! [`problem`] resolves what was asked; the planner of `ep-plan` answers; [`text`], [`html`] and JSON show it.
+//! A [`Problem`] describes cluster, model and options, the planner of `ep-plan` solves it, and [`text`], [`html`] and JSON
+//! show the plan.
 
 mod args;
-pub(crate) mod chart;
 mod html;
-mod key;
-pub(crate) mod output;
 mod paper;
-mod problem;
 mod sweep;
-pub(crate) mod text;
+mod text;
 
 use ep_plan::input::{self, preset};
 use ep_plan::planner::{Plan, Setting};
 use serde::Serialize;
 
-pub(crate) use self::args::{PlanArgs, ProblemArgs};
-use self::output::Target;
-pub(crate) use self::problem::Problem;
+pub(crate) use self::args::PlanArgs;
 use self::sweep::{Request, Sweep};
-use crate::failure::{Failure, Verdict};
-use crate::output::{to_json, to_stderr, to_stdout};
+use crate::common::failure::{Failure, Verdict};
+use crate::common::output::{Checked, Target, check_apart, print_beside, to_stdout};
+use crate::planner::problem::Problem;
 
-/// Everything that JSON says.
+/// The JSON output.
 #[derive(Debug, Serialize)]
-struct Report<'a> {
+struct PlanReport<'a> {
     hybrid_ep_version: &'static str,
     problem: &'a Problem,
     plan: &'a Plan,
     #[serde(skip_serializing_if = "Option::is_none")]
     sweep: Option<&'a Sweep>,
-    /// The stream model of each level, where it was asked for.
+    /// The stream model of each level, with `--paper-model`.
     #[serde(skip_serializing_if = "Option::is_none")]
     stream_model: Option<&'a [paper::Level]>,
 }
@@ -42,20 +38,16 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
     } else if let Some(case) = &args.stream {
         let json = Target::resolve("--json", args.json.as_deref())?;
         let level = paper::Level::of_case(case)?;
-        let text = paper::render(std::slice::from_ref(&level));
-        if json.is_stdout() {
-            to_stderr(&text)?
-        } else {
-            to_stdout(&text)?
-        }
-        json.write(&to_json(&level)?)?;
+        let (text, figures) = (paper::render(std::slice::from_ref(&level)), Checked::json(&level)?);
+        print_beside(&Checked::text(text, &[])?, &[&json])?;
+        json.write(&figures)?;
     } else {
         let mut problem = Problem::resolve(&args.problem)?;
         if args.paper_model {
             problem.options.setting = Setting::Paper;
         }
         if args.print_toml {
-            // A problem that no planner takes is no example.
+            // Invalid problems are refused, so that the printed file can be planned.
             problem.planner()?;
             to_stdout(&input::to_toml(&problem.cluster, &problem.model, &problem.options))?;
         } else {
@@ -66,15 +58,11 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
 }
 
 fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
-    // Refusals come before the work.
-    let targets = [
-        Target::resolve("--json", args.json.as_deref())?,
-        Target::resolve("--html", args.html.as_deref())?,
-        Target::resolve("--groups", args.groups.as_deref())?,
-    ];
-    if targets.iter().filter(|target| target.is_stdout()).count() > 1 {
-        return Err(Failure::request("only one of --json, --html and --groups can be `-`"));
-    }
+    // Destinations are checked before the work.
+    let json = Target::resolve("--json", args.json.as_deref())?;
+    let html = Target::resolve("--html", args.html.as_deref())?;
+    let groups = Target::resolve("--groups", args.groups.as_deref())?;
+    check_apart(&[&json, &html, &groups])?;
     let sweep = args
         .sweep
         .as_ref()
@@ -89,43 +77,41 @@ fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
         true => Some(paper::Level::all(&planner, &plan.level_names)?),
         false => None,
     };
-    let report = Report {
+    let report = PlanReport {
         hybrid_ep_version: env!("CARGO_PKG_VERSION"),
         problem,
         plan: &plan,
         sweep: sweep.as_ref(),
         stream_model: stream_model.as_deref(),
     };
-    let text = text::render(problem, &plan, sweep.as_ref(), args.explain);
+    let names = problem.names();
     let stream = stream_model.as_deref().map(paper::render).unwrap_or_default();
-    let text = format!("{stream}{text}");
-    if targets.iter().any(Target::is_stdout) {
-        to_stderr(&text)?
-    } else {
-        to_stdout(&text)?
-    }
-    let [json, html, groups] = targets;
-    json.write(&to_json(&report)?)?;
-    if args.html.is_some() {
-        html.write(&html::render(problem, &plan, sweep.as_ref())?)?;
-    }
-    if args.groups.is_some() {
+    let text = text::render(problem, &plan, sweep.as_ref(), args.explain);
+    // All outputs are checked before any is written.
+    let figures = Checked::json(&report)?;
+    let text = Checked::text(format!("{stream}{text}"), &names)?;
+    let page = html.is_wanted().then(|| Checked::text(html::render(problem, &plan, sweep.as_ref())?, &names));
+    let lists = groups.is_wanted().then(|| {
         let partition = plan.partition().map_err(Failure::request)?;
-        groups.write(&to_json(&partition.export())?)?;
-    }
-    Ok(())
+        Checked::json(&partition.export())
+    });
+    let (page, lists) = (page.transpose()?, lists.transpose()?);
+    print_beside(&text, &[&json, &html, &groups])?;
+    json.write(&figures)?;
+    page.map_or(Ok(()), |page| html.write(&page))?;
+    lists.map_or(Ok(()), |lists| groups.write(&lists))
 }
 
 fn list() -> String {
     let mut out = String::new();
     for (heading, presets) in [
         (
-            "Clusters, for --cluster (those before the paper's with --datacenters, --nodes, --uplink ...):",
+            "Clusters for --cluster (all but those of the paper take --datacenters, --nodes, --uplink ...):",
             &preset::CLUSTERS[..],
         ),
-        ("Models, for --model:", &preset::MODELS),
+        ("Models for --model:", &preset::MODELS),
         (
-            "Cases of the paper's stream model, for --stream (sizes of the paper's models are not known here):",
+            "Cases of the paper's stream model for --stream (the paper does not give the sizes of its models):",
             &preset::STREAMS,
         ),
     ] {

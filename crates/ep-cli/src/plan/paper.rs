@@ -1,4 +1,4 @@
-//! `--paper-model`: the paper's stream model, level by level, with nothing added.
+//! `--paper-model` and `--stream`: the paper's stream model without additions, level by level.
 
 use std::fmt::Write as _;
 
@@ -7,8 +7,8 @@ use ep_plan::stream_model::Regime;
 use ep_plan::{Planner, StreamModel};
 use serde::Serialize;
 
-use super::text;
-use crate::failure::Failure;
+use crate::common::failure::Failure;
+use crate::planner::text::table;
 
 /// The model of one level, for every domain size.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -18,7 +18,7 @@ pub(crate) struct Level {
     pub(crate) input: StreamModel,
     pub(crate) sizes: Vec<Size>,
     pub(crate) best_domain_size: usize,
-    /// `S*`: the best size if any were possible.
+    /// `S*`: the best size among all real numbers.
     pub(crate) continuous_optimum: f64,
     pub(crate) regime: Regime,
 }
@@ -53,7 +53,7 @@ impl Level {
         })
     }
 
-    /// Every level of a cluster, each for itself.
+    /// The models of all levels of a cluster, independent of each other.
     pub(crate) fn all(planner: &Planner, names: &[String]) -> Result<Vec<Self>, Failure> {
         let level = |(index, name): (usize, &String)| {
             Self::new(name.clone(), planner.stream_model(index).map_err(Failure::request)?)
@@ -61,7 +61,7 @@ impl Level {
         names.iter().enumerate().map(level).collect()
     }
 
-    /// A case of Table IV.
+    /// The model of a case of Table IV.
     pub(crate) fn of_case(name: &str) -> Result<Self, Failure> {
         let input = preset::stream(name).ok_or_else(|| {
             let all: Vec<_> = preset::STREAMS.iter().map(|known| known.name).collect();
@@ -77,8 +77,8 @@ pub(super) fn render(levels: &[Level]) -> String {
         let input = level.input.input();
         let why = match level.regime {
             Regime::ExpertsAreLighter => "2 D >= G P_E: another member saves more than it costs",
-            Regime::GatherHides => "B L >= P_E (G - 1): even the gather of all experts hides",
-            Regime::Interior => "the gather just fills the compute before the experts",
+            Regime::GatherHides => "B L >= P_E (G - 1): compute hides even the all-gather of all experts",
+            Regime::Interior => "the all-gather takes as long as the compute before the experts",
         };
         // Writing to a string cannot fail.
         let _ = writeln!(
@@ -102,8 +102,8 @@ pub(super) fn render(levels: &[Level]) -> String {
                 if size.domain_size == level.best_domain_size { "best" } else { "" }.to_owned(),
             ]
         });
-        let table = text::table(&["S", "p", "latency", "over plain EP", ""], rows.collect(), 0);
-        let _ = writeln!(out, "{table}\n");
+        let rendered = table(&["S", "p", "latency", "speedup over plain EP", ""], rows.collect(), 0);
+        let _ = writeln!(out, "{rendered}\n");
     }
     out
 }

@@ -1,17 +1,17 @@
-//! One number varied, everything else as it is: how the best domains and the baselines change.
+//! `--sweep`: plans for several values of one key, and compares with the baselines.
 
 use ep_plan::planner::{Baseline, BaselineKind};
 use serde::Serialize;
 
-use super::key::Key;
-use super::problem::Problem;
+use crate::planner::key::Key;
+use crate::planner::problem::Problem;
 
-/// Values tried when the request does not say how many.
+/// Default number of values.
 const POINTS: usize = 13;
-/// As many as a chart can show.
+/// Most values: more do not fit in a chart.
 const MAX_POINTS: usize = 200;
 
-/// What was asked: `KEY=FROM..TO[:POINTS]`.
+/// The parsed option `KEY=FROM..TO[:POINTS]`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Request {
     key: Key,
@@ -19,14 +19,14 @@ pub(crate) struct Request {
     logarithmic: bool,
 }
 
-/// A sweep's outcome.
+/// The result of a sweep.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Sweep {
-    /// What was varied.
+    /// The key in words.
     pub(crate) key: String,
     /// Unit of the values; empty for counts and ratios.
     pub(crate) unit: &'static str,
-    /// Whether the values are spread over decades.
+    /// Whether the values are spaced logarithmically.
     pub(crate) logarithmic: bool,
     pub(crate) points: Vec<Point>,
 }
@@ -35,13 +35,13 @@ pub(crate) struct Sweep {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Point {
     pub(crate) value: f64,
-    /// The plan at this value, or why there is none.
-    pub(crate) outcome: Result<Outcome, String>,
+    /// The plan at this value, or the reason why there is none.
+    pub(crate) outcome: Result<PointPlan, String>,
 }
 
 /// The plan at one value.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(crate) struct Outcome {
+pub(crate) struct PointPlan {
     pub(crate) domain_sizes: Vec<usize>,
     pub(crate) layer_ms: f64,
     pub(crate) plain_ep_ms: f64,
@@ -53,9 +53,9 @@ impl Request {
     pub(crate) fn parse(text: &str, problem: &Problem) -> Result<Self, String> {
         const FORM: &str = "write KEY=FROM..TO, as in bandwidth=1Gbit/s..400Gbit/s";
         let (name, range) = text.split_once('=').ok_or(FORM)?;
-        let key = Key::find(name, problem)?;
+        let key = Key::find(name, &problem.cluster)?;
         if !key.is_number() {
-            return Err(format!("`{name}` is no number; use --set"));
+            return Err(format!("`{name}` is not a number; use --set"));
         }
         let (from, rest) = range.split_once("..").ok_or(FORM)?;
         let (to, points) = rest.split_once(':').map_or((rest, None), |(to, points)| (to, Some(points)));
@@ -88,7 +88,7 @@ impl Request {
     pub(crate) fn run(&self, problem: &Problem) -> Sweep {
         let point = |&value: &f64| {
             let mut changed = problem.clone();
-            self.key.apply(&mut changed, value);
+            changed.apply(&self.key, value);
             Point { value, outcome: outcome(&changed) }
         };
         Sweep {
@@ -100,13 +100,13 @@ impl Request {
     }
 }
 
-fn outcome(problem: &Problem) -> Result<Outcome, String> {
+fn outcome(problem: &Problem) -> Result<PointPlan, String> {
     let plan = problem.try_planner().map_err(|error| error.to_string())?.plan();
     let baseline = |kind: BaselineKind| {
         let found = plan.baselines.iter().find(|baseline: &&Baseline| baseline.kind == kind);
         found.map_or(f64::NAN, |baseline| baseline.candidate.layer_time.as_ms())
     };
-    Ok(Outcome {
+    Ok(PointPlan {
         domain_sizes: plan.best.domain_sizes.clone(),
         layer_ms: plan.best.layer_time.as_ms(),
         plain_ep_ms: baseline(BaselineKind::PlainEp),
@@ -115,7 +115,7 @@ fn outcome(problem: &Problem) -> Result<Outcome, String> {
     })
 }
 
-/// Three significant digits: between the ends no value is special.
+/// Rounds to three significant digits.
 fn rounded(value: f64) -> f64 {
     format!("{value:.2e}").parse().unwrap_or(value)
 }

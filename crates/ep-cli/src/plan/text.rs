@@ -2,32 +2,12 @@
 
 use std::fmt::Write as _;
 
-use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
-use ep_plan::planner::{BaselineKind, PassTimes, Plan, Work};
+use ep_plan::planner::{BaselineKind, PassTimes, Plan};
 use ep_plan::units::{Bytes, Seconds};
 
-use super::problem::Problem;
 use super::sweep::{Point, Sweep};
-use crate::units;
-
-/// Three lines, and no others.
-const STYLE: TableStyle = {
-    const LINE: LineStyle = LineStyle::none().fill('─').junction('─');
-    TableStyle::new().top_border(LINE).header_separator(LINE).bottom_border(LINE)
-};
-
-/// A table whose columns after the first `left` are numbers.
-pub(crate) fn table(header: &[&str], rows: Vec<Vec<String>>, left: usize) -> String {
-    let mut table = Table::new();
-    table.load_style(STYLE).set_header(header.to_vec());
-    for row in rows {
-        table.add_row(row);
-    }
-    for column in table.column_iter_mut().skip(left) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.trim_fmt()
-}
+use crate::planner::problem::Problem;
+use crate::planner::text::{heading, sizes, table};
 
 pub(super) fn render(problem: &Problem, plan: &Plan, sweep: Option<&Sweep>, explain: bool) -> String {
     let mut out = heading(problem, plan);
@@ -45,7 +25,7 @@ pub(super) fn render(problem: &Problem, plan: &Plan, sweep: Option<&Sweep>, expl
         let _ = write!(out, "\n{}\n", swept(sweep));
     }
     out.push('\n');
-    // The first sentence is the answer above.
+    // The first sentence repeats the answer above.
     let sentences = plan.explanation.text.iter().skip(1);
     let shown = if explain { usize::MAX } else { passes(plan).len() };
     for sentence in sentences.take(shown) {
@@ -55,35 +35,14 @@ pub(super) fn render(problem: &Problem, plan: &Plan, sweep: Option<&Sweep>, expl
         out.push_str(&growth(plan));
         out.push_str(&selective(plan));
     } else {
-        out.push_str("--explain says more, --html FILE draws it.\n");
+        out.push_str("For more: --explain (limits and alternatives), --html FILE (a report with charts).\n");
     }
     out
 }
 
-/// What is planned, in two lines.
-pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
-    let Problem { cluster, model, options, .. } = problem;
-    let gpus: usize = plan.scaling_factors.iter().product();
-    let work = match options.work {
-        Work::Training => "training",
-        Work::Forward => "forward pass of training",
-    };
-    format!(
-        "{} on {}: {}, {} each\n{work}, {} tokens a GPU, {}, weights compressed {}x, gradients {}x\n",
-        model.name,
-        cluster.name,
-        units::counted(gpus, "GPU"),
-        units::counted(plan.experts_per_gpu, "expert"),
-        units::count(model.tokens_per_gpu as u64),
-        units::counted(options.micro_batches, "micro-batch").replace("batchs", "batches"),
-        options.weight_compression,
-        options.gradient_compression,
-    )
-}
-
-/// The answer in one line.
+/// The plan in one line.
 pub(super) fn answer(plan: &Plan) -> String {
-    let sizes = sizes(&plan.best.domain_sizes);
+    let domain_sizes = sizes(&plan.best.domain_sizes);
     let gpus = plan.best.expert_domain_size();
     let what = match gpus {
         1 => "only tokens move".to_owned(),
@@ -91,12 +50,12 @@ pub(super) fn answer(plan: &Plan) -> String {
     };
     let kept = if plan.best.replicas_kept { ", kept for the whole step" } else { "" };
     format!(
-        "Best: domains {sizes}: {what}{kept}. A layer takes {}, a step {}.",
+        "Best: domains {domain_sizes}: {what}{kept}. A layer takes {}, a step {}.",
         plan.best.layer_time, plan.step_time
     )
 }
 
-/// How many times, in three digits where it is less than a thousand.
+/// A ratio with three digits, or with all its digits from a thousand on.
 pub(super) fn times(ratio: f64) -> String {
     let decimals = match ratio.abs() {
         large if large >= 99.95 => 0,
@@ -104,10 +63,6 @@ pub(super) fn times(ratio: f64) -> String {
         _ => 2,
     };
     format!("{ratio:.decimals$}x")
-}
-
-pub(crate) fn sizes(sizes: &[usize]) -> String {
-    format!("({})", sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(", "))
 }
 
 fn domains(plan: &Plan) -> String {
@@ -122,12 +77,19 @@ fn domains(plan: &Plan) -> String {
             format!("{:.2}", level.hot_factor),
         ]
     });
-    let header =
-        ["level", "members", "domain", "domains", "sent as tokens (p)", "rows per token", "hottest/mean"];
+    let header = [
+        "level",
+        "members",
+        "domain size",
+        "domains",
+        "sent as tokens (p)",
+        "rows per token",
+        "hottest/mean",
+    ];
     table(&header, rows.collect(), 1)
 }
 
-/// Name and times of every phase of one pass.
+/// Names and times of all phases of one pass.
 pub(super) fn phase_times(pass: &PassTimes) -> [(&'static str, Seconds); 8] {
     [
         ("pre-expert", pass.pre_expert),
@@ -158,9 +120,9 @@ fn phases(plan: &Plan) -> String {
         })
         .collect();
     let totals = passes.iter().map(|(_, pass)| pass.total.to_string());
-    rows.push(std::iter::once("the pass, overlapped".to_owned()).chain(totals).collect());
+    rows.push(std::iter::once("pass, with overlap".to_owned()).chain(totals).collect());
     let header: Vec<&str> =
-        std::iter::once("phase, alone").chain(passes.iter().map(|(name, _)| *name)).collect();
+        std::iter::once("phase, by itself").chain(passes.iter().map(|(name, _)| *name)).collect();
     table(&header, rows, 1)
 }
 
@@ -186,25 +148,25 @@ fn links(plan: &Plan) -> String {
         "dispatch + combine",
         "gradients",
         "shared refresh",
-        "a layer in all",
+        "layer in all",
     ];
     table(&header, rows.collect(), 1)
 }
 
 fn memory(plan: &Plan) -> String {
     let memory = &plan.best.memory;
-    let cap = memory.cap.map_or("no limit".to_owned(), |cap| format!("may take {cap}"));
+    let cap = memory.cap.map_or("no limit".to_owned(), |cap| format!("limit {cap}"));
     let beyond = match plan.candidates_beyond_memory {
         0 => String::new(),
         beyond => format!(" {beyond} of {} candidates do not fit.", plan.candidates),
     };
     format!(
-        "Memory: own experts {}, gathered {} ({cap}).{beyond}",
+        "Memory: own experts {}, gathered experts {} ({cap}).{beyond}",
         memory.own_experts, memory.gathered_experts
     )
 }
 
-/// What one would do without a planner.
+/// Names of the baselines, which need no planner.
 pub(super) fn baseline_name(kind: BaselineKind) -> &'static str {
     match kind {
         BaselineKind::PlainEp => "plain EP",
@@ -238,7 +200,7 @@ fn compared(plan: &Plan) -> String {
             if baseline.fits { "yes" } else { "NO" }.into(),
         ]
     }));
-    table(&["compared with", "a layer", "plan is faster by", "fits"], rows, 1)
+    table(&["compared with", "layer time", "plan is faster by", "fits"], rows, 1)
 }
 
 fn swept(sweep: &Sweep) -> String {
@@ -255,16 +217,23 @@ fn swept(sweep: &Sweep) -> String {
                 times(best.hierarchical_ep_ms / best.layer_ms),
                 times(best.ep_inside_datacenter_ms / best.layer_ms),
             ],
-            Err(why) => vec![value, format!("none: {why}")],
+            Err(why) => vec![value, format!("no plan: {why}")],
         }
     });
-    let header = [&*name, "domains", "a layer", "over plain EP", "over hierarchical EP", "over EP inside"];
+    let header = [
+        &*name,
+        "domain sizes",
+        "layer time",
+        "speedup over plain EP",
+        "over hierarchical EP",
+        "over EP inside",
+    ];
     table(&header, rows.collect(), 0)
 }
 
 fn growth(plan: &Plan) -> String {
     let rows = plan.explanation.growth.iter().map(|test| {
-        let pays = if test.saves.0 > test.costs.0 { "saves more" } else { "costs more" };
+        let pays = if test.saves.0 > test.costs.0 { "saves bytes" } else { "costs bytes" };
         vec![
             plan.level_names[test.level].clone(),
             test.saves.to_string(),
@@ -272,7 +241,7 @@ fn growth(plan: &Plan) -> String {
             pays.into(),
         ]
     });
-    let header = ["one more member", "saves tokens", "costs experts", "bytes"];
+    let header = ["one more member in a domain", "saves token bytes", "costs expert bytes", "result"];
     format!("\n{}\n", table(&header, rows.collect(), 1))
 }
 
@@ -286,7 +255,12 @@ fn selective(plan: &Plan) -> String {
             level.selective.to_string(),
         ]
     });
-    let header =
-        ["moving experts one by one", "worth moving", "tokens only", "experts only", "each as is cheaper"];
+    let header = [
+        "choice for each expert",
+        "experts worth moving",
+        "only tokens move",
+        "only experts move",
+        "cheaper choice",
+    ];
     format!("\n{}\n", table(&header, rows.collect(), 1))
 }

@@ -1,23 +1,22 @@
 //! Figure 17: speedups over expert parallelism on many datacenters of one GPU each.
 //!
-//! The paper gives two ranges and no parameters. [`ep_plan::paper`] has a set for each range, fitted to it.
+//! The paper gives two ranges and no parameters. [`ep_plan::paper`] has a parameter set for each range, fitted to it.
 
 use ep_plan::paper::{SIMULATION_FIXED_DOMAIN, SIMULATION_GROWING_DOMAIN, SimulationCase};
 use ep_plan::units::{Bytes, BytesPerSecond};
 use ep_plan::{Seconds, StreamInput, StreamModel};
 
-use super::table4::agreement;
-use super::{Finding, Grid, Outcome, Section};
-use crate::failure::Failure;
-use crate::plan::chart::{self, Line};
+use super::section::{Conclusion, Finding, Grid, Section, agreement};
+use crate::common::failure::Failure;
+use crate::planner::chart::{self, Line};
 
 const DATACENTERS: usize = 1000;
-/// How near the end of a range that is given with three digits can be expected to be.
+/// Relative tolerance for the ends of a range, which the paper gives with three digits.
 const TOLERANCE: f64 = 0.01;
-/// Values of each of the two ratios that are tried for a single configuration.
+/// Number of values for each of the two ratios in the search for a single configuration.
 const STEPS: usize = 160;
 
-/// Speedups over the bandwidths at one domain size, with what an independent computation of the same formula gave.
+/// Speedups over the bandwidths at one domain size, with the results of an independent computation of the formula.
 struct Series {
     case: SimulationCase,
     domain_size: usize,
@@ -42,10 +41,10 @@ const fn growing(domain_size: usize, reference: &'static [f64]) -> Series {
     Series { case: SIMULATION_GROWING_DOMAIN, domain_size, gbit_per_s: &[1.0, 2.0, 5.0, 10.0], reference }
 }
 
-/// Speedups of domains of 250 at 1 Gbit/s, by number of datacenters.
+/// Speedups of domains of 250 at 1 Gbit/s, by number of datacenters, from the independent computation.
 const DECLINE: [(usize, f64); 4] = [(250, 4.0884), (500, 1.6055), (750, 1.3356), (1000, 1.2322)];
 
-/// The paper's ranges, lowest and highest.
+/// The paper's ranges: lowest and highest speedup.
 const FIXED_RANGE: [f64; 2] = [1.05, 1.45];
 const GROWING_RANGE: [f64; 2] = [1.31, 3.76];
 
@@ -62,7 +61,7 @@ impl Series {
         let speedups = self.speedups()?;
         let rows =
             self.gbit_per_s.iter().zip(&speedups).zip(self.reference).map(|((rate, ours), reference)| {
-                // The highest speedup belongs to the slowest links.
+                // The slowest links give the highest speedup.
                 let paper = range.and_then(|[low, high]| match rate {
                     _ if rate == &self.gbit_per_s[0] => Some(high),
                     _ if rate == &self.gbit_per_s[self.gbit_per_s.len() - 1] => Some(low),
@@ -78,10 +77,10 @@ impl Series {
             });
         Ok(Grid {
             caption: format!(
-                "S = {} of {DATACENTERS}: D {} MB, P_E {} B, L {} ms (ours, fitted)",
+                "S = {} of {DATACENTERS}: D {} MB, P_E {} B, L {} ms (fitted, not from the paper)",
                 self.domain_size, case.token_mb, case.expert_bytes, case.pre_expert_ms
             ),
-            header: vec!["Gbit/s", "ours", "recomputed", "paper", "agrees"],
+            header: vec!["Gbit/s", "computed", "independent", "paper", "agrees"],
             rows: rows.collect(),
         })
     }
@@ -103,7 +102,7 @@ pub(super) fn section() -> Result<Section, Failure> {
     }
     grids.push(Grid {
         caption: "Domains of 250 at 1 Gbit/s, as the number of datacenters grows".into(),
-        header: vec!["datacenters", "ours", "recomputed"],
+        header: vec!["datacenters", "computed", "independent"],
         rows: DECLINE
             .iter()
             .zip(&decline)
@@ -114,9 +113,9 @@ pub(super) fn section() -> Result<Section, Failure> {
     });
     Ok(Section {
         title: "Figure 17: many datacenters of one GPU",
-        about: "The paper gives two ranges of speedups over expert parallelism and no parameters. Ours are \
-         fitted to each range; what \
-                they show is that the model can give the ranges, not that these were its inputs."
+        about: "The paper gives two ranges of speedups over plain expert parallelism, and no parameters. The parameters \
+                here are fitted to each range. They show that the model can give these ranges, not that the paper used \
+                these parameters. The independent values are from another implementation of the same formula."
             .into(),
         grids,
         findings: findings(&decline)?,
@@ -136,8 +135,8 @@ fn findings(decline: &[f64]) -> Result<Vec<Finding>, Failure> {
             .iter()
             .fold((f64::INFINITY, 0.0f64), |(least, most), &speedup| (least.min(speedup), most.max(speedup)));
         (
-            Outcome::of(near(least, low) && near(most, high)),
-            format!("ours {least:.4} to {most:.4}, with fitted parameters"),
+            Conclusion::of(near(least, low) && near(most, high)),
+            format!("computed {least:.4} to {most:.4}, with fitted parameters"),
         )
     };
     let (fixed_found, fixed_why) = ends(&fixed, FIXED_RANGE);
@@ -145,37 +144,36 @@ fn findings(decline: &[f64]) -> Result<Vec<Finding>, Failure> {
     let miss = closest_single_configuration()?;
     let finding = |claim: &str, found, expected, why| Finding { claim: claim.into(), found, expected, why };
     Ok(vec![
-        finding("1.05x to 1.45x with fixed domains", fixed_found, Outcome::Reproduces, fixed_why),
-        finding("1.31x to 3.76x with growing domains", growing_found, Outcome::Reproduces, growing_why),
+        finding("1.05x to 1.45x with fixed domains", fixed_found, Conclusion::Reproduces, fixed_why),
+        finding("1.31x to 3.76x with growing domains", growing_found, Conclusion::Reproduces, growing_why),
         finding(
             "both ranges from one configuration",
-            Outcome::of(miss < TOLERANCE),
-            Outcome::Differs,
+            Conclusion::of(miss < TOLERANCE),
+            Conclusion::Differs,
             format!(
-                "of {STEPS} x {STEPS} ratios of D and P_E to L, with any domain sizes, the closest misses an \
-                 end by {:.1} % at these \
-                 bandwidths; the paper's own are not known",
+                "among {STEPS} x {STEPS} ratios of D and P_E to L, with any domain sizes, the closest misses one end by \
+                 {:.1} % at these bandwidths; those of the paper are not known",
                 100.0 * miss
             ),
         ),
         finding(
-            "speedup declines as datacenters are added to domains of one size",
-            Outcome::of(decline.windows(2).all(|pair| pair[0] > pair[1])),
-            Outcome::Reproduces,
-            "in direction; the paper's points are not recorded here".into(),
+            "the speedup declines as datacenters are added and domains keep their size",
+            Conclusion::of(decline.windows(2).all(|pair| pair[0] > pair[1])),
+            Conclusion::Reproduces,
+            "the direction only; the paper's points are not recorded here".into(),
         ),
         finding(
-            "our parameter sets, recomputed independently",
-            Outcome::of(four_digits),
-            Outcome::Reproduces,
-            "every speedup to four digits".into(),
+            "the fitted parameter sets, computed independently",
+            Conclusion::of(four_digits),
+            Conclusion::Reproduces,
+            "every speedup agrees to four decimals".into(),
         ),
     ])
 }
 
-/// The least, over configurations and pairs of domain sizes, of the largest relative distance to the four ends.
+/// The smallest, over configurations and pairs of domain sizes, of the largest relative distance to the four ends.
 ///
-/// Only the ratios of the model's numbers matter, so that L = 1 s, and D and P_E are in multiples of what 1 Gbit/s
+/// Only the ratios of the model's inputs matter, so L = 1 s, and D and P_E are multiples of the bytes that 1 Gbit/s
 /// carries in that time.
 fn closest_single_configuration() -> Result<f64, Failure> {
     let unit = BytesPerSecond::from_gbit_per_s(1.0) * Seconds(1.0);
@@ -187,7 +185,7 @@ fn closest_single_configuration() -> Result<f64, Failure> {
             let input = |gbit_per_s: f64| StreamInput {
                 gpus: DATACENTERS,
                 token_bytes: unit * spread(0.05, 100.0, tokens),
-                // With nothing to gather at one end of the scale.
+                // The smallest value is 0: nothing to gather.
                 expert_bytes: if experts == 0 { Bytes::ZERO } else { unit * spread(1e-6, 10.0, experts) },
                 bandwidth: BytesPerSecond::from_gbit_per_s(gbit_per_s),
                 pre_expert: Seconds(1.0),
@@ -198,7 +196,7 @@ fn closest_single_configuration() -> Result<f64, Failure> {
                 let mut least = f64::INFINITY;
                 for &size in &sizes {
                     let at_slowest = (speedup(&input(slowest), size)? / high - 1.0).abs();
-                    // Not both ends need be computed for a size that is worse already.
+                    // The second end is computed only if the first is not already worse than the best.
                     if at_slowest < least {
                         least =
                             least.min(at_slowest.max((speedup(&input(fastest), size)? / low - 1.0).abs()));

@@ -1,10 +1,13 @@
-//! `hybrid-ep reproduce`: the paper's tables and figures (arXiv 2510.19470) beside what its own model gives.
+//! `hybrid-ep reproduce`: recomputes tables and figures of the HybridEP paper (arXiv 2510.19470) with the paper's
+//! model.
 //!
-//! Every part computes its cells, compares them with those of the paper that are known, and draws a conclusion. A
-//! conclusion that is not the one that is known to be right ends with exit code 1: this is a test of the model.
+//! Each part computes its values, compares them with the paper's values that this program records, and draws
+//! conclusions. The expected conclusions are recorded too; if one differs, the exit code is 1. So the command tests the
+//! model.
 
 mod figure17;
 mod render;
+mod section;
 mod table4;
 mod table7;
 mod tables56;
@@ -13,92 +16,41 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use crate::failure::{Failure, Verdict};
-use crate::output::{to_stderr, to_stdout};
-use crate::plan::chart;
-use crate::plan::output::Target;
+use self::section::{Conclusion, Finding, Section, as_expected};
+use crate::common::failure::{Failure, Verdict};
+use crate::common::output::{Checked, Target, one_line, print_beside};
+use crate::planner::chart;
 
 /// `hybrid-ep reproduce`
 #[derive(Debug, Args)]
 pub(crate) struct ReproduceArgs {
-    /// What to reproduce
+    /// Parts of the paper to recompute
     #[arg(value_enum, default_value = "all")]
     part: Vec<Part>,
-    /// Write the same as Markdown; `-` = stdout, with the text on stderr
+    /// Write the comparison as Markdown; `-` = stdout, and the text goes to stderr
     #[arg(long, value_name = "FILE")]
     markdown: Option<PathBuf>,
-    /// Draw what can be drawn into this directory, as SVG
+    /// Write charts as SVG files into this directory
     #[arg(long, value_name = "DIR")]
     charts: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Part {
+    /// All parts
     All,
-    /// The best domain size of four layers
+    /// Best domain size of four layers
     Table4,
-    /// Iteration times: one slope is known
+    /// Iteration times; this program records one slope of them
     Table5,
-    /// Iteration times: one slope is known
+    /// Iteration times; this program records one slope of them
     Table6,
-    /// Messages of all-to-all and all-gather
+    /// Number of messages of all-to-all and all-gather
     Table7,
-    /// Nothing of it is known here
+    /// Not recorded in this program, so it cannot be checked
     Fig16,
-    /// Speedups on a thousand datacenters
+    /// Speedups on up to 1000 datacenters
     Fig17,
-}
-
-/// What became of a claim.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Outcome {
-    Reproduces,
-    Differs,
-    /// The paper's numbers, or its inputs, are not known here.
-    CannotBeSaid,
-}
-
-impl Outcome {
-    fn of(agrees: bool) -> Self {
-        if agrees { Self::Reproduces } else { Self::Differs }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Reproduces => "reproduces",
-            Self::Differs => "does not reproduce",
-            Self::CannotBeSaid => "cannot be said",
-        }
-    }
-}
-
-/// One claim of the paper, and what became of it.
-#[derive(Debug, Clone, PartialEq)]
-struct Finding {
-    claim: String,
-    found: Outcome,
-    /// What is known to be right; anything else is a fault of this program.
-    expected: Outcome,
-    why: String,
-}
-
-/// Numbers beside each other.
-#[derive(Debug, Clone, PartialEq, Default)]
-struct Grid {
-    caption: String,
-    header: Vec<&'static str>,
-    rows: Vec<Vec<String>>,
-}
-
-/// A part of the paper.
-#[derive(Debug, Clone, PartialEq)]
-struct Section {
-    title: &'static str,
-    about: String,
-    grids: Vec<Grid>,
-    findings: Vec<Finding>,
-    /// File name and picture.
-    charts: Vec<(&'static str, String)>,
 }
 
 pub(crate) fn main(args: &ReproduceArgs) -> Result<Verdict, Failure> {
@@ -108,19 +60,18 @@ pub(crate) fn main(args: &ReproduceArgs) -> Result<Verdict, Failure> {
             .map_err(|error| Failure::request(format!("--charts {}: {error}", directory.display())))?;
     }
     let sections = sections(&args.part)?;
-    let text = render::text(&sections);
-    if markdown.is_stdout() {
-        to_stderr(&text)?
-    } else {
-        to_stdout(&text)?
-    }
+    print_beside(&Checked::text(render::text(&sections), &[])?, &[&markdown])?;
     for (name, svg) in sections.iter().flat_map(|section| &section.charts) {
         if let Some(directory) = &args.charts {
-            Target::resolve("--charts", Some(&directory.join(name)))?.write(&chart::on_white(svg))?;
+            let chart = Checked::text(chart::on_white(svg), &[])?;
+            Target::resolve("--charts", Some(&directory.join(name)))?.write(&chart)?;
         }
     }
-    if args.markdown.is_some() {
-        markdown.write(&render::markdown(&sections, args.charts.as_deref()))?;
+    if markdown.is_wanted() {
+        let charts = args.charts.as_ref().map(|directory| one_line(&directory.display().to_string()));
+        let names: Vec<&str> = charts.iter().map(String::as_str).collect();
+        let text = render::markdown(&sections, args.charts.as_deref());
+        markdown.write(&Checked::text(text, &names)?)?;
     }
     Ok(Verdict::of(as_expected(&sections)))
 }
@@ -146,26 +97,19 @@ fn sections(parts: &[Part]) -> Result<Vec<Section>, Failure> {
     Ok(sections)
 }
 
-/// Whether every conclusion is the one that is known to be right.
-fn as_expected(sections: &[Section]) -> bool {
-    sections.iter().flat_map(|section| &section.findings).all(|finding| finding.found == finding.expected)
-}
-
 fn figure16() -> Section {
     Section {
         title: "Figure 16",
         about:
-            "Neither its points nor the parameters behind them are recorded in this program, so that nothing \
-         is set beside them."
+            "This program records neither the points of the figure nor their parameters, so there is no comparison."
                 .into(),
         grids: Vec::new(),
         findings: vec![Finding {
             claim: "its points".into(),
-            found: Outcome::CannotBeSaid,
-            expected: Outcome::CannotBeSaid,
-            why: "what the model says of many datacenters is under Figure 17; of a cluster of your own, \
-             `hybrid-ep plan \
-                  --paper-model`"
+            found: Conclusion::CannotBeChecked,
+            expected: Conclusion::CannotBeChecked,
+            why: "Figure 17 below has the model's speedups for many datacenters; `hybrid-ep plan --paper-model` has \
+                  those of your own cluster"
                 .into(),
         }],
         charts: Vec::new(),
@@ -177,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_conclusion_is_the_known_one() {
+    fn every_conclusion_is_as_expected() {
         let sections = sections(&[Part::All]).unwrap();
         assert_eq!(sections.len(), 5);
         for section in &sections {
@@ -189,9 +133,9 @@ mod tests {
     }
 
     #[test]
-    fn an_unexpected_conclusion_is_wrong() {
+    fn an_unexpected_conclusion_is_reported() {
         let mut sections = sections(&[Part::Table7]).unwrap();
-        sections[0].findings[0].found = Outcome::Differs;
+        sections[0].findings[0].found = Conclusion::Differs;
         assert!(!as_expected(&sections));
         assert!(render::text(&sections).contains("NOT AS EXPECTED"));
     }

@@ -3,10 +3,11 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use super::{Finding, Grid, Section, as_expected};
-use crate::plan::text::table;
+use super::section::{Finding, Grid, Section, as_expected};
+use crate::planner::text::table;
 
-const SOURCE: &str = "HybridEP, arXiv 2510.19470: the paper's numbers beside those of its own model";
+const SOURCE: &str =
+    "HybridEP, arXiv 2510.19470: the paper's values beside values computed by the paper's own model";
 
 pub(super) fn text(sections: &[Section]) -> String {
     // Writing to a string cannot fail.
@@ -54,14 +55,14 @@ fn sentence(finding: &Finding) -> String {
     let Finding { claim, found, expected, why } = finding;
     let news = match found == expected {
         true => String::new(),
-        false => format!(" NOT AS EXPECTED: it {} elsewhere.", expected.name()),
+        false => format!(" NOT AS EXPECTED: the expected conclusion is: {}.", expected.name()),
     };
     format!("{}: {claim} ({why}).{news}", found.name())
 }
 
 fn verdict(sections: &[Section]) -> &'static str {
     match as_expected(sections) {
-        true => "Every conclusion is the known one.",
-        false => "NOT AS EXPECTED: a conclusion differs from the known one, see above.",
+        true => "Every conclusion is as expected.",
+        false => "NOT AS EXPECTED: at least one conclusion above differs from the expected one.",
     }
 }

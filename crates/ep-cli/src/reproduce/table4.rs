@@ -3,17 +3,17 @@
 use ep_plan::StreamModel;
 use ep_plan::paper::{TABLE_IV, TableIvCase, TableIvReading};
 
-use super::{Finding, Grid, Outcome, Section};
-use crate::failure::Failure;
-use crate::plan::chart::{self, Line};
+use super::section::{Conclusion, Finding, Grid, Section, agreement};
+use crate::common::failure::Failure;
+use crate::planner::chart::{self, Line};
 
 const SIZES: [usize; 4] = [1, 2, 4, 8];
 
-/// A way to read the table's inputs.
+/// An interpretation of the table's inputs.
 struct Reading {
     name: &'static str,
     bandwidth: TableIvReading,
-    /// What `L` is multiplied by.
+    /// Factor for `L`.
     compute: f64,
 }
 
@@ -50,7 +50,7 @@ impl Reading {
         });
         Ok(Grid {
             caption: format!("Latency in ms for domains of 1, 2, 4, 8; {}", self.name),
-            header: vec!["case", "S=1", "S=2", "S=4", "S=8", "best S, ours", "paper", "agrees"],
+            header: vec!["case", "S=1", "S=2", "S=4", "S=8", "best S, computed", "paper", "agrees"],
             rows: rows.collect::<Result<_, Failure>>()?,
         })
     }
@@ -66,10 +66,10 @@ impl Reading {
 pub(super) fn section() -> Result<Section, Failure> {
     let (mix, gather) = TABLE_IV.split_at(2);
     let [printed, bytes, compute] = &READINGS;
-    let all = |agrees: Vec<bool>| Outcome::of(agrees.into_iter().all(|agrees| agrees));
-    // Both have to differ: one that agrees would be news.
+    let all = |agrees: Vec<bool>| Conclusion::of(agrees.into_iter().all(|agrees| agrees));
+    // Both cases must differ; if either agrees, the conclusion is "reproduces".
     let none =
-        |agrees: Vec<bool>| if agrees.contains(&true) { Outcome::Reproduces } else { Outcome::Differs };
+        |agrees: Vec<bool>| if agrees.contains(&true) { Conclusion::Reproduces } else { Conclusion::Differs };
     let finding = |claim: &str, found, expected, why: &str| Finding {
         claim: claim.into(),
         found,
@@ -79,37 +79,35 @@ pub(super) fn section() -> Result<Section, Failure> {
     Ok(Section {
         title: "Table IV: best domain size of four layers",
         about:
-            "lat(S) = max(L, P_E (S - 1) / B) + 2 D (G - S) / (G B) with the table's own D, P_E and L, G = \
-         8. Of the paper's cells, \
-                the reported sizes are known here."
+            "lat(S) = max(L, P_E (S - 1) / B) + 2 D (G - S) / (G B) with D, P_E and L of the table and G = 8. Of the \
+             paper's cells, this program records the reported best sizes."
                 .into(),
         grids: READINGS.iter().map(Reading::grid).collect::<Result<_, _>>()?,
         findings: vec![
             finding(
                 "AG-only-1 and AG-only-2, as printed",
                 all(printed.agrees(gather)?),
-                Outcome::Reproduces,
-                "the gather is so small that every reading gathers everything",
+                Conclusion::Reproduces,
+                "the all-gather is so small that every interpretation gathers all experts",
             ),
             finding(
                 "Mix-1 and Mix-2, as printed",
                 none(printed.agrees(mix)?),
-                Outcome::Differs,
-                "at 128 Gbps the gather of a second expert takes longer than L, so that the model wants S = 1 \
-                 and 2; the paper has \
-                 2 and 4",
+                Conclusion::Differs,
+                "at 128 Gbps the all-gather of a second expert takes longer than L, so the model gives S = 1 and 2; the \
+                 paper has 2 and 4",
             ),
             finding(
                 "all four at 128 GB/s",
                 all(bytes.agrees(&TABLE_IV)?),
-                Outcome::Reproduces,
-                "128 gigabytes where 128 gigabits are printed",
+                Conclusion::Reproduces,
+                "if the printed 128 gigabits are read as 128 gigabytes",
             ),
             finding(
                 "all four with ten times the compute",
                 all(compute.agrees(&TABLE_IV)?),
-                Outcome::Reproduces,
-                "the other way to let the gather hide",
+                Conclusion::Reproduces,
+                "more compute also hides the all-gather",
             ),
         ],
         charts: vec![("table4.svg", picture()?)],
@@ -118,10 +116,6 @@ pub(super) fn section() -> Result<Section, Failure> {
 
 fn latency(model: &StreamModel, size: usize) -> Result<f64, Failure> {
     Ok(model.latency(size).map_err(Failure::request)?.as_ms())
-}
-
-pub(super) fn agreement(agrees: bool) -> String {
-    if agrees { "yes" } else { "NO" }.into()
 }
 
 fn picture() -> Result<String, Failure> {

@@ -3,12 +3,11 @@
 use ep_plan::paper::TABLE_VII;
 use ep_plan::{Partition, TopologyRule};
 
-use super::table4::agreement;
-use super::{Finding, Grid, Outcome, Section};
-use crate::failure::Failure;
-use crate::plan::chart::{self, Line};
+use super::section::{Conclusion, Finding, Grid, Section, agreement};
+use crate::common::failure::Failure;
+use crate::planner::chart::{self, Line};
 
-/// A second level, which the table does not have: `SF = [4, 4]`, `S = [2, 4]`.
+/// An example with two levels, which the table does not have: `SF = [4, 4]`, `S = [2, 4]`.
 const TWO_LEVELS: ([usize; 2], [usize; 2]) = ([4, 4], [2, 4]);
 
 pub(super) fn section() -> Result<Section, Failure> {
@@ -33,29 +32,28 @@ pub(super) fn section() -> Result<Section, Failure> {
     let (corrected, literal) = (inner(TopologyRule::Corrected)?, inner(TopologyRule::Literal)?);
     Ok(Section {
         title: "Table VII: messages",
-        about: "Counted peer by peer on the partition; in closed form G (G/S - 1) and G (S - 1).".into(),
+        about: "Counted peer by peer on the partition. The closed forms are G (G/S - 1) and G (S - 1)."
+            .into(),
         grids: vec![Grid {
             caption: "Messages of one all-to-all (A2A) and of the all-gather (AG)".into(),
-            header: vec!["", "S", "A2A, ours", "paper", "AG, ours", "paper", "agrees"],
+            header: vec!["", "S", "A2A, computed", "paper", "AG, computed", "paper", "agrees"],
             rows,
         }],
         findings: vec![
             Finding {
                 claim: format!("its {cells} cells"),
-                found: Outcome::of(agreeing == cells),
-                expected: Outcome::Reproduces,
+                found: Conclusion::of(agreeing == cells),
+                expected: Conclusion::Reproduces,
                 why: format!("{agreeing} of {cells} agree"),
             },
             Finding {
                 claim: "Algorithm 1 to the letter, at two levels".into(),
-                found: Outcome::of(literal == corrected),
-                expected: Outcome::Differs,
+                found: Conclusion::of(literal == corrected),
+                expected: Conclusion::Differs,
                 why: format!(
-                    "its line 8 compares the inner digits only, so that GPUs of different datacenters pair up: \
-                     {literal} messages \
-                     of the inner all-gather for SF = {members:?}, S = {sizes:?} instead of {corrected}; with \
-                     equal outer digits, as \
-                     here, they do not"
+                    "its line 8 compares only the inner digits, so it also pairs GPUs of different datacenters: \
+                     {literal} messages of the inner all-gather for SF = {members:?}, S = {sizes:?} instead of \
+                     {corrected}; this program compares the outer digits too"
                 ),
             },
         ],

@@ -1,18 +1,18 @@
-//! Tables V and VI: iteration times of whole systems, of which one slope is known here.
+//! Tables V and VI: iteration times of whole systems, of which this program records one slope.
 
 use ep_plan::input::preset::{self, Joined};
 use ep_plan::units::Bytes;
 use ep_plan::{Cluster, StreamInput, StreamModel};
 
-use super::table4::agreement;
-use super::{Finding, Grid, Outcome, Section};
-use crate::failure::Failure;
+use super::section::{Conclusion, Finding, Grid, Section, agreement};
+use crate::common::failure::Failure;
 
-/// What an iteration of Tutel takes longer for each MiB of tokens on cluster-M, from 96 to 192 MB: the paper's.
+/// The paper's slope: seconds that an iteration of Tutel takes longer per MiB of tokens, on cluster-M from 96 to 192
+/// MB.
 const TUTEL_SECONDS_PER_MIB: f64 = 0.0802;
-/// Exchanges of an iteration with which the slope agrees.
+/// Exchanges per iteration for which the computed slope agrees.
 const ALL_TO_ALLS: f64 = 24.0;
-/// How near a slope of measured times can be expected to come.
+/// Relative tolerance for a slope of measured times.
 const TOLERANCE: f64 = 0.01;
 
 pub(super) fn section() -> Result<Section, Failure> {
@@ -21,13 +21,12 @@ pub(super) fn section() -> Result<Section, Failure> {
     Ok(Section {
         title: "Tables V and VI: iteration times of Tutel",
         about: format!(
-            "{ALL_TO_ALLS} all-to-alls of plain expert parallelism between two datacenters whose eight GPUs \
-             share 10 Gbit/s each: half \
-             of the tokens leave."
+            "{ALL_TO_ALLS} all-to-alls of plain expert parallelism between two datacenters. The eight GPUs of each \
+             share 10 Gbit/s, and half of the tokens go to the other datacenter."
         ),
         grids: vec![Grid {
             caption: "Seconds per MiB of tokens, cluster-M, 96 to 192 MB".into(),
-            header: vec!["", "ours", "paper", "agrees"],
+            header: vec!["", "computed", "paper", "agrees"],
             rows: vec![vec![
                 "Tutel's slope".into(),
                 format!("{ours:.4}"),
@@ -38,21 +37,20 @@ pub(super) fn section() -> Result<Section, Failure> {
         findings: vec![
             Finding {
                 claim: "Tutel's slope on cluster-M".into(),
-                found: Outcome::of(agrees),
-                expected: Outcome::Reproduces,
+                found: Conclusion::of(agrees),
+                expected: Conclusion::Reproduces,
                 why: format!(
-                    "within {:.1} %, with {ALL_TO_ALLS} exchanges and two datacenters, which are inferred from \
+                    "within {:.1} %, for {ALL_TO_ALLS} exchanges and two datacenters; both numbers are inferred from \
                      the slope itself",
                     100.0 * (ours / TUTEL_SECONDS_PER_MIB - 1.0).abs()
                 ),
             },
             Finding {
                 claim: "the other cells".into(),
-                found: Outcome::CannotBeSaid,
-                expected: Outcome::CannotBeSaid,
-                why: "they are measured on clusters and models whose sizes are not recorded here; of cluster-L \
-                 it is known that it \
-                      has 4 datacenters of 8 GPUs"
+                found: Conclusion::CannotBeChecked,
+                expected: Conclusion::CannotBeChecked,
+                why: "they were measured on clusters and models whose sizes are not recorded here; of cluster-L only \
+                      the 4 datacenters of 8 GPUs are known"
                     .into(),
             },
         ],
@@ -60,7 +58,7 @@ pub(super) fn section() -> Result<Section, Failure> {
     })
 }
 
-/// Seconds per MiB, by the stream model of the outermost level.
+/// Seconds per MiB by the stream model of the outermost level.
 fn slope() -> Result<f64, Failure> {
     let cluster = preset::cluster("paper-m", &Joined::default())
         .ok_or_else(|| Failure::request("the preset paper-m is missing"))?;

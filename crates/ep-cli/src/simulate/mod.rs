@@ -1,5 +1,4 @@
-//! `hybrid-ep simulate`: runs the schedule that the planner prices, event by event, and sets the two beside each
-//! other.
+//! `hybrid-ep simulate`: simulates a schedule event by event and compares it with the planner's prediction.
 
 mod stragglers;
 mod text;
@@ -9,15 +8,16 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use ep_plan::planner::{BaselineKind, Candidate, Plan};
 use ep_plan::simulate::{Outcome, Record, Scheme, Simulation, SimulationOptions, SvgOptions, Timeline};
-use ep_plan::{Cluster, Planner};
+use ep_plan::{Cluster, Planner, limits};
 use serde::Serialize;
 
-use crate::failure::{Failure, Verdict};
-use crate::output::{to_json, to_stderr, to_stdout};
-use crate::plan::output::Target;
-use crate::plan::{Problem, ProblemArgs};
+use crate::common::failure::{Failure, Verdict};
+use crate::common::numbers::{ANY, count, count64, number};
+use crate::common::output::{Checked, Target, check_apart, finite, print_beside};
+use crate::planner::args::ProblemArgs;
+use crate::planner::problem::Problem;
 
-/// Layers that a picture shows of a step that has more.
+/// Most layers in a picture.
 const DRAWN_LAYERS: f64 = 3.0;
 
 /// `hybrid-ep simulate`
@@ -26,52 +26,53 @@ pub(crate) struct SimulateArgs {
     #[command(flatten)]
     problem: ProblemArgs,
 
-    /// The schedule to run
+    /// Schedule to simulate
     #[arg(long, help_heading = "Schedule", value_enum, default_value_t)]
     scheme: SchemeChoice,
-    /// Domain sizes of the hybrid schedule, outermost level first
-    #[arg(long, help_heading = "Schedule", value_name = "N[,N...]", value_delimiter = ',')]
+    /// Domain sizes of the hybrid schedule, one per level, outermost level first
+    #[arg(long, help_heading = "Schedule", value_name = "N[,N...]", value_delimiter = ',', value_parser = count(limits::MEMBERS))]
     domains: Vec<usize>,
-    /// Layers to simulate [default: all that one GPU has]
-    #[arg(long, help_heading = "Schedule", value_name = "N")]
+    /// Number of layers to simulate [default: all layers of a GPU]
+    #[arg(long, help_heading = "Schedule", value_name = "N", value_parser = count(limits::LAYERS))]
     layers: Option<usize>,
-    /// Relative standard deviation of the duration of every computation
-    #[arg(long, help_heading = "Schedule", value_name = "PART", default_value_t = 0.0)]
+    /// Relative standard deviation of the duration of every computation; 0 = no jitter
+    #[arg(long, help_heading = "Schedule", value_name = "PART", default_value_t = 0.0, value_parser = number(limits::JITTER))]
     jitter: f64,
-    /// What is slower: gpu:3=1.5 or link:wan:0=2, several with commas; or random:0.05=1.3 for a part of all GPUs
+    /// Slow GPUs and links: gpu:3=1.5 makes GPU 3 slower by 1.5, link:wan:0=2 a link by 2; separate several by commas.
+    /// random:0.05=1.3 slows 5 % of all GPUs
     #[arg(long, help_heading = "Schedule", value_name = "WHAT=TIMES")]
     stragglers: Option<String>,
-    /// What jitter and random stragglers are drawn from
-    #[arg(long, help_heading = "Schedule", value_name = "N", default_value_t = 0)]
+    /// Seed of jitter and of random stragglers
+    #[arg(long, help_heading = "Schedule", value_name = "N", default_value_t = 0, value_parser = count64(ANY))]
     seed: u64,
 
-    /// Write the timeline of GPU 0 for a trace viewer (Chrome trace events)
+    /// Write the timeline of GPU 0 as Chrome trace events, for a trace viewer
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     trace: Option<PathBuf>,
-    /// Draw the timeline of GPU 0, the first layers of a long step
+    /// Draw the timeline of GPU 0 as SVG; of a long step, only the first layers
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     svg: Option<PathBuf>,
-    /// Write planned and simulated times as JSON; `-` = stdout, with the text on stderr
+    /// Write planned and simulated times as JSON; `-` = stdout, and the text goes to stderr
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     json: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 enum SchemeChoice {
-    /// Expert parallelism over all GPUs, one copy per token and expert
+    /// Expert parallelism over all GPUs; a token is sent once per expert
     Plain,
-    /// Expert parallelism over all GPUs, one copy per token and member, level by level
+    /// Expert parallelism over all GPUs; at each level, a token is sent once per member
     Hierarchical,
-    /// The domains of --domains
+    /// Expert domains with the sizes of --domains
     Hybrid,
-    /// What the planner chooses, or --domains where they are given
+    /// The planner's choice, or the sizes of --domains if given
     #[default]
     Best,
 }
 
-/// Planned beside simulated.
+/// The JSON output.
 #[derive(Debug, Serialize)]
-struct Report<'a> {
+struct SimulationReport<'a> {
     hybrid_ep_version: &'static str,
     problem: &'a Problem,
     scheme: &'a Scheme,
@@ -83,14 +84,10 @@ struct Report<'a> {
 }
 
 pub(crate) fn main(args: &SimulateArgs) -> Result<Verdict, Failure> {
-    let targets = [
-        Target::resolve("--json", args.json.as_deref())?,
-        Target::resolve("--trace", args.trace.as_deref())?,
-        Target::resolve("--svg", args.svg.as_deref())?,
-    ];
-    if targets.iter().filter(|target| target.is_stdout()).count() > 1 {
-        return Err(Failure::request("only one of --json, --trace and --svg can be `-`"));
-    }
+    let json = Target::resolve("--json", args.json.as_deref())?;
+    let trace = Target::resolve("--trace", args.trace.as_deref())?;
+    let svg = Target::resolve("--svg", args.svg.as_deref())?;
+    check_apart(&[&json, &trace, &svg])?;
     let problem = Problem::resolve(&args.problem)?;
     let planner = problem.planner()?;
     let plan = planner.plan();
@@ -100,38 +97,39 @@ pub(crate) fn main(args: &SimulateArgs) -> Result<Verdict, Failure> {
     let model = problem.model.clone().try_into().map_err(Failure::request)?;
     let simulation =
         Simulation::new(&cluster, &model, options.clone(), scheme.clone()).map_err(Failure::request)?;
-    let outcome = simulation.run();
-
-    let text = text::render(&problem, &plan, &scheme, &planned, &outcome);
-    if targets.iter().any(Target::is_stdout) {
-        to_stderr(&text)?
-    } else {
-        to_stdout(&text)?
-    }
-    let [json, trace, svg] = targets;
-    // The timeline has files of its own.
-    let simulated = &Outcome { timeline: None, ..outcome.clone() };
-    json.write(&to_json(&Report {
+    let mut outcome = simulation.run();
+    // The timeline goes to files of its own, not into the JSON.
+    let timeline = outcome.timeline.take();
+    let report = SimulationReport {
         hybrid_ep_version: env!("CARGO_PKG_VERSION"),
         problem: &problem,
         scheme: &scheme,
         options: &options,
         planned: &planned,
-        simulated,
+        simulated: &outcome,
         simulated_over_planned: outcome.layer_seconds / planned.layer_time,
-    })?)?;
-    if let Some(timeline) = &outcome.timeline {
-        if args.trace.is_some() {
-            trace.write(&chrome_trace(timeline)?)?;
+    };
+    let names = problem.names();
+    // All outputs are checked before any is written.
+    let figures = Checked::json(&report)?;
+    let text = Checked::text(text::render(&problem, &plan, &scheme, &planned, &outcome), &names)?;
+    let mut files = Vec::new();
+    if let Some(timeline) = &timeline {
+        finite(timeline)?;
+        if trace.is_wanted() {
+            files.push((&trace, Checked::text(chrome_trace(timeline)?, &names)?));
         }
-        if args.svg.is_some() {
-            svg.write(&picture(timeline, &problem, &planned, &outcome)?)?;
+        if svg.is_wanted() {
+            files.push((&svg, Checked::text(picture(timeline, &problem, &planned, &outcome)?, &names)?));
         }
     }
+    print_beside(&text, &[&json, &trace, &svg])?;
+    json.write(&figures)?;
+    files.iter().try_for_each(|(target, text)| target.write(text))?;
     Ok(Verdict::Right)
 }
 
-/// The schedule, and what the planner says of it.
+/// The schedule, and the planner's prediction for it.
 fn scheme(args: &SimulateArgs, planner: &Planner, plan: &Plan) -> Result<(Scheme, Candidate), Failure> {
     let baseline = |scheme, kind| {
         let found = plan.baselines.iter().find(|baseline| baseline.kind == kind);
@@ -152,7 +150,7 @@ fn scheme(args: &SimulateArgs, planner: &Planner, plan: &Plan) -> Result<(Scheme
         SchemeChoice::Hybrid if !given => {
             let possible = plan.scaling_factors.len();
             Err(Failure::request(format!(
-                "--scheme hybrid: give --domains, {possible} sizes, or use --scheme best"
+                "--scheme hybrid: give --domains with {possible} sizes, or use --scheme best"
             )))
         }
         SchemeChoice::Hybrid | SchemeChoice::Best if given => {

@@ -1,4 +1,4 @@
-//! Planned beside simulated, as text.
+//! The comparison of planned and simulated times as text.
 
 use std::fmt::Write as _;
 
@@ -6,11 +6,11 @@ use ep_plan::planner::{Candidate, PassTimes, Plan};
 use ep_plan::simulate::{Outcome, Phase, Scheme};
 use ep_plan::units::Seconds;
 
-use crate::plan::Problem;
-use crate::plan::text::{heading, sizes, table};
-use crate::units;
+use crate::common::units;
+use crate::planner::problem::Problem;
+use crate::planner::text::{heading, sizes, table};
 
-/// A phase's name, its parts in the simulator, and what the planner calls it.
+/// A phase's name, its parts in the simulator, and the planner's time of it.
 type Row = (&'static str, &'static [Phase], fn(&PassTimes) -> Seconds);
 
 const ROWS: [Row; 8] = [
@@ -50,9 +50,12 @@ pub(super) fn render(
         phases(planned, outcome),
         links(outcome),
     );
-    out.push_str("\nSimulated is the time that a stream is busy; planned transfers include the wait for the last answer.\n");
+    out.push_str(
+        "\nA simulated time is the time in which a stream is busy; a planned transfer time includes the wait for the last \
+         reply.\n",
+    );
     let all: usize = plan.scaling_factors.iter().product();
-    let alike = if outcome.simulated_gpus < all { " (the others are like one of these)" } else { "" };
+    let alike = if outcome.simulated_gpus < all { " (the others behave like one of these)" } else { "" };
     let _ = writeln!(
         out,
         "Simulated {} of {all} GPUs{alike}: {} events, {} flows for {:.3e} messages.",
@@ -64,7 +67,7 @@ pub(super) fn render(
     out
 }
 
-/// Times of one layer and micro-batch, forward and backward together.
+/// Times per layer and micro-batch, forward and backward together.
 fn phases(planned: &Candidate, outcome: &Outcome) -> String {
     let passes = (outcome.layers * outcome.micro_batches) as f64;
     let mut rows: Vec<Vec<String>> = ROWS
@@ -79,9 +82,9 @@ fn phases(planned: &Candidate, outcome: &Outcome) -> String {
             row(name, planned, mean, Some(longest))
         })
         .collect();
-    rows.push(row("the layer, overlapped", planned.layer_time, outcome.layer_seconds, None));
+    rows.push(row("layer, with overlap", planned.layer_time, outcome.layer_seconds, None));
     rows.push(vec![
-        "  of which a GPU waits".into(),
+        "  of which a GPU is idle".into(),
         String::new(),
         (outcome.compute_idle_seconds / passes).to_string(),
         String::new(),
@@ -111,5 +114,5 @@ fn links(outcome: &Outcome) -> String {
             format!("{:.1} %", 100.0 * level.peak_utilisation),
         ]
     });
-    table(&["links", "of them", "bytes over all", "used, mean", "busiest"], rows.collect(), 1)
+    table(&["links", "number", "bytes in all", "mean use", "use of the busiest"], rows.collect(), 1)
 }

@@ -1,46 +1,58 @@
-//! Which cases are run, and how one of them is run again.
+//! Selects the cases to run, and builds the command that repeats one of them.
 
+use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fmt::{self, Write as _};
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
+use std::ops::Range;
 
 use ep::conformance::{self, Case};
 
-use crate::args::VerifyArgs;
-use crate::backend::Chosen;
-use crate::bench::MAX_RANKS;
-use crate::failure::Failure;
+use crate::common::agree::JobOptions;
+use crate::common::backend::BackendKind;
+use crate::common::failure::Failure;
+use crate::common::role::MAX_RANKS;
+use crate::verify::args::VerifyArgs;
 
-/// Ranks and NVLink domains of a random case, at most, where nothing is said.
+/// Default limit of `--ranks` for random cases.
 const MOST_RANKS: usize = 8;
+/// Default limit of `--domains` for random cases.
 const MOST_DOMAINS: usize = 4;
 
-/// The cases of one command line, in the order in which they are run.
+/// The cases that one command line selects, in the order in which they run.
 #[derive(Debug)]
 pub(super) struct Selection {
     pub(super) seed: u64,
-    pub(super) cases: Vec<Numbered>,
-    pub(super) backend: Chosen,
+    pub(super) backend: BackendKind,
+    fixed: Vec<NumberedCase>,
+    /// Random cases by number. A case is drawn when it runs, so that a million need no memory.
+    random: Range<u64>,
+    most_ranks: usize,
+    most_domains: usize,
+    /// If set, run only cases with this number of ranks; the second number is that of the random cases among them.
+    only: Option<(usize, usize)>,
     left_out: LeftOut,
-    /// Options that decide which case a random one is.
+    /// The options, besides the seed, that determine a random case.
     limits: String,
     processes: bool,
-    /// What people type before options.
+    /// Name of the program in commands to repeat.
     program: String,
 }
 
-/// Fixed cases that are not run.
+/// Numbers of fixed cases that are not run.
 #[derive(Debug, Default)]
 struct LeftOut {
-    /// They have more ranks than these.
+    /// Most ranks of a case.
     ranks: usize,
+    /// Cases with more ranks.
     of_many_ranks: usize,
-    /// They have several NVLink domains, and the backend serves one.
+    /// Cases with several NVLink domains, on a backend that serves one.
     of_many_domains: usize,
 }
 
-/// A case with the number that finds it again.
-#[derive(Debug)]
-pub(super) struct Numbered {
+/// A case with the number that `--case` takes.
+#[derive(Debug, Clone)]
+pub(super) struct NumberedCase {
     pub(super) origin: Origin,
     pub(super) number: u64,
     pub(super) case: Case,
@@ -57,42 +69,42 @@ impl Selection {
         check_limits(args)?;
         let backend = backend(args)?;
         let most_ranks = args.ranks.unwrap_or(MOST_RANKS);
-        let most_domains = if backend == Chosen::Cuda { 1 } else { args.domains.unwrap_or(MOST_DOMAINS) };
+        let most_domains =
+            if backend == BackendKind::Cuda { 1 } else { args.domains.unwrap_or(MOST_DOMAINS) };
         let seed = args.seed.unwrap_or_else(new_seed);
-        let suite = || numbered(Origin::Suite, conformance::suite());
-        let random = |numbers: std::ops::Range<u64>| {
-            numbers.map(|number| Numbered {
-                origin: Origin::Random,
-                number,
-                case: conformance::random_case(seed_of(seed, number), most_ranks, most_domains),
-            })
-        };
-        let mut cases: Vec<Numbered> = match (args.case, args.suite_only) {
-            (None, true) => suite().collect(),
-            (None, false) => suite().chain(random(0..args.cases)).collect(),
-            (Some(number), false) => random(number..number.saturating_add(1)).collect(),
+        let suite = || numbered(Origin::Suite, conformance::suite()).collect::<Vec<_>>();
+        let (mut fixed, random) = match (args.case, args.suite_only) {
+            (None, true) => (suite(), 0..0),
+            (None, false) => (suite(), 0..args.cases),
+            (Some(number), false) => (Vec::new(), number..number + 1),
             (Some(number), true) => {
-                let all: Vec<Numbered> = suite().collect();
+                let mut all = suite();
                 let count = all.len();
-                let one: Vec<Numbered> = all.into_iter().filter(|case| case.number == number).collect();
-                if one.is_empty() {
+                all.retain(|case| case.number == number);
+                if all.is_empty() {
                     return Err(Failure::request(format!(
                         "--case {number}: the suite has cases 0 to {}",
                         count - 1
                     )));
                 }
-                one
+                (all, 0..0)
             }
         };
-        // Numbers stay those of the whole suite.
-        let left_out = leave_out(&mut cases, args.ranks.unwrap_or(usize::MAX), backend);
-        if let (Some(number), true) = (args.case, cases.is_empty()) {
-            return Err(Failure::request(format!("--case {number}: it is left out, for it has {left_out}")));
+        // The remaining cases keep their numbers in the whole suite.
+        let left_out = leave_out(&mut fixed, args.ranks.unwrap_or(usize::MAX), backend);
+        if let (Some(number), true, true) = (args.case, fixed.is_empty(), random.is_empty()) {
+            return Err(Failure::request(format!(
+                "--case {number}: this case is left out, it has {left_out}"
+            )));
         }
         Ok(Self {
             seed,
-            cases,
             backend,
+            fixed,
+            random,
+            most_ranks,
+            most_domains,
+            only: None,
             left_out,
             limits: limits(args),
             processes: args.processes,
@@ -100,21 +112,48 @@ impl Selection {
         })
     }
 
-    /// The command line that runs one of the cases again, alone.
-    pub(super) fn replay(&self, case: &Numbered) -> String {
+    /// Keeps only the cases with this number of ranks.
+    pub(super) fn retain(&mut self, ranks: usize) {
+        self.fixed.retain(|case| case.case.ranks == ranks);
+        let of_ranks = self.random.clone().filter(|&number| self.random_case(number).case.ranks == ranks);
+        self.only = Some((ranks, of_ranks.count()));
+    }
+
+    /// Number of cases.
+    pub(super) fn len(&self) -> usize {
+        self.fixed.len() + self.random_cases()
+    }
+
+    fn random_cases(&self) -> usize {
+        self.only.map_or((self.random.end - self.random.start) as usize, |(_, random)| random)
+    }
+
+    /// All selected cases. Random cases are drawn as the iterator reaches them.
+    pub(super) fn cases(&self) -> impl Iterator<Item = Cow<'_, NumberedCase>> + Send {
+        let random = self.random.clone().map(|number| Cow::Owned(self.random_case(number)));
+        let all = self.fixed.iter().map(Cow::Borrowed).chain(random);
+        all.filter(|case| self.only.is_none_or(|(ranks, _)| case.case.ranks == ranks))
+    }
+
+    fn random_case(&self, number: u64) -> NumberedCase {
+        let case = conformance::random_case(seed_of(self.seed, number), self.most_ranks, self.most_domains);
+        NumberedCase { origin: Origin::Random, number, case }
+    }
+
+    /// The command line that repeats one case alone.
+    pub(super) fn replay(&self, case: &NumberedCase) -> String {
         let which = match case.origin {
             Origin::Suite => format!("--suite-only --case {}", case.number),
             Origin::Random => format!("--seed {} --case {}{}", self.seed, case.number, self.limits),
         };
         let form = if self.processes { " --processes" } else { "" };
-        let backend = if self.backend == Chosen::Cuda { " --backend cuda" } else { "" };
+        let backend = if self.backend == BackendKind::Cuda { " --backend cuda" } else { "" };
         format!("{} verify{backend} {which}{form}", self.program)
     }
 
-    /// How many of the cases are of the suite, and how many are random.
+    /// The numbers of fixed and random cases, and the seed, in words.
     pub(super) fn counts(&self) -> String {
-        let suite = self.cases.iter().filter(|case| case.origin == Origin::Suite).count();
-        let random = self.cases.len() - suite;
+        let (suite, random) = (self.fixed.len(), self.random_cases());
         let left_out = match self.left_out.count() {
             0 => String::new(),
             count => format!(" ({count} left out: {})", self.left_out),
@@ -122,12 +161,33 @@ impl Selection {
         format!("{suite} fixed{left_out} and {random} random cases, seed {}", self.seed)
     }
 
-    /// The numbers of ranks that the cases need, ascending.
+    /// The options that determine the cases. They must be equal on all ranks.
+    pub(super) fn job_options(&self, args: &VerifyArgs) -> JobOptions {
+        JobOptions::of("verify")
+            .with("--backend", self.backend.name())
+            .with("--suite-only", args.suite_only)
+            .with("--seed", self.seed)
+            .with("--case", args.case.map_or_else(|| "not given".into(), |case| case.to_string()))
+            .with("--cases", args.cases)
+            .with("--ranks", self.most_ranks)
+            .with("--domains", self.most_domains)
+    }
+
+    /// The world sizes of the selected cases, ascending.
     pub(super) fn world_sizes(&self) -> Vec<usize> {
-        let mut sizes: Vec<usize> = self.cases.iter().map(|case| case.case.ranks).collect();
-        sizes.sort_unstable();
-        sizes.dedup();
-        sizes
+        let mut sizes: BTreeSet<usize> = self.fixed.iter().map(|case| case.case.ranks).collect();
+        // Stops drawing random cases once every possible size has been seen.
+        let mut missing: BTreeSet<usize> =
+            (1..=self.most_ranks).filter(|size| !sizes.contains(size)).collect();
+        for number in self.random.clone() {
+            if missing.is_empty() {
+                break;
+            }
+            let ranks = self.random_case(number).case.ranks;
+            missing.remove(&ranks);
+            sizes.insert(ranks);
+        }
+        sizes.into_iter().collect()
     }
 }
 
@@ -151,12 +211,12 @@ impl fmt::Display for LeftOut {
     }
 }
 
-/// Removes the fixed cases that need more than there is. Random ones are drawn to fit.
-fn leave_out(cases: &mut Vec<Numbered>, ranks: usize, backend: Chosen) -> LeftOut {
+/// Removes the fixed cases with too many ranks or domains. Random cases are drawn within the limits.
+fn leave_out(cases: &mut Vec<NumberedCase>, ranks: usize, backend: BackendKind) -> LeftOut {
     let mut left_out = LeftOut { ranks, ..LeftOut::default() };
     cases.retain(|case| {
         let many_ranks = case.case.ranks > ranks;
-        let many_domains = !many_ranks && backend == Chosen::Cuda && case.case.domains > 1;
+        let many_domains = !many_ranks && backend == BackendKind::Cuda && case.case.domains > 1;
         left_out.of_many_ranks += usize::from(many_ranks);
         left_out.of_many_domains += usize::from(many_domains);
         !many_ranks && !many_domains
@@ -164,8 +224,8 @@ fn leave_out(cases: &mut Vec<Numbered>, ranks: usize, backend: Chosen) -> LeftOu
     left_out
 }
 
-impl Numbered {
-    /// How people call it.
+impl NumberedCase {
+    /// The case's name in messages.
     pub(super) fn name(&self) -> String {
         match self.origin {
             Origin::Suite => format!("fixed case {}", self.number),
@@ -174,8 +234,8 @@ impl Numbered {
     }
 }
 
-fn numbered(origin: Origin, cases: Vec<Case>) -> impl Iterator<Item = Numbered> {
-    cases.into_iter().zip(0..).map(move |(case, number)| Numbered { origin, number, case })
+fn numbered(origin: Origin, cases: Vec<Case>) -> impl Iterator<Item = NumberedCase> {
+    cases.into_iter().zip(0..).map(move |(case, number)| NumberedCase { origin, number, case })
 }
 
 fn limits(args: &VerifyArgs) -> String {
@@ -189,12 +249,12 @@ fn limits(args: &VerifyArgs) -> String {
     out
 }
 
-/// What is verified. Where nothing is said, it is the backend that serves all cases.
-pub(super) fn backend(args: &VerifyArgs) -> Result<Chosen, Failure> {
-    Chosen::resolve(args.backend, Some(args.domains.unwrap_or(MOST_DOMAINS)))
+/// The backend to verify. Without `--backend` and `--domains`, the host backend, which serves all cases.
+pub(super) fn backend(args: &VerifyArgs) -> Result<BackendKind, Failure> {
+    BackendKind::resolve(args.backend, Some(args.domains.unwrap_or(MOST_DOMAINS)))
 }
 
-/// Refuses numbers of ranks and domains that are mistakes in writing.
+/// Refuses numbers of ranks and domains that must be typing errors.
 pub(super) fn check_limits(args: &VerifyArgs) -> Result<(), Failure> {
     for (option, value) in [("--ranks", args.ranks), ("--domains", args.domains)] {
         if let Some(value) = value.filter(|value| !(1..=MAX_RANKS).contains(value)) {
@@ -204,44 +264,39 @@ pub(super) fn check_limits(args: &VerifyArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The seed of one random case: neighbours share nothing, and a case needs none before it.
+/// The seed of one random case. It depends only on the seed and the number, so that a case can be repeated alone.
 fn seed_of(seed: u64, number: u64) -> u64 {
     seed.wrapping_add(number.wrapping_mul(0x9E37_79B9_7F4A_7C15))
 }
 
-/// A seed that is new each time, short enough to be typed.
+/// A new random seed of 32 bits, short enough to type.
 pub(super) fn new_seed() -> u64 {
     RandomState::new().build_hasher().finish() >> 32
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser as _;
-
     use super::*;
-    use crate::args::{Command, CommandLine};
+    use crate::verify::args::parse;
 
     fn resolve(options: &str) -> Result<Selection, Failure> {
-        let line = format!("hybrid-ep verify --backend host {options}");
-        let Command::Verify(args) = CommandLine::parse_from(line.split_whitespace()).command else {
-            panic!("not a verification: {line}")
-        };
+        let args = parse(&format!("--backend host {options}")).unwrap();
         Selection::resolve(&args, "hybrid-ep")
     }
 
     #[test]
-    fn a_replayed_case_is_the_same_case() {
+    fn the_replay_command_selects_the_same_case() {
         let all = resolve("--seed 3 --cases 20 --ranks 6").unwrap();
-        for case in all.cases.iter().step_by(7).chain(all.cases.last()) {
-            let replay = all.replay(case);
+        for case in all.cases().step_by(7).chain(all.cases().last()) {
+            let replay = all.replay(&case);
             let again = resolve(replay.strip_prefix("hybrid-ep verify").unwrap()).unwrap();
-            assert_eq!(again.cases.len(), 1, "{replay}");
-            assert_eq!(again.cases[0].case, case.case, "{replay}");
+            assert_eq!(again.len(), 1, "{replay}");
+            assert_eq!(again.cases().next().unwrap().case, case.case, "{replay}");
         }
     }
 
     #[test]
-    fn seeds_are_new_unless_given() {
+    fn the_seed_is_random_unless_given() {
         assert_ne!(resolve("--cases 0").unwrap().seed, resolve("--cases 0").unwrap().seed);
         assert_eq!(resolve("--cases 0 --seed 77").unwrap().seed, 77);
     }
@@ -251,22 +306,20 @@ mod tests {
         let all = resolve("--suite-only").unwrap();
         assert!(!all.counts().contains("left out"), "{}", all.counts());
         let few = resolve("--suite-only --ranks 2").unwrap();
-        assert!(few.cases.len() > 20 && few.cases.iter().all(|case| case.case.ranks <= 2));
-        let missing = all.cases.len() - few.cases.len();
+        assert!(few.len() > 20 && few.cases().all(|case| case.case.ranks <= 2));
+        let missing = all.len() - few.len();
         let said = format!(" fixed ({missing} left out: more than 2 ranks) and 0 random cases");
         assert!(few.counts().contains(&said), "{}", few.counts());
-        let large = all.cases.iter().find(|case| case.case.ranks == 16).unwrap().number;
+        let large = all.cases().find(|case| case.case.ranks == 16).unwrap().number;
         let refusal = resolve(&format!("--suite-only --ranks 2 --case {large}")).unwrap_err().to_string();
         assert!(refusal.contains("more than 2 ranks"), "{refusal}");
-        assert!(
-            resolve("--cases 30 --seed 1 --ranks 2").unwrap().cases.iter().all(|case| case.case.ranks <= 2)
-        );
+        assert!(resolve("--cases 30 --seed 1 --ranks 2").unwrap().cases().all(|case| case.case.ranks <= 2));
     }
 
     #[test]
-    fn one_domain_is_all_that_gpus_serve() {
-        let mut cases: Vec<Numbered> = numbered(Origin::Suite, conformance::suite()).collect();
-        let left_out = leave_out(&mut cases, 8, Chosen::Cuda);
+    fn cases_of_several_domains_are_left_out_on_gpus() {
+        let mut cases: Vec<NumberedCase> = numbered(Origin::Suite, conformance::suite()).collect();
+        let left_out = leave_out(&mut cases, 8, BackendKind::Cuda);
         assert!(cases.iter().all(|case| case.case.domains == 1 && case.case.ranks <= 8));
         assert_eq!(left_out.count() + cases.len(), conformance::suite().len());
         let said = "more than 8 ranks, or several NVLink domains, which the backend does not serve";
@@ -274,7 +327,23 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_named() {
+    fn random_cases_are_drawn_lazily() {
+        let many = resolve("--cases 1000000 --seed 1").unwrap();
+        assert!(many.len() > 1_000_000);
+        assert_eq!(many.cases().nth(many.len() - 1_000_000).unwrap().number, 0);
+        let few = resolve("--cases 200 --seed 1 --ranks 8").unwrap();
+        let mut sizes: Vec<usize> = few.cases().map(|case| case.case.ranks).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        assert_eq!(few.world_sizes(), sizes);
+        let mut of_three = resolve("--cases 200 --seed 1 --ranks 8").unwrap();
+        of_three.retain(3);
+        assert!(of_three.cases().all(|case| case.case.ranks == 3));
+        assert_eq!(of_three.cases().count(), of_three.len());
+    }
+
+    #[test]
+    fn a_number_out_of_range_is_refused_by_option() {
         assert!(resolve("--ranks 0").unwrap_err().to_string().contains("--ranks 0"));
         assert!(resolve("--suite-only --case 99999").unwrap_err().to_string().contains("--case 99999"));
     }

@@ -1,87 +1,72 @@
-//! `hybrid-ep verify`: the backend against the operators' definition, case by case.
+//! `hybrid-ep verify`: compares a backend with the reference implementation, case by case.
 
+mod args;
 mod cases;
 mod run;
 mod soak;
+mod tally;
 
 use std::ffi::OsString;
-use std::io::{BufRead as _, BufReader};
-use std::process::{ChildStdout, Stdio};
+use std::process::Stdio;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use ep::config::LaunchEnv;
-use ep::rendezvous::TcpRendezvous;
+use ep::join::TcpRendezvous;
 use ep::{Config, Rank};
 use ep_cuda::CudaBuffer;
 use ep_host::HostBuffer;
 use indicatif::ProgressBar;
 
-use crate::Invocation;
-use crate::args::VerifyArgs;
-use crate::backend::Chosen;
-use crate::bench::{self, Place};
-use crate::failure::{Failure, Verdict};
-use crate::launch::{self, Job};
-use crate::verify::cases::{Numbered, Selection};
+use crate::common::agree::JobOptions;
+use crate::common::backend::BackendKind;
+use crate::common::failure::{Failure, Verdict};
+use crate::common::invocation::Invocation;
+use crate::common::launch::{self, Job};
+use crate::common::role::ProcessRole;
+use crate::common::{machine, output};
+pub(crate) use crate::verify::args::VerifyArgs;
+use crate::verify::cases::{NumberedCase, Selection};
 use crate::verify::run::Wrong;
-use crate::{machine, output};
-
-/// What rank 0 writes to its launcher for each case.
-const PASSED: &str = "passed";
-const FAILED: &str = "failed";
-
-/// Outcomes so far.
-#[derive(Debug, Default)]
-struct Tally {
-    passed: AtomicUsize,
-    failed: AtomicUsize,
-}
-
-impl Tally {
-    fn add(&self, passed: bool) {
-        let counter = if passed { &self.passed } else { &self.failed };
-        counter.fetch_add(1, Ordering::Relaxed);
-    }
-}
+use crate::verify::tally::{FAILED, PASSED, Tally, attend, seed_for_ranks};
 
 pub(crate) fn main(args: &VerifyArgs, invocation: &Invocation) -> Result<Verdict, Failure> {
     if args.tuning.launched {
         launch::end_with_launcher();
     }
-    let place = Place::resolve(args.processes)?;
-    if let (Place::Rank(_), None, false) = (&place, args.seed, args.suite_only) {
-        return Err(Failure::request("ranks that a launcher started need --seed, the same on all of them"));
+    let role = ProcessRole::resolve(args.processes)?;
+    if let (ProcessRole::Rank(_), None, false) = (&role, args.seed, args.suite_only) {
+        return Err(Failure::request(
+            "--seed is missing; give every rank that a launcher starts the same --seed",
+        ));
     }
     if let Some(iterations) = args.soak {
-        return soak::main(args, iterations, place, invocation);
+        return soak::main(args, iterations, role, invocation);
     }
     let selection = Selection::resolve(args, &invocation.name)?;
-    let config = bench::config(&args.tuning)?;
-    match place {
-        Place::Threads => {
+    let config = args.tuning.config()?;
+    match role {
+        ProcessRole::Threads => {
             announce(&selection, "threads")?;
             let tally = Tally::default();
             let outcome = on_threads(&selection, &config, &tally);
             conclude(&selection, &tally, outcome)
         }
-        Place::Launcher => {
+        ProcessRole::Launcher => {
             announce(&selection, "processes")?;
             let tally = Tally::default();
             let more = seed_for_ranks(args, selection.seed);
             let outcome = launch_all(&selection, &config, invocation, &more, &tally);
             conclude(&selection, &tally, outcome)
         }
-        Place::Rank(env) => as_one_rank(selection, &config, &env, args.tuning.launched),
+        ProcessRole::Rank(env) => {
+            let options = selection.job_options(args);
+            as_one_rank(selection, &options, &config, &env, args.tuning.launched)
+        }
     }
 }
 
-/// The seed that ranks must be given to draw the same: none where it is among their arguments already.
-fn seed_for_ranks(args: &VerifyArgs, seed: u64) -> Vec<OsString> {
-    if args.seed.is_some() { Vec::new() } else { vec!["--seed".into(), seed.to_string().into()] }
-}
-
-/// Said first, so that a run that never ends can be repeated too.
+/// Prints backend, cases and seed before the run, so that a run that hangs can be repeated.
 fn announce(selection: &Selection, kind: &str) -> Result<(), Failure> {
     let (backend, counts) = (selection.backend.name(), selection.counts());
     output::to_stdout(&format!("running on the {backend} backend, ranks as {kind}: {counts}"))
@@ -98,45 +83,48 @@ fn conclude(selection: &Selection, tally: &Tally, outcome: Result<(), Failure>) 
 }
 
 fn progress(selection: &Selection) -> ProgressBar {
-    let bar = output::progress(selection.cases.len() as u64);
+    let bar = output::progress(selection.len() as u64);
     bar.set_message("verifying");
     bar
 }
 
-/// Counts an outcome, and says what was wrong and how to see it again.
-fn settle(selection: &Selection, case: &Numbered, wrong: &Wrong, tally: &Tally, bar: &ProgressBar) {
+/// Counts an outcome; for a failure also prints the reason and the command that repeats the case.
+fn settle(selection: &Selection, case: &NumberedCase, wrong: &Wrong, tally: &Tally, bar: &ProgressBar) {
     tally.add(wrong.is_none());
     if let Some(wrong) = wrong {
         let text = format!("FAILED: {}\n  {wrong}\n  replay: {}", case.name(), selection.replay(case));
-        // Where stderr is gone, the counts and the exit code still tell.
+        // If stderr is closed, the counts and the exit code still report the failure.
         let _ = bar.suspend(|| output::to_stderr(&text));
     }
     bar.inc(1);
 }
 
-/// All cases, several at a time: a case has serial stretches, which another's ranks fill.
+/// Runs all cases with ranks as threads, several cases at a time: they use the cores while one case is serial.
 fn on_threads(selection: &Selection, config: &Config, tally: &Tally) -> Result<(), Failure> {
     let bar = progress(selection);
-    let next = AtomicUsize::new(0);
+    // `None` after an error of the environment.
+    let cases = Mutex::new(Some(selection.cases()));
     let first_error = Mutex::new(None);
     let work = || {
-        while let Some(case) = selection.cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+        loop {
+            let next = || cases.lock().unwrap_or_else(|poison| poison.into_inner()).as_mut()?.next();
+            let Some(case) = next() else { break };
             let outcome = match selection.backend {
-                Chosen::Host => run::on_threads::<HostBuffer>(case, config),
-                Chosen::Cuda => run::on_threads::<CudaBuffer>(case, config),
+                BackendKind::Host => run::on_threads::<HostBuffer>(&case, config),
+                BackendKind::Cuda => run::on_threads::<CudaBuffer>(&case, config),
             };
             match outcome {
-                Ok(wrong) => settle(selection, case, &wrong, tally, &bar),
+                Ok(wrong) => settle(selection, &case, &wrong, tally, &bar),
                 Err(error) => {
-                    // The machine does not allow it: the other cases are not tried.
-                    next.store(selection.cases.len(), Ordering::Relaxed);
+                    // The machine cannot run this case, so the other cases are not tried.
+                    *cases.lock().unwrap_or_else(|poison| poison.into_inner()) = None;
                     first_error.lock().unwrap_or_else(|poison| poison.into_inner()).get_or_insert(error);
                 }
             }
         }
     };
-    // Ranks of several cases on one GPU would have to run at once too.
-    let at_a_time = if selection.backend == Chosen::Cuda { 1 } else { machine::cores().clamp(1, 8) };
+    // On GPUs one case at a time: all its ranks must run at once, and they may share a GPU.
+    let at_a_time = if selection.backend == BackendKind::Cuda { 1 } else { machine::cores().clamp(1, 8) };
     std::thread::scope(|scope| {
         for _ in 1..at_a_time {
             scope.spawn(work);
@@ -147,7 +135,7 @@ fn on_threads(selection: &Selection, config: &Config, tally: &Tally) -> Result<(
     first_error.into_inner().unwrap_or_else(|poison| poison.into_inner()).map_or(Ok(()), Err)
 }
 
-/// One set of processes for each number of ranks that the cases need.
+/// Starts one job for each number of ranks among the cases.
 fn launch_all(
     selection: &Selection,
     config: &Config,
@@ -164,53 +152,39 @@ fn launch_all(
     outcome
 }
 
-/// Counts what a job's rank 0 tells, until all ranks have ended.
-fn attend(mut job: Job, config: &Config, tally: &Tally, bar: &ProgressBar) -> Result<(), Failure> {
-    let told = job.stdout();
-    // Read beside the waiting, which ends ranks that hang.
-    std::thread::scope(|scope| {
-        scope.spawn(|| told.map(|told| listen(told, tally, bar)));
-        // What is wrong is counted; the verdict on it all comes from the counts.
-        job.wait(config.timeout).map(|_| ())
-    })
-}
-
-/// Counts what rank 0 tells, to its end.
-fn listen(told: ChildStdout, tally: &Tally, bar: &ProgressBar) {
-    for line in BufReader::new(told).lines().map_while(Result::ok) {
-        tally.add(line == PASSED);
-        bar.inc(1);
-    }
-}
-
-/// The cases for as many ranks as this job has.
+/// Runs the cases that need as many ranks as this job has, with this process as one of them.
 fn as_one_rank(
     mut selection: Selection,
+    options: &JobOptions,
     config: &Config,
     env: &LaunchEnv,
     launched: bool,
 ) -> Result<Verdict, Failure> {
     let (rank, ranks) = (Rank(env.rank), env.world_size as usize);
-    selection.cases.retain(|case| case.case.ranks == ranks);
+    selection.retain(ranks);
     let speaks = rank == Rank(0);
     let bar = if speaks && !launched { progress(&selection) } else { ProgressBar::hidden() };
     if speaks && !launched {
         announce(&selection, "processes")?;
     }
     let tally = Tally::default();
-    let mut meet = TcpRendezvous::join(&env.store, rank, ranks, config.timeout)?;
-    for case in &selection.cases {
-        let wrong = match selection.backend {
-            Chosen::Host => run::as_one_rank::<HostBuffer>(case, &mut meet, config)?,
-            Chosen::Cuda => run::as_one_rank::<CudaBuffer>(case, &mut meet, config)?,
-        };
-        if speaks {
-            settle(&selection, case, &wrong, &tally, &bar);
+    let mut meet = TcpRendezvous::launched(env, config)?;
+    launch::as_rank(&mut meet, |meet| {
+        options.check(meet)?;
+        for case in selection.cases() {
+            let wrong = match selection.backend {
+                BackendKind::Host => run::as_one_rank::<HostBuffer>(&case, meet, config)?,
+                BackendKind::Cuda => run::as_one_rank::<CudaBuffer>(&case, meet, config)?,
+            };
+            if speaks {
+                settle(&selection, &case, &wrong, &tally, &bar);
+            }
+            if speaks && launched {
+                output::to_stdout(if wrong.is_none() { PASSED } else { FAILED })?;
+            }
         }
-        if speaks && launched {
-            output::to_stdout(if wrong.is_none() { PASSED } else { FAILED })?;
-        }
-    }
+        Ok(())
+    })?;
     bar.finish_and_clear();
     match (speaks, launched) {
         (false, _) => Ok(Verdict::Right),

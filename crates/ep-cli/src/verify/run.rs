@@ -1,35 +1,35 @@
-//! One case on all its ranks: as threads, or as this process among others. And what ranks say of a check.
+//! Runs one case, with ranks as threads or with this process as one rank, and merges the ranks' reports of it.
 
 use std::panic::AssertUnwindSafe;
 
 use ep::conformance::{Case, Failure as CaseFailure, Problem};
-use ep::rendezvous::Rendezvous;
+use ep::join::Rendezvous;
 use ep::{Config, Error};
 
-use crate::backend::Start;
-use crate::failure::Failure;
-use crate::verify::cases::Numbered;
+use crate::common::backend::Start;
+use crate::common::failure::Failure;
+use crate::verify::cases::NumberedCase;
 
-/// What was wrong, for people; `None` when nothing was.
+/// Description of what was wrong; `None` if the case passed.
 pub(super) type Wrong = Option<String>;
 
-/// What a rank says of a check that it did not pass.
+/// The report of one rank on a check that failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Report {
+pub(super) struct CheckReport {
     pub(super) weight: Weight,
-    /// Whether the backend cannot go on.
+    /// Whether the backend cannot be used any more.
     pub(super) ended: bool,
     message: String,
 }
 
-/// How much a report tells: when several ranks fail, those that only lost a peer say the least.
+/// Rank of a report as an explanation: a rank's own failure explains more than the loss of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Weight {
     Peer,
     Own,
 }
 
-impl Report {
+impl CheckReport {
     pub(super) fn message(&self) -> &str {
         &self.message
     }
@@ -40,7 +40,7 @@ impl Report {
         Self { weight, ended: false, message: message.into() }
     }
 
-    /// As ranks exchange it; empty for a check that was passed.
+    /// Serialises a report for the exchange between ranks; empty for a check that passed.
     pub(super) fn to_bytes(report: Option<&Self>) -> Vec<u8> {
         report.map_or_else(Vec::new, |Self { weight, ended, message }| {
             [&[*weight as u8, u8::from(*ended)], message.as_bytes()].concat()
@@ -56,7 +56,7 @@ impl Report {
 }
 
 /// Runs a case with its ranks as threads.
-pub(super) fn on_threads<B: Start>(numbered: &Numbered, config: &Config) -> Result<Wrong, Failure> {
+pub(super) fn on_threads<B: Start>(numbered: &NumberedCase, config: &Config) -> Result<Wrong, Failure> {
     let prepared = numbered.case.prepare()?;
     let buffers = B::threads(prepared.world(), config)?;
     let reports = std::thread::scope(|scope| {
@@ -65,50 +65,50 @@ pub(super) fn on_threads<B: Start>(numbered: &Numbered, config: &Config) -> Resu
             .into_iter()
             .map(|mut buffer| scope.spawn(move || guarded(prepared.case(), || prepared.check(&mut buffer))))
             .collect();
-        // The panic of a check is caught inside, so a thread always returns.
+        // `guarded` catches panics, so every thread returns.
         ranks.into_iter().filter_map(|rank| rank.join().ok().flatten()).collect::<Vec<_>>()
     });
-    Ok(most_telling(reports))
+    Ok(merge(reports))
 }
 
-/// Runs a case with this process as one rank; every rank learns the outcome. Collective.
+/// Runs a case with this process as one rank. Every rank returns the same outcome. Collective.
 pub(super) fn as_one_rank<B: Start>(
-    numbered: &Numbered,
+    numbered: &NumberedCase,
     meet: &mut dyn Rendezvous,
     config: &Config,
 ) -> Result<Wrong, Failure> {
     let prepared = numbered.case.prepare()?;
     let mut buffer = B::join(prepared.world(), meet, config)?;
     let report = guarded(prepared.case(), || prepared.check(&mut buffer));
-    // Before the exchange: peers that still wait for this rank in an operator then know that it failed.
+    // Dropped before the exchange: peers that still wait in an operator for a failed rank then see that it left.
     drop(buffer);
-    let reports = meet.all_gather(&Report::to_bytes(report.as_ref()))?;
-    Ok(most_telling(reports.iter().filter_map(|bytes| Report::from_bytes(bytes)).collect()))
+    let reports = meet.all_gather(&CheckReport::to_bytes(report.as_ref()))?;
+    Ok(merge(reports.iter().filter_map(|bytes| CheckReport::from_bytes(bytes)).collect()))
 }
 
 /// Turns a failed check, or a panic in it, into a report.
-pub(super) fn guarded(case: &Case, check: impl FnOnce() -> Result<(), CaseFailure>) -> Option<Report> {
+pub(super) fn guarded(case: &Case, check: impl FnOnce() -> Result<(), CaseFailure>) -> Option<CheckReport> {
     match std::panic::catch_unwind(AssertUnwindSafe(check)) {
         Ok(Ok(())) => None,
         Ok(Err(failure)) => {
             let lost_a_peer = matches!(*failure.problem, Problem::Error(Error::Peer(_)));
             let weight = if lost_a_peer { Weight::Peer } else { Weight::Own };
-            Some(Report { weight, ended: failure.stopped, message: failure.to_string() })
+            Some(CheckReport { weight, ended: failure.stopped, message: failure.to_string() })
         }
-        // The panic's message is on stderr already.
+        // The panic handler has printed the message to stderr.
         Err(_) => {
             let message = format!("{case}\n  a rank panicked");
-            Some(Report { weight: Weight::Own, ended: true, message })
+            Some(CheckReport { weight: Weight::Own, ended: true, message })
         }
     }
 }
 
-/// The first of the reports that tell most, and below it what other ranks say: what came first need not tell most.
-pub(super) fn most_telling(reports: Vec<Report>) -> Wrong {
+/// Merges the reports: first the report with the largest weight, then the lines of other reports that add something.
+pub(super) fn merge(reports: Vec<CheckReport>) -> Wrong {
     let telling = reports.iter().rev().max_by_key(|report| report.weight)?;
     let mut lines = vec![telling.message.as_str()];
     for other in &reports {
-        // Behind the case, which is the same for all.
+        // The first line describes the case, which is the same for all reports.
         for line in other.message.lines().skip(1) {
             if !lines.iter().any(|said| said.contains(line)) {
                 lines.push(line);
@@ -124,14 +124,14 @@ mod tests {
 
     #[test]
     fn the_cause_is_reported_before_its_consequences() {
-        let report = |weight, message: &str| Report { weight, ended: false, message: message.into() };
+        let report = |weight, message: &str| CheckReport { weight, ended: false, message: message.into() };
         let lost = report(Weight::Peer, "case 7\n  rank 1 left");
         let wrong = report(Weight::Own, "case 7\n  row 3 differs");
-        assert_eq!(most_telling(vec![]), None);
+        assert_eq!(merge(vec![]), None);
         let all = "case 7\n  row 3 differs\n  rank 1 left";
-        assert_eq!(most_telling(vec![lost.clone(), wrong, lost.clone()]).as_deref(), Some(all));
+        assert_eq!(merge(vec![lost.clone(), wrong, lost.clone()]).as_deref(), Some(all));
         let both = "case 7\n  rank 1 left\n  later";
-        assert_eq!(most_telling(vec![lost, report(Weight::Peer, "case 7\n  later")]).as_deref(), Some(both));
+        assert_eq!(merge(vec![lost, report(Weight::Peer, "case 7\n  later")]).as_deref(), Some(both));
     }
 
     #[test]
@@ -144,8 +144,8 @@ mod tests {
 
     #[test]
     fn reports_survive_the_exchange() {
-        let report = Report { weight: Weight::Own, ended: true, message: "row 3 differs".into() };
-        assert_eq!(Report::from_bytes(&Report::to_bytes(Some(&report))), Some(report));
-        assert_eq!(Report::from_bytes(&Report::to_bytes(None)), None);
+        let report = CheckReport { weight: Weight::Own, ended: true, message: "row 3 differs".into() };
+        assert_eq!(CheckReport::from_bytes(&CheckReport::to_bytes(Some(&report))), Some(report));
+        assert_eq!(CheckReport::from_bytes(&CheckReport::to_bytes(None)), None);
     }
 }

@@ -1,11 +1,12 @@
-//! Running the program, and what its runs have in common.
+//! Helpers to run the program and check its output.
 #![allow(dead_code, reason = "every test file uses its part")]
 
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// A benchmark of a moment.
+/// A benchmark that takes a moment.
 pub(crate) const TINY: &[&str] = &[
     "bench",
     "--backend",
@@ -41,14 +42,14 @@ impl Finished {
         }
     }
 
-    /// The run ended with this code, and one line on stderr that holds all of these.
+    /// Checks that the run ended with this code and with one line on stderr that contains all `parts`.
     #[track_caller]
-    pub(crate) fn refused(&self, code: i32, culprits: &[&str]) {
+    pub(crate) fn refused(&self, code: i32, parts: &[&str]) {
         assert_eq!(self.code, Some(code), "{self:?}");
         assert_eq!(self.stderr.lines().count(), 1, "{self:?}");
         assert!(self.stderr.starts_with("hybrid-ep: error: "), "{self:?}");
-        for culprit in culprits {
-            assert!(self.stderr.contains(culprit), "no `{culprit}` in: {}", self.stderr);
+        for part in parts {
+            assert!(self.stderr.contains(part), "no `{part}` in: {}", self.stderr);
         }
     }
 
@@ -59,7 +60,7 @@ impl Finished {
     }
 }
 
-/// The program, with nothing of this environment that it reads.
+/// The program, without the variables of this environment that it would read.
 pub(crate) fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_hybrid-ep"));
     for (key, _) in std::env::vars_os() {
@@ -75,12 +76,12 @@ pub(crate) fn program() -> Command {
     command
 }
 
-/// Runs it with these arguments.
+/// Runs the program with these arguments.
 pub(crate) fn run(arguments: &[&str]) -> Finished {
     Finished::of(program().args(arguments).output().unwrap())
 }
 
-/// Runs a tiny benchmark with more options, which override its own.
+/// Runs the tiny benchmark with more options, which override its own.
 pub(crate) fn tiny(more: &[&str]) -> Finished {
     let given = |option: &str| more.contains(&option);
     let mut arguments = vec![TINY[0]];
@@ -113,13 +114,14 @@ pub(crate) fn finish(child: Child) -> Finished {
     Finished::of(child.wait_with_output().unwrap())
 }
 
-/// A directory of one test, gone when the test ends.
+/// A temporary directory of one test.
 pub(crate) struct Directory(PathBuf);
 
 impl Directory {
     pub(crate) fn new(test: &str) -> Self {
         let path = std::env::temp_dir().join(format!("hybrid-ep-{test}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
+        // An explicit mode, because the kernel cache refuses directories that other users can write to.
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&path).unwrap();
         Self(path)
     }
 
@@ -131,7 +133,7 @@ impl Directory {
         self.0.join(name).display().to_string()
     }
 
-    /// Names of all that is in it.
+    /// Names of all files in the directory.
     pub(crate) fn names(&self) -> Vec<String> {
         std::fs::read_dir(&self.0)
             .unwrap()
@@ -146,7 +148,7 @@ impl Drop for Directory {
     }
 }
 
-/// A recorded routing of two layers and two ranks: `tokens[rank]` tokens, top-2 of 8 experts. `spoil` may change
+/// A recorded routing of two layers and two ranks with `tokens[rank]` tokens and top-2 of 8 experts. `spoil` may change
 /// the indices of the last tensor.
 pub(crate) fn trace(tokens: [usize; 2], spoil: impl Fn(&mut [i32])) -> Vec<u8> {
     let mut header = serde_json::json!({

@@ -1,16 +1,21 @@
-/* A CUDA driver without GPUs, for tests of what happens when a driver refuses. Device memory is files in memory,
- * which processes can share; copies copy; kernels do nothing. By environment variables:
+/* A fake CUDA driver, for tests of driver errors. Device memory is memfd files, which processes can share; copies work;
+ * kernels do nothing. Environment variables:
  *
  *   FAKE_CUDA_VERSION=12040       the CUDA version that the driver supports
- *   FAKE_CUDA_GPUS=1              GPUs
+ *   FAKE_CUDA_GPUS=1              number of GPUs
  *   FAKE_CUDA_CAPABILITY=90       their compute capability
  *   FAKE_CUDA_FAIL=cuInit=100     the function fails with this code,
  *                  cuInit=100@3   from its third call on,
- *                  cuInit=100@3!  and so does every other function then
- *   FAKE_CUDA_LOG=FILE            gets the name of every function that is called, one a line
+ *                  cuInit=100@3!  and every other function fails from then on too
+ *   FAKE_CUDA_LOG=FILE            file to which the name of every called function is appended, one per line
+ *   FAKE_CUDA_OLD=1               cuCtxRecordEvent is not supported
+ *
+ * A program that loads this library by name can hold streams, so that their work does not complete, and capture graphs:
+ * see the functions that begin with fake_. fake_violations() counts the calls that would be errors on a real GPU.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -24,7 +29,18 @@ typedef int Device;
 typedef uint64_t Address;
 typedef uint64_t Memory;
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_DEVICE = 101 };
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    DEINITIALIZED = 4,
+    NO_DEVICE = 100,
+    INVALID_DEVICE = 101,
+    NOT_READY = 600,
+    NOT_SUPPORTED = 801,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURED_EVENT = 907
+};
 
 #define GPU_MEMORY ((size_t)2 << 30)
 
@@ -43,10 +59,26 @@ static void log_call(const char *function) {
     close(file);
 }
 
-/* What the call answers: success, unless FAKE_CUDA_FAIL says otherwise. */
+static atomic_int violations, deinitialized;
+
+static void violation(const char *what) {
+    fprintf(stderr, "fake driver: %s\n", what);
+    violations++;
+}
+int fake_violations(void) { return violations; }
+
+/* Makes all later calls fail, as at the end of a process. */
+void fake_deinitialize(void) { deinitialized = 1; }
+
+/* Set on the thread that destroys user objects. */
+static _Thread_local int in_callback;
+
+/* The result of a call: success, unless FAKE_CUDA_FAIL selects a failure. */
 static Result answer(const char *function) {
     static atomic_int calls, broken;
     log_call(function);
+    if (in_callback) violation("a function of the driver is called while a user object is destroyed");
+    if (deinitialized) return DEINITIALIZED;
     if (broken) return broken;
     const char *plan = getenv("FAKE_CUDA_FAIL");
     size_t length = strlen(function);
@@ -66,7 +98,7 @@ static Result answer(const char *function) {
         return SUCCESS;                                                                                                \
     }
 
-/* The words of the real driver for some codes. */
+/* The real driver's messages for some codes. */
 Result cuGetErrorString(Result code, const char **text) {
     switch (code) {
         case INVALID_VALUE: *text = "invalid argument"; break;
@@ -85,6 +117,149 @@ Result cuGetErrorString(Result code, const char **text) {
     }
     return SUCCESS;
 }
+
+/* ---- streams, events and graphs */
+
+enum { MOST_STREAMS = 1024, MOST = 64 };
+
+typedef void Destroy(void *);
+
+typedef struct {
+    void *pointer;
+    Destroy *destroy;
+    atomic_int references;
+} Object;
+
+typedef struct {
+    uint64_t capture;
+    Object *objects[MOST];
+    int objects_kept;
+    atomic_int running; /* launches that have not completed */
+    atomic_int destroyed;
+} Graph;
+
+typedef struct {
+    atomic_long submitted, done; /* counts of work items */
+    atomic_int held, destroyed;
+    Graph *_Atomic graph; /* set while the stream is captured */
+    Graph *replayed[MOST]; /* graphs in held work */
+    int replays;
+} Stream;
+
+typedef struct {
+    int captured, count;
+    Stream *streams[MOST_STREAMS];
+    long until[MOST_STREAMS];
+} Event;
+
+/* Entry 0 is the default stream. Entries are never reused. */
+static Stream streams[MOST_STREAMS];
+static atomic_int streams_made = 1;
+static atomic_int captures, broken_captures, uploads;
+static atomic_long mapped_bytes;
+static _Thread_local int capture_mode;
+
+static Stream *new_stream(void) {
+    int at = streams_made++;
+    if (at >= MOST_STREAMS) abort();
+    return &streams[at];
+}
+
+static Stream *stream_of(void *stream) {
+    if ((uintptr_t)stream <= 2) return &streams[0];
+    Stream *of = stream;
+    if (of->destroyed) violation("a stream is used that was destroyed");
+    return of;
+}
+
+/* Adds work to a stream, or to its graph while the stream is captured. */
+static void work_in(void *stream) {
+    Stream *of = stream_of(stream);
+    if (of->graph) return;
+    of->submitted++;
+    if (!of->held) of->done = of->submitted;
+}
+
+static int something_runs(void) {
+    for (int at = 0; at < streams_made; at++) {
+        if (streams[at].done < streams[at].submitted) return 1;
+    }
+    return 0;
+}
+
+/* For calls that are illegal during a capture: invalidates all captures. Returns their number. */
+static int break_captures(void) {
+    int broken = 0;
+    for (int at = 0; at < streams_made; at++) broken += streams[at].graph != NULL;
+    broken_captures += broken;
+    return broken;
+}
+
+/* For calls that are legal during a capture only on threads in relaxed mode. */
+static int unsafe_call(void) { return capture_mode == 2 ? 0 : break_captures(); }
+
+static void *destroy_object(void *object) {
+    Object *of = object;
+    in_callback = 1;
+    of->destroy(of->pointer);
+    free(of);
+    return NULL;
+}
+
+static void release_object(Object *object, int count) {
+    if ((object->references -= count) > 0) return;
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, destroy_object, object)) abort();
+    pthread_detach(thread);
+}
+
+static void release_graph(Graph *graph) {
+    if (graph->running || !graph->destroyed) return;
+    for (int at = 0; at < graph->objects_kept; at++) release_object(graph->objects[at], 1);
+    graph->objects_kept = 0;
+}
+
+/* Work added to a held stream does not complete until the stream is released. */
+void fake_hold(void *stream) { stream_of(stream)->held = 1; }
+void fake_release(void *stream) {
+    Stream *of = (uintptr_t)stream <= 2 ? &streams[0] : stream;
+    of->held = 0;
+    of->done = of->submitted;
+    for (int at = 0; at < of->replays; at++) {
+        of->replayed[at]->running--;
+        release_graph(of->replayed[at]);
+    }
+    of->replays = 0;
+}
+void fake_submit(void *stream) { work_in(stream); }
+
+void fake_begin_capture(void *stream) {
+    Graph *graph = calloc(1, sizeof *graph);
+    graph->capture = (uint64_t)++captures;
+    stream_of(stream)->graph = graph;
+}
+void *fake_end_capture(void *stream) {
+    Stream *of = stream_of(stream);
+    Graph *graph = of->graph;
+    of->graph = NULL;
+    return graph;
+}
+int fake_objects_kept(void *graph) { return ((Graph *)graph)->objects_kept; }
+void fake_replay(void *graph, void *stream) {
+    Stream *of = stream_of(stream);
+    work_in(stream);
+    if (!of->held) return;
+    if (of->replays == MOST) abort();
+    ((Graph *)graph)->running++;
+    of->replayed[of->replays++] = graph;
+}
+void fake_destroy_graph(void *graph) {
+    ((Graph *)graph)->destroyed = 1;
+    release_graph(graph);
+}
+int fake_broken_captures(void) { return broken_captures; }
+long fake_mapped_bytes(void) { return mapped_bytes; }
+int fake_uploads(void) { return uploads; }
 
 FUNCTION(cuInit, (unsigned flags), (void)flags;)
 FUNCTION(cuDriverGetVersion, (int *version), *version = number_of("FAKE_CUDA_VERSION", 12040);)
@@ -138,8 +313,12 @@ FUNCTION(cuMemAddressFree, (Address address, size_t bytes), munmap((void *)(uint
 FUNCTION(cuMemMap, (Address address, size_t bytes, size_t offset, Memory memory, unsigned long long flags),
          (void)flags;
          if (mmap((void *)(uintptr_t)address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, (int)memory,
-                  (off_t)offset) == MAP_FAILED) return OUT_OF_MEMORY;)
+                  (off_t)offset) == MAP_FAILED) return OUT_OF_MEMORY;
+         mapped_bytes += (long)bytes;)
 FUNCTION(cuMemUnmap, (Address address, size_t bytes),
+         if (something_runs()) violation("memory is unmapped while something runs");
+         if (unsafe_call()) return CAPTURE_UNSUPPORTED;
+         mapped_bytes -= (long)bytes;
          mmap((void *)(uintptr_t)address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
               0);)
 FUNCTION(cuMemSetAccess, (Address address, size_t bytes, const void *access, size_t count),
@@ -155,23 +334,78 @@ FUNCTION(cuMemHostGetDevicePointer_v2, (Address *address, void *memory, unsigned
          *address = (Address)(uintptr_t)memory;)
 
 FUNCTION(cuMemcpyHtoDAsync_v2, (Address to, const void *from, size_t bytes, void *stream),
-         (void)stream; memcpy((void *)(uintptr_t)to, from, bytes);)
+         work_in(stream); uploads++; memcpy((void *)(uintptr_t)to, from, bytes);)
 FUNCTION(cuMemcpyDtoHAsync_v2, (void *to, Address from, size_t bytes, void *stream),
-         (void)stream; memcpy(to, (void *)(uintptr_t)from, bytes);)
+         work_in(stream); memcpy(to, (void *)(uintptr_t)from, bytes);)
 FUNCTION(cuMemcpyDtoDAsync_v2, (Address to, Address from, size_t bytes, void *stream),
-         (void)stream; memmove((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes);)
+         work_in(stream); memmove((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes);)
 FUNCTION(cuMemsetD8Async, (Address to, unsigned char value, size_t bytes, void *stream),
-         (void)stream; memset((void *)(uintptr_t)to, value, bytes);)
+         work_in(stream); memset((void *)(uintptr_t)to, value, bytes);)
 
-FUNCTION(cuStreamCreate, (void **stream, unsigned flags), (void)flags; *stream = malloc(1);)
-FUNCTION(cuStreamDestroy_v2, (void *stream), free(stream);)
-FUNCTION(cuStreamSynchronize, (void *stream), (void)stream;)
-FUNCTION(cuStreamIsCapturing, (void *stream, int *status), (void)stream; *status = 0;)
-FUNCTION(cuStreamWaitEvent, (void *stream, void *event, unsigned flags), (void)stream; (void)event; (void)flags;)
-FUNCTION(cuEventCreate, (void **event, unsigned flags), (void)flags; *event = malloc(1);)
+FUNCTION(cuStreamCreate, (void **stream, unsigned flags), (void)flags; *stream = new_stream();)
+FUNCTION(cuStreamDestroy_v2, (void *stream), stream_of(stream)->destroyed = 1;)
+FUNCTION(cuStreamSynchronize, (void *stream),
+         Stream *of = stream_of(stream);
+         long until = of->submitted;
+         while (of->done < until) usleep(1000);)
+FUNCTION(cuStreamIsCapturing, (void *stream, int *status), *status = stream_of(stream)->graph != NULL;)
+FUNCTION(cuStreamGetCaptureInfo_v2,
+         (void *stream, int *status, uint64_t *id, void **graph, void **nodes, size_t *count),
+         (void)nodes; (void)count;
+         Graph *of = stream_of(stream)->graph;
+         *status = of != NULL;
+         if (of) { *id = of->capture; *graph = of; })
+FUNCTION(cuStreamWaitEvent, (void *stream, void *event, unsigned flags),
+         (void)event; (void)flags;
+         stream_of(stream);)
+FUNCTION(cuThreadExchangeStreamCaptureMode, (int *mode), int old = capture_mode; capture_mode = *mode; *mode = old;)
+
+FUNCTION(cuEventCreate, (void **event, unsigned flags), (void)flags; *event = calloc(1, sizeof(Event));)
 FUNCTION(cuEventDestroy_v2, (void *event), free(event);)
-FUNCTION(cuEventRecord, (void *event, void *stream), (void)event; (void)stream;)
+FUNCTION(cuEventRecord, (void *event, void *stream),
+         Event *of = event;
+         Stream *in = stream_of(stream);
+         of->captured = in->graph != NULL;
+         of->count = 1;
+         of->streams[0] = in;
+         of->until[0] = in->submitted;)
+FUNCTION(cuCtxRecordEvent, (void *context, void *event),
+         (void)context;
+         if (number_of("FAKE_CUDA_OLD", 0)) return NOT_SUPPORTED;
+         if (break_captures()) return CAPTURE_UNSUPPORTED;
+         Event *of = event;
+         of->captured = 0;
+         of->count = streams_made;
+         for (int at = 0; at < of->count; at++) {
+             of->streams[at] = &streams[at];
+             of->until[at] = streams[at].submitted;
+         })
+FUNCTION(cuCtxSynchronize, (void),
+         if (break_captures()) return CAPTURE_UNSUPPORTED;
+         for (int at = 0; at < streams_made; at++) {
+             long until = streams[at].submitted;
+             while (streams[at].done < until) usleep(1000);
+         })
+FUNCTION(cuEventQuery, (void *event),
+         Event *of = event;
+         if (unsafe_call()) return CAPTURE_UNSUPPORTED;
+         if (of->captured) return CAPTURED_EVENT;
+         for (int at = 0; at < of->count; at++) {
+             if (of->streams[at]->done < of->until[at]) return NOT_READY;
+         })
 FUNCTION(cuEventElapsedTime, (float *milliseconds, void *begin, void *end), (void)begin; (void)end; *milliseconds = 1;)
+
+FUNCTION(cuUserObjectCreate, (void **object, void *pointer, Destroy *destroy, unsigned references, unsigned flags),
+         (void)flags;
+         Object *made = calloc(1, sizeof *made);
+         made->pointer = pointer; made->destroy = destroy; made->references = (int)references;
+         *object = made;)
+FUNCTION(cuUserObjectRelease, (void *object, unsigned count), release_object(object, (int)count);)
+FUNCTION(cuGraphRetainUserObject, (void *graph, void *object, unsigned count, unsigned flags),
+         Graph *of = graph;
+         if (of->objects_kept == MOST) return OUT_OF_MEMORY;
+         if (!(flags & 1)) ((Object *)object)->references += (int)count;
+         of->objects[of->objects_kept++] = object;)
 
 FUNCTION(cuModuleLoadData, (void **module, const void *image), (void)image; *module = malloc(1);)
 FUNCTION(cuModuleGetFunction, (void **function, void *module, const char *name),
@@ -183,5 +417,5 @@ FUNCTION(cuFuncSetAttribute, (void *function, int attribute, int value), (void)f
 FUNCTION(cuLaunchKernel,
          (void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
           void *stream, void **parameters, void **extra),
-         (void)function; (void)gx; (void)gy; (void)gz; (void)bx; (void)by; (void)bz; (void)shared; (void)stream;
+         (void)function; (void)gx; (void)gy; (void)gz; (void)bx; (void)by; (void)bz; (void)shared; work_in(stream);
          (void)parameters; (void)extra;)

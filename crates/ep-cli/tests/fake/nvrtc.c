@@ -1,4 +1,4 @@
-/* A kernel compiler that makes the same bytes of every source, for the driver that runs nothing (cuda.c). */
+/* A fake NVRTC that compiles every source to the same bytes, for the fake driver in cuda.c. */
 #include <stddef.h>
 #include <string.h>
 

@@ -1,12 +1,23 @@
-// combine: experts' rows back to their tokens, summed, inside one NVLink domain. One launch: ranks greet each other,
-// then every warp is a worker of its own, in both roles by turns:
+// combine: adds experts' rows of each token, inside one NVLink domain. One launch: block 0 sends the handshake, every
+// block awaits the handshakes of all ranks, then every warp is a worker that alternates between two roles.
 //
-//   push     adds the rows of a peer's token on this rank, and sends the partial sum
-//   reduce   adds the partial sums of this rank's tokens, some time after their like were pushed
-//   (n2n)    carries partial sums between domains: not in this version, which serves one domain
+//   push     Adds the rows that this rank's experts have for a peer's token and stores the partial sum, rounded to the
+//            wire type, to the peer's `partials`; the weights to the peer's `prob_scratch`. An item is one chunk
+//            (`chunk_tokens` consecutive tokens) of one peer, never of this rank. Reads this rank's input and, over the
+//            links, the lists `recv` (rows) and `dst_copies` (weights) of the peer's handle. When an item is complete,
+//            sets its flag in the peer's control block.
+//   reduce   Adds the partial sums of this rank's tokens in rank order, where this rank's own partial sum comes directly
+//            from its experts' rows, and writes the result to `out_tokens`; then the weights to `out_probs`. Reads a
+//            chunk's partial sums only after the flags of all peers for that chunk. Writes to this rank only.
 //
-// Workers are not equally fast: where an SM lies decides its share of the wire, and some take 1.6 times as long as others
-// to push as much. So work is nobody's in advance: who has time takes some.
+// This rank writes to a peer's `partials` and `prob_scratch` only between that peer's handshake and the last flag that
+// this rank sets on that peer. To set flags there, and to read its lists (lists.cuh), it needs only the handshake. No peer
+// reads this rank's input, so the program may overwrite it in stream order. If an await fails, it reports the fault, and
+// the output is incomplete.
+// Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore work is
+// claimed from shared counters (`items_taken`, `tokens_taken`), not assigned statically.
+// Element types are macros that the host defines for each variant: see sum.cuh.
+// Not implemented: more than one NVLink domain.
 #include "push.cuh"
 #include "reduce.cuh"
 
@@ -18,9 +29,10 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
     while (!pusher.over()) {
         const u64 item = pusher.item;
         pusher.push();
-        // Tokens are reduced in step with what is pushed. Each worker is at one item, so most before `item - workers`
-        // are done, and peers are as far, but for the slack. No peer is waited for: as long as a worker has something
-        // to push, a peer may be waiting for it.
+        // Reduce in step with push. Each worker holds one item, so about `item - workers` of all `items` are complete.
+        // If peers are as far, (item - workers) / items * tokens tokens have arrived, minus `slack`: the tokens that a
+        // peer pushes in the microseconds by which ranks start apart. Break if `taken` exceeds that number. Never wait
+        // for a peer here: as long as this worker has items to push, a peer may be waiting for them.
         for (;;) {
             if (!reducer.has_some()) {
                 const u32 taken = reducer.all_taken();
@@ -38,21 +50,24 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
     if (p.out_probs != nullptr) gather_all_probs(p, worker, epoch);
 }
 
+// Sends the handshake, which carries the addresses for partial sums and weights. Called by all threads of one block.
+__device__ inline void enter(const CombineParams& p, u32 epoch) {
+    Handshake handshake = handshake_of(p.common, p.handle);
+    handshake.tokens = reinterpret_cast<u64>(p.partials);
+    handshake.probs = reinterpret_cast<u64>(p.prob_scratch);
+    send_handshake(p.common, handshake, epoch);
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __grid_constant__ CombineParams p) {
     extern __shared__ __align__(128) u8 memory[];
     const Common& c = p.common;
     const u32 epoch = c.own->epoch + 1;
     auto* peers = reinterpret_cast<PeerView*>(memory);
-    u8* own_memory = memory + div_up(c.ranks * sizeof(PeerView), 128) * 128 + warp_id() * WORKER_BYTES;
+    u8* own_memory = memory + peers_bytes(c.ranks) + warp_id() * WORKER_BYTES;
     const Worker worker{warp_id() * gridDim.x + blockIdx.x, WARPS * gridDim.x};
 
-    if (blockIdx.x == 0) {
-        Hello hello = hello_of(c, p.handle);
-        hello.tokens = reinterpret_cast<u64>(p.partials);
-        hello.probs = reinterpret_cast<u64>(p.prob_scratch);
-        say_hello(c, hello, epoch);
-    }
-    if (hear_all(c, epoch, peers)) {
+    if (blockIdx.x == 0) enter(p, epoch);
+    if (await_all_handshakes(c, epoch, peers)) {
         copy_fence_global();
         push_and_reduce(p, worker, own_memory, peers, epoch);
     }

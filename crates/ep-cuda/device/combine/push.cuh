@@ -1,8 +1,9 @@
-// Role: on the rank that holds the experts. Adds the rows of each token of a peer, and sends the partial sum to it.
+// Role push, on the rank that holds the experts: adds the rows of each token of a peer, and sends the peer the partial
+// sum.
 #pragma once
 #include "sum.cuh"
 
-// All chunks of all peers, one by one; neighbours in time are neighbours in number.
+// The work items of the push role: the chunks of all peers, in the order in which they are to be sent.
 struct PushItems {
     const Common& c;
     const PeerView* peers;
@@ -21,20 +22,21 @@ struct PushItems {
     }
 };
 
-// The weights of a chunk's copies on this rank, back to their token's rank.
+// Sends the weights of a chunk's copies on this rank to the rank of their tokens.
 __device__ inline void push_probs(const CombineParams& p, const PeerView& peer, u32 chunk) {
     const u32 begin = ld_relaxed_sys(peer.dst_begin + chunk), end = ld_relaxed_sys(peer.dst_begin + chunk + 1);
     for (u32 at = begin + lane_id(); at < end; at += WARP) {
-        const uint2 copy = ld_relaxed_sys_v2(peer.dst_copies + at);
-        if (copy.x != NONE) peer.probs[copy.y] = p.row_probs[copy.x];
+        const DstCopy entry = load_entry(peer.dst_copies + at);
+        if (!entry.is_dropped()) peer.probs[entry.copy()] = p.row_probs[entry.cell()];
     }
 }
 
-// Runs of a partial sum on their way out: one is made while others are still being read.
+// Buffers for runs of partial sums: a new run is written while the copy engine still reads earlier ones.
 struct Outbox {
     u8* memory;
     u32 turn = 0;
 
+    // `write(run)` fills a run, which is then stored to `to`. Called by all lanes.
     template <class Write>
     __device__ void send(u8* to, u32 bytes, const Write& write) {
         if (lane_id() == 0) copy_read<RUNS - 1>();
@@ -50,19 +52,19 @@ struct Outbox {
 };
 
 __device__ inline Summand push_summand(const CombineParams& p, u32 row) {
-    return row == NONE ? no_summand() : summand(row_at(p, row), SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0));
+    return row == NO_ROW ? no_summand() : summand(row_at(p, row), SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0));
 }
 
-// A token's rows on this rank, read entry by entry.
+// The rows of one token on this rank, read entry by entry.
 struct PushRows {
     const CombineParams& p;
-    const uint2* entries;
+    const Receive* entries;
 
-    __device__ Summand at(u32 index) const { return push_summand(p, ld_relaxed_sys_v2(entries + index).x); }
+    __device__ Summand at(u32 index) const { return push_summand(p, load_entry(entries + index).row()); }
 };
 
-// One worker's part of the role. Its first item is its own; then it takes the next that is nobody's, so that chunks arrive
-// in their order, and can be reduced in it.
+// One worker in the push role. Its first item is assigned statically: the item with the worker's number. It claims
+// further items from a shared counter, in order, so that chunks arrive and can be reduced in order.
 struct Pusher {
     static constexpr u32 VECTOR_BYTES = 8 * element_bytes(WIRE_F32);
     const CombineParams& p;
@@ -72,8 +74,8 @@ struct Pusher {
     const PushItems items;
     Outbox outbox;
     u32 item;
-    Range range;
-    u32 begin = NONE;
+    Range range;       // of the item's entries
+    u32 begin = NONE;  // see `sums_of`
 
     __device__ Pusher(const CombineParams& p, const Worker& worker, u8* memory, const PeerView* peers, u32 epoch)
         : p(p),
@@ -89,20 +91,22 @@ struct Pusher {
 
     __device__ bool over() const { return item >= items.count; }
 
+    // Claims the next item.
     __device__ void take() {
         u32 taken = 0;
         if (lane_id() == 0) taken = atom_add_relaxed_gpu(&p.common.own->items_taken, 1);
-        item = workers + __shfl_sync(0xFFFFFFFFu, taken, 0);
+        item = workers + __shfl_sync(ALL_LANES, taken, 0);
     }
 
-    // Whether there is such an item: peers with fewer chunks than others do not have every one.
+    // Item numbers assume that all peers have equally many chunks; those past the end of a peer's chunks do not exist.
     __device__ bool exists() const { return !over() && !items.skip(item); }
 
-    // Asks where its entries lie.
+    // Loads the range of the item's entries.
     __device__ void enter() {
         if (exists()) range = items.range(item);
     }
 
+    // Claims items until one exists.
     __device__ void skip() {
         while (!over() && !exists()) {
             take();
@@ -112,9 +116,9 @@ struct Pusher {
 
     // Sends the item's partial sums.
     __device__ void push() {
-        Batch next = read(range.begin);
+        Batch<Receive> next = read(range.begin);
         for (bool last = false; !last;) {
-            const Batch batch = next;
+            const Batch<Receive> batch = next;
             last = batch.first + batch.count == range.end;
             if (!last) next = read(batch.first + batch.count);
             push_batch(batch);
@@ -122,7 +126,8 @@ struct Pusher {
         if (p.row_probs != nullptr) push_probs(p, items.peer(item), items.chunk(item));
     }
 
-    // Takes another item, and says that this one is complete. What each must wait for is on its way at the same time.
+    // Claims the next item, and sets the flag of the finished one when its stores have completed. The claim and the
+    // load of the next range overlap with the stores.
     __device__ void next() {
         u32* const flag = &items.peer(item).flags[items.chunk(item)];
         take();
@@ -133,35 +138,35 @@ struct Pusher {
         skip();
     }
 
-    __device__ Batch read(u32 first) const {
-        Batch batch;
+    __device__ Batch<Receive> read(u32 first) const {
+        Batch<Receive> batch;
         batch.first = first;
         batch.count = min(WARP, range.end - first);
-        if (lane_id() < batch.count) batch.entry = ld_relaxed_sys_v2(items.peer(item).recv + first + lane_id());
+        if (lane_id() < batch.count) batch.entry = load_entry(items.peer(item).recv + first + lane_id());
         return batch;
     }
 
-    __device__ void push_batch(const Batch& batch) {
+    __device__ void push_batch(const Batch<Receive>& batch) {
         const PeerView& peer = items.peer(item);
-        // What every run needs, in registers.
+        // Loaded once, into registers.
         const u32 hidden = p.hidden, vectors = div_up(hidden, 8);
         u8* const partials = peer.tokens;
         const u64 slot_bytes = ::slot_bytes(p);
         const auto send = [&](const Sum& sum, u32 vector, u32 end_lane) {
-            const u32 slot = __shfl_sync(0xFFFFFFFFu, batch.entry.y, end_lane) >> 2;
+            const u32 slot = batch.entry.source_of_lane(end_lane);
             const u32 run = min(STRIDE, vectors - vector);
-            // Slots are a whole number of vectors.
+            // A slot holds whole vectors, so the last vector may be stored whole.
             outbox.send(partials + slot * slot_bytes + static_cast<u64>(vector) * VECTOR_BYTES, run * VECTOR_BYTES,
                         [&](u8* to) { sum.store<WIRE_F32>(to, 8 * run); });
         };
-        const bool alive = lane_id() < batch.count && batch.entry.x != NONE;
-        const u32 begins = __ballot_sync(0xFFFFFFFFu, alive && (batch.entry.y & RECV_FIRST) != 0);
-        const u32 ends = __ballot_sync(0xFFFFFFFFu, alive && (batch.entry.y & RECV_END) != 0);
+        const bool alive = lane_id() < batch.count && !batch.entry.is_dropped();
+        const u32 begins = __ballot_sync(ALL_LANES, alive && batch.entry.is_first());
+        const u32 ends = __ballot_sync(ALL_LANES, alive && batch.entry.is_end());
         const BatchSums sums = sums_of(batch, begins, ends, begin);
         if (sums.long_ends)
             make_long_sum(sums.long_count, PushRows{p, peer.recv + sums.long_begin}, hidden, memory,
                           [&](const Sum& sum, u32 vector) { send(sum, vector, sums.long_end); });
-        make_sums(sums.whole, push_summand(p, alive ? batch.entry.x : NONE), hidden, memory,
+        make_sums(sums.whole, push_summand(p, alive ? batch.entry.row() : NO_ROW), hidden, memory,
                   [&](const Sum& sum, u32 vector, const Sums& rest) { send(sum, vector, rest.last()); });
     }
 };

@@ -1,53 +1,64 @@
-// Sums of rows.
+// Sums of rows, by one warp.
 //
-// A vector is 8 elements: 16 bytes of bf16, 32 of f32. A warp adds a run of vectors of one row after the other, each
-// lane its own vectors. Each lane fetches for itself, too, several steps ahead, into shared memory that no other lane
-// reads: so nobody waits for another lane, registers hold sums only, and many bytes are on their way.
+// A vector is 8 elements: 16 bytes of bf16, 32 bytes of f32. A run is `STRIDE` consecutive vectors of a row, the same
+// number per lane. The warp adds one run of all rows of a sum, then the next run. A step is one run of one row. Each
+// lane fetches its own vectors, several steps ahead, into shared memory that no other lane reads: lanes need not
+// synchronise, registers hold only sums, and many bytes are in flight.
+//
+// `KernelKey::program` (src/device.rs) names a variant for each pair of element types by the macros ROWS_F32 (rows and
+// results) and WIRE_F32 (partial sums). A new type also changes push.cuh, reduce.cuh and the sizes in src/shared.rs.
 #pragma once
 #include "bf16.cuh"
 #include "worker.cuh"
 
 constexpr u32 element_bytes(bool f32) { return f32 ? 4 : 2; }
 
-__device__ inline float canonical(float value) { return value != value ? __uint_as_float(0x7FFFFFFFu) : value; }
+// The bits of every NaN in an f32 output.
+constexpr u32 CANONICAL_NAN = 0x7FFFFFFFu;
+
+__device__ inline float canonical(float value) { return value != value ? __uint_as_float(CANONICAL_NAN) : value; }
 
 constexpr bool ANY_F32 = ROWS_F32 || WIRE_F32;
-// Vectors that a lane adds in one step, and a warp.
-constexpr u32 VECTORS = ANY_F32 ? 2 : 4;
-constexpr u32 STRIDE = VECTORS * WARP;
+// Vectors of a step, of a lane and of the warp.
+constexpr u32 VECTORS = combine_vectors(ANY_F32);
+constexpr u32 STRIDE = combine_stride(ANY_F32);
+static_assert(STRIDE == VECTORS * WARP);
 // Bytes of one step in shared memory.
-constexpr u32 STEP_BYTES = STRIDE * (ANY_F32 ? 32 : 16);
-// Steps that are on their way, the one at hand included.
-constexpr u32 STEPS = 4;
-constexpr u32 FETCH_BYTES = STEPS * STEP_BYTES;
-// A run of finished sums, and how many may be on their way out: a peer takes them some microseconds later.
-constexpr u32 RUN_BYTES = STRIDE * (WIRE_F32 ? 32 : 16);
-constexpr u32 RUNS = 2;
-// Sums that are put aside lie where finished ones do: a worker has only one of them at a time.
+constexpr u32 STEP_BYTES = combine_step_bytes(ANY_F32);
+// Steps in flight, including the current one.
+constexpr u32 STEPS = COMBINE_STEPS;
+constexpr u32 FETCH_BYTES = combine_fetch_bytes(ANY_F32);
+// Bytes of a run of finished sums, and the number of runs whose stores may be in flight.
+constexpr u32 RUN_BYTES = combine_run_bytes(ANY_F32, WIRE_F32);
+constexpr u32 RUNS = COMBINE_RUNS;
+// Parked sums use the memory of finished runs: a worker does not need both at the same time.
 constexpr u32 ASIDE_BYTES = STRIDE * 8 * sizeof(float);
 constexpr u32 OUT_BYTES = RUNS * RUN_BYTES;
 static_assert(ASIDE_BYTES <= OUT_BYTES);
-// Shared memory of a worker; src/tuning.rs computes the same.
-constexpr u32 WORKER_BYTES = FETCH_BYTES + OUT_BYTES;
+constexpr u32 WORKER_BYTES = combine_worker_bytes(ROWS_F32, WIRE_F32);
+static_assert(FETCH_BYTES + OUT_BYTES == WORKER_BYTES);
 
-// One row of a sum: its address, a multiple of 16, and flags in the bits below.
+// One row of a sum: its address, which is a multiple of 16, with SUM_* flags in the low four bits.
 struct Summand {
     u64 word;
 
     __device__ const u8* row() const { return reinterpret_cast<const u8*>(word & ~15ull); }
     __device__ u32 flags() const { return static_cast<u32>(word) & 15; }
 };
+// There is a row.
 constexpr u32 SUM_ALIVE = 1;
+// The row is f32; otherwise bf16.
 constexpr u32 SUM_F32 = 2;
-// The own rank's rows are added among themselves first, then to the sum: the first, and the last of several.
+// This rank's rows of a token are added to each other first, then to the sum. The first of several rows starts a new
+// sum (APART), the last one adds the two sums (TOGETHER).
 constexpr u32 SUM_APART = 4;
 constexpr u32 SUM_TOGETHER = 8;
 
-// No row: it adds nothing.
+// No row; adds nothing.
 __device__ inline Summand no_summand() { return {0}; }
 __device__ inline Summand summand(const void* row, u32 flags) { return {reinterpret_cast<u64>(row) | flags}; }
 
-// The sums of one step's vectors.
+// This lane's sums of one run.
 struct Sum {
     float values[VECTORS][8];
 
@@ -58,7 +69,7 @@ struct Sum {
             for (u32 at = 0; at < 8; at++) values[turn][at] = 0.0f;
     }
 
-    // `step` is this lane's first vector.
+    // Adds this lane's vectors of a step. `step`: the first of them.
     __device__ void add(const uint4* step, bool f32) {
 #pragma unroll
         for (u32 turn = 0; turn < VECTORS; turn++) {
@@ -82,8 +93,7 @@ struct Sum {
         }
     }
 
-    // Puts the sums aside, lane by lane, where finished ones may still be on their way out, and begins new ones; and
-    // adds what was put aside.
+    // Moves the sums to `aside` and starts new ones. Finished runs may still be leaving from the same memory.
     __device__ void park(float* aside) {
         if (lane_id() == 0) copy_read<0>();
         __syncwarp();
@@ -93,6 +103,7 @@ struct Sum {
             for (u32 at = 0; at < 8; at++) aside[(8 * turn + at) * WARP + lane_id()] = values[turn][at];
         clear();
     }
+    // Adds the parked sums.
     __device__ void add_parked(const float* aside) {
 #pragma unroll
         for (u32 turn = 0; turn < VECTORS; turn++)
@@ -100,7 +111,8 @@ struct Sum {
             for (u32 at = 0; at < 8; at++) values[turn][at] = aside[(8 * turn + at) * WARP + lane_id()] + values[turn][at];
     }
 
-    // Writes this lane's vectors, rounded; those of the run begin at `to`, of which `elements` exist.
+    // Writes this lane's vectors, rounded to the output type. `to`: the run's first vector; `elements`: elements of the
+    // row from there on, beyond which nothing is written.
     template <bool f32>
     __device__ void store(u8* to, u32 elements) const {
 #pragma unroll
@@ -122,12 +134,13 @@ struct Sum {
     }
 };
 
-// Fetches one step of a row, to this lane's first vector at `step`; what does not exist is zero, which adds nothing.
+// Starts to fetch this lane's vectors of one step of a row. `vector`: the run's first vector. Elements past the end of
+// the row are fetched as zeros, which add nothing.
 __device__ inline void fetch_step(uint4* step, const Summand& summand, u32 vector, u32 hidden) {
     const bool f32 = ANY_F32 && (summand.flags() & SUM_F32) != 0;
     const u32 first = vector + lane_id();
     const u8* row = summand.row() + static_cast<u64>(first) * (f32 ? 32 : 16);
-    // Elements from this lane's first on.
+    // Elements of the row from this lane's first element on.
     const i32 there = (summand.flags() & SUM_ALIVE) != 0 ? static_cast<i32>(hidden - 8 * first) : 0;
 #pragma unroll
     for (u32 turn = 0; turn < VECTORS; turn++) {
@@ -138,7 +151,7 @@ __device__ inline void fetch_step(uint4* step, const Summand& summand, u32 vecto
     }
 }
 
-// Several sums whose rows are the lanes' summands: bit `begins` at the first lane of each, bit `ends` at the last.
+// Several sums of the lanes' summands. `begins` has a bit for the first lane of each sum, `ends` for the last lane.
 struct Sums {
     u32 begins;
     u32 ends;
@@ -152,7 +165,7 @@ struct Sums {
     }
 };
 
-// A way through the rows of some sums: all rows of one run of vectors, then of the next run, then of the next sum.
+// Enumerates the steps of some sums: all rows for one run, then for the next run, then the next sum.
 struct Walk {
     Sums sums;
     u32 vector = 0;
@@ -176,21 +189,21 @@ struct Walk {
     }
 };
 
-// Where the steps of a worker lie: a ring.
+// A worker's ring of steps in shared memory.
 struct Steps {
-    uint4* memory;  // this lane's first vector of the first
+    uint4* memory;  // this lane's first vector of the first step
     u32 turn = 0;
 
     __device__ explicit Steps(u8* memory) : memory(reinterpret_cast<uint4*>(memory) + lane_id()) {}
 
     __device__ uint4* at(u32 step) const { return memory + step * (STEP_BYTES / sizeof(uint4)); }
-    // The one at hand; the one before it is the next to be fetched.
+    // The current step; the memory of the step before it is the next to be filled.
     __device__ uint4* here() const { return at(turn); }
     __device__ uint4* before() const { return at((turn + STEPS - 1) % STEPS); }
     __device__ void next() { turn = (turn + 1) % STEPS; }
 };
 
-// What is known of the steps on their way: a byte each, the one at hand lowest.
+// Flags of the steps in flight: one byte per step, the current step in the lowest byte. The low bits are SUM_* flags.
 struct Known {
     static constexpr u32 LAST = 16;   // the last row of its run
     static constexpr u32 VALID = 32;  // there is a step
@@ -202,10 +215,10 @@ struct Known {
 };
 
 __device__ inline Summand summand_of(const Summand& mine, u32 lane) {
-    return {__shfl_sync(0xFFFFFFFFu, mine.word, lane)};
+    return {__shfl_sync(ALL_LANES, mine.word, lane)};
 }
 
-// Adds one step.
+// Adds one step. `flags`: SUM_*.
 __device__ inline void add_step(Sum& sum, const uint4* step, u32 flags, float* aside) {
     if ((flags & (SUM_APART | SUM_TOGETHER)) == 0) {
         sum.add(step, (flags & SUM_F32) != 0);
@@ -216,8 +229,8 @@ __device__ inline void add_step(Sum& sum, const uint4* step, u32 flags, float* a
     if ((flags & SUM_TOGETHER) != 0) sum.add_parked(aside);
 }
 
-// Makes the sums, rows of `hidden` elements, and gives each run of each to `give(sum, vector, sums)`: the run's first
-// vector, and the sums of which this is the first.
+// Computes the sums of rows of `hidden` elements. Calls `give(sum, vector, rest)` for each run of each sum: `vector` is
+// the run's first vector, and the current sum is the first of `rest`.
 template <class Give>
 __device__ inline void make_sums(const Sums& sums, const Summand& mine, u32 hidden, u8* memory, const Give& give) {
     auto* aside = reinterpret_cast<float*>(memory + FETCH_BYTES);
@@ -233,7 +246,7 @@ __device__ inline void make_sums(const Sums& sums, const Summand& mine, u32 hidd
             what = summand.flags() | Known::VALID | (ahead.lane == ahead.last ? Known::LAST : 0);
             ahead.next(vectors);
         }
-        // Steps are counted even when there is none.
+        // Commit an empty group after the last step, so that the number of groups in flight stays constant.
         cp_async_commit_group();
         known.push(what);
     };
@@ -260,8 +273,8 @@ __device__ inline void make_sums(const Sums& sums, const Summand& mine, u32 hidd
     }
 }
 
-// Makes one sum of any number of rows, without reading ahead: what does not fit a warp's lanes is rare.
-// `rows.at(index)` is called by all lanes, each with an index of its own.
+// Computes one sum of any number of rows, without reading ahead: sums of more rows than a batch holds are rare.
+// `rows.at(index)` is called by all lanes with the same index.
 template <class Rows, class Give>
 __device__ inline void make_long_sum(u32 count, const Rows& rows, u32 hidden, u8* memory, const Give& give) {
     auto* aside = reinterpret_cast<float*>(memory + FETCH_BYTES);
@@ -282,17 +295,18 @@ __device__ inline void make_long_sum(u32 count, const Rows& rows, u32 hidden, u8
     }
 }
 
-// The sums that a batch of list entries ends, where a sum may go on from batch to batch.
+// The sums that end in a batch of list entries. A sum may span several batches.
 struct BatchSums {
-    Sums whole;       // those that lie in the batch
-    bool long_ends;   // one that began before ends here: entries [long_begin, long_begin + long_count)
+    Sums whole;       // the sums that lie in the batch
+    bool long_ends;   // a sum that began in an earlier batch ends here: entries [long_begin, long_begin + long_count)
     u32 long_begin;
     u32 long_count;
     u32 long_end;     // its last lane
 };
 
-// `begin` is kept from batch to batch: the entry where the sum that has not ended began, or NONE.
-__device__ inline BatchSums sums_of(const Batch& batch, u32 begins, u32 ends, u32& begin) {
+// `begin` is the caller's state from batch to batch: the entry at which the unfinished sum begins, or NONE.
+template <class Entry>
+__device__ inline BatchSums sums_of(const Batch<Entry>& batch, u32 begins, u32 ends, u32& begin) {
     BatchSums sums{};
     sums.whole = {begins, ends};
     if (begin != NONE && ends != 0) {
@@ -303,7 +317,7 @@ __device__ inline BatchSums sums_of(const Batch& batch, u32 begins, u32 ends, u3
         sums.whole.ends &= ends - 1;
         begin = NONE;
     }
-    // More begin than end: the last goes on.
+    // More sums begin than end: the last one continues in the next batch.
     if (__popc(begins) > __popc(sums.whole.ends)) {
         const u32 last = 31 - __clz(begins);
         begin = batch.first + last;
@@ -312,7 +326,7 @@ __device__ inline BatchSums sums_of(const Batch& batch, u32 begins, u32 ends, u3
     return sums;
 }
 
-// Bytes from one partial sum to the next; a whole number of vectors.
+// Bytes of the slot of one partial sum: whole vectors.
 __device__ inline u64 slot_bytes(const CombineParams& p) {
     return static_cast<u64>(div_up(p.hidden, 8) * 8) * element_bytes(WIRE_F32);
 }

@@ -1,4 +1,4 @@
-// Eight bf16 values in one vector, as f32 and back.
+// Conversion of vectors of eight bf16 values to f32 and back.
 #pragma once
 #include "ptx.cuh"
 

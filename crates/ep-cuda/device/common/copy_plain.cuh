@@ -1,5 +1,5 @@
-// Rows between global and shared memory by the lanes themselves: the same interface as copy_bulk.cuh for GPUs without
-// the bulk copy engine. Copies are over when the call returns, so nothing has to be waited for.
+// Copies of rows between global and shared memory, made by the lanes: the interface of copy_bulk.cuh for GPUs without
+// the bulk copy engine. A copy is complete when the call returns, so the waits and fences are empty.
 #pragma once
 #include "ptx.cuh"
 
@@ -9,11 +9,11 @@ __device__ inline void copy_init(u64*) {}
 __device__ inline void copy_init_done() {}
 __device__ inline void copy_expect(u64*, u32) {}
 
-// Called by all lanes of the warp, as are all that follow.
+// This function and the following ones are called by all lanes of the warp.
 __device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64*) {
     auto* to = static_cast<uint4*>(stage);
     auto* from = static_cast<const uint4*>(global);
-    // Rows may come from a peer.
+    // Past the first-level cache, which is not coherent: a peer may have written the row.
     for (u32 at = lane_id(); at < bytes / 16; at += WARP) to[at] = ld_relaxed_sys_v4(from + at);
 }
 

@@ -1,131 +1,266 @@
-// What the host tells a kernel, and what ranks tell each other. Mirrored in src/params.rs; both sides assert the sizes.
+// Kernel parameters, structs that ranks write into each other's memory, and sizes of shared memory.
+//
+// GENERATED from src/params.rs and src/shared.rs. To change it, edit those files and run
+// HYBRID_EP_UPDATE_PARAMS=1 cargo test -p ep-cuda --lib params
 #pragma once
 #include "types.cuh"
 
+// Entries of the lists of a handle: see lists.cuh.
+struct Send;
+struct Copy;
+struct Receive;
+struct DstCopy;
+
+// Maximum number of ranks of one NVLink domain.
 constexpr u32 MAX_RANKS = 72;
-// Chunks of one rank's tokens, and groups of pieces of a row, that have a flag of their own.
+// Maximum number of chunks of one rank's tokens.
 constexpr u32 MAX_CHUNKS = 1024;
+// Maximum number of groups of pieces of a row. Each group has its own flags.
 constexpr u32 MAX_GROUPS = 4;
-constexpr u32 MAX_FLAGS = MAX_CHUNKS * MAX_GROUPS;
+// Maximum number of flags that one rank sets on one peer.
+constexpr u32 MAX_FLAGS = 4096;
+// No value: no capacity bound, no rank, no list index. `NO_ROW` of lists.cuh has the same value.
+constexpr u32 NONE = 4294967295;
+// Threads of a block of `preprocess`.
+constexpr u32 PREPROCESS_THREADS = 1024;
+// Threads of a block of `weight_rows`.
+constexpr u32 WEIGHT_ROWS_THREADS = 256;
+// Threads of a block of `dense`.
+constexpr u32 DENSE_THREADS = 256;
+// Maximum number of ring stages of a block of dispatch: the size of its static array of barriers.
+constexpr u32 MOST_STAGES = 128;
+// Words of a call that must be equal on all ranks: see src/call.rs.
+constexpr u32 CALL_WORDS = 6;
+// Bytes of a worker's buffer for scales, if dispatch quantises.
+constexpr u32 SCALE_BUFFER_BYTES = 512;
+// Steps of a sum that combine has in shared memory or in flight, including the current one.
+constexpr u32 COMBINE_STEPS = 4;
+// Finished runs of sums that may be in flight to a peer; a store over the link takes some microseconds.
+constexpr u32 COMBINE_RUNS = 2;
+// Index in a handle's shape, after the three words per local expert: rows that this rank receives, padding
+// included.
+constexpr u32 SHAPE_ROWS = 0;
+// As `SHAPE_ROWS`: rows that this rank would receive without a capacity.
+constexpr u32 SHAPE_WANTED = 1;
+// As `SHAPE_ROWS`: rows that this rank sends to other ranks, one per (token, rank).
+constexpr u32 SHAPE_REMOTE = 2;
+// As `SHAPE_ROWS`: this rank's tokens that have an expert on this rank.
+constexpr u32 SHAPE_OWN = 3;
+// Number of words of a shape after the three words per local expert.
+constexpr u32 SHAPE_WORDS = 4;
 
-// How scales are laid out; 0 where there are none.
-enum ScaleFormat : u32 { SCALES_NONE = 0, SCALES_F32_128 = 1, SCALES_UE8M0_128 = 2, SCALES_UE8M0_32 = 3 };
-
-enum ProbsOrigin : u32 { PROBS_SKIP = 0, PROBS_ROUTING = 1, PROBS_DENSE = 2 };
-
-// How the routing is given.
-enum RoutingForm : u32 { ROUTING_TOPK = 0, ROUTING_MAP = 1, ROUTING_ROWS = 2 };
-
-enum FaultKind : u32 {
-    FAULT_NONE = 0,
-    FAULT_TIMEOUT = 1,         // waited too long for `peer`
-    FAULT_ABORTED = 2,         // another rank has given up; `peer` is to blame, and `cause` what became of it
-    FAULT_MISMATCH = 3,        // `peer` called something else: `seen` instead of `expected`
-    FAULT_INDEX = 4,           // routing: row `index` has expert index `seen`
-    FAULT_DUPLICATE = 5,       // routing: row `index` has expert `seen` twice
-    FAULT_NAN = 6,             // routing: row `index` has a NaN weight for expert `seen`
-    FAULT_TOO_MANY_ROWS = 7,   // `peer` would receive `index` rows
-    FAULT_LEFT = 8,            // `peer` has dropped its buffer
-    FAULT_DIED = 10,           // the process of `peer` is gone
-    FAULT_TOO_MANY_COPIES = 9, // routing: `index` choices, where `expected` were announced
+// The format of scales.
+enum ScaleCode : u32 {
+    SCALES_NONE = 0,
+    SCALES_F32_128 = 1,
+    SCALES_UE8M0_128 = 2,
+    SCALES_UE8M0_32 = 3,
 };
 
-enum WaitingFor : u32 { FOR_HELLO = 0, FOR_COUNTS = 1, FOR_CHUNK = 2, FOR_BLOCKS = 3 };
+// The source of the probabilities that dispatch sends.
+enum ProbsOrigin : u32 {
+    PROBS_SKIP = 0,
+    PROBS_ROUTING = 1,
+    PROBS_DENSE = 2,
+};
 
-// The first thing that went wrong on a rank; in host memory.
+// The format of a routing.
+enum RoutingForm : u32 {
+    ROUTING_TOPK = 0,
+    ROUTING_MAP = 1,
+    ROUTING_ROWS = 2,
+};
+
+// The fault of a rank; says which fields of `Fault` hold what.
+enum FaultKind : u32 {
+    FAULT_NONE = 0,
+    // `peer` is inside the operator and made no progress within the stall timeout.
+    FAULT_STALLED = 1,
+    // Another rank has given up; `peer` is the rank at fault, and `cause` is what happened to `peer`.
+    FAULT_ABORTED = 2,
+    // `peer` called with other arguments: its signature is `seen`, this rank's is `expected`.
+    FAULT_MISMATCH = 3,
+    // Routing: row `index` has the expert index `seen`.
+    FAULT_INDEX = 4,
+    // Routing: row `index` has expert `seen` twice.
+    FAULT_DUPLICATE = 5,
+    // Routing: row `index` has a NaN weight for expert `seen`.
+    FAULT_NAN = 6,
+    // `peer` would receive `index` rows.
+    FAULT_TOO_MANY_ROWS = 7,
+    // `peer` has dropped its buffer.
+    FAULT_LEFT = 8,
+    // Routing: it has `index` copies; the handle has room for `expected`.
+    FAULT_TOO_MANY_COPIES = 9,
+    // The process of `peer` has ended.
+    FAULT_DIED = 10,
+    // `peer` did not enter the operator within the entry bound (`timeout`).
+    FAULT_LATE = 11,
+    // The process of `peer` has sent no heartbeat for the stall timeout.
+    FAULT_SILENT = 12,
+};
+
+// What a rank was waiting for when it failed.
+enum WaitingFor : u32 {
+    // A peer's handshake: the peer may not have entered the operator yet.
+    FOR_HANDSHAKE = 0,
+    // A chunk from a peer that has entered.
+    FOR_CHUNK = 1,
+    // The other blocks of the rank's own kernel.
+    FOR_BLOCKS = 2,
+};
+
+// The state of a peer as a host writes it into `Control::left`. Any value but `Here` ends waits for that peer.
+enum GoneWord : u32 {
+    GONE_HERE = 0,
+    GONE_LEFT = 1,
+    GONE_DIED = 2,
+    // The peer's heartbeat has stopped; the host writes `Here` again when the heartbeat resumes.
+    GONE_SILENT = 3,
+};
+
+// The first fault of a rank.
 struct Fault {
+    // A `FaultKind`, written last.
     u32 kind;
     u32 peer;
+    // A `WaitingFor`.
     u32 waiting_for;
+    // The number of the operator, which is its epoch.
     u32 step;
     u32 expected;
     u32 seen;
     u64 index;
     u64 waited_ns;
-    u32 operation;  // as the host calls it
-    u32 awaited;    // who was waited for; NONE for nobody
-    u32 cause;      // a FaultKind
-    u32 reserved;
+    // The operator as a number of `ep::Operator`.
+    u32 operation;
+    // The rank that this rank was waiting for; NONE if it was not waiting.
+    u32 awaited;
+    // A `FaultKind`.
+    u32 cause;
+    // The rank that recorded the fault.
+    u32 rank;
 };
-static_assert(sizeof(Fault) == 56, "mirrored in src/fault.rs");
 
-// The word by which a rank that gives up tells the others: why, who says so, and who is to blame.
-__device__ inline u32 abort_word(FaultKind cause, u32 by, u32 to_blame) { return cause << 16 | by << 8 | (to_blame + 1); }
-__device__ inline FaultKind abort_cause(u32 word) { return static_cast<FaultKind>(word >> 16); }
-__device__ inline u32 abort_by(u32 word) { return word >> 8 & 0xFF; }
-__device__ inline u32 abort_to_blame(u32 word) { return (word & 0xFF) - 1; }
-static_assert(MAX_RANKS < 0xFF, "a rank fits a byte");
+// A fault and, if `kind` is `Mismatch`, the words of both calls.
+struct FaultRecord {
+    Fault fault;
+    u64 call[CALL_WORDS];
+    // The call of `fault.peer`.
+    u64 peer_call[CALL_WORDS];
+};
 
-// A rank's words at the start of an operator: it is here, and its memory for this operator lies there. Pointers are
-// the speaker's; `Params::delta` makes them the listener's.
-struct Hello {
-    u64 tokens;         // dispatch: received tokens; combine: partial sums
-    u64 scales;         // dispatch: received scales
-    u64 probs;          // dispatch: received probs; combine: gathered probs, by copy
-    u64 local_experts;  // dispatch, plain mode
-    u64 recv;           // lists of the speaker's handle, see handle.cuh
+// The kernel's report to its host; in host memory.
+struct FaultReport {
+    FaultRecord own;
+    // If another rank gave up first: a copy of that rank's record.
+    FaultRecord theirs;
+};
+
+// What a rank writes to every peer's control block when it enters an operator: the epoch, the addresses of its
+// outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds `Common::delta`.
+struct Handshake {
+    // dispatch: received tokens; combine: partial sums.
+    u64 tokens;
+    // dispatch: received scales.
+    u64 scales;
+    // dispatch: received probabilities; combine: `prob_scratch`, by copy.
+    u64 probs;
+    // dispatch, plain mode: the map of local experts.
+    u64 local_experts;
+    // Lists of the sender's handle, see lists.cuh.
+    u64 recv;
     u64 recv_begin;
     u64 dst_copies;
     u64 dst_begin;
+    // The arguments of the sender's call; read only if the signatures differ.
+    u64 call[CALL_WORDS];
     u32 chunks;
-    u32 signature;  // of the call
-    u32 epoch;      // written last
-    u32 reserved[13];
+    // Checksum of `call`.
+    u32 signature;
+    // Written last, with release order.
+    u32 epoch;
+    u32 reserved;
 };
-static_assert(sizeof(Hello) == 128, "mirrored in src/params.rs");
 
-// A rank's block of registered memory for everybody's words. The counts of preprocessing follow it:
-// `[2][ranks][count_words]`.
+// A rank's control block: the words that peers read or write, in registered memory. docs/protocol.md lists every
+// word's writers, readers and memory order. The counts of preprocess follow the block: `[2][ranks][count_words]`.
 struct Control {
-    // This rank's own.
-    u32 epoch;           // operators done
-    u32 blocks_done;     // of the running kernel
-    u32 blocks_arrived;  // at the kernel's barrier
+    // Operators that this rank has finished. Only this rank's kernels touch the words from here to `reserved`.
+    u32 epoch;
+    // Blocks of the running kernel that have finished.
+    u32 blocks_done;
+    // Blocks of the running kernel that have reached the grid barrier (`all_blocks`).
+    u32 blocks_arrived;
+    // 1 once a thread has claimed the right to report this rank's first fault.
     u32 fault_claimed;
-    // Of the running combine, what its workers have taken: tokens to be reduced, and items to be pushed but the first of
-    // each.
+    // combine: tokens that workers have claimed for the reduce role.
     u32 tokens_taken;
+    // combine: push items that workers have claimed, not counting the first item of each worker.
     u32 items_taken;
     u32 reserved[26];
-    // Written by peers: an `abort_word`; and, of each, whether it has left (1) or died (2).
+    // Written by this rank and by peers: an `abort_word`, see sync.cuh.
     u32 abort;
     u32 unused[31];
+    // `left[peer]`: a `GoneWord`, written by hosts.
     u32 left[MAX_RANKS];
-    Hello hello[2][MAX_RANKS];
-    // `flags[peer][chunk * groups + group]`: the epoch in which the peer finished it.
+    // This rank's first fault; peers read it when this rank has given up.
+    FaultRecord record;
+    // `handshake[epoch % 2][peer]`.
+    Handshake handshake[2][MAX_RANKS];
+    // `flags[peer][index]`: the epoch in which the peer finished sending. The index is the chunk in combine, and
+    // `SendItems::flag` in dispatch.
     u32 flags[MAX_RANKS][MAX_FLAGS];
 };
-static_assert(sizeof(Control) == 256 + 4 * MAX_RANKS + 2 * MAX_RANKS * sizeof(Hello) + MAX_RANKS * MAX_FLAGS * 4, "mirrored");
 
-// What all kernels need.
+// A peer's handshake in this rank's addresses; in the shared memory of each block.
+struct PeerView {
+    u8* tokens;
+    u8* scales;
+    float* probs;
+    u8* local_experts;
+    const Receive* recv;
+    const u32* recv_begin;
+    const DstCopy* dst_copies;
+    const u32* dst_begin;
+    // The flags that this rank sets on the peer.
+    u32* flags;
+    u32 chunks;
+};
+
+// Parameters that all operators share.
 struct Common {
     u32 rank;
     u32 ranks;
     u32 experts;
     u32 signature;
+    // Entry bound: how long a wait for a handshake lasts.
     u64 timeout_ns;
+    // Stall bound: how long any other wait lasts.
+    u64 stall_timeout_ns;
     Control* own;
-    Fault* fault;
-    // Every rank's control block, as addressed from here.
+    FaultReport* report;
+    u64 call[CALL_WORDS];
+    // Every rank's control block, in this rank's addresses.
     Control* control[MAX_RANKS];
-    // To be added to a pointer of that rank's.
+    // `delta[peer]` turns an address of that peer into an address of this rank.
     i64 delta[MAX_RANKS];
-    // First expert position of every rank, and one past the last.
+    // First expert position of every rank, and one past the last position.
     u32 owner_begin[MAX_RANKS + 1];
-    u32 operation;  // what the host calls this
+    // The operator as a number of `ep::Operator`.
+    u32 operation;
 };
-static_assert(sizeof(Common) == 40 + 16 * MAX_RANKS + 4 * MAX_RANKS + 8, "mirrored in src/params.rs");
 
-// A handle's arrays; see handle.cuh.
+// The lists of a handle; see lists.cuh.
 struct HandleView {
-    uint2* sends;
+    Send* sends;
     u32* send_begin;
     u32* token_begin;
-    uint4* copies;
+    Copy* copies;
     u32* copy_begin;
-    uint2* recv;
+    Receive* recv;
     u32* recv_begin;
-    uint2* dst_copies;
+    DstCopy* dst_copies;
     u32* dst_begin;
     u32* shape;
     u32 tokens;
@@ -133,18 +268,24 @@ struct HandleView {
     u32 chunk_tokens;
     u32 permuted;
 };
-static_assert(sizeof(HandleView) == 96, "mirrored in src/params.rs");
 
+// Parameters of preprocess.
 struct PreprocessParams {
     Common common;
     HandleView handle;
+    // A `RoutingForm`.
     u32 form;
     u32 topk;
-    u32 pad_multiple;  // 0: plain mode
-    u32 capacity;      // NONE: unbounded
+    // Permuted mode: each expert's rows are padded to a multiple of this. 0: plain mode.
+    u32 pad_multiple;
+    // Rows that this rank can receive; NONE: no limit.
+    u32 capacity;
+    // Words of the counts that one rank sends to each peer.
     u32 count_words;
-    u32 tile;          // tokens that a block works on at a time; a multiple of 32
-    u32 most_copies;   // that the handle has room for
+    // Tokens of a tile; a multiple of 32.
+    u32 tile;
+    // Copies that the handle has room for.
+    u32 most_copies;
     u32 reserved;
     const i32* topk_idx;
     const i64* topk_idx_wide;
@@ -152,16 +293,21 @@ struct PreprocessParams {
     const u8* map;
     const u32* row_begin;
     const u32* row_experts;
-    const u32* position_of;  // by expert; null: the identity
-    u32* block_columns;      // [blocks][columns]
-    u32* host_shape;         // host memory; null: not wanted
-    // The caller's, each null where not wanted: [local experts] with and without padding (permuted mode), and [1].
+    // Expert position by expert; null: the identity.
+    const u32* position_of;
+    // `[blocks][columns]`.
+    u32* block_columns;
+    // Host memory; null: not requested.
+    u32* host_shape;
+    // The caller's `[local experts]`, rows with padding (permuted mode); null: not requested.
     i64* tokens_per_expert;
+    // The caller's `[local experts]`, rows without padding (permuted mode); null: not requested.
     i64* kept_per_expert;
+    // The caller's `[1]`: 1 if rows were dropped, else 0; null: not requested.
     i32* overflow;
 };
-static_assert(sizeof(PreprocessParams) == sizeof(Common) + sizeof(HandleView) + 32 + 96, "mirrored");
 
+// Parameters of dispatch.
 struct DispatchParams {
     Common common;
     HandleView handle;
@@ -172,20 +318,27 @@ struct DispatchParams {
     u8* out_scales;
     float* out_probs;
     u8* out_local_experts;
-    u32 probs;          // ProbsOrigin
+    // A `ProbsOrigin`.
+    u32 probs;
+    // A `ScaleCode`.
     u32 scale_format;
     u32 row_bytes_in;
     u32 row_bytes_out;
     u32 scale_row_bytes;
-    u32 pieces;         // of a row
-    u32 piece_bytes;    // of an input row
-    u32 groups;         // of pieces
-    u32 stages;         // of one worker's ring
+    // Number of pieces of a row.
+    u32 pieces;
+    // Bytes of a piece of an input row.
+    u32 piece_bytes;
+    // Number of groups of pieces: group g has the pieces g, g + groups, g + 2 groups, ...
+    u32 groups;
+    // Number of stages of one worker's ring.
+    u32 stages;
+    // Distance between two stages, in bytes.
     u32 stage_bytes;
     u32 reserved[2];
 };
-static_assert(sizeof(DispatchParams) == sizeof(Common) + sizeof(HandleView) + 56 + 48, "mirrored in src/params.rs");
 
+// Parameters of combine.
 struct CombineParams {
     Common common;
     HandleView handle;
@@ -193,9 +346,315 @@ struct CombineParams {
     const float* row_probs;
     u8* out_tokens;
     float* out_probs;
-    u8* partials;        // registered: [sends][hidden] of the wire's type
-    float* prob_scratch; // registered: [copies]
+    // `[sends][hidden]` of the wire type, in registered memory: peers write partial sums here.
+    u8* partials;
+    // `[copies]`, in registered memory: peers write probabilities here.
+    float* prob_scratch;
     u32 hidden;
-    u32 slack;           // tokens that peers may be behind this rank
+    // Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.
+    u32 slack;
 };
-static_assert(sizeof(CombineParams) == sizeof(Common) + sizeof(HandleView) + 48 + 8, "mirrored in src/params.rs");
+
+// Parameters of weight_rows.
+struct WeightRowsParams {
+    // `[count, hidden]`. Forward: the rows. Backward: the gradients of the weighted rows.
+    const u8* values;
+    // Backward: the rows `[count, hidden]`, of the type of `out`. Forward: null.
+    const u8* rows;
+    // `[count]`.
+    const float* weights;
+    // `[count, hidden]`: values times weights.
+    u8* out;
+    // Backward: `[count]`, the gradients of the weights.
+    float* dots;
+    // Number of rows.
+    u32 count;
+    // A multiple of 8.
+    u32 hidden;
+    // 1: `values` is f32; 0: bf16.
+    u32 values_f32;
+    // 1: `out` is f32; 0: bf16.
+    u32 out_f32;
+};
+
+// Parameters of dense.
+struct DenseParams {
+    // `[tokens, k]`, i32 or i64; an index outside 0 .. `experts` chooses no expert.
+    const u8* indices;
+    // `[tokens, k]`, or null.
+    const float* weights;
+    // Output `[tokens, experts]`: 1 if the token chose the expert, else 0; null: not requested.
+    u8* map;
+    // Output `[tokens, experts]`: the sum of the weights; null: not requested.
+    float* probs;
+    u32 tokens;
+    u32 k;
+    u32 experts;
+    // 1: `indices` is i64; 0: i32.
+    u32 wide;
+};
+
+// Parameters of spin.
+struct SpinParams {
+    u64 nanoseconds;
+};
+
+// Bytes of one `PeerView` in shared memory.
+constexpr u32 PEER_VIEW_BYTES = 80;
+
+// `value`, rounded up to a multiple of `multiple`.
+constexpr u32 round_up(u32 value, u32 multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+// Bytes of the views of all peers.
+constexpr u32 peers_bytes(u32 ranks) {
+    return round_up(ranks * PEER_VIEW_BYTES, 128);
+}
+
+// Bytes between two stages of a ring of dispatch: stages begin at multiples of 128.
+constexpr u32 stage_stride(u32 piece_bytes) {
+    return round_up(piece_bytes, 128);
+}
+
+// Bytes of a worker of dispatch: its ring and, if it quantises, its scales.
+constexpr u32 dispatch_worker_bytes(u32 stages, u32 stage_bytes, u32 quantize) {
+    return stages * stage_bytes + quantize * SCALE_BUFFER_BYTES;
+}
+
+// Bytes of a block of dispatch.
+constexpr u32 dispatch_bytes(u32 ranks, u32 warps, u32 stages, u32 stage_bytes, u32 quantize) {
+    return peers_bytes(ranks) + warps * dispatch_worker_bytes(stages, stage_bytes, quantize);
+}
+
+// Bytes of a vector of 8 elements, bf16 or f32.
+constexpr u32 vector_bytes(u32 f32) {
+    return 16 + 16 * f32;
+}
+
+// Vectors that a lane of combine adds in one step: fewer if rows or wire are f32.
+constexpr u32 combine_vectors(u32 any_f32) {
+    return 4 - 2 * any_f32;
+}
+
+// Vectors that a warp of combine adds in one step.
+constexpr u32 combine_stride(u32 any_f32) {
+    return 32 * combine_vectors(any_f32);
+}
+
+// Bytes of one step in flight.
+constexpr u32 combine_step_bytes(u32 any_f32) {
+    return combine_stride(any_f32) * vector_bytes(any_f32);
+}
+
+// Bytes of all steps in flight.
+constexpr u32 combine_fetch_bytes(u32 any_f32) {
+    return COMBINE_STEPS * combine_step_bytes(any_f32);
+}
+
+// Bytes of a run of finished sums.
+constexpr u32 combine_run_bytes(u32 any_f32, u32 wire_f32) {
+    return combine_stride(any_f32) * vector_bytes(wire_f32);
+}
+
+// Bytes of a worker of combine.
+constexpr u32 combine_worker_bytes(u32 rows_f32, u32 wire_f32) {
+    return combine_fetch_bytes(rows_f32 | wire_f32) + COMBINE_RUNS * combine_run_bytes(rows_f32 | wire_f32, wire_f32);
+}
+
+// Bytes of a block of combine.
+constexpr u32 combine_bytes(u32 ranks, u32 warps, u32 rows_f32, u32 wire_f32) {
+    return peers_bytes(ranks) + warps * combine_worker_bytes(rows_f32, wire_f32);
+}
+
+// The number of sums over tokens in preprocess: copies per expert, copies and tokens per rank, `sends`, `copies`.
+constexpr u32 count_columns(u32 experts, u32 ranks) {
+    return experts + 2 * ranks + 2;
+}
+
+// Words of a row of a tile's bit matrix: odd, so that rows of adjacent tokens begin in different banks.
+constexpr u32 tile_row_words(u32 experts) {
+    return (round_up(experts, 32) / 32) | 1;
+}
+
+// Words of a tile of preprocess: bits by token, expert and rank; scans; expert and owner by position.
+constexpr u32 tile_words(u32 experts, u32 ranks, u32 tile) {
+    return tile * tile_row_words(experts) + (experts + ranks) * (tile / 32) + (ranks + 2) * (tile + 1) + round_up(experts, 2) / 2 + round_up(experts, 4) / 4;
+}
+
+// Bytes of a block of preprocess: 64-bit row count and base per segment; two sets of column sums; a limit and two
+// begins per rank; a tile. `segments`: the larger of experts and ranks.
+constexpr u32 preprocess_bytes(u32 experts, u32 ranks, u32 segments, u32 tile) {
+    return 4 * (3 * segments + 2 * count_columns(experts, ranks) + 3 * ranks + tile_words(experts, ranks, tile));
+}
+
+// Words of a handle's shape.
+constexpr u32 shape_words(u32 local_experts) {
+    return 3 * local_experts + SHAPE_WORDS;
+}
+
+// The layout of these structs in src/params.rs.
+static_assert(OFFSET_OF(Fault, kind) == 0);
+static_assert(OFFSET_OF(Fault, peer) == 4);
+static_assert(OFFSET_OF(Fault, waiting_for) == 8);
+static_assert(OFFSET_OF(Fault, step) == 12);
+static_assert(OFFSET_OF(Fault, expected) == 16);
+static_assert(OFFSET_OF(Fault, seen) == 20);
+static_assert(OFFSET_OF(Fault, index) == 24);
+static_assert(OFFSET_OF(Fault, waited_ns) == 32);
+static_assert(OFFSET_OF(Fault, operation) == 40);
+static_assert(OFFSET_OF(Fault, awaited) == 44);
+static_assert(OFFSET_OF(Fault, cause) == 48);
+static_assert(OFFSET_OF(Fault, rank) == 52);
+static_assert(sizeof(Fault) == 56);
+static_assert(OFFSET_OF(FaultRecord, fault) == 0);
+static_assert(OFFSET_OF(FaultRecord, call) == 56);
+static_assert(OFFSET_OF(FaultRecord, peer_call) == 104);
+static_assert(sizeof(FaultRecord) == 152);
+static_assert(OFFSET_OF(FaultReport, own) == 0);
+static_assert(OFFSET_OF(FaultReport, theirs) == 152);
+static_assert(sizeof(FaultReport) == 304);
+static_assert(OFFSET_OF(Handshake, tokens) == 0);
+static_assert(OFFSET_OF(Handshake, scales) == 8);
+static_assert(OFFSET_OF(Handshake, probs) == 16);
+static_assert(OFFSET_OF(Handshake, local_experts) == 24);
+static_assert(OFFSET_OF(Handshake, recv) == 32);
+static_assert(OFFSET_OF(Handshake, recv_begin) == 40);
+static_assert(OFFSET_OF(Handshake, dst_copies) == 48);
+static_assert(OFFSET_OF(Handshake, dst_begin) == 56);
+static_assert(OFFSET_OF(Handshake, call) == 64);
+static_assert(OFFSET_OF(Handshake, chunks) == 112);
+static_assert(OFFSET_OF(Handshake, signature) == 116);
+static_assert(OFFSET_OF(Handshake, epoch) == 120);
+static_assert(OFFSET_OF(Handshake, reserved) == 124);
+static_assert(sizeof(Handshake) == 128);
+static_assert(OFFSET_OF(Control, epoch) == 0);
+static_assert(OFFSET_OF(Control, blocks_done) == 4);
+static_assert(OFFSET_OF(Control, blocks_arrived) == 8);
+static_assert(OFFSET_OF(Control, fault_claimed) == 12);
+static_assert(OFFSET_OF(Control, tokens_taken) == 16);
+static_assert(OFFSET_OF(Control, items_taken) == 20);
+static_assert(OFFSET_OF(Control, reserved) == 24);
+static_assert(OFFSET_OF(Control, abort) == 128);
+static_assert(OFFSET_OF(Control, unused) == 132);
+static_assert(OFFSET_OF(Control, left) == 256);
+static_assert(OFFSET_OF(Control, record) == 544);
+static_assert(OFFSET_OF(Control, handshake) == 696);
+static_assert(OFFSET_OF(Control, flags) == 19128);
+static_assert(sizeof(Control) == 1198776);
+static_assert(OFFSET_OF(PeerView, tokens) == 0);
+static_assert(OFFSET_OF(PeerView, scales) == 8);
+static_assert(OFFSET_OF(PeerView, probs) == 16);
+static_assert(OFFSET_OF(PeerView, local_experts) == 24);
+static_assert(OFFSET_OF(PeerView, recv) == 32);
+static_assert(OFFSET_OF(PeerView, recv_begin) == 40);
+static_assert(OFFSET_OF(PeerView, dst_copies) == 48);
+static_assert(OFFSET_OF(PeerView, dst_begin) == 56);
+static_assert(OFFSET_OF(PeerView, flags) == 64);
+static_assert(OFFSET_OF(PeerView, chunks) == 72);
+static_assert(sizeof(PeerView) == 80);
+static_assert(OFFSET_OF(Common, rank) == 0);
+static_assert(OFFSET_OF(Common, ranks) == 4);
+static_assert(OFFSET_OF(Common, experts) == 8);
+static_assert(OFFSET_OF(Common, signature) == 12);
+static_assert(OFFSET_OF(Common, timeout_ns) == 16);
+static_assert(OFFSET_OF(Common, stall_timeout_ns) == 24);
+static_assert(OFFSET_OF(Common, own) == 32);
+static_assert(OFFSET_OF(Common, report) == 40);
+static_assert(OFFSET_OF(Common, call) == 48);
+static_assert(OFFSET_OF(Common, control) == 96);
+static_assert(OFFSET_OF(Common, delta) == 672);
+static_assert(OFFSET_OF(Common, owner_begin) == 1248);
+static_assert(OFFSET_OF(Common, operation) == 1540);
+static_assert(sizeof(Common) == 1544);
+static_assert(OFFSET_OF(HandleView, sends) == 0);
+static_assert(OFFSET_OF(HandleView, send_begin) == 8);
+static_assert(OFFSET_OF(HandleView, token_begin) == 16);
+static_assert(OFFSET_OF(HandleView, copies) == 24);
+static_assert(OFFSET_OF(HandleView, copy_begin) == 32);
+static_assert(OFFSET_OF(HandleView, recv) == 40);
+static_assert(OFFSET_OF(HandleView, recv_begin) == 48);
+static_assert(OFFSET_OF(HandleView, dst_copies) == 56);
+static_assert(OFFSET_OF(HandleView, dst_begin) == 64);
+static_assert(OFFSET_OF(HandleView, shape) == 72);
+static_assert(OFFSET_OF(HandleView, tokens) == 80);
+static_assert(OFFSET_OF(HandleView, chunks) == 84);
+static_assert(OFFSET_OF(HandleView, chunk_tokens) == 88);
+static_assert(OFFSET_OF(HandleView, permuted) == 92);
+static_assert(sizeof(HandleView) == 96);
+static_assert(OFFSET_OF(PreprocessParams, common) == 0);
+static_assert(OFFSET_OF(PreprocessParams, handle) == 1544);
+static_assert(OFFSET_OF(PreprocessParams, form) == 1640);
+static_assert(OFFSET_OF(PreprocessParams, topk) == 1644);
+static_assert(OFFSET_OF(PreprocessParams, pad_multiple) == 1648);
+static_assert(OFFSET_OF(PreprocessParams, capacity) == 1652);
+static_assert(OFFSET_OF(PreprocessParams, count_words) == 1656);
+static_assert(OFFSET_OF(PreprocessParams, tile) == 1660);
+static_assert(OFFSET_OF(PreprocessParams, most_copies) == 1664);
+static_assert(OFFSET_OF(PreprocessParams, reserved) == 1668);
+static_assert(OFFSET_OF(PreprocessParams, topk_idx) == 1672);
+static_assert(OFFSET_OF(PreprocessParams, topk_idx_wide) == 1680);
+static_assert(OFFSET_OF(PreprocessParams, weights) == 1688);
+static_assert(OFFSET_OF(PreprocessParams, map) == 1696);
+static_assert(OFFSET_OF(PreprocessParams, row_begin) == 1704);
+static_assert(OFFSET_OF(PreprocessParams, row_experts) == 1712);
+static_assert(OFFSET_OF(PreprocessParams, position_of) == 1720);
+static_assert(OFFSET_OF(PreprocessParams, block_columns) == 1728);
+static_assert(OFFSET_OF(PreprocessParams, host_shape) == 1736);
+static_assert(OFFSET_OF(PreprocessParams, tokens_per_expert) == 1744);
+static_assert(OFFSET_OF(PreprocessParams, kept_per_expert) == 1752);
+static_assert(OFFSET_OF(PreprocessParams, overflow) == 1760);
+static_assert(sizeof(PreprocessParams) == 1768);
+static_assert(OFFSET_OF(DispatchParams, common) == 0);
+static_assert(OFFSET_OF(DispatchParams, handle) == 1544);
+static_assert(OFFSET_OF(DispatchParams, tokens) == 1640);
+static_assert(OFFSET_OF(DispatchParams, scales) == 1648);
+static_assert(OFFSET_OF(DispatchParams, dense) == 1656);
+static_assert(OFFSET_OF(DispatchParams, out_tokens) == 1664);
+static_assert(OFFSET_OF(DispatchParams, out_scales) == 1672);
+static_assert(OFFSET_OF(DispatchParams, out_probs) == 1680);
+static_assert(OFFSET_OF(DispatchParams, out_local_experts) == 1688);
+static_assert(OFFSET_OF(DispatchParams, probs) == 1696);
+static_assert(OFFSET_OF(DispatchParams, scale_format) == 1700);
+static_assert(OFFSET_OF(DispatchParams, row_bytes_in) == 1704);
+static_assert(OFFSET_OF(DispatchParams, row_bytes_out) == 1708);
+static_assert(OFFSET_OF(DispatchParams, scale_row_bytes) == 1712);
+static_assert(OFFSET_OF(DispatchParams, pieces) == 1716);
+static_assert(OFFSET_OF(DispatchParams, piece_bytes) == 1720);
+static_assert(OFFSET_OF(DispatchParams, groups) == 1724);
+static_assert(OFFSET_OF(DispatchParams, stages) == 1728);
+static_assert(OFFSET_OF(DispatchParams, stage_bytes) == 1732);
+static_assert(OFFSET_OF(DispatchParams, reserved) == 1736);
+static_assert(sizeof(DispatchParams) == 1744);
+static_assert(OFFSET_OF(CombineParams, common) == 0);
+static_assert(OFFSET_OF(CombineParams, handle) == 1544);
+static_assert(OFFSET_OF(CombineParams, rows) == 1640);
+static_assert(OFFSET_OF(CombineParams, row_probs) == 1648);
+static_assert(OFFSET_OF(CombineParams, out_tokens) == 1656);
+static_assert(OFFSET_OF(CombineParams, out_probs) == 1664);
+static_assert(OFFSET_OF(CombineParams, partials) == 1672);
+static_assert(OFFSET_OF(CombineParams, prob_scratch) == 1680);
+static_assert(OFFSET_OF(CombineParams, hidden) == 1688);
+static_assert(OFFSET_OF(CombineParams, slack) == 1692);
+static_assert(sizeof(CombineParams) == 1696);
+static_assert(OFFSET_OF(WeightRowsParams, values) == 0);
+static_assert(OFFSET_OF(WeightRowsParams, rows) == 8);
+static_assert(OFFSET_OF(WeightRowsParams, weights) == 16);
+static_assert(OFFSET_OF(WeightRowsParams, out) == 24);
+static_assert(OFFSET_OF(WeightRowsParams, dots) == 32);
+static_assert(OFFSET_OF(WeightRowsParams, count) == 40);
+static_assert(OFFSET_OF(WeightRowsParams, hidden) == 44);
+static_assert(OFFSET_OF(WeightRowsParams, values_f32) == 48);
+static_assert(OFFSET_OF(WeightRowsParams, out_f32) == 52);
+static_assert(sizeof(WeightRowsParams) == 56);
+static_assert(OFFSET_OF(DenseParams, indices) == 0);
+static_assert(OFFSET_OF(DenseParams, weights) == 8);
+static_assert(OFFSET_OF(DenseParams, map) == 16);
+static_assert(OFFSET_OF(DenseParams, probs) == 24);
+static_assert(OFFSET_OF(DenseParams, tokens) == 32);
+static_assert(OFFSET_OF(DenseParams, k) == 36);
+static_assert(OFFSET_OF(DenseParams, experts) == 40);
+static_assert(OFFSET_OF(DenseParams, wide) == 44);
+static_assert(sizeof(DenseParams) == 48);
+static_assert(OFFSET_OF(SpinParams, nanoseconds) == 0);
+static_assert(sizeof(SpinParams) == 8);

@@ -1,8 +1,8 @@
-// Every instruction that C++ has no word for; each wrapper is named after its instruction.
+// Wrappers of the PTX instructions that CUDA C++ does not expose. Each wrapper has the name of its instruction.
 #pragma once
 #include "types.cuh"
 
-// ---- who am I
+// ---- threads and time
 
 __device__ inline u32 lane_id() { return threadIdx.x % WARP; }
 __device__ inline u32 warp_id() { return threadIdx.x / WARP; }
@@ -17,14 +17,14 @@ __device__ inline u32 shared_address(const void* pointer) { return static_cast<u
 
 // ---- numbers
 
-// 1 / value to the last bit but one, of normal numbers.
+// 1 / value with an error of at most one unit in the last place, for normal numbers.
 __device__ inline float rcp_approx(float value) {
     float result;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
     return result;
 }
 
-// ---- memory that other GPUs read and write
+// ---- memory that other blocks, GPUs or the host read and write
 
 __device__ inline u32 ld_acquire_sys(const u32* pointer) {
     u32 value;
@@ -63,7 +63,7 @@ __device__ inline u32 atom_cas_relaxed_gpu(u32* pointer, u32 expected, u32 value
     return old;
 }
 
-// What is read once or written by a peer: past the first-level cache, which is not coherent.
+// Relaxed loads bypass the first-level cache, which is not coherent: for data that a peer writes or that is read once.
 __device__ inline uint2 ld_relaxed_sys_v2(const uint2* pointer) {
     u64 both;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(both) : "l"(pointer) : "memory");
@@ -93,9 +93,9 @@ __device__ inline u64 ld_relaxed_sys_u64(const u64* pointer) {
 
 __device__ inline void membar_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// ---- copies of 16 bytes by a lane, for itself
+// ---- asynchronous copies of 16 bytes; a lane waits for its own copies only
 
-// Zeros where there is nothing to copy: the address is not read then.
+// Writes zeros if `there` is false; the source is not read then.
 __device__ inline void cp_async_16(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                  "r"(there ? 16 : 0)
@@ -152,20 +152,20 @@ __device__ inline void cp_async_bulk_s2g(void* global, const void* shared, u32 b
 
 __device__ inline void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until at most `pending` of the youngest groups have not yet read their source.
+// Waits until all groups but the `pending` most recent ones have read their source.
 template <u32 pending>
 __device__ inline void cp_async_bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-// Until at most `pending` of the youngest groups have not yet arrived where they go.
+// Waits until the writes of all groups but the `pending` most recent ones are visible to this thread.
 template <u32 pending>
 __device__ inline void cp_async_bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// Orders what this thread has read or written itself before what the copy engine reads or writes next: in the block's
-// shared memory, or in global memory. For both at once the compiler would wait for all that the thread has under way.
+// Orders this thread's earlier reads and writes before later ones of the copy engine, in shared memory or in global
+// memory. One fence for both would also wait for all other memory operations of the thread.
 __device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

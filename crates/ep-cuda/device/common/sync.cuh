@@ -1,90 +1,152 @@
-// Ranks meeting in an operator: who is here, where their memory is, waits that end, and leaving.
+// Synchronisation of ranks inside an operator: the handshake, bounded waits, fault reports and the end of the operator.
+// docs/protocol.md lists every shared word with its writers, readers and memory order.
 #pragma once
 #include "handle.cuh"
 #include "ptx.cuh"
 
-// Polls between two looks at the clock.
+// Polls between two checks of the clock, the abort word and the peer's gone word.
 constexpr u32 POLLS = 256;
 
-// Nobody is ahead of what is awaited: a peer's next operator needs this rank's next hello. So nothing but equality counts,
-// and what was written any number of operators ago does not.
+// The word that a rank which gives up writes to all ranks: the cause, the rank that writes, and the rank at fault. The
+// rank at fault is stored plus one, so that the word is never 0, which means that no rank has given up.
+__device__ inline u32 abort_word(FaultKind cause, u32 by, u32 at_fault) { return cause << 16 | by << 8 | (at_fault + 1); }
+__device__ inline FaultKind abort_cause(u32 word) { return static_cast<FaultKind>(word >> 16); }
+__device__ inline u32 abort_by(u32 word) { return word >> 8 & 0xFF; }
+__device__ inline u32 abort_at_fault(u32 word) { return (word & 0xFF) - 1; }
+static_assert(MAX_RANKS < 0xFF, "a rank fits a byte");
+static_assert(sizeof(PeerView) == PEER_VIEW_BYTES);
+
+// Test ==, not >=: a peer cannot enter epoch + 1 before it has this rank's handshake of epoch + 1. Any other value is
+// left over from an earlier operator.
 __device__ inline bool reached(u32 seen, u32 epoch) { return seen == epoch; }
 
-// Tells the host, and all peers, what went wrong first; the rest of this kernel gives up. `cause` is what became of the
-// rank to blame. Its callers are not inlined, so that kernels keep their registers to themselves.
-__device__ inline void report(const Common& c, Fault fault, FaultKind cause, u32 to_blame) {
-    if (atom_cas_relaxed_gpu(&c.own->fault_claimed, 0, 1) == 0) {
-        const u32 kind = fault.kind;
-        fault.kind = FAULT_NONE;
-        fault.step = c.own->epoch + 1;
-        fault.operation = c.operation;
-        *c.fault = fault;
-        membar_sys();
-        st_release_sys(&c.fault->kind, kind);
-        const u32 word = abort_word(cause, c.rank, to_blame);
-#pragma unroll 1
-        for (u32 peer = 0; peer < c.ranks; peer++) st_release_sys(&c.control[peer]->abort, word);
-    }
+// Whether the caller may report. Only the first fault of a rank is reported.
+__device__ inline bool claim_fault(const Common& c) { return atom_cas_relaxed_gpu(&c.own->fault_claimed, 0, 1) == 0; }
+
+// Writes all fields but `kind`, which `report` writes last: a reader that sees the kind sees the other fields.
+__device__ inline void write_fault(const Common& c, Fault& to, const Fault& fault) {
+    to.peer = fault.peer;
+    to.waiting_for = fault.waiting_for;
+    to.step = c.own->epoch + 1;
+    to.expected = fault.expected;
+    to.seen = fault.seen;
+    to.index = fault.index;
+    to.waited_ns = fault.waited_ns;
+    to.operation = c.operation;
+    to.awaited = fault.awaited;
+    to.cause = fault.cause;
+    to.rank = c.rank;
 }
 
-// What is wrong with this rank's own call, or with what `peer` would receive.
+// Reports the fault that this thread has claimed to the host and to all ranks, this one included, whose other blocks
+// then give up. `word` is an `abort_word`. The callers are not inlined: this path must not cost the kernels registers.
+__device__ inline void report(const Common& c, const Fault& fault, u32 word) {
+    write_fault(c, c.own->record.fault, fault);
+    write_fault(c, c.report->own.fault, fault);
+    membar_sys();
+    st_release_sys(&c.own->record.fault.kind, fault.kind);
+    st_release_sys(&c.report->own.fault.kind, fault.kind);
+#pragma unroll 1
+    for (u32 peer = 0; peer < c.ranks; peer++) st_release_sys(&c.control[peer]->abort, word);
+}
+
+// Reports a fault of this rank's own call, or of the rows that `peer` would receive.
 __device__ __noinline__ void report_own(const Common& c, FaultKind kind, u32 peer, u64 index, u32 expected, u32 seen) {
+    if (!claim_fault(c)) return;
     Fault fault{};
     fault.kind = kind;
     fault.peer = peer;
     fault.index = index;
     fault.expected = expected;
     fault.seen = seen;
-    report(c, fault, FAULT_ABORTED, c.rank);
+    report(c, fault, abort_word(FAULT_ABORTED, c.rank, c.rank));
 }
 
-__device__ __noinline__ void report_mismatch(const Common& c, u32 peer, u32 signature) {
+// Reports that `peer` has called with other arguments.
+__device__ __noinline__ void report_mismatch(const Common& c, u32 peer, const Handshake* handshake, u32 signature) {
+    if (!claim_fault(c)) return;
+#pragma unroll 1
+    for (u32 word = 0; word < CALL_WORDS; word++) {
+        c.own->record.call[word] = c.report->own.call[word] = c.call[word];
+        c.own->record.peer_call[word] = c.report->own.peer_call[word] = ld_relaxed_sys_u64(&handshake->call[word]);
+    }
     Fault fault{};
     fault.kind = FAULT_MISMATCH;
     fault.peer = peer;
     fault.expected = c.signature;
     fault.seen = signature;
-    report(c, fault, FAULT_ABORTED, peer);
+    report(c, fault, abort_word(FAULT_ABORTED, c.rank, peer));
 }
 
-// What this rank reports when another has given up, by the word that it left. The others may have given up on this rank:
-// then the one that said so is named.
-__device__ inline void give_up(const Common& c, u32 word, Fault fault) {
-    const u32 to_blame = abort_to_blame(word);
-    const bool on_this = to_blame == c.rank;
+// Copies the record of `rank` to the host's report. Returns false if that record is empty or says that the rank itself
+// gave up because of another rank.
+__device__ inline bool copy_record(const Common& c, u32 rank) {
+    const FaultRecord* record = &c.control[rank]->record;
+    const u32 kind = ld_acquire_sys(&record->fault.kind);
+    if (kind == FAULT_NONE || kind == FAULT_ABORTED) return false;
+    const auto* from = reinterpret_cast<const u32*>(record);
+    auto* to = reinterpret_cast<u32*>(&c.report->theirs);
+#pragma unroll 1
+    for (u32 word = 0; word < sizeof(FaultRecord) / sizeof(u32); word++) to[word] = ld_relaxed_sys(from + word);
+    return true;
+}
+
+// Gives up because another rank has written an abort word here, and passes that word on unchanged. If the word says
+// that this rank is at fault, the report names the rank that wrote the word.
+__device__ inline void give_up(const Common& c, Fault fault) {
+    if (!claim_fault(c)) return;
+    // Acquire: the writer's record, which was written before the word, is visible to the reads below.
+    const u32 word = ld_acquire_sys(&c.own->abort);
+    const u32 by = abort_by(word), at_fault = abort_at_fault(word);
+    const bool on_this = at_fault == c.rank;
     fault.kind = FAULT_ABORTED;
-    fault.peer = on_this ? abort_by(word) : to_blame;
+    fault.peer = on_this ? by : at_fault;
     fault.cause = on_this ? FAULT_ABORTED : abort_cause(word);
-    report(c, fault, abort_cause(word), to_blame);
+    if (on_this || !copy_record(c, at_fault)) copy_record(c, by);
+    report(c, fault, word);
 }
 
-__device__ __noinline__ void give_up_at_once(const Common& c, u32 word) {
+// As `give_up`, outside a wait.
+__device__ __noinline__ void give_up_at_once(const Common& c) {
     Fault fault{};
     fault.awaited = NONE;
-    give_up(c, word, fault);
+    give_up(c, fault);
 }
 
-// Whether `word`, which is the own control block's, says that a rank has given up; then this one does too.
+// `word`: this rank's abort word. If a rank has given up, gives up too and returns true.
 __device__ inline bool aborted(const Common& c, u32 word) {
-    if (word != 0) give_up_at_once(c, word);
+    if (word != 0) give_up_at_once(c);
     return word != 0;
 }
 
-// The slow part of a wait: polls, and looks at the clock and at what others say.
+// The fault of a peer that has not written the awaited word.
+__device__ inline FaultKind absence(u32 gone, u32 waiting_for) {
+    switch (gone) {
+        case GONE_LEFT: return FAULT_LEFT;
+        case GONE_DIED: return FAULT_DIED;
+        case GONE_SILENT: return FAULT_SILENT;
+        default: return waiting_for == FOR_HANDSHAKE ? FAULT_LATE : FAULT_STALLED;
+    }
+}
+
+// The slow path of `wait_for`: polls the word, and now and then checks the clock, the abort word and the peer's gone
+// word. The bound for a handshake is longer than the bounds inside an operator: a peer that has not entered may be busy
+// with other work of its program.
 __device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for,
                                        u64 index) {
     const u64 start = globaltimer();
+    const u64 limit = waiting_for == FOR_HANDSHAKE ? c.timeout_ns : c.stall_timeout_ns;
     for (;;) {
 #pragma unroll 1
         for (u32 poll = 0; poll < POLLS; poll++) {
             if (reached(ld_acquire_sys(word), epoch)) return true;
         }
-        const u32 left = ld_acquire_sys(&c.own->left[peer]);
-        if (left != 0 && reached(ld_acquire_sys(word), epoch)) return true;
-        // A rank that leaves because of a fault has said before whose fault it is.
+        const u32 gone = ld_acquire_sys(&c.own->left[peer]);
+        if (gone != GONE_HERE && reached(ld_acquire_sys(word), epoch)) return true;
+        // Read after the gone word: a rank that leaves because of a fault writes the abort word before it leaves.
         const u32 given_up = ld_relaxed_sys(&c.own->abort);
         const u64 waited = globaltimer() - start;
-        if (given_up == 0 && left == 0 && waited <= c.timeout_ns) continue;
+        if (given_up == 0 && gone == GONE_HERE && waited <= limit) continue;
         Fault fault{};
         fault.waiting_for = waiting_for;
         fault.awaited = peer;
@@ -93,108 +155,103 @@ __device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epo
         fault.index = index;
         fault.waited_ns = waited;
         if (given_up != 0) {
-            give_up(c, given_up, fault);
-            return false;
+            give_up(c, fault);
+        } else if (claim_fault(c)) {
+            const FaultKind kind = absence(gone, waiting_for);
+            fault.kind = kind;
+            fault.peer = peer;
+            report(c, fault, abort_word(kind, c.rank, peer));
         }
-        const FaultKind kind = left == 0 ? FAULT_TIMEOUT : left == 1 ? FAULT_LEFT : FAULT_DIED;
-        fault.kind = kind;
-        fault.peer = peer;
-        report(c, fault, kind, peer);
         return false;
     }
 }
 
-// Waits until a peer has written `epoch`; false when it did not in time, or something else failed.
+// Waits until `*word` is `epoch`, with acquire order. Returns false, after the fault was reported, if the peer did not
+// write the word within its bound, or if any rank gave up. `index` is reported with the fault.
 __device__ inline bool wait_for(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for, u64 index) {
     return reached(ld_acquire_sys(word), epoch) || wait_long(c, word, epoch, peer, waiting_for, index);
 }
 
-// What a block knows of a peer in this operator, in its own addresses.
-struct PeerView {
-    u8* tokens;
-    u8* scales;
-    float* probs;
-    u8* local_experts;
-    const uint2* recv;
-    const u32* recv_begin;
-    const uint2* dst_copies;
-    const u32* dst_begin;
-    u32* flags;  // where this rank's progress is written on the peer
-    u32 chunks;
-};
-
-// What every operator that uses a handle says of it.
-__device__ inline Hello hello_of(const Common& c, const HandleView& handle) {
-    Hello hello{};
-    hello.recv = reinterpret_cast<u64>(handle.recv);
-    hello.recv_begin = reinterpret_cast<u64>(handle.recv_begin);
-    hello.dst_copies = reinterpret_cast<u64>(handle.dst_copies);
-    hello.dst_begin = reinterpret_cast<u64>(handle.dst_begin);
-    hello.chunks = handle.chunks;
-    hello.signature = c.signature;
-    return hello;
+// A handshake with the lists of a handle. The caller adds the addresses of its outputs.
+__device__ inline Handshake handshake_of(const Common& c, const HandleView& handle) {
+    Handshake handshake{};
+    handshake.recv = reinterpret_cast<u64>(handle.recv);
+    handshake.recv_begin = reinterpret_cast<u64>(handle.recv_begin);
+    handshake.dst_copies = reinterpret_cast<u64>(handle.dst_copies);
+    handshake.dst_begin = reinterpret_cast<u64>(handle.dst_begin);
+    handshake.chunks = handle.chunks;
+    handshake.signature = c.signature;
+    return handshake;
 }
 
-// One block says hello to all peers; called by all its threads.
-__device__ inline void say_hello(const Common& c, Hello hello, u32 epoch) {
+// Writes this rank's handshake to the control blocks of all ranks, this one included. Called by all threads of one
+// block.
+__device__ inline void send_handshake(const Common& c, Handshake handshake, u32 epoch) {
     for (u32 peer = threadIdx.x; peer < c.ranks; peer += blockDim.x) {
-        Hello* there = &c.control[peer]->hello[epoch & 1][c.rank];
-        there->tokens = hello.tokens;
-        there->scales = hello.scales;
-        there->probs = hello.probs;
-        there->local_experts = hello.local_experts;
-        there->recv = hello.recv;
-        there->recv_begin = hello.recv_begin;
-        there->dst_copies = hello.dst_copies;
-        there->dst_begin = hello.dst_begin;
-        there->chunks = hello.chunks;
-        there->signature = hello.signature;
+        Handshake* there = &c.control[peer]->handshake[epoch & 1][c.rank];
+        there->tokens = handshake.tokens;
+        there->scales = handshake.scales;
+        there->probs = handshake.probs;
+        there->local_experts = handshake.local_experts;
+        there->recv = handshake.recv;
+        there->recv_begin = handshake.recv_begin;
+        there->dst_copies = handshake.dst_copies;
+        there->dst_begin = handshake.dst_begin;
+#pragma unroll
+        for (u32 word = 0; word < CALL_WORDS; word++) there->call[word] = c.call[word];
+        there->chunks = handshake.chunks;
+        there->signature = handshake.signature;
         st_release_sys(&there->epoch, epoch);
     }
 }
+
+// An address of a peer as an address of this rank; null stays null.
 
 template <class T>
 __device__ inline T* of_peer(u64 pointer, i64 delta) {
     return pointer == 0 ? nullptr : reinterpret_cast<T*>(pointer + static_cast<u64>(delta));
 }
 
-// Waits for a peer's hello; false when it does not come, or is for another call.
-__device__ inline bool hear(const Common& c, u32 epoch, u32 peer) {
-    const Hello* hello = &c.own->hello[epoch & 1][peer];
-    if (!wait_for(c, &hello->epoch, epoch, peer, FOR_HELLO, 0)) return false;
-    const u32 signature = ld_relaxed_sys(&hello->signature);
+// Waits for a peer's handshake. Returns false, after the fault was reported, if it does not come within the entry bound
+// or if the peer has called with other arguments.
+__device__ inline bool await_handshake(const Common& c, u32 epoch, u32 peer) {
+    const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
+    if (!wait_for(c, &handshake->epoch, epoch, peer, FOR_HANDSHAKE, 0)) return false;
+    const u32 signature = ld_relaxed_sys(&handshake->signature);
     if (signature == c.signature) return true;
-    report_mismatch(c, peer, signature);
+    report_mismatch(c, peer, handshake, signature);
     return false;
 }
 
-// A peer's hello in this rank's addresses.
+// A peer's handshake in this rank's addresses.
 __device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
-    const Hello* hello = &c.own->hello[epoch & 1][peer];
+    const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
     const i64 delta = c.delta[peer];
-    const u32 chunks = ld_relaxed_sys(&hello->chunks);
+    const u32 chunks = ld_relaxed_sys(&handshake->chunks);
     PeerView view;
-    view.tokens = of_peer<u8>(ld_relaxed_sys_u64(&hello->tokens), delta);
-    view.scales = of_peer<u8>(ld_relaxed_sys_u64(&hello->scales), delta);
-    view.probs = of_peer<float>(ld_relaxed_sys_u64(&hello->probs), delta);
-    view.local_experts = of_peer<u8>(ld_relaxed_sys_u64(&hello->local_experts), delta);
-    view.recv = of_peer<const uint2>(ld_relaxed_sys_u64(&hello->recv), delta);
-    view.recv_begin = of_peer<const u32>(ld_relaxed_sys_u64(&hello->recv_begin), delta) + c.rank * (chunks + 1);
-    view.dst_copies = of_peer<const uint2>(ld_relaxed_sys_u64(&hello->dst_copies), delta);
-    view.dst_begin = of_peer<const u32>(ld_relaxed_sys_u64(&hello->dst_begin), delta) + c.rank * (chunks + 1);
+    view.tokens = of_peer<u8>(ld_relaxed_sys_u64(&handshake->tokens), delta);
+    view.scales = of_peer<u8>(ld_relaxed_sys_u64(&handshake->scales), delta);
+    view.probs = of_peer<float>(ld_relaxed_sys_u64(&handshake->probs), delta);
+    view.local_experts = of_peer<u8>(ld_relaxed_sys_u64(&handshake->local_experts), delta);
+    view.recv = of_peer<const Receive>(ld_relaxed_sys_u64(&handshake->recv), delta);
+    view.recv_begin = of_peer<const u32>(ld_relaxed_sys_u64(&handshake->recv_begin), delta) + c.rank * (chunks + 1);
+    view.dst_copies = of_peer<const DstCopy>(ld_relaxed_sys_u64(&handshake->dst_copies), delta);
+    view.dst_begin = of_peer<const u32>(ld_relaxed_sys_u64(&handshake->dst_begin), delta) + c.rank * (chunks + 1);
     view.flags = c.control[peer]->flags[c.rank];
     view.chunks = chunks;
     return view;
 }
 
-// A block waits for the hello of all peers; false when one is missing, or has given up in an operator before: its lists
-// may be unfinished, and its outputs taken back. Called by all threads.
-__device__ inline bool hear_all(const Common& c, u32 epoch, PeerView* peers) {
+// A block waits for the handshakes of all ranks and stores them in `peers`. Returns false, after the fault was
+// reported, if a handshake is missing or any rank has given up: a rank that gave up may have unfinished lists, and may
+// have withdrawn its outputs. Called by all threads.
+__device__ inline bool await_all_handshakes(const Common& c, u32 epoch, PeerView* peers) {
     bool fine = true;
     for (u32 peer = threadIdx.x; fine && peer < c.ranks; peer += blockDim.x) {
-        fine = hear(c, epoch, peer);
+        fine = await_handshake(c, epoch, peer);
         if (!fine) break;
-        // A rank that gives up says so before it says hello again. Read beside the view, which takes as long.
+        // A rank that gave up in an earlier operator wrote the abort word before its next handshake, so the word is
+        // visible here. Loaded together with the view, because both loads take as long.
         const u32 given_up = ld_relaxed_sys(&c.own->abort);
         peers[peer] = view_of(c, epoch, peer);
         fine = !aborted(c, given_up);
@@ -202,7 +259,8 @@ __device__ inline bool hear_all(const Common& c, u32 epoch, PeerView* peers) {
     return __syncthreads_and(fine);
 }
 
-// All blocks of the kernel meet; false when something failed. Called by all threads.
+// A barrier of all blocks of the kernel. Returns false, after the fault was reported, if a block does not arrive within
+// the stall bound or any rank gave up. Called by all threads.
 __device__ inline bool all_blocks(const Common& c) {
     __syncthreads();
     bool fine = true;
@@ -213,7 +271,9 @@ __device__ inline bool all_blocks(const Common& c) {
     return __syncthreads_and(fine);
 }
 
-// The last block out closes the operator. Called by all threads, after all that they do.
+// Finishes the operator, also after a fault, without waiting for peers. The last block resets the counters for the next
+// operator and publishes the epoch to it; kernels of one rank run one after the other in stream order, so plain stores
+// are enough. Called by all threads, at their end.
 __device__ inline void leave(const Common& c, u32 epoch) {
     __syncthreads();
     if (threadIdx.x == 0 && atom_add_acq_rel_gpu(&c.own->blocks_done, 1) == gridDim.x - 1) {

@@ -1,16 +1,16 @@
-// A worker: one warp that takes work items on its own, with shared memory of its own. Warps of a block never wait for
-// each other.
+// A worker: one warp that processes work items on its own, with its own part of the block's shared memory. Between the
+// handshake and `leave`, the warps of a block never wait for each other.
 #pragma once
 #include COPY_VARIANT
 #include "handle.cuh"
 #include "sync.cuh"
 
 struct Worker {
-    u32 index;    // among all workers of its role, in all blocks
-    u32 workers;
+    u32 index;    // among the workers of its role in all blocks
+    u32 workers;  // of that role
 };
 
-// From a stage that all lanes have written, or that came by a load.
+// Stores a stage that all lanes have written, or that a load has filled, to global memory. Called by all lanes.
 __device__ inline void store_stage(void* global, const void* stage, u32 bytes) {
     if (!BULK_COPIES || lane_id() == 0) copy_store(global, stage, bytes);
 }
@@ -19,10 +19,10 @@ __device__ inline void commit_stores() {
     if (lane_id() == 0) copy_commit();
 }
 
-// A rank of a circle: those past the last are the first again.
+// `rank` modulo the number of ranks, for rank < 2 * ranks.
 __device__ inline u32 in_circle(const Common& c, u32 rank) { return rank >= c.ranks ? rank - c.ranks : rank; }
 
-// The most chunks that a peer has, and with `own` this rank.
+// The largest number of chunks of any peer; with `own`, of any rank.
 __device__ inline u32 most_chunks(const Common& c, const PeerView* peers, bool own) {
     u32 most = 0;
     for (u32 peer = 0; peer < c.ranks; peer++)
@@ -30,15 +30,22 @@ __device__ inline u32 most_chunks(const Common& c, const PeerView* peers, bool o
     return most;
 }
 
-// Where the entries of an item lie in their list.
+// The entries [begin, end) of a list.
 struct Range {
     u32 begin = 0;
     u32 end = 0;
 };
 
-// A run of list entries, one per lane.
+// Up to 32 consecutive entries of a list, one per lane.
+template <class Entry>
 struct Batch {
-    uint2 entry{0, 0};
-    u32 first = 0;  // index of its first entry in the list
+    Entry entry{};
+    u32 first = 0;  // index in the list of the first entry
     u32 count = 0;
 };
+
+// Reads an entry of a list that may lie on a peer.
+template <class Entry>
+__device__ inline Entry load_entry(const Entry* entry) {
+    return {ld_relaxed_sys_v2(&entry->words)};
+}

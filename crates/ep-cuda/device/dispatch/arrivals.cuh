@@ -1,11 +1,12 @@
-// What tokens of all ranks mean for this rank, as work items: each rank's chunks, by pieces of a row.
+// The work items of the duplicate role: the chunks that ranks send to this rank.
 #pragma once
 #include "feed.cuh"
 
-// All chunks of all peers for this rank, and with `own` of itself, `span` of them as one item; neighbours in time are
-// neighbours in number.
+// An item is `span` chunks of one source, for one group of pieces. Sources are all peers and, with `own`, this rank.
+// Items are numbered in the order in which they are expected to arrive.
 template <bool own>
 struct ArrivalItems {
+    using Entry = Receive;
     const Common& c;
     const PeerView* peers;
     u32 span;
@@ -26,14 +27,14 @@ struct ArrivalItems {
           workers(worker.workers),
           turn(sources.by + 1 - worker.workers / groups % sources.by),
           count(div_up(most_chunks(c, peers, own), span) * sources.by * groups) {}
-    // Each worker has the sources by turns, from round to round: where there are, say, four sources and 96 workers, each
-    // would have one source only otherwise, and the own rank's chunks are more work than others. The order of the sources
-    // is turned by what the number of workers lacks to that.
+    // Rotates the order of the sources from round to round, so that each worker serves all sources in turn. Without the
+    // rotation, 96 workers and four sources would give each worker one source, and this rank's own chunks are more work
+    // than the chunks of peers.
     __device__ u32 source(u32 item) const {
         const u32 round = workers.divide(place(item) * sources.by * groups.by);
         return in_circle(c, c.rank + (own ? 0 : 1) + sources.rest(groups.divide(item) + round * turn));
     }
-    // Its place among the items of its source, and its first chunk.
+    // The index among the items of the source.
     __device__ u32 place(u32 item) const { return sources.divide(groups.divide(item)); }
     __device__ u32 chunk(u32 item) const { return place(item) * span; }
     __device__ u32 first_piece(u32 item) const { return groups.rest(item); }
@@ -44,5 +45,5 @@ struct ArrivalItems {
         const u32 first = chunk(item), end = min(peer.chunks, first + span);
         return {ld_relaxed_sys(peer.recv_begin + first), ld_relaxed_sys(peer.recv_begin + end)};
     }
-    __device__ const uint2* list(u32 item) const { return peers[source(item)].recv; }
+    __device__ const Receive* list(u32 item) const { return peers[source(item)].recv; }
 };

@@ -1,11 +1,11 @@
-// Role: what this rank receives beside the wire. A token with several experts on this rank came over once, to the row of
-// the first; the other rows are copied from it here. Rows of the rank's own tokens are copied from the tokens. This role
-// sees every chunk arrive, so when it ends the output is complete.
+// Role duplicate: completes this rank's output. A peer sends a token with several experts on this rank once, to the row
+// of the first expert; this role copies that row to the others. It copies rows of this rank's own tokens from the
+// input, and writes the padding rows. It awaits the flags of all chunks, so the output is complete when it ends.
 #pragma once
 #include "arrivals.cuh"
 #include "send.cuh"
 
-// Rows that fill a segment up carry zeros.
+// Writes zeros to the padding rows of each expert's segment.
 __device__ inline void zero_padding(const DispatchParams& p, const Worker& worker) {
     const Common& c = p.common;
     const u32 experts = c.owner_begin[c.rank + 1] - c.owner_begin[c.rank];
@@ -22,7 +22,7 @@ __device__ inline void zero_padding(const DispatchParams& p, const Worker& worke
     }
 }
 
-// Where the row of a list's first entry comes from, and its scales: this rank's output, or its own tokens.
+// Where rows and scales are copied from: this rank's output, or the input if the source is this rank.
 struct Origin {
     const u8* tokens;
     const u8* scales;
@@ -32,10 +32,11 @@ struct Origin {
         tokens = own ? p.tokens : p.out_tokens;
         scales = own ? p.scales : p.out_scales;
     }
-    __device__ u64 row(const uint2& first) const { return own ? first.y >> 2 : first.x; }
-    // Whether there is anything to copy for a token that begins so.
-    __device__ bool wanted(const uint2& entry) const {
-        return entry.x != NONE && (own ? (entry.y & RECV_FIRST) != 0 : (entry.y & 3) == RECV_FIRST);
+    // The row to copy, for the first entry of a token.
+    __device__ u64 row(const Receive& first) const { return own ? first.source() : first.row(); }
+    // Whether `entry` is the first entry of a token whose row must be copied.
+    __device__ bool wanted(const Receive& entry) const {
+        return !entry.is_dropped() && (own ? entry.is_first() : entry.is_first_of_several());
     }
 };
 
@@ -46,14 +47,14 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
     if (SEND_OWN && c.ranks == 1) return;
     const ArrivalItems<!SEND_OWN> items(c, peers, worker, SPAN, p.groups, p.pieces);
     Feed<ArrivalItems<!SEND_OWN>> feed(items, worker.index, worker.workers);
-    // Pieces of the output row.
+    // Bytes of a piece of an output row, which is shorter than the input row if dispatch quantises.
     const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
-    ItemBatch next = feed.fetch();
+    ItemBatch<Receive> next = feed.fetch();
     u32 arrived = NONE;
     u8* stage = nullptr;
     ScaleRow scales, next_scales;
     while (next.valid()) {
-        const ItemBatch batch = next;
+        const ItemBatch<Receive> batch = next;
         next = feed.fetch();
         const u32 source = items.source(batch.item);
         const Origin origin(p, source);
@@ -61,15 +62,15 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
             arrived = batch.item;
             const u32 flag = items.flag(batch.item);
             const bool there = wait_for(c, &c.own->flags[source][flag], epoch, source, FOR_CHUNK, items.chunk(batch.item));
-            // Lanes see for themselves; they must not part.
-            if (!__all_sync(0xFFFFFFFFu, there)) break;
+            // Each lane has polled for itself: all must take the same branch.
+            if (!__all_sync(ALL_LANES, there)) break;
             copy_fence_global();
             __syncwarp();
         }
         const u32 offset = batch.piece * out_piece;
         const u32 bytes = min(out_piece, p.row_bytes_out - offset);
         const ScalePart part = scales_of(p, batch.piece);
-        u32 loads = __ballot_sync(0xFFFFFFFFu, lane_id() < batch.count && origin.wanted(batch.entry));
+        u32 loads = __ballot_sync(ALL_LANES, lane_id() < batch.count && origin.wanted(batch.entry));
         const auto read_ahead = [&] {
             while (loads != 0 && ring.room()) {
                 const u64 row = origin.row(batch.at(__ffs(loads) - 1));
@@ -77,7 +78,7 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
                 loads &= loads - 1;
             }
         };
-        // Scales of the batch's next token are read while the rows of this one are copied.
+        // Reads the scales of the next token while the rows of the current token are copied.
         u32 unread = loads;
         const auto read_scales = [&] {
             if (unread == 0) return;
@@ -88,17 +89,17 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
         read_ahead();
         read_scales();
         for (u32 index = 0; index < batch.count; index++) {
-            const uint2 entry = batch.at(index);
-            const bool first = (entry.y & RECV_FIRST) != 0, end = (entry.y & RECV_END) != 0;
-            if (entry.x == NONE || (first && end && !origin.own)) continue;
+            const Receive entry = batch.at(index);
+            const bool first = entry.is_first(), end = entry.is_end();
+            if (entry.is_dropped() || (first && end && !origin.own)) continue;
             if (first) {
                 stage = ring.take();
                 scales = next_scales;
                 read_scales();
                 if (!origin.own) continue;
             }
-            store_stage(p.out_tokens + static_cast<u64>(entry.x) * p.row_bytes_out + offset, stage, bytes);
-            scales.store(p.out_scales + static_cast<u64>(entry.x) * p.scale_row_bytes + part.offset);
+            store_stage(p.out_tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + offset, stage, bytes);
+            scales.store(p.out_scales + static_cast<u64>(entry.row()) * p.scale_row_bytes + part.offset);
             if (end) {
                 commit_stores();
                 ring.free<1>(ring.taken - 1);

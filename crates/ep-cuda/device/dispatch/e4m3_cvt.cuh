@@ -1,4 +1,4 @@
-// FP8 e4m3 by the instruction (sm_89 and later): nearest even, saturating, every NaN to 0x7F.
+// Conversion to FP8 e4m3 by the instruction (sm_89 and later): to nearest even, saturating, every NaN to 0x7F.
 #pragma once
 #include "ptx.cuh"
 
@@ -8,7 +8,7 @@ __device__ inline u32 cvt_rn_satfinite_e4m3x2(float high, float low) {
     return both;
 }
 
-// The codes of eight values, each times `inverse`.
+// The codes of eight values, each multiplied by `inverse`.
 __device__ inline uint2 e4m3_of(const float (&values)[8], float inverse) {
     u32 pairs[4];
 #pragma unroll

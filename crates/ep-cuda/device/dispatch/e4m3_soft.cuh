@@ -1,4 +1,4 @@
-// FP8 e4m3 without the instruction (before sm_89): nearest even, saturating, every NaN to 0x7F.
+// Conversion to FP8 e4m3 without the instruction (before sm_89): to nearest even, saturating, every NaN to 0x7F.
 #pragma once
 #include "ptx.cuh"
 
@@ -6,14 +6,14 @@ __device__ inline u32 e4m3_code(float value) {
     if (value != value) return 0x7F;
     const u32 sign = __float_as_uint(value) >> 24 & 0x80;
     const float magnitude = fminf(fabsf(value), 448.0f);
-    // Below 2^-6 codes count steps of 2^-9.
+    // Subnormal codes: below 2^-6 the code is the number of steps of 2^-9.
     if (magnitude < 0.015625f) return sign | static_cast<u32>(__float2int_rn(magnitude * 512.0f));
     const u32 bits = __float_as_uint(magnitude);
     const u32 tie = bits >> 20 & 1;
     return sign | ((bits + 0x7FFFF + tie >> 20) - ((127 - 7) << 3));
 }
 
-// The codes of eight values, each times `inverse`.
+// The codes of eight values, each multiplied by `inverse`.
 __device__ inline uint2 e4m3_of(const float (&values)[8], float inverse) {
     u32 words[2] = {0, 0};
 #pragma unroll

@@ -1,24 +1,28 @@
-// A worker's items, divided in advance, as a stream of list entries.
+// A worker's items, which are assigned statically, as a stream of list entries.
 #pragma once
 #include "worker.cuh"
 
-// A run of an item's entries, for one piece of their rows.
-struct ItemBatch : Batch {
+// Consecutive entries of an item, for one piece of their rows.
+template <class Entry>
+struct ItemBatch : Batch<Entry> {
     u32 item = NONE;
     u32 piece = 0;
-    bool last = false;
+    bool last = false;  // the last batch of the item
 
     __device__ bool valid() const { return item != NONE; }
-    __device__ uint2 at(u32 index) const {
-        return make_uint2(__shfl_sync(0xFFFFFFFFu, entry.x, index), __shfl_sync(0xFFFFFFFFu, entry.y, index));
+    // The entry that lane `index` holds. Called by all lanes.
+    __device__ Entry at(u32 index) const {
+        const uint2& own = this->entry.words;
+        return {make_uint2(__shfl_sync(ALL_LANES, own.x, index), __shfl_sync(ALL_LANES, own.y, index))};
     }
 };
 
-// What comes next is read ahead, since lists may lie on a peer.
-// `Items::range(item)` and `Items::list(item)` say where an item's entries are, `Items::skip(item)` that there is none.
+// Reads one batch and one item ahead, because lists may lie on a peer. `Items::list(item)` and `Items::range(item)`
+// give an item's entries; `Items::skip(item)` says that the item has none.
 template <class Items>
 struct Feed {
-    // Its own: an object that points into itself would lie in memory, not in registers.
+    using Entry = typename Items::Entry;
+    // A copy: a Feed that pointed to an object of the same thread would force that object out of registers into memory.
     const Items items;
     u32 item;
     u32 step;
@@ -37,6 +41,7 @@ struct Feed {
         load_range(next_item, next_range);
     }
 
+    // The first item from `candidate` on that this worker does not skip; NONE after the last one.
     __device__ u32 advance(u32 candidate) const {
         while (candidate < items.count) {
             if (!items.skip(candidate)) return candidate;
@@ -49,14 +54,15 @@ struct Feed {
         if (which != NONE) into = items.range(which);
     }
 
-    __device__ ItemBatch fetch() {
-        ItemBatch batch;
+    // The next batch; not `valid` after the last one.
+    __device__ ItemBatch<Entry> fetch() {
+        ItemBatch<Entry> batch;
         if (item == NONE) return batch;
         batch.item = item;
         batch.piece = piece;
         batch.first = position;
         batch.count = min(WARP, range.end - position);
-        if (lane_id() < batch.count) batch.entry = ld_relaxed_sys_v2(items.list(item) + position + lane_id());
+        if (lane_id() < batch.count) batch.entry = load_entry(items.list(item) + position + lane_id());
         position += batch.count;
         if (position == range.end) {
             piece += items.groups.by;

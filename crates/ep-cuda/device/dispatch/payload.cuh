@@ -1,19 +1,19 @@
-// What a token becomes before it is sent; payload_copy.cuh or payload_quantize.cuh says how.
+// The form in which a token is sent: payload_copy.cuh (unchanged) or payload_quantize.cuh (bf16 to FP8) defines it.
 #pragma once
 #include "ring.cuh"
 
-// The part of a row of scales that travels with one piece.
+// The bytes of a row of scales that are sent with one piece.
 struct ScalePart {
     u32 offset;
     u32 bytes;
 };
 
-// One piece of one token in shared memory, ready to be stored, and the scales that belong to it.
+// One piece of one token in shared memory, ready to be stored, and its scales.
 struct Payload {
     const u8* data;
     u32 bytes;
     u32 offset;  // in the output row
-    const u8* scales;  // where they are made with the token
+    const u8* scales;  // in shared memory; quantising variant only
     ScalePart scale_part;
 };
 
@@ -21,19 +21,20 @@ __device__ inline u32 piece_bytes_at(const DispatchParams& p, u32 piece) {
     return min(p.piece_bytes, p.row_bytes_in - piece * p.piece_bytes);
 }
 
-// A few bytes from anywhere to a row, by all lanes.
+// Copies a few bytes of any alignment. Called by all lanes.
 __device__ inline void copy_small(u8* to, const u8* from, u32 bytes) {
     for (u32 at = lane_id(); at < bytes; at += WARP) to[at] = from[at];
 }
 
-// The scales of a row, read once and written to several rows. Most rows' scales fit the lanes' registers.
+// The scales of a row, read once and written to several rows. They are held in the lanes' registers if they fit, and
+// are read again for each store otherwise.
 struct ScaleRow {
     static constexpr u32 WORDS = 4;
     const u8* from = nullptr;
     u32 bytes = 0;
     u32 words[WORDS];
 
-    // Whether all rows of scales that `row_bytes` apart begin at a word.
+    // Whether `bytes` bytes at `base` are whole aligned words and fit the registers.
     __device__ static bool fits(const u8* base, u32 bytes) {
         return ((reinterpret_cast<u64>(base) | bytes) & 3) == 0 && bytes <= 4 * WORDS * WARP;
     }

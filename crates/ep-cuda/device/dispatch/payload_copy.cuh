@@ -1,14 +1,16 @@
-// Tokens travel as they are: bf16, or FP8 with the caller's scales.
+// Tokens are sent unchanged: bf16, f32, or FP8 with the caller's scales.
 #pragma once
 #include "payload.cuh"
 
-// Rows of the own rank are copied by the receiving role, from the tokens themselves: the wire has other things to do.
+constexpr u32 QUANTIZES = 0;
+
+// The duplicate role copies rows of this rank's own tokens, so that the send role uses the link only.
 constexpr bool SEND_OWN = false;
 
-// With the first piece, all of them.
+// The first piece carries all scales.
 __device__ inline ScalePart scales_of(const DispatchParams& p, u32 piece) { return {0, piece == 0 ? p.scale_row_bytes : 0}; }
 
-// Of the next token: read when they are needed, they would stop the sender once a token.
+// The scales of the next token, read one token ahead: otherwise the sender would wait for them at each token.
 struct TokenScales {
     ScaleRow row;
 
@@ -19,7 +21,7 @@ struct TokenScales {
 };
 
 struct PayloadBuffers {
-    // Groups of stores that may still be reading their stage when the next token is taken.
+    // Store groups that may still be reading their stage when the next token is taken.
     static constexpr u32 PENDING = 2;
 
     __device__ explicit PayloadBuffers(u8*) {}
@@ -33,8 +35,6 @@ struct PayloadBuffers {
         return payload;
     }
 
-    // After the commit of a token's stores.
+    // Called after a token's stores were committed.
     __device__ void sent(Ring& ring) { ring.free<PENDING>(ring.taken < PENDING ? 0 : ring.taken - PENDING); }
 };
-
-__device__ inline u32 payload_buffer_bytes() { return 0; }

@@ -1,38 +1,38 @@
-// Tokens come as bf16 and travel as FP8 e4m3, quantised here, once.
+// Tokens are given as bf16 and sent as FP8 e4m3. The send role quantises each token once, in shared memory.
 //
-// The rounding is the library's definition (numeric.rs): amax = max(|x|, 1e-4) over what is not NaN, scale = amax / 448,
-// for ue8m0 rounded up to a power of two, code = e4m3(x * (1 / scale)).
+// The rounding is defined in crates/ep/src/numeric.rs: amax = max(|x|, 1e-4) over the values that are not NaN,
+// scale = amax / 448 (for ue8m0 rounded up to a power of two), code = e4m3(x * (1 / scale)).
 #pragma once
 #include E4M3_VARIANT
 #include "bf16.cuh"
 #include "payload.cuh"
 
-constexpr u32 SCALE_BUFFER_BYTES = 512;
+constexpr u32 QUANTIZES = 1;
 constexpr float LARGEST = 3.4028235e38f;
 
 __device__ inline u32 scale_block(u32 format) { return format == SCALES_UE8M0_32 ? 32 : 128; }
 
-// `amax / 448`, rounded as the division is: the reciprocal's quotient, corrected by what it leaves.
+// `amax / 448`, rounded as a division: the product with the reciprocal, corrected by its remainder.
 __device__ inline float divided_by_448(float amax) {
     constexpr float RECIPROCAL = 1.0f / 448.0f;
     const float quotient = __fmul_rn(amax, RECIPROCAL);
     const float rest = __fmaf_rn(-448.0f, quotient, amax);
-    // Of infinity nothing is left that could be told.
+    // For an infinite amax the remainder would be NaN.
     return amax <= LARGEST ? __fmaf_rn(rest, RECIPROCAL, quotient) : amax;
 }
 
-// `1 / scale`, rounded as the division is, of scales as they are here: neither they nor their reciprocals are too small
-// for a normal number, which the division would have to ask for.
+// `1 / scale`, rounded as a division. Correct for the scales of this file: they and their reciprocals are normal
+// numbers, so the special cases of a division are not needed.
 __device__ inline float reciprocal(float scale) {
     const float close = rcp_approx(scale);
     const float corrected = __fmaf_rn(__fmaf_rn(-scale, close, 1.0f), close, close);
     return scale <= LARGEST ? corrected : 0.0f;
 }
 
-// What to divide by, and how it is written down.
+// The reciprocal of a scale, and the scale in its output format.
 struct Scale {
     float inverse;
-    u32 written;  // f32, or the exponent of ue8m0
+    u32 written;  // the bits of an f32, or the exponent of a ue8m0
 };
 
 template <bool power_of_two>
@@ -41,12 +41,13 @@ __device__ inline Scale scale_for(float amax) {
     const u32 bits = __float_as_uint(scale);
     if (!power_of_two) return {reciprocal(scale), bits};
     const u32 exponent = min(max((bits + 0x7FFFFF) >> 23, 1u), 254u);
-    // 2^-127 is no normal number.
+    // The reciprocal 2^-127 is a subnormal number, whose bits are 0x400000.
     return {__uint_as_float(exponent == 254 ? 0x400000 : (254 - exponent) << 23), exponent};
 }
 
-// Quantises vectors of eight values from `first` on, several per lane at once, to the front of where they lie. `lanes`
-// neighbouring vectors share a scale. Where not `all` are there, the last is `count` - 1.
+// Quantises `at_once` vectors of eight values per lane, in place, from vector `first` on; codes move to the front of
+// the stage. `lanes` adjacent vectors share a scale. `all`: every lane has a vector; otherwise the last vector is
+// `count` - 1.
 template <u32 at_once, bool power_of_two, bool all>
 __device__ inline void quantize_some(uint4* stage, u32 first, u32 count, u32 lanes, u8* scales) {
     float value[at_once][8];
@@ -59,14 +60,14 @@ __device__ inline void quantize_some(uint4* stage, u32 first, u32 count, u32 lan
 #pragma unroll
         for (u32 at = 0; at < 8; at++) amax[turn] = fmaxf(amax[turn], fabsf(value[turn][at]));
     }
-    // Codes take half the room of values, so they reach no further than what all lanes have read by now.
+    // Codes take half the bytes of values, so the writes below only reach values that all lanes have read by now.
     __syncwarp();
 #pragma unroll
     for (u32 distance = 8; distance > 0; distance /= 2) {
         if (distance >= lanes) continue;
 #pragma unroll
         for (u32 turn = 0; turn < at_once; turn++)
-            amax[turn] = fmaxf(amax[turn], __shfl_xor_sync(0xFFFFFFFFu, amax[turn], distance));
+            amax[turn] = fmaxf(amax[turn], __shfl_xor_sync(ALL_LANES, amax[turn], distance));
     }
     auto* codes = reinterpret_cast<uint2*>(stage);
     const u32 block_of_lane = lane_id() / lanes, blocks = WARP / lanes;
@@ -85,7 +86,7 @@ __device__ inline void quantize_some(uint4* stage, u32 first, u32 count, u32 lan
         else
             reinterpret_cast<u32*>(scales)[block] = scale.written;
     }
-    // Lanes without a vector have gone ahead.
+    // Lanes without a vector have diverged.
     if (!all) __syncwarp();
 }
 
@@ -98,17 +99,17 @@ __device__ inline void quantize(uint4* stage, u32 vectors, u32 lanes, u8* scales
     for (; first < vectors; first += WARP) quantize_some<1, power_of_two, false>(stage, first, vectors, lanes, scales);
 }
 
-// Rows of the own rank are sent like all others: what is quantised is in shared memory, once.
+// The send role also stores rows of this rank's own tokens, because it has the quantised token in shared memory.
 constexpr bool SEND_OWN = true;
 
-// Each piece has its own.
+// Each piece carries the scales of its own elements.
 __device__ inline ScalePart scales_of(const DispatchParams& p, u32 piece) {
     const u32 block = scale_block(p.scale_format), bytes_per_scale = p.scale_format == SCALES_F32_128 ? 4 : 1;
     return {piece * (p.piece_bytes / 2 / block) * bytes_per_scale,
             div_up(piece_bytes_at(p, piece) / 2, block) * bytes_per_scale};
 }
 
-// Made with the token.
+// The scales were computed with the token.
 struct TokenScales {
     __device__ void expect(const DispatchParams&, u32, u32) const {}
     __device__ ScaleRow take(const Payload& payload) const {
@@ -124,7 +125,7 @@ struct PayloadBuffers {
     __device__ explicit PayloadBuffers(u8* memory) : scales(memory) {}
 
     __device__ Payload prepare(const DispatchParams& p, u8* stage, u32 piece) {
-        // All lanes have read the scales of the piece before.
+        // Before the scales of the previous piece are overwritten, all lanes have read them.
         __syncwarp();
         const u32 vectors = piece_bytes_at(p, piece) / 16;
         const u32 lanes = scale_block(p.scale_format) / 8;
@@ -143,8 +144,6 @@ struct PayloadBuffers {
         return payload;
     }
 
-    // After the commit of a token's stores: those before it have read their stage.
+    // Called after a token's stores were committed. The stores of earlier tokens have read their stage.
     __device__ void sent(Ring& ring) { ring.free<1>(ring.taken - 1); }
 };
-
-__device__ inline u32 payload_buffer_bytes() { return SCALE_BUFFER_BYTES; }

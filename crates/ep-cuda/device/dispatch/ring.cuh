@@ -1,22 +1,22 @@
-// Where rows pass through shared memory.
+// A worker's ring of stages in shared memory.
 #pragma once
 #include "worker.cuh"
 
-// A ring of stages, loaded one by one. Loads are numbered; load n lies in stage n % stages, and may be issued when
-// load n - stages is free. All lanes call everything, with the same arguments.
+// Loads are numbered: load n fills stage n % stages, and may be issued when load n - stages is free. All lanes call all
+// functions, with the same arguments.
 struct Ring {
     u8* stage0;
     u64* barriers;
     u32 stages;
     u32 stage_bytes;
-    u32 issued = 0;
-    u32 taken = 0;
-    u32 freed = 0;
-    u32 issue_at = 0;
-    u32 take_at = 0;
+    u32 issued = 0;    // loads issued
+    u32 taken = 0;     // loads taken
+    u32 freed = 0;     // loads whose stage may be overwritten
+    u32 issue_at = 0;  // stage of the next load to issue
+    u32 take_at = 0;   // stage of the next load to take
     u32 parity = 0;
 
-    // The barriers must be initialised before anybody uses the ring, by `init`.
+    // `init` must be called before the ring is used.
     __device__ Ring(u8* stage0, u64* barriers, u32 stages, u32 stage_bytes)
         : stage0(stage0), barriers(barriers), stages(stages), stage_bytes(stage_bytes) {}
 
@@ -38,7 +38,7 @@ struct Ring {
         issue_at = issue_at + 1 == stages ? 0 : issue_at + 1;
     }
 
-    // The next load's stage, once it is there.
+    // Waits for the next load and returns its stage.
     __device__ u8* take() {
         u8* stage = stage0 + take_at * stage_bytes;
         copy_arrived(&barriers[take_at], parity);
@@ -50,8 +50,8 @@ struct Ring {
         return stage;
     }
 
-    // All loads before `load` may be overwritten, once the stores of all groups but the youngest `pending` have read
-    // their stage.
+    // Waits until the stores of all groups but the `pending` most recent ones have read their stage; then all loads
+    // before `load` may be overwritten.
     template <u32 pending>
     __device__ void free(u32 load) {
         if (lane_id() == 0) copy_read<pending>();
@@ -59,7 +59,7 @@ struct Ring {
         freed = load;
     }
 
-    // A block must not end before what it has asked for is there.
+    // Waits for all issued loads: a block must not end while loads into its shared memory are in flight.
     __device__ void drain() {
         while (taken != issued) take();
     }

@@ -1,14 +1,15 @@
-// Role: a rank's own tokens go out. Each is read once and stored to its row on every rank that wants it; with SEND_OWN
-// to all its rows on the own rank too.
+// Role send: reads each of this rank's tokens once and stores it to its row on every destination rank; with SEND_OWN
+// also to all its rows on this rank. Then stores the weights, and sets the item's flag on every peer.
 #pragma once
 #include PAYLOAD_VARIANT
 #include "feed.cuh"
 
-// Chunks that move as a unit. combine, whose work on a row is more, takes each for itself.
+// Chunks of an item. An item of combine is one chunk, because combine does more work per row.
 constexpr u32 SPAN = 2;
 
-// The own lists by item.
+// The work items of the send role: `SPAN` chunks of this rank's tokens, for one group of pieces.
 struct SendItems {
+    using Entry = Send;
     const DispatchParams& p;
     u32 count;
     u32 pieces;
@@ -24,17 +25,17 @@ struct SendItems {
         const u32* begin = p.handle.send_begin;
         return {begin[chunk(item)], begin[chunk_end(item)]};
     }
-    __device__ const uint2* list(u32) const { return p.handle.sends; }
+    __device__ const Send* list(u32) const { return p.handle.sends; }
 };
 
-// Tokens to be read, in the order in which they are sent.
+// Enumerates a worker's (item, piece, token) triples in the order in which they are sent.
 struct TokenWalk {
     const SendItems& items;
     u32 item;
-    u32 step;
+    u32 step;  // from one item of this worker to the next
     u32 piece;
     u32 token;
-    u32 end;
+    u32 end;   // one past the item's last token
 
     __device__ TokenWalk(const SendItems& items, u32 first, u32 step) : items(items), item(first), step(step) { enter(); }
 
@@ -63,9 +64,10 @@ struct TokenWalk {
     }
 };
 
-// The weights of an item's copies, which go to their rows after its tokens. They are read while those are on their way:
-// at the end of the item the worker would wait for one list after the other, and send nothing meanwhile.
+// The weights of an item's copies, which are stored after the item's tokens. Lists and weights are read while the
+// tokens are in flight; read at the end of the item, they would stall the worker once per list.
 struct ItemWeights {
+    // Copies per lane that are read ahead.
     static constexpr u32 AHEAD = 2;
     const DispatchParams& p;
     const SendItems& items;
@@ -76,27 +78,28 @@ struct ItemWeights {
     u32 end = 0;
     u32 next_begin = 0;
     u32 next_end = 0;
-    uint4 copies[AHEAD];
+    Copy copies[AHEAD];
     float weights[AHEAD];
-    bool weighed = true;
+    bool weighed = true;  // `weights` has been loaded
 
     __device__ ItemWeights(const DispatchParams& p, const SendItems& items, const Worker& worker)
         : p(p), items(items), step(worker.workers), wanted(p.probs != PROBS_SKIP || !p.handle.permuted), item(NONE) {
         find(worker.index);
     }
 
-    // Where the copies of a later item are.
+    // Loads the range of the copies of a later item.
     __device__ void find(u32 which) {
         if (!wanted || which >= items.count) return;
         next_begin = p.handle.copy_begin[items.chunk(which)];
         next_end = p.handle.copy_begin[items.chunk_end(which)];
     }
 
+    // Begins item `which`: loads its copies, and the range of the worker's next item.
     __device__ void enter(u32 which) {
         if (!wanted || which == item) return;
         item = which;
         begin = next_begin;
-        // Of the items that share their tokens, the first sends the weights.
+        // Items of the same chunks differ in their pieces; the item of the first group of pieces sends the weights.
         end = items.first_piece(item) == 0 ? next_end : begin;
         find(item + step);
 #pragma unroll
@@ -107,11 +110,11 @@ struct ItemWeights {
         weighed = false;
     }
 
-    __device__ float weight_of(const uint4& copy) const {
-        return p.probs == PROBS_DENSE ? p.dense[copy.x] : __uint_as_float(copy.w);
+    __device__ float weight_of(const Copy& copy) const {
+        return p.probs == PROBS_DENSE ? p.dense[copy.cell()] : copy.weight();
     }
 
-    // When the copies have come.
+    // Loads the weights of the copies that were read ahead.
     __device__ void weigh() {
         if (weighed) return;
         weighed = true;
@@ -120,6 +123,7 @@ struct ItemWeights {
             if (begin + turn * WARP + lane_id() < end) weights[turn] = weight_of(copies[turn]);
     }
 
+    // Stores the item's weights, and in plain mode the map of local experts, to the destinations.
     __device__ void store(const PeerView* peers) {
         if (begin == end) return;
         weigh();
@@ -128,30 +132,31 @@ struct ItemWeights {
         for (u32 turn = 0; turn < AHEAD; turn++)
             if (begin + turn * WARP + lane_id() < end) store_one(peers, copies[turn], weights[turn]);
         for (u32 at = begin + AHEAD * WARP + lane_id(); at < end; at += WARP) {
-            const uint4 copy = p.handle.copies[at];
+            const Copy copy = p.handle.copies[at];
             store_one(peers, copy, weight_of(copy));
         }
     }
 
-    __device__ void store_one(const PeerView* peers, const uint4& copy, float weight) const {
-        if (copy.z == NONE) return;
-        const u32 rank = copy.y >> 16, expert = copy.y & 0xFFFF;
+    __device__ void store_one(const PeerView* peers, const Copy& copy, float weight) const {
+        const u32 row = copy.row();
+        if (row == NO_ROW) return;
+        const u32 rank = copy.rank(), expert = copy.local_expert();
         const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
-        const u64 cell = p.handle.permuted ? copy.z : static_cast<u64>(copy.z) * experts + expert;
+        const u64 cell = p.handle.permuted ? row : static_cast<u64>(row) * experts + expert;
         if (p.probs != PROBS_SKIP) peers[rank].probs[cell] = weight;
         if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell] = 1;
     }
 
-    // In plain mode a row has a cell for each expert of the rank; most are zero.
+    // In plain mode a row has a cell for each expert of its rank. Writes zeros to all of them, before the weights.
     __device__ void clear_cells(const PeerView* peers) const {
         const HandleView& h = p.handle;
         const u32 first = h.send_begin[items.chunk(item)], last = h.send_begin[items.chunk_end(item)];
         for (u32 send = first + lane_id(); send < last; send += WARP) {
-            const uint2 entry = h.sends[send];
-            if ((entry.x & SEND_DEAD) != 0) continue;
-            const u32 rank = entry.x & SEND_RANK;
+            const Send entry = h.sends[send];
+            if (entry.is_dead()) continue;
+            const u32 rank = entry.rank();
             const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
-            const u64 cell = static_cast<u64>(entry.y) * experts;
+            const u64 cell = static_cast<u64>(entry.row()) * experts;
             for (u32 expert = 0; expert < experts; expert++) {
                 if (peers[rank].probs != nullptr) peers[rank].probs[cell + expert] = 0.0f;
                 if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell + expert] = 0;
@@ -161,13 +166,15 @@ struct ItemWeights {
     }
 };
 
-// Tells peers that an item is complete, a few stores later, when it is: so the worker does not stop for it.
+// Sets the flag of a finished item some store groups later, when its stores have completed, so that the worker need not
+// wait for them.
 struct Completion {
+    // Store groups between an item's last group and its flag.
     static constexpr u32 LAG = 4;
-    u32 flag = NONE;
+    u32 flag = NONE;  // of the finished item whose flag is not set yet
     u32 groups_since = 0;
 
-    // After each commit.
+    // Called after each commit.
     template <class Tell>
     __device__ void committed(const Tell& tell) {
         if (flag != NONE && ++groups_since == LAG) {
@@ -176,7 +183,7 @@ struct Completion {
         }
     }
 
-    // The item whose last store was just committed.
+    // Called after the commit of an item's last store.
     template <class Tell>
     __device__ void finish(u32 item_flag, const Tell& tell) {
         flush(tell);
@@ -204,7 +211,7 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
     const SendItems items(p);
     ItemWeights weights(p, items, worker);
     if (!SEND_OWN && p.common.ranks == 1) {
-        // There is nobody to send tokens to.
+        // No peer: only the weights are stored.
         for (u32 item = worker.index; item < items.count; item += worker.workers) {
             weights.enter(item);
             weights.store(peers);
@@ -227,7 +234,7 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
         }
     };
     read_ahead();
-    ItemBatch next = feed.fetch();
+    ItemBatch<Send> next = feed.fetch();
     bool token_begins = true;
     Payload payload;
     ScaleRow scales;
@@ -237,24 +244,25 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
     };
     expect_scales();
     while (next.valid()) {
-        const ItemBatch batch = next;
+        const ItemBatch<Send> batch = next;
         next = feed.fetch();
         weights.enter(batch.item);
         for (u32 index = 0; index < batch.count; index++) {
-            const uint2 entry = batch.at(index);
-            const u32 rank = entry.x & SEND_RANK;
+            const Send entry = batch.at(index);
+            const u32 rank = entry.rank();
             if (token_begins) {
                 payload = buffers.prepare(p, ring.take(), here.piece);
                 scales = token_scales.take(payload);
                 here.next();
                 expect_scales();
             }
-            token_begins = (entry.x & SEND_TOKEN_END) != 0;
-            if ((entry.x & SEND_DEAD) == 0 && (SEND_OWN || rank != p.common.rank)) {
+            token_begins = entry.ends_token();
+            if (!entry.is_dead() && (SEND_OWN || rank != p.common.rank)) {
                 const PeerView& peer = peers[rank];
-                store_stage(peer.tokens + static_cast<u64>(entry.y) * p.row_bytes_out + payload.offset, payload.data,
-                            payload.bytes);
-                scales.store(peer.scales + static_cast<u64>(entry.y) * p.scale_row_bytes + payload.scale_part.offset);
+                store_stage(peer.tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + payload.offset,
+                            payload.data, payload.bytes);
+                scales.store(peer.scales + static_cast<u64>(entry.row()) * p.scale_row_bytes +
+                             payload.scale_part.offset);
             }
             if (token_begins) {
                 commit_stores();

@@ -1,14 +1,38 @@
-// Everybody's counts, and what follows from them: the first row of this rank's tokens for every expert, and the shape
-// of what this rank receives.
+// The exchange of counts, and what follows from the counts of all ranks: for every expert the first row of this rank's
+// tokens, and the shape of this rank's output.
 #pragma once
 #include "tile.cuh"
 
+// The words of a rank's counts: tokens, `pad_multiple` and capacity; then [experts] copies and [ranks] tokens.
 constexpr u32 COUNT_TOKENS = 0, COUNT_MODE = 1, COUNT_CAPACITY = 2, COUNT_HEAD = 3;
 
-// From every block's column sums: those of the blocks before this one, and of all. Called by all threads.
+// Counts the choices of the tiles [begin, end) and publishes the sums to the other blocks. `load(at)` loads a tile.
+// Called by all threads.
+template <class Load>
+__device__ inline void count_block(const PreprocessParams& p, const Columns& column, const Tile& tile, u32 begin, u32 end,
+                                   const Load& load, u32* run) {
+    for (u32 at = threadIdx.x; at < column.count(); at += blockDim.x) run[at] = 0;
+    __syncthreads();
+    for (u32 at = begin; at < end; at++) {
+        load(at);
+        tile.add_to(run);
+    }
+    for (u32 at = threadIdx.x; at < column.count(); at += blockDim.x)
+        p.block_columns[blockIdx.x * column.count() + at] = run[at];
+}
+
+__device__ inline void too_many(const PreprocessParams& p, u32 rank, u64 rows) {
+    report_own(p.common, FAULT_TOO_MANY_ROWS, rank, rows, 0, 0);
+}
+
+__device__ inline void too_many_copies(const PreprocessParams& p, u32 copies) {
+    report_own(p.common, FAULT_TOO_MANY_COPIES, p.common.rank, copies, p.most_copies, 0);
+}
+
+// Adds the column sums of the blocks before this one (`before`) and of all blocks (`totals`). Called by all threads.
 __device__ inline void sum_blocks(const PreprocessParams& p, u32* before, u32* totals) {
     const u32 columns = Columns{p.common.experts, p.common.ranks}.count(), blocks = gridDim.x;
-    // Where there are few columns, several threads share one, each with some of the blocks.
+    // If there are fewer columns than threads, several threads share a column, each with some of the blocks.
     const u32 parts = max(1u, min(blocks, blockDim.x / columns)), each = div_up(blocks, parts);
     for (u32 column = threadIdx.x; column < columns; column += blockDim.x) before[column] = totals[column] = 0;
     __syncthreads();
@@ -27,12 +51,13 @@ __device__ inline void sum_blocks(const PreprocessParams& p, u32* before, u32* t
     __syncthreads();
 }
 
-// The counts that `source` has written here.
+// The counts that `source` has written to the memory of `control`.
 __device__ inline u32* counts_at(const PreprocessParams& p, Control* control, u32 epoch, u32 source) {
     return reinterpret_cast<u32*>(control + 1) + ((epoch & 1) * p.common.ranks + source) * p.count_words;
 }
 
-// Writes this rank's counts to all peers and says so. Called by all threads of one block.
+// Writes this rank's counts to all ranks, then sends the handshake, whose release order covers the counts: the barrier
+// orders them before it. Called by all threads of one block.
 __device__ inline void send_counts(const PreprocessParams& p, const u32* totals, u32 epoch) {
     const Common& c = p.common;
     const Columns column{c.experts, c.ranks};
@@ -46,40 +71,46 @@ __device__ inline void send_counts(const PreprocessParams& p, const u32* totals,
         counts_at(p, c.control[peer], epoch, c.rank)[word] = value;
     }
     __syncthreads();
-    Hello hello{};
-    hello.signature = c.signature;
-    say_hello(c, hello, epoch);
+    Handshake handshake{};
+    handshake.signature = c.signature;
+    send_handshake(c, handshake, epoch);
+}
+
+// Checks this rank's number of copies, sends its counts from block 0, and awaits the counts of all ranks. Returns false
+// if `fine` is false or, after the fault was reported, if something failed. Called by all threads.
+__device__ inline bool exchange_counts(const PreprocessParams& p, const Columns& column, const u32* totals, u32 epoch,
+                                       bool fine) {
+    const Common& c = p.common;
+    if (fine && totals[column.copies()] > p.most_copies) {
+        fine = false;
+        if (threadIdx.x == 0) too_many_copies(p, totals[column.copies()]);
+    }
+    if (fine && blockIdx.x == 0) send_counts(p, totals, epoch);
+    for (u32 peer = threadIdx.x; fine && peer < c.ranks; peer += blockDim.x) fine = await_handshake(c, epoch, peer);
+    return __syncthreads_and(fine);
 }
 
 // Segments are experts in permuted mode, ranks in plain mode.
 struct Bases {
     u64* total;  // [segments]: rows from all ranks
-    u32* base;   // [segments]: first row of this rank's tokens; before that, rows from the ranks below
-    u32* limit;  // [ranks]: rows at or beyond are dropped; NONE where all fit
+    u32* base;   // [segments]: first row of this rank's tokens; until `compute_bases` ends, rows from lower ranks
+    u32* limit;  // [ranks]: rows at or beyond the limit are dropped; NONE if all rows fit
 };
 
-// What this rank receives of one local expert, or in plain mode of all.
+// Writes one word of the shape, for the kernels and, if requested, for the host.
 __device__ inline void set_shape(const PreprocessParams& p, u32 at, u32 value) {
     p.handle.shape[at] = value;
     if (p.host_shape != nullptr) p.host_shape[at] = value;
 }
 
-// How many rows this rank receives, and how many it would without a limit.
+// Writes how many rows this rank receives, and how many it would receive without a limit.
 __device__ inline void set_rows(const PreprocessParams& p, u32 local_experts, u64 kept, u64 wanted) {
     set_shape(p, 3 * local_experts + SHAPE_ROWS, static_cast<u32>(kept));
     set_shape(p, 3 * local_experts + SHAPE_WANTED, static_cast<u32>(wanted));
     if (p.overflow != nullptr) *p.overflow = wanted > kept;
 }
 
-__device__ inline void too_many(const PreprocessParams& p, u32 rank, u64 rows) {
-    report_own(p.common, FAULT_TOO_MANY_ROWS, rank, rows, 0, 0);
-}
-
-__device__ inline void too_many_copies(const PreprocessParams& p, u32 copies) {
-    report_own(p.common, FAULT_TOO_MANY_COPIES, p.common.rank, copies, p.most_copies, 0);
-}
-
-// What all ranks send to each segment, and the limits. Called by all threads.
+// Adds the counts of all ranks by segment, and loads the limits. Called by all threads.
 __device__ inline void sum_sources(const PreprocessParams& p, const Bases& bases, u32 epoch) {
     const Common& c = p.common;
     const u32 segments = p.handle.permuted ? c.experts : c.ranks;
@@ -96,16 +127,16 @@ __device__ inline void sum_sources(const PreprocessParams& p, const Bases& bases
         bases.total[segment] = total;
         bases.base[segment] = earlier;
     }
-    // Other threads, where there are: nobody should wait for one load after the other.
+    // Counted from the last thread down, so that other threads than above load the limits, if there are any.
     for (u32 rank = blockDim.x - 1 - threadIdx.x; rank < c.ranks; rank += blockDim.x)
         bases.limit[rank] = ld_relaxed_sys(counts_at(p, c.own, epoch, rank) + COUNT_CAPACITY);
     __syncthreads();
 }
 
-// One warp per receiving rank: its segments, expert by expert.
+// Permuted mode: the bases of one destination rank's segments, expert by expert. Called by one warp per rank.
 __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& bases, u32 rank, bool shape) {
     const Common& c = p.common;
-    // All ranks have said the same multiple.
+    // All ranks have the same multiple: it is part of the call's signature.
     const u32 pad = max(1u, p.pad_multiple), limit = bases.limit[rank];
     const u32 first = c.owner_begin[rank], experts = c.owner_begin[rank + 1] - first;
     u64 start = 0, kept_rows = 0;
@@ -115,10 +146,10 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
         const u64 padded = (total + pad - 1) / pad * pad;
         const u64 through = warp_scan(padded);
         const u64 begin = start + through - padded;
-        start += __shfl_sync(0xFFFFFFFFu, through, WARP - 1);
+        start += __shfl_sync(ALL_LANES, through, WARP - 1);
         const u64 kept = limit > begin ? min(limit - begin, total) : 0;
         const u64 kept_padded = (kept + pad - 1) / pad * pad;
-        kept_rows += __shfl_sync(0xFFFFFFFFu, warp_scan(kept_padded), WARP - 1);
+        kept_rows += __shfl_sync(ALL_LANES, warp_scan(kept_padded), WARP - 1);
         if (expert < experts) {
             bases.base[first + expert] += static_cast<u32>(begin);
             if (shape && rank == c.rank) {
@@ -130,7 +161,7 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
             }
         }
     }
-    // All lanes have read the limit.
+    // Before lane 0 overwrites the limit, all lanes have read it.
     __syncwarp();
     if (lane_id() != 0) return;
     bases.limit[rank] = start <= limit ? NONE : limit;
@@ -140,7 +171,7 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
     }
 }
 
-// One thread per receiving rank.
+// Plain mode: the base of one destination rank. Called by one thread per rank.
 __device__ inline void plain_base(const PreprocessParams& p, const Bases& bases, u32 rank, bool shape) {
     const Common& c = p.common;
     const u32 limit = bases.limit[rank];
@@ -153,7 +184,7 @@ __device__ inline void plain_base(const PreprocessParams& p, const Bases& bases,
     }
 }
 
-// Called by all threads, when all counts are here; `shape`: this block publishes the shape.
+// Called by all threads, after the handshakes of all ranks. `shape`: this block writes the shape.
 __device__ inline void compute_bases(const PreprocessParams& p, const Bases& bases, u32 epoch, bool shape) {
     const u32 ranks = p.common.ranks;
     sum_sources(p, bases, epoch);

@@ -1,28 +1,40 @@
-// The lists of the handle: one entry after the other at the place that counting has found.
+// Writes the lists of the handle. The counts determine the index of every entry, so threads write them in any order.
 #pragma once
 #include "bases.cuh"
 
-// Where a token's entries begin, in every list.
+// The index of a token's first entry in every list.
 struct Cursors {
     const Tile& tile;
-    const u32* run;          // by column: sums of all tokens before this tile
-    const u32* copies_begin; // [ranks]: where the destination's region of recv and dst_copies begins
-    const u32* tokens_begin; // [ranks]: the same of recv in plain mode
+    const u32* run;          // by column: sums over all tokens before this tile
+    const u32* copies_begin; // [ranks]: index of the destination's first entry in recv and dst_copies
+    const u32* tokens_begin; // [ranks]: the same for recv in plain mode
 
     __device__ Columns column() const { return {tile.p.common.experts, tile.p.common.ranks}; }
     __device__ u32 sends(u32 token) const { return run[column().sends()] + tile.scan(tile.sends())[token]; }
     __device__ u32 copies(u32 token) const { return run[column().copies()] + tile.scan(tile.copies())[token]; }
-    // Those for one rank, in recv and dst_copies.
+    // In recv and dst_copies, for one destination.
     __device__ u32 copies_for(u32 rank, u32 token) const {
         return copies_begin[rank] + run[column().copies_of(rank)] + tile.scan(rank)[token];
     }
-    // Earlier tokens that have a copy on the rank.
+    // The number of earlier tokens that have a copy on the rank.
     __device__ u32 tokens_before(u32 rank, u32 token) const {
         return run[column().tokens_of(rank)] + Tile::before(tile.rank_columns + rank * tile.column_words, token);
     }
 };
 
-// Where the lists of a chunk begin.
+// Computes the index of each destination's first entry in recv and dst_copies, for `Cursors`. Called by all threads.
+__device__ inline void begin_regions(const Common& c, const Columns& column, const u32* totals, u32* copies_begin,
+                                     u32* tokens_begin) {
+    for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x) {
+        copies_begin[rank] = tokens_begin[rank] = 0;
+        for (u32 below = 0; below < rank; below++) {
+            copies_begin[rank] += totals[column.copies_of(below)];
+            tokens_begin[rank] += totals[column.tokens_of(below)];
+        }
+    }
+}
+
+// Writes a chunk's `*_begin` words for one destination rank.
 __device__ inline void begin_chunk(const PreprocessParams& p, const Cursors& cursors, u32 chunk, u32 rank) {
     const Tile& tile = cursors.tile;
     const HandleView& h = p.handle;
@@ -38,29 +50,33 @@ __device__ inline void begin_chunk(const PreprocessParams& p, const Cursors& cur
     h.recv_begin[at] = h.permuted ? copies : tokens;
 }
 
-// Where the entries of a token begin; one that goes nowhere has an entry that says so.
+// Writes a token's `token_begin`, and the dead entry of a token without a copy.
 __device__ inline void begin_token(const PreprocessParams& p, const Cursors& cursors, u32 token) {
     const Tile& tile = cursors.tile;
     const u32 send = cursors.sends(token);
     p.handle.token_begin[tile.first + token] = send;
-    if (tile.of_token(tile.copies(), token) == 0)
-        p.handle.sends[send] = make_uint2(p.common.rank | SEND_DEAD | SEND_TOKEN_END, NONE);
+    if (tile.of_token(tile.copies(), token) != 0) return;
+    Send entry = Send::of(p.common.rank, NO_ROW);
+    entry.mark(Send::DEAD | Send::TOKEN_END);
+    p.handle.sends[send] = entry;
 }
 
-// The row of one copy of a token on the rank that holds the position.
+// Permuted mode: the row of a token's copy for the expert at `position`, on the rank that holds it.
 __device__ inline u32 permuted_row(const Cursors& cursors, const Bases& bases, u32 token, u32 position) {
     const Tile& tile = cursors.tile;
     return bases.base[position] + cursors.run[position] +
            Tile::before(tile.columns + position * tile.column_words, token);
 }
 
-// Whether there is no later copy of the token on that rank, or none that is kept: later experts are dropped first.
+// Whether no later copy of the token on that rank is kept. It is enough to look at the next copy: rows grow with the
+// expert position, so if the next copy is dropped, all later ones are.
 __device__ inline bool last_kept(const Cursors& cursors, const Bases& bases, u32 token, u32 position, u32 end,
                                  u32 limit) {
     const u32 next = Tile::next_bit(cursors.tile.row(token), position + 1, end);
     return next == end || (limit != NONE && permuted_row(cursors, bases, token, next) >= limit);
 }
 
+// Writes the entries of one copy in all lists.
 __device__ inline void emit_copy(const PreprocessParams& p, const Cursors& cursors, const Bases& bases, u32 token,
                                  u32 expert, u32 position, float weight) {
     const Tile& tile = cursors.tile;
@@ -76,9 +92,9 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Cursors& curso
     const bool kept = row < limit;
     const bool last =
         kept && (!h.permuted || last_kept(cursors, bases, token, position, end, limit));
-    const u32 kept_row = kept ? row : NONE;
+    const u32 kept_row = kept ? row : NO_ROW;
 
-    // The ranks below have one entry each among the sends, this rank's own in permuted mode one per copy.
+    // In `sends` each lower rank has one entry; in permuted mode this rank has one per copy.
     const u32 token_sends = cursors.sends(token);
     u32 copy = cursors.copies(token) + among_rank, send = token_sends;
     for (u32 below = 0; below < rank; below++) {
@@ -86,34 +102,36 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Cursors& curso
         copy += chosen;
         send += h.permuted && below == c.rank ? chosen : min(chosen, 1u);
     }
-    h.copies[copy] = make_uint4((tile.first + token) * c.experts + expert, rank << 16 | (position - first), kept_row,
-                                __float_as_uint(weight));
+    h.copies[copy] = Copy{make_uint4((tile.first + token) * c.experts + expert,
+                                     rank << Copy::RANK_SHIFT | (position - first), kept_row, __float_as_uint(weight))};
     const u32 of_destination = cursors.copies_for(rank, token) + among_rank;
     const u32 cell = h.permuted ? row : row * (end - first) + position - first;
-    h.dst_copies[of_destination] = make_uint2(kept ? cell : NONE, copy);
+    h.dst_copies[of_destination] = DstCopy::of(kept ? cell : NO_ROW, copy);
 
     const bool own_copies = h.permuted && rank == c.rank;
     if (own_copies) send += among_rank;
     if (own_copies || among_rank == 0) {
-        u32 flags = rank;
-        if (send + 1 == token_sends + tile.of_token(tile.sends(), token)) flags |= SEND_TOKEN_END;
-        if (!kept) flags |= SEND_DEAD;
-        if (rank == c.rank && among_rank == 0) flags |= SEND_OWN_FIRST;
-        if (rank == c.rank && last) flags |= SEND_OWN_END;
-        h.sends[send] = make_uint2(flags, kept_row);
+        Send entry = Send::of(rank, kept_row);
+        if (send + 1 == token_sends + tile.of_token(tile.sends(), token)) entry.mark(Send::TOKEN_END);
+        if (!kept) entry.mark(Send::DEAD);
+        if (rank == c.rank && among_rank == 0) entry.mark(Send::OWN_FIRST);
+        if (rank == c.rank && last) entry.mark(Send::OWN_END);
+        h.sends[send] = entry;
     }
-    const u32 known_as = rank == c.rank ? tile.first + token : send;
+    const u32 source = rank == c.rank ? tile.first + token : send;
     if (h.permuted) {
-        u32 flags = known_as << 2;
-        if (among_rank == 0) flags |= RECV_FIRST;
-        if (last) flags |= RECV_END;
-        h.recv[of_destination] = make_uint2(kept_row, flags);
+        Receive entry = Receive::of(kept_row, source);
+        if (among_rank == 0) entry.mark(Receive::FIRST);
+        if (last) entry.mark(Receive::END);
+        h.recv[of_destination] = entry;
     } else if (among_rank == 0) {
-        h.recv[cursors.tokens_begin[rank] + earlier_tokens] = make_uint2(kept_row, known_as << 2 | RECV_FIRST | RECV_END);
+        Receive entry = Receive::of(kept_row, source);
+        entry.mark(Receive::FIRST | Receive::END);
+        h.recv[cursors.tokens_begin[rank] + earlier_tokens] = entry;
     }
 }
 
-// The lists of a tile. Called by all threads.
+// Writes the entries of a tile's tokens. Called by all threads.
 __device__ inline void emit(const PreprocessParams& p, const Cursors& cursors, const Bases& bases) {
     const Tile& tile = cursors.tile;
     const u32 ranks = p.common.ranks, chunk_tokens = p.handle.chunk_tokens;
@@ -124,4 +142,28 @@ __device__ inline void emit(const PreprocessParams& p, const Cursors& cursors, c
     tile.for_each_copy([&](u32 token, u32 expert, u32 position, float weight) {
         emit_copy(p, cursors, bases, token, expert, position, weight);
     });
+}
+
+// Writes the ends of all lists, and the part of the shape that concerns what this rank sends. Called by all threads of
+// one block.
+__device__ inline void finish_lists(const PreprocessParams& p, const Columns& column, const u32* totals,
+                                    const u32* copies_begin, const u32* tokens_begin) {
+    const Common& c = p.common;
+    const HandleView& h = p.handle;
+    for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x) {
+        const u32 copies = copies_begin[rank] + totals[column.copies_of(rank)];
+        const u32 tokens = tokens_begin[rank] + totals[column.tokens_of(rank)];
+        h.dst_begin[rank * (h.chunks + 1) + h.chunks] = copies;
+        h.recv_begin[rank * (h.chunks + 1) + h.chunks] = h.permuted ? copies : tokens;
+    }
+    if (threadIdx.x == 0) {
+        u32 remote = 0;
+        for (u32 rank = 0; rank < c.ranks; rank++)
+            if (rank != c.rank) remote += totals[column.tokens_of(rank)];
+        const u32 rest = 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]);
+        set_shape(p, rest + SHAPE_REMOTE, remote);
+        set_shape(p, rest + SHAPE_OWN, totals[column.tokens_of(c.rank)]);
+        h.send_begin[h.chunks] = h.token_begin[h.tokens] = totals[column.sends()];
+        h.copy_begin[h.chunks] = totals[column.copies()];
+    }
 }

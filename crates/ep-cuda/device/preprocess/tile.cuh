@@ -1,13 +1,13 @@
-// A tile: some tokens' routing as two bit matrices in shared memory, one by token and one by expert. A token's experts in
-// order are the set bits of its row; how many earlier tokens chose an expert, the set bits of its column.
+// A tile: the routing of some tokens as two bit matrices in shared memory, one by token and one by expert. The set bits
+// of a token's row are its experts in order; the number of set bits of an expert's column before a token is the number
+// of earlier tokens of the tile that chose the expert.
 //
-// Every choice is one thread's, every pair of token and rank too: a token has so few of either that a warp for each would
-// be idle for the most part.
+// Each choice, and each pair of token and rank, is handled by one thread: a token has too few of them for a warp.
 #pragma once
 #include "sync.cuh"
 
-// Calls `visit(index, *word_at(index))` for `count` words that others have written, in order. Many are on their way at a
-// time: one after the other, waiting for them would take longer than all the rest.
+// Calls `visit(index, *word_at(index))` in order for `count` words that other blocks or ranks have written. Several
+// loads are in flight at a time: loading one word after the other would take longer than the rest of the kernel.
 template <class WordAt, class Visit>
 __device__ inline void for_each_loaded(u32 count, const WordAt& word_at, const Visit& visit) {
     constexpr u32 UNDER_WAY = 8;
@@ -21,17 +21,19 @@ __device__ inline void for_each_loaded(u32 count, const WordAt& word_at, const V
     }
 }
 
+// The sum of `own` over the lanes up to and including this one.
 template <class Number>
 __device__ inline Number warp_scan(Number own) {
     Number through = own;
     for (u32 distance = 1; distance < WARP; distance *= 2) {
-        const Number other = __shfl_up_sync(0xFFFFFFFFu, through, distance);
+        const Number other = __shfl_up_sync(ALL_LANES, through, distance);
         if (lane_id() >= distance) through += other;
     }
     return through;
 }
 
-// Per-column numbers that are summed over tokens: [experts] copies, [ranks] copies, [ranks] tokens, sends, copies.
+// The numbers that are summed over tokens: [experts] copies, [ranks] copies, [ranks] tokens, then entries of `sends`
+// and of `copies`. Each function returns an index into an array of them.
 struct Columns {
     u32 experts;
     u32 ranks;
@@ -40,10 +42,10 @@ struct Columns {
     __device__ u32 tokens_of(u32 rank) const { return experts + ranks + rank; }
     __device__ u32 sends() const { return experts + 2 * ranks; }
     __device__ u32 copies() const { return experts + 2 * ranks + 1; }
-    __device__ u32 count() const { return experts + 2 * ranks + 2; }
+    __device__ u32 count() const { return count_columns(experts, ranks); }
 };
 
-// The last of `count` ascending numbers that is at most `value`; the first one is.
+// The index of the last of `count` ascending numbers that is at most `value`. The first number must be at most `value`.
 template <class Number>
 __device__ inline u32 last_up_to(const Number* numbers, u32 count, u32 value) {
     u32 at = 0, end = count;
@@ -60,20 +62,20 @@ __device__ inline u32 last_up_to(const Number* numbers, u32 count, u32 value) {
 
 struct Tile {
     const PreprocessParams& p;
-    u32 row_words;     // odd, so that neighbouring tokens' lie in different banks
+    u32 row_words;     // odd, so that rows of adjacent tokens begin in different banks
     u32 column_words;
     u32* rows;         // [tile][row_words]
     u32* columns;      // [experts][column_words]
     u32* rank_columns; // [ranks][column_words]
-    u32* scans;        // [ranks + 2][tile + 1]: copies of each rank, sends, copies; of all tokens before one
-    u16* expert_of;    // [experts]: by position; of maps only
-    u8* owner;         // [experts]: by position
-    u32 first = 0;     // token
-    u32 tokens = 0;
+    u32* scans;        // [ranks + 2][tile + 1]: copies per rank, sends, copies; sums over earlier tokens
+    u16* expert_of;    // [experts]: expert by position; set for routing maps only
+    u8* owner;         // [experts]: rank by position
+    u32 first = 0;     // the tile's first token
+    u32 tokens = 0;    // number of tokens; functions take a token's index in the tile
 
     __device__ Tile(const PreprocessParams& p, u32*& memory) : p(p) {
         const Common& c = p.common;
-        row_words = div_up(c.experts, 32) | 1;
+        row_words = tile_row_words(c.experts);
         column_words = p.tile / 32;
         rows = memory;
         columns = rows + p.tile * row_words;
@@ -81,7 +83,7 @@ struct Tile {
         scans = rank_columns + c.ranks * column_words;
         expert_of = reinterpret_cast<u16*>(scans + (c.ranks + 2) * (p.tile + 1));
         owner = reinterpret_cast<u8*>(expert_of + (c.experts + c.experts % 2));
-        memory = scans + (c.ranks + 2) * (p.tile + 1) + div_up(c.experts, 2) + div_up(c.experts, 4);
+        memory += tile_words(c.experts, c.ranks, p.tile);
         for (u32 rank = warp_id(); rank < c.ranks; rank += blockDim.x / WARP)
             for (u32 at = c.owner_begin[rank] + lane_id(); at < c.owner_begin[rank + 1]; at += WARP)
                 owner[at] = static_cast<u8>(rank);
@@ -94,7 +96,7 @@ struct Tile {
     __device__ u32 position_of(u32 expert) const { return p.position_of != nullptr ? p.position_of[expert] : expert; }
     __device__ float weight_at(u64 at) const { return p.weights != nullptr ? p.weights[at] : 0.0f; }
 
-    // Set bits in [from, to) of a row.
+    // The number of set bits in [from, to) of a row.
     __device__ static u32 bits(const u32* row, u32 from, u32 to) {
         u32 count = 0;
 #pragma unroll 1
@@ -107,7 +109,7 @@ struct Tile {
         return count;
     }
 
-    // The first set bit in [from, to) of a row; `to` where there is none.
+    // The first set bit in [from, to) of a row; `to` if there is none.
     __device__ static u32 next_bit(const u32* row, u32 from, u32 to) {
 #pragma unroll 1
         for (u32 word = from / 32; word * 32 < to; word++) {
@@ -118,7 +120,7 @@ struct Tile {
         return to;
     }
 
-    // The position of a row's set bit number `index`, which it has.
+    // The position of a row's set bit number `index`. The row must have more than `index` set bits.
     __device__ static u32 nth_bit(const u32* row, u32 index) {
         u32 word = 0;
 #pragma unroll 1
@@ -129,23 +131,23 @@ struct Tile {
         return word * 32 + __ffs(value) - 1;
     }
 
-    // Tokens of this tile before `token` that are in the column.
+    // The number of tokens of this tile before `token` whose bit is set in the column.
     __device__ static u32 before(const u32* column, u32 token) { return bits(column, 0, token); }
 
-    // Numbers of scans beside the ranks'.
+    // Indices of the scans after those of the ranks.
     __device__ u32 sends() const { return p.common.ranks; }
     __device__ u32 copies() const { return p.common.ranks + 1; }
 
-    // What the scans say of one token.
+    // The number of one token in scan `which`.
     __device__ u32 of_token(u32 which, u32 token) const { return scan(which)[token + 1] - scan(which)[token]; }
 
-    // Reads the routing of some tokens. Called by all threads of the block.
+    // Reads the routing of `number` tokens from token `from` on. Called by all threads of the block.
     __device__ void load(u32 from, u32 number);
 
     // Adds this tile to the column sums. Called by all threads of the block.
     __device__ void add_to(u32* sums) const;
 
-    // Calls `visit(token, expert, position, weight)` for each choice of the tile's tokens, by one thread.
+    // Calls `visit(token, expert, position, weight)` once for each choice of the tile's tokens, each on one thread.
     template <class Visit>
     __device__ void for_each_copy(const Visit& visit) const;
 
@@ -163,7 +165,8 @@ __device__ inline void bad_routing(const PreprocessParams& p, FaultKind kind, u3
     report_own(p.common, kind, p.common.rank, token, 0, seen);
 }
 
-// Where the routing is a list of choices: calls `visit(token, expert, at)` for each of the tile's tokens.
+// For routings that are lists of choices: calls `visit(token, expert, at)` for each choice; `at` is its index in the
+// list.
 template <class Visit>
 __device__ inline void Tile::for_each_listed(const Visit& visit) const {
     const bool by_rows = p.form == ROUTING_ROWS;
@@ -186,7 +189,7 @@ __device__ inline void Tile::for_each_listed(const Visit& visit) const {
     }
 }
 
-// One choice, into the bit matrices.
+// Sets the bits of one choice, and checks it.
 __device__ inline void Tile::note(u32 token, u32 expert, u64 at) const {
     const u32 position = position_of(expert);
     const float weight = weight_at(at);
@@ -196,7 +199,7 @@ __device__ inline void Tile::note(u32 token, u32 expert, u64 at) const {
     atomicOr(&columns[position * column_words + token / 32], 1u << token % 32);
 }
 
-// Where the routing is a byte for each token and expert: a thread reads the bytes of several experts at a time.
+// For routings that are maps, one byte per (token, expert): a thread reads the bytes of several experts at a time.
 __device__ inline void Tile::read_map() const {
     constexpr u32 AT_ONCE = 16;
     const u32 experts = p.common.experts, groups = div_up(experts, AT_ONCE);
@@ -224,25 +227,26 @@ __device__ inline void Tile::read_map() const {
     }
 }
 
-// A scan, by a warp: from numbers per token to sums over the tokens before it, and at the end over all.
+// Computes scan `which` from one number per token: sums over the tokens before each token, and over all. Called by one
+// warp.
 template <class NumberOf>
 __device__ inline void Tile::sum_up(u32 which, const NumberOf& number_of) const {
     u32 sum = 0;
     for (u32 base = 0; base < tokens; base += WARP) {
         const u32 token = base + lane_id(), own = number_of(token), through = warp_scan(own);
         if (token < tokens) scan(which)[token] = sum + through - own;
-        sum += __shfl_sync(0xFFFFFFFFu, through, WARP - 1);
+        sum += __shfl_sync(ALL_LANES, through, WARP - 1);
     }
     if (lane_id() == 0) scan(which)[tokens] = sum;
 }
 
-// The scans and the ranks' columns, from the rows.
+// Computes the scans and the ranks' columns from the rows.
 __device__ inline void Tile::count() const {
     const Common& c = p.common;
     for (u32 rank = warp_id(); rank < c.ranks; rank += blockDim.x / WARP)
         sum_up(rank, [&](u32 token) {
             const u32 chosen = token < tokens ? bits(row(token), c.owner_begin[rank], c.owner_begin[rank + 1]) : 0;
-            const u32 any = __ballot_sync(0xFFFFFFFFu, chosen != 0);
+            const u32 any = __ballot_sync(ALL_LANES, chosen != 0);
             if (lane_id() == 0) rank_columns[rank * column_words + token / 32] = any;
             return chosen;
         });
@@ -284,7 +288,8 @@ __device__ inline void Tile::for_each_copy(const Visit& visit) const {
             [&](u32 token, u32 expert, u64 at) { visit(token, expert, position_of(expert), weight_at(at)); });
         return;
     }
-    // Few of the map's bytes are set, so their threads are found by the sums.
+    // Few bytes of a map are set, so each thread finds its copies by searching the scan instead of scanning the map
+    // again.
     const u32* sums = scan(copies());
     for (u32 copy = threadIdx.x; copy < sums[tokens]; copy += blockDim.x) {
         const u32 token = last_up_to(sums, tokens, copy);

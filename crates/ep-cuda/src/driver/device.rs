@@ -1,35 +1,36 @@
-//! A GPU and its primary context, which PyTorch uses too.
+//! A GPU and its primary context, which PyTorch uses, too.
 
 use std::sync::{Arc, Mutex};
 
 use cudarc::driver::sys;
 use ep::{EnvironmentError, Result};
 
+use super::idle::Look;
 use super::{check, initialise};
 use crate::jit::Arch;
 
-/// A GPU, with its primary context retained as long as this lives.
+/// A GPU. Retains its primary context as long as this value lives.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) ordinal: usize,
     device: sys::CUdevice,
     context: sys::CUcontext,
     pub(crate) arch: Arch,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub(crate) multiprocessors: u32,
-    /// Most bytes of shared memory that a block may ask for.
+    /// Maximum shared memory of a block, in bytes.
     pub(crate) shared_bytes: usize,
-    /// Bytes of memory on the GPU.
+    /// Memory of the GPU, in bytes.
     pub(crate) memory_bytes: usize,
 }
 
-// SAFETY: a context handle may be used from any thread; `bind` makes it current where it is needed.
+// SAFETY: a context handle may be used from any thread; `bind` makes the context current for a thread.
 unsafe impl Send for Device {}
-// SAFETY: as above; nothing here is changed after it was made.
+// SAFETY: as above; the fields never change.
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// Number of GPUs that the driver shows to this process.
+    /// The number of GPUs that the driver shows to this process.
     pub(crate) fn count() -> Result<usize> {
         initialise()?;
         let mut count = 0;
@@ -38,7 +39,7 @@ impl Device {
         Ok(count.max(0) as usize)
     }
 
-    /// The GPU of this number; one owner for each, shared by all ranks of the process.
+    /// Opens GPU number `ordinal`. All ranks of the process share one value per GPU.
     pub(crate) fn open(ordinal: usize) -> Result<Arc<Self>> {
         static OPEN: Mutex<Vec<Arc<Device>>> = Mutex::new(Vec::new());
         let mut open = OPEN.lock().unwrap_or_else(|poison| poison.into_inner());
@@ -65,7 +66,7 @@ impl Device {
         // SAFETY: writes one handle; the number was checked.
         check(unsafe { sys::cuDeviceGet(&mut device, ordinal as i32) }, what, "")?;
         let mut context = std::ptr::null_mut();
-        // SAFETY: `device` is one; released in `drop`.
+        // SAFETY: `device` is a valid handle; the context is released in `drop`.
         let answer = unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) };
         let short = answer == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         check(answer, what, if short { "" } else { "is another process using it exclusively?" })?;
@@ -92,13 +93,29 @@ impl Device {
         })
     }
 
-    /// Makes the GPU the current one of this thread.
+    /// Makes the GPU's context the current one of this thread.
     pub(crate) fn bind(&self) -> Result<()> {
         // SAFETY: the context is retained.
         check(unsafe { sys::cuCtxSetCurrent(self.context) }, || format!("using GPU {}", self.ordinal), "")
     }
 
-    /// What tells the GPU from all others.
+    /// As [`bind`](Self::bind), for polling the GPU's work.
+    ///
+    /// # Errors
+    /// The state of the GPU's work, from the driver's result.
+    pub(super) fn bind_to_look(&self) -> std::result::Result<(), Look> {
+        // SAFETY: the context is retained.
+        match unsafe { sys::cuCtxSetCurrent(self.context) } {
+            sys::CUresult::CUDA_SUCCESS => Ok(()),
+            answer => Err(Look::of(answer)),
+        }
+    }
+
+    pub(super) fn context(&self) -> sys::CUcontext {
+        self.context
+    }
+
+    /// The GPU's UUID.
     pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
         // SAFETY: writes 16 bytes.
@@ -107,10 +124,20 @@ impl Device {
         Ok(uuid.bytes.map(|byte| byte as u8))
     }
 
-    /// Bytes of memory that are free now.
+    /// The error for `bytes` bytes of registered memory that the GPU does not have.
+    pub(crate) fn out_of_memory(&self, bytes: usize) -> ep::Error {
+        EnvironmentError::new(
+            format!("allocating {bytes} bytes of registered memory on GPU {}", self.ordinal),
+            format!("{} of {} bytes are free", self.free_bytes(), self.memory_bytes),
+            "use fewer tokens, a smaller hidden or a smaller capacity, or free memory of other libraries",
+        )
+        .into()
+    }
+
+    /// Free memory of the GPU, in bytes; 0 if it is unknown.
     pub(crate) fn free_bytes(&self) -> usize {
         let (mut free, mut total) = (0, 0);
-        // SAFETY: writes two numbers; an answer other than success leaves them zero.
+        // SAFETY: writes two numbers.
         let answer = self.bind().map(|()| unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) });
         if matches!(answer, Ok(sys::CUresult::CUDA_SUCCESS)) { free } else { 0 }
     }
@@ -118,7 +145,8 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: retained once in `new`. At the end of the process the driver may be gone: the answer is of no use.
+        // SAFETY: retained once in `new`. The result is ignored: at the end of the process the driver may have shut
+        // down.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }

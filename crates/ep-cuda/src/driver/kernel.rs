@@ -8,7 +8,7 @@ use ep::{EnvironmentError, Result};
 
 use super::{Device, Stream, check};
 
-/// A kernel, ready to be launched on one GPU. Modules stay loaded as long as the process: unloading waits for the GPU.
+/// A loaded kernel of one GPU. Modules are never unloaded, because unloading waits for the GPU.
 #[derive(Debug)]
 pub(crate) struct Kernel {
     device: Arc<Device>,
@@ -18,16 +18,16 @@ pub(crate) struct Kernel {
 
 // SAFETY: a function handle may be used from any thread.
 unsafe impl Send for Kernel {}
-// SAFETY: as above; nothing here changes.
+// SAFETY: as above; the fields never change.
 unsafe impl Sync for Kernel {}
 
 impl Kernel {
-    /// Loads a cubin's kernel of this name, allowed as much shared memory as the GPU has.
+    /// Loads the kernel `name` of a cubin, and allows it all shared memory of a block.
     pub(crate) fn load(device: &Arc<Device>, cubin: &[u8], name: &'static str) -> Result<Self> {
         device.bind()?;
         let what = || format!("loading kernel {name} on GPU {}", device.ordinal);
         let mut module = std::ptr::null_mut();
-        // SAFETY: a whole cubin, which says its own length.
+        // SAFETY: a complete cubin, which contains its own length.
         let answer = unsafe { sys::cuModuleLoadData(&mut module, cubin.as_ptr().cast()) };
         check(answer, what, "the driver may be older than the compiler: `hybrid-ep doctor` shows both")?;
         let mut function = std::ptr::null_mut();
@@ -52,16 +52,17 @@ impl Kernel {
         check(answer, || format!("asking about kernel {}", self.name), "").map(|()| value)
     }
 
-    /// Most bytes of dynamic shared memory of a block.
+    /// Maximum dynamic shared memory of a block, in bytes.
     pub(crate) fn shared_bytes(&self) -> Result<usize> {
         use sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as DYNAMIC;
         self.attribute(DYNAMIC).map(|bytes| bytes as usize)
     }
 
-    /// Puts a launch into the stream.
+    /// Launches the kernel in the stream.
     ///
     /// # Safety
-    /// `P` is the kernel's parameter struct, and all memory that it names stays until the launch is over.
+    /// `P` is the kernel's parameter struct, and all memory that it names stays allocated until the launch has
+    /// finished.
     pub(crate) unsafe fn launch<P>(
         &self,
         stream: &Stream,
@@ -72,7 +73,7 @@ impl Kernel {
     ) -> Result<()> {
         self.device.bind()?;
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
-        // SAFETY: one argument, which the driver copies before it returns; the rest is the caller's promise.
+        // SAFETY: one argument, which the driver copies before it returns; the caller guarantees the rest.
         let answer = unsafe {
             sys::cuLaunchKernel(
                 self.function,

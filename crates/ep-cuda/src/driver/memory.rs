@@ -1,4 +1,4 @@
-//! Physical memory, addresses for it, and host memory that kernels write to.
+//! Physical GPU memory, address ranges that map it, and host memory that kernels write to.
 
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::sync::Arc;
@@ -6,15 +6,17 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 use ep::{EnvironmentError, Result};
 
-use super::{Device, check};
+use super::{Device, Relaxed, check};
 
-/// An address in a GPU's memory, as one process sees it.
+/// An address in a GPU's memory, in the address space of one process.
 pub(crate) type DeviceAddress = sys::CUdeviceptr;
 
-/// Sizes and addresses of mapped memory are multiples of this, bytes: the driver's granularity on all GPUs so far.
+/// Sizes and addresses of mapped memory are multiples of this number of bytes, the driver's granularity on all GPUs so
+/// far.
 pub(crate) const GRANULE: usize = 2 << 20;
 
-/// A piece of a GPU's memory that can be mapped by several GPUs and processes. It goes when nobody maps it any more.
+/// An allocation of physical GPU memory that several GPUs and processes can map. It is freed when this value has been
+/// dropped and no mapping is left.
 #[derive(Debug)]
 pub(crate) struct Chunk {
     handle: sys::CUmemGenericAllocationHandle,
@@ -30,25 +32,20 @@ impl Chunk {
             requestedHandleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
             location: location(device.ordinal),
             win32HandleMetaData: std::ptr::null_mut(),
-            // SAFETY: plain numbers, for which zero means "nothing special".
+            // SAFETY: integers, for which zero is the default.
             allocFlags: unsafe { std::mem::zeroed() },
         };
         let mut handle = 0;
         // SAFETY: writes one handle, released in `drop`.
         let answer = unsafe { sys::cuMemCreate(&mut handle, bytes, &properties, 0) };
         if answer == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            return Err(EnvironmentError::new(
-                format!("allocating {bytes} bytes of registered memory on GPU {}", device.ordinal),
-                format!("{} of {} bytes are free", device.free_bytes(), device.memory_bytes),
-                "use fewer tokens, a smaller hidden or a smaller capacity, or free memory of other libraries",
-            )
-            .into());
+            return Err(device.out_of_memory(bytes));
         }
         check(answer, || format!("allocating {bytes} bytes on GPU {}", device.ordinal), "")?;
         Ok(Self { handle, bytes })
     }
 
-    /// A file descriptor that stands for the memory in another process.
+    /// A file descriptor by which another process can import the memory.
     pub(crate) fn export(&self) -> Result<OwnedFd> {
         let mut fd = -1i32;
         let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -57,11 +54,11 @@ impl Chunk {
             sys::cuMemExportToShareableHandle(std::ptr::from_mut(&mut fd).cast(), self.handle, kind, 0)
         };
         check(answer, || "sharing memory with other processes".into(), "")?;
-        // SAFETY: a new descriptor that nobody else owns.
+        // SAFETY: a new descriptor without another owner.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    /// Memory that another process has exported.
+    /// Imports memory that another process has exported.
     pub(crate) fn import(device: &Device, fd: &OwnedFd, bytes: usize) -> Result<Self> {
         device.bind()?;
         let mut handle = 0;
@@ -81,7 +78,7 @@ impl Chunk {
 
 impl Drop for Chunk {
     fn drop(&mut self) {
-        // SAFETY: made once; mappings keep the memory until they go.
+        // SAFETY: released once; mappings keep the memory.
         let _ = unsafe { sys::cuMemRelease(self.handle) };
     }
 }
@@ -90,7 +87,7 @@ fn location(ordinal: usize) -> sys::CUmemLocation {
     sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: ordinal as i32 }
 }
 
-/// A range of addresses, mapped from the start as far as chunks have been put into it.
+/// A reserved range of addresses. Chunks are mapped one after the other, from its start.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     device: Arc<Device>,
@@ -101,7 +98,7 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
-    /// Reserves addresses for as much as the GPU could ever hold.
+    /// Reserves as many addresses as the GPU has memory.
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
         device.bind()?;
         let bytes = device.memory_bytes.next_multiple_of(GRANULE);
@@ -112,9 +109,14 @@ impl Reservation {
         Ok(Self { device: Arc::clone(device), address, bytes, chunks: Vec::new(), mapped: 0 })
     }
 
-    /// Bytes that are mapped.
+    /// The number of mapped bytes.
     pub(crate) fn mapped(&self) -> usize {
         self.mapped
+    }
+
+    /// The number of bytes that can still be mapped.
+    pub(crate) fn room(&self) -> usize {
+        self.bytes - self.mapped
     }
 
     /// The chunks, in the order of their addresses.
@@ -122,12 +124,12 @@ impl Reservation {
         &self.chunks
     }
 
-    /// Maps one more chunk behind the others, for these GPUs to read and write.
+    /// Maps a chunk after the others, with read and write access for `devices`.
     pub(crate) fn push(&mut self, chunk: Chunk, devices: &[usize]) -> Result<()> {
         let bytes = chunk.bytes;
-        if self.mapped + bytes > self.bytes {
+        if bytes > self.room() {
             return Err(EnvironmentError::new(
-                format!("growing registered memory to {} bytes", self.mapped + bytes),
+                format!("growing registered memory of {} bytes by {bytes} bytes", self.mapped),
                 format!("the GPU has {} bytes", self.bytes),
                 "use fewer tokens or a smaller hidden",
             )
@@ -136,7 +138,7 @@ impl Reservation {
         self.device.bind()?;
         let at = self.address + self.mapped as DeviceAddress;
         let what = || format!("mapping {bytes} bytes of registered memory");
-        // SAFETY: inside the reservation, behind what is mapped.
+        // SAFETY: the range is inside the reservation, after the mapped part.
         check(unsafe { sys::cuMemMap(at, bytes, 0, chunk.handle, 0) }, what, "")?;
         self.mapped += bytes;
         self.chunks.push(chunk);
@@ -158,18 +160,19 @@ impl Drop for Reservation {
         if self.device.bind().is_err() {
             return;
         }
+        let _relaxed = Relaxed::new();
         let mut at = self.address;
         for chunk in &self.chunks {
-            // SAFETY: mapped in `push`; the driver waits for kernels that may use it.
+            // SAFETY: mapped in `push`; the owner guarantees that no work uses it.
             let _ = unsafe { sys::cuMemUnmap(at, chunk.bytes) };
             at += chunk.bytes as DeviceAddress;
         }
-        // SAFETY: reserved in `new`, and nothing is mapped any more.
+        // SAFETY: reserved in `new`; all chunks have been unmapped.
         let _ = unsafe { sys::cuMemAddressFree(self.address, self.bytes) };
     }
 }
 
-/// Host memory that kernels can write to, as an array of words.
+/// Pinned host memory that kernels can write to, as an array of words.
 #[derive(Debug)]
 pub(crate) struct Mapped {
     words: *mut u32,
@@ -183,7 +186,7 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
-    /// `len` words of zero.
+    /// Allocates `len` words, all zero.
     pub(crate) fn new(device: &Device, len: usize) -> Result<Self> {
         device.bind()?;
         let (mut memory, mut address) = (std::ptr::null_mut(), 0);
@@ -201,15 +204,15 @@ impl Mapped {
         Ok(mapped)
     }
 
-    /// As kernels see it.
+    /// The address for kernels.
     pub(crate) fn address(&self) -> DeviceAddress {
         self.address
     }
 
-    /// One word, as it is now.
+    /// The current value of one word.
     pub(crate) fn read(&self, at: usize) -> u32 {
         assert!(at < self.len, "inside the memory");
-        // SAFETY: inside, aligned; written by the GPU as whole words.
+        // SAFETY: inside the memory and aligned; the GPU writes whole words.
         unsafe { self.words.add(at).read_volatile() }
     }
 }

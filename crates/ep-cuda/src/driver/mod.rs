@@ -1,21 +1,27 @@
-//! The CUDA driver, as little of it as this crate needs: every call checked, every owner freeing what it owns.
+//! The parts of the CUDA driver API that this crate uses: every call is checked, and owners free their objects on drop.
 
+mod capture;
 mod device;
+mod idle;
 mod kernel;
 mod memory;
 mod stream;
 
 use std::ffi::CStr;
+use std::sync::Once;
 
 use cudarc::driver::sys;
 use ep::{EnvironmentError, Result};
 
+pub(crate) use capture::{Capture, Relaxed};
 pub(crate) use device::Device;
+pub(crate) use idle::{DeviceMark, Look};
 pub(crate) use kernel::Kernel;
 pub(crate) use memory::{Chunk, DeviceAddress, Mapped, Reservation};
 pub use stream::{Event, Stream};
 
-/// Turns a driver's answer into an error that says what was attempted. Where the caller has no hint, the answer has one.
+/// Converts a driver's result to an error that says what was attempted. An empty `hint` is replaced by one for the
+/// result.
 pub(crate) fn check(answer: sys::CUresult, what: impl Fn() -> String, hint: &str) -> Result<()> {
     if answer == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -24,7 +30,7 @@ pub(crate) fn check(answer: sys::CUresult, what: impl Fn() -> String, hint: &str
     Err(EnvironmentError::new(what(), describe(answer), hint).into())
 }
 
-/// What to do about an answer, whatever was attempted.
+/// The hint for a result, independent of what was attempted.
 fn advice(answer: sys::CUresult) -> &'static str {
     use sys::CUresult as Answer;
     match answer {
@@ -35,8 +41,8 @@ fn advice(answer: sys::CUresult) -> &'static str {
         | Answer::CUDA_ERROR_MISALIGNED_ADDRESS
         | Answer::CUDA_ERROR_ILLEGAL_INSTRUCTION
         | Answer::CUDA_ERROR_LAUNCH_FAILED => {
-            "an earlier kernel of this process failed, and the GPU serves the process no more: start it again under \
-             compute-sanitizer, which says which access it was"
+            "an earlier kernel of this process failed, and the process can no longer use the GPU: start it again under \
+             compute-sanitizer, which names the access"
         }
         Answer::CUDA_ERROR_NOT_SUPPORTED
         | Answer::CUDA_ERROR_NOT_PERMITTED
@@ -56,12 +62,12 @@ fn describe(answer: sys::CUresult) -> String {
     if !known || text.is_null() {
         return format!("the driver answered {answer:?}");
     }
-    // SAFETY: a string of the driver's, ended by a zero byte, that lives as long as the process.
+    // SAFETY: the driver's string ends with a zero byte and lives as long as the process.
     let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
     format!("{text} ({answer:?})")
 }
 
-/// There is no driver.
+/// The error for a missing driver.
 pub(crate) fn missing() -> EnvironmentError {
     EnvironmentError::new(
         "loading the CUDA driver",
@@ -70,16 +76,26 @@ pub(crate) fn missing() -> EnvironmentError {
     )
 }
 
-/// Loads and initialises the driver; the first thing that anybody does.
+/// Loads and initialises the driver. Must be called before any other function of the driver.
 pub(crate) fn initialise() -> Result<()> {
-    // SAFETY: looks for a library, and unloads it again.
+    // SAFETY: loads a library and unloads it again.
     if !unsafe { sys::is_culib_present() } {
         return Err(missing().into());
     }
     // SAFETY: the driver is present; initialising it again does nothing.
-    check(
-        unsafe { sys::cuInit(0) },
-        || "initialising the CUDA driver".into(),
-        "`nvidia-smi` says whether the GPU works",
-    )
+    let answer = unsafe { sys::cuInit(0) };
+    let what = || "initialising the CUDA driver".into();
+    check(answer, what, "`nvidia-smi` says whether the GPU works")?;
+    static AT_EXIT: Once = Once::new();
+    // Exit handlers run in reverse order of registration: this one runs before the driver's.
+    AT_EXIT.call_once(|| {
+        // SAFETY: the function may be called when the process ends. If it cannot be registered, it is not called.
+        let _ = unsafe { atexit(crate::reaper::process_ends) };
+    });
+    Ok(())
+}
+
+unsafe extern "C" {
+    /// Of the C library: registers an exit handler.
+    fn atexit(function: extern "C" fn()) -> i32;
 }

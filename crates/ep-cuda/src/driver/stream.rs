@@ -6,46 +6,74 @@ use std::time::Duration;
 use cudarc::driver::sys;
 use ep::Result;
 
-use super::{Device, DeviceAddress, check};
+use super::idle::Look;
+use super::{Capture, Device, DeviceAddress, check};
 
-/// An order of work on a GPU: of this crate's own, or of the caller's.
+/// A stream of a GPU, owned by this crate or by the caller.
 #[derive(Debug)]
 pub struct Stream {
     device: Arc<Device>,
     stream: sys::CUstream,
-    owned: bool,
+    life: Life,
 }
+
+/// The lifetime of a stream's handle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Life {
+    /// Destroyed when this value is dropped.
+    Owned,
+    /// Valid as long as the context, or as the owner of which this value is a view.
+    Lasting,
+    /// Valid until the caller destroys it, or valid in one thread only.
+    Passing,
+}
+
+/// `CU_STREAM_LEGACY`: the other handle of the default stream.
+const LEGACY: usize = 1;
 
 // SAFETY: the driver's functions on a stream may be called from any thread.
 unsafe impl Send for Stream {}
 
 impl Stream {
-    /// A new stream, which does not wait for the default one.
+    /// Makes a stream that does not synchronise with the default stream.
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
         device.bind()?;
         let mut stream = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: writes one handle, destroyed in `drop`.
         check(unsafe { sys::cuStreamCreate(&mut stream, flags) }, || "making a stream".into(), "")?;
-        Ok(Self { device: Arc::clone(device), stream, owned: true })
+        Ok(Self { device: Arc::clone(device), stream, life: Life::Owned })
     }
 
     /// The caller's stream.
     pub(crate) fn borrowed(device: &Arc<Device>, stream: sys::CUstream) -> Self {
-        Self { device: Arc::clone(device), stream, owned: false }
+        let life = if matches!(stream as usize, 0 | LEGACY) { Life::Lasting } else { Life::Passing };
+        Self { device: Arc::clone(device), stream, life }
+    }
+
+    /// A view of the same stream, valid as long as its owner `self`.
+    pub(crate) fn view(&self) -> Self {
+        let life = if self.life == Life::Owned { Life::Lasting } else { self.life };
+        Self { device: Arc::clone(&self.device), stream: self.stream, life }
+    }
+
+    /// Whether the handle stays valid after the caller has set another stream, and may be used from any thread.
+    pub(crate) fn is_lasting(&self) -> bool {
+        self.life != Life::Passing
     }
 
     pub(crate) fn raw(&self) -> sys::CUstream {
         self.stream
     }
 
-    /// Whether what is put into the stream is recorded in a CUDA graph instead of done.
+    /// Whether work in the stream is captured in a CUDA graph instead of executed.
     pub(crate) fn is_capturing(&self) -> Result<bool> {
         self.device.bind()?;
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the stream lives; writes one number.
         let answer = unsafe { sys::cuStreamIsCapturing(self.stream, &mut status) };
-        // The default stream, while another one captures: it cannot be captured itself.
+        // The result for the default stream while another stream captures. The default stream itself cannot be
+        // captured.
         if answer == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
             return Ok(false);
         }
@@ -53,7 +81,45 @@ impl Stream {
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
-    /// What is put in from now on waits for the event.
+    /// The capture that the stream is in; `None` if its work is executed.
+    pub(crate) fn capture(&self) -> Result<Option<Capture>> {
+        if !self.is_capturing()? {
+            return Ok(None);
+        }
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let (mut id, mut graph) = (0, std::ptr::null_mut());
+        let (nodes, count) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the stream lives; writes a status, a number and a handle; the dependencies are not requested.
+        let answer = unsafe {
+            sys::cuStreamGetCaptureInfo_v2(self.stream, &mut status, &mut id, &mut graph, nodes, count)
+        };
+        check(answer, || "asking for the graph that a stream is captured in".into(), "")?;
+        Ok((status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE)
+            .then(|| Capture::new(id, graph)))
+    }
+
+    /// Records the event after all work so far.
+    ///
+    /// # Errors
+    /// The state of that work if the driver refuses; `Running` during a capture.
+    pub(crate) fn mark(&self, event: &Event) -> std::result::Result<(), Look> {
+        self.device.bind_to_look()?;
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream lives; writes one number.
+        match unsafe { sys::cuStreamIsCapturing(self.stream, &mut status) } {
+            sys::CUresult::CUDA_SUCCESS
+                if status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE => {}
+            sys::CUresult::CUDA_SUCCESS => return Err(Look::Running),
+            answer => return Err(Look::of(answer)),
+        }
+        // SAFETY: both live, on the same GPU.
+        match unsafe { sys::cuEventRecord(event.event, self.stream) } {
+            sys::CUresult::CUDA_SUCCESS => Ok(()),
+            answer => Err(Look::of(answer)),
+        }
+    }
+
+    /// Makes all following work wait for the event.
     pub(crate) fn wait(&self, event: &Event) -> Result<()> {
         self.device.bind()?;
         // SAFETY: both live.
@@ -61,7 +127,21 @@ impl Stream {
         check(answer, || "ordering two streams".into(), "")
     }
 
-    /// Waits until all work so far is done.
+    /// Whether all work so far has finished.
+    pub(crate) fn is_done(&self) -> Result<bool> {
+        self.device.bind()?;
+        // SAFETY: the stream lives.
+        match unsafe { sys::cuStreamQuery(self.stream) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => {
+                let what = || format!("waiting for GPU {}", self.device.ordinal);
+                check(answer, what, "an earlier kernel failed; compute-sanitizer says which access")
+                    .map(|()| true)
+            }
+        }
+    }
+
+    /// Waits until all work so far has finished.
     pub(crate) fn synchronize(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the stream lives.
@@ -72,13 +152,13 @@ impl Stream {
         )
     }
 
-    /// Copies to the GPU, in order; the bytes may go when this returns.
+    /// Copies to the GPU, in stream order. The caller may reuse `bytes` when this returns.
     pub(crate) fn upload(&self, bytes: &[u8], to: DeviceAddress) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
         }
         self.device.bind()?;
-        // SAFETY: `to` has room by the caller's checks. From pageable memory the driver copies before it returns.
+        // SAFETY: callers check the size of `to`. The driver copies pageable memory before it returns.
         let answer =
             unsafe { sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), self.stream) };
         check(answer, || format!("copying {} bytes to GPU {}", bytes.len(), self.device.ordinal), "")
@@ -89,34 +169,34 @@ impl Stream {
         if bytes.is_empty() {
             return Ok(());
         }
-        // Copies to the host share queues of the GPU: one that stands behind a kernel holds up those of other
-        // streams, also those of ranks that the kernel waits for.
+        // Copies to the host of all streams share the GPU's queues: a copy that waits behind a kernel would delay those
+        // of other streams, also of ranks that the kernel waits for. So wait for the kernel first.
         self.synchronize()?;
-        // SAFETY: `from` has the bytes by the caller's checks; they are there when the stream was waited for.
+        // SAFETY: callers check the size of `from`; `bytes` is complete after `synchronize`.
         let answer =
             unsafe { sys::cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), from, bytes.len(), self.stream) };
         check(answer, || format!("copying {} bytes from GPU {}", bytes.len(), self.device.ordinal), "")?;
         self.synchronize()
     }
 
-    /// Copies inside the GPU, in order.
+    /// Copies inside the GPU, in stream order.
     pub(crate) fn copy(&self, from: DeviceAddress, to: DeviceAddress, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         self.device.bind()?;
-        // SAFETY: both ranges are inside allocations by the caller's checks.
+        // SAFETY: callers check that both ranges are inside allocations.
         let answer = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) };
         check(answer, || format!("copying {bytes} bytes on GPU {}", self.device.ordinal), "")
     }
 
-    /// Fills with zeros, in order.
+    /// Fills with zeros, in stream order.
     pub(crate) fn zero(&self, to: DeviceAddress, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         self.device.bind()?;
-        // SAFETY: the range is inside an allocation by the caller's checks.
+        // SAFETY: callers check that the range is inside an allocation.
         let answer = unsafe { sys::cuMemsetD8Async(to, 0, bytes, self.stream) };
         check(answer, || format!("clearing {bytes} bytes on GPU {}", self.device.ordinal), "")
     }
@@ -124,14 +204,14 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.owned && self.device.bind().is_ok() {
-            // SAFETY: made in `new`, and nobody else has it. The driver finishes its work first.
+        if self.life == Life::Owned && self.device.bind().is_ok() {
+            // SAFETY: made in `new`, and views do not outlive it. The driver finishes the stream's work first.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.stream) };
         }
     }
 }
 
-/// A point in a stream's work, for timing.
+/// A point in a stream's work.
 #[derive(Debug)]
 pub struct Event {
     device: Arc<Device>,
@@ -142,12 +222,35 @@ pub struct Event {
 unsafe impl Send for Event {}
 
 impl Event {
+    /// An event with a time stamp.
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
+        Self::with(device, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    /// An event without a time stamp, which costs the GPU less.
+    pub(crate) fn untimed(device: &Arc<Device>) -> Result<Self> {
+        Self::with(device, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    fn with(device: &Arc<Device>, flags: sys::CUevent_flags) -> Result<Self> {
         device.bind()?;
         let mut event = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed in `drop`.
-        check(unsafe { sys::cuEventCreate(&mut event, 0) }, || "making an event".into(), "")?;
+        check(unsafe { sys::cuEventCreate(&mut event, flags as u32) }, || "making an event".into(), "")?;
         Ok(Self { device: Arc::clone(device), event })
+    }
+
+    pub(crate) fn raw(&self) -> sys::CUevent {
+        self.event
+    }
+
+    /// The state of all work before the event; `Over` if the event was never recorded.
+    pub(crate) fn look(&self) -> Look {
+        if let Err(look) = self.device.bind_to_look() {
+            return look;
+        }
+        // SAFETY: the event lives.
+        Look::of(unsafe { sys::cuEventQuery(self.event) })
     }
 
     pub(crate) fn record(&self, stream: &Stream) -> Result<()> {
@@ -156,7 +259,10 @@ impl Event {
         check(unsafe { sys::cuEventRecord(self.event, stream.stream) }, || "recording an event".into(), "")
     }
 
-    /// Time from an earlier event to this one; both must be over.
+    /// The time from an earlier event to this one.
+    ///
+    /// # Errors
+    /// [`ep::EnvironmentError`] if the work before either event has not finished, or a driver call fails.
     pub fn since(&self, earlier: &Self) -> Result<Duration> {
         self.device.bind()?;
         let mut milliseconds = 0.0f32;
@@ -170,7 +276,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: made in `new`, and nobody else has it.
+            // SAFETY: made in `with`, and destroyed only here.
             let _ = unsafe { sys::cuEventDestroy_v2(self.event) };
         }
     }

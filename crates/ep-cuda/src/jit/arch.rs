@@ -25,10 +25,10 @@ impl Arch {
     /// The architecture whose machine code runs best on a device of this compute capability.
     ///
     /// # Errors
-    /// An [`EnvironmentError`] for a device that runs the code of none of them.
+    /// An [`EnvironmentError`] for a device that cannot run code of any architecture.
     pub fn of_device(major: u32, minor: u32) -> Result<Self> {
         match (major, minor) {
-            // Code runs on later devices of the same major version, except between desktop and embedded ones (8.7).
+            // Code runs on devices of the same major and a later minor version, but not on embedded devices (8.7).
             (8, 7) => {}
             (8, 0..) => return Ok(Self::Sm80),
             (9, 0) => return Ok(Self::Sm90a),
@@ -43,7 +43,7 @@ impl Arch {
         .into())
     }
 
-    /// The name that compilers know it by.
+    /// The compilers' name of the architecture.
     pub fn name(self) -> &'static str {
         match self {
             Self::Sm80 => "sm_80",
@@ -52,12 +52,12 @@ impl Arch {
         }
     }
 
-    /// The architecture of this name; `None` where there is none.
+    /// The architecture of a name; `None` if there is none.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|arch| arch.name() == name)
     }
 
-    /// Shared memory that a block may ask for, bytes, on each kind of GPU that runs its code.
+    /// Maximum shared memory of a block, in bytes, for each kind of GPU that runs code of this architecture.
     pub fn shared_bytes(self) -> &'static [usize] {
         match self {
             // Compute capability 8.0, and 8.6 or 8.9.
@@ -66,7 +66,7 @@ impl Arch {
         }
     }
 
-    /// The oldest run-time compiler that knows it.
+    /// The oldest version of NVRTC that supports the architecture.
     pub fn oldest_nvrtc(self) -> Version {
         match self {
             Self::Sm80 | Self::Sm90a => Version { major: 12, minor: 0 },
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_lead_back() {
+    fn names_are_parsed() {
         for arch in Arch::ALL {
             assert_eq!(Arch::from_name(arch.name()), Some(arch));
         }

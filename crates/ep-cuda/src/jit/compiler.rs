@@ -1,4 +1,4 @@
-//! The run-time compiler, found on this machine and loaded.
+//! Finds and loads the run-time compiler.
 
 use std::ffi::CString;
 use std::fmt;
@@ -9,50 +9,50 @@ use ep::{CudaEnv, EnvironmentError, Result};
 use super::nvrtc::{Input, Nvrtc};
 use super::{Arch, Program, Resources, resources, search};
 
-/// How to get a compiler, for errors and advice.
+/// The advice to users without a compiler.
 pub const INSTALL_HINT: &str =
     "pip install nvidia-cuda-nvrtc, or set HYBRID_EP_NVRTC to the path of libnvrtc.so.13 or libnvrtc.so.12";
 
-/// The oldest compiler that has every option that is used.
+/// The oldest compiler that supports all options that are used.
 const OLDEST: Version = Version { major: 12, minor: 0 };
 
 /// A version of CUDA or of one of its parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
-    /// Before the dot.
+    /// The number before the dot.
     pub major: u32,
-    /// After it.
+    /// The number after the dot.
     pub minor: u32,
 }
 
-/// NVRTC, loaded. It stays loaded until the process ends.
+/// A loaded NVRTC. It stays loaded until the process ends.
 pub struct Compiler {
     nvrtc: Nvrtc,
 }
 
-/// What a compilation made.
+/// The result of a compilation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Compiled {
     /// Machine code for one architecture.
     pub cubin: Vec<u8>,
-    /// What the compiler said: warnings, and the resources as text.
+    /// The compiler's output: warnings, and the resources as text.
     pub log: String,
-    /// What each kernel takes of the hardware.
+    /// The resources of each kernel.
     pub resources: Vec<Resources>,
 }
 
 impl Compiler {
-    /// The first usable compiler: the one that `env` names, or else the first of those that the dynamic loader finds,
-    /// that Python packages brought, and that CUDA toolkits hold.
+    /// Finds the first usable compiler: the one that `env` names; otherwise those that the dynamic loader finds, then
+    /// those of Python packages, then those of CUDA toolkits.
     ///
     /// # Errors
-    /// An [`EnvironmentError`] that lists what was looked at, and why nothing there would do.
+    /// An [`EnvironmentError`] that lists the places searched, and why no compiler there is usable.
     pub fn find(env: &CudaEnv) -> Result<Self> {
         Self::find_for(env, None)
     }
 
-    /// The first usable compiler that is not of a newer major version than `driver`, the CUDA version of the GPU
-    /// driver, which would refuse its machine code. A compiler that `env` names is taken as it is.
+    /// As [`find`](Self::find), but skips compilers of a newer major version than `driver`, the CUDA version of the GPU
+    /// driver, which would refuse their machine code. A compiler that `env` names is used in any case.
     ///
     /// # Errors
     /// As [`find`](Self::find).
@@ -79,17 +79,17 @@ impl Compiler {
         Err(EnvironmentError::new(what, reasons.join("; "), INSTALL_HINT).into())
     }
 
-    /// Its version.
+    /// The compiler's version.
     pub fn version(&self) -> Version {
         self.nvrtc.version
     }
 
-    /// Where its library lies.
+    /// The path of the compiler's library.
     pub fn path(&self) -> &Path {
         &self.nvrtc.path
     }
 
-    /// Compiles a program for an architecture. Threads may compile at the same time.
+    /// Compiles a program for an architecture. Several threads may compile at the same time.
     ///
     /// # Errors
     /// An [`EnvironmentError`] with the compiler's log.
@@ -131,14 +131,14 @@ impl fmt::Display for Version {
 }
 
 impl Version {
-    /// The version that a text such as `13.0` gives.
+    /// Parses a version such as `13.0`.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let (major, minor) = text.split_once('.')?;
         Some(Self { major: major.parse().ok()?, minor: minor.parse().ok()? })
     }
 }
 
-/// Whether a bare name is unknown to the loader, rather than a library that could not be loaded.
+/// Whether the loader has not found a bare name, as opposed to having failed to load the library.
 fn unknown(file: &Path, reason: &str) -> bool {
     file.parent() == Some(Path::new("")) && reason.starts_with(&format!("{}: cannot open", file.display()))
 }
@@ -176,7 +176,7 @@ mod tests {
     use crate::jit::scratch::Scratch;
 
     #[test]
-    fn a_compiler_that_is_not_there_is_told_with_every_place() {
+    fn a_missing_compiler_is_reported_with_every_place_searched() {
         let dir = Scratch::new();
         dir.write("cuda/lib64/libnvrtc.so.13", "no library at all");
         let named = CudaEnv { nvrtc: Some(dir.path("gone.so")), ..CudaEnv::default() };

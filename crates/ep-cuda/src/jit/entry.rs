@@ -1,4 +1,5 @@
-//! One cache entry as bytes: a checksum of all that follows it, a few lines of text, an empty line, the machine code.
+//! The file format of a cache entry: a checksum of everything after it, some lines of text, an empty line, the machine
+//! code.
 //!
 //! ```text
 //! hybrid-ep-cubin 1 3b0c...
@@ -19,11 +20,11 @@ use super::{Resources, Version};
 const MAGIC: &str = "hybrid-ep-cubin 1 ";
 const CHECKSUM_CHARS: usize = 64;
 
-/// A compiled program, as the cache keeps it.
+/// A compiled program in the cache.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Entry {
     pub(super) key: Key,
-    /// The compiler that made it.
+    /// The version of the compiler that made it.
     pub(super) nvrtc: Version,
     pub(super) resources: Vec<Resources>,
     pub(super) cubin: Vec<u8>,
@@ -45,7 +46,10 @@ impl Entry {
         [format!("{MAGIC}{}\n", checksum(&body)).as_bytes(), &body].concat()
     }
 
-    /// The entry that the bytes hold, or what is wrong with them as an entry for `key`.
+    /// Parses an entry for `key`.
+    ///
+    /// # Errors
+    /// The reason why the bytes are not a complete entry for `key`.
     pub(super) fn from_bytes(bytes: &[u8], key: Key) -> Result<Self, &'static str> {
         let rest = bytes.strip_prefix(MAGIC.as_bytes()).ok_or("no cache entry, or one of another format")?;
         let (sum, rest) = rest.split_at_checked(CHECKSUM_CHARS).ok_or("cut short")?;
@@ -110,7 +114,7 @@ pub(super) mod tests {
             key: Key::of(&PROGRAM, Arch::Sm90a),
             nvrtc: Version { major: 13, minor: 5 },
             resources: vec![kernel("copy", 10), kernel("copy_all", 255)],
-            // Machine code may look like the end of the head.
+            // Machine code that contains the separator of head and code.
             cubin: b"\x7fELF\0\n\n\n\xff".to_vec(),
         }
     }
@@ -124,7 +128,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn no_damage_goes_unseen() {
+    fn every_damaged_byte_is_detected() {
         let entry = entry();
         let bytes = entry.to_bytes();
         for at in 0..bytes.len() {

@@ -1,20 +1,21 @@
-//! Kernel source to machine code: the compiler, found and loaded at run time, and the cache of its results.
+//! Compiles kernel sources to machine code at run time, and caches the results.
 //!
-//! [`Jit`] is the way in. It looks for a program in memory, then on disk, and compiles it only if it is in neither;
-//! the compiler (NVRTC) is looked for when something has to be compiled, so that a warm start needs none.
+//! [`Jit`] is the entry point. It searches a program in memory, then on disk, and compiles it only if neither has it.
+//! The compiler (NVRTC) is searched only when something must be compiled, so a warm start needs no compiler.
 //!
-//! | module | what is there |
+//! | module | contents |
 //! |---|---|
-//! | `arch`, `program` | what is compiled and for which GPUs; the key that names a compilation |
-//! | `search`, `nvrtc`, `compiler` | where NVRTC may lie, its functions, compiling |
-//! | `resources` | registers, spills and shared memory, from the assembler's log |
-//! | `entry`, `cache` | compiled programs on disk |
+//! | `arch`, `program` | GPU architectures, compilation units, and the key that identifies a compilation |
+//! | `search`, `nvrtc`, `compiler` | the search for NVRTC, its functions, compiling |
+//! | `resources` | registers, spills and shared memory, parsed from the assembler's log |
+//! | `entry`, `cache`, `place` | compiled programs on disk, and the rules by which they are trusted |
 
 mod arch;
 mod cache;
 mod compiler;
 mod entry;
 mod nvrtc;
+mod place;
 mod program;
 mod resources;
 #[cfg(test)]
@@ -38,8 +39,8 @@ use cache::Found;
 use entry::Entry;
 use program::Key;
 
-/// Compiled programs, each made once: from memory, from disk, or by the compiler. Threads may share it, and those that
-/// ask for the same program at the same time wait for one compilation.
+/// Provides compiled programs: from memory, from disk, or by compiling. Threads may share a `Jit`; threads that request
+/// the same program at the same time wait for one compilation.
 pub struct Jit {
     env: CudaEnv,
     driver: Option<Version>,
@@ -47,31 +48,33 @@ pub struct Jit {
     compiler: Mutex<Option<Arc<Compiler>>>,
     programs: Mutex<HashMap<Key, Arc<Mutex<Option<Kept>>>>>,
     warnings: Mutex<Vec<String>>,
+    /// Called with the reason when a cache entry, or the cache, is refused.
+    tell: Option<fn(&str)>,
 }
 
 /// A program's machine code.
 #[derive(Debug, Clone)]
 pub struct Cubin {
-    /// What the driver loads.
+    /// The ELF image that the driver loads.
     pub bytes: Arc<[u8]>,
-    /// What each kernel in it takes of the hardware.
+    /// The resources of each kernel in the image.
     pub resources: Arc<[Resources]>,
-    /// The compiler that made it.
+    /// The version of the compiler that made it.
     pub nvrtc: Version,
-    /// Where it came from.
+    /// Where this call found it.
     pub origin: Origin,
-    /// How long it took to get, seconds; for a thread that waited for another's compilation, the wait.
+    /// Seconds that this call took, including the wait for a compilation by another thread.
     pub seconds: f64,
 }
 
-/// Where machine code came from.
+/// The origin of machine code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Origin {
-    /// It had been asked for before.
+    /// This process had requested it before.
     Memory,
-    /// Another process had compiled it.
+    /// The cache on disk had it.
     Disk,
-    /// It was compiled.
+    /// This call compiled it.
     Compiled,
 }
 
@@ -80,12 +83,12 @@ struct Kept {
     bytes: Arc<[u8]>,
     resources: Arc<[Resources]>,
     nvrtc: Version,
-    /// Whether this process compiled it, so that doing it again would change nothing.
+    /// Whether this process compiled it. Compiling again would give the same result.
     fresh: bool,
 }
 
 impl Jit {
-    /// Compiled programs under the settings of `env`. Nothing is looked for yet.
+    /// Makes a `Jit` with the settings of `env`. Does not search for the compiler yet.
     pub fn new(env: CudaEnv) -> Self {
         Self {
             cache: Cache::of(&env),
@@ -94,25 +97,33 @@ impl Jit {
             compiler: Mutex::default(),
             programs: Mutex::default(),
             warnings: Mutex::default(),
+            tell: None,
         }
     }
 
-    /// With the GPU driver's CUDA version known, what a compiler of a newer major version makes is not used: the driver
-    /// would refuse it.
+    /// Calls `tell` with the reason whenever the cache, or an entry, is not trusted. That costs each process a
+    /// compilation, and may be an attempt to inject code, so users should see it.
+    #[must_use]
+    pub fn telling(self, tell: fn(&str)) -> Self {
+        Self { tell: Some(tell), ..self }
+    }
+
+    /// Sets the GPU driver's CUDA version. Compilers of a newer major version, and their machine code, are not used,
+    /// because the driver would refuse the code.
     #[must_use]
     pub fn for_driver(self, driver: Version) -> Self {
         Self { driver: Some(driver), ..self }
     }
 
-    /// A program's machine code.
+    /// The machine code of a program.
     ///
     /// # Errors
-    /// An [`EnvironmentError`] when it has to be compiled and no compiler is found, or the compiler refuses it.
+    /// An [`EnvironmentError`] if the program must be compiled and no compiler is found, or the compilation fails.
     pub fn cubin(&self, program: &Program, arch: Arch) -> Result<Cubin> {
         let started = Instant::now();
         let key = Key::of(program, arch);
         let slot = Arc::clone(lock(&self.programs).entry(key).or_default());
-        // Held while compiling: who asks for the same program meanwhile waits here.
+        // Held while compiling: other threads that request the same program wait here.
         let mut slot = lock(&slot);
         let (kept, origin) = match &mut *slot {
             Some(kept) => (kept, Origin::Memory),
@@ -130,11 +141,11 @@ impl Jit {
         })
     }
 
-    /// What `load` makes of a program's machine code. Code that was kept on disk and that `load` refuses - another
-    /// driver may have been there when it was compiled - is compiled anew, once.
+    /// Calls `load` with a program's machine code and returns its result. If `load` refuses code from disk, which may
+    /// have been compiled for another driver, the program is compiled again, once.
     ///
     /// # Errors
-    /// As [`cubin`](Self::cubin), or what `load` says about code that was just compiled.
+    /// As [`cubin`](Self::cubin); the error of `load` for code that this process has compiled.
     pub fn load<T>(
         &self,
         program: &Program,
@@ -154,14 +165,14 @@ impl Jit {
         load(&anew)
     }
 
-    /// Drops machine code that was refused, from memory and disk, so that it is compiled when it is asked for again.
-    /// `false` if this process had compiled it, for then the same would come of it.
+    /// Removes refused machine code from memory and disk, so that the next request compiles the program. Returns
+    /// `false`, and removes nothing, if this process has compiled the code: compiling again would give the same result.
     pub fn invalidate(&self, program: &Program, arch: Arch, refused: &Cubin) -> bool {
         let key = Key::of(program, arch);
         let Some(slot) = lock(&self.programs).get(&key).cloned() else { return true };
         let mut slot = lock(&slot);
         match &*slot {
-            // Another thread was refused the same code, and has replaced it.
+            // Another thread has already replaced the refused code.
             Some(kept) if !Arc::ptr_eq(&kept.bytes, &refused.bytes) => {}
             Some(kept) if kept.fresh => return false,
             _ => {
@@ -172,7 +183,7 @@ impl Jit {
         true
     }
 
-    /// The compiler, looked for on the first call that finds one.
+    /// The compiler. Each call searches for it until one has found it.
     ///
     /// # Errors
     /// As [`Compiler::find`].
@@ -185,26 +196,26 @@ impl Jit {
         Ok(Arc::clone(compiler.insert(found)))
     }
 
-    /// Whether another process would find the program's machine code on disk, whole.
+    /// Whether the cache on disk has the complete machine code of the program.
     pub fn is_kept(&self, program: &Program, arch: Arch) -> bool {
         matches!(self.cache.load(program.name, arch, Key::of(program, arch)), Found::Entry(_))
     }
 
-    /// How the cache on disk stands.
+    /// The state of the cache on disk.
     pub fn cache_state(&self) -> CacheState {
         self.cache.state()
     }
 
-    /// What went wrong with the cache so far, each thing once. None of it stops anything.
+    /// The problems of the cache so far, without duplicates. None of them is an error.
     pub fn warnings(&self) -> Vec<String> {
         lock(&self.warnings).clone()
     }
 
-    /// A program that is not in memory.
+    /// Gets a program that is not in memory.
     fn obtain(&self, program: &Program, arch: Arch, key: Key) -> Result<(Entry, Origin)> {
         match self.cache.load(program.name, arch, key) {
             Found::Entry(entry) if self.outdated(&entry) => {
-                // Without a compiler that suits, it is for the driver to refuse what there is.
+                // Without a suitable compiler, use the entry; the driver may refuse it.
                 return self.compile(program, arch, key).or_else(|error| {
                     self.warn(format!("a kernel compiled by NVRTC {} is used: {error}", entry.nvrtc));
                     Ok((entry, Origin::Disk))
@@ -212,7 +223,15 @@ impl Jit {
             }
             Found::Entry(entry) => return Ok((entry, Origin::Disk)),
             Found::Nothing => {}
-            Found::Unusable(why) => self.warn(format!("compiled anew: {why}")),
+            Found::Unusable(why) => drop(self.warn(format!("compiled anew: {why}"))),
+            Found::Refused(why) => {
+                let warning = format!("a kernel of the cache is not used, but compiled anew: {why}");
+                if self.warn(warning.clone())
+                    && let Some(tell) = self.tell
+                {
+                    tell(&warning);
+                }
+            }
         }
         self.compile(program, arch, key)
     }
@@ -227,7 +246,8 @@ impl Jit {
         Ok((entry, Origin::Compiled))
     }
 
-    /// Whether an entry was made by another compiler than the user names, or by one too new for the driver.
+    /// Whether an entry was made by another compiler version than the one that the user names, or by a compiler that is
+    /// too new for the driver.
     fn outdated(&self, entry: &Entry) -> bool {
         match self.driver {
             _ if self.env.nvrtc.is_some() => {
@@ -238,11 +258,14 @@ impl Jit {
         }
     }
 
-    fn warn(&self, warning: String) {
+    /// Records a warning. Returns whether it is new.
+    fn warn(&self, warning: String) -> bool {
         let mut warnings = lock(&self.warnings);
-        if !warnings.contains(&warning) {
+        let new = !warnings.contains(&warning);
+        if new {
             warnings.push(warning);
         }
+        new
     }
 }
 
@@ -263,7 +286,7 @@ impl fmt::Debug for Jit {
     }
 }
 
-/// What a thread that panicked left is as good as before: every change here is one assignment.
+/// Ignores poisoning: every change under these mutexes is one assignment, so a panic leaves the value consistent.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -280,7 +303,7 @@ mod tests {
         Entry { nvrtc: Version { major, minor: 0 }, ..entry() }
     }
 
-    /// A cache with an entry of that compiler, and no compiler.
+    /// A `Jit` without a compiler, whose cache has one entry.
     fn without_compiler(dir: &Scratch, entry: &Entry) -> Jit {
         let env = CudaEnv {
             nvrtc: Some("/nowhere/libnvrtc.so".into()),
@@ -309,7 +332,7 @@ mod tests {
         assert!(!jit(13).outdated(&of_version(12)));
         assert!(!Jit::new(CudaEnv::default()).outdated(&of_version(99)));
 
-        // Where no compiler would do, the driver has the last word.
+        // If no compiler is suitable, the entry is used.
         let dir = Scratch::new();
         let env = CudaEnv {
             cache_dir: Some(dir.path(".")),
@@ -317,7 +340,7 @@ mod tests {
             ..CudaEnv::default()
         };
         Cache::of(&env).store(PROGRAM.name, Arch::Sm90a, &of_version(13)).unwrap();
-        // No compiler is as old as this.
+        // No compiler is that old.
         let jit = Jit::new(env).for_driver(Version { major: 1, minor: 0 });
         assert_eq!(jit.cubin(&PROGRAM, Arch::Sm90a).unwrap().origin, Origin::Disk);
         assert!(
@@ -331,7 +354,7 @@ mod tests {
     fn entries_of_another_compiler_than_the_user_names_are_outdated() {
         let dir = Scratch::new();
         assert!(!without_compiler(&dir, &entry()).outdated(&of_version(99)));
-        // The other half needs a compiler; `tests/jit.rs` says so where there must be one.
+        // The rest of the test needs a compiler; `tests/jit.rs` fails if one is required and missing.
         let Ok(compiler) = Compiler::find(&CudaEnv::from_env()) else { return };
         let jit = Jit::new(CudaEnv { nvrtc: Some(compiler.path().to_owned()), ..CudaEnv::default() });
         assert!(jit.outdated(&of_version(99)));

@@ -1,4 +1,4 @@
-//! The functions of libnvrtc that are used, and all the unsafe code that using them takes.
+//! Bindings of the functions of libnvrtc that this crate uses.
 
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::fs;
@@ -15,7 +15,7 @@ type ErrorString = unsafe extern "C" fn(Code) -> *const c_char;
 
 const SUCCESS: Code = 0;
 
-/// The functions of a libnvrtc that was loaded and stays so until the process ends.
+/// The functions of a loaded libnvrtc, which stays loaded until the process ends.
 pub(super) struct Nvrtc {
     create: unsafe extern "C" fn(
         program: *mut Handle,
@@ -32,13 +32,12 @@ pub(super) struct Nvrtc {
     cubin: unsafe extern "C" fn(Handle, *mut c_char) -> Code,
     destroy: unsafe extern "C" fn(*mut Handle) -> Code,
     error_string: ErrorString,
-    /// Its version.
     pub(super) version: Version,
-    /// Where it lies; the name that was asked for where the system does not tell.
+    /// The path of the library; the requested name if the system does not report the path.
     pub(super) path: PathBuf,
 }
 
-/// What a compilation is made of, as C strings.
+/// The inputs of a compilation, as C strings.
 pub(super) struct Input {
     pub(super) source: CString,
     pub(super) name: CString,
@@ -47,7 +46,7 @@ pub(super) struct Input {
     pub(super) options: Vec<CString>,
 }
 
-/// What came of a compilation: the machine code or why there is none, and what the compiler said.
+/// The machine code of a compilation or the reason why it failed, and the compiler's output.
 pub(super) struct Output {
     pub(super) cubin: Result<Vec<u8>, String>,
     pub(super) log: String,
@@ -56,9 +55,9 @@ pub(super) struct Output {
 impl Nvrtc {
     /// Loads the library that the dynamic loader finds under `file`, a path or a bare name.
     pub(super) fn load(file: &OsStr) -> Result<Self, String> {
-        // SAFETY: the file has the name of NVIDIA's compiler, whose initialisers may run at any time and need nothing.
+        // SAFETY: the file has the name of NVIDIA's compiler, whose initialisers have no requirements.
         let library = unsafe { Library::open(Some(file), RTLD_NOW | RTLD_LOCAL) };
-        // Unloading a compiler whose threads or exit handlers may still run gains nothing.
+        // Never unload the compiler: its threads or exit handlers may still run.
         let library: &'static Library = Box::leak(Box::new(library.map_err(words)?));
         type VersionOf = unsafe extern "C" fn(*mut c_int, *mut c_int) -> Code;
         // SAFETY: the types are those of NVRTC's header.
@@ -91,7 +90,7 @@ impl Nvrtc {
         }
     }
 
-    /// Compiles. Threads may compile at the same time.
+    /// Compiles a program. Several threads may compile at the same time.
     pub(super) fn compile(&self, input: &Input) -> Output {
         let mut log = String::new();
         let cubin = self.create(input).and_then(|program| {
@@ -126,14 +125,14 @@ impl Nvrtc {
     }
 }
 
-/// A program of the compiler, destroyed with this value.
+/// A program of the compiler; dropping the value destroys it.
 struct Program<'a> {
     nvrtc: &'a Nvrtc,
     handle: Handle,
 }
 
 impl Program<'_> {
-    /// What a pair of functions hands out: its size, then its bytes.
+    /// Reads a byte array of which `size_of` returns the size and `copy` the bytes.
     fn bytes(
         &self,
         size_of: unsafe extern "C" fn(Handle, *mut usize) -> Code,
@@ -151,7 +150,7 @@ impl Program<'_> {
 
 impl Drop for Program<'_> {
     fn drop(&mut self) {
-        // SAFETY: the handle came from `create` and is used no more. Failing to free it is no reason to fail.
+        // SAFETY: the handle came from `create` and is not used again. A failure is ignored: it only leaks memory.
         unsafe { (self.nvrtc.destroy)(&raw mut self.handle) };
     }
 }
@@ -177,15 +176,15 @@ fn check(error_string: ErrorString, code: Code) -> Result<(), String> {
     Err(name.map_or_else(|| format!("NVRTC error {code}"), |name| name.to_string_lossy().into_owned()))
 }
 
-/// The compiler opens a second library by its bare name, and some versions (13.0) do not look for it beside
-/// themselves. A library that is loaded already is found under its bare name wherever it lies.
+/// Loads the compiler's second library, which the compiler opens by its bare name. Some versions (13.0) do not search
+/// for it in their own directory, but a library that is already loaded is found by its bare name.
 fn preload_builtins(nvrtc: &Path, version: Version) -> Result<(), String> {
     let builtins = nvrtc.with_file_name(format!("libnvrtc-builtins.so.{version}"));
     if !fs::exists(&builtins).unwrap_or(false) {
-        // It may lie where the loader finds it by itself; if not, compiling says so.
+        // The loader may find it elsewhere; otherwise compiling fails with a reason.
         return Ok(());
     }
-    // SAFETY: as for the compiler, of which it is a part.
+    // SAFETY: as for the compiler, of which this library is a part.
     match unsafe { Library::open(Some(&builtins), RTLD_NOW | RTLD_GLOBAL) } {
         Ok(library) => {
             Box::leak(Box::new(library));
@@ -195,7 +194,7 @@ fn preload_builtins(nvrtc: &Path, version: Version) -> Result<(), String> {
     }
 }
 
-/// The dynamic loader's own words.
+/// The text of the dynamic loader's error.
 fn words(error: libloading::Error) -> String {
     std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string)
 }
@@ -205,7 +204,8 @@ fn mapped_file(address: usize) -> Option<PathBuf> {
     file_at(&fs::read_to_string("/proc/self/maps").ok()?, address)
 }
 
-/// The file in the line, such as `7f00-7f10 r-xp 0000 08:01 42    /lib/a.so`, whose range holds the address.
+/// The file of the line whose address range contains `address`. Lines look like
+/// `7f00-7f10 r-xp 0000 08:01 42    /lib/a.so`.
 fn file_at(maps: &str, address: usize) -> Option<PathBuf> {
     let line = maps.lines().find(|line| {
         let range = line.split(' ').next().and_then(|range| range.split_once('-'));
@@ -214,11 +214,11 @@ fn file_at(maps: &str, address: usize) -> Option<PathBuf> {
             matches!((parse(start), parse(end)), (Some(start), Some(end)) if (start..end).contains(&address))
         })
     })?;
-    // The path is the rest of the line from its first slash on: none of the fields before it has one.
+    // The path is the rest of the line from the first slash on: the fields before it contain no slash.
     line.find('/').map(|at| PathBuf::from(&line[at..]))
 }
 
-/// A C string's bytes as text, without the zero at their end.
+/// The bytes of a C string as text, without the terminating zero.
 fn text(bytes: Vec<u8>) -> String {
     String::from_utf8_lossy(&bytes).trim_end_matches('\0').trim_end().to_owned()
 }
@@ -228,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_tells_its_file() {
+    fn the_file_of_an_address_is_found() {
         let maps = "\
 7f0000000000-7f0000001000 r--p 00000000 08:01 42                         /lib/a.so
 7f0000001000-7f0000002000 r-xp 00001000 08:01 42                         /lib/with space/b.so
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_compiler_is_refused_with_the_reason() {
+    fn files_that_are_not_the_compiler_are_refused_with_the_reason() {
         let refusal = |file: &str| Nvrtc::load(OsStr::new(file)).err().unwrap();
         assert!(refusal("/nowhere/libnvrtc.so.13").contains("/nowhere/libnvrtc.so.13"));
         // A library, but another one.

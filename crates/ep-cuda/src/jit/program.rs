@@ -1,4 +1,4 @@
-//! What is compiled, how, and the key that says whether two compilations are the same.
+//! A compilation unit, its compiler options, and the key that identifies a compilation.
 
 use std::fmt;
 
@@ -6,17 +6,17 @@ use sha2::{Digest, Sha256};
 
 use super::Arch;
 
-/// One translation unit. Its includes come from `headers` and from nowhere else: no toolkit header is on a machine
-/// that only runs kernels, and a file that happens to lie in the working directory must not get in.
+/// One translation unit. Includes are resolved from `headers` only: a machine that only runs kernels has no toolkit
+/// headers, and files in the working directory must not be included.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
-    /// Its name in errors, logs and the cache: letters, digits, `-` and `_`.
+    /// The name in errors, logs and the cache: letters, digits, `-` and `_`.
     pub name: &'static str,
-    /// The text of the kernels, each `extern "C"` so that it keeps its name.
+    /// The source text. Kernels are `extern "C"`, so that their names are not mangled.
     pub source: &'static str,
-    /// What it may include: the name as the `#include` writes it, and the text.
+    /// The headers: the name in the `#include`, and the text.
     pub headers: &'static [(&'static str, &'static str)],
-    /// Macros and their values.
+    /// The macros and their values.
     pub defines: Vec<(&'static str, String)>,
 }
 
@@ -28,7 +28,7 @@ impl Program {
             "--std=c++17".into(),
             "--device-as-default-execution-space".into(),
             "--no-source-include".into(),
-            // Every backend computes the same bits: a product and a sum are fused where the source says so.
+            // All backends compute the same bits, so a product and a sum are fused only where the source says so.
             "--fmad=false".into(),
             "--generate-line-info".into(),
             "--ptxas-options=-v".into(),
@@ -37,14 +37,14 @@ impl Program {
         options
     }
 
-    /// What the compiler calls the source in its messages.
+    /// The file name in the compiler's messages.
     pub(super) fn file_name(&self) -> String {
         format!("{}.cu", self.name)
     }
 }
 
-/// Names a compilation: equal inputs, equal keys. The compiler's version is not among the inputs, since a process
-/// that finds everything it needs in the cache need not have one; a cache entry says which compiler made it.
+/// Identifies a compilation: equal inputs have equal keys. The compiler's version is not an input, because a process
+/// that finds all programs in the cache needs no compiler; a cache entry records the version.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Key([u8; 32]);
 
@@ -52,7 +52,7 @@ impl Key {
     pub(super) fn of(program: &Program, arch: Arch) -> Self {
         let mut hash = Sha256::new();
         let mut add = |text: &str| {
-            // With its length before it, no text can pass for the end of another.
+            // Hash the length, too: otherwise two texts could be divided differently and have the same hash.
             hash.update((text.len() as u64).to_le_bytes());
             hash.update(text);
         };
@@ -109,7 +109,7 @@ mod tests {
             Program { headers: &[("a.cuh", "1"), ("b.cuh", "3")], ..program() },
             Program { headers: &[("a.cuh", "1"), ("c.cuh", "2")], ..program() },
             Program { headers: &[("a.cuh", "1")], ..program() },
-            // The same characters, divided otherwise.
+            // The same characters, divided differently.
             Program { headers: &[("a.cuh", "1b.cuh"), ("", "2")], ..program() },
             Program { headers: &[("a.cuh1", ""), ("b.cuh", "2")], ..program() },
             Program { headers: &[], ..program() },

@@ -1,22 +1,22 @@
-//! What a kernel takes of the hardware, as the assembler's log tells it.
+//! The hardware resources of kernels, parsed from the assembler's log.
 
-/// What one kernel takes of the hardware.
+/// The hardware resources of one kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Resources {
     /// The kernel's name.
     pub kernel: String,
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Bytes that a thread stores to and loads from memory for want of registers, in the kernel and in the functions
-    /// that it calls; counted where they stand in the code, not how often they run.
+    /// Bytes of spill stores and spill loads in the code of the kernel and of the functions that it calls. Each
+    /// instruction counts once, however often it is executed.
     pub spill_bytes: u32,
-    /// Shared memory of a block whose size the source fixes, bytes.
+    /// Static shared memory of a block, in bytes.
     pub static_shared_bytes: u32,
-    /// Local memory of a thread, with that of the functions it calls, bytes.
+    /// Local memory of a thread, including that of the functions that the kernel calls, in bytes.
     pub stack_bytes: u32,
 }
 
-/// The kernels of a log written under `--ptxas-options=-v`, in its order:
+/// Parses the kernels of a log written with `--ptxas-options=-v`, in the order of the log:
 ///
 /// ```text
 /// ptxas info    : Compiling entry function 'copy' for 'sm_90a'
@@ -39,7 +39,7 @@ pub(super) fn parse(log: &str) -> Vec<Resources> {
         kernel.static_shared_bytes = number_before(line, " bytes smem").unwrap_or(kernel.static_shared_bytes);
         kernel.spill_bytes += number_before(line, " bytes spill stores").unwrap_or(0);
         kernel.spill_bytes += number_before(line, " bytes spill loads").unwrap_or(0);
-        // The frame is the function's own; the cumulative size, where it is given, includes those it calls.
+        // The stack frame is that of one function; the cumulative size, if given, includes the functions that it calls.
         for unit in [" bytes stack frame", " bytes cumulative stack size"] {
             kernel.stack_bytes = kernel.stack_bytes.max(number_before(line, unit).unwrap_or(0));
         }
@@ -47,7 +47,7 @@ pub(super) fn parse(log: &str) -> Vec<Resources> {
     kernels
 }
 
-/// The number that stands right before the first `unit` in a line.
+/// The number directly before the first `unit` in a line.
 fn number_before(line: &str, unit: &str) -> Option<u32> {
     let before = &line[..line.find(unit)?];
     let digits = before.len() - before.bytes().rev().take_while(u8::is_ascii_digit).count();
@@ -88,7 +88,7 @@ ptxas info    : Compile time = 1.779 ms
     }
 
     #[test]
-    fn functions_count_with_the_kernel_that_calls_them() {
+    fn resources_of_called_functions_count_for_the_kernel() {
         let log = "\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'uses2' for 'sm_80'
@@ -110,7 +110,7 @@ ptxas         .     0 bytes stack frame, 212 bytes spill stores, 212 bytes spill
     }
 
     #[test]
-    fn other_texts_are_no_kernels() {
+    fn other_texts_contain_no_kernels() {
         assert_eq!(parse(""), []);
         assert_eq!(parse("ptxas info    : Used 5 registers\nUsed 3 registers"), []);
         assert_eq!(number_before("99999999999 registers", " registers"), None);

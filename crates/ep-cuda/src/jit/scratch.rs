@@ -1,10 +1,11 @@
-//! A directory for one test.
+//! Temporary directories for tests.
 
 use std::fs;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// An empty directory, removed with this value.
+/// A temporary directory; dropping the value removes it.
 pub(super) struct Scratch(PathBuf);
 
 impl Scratch {
@@ -12,7 +13,7 @@ impl Scratch {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("hybrid-ep-jit-{}-{number}", std::process::id()));
-        fs::create_dir(&dir).unwrap();
+        fs::DirBuilder::new().mode(0o700).create(&dir).unwrap();
         Self(dir)
     }
 
@@ -29,7 +30,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // A leftover in the temporary directory is not worth failing for.
+        // A failure is ignored: it only leaves files in the temporary directory.
         let _ = fs::remove_dir_all(&self.0);
     }
 }

@@ -1,4 +1,4 @@
-//! Where a run-time compiler may lie, in the order of looking.
+//! The places where a run-time compiler may be installed, in search order.
 
 use std::cmp::Reverse;
 use std::fs;
@@ -6,34 +6,34 @@ use std::path::{Path, PathBuf};
 
 use ep::CudaEnv;
 
-/// The library's names, the newest first. The last is a toolkit's link, of any version.
+/// The library's names, the newest first. The last is a toolkit's symbolic link, of any version.
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
-/// Below a directory of Python packages, where the wheels for CUDA 13 and CUDA 12 put it.
+/// Directories below a directory of Python packages, of the wheels for CUDA 13 and CUDA 12.
 const WHEEL_DIRS: [&str; 2] = ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"];
 
-/// Below a toolkit.
+/// Directories below a toolkit.
 const TOOLKIT_DIRS: [&str; 4] = ["lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"];
 
-/// Where the system's toolkit lies unless a variable says otherwise.
+/// The default directory of the system's toolkit.
 const SYSTEM_TOOLKIT: &str = "/usr/local/cuda";
 
-/// One place to look at.
+/// One place to search.
 #[derive(Debug, PartialEq)]
 pub(super) struct Place {
-    /// What to call it in an error.
+    /// The name in errors.
     pub(super) name: String,
-    /// What to load, in this order: files that are there, or bare names for the loader to find.
+    /// What to load, in order: existing files, or bare names for the dynamic loader.
     pub(super) files: Vec<PathBuf>,
 }
 
-/// All places; the one that the user names is the only one.
+/// All places in search order. A place that the user names is the only one.
 pub(super) fn places(env: &CudaEnv) -> Vec<Place> {
     if let Some(named) = &env.nvrtc {
         let files = if named.is_dir() { libraries_in(named) } else { vec![named.clone()] };
         return vec![Place { name: format!("{} (HYBRID_EP_NVRTC)", named.display()), files }];
     }
-    // What is mapped already, by PyTorch say, answers to its bare name too.
+    // A library that is already loaded, for example by PyTorch, is found by its bare name, too.
     let loader =
         Place { name: "the dynamic loader".into(), files: NAMES.iter().map(PathBuf::from).collect() };
     let python = env.python_roots.iter().map(|root| Place {
@@ -56,7 +56,7 @@ fn libraries_in(dir: &Path) -> Vec<PathBuf> {
     NAMES.iter().map(|name| dir.join(name)).filter(|file| file.is_file()).collect()
 }
 
-/// The directories of Python packages of a root: itself, and those of the Pythons installed below it.
+/// The directories of Python packages of a root: the root itself, and those of the Pythons installed below it.
 fn package_dirs(root: &Path) -> Vec<PathBuf> {
     let mut dirs = vec![root.to_owned()];
     for lib in ["lib", "lib64"].map(|lib| root.join(lib)) {
@@ -87,7 +87,7 @@ mod tests {
     use crate::jit::scratch::Scratch;
 
     #[test]
-    fn places_are_looked_at_in_order() {
+    fn places_are_searched_in_order() {
         let dir = Scratch::new();
         for file in [
             "venv/lib/python3.9/site-packages/nvidia/cu13/lib/libnvrtc.so.13",
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_user_names_is_the_only_place() {
+    fn a_place_named_by_the_user_is_the_only_one() {
         let dir = Scratch::new();
         dir.write("own/libnvrtc.so.12", "");
         dir.write("venv/nvidia/cu13/lib/libnvrtc.so.13", "");

@@ -1,10 +1,10 @@
-//! Small cases, each with what goes wrong in a place of its own.
+//! Small cases, each of which exercises different code.
 
 use ep::workload::Workload;
 use ep::{DispatchMode, Element, ExpertPlacement, Rank, Routing, ScaleFormat, TokenFormat, World};
 
 use crate::content::Random;
-use crate::script::{Combine, Copies, Dispatch, Fault, Form, Plan, Probs, Script};
+use crate::script::{Combine, Copies, Dispatch, Fault, Form, Gone, Plan, Probs, Script};
 
 const PLAIN: DispatchMode = DispatchMode::Plain;
 const BLOCKS: u64 = 2;
@@ -29,7 +29,7 @@ fn top_k(world: &World, tokens: &[usize], topk: usize, seed: u64) -> Vec<Routing
     world.topology.all_ranks().map(|rank| workload(tokens[rank.index()]).routing(rank)).collect()
 }
 
-/// Rows with no expert, with all, and with about one in `one_in`.
+/// Routings with rows without an expert, with all experts, and with about one in `one_in` experts.
 fn multi_hot(world: &World, tokens: &[usize], one_in: u64, seed: u64) -> Vec<Routing> {
     let experts = world.experts();
     let routing = |rank: Rank| {
@@ -53,7 +53,7 @@ fn unbounded(routings: Vec<Routing>, form: Form, mode: DispatchMode) -> Plan {
     Plan { routings, form, mode, capacity, chunk_tokens: 1 }
 }
 
-/// Handles made, used and given back while the next is in use; every operator in turn even and odd.
+/// Handles whose memory is reused while other handles are in use. Every operator has even and odd epochs.
 fn steps(copies: Copies) -> Script {
     let mut script = Script::new(&format!("steps {copies:?}"), World::new(2, 1, 6).unwrap(), BLOCKS + 1);
     let world = script.world().clone();
@@ -65,7 +65,7 @@ fn steps(copies: Copies) -> Script {
     let second = script.preprocess(unbounded(top_k(&world, &[4, 11], 4, 2), Form::TopKWide, pad(1)), 1);
     script.combine(&first, f32_on_wire);
     script.dispatch(&second, Dispatch { probs: Probs::Dense, ..dispatch(copies, hidden) });
-    // The first handle's memory, two operators after its last: the earliest that the arena gives it.
+    // The first handle's memory, two operators after its last use: the earliest time at which the arena reuses it.
     let third = script.preprocess(unbounded(top_k(&world, &[5, 5], 2, 3), Form::Rows, PLAIN), 0);
     script.combine(&second, combine(copies, hidden));
     script.dispatch(&third, Dispatch { probs: Probs::Skip, ..dispatch(copies, hidden) });
@@ -107,7 +107,7 @@ fn formats(copies: Copies) -> Script {
     script
 }
 
-/// Rows that do not fit, on some ranks all of them.
+/// Capacities that drop rows, on one rank all of them.
 fn capacities(copies: Copies) -> Script {
     let mut script = Script::new(&format!("capacities {copies:?}"), World::new(3, 1, 6).unwrap(), BLOCKS);
     let world = script.world().clone();
@@ -142,7 +142,7 @@ fn sums(copies: Copies) -> Script {
     script
 }
 
-/// So many tokens that preprocessing has several tiles a block, and workers several chunks.
+/// So many tokens that a block of preprocess has several tiles, and a worker several chunks.
 fn tiles(copies: Copies) -> Script {
     let owners: Vec<Rank> = [1, 0, 1, 1, 0, 1].map(Rank).to_vec();
     let mut world = World::new(2, 1, 6).unwrap();
@@ -158,8 +158,8 @@ fn tiles(copies: Copies) -> Script {
     script
 }
 
-/// Maps of so many experts that a thread reads sixteen bytes at once, each elsewhere than its number says; several tiles a
-/// block; rows that do not fit.
+/// Maps of so many experts that a thread reads sixteen bytes at once, with a placement that shuffles the experts;
+/// several tiles per block; capacities that drop rows.
 fn maps(copies: Copies) -> Script {
     let owners: Vec<Rank> = (0..48).map(|expert| Rank(expert * 7 % 3)).collect();
     let mut world = World::new(3, 1, 48).unwrap();
@@ -176,7 +176,7 @@ fn maps(copies: Copies) -> Script {
     script
 }
 
-/// Nobody to talk to, and nothing to say.
+/// A world of one rank, and worlds without copies.
 fn edges(copies: Copies) -> Vec<Script> {
     let mut alone = Script::new(&format!("alone {copies:?}"), World::new(1, 1, 3).unwrap(), BLOCKS);
     let world = alone.world().clone();
@@ -218,28 +218,49 @@ pub(crate) fn all() -> Vec<Script> {
     [of(Copies::Bulk), of(Copies::Plain)].into_iter().flatten().collect()
 }
 
-/// Operators in which a rank goes wrong: all ranks end them, and know whose fault it was.
+/// Operators in which a rank fails: all ranks end them and report the rank at fault.
 pub(crate) fn faults() -> Vec<Script> {
     let new = |name: &str| Script::new(name, World::new(3, 1, 6).unwrap(), BLOCKS);
     let plan = |script: &Script, form| unbounded(top_k(script.world(), &[5, 4, 6], 2, 29), form, pad(2));
     let hidden = 16;
     let mut cases = Vec::new();
 
-    let mut absent = new("a rank that does not come");
+    let mut absent = new("a rank that does not enter");
     let handle = absent.preprocess(plan(&absent, Form::TopK), 0);
     absent.dispatch(&handle, dispatch(Copies::Bulk, hidden));
     absent.otherwise(2, "takes part", 0);
-    absent.fails(&[Fault::Timeout, Fault::Aborted], Some(2));
+    absent.fails(&[Fault::Late, Fault::Aborted], Some(2));
     cases.push(absent);
 
-    let mut left = new("a rank that has left");
-    let handle = left.preprocess(plan(&left, Form::TopK), 0);
-    left.dispatch(&handle, dispatch(Copies::Bulk, hidden));
-    left.leaves(1);
-    left.combine(&handle, combine(Copies::Bulk, hidden));
-    left.otherwise(1, "takes part", 0);
-    left.fails(&[Fault::Left, Fault::Aborted], Some(1));
-    cases.push(left);
+    let mut still = new("a rank that stands still in dispatch");
+    let handle = still.preprocess(plan(&still, Form::TopK), 0);
+    still.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    still.otherwise(2, "stands still", 1);
+    still.fails(&[Fault::Stalled, Fault::Aborted], Some(2));
+    cases.push(still);
+
+    let mut still = new("a rank that stands still in combine");
+    let handle = still.preprocess(plan(&still, Form::TopK), 0);
+    still.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    still.combine(&handle, combine(Copies::Bulk, hidden));
+    still.otherwise(0, "stands still", 1);
+    still.fails(&[Fault::Stalled, Fault::Aborted], Some(0));
+    cases.push(still);
+
+    for (name, word, fault) in [
+        ("a rank that has left", Gone::Left, Fault::Left),
+        ("a rank that has died", Gone::Died, Fault::Died),
+        ("a rank without heartbeats", Gone::Silent, Fault::Silent),
+    ] {
+        let mut gone = new(name);
+        let handle = gone.preprocess(plan(&gone, Form::TopK), 0);
+        gone.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+        gone.is_gone(1, word);
+        gone.combine(&handle, combine(Copies::Bulk, hidden));
+        gone.otherwise(1, "takes part", 0);
+        gone.fails(&[fault, Fault::Aborted], Some(1));
+        cases.push(gone);
+    }
 
     let mut mismatch = new("ranks that call different things");
     let handle = mismatch.preprocess(plan(&mismatch, Form::TopK), 0);
@@ -264,7 +285,7 @@ pub(crate) fn faults() -> Vec<Script> {
         cases.push(script);
     }
 
-    // With a capacity the host does not wait, and calls what follows before it knows.
+    // With a capacity the host does not wait, and calls the next operators before it knows of the fault.
     let mut behind = new("operators behind one that failed");
     let plan = Plan { capacity: vec![Some(16); 3], ..plan(&behind, Form::TopK) };
     let handle = behind.preprocess(plan, 0);

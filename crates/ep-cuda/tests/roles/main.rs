@@ -1,8 +1,8 @@
-//! The kernels' logic on a CPU: the sources in `device/`, compiled as C++ for a machine of threads, against the oracle.
+//! Runs the kernels on the CPU and compares the results with the oracle: the sources in `device/`, compiled as C++.
 //!
-//! `cpu/machine.hpp` says how GPUs are made of threads; `cpu/ptx.cuh` what each instruction promises. Only that header
-//! of the kernels is another than on a GPU. ThreadSanitizer then finds two accesses that nothing orders, though they
-//! never meet: between lanes, warps, blocks and ranks, and between these and copies that are under way.
+//! `cpu/machine.hpp` simulates GPUs by threads, and `cpu/ptx.cuh` replaces the header of the same name; all other
+//! kernel sources are those of the GPU. ThreadSanitizer finds unordered accesses, also if they do not collide in the
+//! run: between lanes, warps, blocks, ranks, and copies in flight.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
 mod cases;
@@ -85,7 +85,7 @@ fn kernels_have_no_race() {
     run_all(sanitized(), 0..2);
 }
 
-/// For changes of the kernels: many more ways in which the same work can go.
+/// Many more seeds, for changes of the kernels.
 #[test]
 #[ignore = "takes many minutes"]
 fn kernels_equal_the_oracle_whatever_the_order() {
@@ -121,7 +121,7 @@ fn a_seed_repeats_a_run() {
     assert_ne!(first, other);
 }
 
-/// Whether a run of what has no race otherwise goes wrong when an order in memory, or a wait, is left out on purpose.
+/// Whether a case fails when a memory order or a wait is left out on purpose.
 fn notices(left_out: &str, case: &str) -> bool {
     match sanitized().run(file(case), 1, Some(left_out)) {
         Outcome::Equal(_) => false,
@@ -130,15 +130,15 @@ fn notices(left_out: &str, case: &str) -> bool {
     }
 }
 
-/// Ranks that are processes address one memory differently.
+/// Ranks that are processes have different addresses for the same memory.
 #[test]
-fn an_address_of_another_rank_is_noticed() {
+fn using_an_address_of_another_rank_is_detected() {
     let outcome = plain().run(file("steps-Bulk"), 1, Some("delta"));
     assert!(matches!(outcome, Outcome::Crash(_)), "{outcome}");
 }
 
 #[test]
-fn whatever_is_left_out_is_noticed() {
+fn every_order_and_wait_that_is_left_out_is_detected() {
     let orders = [
         ("st_release_sys", "steps-Bulk"),
         ("ld_acquire_sys", "steps-Bulk"),
@@ -153,7 +153,7 @@ fn whatever_is_left_out_is_noticed() {
     ];
     let mut missed =
         on_all_cores(&orders, |(order, case)| (!notices(order, case)).then(|| (*order).to_owned()));
-    // One single store, too: each that tells a peer that something is there.
+    // Each single release store, too.
     let releases: Vec<String> = sanitized()
         .sites(file("steps-Bulk"), 1)
         .into_iter()
@@ -162,10 +162,10 @@ fn whatever_is_left_out_is_noticed() {
     assert!(releases.len() >= 3, "{releases:?}");
     missed.extend(on_all_cores(&releases, |site| (!notices(site, "steps-Bulk")).then(|| site.clone())));
     let missed: Vec<String> = missed.into_iter().flatten().collect();
-    assert!(missed.is_empty(), "nobody noticed that these were left out: {missed:?}");
+    assert!(missed.is_empty(), "no test detected that these were left out: {missed:?}");
 }
 
-/// Which orders and waits of the kernels are needed, one place after the other: prints those that nobody misses.
+/// Leaves out each order and wait of the kernels in turn, and prints those whose absence no test detects.
 #[test]
 #[ignore = "takes many minutes"]
 fn every_place_is_needed() {
@@ -181,5 +181,5 @@ fn every_place_is_needed() {
     .into_iter()
     .flatten()
     .collect();
-    println!("of {} places, nobody misses {unneeded:#?}", sites.len());
+    println!("of {} places, no test detects the absence of {unneeded:#?}", sites.len());
 }

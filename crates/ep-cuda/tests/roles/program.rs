@@ -1,15 +1,15 @@
-//! The kernels as a program of the CPU: built by a C++ compiler, run on cases.
+//! The program that runs the kernels on the CPU: how it is built by a C++ compiler, and how it is run on cases.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Mutex, PoisonError};
 use std::{env, fmt, fs, thread};
 
-/// What a compiler makes of one source.
+/// One object file.
 struct Unit {
     object: String,
     source: &'static str,
-    /// Whether ThreadSanitizer sees what it does.
+    /// Whether it is instrumented by ThreadSanitizer.
     seen: bool,
     defines: Vec<(&'static str, String)>,
 }
@@ -22,18 +22,18 @@ pub(crate) struct Program {
 /// Exit code of a run in which ThreadSanitizer has found a race.
 const RACE: i32 = 66;
 
-/// What came of a run.
+/// The outcome of a run, with the program's output.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// Every output is what it must be. Runs that say the same have taken the same steps.
+    /// Every output equals the expected one. Runs with the same text have executed the same steps.
     Equal(String),
-    /// An output differs, or a kernel has reported another fault than it should.
+    /// An output differs, or a kernel has reported an unexpected fault.
     Different(String),
-    /// Lanes have done what a GPU does not define, or cannot go on.
+    /// Lanes have done something that is undefined on a GPU, or no lane can continue.
     Undefined(String),
-    /// Two accesses that nothing orders.
+    /// Two unordered accesses.
     Race(String),
-    /// The program itself has failed, or a rank has used an address that is not its own.
+    /// The program has crashed, for example because a rank has used an address of another rank.
     Crash(String),
 }
 
@@ -51,7 +51,7 @@ impl fmt::Display for Outcome {
 }
 
 impl Program {
-    /// Builds it: `sanitize` with ThreadSanitizer.
+    /// Builds the program; with `sanitize`, with ThreadSanitizer.
     pub(crate) fn build(sanitize: bool) -> Self {
         let name = if sanitize { "roles-tsan" } else { "roles" };
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -83,7 +83,7 @@ impl Program {
         Self { path }
     }
 
-    /// Runs a case with a seed; `change` is what is left out on purpose.
+    /// Runs a case with a seed. `change`: the order or wait to leave out.
     pub(crate) fn run(&self, case: &Path, seed: u64, change: Option<&str>) -> Outcome {
         let run = |command: &mut Command| {
             let options = format!("halt_on_error=1 exitcode={RACE} history_size=3 atexit_sleep_ms=0");
@@ -91,7 +91,7 @@ impl Program {
             command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"))
         };
         let mut output = run(&mut Command::new(&self.path));
-        // Older sanitizers want addresses where newer kernels no longer put them.
+        // Older sanitizers need a memory layout that newer kernels provide only without address randomisation.
         if text(&output).contains("unexpected memory mapping") {
             output = run(Command::new("setarch").arg("-R").arg(&self.path));
         }
@@ -105,8 +105,8 @@ impl Program {
         }
     }
 
-    /// How many of `blocks` blocks send in this variant of dispatch, where this rank has `chunks` chunks, receives
-    /// `rows` rows, sends `remote` rows to others, and has `own` tokens with an expert on itself.
+    /// How many of `blocks` blocks send in this variant of dispatch, if this rank has `chunks` chunks, receives `rows`
+    /// rows, sends `remote` rows to other ranks, and has `own` tokens with an expert on this rank.
     pub(crate) fn sending(
         &self,
         variant: &str,
@@ -122,7 +122,7 @@ impl Program {
         sending.unwrap_or_else(|| panic!("{text}")).parse().unwrap()
     }
 
-    /// All places at which [`run`](Self::run) can leave something out.
+    /// All places at which [`run`](Self::run) can leave out an order or a wait.
     pub(crate) fn sites(&self, case: &Path, seed: u64) -> Vec<String> {
         let output = Command::new(&self.path).arg(case).arg(seed.to_string()).arg("sites").output().unwrap();
         let all = text(&output);
@@ -134,7 +134,7 @@ impl Program {
     }
 }
 
-/// The machine, and every kernel in every variant that runs on a CPU: conversions to FP8 by the instruction do not.
+/// The machine, and every kernel in every variant that runs on a CPU: all but conversions to FP8 by the instruction.
 fn units() -> Vec<Unit> {
     let quoted = |text: &str| format!("\"{text}\"");
     let unit = |name: &str, source, seen, defines| Unit {
@@ -149,7 +149,7 @@ fn units() -> Vec<Unit> {
         unit("main", "main.cpp", true, Vec::new()),
     ];
     let mut kernel = |name: String, source, defines: Vec<(&'static str, String)>| {
-        // Its entry keeps its name in any namespace, so each variant gets one.
+        // Kernels are `extern "C"`, so each variant needs its own name.
         let (operator, _) = name.split_once(' ').unwrap_or((&name, ""));
         let names = [("NAME", quoted(&name)), (entry(operator), name.replace(' ', "_"))];
         units.push(unit(&name, source, true, [names.to_vec(), defines].concat()));
@@ -203,7 +203,7 @@ fn compile(folder: &Path, sources: &Path, unit: &Unit, sanitize: bool) {
     });
 }
 
-/// Runs a compiler; panics with what it says when it fails.
+/// Runs a compiler; panics with its output if it fails.
 fn finish(mut command: Command) {
     let output = command.output().unwrap_or_else(|error| {
         panic!(

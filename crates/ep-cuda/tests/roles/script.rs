@@ -1,5 +1,5 @@
-//! What all ranks call, one operator after the other, with all inputs and with what the oracle says they must get; and
-//! the file in which the program reads it.
+//! A script: the operators that all ranks call, with their inputs and the oracle's results; and the file from which the
+//! program reads it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use ep::{Counts, DispatchMode, Element, Rank, ReceiveShape, Routing, ScaleFormat
 use crate::content::Random;
 use crate::record::{File, Record, floats, words};
 
-/// What outputs hold before, as `POISON` of the program.
+/// The content of outputs before an operator, as `POISON` of the program.
 const POISON: u8 = 0xA7;
 /// "No bound".
 const NONE: u32 = u32::MAX;
 
-/// A script under way.
+/// A script that is being written.
 pub(crate) struct Script {
     name: String,
     world: World,
@@ -24,7 +24,7 @@ pub(crate) struct Script {
     random: Random,
 }
 
-/// Which experts the tokens of all ranks choose, and how rows are arranged.
+/// The routings of all ranks, and the layout of rows.
 pub(crate) struct Plan {
     pub(crate) routings: Vec<Routing>,
     pub(crate) form: Form,
@@ -33,7 +33,7 @@ pub(crate) struct Plan {
     pub(crate) chunk_tokens: usize,
 }
 
-/// How a routing is given.
+/// The format of a routing.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Form {
     TopK,
@@ -42,11 +42,11 @@ pub(crate) enum Form {
     Rows,
 }
 
-/// What preprocessing has made, on all ranks.
+/// The handles of all ranks.
 pub(crate) struct Handle {
     plan: Plan,
     received: Vec<ReceivedRows>,
-    /// What every operator says of it, by rank.
+    /// The arguments of every operator that uses the handle, by rank.
     facts: Vec<Record>,
 }
 
@@ -65,7 +65,7 @@ pub(crate) struct Dispatch {
     pub(crate) hidden: usize,
     pub(crate) pieces: usize,
     pub(crate) probs: Probs,
-    /// Whether the map of local experts is asked for, where there is one.
+    /// Whether the map of local experts is requested, in plain mode.
     pub(crate) local_experts: bool,
 }
 
@@ -81,13 +81,24 @@ pub(crate) enum Probs {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Fault {
     None = 0,
-    Timeout = 1,
+    Stalled = 1,
     Aborted = 2,
     Mismatch = 3,
     Index = 4,
     Duplicate = 5,
     Nan = 6,
     Left = 8,
+    Died = 10,
+    Late = 11,
+    Silent = 12,
+}
+
+/// As `GoneWord` of the kernels.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Gone {
+    Left = 1,
+    Died = 2,
+    Silent = 3,
 }
 
 /// A combine of all ranks.
@@ -116,7 +127,9 @@ impl Script {
         owners.number("ranks", world.ranks());
         owners.number("experts", world.experts());
         owners.number("count words", Counts::words(&world));
-        owners.number("timeout ns", 1 << 30);
+        // Far apart, because the clock runs fast when all lanes wait.
+        owners.number("timeout ns", 1 << 34);
+        owners.number("stall timeout ns", 1 << 28);
         owners.numbers.insert("blocks", blocks);
         owners.input("owner_begin", words(&begins));
         Self { name: name.into(), world, owners, operators: Vec::new(), random: Random(seed) }
@@ -126,7 +139,7 @@ impl Script {
         &self.world
     }
 
-    /// Preprocessing; `memory`: which of the ranks' parts the handle lies in.
+    /// A preprocess. `memory`: the number of the ranks' memory region for the handle.
     pub(crate) fn preprocess(&mut self, plan: Plan, memory: usize) -> Handle {
         let received = oracle::rows(&self.world, &plan.routings, plan.mode, &plan.capacity);
         let mut handle = Handle { plan, received, facts: Vec::new() };
@@ -154,7 +167,7 @@ impl Script {
         let pad = if *mode == DispatchMode::Plain { 0 } else { mode.pad_multiple() };
         record.number("pad multiple", pad);
         record.number("capacity", capacity[rank].unwrap_or(NONE as usize));
-        // The fewest tokens that a block may work on at a time.
+        // The smallest tile.
         record.number("tile", 32);
         give_routing(&mut record, &routings[rank], *form);
         if !self.world.placement.is_in_order() {
@@ -185,12 +198,14 @@ impl Script {
             .map(|routing| {
                 let tokens = routing.tokens();
                 let data = match format {
-                    TokenFormat::Fp8(_) => self.random.bytes(tokens * hidden),
+                    TokenFormat::Fp8(_) | TokenFormat::F32 => {
+                        self.random.bytes(tokens * format.input_row_bytes(hidden))
+                    }
                     TokenFormat::Bf16 | TokenFormat::QuantizeFp8(_) => self.random.bf16s(tokens * hidden),
                 };
                 let scales = match format {
                     TokenFormat::Fp8(_) => self.random.bytes(tokens * format.scale_row_bytes(hidden)),
-                    TokenFormat::Bf16 | TokenFormat::QuantizeFp8(_) => Vec::new(),
+                    TokenFormat::Bf16 | TokenFormat::F32 | TokenFormat::QuantizeFp8(_) => Vec::new(),
                 };
                 let probs = match dispatch.probs {
                     Probs::Dense => self.random.weights(tokens * routing.experts()),
@@ -292,13 +307,13 @@ impl Script {
         self.call(format!("combine {} {} {}", name(element), name(wire), copies.name()), ranks);
     }
 
-    /// Expert outputs; NaN where there is no token, so that a row that must not be added is seen.
+    /// Expert outputs. Rows without a token are NaN, so that adding such a row is detected.
     fn expert_rows(&mut self, received: &ReceivedRows, spec: CombineSpec) -> Vec<u8> {
         let mut bytes = Vec::new();
         for row in 0..received.shape.allocated_rows() {
             let holds_token = received.rows.get(row).is_some_and(Option::is_some);
             for _ in 0..spec.hidden {
-                // Sizes so different that the order of a sum shows.
+                // Of very different magnitudes, so that the order of a sum affects its result.
                 let bits = if holds_token { self.random.float(12).to_bits() } else { f32::NAN.to_bits() };
                 match spec.element {
                     Element::Bf16 => bytes.extend(((bits >> 16) as u16).to_le_bytes()),
@@ -312,16 +327,17 @@ impl Script {
     fn call(&mut self, kernel: String, mut ranks: Vec<Record>) {
         for record in &mut ranks {
             record.number("takes part", 1);
-            // Equal on all ranks, and different from that of the operators before and after.
+            record.number("stands still", 0);
+            // Equal on all ranks, and different for each operator.
             record.number("signature", 1000 + self.operators.len());
             record.number("faults", 1 << Fault::None as usize);
-            record.number("to blame", NONE as usize);
+            record.number("at fault", NONE as usize);
             record.number("untouched", 0);
         }
         self.operators.push(Operator { kernel, ranks });
     }
 
-    /// What one rank does otherwise in the last operator.
+    /// Changes a number of one rank in the last operator.
     pub(crate) fn otherwise(&mut self, rank: usize, name: &'static str, value: usize) {
         self.operators.last_mut().unwrap().ranks[rank].number(name, value);
     }
@@ -331,28 +347,29 @@ impl Script {
         self.operators.last_mut().unwrap().ranks[rank].input(name, bytes);
     }
 
-    /// The last operator ends by a fault on every rank, of one of these kinds, and `to_blame` names a rank if it is
-    /// known which; outputs are undefined.
-    pub(crate) fn fails(&mut self, faults: &[Fault], to_blame: Option<usize>) {
+    /// Expects that the last operator fails on every rank with one of these kinds, and that the reports name
+    /// `at_fault`, if it is known. Outputs are undefined.
+    pub(crate) fn fails(&mut self, faults: &[Fault], at_fault: Option<usize>) {
         for record in &mut self.operators.last_mut().unwrap().ranks {
             record.number("faults", faults.iter().map(|&fault| 1 << fault as usize).sum());
-            record.number("to blame", to_blame.unwrap_or(NONE as usize));
+            record.number("at fault", at_fault.unwrap_or(NONE as usize));
         }
     }
 
-    /// The last operator does nothing, since an earlier one has failed with one of these faults: outputs stay as they
-    /// were.
-    pub(crate) fn does_not_begin(&mut self, faults: &[Fault], to_blame: usize) {
-        self.fails(faults, Some(to_blame));
+    /// Expects that the last operator does nothing, because an earlier one has failed with one of these faults, and
+    /// that its outputs do not change.
+    pub(crate) fn does_not_begin(&mut self, faults: &[Fault], at_fault: usize) {
+        self.fails(faults, Some(at_fault));
         for record in &mut self.operators.last_mut().unwrap().ranks {
             record.number("untouched", 1);
         }
     }
 
-    /// One rank drops its buffer.
-    pub(crate) fn leaves(&mut self, rank: usize) {
-        let ranks = vec![Record::default(); self.world.ranks()];
-        self.call("say_left".into(), ranks);
+    /// Writes the gone word of one rank to all control blocks, as the hosts do.
+    pub(crate) fn is_gone(&mut self, rank: usize, word: Gone) {
+        let mut record = Record::default();
+        record.number("gone", word as usize);
+        self.call("say_gone".into(), vec![record; self.world.ranks()]);
         for other in (0..self.world.ranks()).filter(|&other| other != rank) {
             self.otherwise(other, "takes part", 0);
         }
@@ -406,7 +423,7 @@ fn longest_row(routing: &Routing) -> usize {
     routing.rows().map(|(experts, _)| experts.len()).max().unwrap_or(0).max(1)
 }
 
-/// The routing as a router leaves it: no row is in the order of experts, and rows that are short have gaps.
+/// The routing as a router provides it: rows are not ordered by expert, and short rows have gaps.
 fn give_routing(record: &mut Record, routing: &Routing, form: Form) {
     let dense = || {
         let mut map = vec![0u8; routing.tokens() * routing.experts()];
@@ -457,13 +474,13 @@ fn give_routing(record: &mut Record, routing: &Routing, form: Form) {
     );
 }
 
-/// What preprocessing tells the host; in plain mode nothing of single experts.
+/// The host shape that preprocess writes; in plain mode it does not write the words per expert.
 fn shape_words(world: &World, handle: &Handle, rank: usize) -> Vec<u8> {
     let ReceiveShape { rows, wanted_rows, first_row, kept_per_expert, tokens_per_expert, .. } =
         &handle.received[rank].shape;
     let own = Rank(rank as u32);
     let routing = &handle.plan.routings[rank];
-    // Of each token, the ranks that it goes to.
+    // The destination ranks of each token.
     let targets = routing.rows().map(|(experts, _)| {
         let owner = |&expert: &u32| world.placement.owner_at(world.placement.position_of(expert));
         let mut ranks: Vec<Rank> = experts.iter().map(owner).collect();
@@ -479,7 +496,7 @@ fn shape_words(world: &World, handle: &Handle, rank: usize) -> Vec<u8> {
     shape
 }
 
-/// Rows, and behind them what was there before.
+/// The rows, followed by the previous content.
 fn fill(rows: &[u8], bytes: usize) -> Vec<u8> {
     let mut all = rows.to_vec();
     all.resize(bytes, POISON);

@@ -1,17 +1,15 @@
-//! Copies of whole rows: one to one, one to several, and zeros.
+//! Copies of whole rows, to one destination or to several, and zero rows. `dispatch` and `workers` call them.
 
 use super::vector::{LINE, Vector};
 use super::{Level, dispatch};
 
 /// Copies one row.
 ///
-/// With `streaming` the stores go past the caches (where the target has such stores), for rows
-/// that nobody reads soon: they save the read of the destination that an ordinary store costs. They
-/// are ordered against later stores only by [`stream_fence`], which the caller issues once before
-/// it publishes anything that it copied.
+/// With `streaming`, the copy uses streaming stores where the target has them. They bypass the caches and save the read
+/// of the destination that an ordinary store costs, so they suit rows that are not read soon. Only [`stream_fence`]
+/// orders them before later stores: the caller must issue it before it publishes the rows that it copied.
 ///
-/// Any alignment and length work; the fast case is a `dst` that is 64-byte aligned and a `len`
-/// that is a multiple of 64.
+/// Any alignment and length work. A `dst` that is 64-byte aligned and a `len` that is a multiple of 64 are the fastest.
 ///
 /// # Safety
 /// `src` must be valid for reads of `len` bytes, `dst` for writes of as many, and the two must not
@@ -21,13 +19,13 @@ pub(crate) unsafe fn copy_row(level: Level, src: *const u8, dst: *mut u8, len: u
     unsafe { scatter_row(level, src, len, &[dst], streaming) }
 }
 
-/// Copies one row to several places; reads it from memory once.
+/// Copies one row to several destinations and reads it from memory only once.
 ///
 /// See [`copy_row`] for `streaming` and alignment.
 ///
 /// # Safety
-/// `src` must be valid for reads of `len` bytes, every one of `dsts` for writes of as many, and
-/// none may overlap `src` or another.
+/// `src` must be valid for reads of `len` bytes and every one of `dsts` for writes of `len` bytes. No destination may
+/// overlap `src`. Bytes that destinations have in common are written once for each of them.
 pub(crate) unsafe fn scatter_row(
     level: Level,
     src: *const u8,
@@ -68,9 +66,9 @@ pub(crate) fn stream_fence() {
     }
 }
 
-/// Bytes of a row that go to every destination before the next ones do. Each destination's stores
-/// then come in runs long enough for the memory, while what is copied stays in the first cache:
-/// faster by a tenth than one destination after the other.
+/// Bytes of a row that are copied to every destination before the next ones. The stores to each destination then form
+/// runs long enough for the memory, while the source stays in the first-level cache: a tenth faster than copying the
+/// whole row to one destination after the other.
 const PIECE: usize = 1024;
 
 /// # Safety
@@ -89,7 +87,7 @@ unsafe fn stream_rows<V: Vector>(src: *const u8, len: usize, dsts: &[*mut u8]) {
             }
         }
         for &dst in dsts {
-            // Ordinary stores to parts of lines: a streaming store of one is the slowest of all.
+            // Ordinary stores for parts of lines: a streaming store of a part is slower than any other.
             let head = (dst.addr().wrapping_neg() % LINE).min(len);
             if head > 0 {
                 let lines = (len - head) / LINE * LINE;
@@ -140,7 +138,7 @@ mod tests {
     const LENGTHS: [usize; 9] = [0, 16, 48, 64, 80, 240, 1024, 4096 + 16, 14336];
 
     #[test]
-    fn copies_are_exact_and_stay_inside() {
+    fn copies_are_exact_and_write_no_other_bytes() {
         let mut random = Random(1);
         for level in Level::available() {
             for len in LENGTHS {
@@ -187,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_stay_inside() {
+    fn zeroing_writes_no_other_bytes() {
         for level in Level::available() {
             for len in LENGTHS {
                 for offset in [0, 16, 48] {

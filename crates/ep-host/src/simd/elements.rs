@@ -1,10 +1,11 @@
-//! Elements in memory as values in registers.
+//! Conversion between elements in memory (bf16 or f32) and f32 values in registers, for `reduce` and `weight`.
 
 use ep::Element;
 
 use super::vector::{LINE, Vector};
 
-/// `count` elements from `src` as values: [`STEP`](super::vector::STEP) of them, or with `PART` fewer, the others then being zero.
+/// Loads `count` elements from `src` as values. `count` is [`STEP`](super::vector::STEP); with `PART` it may be less,
+/// and the remaining values are zero.
 ///
 /// # Safety
 /// `src` must be valid for reads of as many elements; the processor must have `V`'s features.
@@ -27,7 +28,7 @@ pub(super) unsafe fn load_values<V: Vector, const PART: bool>(
     }
 }
 
-/// Stores [`STEP`](super::vector::STEP) values as elements, rounded, NaN canonical.
+/// Stores [`STEP`](super::vector::STEP) values as elements, rounded to nearest even, NaN canonical.
 ///
 /// # Safety
 /// `dst` must be valid for writes of as many elements, with `streaming` aligned to a line; the processor must have
@@ -60,11 +61,11 @@ unsafe fn store<V: Vector>(dst: *mut u8, line: V::Line, streaming: bool) {
     unsafe { if streaming { V::stream(dst, line) } else { V::store(dst, line) } }
 }
 
-/// A line from `src`, or with `PART` its first `len` bytes and then zeros.
+/// Loads a line from `src`; with `PART`, its first `len` bytes and then zeros.
 ///
 /// # Safety
-/// `src` must be valid for reads of 64 bytes, with `PART` of `len` or 64, whichever is less; the
-/// processor must have `V`'s features.
+/// `src` must be valid for reads of 64 bytes; with `PART`, of the smaller of `len` and 64. The processor must have
+/// `V`'s features.
 #[inline(always)]
 unsafe fn load<V: Vector, const PART: bool>(src: *const u8, len: usize) -> V::Line {
     // SAFETY: the caller's promise.

@@ -1,14 +1,15 @@
-//! The inner loops of the host backend, one row at a time: copies, the token sum, quantisation, weights.
+//! The inner loops of the host backend, one row per call: copies, the sum of a token's rows, quantisation, weights.
+//! `dispatch`, `combine`, `weight_rows` and `workers` call them.
 //!
-//! Every operation takes the [`Level`] to run at, dispatches once for its whole row and gives the
-//! bits that the scalar definition in [`ep::numeric`] gives, at every level and for every input.
+//! Every operation takes the [`Level`] to run at, selects its code once per row, and returns the same bits as the
+//! scalar definition in [`ep::numeric`], at every level and for every input.
 //!
-//! The element loops are written once, either as plain Rust that LLVM vectorises or over the small
-//! set of vector operations in `vector`, and instantiated once per level.
+//! The element loops are written once, either as plain Rust that LLVM vectorises or with the vector operations in
+//! `vector`, and are instantiated once per level.
 //!
-//! No level uses the processor's own f32 to bf16 conversion (`vcvtneps2bf16`): it reads and writes
-//! subnormal numbers as zero, which no GPU does, so sums would differ between backends. Rounding
-//! with integer operations costs nothing here, where memory is what limits.
+//! No level uses the processor's conversion from f32 to bf16 (`vcvtneps2bf16`), because it treats subnormal numbers as
+//! zero. No GPU does, so sums would differ between backends. Rounding with integer operations costs no time here, since
+//! memory bandwidth is the limit.
 
 mod copy;
 mod elements;
@@ -22,13 +23,12 @@ pub(crate) use quantize::quantize_row;
 pub(crate) use reduce::{SumRow, flag, sum_rows};
 pub(crate) use weight::{Backward, weight_row};
 
-/// Which instructions an operation uses.
+/// The instructions that an operation uses.
 ///
-/// Asking for a level that the processor lacks is not an error: the operation runs at the best
-/// level that is there.
+/// An operation at a level that the processor lacks runs at the best level that the processor has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Level {
-    /// Whatever every processor of the target has; on x86-64, SSE2.
+    /// The baseline of the target; on x86-64, SSE2.
     Portable,
     /// AVX2, 32-byte vectors.
     Avx2,
@@ -41,7 +41,7 @@ impl Level {
     #[inline]
     #[must_use]
     pub(crate) fn detect() -> Self {
-        // The macro keeps its answers in an atomic, so this is a few loads.
+        // The macro caches its results in an atomic, so this costs a few loads.
         #[cfg(target_arch = "x86_64")]
         {
             if is_x86_feature_detected!("avx512f")
@@ -58,7 +58,7 @@ impl Level {
         Self::Portable
     }
 
-    /// Every level of this processor, the least first.
+    /// All levels of this processor, lowest first.
     #[cfg(test)]
     pub(crate) fn available() -> Vec<Self> {
         let mut levels = vec![Self::Portable, Self::Avx2, Self::Avx512];
@@ -69,8 +69,8 @@ impl Level {
 
 /// Calls `$body` compiled for `$level`, or for the best level below it that the processor has.
 ///
-/// `$body` is an `#[inline(always)]` function. Where `<_>` stands before its arguments it is
-/// generic over [`vector::Vector`] as its first parameter and gets the level's implementation.
+/// `$body` is an `#[inline(always)]` function. With `<_>` before its arguments, its first generic parameter is a
+/// [`vector::Vector`], and the macro passes the level's implementation.
 macro_rules! dispatch {
     ($level:expr, unsafe $body:ident::<_>($($arg:ident: $type:ty),* $(,)?)) => {{
         #[cfg(target_arch = "x86_64")]
@@ -133,7 +133,7 @@ use dispatch;
 
 #[cfg(test)]
 pub(crate) mod testing {
-    //! What the tests of the operations share.
+    //! Helpers for the tests of the operations.
 
     /// Well-mixed 64-bit numbers (splitmix64), the same in every run.
     pub(crate) struct Random(pub(crate) u64);
@@ -207,7 +207,7 @@ pub(crate) mod testing {
             &self.memory[self.start..][..self.len]
         }
 
-        /// Whether no byte outside was written.
+        /// Whether all guard bytes are unchanged.
         pub(crate) fn intact(&self) -> bool {
             let (before, rest) = self.memory.split_at(self.start);
             before.iter().chain(&rest[self.len..]).all(|&byte| byte == Self::FILL)

@@ -1,4 +1,5 @@
-//! Quantisation of rows to E4M3: plain loops without branches, which LLVM vectorises at each level.
+//! Quantisation of rows to E4M3, as loops without branches that LLVM vectorises at each level. `dispatch` calls
+//! [`quantize_row`].
 
 use ep::numeric::{self, E4M3_MAX, E4M3_NAN, ScaleFormat};
 
@@ -24,7 +25,7 @@ pub(crate) fn quantize_row(
     let hidden = row.len();
     assert_eq!(out.len(), hidden, "codes of a row of {hidden} values");
     assert_eq!(scales.len(), format.bytes_per_row(hidden), "bytes of scales of {hidden} values");
-    // The block as a constant lets the loops over it be unrolled completely.
+    // With the block size as a constant, the compiler unrolls the loops over a block completely.
     match format.block() {
         32 => dispatch!(level, blocks32(row: &[u16], format: ScaleFormat, out: &mut [u8], scales: &mut [u8])),
         128 => {
@@ -59,9 +60,8 @@ fn blocks<const BLOCK: usize>(row: &[u16], format: ScaleFormat, out: &mut [u8], 
 
 #[inline(always)]
 fn block(values: &[u16], format: ScaleFormat, codes: &mut [u8], scale_bytes: &mut [u8]) {
-    // Magnitudes order as their bits do, and NaN lies above infinity. Moved up by what infinity lacks
-    // to i16's last number, NaN becomes negative and drops out of a signed maximum, which every
-    // processor has for 16 bits.
+    // Magnitudes have the order of their bits, and NaNs lie above infinity. `UP` moves infinity to the greatest i16, so
+    // that every NaN becomes negative and drops out of a signed 16-bit maximum, which every processor has.
     const UP: u16 = 0x7FFF - INFINITY_BF16;
     let mut moved = UP as i16;
     for &bits in values {
@@ -81,11 +81,11 @@ fn block(values: &[u16], format: ScaleFormat, codes: &mut [u8], scale_bytes: &mu
 fn e4m3(value: f32) -> u8 {
     // 2^-6, the smallest normal number, whose exponent subnormal numbers share.
     const NORMAL: u32 = (127 - 6) << 23;
-    // Adding 2^20 of a number's own power of two leaves 3 bits of its mantissa, rounded; they, and
-    // the leading one, are then the lowest bits of the sum.
+    // Adding 2^20 times a number's power of two rounds its mantissa to 3 bits. These bits and the leading one are then
+    // the lowest bits of the sum.
     const KEEP_3: u32 = 20 << 23;
-    // The code is those bits plus 8 for each exponent above the first. This makes up for the bias
-    // of the exponents, and all else is a multiple of 256.
+    // The code is those bits plus 8 for each exponent above the first. This constant corrects for the bias of the
+    // exponents; all other terms are multiples of 256.
     const BIAS: u32 = (NORMAL >> 20).wrapping_neg() & 0xFF;
 
     let bits = value.to_bits();
@@ -129,7 +129,7 @@ mod tests {
             for _ in 0..20 {
                 check(&(0..hidden).map(|_| random.bf16()).collect::<Vec<_>>());
                 check(&(0..hidden).map(|_| random.next() as u16).collect::<Vec<_>>());
-                // Within one binade or so, where most codes are used.
+                // Magnitudes within a few binades of each other, which use most codes.
                 let like = |bits: u64| (bits as u16 & 0x83FF) | 0x3C00;
                 check(&(0..hidden).map(|_| like(random.next())).collect::<Vec<_>>());
             }
@@ -137,10 +137,10 @@ mod tests {
     }
 
     #[test]
-    fn every_bf16_in_the_company_of_every_amax() {
+    fn every_bf16_quantises_as_defined_below_every_amax_exponent() {
         let all: Vec<u16> = (0..=u16::MAX).collect();
         check(&all);
-        // Blocks led by an amax of each exponent, followed by patterns of all kinds below it.
+        // Blocks that begin with an amax of each exponent, followed by random patterns below it.
         let mut random = Random(7);
         for exponent in 0..256u16 {
             let mut row = Vec::new();

@@ -1,4 +1,4 @@
-//! The sum of one token's rows, in a fixed order.
+//! The sum of one token's rows, in a fixed order. `combine` calls [`sum_rows`] for partial sums and for results.
 
 use ep::Element;
 
@@ -11,19 +11,19 @@ use super::{Level, dispatch};
 pub(crate) struct SumRow {
     /// The row: `hidden` elements of bf16, or of f32 where [`flag::F32`] is set.
     pub(crate) ptr: *const u8,
-    /// A union of [`flag`]s.
+    /// Bitwise OR of [`flag`]s.
     pub(crate) flags: u8,
 }
 
-/// What happens at a row of a sum; see [`sum_rows`].
+/// Flags of a row in a sum; see [`sum_rows`].
 pub(crate) mod flag {
     /// The row is the last of its rank.
     pub(crate) const CLOSES_RANK: u8 = 1;
-    /// With [`CLOSES_RANK`]: the rank's sum is rounded to bf16.
+    /// With [`CLOSES_RANK`]: round the rank's sum to bf16.
     pub(crate) const ROUNDS_RANK: u8 = 2;
     /// The row is the last of its domain.
     pub(crate) const CLOSES_DOMAIN: u8 = 4;
-    /// With [`CLOSES_DOMAIN`]: the domain's sum is rounded to bf16.
+    /// With [`CLOSES_DOMAIN`]: round the domain's sum to bf16.
     pub(crate) const ROUNDS_DOMAIN: u8 = 8;
     /// The row's elements are f32.
     pub(crate) const F32: u8 = 16;
@@ -31,42 +31,46 @@ pub(crate) mod flag {
 
 /// Sums one token's rows into `out`, `hidden` elements of `out_type`.
 ///
-/// Each element is summed by itself, in f32, in the order of `rows`, and never fused or
-/// reassociated: the order is part of the result. From `rank = domain = total = +0.0`, for each
-/// row:
+/// Each element is summed in f32 in the order of `rows`, never fused or reassociated: the order is part of the result.
+/// From `rank = domain = total = +0.0`, for each row:
 ///
 /// * `rank += element`;
-/// * if the row [closes its rank](flag::CLOSES_RANK): `rank` is rounded to bf16 if the row
-///   [says so](flag::ROUNDS_RANK), then `domain += rank` and `rank = +0.0`;
-/// * if it [closes its domain](flag::CLOSES_DOMAIN): `domain` is rounded to bf16 if the row
-///   [says so](flag::ROUNDS_DOMAIN), then `total += domain` and `domain = +0.0`.
+/// * with [`CLOSES_RANK`](flag::CLOSES_RANK): round `rank` to bf16 if [`ROUNDS_RANK`](flag::ROUNDS_RANK) is set, then
+///   `domain += rank` and `rank = +0.0`;
+/// * with [`CLOSES_DOMAIN`](flag::CLOSES_DOMAIN): round `domain` to bf16 if [`ROUNDS_DOMAIN`](flag::ROUNDS_DOMAIN) is
+///   set, then `total += domain` and `domain = +0.0`.
 ///
-/// `out` is `total`, rounded to bf16 or with its NaN made canonical; what was not closed is not in
-/// it. No rows make zeros.
+/// `out` gets `total`, rounded to bf16, or as f32 with a canonical NaN. Rows after the last one that closes its domain
+/// do not count. Without rows, `out` is zero.
 ///
-/// `streaming` is as in [`copy_row`](super::copy_row), and takes effect where `out` is 64-byte
-/// aligned. Any alignment works.
+/// `streaming` is as in [`copy_row`](super::copy_row) and takes effect where `out` is 64-byte aligned. Any alignment
+/// works.
 ///
-/// Towards its end it also prefetches the starts of the rows `then`, those of the next token that this
-/// thread is going to sum: rows lie anywhere in memory, and the processor's own prefetching starts anew
-/// with each. Sums are 5 to 30 % faster when the next rows are known, the most where rows are short or
-/// few. Nothing is read from `then`, whose pointers need not be valid; it may be empty, and is taken to
-/// be as long as `rows` are.
+/// Near its end the sum prefetches the beginnings of `next_rows`, the rows of the token that this thread sums next.
+/// Rows are scattered over memory, and the processor's own prefetcher starts anew with each. Sums are 5 to 30 % faster
+/// with `next_rows`, most where rows are short or few. The rows are not read: `next_rows` may be empty, its pointers
+/// need not be valid, and its rows are assumed to be as long as `rows`.
 ///
 /// # Safety
-/// Each row must be valid for reads of `hidden` elements of its type, `out` for writes of `hidden`
-/// of `out_type`, and `out` must not overlap a row.
+/// Each row must be valid for reads of `hidden` elements of its type, and `out` for writes of `hidden` elements of
+/// `out_type`. `out` must not overlap a row.
 pub(crate) unsafe fn sum_rows(
     level: Level,
     rows: &[SumRow],
-    then: &[SumRow],
+    next_rows: &[SumRow],
     hidden: usize,
     out: *mut u8,
     out_type: Element,
     streaming: bool,
 ) {
-    let sum =
-        Sum { rows, then, hidden, out, out_type, streaming: streaming && out.addr().is_multiple_of(LINE) };
+    let sum = Sum {
+        rows,
+        next_rows,
+        hidden,
+        out,
+        out_type,
+        streaming: streaming && out.addr().is_multiple_of(LINE),
+    };
     dispatch!(level, unsafe sum_row::<_>(sum: Sum));
 }
 
@@ -74,7 +78,7 @@ pub(crate) unsafe fn sum_rows(
 #[derive(Clone, Copy)]
 struct Sum<'a> {
     rows: &'a [SumRow],
-    then: &'a [SumRow],
+    next_rows: &'a [SumRow],
     hidden: usize,
     out: *mut u8,
     out_type: Element,
@@ -82,12 +86,12 @@ struct Sum<'a> {
 }
 
 impl Sum<'_> {
-    /// How many elements ahead of the sum rows are prefetched.
+    /// The prefetch distance, in elements.
     #[inline(always)]
     fn ahead(&self) -> usize {
-        // Measured: about 16 KiB should be on their way, from 0.5 to 2 KiB of a row. Without the
-        // next token's rows a long distance loses: it leaves more of each row's start behind.
-        let most = if self.then.is_empty() { 256 } else { 1024 };
+        // Measured: about 16 KiB in flight over all rows is best, 0.5 to 2 KiB of each. If the next token's rows are
+        // not known, a long distance is slower, because the beginning of each row is then not prefetched at all.
+        let most = if self.next_rows.is_empty() { 256 } else { 1024 };
         let ahead = (8192 / self.rows.len().max(1)).clamp(256, most);
         ahead.min(self.hidden)
     }
@@ -117,7 +121,7 @@ unsafe fn sum_blocks<V: Vector, const LINES: usize>(sum: Sum<'_>) {
         let (rows, from) = if column + ahead < sum.hidden {
             (sum.rows, column + ahead)
         } else {
-            (sum.then, column + ahead - sum.hidden)
+            (sum.next_rows, column + ahead - sum.hidden)
         };
         for row in rows {
             row.prefetch::<LINES>(from);
@@ -162,7 +166,7 @@ impl SumRow {
     }
 }
 
-/// Stores totals as columns `column` and following of the output.
+/// Stores `totals` as output columns from `column` on.
 ///
 /// # Safety
 /// Those columns must be within the output; the processor must have `V`'s features.
@@ -173,8 +177,7 @@ unsafe fn store_block<V: Vector, const LINES: usize>(
     totals: [V::Values; LINES],
 ) {
     for (i, &total) in totals.iter().enumerate() {
-        // SAFETY: the caller's promise; where `streaming` is set, `out` and so each line of it is
-        // aligned.
+        // SAFETY: the caller's promise; where `streaming` is set, `out` is aligned, and so is each of its lines.
         unsafe {
             let dst = sum.out.add((column + i * STEP) * sum.out_type.bytes());
             store_values::<V>(dst, sum.out_type, total, sum.streaming);
@@ -182,8 +185,8 @@ unsafe fn store_block<V: Vector, const LINES: usize>(
     }
 }
 
-/// The totals of `count` columns from `column` on: of `LINES` times [`STEP`] of them, or with
-/// `PART` of fewer, the other lanes then being zero.
+/// The totals of `count` columns from `column` on. `count` is `LINES` times [`STEP`]; with `PART` it may be less, and
+/// the remaining lanes are zero.
 ///
 /// # Safety
 /// Those columns must be within the rows; the processor must have `V`'s features.
@@ -209,9 +212,9 @@ unsafe fn sum_columns<V: Vector, const LINES: usize, const PART: bool>(
             }
             let closes = row.flags & flag::CLOSES_RANK != 0;
             if rank_is_empty && closes && !wide {
-                // The one row of its rank, which is most of them where experts are many. Its sum is
-                // the row, which is bf16 already: +0.0 plus it differs from it for -0.0 only, and
-                // `domain` is never -0.0, so that adding either changes nothing.
+                // The only row of its rank: the common case when experts are many. The rank's sum would be +0.0 plus
+                // the row, which is bf16, so rounding would not change it. The sum differs from the row only for -0.0,
+                // and adding +0.0 or -0.0 to `domain`, which is never -0.0, gives the same result.
                 add::<V, LINES>(&mut domain, &values);
             } else {
                 add::<V, LINES>(&mut rank, &values);
@@ -262,7 +265,7 @@ mod tests {
     use crate::simd::testing::{Guarded, Random};
     use ep::numeric::{bf16_to_f32, canonical_f32, f32_to_bf16};
 
-    /// The documented meaning, for one element.
+    /// The documented definition, for one element.
     fn sum_element(terms: &[(f32, u8)]) -> f32 {
         let round = |value| bf16_to_f32(f32_to_bf16(value));
         let (mut rank, mut domain, mut total) = (0.0f32, 0.0f32, 0.0f32);
@@ -280,7 +283,7 @@ mod tests {
         total
     }
 
-    /// Sums `rows` (elements as f32, flags) at every level and compares with the meaning.
+    /// Sums `rows` (elements as f32, flags) at every level and compares with the definition.
     fn check(rows: &[(Vec<f32>, u8)], hidden: usize, random: &mut Random) {
         let stored: Vec<(Guarded, u8)> = rows
             .iter()
@@ -328,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_of_random_rows_equal_the_meaning() {
+    fn sums_of_random_rows_equal_the_definition() {
         let mut random = Random(3);
         for hidden in [0, 8, 16, 24, 32, 40, 56, 64, 104, 128, 136, 320] {
             for count in [0, 1, 2, 3, 8, 9, 65] {
@@ -354,9 +357,9 @@ mod tests {
         }
     }
 
-    /// Every bf16 as a sum of its own, so every NaN, infinity, subnormal and zero.
+    /// Sums of one row that contains every bf16, and so every NaN, infinity, subnormal and zero.
     #[test]
-    fn every_bf16_alone() {
+    fn every_bf16_is_summed_as_defined() {
         let mut random = Random(4);
         let values: Vec<f32> = (0..=u16::MAX).map(bf16_to_f32).collect();
         for rounds in [0, flag::ROUNDS_RANK, flag::ROUNDS_DOMAIN, 15] {
@@ -366,9 +369,9 @@ mod tests {
         }
     }
 
-    /// f32 patterns of every kind through each place that rounds.
+    /// Random f32 bits through each step that rounds.
     #[test]
-    fn any_f32_bits_round_alike() {
+    fn random_f32_bits_round_as_defined() {
         let mut random = Random(5);
         for rounds in [0, flag::ROUNDS_RANK, flag::ROUNDS_DOMAIN] {
             let values: Vec<f32> = (0..100_000).map(|_| f32::from_bits(random.next() as u32)).collect();

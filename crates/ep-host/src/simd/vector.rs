@@ -1,4 +1,4 @@
-//! The vector operations that the copies and the token sum are written in, per level.
+//! The vector operations of each level, with which `copy`, `reduce` and `weight` are written.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -11,18 +11,18 @@ pub(super) const LINE: usize = 64;
 /// Elements of a [`Vector::Values`].
 pub(super) const STEP: usize = 32;
 
-/// What is stored for a NaN: the canonical bf16 in the upper half, the canonical f32 as a whole.
+/// The canonical f32 NaN; its upper half is the canonical bf16 NaN.
 const NAN: u32 = F32_NAN_BITS;
 const _: () = assert!(NAN >> 16 == BF16_NAN as u32);
 
-/// Added before a bf16's lower half is cut off, together with the last bit that stays; see
-/// [`ep::numeric::f32_to_bf16`].
+/// Rounding to bf16 adds this, plus the last bit that is kept, and then drops the lower half. That rounds to nearest
+/// even; see [`ep::numeric::f32_to_bf16`].
 const HALF: u32 = 0x7FFF;
 
-/// The half of a word of two bf16 that holds the odd element.
+/// Mask of the odd element in a word of two bf16.
 const ODD: u32 = 0xFFFF_0000;
 
-/// Asks for the line at `address`, which need not be valid, to be read into the first cache.
+/// Prefetches the line at `address` into the first-level cache. The address need not be valid.
 #[inline(always)]
 pub(super) fn prefetch(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
@@ -34,34 +34,32 @@ pub(super) fn prefetch(address: *const u8) {
     let _ = address;
 }
 
-/// One level's vectors. The unit of everything is a cache line's worth of bytes.
+/// The vectors of one level. All operations work on whole cache lines.
 ///
-/// All methods are `#[inline(always)]`, since they have to end up inside a function that enables
-/// the level's features; for the same reason they use no closures, which would stay functions
-/// without those features and call every intrinsic instead of containing it.
+/// All methods are `#[inline(always)]`, because they must be compiled inside a function that enables the level's
+/// features. They use no closures for the same reason: a closure is a function without those features, and would call
+/// every intrinsic instead of inlining it.
 ///
 /// # Safety
 /// All methods need a processor with the level's features. A pointer must be valid for the 64
 /// bytes that the method reads or writes; it need not be aligned unless the method says so.
 pub(super) trait Vector {
-    /// 64 bytes, in as many registers as that takes.
+    /// 64 bytes, in one or more registers.
     type Line: Copy;
 
-    /// 32 f32 values, in an order of the level's choosing.
+    /// 32 f32 values, in an order that the level chooses.
     ///
-    /// The order is what makes bf16 cheap: a bf16 is the upper half of an f32, so words of two are
-    /// split into even and odd elements by a shift and a mask, and joined again in the same way,
-    /// without moving anything between lanes.
+    /// A bf16 is the upper half of an f32. With even and odd elements in separate registers, a shift and a mask split a
+    /// word of two bf16 into values, and join them again, without moving data between lanes.
     type Values: Copy;
 
-    /// Lines of a row that a sum keeps in registers at once, three sets of [`Values`](Self::Values)
-    /// for each.
+    /// Number of lines that a sum keeps in registers at once; each needs three sets of [`Values`](Self::Values).
     const SUM_LINES: usize;
 
     unsafe fn zero_line() -> Self::Line;
     unsafe fn load(src: *const u8) -> Self::Line;
     unsafe fn store(dst: *mut u8, line: Self::Line);
-    /// Stores past the caches; `dst` is 64-byte aligned.
+    /// Stores with a streaming store, which bypasses the caches; `dst` must be 64-byte aligned.
     unsafe fn stream(dst: *mut u8, line: Self::Line);
 
     unsafe fn zero() -> Self::Values;
@@ -70,8 +68,8 @@ pub(super) trait Vector {
     unsafe fn splat(value: f32) -> Self::Values;
     unsafe fn add(a: Self::Values, b: Self::Values) -> Self::Values;
     unsafe fn mul(a: Self::Values, b: Self::Values) -> Self::Values;
-    /// Rounds to bf16 and back. `values` come from an addition, so that a NaN among them is quiet
-    /// and stays one by its upper half alone; which NaN it becomes is left open.
+    /// Rounds to bf16 and back. `values` must be results of an addition: a NaN among them is then quiet, so that its
+    /// upper half alone is a NaN. The bits of that NaN are unspecified.
     unsafe fn round(values: Self::Values) -> Self::Values;
     /// Rounds to bf16, NaN to the canonical bf16 NaN.
     unsafe fn to_bf16(values: Self::Values) -> Self::Line;
@@ -79,14 +77,14 @@ pub(super) trait Vector {
     unsafe fn to_f32(values: Self::Values) -> [Self::Line; 2];
 }
 
-/// Arrays of a line's size; the compiler makes of them what the target's baseline has.
+/// Arrays of a line's size, which the compiler vectorises for the target's baseline.
 pub(super) struct Portable;
 
 /// The bits of `value` with its bf16 rounding in the upper half, or the canonical NaN.
 #[inline(always)]
 fn rounded(value: f32) -> u32 {
     let bits = value.to_bits();
-    // Computed in any case, so that what remains is a select and no branch.
+    // Computed unconditionally, so that the compiler emits a select and no branch.
     let sum = bits.wrapping_add(HALF + (bits >> 16 & 1));
     if bits & 0x7FFF_FFFF > 0x7F80_0000 { NAN } else { sum }
 }

@@ -1,4 +1,4 @@
-//! A row times its weight, and the gradients of both.
+//! A row times its weight, and the gradient of the weight. `weight_rows` calls [`weight_row`].
 
 use ep::Element;
 
@@ -6,19 +6,20 @@ use super::elements::{load_values, store_values};
 use super::vector::{LINE, STEP, Vector};
 use super::{Level, dispatch};
 
-/// What [`weight_row`] needs for gradients.
+/// Additional arguments of [`weight_row`] for the backward pass.
 #[derive(Debug)]
 pub(crate) struct Backward<'a> {
-    /// The row that was weighted, of the output's type.
+    /// The row that the forward pass weighted, of the output's type.
     pub(crate) row: &'a [u8],
-    /// Where the weight's gradient goes.
+    /// Receives the gradient of the weight.
     pub(crate) dot: &'a mut f32,
 }
 
 /// Writes `values` times `weight`, multiplied in f32 and rounded once, NaN canonical.
 ///
-/// With `backward`, `values` are gradients of a weighted row, and their product with the row is summed, too: products
-/// of f32, in 32 sums of every 32nd element, which are then added in order. So the sum is the same at every level.
+/// With `backward`, `values` are the gradients of a weighted row, and their dot product with the row is computed too.
+/// Products are f32; sum `i` of 32 adds the products of elements `i`, `i + 32`, and so on, and the 32 sums are then
+/// added in order. So the result is equal at every level.
 ///
 /// `streaming` is as in [`copy_row`](super::copy_row), and takes effect where `out` is 64-byte aligned.
 ///
@@ -84,8 +85,8 @@ unsafe fn weight_values<V: Vector>(row: Row<'_>) {
     }
 }
 
-/// The weighted values of `count` columns from `column` on, [`STEP`] of them or with `PART` fewer; adds their products
-/// with `other` to `sums`.
+/// The weighted values of `count` columns from `column` on. `count` is [`STEP`]; with `PART` it may be less. Adds the
+/// products with `other` to `sums`.
 ///
 /// # Safety
 /// Those columns must be within the rows; the processor must have `V`'s features.
@@ -122,7 +123,7 @@ mod tests {
         }
     }
 
-    /// What `element` makes of random values.
+    /// Random values, rounded to `element`.
     fn random_values(random: &mut Random, hidden: usize, element: Element) -> Vec<f32> {
         let value = |random: &mut Random| match element {
             Element::Bf16 => bf16_to_f32(f32_to_bf16(random.f32())),
@@ -158,7 +159,7 @@ mod tests {
                         for backward in [false, true] {
                             let mut out = Guarded::new(expected.len(), offset);
                             let mut dot = f32::NAN;
-                            // SAFETY: its own memory, which nobody else looks at meanwhile.
+                            // SAFETY: the bytes of `out`, which nothing else uses while the slice exists.
                             let bytes =
                                 unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr(), expected.len()) };
                             let gradients = backward.then(|| Backward { row: row.bytes(), dot: &mut dot });

@@ -1,56 +1,57 @@
-//! The partition as groups and rank lists: what a runtime needs to open its communicators.
+//! The partition as groups and rank lists, from which a runtime opens its communicators.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Exchange, Partition};
 use crate::error::{PlanError, Result};
 
-/// Every group of a partition. Group lists are ordered, and so are the ranks in them: a rank's position in its
-/// group is its rank in the group's communicator.
+/// Every group of a partition, as rank lists. A rank's position in the list of its group is its rank in the group's
+/// communicator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartitionExport {
     /// Number of ranks.
     pub ranks: usize,
     /// The groups of each level, outermost first.
     pub levels: Vec<LevelGroups>,
-    /// The ranks that hold the same experts after the gathers, by expert domain.
+    /// For each expert domain, its ranks, which hold the same experts after the gathers.
     pub expert_domains: Vec<Vec<usize>>,
-    /// The ranks among which dispatch and combine run, by dispatch group; position `d` is expert domain `d`.
+    /// For each dispatch group, the ranks among which dispatch and combine run. The rank at position `d` belongs to
+    /// expert domain `d`.
     pub dispatch_groups: Vec<Vec<usize>>,
-    /// Where each rank stands, by rank.
+    /// For each rank, its location and its groups.
     pub rank_groups: Vec<RankGroups>,
 }
 
-/// The groups of one level. Each rank is in exactly one of either kind.
+/// The groups of one level. Each rank is in exactly one group of each kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LevelGroups {
     /// Members of the level.
     pub scaling_factor: usize,
-    /// Members of one of its domains.
+    /// Members of one domain of the level.
     pub domain_size: usize,
-    /// The ranks that gather experts from each other: same domain, agreeing at every other level.
+    /// Groups of ranks that gather experts from each other: same domain, equal digits at every other level.
     pub all_gather: Vec<Vec<usize>>,
-    /// The ranks that exchange tokens: same offset, agreeing at every other level.
+    /// Groups of ranks that exchange tokens: same offset, equal digits at every other level.
     pub all_to_all: Vec<Vec<usize>>,
 }
 
-/// Where one rank stands.
+/// The location and the groups of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankGroups {
-    /// Its digits, outermost level first.
+    /// The rank's digits, outermost level first.
     pub location: Vec<usize>,
-    /// Index of its expert domain, which is also its position in its dispatch group.
+    /// Index of the rank's expert domain, and the rank's position in its dispatch group.
     pub expert_domain: usize,
-    /// Index of its dispatch group, which is also its position in its expert domain.
+    /// Index of the rank's dispatch group, and the rank's position in its expert domain.
     pub dispatch_group: usize,
-    /// Index of its all-gather group at each level.
+    /// Index of the rank's all-gather group at each level.
     pub all_gather_group: Vec<usize>,
-    /// Index of its all-to-all group at each level.
+    /// Index of the rank's all-to-all group at each level.
     pub all_to_all_group: Vec<usize>,
 }
 
 impl Partition {
-    /// Every group, ready to serialize.
+    /// Lists every group of the partition.
     pub fn export(&self) -> PartitionExport {
         let levels: Vec<LevelGroups> = (0..self.depth())
             .map(|level| LevelGroups {
@@ -92,11 +93,11 @@ impl Partition {
         PartitionExport { ranks: self.gpus, levels, expert_domains, dispatch_groups, rank_groups }
     }
 
-    /// The expert domain of every expert of a layer whose experts are spread over the ranks in order: the
-    /// placement that dispatch uses in every dispatch group.
+    /// The expert domain of every expert of a layer, with the experts spread over the ranks in order. This list is the
+    /// placement for dispatch: entry `e` is the position, in every dispatch group, of the rank that serves expert `e`.
     ///
     /// # Errors
-    /// [`PlanError::Experts`] when the experts cannot be spread evenly.
+    /// [`PlanError::Experts`] when the number of experts is not a positive multiple of the number of ranks.
     pub fn expert_domain_of_experts(&self, experts: usize) -> Result<Vec<usize>> {
         if experts == 0 || !experts.is_multiple_of(self.gpus) {
             let possible = crate::divisors::divisors(experts);
@@ -106,7 +107,7 @@ impl Partition {
         Ok((0..experts).map(|expert| self.domain_and_offset(expert / per_gpu).0).collect())
     }
 
-    /// The groups of one kind at one level, ordered by their first rank.
+    /// The groups of one exchange at one level, ordered by their first rank.
     fn level_groups(&self, index: usize, exchange: Exchange) -> Vec<Vec<usize>> {
         let level = self.levels[index];
         let leads = |rank: &usize| match exchange {

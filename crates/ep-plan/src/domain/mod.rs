@@ -1,9 +1,9 @@
-//! The domain-based partition: which GPUs gather experts from each other, and which exchange tokens, at every
-//! level of a cluster.
+//! The domain-based partition (arXiv 2510.19470, Algorithm 1): which GPUs gather experts from each other, and which
+//! exchange tokens, at every level of a cluster.
 //!
-//! Levels count from the outermost. Level `l` has `SF_l` members (datacenters, then nodes of one, then GPUs of one
-//! of those), cut into domains of `S_l`. A GPU's location is its number in mixed radix `SF`; each digit splits
-//! into a domain and an offset in it:
+//! Level 0 is the outermost. Level `l` has `SF_l` members (datacenters; nodes of a datacenter; GPUs of a node), divided
+//! into domains of `S_l` members. The location of a GPU is its number in mixed radix `SF`. Each digit splits into a
+//! domain and an offset in the domain:
 //!
 //! ```text
 //!   SF = [4, 4], S = [2, 4]           digit of level 0:   0      1   |   2      3
@@ -14,11 +14,21 @@
 //!   level 1, all-gather:                              5 = (1,1) ── (1,0) (1,2) (1,3) = 4, 6, 7
 //! ```
 //!
-//! Two GPUs talk at level `l` only when their locations agree at every other level. The GPUs with the same domain
-//! at every level are an *expert domain*: after the gathers, each of them holds all experts of the domain. The
-//! GPUs with the same offset at every level are a *dispatch group*: one GPU of every expert domain, so that
-//! dispatch and combine inside the group reach every expert. That is how a partition runs: `ΠS` times the experts
-//! on each rank, and groups `ΠS` times smaller.
+//! Two GPUs exchange data at level `l` only when their locations agree at every other level. The GPUs with the same
+//! domain at every level form an *expert domain*: after the gathers, each of them holds all experts of the domain. The
+//! GPUs with the same offset at every level form a *dispatch group*. A dispatch group has one GPU of every expert
+//! domain, so dispatch and combine inside the group reach every expert. Compared with plain expert parallelism, each
+//! rank holds `ΠS` times as many experts and exchanges tokens in a group that is `ΠS` times smaller.
+//!
+//! ```
+//! use ep_plan::{Partition, TopologyRule};
+//!
+//! let partition = Partition::new(&[4, 4], &[2, 4])?;
+//! let peers = partition.peers(5, 0, TopologyRule::Corrected)?;
+//! assert_eq!((peers.all_gather, peers.all_to_all), (vec![1], vec![13]));
+//! assert_eq!(partition.expert_domain_size(), 8);
+//! # Ok::<(), ep_plan::PlanError>(())
+//! ```
 
 mod export;
 mod reach;
@@ -32,14 +42,14 @@ use crate::units::Bytes;
 pub use export::{LevelGroups, PartitionExport, RankGroups};
 pub use reach::Hop;
 
-/// A cluster's GPUs, cut into domains at every level.
+/// The GPUs of a cluster, divided into domains at every level.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Partition {
     levels: Vec<Level>,
     gpus: usize,
 }
 
-/// One level's numbers, with the distance between neighbours on it.
+/// One level of a partition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Level {
     scaling_factor: usize,
@@ -58,19 +68,19 @@ impl Level {
     }
 }
 
-/// Who may talk at a level.
+/// The rule by which two GPUs may exchange data at a level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TopologyRule {
-    /// GPUs whose locations agree at every other level.
+    /// Two GPUs exchange data when their locations agree at every other level.
     #[default]
     Corrected,
-    /// The paper's Algorithm 1 to the letter: line 8 compares the inner levels only (`Loc[l+1:]`), so GPUs of
-    /// different datacenters pair up at inner levels. Kept to show the difference; nothing else uses it.
+    /// The paper's Algorithm 1 as printed: line 8 compares the inner levels only (`Loc[l+1:]`), so GPUs of different
+    /// datacenters exchange data at inner levels. This rule exists only to show the difference.
     Literal,
 }
 
-/// What two GPUs exchange at a level.
+/// The kind of data that two GPUs exchange at a level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Exchange {
@@ -80,16 +90,16 @@ pub enum Exchange {
     AllToAll,
 }
 
-/// The GPUs with which one GPU talks at a level, ascending.
+/// The GPUs with which one GPU exchanges data at a level, ascending.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Peers {
-    /// Whose experts it gathers.
+    /// GPUs whose experts this GPU gathers.
     pub all_gather: Vec<usize>,
-    /// With whom it exchanges tokens.
+    /// GPUs with which this GPU exchanges tokens.
     pub all_to_all: Vec<usize>,
 }
 
-/// Messages of a level, over all GPUs: ordered pairs that talk.
+/// Messages of a level: ordered pairs of GPUs that exchange data, counted over all GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Messages {
     /// In the all-gather.
@@ -98,21 +108,22 @@ pub struct Messages {
     pub all_to_all: usize,
 }
 
-/// Bytes that one GPU receives at a level.
+/// Bytes that one GPU receives at a level, in one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Volumes {
     /// In the all-gather.
     pub all_gather: Bytes,
-    /// In one all-to-all, its copies counted one per (token, expert).
+    /// In one all-to-all, with one copy per (token, expert).
     pub all_to_all: Bytes,
 }
 
 impl Partition {
-    /// A cluster of `scaling_factors`, outermost first, cut into domains of `domain_sizes`.
+    /// Divides a cluster with `scaling_factors` members per level into domains of `domain_sizes` members, both
+    /// outermost level first.
     ///
     /// # Errors
-    /// [`PlanError::Levels`] when the two lengths differ or are 0, [`PlanError::DomainSize`] for a domain that does not
-    /// divide its level, [`PlanError::Quantity`] for an empty level or more GPUs than can be counted.
+    /// [`PlanError::Levels`] when the two lengths differ or are 0. [`PlanError::DomainSize`] when a domain size does
+    /// not divide its level. [`PlanError::Quantity`] when a level is empty or the number of GPUs overflows `usize`.
     pub fn new(scaling_factors: &[usize], domain_sizes: &[usize]) -> Result<Self> {
         let count = scaling_factors.len();
         if count == 0 || domain_sizes.len() != count {
@@ -129,7 +140,7 @@ impl Partition {
             stride = stride.checked_mul(scaling_factor).ok_or_else(|| PlanError::Quantity {
                 what: format!("number of GPUs from level {level} inwards"),
                 value: stride as f64 * scaling_factor as f64,
-                needed: "a number that this machine can count",
+                needed: format!("at most {}", usize::MAX),
             })?;
         }
         levels.reverse();
@@ -166,10 +177,10 @@ impl Partition {
         self.levels.iter().map(|level| level.domain_size).product()
     }
 
-    /// The GPU's digits, outermost first.
+    /// The location of a GPU: its digits, outermost level first.
     ///
     /// # Errors
-    /// [`PlanError::Index`] for a GPU that does not exist.
+    /// [`PlanError::Index`] when the GPU does not exist.
     pub fn location(&self, gpu: usize) -> Result<Vec<usize>> {
         self.check_gpu(gpu)?;
         Ok(self.levels.iter().map(|level| level.digit(gpu)).collect())
@@ -178,7 +189,7 @@ impl Partition {
     /// The GPU at a location.
     ///
     /// # Errors
-    /// [`PlanError::Levels`] for a wrong number of digits, [`PlanError::Index`] for a digit out of range.
+    /// [`PlanError::Levels`] when there is not one digit per level, [`PlanError::Index`] when a digit is out of range.
     pub fn gpu_at(&self, location: &[usize]) -> Result<usize> {
         if location.len() != self.depth() {
             let (found, levels) = (location.len(), self.depth());
@@ -192,26 +203,27 @@ impl Partition {
         Ok(gpu)
     }
 
-    /// The number of the expert domain that a GPU belongs to, its level domains read in mixed radix.
+    /// The number of a GPU's expert domain: its domains of all levels, as one number in mixed radix.
     ///
     /// # Errors
-    /// [`PlanError::Index`] for a GPU that does not exist.
+    /// [`PlanError::Index`] when the GPU does not exist.
     pub fn expert_domain_of(&self, gpu: usize) -> Result<usize> {
         self.check_gpu(gpu).map(|()| self.domain_and_offset(gpu).0)
     }
 
-    /// The number of the dispatch group that a GPU belongs to, its level offsets read in mixed radix.
+    /// The number of a GPU's dispatch group: its offsets at all levels, as one number in mixed radix.
     ///
     /// # Errors
-    /// [`PlanError::Index`] for a GPU that does not exist.
+    /// [`PlanError::Index`] when the GPU does not exist.
     pub fn dispatch_group_of(&self, gpu: usize) -> Result<usize> {
         self.check_gpu(gpu).map(|()| self.domain_and_offset(gpu).1)
     }
 
-    /// What two GPUs exchange at a level, if anything: the definition that everything else follows.
+    /// What two GPUs exchange at a level, if anything. This function is the definition of the partition: the other
+    /// functions are derived from it and tested against it.
     ///
     /// # Errors
-    /// [`PlanError::Index`] for a GPU or a level that does not exist.
+    /// [`PlanError::Index`] when a GPU or the level does not exist.
     pub fn exchange(&self, a: usize, b: usize, level: usize, rule: TopologyRule) -> Result<Option<Exchange>> {
         self.check_gpu(a)?;
         self.check_gpu(b)?;
@@ -228,10 +240,10 @@ impl Partition {
         })
     }
 
-    /// The GPUs with which one GPU talks at a level.
+    /// The GPUs with which one GPU exchanges data at a level.
     ///
     /// # Errors
-    /// [`PlanError::Index`] for a GPU or a level that does not exist.
+    /// [`PlanError::Index`] when the GPU or the level does not exist.
     pub fn peers(&self, gpu: usize, level: usize, rule: TopologyRule) -> Result<Peers> {
         self.check_gpu(gpu)?;
         let candidates: Vec<usize> = match rule {
@@ -249,31 +261,33 @@ impl Partition {
         Ok(peers)
     }
 
-    /// Messages of a level over all GPUs: `G (S_l − 1)` in the all-gather, `G (SF_l / S_l − 1)` in one all-to-all.
+    /// Messages of a level over all `G` GPUs: `G (S_l − 1)` in the all-gather, `G (SF_l / S_l − 1)` in one all-to-all
+    /// (arXiv 2510.19470, Table VII).
     ///
-    /// Under the literal rule each GPU also talks to its like in every combination of outer digits.
+    /// Under [`TopologyRule::Literal`] both are multiplied by the number of members of the outer levels.
     ///
     /// # Errors
-    /// [`PlanError::Index`] for a level that does not exist.
+    /// [`PlanError::Index`] when the level does not exist.
     pub fn messages(&self, level: usize, rule: TopologyRule) -> Result<Messages> {
         let at = self.level(level)?;
-        let likes = match rule {
+        let outer_members = match rule {
             TopologyRule::Corrected => 1,
             TopologyRule::Literal => self.gpus / (at.stride * at.scaling_factor),
         };
         Ok(Messages {
-            all_gather: likes * self.gpus * (at.domain_size - 1),
-            all_to_all: likes * self.gpus * (at.domains() - 1),
+            all_gather: outer_members * self.gpus * (at.domain_size - 1),
+            all_to_all: outer_members * self.gpus * (at.domains() - 1),
         })
     }
 
-    /// Bytes per GPU at a level: `P_E Π_{j<l} S_j (S_l − 1)` of experts, `D (1 − S_l / SF_l)` of tokens in one
-    /// all-to-all.
+    /// Bytes that one GPU receives at a level: `P_E Π_{j<l} S_j (S_l − 1)` of experts, and `D (1 − S_l / SF_l)` of
+    /// tokens in one all-to-all. `token_bytes` is `D` and `expert_bytes` is `P_E` of
+    /// [`StreamInput`](crate::StreamInput).
     ///
-    /// The product is there because a gather at level `l` hands on what the outer levels gathered.
+    /// The product occurs because a gather at level `l` also forwards the experts that the outer levels gathered.
     ///
     /// # Errors
-    /// [`PlanError::Index`] for a level that does not exist.
+    /// [`PlanError::Index`] when the level does not exist.
     pub fn volumes(&self, level: usize, token_bytes: Bytes, expert_bytes: Bytes) -> Result<Volumes> {
         let at = self.level(level)?;
         let gathered: usize = self.levels[..level].iter().map(|outer| outer.domain_size).product();
@@ -283,13 +297,13 @@ impl Partition {
         })
     }
 
-    /// The GPUs that agree with one at every level but this, itself included.
+    /// The GPUs whose locations agree with `gpu` at every level except this one, `gpu` included.
     fn neighbours(&self, gpu: usize, level: Level) -> impl Iterator<Item = usize> {
         let first = gpu - level.digit(gpu) * level.stride;
         (0..level.scaling_factor).map(move |digit| first + digit * level.stride)
     }
 
-    /// A GPU's expert domain and dispatch group: its level domains, and its level offsets, in mixed radix.
+    /// A GPU's expert domain and dispatch group: its domains, and its offsets, in mixed radix.
     fn domain_and_offset(&self, gpu: usize) -> (usize, usize) {
         self.levels.iter().fold((0, 0), |(domain, offset), level| {
             let digit = level.digit(gpu);
@@ -309,7 +323,7 @@ impl Partition {
     }
 }
 
-/// Checks that an index is below its count.
+/// Checks that `index` is below `count`.
 fn check_index(what: &'static str, index: usize, count: usize) -> Result<()> {
     if index < count { Ok(()) } else { Err(PlanError::Index { what, index, count }) }
 }

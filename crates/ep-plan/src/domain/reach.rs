@@ -1,30 +1,31 @@
-//! Why a partition works: every token finds a holder of its expert, and every expert reaches its holders.
+//! The paths of tokens and experts in a partition. Tests use them to show that every token reaches a GPU that holds its
+//! expert.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Partition, check_index};
 use crate::error::Result;
 
-/// One step of a token between two GPUs that exchange tokens at a level.
+/// One hop of a token between two GPUs that exchange tokens at a level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hop {
-    /// The level whose link is crossed.
+    /// The level whose links the token crosses.
     pub level: usize,
-    /// Where the token leaves.
+    /// The GPU that sends the token.
     pub from: usize,
-    /// Where it arrives.
+    /// The GPU that receives the token.
     pub to: usize,
 }
 
 impl Partition {
-    /// The way of a token from a GPU to a holder of the experts that live on `owner`, slowest link first.
+    /// The path of a token from a GPU to a GPU that holds the experts of `owner`, outermost level first.
     ///
-    /// At each level where the two are in different domains, the token goes to the GPU of the owner's domain with
-    /// the sender's own offset. It ends in the owner's expert domain, whose GPUs all hold the owner's experts
-    /// after the gathers, and never leaves the sender's dispatch group.
+    /// At each level where `from` and `owner` are in different domains, the token goes to the GPU of the owner's domain
+    /// that has the sender's offset. The path ends in the owner's expert domain, all of whose GPUs hold the owner's
+    /// experts after the gathers. It never leaves the sender's dispatch group.
     ///
     /// # Errors
-    /// [`PlanError::Index`](crate::PlanError::Index) for a GPU that does not exist.
+    /// [`PlanError::Index`](crate::PlanError::Index) when a GPU does not exist.
     pub fn token_path(&self, from: usize, owner: usize) -> Result<Vec<Hop>> {
         check_index("GPU", from, self.gpus)?;
         check_index("GPU", owner, self.gpus)?;
@@ -42,19 +43,19 @@ impl Partition {
         Ok(path)
     }
 
-    /// The GPU on which a token's path ends: the member of the sender's dispatch group in the owner's expert
-    /// domain.
+    /// The GPU on which a token's path ends: the member of the sender's dispatch group that belongs to the owner's
+    /// expert domain.
     ///
     /// # Errors
-    /// [`PlanError::Index`](crate::PlanError::Index) for a GPU that does not exist.
+    /// [`PlanError::Index`](crate::PlanError::Index) when a GPU does not exist.
     pub fn holder(&self, from: usize, owner: usize) -> Result<usize> {
         Ok(self.token_path(from, owner)?.last().map_or(from, |hop| hop.to))
     }
 
-    /// The GPUs whose experts a GPU holds after the gathers, ascending: its expert domain.
+    /// The GPUs whose experts `gpu` holds after the gathers, ascending: the members of its expert domain.
     ///
     /// # Errors
-    /// [`PlanError::Index`](crate::PlanError::Index) for a GPU that does not exist.
+    /// [`PlanError::Index`](crate::PlanError::Index) when the GPU does not exist.
     pub fn gathered_owners(&self, gpu: usize) -> Result<Vec<usize>> {
         check_index("GPU", gpu, self.gpus)?;
         Ok(self.levels.iter().fold(vec![0], |prefixes, level| {

@@ -7,7 +7,7 @@ fn partition(scaling_factors: &[usize], domain_sizes: &[usize]) -> Partition {
     Partition::new(scaling_factors, domain_sizes).unwrap()
 }
 
-/// (all-gather, all-to-all) messages of every level, by the formula and, checked against it, by enumeration.
+/// The (all-gather, all-to-all) messages of every level by the formula, compared with enumeration.
 fn messages(partition: &Partition, rule: TopologyRule) -> Vec<(usize, usize)> {
     (0..partition.depth())
         .map(|level| {
@@ -32,7 +32,7 @@ fn messages_of_two_level_clusters() {
     assert_eq!(corrected(&[2, 2]), [(16, 16), (16, 16)]);
     assert_eq!(corrected(&[4, 1]), [(48, 0), (0, 48)]);
     assert_eq!(corrected(&[4, 4]), [(48, 0), (48, 0)]);
-    // The paper's line 8 to the letter: at the inner level every GPU gathers from all four outer members.
+    // With the paper's line 8 as printed, every GPU gathers from all four outer members at the inner level.
     assert_eq!(messages(&partition(&[4, 4], &[2, 4]), TopologyRule::Literal), [(16, 16), (192, 0)]);
 }
 
@@ -75,13 +75,13 @@ fn experts_of_an_expert_domain_follow_its_ranks() {
     let partition = partition(&[4, 4], &[2, 2]);
     let domains = partition.expert_domain_of_experts(32).unwrap();
     assert_eq!(domains[..8], [0, 0, 0, 0, 1, 1, 1, 1]); // ranks 0, 1 | 2, 3 with two experts each
-    assert_eq!(domains[8..16], [0, 0, 0, 0, 1, 1, 1, 1]); // ranks 4, 5 | 6, 7: the same domains, one member on
+    assert_eq!(domains[8..16], [0, 0, 0, 0, 1, 1, 1, 1]); // ranks 4, 5 | 6, 7: next outer member, same domains
     let error = partition.expert_domain_of_experts(8).unwrap_err().to_string();
     assert!(error.contains("8 experts cannot be spread evenly over 16 GPUs") && error.contains("1, 2, 4, 8"));
 }
 
 #[test]
-fn impossible_partitions_say_what_would_be_possible() {
+fn errors_of_impossible_partitions_name_the_possible_values() {
     let error = |scaling: &[usize], sizes: &[usize]| Partition::new(scaling, sizes).unwrap_err().to_string();
     assert!(
         error(&[2, 8], &[2, 3])
@@ -94,7 +94,7 @@ fn impossible_partitions_say_what_would_be_possible() {
     assert!(partition(&[2], &[1]).location(2).unwrap_err().to_string().contains("numbered from 0"));
 }
 
-/// Up to four levels of up to twelve members, at most a few hundred GPUs, with domains that divide them.
+/// Up to four levels of up to twelve members and at most 300 GPUs, with domain sizes that divide the levels.
 fn any_partition() -> impl Strategy<Value = Partition> {
     prop::collection::vec((1..=12usize, any::<prop::sample::Index>()), 1..=4)
         .prop_filter("few GPUs", |levels| levels.iter().map(|(members, _)| members).product::<usize>() <= 300)
@@ -126,7 +126,7 @@ proptest! {
         prop_assert_eq!(partition.expert_domain_of(at).unwrap(), partition.expert_domain_of(owner).unwrap());
     }
 
-    /// Runs the gathers level by level, handing on what the outer levels brought.
+    /// Runs the gathers level by level; each level forwards the experts that the outer levels gathered.
     #[test]
     fn the_gathers_bring_exactly_the_expert_domain(partition in any_partition()) {
         let mut held: Vec<Vec<usize>> = (0..partition.gpus()).map(|gpu| vec![gpu]).collect();
@@ -146,7 +146,7 @@ proptest! {
         }
     }
 
-    /// One token from every GPU to every GPU's experts: what crosses each level is `D (1 − S / SF)`.
+    /// Sends one token from every GPU to the experts of every GPU: `D (1 − S / SF)` bytes cross each level.
     #[test]
     fn token_volumes_by_enumeration_equal_the_formula(partition in any_partition()) {
         prop_assume!(partition.gpus() <= 100);

@@ -1,26 +1,26 @@
-//! What is wrong in an input file, and where.
+//! The error of input files: a mistake, its place, and what would be possible there.
 
 use std::fmt;
 use std::ops::Range;
 
-/// A text that describes no plan: where it fails, at which key, and what would be possible there.
+/// A mistake in an input file.
 ///
-/// Displayed it is one line, `file:line:column: key: problem; possible: ...`; [`InputError::excerpt`] is the line of
-/// the file with a caret under the place.
+/// It is displayed as one line, `file:line:column: key: problem; possible: ...`. [`InputError::excerpt`] returns the
+/// line of the file with the place marked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub struct InputError {
-    /// The name of the text, as it was given.
+    /// The name of the text, as given to [`parse`](super::parse).
     pub file: Box<str>,
     /// Line, from 1.
     pub line: usize,
     /// Column in characters, from 1.
     pub column: usize,
-    /// The dotted key, as `cluster.level[1].bandwidth`; empty where the text is no TOML at all.
+    /// The dotted key, such as `cluster.level[1].bandwidth`; empty if the text is not TOML.
     pub key: Box<str>,
     /// What is wrong.
     pub problem: Box<str>,
-    /// What would be possible; empty where nothing more can be said.
+    /// What would be possible; empty if `problem` already says it.
     pub possible: Box<str>,
     text: Box<str>,
     width: usize,
@@ -41,7 +41,7 @@ impl fmt::Display for InputError {
 }
 
 impl InputError {
-    /// The line with the place marked:
+    /// The line of the file with the place marked:
     ///
     /// ```text
     ///    |
@@ -57,14 +57,14 @@ impl InputError {
     }
 }
 
-/// A text with its name, to make errors that point into it.
+/// A text and its name, from which errors are made.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Source<'i> {
     pub(super) file: &'i str,
     pub(super) text: &'i str,
 }
 
-/// What is wrong, without its place.
+/// A mistake without its place.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Problem {
     pub(super) what: String,
@@ -100,7 +100,7 @@ impl Source<'_> {
             key: key.into(),
             problem: problem.what.into(),
             possible: problem.possible.into(),
-            // A tab would move the caret.
+            // A tab would displace the caret.
             text: line.replace('\t', " ").into(),
             width: marked.trim_end().chars().count().max(1),
         }

@@ -1,9 +1,9 @@
-//! Clusters, models and options as TOML: text in, checked descriptions out, and back.
+//! Input files: clusters, models and options as TOML. [`parse`] reads and checks them, [`to_toml`] writes them.
 //!
-//! A file has any of the tables `cluster`, `model` and `options`. Quantities carry their unit, in the value
-//! (`bandwidth = "100 Gbit/s"`) or in the key (`bandwidth_gbit_per_s = 100`); a bare number is refused, and so is a
-//! unit that leaves open whether it counts bits or bytes. An unknown key, a wrong type, a missing key and an
-//! impossible value are an [`InputError`] that knows the line and the key, and says what would be possible.
+//! A file may have the tables `cluster`, `model` and `options`. A quantity has its unit in the value
+//! (`bandwidth = "100 Gbit/s"`) or in the key (`bandwidth_gbit_per_s = 100`). A number without a unit is refused, and
+//! so is a unit that does not say whether it counts bits or bytes. An unknown key, a missing key, a wrong type and a
+//! value out of range each give an [`InputError`], which has the line and the key and says what would be possible.
 //!
 //! ```
 //! # fn main() -> Result<(), ep_plan::input::InputError> {
@@ -35,32 +35,38 @@ pub use quantity::Kind;
 pub use write::{cluster_to_toml, model_to_toml, options_to_toml, to_toml};
 
 use crate::cluster::ClusterDescription;
+use crate::limits;
 use crate::model::ModelDescription;
 use crate::planner::Options;
-use error::Source;
+use error::{Problem, Source};
 use reader::Table;
 
 type Result<T, E = InputError> = std::result::Result<T, E>;
 
-/// What a file says. Each part that is there is valid in itself.
+/// The contents of an input file. Each part that is present is valid by itself.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Document {
-    /// `[cluster]`.
+    /// The table `[cluster]`.
     pub cluster: Option<ClusterDescription>,
-    /// `[model]`.
+    /// The table `[model]`.
     pub model: Option<ModelDescription>,
-    /// `[options]`.
+    /// The table `[options]`.
     pub options: Option<Options>,
 }
 
-/// Reads a TOML text; `file` is what errors call it.
+/// Parses and checks a TOML text. `file` is the name of the text in errors.
 ///
 /// # Errors
-/// [`InputError`] for the first thing that is wrong.
+/// [`InputError`] for the first mistake in the text.
 pub fn parse(file: &str, text: &str) -> Result<Document> {
     let source = Source { file, text };
+    if text.len() > limits::FILE_BYTES {
+        let problem = format!("the file has {} bytes", text.len());
+        let possible = format!("at most {} bytes", limits::FILE_BYTES);
+        return Err(source.error(&(0..0), "", Problem::new(problem, possible)));
+    }
     let document = DeTable::parse(text).map_err(|error| schema::syntax(source, &error))?;
-    // The whole file is the span of what is missing at its top.
+    // An error about the whole document points to its start.
     let table = Table::new(source, String::new(), 0..0, document.get_ref(), schema::DOCUMENT)?;
     Ok(Document {
         cluster: table.get("cluster").map(schema::cluster).transpose()?,

@@ -1,7 +1,7 @@
-//! Presets by name, each with a sentence about where its numbers come from.
+//! Presets by name, each with a sentence about the source of its numbers.
 //!
-//! The clusters of the paper (arXiv 2510.19470) are here as far as this crate knows them: what is not known is
-//! assumed, and the sentence says so.
+//! The presets of the paper's clusters (arXiv 2510.19470) are partly assumed, because the paper does not describe them
+//! completely. Their sentences say what is assumed.
 
 use crate::cluster::{ClusterDescription, GpuDescription, LevelDescription, Sharing};
 use crate::model::ModelDescription;
@@ -9,16 +9,16 @@ use crate::paper::{TABLE_IV, TableIvCase, TableIvReading};
 use crate::presets;
 use crate::stream_model::StreamInput;
 
-/// A name and what stands behind it.
+/// The name and the description of a preset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Preset {
-    /// What to write.
+    /// The name by which files and commands refer to the preset.
     pub name: &'static str,
-    /// What it is, and what of it is assumed.
+    /// What the preset describes, and which of its numbers are assumed.
     pub about: &'static str,
 }
 
-/// Models.
+/// Preset models.
 pub const MODELS: [Preset; 4] = [
     Preset { name: "deepseek-v3", about: "256 experts, top-8; sizes of the published configuration" },
     Preset { name: "qwen3-235b", about: "128 experts, top-8; sizes of the published configuration" },
@@ -26,7 +26,7 @@ pub const MODELS: [Preset; 4] = [
     Preset { name: "mixtral-8x22b", about: "8 experts, top-2; sizes of the published configuration" },
 ];
 
-/// Clusters. The first four may be joined, resized and linked: see [`Joined`].
+/// Preset clusters. [`Joined`] applies to the first four.
 pub const CLUSTERS: [Preset; 7] = [
     Preset { name: "dgx-h100", about: "nodes of 8 H100; 400 TFLOP/s and latencies are assumed" },
     Preset { name: "dgx-h200", about: "nodes of 8 H200; 400 TFLOP/s and latencies are assumed" },
@@ -40,21 +40,21 @@ pub const CLUSTERS: [Preset; 7] = [
     },
     Preset {
         name: "paper-s",
-        about: "the paper's cluster-S: not described here; assumed are the 8 GPUs and 128 Gbit/s of Table IV",
+        about: "the paper's cluster-S: its sizes are not known here; the 8 GPUs and 128 Gbit/s of Table IV are assumed",
     },
     Preset {
         name: "paper-m",
-        about: "the paper's cluster-M: 10 Gbit/s shared by 8 GPUs; that these are 2 datacenters follows from Tutel's \
-                slope in Tables V and VI, everything else is assumed",
+        about: "the paper's cluster-M: 10 Gbit/s shared by 8 GPUs; the 2 datacenters are inferred from Tutel's slope \
+                in Tables V and VI; everything else is assumed",
     },
     Preset {
         name: "paper-l",
-        about: "the paper's cluster-L: 4 datacenters of 8 GPUs; links as of cluster-M and everything else assumed",
+        about: "the paper's cluster-L: 4 datacenters of 8 GPUs; links are assumed as in cluster-M, everything else too",
     },
 ];
 
-/// Inputs of the paper's stream model: the four columns of Table IV, at its printed bandwidth. They are not models
-/// that the planner could take: the paper gives bytes and times of a layer.
+/// Preset inputs of the paper's stream model: the four columns of Table IV, at the printed bandwidth. The planner
+/// cannot use them as models, because the paper gives only the bytes and times of a layer.
 pub const STREAMS: [Preset; 4] = [
     Preset {
         name: "paper-mix-1",
@@ -74,49 +74,49 @@ pub const STREAMS: [Preset; 4] = [
     },
 ];
 
-/// How many of a preset's parts there are, and what joins datacenters.
+/// The number of parts of a preset cluster, and the links between its datacenters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Joined {
-    /// Datacenters; with one there is no outermost level.
+    /// Number of datacenters. With one datacenter the cluster has no level `wan`.
     pub datacenters: usize,
-    /// NVLink domains of a datacenter.
+    /// NVLink domains per datacenter.
     pub nodes: usize,
-    /// GPUs that are used of an NVLink domain; all of them without it.
+    /// GPUs to use of each NVLink domain. Default: all.
     pub gpus_per_node: Option<usize>,
-    /// The uplink that the GPUs of a datacenter share, Gbit/s.
+    /// Bandwidth of the uplink that the GPUs of a datacenter share, Gbit/s.
     pub uplink_gbit_per_s: f64,
-    /// There and back between datacenters, seconds.
+    /// Round-trip time between datacenters, seconds.
     pub round_trip_s: f64,
 }
 
 impl Default for Joined {
-    /// Two datacenters of eight nodes, 100 Gbit/s and 5 ms apart.
+    /// Two datacenters of eight nodes, with uplinks of 100 Gbit/s and a round trip of 5 ms.
     fn default() -> Self {
         Self { datacenters: 2, nodes: 8, gpus_per_node: None, uplink_gbit_per_s: 100.0, round_trip_s: 0.005 }
     }
 }
 
-/// Names of all models.
+/// Names of all preset models.
 pub fn model_names() -> Vec<&'static str> {
     MODELS.iter().map(|preset| preset.name).collect()
 }
 
-/// Names of all clusters.
+/// Names of all preset clusters.
 pub fn cluster_names() -> Vec<&'static str> {
     CLUSTERS.iter().map(|preset| preset.name).collect()
 }
 
-/// Whether [`Joined`] means anything to the cluster of this name: the paper's are what they are.
+/// Whether [`Joined`] applies to the cluster of this name. The paper's clusters have fixed sizes.
 pub fn is_joinable(name: &str) -> bool {
     presets::CLUSTERS.contains(&name)
 }
 
-/// The model of this name.
+/// The preset model of this name, if there is one.
 pub fn model(name: &str) -> Option<ModelDescription> {
     presets::model(name)
 }
 
-/// The cluster of this name, not yet checked.
+/// The preset cluster of this name, unchecked, if there is one.
 pub fn cluster(name: &str, joined: &Joined) -> Option<ClusterDescription> {
     match name {
         "paper-s" => Some(paper_cluster("paper's cluster-S (assumed)", None)),
@@ -136,14 +136,15 @@ pub fn cluster(name: &str, joined: &Joined) -> Option<ClusterDescription> {
     }
 }
 
-/// The stream model's input of this name.
+/// The preset input of the stream model of this name, if there is one.
 pub fn stream(name: &str) -> Option<StreamInput> {
     let case = name.strip_prefix("paper-")?;
     let named = |known: &&TableIvCase| known.name.eq_ignore_ascii_case(case);
     Some(TABLE_IV.iter().find(named)?.input(TableIvReading::AsPrinted))
 }
 
-/// Datacenters of eight GPUs that share 10 Gbit/s. Inside, the 128 Gbit/s that Table IV prints.
+/// Datacenters of eight GPUs that share an uplink of 10 Gbit/s. Inside a datacenter, links have the 128 Gbit/s of
+/// Table IV.
 fn paper_cluster(name: &str, datacenters: Option<usize>) -> ClusterDescription {
     let uplink = datacenters.map(|count| LevelDescription {
         name: "wan".into(),
@@ -164,7 +165,7 @@ fn paper_cluster(name: &str, datacenters: Option<usize>) -> ClusterDescription {
     ClusterDescription {
         name: name.into(),
         levels: uplink.into_iter().chain([inside]).collect(),
-        // The paper's GPUs are not known here.
+        // The paper's GPUs are not known here, so all of their numbers are assumed.
         gpu: GpuDescription {
             name: "assumed".into(),
             sustained_tflops: 100.0,
@@ -182,7 +183,7 @@ mod tests {
     use crate::stream_model::StreamModel;
 
     #[test]
-    fn every_name_leads_to_something_valid() {
+    fn every_named_preset_is_valid() {
         for name in model_names() {
             Model::try_from(model(name).unwrap()).unwrap();
         }

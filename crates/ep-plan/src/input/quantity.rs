@@ -1,24 +1,25 @@
-//! Numbers with units: `"100 Gbit/s"`, `"5 ms"`, `"24 GB"`. Bits are `bit` or `b`, bytes are `B`, never the other.
+//! Numbers with units: `"100 Gbit/s"`, `"5 ms"`, `"24 GB"`. `bit` and `b` are bits; `B` is bytes.
 
 use super::error::Problem;
+use crate::limits::{Number, Shown};
 
-/// What a number measures. A value is held in the unit that the descriptions use, named at each kind.
+/// The kind of a quantity. Values are held in the unit named at each kind, which is that of the description's field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Kind {
-    /// The rate of a link, Gbit/s.
+    /// Bandwidth of a link, Gbit/s.
     LinkRate,
-    /// The rate of a memory, GB/s.
+    /// Bandwidth of a memory, GB/s.
     MemoryRate,
     /// An amount of memory, GB.
     Memory,
-    /// A duration, s.
+    /// A duration, seconds.
     Time,
-    /// Arithmetic per second, TFLOP/s.
+    /// Throughput of arithmetic, TFLOP/s.
     Arithmetic,
 }
 
-/// A factor held as a fraction, so that `20 us` is the double nearest to 0.00002.
+/// The factor of a unit, held as a fraction so that `20 us` gives the double nearest to 0.00002.
 #[derive(Debug, Clone, Copy)]
 struct Scale {
     times: f64,
@@ -40,7 +41,7 @@ impl Scale {
 }
 
 impl Kind {
-    /// Suffixes of a key that make a plain number of it: `bandwidth_gbit_per_s = 100`.
+    /// The key suffixes that name a unit, each with its unit: `bandwidth_gbit_per_s = 100`.
     pub(super) fn suffixes(self) -> &'static [(&'static str, &'static str)] {
         match self {
             Self::LinkRate => &[("gbit_per_s", "Gbit/s"), ("gb_per_s", "GB/s")],
@@ -51,7 +52,7 @@ impl Kind {
         }
     }
 
-    /// What a value may look like, for messages.
+    /// Examples of values, for messages.
     pub(super) fn examples(self) -> &'static str {
         match self {
             Self::LinkRate => "\"100 Gbit/s\" (bits) or \"12.5 GB/s\" (bytes)",
@@ -62,7 +63,7 @@ impl Kind {
         }
     }
 
-    /// The unit that values are held in, for people.
+    /// The unit in which values are held.
     pub fn unit(self) -> &'static str {
         match self {
             Self::LinkRate => "Gbit/s",
@@ -73,12 +74,19 @@ impl Kind {
         }
     }
 
-    /// The value of a text such as `100 Gbit/s`, in [`Kind::unit`].
+    /// Parses a text such as `100 Gbit/s`. Returns the value in [`Kind::unit`].
     ///
     /// # Errors
-    /// A sentence that says what is wrong and what would be possible.
-    pub fn parse(self, text: &str) -> Result<f64, String> {
-        self.read(text).map_err(|problem| format!("{}; possible: {}", problem.what, problem.possible))
+    /// A message that says what is wrong and what would be possible: the text is not a number, the unit is missing or
+    /// unknown, or the value is outside `range`.
+    pub fn parse(self, text: &str, range: Number) -> Result<f64, String> {
+        let value =
+            self.read(text).map_err(|Problem { what, possible }| format!("{what}; possible: {possible}"))?;
+        if range.allows(value) {
+            return Ok(value);
+        }
+        let unit = self.unit();
+        Err(format!("is {} {unit}; possible: {range} {unit}", Shown(value)))
     }
 
     pub(super) fn read(self, text: &str) -> Result<f64, Problem> {
@@ -89,18 +97,18 @@ impl Kind {
             return Err(Problem::new(format!("\"{text}\" has no unit"), self.examples()));
         }
         let scale = self.scale(unit).ok_or_else(|| {
-            Problem::new(format!("\"{unit}\" is no unit of {}", self.measures()), self.examples())
+            Problem::new(format!("\"{unit}\" is not a unit of {}", self.measures()), self.examples())
         })?;
         Ok(scale.apply(number))
     }
 
     fn measures(self) -> &'static str {
         match self {
-            Self::LinkRate => "a link's rate, where `bit` or `b` is a bit and `B` is a byte",
-            Self::MemoryRate => "a memory's rate, which is in bytes",
+            Self::LinkRate => "link bandwidth, where `bit` or `b` is a bit and `B` is a byte",
+            Self::MemoryRate => "memory bandwidth, which is in bytes",
             Self::Memory => "memory, which is in bytes",
             Self::Time => "time",
-            Self::Arithmetic => "arithmetic per second",
+            Self::Arithmetic => "throughput",
         }
     }
 
@@ -135,7 +143,7 @@ fn bytes_per_second(unit: &str) -> Option<Scale> {
     prefixed(unit, &["B/s", "Byte/s"], true)
 }
 
-/// The factor from a prefix before one of these units to 10⁹ of it.
+/// The factor from a prefixed unit to 10⁹ of the unit. `binary` also allows `Ki`, `Mi`, `Gi` and `Ti`.
 fn prefixed(unit: &str, units: &[&str], binary: bool) -> Option<Scale> {
     let prefix = units.iter().find_map(|name| unit.strip_suffix(name))?;
     match prefix {
@@ -153,10 +161,10 @@ fn prefixed(unit: &str, units: &[&str], binary: bool) -> Option<Scale> {
     }
 }
 
-/// The longest beginning that is a number, and what follows it.
+/// Splits a text into the longest prefix that is a finite number, and the rest.
 fn split(text: &str) -> Option<(f64, &str)> {
     let text = text.trim();
-    // "inf" and "nan" are numbers to the parser of floats, not to people.
+    // The float parser would also accept "inf" and "nan".
     if !text.starts_with(|first: char| first.is_ascii_digit() || ".+-".contains(first)) {
         return None;
     }
@@ -171,29 +179,31 @@ fn split(text: &str) -> Option<(f64, &str)> {
 mod tests {
     use super::*;
 
+    const ANY: Number = Number::new(f64::MIN, f64::MAX);
+
     #[test]
     fn bits_and_bytes_are_a_factor_of_eight_apart() {
-        let rate = |text: &str| Kind::LinkRate.parse(text).unwrap();
+        let rate = |text: &str| Kind::LinkRate.parse(text, ANY).unwrap();
         assert_eq!([rate("100 Gbit/s"), rate("100Gb/s"), rate("100 Gbps")], [100.0; 3]);
         assert_eq!([rate("12.5 GB/s"), rate("12500 MB/s"), rate("0.0125TB/s")], [100.0; 3]);
         assert_eq!(rate("1 Tbit/s"), 1000.0);
         for wrong in ["100 gb/s", "100 GBIT/S", "100 Gb", "100", "fast", "inf Gbit/s", "1 Gibit/s"] {
-            let error = Kind::LinkRate.parse(wrong).unwrap_err();
+            let error = Kind::LinkRate.parse(wrong, ANY).unwrap_err();
             assert!(error.contains("Gbit/s\" (bits)") && error.contains("GB/s\" (bytes)"), "{error}");
         }
-        assert!(Kind::Memory.parse("24 Gbit").unwrap_err().contains("in bytes"));
-        assert!(Kind::MemoryRate.parse("3350 Gbit/s").is_err());
+        assert!(Kind::Memory.parse("24 Gbit", ANY).unwrap_err().contains("in bytes"));
+        assert!(Kind::MemoryRate.parse("3350 Gbit/s", ANY).is_err());
     }
 
     #[test]
-    fn decimal_numbers_stay_what_they_are() {
-        assert_eq!(Kind::Time.parse("20 us").unwrap(), 0.000_02);
-        assert_eq!(Kind::Time.parse("20 µs").unwrap(), 0.000_02);
-        assert_eq!(Kind::Time.parse("5ms").unwrap(), 0.005);
-        assert_eq!(Kind::Time.parse("5e-3 s").unwrap(), 0.005);
-        assert_eq!(Kind::Memory.parse("24 GiB").unwrap(), 25.769_803_776);
-        assert_eq!(Kind::MemoryRate.parse("4.8 TB/s").unwrap(), 4800.0);
-        assert_eq!(Kind::Arithmetic.parse("1 PFLOP/s").unwrap(), 1000.0);
-        assert_eq!(Kind::Arithmetic.parse("400 TFLOPS").unwrap(), 400.0);
+    fn decimal_numbers_are_converted_without_rounding_errors() {
+        assert_eq!(Kind::Time.parse("20 us", ANY).unwrap(), 0.000_02);
+        assert_eq!(Kind::Time.parse("20 µs", ANY).unwrap(), 0.000_02);
+        assert_eq!(Kind::Time.parse("5ms", ANY).unwrap(), 0.005);
+        assert_eq!(Kind::Time.parse("5e-3 s", ANY).unwrap(), 0.005);
+        assert_eq!(Kind::Memory.parse("24 GiB", ANY).unwrap(), 25.769_803_776);
+        assert_eq!(Kind::MemoryRate.parse("4.8 TB/s", ANY).unwrap(), 4800.0);
+        assert_eq!(Kind::Arithmetic.parse("1 PFLOP/s", ANY).unwrap(), 1000.0);
+        assert_eq!(Kind::Arithmetic.parse("400 TFLOPS", ANY).unwrap(), 400.0);
     }
 }

@@ -1,4 +1,4 @@
-//! A table of an input file, read key by key: every error knows its place.
+//! Reads tables of an input file key by key. Every error has its place, from the spans that `toml` keeps.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,15 +8,16 @@ use toml::de::{DeTable, DeValue};
 
 use super::error::{InputError, Problem, Source};
 use super::quantity::Kind;
+use crate::limits::{self, Count, Number, Shown};
 
 type Result<T> = std::result::Result<T, InputError>;
 
 /// The keys that a table may have.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Keys {
-    /// Keys that are written as they are.
+    /// Keys without a unit.
     pub(super) plain: &'static [&'static str],
-    /// Keys of quantities, which may also carry their unit in the name.
+    /// Keys of quantities, which may have their unit as a suffix.
     pub(super) quantities: &'static [(&'static str, Kind)],
 }
 
@@ -34,19 +35,19 @@ impl Keys {
         self.plain.iter().copied().chain(self.quantities.iter().map(|(base, _)| *base)).collect()
     }
 
-    /// What a key that is not allowed may have been meant to be.
+    /// The problem for an unknown key. It suggests the closest allowed key.
     fn problem(&self, key: &str) -> Problem {
         let names = self.names();
         let close = names.iter().map(|name| (distance(name, key), name)).min();
-        let meant = match close {
+        let suggestion = match close {
             Some((edits, name)) if edits <= name.len() / 3 => format!("{name}; "),
             _ => String::new(),
         };
-        Problem::new("no such key", format!("{meant}all keys here: {}", names.join(", ")))
+        Problem::new("unknown key", format!("{suggestion}all keys here: {}", names.join(", ")))
     }
 }
 
-/// A value with its key and its place.
+/// A value with its dotted key and its place.
 #[derive(Debug, Clone)]
 pub(super) struct Item<'d, 'i> {
     source: Source<'i>,
@@ -66,11 +67,11 @@ impl<'d, 'i> Item<'d, 'i> {
 
     fn mistyped<T>(&self, needed: &str) -> Result<T> {
         let found = match self.value {
-            DeValue::String(_) => "a text",
+            DeValue::String(_) => "a string",
             DeValue::Integer(_) | DeValue::Float(_) => "a number",
-            DeValue::Boolean(_) => "true or false",
+            DeValue::Boolean(_) => "a boolean",
             DeValue::Datetime(_) => "a date",
-            DeValue::Array(_) => "a list",
+            DeValue::Array(_) => "an array",
             DeValue::Table(_) => "a table",
         };
         self.fail(Problem::new(format!("is {found}"), needed))
@@ -88,16 +89,41 @@ impl<'d, 'i> Item<'d, 'i> {
         };
         match written {
             Some(number) if number.is_finite() => Ok(number),
-            _ => self.fail(Problem::new("is no finite number", needed)),
+            _ => self.fail(Problem::new("is not a finite number", needed)),
         }
     }
 
-    pub(super) fn count(&self) -> Result<usize> {
-        const NEEDED: &str = "a whole number, at least 1";
-        let DeValue::Integer(number) = self.value else { return self.mistyped(NEEDED) };
+    pub(super) fn count(&self, range: Count) -> Result<usize> {
+        let DeValue::Integer(number) = self.value else { return self.mistyped(&range.to_string()) };
         match integer(number.as_str(), number.radix()).and_then(|number| usize::try_from(number).ok()) {
-            Some(number) if number > 0 => Ok(number),
-            _ => self.fail(Problem::new(format!("is {}", number.as_str()), NEEDED)),
+            Some(number) if range.allows(number) => Ok(number),
+            _ => self.fail(Problem::new(format!("is {}", number.as_str()), range.to_string())),
+        }
+    }
+
+    pub(super) fn number_in(&self, range: Number) -> Result<f64> {
+        let needed = format!("a number {range}");
+        let number = self.number(&needed)?;
+        if range.allows(number) {
+            Ok(number)
+        } else {
+            self.fail(Problem::new(format!("is {}", Shown(number)), needed))
+        }
+    }
+
+    /// A name: short and without control characters, because reports print it to terminals and tables.
+    pub(super) fn name(&self) -> Result<&'d str> {
+        let name = self.text("a string in quotes")?;
+        if name.chars().any(char::is_control) {
+            let possible = "letters, digits, spaces and punctuation";
+            return self.fail(Problem::new("has a control character", possible));
+        }
+        match name.chars().count() {
+            length if length > limits::NAME => {
+                let needed = format!("at most {} characters", limits::NAME);
+                self.fail(Problem::new(format!("has {length} characters"), needed))
+            }
+            _ => Ok(name),
         }
     }
 
@@ -112,7 +138,7 @@ impl<'d, 'i> Item<'d, 'i> {
         Table::new(self.source, self.path.clone(), self.span.clone(), table, keys)
     }
 
-    /// One of these words.
+    /// The meaning of a value that must be one of these words.
     pub(super) fn word<T: Copy>(&self, words: &[(&str, T)]) -> Result<T> {
         let all = words.iter().map(|(word, _)| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");
         let found = self.text(&all)?;
@@ -123,7 +149,7 @@ impl<'d, 'i> Item<'d, 'i> {
     }
 }
 
-/// A whole number as TOML writes it.
+/// The value of a TOML integer.
 fn integer(digits: &str, radix: u32) -> Option<i64> {
     i64::from_str_radix(digits, radix).ok()
 }
@@ -139,7 +165,7 @@ pub(super) struct Table<'d, 'i> {
 }
 
 impl<'d, 'i> Table<'d, 'i> {
-    /// Checks the keys before the values: a misspelt key is not reported as a missing one.
+    /// Checks all keys before any value, so that a misspelt key is reported as unknown and not as missing.
     pub(super) fn new(
         source: Source<'i>,
         path: String,
@@ -168,7 +194,7 @@ impl<'d, 'i> Table<'d, 'i> {
         Err(self.source.error(&self.span, self.path.as_str(), problem))
     }
 
-    /// An error at this key; about the table where the key was left out.
+    /// An error at this key, or at the table if the key is absent.
     pub(super) fn fail_at<T>(&self, key: &str, problem: Problem) -> Result<T> {
         match self.get(key) {
             Some(item) => item.fail(problem),
@@ -183,48 +209,44 @@ impl<'d, 'i> Table<'d, 'i> {
 
     pub(super) fn text(&self, key: &str, default: Option<&str>) -> Result<String> {
         match (self.get(key), default) {
-            (Some(item), _) => item.text("a text in quotes").map(str::to_owned),
+            (Some(item), _) => item.name().map(str::to_owned),
             (None, Some(default)) => Ok(default.to_owned()),
             (None, None) => self.missing(key, "\"a name\""),
         }
     }
 
-    pub(super) fn count(&self, key: &str, default: Option<usize>) -> Result<usize> {
+    pub(super) fn count(&self, key: &str, default: Option<usize>, range: Count) -> Result<usize> {
         match (self.get(key), default) {
-            (Some(item), _) => item.count(),
+            (Some(item), _) => item.count(range),
             (None, Some(default)) => Ok(default),
-            (None, None) => self.missing(key, "a whole number, at least 1"),
+            (None, None) => self.missing(key, &range.to_string()),
         }
     }
 
-    pub(super) fn number(&self, key: &str, default: f64, range: Range<f64>, needed: &str) -> Result<f64> {
-        let Some(item) = self.get(key) else { return Ok(default) };
-        let number = item.number(needed)?;
-        if range.contains(&number) {
-            return Ok(number);
-        }
-        item.fail(Problem::new(format!("is {number}"), needed))
+    pub(super) fn number(&self, key: &str, default: f64, range: Number) -> Result<f64> {
+        self.get(key).map_or(Ok(default), |item| item.number_in(range))
     }
 
     pub(super) fn word<T: Copy>(&self, key: &str, default: T, words: &[(&str, T)]) -> Result<T> {
         self.get(key).map_or(Ok(default), |item| item.word(words))
     }
 
-    /// A quantity, written with its unit in the value or in the key; above zero, or not below it.
-    pub(super) fn quantity(&self, base: &str, default: Option<f64>, may_be_zero: bool) -> Result<f64> {
-        let optional = self.optional_quantity(base, may_be_zero)?;
+    /// A quantity with its unit in the value or in the key.
+    pub(super) fn quantity(&self, base: &str, default: Option<f64>, range: Number) -> Result<f64> {
+        let optional = self.optional_quantity(base, range)?;
         match (optional.or(default), self.kind(base)) {
             (Some(value), _) => Ok(value),
             (None, kind) => self.missing(base, kind.map_or("", Kind::examples)),
         }
     }
 
-    pub(super) fn optional_quantity(&self, base: &str, may_be_zero: bool) -> Result<Option<f64>> {
+    pub(super) fn optional_quantity(&self, base: &str, range: Number) -> Result<Option<f64>> {
         let Some(kind) = self.kind(base) else { return Ok(None) };
         let written = self.written(base, kind);
-        if let [_, second, ..] = &*written {
-            let problem = Problem::new(format!("`{base}` is given twice"), "one of the two");
-            return second.0.fail(problem);
+        if let [(first, _), (second, _), ..] = &*written {
+            let key = |item: &Item<'_, '_>| item.path.rsplit('.').next().unwrap_or_default().to_owned();
+            let possible = format!("{} or {}, not both", key(first), key(second));
+            return second.fail(Problem::new(format!("`{base}` is given twice"), possible));
         }
         let Some((item, unit)) = written.first() else { return Ok(None) };
         let value = match unit {
@@ -241,15 +263,15 @@ impl<'d, 'i> Table<'d, 'i> {
         };
         match value {
             Err(problem) => item.fail(problem),
-            Ok(value) if value > 0.0 || (may_be_zero && value == 0.0) => Ok(Some(value)),
+            Ok(value) if range.allows(value) => Ok(Some(value)),
             Ok(value) => {
-                let needed = if may_be_zero { "zero or more" } else { "more than zero" };
-                item.fail(Problem::new(format!("is {value} {}", kind.unit()), needed))
+                let unit = kind.unit();
+                item.fail(Problem::new(format!("is {} {unit}", Shown(value)), format!("{range} {unit}")))
             }
         }
     }
 
-    /// The items that give this quantity, with the unit that the key names.
+    /// The items that give this quantity, each with the unit that its key names.
     fn written(&self, base: &str, kind: Kind) -> Vec<(&Item<'d, 'i>, Option<&'static str>)> {
         let suffixed = kind.suffixes().iter().map(|(suffix, unit)| (format!("{base}_{suffix}"), Some(*unit)));
         std::iter::once((base.to_owned(), None))
@@ -267,7 +289,7 @@ fn join(path: &str, key: &str) -> String {
     if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") }
 }
 
-/// Letters to insert, remove or replace to get from one word to another.
+/// Edit distance: the least number of letters to insert, remove or replace to get from one word to another.
 fn distance(from: &str, to: &str) -> usize {
     let to: Vec<char> = to.chars().collect();
     let mut row: Vec<usize> = (0..=to.len()).collect();

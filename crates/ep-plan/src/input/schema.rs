@@ -1,4 +1,6 @@
-//! What an input file may say: clusters, models, options, and the paper's five numbers.
+//! The schema of input files: clusters, models and options.
+
+use toml::de::DeValue;
 
 use super::Result;
 use super::error::{InputError, Problem};
@@ -7,6 +9,7 @@ use super::quantity::Kind;
 use super::reader::{Item, Keys, Table};
 use crate::cluster::{Cluster, ClusterDescription, GpuDescription, LevelDescription, Sharing};
 use crate::error::PlanError;
+use crate::limits::{self, Count, Shown};
 use crate::model::{AttentionDescription, ElementType, Model, ModelDescription, PrecisionDescription};
 use crate::planner::{Options, Replicas, Setting, Work};
 use crate::routing::{Placement, Routing};
@@ -71,27 +74,28 @@ const OPTIONS: Keys = Keys {
     quantities: &[("memory_cap", Kind::Memory)],
 };
 
-const NOT_NEGATIVE: &str = "a number, zero or more";
+/// Seeds: the non-negative integers of TOML.
+const SEED: Count = Count::new(0, i64::MAX as usize);
 
 pub(super) fn cluster(item: &Item<'_, '_>) -> Result<ClusterDescription> {
     let table = item.table(CLUSTER)?;
+    let name = table.text("name", Some("unnamed"))?;
     let Some(levels) = table.get("level") else { return table.missing("level", "[[cluster.level]] tables") };
     let levels = levels.list("[[cluster.level]] tables, outermost level first")?;
     let mut described: Vec<LevelDescription> = Vec::with_capacity(levels.len());
     for item in &levels {
         let read = level(item)?;
         if described.iter().any(|other| other.name == read.name) {
-            let problem = format!("there is a level '{}' already", read.name);
-            return item.table(LEVEL)?.fail_at("name", Problem::new(problem, "a name of its own"));
+            let problem = Problem::new(
+                format!("another level is already named '{}'", read.name),
+                "a name that no other level has",
+            );
+            return item.table(LEVEL)?.fail_at("name", problem);
         }
         described.push(read);
     }
     let Some(gpu) = table.get("gpu") else { return table.missing("gpu", "a [cluster.gpu] table") };
-    let description = ClusterDescription {
-        name: table.text("name", Some("unnamed"))?,
-        levels: described,
-        gpu: self::gpu(&gpu.table(GPU)?)?,
-    };
+    let description = ClusterDescription { name, levels: described, gpu: self::gpu(&gpu.table(GPU)?)? };
     match Cluster::try_from(description.clone()) {
         Ok(_) => Ok(description),
         Err(error) => table.fail_at("level", Problem::new(error.to_string(), "")),
@@ -102,32 +106,32 @@ fn level(item: &Item<'_, '_>) -> Result<LevelDescription> {
     let table = item.table(LEVEL)?;
     Ok(LevelDescription {
         name: table.text("name", None)?,
-        scaling_factor: table.count("members", None)?,
-        alpha_s: table.quantity("alpha", Some(0.0), true)?,
-        round_trip_s: table.quantity("round_trip", Some(0.0), true)?,
-        bandwidth_gbit_per_s: table.quantity("bandwidth", None, false)?,
+        scaling_factor: table.count("members", None, limits::MEMBERS)?,
+        alpha_s: table.quantity("alpha", Some(0.0), limits::SECONDS)?,
+        round_trip_s: table.quantity("round_trip", Some(0.0), limits::SECONDS)?,
+        bandwidth_gbit_per_s: table.quantity("bandwidth", None, limits::LINK_GBIT_PER_S)?,
         sharing: table.get("sharing").map_or(Ok(Sharing::PerGpu), sharing)?,
     })
 }
 
 fn sharing(item: &Item<'_, '_>) -> Result<Sharing> {
-    const NEEDED: &str = "\"per-gpu\", \"per-member\", or how many GPUs share a link";
-    if let Ok(gpus) = item.count() {
-        return Ok(Sharing::Gpus(gpus));
+    const NEEDED: &str = "\"per-gpu\", \"per-member\", or the number of GPUs that share a link";
+    if let DeValue::Integer(_) = item.value {
+        return item.count(limits::GPUS).map(Sharing::Gpus);
     }
     match item.value.as_str() {
         Some("per-gpu") => Ok(Sharing::PerGpu),
         Some("per-member") => Ok(Sharing::PerMember),
-        _ => item.fail(Problem::new("is no way to share a link", NEEDED)),
+        _ => item.fail(Problem::new("is not a way to share a link", NEEDED)),
     }
 }
 
 fn gpu(table: &Table<'_, '_>) -> Result<GpuDescription> {
     Ok(GpuDescription {
         name: table.text("name", Some("unnamed"))?,
-        sustained_tflops: table.quantity("throughput", None, false)?,
-        memory_gb: table.quantity("memory", None, false)?,
-        hbm_gb_per_s: table.quantity("memory_bandwidth", None, false)?,
+        sustained_tflops: table.quantity("throughput", None, limits::TFLOPS)?,
+        memory_gb: table.quantity("memory", None, limits::MEMORY_GB)?,
+        hbm_gb_per_s: table.quantity("memory_bandwidth", None, limits::MEMORY_GB_PER_S)?,
     })
 }
 
@@ -135,18 +139,25 @@ pub(super) fn model(item: &Item<'_, '_>) -> Result<ModelDescription> {
     let table = item.table(MODEL)?;
     let base = table.get("preset").map(preset_model).transpose()?;
     let base = base.as_ref();
-    let count = |key, default: fn(&ModelDescription) -> usize| table.count(key, base.map(default));
+    let count =
+        |key, range, default: fn(&ModelDescription) -> usize| table.count(key, base.map(default), range);
     let description = ModelDescription {
         name: table.text("name", Some(base.map_or("unnamed", |model| &model.name)))?,
-        hidden: count("hidden", |model| model.hidden)?,
-        expert_intermediate: count("expert_intermediate", |model| model.expert_intermediate)?,
-        expert_matrices: table.count("expert_matrices", Some(base.map_or(3, |base| base.expert_matrices)))?,
-        experts: count("experts", |model| model.experts)?,
-        topk: count("topk", |model| model.topk)?,
-        shared_experts: shared_experts(&table, base)?,
-        moe_layers: count("moe_layers", |model| model.moe_layers)?,
-        tokens_per_gpu: count("tokens_per_gpu", |model| model.tokens_per_gpu)?,
-        context: count("context", |model| model.context)?,
+        hidden: count("hidden", limits::WIDTH, |model| model.hidden)?,
+        expert_intermediate: count("expert_intermediate", limits::WIDTH, |model| model.expert_intermediate)?,
+        expert_matrices: {
+            let default = base.map_or(3, |base| base.expert_matrices);
+            table.count("expert_matrices", Some(default), limits::MATRICES)?
+        },
+        experts: count("experts", limits::EXPERTS, |model| model.experts)?,
+        topk: count("topk", limits::TOPK, |model| model.topk)?,
+        shared_experts: {
+            let default = base.map_or(0, |base| base.shared_experts);
+            table.count("shared_experts", Some(default), limits::SHARED_EXPERTS)?
+        },
+        moe_layers: count("moe_layers", limits::LAYERS, |model| model.moe_layers)?,
+        tokens_per_gpu: count("tokens_per_gpu", limits::TOKENS, |model| model.tokens_per_gpu)?,
+        context: count("context", limits::TOKENS, |model| model.context)?,
         attention: attention(&table, base.map(|model| model.attention).unwrap_or_default())?,
         precision: precision(&table, base.map(|model| model.precision).unwrap_or_default())?,
         routing: match (table.get("routing"), base) {
@@ -171,30 +182,15 @@ fn preset_model(item: &Item<'_, '_>) -> Result<ModelDescription> {
     let needed = preset::model_names().join(", ");
     let name = item.text(&needed)?;
     preset::model(name)
-        .map_or_else(|| item.fail(Problem::new(format!("\"{name}\" is no preset"), needed)), Ok)
-}
-
-/// The one count that may be zero.
-fn shared_experts(table: &Table<'_, '_>, base: Option<&ModelDescription>) -> Result<usize> {
-    const NEEDED: &str = "a whole number, zero or more";
-    let Some(item) = table.get("shared_experts") else {
-        return Ok(base.map_or(0, |model| model.shared_experts));
-    };
-    let number = item.number(NEEDED)?;
-    if number == 0.0 {
-        Ok(0)
-    } else {
-        item.count().or_else(|_| item.fail(Problem::new(format!("is {number}"), NEEDED)))
-    }
+        .map_or_else(|| item.fail(Problem::new(format!("\"{name}\" is not a preset"), needed)), Ok)
 }
 
 fn attention(table: &Table<'_, '_>, default: AttentionDescription) -> Result<AttentionDescription> {
     let Some(item) = table.get("attention") else { return Ok(default) };
     let table = item.table(ATTENTION)?;
-    let number = |key, default| table.number(key, default, 0.0..f64::INFINITY, NOT_NEGATIVE);
     Ok(AttentionDescription {
-        parameters: number("parameters", default.parameters)?,
-        score_width: number("score_width", default.score_width)?,
+        parameters: table.number("parameters", default.parameters, limits::ATTENTION_PARAMETERS)?,
+        score_width: table.number("score_width", default.score_width, limits::SCORE_WIDTH)?,
     })
 }
 
@@ -215,25 +211,24 @@ fn precision(table: &Table<'_, '_>, default: PrecisionDescription) -> Result<Pre
 
 fn routing(item: &Item<'_, '_>) -> Result<Routing> {
     const NEEDED: &str = "\"even\", { zipf = 1.0 } or { histogram = [a count per expert] }";
-    if item.value.is_str() {
-        return item
-            .word(&[("even", ())])
-            .map(|()| Routing::Even)
-            .or_else(|_| item.fail(Problem::new("is unknown", NEEDED)));
-    }
-    if !item.value.is_table() {
-        return item.fail(Problem::new("is neither a text nor a table", NEEDED));
+    match item.value.as_str() {
+        Some("even") => return Ok(Routing::Even),
+        Some(other) => return item.fail(Problem::new(format!("\"{other}\" is unknown"), NEEDED)),
+        None if !item.value.is_table() => {
+            return item.fail(Problem::new("is neither a string nor a table", NEEDED));
+        }
+        None => {}
     }
     let table = item.table(ROUTING)?;
     match (table.get("zipf"), table.get("histogram")) {
         (Some(_), None) => Ok(Routing::Zipf {
-            exponent: table.number("zipf", 0.0, 0.0..f64::INFINITY, NOT_NEGATIVE)?,
-            shuffle_seed: table.number("shuffle_seed", 0.0, 0.0..9e15, "a whole number")? as u64,
+            exponent: table.number("zipf", 0.0, limits::ZIPF)?,
+            shuffle_seed: table.count("shuffle_seed", Some(0), SEED)? as u64,
         }),
         (None, Some(counts)) => {
-            let counts = counts.list("a list of counts")?;
+            let counts = counts.list("an array of counts, one per expert")?;
             Ok(Routing::Histogram(
-                counts.iter().map(|count| count.number(NOT_NEGATIVE)).collect::<Result<_>>()?,
+                counts.iter().map(|count| count.number_in(limits::SELECTIONS)).collect::<Result<_>>()?,
             ))
         }
         _ => item.fail(Problem::new("needs exactly one of `zipf` and `histogram`", NEEDED)),
@@ -243,10 +238,8 @@ fn routing(item: &Item<'_, '_>) -> Result<Routing> {
 pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
     let table = item.table(OPTIONS)?;
     let default = Options::default();
-    let count = |key, default| table.count(key, Some(default));
-    let ratio = |key, default| {
-        table.number(key, default, 1.0..f64::INFINITY, "a ratio of at least 1, which sends everything")
-    };
+    let count = |key, range, default| table.count(key, Some(default), range);
+    let ratio = |key, default| table.number(key, default, limits::COMPRESSION);
     Ok(Options {
         setting: table.word(
             "setting",
@@ -260,23 +253,22 @@ pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
         )?,
         weight_compression: ratio("weight_compression", default.weight_compression)?,
         gradient_compression: ratio("gradient_compression", default.gradient_compression)?,
-        memory_cap_gb: table.optional_quantity("memory_cap", true)?,
-        reserved_memory: table.number(
-            "reserved_memory",
-            default.reserved_memory,
-            0.0..1.0,
-            "a part of the memory, at least 0 and below 1",
-        )?,
-        live_layers: count("live_layers", default.live_layers)?,
+        memory_cap_gb: table.optional_quantity("memory_cap", limits::MEMORY_CAP_GB)?,
+        reserved_memory: reserved_memory(&table, default.reserved_memory)?,
+        live_layers: count("live_layers", limits::LAYERS, default.live_layers)?,
         replicas: table.word(
             "replicas",
             default.replicas,
             &[("regather", Replicas::Regather), ("keep", Replicas::Keep), ("best", Replicas::Best)],
         )?,
-        micro_batches: count("gradient_accumulation", default.micro_batches)?,
-        pipeline_stages: count("pipeline_stages", default.pipeline_stages)?,
-        shared_refresh_steps: count("shared_refresh_steps", default.shared_refresh_steps)?,
-        overlap_chunks: count("overlap_chunks", default.overlap_chunks)?,
+        micro_batches: count("gradient_accumulation", limits::MICRO_BATCHES, default.micro_batches)?,
+        pipeline_stages: count("pipeline_stages", limits::LAYERS, default.pipeline_stages)?,
+        shared_refresh_steps: count(
+            "shared_refresh_steps",
+            limits::REFRESH_STEPS,
+            default.shared_refresh_steps,
+        )?,
+        overlap_chunks: count("overlap_chunks", limits::CHUNKS, default.overlap_chunks)?,
         placement: table.word(
             "placement",
             default.placement,
@@ -285,7 +277,19 @@ pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
     })
 }
 
-/// The text is no TOML.
+/// The bound 1 is excluded: it would leave no memory for experts.
+fn reserved_memory(table: &Table<'_, '_>, default: f64) -> Result<f64> {
+    const NEEDED: &str = "a fraction of the memory, at least 0 and below 1";
+    let Some(item) = table.get("reserved_memory") else { return Ok(default) };
+    let part = item.number(NEEDED)?;
+    if (0.0..1.0).contains(&part) {
+        Ok(part)
+    } else {
+        item.fail(Problem::new(format!("is {}", Shown(part)), NEEDED))
+    }
+}
+
+/// The error for a text that is not TOML.
 pub(super) fn syntax(source: super::error::Source<'_>, error: &toml::de::Error) -> InputError {
     let span = error.span().unwrap_or(0..0);
     let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");

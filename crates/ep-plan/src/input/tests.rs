@@ -65,19 +65,19 @@ fn a_file_is_read() {
     assert_eq!(parse("empty", "").unwrap(), Document::default());
 }
 
-/// What is said when one line of the good file is another.
+/// The error message after one line of the valid file is replaced.
 fn message(line: &str, instead: &str) -> String {
     assert_eq!(GOOD.matches(line).count(), 1, "{line}");
     parse("plan.toml", &GOOD.replace(line, instead)).unwrap_err().to_string()
 }
 
 #[test]
-fn mistakes_are_named_with_line_and_key() {
+fn mistakes_are_reported_with_line_and_key() {
     for (line, instead, expected) in [
         (
             "bandwidth = \"100 Gbit/s\"",
             "bandwidth = \"100 gb/s\"",
-            "plan.toml:8:13: cluster.level[0].bandwidth: \"gb/s\" is no unit of a link's rate, where `bit` or \
+            "plan.toml:8:13: cluster.level[0].bandwidth: \"gb/s\" is not a unit of link bandwidth, where `bit` or \
              `b` is a bit \
              and `B` is a byte; possible: \"100 Gbit/s\" (bits) or \"12.5 GB/s\" (bytes)",
         ),
@@ -91,14 +91,14 @@ fn mistakes_are_named_with_line_and_key() {
         (
             "bandwidth = \"100 Gbit/s\"",
             "bandwith = \"100 Gbit/s\"",
-            "plan.toml:8:1: cluster.level[0].bandwith: no such key; possible: bandwidth; all keys here: name, \
+            "plan.toml:8:1: cluster.level[0].bandwith: unknown key; possible: bandwidth; all keys here: name, \
              members, \
              sharing, alpha, round_trip, bandwidth",
         ),
         (
             "bandwidth = \"100 Gbit/s\"",
             "bandwidth = \"0 Gbit/s\"",
-            "plan.toml:8:13: cluster.level[0].bandwidth: is 0 Gbit/s; possible: more than zero",
+            "plan.toml:8:13: cluster.level[0].bandwidth: is 0 Gbit/s; possible: from 1e-6 to 1e9 Gbit/s",
         ),
         (
             "bandwidth = \"100 Gbit/s\"",
@@ -109,53 +109,55 @@ fn mistakes_are_named_with_line_and_key() {
         (
             "members = 8",
             "members = 0",
-            "plan.toml:15:11: cluster.level[1].members: is 0; possible: a whole number, at least 1",
+            "plan.toml:15:11: cluster.level[1].members: is 0; possible: a whole number from 1 to 65536",
         ),
         (
             "members = 8",
             "members = \"eight\"",
-            "plan.toml:15:11: cluster.level[1].members: is a text; possible: a whole number, at least 1",
+            "plan.toml:15:11: cluster.level[1].members: is a string; possible: a whole number from 1 to 65536",
         ),
         (
             "name = \"nvlink\"",
             "name = \"wan\"",
-            "plan.toml:14:8: cluster.level[1].name: there is a level 'wan' already; possible: a name of its own",
+            "plan.toml:14:8: cluster.level[1].name: another level is already named 'wan'; possible: a name that no \
+             other level has",
         ),
         (
             "sharing = 2",
             "sharing = \"all\"",
-            "plan.toml:17:11: cluster.level[1].sharing: is no way to share a link; possible: \"per-gpu\", \
+            "plan.toml:17:11: cluster.level[1].sharing: is not a way to share a link; possible: \"per-gpu\", \
              \"per-member\", or \
-             how many GPUs share a link",
+             the number of GPUs that share a link",
         ),
         (
             "alpha_us = 20",
             "alpha_us = 20\nalpha = \"20 us\"",
-            "plan.toml:11:12: cluster.level[0].alpha_us: `alpha` is given twice; possible: one of the two",
+            "plan.toml:11:12: cluster.level[0].alpha_us: `alpha` is given twice; possible: alpha or alpha_us, \
+             not both",
         ),
         (
             "round_trip = \"5 ms\"",
             "round_trip = \"-5 ms\"",
-            "plan.toml:10:14: cluster.level[0].round_trip: is -0.005 s; possible: zero or more",
+            "plan.toml:10:14: cluster.level[0].round_trip: is -0.005 s; possible: from 0 to 1e6 s",
         ),
         (
             "memory = \"80 GB\"",
             "memory = \"80 Gbit\"",
-            "plan.toml:21:10: cluster.gpu.memory: \"Gbit\" is no unit of memory, which is in bytes; possible: \
+            "plan.toml:21:10: cluster.gpu.memory: \"Gbit\" is not a unit of memory, which is in bytes; possible: \
              \"24 GB\" or \
              \"24 GiB\"",
         ),
         (
             "preset = \"mixtral-8x7b\"",
             "preset = \"mixtral\"",
-            "plan.toml:25:10: model.preset: \"mixtral\" is no preset; possible: deepseek-v3, qwen3-235b, \
+            "plan.toml:25:10: model.preset: \"mixtral\" is not a preset; possible: deepseek-v3, qwen3-235b, \
              mixtral-8x7b, \
              mixtral-8x22b",
         ),
         (
             "preset = \"mixtral-8x7b\"",
             "",
-            "plan.toml:24:1: model: `hidden` is missing; possible: hidden = a whole number, at least 1",
+            "plan.toml:24:1: model: `hidden` is missing; possible: hidden = a whole number from 1 to 1048576",
         ),
         (
             "experts = 16",
@@ -171,7 +173,7 @@ fn mistakes_are_named_with_line_and_key() {
         (
             "routing = { zipf = 1.0 }",
             "routing = \"skewed\"",
-            "plan.toml:28:11: model.routing: is unknown; possible: \"even\", { zipf = 1.0 } or { histogram = [a \
+            "plan.toml:28:11: model.routing: \"skewed\" is unknown; possible: \"even\", { zipf = 1.0 } or { histogram = [a \
              count per \
              expert] }",
         ),
@@ -183,20 +185,19 @@ fn mistakes_are_named_with_line_and_key() {
         (
             "work = \"forward\"",
             "weight_compression = 0.5",
-            "plan.toml:31:22: options.weight_compression: is 0.5; possible: a ratio of at least 1, which sends \
-             everything",
+            "plan.toml:31:22: options.weight_compression: is 0.5; possible: a number from 1 to 1e6",
         ),
         (
             "work = \"forward\"",
             "reserved_memory = 1",
-            "plan.toml:31:19: options.reserved_memory: is 1; possible: a part of the memory, at least 0 and below 1",
+            "plan.toml:31:19: options.reserved_memory: is 1; possible: a fraction of the memory, at least 0 and below 1",
         ),
     ] {
         assert_eq!(message(line, instead), expected);
     }
     assert_eq!(
         parse("p", "[clusters]").unwrap_err().to_string(),
-        "p:1:2: clusters: no such key; possible: cluster; all keys here: cluster, model, options"
+        "p:1:2: clusters: unknown key; possible: cluster; all keys here: cluster, model, options"
     );
     let error = parse("p", "a = [1,\n  2").unwrap_err().to_string();
     assert!(error.starts_with("p:2:") && error.contains("not TOML"), "{error}");
@@ -227,10 +228,94 @@ fn every_preset_survives_being_written_and_read() {
     }
 }
 
+/// A valid name: the characters of the text that a name may have.
+fn a_name(text: String) -> String {
+    text.chars().filter(|letter| !letter.is_control()).take(limits::NAME).collect()
+}
+
+/// Values that replace those of a valid file.
+const HOSTILE: [&str; 18] = [
+    "0",
+    "-1",
+    "1",
+    "3",
+    "65536",
+    "1000000007",
+    "1000000000000",
+    "9223372036854775807",
+    "1.5",
+    "5e-324",
+    "1e308",
+    "-0.0",
+    "nan",
+    "inf",
+    "\"5e-324 Gbit/s\"",
+    "\"1e308 s\"",
+    "\"0 GB\"",
+    "[1, 2]",
+];
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    /// Every changed file is refused or planned, and every planned time is finite.
+    #[test]
+    fn spoilt_problems_are_refused_or_planned(
+        cluster in prop::sample::select(preset::cluster_names()),
+        model in prop::sample::select(preset::model_names()),
+        spoils in prop::collection::vec((any::<prop::sample::Index>(), prop::sample::select(HOSTILE.to_vec()), 0..4u8), 1..4),
+    ) {
+        let joined = preset::Joined { nodes: 2, ..preset::Joined::default() };
+        let cluster = preset::cluster(cluster, &joined).unwrap();
+        let text = to_toml(&cluster, &preset::model(model).unwrap(), &Options::default());
+        let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+        for (at, value, how) in spoils {
+            let at = at.index(lines.len());
+            match how {
+                0 => { lines.remove(at); }
+                1 => { let again = lines[at].clone(); lines.insert(at, again); }
+                _ => if let Some((key, _)) = lines[at].clone().split_once(" = ") {
+                    lines[at] = format!("{key} = {value}");
+                }
+            }
+        }
+        let text = lines.join("\n");
+        if let Ok(Document { cluster: Some(cluster), model: Some(model), options }) = parse("x", &text) {
+            let cluster = crate::Cluster::try_from(cluster).unwrap();
+            let model = crate::Model::try_from(model).unwrap();
+            if let Ok(planner) = crate::Planner::new(cluster, model, options.unwrap_or_default()) {
+                let plan = planner.plan();
+                prop_assert!(plan.step_time.0.is_finite() && plan.step_time.0 > 0.0, "{text}");
+                for baseline in &plan.baselines {
+                    prop_assert!(baseline.speedup.is_finite() && baseline.candidate.layer_time.0.is_finite(), "{text}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn names_are_short_and_have_no_control_characters() {
+    let name = |name: &str| parse("p", &format!("[cluster]\nname = \"{name}\"")).unwrap_err().to_string();
+    assert!(
+        name("\\u001B[31m").contains("p:2:8: cluster.name: has a control character"),
+        "{}",
+        name("\\u001B[31m")
+    );
+    assert!(name(&"x".repeat(201)).contains("has 201 characters; possible: at most 200"));
+    assert!(name(&"ü".repeat(200)).contains("`level` is missing"));
+}
+
+#[test]
+fn a_file_has_a_largest_size() {
+    let error = parse("p", &" ".repeat(limits::FILE_BYTES + 1)).unwrap_err().to_string();
+    assert_eq!(error, "p:1:1: the file has 8388609 bytes; possible: at most 8388608 bytes");
+}
+
 proptest! {
     #[test]
     fn descriptions_survive_being_written_and_read(
-        name in any::<String>(),
+        name in any::<String>().prop_map(a_name),
         times in (0.0..2.0f64, 0.0..1e-3f64),
         rate in 0.001..1e6f64,
         gpus in 1..9usize,

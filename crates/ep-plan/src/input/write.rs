@@ -1,21 +1,22 @@
-//! Descriptions as TOML for people to edit: with units, and with what else would be possible.
+//! Writes descriptions as TOML to edit, with units, and with comments that name the alternatives.
 
 use std::fmt::Write as _;
 
 use super::quantity::Kind;
 use crate::cluster::{ClusterDescription, Sharing};
+use crate::limits;
 use crate::model::{ElementType, ModelDescription};
 use crate::planner::{Options, Replicas, Setting, Work};
 use crate::routing::{Placement, Routing};
 
-/// A whole input file. Reading it gives the same descriptions, to the last bit.
+/// Writes a whole input file. [`parse`](super::parse) reads back exactly the same descriptions.
 pub fn to_toml(cluster: &ClusterDescription, model: &ModelDescription, options: &Options) -> String {
     [cluster_to_toml(cluster), model_to_toml(model), options_to_toml(options)].join("\n")
 }
 
-/// `[cluster]`.
+/// Writes the table `[cluster]`.
 pub fn cluster_to_toml(cluster: &ClusterDescription) -> String {
-    // Writing to a string cannot fail.
+    // Writing into a string cannot fail.
     let mut out = String::new();
     let _ = writeln!(out, "[cluster]\nname = {}", quoted(&cluster.name));
     for (index, level) in cluster.levels.iter().enumerate() {
@@ -23,7 +24,7 @@ pub fn cluster_to_toml(cluster: &ClusterDescription) -> String {
         let note = |note: &str| if first { format!("  # {note}") } else { String::new() };
         let _ = writeln!(out, "\n[[cluster.level]]{}", note("outermost level first"));
         let _ = writeln!(out, "name = {}", quoted(&level.name));
-        let members = note("datacenters, then nodes of one, then GPUs of one of those");
+        let members = note("datacenters; then nodes of a datacenter; then GPUs of a node");
         let _ = writeln!(out, "members = {}{members}", level.scaling_factor);
         let bandwidth = note("of one link, in each direction; Gbit/s or GB/s");
         let _ = writeln!(out, "bandwidth = \"{} Gbit/s\"{bandwidth}", level.bandwidth_gbit_per_s);
@@ -32,12 +33,11 @@ pub fn cluster_to_toml(cluster: &ClusterDescription) -> String {
             Sharing::PerMember => "\"per-member\"".to_owned(),
             Sharing::Gpus(gpus) => gpus.to_string(),
         };
-        let who = note(
-            "who shares a link: \"per-gpu\" nobody, \"per-member\" all GPUs of a member, or so many GPUs",
+        let sharers = note(
+            "GPUs that share a link: \"per-gpu\" one, \"per-member\" all GPUs of a member, or a number of GPUs",
         );
-        let _ = writeln!(out, "sharing = {sharing}{who}");
-        let _ =
-            writeln!(out, "alpha = {}{}", time(level.alpha_s), note("cost of a message beside its bytes"));
+        let _ = writeln!(out, "sharing = {sharing}{sharers}");
+        let _ = writeln!(out, "alpha = {}{}", time(level.alpha_s), note("time to start a message"));
         let _ = writeln!(out, "round_trip = {}{}", time(level.round_trip_s), note("paid once per exchange"));
     }
     let gpu = &cluster.gpu;
@@ -53,7 +53,7 @@ pub fn cluster_to_toml(cluster: &ClusterDescription) -> String {
     out
 }
 
-/// `[model]`.
+/// Writes the table `[model]`.
 pub fn model_to_toml(model: &ModelDescription) -> String {
     let mut out = String::new();
     let _ = writeln!(out, "[model]\nname = {}", quoted(&model.name));
@@ -63,10 +63,10 @@ pub fn model_to_toml(model: &ModelDescription) -> String {
         ("expert_matrices", model.expert_matrices, "3 when gated (SwiGLU), else 2"),
         ("experts", model.experts, "routed experts of a layer"),
         ("topk", model.topk, "experts that a token chooses"),
-        ("shared_experts", model.shared_experts, "experts that every token uses beside"),
+        ("shared_experts", model.shared_experts, "experts that every token uses in addition"),
         ("moe_layers", model.moe_layers, "layers that have experts"),
         ("tokens_per_gpu", model.tokens_per_gpu, "of one micro-batch"),
-        ("context", model.context, "tokens that attend to each other"),
+        ("context", model.context, "sequence length, tokens"),
     ];
     for (key, count, note) in counts {
         let _ = writeln!(out, "{key} = {count}  # {note}");
@@ -99,7 +99,7 @@ pub fn model_to_toml(model: &ModelDescription) -> String {
     out
 }
 
-/// `[options]`, all of them.
+/// Writes the table `[options]`, with all options.
 pub fn options_to_toml(options: &Options) -> String {
     let mut out = String::new();
     let setting = match options.setting {
@@ -130,12 +130,17 @@ pub fn options_to_toml(options: &Options) -> String {
     );
     let _ = match options.memory_cap_gb {
         Some(cap) => writeln!(out, "memory_cap = \"{cap} GB\"  # for gathered experts"),
-        None => writeln!(out, "# memory_cap = \"24 GB\"  # for gathered experts; without it, what is left"),
+        None => {
+            writeln!(
+                out,
+                "# memory_cap = \"24 GB\"  # for gathered experts; default: what the device has left"
+            )
+        }
     };
     let _ = writeln!(
         out,
-        "reserved_memory = {}  # part of the device that experts may not use\n\
-         live_layers = {}  # layers whose gathered experts are resident at a time\n\
+        "reserved_memory = {}  # fraction of the device's memory that experts may not use\n\
+         live_layers = {}  # layers whose gathered experts are in memory at a time\n\
          replicas = \"{replicas}\"  # regather, keep, best\n\
          gradient_accumulation = {}  # micro-batches per optimizer step\n\
          pipeline_stages = {}\n\
@@ -160,11 +165,11 @@ fn element(element: ElementType) -> &'static str {
     }
 }
 
-/// The unit in which the number is short, where reading it gives the same number again.
+/// Writes a time in the unit that makes the number short, or in seconds if reading it would not give the same number.
 fn time(seconds: f64) -> String {
     let exact = |factor: f64, unit: &str| {
         let text = format!("{} {unit}", seconds * factor);
-        (Kind::Time.parse(&text) == Ok(seconds)).then_some(text)
+        (Kind::Time.parse(&text, limits::SECONDS) == Ok(seconds)).then_some(text)
     };
     let (factor, unit) = if seconds.abs() >= 1.0 || seconds == 0.0 {
         (1.0, "s")

@@ -1,43 +1,44 @@
-//! What one would do without expert domains, priced by the same model.
+//! Common schemes without expert domains, priced by the same model as the plan.
 
 use serde::{Deserialize, Serialize};
 
-use super::cost::{Candidate, CostModel, Shape};
+use super::cost::{Candidate, CostModel, UnpricedCandidate};
 use super::options::Options;
 use super::volume::TokenPath;
 use super::{Planner, Setting};
 
-/// A way to run a mixture-of-experts layer over datacenters.
+/// A common way to run a mixture-of-experts layer over datacenters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BaselineKind {
-    /// Expert parallelism over all GPUs, one copy per (token, expert), straight to the expert.
+    /// Expert parallelism over all GPUs, with one copy per (token, expert), sent directly to the expert's GPU.
     PlainEp,
-    /// Expert parallelism over all GPUs, one copy per (token, datacenter), then per (token, node), then per GPU.
+    /// Expert parallelism over all GPUs, with one row per (token, datacenter), then per (token, node), then per (token,
+    /// GPU).
     HierarchicalEp,
-    /// Expert parallelism inside a datacenter, data parallelism across: every datacenter has all experts, their
-    /// optimizer sharded over the datacenters. Weights and gradients cross once per step, uncompressed, where the
-    /// replicas of all layers fit; otherwise in every pass.
+    /// Expert parallelism inside a datacenter, data parallelism across datacenters. Every datacenter has all experts;
+    /// their optimizer state is sharded over the datacenters. Weights and gradients cross uncompressed: once per step
+    /// if the replicas of all layers fit into memory, otherwise in every pass.
     EpInsideDatacenter,
 }
 
-/// A baseline's price, and how much faster the plan is.
+/// The price of a baseline, and the plan's speedup over it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Baseline {
-    /// Which one.
+    /// The scheme.
     pub kind: BaselineKind,
-    /// Its price.
+    /// Domain sizes and cost of the scheme.
     pub candidate: Candidate,
-    /// Whether memory can hold it.
+    /// Whether the scheme fits into memory.
     pub fits: bool,
-    /// Its layer time over that of the plan.
+    /// Layer time of the scheme over layer time of the plan.
     pub speedup: f64,
 }
 
 impl Planner {
     pub(super) fn baselines(&self, best: &Candidate) -> Vec<Baseline> {
-        let all_ones = &self.shapes[0];
-        // Under the paper's model neither path is deduplicated: that is what the model is.
+        let all_ones = &self.unpriced[0];
+        // The paper's model has no deduplicated path.
         let shared_path = match self.options.setting {
             Setting::Full => TokenPath::Deduplicated,
             Setting::Paper => TokenPath::Forwarded,
@@ -57,16 +58,16 @@ impl Planner {
         baselines.into_iter().map(compare).collect()
     }
 
-    /// Domains of all datacenters and nothing inside them, without any compression.
+    /// Domains that span all datacenters and one GPU of each, without compression.
     fn ep_inside_datacenter(&self) -> Candidate {
         let options = Options { weight_compression: 1.0, gradient_compression: 1.0, ..self.options.clone() };
         let cost = CostModel { options: &options, ..self.cost() };
-        let wanted = |shape: &&Shape| {
-            let sizes = &shape.domain_sizes;
+        let wanted = |unpriced: &&UnpricedCandidate| {
+            let sizes = &unpriced.domain_sizes;
             sizes[0] == self.cluster.levels()[0].scaling_factor && sizes[1..].iter().all(|&size| size == 1)
         };
-        let shape = self.shapes.iter().find(wanted).unwrap_or(&self.shapes[0]);
-        let kept = cost.price(shape, true);
-        if kept.memory.fits() { kept } else { cost.price(shape, false) }
+        let unpriced = self.unpriced.iter().find(wanted).unwrap_or(&self.unpriced[0]);
+        let kept = cost.price(unpriced, true);
+        if kept.memory.fits() { kept } else { cost.price(unpriced, false) }
     }
 }

@@ -1,4 +1,4 @@
-//! The price of one candidate: volumes to transfers, transfers and compute to phases, phases to a layer's time.
+//! The cost of one candidate. Volumes give transfers; transfers and compute give phases; phases give the layer time.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,45 +14,45 @@ use crate::error::Result;
 use crate::model::Model;
 use crate::units::{Bytes, Seconds};
 
-/// A choice of domain sizes, and what it costs. Times and bytes are those of one layer and one micro-batch.
+/// A choice of domain sizes with its cost. Times and bytes are those of one layer and one micro-batch.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Candidate {
     /// `S_l`, outermost level first.
     pub domain_sizes: Vec<usize>,
-    /// Whether gathered experts stay for the whole step.
+    /// Whether gathered experts stay in memory for the whole step.
     pub replicas_kept: bool,
-    /// Forward.
+    /// Times of the forward pass.
     pub forward: PassTimes,
-    /// Backward, when training.
+    /// Times of the backward pass, when training.
     pub backward: Option<PassTimes>,
-    /// Forward and backward.
+    /// Sum of the totals of both passes.
     pub layer_time: Seconds,
     /// Memory of one GPU.
     pub memory: Memory,
-    /// What crosses each level, outermost first.
+    /// Traffic of each level, outermost first.
     pub levels: Vec<LevelTraffic>,
 }
 
-/// What crosses the links of one level.
+/// The traffic over the links of one level, of one layer and one micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct LevelTraffic {
-    /// `S_l`.
+    /// `S_l`: members of a domain.
     pub domain_size: usize,
-    /// `SF_l / S_l`.
+    /// `g_l = SF_l / S_l`: domains of the level.
     pub domains: usize,
-    /// `h_l`: how many times its even share the busiest group gets.
+    /// `h_l`: load of the busiest group over the mean load of all groups, at least 1.
     pub hot_factor: f64,
-    /// Rows that the busiest GPU receives in dispatch, per token.
+    /// Rows that the busiest GPU receives over this level in dispatch, per token of one GPU ([`token_rows`]).
     pub rows_per_token: f64,
     /// One gather of the domain's experts.
     pub all_gather: Transfer,
     /// One dispatch and one combine.
     pub all_to_all: Transfer,
-    /// One reduction of gathered experts' gradients.
+    /// One reduction of the gradients of gathered experts.
     pub gradients: Transfer,
     /// One refresh of the codec's shared expert.
     pub shared_refresh: Transfer,
-    /// Everything that a link carries, each of the above as often as it happens.
+    /// Bytes over one link in one direction: the sum of the transfers above, each multiplied by its frequency.
     pub bytes_per_link: Bytes,
 }
 
@@ -63,15 +63,15 @@ impl Candidate {
     }
 }
 
-/// Domain sizes with what does not depend on how fast links are.
+/// A candidate before it is priced: domain sizes, and quantities that do not depend on the speed of links.
 #[derive(Debug, Clone)]
-pub(crate) struct Shape {
+pub(crate) struct UnpricedCandidate {
     pub(crate) domain_sizes: Vec<usize>,
     domains: Vec<usize>,
     hot: Vec<f64>,
 }
 
-impl Shape {
+impl UnpricedCandidate {
     pub(crate) fn new(
         scaling_factors: &[usize],
         domain_sizes: Vec<usize>,
@@ -87,7 +87,7 @@ impl Shape {
     }
 }
 
-/// Everything that a price depends on, beside the candidate.
+/// Everything that the price of a candidate depends on, except the candidate.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CostModel<'a> {
     pub(crate) cluster: &'a Cluster,
@@ -95,73 +95,89 @@ pub(crate) struct CostModel<'a> {
     pub(crate) options: &'a Options,
     pub(crate) path: TokenPath,
     pub(crate) experts_per_gpu: usize,
-    /// Before anything is gathered.
+    /// Memory before any expert is gathered.
     pub(crate) memory: Memory,
 }
 
 impl CostModel<'_> {
-    pub(crate) fn price(&self, shape: &Shape, kept: bool) -> Candidate {
-        let levels: Vec<LevelTraffic> =
-            (0..shape.domain_sizes.len()).map(|level| self.traffic(shape, level, kept)).collect();
-        let gathered = self.gathered_per_layer(shape);
-        let forward = self.forward(shape, &levels, kept);
-        let backward = self.options.trains().then(|| self.backward(shape, &levels, kept));
+    pub(crate) fn price(&self, unpriced: &UnpricedCandidate, replicas_kept: bool) -> Candidate {
+        let levels: Vec<LevelTraffic> = (0..unpriced.domain_sizes.len())
+            .map(|level| self.traffic(unpriced, level, replicas_kept))
+            .collect();
+        let gathered = self.gathered_per_layer(unpriced);
+        let forward = self.forward(unpriced, &levels, replicas_kept);
+        let backward = self.options.trains().then(|| self.backward(unpriced, &levels, replicas_kept));
         Candidate {
-            domain_sizes: shape.domain_sizes.clone(),
-            replicas_kept: kept,
+            domain_sizes: unpriced.domain_sizes.clone(),
+            replicas_kept,
             forward,
             backward,
             layer_time: forward.total + backward.map_or(Seconds::ZERO, |pass| pass.total),
             memory: Memory {
-                gathered_experts: gathered_by(self.model, self.options, gathered, kept),
+                gathered_experts: gathered_by(self.model, self.options, gathered, replicas_kept),
                 ..self.memory
             },
             levels,
         }
     }
 
-    /// The first micro-batch of kept replicas gathers; otherwise each does.
-    fn forward(&self, shape: &Shape, levels: &[LevelTraffic], kept: bool) -> PassTimes {
+    /// With kept replicas only the first micro-batch gathers experts; otherwise each micro-batch does.
+    fn forward(
+        &self,
+        unpriced: &UnpricedCandidate,
+        levels: &[LevelTraffic],
+        replicas_kept: bool,
+    ) -> PassTimes {
         let chunks = self.options.overlap_chunks;
         let bare = PassTimes {
             pre_expert: self.pre_expert_time(),
             all_to_all: levels.iter().map(|level| level.all_to_all.time).sum(),
-            expert: self.expert_time(shape),
+            expert: self.expert_time(unpriced),
             ..PassTimes::default()
         };
-        let gathering = self.with_gather(shape, levels, bare).overlapped(chunks);
-        let heavy = if kept { 1 } else { self.options.micro_batches };
+        let gathering = self.with_gather(unpriced, levels, bare).overlapped(chunks);
+        let heavy = if replicas_kept { 1 } else { self.options.micro_batches };
         gathering.mean(heavy, bare.overlapped(chunks), self.options.micro_batches - heavy)
     }
 
-    /// Twice the compute; experts gathered again unless they were kept; the last micro-batch encodes for the next
-    /// step and refreshes the shared expert; gradients are reduced by every micro-batch, or, when replicas are
-    /// kept, by the last.
-    fn backward(&self, shape: &Shape, levels: &[LevelTraffic], kept: bool) -> PassTimes {
+    /// The backward pass has twice the compute of the forward pass. It gathers experts again unless replicas are kept.
+    /// The last micro-batch encodes experts for the next step and refreshes the shared expert. Every micro-batch
+    /// reduces gradients; with kept replicas only the last does.
+    fn backward(
+        &self,
+        unpriced: &UnpricedCandidate,
+        levels: &[LevelTraffic],
+        replicas_kept: bool,
+    ) -> PassTimes {
         let chunks = self.options.overlap_chunks;
         let memory = self.cluster.hbm_bandwidth();
         let own = self.model.expert_bytes() * self.experts_per_gpu as f64;
         let bare = PassTimes {
             pre_expert: self.pre_expert_time() * 2.0,
             all_to_all: levels.iter().map(|level| level.all_to_all.time).sum(),
-            expert: self.expert_time(shape) * 2.0,
+            expert: self.expert_time(unpriced) * 2.0,
             ..PassTimes::default()
         };
-        let gathered = if kept { bare } else { self.with_gather(shape, levels, bare) };
-        let reduced = self.with_gradients(shape, levels, gathered);
+        let gathered = if replicas_kept { bare } else { self.with_gather(unpriced, levels, bare) };
+        let reduced = self.with_gradients(unpriced, levels, gathered);
         let mut last = reduced;
-        if self.codec_runs(shape) {
+        if self.codec_runs(unpriced) {
             last.encode += encode_time(own, memory);
             last.shared_refresh = levels.iter().map(|level| level.shared_refresh.time).sum::<Seconds>()
                 / self.options.shared_refresh_steps as f64;
         }
-        let other = if kept { gathered } else { reduced };
+        let other = if replicas_kept { gathered } else { reduced };
         last.overlapped(chunks).mean(1, other.overlapped(chunks), self.options.micro_batches - 1)
     }
 
-    fn with_gather(&self, shape: &Shape, levels: &[LevelTraffic], pass: PassTimes) -> PassTimes {
-        let gathered = self.model.expert_bytes() * self.gathered_per_layer(shape);
-        let decode = match self.codec_runs(shape) {
+    fn with_gather(
+        &self,
+        unpriced: &UnpricedCandidate,
+        levels: &[LevelTraffic],
+        pass: PassTimes,
+    ) -> PassTimes {
+        let gathered = self.model.expert_bytes() * self.gathered_per_layer(unpriced);
+        let decode = match self.codec_runs(unpriced) {
             true => decode_time(gathered, self.cluster.hbm_bandwidth()),
             false => Seconds::ZERO,
         };
@@ -169,9 +185,14 @@ impl CostModel<'_> {
         PassTimes { all_gather, decode: pass.decode + decode, ..pass }
     }
 
-    fn with_gradients(&self, shape: &Shape, levels: &[LevelTraffic], pass: PassTimes) -> PassTimes {
+    fn with_gradients(
+        &self,
+        unpriced: &UnpricedCandidate,
+        levels: &[LevelTraffic],
+        pass: PassTimes,
+    ) -> PassTimes {
         let memory = self.cluster.hbm_bandwidth();
-        let gathered = self.model.gradient_bytes() * self.gathered_per_layer(shape);
+        let gathered = self.model.gradient_bytes() * self.gathered_per_layer(unpriced);
         let compressed = self.options.gradient_compression > 1.0;
         let codec = |time: Seconds| if compressed { time } else { Seconds::ZERO };
         PassTimes {
@@ -182,12 +203,12 @@ impl CostModel<'_> {
         }
     }
 
-    fn traffic(&self, shape: &Shape, index: usize, kept: bool) -> LevelTraffic {
+    fn traffic(&self, unpriced: &UnpricedCandidate, index: usize, replicas_kept: bool) -> LevelTraffic {
         let level = &self.level(index);
-        let sizes = &shape.domain_sizes;
+        let sizes = &unpriced.domain_sizes;
         let description = self.model.description();
         let choice = Choice { experts: description.experts, topk: description.topk };
-        let rows_per_token = token_rows(self.path, &shape.domains, index, choice, shape.hot[index]);
+        let rows_per_token = token_rows(self.path, &unpriced.domains, index, choice, unpriced.hot[index]);
         let rows = self.model.tokens() * rows_per_token;
 
         let others = sizes[index] - 1;
@@ -199,11 +220,11 @@ impl CostModel<'_> {
             true => Transfer::new(level, others, gradients, 1),
             false => Transfer::default(),
         };
-        let messages = token_messages(self.path, &shape.domains, index);
+        let messages = token_messages(self.path, &unpriced.domains, index);
         let dispatch = Transfer::new(level, messages, self.model.dispatch_row_bytes() * rows, 1);
         let combine = Transfer::new(level, messages, self.model.combine_row_bytes() * rows, 1);
         let all_to_all = dispatch.then(combine);
-        let shared_refresh = match self.options.trains() && self.codec_runs(shape) {
+        let shared_refresh = match self.options.trains() && self.codec_runs(unpriced) {
             true => {
                 let bytes = refresh_bytes(self.model.expert_bytes(), &self.cluster.scaling_factors(), index);
                 Transfer::new(level, 2 * (level.scaling_factor - 1), bytes, 2)
@@ -211,24 +232,24 @@ impl CostModel<'_> {
             false => Transfer::default(),
         };
 
-        let often = Frequencies::new(self.options, kept);
+        let frequencies = Frequencies::new(self.options, replicas_kept);
         LevelTraffic {
             domain_size: sizes[index],
-            domains: shape.domains[index],
-            hot_factor: shape.hot[index],
+            domains: unpriced.domains[index],
+            hot_factor: unpriced.hot[index],
             rows_per_token,
             all_gather,
             all_to_all,
             gradients,
             shared_refresh,
-            bytes_per_link: all_gather.bytes_per_link * often.gathers
-                + all_to_all.bytes_per_link * often.passes
-                + gradients.bytes_per_link * often.reductions
-                + shared_refresh.bytes_per_link * often.refreshes,
+            bytes_per_link: all_gather.bytes_per_link * frequencies.gathers
+                + all_to_all.bytes_per_link * frequencies.passes
+                + gradients.bytes_per_link * frequencies.reductions
+                + shared_refresh.bytes_per_link * frequencies.refreshes,
         }
     }
 
-    /// The level as the setting sees it: the paper's links have a bandwidth and nothing else.
+    /// The level under the setting: the paper's links have a bandwidth but no latency.
     fn level(&self, index: usize) -> Level {
         let level = self.cluster.levels()[index];
         match self.options.setting {
@@ -241,49 +262,49 @@ impl CostModel<'_> {
         self.model.pre_expert_flop() / self.cluster.sustained()
     }
 
-    /// The busiest GPU's; none under the paper's model, where it hides behind the transfers.
-    fn expert_time(&self, shape: &Shape) -> Seconds {
-        let busiest = shape.hot.last().copied().unwrap_or(1.0);
+    /// Expert compute of the busiest GPU. It is zero under the paper's model, where it hides behind the transfers.
+    fn expert_time(&self, unpriced: &UnpricedCandidate) -> Seconds {
+        let busiest = unpriced.hot.last().copied().unwrap_or(1.0);
         match self.options.setting {
             Setting::Paper => Seconds::ZERO,
             Setting::Full => self.model.expert_flop() / self.cluster.sustained() * busiest,
         }
     }
 
-    /// Experts of others that a GPU holds per layer after the gathers: `n (ΠS − 1)`.
-    fn gathered_per_layer(&self, shape: &Shape) -> f64 {
-        (self.experts_per_gpu * (shape.domain_sizes.iter().product::<usize>() - 1)) as f64
+    /// Experts of other GPUs that a GPU holds per layer after the gathers: `n (ΠS − 1)`.
+    fn gathered_per_layer(&self, unpriced: &UnpricedCandidate) -> f64 {
+        (self.experts_per_gpu * (unpriced.domain_sizes.iter().product::<usize>() - 1)) as f64
     }
 
-    fn codec_runs(&self, shape: &Shape) -> bool {
+    fn codec_runs(&self, unpriced: &UnpricedCandidate) -> bool {
         self.options.setting == Setting::Full
             && self.options.codec()
-            && shape.domain_sizes.iter().any(|&size| size > 1)
+            && unpriced.domain_sizes.iter().any(|&size| size > 1)
     }
 }
 
-/// How often a transfer happens, per micro-batch.
+/// The number of times that each transfer happens, per layer and micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Frequencies {
-    /// Forward, and backward when training.
+    /// Token exchanges: 1 forward, and 1 backward when training.
     pub(crate) passes: f64,
-    /// Every pass, or once per step when replicas are kept.
+    /// Gathers: one per pass, or one per step when replicas are kept.
     pub(crate) gathers: f64,
-    /// Every micro-batch, or once per step when replicas are kept; never without training.
+    /// Reductions of gradients: one per micro-batch, or one per step when replicas are kept; 0 without training.
     pub(crate) reductions: f64,
-    /// Once in so many steps; never without training.
+    /// Refreshes of the shared expert: one per `shared_refresh_steps` steps; 0 without training.
     pub(crate) refreshes: f64,
 }
 
 impl Frequencies {
-    pub(crate) fn new(options: &Options, kept: bool) -> Self {
+    pub(crate) fn new(options: &Options, replicas_kept: bool) -> Self {
         let micro_batches = options.micro_batches as f64;
         let training = if options.trains() { 1.0 } else { 0.0 };
         let passes = 1.0 + training;
         Self {
             passes,
-            gathers: if kept { 1.0 / micro_batches } else { passes },
-            reductions: if kept { training / micro_batches } else { training },
+            gathers: if replicas_kept { 1.0 / micro_batches } else { passes },
+            reductions: if replicas_kept { training / micro_batches } else { training },
             refreshes: training / (micro_batches * options.shared_refresh_steps as f64),
         }
     }

@@ -1,4 +1,4 @@
-//! What limits a plan, and what would change it.
+//! The explanation of a plan: what limits it, and what would change it.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,84 +10,84 @@ use super::{Alternative, Options, Planner};
 use crate::cluster::Cluster;
 use crate::units::{Bytes, BytesPerSecond, Seconds};
 
-/// How far a quantity is varied in search of a change: a factor of 2¹⁰ either way, in half octaves.
+/// Range in which a quantity is varied to find a change: up to a factor of 2¹⁰ in each direction, in half octaves.
 const HALF_OCTAVES: i32 = 20;
 
-/// Halvings of the last half octave: the boundary is then known to nine digits.
+/// Bisections of the last half octave. They determine the boundary to nine digits.
 const BISECTIONS: usize = 30;
 
-/// Why the plan is what it is.
+/// What limits a plan, and which values would change it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Explanation {
-    /// What the forward pass waits for.
+    /// The limit of the forward pass.
     pub forward: Limit,
-    /// What the backward pass waits for, when training.
+    /// The limit of the backward pass, when training.
     pub backward: Option<Limit>,
-    /// What one more member of a domain would save and cost.
+    /// For each level, the bytes that one more member of a domain would save and add.
     pub growth: Vec<GrowthTest>,
-    /// The nearest value of each quantity, in either direction, at which other domain sizes are best.
+    /// For each quantity and direction, the nearest value at which other domain sizes are best.
     pub changes: Vec<Change>,
-    /// The same in sentences.
+    /// The explanation as English sentences.
     pub text: Vec<String>,
 }
 
-/// What a pass waits for.
+/// The limit of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Limit {
     /// The longer chain.
     pub bound: Bound,
-    /// The longest phase in it.
+    /// The longest phase of that chain.
     pub component: Component,
-    /// How long that phase takes alone.
+    /// Time of the phase alone.
     pub time: Seconds,
-    /// Its part of the pass.
+    /// Time of the phase over time of the pass.
     pub share: f64,
 }
 
-/// A phase of a pass; of those that use links, at one level.
+/// A phase of a pass. Phases that use links are divided by level; the number is the level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "phase", content = "level")]
 pub enum Component {
     /// Compute before the experts.
     PreExpert,
-    /// The experts.
+    /// Expert compute.
     Expert,
     /// Decoding and encoding.
     Codec,
-    /// Gathering experts.
+    /// All-gather of experts.
     AllGather(usize),
-    /// Tokens to the experts and back.
+    /// Dispatch and combine.
     AllToAll(usize),
-    /// Gradients of gathered experts.
+    /// Reduce-scatter of the gradients of gathered experts.
     Gradients(usize),
-    /// The codec's shared expert.
+    /// Refresh of the codec's shared expert.
     SharedRefresh(usize),
 }
 
-/// Something whose value decides.
+/// A quantity that the explanation varies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "quantity", content = "level")]
 pub enum Quantity {
-    /// Bandwidth of a link of a level, Gbit/s.
+    /// Bandwidth of one link of this level, Gbit/s.
     LinkGbitPerS(usize),
-    /// `CR_w`.
+    /// `CR_w`, a ratio.
     WeightCompression,
-    /// `CR_g`.
+    /// `CR_g`, a ratio.
     GradientCompression,
     /// Memory for gathered experts, GB.
     MemoryCapGb,
 }
 
-/// A value at which other domain sizes become best.
+/// A value of one quantity at which other domain sizes become the best.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Change {
-    /// What is varied; everything else stays.
+    /// The quantity that is varied. All others keep their values.
     pub quantity: Quantity,
-    /// Its value now.
+    /// The value in the plan.
     pub now: f64,
-    /// The value at which the choice changes: above or below this one the other sizes are best.
+    /// The value at which the choice changes.
     pub at: f64,
-    /// What is best just beyond.
+    /// The best domain sizes just beyond `at`, seen from `now`.
     pub domain_sizes: Vec<usize>,
 }
 
@@ -109,7 +109,8 @@ impl Planner {
         text.extend(alternatives.first().map(|next| {
             let slower = 100.0 * (next.layer_time / best.layer_time - 1.0);
             let kept = if next.replicas_kept { " with kept replicas" } else { "" };
-            format!("Next best: {:?}{kept}, {slower:.2}% slower.", next.domain_sizes)
+            let sizes = domain_sizes_text(&next.domain_sizes);
+            format!("Next best: {sizes}{kept}, {slower:.2}% slower.")
         }));
         if let (true, Some(cap)) = (beyond > 0, best.memory.cap) {
             text.push(format!(
@@ -122,8 +123,8 @@ impl Planner {
 
     fn limit(&self, pass: &PassTimes, levels: &[LevelTraffic]) -> Limit {
         let bound = pass.bound(self.options.overlap_chunks);
-        // Phases are means over micro-batches, transfers are single: each level has the same part of its phase
-        // either way.
+        // Phases are means over micro-batches; transfers are single. Each level has the same fraction of its phase in
+        // both.
         let by_level =
             |component: fn(usize) -> Component, time: fn(&LevelTraffic) -> Seconds, phase: Seconds| {
                 let single: Seconds = levels.iter().map(time).sum();
@@ -165,7 +166,8 @@ impl Planner {
         quantities.into_iter().flat_map(|quantity| self.nearest_changes(quantity, best)).collect()
     }
 
-    /// Steps outwards until other domain sizes are best, then bisects the last step, in both directions.
+    /// In each direction, steps away from the current value until other domain sizes are best, then bisects the last
+    /// step.
     fn nearest_changes(&self, quantity: Quantity, best: &Candidate) -> Vec<Change> {
         let now = self.value(quantity);
         let best_at = |log2: f64| self.best_with(quantity, now * log2.exp2());
@@ -196,7 +198,7 @@ impl Planner {
         }
     }
 
-    /// The best domain sizes with another value, where that value is possible.
+    /// The best domain sizes with another value of a quantity. `None` if the value is out of range.
     fn best_with(&self, quantity: Quantity, value: f64) -> Option<Vec<usize>> {
         let cost = self.cost();
         let with_options = |options: Options| {
@@ -264,8 +266,15 @@ impl Planner {
         };
         let direction = if change.at > change.now { "from" } else { "down to" };
         format!(
-            "With {name} {direction} {:.4}{unit} (now {:.4}{unit}), {:?} would be best.",
-            change.at, change.now, change.domain_sizes
+            "With {name} {direction} {:.4}{unit} (now {:.4}{unit}), {} would be best.",
+            change.at,
+            change.now,
+            domain_sizes_text(&change.domain_sizes)
         )
     }
+}
+
+/// Domain sizes as the planner's texts write them, outermost level first: `(2, 8, 4)`.
+pub fn domain_sizes_text(sizes: &[usize]) -> String {
+    format!("({})", sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(", "))
 }

@@ -1,4 +1,4 @@
-//! What experts take of a GPU's memory.
+//! The memory of a GPU that experts take.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,18 +8,18 @@ use crate::error::{PlanError, Result};
 use crate::model::Model;
 use crate::units::Bytes;
 
-/// Bytes per parameter that an Adam optimizer keeps beside weights and gradients: an f32 master copy and two f32
+/// Bytes per parameter of an Adam optimizer in addition to weights and gradients: an f32 master copy and two f32
 /// moments.
 const OPTIMIZER_BYTES: f64 = 12.0;
 
-/// Memory of one GPU, as far as experts are concerned.
+/// The memory of one GPU that experts take.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Memory {
-    /// The GPU's own experts of all its layers, with gradients and optimizer, and the codec's shared experts.
+    /// Own experts of all layers of the GPU with gradients and optimizer state, and the codec's shared experts.
     pub own_experts: Bytes,
-    /// The experts gathered from others.
+    /// Experts gathered from other GPUs, with their second buffer ([`gathered_bytes`]).
     pub gathered_experts: Bytes,
-    /// What gathered experts may take; no limit under the paper's model.
+    /// Memory that gathered experts may take. `None`, under the paper's model, means no limit.
     pub cap: Option<Bytes>,
 }
 
@@ -30,25 +30,26 @@ impl Memory {
     }
 }
 
-/// `2 (ΠS − 1) n P live`: the gathered experts of the live layers, and as much again.
+/// Memory of gathered experts: `2 (ΠS − 1) n P live`, that is two buffers for `gathered_experts = (ΠS − 1) n` experts
+/// of each live layer. `weights` and `second` are the bytes per expert of the two buffers, both `P` in the formula.
 ///
-/// The second buffer is where the next gather lands while the first is in use; when training it takes the
-/// gradients of the gathered experts, which may be wider than the weights.
+/// The second buffer receives the next gather while the first is in use. When training, it also receives the gradients
+/// of the gathered experts, which may be wider than the weights.
 pub fn gathered_bytes(weights: Bytes, second: Bytes, gathered_experts: f64, live_layers: usize) -> Bytes {
     (weights + second) * (gathered_experts * live_layers as f64)
 }
 
-/// The gathered experts of a candidate, whose domains have `gathered` experts of others per layer.
-pub(crate) fn gathered_by(model: &Model, options: &Options, gathered: f64, kept: bool) -> Bytes {
+/// Memory of the gathered experts of a candidate that gathers `gathered` experts per layer.
+pub(crate) fn gathered_by(model: &Model, options: &Options, gathered: f64, replicas_kept: bool) -> Bytes {
     let weights = model.expert_bytes();
     let second = if options.trains() { weights.max(model.gradient_bytes()) } else { weights };
     let layers = options.layers_per_gpu(model.description().moe_layers);
-    let live = if kept { layers } else { layers.min(options.live_layers) };
+    let live = if replicas_kept { layers } else { layers.min(options.live_layers) };
     gathered_bytes(weights, second, gathered, live)
 }
 
-/// The GPU's own experts over this many layers: weights, and when training gradients and optimizer; with the
-/// codec, the shared expert of each layer too.
+/// Memory of the GPU's own experts in `layers` layers: weights; when training, also gradients and optimizer state; with
+/// the codec, also the shared expert of each layer.
 fn own_bytes(model: &Model, options: &Options, experts_per_gpu: usize, layers: usize) -> Bytes {
     let precision = model.description().precision;
     let state = if options.trains() { precision.gradients.bytes() + OPTIMIZER_BYTES } else { 0.0 };
@@ -57,10 +58,10 @@ fn own_bytes(model: &Model, options: &Options, experts_per_gpu: usize, layers: u
     (per_expert * experts_per_gpu as f64 + shared) * layers as f64
 }
 
-/// The memory of a GPU before anything is gathered.
+/// The memory of a GPU before any expert is gathered.
 ///
 /// # Errors
-/// [`PlanError::OwnExperts`] when not even the GPU's own experts fit and no cap was set by hand.
+/// [`PlanError::OwnExperts`] when the GPU's own experts do not fit and the options set no cap.
 pub(crate) fn before_gathering(
     cluster: &Cluster,
     model: &Model,
@@ -107,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_after_the_own_experts_is_the_cap() {
+    fn the_cap_is_the_memory_left_by_the_own_experts() {
         let cluster = Cluster::try_from(presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(8))).unwrap();
         let model = Model::try_from(presets::deepseek_v3()).unwrap();
         let memory = before_gathering(&cluster, &model, &Options::default(), 2).unwrap();
@@ -120,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_too_small_for_its_own_experts_says_how_many_stages_would_do() {
+    fn the_error_of_a_too_small_gpu_names_the_pipeline_stages_that_fit() {
         let cluster = Cluster::try_from(presets::dgx_h100(8)).unwrap();
         let model = Model::try_from(presets::deepseek_v3()).unwrap();
         let error = before_gathering(&cluster, &model, &Options::default(), 4).unwrap_err();

@@ -1,4 +1,4 @@
-//! Which experts are worth moving at all: a domain moves all of its experts, popular or not.
+//! The experts that are worth moving individually. (The plan itself moves all experts of a domain.)
 
 use serde::{Deserialize, Serialize};
 
@@ -6,76 +6,82 @@ use super::cost::{CostModel, Frequencies};
 use super::volume::{Choice, TokenPath, token_rows};
 use crate::units::Bytes;
 
-/// What one expert's tokens cost on a link in one step and micro-batch, and what the expert itself would.
+/// The bytes on a link, per layer and micro-batch, of one expert's tokens, and of the expert if it is moved instead.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ExpertTrade {
-    /// `4 tokens_e H b`: its tokens out and back, forward and backward (half of it without training).
+    /// `4 tokens_e H b`: the expert's tokens in dispatch and combine, forward and backward, for `tokens_e` tokens of
+    /// `H` elements of `b` bytes. Without training, half of it.
     pub token_bytes: Bytes,
-    /// `P (2 / CR_w + 1 / CR_g)`: the expert for each pass, and its gradients home.
+    /// `P (2 / CR_w + 1 / CR_g)`: the expert in each pass, and its gradients on the way back.
     pub expert_bytes: Bytes,
 }
 
 impl ExpertTrade {
-    /// Whether to move the expert rather than its tokens.
+    /// Whether moving the expert takes fewer bytes than moving its tokens.
     pub fn migrates(&self) -> bool {
         self.token_bytes.0 > self.expert_bytes.0
     }
 }
 
-/// What a level would carry if each expert were moved or left by itself, given the chosen domains of the outer
-/// levels. Bytes are per GPU, layer and micro-batch.
+/// The traffic of a level if each expert were moved or left individually, given the chosen domains of the outer levels.
+/// Bytes are those of one GPU, layer and micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct SelectiveMigration {
-    /// The level, counted from the outermost.
+    /// The level, numbered from 0, outermost first.
     pub level: usize,
-    /// Experts that are worth moving across it.
+    /// Experts that are worth moving across the level.
     pub migrating: usize,
-    /// Of so many.
+    /// Routed experts of a layer.
     pub experts: usize,
-    /// Bytes when only tokens cross.
+    /// Bytes if only tokens cross the level.
     pub tokens_only: Bytes,
-    /// Bytes when every expert does.
+    /// Bytes if every expert crosses the level instead of its tokens.
     pub experts_only: Bytes,
-    /// Bytes when each expert does what is cheaper for it.
+    /// Bytes if, for each expert, the cheaper of both crosses the level.
     pub selective: Bytes,
 }
 
-/// Growing the domain of a level by one member: `2 D / SF_l` against `n P Π_{j<l} S_j / CR_w`, bytes of one
-/// forward pass per GPU, token copies counted one per (token, expert).
+/// The effect of one more member in the domains of a level, in bytes per GPU of one forward pass, with one copy per
+/// (token, expert).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct GrowthTest {
-    /// The level, counted from the outermost.
+    /// The level, numbered from 0, outermost first.
     pub level: usize,
-    /// Bytes of tokens that one more member saves.
+    /// Bytes of tokens that one more member saves: `2 D / SF_l`.
     pub saves: Bytes,
-    /// Bytes of experts that one more member costs.
+    /// Bytes of experts that one more member adds: `n P Π_{j<l} S_j / CR_w`.
     pub costs: Bytes,
 }
 
 impl CostModel<'_> {
-    /// The trade of one expert at a level.
+    /// The trade of one expert at a level. `share` is the expert's fraction of all selections.
     ///
-    /// A copy of the expert that crosses the level serves the tokens of every GPU inside the member that it goes
-    /// to, and, of the outer levels, those of the domains that share the copy: `tokens_e = T K share_e Π_{j>l}
-    /// SF_j Π_{j<l} SF_j / S_j`. On a deduplicated path a row is shared by several experts, so that each is
-    /// charged its part of one.
-    pub(super) fn trade(&self, outer_sizes: &[usize], level: usize, share: f64, kept: bool) -> ExpertTrade {
+    /// A copy of the expert that crosses the level serves the tokens of every GPU inside the receiving member, and, at
+    /// the outer levels, those of the domains that share the copy: `tokens_e = T K share_e Π_{j>l} SF_j Π_{j<l} SF_j /
+    /// S_j`. On a deduplicated path several experts share a row; each is charged its part of the row.
+    pub(super) fn trade(
+        &self,
+        outer_sizes: &[usize],
+        level: usize,
+        share: f64,
+        replicas_kept: bool,
+    ) -> ExpertTrade {
         let scaling = self.cluster.scaling_factors();
         let description = self.model.description();
         let inside: usize = scaling[level + 1..].iter().product();
         let outside: usize =
             scaling[..level].iter().zip(outer_sizes).map(|(factor, size)| factor / size).product();
         let tokens = self.model.tokens() * description.topk as f64 * share * (inside * outside) as f64;
-        let often = Frequencies::new(self.options, kept);
+        let frequencies = Frequencies::new(self.options, replicas_kept);
         let row = self.model.dispatch_row_bytes() + self.model.combine_row_bytes();
         ExpertTrade {
-            token_bytes: row * (tokens * often.passes * self.rows_per_selection(outer_sizes, level)),
-            expert_bytes: self.model.expert_bytes() * (often.gathers / self.options.weight_compression)
-                + self.model.gradient_bytes() * (often.reductions / self.options.gradient_compression),
+            token_bytes: row * (tokens * frequencies.passes * self.rows_per_selection(outer_sizes, level)),
+            expert_bytes: self.model.expert_bytes() * (frequencies.gathers / self.options.weight_compression)
+                + self.model.gradient_bytes() * (frequencies.reductions / self.options.gradient_compression),
         }
     }
 
-    /// Rows of the path per copy that one copy per (token, expert) would be.
+    /// Rows that the path sends, over the rows of a path with one copy per (token, expert).
     fn rows_per_selection(&self, outer_sizes: &[usize], level: usize) -> f64 {
         let description = self.model.description();
         let choice = Choice { experts: description.experts, topk: description.topk };
@@ -88,8 +94,8 @@ impl CostModel<'_> {
         if forwarded > 0.0 { rows(self.path) / forwarded } else { 1.0 }
     }
 
-    /// What each expert would do by itself, at every level that has more than one member.
-    pub(crate) fn selective(&self, domain_sizes: &[usize], kept: bool) -> Vec<SelectiveMigration> {
+    /// The traffic with individually moved experts, at every level that has more than one member.
+    pub(crate) fn selective(&self, domain_sizes: &[usize], replicas_kept: bool) -> Vec<SelectiveMigration> {
         let scaling = self.cluster.scaling_factors();
         let gpus = self.cluster.gpus() as f64;
         let shares = self.model.shares().as_slice();
@@ -97,9 +103,9 @@ impl CostModel<'_> {
         levels
             .map(|level| {
                 let outer = &domain_sizes[..level];
-                // Each of the E experts goes to every other member, once per copy that the outer levels made.
+                // Each of the E experts goes to every other member, once per copy that the outer levels hold.
                 let copies = ((scaling[level] - 1) * outer.iter().product::<usize>()) as f64 / gpus;
-                let trades = shares.iter().map(|&share| self.trade(outer, level, share, kept));
+                let trades = shares.iter().map(|&share| self.trade(outer, level, share, replicas_kept));
                 let zero = SelectiveMigration {
                     level,
                     migrating: 0,
@@ -119,7 +125,7 @@ impl CostModel<'_> {
             .collect()
     }
 
-    /// What one more member would save and cost at every level, given the chosen domains of the outer levels.
+    /// The effect of one more member at every level, given the chosen domains of the outer levels.
     pub(crate) fn growth_tests(&self, domain_sizes: &[usize]) -> Vec<GrowthTest> {
         let row = self.model.dispatch_row_bytes() + self.model.combine_row_bytes();
         let tokens = row * (self.model.tokens() * self.model.description().topk as f64);

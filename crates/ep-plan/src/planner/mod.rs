@@ -1,18 +1,34 @@
-//! The planner: which domain sizes make a layer fastest on a given cluster, and why.
+//! The planner: the domain sizes that make a layer fastest on a given cluster, and the reasons.
 //!
-//! A candidate is one divisor per level. Its price follows in four steps, each in a file of formulas:
+//! A candidate is a choice of one divisor per level. The planner prices it in four steps, each in a file of formulas:
 //!
 //! ```text
 //!  domain sizes ──▶ volume.rs   bytes and messages per level: experts, tokens, gradients, shared expert
-//!               ──▶ cost.rs     Transfer::new: alpha messages + round trip + bytes / bandwidth
+//!               ──▶ cost.rs     Transfer::new: alpha * messages + round trip + bytes / bandwidth
 //!               ──▶ time.rs     fwd = max(PE + chain(2A, E + dec), AG + 2A)
 //!                               bwd = max(2 PE + chain(2A, 2 E + dec + enc), AG + RS + AR + 2A)
 //!               ──▶ memory.rs   2 (ΠS − 1) n P live <= cap
 //! ```
 //!
-//! [`Planner::plan`] prices every candidate and takes the fastest that fits: an exact search. Plain and
-//! hierarchical expert parallelism are the candidate of all ones, on two kinds of token path, so that a plan is
-//! never slower.
+//! The symbols are those of [`PassTimes`], [`chain`] and [`gathered_bytes`]. The volumes and the overlap extend the
+//! paper's model (arXiv 2510.19470, [`stream_model`](crate::stream_model)); `NOTES.md` beside the sources lists what
+//! the planner adds to it and why.
+//!
+//! [`Planner::plan`] prices every candidate and takes the fastest one that fits into memory. The search is exact.
+//! Hierarchical expert parallelism is the candidate of all ones, so a plan is never slower than that.
+//!
+//! ```
+//! # fn main() -> ep_plan::Result<()> {
+//! use ep_plan::{Options, Planner, presets};
+//!
+//! let cluster = presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(8)).try_into()?;
+//! let planner = Planner::new(cluster, presets::deepseek_v3().try_into()?, Options::default())?;
+//! let plan = planner.plan();
+//! // Any other choice of domain sizes is at most as fast.
+//! assert!(planner.evaluate(&[2, 1, 1])?.layer_time >= plan.best.layer_time);
+//! # Ok(())
+//! # }
+//! ```
 
 mod baseline;
 mod cost;
@@ -27,7 +43,7 @@ use serde::{Deserialize, Serialize};
 
 pub use baseline::{Baseline, BaselineKind};
 pub use cost::{Candidate, LevelTraffic};
-pub use explain::{Change, Component, Explanation, Limit, Quantity};
+pub use explain::{Change, Component, Explanation, Limit, Quantity, domain_sizes_text};
 pub use memory::{Memory, gathered_bytes};
 pub use migration::{ExpertTrade, GrowthTest, SelectiveMigration};
 pub use options::{Options, Replicas, Setting, Work};
@@ -41,15 +57,16 @@ use crate::cluster::Cluster;
 use crate::divisors::{divisor_product, divisors};
 use crate::domain::Partition;
 use crate::error::{PlanError, Result};
+use crate::limits;
 use crate::model::Model;
 use crate::stream_model::{StreamInput, StreamModel, TIE};
 use crate::units::Seconds;
-use cost::{CostModel, Shape};
+use cost::{CostModel, UnpricedCandidate};
 
-/// Alternatives that a plan lists beside the best.
+/// Alternatives that a plan lists in addition to the best candidate.
 const ALTERNATIVES: usize = 5;
 
-/// A cluster, a model and options that fit together, ready to be planned.
+/// A cluster, a model and options that are valid together, ready to be planned.
 #[derive(Debug, Clone)]
 pub struct Planner {
     cluster: Cluster,
@@ -58,67 +75,71 @@ pub struct Planner {
     experts_per_gpu: usize,
     memory: Memory,
     /// Every choice of divisors; the first is all ones.
-    shapes: Vec<Shape>,
+    unpriced: Vec<UnpricedCandidate>,
 }
 
-/// The best domain sizes, and everything that a reader may ask about them.
+/// The best domain sizes with their cost, alternatives, baselines and explanation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     /// Name of each level, outermost first.
     pub level_names: Vec<String>,
-    /// `SF_l`: members of each level.
+    /// `SF_l`: members of each level, outermost first.
     pub scaling_factors: Vec<usize>,
     /// `n`: routed experts of one GPU per layer.
     pub experts_per_gpu: usize,
-    /// Which model priced it.
+    /// The model that priced the candidates.
     pub setting: Setting,
-    /// The fastest candidate that fits.
+    /// The fastest candidate that fits into memory.
     pub best: Candidate,
-    /// The paper's `p` of each level: the proportion sent as tokens.
+    /// The paper's `p_l = (SF_l − S_l) / (SF_l − 1)` of each level: the proportion sent as tokens, from 0 to 1.
     pub data_proportions: Vec<f64>,
-    /// All layers of a GPU and all micro-batches: a step, without the optimizer and pipeline bubbles.
+    /// Time of an optimizer step: `layer_time`, times the layers of a GPU, times the micro-batches. The optimizer and
+    /// pipeline bubbles are not included.
     pub step_time: Seconds,
-    /// Candidates priced.
+    /// Number of candidates that were priced.
     pub candidates: usize,
-    /// Of these, candidates that memory cannot hold.
+    /// Number of priced candidates that do not fit into memory.
     pub candidates_beyond_memory: usize,
     /// The next best candidates that fit, fastest first.
     pub alternatives: Vec<Alternative>,
-    /// What one would do without a planner.
+    /// Common schemes without expert domains, priced by the same model.
     pub baselines: Vec<Baseline>,
-    /// What each level would carry if experts were moved one by one.
+    /// For each level, the bytes that would cross it if each expert were moved or left individually.
     pub selective: Vec<SelectiveMigration>,
     /// What limits the plan, and what would change it.
     pub explanation: Explanation,
 }
 
-/// A candidate that is not the best.
+/// A candidate other than the best one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Alternative {
     /// `S_l`, outermost level first.
     pub domain_sizes: Vec<usize>,
-    /// Whether gathered experts stay for the whole step.
+    /// Whether gathered experts stay in memory for the whole step.
     pub replicas_kept: bool,
-    /// Forward and backward.
+    /// Time of one layer and one micro-batch, forward and, when training, backward.
     pub layer_time: Seconds,
 }
 
 impl Plan {
-    /// The groups and rank lists of the plan.
+    /// The partition of the plan, from which groups and rank lists follow.
     ///
     /// # Errors
-    /// None for a plan that a planner made; [`PlanError::DomainSize`] for one that was edited by hand.
+    /// [`PlanError::Levels`] or [`PlanError::DomainSize`] when the plan was changed by hand so that its domain sizes do
+    /// not fit its levels. A plan made by [`Planner::plan`] causes no error.
     pub fn partition(&self) -> Result<Partition> {
         Partition::new(&self.scaling_factors, &self.best.domain_sizes)
     }
 }
 
 impl Planner {
-    /// Checks that the three fit together.
+    /// Checks that the cluster, the model and the options are valid together.
     ///
     /// # Errors
-    /// [`PlanError::Experts`] when the experts cannot be spread evenly over the GPUs, [`PlanError::OwnExperts`] when a
-    /// GPU cannot hold even its own, [`PlanError::Quantity`] for an option out of range.
+    /// [`PlanError::Experts`] when the number of experts is not a multiple of the number of GPUs.
+    /// [`PlanError::OwnExperts`] when a GPU cannot hold even its own experts. [`PlanError::Quantity`] or
+    /// [`PlanError::Count`] when an option is out of range. [`PlanError::TooMany`] when there are more candidates than
+    /// [`limits::CANDIDATES`].
     pub fn new(cluster: Cluster, model: Model, options: Options) -> Result<Self> {
         options.check()?;
         let (experts, gpus) = (model.description().experts, cluster.gpus());
@@ -128,17 +149,26 @@ impl Planner {
         let experts_per_gpu = experts / gpus;
         let memory = memory::before_gathering(&cluster, &model, &options, experts_per_gpu)?;
         let scaling_factors = cluster.scaling_factors();
-        let shapes = divisor_product(&scaling_factors)
+        let candidates: f64 = scaling_factors.iter().map(|&factor| divisors(factor).len() as f64).product();
+        if candidates > limits::CANDIDATES.most as f64 {
+            return Err(PlanError::TooMany {
+                what: "choices of domain sizes (a divisor of each level's members)".into(),
+                count: candidates,
+                most: limits::CANDIDATES.most,
+                hint: "join levels, or use numbers of members with fewer divisors",
+            });
+        }
+        let unpriced = divisor_product(&scaling_factors)
             .into_iter()
-            .map(|domain_sizes| Shape::new(&scaling_factors, domain_sizes, &model, &options))
+            .map(|domain_sizes| UnpricedCandidate::new(&scaling_factors, domain_sizes, &model, &options))
             .collect::<Result<_>>()?;
-        Ok(Self { cluster, model, options, experts_per_gpu, memory, shapes })
+        Ok(Self { cluster, model, options, experts_per_gpu, memory, unpriced })
     }
 
-    /// The fastest candidate that fits, compared and explained.
+    /// Finds the fastest candidate that fits into memory, compares it with the baselines and explains it.
     pub fn plan(&self) -> Plan {
         let cost = self.cost();
-        let mut fitting = Vec::with_capacity(self.shapes.len());
+        let mut fitting = Vec::with_capacity(self.unpriced.len());
         let mut beyond = 0;
         for candidate in self.candidates(&cost) {
             if candidate.memory.fits() {
@@ -185,17 +215,18 @@ impl Planner {
         }
     }
 
-    /// The price of domain sizes of your own.
+    /// Prices the given domain sizes, outermost level first.
     ///
     /// # Errors
-    /// [`PlanError::Levels`] or [`PlanError::DomainSize`] for sizes that cannot be,
-    /// [`PlanError::GatheredExperts`] for sizes that memory cannot hold.
+    /// [`PlanError::Levels`] when there is not one size per level, [`PlanError::DomainSize`] when a size does not
+    /// divide its level, [`PlanError::GatheredExperts`] when the gathered experts do not fit into memory.
     pub fn evaluate(&self, domain_sizes: &[usize]) -> Result<Candidate> {
         let scaling_factors = self.cluster.scaling_factors();
-        let shape = Shape::new(&scaling_factors, domain_sizes.to_vec(), &self.model, &self.options)?;
+        let unpriced =
+            UnpricedCandidate::new(&scaling_factors, domain_sizes.to_vec(), &self.model, &self.options)?;
         let cost = self.cost();
-        let priced = self.retentions().iter().map(|&kept| cost.price(&shape, kept));
-        let refused = cost.price(&shape, self.options.replicas == Replicas::Keep).memory;
+        let priced = self.replica_choices().iter().map(|&replicas_kept| cost.price(&unpriced, replicas_kept));
+        let refused = cost.price(&unpriced, self.options.replicas == Replicas::Keep).memory;
         let fastest = |a: Candidate, b: Candidate| if b.layer_time < a.layer_time { b } else { a };
         priced.filter(|candidate| candidate.memory.fits()).reduce(fastest).ok_or_else(|| {
             let fitting = self.candidates(&cost).filter(|candidate| candidate.memory.fits());
@@ -208,15 +239,15 @@ impl Planner {
         })
     }
 
-    /// The paper's model of one level, alone: every other level has domains of one.
+    /// The paper's model of one level, in which every other level has domains of one member.
     ///
     /// # Errors
-    /// [`PlanError::Index`] for a level that does not exist.
+    /// [`PlanError::Index`] when the level does not exist.
     pub fn stream_model(&self, level: usize) -> Result<StreamModel> {
         let levels = self.cluster.levels();
         let at =
             levels.get(level).ok_or(PlanError::Index { what: "level", index: level, count: levels.len() })?;
-        // Dispatch and combine may differ in type; the model knows one D for both.
+        // Dispatch and combine may have different element types; the paper's model has one D, so take the mean.
         let row = (self.model.dispatch_row_bytes() + self.model.combine_row_bytes()) / 2.0;
         let own = self.model.expert_bytes() * self.experts_per_gpu as f64;
         StreamModel::new(StreamInput {
@@ -228,10 +259,11 @@ impl Planner {
         })
     }
 
-    /// The least time; ties to the smaller `ΠS`, then to dropping replicas.
+    /// The candidate with the least time; of equal times, that with the smaller `ΠS`, then that without kept replicas.
+    /// The candidate of all ones gathers nothing, so it always fits.
     fn best(&self, cost: &CostModel<'_>) -> Candidate {
         let rank = |candidate: &Candidate| (candidate.expert_domain_size(), candidate.replicas_kept);
-        let all_ones = cost.price(&self.shapes[0], self.retentions()[0]);
+        let all_ones = cost.price(&self.unpriced[0], self.replica_choices()[0]);
         self.candidates(cost).filter(|candidate| candidate.memory.fits()).fold(all_ones, |best, candidate| {
             let (least, time) = (best.layer_time.0, candidate.layer_time.0);
             let tied = (time - least).abs() <= TIE * least;
@@ -242,11 +274,14 @@ impl Planner {
 
     fn candidates<'a>(&'a self, cost: &CostModel<'a>) -> impl Iterator<Item = Candidate> + use<'a> {
         let cost = *cost;
-        let retentions = self.retentions();
-        self.shapes.iter().flat_map(move |shape| retentions.iter().map(move |&kept| cost.price(shape, kept)))
+        let replica_choices = self.replica_choices();
+        self.unpriced.iter().flat_map(move |unpriced| {
+            replica_choices.iter().map(move |&replicas_kept| cost.price(unpriced, replicas_kept))
+        })
     }
 
-    fn retentions(&self) -> &'static [bool] {
+    /// The values of `replicas_kept` that the options allow.
+    fn replica_choices(&self) -> &'static [bool] {
         match self.options.replicas {
             Replicas::Regather => &[false],
             Replicas::Keep => &[true],

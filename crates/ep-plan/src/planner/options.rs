@@ -1,41 +1,43 @@
-//! What to plan for, beside the cluster and the model.
+//! The options of the planner.
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{PlanError, Result, at_least_one, not_negative};
+use crate::error::{PlanError, Result, count, number};
+use crate::limits;
 use crate::routing::Placement;
 
-/// Every setting of the planner, with its default.
+/// The options of the planner. `Options::default()` documents the default of each.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
-    /// Which model prices a candidate.
+    /// The model that prices a candidate. Default: [`Setting::Full`].
     pub setting: Setting,
-    /// What a step consists of.
+    /// The passes of a step. Default: [`Work::Training`].
     pub work: Work,
-    /// `CR_w`: bytes of an expert over bytes sent for it. 1 turns the codec off.
+    /// `CR_w`: bytes of an expert over bytes sent for it. 1 turns the codec off. Default: 50.
     pub weight_compression: f64,
-    /// `CR_g`: bytes of an expert's gradients over bytes sent for them. 1 sends them as they are.
+    /// `CR_g`: bytes of an expert's gradients over bytes sent for them. 1 sends them uncompressed. Default: 1.
     pub gradient_compression: f64,
-    /// Memory for gathered experts, GB (10⁹ bytes). Without it: what the device has left after the reserve and the
-    /// GPU's own experts.
+    /// Memory for gathered experts, GB (10⁹ bytes). Default: none, which allows the memory that the device has left
+    /// after the reserve and the GPU's own experts.
     pub memory_cap_gb: Option<f64>,
-    /// Part of the device's memory that experts may not use: dense weights, activations, buffers.
+    /// Fraction of the device's memory that experts may not use, because dense weights, activations and buffers need
+    /// it. Default: 0.3.
     pub reserved_memory: f64,
-    /// Layers whose gathered experts are resident at a time while replicas are gathered anew: one that computes,
-    /// one whose experts arrive.
+    /// Layers whose gathered experts are in memory at the same time under [`Replicas::Regather`]. Default: 2, one layer
+    /// that computes and one whose experts arrive.
     pub live_layers: usize,
-    /// Whether gathered experts stay for the whole step.
+    /// Whether gathered experts stay in memory for the whole step. Default: [`Replicas::Regather`].
     pub replicas: Replicas,
-    /// `m`: micro-batches per optimizer step.
+    /// `m`: micro-batches per optimizer step. Default: 1.
     pub micro_batches: usize,
-    /// Pipeline stages that the layers are spread over.
+    /// Pipeline stages over which the layers are spread. Default: 1.
     pub pipeline_stages: usize,
-    /// `N`: optimizer steps between two refreshes of the codec's shared expert.
+    /// `N`: optimizer steps between two refreshes of the codec's shared expert. Default: 100.
     pub shared_refresh_steps: usize,
-    /// Chunks in which token exchange and expert compute overlap.
+    /// `c`: chunks in which token exchange and expert compute overlap. Default: 4.
     pub overlap_chunks: usize,
-    /// Where experts live.
+    /// The GPU of each expert. Default: [`Placement::InOrder`].
     pub placement: Placement,
 }
 
@@ -59,83 +61,83 @@ impl Default for Options {
     }
 }
 
-/// Which model prices a candidate.
+/// The model that prices a candidate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Setting {
-    /// Everything that this crate knows to cost time.
+    /// The full model of this crate.
     #[default]
     Full,
-    /// The paper's stream model, level by level: bytes over bandwidth, one copy per (token, expert), forward only.
-    /// No latency, expert compute, codec, gradients, uneven routing or memory limit. For one level it is
-    /// [`StreamModel`](crate::StreamModel), exactly.
+    /// The paper's stream model (arXiv 2510.19470), applied level by level: bytes over bandwidth, one copy per (token,
+    /// expert), forward only. It has no latency, expert compute, codec, gradients, uneven routing or memory limit. For
+    /// one level it equals [`StreamModel`](crate::StreamModel).
     Paper,
 }
 
-/// What a step consists of.
+/// The passes of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Work {
-    /// Forward and backward, with the gradients of migrated experts.
+    /// Forward and backward passes, with the gradients of migrated experts.
     #[default]
     Training,
-    /// The forward pass of a training step alone: weights still change from step to step.
+    /// The forward pass of a training step alone. Weights still change between steps, so each step gathers experts.
     Forward,
 }
 
-/// Whether gathered experts stay in memory.
+/// Whether gathered experts (replicas) stay in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Replicas {
-    /// Gathered for every pass of every micro-batch, dropped after use.
+    /// Experts are gathered for every pass of every micro-batch and dropped after use.
     #[default]
     Regather,
-    /// Gathered once per step and kept, their gradients accumulated in place and reduced once. Every layer of the
-    /// GPU is resident.
+    /// Experts are gathered once per step and kept. Their gradients are accumulated in place and reduced once. The
+    /// gathered experts of all layers of the GPU are in memory.
     Keep,
-    /// Whichever of the two is faster and fits.
+    /// The faster of the two that fits into memory.
     Best,
 }
 
 impl Options {
-    /// Checks every number.
+    /// Checks the range of every number.
     pub(crate) fn check(&self) -> Result<()> {
         for (what, ratio) in [
             ("weight_compression", self.weight_compression),
             ("gradient_compression", self.gradient_compression),
         ] {
-            if !(ratio.is_finite() && ratio >= 1.0) {
-                let needed = "at least 1, which sends everything";
+            if !limits::COMPRESSION.allows(ratio) {
+                let needed = format!("{}; 1 means no compression", limits::COMPRESSION);
                 return Err(PlanError::Quantity { what: what.into(), value: ratio, needed });
             }
         }
         if let Some(cap) = self.memory_cap_gb {
-            not_negative("memory_cap_gb", cap)?;
+            number("memory_cap_gb", cap, limits::MEMORY_CAP_GB)?;
         }
         if !(0.0..1.0).contains(&self.reserved_memory) {
-            let needed = "a part of the memory, at least 0 and below 1";
+            let needed = "a fraction of the memory, at least 0 and below 1".into();
             let value = self.reserved_memory;
             return Err(PlanError::Quantity { what: "reserved_memory".into(), value, needed });
         }
-        at_least_one("live_layers", self.live_layers)?;
-        at_least_one("micro_batches", self.micro_batches)?;
-        at_least_one("pipeline_stages", self.pipeline_stages)?;
-        at_least_one("shared_refresh_steps", self.shared_refresh_steps)?;
-        at_least_one("overlap_chunks", self.overlap_chunks)?;
+        count("live_layers", self.live_layers, limits::LAYERS)?;
+        count("micro_batches", self.micro_batches, limits::MICRO_BATCHES)?;
+        count("pipeline_stages", self.pipeline_stages, limits::LAYERS)?;
+        count("shared_refresh_steps", self.shared_refresh_steps, limits::REFRESH_STEPS)?;
+        count("overlap_chunks", self.overlap_chunks, limits::CHUNKS)?;
         Ok(())
     }
 
-    /// Layers of one GPU, of a model that has this many.
+    /// Layers of one GPU, for a model of `layers` layers.
     pub(crate) fn layers_per_gpu(&self, layers: usize) -> usize {
         layers.div_ceil(self.pipeline_stages)
     }
 
-    /// Whether experts travel compressed, and are encoded and decoded.
+    /// Whether experts are encoded for migration and decoded after it.
     pub(crate) fn codec(&self) -> bool {
         self.weight_compression > 1.0
     }
 
-    /// Whether there is a backward pass to price.
+    /// Whether the step has a backward pass.
     pub(crate) fn trains(&self) -> bool {
         self.work == Work::Training && self.setting == Setting::Full
     }

@@ -23,7 +23,7 @@ fn baseline(plan: &Plan, kind: BaselineKind) -> &Baseline {
     plan.baselines.iter().find(|baseline| baseline.kind == kind).unwrap()
 }
 
-/// Three levels with links over four decades, a small model, and every option that changes the price.
+/// A cluster of three levels with link rates over four decades, a small model, and every option that affects the price.
 fn any_planner() -> impl Strategy<Value = Planner> {
     let links = prop::collection::vec((0.0..4.0f64, 0.0..1e-4f64, 0.0..1e-2f64), 3);
     let counts = (
@@ -98,8 +98,8 @@ proptest! {
         prop_assert!(baseline(&plan, BaselineKind::HierarchicalEp).speedup >= 1.0 - 1e-9);
     }
 
-    /// Phases and levels tell the same story: a pass's links take what its transfers take, and a link carries
-    /// their bytes.
+    /// Phases and levels are consistent: the link time of a pass is the sum of its transfers, and the bytes of a link
+    /// fit into the layer time.
     #[test]
     fn phases_and_transfers_add_up(planner in any_planner()) {
         let plan = planner.plan();
@@ -114,14 +114,14 @@ proptest! {
         let total: f64 = passes.iter().flatten().map(|pass| pass.total.0).sum();
         prop_assert!((best.layer_time.0 - total).abs() <= 1e-12 * total);
         prop_assert_eq!(best.backward.is_some(), options.work == Work::Training);
-        // What the links do in a layer, by bytes, fits into what they do, by time.
+        // The time that a link needs for its bytes does not exceed the layer time.
         for (level, at) in best.levels.iter().zip(planner.cluster.levels()) {
             prop_assert!((level.bytes_per_link / at.link_bandwidth).0 <= best.layer_time.0 * (1.0 + 1e-9));
         }
     }
 
     #[test]
-    fn faster_links_never_hurt(planner in any_planner(), level in 0..3usize) {
+    fn faster_links_never_make_a_layer_slower(planner in any_planner(), level in 0..3usize) {
         let before = planner.best(&planner.cost());
         let faster = planner.cluster.levels()[level].link_bandwidth * 3.0;
         let cluster = planner.cluster.with_bandwidth(level, faster).unwrap();
@@ -129,30 +129,30 @@ proptest! {
         prop_assert!(after.layer_time.0 <= before.layer_time.0 * (1.0 + 1e-9));
     }
 
-    /// Moving experts one by one is between the two extremes that domains can express, and equals them where all
-    /// or none pay.
+    /// The extremes of selective migration, all tokens and all experts, are those that domains can express. Moving
+    /// experts individually takes no more bytes than either.
     #[test]
-    fn selective_migration_against_the_extremes(planner in any_planner()) {
+    fn selective_migration_agrees_with_domains_at_its_extremes(planner in any_planner()) {
         let mut description = planner.model.description().clone();
-        description.routing = Routing::Even; // the extremes of a candidate are those of its busiest GPU
+        description.routing = Routing::Even; // otherwise the volumes of a candidate are those of its busiest GPU
         let planner = Planner { model: description.try_into().unwrap(), ..planner };
         let sizes = planner.best(&planner.cost()).domain_sizes;
-        let kept = planner.retentions()[0];
-        for report in planner.cost().selective(&sizes, kept) {
+        let replicas_kept = planner.replica_choices()[0];
+        for report in planner.cost().selective(&sizes, replicas_kept) {
             let extreme = |size: usize| {
                 let mut sizes = sizes.clone();
                 sizes[report.level] = size;
                 sizes[report.level + 1..].fill(1);
-                let shape = Shape::new(&planner.cluster.scaling_factors(), sizes, &planner.model, &Options {
-                    setting: Setting::Paper, ..planner.options.clone()
-                }).unwrap();
-                planner.cost().price(&shape, kept).levels[report.level]
+                let options = Options { setting: Setting::Paper, ..planner.options.clone() };
+                let scaling = planner.cluster.scaling_factors();
+                let unpriced = UnpricedCandidate::new(&scaling, sizes, &planner.model, &options).unwrap();
+                planner.cost().price(&unpriced, replicas_kept).levels[report.level]
             };
-            let often = cost::Frequencies::new(&planner.options, kept);
-            let tokens = extreme(1).all_to_all.bytes_per_gpu * often.passes;
+            let frequencies = cost::Frequencies::new(&planner.options, replicas_kept);
+            let tokens = extreme(1).all_to_all.bytes_per_gpu * frequencies.passes;
             let experts = extreme(planner.cluster.levels()[report.level].scaling_factor);
-            let experts = experts.all_gather.bytes_per_gpu * often.gathers
-                + experts.gradients.bytes_per_gpu * often.reductions;
+            let experts = experts.all_gather.bytes_per_gpu * frequencies.gathers
+                + experts.gradients.bytes_per_gpu * frequencies.reductions;
             prop_assert!((report.tokens_only.0 - tokens.0).abs() <= 1e-9 * tokens.0);
             prop_assert!((report.experts_only.0 - experts.0).abs() <= 1e-9 * experts.0);
             prop_assert!(report.selective.0 <= report.tokens_only.min(report.experts_only).0 * (1.0 + 1e-9));
@@ -160,7 +160,7 @@ proptest! {
     }
 
     #[test]
-    fn the_papers_setting_on_one_level_is_the_stream_model(
+    fn the_paper_setting_on_one_level_equals_the_stream_model(
         gpus in prop::sample::select(vec![1usize, 2, 6, 8, 12, 16]),
         decade in -1.0..4.0f64,
         tokens in 4..14u32,
@@ -185,7 +185,7 @@ proptest! {
 }
 
 #[test]
-fn one_more_member_saves_and_costs_what_the_test_says() {
+fn one_more_member_saves_and_costs_the_bytes_of_the_growth_test() {
     let planner = deepseek(100.0, Options { setting: Setting::Paper, ..Options::default() });
     let growth = planner.plan().explanation.growth;
     for (level, [small, large]) in [(0, [1, 2]), (1, [2, 8]), (2, [1, 4])] {
@@ -214,7 +214,7 @@ fn an_expert_moves_when_its_tokens_weigh_more() {
     assert!((trade.expert_bytes.0 / (88_080_384.0 * (2.0 / 50.0 + 1.0 / 4.0)) - 1.0).abs() < 1e-12);
     assert!(trade.migrates());
     assert!(!cost.trade(&[], 0, 0.01 / 256.0, false).migrates());
-    // Inside, a copy serves the eight GPUs of a node in the one datacenter that has it, or in both.
+    // At the inner level a copy serves the eight GPUs of a node, in one datacenter or in both.
     let per_copy =
         |outer: usize| cost.trade(&[outer], 1, 1.0 / 256.0, false).token_bytes.0 / trade.token_bytes.0;
     assert_eq!((per_copy(2), per_copy(1)), (1.0 / 8.0, 2.0 / 8.0));
@@ -245,16 +245,16 @@ fn kept_replicas_pay_once_per_step() {
     assert_eq!(kept.backward.unwrap().all_gather, Seconds::ZERO);
     assert_eq!(kept.memory.gathered_experts / once.memory.gathered_experts, 29.0); // 58 layers instead of 2
     assert!(kept.layer_time < once.layer_time);
-    // Neither the codec's own work nor its refresh is repeated by a micro-batch.
+    // Encoding and refresh happen once per step, not once per micro-batch.
     let single = with(Replicas::Regather, 1);
     assert_eq!(ratio(single.backward.unwrap().encode, once.backward.unwrap().encode), 8.0);
     assert_eq!(ratio(single.backward.unwrap().shared_refresh, once.backward.unwrap().shared_refresh), 8.0);
 }
 
 #[test]
-fn memory_is_a_limit_and_its_error_says_how_far_one_can_go() {
+fn memory_limits_domains_and_the_error_names_the_largest_that_fits() {
     let tight = deepseek(100.0, Options { memory_cap_gb: Some(3.0), ..Options::default() });
-    // 2 x (4 - 1) x 2 experts of 88 MB in 2 live layers are 2.1 GB; twice the domain would take 4.9 GB.
+    // 2 x (4 - 1) x 2 experts of 88 MB in 2 live layers take 2.1 GB; a domain of twice the size takes 4.9 GB.
     assert!(tight.evaluate(&[2, 2, 1]).is_ok());
     let error = tight.evaluate(&[2, 4, 1]).unwrap_err().to_string();
     assert!(error.contains("[2, 4, 1] gather 4.933 GB"), "{error}");
@@ -266,7 +266,7 @@ fn memory_is_a_limit_and_its_error_says_how_far_one_can_go() {
 }
 
 #[test]
-fn hot_experts_cost_time_and_balance_wins_some_back() {
+fn hot_experts_cost_time_and_balanced_placement_costs_less() {
     let with = |routing, placement| {
         let model = ModelDescription { routing, ..presets::deepseek_v3() };
         let options = Options { placement, ..Options::default() };
@@ -278,7 +278,7 @@ fn hot_experts_cost_time_and_balance_wins_some_back() {
     let balanced = with(zipf, Placement::Lpt);
     assert!(even.levels.iter().all(|level| (level.hot_factor - 1.0).abs() < 1e-9));
     assert!(even.layer_time < balanced.layer_time && balanced.layer_time < in_order.layer_time);
-    // Replication balances as well: one hot expert's tokens are served by its whole domain.
+    // Larger domains balance the load as well: all GPUs of a domain serve the tokens of a hot expert.
     assert!(in_order.expert_domain_size() > even.expert_domain_size());
 }
 
@@ -293,7 +293,7 @@ fn narrower_tokens_are_cheaper_to_dispatch() {
 }
 
 #[test]
-fn baselines_are_what_they_say() {
+fn baselines_have_the_volumes_of_their_schemes() {
     let plan = deepseek(100.0, Options::default()).plan();
     let plain = &baseline(&plan, BaselineKind::PlainEp).candidate.levels[0];
     let hierarchical = &baseline(&plan, BaselineKind::HierarchicalEp).candidate.levels[0];
@@ -303,17 +303,17 @@ fn baselines_are_what_they_say() {
     assert_eq!(inside.candidate.domain_sizes, [2, 1, 1]);
     assert_eq!(inside.candidate.levels[0].all_to_all, Transfer::default());
     let sent = inside.candidate.levels[0].all_gather;
-    assert_eq!(sent.bytes_per_gpu.0, 2.0 * 88_080_384.0); // two experts, as they are
+    assert_eq!(sent.bytes_per_gpu.0, 2.0 * 88_080_384.0); // two experts, uncompressed
     assert_eq!(sent.bytes_per_link, sent.bytes_per_gpu * 64.0);
     assert_eq!(inside.candidate.forward.decode, Seconds::ZERO);
-    // Replicas of all 58 layers, twice 88 MB each for two experts, would be 20 GB: more than this GPU has left.
+    // Replicas of all 58 layers, twice 88 MB for each of two experts, take 20 GB: more than this GPU has left.
     assert!(!inside.candidate.replicas_kept && inside.fits);
     let roomy = deepseek(100.0, Options { memory_cap_gb: Some(48.0), ..Options::default() }).plan();
     assert!(baseline(&roomy, BaselineKind::EpInsideDatacenter).candidate.replicas_kept);
 }
 
 #[test]
-fn a_change_is_where_it_says() {
+fn the_best_domain_sizes_change_at_the_reported_value() {
     let options = Options { memory_cap_gb: Some(24.0), ..Options::default() };
     let planner = deepseek(400.0, Options { work: Work::Forward, ..options });
     let plan = planner.plan();
@@ -340,7 +340,7 @@ fn a_change_is_where_it_says() {
 }
 
 #[test]
-fn an_explanation_reads_like_one() {
+fn an_explanation_names_domains_limits_and_changes() {
     let options = Options { work: Work::Forward, memory_cap_gb: Some(24.0), ..Options::default() };
     let plan = deepseek(10.0, options).plan();
     let text = plan.explanation.text.join("\n");
@@ -350,14 +350,14 @@ fn an_explanation_reads_like_one() {
     );
     assert!(text.contains("limited by the links; most of it the all-gather on 'wan'"), "{text}");
     assert!(text.contains("candidates need more than the 24.00 GB"), "{text}");
-    assert!(text.contains("Next best: [2, 8, 1]"), "{text}");
+    assert!(text.contains("Next best: (2, 8, 1)"), "{text}");
     assert!(text.contains("With 'wan' links from "), "{text}");
     assert_eq!(plan.explanation.forward.component, Component::AllGather(0));
     assert_eq!(plan.explanation.backward, None);
 }
 
 #[test]
-fn a_plan_is_written_and_read_back() {
+fn a_plan_survives_json() {
     let plan = deepseek(100.0, Options::default()).plan();
     let json = serde_json::to_string_pretty(&plan).unwrap();
     let again: Plan = serde_json::from_str(&json).unwrap();
@@ -371,7 +371,7 @@ fn a_plan_is_written_and_read_back() {
 }
 
 #[test]
-fn what_does_not_fit_together_says_what_would() {
+fn errors_of_impossible_combinations_name_the_possible_values() {
     let error = |cluster: ClusterDescription, model: ModelDescription, options| {
         Planner::new(cluster.try_into().unwrap(), model.try_into().unwrap(), options).unwrap_err().to_string()
     };
@@ -384,7 +384,7 @@ fn what_does_not_fit_together_says_what_would() {
     let wrong = |options| error(two_datacenters(100.0), presets::deepseek_v3(), options);
     assert!(
         wrong(Options { weight_compression: 0.5, ..Options::default() })
-            .contains("at least 1, which sends everything")
+            .contains("from 1 to 1e6; 1 means no compression")
     );
     assert!(wrong(Options { reserved_memory: 1.0, ..Options::default() }).contains("below 1"));
     assert!(wrong(Options { micro_batches: 0, ..Options::default() }).contains("micro_batches is 0"));

@@ -1,92 +1,92 @@
-//! How the phases of a layer overlap: the formulas, one function each.
+//! The overlap of the phases of a layer: one function per formula.
 
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, BytesPerSecond, Seconds};
 
-/// `chain(a, e) = max(a, e) + min(a, e) / c`: an exchange and a computation in a pipeline of `c` chunks.
+/// `chain(a, e) = max(a, e) + min(a, e) / c`: the time of an exchange `a` and a computation `e` in a pipeline of `c`
+/// chunks.
 ///
-/// The longer of the two runs without a gap; the first (or last) chunk of the other sticks out.
+/// The longer of the two runs without a gap. Only the first or last chunk of the shorter one does not overlap with it.
 pub fn chain(exchange: Seconds, compute: Seconds, chunks: usize) -> Seconds {
     exchange.max(compute) + exchange.min(compute) / chunks as f64
 }
 
-/// Time to decode gathered experts: two bytes of memory traffic per byte, the shared expert read and the expert
-/// written. The few elements of the residual are lost in that.
+/// Time to decode gathered experts of `gathered` bytes: `2 gathered / memory`. Decoding reads the shared expert and
+/// writes the expert; the few elements of the residual are neglected.
 pub fn decode_time(gathered: Bytes, memory: BytesPerSecond) -> Seconds {
     gathered * 2.0 / memory
 }
 
-/// Time to encode a GPU's own experts: five bytes of memory traffic per byte. Expert and shared expert are read
-/// and the residual written; it is read again to find the threshold, and again to take what is above.
+/// Time to encode the GPU's own experts of `own` bytes: `5 own / memory`. Encoding reads the expert and the shared
+/// expert, writes the residual, reads it to find the threshold, and reads it again to collect the kept entries.
 pub fn encode_time(own: Bytes, memory: BytesPerSecond) -> Seconds {
     own * 5.0 / memory
 }
 
-/// The phases of one pass (forward or backward) through one layer, each as long as it takes alone, and the pass as
-/// a whole. With several micro-batches these are means.
+/// The times of one pass (forward or backward) through one layer: of each phase alone, and of the whole pass. With
+/// several micro-batches they are means over the micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct PassTimes {
     /// `PE`: compute before the routed experts.
     pub pre_expert: Seconds,
-    /// `AG`: experts gathered, all levels one after the other.
+    /// `AG`: all-gather of experts, summed over the levels.
     pub all_gather: Seconds,
-    /// `2A`: tokens to the experts and back, all levels one after the other.
+    /// `2A`: dispatch and combine, summed over the levels.
     pub all_to_all: Seconds,
-    /// `E`: the busiest GPU's experts.
+    /// `E`: expert compute of the busiest GPU.
     pub expert: Seconds,
-    /// Gathered experts decoded (and gradients, where they are compressed).
+    /// `dec`: decoding of gathered experts, and of gradients if they are compressed.
     pub decode: Seconds,
-    /// Own experts encoded (and gradients, where they are compressed).
+    /// `enc`: encoding of own experts, and of gradients if they are compressed.
     pub encode: Seconds,
-    /// `RS`: gradients of migrated experts, back to their owners.
+    /// `RS`: reduce-scatter of the gradients of migrated experts to their owners, summed over the levels.
     pub gradients: Seconds,
-    /// The codec's shared expert made anew, per step that it serves.
+    /// `AR`: refresh of the codec's shared expert, divided by the steps between two refreshes.
     pub shared_refresh: Seconds,
-    /// The pass, its phases overlapped.
+    /// Time of the pass with its phases overlapped.
     pub total: Seconds,
 }
 
-/// Which of the two chains of a pass is the longer.
+/// The longer of the two chains of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Bound {
-    /// Compute before the experts, then experts and token exchange in a pipeline.
+    /// [`PassTimes::compute_chain`]: compute before the experts, then experts and token exchange in a pipeline.
     Compute,
-    /// Everything that the links carry, back to back.
+    /// [`PassTimes::link_chain`]: all transfers, one after the other.
     Links,
 }
 
 impl PassTimes {
-    /// `PE + chain(2A, E + dec + enc)`: tokens cannot leave before the compute that makes them, and experts and
-    /// codec share the GPU.
+    /// `PE + chain(2A, E + dec + enc)`. Tokens leave after the compute that produces them, and experts and codec share
+    /// the GPU.
     pub fn compute_chain(&self, chunks: usize) -> Seconds {
         self.pre_expert + chain(self.all_to_all, self.expert + self.decode + self.encode, chunks)
     }
 
-    /// `AG + RS + AR + 2A`: the links are used for one thing at a time. The gather hides behind the compute before
-    /// the experts only as long as the links are free.
+    /// `AG + RS + AR + 2A`. The links carry one transfer at a time. The gather hides behind the compute before the
+    /// experts only while the links are free.
     pub fn link_chain(&self) -> Seconds {
         self.all_gather + self.gradients + self.shared_refresh + self.all_to_all
     }
 
-    /// The longer chain.
+    /// Which chain is the longer one.
     pub fn bound(&self, chunks: usize) -> Bound {
         if self.compute_chain(chunks) >= self.link_chain() { Bound::Compute } else { Bound::Links }
     }
 
-    /// The same phases with the pass as a whole: the longer chain,
-    /// `fwd = max(PE + chain(2A, E + dec), AG + 2A)`,
+    /// The same phases with `total` set to the longer chain: `fwd = max(PE + chain(2A, E + dec), AG + 2A)` and
     /// `bwd = max(2 PE + chain(2A, 2 E + dec + enc), AG + RS + AR + 2A)`.
     #[must_use]
     pub fn overlapped(self, chunks: usize) -> Self {
         Self { total: self.compute_chain(chunks).max(self.link_chain()), ..self }
     }
 
-    /// The mean over `heavy` passes like this and `light` passes like the other.
+    /// The mean over `heavy` passes like `self` and `light` passes like `other`.
     ///
-    /// Not the pass of the mean phases: a gather that only one micro-batch of many waits for hides behind that
-    /// one's compute, not behind all of theirs.
+    /// The mean of the totals differs from the total of the mean phases: a gather that only one micro-batch waits for
+    /// hides behind the compute of that micro-batch, not behind that of all.
     #[must_use]
     pub fn mean(self, heavy: usize, other: Self, light: usize) -> Self {
         let mix = |a: Seconds, b: Seconds| (a * heavy as f64 + b * light as f64) / (heavy + light) as f64;
@@ -110,8 +110,8 @@ mod tests {
 
     use super::*;
 
-    /// Two stages, each doing its chunks in order; a chunk starts when its predecessor and its own first stage are
-    /// done.
+    /// The time of a pipeline of two stages. A stage processes its chunks in order; a chunk starts its second stage
+    /// after its first stage and after the previous chunk's second stage.
     fn pipeline(first: f64, second: f64, chunks: usize) -> f64 {
         let (mut first_done, mut second_done) = (0.0f64, 0.0f64);
         for _ in 0..chunks {
@@ -130,7 +130,7 @@ mod tests {
         }
 
         #[test]
-        fn a_pass_is_its_longer_chain(phases in prop::collection::vec(0.0..10.0f64, 8)) {
+        fn a_pass_takes_as_long_as_its_longer_chain(phases in prop::collection::vec(0.0..10.0f64, 8)) {
             let phase = |index: usize| Seconds(phases[index]);
             let pass = PassTimes {
                 pre_expert: phase(0), all_gather: phase(1), all_to_all: phase(2), expert: phase(3),

@@ -1,32 +1,32 @@
-//! How many bytes cross each level: the formulas, one function each.
+//! The bytes that cross each level: one function per formula.
 //!
-//! All volumes are per GPU, of one layer, in one direction. `g_l = SF_l / S_l` is the number of domains of level
-//! `l`.
+//! All volumes are those of one GPU and one layer, in one direction. `g_l = SF_l / S_l` is the number of domains of
+//! level `l`.
 
 use serde::{Deserialize, Serialize};
 
 use crate::cluster::Level;
 use crate::units::{Bytes, Seconds};
 
-/// How a token travels to its experts.
+/// The path of a token to its experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TokenPath {
-    /// Plain expert parallelism: one copy per (token, expert), straight to the expert's GPU. A copy crosses only
-    /// the outermost level at which the two GPUs differ.
+    /// Plain expert parallelism: one copy per (token, expert), sent directly to the GPU of the expert. A copy crosses
+    /// only the outermost level at which the two GPUs differ.
     Direct,
-    /// The paper's: one copy per (token, expert), forwarded level by level.
+    /// The path of the paper: one copy per (token, expert), forwarded level by level.
     Forwarded,
-    /// One copy per (token, domain), forwarded level by level and copied on where it splits; partial sums on the
-    /// way back.
+    /// One row per (token, domain), forwarded level by level and duplicated where its experts are in several domains.
+    /// Combine returns partial sums on the same path.
     Deduplicated,
 }
 
-/// `q = 1 − C(E − E/g, K) / C(E, K)`: the probability that a token needs at least one expert of one of `g` equal
-/// groups.
+/// `q = 1 − C(E − E/g, K) / C(E, K)`: the probability that a token chooses at least one expert of a given one of `g`
+/// equal groups. `E` is `experts`, `K` is `topk`, `g` is `groups`.
 ///
-/// Its `K` distinct experts avoid the group in `C(E − E/g, K)` of `C(E, K)` cases. A token that needs the group is
-/// sent to it once, not once per expert: with `K = 8` over two datacenters 0.997 copies instead of 4.
+/// The `K` distinct experts of a token avoid the group in `C(E − E/g, K)` of `C(E, K)` cases. On a deduplicated path
+/// the token is sent to the group once, not once per expert: with `K = 8` over two datacenters 0.997 rows instead of 4.
 pub fn group_probability(experts: usize, topk: usize, groups: usize) -> f64 {
     let others = experts - experts / groups.max(1);
     if others < topk {
@@ -36,7 +36,7 @@ pub fn group_probability(experts: usize, topk: usize, groups: usize) -> f64 {
     1.0 - avoided
 }
 
-/// The experts' side of a token volume.
+/// The numbers of experts on which a token volume depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
     /// `E`: routed experts of a layer.
@@ -45,16 +45,17 @@ pub struct Choice {
     pub topk: usize,
 }
 
-/// Rows that the busiest GPU receives at a level, per token of one GPU.
+/// Rows that the busiest GPU receives at a level, per token of one GPU. `domains` holds `g_j` of each level and `hot`
+/// is `h_l`.
 ///
-/// At level `l` a token is at one GPU of each outer group that it visits, and goes on from there to the `g_l − 1`
-/// other domains of the level. So there are `Π_{j<l} g_j (g_l − 1)` groups that it may enter at this level, each
-/// one of `N_l = Π_{j<=l} g_j`, and it enters
-/// - deduplicated: each with probability `q(N_l)`, for the busiest group `min(1, h_l q)`: a token enters a group
-///   at most once, however hot the group is;
-/// - forwarded: each once per expert there, `K h_l / N_l` times. For even routing this adds up to the paper's
-///   `K (1 − S_l / SF_l)`;
-/// - direct: as forwarded, but only when it comes from the same outer group, `(g_l − 1) K h_l / N_l` in all.
+/// At level `l` a token is on one GPU of each outer group that it visits. From there it may go to the `g_l − 1` other
+/// domains of the level. The token can thus enter `Π_{j<l} g_j (g_l − 1)` groups at this level, each of which is one of
+/// `N_l = Π_{j<=l} g_j` groups. It enters
+/// - on a deduplicated path: each group with probability `q(N_l)`; the busiest group with probability `min(1, h_l q)`,
+///   because a token enters a group at most once;
+/// - on a forwarded path: each group once per expert there, `K h_l / N_l` times. For even routing the sum is the
+///   paper's `K (1 − S_l / SF_l)`;
+/// - on a direct path: like forwarded, but only from the same outer group: `(g_l − 1) K h_l / N_l` rows in all.
 pub fn token_rows(path: TokenPath, domains: &[usize], level: usize, choice: Choice, hot: f64) -> f64 {
     let outer: usize = domains[..level].iter().product();
     let groups = outer * domains[level];
@@ -70,8 +71,8 @@ pub fn token_rows(path: TokenPath, domains: &[usize], level: usize, choice: Choi
     }
 }
 
-/// Messages that a GPU sends at a level in one all-to-all: one per other domain, or, direct, one per GPU behind
-/// it.
+/// Messages that a GPU sends at a level in one all-to-all: one per other domain or, on a direct path, one per GPU of
+/// the other domains.
 pub fn token_messages(path: TokenPath, domains: &[usize], level: usize) -> usize {
     let others = domains[level] - 1;
     match path {
@@ -80,42 +81,44 @@ pub fn token_messages(path: TokenPath, domains: &[usize], level: usize) -> usize
     }
 }
 
-/// Experts that a GPU receives in the all-gather of a level: `n Π_{j<l} S_j (S_l − 1)`.
+/// Experts that a GPU receives in the all-gather of a level: `n Π_{j<l} S_j (S_l − 1)`, with `n` experts per GPU.
 ///
-/// The outer levels gather first, so that every expert crosses the slow links once; the inner levels hand on what
-/// came. Times `P / CR_w` this is the volume of the gather; times `P / CR_g`, that of the reduce-scatter of their
-/// gradients, which runs the same way backwards: `RS_l = AG_l CR_w / CR_g`, fifty times the gather when only
-/// weights are compressed fifty times.
+/// The outer levels gather first, so that every expert crosses the slow links once; the inner levels forward the
+/// received experts. Multiplied by `P / CR_w`, the number of experts gives the bytes of the gather. Multiplied by
+/// `P / CR_g`, it gives the bytes of the reduce-scatter of their gradients, which takes the reverse path:
+/// `RS_l = AG_l CR_w / CR_g`, 50 times the gather when only weights are compressed, by a factor of 50.
 pub fn gathered_experts(experts_per_gpu: usize, domain_sizes: &[usize], level: usize) -> f64 {
     let outer: usize = domain_sizes[..level].iter().product();
     (experts_per_gpu * outer * (domain_sizes[level] - 1)) as f64
 }
 
-/// Bytes of the all-reduce that refreshes the codec's shared expert: `2 P (SF_l − 1) / Π_{j>=l} SF_j`.
+/// Bytes per GPU, at a level, of the all-reduce that refreshes the codec's shared expert:
+/// `2 P (SF_l − 1) / Π_{j>=l} SF_j`, with `P` bytes per expert.
 ///
-/// The all-reduce is hierarchical: reduce-scatter inwards out, all-gather back, so that level `l` carries one part
-/// in `Π_{j>l} SF_j`. Over all levels it adds up to `2 P (G − 1) / G`. Residuals are taken against the same stale
-/// copy everywhere, so it need not happen every step.
+/// The all-reduce is hierarchical: a reduce-scatter from the innermost level outwards, then an all-gather inwards.
+/// Level `l` therefore carries a fraction `1 / Π_{j>l} SF_j` of the expert. Over all levels the bytes add up to `2 P (G
+/// − 1) / G`. The refresh need not happen every step, because all ranks take residuals against the same, possibly
+/// outdated, shared expert.
 pub fn refresh_bytes(expert: Bytes, scaling_factors: &[usize], level: usize) -> Bytes {
     let parts: usize = scaling_factors[level..].iter().product();
     expert * (2.0 * (scaling_factors[level] - 1) as f64 / parts as f64)
 }
 
-/// One exchange over a level's links: what it moves, and how long it takes.
+/// The volume and the time of one exchange over the links of a level.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Transfer {
-    /// Messages that a GPU sends.
+    /// Messages that one GPU sends.
     pub messages: usize,
-    /// Bytes of the busiest GPU.
+    /// Bytes that the busiest GPU receives.
     pub bytes_per_gpu: Bytes,
-    /// Bytes over one link, in one direction: those of all GPUs that share it.
+    /// Bytes over one link in one direction: `bytes_per_gpu` times the GPUs that share the link.
     pub bytes_per_link: Bytes,
-    /// `alpha messages + round trip + bytes / bandwidth`; nothing when there is no message.
+    /// `alpha * messages + round trips * round_trip + bytes_per_gpu / bandwidth per GPU`; zero without a message.
     pub time: Seconds,
 }
 
 impl Transfer {
-    /// Prices an exchange of a level, with this many round trips one after the other.
+    /// Prices an exchange over a level that takes this many consecutive round trips.
     pub fn new(level: &Level, messages: usize, bytes_per_gpu: Bytes, round_trips: usize) -> Self {
         if messages == 0 {
             return Self::default();
@@ -129,7 +132,7 @@ impl Transfer {
         }
     }
 
-    /// Two exchanges, one after the other.
+    /// The sum of two consecutive exchanges.
     #[must_use]
     pub fn then(self, next: Self) -> Self {
         Self {
@@ -152,7 +155,7 @@ mod tests {
     use crate::domain::{Hop, Partition};
     use crate::units::BytesPerSecond;
 
-    /// Every set of `topk` of `experts` experts.
+    /// Every set of `topk` experts.
     fn choices(experts: usize, topk: usize) -> Vec<Vec<usize>> {
         (0..1u32 << experts)
             .filter(|set| set.count_ones() as usize == topk)
@@ -165,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn group_probability_by_enumeration() {
+    fn group_probability_agrees_with_enumeration() {
         for (experts, topk, groups) in [(8, 2, 4), (8, 3, 2), (12, 4, 3), (12, 2, 12), (6, 6, 3), (5, 3, 1)] {
             let size = experts / groups;
             let all = choices(experts, topk);
@@ -177,9 +180,9 @@ mod tests {
     }
 
     proptest! {
-        /// Sends every possible choice of experts from every GPU along the partition's real paths.
+        /// Sends every possible choice of experts from every GPU along the paths of the partition.
         #[test]
-        fn token_rows_by_enumeration(
+        fn token_rows_agree_with_enumeration(
             levels in eight_gpus(),
             pick in any::<prop::sample::Index>(),
             topk in 1..=4usize,
@@ -211,7 +214,7 @@ mod tests {
         }
 
         #[test]
-        fn direct_rows_by_enumeration(levels in eight_gpus(), topk in 1..=8usize) {
+        fn direct_rows_agree_with_enumeration(levels in eight_gpus(), topk in 1..=8usize) {
             let partition = Partition::new(&levels, &vec![1; levels.len()]).unwrap();
             let mut pairs = vec![0; levels.len()];
             for owner in 0..8 {
@@ -228,7 +231,7 @@ mod tests {
         }
 
         #[test]
-        fn gathers_and_refreshes_add_up(
+        fn gathers_and_refreshes_of_all_levels_add_up(
             levels in prop::collection::vec(1..=6usize, 1..=4),
             pick in any::<prop::sample::Index>(),
             own in 1..4usize,
@@ -243,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hot_group_gets_a_token_at_most_once() {
+    fn a_hot_group_receives_a_token_at_most_once() {
         let choice = Choice { experts: 256, topk: 8 };
         let rows = |hot| token_rows(TokenPath::Deduplicated, &[4], 0, choice, hot);
         assert!(rows(1.0) < rows(1.05) && rows(1.05) < rows(2.0));
@@ -252,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transfer_waits_starts_and_sends() {
+    fn a_transfer_takes_starts_round_trip_and_bytes() {
         let level = Level {
             scaling_factor: 4,
             alpha: Seconds(1.0),

@@ -1,4 +1,4 @@
-//! From a stream, and the shared expert, to weights.
+//! Decoding of a stream onto its shared expert.
 
 use ep::numeric::bf16_to_f32;
 use rayon::prelude::*;
@@ -12,13 +12,15 @@ use super::weight::Weight;
 
 /// Decodes exactly one stream onto its shared expert.
 ///
-/// For each of the P weights, `out = shared` where no residual was kept, and elsewhere `out = shared + residual`: one
-/// f32 addition, rounded to `T` (nearest even). Runs on the threads of the current rayon pool.
+/// `out` has shape `[P]`. For each weight, `out = shared + residual` where the stream holds a residual (one f32
+/// addition, rounded to `T`, to nearest, ties to even), and `out = shared` elsewhere. The function runs on the threads
+/// of the current rayon pool.
 ///
 /// # Errors
-/// [`Corruption`] for bytes that are not one whole stream, whatever they are; [`CallerError`] for a stream of another
-/// weight type, length or shared expert. `out` is unchanged unless it is one of [`Corruption::Indices`] and
-/// [`Corruption::Values`], which only a stream with a matching checksum can give; then its contents are unspecified.
+/// [`Corruption`] when `bytes` is not exactly one whole stream. [`CallerError`] when the stream has another weight
+/// type, length or shared expert than the arguments. After an error `out` is unchanged, with two exceptions:
+/// [`Corruption::Indices`] and [`Corruption::Values`] leave it unspecified. Only a stream with a matching checksum can
+/// cause these two.
 pub fn decode_add<T: Weight>(bytes: &[u8], shared: &SharedExpert<T>, out: &mut [T]) -> Result<StreamInfo> {
     let (info, payload) = open(bytes)?;
     if info.bytes != bytes.len() {
@@ -48,12 +50,12 @@ pub fn decode_add<T: Weight>(bytes: &[u8], shared: &SharedExpert<T>, out: &mut [
     }
 }
 
-/// The entries of one block.
+/// The decoded entries of one block. Each thread reuses one.
 #[derive(Debug, Default)]
 struct Scratch {
     positions: Vec<u16>,
     values: Vec<f32>,
-    /// What a Rice code gave.
+    /// Numbers decoded from a Rice code.
     numbers: Vec<u16>,
 }
 
@@ -64,11 +66,11 @@ impl Scratch {
         self.read_values(bytes, format.value).ok_or(Corruption::Values { block })
     }
 
-    /// Positions, strictly increasing; `None` if they are not.
+    /// Reads the positions of the entries. `None` when they are not strictly increasing inside the block.
     fn read_positions(&mut self, bytes: BlockBytes<'_>, format: IndexFormat) -> Option<()> {
         self.positions.clear();
         match format {
-            // Its lower 16 bits; the order was checked, and the block found, by all 32.
+            // Only the lower 16 bits matter here: `blocks` checked the order and found the block by all 32.
             IndexFormat::U32 => {
                 let (indices, _) = bytes.indices.bytes.as_chunks::<4>();
                 self.positions.extend(indices.iter().map(|&[low, high, ..]| u16::from_le_bytes([low, high])));
@@ -89,13 +91,13 @@ impl Scratch {
                     next = position + 1;
                     position as u16
                 }));
-                // Positions grow, so that if the last one is in the block, none was cut short.
+                // Positions increase: if the last one is inside the block, no conversion to u16 truncated.
                 (next <= BLOCK).then_some(())
             }
         }
     }
 
-    /// Values, one for each entry; `None` if they are not, or not finite.
+    /// Reads one value per entry. `None` when the bytes are not a valid code or a value is not finite.
     fn read_values(&mut self, bytes: BlockBytes<'_>, format: ValueFormat) -> Option<()> {
         self.values.clear();
         let Self { values, numbers, .. } = self;
@@ -114,7 +116,7 @@ impl Scratch {
                 let base = u32::from(bytes.base);
                 values.extend(numbers.iter().map(|&number| {
                     let number = u32::from(number);
-                    // What does not fit 15 bits becomes a NaN.
+                    // A magnitude of more than 15 bits becomes a NaN, which the check below refuses.
                     let magnitude = (base + (number >> 1)).min(0x7FFF);
                     f32::from_bits(magnitude << 16 | number << 31)
                 }));
@@ -123,7 +125,7 @@ impl Scratch {
         values.iter().fold(true, |all, value| all & value.is_finite()).then_some(())
     }
 
-    /// Adds the values onto a copy of the block; `None` if a position is not in it.
+    /// Writes shared + value at each position of the block. `None` when a position is outside the block.
     fn add<T: Weight>(&self, shared: &[T], out: &mut [T]) -> Option<()> {
         for (&position, &value) in self.positions.iter().zip(&self.values) {
             let at = usize::from(position);

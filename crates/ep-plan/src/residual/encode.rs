@@ -1,4 +1,4 @@
-//! From weights to a stream.
+//! Encoding of an expert into a stream.
 
 use ep::numeric::{bf16_to_f32, f32_to_bf16};
 use rayon::prelude::*;
@@ -16,35 +16,35 @@ use super::weight::Weight;
 pub struct Encoder {
     /// Residuals to keep of each expert.
     pub k: usize,
-    /// How they are found.
+    /// How the encoder selects the residuals.
     pub selection: Selection,
-    /// How they are written.
+    /// How the encoder writes the residuals.
     pub format: Format,
 }
 
-/// What an encoding came to.
+/// Statistics of one encoded stream.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Stats {
-    /// Residuals in the stream: k, or a little less with [`Selection::Approximate`].
+    /// Residuals in the stream: k, or slightly fewer with [`Selection::Approximate`].
     pub kept: usize,
     /// Bytes of the stream, header included.
     pub bytes: usize,
-    /// The smallest magnitude that was kept, before it was rounded to the value format; the same or smaller ones were
-    /// dropped. `None` when nothing was kept.
+    /// The smallest kept magnitude, before rounding to the value format. No dropped residual is larger. `None` when the
+    /// stream has no residuals.
     pub smallest: Option<f32>,
 }
 
 impl Encoder {
-    /// Appends one stream to `out`: the k of the P residuals `expert - shared` that are largest by magnitude, of equal
-    /// ones those of lower index.
+    /// Appends one stream to `out`: of the P residuals `expert - shared`, the k of largest magnitude; of equal
+    /// magnitudes, those of lower index.
     ///
-    /// A residual is one f32 subtraction. Runs on the threads of the current rayon pool; the bytes do not depend on
-    /// their number. `out` is unchanged after an error.
+    /// `expert` has shape `[P]`. A residual is one f32 subtraction. The function runs on the threads of the current
+    /// rayon pool; the bytes do not depend on their number. After an error `out` is unchanged.
     ///
     /// # Errors
-    /// [`CallerError::Length`] when the expert is not as long as the shared expert; [`CallerError::TooManyKept`];
-    /// [`CallerError::NotFinite`], also for a residual or a decoded weight that would overflow: what was encoded
-    /// decodes to finite weights.
+    /// [`CallerError::Length`] when the expert and the shared expert differ in length. [`CallerError::TooManyKept`]
+    /// when `k` exceeds P. [`CallerError::NotFinite`] when a weight is NaN or infinite, or when a residual or a decoded
+    /// weight would overflow: every encoded stream decodes to finite weights.
     pub fn encode<T: Weight>(
         &self,
         expert: &[T],
@@ -74,13 +74,13 @@ impl Encoder {
             .enumerate()
             .map(|(block, shared)| EncodedBlock::new(selected, block, shared, self.format))
             .collect();
-        // In order, so that the error is that of the lowest index.
+        // Collected in order, so that the error reported is that of the lowest index.
         blocks.into_iter().collect()
     }
 }
 
-/// A magnitude far below half the last place of the largest f32, which is 2^103: added to a finite f32 or bf16, less
-/// than this does not overflow.
+/// Adding a magnitude below this to a finite f32 or bf16 cannot overflow: it is far below 2^103, half a unit in the
+/// last place of the largest f32.
 const LARGE: f32 = 1e30;
 
 /// The part of a stream that belongs to one block.
@@ -106,8 +106,8 @@ impl EncodedBlock {
                 ValueFormat::Bf16 | ValueFormat::Bf16Rice => bf16_to_f32(f32_to_bf16(residual)),
             };
             let at = usize::from(position);
-            // Most values cannot overflow a sum, and to read their places in the shared expert, far apart as they
-            // are, would take longer than all the rest.
+            // Most values cannot overflow a sum. Skipping the check for them avoids scattered reads of the shared
+            // expert, which would take longer than the rest of the encoding.
             let is_large = value.abs() >= LARGE;
             if is_large && !T::from_f32(shared[at].to_f32() + value).to_f32().is_finite() {
                 let index = block * BLOCK + at;
@@ -136,7 +136,7 @@ impl EncodedBlock {
                 let mut next = 0;
                 let gap = |&position: &u16| {
                     let gap = position - next;
-                    // Wraps after the last position of a full block only, where it is not used.
+                    // Wraps only after the last position of a full block, where `next` is no longer used.
                     next = position.wrapping_add(1);
                     gap
                 };
@@ -166,7 +166,7 @@ impl EncodedBlock {
     }
 }
 
-/// Appends a payload; its layout is that of [`stream`](super::stream).
+/// Appends a payload in the layout that [`stream`](super::stream) documents.
 fn write_payload(blocks: &[EncodedBlock], format: Format, kept: usize, out: &mut Vec<u8>) {
     let bytes: usize = blocks.iter().map(|block| block.indices.len() + block.values.len()).sum();
     out.reserve(4 + 12 * blocks.len() + bytes);

@@ -1,20 +1,20 @@
-//! The formats of indices and values, and what they cost in bytes.
+//! The formats of indices and values, and their sizes in bytes.
 //!
-//! P weights are cut into blocks of 65,536; k entries are kept in all, with `b_v` bytes of value each. A stream is
-//! [`HEADER_BYTES`] of header and a payload:
+//! P weights are divided into blocks of 65,536. A stream holds k entries (kept residuals) in all, with `b_v` bytes per
+//! value. It consists of a header of [`HEADER_BYTES`] and a payload:
 //!
 //! | format | payload, bytes |
 //! |---|---|
 //! | `U32` | `4 + k (4 + b_v)` |
 //! | `U16` | `4 + 4 ceil(P / 65536) + k (2 + b_v)` |
-//! | `Rice` | `4 + 6 ceil(P / 65536) + codes + k b_v`, codes about `P H(k/P) / 8` |
-//! | any, `Bf16Rice` | 6 per block and the codes in the place of `k b_v` |
+//! | `Rice` | `4 + 6 ceil(P / 65536) + codes + k b_v`, with codes of about `P H(k/P) / 8` |
+//! | any, with `Bf16Rice` values | 6 per block plus the codes, instead of `k b_v` |
 //!
-//! The leading 4 bytes are the number of entries, which is all the header that the usual formulas for the first two
-//! count: a stream is [`HEADER_BYTES`] longer. `H(d)` is the entropy of an event of probability d, in bits.
+//! The leading 4 bytes are the number of entries. The usual formulas for `U32` and `U16` count no other header, so a
+//! stream is [`HEADER_BYTES`] longer than they say. `H(d)` is the entropy of an event of probability d, in bits.
 //!
-//! Rice codes were chosen over one byte for each gap, with an escape for long ones, by their size: 8.1 against 8.6 bits
-//! an entry at 1% density, 5.8 against 8.0 at 5%, 11.5 against 20 at 0.1%.
+//! Rice codes are smaller than the alternative, one byte per gap with an escape for long gaps: 8.1 against 8.6 bits per
+//! entry at 1% density, 5.8 against 8.0 at 5%, 11.5 against 20 at 0.1%.
 
 use ep::Element;
 
@@ -23,66 +23,66 @@ use super::rice::MAX_PARAMETER;
 /// Bytes before the payload: magic, version, formats, lengths, the shared expert's fingerprint and the checksum.
 pub const HEADER_BYTES: u64 = 40;
 
-/// Weights of a block: as many as a 16-bit position can name.
+/// Weights of a block: the number of positions that 16 bits can address.
 pub const BLOCK: usize = 1 << 16;
 
-/// How the indices of kept residuals are written.
+/// The encoding of the indices of kept residuals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum IndexFormat {
-    /// 32 bits each, ascending.
+    /// The index in 32 bits per entry, ascending.
     U32,
-    /// 16 bits each, the position in a block, and a count for each block.
+    /// The position inside the block in 16 bits per entry, and a count per block.
     U16,
-    /// The gap to the entry before it in a Rice code, with the best parameter for each block. The smallest: 8.1 bits
-    /// an entry at 1% density, where the entropy limit for indices spread at random is 8.08.
+    /// The gap to the previous entry as a Rice code, with the best parameter of each block. This format is the
+    /// smallest: 8.1 bits per entry at 1% density, where the entropy limit for uniformly random indices is 8.08.
     Rice,
 }
 
-/// How the values of kept residuals are written.
+/// The encoding of the values of kept residuals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ValueFormat {
-    /// As they are.
+    /// f32, without rounding.
     F32,
-    /// Rounded to bf16 (nearest even).
+    /// Rounded to bf16, to nearest, ties to even.
     Bf16,
-    /// The same values as `Bf16` in fewer bytes: the sign, and the Rice code of the magnitude's distance, in bf16
-    /// steps, from the smallest that is kept in the block. The largest residuals of a block lie within a few octaves,
-    /// and most near the smallest of them: 7 to 8 bits are usual.
+    /// The values of `Bf16` in fewer bytes: the sign, and a Rice code of the magnitude's distance, in steps of bf16,
+    /// from the smallest kept magnitude of the block. A value usually takes 7 to 8 bits, because the kept residuals of
+    /// a block lie within a few octaves and most are near the smallest.
     Bf16Rice,
 }
 
-/// How kept residuals are written.
+/// The encoding of kept residuals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Format {
-    /// Their indices.
+    /// Encoding of the indices.
     pub index: IndexFormat,
-    /// Their values.
+    /// Encoding of the values.
     pub value: ValueFormat,
 }
 
 impl Format {
-    /// The fewest bytes for bf16 values.
+    /// The smallest format: Rice-coded indices and bf16 values.
     pub const SMALLEST: Self = Self { index: IndexFormat::Rice, value: ValueFormat::Bf16Rice };
 
-    /// Whether the number of bytes follows from P and k alone.
+    /// Whether the size of a stream depends on P and k alone, not on the weights.
     pub fn is_fixed_size(self) -> bool {
         self.index != IndexFormat::Rice && self.value != ValueFormat::Bf16Rice
     }
 
-    /// Bytes of a stream with k of P residuals, header included: exactly so many where the format
-    /// [is of a fixed size](Self::is_fixed_size), else never more. What a receive buffer needs.
+    /// The size in bytes, header included, of a stream with k of P residuals (`elements` is P). It is exact if the
+    /// format [has a fixed size](Self::is_fixed_size), otherwise an upper bound. Receive buffers need this size.
     pub fn max_bytes(self, elements: usize, k: usize) -> u64 {
         let (elements, k) = (elements as u64, k.min(elements) as u64);
         let blocks = elements.div_ceil(BLOCK as u64);
-        // Each block's codes fill up a byte; a block without entries has none.
+        // The codes of each block are padded to whole bytes; a block without entries has no codes.
         let filling = blocks.min(k);
         let indices = match self.index {
             IndexFormat::U32 => 4 * k,
             IndexFormat::U16 => 4 * blocks + 2 * k,
-            // The gaps of a block are at most the entries that are not kept; the best parameter of each block is at
-            // least as good as any one for all of them.
+            // The gaps of a block add up to at most its dropped residuals. The best parameter of each block is at least
+            // as good as any common parameter.
             IndexFormat::Rice => 6 * blocks + filling + rice_bits(k, elements - k) / 8,
         };
         let values = match self.value {
@@ -93,12 +93,13 @@ impl Format {
         HEADER_BYTES + 4 + indices + values
     }
 
-    /// The largest k for which a stream is at most so many bytes, whatever the weights; `None` if not even 0.
+    /// The largest k for which a stream of P residuals (`elements`) never exceeds `bytes`, for any weights. `None` if
+    /// not even an empty stream fits.
     pub fn largest_k(self, elements: usize, bytes: u64) -> Option<usize> {
         if self.max_bytes(elements, 0) > bytes {
             return None;
         }
-        // By bisection: one more entry never needs fewer bytes.
+        // Bisection is valid because one more entry never takes fewer bytes.
         let (mut fits, mut over) = (0, elements + 1);
         while over - fits > 1 {
             let middle = fits.midpoint(over);
@@ -107,8 +108,8 @@ impl Format {
         Some(fits)
     }
 
-    /// Bits of one entry at density `d = k / P`, 0 < d < 1, without what is per block or stream, for indices that are
-    /// spread evenly at random. `Bf16Rice`, whose bits depend on the values, counts as the 16 of `Bf16`.
+    /// Bits per entry at density `d = k / P`, with 0 < d < 1, for uniformly random indices, without the bytes per block
+    /// and per stream. `Bf16Rice` counts as the 16 bits of `Bf16`, because its size depends on the values.
     pub fn entry_bits(self, density: f64) -> f64 {
         let index = match self.index {
             IndexFormat::U32 => 32.0,
@@ -125,8 +126,8 @@ impl Format {
         index + value
     }
 
-    /// The density at which the dense weights have `ratio` times the bits of the entries: the compression ratio CR is
-    /// bytes over bytes, `CR = bits of a weight / (d entry_bits(d))`. (P / k overstates it by 2 to 3 times.)
+    /// The density `d = k / P` that gives the compression ratio `ratio`. The ratio is bytes of the dense weights over
+    /// bytes of the entries: `CR = bits of a weight / (d entry_bits(d))`. (P / k overstates CR by a factor of 2 to 3.)
     pub fn density_for_ratio(self, element: Element, ratio: f64) -> f64 {
         let weight_bits = 8.0 * element.bytes() as f64;
         // Bits per weight grow with the density.
@@ -143,7 +144,7 @@ impl Format {
     }
 }
 
-/// The most bits that `count` numbers of a given sum can have with one parameter, the best.
+/// The most bits that Rice codes of `count` numbers with this sum can have under the best common parameter.
 fn rice_bits(count: u64, sum: u64) -> u64 {
     (0..=MAX_PARAMETER).map(|b| count * u64::from(b + 1) + (sum >> b)).min().unwrap_or_default()
 }
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn payloads_by_the_formulas() {
+    fn payload_sizes_follow_the_formulas() {
         let payload = |index, value, elements, k| format(index, value).max_bytes(elements, k) - HEADER_BYTES;
         assert_eq!(payload(U32, F32, 4_718_592, 47_185), 377_484);
         assert_eq!(payload(U32, Bf16, 44_040_192, 293_601), 1_761_610);
@@ -169,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn density_for_a_ratio_of_50() {
+    fn a_ratio_of_50_gives_the_expected_densities() {
         for (element, index, value, percent) in [
             (Element::F32, U32, F32, 1.000),
             (Element::F32, U16, F32, 1.333),

@@ -1,18 +1,20 @@
-//! Experts in few bytes: a shared expert, and the k largest residuals against it (SR compression).
+//! The codec for migrated experts (SR compression): a shared expert, and the k largest residuals against it.
 //!
-//! Experts that move between datacenters are sent as what sets them apart. Source: arXiv 2510.19470 ("HybridEP:
-//! Scaling Expert Parallelism to Cross-Datacenter Scenario via Hybrid Expert/Data Transmission"), parameter-efficient
-//! migration. For N experts of P weights each, with all arithmetic in f32:
+//! Every rank holds the shared expert. An expert that moves between datacenters is sent as its largest differences from
+//! the shared expert. Source: arXiv 2510.19470 ("HybridEP: Scaling Expert Parallelism to Cross-Datacenter Scenario via
+//! Hybrid Expert/Data Transmission"), parameter-efficient migration. For N experts of P weights each, with all
+//! arithmetic in f32:
 //!
 //! ```text
-//!  shared   [P] = round((expert 0 + expert 1 + ... + expert N-1) / N)      once, held by every rank
+//!  shared   [P] = round((expert 0 + expert 1 + ... + expert N-1) / N)      computed once, held by every rank
 //!  residual [P] = expert - shared
-//!  kept         = the k of largest magnitude, of equal ones those of lower index
+//!  kept         = the k residuals of largest magnitude; of equal magnitudes, those of lower index
 //!  decoded  [P] = round(shared + residual) where kept, shared elsewhere
 //! ```
 //!
-//! `round` is to the weights' type, bf16 or f32, to nearest, ties to even (see [`ep::numeric`]). The square of the
-//! error, `sum (expert - decoded)^2`, is that of the residuals that were not kept, but for the rounding of kept ones.
+//! `round` rounds to the type of the weights, bf16 or f32, to nearest, ties to even (see [`ep::numeric`]). The squared
+//! error, `sum (expert - decoded)^2`, is the sum of the squares of the dropped residuals, apart from the rounding of
+//! the kept ones.
 //!
 //! ```
 //! use ep_plan::residual::{Encoder, Format, Selection, SharedExpert, decode_add};
@@ -32,11 +34,13 @@
 //! # Ok::<(), ep_plan::residual::Error>(())
 //! ```
 //!
-//! [`Format`] says beforehand how many bytes a stream has, at most or exactly. A stream names its shared expert by a
-//! fingerprint, so that one of another step is an error and not a wrong expert; it has a checksum, and no bytes at all
-//! make [`decode_add`] panic. Streams can follow each other in one message: [`inspect`] says where the next one starts.
-//!
-//! Everything runs on the threads of the current rayon pool, and every result has the same bits for any number of them.
+//! - [`Format::max_bytes`] gives the size of a stream before it is encoded: an upper bound, or the exact size.
+//! - A stream holds the fingerprint of its shared expert. Decoding against another shared expert, for instance that of
+//!   another step, is an error and not a wrong expert.
+//! - A stream has a checksum. [`decode_add`] panics for no input bytes.
+//! - Several streams may follow each other in one message. [`inspect`] says where the next stream starts.
+//! - Functions run on the threads of the current rayon pool. Their results have the same bits for any number of
+//!   threads.
 
 mod decode;
 mod encode;
@@ -57,5 +61,8 @@ pub use error::{CallerError, Corruption, Error, Operand, Result};
 pub use format::{BLOCK, Format, HEADER_BYTES, IndexFormat, ValueFormat};
 pub use select::Selection;
 pub use shared::SharedExpert;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub use stream::reseal;
 pub use stream::{StreamInfo, inspect};
 pub use weight::Weight;

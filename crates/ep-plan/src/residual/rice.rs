@@ -1,27 +1,29 @@
-//! Rice codes of 16-bit numbers (R. F. Rice, 1979): short for numbers that fall off geometrically.
+//! Rice codes of 16-bit numbers (R. F. Rice, 1979), which are short for geometrically distributed numbers.
 //!
-//! With parameter `b`, a number `n` is `n >> b` zero bits, a one bit, and the low `b` bits of `n`; bits fill bytes from
-//! the lowest, and the last byte is filled up with zeros. Gaps between entries kept with probability `d` are geometric,
-//! for which the best `b` is within 0.03 bits of the entropy limit `H(d) / d` per entry at 1% density.
+//! With parameter `b`, a number `n` is written as `n >> b` zero bits, a one bit, and the low `b` bits of `n`. Bits fill
+//! bytes from the lowest; the last byte is padded with zeros. Gaps between entries kept with probability `d` are
+//! geometrically distributed. For them the best `b` is within 0.03 bits per entry of the entropy limit `H(d) / d` at 1%
+//! density.
 
-/// The largest parameter: at 16, every number has 17 bits.
+/// The largest parameter. With 16, the code of every number has 17 bits.
 pub(super) const MAX_PARAMETER: u32 = 16;
 
-/// The bytes are not the codes of as many numbers.
+/// The bytes are not the codes of the given number of numbers.
 #[derive(Debug, PartialEq)]
 pub(super) struct BadCode;
 
-/// The parameter with the fewest bits for these numbers, the lower of equals, and that number of bits.
+/// The parameter that gives these numbers the fewest bits (of equal ones the lowest), and that number of bits.
 fn best_parameter(numbers: &[u16]) -> (u32, u64) {
     let bits = |b: u32| {
         let quotients: u64 = numbers.iter().map(|&n| u64::from(u32::from(n) >> b)).sum();
         numbers.len() as u64 * u64::from(b + 1) + quotients
     };
-    // Only for geometric numbers does the best one follow from their mean; indices of real experts cluster.
+    // All parameters are tried: the mean gives the best one only for geometric numbers, and indices of real experts
+    // cluster.
     (0..=MAX_PARAMETER).map(|b| (b, bits(b))).min_by_key(|&(_, bits)| bits).unwrap_or_default()
 }
 
-/// The codes of `numbers` with the best parameter, and that parameter.
+/// Encodes `numbers` with the best parameter, and returns that parameter too.
 pub(super) fn encode_best(numbers: &[u16]) -> (Vec<u8>, u32) {
     let (parameter, bits) = best_parameter(numbers);
     let mut bytes = Vec::with_capacity(bits.div_ceil(8) as usize + 4);
@@ -31,7 +33,7 @@ pub(super) fn encode_best(numbers: &[u16]) -> (Vec<u8>, u32) {
 
 /// Appends the codes of `numbers`.
 fn encode(numbers: &[u16], parameter: u32, out: &mut Vec<u8>) {
-    // Zeros are written at most this many at a time, so that a code, 15 + 1 + 16 bits, fits beside 31 that wait.
+    // At most this many zeros are written at a time, so that a code (15 + 1 + 16 bits) and 31 waiting bits fit into 64.
     const RUN: u32 = 15;
     let (mut waiting, mut bits) = (0_u64, 0);
     let mut flush = |waiting: &mut u64, bits: &mut u32| {
@@ -58,7 +60,7 @@ fn encode(numbers: &[u16], parameter: u32, out: &mut Vec<u8>) {
     out.extend_from_slice(&waiting.to_le_bytes()[..tail]);
 }
 
-/// Fills `numbers` with those whose codes are exactly `bytes`.
+/// Decodes exactly `numbers.len()` numbers, whose codes must be exactly `bytes`.
 pub(super) fn decode(bytes: &[u8], parameter: u32, numbers: &mut [u16]) -> Result<(), BadCode> {
     if parameter > MAX_PARAMETER {
         return Err(BadCode);
@@ -66,7 +68,8 @@ pub(super) fn decode(bytes: &[u8], parameter: u32, numbers: &mut [u16]) -> Resul
     let mask = (1 << parameter) - 1;
     let limit = u32::from(u16::MAX) >> parameter;
     let (mut bit, mut all) = (0, 0);
-    // A number is found only after the one before it. Several from one window keep the load out of that chain.
+    // Each number starts where the previous one ends. Decoding four numbers per window keeps memory loads out of this
+    // chain of dependencies.
     for group in numbers.chunks_mut(4) {
         let mut window = window(bytes, bit);
         let mut left = WINDOW_BITS;
@@ -93,10 +96,10 @@ pub(super) fn decode(bytes: &[u8], parameter: u32, numbers: &mut [u16]) -> Resul
     if is_end && all <= u32::from(u16::MAX) { Ok(()) } else { Err(BadCode) }
 }
 
-/// Bits that a window always has.
+/// Valid bits that every window has at least.
 const WINDOW_BITS: u32 = 57;
 
-/// At least the next [`WINDOW_BITS`] bits, zeros after the end.
+/// Returns at least the next [`WINDOW_BITS`] bits; bits after the end are zeros.
 #[inline(always)]
 fn window(bytes: &[u8], bit: usize) -> u64 {
     let rest = bytes.get(bit / 8..).unwrap_or_default();
@@ -107,7 +110,7 @@ fn window(bytes: &[u8], bit: usize) -> u64 {
     word >> (bit % 8)
 }
 
-/// A run of zeros that may be longer than a window: its length, and where the bits after the one that ends it start.
+/// Reads a run of zeros that may be longer than a window. Returns its length and the position after its final one bit.
 #[cold]
 fn long_quotient(bytes: &[u8], mut bit: usize, limit: u32) -> Result<(u32, usize), BadCode> {
     let mut quotient = 0;
@@ -116,7 +119,7 @@ fn long_quotient(bytes: &[u8], mut bit: usize, limit: u32) -> Result<(u32, usize
         if zeros < WINDOW_BITS {
             return Ok((quotient + zeros, bit + zeros as usize + 1));
         }
-        // A run that never ends is found here, after the end of the bytes too.
+        // This bound also ends a run that extends beyond the end of the bytes.
         quotient += WINDOW_BITS;
         bit += WINDOW_BITS as usize;
         if quotient > limit {
@@ -140,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_by_hand() {
+    fn codes_are_those_computed_by_hand() {
         assert!(round_trip(&[], 3).is_empty());
         assert_eq!(round_trip(&[0, 0, 0], 0), [0b111]);
         assert_eq!(round_trip(&[2, 0, 1], 0), [0b0010_1100]); // from the lowest: 001, 1, 01
@@ -150,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_bytes_are_no_code() {
+    fn invalid_bytes_are_refused() {
         let numbers = [5, 700, 3, 65_535, 0];
         let bytes = round_trip(&numbers, 4);
         let decode = |bytes: &[u8], parameter, count| decode(bytes, parameter, &mut vec![0; count]);
@@ -165,7 +168,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_numbers_come_back(
+        fn any_numbers_survive_encoding_and_decoding(
             numbers in prop::collection::vec((0_u16.., 0_u32..16).prop_map(|(n, shift)| n >> shift), 0..300),
         ) {
             let (best, bits) = best_parameter(&numbers);

@@ -1,10 +1,10 @@
-//! Which residuals are kept: the k largest by magnitude, exactly or nearly.
+//! Selection of the residuals to keep: the k of largest magnitude, exactly or approximately.
 //!
-//! Magnitudes are compared as the bits of |residual|, which order as the numbers do. One pass over the expert finds
-//! the candidates, those at or above a floor that a sample suggests; a radix select among the candidates (a histogram
-//! by their upper 15 bits, then the one bin that matters) finds the k-th largest. When there were fewer than k
-//! candidates, a histogram of all residuals gives a floor that has them, and the pass is run again: the sample decides
-//! how long a selection takes, never what it selects.
+//! Magnitudes are compared as the bits of |residual| (*keys*), which have the same order as the numbers. A sample
+//! suggests a lower bound (*floor*). One pass over the expert collects the candidates, the residuals at or above the
+//! floor. A radix select among the candidates (a histogram by their upper 15 bits, then one bin of it) finds the k-th
+//! largest. If there are fewer than k candidates, a histogram of all residuals gives a floor that yields enough, and
+//! the pass runs again. In an exact selection the sample therefore affects the running time, never the result.
 
 use rayon::prelude::*;
 
@@ -12,36 +12,36 @@ use super::error::{CallerError, Operand, Result};
 use super::format::BLOCK;
 use super::weight::Weight;
 
-/// How the k largest residuals are found. Of equal magnitudes, the lower index is kept.
+/// How the encoder finds the k largest residuals. Of equal magnitudes, those of lower index are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
 #[non_exhaustive]
 pub enum Selection {
     /// Exactly the k largest.
     #[default]
     Exact,
-    /// The j largest, where j is at most k and normally a little less: all at or above a threshold estimated from
-    /// S = 262,144 of the P residuals, and of these the k largest if there should be more.
+    /// The j largest, where j is at most k and normally slightly smaller: all residuals at or above a threshold that is
+    /// estimated from S = 262,144 of the P residuals, and of these the k largest if there are more.
     ///
-    /// With `s = sqrt(P / (S k))`, the count's standard deviation for a random sample, j / k is `1 - 2 s`, give or take
-    /// `s`; the spread is larger where large residuals are found next to each other. The same as `Exact` for P <= S,
-    /// and where fewer than 64 of the sample are expected to be kept.
+    /// With `s = sqrt(P / (S k))`, the relative standard deviation of the count for a random sample, j / k is `1 - 2 s`
+    /// with a standard deviation of `s`. The deviation is larger where large residuals are next to each other. The
+    /// selection is the same as `Exact` when P <= S, or when fewer than 64 of the sample are expected to be kept.
     Approximate,
 }
 
-/// Residuals of one block: their positions in it, ascending, and their values.
+/// Some residuals of one block: their positions in the block, ascending, and their values.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Entries {
     pub(super) positions: Vec<u16>,
     pub(super) residuals: Vec<f32>,
 }
 
-/// Candidates by block, and which of them to keep.
+/// The candidates of each block, and the rule that says which of them are kept.
 #[derive(Debug)]
 pub(super) struct Selected {
     pub(super) blocks: Vec<Entries>,
-    /// For each block, how many of its residuals of exactly the threshold's magnitude are kept: the first ones.
+    /// For each block, the number of residuals with exactly the threshold as key that are kept: the first ones.
     ties: Vec<usize>,
-    /// Smaller keys are not kept.
+    /// The key of the k-th largest residual. Residuals with smaller keys are dropped.
     threshold: u32,
 }
 
@@ -53,7 +53,7 @@ impl Entries {
 }
 
 impl Selected {
-    /// The entries of a block that are kept, ascending.
+    /// The kept entries of a block, ascending by position.
     pub(super) fn kept(&self, block: usize) -> impl Iterator<Item = (u16, f32)> {
         let Entries { positions, residuals } = &self.blocks[block];
         let mut ties = self.ties[block];
@@ -66,20 +66,20 @@ impl Selected {
     }
 }
 
-/// The bits of a magnitude: ordered as the numbers are, with infinity and then NaN above all.
+/// The bits of a magnitude. Keys have the order of the magnitudes, with infinity and then NaN above all numbers.
 fn key(residual: f32) -> u32 {
     residual.to_bits() & 0x7FFF_FFFF
 }
 
-/// The key of infinity: at or above it, a residual is not finite.
+/// The key of infinity. Residuals with this key or a larger one are not finite.
 const INFINITE: u32 = 0x7F80_0000;
 
-/// The definition of a residual: one f32 subtraction.
+/// Defines a residual: one f32 subtraction.
 fn residual<T: Weight>(expert: T, shared: T) -> f32 {
     expert.to_f32() - shared.to_f32()
 }
 
-/// Finds what to keep. `k <= expert.len() == shared.len()`.
+/// Selects the residuals to keep. Requires `k <= expert.len()` and `expert.len() == shared.len()`.
 ///
 /// # Errors
 /// [`CallerError::NotFinite`] for the first residual that is not finite, kept or not.
@@ -116,11 +116,11 @@ fn count(blocks: &[Entries]) -> usize {
     blocks.iter().map(|block| block.positions.len()).sum()
 }
 
-/// Residuals in the sample: an exact selection only saves time by it, an approximate one stands on it.
+/// Residuals in the sample. An approximate selection has the larger sample because its result depends on the sample.
 const EXACT_SAMPLE: usize = 1 << 16;
 const APPROXIMATE_SAMPLE: usize = 1 << 18;
 
-/// A floor by a sample, and how many candidates it must give to be of use.
+/// Estimates a floor from a sample. Also returns the number of candidates below which the floor is too high.
 fn sampled_floor<T: Weight>(expert: &[T], shared: &[T], k: usize, selection: Selection) -> (u32, usize) {
     if k == 0 {
         return (INFINITE, 0);
@@ -130,10 +130,11 @@ fn sampled_floor<T: Weight>(expert: &[T], shared: &[T], k: usize, selection: Sel
     let is_approximate =
         selection == Selection::Approximate && expert.len() > APPROXIMATE_SAMPLE && expected >= 64.0;
     let (sample, rank, must_find) = if is_approximate {
-        // Two standard deviations of the count less, so that more than k are rare.
+        // Aim two standard deviations below the expected count, so that more than k candidates are rare.
         (sample(expert, shared, APPROXIMATE_SAMPLE), expected - 2.0 * expected.sqrt(), 0)
     } else {
-        // Four more, so that fewer than k are. Of everything, it is the k-th itself.
+        // Aim four standard deviations above it, so that fewer than k candidates are rare. If the sample is the whole
+        // expert, the floor is exactly the k-th largest.
         let sample = sample(expert, shared, EXACT_SAMPLE);
         let expected = sample.len() as f64 * density;
         let margin = if sample.len() == expert.len() { 0.0 } else { 4.0 * expected.sqrt() + 4.0 };
@@ -141,15 +142,15 @@ fn sampled_floor<T: Weight>(expert: &[T], shared: &[T], k: usize, selection: Sel
     };
     let rank = rank.round() as usize;
     let floor = if rank > sample.len() { 0 } else { kth_largest(&[&sample[..]], rank).0 };
-    // What is not finite has to be among the candidates to be found.
+    // Residuals that are not finite must be among the candidates, because only candidates are checked.
     (floor.min(INFINITE), must_find)
 }
 
-/// Residuals next to each other that are sampled together.
+/// Length of a run of adjacent residuals that are sampled together.
 const RUN: usize = 32;
 
-/// So many residuals, in runs at a pseudo-random place of each of as many equal parts; all of them where there are no
-/// more. The same places whenever the length is the same.
+/// Samples `size` residuals, or all if there are no more. The expert is divided into `size / RUN` equal parts, and one
+/// run is taken at a pseudo-random place of each part. The places depend on the length of the expert alone.
 fn sample<T: Weight>(expert: &[T], shared: &[T], size: usize) -> Vec<f32> {
     let residuals = |start: usize, end: usize| {
         expert[start..end].iter().zip(&shared[start..end]).map(|(&e, &s)| residual(e, s))
@@ -169,14 +170,14 @@ fn sample<T: Weight>(expert: &[T], shared: &[T], size: usize) -> Vec<f32> {
     sampled
 }
 
-/// All residuals at or above the floor, by block.
+/// Collects the residuals at or above the floor, by block.
 fn candidates<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Result<Vec<Entries>> {
     let blocks: Vec<Entries> = expert
         .par_chunks(BLOCK)
         .zip(shared.par_chunks(BLOCK))
         .map(|(expert, shared)| scan_block(expert, shared, floor))
         .collect();
-    // Whatever is not finite is above every floor.
+    // Every residual that is not finite is a candidate, because its key is at or above every floor.
     let bad = blocks.par_iter().enumerate().find_map_first(|(block, entries)| {
         let bad = entries.residuals.iter().position(|residual| !residual.is_finite())?;
         Some(block * BLOCK + usize::from(entries.positions[bad]))
@@ -191,13 +192,13 @@ fn candidates<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Result<Vec<E
     }
 }
 
-/// Residuals that are compared with the floor together.
+/// Residuals of a chunk, which are compared with the floor together.
 const CHUNK: usize = 32;
 
 /// The residuals of one block at or above the floor.
 fn scan_block<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Entries {
-    // First the chunks that have a candidate, by a test of a few vector instructions and no branch; then, in these
-    // alone, which they are.
+    // The first loop finds the chunks with a candidate, with a few vector instructions and no branch. The second loop
+    // finds the candidates in these chunks.
     let (expert_chunks, expert_tail) = expert.as_chunks::<CHUNK>();
     let (shared_chunks, shared_tail) = shared.as_chunks::<CHUNK>();
     let mut hits = [0_u16; BLOCK / CHUNK];
@@ -230,13 +231,13 @@ fn scan_block<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Entries {
     entries
 }
 
-/// A bit for each residual of a chunk: whether it is at or above the floor.
+/// Returns one bit per residual of a chunk: whether the residual is at or above the floor.
 fn mask_of<T: Weight>(expert: &[T; CHUNK], shared: &[T; CHUNK], floor: u32) -> u32 {
     let mut flags = [0_u8; CHUNK];
     for (flag, (&e, &s)) in flags.iter_mut().zip(expert.iter().zip(shared)) {
         *flag = u8::from(key(residual(e, s)) >= floor);
     }
-    // The product moves byte i's lowest bit, bit 8 i, to bit 56 + i; no two of its terms meet.
+    // The product moves bit 8 i (the lowest bit of byte i) to bit 56 + i. No two terms of the product overlap.
     let bits = |flags: &[u8; 8]| (u64::from_le_bytes(*flags).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8;
     let (groups, _) = flags.as_chunks::<8>();
     let mut mask = [0; CHUNK / 8];
@@ -246,11 +247,11 @@ fn mask_of<T: Weight>(expert: &[T; CHUNK], shared: &[T; CHUNK], floor: u32) -> u
     u32::from_le_bytes(mask)
 }
 
-/// A key's bin is its upper 15 bits: sign-less exponent and 7 bits of the mantissa.
+/// The bin of a key is its upper 15 bits: the exponent and 7 bits of the mantissa.
 const BIN_SHIFT: u32 = 16;
 const BINS: usize = 1 << 15;
 
-/// The k-th largest key, and how many are larger. `1 <= k <=` the number of residuals.
+/// Returns the k-th largest key and the number of larger keys. Requires `1 <= k <=` the number of residuals.
 fn kth_largest(parts: &[&[f32]], k: usize) -> (u32, usize) {
     let counts = histogram(parts.par_iter().map(|part| part.iter().copied()));
     let (bin, above) = bin_of_rank(&counts, k);
@@ -260,20 +261,20 @@ fn kth_largest(parts: &[&[f32]], k: usize) -> (u32, usize) {
             part.iter().map(|&residual| key(residual)).filter(|key| key >> BIN_SHIFT == bin)
         })
         .collect();
-    // From the smallest: so many of the bin are not larger than the k-th.
+    // `select_nth_unstable` counts from the smallest key.
     let rank = keys.len() - (k - above);
     let (_, &mut kth, larger) = keys.select_nth_unstable(rank);
     (kth, above + larger.iter().filter(|&&key| key > kth).count())
 }
 
-/// The highest border of bins that at least k keys reach, by all residuals.
+/// Returns the lower border of the highest bin at or above which there are at least k of all residuals.
 fn dense_floor<T: Weight>(expert: &[T], shared: &[T], k: usize) -> u32 {
     let blocks = expert.par_chunks(BLOCK).zip(shared.par_chunks(BLOCK));
     let residuals = blocks.map(|(expert, shared)| expert.iter().zip(shared).map(|(&e, &s)| residual(e, s)));
     bin_of_rank(&histogram(residuals), k).0 << BIN_SHIFT
 }
 
-/// How many keys there are in each bin.
+/// Counts the keys of each bin.
 fn histogram<I: Iterator<Item = f32>>(parts: impl ParallelIterator<Item = I>) -> Vec<u32> {
     let empty = || vec![0_u32; BINS];
     let count = |mut counts: Vec<u32>, part: I| {
@@ -287,7 +288,8 @@ fn histogram<I: Iterator<Item = f32>>(parts: impl ParallelIterator<Item = I>) ->
     parts.fold(empty, count).reduce(empty, add)
 }
 
-/// The highest bin at or above which there are at least `rank` keys, and how many are in bins above it.
+/// Returns the highest bin at or above which there are at least `rank` keys, and the number of keys in the bins above
+/// it.
 fn bin_of_rank(counts: &[u32], rank: usize) -> (u32, usize) {
     let mut above = 0;
     for (bin, &count) in counts.iter().enumerate().rev() {
@@ -303,7 +305,7 @@ fn bin_of_rank(counts: &[u32], rank: usize) -> (u32, usize) {
 mod tests {
     use super::*;
 
-    /// Indices that are kept, and how many candidates they were chosen from.
+    /// The kept indices, and the number of candidates they were selected from.
     fn kept(expert: &[f32], k: usize, selection: Selection) -> (Vec<usize>, usize) {
         let selected = select(expert, &vec![0.0; expert.len()], k, selection).unwrap();
         let kept = (0..selected.blocks.len())
@@ -326,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_are_spread_over_everything() {
+    fn samples_are_spread_over_the_whole_expert() {
         for length in [EXACT_SAMPLE + 1, 300_000, 1 << 20] {
             let places = places(length, EXACT_SAMPLE);
             assert_eq!(places.len(), EXACT_SAMPLE);
@@ -338,16 +340,16 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_that_misleads_changes_nothing() {
+    fn an_unrepresentative_sample_does_not_change_the_selection() {
         let length = 1 << 20;
         let places = places(length, EXACT_SAMPLE);
         let ordinary = |index: usize| (index as u32).wrapping_mul(2_654_435_761) as f32 / u32::MAX as f32;
         let k = length / 10;
-        // Far too high: half of what is sampled is larger than all the rest.
+        // Floor far too high: half of the sample is larger than all other residuals.
         let mut expert: Vec<f32> = (0..length).map(ordinary).collect();
         places.iter().step_by(2).for_each(|&place| expert[place] += 8.0);
         assert_eq!(kept(&expert, k, Selection::Exact).0, by_sorting(&expert, k));
-        // Far too low: nothing that is sampled is large.
+        // Floor far too low: the sample contains no large residual.
         let mut expert: Vec<f32> = (0..length).map(|index| ordinary(index) + 8.0).collect();
         places.iter().for_each(|&place| expert[place] -= 8.0);
         let (indices, candidates) = kept(&expert, k, Selection::Exact);
@@ -356,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ordinary_sample_saves_most_of_the_work() {
+    fn a_representative_sample_leaves_few_candidates() {
         let mixed = |index: usize| (index as u32).wrapping_mul(2_654_435_761) as f32 - 2e9;
         let expert: Vec<f32> = (0..2 * BLOCK + 5000).map(mixed).collect();
         let k = expert.len() / 50;
@@ -366,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn kth_largest_is_that_of_sorting() {
+    fn kth_largest_agrees_with_sorting() {
         let values: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 1000) as f32 * 0.01 - 5.0).collect();
         let mut keys: Vec<u32> = values.iter().map(|&value| key(value)).collect();
         keys.sort_unstable_by(|a, b| b.cmp(a));
@@ -378,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn masks_have_the_bit_of_each_residual() {
+    fn masks_have_one_bit_per_residual() {
         let mut expert = [0.0_f32; CHUNK];
         for at in 0..CHUNK {
             expert[at] = -2.0;

@@ -1,4 +1,4 @@
-//! The shared expert: what every rank already holds, and residuals are taken against.
+//! The shared expert, which every rank holds and against which residuals are taken.
 
 use rayon::prelude::*;
 
@@ -6,10 +6,10 @@ use super::error::{CallerError, Operand, Result};
 use super::hash::digest;
 use super::weight::Weight;
 
-/// Weights whose f32 sums are held at a time, one tile for each thread: a tile stays in the first-level cache.
+/// Weights per tile of f32 sums. Each thread works on one tile at a time; a tile fits into the first-level cache.
 const TILE: usize = 4096;
 
-/// Weights `[P]` that every rank holds, all finite, with a fingerprint by which a stream names them.
+/// The shared expert: weights `[P]`, all finite, with a fingerprint that identifies them in a stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SharedExpert<T> {
     weights: Vec<T>,
@@ -20,12 +20,13 @@ impl<T: Weight> SharedExpert<T> {
     /// The mean of N experts of P weights each.
     ///
     /// For each index `i`, in f32: `sum = e[0][i]`, then `sum += e[n][i]` for n = 1 .. N in this order, then
-    /// `sum / N`, rounded to `T` (nearest even). The same bits for any number of threads; the mean of one expert is
-    /// that expert.
+    /// `sum / N`, rounded to `T` (to nearest, ties to even). The result has the same bits for any number of threads.
+    /// The mean of one expert is that expert.
     ///
     /// # Errors
-    /// [`CallerError::NoExperts`]; [`CallerError::Length`] when they differ in length; [`CallerError::TooLong`];
-    /// [`CallerError::NotFinite`] for a NaN or an infinity among the weights, or a sum beyond f32.
+    /// [`CallerError::NoExperts`] when the list is empty. [`CallerError::Length`] when the experts differ in length.
+    /// [`CallerError::TooLong`] when P exceeds `u32::MAX`. [`CallerError::NotFinite`] when a weight is NaN or infinite,
+    /// or a sum overflows f32.
     pub fn mean_of(experts: &[&[T]]) -> Result<Self> {
         let [first, others @ ..] = experts else { return Err(CallerError::NoExperts.into()) };
         for (place, expert) in experts.iter().enumerate() {
@@ -68,10 +69,10 @@ impl<T: Weight> SharedExpert<T> {
         }
     }
 
-    /// Takes weights that were computed elsewhere: received from another rank, or read from a checkpoint.
+    /// Makes a shared expert of existing weights `[P]`, received from another rank or read from a checkpoint.
     ///
     /// # Errors
-    /// [`CallerError::TooLong`]; [`CallerError::NotFinite`].
+    /// [`CallerError::TooLong`] when P exceeds `u32::MAX`. [`CallerError::NotFinite`] when a weight is NaN or infinite.
     pub fn from_weights(weights: Vec<T>) -> Result<Self> {
         check_indexable(weights.len())?;
         let bad = weights
@@ -90,7 +91,7 @@ impl<T: Weight> SharedExpert<T> {
         &self.weights
     }
 
-    /// A hash of the weights' bytes, by which a stream names the shared expert that it was encoded against.
+    /// A hash of the bytes of the weights. A stream holds the fingerprint of the shared expert it was encoded against.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
@@ -110,7 +111,7 @@ fn check_indexable(elements: usize) -> Result<()> {
 }
 
 fn first_not_finite<T: Weight>(weights: &[T]) -> Option<usize> {
-    // The fold has no early exit, so it is vectorised; the search runs once at most.
+    // The fold has no early exit, so that it is vectorised. The search runs at most once.
     let all_finite = weights.iter().fold(true, |all, weight| all & weight.to_f32().is_finite());
     if all_finite { None } else { weights.iter().position(|weight| !weight.to_f32().is_finite()) }
 }
@@ -123,7 +124,7 @@ mod tests {
 
     #[test]
     fn sums_in_the_order_of_the_experts() {
-        // 1e8 swallows a 1 that is added after it, not two that were summed before.
+        // Adding 4 to 1e8 leaves 1e8 unchanged in f32; adding 1e8 to the sum 4 + 4 does not.
         let mean = |values: [f32; 4]| {
             let experts = values.map(|value| [value]);
             let experts: Vec<&[f32]> = experts.iter().map(|expert| &expert[..]).collect();
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn mean_is_the_scalar_formula_whatever_the_tiles() {
+    fn mean_equals_the_scalar_formula_for_any_number_of_tiles() {
         for length in [0, 1, TILE - 1, TILE, 2 * TILE + 77] {
             let experts: Vec<Vec<u16>> = (0..3_u32)
                 .map(|n| (0..length).map(|i| f32_to_bf16((i as f32 * 0.37 + n as f32).sin())).collect())
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn names_the_first_weight_that_is_not_finite() {
+    fn an_error_has_the_index_of_the_first_weight_that_is_not_finite() {
         let mut experts = [vec![1.0_f32; 10_000], vec![2.0; 10_000]];
         experts[1][9_000] = f32::NAN;
         experts[0][9_001] = f32::INFINITY;
@@ -175,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_no_experts_and_uneven_ones() {
+    fn an_empty_list_and_experts_of_different_lengths_are_refused() {
         assert_eq!(SharedExpert::<f32>::mean_of(&[]), Err(Error::Caller(CallerError::NoExperts)));
         let what = Operand::ExpertOfMean(1);
         assert_eq!(

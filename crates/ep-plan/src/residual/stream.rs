@@ -1,11 +1,11 @@
-//! The bytes of a stream: its header, and where the sections of its payload are. All numbers are little-endian.
+//! The byte layout of a stream: its header, and the sections of its payload. All numbers are little-endian.
 //!
 //! | offset | bytes | header |
 //! |---|---|---|
 //! | 0 | 4 | `EPSR` |
 //! | 4 | 1 | version, 1 |
 //! | 5 | 3 | codes of the weights' type, the index format and the value format |
-//! | 8 | 8 | P, weights |
+//! | 8 | 8 | P, the number of weights |
 //! | 16 | 8 | bytes of the payload |
 //! | 24 | 8 | fingerprint of the shared expert |
 //! | 32 | 8 | checksum: XXH64 of bytes 0 .. 32, seeded with the payload's digest |
@@ -14,10 +14,10 @@
 //!
 //! | section | when | bytes |
 //! |---|---|---|
-//! | entries kept, u32 | always | 4 |
+//! | number of kept residuals (entries), u32 | always | 4 |
 //! | entries of each block, u32; in `Rice` the upper 8 bits are the block's parameter | `U16`, `Rice` | 4 n |
 //! | bytes of each block's indices, u16 | `Rice` | 2 n |
-//! | the bf16 magnitude that each block's values start from, u16 | `Bf16Rice` | 2 n |
+//! | smallest bf16 magnitude of each block, from which its values count, u16 | `Bf16Rice` | 2 n |
 //! | bytes of each block's values, u32; the upper 8 bits are the block's parameter | `Bf16Rice` | 4 n |
 //! | indices, block by block | always | |
 //! | values, block by block | always | |
@@ -31,35 +31,35 @@ use super::hash::{digest, xxh64};
 const MAGIC: [u8; 4] = *b"EPSR";
 const VERSION: u8 = 1;
 const HEADER: usize = HEADER_BYTES as usize;
-/// Where the checksum is: after all that it covers of the header.
+/// Offset of the checksum, which follows the part of the header that it covers.
 const CHECKED: usize = HEADER - 8;
 
-/// What a stream says about itself.
+/// The contents of a stream's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamInfo {
-    /// The weights' type.
+    /// The type of the weights.
     pub element: Element,
-    /// How its entries are written.
+    /// How the kept residuals are written.
     pub format: Format,
-    /// P, the weights of the expert.
+    /// P: number of weights of the expert.
     pub elements: usize,
-    /// Residuals that were kept.
+    /// Number of residuals in the stream.
     pub kept: usize,
-    /// Bytes of the whole stream: where the next one starts in a concatenation.
+    /// Bytes of the whole stream, header included. In a concatenation, the next stream starts here.
     pub bytes: usize,
-    /// Fingerprint of the shared expert that it was encoded against.
+    /// Fingerprint of the shared expert that the stream was encoded against.
     pub shared: u64,
 }
 
-/// Reads the header at the start of `bytes`, which may go on after the stream, and checks the checksum.
+/// Reads the header of the stream at the start of `bytes` and verifies the checksum. More bytes may follow the stream.
 ///
 /// # Errors
-/// [`Corruption`].
+/// [`Error::Corrupted`](super::Error::Corrupted) when the bytes are not a whole stream.
 pub fn inspect(bytes: &[u8]) -> Result<StreamInfo> {
     Ok(open(bytes)?.0)
 }
 
-/// As [`inspect`], and gives the payload after the count.
+/// Like [`inspect`], and also returns the payload after its count of entries.
 pub(super) fn open(bytes: &[u8]) -> Result<(StreamInfo, &[u8])> {
     let found = bytes.len() as u64;
     let truncated = |needed| Corruption::Truncated { needed, found };
@@ -94,7 +94,7 @@ pub(super) fn open(bytes: &[u8]) -> Result<(StreamInfo, &[u8])> {
     Ok((info, payload))
 }
 
-/// Fills in the header of a stream whose payload follows [`HEADER_BYTES`] bytes of room for it.
+/// Writes the header into the first [`HEADER_BYTES`] bytes of a stream, which the payload follows.
 pub(super) fn seal(stream: &mut [u8], element: Element, format: Format, elements: usize, shared: u64) {
     let Some((header, payload)) = stream.split_first_chunk_mut::<HEADER>() else { return };
     header[..4].copy_from_slice(&MAGIC);
@@ -114,6 +114,21 @@ pub(super) fn seal(stream: &mut [u8], element: Element, format: Format, elements
     };
     header[4..8].copy_from_slice(&[VERSION, element, index, value]);
     header[8..16].copy_from_slice(&(elements as u64).to_le_bytes());
+    header[16..24].copy_from_slice(&(payload.len() as u64).to_le_bytes());
+    header[24..32].copy_from_slice(&shared.to_le_bytes());
+    let checksum = checksum(header, payload);
+    header[CHECKED..].copy_from_slice(&checksum.to_le_bytes());
+}
+
+/// Makes damaged bytes pass the checks of the header: magic, version, lengths, fingerprint and checksum. Without it,
+/// the checksum would reject random bytes before the code that fuzzing shall reach. Bytes shorter than a header are
+/// left unchanged.
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub fn reseal(stream: &mut [u8], shared: u64) {
+    let Some((header, payload)) = stream.split_first_chunk_mut::<HEADER>() else { return };
+    header[..4].copy_from_slice(&MAGIC);
+    header[4] = VERSION;
     header[16..24].copy_from_slice(&(payload.len() as u64).to_le_bytes());
     header[24..32].copy_from_slice(&shared.to_le_bytes());
     let checksum = checksum(header, payload);
@@ -150,7 +165,7 @@ fn value_format(code: u8) -> Result<ValueFormat, Corruption> {
     }
 }
 
-/// Bytes, and the parameter of the Rice code that they are in, if so.
+/// Bytes of a block's indices or values, and their Rice parameter (0 in formats without a Rice code).
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Coded<'a> {
     pub(super) bytes: &'a [u8],
@@ -162,18 +177,19 @@ pub(super) struct Coded<'a> {
 pub(super) struct BlockBytes<'a> {
     /// Number of the block.
     pub(super) block: usize,
-    /// Entries kept, at most [`BLOCK`].
+    /// Entries of the block, at most [`BLOCK`].
     pub(super) count: usize,
     pub(super) indices: Coded<'a>,
     pub(super) values: Coded<'a>,
-    /// The bf16 magnitude that the values' distances start from.
+    /// The smallest bf16 magnitude of the block: in `Bf16Rice`, values are distances from it.
     pub(super) base: u16,
 }
 
-/// Cuts a payload, as [`open`] gives it, into its blocks.
+/// Splits a payload, as [`open`] returns it, into its blocks.
 ///
 /// # Errors
-/// [`Corruption::Sections`] when they do not fill it exactly, or 32-bit indices are not ascending or in range.
+/// [`Corruption::Sections`] when the blocks do not fill the payload exactly, or when 32-bit indices are not ascending
+/// or out of range.
 pub(super) fn blocks(info: StreamInfo, payload: &[u8]) -> Result<Vec<BlockBytes<'_>>, Corruption> {
     let Format { index, value } = info.format;
     let n = info.elements.div_ceil(BLOCK);
@@ -222,7 +238,7 @@ pub(super) fn blocks(info: StreamInfo, payload: &[u8]) -> Result<Vec<BlockBytes<
     if rest.is_empty() && kept == info.kept { Ok(blocks) } else { Err(Corruption::Sections) }
 }
 
-/// Where a list of ascending 32-bit indices passes from block to block.
+/// Finds the borders of the blocks in a list of ascending 32-bit indices.
 #[derive(Debug, Default)]
 struct Borders<'a> {
     rest: &'a [[u8; 4]],
@@ -231,14 +247,14 @@ struct Borders<'a> {
 impl<'a> Borders<'a> {
     fn of(indices: &'a [[u8; 4]]) -> Result<Self, Corruption> {
         let later = indices.get(1..).unwrap_or_default();
-        // No early exit: a stream is in order but for damage, and so the loop is vectorised.
+        // No early exit, so that the loop is vectorised: only damaged streams are out of order.
         let pairs = indices.iter().zip(later);
         let ascending =
             pairs.fold(true, |all, (&a, &b)| all & (u32::from_le_bytes(a) < u32::from_le_bytes(b)));
         if ascending { Ok(Self { rest: indices }) } else { Err(Corruption::Sections) }
     }
 
-    /// Indices below the end of this block that were not taken by the blocks before it.
+    /// Takes the indices below the end of this block off the list and counts them. Blocks must come in order.
     fn entries_of(&mut self, block: usize) -> usize {
         let count = self.rest.partition_point(|&index| u32::from_le_bytes(index) as usize / BLOCK <= block);
         self.rest = &self.rest[count..];
@@ -246,7 +262,7 @@ impl<'a> Borders<'a> {
     }
 }
 
-/// A number of 24 bits and a Rice parameter in one word of a directory.
+/// Packs a 24-bit number and a Rice parameter into one word of the payload's directory.
 pub(super) fn join_word(number: usize, parameter: u32) -> [u8; 4] {
     (number as u32 | parameter << 24).to_le_bytes()
 }

@@ -1,4 +1,4 @@
-//! The codec as a whole against a slow, obvious form of it.
+//! Compares the codec with a slow implementation of its definition.
 
 use ep::numeric::{bf16_to_f32, f32_to_bf16};
 use proptest::prelude::*;
@@ -16,7 +16,7 @@ fn formats() -> impl Iterator<Item = Format> {
     indices.into_iter().flat_map(move |index| values.map(|value| Format { index, value }))
 }
 
-/// Shared weights about 0.02, and an expert about 0.01 from them, both bell-shaped.
+/// Bell-shaped random weights: shared weights of about 0.02, and an expert that differs from them by about 0.01.
 fn weights<T: Weight>(length: usize, seed: u64) -> (SharedExpert<T>, Vec<T>) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut bell = |scale: f32| scale * (0..6).map(|_| rng.random::<f32>() - 0.5).sum::<f32>();
@@ -46,7 +46,7 @@ fn bits<T: Weight>(weights: &[T]) -> &[u8] {
     bytemuck::cast_slice(weights)
 }
 
-/// Indices in the order of keeping, by sorting.
+/// Indices in the order in which residuals are kept, by sorting.
 fn order<T: Weight>(expert: &[T], shared: &[T]) -> Vec<usize> {
     let magnitude = |i: usize| (expert[i].to_f32() - shared[i].to_f32()).abs();
     let mut order: Vec<usize> = (0..expert.len()).collect();
@@ -54,7 +54,7 @@ fn order<T: Weight>(expert: &[T], shared: &[T]) -> Vec<usize> {
     order
 }
 
-/// What decoding gives by definition.
+/// The decoded weights by definition.
 fn expected<T: Weight>(expert: &[T], shared: &[T], kept: &[usize], value: ValueFormat) -> Vec<T> {
     let mut out = shared.to_vec();
     for &i in kept {
@@ -109,7 +109,7 @@ fn every_format_decodes_to_the_definition() {
 
 #[test]
 fn the_error_is_the_dropped_residual() {
-    // The differences of these bf16 weights are exact in f32, and so is their sum: a kept weight comes back as it was.
+    // Differences of these bf16 weights are exact in f32, and so are their sums: kept weights are restored exactly.
     let (shared, expert) = weights::<u16>(100_000, 3);
     let residual = |i: usize| f64::from(bf16_to_f32(expert[i]) - bf16_to_f32(shared.weights()[i]));
     let order = order(&expert, shared.weights());
@@ -132,7 +132,7 @@ fn the_error_is_the_dropped_residual() {
 
 #[test]
 fn streams_have_the_sizes_of_the_formulas() {
-    // Cheap residuals: what they are does not matter here.
+    // Residuals that are cheap to compute: their values do not matter here.
     let mixed = |i: usize| (i as u32).wrapping_mul(2_654_435_761) >> 9;
     let format = Format { index: IndexFormat::U32, value: ValueFormat::F32 };
     let expert: Vec<f32> = (0..4_718_592).map(|i| mixed(i) as f32).collect();
@@ -154,7 +154,7 @@ fn codes_are_as_small_as_expected() {
         let format = Format { index: IndexFormat::Rice, value };
         (8.0 * encode(exact(k, format), &expert, &shared).0.len() as f64 / k as f64, format.entry_bits(0.01))
     };
-    // Beside the codes: 40 + 4 bytes, 6 for each block, and on average half a byte to fill up its last one.
+    // In addition to the codes: 40 + 4 bytes, 6 bytes per block, and on average half a byte of padding per block.
     let (bits, expected) = entry_bits(ValueFormat::Bf16);
     assert!((bits - expected - (44.0 + 8.0 * 6.5) * 8.0 / k as f64).abs() < 0.03, "{bits} {expected}");
     let (bits, expected) = entry_bits(ValueFormat::Bf16Rice);
@@ -193,12 +193,12 @@ fn approximate_keeps_the_largest_and_at_most_k() {
         let encoder = Encoder { k, selection: Selection::Approximate, format: Format::SMALLEST };
         let (bytes, stats) = encode(encoder, &expert, &shared);
         assert!(stats.kept <= k);
-        // 2 s less than k is aimed at; 5 s more is far out, and the sample always is the same.
+        // The selection aims at k (1 - 2 s); 5 s below that is far out. The sample is always the same.
         let s = (expert.len() as f64 / (262_144.0 * k.max(1) as f64)).sqrt();
         assert!(stats.kept as f64 >= k as f64 * (1.0 - 7.0 * s), "{} of {k}", stats.kept);
         assert_eq!(bytes, encode(exact(stats.kept, Format::SMALLEST), &expert, &shared).0);
     }
-    // Where nothing sets residuals apart, the threshold lets all pass, and the first k are kept.
+    // If all residuals are equal, all pass the threshold, and the first k are kept.
     let shared = SharedExpert::from_weights(vec![1.0; expert.len()]).unwrap();
     let encoder = Encoder { k: 3000, selection: Selection::Approximate, format: Format::SMALLEST };
     assert_eq!(encode(encoder, &vec![2.0; expert.len()], &shared).1.kept, 3000);
@@ -223,7 +223,7 @@ fn zeros_subnormals_and_equal_values() {
             check_every_format(&shared, &expert, &[0, 1, 50, expert.len()]);
         }
     }
-    // Of equal magnitudes, across blocks and signs, the lower indices.
+    // Of equal magnitudes, the lower indices are kept, across blocks and signs.
     let expert: Vec<f32> = (0..2 * BLOCK).map(|i| if i % 2 == 0 { 1.0 } else { -1.0 }).collect();
     let shared = SharedExpert::from_weights(vec![0.0; expert.len()]).unwrap();
     let (bytes, _) = encode(exact(BLOCK + 3, Format::SMALLEST), &expert, &shared);
@@ -233,7 +233,7 @@ fn zeros_subnormals_and_equal_values() {
 }
 
 #[test]
-fn names_what_is_not_finite_and_leaves_the_output_alone() {
+fn values_that_are_not_finite_are_reported_and_the_output_is_unchanged() {
     let length = 2 * BLOCK;
     let refused = |expert: &[f32], shared: &SharedExpert<f32>, k, value, what, index| {
         let mut out = vec![1, 2, 3];
@@ -248,7 +248,7 @@ fn names_what_is_not_finite_and_leaves_the_output_alone() {
     for k in [0, 1, 100, length] {
         refused(&expert, &shared, k, ValueFormat::F32, Operand::Expert, BLOCK + 5);
     }
-    // Finite weights whose difference, or whose rounded residual, is not.
+    // Finite weights whose difference, or whose rounded residual, is not finite.
     let shared = SharedExpert::from_weights(vec![-f32::MAX; 10]).unwrap();
     let mut expert = vec![-1.0; 10];
     expert[7] = f32::MAX;
@@ -267,7 +267,7 @@ fn check_every_format_of_f32_values(shared: &SharedExpert<f32>, expert: &[f32]) 
 }
 
 #[test]
-fn misuse_is_the_callers_fault() {
+fn wrong_arguments_are_errors_of_the_caller() {
     let (shared, expert) = weights::<f32>(100, 8);
     let (other, _) = weights::<f32>(100, 9);
     let (longer, _) = weights::<f32>(101, 8);
@@ -327,7 +327,7 @@ fn truncated_or_changed_streams_are_refused() {
     }
 }
 
-/// Decodes a payload under a header that fits it: what is left to find is in the payload itself.
+/// Decodes a payload under a matching header, so that only defects of the payload itself can cause an error.
 fn decode_sealed(mut stream: Vec<u8>, format: Format, shared: &SharedExpert<f32>) -> Result<Vec<f32>> {
     seal(&mut stream, f32::ELEMENT, format, shared.weights().len(), shared.fingerprint());
     let decoded = decode(&stream, shared);
@@ -363,7 +363,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
     #[test]
-    fn any_weights(
+    fn any_weights_decode_to_the_definition(
         pairs in prop::collection::vec((finite(), finite()), 0..200), part in 0.0..=1.0_f64,
     ) {
         let (expert, shared): (Vec<f32>, Vec<f32>) = pairs.into_iter().unzip();

@@ -1,15 +1,15 @@
-//! The element types of experts' weights.
+//! The element types of expert weights.
 
 use ep::Element;
 use ep::numeric::{bf16_to_f32, f32_to_bf16};
 
-/// A weight: `f32`, or `u16` as the bits of a bf16 (as everywhere in [`ep::numeric`]).
+/// The type of a weight: `f32`, or `u16` that holds the bits of a bf16, as in [`ep::numeric`].
 pub trait Weight: bytemuck::Pod + Send + Sync + sealed::Sealed {
-    /// What the type stands for.
+    /// The element type that the Rust type represents.
     const ELEMENT: Element;
-    /// Widens to f32; exact.
+    /// Converts to f32. The conversion is exact.
     fn to_f32(self) -> f32;
-    /// Rounds to nearest, ties to even; exact for f32.
+    /// Rounds an f32 to nearest, ties to even. For `f32` this is the identity.
     fn from_f32(value: f32) -> Self;
 }
 

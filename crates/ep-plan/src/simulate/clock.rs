@@ -1,14 +1,14 @@
-//! Numbers as keys of a heap, and what counts as one point in time.
+//! Points in time: ordering for heaps, and equality up to rounding.
 
 use std::cmp::Ordering;
 
-/// Whether two points in time are one but for rounding. What happens at one time happens before anything is decided
-/// that depends on it, so that the last digit of a sum decides nothing.
+/// Whether two points in time are equal up to rounding. The engine processes all events of one time before it starts
+/// anything new, so that rounding does not affect the order of decisions.
 pub(crate) fn at_once(now: f64, later: f64) -> bool {
     later <= now * (1.0 + 1e-12)
 }
 
-/// A point in time (or of service received) that a heap can order; never NaN.
+/// A point in time, or an amount of service, that a heap can order. It is never NaN.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Instant(pub(crate) f64);
 

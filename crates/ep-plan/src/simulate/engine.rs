@@ -1,4 +1,4 @@
-//! The event loop: every actor runs the program on its streams, groups wait for their members, links are shared.
+//! The event loop. Every actor runs the program on its streams, groups wait for their members, and flows share links.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -14,7 +14,7 @@ use super::timeline::{Span, Timeline};
 use super::world::{Route, World};
 use crate::units::{Bytes, Seconds};
 
-/// What the engine is started with.
+/// The input of the engine.
 pub(crate) struct Setup<'a> {
     pub(crate) world: &'a World,
     pub(crate) program: &'a Program,
@@ -22,13 +22,13 @@ pub(crate) struct Setup<'a> {
     pub(crate) recorder: Option<Recorder>,
 }
 
-/// Where spans go: the tracks of recorded actors and links.
+/// The recorded timeline, and the tracks of recorded actors and links.
 #[derive(Debug, Default)]
 pub(crate) struct Recorder {
     pub(crate) timeline: Timeline,
-    /// First of an actor's three stream tracks, for each GPU that it stands for.
+    /// For each actor, the first of the stream tracks of each recorded GPU that it represents.
     pub(crate) actors: HashMap<u32, Vec<usize>>,
-    /// Tracks of a link, and since when it is busy.
+    /// The tracks of each recorded link, and the start of its current busy time.
     pub(crate) links: HashMap<u32, LinkRecord>,
 }
 
@@ -38,39 +38,39 @@ pub(crate) struct LinkRecord {
     busy_since: Option<f64>,
 }
 
-/// What the engine counted.
+/// The results of the engine.
 #[derive(Debug)]
 pub(crate) struct Counts {
     pub(crate) end: f64,
     pub(crate) events: u64,
     pub(crate) flows: u64,
-    /// Busy time by actor and phase.
+    /// Busy time of each actor by phase.
     pub(crate) busy: Vec<[f64; Phase::ALL.len()]>,
-    /// Bytes and busy time by link.
+    /// Bytes and busy time of each link.
     pub(crate) links: Vec<(f64, f64)>,
     pub(crate) timeline: Option<Timeline>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// An actor's stream is done with an operation.
+    /// (actor, operation): the actor has finished a computation.
     Computed(u32, u32),
-    /// An actor has started its messages.
+    /// (actor, operation): the actor has started the messages of an exchange.
     Started(u32, u32),
-    /// The last acknowledgement of a group's exchange arrived.
+    /// (operation, group): the last acknowledgement of the group's exchange has arrived.
     Exchanged(u32, u32),
-    /// A flow on a pipe ends, unless the pipe changed since.
+    /// (pipe, version): a flow on the pipe ends, unless the pipe has a newer version.
     PipeEnd(u32, u32),
 }
 
-/// One actor's stream.
+/// The state of one stream of an actor.
 #[derive(Debug, Clone, Default)]
 struct StreamState {
     running: Option<u32>,
     since: f64,
-    /// What could start, by rank; the last is next.
+    /// Operations that are ready to start, as (rank, operation). The last entry is the next to start.
     ready: Vec<Reverse<(u32, u32)>>,
-    /// Flows of the running exchange that have not ended.
+    /// Number of flows of the running exchange that have not ended.
     open: u32,
 }
 
@@ -81,25 +81,28 @@ struct Engine<'a> {
     recorder: Option<Recorder>,
     now: f64,
     queue: BinaryHeap<Reverse<(Instant, u64, Event)>>,
-    /// Numbers events, so that of several at one time the first is first.
+    /// Number of scheduled events. Events of one time are processed in the order in which they were scheduled.
     sequence: u64,
     streams: Vec<[StreamState; Stream::COUNT]>,
+    /// For each operation and actor, the completed operations that it waited for.
     waits: Vec<Tally>,
+    /// For each operation and group, the members that have sent.
     arrivals: Vec<Tally>,
-    /// By operation, its grouping.
+    /// The grouping of each exchange.
     groupings: Vec<usize>,
     pipes: Vec<Pipe>,
     mesh: Mesh,
-    /// Number of each link's mesh link, and back.
+    /// For each link, its number in the mesh.
     to_mesh: Vec<u32>,
+    /// For each link of the mesh, its number in the world.
     from_mesh: Vec<u32>,
-    /// Actors whose streams may have something to start, once all that happens now has happened.
+    /// Actors whose streams may start an operation after all events of the current time.
     wake: Vec<u32>,
     ended: Vec<Tag>,
     counts: Counts,
 }
 
-/// A count per actor or group, there only while it is in use.
+/// One counter per actor or group. The counters are allocated only while they are in use.
 #[derive(Debug, Default)]
 struct Tally {
     counts: Option<Box<[u32]>>,
@@ -107,7 +110,8 @@ struct Tally {
 }
 
 impl Tally {
-    /// Counts one more; says whether that makes `wanted`. Memory goes when all `entries` are there.
+    /// Increments a counter and returns whether it has reached `wanted`. When all `entries` counters have reached it,
+    /// they are freed.
     fn arrive(&mut self, entry: u32, wanted: u32, entries: usize) -> bool {
         let counts = self.counts.get_or_insert_with(|| vec![0; entries].into_boxed_slice());
         counts[entry as usize] += 1;
@@ -174,7 +178,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Everything that waits for nothing may start.
+    /// Makes the operations without dependencies ready.
     fn start(&mut self) {
         for (number, operation) in self.program.operations.iter().enumerate() {
             if operation.waits_for == 0 {
@@ -191,7 +195,8 @@ impl<'a> Engine<'a> {
             let flow = self.mesh.next_end();
             let next = event.unwrap_or(f64::INFINITY).min(flow.unwrap_or(f64::INFINITY));
             if !at_once(self.now, next) {
-                // All that happens now has happened: first what it lets begin, then the rates that follow.
+                // All events of the current time are processed. Start the operations that became ready, then compute
+                // the new rates.
                 if let Some(actor) = self.wake.pop() {
                     (0..Stream::COUNT).for_each(|stream| self.start_next(actor, stream));
                     continue;
@@ -260,7 +265,7 @@ impl<'a> Engine<'a> {
         ready.insert(place, entry);
     }
 
-    /// All that waited only for this may start.
+    /// Makes the operations ready that waited only for this one.
     fn complete(&mut self, actor: u32, number: u32) {
         self.counts.end = self.counts.end.max(self.now);
         for &successor in &self.operation(number).successors {
@@ -293,7 +298,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// How many times longer than planned a computation takes.
+    /// The duration of a computation over its planned duration: straggler times jitter.
     fn slowness(&mut self, actor: u32, number: u32) -> f64 {
         let gpu = self.world.kinds.first[actor as usize];
         let factor = self.jitter.as_mut().map_or(1.0, |jitter| jitter.factor(gpu, number));
@@ -354,7 +359,7 @@ impl<'a> Engine<'a> {
         self.ended = ended;
     }
 
-    /// An actor has sent all of an exchange; the last of its group to do so ends it.
+    /// Notes that an actor has sent its part of an exchange. The last actor of the group ends the exchange.
     fn arrive(&mut self, actor: u32, number: u32) {
         let Task::Exchange(_, exchange, _) = &self.operation(number).task else { return };
         let grouping = self.world.grouping(self.groupings[number as usize]);
@@ -370,7 +375,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// The stream is free again; what it did is booked.
+    /// Frees the stream, and adds the finished operation to the busy times and the timeline.
     fn release(&mut self, actor: u32, number: u32) {
         let operation = self.operation(number);
         let state = &mut self.streams[actor as usize][operation.stream as usize];
@@ -417,7 +422,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Notes when a recorded link becomes busy, and that it was when it becomes idle.
+    /// For a recorded link, notes when it becomes busy, and records a span when it becomes idle.
     fn note_link(&mut self, link: u32) {
         let Some(recorder) = &mut self.recorder else { return };
         let Some(entry) = recorder.links.get_mut(&link) else { return };

@@ -1,39 +1,39 @@
 //! Max-min fair shares by progressive filling.
 //!
-//! All flows grow at the same pace until a link is full; the flows through it stay at what they have, and the
-//! others grow on. The result is the only allocation in which no flow can get more without taking from one that
-//! has no more than itself. Flows of a higher priority are served first; the others share what is left, in the same
-//! way.
+//! The rates of all flows grow equally until a link is full. The flows through that link keep their rates; the others
+//! continue to grow. The result is the unique allocation in which no flow can get a higher rate without lowering that
+//! of a flow with an equal or lower rate. Flows of higher priority are allocated first; flows of lower priority share
+//! the remaining bandwidth in the same way.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::clock::Instant;
 
-/// Who comes first on a link: 0, then 1, then 2.
+/// Priority of a flow on a link: 0 is the highest, 2 the lowest.
 pub(crate) type Priority = u8;
 
-/// Priorities that there are.
+/// Number of priorities.
 pub(crate) const PRIORITIES: usize = 3;
 
-/// How many equal flows of a bundle cross one link.
+/// A link that a bundle crosses, and the number of its flows that do.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Crossing {
     pub(crate) link: u32,
     pub(crate) count: f64,
 }
 
-/// A bundle of equal flows, by what each of them crosses.
+/// A bundle of equal flows with the links that it crosses.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Demand<'a> {
     pub(crate) path: &'a [Crossing],
     pub(crate) priority: Priority,
 }
 
-/// The rate of one flow of each bundle.
+/// The rate of one flow of each bundle, in bytes per second.
 ///
-/// `O(n log n)` in the crossings: each link leaves a heap at most once per flow through it that another link held
-/// back.
+/// The function takes `O(n log n)` time in the number of crossings: a link leaves the heap at most once per flow
+/// through it that another link limits.
 pub(crate) fn fair_rates(capacities: &[f64], demands: &[Demand<'_>]) -> Vec<f64> {
     let mut rates = vec![0.0; demands.len()];
     let mut left = capacities.to_vec();
@@ -54,7 +54,7 @@ fn fill(capacities: &[f64], left: &mut [f64], demands: &[Demand<'_>], chosen: &[
         weights[crossing.link as usize] += crossing.count;
         growing[crossing.link as usize] += 1;
     }
-    // The flows through each link, one link after the other in one list.
+    // `through` lists the flows through each link, link by link.
     let mut ends = growing.clone();
     (1..ends.len()).for_each(|link| ends[link] += ends[link - 1]);
     let mut through = vec![0u32; ends.last().copied().unwrap_or(0)];
@@ -77,7 +77,7 @@ fn fill(capacities: &[f64], left: &mut [f64], demands: &[Demand<'_>], chosen: &[
         if growing[full] == 0 {
             continue;
         }
-        // A share only grows while others settle, so that a stale entry is too low and comes again.
+        // The share of a link only grows while flows settle. An entry with an outdated share is too low: push it again.
         let now = share(left[full], weights[full]);
         if now > seen {
             heap.push(Reverse((now, full)));
@@ -94,7 +94,7 @@ fn fill(capacities: &[f64], left: &mut [f64], demands: &[Demand<'_>], chosen: &[
                 growing[link] -= 1;
                 weights[link] = if growing[link] == 0 { 0.0 } else { weights[link] - crossing.count };
                 left[link] -= now.0 * crossing.count;
-                // What rounding leaves of a full link is not worth sharing.
+                // Capacity below this is a rounding error of a full link.
                 if left[link] < 1e-12 * capacities[link] {
                     left[link] = 0.0;
                 }
@@ -123,23 +123,24 @@ mod tests {
         assert!(rates(&[12.0], &[]).is_empty());
     }
 
-    /// The parking lot: one long flow over three links, one short flow on each.
+    /// The parking-lot topology: one long flow over three links, one short flow on each.
     #[test]
-    fn a_parking_lot() {
+    fn a_long_flow_shares_each_of_its_links_with_a_short_flow() {
         assert_eq!(rates(&[1.0, 1.0, 1.0], &[&[0, 1, 2], &[0], &[1], &[2]]), [0.5; 4]);
-        // The narrowest link holds the long flow back; the others give the rest to the short ones.
+        // The narrowest link limits the long flow; on the other links the short flows get the rest.
         assert_eq!(rates(&[1.0, 4.0, 3.0], &[&[0, 1, 2], &[0], &[1], &[2]]), [0.5, 0.5, 3.5, 2.5]);
     }
 
-    /// Bertsekas and Gallager's kind of example: who is held back elsewhere leaves more to the rest.
+    /// An example in the style of Bertsekas and Gallager: a flow limited on another link leaves more to the other
+    /// flows.
     #[test]
-    fn what_one_cannot_use_the_others_get() {
+    fn bandwidth_that_a_limited_flow_cannot_use_goes_to_the_others() {
         let found = rates(&[10.0, 2.0], &[&[0], &[0], &[0, 1], &[1]]);
         assert_eq!(found, [4.5, 4.5, 1.0, 1.0]);
     }
 
     #[test]
-    fn a_bundle_weighs_as_its_flows() {
+    fn a_bundle_gets_the_rate_of_its_flows() {
         let three = [Crossing { link: 0, count: 3.0 }];
         let one = [Crossing { link: 0, count: 1.0 }];
         let demands = [Demand { path: &three, priority: 1 }, Demand { path: &one, priority: 1 }];

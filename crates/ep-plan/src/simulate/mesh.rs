@@ -1,7 +1,7 @@
-//! Links that flows cross several of: a flow's rate depends on what all its links carry.
+//! Links for flows that cross several of them: the rate of a flow depends on all links of its path.
 //!
-//! When flows come or go, only the flows that are connected to them through shared links can change their rates.
-//! These are collected, brought up to date and given new fair shares; the rest of the network is not touched.
+//! When flows start or end, only the rates of flows that are connected to them through shared links can change. The
+//! mesh collects these flows, updates them and computes new fair rates; the rest of the network is not touched.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -16,11 +16,11 @@ pub(crate) struct Mesh {
     links: Vec<Link>,
     flows: Vec<Flow>,
     free: Vec<u32>,
-    /// Links whose flows came or went since rates were last computed.
+    /// Links on which flows started or ended since rates were last computed.
     changed: Vec<u32>,
-    /// Ends of flows, with the version of the flow that they hold for.
+    /// Ends of flows. An entry (time, flow, version) is valid while the flow has that version.
     ends: BinaryHeap<Reverse<(Instant, u32, u32)>>,
-    /// Flows whose rates were computed, each time that they were.
+    /// Number of computed rates, summed over all computations.
     recomputed: u64,
 }
 
@@ -28,13 +28,14 @@ pub(crate) struct Mesh {
 struct Link {
     capacity: f64,
     flows: Vec<u32>,
-    /// Sum of the rates of what crosses it, and since when.
+    /// Sum of the rates of the link's flows, valid since `since`.
     rate: f64,
     since: f64,
     carried: f64,
     busy: f64,
-    /// The round of collecting in which it was found last.
+    /// The last round of [`Mesh::connected`] that found the link.
     seen: u64,
+    /// Index of the link in that round.
     local: u32,
 }
 
@@ -51,7 +52,7 @@ struct Flow {
 }
 
 impl Mesh {
-    /// Adds a link and says its number.
+    /// Adds a link and returns its number.
     pub(crate) fn add_link(&mut self, capacity: f64) -> u32 {
         let flows = Vec::new();
         self.links.push(Link {
@@ -67,7 +68,7 @@ impl Mesh {
         (self.links.len() - 1) as u32
     }
 
-    /// Lets a bundle of flows begin, `bytes` each. Rates are computed by [`Mesh::settle`].
+    /// Starts a bundle of flows of `bytes` each. [`Mesh::settle`] computes the rates.
     pub(crate) fn add(&mut self, now: f64, path: Vec<Crossing>, bytes: f64, priority: Priority, tag: Tag) {
         let (version, flow) = match self.free.pop() {
             Some(flow) => (self.flows[flow as usize].version.wrapping_add(1), flow),
@@ -77,7 +78,7 @@ impl Mesh {
             self.links[crossing.link as usize].flows.push(flow);
             self.changed.push(crossing.link);
         }
-        // No rate yet: whatever it gets is a change.
+        // The rate -1 differs from every real rate, so that `set_rate` notices the first one.
         let entry = Flow { path, left: bytes, rate: -1.0, since: now, priority, tag, version, seen: 0 };
         match self.flows.get_mut(flow as usize) {
             Some(slot) => *slot = entry,
@@ -85,7 +86,7 @@ impl Mesh {
         }
     }
 
-    /// When the next flow ends if none comes before. Nothing may have changed since [`Mesh::settle`].
+    /// The time at which the next flow ends, if no flow starts before. Requires [`Mesh::settle`] after every change.
     pub(crate) fn next_end(&mut self) -> Option<f64> {
         while let Some(&Reverse((end, flow, version))) = self.ends.peek() {
             if self.flows[flow as usize].version == version {
@@ -96,7 +97,7 @@ impl Mesh {
         None
     }
 
-    /// Takes out what has ended by now.
+    /// Removes the flows that have ended by now and appends their tags to `ended`.
     pub(crate) fn take_ended(&mut self, now: f64, ended: &mut Vec<Tag>) {
         while self.next_end().is_some_and(|end| at_once(now, end)) {
             let Some(Reverse((_, flow, _))) = self.ends.pop() else { return };
@@ -112,12 +113,12 @@ impl Mesh {
         }
     }
 
-    /// Whether rates have to be computed anew.
+    /// Whether all rates are up to date.
     pub(crate) fn is_settled(&self) -> bool {
         self.changed.is_empty()
     }
 
-    /// Computes the rates of everything that is connected to what changed.
+    /// Computes the rates of all flows that are connected to a changed link.
     pub(crate) fn settle(&mut self, now: f64) {
         let round = self.recomputed + 1;
         let (links, flows) = self.connected(round);
@@ -153,14 +154,14 @@ impl Mesh {
             let link = &mut self.links[link as usize];
             link.rate = link.rate.min(link.capacity);
         }
-        // Ends that no longer hold leave when they are most of all.
+        // Remove invalid ends when they are the majority of the heap.
         if self.ends.len() > 4 * self.flows.len() {
             let flows = &self.flows;
             self.ends.retain(|&Reverse((_, flow, version))| flows[flow as usize].version == version);
         }
     }
 
-    /// Bytes that a link carried, and how long it carried any.
+    /// Bytes that a link carried, and the time during which it carried any flow.
     pub(crate) fn usage(&self, link: u32) -> (f64, f64) {
         let link = &self.links[link as usize];
         (link.carried, link.busy)
@@ -170,7 +171,7 @@ impl Mesh {
         self.links[link as usize].flows.is_empty()
     }
 
-    /// Flows whose rates were computed, counted each time: what the incremental computation keeps small.
+    /// Number of computed rates. Tests check that the incremental computation keeps it small.
     #[cfg(test)]
     pub(crate) fn recomputed(&self) -> u64 {
         self.recomputed
@@ -191,7 +192,7 @@ impl Mesh {
         }
     }
 
-    /// The links and flows that share links, directly or through others, with a link that changed.
+    /// The links and flows that are connected, directly or through other flows, to a changed link.
     fn connected(&mut self, round: u64) -> (Vec<u32>, Vec<u32>) {
         let mut links = Vec::new();
         let mut flows = Vec::new();

@@ -1,13 +1,14 @@
-//! Running a schedule instead of estimating it: an event-driven simulator at the level of flows.
+//! An event-driven simulator of a training step, at the level of flows.
 //!
-//! The planner prices a layer with a formula. The simulator executes the schedule that the formula stands for: every
-//! GPU computes and sends on streams of its own, flows share links max-min fairly, groups wait for their last
-//! member. So it also shows what a formula cannot: a slow GPU, a slow link, jitter, gathers that run into tokens.
+//! The planner prices a layer with formulas. The simulator executes the schedule that these formulas describe: every
+//! GPU computes and sends on its own streams, flows share links max-min fairly, and an exchange ends when the last
+//! member of its group has sent. The simulator therefore also shows effects that the formulas leave out: slow GPUs,
+//! slow links, jitter, and gathers that compete with tokens for a link.
 //!
 //! ```text
-//!  Cluster, Model, Scheme ─▶ work.rs     what a layer computes and sends (the planner's volumes)
+//!  Cluster, Model, Scheme ─▶ work.rs     computations and exchanges of a layer (the planner's volumes)
 //!                         ─▶ program.rs  a step as a graph of computations and exchanges
-//!  stragglers, jitter     ─▶ world.rs    which GPUs and links differ; those that do not are simulated once
+//!  stragglers, jitter     ─▶ world.rs    kinds of GPUs and links; equal GPUs are simulated once
 //!                                │
 //!                            engine.rs   events: streams, groups, flows on pipe.rs and mesh.rs (fair.rs)
 //!                                ▼
@@ -33,7 +34,7 @@
 //! # }
 //! ```
 //!
-//! `SIMULATOR.md` beside the sources says what is simulated, and where it parts from the planner's formulas.
+//! `SIMULATOR.md` beside the sources lists what is simulated, and where the results differ from the planner's formulas.
 
 mod clock;
 mod engine;
@@ -59,14 +60,15 @@ pub use svg::SvgOptions;
 pub use timeline::{Lane, Span, Timeline, Track};
 
 use crate::cluster::{Cluster, ClusterDescription, GpuDescription, LevelDescription, Sharing};
-use crate::error::Result;
+use crate::error::{PlanError, Result};
+use crate::limits;
 use crate::model::Model;
 use crate::stream_model::{StreamInput, StreamModel};
 use crate::units::{Bytes, Seconds};
 use engine::{Counts, Recorder, Setup};
 use program::{Program, Task};
 use random::Jitter;
-use work::Work;
+use work::StepWork;
 use world::World;
 
 /// A schedule on a cluster, ready to run.
@@ -74,48 +76,55 @@ use world::World;
 pub struct Simulation {
     cluster: Cluster,
     options: SimulationOptions,
-    work: Work,
+    work: StepWork,
     program: Program,
     world: World,
 }
 
 impl Simulation {
-    /// Checks that everything fits together.
+    /// Checks the arguments and prepares the simulation of one step.
     ///
-    /// Memory is not checked: the planner refuses what does not fit.
+    /// Memory is not checked; [`Planner`](crate::Planner) refuses domain sizes that do not fit. The exception is
+    /// [`Replicas::Best`](crate::planner::Replicas::Best), for which this function asks the planner.
     ///
     /// # Errors
-    /// [`PlanError::Experts`](crate::PlanError::Experts) when the experts cannot be spread evenly,
-    /// [`PlanError::Levels`](crate::PlanError::Levels) or [`PlanError::DomainSize`](crate::PlanError::DomainSize) for
-    /// domains that cannot be, [`PlanError::Quantity`](crate::PlanError::Quantity) or
-    /// [`PlanError::Index`](crate::PlanError::Index) for an option out of range.
+    /// - [`PlanError::Experts`] when the number of experts is not a multiple of the number of GPUs.
+    /// - [`PlanError::Levels`] when there is not one domain size per level, [`PlanError::DomainSize`] when a domain
+    ///   size does not divide its level.
+    /// - [`PlanError::Quantity`], [`PlanError::Count`] or [`PlanError::Index`] when an option is out of range.
+    /// - [`PlanError::TooMany`] when the step has more operations than [`limits::OPERATIONS`] or [`limits::EVENTS`].
+    /// - With [`Replicas::Best`](crate::planner::Replicas::Best), the errors of [`Planner::new`](crate::Planner::new)
+    ///   and [`Planner::evaluate`](crate::Planner::evaluate).
     pub fn new(cluster: &Cluster, model: &Model, options: SimulationOptions, scheme: Scheme) -> Result<Self> {
         options.check(cluster)?;
-        let work = Work::new(cluster, model, &options, &scheme)?;
-        Ok(Self::with_work(cluster.clone(), work, options))
+        let work = StepWork::new(cluster, model, &options, &scheme)?;
+        Self::with_work(cluster.clone(), work, options)
     }
 
-    /// The paper's stream model: `G` GPUs of one level, one layer forward unless the options say more, no expert
-    /// compute. Of the options' planner part, chunks, micro-batches and live layers count.
+    /// Prepares the simulation of the paper's stream model: `G` GPUs of one level, the forward pass, no expert compute.
+    /// `options.layers` defaults to one layer. Of `options.planner`, only the chunks, micro-batches and live layers
+    /// have an effect.
     ///
     /// # Errors
-    /// [`PlanError::DomainSize`](crate::PlanError::DomainSize) for a domain that does not divide the GPUs, and what
-    /// [`StreamModel::new`] and an option out of range give.
+    /// [`PlanError::DomainSize`] when the domain size does not divide the number of GPUs, [`PlanError::TooMany`] when
+    /// the step has too many operations, and [`PlanError::Quantity`], [`PlanError::Count`] or [`PlanError::Index`] when
+    /// a parameter or an option is out of range.
     pub fn stream(input: StreamInput, domain_size: usize, options: SimulationOptions) -> Result<Self> {
         let model = StreamModel::new(input)?;
         let cluster = one_level(&input)?;
         options.check(&cluster)?;
-        let work = Work::stream(&model, domain_size, &options)?;
-        Ok(Self::with_work(cluster, work, options))
+        let work = StepWork::stream(&model, domain_size, &options)?;
+        Self::with_work(cluster, work, options)
     }
 
-    fn with_work(cluster: Cluster, work: Work, options: SimulationOptions) -> Self {
-        let program = Program::new(&work, options.link_order);
+    fn with_work(cluster: Cluster, work: StepWork, options: SimulationOptions) -> Result<Self> {
         let world = World::new(&cluster, &options, &work.domain_sizes, &work.layer);
-        Self { cluster, options, work, program, world }
+        check_size(&work, world.actors())?;
+        let program = Program::new(&work, options.link_order);
+        Ok(Self { cluster, options, work, program, world })
     }
 
-    /// Runs the step. The same simulation gives the same outcome, always.
+    /// Runs the step. The outcome is deterministic: every run of the same simulation gives the same outcome.
     pub fn run(&self) -> Outcome {
         let counts = engine::run(Setup {
             world: &self.world,
@@ -150,7 +159,7 @@ impl Simulation {
         }
     }
 
-    /// Every phase that occurs, and the mean time of a GPU's computations.
+    /// The times of every phase that occurs, and the mean over all GPUs of the time spent computing.
     fn phases(&self, counts: &Counts) -> (Vec<PhaseTime>, f64) {
         let gpus = self.cluster.gpus() as f64;
         let mut computing = 0.0;
@@ -213,7 +222,7 @@ impl Simulation {
         }
     }
 
-    /// Tracks for the GPUs and links to record.
+    /// A recorder with one track per stream of each recorded GPU and, if asked for, one per uplink.
     fn recorder(&self) -> Option<Recorder> {
         let record = &self.options.record;
         if record.gpus.is_empty() {
@@ -245,7 +254,29 @@ impl Simulation {
     }
 }
 
-/// A cluster of one level on which every GPU has a link of its own.
+/// Refuses a step with too many operations. The simulator holds the graph of operations in memory.
+fn check_size(work: &StepWork, actors: usize) -> Result<()> {
+    let passes = work.micro_batches as f64 * work.layers as f64 * if work.trains { 2.0 } else { 1.0 };
+    let operations = passes * work.operations_per_pass() as f64;
+    let too_many = |what: String, count: f64, most: usize| PlanError::TooMany {
+        what,
+        count,
+        most,
+        hint: "simulate fewer layers (--layers), micro-batches (gradient_accumulation) or chunks (overlap_chunks)",
+    };
+    let StepWork { micro_batches, layers, chunks, .. } = work;
+    let step = format!("of {micro_batches} micro-batches x {layers} layers x {chunks} chunks");
+    if operations > limits::OPERATIONS.most as f64 {
+        return Err(too_many(format!("operations {step}"), operations, limits::OPERATIONS.most));
+    }
+    let events = operations * actors as f64;
+    if events > limits::EVENTS.most as f64 {
+        return Err(too_many(format!("operations {step}, on {actors} GPUs"), events, limits::EVENTS.most));
+    }
+    Ok(())
+}
+
+/// A cluster of one level in which every GPU has its own link.
 fn one_level(input: &StreamInput) -> Result<Cluster> {
     Cluster::try_from(ClusterDescription {
         name: format!("{} GPUs of the stream model", input.gpus),
@@ -257,7 +288,7 @@ fn one_level(input: &StreamInput) -> Result<Cluster> {
             bandwidth_gbit_per_s: input.bandwidth.as_gbit_per_s(),
             sharing: Sharing::PerGpu,
         }],
-        // The stream model says how long compute takes, not what does it.
+        // These values have no effect: the stream model gives the time of compute directly.
         gpu: GpuDescription { name: "any".into(), sustained_tflops: 1.0, memory_gb: 1.0, hbm_gb_per_s: 1.0 },
     })
 }

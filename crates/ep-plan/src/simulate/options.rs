@@ -1,51 +1,53 @@
-//! What to simulate, beside the cluster and the model.
+//! The options of the simulator.
+
+use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
 
 use crate::cluster::Cluster;
-use crate::error::{PlanError, Result, at_least_one, not_negative};
+use crate::error::{PlanError, Result, count, number};
+use crate::limits;
 use crate::planner::Options;
 
-/// The schedule to run.
+/// The scheme to simulate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Scheme {
-    /// Expert parallelism over all GPUs: one copy per (token, expert), straight to the expert's GPU.
+    /// Expert parallelism over all GPUs, with one copy per (token, expert), sent directly to the expert's GPU.
     Plain,
-    /// Expert parallelism over all GPUs: one copy per (token, member) at each level, forwarded level by level.
+    /// Expert parallelism over all GPUs, with one row per (token, member) at each level, forwarded level by level.
     Hierarchical,
-    /// Experts move inside domains, tokens between them.
+    /// Experts move inside domains, tokens between domains.
     Hybrid {
-        /// `S_l`, outermost level first; each divides its level.
+        /// `S_l` of each level, outermost first. Each must divide the members of its level.
         domain_sizes: Vec<usize>,
     },
 }
 
-/// Every setting of the simulator, with its default.
+/// The options of the simulator. By default nothing is slow, nothing is drawn at random and nothing is recorded.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct SimulationOptions {
-    /// What a step consists of, as the planner is told: compression, micro-batches, chunks, live layers and so on.
+    /// The planner's options, which define the step: compression, micro-batches, chunks, live layers and so on.
     pub planner: Options,
-    /// Relative standard deviation of the duration of every computation, drawn anew for each one on each GPU; 0
-    /// is none. The factors have mean 1 and are log-normal.
+    /// Jitter: relative standard deviation of the duration of a computation. Each computation of each GPU gets its own
+    /// log-normal factor of mean 1. 0 means no jitter.
     pub jitter: f64,
     /// GPUs and links that are slower than the others.
     pub stragglers: Stragglers,
-    /// What jitter and random stragglers are drawn from.
+    /// Seed of jitter and of random stragglers.
     pub seed: u64,
-    /// Layers to simulate; without it, all that one GPU has.
+    /// Layers to simulate. Default: all layers of one GPU.
     pub layers: Option<usize>,
-    /// Which of the transfers that want a link get it.
+    /// The order in which transfers use a link.
     pub link_order: LinkOrder,
     /// How often the start of a message (`alpha`) is paid.
     pub message_start: MessageStart,
-    /// How flows are put together.
+    /// How flows are combined into bundles.
     pub flow_detail: FlowDetail,
-    /// Whether GPUs that nothing tells apart are simulated once. It changes no result beyond rounding, and is
-    /// there to show that.
+    /// Whether equal GPUs are simulated once. Apart from rounding this option does not change results; tests use it.
     pub symmetry: Symmetry,
-    /// What to put into the timeline.
+    /// What the timeline records.
     pub record: Record,
 }
 
@@ -53,54 +55,54 @@ pub struct SimulationOptions {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Stragglers {
-    /// Nobody.
+    /// All GPUs and links have normal speed.
     #[default]
     None,
-    /// These.
+    /// The listed GPUs and links are slow. The slowdowns of an entry that occurs several times are multiplied.
     Listed(Vec<Straggler>),
-    /// GPUs chosen at random.
+    /// GPUs chosen at random are slow.
     Random {
-        /// Part of all GPUs, rounded to a whole number of them.
+        /// Fraction of all GPUs, from 0 to 1. The number of slow GPUs is rounded to a whole number.
         fraction: f64,
-        /// How many times longer their computations take.
+        /// Duration of their computations over the normal duration, at least 1.
         slowdown: f64,
     },
 }
 
-/// Something slower than the others.
+/// A GPU or a link that is slower than the others.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(untagged, deny_unknown_fields)]
 pub enum Straggler {
     /// A GPU.
     Gpu {
-        /// Its number.
+        /// Number of the GPU.
         gpu: usize,
-        /// How many times longer its computations take, at least 1.
+        /// Duration of its computations over the normal duration, at least 1.
         slowdown: f64,
     },
     /// A link, in both directions.
     Link {
-        /// Its level, counted from the outermost.
+        /// Level of the link, numbered from 0, outermost first.
         level: usize,
-        /// Its number on the level: that of its first GPU over the GPUs that share a link.
+        /// Number of the link on its level: the number of its first GPU divided by the GPUs that share a link.
         link: usize,
-        /// How many times less it carries, at least 1.
+        /// Normal bandwidth over the bandwidth of this link, at least 1.
         slowdown: f64,
     },
 }
 
-/// Which of the transfers that want a link get it.
+/// The order in which transfers use a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LinkOrder {
-    /// Tokens go first; experts, then gradients, take what is left of the link. Experts of a layer may arrive
-    /// while an earlier one computes, as far as live layers allow. This is the schedule that the planner prices.
+    /// Tokens have priority; experts, then gradients, use the remaining bandwidth. Experts of a layer may arrive while
+    /// earlier layers compute, as far as live layers allow. This is the schedule that the planner prices.
     #[default]
     TokensFirst,
-    /// As above, but all share the link fairly, as independent connections do.
+    /// Like `TokensFirst`, but all transfers share the link fairly, as independent connections do.
     Fair,
-    /// One transfer of a GPU at a time, in the order of the layer: experts, tokens there, tokens back, gradients.
-    /// Nothing is fetched ahead.
+    /// A GPU performs one transfer at a time, in the order of the layer: experts, dispatch, combine, gradients. No
+    /// experts are gathered ahead of their layer.
     InTurn,
 }
 
@@ -108,39 +110,39 @@ pub enum LinkOrder {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MessageStart {
-    /// Once per peer and exchange, as the planner has it: the chunks of an exchange are parts of one message.
+    /// Once per peer and exchange, as in the planner: the chunks of an exchange are parts of one message.
     #[default]
     PerExchange,
-    /// Once per peer and chunk: each chunk is a message of its own.
+    /// Once per peer and chunk: each chunk is a separate message.
     PerChunk,
 }
 
-/// How flows are put together.
+/// How flows are combined into bundles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FlowDetail {
-    /// [`Aggregated`](Self::Aggregated) up to 512 GPUs, [`Decoupled`](Self::Decoupled) beyond: the cost grows no
-    /// worse than `n log n` in flows, whatever differs.
+    /// [`Aggregated`](Self::Aggregated) up to 512 GPUs, [`Decoupled`](Self::Decoupled) for more. For large clusters the
+    /// simulation therefore always takes `O(n log n)` time in the number of flows.
     #[default]
     Auto,
-    /// What one GPU sends in one exchange to destinations with equally fast links is one bundle of flows. Exact
-    /// while all are alike; where links differ, bundles meet at uplinks and downlinks, and with jitter too an event
-    /// costs as much as there are flows that it may slow down.
+    /// The flows of one GPU and exchange to destinations with equally fast links form one bundle. This is exact while
+    /// all GPUs and links are equal. Where links differ, bundles cross both uplinks and downlinks; with jitter in
+    /// addition, an event takes time proportional to the number of flows whose rates it may change.
     Aggregated,
-    /// The same bundles, but each link serves its part of them by itself, and an exchange has been sent when the
-    /// last link is done with it. For many GPUs with both jitter and slow links: `O(n log n)` whatever differs, at
-    /// most as slow as the coupled flows, and the same where links do not differ.
+    /// The same bundles, but each link serves its part of a bundle independently. An exchange is sent when the last
+    /// link has finished. Meant for many GPUs with both jitter and slow links: it takes `O(n log n)` time in every
+    /// case. The simulated step is about as long as with `Aggregated`, and equal where links do not differ.
     Decoupled,
-    /// One flow per pair of GPUs, through the links of both. The reference for small clusters: the number of flows
-    /// grows with the square of the group.
+    /// One flow per pair of GPUs, through the uplink of one and the downlink of the other. This is the reference for
+    /// small clusters: the number of flows grows with the square of the group size.
     PerDestination,
 }
 
 impl FlowDetail {
-    /// GPUs up to which coupled flows take no time to speak of.
+    /// Largest number of GPUs for which the running time of coupled flows is negligible.
     const COUPLED_GPUS: usize = 512;
 
-    /// What is simulated for this many GPUs.
+    /// The detail to use for this many GPUs: replaces [`FlowDetail::Auto`].
     pub(crate) fn resolve(self, gpus: usize) -> Self {
         match self {
             Self::Auto if gpus <= Self::COUPLED_GPUS => Self::Aggregated,
@@ -150,29 +152,29 @@ impl FlowDetail {
     }
 }
 
-/// Whether GPUs that nothing tells apart are simulated once.
+/// Whether equal GPUs are simulated once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Symmetry {
-    /// Once, wherever that is exact.
+    /// Equal GPUs are simulated once, wherever that is exact.
     #[default]
     Collapse,
-    /// Each of them.
+    /// Every GPU is simulated separately.
     Ignore,
 }
 
-/// What to put into the timeline. Nothing by default.
+/// What the timeline records. By default it records nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Record {
-    /// GPUs whose streams to record.
+    /// Numbers of the GPUs whose streams are recorded.
     pub gpus: Vec<usize>,
-    /// Whether to record the uplinks of these GPUs too, at every level.
+    /// Whether the uplinks of these GPUs are recorded too, at every level.
     pub links: bool,
 }
 
 impl Scheme {
-    /// `S_l` of every level: ones, where experts do not move.
+    /// `S_l` of every level, outermost first; all ones for schemes in which experts do not move.
     pub fn domain_sizes(&self, levels: usize) -> Vec<usize> {
         match self {
             Self::Plain | Self::Hierarchical => vec![1; levels],
@@ -184,9 +186,9 @@ impl Scheme {
 impl SimulationOptions {
     pub(super) fn check(&self, cluster: &Cluster) -> Result<()> {
         self.planner.check()?;
-        not_negative("jitter (relative standard deviation)", self.jitter)?;
+        number("jitter (relative standard deviation)", self.jitter, limits::JITTER)?;
         if let Some(layers) = self.layers {
-            at_least_one("layers to simulate", layers)?;
+            count("layers to simulate", layers, limits::LAYERS)?;
         }
         let gpus = cluster.gpus();
         for &gpu in &self.record.gpus {
@@ -194,10 +196,20 @@ impl SimulationOptions {
         }
         match &self.stragglers {
             Stragglers::None => {}
-            Stragglers::Listed(list) => list.iter().try_for_each(|straggler| straggler.check(cluster))?,
+            Stragglers::Listed(list) => {
+                let mut slowed = HashMap::new();
+                for straggler in list {
+                    straggler.check(cluster)?;
+                    // The slowdowns of repeated entries are multiplied, so the product must be in range too.
+                    let (key, slowdown) = straggler.target();
+                    let together = slowed.entry(key).or_insert(1.0);
+                    *together *= slowdown;
+                    check_slowdown(*together)?;
+                }
+            }
             Stragglers::Random { fraction, slowdown } => {
                 if !(0.0..=1.0).contains(fraction) {
-                    let needed = "a part of all GPUs, from 0 to 1";
+                    let needed = "a fraction of all GPUs, from 0 to 1".into();
                     let what = "fraction of stragglers".into();
                     return Err(PlanError::Quantity { what, value: *fraction, needed });
                 }
@@ -209,6 +221,14 @@ impl SimulationOptions {
 }
 
 impl Straggler {
+    /// The slow GPU (without a level) or link (with its level), and its slowdown.
+    fn target(&self) -> ((Option<usize>, usize), f64) {
+        match *self {
+            Self::Gpu { gpu, slowdown } => ((None, gpu), slowdown),
+            Self::Link { level, link, slowdown } => ((Some(level), link), slowdown),
+        }
+    }
+
     fn check(&self, cluster: &Cluster) -> Result<()> {
         match *self {
             Self::Gpu { gpu, slowdown } => {
@@ -226,10 +246,10 @@ impl Straggler {
 }
 
 fn check_slowdown(slowdown: f64) -> Result<()> {
-    if slowdown.is_finite() && slowdown >= 1.0 {
+    if limits::SLOWDOWN.allows(slowdown) {
         return Ok(());
     }
-    let needed = "finite and at least 1, which slows nothing down";
+    let needed = format!("{}; 1 means normal speed", limits::SLOWDOWN);
     Err(PlanError::Quantity { what: "slowdown of a straggler".into(), value: slowdown, needed })
 }
 

@@ -1,31 +1,31 @@
-//! What a simulated step took, and what crossed which link.
+//! The results of a simulation: times by phase, and traffic by level and link.
 
 use serde::{Deserialize, Serialize};
 
 use super::timeline::Timeline;
 use crate::units::{Bytes, Seconds};
 
-/// Where a GPU's time goes.
+/// A phase of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
     /// Compute before the routed experts.
     PreExpert,
-    /// Experts gathered.
+    /// All-gather of experts.
     AllGather,
-    /// Tokens to the experts.
+    /// Dispatch: tokens to the experts.
     Dispatch,
-    /// Gathered experts (and gradients, where they are compressed) decoded.
+    /// Decoding of gathered experts, and of gradients if they are compressed.
     Decode,
-    /// The experts.
+    /// Expert compute.
     Expert,
-    /// Own experts (and gradients, where they are compressed) encoded.
+    /// Encoding of own experts, and of gradients if they are compressed.
     Encode,
-    /// Tokens back.
+    /// Combine: expert outputs back to the tokens' GPUs.
     Combine,
-    /// Gradients of gathered experts, back to their owners.
+    /// Reduction of the gradients of gathered experts to their owners.
     Gradients,
-    /// The codec's shared expert made anew.
+    /// Refresh of the codec's shared expert.
     SharedRefresh,
 }
 
@@ -43,7 +43,7 @@ impl Phase {
         Self::SharedRefresh,
     ];
 
-    /// The name that reports and timelines use.
+    /// The name of the phase in reports and timelines.
     pub fn name(self) -> &'static str {
         match self {
             Self::PreExpert => "pre-expert",
@@ -58,76 +58,77 @@ impl Phase {
         }
     }
 
-    /// Whether it keeps a GPU's compute stream busy; otherwise it keeps links busy.
+    /// Whether the phase occupies the compute stream of a GPU. The other phases occupy links.
     pub fn computes(self) -> bool {
         matches!(self, Self::PreExpert | Self::Decode | Self::Expert | Self::Encode)
     }
 }
 
-/// A simulated step.
+/// The results of one simulated step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// From the start to the end of the last computation or transfer, all simulated layers and micro-batches.
+    /// Time from the start of the step to the end of its last computation or transfer, over all simulated layers and
+    /// micro-batches.
     pub step_seconds: Seconds,
-    /// `step_seconds` over the simulated layers and micro-batches: compares with a candidate's `layer_time`.
+    /// `step_seconds` divided by the simulated layers and micro-batches. It corresponds to the planner's `layer_time`.
     pub layer_seconds: Seconds,
-    /// Layers that were simulated.
+    /// Simulated layers.
     pub layers: usize,
-    /// Micro-batches that were simulated.
+    /// Simulated micro-batches.
     pub micro_batches: usize,
-    /// Busy time of each phase that occurs. Phases overlap, so these do not add up to the step.
+    /// Busy time of each phase that occurs. Phases overlap, so the times do not add up to the step.
     pub phases: Vec<PhaseTime>,
-    /// Time that a GPU's compute stream waits, mean over all GPUs: what overlap did not hide.
+    /// Idle time of the compute stream, as the mean over all GPUs: the transfer time that overlap did not hide.
     pub compute_idle_seconds: Seconds,
-    /// What crossed each level, outermost first.
+    /// Traffic of each level, outermost first.
     pub levels: Vec<LevelOutcome>,
-    /// What each link carried. Links that nothing tells apart have one entry.
+    /// Traffic of each link. Equal links have one common entry.
     pub links: Vec<LinkOutcome>,
-    /// Events processed.
+    /// Processed events.
     pub events: u64,
-    /// Flows simulated.
+    /// Simulated flows.
     pub flows: u64,
-    /// Messages between pairs of GPUs that these flows stand for.
+    /// Messages between pairs of GPUs that the flows represent.
     pub messages: f64,
-    /// GPUs simulated: fewer than there are, where nothing tells some apart.
+    /// Separately simulated GPUs. There are fewer than GPUs of the cluster if some GPUs are equal.
     pub simulated_gpus: usize,
-    /// What was recorded, if anything was asked for.
+    /// The timeline, if [`Record`](super::Record) named any GPU.
     pub timeline: Option<Timeline>,
 }
 
 impl Outcome {
-    /// Busy time of a phase; zero where it does not occur.
+    /// Busy time of a phase; zero if the phase does not occur.
     pub fn phase(&self, phase: Phase) -> PhaseTime {
         let none = PhaseTime { phase, mean_seconds: Seconds::ZERO, longest_seconds: Seconds::ZERO };
         self.phases.iter().copied().find(|time| time.phase == phase).unwrap_or(none)
     }
 }
 
-/// Busy time of a phase over the whole step: computing, or occupying the stream that sends.
+/// Busy time of a phase over the whole step: the time that it occupies its stream.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct PhaseTime {
-    /// Which one.
+    /// The phase.
     pub phase: Phase,
-    /// Mean over all GPUs.
+    /// Mean of the busy time over all GPUs.
     pub mean_seconds: Seconds,
-    /// Of the GPU that was busy with it longest.
+    /// Maximum of the busy time over all GPUs.
     pub longest_seconds: Seconds,
 }
 
-/// What crossed the links of one level.
+/// The traffic of one level.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LevelOutcome {
-    /// Its name in the cluster.
+    /// Name of the level in the cluster.
     pub name: String,
-    /// Links in each direction.
+    /// Number of links in each direction.
     pub links: usize,
-    /// Bytes that all GPUs sent over it. As many arrived.
+    /// Bytes that all GPUs together sent over the level. The same number of bytes arrived.
     pub bytes: Bytes,
     /// Messages between pairs of GPUs.
     pub messages: f64,
-    /// Bytes over what the uplinks could have carried in the step: mean over all links.
+    /// Utilisation of the uplinks (bytes over the bytes that a link can carry during the step), as the mean over them.
     pub mean_utilisation: f64,
-    /// The same of the link that carried most.
+    /// Utilisation of the uplink with the highest utilisation.
     pub peak_utilisation: f64,
 }
 
@@ -135,27 +136,28 @@ pub struct LevelOutcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Direction {
-    /// From its GPUs.
+    /// From the GPUs of the link.
     Up,
-    /// To its GPUs. Listed only where it can limit a flow: aggregated flows meet no downlink unless links differ.
+    /// To the GPUs of the link. Downlinks are listed only where they can limit a flow: aggregated flows cross downlinks
+    /// only if links differ.
     Down,
 }
 
-/// What one link (or several alike) carried.
+/// The traffic of one link, or of several equal links.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct LinkOutcome {
-    /// Its level, counted from the outermost.
+    /// Level of the link, numbered from 0, outermost first.
     pub level: usize,
-    /// Which way.
+    /// Direction of the traffic.
     pub direction: Direction,
-    /// Its number on the level; of several alike, that of one of them.
+    /// Number of the link on its level. Of several equal links, the number of one of them.
     pub link: usize,
-    /// How many links this entry stands for.
+    /// Number of equal links that this entry represents.
     pub alike: usize,
-    /// Bytes that one of them carried: its rate summed over time.
+    /// Bytes that one link carried: its rate, integrated over time.
     pub bytes: Bytes,
-    /// Time during which something crossed it.
+    /// Time during which the link carried any flow.
     pub busy_seconds: Seconds,
-    /// Bytes over what it could have carried in the step.
+    /// Bytes over the bytes that the link can carry during the step, from 0 to 1.
     pub utilisation: f64,
 }

@@ -1,9 +1,9 @@
-//! One link, alone: flows that nothing else can hold back share it equally.
+//! A single link whose flows no other link can limit, so that they share it equally.
 //!
-//! The shares of all flows change whenever one comes or goes, but they stay equal. So a flow is not touched until it
-//! ends: the pipe counts the bytes that each flow has received since it was last idle (its *service*), and a flow
-//! that comes when the service is `s` with `b` bytes ends when it is `s + b`. A heap orders the ends; everything is
-//! `O(log n)`.
+//! When a flow starts or ends, the shares of all flows change, but they remain equal. The pipe therefore keeps one
+//! number per priority, the *service*: the bytes that each flow has received since the queue was last empty. A flow of
+//! `b` bytes that starts at service `s` ends at service `s + b`. A heap orders the ends, so every operation takes
+//! `O(log n)` time.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -11,16 +11,16 @@ use std::collections::BinaryHeap;
 use super::clock::Instant;
 use super::fair::{PRIORITIES, Priority};
 
-/// A flow's owner, as the pipe's user numbers them.
+/// Identifies the owner of a flow. The user of the pipe chooses the number.
 pub(crate) type Tag = u64;
 
-/// A link with a queue per priority; flows of one move only while there are none of those before it.
+/// A link with one queue per priority. Flows of a priority progress only while there are no flows of higher priority.
 #[derive(Debug)]
 pub(crate) struct Pipe {
     capacity: f64,
     queues: [Queue; PRIORITIES],
     now: f64,
-    /// Counts changes: an end that was computed before a change no longer holds.
+    /// Number of changes. An end that was computed before the last change is invalid.
     version: u32,
     carried: f64,
     busy: f64,
@@ -28,14 +28,14 @@ pub(crate) struct Pipe {
 
 #[derive(Debug, Default)]
 struct Queue {
-    /// By the service at which they end.
+    /// Bundles, ordered by the service at which they end.
     ends: BinaryHeap<Reverse<(Instant, Tag, Count)>>,
     service: f64,
-    /// Flows, those of a bundle counted one by one.
+    /// Number of flows, counting all flows of a bundle.
     flows: f64,
 }
 
-/// Flows of a bundle; part of a heap's entry, never what orders it.
+/// Number of flows of a bundle. All counts compare as equal, so that they do not affect the order of heap entries.
 #[derive(Debug, Clone, Copy)]
 struct Count(f64);
 
@@ -64,7 +64,7 @@ impl Pipe {
         Self { capacity, queues: Default::default(), now: 0.0, version: 0, carried: 0.0, busy: 0.0 }
     }
 
-    /// Lets `count` flows of `bytes` each begin.
+    /// Starts `count` flows of `bytes` each.
     pub(crate) fn add(&mut self, now: f64, count: f64, bytes: f64, priority: Priority, tag: Tag) {
         self.advance(now);
         self.version = self.version.wrapping_add(1);
@@ -73,7 +73,7 @@ impl Pipe {
         queue.flows += count;
     }
 
-    /// When the next flow ends if none comes before.
+    /// The time at which the next flow ends, if no flow starts before.
     pub(crate) fn next_end(&self) -> Option<f64> {
         let queue = &self.queues[self.serving()];
         let Reverse((end, ..)) = queue.ends.peek()?;
@@ -88,7 +88,8 @@ impl Pipe {
         self.queues.iter().all(|queue| queue.ends.is_empty())
     }
 
-    /// Takes out what has ended. To be called at the time that [`Pipe::next_end`] said.
+    /// Removes the flows that have ended and appends their tags to `ended`. Must be called at the time that
+    /// [`Pipe::next_end`] returned.
     pub(crate) fn take_ended(&mut self, now: f64, ended: &mut Vec<Tag>) {
         self.advance(now);
         self.version = self.version.wrapping_add(1);
@@ -105,17 +106,17 @@ impl Pipe {
             ended.push(tag);
         }
         if queue.ends.is_empty() {
-            // Starting over keeps the service small, and so precise.
+            // Reset the service: small numbers are more precise.
             *queue = Queue { ends: std::mem::take(&mut queue.ends), ..Queue::default() };
         }
     }
 
-    /// Bytes carried, by the rate over time.
+    /// Bytes carried: the rate, integrated over time.
     pub(crate) fn carried(&self) -> f64 {
         self.carried
     }
 
-    /// Time during which anything crossed.
+    /// Time during which the link carried any flow.
     pub(crate) fn busy(&self) -> f64 {
         self.busy
     }
@@ -157,13 +158,13 @@ mod tests {
         pipe.add(0.0, 1.0, 10.0, 0, 0);
         pipe.add(0.0, 1.0, 20.0, 0, 1);
         pipe.add(1.0, 1.0, 10.0, 0, 2);
-        // 5 each until 1; then 10/3 each: the first is done at 2.5, when the others have 10 and 5 left.
+        // 5 each until 1, then 10/3 each: the first flow ends at 2.5, when the others have 10 and 5 left.
         assert_eq!(run(&mut pipe, 100.0), [(2.5, 0), (3.5, 2), (4.0, 1)]);
         assert_eq!((pipe.carried(), pipe.busy(), pipe.is_idle()), (40.0, 4.0, true));
     }
 
     #[test]
-    fn a_bundle_is_its_flows() {
+    fn a_bundle_takes_as_long_as_its_flows() {
         let mut pipe = Pipe::new(10.0);
         pipe.add(0.0, 3.0, 10.0, 0, 0);
         pipe.add(0.0, 1.0, 20.0, 0, 1);

@@ -1,6 +1,6 @@
-//! A step as a graph: computations and exchanges, and what each waits for.
+//! A step as a graph of operations (computations and exchanges) and their dependencies.
 //!
-//! Every GPU runs the same graph on four streams, each of which does one thing at a time:
+//! Every GPU runs the same graph on four streams. A stream runs one operation at a time:
 //!
 //! ```text
 //!  compute   PE ─────┬──▶ E0 ──▶ E1 ──▶ E2 ──▶ E3 ┬──▶ PE of the next layer
@@ -9,15 +9,15 @@
 //!  gradients        those of the layer before, and the shared expert's refresh
 //! ```
 //!
-//! A chunk of tokens is dispatched (`D`), served by the experts (`E`, with the codec's work) and combined (`C`).
-//! Backward, compute before the experts comes after them.
+//! A chunk of tokens is dispatched (`D`), processed by the experts (`E`, including the codec's work) and combined
+//! (`C`). In the backward pass, the computation before the experts (`PE`) comes after them.
 
 use super::fair::Priority;
 use super::options::LinkOrder;
 use super::outcome::Phase;
-use super::work::{Exchange, LayerWork, Work};
+use super::work::{Exchange, LayerWork, StepWork};
 
-/// What a GPU does one at a time.
+/// A queue of a GPU's operations. A stream runs one operation at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stream {
     Compute,
@@ -29,7 +29,7 @@ pub(crate) enum Stream {
 impl Stream {
     pub(crate) const COUNT: usize = 4;
 
-    /// Tokens are waited for first, gradients last.
+    /// Tokens have the highest priority, gradients the lowest.
     fn priority(self) -> Priority {
         match self {
             Self::Compute | Self::Tokens => 0,
@@ -43,24 +43,24 @@ impl Stream {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Operation {
     pub(crate) stream: Stream,
-    /// Of those that could start, the lowest does.
+    /// Order on the stream: of the operations that are ready, the one with the lowest rank starts.
     pub(crate) rank: u32,
     pub(crate) task: Task,
-    /// Operations to complete before it.
+    /// Number of operations that must complete before this one.
     pub(crate) waits_for: u16,
-    /// Operations that wait for it.
+    /// Operations that wait for this one.
     pub(crate) successors: Vec<u32>,
-    /// Number of the pass through a layer that it belongs to.
+    /// Index of its pass in [`Program::passes`].
     pub(crate) pass: u32,
-    /// Part of a chunked phase.
+    /// Number of its chunk, in chunked phases.
     pub(crate) chunk: u16,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Task {
-    /// Seconds by phase, one after the other.
+    /// Consecutive computations: the seconds of each phase.
     Compute(Vec<(Phase, f64)>),
-    /// An exchange, and which goes first on a link.
+    /// An exchange, with its priority on links.
     Exchange(Phase, Exchange, Priority),
 }
 
@@ -80,7 +80,7 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    pub(crate) fn new(work: &Work, link_order: LinkOrder) -> Self {
+    pub(crate) fn new(work: &StepWork, link_order: LinkOrder) -> Self {
         let mut builder = Builder {
             work,
             link_order,
@@ -105,24 +105,25 @@ impl Program {
 }
 
 struct Builder<'a> {
-    work: &'a Work,
+    work: &'a StepWork,
     link_order: LinkOrder,
     program: Program,
-    /// What the next pass waits for.
+    /// Operations that the next pass waits for.
     front: Vec<u32>,
-    /// The end of the last gather: the next one's levels do not get between its levels.
+    /// Last operation of the previous gather. The next gather waits for it, so that the levels of two gathers do not
+    /// interleave.
     gathered: Vec<u32>,
-    /// Of each pass that gathered, its last expert computation: then the buffer is free.
+    /// For each pass that gathered, its last expert computation, which frees the buffer of gathered experts.
     served: Vec<u32>,
-    /// Of each pass that reduced gradients, its last reduction: then their buffer is free.
+    /// For each pass that reduced gradients, its last reduction, which frees the buffer of gradients.
     reduced: Vec<u32>,
 }
 
-/// Experts' part of a pass, beside the tokens.
+/// The expert computations of a pass.
 struct ExpertPhase {
-    /// Seconds by phase, over all chunks.
+    /// Seconds of each phase, summed over all chunks.
     compute: Vec<(Phase, f64)>,
-    /// What every chunk waits for, beside its tokens.
+    /// Operations that every chunk waits for, in addition to its dispatch.
     after: Vec<u32>,
 }
 
@@ -130,7 +131,7 @@ impl Builder<'_> {
     fn forward(&mut self, pass: Pass) {
         let work = self.work;
         let layer = &work.layer;
-        let gathers = !work.kept || pass.micro_batch == 0;
+        let gathers = !work.replicas_kept || pass.micro_batch == 0;
         let pass = self.begin(pass);
         let gathered = if gathers { self.gather(pass) } else { Vec::new() };
         let before = self.compute(pass, vec![(Phase::PreExpert, layer.pre_expert)], 0, &self.front.clone());
@@ -144,7 +145,7 @@ impl Builder<'_> {
         let work = self.work;
         let layer = &work.layer;
         let last = pass.micro_batch + 1 == work.micro_batches;
-        let (gathers, reduces) = (!work.kept, !work.kept || last);
+        let (gathers, reduces) = (!work.replicas_kept, !work.replicas_kept || last);
         let pass = self.begin(pass);
         let mut after = if gathers { self.gather(pass) } else { Vec::new() };
         if reduces && let Some(&free) = self.reduced.iter().rev().nth(work.live_layers - 1) {
@@ -180,13 +181,13 @@ impl Builder<'_> {
         (self.program.passes.len() - 1) as u32
     }
 
-    /// The gather of a pass's experts; it waits for the one before and for a free buffer, or, one transfer at a
-    /// time, for its turn.
+    /// Adds the gather of a pass. It waits for the previous gather and for a free buffer; under [`LinkOrder::InTurn`]
+    /// it waits for the end of the previous pass instead of a buffer.
     fn gather(&mut self, pass: u32) -> Vec<u32> {
         let mut after = self.gathered.clone();
         match self.link_order {
             LinkOrder::InTurn => after.extend(&self.front),
-            LinkOrder::TokensFirst | LinkOrder::Fair if self.work.kept => {}
+            LinkOrder::TokensFirst | LinkOrder::Fair if self.work.replicas_kept => {}
             LinkOrder::TokensFirst | LinkOrder::Fair => {
                 after.extend(self.served.iter().rev().nth(self.work.live_layers - 1));
             }
@@ -197,7 +198,7 @@ impl Builder<'_> {
         self.gathered.clone()
     }
 
-    /// Every chunk's way to the experts, through them, and back. Says the last computation.
+    /// Adds dispatch, expert compute and combine of every chunk. Returns the last expert computation.
     fn experts(&mut self, pass: u32, layer: &LayerWork, phase: ExpertPhase, gathers: bool) -> u32 {
         let chunks = self.work.chunks;
         let from = std::mem::take(&mut self.front);
@@ -219,7 +220,7 @@ impl Builder<'_> {
         last
     }
 
-    /// Exchanges one after the other; says what their end is to wait for.
+    /// Adds consecutive exchanges. Returns the operations that mark their end.
     fn chain(&mut self, pass: u32, phase: Phase, list: &[Exchange], after: &[u32], chunk: usize) -> Vec<u32> {
         let mut after = after.to_vec();
         let tokens = matches!(phase, Phase::Dispatch | Phase::Combine);
@@ -256,7 +257,7 @@ impl Builder<'_> {
         for &earlier in after {
             self.program.operations[earlier as usize].successors.push(number);
         }
-        // Only the end of the step waits for a refresh.
+        // Only the end of the step waits for a refresh, so it has a lower rank than all other operations.
         let last = matches!(task, Task::Exchange(Phase::SharedRefresh, ..)) && stream == Stream::Gradients;
         let rank = if last { number | 1 << 31 } else { number };
         let (waits_for, chunk) = (after.len() as u16, chunk as u16);

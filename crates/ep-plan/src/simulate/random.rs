@@ -1,12 +1,12 @@
-//! Everything that is drawn: by seed, and independent of the order in which events happen.
+//! Random numbers of the simulator. They depend on the seed alone, not on the order of events.
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// The stream that chooses stragglers; GPUs have those from 0 on.
+/// The ChaCha stream that selects stragglers. The jitter of GPU `g` uses stream `g`.
 const CHOICE: u64 = u64::MAX;
 
-/// `wanted` different numbers below `count`: the first steps of a Fisher-Yates shuffle.
+/// Draws `wanted` different numbers below `count`, by the first steps of a Fisher-Yates shuffle.
 pub(crate) fn choose(count: usize, wanted: usize, seed: u64) -> impl Iterator<Item = usize> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(CHOICE);
@@ -18,26 +18,26 @@ pub(crate) fn choose(count: usize, wanted: usize, seed: u64) -> impl Iterator<It
     })
 }
 
-/// Factors by which computations take longer or shorter: log-normal, with mean 1.
+/// Log-normal factors of mean 1 for the durations of computations.
 #[derive(Debug, Clone)]
 pub(crate) struct Jitter {
     rng: ChaCha8Rng,
-    /// Of the normal distribution of the logarithm.
+    /// Standard deviation of the logarithm, which is normally distributed.
     deviation: f64,
 }
 
 impl Jitter {
-    /// None at all for a deviation of 0.
+    /// `None` for a deviation of 0.
     pub(crate) fn new(relative_deviation: f64, seed: u64) -> Option<Self> {
         let deviation = (1.0 + relative_deviation * relative_deviation).ln().sqrt();
         (relative_deviation > 0.0).then(|| Self { rng: ChaCha8Rng::seed_from_u64(seed), deviation })
     }
 
-    /// The factor of one computation of one GPU: always the same for the same two.
+    /// The factor of one computation of one GPU. It depends on these two and the seed only.
     pub(crate) fn factor(&mut self, gpu: u32, computation: u32) -> f64 {
         self.rng.set_stream(u64::from(gpu));
         self.rng.set_word_pos(u128::from(computation) * 16);
-        // Box and Muller's transform; 1 - x keeps the logarithm finite.
+        // Box-Muller transform. The logarithm is finite because 1 - x is above 0.
         let radius = (-2.0 * (1.0 - self.rng.random::<f64>()).ln()).sqrt();
         let normal = radius * (std::f64::consts::TAU * self.rng.random::<f64>()).cos();
         (self.deviation * normal - self.deviation * self.deviation / 2.0).exp()

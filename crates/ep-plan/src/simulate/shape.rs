@@ -1,38 +1,38 @@
-//! Who belongs together: GPUs that exchange with each other, GPUs behind one link, GPUs of one member. Each is a way
-//! of cutting all GPUs into sets, given by arithmetic on their numbers.
+//! Sets of GPUs: GPUs that exchange with each other, GPUs behind one link, GPUs of one member. Each kind divides all
+//! GPUs into sets, which follow from the numbers of the GPUs by arithmetic.
 
 use crate::cluster::Cluster;
 
-/// Who exchanges with whom at a level.
+/// The kind of group whose GPUs exchange with each other at a level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Family {
-    /// GPUs of one domain of the level: experts.
+    /// Experts and gradients: GPUs of one domain of the level.
     Experts,
-    /// GPUs of equal offset in all domains of the level: tokens, on their way level by level.
+    /// Tokens that are forwarded level by level: GPUs of equal offset in all domains of the level.
     Tokens,
-    /// GPUs that agree at every other level: the refresh of the shared expert.
+    /// Refresh of the shared expert: GPUs whose locations agree at every other level.
     Members,
-    /// GPUs below the same member of the next outer level, each with those of the other members: tokens, straight
-    /// to their experts.
-    Anyone,
+    /// Tokens that are sent directly to their experts: all GPUs inside one member of the next outer level. A GPU sends
+    /// to the GPUs of the other members.
+    DirectTokens,
 }
 
-/// A way of cutting all GPUs into sets.
+/// A way to divide all GPUs into sets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Cut {
-    /// Who waits for whom in an exchange.
+    /// GPUs that wait for each other in an exchange at the level.
     Group(Family, usize),
-    /// Who shares a link of the level.
+    /// GPUs that share a link of the level.
     Link(usize),
-    /// Who is below the same member of the next outer level.
+    /// GPUs inside the same member of the next outer level.
     Parent(usize),
-    /// Who is below the same member of the level.
+    /// GPUs inside the same member of the level.
     Member(usize),
-    /// Each GPU for itself.
+    /// Each GPU is a set.
     Single,
 }
 
-/// A cluster's levels as numbers.
+/// The sizes of a cluster's levels.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
     levels: Vec<LevelShape>,
@@ -68,7 +68,7 @@ impl Shape {
         self.gpus
     }
 
-    /// The set that a GPU belongs to; sets are numbered without gaps.
+    /// The number of the set that a GPU belongs to. Sets are numbered without gaps.
     pub(crate) fn set_of(&self, cut: Cut, gpu: usize) -> usize {
         let within = |at: LevelShape, size: usize| gpu / (at.stride * size) * at.stride + gpu % at.stride;
         match cut {
@@ -86,7 +86,7 @@ impl Shape {
                 let offset = gpu / at.stride % at.domain_size;
                 (outer * at.domain_size + offset) * at.stride + gpu % at.stride
             }
-            Cut::Group(Family::Anyone, level) | Cut::Parent(level) => {
+            Cut::Group(Family::DirectTokens, level) | Cut::Parent(level) => {
                 let at = self.levels[level];
                 gpu / (at.stride * at.scaling_factor)
             }
@@ -103,7 +103,7 @@ impl Shape {
             Cut::Group(Family::Experts, level) => self.gpus / at(level).domain_size,
             Cut::Group(Family::Members, level) => self.gpus / at(level).scaling_factor,
             Cut::Group(Family::Tokens, level) => self.gpus / at(level).scaling_factor * at(level).domain_size,
-            Cut::Group(Family::Anyone, level) | Cut::Parent(level) => {
+            Cut::Group(Family::DirectTokens, level) | Cut::Parent(level) => {
                 self.gpus / (at(level).stride * at(level).scaling_factor)
             }
             Cut::Link(level) => self.gpus.div_ceil(at(level).gpus_per_link),
@@ -112,9 +112,9 @@ impl Shape {
         }
     }
 
-    /// The part of a family's group that a GPU does not send to: itself, or what is in its own member.
+    /// The part of its group that a GPU does not send to: the GPU itself, or all GPUs of its own member.
     pub(crate) fn own_side(family: Family, level: usize) -> Cut {
-        if family == Family::Anyone { Cut::Member(level) } else { Cut::Single }
+        if family == Family::DirectTokens { Cut::Member(level) } else { Cut::Single }
     }
 
     /// The GPUs that a GPU sends to, ascending.
@@ -122,9 +122,9 @@ impl Shape {
         let at = self.levels[level];
         let parent = self.set_of(Cut::Parent(level), gpu);
         let (first, count) = (parent * at.stride * at.scaling_factor, at.stride * at.scaling_factor);
-        // A group's GPUs are a stride apart, except those of `Anyone`, who are everywhere.
+        // The GPUs of a group are a stride apart. A group of `DirectTokens` contains all GPUs of the parent.
         let (start, step) =
-            if family == Family::Anyone { (first, 1) } else { (first + gpu % at.stride, at.stride) };
+            if family == Family::DirectTokens { (first, 1) } else { (first + gpu % at.stride, at.stride) };
         let (group, own) = (Cut::Group(family, level), Self::own_side(family, level));
         (start..first + count).step_by(step).filter(move |&other| {
             self.set_of(group, other) == self.set_of(group, gpu)

@@ -1,20 +1,20 @@
-//! A timeline as one picture: a Gantt chart that needs nothing but a viewer of SVG.
+//! A timeline as a Gantt chart in SVG, without scripts or external resources.
 
 use std::fmt::{self, Write};
 
 use super::outcome::Phase;
 use super::timeline::{Span, Timeline, Track};
 
-/// What of a timeline to draw, and how large.
+/// The part of a timeline to draw, and the size of the picture.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SvgOptions {
-    /// Above the chart.
+    /// Title above the chart.
     pub title: String,
     /// Width of the picture, pixels.
     pub width: f64,
     /// Height of one track, pixels.
     pub track_height: f64,
-    /// Only spans that overlap this stretch, in seconds; without it, all.
+    /// Start and end of the time to draw, seconds. Default: the whole timeline.
     pub window: Option<(f64, f64)>,
 }
 
@@ -24,23 +24,23 @@ impl Default for SvgOptions {
     }
 }
 
-/// Room for the names of tracks.
+/// Left margin with the names of the tracks, pixels, as all sizes below.
 const LEFT: f64 = 150.0;
 const RIGHT: f64 = 20.0;
-/// Room for title and legend.
+/// Top margin with title and legend.
 const TOP: f64 = 58.0;
-/// Room for the axis.
+/// Bottom margin with the axis.
 const BOTTOM: f64 = 34.0;
-/// Between the tracks of two GPUs.
+/// Gap between the tracks of two GPUs.
 const GAP: f64 = 10.0;
-/// A span narrower than this is drawn this wide, and joined with the one before if nothing lies between.
+/// Least width of a drawn span. Narrower spans are widened, or left out if they would cover one of the same phase.
 const LEAST: f64 = 0.3;
 
 impl Timeline {
     /// Draws the timeline: one line per track, one colour per phase, a tooltip per span.
     ///
     /// # Errors
-    /// What writing gives; never, for a string.
+    /// Returns the errors of `out`. Writing into a `String` causes no error.
     pub fn to_svg(&self, out: &mut impl Write, options: &SvgOptions) -> fmt::Result {
         Chart::new(self, options).draw(out)
     }
@@ -141,7 +141,7 @@ impl<'a> Chart<'a> {
     }
 
     fn spans(&self, out: &mut impl Write) -> fmt::Result {
-        // Spans too narrow to be seen are drawn only where the pixel is not yet taken by one like them.
+        // Draw a very narrow span only if no span of the same phase is drawn at its place: it would not be visible.
         let mut drawn: Vec<Option<(f64, Option<Phase>)>> = vec![None; self.tops.len()];
         for span in &self.timeline.spans {
             let (start, end) = (span.start.0.max(self.from), span.end.0.min(self.until));
@@ -179,7 +179,7 @@ impl<'a> Chart<'a> {
     }
 }
 
-/// The next of 1, 2, 5, 10, ... from here.
+/// The smallest of 1, 2 and 5 times a power of ten that is at least `least`.
 fn tick(least: f64) -> f64 {
     if least.is_nan() || least <= 0.0 {
         return 1.0;
@@ -189,7 +189,7 @@ fn tick(least: f64) -> f64 {
     steps.into_iter().find(|&step| step >= least).unwrap_or(10.0 * decade)
 }
 
-/// Compute in warm, links in cold colours; told apart by people who do not see red and green alike.
+/// Computations have warm colours, transfers cold ones. The palette is suitable for colour-blind readers.
 fn colour(phase: Option<Phase>) -> &'static str {
     match phase {
         Some(Phase::PreExpert) => "#e69f00",
@@ -206,7 +206,7 @@ fn colour(phase: Option<Phase>) -> &'static str {
 }
 
 fn escaped(text: &str) -> String {
-    // Control characters have no place in XML, escaped or not.
+    // XML allows no control characters, not even escaped.
     let visible = text.chars().filter(|&character| !character.is_control());
     visible.fold(String::with_capacity(text.len()), |mut out, character| {
         match character {

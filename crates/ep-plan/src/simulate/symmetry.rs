@@ -1,9 +1,9 @@
-//! Which GPUs nothing tells apart.
+//! Kinds of GPUs: GPUs of one kind behave equally, so that only one of them is simulated.
 //!
-//! Two GPUs are alike when they are equally fast and, in every cut that matters (who waits for whom, who shares a
-//! link), belong to sets made of the same numbers of GPUs of each kind. The coarsest such division is found by
-//! refining a first one, by speed, until it is stable. GPUs alike in this sense do everything at the same time, by
-//! induction over the events: so one of each kind is simulated, and nothing is lost.
+//! Two GPUs are of one kind if they are equally fast and if, in every relevant cut (groups that wait for each other,
+//! GPUs that share a link), their sets contain the same numbers of GPUs of each kind. The coarsest such division is
+//! found by refining the division by speed until it is stable. By induction over the events, GPUs of one kind do
+//! everything at the same time. Simulating one of them is therefore exact.
 
 use std::collections::HashMap;
 
@@ -12,22 +12,23 @@ use super::shape::{Cut, Shape};
 /// GPUs by kind.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Kinds {
-    /// Each GPU's kind.
+    /// The kind of each GPU.
     pub(crate) of: Vec<u32>,
     /// The first GPU of each kind.
     pub(crate) first: Vec<u32>,
-    /// GPUs of each kind.
+    /// The number of GPUs of each kind.
     pub(crate) count: Vec<u32>,
 }
 
 impl Kinds {
-    /// Each GPU a kind of its own.
+    /// Every GPU is its own kind.
     pub(crate) fn all_different(gpus: usize) -> Self {
         let each: Vec<u32> = (0..gpus as u32).collect();
         Self { count: vec![1; gpus], first: each.clone(), of: each }
     }
 
-    /// The coarsest division that agrees with `first`, equal numbers for GPUs that may be alike, and with the cuts.
+    /// The coarsest division that is stable under the cuts and finer than `first`, which has equal numbers for GPUs
+    /// that may be of one kind.
     pub(crate) fn coarsest(shape: &Shape, cuts: &[Cut], first: Vec<u64>) -> Self {
         let mut kinds = Self::numbered(&first);
         loop {
@@ -46,7 +47,7 @@ impl Kinds {
         }
     }
 
-    /// A number per set that depends on how many GPUs of each kind are in it, and on nothing else.
+    /// A fingerprint of each set, which depends only on the number of GPUs of each kind in the set.
     pub(crate) fn fingerprints(&self, shape: &Shape, cut: Cut) -> Vec<u64> {
         let mut sums = vec![0u64; shape.sets(cut)];
         for (gpu, &kind) in self.of.iter().enumerate() {
@@ -76,7 +77,7 @@ impl Kinds {
     }
 }
 
-/// SplitMix64's finalizer: equal sums of its values are as good as equal sets.
+/// The finalizer of SplitMix64. Its values are random enough that equal sums of them mean equal multisets.
 pub(crate) fn mix(value: u64) -> u64 {
     let mut bits = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -107,7 +108,7 @@ mod tests {
         assert_eq!((kinds.first.len(), kinds.count[0]), (1, 64));
     }
 
-    /// The others differ by the levels at which they are apart from the slow one: 2 x 2 x 2 kinds.
+    /// The other GPUs differ by the levels at which their location differs from the slow one: 2 x 2 x 2 kinds.
     #[test]
     fn one_slow_gpu_makes_eight_kinds() {
         let kinds = kinds_with(&[21]);

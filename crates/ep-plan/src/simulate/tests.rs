@@ -1,4 +1,4 @@
-//! The fast parts against slow, obvious ones.
+//! Compares the fast implementations with slow implementations of their definitions.
 
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
@@ -7,10 +7,10 @@ use super::fair::Crossing;
 use super::mesh::Mesh;
 use super::pipe::Pipe;
 use super::*;
-use crate::planner::{Options, Work as StepWork};
+use crate::planner::{Options, Work};
 use crate::{divisors, presets};
 
-/// A flow of the oracle: which links it crosses, when it comes, what it sends.
+/// A flow of the reference implementation: the links that it crosses, its start and its bytes.
 #[derive(Debug, Clone)]
 struct Single {
     path: Vec<usize>,
@@ -19,7 +19,7 @@ struct Single {
     priority: u8,
 }
 
-/// Progressive filling as it is defined: all rates grow together until a link is full.
+/// Progressive filling by definition: all rates grow together until a link is full.
 fn naive_rates(capacities: &[f64], flows: &[&Single]) -> Vec<f64> {
     let mut rates = vec![0.0; flows.len()];
     let mut left = capacities.to_vec();
@@ -47,7 +47,7 @@ fn naive_rates(capacities: &[f64], flows: &[&Single]) -> Vec<f64> {
     rates
 }
 
-/// When each flow ends: all rates from scratch whenever a flow comes or goes.
+/// The end of each flow. Computes all rates from scratch whenever a flow starts or ends.
 fn naive_ends(capacities: &[f64], flows: &[Single]) -> Vec<f64> {
     let mut left: Vec<f64> = flows.iter().map(|flow| flow.bytes).collect();
     let mut ends = vec![f64::NAN; flows.len()];
@@ -77,7 +77,7 @@ fn naive_ends(capacities: &[f64], flows: &[Single]) -> Vec<f64> {
     }
 }
 
-/// The same flows on a mesh, each `count` equal flows as one bundle.
+/// The ends of the same flows on a mesh, where each flow is a bundle of `count` equal flows.
 fn mesh_ends(capacities: &[f64], flows: &[Single], count: usize) -> (Vec<f64>, Mesh) {
     let mut mesh = Mesh::default();
     for &capacity in capacities {
@@ -141,7 +141,7 @@ proptest! {
         for (flow, (found, wanted)) in ends.iter().zip(naive_ends(&capacities, &flows)).enumerate() {
             prop_assert!(close(*found, wanted), "flow {flow}: {found}, should be {wanted}");
         }
-        // Bytes in are bytes out, link by link, and no link carries more than it can.
+        // Every link carries the bytes that were sent over it, and no more than its capacity.
         let last = ends.iter().copied().fold(0.0, f64::max);
         for (link, &capacity) in capacities.iter().enumerate() {
             let sent: f64 = flows.iter().filter(|flow| flow.path.contains(&link)).map(|flow| flow.bytes).sum();
@@ -211,7 +211,7 @@ fn flows_that_share_nothing_are_not_computed_again() {
     mesh.take_ended(end, &mut ended);
     mesh.settle(end);
     assert_eq!(ended.len(), 1);
-    assert!(mesh.recomputed() - first <= 3, "two flows were left on the two links of the one that ended");
+    assert!(mesh.recomputed() - first <= 3, "only two flows share links with the flow that ended");
 }
 
 /// A small cluster of three levels, a small model, and a scheme.
@@ -239,7 +239,7 @@ fn any_case() -> impl Strategy<Value = Case> {
     let counts = prop::collection::vec(prop::sample::select(vec![1usize, 2, 3, 4]), 3);
     let sharing = prop::sample::select(vec![Sharing::PerGpu, Sharing::PerMember, Sharing::Gpus(2)]);
     let options = (
-        prop::sample::select(vec![StepWork::Forward, StepWork::Training]),
+        prop::sample::select(vec![Work::Forward, Work::Training]),
         prop::sample::select(vec![1.0, 10.0]),
         1..=2usize,
         1..=3usize,
@@ -271,7 +271,7 @@ fn any_case() -> impl Strategy<Value = Case> {
     })
 }
 
-/// Slow GPUs and slow links of a case, by choice.
+/// A slow GPU and, optionally, a slow link of a case.
 fn stragglers_of(
     case: &Case,
     gpu: prop::sample::Index,
@@ -307,7 +307,7 @@ fn same(a: &Outcome, b: &Outcome) -> Result<(), TestCaseError> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Simulating one of each kind of GPUs loses nothing.
+    /// Simulating one GPU of each kind gives the same result as simulating all GPUs.
     #[test]
     fn collapsing_is_exact(
         case in any_case(),
@@ -324,8 +324,8 @@ proptest! {
         same(&collapsed, &each)?;
     }
 
-    /// One flow per exchange is as good as one per pair of GPUs, when all are alike. (Nine GPUs, two to a link, are
-    /// not: one of the links is half used.)
+    /// If all GPUs are equal, one bundle per exchange gives the same result as one flow per pair of GPUs. (Nine GPUs
+    /// with two per link are not equal: one link has a single GPU.)
     #[test]
     fn aggregating_is_exact_without_differences(case in any_case()) {
         let aggregated = case.run(|_| {});
@@ -339,7 +339,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Where nobody shares and nothing overtakes, a step is made of sums and maxima: slower parts cannot shorten it.
+    /// If no GPUs share links and transfers keep their order, the step is composed of sums and maxima, so that slower
+    /// parts cannot shorten it.
     #[test]
     fn stragglers_only_slow_down(
         case in any_case(),
@@ -356,7 +357,7 @@ proptest! {
     }
 }
 
-/// The same cases at every run: statements about most of them must not depend on luck.
+/// The same cases in every run, because the tests below make statements about most cases, not all.
 fn some_cases(count: usize) -> impl Iterator<Item = (Case, Stragglers)> {
     let mut runner = proptest::test_runner::TestRunner::deterministic();
     let strategy = (any_case(), any::<prop::sample::Index>(), any::<prop::sample::Index>(), 0..3usize);
@@ -367,10 +368,10 @@ fn some_cases(count: usize) -> impl Iterator<Item = (Case, Stragglers)> {
     })
 }
 
-/// Where GPUs share links and transfers overtake each other, a late one can be out of the way of the others: rarely,
-/// and by little.
+/// If GPUs share links and transfers may overtake each other, a late transfer can leave its bandwidth to others, so
+/// that the step becomes shorter. This is rare, and the effect is small.
 #[test]
-fn stragglers_hardly_ever_speed_up() {
+fn stragglers_rarely_shorten_a_step_with_shared_links() {
     let mut faster = 0;
     for (case, stragglers) in some_cases(300) {
         let none = case.run(|_| {});
@@ -379,12 +380,12 @@ fn stragglers_hardly_ever_speed_up() {
         assert!(ratio > 0.9, "{ratio} with {stragglers:?}: {case:#?}");
         faster += usize::from(ratio < 1.0 - 1e-9);
     }
-    assert!(faster <= 9, "{faster} of 300 became faster");
+    assert!(faster <= 9, "{faster} of 300 steps became faster");
 }
 
-/// Links that serve their parts by themselves are what flows through all of them are, nearly, and never slower.
+/// Links that serve their parts of a bundle independently give nearly the same step as coupled links.
 #[test]
-fn decoupling_is_close() {
+fn decoupled_steps_are_close_to_coupled_steps() {
     let mut apart = 0;
     for (case, stragglers) in some_cases(300) {
         let with = |jitter, flow_detail| {
@@ -404,10 +405,10 @@ fn decoupling_is_close() {
     assert!(apart <= 6, "{apart} of 600 are more than 1% apart");
 }
 
-/// With jitter, one flow per exchange misses receivers that several senders meet at: most steps are the same, and
-/// no step is far off.
+/// With jitter, aggregated flows miss the contention of several senders at one receiver. Most steps are the same
+/// nevertheless, and no step differs by much.
 #[test]
-fn aggregating_is_close_with_differences() {
+fn aggregated_steps_with_jitter_and_stragglers_are_close_to_exact_steps() {
     let mut apart = 0;
     for (case, stragglers) in some_cases(200) {
         let with = |flow_detail| {
@@ -425,7 +426,7 @@ fn aggregating_is_close_with_differences() {
 }
 
 #[test]
-fn large_worlds_are_decoupled_unless_asked_otherwise() {
+fn flow_detail_auto_decouples_from_513_gpus() {
     assert_eq!(FlowDetail::default().resolve(512), FlowDetail::Aggregated);
     assert_eq!(FlowDetail::default().resolve(513), FlowDetail::Decoupled);
     for chosen in [FlowDetail::Aggregated, FlowDetail::Decoupled, FlowDetail::PerDestination] {

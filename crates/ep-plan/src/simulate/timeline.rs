@@ -1,4 +1,4 @@
-//! What recorded GPUs and links did when, and how to look at it.
+//! The timeline of recorded GPUs and links, and its export as a Chrome trace.
 
 use std::io::{self, Write};
 
@@ -7,73 +7,73 @@ use serde::{Deserialize, Serialize};
 use super::outcome::Phase;
 use crate::units::{Bytes, Seconds};
 
-/// Spans of time on tracks.
+/// Spans of activity on tracks.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Timeline {
-    /// What there is to see: a GPU's streams and links.
+    /// The tracks: streams and uplinks of the recorded GPUs.
     pub tracks: Vec<Track>,
-    /// What happened, in the order in which it ended.
+    /// The spans, in the order in which they ended.
     pub spans: Vec<Span>,
 }
 
-/// A line of the timeline: something that does one thing at a time.
+/// A track of the timeline: a stream or a link. Its spans do not overlap.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Track {
-    /// The GPU that it belongs to.
+    /// The GPU that the track belongs to.
     pub gpu: usize,
-    /// What of it.
+    /// The stream or link of the GPU.
     pub lane: Lane,
-    /// For people: "compute", "wan link".
+    /// Display name: "compute", "wan link".
     pub name: String,
 }
 
-/// What of a GPU a track shows.
+/// The stream or link of a GPU that a track shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Lane {
-    /// Its computations.
+    /// The stream of computations.
     Compute,
-    /// Its sending of tokens.
+    /// The stream that sends tokens.
     Tokens,
-    /// Its sending of experts.
+    /// The stream that sends experts.
     Experts,
-    /// Its sending of gradients and shared experts.
+    /// The stream that sends gradients and the shared expert.
     Gradients,
-    /// Its uplink of a level: busy, whoever uses it.
+    /// The uplink of the GPU at this level. It is busy while any GPU uses it.
     Link(usize),
 }
 
-/// Something that took time.
+/// One activity: a part of a computation, an exchange, or a busy time of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Span {
-    /// Index of its track.
+    /// Index of the track in [`Timeline::tracks`].
     pub track: usize,
-    /// What it was; nothing for a link, which many may use.
+    /// The phase. `None` for a link, which several phases may use at once.
     pub phase: Option<Phase>,
-    /// When it began.
+    /// Start, from the start of the step.
     pub start: Seconds,
-    /// When it ended: for an exchange, when the last byte was sent.
+    /// End, from the start of the step. An exchange ends here when its last byte is sent.
     pub end: Seconds,
-    /// What it sent.
+    /// Bytes that the GPU sent; zero for computations and links.
     pub bytes: Bytes,
-    /// The level that an exchange crossed.
+    /// The level of an exchange or a link.
     pub level: Option<usize>,
-    /// The layer that it belongs to.
+    /// The layer, numbered from 0.
     pub layer: usize,
-    /// The micro-batch that it belongs to.
+    /// The micro-batch, numbered from 0.
     pub micro_batch: usize,
-    /// Whether it belongs to the backward pass.
+    /// Whether the span belongs to a backward pass.
     pub backward: bool,
-    /// The chunk of tokens that it belongs to.
+    /// The chunk of tokens, numbered from 0.
     pub chunk: usize,
 }
 
 impl Timeline {
-    /// Writes the trace-event JSON that Chrome and Perfetto open: a process per GPU, a thread per track, times in
+    /// Writes trace-event JSON for Chrome and Perfetto: one process per GPU, one thread per track, times in
     /// microseconds.
     ///
     /// # Errors
-    /// What writing gives.
+    /// Returns the errors of `out`.
     pub fn to_chrome_trace(&self, out: &mut impl Write) -> io::Result<()> {
         #[derive(Serialize)]
         struct Trace<'a> {
@@ -93,7 +93,7 @@ impl Timeline {
 }
 
 impl Span {
-    /// What happened, for people.
+    /// Display name of the span.
     pub fn name(&self) -> String {
         let phase = self.phase.map_or("busy", Phase::name);
         let way = if self.backward { " backward" } else { "" };
@@ -104,7 +104,7 @@ impl Span {
     }
 }
 
-/// Writes one event after the other, so that a long trace is never in memory twice.
+/// Serializes one event at a time, so that a long trace is not held in memory a second time.
 struct Events<'a>(&'a Timeline);
 
 impl Serialize for Events<'_> {

@@ -1,4 +1,5 @@
-//! What one layer computes and sends: the planner's formulas, before anything is said about time overlapping.
+//! The computations and exchanges of one layer, by the planner's formulas. The order in which they overlap is not
+//! decided here but in [`program`](super::program).
 
 use super::options::{MessageStart, Scheme, SimulationOptions};
 use super::world::Family;
@@ -18,28 +19,28 @@ use crate::units::{Bytes, Seconds};
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Exchange {
     pub(crate) level: usize,
-    /// Who exchanges with whom.
+    /// The rule by which GPUs form groups.
     pub(crate) family: Family,
-    /// GPUs that a GPU sends to.
+    /// Number of GPUs that a GPU sends to.
     pub(crate) peers: usize,
-    /// Messages that a GPU sends; a part of one to each peer where they are booked in parts.
+    /// Messages that a GPU sends. It is a fraction where a message is counted once for several chunks or steps.
     pub(crate) messages: f64,
     /// Bytes that a GPU sends, to all peers together.
     pub(crate) bytes: f64,
-    /// What it spends on starting its messages.
+    /// Seconds that a GPU spends to start its messages.
     pub(crate) start: f64,
-    /// From the end of sending to the last acknowledgement.
+    /// Seconds from the end of sending to the last acknowledgement.
     pub(crate) round_trip: f64,
 }
 
-/// One layer's computations (seconds, forward) and exchanges. Lists are in the order in which they run.
+/// The computations (seconds of the forward pass) and exchanges of one layer. Lists are in the order in which they run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct LayerWork {
     pub(crate) pre_expert: f64,
     pub(crate) expert: f64,
     pub(crate) decode: f64,
     pub(crate) encode: f64,
-    /// To encode and decode compressed gradients.
+    /// Encoding and decoding of compressed gradients; 0 for uncompressed gradients.
     pub(crate) gradient_encode: f64,
     pub(crate) gradient_decode: f64,
     pub(crate) gather: Vec<Exchange>,
@@ -49,9 +50,9 @@ pub(crate) struct LayerWork {
     pub(crate) refresh: Vec<Exchange>,
 }
 
-/// A layer, and how often what of it happens.
+/// The work of one step: a layer, and the number of times that it runs.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Work {
+pub(crate) struct StepWork {
     pub(crate) layer: LayerWork,
     pub(crate) domain_sizes: Vec<usize>,
     pub(crate) layers: usize,
@@ -59,19 +60,19 @@ pub(crate) struct Work {
     pub(crate) chunks: usize,
     pub(crate) live_layers: usize,
     pub(crate) trains: bool,
-    /// Whether gathered experts stay for the whole step.
-    pub(crate) kept: bool,
+    /// Whether gathered experts stay in memory for the whole step.
+    pub(crate) replicas_kept: bool,
 }
 
-impl Work {
-    /// What a scheme does on a cluster with a model.
+impl StepWork {
+    /// The work of a step of the model on the cluster, under a scheme.
     pub(crate) fn new(
         cluster: &Cluster,
         model: &Model,
         options: &SimulationOptions,
         scheme: &Scheme,
     ) -> Result<Self> {
-        let plan = &options.planner;
+        let planner = &options.planner;
         let (experts, gpus) = (model.description().experts, cluster.gpus());
         if !experts.is_multiple_of(gpus) {
             return Err(PlanError::Experts { experts, gpus, possible: divisors(experts) });
@@ -79,39 +80,46 @@ impl Work {
         let scaling_factors = cluster.scaling_factors();
         let domain_sizes = scheme.domain_sizes(scaling_factors.len());
         let partition = Partition::new(&scaling_factors, &domain_sizes)?;
-        let hot = match plan.setting {
+        let hot = match planner.setting {
             Setting::Paper => vec![1.0; scaling_factors.len()],
-            Setting::Full => model.shares().hot_factors(&partition, plan.placement)?,
+            Setting::Full => model.shares().hot_factors(&partition, planner.placement)?,
         };
-        let path = match (scheme, plan.setting) {
+        let path = match (scheme, planner.setting) {
             (Scheme::Plain, _) => TokenPath::Direct,
             (_, Setting::Full) => TokenPath::Deduplicated,
             (_, Setting::Paper) => TokenPath::Forwarded,
         };
-        let kept = match plan.replicas {
+        let replicas_kept = match planner.replicas {
             Replicas::Keep => true,
             Replicas::Regather => false,
             Replicas::Best => {
-                Planner::new(cluster.clone(), model.clone(), plan.clone())?
+                Planner::new(cluster.clone(), model.clone(), planner.clone())?
                     .evaluate(&domain_sizes)?
                     .replicas_kept
             }
         };
         let domains = partition.domains();
-        let formulas = Formulas { cluster, model, plan, path, domain_sizes: &domain_sizes, domains, hot };
+        let formulas = Formulas { cluster, model, planner, path, domain_sizes: &domain_sizes, domains, hot };
         Ok(Self {
             layer: formulas.layer(options.message_start),
-            layers: options.layers.unwrap_or(plan.layers_per_gpu(model.description().moe_layers)),
-            micro_batches: plan.micro_batches,
-            chunks: plan.overlap_chunks,
-            live_layers: plan.live_layers,
-            trains: plan.trains(),
-            kept,
+            layers: options.layers.unwrap_or(planner.layers_per_gpu(model.description().moe_layers)),
+            micro_batches: planner.micro_batches,
+            chunks: planner.overlap_chunks,
+            live_layers: planner.live_layers,
+            trains: planner.trains(),
+            replicas_kept,
             domain_sizes,
         })
     }
 
-    /// The paper's stream model: one level, one layer forward, no expert compute.
+    /// Largest number of computations and exchanges of a pass through a layer.
+    pub(crate) fn operations_per_pass(&self) -> usize {
+        let LayerWork { gather, dispatch, combine, gradients, refresh, .. } = &self.layer;
+        let chunked = self.chunks * (dispatch.len() + 1 + combine.len());
+        1 + chunked + gather.len() + gradients.len() + refresh.len()
+    }
+
+    /// The work of the paper's stream model: one level, one layer forward, no expert compute.
     pub(crate) fn stream(
         model: &StreamModel,
         domain_size: usize,
@@ -145,7 +153,7 @@ impl Work {
             chunks: options.planner.overlap_chunks,
             live_layers: options.planner.live_layers,
             trains: false,
-            kept: false,
+            replicas_kept: false,
         })
     }
 }
@@ -153,7 +161,7 @@ impl Work {
 struct Formulas<'a> {
     cluster: &'a Cluster,
     model: &'a Model,
-    plan: &'a Options,
+    planner: &'a Options,
     path: TokenPath,
     domain_sizes: &'a [usize],
     domains: Vec<usize>,
@@ -166,11 +174,11 @@ impl Formulas<'_> {
         let memory = self.cluster.hbm_bandwidth();
         let own = self.model.expert_bytes() * self.experts_per_gpu() as f64;
         let others = (self.experts_per_gpu() * (self.domain_sizes.iter().product::<usize>() - 1)) as f64;
-        let full = self.plan.setting == Setting::Full;
+        let full = self.planner.setting == Setting::Full;
         let busiest = self.hot.last().copied().unwrap_or(1.0);
         let given = |condition: bool, time: Seconds| if condition { time.0 } else { 0.0 };
         let gradients = self.model.gradient_bytes() * others;
-        let compressed = self.plan.gradient_compression > 1.0;
+        let compressed = self.planner.gradient_compression > 1.0;
         let mut work = LayerWork {
             pre_expert: (self.model.pre_expert_flop() / self.cluster.sustained()).0,
             expert: given(full, self.model.expert_flop() / self.cluster.sustained() * busiest),
@@ -179,15 +187,15 @@ impl Formulas<'_> {
             gradient_encode: given(compressed, encode_time(gradients, memory)),
             gradient_decode: given(compressed, decode_time(gradients, memory)),
             gather: levels.clone().filter_map(|level| self.gather(level)).collect(),
-            dispatch: levels.clone().filter_map(|level| self.tokens(level, Way::There)).collect(),
-            combine: levels.clone().rev().filter_map(|level| self.tokens(level, Way::Back)).collect(),
+            dispatch: levels.clone().filter_map(|level| self.tokens(level, Leg::Dispatch)).collect(),
+            combine: levels.clone().rev().filter_map(|level| self.tokens(level, Leg::Combine)).collect(),
             gradients: levels.clone().rev().filter_map(|level| self.gradients(level)).collect(),
             refresh: self.refresh(),
         };
         if message_start == MessageStart::PerChunk {
             for exchange in work.dispatch.iter_mut().chain(&mut work.combine) {
-                exchange.start *= self.plan.overlap_chunks as f64;
-                exchange.messages *= self.plan.overlap_chunks as f64;
+                exchange.start *= self.planner.overlap_chunks as f64;
+                exchange.messages *= self.planner.overlap_chunks as f64;
             }
         }
         work
@@ -195,29 +203,30 @@ impl Formulas<'_> {
 
     fn gather(&self, level: usize) -> Option<Exchange> {
         let experts = gathered_experts(self.experts_per_gpu(), self.domain_sizes, level);
-        let bytes = self.model.expert_bytes() * (experts / self.plan.weight_compression);
+        let bytes = self.model.expert_bytes() * (experts / self.planner.weight_compression);
         self.exchange(level, Family::Experts, self.domain_sizes[level] - 1, bytes)
     }
 
     fn gradients(&self, level: usize) -> Option<Exchange> {
         let experts = gathered_experts(self.experts_per_gpu(), self.domain_sizes, level);
-        let bytes = self.model.gradient_bytes() * (experts / self.plan.gradient_compression);
+        let bytes = self.model.gradient_bytes() * (experts / self.planner.gradient_compression);
         self.exchange(level, Family::Experts, self.domain_sizes[level] - 1, bytes)
     }
 
-    fn tokens(&self, level: usize, way: Way) -> Option<Exchange> {
+    fn tokens(&self, level: usize, leg: Leg) -> Option<Exchange> {
         let description = self.model.description();
         let choice = Choice { experts: description.experts, topk: description.topk };
         let rows = self.model.tokens() * token_rows(self.path, &self.domains, level, choice, self.hot[level]);
-        let row = match way {
-            Way::There => self.model.dispatch_row_bytes(),
-            Way::Back => self.model.combine_row_bytes(),
+        let row = match leg {
+            Leg::Dispatch => self.model.dispatch_row_bytes(),
+            Leg::Combine => self.model.combine_row_bytes(),
         };
-        let family = if self.path == TokenPath::Direct { Family::Anyone } else { Family::Tokens };
+        let family = if self.path == TokenPath::Direct { Family::DirectTokens } else { Family::Tokens };
         self.exchange(level, family, token_messages(self.path, &self.domains, level), row * rows)
     }
 
-    /// Reduced inwards out, gathered outwards in; a step pays its part of one refresh in many.
+    /// The refresh of the shared expert: a reduce-scatter from the innermost level outwards, then an all-gather
+    /// inwards. Each step sends its fraction of one refresh.
     fn refresh(&self) -> Vec<Exchange> {
         if !self.codec_runs() {
             return Vec::new();
@@ -226,7 +235,7 @@ impl Formulas<'_> {
         let half = |level: usize| {
             let bytes = refresh_bytes(self.model.expert_bytes(), &scaling_factors, level) / 2.0;
             let whole = self.exchange(level, Family::Members, scaling_factors[level] - 1, bytes)?;
-            let steps = self.plan.shared_refresh_steps as f64;
+            let steps = self.planner.shared_refresh_steps as f64;
             Some(Exchange {
                 messages: whole.messages / steps,
                 bytes: whole.bytes / steps,
@@ -244,7 +253,7 @@ impl Formulas<'_> {
             return None;
         }
         let level = self.cluster.levels()[index];
-        let level = match self.plan.setting {
+        let level = match self.planner.setting {
             Setting::Paper => Level { alpha: Seconds::ZERO, round_trip: Seconds::ZERO, ..level },
             Setting::Full => level,
         };
@@ -264,14 +273,15 @@ impl Formulas<'_> {
     }
 
     fn codec_runs(&self) -> bool {
-        self.plan.setting == Setting::Full
-            && self.plan.codec()
+        self.planner.setting == Setting::Full
+            && self.planner.codec()
             && self.domain_sizes.iter().any(|&size| size > 1)
     }
 }
 
+/// The direction of tokens.
 #[derive(Debug, Clone, Copy)]
-enum Way {
-    There,
-    Back,
+enum Leg {
+    Dispatch,
+    Combine,
 }

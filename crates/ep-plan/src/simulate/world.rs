@@ -1,4 +1,5 @@
-//! The cluster as the engine sees it: kinds of GPUs, groups that wait for each other, links that flows cross.
+//! The cluster in the form that the engine uses: kinds of GPUs, groups that wait for each other, links that flows
+//! cross.
 
 use std::collections::HashMap;
 
@@ -11,22 +12,22 @@ use super::symmetry::{Kinds, mix};
 use super::work::{Exchange, LayerWork};
 use crate::cluster::Cluster;
 
-/// Kinds, groups and links. An actor is a kind of GPUs, simulated once.
+/// Kinds, groups and links. An *actor* is one simulated GPU, which represents all GPUs of its kind.
 #[derive(Debug)]
 pub(crate) struct World {
     pub(crate) shape: Shape,
     pub(crate) kinds: Kinds,
-    /// How many times longer an actor computes.
+    /// Slowdown of each actor's computations.
     pub(crate) slowdown: Vec<f64>,
     groupings: Vec<((Family, usize), Grouping)>,
-    /// By level.
+    /// The links of each level.
     uplinks: Vec<Uplinks>,
-    /// Every link, as numbered by the engine.
+    /// All simulated links. The engine uses their indices.
     pub(crate) links: Vec<LinkInfo>,
     detail: FlowDetail,
 }
 
-/// Actors by group.
+/// The actors, divided into groups.
 #[derive(Debug)]
 pub(crate) struct Grouping {
     of: Vec<u32>,
@@ -34,64 +35,67 @@ pub(crate) struct Grouping {
     members: Vec<u32>,
 }
 
-/// A link of the simulation; it may stand for several.
+/// A simulated link, which may represent several links of the cluster.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LinkInfo {
     pub(crate) level: usize,
     pub(crate) direction: Direction,
     pub(crate) link: usize,
-    /// Of all that it is made of.
+    /// Bytes per second of all links that it combines.
     pub(crate) capacity: f64,
-    /// Equal links that it is made of, side by side: the downlinks of a class.
+    /// Number of parallel links that it combines: the downlinks of one speed class.
     pub(crate) width: f64,
-    /// How many like it there are.
+    /// Number of equal links of the cluster that it represents.
     pub(crate) alike: usize,
-    /// Whether flows that cross it cross others too.
+    /// Whether its flows also cross other links and thus run on the mesh.
     pub(crate) meshed: bool,
 }
 
-/// One level's links.
+/// The links of one level.
 #[derive(Debug)]
 struct Uplinks {
-    /// The uplink of each actor, and how many GPUs like it share it.
+    /// The uplink of each actor.
     of: Vec<u32>,
+    /// For each actor, the number of GPUs of its kind that share this uplink.
     count: Vec<f64>,
-    /// How many times less each link carries, where any does.
+    /// The downlinks, if some links of the level are slow.
     slow: Option<Downlinks>,
+    /// GPUs that share a link.
     sharing: usize,
 }
 
-/// The downlinks of a level on which some are slower than others: by speed, and by parent.
+/// The downlinks of a level with slow links, combined by parent and speed class.
 #[derive(Debug)]
 struct Downlinks {
-    /// Speeds that occur.
+    /// Number of speed classes.
     classes: usize,
-    /// Link number of each parent's class; none where it has no link of this class.
+    /// Link number by parent and speed class; no entry if the parent has no link of the class.
     link: HashMap<(u32, u16), u32>,
-    /// Each actor's parent, and how many GPUs like it are below that.
+    /// The parent of each actor.
     parent: Vec<u32>,
+    /// For each actor, the number of GPUs of its kind inside its parent.
     count: Vec<f64>,
-    /// By who exchanges and speed class.
+    /// GPU counts by family and speed class.
     peers: HashMap<(Family, u16), PeerCounts>,
 }
 
-/// GPUs of one speed class.
+/// Numbers of GPUs of one speed class.
 #[derive(Debug)]
 struct PeerCounts {
     /// In each group.
     in_group: Vec<u32>,
-    /// In the part of it that a GPU does not send to.
+    /// In each part of a group that a GPU does not send to.
     own_side: Vec<u32>,
 }
 
-/// What the flows of an exchange cross: one flow per peer, equal flows as one bundle.
+/// The links that the flows of an exchange cross. There is one flow per peer; equal flows form one bundle.
 #[derive(Debug)]
 pub(crate) enum Route {
-    /// One link that nothing else can hold back.
+    /// The flows cross one link and no other link can limit them.
     Alone(Crossing),
-    /// Several links, bundle by bundle.
+    /// Each bundle crosses several links, which limit it together.
     Through(Vec<Vec<Crossing>>),
-    /// Several links, each by itself.
+    /// The flows cross several links, each of which serves them independently.
     Each(Vec<Crossing>),
 }
 
@@ -135,7 +139,7 @@ impl World {
         self.kinds.first.len()
     }
 
-    /// Whose exchange it is: the number of its grouping.
+    /// The number of the grouping for exchanges of this family and level.
     pub(crate) fn grouping_of(&self, family: Family, level: usize) -> usize {
         let found = self.groupings.iter().position(|&(key, _)| key == (family, level));
         found.expect("every exchange of the work has a grouping")
@@ -150,7 +154,7 @@ impl World {
         self.uplinks[level].of[actor as usize]
     }
 
-    /// What the flows of an actor's exchange cross. Each carries the same bytes.
+    /// The links that the flows of an actor's exchange cross. All flows carry the same number of bytes.
     pub(crate) fn route(&self, actor: u32, exchange: &Exchange) -> Route {
         let uplinks = &self.uplinks[exchange.level];
         let (link, alike) = (uplinks.of[actor as usize], uplinks.count[actor as usize]);
@@ -182,7 +186,7 @@ impl World {
         }
     }
 
-    /// One flow per peer, through its downlink.
+    /// One flow per peer, through the peer's downlink.
     fn pairs(&self, actor: u32, exchange: &Exchange, up: u32, sharing: usize) -> Vec<Vec<Crossing>> {
         // Downlinks are numbered right after the uplinks of their level.
         let first =
@@ -285,8 +289,9 @@ impl World {
         Downlinks { classes: speeds.len(), link, parent, count, peers }
     }
 
-    /// Numbers the sets of a cut by what is in them: each actor's, how many GPUs like it are in there, and one
-    /// instance of each with how many there are.
+    /// Numbers the sets of a cut so that sets with equal contents share a number. Returns, for each actor, the number
+    /// of its set (plus `first`) and the number of GPUs of its kind in the set; and, for each number, one of its sets
+    /// and how many sets have it.
     fn spread(&self, cut: Cut, first: usize) -> (Vec<u32>, Vec<f64>, Vec<(usize, usize)>) {
         let grouping = Grouping::new(&self.shape, &self.kinds, cut);
         let of: Vec<u32> = grouping.of.iter().map(|&set| set + first as u32).collect();
@@ -368,7 +373,7 @@ fn families(layer: &LayerWork) -> Vec<(Family, usize)> {
     found
 }
 
-/// Everything by which GPUs can differ beside their speed.
+/// The cuts by which GPUs can differ, apart from their speed.
 fn cuts(exchanges: &[(Family, usize)], slow_links: &[HashMap<usize, f64>], levels: usize) -> Vec<Cut> {
     let groups = exchanges.iter().map(|&(family, level)| Cut::Group(family, level));
     let links = (0..levels).map(Cut::Link);
@@ -392,7 +397,7 @@ fn first_division(
     (0..shape.gpus()).map(key).collect()
 }
 
-/// Slowdown of each slow GPU; of several for one GPU, their product.
+/// The slowdown of each slow GPU. Several slowdowns of one GPU are multiplied.
 fn slow_gpus(options: &SimulationOptions, gpus: usize) -> HashMap<u32, f64> {
     let mut slow = HashMap::new();
     match &options.stragglers {
@@ -413,7 +418,7 @@ fn slow_gpus(options: &SimulationOptions, gpus: usize) -> HashMap<u32, f64> {
     slow
 }
 
-/// By level, the slowdown of each slow link.
+/// The slowdowns of slow links, by level.
 fn slow_links(options: &SimulationOptions, cluster: &Cluster) -> Vec<HashMap<usize, f64>> {
     let mut slow = vec![HashMap::new(); cluster.levels().len()];
     if let Stragglers::Listed(list) = &options.stragglers {

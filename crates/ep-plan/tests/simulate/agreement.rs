@@ -1,10 +1,10 @@
-//! The planner's formulas and the simulator, over many configurations.
+//! Compares the planner's formulas with the simulator over many configurations.
 
 use ep_plan::planner::{BaselineKind, Candidate, Work};
 use ep_plan::simulate::{Outcome, Scheme, Simulation, SimulationOptions};
 use ep_plan::{Cluster, Model, ModelDescription, Options, Planner, presets};
 
-/// Simulated and planned layers may differ by this where the planner's assumptions hold.
+/// Largest relative difference between simulated and planned layer times where the planner's assumptions hold.
 const PLANNER_TOLERANCE: f64 = 0.05;
 
 /// A configuration of the comparison with the planner.
@@ -37,9 +37,9 @@ impl Comparison {
         }
     }
 
-    /// How far the schedule may be from the formula, as part of a layer: the planner adds up what the schedule
-    /// can overlap (the transfers of different levels; the last computation behind the combines before it), and
-    /// counts no filling at the start and no draining at the end of the step.
+    /// The part of the layer time by which the schedule may differ from the formula. The planner adds up phases that
+    /// the schedule can overlap (transfers of different levels; the last computation and earlier combines), and it
+    /// ignores the first gather and the last gradients of a step.
     fn beyond_assumptions(&self, candidate: &Candidate) -> f64 {
         let chunks = self.options.overlap_chunks;
         let passes = [Some(candidate.forward), candidate.backward];
@@ -121,7 +121,7 @@ fn the_planner_and_the_simulator_agree_where_its_assumptions_hold() {
             let difference = outcome.layer_seconds / candidate.layer_time - 1.0;
             let beyond = comparison.beyond_assumptions(&candidate);
             compared += 1;
-            // Where they do not hold, what is beyond them explains the rest.
+            // Where the assumptions do not hold, `beyond` bounds the additional difference.
             assert!(
                 difference.abs() <= PLANNER_TOLERANCE + beyond,
                 "{scheme:?} at {:?}: {} simulated, {} planned, {beyond:.3} beyond the assumptions",
@@ -141,9 +141,9 @@ fn the_planner_and_the_simulator_agree_where_its_assumptions_hold() {
     assert!(worst <= PLANNER_TOLERANCE, "{worst}");
 }
 
-/// What crosses each level, rates summed over time, is what the planner said.
+/// The bytes over each level, as rates integrated over time, equal those of the planner.
 #[test]
-fn bytes_are_the_planners() {
+fn simulated_bytes_equal_planned_bytes() {
     for (comparison, schemes) in comparisons().into_iter().step_by(7) {
         for scheme in schemes {
             let candidate = comparison.priced(&scheme);

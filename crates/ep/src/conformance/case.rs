@@ -1,4 +1,4 @@
-//! A case: everything that decides what is sent where, and nothing that does not.
+//! A case: all parameters that determine what the ranks send and receive.
 
 use std::fmt;
 
@@ -6,83 +6,85 @@ use crate::backend::{DispatchMode, Element, TokenFormat, check_row_bytes};
 use crate::error::{CallerError, Result};
 use crate::topology::{ExpertPlacement, Rank, Topology, World};
 
-/// One point of the space in which backends must equal the oracle.
+/// One test case: all parameters of the operators' calls on all ranks. Vectors with one entry per rank are in rank
+/// order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
-    /// What the case is for.
+    /// The purpose of the case, for messages.
     pub name: String,
-    /// All random content follows from it.
+    /// Seed of all random content.
     pub seed: u64,
-    /// Ranks of the world.
+    /// Number of ranks.
     pub ranks: usize,
-    /// NVLink domains of equal size.
+    /// Number of NVLink domains.
     pub domains: usize,
-    /// Experts of the world.
+    /// Number of experts.
     pub experts: usize,
-    /// The rank of each expert; `None` = contiguous.
+    /// `[experts]`: the rank of each expert; `None` = contiguous placement.
     pub owners: Option<Vec<Rank>>,
-    /// Tokens of each rank.
+    /// `[ranks]`: tokens of each rank.
     pub tokens: Vec<usize>,
-    /// Width of a token, elements.
+    /// Width of a token, in elements.
     pub hidden: usize,
     /// Which experts the tokens choose.
     pub routing: RoutingKind,
     /// How dispatch arranges rows.
     pub mode: DispatchMode,
-    /// Row capacity of each rank.
+    /// `[ranks]`: row capacity of each rank.
     pub capacity: Vec<CapacityKind>,
-    /// What dispatch takes and delivers.
+    /// Element types of dispatch.
     pub format: TokenFormat,
-    /// Type of expert outputs and of combined tokens.
+    /// Element type of expert outputs and of combined tokens.
     pub element: Element,
-    /// Type of partial sums between ranks.
+    /// Element type of partial sums that cross from rank to rank.
     pub wire: Element,
-    /// Probabilities that travel with dispatch.
+    /// Probabilities that dispatch sends with the tokens.
     pub probs: ProbsKind,
-    /// Whether values include NaN, infinities, subnormals, negative zeros, and what overflows in a sum.
+    /// Whether values include NaN, infinities, subnormals, negative zeros, and values whose sum overflows.
     pub special: bool,
-    /// Dispatches and combines on the one handle, each with fresh content; at least 1.
+    /// Number of runs on the same handle, at least 1: each dispatches and combines new content.
     pub runs: usize,
 }
 
 /// Which experts tokens choose.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum RoutingKind {
-    /// The same number of experts for every token, some experts more popular than others.
+    /// Every token chooses the same number of experts; some experts are more popular than others.
     TopK {
-        /// Experts per token; all of them when there are fewer.
+        /// Experts per token; all experts of the world if it has fewer.
         k: usize,
         /// Zipf exponent of the experts' popularity.
         skew: f64,
     },
-    /// A routing map: one row in five is all false, one is all true, the others are drawn. Some weights are zero.
+    /// A routing map. Of five rows one chooses no expert, one chooses all experts, and three are random. Some weights
+    /// are zero.
     MultiHot {
-        /// Probability of each entry of the rows that are drawn.
+        /// Probability of each entry of the random rows.
         density: f64,
     },
-    /// Every token of every rank chooses the same expert, and no other.
+    /// Every token of every rank chooses the same single expert.
     HotExpert,
-    /// There are tokens, but none chooses an expert.
+    /// No token chooses an expert.
     Nothing,
 }
 
-/// The row capacity of a rank, relative to what it would receive without one.
+/// The row capacity of a rank, relative to the rows that it would receive without one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CapacityKind {
-    /// None is given.
+    /// No capacity.
     Unbounded,
-    /// Exactly what comes.
+    /// Exactly the rows without a capacity.
     Exact,
-    /// About half of what comes, and less than it if anything comes.
+    /// About half the rows without a capacity; fewer than those unless there are none.
     TooSmall,
-    /// No row.
+    /// 0 rows.
     Zero,
-    /// More than what comes.
+    /// More rows than without a capacity.
     Larger,
 }
 
 impl CapacityKind {
-    /// The rows to give, for a rank that `wanted` rows want to come to.
+    /// The capacity of a rank that would receive `wanted` rows without one.
     pub(super) fn rows(self, wanted: usize, pad_multiple: usize) -> Option<usize> {
         match self {
             Self::Unbounded => None,
@@ -106,19 +108,19 @@ impl fmt::Display for CapacityKind {
     }
 }
 
-/// Probabilities that travel with dispatch.
+/// The probabilities that dispatch sends with the tokens ([`Probs`](crate::Probs)).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProbsKind {
-    /// None.
+    /// No probabilities.
     Skip,
     /// The routing's weights.
     Routing,
-    /// A dense matrix, filled where nothing is chosen too.
+    /// A dense matrix, non-zero also where a token did not choose the expert.
     Dense,
 }
 
 impl Case {
-    /// A plain case to vary: unequal numbers of tokens, top-4, padded rows of 64 bf16, three runs.
+    /// A simple case to vary: different numbers of tokens, top-4, permuted rows of 64 bf16, three runs.
     pub(super) fn base(name: impl Into<String>, ranks: usize, domains: usize, experts: usize) -> Self {
         Self {
             name: name.into(),
@@ -141,10 +143,10 @@ impl Case {
         }
     }
 
-    /// The ranks and experts.
+    /// The world of the case.
     ///
     /// # Errors
-    /// [`CallerError`] for a world that cannot exist.
+    /// [`CallerError`] when the parameters give no valid world.
     pub fn world(&self) -> Result<World> {
         match &self.owners {
             None => World::new(self.ranks, self.domains, self.experts),
@@ -157,7 +159,7 @@ impl Case {
         }
     }
 
-    /// Checks what [`world`](Self::world) does not: lengths of the per-rank lists, widths of rows.
+    /// Checks the parameters that [`world`](Self::world) does not check: lengths of per-rank vectors, sizes of rows.
     pub(super) fn check(&self) -> Result<()> {
         check_len("tokens", self.ranks, self.tokens.len(), "ranks")?;
         check_len("capacity", self.ranks, self.capacity.len(), "ranks")?;
@@ -172,7 +174,7 @@ fn check_len(what: &'static str, expected: usize, found: usize, unit: &'static s
 }
 
 impl fmt::Display for Case {
-    /// One line: all that decides the case's content.
+    /// One line with all parameters.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { name, seed, ranks, domains, experts, hidden, .. } = self;
         write!(f, "{name}: seed {seed}, {ranks} ranks in {domains} domains, {experts} experts")?;
@@ -201,7 +203,7 @@ impl fmt::Display for Case {
     }
 }
 
-/// A list; equal entries are said once.
+/// Formats a list. If all entries are equal, the text has the entry once.
 fn list<T: PartialEq + fmt::Display>(f: &mut fmt::Formatter<'_>, all: &[T]) -> fmt::Result {
     match all {
         [first, rest @ ..] if !rest.is_empty() && rest.iter().all(|other| other == first) => {

@@ -1,4 +1,4 @@
-//! One rank's way through a case.
+//! Runs a case on one rank and compares the results with the oracle's.
 
 use super::case::{Case, ProbsKind};
 use super::failure::{Expected, Failure, POISON, Problem, Unit};
@@ -12,25 +12,28 @@ use crate::oracle;
 use crate::topology::Rank;
 use crate::weight::WeightRows;
 
-/// Bytes behind an output that must stay as they were.
+/// Bytes after an output that an operator must leave unchanged.
 const GUARD: usize = 80;
 
 impl Prepared {
-    /// Takes this rank through the case: preprocess, then for each run a dispatch, two combines, the second with
-    /// probabilities, and [`WeightRows`] on the experts' rows. The first run waits after every operator, the later ones
-    /// queue theirs; between dispatch and combine of the second run another handle is made. Every second run gives the
-    /// operators memory of exactly the bytes they need, the others have guard bytes behind it.
+    /// Runs the case on this rank: preprocess, then for each run a dispatch, a combine, a combine with probabilities,
+    /// and [`WeightRows`] on the expert output rows.
+    ///
+    /// The first run waits after every operator; later runs queue their operators. The second run makes another handle
+    /// between dispatch and combine. Memory in every second run has exactly the size that the operators need; in the
+    /// other runs, guard bytes follow the outputs.
     ///
     /// Every rank of [`world`](Self::world) must call this, in the same order of cases.
     ///
     /// # Errors
-    /// The first [`Failure`]. The backend should then be dropped: if an error stopped it, its peers wait for it.
+    /// The first [`Failure`]. The caller should then drop the backend: if an error stopped this rank, its peers wait
+    /// for it.
     pub fn check<B: WeightRows>(&self, backend: &mut B) -> Result<(), Failure> {
         self.check_on(backend, &mut None)
     }
 
-    /// As [`check`](Self::check), on a handle that an earlier check of the same routing has left; without one, it makes
-    /// one and leaves it.
+    /// As [`check`](Self::check), on the handle of an earlier check of the same routing. If `handle` is `None`, it
+    /// makes a handle and stores it there.
     pub(super) fn check_on<B: WeightRows>(
         &self,
         backend: &mut B,
@@ -54,7 +57,7 @@ pub(super) struct Check<'a, B: Backend> {
     pub(super) rank: Rank,
     pub(super) backend: &'a mut B,
     run: usize,
-    /// The first difference; peers depend on this rank's operators, so it goes on.
+    /// The first difference. The rank goes on after it, since its peers depend on this rank's operators.
     first: Option<Failure>,
 }
 
@@ -94,7 +97,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         self.shape_is(handle, &self.prepared.received[self.rank.index()].shape)
     }
 
-    /// The handle of the case's routing.
+    /// Makes the handle of the case's routing.
     pub(super) fn preprocess(&mut self) -> Result<B::Handle, Failure> {
         let Prepared { case, routings, capacity, received, .. } = self.prepared;
         let at = self.rank.index();
@@ -104,7 +107,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         Ok(handle)
     }
 
-    /// A handle of another routing, made while the first is in use and kept as long.
+    /// Makes a handle of another routing, which the caller keeps while the first handle is in use.
     fn decoy(&mut self) -> Result<B::Handle, Failure> {
         let Prepared { case, decoys, decoys_received, .. } = self.prepared;
         let at = self.rank.index();
@@ -230,7 +233,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         Ok(())
     }
 
-    /// Whether each sum is as near to the exact one as its roundings must leave it: a check of the oracle too.
+    /// Checks that the error of each sum is within the bound of its roundings. This checks the oracle too.
     fn check_rounding(&mut self, operator: &'static str, found: &[u8]) {
         let Case { hidden, element, .. } = *self.case_of();
         for (at, (exact, bytes)) in
@@ -248,7 +251,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         }
     }
 
-    /// Compares a memory with what it must hold, and returns what it holds.
+    /// Compares a memory with its expected content, and returns its content.
     fn verify(
         &mut self,
         operator: &'static str,
@@ -262,14 +265,14 @@ impl<'a, B: WeightRows> Check<'a, B> {
         Ok(found)
     }
 
-    /// The first bytes of a memory.
+    /// The first `bytes` bytes of a memory.
     pub(super) fn read(&mut self, bytes: usize, memory: &B::Memory) -> Result<Vec<u8>, Failure> {
         let mut found = vec![0; bytes];
         self.backend.download(memory, &mut found).map_err(|error| self.error("download", error))?;
         Ok(found)
     }
 
-    /// What the memories of a dispatch must hold afterwards.
+    /// The expected outputs of a dispatch.
     pub(super) fn dispatched(&self) -> Outputs<'a> {
         let case = self.case_of();
         let Content { dispatched, .. } = self.content();
@@ -283,7 +286,11 @@ impl<'a, B: WeightRows> Check<'a, B> {
             allocated_rows,
             guard,
         };
-        let token_unit = if case.format == TokenFormat::Bf16 { Unit::Bf16 } else { Unit::E4m3 };
+        let token_unit = match case.format {
+            TokenFormat::Bf16 => Unit::Bf16,
+            TokenFormat::F32 => Unit::F32,
+            TokenFormat::Fp8(_) | TokenFormat::QuantizeFp8(_) => Unit::E4m3,
+        };
         let token_bytes = case.format.output_row_bytes(case.hidden);
         let scale_bytes = case.format.scale_row_bytes(case.hidden);
         let scale_unit = match case.format.scales() {
@@ -293,7 +300,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         let prob_bytes = 4 * self.prepared.probs_per_row(self.rank);
         let probs = bytemuck::cast_slice(&dispatched.probs);
         let local_experts = self.prepared.world.placement.local_experts(self.rank);
-        // Optional in plain mode: left out once.
+        // This output is optional in plain mode; the second run omits it.
         let wants_local_experts = case.mode == DispatchMode::Plain && self.run != 1;
         Outputs {
             tokens: rows("received tokens", token_unit, token_bytes, &dispatched.tokens),
@@ -306,7 +313,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         }
     }
 
-    /// What the memories of a combine must hold afterwards: tokens, and probabilities.
+    /// The expected outputs of a combine: tokens and probabilities.
     pub(super) fn combined(&self) -> (Expected<'a>, Expected<'a>) {
         let case = self.case_of();
         let Content { combined, combined_probs, .. } = self.content();
@@ -343,14 +350,14 @@ impl<'a, B: WeightRows> Check<'a, B> {
         &self.prepared.case
     }
 
-    /// Memory that holds these bytes.
+    /// New memory that holds `bytes`.
     pub(super) fn input(&mut self, bytes: &[u8]) -> Result<B::Memory, Failure> {
         let mut memory = self.backend.alloc(bytes.len()).map_err(|error| self.error("alloc", error))?;
         self.backend.upload(bytes, &mut memory).map_err(|error| self.error("upload", error))?;
         Ok(memory)
     }
 
-    /// Memory for an output, full of poison.
+    /// New memory for an output, filled with [`POISON`].
     pub(super) fn output(&mut self, expected: Expected<'_>) -> Result<B::Memory, Failure> {
         self.input(&vec![POISON; expected.bytes()])
     }
@@ -372,7 +379,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
     }
 }
 
-/// What the memories of one dispatch must hold.
+/// The expected outputs of one dispatch.
 pub(super) struct Outputs<'a> {
     pub(super) tokens: Expected<'a>,
     pub(super) scales: Option<Expected<'a>>,
@@ -422,7 +429,7 @@ fn given_scales(case: &Case) -> bool {
     matches!(case.format, TokenFormat::Fp8(_))
 }
 
-/// An input, which must stay as it is.
+/// The expectation for an input, which an operator must leave unchanged.
 fn given<'a>(what: &'static str, unit: Unit, row_bytes: usize, rows: &'a [u8]) -> Expected<'a> {
     Expected { what, unit, row_bytes, rows, allocated_rows: rows.len() / row_bytes, guard: 0 }
 }
@@ -430,6 +437,7 @@ fn given<'a>(what: &'static str, unit: Unit, row_bytes: usize, rows: &'a [u8]) -
 fn input_unit(format: TokenFormat) -> Unit {
     match format {
         TokenFormat::Bf16 | TokenFormat::QuantizeFp8(_) => Unit::Bf16,
+        TokenFormat::F32 => Unit::F32,
         TokenFormat::Fp8(_) => Unit::E4m3,
     }
 }

@@ -1,4 +1,4 @@
-//! What a rank reports: the case, the operator, and the first value that differs.
+//! The report of a failed case: the case, the operator, and the first value that differs.
 
 use std::fmt;
 
@@ -8,24 +8,24 @@ use crate::layout::ReceiveShape;
 use crate::numeric::{bf16_to_f32, e4m3_to_f32};
 use crate::topology::Rank;
 
-/// What output memories hold before an operator: a byte that survives was not written.
+/// Outputs are filled with this byte before an operator, which shows the bytes that the operator did not write.
 pub(super) const POISON: u8 = 0xA5;
 
-/// A case that a backend did not pass, on one rank.
+/// The failure of a case on one rank.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{case}\n  rank {rank}, {operator}, run {run}: {problem}")]
 pub struct Failure {
-    /// The case, as its `Display` says.
+    /// The `Display` text of the case.
     pub case: String,
-    /// The rank that found it.
+    /// The rank that found the failure.
     pub rank: Rank,
-    /// What was called.
+    /// The operator.
     pub operator: &'static str,
-    /// Which use of the handle it was, from 0.
+    /// The number of the run on the handle, from 0.
     pub run: usize,
     /// What is wrong.
     pub problem: Box<Problem>,
-    /// Whether an error of the backend stopped the rank there or later: it then cannot go on.
+    /// Whether an error of the backend stopped the rank, at this failure or later. The backend cannot be used further.
     pub stopped: bool,
 }
 
@@ -33,48 +33,48 @@ pub struct Failure {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Problem {
-    /// The backend returned an error, or the case cannot be prepared.
+    /// The backend returned an error, or the case is invalid.
     #[error("{0}")]
     Error(Error),
-    /// The backend is a rank of another world.
+    /// The backend belongs to another world.
     #[error("the backend's world is not the case's")]
     World,
-    /// A shape other than the oracle's.
+    /// The shape differs from the oracle's.
     #[error("expected {expected:?}, found {found:?}")]
     Shape {
-        /// The oracle's.
+        /// The oracle's shape.
         expected: ReceiveShape,
-        /// The backend's.
+        /// The backend's shape.
         found: ReceiveShape,
     },
-    /// Bytes other than expected.
+    /// The bytes of an output differ from the oracle's.
     #[error("{0}")]
     Differs(Difference),
-    /// A sum further from the exact one than its roundings can bring it.
+    /// A sum has a larger error than its roundings allow.
     #[error(
         "{what}, row {row} column {column}: {found:e} is further from the exact {exact:e} than {bound:e}"
     )]
     Rounding {
-        /// The memory.
+        /// The output.
         what: &'static str,
-        /// The token, or the row.
+        /// The token or row.
         row: usize,
-        /// The element.
+        /// The element of the row.
         column: usize,
         /// The backend's sum.
         found: f64,
         /// The sum in double precision.
         exact: f64,
-        /// How far apart they may be.
+        /// The largest allowed distance between the two.
         bound: f64,
     },
-    /// A call that had to be refused was served.
-    #[error("{call}: must be refused with a caller's error, but was served")]
-    Served {
+    /// The backend accepted an invalid call.
+    #[error("{call}: must be refused with a caller's error, but was accepted")]
+    Accepted {
         /// What is wrong with the call.
         call: &'static str,
     },
-    /// A call that had to be refused as the caller's mistake failed otherwise.
+    /// The backend refused an invalid call with an error that is not the caller's.
     #[error("{call}: must be refused with a caller's error, but failed with: {error}")]
     WrongError {
         /// What is wrong with the call.
@@ -82,7 +82,7 @@ pub enum Problem {
         /// The backend's error.
         error: Error,
     },
-    /// A call that had to be refused before anything was sent did send.
+    /// The backend sent bytes before it refused an invalid call.
     #[error("{call}: bytes were sent before it was refused")]
     Sent {
         /// What is wrong with the call.
@@ -90,41 +90,41 @@ pub enum Problem {
     },
 }
 
-/// The first value of a memory that is not the oracle's.
+/// The first value of an output that differs from the oracle's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// The memory.
+    /// The output.
     pub what: &'static str,
-    /// Where in it.
+    /// The place of the value in the output.
     pub place: Place,
     /// The oracle's value, in hex and decimal.
     pub expected: String,
     /// The backend's value, in hex and decimal.
     pub found: String,
-    /// Bytes that differ in the whole memory.
+    /// Number of bytes that differ in the whole output.
     pub bytes: usize,
 }
 
-/// Where in a memory of rows.
+/// A place in an output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// In a row that the oracle fills.
+    /// In a row that the operator must write.
     Row {
         /// The row.
         row: usize,
-        /// The element in it.
+        /// The element of the row.
         column: usize,
     },
-    /// In a row that the caller allocated and that must stay as it was.
+    /// In an allocated row that the operator must leave unchanged.
     Spare {
         /// The row.
         row: usize,
-        /// The byte in it.
+        /// The byte of the row.
         byte: usize,
     },
-    /// Behind all rows.
+    /// After the last allocated row.
     Behind {
-        /// Bytes between the end of the rows and the place.
+        /// Offset from the end of the rows, in bytes.
         byte: usize,
     },
 }
@@ -141,7 +141,7 @@ impl fmt::Display for Difference {
     }
 }
 
-/// How a memory's bytes are read to say what they are.
+/// The type of an output's elements, for messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Unit {
     Byte,
@@ -183,14 +183,14 @@ impl Unit {
         }
     }
 
-    /// As [`show`](Self::show), and whether it is what was there before the operator.
+    /// As [`show`](Self::show), and whether the operator left the value unwritten.
     fn show_found(self, bytes: &[u8]) -> String {
         let unwritten = bytes.iter().take(self.bytes()).all(|&byte| byte == POISON);
         self.show(bytes) + if unwritten { ", as before the call" } else { "" }
     }
 }
 
-/// What a memory must hold after an operator.
+/// The expected content of a memory after an operator.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Expected<'a> {
     /// The memory's name.
@@ -198,16 +198,16 @@ pub(super) struct Expected<'a> {
     pub(super) unit: Unit,
     /// Bytes of one row.
     pub(super) row_bytes: usize,
-    /// All rows that are filled.
+    /// The rows that the operator writes.
     pub(super) rows: &'a [u8],
-    /// Rows of the memory: those that are filled, and those that must stay as they were.
+    /// All rows of the memory. The operator must leave those after `rows` unchanged.
     pub(super) allocated_rows: usize,
-    /// Bytes behind the rows that must stay as they were.
+    /// Bytes after the allocated rows, which must stay unchanged.
     pub(super) guard: usize,
 }
 
 impl Expected<'_> {
-    /// Bytes that the operator may ask for.
+    /// Bytes that the operator may require.
     pub(super) fn needed(&self) -> usize {
         self.allocated_rows * self.row_bytes
     }
@@ -217,7 +217,7 @@ impl Expected<'_> {
         self.needed() + self.guard
     }
 
-    /// Compares a memory of [`bytes`](Self::bytes) bytes: the rows, then poison to its end.
+    /// Compares a memory of [`bytes`](Self::bytes) bytes: the written rows, then [`POISON`] to the end.
     pub(super) fn difference(&self, found: &[u8]) -> Option<Difference> {
         let (rows, rest) = found.split_at(self.rows.len());
         if rows == self.rows && rest.iter().all(|&byte| byte == POISON) {

@@ -1,4 +1,4 @@
-//! Content of a case: routings, tokens, expert outputs and probabilities, all from the case's seed.
+//! The content of a case: routings, tokens, expert outputs and probabilities, generated from the case's seed.
 
 use rand::RngExt as _;
 use rand_chacha::ChaCha8Rng;
@@ -11,7 +11,7 @@ use crate::routing::Routing;
 use crate::topology::{Rank, World};
 use crate::workload::{Workload, rng_for};
 
-/// What a generator is for: its stream, so that no two draws are related.
+/// The purpose of a random number generator. Each purpose has its own stream, so that contents are independent.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Purpose {
     Routing,
@@ -22,9 +22,9 @@ pub(super) enum Purpose {
 }
 
 impl Case {
-    /// The generator of one rank's content of one kind, in one run.
+    /// The generator of one rank's content for one purpose, in one run.
     pub(super) fn rng(&self, rank: Rank, purpose: Purpose, run: usize) -> ChaCha8Rng {
-        // Purpose 0 is that of `Workload`'s routings.
+        // `Workload` uses purpose 0 for its routings.
         rng_for(self.seed, rank, 1 + purpose as u64 + 8 * run as u64)
     }
 
@@ -46,7 +46,7 @@ impl Case {
                         _ => rng.random_bool(density).into(),
                     })
                     .collect();
-                // A weight of zero is a choice all the same.
+                // A weight of zero must not be mistaken for an expert that is not chosen.
                 let weights: Vec<f32> = (0..map.len())
                     .map(|_| if rng.random_bool(0.1) { 0.0 } else { rng.random_range(0.05..1.0) })
                     .collect();
@@ -63,43 +63,46 @@ impl Case {
         }
     }
 
-    /// Another routing of the same world: small, and unlike the case's own.
+    /// The decoy routing: small, different from the case's own, in the same world.
     pub(super) fn decoy_of(&self, rank: Rank) -> Routing {
         let (experts, topk) = (self.experts, self.experts.min(2));
         let seed = self.seed ^ 0x5EED;
         Workload { tokens: 2 + rank.index() % 3, experts, topk, skew: 0.0, seed }.routing(rank)
     }
 
-    /// Tokens and scales as dispatch takes them.
+    /// The input tokens and scales of dispatch.
     pub(super) fn tokens_of(&self, rank: Rank, run: usize) -> (Vec<u8>, Vec<u8>) {
         let tokens = self.tokens[rank.index()];
         let mut rng = self.rng(rank, Purpose::Tokens, run);
         if let TokenFormat::Fp8(_) = self.format {
-            // Given codes and scales are carried, never read: any bytes will do.
+            // Dispatch copies FP8 codes and scales without interpreting them, so random bytes are valid.
             let mut bytes = |len: usize| (0..len).map(|_| rng.random()).collect::<Vec<u8>>();
             let data = bytes(tokens * self.hidden);
             return (data, bytes(tokens * self.format.scale_row_bytes(self.hidden)));
         }
         let mut data = Vec::with_capacity(tokens * self.format.input_row_bytes(self.hidden));
         for token in 0..tokens {
-            // Rows of different size and, for the scale of a block of zeros, empty ones.
+            // Rows of different magnitude, and rows of zeros for the scale of a block of zeros.
             let size = if token % 7 == 5 { 0.0 } else { 2f32.powi(token as i32 % 11 - 6) };
             for _ in 0..self.hidden {
                 let value = rng.random_range(-4.0f32..4.0) * size;
                 let bits =
                     if self.special && rng.random_bool(0.05) { odd(&mut rng) } else { value.to_bits() };
-                data.extend(upper_half(bits).to_le_bytes());
+                match self.format {
+                    TokenFormat::F32 => data.extend(bits.to_le_bytes()),
+                    _ => data.extend(upper_half(bits).to_le_bytes()),
+                }
             }
         }
         (data, Vec::new())
     }
 
-    /// A dense matrix of probabilities: non-zero also where nothing is chosen.
+    /// A dense matrix of probabilities, non-zero also where a token did not choose the expert.
     pub(super) fn dense_of(&self, rank: Rank, run: usize) -> Vec<f32> {
         self.probs_of(self.tokens[rank.index()] * self.experts, self.rng(rank, Purpose::Dense, run))
     }
 
-    /// Probabilities for `len` places of received rows, as combine takes them back.
+    /// `len` probabilities of received rows, for combine to gather.
     pub(super) fn row_probs_of(&self, rank: Rank, run: usize, len: usize) -> Vec<f32> {
         self.probs_of(len, self.rng(rank, Purpose::RowProbs, run))
     }
@@ -111,8 +114,8 @@ impl Case {
         (0..len).map(|_| value(&mut rng)).collect()
     }
 
-    /// Expert outputs for all allocated rows of a rank. Each row has values of its own, so that a mixed-up row is
-    /// seen; rows without a token are NaN, so that one that is added is seen.
+    /// Expert outputs for all allocated rows of a rank. Rows differ from each other, so that a wrong row changes the
+    /// result. Rows without a token are NaN, so that adding one changes the result.
     pub(super) fn expert_rows_of(&self, rank: Rank, run: usize, received: &ReceivedRows) -> Vec<u8> {
         let mut rng = self.rng(rank, Purpose::ExpertRows, run);
         let allocated = received.shape.allocated_rows();
@@ -137,17 +140,17 @@ impl Case {
     }
 }
 
-/// The bf16 bits of the same sign and exponent.
+/// The bf16 bits with the sign, the exponent and the upper mantissa bits of an f32.
 fn upper_half(bits: u32) -> u16 {
     (bits >> 16) as u16
 }
 
-/// A summand, as f32 bits. In every second column another order, or another place of rounding, gives another sum:
-/// values of one size never show an order, since f32 adds bf16 of similar size without rounding.
+/// A summand, as f32 bits. In every second column the sum depends on the order of additions and the places of rounding.
+/// The other columns hold values of similar magnitude, which f32 adds without rounding.
 fn summand(column: usize, rng: &mut ChaCha8Rng) -> u32 {
     let plain = rng.random_range(-4.0f32..4.0);
     let value = match column % 4 {
-        // Two large ones that cancel swallow the small ones between them.
+        // Large values that cancel each other absorb the small values added between them.
         1 => match rng.random_range(0..3) {
             0 => 2f32.powi(30),
             1 => -2f32.powi(30),
@@ -159,24 +162,24 @@ fn summand(column: usize, rng: &mut ChaCha8Rng) -> u32 {
     value.to_bits()
 }
 
-/// A summand, as f32 bits, where sums meet the ends of the number range.
+/// A summand, as f32 bits, whose sums reach the ends of the range of numbers.
 fn special_summand(column: usize, rng: &mut ChaCha8Rng) -> u32 {
     let random: u32 = rng.random();
     match column % 6 {
         // Subnormal in bf16 and in f32.
         0 => random & 0x807F_FFFF,
-        // The sum of nothing but negative zeros.
+        // Sums of negative zeros only.
         1 => 0x8000_0000,
-        // Near the largest: sums overflow, and may cancel.
+        // Near the largest finite value: sums overflow or cancel.
         2 => 0x7F00_0000 | random & 0x807F_FFFF,
-        // The smallest normals: differences are subnormal.
+        // Near the smallest normal value: differences are subnormal.
         3 => 0x0080_0000 | random & 0x80FF_FFFF,
         _ if random.is_multiple_of(8) => odd(rng),
         _ => summand(column, rng),
     }
 }
 
-/// Bits of a value that arithmetic treats in a way of its own.
+/// Bits of a special value, such as NaN, an infinity, a zero or a subnormal.
 fn odd(rng: &mut ChaCha8Rng) -> u32 {
     const ODD: [u32; 14] = [
         0x7FC0_0000, // NaN

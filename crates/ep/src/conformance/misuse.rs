@@ -1,50 +1,70 @@
-//! Calls that every backend must refuse, on all ranks alike.
+//! Invalid calls that every backend must refuse, made on all ranks.
 
 use super::case::{CapacityKind, Case, ProbsKind, RoutingKind};
 use super::check::{Check, CombineMemory, DispatchMemory, Outputs};
 use super::failure::{Failure, Problem};
 use super::prepared::Prepared;
-use crate::backend::{Backend, DispatchMode, TokenFormat, Traffic};
-use crate::error::{Error, Result as EpResult};
+use crate::backend::{Backend, DispatchMode, Element, TokenFormat, Traffic};
+use crate::error::{CallerError, Error, Result as EpResult};
 use crate::numeric::ScaleFormat;
 use crate::routing::Routing;
 use crate::topology::{Rank, World};
-use crate::weight::WeightRows;
+use crate::weight::{WeightGradients, WeightRows, WeightedRows};
 
-/// Makes calls with arguments that cannot be served. Each must fail with [`Error::Caller`] on every rank before
-/// anything is sent, and the backend must pass a good case afterwards. Every rank of the backend's world must call
-/// this.
+/// Makes calls with invalid arguments. Each call must fail with [`Error::Caller`] on every rank before the backend
+/// sends anything, and the backend must pass a valid case afterwards. Every rank of the backend's world must call this.
 ///
-/// A memory is taken to know the length that was asked of [`Backend::alloc`], not the one it was rounded up to.
+/// The check assumes that memory has the length that [`Backend::alloc`] was called with, even if the allocation was
+/// rounded up.
+///
+/// `other` is a buffer of another world in this process, whose memory the backend must refuse. The check calls none of
+/// its collective operators.
 ///
 /// # Errors
-/// The first [`Failure`] on this rank; the backend should then be dropped.
-pub fn check_misuse<B: WeightRows>(backend: &mut B) -> Result<(), Failure> {
+/// The first [`Failure`] on this rank. The caller should then drop the backend.
+pub fn check_misuse<B: WeightRows>(backend: &mut B, other: &mut B) -> Result<(), Failure> {
     for format in [
         TokenFormat::Bf16,
         TokenFormat::Fp8(ScaleFormat::F32Per128),
         TokenFormat::QuantizeFp8(ScaleFormat::Ue8m0Per32),
     ] {
-        let prepared = prepare(backend, format)?;
+        let prepared = prepare(backend, format, DispatchMode::Permuted { pad_multiple: 4 })?;
         prepared.check(backend)?;
         let mut check = Check::new(&prepared, backend);
         check.misuse_preprocess()?;
         let handle = check.preprocess()?;
-        check.refused_combine(&handle, "a handle that nothing was dispatched with", |_, _| ())?;
+        check.refused_combine(&handle, "a handle that was never dispatched", |_, _| ())?;
         check.misuse_dispatch(&handle)?;
         let mut memory = check.dispatch_memory()?;
         check.dispatch(&handle, &mut memory)?;
         check.synchronize("dispatch")?;
         check.misuse_combine(&handle)?;
         check.misuse_memory()?;
+        check.foreign(&handle, other)?;
         drop(handle);
         prepared.check(backend)?;
     }
-    Ok(())
+    // The map of local experts is an output of the plain mode only.
+    let prepared = prepare(backend, TokenFormat::Bf16, DispatchMode::Plain)?;
+    let mut check = Check::new(&prepared, backend);
+    let handle = check.preprocess()?;
+    let mut memory = check.dispatch_memory()?;
+    check.dispatch(&handle, &mut memory)?;
+    check.synchronize("dispatch")?;
+    check.foreign(&handle, other)?;
+    drop(handle);
+    prepared.check(backend)
 }
 
-/// A good case in the backend's world: tokens on every rank, and output rows too, whatever the placement.
-fn prepare<B: Backend>(backend: &B, format: TokenFormat) -> Result<Prepared, Failure> {
+/// Describes a call that passes another buffer's memory for this argument.
+macro_rules! foreign {
+    ($argument:literal) => {
+        concat!("another buffer's memory for ", $argument)
+    };
+}
+
+/// A valid case in the backend's world, with tokens and output rows on every rank for any placement.
+fn prepare<B: Backend>(backend: &B, format: TokenFormat, mode: DispatchMode) -> Result<Prepared, Failure> {
     let world: &World = backend.world();
     let (ranks, experts) = (world.ranks(), world.experts());
     let owner = |expert| world.placement.owner_at(world.placement.position_of(expert));
@@ -53,7 +73,7 @@ fn prepare<B: Backend>(backend: &B, format: TokenFormat) -> Result<Prepared, Fai
         tokens: (0..ranks).map(|rank| 6 + rank % 2).collect(),
         hidden: 48,
         routing: RoutingKind::TopK { k: 2, skew: 0.0 },
-        mode: DispatchMode::Permuted { pad_multiple: 4 },
+        mode,
         capacity: vec![CapacityKind::Larger; ranks],
         format,
         runs: 2,
@@ -69,7 +89,7 @@ fn prepare<B: Backend>(backend: &B, format: TokenFormat) -> Result<Prepared, Fai
     })
 }
 
-/// Bytes that were sent.
+/// Bytes and messages that were sent.
 fn sent(traffic: Traffic) -> [u64; 3] {
     [traffic.domain_bytes, traffic.transport_bytes, traffic.transport_messages]
 }
@@ -82,13 +102,28 @@ impl<B: WeightRows> Check<'_, B> {
         call: &'static str,
         make: impl FnOnce(&mut B) -> EpResult<T>,
     ) -> Result<(), Failure> {
+        self.refused_as(operator, call, |_| true, make)
+    }
+
+    /// Makes a call that must be refused with an error for which `is_right` returns true.
+    fn refused_as<T>(
+        &mut self,
+        operator: &'static str,
+        call: &'static str,
+        is_right: impl Fn(&CallerError) -> bool,
+        make: impl FnOnce(&mut B) -> EpResult<T>,
+    ) -> Result<(), Failure> {
         let before = sent(self.backend.traffic());
         let result = make(self.backend);
         let problem = match result {
-            Err(Error::Caller(_)) if sent(self.backend.traffic()) == before => return Ok(()),
-            Err(Error::Caller(_)) => Problem::Sent { call },
+            Err(Error::Caller(error)) if is_right(&error) => {
+                if sent(self.backend.traffic()) == before {
+                    return Ok(());
+                }
+                Problem::Sent { call }
+            }
             Err(error) => Problem::WrongError { call, error },
-            Ok(_) => Problem::Served { call },
+            Ok(_) => Problem::Accepted { call },
         };
         Err(self.failure(operator, problem))
     }
@@ -143,9 +178,9 @@ impl<B: WeightRows> Check<'_, B> {
             memory.out_local_experts = Some(spare);
         })?;
         match self.case_of().format {
-            TokenFormat::Bf16 => {
+            TokenFormat::Bf16 | TokenFormat::F32 => {
                 let spare = self.memory(1 << 12)?;
-                self.refused_dispatch(handle, "memory for scales of bf16", |_, memory| {
+                self.refused_dispatch(handle, "memory for scales of tokens that have none", |_, memory| {
                     memory.out_scales = Some(spare);
                 })?;
                 self.superfluous_scales(handle)
@@ -207,7 +242,7 @@ impl<B: WeightRows> Check<'_, B> {
             memory.out_probs = Some(short);
         })?;
 
-        // A rank without rows needs no memory of them, and must not serve what its peers refuse.
+        // A rank without rows accepts memory of any size. It would enter the operator while its peers refuse theirs.
         let received = &self.prepared.received;
         if received.iter().any(|received| received.shape.rows == 0) {
             return Ok(());
@@ -229,7 +264,136 @@ impl<B: WeightRows> Check<'_, B> {
         })
     }
 
-    /// A dispatch that would be good, but for what `spoil` does to its arguments.
+    /// Makes calls that are valid except for one argument, which is memory of `other`.
+    fn foreign(&mut self, handle: &B::Handle, other: &mut B) -> Result<(), Failure> {
+        // Larger than any argument of the calls, so that only the wrong buffer can be the reason for the error.
+        let mut foreign = || other.alloc(1 << 20);
+        let mut give = |check: &Self| foreign().map_err(|error| check.error("alloc", error));
+        let Outputs { scales, probs, local_experts, .. } = self.dispatched();
+        let given_scales = matches!(self.case_of().format, TokenFormat::Fp8(_));
+
+        let memory = give(self)?;
+        self.foreign_dispatch(handle, foreign!("tokens"), |_, arguments| arguments.tokens = memory)?;
+        if given_scales {
+            let memory = give(self)?;
+            self.foreign_dispatch(handle, foreign!("scales"), |_, arguments| {
+                arguments.scales = Some(memory)
+            })?;
+        }
+        let memory = give(self)?;
+        self.foreign_dispatch(handle, foreign!("dense probs"), |case, arguments| {
+            case.probs = ProbsKind::Dense;
+            arguments.dense = Some(memory);
+        })?;
+        let memory = give(self)?;
+        self.foreign_dispatch(handle, foreign!("received tokens"), |_, arguments| {
+            arguments.out_tokens = memory
+        })?;
+        if scales.is_some() {
+            let memory = give(self)?;
+            self.foreign_dispatch(handle, foreign!("received scales"), |_, arguments| {
+                arguments.out_scales = Some(memory);
+            })?;
+        }
+        if probs.is_some() {
+            let memory = give(self)?;
+            self.foreign_dispatch(handle, foreign!("received probs"), |_, arguments| {
+                arguments.out_probs = Some(memory);
+            })?;
+        }
+        if local_experts.is_some() {
+            let memory = give(self)?;
+            self.foreign_dispatch(handle, foreign!("local experts"), |_, arguments| {
+                arguments.out_local_experts = Some(memory);
+            })?;
+        }
+
+        let memory = give(self)?;
+        self.foreign_combine(handle, foreign!("expert rows"), |arguments| arguments.rows = memory)?;
+        let memory = give(self)?;
+        self.foreign_combine(handle, foreign!("probs"), |arguments| arguments.probs = Some(memory))?;
+        let memory = give(self)?;
+        self.foreign_combine(handle, foreign!("combined tokens"), |arguments| arguments.out_tokens = memory)?;
+        let memory = give(self)?;
+        self.foreign_combine(handle, foreign!("gathered probs"), |arguments| {
+            arguments.out_probs = Some(memory)
+        })?;
+
+        let mut memory = give(self)?;
+        self.refused_foreign("upload", foreign!("upload"), |backend| backend.upload(&[0; 16], &mut memory))?;
+        self.refused_foreign("download", foreign!("download"), |backend| {
+            backend.download(&memory, &mut [0; 16])
+        })?;
+        self.foreign_weights(&mut give)
+    }
+
+    fn foreign_weights(
+        &mut self,
+        give: &mut impl FnMut(&Self) -> Result<B::Memory, Failure>,
+    ) -> Result<(), Failure> {
+        const CALLS: [&str; 5] = [
+            foreign!("rows to be weighted"),
+            foreign!("weights"),
+            foreign!("weighted rows"),
+            foreign!("rows that were weighted"),
+            foreign!("gradients of weights"),
+        ];
+        for (at, call) in CALLS.into_iter().enumerate() {
+            let mut memories = Vec::new();
+            for argument in 0..CALLS.len() {
+                memories.push(if argument == at { give(self)? } else { self.memory(1 << 12)? });
+            }
+            let [values, weights, out, rows, dots] = &mut memories[..] else {
+                unreachable!("five arguments")
+            };
+            let input = WeightedRows { rows: 4, hidden: 48, values, element: Element::Bf16, weights };
+            let backward = WeightGradients { rows, weights: dots };
+            self.refused_foreign("weight_rows", call, |backend| {
+                backend.weight_rows(&input, Element::Bf16, out, Some(backward))
+            })?;
+        }
+        Ok(())
+    }
+
+    fn foreign_dispatch(
+        &mut self,
+        handle: &B::Handle,
+        call: &'static str,
+        give: impl FnOnce(&mut Case, &mut DispatchMemory<B::Memory>),
+    ) -> Result<(), Failure> {
+        let mut memory = self.dispatch_memory()?;
+        let mut case = self.case_of().clone();
+        give(&mut case, &mut memory);
+        let (input, output) = memory.arguments(&case);
+        self.refused_foreign("dispatch", call, |backend| backend.dispatch(handle, input, output))
+    }
+
+    fn foreign_combine(
+        &mut self,
+        handle: &B::Handle,
+        call: &'static str,
+        give: impl FnOnce(&mut CombineMemory<B::Memory>),
+    ) -> Result<(), Failure> {
+        let mut memory = self.combine_memory(true)?;
+        give(&mut memory);
+        let (input, output) = memory.arguments(self.case_of());
+        self.refused_foreign("combine", call, |backend| backend.combine(handle, input, output))
+    }
+
+    /// Makes a call that must be refused because an argument is memory of another buffer.
+    fn refused_foreign<T>(
+        &mut self,
+        operator: &'static str,
+        call: &'static str,
+        make: impl FnOnce(&mut B) -> EpResult<T>,
+    ) -> Result<(), Failure> {
+        let rank = self.rank;
+        let is_right =
+            |error: &CallerError| matches!(error, CallerError::Memory { rank: named, .. } if *named == rank);
+        self.refused_as(operator, call, is_right, make)
+    }
+
+    /// Makes a dispatch that is valid except for the change that `spoil` makes to its arguments.
     fn refused_dispatch(
         &mut self,
         handle: &B::Handle,
@@ -243,7 +407,7 @@ impl<B: WeightRows> Check<'_, B> {
         self.refused("dispatch", call, |backend| backend.dispatch(handle, input, output))
     }
 
-    /// A combine that would be good, but for what `spoil` does to its arguments.
+    /// Makes a combine that is valid except for the change that `spoil` makes to its arguments.
     fn refused_combine(
         &mut self,
         handle: &B::Handle,

@@ -1,6 +1,6 @@
-//! The cases that every backend must pass, and the check of one rank against the oracle.
+//! The test cases that every backend must pass, and the comparison of one rank's results with the oracle.
 //!
-//! A case runs SPMD: every rank - a thread or a process - calls [`Prepared::check`] with its own backend.
+//! A case runs SPMD: every rank, a thread or a process, calls [`Prepared::check`] with its own backend.
 //!
 //! ```
 //! use ep::conformance::{random_case, suite, Prepared};
@@ -11,15 +11,15 @@
 //! # Ok::<(), ep::Error>(())
 //! ```
 //!
-//! Inputs and expectations follow from the case alone, so processes need not exchange them: threads share one
-//! [`Prepared`], each process makes its own. A difference from the oracle does not stop a rank, which would leave its
-//! peers waiting; it goes through the whole case and then reports the first one. An error of the backend does stop
-//! it; drop the backend then, and the peers are told.
+//! Inputs and expected results follow from the case alone, so ranks need not exchange them: threads share one
+//! [`Prepared`], and each process makes its own. A difference from the oracle does not stop a rank, because its peers
+//! would wait for it: the rank completes the case and then reports the first difference. An error of the backend stops
+//! the rank. Drop the backend then, so that its peers learn of the failure.
 //!
-//! A case has a backend of its own. A [`Soak`] is a sequence of cases in one world for backends that live through all
-//! of them, and for handles that are used again after others.
+//! Each case uses a new backend. A [`Soak`] is a sequence of cases in one world for long-lived backends, with handles
+//! that are reused in later cases.
 //!
-//! [`check_misuse`] makes the calls that every backend must refuse, on all ranks alike.
+//! [`check_misuse`] makes, on all ranks, the invalid calls that every backend must reject.
 
 mod case;
 mod check;

@@ -1,4 +1,4 @@
-//! A case with all content: what every rank gives, and what the oracle says it gets.
+//! A prepared case: the inputs of every rank, and the outputs that the oracle expects.
 
 use super::case::{CapacityKind, Case, ProbsKind};
 use super::inputs::routings;
@@ -8,57 +8,57 @@ use crate::oracle::{self, CombineSpec, Dispatched, ReceivedRows, Tokens};
 use crate::routing::Routing;
 use crate::topology::{Rank, World};
 
-/// A case, the inputs of all its ranks, and what the oracle expects of them.
+/// A case with the inputs of all ranks and their outputs according to the oracle.
 #[derive(Debug)]
 pub struct Prepared {
     pub(super) case: Case,
     pub(super) world: World,
     pub(super) routings: Vec<Routing>,
     pub(super) capacity: Vec<Option<usize>>,
-    /// What each rank receives, row by row.
+    /// The rows that each rank receives.
     pub(super) received: Vec<ReceivedRows>,
-    /// The routings of another handle that is made while the case's is in use, and what it would receive.
+    /// The routings of a second handle, made while the case's handle is in use, and the rows for it.
     pub(super) decoys: Vec<Routing>,
     pub(super) decoys_received: Vec<ReceivedRows>,
-    /// By run, then by rank.
+    /// Indexed by run, then by rank.
     pub(super) runs: Vec<Vec<Content>>,
 }
 
-/// What one rank gives and gets in one run.
+/// The inputs and expected outputs of one rank in one run.
 #[derive(Debug)]
 pub(super) struct Content {
-    /// To dispatch; `probs` is the dense matrix that travels, whatever its origin.
+    /// Input of dispatch. `probs` is the dense matrix of the probabilities, also if they are the routing's weights.
     pub(super) input: Tokens,
     pub(super) dispatched: Dispatched,
-    /// To combine: `[allocated rows, hidden]`.
+    /// Input of combine: `[allocated rows, hidden]`.
     pub(super) expert_rows: Vec<u8>,
-    /// To combine: laid out as dispatch delivers, for all allocated rows.
+    /// Input of combine: `[allocated rows]` (permuted mode) or `[allocated rows, local experts]` (plain mode).
     pub(super) row_probs: Vec<f32>,
     pub(super) combined: Vec<u8>,
     pub(super) combined_probs: Vec<f32>,
-    /// The exact sums and the distance that rounding may bring; empty with special values.
+    /// The sums in double precision; empty with special values.
     pub(super) exact: Vec<Exact>,
 }
 
-/// A sum without rounding.
+/// A sum in double precision.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Exact {
     pub(super) sum: f64,
-    /// How far from it the roundings of the definition can lead.
+    /// The largest error that the roundings of the contract can cause.
     pub(super) bound: f64,
 }
 
 impl Case {
-    /// Makes all ranks' inputs and asks the oracle what they must get.
+    /// Generates the inputs of all ranks, and computes their expected outputs with the oracle.
     ///
     /// # Errors
-    /// [`crate::CallerError`] for a case that cannot exist.
+    /// [`crate::CallerError`] for an invalid case.
     pub fn prepare(&self) -> Result<Prepared> {
         self.prepare_in(self.world()?, 0)
     }
 
-    /// As [`prepare`](Self::prepare) in a world that the caller has, with the content that runs from `first_run` on
-    /// have: the routing stays, tokens and probabilities are others.
+    /// As [`prepare`](Self::prepare), in a world that the caller has made, with runs numbered from `first_run` on. The
+    /// number of a run determines its tokens and probabilities, but not the routing.
     pub(super) fn prepare_in(&self, world: World, first_run: usize) -> Result<Prepared> {
         self.check()?;
         let routings = routings(self, &world)?;
@@ -110,7 +110,7 @@ impl Prepared {
         self.runs.len()
     }
 
-    /// What a rank gives and gets in one run.
+    /// The inputs and expected outputs of a rank in one run.
     pub(super) fn content(&self, run: usize, rank: Rank) -> &Content {
         &self.runs[run][rank.index()]
     }
@@ -123,7 +123,7 @@ impl Prepared {
         }
     }
 
-    /// How the case combines.
+    /// The width and element types of the case's combines.
     fn spec(&self) -> CombineSpec {
         CombineSpec { hidden: self.case.hidden, element: self.case.element, wire: self.case.wire }
     }
@@ -182,10 +182,9 @@ impl Prepared {
 
     /// The largest error of a sum of `summands`, relative to the sum of their magnitudes.
     ///
-    /// A rounding moves a partial sum by at most half a unit of its last place, relative to a value that is no larger
-    /// than the magnitudes in it; `d` of them in a row by `(1 + u)^d - 1`. On the way of one summand lie at most one
-    /// f32 addition per summand, rank of the domain and domain; one rounding to the wire's type between ranks and
-    /// one between domains; one to the result's.
+    /// A rounding has a relative error of at most `u`, half a unit in the last place, and `d` successive roundings have
+    /// at most `(1 + u)^d - 1`. One summand passes at most one f32 addition per summand, per rank of the domain and per
+    /// domain, one rounding to the wire type between ranks and one between domains, and one to the type of the result.
     fn relative_bound(&self, summands: usize) -> f64 {
         const HALF_ULP_BF16: f64 = 1.0 / 256.0;
         const HALF_ULP_F32: f64 = 1.0 / 16_777_216.0;

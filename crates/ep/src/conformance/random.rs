@@ -1,4 +1,4 @@
-//! Random cases: the same space as the suite's, drawn point by point.
+//! Random cases, from the same space as the fixed cases of the suite.
 
 use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
@@ -20,7 +20,7 @@ pub fn random_case(seed: u64, max_ranks: usize, max_domains: usize) -> Case {
     Place::draw(rng, ranks, domains).case(seed, rng, size, 3)
 }
 
-/// Where a random case takes place: its world.
+/// The parameters of the world of a random case.
 #[derive(Debug, Clone)]
 pub(super) struct Place {
     pub(super) ranks: usize,
@@ -30,14 +30,14 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// With experts drawn: the same number on each rank, or by a table.
+    /// Draws the experts: equally many on each rank, or by a table.
     pub(super) fn draw(rng: &mut ChaCha8Rng, ranks: usize, domains: usize) -> Self {
         let owners = rng.random_bool(0.4).then(|| owners(rng, ranks));
         let experts = owners.as_ref().map_or_else(|| ranks * rng.random_range(1..=4), Vec::len);
         Self { ranks, domains, experts, owners }
     }
 
-    /// A case with everything else drawn, its size by `size`.
+    /// Draws all other parameters of a case. `size` draws its size.
     pub(super) fn case(
         self,
         seed: u64,
@@ -47,8 +47,9 @@ impl Place {
     ) -> Case {
         let Self { ranks, domains, experts, owners } = self;
         let format = format(rng);
-        // The narrowest rows that may be carried, 16 bytes, are a step of the hidden size.
-        let step = if format == TokenFormat::Bf16 { 8 } else { 16 };
+        // `hidden` is a multiple of `step`, so that rows are multiples of 16 bytes: dispatch's output rows, and
+        // combine's rows, whose elements have at least 2 bytes.
+        let step = (16 / format.output_row_bytes(1)).max(8);
         let size = size(rng, step);
         let mode = mode(rng);
         Case {
@@ -77,7 +78,7 @@ pub(super) fn pick<T: Clone>(rng: &mut ChaCha8Rng, all: &[T]) -> T {
     all[rng.random_range(0..all.len())].clone()
 }
 
-/// A placement table in which some ranks may hold nothing.
+/// A placement table in which some ranks may hold no expert.
 fn owners(rng: &mut ChaCha8Rng, ranks: usize) -> Vec<Rank> {
     let holders: Vec<u32> = (0..ranks as u32).filter(|_| rng.random_bool(0.7)).collect();
     let holders = if holders.is_empty() { vec![ranks as u32 - 1] } else { holders };
@@ -86,20 +87,21 @@ fn owners(rng: &mut ChaCha8Rng, ranks: usize) -> Vec<Rank> {
 
 fn format(rng: &mut ChaCha8Rng) -> TokenFormat {
     let scales = pick(rng, &SCALE_FORMATS);
-    pick(rng, &[TokenFormat::Bf16, TokenFormat::Fp8(scales), TokenFormat::QuantizeFp8(scales)])
+    let fp8 = [TokenFormat::Fp8(scales), TokenFormat::QuantizeFp8(scales)];
+    pick(rng, &[TokenFormat::Bf16, TokenFormat::F32, fp8[0], fp8[1]])
 }
 
-/// All of them.
+/// All scale formats.
 pub(super) const SCALE_FORMATS: [ScaleFormat; 3] =
     [ScaleFormat::F32Per128, ScaleFormat::Ue8m0Per128, ScaleFormat::Ue8m0Per32];
 
-/// How much one case may move: many tokens, or wide ones.
+/// The size of a case: the most tokens of a rank, and the width of tokens.
 pub(super) struct Size {
     pub(super) most_tokens: usize,
     pub(super) hidden: usize,
 }
 
-/// Of a case in a world of its own; `step` is what a hidden size must be a multiple of.
+/// The size of a random case outside a soak. `hidden` is a multiple of `step`.
 fn size(rng: &mut ChaCha8Rng, step: usize) -> Size {
     let (most_tokens, steps) = match rng.random_range(0..20) {
         0 => (90, rng.random_range(1..=2)),

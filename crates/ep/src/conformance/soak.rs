@@ -1,4 +1,4 @@
-//! A soak: one world, a backend that lives long, and cases without end, some on handles of earlier ones.
+//! A soak: an endless sequence of cases in one world on one backend. Some cases reuse handles of earlier ones.
 
 use std::collections::BTreeMap;
 
@@ -13,15 +13,15 @@ use crate::error::Result;
 use crate::topology::{Topology, World};
 use crate::weight::WeightRows;
 
-/// Every so many iterations one makes a handle that is kept.
+/// Of this many iterations, one makes a handle that is kept.
 const KEEP_EVERY: u64 = 5;
-/// Handles that are kept at a time.
+/// Number of handles that are kept.
 const KEPT: u64 = 8;
-/// Runs of an iteration, at most.
+/// The most runs of an iteration.
 const MOST_RUNS: usize = 2;
 
-/// A sequence of iterations in one world. It follows from the seed and the world's size alone, and each iteration can
-/// be prepared without those before it.
+/// A sequence of iterations in one world, determined by the seed and the size of the world. Each iteration can be
+/// prepared without the earlier ones.
 #[derive(Debug, Clone)]
 pub struct Soak {
     seed: u64,
@@ -29,7 +29,7 @@ pub struct Soak {
     world: World,
 }
 
-/// One iteration, prepared.
+/// One prepared iteration.
 #[derive(Debug)]
 pub struct Iteration {
     number: u64,
@@ -38,44 +38,45 @@ pub struct Iteration {
     prepared: Prepared,
 }
 
-/// One rank's way through a soak: the handles that it keeps.
+/// One rank's state in a soak: the handles that it keeps.
 #[derive(Debug)]
 pub struct Soaking<H> {
-    /// By the iteration that made them.
+    /// The handles, by the number of the iteration that made them.
     handles: BTreeMap<u64, H>,
 }
 
 impl Soak {
-    /// A soak of as many ranks and NVLink domains; the experts and their placement are drawn.
+    /// A soak with this number of ranks and NVLink domains. The experts and their placement are random.
     ///
     /// # Errors
-    /// [`crate::CallerError::Topology`] for a world that cannot exist.
+    /// [`crate::CallerError::Topology`] for an invalid topology.
     pub fn new(seed: u64, ranks: usize, domains: usize) -> Result<Self> {
         Topology::new(ranks, domains)?;
         let place = Place::draw(&mut ChaCha8Rng::seed_from_u64(seed), ranks, domains);
-        // Any case of the place has its world.
+        // All cases of `place` have the same world.
         let world = draw(&place, seed).world()?;
         Ok(Self { seed, place, world })
     }
 
-    /// The ranks and experts.
+    /// The world of all iterations.
     pub fn world(&self) -> &World {
         &self.world
     }
 
-    /// Makes an iteration's inputs and asks the oracle for its results.
+    /// Generates the inputs of iteration `number`, and computes the expected results with the oracle.
     ///
     /// # Errors
-    /// None that a soak which could be made gives.
+    /// [`crate::CallerError`] for an invalid case, which [`new`](Self::new) rules out.
     pub fn prepare(&self, number: u64) -> Result<Iteration> {
         let maker = self.maker_of(number);
         let case = self.case(number, maker);
-        // The content that the routing was used with before must not come again: it would hide what was left of it.
+        // Content must differ from that of earlier iterations on the handle. Equal content would hide stale data.
         let first_run = (number - maker) as usize * MOST_RUNS;
         Ok(Iteration { number, maker, prepared: case.prepare_in(self.world.clone(), first_run)? })
     }
 
-    /// The iteration on whose handle one runs: itself, or one whose handle is kept still.
+    /// The number of the iteration that made the handle of iteration `number`: `number` itself, or an iteration whose
+    /// handle is still kept.
     fn maker_of(&self, number: u64) -> u64 {
         let mut rng = ChaCha8Rng::seed_from_u64(!self.seed_of(number));
         let newest = number / KEEP_EVERY;
@@ -85,7 +86,8 @@ impl Soak {
         KEEP_EVERY * rng.random_range(newest.saturating_sub(KEPT - 1)..=newest)
     }
 
-    /// The case of an iteration: where the handle is another's, with that one's routing, mode and capacities.
+    /// The case of an iteration. On the handle of another iteration, it has the routing, mode and capacities of that
+    /// iteration.
     fn case(&self, number: u64, maker: u64) -> Case {
         let own = draw(&self.place, self.seed_of(number));
         if maker == number {
@@ -97,19 +99,19 @@ impl Soak {
         Case { name, hidden: hidden.min(widest(&made)), format, element, wire, probs, special, runs, ..made }
     }
 
-    /// Neighbours share nothing.
+    /// The seed of an iteration. The large odd factor keeps the seeds of nearby iterations and soaks apart.
     fn seed_of(&self, number: u64) -> u64 {
         self.seed.wrapping_add((number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15))
     }
 }
 
 impl Iteration {
-    /// Its place in the soak, from 0.
+    /// The number of the iteration in the soak, from 0.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// What it runs, and on which handle.
+    /// The case of the iteration. Its name says which handle it uses.
     pub fn case(&self) -> &Case {
         self.prepared.case()
     }
@@ -122,15 +124,15 @@ impl<H> Default for Soaking<H> {
 }
 
 impl<H> Soaking<H> {
-    /// Takes this rank through the next iteration. Every rank must call this for all iterations from 0 on, in order,
-    /// each with one backend; it need not wait for the others in between.
+    /// Runs the next iteration on this rank. Every rank must call this for all iterations in order, from 0 on, with the
+    /// same backend. Ranks need not synchronise between iterations.
     ///
     /// # Errors
-    /// The first [`Failure`] of the iteration. If the backend [`stopped`](Failure::stopped), drop it; else the next
-    /// iteration can follow.
+    /// The first [`Failure`] of the iteration. Drop the backend if it [`stopped`](Failure::stopped); otherwise the
+    /// caller may go on with the next iteration.
     ///
     /// # Panics
-    /// When iterations were left out.
+    /// When the caller skipped an iteration.
     pub fn check<B: WeightRows<Handle = H>>(
         &mut self,
         backend: &mut B,
@@ -138,7 +140,7 @@ impl<H> Soaking<H> {
     ) -> Result<(), Failure> {
         let Iteration { number, maker, prepared } = iteration;
         let mut handle = self.handles.remove(maker);
-        assert!(handle.is_some() == (number != maker), "iterations are checked in order, none left out");
+        assert!(handle.is_some() == (number != maker), "iterations must be checked in order, without gaps");
         let checked = prepared.check_on(backend, &mut handle);
         if let Some(handle) = handle.filter(|_| maker.is_multiple_of(KEEP_EVERY)) {
             self.handles.insert(*maker, handle);
@@ -153,7 +155,7 @@ fn draw(place: &Place, seed: u64) -> Case {
     place.clone().case(seed, &mut ChaCha8Rng::seed_from_u64(seed), size, MOST_RUNS)
 }
 
-/// Mostly small; now and then many tokens, wide ones, or both.
+/// The size of an iteration: mostly small, sometimes with many tokens, wide tokens, or both.
 fn size(rng: &mut ChaCha8Rng, step: usize) -> Size {
     let (most_tokens, widest) = match rng.random_range(0..400) {
         0 => (200, 512),
@@ -165,7 +167,7 @@ fn size(rng: &mut ChaCha8Rng, step: usize) -> Size {
     Size { most_tokens, hidden: step * rng.random_range(1..=widest / step) }
 }
 
-/// Width that a case's tokens may get when its handle is used again: many tokens do not become wide too.
+/// The most elements of a token when the handle of `case` is reused. Bounds the size of cases with many tokens.
 fn widest(case: &Case) -> usize {
     let most = case.tokens.iter().copied().max().unwrap_or(0);
     if most > 60 { 64 } else { 512 }
@@ -191,12 +193,12 @@ mod tests {
     }
 
     #[test]
-    fn everything_changes_but_the_world() {
+    fn iterations_differ_in_everything_but_the_world() {
         let soak = Soak::new(3, 4, 2).unwrap();
         let cases: Vec<Case> = (0..300).map(|number| soak.case(number, soak.maker_of(number))).collect();
         let distinct = |of: &dyn Fn(&Case) -> String| cases.iter().map(of).collect::<HashSet<_>>().len();
         assert_eq!(distinct(&|case| format!("{} {:?} {}", case.experts, case.owners, case.domains)), 1);
-        assert_eq!(distinct(&|case| format!("{:?}", case.format)), 7);
+        assert_eq!(distinct(&|case| format!("{:?}", case.format)), 8);
         assert_eq!(distinct(&|case| format!("{:?} {:?}", case.element, case.wire)), 4);
         assert_eq!(distinct(&|case| format!("{:?}", case.probs)), 3);
         assert!(distinct(&|case| format!("{:?}", case.capacity)) > 50);

@@ -1,4 +1,4 @@
-//! The fixed cases: each dimension once with everything else plain, and the crossings that have gone wrong before.
+//! The fixed cases: each dimension varied alone, and combinations that have failed before.
 
 use super::case::{CapacityKind, Case, ProbsKind, RoutingKind};
 use super::random::SCALE_FORMATS;
@@ -12,7 +12,7 @@ const fn pad(pad_multiple: u32) -> DispatchMode {
     DispatchMode::Permuted { pad_multiple }
 }
 
-/// The cases that every backend must pass. Small: where the time goes is the number of ranks.
+/// The cases that every backend must pass. The cases are small; their run time depends mostly on the number of ranks.
 pub fn suite() -> Vec<Case> {
     let groups = [
         worlds(),
@@ -139,7 +139,7 @@ fn capacities() -> Vec<Case> {
 
 fn all_formats() -> Vec<TokenFormat> {
     let fp8 = SCALE_FORMATS.into_iter().flat_map(|s| [TokenFormat::Fp8(s), TokenFormat::QuantizeFp8(s)]);
-    std::iter::once(TokenFormat::Bf16).chain(fp8).collect()
+    [TokenFormat::Bf16, TokenFormat::F32].into_iter().chain(fp8).collect()
 }
 
 fn formats() -> Vec<Case> {
@@ -205,7 +205,7 @@ fn widths() -> Vec<Case> {
             cases.push(Case { hidden, mode, tokens, format, runs: 2, ..Case::base("widths", 2, 2, 4) });
         }
     }
-    // Rows that move in several pieces, to several experts of a rank.
+    // Rows that are moved in several pieces, with several experts per rank.
     for format in all_formats() {
         for domains in [1, 2] {
             let (mode, tokens) = (pad(16), vec![9, 14]);
@@ -243,7 +243,7 @@ fn placements() -> Vec<Case> {
     cases
 }
 
-/// So many tokens that several chunks, and several rounds of every ring, are on their way.
+/// Enough tokens for several chunks, and for every ring to wrap around several times.
 fn streams() -> Vec<Case> {
     let mut cases = Vec::new();
     for (domains, tokens) in

@@ -1,4 +1,4 @@
-//! Weights of experts' rows, as a layer multiplies with them before combine.
+//! The check of [`WeightRows`], which multiplies expert output rows by their weights.
 
 use super::check::Check;
 use super::failure::{Expected, Failure, Problem, Unit};
@@ -11,13 +11,13 @@ const FORWARD: &str = "weight_rows";
 const BACKWARD: &str = "weight_rows with gradients";
 
 impl<B: WeightRows> Check<'_, B> {
-    /// Weighs the experts' rows by the rows' probabilities, then takes them for gradients of weighted rows. Every second
-    /// run asks for the other type than the rows have. No other rank takes part.
+    /// Multiplies the expert output rows by the rows' probabilities, then runs the backward pass with the same rows as
+    /// gradients. Every second run converts to the other element type. A local operation of this rank.
     pub(super) fn weigh(&mut self) -> Result<(), Failure> {
         let case = self.case_of();
         let Content { expert_rows, row_probs, .. } = self.content();
         let (rows, hidden, element) = (row_probs.len(), case.hidden, case.element);
-        // A plain row has a probability for each expert of its rank.
+        // A row of the plain mode has a probability for each local expert, not one weight.
         if case.mode == DispatchMode::Plain || rows == 0 {
             return Ok(());
         }
@@ -51,7 +51,7 @@ impl<B: WeightRows> Check<'_, B> {
         self.check_dots(&dots, &given, &floats(&other_bytes, to))
     }
 
-    /// Rows that are all filled.
+    /// The expectation for an output in which every row is written.
     fn all_rows<'a>(
         &self,
         what: &'static str,
@@ -70,7 +70,7 @@ impl<B: WeightRows> Check<'_, B> {
         }
     }
 
-    /// Compares weighted rows. Which NaN an f32 product is, is not defined.
+    /// Compares weighted rows. The bits of a NaN in an f32 product are not defined, so NaNs are made canonical first.
     fn is_weighted(
         &mut self,
         operator: &'static str,
@@ -90,8 +90,9 @@ impl<B: WeightRows> Check<'_, B> {
         Ok(())
     }
 
-    /// Compares the sums of `values` times `rows` with exact ones. The order of a sum is the backend's own, so it may be
-    /// off by what that many roundings in f32 can bring; where f32 does not reach, nothing is known.
+    /// Compares the gradients of the weights, the dot products of `values` and `rows`, with sums in double precision.
+    /// Each backend sums in its own order, so the check allows the largest error of f32 roundings in any order. It
+    /// skips sums that may exceed the range of f32.
     fn check_dots(&mut self, memory: &B::Memory, values: &[f32], rows: &[f32]) -> Result<(), Failure> {
         const ROUNDING: f64 = 1.0 / (1 << 24) as f64;
         let hidden = self.case_of().hidden;
@@ -106,7 +107,8 @@ impl<B: WeightRows> Check<'_, B> {
             if !size.is_finite() || size > f64::from(f32::MAX) / 2.0 {
                 continue;
             }
-            // A product is rounded, and then each sum that it is part of; what is smaller than any f32 is lost.
+            // The product and each sum that contains it are rounded. Each rounding may also lose up to the smallest
+            // subnormal f32.
             let bound = (hidden + 1) as f64 * (ROUNDING * size + f64::from(f32::from_bits(1)));
             let found = f64::from(dot);
             let error = (found - exact).abs();
@@ -124,8 +126,8 @@ impl<B: WeightRows> Check<'_, B> {
     }
 }
 
-/// Rows whose products with these are all of about the same size, so that none is lost in their sum: experts' rows hold
-/// values that swallow all others. Zero beside what is far from one.
+/// For each value a factor whose product with it is between 1 and 2, so that every product affects the sum: expert rows
+/// hold values that are too large to add to others. The factor of a value far from 1 is 0.
 fn partners(values: &[f32]) -> Vec<f32> {
     let partner = |(at, &value): (usize, &f32)| {
         let size = value.abs();

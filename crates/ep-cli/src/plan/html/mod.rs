@@ -1,15 +1,17 @@
-//! The report as one HTML file: no script, nothing to load, light and dark.
+//! The report as one HTML file without scripts that loads nothing; with light and dark colours.
 
+mod markup;
 mod picture;
 mod sections;
 
 use ep_plan::input;
 use ep_plan::planner::Plan;
 
-use super::problem::Problem;
+use self::markup::escape;
 use super::sweep::Sweep;
-use super::text;
-use crate::failure::Failure;
+use crate::common::failure::Failure;
+use crate::planner::problem::Problem;
+use crate::planner::text::heading;
 
 const STYLE: &str = include_str!("style.css");
 
@@ -18,7 +20,7 @@ pub(super) fn render(problem: &Problem, plan: &Plan, sweep: Option<&Sweep>) -> R
     let mut body = format!(
         "<header><p class=\"kicker\">hybrid-ep plan</p><h1>{}</h1><p class=\"about\">{}</p></header>\n",
         escape(&title),
-        escape(text::heading(problem, plan).lines().skip(1).collect::<Vec<_>>().join(" ").as_str())
+        escape(heading(problem, plan).lines().skip(1).collect::<Vec<_>>().join(" ").as_str())
     );
     body.push_str(&sections::answer(plan));
     for note in &problem.notes {
@@ -47,19 +49,4 @@ pub(super) fn render(problem: &Problem, plan: &Plan, sweep: Option<&Sweep>) -> R
          <body>\n{body}</body>\n</html>",
         escape(&title)
     ))
-}
-
-/// A text inside HTML.
-fn escape(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for letter in text.chars() {
-        match letter {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            other => out.push(other),
-        }
-    }
-    out
 }

@@ -1,22 +1,23 @@
-//! Which GPUs hold the same experts: the cluster as squares, a colour for each expert domain.
+//! Picture of the expert domains: one square per GPU, one colour per domain.
 
 use ep_plan::planner::Plan;
 
-use crate::failure::Failure;
-use crate::plan::chart::{self, Frame, Square};
+use crate::common::failure::Failure;
+use crate::planner::chart::{self, Frame, Square};
 
-/// More squares than this are no picture.
+/// Most squares of a picture.
 const MOST: usize = 4096;
-/// Space between members, and for the name of a member, in squares.
+/// Space between members, in squares.
 const GAP: f64 = 0.5;
+/// Height of a member's name, in squares.
 const NAME: f64 = 0.9;
-/// Width that all members together may have, in squares.
+/// Largest width of all members together, in squares.
 const WIDEST: f64 = 64.0;
 
-/// Width from which there is room for more than a number, in squares.
+/// Width in squares from which a member's full name fits; narrower members show only their number.
 const NAMED: f64 = 7.0;
 
-/// One member of a level, laid out from the inside.
+/// The arrangement of the members of one level.
 #[derive(Debug, Clone, Copy)]
 struct Layout {
     columns: usize,
@@ -24,7 +25,7 @@ struct Layout {
     height: f64,
 }
 
-/// The picture; `None` where there are too many GPUs for one.
+/// Draws the picture; `None` if there are too many GPUs.
 pub(super) fn draw(plan: &Plan) -> Result<Option<String>, Failure> {
     let partition = plan.partition().map_err(Failure::request)?;
     if partition.gpus() > MOST {
@@ -41,7 +42,8 @@ pub(super) fn draw(plan: &Plan) -> Result<Option<String>, Failure> {
     chart::squares(&squares, &picture.frames, groups.expert_domains.len(), size).map(Some)
 }
 
-/// How the members of each level are arranged, outermost level first; entry `l` is the block of all members of `l`.
+/// The arrangement of the members of each level, outermost level first. Entry `l` is the block of all members of level
+/// `l`.
 fn layouts(members: &[usize]) -> Vec<Layout> {
     let mut inside = (1.0, 1.0);
     let mut layouts = Vec::with_capacity(members.len());
@@ -50,7 +52,7 @@ fn layouts(members: &[usize]) -> Vec<Layout> {
         let gap = if innermost { 0.0 } else { GAP };
         let width = |columns: usize| columns as f64 * (inside.0 + gap) - gap;
         let height = |columns: usize| count.div_ceil(columns) as f64 * (inside.1 + gap) - gap;
-        // Wider than high, as screens are; the innermost in one row where that is short.
+        // Wider than high, like screens. A short innermost level is one row.
         let wanted = if innermost && count <= 8 { 1e9 } else { 2.6 };
         let columns = (1..=count)
             .filter(|&columns| columns == 1 || width(columns) <= WIDEST)
@@ -71,7 +73,7 @@ fn layouts(members: &[usize]) -> Vec<Layout> {
 struct Picture<'a> {
     plan: &'a Plan,
     layouts: &'a [Layout],
-    /// The group of a square is its rank until all are placed.
+    /// Until all squares are placed, `group` holds the rank of the square.
     squares: Vec<Square>,
     frames: Vec<Frame>,
 }

@@ -1,16 +1,18 @@
-//! The parts of the report.
+//! The sections of the HTML report.
 
 use ep_plan::planner::{Candidate, Plan};
 use ep_plan::units::{Bytes, Seconds};
 
-use super::{escape, picture};
-use crate::failure::Failure;
-use crate::plan::chart::{self, Bar, Line, MUTED, SERIES};
-use crate::plan::problem::Problem;
+use super::markup::{escape, section, table};
+use super::picture;
+use crate::common::failure::Failure;
 use crate::plan::sweep::Sweep;
 use crate::plan::text;
+use crate::planner::chart::{self, Bar, Line, MUTED, SERIES};
+use crate::planner::problem::Problem;
+use crate::planner::text::sizes;
 
-/// Times of a chart in the unit that suits its longest.
+/// The unit for the times of a chart, chosen by the longest.
 struct Unit {
     name: &'static str,
     seconds: f64,
@@ -30,30 +32,15 @@ impl Unit {
     }
 }
 
-fn section(title: &str, about: &str, content: &str) -> String {
-    format!("<section>\n<h2>{}</h2>\n<p>{}</p>\n{content}\n</section>\n", escape(title), escape(about))
-}
-
-fn table(header: &[&str], rows: &[Vec<String>]) -> String {
-    let line = |cells: Vec<&str>, tag: &str| {
-        let cells: Vec<String> =
-            cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
-        format!("<tr>{}</tr>\n", cells.concat())
-    };
-    let rows: Vec<String> =
-        rows.iter().map(|row| line(row.iter().map(String::as_str).collect(), "td")).collect();
-    format!("<div class=\"scroll\"><table>\n{}{}</table></div>", line(header.to_vec(), "th"), rows.concat())
-}
-
-/// The answer as a row of numbers.
+/// The plan as a row of numbers.
 pub(super) fn answer(plan: &Plan) -> String {
     let card = |class: &str, number: String, what: &str| {
         format!("<div class=\"card{class}\"><b>{}</b><span>{}</span></div>\n", escape(&number), escape(what))
     };
-    let sizes = text::sizes(&plan.best.domain_sizes);
-    let over = format!("domains over {}", plan.level_names.join(", "));
-    let mut cards = card(" main", sizes, &over);
-    cards.push_str(&card("", plan.best.layer_time.to_string(), "a layer"));
+    let all = sizes(&plan.best.domain_sizes);
+    let over = format!("domain sizes of {}", plan.level_names.join(", "));
+    let mut cards = card(" main", all, &over);
+    cards.push_str(&card("", plan.best.layer_time.to_string(), "layer time"));
     for baseline in &plan.baselines {
         let fits = if baseline.fits { "" } else { ", which does not fit" };
         let short = text::baseline_name(baseline.kind).split(',').next().unwrap_or_default();
@@ -66,16 +53,16 @@ pub(super) fn domains(plan: &Plan) -> Result<String, Failure> {
     let gpus = plan.best.expert_domain_size();
     let domains = plan.scaling_factors.iter().product::<usize>() / gpus.max(1);
     let about = match gpus {
-        1 => "Experts stay where they are: every GPU is a domain of its own, and only tokens travel."
-            .to_owned(),
+        1 => {
+            "Experts stay where they are: every GPU is a domain of its own, and only tokens move.".to_owned()
+        }
         _ => format!(
-            "GPUs of one colour and number gather each other's experts and then hold the same {}; tokens travel \
-             only between the {domains} \
-             colours.",
+            "GPUs with the same colour and number form a domain: they gather each other's experts and then hold the \
+             same {} experts. Tokens move only between the {domains} domains.",
             gpus * plan.experts_per_gpu
         ),
     };
-    let picture = picture::draw(plan)?.unwrap_or_else(|| "<p>Too many GPUs for a picture.</p>".into());
+    let picture = picture::draw(plan)?.unwrap_or_else(|| "<p>No picture: too many GPUs.</p>".into());
     let rows: Vec<Vec<String>> = plan
         .best
         .levels
@@ -92,11 +79,11 @@ pub(super) fn domains(plan: &Plan) -> Result<String, Failure> {
             ]
         })
         .collect();
-    let header = ["level", "members", "in a domain", "domains", "sent as tokens (p)", "rows per token"];
+    let header = ["level", "members", "domain size", "domains", "sent as tokens (p)", "rows per token"];
     Ok(section("Expert domains", &about, &format!("{picture}{}", table(&header, &rows))))
 }
 
-/// A pass is two chains beside each other: what the GPU does and what the links do.
+/// The phases of each pass as two bars: the GPU's phases and the links' phases, which run at the same time.
 pub(super) fn phases(problem: &Problem, plan: &Plan) -> Result<String, Failure> {
     const GPU: [usize; 4] = [0, 3, 4, 5];
     const LINKS: [usize; 4] = [1, 2, 6, 7];
@@ -118,7 +105,7 @@ pub(super) fn phases(problem: &Problem, plan: &Plan) -> Result<String, Failure> 
         let note = pass.link_chain().to_string();
         bars.push(Bar { label: format!("{name}, links"), parts: parts(LINKS), note });
     }
-    // A legend of what is there.
+    // The legend lists only the phases that occur.
     let used: Vec<usize> = (0..series.len())
         .filter(|index| {
             bars.iter().any(|bar| bar.parts.iter().any(|(of, length)| of == index && *length > 0.0))
@@ -132,9 +119,8 @@ pub(super) fn phases(problem: &Problem, plan: &Plan) -> Result<String, Failure> 
             .collect();
     }
     let series: Vec<_> = used.iter().map(|&index| series[index]).collect();
-    let about = "What the GPU and what the links are busy with, each phase as long as it takes alone. A pass \
-     takes the longer \
-                 of its two bars.";
+    let about = "The phases of the GPU and of the links, each with the time that it takes by itself. A pass takes as long \
+                 as the longer of its two bars.";
     Ok(section("Time by phase", about, &chart::bars(&series, &bars, unit.name, false)?))
 }
 
@@ -142,10 +128,10 @@ pub(super) fn compared(plan: &Plan) -> Result<String, Failure> {
     let row = |label: String, time: Seconds, series: usize, note: String| (label, time, series, note);
     let best = plan.best.layer_time;
     let mut rows =
-        vec![row(format!("this plan {}", text::sizes(&plan.best.domain_sizes)), best, 0, best.to_string())];
+        vec![row(format!("this plan {}", sizes(&plan.best.domain_sizes)), best, 0, best.to_string())];
     rows.extend(plan.alternatives.iter().take(3).map(|other| {
         let kept = if other.replicas_kept { ", kept" } else { "" };
-        let label = format!("domains {}{kept}", text::sizes(&other.domain_sizes));
+        let label = format!("domains {}{kept}", sizes(&other.domain_sizes));
         row(
             label,
             other.layer_time,
@@ -171,7 +157,7 @@ pub(super) fn compared(plan: &Plan) -> Result<String, Failure> {
         [("this plan", SERIES[0]), ("next best domains", SERIES[5]), ("without expert domains", MUTED)];
     let axis = format!("time of a layer, {}{}", unit.name, if logarithmic { " (logarithmic)" } else { "" });
     let about =
-        "The same layer with other domain sizes that fit, and without expert domains, by the same model.";
+        "The same model's prediction for the next best domain sizes and for layers without expert domains.";
     Ok(section("Compared", about, &chart::bars(&series, &bars, &axis, logarithmic)?))
 }
 
@@ -185,7 +171,7 @@ pub(super) fn swept(sweep: &Sweep) -> Result<String, Failure> {
         if best.domain_sizes != before {
             before = &best.domain_sizes;
             let at = lines[0].points.len();
-            lines[0].notes.push((at, text::sizes(before)));
+            lines[0].notes.push((at, sizes(before)));
         }
         let times = [best.layer_ms, best.plain_ep_ms, best.hierarchical_ep_ms, best.ep_inside_datacenter_ms];
         for (line, time) in lines.iter_mut().zip(times) {
@@ -196,16 +182,17 @@ pub(super) fn swept(sweep: &Sweep) -> Result<String, Failure> {
     let axis = format!("{}{unit}", sweep.key);
     let failed = sweep.points.len() - lines[0].points.len();
     let about = match failed {
-        0 => "Written where they change: the best domain sizes.".to_owned(),
-        failed => {
-            format!("Written where they change: the best domain sizes. {failed} of the values allow no plan.")
-        }
+        0 => "The labels give the best domain sizes, at the values where they change.".to_owned(),
+        failed => format!(
+            "The labels give the best domain sizes, at the values where they change. {failed} of the values allow no \
+             plan."
+        ),
     };
     let chart = match lines[0].points.len() {
         0 | 1 => "<p>Too few values allow a plan.</p>".to_owned(),
         _ => chart::lines(&lines, [&axis, "time of a layer, ms"], sweep.logarithmic)?,
     };
-    Ok(section(&format!("Over {}", sweep.key), &about, &chart))
+    Ok(section(&format!("Sweep of {}", sweep.key), &about, &chart))
 }
 
 pub(super) fn links(plan: &Plan) -> Result<String, Failure> {
@@ -230,7 +217,8 @@ pub(super) fn links(plan: &Plan) -> Result<String, Failure> {
         }
     }
     let series = [("this plan", SERIES[0]), ("without expert domains", MUTED)];
-    let about = "Everything that one link carries for a layer in one direction: experts, tokens, gradients.";
+    let about =
+        "All bytes that one link carries for a layer in one direction: experts, tokens and gradients.";
     let chart = chart::bars(&series, &bars, "MB (logarithmic)", true)?;
     Ok(section("Bytes per link", about, &chart))
 }
@@ -260,10 +248,10 @@ pub(super) fn memory(problem: &Problem, plan: &Plan) -> Result<String, Failure> 
     };
     let chart = chart::bars(&series, &[bar], "GB", false)?;
     let numbers = format!(
-        "Own experts {}, gathered {}{}.",
+        "Own experts {}, gathered experts {}{}.",
         memory.own_experts,
         memory.gathered_experts,
-        memory.cap.map_or(String::new(), |cap| format!(" of {cap}"))
+        memory.cap.map_or(String::new(), |cap| format!(" (limit {cap})"))
     );
     Ok(section("Memory", &format!("{numbers} {beyond}"), &chart))
 }
@@ -271,5 +259,5 @@ pub(super) fn memory(problem: &Problem, plan: &Plan) -> Result<String, Failure> 
 pub(super) fn why(plan: &Plan) -> String {
     let items: Vec<String> =
         plan.explanation.text.iter().map(|sentence| format!("<li>{}</li>\n", escape(sentence))).collect();
-    section("Why, and what would change it", "", &format!("<ul>\n{}</ul>", items.concat()))
+    section("What limits the plan, and what would change it", "", &format!("<ul>\n{}</ul>", items.concat()))
 }

@@ -1,4 +1,4 @@
-//! `verify --soak`: ranks that live through all iterations, each with another routing, mode and format.
+//! `verify --soak`: runs many iterations on the same ranks, each with another routing, mode and format.
 
 #[cfg(test)]
 mod tests;
@@ -10,80 +10,82 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
 
+use ep::Config;
 use ep::config::LaunchEnv;
 use ep::conformance::{Iteration, Soak, Soaking};
-use ep::rendezvous::{Rendezvous, TcpRendezvous};
-use ep::{Config, Rank};
+use ep::join::{Rendezvous, TcpRendezvous};
 use ep_cuda::CudaBuffer;
 use ep_host::HostBuffer;
 use indicatif::ProgressBar;
 use rayon::prelude::*;
 
-use crate::Invocation;
-use crate::args::VerifyArgs;
-use crate::backend::{Chosen, Start};
-use crate::bench::{self, Place};
-use crate::failure::{Failure, Verdict};
-use crate::launch::Job;
-use crate::verify::run::{self, Report};
-use crate::verify::{FAILED, PASSED, Tally, attend, cases, seed_for_ranks};
-use crate::{output, units};
+use crate::common::agree::JobOptions;
+use crate::common::backend::{BackendKind, Start};
+use crate::common::failure::{Failure, Verdict};
+use crate::common::invocation::Invocation;
+use crate::common::launch::{self, Job};
+use crate::common::role::{self, ProcessRole};
+use crate::common::{output, units};
+use crate::verify::args::VerifyArgs;
+use crate::verify::cases;
+use crate::verify::run::{self, CheckReport};
+use crate::verify::tally::{FAILED, PASSED, Tally, attend, seed_for_ranks};
 
-/// Iterations that are prepared at a time, on all cores; and after which processes tell each other how they fare.
+/// Iterations that are prepared together, on all cores. Ranks that are processes exchange reports after each batch.
 const BATCH: u64 = 32;
-/// Iterations that wait for a rank, at most: it runs ahead of the others as far as the operators let it.
+/// Most prepared iterations that are queued for a rank.
 const AHEAD: usize = 4;
 
 /// A soak that can be run.
 #[derive(Debug)]
-struct Plan {
+struct SoakPlan {
     soak: Soak,
     iterations: u64,
-    backend: Chosen,
+    backend: BackendKind,
     config: Config,
     seed: u64,
     processes: bool,
-    /// What people type before options.
+    /// Name of the program in commands to repeat.
     program: String,
 }
 
-/// What all ranks say, so far.
+/// The outcomes of all ranks so far.
 #[derive(Debug, PartialEq, Eq)]
-struct Course {
-    /// Iterations that each rank has passed.
+struct Outcomes {
+    /// Number of iterations that each rank has passed.
     passed: Vec<u64>,
-    /// What was wrong, with its iteration.
-    reports: Vec<(u64, Report)>,
+    /// Reports of failures, with their iteration.
+    reports: Vec<(u64, CheckReport)>,
 }
 
-/// What a rank that is a thread says of one iteration.
-struct Word {
+/// The outcome of one iteration on a rank that is a thread.
+struct RankOutcome {
     rank: usize,
     number: u64,
-    report: Option<Report>,
+    report: Option<CheckReport>,
 }
 
 pub(super) fn main(
     args: &VerifyArgs,
     iterations: u64,
-    place: Place,
+    role: ProcessRole,
     invocation: &Invocation,
 ) -> Result<Verdict, Failure> {
-    let plan = Plan::resolve(args, iterations, &place, &invocation.name)?;
-    match place {
-        Place::Threads => {
+    let plan = SoakPlan::resolve(args, iterations, &role, &invocation.name)?;
+    match role {
+        ProcessRole::Threads => {
             output::to_stdout(&plan.announcement("threads"))?;
             let bar = plan.progress();
-            let course = match plan.backend {
-                Chosen::Host => on_threads::<HostBuffer>(&plan, &bar),
-                Chosen::Cuda => on_threads::<CudaBuffer>(&plan, &bar),
+            let outcomes = match plan.backend {
+                BackendKind::Host => on_threads::<HostBuffer>(&plan, &bar),
+                BackendKind::Cuda => on_threads::<CudaBuffer>(&plan, &bar),
             };
             bar.finish_and_clear();
-            let course = course?;
-            plan.complain(&course)?;
-            plan.conclude(course.passed_by_all(), course.reports.len().min(1), Ok(()))
+            let outcomes = outcomes?;
+            plan.print_failure(&outcomes)?;
+            plan.conclude(outcomes.passed_by_all(), outcomes.reports.len().min(1), Ok(()))
         }
-        Place::Launcher => {
+        ProcessRole::Launcher => {
             output::to_stdout(&plan.announcement("processes"))?;
             let (tally, bar) = (Tally::default(), plan.progress());
             let job = Job::start(
@@ -97,30 +99,44 @@ pub(super) fn main(
             let [passed, failed] = [&tally.passed, &tally.failed].map(|count| count.load(Ordering::Relaxed));
             plan.conclude(passed as u64, failed, outcome)
         }
-        Place::Rank(env) => match plan.backend {
-            Chosen::Host => as_one_rank::<HostBuffer>(&plan, &env, args.tuning.launched),
-            Chosen::Cuda => as_one_rank::<CudaBuffer>(&plan, &env, args.tuning.launched),
+        ProcessRole::Rank(env) => match plan.backend {
+            BackendKind::Host => as_one_rank::<HostBuffer>(&plan, &env, args.tuning.launched),
+            BackendKind::Cuda => as_one_rank::<CudaBuffer>(&plan, &env, args.tuning.launched),
         },
     }
 }
 
-impl Plan {
-    fn resolve(args: &VerifyArgs, iterations: u64, place: &Place, program: &str) -> Result<Self, Failure> {
+impl SoakPlan {
+    fn resolve(
+        args: &VerifyArgs,
+        iterations: u64,
+        role: &ProcessRole,
+        program: &str,
+    ) -> Result<Self, Failure> {
         cases::check_limits(args)?;
-        bench::check_domains(args.backend, args.domains)?;
-        let ranks = bench::ranks(args.ranks, place)?;
+        role::check_domains(args.backend, args.domains)?;
+        let ranks = role::ranks(args.ranks, role)?;
         let backend = cases::backend(args)?;
-        let two = backend == Chosen::Host && ranks.is_multiple_of(2);
+        let two = backend == BackendKind::Host && ranks.is_multiple_of(2);
         let domains = args.domains.unwrap_or(if two { 2 } else { 1 });
         let seed = args.seed.unwrap_or_else(cases::new_seed);
         let soak = Soak::new(seed, ranks, domains)
             .map_err(|error| Failure::request(format!("--ranks, --domains: {error}")))?;
-        let config = bench::config(&args.tuning)?;
+        let config = args.tuning.config()?;
         let (processes, program) = (args.processes, program.to_owned());
         Ok(Self { soak, iterations, backend, config, seed, processes, program })
     }
 
-    /// Said first, so that a run that never ends can be repeated too.
+    /// The options that determine the iterations. They must be equal on all ranks.
+    fn job_options(&self) -> JobOptions {
+        JobOptions::of("verify --soak")
+            .with("--backend", self.backend.name())
+            .with("--seed", self.seed)
+            .with("--soak", self.iterations)
+            .with("--domains", self.soak.world().topology.domains())
+    }
+
+    /// The first line of the output. It has the seed, so that a run that hangs can be repeated.
     fn announcement(&self, kind: &str) -> String {
         let (world, backend) = (self.soak.world(), self.backend.name());
         format!(
@@ -139,17 +155,18 @@ impl Plan {
         bar
     }
 
-    /// Says what was wrong, and how to see it again.
-    fn complain(&self, course: &Course) -> Result<(), Failure> {
-        let Some((number, message)) = course.most_telling() else { return Ok(()) };
+    /// Prints the failure, if any, and the command that repeats it.
+    fn print_failure(&self, outcomes: &Outcomes) -> Result<(), Failure> {
+        let Some((number, message)) = outcomes.first_cause() else { return Ok(()) };
         let replay = self.replay(number);
         output::to_stderr(&format!("FAILED: iteration {number}\n  {message}\n  replay: {replay}"))
     }
 
-    /// The command line that comes to an iteration again: what it finds may follow from those before it.
+    /// The command line that repeats an iteration. It runs all earlier iterations too, because the failure may depend
+    /// on them.
     fn replay(&self, number: u64) -> String {
         let Self { program, seed, .. } = self;
-        let backend = if self.backend == Chosen::Cuda { " --backend cuda" } else { "" };
+        let backend = if self.backend == BackendKind::Cuda { " --backend cuda" } else { "" };
         let form = if self.processes { " --processes" } else { "" };
         let (ranks, domains) = (self.soak.world().ranks(), self.soak.world().topology.domains());
         let world = format!("--ranks {ranks} --domains {domains}");
@@ -167,7 +184,7 @@ impl Plan {
         Ok(Verdict::of(failed == 0))
     }
 
-    /// The next iterations, on all cores.
+    /// Prepares some iterations on all cores.
     fn prepare(&self, numbers: Range<u64>) -> Result<Vec<Arc<Iteration>>, Failure> {
         let numbers: Vec<u64> = numbers.collect();
         let prepared: ep::Result<_> =
@@ -175,7 +192,7 @@ impl Plan {
         Ok(prepared?)
     }
 
-    /// Batch by batch, as long as anybody takes them: nobody does any more when something was wrong.
+    /// Prepares and queues all batches. Stops when the receiver is gone, which happens after a failure.
     fn prepare_all(&self, queue: &SyncSender<Result<Vec<Arc<Iteration>>, Failure>>) {
         self.batches().take_while(|batch| queue.send(self.prepare(batch.clone())).is_ok()).for_each(drop);
     }
@@ -187,112 +204,120 @@ impl Plan {
     }
 }
 
-impl Course {
+impl Outcomes {
     fn new(ranks: usize) -> Self {
         Self { passed: vec![0; ranks], reports: Vec::new() }
     }
 
-    fn hear(&mut self, word: Word) {
-        match word.report {
-            None => self.passed[word.rank] += 1,
-            Some(report) => self.reports.push((word.number, report)),
+    fn record(&mut self, outcome: RankOutcome) {
+        match outcome.report {
+            None => self.passed[outcome.rank] += 1,
+            Some(report) => self.reports.push((outcome.number, report)),
         }
     }
 
-    /// Iterations before the first that a rank did not pass, or has not come to.
+    /// Number of iterations that all ranks have passed.
     fn passed_by_all(&self) -> u64 {
         let first_wrong = self.reports.iter().map(|(number, _)| *number);
         self.passed.iter().copied().chain(first_wrong).min().unwrap_or(0)
     }
 
-    /// The first iteration that anybody has a cause to name for; else the first that anybody lost a peer in.
-    fn most_telling(&self) -> Option<(u64, &str)> {
-        let key = |(number, report): &&(u64, Report)| (report.weight, Reverse(*number));
+    /// The first iteration in which a rank itself failed; else the first in which a rank lost a peer.
+    fn first_cause(&self) -> Option<(u64, &str)> {
+        let key = |(number, report): &&(u64, CheckReport)| (report.weight, Reverse(*number));
         let (number, report) = self.reports.iter().rev().max_by_key(key)?;
         Some((*number, report.message()))
     }
 }
 
-/// Ranks as threads. They are given iterations until one of them finds something wrong.
-fn on_threads<B: Start>(plan: &Plan, bar: &ProgressBar) -> Result<Course, Failure> {
+/// Runs the soak with ranks as threads, until a rank reports a failure or all iterations have passed.
+fn on_threads<B: Start>(plan: &SoakPlan, bar: &ProgressBar) -> Result<Outcomes, Failure> {
     let buffers = B::threads(plan.soak.world(), &plan.config)?;
-    let mut course = Course::new(buffers.len());
+    let mut outcomes = Outcomes::new(buffers.len());
     std::thread::scope(|scope| {
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let mut queues = Vec::with_capacity(buffers.len());
         for (rank, buffer) in buffers.into_iter().enumerate() {
             let (queue, iterations) = mpsc::sync_channel(AHEAD);
-            let tell = tell.clone();
-            scope.spawn(move || live(rank, buffer, &iterations, &tell));
+            let sender = sender.clone();
+            scope.spawn(move || run_as_thread(rank, buffer, &iterations, &sender));
             queues.push(queue);
         }
-        drop(tell);
+        drop(sender);
         'soak: for batch in plan.batches() {
             for iteration in plan.prepare(batch)? {
                 for queue in &queues {
-                    // A rank that has ended takes no more: its last word says why.
+                    // The rank has ended; its last outcome says why.
                     if queue.send(Arc::clone(&iteration)).is_err() {
                         break 'soak;
                     }
                 }
             }
-            told.try_iter().for_each(|word| course.hear(word));
-            bar.set_position(course.passed_by_all());
-            if !course.reports.is_empty() {
+            receiver.try_iter().for_each(|outcome| outcomes.record(outcome));
+            bar.set_position(outcomes.passed_by_all());
+            if !outcomes.reports.is_empty() {
                 break;
             }
         }
-        // Without more to come the ranks end, and with them what they say.
+        // Closing the queues ends the ranks, which ends the outcomes.
         drop(queues);
-        told.iter().for_each(|word| course.hear(word));
-        Ok(course)
+        receiver.iter().for_each(|outcome| outcomes.record(outcome));
+        Ok(outcomes)
     })
 }
 
-/// One rank's life as a thread.
-fn live<B: Start>(rank: usize, mut buffer: B, iterations: &Receiver<Arc<Iteration>>, tell: &Sender<Word>) {
+/// Runs one rank as a thread.
+fn run_as_thread<B: Start>(
+    rank: usize,
+    mut buffer: B,
+    iterations: &Receiver<Arc<Iteration>>,
+    sender: &Sender<RankOutcome>,
+) {
     let mut soaking = Soaking::default();
     for iteration in iterations {
         let report = run::guarded(iteration.case(), || soaking.check(&mut buffer, &iteration));
         let ended = report.as_ref().is_some_and(|report| report.ended);
-        // The listener outlives all ranks.
-        let _ = tell.send(Word { rank, number: iteration.number(), report });
+        // The receiver outlives all ranks, so sending cannot fail.
+        let _ = sender.send(RankOutcome { rank, number: iteration.number(), report });
         if ended {
             return;
         }
     }
 }
 
-/// This process as one rank. After every batch all learn from all whether to go on.
-fn as_one_rank<B: Start>(plan: &Plan, env: &LaunchEnv, launched: bool) -> Result<Verdict, Failure> {
-    let mut speaker = match (env.rank, launched) {
-        (0, true) => Speaker::ToLauncher { told: 0 },
-        (0, false) => Speaker::ToPeople(plan.progress()),
-        _ => Speaker::Silent,
+/// Runs the soak with this process as one rank. After each batch all ranks exchange reports and decide whether to go
+/// on.
+fn as_one_rank<B: Start>(plan: &SoakPlan, env: &LaunchEnv, launched: bool) -> Result<Verdict, Failure> {
+    let mut reporter = match (env.rank, launched) {
+        (0, true) => Reporter::ToLauncher { reported: 0 },
+        (0, false) => Reporter::ToTerminal(plan.progress()),
+        _ => Reporter::Silent,
     };
-    if let Speaker::ToPeople(_) = speaker {
+    if let Reporter::ToTerminal(_) = reporter {
         output::to_stdout(&plan.announcement("processes"))?;
     }
-    let mut meet =
-        TcpRendezvous::join(&env.store, Rank(env.rank), env.world_size as usize, plan.config.timeout)?;
-    let buffer = B::join(plan.soak.world(), &mut meet, &plan.config)?;
-    std::thread::scope(|scope| {
-        let (queue, batches) = mpsc::sync_channel(1);
-        scope.spawn(move || plan.prepare_all(&queue));
-        let course = live_as_process(buffer, &mut meet, batches, &mut speaker)?;
-        speaker.conclude(plan, &course)
+    let mut meet = TcpRendezvous::launched(env, &plan.config)?;
+    launch::as_rank(&mut meet, |meet| {
+        plan.job_options().check(meet)?;
+        let buffer = B::join(plan.soak.world(), meet, &plan.config)?;
+        std::thread::scope(|scope| {
+            let (queue, batches) = mpsc::sync_channel(1);
+            scope.spawn(move || plan.prepare_all(&queue));
+            let outcomes = run_as_process(buffer, meet, batches, &mut reporter)?;
+            reporter.conclude(plan, &outcomes)
+        })
     })
 }
 
-/// One rank's life as a process.
-fn live_as_process<B: Start>(
+/// Runs all batches on this rank.
+fn run_as_process<B: Start>(
     buffer: B,
     meet: &mut dyn Rendezvous,
     batches: Receiver<Result<Vec<Arc<Iteration>>, Failure>>,
-    speaker: &mut Speaker,
-) -> Result<Course, Failure> {
+    reporter: &mut Reporter,
+) -> Result<Outcomes, Failure> {
     let (mut buffer, mut soaking) = (Some(buffer), Soaking::default());
-    let mut course = Course::new(1);
+    let mut outcomes = Outcomes::new(1);
     for batch in batches {
         let batch = batch?;
         let mut first = None;
@@ -300,72 +325,76 @@ fn live_as_process<B: Start>(
             let Some(alive) = &mut buffer else { break };
             let report = run::guarded(iteration.case(), || soaking.check(alive, iteration));
             if report.as_ref().is_some_and(|report| report.ended) {
-                // Before the exchange: peers that still wait for this rank in an operator then know that it failed.
+                // Dropped before the exchange: peers that still wait in an operator for this rank then see that it
+                // left.
                 buffer = None;
             }
             first = first.or(report.map(|report| (iteration.number(), report)));
         }
-        course.reports = exchange(meet, first.as_ref())?;
-        course.passed[0] += batch.len() as u64;
-        speaker.tell(&course)?;
-        if !course.reports.is_empty() {
+        outcomes.reports = exchange(meet, first.as_ref())?;
+        outcomes.passed[0] += batch.len() as u64;
+        reporter.progress(&outcomes)?;
+        if !outcomes.reports.is_empty() {
             break;
         }
     }
-    Ok(course)
+    Ok(outcomes)
 }
 
-/// Gives what this rank has to say to all ranks, and takes what they say.
-fn exchange(meet: &mut dyn Rendezvous, mine: Option<&(u64, Report)>) -> Result<Vec<(u64, Report)>, Failure> {
+/// Exchanges the first failure of each rank with all ranks.
+fn exchange(
+    meet: &mut dyn Rendezvous,
+    mine: Option<&(u64, CheckReport)>,
+) -> Result<Vec<(u64, CheckReport)>, Failure> {
     let blob = mine.map_or_else(Vec::new, |(number, report)| {
-        [&number.to_le_bytes()[..], &Report::to_bytes(Some(report))].concat()
+        [&number.to_le_bytes()[..], &CheckReport::to_bytes(Some(report))].concat()
     });
     let read = |blob: &Vec<u8>| {
         let (&number, report) = blob.split_first_chunk()?;
-        Some((u64::from_le_bytes(number), Report::from_bytes(report)?))
+        Some((u64::from_le_bytes(number), CheckReport::from_bytes(report)?))
     };
     Ok(meet.all_gather(&blob)?.iter().filter_map(read).collect())
 }
 
-/// To whom a rank that is a process speaks.
-enum Speaker {
+/// Where a rank that is a process reports its progress.
+enum Reporter {
     Silent,
-    ToPeople(ProgressBar),
-    /// In lines, one for each iteration.
+    ToTerminal(ProgressBar),
+    /// One line per iteration, to the launcher.
     ToLauncher {
-        told: u64,
+        reported: u64,
     },
 }
 
-impl Speaker {
-    /// Says how far all ranks are.
-    fn tell(&mut self, course: &Course) -> Result<(), Failure> {
-        let passed = course.passed_by_all();
+impl Reporter {
+    /// Reports how many iterations all ranks have passed.
+    fn progress(&mut self, outcomes: &Outcomes) -> Result<(), Failure> {
+        let passed = outcomes.passed_by_all();
         match self {
             Self::Silent => Ok(()),
-            Self::ToPeople(bar) => {
+            Self::ToTerminal(bar) => {
                 bar.set_position(passed);
                 Ok(())
             }
-            Self::ToLauncher { told } => {
-                let new = passed - std::mem::replace(told, passed);
+            Self::ToLauncher { reported } => {
+                let new = passed - std::mem::replace(reported, passed);
                 (0..new).try_for_each(|_| output::to_stdout(PASSED))
             }
         }
     }
 
-    /// Says what came of it; the verdict that the process ends with.
-    fn conclude(self, plan: &Plan, course: &Course) -> Result<Verdict, Failure> {
-        let verdict = Verdict::of(course.reports.is_empty());
+    /// Reports the result, and returns the verdict of this process.
+    fn conclude(self, plan: &SoakPlan, outcomes: &Outcomes) -> Result<Verdict, Failure> {
+        let verdict = Verdict::of(outcomes.reports.is_empty());
         match self {
             Self::Silent => return Ok(Verdict::Right),
-            Self::ToPeople(bar) => {
+            Self::ToTerminal(bar) => {
                 bar.finish_and_clear();
-                plan.complain(course)?;
-                plan.conclude(course.passed_by_all(), course.reports.len().min(1), Ok(()))?;
+                plan.print_failure(outcomes)?;
+                plan.conclude(outcomes.passed_by_all(), outcomes.reports.len().min(1), Ok(()))?;
             }
             Self::ToLauncher { .. } if verdict == Verdict::Wrong => {
-                plan.complain(course)?;
+                plan.print_failure(outcomes)?;
                 output::to_stdout(FAILED)?;
             }
             Self::ToLauncher { .. } => {}

@@ -1,40 +1,36 @@
-//! Soaks in which a rank goes wrong.
+//! Soaks with a faulty rank.
 
 use std::cell::Cell;
 use std::time::Duration;
 
-use clap::Parser as _;
-use ep::rendezvous::ThreadRendezvous;
+use ep::join::ThreadRendezvous;
 use ep::{
     Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element,
-    EnvironmentError, ReceiveShape, Routing, Traffic, WeightGradients, WeightRows, WeightedRows, World,
+    EnvironmentError, Rank, ReceiveShape, Routing, Traffic, WeightGradients, WeightRows, WeightedRows, World,
 };
 use ep_host::{HostHandle, HostMemory};
 
 use super::*;
-use crate::args::{Command, CommandLine};
+use crate::verify::args::parse;
 
-fn plan(options: &str) -> Result<Plan, Failure> {
-    let line = format!("hybrid-ep verify --backend host {options}");
-    let Command::Verify(args) = CommandLine::parse_from(line.split_whitespace()).command else {
-        panic!("not a verification: {line}")
-    };
-    Plan::resolve(&args, args.soak.unwrap(), &Place::Threads, "hybrid-ep")
+fn plan(options: &str) -> Result<SoakPlan, Failure> {
+    let args = parse(&format!("--backend host {options}")).unwrap();
+    SoakPlan::resolve(&args, args.soak.unwrap(), &ProcessRole::Threads, "hybrid-ep")
 }
 
 #[test]
-fn a_replay_comes_to_the_same_iteration() {
+fn the_replay_command_reaches_the_same_iteration() {
     let plan = plan("--soak 50 --ranks 3 --seed 8").unwrap();
     let replay = plan.replay(17);
     assert_eq!(replay, "hybrid-ep verify --soak 18 --seed 8 --ranks 3 --domains 1");
     let again = self::plan(replay.strip_prefix("hybrid-ep verify").unwrap()).unwrap();
     assert_eq!(again.iterations, 18);
-    let case = |plan: &Plan| plan.soak.prepare(17).unwrap().case().clone();
+    let case = |plan: &SoakPlan| plan.soak.prepare(17).unwrap().case().clone();
     assert_eq!(case(&again), case(&plan));
 }
 
 #[test]
-fn worlds_that_cannot_be_are_refused() {
+fn invalid_worlds_are_refused() {
     for (options, part) in [
         ("--soak 1 --ranks 0", "--ranks 0"),
         ("--soak 1 --ranks 4 --domains 3", "4 ranks"),
@@ -43,7 +39,7 @@ fn worlds_that_cannot_be_are_refused() {
         let message = plan(options).unwrap_err().to_string();
         assert!(message.contains(part), "{message}");
     }
-    let conflict = CommandLine::try_parse_from("hybrid-ep verify --soak 5 --cases 3".split(' ')).unwrap_err();
+    let conflict = parse("--soak 5 --cases 3").unwrap_err();
     assert_eq!(conflict.kind(), clap::error::ErrorKind::ArgumentConflict);
 }
 
@@ -53,7 +49,7 @@ fn batches_hold_every_iteration_once() {
     assert_eq!(all, (0..100).collect::<Vec<_>>());
 }
 
-/// A rank of the host backend that goes wrong at one of its dispatches.
+/// A rank of the host backend that fails at one of its dispatches.
 struct Spoiled {
     inner: HostBuffer,
     fault: Option<(Fault, u32)>,
@@ -68,7 +64,7 @@ enum Fault {
 }
 
 thread_local! {
-    /// What a rank of this test's thread is to do wrong: its rank, how, and at which dispatch.
+    /// The fault to inject into the next world of this thread: the rank, the kind, and the number of the dispatch.
     static FAULT: Cell<Option<(u32, Fault, u32)>> = const { Cell::new(None) };
 }
 
@@ -175,50 +171,53 @@ impl WeightRows for Spoiled {
     }
 }
 
-/// What ranks 0, 1 and 2 say of a soak in which rank 1 goes wrong at its 150th dispatch.
-fn spoiled(fault: Fault, run: impl FnOnce(&Plan) -> Course) -> (Course, Plan) {
+/// Runs a soak of ranks 0, 1 and 2 in which rank 1 fails at its 150th dispatch.
+fn spoiled(fault: Fault, run: impl FnOnce(&SoakPlan) -> Outcomes) -> (Outcomes, SoakPlan) {
     let plan = plan("--soak 400 --ranks 3 --seed 4").unwrap();
     FAULT.set(Some((1, fault, 150)));
-    let course = run(&plan);
+    let outcomes = run(&plan);
     FAULT.set(None);
-    (course, plan)
+    (outcomes, plan)
 }
 
-fn as_threads(plan: &Plan) -> Course {
+fn as_threads(plan: &SoakPlan) -> Outcomes {
     on_threads::<Spoiled>(plan, &ProgressBar::hidden()).unwrap()
 }
 
-/// As processes do it, but in this one.
-fn as_if_processes(plan: &Plan) -> Course {
+/// Runs the code of ranks that are processes on threads of this process.
+fn like_processes(plan: &SoakPlan) -> Outcomes {
     let buffers = Spoiled::threads(plan.soak.world(), &plan.config).unwrap();
     let meets = ThreadRendezvous::new(buffers.len(), Duration::from_secs(60));
-    let courses = std::thread::scope(|scope| {
-        let live = |(buffer, mut meet): (Spoiled, ThreadRendezvous)| {
+    let all_outcomes = std::thread::scope(|scope| {
+        let start = |(buffer, mut meet): (Spoiled, ThreadRendezvous)| {
             let (queue, batches) = mpsc::sync_channel(1);
             scope.spawn(move || plan.prepare_all(&queue));
-            scope.spawn(move || live_as_process(buffer, &mut meet, batches, &mut Speaker::Silent).unwrap())
+            scope.spawn(move || run_as_process(buffer, &mut meet, batches, &mut Reporter::Silent).unwrap())
         };
-        let ranks: Vec<_> = buffers.into_iter().zip(meets).map(live).collect();
+        let ranks: Vec<_> = buffers.into_iter().zip(meets).map(start).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
     });
-    assert!(courses.iter().all(|course| course == &courses[0]), "all ranks come to the same: {courses:?}");
-    courses.into_iter().next().unwrap()
+    assert!(
+        all_outcomes.iter().all(|outcomes| outcomes == &all_outcomes[0]),
+        "all ranks have the same outcome: {all_outcomes:?}"
+    );
+    all_outcomes.into_iter().next().unwrap()
 }
 
 #[test]
-fn what_one_rank_finds_ends_the_soak_of_all() {
-    for run in [as_threads, as_if_processes] {
+fn a_failure_of_one_rank_ends_the_soak_of_all_ranks() {
+    for run in [as_threads, like_processes] {
         assert_eq!(run(&plan("--soak 70 --ranks 3 --seed 4").unwrap()).passed_by_all(), 70);
         for (fault, said) in [
             (Fault::Differs, "rank 1, dispatch, run "),
             (Fault::Fails, "broken for a test"),
             (Fault::Panics, "a rank panicked"),
         ] {
-            let (course, plan) = spoiled(fault, run);
-            let (number, message) = course.most_telling().unwrap();
+            let (outcomes, plan) = spoiled(fault, run);
+            let (number, message) = outcomes.first_cause().unwrap();
             assert!(message.contains(said), "{message}");
             assert!(message.starts_with(&format!("iteration {number}")), "{message}");
-            assert_eq!(course.passed_by_all(), number, "{course:?}");
+            assert_eq!(outcomes.passed_by_all(), number, "{outcomes:?}");
             assert!((75..150).contains(&number), "two runs an iteration at most: {number}");
             assert!(plan.replay(number).contains(&format!("--soak {} --seed 4", number + 1)));
         }
@@ -226,16 +225,16 @@ fn what_one_rank_finds_ends_the_soak_of_all() {
 }
 
 #[test]
-fn the_cause_is_told_before_what_came_of_it() {
-    let report = |number: u64, own: bool| (number, Report::of_test(own, &format!("{number} {own}")));
-    let mut course = Course::new(2);
-    assert_eq!(course.most_telling(), None);
-    course.reports = vec![report(4, false), report(3, false)];
-    assert_eq!(course.most_telling(), Some((3, "3 false")));
-    course.reports.extend([report(7, true), report(5, true)]);
-    assert_eq!(course.most_telling(), Some((5, "5 true")));
+fn own_failures_are_reported_before_lost_peers() {
+    let report = |number: u64, own: bool| (number, CheckReport::of_test(own, &format!("{number} {own}")));
+    let mut outcomes = Outcomes::new(2);
+    assert_eq!(outcomes.first_cause(), None);
+    outcomes.reports = vec![report(4, false), report(3, false)];
+    assert_eq!(outcomes.first_cause(), Some((3, "3 false")));
+    outcomes.reports.extend([report(7, true), report(5, true)]);
+    assert_eq!(outcomes.first_cause(), Some((5, "5 true")));
     for (rank, number) in [(0, 0), (0, 1), (1, 0)] {
-        course.hear(Word { rank, number, report: None });
+        outcomes.record(RankOutcome { rank, number, report: None });
     }
-    assert_eq!(course.passed_by_all(), 1);
+    assert_eq!(outcomes.passed_by_all(), 1);
 }

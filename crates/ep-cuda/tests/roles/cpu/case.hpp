@@ -1,4 +1,4 @@
-// A case as the test has written it: what ranks have, what they call, and what they must get.
+// Reads a case that the test has written: what the ranks have, what they call, and the expected results.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -27,7 +27,7 @@ struct Record {
     }
 };
 
-// What all ranks call together, each with its own arguments; a rank without a kernel takes no part.
+// An operator that all ranks call, each with its own arguments. A rank whose number "takes part" is 0 does not call it.
 struct Operator {
     std::string kernel;
     std::vector<Record> ranks;
@@ -38,7 +38,7 @@ struct Case {
     std::vector<Operator> operators;
 };
 
-// Words of 64 bits, bytes with their number before them.
+// The file consists of 64-bit words, and byte arrays after a word with their length.
 class Reader {
 public:
     explicit Reader(const char* path) {

@@ -11,11 +11,20 @@ thread_local __align__(128) u8 memory[machine::SHARED_BYTES];
 
 u32 shared_bytes(const void* params) {
     const auto& p = *static_cast<const CombineParams*>(params);
-    return div_up(p.common.ranks * sizeof(PeerView), 128) * 128 + WARPS * WORKER_BYTES;
+    return combine_bytes(p.common.ranks, WARPS, ROWS_F32, WIRE_F32);
 }
 
 const Kernel kernel(
     NAME, [](const void* params) { combine(*static_cast<const CombineParams*>(params)); }, [] { return memory; },
     shared_bytes, WARPS* WARP);
+
+// A rank that enters, and does nothing more.
+const Kernel entering(
+    "entering " NAME,
+    [](const void* params) {
+        const auto& p = *static_cast<const CombineParams*>(params);
+        if (blockIdx.x == 0) enter(p, p.common.own->epoch + 1);
+    },
+    nullptr, [](const void*) { return 0u; }, WARPS* WARP);
 
 }  // namespace

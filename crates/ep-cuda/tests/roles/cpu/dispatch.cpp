@@ -11,13 +11,21 @@ thread_local __align__(128) u8 memory[machine::SHARED_BYTES];
 
 u32 shared_bytes(const void* params) {
     const auto& p = *static_cast<const DispatchParams*>(params);
-    const u32 peers = div_up(p.common.ranks * sizeof(PeerView), 128) * 128;
-    return peers + WARPS * (p.stages * p.stage_bytes + payload_buffer_bytes());
+    return dispatch_bytes(p.common.ranks, WARPS, p.stages, p.stage_bytes, QUANTIZES);
 }
 
 const Kernel kernel(
     NAME, [](const void* params) { dispatch(*static_cast<const DispatchParams*>(params)); }, [] { return memory; },
     shared_bytes, WARPS* WARP);
+
+// A rank that enters, and does nothing more.
+const Kernel entering(
+    "entering " NAME,
+    [](const void* params) {
+        const auto& p = *static_cast<const DispatchParams*>(params);
+        if (blockIdx.x == 0) enter(p, p.common.own->epoch + 1);
+    },
+    nullptr, [](const void*) { return 0u; }, WARPS* WARP);
 
 // The division of blocks between the roles, alone: every block writes what it has found.
 const Kernel division(

@@ -1,6 +1,6 @@
-// Asynchronous copies. Each is made when somebody waits for it, or, by chance, earlier; others that are under way may
-// come before or after it. To ThreadSanitizer each is a thread that comes after what the machine promises, and before
-// those only who have waited for it.
+// Asynchronous copies. A copy is made when a lane waits for it or, by chance, earlier; other copies in flight may be made
+// before or after it. For ThreadSanitizer, each copy is a thread that comes after what the machine guarantees, and before
+// those lanes only that have waited for it.
 #include "lanes.hpp"
 #include "machine.hpp"
 

@@ -176,7 +176,7 @@ struct World {
     u64 steps_seen = 0;
     u32 idle_turns = 0;
     u32 threads = 0;
-    // How seldom: lanes are interrupted, threads lose their turn, copies are made before somebody waits for them.
+    // One in how many times: a lane is interrupted, a thread loses its turn, a copy is made before a lane waits for it.
     u32 interrupts = 0;
     u32 turns = 0;
     u32 copies = 0;

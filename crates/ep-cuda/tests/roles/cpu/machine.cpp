@@ -18,7 +18,7 @@ World world;
 
 namespace {
 
-// Turns without a step after which time goes fast, and after which nobody will ever go on.
+// Number of turns without progress after which time runs fast, and after which the run counts as deadlocked.
 constexpr u32 IDLE_TURNS = 16;
 constexpr u32 HOPELESS_TURNS = 400'000;
 constexpr u64 TURN_NS = 100;
@@ -51,7 +51,7 @@ void print_lanes() {
 
 // ---- turns of the threads
 
-Block* somebody() {
+Block* any_runnable_block() {
     Block* found = nullptr;
     u32 seen = 0;
     for (u32 rank = 0; rank < world.rank_count; rank++)
@@ -80,8 +80,8 @@ void pass_turn(Block& block) {
     world.steps_seen = world.steps;
     world.idle_turns = idle ? world.idle_turns + 1 : 0;
     world.now += world.idle_turns > IDLE_TURNS * world.threads ? IDLE_NS : TURN_NS;
-    if (world.idle_turns > HOPELESS_TURNS) fail("nobody can go on");
-    Block* next = somebody();
+    if (world.idle_turns > HOPELESS_TURNS) fail("no block can continue");
+    Block* next = any_runnable_block();
     if (next == nullptr) fail("no block may run");
     if (next == &block) return;
     give_turn(*next);
@@ -221,10 +221,10 @@ void run_block(Block& block) {
         }
     }
     block.finished = true;
-    // Whoever joins this thread comes after all that it has done.
+    // A thread that joins this one observes everything that this one did.
     tsan::acquire(&rank.ended[0]);
     tsan::acquire(&rank.ended[1]);
-    if (Block* next = somebody()) give_turn(*next);
+    if (Block* next = any_runnable_block()) give_turn(*next);
 }
 
 void prepare(const std::vector<std::vector<Launch>>& streams) {
@@ -280,7 +280,7 @@ void run(const std::vector<std::vector<Launch>>& streams, const Settings& settin
     for (u32 rank = 0; rank < world.rank_count; rank++)
         for (u32 at = 0; at < world.ranks[rank].block_count; at++)
             threads.emplace_back(run_block, std::ref(world.ranks[rank].blocks[at]));
-    if (Block* first = somebody()) give_turn(*first);
+    if (Block* first = any_runnable_block()) give_turn(*first);
     for (std::thread& thread : threads) thread.join();
     std::printf("machine: %llu steps\n", world.steps);
 }

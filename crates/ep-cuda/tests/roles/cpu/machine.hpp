@@ -1,9 +1,9 @@
-// GPUs made of threads, for kernels that a C++ compiler has compiled.
+// Simulates GPUs by threads, for kernels that a C++ compiler has compiled.
 //
-// Each rank is a GPU. A block is a thread, and its lanes are fibers of that thread, so that `__shared__` is
-// `thread_local`. ThreadSanitizer is told of every lane, and of every copy that is under way, as a thread of its own:
-// it knows no order but that which the kernels ask for. One lane runs at a time, and wherever lanes can be told apart
-// a generator decides who goes on: a seed repeats a run, and a race is found without a collision.
+// Each rank is a GPU. A block is a thread, and its lanes are fibers of that thread, so `__shared__` is `thread_local`.
+// For ThreadSanitizer, every lane and every copy in flight is a thread of its own, so it knows only the order that the
+// kernels request. One lane runs at a time, and a random generator chooses the next lane wherever the order can be
+// observed: a seed repeats a run, and a race is found although the accesses do not collide.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -32,7 +32,7 @@ struct Launch {
 
 constexpr u32 SHARED_BYTES = 64 << 10;
 
-// What is left out on purpose, to see whether somebody notices: an order or a wait, everywhere or at one place.
+// An order or a wait that is left out on purpose, everywhere or at one place, to check that a test detects it.
 struct Mutant {
     const char* order = "";  // its name in `Order`
     const char* file = "";
@@ -46,14 +46,14 @@ struct Settings {
     std::function<void(u32 rank)> enter;  // called when lanes of another rank go on
 };
 
-// Runs the launches of every rank, each rank's in order; returns when all are over. Ends the process when lanes do what
-// a GPU does not define, or when nobody can go on.
+// Runs the launches of every rank, in order per rank; returns when all have finished. Ends the process when lanes do
+// something undefined on a GPU, or when no lane can continue.
 void run(const std::vector<std::vector<Launch>>& streams, const Settings& settings);
 
 // Prints where a lane stands and why that cannot be, and ends the process.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// ---- what lanes are told of themselves
+// ---- the place of the running lane
 
 struct Dim {
     u32 x;
@@ -88,9 +88,9 @@ bool left_out(Order order, const Site& site);
 
 // An atomic in the order of one GPU: no other may use the word.
 void use_on_one_gpu(const void* word);
-// Before a look at memory that may be repeated until somebody else has written.
+// Called before a load that is repeated until another lane has written.
 void poll();
-// Before an access that others can see: another lane may come first. `changes`: it is a step forward.
+// Called before an access that other lanes can observe: another lane may run first. `changes`: it counts as progress.
 void step(bool changes);
 // Nanoseconds that pass as lanes take turns, and fast when all wait.
 u64 clock();

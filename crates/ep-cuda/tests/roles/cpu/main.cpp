@@ -1,6 +1,6 @@
-// Runs a case: the operators of all ranks, launched as src/operators.rs and src/buffer.rs launch them. Before each
-// kernel the rank's own stream writes its inputs and clears its outputs, and after it compares them: that is when a
-// caller may.
+// Runs a case: launches the operators of all ranks as src/operators.rs and src/buffer.rs do. Before each kernel, the
+// rank's stream writes the inputs and overwrites the outputs; after it, the stream compares the outputs. A caller may
+// access the memory at these times.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -18,15 +18,15 @@
 
 namespace {
 
-// Bytes that follow a part of memory, and stay as they are.
+// Bytes after each part of memory that must not change.
 constexpr u64 GUARD_BYTES = 64;
-// What outputs hold before.
+// The content of outputs before a kernel.
 constexpr u8 POISON = 0xA7;
 
 // A rank; all parts of its memory keep their addresses over all operators, as those of a training step do.
 struct Rank {
     Memory memory;
-    Fault fault{};
+    FaultReport report{};
 };
 
 // A handle's lists, and the gaps between them.
@@ -44,7 +44,8 @@ struct Call {
     u32 step;
     const Record* record;
     Memory* memory;
-    const Fault* fault;
+    const Case* all;
+    const FaultReport* report;
     Lists handle;
     PreprocessParams preprocess;
     DispatchParams dispatch;
@@ -86,14 +87,38 @@ void compare(const Call& call, const std::string& name, const Bytes& expected) {
     }
 }
 
+// Checks the other fields of a fault.
+void check_fault(const Call& call, const FaultReport& found) {
+    const Fault& own = found.own.fault;
+    const u64 timeout = call.all->world.number("timeout ns"), stall = call.all->world.number("stall timeout ns");
+    if (own.rank != call.rank) report(call, "rank of its own record", own.kind, call.rank, own.rank);
+    if (own.kind == FAULT_LATE && own.waited_ns <= timeout) report(call, "time to enter", 0, timeout, own.waited_ns);
+    if (own.kind == FAULT_STALLED && (own.waited_ns <= stall || own.waited_ns > timeout))
+        report(call, "time without progress", 0, stall, own.waited_ns);
+    // Where another rank has given up first, its record has come with that.
+    const FaultRecord& record = own.kind == FAULT_ABORTED ? found.theirs : found.own;
+    const u32 kind = record.fault.kind, rank = record.fault.rank;
+    const u64 roots = call.record->number("faults") & ~(1ull << FAULT_ABORTED);
+    if ((roots >> kind & 1) == 0 || rank >= call.all->world.number("ranks"))
+        return report(call, "what began it, of these kinds,", rank, roots, kind);
+    if (kind != FAULT_MISMATCH) return;
+    const auto& ranks = call.all->operators[call.step - 1].ranks;
+    const u64 mine = ranks[rank].number("signature"), theirs = ranks[record.fault.peer].number("signature");
+    if (record.call[1] != mine) report(call, "what the rank called, it says,", rank, mine, record.call[1]);
+    if (record.peer_call[1] != theirs)
+        report(call, "what its peer called, it says,", record.fault.peer, theirs, record.peer_call[1]);
+}
+
 void after(const void* params) {
     const Call& call = *static_cast<const Call*>(params);
-    const u32 kind = __atomic_load_n(&call.fault->kind, __ATOMIC_ACQUIRE);
-    const u64 kinds = call.record->number("faults"), peer = call.record->number("to blame");
-    if ((kinds >> kind & 1) == 0) report(call, "fault, of these kinds,", call.fault->waiting_for, kinds, kind);
+    const u32 kind = __atomic_load_n(&call.report->own.fault.kind, __ATOMIC_ACQUIRE);
+    const u64 kinds = call.record->number("faults"), peer = call.record->number("at fault");
+    const Fault& fault = call.report->own.fault;
+    if ((kinds >> kind & 1) == 0) report(call, "fault, of these kinds,", fault.waiting_for, kinds, kind);
     if (kind != FAULT_NONE) {
-        if (peer != NONE && call.fault->peer != peer) report(call, "rank to blame", kind, peer, call.fault->peer);
-        // Nothing is said of the outputs of the operator that failed.
+        if (peer != NONE && fault.peer != peer) report(call, "rank at fault", kind, peer, fault.peer);
+        check_fault(call, *call.report);
+        // The outputs of a failed operator are undefined.
         if (call.record->number("untouched") != 0)
             for (const auto& [name, bytes] : call.record->outputs) compare(call, name, Bytes(bytes.size(), POISON));
         return;
@@ -106,11 +131,13 @@ void after(const void* params) {
     }
 }
 
-// The host's word that a rank takes part in nothing more.
-void say_left(const void* params) {
-    const Common& common = static_cast<const Call*>(params)->dispatch.common;
+// Writes a rank's gone word to the control blocks of all ranks, as the hosts do.
+void say_gone(const void* params) {
+    const Call& call = *static_cast<const Call*>(params);
+    const Common& common = call.dispatch.common;
+    const u32 word = static_cast<u32>(call.record->number("gone"));
     for (u32 peer = 0; peer < common.ranks; peer++)
-        __atomic_store_n(&common.control[peer]->left[common.rank], 1u, __ATOMIC_RELEASE);
+        __atomic_store_n(&common.control[peer]->left[common.rank], word, __ATOMIC_RELEASE);
 }
 
 // ---- parameters, as the host fills them
@@ -144,14 +171,14 @@ Lists lists_of(const Record& world, const Arguments& call) {
         lists.end += (bytes + 15) / 16 * 16 + GUARD_BYTES;
     };
     HandleView& view = lists.view;
-    place(view.sends, 8 * (copies + tokens));
+    place(view.sends, sizeof(Send) * (copies + tokens));
     place(view.send_begin, 4 * (chunks + 1));
     place(view.token_begin, 4 * (tokens + 1));
-    place(view.copies, 16 * copies);
+    place(view.copies, sizeof(Copy) * copies);
     place(view.copy_begin, 4 * (chunks + 1));
-    place(view.recv, 8 * copies);
+    place(view.recv, sizeof(Receive) * copies);
     place(view.recv_begin, 4 * (chunks + 1) * ranks);
-    place(view.dst_copies, 8 * copies);
+    place(view.dst_copies, sizeof(DstCopy) * copies);
     place(view.dst_begin, 4 * (chunks + 1) * ranks);
     place(view.shape, 4 * call.number("shape words"));
     if (lists.end > lists.begin + Memory::REGION_BYTES) machine::fail("a handle that does not fit its memory");
@@ -209,7 +236,7 @@ DispatchParams dispatch_params(const Common& common, const HandleView& handle, c
     p.piece_bytes = call.number("piece bytes");
     p.groups = call.number("groups");
     p.stages = call.number("stages");
-    p.stage_bytes = (p.piece_bytes + 127) / 128 * 128;
+    p.stage_bytes = stage_stride(p.piece_bytes);
     return p;
 }
 
@@ -234,7 +261,8 @@ Common common_of(const Record& world, std::vector<Rank>& ranks, u32 rank, bool t
     common.ranks = static_cast<u32>(ranks.size());
     common.experts = static_cast<u32>(world.number("experts"));
     common.timeout_ns = world.number("timeout ns");
-    common.fault = &ranks[rank].fault;
+    common.stall_timeout_ns = world.number("stall timeout ns");
+    common.report = &ranks[rank].report;
     for (u32 peer = 0; peer < ranks.size(); peer++) {
         const Memory& memory = ranks[peer].memory;
         common.control[peer] = reinterpret_cast<Control*>(memory.seen_by(rank));
@@ -250,19 +278,21 @@ Common common_of(const Record& world, std::vector<Rank>& ranks, u32 rank, bool t
 void launch(Call& call, const Case& all, Common common, Memory& memory, std::vector<machine::Launch>& stream) {
     const Arguments arguments{*call.record, memory};
     if (arguments.number("takes part") == 0) return;
-    if (call.kernel == std::string_view("say_left")) {
+    if (call.kernel == std::string_view("say_gone")) {
         call.dispatch.common = common;
-        stream.push_back({call.kernel, say_left, &call, 1, 1, 0, nullptr});
+        stream.push_back({call.kernel, say_gone, &call, 1, 1, 0, nullptr});
         return;
     }
-    const Kernel* kernel = Kernel::find(call.kernel);
+    const bool stands_still = arguments.number("stands still") != 0;
+    const Kernel* kernel = Kernel::find((stands_still ? "entering " : "") + std::string(call.kernel));
     if (kernel == nullptr) machine::fail("there is no kernel \"%s\"", call.kernel);
     common.signature = arguments.number("signature");
+    common.call[1] = common.signature;
     call.handle = lists_of(all.world, arguments);
     const HandleView& handle = call.handle.view;
     u32 blocks = static_cast<u32>(all.world.number("blocks"));
     const void* params;
-    const std::string_view name(kernel->name);
+    const std::string_view name(call.kernel);
     if (name.starts_with("preprocess")) {
         call.preprocess = preprocess_params(all.world, common, handle, arguments);
         params = &call.preprocess;
@@ -277,7 +307,7 @@ void launch(Call& call, const Case& all, Common common, Memory& memory, std::vec
     stream.push_back({"the host before a kernel", before, &call, 1, 1, 0, nullptr});
     const u32 shared_bytes = kernel->shared_bytes(params);
     stream.push_back({call.kernel, kernel->body, params, blocks, kernel->threads, shared_bytes, kernel->shared});
-    stream.push_back({"the host after a kernel", after, &call, 1, 1, 0, nullptr});
+    if (!stands_still) stream.push_back({"the host after a kernel", after, &call, 1, 1, 0, nullptr});
 }
 
 machine::Settings settings_of(int count, char** arguments) {
@@ -360,7 +390,8 @@ int main(int count, char** arguments) {
             call.step = step + 1;
             call.record = &each.ranks[rank];
             call.memory = &ranks[rank].memory;
-            call.fault = &ranks[rank].fault;
+            call.all = &all;
+            call.report = &ranks[rank].report;
             launch(call, all, common, ranks[rank].memory, streams[rank]);
         }
     }

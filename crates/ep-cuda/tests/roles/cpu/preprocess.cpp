@@ -9,13 +9,10 @@ namespace {
 
 thread_local __align__(16) u32 shared[machine::SHARED_BYTES / sizeof(u32)];
 
-// As `preprocess_bytes` in src/tuning.rs.
 u32 shared_bytes(const void* params) {
     const auto& p = *static_cast<const PreprocessParams*>(params);
     const u32 experts = p.common.experts, ranks = p.common.ranks;
-    const u32 head = 2 * Columns{experts, ranks}.count() + 3 * max(experts, ranks) + 3 * ranks;
-    const u32 bits = p.tile * (div_up(experts, 32) | 1) + (experts + ranks) * (p.tile / 32);
-    return 4 * (head + bits + (ranks + 2) * (p.tile + 1) + div_up(experts, 2) + div_up(experts, 4));
+    return preprocess_bytes(experts, ranks, max(experts, ranks), p.tile);
 }
 
 // Fewer threads than on a GPU: how many there are is the launch's affair.

@@ -1,9 +1,9 @@
-// The instructions of device/common/ptx.cuh on the CPU: the same wrappers, and the order in memory that each promises.
-// Reads and writes without a wrapper are plain in C++ too, so that two which nothing orders are a data race.
+// The wrappers of device/common/ptx.cuh for the CPU, with the memory order that each instruction guarantees. Reads and
+// writes without a wrapper are plain in C++, too, so two unordered ones are a data race.
 #pragma once
 #include "types.cuh"
 
-// ---- who am I
+// ---- threads and time
 
 __device__ inline u32 lane_id() { return threadIdx.x % WARP; }
 __device__ inline u32 warp_id() { return threadIdx.x / WARP; }
@@ -15,7 +15,7 @@ __device__ inline u64 globaltimer() { return machine::clock(); }
 // Off by one in the last place, as the instruction may be.
 __device__ inline float rcp_approx(float value) { return std::nextafter(1.0f / value, 0.0f); }
 
-// ---- memory that other GPUs read and write
+// ---- memory that other blocks, GPUs or the host read and write
 
 __device__ inline u32 ld_acquire_sys(const u32* pointer, Site site = Site::current()) {
     machine::poll();
@@ -79,7 +79,7 @@ __device__ inline uint4 ld_relaxed_sys_v4(const uint4* pointer) {
 // Only releases follow it, which order as much; ThreadSanitizer knows no fences.
 __device__ inline void membar_sys() { machine::step(false); }
 
-// ---- copies of 16 bytes by a lane, for itself
+// ---- asynchronous copies of 16 bytes; a lane waits for its own copies only
 
 __device__ inline void cp_async_16(void* shared, const void* global, bool there) {
     machine::lane_copy_16(shared, there ? global : nullptr);

@@ -1,17 +1,20 @@
-//! A backend of one rank, made from the oracle, and ways to spoil it.
+//! A backend of one rank, made from the oracle, into which tests inject faults.
 
 use std::cell::Cell;
+use std::ops::{Deref, DerefMut};
 
 use crate::backend::*;
+use crate::call::{Maker, MemoryFacts, check_memory};
 use crate::error::{CallerError, Result};
 use crate::layout::{Counts, ReceiveShape};
 use crate::numeric::f32_to_bf16;
 use crate::oracle::{self, CombineSpec, ReceivedRows, Tokens};
 use crate::routing::Routing;
+use crate::size::Size;
 use crate::topology::{Rank, World};
 use crate::weight::{WeightGradients, WeightRows, WeightedRows};
 
-/// What a [`Fake`] does wrong.
+/// The fault of a [`Fake`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     None,
@@ -40,10 +43,33 @@ pub(super) enum Fault {
     TruncatesWeighted,
     SkipsLastElement,
     LeavesDots,
+    /// Accepts another buffer's memory for this argument.
+    TakesForeign(&'static str),
 }
 
-/// A world of one rank, served by the oracle.
+/// Memory of a [`Fake`].
+pub(super) struct FakeMemory {
+    maker: Maker,
+    bytes: Vec<u8>,
+}
+
+impl Deref for FakeMemory {
+    type Target = Vec<u8>;
+
+    fn deref(&self) -> &Vec<u8> {
+        &self.bytes
+    }
+}
+
+impl DerefMut for FakeMemory {
+    fn deref_mut(&mut self) -> &mut Vec<u8> {
+        &mut self.bytes
+    }
+}
+
+/// A backend of one rank that computes its results with the oracle.
 pub(super) struct Fake {
+    maker: Maker,
     world: World,
     fault: Fault,
     newest: u32,
@@ -83,19 +109,38 @@ fn fill(memory: &mut [u8], bytes: &[u8]) {
 impl Fake {
     pub(super) fn new(world: &World, fault: Fault) -> Self {
         assert_eq!(world.ranks(), 1);
-        Self { world: world.clone(), fault, newest: 0, dispatches: 0, sent: 0 }
+        let maker = Maker::new(Rank(0));
+        Self { maker, world: world.clone(), fault, newest: 0, dispatches: 0, sent: 0 }
     }
 
     fn is(&self, fault: Fault) -> bool {
         self.fault == fault
     }
 
+    fn check_own(&self, what: &'static str, memory: Option<&FakeMemory>) -> Result<()> {
+        let Some(memory) = memory.filter(|_| !self.is(Fault::TakesForeign(what))) else { return Ok(()) };
+        let facts = MemoryFacts { bytes: memory.len(), maker: Some(memory.maker) };
+        check_memory(self.maker, what, Size::new(0), facts)
+    }
+
     fn check_dispatch(
         &self,
         handle: &FakeHandle,
-        input: &DispatchInput<'_, Vec<u8>>,
-        output: &DispatchOutput<'_, Vec<u8>>,
+        input: &DispatchInput<'_, FakeMemory>,
+        output: &DispatchOutput<'_, FakeMemory>,
     ) -> Result<()> {
+        let dense = if let Probs::Dense(dense) = input.probs { Some(dense) } else { None };
+        for (what, memory) in [
+            ("tokens", Some(input.tokens)),
+            ("scales", input.scales),
+            ("dense probs", dense),
+            ("received tokens", Some(&*output.tokens)),
+            ("received scales", output.scales.as_deref()),
+            ("received probs", output.probs.as_deref()),
+            ("local experts", output.local_experts.as_deref()),
+        ] {
+            self.check_own(what, memory)?;
+        }
         let DispatchInput { hidden, format, .. } = *input;
         let (tokens, rows) = (handle.routing.tokens(), handle.shape().allocated_rows());
         check_row_bytes(hidden, format.input_row_bytes(hidden))?;
@@ -123,11 +168,19 @@ impl Fake {
     fn check_combine(
         &self,
         handle: &FakeHandle,
-        input: &CombineInput<'_, Vec<u8>>,
-        output: &CombineOutput<'_, Vec<u8>>,
+        input: &CombineInput<'_, FakeMemory>,
+        output: &CombineOutput<'_, FakeMemory>,
     ) -> Result<()> {
         if !handle.dispatched.get() {
             return Err(CallerError::Handle("never dispatched".into()).into());
+        }
+        for (what, memory) in [
+            ("expert rows", Some(input.rows)),
+            ("probs", input.probs),
+            ("combined tokens", Some(&*output.tokens)),
+            ("gathered probs", output.probs.as_deref()),
+        ] {
+            self.check_own(what, memory)?;
         }
         let row_bytes = input.hidden * input.element.bytes();
         let (tokens, rows) = (handle.routing.tokens(), handle.shape().rows);
@@ -152,7 +205,7 @@ impl Fake {
         handle: &FakeHandle,
         row_bytes: usize,
         mut before: Vec<u8>,
-        out: &mut DispatchOutput<'_, Vec<u8>>,
+        out: &mut DispatchOutput<'_, FakeMemory>,
     ) {
         let rows = handle.shape().rows;
         let flip = |memory: &mut Vec<u8>, at: usize| {
@@ -190,7 +243,7 @@ impl Fake {
 }
 
 impl Backend for Fake {
-    type Memory = Vec<u8>;
+    type Memory = FakeMemory;
     type Handle = FakeHandle;
 
     fn rank(&self) -> Rank {
@@ -201,17 +254,19 @@ impl Backend for Fake {
         &self.world
     }
 
-    fn alloc(&mut self, bytes: usize) -> Result<Vec<u8>> {
-        Ok(vec![0; bytes])
+    fn alloc(&mut self, bytes: usize) -> Result<FakeMemory> {
+        Ok(FakeMemory { maker: self.maker, bytes: vec![0; bytes] })
     }
 
-    fn upload(&mut self, bytes: &[u8], memory: &mut Vec<u8>) -> Result<()> {
+    fn upload(&mut self, bytes: &[u8], memory: &mut FakeMemory) -> Result<()> {
+        self.check_own("upload", Some(memory))?;
         need(bytes.len(), memory.len())?;
         fill(memory, bytes);
         Ok(())
     }
 
-    fn download(&mut self, memory: &Vec<u8>, bytes: &mut [u8]) -> Result<()> {
+    fn download(&mut self, memory: &FakeMemory, bytes: &mut [u8]) -> Result<()> {
+        self.check_own("download", Some(memory))?;
         need(bytes.len(), memory.len())?;
         bytes.copy_from_slice(&memory[..bytes.len()]);
         Ok(())
@@ -241,8 +296,8 @@ impl Backend for Fake {
     fn dispatch(
         &mut self,
         handle: &FakeHandle,
-        input: DispatchInput<'_, Vec<u8>>,
-        mut output: DispatchOutput<'_, Vec<u8>>,
+        input: DispatchInput<'_, FakeMemory>,
+        mut output: DispatchOutput<'_, FakeMemory>,
     ) -> Result<()> {
         self.sent += 1;
         self.check_dispatch(handle, &input, &output).map_err(|error| {
@@ -274,7 +329,7 @@ impl Backend for Fake {
             },
         };
         let out = &oracle::dispatch(&self.world, &handle.received, handle.mode, format, hidden, &[tokens])[0];
-        let before = output.tokens.clone();
+        let before = output.tokens.bytes.clone();
         fill(output.tokens, &out.tokens);
         if let Some(scales) = &mut output.scales {
             fill(scales, &out.scales);
@@ -292,8 +347,8 @@ impl Backend for Fake {
     fn combine(
         &mut self,
         handle: &FakeHandle,
-        input: CombineInput<'_, Vec<u8>>,
-        output: CombineOutput<'_, Vec<u8>>,
+        input: CombineInput<'_, FakeMemory>,
+        output: CombineOutput<'_, FakeMemory>,
     ) -> Result<()> {
         self.check_combine(handle, &input, &output)?;
         let spec = CombineSpec { hidden: input.hidden, element: input.element, wire: input.wire };
@@ -351,12 +406,22 @@ impl Backend for Fake {
 impl WeightRows for Fake {
     fn weight_rows(
         &mut self,
-        input: &WeightedRows<'_, Vec<u8>>,
+        input: &WeightedRows<'_, FakeMemory>,
         element: Element,
-        out: &mut Vec<u8>,
-        backward: Option<WeightGradients<'_, Vec<u8>>>,
+        out: &mut FakeMemory,
+        backward: Option<WeightGradients<'_, FakeMemory>>,
     ) -> Result<()> {
-        input.check(element, out, backward.as_ref(), Vec::len)?;
+        let facts = |memory: &FakeMemory| MemoryFacts { bytes: memory.len(), maker: None };
+        input.check(self.maker, element, out, backward.as_ref(), facts)?;
+        for (what, memory) in [
+            ("rows to be weighted", Some(input.values)),
+            ("weights", Some(input.weights)),
+            ("weighted rows", Some(&*out)),
+            ("rows that were weighted", backward.as_ref().map(|backward| backward.rows)),
+            ("gradients of weights", backward.as_ref().map(|backward| &*backward.weights)),
+        ] {
+            self.check_own(what, memory)?;
+        }
         for at in 0..input.rows * input.hidden {
             let weight = oracle::value(Element::F32, input.weights, at / input.hidden);
             let product = oracle::value(input.element, input.values, at) * weight;

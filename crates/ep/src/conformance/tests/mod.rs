@@ -1,5 +1,5 @@
-//! The cases are what they claim, and the checker sees what is wrong: a backend of one rank, made from the oracle,
-//! passes, and every way of spoiling it is reported.
+//! Tests of the cases and of the checker. A correct backend of one rank, made from the oracle, passes, and the checker
+//! reports every fault that the tests inject into it.
 
 mod fake;
 
@@ -11,7 +11,7 @@ use crate::backend::{DispatchMode, Element, TokenFormat};
 use crate::error::Error;
 use crate::topology::{Rank, World};
 
-/// Cases of one rank: all of the suite's, and random ones.
+/// Cases of one rank: those of the suite, and random ones.
 fn one_rank_cases() -> Vec<Prepared> {
     let of_suite = suite().into_iter().filter(|case| case.ranks == 1);
     of_suite.chain((0..80).map(|seed| random_case(seed, 1, 1))).map(|case| case.prepare().unwrap()).collect()
@@ -66,7 +66,7 @@ fn every_fault_is_reported() {
     }
 }
 
-/// What goes wrong in the first iterations of a soak, with their numbers.
+/// The failures in the first iterations of a soak, with the numbers of the iterations.
 fn soak_failures(fault: Fault, iterations: u64) -> Vec<(u64, Failure)> {
     let soak = Soak::new(2, 1, 1).unwrap();
     let (mut backend, mut rank) = (Fake::new(soak.world(), fault), Soaking::default());
@@ -89,12 +89,12 @@ fn a_soak_sees_what_single_cases_cannot() {
     }
 }
 
-/// A difference, and the error behind it, are both told.
+/// A failure reports both the first difference and whether a later error stopped the rank.
 #[test]
-fn a_rank_that_differs_can_go_on_unless_an_error_stops_it() {
+fn a_rank_that_differs_goes_on_unless_an_error_stops_it() {
     let cases = one_rank_cases();
     assert!(failures(&cases, Fault::FlipsBit).iter().all(|failure| !failure.stopped));
-    // It fails in the third of its runs, where there are as many.
+    // The backend fails in the third run of the cases that have three runs.
     let found = failures(&cases, Fault::FlipsBitAndFails);
     let differ = found.iter().filter(|failure| matches!(*failure.problem, Problem::Differs(_)));
     let (stopped, went_on): (Vec<_>, Vec<_>) = differ.partition(|failure| failure.stopped);
@@ -118,9 +118,10 @@ fn errors_and_worlds_are_reported() {
 }
 
 #[test]
-fn misuse_is_told_from_use() {
+fn backends_that_accept_invalid_calls_are_reported() {
     let world = World::new(1, 1, 4).unwrap();
-    check_misuse(&mut Fake::new(&world, Fault::None)).unwrap();
+    let misuse = |fault| check_misuse(&mut Fake::new(&world, fault), &mut Fake::new(&world, Fault::None));
+    misuse(Fault::None).unwrap();
     for (fault, text) in [
         (Fault::WrongShape, "receive_shape, run 0: expected ReceiveShape"),
         (
@@ -133,8 +134,41 @@ fn misuse_is_told_from_use() {
         ),
         (Fault::SendsFirst, "dispatch, run 0: rows that are not a multiple of 16 bytes: bytes were sent"),
     ] {
-        let found = check_misuse(&mut Fake::new(&world, fault)).unwrap_err().to_string();
+        let found = misuse(fault).unwrap_err().to_string();
         assert!(found.contains(text), "{found}");
+    }
+    for (operator, arguments) in [
+        (
+            "dispatch",
+            &[
+                "tokens",
+                "scales",
+                "dense probs",
+                "received tokens",
+                "received scales",
+                "received probs",
+                "local experts",
+            ][..],
+        ),
+        ("combine", &["expert rows", "probs", "combined tokens", "gathered probs"]),
+        (
+            "weight_rows",
+            &[
+                "rows to be weighted",
+                "weights",
+                "weighted rows",
+                "rows that were weighted",
+                "gradients of weights",
+            ],
+        ),
+        ("upload", &["upload"]),
+        ("download", &["download"]),
+    ] {
+        for &argument in arguments {
+            let found = misuse(Fault::TakesForeign(argument)).unwrap_err().to_string();
+            let text = format!("{operator}, run 0: another buffer's memory for {argument}: must be refused");
+            assert!(found.contains(&text), "{found}");
+        }
     }
 }
 
@@ -167,18 +201,18 @@ fn random_cases_follow_from_their_seed() {
 }
 
 #[test]
-fn every_case_of_the_suite_can_be_prepared_and_is_said_apart() {
-    let mut said = HashSet::new();
+fn every_case_of_the_suite_can_be_prepared_and_has_its_own_text() {
+    let mut texts = HashSet::new();
     for case in suite() {
         let prepared = case.prepare().unwrap();
         assert_eq!(prepared.world().ranks(), case.ranks);
         assert!(!case.to_string().contains('\n'));
-        assert!(said.insert(case.to_string()), "twice: {case}");
+        assert!(texts.insert(case.to_string()), "twice: {case}");
     }
 }
 
 #[test]
-fn cases_that_cannot_exist_say_why() {
+fn invalid_cases_say_why() {
     let message = |case: Case| case.prepare().unwrap_err().to_string();
     let base = || Case::base("bad", 4, 2, 8);
     assert!(message(Case { tokens: vec![1; 3], ..base() }).contains("tokens: expected 4 ranks, found 3"));
@@ -188,12 +222,13 @@ fn cases_that_cannot_exist_say_why() {
     assert!(message(Case { owners: Some(vec![Rank(0)]), ..base() }).contains("owners: expected 8 experts"));
 }
 
-/// Whether the suite holds a case like this, in one domain and across domains.
+/// Asserts that the suite has a case for which `like` returns true.
 fn covers(what: &str, like: impl Fn(&Case) -> bool) {
     let found: Vec<Case> = suite().into_iter().filter(|case| like(case)).collect();
     assert!(!found.is_empty(), "no case of {what}");
 }
 
+/// Asserts that the suite has such a case with one domain, and one with several.
 fn covers_in_and_across_domains(what: &str, like: impl Fn(&Case) -> bool) {
     covers(what, |case| like(case) && case.ranks > 1 && case.domains == 1);
     covers(what, |case| like(case) && case.domains > 1);

@@ -1,0 +1,93 @@
+//! The ceilings from which floors are computed: memory bandwidth of all cores together, or bandwidth of a GPU's links.
+
+use std::time::Duration;
+
+use crate::bench::memory::{MemoryBandwidth, Moved};
+
+/// GB/s that each of four to eight H100 or H200 (NVLink 4, 18 links) sends when all push rows to all others by bulk
+/// copies, on as many SMs as that takes. Measured.
+const NVLINK_4_GB_PER_S: f64 = 340.0;
+
+/// The bandwidth that bounds the operators.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Ceiling {
+    /// The memory of this machine, which all ranks share.
+    Memory(MemoryBandwidth),
+    /// The links from each GPU to the others.
+    Wire(Wire),
+}
+
+impl Ceiling {
+    /// The least time to move these parts one after the other; `None` where the bandwidth is unknown.
+    pub(crate) fn floor(self, parts: &[Moved]) -> Option<Duration> {
+        let one = |moved: Moved| match self {
+            Self::Memory(memory) => Some(memory.floor(moved)),
+            Self::Wire(wire) => {
+                Duration::try_from_secs_f64(moved.bytes() as f64 / (1e9 * wire.gb_per_s()?)).ok()
+            }
+        };
+        parts.iter().map(|&moved| one(moved)).sum()
+    }
+}
+
+/// Bandwidth from each GPU to the others.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Wire {
+    /// Given by `--wire`, in GB/s.
+    Given(f64),
+    /// Measured on GPUs of this model, in GB/s.
+    Measured(f64),
+    /// Not measured on GPUs of this model.
+    Unknown,
+    /// Several ranks share a GPU: bytes between them cross no link.
+    Shared,
+}
+
+impl Wire {
+    /// `names`: the GPU models of the ranks. `shared`: whether several ranks use one GPU.
+    pub(crate) fn resolve<'a>(
+        given: Option<f64>,
+        mut names: impl Iterator<Item = &'a str>,
+        shared: bool,
+    ) -> Self {
+        match given {
+            Some(gb_per_s) => Self::Given(gb_per_s),
+            None if shared => Self::Shared,
+            None if names.all(has_nvlink_4) => Self::Measured(NVLINK_4_GB_PER_S),
+            None => Self::Unknown,
+        }
+    }
+
+    pub(crate) fn gb_per_s(self) -> Option<f64> {
+        match self {
+            Self::Given(gb_per_s) | Self::Measured(gb_per_s) => Some(gb_per_s),
+            Self::Unknown | Self::Shared => None,
+        }
+    }
+}
+
+/// Whether the GPU model with this name has all 18 links. PCI Express cards and MIG slices are also named H100.
+fn has_nvlink_4(name: &str) -> bool {
+    let has = |word: &str| name.split_whitespace().any(|part| part == word);
+    (has("H100") || has("H200")) && !["PCIe", "NVL", "MIG"].into_iter().any(has)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_measured_or_given_links_have_a_ceiling() {
+        let wire = |names: &[&str], shared| Wire::resolve(None, names.iter().copied(), shared);
+        let (h100, h200) = ("NVIDIA H100 80GB HBM3", "NVIDIA H200");
+        assert_eq!(wire(&[h100, h200], false), Wire::Measured(340.0));
+        assert_eq!(wire(&[h200, h200], true), Wire::Shared);
+        for other in ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB"] {
+            assert_eq!(wire(&[h200, other], false), Wire::Unknown, "{other}");
+            assert_eq!(Ceiling::Wire(wire(&[other], false)).floor(&[Moved { read: 1, written: 0 }]), None);
+        }
+        let given = Wire::resolve(Some(100.0), ["NVIDIA A100-SXM4-80GB"].into_iter(), true);
+        let moved = Moved { read: 100_000_000_000, written: 0 };
+        assert_eq!(Ceiling::Wire(given).floor(&[moved, moved]), Some(Duration::from_secs(2)));
+    }
+}

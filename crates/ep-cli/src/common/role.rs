@@ -1,0 +1,60 @@
+//! The role of this process in a job, and the checks of `--ranks` and `--domains`.
+
+use ep::config::LaunchEnv;
+
+use crate::common::backend::BackendChoice;
+use crate::common::failure::Failure;
+
+/// Most ranks on one machine; more is taken for a typing error.
+pub(crate) const MAX_RANKS: usize = 1024;
+
+/// How the ranks of this invocation run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ProcessRole {
+    /// The ranks are threads of this process.
+    Threads,
+    /// The ranks are processes that this process starts.
+    Launcher,
+    /// This process is one rank, started by a launcher.
+    Rank(LaunchEnv),
+}
+
+impl ProcessRole {
+    pub(crate) fn resolve(processes: bool) -> Result<Self, Failure> {
+        if !processes {
+            return Ok(Self::Threads);
+        }
+        Ok(LaunchEnv::from_env()?.map_or(Self::Launcher, Self::Rank))
+    }
+}
+
+/// Number of ranks: `--ranks`, the launcher's world size, or 4. The first two must agree.
+pub(crate) fn ranks(asked: Option<usize>, role: &ProcessRole) -> Result<usize, Failure> {
+    let ranks = match (role, asked) {
+        (ProcessRole::Rank(env), Some(ranks)) if ranks != env.world_size as usize => {
+            return Err(Failure::request(format!(
+                "--ranks {ranks}: the launcher started {} ranks (WORLD_SIZE); leave --ranks out",
+                env.world_size
+            )));
+        }
+        (ProcessRole::Rank(env), _) => env.world_size as usize,
+        (_, ranks) => ranks.unwrap_or(4),
+    };
+    if ranks == 0 || ranks > MAX_RANKS {
+        return Err(Failure::request(format!(
+            "--ranks {ranks}: must be from 1 to {MAX_RANKS} on one machine"
+        )));
+    }
+    Ok(ranks)
+}
+
+/// Refuses several domains with `--backend cuda`, which serves one.
+pub(crate) fn check_domains(choice: BackendChoice, domains: Option<usize>) -> Result<(), Failure> {
+    match (choice, domains) {
+        (BackendChoice::Cuda, Some(domains @ 2..)) => Err(Failure::request(format!(
+            "--domains {domains}: the cuda backend serves one NVLink domain; leave --domains out, or emulate \
+             several with --backend host"
+        ))),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,54 @@
+//! Options for settings of the library, shared by the commands that run operators.
+
+use std::time::Duration;
+
+use clap::Args;
+use ep::Config;
+
+use crate::common::numbers::{Count, count64};
+
+/// `--timeout-ms` and `--stall-timeout-ms`: up to one day, as in the library's `Config`.
+const WAIT_MS: Count = Count::new(1, 86_400_000);
+
+/// Settings of the library that have an option. Its environment variables set these and all others.
+#[derive(Debug, Clone, Copy, Args)]
+#[command(next_help_heading = "Tuning")]
+pub(crate) struct TuningArgs {
+    /// Longest wait in milliseconds for a live rank to join or to enter an operator [default: HYBRID_EP_TIMEOUT_MS, or
+    /// 600000]
+    #[arg(long, value_name = "MS", value_parser = count64(WAIT_MS))]
+    pub(crate) timeout_ms: Option<u64>,
+    /// Longest wait in milliseconds for a rank that makes no progress inside an operator; --timeout-ms applies if it is
+    /// shorter [default: HYBRID_EP_STALL_TIMEOUT_MS, or 30000]
+    #[arg(long, value_name = "MS", value_parser = count64(WAIT_MS))]
+    pub(crate) stall_timeout_ms: Option<u64>,
+    /// Worker threads of each rank; 0 = the rank's share of the cores [default: HYBRID_EP_WORKERS, or 0]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=256))]
+    pub(crate) workers: Option<u16>,
+    /// SMs of each GPU for dispatch and combine [default: HYBRID_EP_SMS, or chosen by the backend]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) sms: Option<u16>,
+    /// Set by the launcher for the ranks that it starts: stdin is a pipe that closes when the launcher ends.
+    #[arg(long, hide = true)]
+    pub(crate) launched: bool,
+}
+
+impl TuningArgs {
+    /// The library's settings: defaults, then its environment variables, then options.
+    pub(crate) fn config(&self) -> ep::Result<Config> {
+        let mut config = Config::from_env()?;
+        if let Some(timeout) = self.timeout_ms {
+            config.timeout = Duration::from_millis(timeout);
+        }
+        if let Some(stall_timeout) = self.stall_timeout_ms {
+            config.stall_timeout = Duration::from_millis(stall_timeout);
+        }
+        if let Some(workers) = self.workers {
+            config.workers = workers.into();
+        }
+        if let Some(sms) = self.sms {
+            config.sms = sms.into();
+        }
+        Ok(config)
+    }
+}

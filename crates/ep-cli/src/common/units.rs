@@ -1,0 +1,65 @@
+//! Formats numbers with decimal units and three significant digits.
+
+use std::time::Duration;
+
+/// A number with its unit, scaled by thousands.
+fn scaled(mut value: f64, units: &[&str]) -> String {
+    let mut unit = 0;
+    // A value that would round to 1000 is shown in the next unit.
+    while value.abs() >= 999.5 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    let decimals = match value.abs() {
+        v if v >= 99.95 => 0,
+        v if v >= 9.995 => 1,
+        _ => 2,
+    };
+    format!("{value:.decimals$} {}", units[unit])
+}
+
+pub(crate) fn bytes(bytes: u64) -> String {
+    if bytes < 1000 {
+        return format!("{bytes} B");
+    }
+    scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
+}
+
+pub(crate) fn time(time: Duration) -> String {
+    scaled(time.as_secs_f64() * 1e9, &["ns", "µs", "ms", "s"])
+}
+
+/// A whole number with separated thousands.
+pub(crate) fn count(number: u64) -> String {
+    let digits = number.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// A number with its noun, in the plural unless it is 1.
+pub(crate) fn counted(number: usize, noun: &str) -> String {
+    format!("{} {noun}{}", count(number as u64), if number == 1 { "" } else { "s" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_three_digits_and_a_unit() {
+        assert_eq!(
+            [0, 999, 1000, 12_345, 999_600, 536_870_912].map(bytes),
+            ["0 B", "999 B", "1.00 kB", "12.3 kB", "1.00 MB", "537 MB"]
+        );
+        let times = [90, 1_500, 99_960, 28_471_000, 3_000_000_000].map(|ns| time(Duration::from_nanos(ns)));
+        assert_eq!(times, ["90.0 ns", "1.50 µs", "100 µs", "28.5 ms", "3.00 s"]);
+        assert_eq!([0, 999, 1000, 1_234_567].map(count), ["0", "999", "1,000", "1,234,567"]);
+        assert_eq!([counted(1, "rank"), counted(4, "rank")], ["1 rank", "4 ranks"]);
+    }
+}

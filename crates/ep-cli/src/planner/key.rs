@@ -1,0 +1,185 @@
+//! The values of a problem by name, for `--set` and `--sweep`.
+
+use ep_plan::cluster::ClusterDescription;
+use ep_plan::input::Kind;
+use ep_plan::model::ModelDescription;
+use ep_plan::planner::{Replicas, Work};
+use ep_plan::{Options, Placement, Routing, limits};
+
+use crate::common::numbers::{Count, Number};
+
+/// The value that a key changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum What {
+    Bandwidth,
+    RoundTrip,
+    Alpha,
+    Members,
+    Throughput,
+    Memory,
+    MemoryCap,
+    Tokens,
+    Zipf,
+    WeightCompression,
+    GradientCompression,
+    Accumulation,
+    PipelineStages,
+    LiveLayers,
+    RefreshSteps,
+    Work,
+    Replicas,
+    Placement,
+}
+
+/// The notation of a key's value.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Form {
+    Quantity(Kind, Number),
+    Count(Count),
+    Number(Number),
+    Word(&'static [&'static str]),
+}
+
+/// Name, value, notation, and whether the key belongs to a level.
+const KEYS: [(&str, What, Form, bool); 18] = [
+    ("bandwidth", What::Bandwidth, Form::Quantity(Kind::LinkRate, limits::LINK_GBIT_PER_S), true),
+    ("round_trip", What::RoundTrip, Form::Quantity(Kind::Time, limits::SECONDS), true),
+    ("alpha", What::Alpha, Form::Quantity(Kind::Time, limits::SECONDS), true),
+    ("members", What::Members, Form::Count(limits::MEMBERS), true),
+    ("throughput", What::Throughput, Form::Quantity(Kind::Arithmetic, limits::TFLOPS), false),
+    ("memory", What::Memory, Form::Quantity(Kind::Memory, limits::MEMORY_GB), false),
+    ("memory_cap", What::MemoryCap, Form::Quantity(Kind::Memory, limits::MEMORY_CAP_GB), false),
+    ("tokens_per_gpu", What::Tokens, Form::Count(limits::TOKENS), false),
+    ("zipf", What::Zipf, Form::Number(limits::ZIPF), false),
+    ("weight_compression", What::WeightCompression, Form::Number(limits::COMPRESSION), false),
+    ("gradient_compression", What::GradientCompression, Form::Number(limits::COMPRESSION), false),
+    ("gradient_accumulation", What::Accumulation, Form::Count(limits::MICRO_BATCHES), false),
+    ("pipeline_stages", What::PipelineStages, Form::Count(limits::LAYERS), false),
+    ("live_layers", What::LiveLayers, Form::Count(limits::LAYERS), false),
+    ("shared_refresh_steps", What::RefreshSteps, Form::Count(limits::REFRESH_STEPS), false),
+    ("work", What::Work, Form::Word(&["training", "forward"]), false),
+    ("replicas", What::Replicas, Form::Word(&["regather", "keep", "best"]), false),
+    ("placement", What::Placement, Form::Word(&["in-order", "lpt"]), false),
+];
+
+/// A value of a problem that can be changed.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Key {
+    what: What,
+    form: Form,
+    level: usize,
+    /// The key in words: `bandwidth of 'wan'`.
+    pub(crate) label: String,
+}
+
+impl Key {
+    /// Finds a key such as `bandwidth` (of the outermost level) or `bandwidth.rail`.
+    pub(crate) fn find(name: &str, cluster: &ClusterDescription) -> Result<Self, String> {
+        let (base, level) = name.split_once('.').map_or((name, None), |(base, level)| (base, Some(level)));
+        let Some(&(base, what, form, of_level)) = KEYS.iter().find(|(known, ..)| *known == base) else {
+            let all: Vec<_> = KEYS.iter().map(|(known, ..)| *known).collect();
+            return Err(format!("no key `{base}`; possible: {}", all.join(", ")));
+        };
+        let levels = &cluster.levels;
+        let level = match (of_level, level) {
+            (false, Some(level)) => {
+                return Err(format!("`{base}` belongs to no level; leave out `.{level}`"));
+            }
+            (_, None) => 0,
+            (true, Some(wanted)) => {
+                levels.iter().position(|level| level.name == wanted).ok_or_else(|| {
+                    let all: Vec<_> = levels.iter().map(|level| &*level.name).collect();
+                    format!("no level `{wanted}`; possible: {}", all.join(", "))
+                })?
+            }
+        };
+        let name = levels.get(level).map_or("", |level| &level.name);
+        let base = base.replace('_', " ");
+        let label = if of_level { format!("{base} of '{name}'") } else { base };
+        Ok(Self { what, form, level, label })
+    }
+
+    /// The unit of the values; empty for counts and ratios.
+    pub(crate) fn unit(&self) -> &'static str {
+        match self.form {
+            Form::Quantity(kind, _) => kind.unit(),
+            _ => "",
+        }
+    }
+
+    /// Whether the value is a whole number.
+    pub(crate) fn is_count(&self) -> bool {
+        matches!(self.form, Form::Count(_))
+    }
+
+    /// Parses a value. The value of a word is its index.
+    pub(crate) fn parse(&self, text: &str) -> Result<f64, String> {
+        let text = text.trim();
+        let not = |needed: &str| format!("\"{text}\" is not {needed}");
+        match self.form {
+            Form::Quantity(kind, range) => kind.parse(text, range),
+            Form::Count(range) => {
+                let count = text.parse().ok().filter(|&count| range.allows(count));
+                count.map(|count: usize| count as f64).ok_or_else(|| not(&range.to_string()))
+            }
+            Form::Number(range) => {
+                let number = text.parse().ok().filter(|&number| range.allows(number));
+                number.ok_or_else(|| not(&format!("a number {range}")))
+            }
+            Form::Word(words) => words
+                .iter()
+                .position(|word| *word == text)
+                .map(|index| index as f64)
+                .ok_or_else(|| not(&format!("one of {}", words.join(", ")))),
+        }
+    }
+
+    /// Whether the value is a number, not a word.
+    pub(crate) fn is_number(&self) -> bool {
+        !matches!(self.form, Form::Word(_))
+    }
+
+    /// Sets the value. Values that do not fit together are refused later, when the planner checks the problem.
+    pub(crate) fn apply(
+        &self,
+        cluster: &mut ClusterDescription,
+        model: &mut ModelDescription,
+        options: &mut Options,
+        value: f64,
+    ) {
+        let count = value as usize;
+        if let Some(level) = cluster.levels.get_mut(self.level) {
+            match self.what {
+                What::Bandwidth => level.bandwidth_gbit_per_s = value,
+                What::RoundTrip => level.round_trip_s = value,
+                What::Alpha => level.alpha_s = value,
+                What::Members => level.scaling_factor = count,
+                _ => {}
+            }
+        }
+        match self.what {
+            What::Throughput => cluster.gpu.sustained_tflops = value,
+            What::Memory => cluster.gpu.memory_gb = value,
+            What::Tokens => model.tokens_per_gpu = count,
+            What::Zipf => model.routing = Routing::Zipf { exponent: value, shuffle_seed: 0 },
+            _ => self.apply_option(options, value),
+        }
+    }
+
+    fn apply_option(&self, options: &mut Options, value: f64) {
+        let count = value as usize;
+        match self.what {
+            What::MemoryCap => options.memory_cap_gb = Some(value),
+            What::WeightCompression => options.weight_compression = value,
+            What::GradientCompression => options.gradient_compression = value,
+            What::Accumulation => options.micro_batches = count,
+            What::PipelineStages => options.pipeline_stages = count,
+            What::LiveLayers => options.live_layers = count,
+            What::RefreshSteps => options.shared_refresh_steps = count,
+            What::Work => options.work = [Work::Training, Work::Forward][count],
+            What::Replicas => options.replicas = [Replicas::Regather, Replicas::Keep, Replicas::Best][count],
+            What::Placement => options.placement = [Placement::InOrder, Placement::Lpt][count],
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! Counts of passed and failed cases, also of jobs whose rank 0 reports them to its launcher.
+
+use std::ffi::OsString;
+use std::io::{BufRead as _, BufReader};
+use std::process::ChildStdout;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use ep::Config;
+use indicatif::ProgressBar;
+
+use crate::common::failure::Failure;
+use crate::common::launch::Job;
+use crate::verify::args::VerifyArgs;
+
+/// Lines that rank 0 writes to its launcher, one per case.
+pub(super) const PASSED: &str = "passed";
+pub(super) const FAILED: &str = "failed";
+
+/// Numbers of cases that have passed and failed so far.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    pub(super) passed: AtomicUsize,
+    pub(super) failed: AtomicUsize,
+}
+
+impl Tally {
+    pub(super) fn add(&self, passed: bool) {
+        let counter = if passed { &self.passed } else { &self.failed };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The option that gives launched ranks the seed; empty if the seed is among their arguments already.
+pub(super) fn seed_for_ranks(args: &VerifyArgs, seed: u64) -> Vec<OsString> {
+    if args.seed.is_some() { Vec::new() } else { vec!["--seed".into(), seed.to_string().into()] }
+}
+
+/// Counts the outcomes that rank 0 of a job writes, until all ranks have ended.
+pub(super) fn attend(mut job: Job, config: &Config, tally: &Tally, bar: &ProgressBar) -> Result<(), Failure> {
+    let stdout = job.stdout();
+    // Read on another thread, because `wait` must run meanwhile to end ranks that hang.
+    std::thread::scope(|scope| {
+        scope.spawn(|| stdout.map(|stdout| count_lines(stdout, tally, bar)));
+        // The tally decides the verdict, not the job's.
+        job.wait(config).map(|_| ())
+    })
+}
+
+/// Counts the lines of rank 0 until it closes its stdout.
+fn count_lines(stdout: ChildStdout, tally: &Tally, bar: &ProgressBar) {
+    for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+        tally.add(line == PASSED);
+        bar.inc(1);
+    }
+}

@@ -1,0 +1,104 @@
+// Entries of the lists of a handle. preprocess writes the lists; dispatch and combine read them, on the rank that owns
+// the handle and, over the links, on its peers. The owner keeps lists unchanged for one operator after their handle is
+// dropped: then no peer is in an operator that could read them.
+//
+// Tokens are grouped in chunks of `chunk_tokens`. `*_begin[chunk]` is the index of a chunk's first entry in its list,
+// and `*_begin[chunks]` is the length of the list.
+//
+//   list        entry     order
+//   sends       Send      by token. One entry per destination rank of the token; in permuted mode one per own copy
+//                         instead of one for the own rank. A token without a copy has one dead entry.
+//                         `token_begin[token]` is the index of the token's first entry.
+//   copies      Copy      by token, then by expert position
+//   recv        Receive   by destination rank, then by token. Permuted mode: one entry per copy; plain mode: one per
+//                         (token, destination rank). `recv_begin` is `[ranks][chunks + 1]`.
+//   dst_copies  DstCopy   by destination rank, then by token. One entry per copy. `dst_begin` is `[ranks][chunks + 1]`.
+//   shape       u32       first row, kept rows and padded rows of each local expert; then `SHAPE_WORDS` words
+#pragma once
+#include "types.cuh"
+
+// The row of a copy that was dropped, because it lies at or beyond its destination's capacity, or of a dead entry.
+constexpr u32 NO_ROW = 0xFFFFFFFFu;
+
+// Where a token goes: one row on one rank.
+struct Send {
+    static constexpr u32 RANK_MASK = 0xFFFF;
+    // The last entry of its token.
+    static constexpr u32 TOKEN_END = 1u << 16;
+    // Nothing is sent: the token has no copy, or its row was dropped.
+    static constexpr u32 DEAD = 1u << 17;
+    // An own copy: the first copy of its token on this rank.
+    static constexpr u32 OWN_FIRST = 1u << 18;
+    // An own copy: the last copy of its token on this rank that was kept.
+    static constexpr u32 OWN_END = 1u << 19;
+
+    uint2 words;  // {rank | flags, row}
+
+    __device__ static Send of(u32 rank, u32 row) { return {make_uint2(rank, row)}; }
+    __device__ void mark(u32 flags) { words.x |= flags; }
+    // The destination.
+    __device__ u32 rank() const { return words.x & RANK_MASK; }
+    // On the destination.
+    __device__ u32 row() const { return words.y; }
+    __device__ bool ends_token() const { return (words.x & TOKEN_END) != 0; }
+    __device__ bool is_dead() const { return (words.x & DEAD) != 0; }
+    __device__ bool is_own_first() const { return (words.x & OWN_FIRST) != 0; }
+    __device__ bool is_own_end() const { return (words.x & OWN_END) != 0; }
+};
+
+// A copy: one (token, expert) pair.
+struct Copy {
+    static constexpr u32 RANK_SHIFT = 16;
+
+    uint4 words;  // {cell, rank << RANK_SHIFT | local expert, row, weight as bits}; emit.cuh fills it
+
+    // Index of the pair in a dense [tokens, experts] matrix.
+    __device__ u32 cell() const { return words.x; }
+    // The rank that holds the expert.
+    __device__ u32 rank() const { return words.y >> RANK_SHIFT; }
+    // Number of the expert among the experts of that rank.
+    __device__ u32 local_expert() const { return words.y & 0xFFFF; }
+    // On that rank.
+    __device__ u32 row() const { return words.z; }
+    __device__ bool is_dropped() const { return words.z == NO_ROW; }
+    __device__ float weight() const { return __uint_as_float(words.w); }
+};
+
+// What a destination must know of a row that it receives.
+struct Receive {
+    static constexpr u32 SOURCE_SHIFT = 2;
+    // The first row of its token on the destination.
+    static constexpr u32 FIRST = 1;
+    // The last row of its token on the destination that was kept.
+    static constexpr u32 END = 2;
+
+    uint2 words;  // {row, source << SOURCE_SHIFT | flags}
+
+    __device__ static Receive of(u32 row, u32 source) { return {make_uint2(row, source << SOURCE_SHIFT)}; }
+    __device__ void mark(u32 flags) { words.y |= flags; }
+    __device__ u32 row() const { return words.x; }
+    __device__ bool is_dropped() const { return words.x == NO_ROW; }
+    // The index in `sends` of the sender; if sender and destination are one rank, the token.
+    __device__ u32 source() const { return words.y >> SOURCE_SHIFT; }
+    __device__ bool is_first() const { return (words.y & FIRST) != 0; }
+    __device__ bool is_end() const { return (words.y & END) != 0; }
+    // Whether rows of the same token follow.
+    __device__ bool is_first_of_several() const { return (words.y & (FIRST | END)) == FIRST; }
+    // `source()` of the entry that another lane holds. Called by all lanes.
+    __device__ u32 source_of_lane(u32 lane) const { return __shfl_sync(ALL_LANES, words.y, lane) >> SOURCE_SHIFT; }
+};
+
+// Where a copy's weight lies on the destination rank.
+struct DstCopy {
+    uint2 words;  // {cell, copy}
+
+    __device__ static DstCopy of(u32 cell, u32 copy) { return {make_uint2(cell, copy)}; }
+    // Index in the destination's probabilities: the row in permuted mode, row * local experts + local expert in plain
+    // mode.
+    __device__ u32 cell() const { return words.x; }
+    __device__ bool is_dropped() const { return words.x == NO_ROW; }
+    // Index in `copies` of the sender.
+    __device__ u32 copy() const { return words.y; }
+};
+
+static_assert(sizeof(Send) == 8 && sizeof(Copy) == 16 && sizeof(Receive) == 8 && sizeof(DstCopy) == 8);

@@ -1,0 +1,67 @@
+//! Formulas for the shared memory of a block, defined once for the host and the kernels.
+
+use crate::mirror::formulas;
+use crate::params::{COMBINE_RUNS, COMBINE_STEPS, PEER_VIEW_BYTES, SCALE_BUFFER_BYTES, SHAPE_WORDS};
+
+// Flags in formulas are 0 or 1.
+formulas! { FORMULAS:
+    /// `value`, rounded up to a multiple of `multiple`.
+    fn round_up(value, multiple) = (value + multiple - 1) / multiple * multiple;
+
+    /// Bytes of the views of all peers.
+    fn peers_bytes(ranks) = round_up(ranks * PEER_VIEW_BYTES, 128);
+
+    /// Bytes between two stages of a ring of dispatch: stages begin at multiples of 128.
+    fn stage_stride(piece_bytes) = round_up(piece_bytes, 128);
+
+    /// Bytes of a worker of dispatch: its ring and, if it quantises, its scales.
+    fn dispatch_worker_bytes(stages, stage_bytes, quantize) = stages * stage_bytes + quantize * SCALE_BUFFER_BYTES;
+
+    /// Bytes of a block of dispatch.
+    fn dispatch_bytes(ranks, warps, stages, stage_bytes, quantize) =
+        peers_bytes(ranks) + warps * dispatch_worker_bytes(stages, stage_bytes, quantize);
+
+    /// Bytes of a vector of 8 elements, bf16 or f32.
+    fn vector_bytes(f32) = 16 + 16 * f32;
+
+    /// Vectors that a lane of combine adds in one step: fewer if rows or wire are f32.
+    fn combine_vectors(any_f32) = 4 - 2 * any_f32;
+
+    /// Vectors that a warp of combine adds in one step.
+    fn combine_stride(any_f32) = 32 * combine_vectors(any_f32);
+
+    /// Bytes of one step in flight.
+    fn combine_step_bytes(any_f32) = combine_stride(any_f32) * vector_bytes(any_f32);
+
+    /// Bytes of all steps in flight.
+    fn combine_fetch_bytes(any_f32) = COMBINE_STEPS * combine_step_bytes(any_f32);
+
+    /// Bytes of a run of finished sums.
+    fn combine_run_bytes(any_f32, wire_f32) = combine_stride(any_f32) * vector_bytes(wire_f32);
+
+    /// Bytes of a worker of combine.
+    fn combine_worker_bytes(rows_f32, wire_f32) = combine_fetch_bytes(rows_f32 | wire_f32)
+        + COMBINE_RUNS * combine_run_bytes(rows_f32 | wire_f32, wire_f32);
+
+    /// Bytes of a block of combine.
+    fn combine_bytes(ranks, warps, rows_f32, wire_f32) =
+        peers_bytes(ranks) + warps * combine_worker_bytes(rows_f32, wire_f32);
+
+    /// The number of sums over tokens in preprocess: copies per expert, copies and tokens per rank, `sends`, `copies`.
+    fn count_columns(experts, ranks) = experts + 2 * ranks + 2;
+
+    /// Words of a row of a tile's bit matrix: odd, so that rows of adjacent tokens begin in different banks.
+    fn tile_row_words(experts) = (round_up(experts, 32) / 32) | 1;
+
+    /// Words of a tile of preprocess: bits by token, expert and rank; scans; expert and owner by position.
+    fn tile_words(experts, ranks, tile) = tile * tile_row_words(experts) + (experts + ranks) * (tile / 32)
+        + (ranks + 2) * (tile + 1) + round_up(experts, 2) / 2 + round_up(experts, 4) / 4;
+
+    /// Bytes of a block of preprocess: 64-bit row count and base per segment; two sets of column sums; a limit and two
+    /// begins per rank; a tile. `segments`: the larger of experts and ranks.
+    fn preprocess_bytes(experts, ranks, segments, tile) =
+        4 * (3 * segments + 2 * count_columns(experts, ranks) + 3 * ranks + tile_words(experts, ranks, tile));
+
+    /// Words of a handle's shape.
+    fn shape_words(local_experts) = 3 * local_experts + SHAPE_WORDS;
+}

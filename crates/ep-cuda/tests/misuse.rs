@@ -1,0 +1,202 @@
+//! Calls that must be refused before the GPU sees them: memory of other buffers, and sizes that no memory has. On a
+//! driver without GPUs, each test in a process of its own.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+#[macro_use]
+mod fake;
+
+use ep::{
+    Backend as _, CallerError, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput,
+    Element, Error, Probs, Result, TokenFormat, WeightGradients, WeightRows as _, WeightedRows,
+};
+use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory, DeviceReport, DeviceRouting, Indices};
+
+use fake::{CAPACITY, HIDDEN, buffers, config, dispatch, one, preprocess};
+
+/// More bytes than any call of these tests needs.
+const BYTES: usize = 1 << 16;
+
+#[track_caller]
+fn foreign<T>(what: &str, result: Result<T>) {
+    let Err(Error::Caller(CallerError::Memory { .. })) = result.as_ref().map(drop) else {
+        panic!("another buffer's memory is taken for {what}: {:?}", result.err());
+    };
+}
+
+/// `own`, but for one argument each, which is `other`'s.
+fn with_one_of<const N: usize>(own: &mut CudaBuffer, other: &mut CudaBuffer, at: usize) -> [CudaMemory; N] {
+    std::array::from_fn(|argument| if argument == at { &mut *other } else { &mut *own }.alloc(BYTES).unwrap())
+}
+
+fn dispatch_with(
+    buffer: &mut CudaBuffer,
+    handle: &CudaHandle,
+    [tokens, dense, out, probs, local]: &mut [CudaMemory; 5],
+    plain: bool,
+) -> Result<()> {
+    let input = DispatchInput {
+        hidden: HIDDEN,
+        format: TokenFormat::Bf16,
+        tokens,
+        scales: None,
+        probs: Probs::Dense(dense),
+    };
+    let local_experts = plain.then_some(local);
+    buffer.dispatch(
+        handle,
+        input,
+        DispatchOutput { tokens: out, scales: None, probs: Some(probs), local_experts },
+    )
+}
+
+fn combine_with(
+    buffer: &mut CudaBuffer,
+    handle: &CudaHandle,
+    [rows, probs, out, out_probs]: &mut [CudaMemory; 4],
+    hidden: usize,
+) -> Result<()> {
+    let (element, wire) = (Element::Bf16, Element::Bf16);
+    let input = CombineInput { hidden, element, wire, rows, probs: Some(probs) };
+    buffer.combine(handle, input, CombineOutput { tokens: out, probs: Some(out_probs) })
+}
+
+fn preprocess_with(
+    buffer: &mut CudaBuffer,
+    [idx, weights, padded, kept, overflow]: &mut [CudaMemory; 5],
+    (tokens, k): (usize, usize),
+) -> Result<CudaHandle> {
+    let indices = Indices::Wide(idx);
+    let routing = DeviceRouting::TopK { tokens, k, indices, weights: Some(weights) };
+    let report = DeviceReport {
+        tokens_per_expert: Some(padded),
+        kept_per_expert: Some(kept),
+        overflow: Some(overflow),
+    };
+    buffer.preprocess_on_device(&routing, DispatchMode::permuted(4)?, Some(CAPACITY), report)
+}
+
+/// Every operator with every argument in turn being `other`'s memory.
+fn check_all(own: &mut CudaBuffer, other: &mut CudaBuffer) {
+    let handle = preprocess(own);
+    dispatch(own, &handle);
+    let plain = {
+        let routing = ep::Routing::from_topk(own.rank(), own.world().experts(), 1, &[0], &[1.0]).unwrap();
+        own.preprocess(&routing, DispatchMode::Plain, Some(CAPACITY)).unwrap()
+    };
+    for at in 0..5 {
+        let mut memory = with_one_of(own, other, at);
+        foreign("preprocess", preprocess_with(own, &mut memory, (2, 1)));
+        let what = format!("argument {at} of dispatch");
+        if at < 4 {
+            foreign(&what, dispatch_with(own, &handle, &mut memory, false));
+        }
+        foreign(&what, dispatch_with(own, &plain, &mut memory, true));
+        let [values, weights, out, rows, dots] = &mut memory;
+        let input = WeightedRows { rows: 2, hidden: HIDDEN, values, element: Element::Bf16, weights };
+        let backward = WeightGradients { rows, weights: dots };
+        foreign(
+            &format!("argument {at} of weight_rows"),
+            own.weight_rows(&input, Element::Bf16, out, Some(backward)),
+        );
+    }
+    for at in 0..4 {
+        let mut memory = with_one_of(own, other, at);
+        foreign(&format!("argument {at} of combine"), combine_with(own, &handle, &mut memory, HIDDEN));
+    }
+    for form in 0..2 {
+        for at in 0..3 {
+            let [begin, experts, weights] = &with_one_of(own, other, at);
+            let routing = match form {
+                0 => DeviceRouting::Rows { tokens: 1, entries: 1, begin, experts, weights },
+                _ if at == 2 => continue,
+                _ => DeviceRouting::Map { tokens: 1, most: 1, map: begin, probs: Some(experts) },
+            };
+            let made =
+                own.preprocess_on_device(&routing, DispatchMode::Plain, Some(1), DeviceReport::default());
+            foreign(&format!("form {form}, argument {at} of preprocess"), made);
+        }
+    }
+    let mut memory = other.alloc(BYTES).unwrap();
+    foreign("upload", own.upload(&[1; 16], &mut memory));
+    foreign("download", own.download(&memory, &mut [1; 16]));
+    foreign("clear", own.clear(&mut memory));
+    // The buffer's own memory, and memory without a buffer, are accepted.
+    dispatch(own, &handle);
+    // SAFETY: memory of the fake driver, which nothing else touches.
+    let mut borrowed = unsafe { CudaMemory::borrowed(memory.address(), memory.len()) };
+    own.upload(&[1; 16], &mut borrowed).unwrap();
+}
+
+inside!(memory_of_another_rank_is_refused, driver => {
+    let mut ranks = buffers(2, &config());
+    let [one, other] = &mut ranks[..] else { panic!("two ranks") };
+    check_all(one, other);
+    check_all(other, one);
+    assert!(driver.mapped() > 0);
+});
+
+inside!(memory_and_handles_of_another_buffer_of_this_rank_are_refused, driver => {
+    let (mut buffer, mut other) = (one(), one());
+    check_all(&mut buffer, &mut other);
+    let handle = preprocess(&mut other);
+    let refused = |result: Result<()>| {
+        assert!(matches!(result, Err(Error::Caller(CallerError::Handle(_)))), "{result:?}");
+    };
+    let mut memory = with_one_of(&mut buffer, &mut other, 9);
+    refused(dispatch_with(&mut buffer, &handle, &mut memory, false));
+    let mut memory = with_one_of(&mut buffer, &mut other, 9);
+    refused(combine_with(&mut buffer, &handle, &mut memory, HIDDEN));
+    refused(buffer.receive_shape(&handle).map(drop));
+    // Memory is also refused after its buffer was dropped.
+    let mut memory = other.alloc(16).unwrap();
+    drop((other, handle));
+    foreign("upload", buffer.upload(&[1; 16], &mut memory));
+    assert!(driver.mapped() > 0);
+});
+
+inside!(sizes_that_no_memory_has_are_refused, driver => {
+    let mut buffer = one();
+    let handle = preprocess(&mut buffer);
+    dispatch(&mut buffer, &handle);
+    for bytes in [usize::MAX, usize::MAX - 254, (1 << 63) + 8, 1 << 63, isize::MAX as usize] {
+        let error = buffer.alloc(bytes).unwrap_err();
+        assert!(matches!(error, Error::Caller(CallerError::TooLarge { .. })), "{bytes}: {error}");
+    }
+    // Sizes that fit an address space but no GPU.
+    let mapped = driver.mapped();
+    for bytes in [(1 << 62) + 1, 1 << 40, (2 << 30) + 1] {
+        let error = buffer.alloc(bytes).unwrap_err();
+        let said = error.to_string();
+        assert!(matches!(error, Error::Environment(_)) && said.contains(" of 2147483648 bytes are free"), "{said}");
+    }
+    assert_eq!(driver.mapped(), mapped);
+
+    let refused = |what: &str, result: Result<()>| assert!(matches!(result, Err(Error::Caller(_))), "{what}: {result:?}");
+    let widths = [(1 << 63) + 8, 1 << 63, 1 << 62, (1 << 32) + 8, usize::MAX - 7, usize::MAX];
+    let mut three: [CudaMemory; 4] = std::array::from_fn(|_| buffer.alloc(BYTES).unwrap());
+    for hidden in widths {
+        refused(&format!("hidden {hidden}"), combine_with(&mut buffer, &handle, &mut three, hidden));
+    }
+    let mut five: [CudaMemory; 5] = std::array::from_fn(|_| buffer.alloc(BYTES).unwrap());
+    for size in [(1 << 61, 8), (1 << 63, 2), (usize::MAX, usize::MAX), (2, 1 << 63), ((1 << 62) + 1, 4)] {
+        refused(&format!("{size:?}"), preprocess_with(&mut buffer, &mut five, size).map(drop));
+        let [values, weights, out, ..] = &mut five;
+        let input = WeightedRows { rows: size.0, hidden: size.1 / 8 * 8, values, element: Element::F32, weights };
+        if input.hidden > 0 {
+            refused(&format!("{size:?}"), buffer.weight_rows(&input, Element::F32, out, None));
+        }
+        let many = size.0.max(size.1);
+        let [begin, experts, weights, ..] = &five;
+        for routing in [
+            DeviceRouting::Rows { tokens: many, entries: 1, begin, experts, weights },
+            DeviceRouting::Rows { tokens: 1, entries: many, begin, experts, weights },
+            DeviceRouting::Map { tokens: many, most: 1, map: begin, probs: Some(experts) },
+        ] {
+            let made = buffer.preprocess_on_device(&routing, DispatchMode::Plain, Some(1), DeviceReport::default());
+            refused(&format!("{size:?}"), made.map(drop));
+        }
+    }
+    // The buffer is still usable.
+    dispatch(&mut buffer, &handle);
+});

@@ -1,0 +1,388 @@
+//! Bounded waiting for other ranks. Every wait ends: with the event, or with an error that names the rank at fault.
+//!
+//! A worker without work calls [`Op::idle`]. Each call spins, yields or sleeps; every 32nd call also checks the peers,
+//! in this order:
+//!
+//! 1. a peer's control block says that it failed or left;
+//! 2. a peer's process is dead;
+//! 3. the program asks to stop ([`ep::Config::interrupt`]);
+//! 4. a bound is exceeded. `stall_timeout` (30 s) bounds how long a peer's heartbeat may be silent and how long a peer
+//!    inside an operator may make no progress. `timeout` (600 s) bounds how long this rank waits for a live peer to
+//!    enter the operator.
+//!
+//! A check considers all ranks that have not finished the step, not only the rank that the worker waits for: that rank
+//! may itself wait for another one. `comm` and `preprocess` call this module.
+
+use std::sync::PoisonError;
+use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use ep::{CallerError, Error, Interrupt, PeerError, PeerFault, Rank, Result};
+
+use crate::comm::Op;
+use crate::control::{Control, Health};
+
+/// The event that a worker waits for, quoted in the error when the event does not happen.
+#[derive(Debug)]
+pub(crate) struct Waiting {
+    /// The rank that must act.
+    pub(crate) peer: Rank,
+    /// The event, as the object of "waited for".
+    pub(crate) what: String,
+}
+
+/// How long, and for how many turns, a worker has had no work.
+#[derive(Debug, Default)]
+pub(crate) struct Idle {
+    turns: u32,
+    since: Option<Instant>,
+}
+
+impl Idle {
+    /// Passes one turn without work: spins, then yields the core, then sleeps, as the wait grows longer. Returns
+    /// whether to check the peers now.
+    fn turn(&mut self) -> bool {
+        self.since.get_or_insert_with(Instant::now);
+        self.turns += 1;
+        if self.turns < SPIN_TURNS {
+            std::hint::spin_loop();
+        } else if self.turns < YIELD_TURNS {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(NAP);
+        }
+        self.turns.is_multiple_of(CHECK_EVERY_TURNS)
+    }
+
+    /// Ends the wait, if there was one, and returns its length.
+    pub(crate) fn end(&mut self) -> Option<Duration> {
+        self.turns = 0;
+        self.since.take().map(|since| since.elapsed())
+    }
+}
+
+/// A waiting worker spins until this many turns.
+const SPIN_TURNS: u32 = 64;
+/// From [`SPIN_TURNS`] to this many turns a waiting worker yields the core; after that it sleeps.
+const YIELD_TURNS: u32 = 4096;
+/// One sleep of a waiting worker.
+const NAP: Duration = Duration::from_micros(50);
+/// Grace period: after a rank has left, how long this rank waits for news of another rank's death.
+const GRACE_PERIOD: Duration = Duration::from_millis(100);
+/// Turns between two checks of the peers' health.
+const CHECK_EVERY_TURNS: u32 = 32;
+/// Least time between two checks that need a system call or read every peer's counters, nanoseconds.
+const READ_COUNTERS_EVERY_NS: u64 = 2_000_000;
+
+/// The progress of all ranks, as this rank has observed it since it entered the operator. Times are nanoseconds since
+/// that entry.
+#[derive(Debug)]
+pub(crate) struct ProgressMonitor {
+    ranks: Vec<SeenProgress>,
+    /// When the counters were last read.
+    read_ns: u64,
+    /// When the program was last asked whether to stop.
+    asked_ns: u64,
+}
+
+/// The counters of one rank at the last read, and when they last changed. Bounds are judged by these values only, never
+/// by newer ones: a rank that enters just after a read would otherwise appear to have been inside, without progress,
+/// since long before it entered.
+#[derive(Debug, Clone, Copy)]
+struct SeenProgress {
+    /// Newest step entered.
+    entered: u64,
+    /// Newest step finished.
+    finished: u64,
+    /// [`Control::progress`].
+    work: u64,
+    /// [`Control::turns`].
+    turns: u64,
+    /// When `entered`, `finished` or `work` last changed.
+    progressed_ns: u64,
+    /// When any of the four values last changed.
+    ran_ns: u64,
+}
+
+impl SeenProgress {
+    /// Whether the rank's workers should be running: the rank is inside `step`, or inside an earlier step.
+    fn is_inside(&self, step: u64) -> bool {
+        self.entered >= step || self.entered > self.finished
+    }
+}
+
+impl ProgressMonitor {
+    pub(crate) fn new(controls: &[Control]) -> Self {
+        let start = |control| SeenProgress { progressed_ns: 0, ran_ns: 0, ..Self::read(control, 0) };
+        Self { ranks: controls.iter().map(start).collect(), read_ns: 0, asked_ns: 0 }
+    }
+
+    fn read(control: &Control, now: u64) -> SeenProgress {
+        let (entered, finished) = (control.entered(), control.finished());
+        let (work, turns) = (control.progress(), control.turns());
+        SeenProgress { entered, finished, work, turns, progressed_ns: now, ran_ns: now }
+    }
+
+    /// Reads the counters of all ranks at time `now`.
+    fn read_all(&mut self, controls: &[Control], now: u64) {
+        for (control, seen) in controls.iter().zip(&mut self.ranks) {
+            let mut new = Self::read(control, now);
+            if [new.entered, new.finished, new.work] == [seen.entered, seen.finished, seen.work] {
+                new.progressed_ns = seen.progressed_ns;
+                if new.turns == seen.turns {
+                    new.ran_ns = seen.ran_ns;
+                }
+            }
+            *seen = new;
+        }
+        self.read_ns = now;
+    }
+
+    /// When any rank last made progress, finished ranks included.
+    fn newest_progress(&self) -> u64 {
+        self.ranks.iter().map(|seen| seen.progressed_ns).max().unwrap_or(0)
+    }
+
+    /// The ranks, other than `own`, that had not finished `step` at the last read.
+    fn needed(&self, own: Rank, step: u64) -> impl Iterator<Item = (Rank, &SeenProgress)> {
+        let ranks = (0..).map(Rank).zip(&self.ranks);
+        ranks.filter(move |&(rank, seen)| rank != own && seen.finished < step)
+    }
+}
+
+impl Op<'_> {
+    /// Passes one turn of a worker that has no work.
+    ///
+    /// # Errors
+    /// The error of the rank at fault, or of another worker, when waiting longer is useless;
+    /// [`CallerError::Interrupted`].
+    pub(crate) fn idle(&self, idle: &mut Idle, waiting: impl Fn() -> Waiting) -> Result<()> {
+        if self.stopped.load(Acquire) {
+            // Another worker has stored the error; this worker only has to end.
+            let error = self.error.lock().unwrap_or_else(PoisonError::into_inner);
+            return error.clone().map_or(Ok(()), Err);
+        }
+        if idle.turn() { self.check_peers(&waiting) } else { Ok(()) }
+    }
+
+    /// The other ranks that have not finished this step. A rank that has finished may leave without harm.
+    fn needed(&self) -> impl Iterator<Item = Rank> + '_ {
+        let comm = self.comm;
+        let unfinished = |rank: &Rank| comm.controls[rank.index()].finished() < self.step;
+        comm.world.topology.all_ranks().filter(move |&rank| rank != comm.rank).filter(unfinished)
+    }
+
+    /// Checks the peers' health and processes, the program's wish to stop, and the bounds.
+    fn check_peers(&self, waiting: &impl Fn() -> Waiting) -> Result<()> {
+        let comm = self.comm;
+        comm.control().turn();
+        for rank in self.needed() {
+            let health = comm.controls[rank.index()].health();
+            // `needed` read `finished` before this read of `health`. In between, the rank may have finished this step
+            // and then left, or failed in a later operator.
+            if health != Health::Alive && comm.controls[rank.index()].finished() >= self.step {
+                continue;
+            }
+            match health {
+                Health::Alive => {}
+                Health::Failed { at_fault, fault, .. } if at_fault != comm.rank => {
+                    return Err(self.peer_error(at_fault, fault, waiting(), Some(rank)));
+                }
+                Health::Failed { .. } => {
+                    return Err(self.peer_error(rank, PeerFault::Failed, waiting(), Some(rank)));
+                }
+                Health::Left => return Err(self.left(rank, waiting())),
+            }
+        }
+        let now = self.now_ns();
+        let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
+        if now.saturating_sub(monitor.read_ns) < READ_COUNTERS_EVERY_NS {
+            return Ok(());
+        }
+        monitor.read_all(&comm.controls, now);
+        let dead: Vec<Rank> = comm.processes.dead().collect();
+        if let Some(rank) = self.needed().find(|rank| dead.contains(rank)) {
+            return Err(self.peer_error(rank, PeerFault::Died, waiting(), None));
+        }
+        if std::thread::current().id() == self.caller
+            && now.saturating_sub(monitor.asked_ns) >= Interrupt::EVERY.as_nanos() as u64
+        {
+            monitor.asked_ns = now;
+            self.check_interrupt(|| waiting().what)?;
+        }
+        self.check_bounds(&monitor, now, waiting)
+    }
+
+    /// Asks the program whether to stop.
+    ///
+    /// # Errors
+    /// [`CallerError::Interrupted`] when the program says yes.
+    pub(crate) fn check_interrupt(&self, waited_for: impl Fn() -> String) -> Result<()> {
+        if !self.comm.config.interrupt.asked() {
+            return Ok(());
+        }
+        let (operator, rank, waited_for) = (self.operator, self.comm.rank, waited_for());
+        Err(CallerError::Interrupted { operator, rank, waited_for }.into())
+    }
+
+    /// Compares the time since each rank's last heartbeat, progress and entry with the two bounds.
+    fn check_bounds(
+        &self,
+        monitor: &ProgressMonitor,
+        now: u64,
+        waiting: &impl Fn() -> Waiting,
+    ) -> Result<()> {
+        let comm = self.comm;
+        let stall = comm.config.stall_bound();
+        let stall_ns = stall.as_nanos() as u64;
+        let since = |changed: u64| now.saturating_sub(changed);
+        let exceeded = |peer: Rank, fault: PeerFault, why: String| {
+            let Waiting { what, .. } = waiting();
+            let what = format!("{what}; {why}");
+            Err(self.peer_error(peer, fault, Waiting { peer, what }, None))
+        };
+
+        let needed = || monitor.needed(comm.rank, self.step);
+        let check_heartbeats = |bound: Duration| {
+            let mut silences = needed().map(|(rank, _)| (rank, comm.pulse.silence(rank)));
+            let Some((rank, silence)) = silences.find(|&(_, silence)| silence >= bound) else {
+                return Ok(());
+            };
+            let why = format!("rank {rank} has had no heartbeat for {:.1} s", silence.as_secs_f64());
+            exceeded(rank, PeerFault::Stalled, why)
+        };
+        check_heartbeats(stall)?;
+        let own = since(self.progressed_ns.load(Relaxed));
+        if own < stall_ns {
+            return Ok(());
+        }
+        // Inside an operator, and none of its workers runs.
+        let stalled = |seen: &SeenProgress| seen.is_inside(self.step) && since(seen.ran_ns) >= stall_ns;
+        if let Some((rank, _)) = needed().find(|(_, seen)| stalled(seen)) {
+            let why = format!("rank {rank} is inside an operator and its workers do not run");
+            return exceeded(rank, PeerFault::Stalled, why);
+        }
+        let absent = |seen: &SeenProgress| seen.entered < self.step;
+        let Some((first_absent, _)) = needed().find(|(_, seen)| absent(seen)) else {
+            // All ranks are inside and their workers run. Progress includes that of a rank that has just finished.
+            if since(monitor.newest_progress()) < stall_ns {
+                return Ok(());
+            }
+            let peer = waiting().peer;
+            return exceeded(peer, PeerFault::Stalled, "no rank makes progress".into());
+        };
+        if own < comm.config.timeout.as_nanos() as u64 {
+            return Ok(());
+        }
+        let peer = waiting().peer;
+        let awaited = needed().find(|&(rank, seen)| rank == peer && absent(seen));
+        let awaited = awaited.map_or(first_absent, |(rank, _)| rank);
+        // Where both bounds are equal, the entry bound may be exceeded first. A heartbeat that has been silent for half
+        // the stall bound then still means a stopped process and not a late rank.
+        check_heartbeats(stall / 2)?;
+        let why = format!("rank {awaited} lives but has not entered {} #{}", self.operator, self.step);
+        exceeded(awaited, PeerFault::Late, why)
+    }
+
+    /// The error for a rank that left while it was needed. If the process of another rank has died, the error names
+    /// that rank: the one that left may have learned of the death first, and left because of it.
+    fn left(&self, rank: Rank, waiting: Waiting) -> Error {
+        let comm = self.comm;
+        let died = || {
+            let mut dead = comm.processes.dead();
+            dead.find(|dead| matches!(comm.controls[dead.index()].health(), Health::Alive))
+        };
+        let deadline = Instant::now() + GRACE_PERIOD;
+        while !comm.processes.is_empty() && Instant::now() < deadline {
+            if let Some(dead) = died() {
+                return self.peer_error(dead, PeerFault::Died, waiting, None);
+            }
+            std::thread::sleep(NAP);
+        }
+        self.peer_error(rank, PeerFault::Left, waiting, None)
+    }
+
+    /// The error that names `peer`. `reporter` is the rank whose control block reported the fault, if any.
+    pub(crate) fn peer_error(
+        &self,
+        peer: Rank,
+        fault: PeerFault,
+        waiting: Waiting,
+        reporter: Option<Rank>,
+    ) -> Error {
+        let comm = self.comm;
+        let reported = reporter
+            .filter(|&rank| rank != peer)
+            .map_or(String::new(), |rank| format!(" (rank {rank} says so)"));
+        let bounds = match fault {
+            PeerFault::Late | PeerFault::Stalled => format!("; {}", comm.config.bounds()),
+            _ => String::new(),
+        };
+        let control = comm.controls.get(peer.index());
+        PeerError {
+            peer,
+            fault,
+            operator: self.operator,
+            step: self.step,
+            rank: comm.rank,
+            waited_for: format!("{}{reported}{bounds}", waiting.what),
+            waited: Duration::from_nanos(self.now_ns().saturating_sub(self.progressed_ns.load(Relaxed))),
+            cause: control.filter(|_| fault == PeerFault::Failed).and_then(Control::cause),
+        }
+        .into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::controls;
+    use crate::signature::SIGNATURE;
+
+    fn enter(control: &Control, step: u64) {
+        control.enter(step, [0; SIGNATURE], [None; 4]);
+    }
+
+    #[test]
+    fn time_before_a_rank_enters_does_not_count_as_a_stall() {
+        let controls = controls(2);
+        let mut monitor = ProgressMonitor::new(&controls);
+        monitor.read_all(&controls, 1000);
+        // The rank enters after the read and before the bounds are checked.
+        enter(&controls[1], 1);
+        assert!(!monitor.ranks[1].is_inside(1), "bounds are judged by the values of the last read");
+        monitor.read_all(&controls, 5000);
+        let seen = monitor.ranks[1];
+        assert!(seen.is_inside(1));
+        assert_eq!((seen.ran_ns, seen.progressed_ns), (5000, 5000));
+    }
+
+    #[test]
+    fn workers_that_wait_count_turns_but_no_progress() {
+        let controls = controls(2);
+        let mut monitor = ProgressMonitor::new(&controls);
+        enter(&controls[1], 1);
+        monitor.read_all(&controls, 10);
+        controls[1].turn();
+        monitor.read_all(&controls, 20);
+        monitor.read_all(&controls, 30);
+        assert_eq!((monitor.ranks[1].ran_ns, monitor.ranks[1].progressed_ns), (20, 10));
+        controls[1].advance();
+        monitor.read_all(&controls, 40);
+        assert_eq!((monitor.ranks[1].ran_ns, monitor.ranks[1].progressed_ns), (40, 40));
+    }
+
+    #[test]
+    fn a_rank_that_has_finished_the_step_is_not_needed() {
+        let controls = controls(3);
+        let mut monitor = ProgressMonitor::new(&controls);
+        controls.iter().for_each(|control| enter(control, 1));
+        controls[2].finish(1);
+        monitor.read_all(&controls, 10);
+        let needed = |step| monitor.needed(Rank(0), step).map(|(rank, _)| rank).collect::<Vec<_>>();
+        assert_eq!(needed(1), [Rank(1)]);
+        assert_eq!(needed(2), [Rank(1), Rank(2)]);
+        // Finishing is progress: the ranks that waited for it advance a moment later.
+        assert_eq!(monitor.newest_progress(), 10);
+    }
+}

@@ -1,0 +1,399 @@
+//! Rank 0's end of the rendezvous. The hub admits the other ranks, gathers their blobs, and decides which rank all
+//! ranks report as lost.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::PollFd;
+
+use super::Watch;
+use super::channel::{Channel, End, Incoming};
+use super::handshake::{Claim, Role};
+use super::note::{Clock, Loss, REPEAT, kind, rank_bytes};
+use super::reception::Reception;
+use super::store::{Listener, Store};
+use super::wire::wait;
+use crate::error::{Error, PeerFault, Result};
+use crate::topology::Rank;
+
+/// The grace period: when a rank left, is late or stalled, another rank's death may be the cause. The hub waits this
+/// long for news of such a death before it reports the rank.
+pub(super) const GRACE_PERIOD: Duration = Duration::from_millis(200);
+/// When a rank is lost before all ranks have joined, how long rank 0 tells ranks that join later.
+const LINGER: Duration = Duration::from_secs(1);
+/// The bound for sending rank 0's final messages.
+const FINAL_SEND: Duration = Duration::from_millis(200);
+
+const ZERO: Rank = Rank(0);
+const WHAT: &str = "its part of the rendezvous";
+
+/// Rank 0's connections to all other ranks.
+#[derive(Debug)]
+pub(super) struct Hub {
+    ranks: usize,
+    timeout: Duration,
+    watch: Watch,
+    /// The seats of ranks 1.. in order.
+    seats: Vec<Seat>,
+    /// The first certain loss: a death, or a rank's own error.
+    certain: Option<Loss>,
+    /// The first loss that an earlier death may have caused, and when the hub learned of it.
+    vague: Option<(Loss, Instant)>,
+    /// The rank that this one waits for, as the others were told last, and when.
+    told: Option<(Rank, Instant)>,
+    /// The loss that ended the job, once all ranks were told.
+    over: Option<Loss>,
+}
+
+/// The hub's state of one other rank.
+#[derive(Debug, Default)]
+struct Seat {
+    channel: Option<Channel>,
+    /// Whether the rank has joined. No later process can take its seat.
+    came: bool,
+    /// Whether the rank has sent its final message. The hub can still send to it.
+    leaving: bool,
+    /// The rank's blob of the current exchange.
+    blob: Option<Vec<u8>>,
+}
+
+impl Seat {
+    fn receive(&mut self) -> Option<Incoming> {
+        self.channel.as_mut().filter(|_| !self.leaving)?.receive()
+    }
+}
+
+impl Hub {
+    /// Listens until all other ranks have joined.
+    pub(super) fn open(
+        listener: &Listener,
+        store: &Store,
+        ranks: usize,
+        timeout: Duration,
+        watch: Watch,
+    ) -> Result<Self> {
+        let seats = (1..ranks).map(|_| Seat::default()).collect();
+        let mut hub =
+            Self { ranks, timeout, watch, seats, certain: None, vague: None, told: None, over: None };
+        hub.admit(&mut Reception::new(listener, &store.key, Role::Rendezvous), store)?;
+        Ok(hub)
+    }
+
+    fn admit(&mut self, reception: &mut Reception<'_>, store: &Store) -> Result<()> {
+        let clock = Clock::new(self.timeout);
+        let mut refused = String::new();
+        // The loss that all ranks were told of, and when. Ranks that join later are only told of it.
+        let mut lost: Option<(Loss, Instant)> = None;
+        loop {
+            for (claim, channel) in reception.turn()? {
+                self.seat(claim, channel, &mut refused);
+            }
+            self.progress();
+            let mut until = self.watch.until(clock.deadline);
+            let all = self.seats.iter().all(|seat| seat.came);
+            if lost.is_none() && all && self.certain.is_none() && self.vague.is_none() {
+                self.broadcast(kind::MET, &[]);
+                return Ok(());
+            }
+            if let Some((loss, since)) = &lost {
+                let loss = loss.clone();
+                if all || since.elapsed() > LINGER || clock.is_over() {
+                    return Err(self.conclude(loss, WHAT, &clock));
+                }
+            } else if let Some(loss) = self.settled() {
+                self.broadcast(kind::LOST, &loss.to_bytes());
+                lost = Some((loss, Instant::now()));
+            } else if clock.is_over() {
+                let absent = self.first(|seat| !seat.came).unwrap_or(Rank(1));
+                let mut cause = refused.clone();
+                if reception.dropped > 0 {
+                    let (dropped, hint) = (reception.dropped, store.hint());
+                    cause = format!("{cause}{dropped} unauthenticated connections were dropped: {hint}");
+                }
+                let loss = Loss::new(absent, PeerFault::Absent, cause);
+                return Err(self.conclude(loss, "its connection at the rendezvous", &clock));
+            } else if let Err(error) = self.watch.check() {
+                return Err(self.abandon(error));
+            } else {
+                let missing = self.first(|seat| !seat.came).unwrap_or(ZERO);
+                until = until.min(self.tell_missing(missing));
+            }
+            until = until.min(reception.next_look().unwrap_or(until));
+            if lost.is_some() || self.vague.is_some() {
+                until = until.min(Instant::now() + Duration::from_millis(20));
+            }
+            let mut fds = Vec::new();
+            reception.interest(&mut fds);
+            self.interest(&mut fds);
+            wait(&mut fds, until);
+        }
+    }
+
+    /// Admits an authenticated rank, or tells it why not. A rank that has already joined keeps its seat.
+    fn seat(&mut self, claim: Claim, mut channel: Channel, refused: &mut String) {
+        let Claim { from, ranks, .. } = claim;
+        let place = from.index().checked_sub(1).filter(|&at| at < self.seats.len());
+        let refusal = match place {
+            Some(at) if ranks as usize == self.ranks => {
+                if !self.seats[at].came {
+                    self.take_in(at, channel);
+                    return;
+                }
+                *refused = format!("a second process that claimed to be rank {from} was refused; ");
+                kind::TAKEN
+            }
+            _ => {
+                *refused = format!("rank {from} of {ranks} was refused: this job has {} ranks; ", self.ranks);
+                kind::OTHER_WORLD
+            }
+        };
+        channel.send(refusal, &(self.ranks as u32).to_le_bytes());
+        channel.finish();
+    }
+
+    fn take_in(&mut self, at: usize, channel: Channel) {
+        self.seats[at] = Seat { channel: Some(channel), came: true, ..Seat::default() };
+        let missing = self.first(|seat| !seat.came).unwrap_or(ZERO);
+        if self.told.is_none_or(|(rank, _)| rank != missing) {
+            self.tell_missing(missing);
+        } else if let Some(channel) = &mut self.seats[at].channel {
+            // This message tells the rank that it has been admitted.
+            channel.send(kind::WAITING, &rank_bytes(missing));
+        }
+        let lost = self.settled().map(|loss| loss.to_bytes());
+        if let (Some(lost), Some(channel)) = (lost, &mut self.seats[at].channel) {
+            channel.send(kind::LOST, &lost);
+        }
+    }
+
+    /// Tells all ranks which rank is missing, if that has changed or they were told [`REPEAT`] ago. Returns when to tell
+    /// them again.
+    fn tell_missing(&mut self, missing: Rank) -> Instant {
+        let now = Instant::now();
+        match self.told {
+            Some((rank, at)) if rank == missing && now < at + REPEAT => at + REPEAT,
+            _ => {
+                self.told = Some((missing, now));
+                self.broadcast(kind::WAITING, &rank_bytes(missing));
+                now + REPEAT
+            }
+        }
+    }
+
+    fn first(&self, is: impl Fn(&Seat) -> bool) -> Option<Rank> {
+        self.seats.iter().position(is).map(|at| Rank(at as u32 + 1))
+    }
+
+    /// Sends a message to every connected rank.
+    fn broadcast(&mut self, kind: u8, body: &[u8]) {
+        for channel in self.seats.iter_mut().filter_map(|seat| seat.channel.as_mut()) {
+            channel.send(kind, body);
+        }
+        self.flush();
+    }
+
+    fn flush(&mut self) {
+        for channel in self.seats.iter_mut().filter_map(|seat| seat.channel.as_mut()) {
+            channel.wire_mut().flush();
+        }
+    }
+
+    /// Sends queued bytes, and handles the messages that have arrived from all ranks.
+    fn progress(&mut self) {
+        self.flush();
+        for at in 0..self.seats.len() {
+            let rank = Rank(at as u32 + 1);
+            while let Some(incoming) = self.seats[at].receive() {
+                self.handle(at, rank, incoming);
+            }
+        }
+    }
+
+    fn handle(&mut self, at: usize, rank: Rank, incoming: Incoming) {
+        let seat = &mut self.seats[at];
+        let loss = match incoming {
+            Incoming::Message(mut message) => match message[0] {
+                kind::BLOB if seat.blob.is_none() => {
+                    message.drain(..1);
+                    seat.blob = Some(message);
+                    return;
+                }
+                kind::LEFT => {
+                    seat.channel = None;
+                    let loss = Loss::new(rank, PeerFault::Left, "");
+                    self.vague.get_or_insert((loss, Instant::now()));
+                    return;
+                }
+                kind::LOST => {
+                    seat.leaving = true;
+                    match Loss::from_bytes(&message[1..]) {
+                        // The rank reports rank 0, which is alive: the reporting rank has given up on its own.
+                        Some(loss) if loss.peer == ZERO => Loss::new(
+                            rank,
+                            PeerFault::Failed,
+                            format!("it reported that rank 0 {}", loss.fault),
+                        ),
+                        // Other ranks may know why this rank left, is late or stalled.
+                        Some(loss)
+                            if matches!(
+                                loss.fault,
+                                PeerFault::Left | PeerFault::Late | PeerFault::Stalled
+                            ) =>
+                        {
+                            self.vague.get_or_insert((loss, Instant::now()));
+                            return;
+                        }
+                        Some(loss) => loss,
+                        None => Loss::new(rank, PeerFault::Failed, "it sent a malformed loss message"),
+                    }
+                }
+                _ => {
+                    seat.channel = None;
+                    Loss::new(rank, PeerFault::Failed, "it sent an unexpected message")
+                }
+            },
+            Incoming::End(end) => {
+                seat.channel = None;
+                match end {
+                    End::Closed => Loss::new(rank, PeerFault::Died, "its connection closed"),
+                    End::Malformed => Loss::new(rank, PeerFault::Failed, "it sent a malformed message"),
+                }
+            }
+        };
+        self.certain.get_or_insert(loss);
+    }
+
+    /// The loss to report: a certain one at once, a vague one after the grace period.
+    fn settled(&self) -> Option<Loss> {
+        let aged = || self.vague.as_ref().filter(|(_, since)| since.elapsed() >= GRACE_PERIOD);
+        self.certain.clone().or_else(|| aged().map(|(loss, _)| loss.clone()))
+    }
+
+    fn interest<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
+        let heard = self.seats.iter().filter(|seat| !seat.leaving);
+        fds.extend(heard.filter_map(|seat| seat.channel.as_ref()).map(|channel| channel.wire().interest()));
+    }
+
+    /// Waits until a message arrives, a grace period ends, or `deadline`.
+    fn pause(&self, deadline: Instant) {
+        let mut until = self.watch.until(deadline);
+        if let Some((_, since)) = &self.vague {
+            until = until.min(*since + GRACE_PERIOD);
+        }
+        let mut fds = Vec::new();
+        self.interest(&mut fds);
+        wait(&mut fds, until);
+    }
+
+    /// Rank 0's part of an exchange: receives the blob of each rank and sends all blobs to each rank, or reports the
+    /// rank that is lost.
+    pub(super) fn exchange(&mut self, blob: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let clock = Clock::new(self.timeout);
+        if let Some(loss) = &self.over {
+            return Err(loss.error(ZERO, None, WHAT, clock.waited()));
+        }
+        self.told = None;
+        loop {
+            self.progress();
+            let missing = self.first(|seat| seat.blob.is_none());
+            // Check for missing blobs before losses: a rank that has left may have sent its blob before.
+            let Some(missing) = missing else { break };
+            if let Some(loss) = self.settled() {
+                return Err(self.conclude(loss, WHAT, &clock));
+            }
+            // After the deadline, the grace period: another rank's death may be the reason for the missing blob.
+            let last = clock.deadline + GRACE_PERIOD;
+            if Instant::now() >= last {
+                return Err(self.conclude(Loss::new(missing, PeerFault::Late, ""), WHAT, &clock));
+            }
+            if let Err(error) = self.watch.check() {
+                return Err(self.abandon(error));
+            }
+            let again = self.tell_missing(missing);
+            self.pause(last.min(again));
+        }
+        let mut all = vec![Arc::new(blob.to_vec())];
+        all.extend(self.seats.iter_mut().map(|seat| Arc::new(seat.blob.take().unwrap_or_default())));
+        self.hand_out(&all, &clock)?;
+        Ok(all.into_iter().map(Arc::unwrap_or_clone).collect())
+    }
+
+    fn hand_out(&mut self, all: &[Arc<Vec<u8>>], clock: &Clock) -> Result<()> {
+        for channel in self.seats.iter_mut().filter_map(|seat| seat.channel.as_mut()) {
+            for blob in all {
+                channel.send_shared(kind::BLOB, blob);
+            }
+        }
+        loop {
+            // A rank that has all blobs may go on, leave or die. Such a loss concerns the next exchange, not this one.
+            self.progress();
+            let has_unsent = |seat: &Seat| seat.channel.as_ref().is_some_and(|c| c.wire().has_unsent());
+            let Some(slow) = self.first(has_unsent) else { return Ok(()) };
+            if clock.is_over() {
+                let loss = Loss::new(slow, PeerFault::Stalled, "it does not read the blobs of the exchange");
+                return Err(self.conclude(loss, WHAT, clock));
+            }
+            self.watch.check().map_err(|error| self.abandon(error))?;
+            let mut fds = Vec::new();
+            self.interest(&mut fds);
+            wait(&mut fds, self.watch.until(clock.deadline));
+        }
+    }
+
+    /// Tells all ranks which rank is lost, and ends the rendezvous.
+    fn conclude(&mut self, loss: Loss, what: &str, clock: &Clock) -> Error {
+        let error = loss.error(ZERO, None, what, clock.waited());
+        self.end(kind::LOST, &loss.to_bytes());
+        self.over = Some(loss);
+        error
+    }
+
+    /// Leaves because of `error`. Returns the error to report: `error`, or one about a rank that was lost earlier.
+    pub(super) fn abandon(&mut self, error: Error) -> Error {
+        if self.over.is_some() {
+            return error;
+        }
+        let clock = Clock::new(GRACE_PERIOD);
+        let own = Loss::of(&error, ZERO);
+        if let Error::Peer(peer) = &error {
+            while self.certain.is_none() && !clock.is_over() {
+                self.progress();
+                let mut fds = Vec::new();
+                self.interest(&mut fds);
+                wait(&mut fds, clock.deadline);
+            }
+            if let Some(better) = self.certain.take().filter(|loss| loss.peer != peer.peer) {
+                return self.conclude(better, &peer.waited_for, &clock);
+            }
+        }
+        self.end(kind::LOST, &own.to_bytes());
+        self.over = Some(own);
+        error
+    }
+
+    fn end(&mut self, kind: u8, body: &[u8]) {
+        self.broadcast(kind, body);
+        let deadline = Instant::now() + FINAL_SEND;
+        loop {
+            self.flush();
+            let mut channels = self.seats.iter().filter_map(|seat| seat.channel.as_ref());
+            if !channels.any(|channel| channel.wire().has_unsent()) || Instant::now() >= deadline {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        for seat in &mut self.seats {
+            if let Some(channel) = seat.channel.take() {
+                channel.finish();
+            }
+        }
+    }
+}
+
+impl Drop for Hub {
+    fn drop(&mut self) {
+        if self.over.is_none() {
+            self.end(kind::LEFT, &[]);
+        }
+    }
+}

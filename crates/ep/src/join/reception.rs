@@ -1,0 +1,110 @@
+//! The unauthenticated connections of a listener, bounded in number and time.
+
+use std::io::ErrorKind;
+use std::time::{Duration, Instant};
+
+use rustix::event::PollFd;
+
+use super::channel::Channel;
+use super::handshake::{Claim, Inbound, Progress, Role};
+use super::secret::Key;
+use super::store::Listener;
+use crate::error::{EnvironmentError, Result};
+
+/// A connection that is not authenticated within this time is dropped.
+pub(super) const HANDSHAKE: Duration = Duration::from_secs(2);
+/// The most unauthenticated connections. One more evicts the oldest.
+const MAX_PENDING: usize = 128;
+/// The most connections that one call of [`Reception::turn`] accepts, so that it also serves the pending ones.
+const AT_ONCE: usize = 64;
+
+/// The unauthenticated connections of one listener.
+#[derive(Debug)]
+pub(super) struct Reception<'a> {
+    listener: &'a Listener,
+    key: &'a Key,
+    role: Role,
+    pending: Vec<Inbound>,
+    /// Number of connections that were dropped.
+    pub(super) dropped: u64,
+    /// Accepting failed for lack of descriptors; retry at this time.
+    pause: Option<Instant>,
+}
+
+impl<'a> Reception<'a> {
+    pub(super) fn new(listener: &'a Listener, key: &'a Key, role: Role) -> Self {
+        Self { listener, key, role, pending: Vec::new(), dropped: 0, pause: None }
+    }
+
+    /// Accepts connections and advances the pending handshakes. Returns the connections that are now authenticated.
+    pub(super) fn turn(&mut self) -> Result<Vec<(Claim, Channel)>> {
+        self.accept()?;
+        let mut proven = Vec::new();
+        let (mut waiting, key, role) = (Vec::new(), self.key, self.role);
+        for mut inbound in self.pending.drain(..) {
+            match inbound.advance(key, role)? {
+                Progress::Done(claim, channel) => proven.push((claim, channel)),
+                Progress::Waiting if inbound.since.elapsed() < HANDSHAKE => waiting.push(inbound),
+                Progress::Waiting | Progress::Unauthenticated => self.dropped += 1,
+            }
+        }
+        self.pending = waiting;
+        Ok(proven)
+    }
+
+    fn accept(&mut self) -> Result<()> {
+        if self.pause.is_some_and(|until| Instant::now() < until) {
+            return Ok(());
+        }
+        self.pause = None;
+        for _ in 0..AT_ONCE {
+            match self.listener.accept() {
+                Ok(Some(socket)) => match Inbound::new(socket) {
+                    Ok(inbound) => self.pending.push(inbound),
+                    Err(_) => self.dropped += 1,
+                },
+                Ok(None) => self.dropped += 1,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                // The connection ended before it was accepted.
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
+                Err(error) if self.pending.is_empty() && error.kind() == ErrorKind::InvalidInput => {
+                    return Err(EnvironmentError::new("accepting ranks", error, "").into());
+                }
+                // No descriptor is free. Drop a pending connection, and retry a little later.
+                Err(_) => {
+                    self.evict();
+                    self.pause = Some(Instant::now() + Duration::from_millis(5));
+                    return Ok(());
+                }
+            }
+            if self.pending.len() > MAX_PENDING {
+                self.evict();
+            }
+        }
+        Ok(())
+    }
+
+    /// Drops the oldest connection, preferring those without a valid offer.
+    fn evict(&mut self) {
+        let oldest = |known: bool| self.pending.iter().position(|inbound| inbound.is_known() == known);
+        if let Some(at) = oldest(false).or_else(|| oldest(true)) {
+            self.pending.remove(at);
+            self.dropped += 1;
+        }
+    }
+
+    /// Adds the descriptors to poll to `fds`.
+    pub(super) fn interest<'b>(&'b self, fds: &mut Vec<PollFd<'b>>) {
+        if self.pause.is_none() {
+            fds.push(PollFd::new(self.listener, rustix::event::PollFlags::IN));
+        }
+        fds.extend(self.pending.iter().filter_map(Inbound::wire).map(|wire| wire.interest()));
+    }
+
+    /// When to call [`turn`](Self::turn) again even if no descriptor is ready.
+    pub(super) fn next_look(&self) -> Option<Instant> {
+        let oldest = self.pending.iter().map(|inbound| inbound.since + HANDSHAKE).min();
+        self.pause.into_iter().chain(oldest).min()
+    }
+}

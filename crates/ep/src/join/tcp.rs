@@ -1,0 +1,191 @@
+//! [`TcpRendezvous`], the rendezvous of processes: rank 0 listens, and the other ranks connect to it.
+
+use std::net::TcpListener;
+use std::time::Duration;
+
+use super::hub::Hub;
+use super::secret::Secret;
+use super::spoke::Spoke;
+use super::store::{Listener, Store};
+use super::{MAX_BLOB, Rendezvous, Watch};
+use crate::config::{Config, LaunchEnv};
+use crate::error::{CallerError, EnvironmentError, Error, Result};
+use crate::interrupt::Interrupt;
+use crate::topology::Rank;
+
+/// The identity and settings with which a process joins a job.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Member {
+    /// This process's rank.
+    pub rank: Rank,
+    /// Number of ranks.
+    pub ranks: usize,
+    /// The job secret. Without a secret the ranks must be processes of one user on one machine, in one network
+    /// namespace, and any such process may join.
+    pub secret: Option<Secret>,
+    /// The bound for joining and for each exchange.
+    pub timeout: Duration,
+    /// Lets the program stop a wait of this process.
+    pub interrupt: Interrupt,
+}
+
+impl Member {
+    /// A member without a secret.
+    pub fn new(rank: Rank, ranks: usize, timeout: Duration) -> Self {
+        Self { rank, ranks, secret: None, timeout, interrupt: Interrupt::default() }
+    }
+
+    /// The member that the launcher's environment describes, with the secret of [`Secret::from_env`].
+    ///
+    /// # Errors
+    /// As [`Secret::from_env`].
+    pub fn launched(env: &LaunchEnv, config: &Config) -> Result<Self> {
+        let (rank, ranks) = (Rank(env.rank), env.world_size as usize);
+        let (timeout, interrupt) = (config.timeout, config.interrupt.clone());
+        Ok(Self { rank, ranks, secret: Secret::from_env()?, timeout, interrupt })
+    }
+
+    /// The same member with `secret` as its secret.
+    #[must_use]
+    pub fn with_secret(mut self, secret: Secret) -> Self {
+        self.secret = Some(secret);
+        self
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.rank.index() < self.ranks {
+            return Ok(());
+        }
+        let problem = format!(
+            "rank {} of a job of {} ranks; the rank must be below the number of ranks",
+            self.rank, self.ranks
+        );
+        Err(CallerError::Topology(problem).into())
+    }
+}
+
+/// The rendezvous of processes: rank 0 listens, and the other ranks connect to it.
+///
+/// With a secret, the ranks use TCP. Only processes that prove that they know the secret take part; other connections
+/// can neither send messages to the job nor delay it. Messages are authenticated, not encrypted. Without a secret, the
+/// ranks use a local socket that only processes of the same user can connect to.
+#[derive(Debug)]
+pub struct TcpRendezvous {
+    rank: Rank,
+    ranks: usize,
+    secret: Option<Secret>,
+    end: End,
+    /// The process that joined. A forked child must not send a leave message.
+    process: u32,
+}
+
+#[derive(Debug)]
+enum End {
+    Alone,
+    Hub(Hub),
+    Spoke(Spoke),
+}
+
+impl TcpRendezvous {
+    /// Joins the other ranks at `store` (`host:port`), where rank 0 listens. Returns when all ranks are there.
+    ///
+    /// # Errors
+    /// - [`EnvironmentError`] when the address cannot be resolved or bound, when the ranks disagree about the number of
+    ///   ranks, or when this rank is already there.
+    /// - [`CallerError::Config`] for a store on another machine without a secret.
+    /// - [`PeerError`](crate::PeerError) with [`PeerFault::Absent`](crate::PeerFault::Absent) after the timeout. It
+    ///   names the first missing rank, on every rank that did come.
+    /// - [`PeerError`](crate::PeerError) that names a rank which was lost in the meantime.
+    /// - [`CallerError::Interrupted`] when the program stopped the wait.
+    pub fn join(store: &str, member: Member) -> Result<Self> {
+        member.check()?;
+        let Member { rank, ranks, .. } = member;
+        let process = std::process::id();
+        if ranks == 1 {
+            return Ok(Self { rank, ranks, secret: member.secret, end: End::Alone, process });
+        }
+        let store = Store::new(store, member.secret.as_ref())?;
+        if rank == Rank(0) {
+            return Self::listen(&store.listen()?, &store, member);
+        }
+        let watch = Watch { rank, interrupt: member.interrupt };
+        let spoke = Spoke::open(&store, rank, ranks, member.timeout, watch)?;
+        Ok(Self { rank, ranks, secret: member.secret, end: End::Spoke(spoke), process })
+    }
+
+    /// As [`join`](Self::join), with the store and the member that the launcher's environment describes.
+    ///
+    /// # Errors
+    /// As [`join`](Self::join) and [`Secret::from_env`].
+    pub fn launched(env: &LaunchEnv, config: &Config) -> Result<Self> {
+        Self::join(&env.store, Member::launched(env, config)?)
+    }
+
+    /// As [`join`](Self::join) on rank 0, with a listener that the caller has bound, for example to port 0.
+    ///
+    /// Without a secret, the ranks use the listener's port number only, as the name of their local socket.
+    ///
+    /// # Errors
+    /// As [`join`](Self::join).
+    pub fn host(listener: &TcpListener, member: Member) -> Result<Self> {
+        let failed = |error| EnvironmentError::new("listening for ranks", error, "");
+        let address = listener.local_addr().map_err(failed)?;
+        let store = Store::new(&address.to_string(), member.secret.as_ref())?;
+        // Without a secret the ranks do not use TCP.
+        if member.secret.is_none() {
+            return Self::listen(&store.listen()?, &store, member);
+        }
+        let listener =
+            listener.try_clone().map(Listener::Tcp).and_then(Listener::prepared).map_err(failed)?;
+        Self::listen(&listener, &store, member)
+    }
+
+    fn listen(listener: &Listener, store: &Store, member: Member) -> Result<Self> {
+        let Member { rank, ranks, secret, timeout, interrupt } = member;
+        let hub = Hub::open(listener, store, ranks, timeout, Watch { rank, interrupt })?;
+        Ok(Self { rank, ranks, secret, end: End::Hub(hub), process: std::process::id() })
+    }
+}
+
+impl Rendezvous for TcpRendezvous {
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    fn all_gather(&mut self, blob: &[u8]) -> Result<Vec<Vec<u8>>> {
+        if blob.len() > MAX_BLOB {
+            let (what, unit) = ("blob of a rendezvous", "bytes at most");
+            return Err(CallerError::Shape { what, expected: MAX_BLOB, found: blob.len(), unit }.into());
+        }
+        match &mut self.end {
+            End::Alone => Ok(vec![blob.to_vec()]),
+            End::Hub(hub) => hub.exchange(blob),
+            End::Spoke(spoke) => spoke.exchange(blob),
+        }
+    }
+
+    fn abandon(&mut self, error: Error) -> Error {
+        match &mut self.end {
+            End::Alone => error,
+            End::Hub(hub) => hub.abandon(error),
+            End::Spoke(spoke) => spoke.abandon(error),
+        }
+    }
+
+    fn secret(&self) -> Option<&Secret> {
+        self.secret.as_ref()
+    }
+}
+
+impl Drop for TcpRendezvous {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            std::mem::forget(std::mem::replace(&mut self.end, End::Alone));
+        }
+    }
+}

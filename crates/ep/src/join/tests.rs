@@ -1,0 +1,671 @@
+//! Tests of joining: complete jobs, lost ranks, and unauthenticated connections.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd as _;
+use std::time::{Duration, Instant};
+
+use super::handshake::{Claim, Outbound, Progress, Role};
+use super::note::kind;
+use super::secret::random;
+use super::wire::{Socket, wait};
+use super::*;
+use crate::error::{EnvironmentError, PeerError, PeerFault};
+
+/// Longer than any step of these tests takes, even on a busy machine.
+const LONG: Duration = Duration::from_secs(60);
+
+fn secret() -> Secret {
+    Secret::new(b"a secret of the tests").unwrap()
+}
+
+fn member(rank: usize, ranks: usize, timeout: Duration) -> Member {
+    Member::new(Rank(rank as u32), ranks, timeout).with_secret(secret())
+}
+
+fn listener() -> (TcpListener, SocketAddr) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    (listener, address)
+}
+
+fn peer_error<T: std::fmt::Debug>(result: Result<T>) -> PeerError {
+    match result {
+        Err(Error::Peer(error)) => error,
+        other => panic!("expected a peer error, found {other:?}"),
+    }
+}
+
+/// Runs `attack` while two ranks join, and checks that they join and exchange their blobs.
+fn joins_in_spite_of(attack: impl FnOnce(SocketAddr) + Send) {
+    let (listener, address) = listener();
+    let store = address.to_string();
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| TcpRendezvous::host(&listener, member(0, 2, LONG))?.all_gather(b"zero"));
+        attack(address);
+        let one = TcpRendezvous::join(&store, member(1, 2, LONG)).unwrap().all_gather(b"one");
+        assert_eq!(one.unwrap(), [&b"zero"[..], b"one"]);
+        assert_eq!(zero.join().unwrap().unwrap(), [&b"zero"[..], b"one"]);
+    });
+}
+
+/// Whether the other end closes the connection without sending a byte.
+fn is_dropped_unanswered(mut stream: &TcpStream) -> bool {
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    !matches!(stream.read(&mut [0; 1]), Ok(1..))
+}
+
+/// Connects as `rank` of `ranks` with `secret`; `None` if the handshake fails.
+fn proven(address: SocketAddr, rank: u32, ranks: u32, secret: &Secret) -> Option<super::channel::Channel> {
+    let socket = Socket::Tcp(TcpStream::connect(address).unwrap());
+    let claim = Claim { from: Rank(rank), to: Rank(0), ranks };
+    let mut outbound = Outbound::new(socket, secret.key(), Role::Rendezvous, claim).unwrap()?;
+    loop {
+        match outbound.advance(secret.key()) {
+            Progress::Done((), channel) => return Some(channel),
+            Progress::Unauthenticated => return None,
+            Progress::Waiting => {
+                let until = Instant::now() + LONG;
+                wait(&mut [outbound.wire().unwrap().interest()], until);
+            }
+        }
+    }
+}
+
+/// The next message of a connection; empty if the connection has ended.
+fn next(channel: &mut super::channel::Channel) -> Vec<u8> {
+    loop {
+        channel.wire_mut().flush();
+        match channel.receive() {
+            Some(super::channel::Incoming::Message(message)) => return message,
+            Some(super::channel::Incoming::End(_)) => return Vec::new(),
+            None => wait(&mut [channel.wire().interest()], Instant::now() + LONG),
+        }
+    }
+}
+
+/// Joins `ranks` threads, without `absent`, and returns the result of each thread's second exchange.
+fn meet(
+    ranks: usize,
+    absent: Option<usize>,
+    timeout: Duration,
+    secret: Option<Secret>,
+) -> Vec<Result<Vec<Vec<u8>>>> {
+    let (listener, address) = listener();
+    let store = address.to_string();
+    let member =
+        |rank: usize| Member { secret: secret.clone(), ..Member::new(Rank(rank as u32), ranks, timeout) };
+    std::thread::scope(|scope| {
+        let (store, member) = (&store, &member);
+        let others: Vec<_> = (1..ranks)
+            .filter(|&rank| Some(rank) != absent)
+            .map(|rank| {
+                scope.spawn(move || {
+                    let mut met = TcpRendezvous::join(store, member(rank))?;
+                    met.all_gather(&vec![rank as u8; rank])?;
+                    met.all_gather(&[rank as u8])
+                })
+            })
+            .collect();
+        let zero = TcpRendezvous::host(&listener, member(0)).and_then(|mut met| {
+            met.all_gather(&[])?;
+            met.all_gather(&[0])
+        });
+        std::iter::once(zero).chain(others.into_iter().map(|h| h.join().unwrap())).collect()
+    })
+}
+
+#[test]
+fn every_rank_gets_every_blob() {
+    for secret in [Some(secret()), None] {
+        for ranks in [1, 2, 5] {
+            for result in meet(ranks, None, LONG, secret.clone()) {
+                let expected: Vec<Vec<u8>> = (0..ranks).map(|rank| vec![rank as u8]).collect();
+                assert_eq!(result.unwrap(), expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn large_blobs_arrive() {
+    let blob = |rank: u8| vec![rank; 3 << 20];
+    let (listener, address) = listener();
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| TcpRendezvous::host(&listener, member(0, 2, LONG))?.all_gather(&blob(0)));
+        let mut one = TcpRendezvous::join(&address.to_string(), member(1, 2, LONG)).unwrap();
+        assert!(one.all_gather(&blob(1)).unwrap() == [blob(0), blob(1)]);
+        assert!(zero.join().unwrap().unwrap() == [blob(0), blob(1)]);
+    });
+    let mut alone = TcpRendezvous::join("127.0.0.1:0", member(0, 1, LONG)).unwrap();
+    let error = alone.all_gather(&vec![0; MAX_BLOB + 1]).unwrap_err().to_string();
+    assert_eq!(error, "blob of a rendezvous: expected 67108864 bytes at most, found 67108865");
+}
+
+#[test]
+fn every_rank_names_the_absent_rank() {
+    let results = meet(4, Some(2), Duration::from_millis(700), Some(secret()));
+    assert_eq!(results.len(), 3);
+    for result in results {
+        let error = peer_error(result);
+        assert_eq!((error.peer, error.fault), (Rank(2), PeerFault::Absent));
+    }
+}
+
+/// A rank whose timeout ends before rank 0's gives up first. Rank 0 must not report that rank as dead, nor wait longer.
+#[test]
+fn a_rank_that_gives_up_first_tells_rank_0_which_rank_is_absent() {
+    let (listener, address) = listener();
+    std::thread::scope(|scope| {
+        let early = member(1, 3, Duration::from_secs(1));
+        let one = scope.spawn(move || TcpRendezvous::join(&address.to_string(), early));
+        std::thread::sleep(Duration::from_millis(600));
+        let zero = TcpRendezvous::host(&listener, member(0, 3, LONG));
+        for result in [zero, one.join().unwrap()] {
+            let error = peer_error(result);
+            assert_eq!((error.peer, error.fault), (Rank(2), PeerFault::Absent), "{error}");
+        }
+    });
+}
+
+#[test]
+fn without_a_listener_rank_0_is_named_as_absent() {
+    let free = listener().1.to_string();
+    let error = TcpRendezvous::join(&free, member(1, 2, Duration::from_millis(100))).unwrap_err();
+    assert!(error.to_string().starts_with("rank 0 never joined"), "{error}");
+}
+
+#[test]
+fn every_rank_names_a_rank_lost_after_joining() {
+    for (stays, fault) in [(false, PeerFault::Left), (true, PeerFault::Late)] {
+        let (listener, address) = listener();
+        let store = address.to_string();
+        let timeout = Duration::from_millis(900);
+        let results = std::thread::scope(|scope| {
+            let store = &store;
+            let join = move |rank| TcpRendezvous::join(store, member(rank, 3, timeout)).unwrap();
+            let one = scope.spawn(move || join(1).all_gather(&[]));
+            let two = scope.spawn(move || {
+                let silent = join(2);
+                if stays {
+                    std::thread::sleep(4 * timeout);
+                }
+                drop(silent);
+            });
+            let zero = TcpRendezvous::host(&listener, member(0, 3, timeout)).unwrap().all_gather(&[]);
+            two.join().unwrap();
+            [zero, one.join().unwrap()]
+        });
+        for result in results {
+            let error = peer_error(result);
+            assert_eq!((error.peer, error.fault), (Rank(2), fault), "{error}");
+        }
+    }
+}
+
+/// When a process is killed, its connection closes without a final message.
+#[test]
+fn a_rank_that_dies_is_named_at_once_also_by_ranks_that_join_later() {
+    let (listener, address) = listener();
+    let store = address.to_string();
+    let results = std::thread::scope(|scope| {
+        let store = &store;
+        let zero = scope.spawn(|| TcpRendezvous::host(&listener, member(0, 4, LONG)));
+        let one = scope.spawn(move || TcpRendezvous::join(store, member(1, 4, LONG)));
+        let mut two = proven(address, 2, 4, &secret()).unwrap();
+        assert_eq!(next(&mut two)[0], kind::WAITING);
+        drop(two);
+        let three = TcpRendezvous::join(store, member(3, 4, Duration::from_secs(5)));
+        [zero.join().unwrap(), one.join().unwrap(), three]
+    });
+    for result in results {
+        let error = peer_error(result);
+        assert_eq!((error.peer, error.fault), (Rank(2), PeerFault::Died), "{error}");
+    }
+}
+
+#[test]
+fn rank_0_tells_which_rank_is_lost_before_it_leaves() {
+    let (listener, address) = listener();
+    let store = address.to_string();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let one = scope.spawn(move || {
+            let mut one = TcpRendezvous::join(store, member(1, 3, LONG)).unwrap();
+            // By then rank 0 has closed the connection, so sending fails.
+            std::thread::sleep(Duration::from_millis(700));
+            (one.all_gather(&[1; 100]), one.all_gather(&[]))
+        });
+        let two = scope.spawn(move || proven(address, 2, 3, &secret()).unwrap());
+        let mut zero = TcpRendezvous::host(&listener, member(0, 3, LONG)).unwrap();
+        let mut two = two.join().unwrap();
+        while next(&mut two) != [kind::MET] {}
+        drop(two);
+        let error = peer_error(zero.all_gather(&[]));
+        assert_eq!((error.peer, error.fault), (Rank(2), PeerFault::Died));
+        drop(zero);
+        let (first, again) = one.join().unwrap();
+        for result in [first, again] {
+            let error = peer_error(result);
+            assert_eq!((error.peer, error.fault), (Rank(2), PeerFault::Died), "{error}");
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_abandons_the_job_is_quoted_and_the_first_loss_counts() {
+    let (listener, address) = listener();
+    let store = address.to_string();
+    let results = std::thread::scope(|scope| {
+        let store = &store;
+        let join = move |rank| TcpRendezvous::join(store, member(rank, 3, LONG)).unwrap();
+        let one = scope.spawn(move || join(1).all_gather(&[]));
+        let two = scope.spawn(move || {
+            let own = EnvironmentError::new("mapping", "no memory", "").into();
+            assert!(matches!(join(2).abandon(own), Error::Environment(_)));
+        });
+        let zero = TcpRendezvous::host(&listener, member(0, 3, LONG)).unwrap().all_gather(&[]);
+        two.join().unwrap();
+        [zero, one.join().unwrap()]
+    });
+    for result in results {
+        let error = peer_error(result);
+        assert_eq!((error.peer, error.fault), (Rank(2), PeerFault::Failed), "{error}");
+        assert_eq!(error.cause.as_deref(), Some("mapping: no memory"));
+    }
+}
+
+#[test]
+fn a_rank_that_saw_another_leave_learns_which_rank_died_before() {
+    let (listener, address) = listener();
+    let store = address.to_string();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let one = scope.spawn(move || {
+            let mut one = TcpRendezvous::join(store, member(1, 4, LONG)).unwrap();
+            let left = PeerError::joining(Rank(1), Rank(3), PeerFault::Left, "its link", Duration::ZERO);
+            one.abandon(left.into())
+        });
+        let [two, three] =
+            [2, 3].map(|rank| scope.spawn(move || proven(address, rank, 4, &secret()).unwrap()));
+        let mut zero = TcpRendezvous::host(&listener, member(0, 4, LONG)).unwrap();
+        let [two, three] = [two, three].map(|thread| thread.join().unwrap());
+        drop(two);
+        let error = peer_error(zero.all_gather(&[]));
+        assert_eq!((error.peer, error.fault), (Rank(2), PeerFault::Died), "{error}");
+        let told = peer_error(Err::<(), _>(one.join().unwrap()));
+        assert_eq!((told.peer, told.fault), (Rank(2), PeerFault::Died), "{told}");
+        drop(three);
+    });
+}
+
+/// An early version accepted such a connection and opened a file that the other process named.
+#[test]
+fn a_process_without_the_secret_gets_no_answer() {
+    joins_in_spite_of(|address| {
+        let mut old = TcpStream::connect(address).unwrap();
+        let first_version = [&b"hyb-ep01"[..], &1u32.to_le_bytes(), &2u32.to_le_bytes()].concat();
+        old.write_all(&[first_version, vec![0; 200]].concat()).unwrap();
+        assert!(is_dropped_unanswered(&old));
+        let mut new = TcpStream::connect(address).unwrap();
+        let words = [Role::Rendezvous as u32, 1, 0, 2].map(u32::to_le_bytes).concat();
+        new.write_all(&[&b"hyb-ep02"[..], &words, &[7; 64]].concat()).unwrap();
+        assert!(is_dropped_unanswered(&new));
+        let mut web = TcpStream::connect(address).unwrap();
+        web.write_all(&b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(9)).unwrap();
+        assert!(is_dropped_unanswered(&web));
+    });
+}
+
+#[test]
+fn a_process_with_another_secret_is_refused() {
+    joins_in_spite_of(|address| {
+        let other = Secret::new(b"a secret of another job").unwrap();
+        assert!(proven(address, 1, 2, &other).is_none());
+    });
+    // The errors of both ends name the probable reason.
+    let (listener, address) = listener();
+    let timeout = Duration::from_millis(800);
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| TcpRendezvous::host(&listener, member(0, 2, timeout)));
+        let other = Secret::new(b"a secret of another job").unwrap();
+        let one = Member::new(Rank(1), 2, timeout).with_secret(other);
+        for result in [TcpRendezvous::join(&address.to_string(), one), zero.join().unwrap()] {
+            let error = peer_error(result).to_string();
+            assert!(error.contains("is HYBRID_EP_SECRET the same on all ranks?"), "{error}");
+        }
+    });
+}
+
+/// Sends the recorded bytes of a member's connection again.
+#[test]
+fn a_replay_is_not_admitted() {
+    let (listener, address) = listener();
+    // A relay records the bytes of a member.
+    let (relay, front) = self::listener();
+    let store = front.to_string();
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| TcpRendezvous::host(&listener, member(0, 3, LONG))?.all_gather(b"zero"));
+        let recorded = scope.spawn(move || {
+            let (mut inner, mut outer) = (relay.accept().unwrap().0, TcpStream::connect(address).unwrap());
+            let (mut answers, mut back) = (outer.try_clone().unwrap(), inner.try_clone().unwrap());
+            std::thread::spawn(move || std::io::copy(&mut answers, &mut back));
+            let mut said = [0; 88 + 32];
+            for part in [0..88, 88..120] {
+                inner.read_exact(&mut said[part.clone()]).unwrap();
+                outer.write_all(&said[part]).unwrap();
+            }
+            std::thread::spawn(move || std::io::copy(&mut inner, &mut outer));
+            said
+        });
+        let store = &store;
+        let one =
+            scope.spawn(move || TcpRendezvous::join(store, member(1, 3, LONG)).unwrap().all_gather(b"one"));
+        let said = recorded.join().unwrap();
+        // Replay the bytes as rank 1, and with the number of a rank that has not joined.
+        for forge in [false, true] {
+            let mut again = TcpStream::connect(address).unwrap();
+            let mut said = said;
+            if forge {
+                said[12] = 2;
+            }
+            again.write_all(&said).unwrap();
+            again.set_read_timeout(Some(LONG)).unwrap();
+            let mut answer = Vec::new();
+            // The recorded offer is valid and gets an answer. Its proof is for another nonce and is rejected.
+            let _ = again.read_to_end(&mut answer);
+            assert_eq!(answer.len(), if forge { 0 } else { 64 });
+        }
+        let two = TcpRendezvous::join(&address.to_string(), member(2, 3, LONG)).unwrap().all_gather(b"two");
+        for result in [two, one.join().unwrap(), zero.join().unwrap()] {
+            assert_eq!(result.unwrap(), [&b"zero"[..], b"one", b"two"]);
+        }
+    });
+}
+
+#[test]
+fn a_member_with_another_number_of_ranks_is_refused_and_the_job_goes_on() {
+    joins_in_spite_of(|address| {
+        for (rank, ranks) in [(1, 3), (2, 2), (0, 2)] {
+            let store = address.to_string();
+            let mut claimed = proven(address, rank, ranks, &secret()).unwrap();
+            assert_eq!(next(&mut claimed), [&[kind::OTHER_WORLD][..], &2u32.to_le_bytes()].concat());
+            if rank == 1 {
+                let error = TcpRendezvous::join(&store, member(1, 3, LONG)).unwrap_err().to_string();
+                assert!(
+                    error.starts_with("joining as rank 1 of 3: the job at this store has 2 ranks"),
+                    "{error}"
+                );
+            }
+        }
+    });
+}
+
+#[test]
+fn a_second_process_of_a_rank_is_refused() {
+    let (listener, address) = listener();
+    let store = address.to_string();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let zero = scope.spawn(|| TcpRendezvous::host(&listener, member(0, 3, LONG))?.all_gather(b"zero"));
+        let mut first = proven(address, 1, 3, &secret()).unwrap();
+        assert_eq!(next(&mut first)[0], kind::WAITING);
+        let error = TcpRendezvous::join(store, member(1, 3, LONG)).unwrap_err().to_string();
+        assert!(error.starts_with("joining as rank 1 of 3: rank 1 has already joined this job"), "{error}");
+        let two =
+            scope.spawn(move || TcpRendezvous::join(store, member(2, 3, LONG)).unwrap().all_gather(b"two"));
+        while next(&mut first) != [kind::MET] {}
+        first.send(kind::BLOB, b"the first");
+        while next(&mut first)[0] != kind::BLOB {}
+        for result in [two.join().unwrap(), zero.join().unwrap()] {
+            assert_eq!(result.unwrap()[1], b"the first");
+        }
+    });
+}
+
+/// Neither idle connections nor a connection that sends a byte now and then prevent or delay joining.
+#[test]
+fn ranks_join_in_spite_of_slow_and_idle_connections() {
+    let (stop, stopped) = std::sync::mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        joins_in_spite_of(|address| {
+            let idle: Vec<_> = (0..300).map(|_| TcpStream::connect(address).unwrap()).collect();
+            let mut slow = TcpStream::connect(address).unwrap();
+            scope.spawn(move || {
+                let held = idle;
+                while stopped.recv_timeout(Duration::from_millis(20)).is_err() {
+                    let _ = slow.write_all(b"h");
+                }
+                drop(held);
+            });
+        });
+        stop.send(()).unwrap();
+    });
+}
+
+/// The timeout holds although connections send a byte now and then.
+#[test]
+fn slow_connections_do_not_extend_the_timeout() {
+    let (listener, address) = listener();
+    let timeout = Duration::from_secs(1);
+    let (stop, stopped) = std::sync::mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut slow: Vec<_> = (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
+            while stopped.recv_timeout(Duration::from_millis(20)).is_err() {
+                slow.iter_mut().for_each(|stream| drop(stream.write_all(b"h")));
+            }
+        });
+        let start = Instant::now();
+        let error = peer_error(TcpRendezvous::host(&listener, member(0, 2, timeout)));
+        assert_eq!((error.peer, error.fault), (Rank(1), PeerFault::Absent));
+        // This asserts no timing: without a deadline for the whole wait, it would never end.
+        assert!(start.elapsed() < LONG, "{:?}", start.elapsed());
+        stop.send(()).unwrap();
+    });
+}
+
+/// A length beyond the bound, a length of 0 and a wrong code each end the connection.
+#[test]
+fn forged_and_oversized_messages_end_the_connection() {
+    for forged in [&u32::MAX.to_le_bytes()[..], &[0; 4], &[&3u32.to_le_bytes()[..], &[0; 40]].concat()] {
+        let (listener, address) = listener();
+        std::thread::scope(|scope| {
+            let zero = scope.spawn(|| TcpRendezvous::host(&listener, member(0, 2, LONG))?.all_gather(b""));
+            let mut one = proven(address, 1, 2, &secret()).unwrap();
+            while next(&mut one) != [kind::MET] {}
+            one.wire_mut().send(super::wire::Piece::Own(forged.to_vec()));
+            one.wire_mut().flush();
+            let error = peer_error(zero.join().unwrap());
+            assert_eq!((error.peer, error.fault), (Rank(1), PeerFault::Failed), "{error}");
+        });
+    }
+}
+
+#[test]
+fn a_member_that_does_not_read_is_named() {
+    let (listener, address) = listener();
+    let timeout = Duration::from_secs(3);
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| {
+            let mut zero = TcpRendezvous::host(&listener, member(0, 2, timeout)).unwrap();
+            // More than the system buffers for a peer that does not read.
+            zero.all_gather(&vec![0; 48 << 20])
+        });
+        let mut one = proven(address, 1, 2, &secret()).unwrap();
+        while next(&mut one) != [kind::MET] {}
+        one.send(kind::BLOB, b"");
+        one.wire_mut().flush();
+        let error = peer_error(zero.join().unwrap());
+        assert_eq!((error.peer, error.fault), (Rank(1), PeerFault::Stalled), "{error}");
+        drop(one);
+    });
+}
+
+/// Rank 0 has said which rank it waits for, and is stopped then: the others name rank 0.
+#[test]
+fn a_rank_0_that_stops_while_it_waits_for_another_rank_is_named() {
+    const TIMEOUT: Duration = Duration::from_secs(3);
+    let (listener, address) = listener();
+    let errors = std::thread::scope(|scope| {
+        let stopping = Interrupt::new({
+            let calls = std::sync::atomic::AtomicUsize::new(0);
+            move || {
+                // A call in the exchange, as joining is over by then.
+                if calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 30 {
+                    std::thread::sleep(3 * TIMEOUT);
+                }
+                false
+            }
+        });
+        let zero = Member { interrupt: stopping, ..member(0, 3, TIMEOUT) };
+        scope.spawn(move || {
+            let mut hub = TcpRendezvous::host(&listener, zero).unwrap();
+            let _ = hub.all_gather(b"zero");
+        });
+        let others = [1, 2].map(|rank| {
+            let address = address.to_string();
+            scope.spawn(move || {
+                let mut spoke = TcpRendezvous::join(&address, member(rank, 3, TIMEOUT)).unwrap();
+                if rank == 1 {
+                    std::thread::sleep(2 * TIMEOUT);
+                    return None;
+                }
+                Some(peer_error(spoke.all_gather(b"two")))
+            })
+        });
+        others.map(|thread| thread.join().unwrap())
+    });
+    let error = errors[1].as_ref().unwrap();
+    assert_eq!((error.peer, error.fault), (Rank(0), PeerFault::Stalled), "{error}");
+}
+
+#[test]
+fn the_program_can_interrupt_joining() {
+    let (listener, address) = listener();
+    let interrupted = |rank| Member { interrupt: Interrupt::new(|| true), ..member(rank, 2, LONG) };
+    let one = TcpRendezvous::join(&address.to_string(), interrupted(1)).unwrap_err();
+    let zero = TcpRendezvous::host(&listener, interrupted(0)).unwrap_err();
+    for error in [zero, one] {
+        assert!(matches!(error, Error::Caller(CallerError::Interrupted { .. })), "{error}");
+    }
+}
+
+/// Connects the links of one thread per door. `told` gives the invitations that each rank knows.
+fn link(
+    doors: Vec<Door>,
+    told: impl Fn(usize) -> Vec<Invitation> + Sync,
+    timeout: Duration,
+) -> Vec<Result<Links>> {
+    let ranks = told(0).len();
+    std::thread::scope(|scope| {
+        let told = &told;
+        let threads: Vec<_> = doors
+            .into_iter()
+            .enumerate()
+            .map(|(rank, door)| {
+                scope.spawn(move || Links::connect(door, &member(rank, ranks, timeout), &told(rank)))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn doors(ranks: usize) -> (Vec<Door>, Vec<Invitation>) {
+    let doors: Vec<Door> = (0..ranks).map(|_| Door::open().unwrap()).collect();
+    let invitations = doors.iter().map(|door| door.invitation().clone()).collect();
+    (doors, invitations)
+}
+
+#[test]
+fn links_carry_messages_and_descriptors_and_report_their_end() {
+    let (doors, invitations) = doors(3);
+    let links = link(doors, |_| invitations.clone(), LONG);
+    let mut ends: Vec<Vec<(Rank, LinkSender, LinkReceiver)>> = links
+        .into_iter()
+        .map(|links| {
+            let split = |(peer, link): (Rank, Link)| {
+                assert_eq!(link.process(), Some(std::process::id()));
+                let (sender, receiver) = link.split().unwrap();
+                (peer, sender, receiver)
+            };
+            links.unwrap().links.into_iter().map(split).collect()
+        })
+        .collect();
+    assert_eq!(ends[1].iter().map(|end| end.0).collect::<Vec<_>>(), [Rank(0), Rank(2)]);
+    let (mut reader, writer) = std::io::pipe().unwrap();
+    ends[0][1].1.send(b"a pipe", Some(writer.as_fd()), LONG).unwrap();
+    ends[0][1].1.send(b"nothing", None, LONG).unwrap();
+    drop(writer);
+    let Some(LinkEvent::Message(body, Some(pipe))) = ends[2][0].2.wait(LONG) else { panic!("no pipe") };
+    assert_eq!(body, b"a pipe");
+    std::fs::File::from(pipe).write_all(b"through").unwrap();
+    let mut text = String::new();
+    reader.read_to_string(&mut text).unwrap();
+    assert_eq!(text, "through");
+    assert!(matches!(ends[2][0].2.wait(LONG), Some(LinkEvent::Message(body, None)) if body == b"nothing"));
+    assert!(ends[2][0].2.receive().is_none());
+    // A rank that leaves sends a leave message. When a rank is killed, the system closes its sockets.
+    drop(ends.remove(0));
+    assert!(matches!(ends[0][0].2.wait(LONG), Some(LinkEvent::Left)));
+    let (_, sender, receiver) = ends[0].pop().unwrap();
+    std::mem::forget(sender);
+    rustix::net::shutdown(&receiver, rustix::net::Shutdown::Both).unwrap();
+    assert!(matches!(ends[1].pop().unwrap().2.wait(LONG), Some(LinkEvent::Died)));
+}
+
+#[test]
+fn a_rank_that_knows_other_invitations_gets_no_links() {
+    // Rank 1 knows another invitation of rank 2 than the other ranks, as if it were of another job.
+    let (doors, invitations) = doors(3);
+    let other = Door::open().unwrap();
+    let told = |rank: usize| {
+        let mut told = invitations.clone();
+        if rank == 1 {
+            told[2] = other.invitation().clone();
+        }
+        told
+    };
+    let results = link(doors, told, Duration::from_millis(900));
+    assert!(peer_error(Err::<(), _>(results[1].as_ref().unwrap_err().clone())).fault == PeerFault::Late);
+    assert!(results.iter().all(|result| matches!(result, Err(Error::Peer(_)))), "{results:?}");
+}
+
+#[test]
+fn a_rank_that_closes_its_door_before_linking_is_named() {
+    let (mut doors, invitations) = doors(3);
+    doors.remove(0);
+    let ranks = [1, 2];
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let invitations = &invitations;
+        let threads: Vec<_> = ranks
+            .into_iter()
+            .zip(doors)
+            .map(|(rank, door)| {
+                scope.spawn(move || Links::connect(door, &member(rank, 3, LONG), invitations))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for result in results {
+        let error = peer_error(result);
+        assert_eq!((error.peer, error.fault), (Rank(0), PeerFault::Died), "{error}");
+    }
+}
+
+#[test]
+fn ranks_link_in_spite_of_idle_connections_to_a_door() {
+    let (doors, invitations) = doors(2);
+    // Socket names are not secret: /proc/net/unix lists them.
+    let text = invitations[0].to_string();
+    let idle: Vec<_> = (0..300)
+        .filter_map(|_| super::local::connect(&format!("hybrid-ep/link/{}", &text[..32])).ok())
+        .collect();
+    assert!(!idle.is_empty());
+    for result in link(doors, |_| invitations.clone(), LONG) {
+        result.unwrap();
+    }
+    assert_ne!(random().unwrap(), random().unwrap());
+}

@@ -1,0 +1,286 @@
+//! A non-blocking stream socket with its received and unsent bytes. Local sockets also carry descriptors.
+
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+/// The most bytes that one read allocates, so that a forged length does not make this process allocate that much.
+const READ: usize = 64 << 10;
+
+/// A stream socket.
+#[derive(Debug)]
+pub(super) enum Socket {
+    Tcp(TcpStream),
+    #[cfg(target_os = "linux")]
+    Unix(std::os::unix::net::UnixStream),
+}
+
+impl Socket {
+    pub(super) fn try_clone(&self) -> std::io::Result<Self> {
+        Ok(match self {
+            Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
+            #[cfg(target_os = "linux")]
+            Self::Unix(stream) => Self::Unix(stream.try_clone()?),
+        })
+    }
+
+    fn prepare(&self) -> std::io::Result<()> {
+        match self {
+            Self::Tcp(stream) => {
+                stream.set_nodelay(true)?;
+                stream.set_nonblocking(true)
+            }
+            #[cfg(target_os = "linux")]
+            Self::Unix(stream) => stream.set_nonblocking(true),
+        }
+    }
+
+    /// Reads bytes. Appends the descriptors that arrive with them to `descriptors`, or closes them if it is `None`.
+    fn read(&self, bytes: &mut [u8], descriptors: Option<&mut VecDeque<OwnedFd>>) -> std::io::Result<usize> {
+        match (self, descriptors) {
+            #[cfg(target_os = "linux")]
+            (Self::Unix(stream), Some(descriptors)) => receive_with_descriptors(stream, bytes, descriptors),
+            // A plain read receives no descriptors: the system closes them.
+            #[cfg(target_os = "linux")]
+            (Self::Unix(stream), None) => (&*stream).read(bytes),
+            (Self::Tcp(stream), _) => (&*stream).read(bytes),
+        }
+    }
+
+    fn write(&self, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> std::io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => (&*stream).write(bytes),
+            #[cfg(target_os = "linux")]
+            Self::Unix(stream) => send_with_descriptor(stream, bytes, descriptor),
+        }
+    }
+
+    pub(super) fn shut_down(&self) {
+        // Shutting down fails if the connection has already ended, which is fine.
+        let _ = match self {
+            Self::Tcp(stream) => stream.shutdown(std::net::Shutdown::Write),
+            #[cfg(target_os = "linux")]
+            Self::Unix(stream) => stream.shutdown(std::net::Shutdown::Write),
+        };
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            #[cfg(target_os = "linux")]
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn receive_with_descriptors(
+    stream: &std::os::unix::net::UnixStream,
+    bytes: &mut [u8],
+    descriptors: &mut VecDeque<OwnedFd>,
+) -> std::io::Result<usize> {
+    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+    // A valid message has at most one descriptor. The system closes the descriptors that do not fit.
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let iov = &mut [std::io::IoSliceMut::new(bytes)];
+    let received = recvmsg(stream, iov, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(found) = message {
+            descriptors.extend(found);
+        }
+    }
+    // A message has at most one descriptor and is read whole, so only a faulty peer sends more.
+    descriptors.truncate(2);
+    Ok(received.bytes)
+}
+
+#[cfg(target_os = "linux")]
+fn send_with_descriptor(
+    stream: &std::os::unix::net::UnixStream,
+    bytes: &[u8],
+    descriptor: Option<BorrowedFd<'_>>,
+) -> std::io::Result<usize> {
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let descriptors = descriptor.map(|descriptor| [descriptor]);
+    if let Some(descriptors) = &descriptors {
+        ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+    }
+    Ok(sendmsg(stream, &[std::io::IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)?)
+}
+
+/// Bytes to send.
+#[derive(Debug)]
+pub(super) enum Piece {
+    Own(Vec<u8>),
+    /// Bytes that several connections send.
+    Shared(Arc<Vec<u8>>),
+    /// Bytes with a descriptor, which is sent with the first byte.
+    WithDescriptor(Vec<u8>, OwnedFd),
+}
+
+impl Piece {
+    pub(super) fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Own(bytes) | Self::WithDescriptor(bytes, _) => bytes,
+            Self::Shared(bytes) => bytes,
+        }
+    }
+}
+
+/// A socket with its received and unsent bytes.
+#[derive(Debug)]
+pub(super) struct Wire {
+    socket: Socket,
+    /// Received bytes that were not taken.
+    incoming: Vec<u8>,
+    /// Received descriptors; `None` while this end accepts none.
+    descriptors: Option<VecDeque<OwnedFd>>,
+    outgoing: VecDeque<Piece>,
+    /// Bytes of the first piece of `outgoing` that were sent.
+    sent: usize,
+    /// No bytes can arrive any more.
+    ended: bool,
+    /// No bytes can be sent any more.
+    unwritable: bool,
+}
+
+impl Wire {
+    pub(super) fn new(socket: Socket) -> std::io::Result<Self> {
+        socket.prepare()?;
+        let (incoming, outgoing) = (Vec::new(), VecDeque::new());
+        Ok(Self { socket, incoming, descriptors: None, outgoing, sent: 0, ended: false, unwritable: false })
+    }
+
+    /// Accepts descriptors from now on.
+    pub(super) fn take_descriptors(&mut self) {
+        self.descriptors.get_or_insert_default();
+    }
+
+    /// The oldest received descriptor.
+    pub(super) fn descriptor(&mut self) -> Option<OwnedFd> {
+        self.descriptors.as_mut()?.pop_front()
+    }
+
+    pub(super) fn socket(&self) -> &Socket {
+        &self.socket
+    }
+
+    /// Takes the next `len` bytes once they have arrived. Never reads beyond them, so that a later message, and the
+    /// descriptor with it, stay in the socket.
+    pub(super) fn take(&mut self, len: usize) -> Option<Vec<u8>> {
+        self.fill(len).then(|| std::mem::take(&mut self.incoming))
+    }
+
+    /// The next `len` bytes, without taking them, once they have arrived.
+    pub(super) fn peek(&mut self, len: usize) -> Option<&[u8]> {
+        self.fill(len).then(|| &self.incoming[..len])
+    }
+
+    fn fill(&mut self, len: usize) -> bool {
+        while self.incoming.len() < len && !self.ended {
+            let at = self.incoming.len();
+            self.incoming.resize(len.min(at + READ), 0);
+            let read = self.socket.read(&mut self.incoming[at..], self.descriptors.as_mut());
+            self.incoming.truncate(at + *read.as_ref().unwrap_or(&0));
+            match read {
+                Ok(0) => self.ended = true,
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                // All bytes that arrived before the error have been read.
+                Err(_) => self.ended = true,
+            }
+        }
+        self.incoming.len() >= len
+    }
+
+    /// Whether no more bytes can arrive.
+    pub(super) fn ended(&self) -> bool {
+        self.ended
+    }
+
+    /// Whether received bytes were not taken.
+    #[cfg(target_os = "linux")]
+    pub(super) fn holds(&self) -> bool {
+        !self.incoming.is_empty()
+    }
+
+    /// Whether no more bytes can be sent.
+    #[cfg(target_os = "linux")]
+    pub(super) fn is_unwritable(&self) -> bool {
+        self.unwritable
+    }
+
+    pub(super) fn send(&mut self, piece: Piece) {
+        self.outgoing.push_back(piece);
+    }
+
+    /// Sends as many of the queued bytes as the socket accepts now.
+    pub(super) fn flush(&mut self) {
+        while let Some(piece) = self.outgoing.front() {
+            let bytes = piece.bytes();
+            let descriptor = match piece {
+                Piece::WithDescriptor(_, descriptor) if self.sent == 0 => Some(descriptor.as_fd()),
+                _ => None,
+            };
+            if self.unwritable || self.sent == bytes.len() {
+                self.outgoing.pop_front();
+                self.sent = 0;
+                continue;
+            }
+            match self.socket.write(&bytes[self.sent..], descriptor) {
+                Ok(sent) => self.sent += sent,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                // Bytes that the other end sent before it closed can still be read, so only sending ends here.
+                Err(_) => self.unwritable = true,
+            }
+        }
+    }
+
+    /// Whether unsent bytes are queued.
+    pub(super) fn has_unsent(&self) -> bool {
+        !self.outgoing.is_empty()
+    }
+
+    /// Closes the connection so that the sent bytes arrive. If this end closed a socket with unread bytes, the system
+    /// would reset the connection and discard the sent ones; so it first reads them.
+    pub(super) fn finish(mut self) {
+        self.flush();
+        self.socket.shut_down();
+        let mut rest = [0; READ];
+        // The bound covers all bytes that a socket can hold. A peer that keeps sending must not keep this end busy.
+        for _ in 0..256 {
+            if !matches!(self.socket.read(&mut rest, None), Ok(1..)) {
+                break;
+            }
+        }
+    }
+
+    /// The events to poll for.
+    pub(super) fn interest(&self) -> PollFd<'_> {
+        let writes = if self.has_unsent() { PollFlags::OUT } else { PollFlags::empty() };
+        PollFd::new(&self.socket, PollFlags::IN | writes)
+    }
+}
+
+/// Waits until one of `fds` is ready, or until `until`. A signal may end the wait early.
+pub(super) fn wait(fds: &mut [PollFd<'_>], until: Instant) {
+    // A little longer than asked for, so that the caller's clock is past `until` afterwards.
+    let left = until.saturating_duration_since(Instant::now()) + Duration::from_micros(50);
+    let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+    // Treat a failed poll as an early end: the caller checks its connections and waits again.
+    if poll(fds, Some(&timeout)).is_err() {
+        std::thread::sleep(Duration::from_millis(1).min(left));
+    }
+}

@@ -1,0 +1,40 @@
+//! Ctrl-C while an operator waits for other ranks.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ep::Interrupt;
+use pyo3::prelude::*;
+
+use crate::errors::Failure;
+
+/// The exception that a Python signal handler raised while an operator of the buffer waited.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Signals(Arc<Mutex<Option<PyErr>>>);
+
+impl Signals {
+    /// Returns the check that a waiting operator calls: it runs Python's signal handlers and stops the operator if one
+    /// of them raises. Handlers run on the main thread only; on other threads the check never stops the operator.
+    pub(crate) fn interrupt(&self) -> Interrupt {
+        let signals = self.clone();
+        // At the end of the process there may be no interpreter, and so no handler.
+        Interrupt::new(move || Python::try_attach(|py| signals.raise(py)).unwrap_or(false))
+    }
+
+    /// Runs the handlers. Returns whether one has raised, now or in an earlier check during the same wait.
+    fn raise(&self, py: Python<'_>) -> bool {
+        let checked = py.check_signals();
+        let mut raised = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = checked {
+            *raised = Some(error);
+        }
+        raised.is_some()
+    }
+
+    /// Returns the result of a call, or the exception of a handler that raised during the call.
+    pub(crate) fn settle<T>(&self, result: Result<T, Failure>) -> Result<T, Failure> {
+        match self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(error) => Err(Failure::Raised(error)),
+            None => result,
+        }
+    }
+}

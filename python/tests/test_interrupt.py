@@ -1,0 +1,96 @@
+"""Ctrl-C while a rank waits for another one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAM = """
+import signal, sys, time
+import torch
+import torch.distributed as dist
+from hybrid_ep import Buffer, HybridEPError
+
+# A shell starts programs in the background with this signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+rank, store, device, call = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+if device == "cuda":
+    device = f"cuda:{rank % torch.cuda.device_count()}"
+buffer = None
+
+def join():
+    global buffer
+    buffer = Buffer(dist.group.WORLD, num_experts=4, device=device, timeout=100)
+
+if call != "join":
+    join()
+x = torch.ones(6, 64, device=device, dtype=torch.bfloat16)
+idx = torch.arange(12, device=device).view(6, 2) % 4
+if call not in ("join", "preprocess"):
+    got = buffer.dispatch_with_permute(x, idx)
+    buffer.synchronize()
+
+def finish(what):
+    # On a GPU an operator returns at once, so synchronize waits.
+    buffer.synchronize()
+
+calls = {
+    "join": join,
+    "preprocess": lambda: buffer.preprocess(idx, pad_multiple=1),
+    "dispatch": lambda: finish(buffer.dispatch_with_permute(x, handle=got.handle)),
+    "combine": lambda: finish(buffer.combine_with_unpermute(got.tokens, got.handle)),
+}
+print("ready", flush=True)
+if rank == 1:
+    sys.stdin.readline()  # stays until the test is over
+    sys.exit()
+try:
+    calls[call]()
+    print("finished")
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    if buffer is not None:
+        try:
+            calls[call]()
+            print("finished")
+        except HybridEPError:
+            print("unusable")
+"""
+
+
+@pytest.mark.parametrize("call", ["join", "preprocess", "dispatch", "combine"])
+def test_ctrl_c_ends_a_wait(device: str, call: str, tmp_path: Path) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("ranks that share a GPU")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store"), device, call],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n", rank.communicate()
+        time.sleep(1)  # by then the operator waits
+        ranks[0].send_signal(signal.SIGINT)
+        # Far less than the timeout. On a GPU the process does not wait for the kernel to end, either.
+        out, err = ranks[0].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert out == ("interrupted\n" if call == "join" else "interrupted\nunusable\n"), out + err

@@ -1,0 +1,109 @@
+"""Every Python block in README.md and docs/ runs, or a marker above it gives the reason why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+# In the Markdown above a fence: <!-- not run: the reason -->
+MARKER = re.compile(r"<!-- not run: (?P<reason>.+) -->$")
+# With this reason, a block runs where there is a GPU.
+NEEDS_GPU = "needs a GPU"
+# Every block with a marker: its file, and the number of such blocks. The tests fail for a marker that is not listed.
+NOT_RUN = {"docs/python.md": 2}
+
+# Code to run before and after a block that is no whole program, by the block's file and first line
+# without its comment.
+AROUND = {
+    ("README.md", "import torch"): (
+        "",
+        """
+assert received.tokens.shape == (2000, 512)
+assert torch.equal(combined, tokens)
+""",
+    ),
+    ("docs/megatron.md", "from hybrid_ep import install_as_deep_ep"): (
+        "",
+        """
+import deep_ep, hybrid_ep.deep_ep
+assert deep_ep.HybridEPBuffer is hybrid_ep.deep_ep.HybridEPBuffer
+""",
+    ),
+}
+
+
+class Block(NamedTuple):
+    """A fenced block of a Markdown file."""
+
+    file: str
+    line: int
+    text: str
+    reason: str | None
+    """The reason in the marker above the block, if there is one."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.file, self.text.splitlines()[0].split("  # ")[0]
+
+
+def blocks() -> list[Block]:
+    found = []
+    directories = [ROOT / name for name in ("crates", "docs", "examples", "traces")]
+    files = {*ROOT.glob("*.md"), *(path for directory in directories for path in directory.rglob("*.md"))}
+    for path in sorted(files):
+        lines = path.read_text().splitlines()
+        number = 0
+        while number < len(lines):
+            if lines[number].startswith("```"):
+                end = lines.index("```", number + 1)
+                if lines[number] == "```python":
+                    marker = MARKER.match(lines[number - 1])
+                    text = "\n".join(lines[number + 1 : end])
+                    reason = marker["reason"] if marker else None
+                    found.append(Block(str(path.relative_to(ROOT)), number + 1, text, reason))
+                number = end
+            number += 1
+    return found
+
+
+@pytest.mark.parametrize("block", blocks(), ids=lambda block: f"{block.file}:{block.line}")
+def test_a_block_runs(block: Block, tmp_path: Path) -> None:
+    on_gpu = block.reason == NEEDS_GPU and torch.cuda.is_available()
+    if block.reason is not None and not on_gpu:
+        pytest.skip(block.reason)
+    before, after = AROUND.get(block.key, ("", ""))
+    program = tmp_path / "snippet.py"
+    program.write_text(f"{before}\n{block.text}\n{after}")
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    if not on_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, f"{block.file}:{block.line}\n{done.stderr}"
+
+
+def test_every_block_that_does_not_run_is_listed() -> None:
+    assert Counter(block.file for block in blocks() if block.reason is not None) == NOT_RUN
+
+
+def test_every_entry_of_around_names_a_block() -> None:
+    keys = {block.key for block in blocks()}
+    assert set(AROUND) <= keys, set(AROUND) - keys
+
+
+def test_the_readme_shows_the_output_of_the_example() -> None:
+    """test_examples.py compares that output with what the example prints."""
+    printed = (ROOT / "examples" / "README.md").read_text().split("```text\n")[1].split("```")[0]
+    assert printed.startswith("rank 0 of 4 sent") and printed in (ROOT / "README.md").read_text()
+    shown = [block for block in blocks() if block.file == "README.md"]
+    example = (ROOT / "examples" / "ten_lines.py").read_text()
+    for line in shown[0].text.splitlines():
+        assert line.split("  # ")[0] in example, line
