@@ -21,6 +21,9 @@ const BEATS_PER_BOUND: u32 = 16;
 /// this process itself did not run, for example because the whole job was suspended; the excess does not count.
 const OBSERVED_PAUSES: u32 = 4;
 
+/// A rank that misses so many heartbeats in a row may be stopped.
+const MISSED_BEATS: u32 = 4;
+
 /// The heartbeat thread of a rank; it runs until this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Pulse {
@@ -93,15 +96,26 @@ impl Pulse {
         let changed = self.monitor.seen[rank.index()].changed_ns.load(Relaxed);
         Duration::from_nanos(self.monitor.observed_ns.load(Relaxed).saturating_sub(changed))
     }
+
+    /// The silence from which a rank may be stopped. It is shorter than the stall bound, from which the rank is.
+    pub(crate) fn quiet(&self) -> Duration {
+        self.monitor.every * MISSED_BEATS
+    }
+
+    /// Ends the heartbeat.
+    pub(crate) fn stop(&mut self) {
+        self.monitor.stop.store(true, Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
 }
 
 impl Drop for Pulse {
     fn drop(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
         if !self.is_forked() {
-            self.monitor.stop.store(true, Relaxed);
-            thread.thread().unpark();
-            let _ = thread.join();
+            self.stop();
         }
     }
 }

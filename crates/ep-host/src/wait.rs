@@ -248,8 +248,7 @@ impl Op<'_> {
             let Some((rank, silence)) = silences.find(|&(_, silence)| silence >= bound) else {
                 return Ok(());
             };
-            let why = format!("rank {rank} has had no heartbeat for {:.1} s", silence.as_secs_f64());
-            exceeded(rank, PeerFault::Stalled, why)
+            exceeded(rank, PeerFault::Stalled, no_heartbeat(rank, silence))
         };
         check_heartbeats(stall)?;
         let own = since(self.progressed_ns.load(Relaxed));
@@ -284,18 +283,29 @@ impl Op<'_> {
         exceeded(awaited, PeerFault::Late, why)
     }
 
-    /// The error for a rank that left while it was needed. If the process of another rank has died, the error names
-    /// that rank: the one that left may have learned of the death first, and left because of it.
+    /// The error for a rank that left while it was needed. That rank may have learned first that another rank is lost,
+    /// and left because of it. So the error names a rank whose process has died, or whose heartbeat is silent for the
+    /// stall bound; a silence that has begun is waited out.
     fn left(&self, rank: Rank, waiting: Waiting) -> Error {
         let comm = self.comm;
-        let died = || {
-            let mut dead = comm.processes.dead();
-            dead.find(|dead| matches!(comm.controls[dead.index()].health(), Health::Alive))
-        };
+        let (stall, quiet) = (comm.config.stall_bound(), comm.pulse.quiet());
+        let is_alive = |rank: &Rank| matches!(comm.controls[rank.index()].health(), Health::Alive);
         let deadline = Instant::now() + GRACE_PERIOD;
-        while !comm.processes.is_empty() && Instant::now() < deadline {
-            if let Some(dead) = died() {
+        loop {
+            if let Some(dead) = comm.processes.dead().find(is_alive) {
                 return self.peer_error(dead, PeerFault::Died, waiting, None);
+            }
+            let silences = self.needed().filter(is_alive).map(|rank| (comm.pulse.silence(rank), rank));
+            let longest = silences.max().filter(|&(silence, _)| silence >= quiet);
+            match longest {
+                Some((silence, silent)) if silence >= stall => {
+                    let what = format!("{}; {}", waiting.what, no_heartbeat(silent, silence));
+                    let waiting = Waiting { peer: silent, what };
+                    return self.peer_error(silent, PeerFault::Stalled, waiting, None);
+                }
+                Some(_) => {}
+                None if comm.processes.is_empty() || Instant::now() >= deadline => break,
+                None => {}
             }
             std::thread::sleep(NAP);
         }
@@ -333,9 +343,19 @@ impl Op<'_> {
     }
 }
 
+fn no_heartbeat(rank: Rank, silence: Duration) -> String {
+    format!("rank {rank} has had no heartbeat for {:.1} s", silence.as_secs_f64())
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use ep::workload::Workload;
+    use ep::{Backend as _, DispatchMode, World};
+
     use super::*;
+    use crate::HostBuffer;
     use crate::control::controls;
     use crate::signature::SIGNATURE;
 
@@ -384,5 +404,24 @@ mod tests {
         assert_eq!(needed(2), [Rank(1), Rank(2)]);
         // Finishing is progress: the ranks that waited for it advance a moment later.
         assert_eq!(monitor.newest_progress(), 10);
+    }
+
+    /// A rank that has learned first that rank 0 is stopped leaves. The others then name rank 0 all the same.
+    #[test]
+    fn a_stopped_rank_is_named_and_not_one_that_left_because_of_it() {
+        let stall = Duration::from_millis(400);
+        let mut config = ep::Config::default();
+        config.stall_timeout = stall;
+        let mut buffers = HostBuffer::threads(World::new(3, 1, 3).unwrap(), &config).unwrap();
+        let (mut last, leaver, mut stopped) = (buffers.remove(2), buffers.remove(1), buffers.remove(0));
+        Arc::get_mut(&mut stopped.comm).unwrap().pulse.stop();
+        while last.comm.pulse.silence(Rank(0)) < last.comm.pulse.quiet() {
+            std::thread::yield_now();
+        }
+        drop(leaver);
+        let routing = Workload { tokens: 4, experts: 3, topk: 1, skew: 0.0, seed: 0 }.routing(Rank(2));
+        let error = last.preprocess(&routing, DispatchMode::Plain, None).unwrap_err().to_string();
+        assert!(error.starts_with("rank 0 stalled (preprocess #1)"), "{error}");
+        assert!(last.comm.pulse.silence(Rank(0)) >= stall, "{error}");
     }
 }
