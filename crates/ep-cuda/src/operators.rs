@@ -138,7 +138,7 @@ impl Backend for CudaBuffer {
             groups: cut.groups,
             stages: cut.stages,
             stage_bytes: cut.stage_bytes(),
-            reserved: [0; 2],
+            rates: tuning::rates(self.device.arch),
         };
         // SAFETY: the parameters are this kernel's; sizes were checked; memory stays until the stream has executed the
         // launch, by the contract of `Backend` and of borrowed memory.

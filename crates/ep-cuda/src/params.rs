@@ -312,6 +312,29 @@ structs! { STRUCTS:
         overflow: DeviceAddress as "i32*",
     }
 
+    /// The rates by which dispatch divides its blocks between the send role and the duplicate role, in MB/s except for
+    /// `senders`. Only their ratios matter. `tuning::rates` has the values, split.cuh the model.
+    Rates {
+        /// Rows that one duplicating block stores.
+        stored: u32,
+        /// Rows that one duplicating block loads; most are loaded once for several stores.
+        loaded: u32,
+        /// Unquantised rows that one of n sending blocks sends: `sent - n * sent_loss`, at least `sent_least`.
+        sent: u32,
+        sent_loss: u32,
+        sent_least: u32,
+        /// Quantising variant: rows that one block sends.
+        sent_quantized: u32,
+        /// Quantising variant: rows that one duplicating block copies.
+        copied_quantized: u32,
+        /// Quantising variant: tokens that one sending block quantises, in bytes read.
+        quantized: u32,
+        /// All blocks together, to all peers.
+        wire: u32,
+        /// The number of blocks that send unquantised rows is at most this number, or a multiple of it.
+        senders: u32,
+    }
+
     /// Parameters of dispatch.
     DispatchParams {
         common: Common,
@@ -340,7 +363,7 @@ structs! { STRUCTS:
         stages: u32,
         /// Distance between two stages, in bytes.
         stage_bytes: u32,
-        reserved: [u32; 2],
+        rates: Rates,
     }
 
     /// Parameters of combine.

@@ -307,6 +307,29 @@ struct PreprocessParams {
     i32* overflow;
 };
 
+// The rates by which dispatch divides its blocks between the send role and the duplicate role, in MB/s except for
+// `senders`. Only their ratios matter. `tuning::rates` has the values, split.cuh the model.
+struct Rates {
+    // Rows that one duplicating block stores.
+    u32 stored;
+    // Rows that one duplicating block loads; most are loaded once for several stores.
+    u32 loaded;
+    // Unquantised rows that one of n sending blocks sends: `sent - n * sent_loss`, at least `sent_least`.
+    u32 sent;
+    u32 sent_loss;
+    u32 sent_least;
+    // Quantising variant: rows that one block sends.
+    u32 sent_quantized;
+    // Quantising variant: rows that one duplicating block copies.
+    u32 copied_quantized;
+    // Quantising variant: tokens that one sending block quantises, in bytes read.
+    u32 quantized;
+    // All blocks together, to all peers.
+    u32 wire;
+    // The number of blocks that send unquantised rows is at most this number, or a multiple of it.
+    u32 senders;
+};
+
 // Parameters of dispatch.
 struct DispatchParams {
     Common common;
@@ -335,7 +358,7 @@ struct DispatchParams {
     u32 stages;
     // Distance between two stages, in bytes.
     u32 stage_bytes;
-    u32 reserved[2];
+    Rates rates;
 };
 
 // Parameters of combine.
@@ -605,6 +628,17 @@ static_assert(OFFSET_OF(PreprocessParams, tokens_per_expert) == 1744);
 static_assert(OFFSET_OF(PreprocessParams, kept_per_expert) == 1752);
 static_assert(OFFSET_OF(PreprocessParams, overflow) == 1760);
 static_assert(sizeof(PreprocessParams) == 1768);
+static_assert(OFFSET_OF(Rates, stored) == 0);
+static_assert(OFFSET_OF(Rates, loaded) == 4);
+static_assert(OFFSET_OF(Rates, sent) == 8);
+static_assert(OFFSET_OF(Rates, sent_loss) == 12);
+static_assert(OFFSET_OF(Rates, sent_least) == 16);
+static_assert(OFFSET_OF(Rates, sent_quantized) == 20);
+static_assert(OFFSET_OF(Rates, copied_quantized) == 24);
+static_assert(OFFSET_OF(Rates, quantized) == 28);
+static_assert(OFFSET_OF(Rates, wire) == 32);
+static_assert(OFFSET_OF(Rates, senders) == 36);
+static_assert(sizeof(Rates) == 40);
 static_assert(OFFSET_OF(DispatchParams, common) == 0);
 static_assert(OFFSET_OF(DispatchParams, handle) == 1544);
 static_assert(OFFSET_OF(DispatchParams, tokens) == 1640);
@@ -624,8 +658,8 @@ static_assert(OFFSET_OF(DispatchParams, piece_bytes) == 1720);
 static_assert(OFFSET_OF(DispatchParams, groups) == 1724);
 static_assert(OFFSET_OF(DispatchParams, stages) == 1728);
 static_assert(OFFSET_OF(DispatchParams, stage_bytes) == 1732);
-static_assert(OFFSET_OF(DispatchParams, reserved) == 1736);
-static_assert(sizeof(DispatchParams) == 1744);
+static_assert(OFFSET_OF(DispatchParams, rates) == 1736);
+static_assert(sizeof(DispatchParams) == 1776);
 static_assert(OFFSET_OF(CombineParams, common) == 0);
 static_assert(OFFSET_OF(CombineParams, handle) == 1544);
 static_assert(OFFSET_OF(CombineParams, rows) == 1640);

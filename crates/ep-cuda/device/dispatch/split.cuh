@@ -1,26 +1,7 @@
 // Divides the blocks between the send role and the duplicate role, by an estimate of the time that either takes. The
-// amounts of work come from the handle's shape, which preprocess has counted.
+// amounts of work come from the handle's shape, which preprocess has counted; the host passes the rates of this GPU.
 #pragma once
 #include "send.cuh"
-
-// GB/s of one block, measured on H200s. duplicate: rows stored, and rows loaded (most are loaded once for several
-// stores). Quantising variant: rows sent, rows copied by duplicate, and tokens quantised (bytes read).
-constexpr float STORED = 65.0f, LOADED = 145.0f;
-constexpr float SENT_QUANTIZED = 45.0f, COPIED_QUANTIZED = 35.0f, QUANTIZED = 35.0f;
-// Unquantised rows sent, per block, if `blocks` blocks send.
-__device__ inline float sent_by(u32 blocks) { return max(45.0f - 0.5f * static_cast<float>(blocks), 20.0f); }
-// GB/s of all blocks together: the rate of NVLink 4 to all peers. NVLink 5 has twice the bandwidth; its value is an
-// estimate, not a measurement.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr float WIRE = 680.0f;
-#else
-constexpr float WIRE = 340.0f;
-#endif
-
-// The number of blocks that send unquantised rows is at most this number, or a multiple of it. Between 4 H200s, 9 to 15
-// blocks take longer than 8: items are divided evenly, blocks send at unequal speeds depending on the place of their
-// SM, and the slowest block determines the time.
-constexpr u32 SENDERS = 8;
 
 // The time of sending and copying in parallel, from the time of either alone, in any unit. The maximum is smoothed,
 // because roles of equal duration wait for each other now and then; the second term is the copying after the last
@@ -38,8 +19,9 @@ struct Work {
     float loaded;     // by duplicate
     float sent;       // quantising variant: remote rows, and rows that the send role stores on this rank
     float quantized;  // in rows of output bytes: a token is read as bf16, which has twice the bytes
+    const Rates& rates;
 
-    __device__ explicit Work(const DispatchParams& p) {
+    __device__ explicit Work(const DispatchParams& p) : rates(p.rates) {
         const Common& c = p.common;
         const u32* shape = p.handle.shape + 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]);
         const float rows = static_cast<float>(shape[SHAPE_ROWS]), own = static_cast<float>(shape[SHAPE_OWN]);
@@ -52,15 +34,28 @@ struct Work {
         quantized = 2.0f * static_cast<float>(p.handle.tokens);
     }
 
+    // The time of `rows` rows at `rate` in each of `blocks` blocks.
+    __device__ static float at(float rows, u32 rate, float blocks = 1.0f) {
+        return rows / (static_cast<float>(rate) * blocks);
+    }
+
+    // The rate of each of `blocks` blocks that send unquantised rows.
+    __device__ u32 sent_by(u32 blocks) const {
+        const u32 lost = min(blocks * rates.sent_loss, rates.sent);
+        return max(rates.sent - lost, rates.sent_least);
+    }
+
     // The time if `sending` blocks send and `copying` blocks copy. `busy`: the fraction of the senders' warps that have
     // an item, averaged over the rounds.
     __device__ float time(u32 sending, u32 copying, float busy) const {
         const float senders = static_cast<float>(sending) * max(busy, 0.001f), copiers = static_cast<float>(copying);
-        const float wire = remote / WIRE;
-        if (SEND_OWN)
-            return max(max((sent / SENT_QUANTIZED + quantized / QUANTIZED) / senders, wire),
-                       stored / COPIED_QUANTIZED / copiers);
-        return side_by_side(max(remote / sent_by(sending) / senders, wire), (stored / STORED + loaded / LOADED) / copiers);
+        const float wire = at(remote, rates.wire);
+        if (SEND_OWN) {
+            const float send = at(sent, rates.sent_quantized, senders) + at(quantized, rates.quantized, senders);
+            return max(max(send, wire), at(stored, rates.copied_quantized, copiers));
+        }
+        const float copy = at(stored, rates.stored, copiers) + at(loaded, rates.loaded, copiers);
+        return side_by_side(max(at(remote, sent_by(sending), senders), wire), copy);
     }
 };
 
@@ -71,7 +66,7 @@ __device__ inline u32 sending_blocks(const DispatchParams& p, u32 warps) {
     const u32 items = div_up(p.handle.chunks, SPAN) * p.groups;
     u32 best = NONE, fastest = 1;
     for (u32 sending = 1 + lane_id(); sending < gridDim.x; sending += WARP) {
-        if (!SEND_OWN && sending > SENDERS && sending % SENDERS != 0) continue;
+        if (!SEND_OWN && sending > p.rates.senders && sending % p.rates.senders != 0) continue;
         // A warp processes whole items.
         const u32 rounds = div_up(items, sending * warps);
         const float busy = static_cast<float>(items) / static_cast<float>(max(rounds, 1u) * sending * warps);

@@ -8,6 +8,7 @@ use ep::oracle::{self, CombineSpec, Dispatched, ReceivedRows, Tokens};
 use ep::{Counts, DispatchMode, Element, Rank, ReceiveShape, Routing, ScaleFormat, TokenFormat, World};
 
 use crate::content::Random;
+use crate::program::{RATE_NAMES, RATES};
 use crate::record::{File, Record, floats, words};
 
 /// The content of outputs before an operator, as `POISON` of the program.
@@ -245,6 +246,9 @@ impl Script {
         record.number("piece bytes", piece);
         record.number("groups", row_bytes.div_ceil(piece).min(4));
         record.number("stages", 3);
+        for (name, rate) in RATE_NAMES.into_iter().zip(RATES) {
+            record.number(name, rate as usize);
+        }
 
         let rows = handle.received[rank].shape.allocated_rows();
         let local = self.world.placement.local_experts(Rank(rank as u32));

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -216,6 +217,16 @@ PreprocessParams preprocess_params(const Record& world, const Common& common, co
     return p;
 }
 
+// The rates whose fields `field` returns by index.
+template <class F>
+Rates rates_of(F field) {
+    u32 fields[sizeof(Rates) / sizeof(u32)];
+    for (u32 at = 0; at < std::size(fields); ++at) fields[at] = field(at);
+    Rates rates;
+    std::memcpy(&rates, fields, sizeof(rates));
+    return rates;
+}
+
 DispatchParams dispatch_params(const Common& common, const HandleView& handle, const Arguments& call) {
     DispatchParams p{};
     p.common = common;
@@ -237,6 +248,7 @@ DispatchParams dispatch_params(const Common& common, const HandleView& handle, c
     p.groups = call.number("groups");
     p.stages = call.number("stages");
     p.stage_bytes = stage_stride(p.piece_bytes);
+    p.rates = rates_of([&](u32 at) { return call.number(("rate " + std::to_string(at)).c_str()); });
     return p;
 }
 
@@ -345,6 +357,7 @@ int divide(char** arguments) {
     p.handle.shape = shape;
     p.handle.chunks = number(4);
     p.groups = 1;
+    p.rates = rates_of([&](u32 at) { return number(8 + at); });
     p.out_tokens = reinterpret_cast<u8*>(sending.data());
     machine::Settings settings{};
     settings.enter = [](u32) {};
@@ -358,7 +371,7 @@ int divide(char** arguments) {
 }  // namespace
 
 int main(int count, char** arguments) {
-    if (count == 8 && std::string_view(arguments[1]) == "division") return divide(arguments);
+    if (count == 18 && std::string_view(arguments[1]) == "division") return divide(arguments);
     if (count != 3 && count != 4) {
         std::fputs("usage: roles CASE SEED [ORDER[@FILE:LINE] | delta | sites]\n"
                    "       roles division KERNEL BLOCKS CHUNKS ROWS REMOTE OWN\n",
