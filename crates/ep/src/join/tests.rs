@@ -146,7 +146,8 @@ fn large_blobs_arrive() {
 
 #[test]
 fn every_rank_names_the_absent_rank() {
-    let results = meet(4, Some(2), Duration::from_millis(700), Some(secret()));
+    // Every rank must join within this time, also on a busy machine.
+    let results = meet(4, Some(2), Duration::from_secs(3), Some(secret()));
     assert_eq!(results.len(), 3);
     for result in results {
         let error = peer_error(result);
@@ -507,7 +508,8 @@ fn a_member_that_does_not_read_is_named() {
 /// Rank 0 has said which rank it waits for, and is stopped then: the others name rank 0.
 #[test]
 fn a_rank_0_that_stops_while_it_waits_for_another_rank_is_named() {
-    const TIMEOUT: Duration = Duration::from_secs(3);
+    // Rank 0 must stop, and then be silent for two seconds, within this time, also on a busy machine.
+    const TIMEOUT: Duration = Duration::from_secs(6);
     let (listener, address) = listener();
     let errors = std::thread::scope(|scope| {
         let stopping = Interrupt::new({
@@ -515,7 +517,7 @@ fn a_rank_0_that_stops_while_it_waits_for_another_rank_is_named() {
             move || {
                 // A call in the exchange, as joining is over by then.
                 if calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 30 {
-                    std::thread::sleep(3 * TIMEOUT);
+                    std::thread::sleep(2 * TIMEOUT);
                 }
                 false
             }
