@@ -18,9 +18,10 @@ from ._native import __version__
 from .errors import CallerError, HybridEPError, PeerError, SetupError, renamed
 
 if TYPE_CHECKING:
-    from .buffer import Buffer, Combined, Dispatched, Handle, Traffic
+    from .buffer import Buffer
     from .install import install_as_deep_ep
     from .moe import MoELayer, TokenDispatcher
+    from .results import Combined, Dispatched, Handle, Traffic
 
 __all__ = [
     "Buffer",
@@ -45,10 +46,10 @@ if "torch" not in sys.modules and importlib.util.find_spec("numpy") is None:
 # Imported at first use, so that the command line works, and starts fast, without PyTorch.
 _HOMES = {
     "Buffer": "buffer",
-    "Combined": "buffer",
-    "Dispatched": "buffer",
-    "Handle": "buffer",
-    "Traffic": "buffer",
+    "Combined": "results",
+    "Dispatched": "results",
+    "Handle": "results",
+    "Traffic": "results",
     "MoELayer": "moe",
     "TokenDispatcher": "moe",
     "install_as_deep_ep": "install",

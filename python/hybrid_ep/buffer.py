@@ -1,108 +1,37 @@
-"""`Buffer`: one rank's end of a communicator."""
+"""`Buffer`: one rank's end of a communicator, with the operators as its methods.
+
+results      what the operators return
+_settings    the device and settings of a new buffer
+rendezvous   how the ranks of a process group meet
+_calls       from a method's arguments to an operator
+ops          the operators over tensors
+_library     the operators as torch.ops.hybrid_ep.*, for compilers
+_autograd    their gradients
+_sharing     copies and pickles of a buffer
+"""
 
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _native, ops
-from ._dense import dense_weights
+from . import _calls, _native, ops
+from ._calls import Given
+from ._settings import device_of, settings_of
 from ._sharing import Shared, attach, find_buffer
-from .errors import CallerError, SetupError
+from .errors import CallerError
 from .rendezvous import Meeting
+from .results import Combined, Dispatched, Handle, Traffic
 
 __all__ = ["Buffer", "Combined", "Dispatched", "Handle", "Traffic"]
-
-
-class Handle(NamedTuple):
-    """The result of `preprocess`: where each copy of a token goes.
-
-    One handle serves any number of dispatches and combines with the same routing. `Dispatched.handle` is the handle
-    that a `dispatch` made. T is the number of this rank's tokens, R the number of rows that this rank receives.
-    """
-
-    tensor: Tensor
-    """int64 [1] on the CPU. The storage of this tensor owns the handle: keep the storage alive to keep the handle."""
-    buffer: int
-    """The number of the buffer that made the handle."""
-    tokens: int
-    """T."""
-    rows: int | None
-    """R; None inside `torch.compile` if no capacity was given."""
-    permuted: bool
-    """True for the permuted mode, False for the plain mode."""
-    pad_multiple: int
-    """The rows of each expert are padded to a multiple of this number; 1 in plain mode."""
-    capacity: int | None
-    """The capacity in rows, if one was given: then R equals it."""
-    topk_idx: Tensor | None
-    """[T, K], if the routing was given as `topk_idx`; None for a `routing_map`."""
-    tokens_per_expert: Tensor
-    """int64 [local experts]: rows of each local expert, padding included; empty in plain mode. On the buffer's device
-    with a capacity, else on the CPU."""
-    raw_tokens_per_expert: Tensor
-    """As `tokens_per_expert`, without padding."""
-    overflow: Tensor
-    """int32 [1] on the buffer's device: 1 if the capacity dropped rows, else 0."""
-
-
-class Dispatched(NamedTuple):
-    """The result of a dispatch: the R rows that this rank received.
-
-    `tokens`, `probs`, `scales` and `local_experts` lie in the buffer's registered memory, not in memory of PyTorch's
-    allocator. The last tensor or view of that memory gives it back, and the buffer's next operator may reuse it.
-    `torch.Tensor.record_stream` has no effect on them: see `Buffer`.
-    """
-
-    tokens: Tensor
-    """[R, H], of the input's type, or float8_e4m3fn with `fp8`. R is the capacity, if one was given, else the exact
-    number of rows."""
-    probs: Tensor | None
-    """float32 [R] (permuted mode) or [R, local experts] (plain mode); None if no weights were given."""
-    scales: Tensor | None
-    """float32 or uint8 (ue8m0) [R, ceil(H / 128)], or uint8 (MXFP8) [R, ceil(H / 32)]; None without FP8."""
-    local_experts: Tensor | None
-    """Plain mode: bool [R, local experts], True if the row's token chose the expert. Permuted mode: None."""
-    tokens_per_expert: Tensor | None
-    """Permuted mode: int64 [local experts], padding included, on the CPU, or on the buffer's device with a capacity.
-    Plain mode: None."""
-    overflow: Tensor
-    """int32 [1] on the buffer's device: 1 if the capacity dropped rows, else 0."""
-    handle: Handle
-    """The handle for combine and for further dispatches with the same routing."""
-
-
-class Combined(NamedTuple):
-    """The result of a combine: one sum for each of this rank's T tokens."""
-
-    tokens: Tensor
-    """[T, H], of the input rows' type."""
-    probs: Tensor | None
-    """float32 [T, E], zero for experts that the token did not choose; None if no probabilities were given."""
-
-
-class Traffic(NamedTuple):
-    """Counters of a buffer since it was made. Subtract two readings to measure what ran between them."""
-
-    domain_bytes: int
-    """Bytes written to, or read from, other ranks of the NVLink domain."""
-    transport_bytes: int
-    """Bytes handed to the transport for other domains."""
-    transport_messages: int
-    """Messages handed to the transport for other domains."""
-    preprocess_bytes: int
-    """Bytes of counts received in preprocess."""
-    waited_seconds: float
-    """Seconds in which no worker of this rank could make progress."""
 
 
 class Buffer(Shared):
@@ -179,7 +108,7 @@ class Buffer(Shared):
         workers: int | None = None,
         sms: int | None = None,
     ) -> None:
-        settings = _settings(_device(device), num_experts, domains, timeout, stall_timeout, workers, sms)
+        settings = settings_of(device_of(device), num_experts, domains, timeout, stall_timeout, workers, sms)
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if group is None:
@@ -233,12 +162,12 @@ class Buffer(Shared):
             CallerError: An argument is out of range.
             SetupError: There is no GPU, no kernel compiler, or too little memory.
         """
-        where = _device(device)
+        where = device_of(device)
         if where.index is not None and where.type == "cuda" and torch.cuda.device_count() > 1:
             raise CallerError(
                 f"device: ranks are spread over all GPUs, or those of CUDA_VISIBLE_DEVICES; found {where}"
             )
-        settings = _settings(where, num_experts, domains, timeout, stall_timeout, workers, sms)
+        settings = settings_of(where, num_experts, domains, timeout, stall_timeout, workers, sms)
         ops.check_count("ranks", ranks)
         buffers = []
         for native in _native.Buffer.threads(ranks, settings):
@@ -358,45 +287,8 @@ class Buffer(Shared):
                 capacity, a later call raises the error.
             PeerError: Another rank died, left, failed, stalled or came late.
         """
-        routing, weights, is_map = _routing(topk_idx, topk_weights, routing_map, probs)
-        if weights is not None:
-            weights = _f32("probs" if is_map else "topk_weights", weights)
-        return self._preprocess(routing, weights, is_map, pad_multiple, capacity, max_experts_per_token)
-
-    def _preprocess(
-        self,
-        routing: Tensor,
-        weights: Tensor | None,
-        is_map: bool,
-        pad_multiple: int | None,
-        capacity: int | None,
-        most: int | None,
-    ) -> Handle:
-        most = self._num_experts if most is None else most
-        if weights is not None and weights.requires_grad:
-            weights = weights.detach()
-        if _is_plain_call(routing):
-            arguments = (routing, weights, is_map, pad_multiple, capacity, most)
-            tensor, found, padded, raw, overflow = ops.preprocess(self._end, *arguments)
-            rows: int | None = found
-        else:
-            tensor, padded, raw, overflow = torch.ops.hybrid_ep.preprocess(
-                routing, weights, self._number, is_map, pad_multiple, capacity, most
-            )
-            rows = capacity
-        return Handle(
-            tensor,
-            self._number,
-            routing.shape[0],
-            rows,
-            pad_multiple is not None,
-            1 if pad_multiple is None else pad_multiple,
-            capacity,
-            None if is_map else routing,
-            padded,
-            raw,
-            overflow,
-        )
+        given = Given(topk_idx, topk_weights, routing_map, probs)
+        return _calls.preprocess(self._end, given, pad_multiple, capacity, max_experts_per_token)
 
     def dispatch(
         self,
@@ -444,8 +336,8 @@ class Buffer(Shared):
                 stays usable.
             PeerError: Another rank died, left, failed, stalled or came late.
         """
-        arguments = (tokens, topk_idx, topk_weights, routing_map, probs, handle, scales, fp8, capacity)
-        return self._dispatch(*arguments, None)
+        given = Given(topk_idx, topk_weights, routing_map, probs)
+        return _calls.dispatch(self._end, tokens, given, handle, scales=scales, fp8=fp8, capacity=capacity)
 
     def dispatch_with_permute(
         self,
@@ -489,80 +381,10 @@ class Buffer(Shared):
         """
         if pad_multiple is None:
             pad_multiple = 1 if handle is None else handle.pad_multiple
-        arguments = (tokens, topk_idx, topk_weights, routing_map, probs, handle, scales, fp8, capacity)
-        return self._dispatch(*arguments, pad_multiple)
-
-    def _dispatch(
-        self,
-        tokens: Tensor,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        routing_map: Tensor | None,
-        probs: Tensor | None,
-        handle: Handle | None,
-        scales: Tensor | None,
-        fp8: str | None,
-        capacity: int | None,
-        pad_multiple: int | None,
-        *,
-        local_experts: bool = True,
-    ) -> Dispatched:
-        """Dispatches in plain mode (`pad_multiple` is None) or in permuted mode.
-
-        Args:
-            local_experts: Whether to deliver the map of that name, in plain mode.
-        """
-        if fp8 is not None and fp8 not in ops.FP8_FORMATS:
-            raise CallerError(f"fp8: expected one of {', '.join(map(repr, ops.FP8_FORMATS))}, or None; found {fp8!r}")
-        fresh = handle is None
-        if handle is None:
-            routing, weights, is_map = _routing(topk_idx, topk_weights, routing_map, probs)
-            if weights is not None:
-                weights = _f32("probs" if is_map else "topk_weights", weights)
-            handle = self._preprocess(routing, weights, is_map, pad_multiple, capacity, None)
-        else:
-            if topk_idx is not None or routing_map is not None:
-                raise CallerError("handle: a routing is given too; give one or the other")
-            self._check_handle(handle, pad_multiple is not None)
-            if capacity not in (None, handle.capacity):
-                raise CallerError(f"capacity: the handle's is {handle.capacity}, found {capacity}")
-            if pad_multiple not in (None, handle.pad_multiple):
-                raise CallerError(f"pad_multiple: the handle's is {handle.pad_multiple}, found {pad_multiple}")
-            weights = self._dense_weights(handle, topk_weights, probs)
-
-        permuted = handle.permuted
-        local_experts = local_experts and not permuted
-        # Without gradients nothing sums over the rows that no token takes, so they need not be cleared.
-        clear_tokens = handle.capacity is not None and torch.is_grad_enabled()
-        if _is_plain_call(tokens, weights):
-            out, out_scales, out_probs, out_map = ops.dispatch(
-                self._end, tokens, scales, weights, handle.tensor, fresh, fp8, clear_tokens, local_experts
-            )
-        else:
-            topk = handle.topk_idx if fresh and weights is not None else None
-            out, some_scales, some_probs, some_map = torch.ops.hybrid_ep.dispatch(
-                tokens, scales, weights, topk, handle.tensor, self._number,
-                fresh, fp8, permuted, handle.rows, clear_tokens, local_experts,
-            )  # fmt: skip
-            out_scales = None if scales is None and fp8 is None else some_scales
-            out_probs = None if weights is None else some_probs
-            out_map = some_map if local_experts else None
-        counts = handle.tokens_per_expert if permuted else None
-        return Dispatched(out, out_probs, out_scales, out_map, counts, handle.overflow, handle)
-
-    def _dense_weights(self, handle: Handle, topk_weights: Tensor | None, probs: Tensor | None) -> Tensor | None:
-        """The weights for a dispatch with a cached handle, as float32 `[T, E]`."""
-        if topk_weights is None:
-            return None if probs is None else _f32("probs", probs)
-        if probs is not None:
-            raise CallerError("probs: topk_weights are given too; give one or the other")
-        if handle.topk_idx is None:
-            raise CallerError("topk_weights: the handle was not made from topk_idx; give probs [T, E]")
-        if topk_weights.shape != handle.topk_idx.shape:
-            expected, found = list(handle.topk_idx.shape), list(topk_weights.shape)
-            raise CallerError(f"topk_weights: expected shape {expected}, that of topk_idx, found {found}")
-        weights = _f32("topk_weights", topk_weights)
-        return dense_weights(handle.topk_idx, weights, handle.topk_idx.shape[0], self._num_experts)
+        given = Given(topk_idx, topk_weights, routing_map, probs)
+        return _calls.dispatch(
+            self._end, tokens, given, handle, scales=scales, fp8=fp8, capacity=capacity, pad_multiple=pad_multiple
+        )
 
     def combine(
         self, tokens: Tensor, handle: Handle, *, probs: Tensor | None = None, wire: torch.dtype | None = None
@@ -587,7 +409,7 @@ class Buffer(Shared):
             CallerError: The arguments do not fit, or the handle was not used in a dispatch.
             PeerError: Another rank died, left, failed, stalled or came late.
         """
-        return self._combine(tokens, handle, probs, wire, False)
+        return _calls.combine(self._end, tokens, handle, probs, wire, permuted=False)
 
     def combine_with_unpermute(
         self, tokens: Tensor, handle: Handle, *, probs: Tensor | None = None, wire: torch.dtype | None = None
@@ -609,31 +431,7 @@ class Buffer(Shared):
             CallerError: As for `combine`.
             PeerError: As for `combine`.
         """
-        return self._combine(tokens, handle, probs, wire, True)
-
-    def _combine(
-        self, tokens: Tensor, handle: Handle, probs: Tensor | None, wire: torch.dtype | None, permuted: bool
-    ) -> Combined:
-        self._check_handle(handle, permuted)
-        if probs is not None:
-            probs = _f32("probs", probs)
-        if _is_plain_call(tokens, probs):
-            return Combined(*ops.combine(self._end, tokens, probs, handle.tensor, handle.tokens, permuted, wire))
-        out, some_probs = torch.ops.hybrid_ep.combine(
-            tokens, probs, handle.tensor, self._number, handle.tokens, permuted, wire
-        )
-        return Combined(out, None if probs is None else some_probs)
-
-    def _check_handle(self, handle: Handle, permuted: bool) -> None:
-        if not isinstance(handle, Handle):
-            raise CallerError(f"handle: expected a Handle, found {type(handle).__name__}")
-        if handle.buffer != self._number:
-            raise CallerError("handle: made by another buffer; use it with the buffer that made it")
-        if handle.permuted != permuted:
-            made, call = ("permuted", "dispatch_with_permute and combine_with_unpermute")
-            if not handle.permuted:
-                made, call = ("plain", "dispatch and combine")
-            raise CallerError(f"handle: made in {made} mode, for {call}")
+        return _calls.combine(self._end, tokens, handle, probs, wire, permuted=True)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Makes an uninitialized tensor in registered memory. On the CPU, combine does not copy such a tensor.
@@ -715,113 +513,3 @@ def _close_all() -> None:
     for buffer in list(_open):
         buffer.close()
     _native.finish()
-
-
-def _is_plain_call(*tensors: Tensor | None) -> bool:
-    """Whether the operator can be called directly: no compiler, autograd or tracer needs to see the call."""
-    if torch.compiler.is_compiling():
-        return False
-    differentiable = torch.is_grad_enabled()
-    # The operator itself refuses arguments that are not tensors.
-    return not any(
-        isinstance(tensor, Tensor) and ((differentiable and tensor.requires_grad) or not ops.is_plain(tensor))
-        for tensor in tensors
-    )
-
-
-def _routing(
-    topk_idx: Tensor | None, topk_weights: Tensor | None, routing_map: Tensor | None, probs: Tensor | None
-) -> tuple[Tensor, Tensor | None, bool]:
-    """Returns the routing, its weights, and whether the routing is a map."""
-    if (topk_idx is None) == (routing_map is None):
-        found = "none" if topk_idx is None else "both"
-        raise CallerError(f"routing: expected one of topk_idx, routing_map and handle, found {found}")
-    if topk_idx is not None:
-        if probs is not None:
-            raise CallerError("probs: expected with a routing_map only; with topk_idx give topk_weights")
-        return topk_idx, topk_weights, False
-    if topk_weights is not None:
-        raise CallerError("topk_weights: expected with topk_idx only; with a routing_map give probs")
-    assert routing_map is not None
-    return routing_map, probs, True
-
-
-def _f32(name: str, weights: Tensor) -> Tensor:
-    """Converts weights to float32; autograd sees the cast."""
-    if not isinstance(weights, Tensor):
-        raise CallerError(f"{name}: expected a tensor, found {type(weights).__name__}")
-    if weights.dtype == torch.float32:
-        return weights
-    if not weights.dtype.is_floating_point:
-        raise CallerError(f"{name}: expected a floating-point type, found {str(weights.dtype).removeprefix('torch.')}")
-    return weights.float()
-
-
-def _device(device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise CallerError(f"device: expected the CPU or a CUDA device, found {device}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SetupError(f"device={str(device)!r}: {_no_cuda()}; without a GPU take device='cpu'")
-    return device
-
-
-def _no_cuda() -> str:
-    """Says why PyTorch cannot use CUDA, and what would help."""
-    try:
-        _native.check_cuda()
-    except SetupError as error:
-        return str(error)
-    # The driver lists GPUs, so the cause is PyTorch's build.
-    if torch.version.cuda is None:
-        return f"PyTorch {torch.__version__} is built without CUDA; install a build for CUDA (pytorch.org says which)"
-    built = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}"
-    return f"{built}, cannot use the GPU; torch.cuda.init() says why"
-
-
-def _current_gpu() -> int:
-    """The CUDA device for a buffer without `device`.
-
-    PyTorch's current device, unless that is device 0, which it is when the program has set none. Then the launcher's
-    local rank selects the device, so that the ranks of a machine do not share GPU 0.
-    """
-    current = torch.cuda.current_device()
-    place = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or ""
-    # A launcher may show each rank only one GPU; then the local rank is out of range.
-    if current == 0 and place.isdecimal() and int(place) < torch.cuda.device_count():
-        return int(place)
-    return current
-
-
-def _settings(
-    device: torch.device,
-    num_experts: int,
-    domains: int,
-    timeout: float | None,
-    stall_timeout: float | None,
-    workers: int | None,
-    sms: int | None,
-) -> _native.Settings:
-    on_gpu = device.type == "cuda"
-    gpu = device.index
-    for name, value in [("num_experts", num_experts), ("domains", domains), ("workers", workers), ("sms", sms)]:
-        if value is not None:
-            ops.check_count(name, value)
-    for name, seconds in [("timeout", timeout), ("stall_timeout", stall_timeout)]:
-        if not isinstance(seconds, float | int | None):
-            raise CallerError(f"{name}: expected seconds, found {seconds!r}")
-    if on_gpu and gpu is None:
-        gpu = _current_gpu()
-    return {
-        "backend": "cuda" if on_gpu else "host",
-        "gpu": gpu if on_gpu else None,
-        "gpus": torch.cuda.device_count() if on_gpu else 0,
-        "experts": num_experts,
-        "domains": domains,
-        "timeout": timeout,
-        "stall_timeout": stall_timeout,
-        "workers": workers,
-        "sms": sms,
-    }

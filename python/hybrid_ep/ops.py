@@ -1,21 +1,16 @@
-"""The operators over tensors, as plain functions and as `torch.ops.hybrid_ep.*`.
+"""The operators over tensors, as plain functions, and the table of buffers by number.
 
-A registered operator takes tensors and numbers only. So a buffer is passed as its number, a handle as the tensor that
-owns it, and an absent output is an empty tensor. `Buffer` calls the plain functions unless autograd or a compiler must
-see the call, which saves the time of PyTorch's dispatcher.
-
-    preprocess   routing -> handle, counts, overflow
-    dispatch     tokens  -> rows            backward: combine
-    combine      rows    -> tokens          backward: dispatch
+A function checks its tensors, allocates outputs, and calls the native module. `_calls` calls these functions unless
+autograd or a compiler must see the call, which saves the time of PyTorch's dispatcher; `_library` wraps them as
+`torch.ops.hybrid_ep.*`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +23,7 @@ __all__ = [
     "FP8_FORMATS",
     "End",
     "check_count",
+    "check_device",
     "chosen",
     "combine",
     "current_stream",
@@ -46,8 +42,6 @@ _BF16, _F32, _FP8, _QUANTISE = range(4)
 _TOKEN_FORMATS = {torch.bfloat16: _BF16, torch.float32: _F32, torch.float8_e4m3fn: _FP8}
 _SKIP, _FROM_ROUTING, _DENSE = range(3)
 _NARROW, _WIDE, _MAP = range(3)
-# The narrowest row that an operator can move: 16 bytes of bf16.
-_NARROWEST = 8
 _CPU = torch.device("cpu")
 
 current_stream: Callable[[int], int] = getattr(
@@ -275,6 +269,13 @@ def weight_rows(
     return out, dots
 
 
+def chosen(dense: Tensor, topk_idx: Tensor) -> Tensor:
+    """Gathers `[T, K]` from `[T, E]`; 0 where an index names no expert."""
+    index = topk_idx.long()
+    there = index.clamp(0, dense.shape[1] - 1)
+    return dense.gather(1, there).masked_fill(index != there, 0)
+
+
 def empty(end: End, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Makes an uninitialized tensor in registered memory."""
     size = math.prod(shape) * dtype.itemsize
@@ -310,7 +311,12 @@ def check_count(name: str, value: int) -> None:
         raise CallerError(f"{name}: expected a number from 0 on, found {value!r}")
 
 
-def _check_device(end: End, name: str, tensor: Tensor) -> None:
+def check_device(end: End, name: str, tensor: Tensor) -> None:
+    """Checks that the tensor is on the buffer's device.
+
+    Raises:
+        CallerError: It is not.
+    """
     if tensor.device != end.device:
         raise CallerError(f"{name}: expected a tensor on {end.device}, where the buffer is, found {tensor.device}")
 
@@ -334,7 +340,7 @@ def _checked(
         raise CallerError(f"{name}: expected a tensor, found {type(tensor).__name__}")
     if tensor.dtype not in types:
         raise CallerError(f"{name}: expected {' or '.join(map(_name, types))}, found {_name(tensor.dtype)}")
-    _check_device(end, name, tensor)
+    check_device(end, name, tensor)
     if shape is None:
         if tensor.dim() != 2:
             raise CallerError(f"{name}: expected 2 dimensions, found shape {list(tensor.shape)}")
@@ -377,256 +383,3 @@ def _number(handle: Tensor) -> int:
             f"found {_name(handle.dtype)} {list(handle.shape)} on {handle.device}"
         )
     return handle.item()  # type: ignore[return-value]
-
-
-# ---- registered operators
-
-_library = torch.library.Library("hybrid_ep", "DEF")
-_library.define(
-    "preprocess(Tensor routing, Tensor? weights, int buffer, bool is_map, int? pad_multiple, SymInt? capacity,"
-    " int most) -> (Tensor handle, Tensor tokens_per_expert, Tensor raw_tokens_per_expert, Tensor overflow)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-# `topk_idx` maps the gradient of weights [T, E] to [T, K]. `rows` is known with a capacity or from an earlier call;
-# without `rows` the number of rows depends on data.
-_library.define(
-    "dispatch(Tensor tokens, Tensor? scales, Tensor? weights, Tensor? topk_idx, Tensor handle, int buffer,"
-    " bool from_routing, str? fp8, bool permuted, SymInt? rows, bool clear_tokens, bool local_experts)"
-    " -> (Tensor tokens, Tensor scales, Tensor probs, Tensor local_experts)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_library.define(
-    "combine(Tensor rows, Tensor? probs, Tensor handle, int buffer, SymInt tokens, bool permuted, ScalarType? wire)"
-    " -> (Tensor tokens, Tensor probs)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-
-# `torch.compiler.disable` keeps the compiler out of the implementations. If it breaks a graph at an operator, it would
-# otherwise try to compile the implementation.
-
-
-def _or_empty(tensor: Tensor | None) -> Tensor:
-    return torch.empty(0, device=_CPU) if tensor is None else tensor
-
-
-@torch.library.impl(_library, "preprocess", "CompositeExplicitAutograd")
-@torch.compiler.disable
-def _preprocess_op(
-    routing: Tensor,
-    weights: Tensor | None,
-    buffer: int,
-    is_map: bool,
-    pad_multiple: int | None,
-    capacity: int | None,
-    most: int,
-) -> tuple[Tensor, ...]:
-    done = preprocess(end_of(buffer), routing, weights, is_map, pad_multiple, capacity, most)
-    return done.handle, done.tokens_per_expert, done.raw_tokens_per_expert, done.overflow
-
-
-@torch.library.impl(_library, "dispatch", "CompositeExplicitAutograd")
-@torch.compiler.disable
-def _dispatch_op(
-    tokens: Tensor,
-    scales: Tensor | None,
-    weights: Tensor | None,
-    topk_idx: Tensor | None,
-    handle: Tensor,
-    buffer: int,
-    from_routing: bool,
-    fp8: str | None,
-    permuted: bool,
-    rows: int | None,
-    clear_tokens: bool,
-    local_experts: bool,
-) -> tuple[Tensor, ...]:
-    end = end_of(buffer)
-    done = dispatch(end, tokens, scales, weights, handle, from_routing, fp8, clear_tokens, local_experts)
-    return tuple(map(_or_empty, done))
-
-
-@torch.library.impl(_library, "combine", "CompositeExplicitAutograd")
-@torch.compiler.disable
-def _combine_op(
-    rows: Tensor,
-    probs: Tensor | None,
-    handle: Tensor,
-    buffer: int,
-    tokens: int,
-    permuted: bool,
-    wire: torch.dtype | None,
-) -> tuple[Tensor, ...]:
-    return tuple(map(_or_empty, combine(end_of(buffer), rows, probs, handle, tokens, permuted, wire)))
-
-
-# ---- shapes of the outputs, for compilers
-
-
-@torch.library.register_fake("hybrid_ep::preprocess", lib=_library)
-def _preprocess_fake(
-    routing: Tensor,
-    weights: Tensor | None,
-    buffer: int,
-    is_map: bool,
-    pad_multiple: int | None,
-    capacity: int | None,
-    most: int,
-) -> tuple[Tensor, ...]:
-    end = end_of(buffer)
-    _check_device(end, "routing_map" if is_map else "topk_idx", routing)
-    counts = 0 if pad_multiple is None else end.local_experts
-    told = end.device if capacity is not None else _CPU
-    return (
-        torch.empty(1, dtype=torch.int64, device=_CPU),
-        torch.empty(counts, dtype=torch.int64, device=told),
-        torch.empty(counts, dtype=torch.int64, device=told),
-        torch.empty(1, dtype=torch.int32, device=end.device),
-    )
-
-
-@torch.library.register_fake("hybrid_ep::dispatch", lib=_library)
-def _dispatch_fake(
-    tokens: Tensor,
-    scales: Tensor | None,
-    weights: Tensor | None,
-    topk_idx: Tensor | None,
-    handle: Tensor,
-    buffer: int,
-    from_routing: bool,
-    fp8: str | None,
-    permuted: bool,
-    rows: int | None,
-    clear_tokens: bool,
-    local_experts: bool,
-) -> tuple[Tensor, ...]:
-    end = end_of(buffer)
-    _check_device(end, "tokens", tokens)
-    count = torch.library.get_ctx().new_dynamic_size() if rows is None else rows
-    hidden = tokens.shape[1]
-    none = functools.partial(torch.empty, 0, device=_CPU)
-    out = tokens.new_empty((count, hidden), dtype=tokens.dtype if fp8 is None else torch.float8_e4m3fn)
-    out_scales = none()
-    if scales is not None:
-        dtype = torch.float32 if scales.dtype == torch.float32 else torch.uint8
-        out_scales = scales.new_empty((count, scales.shape[1]), dtype=dtype)
-    elif fp8 is not None:
-        block = 32 if fp8 == "mxfp8" else 128
-        dtype = torch.float32 if fp8 == "f32" else torch.uint8
-        out_scales = tokens.new_empty((count, (hidden + block - 1) // block), dtype=dtype)
-    shape = (count,) if permuted else (count, end.local_experts)
-    out_probs = none() if weights is None else tokens.new_empty(shape, dtype=torch.float32)
-    with_map = local_experts and not permuted
-    out_map = tokens.new_empty((count, end.local_experts), dtype=torch.bool) if with_map else none()
-    return out, out_scales, out_probs, out_map
-
-
-@torch.library.register_fake("hybrid_ep::combine", lib=_library)
-def _combine_fake(
-    rows: Tensor,
-    probs: Tensor | None,
-    handle: Tensor,
-    buffer: int,
-    tokens: int,
-    permuted: bool,
-    wire: torch.dtype | None,
-) -> tuple[Tensor, ...]:
-    end = end_of(buffer)
-    _check_device(end, "tokens", rows)
-    out = rows.new_empty((tokens, rows.shape[1]))
-    return out, torch.empty(0, device=_CPU) if probs is None else probs.new_empty((tokens, end.experts))
-
-
-# ---- gradients
-#
-# Backward calls a collective operator, so its arguments must depend only on facts that are equal on all ranks: on which
-# inputs need gradients, never on which outputs have a gradient on this rank. Autograd fills in zeros for an output
-# without a gradient.
-
-
-class _Once(torch.autograd.Function):
-    """The identity on gradients; differentiating them again raises an error."""
-
-    @staticmethod
-    def forward(ctx: Any, operator: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.operator = operator
-        return tuple(tensor.detach() for tensor in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(f"hybrid_ep: the gradient of {ctx.operator} cannot be differentiated again")
-
-
-_Backward = Callable[..., tuple[Tensor | None, ...]]
-
-
-def _once(operator: str, backward: _Backward) -> _Backward:
-    """Wraps `backward` so that a double backward raises an error instead of returning wrong gradients."""
-
-    def run(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        differentiable = torch.is_grad_enabled() and any(grad.requires_grad for grad in grads)
-        with torch.no_grad():
-            results = backward(ctx, *grads)
-        if not differentiable:
-            return results
-        there = [result for result in results if result is not None]
-        once = iter(_Once.apply(operator, len(there), *there, *grads))
-        return tuple(None if result is None else next(once) for result in results)
-
-    return run
-
-
-def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tokens, _, _, topk_idx, handle, buffer, _, fp8, permuted, _, _, _ = inputs
-    out, out_scales, _, out_map = output
-    is_fp8 = fp8 is not None or tokens.dtype == torch.float8_e4m3fn
-    # Not a saved tensor: hooks that move saved tensors would copy the handle's number and drop its storage, the owner.
-    ctx.handle = handle
-    ctx.save_for_backward(topk_idx)
-    ctx.buffer, ctx.permuted, ctx.tokens = buffer, permuted, tokens.shape[0]
-    ctx.of_tokens = ctx.needs_input_grad[0] and not is_fp8
-    ctx.mark_non_differentiable(out_scales, out_map, *([out] if is_fp8 else []))
-
-
-def _dispatch_backward(ctx: Any, grad: Tensor, _scales: Tensor, grad_probs: Tensor, _map: Tensor) -> Any:
-    (topk_idx,) = ctx.saved_tensors
-    of_weights = ctx.needs_input_grad[2]
-    rows = grad if ctx.of_tokens else grad_probs.new_zeros((grad_probs.shape[0], _NARROWEST), dtype=torch.bfloat16)
-    of_tokens, dense = torch.ops.hybrid_ep.combine(
-        rows, grad_probs if of_weights else None, ctx.handle, ctx.buffer, ctx.tokens, ctx.permuted, None
-    )
-    weights = None
-    if of_weights:
-        weights = dense if topk_idx is None else chosen(dense, topk_idx)
-    return of_tokens if ctx.of_tokens else None, None, weights, *[None] * 9
-
-
-def chosen(dense: Tensor, topk_idx: Tensor) -> Tensor:
-    """Gathers `[T, K]` from `[T, E]`; 0 where an index names no expert."""
-    index = topk_idx.long()
-    there = index.clamp(0, dense.shape[1] - 1)
-    return dense.gather(1, there).masked_fill(index != there, 0)
-
-
-def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    rows, _, handle, buffer, _, permuted, _ = inputs
-    ctx.handle = handle
-    ctx.buffer, ctx.permuted, ctx.rows = buffer, permuted, rows.shape[0]
-
-
-def _combine_backward(ctx: Any, grad: Tensor, grad_probs: Tensor) -> Any:
-    of_rows, of_probs = ctx.needs_input_grad[:2]
-    tokens = grad if of_rows else grad_probs.new_zeros((grad_probs.shape[0], _NARROWEST), dtype=torch.bfloat16)
-    rows, _, probs, _ = torch.ops.hybrid_ep.dispatch(
-        tokens, None, grad_probs if of_probs else None, None, ctx.handle, ctx.buffer,
-        False, None, ctx.permuted, ctx.rows, True, False,
-    )  # fmt: skip
-    return rows if of_rows else None, probs if of_probs else None, *[None] * 5
-
-
-torch.library.register_autograd(
-    "hybrid_ep::dispatch", _once("dispatch", _dispatch_backward), setup_context=_dispatch_setup, lib=_library
-)
-torch.library.register_autograd(
-    "hybrid_ep::combine", _once("combine", _combine_backward), setup_context=_combine_setup, lib=_library
-)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import Buffer, Combined, Dispatched, Handle, Traffic
-from hybrid_ep.buffer import _settings
+from hybrid_ep._settings import settings_of
 from worlds import Case, make_case, world
 
 PADS = [None, 1, 4]
@@ -329,7 +329,7 @@ def test_the_gpu_of_a_launched_rank(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    of_any, of_one = (_settings(torch.device(d), 8, 1, None, None, None, None) for d in ("cuda", "cuda:3"))
+    of_any, of_one = (settings_of(torch.device(d), 8, 1, None, None, None, None) for d in ("cuda", "cuda:3"))
     assert (of_any["gpu"], of_one["gpu"]) == (taken, 3)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hybrid_ep import Buffer, CallerError, Dispatched
+from hybrid_ep import Buffer, CallerError, Dispatched, _calls
 
 from .arguments import (
     Tokens,
@@ -366,8 +366,9 @@ class HybridEPBuffer:
     ) -> Dispatched:
         scales, fp8 = tokens.format.get("scales"), tokens.format.get("fp8")
         # The handle already holds the map of local experts.
-        return made.buffer._dispatch(
-            tokens.rows, None, topk_weights, None, probs, made.native, scales, fp8, None, None, local_experts=False
+        weights = _calls.Given(topk_weights=topk_weights, probs=probs)
+        return _calls.dispatch(
+            made.buffer._end, tokens.rows, weights, made.native, scales=scales, fp8=fp8, local_experts=False
         )
 
     def _dispatch_again(
