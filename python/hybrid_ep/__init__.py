@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .install import install_as_deep_ep
     from .moe import MoELayer, TokenDispatcher
     from .results import Combined, Dispatched, Handle, Traffic
+    from .work import Work
 
 __all__ = [
     "Buffer",
@@ -35,6 +36,7 @@ __all__ = [
     "SetupError",
     "TokenDispatcher",
     "Traffic",
+    "Work",
     "__version__",
     "install_as_deep_ep",
 ]
@@ -50,6 +52,7 @@ _HOMES = {
     "Dispatched": "results",
     "Handle": "results",
     "Traffic": "results",
+    "Work": "work",
     "MoELayer": "moe",
     "TokenDispatcher": "moe",
     "install_as_deep_ep": "install",

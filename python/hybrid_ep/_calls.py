@@ -7,7 +7,8 @@ of `ops` or the registered operator `torch.ops.hybrid_ep.*`. `ops` checks each t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from ._dense import dense_weights
 from .errors import CallerError
 from .ops import End
 from .results import Combined, Dispatched, Handle
+from .work import Work
 
-__all__ = ["Given", "combine", "dispatch", "preprocess"]
+__all__ = ["Given", "combine", "dispatch", "preprocess", "run"]
+
+Result = TypeVar("Result")
 
 
 class Given(NamedTuple):
@@ -155,6 +159,67 @@ def combine(
         tokens, probs, handle.tensor, end.number, handle.tokens, permuted, wire
     )
     return Combined(out, None if probs is None else some_probs)
+
+
+def run(
+    end: End,
+    async_op: bool,
+    after: torch.cuda.Event | Work | None,
+    call: Callable[..., Result],
+    *args: Any,
+    **named: Any,
+) -> Result | tuple[Result, Work]:
+    """Calls one of the functions above, or starts it as an asynchronous operator.
+
+    Args:
+        end: The buffer.
+        async_op: As for `Buffer.dispatch`.
+        after: As for `Buffer.dispatch`.
+        call: The function.
+        *args: Its arguments after the buffer.
+        **named: Its arguments by name.
+
+    Returns:
+        The result, with a `Work` if `async_op`.
+    """
+    if async_op:
+        started: tuple[Result, Work] = _start(end, after, call, args, named)
+        return started
+    if after is not None:
+        raise CallerError(
+            "after: expected with async_op=True only; without it an operator follows the current stream: make that "
+            "stream wait for the event"
+        )
+    return call(end, *args, **named)
+
+
+# A compiled graph has no streams, and no Work: the graph breaks here.
+@torch.compiler.disable
+def _start(
+    end: End,
+    after: torch.cuda.Event | Work | None,
+    call: Callable[..., Result],
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+) -> tuple[Result, Work]:
+    if not isinstance(after, torch.cuda.Event | Work | None):
+        raise CallerError(f"after: expected a torch.cuda.Event or a Work, found {type(after).__name__}")
+    if end.communication is None:
+        if after is not None:
+            after.synchronize()
+        return call(end, *args, **named), Work(end)
+    with end.communication.call(end, after, _plain_tensors([*args, *named.values()])) as work:
+        return call(end, *args, **named), work
+
+
+def _plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Given):
+            yield from _plain_tensors(value)
+        elif isinstance(value, Handle):
+            yield value.tensor
+        elif isinstance(value, Tensor) and ops.is_plain(value):
+            yield value
 
 
 def _is_plain_call(*tensors: Tensor | None) -> bool:

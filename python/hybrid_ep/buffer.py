@@ -1,40 +1,40 @@
 """`Buffer`: one rank's end of a communicator, with the operators as its methods.
 
+joining      the base class: how a rank joins and leaves, and its place among the ranks
+  _settings    the device and settings of a new buffer
+  rendezvous   how the ranks of a process group meet
+  _sharing     copies and pickles of a buffer
 results      what the operators return
-_settings    the device and settings of a new buffer
-rendezvous   how the ranks of a process group meet
+work         asynchronous operators
 _calls       from a method's arguments to an operator
 ops          the operators over tensors
-_library     the operators as torch.ops.hybrid_ep.*, for compilers
-_autograd    their gradients
-_sharing     copies and pickles of a buffer
+  _library     the same as torch.ops.hybrid_ep.*, for compilers
+  _autograd    their gradients
 """
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any
+from typing import Literal, TypeAlias, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from . import _calls, _native, ops
+from . import _calls, ops
 from ._calls import Given
-from ._settings import device_of, settings_of
-from ._sharing import Shared, attach, find_buffer
+from ._sharing import attach
 from .errors import CallerError
-from .rendezvous import Meeting
+from .joining import Joined
 from .results import Combined, Dispatched, Handle, Traffic
+from .work import Work
 
-__all__ = ["Buffer", "Combined", "Dispatched", "Handle", "Traffic"]
+__all__ = ["Buffer", "Combined", "Dispatched", "Handle", "Traffic", "Work"]
 
 
-class Buffer(Shared):
+_After: TypeAlias = torch.cuda.Event | Work | None
+
+
+class Buffer(Joined):
     """One rank's end of a communicator between the ranks that share the experts of a model.
 
     The constructor and every operator (`preprocess`, `dispatch`, `combine` and their variants) are collective: all
@@ -46,8 +46,9 @@ class Buffer(Shared):
     ranks that the environment of torchrun or SLURM describes; else this process alone.
 
     **Streams.** On a GPU, an operator is put into the current stream (`torch.cuda.current_stream()`) and returns at
-    once, except a preprocess without `capacity`, which waits for the row counts. The operators of one buffer run in
-    call order also when the current stream changes. On the CPU an operator returns when its result is complete.
+    once, except a preprocess without `capacity`, which waits for the row counts. With `async_op=True` it is put into
+    the buffer's communication stream, and `Work.wait` makes the current stream wait for it. The operators of one buffer
+    run in call order, whichever streams they are in. On the CPU an operator returns when its result is complete.
 
     **Memory of results.** What `dispatch` delivers, and what `empty` returns, lies in registered memory of the buffer.
     PyTorch's allocator does not own this memory, so `Tensor.record_stream` has no effect on it. If another stream uses
@@ -96,161 +97,35 @@ class Buffer(Shared):
         torch.Size([100, 512])
     """
 
-    def __init__(
+    @overload
+    def preprocess(
         self,
-        group: dist.ProcessGroup | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
         *,
-        num_experts: int,
-        domains: int = 1,
-        device: torch.device | str | int | None = None,
-        timeout: float | None = None,
-        stall_timeout: float | None = None,
-        workers: int | None = None,
-        sms: int | None = None,
-    ) -> None:
-        settings = settings_of(device_of(device), num_experts, domains, timeout, stall_timeout, workers, sms)
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        if group is None:
-            native = _native.Buffer.launched(settings)
-        else:
-            meeting = Meeting(group, _native.timeout_of(settings))
-            native = _native.Buffer.join(meeting.rank, meeting.ranks, settings, meeting)
-            meeting.end()
-        self._adopt(native, group)
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        pad_multiple: int | None = None,
+        capacity: int | None = None,
+        max_experts_per_token: int | None = None,
+        async_op: Literal[False] = False,
+        after: None = None,
+    ) -> Handle: ...
 
-    @classmethod
-    def threads(
-        cls,
-        ranks: int,
+    @overload
+    def preprocess(
+        self,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
         *,
-        num_experts: int,
-        domains: int = 1,
-        device: torch.device | str | int | None = None,
-        timeout: float | None = None,
-        stall_timeout: float | None = None,
-        workers: int | None = None,
-        sms: int | None = None,
-    ) -> list[Buffer]:
-        """Makes all ranks of a communicator in this process. Use each buffer from its own thread.
-
-        On GPUs the ranks are spread over all visible GPUs. Ranks that share a GPU wait for each other inside kernels,
-        which brings these conditions:
-
-        - Each thread uses its own `torch.cuda.stream`.
-        - Before CUDA starts, CUDA_DEVICE_MAX_CONNECTIONS is at least the number of streams, and CUDA_MODULE_LOADING is
-          EAGER.
-        - Nothing in a backward pass waits for the GPU, since PyTorch runs all backward passes of a GPU on one thread.
-
-        Even then, what PyTorch does for the first time, such as pinning memory, may wait for kernels that wait for
-        other ranks, until the kernels time out. Use one process for each rank if that matters.
-
-        Args:
-            ranks: The number of ranks.
-            num_experts: As for `Buffer`.
-            domains: As for `Buffer`.
-            device: "cpu" or "cuda"; a CUDA device with an index only on a machine with one GPU.
-            timeout: As for `Buffer`.
-            stall_timeout: As for `Buffer`.
-            workers: As for `Buffer`.
-            sms: As for `Buffer`.
-
-        Returns:
-            The buffers of ranks 0 to `ranks - 1`, in order.
-
-        Raises:
-            CallerError: An argument is out of range.
-            SetupError: There is no GPU, no kernel compiler, or too little memory.
-        """
-        where = device_of(device)
-        if where.index is not None and where.type == "cuda" and torch.cuda.device_count() > 1:
-            raise CallerError(
-                f"device: ranks are spread over all GPUs, or those of CUDA_VISIBLE_DEVICES; found {where}"
-            )
-        settings = settings_of(where, num_experts, domains, timeout, stall_timeout, workers, sms)
-        ops.check_count("ranks", ranks)
-        buffers = []
-        for native in _native.Buffer.threads(ranks, settings):
-            buffer = cls.__new__(cls)
-            buffer._adopt(native)
-            buffers.append(buffer)
-        return buffers
-
-    def _adopt(self, native: _native.Buffer, group: dist.ProcessGroup | None = None) -> None:
-        self._end = ops.End(native)
-        self._group = group
-        self._mesh: DeviceMesh | None = None
-        self._number = self._end.number
-        self._num_experts = self._end.experts
-        _open.add(self)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks; None if the buffer was made without one."""
-        return self._group
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks as a device mesh with one dimension, "ep", over which experts are sharded. None for one rank, and
-        for a buffer without a process group."""
-        if self._mesh is None and self._group is not None and self.world_size > 1:
-            self._mesh = DeviceMesh.from_group(self._group, self.device.type, mesh_dim_names=("ep",))
-        return self._mesh
-
-    def attach(self) -> AbstractContextManager[Buffer]:
-        """Gives this buffer to layers that this thread unpickles inside a `with` block.
-
-        Returns:
-            A context manager; its value is this buffer.
-
-        Example:
-            >>> with buffer.attach():
-            ...     layer = torch.load("layer.pt", weights_only=False)
-        """
-        return attach(self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return find_buffer, (self._name(), self.num_experts, self.world_size)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the group."""
-        return self._end.native.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._end.native.ranks
-
-    @property
-    def num_experts(self) -> int:
-        """E, the number of experts on all ranks."""
-        return self._num_experts
-
-    @property
-    def num_local_experts(self) -> int:
-        """The number of experts on this rank."""
-        return self._end.local_experts
-
-    @property
-    def local_experts(self) -> range:
-        """The global indices of the experts on this rank."""
-        return range(*self._end.native.local_experts)
-
-    @property
-    def domains(self) -> int:
-        """The number of NVLink domains."""
-        return self._end.native.domains
-
-    @property
-    def device(self) -> torch.device:
-        """The device that all tensor arguments must be on."""
-        return self._end.device
-
-    @property
-    def backend(self) -> str:
-        """The backend: "host" or "cuda"."""
-        return self._end.native.backend
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        pad_multiple: int | None = None,
+        capacity: int | None = None,
+        max_experts_per_token: int | None = None,
+        async_op: Literal[True],
+        after: _After = None,
+    ) -> tuple[Handle, Work]: ...
 
     def preprocess(
         self,
@@ -262,7 +137,9 @@ class Buffer(Shared):
         pad_multiple: int | None = None,
         capacity: int | None = None,
         max_experts_per_token: int | None = None,
-    ) -> Handle:
+        async_op: bool = False,
+        after: _After = None,
+    ) -> Handle | tuple[Handle, Work]:
         """Computes the layout of a routing; ranks exchange counts only. Collective. Not differentiable.
 
         Give the routing as `topk_idx`, or as `routing_map`. All tensors are on the buffer's device. Non-contiguous
@@ -278,9 +155,11 @@ class Buffer(Shared):
             capacity: The rows R of each dispatch output; rows beyond it are dropped. None: exactly the rows that
                 arrive, for which a call on a GPU waits.
             max_experts_per_token: GPU and `routing_map` only: an upper bound that sizes memory. Default: E.
+            async_op: As for `dispatch`. Operators of this buffer may take the handle before `wait`.
+            after: As for `dispatch`.
 
         Returns:
-            The handle for dispatch and combine.
+            The handle for dispatch and combine; with `async_op`, the handle and a `Work`.
 
         Raises:
             CallerError: The routing or the capacity is invalid. On a GPU the kernel checks indices and weights; with a
@@ -288,7 +167,43 @@ class Buffer(Shared):
             PeerError: Another rank died, left, failed, stalled or came late.
         """
         given = Given(topk_idx, topk_weights, routing_map, probs)
-        return _calls.preprocess(self._end, given, pad_multiple, capacity, max_experts_per_token)
+        return _calls.run(
+            self._end, async_op, after, _calls.preprocess, given, pad_multiple, capacity, max_experts_per_token
+        )
+
+    @overload
+    def dispatch(
+        self,
+        tokens: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        handle: Handle | None = None,
+        scales: Tensor | None = None,
+        fp8: str | None = None,
+        capacity: int | None = None,
+        async_op: Literal[False] = False,
+        after: None = None,
+    ) -> Dispatched: ...
+
+    @overload
+    def dispatch(
+        self,
+        tokens: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        handle: Handle | None = None,
+        scales: Tensor | None = None,
+        fp8: str | None = None,
+        capacity: int | None = None,
+        async_op: Literal[True],
+        after: _After = None,
+    ) -> tuple[Dispatched, Work]: ...
 
     def dispatch(
         self,
@@ -302,7 +217,9 @@ class Buffer(Shared):
         scales: Tensor | None = None,
         fp8: str | None = None,
         capacity: int | None = None,
-    ) -> Dispatched:
+        async_op: bool = False,
+        after: _After = None,
+    ) -> Dispatched | tuple[Dispatched, Work]:
         """Sends tokens to the ranks of their experts, in plain mode. Collective.
 
         A rank receives one row for each token that chose at least one of its experts, ordered by (source rank, token).
@@ -327,9 +244,17 @@ class Buffer(Shared):
             scales: float32 or uint8 (ue8m0) [T, ceil(H / 128)], or uint8 (MXFP8) [T, ceil(H / 32)].
             fp8: "f32", "ue8m0" or "mxfp8": quantises bfloat16 tokens in flight, with scales of that format.
             capacity: As for `preprocess`. With a handle: the capacity of the handle, or None.
+            async_op: True puts the operator into the buffer's communication stream, and returns a `Work`, too. Without
+                a capacity or handle the host still waits for the row counts. On the CPU the operator is complete when
+                the call returns. The backward pass runs in the stream that is current at this call.
+            after: With `async_op` only: an event, or the work of another operator, for which the operator waits
+                instead of the current stream. It waits for the current stream, too, if an argument must be converted to
+                float32 or to `[T, E]`, if a tensor that this buffer delivered has been freed since an operator
+                followed the current stream, and while a CUDA graph is captured. On the CPU the host waits.
 
         Returns:
-            The received rows. See `Dispatched` for the lifetime of their memory.
+            The received rows; with `async_op`, the rows and a `Work`. See `Dispatched` for the lifetime of their
+            memory.
 
         Raises:
             CallerError: The arguments do not fit. If the error is found before the rank sends anything, the buffer
@@ -337,7 +262,44 @@ class Buffer(Shared):
             PeerError: Another rank died, left, failed, stalled or came late.
         """
         given = Given(topk_idx, topk_weights, routing_map, probs)
-        return _calls.dispatch(self._end, tokens, given, handle, scales=scales, fp8=fp8, capacity=capacity)
+        options = {"scales": scales, "fp8": fp8, "capacity": capacity}
+        return _calls.run(self._end, async_op, after, _calls.dispatch, tokens, given, handle, **options)
+
+    @overload
+    def dispatch_with_permute(
+        self,
+        tokens: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        handle: Handle | None = None,
+        scales: Tensor | None = None,
+        fp8: str | None = None,
+        capacity: int | None = None,
+        pad_multiple: int | None = None,
+        async_op: Literal[False] = False,
+        after: None = None,
+    ) -> Dispatched: ...
+
+    @overload
+    def dispatch_with_permute(
+        self,
+        tokens: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        handle: Handle | None = None,
+        scales: Tensor | None = None,
+        fp8: str | None = None,
+        capacity: int | None = None,
+        pad_multiple: int | None = None,
+        async_op: Literal[True],
+        after: _After = None,
+    ) -> tuple[Dispatched, Work]: ...
 
     def dispatch_with_permute(
         self,
@@ -352,7 +314,9 @@ class Buffer(Shared):
         fp8: str | None = None,
         capacity: int | None = None,
         pad_multiple: int | None = None,
-    ) -> Dispatched:
+        async_op: bool = False,
+        after: _After = None,
+    ) -> Dispatched | tuple[Dispatched, Work]:
         """Sends tokens to the ranks of their experts, in permuted mode. Collective.
 
         A rank receives one row for each (token, local expert) pair. Rows are grouped by local expert, and ordered by
@@ -371,9 +335,11 @@ class Buffer(Shared):
             fp8: As for `dispatch`.
             capacity: As for `preprocess`. With a handle: the capacity of the handle, or None.
             pad_multiple: Default: 1, or the value of the handle.
+            async_op: As for `dispatch`.
+            after: As for `dispatch`.
 
         Returns:
-            The received rows, with `tokens_per_expert`.
+            The received rows, with `tokens_per_expert`; with `async_op`, the rows and a `Work`.
 
         Raises:
             CallerError: As for `dispatch`.
@@ -382,13 +348,43 @@ class Buffer(Shared):
         if pad_multiple is None:
             pad_multiple = 1 if handle is None else handle.pad_multiple
         given = Given(topk_idx, topk_weights, routing_map, probs)
-        return _calls.dispatch(
-            self._end, tokens, given, handle, scales=scales, fp8=fp8, capacity=capacity, pad_multiple=pad_multiple
-        )
+        options = {"scales": scales, "fp8": fp8, "capacity": capacity, "pad_multiple": pad_multiple}
+        return _calls.run(self._end, async_op, after, _calls.dispatch, tokens, given, handle, **options)
+
+    @overload
+    def combine(
+        self,
+        tokens: Tensor,
+        handle: Handle,
+        *,
+        probs: Tensor | None = None,
+        wire: torch.dtype | None = None,
+        async_op: Literal[False] = False,
+        after: None = None,
+    ) -> Combined: ...
+
+    @overload
+    def combine(
+        self,
+        tokens: Tensor,
+        handle: Handle,
+        *,
+        probs: Tensor | None = None,
+        wire: torch.dtype | None = None,
+        async_op: Literal[True],
+        after: _After = None,
+    ) -> tuple[Combined, Work]: ...
 
     def combine(
-        self, tokens: Tensor, handle: Handle, *, probs: Tensor | None = None, wire: torch.dtype | None = None
-    ) -> Combined:
+        self,
+        tokens: Tensor,
+        handle: Handle,
+        *,
+        probs: Tensor | None = None,
+        wire: torch.dtype | None = None,
+        async_op: bool = False,
+        after: _After = None,
+    ) -> Combined | tuple[Combined, Work]:
         """Sends the experts' outputs back and sums them for each token, in plain mode. Collective. Differentiable.
 
         Sums use float32 accumulators in a fixed order, so results are the same in every run. Dropped rows count as
@@ -401,19 +397,52 @@ class Buffer(Shared):
             probs: Optional, float32, of the shape that dispatch delivers: gathered to [T, E]. The backward pass of
                 dispatch returns gradients of probabilities this way.
             wire: The type of partial sums between ranks: torch.bfloat16 or torch.float32. Default: that of `tokens`.
+            async_op: As for `dispatch`.
+            after: As for `dispatch`.
 
         Returns:
-            The sums for this rank's T tokens.
+            The sums for this rank's T tokens; with `async_op`, the sums and a `Work`.
 
         Raises:
             CallerError: The arguments do not fit, or the handle was not used in a dispatch.
             PeerError: Another rank died, left, failed, stalled or came late.
         """
-        return _calls.combine(self._end, tokens, handle, probs, wire, permuted=False)
+        return _calls.run(self._end, async_op, after, _calls.combine, tokens, handle, probs, wire, permuted=False)
+
+    @overload
+    def combine_with_unpermute(
+        self,
+        tokens: Tensor,
+        handle: Handle,
+        *,
+        probs: Tensor | None = None,
+        wire: torch.dtype | None = None,
+        async_op: Literal[False] = False,
+        after: None = None,
+    ) -> Combined: ...
+
+    @overload
+    def combine_with_unpermute(
+        self,
+        tokens: Tensor,
+        handle: Handle,
+        *,
+        probs: Tensor | None = None,
+        wire: torch.dtype | None = None,
+        async_op: Literal[True],
+        after: _After = None,
+    ) -> tuple[Combined, Work]: ...
 
     def combine_with_unpermute(
-        self, tokens: Tensor, handle: Handle, *, probs: Tensor | None = None, wire: torch.dtype | None = None
-    ) -> Combined:
+        self,
+        tokens: Tensor,
+        handle: Handle,
+        *,
+        probs: Tensor | None = None,
+        wire: torch.dtype | None = None,
+        async_op: bool = False,
+        after: _After = None,
+    ) -> Combined | tuple[Combined, Work]:
         """Sends the experts' outputs back and sums them for each token, in permuted mode. Collective.
 
         Everything is as for `combine`; the rows are those that `dispatch_with_permute` delivered.
@@ -423,20 +452,23 @@ class Buffer(Shared):
             handle: The handle of the dispatch.
             probs: As for `combine`.
             wire: As for `combine`.
+            async_op: As for `dispatch`.
+            after: As for `dispatch`.
 
         Returns:
-            The sums for this rank's T tokens.
+            The sums for this rank's T tokens; with `async_op`, the sums and a `Work`.
 
         Raises:
             CallerError: As for `combine`.
             PeerError: As for `combine`.
         """
-        return _calls.combine(self._end, tokens, handle, probs, wire, permuted=True)
+        return _calls.run(self._end, async_op, after, _calls.combine, tokens, handle, probs, wire, permuted=True)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Makes an uninitialized tensor in registered memory. On the CPU, combine does not copy such a tensor.
 
-        The memory follows the rules of `Dispatched`: `Tensor.record_stream` has no effect on it.
+        The memory follows the rules of `Dispatched`: `Tensor.record_stream` has no effect on it. On a GPU the call
+        makes the current stream wait for the buffer's asynchronous operators.
 
         Args:
             *shape: The sizes, each 0 or more.
@@ -453,63 +485,14 @@ class Buffer(Shared):
             raise CallerError(f"shape: expected numbers from 0 on, found {list(shape)}")
         return ops.empty(self._end, shape, dtype)
 
-    @property
-    def registered_bytes(self) -> int:
-        """Bytes of memory that this rank has registered. The memory grows on demand and is reused."""
-        return self._end.native.registered_bytes()
-
-    def traffic(self) -> Traffic:
-        """Reads the counters of this rank.
+    def attach(self) -> AbstractContextManager[Buffer]:
+        """Gives this buffer to layers that this thread unpickles inside a `with` block.
 
         Returns:
-            Bytes, messages and waiting time since the buffer was made.
+            A context manager; its value is this buffer.
+
+        Example:
+            >>> with buffer.attach():
+            ...     layer = torch.load("layer.pt", weights_only=False)
         """
-        return Traffic(*self._end.native.traffic())
-
-    def synchronize(self) -> None:
-        """Waits until all operators called so far are complete.
-
-        Raises:
-            HybridEPError: The first error of any of these operators.
-        """
-        self._end.native.synchronize()
-
-    def close(self) -> None:
-        """Leaves the communicator. Peers that still wait for this rank get a `PeerError` with the fault "left".
-
-        Tensors and handles that the buffer made may be freed before or after. A second call does nothing.
-
-        On a GPU the rank leaves when its operators are over, replays of CUDA graphs included, and its memory is freed
-        when the GPU has finished the work that was queued by then. `close` waits for at most 2 seconds, and a
-        background thread waits for the rest. Memory still in use after the entry bound plus the stall bound is not
-        freed, and a warning on stderr gives its size.
-
-        CUDA cannot tell whether a GPU is idle without breaking captures in progress. Do not close a buffer, or free its
-        last tensor, while another thread captures a graph on the same GPU.
-        """
-        self._end.native.close()
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return (
-            f"Buffer(rank={self.rank}, world_size={self.world_size}, num_experts={self.num_experts}, "
-            f"device={str(self.device)!r})"
-        )
-
-
-_open: weakref.WeakSet[Buffer] = weakref.WeakSet()
-
-
-# A traceback may keep a buffer alive until the interpreter ends. Peers must not wait until then.
-@atexit.register
-def _close_all() -> None:
-    for buffer in list(_open):
-        buffer.close()
-    _native.finish()
+        return attach(self)

@@ -7,10 +7,11 @@ autograd or a compiler must see the call, which saves the time of PyTorch's disp
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 from . import _native
 from .errors import CallerError
+from .work import Communication
 
 __all__ = [
     "FP8_FORMATS",
@@ -52,7 +54,7 @@ current_stream: Callable[[int], int] = getattr(
 class End:
     """The native buffer, with the facts that operators read at every call."""
 
-    __slots__ = ("__weakref__", "alignment", "device", "experts", "local_experts", "native", "number")
+    __slots__ = ("__weakref__", "alignment", "communication", "device", "experts", "local_experts", "native", "number")
 
     def __init__(self, native: _native.Buffer) -> None:
         first, end = native.local_experts
@@ -64,6 +66,7 @@ class End:
         self.device = torch.device("cuda", native.ordinal) if on_gpu else torch.device("cpu")
         # Tensors must start at a multiple of this many bytes.
         self.alignment = 16 if on_gpu else 4
+        self.communication = Communication(self.device) if on_gpu else None
         _ends[self.number] = self
 
     def stream(self) -> int:
@@ -86,6 +89,24 @@ def end_of(number: int) -> End:
     return end
 
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _in_call_order(
+    operator: Callable[Concatenate[End, _Arguments], _Result],
+) -> Callable[Concatenate[End, _Arguments], _Result]:
+    """Makes a collective operator, if it runs on a GPU, follow the buffer's asynchronous operators, or be one."""
+
+    @functools.wraps(operator)
+    def ordered(end: End, /, *args: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        if end.communication is None:
+            return operator(end, *args, **named)
+        return end.communication.run(operator, end, *args, **named)
+
+    return ordered
+
+
 class Preprocessed(NamedTuple):
     handle: Tensor
     rows: int
@@ -101,6 +122,7 @@ class Delivered(NamedTuple):
     local_experts: Tensor | None
 
 
+@_in_call_order
 def preprocess(
     end: End,
     routing: Tensor,
@@ -146,6 +168,7 @@ def preprocess(
     return Preprocessed(from_dlpack(capsule), rows, padded, raw, overflow)
 
 
+@_in_call_order
 def dispatch(
     end: End,
     tokens: Tensor,
@@ -189,15 +212,16 @@ def dispatch(
         local_experts,
         clear_tokens,
     )
-    delivered = from_dlpack(out)
+    delivered = _registered(end, out)
     return Delivered(
         delivered if token_format < _FP8 else delivered.view(torch.float8_e4m3fn),
-        None if out_scales is None else from_dlpack(out_scales),
-        None if out_probs is None else from_dlpack(out_probs),
-        None if out_map is None else from_dlpack(out_map).view(torch.bool),
+        None if out_scales is None else _registered(end, out_scales),
+        None if out_probs is None else _registered(end, out_probs),
+        None if out_map is None else _registered(end, out_map).view(torch.bool),
     )
 
 
+@_in_call_order
 def combine(
     end: End,
     rows: Tensor,
@@ -278,8 +302,19 @@ def chosen(dense: Tensor, topk_idx: Tensor) -> Tensor:
 
 def empty(end: End, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Makes an uninitialized tensor in registered memory."""
+    if end.communication is not None:
+        # The memory may be that of a tensor which such an operator still reads or writes.
+        end.communication.join(operates=False)
     size = math.prod(shape) * dtype.itemsize
-    return from_dlpack(end.native.empty(end.stream(), size)).view(dtype).view(shape)
+    return _registered(end, end.native.empty(end.stream(), size)).view(dtype).view(shape)
+
+
+def _registered(end: End, capsule: object) -> Tensor:
+    """Makes a tensor of registered memory."""
+    tensor = from_dlpack(capsule)
+    if end.communication is not None:
+        end.communication.watch(tensor)
+    return tensor
 
 
 def _output(end: End, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,236 @@
+"""`Joined`: how a rank joins a communicator, its place among the ranks, its counters, and how it leaves.
+
+`Buffer` inherits the class and adds the operators; only `buffer` imports this module.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _native, ops
+from ._settings import device_of, settings_of
+from ._sharing import Shared, find_buffer
+from .errors import CallerError
+from .rendezvous import Meeting
+from .results import Traffic
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Joined"]
+
+
+class Joined(Shared):
+    """One rank of a communicator, without the operators. `Buffer` documents the arguments."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_experts: int,
+        domains: int = 1,
+        device: torch.device | str | int | None = None,
+        timeout: float | None = None,
+        stall_timeout: float | None = None,
+        workers: int | None = None,
+        sms: int | None = None,
+    ) -> None:
+        settings = settings_of(device_of(device), num_experts, domains, timeout, stall_timeout, workers, sms)
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is None:
+            native = _native.Buffer.launched(settings)
+        else:
+            meeting = Meeting(group, _native.timeout_of(settings))
+            native = _native.Buffer.join(meeting.rank, meeting.ranks, settings, meeting)
+            meeting.end()
+        self._adopt(native, group)
+
+    @classmethod
+    def threads(
+        cls,
+        ranks: int,
+        *,
+        num_experts: int,
+        domains: int = 1,
+        device: torch.device | str | int | None = None,
+        timeout: float | None = None,
+        stall_timeout: float | None = None,
+        workers: int | None = None,
+        sms: int | None = None,
+    ) -> list[Self]:
+        """Makes all ranks of a communicator in this process. Use each buffer from its own thread.
+
+        On GPUs the ranks are spread over all visible GPUs. Ranks that share a GPU wait for each other inside kernels,
+        which brings these conditions:
+
+        - Each thread uses its own `torch.cuda.stream`.
+        - Before CUDA starts, CUDA_DEVICE_MAX_CONNECTIONS is at least the number of streams, and CUDA_MODULE_LOADING is
+          EAGER.
+        - Nothing in a backward pass waits for the GPU, since PyTorch runs all backward passes of a GPU on one thread.
+
+        Even then, what PyTorch does for the first time, such as pinning memory, may wait for kernels that wait for
+        other ranks, until the kernels time out. Use one process for each rank if that matters.
+
+        Args:
+            ranks: The number of ranks.
+            num_experts: As for `Buffer`.
+            domains: As for `Buffer`.
+            device: "cpu" or "cuda"; a CUDA device with an index only on a machine with one GPU.
+            timeout: As for `Buffer`.
+            stall_timeout: As for `Buffer`.
+            workers: As for `Buffer`.
+            sms: As for `Buffer`.
+
+        Returns:
+            The buffers of ranks 0 to `ranks - 1`, in order.
+
+        Raises:
+            CallerError: An argument is out of range.
+            SetupError: There is no GPU, no kernel compiler, or too little memory.
+        """
+        where = device_of(device)
+        if where.index is not None and where.type == "cuda" and torch.cuda.device_count() > 1:
+            raise CallerError(
+                f"device: ranks are spread over all GPUs, or those of CUDA_VISIBLE_DEVICES; found {where}"
+            )
+        settings = settings_of(where, num_experts, domains, timeout, stall_timeout, workers, sms)
+        ops.check_count("ranks", ranks)
+        buffers = []
+        for native in _native.Buffer.threads(ranks, settings):
+            buffer = cls.__new__(cls)
+            buffer._adopt(native)
+            buffers.append(buffer)
+        return buffers
+
+    def _adopt(self, native: _native.Buffer, group: dist.ProcessGroup | None = None) -> None:
+        self._end = ops.End(native)
+        self._group = group
+        self._mesh: DeviceMesh | None = None
+        self._number = self._end.number
+        self._num_experts = self._end.experts
+        _open.add(self)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks; None if the buffer was made without one."""
+        return self._group
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks as a device mesh with one dimension, "ep", over which experts are sharded. None for one rank, and
+        for a buffer without a process group."""
+        if self._mesh is None and self._group is not None and self.world_size > 1:
+            self._mesh = DeviceMesh.from_group(self._group, self.device.type, mesh_dim_names=("ep",))
+        return self._mesh
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find_buffer, (self._name(), self.num_experts, self.world_size)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._end.native.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._end.native.ranks
+
+    @property
+    def num_experts(self) -> int:
+        """E, the number of experts on all ranks."""
+        return self._num_experts
+
+    @property
+    def num_local_experts(self) -> int:
+        """The number of experts on this rank."""
+        return self._end.local_experts
+
+    @property
+    def local_experts(self) -> range:
+        """The global indices of the experts on this rank."""
+        return range(*self._end.native.local_experts)
+
+    @property
+    def domains(self) -> int:
+        """The number of NVLink domains."""
+        return self._end.native.domains
+
+    @property
+    def device(self) -> torch.device:
+        """The device that all tensor arguments must be on."""
+        return self._end.device
+
+    @property
+    def backend(self) -> str:
+        """The backend: "host" or "cuda"."""
+        return self._end.native.backend
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of memory that this rank has registered. The memory grows on demand and is reused."""
+        return self._end.native.registered_bytes()
+
+    def traffic(self) -> Traffic:
+        """Reads the counters of this rank.
+
+        Returns:
+            Bytes, messages and waiting time since the buffer was made.
+        """
+        return Traffic(*self._end.native.traffic())
+
+    def synchronize(self) -> None:
+        """Waits until all operators called so far are complete.
+
+        Raises:
+            HybridEPError: The first error of any of these operators.
+        """
+        self._end.native.synchronize()
+
+    def close(self) -> None:
+        """Leaves the communicator. Peers that still wait for this rank get a `PeerError` with the fault "left".
+
+        Tensors and handles that the buffer made may be freed before or after. A second call does nothing.
+
+        On a GPU the rank leaves when its operators are over, replays of CUDA graphs included, and its memory is freed
+        when the GPU has finished the work that was queued by then. `close` waits for at most 2 seconds, and a
+        background thread waits for the rest. Memory still in use after the entry bound plus the stall bound is not
+        freed, and a warning on stderr gives its size.
+
+        CUDA cannot tell whether a GPU is idle without breaking captures in progress. Do not close a buffer, or free its
+        last tensor, while another thread captures a graph on the same GPU.
+        """
+        self._end.native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Buffer(rank={self.rank}, world_size={self.world_size}, num_experts={self.num_experts}, "
+            f"device={str(self.device)!r})"
+        )
+
+
+_open: weakref.WeakSet[Joined] = weakref.WeakSet()
+
+
+# A traceback may keep a buffer alive until the interpreter ends. Peers must not wait until then.
+@atexit.register
+def _close_all() -> None:
+    for buffer in list(_open):
+        buffer.close()
+    _native.finish()
