@@ -39,8 +39,10 @@ The package `hybrid_ep`. The [PyTorch guide](../python.md) explains the calls.
     options:
       show_root_heading: false
       show_root_toc_entry: false
-      members: [Buffer, Handle, Dispatched, Combined, Traffic, MoELayer, TokenDispatcher, Error, CallerError,
-        EnvironmentError, PeerError, install_as_deep_ep]
+      inherited_members: [attach, backend, close, device, domains, group, local_experts, mesh, num_experts,
+        num_local_experts, rank, registered_bytes, synchronize, threads, traffic, world_size]
+      members: [Buffer, Work, Handle, Dispatched, Combined, Traffic, MoELayer, TokenDispatcher, HybridEPError,
+        CallerError, SetupError, PeerError, install_as_deep_ep]
 """
 
 RUST_PAGE = """# Rust API

@@ -73,7 +73,7 @@ class Joined(Shared):
 
         - Each thread uses its own `torch.cuda.stream`.
         - Before CUDA starts, CUDA_DEVICE_MAX_CONNECTIONS is at least the number of streams, and CUDA_MODULE_LOADING is
-          EAGER.
+          EAGER. A rank with asynchronous operators has two streams, and at most 32 ranks of a GPU may have them.
         - Nothing in a backward pass waits for the GPU, since PyTorch runs all backward passes of a GPU on one thread.
 
         Even then, what PyTorch does for the first time, such as pinning memory, may wait for kernels that wait for

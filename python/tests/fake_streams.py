@@ -51,6 +51,7 @@ class Cuda:
     def __init__(self) -> None:
         self.default = self.current = Stream()
         self.capturing = False
+        self.asked = 0
         self.streams: list[Stream] = []
         self.stream_of: dict[str, Stream] = {}
         self.before: dict[str, set[str]] = {}
@@ -76,6 +77,10 @@ class Cuda:
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
         yield
+
+    def is_capturing(self) -> bool:
+        self.asked += 1
+        return self.capturing
 
     def recorded_in(self, stream: Stream) -> set[int]:
         return {address for address, where in self.recorded if where is stream}
@@ -110,7 +115,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "device", fake.device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fake.is_capturing)
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: fake.recorded.append((tensor.data_ptr(), stream))
     )

@@ -239,13 +239,15 @@ def test_operators_run_in_call_order(cuda: Cuda, capturing: bool) -> None:
     handle = buffer.preprocess(idx, pad_multiple=1, capacity=CAPACITY)
     early = cuda.default.record_event()
     cuda.capturing = capturing
+    # Kept, so that no memory is freed, for which an operator with `after` would wait.
+    kept: list[Any] = []
     for pattern in (0b0110, 0b1001, 0b0101, 0b1011):
         for bit in range(4):
             if pattern >> bit & 1:
                 after = early if bit == 3 and capturing else None
-                buffer.dispatch_with_permute(x, handle=handle, async_op=True, after=after)
+                kept.append(buffer.dispatch_with_permute(x, handle=handle, async_op=True, after=after))
             else:
-                buffer.dispatch_with_permute(x, handle=handle)
+                kept.append(buffer.dispatch_with_permute(x, handle=handle))
     names = list(cuda.before)
     assert len(names) == 17
     for at, name in enumerate(names):
@@ -409,7 +411,7 @@ def test_a_synchronous_program_touches_no_stream(cuda: Cuda) -> None:
     buffer = on_streams(cuda)
     got = buffer.dispatch(*sample(), capacity=CAPACITY)
     buffer.combine(got.tokens, got.handle)
-    assert not cuda.streams and not cuda.recorded
+    assert not cuda.streams and not cuda.recorded and not cuda.asked
 
 
 # ---- what only a GPU shows
