@@ -22,7 +22,7 @@ from .ops import End
 from .results import Combined, Dispatched, Handle
 from .work import Work
 
-__all__ = ["Given", "combine", "dispatch", "preprocess", "run"]
+__all__ = ["Given", "combine", "dispatch", "preprocess", "start"]
 
 Result = TypeVar("Result")
 
@@ -88,7 +88,6 @@ def dispatch(
     tokens: Tensor,
     given: Given,
     handle: Handle | None,
-    *,
     scales: Tensor | None = None,
     fp8: str | None = None,
     capacity: int | None = None,
@@ -147,7 +146,7 @@ def dispatch(
 
 
 def combine(
-    end: End, tokens: Tensor, handle: Handle, probs: Tensor | None, wire: torch.dtype | None, *, permuted: bool
+    end: End, tokens: Tensor, handle: Handle, probs: Tensor | None, wire: torch.dtype | None, permuted: bool
 ) -> Combined:
     """Combines in plain mode or in permuted mode. See `Buffer.combine`."""
     _check_handle(end, handle, permuted)
@@ -161,55 +160,42 @@ def combine(
     return Combined(out, None if probs is None else some_probs)
 
 
-def run(
-    end: End,
-    async_op: bool,
-    after: torch.cuda.Event | Work | None,
-    call: Callable[..., Result],
-    *args: Any,
-    **named: Any,
+def start(
+    async_op: bool, after: torch.cuda.Event | Work | None, call: Callable[..., Result], *arguments: Any
 ) -> Result | tuple[Result, Work]:
-    """Calls one of the functions above, or starts it as an asynchronous operator.
+    """Starts one of the functions above as an asynchronous operator.
 
     Args:
-        end: The buffer.
-        async_op: As for `Buffer.dispatch`.
+        async_op: As for `Buffer.dispatch`; False is an error, since `after` is given.
         after: As for `Buffer.dispatch`.
         call: The function.
-        *args: Its arguments after the buffer.
-        **named: Its arguments by name.
+        *arguments: Its arguments, the buffer first.
 
     Returns:
-        The result, with a `Work` if `async_op`.
+        The result and the `Work`.
     """
-    if async_op:
-        started: tuple[Result, Work] = _start(end, after, call, args, named)
-        return started
-    if after is not None:
+    if not async_op:
         raise CallerError(
             "after: expected with async_op=True only; without it an operator follows the current stream: make that "
             "stream wait for the event"
         )
-    return call(end, *args, **named)
+    started: tuple[Result, Work] = _start(after, call, *arguments)
+    return started
 
 
 # A compiled graph has no streams, and no Work: the graph breaks here.
 @torch.compiler.disable
 def _start(
-    end: End,
-    after: torch.cuda.Event | Work | None,
-    call: Callable[..., Result],
-    args: tuple[Any, ...],
-    named: dict[str, Any],
+    after: torch.cuda.Event | Work | None, call: Callable[..., Result], end: End, *arguments: Any
 ) -> tuple[Result, Work]:
     if not isinstance(after, torch.cuda.Event | Work | None):
         raise CallerError(f"after: expected a torch.cuda.Event or a Work, found {type(after).__name__}")
     if end.communication is None:
         if after is not None:
             after.synchronize()
-        return call(end, *args, **named), Work(end)
-    with end.communication.call(end, after, _plain_tensors([*args, *named.values()])) as work:
-        return call(end, *args, **named), work
+        return call(end, *arguments), Work(end)
+    with end.communication.call(end, after, _plain_tensors(arguments)) as work:
+        return call(end, *arguments), work
 
 
 def _plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:

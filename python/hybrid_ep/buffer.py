@@ -167,9 +167,10 @@ class Buffer(Joined):
             PeerError: Another rank died, left, failed, stalled or came late.
         """
         given = Given(topk_idx, topk_weights, routing_map, probs)
-        return _calls.run(
-            self._end, async_op, after, _calls.preprocess, given, pad_multiple, capacity, max_experts_per_token
-        )
+        arguments = (self._end, given, pad_multiple, capacity, max_experts_per_token)
+        if async_op or after is not None:
+            return _calls.start(async_op, after, _calls.preprocess, *arguments)
+        return _calls.preprocess(*arguments)
 
     @overload
     def dispatch(
@@ -262,8 +263,10 @@ class Buffer(Joined):
             PeerError: Another rank died, left, failed, stalled or came late.
         """
         given = Given(topk_idx, topk_weights, routing_map, probs)
-        options = {"scales": scales, "fp8": fp8, "capacity": capacity}
-        return _calls.run(self._end, async_op, after, _calls.dispatch, tokens, given, handle, **options)
+        arguments = (self._end, tokens, given, handle, scales, fp8, capacity)
+        if async_op or after is not None:
+            return _calls.start(async_op, after, _calls.dispatch, *arguments)
+        return _calls.dispatch(*arguments)
 
     @overload
     def dispatch_with_permute(
@@ -348,8 +351,10 @@ class Buffer(Joined):
         if pad_multiple is None:
             pad_multiple = 1 if handle is None else handle.pad_multiple
         given = Given(topk_idx, topk_weights, routing_map, probs)
-        options = {"scales": scales, "fp8": fp8, "capacity": capacity, "pad_multiple": pad_multiple}
-        return _calls.run(self._end, async_op, after, _calls.dispatch, tokens, given, handle, **options)
+        arguments = (self._end, tokens, given, handle, scales, fp8, capacity, pad_multiple)
+        if async_op or after is not None:
+            return _calls.start(async_op, after, _calls.dispatch, *arguments)
+        return _calls.dispatch(*arguments)
 
     @overload
     def combine(
@@ -407,7 +412,10 @@ class Buffer(Joined):
             CallerError: The arguments do not fit, or the handle was not used in a dispatch.
             PeerError: Another rank died, left, failed, stalled or came late.
         """
-        return _calls.run(self._end, async_op, after, _calls.combine, tokens, handle, probs, wire, permuted=False)
+        arguments = (self._end, tokens, handle, probs, wire, False)
+        if async_op or after is not None:
+            return _calls.start(async_op, after, _calls.combine, *arguments)
+        return _calls.combine(*arguments)
 
     @overload
     def combine_with_unpermute(
@@ -462,7 +470,10 @@ class Buffer(Joined):
             CallerError: As for `combine`.
             PeerError: As for `combine`.
         """
-        return _calls.run(self._end, async_op, after, _calls.combine, tokens, handle, probs, wire, permuted=True)
+        arguments = (self._end, tokens, handle, probs, wire, True)
+        if async_op or after is not None:
+            return _calls.start(async_op, after, _calls.combine, *arguments)
+        return _calls.combine(*arguments)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Makes an uninitialized tensor in registered memory. On the CPU, combine does not copy such a tensor.
