@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 library = torch.library.Library("hybrid_ep", "DEF")
 library.define(
     "preprocess(Tensor routing, Tensor? weights, int buffer, bool is_map, int? pad_multiple, SymInt? capacity,"
-    " int most) -> (Tensor handle, Tensor tokens_per_expert, Tensor raw_tokens_per_expert, Tensor overflow)",
+    " int most) -> (Tensor handle, Tensor tokens_per_expert, Tensor kept_per_expert, Tensor overflow)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 # `topk_idx` maps the gradient of weights [T, E] to [T, K]. `rows` is known with a capacity or from an earlier call;
@@ -60,7 +60,7 @@ def _preprocess_op(
     most: int,
 ) -> tuple[Tensor, ...]:
     done = preprocess(end_of(buffer), routing, weights, is_map, pad_multiple, capacity, most)
-    return done.handle, done.tokens_per_expert, done.raw_tokens_per_expert, done.overflow
+    return done.handle, done.tokens_per_expert, done.kept_per_expert, done.overflow
 
 
 @torch.library.impl(library, "dispatch", "CompositeExplicitAutograd")

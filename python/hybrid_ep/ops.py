@@ -111,7 +111,7 @@ class Preprocessed(NamedTuple):
     handle: Tensor
     rows: int
     tokens_per_expert: Tensor
-    raw_tokens_per_expert: Tensor
+    kept_per_expert: Tensor
     overflow: Tensor
 
 

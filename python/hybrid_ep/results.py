@@ -38,7 +38,7 @@ class Handle(NamedTuple):
     tokens_per_expert: Tensor
     """int64 [local experts]: rows of each local expert, padding included; empty in plain mode. On the buffer's device
     with a capacity, else on the CPU."""
-    raw_tokens_per_expert: Tensor
+    kept_per_expert: Tensor
     """As `tokens_per_expert`, without padding."""
     overflow: Tensor
     """int32 [1] on the buffer's device: 1 if the capacity dropped rows, else 0."""

@@ -205,7 +205,7 @@ def test_every_input_and_output_is_recorded_in_both_streams(cuda: Cuda) -> None:
     (communication,) = cuda.streams
     read = [x, idx, weights, got.tokens, got.probs]
     made = [
-        got.tokens, got.probs, got.overflow, got.tokens_per_expert, got.handle.raw_tokens_per_expert,
+        got.tokens, got.probs, got.overflow, got.tokens_per_expert, got.handle.kept_per_expert,
         back.tokens, back.probs,
     ]  # fmt: skip
     assert {t.data_ptr() for t in read} <= cuda.recorded_in(communication)

@@ -67,7 +67,7 @@ def check_dispatched(case: Case, rank: int, pad: int | None, got: Dispatched, ca
         assert got.local_experts is None and got.tokens_per_expert is not None
         padded, raw = case.counts(rank, pad, capacity)
         assert got.tokens_per_expert.tolist() == padded
-        assert got.handle.raw_tokens_per_expert.tolist() == raw
+        assert got.handle.kept_per_expert.tolist() == raw
     wanted = len(case.rows(rank, pad))
     assert got.overflow.tolist() == [int(capacity is not None and wanted > capacity)]
 

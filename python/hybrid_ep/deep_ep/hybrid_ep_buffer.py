@@ -320,7 +320,7 @@ class HybridEPBuffer:
             reserved_4=None,
             reserved_5=None,
             reserved_6=None,
-            tokens_per_expert=received.handle.raw_tokens_per_expert,
+            tokens_per_expert=received.handle.kept_per_expert,
             num_of_tokens_per_rank=hidden.shape[0],
             config=self._config(hidden, num_experts, pad_multiple=multiple, use_fp8=use_fp8),
             overflow_flag=received.overflow,
