@@ -116,17 +116,14 @@ impl TokenFormat {
     ///
     /// Ranks of one dispatch may mix [`Fp8`](Self::Fp8) and [`QuantizeFp8`](Self::QuantizeFp8) of one scale format.
     pub fn link_code(self) -> u64 {
-        let code = LINK_FORMATS.iter().position(|&(element, scales, _)| {
-            scales == self.scales() && (scales.is_some() || element == (self == Self::F32))
-        });
-        code.map_or(u64::MAX, |code| code as u64)
+        LinkFormat::of(self) as u64
     }
 
     /// The name of a [`link_code`](Self::link_code), for messages. A peer may send any number, so unknown codes have a
     /// name too.
     pub fn link_name(code: u64) -> String {
-        let known = usize::try_from(code).ok().and_then(|code| LINK_FORMATS.get(code));
-        known.map_or_else(|| format!("unknown ({code})"), |&(.., name)| name.into())
+        let known = LinkFormat::ALL.into_iter().find(|&format| format as u64 == code);
+        known.map_or_else(|| format!("unknown ({code})"), |format| format.name().into())
     }
 
     /// Format of an output row's scales; `None` without scales.
@@ -148,14 +145,43 @@ impl TokenFormat {
     }
 }
 
-/// The forms in which rows cross from rank to rank: whether elements are f32, the scales, and the name in messages.
-const LINK_FORMATS: [(bool, Option<ScaleFormat>, &str); 5] = [
-    (false, None, "bf16"),
-    (true, None, "f32"),
-    (false, Some(ScaleFormat::F32Per128), "FP8 with an f32 scale per 128 elements"),
-    (false, Some(ScaleFormat::Ue8m0Per128), "FP8 with a ue8m0 scale per 128 elements"),
-    (false, Some(ScaleFormat::Ue8m0Per32), "FP8 with a ue8m0 scale per 32 elements"),
-];
+/// The forms in which rows cross from rank to rank. The number of a form is its [`TokenFormat::link_code`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LinkFormat {
+    Bf16,
+    F32,
+    Fp8F32Per128,
+    Fp8Ue8m0Per128,
+    Fp8Ue8m0Per32,
+}
+
+impl LinkFormat {
+    const ALL: [Self; 5] =
+        [Self::Bf16, Self::F32, Self::Fp8F32Per128, Self::Fp8Ue8m0Per128, Self::Fp8Ue8m0Per32];
+
+    /// The form of a format's rows. No wildcard: a new format must not share the code of another one by accident.
+    fn of(format: TokenFormat) -> Self {
+        match format {
+            TokenFormat::Bf16 => Self::Bf16,
+            TokenFormat::F32 => Self::F32,
+            TokenFormat::Fp8(scales) | TokenFormat::QuantizeFp8(scales) => match scales {
+                ScaleFormat::F32Per128 => Self::Fp8F32Per128,
+                ScaleFormat::Ue8m0Per128 => Self::Fp8Ue8m0Per128,
+                ScaleFormat::Ue8m0Per32 => Self::Fp8Ue8m0Per32,
+            },
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::F32 => "f32",
+            Self::Fp8F32Per128 => "FP8 with an f32 scale per 128 elements",
+            Self::Fp8Ue8m0Per128 => "FP8 with a ue8m0 scale per 128 elements",
+            Self::Fp8Ue8m0Per32 => "FP8 with a ue8m0 scale per 32 elements",
+        }
+    }
+}
 
 /// The largest row, in bytes. 2^32 rows of this size (row numbers have 32 bits) still fit in a 64-bit address space.
 pub const MAX_ROW_BYTES: usize = 1 << 30;
@@ -523,4 +549,54 @@ pub trait Transport: Send + Sync {
     /// # Errors
     /// An environment or peer error of the engine.
     fn poll(&self, on_signal: &mut dyn FnMut(Rank, u32)) -> Result<()>;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::iter::successors;
+
+    use super::*;
+
+    /// Every format. The matches have no wildcard, so a new format must be added here.
+    fn formats() -> impl Iterator<Item = TokenFormat> {
+        let next_scales = |scales| match scales {
+            ScaleFormat::F32Per128 => Some(ScaleFormat::Ue8m0Per128),
+            ScaleFormat::Ue8m0Per128 => Some(ScaleFormat::Ue8m0Per32),
+            ScaleFormat::Ue8m0Per32 => None,
+        };
+        let first = ScaleFormat::F32Per128;
+        successors(Some(TokenFormat::Bf16), move |&format| match format {
+            TokenFormat::Bf16 => Some(TokenFormat::F32),
+            TokenFormat::F32 => Some(TokenFormat::Fp8(first)),
+            TokenFormat::Fp8(scales) => {
+                next_scales(scales).map(TokenFormat::Fp8).or(Some(TokenFormat::QuantizeFp8(first)))
+            }
+            TokenFormat::QuantizeFp8(scales) => next_scales(scales).map(TokenFormat::QuantizeFp8),
+        })
+    }
+
+    #[test]
+    fn formats_have_one_link_code_exactly_if_their_rows_cross_in_the_same_form() {
+        for one in formats() {
+            for other in formats() {
+                let quantised = |format| match format {
+                    TokenFormat::Fp8(scales) => TokenFormat::QuantizeFp8(scales),
+                    format => format,
+                };
+                let same_form = quantised(one) == quantised(other);
+                assert_eq!(one.link_code() == other.link_code(), same_form, "{one:?}, {other:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_link_code_has_its_own_name() {
+        let codes: BTreeSet<u64> = formats().map(TokenFormat::link_code).collect();
+        assert_eq!(codes, (0..LinkFormat::ALL.len() as u64).collect());
+        let names: BTreeSet<String> = codes.iter().map(|&code| TokenFormat::link_name(code)).collect();
+        assert_eq!(names.len(), codes.len(), "{names:?}");
+        assert!(!names.iter().any(|name| name.starts_with("unknown")), "{names:?}");
+        assert_eq!(TokenFormat::link_name(u64::MAX), format!("unknown ({})", u64::MAX));
+    }
 }

@@ -411,7 +411,8 @@ fn scale_code(format: TokenFormat) -> usize {
         None => 0,
         Some(ScaleFormat::F32Per128) => 1,
         Some(ScaleFormat::Ue8m0Per128) => 2,
-        Some(_) => 3,
+        Some(ScaleFormat::Ue8m0Per32) => 3,
+        Some(other) => panic!("{other:?} has no `ScaleCode`"),
     }
 }
 
