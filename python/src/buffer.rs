@@ -284,7 +284,8 @@ impl Buffer {
         let form = match form {
             0 => Form::NarrowTopK,
             1 => Form::WideTopK,
-            _ => Form::Map { most },
+            2 => Form::Map { most },
+            other => return Err(unknown("form of a routing", other)),
         };
         let mode = pad_multiple.map_or(Ok(DispatchMode::Plain), DispatchMode::permuted)?;
         let routing = RoutingTensors { form, tokens: size.0, width: size.1, routing, weights };
@@ -324,7 +325,8 @@ impl Buffer {
         let scale_format = match format.1 {
             0 => ScaleFormat::F32Per128,
             1 => ScaleFormat::Ue8m0Per128,
-            _ => ScaleFormat::Ue8m0Per32,
+            2 => ScaleFormat::Ue8m0Per32,
+            other => return Err(unknown("format of scales", other)),
         };
         let call = DispatchCall {
             rows: size.0,
@@ -333,14 +335,20 @@ impl Buffer {
                 0 => Tokens::Bf16,
                 1 => Tokens::F32,
                 2 => Tokens::Fp8(scale_format),
-                _ => Tokens::QuantizeFp8(scale_format),
+                3 => Tokens::QuantizeFp8(scale_format),
+                other => return Err(unknown("format of tokens", other)),
             },
             data: tokens,
             scales,
             probs: match (probs_from, probs) {
+                (0, None) => Given::Nothing,
+                (1, None) => Given::Routing,
                 (2, Some(dense)) => Given::Dense(dense),
-                (1, _) => Given::Routing,
-                _ => Given::Nothing,
+                (0..=2, _) => {
+                    let text = "dispatch: probs are given exactly if they come from `probs` (code 2)";
+                    return Err(Failure::Caller(text.into()));
+                }
+                (other, _) => return Err(unknown("origin of probs", other)),
             },
             local_experts,
             clear_tokens,
@@ -358,7 +366,7 @@ impl Buffer {
     }
 
     /// Combines rows into `out`, and probabilities into `out_probs`. `size`: rows, tokens, and the length of a row.
-    /// `wide`: whether rows, and partial sums between ranks, are f32 instead of bf16.
+    /// `wide`: whether rows, and sums between ranks, are f32 instead of bf16.
     #[expect(
         clippy::too_many_arguments,
         reason = "numbers that Python passes by position: no call is cheaper"
@@ -445,6 +453,14 @@ impl Buffer {
     fn close(&self, py: Python<'_>) {
         py.detach(|| drop(self.take()));
     }
+}
+
+/// The error for a number that stands for no value.
+fn unknown(what: &str, code: u8) -> Failure {
+    Failure::Caller(format!(
+        "{what}: unknown code {code}; the Python code and the native module of hybrid_ep are of different versions, so \
+         reinstall the package"
+    ))
 }
 
 /// Ends the use of GPUs at the end of the program, after all buffers are closed: waits for replays of CUDA graphs, at

@@ -301,6 +301,25 @@ def test_numbers_of_handles_do_not_outlive_them(buffer: Buffer) -> None:
     check_usable(buffer)
 
 
+@pytest.mark.parametrize("name", ["scales", "tokens", "probs", "a routing"])
+def test_codes_that_the_native_module_lacks_are_refused(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    x, idx, weights = on(buffer, TOKENS.bfloat16(), IDX, WEIGHTS)
+    routing_map = torch.ones(3, 4, dtype=torch.bool, device=buffer.device)
+    with monkeypatch.context() as patch:
+        patch.setitem(hybrid_ep.ops.FP8_FORMATS, "mxfp8", 3 if name == "scales" else 2)
+        patch.setattr(hybrid_ep.ops, "_QUANTISE", 4 if name == "tokens" else 3)
+        patch.setattr(hybrid_ep.ops, "_FROM_ROUTING", 3 if name == "probs" else 1)
+        patch.setattr(hybrid_ep.ops, "_MAP", 3 if name == "a routing" else 2)
+        with pytest.raises(CallerError, match=f"of {name}: unknown code [34]; .*different versions"):
+            if name == "a routing":
+                buffer.preprocess(routing_map=routing_map)
+            else:
+                buffer.dispatch(x, idx, weights, fp8="mxfp8")
+    check_usable(buffer)
+
+
 def test_operators_of_buffers_that_are_gone_are_refused() -> None:
     (buffer,) = Buffer.threads(1, num_experts=4, device="cpu")
     handle = buffer.preprocess(IDX)
