@@ -72,6 +72,11 @@ const fn base_name(path: &str) -> &str {
     path.split_at(at).1
 }
 
+/// Whether the bulk copy engine copies rows; otherwise lanes do.
+fn copies_in_bulk(arch: Arch, plain_copies: bool) -> bool {
+    arch.copies_in_bulk() && !plain_copies
+}
+
 impl KernelKey {
     /// Every kernel that may be launched on a GPU whose blocks have `shared_bytes` of shared memory.
     pub(crate) fn all(shared_bytes: usize) -> Vec<Self> {
@@ -130,9 +135,8 @@ impl KernelKey {
 
     /// The program to compile. `plain_copies`: lanes copy rows, as on GPUs without the bulk copy engine.
     pub(crate) fn program(self, arch: Arch, plain_copies: bool) -> Program {
-        let old = arch == Arch::Sm80;
         let quoted = |file: &str| format!("\"{file}\"");
-        let copy = if plain_copies || old { "copy_plain.cuh" } else { "copy_bulk.cuh" };
+        let copy = if copies_in_bulk(arch, plain_copies) { "copy_bulk.cuh" } else { "copy_plain.cuh" };
         let mut defines = vec![("COPY_VARIANT", quoted(copy))];
         let source = match self {
             Self::Preprocess => include_str!("../device/preprocess/kernel.cu"),
@@ -141,9 +145,10 @@ impl KernelKey {
             Self::Dense => include_str!("../device/dense.cu"),
             Self::Dispatch { quantize, warps } => {
                 let payload = if quantize { "payload_quantize.cuh" } else { "payload_copy.cuh" };
+                let e4m3 = if arch.converts_to_e4m3() { "e4m3_cvt.cuh" } else { "e4m3_soft.cuh" };
                 defines.extend([
                     ("PAYLOAD_VARIANT", quoted(payload)),
-                    ("E4M3_VARIANT", quoted(if old { "e4m3_soft.cuh" } else { "e4m3_cvt.cuh" })),
+                    ("E4M3_VARIANT", quoted(e4m3)),
                     ("WARPS", warps.to_string()),
                 ]);
                 include_str!("../device/dispatch/kernel.cu")
@@ -210,7 +215,7 @@ mod tests {
     }
 
     impl Row {
-        /// Every kernel for every architecture. Plain copies are compiled for sm_90a, too.
+        /// Every kernel for every architecture. Plain copies are compiled for sm_90a, too: `HYBRID_EP_PLAIN_COPIES=1`.
         fn all() -> Vec<Self> {
             let both = [false, true];
             let ways = both.iter().flat_map(|&plain_copies| Arch::ALL.map(|arch| (arch, plain_copies)));
@@ -245,7 +250,7 @@ mod tests {
         }
 
         fn line(self, found: &Resources) -> String {
-            let copies = if self.plain_copies || self.arch == Arch::Sm80 { "plain" } else { "bulk" };
+            let copies = if copies_in_bulk(self.arch, self.plain_copies) { "bulk" } else { "plain" };
             let copies = if self.key.copies() { copies } else { "-" };
             let Resources { registers, static_shared_bytes, spill_bytes, .. } = found;
             let (name, variant, arch) = (self.key.name(), self.key.variant(), self.arch);

@@ -214,7 +214,7 @@ structs! { STRUCTS:
         /// `handshake[epoch % 2][peer]`.
         handshake: [[Handshake; MAX_RANKS]; 2],
         /// `flags[peer][index]`: the epoch in which the peer finished sending. The index is the chunk in combine, and
-        /// `SendItems::flag` in dispatch.
+        /// the sender's item in dispatch (`ArrivalItems::flag`).
         flags: [[u32; MAX_FLAGS]; MAX_RANKS],
     }
 

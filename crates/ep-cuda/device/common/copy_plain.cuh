@@ -13,7 +13,7 @@ __device__ inline void copy_expect(u64*, u32) {}
 __device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64*) {
     auto* to = static_cast<uint4*>(stage);
     auto* from = static_cast<const uint4*>(global);
-    // Past the first-level cache, which is not coherent: a peer may have written the row.
+    // Past the first-level cache: the row is read once.
     for (u32 at = lane_id(); at < bytes / 16; at += WARP) to[at] = ld_relaxed_sys_v4(from + at);
 }
 

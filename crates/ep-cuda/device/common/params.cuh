@@ -209,7 +209,7 @@ struct Control {
     // `handshake[epoch % 2][peer]`.
     Handshake handshake[2][MAX_RANKS];
     // `flags[peer][index]`: the epoch in which the peer finished sending. The index is the chunk in combine, and
-    // `SendItems::flag` in dispatch.
+    // the sender's item in dispatch (`ArrivalItems::flag`).
     u32 flags[MAX_RANKS][MAX_FLAGS];
 };
 

@@ -63,7 +63,10 @@ __device__ inline u32 atom_cas_relaxed_gpu(u32* pointer, u32 expected, u32 value
     return old;
 }
 
-// Relaxed loads bypass the first-level cache, which is not coherent: for data that a peer writes or that is read once.
+// Relaxed loads bypass the first-level cache: for words that another thread may be writing, and for data that is read
+// once. What a flag or handshake publishes may also be loaded plainly, as duplicate loads scales: an acquire orders the
+// later plain loads of its thread and, through `__syncwarp` or `__syncthreads`, those of other threads. Without an
+// acquire, a plain load may return older bytes of the first-level cache, which is not coherent.
 __device__ inline uint2 ld_relaxed_sys_v2(const uint2* pointer) {
     u64 both;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(both) : "l"(pointer) : "memory");

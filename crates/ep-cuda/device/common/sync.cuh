@@ -206,7 +206,6 @@ __device__ inline void send_handshake(const Common& c, Handshake handshake, u32 
 }
 
 // An address of a peer as an address of this rank; null stays null.
-
 template <class T>
 __device__ inline T* of_peer(u64 pointer, i64 delta) {
     return pointer == 0 ? nullptr : reinterpret_cast<T*>(pointer + static_cast<u64>(delta));

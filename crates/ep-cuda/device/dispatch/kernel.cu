@@ -3,18 +3,24 @@
 //
 //   send        The first blocks. Store this rank's tokens and scales to their first row on each other rank; in the
 //               quantising variant (SEND_OWN) to their rows on this rank, too. Store the weights to all ranks. An item
-//               is `SPAN` chunks of this rank's tokens, for one group of pieces of the rows. Read the input and the
-//               lists `sends`, `copies` and `*_begin` of this rank's handle (lists.cuh). When an item is complete, set
-//               its flag in every peer's control block.
+//               is `SPAN` chunks of this rank's tokens, for one group of pieces of the rows. Read the tokens, the
+//               caller's scales, the dense probabilities (`dense`), and the lists `sends`, `copies` and `*_begin` of
+//               this rank's handle (lists.cuh). When an item is complete, set its flag in every peer's control block.
 //   duplicate   The other blocks. Write the padding rows, the further rows of tokens that have several experts on this
 //               rank and, unless SEND_OWN, the rows of this rank's own tokens. Await a peer's flag before they read
 //               rows that the peer has sent. Read the `recv` lists of the peers (their tokens' rows on this rank)
 //               over the links. Write to this rank only.
 //
-// This rank writes to a peer's outputs only after that peer's handshake, and before the last flag that this rank sets
-// on that peer. The rules for flags, lists, the input and a failed await are those of combine/kernel.cu. duplicate
-// awaits the flags of all items, so the output is complete when a kernel without a fault ends.
-// Variants: PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh), chosen by `KernelKey::program` (src/device.rs).
+// This rank writes to a peer's outputs only between that peer's handshake and the last flag that this rank sets on that
+// peer. To set flags there, and to read its lists, it needs only the handshake. No peer reads this rank's input, so the
+// program may overwrite it in stream order. duplicate awaits the flags of all items of all peers, so the output is
+// complete when a kernel without a fault ends.
+// An await that fails reports the fault, and its worker ends; other workers that wait end at the abort word. send
+// awaits no flag and does not read the abort word: it completes its items, also towards a rank that has died. Then the
+// output is undefined. docs/protocol.md lists the words that ranks share.
+// Variants, chosen by `KernelKey::program` (src/device.rs): PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh),
+// COPY_VARIANT (copy_bulk.cuh, copy_plain.cuh), E4M3_VARIANT (e4m3_cvt.cuh, e4m3_soft.cuh; included by
+// payload_quantize.cuh only) and WARPS.
 // Not implemented: more than one NVLink domain.
 #include "duplicate.cuh"
 #include "send.cuh"

@@ -66,6 +66,23 @@ impl Arch {
         }
     }
 
+    /// Whether its GPUs have the bulk copy engine (`device/common/copy_bulk.cuh`).
+    pub(crate) fn copies_in_bulk(self) -> bool {
+        match self {
+            Self::Sm80 => false,
+            Self::Sm90a | Self::Sm100a => true,
+        }
+    }
+
+    /// Whether its code may convert to FP8 e4m3 by an instruction (`device/dispatch/e4m3_cvt.cuh`).
+    pub(crate) fn converts_to_e4m3(self) -> bool {
+        match self {
+            // Compute capability 8.9 has the instruction, but 8.0 and 8.6 run the same code.
+            Self::Sm80 => false,
+            Self::Sm90a | Self::Sm100a => true,
+        }
+    }
+
     /// The oldest version of NVRTC that supports the architecture.
     pub fn oldest_nvrtc(self) -> Version {
         match self {
