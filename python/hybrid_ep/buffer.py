@@ -401,7 +401,7 @@ class Buffer(Joined):
             handle: The handle of the dispatch.
             probs: Optional, float32, of the shape that dispatch delivers: gathered to [T, E]. The backward pass of
                 dispatch returns gradients of probabilities this way.
-            wire: The type of partial sums between ranks: torch.bfloat16 or torch.float32. Default: that of `tokens`.
+            wire: The type of sums between ranks: torch.bfloat16 or torch.float32. Default: that of `tokens`.
             async_op: As for `dispatch`.
             after: As for `dispatch`.
 

@@ -2,12 +2,12 @@
 //! [`Combine`] and runs [`Combine::work`] on every worker.
 //!
 //! In each turn a worker claims work from the [`Schedule`]:
-//! - *partial*: for a chunk of the tokens of this rank's rail peer in another domain, it sums the rows on the ranks of
-//!   this domain and sends the partial sums;
-//! - *own*: for a chunk of this rank's tokens whose partial sums have all arrived, it sums the rows on the ranks of
-//!   this domain and the partial sums, in order of domain.
+//! - *domain*: for a chunk of the tokens of this rank's rail peer in another domain, it sums the rows on the ranks of
+//!   this domain and sends the domain sums;
+//! - *own*: for a chunk of this rank's tokens whose domain sums have all arrived, it sums the rows on the ranks of
+//!   this domain and the domain sums, in order of domain.
 //!
-//! A worker reads each row in place, on the rank where the expert wrote it, and writes only partial sums and results.
+//! A worker reads each row in place, on the rank where the expert wrote it, and writes only domain sums and results.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -48,7 +48,7 @@ unsafe impl Sync for OutPtr {}
 // SAFETY: as above.
 unsafe impl Send for OutPtr {}
 
-/// The schedule of a combine. This rank sends partial sums for the chunks of its rail peers, and receives partial sums
+/// The schedule of a combine. This rank sends domain sums for the chunks of its rail peers, and receives domain sums
 /// for its own chunks.
 pub(crate) fn schedule(op: &Op<'_>, handle: &HostHandle, chunk: usize) -> Schedule {
     let chunks = |domain: usize| handle.rail_tokens[domain].div_ceil(chunk) as u64;
@@ -65,7 +65,7 @@ struct Terms {
     next: Vec<SumRow>,
 }
 
-/// A message of partial sums that is being read in order of token.
+/// A message of domain sums that is being read in order of token.
 struct Incoming {
     claim: ClaimedSlot,
     message: Message,
@@ -83,7 +83,7 @@ impl Combine<'_> {
             let mut progressed = false;
             for domain in rails.others() {
                 if let Some((chunk, claim)) = self.schedule.claim_send(rails, domain) {
-                    self.send_partial(peers, claim, chunk, &mut terms, idle)?;
+                    self.send_domain_sums(peers, claim, chunk, &mut terms, idle)?;
                     progressed = true;
                 }
             }
@@ -96,7 +96,7 @@ impl Combine<'_> {
         self.op.take_turns(idle, turn, || self.all_claimed(), || self.waiting())
     }
 
-    /// Claims the next chunk of this rank's tokens, with the partial sums from every other domain.
+    /// Claims the next chunk of this rank's tokens, with the domain sums from every other domain.
     fn claim_own(&self) -> Option<(usize, Vec<ClaimedSlot>)> {
         let rails = &self.op.comm.rails;
         let claim = |domain| self.schedule.claim_receive(rails, domain).map(|(_, claim)| claim);
@@ -119,19 +119,19 @@ impl Combine<'_> {
             && let Some(domain) = rails.others().find(|&domain| !rails.can_receive(domain))
         {
             let peer = rails.peer(domain);
-            return Waiting { peer, what: format!("rank {peer} to send the partial sums of chunk {chunk}") };
+            return Waiting { peer, what: format!("rank {peer} to send the domain sums of chunk {chunk}") };
         }
         match rails.others().find(|&domain| self.schedule.unclaimed(rails, domain).sent > 0) {
             Some(domain) => {
                 let peer = rails.peer(domain);
-                Waiting { peer, what: format!("rank {peer} to free a slot for partial sums") }
+                Waiting { peer, what: format!("rank {peer} to free a slot for domain sums") }
             }
             None => Waiting { peer: self.op.comm.rank, what: "its own workers".into() },
         }
     }
 
-    /// Sends the partial sums of this domain for one chunk of the tokens of a rail peer.
-    fn send_partial(
+    /// Sends the domain sums of this domain for one chunk of the tokens of a rail peer.
+    fn send_domain_sums(
         &self,
         peers: &[PeerMemories],
         claim: ClaimedSlot,
@@ -184,7 +184,7 @@ impl Combine<'_> {
         let row_bytes = self.hidden * self.element.bytes();
         let streaming = layout.tokens() * row_bytes > comm.config.streaming_bytes;
         if self.message.probs {
-            // Zero the rows before `push_partial` writes the probabilities that came from other domains.
+            // Zero the rows before `push_domain_sum` writes the probabilities that came from other domains.
             for token in tokens.clone() {
                 self.zero_probs(token);
                 for &copy in layout.copies(token, home) {
@@ -197,11 +197,11 @@ impl Combine<'_> {
             let token = first + at;
             // The order of the terms is part of the result: domains in order. `claims` are in order of domain too.
             for message in incoming.iter_mut().filter(|m| m.claim.domain < home) {
-                self.push_partial(message, token, rows)?;
+                self.push_domain_sum(message, token, rows)?;
             }
             self.push_rows(peers, layout.copies(token, home), rows)?;
             for message in incoming.iter_mut().filter(|m| m.claim.domain > home) {
-                self.push_partial(message, token, rows)?;
+                self.push_domain_sum(message, token, rows)?;
             }
             Ok(())
         };
@@ -251,7 +251,7 @@ impl Combine<'_> {
         Ok(())
     }
 
-    /// Opens a message of partial sums of one of this rank's chunks.
+    /// Opens a message of domain sums of one of this rank's chunks.
     fn open(&self, claim: ClaimedSlot, chunk: usize) -> Result<Incoming> {
         let (op, rails) = (self.op, &self.op.comm.rails);
         let (peer, slot_bytes) = (rails.peer(claim.domain), rails.slot_bytes());
@@ -261,7 +261,7 @@ impl Combine<'_> {
         Ok(Incoming { claim, message, tokens: 0, copies: 0 })
     }
 
-    /// Checks that the message had exactly one partial sum for every token with copies in its domain, and one
+    /// Checks that the message had exactly one domain sum for every token with copies in its domain, and one
     /// probability for every copy.
     fn check_all_read(&self, incoming: &Incoming) -> Result<()> {
         let Incoming { message, tokens, copies, .. } = incoming;
@@ -275,13 +275,13 @@ impl Combine<'_> {
     fn wrong_counts(&self, incoming: &Incoming) -> Error {
         let Message { tokens, copies, .. } = incoming.message;
         let what = format!(
-            "a message of partial sums for {tokens} tokens and {copies} copies, other than were dispatched"
+            "a message of domain sums for {tokens} tokens and {copies} copies, other than were dispatched"
         );
         self.op.broken(self.op.comm.rails.peer(incoming.claim.domain), what)
     }
 
-    /// Appends the partial sum of a token from another domain, if it has copies there.
-    fn push_partial(&self, incoming: &mut Incoming, token: usize, rows: &mut Vec<SumRow>) -> Result<()> {
+    /// Appends the domain sum of a token from another domain, if it has copies there.
+    fn push_domain_sum(&self, incoming: &mut Incoming, token: usize, rows: &mut Vec<SumRow>) -> Result<()> {
         let copies = self.handle.layout.copies(token, incoming.claim.domain);
         if copies.is_empty() {
             return Ok(());
@@ -293,7 +293,7 @@ impl Combine<'_> {
             return Err(self.wrong_counts(incoming));
         }
         let element = if self.wire == Element::F32 { flag::F32 } else { 0 };
-        // No rounding here: the sender has already rounded the partial sum to the wire type.
+        // No rounding here: the sender has already rounded the domain sum to the wire type.
         let flags = flag::CLOSES_RANK | flag::CLOSES_DOMAIN | element;
         rows.push(SumRow { ptr: message.row(incoming.tokens), flags });
         incoming.tokens += 1;

@@ -15,7 +15,7 @@ pub(crate) struct CollectiveArguments {
     pub(crate) handle: u64,
     /// In dispatch, [`TokenFormat::link_code`]; in combine, bytes of an element of the rows.
     pub(crate) format: u64,
-    /// In combine, bytes of an element of a partial sum.
+    /// In combine, bytes of an element of a domain sum.
     pub(crate) wire: usize,
     pub(crate) hidden: usize,
     pub(crate) probs: bool,

@@ -53,7 +53,7 @@ impl DispatchMode {
     }
 }
 
-/// Element type of expert outputs and combined tokens, or of partial sums that cross from rank to rank.
+/// Element type of expert outputs and combined tokens, or of sums that cross from rank to rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Element {
     /// bfloat16.
@@ -254,7 +254,7 @@ pub struct CombineInput<'a, M> {
     pub hidden: usize,
     /// Element type of `rows` and of the result.
     pub element: Element,
-    /// Element type of partial sums that cross from rank to rank, [`Element::Bf16`] by default.
+    /// Element type of partial sums and domain sums that cross from rank to rank, [`Element::Bf16`] by default.
     pub wire: Element,
     /// `[rows, hidden]`: the experts' outputs, each in the row where dispatch wrote the expert's input. `rows` is
     /// [`ReceiveShape::rows`].
@@ -265,7 +265,7 @@ pub struct CombineInput<'a, M> {
 }
 
 impl<'a, M> CombineInput<'a, M> {
-    /// bf16 rows, bf16 partial sums, no probabilities.
+    /// bf16 rows, bf16 sums between ranks, no probabilities.
     pub fn bf16(hidden: usize, rows: &'a M) -> Self {
         Self { hidden, element: Element::Bf16, wire: Element::Bf16, rows, probs: None }
     }
@@ -376,9 +376,8 @@ pub trait Backend {
     /// Sums, for each token of this rank, the output rows of the token's experts.
     ///
     /// Order and rounding are part of the contract. Sums use f32 accumulators that start at +0 and run over local
-    /// experts within a rank, over local ranks within a domain, then over domains. A partial sum that crosses from rank
-    /// to rank is rounded to [`CombineInput::wire`], and the result to [`CombineInput::element`]. Dropped rows count as
-    /// zero.
+    /// experts within a rank, over local ranks within a domain, then over domains. A sum that crosses from rank to rank
+    /// is rounded to [`CombineInput::wire`], and the result to [`CombineInput::element`]. Dropped rows count as zero.
     ///
     /// # Errors
     /// As [`dispatch`](Self::dispatch); also [`CallerError::Handle`] when the handle was never dispatched.

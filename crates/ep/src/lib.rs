@@ -21,7 +21,7 @@
 //!                 └──── one copy + row numbers ──Transport──▶ row on every rank of domain 1
 //!
 //!   combine   token ◀── sum over the ranks of domain 0
-//!                 ◀──── one partial sum ─────────Transport─── sum over the ranks of domain 1
+//!                 ◀──── one domain sum ──────────Transport─── sum over the ranks of domain 1
 //! ```
 //!
 //! Where to start reading:

@@ -225,7 +225,7 @@ pub(crate) fn stored(element: Element, values: &[f32]) -> Vec<u8> {
     }
 }
 
-/// A partial sum after it has crossed from rank to rank.
+/// A partial sum or domain sum after it has crossed from rank to rank.
 fn cross(wire: Element, value: f32) -> f32 {
     match wire {
         Element::Bf16 => bf16_to_f32(f32_to_bf16(value)),
@@ -240,7 +240,7 @@ pub struct CombineSpec {
     pub hidden: usize,
     /// Element type of expert outputs and of the result.
     pub element: Element,
-    /// Element type of partial sums that cross from rank to rank.
+    /// Element type of partial sums and domain sums that cross from rank to rank.
     pub wire: Element,
 }
 

@@ -1,4 +1,4 @@
-//! The sum of one token's rows, in a fixed order. `combine` calls [`sum_rows`] for partial sums and for results.
+//! The sum of one token's rows, in a fixed order. `combine` calls [`sum_rows`] for domain sums and for results.
 
 use ep::Element;
 

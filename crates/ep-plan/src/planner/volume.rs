@@ -18,7 +18,7 @@ pub enum TokenPath {
     /// The path of the paper: one copy per (token, expert), forwarded level by level.
     Forwarded,
     /// One row per (token, domain), forwarded level by level and duplicated where its experts are in several domains.
-    /// Combine returns partial sums on the same path.
+    /// Combine returns sums, one row per (token, domain), on the same path.
     Deduplicated,
 }
 

@@ -36,7 +36,7 @@ pub struct Case {
     pub format: TokenFormat,
     /// Element type of expert outputs and of combined tokens.
     pub element: Element,
-    /// Element type of partial sums that cross from rank to rank.
+    /// Element type of partial sums and domain sums that cross from rank to rank.
     pub wire: Element,
     /// Probabilities that dispatch sends with the tokens.
     pub probs: ProbsKind,
