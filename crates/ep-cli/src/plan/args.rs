@@ -32,7 +32,7 @@ pub(crate) struct PlanArgs {
     /// Write a report with charts as one HTML file, which loads nothing from the network
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) html: Option<PathBuf>,
-    /// Write the rank lists of the plan's groups as JSON, for a runtime that creates communicators from them
+    /// Write the rank lists of the plan's groups as JSON
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     pub(crate) groups: Option<PathBuf>,
     /// Print the problem as TOML, as a file to edit, and exit

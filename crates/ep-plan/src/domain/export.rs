@@ -1,4 +1,5 @@
-//! The partition as groups and rank lists, from which a runtime opens its communicators.
+//! The partition as groups and rank lists. A program can open its communicators from them; hybrid-ep has no runtime that
+//! does.
 
 use serde::{Deserialize, Serialize};
 

@@ -249,10 +249,13 @@ impl Planner {
             }
         };
         let bound = match limit.bound {
-            Bound::Compute => "compute",
-            Bound::Links => "the links",
+            Bound::Compute => "compute with the token exchange",
+            Bound::Links => "the transfers on the links",
         };
-        format!("{pass}: {}, limited by {bound}; most of it {phase}, {} alone.", times.total, limit.time)
+        format!(
+            "{pass}: {}. The longer chain is {bound}; its longest part is {phase}, {} alone.",
+            times.total, limit.time
+        )
     }
 
     fn change_sentence(&self, change: &Change) -> String {

@@ -348,7 +348,12 @@ fn an_explanation_names_domains_limits_and_changes() {
         text.starts_with("Domains: 2 of 2 on 'wan', 8 of 8 on 'rail', 2 of 8 on 'nvlink'. A layer takes 18"),
         "{text}"
     );
-    assert!(text.contains("limited by the links; most of it the all-gather on 'wan'"), "{text}");
+    assert!(
+        text.contains(
+            "The longer chain is the transfers on the links; its longest part is the all-gather on 'wan', "
+        ),
+        "{text}"
+    );
     assert!(text.contains("candidates need more than the 24.00 GB"), "{text}");
     assert!(text.contains("Next best: (2, 8, 1)"), "{text}");
     assert!(text.contains("With 'wan' links from "), "{text}");
