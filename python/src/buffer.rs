@@ -237,13 +237,13 @@ impl Buffer {
     /// The half-open range of local experts.
     #[getter]
     fn local_experts(&self) -> (usize, usize) {
-        let positions = self.facts.world.placement.positions_of(Rank(self.facts.rank as u32));
+        let positions = self.facts.world.placement().positions_of(Rank(self.facts.rank as u32));
         (positions.start, positions.end)
     }
 
     #[getter]
     fn domains(&self) -> usize {
-        self.facts.world.topology.domains()
+        self.facts.world.topology().domains()
     }
 
     #[getter]

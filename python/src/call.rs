@@ -338,7 +338,7 @@ fn outputs<B: Tensors>(
     handle: &Handle,
     call: &DispatchCall,
 ) -> Result<Delivered<B::Memory>, Failure> {
-    let experts = backend.world().placement.local_experts(backend.rank());
+    let experts = backend.world().placement().local_experts(backend.rank());
     let vector = Shape { rows: handle.rows, columns: None };
     let matrix = |columns: usize| Shape { columns: Some(columns), ..vector };
     let plain = handle.mode == DispatchMode::Plain;

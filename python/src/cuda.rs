@@ -57,7 +57,7 @@ impl Tensors for CudaBuffer {
             Form::WideTopK => topk(Indices::Wide(&routing)),
             Form::Map { most } => DeviceRouting::Map { tokens, most, map: &routing, probs: weights.as_ref() },
         };
-        let counts_bytes = size_of::<i64>() * self.world().placement.local_experts(self.rank());
+        let counts_bytes = size_of::<i64>() * self.world().placement().local_experts(self.rank());
         let cell = |address: usize, bytes: usize| (address != 0).then(|| borrow(Span(address, bytes)));
         let mut overflow = cell(report.overflow, size_of::<i32>());
         let Some(capacity) = capacity else {

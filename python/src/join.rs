@@ -32,7 +32,7 @@ pub(crate) struct Settings {
 
 impl Settings {
     pub(crate) fn world(&self, ranks: usize) -> Result<World, Failure> {
-        Ok(World::new(ranks, self.domains, self.experts)?)
+        Ok(World::builder().ranks(ranks).domains(self.domains).experts(self.experts).build()?)
     }
 
     pub(crate) fn config(&self) -> Result<Config, Failure> {

@@ -90,7 +90,7 @@ impl std::fmt::Debug for CudaBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CudaBuffer")
             .field("rank", &self.rank)
-            .field("world", &self.world.topology)
+            .field("world", self.world.topology())
             .field("gpu", &self.device.ordinal)
             .field("blocks", &self.blocks)
             .field("step", &self.step)
@@ -164,13 +164,13 @@ impl CudaBuffer {
         let Home { rank, device, stream, arena, control } = home;
         let view = stream.view();
         let faults = Arc::new(Faults::new(&device, world.experts(), config, peers.hearts.clone())?);
-        let local_experts = world.placement.local_experts(rank);
+        let local_experts = world.placement().local_experts(rank);
         let shape = Arc::new(Mapped::new(&device, shape_words(local_experts))?);
-        let position_of = if world.placement.is_in_order() {
+        let position_of = if world.placement().is_in_order() {
             None
         } else {
             let positions: Vec<u32> =
-                (0..world.experts() as u32).map(|expert| world.placement.position_of(expert)).collect();
+                (0..world.experts() as u32).map(|expert| world.placement().position_of(expert)).collect();
             let part = arena.alloc(4 * positions.len(), false)?;
             stream.upload(bytemuck::cast_slice(&positions), part.address())?;
             Some(part)
@@ -295,12 +295,12 @@ impl CudaBuffer {
 
     /// Stores the shape words that preprocess has computed in the handle.
     pub(crate) fn learn(&self, handle: &CudaHandle, words: &[u32]) {
-        handle.remote_rows.set(words[3 * self.world.placement.local_experts(self.rank) + SHAPE_REMOTE]);
+        handle.remote_rows.set(words[3 * self.world.placement().local_experts(self.rank) + SHAPE_REMOTE]);
         handle.shape.get_or_init(|| self.shape_from(handle.mode, handle.capacity, words));
     }
 
     fn shape_from(&self, mode: DispatchMode, capacity: Option<usize>, words: &[u32]) -> ReceiveShape {
-        let experts = self.world.placement.local_experts(self.rank);
+        let experts = self.world.placement().local_experts(self.rank);
         let column = |at: usize| match mode {
             DispatchMode::Plain => Vec::new(),
             DispatchMode::Permuted { .. } => words[at * experts..(at + 1) * experts].to_vec(),
@@ -350,7 +350,7 @@ impl CudaBuffer {
             return Err(CallerError::TooManyRows { rank: self.rank, rows: copies as u64 }.into());
         }
         let ranks = self.world.ranks();
-        let local_experts = self.world.placement.local_experts(self.rank);
+        let local_experts = self.world.placement().local_experts(self.rank);
         let sizes = Sizes::new(tokens, copies, ranks, local_experts, self.chunk_tokens);
         report.check(self.id, local_experts)?;
         let permuted = matches!(mode, DispatchMode::Permuted { .. });

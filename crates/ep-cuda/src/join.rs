@@ -38,7 +38,7 @@ impl CudaBuffer {
             .into());
         }
         let homes: Vec<Home> = world
-            .topology
+            .topology()
             .all_ranks()
             .map(|rank| {
                 let device = Device::open(device_of(rank.index()))?;
@@ -144,10 +144,10 @@ impl CudaBuffer {
         let blobs = rendezvous.all_gather(&mine.to_bytes())?;
         let all: Vec<Introduction> = blobs
             .iter()
-            .zip(world.topology.all_ranks())
+            .zip(world.topology().all_ranks())
             .map(|(blob, peer)| Introduction::from_bytes(blob).ok_or_else(|| unintelligible(peer)))
             .collect::<Result<_>>()?;
-        for (peer, theirs) in world.topology.all_ranks().zip(&all) {
+        for (peer, theirs) in world.topology().all_ranks().zip(&all) {
             mine.check(rank, peer, theirs)?;
         }
         let invitations: Vec<Invitation> = all.iter().map(|theirs| theirs.invitation.clone()).collect();
@@ -232,7 +232,7 @@ fn unintelligible(peer: Rank) -> ep::Error {
 /// The world as text: the number of ranks, and the runs of experts with their rank.
 fn agreed(world: &World) -> String {
     let experts = world.experts() as u32;
-    let owner = |expert| world.placement.owner_at(world.placement.position_of(expert));
+    let owner = |expert| world.placement().owner_at(world.placement().position_of(expert));
     let mut runs: Vec<(u32, Rank)> = Vec::new();
     for expert in 0..experts {
         match runs.last_mut() {
@@ -246,7 +246,7 @@ fn agreed(world: &World) -> String {
 
 /// Refuses worlds that this backend does not support.
 fn check_world(world: &World) -> Result<()> {
-    let (ranks, domains) = (world.ranks(), world.topology.domains());
+    let (ranks, domains) = (world.ranks(), world.topology().domains());
     if domains != 1 {
         return Err(CallerError::Topology(format!(
             "{domains} NVLink domains: the CUDA backend serves one; use the host backend, or one domain"
@@ -259,7 +259,8 @@ fn check_world(world: &World) -> Result<()> {
         ))
         .into());
     }
-    let most = world.topology.all_ranks().map(|rank| world.placement.local_experts(rank)).max().unwrap_or(0);
+    let most =
+        world.topology().all_ranks().map(|rank| world.placement().local_experts(rank)).max().unwrap_or(0);
     if most > 1 << 16 {
         return Err(CallerError::Placement(format!("{most} experts on one rank: at most 65,536")).into());
     }
@@ -268,8 +269,6 @@ fn check_world(world: &World) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use ep::ExpertPlacement;
-
     use super::*;
 
     fn introduction(world: &World) -> Introduction {
@@ -279,10 +278,8 @@ mod tests {
 
     #[test]
     fn ranks_with_different_worlds_say_what_differs() {
-        let mine = introduction(&World::new(2, 1, 4).unwrap());
-        let mut other = World::new(2, 1, 4).unwrap();
-        let owners = [0, 1, 1, 0].map(Rank);
-        other.placement = ExpertPlacement::table(&owners, &other.topology).unwrap();
+        let mine = introduction(&World::builder().ranks(2).experts(4).build().unwrap());
+        let other = World::builder().ranks(2).placement(&[0, 1, 1, 0].map(Rank)).build().unwrap();
         let sent = introduction(&other);
         let theirs = Introduction::from_bytes(&sent.to_bytes()).unwrap();
         assert_eq!((theirs.gpu, theirs.base, theirs.control), ([7; 16], 1 << 40, 3));

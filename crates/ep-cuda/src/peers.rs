@@ -44,8 +44,8 @@ impl Peers {
         };
         common.control[..self.control.len()].copy_from_slice(&self.control);
         common.delta[..self.delta.len()].copy_from_slice(&self.delta);
-        for peer in world.topology.all_ranks() {
-            let positions = world.placement.positions_of(peer);
+        for peer in world.topology().all_ranks() {
+            let positions = world.placement().positions_of(peer);
             common.owner_begin[peer.index()] = positions.start as u32;
             common.owner_begin[peer.index() + 1] = positions.end as u32;
         }

@@ -252,7 +252,7 @@ inside!(programs_that_end_leave_although_graphs_are_kept, driver => {
 
 // A peer that has left, and this rank's work that goes on: the peer's memory stays mapped here until it is over.
 inside!(a_peer_that_is_gone_is_not_waited_for, driver => {
-    let world = World::new(2, 1, 4).unwrap();
+    let world = World::builder().ranks(2).experts(4).build().unwrap();
     let mut ranks = thread::scope(|scope| {
         let join = |mut meet: ThreadRendezvous| CudaBuffer::join(&world, &mut meet, &config()).unwrap();
         let ends: Vec<_> = ThreadRendezvous::new(2, HANG).into_iter().map(|end| scope.spawn(move || join(end))).collect();

@@ -44,7 +44,7 @@ impl std::fmt::Debug for HostBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("HostBuffer")
             .field("rank", &self.comm.rank)
-            .field("world", &self.comm.world.topology)
+            .field("world", self.comm.world.topology())
             .field("workers", &self.workers)
             .field("step", &self.step)
             .field("failed", &self.failed)
@@ -62,7 +62,7 @@ impl HostBuffer {
     pub fn threads(world: World, config: &Config) -> Result<Vec<Self>> {
         join::check_config(&world, config)?;
         let directory = Directory::of_threads();
-        let ranks: Vec<Rank> = world.topology.all_ranks().collect();
+        let ranks: Vec<Rank> = world.topology().all_ranks().collect();
         let segments: Vec<RankSegments> =
             ranks.iter().map(|_| RankSegments::of_thread(&world, config)).collect::<Result<_>>()?;
         ranks
@@ -133,7 +133,7 @@ impl HostBuffer {
         processes: Processes,
         segments: &[RankSegments],
     ) -> Result<Self> {
-        let topology = &world.topology;
+        let topology = world.topology();
         let controls = topology
             .all_ranks()
             .zip(segments)

@@ -319,7 +319,7 @@ impl Combine<'_> {
         let mut last: Option<(Rank, u32)> = None;
         let mut remote_rows = 0;
         for copy in copies {
-            let owner = comm.world.placement.owner_at(copy.position);
+            let owner = comm.world.placement().owner_at(copy.position);
             if last == Some((owner, copy.row)) {
                 continue;
             }
@@ -330,7 +330,7 @@ impl Combine<'_> {
             }
             last = Some((owner, copy.row));
             remote_rows += u64::from(owner != comm.rank);
-            let local = comm.world.topology.local_rank_of(owner);
+            let local = comm.world.topology().local_rank_of(owner);
             let ptr = self.source(owner, &peers[local][TOKENS], copy.row as usize, row_bytes)?;
             rows.push(SumRow { ptr, flags: element });
         }
@@ -356,13 +356,13 @@ impl Combine<'_> {
     /// Reads the probability of one copy from the rank of its expert.
     fn prob(&self, peers: &[PeerMemories], copy: TokenCopy) -> Result<f32> {
         let comm = self.op.comm;
-        let owner = comm.world.placement.owner_at(copy.position);
-        let local = comm.world.placement.positions_of(owner);
+        let owner = comm.world.placement().owner_at(copy.position);
+        let local = comm.world.placement().positions_of(owner);
         let cell = match self.handle.mode {
             DispatchMode::Permuted { .. } => copy.row as usize,
             DispatchMode::Plain => copy.row as usize * local.len() + (copy.position as usize - local.start),
         };
-        let memory = &peers[comm.world.topology.local_rank_of(owner)][PROBS];
+        let memory = &peers[comm.world.topology().local_rank_of(owner)][PROBS];
         let from = self.source(owner, memory, cell, size_of::<f32>())?.cast::<f32>();
         // SAFETY: inside memory that its rank has published for this operator; `PeerMemory` begins at a multiple of 4.
         Ok(unsafe { from.read() })
@@ -377,7 +377,7 @@ impl Combine<'_> {
     }
 
     fn put_prob(&self, token: usize, copy: TokenCopy, prob: f32) {
-        let placement = &self.op.comm.world.placement;
+        let placement = self.op.comm.world.placement();
         let cell = token * placement.experts() + placement.expert_at(copy.position) as usize;
         // SAFETY: the output has a cell for every token and expert, and only this worker has claimed the token.
         unsafe { self.probs_out.0.cast::<f32>().add(cell).write(prob) };

@@ -50,7 +50,7 @@ pub(crate) struct Comm {
 impl Comm {
     /// This rank's NVLink domain.
     pub(crate) fn domain(&self) -> usize {
-        self.world.topology.domain_of(self.rank)
+        self.world.topology().domain_of(self.rank)
     }
 
     /// This rank's control block.
@@ -60,7 +60,7 @@ impl Comm {
 
     /// The ranks of this rank's domain and their control blocks, by local rank.
     pub(crate) fn domain_controls(&self) -> impl Iterator<Item = (Rank, &Control)> {
-        self.world.topology.domain_ranks(self.domain()).map(|rank| (rank, &self.controls[rank.index()]))
+        self.world.topology().domain_ranks(self.domain()).map(|rank| (rank, &self.controls[rank.index()]))
     }
 }
 

@@ -141,7 +141,7 @@ impl Control {
     /// [`ep::CallerError::TooLarge`].
     pub(crate) fn bytes(world: &World) -> Result<usize> {
         let row = Size::new(Counts::words(world)) * 4 + size_of::<Polled>();
-        (row * world.topology.domains() + size_of::<Words>()).bytes("the control block of a rank")
+        (row * world.topology().domains() + size_of::<Words>()).bytes("the control block of a rank")
     }
 
     /// The control block of `rank` in `segment`.
@@ -150,7 +150,7 @@ impl Control {
     /// [`EnvironmentError`] that names the rank when the segment is too short.
     pub(crate) fn new(rank: Rank, segment: Arc<Segment>, world: &World) -> Result<Self> {
         check_segment(rank, "control block", &segment, Self::bytes(world)?)?;
-        let (domains, ranks) = (world.topology.domains(), world.ranks());
+        let (domains, ranks) = (world.topology().domains(), world.ranks());
         Ok(Self { segment, rank, ranks, domains, count_words: Counts::words(world) })
     }
 
@@ -333,9 +333,9 @@ impl Control {
 /// The control blocks of a world of one domain, for tests.
 #[cfg(test)]
 pub(crate) fn controls(ranks: usize) -> Vec<Control> {
-    let world = World::new(ranks, 1, ranks).unwrap();
+    let world = World::builder().ranks(ranks).experts(ranks).build().unwrap();
     let segment = || Arc::new(Segment::private(Control::bytes(&world).unwrap()).unwrap());
-    world.topology.all_ranks().map(|rank| Control::new(rank, segment(), &world).unwrap()).collect()
+    world.topology().all_ranks().map(|rank| Control::new(rank, segment(), &world).unwrap()).collect()
 }
 
 #[cfg(test)]
@@ -343,7 +343,8 @@ mod tests {
     use super::*;
 
     fn control(domains: usize) -> (Control, World) {
-        let world = World::new(2 * domains, domains, 4 * domains).unwrap();
+        let world =
+            World::builder().ranks(2 * domains).domains(domains).experts(4 * domains).build().unwrap();
         let segment = Arc::new(Segment::private(Control::bytes(&world).unwrap()).unwrap());
         (Control::new(Rank(1), segment, &world).unwrap(), world)
     }
@@ -382,7 +383,7 @@ mod tests {
 
     #[test]
     fn a_segment_too_short_for_a_control_block_names_its_rank() {
-        let world = World::new(2, 1, 4).unwrap();
+        let world = World::builder().ranks(2).experts(4).build().unwrap();
         let needed = Control::bytes(&world).unwrap();
         for len in [16, needed - 1] {
             let segment = Arc::new(Segment::private(len).unwrap());

@@ -128,7 +128,7 @@ impl Dispatch<'_> {
     pub(crate) fn into_forward_lists(self) -> Vec<ForwardList> {
         let mut received = self.state.received_lists.into_inner().unwrap_or_else(PoisonError::into_inner);
         received.sort_unstable_by_key(|&(domain, chunk, _)| (domain, chunk));
-        let mut lists = vec![ForwardList::default(); self.op.comm.world.topology.domains()];
+        let mut lists = vec![ForwardList::default(); self.op.comm.world.topology().domains()];
         for (domain, _, list) in &received {
             lists[*domain].append(list);
         }
@@ -136,7 +136,7 @@ impl Dispatch<'_> {
     }
 
     fn local_rank(&self) -> usize {
-        self.op.comm.world.topology.local_rank_of(self.op.comm.rank)
+        self.op.comm.world.topology().local_rank_of(self.op.comm.rank)
     }
 
     /// Claims the next chunk of this rank's tokens, with a free slot for every other domain.
@@ -232,7 +232,7 @@ impl Dispatch<'_> {
             ProbSource::Skip => 0.0,
             ProbSource::Routing => self.handle.layout.weights(token, domain)[at],
             ProbSource::Dense(probs) => {
-                let placement = &self.op.comm.world.placement;
+                let placement = self.op.comm.world.placement();
                 probs[token * placement.experts() + placement.expert_at(copy.position) as usize]
             }
         }
@@ -292,8 +292,10 @@ impl Dispatch<'_> {
         let world = &self.op.comm.world;
         let first = chunk * self.state.schedule.chunk();
         let end = (first + self.state.schedule.chunk()).min(self.handle.rail_tokens[domain]);
-        let mut ranks =
-            world.topology.domain_ranks(self.op.comm.domain()).map(|rank| world.placement.positions_of(rank));
+        let mut ranks = world
+            .topology()
+            .domain_ranks(self.op.comm.domain())
+            .map(|rank| world.placement().positions_of(rank));
         let positions =
             ranks.next().map_or(0..0, |first| first.start..ranks.last().map_or(first.end, |last| last.end));
         Source { tokens: first..end, positions }
@@ -315,8 +317,8 @@ impl Dispatch<'_> {
         let mut last = None;
         let mut remote_rows = 0;
         for (at, copy) in copies.iter().enumerate() {
-            let owner = comm.world.placement.owner_at(copy.position);
-            let memories = &peers[comm.world.topology.local_rank_of(owner)];
+            let owner = comm.world.placement().owner_at(copy.position);
+            let memories = &peers[comm.world.topology().local_rank_of(owner)];
             let row_number = copy.row as usize;
             if last != Some((owner, copy.row)) {
                 last = Some((owner, copy.row));
@@ -330,7 +332,7 @@ impl Dispatch<'_> {
                     unsafe { row.scales.copy_to_nonoverlapping(to, scale_bytes) };
                 }
             }
-            let local = comm.world.placement.positions_of(owner);
+            let local = comm.world.placement().positions_of(owner);
             let cell = match self.handle.mode {
                 DispatchMode::Permuted { .. } => row_number,
                 DispatchMode::Plain => row_number * local.len() + (copy.position as usize - local.start),

@@ -118,7 +118,7 @@ pub fn slot_of(expected: &Expected, tokens: &[(u32, &[u32])]) -> Option<Vec<u8>>
 /// # Panics
 /// When a call of rank 0 panics, or returns an error that names no peer.
 pub fn drive_rails(script: &[u8]) {
-    let world = World::new(3, 3, 3).expect("a world");
+    let world = World::builder().ranks(3).domains(3).experts(3).build().expect("a world");
     let mut config = Config::default();
     (config.slots, config.slot_bytes) = (2, 64);
     let layout = WindowLayout::new(&world, &config).expect("a small window");

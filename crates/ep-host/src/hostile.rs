@@ -35,7 +35,11 @@ fn reported(
     let mut config = Config::default();
     config.workers = 1;
     config.chunk_tokens = CHUNK;
-    let mut buffers = HostBuffer::threads(World::new(2, domains, EXPERTS).unwrap(), &config).unwrap();
+    let mut buffers = HostBuffer::threads(
+        World::builder().ranks(2).domains(domains).experts(EXPERTS).build().unwrap(),
+        &config,
+    )
+    .unwrap();
     let (mut hostile, mut honest) = (buffers.pop().unwrap(), buffers.pop().unwrap());
     let result = std::thread::scope(|scope| {
         let called = scope.spawn(move || call(&mut honest));

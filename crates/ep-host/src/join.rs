@@ -64,7 +64,7 @@ impl RankSegments {
 /// [`ep::CallerError::Config`] that names the setting.
 pub(crate) fn check_config(world: &World, config: &Config) -> Result<()> {
     config.check()?;
-    if world.topology.domains() > 1 {
+    if world.topology().domains() > 1 {
         preprocess::check_slot(Counts::words(world), config.slot_bytes)?;
     }
     Ok(())
@@ -96,7 +96,7 @@ impl Introduction {
     pub(crate) fn new(world: &World, config: &Config, door: &Door) -> Self {
         let Config { chunk_tokens, slot_bytes, slots, .. } = config;
         let owners: Vec<u32> = (0..world.experts() as u32)
-            .map(|e| world.placement.owner_at(world.placement.position_of(e)).0)
+            .map(|e| world.placement().owner_at(world.placement().position_of(e)).0)
             .collect();
         // The boot id tells machines apart. Containers of one machine share it; whether they can connect shows later.
         let machine = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -106,7 +106,7 @@ impl Introduction {
             agreed: format!(
                 "{} ranks in {} domains, chunk_tokens {chunk_tokens}, slot_bytes {slot_bytes}, slots {slots}, experts on ranks {owners:?}",
                 world.ranks(),
-                world.topology.domains(),
+                world.topology().domains(),
             ),
         }
     }
@@ -186,10 +186,10 @@ pub(crate) fn connect(
     let all: Vec<Introduction> = rendezvous
         .all_gather(&mine.to_bytes())?
         .iter()
-        .zip(world.topology.all_ranks())
+        .zip(world.topology().all_ranks())
         .map(|(bytes, peer)| Introduction::from_bytes(bytes).ok_or_else(|| unreadable(peer)))
         .collect::<Result<_>>()?;
-    for (peer, theirs) in world.topology.all_ranks().zip(&all) {
+    for (peer, theirs) in world.topology().all_ranks().zip(&all) {
         mine.check(rank, peer, theirs)?;
     }
     let invitations: Vec<Invitation> = all.into_iter().map(|intro| intro.invitation).collect();
@@ -222,7 +222,7 @@ pub(crate) fn connect(
         Ok(segment)
     };
     let segments = world
-        .topology
+        .topology()
         .all_ranks()
         .map(|peer| Ok(RankSegments { control: find(peer, names[0])?, window: find(peer, names[1])? }))
         .collect::<Result<_>>()?;
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
     fn introductions_round_trip_through_bytes() {
-        let world = World::new(4, 2, 8).unwrap();
+        let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
         let mine = Introduction::new(&world, &Config::default(), &Door::open().unwrap());
         let bytes = mine.to_bytes();
         assert_eq!(Introduction::from_bytes(&bytes), Some(mine.clone()));

@@ -12,7 +12,8 @@
 //!
 //! # fn main() -> ep::Result<()> {
 //! // Two ranks as threads, one NVLink domain, four experts; each rank sends one token to two of them.
-//! let buffers = HostBuffer::threads(World::new(2, 1, 4)?, &Config::from_env()?)?;
+//! let world = World::builder().ranks(2).experts(4).build()?;
+//! let buffers = HostBuffer::threads(world, &Config::from_env()?)?;
 //! let hidden = 8;
 //! let one_rank = |mut buffer: HostBuffer| -> ep::Result<()> {
 //!     let routing = Routing::from_topk(buffer.rank(), 4, 2, &[0, 3], &[0.25, 0.75])?;

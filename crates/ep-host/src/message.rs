@@ -308,12 +308,12 @@ impl Format {
     /// # Errors
     /// [`CallerError::Config`] when one token does not fit a slot.
     pub(crate) fn chunk_tokens(&self, world: &World, config: &Config) -> Result<usize> {
-        let topology = &world.topology;
+        let topology = world.topology();
         if topology.domains() == 1 {
             return Ok(config.chunk_tokens);
         }
         let experts_of =
-            |domain| topology.domain_ranks(domain).map(|rank| world.placement.local_experts(rank)).sum();
+            |domain| topology.domain_ranks(domain).map(|rank| world.placement().local_experts(rank)).sum();
         let most_copies: usize = (0..topology.domains()).map(experts_of).max().unwrap_or(0);
         let fits = |tokens: usize| {
             let copies = (Size::new(tokens) * most_copies).checked();
@@ -359,7 +359,7 @@ mod tests {
 
     #[test]
     fn chunks_fit_their_slot_or_the_error_says_what_would() {
-        let world = World::new(4, 2, 64).unwrap();
+        let world = World::builder().ranks(4).domains(2).experts(64).build().unwrap();
         let mut config = Config::default();
         let format = Format { lists: true, probs: true, row_bytes: 4096, scale_bytes: 0 };
         for slot_bytes in [8 << 10, 100 << 10, 1 << 20] {
@@ -384,7 +384,7 @@ mod tests {
             assert_eq!(format.sections_within(tokens, copies, usize::MAX), None, "{tokens} {copies}");
         }
         // A row that is longer than any message is refused even with the largest slots.
-        let world = World::new(2, 2, 2).unwrap();
+        let world = World::builder().ranks(2).domains(2).experts(2).build().unwrap();
         let mut config = Config::default();
         config.chunk_tokens = usize::MAX - 1;
         config.slot_bytes = usize::MAX;

@@ -22,7 +22,7 @@ pub(crate) fn exchange(op: &Op<'_>, own: &Counts) -> Result<Vec<Counts>> {
     comm.control().publish_counts(comm.domain(), op.step, &words);
     send_along_rail(op, &words)?;
 
-    let topology = &comm.world.topology;
+    let topology = comm.world.topology();
     let mut ends: Vec<u64> =
         (0..topology.domains()).map(|domain| comm.rails.position(domain).1 + 1).collect();
     ends[comm.domain()] = 0;
@@ -58,7 +58,7 @@ pub(crate) fn exchange(op: &Op<'_>, own: &Counts) -> Result<Vec<Counts>> {
 
 /// The event that this rank waits for while the counts of `rank` are missing.
 fn waiting(op: &Op<'_>, rank: Rank) -> Waiting {
-    let topology = &op.comm.world.topology;
+    let topology = op.comm.world.topology();
     let collector = topology.rank_at(op.comm.domain(), topology.local_rank_of(rank));
     // Name the collector only when it is another rank that has not entered; otherwise `rank` has to act.
     let absent = collector != op.comm.rank && op.comm.controls[collector.index()].entered() < op.step;
@@ -150,7 +150,7 @@ fn check_modes(op: &Op<'_>, all: &[Counts]) -> Result<()> {
     let plain = |rank: Rank| all[rank.index()].mode == DispatchMode::Plain;
     let name = |rank: Rank| if plain(rank) { "plain" } else { "permuted" }.to_string();
     let rank = op.comm.rank;
-    match op.comm.world.topology.all_ranks().find(|&other| plain(other) != plain(rank)) {
+    match op.comm.world.topology().all_ranks().find(|&other| plain(other) != plain(rank)) {
         None => Ok(()),
         Some(peer) => Err(CallerError::Collective {
             operator: op.operator,

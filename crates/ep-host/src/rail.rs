@@ -39,7 +39,7 @@ impl WindowLayout {
     /// [`ep::CallerError::TooLarge`] for a window that is longer than the address space.
     pub(crate) fn new(world: &World, config: &Config) -> Result<Self> {
         const WHAT: &str = "the window of a rank";
-        let (domains, slots) = (world.topology.domains(), config.slots);
+        let (domains, slots) = (world.topology().domains(), config.slots);
         let first = Loopback::reserved(domains, Self::signals(slots)).bytes(WHAT)?;
         let slot_bytes = Size::new(config.slot_bytes).next_multiple_of(64);
         // A world of one domain sends no messages.
@@ -113,18 +113,18 @@ impl Rails {
         transport: Box<dyn Transport>,
     ) -> Result<Self> {
         let layout = WindowLayout::new(world, config)?;
-        let local = world.topology.local_rank_of(rank);
+        let local = world.topology().local_rank_of(rank);
         let flags = || (0..layout.slots).map(|_| AtomicBool::new(false)).collect();
         let streams = (0..layout.domains)
             .map(|domain| Stream {
-                peer: world.topology.rank_at(domain, local),
+                peer: world.topology().rank_at(domain, local),
                 sent: Mutex::new(0),
                 received: Mutex::new(0),
                 busy: flags(),
                 full: flags(),
             })
             .collect();
-        let own_domain = world.topology.domain_of(rank);
+        let own_domain = world.topology().domain_of(rank);
         let (bytes, messages) = (AtomicU64::new(0), AtomicU64::new(0));
         Ok(Self { transport, window, layout, lend: config.lend, own_domain, streams, bytes, messages })
     }
@@ -330,7 +330,7 @@ mod tests {
 
     /// The rails of rank 0 in a world of three domains of one rank each.
     fn rails() -> (Rails, Script) {
-        let (world, config) = (World::new(3, 3, 3).unwrap(), config(2));
+        let (world, config) = (World::builder().ranks(3).domains(3).experts(3).build().unwrap(), config(2));
         let window = Segment::private(WindowLayout::new(&world, &config).unwrap().bytes()).unwrap();
         let engine = Scripted::default();
         let script = Arc::clone(&engine.0);
@@ -366,7 +366,7 @@ mod tests {
 
     #[test]
     fn windows_longer_than_the_address_space_are_refused() {
-        let world = World::new(4, 2, 4).unwrap();
+        let world = World::builder().ranks(4).domains(2).experts(4).build().unwrap();
         for slot_bytes in [usize::MAX, usize::MAX / 64, 1 << 61] {
             let mut config = config(16);
             config.slot_bytes = slot_bytes;

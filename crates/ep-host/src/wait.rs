@@ -169,7 +169,7 @@ impl Op<'_> {
     fn needed(&self) -> impl Iterator<Item = Rank> + '_ {
         let comm = self.comm;
         let unfinished = |rank: &Rank| comm.controls[rank.index()].finished() < self.step;
-        comm.world.topology.all_ranks().filter(move |&rank| rank != comm.rank).filter(unfinished)
+        comm.world.topology().all_ranks().filter(move |&rank| rank != comm.rank).filter(unfinished)
     }
 
     /// Checks the peers' health and processes, the program's wish to stop, and the bounds.
@@ -412,7 +412,8 @@ mod tests {
         let stall = Duration::from_millis(400);
         let mut config = ep::Config::default();
         config.stall_timeout = stall;
-        let mut buffers = HostBuffer::threads(World::new(3, 1, 3).unwrap(), &config).unwrap();
+        let mut buffers =
+            HostBuffer::threads(World::builder().ranks(3).experts(3).build().unwrap(), &config).unwrap();
         let (mut last, leaver, mut stopped) = (buffers.remove(2), buffers.remove(1), buffers.remove(0));
         Arc::get_mut(&mut stopped.comm).unwrap().pulse.stop();
         while last.comm.pulse.silence(Rank(0)) < last.comm.pulse.quiet() {

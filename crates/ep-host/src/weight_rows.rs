@@ -71,7 +71,10 @@ mod tests {
     fn buffer(workers: usize) -> HostBuffer {
         let mut config = Config::default();
         config.workers = workers;
-        HostBuffer::threads(World::new(1, 1, 1).unwrap(), &config).unwrap().pop().unwrap()
+        HostBuffer::threads(World::builder().ranks(1).experts(1).build().unwrap(), &config)
+            .unwrap()
+            .pop()
+            .unwrap()
     }
 
     fn upload(buffer: &mut HostBuffer, bytes: &[u8]) -> HostMemory {

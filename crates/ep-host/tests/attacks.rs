@@ -32,7 +32,7 @@ fn config(workers: usize) -> Config {
 }
 
 fn world(ranks: usize, domains: usize) -> World {
-    World::new(ranks, domains, EXPERTS).unwrap()
+    World::builder().ranks(ranks).domains(domains).experts(EXPERTS).build().unwrap()
 }
 
 fn alone() -> HostBuffer {
@@ -227,7 +227,7 @@ fn settings_and_worlds_beyond_the_address_space_are_refused() {
         assert!(matches!(HostBuffer::threads(world(2, 2), &config), Err(Error::Caller(_))), "{config:?}");
     }
     for (ranks, domains) in [(1 << 40, 1 << 20), (usize::MAX, 1), (1 << 32, 1 << 16)] {
-        assert!(World::new(ranks, domains, ranks).is_err(), "{ranks}");
+        assert!(World::builder().ranks(ranks).domains(domains).experts(ranks).build().is_err(), "{ranks}");
     }
 }
 

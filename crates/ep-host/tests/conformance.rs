@@ -3,8 +3,7 @@
 use ep::conformance::{Failure, Prepared, Problem, check_misuse, random_case, suite};
 use ep::{
     Backend, CombineInput, CombineOutput, Config, DispatchInput, DispatchMode, DispatchOutput, Element,
-    Error, ExpertPlacement, Rank, ReceiveShape, Result, Routing, Topology, Traffic, WeightGradients,
-    WeightRows, WeightedRows, World,
+    Error, Rank, ReceiveShape, Result, Routing, Traffic, WeightGradients, WeightRows, WeightedRows, World,
 };
 use ep_host::{HostBuffer, HostHandle, HostMemory};
 
@@ -223,12 +222,11 @@ fn cases_one_after_another_on_the_same_buffers() {
 #[test]
 fn misuse_is_refused_on_every_rank() {
     for (ranks, domains, experts) in [(1, 1, 4), (3, 1, 6), (4, 2, 8), (4, 4, 4)] {
-        let world = World::new(ranks, domains, experts).expect("a valid world");
+        let world =
+            World::builder().ranks(ranks).domains(domains).experts(experts).build().expect("a valid world");
         check_misuse_in(&world, &config(1, 64, 4));
     }
     // Ranks without experts must refuse the same calls as the others.
-    let topology = Topology::new(3, 1).expect("a valid topology");
-    let placement =
-        ExpertPlacement::table(&[Rank(2), Rank(0), Rank(2)], &topology).expect("a valid placement");
-    check_misuse_in(&World { topology, placement }, &config(2, 64, 4));
+    let world = World::builder().ranks(3).placement(&[2, 0, 2].map(Rank)).build().expect("a valid world");
+    check_misuse_in(&world, &config(2, 64, 4));
 }

@@ -63,7 +63,11 @@ fn on_threads<T: Send>(
     domains: usize,
     body: impl Fn(HostBuffer) -> T + Sync,
 ) -> Vec<std::thread::Result<T>> {
-    let buffers = HostBuffer::threads(World::new(ranks, domains, EXPERTS).unwrap(), &config()).unwrap();
+    let buffers = HostBuffer::threads(
+        World::builder().ranks(ranks).domains(domains).experts(EXPERTS).build().unwrap(),
+        &config(),
+    )
+    .unwrap();
     std::thread::scope(|scope| {
         let threads: Vec<_> = buffers.into_iter().map(|buffer| scope.spawn(|| body(buffer))).collect();
         threads.into_iter().map(|thread| thread.join()).collect()
@@ -165,7 +169,7 @@ fn a_busy_rank_is_waited_for_beyond_the_stall_bound() {
     config.timeout = Duration::from_secs(120);
     config.stall_timeout = STALL;
     for (ranks, domains) in [(2, 1), (4, 2)] {
-        let world = World::new(ranks, domains, EXPERTS).unwrap();
+        let world = World::builder().ranks(ranks).domains(domains).experts(EXPERTS).build().unwrap();
         let busy = Rank(ranks as u32 / 2);
         std::thread::scope(|scope| {
             for mut buffer in HostBuffer::threads(world, &config).unwrap() {
@@ -205,7 +209,9 @@ fn a_waiting_operator_can_be_interrupted() {
         let mut config = Config::default();
         config.workers = workers;
         config.interrupt = ep::Interrupt::new(move || asked.load(Relaxed));
-        let mut buffers = HostBuffer::threads(World::new(2, 1, EXPERTS).unwrap(), &config).unwrap();
+        let mut buffers =
+            HostBuffer::threads(World::builder().ranks(2).experts(EXPERTS).build().unwrap(), &config)
+                .unwrap();
         let (mut other, mut one) = (buffers.remove(1), buffers.remove(0));
         std::thread::scope(|scope| {
             // Rank 1 takes part in preprocess and never dispatches.
@@ -305,8 +311,13 @@ fn ranks_that_call_different_operators_get_an_error_that_says_so() {
 
 #[test]
 fn handles_of_another_buffer_are_refused() {
-    let mut one = HostBuffer::threads(World::new(1, 1, EXPERTS).unwrap(), &config()).unwrap().remove(0);
-    let mut other = HostBuffer::threads(World::new(1, 1, EXPERTS).unwrap(), &config()).unwrap().remove(0);
+    let mut one = HostBuffer::threads(World::builder().ranks(1).experts(EXPERTS).build().unwrap(), &config())
+        .unwrap()
+        .remove(0);
+    let mut other =
+        HostBuffer::threads(World::builder().ranks(1).experts(EXPERTS).build().unwrap(), &config())
+            .unwrap()
+            .remove(0);
     let routing = Workload { tokens: 1, experts: EXPERTS, topk: 1, skew: 0.0, seed: 1 }.routing(Rank(0));
     let handle = one.preprocess(&routing, DispatchMode::Plain, None).unwrap();
     let error = other.receive_shape(&handle).unwrap_err().to_string();
@@ -346,7 +357,12 @@ mod processes {
     fn rank_process() {
         let Some(launch) = LaunchEnv::from_env().unwrap() else { return };
         let domains: usize = std::env::var("TEST_DOMAINS").unwrap().parse().unwrap();
-        let world = World::new(launch.world_size as usize, domains, EXPERTS).unwrap();
+        let world = World::builder()
+            .ranks(launch.world_size as usize)
+            .domains(domains)
+            .experts(EXPERTS)
+            .build()
+            .unwrap();
         // Processes may take long to start on a busy machine.
         let mut patient = config();
         patient.timeout = Duration::from_secs(20);

@@ -10,7 +10,8 @@ const TOKENS: usize = 20;
 
 fn program() -> Result<()> {
     // 4 ranks, 2 domains, 64 experts:
-    let buffers = HostBuffer::threads(World::new(4, 2, 64)?, &Config::from_env()?)?;
+    let world = World::builder().ranks(4).domains(2).experts(64).build()?;
+    let buffers = HostBuffer::threads(world, &Config::from_env()?)?;
     std::thread::scope(|scope| {
         let ranks: Vec<_> = buffers.into_iter().map(|buffer| scope.spawn(|| one_rank(buffer))).collect();
         ranks.into_iter().try_for_each(|rank| rank.join().unwrap())

@@ -434,7 +434,7 @@ pub trait BackendExt: Backend {
     ) -> Result<Dispatched<Self::Memory>> {
         let shape = self.receive_shape(handle)?;
         let rows = shape.allocated_rows();
-        let experts = self.world().placement.local_experts(self.rank());
+        let experts = self.world().placement().local_experts(self.rank());
         let rows = Size::new(rows);
         let (plain, cells) = match shape.mode {
             DispatchMode::Plain => (true, rows * experts),

@@ -78,7 +78,7 @@ impl HandleFacts<'_> {
     pub fn probs_per_row(&self) -> usize {
         match self.mode {
             DispatchMode::Permuted { .. } => 1,
-            DispatchMode::Plain => self.world.placement.local_experts(self.rank),
+            DispatchMode::Plain => self.world.placement().local_experts(self.rank),
         }
     }
 
@@ -116,7 +116,7 @@ impl HandleFacts<'_> {
             let text = "local_experts is an output of the plain mode only; omit it in permuted mode".into();
             return Err(CallerError::Handle(text).into());
         }
-        let experts = self.world.placement.local_experts(self.rank);
+        let experts = self.world.placement().local_experts(self.rank);
         let row = RowBytes {
             tokens: output_bytes,
             scales: scale_bytes,
@@ -297,7 +297,7 @@ mod tests {
     /// Sizes whose products exceed 64 bits, and would wrap around to small numbers if unchecked.
     #[test]
     fn widths_whose_sizes_overflow_are_refused() {
-        let world = World::new(1, 1, 4).unwrap();
+        let world = World::builder().ranks(1).experts(4).build().unwrap();
         let facts = |tokens, rows| HandleFacts {
             buffer: Maker::new(Rank(0)),
             world: &world,

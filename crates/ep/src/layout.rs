@@ -48,7 +48,7 @@ impl Counts {
         by_position(world, routing, |_, experts, _| {
             let mut last_owner = None;
             for &position in experts {
-                let owner = world.placement.owner_at(position);
+                let owner = world.placement().owner_at(position);
                 per_expert[position as usize] += 1;
                 per_rank[owner.index()] += u32::from(last_owner.replace(owner) != Some(owner));
             }
@@ -106,8 +106,8 @@ impl Counts {
             let text = format!("a capacity of {rows} rows, which are padded to {pad_multiple}");
             return Err(ImpossibleCounts(text));
         }
-        for rank in world.topology.all_ranks() {
-            let copies = &self.per_expert[world.placement.positions_of(rank)];
+        for rank in world.topology().all_ranks() {
+            let copies = &self.per_expert[world.placement().positions_of(rank)];
             let (tokens, all) =
                 (self.per_rank[rank.index()], copies.iter().map(|&count| u64::from(count)).sum());
             let most = copies.iter().copied().max().unwrap_or(0);
@@ -184,7 +184,7 @@ impl ReceiveShape {
 
 /// Calls `visit` for each token with its index, the positions of its experts in ascending order, and their weights.
 fn by_position(world: &World, routing: &Routing, mut visit: impl FnMut(usize, &[u32], &[f32])) {
-    let placement = &world.placement;
+    let placement = world.placement();
     if placement.is_in_order() {
         for (token, (experts, weights)) in routing.rows().enumerate() {
             visit(token, experts, weights);
@@ -221,8 +221,8 @@ struct Bases {
 fn expert_groups(world: &World, rank: Rank, all: &[Counts]) -> Result<Vec<(u64, u64)>> {
     let pad = all[rank.index()].mode.pad_multiple() as u64;
     let mut start = 0u64;
-    let mut groups = Vec::with_capacity(world.placement.local_experts(rank));
-    for position in world.placement.positions_of(rank) {
+    let mut groups = Vec::with_capacity(world.placement().local_experts(rank));
+    for position in world.placement().positions_of(rank) {
         let count: u64 = all.iter().map(|counts| u64::from(counts.per_expert[position])).sum();
         groups.push((start, count));
         start += count.next_multiple_of(pad);
@@ -252,7 +252,7 @@ impl Bases {
     fn new(world: &World, source: Rank, all: &[Counts]) -> Result<Self> {
         let before = &all[..source.index()];
         let (mut next, mut limit) = (Vec::new(), Vec::new());
-        for rank in world.topology.all_ranks() {
+        for rank in world.topology().all_ranks() {
             let rows_limit = limit_of(&all[rank.index()]);
             match all[source.index()].mode {
                 DispatchMode::Plain => {
@@ -261,7 +261,7 @@ impl Bases {
                     limit.push(rows_limit);
                 }
                 DispatchMode::Permuted { .. } => {
-                    let positions = world.placement.positions_of(rank);
+                    let positions = world.placement().positions_of(rank);
                     for (position, (start, _)) in positions.zip(expert_groups(world, rank, all)?) {
                         // The sum cannot overflow: it is at most the rank's rows, which `expert_groups` checked.
                         let earlier: u32 = before.iter().map(|counts| counts.per_expert[position]).sum();
@@ -362,8 +362,8 @@ impl DispatchLayout {
         check_routing(world, source, routing)?;
         let mut bases = Bases::new(world, source, all)?;
         let permuted = matches!(all[source.index()].mode, DispatchMode::Permuted { .. });
-        let placement = &world.placement;
-        let domains = world.topology.domains();
+        let placement = world.placement();
+        let domains = world.topology().domains();
         let mut offsets = Vec::new();
         let needed = (Size::new(routing.tokens()) * domains + 1).get("a layout", "offsets")?;
         offsets.try_reserve_exact(needed).map_err(|problem| {
@@ -459,7 +459,7 @@ mod tests {
 
     #[test]
     fn words_are_linear_in_experts_and_ranks_and_independent_of_tokens() {
-        let world = World::new(8, 2, 64).unwrap();
+        let world = World::builder().ranks(8).domains(2).experts(64).build().unwrap();
         for tokens in [0, 1, 1000] {
             let routing = Workload { tokens, experts: 64, topk: 8, skew: 0.0, seed: 1 }.routing(Rank(3));
             let counts =
@@ -472,7 +472,7 @@ mod tests {
 
     #[test]
     fn capacity_must_fit_the_padding() {
-        let world = World::new(1, 1, 2).unwrap();
+        let world = World::builder().ranks(1).experts(2).build().unwrap();
         let routing = Routing::empty(Rank(0), 2);
         let error =
             Counts::of(&world, &routing, DispatchMode::Permuted { pad_multiple: 16 }, Some(24)).unwrap_err();
@@ -485,7 +485,7 @@ mod tests {
 
     #[test]
     fn rows_beyond_32_bits_are_refused() {
-        let world = World::new(1, 1, 1).unwrap();
+        let world = World::builder().ranks(1).experts(1).build().unwrap();
         let counts = Counts {
             tokens: u32::MAX,
             mode: DispatchMode::Permuted { pad_multiple: 128 },
@@ -499,7 +499,7 @@ mod tests {
 
     /// A world of 2 ranks with 2 experts each, and the counts of a rank with 5 tokens: 4 for rank 0, 3 for rank 1.
     fn possible() -> (World, Vec<u32>) {
-        (World::new(2, 1, 4).unwrap(), vec![5, 2, UNBOUNDED, 4, 1, 2, 2, 4, 3])
+        (World::builder().ranks(2).experts(4).build().unwrap(), vec![5, 2, UNBOUNDED, 4, 1, 2, 2, 4, 3])
     }
 
     #[test]
@@ -572,15 +572,18 @@ mod tests {
         ) {
             let ranks = domains * domain_size;
             let experts = ranks * per_rank;
-            let mut world = World::new(ranks, domains, experts).unwrap();
-            if shuffle {
+            let world = World::builder().ranks(ranks).domains(domains);
+            let world = if shuffle {
                 let owners: Vec<Rank> = (0..experts).map(|e| Rank(((e as u64 * 7 + seed % 5) % ranks as u64) as u32)).collect();
-                world.placement = crate::ExpertPlacement::table(&owners, &world.topology).unwrap();
-            }
+                world.placement(&owners)
+            } else {
+                world.experts(experts)
+            };
+            let world = world.build().unwrap();
             let mode = if pad == 0 { DispatchMode::Plain } else { DispatchMode::Permuted { pad_multiple: pad } };
             let capacity: Vec<Option<usize>> =
                 (0..ranks).map(|r| capacity[r].map(|c| c * 3 * mode.pad_multiple())).collect();
-            let routings: Vec<Routing> = world.topology.all_ranks().map(|rank| {
+            let routings: Vec<Routing> = world.topology().all_ranks().map(|rank| {
                 Workload { tokens: tokens[rank.index()], experts, topk: topk.min(experts), skew: 0.7, seed }.routing(rank)
             }).collect();
             let counts = all_counts(&world, &routings, mode, &capacity);
@@ -593,16 +596,16 @@ mod tests {
                 for token in 0..layout.tokens() {
                     for domain in 0..domains {
                         for (copy, &weight) in layout.copies(token, domain).iter().zip(layout.weights(token, domain)) {
-                            let owner = world.placement.owner_at(copy.position);
-                            prop_assert_eq!(world.topology.domain_of(owner), domain);
-                            let expert = world.placement.expert_at(copy.position);
+                            let owner = world.placement().owner_at(copy.position);
+                            prop_assert_eq!(world.topology().domain_of(owner), domain);
+                            let expert = world.placement().expert_at(copy.position);
                             placed[owner.index()].entry(copy.row as usize).or_insert_with(Vec::new)
                                 .push((routing.rank(), token, expert, weight));
                         }
                     }
                 }
             }
-            for rank in world.topology.all_ranks() {
+            for rank in world.topology().all_ranks() {
                 let expected = &expected[rank.index()];
                 prop_assert_eq!(&receive_shape(&world, rank, &counts).unwrap(), &expected.shape);
                 let rows: std::collections::BTreeMap<_, _> = expected.rows.iter().enumerate()

@@ -40,7 +40,7 @@
 //! use ep::{Counts, DispatchMode, Rank, Routing, World};
 //!
 //! // Rank 0 holds experts 0 and 1, rank 1 holds experts 2 and 3.
-//! let world = World::new(2, 1, 4)?;
+//! let world = World::builder().ranks(2).experts(4).build()?;
 //! let mode = DispatchMode::permuted(4)?;
 //! // Rank 0 has two tokens and rank 1 has one. Each token chooses two experts.
 //! let routings = [

@@ -39,7 +39,7 @@ pub fn rows(
     capacity: &[Option<usize>],
 ) -> Vec<ReceivedRows> {
     world
-        .topology
+        .topology()
         .all_ranks()
         .map(|rank| rows_of(world, routings, mode, capacity[rank.index()], rank))
         .collect()
@@ -53,9 +53,9 @@ fn rows_of(
     rank: Rank,
 ) -> ReceivedRows {
     let local: Vec<u32> = world
-        .placement
+        .placement()
         .positions_of(rank)
-        .map(|position| world.placement.expert_at(position as u32))
+        .map(|position| world.placement().expert_at(position as u32))
         .collect();
     let limit = capacity.unwrap_or(usize::MAX);
     let chosen = |routing: &Routing, token: usize, wanted: &[u32]| -> Vec<(u32, f32)> {
@@ -152,13 +152,13 @@ pub fn dispatch(
     let row_bytes = format.output_row_bytes(hidden);
     let scale_bytes = format.scale_row_bytes(hidden);
     world
-        .topology
+        .topology()
         .all_ranks()
         .map(|rank| {
             let local: Vec<u32> = world
-                .placement
+                .placement()
                 .positions_of(rank)
-                .map(|position| world.placement.expert_at(position as u32))
+                .map(|position| world.placement().expert_at(position as u32))
                 .collect();
             let mut out = Dispatched::default();
             for row in &received[rank.index()].rows {
@@ -268,7 +268,7 @@ pub fn combine_token<'a>(
     spec: CombineSpec,
     rows: impl Fn(Rank) -> Vec<&'a [u8]>,
 ) -> Vec<u8> {
-    let topology = &world.topology;
+    let topology = world.topology();
     let mut total = vec![0.0f32; spec.hidden];
     for domain in 0..topology.domains() {
         let rail_rank = topology.rank_at(domain, topology.local_rank_of(source));
@@ -354,12 +354,12 @@ pub fn combine_probs(
 ) -> Vec<Vec<f32>> {
     let experts = world.experts();
     let mut dense: Vec<Vec<f32>> = routings.iter().map(|r| vec![0.0; r.tokens() * experts]).collect();
-    for rank in world.topology.all_ranks() {
-        let positions = world.placement.positions_of(rank);
+    for rank in world.topology().all_ranks() {
+        let positions = world.placement().positions_of(rank);
         for (row, source) in received[rank.index()].rows.iter().enumerate() {
             let Some(source) = source else { continue };
             for &(expert, _) in &source.experts {
-                let local = world.placement.position_of(expert) as usize - positions.start;
+                let local = world.placement().position_of(expert) as usize - positions.start;
                 let at = match mode {
                     DispatchMode::Permuted { .. } => row,
                     DispatchMode::Plain => row * positions.len() + local,
@@ -382,7 +382,7 @@ mod tests {
 
     fn world_of_two() -> (World, Vec<Routing>) {
         // Rank 0 holds experts 0 and 1, rank 1 holds 2 and 3.
-        let world = World::new(2, 1, 4).unwrap();
+        let world = World::builder().ranks(2).experts(4).build().unwrap();
         let routings = vec![
             Routing::from_topk(Rank(0), 4, 2, &[1, 2, 0, 1], &[0.1, 0.2, 0.3, 0.4]).unwrap(),
             Routing::from_topk(Rank(1), 4, 2, &[3, 1], &[0.5, 0.6]).unwrap(),
@@ -445,7 +445,7 @@ mod tests {
     #[test]
     fn only_what_crosses_is_rounded() {
         // The f32 sum of two expert outputs does not fit in bf16. The experts are on the other rank, then on the same.
-        let world = World::new(2, 1, 4).unwrap();
+        let world = World::builder().ranks(2).experts(4).build().unwrap();
         let spec = CombineSpec { hidden: 1, element: Element::F32, wire: Element::Bf16 };
         let rows_of = |indices: &[i32]| {
             vec![Routing::from_topk(Rank(0), 4, 2, indices, &[0.5, 0.5]).unwrap(), Routing::empty(Rank(1), 4)]

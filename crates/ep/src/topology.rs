@@ -9,7 +9,6 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CallerError, Result};
-use crate::size::Size;
 
 /// The most ranks of a world.
 pub const MAX_RANKS: usize = 1 << 20;
@@ -33,7 +32,7 @@ impl fmt::Display for Rank {
     }
 }
 
-/// Ranks grouped into NVLink domains of equal size, and domains grouped into datacenters.
+/// Ranks grouped into NVLink domains of equal size, and domains grouped into datacenters. Part of a [`World`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Topology {
     domains: u32,
@@ -42,66 +41,32 @@ pub struct Topology {
 }
 
 impl Topology {
-    /// `ranks` ranks in `domains` NVLink domains of equal size, in one datacenter.
-    ///
-    /// # Errors
-    /// [`CallerError::Topology`] when either number is 0, `domains` does not divide `ranks`, or there are more than
-    /// [`MAX_RANKS`] ranks.
-    pub fn new(ranks: usize, domains: usize) -> Result<Self> {
+    /// The topology that a [`WorldBuilder`] describes.
+    fn new(ranks: usize, domains: usize, datacenters: usize) -> Result<Self> {
+        let refuse = |text: String| Err(CallerError::Topology(text).into());
         if ranks == 0 || domains == 0 {
-            return Err(CallerError::Topology(format!(
-                "{ranks} ranks in {domains} domains: at least one of each is needed"
-            ))
-            .into());
+            return refuse(format!("{ranks} ranks in {domains} domains: at least one of each is needed"));
         }
         if !ranks.is_multiple_of(domains) {
-            return Err(CallerError::Topology(format!(
+            return refuse(format!(
                 "{ranks} ranks cannot be split into {domains} NVLink domains of equal size; \
                  choose a number of domains that divides {ranks}"
-            ))
-            .into());
+            ));
         }
         if ranks > MAX_RANKS {
-            return Err(
-                CallerError::Topology(format!("{ranks} ranks: at most {MAX_RANKS} are possible")).into()
-            );
+            return refuse(format!("{ranks} ranks: at most {MAX_RANKS} are possible"));
         }
-        // Neither cast truncates: both numbers are at most `ranks`, which is at most MAX_RANKS.
-        Ok(Self { domains: domains as u32, domain_size: (ranks / domains) as u32, datacenters: 1 })
-    }
-
-    /// The topology of NVLink domains with these numbers of ranks, for launchers that detect the domains.
-    ///
-    /// # Errors
-    /// [`CallerError::Topology`] that names the first domain whose size differs from domain 0: a rail has one rank in
-    /// each domain.
-    pub fn from_domain_sizes(sizes: &[usize]) -> Result<Self> {
-        let first = sizes.first().copied().unwrap_or(0);
-        if let Some((domain, size)) = sizes.iter().enumerate().find(|&(_, &size)| size != first) {
-            return Err(CallerError::Topology(format!(
-                "NVLink domain {domain} has {size} ranks and domain 0 has {first}; rails need the same number in every domain"
-            ))
-            .into());
+        if datacenters == 0 || !domains.is_multiple_of(datacenters) {
+            return refuse(format!(
+                "{domains} NVLink domains cannot be spread evenly over {datacenters} datacenters"
+            ));
         }
-        let ranks = (Size::new(first) * sizes.len()).get("the NVLink domains", "ranks")?;
-        Self::new(ranks, sizes.len())
-    }
-
-    /// The same ranks and domains, in `datacenters` datacenters of equally many consecutive domains.
-    ///
-    /// # Errors
-    /// [`CallerError::Topology`] when `datacenters` is 0 or does not divide the number of domains.
-    pub fn with_datacenters(self, datacenters: usize) -> Result<Self> {
-        match u32::try_from(datacenters) {
-            Ok(count) if count > 0 && self.domains.is_multiple_of(count) => {
-                Ok(Self { datacenters: count, ..self })
-            }
-            _ => Err(CallerError::Topology(format!(
-                "{} NVLink domains cannot be spread evenly over {datacenters} datacenters",
-                self.domains
-            ))
-            .into()),
-        }
+        // No cast truncates: all numbers are at most `ranks`, which is at most MAX_RANKS.
+        Ok(Self {
+            domains: domains as u32,
+            domain_size: (ranks / domains) as u32,
+            datacenters: datacenters as u32,
+        })
     }
 
     /// Number of ranks.
@@ -188,12 +153,8 @@ pub struct ExpertPlacement {
 }
 
 impl ExpertPlacement {
-    /// Places expert `e` on rank `e / (experts / ranks)`. For other placements see [`table`](Self::table).
-    ///
-    /// # Errors
-    /// [`CallerError::Placement`] when `experts` is 0, not a multiple of the number of ranks, or more than
-    /// [`MAX_EXPERTS`].
-    pub fn contiguous(experts: usize, topology: &Topology) -> Result<Self> {
+    /// Places expert `e` on rank `e / (experts / ranks)`.
+    fn contiguous(experts: usize, topology: &Topology) -> Result<Self> {
         let ranks = topology.ranks();
         if experts == 0 || !experts.is_multiple_of(ranks) {
             return Err(CallerError::Placement(format!(
@@ -207,12 +168,8 @@ impl ExpertPlacement {
         Self::table(&owners, topology)
     }
 
-    /// Places expert `e` on rank `owners[e]`. Ranks may hold different numbers of experts, also none.
-    ///
-    /// # Errors
-    /// [`CallerError::Placement`] when there are no experts, more than [`MAX_EXPERTS`], or an owner that is not a rank
-    /// of the topology.
-    pub fn table(owners: &[Rank], topology: &Topology) -> Result<Self> {
+    /// Places expert `e` on rank `owners[e]`.
+    fn table(owners: &[Rank], topology: &Topology) -> Result<Self> {
         let ranks = topology.ranks();
         check_number(owners.len())?;
         if let Some((expert, rank)) = owners.iter().enumerate().find(|(_, rank)| rank.index() >= ranks) {
@@ -287,34 +244,37 @@ impl ExpertPlacement {
 /// ```
 /// use ep::{Rank, World};
 ///
-/// let world = World::new(8, 2, 32)?;
+/// let world = World::builder().ranks(8).domains(2).experts(32).build()?;
 /// // Rank 5 is local rank 1 of domain 1: it is on a rail with rank 1.
-/// assert_eq!(world.topology.domain_of(Rank(5)), 1);
-/// assert_eq!(world.topology.local_rank_of(Rank(5)), world.topology.local_rank_of(Rank(1)));
+/// assert_eq!(world.topology().domain_of(Rank(5)), 1);
+/// assert_eq!(world.topology().local_rank_of(Rank(5)), world.topology().local_rank_of(Rank(1)));
 /// // Each rank holds 4 consecutive experts.
-/// assert_eq!(world.placement.positions_of(Rank(5)), 20..24);
+/// assert_eq!(world.placement().positions_of(Rank(5)), 20..24);
 ///
-/// let error = World::new(8, 3, 32).unwrap_err();
+/// let error = World::builder().ranks(8).domains(3).experts(32).build().unwrap_err();
 /// assert!(error.to_string().starts_with("topology: 8 ranks cannot be split into 3 NVLink domains"));
 /// # Ok::<(), ep::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct World {
-    /// Ranks and NVLink domains.
-    pub topology: Topology,
-    /// The rank of each expert.
-    pub placement: ExpertPlacement,
+    topology: Topology,
+    placement: ExpertPlacement,
 }
 
 impl World {
-    /// `ranks` ranks in `domains` NVLink domains, with `experts` experts placed contiguously.
-    ///
-    /// # Errors
-    /// As [`Topology::new`] and [`ExpertPlacement::contiguous`].
-    pub fn new(ranks: usize, domains: usize, experts: usize) -> Result<Self> {
-        let topology = Topology::new(ranks, domains)?;
-        let placement = ExpertPlacement::contiguous(experts, &topology)?;
-        Ok(Self { topology, placement })
+    /// Describes a new world. See [`WorldBuilder`].
+    pub fn builder() -> WorldBuilder {
+        WorldBuilder::default()
+    }
+
+    /// Ranks, NVLink domains and datacenters.
+    pub fn topology(&self) -> &Topology {
+        &self.topology
+    }
+
+    /// The rank of each expert.
+    pub fn placement(&self) -> &ExpertPlacement {
+        &self.placement
     }
 
     /// Number of ranks.
@@ -328,13 +288,119 @@ impl World {
     }
 }
 
+/// Describes a [`World`]: [`ranks`](Self::ranks), and either [`experts`](Self::experts) or
+/// [`placement`](Self::placement), are required.
+///
+/// # Examples
+///
+/// Three experts on two ranks:
+///
+/// ```
+/// use ep::{Rank, World};
+///
+/// let world = World::builder().ranks(2).placement(&[1, 0, 1].map(Rank)).build()?;
+/// assert_eq!(world.experts(), 3);
+/// assert_eq!(world.placement().local_experts(Rank(1)), 2);
+///
+/// let error = World::builder().ranks(2).build().unwrap_err();
+/// assert_eq!(error.to_string(), "expert placement: no experts are given; call `.experts(n)` or `.placement(owners)`");
+/// # Ok::<(), ep::Error>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+#[must_use = "a world is made by `build`"]
+pub struct WorldBuilder {
+    ranks: Option<usize>,
+    domains: Option<usize>,
+    datacenters: Option<usize>,
+    experts: Option<usize>,
+    owners: Option<Vec<Rank>>,
+}
+
+impl WorldBuilder {
+    /// Number of ranks, 1 to [`MAX_RANKS`]. Required.
+    pub fn ranks(mut self, ranks: usize) -> Self {
+        self.ranks = Some(ranks);
+        self
+    }
+
+    /// Number of NVLink domains, which divides the number of ranks. Default 1. Rank `r` is in domain
+    /// `r / (ranks / domains)`.
+    pub fn domains(mut self, domains: usize) -> Self {
+        self.domains = Some(domains);
+        self
+    }
+
+    /// Number of datacenters, which divides the number of domains. Default 1. Each has equally many consecutive
+    /// domains.
+    pub fn datacenters(mut self, datacenters: usize) -> Self {
+        self.datacenters = Some(datacenters);
+        self
+    }
+
+    /// Number of experts, a multiple of the number of ranks, at most [`MAX_EXPERTS`]. Expert `e` is on rank
+    /// `e / (experts / ranks)`.
+    pub fn experts(mut self, experts: usize) -> Self {
+        self.experts = Some(experts);
+        self
+    }
+
+    /// The rank of each expert: expert `e` is on rank `owners[e]`. Ranks may hold different numbers of experts, also
+    /// none. Replaces [`experts`](Self::experts).
+    pub fn placement(mut self, owners: &[Rank]) -> Self {
+        self.owners = Some(owners.to_vec());
+        self
+    }
+
+    /// The world.
+    ///
+    /// # Errors
+    /// - [`CallerError::Topology`] when [`ranks`](Self::ranks) was not called, a number is 0, there are more than
+    ///   [`MAX_RANKS`] ranks, or the ranks or domains cannot be divided evenly.
+    /// - [`CallerError::Placement`] when neither or both of [`experts`](Self::experts) and
+    ///   [`placement`](Self::placement) were called, there are no experts or more than [`MAX_EXPERTS`], the number of
+    ///   experts is not a multiple of the number of ranks, or an owner is not a rank of the world.
+    pub fn build(self) -> Result<World> {
+        let Self { ranks, domains, datacenters, experts, owners } = self;
+        let ranks = ranks.ok_or_else(|| {
+            CallerError::Topology("the number of ranks is not given; call `.ranks(n)`".into())
+        })?;
+        let topology = Topology::new(ranks, domains.unwrap_or(1), datacenters.unwrap_or(1))?;
+        let placement = match (experts, owners) {
+            (Some(experts), None) => ExpertPlacement::contiguous(experts, &topology)?,
+            (None, Some(owners)) => ExpertPlacement::table(&owners, &topology)?,
+            (None, None) => {
+                let text = "no experts are given; call `.experts(n)` or `.placement(owners)`";
+                return Err(CallerError::Placement(text.into()).into());
+            }
+            (Some(experts), Some(owners)) => {
+                return Err(CallerError::Placement(format!(
+                    "both `.experts({experts})` and `.placement(..)` of {} experts are given; call one of them",
+                    owners.len()
+                ))
+                .into());
+            }
+        };
+        Ok(World { topology, placement })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn message(builder: WorldBuilder) -> String {
+        builder.build().unwrap_err().to_string()
+    }
+
+    /// One expert per rank.
+    fn world(ranks: usize, domains: usize) -> WorldBuilder {
+        World::builder().ranks(ranks).domains(domains).experts(ranks)
+    }
+
     #[test]
     fn rank_at_inverts_domain_and_local_rank() {
-        let topology = Topology::new(12, 3).unwrap().with_datacenters(3).unwrap();
+        let world = world(12, 3).datacenters(3).build().unwrap();
+        let topology = world.topology();
         for rank in topology.all_ranks() {
             let (domain, local) = (topology.domain_of(rank), topology.local_rank_of(rank));
             assert_eq!(topology.rank_at(domain, local), rank);
@@ -345,61 +411,65 @@ mod tests {
 
     #[test]
     fn a_world_may_have_one_rank() {
-        let topology = Topology::new(1, 1).unwrap();
+        let world = World::builder().ranks(1).experts(1).build().unwrap();
+        let topology = world.topology();
         assert_eq!((topology.ranks(), topology.domains(), topology.domain_size()), (1, 1, 1));
+        assert_eq!(topology.datacenters(), 1);
     }
 
     #[test]
     fn impossible_topologies_say_why() {
-        let message = |result: Result<Topology>| result.unwrap_err().to_string();
-        assert!(message(Topology::new(0, 1)).contains("at least one"));
-        assert!(message(Topology::new(4, 0)).contains("at least one"));
-        assert!(message(Topology::new(6, 4)).contains("equal size"));
-        assert!(message(Topology::from_domain_sizes(&[8, 8, 6])).contains("domain 2 has 6 ranks"));
-        assert!(message(Topology::from_domain_sizes(&[])).contains("at least one"));
-        assert!(message(Topology::new(4, 2).unwrap().with_datacenters(3)).contains("3 datacenters"));
-        assert!(Topology::from_domain_sizes(&[4, 4]).is_ok());
+        assert!(message(world(0, 1)).contains("at least one"));
+        assert!(message(world(4, 0)).contains("at least one"));
+        assert!(message(world(6, 4)).contains("equal size"));
+        assert!(message(world(4, 2).datacenters(3)).contains("3 datacenters"));
+        assert!(message(world(4, 2).datacenters(0)).contains("0 datacenters"));
+    }
+
+    #[test]
+    fn a_missing_or_ambiguous_number_names_the_method_to_call() {
+        assert!(message(World::builder().experts(4)).contains("call `.ranks(n)`"));
+        assert!(message(World::builder().ranks(4)).contains("call `.experts(n)` or `.placement(owners)`"));
+        let both = World::builder().ranks(1).experts(4).placement(&[Rank(0)]);
+        assert!(message(both).contains("both `.experts(4)` and `.placement(..)` of 1 experts"));
     }
 
     #[test]
     fn numbers_that_would_wrap_around_are_refused() {
-        assert_eq!(Topology::new(MAX_RANKS, 1 << 10).unwrap().all_ranks().len(), MAX_RANKS);
+        assert_eq!(world(MAX_RANKS, 1 << 10).build().unwrap().topology().all_ranks().len(), MAX_RANKS);
         for (ranks, domains) in
             [(MAX_RANKS + 1, 1), (1 << 40, 1 << 20), (usize::MAX, usize::MAX), (1 << 33, 2)]
         {
-            let error = Topology::new(ranks, domains).unwrap_err().to_string();
+            let error = message(world(ranks, domains));
             assert!(error.contains("at most 1048576 are possible"), "{error}");
         }
-        assert!(Topology::from_domain_sizes(&[usize::MAX, usize::MAX]).is_err());
-        assert!(Topology::from_domain_sizes(&[1 << 63, 1 << 63]).is_err());
-        let topology = Topology::new(1, 1).unwrap();
         for experts in [0, MAX_EXPERTS + 1, usize::MAX] {
-            assert!(ExpertPlacement::contiguous(experts, &topology).is_err(), "{experts}");
+            assert!(World::builder().ranks(1).experts(experts).build().is_err(), "{experts}");
         }
-        assert!(ExpertPlacement::table(&[], &topology).is_err());
+        assert!(World::builder().ranks(1).placement(&[]).build().is_err());
     }
 
     #[test]
     fn contiguous_positions_are_the_experts() {
-        let topology = Topology::new(4, 2).unwrap();
-        let placement = ExpertPlacement::contiguous(8, &topology).unwrap();
+        let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
+        let placement = world.placement();
         for expert in 0..8 {
             assert_eq!(placement.position_of(expert), expert);
             assert_eq!(placement.owner_at(expert), Rank(expert / 2));
         }
-        assert!(ExpertPlacement::contiguous(6, &topology).unwrap_err().to_string().contains("multiple of 4"));
+        assert!(message(World::builder().ranks(4).experts(6)).contains("multiple of 4"));
     }
 
     #[test]
     fn a_table_orders_by_rank_then_expert() {
-        let topology = Topology::new(3, 1).unwrap();
-        let placement = ExpertPlacement::table(&[2, 0, 2, 0, 0].map(Rank), &topology).unwrap();
+        let world = World::builder().ranks(3).placement(&[2, 0, 2, 0, 0].map(Rank)).build().unwrap();
+        let placement = world.placement();
         let experts: Vec<u32> = (0..5).map(|p| placement.expert_at(p)).collect();
         assert_eq!(experts, [1, 3, 4, 0, 2]);
         assert_eq!(placement.positions_of(Rank(0)), 0..3);
         assert_eq!(placement.positions_of(Rank(1)), 3..3);
         assert_eq!(placement.positions_of(Rank(2)), 3..5);
-        let error = ExpertPlacement::table(&[Rank(0), Rank(3)], &topology).unwrap_err();
-        assert!(error.to_string().contains("expert 1 is placed on rank 3"));
+        let error = message(World::builder().ranks(3).placement(&[Rank(0), Rank(3)]));
+        assert!(error.contains("expert 1 is placed on rank 3"));
     }
 }

@@ -13,7 +13,7 @@ fn counts(tokens: u32, mode: DispatchMode, per_expert: u32, per_rank: u32) -> Co
 
 #[test]
 fn the_last_row_number_is_used() {
-    let world = World::new(1, 1, 1).unwrap();
+    let world = World::builder().ranks(1).experts(1).build().unwrap();
     let permuted = |rows| counts(1, DispatchMode::Permuted { pad_multiple: 1 }, rows, 1);
     let plain = |rows| counts(1, DispatchMode::Plain, 1, rows);
     for all in [permuted(u32::MAX), plain(u32::MAX)] {
@@ -26,7 +26,7 @@ fn the_last_row_number_is_used() {
 
 #[test]
 fn one_row_more_is_refused_in_both_modes() {
-    let two_ranks = World::new(2, 1, 2).unwrap();
+    let two_ranks = World::builder().ranks(2).experts(2).build().unwrap();
     for mode in [DispatchMode::Plain, DispatchMode::Permuted { pad_multiple: 1 }] {
         let of = |copies: u32| Counts {
             tokens: 1,
@@ -85,7 +85,7 @@ fn rows_without_a_token_are_the_padding() {
 
 #[test]
 fn layouts_report_tokens_and_copies() {
-    let world = World::new(2, 2, 4).unwrap();
+    let world = World::builder().ranks(2).domains(2).experts(4).build().unwrap();
     let routing = Workload { tokens: 7, experts: 4, topk: 2, skew: 0.0, seed: 3 }.routing(Rank(1));
     let all: Vec<Counts> = [Routing::empty(Rank(0), 4), routing.clone()]
         .iter()
@@ -108,11 +108,11 @@ proptest! {
     ) {
         let ranks = domains * domain_size;
         let experts = ranks * per_rank;
-        let world = World::new(ranks, domains, experts).unwrap();
+        let world = World::builder().ranks(ranks).domains(domains).experts(experts).build().unwrap();
         let mode = if pad == 0 { DispatchMode::Plain } else { DispatchMode::Permuted { pad_multiple: pad } };
         let capacity: Vec<Option<usize>> =
             capacity[..ranks].iter().map(|rows| rows.map(|rows| rows * mode.pad_multiple())).collect();
-        let routings: Vec<Routing> = world.topology.all_ranks().map(|rank| {
+        let routings: Vec<Routing> = world.topology().all_ranks().map(|rank| {
             let tokens = tokens[rank.index()];
             Workload { tokens, experts, topk: topk.min(experts), skew: 0.5, seed }.routing(rank)
         }).collect();

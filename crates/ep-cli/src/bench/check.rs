@@ -134,7 +134,7 @@ pub(super) fn combined(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Resu
     let check_token = |token: &mut Token, (index, held): (usize, &[u8])| {
         let mut copies = vec![0; world.ranks()];
         for &expert in routing.experts_of(index) {
-            copies[world.placement.owner_at(world.placement.position_of(expert)).index()] += 1;
+            copies[world.placement().owner_at(world.placement().position_of(expert)).index()] += 1;
         }
         token.make(expected.seed, rank, index);
         // Experts are the identity, so every summed row is the token itself.
@@ -230,7 +230,7 @@ mod tests {
 
     impl Rank1 {
         fn new(format: TokenFormat) -> Self {
-            let world = World::new(4, 2, 8).unwrap();
+            let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
             let draw = |rank: u32| {
                 Workload { tokens: 9 * rank as usize, experts: 8, topk: 3, skew: 0.5, seed: 1 }
                     .routing(Rank(rank))

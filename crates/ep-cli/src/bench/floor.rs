@@ -90,7 +90,7 @@ pub(super) struct Crossing {
 impl Crossing {
     pub(super) fn of(world: &World, routings: &[Routing]) -> Self {
         let mut crossing = Self { sent: vec![0; world.ranks()], received: vec![0; world.ranks()] };
-        let owner = |&expert: &u32| world.placement.owner_at(world.placement.position_of(expert));
+        let owner = |&expert: &u32| world.placement().owner_at(world.placement().position_of(expert));
         let mut owners: Vec<Rank> = Vec::new();
         for routing in routings {
             for (experts, _) in routing.rows() {
@@ -132,8 +132,6 @@ impl WireReport {
 
 #[cfg(test)]
 mod tests {
-    use ep::Topology;
-    use ep::topology::ExpertPlacement;
     use ep::workload::Workload;
 
     use super::*;
@@ -161,7 +159,7 @@ mod tests {
     /// Counts crossings pair by pair: whether a token of `from` has an expert on `to`.
     fn brute_force(world: &World, routings: &[Routing]) -> Crossing {
         let goes = |routing: &Routing, token: usize, to: Rank| {
-            let experts = world.placement.positions_of(to).map(|at| world.placement.expert_at(at as u32));
+            let experts = world.placement().positions_of(to).map(|at| world.placement().expert_at(at as u32));
             experts.into_iter().any(|expert| routing.experts_of(token).contains(&expert))
         };
         let between = |from: Rank, to: Rank| {
@@ -169,7 +167,7 @@ mod tests {
             let crosses = |&token: &usize| from != to && goes(routing, token, to);
             (0..routing.tokens()).filter(crosses).count() as u64
         };
-        let all = || world.topology.all_ranks();
+        let all = || world.topology().all_ranks();
         Crossing {
             sent: all().map(|from| all().map(|to| between(from, to)).sum()).collect(),
             received: all().map(|to| all().map(|from| between(from, to)).sum()).collect(),
@@ -181,14 +179,11 @@ mod tests {
         let mut most_received = 0;
         for (ranks, experts, topk, skew) in [(1, 4, 2, 0.0), (2, 4, 1, 0.0), (4, 16, 5, 1.5), (8, 8, 8, 0.3)]
         {
-            let topology = Topology::new(ranks, 1).unwrap();
+            let world = || World::builder().ranks(ranks);
             // Experts placed round-robin: neighbouring experts are on different ranks.
             let dealt: Vec<Rank> = (0..experts).map(|expert| Rank((expert % ranks) as u32)).collect();
-            for placement in [
-                ExpertPlacement::contiguous(experts, &topology).unwrap(),
-                ExpertPlacement::table(&dealt, &topology).unwrap(),
-            ] {
-                let world = World { topology, placement };
+            for world in [world().experts(experts), world().placement(&dealt)] {
+                let world = world.build().unwrap();
                 let draw = |rank: u32| {
                     Workload { tokens: 17 * rank as usize, experts, topk, skew, seed: 3 }.routing(Rank(rank))
                 };

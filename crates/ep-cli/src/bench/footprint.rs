@@ -58,7 +58,7 @@ fn parts(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
 /// Inputs and outputs of the operators, and the buffers of the host backend.
 fn host_parts(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
     let ranks = plan.ranks();
-    let domains = plan.world.topology.domains();
+    let domains = plan.world.topology().domains();
     let tokens = scenario.tokens().into_iter().try_fold(0usize, usize::checked_add)?;
     let copies = scenario.copies()?;
     let padding = product(&[plan.world.experts(), plan.mode.pad_multiple() - 1])?;

@@ -108,8 +108,13 @@ impl BenchPlan {
         let ranks = ranks(args.ranks, &role)?;
         let two = backend == BackendKind::Host && ranks.is_multiple_of(2);
         let domains = args.domains.unwrap_or(if two { 2 } else { 1 });
-        // Checked before the expert tables are allocated, which a mistyped number could make gigabytes long.
-        ep::Topology::new(ranks, domains)
+        // Checked with one expert per rank, before the routings are drawn, which a mistyped number could make gigabytes
+        // long.
+        World::builder()
+            .ranks(ranks)
+            .domains(domains)
+            .experts(ranks)
+            .build()
             .map_err(|error| Failure::request(format!("--ranks, --domains: {error}")))?;
         if args.iters == 0 || args.iters > MAX_ITERATIONS {
             return Err(Failure::request(format!(
@@ -127,7 +132,7 @@ impl BenchPlan {
         };
         Ok(Self {
             backend,
-            world: World::new(ranks, domains, experts)?,
+            world: World::builder().ranks(ranks).domains(domains).experts(experts).build()?,
             config: args.tuning.config()?,
             role,
             hidden: args.hidden,
@@ -164,7 +169,7 @@ impl BenchPlan {
         };
         let mut options = JobOptions::of("bench")
             .with("--backend", self.backend.name())
-            .with("--domains", self.world.topology.domains())
+            .with("--domains", self.world.topology().domains())
             .with("--routing", origin);
         if let Some(scenario) = drawn {
             options = options
@@ -312,10 +317,10 @@ pub(super) mod tests {
     #[test]
     fn defaults_make_a_plan() {
         let plan = resolve("").unwrap();
-        assert_eq!((plan.ranks(), plan.world.topology.domains(), plan.world.experts()), (4, 2, 64));
+        assert_eq!((plan.ranks(), plan.world.topology().domains(), plan.world.experts()), (4, 2, 64));
         assert_eq!(plan.scenarios[0].tokens(), [4096; 4]);
         assert_eq!(plan.scenarios[0].copies(), Some(4 * 4096 * 8));
-        assert_eq!(resolve("--ranks 1").unwrap().world.topology.domains(), 1);
+        assert_eq!(resolve("--ranks 1").unwrap().world.topology().domains(), 1);
         assert_eq!(resolve("--tokens 5,0,1,2").unwrap().scenarios[0].tokens(), [5, 0, 1, 2]);
     }
 
@@ -364,7 +369,7 @@ pub(super) mod tests {
         // Without a GPU the request is refused; with one it gives a plan.
         match BenchPlan::resolve(&parse("--wire 300")) {
             Ok(plan) => {
-                assert_eq!((plan.backend, plan.world.topology.domains()), (BackendKind::Cuda, 1));
+                assert_eq!((plan.backend, plan.world.topology().domains()), (BackendKind::Cuda, 1));
                 assert_eq!(plan.wire, Some(300.0));
             }
             Err(failure) => assert_eq!(failure.code(), crate::common::failure::code::CALLER, "{failure}"),

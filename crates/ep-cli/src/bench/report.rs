@@ -228,7 +228,7 @@ impl Setting {
         Self {
             backend: plan.backend.name(),
             ranks: plan.ranks(),
-            domains: plan.world.topology.domains(),
+            domains: plan.world.topology().domains(),
             processes: plan.role != ProcessRole::Threads,
             hidden: plan.hidden,
             experts: plan.world.experts(),
@@ -318,7 +318,7 @@ impl PreprocessReport {
 
 impl Load {
     fn of(plan: &BenchPlan, routings: &[Routing], rows_per_rank: Vec<u64>) -> Self {
-        let placement = &plan.world.placement;
+        let placement = plan.world.placement();
         let mut tokens_per_expert = vec![0; plan.world.experts()];
         let mut tokens_per_rank = vec![0; plan.ranks()];
         for routing in routings {

@@ -185,7 +185,7 @@ pub(crate) fn config() -> Config {
 }
 
 pub(crate) fn buffers(ranks: usize, config: &Config) -> Vec<CudaBuffer> {
-    CudaBuffer::threads(&World::new(ranks, 1, 2 * ranks).unwrap(), config).unwrap()
+    CudaBuffer::threads(&World::builder().ranks(ranks).experts(2 * ranks).build().unwrap(), config).unwrap()
 }
 
 pub(crate) fn one() -> CudaBuffer {

@@ -1,7 +1,7 @@
 //! Small cases, each of which exercises different code.
 
 use ep::workload::Workload;
-use ep::{DispatchMode, Element, ExpertPlacement, Rank, Routing, ScaleFormat, TokenFormat, World};
+use ep::{DispatchMode, Element, Rank, Routing, ScaleFormat, TokenFormat, World};
 
 use crate::content::Random;
 use crate::script::{Combine, Copies, Dispatch, Fault, Form, Gone, Plan, Probs, Script};
@@ -26,7 +26,7 @@ fn combine(copies: Copies, hidden: usize) -> Combine {
 fn top_k(world: &World, tokens: &[usize], topk: usize, seed: u64) -> Vec<Routing> {
     let experts = world.experts();
     let workload = |tokens| Workload { tokens, experts, topk, skew: 0.6, seed };
-    world.topology.all_ranks().map(|rank| workload(tokens[rank.index()]).routing(rank)).collect()
+    world.topology().all_ranks().map(|rank| workload(tokens[rank.index()]).routing(rank)).collect()
 }
 
 /// Routings with rows without an expert, with all experts, and with about one in `one_in` experts.
@@ -45,7 +45,7 @@ fn multi_hot(world: &World, tokens: &[usize], one_in: u64, seed: u64) -> Vec<Rou
         let weights: Vec<f32> = (0..cells).map(|cell| 0.25 + cell as f32).collect();
         Routing::from_map(rank, experts, &map, &weights).unwrap()
     };
-    world.topology.all_ranks().map(routing).collect()
+    world.topology().all_ranks().map(routing).collect()
 }
 
 fn unbounded(routings: Vec<Routing>, form: Form, mode: DispatchMode) -> Plan {
@@ -55,7 +55,11 @@ fn unbounded(routings: Vec<Routing>, form: Form, mode: DispatchMode) -> Plan {
 
 /// Handles whose memory is reused while other handles are in use. Every operator has even and odd epochs.
 fn steps(copies: Copies) -> Script {
-    let mut script = Script::new(&format!("steps {copies:?}"), World::new(2, 1, 6).unwrap(), BLOCKS + 1);
+    let mut script = Script::new(
+        &format!("steps {copies:?}"),
+        World::builder().ranks(2).experts(6).build().unwrap(),
+        BLOCKS + 1,
+    );
     let world = script.world().clone();
     let hidden = 64;
     let f32_on_wire = Combine { wire: Element::F32, probs: true, ..combine(copies, hidden) };
@@ -75,7 +79,11 @@ fn steps(copies: Copies) -> Script {
 
 /// Three ranks, rows of any number of experts, and a rank that has nothing to send.
 fn plain(copies: Copies) -> Script {
-    let mut script = Script::new(&format!("plain {copies:?}"), World::new(3, 1, 9).unwrap(), BLOCKS);
+    let mut script = Script::new(
+        &format!("plain {copies:?}"),
+        World::builder().ranks(3).experts(9).build().unwrap(),
+        BLOCKS,
+    );
     let world = script.world().clone();
     let hidden = 16;
     let handle = script.preprocess(unbounded(multi_hot(&world, &[7, 0, 10], 3, 5), Form::Map, PLAIN), 0);
@@ -89,7 +97,11 @@ fn plain(copies: Copies) -> Script {
 
 /// Every format and every scale, in one piece and in several.
 fn formats(copies: Copies) -> Script {
-    let mut script = Script::new(&format!("formats {copies:?}"), World::new(2, 1, 4).unwrap(), BLOCKS);
+    let mut script = Script::new(
+        &format!("formats {copies:?}"),
+        World::builder().ranks(2).experts(4).build().unwrap(),
+        BLOCKS,
+    );
     let world = script.world().clone();
     let mut handles = Vec::new();
     for (mode, memory) in [(pad(2), 0), (PLAIN, 1)] {
@@ -109,7 +121,11 @@ fn formats(copies: Copies) -> Script {
 
 /// Capacities that drop rows, on one rank all of them.
 fn capacities(copies: Copies) -> Script {
-    let mut script = Script::new(&format!("capacities {copies:?}"), World::new(3, 1, 6).unwrap(), BLOCKS);
+    let mut script = Script::new(
+        &format!("capacities {copies:?}"),
+        World::builder().ranks(3).experts(6).build().unwrap(),
+        BLOCKS,
+    );
     let world = script.world().clone();
     let hidden = 32;
     for (mode, memory, form) in [(pad(4), 0, Form::Rows), (PLAIN, 1, Form::TopK)] {
@@ -126,7 +142,11 @@ fn capacities(copies: Copies) -> Script {
 
 /// Sums with more rows than a warp has lanes, rows with more elements than a warp adds in a step, all types.
 fn sums(copies: Copies) -> Script {
-    let mut script = Script::new(&format!("sums {copies:?}"), World::new(2, 1, 80).unwrap(), BLOCKS);
+    let mut script = Script::new(
+        &format!("sums {copies:?}"),
+        World::builder().ranks(2).experts(80).build().unwrap(),
+        BLOCKS,
+    );
     let world = script.world().clone();
     let types = [Element::Bf16, Element::F32];
     let all = types.iter().flat_map(|&element| types.map(|wire| (element, wire)));
@@ -144,9 +164,7 @@ fn sums(copies: Copies) -> Script {
 
 /// So many tokens that a block of preprocess has several tiles, and a worker several chunks.
 fn tiles(copies: Copies) -> Script {
-    let owners: Vec<Rank> = [1, 0, 1, 1, 0, 1].map(Rank).to_vec();
-    let mut world = World::new(2, 1, 6).unwrap();
-    world.placement = ExpertPlacement::table(&owners, &world.topology).unwrap();
+    let world = World::builder().ranks(2).placement(&[1, 0, 1, 1, 0, 1].map(Rank)).build().unwrap();
     let mut script = Script::new(&format!("tiles {copies:?}"), world.clone(), BLOCKS);
     for (mode, memory) in [(pad(8), 0), (PLAIN, 1)] {
         let routings = top_k(&world, &[101, 40], 2, 19);
@@ -162,8 +180,7 @@ fn tiles(copies: Copies) -> Script {
 /// several tiles per block; capacities that drop rows.
 fn maps(copies: Copies) -> Script {
     let owners: Vec<Rank> = (0..48).map(|expert| Rank(expert * 7 % 3)).collect();
-    let mut world = World::new(3, 1, 48).unwrap();
-    world.placement = ExpertPlacement::table(&owners, &world.topology).unwrap();
+    let world = World::builder().ranks(3).placement(&owners).build().unwrap();
     let mut script = Script::new(&format!("maps {copies:?}"), world.clone(), BLOCKS);
     for (mode, memory) in [(pad(8), 0), (PLAIN, 1)] {
         let routings = multi_hot(&world, &[70, 0, 35], 16, 31);
@@ -178,7 +195,11 @@ fn maps(copies: Copies) -> Script {
 
 /// A world of one rank, and worlds without copies.
 fn edges(copies: Copies) -> Vec<Script> {
-    let mut alone = Script::new(&format!("alone {copies:?}"), World::new(1, 1, 3).unwrap(), BLOCKS);
+    let mut alone = Script::new(
+        &format!("alone {copies:?}"),
+        World::builder().ranks(1).experts(3).build().unwrap(),
+        BLOCKS,
+    );
     let world = alone.world().clone();
     let handle = alone.preprocess(unbounded(top_k(&world, &[5], 2, 23), Form::TopK, pad(4)), 0);
     alone.dispatch(&handle, dispatch(copies, 16));
@@ -186,14 +207,18 @@ fn edges(copies: Copies) -> Vec<Script> {
     alone.dispatch(&handle, Dispatch { format, ..dispatch(copies, 16) });
     alone.combine(&handle, Combine { probs: true, ..combine(copies, 16) });
 
-    let mut nothing = Script::new(&format!("nothing {copies:?}"), World::new(3, 1, 3).unwrap(), BLOCKS);
+    let mut nothing = Script::new(
+        &format!("nothing {copies:?}"),
+        World::builder().ranks(3).experts(3).build().unwrap(),
+        BLOCKS,
+    );
     let world = nothing.world().clone();
     for (tokens, memory) in [([0, 0, 0], 0), ([0, 3, 0], 1)] {
         let none = |rank: Rank| {
             let cells = 3 * tokens[rank.index()];
             Routing::from_map(rank, 3, &vec![0; cells], &vec![0.0; cells]).unwrap()
         };
-        let routings = world.topology.all_ranks().map(none).collect();
+        let routings = world.topology().all_ranks().map(none).collect();
         let handle = nothing.preprocess(unbounded(routings, Form::TopK, pad(2)), memory);
         nothing.dispatch(&handle, dispatch(copies, 16));
         nothing.combine(&handle, Combine { probs: true, ..combine(copies, 16) });
@@ -220,7 +245,7 @@ pub(crate) fn all() -> Vec<Script> {
 
 /// Operators in which a rank fails: all ranks end them and report the rank at fault.
 pub(crate) fn faults() -> Vec<Script> {
-    let new = |name: &str| Script::new(name, World::new(3, 1, 6).unwrap(), BLOCKS);
+    let new = |name: &str| Script::new(name, World::builder().ranks(3).experts(6).build().unwrap(), BLOCKS);
     let plan = |script: &Script, form| unbounded(top_k(script.world(), &[5, 4, 6], 2, 29), form, pad(2));
     let hidden = 16;
     let mut cases = Vec::new();

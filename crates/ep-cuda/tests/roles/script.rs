@@ -124,7 +124,8 @@ impl Script {
         let seed = name.bytes().fold(0, |seed: u64, byte| seed.wrapping_mul(31).wrapping_add(byte.into()));
         let mut owners = Record::default();
         let mut begins = vec![0];
-        begins.extend(world.topology.all_ranks().map(|rank| world.placement.positions_of(rank).end as u32));
+        begins
+            .extend(world.topology().all_ranks().map(|rank| world.placement().positions_of(rank).end as u32));
         owners.number("ranks", world.ranks());
         owners.number("experts", world.experts());
         owners.number("count words", Counts::words(&world));
@@ -156,7 +157,7 @@ impl Script {
         facts.number("tokens", routing.tokens());
         facts.number("most copies", most_copies(routing, handle.plan.form));
         facts.number("chunk tokens", handle.plan.chunk_tokens);
-        facts.number("shape words", 3 * self.world.placement.local_experts(Rank(rank as u32)) + 4);
+        facts.number("shape words", 3 * self.world.placement().local_experts(Rank(rank as u32)) + 4);
         facts.number("permuted", usize::from(handle.plan.mode != DispatchMode::Plain));
         facts.number("memory of handle", memory);
         facts
@@ -171,10 +172,10 @@ impl Script {
         // The smallest tile.
         record.number("tile", 32);
         give_routing(&mut record, &routings[rank], *form);
-        if !self.world.placement.is_in_order() {
+        if !self.world.placement().is_in_order() {
             let experts = 0..self.world.experts() as u32;
             let positions: Vec<u32> =
-                experts.map(|expert| self.world.placement.position_of(expert)).collect();
+                experts.map(|expert| self.world.placement().position_of(expert)).collect();
             record.input("position_of", words(&positions));
         }
         if capacity[rank].is_none() {
@@ -251,7 +252,7 @@ impl Script {
         }
 
         let rows = handle.received[rank].shape.allocated_rows();
-        let local = self.world.placement.local_experts(Rank(rank as u32));
+        let local = self.world.placement().local_experts(Rank(rank as u32));
         let plain = handle.plan.mode == DispatchMode::Plain;
         let probs_per_row = if plain { local } else { 1 };
         record.input("tokens in", input.data.clone());
@@ -286,7 +287,7 @@ impl Script {
             .enumerate()
             .map(|(rank, received)| {
                 let per_row = match plan.mode {
-                    DispatchMode::Plain => self.world.placement.local_experts(Rank(rank as u32)),
+                    DispatchMode::Plain => self.world.placement().local_experts(Rank(rank as u32)),
                     DispatchMode::Permuted { .. } => 1,
                 };
                 self.random.weights(received.shape.allocated_rows() * per_row)
@@ -487,7 +488,7 @@ fn shape_words(world: &World, handle: &Handle, rank: usize) -> Vec<u8> {
     let routing = &handle.plan.routings[rank];
     // The destination ranks of each token.
     let targets = routing.rows().map(|(experts, _)| {
-        let owner = |&expert: &u32| world.placement.owner_at(world.placement.position_of(expert));
+        let owner = |&expert: &u32| world.placement().owner_at(world.placement().position_of(expert));
         let mut ranks: Vec<Rank> = experts.iter().map(owner).collect();
         ranks.sort_unstable();
         ranks.dedup();
@@ -495,7 +496,7 @@ fn shape_words(world: &World, handle: &Handle, rank: usize) -> Vec<u8> {
     });
     let (stay, go): (Vec<Rank>, Vec<Rank>) = targets.flatten().partition(|&rank| rank == own);
     let mut shape = [first_row, kept_per_expert, tokens_per_expert].map(|column| words(column)).concat();
-    shape.resize(12 * world.placement.local_experts(own), POISON);
+    shape.resize(12 * world.placement().local_experts(own), POISON);
     let rest = [*rows, *wanted_rows, go.len(), stay.len()];
     shape.extend(rest.iter().flat_map(|&count| (count as u32).to_le_bytes()));
     shape

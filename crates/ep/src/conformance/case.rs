@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::backend::{DispatchMode, Element, TokenFormat, check_row_bytes};
 use crate::error::{CallerError, Result};
-use crate::topology::{ExpertPlacement, Rank, Topology, World};
+use crate::topology::{Rank, World};
 
 /// One test case: all parameters of the operators' calls on all ranks. Vectors with one entry per rank are in rank
 /// order.
@@ -148,13 +148,12 @@ impl Case {
     /// # Errors
     /// [`CallerError`] when the parameters give no valid world.
     pub fn world(&self) -> Result<World> {
+        let world = World::builder().ranks(self.ranks).domains(self.domains);
         match &self.owners {
-            None => World::new(self.ranks, self.domains, self.experts),
+            None => world.experts(self.experts).build(),
             Some(owners) => {
                 check_len("owners", self.experts, owners.len(), "experts")?;
-                let topology = Topology::new(self.ranks, self.domains)?;
-                let placement = ExpertPlacement::table(owners, &topology)?;
-                Ok(World { topology, placement })
+                world.placement(owners).build()
             }
         }
     }

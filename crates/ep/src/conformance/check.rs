@@ -299,7 +299,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         };
         let prob_bytes = 4 * self.prepared.probs_per_row(self.rank);
         let probs = bytemuck::cast_slice(&dispatched.probs);
-        let local_experts = self.prepared.world.placement.local_experts(self.rank);
+        let local_experts = self.prepared.world.placement().local_experts(self.rank);
         // This output is optional in plain mode; the second run omits it.
         let wants_local_experts = case.mode == DispatchMode::Plain && self.run != 1;
         Outputs {

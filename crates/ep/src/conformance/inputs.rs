@@ -202,5 +202,5 @@ fn odd(rng: &mut ChaCha8Rng) -> u32 {
 
 /// The routings of all ranks.
 pub(super) fn routings(case: &Case, world: &World) -> Result<Vec<Routing>> {
-    world.topology.all_ranks().map(|rank| case.routing_of(rank)).collect()
+    world.topology().all_ranks().map(|rank| case.routing_of(rank)).collect()
 }

@@ -67,7 +67,7 @@ macro_rules! foreign {
 fn prepare<B: Backend>(backend: &B, format: TokenFormat, mode: DispatchMode) -> Result<Prepared, Failure> {
     let world: &World = backend.world();
     let (ranks, experts) = (world.ranks(), world.experts());
-    let owner = |expert| world.placement.owner_at(world.placement.position_of(expert));
+    let owner = |expert| world.placement().owner_at(world.placement().position_of(expert));
     let case = Case {
         owners: Some((0..experts as u32).map(owner).collect()),
         tokens: (0..ranks).map(|rank| 6 + rank % 2).collect(),
@@ -77,7 +77,7 @@ fn prepare<B: Backend>(backend: &B, format: TokenFormat, mode: DispatchMode) -> 
         capacity: vec![CapacityKind::Larger; ranks],
         format,
         runs: 2,
-        ..Case::base("misuse", ranks, world.topology.domains(), experts)
+        ..Case::base("misuse", ranks, world.topology().domains(), experts)
     };
     case.prepare_in(world.clone(), 0).map_err(|error| Failure {
         case: case.to_string(),

@@ -64,7 +64,7 @@ impl Case {
         let routings = routings(self, &world)?;
         let capacity = self.capacity_rows(&world, &routings);
         let received = oracle::rows(&world, &routings, self.mode, &capacity);
-        let decoys: Vec<Routing> = world.topology.all_ranks().map(|rank| self.decoy_of(rank)).collect();
+        let decoys: Vec<Routing> = world.topology().all_ranks().map(|rank| self.decoy_of(rank)).collect();
         let decoys_received = oracle::rows(&world, &decoys, self.mode, &vec![None; self.ranks]);
         let mut prepared = Prepared {
             case: self.clone(),
@@ -118,7 +118,7 @@ impl Prepared {
     /// Probabilities per received row.
     pub(super) fn probs_per_row(&self, rank: Rank) -> usize {
         match self.case.mode {
-            DispatchMode::Plain => self.world.placement.local_experts(rank),
+            DispatchMode::Plain => self.world.placement().local_experts(rank),
             DispatchMode::Permuted { .. } => 1,
         }
     }
@@ -131,7 +131,7 @@ impl Prepared {
     /// The content of all ranks in one run.
     fn expect(&self, run: usize) -> Vec<Content> {
         let Self { case, world, routings, received, .. } = self;
-        let ranks = || world.topology.all_ranks();
+        let ranks = || world.topology().all_ranks();
         let inputs: Vec<Tokens> = ranks()
             .map(|rank| {
                 let (data, scales) = case.tokens_of(rank, run);
@@ -188,7 +188,7 @@ impl Prepared {
     fn relative_bound(&self, summands: usize) -> f64 {
         const HALF_ULP_BF16: f64 = 1.0 / 256.0;
         const HALF_ULP_F32: f64 = 1.0 / 16_777_216.0;
-        let topology = &self.world.topology;
+        let topology = self.world.topology();
         let additions = summands + topology.domain_size() + topology.domains();
         let crossings = usize::from(topology.domain_size() > 1) + usize::from(topology.domains() > 1);
         let on_wire = if self.case.wire == Element::Bf16 { crossings } else { 0 };

@@ -10,7 +10,7 @@ use super::failure::Failure;
 use super::prepared::Prepared;
 use super::random::{Place, Size};
 use crate::error::Result;
-use crate::topology::{Topology, World};
+use crate::topology::World;
 use crate::weight::WeightRows;
 
 /// Of this many iterations, one makes a handle that is kept.
@@ -51,7 +51,8 @@ impl Soak {
     /// # Errors
     /// [`crate::CallerError::Topology`] for an invalid topology.
     pub fn new(seed: u64, ranks: usize, domains: usize) -> Result<Self> {
-        Topology::new(ranks, domains)?;
+        // Checked with one expert per rank: `draw` needs a valid topology.
+        World::builder().ranks(ranks).domains(domains).experts(ranks).build()?;
         let place = Place::draw(&mut ChaCha8Rng::seed_from_u64(seed), ranks, domains);
         // All cases of `place` have the same world.
         let world = draw(&place, seed).world()?;

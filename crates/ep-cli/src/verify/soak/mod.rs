@@ -133,7 +133,7 @@ impl SoakPlan {
             .with("--backend", self.backend.name())
             .with("--seed", self.seed)
             .with("--soak", self.iterations)
-            .with("--domains", self.soak.world().topology.domains())
+            .with("--domains", self.soak.world().topology().domains())
     }
 
     /// The first line of the output. It has the seed, so that a run that hangs can be repeated.
@@ -143,7 +143,7 @@ impl SoakPlan {
             "soaking the {backend} backend, ranks as {kind}: {} of {} in {} with {}, seed {}",
             units::counted(self.iterations as usize, "iteration"),
             units::counted(world.ranks(), "rank"),
-            units::counted(world.topology.domains(), "domain"),
+            units::counted(world.topology().domains(), "domain"),
             units::counted(world.experts(), "expert"),
             self.seed
         )
@@ -168,7 +168,7 @@ impl SoakPlan {
         let Self { program, seed, .. } = self;
         let backend = if self.backend == BackendKind::Cuda { " --backend cuda" } else { "" };
         let form = if self.processes { " --processes" } else { "" };
-        let (ranks, domains) = (self.soak.world().ranks(), self.soak.world().topology.domains());
+        let (ranks, domains) = (self.soak.world().ranks(), self.soak.world().topology().domains());
         let world = format!("--ranks {ranks} --domains {domains}");
         format!("{program} verify{backend} --soak {} --seed {seed} {world}{form}", number + 1)
     }

@@ -112,14 +112,14 @@ fn errors_and_worlds_are_reported() {
 
     assert!(failure.stopped);
 
-    let other = World::new(1, 1, 3).unwrap();
+    let other = World::builder().ranks(1).experts(3).build().unwrap();
     let failure = prepared.check(&mut Fake::new(&other, Fault::None)).unwrap_err();
     assert_eq!(*failure.problem, Problem::World);
 }
 
 #[test]
 fn backends_that_accept_invalid_calls_are_reported() {
-    let world = World::new(1, 1, 4).unwrap();
+    let world = World::builder().ranks(1).experts(4).build().unwrap();
     let misuse = |fault| check_misuse(&mut Fake::new(&world, fault), &mut Fake::new(&world, Fault::None));
     misuse(Fault::None).unwrap();
     for (fault, text) in [
@@ -253,7 +253,7 @@ fn the_suite_covers_worlds_tokens_and_routings() {
     covers("nothing chosen", |case| case.routing == RoutingKind::Nothing && case.domains > 1);
     covers_in_and_across_domains("ranks without experts", |case| {
         let world = case.world().unwrap();
-        world.topology.all_ranks().any(|rank| world.placement.local_experts(rank) == 0)
+        world.topology().all_ranks().any(|rank| world.placement().local_experts(rank) == 0)
     });
     assert!(suite().iter().filter(|case| case.runs == 3).count() > 100);
 }
