@@ -307,18 +307,16 @@ pub(crate) fn dispatch<B: Tensors>(
         (None, _) => Probs::Skip,
     };
     let (hidden, format) = (call.hidden, call.tokens.format());
-    let input = DispatchInput { hidden, format, tokens: &data, scales: scales.as_ref(), probs };
+    let input = DispatchInput::new(&data, hidden).format(format).scales(scales.as_ref()).probs(probs);
     let mut outputs = outputs(backend, handle, call)?;
     B::with_handle(&handle.of, |own| {
         if handle.has_capacity {
             clear_rest(backend, own, call.clear_tokens, &mut outputs)?;
         }
-        let output = DispatchOutput {
-            tokens: &mut outputs.tokens.memory,
-            scales: outputs.scales.as_mut().map(|output| &mut output.memory),
-            probs: outputs.probs.as_mut().map(|output| &mut output.memory),
-            local_experts: outputs.local_experts.as_mut().map(|output| &mut output.memory),
-        };
+        let output = DispatchOutput::new(&mut outputs.tokens.memory)
+            .scales(outputs.scales.as_mut().map(|output| &mut output.memory))
+            .probs(outputs.probs.as_mut().map(|output| &mut output.memory))
+            .local_experts(outputs.local_experts.as_mut().map(|output| &mut output.memory));
         Ok(backend.dispatch(own, input, output)?)
     })?;
     Ok(outputs)
@@ -410,8 +408,8 @@ pub(crate) fn combine<B: Tensors>(
     let (rows, probs) = (borrow(call.data), call.probs.map(borrow));
     let (mut tokens, mut out_probs) = (borrow(call.out), call.out_probs.map(borrow));
     let CombineCall { hidden, element, wire, .. } = *call;
-    let input = CombineInput { hidden, element, wire, rows: &rows, probs: probs.as_ref() };
-    let output = CombineOutput { tokens: &mut tokens, probs: out_probs.as_mut() };
+    let input = CombineInput::new(&rows, hidden).element(element).wire(wire).probs(probs.as_ref());
+    let output = CombineOutput::new(&mut tokens).probs(out_probs.as_mut());
     B::with_handle(&handle.of, |own| Ok(backend.combine(own, input, output)?))
 }
 
@@ -441,8 +439,8 @@ pub(crate) fn weight_rows<B: Tensors>(backend: &mut B, call: &WeightRowsCall) ->
     let borrow = |span: Span| unsafe { B::borrow(span) };
     let (values, weights, mut out) = (borrow(call.values), borrow(call.weights), borrow(call.out));
     let &WeightRowsCall { size: (rows, hidden), element, out_element, .. } = call;
-    let input = WeightedRows { rows, hidden, values: &values, element, weights: &weights };
+    let input = WeightedRows::new(&values, [rows, hidden], &weights).element(element);
     let mut backward = call.backward.map(|(rows, dots)| (borrow(rows), borrow(dots)));
-    let backward = backward.as_mut().map(|(rows, weights)| WeightGradients { rows, weights });
+    let backward = backward.as_mut().map(|(rows, weights)| WeightGradients::new(rows, weights));
     Ok(backend.weight_rows(&input, out_element, &mut out, backward)?)
 }

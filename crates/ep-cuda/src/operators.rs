@@ -102,7 +102,7 @@ impl Backend for CudaBuffer {
 
         let rows = facts.allocated_rows;
         let keep_rest = handle.capacity.is_some();
-        let DispatchOutput { tokens, scales, probs, local_experts } = output;
+        let DispatchOutput { tokens, scales, probs, local_experts, .. } = output;
         let outputs = [Some(&*tokens), scales.as_deref(), probs.as_deref(), local_experts.as_deref()];
         let bytes = [row.tokens, row.scales, row.probs, row.local_experts].map(|row| row * rows);
         let mut staged = Vec::with_capacity(outputs.len());
@@ -166,7 +166,7 @@ impl Backend for CudaBuffer {
         self.notice_capture_with(handle)?;
         dispatched(handle.dispatched.get().then_some(()))?;
         Self::facts(&self.world, self.rank, handle).check_combine(&input, &output, CudaMemory::facts)?;
-        let CombineInput { hidden, element, wire, rows, probs } = input;
+        let CombineInput { hidden, element, wire, rows, probs, .. } = input;
         let key = tuning::combine_key(element == Element::F32, wire == Element::F32);
         let key = tuning::fitting(key, self.world.ranks(), self.device.shared_bytes);
         let kernel = self.kernel(key)?;
@@ -205,10 +205,9 @@ impl Backend for CudaBuffer {
     }
 
     fn traffic(&self) -> Traffic {
-        Traffic {
-            domain_bytes: self.domain_bytes,
-            preprocess_bytes: self.preprocess_bytes,
-            ..Traffic::default()
-        }
+        let mut traffic = Traffic::default();
+        traffic.domain_bytes = self.domain_bytes;
+        traffic.preprocess_bytes = self.preprocess_bytes;
+        traffic
     }
 }

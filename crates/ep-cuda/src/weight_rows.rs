@@ -21,7 +21,7 @@ impl WeightRows for CudaBuffer {
     ) -> Result<()> {
         self.check_usable()?;
         input.check(self.id, element, out, backward.as_ref(), CudaMemory::facts)?;
-        let &WeightedRows { rows, hidden, values, element: values_element, weights } = input;
+        let &WeightedRows { rows, hidden, values, element: values_element, weights, .. } = input;
         let too_many = |_| CallerError::TooManyRows { rank: self.rank, rows: rows as u64 };
         let count = u32::try_from(rows).map_err(too_many)?;
         let hidden = u32::try_from(hidden).map_err(too_many)?;

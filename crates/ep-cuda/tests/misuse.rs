@@ -8,7 +8,7 @@ mod fake;
 
 use ep::{
     Backend as _, CallerError, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput,
-    Element, Error, Probs, Result, TokenFormat, WeightGradients, WeightRows as _, WeightedRows,
+    Element, Error, Probs, Result, WeightGradients, WeightRows as _, WeightedRows,
 };
 use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory, DeviceReport, DeviceRouting, Indices};
 
@@ -35,19 +35,9 @@ fn dispatch_with(
     [tokens, dense, out, probs, local]: &mut [CudaMemory; 5],
     plain: bool,
 ) -> Result<()> {
-    let input = DispatchInput {
-        hidden: HIDDEN,
-        format: TokenFormat::Bf16,
-        tokens,
-        scales: None,
-        probs: Probs::Dense(dense),
-    };
+    let input = DispatchInput::new(tokens, HIDDEN).probs(Probs::Dense(dense));
     let local_experts = plain.then_some(local);
-    buffer.dispatch(
-        handle,
-        input,
-        DispatchOutput { tokens: out, scales: None, probs: Some(probs), local_experts },
-    )
+    buffer.dispatch(handle, input, DispatchOutput::new(out).probs(probs).local_experts(local_experts))
 }
 
 fn combine_with(
@@ -56,9 +46,8 @@ fn combine_with(
     [rows, probs, out, out_probs]: &mut [CudaMemory; 4],
     hidden: usize,
 ) -> Result<()> {
-    let (element, wire) = (Element::Bf16, Element::Bf16);
-    let input = CombineInput { hidden, element, wire, rows, probs: Some(probs) };
-    buffer.combine(handle, input, CombineOutput { tokens: out, probs: Some(out_probs) })
+    let input = CombineInput::new(rows, hidden).probs(&*probs);
+    buffer.combine(handle, input, CombineOutput::new(out).probs(out_probs))
 }
 
 fn preprocess_with(
@@ -93,8 +82,8 @@ fn check_all(own: &mut CudaBuffer, other: &mut CudaBuffer) {
         }
         foreign(&what, dispatch_with(own, &plain, &mut memory, true));
         let [values, weights, out, rows, dots] = &mut memory;
-        let input = WeightedRows { rows: 2, hidden: HIDDEN, values, element: Element::Bf16, weights };
-        let backward = WeightGradients { rows, weights: dots };
+        let input = WeightedRows::new(values, [2, HIDDEN], weights);
+        let backward = WeightGradients::new(rows, dots);
         foreign(
             &format!("argument {at} of weight_rows"),
             own.weight_rows(&input, Element::Bf16, out, Some(backward)),
@@ -182,7 +171,7 @@ inside!(sizes_that_no_memory_has_are_refused, driver => {
     for size in [(1 << 61, 8), (1 << 63, 2), (usize::MAX, usize::MAX), (2, 1 << 63), ((1 << 62) + 1, 4)] {
         refused(&format!("{size:?}"), preprocess_with(&mut buffer, &mut five, size).map(drop));
         let [values, weights, out, ..] = &mut five;
-        let input = WeightedRows { rows: size.0, hidden: size.1 / 8 * 8, values, element: Element::F32, weights };
+        let input = WeightedRows::new(values, [size.0, size.1 / 8 * 8], weights).element(Element::F32);
         if input.hidden > 0 {
             refused(&format!("{size:?}"), buffer.weight_rows(&input, Element::F32, out, None));
         }

@@ -60,22 +60,16 @@ fn dispatch(buffer: &mut HostBuffer, handle: &HostHandle) -> Result<crate::HostM
     let rows = buffer.receive_shape(handle)?.allocated_rows();
     let tokens = buffer.alloc(TOKENS * 2 * HIDDEN)?;
     let mut out = buffer.alloc(rows * 2 * HIDDEN)?;
-    let input = DispatchInput {
-        hidden: HIDDEN,
-        format: TokenFormat::Bf16,
-        tokens: &tokens,
-        scales: None,
-        probs: Probs::Skip,
-    };
-    let output = DispatchOutput { tokens: &mut out, scales: None, probs: None, local_experts: None };
+    let input = DispatchInput::new(&tokens, HIDDEN).probs(Probs::Skip);
+    let output = DispatchOutput::new(&mut out);
     buffer.dispatch(handle, input, output)?;
     Ok(out)
 }
 
 fn combine(buffer: &mut HostBuffer, handle: &HostHandle, rows: &crate::HostMemory) -> Result<()> {
     let mut tokens = buffer.alloc(TOKENS * 2 * HIDDEN)?;
-    let output = CombineOutput { tokens: &mut tokens, probs: None };
-    buffer.combine(handle, CombineInput::bf16(HIDDEN, rows), output)
+    let output = CombineOutput::new(&mut tokens);
+    buffer.combine(handle, CombineInput::new(rows, HIDDEN), output)
 }
 
 /// The arguments that both ranks pass to their dispatch or combine.

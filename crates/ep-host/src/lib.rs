@@ -21,10 +21,10 @@
 //!     buffer.upload(&1.0f32.to_bits().to_le_bytes()[2..].repeat(hidden), &mut tokens)?;
 //!
 //!     let handle = buffer.preprocess(&routing, DispatchMode::permuted(16)?, None)?;
-//!     let received = buffer.dispatch_new(&handle, DispatchInput::bf16(hidden, &tokens))?;
+//!     let received = buffer.dispatch_new(&handle, DispatchInput::new(&tokens, hidden))?;
 //!     assert_eq!(buffer.receive_shape(&handle)?.kept_per_expert.iter().sum::<u32>(), 2);
 //!     // ... the experts turn received.tokens into their outputs; here they are the identity ...
-//!     let combined = buffer.combine_new(&handle, 1, CombineInput::bf16(hidden, &received.tokens))?;
+//!     let combined = buffer.combine_new(&handle, 1, CombineInput::new(&received.tokens, hidden))?;
 //!     assert_eq!(combined.tokens.as_bytes()[..2], 2.0f32.to_bits().to_le_bytes()[2..]);
 //!     Ok(())
 //! };

@@ -197,7 +197,7 @@ mod tests {
         let at = a.reserved;
         // SAFETY: inside the window, which this thread alone uses.
         unsafe { a.endpoints[0].window.at(at, 3).copy_from(b"abc".as_ptr(), 3) };
-        let put = Put { peer: Rank(1), source: at, destination: at + 64, len: 3, signal: 7 };
+        let put = Put::new(Rank(1), 7).bytes(at..at + 3, at + 64);
         assert_eq!(a.put(put).unwrap(), Posted::Yes);
         assert_eq!(signals(&b), [(Rank(0), 7)]);
         // SAFETY: as above.
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn a_full_ring_says_so_and_recovers() {
         let [a, b] = pair(2);
-        let signal = |signal| Put { peer: Rank(1), source: 0, destination: 0, len: 0, signal };
+        let signal = |signal| Put::new(Rank(1), signal);
         assert_eq!(a.put(signal(1)).unwrap(), Posted::Yes);
         assert_eq!(a.put(signal(2)).unwrap(), Posted::Yes);
         assert_eq!(a.put(signal(3)).unwrap(), Posted::Full);
@@ -232,10 +232,10 @@ mod tests {
         let [a, _b] = pair(2);
         let at = a.reserved;
         for put in [
-            Put { peer: Rank(1), source: 0, destination: at, len: 8, signal: 0 },
-            Put { peer: Rank(1), source: at, destination: (1 << 16) - 4, len: 8, signal: 0 },
-            Put { peer: Rank(1), source: at, destination: usize::MAX, len: 8, signal: 0 },
-            Put { peer: Rank(9), source: at, destination: at, len: 8, signal: 0 },
+            Put::new(Rank(1), 0).bytes(0..8, at),
+            Put::new(Rank(1), 0).bytes(at..at + 8, (1 << 16) - 4),
+            Put::new(Rank(1), 0).bytes(at..at + 8, usize::MAX),
+            Put::new(Rank(9), 0).bytes(at..at + 8, at),
         ] {
             assert!(a.put(put).is_err(), "{put:?}");
         }
@@ -245,7 +245,7 @@ mod tests {
     fn a_damaged_ring_is_an_error_that_names_the_peer() {
         for damage in [3, 1 << 40, u64::MAX] {
             let [a, b] = pair(2);
-            let signal = Put { peer: Rank(1), source: 0, destination: 0, len: 0, signal: 1 };
+            let signal = Put::new(Rank(1), 1);
             assert_eq!(a.put(signal).unwrap(), Posted::Yes);
             let (ring, _) = b.ring(&b.endpoints[1].window, 0);
             ring.head.store(damage, Relaxed);
@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn counters_in_shared_memory_are_not_read_back() {
         let [a, b] = pair(2);
-        let signal = |signal| Put { peer: Rank(1), source: 0, destination: 0, len: 0, signal };
+        let signal = |signal| Put::new(Rank(1), signal);
         assert_eq!(a.put(signal(1)).unwrap(), Posted::Yes);
         let (ring, _) = a.ring(&a.endpoints[1].window, 0);
         // A peer overwrites the counter of the sender, and then that of the receiver.

@@ -114,7 +114,7 @@ impl Backend for HostBuffer {
         };
         let chunk = message.chunk_tokens(&self.comm.world, &self.comm.config)?;
 
-        let DispatchOutput { tokens, scales, probs, local_experts } = output;
+        let DispatchOutput { tokens, scales, probs, local_experts, .. } = output;
         let mut outputs = [Some(tokens), scales, probs, local_experts];
         // Peers write to blocks of the arena only; other outputs are staged.
         let mut staged: [Option<HostMemory>; MEMORIES] = Default::default();
@@ -289,13 +289,13 @@ impl Backend for HostBuffer {
     fn traffic(&self) -> Traffic {
         let (transport_bytes, transport_messages) = self.comm.rails.sent();
         let waited = self.comm.waited_ns.load(Relaxed) / self.workers() as u64;
-        Traffic {
-            domain_bytes: self.comm.domain_bytes.load(Relaxed),
-            transport_bytes,
-            transport_messages,
-            preprocess_bytes: self.comm.preprocess_bytes.load(Relaxed),
-            waited: Duration::from_nanos(waited),
-        }
+        let mut traffic = Traffic::default();
+        traffic.domain_bytes = self.comm.domain_bytes.load(Relaxed);
+        traffic.transport_bytes = transport_bytes;
+        traffic.transport_messages = transport_messages;
+        traffic.preprocess_bytes = self.comm.preprocess_bytes.load(Relaxed);
+        traffic.waited = Duration::from_nanos(waited);
+        traffic
     }
 }
 

@@ -220,13 +220,13 @@ impl Rails {
     /// Sends the first `len` bytes of a claimed slot. On [`Posted::Full`], poll and post again.
     pub(crate) fn post(&self, claim: ClaimedSlot, len: usize) -> Result<Posted> {
         assert!(len <= self.layout.slot_bytes, "a message of {len} bytes is larger than a slot");
-        let posted = self.transport.put(Put {
-            peer: self.streams[claim.domain].peer,
-            source: self.layout.send_slot(claim.domain, claim.slot),
-            destination: self.layout.receive_slot(self.own_domain, claim.slot),
-            len: if self.lent(claim).is_some() { 0 } else { len },
-            signal: DATA | claim.slot as u32,
-        })?;
+        let mut put = Put::new(self.streams[claim.domain].peer, DATA | claim.slot as u32);
+        // The bytes of a lent slot are already in the peer's window.
+        if self.lent(claim).is_none() {
+            let source = self.layout.send_slot(claim.domain, claim.slot);
+            put = put.bytes(source..source + len, self.layout.receive_slot(self.own_domain, claim.slot));
+        }
+        let posted = self.transport.put(put)?;
         if posted == Posted::Yes {
             self.bytes.fetch_add(len as u64, Relaxed);
             self.messages.fetch_add(1, Relaxed);
@@ -236,13 +236,7 @@ impl Rails {
 
     /// Sends the credit for a message that was read. On [`Posted::Full`], poll and release again.
     pub(crate) fn release(&self, claim: ClaimedSlot) -> Result<Posted> {
-        self.transport.put(Put {
-            peer: self.streams[claim.domain].peer,
-            source: 0,
-            destination: 0,
-            len: 0,
-            signal: CREDIT | claim.slot as u32,
-        })
+        self.transport.put(Put::new(self.streams[claim.domain].peer, CREDIT | claim.slot as u32))
     }
 
     /// Handles the signals that have arrived.

@@ -95,7 +95,7 @@ mod tests {
             let by = upload(&mut buffer, bytemuck::cast_slice(&weights));
             let mut out = buffer.alloc(input.len()).unwrap();
             let mut dots = buffer.alloc(by.len()).unwrap();
-            let rows_of = WeightedRows { rows, hidden, values: &input, element: Element::Bf16, weights: &by };
+            let rows_of = WeightedRows::new(&input, [rows, hidden], &by);
             let expected: Vec<u16> = (0..rows * hidden)
                 .map(|at| f32_to_bf16(bf16_to_f32(values[at]) * weights[at / hidden]))
                 .collect();
@@ -103,7 +103,7 @@ mod tests {
             assert_eq!(out.as_bytes(), bytemuck::cast_slice::<_, u8>(&expected), "{workers} {rows}");
 
             out.as_bytes_mut().fill(0xA5);
-            let backward = WeightGradients { rows: &input, weights: &mut dots };
+            let backward = WeightGradients::new(&input, &mut dots);
             buffer.weight_rows(&rows_of, Element::Bf16, &mut out, Some(backward)).unwrap();
             assert_eq!(out.as_bytes(), bytemuck::cast_slice::<_, u8>(&expected), "{workers} {rows}");
             let squares: Vec<f32> = values
@@ -121,7 +121,7 @@ mod tests {
         let [short, row, weights] = [14, 16, 4].map(|bytes| buffer.alloc(bytes).unwrap());
         let mut out = buffer.alloc(16).unwrap();
         let mut refused = |values, hidden, weights| {
-            let input = WeightedRows { rows: 1, hidden, values, element: Element::Bf16, weights };
+            let input = WeightedRows::new(values, [1, hidden], weights);
             buffer.weight_rows(&input, Element::Bf16, &mut out, None).unwrap_err().to_string()
         };
         assert!(refused(&short, 8, &weights).contains("rows to be weighted"));

@@ -45,11 +45,11 @@ fn handle(buffer: &mut HostBuffer, tokens: usize) -> HostHandle {
 }
 
 fn tokens_of(hidden: usize, tokens: &HostMemory) -> DispatchInput<'_, HostMemory> {
-    DispatchInput { hidden, format: TokenFormat::Bf16, tokens, scales: None, probs: Probs::Skip }
+    DispatchInput::new(tokens, hidden).probs(Probs::Skip)
 }
 
 fn into_tokens(tokens: &mut HostMemory) -> DispatchOutput<'_, HostMemory> {
-    DispatchOutput { tokens, scales: None, probs: None, local_experts: None }
+    DispatchOutput::new(tokens)
 }
 
 fn caller(result: Result<()>) -> CallerError {
@@ -109,19 +109,19 @@ fn memories_swapped_between_two_ranks_are_refused() {
             );
             let mut out = buffer.alloc(bytes).unwrap();
             buffer.dispatch(&handle, tokens_of(HIDDEN, &tokens), into_tokens(&mut out)).unwrap();
-            let combined = CombineOutput { tokens: &mut tokens, probs: None };
+            let combined = CombineOutput::new(&mut tokens);
             assert_foreign(
-                buffer.combine(&handle, CombineInput::bf16(HIDDEN, &foreign), combined),
+                buffer.combine(&handle, CombineInput::new(&foreign, HIDDEN), combined),
                 other,
                 rank,
             );
-            let combined = CombineOutput { tokens: &mut foreign, probs: None };
-            assert_foreign(buffer.combine(&handle, CombineInput::bf16(HIDDEN, &out), combined), other, rank);
+            let combined = CombineOutput::new(&mut foreign);
+            assert_foreign(buffer.combine(&handle, CombineInput::new(&out, HIDDEN), combined), other, rank);
             // No byte changed, and the buffer still works with its own memory.
             assert!(foreign.as_bytes().iter().all(|&byte| byte == 0xEE));
             assert!(held.iter().all(|&byte| byte == 0));
-            let combined = CombineOutput { tokens: &mut tokens, probs: None };
-            buffer.combine(&handle, CombineInput::bf16(HIDDEN, &out), combined).unwrap();
+            let combined = CombineOutput::new(&mut tokens);
+            buffer.combine(&handle, CombineInput::new(&out, HIDDEN), combined).unwrap();
         });
     }
 }
@@ -149,7 +149,7 @@ fn memory_of_another_world_is_refused_and_outlives_its_buffer() {
         values: &'a HostMemory,
         weights: &'a HostMemory,
     ) -> WeightedRows<'a, HostMemory> {
-        WeightedRows { rows, hidden: HIDDEN, values, element: Element::Bf16, weights }
+        WeightedRows::new(values, [rows, HIDDEN], weights)
     }
     let mut out = one.alloc(rows * 2 * HIDDEN).unwrap();
     let of_foreign = weighted(rows, &foreign, &weights);
@@ -185,9 +185,9 @@ fn sizes_beyond_the_address_space_are_refused() {
             for (element, wire) in
                 [(Element::Bf16, Element::Bf16), (Element::F32, Element::Bf16), (Element::Bf16, Element::F32)]
             {
-                let input = CombineInput { hidden, element, wire, rows: &taken, probs: None };
-                caller(buffer.combine(&handle, input, CombineOutput { tokens: &mut out, probs: None }));
-                let input = CombineInput { hidden, element, wire, rows: &taken, probs: None };
+                let input = CombineInput::new(&taken, hidden).element(element).wire(wire);
+                caller(buffer.combine(&handle, input, CombineOutput::new(&mut out)));
+                let input = CombineInput::new(&taken, hidden).element(element).wire(wire);
                 assert!(buffer.combine_new(&handle, tokens, input).is_err(), "{hidden}");
             }
             for format in [
@@ -195,18 +195,17 @@ fn sizes_beyond_the_address_space_are_refused() {
                 TokenFormat::QuantizeFp8(ScaleFormat::F32Per128),
                 TokenFormat::Fp8(ScaleFormat::Ue8m0Per32),
             ] {
-                let input = DispatchInput { format, ..tokens_of(hidden, &given) };
+                let input = tokens_of(hidden, &given).format(format);
                 assert!(buffer.dispatch_new(&handle, input).is_err(), "{hidden}");
             }
         }
         for (rows, hidden) in
             [(usize::MAX, 8), (1 << 61, 8), (8, 1 << 61), (1 << 32, 1 << 32), (1, usize::MAX - 7)]
         {
-            let input =
-                WeightedRows { rows, hidden, values: &given, element: Element::Bf16, weights: &given };
+            let input = WeightedRows::new(&given, [rows, hidden], &given);
             caller(buffer.weight_rows(&input, Element::F32, &mut taken, None));
         }
-        let input = CombineInput::bf16(HIDDEN, &taken);
+        let input = CombineInput::new(&taken, HIDDEN);
         assert!(buffer.combine_new(&handle, usize::MAX, input).is_err());
         assert!(rows * 2 * HIDDEN <= 1 << 20);
     }
@@ -325,8 +324,8 @@ fn a_panic_in_combine_moves_later_writes_to_other_memory() {
             domains,
             workers,
             |buffer, handle, rows, out| {
-                let output = CombineOutput { tokens: out, probs: None };
-                buffer.combine(handle, CombineInput::bf16(HIDDEN, rows), output)
+                let output = CombineOutput::new(out);
+                buffer.combine(handle, CombineInput::new(rows, HIDDEN), output)
             },
             |rows, _| {
                 let start = rows.as_bytes().as_ptr();
@@ -385,8 +384,8 @@ fn a_combine_fails_when_a_peer_gave_up_and_changed_its_rows() {
         buffer.dispatch(&handle, tokens_of(HIDDEN, &tokens), into_tokens(&mut received)).unwrap();
         let mut out = buffer.alloc(TOKENS * 2 * HIDDEN).unwrap();
         let mut combine = |buffer: &mut HostBuffer, rows: &HostMemory| {
-            let output = CombineOutput { tokens: &mut out, probs: None };
-            buffer.combine(&handle, CombineInput::bf16(HIDDEN, rows), output)
+            let output = CombineOutput::new(&mut out);
+            buffer.combine(&handle, CombineInput::new(rows, HIDDEN), output)
         };
         if buffer.rank() == Rank(1) {
             QUESTION.set(Some(block));

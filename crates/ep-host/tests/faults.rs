@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ep::workload::Workload;
 use ep::{
     Backend, BackendExt, CallerError, CombineInput, CombineOutput, Config, DispatchInput, DispatchMode,
-    DispatchOutput, Element, Error, PeerError, PeerFault, Probs, Rank, Result, TokenFormat, World,
+    DispatchOutput, Error, PeerError, PeerFault, Probs, Rank, Result, TokenFormat, World,
 };
 use ep_host::HostBuffer;
 
@@ -40,21 +40,11 @@ fn round(buffer: &mut HostBuffer, seed: u64, hidden: usize) -> Result<()> {
     let mut out = buffer.alloc(rows * 2 * hidden)?;
     buffer.dispatch(
         &handle,
-        DispatchInput {
-            hidden,
-            format: TokenFormat::Bf16,
-            tokens: &tokens,
-            scales: None,
-            probs: Probs::Skip,
-        },
-        DispatchOutput { tokens: &mut out, scales: None, probs: None, local_experts: None },
+        DispatchInput::new(&tokens, hidden).probs(Probs::Skip),
+        DispatchOutput::new(&mut out),
     )?;
     let mut back = buffer.alloc(TOKENS * 2 * hidden)?;
-    buffer.combine(
-        &handle,
-        CombineInput { hidden, element: Element::Bf16, wire: Element::Bf16, rows: &out, probs: None },
-        CombineOutput { tokens: &mut back, probs: None },
-    )
+    buffer.combine(&handle, CombineInput::new(&out, hidden), CombineOutput::new(&mut back))
 }
 
 /// Runs `body` on one thread per rank and returns the results, by rank.
@@ -267,8 +257,7 @@ fn ranks_that_pass_different_types_get_an_error_that_names_the_types() {
             Workload { tokens: 4, experts: EXPERTS, topk: 1, skew: 0.0, seed: 1 }.routing(buffer.rank());
         let handle = buffer.preprocess(&routing, DispatchMode::Plain, None)?;
         let tokens = buffer.alloc(4 * format.input_row_bytes(HIDDEN))?;
-        let input =
-            DispatchInput { hidden: HIDDEN, format, tokens: &tokens, scales: None, probs: Probs::Skip };
+        let input = DispatchInput::new(&tokens, HIDDEN).format(format).probs(Probs::Skip);
         buffer.dispatch_new(&handle, input).map(|_| ())
     });
     let errors: Vec<String> = results.into_iter().map(|r| r.unwrap().unwrap_err().to_string()).collect();
@@ -292,14 +281,8 @@ fn ranks_that_call_different_operators_get_an_error_that_says_so() {
         let (tokens, mut out) = (buffer.alloc(4 * 2 * HIDDEN)?, buffer.alloc(rows * 2 * HIDDEN)?);
         buffer.dispatch(
             &handle,
-            DispatchInput {
-                hidden: HIDDEN,
-                format: TokenFormat::Bf16,
-                tokens: &tokens,
-                scales: None,
-                probs: Probs::Skip,
-            },
-            DispatchOutput { tokens: &mut out, scales: None, probs: None, local_experts: None },
+            DispatchInput::new(&tokens, HIDDEN).probs(Probs::Skip),
+            DispatchOutput::new(&mut out),
         )
     });
     let errors: Vec<String> = results.into_iter().map(|r| r.unwrap().unwrap_err().to_string()).collect();
@@ -324,17 +307,7 @@ fn handles_of_another_buffer_are_refused() {
     assert!(error.starts_with("handle: it was made by another buffer, of rank 0"), "{error}");
     let rows = one.alloc(2 * HIDDEN).unwrap();
     let mut back = one.alloc(2 * HIDDEN).unwrap();
-    let early = one.combine(
-        &handle,
-        CombineInput {
-            hidden: HIDDEN,
-            element: Element::Bf16,
-            wire: Element::Bf16,
-            rows: &rows,
-            probs: None,
-        },
-        CombineOutput { tokens: &mut back, probs: None },
-    );
+    let early = one.combine(&handle, CombineInput::new(&rows, HIDDEN), CombineOutput::new(&mut back));
     assert!(early.unwrap_err().to_string().contains("never dispatched"));
 }
 

@@ -32,10 +32,10 @@ fn one_rank(mut buffer: HostBuffer) -> Result<()> {
     // on each rank's thread:
     let routing = Routing::from_topk(buffer.rank(), 64, 8, &topk_idx, &topk_weights)?;
     let handle = buffer.preprocess(&routing, DispatchMode::permuted(16)?, None)?;
-    let received = buffer.dispatch_new(&handle, DispatchInput::bf16(hidden, &tokens))?;
+    let received = buffer.dispatch_new(&handle, DispatchInput::new(&tokens, hidden))?;
     // ... experts: received.tokens -> outputs ...
     let outputs = received.tokens;
-    let combined = buffer.combine_new(&handle, tokens_of_this_rank, CombineInput::bf16(hidden, &outputs))?;
+    let combined = buffer.combine_new(&handle, tokens_of_this_rank, CombineInput::new(&outputs, hidden))?;
 
     // The experts are the identity, so each token's result is 8 times the token.
     assert_eq!(combined.tokens.as_bytes(), rows(8.0));

@@ -2,7 +2,12 @@
 //! between NVLink domains ([`Transport`]).
 //!
 //! All matrices are row-major and contiguous. Their sizes are checked in bytes: memory may be longer than needed.
+//!
+//! Arguments of operators are made by constructors and setters, and may get further fields. The enums [`DispatchMode`],
+//! [`Element`], [`TokenFormat`] and [`Probs`] are exhaustive: a new variant needs code in every backend, and the
+//! compiler names the places.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -210,7 +215,25 @@ pub enum Probs<'a, M> {
 }
 
 /// The input of a rank to dispatch. `tokens` in the shapes is the number of tokens of the rank's routing.
+///
+/// # Examples
+///
+/// The `Vec`s stand for a backend's memory:
+///
+/// ```
+/// use ep::{DispatchInput, Probs, ScaleFormat, TokenFormat};
+///
+/// let (codes, scales) = (vec![0u8; 4 * 128], vec![0u8; 4 * 4]);
+/// // bf16 tokens of 64 elements, sent with the routing's weights:
+/// let input = DispatchInput::new(&codes, 64);
+/// assert_eq!(input.format, TokenFormat::Bf16);
+/// // FP8 tokens of 128 elements with their scales, without probabilities:
+/// let format = TokenFormat::Fp8(ScaleFormat::F32Per128);
+/// let input = DispatchInput::new(&codes, 128).format(format).scales(&scales).probs(Probs::Skip);
+/// assert!(input.scales.is_some());
+/// ```
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct DispatchInput<'a, M> {
     /// Width of a token, elements.
     pub hidden: usize,
@@ -226,8 +249,26 @@ pub struct DispatchInput<'a, M> {
 
 impl<'a, M> DispatchInput<'a, M> {
     /// bf16 tokens `[tokens, hidden]`, sent with the routing's weights.
-    pub fn bf16(hidden: usize, tokens: &'a M) -> Self {
+    pub fn new(tokens: &'a M, hidden: usize) -> Self {
         Self { hidden, format: TokenFormat::Bf16, tokens, scales: None, probs: Probs::Routing }
+    }
+
+    /// Sets the element types of input and output. Default [`TokenFormat::Bf16`].
+    #[must_use]
+    pub fn format(self, format: TokenFormat) -> Self {
+        Self { format, ..self }
+    }
+
+    /// Sets the scales `[tokens, scales per row]` of FP8 tokens. Default none.
+    #[must_use]
+    pub fn scales(self, scales: impl Into<Option<&'a M>>) -> Self {
+        Self { scales: scales.into(), ..self }
+    }
+
+    /// Sets the probabilities that dispatch sends. Default [`Probs::Routing`].
+    #[must_use]
+    pub fn probs(self, probs: Probs<'a, M>) -> Self {
+        Self { probs, ..self }
     }
 }
 
@@ -235,6 +276,7 @@ impl<'a, M> DispatchInput<'a, M> {
 ///
 /// With a capacity, dispatch leaves the rows after the last group of rows unchanged in every output.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct DispatchOutput<'a, M> {
     /// `[rows, hidden]` in the output type of the format.
     pub tokens: &'a mut M,
@@ -247,8 +289,34 @@ pub struct DispatchOutput<'a, M> {
     pub local_experts: Option<&'a mut M>,
 }
 
+impl<'a, M> DispatchOutput<'a, M> {
+    /// Memory for the tokens `[rows, hidden]`, without scales, probabilities and map of local experts.
+    pub fn new(tokens: &'a mut M) -> Self {
+        Self { tokens, scales: None, probs: None, local_experts: None }
+    }
+
+    /// Sets the memory for the scales `[rows, scales per row]` of an FP8 format.
+    #[must_use]
+    pub fn scales(self, scales: impl Into<Option<&'a mut M>>) -> Self {
+        Self { scales: scales.into(), ..self }
+    }
+
+    /// Sets the memory for the probabilities, f32 `[rows]` (permuted mode) or `[rows, local experts]` (plain mode).
+    #[must_use]
+    pub fn probs(self, probs: impl Into<Option<&'a mut M>>) -> Self {
+        Self { probs: probs.into(), ..self }
+    }
+
+    /// Sets the memory for the map of local experts, bytes `[rows, local experts]`. Plain mode only.
+    #[must_use]
+    pub fn local_experts(self, local_experts: impl Into<Option<&'a mut M>>) -> Self {
+        Self { local_experts: local_experts.into(), ..self }
+    }
+}
+
 /// The input of a rank to combine.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct CombineInput<'a, M> {
     /// Width of a token, elements.
     pub hidden: usize,
@@ -265,14 +333,33 @@ pub struct CombineInput<'a, M> {
 }
 
 impl<'a, M> CombineInput<'a, M> {
-    /// bf16 rows, bf16 sums between ranks, no probabilities.
-    pub fn bf16(hidden: usize, rows: &'a M) -> Self {
+    /// bf16 rows `[rows, hidden]`, bf16 sums between ranks, no probabilities.
+    pub fn new(rows: &'a M, hidden: usize) -> Self {
         Self { hidden, element: Element::Bf16, wire: Element::Bf16, rows, probs: None }
+    }
+
+    /// Sets the element type of the rows and of the result. Default [`Element::Bf16`].
+    #[must_use]
+    pub fn element(self, element: Element) -> Self {
+        Self { element, ..self }
+    }
+
+    /// Sets the wire type. Default [`Element::Bf16`].
+    #[must_use]
+    pub fn wire(self, wire: Element) -> Self {
+        Self { wire, ..self }
+    }
+
+    /// Sets the probabilities that combine gathers, f32 in the shape of [`DispatchOutput::probs`]. Default none.
+    #[must_use]
+    pub fn probs(self, probs: impl Into<Option<&'a M>>) -> Self {
+        Self { probs: probs.into(), ..self }
     }
 }
 
 /// The memory that combine writes. `tokens` in the shapes is the number of tokens of the rank's routing.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct CombineOutput<'a, M> {
     /// `[tokens, hidden]` of [`CombineInput::element`].
     pub tokens: &'a mut M,
@@ -281,9 +368,23 @@ pub struct CombineOutput<'a, M> {
     pub probs: Option<&'a mut M>,
 }
 
+impl<'a, M> CombineOutput<'a, M> {
+    /// Memory for the tokens `[tokens, hidden]`, without probabilities.
+    pub fn new(tokens: &'a mut M) -> Self {
+        Self { tokens, probs: None }
+    }
+
+    /// Sets the memory for the probabilities, f32 `[tokens, experts]`.
+    #[must_use]
+    pub fn probs(self, probs: impl Into<Option<&'a mut M>>) -> Self {
+        Self { probs: probs.into(), ..self }
+    }
+}
+
 /// Bytes moved and time waited by a rank's operators since its buffer was made. To measure one operator, subtract two
 /// readings.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
 pub struct Traffic {
     /// Bytes that this rank wrote to or read from other ranks of its NVLink domain.
     pub domain_bytes: u64,
@@ -400,6 +501,7 @@ pub trait Backend {
 
 /// The output of [`BackendExt::dispatch_new`]. `rows` in the shapes is [`ReceiveShape::allocated_rows`].
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Dispatched<M> {
     /// `[rows, hidden]`.
     pub tokens: M,
@@ -413,6 +515,7 @@ pub struct Dispatched<M> {
 
 /// The output of [`BackendExt::combine_new`].
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Combined<M> {
     /// `[tokens, hidden]`.
     pub tokens: M,
@@ -456,12 +559,10 @@ pub trait BackendExt: Backend {
             },
             local_experts: if plain { Some(alloc("dispatch output local_experts", cells)?) } else { None },
         };
-        let output = DispatchOutput {
-            tokens: &mut dispatched.tokens,
-            scales: dispatched.scales.as_mut(),
-            probs: dispatched.probs.as_mut(),
-            local_experts: dispatched.local_experts.as_mut(),
-        };
+        let output = DispatchOutput::new(&mut dispatched.tokens)
+            .scales(dispatched.scales.as_mut())
+            .probs(dispatched.probs.as_mut())
+            .local_experts(dispatched.local_experts.as_mut());
         self.dispatch(handle, input, output)?;
         Ok(dispatched)
     }
@@ -487,7 +588,7 @@ pub trait BackendExt: Backend {
                 None => None,
             },
         };
-        let output = CombineOutput { tokens: &mut combined.tokens, probs: combined.probs.as_mut() };
+        let output = CombineOutput::new(&mut combined.tokens).probs(combined.probs.as_mut());
         self.combine(handle, input, output)?;
         Ok(combined)
     }
@@ -506,6 +607,7 @@ pub enum Posted {
 
 /// A put: copies bytes from this rank's window to a peer's window, then delivers a signal to the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Put {
     /// Receiving rank, on the same rail.
     pub peer: Rank,
@@ -517,6 +619,20 @@ pub struct Put {
     pub len: usize,
     /// The word that the peer's [`Transport::poll`] delivers once the bytes are in its window.
     pub signal: u32,
+}
+
+impl Put {
+    /// A put of no bytes, which delivers only `signal`.
+    pub fn new(peer: Rank, signal: u32) -> Self {
+        Self { peer, source: 0, destination: 0, len: 0, signal }
+    }
+
+    /// Sets the bytes: the range `source` of this rank's window is copied to the offset `destination` of the peer's
+    /// window.
+    #[must_use]
+    pub fn bytes(self, source: Range<usize>, destination: usize) -> Self {
+        Self { source: source.start, destination, len: source.len(), ..self }
+    }
 }
 
 /// An engine that moves bytes along a rail, between NVLink domains.

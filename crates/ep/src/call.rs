@@ -316,20 +316,15 @@ mod tests {
                     (Element::F32, Element::Bf16),
                     (Element::Bf16, Element::F32),
                 ] {
-                    let input = CombineInput { hidden, element, wire, rows: &(1 << 20), probs: None };
-                    let output = CombineOutput { tokens: &mut (1 << 20), probs: None };
+                    let input = CombineInput::new(&(1 << 20), hidden).element(element).wire(wire);
+                    let mut out = 1 << 20;
+                    let output = CombineOutput::new(&mut out);
                     let found = facts(tokens, rows).check_combine(&input, &output, bytes);
                     assert!(matches!(found, Err(Error::Caller(_))), "{hidden} {tokens} {rows}: {found:?}");
                 }
-                let input = DispatchInput {
-                    hidden,
-                    format: TokenFormat::Bf16,
-                    tokens: &(1 << 20),
-                    scales: None,
-                    probs: Probs::Skip,
-                };
-                let output =
-                    DispatchOutput { tokens: &mut (1 << 20), scales: None, probs: None, local_experts: None };
+                let input = DispatchInput::new(&(1 << 20), hidden).probs(Probs::Skip);
+                let mut out = 1 << 20;
+                let output = DispatchOutput::new(&mut out);
                 let found = facts(tokens, rows).check_dispatch(&input, &output, bytes);
                 assert!(matches!(found, Err(Error::Caller(_))), "{hidden} {tokens} {rows}: {found:?}");
             }

@@ -10,6 +10,7 @@ const VECTOR: usize = 8;
 
 /// The input of [`WeightRows::weight_rows`]: rows and their weights.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct WeightedRows<'a, M> {
     /// Number of rows.
     pub rows: usize,
@@ -25,6 +26,7 @@ pub struct WeightedRows<'a, M> {
 
 /// The further arguments of [`WeightRows::weight_rows`] in the backward pass.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct WeightGradients<'a, M> {
     /// `[rows, hidden]` of the output's element type: the rows that the forward pass multiplied.
     pub rows: &'a M,
@@ -32,7 +34,26 @@ pub struct WeightGradients<'a, M> {
     pub weights: &'a mut M,
 }
 
-impl<M> WeightedRows<'_, M> {
+impl<'a, M> WeightGradients<'a, M> {
+    /// The rows that the forward pass multiplied, and memory for the gradients of the weights.
+    pub fn new(rows: &'a M, weights: &'a mut M) -> Self {
+        Self { rows, weights }
+    }
+}
+
+impl<'a, M> WeightedRows<'a, M> {
+    /// bf16 rows of this shape (`[rows, hidden]`), and f32 weights `[rows]`.
+    pub fn new(values: &'a M, shape: [usize; 2], weights: &'a M) -> Self {
+        let [rows, hidden] = shape;
+        Self { rows, hidden, values, element: Element::Bf16, weights }
+    }
+
+    /// Sets the element type of the rows. Default [`Element::Bf16`].
+    #[must_use]
+    pub fn element(self, element: Element) -> Self {
+        Self { element, ..self }
+    }
+
     /// Checks the sizes and the buffer of all memories: the input, the output of type `element`, and those of the
     /// backward pass.
     ///

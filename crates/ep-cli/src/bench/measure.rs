@@ -142,7 +142,11 @@ mod tests {
     #[test]
     fn an_iteration_of_several_calls_counts_as_their_mean() {
         let mut samples = Samples::default();
-        let traffic = |domain_bytes| Traffic { domain_bytes, ..Traffic::default() };
+        let traffic = |domain_bytes| {
+            let mut traffic = Traffic::default();
+            traffic.domain_bytes = domain_bytes;
+            traffic
+        };
         samples.add(1, Duration::from_millis(9), traffic(5), traffic(10));
         samples.add(4, Duration::from_millis(8), traffic(10), traffic(30));
         assert_eq!(samples.times, ms(&[9, 2]));

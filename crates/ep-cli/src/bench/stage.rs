@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ep::join::Rendezvous;
-use ep::{CombineInput, CombineOutput, DispatchInput, DispatchOutput, Element, Probs, ReceiveShape, Routing};
+use ep::{CombineInput, CombineOutput, DispatchInput, DispatchOutput, Probs, ReceiveShape, Routing};
 use rayon::prelude::*;
 
 use crate::bench::check::{self, CheckedCounts, Expected, HeldRows, Token};
@@ -241,33 +241,22 @@ impl<'a, B: Inspect> Stage<'a, B> {
 
     fn dispatch(&mut self, handle: &B::Handle, with_probs: bool) -> Result<(), Failure> {
         let plan = &self.shared.plan;
-        let input = DispatchInput {
-            hidden: plan.hidden,
-            format: plan.format(),
-            tokens: &self.input,
-            scales: self.input_scales.as_ref(),
-            probs: if with_probs { Probs::Routing } else { Probs::Skip },
-        };
-        let output = DispatchOutput {
-            tokens: &mut self.rows,
-            scales: self.scales.as_mut(),
-            probs: with_probs.then_some(&mut self.probs),
-            local_experts: None,
-        };
+        let input = DispatchInput::new(&self.input, plan.hidden)
+            .format(plan.format())
+            .scales(self.input_scales.as_ref())
+            .probs(if with_probs { Probs::Routing } else { Probs::Skip });
+        let output = DispatchOutput::new(&mut self.rows)
+            .scales(self.scales.as_mut())
+            .probs(with_probs.then_some(&mut self.probs));
         Ok(self.backend.dispatch(handle, input, output)?)
     }
 
     /// Combines. The experts are the identity, so their outputs are the dispatched tokens.
     fn combine(&mut self, handle: &B::Handle, with_probs: bool) -> Result<(), Failure> {
         let gathered = self.gathered.as_mut().filter(|_| with_probs);
-        let input = CombineInput {
-            hidden: self.shared.plan.hidden,
-            element: Element::Bf16,
-            wire: Element::Bf16,
-            rows: self.outputs.as_ref().unwrap_or(&self.rows),
-            probs: gathered.is_some().then_some(&self.probs),
-        };
-        let output = CombineOutput { tokens: &mut self.combined, probs: gathered };
+        let input = CombineInput::new(self.outputs.as_ref().unwrap_or(&self.rows), self.shared.plan.hidden)
+            .probs(gathered.is_some().then_some(&self.probs));
+        let output = CombineOutput::new(&mut self.combined).probs(gathered);
         Ok(self.backend.combine(handle, input, output)?)
     }
 

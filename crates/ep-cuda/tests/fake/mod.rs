@@ -10,9 +10,7 @@ use std::sync::OnceLock;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ep::{
-    Backend as _, Config, DispatchInput, DispatchMode, DispatchOutput, Probs, Routing, TokenFormat, World,
-};
+use ep::{Backend as _, Config, DispatchInput, DispatchMode, DispatchOutput, Probs, Routing, World};
 use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory};
 use libloading::Library;
 
@@ -205,14 +203,8 @@ pub(crate) fn preprocess(buffer: &mut CudaBuffer) -> CudaHandle {
 pub(crate) fn dispatch(buffer: &mut CudaBuffer, handle: &CudaHandle) -> CudaMemory {
     let tokens = buffer.alloc(2 * 2 * HIDDEN).unwrap();
     let mut received = buffer.alloc(CAPACITY * 2 * HIDDEN).unwrap();
-    let input = DispatchInput {
-        hidden: HIDDEN,
-        format: TokenFormat::Bf16,
-        tokens: &tokens,
-        scales: None,
-        probs: Probs::Skip,
-    };
-    let output = DispatchOutput { tokens: &mut received, scales: None, probs: None, local_experts: None };
+    let input = DispatchInput::new(&tokens, HIDDEN).probs(Probs::Skip);
+    let output = DispatchOutput::new(&mut received);
     buffer.dispatch(handle, input, output).unwrap();
     received
 }

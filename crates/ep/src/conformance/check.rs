@@ -394,33 +394,25 @@ impl<M> DispatchMemory<M> {
             (ProbsKind::Skip, _) => Probs::Skip,
             _ => Probs::Routing,
         };
-        let input = DispatchInput {
-            hidden: case.hidden,
-            format: case.format,
-            tokens: &self.tokens,
-            scales: self.scales.as_ref(),
-            probs,
-        };
-        let output = DispatchOutput {
-            tokens: &mut self.out_tokens,
-            scales: self.out_scales.as_mut(),
-            probs: self.out_probs.as_mut(),
-            local_experts: self.out_local_experts.as_mut(),
-        };
+        let input = DispatchInput::new(&self.tokens, case.hidden)
+            .format(case.format)
+            .scales(self.scales.as_ref())
+            .probs(probs);
+        let output = DispatchOutput::new(&mut self.out_tokens)
+            .scales(self.out_scales.as_mut())
+            .probs(self.out_probs.as_mut())
+            .local_experts(self.out_local_experts.as_mut());
         (input, output)
     }
 }
 
 impl<M> CombineMemory<M> {
     pub(super) fn arguments(&mut self, case: &Case) -> (CombineInput<'_, M>, CombineOutput<'_, M>) {
-        let input = CombineInput {
-            hidden: case.hidden,
-            element: case.element,
-            wire: case.wire,
-            rows: &self.rows,
-            probs: self.probs.as_ref(),
-        };
-        let output = CombineOutput { tokens: &mut self.out_tokens, probs: self.out_probs.as_mut() };
+        let input = CombineInput::new(&self.rows, case.hidden)
+            .element(case.element)
+            .wire(case.wire)
+            .probs(self.probs.as_ref());
+        let output = CombineOutput::new(&mut self.out_tokens).probs(self.out_probs.as_mut());
         (input, output)
     }
 }

@@ -346,8 +346,8 @@ impl<B: WeightRows> Check<'_, B> {
             let [values, weights, out, rows, dots] = &mut memories[..] else {
                 unreachable!("five arguments")
             };
-            let input = WeightedRows { rows: 4, hidden: 48, values, element: Element::Bf16, weights };
-            let backward = WeightGradients { rows, weights: dots };
+            let input = WeightedRows::new(values, [4, 48], weights);
+            let backward = WeightGradients::new(rows, dots);
             self.refused_foreign("weight_rows", call, |backend| {
                 backend.weight_rows(&input, Element::Bf16, out, Some(backward))
             })?;

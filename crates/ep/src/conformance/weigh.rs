@@ -31,7 +31,7 @@ impl<B: WeightRows> Check<'_, B> {
 
         let values = self.input(expert_rows)?;
         let weights = self.input(bytemuck::cast_slice(row_probs))?;
-        let input = WeightedRows { rows, hidden, values: &values, element, weights: &weights };
+        let input = WeightedRows::new(&values, [rows, hidden], &weights).element(element);
         let mut out = self.output(expected)?;
         self.backend.weight_rows(&input, to, &mut out, None).map_err(|error| self.error(FORWARD, error))?;
         self.synchronize(FORWARD)?;
@@ -42,7 +42,7 @@ impl<B: WeightRows> Check<'_, B> {
         let mut gradients = self.output(expected)?;
         let unknown = vec![0; rows * size_of::<f32>()];
         let mut dots = self.output(self.all_rows("gradients of weights", Element::F32, 1, &unknown))?;
-        let backward = WeightGradients { rows: &rows_given, weights: &mut dots };
+        let backward = WeightGradients::new(&rows_given, &mut dots);
         self.backend
             .weight_rows(&input, to, &mut gradients, Some(backward))
             .map_err(|error| self.error(BACKWARD, error))?;
