@@ -44,10 +44,10 @@ impl Settings {
             config.stall_timeout = duration("stall_timeout", seconds)?;
         }
         if let Some(workers) = self.workers {
-            config.workers = at_most("workers", workers, 256)?;
+            config.host.workers = at_most("workers", workers, 256)?;
         }
         if let Some(sms) = self.sms {
-            config.sms = at_most("sms", sms, 1024)?;
+            config.cuda.sms = at_most("sms", sms, 1024)?;
         }
         Ok(config)
     }

@@ -31,7 +31,7 @@ pub(crate) fn main(args: &WarmArgs) -> Result<Verdict, Failure> {
         [] => Target::found()?,
         archs => archs.iter().flat_map(|&arch| Target::of_arch(arch)).collect(),
     };
-    let plain_copies = Config::from_env()?.plain_copies;
+    let plain_copies = Config::from_env()?.cuda.plain_copies;
     let begin = Instant::now();
     let warm = warm(&targets, plain_copies, |kernel| {
         // If stdout cannot be written, the summary below returns the error.

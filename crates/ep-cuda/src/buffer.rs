@@ -142,7 +142,7 @@ impl Home {
             true => KernelKey::of_world(world.ranks(), device.shared_bytes),
             false => KernelKey::usual(world.ranks(), device.shared_bytes).to_vec(),
         };
-        Kernels::get().load_ahead(&device, &keys, config.plain_copies)?;
+        Kernels::get().load_ahead(&device, &keys, config.cuda.plain_copies)?;
         let stream = Stream::new(&device)?;
         let arena = Arena::new(&device, devices, rank, patience(config))?;
         let counts = 2 * world.ranks() * Counts::words(world) * size_of::<u32>();
@@ -191,7 +191,7 @@ impl CudaBuffer {
             )
             .into());
         }
-        let wanted = if config.sms == 0 { DEFAULT_SMS } else { config.sms as u32 };
+        let wanted = if config.cuda.sms == 0 { DEFAULT_SMS } else { config.cuda.sms as u32 };
         let common = peers.common(&world, rank, config, faults.address());
         stream.synchronize()?;
         arena.hold((Arc::clone(&faults), Arc::clone(&shape), Arc::clone(&peers._keep)));
@@ -223,7 +223,7 @@ impl CudaBuffer {
             prob_scratch: None,
             blocks: wanted.clamp(FEWEST_BLOCKS, most),
             preprocess_blocks: PREPROCESS_BLOCKS.min(most),
-            plain_copies: config.plain_copies,
+            plain_copies: config.cuda.plain_copies,
             chunk_tokens: config.chunk_tokens,
             device,
             id: Maker::new(rank),

@@ -26,12 +26,12 @@ impl CudaBuffer {
         let device_of = |rank: usize| rank % gpus;
         let devices: Vec<usize> = (0..ranks.min(gpus)).collect();
         let sharing = ranks.div_ceil(gpus);
-        if sharing > config.device_connections {
+        if sharing > config.cuda.device_connections {
             return Err(EnvironmentError::new(
                 format!("{sharing} ranks of this process on one GPU"),
                 format!(
                     "the driver runs {} streams at once, and ranks wait for each other",
-                    config.device_connections
+                    config.cuda.device_connections
                 ),
                 "export CUDA_DEVICE_MAX_CONNECTIONS=32 before the program starts",
             )

@@ -149,10 +149,11 @@ impl HostBuffer {
             })
             .collect::<Result<Vec<_>>>()?;
         let window = Arc::clone(&windows[topology.domain_of(rank)].1);
-        let loopback = Loopback::new(topology.domain_of(rank), windows, WindowLayout::signals(config.slots));
+        let loopback =
+            Loopback::new(topology.domain_of(rank), windows, WindowLayout::signals(config.host.slots));
         let rails = Rails::new(&world, rank, window, config, Box::new(loopback))?;
 
-        let workers = match config.workers {
+        let workers = match config.host.workers {
             0 => (std::thread::available_parallelism().map_or(1, usize::from) / world.ranks()).max(1),
             workers => workers,
         };

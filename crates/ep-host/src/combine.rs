@@ -182,7 +182,7 @@ impl Combine<'_> {
         let mut incoming =
             claims.iter().map(|&claim| self.open(claim, chunk)).collect::<Result<Vec<Incoming>>>()?;
         let row_bytes = self.hidden * self.element.bytes();
-        let streaming = layout.tokens() * row_bytes > comm.config.streaming_bytes;
+        let streaming = layout.tokens() * row_bytes > comm.config.host.streaming_bytes;
         if self.message.probs {
             // Zero the rows before `push_domain_sum` writes the probabilities that came from other domains.
             for token in tokens.clone() {

@@ -358,7 +358,7 @@ impl Dispatch<'_> {
     }
 
     fn streaming(&self) -> bool {
-        self.handle.layout.total_copies() * self.message.row_bytes > self.op.comm.config.streaming_bytes
+        self.handle.layout.total_copies() * self.message.row_bytes > self.op.comm.config.host.streaming_bytes
     }
 
     /// The address of element `at` of `bytes` bytes in a memory of `owner`, to be written for a token of `source`.

@@ -120,12 +120,13 @@ pub fn slot_of(expected: &Expected, tokens: &[(u32, &[u32])]) -> Option<Vec<u8>>
 pub fn drive_rails(script: &[u8]) {
     let world = World::builder().ranks(3).domains(3).experts(3).build().expect("a world");
     let mut config = Config::default();
-    (config.slots, config.slot_bytes) = (2, 64);
+    (config.host.slots, config.host.slot_bytes) = (2, 64);
     let layout = WindowLayout::new(&world, &config).expect("a small window");
     let window = || Arc::new(Segment::private(layout.bytes()).expect("a little memory"));
     let windows: Vec<_> = (0..3).map(|rank| (Rank(rank), window())).collect();
-    let rings = Loopback::reserved(3, WindowLayout::signals(config.slots)).checked().expect("a small window");
-    let loopback = Loopback::new(0, windows.clone(), WindowLayout::signals(config.slots));
+    let rings =
+        Loopback::reserved(3, WindowLayout::signals(config.host.slots)).checked().expect("a small window");
+    let loopback = Loopback::new(0, windows.clone(), WindowLayout::signals(config.host.slots));
     let own = Arc::clone(&windows[0].1);
     let rails = Rails::new(&world, Rank(0), own, &config, Box::new(loopback)).expect("a small window");
 

@@ -33,7 +33,7 @@ fn reported(
     attack: impl FnOnce(&mut HostBuffer),
 ) -> PeerError {
     let mut config = Config::default();
-    config.workers = 1;
+    config.host.workers = 1;
     config.chunk_tokens = CHUNK;
     let mut buffers = HostBuffer::threads(
         World::builder().ranks(2).domains(domains).experts(EXPERTS).build().unwrap(),

@@ -65,7 +65,7 @@ impl RankSegments {
 pub(crate) fn check_config(world: &World, config: &Config) -> Result<()> {
     config.check()?;
     if world.topology().domains() > 1 {
-        preprocess::check_slot(Counts::words(world), config.slot_bytes)?;
+        preprocess::check_slot(Counts::words(world), config.host.slot_bytes)?;
     }
     Ok(())
 }
@@ -94,7 +94,7 @@ pub(crate) struct Introduction {
 #[cfg(target_os = "linux")]
 impl Introduction {
     pub(crate) fn new(world: &World, config: &Config, door: &Door) -> Self {
-        let Config { chunk_tokens, slot_bytes, slots, .. } = config;
+        let (chunk_tokens, ep::HostConfig { slot_bytes, slots, .. }) = (config.chunk_tokens, &config.host);
         let owners: Vec<u32> = (0..world.experts() as u32)
             .map(|e| world.placement().owner_at(world.placement().position_of(e)).0)
             .collect();

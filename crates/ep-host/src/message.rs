@@ -317,7 +317,7 @@ impl Format {
         let most_copies: usize = (0..topology.domains()).map(experts_of).max().unwrap_or(0);
         let fits = |tokens: usize| {
             let copies = (Size::new(tokens) * most_copies).checked();
-            copies.and_then(|copies| self.sections_within(tokens, copies, config.slot_bytes)).is_some()
+            copies.and_then(|copies| self.sections_within(tokens, copies, config.host.slot_bytes)).is_some()
         };
         // The length of a message grows with the number of tokens, so bisection finds the largest number that fits.
         let (mut fitting, mut too_many) = (0, config.chunk_tokens + 1);
@@ -328,8 +328,8 @@ impl Format {
         if fitting == 0 {
             let needed = self.sections(1, most_copies).map_or(Size::MAX, |sections| sections.end);
             return Err(CallerError::Config {
-                key: "slot_bytes",
-                value: config.slot_bytes.to_string(),
+                key: "host.slot_bytes",
+                value: config.host.slot_bytes.to_string(),
                 problem: format!(
                     "one token of {} bytes with up to {most_copies} experts in a domain takes {needed} bytes; \
                      raise it with HYBRID_EP_SLOT_BYTES",
@@ -363,14 +363,14 @@ mod tests {
         let mut config = Config::default();
         let format = Format { lists: true, probs: true, row_bytes: 4096, scale_bytes: 0 };
         for slot_bytes in [8 << 10, 100 << 10, 1 << 20] {
-            config.slot_bytes = slot_bytes;
+            config.host.slot_bytes = slot_bytes;
             let chunk = format.chunk_tokens(&world, &config).unwrap();
             assert!((1..=config.chunk_tokens).contains(&chunk));
             assert!(format.sections_within(chunk, 32 * chunk, slot_bytes).is_some());
             let next = format.sections_within(chunk + 1, 32 * (chunk + 1), slot_bytes);
             assert!(chunk == config.chunk_tokens || next.is_none());
         }
-        config.slot_bytes = 4096;
+        config.host.slot_bytes = 4096;
         let error = format.chunk_tokens(&world, &config).unwrap_err().to_string();
         assert!(error.starts_with("slot_bytes = 4096: one token of 4096 bytes"), "{error}");
     }
@@ -387,7 +387,7 @@ mod tests {
         let world = World::builder().ranks(2).domains(2).experts(2).build().unwrap();
         let mut config = Config::default();
         config.chunk_tokens = usize::MAX - 1;
-        config.slot_bytes = usize::MAX;
+        config.host.slot_bytes = usize::MAX;
         let huge = Format { row_bytes: Size::MAX, ..format };
         assert!(huge.chunk_tokens(&world, &config).is_err());
     }

@@ -187,7 +187,7 @@ impl Backend for HostBuffer {
         for (at, stage) in staged.iter().enumerate() {
             if let (Some(stage), Some(memory)) = (stage, outputs[at].as_deref_mut()) {
                 let from = &stage.as_bytes()[..call.kept_bytes[at]];
-                let streaming_bytes = comm.config.streaming_bytes;
+                let streaming_bytes = comm.config.host.streaming_bytes;
                 workers::copy(self.pool(), comm.level, streaming_bytes, memory.as_bytes_mut(), from);
             }
         }
@@ -219,7 +219,7 @@ impl Backend for HostBuffer {
 
         // Peers read registered memory only; other inputs are staged.
         let (arena, pool, level) = (&mut self.arena, self.pool.as_ref(), self.comm.level);
-        let streaming_bytes = self.comm.config.streaming_bytes;
+        let streaming_bytes = self.comm.config.host.streaming_bytes;
         let mut reachable =
             |memory: &HostMemory, bytes: usize| -> Result<(Option<HostMemory>, Option<PublishedMemory>)> {
                 let published = arena.published_for_reading(memory);

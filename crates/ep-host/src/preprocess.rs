@@ -87,7 +87,7 @@ pub(crate) fn check_slot(words: usize, slot_bytes: usize) -> Result<()> {
     }
     let needed = format.sections_within(1, 0, Size::MAX).map_or(Size::MAX, |sections| sections.end);
     Err(CallerError::Config {
-        key: "slot_bytes",
+        key: "host.slot_bytes",
         value: slot_bytes.to_string(),
         problem: format!(
             "the counts of this many experts and ranks take {needed} bytes; raise it with HYBRID_EP_SLOT_BYTES"

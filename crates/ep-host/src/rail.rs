@@ -39,9 +39,9 @@ impl WindowLayout {
     /// [`ep::CallerError::TooLarge`] for a window that is longer than the address space.
     pub(crate) fn new(world: &World, config: &Config) -> Result<Self> {
         const WHAT: &str = "the window of a rank";
-        let (domains, slots) = (world.topology().domains(), config.slots);
+        let (domains, slots) = (world.topology().domains(), config.host.slots);
         let first = Loopback::reserved(domains, Self::signals(slots)).bytes(WHAT)?;
-        let slot_bytes = Size::new(config.slot_bytes).next_multiple_of(64);
+        let slot_bytes = Size::new(config.host.slot_bytes).next_multiple_of(64);
         // A world of one domain sends no messages.
         let rings = if domains > 1 { Size::new(domains) * 2 * slots } else { Size::new(0) };
         let bytes = (rings * slot_bytes + first).bytes(WHAT)?;
@@ -126,7 +126,7 @@ impl Rails {
             .collect();
         let own_domain = world.topology().domain_of(rank);
         let (bytes, messages) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Self { transport, window, layout, lend: config.lend, own_domain, streams, bytes, messages })
+        Ok(Self { transport, window, layout, lend: config.host.lend, own_domain, streams, bytes, messages })
     }
 
     /// The engine's name.
@@ -297,7 +297,7 @@ mod tests {
 
     fn config(slots: usize) -> Config {
         let mut config = Config::default();
-        config.slots = slots;
+        config.host.slots = slots;
         config
     }
 
@@ -363,7 +363,7 @@ mod tests {
         let world = World::builder().ranks(4).domains(2).experts(4).build().unwrap();
         for slot_bytes in [usize::MAX, usize::MAX / 64, 1 << 61] {
             let mut config = config(16);
-            config.slot_bytes = slot_bytes;
+            config.host.slot_bytes = slot_bytes;
             let error = WindowLayout::new(&world, &config).unwrap_err().to_string();
             assert!(error.contains("window"), "{error}");
         }

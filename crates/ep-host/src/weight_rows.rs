@@ -33,7 +33,7 @@ impl WeightRows for HostBuffer {
         }
         let (values, weights) = (input.values.as_bytes(), input.weights.as_bytes());
         let comm = self.comm();
-        let (level, streaming) = (comm.level, rows * row_out > comm.config.streaming_bytes);
+        let (level, streaming) = (comm.level, rows * row_out > comm.config.host.streaming_bytes);
         let weight_row = |row: usize, out: &mut [u8], dot: Option<&mut [u8]>| {
             let mut sum = 0.0;
             let weight = f32::from_ne_bytes(std::array::from_fn(|at| weights[row * F32 + at]));
@@ -70,7 +70,7 @@ mod tests {
 
     fn buffer(workers: usize) -> HostBuffer {
         let mut config = Config::default();
-        config.workers = workers;
+        config.host.workers = workers;
         HostBuffer::threads(World::builder().ranks(1).experts(1).build().unwrap(), &config)
             .unwrap()
             .pop()

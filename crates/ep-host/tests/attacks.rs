@@ -24,7 +24,7 @@ const MODE: DispatchMode = DispatchMode::Permuted { pad_multiple: 4 };
 
 fn config(workers: usize) -> Config {
     let mut config = Config::default();
-    config.workers = workers;
+    config.host.workers = workers;
     config.timeout = Duration::from_secs(60);
     config.stall_timeout = Duration::from_secs(20);
     config.chunk_tokens = 8;
@@ -214,10 +214,10 @@ fn sizes_beyond_the_address_space_are_refused() {
 #[test]
 fn settings_and_worlds_beyond_the_address_space_are_refused() {
     let spoils: [fn(&mut Config); 5] = [
-        |config| config.slot_bytes = usize::MAX,
-        |config| config.slot_bytes = usize::MAX - 63,
-        |config| config.slot_bytes = 1 << 62,
-        |config| config.slots = usize::MAX,
+        |config| config.host.slot_bytes = usize::MAX,
+        |config| config.host.slot_bytes = usize::MAX - 63,
+        |config| config.host.slot_bytes = 1 << 62,
+        |config| config.host.slots = usize::MAX,
         |config| config.chunk_tokens = usize::MAX,
     ];
     for spoil in spoils {

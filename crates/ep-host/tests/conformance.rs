@@ -130,9 +130,9 @@ fn check(prepared: &Prepared, config: &Config) {
 /// Settings that must not change any bit of the results.
 fn config(workers: usize, chunk_tokens: usize, slots: usize) -> Config {
     let mut config = Config::default();
-    config.workers = workers;
+    config.host.workers = workers;
     config.chunk_tokens = chunk_tokens;
-    config.slots = slots;
+    config.host.slots = slots;
     config
 }
 
@@ -162,16 +162,16 @@ fn suite_with_the_smallest_chunks() {
 fn suite_with_small_slots_and_many_workers() {
     let mut config = config(4, 1, 1);
     // Little more than the widest row of the suite.
-    config.slot_bytes = 48 << 10;
+    config.host.slot_bytes = 48 << 10;
     // The transport copies messages, as one that lends no slots.
-    config.lend = false;
+    config.host.lend = false;
     check_suite(&config);
 }
 
 #[test]
 fn suite_with_streaming_stores() {
     let mut config = config(2, 64, 4);
-    config.streaming_bytes = 0;
+    config.host.streaming_bytes = 0;
     check_suite(&config);
 }
 

@@ -26,7 +26,7 @@ fn config() -> Config {
     let mut config = Config::default();
     config.timeout = TIMEOUT;
     config.chunk_tokens = 8;
-    config.slots = 2;
+    config.host.slots = 2;
     config
 }
 
@@ -197,7 +197,7 @@ fn a_waiting_operator_can_be_interrupted() {
         let stop = Arc::new(AtomicBool::new(false));
         let asked = Arc::clone(&stop);
         let mut config = Config::default();
-        config.workers = workers;
+        config.host.workers = workers;
         config.interrupt = ep::Interrupt::new(move || asked.load(Relaxed));
         let mut buffers =
             HostBuffer::threads(World::builder().ranks(2).experts(EXPERTS).build().unwrap(), &config)

@@ -10,7 +10,8 @@ use std::time::Duration;
 use crate::error::{CallerError, Result};
 use crate::interrupt::Interrupt;
 
-/// Tunables of a communicator. Every rank must use the same `chunk_tokens`, `slot_bytes` and `slots`.
+/// Tunables of a communicator: those that all backends have, and those of each backend. Every rank must use the same
+/// `chunk_tokens`, `host.slot_bytes` and `host.slots`.
 ///
 /// Each field names the environment variable that [`from_env`](Self::from_env) reads for it, and its range.
 ///
@@ -24,18 +25,16 @@ use crate::interrupt::Interrupt;
 /// let mut config = Config::from_env()?;
 /// // One rank compiles for up to half an hour before its first operator.
 /// config.timeout = Duration::from_secs(30 * 60);
+/// config.host.workers = 4;
 /// config.check()?;
 ///
-/// config.slots = 0;
-/// assert_eq!(config.check().unwrap_err().to_string(), "slots = 0: must be a whole number from 1 to 1024");
+/// config.host.slots = 0;
+/// assert_eq!(config.check().unwrap_err().to_string(), "host.slots = 0: must be a whole number from 1 to 1024");
 /// # Ok::<(), ep::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Config {
-    /// Worker threads of this rank; 0 = the machine's cores divided by the ranks on it. Default 0.
-    /// `HYBRID_EP_WORKERS`, 0..=256.
-    pub workers: usize,
     /// Entry bound: how long a rank waits for a live peer to join or to enter an operator. Must cover a checkpoint or a
     /// compilation on one rank. Default 10 min. `HYBRID_EP_TIMEOUT_MS`, 1 ms to 1 day.
     pub timeout: Duration,
@@ -48,6 +47,19 @@ pub struct Config {
     /// backend uses at most 4 (fewer on a rank with fewer than 1024 tokens), but more where a rank would otherwise have
     /// over 1024 chunks. `HYBRID_EP_CHUNK_TOKENS`, 1..=65,536.
     pub chunk_tokens: usize,
+    /// Tunables of the host backend.
+    pub host: HostConfig,
+    /// Tunables of the CUDA backend.
+    pub cuda: CudaConfig,
+}
+
+/// Tunables of the host backend, a part of [`Config`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HostConfig {
+    /// Worker threads of this rank; 0 = the machine's cores divided by the ranks on it. Default 0.
+    /// `HYBRID_EP_WORKERS`, 0..=256.
+    pub workers: usize,
     /// Bytes of one slot, which bounds a message between domains. Default 128 KiB. `HYBRID_EP_SLOT_BYTES`,
     /// 4 KiB..=1 GiB, rounded up to a multiple of 64.
     pub slot_bytes: usize,
@@ -60,11 +72,16 @@ pub struct Config {
     /// A rank writes outputs larger than this many bytes with stores that bypass the caches. Default 4 MiB.
     /// `HYBRID_EP_STREAMING_BYTES`, any.
     pub streaming_bytes: usize,
-    /// SMs that dispatch and combine of the CUDA backend use; 0 = the backend chooses. Default 0. `HYBRID_EP_SMS`,
-    /// 0..=1,024.
+}
+
+/// Tunables of the CUDA backend, a part of [`Config`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CudaConfig {
+    /// SMs that dispatch and combine use; 0 = the backend chooses. Default 0. `HYBRID_EP_SMS`, 0..=1,024.
     pub sms: usize,
-    /// Whether the CUDA backend copies rows by plain loads and stores, as on GPUs without a bulk copy engine.
-    /// Default false. `HYBRID_EP_PLAIN_COPIES`, 0 or 1.
+    /// Whether kernels copy rows by plain loads and stores, as on GPUs without a bulk copy engine. Default false.
+    /// `HYBRID_EP_PLAIN_COPIES`, 0 or 1.
     pub plain_copies: bool,
     /// Streams of one process that the CUDA driver runs concurrently on a GPU. The driver reads the same variable.
     /// Default 8. `CUDA_DEVICE_MAX_CONNECTIONS`, 1..=32.
@@ -74,19 +91,25 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         Self {
-            workers: 0,
             timeout: Duration::from_secs(600),
             stall_timeout: Duration::from_secs(30),
             interrupt: Interrupt::default(),
             chunk_tokens: 64,
-            slot_bytes: 128 << 10,
-            slots: 16,
-            lend: true,
-            streaming_bytes: 4 << 20,
-            sms: 0,
-            plain_copies: false,
-            device_connections: 8,
+            host: HostConfig::default(),
+            cuda: CudaConfig::default(),
         }
+    }
+}
+
+impl Default for HostConfig {
+    fn default() -> Self {
+        Self { workers: 0, slot_bytes: 128 << 10, slots: 16, lend: true, streaming_bytes: 4 << 20 }
+    }
+}
+
+impl Default for CudaConfig {
+    fn default() -> Self {
+        Self { sms: 0, plain_copies: false, device_connections: 8 }
     }
 }
 
@@ -120,15 +143,16 @@ impl Config {
     /// # Errors
     /// [`CallerError::Config`] that names the first field outside its range, and the range.
     pub fn check(&self) -> Result<()> {
+        let Self { host, cuda, .. } = self;
         let fields = [
-            ("workers", self.workers, ranges::WORKERS),
             ("timeout (ms)", millis_up(self.timeout), ranges::TIMEOUT_MS),
             ("stall_timeout (ms)", millis_up(self.stall_timeout), ranges::TIMEOUT_MS),
             ("chunk_tokens", self.chunk_tokens, ranges::CHUNK_TOKENS),
-            ("slot_bytes", self.slot_bytes, ranges::SLOT_BYTES),
-            ("slots", self.slots, ranges::SLOTS),
-            ("sms", self.sms, ranges::SMS),
-            ("device_connections", self.device_connections, ranges::DEVICE_CONNECTIONS),
+            ("host.workers", host.workers, ranges::WORKERS),
+            ("host.slot_bytes", host.slot_bytes, ranges::SLOT_BYTES),
+            ("host.slots", host.slots, ranges::SLOTS),
+            ("cuda.sms", cuda.sms, ranges::SMS),
+            ("cuda.device_connections", cuda.device_connections, ranges::DEVICE_CONNECTIONS),
         ];
         for (key, value, range) in fields {
             if !range.contains(&value) {
@@ -149,25 +173,29 @@ impl Config {
         let millis = |key, default: Duration| -> Result<Duration> {
             Ok(Duration::from_millis(read(key, millis_up(default), ranges::TIMEOUT_MS)? as u64))
         };
-        let default = Self::default();
+        let Self { timeout, stall_timeout, interrupt, chunk_tokens, host, cuda } = Self::default();
         Ok(Self {
-            workers: read("HYBRID_EP_WORKERS", default.workers, ranges::WORKERS)?,
-            timeout: millis("HYBRID_EP_TIMEOUT_MS", default.timeout)?,
-            stall_timeout: millis("HYBRID_EP_STALL_TIMEOUT_MS", default.stall_timeout)?,
-            interrupt: default.interrupt,
-            chunk_tokens: read("HYBRID_EP_CHUNK_TOKENS", default.chunk_tokens, ranges::CHUNK_TOKENS)?,
-            slot_bytes: read("HYBRID_EP_SLOT_BYTES", default.slot_bytes, ranges::SLOT_BYTES)?
-                .next_multiple_of(64),
-            slots: read("HYBRID_EP_SLOTS", default.slots, ranges::SLOTS)?,
-            lend: read("HYBRID_EP_LEND", default.lend.into(), 0..=1)? == 1,
-            streaming_bytes: read("HYBRID_EP_STREAMING_BYTES", default.streaming_bytes, 0..=usize::MAX)?,
-            sms: read("HYBRID_EP_SMS", default.sms, ranges::SMS)?,
-            plain_copies: read("HYBRID_EP_PLAIN_COPIES", default.plain_copies.into(), 0..=1)? == 1,
-            device_connections: read(
-                "CUDA_DEVICE_MAX_CONNECTIONS",
-                default.device_connections,
-                ranges::DEVICE_CONNECTIONS,
-            )?,
+            timeout: millis("HYBRID_EP_TIMEOUT_MS", timeout)?,
+            stall_timeout: millis("HYBRID_EP_STALL_TIMEOUT_MS", stall_timeout)?,
+            interrupt,
+            chunk_tokens: read("HYBRID_EP_CHUNK_TOKENS", chunk_tokens, ranges::CHUNK_TOKENS)?,
+            host: HostConfig {
+                workers: read("HYBRID_EP_WORKERS", host.workers, ranges::WORKERS)?,
+                slot_bytes: read("HYBRID_EP_SLOT_BYTES", host.slot_bytes, ranges::SLOT_BYTES)?
+                    .next_multiple_of(64),
+                slots: read("HYBRID_EP_SLOTS", host.slots, ranges::SLOTS)?,
+                lend: read("HYBRID_EP_LEND", host.lend.into(), 0..=1)? == 1,
+                streaming_bytes: read("HYBRID_EP_STREAMING_BYTES", host.streaming_bytes, 0..=usize::MAX)?,
+            },
+            cuda: CudaConfig {
+                sms: read("HYBRID_EP_SMS", cuda.sms, ranges::SMS)?,
+                plain_copies: read("HYBRID_EP_PLAIN_COPIES", cuda.plain_copies.into(), 0..=1)? == 1,
+                device_connections: read(
+                    "CUDA_DEVICE_MAX_CONNECTIONS",
+                    cuda.device_connections,
+                    ranges::DEVICE_CONNECTIONS,
+                )?,
+            },
         })
     }
 }
@@ -344,15 +372,15 @@ mod tests {
         assert_eq!(Config::default().check(), Ok(()));
         type Spoil = fn(&mut Config);
         let spoils: [(&str, Spoil); 12] = [
-            ("slots", |config| config.slots = 0),
-            ("slots", |config| config.slots = 1025),
+            ("host.slots", |config| config.host.slots = 0),
+            ("host.slots", |config| config.host.slots = 1025),
             ("chunk_tokens", |config| config.chunk_tokens = 0),
             ("chunk_tokens", |config| config.chunk_tokens = usize::MAX),
-            ("slot_bytes", |config| config.slot_bytes = usize::MAX),
-            ("slot_bytes", |config| config.slot_bytes = 4095),
-            ("workers", |config| config.workers = 257),
-            ("sms", |config| config.sms = usize::MAX),
-            ("device_connections", |config| config.device_connections = 33),
+            ("host.slot_bytes", |config| config.host.slot_bytes = usize::MAX),
+            ("host.slot_bytes", |config| config.host.slot_bytes = 4095),
+            ("host.workers", |config| config.host.workers = 257),
+            ("cuda.sms", |config| config.cuda.sms = usize::MAX),
+            ("cuda.device_connections", |config| config.cuda.device_connections = 33),
             ("timeout", |config| config.timeout = Duration::ZERO),
             ("timeout", |config| config.timeout = Duration::MAX),
             ("stall_timeout", |config| config.stall_timeout = Duration::from_secs(86_401)),
@@ -390,7 +418,14 @@ mod tests {
         let config =
             Config::from_lookup(env(&[("HYBRID_EP_TIMEOUT_MS", "1500"), ("HYBRID_EP_SLOTS", " 2 ")]))
                 .unwrap();
-        assert_eq!(config, Config { timeout: Duration::from_millis(1500), slots: 2, ..Config::default() });
+        assert_eq!(
+            config,
+            Config {
+                timeout: Duration::from_millis(1500),
+                host: HostConfig { slots: 2, ..HostConfig::default() },
+                ..Config::default()
+            }
+        );
         let config = Config::from_lookup(env(&[("HYBRID_EP_STALL_TIMEOUT_MS", "7")])).unwrap();
         assert_eq!(config, Config { stall_timeout: Duration::from_millis(7), ..Config::default() });
     }

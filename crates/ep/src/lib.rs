@@ -81,7 +81,7 @@ pub use backend::{
     Backend, BackendExt, CombineInput, CombineOutput, Combined, DispatchInput, DispatchMode, DispatchOutput,
     Dispatched, Element, Posted, Probs, Put, TokenFormat, Traffic, Transport,
 };
-pub use config::{Config, CudaEnv};
+pub use config::{Config, CudaConfig, CudaEnv, HostConfig};
 pub use error::{CallerError, EnvironmentError, Error, Operator, PeerError, PeerFault, Result};
 pub use interrupt::Interrupt;
 pub use layout::{Counts, DispatchLayout, ReceiveShape};

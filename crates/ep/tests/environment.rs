@@ -70,7 +70,7 @@ fn every_number_reaches_its_field_between_its_bounds() {
             let config = read(&[(variable, &value.to_string())]).config;
             assert!(
                 config.contains(&format!(" {field}: {value},"))
-                    || config.ends_with(&format!(" {field}: {value} }}")),
+                    || config.contains(&format!(" {field}: {value} }}")),
                 "{variable}: {config}"
             );
         }

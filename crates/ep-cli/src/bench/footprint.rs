@@ -71,7 +71,7 @@ fn host_parts(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
         .checked_add(size_of::<f32>())? as u64;
     // 64 bytes per copy: two handles.
     let bookkeeping = known(plan, copies)?.checked_add(copies.checked_mul(64)?)?;
-    let windows = product(&[2 * ranks, domains - 1, plan.config.slots, plan.config.slot_bytes])?;
+    let windows = product(&[2 * ranks, domains - 1, plan.config.host.slots, plan.config.host.slot_bytes])?;
     // Every rank receives the counts of all ranks, for each of two handles.
     let counts = product(&[2 * ranks, ranks, ep::Counts::words(&plan.world), size_of::<u32>()])?;
     let trace = scenario.layer.is_some();

@@ -329,7 +329,7 @@ pub(super) mod tests {
         let config = resolve("--timeout-ms 1500 --stall-timeout-ms 700 --workers 3 --sms 24").unwrap().config;
         assert_eq!(config.timeout, Duration::from_millis(1500));
         assert_eq!(config.stall_timeout, Duration::from_millis(700));
-        assert_eq!((config.workers, config.sms), (3, 24));
+        assert_eq!((config.host.workers, config.cuda.sms), (3, 24));
     }
 
     #[test]

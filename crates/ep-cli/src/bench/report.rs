@@ -239,7 +239,7 @@ impl Setting {
             iterations: plan.iterations,
             warm_up_iterations: WARM_UP,
             seed: plan.seed,
-            workers: plan.config.workers,
+            workers: plan.config.host.workers,
             timeout_ms: milliseconds(plan.config.timeout),
             stall_timeout_ms: milliseconds(plan.config.stall_timeout),
         }

@@ -44,10 +44,10 @@ impl TuningArgs {
             config.stall_timeout = Duration::from_millis(stall_timeout);
         }
         if let Some(workers) = self.workers {
-            config.workers = workers.into();
+            config.host.workers = workers.into();
         }
         if let Some(sms) = self.sms {
-            config.sms = sms.into();
+            config.cuda.sms = sms.into();
         }
         Ok(config)
     }

@@ -178,7 +178,7 @@ pub(crate) fn is_inside() -> bool {
 
 pub(crate) fn config() -> Config {
     let mut config = Config::default();
-    config.sms = 4;
+    config.cuda.sms = 4;
     config
 }
 
