@@ -108,7 +108,7 @@ impl Buffer {
         let world = settings.world(meet.ranks())?;
         let gpu = settings.gpu.unwrap_or(0);
         match kind {
-            Kind::Host => Ok(Self::host(HostBuffer::join(world, meet, config)?, signals)),
+            Kind::Host => Ok(Self::host(HostBuffer::join(&world, meet, config)?, signals)),
             Kind::Cuda => Ok(Self::cuda(CudaBuffer::join_on(gpu, &world, meet, config)?, gpu, signals)),
         }
     }
@@ -178,7 +178,7 @@ impl Buffer {
         let world = settings.world(ranks)?;
         let made = py.detach(|| match kind {
             Kind::Host => {
-                let buffers = HostBuffer::threads(world, &config)?.into_iter();
+                let buffers = HostBuffer::threads(&world, &config)?.into_iter();
                 Ok(buffers.map(|buffer| Self::host(buffer, &signals)).collect())
             }
             Kind::Cuda => {
@@ -259,7 +259,7 @@ impl Buffer {
 
     /// Bytes of registered memory.
     fn registered_bytes(&self, py: Python<'_>) -> Result<usize, Failure> {
-        self.run(py, |end| Ok(with_end!(end, end => end.registered())))
+        self.run(py, |end| Ok(with_end!(end, end => end.registered_bytes())))
     }
 
     /// Preprocesses a routing: `form` 0 = i32 top-k, 1 = i64 top-k, 2 = map. Returns the handle's capsule and the
@@ -294,7 +294,7 @@ impl Buffer {
             stream,
             |end| with_end!(end, end => call::preprocess(&mut **end, &routing, mode, capacity, report)),
         )?;
-        let rows = handle.rows;
+        let rows = handle.shape.rows;
         Ok((handle::register(py, handle).map_err(Failure::Raised)?, rows))
     }
 

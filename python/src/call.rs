@@ -4,8 +4,9 @@ use std::ffi::c_void;
 
 use ep::backend::check_row_bytes;
 use ep::{
-    Backend, CallerError, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element,
-    Probs, ReceiveShape, Result, ScaleFormat, TokenFormat, WeightGradients, WeightRows, WeightedRows,
+    Backend, CallerError, CombineInput, CombineOutput, DeviceReport, DeviceRouting, DispatchInput,
+    DispatchMode, DispatchOutput, Element, Indices, Probs, ReceiveShape, Result, ScaleFormat, TokenFormat,
+    WeightGradients, WeightRows, WeightedRows,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
@@ -102,20 +103,9 @@ impl Report {
             }
         }
     }
-
-    /// Writes the overflow to the host.
-    ///
-    /// # Safety
-    /// As [`write_counts`](Self::write_counts).
-    pub(crate) unsafe fn write_overflow(self, shape: &ReceiveShape) {
-        if self.overflow != 0 {
-            // SAFETY: the caller's promise.
-            unsafe { (self.overflow as *mut i32).write(shape.overflow().into()) };
-        }
-    }
 }
 
-/// What the operators over tensors need of a backend beyond [`Backend`].
+/// What tensors need of a backend beyond [`Backend`]: their memory, their stream, and handles of either backend.
 pub(crate) trait Tensors: Backend<Memory: Send + Sync + 'static> + WeightRows {
     /// A tensor of the caller as memory.
     ///
@@ -127,28 +117,8 @@ pub(crate) trait Tensors: Backend<Memory: Send + Sync + 'static> + WeightRows {
     /// The address of memory.
     fn address(memory: &mut Self::Memory) -> usize;
 
-    /// Bytes of registered memory.
-    fn registered(&self) -> usize;
-
     /// Puts later operators into this stream of the device; does nothing on the host.
     fn use_stream(&mut self, stream: usize) -> Result<()>;
-
-    /// Zeroes the rows that a dispatch with this handle does not write.
-    fn clear_rest(
-        &mut self,
-        handle: &Self::Handle,
-        memory: &mut Self::Memory,
-        row_bytes: usize,
-    ) -> Result<()>;
-
-    /// Preprocesses a routing and writes the report. Returns the handle and the number of rows of dispatch outputs.
-    fn preprocess_tensors(
-        &mut self,
-        routing: &RoutingTensors,
-        mode: DispatchMode,
-        capacity: Option<usize>,
-        report: Report,
-    ) -> Result<(Self::Handle, usize), Failure>;
 
     /// Wraps a handle of this backend for [`Handle`].
     fn wrap(handle: Self::Handle) -> Of;
@@ -272,7 +242,7 @@ impl<M: Send + 'static> Output<M> {
     }
 }
 
-/// Preprocesses a routing.
+/// Preprocesses a routing, and writes the report.
 pub(crate) fn preprocess<B: Tensors>(
     backend: &mut B,
     routing: &RoutingTensors,
@@ -280,9 +250,35 @@ pub(crate) fn preprocess<B: Tensors>(
     capacity: Option<usize>,
     report: Report,
 ) -> Result<Handle, Failure> {
-    let (handle, rows) = backend.preprocess_tensors(routing, mode, capacity, report)?;
-    let (tokens, has_capacity) = (routing.tokens, capacity.is_some());
-    Ok(Handle { of: B::wrap(handle), mode, tokens, rows, has_capacity })
+    let &RoutingTensors { form, tokens, width, routing, weights } = routing;
+    // SAFETY: the tensors were checked in Python, and live until the stream has passed this call.
+    let borrow = |span: Span| unsafe { B::borrow(span) };
+    let (routing, weights) = (borrow(routing), weights.map(borrow));
+    let topk = |indices| DeviceRouting::TopK { tokens, k: width, indices, weights: weights.as_ref() };
+    let routing = match form {
+        Form::NarrowTopK => topk(Indices::Narrow(&routing)),
+        Form::WideTopK => topk(Indices::Wide(&routing)),
+        Form::Map { most } => DeviceRouting::Map { tokens, most, map: &routing, probs: weights.as_ref() },
+    };
+    let counts_bytes = size_of::<i64>() * backend.world().placement().local_experts(backend.rank());
+    let cell = |address: usize, bytes: usize| (address != 0).then(|| borrow(Span(address, bytes)));
+    let mut overflow = cell(report.overflow, size_of::<i32>());
+    let on_device = DeviceReport::default().overflow(overflow.as_mut());
+    let handle = if capacity.is_some() {
+        let mut tokens_per_expert = cell(report.tokens_per_expert, counts_bytes);
+        let mut kept_per_expert = cell(report.kept_per_expert, counts_bytes);
+        let on_device =
+            on_device.tokens_per_expert(tokens_per_expert.as_mut()).kept_per_expert(kept_per_expert.as_mut());
+        backend.preprocess_on_device(&routing, mode, capacity, on_device)?
+    } else {
+        let handle = backend.preprocess_on_device(&routing, mode, None, on_device)?;
+        let shape = backend.receive_shape(&handle)?;
+        // SAFETY: Python made these tensors for this call, in host memory since there is no capacity.
+        unsafe { report.write_counts(&shape) };
+        handle
+    };
+    let shape = backend.handle_shape(&handle);
+    Ok(Handle { of: B::wrap(handle), shape })
 }
 
 /// Dispatches into new memory.
@@ -291,7 +287,7 @@ pub(crate) fn dispatch<B: Tensors>(
     handle: &Handle,
     call: &DispatchCall,
 ) -> Result<Delivered<B::Memory>, Failure> {
-    check_rows("tokens", handle.tokens, call.rows)?;
+    check_rows("tokens", handle.shape.tokens, call.rows)?;
     // Checked here with the caller's row length: the backend may count f32 rows as bf16 rows of twice the length.
     check_row_bytes(call.hidden, call.tokens.format().output_row_bytes(call.hidden))?;
     // SAFETY: the tensors were checked in Python, and live until the stream has passed this call.
@@ -310,7 +306,7 @@ pub(crate) fn dispatch<B: Tensors>(
     let input = DispatchInput::new(&data, hidden).format(format).scales(scales.as_ref()).probs(probs);
     let mut outputs = outputs(backend, handle, call)?;
     B::with_handle(&handle.of, |own| {
-        if handle.has_capacity {
+        if handle.shape.capacity.is_some() {
             clear_rest(backend, own, call.clear_tokens, &mut outputs)?;
         }
         let output = DispatchOutput::new(&mut outputs.tokens.memory)
@@ -337,9 +333,9 @@ fn outputs<B: Tensors>(
     call: &DispatchCall,
 ) -> Result<Delivered<B::Memory>, Failure> {
     let experts = backend.world().placement().local_experts(backend.rank());
-    let vector = Shape { rows: handle.rows, columns: None };
+    let vector = Shape { rows: handle.shape.rows, columns: None };
     let matrix = |columns: usize| Shape { columns: Some(columns), ..vector };
-    let plain = handle.mode == DispatchMode::Plain;
+    let plain = handle.shape.mode == DispatchMode::Plain;
     let format = call.tokens.format();
 
     let row_bytes = format.output_row_bytes(call.hidden);
@@ -374,8 +370,11 @@ fn clear_rest<B: Tensors>(
 ) -> Result<(), Failure> {
     let Delivered { tokens, scales, probs, local_experts } = outputs;
     let all = [Some(tokens).filter(|_| tokens_too), scales.as_mut(), probs.as_mut(), local_experts.as_mut()];
+    let shape = backend.handle_shape(handle);
     for output in all.into_iter().flatten() {
-        backend.clear_rest(handle, &mut output.memory, output.row_bytes)?;
+        // All rows while only the GPU has the number of rows that dispatch writes.
+        let written = shape.received_rows.unwrap_or(0) * output.row_bytes;
+        backend.clear(&mut output.memory, written..shape.rows * output.row_bytes)?;
     }
     Ok(())
 }
@@ -401,8 +400,8 @@ pub(crate) fn combine<B: Tensors>(
     handle: &Handle,
     call: &CombineCall,
 ) -> Result<(), Failure> {
-    check_rows("tokens", handle.rows, call.rows)?;
-    check_rows("combined tokens", handle.tokens, call.tokens)?;
+    check_rows("tokens", handle.shape.rows, call.rows)?;
+    check_rows("combined tokens", handle.shape.tokens, call.tokens)?;
     // SAFETY: the tensors were checked in Python, and live until the stream has passed this call. The outputs are new.
     let borrow = |span: Span| unsafe { B::borrow(span) };
     let (rows, probs) = (borrow(call.data), call.probs.map(borrow));

@@ -2,7 +2,8 @@
 
 use std::ffi::c_void;
 
-use ep_cuda::{CudaMemory, Indices, TopK};
+use ep::Indices;
+use ep_cuda::{CudaMemory, TopK};
 use pyo3::prelude::*;
 
 use crate::call::Span;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use ep::DispatchMode;
+use ep::HandleShape;
 use ep_cuda::CudaHandle;
 use ep_host::HostHandle;
 use pyo3::prelude::*;
@@ -17,12 +17,7 @@ use crate::errors::Failure;
 #[derive(Debug)]
 pub(crate) struct Handle {
     pub(crate) of: Of,
-    pub(crate) mode: DispatchMode,
-    /// Tokens of this rank.
-    pub(crate) tokens: usize,
-    /// Rows of dispatch outputs.
-    pub(crate) rows: usize,
-    pub(crate) has_capacity: bool,
+    pub(crate) shape: HandleShape,
 }
 
 /// The backend's handle.

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use ep::call::{HandleFacts, Maker, check_capacity};
 use ep::{
-    Backend as _, CallerError, Config, Counts, DispatchMode, EnvironmentError, Error, Interrupt, Operator,
-    Rank, ReceiveShape, Result, ScaleFormat, Size, TokenFormat, World,
+    Backend as _, CallerError, Config, Counts, DeviceReport, DispatchMode, EnvironmentError, Error,
+    Interrupt, Operator, Rank, ReceiveShape, Result, ScaleFormat, TokenFormat, World,
 };
 
 use crate::arena::{Arena, Part};
@@ -25,7 +25,7 @@ use crate::params::{
 };
 use crate::peers::Peers;
 use crate::reaper::Grace;
-use crate::routing::{DeviceReport, DeviceRouting};
+use crate::routing::{Lists, check_report, fill_report};
 use crate::shared::{count_columns, shape_words};
 use crate::tuning;
 
@@ -41,7 +41,10 @@ const DEFAULT_SMS: u32 = 32;
 ///
 /// Operators are launched in a stream and return at once. [`ep::Backend::synchronize`], [`ep::Backend::download`] and a
 /// preprocess without capacity wait for the GPU. All ranks are in one NVLink domain: threads of this process
-/// ([`CudaBuffer::threads`]) or processes of this machine ([`CudaBuffer::join`]).
+/// ([`threads`](ep::Backend::threads), rank `r` on GPU `r % GPUs`) or processes of this machine
+/// ([`join`](ep::Backend::join), on GPU `rank % GPUs`, or [`CudaBuffer::join_on`]). To make a buffer fails with
+/// [`CallerError::Topology`] for a world of several NVLink domains or too many ranks, and with
+/// [`ep::EnvironmentError`] without a GPU, a driver or a compiler.
 pub struct CudaBuffer {
     pub(crate) rank: Rank,
     pub(crate) world: World,
@@ -242,22 +245,6 @@ impl CudaBuffer {
         self.blocks
     }
 
-    /// The number of bytes of registered memory that this rank holds now.
-    pub fn registered_bytes(&self) -> usize {
-        self.arena.registered_bytes()
-    }
-
-    /// Fills memory with zeros, in stream order.
-    ///
-    /// # Errors
-    /// [`CallerError::Memory`] for another buffer's memory; [`EnvironmentError`] if a driver call fails.
-    pub fn clear(&mut self, memory: &mut CudaMemory) -> Result<()> {
-        memory.check(self.id, "memory to clear", Size::new(0))?;
-        self.notice_capture()?;
-        self.stream.zero(memory.address(), memory.len())?;
-        self.notice_work()
-    }
-
     pub(crate) fn kernel(&self, key: KernelKey) -> Result<Arc<Kernel>> {
         Kernels::get().load(&self.device, key, self.plain_copies)
     }
@@ -319,15 +306,12 @@ impl CudaBuffer {
     /// Computes the handle of a routing in this rank's GPU memory. With a capacity, the call does not wait for the GPU,
     /// and a later [`ep::Backend::synchronize`] returns errors of the routing. The kernel writes the outputs of
     /// `report`.
-    ///
-    /// # Errors
-    /// As [`ep::Backend::preprocess`]; [`CallerError`] without a capacity while the stream captures a CUDA graph.
-    pub fn preprocess_on_device(
+    pub(crate) fn preprocess_lists(
         &mut self,
-        routing: &DeviceRouting<'_>,
+        routing: &Lists<'_>,
         mode: DispatchMode,
         capacity: Option<usize>,
-        report: DeviceReport<'_>,
+        report: DeviceReport<'_, CudaMemory>,
     ) -> Result<CudaHandle> {
         self.check_usable()?;
         if self.notice_capture()? && capacity.is_none() {
@@ -352,7 +336,7 @@ impl CudaBuffer {
         let ranks = self.world.ranks();
         let local_experts = self.world.placement().local_experts(self.rank);
         let sizes = Sizes::new(tokens, copies, ranks, local_experts, self.chunk_tokens);
-        report.check(self.id, local_experts)?;
+        check_report(&report, self.id, local_experts)?;
         let permuted = matches!(mode, DispatchMode::Permuted { .. });
         let kernel = self.kernel(KernelKey::Preprocess)?;
         let most_blocks = self.preprocess_blocks as usize;
@@ -392,7 +376,7 @@ impl CudaBuffer {
             overflow: 0,
         };
         routing.fill(&mut params);
-        report.fill(&mut params);
+        fill_report(&report, &mut params);
         let blocks = (tokens.div_ceil(tile as usize) as u32).clamp(1, self.preprocess_blocks);
         // SAFETY: the parameters are this kernel's; the memory that they name is owned by the handle and the buffer, or
         // by the caller until the stream has executed the launch.

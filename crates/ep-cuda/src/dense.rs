@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use ep::call::check_len;
-use ep::{CallerError, Result};
+use ep::{CallerError, Indices, Result};
 
 use crate::buffer::address;
 use crate::device::KernelKey;
@@ -11,7 +11,6 @@ use crate::driver::{Device, Stream};
 use crate::kernels::Kernels;
 use crate::memory::CudaMemory;
 use crate::params::{DENSE_THREADS, DenseParams};
-use crate::routing::Indices;
 
 const THREADS: u32 = DENSE_THREADS as u32;
 /// Blocks per multiprocessor: as many as it runs at the same time.
@@ -27,7 +26,7 @@ pub struct TopK<'a> {
     /// Number of experts.
     pub experts: usize,
     /// `[tokens, k]`.
-    pub indices: Indices<'a>,
+    pub indices: Indices<'a, CudaMemory>,
     /// f32 `[tokens, k]`; `None` = zero.
     pub weights: Option<&'a CudaMemory>,
 }

@@ -13,13 +13,8 @@ use crate::params::MAX_RANKS;
 use crate::peers::Peers;
 
 impl CudaBuffer {
-    /// Makes a world whose ranks are threads of this process. Returns one buffer per rank, in rank order; the caller
-    /// moves each to its thread. Rank `r` uses GPU `r % GPUs`, so ranks share GPUs if there are more ranks than GPUs.
-    ///
-    /// # Errors
-    /// [`ep::EnvironmentError`] without a GPU, a driver or a compiler, or if memory is short;
-    /// [`CallerError::Topology`] for a world of several NVLink domains or too many ranks.
-    pub fn threads(world: &World, config: &Config) -> Result<Vec<Self>> {
+    /// [`ep::Backend::threads`].
+    pub(crate) fn make_threads(world: &World, config: &Config) -> Result<Vec<Self>> {
         check_world(world)?;
         let gpus = Device::count()?.max(1);
         let ranks = world.ranks();
@@ -62,21 +57,15 @@ impl CudaBuffer {
 }
 
 impl CudaBuffer {
-    /// Makes this process one rank of a world of processes on this machine, on GPU `rank % GPUs`. Collective.
-    ///
-    /// # Errors
-    /// As [`CudaBuffer::threads`]; an [`ep::PeerError`] that names a rank which does not join; [`CallerError`] if the
-    /// ranks' worlds differ.
-    pub fn join(world: &World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
-        let gpus = Device::count()?.max(1);
-        let gpu = rendezvous.rank().index() % gpus;
-        Self::join_on(gpu, world, rendezvous, config)
+    /// The GPU of a rank that is a process: `rank % GPUs`.
+    pub(crate) fn default_gpu(rank: Rank) -> Result<usize> {
+        Ok(rank.index() % Device::count()?.max(1))
     }
 
-    /// As [`join`](Self::join), on GPU number `gpu`.
+    /// As [`join`](ep::Backend::join), on GPU number `gpu`. Collective.
     ///
     /// # Errors
-    /// As [`join`](Self::join).
+    /// As [`join`](ep::Backend::join).
     pub fn join_on(
         gpu: usize,
         world: &World,

@@ -62,7 +62,6 @@ pub use handle::CudaHandle;
 pub use member::finish;
 pub use memory::CudaMemory;
 pub use reaper::{leaked_bytes, settle};
-pub use routing::{DeviceReport, DeviceRouting, Indices};
 
 /// Checks that there are a driver and at least one GPU, and that this backend supports every GPU that the driver shows.
 /// Allocates nothing on the GPUs.

@@ -1,10 +1,14 @@
 //! The operators of [`CudaBuffer`]: each checks its arguments, fills in the kernel's parameters and launches one
 //! kernel.
 
+use std::ops::Range;
+
 use ep::call::{check_maker, check_routing, dispatched};
+use ep::join::Rendezvous;
 use ep::{
-    Backend, CallerError, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element,
-    Probs, Rank, ReceiveShape, Result, Routing, Size, TokenFormat, Traffic, World,
+    Backend, CallerError, CombineInput, CombineOutput, Config, DeviceReport, DeviceRouting, DispatchInput,
+    DispatchMode, DispatchOutput, Element, HandleShape, Probs, Rank, ReceiveShape, Result, Routing, Size,
+    TokenFormat, Traffic, World,
 };
 
 use crate::buffer::{CudaBuffer, address, scale_code};
@@ -12,12 +16,20 @@ use crate::call::Call;
 use crate::handle::CudaHandle;
 use crate::memory::CudaMemory;
 use crate::params::{CombineParams, DispatchParams, ProbsOrigin};
-use crate::routing::{DeviceReport, DeviceRouting};
+use crate::routing::Lists;
 use crate::tuning::{self, CombineShape, DispatchShape};
 
 impl Backend for CudaBuffer {
     type Memory = CudaMemory;
     type Handle = CudaHandle;
+
+    fn threads(world: &World, config: &Config) -> Result<Vec<Self>> {
+        Self::make_threads(world, config)
+    }
+
+    fn join(world: &World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
+        Self::join_on(Self::default_gpu(rendezvous.rank())?, world, rendezvous, config)
+    }
 
     fn rank(&self) -> Rank {
         self.rank
@@ -48,6 +60,17 @@ impl Backend for CudaBuffer {
         self.check_usable()
     }
 
+    fn clear(&mut self, memory: &mut CudaMemory, bytes: Range<usize>) -> Result<()> {
+        memory.check(self.id, "memory to clear", Size::new(bytes.end))?;
+        self.notice_capture()?;
+        self.stream.zero(memory.address() + bytes.start as u64, bytes.len())?;
+        self.notice_work()
+    }
+
+    fn registered_bytes(&self) -> usize {
+        self.arena.registered_bytes()
+    }
+
     fn preprocess(
         &mut self,
         routing: &Routing,
@@ -65,9 +88,29 @@ impl Backend for CudaBuffer {
         let experts = place(bytemuck::cast_slice(routing.all_experts()))?;
         let weights = place(bytemuck::cast_slice(routing.all_weights()))?;
         let (tokens, entries) = (routing.tokens(), routing.copies());
-        let rows =
-            DeviceRouting::Rows { tokens, entries, begin: &begin, experts: &experts, weights: &weights };
-        self.preprocess_on_device(&rows, mode, capacity, DeviceReport::default())
+        let rows = Lists::Rows { tokens, entries, begin: &begin, experts: &experts, weights: &weights };
+        self.preprocess_lists(&rows, mode, capacity, DeviceReport::default())
+    }
+
+    fn preprocess_on_device(
+        &mut self,
+        routing: &DeviceRouting<'_, CudaMemory>,
+        mode: DispatchMode,
+        capacity: Option<usize>,
+        report: DeviceReport<'_, CudaMemory>,
+    ) -> Result<CudaHandle> {
+        self.preprocess_lists(&Lists::Given(*routing), mode, capacity, report)
+    }
+
+    fn handle_shape(&self, handle: &CudaHandle) -> HandleShape {
+        let known = handle.shape.get();
+        HandleShape {
+            mode: handle.mode,
+            tokens: handle.sizes.tokens,
+            rows: known.map_or(handle.capacity.unwrap_or(0), ReceiveShape::allocated_rows),
+            capacity: handle.capacity,
+            received_rows: known.map(|shape| shape.rows),
+        }
     }
 
     fn receive_shape(&mut self, handle: &CudaHandle) -> Result<ReceiveShape> {

@@ -1,38 +1,17 @@
-//! A rank's routing in GPU memory.
+//! Checks a routing in GPU memory and the outputs of preprocess, and passes them to the kernel.
 
 use ep::call::Maker;
-use ep::{CallerError, Result, Size};
+use ep::{CallerError, DeviceReport, DeviceRouting, Indices, Result, Size};
 
 use crate::memory::CudaMemory;
 use crate::params::{PreprocessParams, RoutingForm};
 
 /// A routing in GPU memory.
 #[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
-pub enum DeviceRouting<'a> {
-    /// `[tokens, k]`: expert indices, -1 for none, and their weights (f32).
-    TopK {
-        /// Number of tokens.
-        tokens: usize,
-        /// Choices per token.
-        k: usize,
-        /// The indices.
-        indices: Indices<'a>,
-        /// The weights; `None` = zero.
-        weights: Option<&'a CudaMemory>,
-    },
-    /// `[tokens, experts]`: bytes, non-zero if the token chose the expert, and probabilities (f32).
-    Map {
-        /// Number of tokens.
-        tokens: usize,
-        /// Upper bound of the experts of a token. Determines the size of the handle.
-        most: usize,
-        /// The map.
-        map: &'a CudaMemory,
-        /// The probabilities; `None` = zero.
-        probs: Option<&'a CudaMemory>,
-    },
-    /// Rows of different lengths, one per token.
+pub(crate) enum Lists<'a> {
+    /// In a form that callers pass.
+    Given(DeviceRouting<'a, CudaMemory>),
+    /// Rows of different lengths, one per token: the form of [`ep::Routing`].
     Rows {
         /// Number of tokens.
         tokens: usize,
@@ -47,57 +26,43 @@ pub enum DeviceRouting<'a> {
     },
 }
 
-/// Optional outputs of preprocess in GPU memory.
-#[derive(Debug, Default)]
-pub struct DeviceReport<'a> {
-    /// i64 `[local experts]`: rows per expert, padding included. Permuted mode only.
-    pub tokens_per_expert: Option<&'a mut CudaMemory>,
-    /// i64 `[local experts]`: rows per expert, without padding. Permuted mode only.
-    pub kept_per_expert: Option<&'a mut CudaMemory>,
-    /// i32 `[1]`: 1 if rows were dropped because of the capacity, else 0.
-    pub overflow: Option<&'a mut CudaMemory>,
+/// Checks that `buffer` may write the outputs, and their sizes.
+pub(crate) fn check_report(
+    report: &DeviceReport<'_, CudaMemory>,
+    buffer: Maker,
+    local_experts: usize,
+) -> Result<()> {
+    let check = |what, memory: &Option<&mut CudaMemory>, bytes| {
+        memory.as_ref().map_or(Ok(()), |memory| memory.check(buffer, what, bytes))
+    };
+    let counts = Size::new(local_experts) * size_of::<i64>();
+    check("tokens_per_expert", &report.tokens_per_expert, counts)?;
+    check("kept_per_expert", &report.kept_per_expert, counts)?;
+    check("overflow", &report.overflow, Size::new(size_of::<i32>()))
 }
 
-impl DeviceReport<'_> {
-    pub(crate) fn check(&self, buffer: Maker, local_experts: usize) -> Result<()> {
-        let check = |what, memory: &Option<&mut CudaMemory>, bytes| {
-            memory.as_ref().map_or(Ok(()), |memory| memory.check(buffer, what, bytes))
-        };
-        let counts = Size::new(local_experts) * size_of::<i64>();
-        check("tokens_per_expert", &self.tokens_per_expert, counts)?;
-        check("kept_per_expert", &self.kept_per_expert, counts)?;
-        check("overflow", &self.overflow, Size::new(size_of::<i32>()))
-    }
-
-    pub(crate) fn fill(&self, params: &mut PreprocessParams) {
-        let address = |memory: &Option<&mut CudaMemory>| memory.as_ref().map_or(0, |memory| memory.address());
-        params.tokens_per_expert = address(&self.tokens_per_expert);
-        params.kept_per_expert = address(&self.kept_per_expert);
-        params.overflow = address(&self.overflow);
-    }
+/// Passes the outputs to the kernel.
+pub(crate) fn fill_report(report: &DeviceReport<'_, CudaMemory>, params: &mut PreprocessParams) {
+    let address = |memory: &Option<&mut CudaMemory>| memory.as_ref().map_or(0, |memory| memory.address());
+    params.tokens_per_expert = address(&report.tokens_per_expert);
+    params.kept_per_expert = address(&report.kept_per_expert);
+    params.overflow = address(&report.overflow);
 }
 
-/// Expert indices, in one of the integer types that routers use.
-#[derive(Debug, Clone, Copy)]
-pub enum Indices<'a> {
-    /// i32.
-    Narrow(&'a CudaMemory),
-    /// i64, as PyTorch's `topk` gives them.
-    Wide(&'a CudaMemory),
-}
-
-impl DeviceRouting<'_> {
+impl Lists<'_> {
     pub(crate) fn tokens(&self) -> usize {
         match *self {
-            Self::TopK { tokens, .. } | Self::Map { tokens, .. } | Self::Rows { tokens, .. } => tokens,
+            Self::Given(DeviceRouting::TopK { tokens, .. })
+            | Self::Given(DeviceRouting::Map { tokens, .. })
+            | Self::Rows { tokens, .. } => tokens,
         }
     }
 
     /// Upper bound of the number of copies.
     pub(crate) fn most_copies(&self, experts: usize) -> Size {
         match *self {
-            Self::TopK { tokens, k, .. } => Size::new(tokens) * k.min(experts),
-            Self::Map { tokens, most, .. } => Size::new(tokens) * most.min(experts),
+            Self::Given(DeviceRouting::TopK { tokens, k, .. }) => Size::new(tokens) * k.min(experts),
+            Self::Given(DeviceRouting::Map { tokens, most, .. }) => Size::new(tokens) * most.min(experts),
             Self::Rows { entries, .. } => Size::new(entries),
         }
     }
@@ -107,7 +72,7 @@ impl DeviceRouting<'_> {
         const WORD: usize = size_of::<u32>();
         let check = |what, needed, memory: &CudaMemory| memory.check(buffer, what, needed);
         match *self {
-            Self::TopK { tokens, k, indices, weights } => {
+            Self::Given(DeviceRouting::TopK { tokens, k, indices, weights }) => {
                 let entries = Size::new(tokens) * k;
                 match indices {
                     Indices::Narrow(memory) => check("topk_idx", entries * size_of::<i32>(), memory)?,
@@ -115,7 +80,7 @@ impl DeviceRouting<'_> {
                 }
                 weights.map_or(Ok(()), |weights| check("topk_weights", entries * WORD, weights))
             }
-            Self::Map { tokens, map, probs, most } => {
+            Self::Given(DeviceRouting::Map { tokens, map, probs, most }) => {
                 if most == 0 && tokens > 0 {
                     return Err(CallerError::Config {
                         key: "most",
@@ -139,7 +104,7 @@ impl DeviceRouting<'_> {
     pub(crate) fn fill(&self, params: &mut PreprocessParams) {
         let address = |memory: Option<&CudaMemory>| memory.map_or(0, CudaMemory::address);
         match *self {
-            Self::TopK { k, indices, weights, .. } => {
+            Self::Given(DeviceRouting::TopK { k, indices, weights, .. }) => {
                 params.form = RoutingForm::TopK as u32;
                 params.topk = k as u32;
                 match indices {
@@ -148,7 +113,7 @@ impl DeviceRouting<'_> {
                 }
                 params.weights = address(weights);
             }
-            Self::Map { map, probs, .. } => {
+            Self::Given(DeviceRouting::Map { map, probs, .. }) => {
                 params.form = RoutingForm::Map as u32;
                 params.map = map.address();
                 params.weights = address(probs);

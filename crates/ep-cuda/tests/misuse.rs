@@ -7,10 +7,11 @@
 mod fake;
 
 use ep::{
-    Backend as _, CallerError, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput,
-    Element, Error, Probs, Result, WeightGradients, WeightRows as _, WeightedRows,
+    Backend as _, CallerError, CombineInput, CombineOutput, DeviceReport, DeviceRouting, DispatchInput,
+    DispatchMode, DispatchOutput, Element, Error, Indices, Probs, Result, WeightGradients, WeightRows as _,
+    WeightedRows,
 };
-use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory, DeviceReport, DeviceRouting, Indices};
+use ep_cuda::{CudaBuffer, CudaHandle, CudaMemory};
 
 use fake::{CAPACITY, HIDDEN, buffers, config, dispatch, one, preprocess};
 
@@ -57,11 +58,7 @@ fn preprocess_with(
 ) -> Result<CudaHandle> {
     let indices = Indices::Wide(idx);
     let routing = DeviceRouting::TopK { tokens, k, indices, weights: Some(weights) };
-    let report = DeviceReport {
-        tokens_per_expert: Some(padded),
-        kept_per_expert: Some(kept),
-        overflow: Some(overflow),
-    };
+    let report = DeviceReport::default().tokens_per_expert(padded).kept_per_expert(kept).overflow(overflow);
     buffer.preprocess_on_device(&routing, DispatchMode::permuted(4)?, Some(CAPACITY), report)
 }
 
@@ -93,23 +90,16 @@ fn check_all(own: &mut CudaBuffer, other: &mut CudaBuffer) {
         let mut memory = with_one_of(own, other, at);
         foreign(&format!("argument {at} of combine"), combine_with(own, &handle, &mut memory, HIDDEN));
     }
-    for form in 0..2 {
-        for at in 0..3 {
-            let [begin, experts, weights] = &with_one_of(own, other, at);
-            let routing = match form {
-                0 => DeviceRouting::Rows { tokens: 1, entries: 1, begin, experts, weights },
-                _ if at == 2 => continue,
-                _ => DeviceRouting::Map { tokens: 1, most: 1, map: begin, probs: Some(experts) },
-            };
-            let made =
-                own.preprocess_on_device(&routing, DispatchMode::Plain, Some(1), DeviceReport::default());
-            foreign(&format!("form {form}, argument {at} of preprocess"), made);
-        }
+    for at in 0..2 {
+        let [map, probs] = &with_one_of(own, other, at);
+        let routing = DeviceRouting::Map { tokens: 1, most: 1, map, probs: Some(probs) };
+        let made = own.preprocess_on_device(&routing, DispatchMode::Plain, Some(1), DeviceReport::default());
+        foreign(&format!("argument {at} of preprocess with a map"), made);
     }
     let mut memory = other.alloc(BYTES).unwrap();
     foreign("upload", own.upload(&[1; 16], &mut memory));
     foreign("download", own.download(&memory, &mut [1; 16]));
-    foreign("clear", own.clear(&mut memory));
+    foreign("clear", own.clear(&mut memory, 0..8));
     // The buffer's own memory, and memory without a buffer, are accepted.
     dispatch(own, &handle);
     // SAFETY: memory of the fake driver, which nothing else touches.
@@ -176,15 +166,11 @@ inside!(sizes_that_no_memory_has_are_refused, driver => {
             refused(&format!("{size:?}"), buffer.weight_rows(&input, Element::F32, out, None));
         }
         let many = size.0.max(size.1);
-        let [begin, experts, weights, ..] = &five;
-        for routing in [
-            DeviceRouting::Rows { tokens: many, entries: 1, begin, experts, weights },
-            DeviceRouting::Rows { tokens: 1, entries: many, begin, experts, weights },
-            DeviceRouting::Map { tokens: many, most: 1, map: begin, probs: Some(experts) },
-        ] {
-            let made = buffer.preprocess_on_device(&routing, DispatchMode::Plain, Some(1), DeviceReport::default());
-            refused(&format!("{size:?}"), made.map(drop));
-        }
+        let [map, probs, ..] = &five;
+        let routing = DeviceRouting::Map { tokens: many, most: 1, map, probs: Some(probs) };
+        let made =
+            buffer.preprocess_on_device(&routing, DispatchMode::Plain, Some(1), DeviceReport::default());
+        refused(&format!("{size:?}"), made.map(drop));
     }
     // The buffer is still usable.
     dispatch(&mut buffer, &handle);

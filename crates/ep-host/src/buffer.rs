@@ -1,5 +1,5 @@
-//! [`HostBuffer`]: one rank's end of a communicator on the CPU. Programs make it with [`HostBuffer::threads`] or
-//! [`HostBuffer::join`]; its operators are in `operators`.
+//! [`HostBuffer`]: one rank's end of a communicator on the CPU. Programs make it with [`ep::Backend::threads`] or
+//! [`ep::Backend::join`]; its operators are in `operators`.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -21,7 +21,8 @@ use crate::simd::Level;
 
 /// One rank's end of a communicator on the CPU: the embedded default backend.
 ///
-/// Ranks are threads of one process ([`HostBuffer::threads`]) or processes of one machine ([`HostBuffer::join`]).
+/// Ranks are threads of one process ([`threads`](ep::Backend::threads)) or processes of one machine
+/// ([`join`](ep::Backend::join)).
 /// NVLink domains are emulated: the ranks of one domain access each other's registered memory, and between domains only
 /// the transport carries bytes.
 ///
@@ -53,18 +54,13 @@ impl std::fmt::Debug for HostBuffer {
 }
 
 impl HostBuffer {
-    /// Makes a world whose ranks are threads of this process. Returns one buffer per rank, by rank; move each one to
-    /// its own thread.
-    ///
-    /// # Errors
-    /// [`CallerError::Config`] or [`CallerError::TooLarge`] for settings that do not fit the world;
-    /// [`EnvironmentError`] when the system has no memory or no threads left.
-    pub fn threads(world: World, config: &Config) -> Result<Vec<Self>> {
-        join::check_config(&world, config)?;
+    /// [`ep::Backend::threads`].
+    pub(crate) fn make_threads(world: &World, config: &Config) -> Result<Vec<Self>> {
+        join::check_config(world, config)?;
         let directory = Directory::of_threads();
         let ranks: Vec<Rank> = world.topology().all_ranks().collect();
         let segments: Vec<RankSegments> =
-            ranks.iter().map(|_| RankSegments::of_thread(&world, config)).collect::<Result<_>>()?;
+            ranks.iter().map(|_| RankSegments::of_thread(world, config)).collect::<Result<_>>()?;
         ranks
             .iter()
             .map(|&rank| {
@@ -80,14 +76,13 @@ impl HostBuffer {
             .collect()
     }
 
-    /// Joins a world whose ranks are processes of this machine. Collective.
-    ///
-    /// # Errors
-    /// [`ep::PeerError`] that names a rank that does not join, dies or fails; [`EnvironmentError`] when the ranks are
-    /// on several machines, or the system has no memory or no threads left; [`CallerError`] when the worlds or settings
-    /// of the ranks differ.
-    pub fn join(world: World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
-        join::check_config(&world, config)?;
+    /// [`ep::Backend::join`].
+    pub(crate) fn make_process(
+        world: &World,
+        rendezvous: &mut dyn Rendezvous,
+        config: &Config,
+    ) -> Result<Self> {
+        join::check_config(world, config)?;
         if rendezvous.ranks() != world.ranks() {
             return Err(CallerError::Topology(format!(
                 "the world has {} ranks, the rendezvous {}",
@@ -100,17 +95,17 @@ impl HostBuffer {
     }
 
     #[cfg(not(target_os = "linux"))]
-    fn join_processes(_: World, _: &mut dyn Rendezvous, _: &Config) -> Result<Self> {
+    fn join_processes(_: &World, _: &mut dyn Rendezvous, _: &Config) -> Result<Self> {
         Err(crate::processes::unsupported())
     }
 
     #[cfg(target_os = "linux")]
-    fn join_processes(world: World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
+    fn join_processes(world: &World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
         let rank = rendezvous.rank();
         let mut held = Processes::default();
-        let joined = join::connect(&world, rendezvous, config, &mut held).and_then(|connected| {
+        let joined = join::connect(world, rendezvous, config, &mut held).and_then(|connected| {
             let join::Connected { directory, processes, segments } = connected;
-            let buffer = Self::assemble(rank, world, config, directory, processes, &segments)?;
+            let buffer = Self::assemble(rank, world.clone(), config, directory, processes, &segments)?;
             // Barrier: no rank may leave before all others have mapped its segments.
             rendezvous.all_gather(&[])?;
             Ok(buffer)
@@ -200,11 +195,6 @@ impl HostBuffer {
     /// Number of worker threads that run this rank's operators.
     pub fn workers(&self) -> usize {
         self.workers
-    }
-
-    /// Bytes of registered memory that this rank has allocated from the system, control block and window not included.
-    pub fn registered_bytes(&self) -> usize {
-        self.arena.registered_bytes()
     }
 
     /// Name of the [`ep::Transport`] that carries bytes between domains.

@@ -36,7 +36,7 @@ fn reported(
     config.host.workers = 1;
     config.chunk_tokens = CHUNK;
     let mut buffers = HostBuffer::threads(
-        World::builder().ranks(2).domains(domains).experts(EXPERTS).build().unwrap(),
+        &World::builder().ranks(2).domains(domains).experts(EXPERTS).build().unwrap(),
         &config,
     )
     .unwrap();

@@ -13,7 +13,7 @@
 //! # fn main() -> ep::Result<()> {
 //! // Two ranks as threads, one NVLink domain, four experts; each rank sends one token to two of them.
 //! let world = World::builder().ranks(2).experts(4).build()?;
-//! let buffers = HostBuffer::threads(world, &Config::from_env()?)?;
+//! let buffers = HostBuffer::threads(&world, &Config::from_env()?)?;
 //! let hidden = 8;
 //! let one_rank = |mut buffer: HostBuffer| -> ep::Result<()> {
 //!     let routing = Routing::from_topk(buffer.rank(), 4, 2, &[0, 3], &[0.25, 0.75])?;
@@ -24,7 +24,7 @@
 //!     let received = buffer.dispatch_new(&handle, DispatchInput::new(&tokens, hidden))?;
 //!     assert_eq!(buffer.receive_shape(&handle)?.kept_per_expert.iter().sum::<u32>(), 2);
 //!     // ... the experts turn received.tokens into their outputs; here they are the identity ...
-//!     let combined = buffer.combine_new(&handle, 1, CombineInput::new(&received.tokens, hidden))?;
+//!     let combined = buffer.combine_new(&handle, CombineInput::new(&received.tokens, hidden))?;
 //!     assert_eq!(combined.tokens.as_bytes()[..2], 2.0f32.to_bits().to_le_bytes()[2..]);
 //!     Ok(())
 //! };

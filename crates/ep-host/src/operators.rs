@@ -2,16 +2,19 @@
 //! runs the workers of `preprocess`, `dispatch` or `combine`, and finishes. A program calls this module through the
 //! trait; this module calls nearly every other one.
 
+use std::borrow::Cow;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use ep::call::{check_maker, check_memory, check_routing, dispatched};
+use ep::join::Rendezvous;
 use ep::layout::{DispatchLayout, receive_shape};
 use ep::{
-    Backend, CombineInput, CombineOutput, Counts, DispatchInput, DispatchMode, DispatchOutput, Error,
-    Operator, Rank, ReceiveShape, Result, Routing, Size, Traffic, World,
+    Backend, CombineInput, CombineOutput, Config, Counts, DispatchInput, DispatchMode, DispatchOutput, Error,
+    HandleShape, Operator, Rank, ReceiveShape, Result, Routing, Size, Traffic, World,
 };
 
 use crate::buffer::HostBuffer;
@@ -30,6 +33,14 @@ use crate::workers;
 impl Backend for HostBuffer {
     type Memory = HostMemory;
     type Handle = HostHandle;
+
+    fn threads(world: &World, config: &Config) -> Result<Vec<Self>> {
+        Self::make_threads(world, config)
+    }
+
+    fn join(world: &World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
+        Self::make_process(world, rendezvous, config)
+    }
 
     fn rank(&self) -> Rank {
         self.comm.rank
@@ -55,6 +66,29 @@ impl Backend for HostBuffer {
         check_memory(self.maker(), "memory to download from", Size::new(bytes.len()), memory.facts())?;
         bytes.copy_from_slice(&memory.as_bytes()[..bytes.len()]);
         Ok(())
+    }
+
+    fn read<'m>(&mut self, memory: &'m HostMemory, len: usize) -> Result<Cow<'m, [u8]>> {
+        check_memory(self.maker(), "memory to read", Size::new(len), memory.facts())?;
+        Ok(Cow::Borrowed(&memory.as_bytes()[..len]))
+    }
+
+    fn fill(&mut self, memory: &mut HostMemory, len: usize, write: &mut dyn FnMut(&mut [u8])) -> Result<()> {
+        check_memory(self.maker(), "memory to fill", Size::new(len), memory.facts())?;
+        write(&mut memory.as_bytes_mut()[..len]);
+        Ok(())
+    }
+
+    fn clear(&mut self, memory: &mut HostMemory, bytes: Range<usize>) -> Result<()> {
+        check_memory(self.maker(), "memory to clear", Size::new(bytes.end), memory.facts())?;
+        if !bytes.is_empty() {
+            memory.as_bytes_mut()[bytes].fill(0);
+        }
+        Ok(())
+    }
+
+    fn registered_bytes(&self) -> usize {
+        self.arena.registered_bytes()
     }
 
     fn preprocess(
@@ -90,6 +124,17 @@ impl Backend for HostBuffer {
             Ok(handle)
         });
         done.or_else(|failure| self.fail_operator(Operator::Preprocess, failure))
+    }
+
+    fn handle_shape(&self, handle: &HostHandle) -> HandleShape {
+        let shape = &handle.shape;
+        HandleShape {
+            mode: handle.mode,
+            tokens: handle.layout.tokens(),
+            rows: shape.allocated_rows(),
+            capacity: shape.capacity,
+            received_rows: Some(shape.rows),
+        }
     }
 
     fn receive_shape(&mut self, handle: &HostHandle) -> Result<ReceiveShape> {

@@ -413,7 +413,7 @@ mod tests {
         let mut config = ep::Config::default();
         config.stall_timeout = stall;
         let mut buffers =
-            HostBuffer::threads(World::builder().ranks(3).experts(3).build().unwrap(), &config).unwrap();
+            HostBuffer::threads(&World::builder().ranks(3).experts(3).build().unwrap(), &config).unwrap();
         let (mut last, leaver, mut stopped) = (buffers.remove(2), buffers.remove(1), buffers.remove(0));
         Arc::get_mut(&mut stopped.comm).unwrap().pulse.stop();
         while last.comm.pulse.silence(Rank(0)) < last.comm.pulse.quiet() {

@@ -71,7 +71,7 @@ mod tests {
     fn buffer(workers: usize) -> HostBuffer {
         let mut config = Config::default();
         config.host.workers = workers;
-        HostBuffer::threads(World::builder().ranks(1).experts(1).build().unwrap(), &config)
+        HostBuffer::threads(&World::builder().ranks(1).experts(1).build().unwrap(), &config)
             .unwrap()
             .pop()
             .unwrap()

@@ -36,7 +36,7 @@ fn world(ranks: usize, domains: usize) -> World {
 }
 
 fn alone() -> HostBuffer {
-    HostBuffer::threads(world(1, 1), &config(1)).unwrap().remove(0)
+    HostBuffer::threads(&world(1, 1), &config(1)).unwrap().remove(0)
 }
 
 fn handle(buffer: &mut HostBuffer, tokens: usize) -> HostHandle {
@@ -82,7 +82,7 @@ fn memories_swapped_between_two_ranks_are_refused() {
     for domains in [1, 2] {
         let (to, from): (Vec<_>, Vec<_>) = (0..2).map(|_| mpsc::channel::<HostMemory>()).unzip();
         let from: Vec<_> = from.into_iter().map(std::sync::Mutex::new).collect();
-        on_threads(HostBuffer::threads(world(2, domains), &config(1)).unwrap(), |mut buffer| {
+        on_threads(HostBuffer::threads(&world(2, domains), &config(1)).unwrap(), |mut buffer| {
             let (rank, other) = (buffer.rank(), Rank(1 - buffer.rank().0));
             let handle = handle(&mut buffer, TOKENS);
             let bytes = buffer.receive_shape(&handle).unwrap().allocated_rows().max(TOKENS) * 2 * HIDDEN;
@@ -188,7 +188,7 @@ fn sizes_beyond_the_address_space_are_refused() {
                 let input = CombineInput::new(&taken, hidden).element(element).wire(wire);
                 caller(buffer.combine(&handle, input, CombineOutput::new(&mut out)));
                 let input = CombineInput::new(&taken, hidden).element(element).wire(wire);
-                assert!(buffer.combine_new(&handle, tokens, input).is_err(), "{hidden}");
+                assert!(buffer.combine_new(&handle, input).is_err(), "{hidden}");
             }
             for format in [
                 TokenFormat::Bf16,
@@ -205,8 +205,6 @@ fn sizes_beyond_the_address_space_are_refused() {
             let input = WeightedRows::new(&given, [rows, hidden], &given);
             caller(buffer.weight_rows(&input, Element::F32, &mut taken, None));
         }
-        let input = CombineInput::new(&taken, HIDDEN);
-        assert!(buffer.combine_new(&handle, usize::MAX, input).is_err());
         assert!(rows * 2 * HIDDEN <= 1 << 20);
     }
 }
@@ -223,7 +221,7 @@ fn settings_and_worlds_beyond_the_address_space_are_refused() {
     for spoil in spoils {
         let mut config = config(1);
         spoil(&mut config);
-        assert!(matches!(HostBuffer::threads(world(2, 2), &config), Err(Error::Caller(_))), "{config:?}");
+        assert!(matches!(HostBuffer::threads(&world(2, 2), &config), Err(Error::Caller(_))), "{config:?}");
     }
     for (ranks, domains) in [(1 << 40, 1 << 20), (usize::MAX, 1), (1 << 32, 1 << 16)] {
         assert!(World::builder().ranks(ranks).domains(domains).experts(ranks).build().is_err(), "{ranks}");
@@ -259,7 +257,7 @@ fn panic_in(
     call: impl Fn(&mut HostBuffer, &HostHandle, &mut HostMemory, &mut HostMemory) -> Result<()> + Sync,
     after: impl Fn(&mut HostMemory, &mut HostMemory) + Sync,
 ) {
-    let buffers = HostBuffer::threads(world(ranks, domains), &with_question(config(workers))).unwrap();
+    let buffers = HostBuffer::threads(&world(ranks, domains), &with_question(config(workers))).unwrap();
     let (tell, told) = mpsc::channel();
     let told = std::sync::Mutex::new(told);
     on_threads(buffers, |mut buffer| {
@@ -339,7 +337,7 @@ fn a_panic_in_combine_moves_later_writes_to_other_memory() {
 
 #[test]
 fn a_panic_in_preprocess_fails_the_rank() {
-    let buffers = HostBuffer::threads(world(2, 1), &with_question(config(1))).unwrap();
+    let buffers = HostBuffer::threads(&world(2, 1), &with_question(config(1))).unwrap();
     let (tell, told) = mpsc::channel();
     let told = std::sync::Mutex::new(told);
     on_threads(buffers, |mut buffer| {
@@ -376,7 +374,7 @@ fn a_combine_fails_when_a_peer_gave_up_and_changed_its_rows() {
     }
     let mut config = with_question(config(1));
     config.stall_timeout = Duration::from_secs(2);
-    on_threads(HostBuffer::threads(world(2, 1), &config).unwrap(), |mut buffer| {
+    on_threads(HostBuffer::threads(&world(2, 1), &config).unwrap(), |mut buffer| {
         let handle = handle(&mut buffer, TOKENS);
         let rows = buffer.receive_shape(&handle).unwrap().allocated_rows();
         let tokens = buffer.alloc(TOKENS * 2 * HIDDEN).unwrap();

@@ -1,9 +1,13 @@
 //! Conformance of the host backend, with thread ranks, over many settings, in registered and in other memory.
 
+use std::ops::Range;
+
 use ep::conformance::{Failure, Prepared, Problem, check_misuse, random_case, suite};
+use ep::join::Rendezvous;
 use ep::{
     Backend, CombineInput, CombineOutput, Config, DispatchInput, DispatchMode, DispatchOutput, Element,
-    Error, Rank, ReceiveShape, Result, Routing, Traffic, WeightGradients, WeightRows, WeightedRows, World,
+    Error, HandleShape, Rank, ReceiveShape, Result, Routing, Traffic, WeightGradients, WeightRows,
+    WeightedRows, World,
 };
 use ep_host::{HostBuffer, HostHandle, HostMemory};
 
@@ -17,6 +21,15 @@ struct Unregistered {
 impl Backend for Unregistered {
     type Memory = HostMemory;
     type Handle = HostHandle;
+
+    fn threads(world: &World, config: &Config) -> Result<Vec<Self>> {
+        let buffers = HostBuffer::threads(world, config)?;
+        Ok(buffers.into_iter().map(|inner| Self { inner, every: 2, allocated: 0 }).collect())
+    }
+
+    fn join(world: &World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
+        Ok(Self { inner: HostBuffer::join(world, rendezvous, config)?, every: 2, allocated: 0 })
+    }
 
     fn alloc(&mut self, bytes: usize) -> Result<HostMemory> {
         self.allocated += 1;
@@ -41,6 +54,18 @@ impl Backend for Unregistered {
 
     fn download(&mut self, memory: &HostMemory, bytes: &mut [u8]) -> Result<()> {
         self.inner.download(memory, bytes)
+    }
+
+    fn clear(&mut self, memory: &mut HostMemory, bytes: Range<usize>) -> Result<()> {
+        self.inner.clear(memory, bytes)
+    }
+
+    fn registered_bytes(&self) -> usize {
+        self.inner.registered_bytes()
+    }
+
+    fn handle_shape(&self, handle: &HostHandle) -> HandleShape {
+        self.inner.handle_shape(handle)
     }
 
     fn preprocess(
@@ -120,7 +145,7 @@ fn on_all_ranks<B: Send>(buffers: Vec<B>, run: impl Fn(&mut B) -> Result<(), Fai
 }
 
 fn threads(world: &World, config: &Config) -> Vec<HostBuffer> {
-    HostBuffer::threads(world.clone(), config).expect("the world fits this machine")
+    HostBuffer::threads(world, config).expect("the world fits this machine")
 }
 
 fn check(prepared: &Prepared, config: &Config) {

@@ -54,7 +54,7 @@ fn on_threads<T: Send>(
     body: impl Fn(HostBuffer) -> T + Sync,
 ) -> Vec<std::thread::Result<T>> {
     let buffers = HostBuffer::threads(
-        World::builder().ranks(ranks).domains(domains).experts(EXPERTS).build().unwrap(),
+        &World::builder().ranks(ranks).domains(domains).experts(EXPERTS).build().unwrap(),
         &config(),
     )
     .unwrap();
@@ -162,7 +162,7 @@ fn a_busy_rank_is_waited_for_beyond_the_stall_bound() {
         let world = World::builder().ranks(ranks).domains(domains).experts(EXPERTS).build().unwrap();
         let busy = Rank(ranks as u32 / 2);
         std::thread::scope(|scope| {
-            for mut buffer in HostBuffer::threads(world, &config).unwrap() {
+            for mut buffer in HostBuffer::threads(&world, &config).unwrap() {
                 scope.spawn(move || {
                     if buffer.rank() == busy {
                         std::thread::sleep(STALL + STALL / 2);
@@ -200,7 +200,7 @@ fn a_waiting_operator_can_be_interrupted() {
         config.host.workers = workers;
         config.interrupt = ep::Interrupt::new(move || asked.load(Relaxed));
         let mut buffers =
-            HostBuffer::threads(World::builder().ranks(2).experts(EXPERTS).build().unwrap(), &config)
+            HostBuffer::threads(&World::builder().ranks(2).experts(EXPERTS).build().unwrap(), &config)
                 .unwrap();
         let (mut other, mut one) = (buffers.remove(1), buffers.remove(0));
         std::thread::scope(|scope| {
@@ -294,11 +294,12 @@ fn ranks_that_call_different_operators_get_an_error_that_says_so() {
 
 #[test]
 fn handles_of_another_buffer_are_refused() {
-    let mut one = HostBuffer::threads(World::builder().ranks(1).experts(EXPERTS).build().unwrap(), &config())
-        .unwrap()
-        .remove(0);
+    let mut one =
+        HostBuffer::threads(&World::builder().ranks(1).experts(EXPERTS).build().unwrap(), &config())
+            .unwrap()
+            .remove(0);
     let mut other =
-        HostBuffer::threads(World::builder().ranks(1).experts(EXPERTS).build().unwrap(), &config())
+        HostBuffer::threads(&World::builder().ranks(1).experts(EXPERTS).build().unwrap(), &config())
             .unwrap()
             .remove(0);
     let routing = Workload { tokens: 1, experts: EXPERTS, topk: 1, skew: 0.0, seed: 1 }.routing(Rank(0));
@@ -340,7 +341,7 @@ mod processes {
         let mut patient = config();
         patient.timeout = Duration::from_secs(20);
         let mut meet = TcpRendezvous::launched(&launch, &patient).unwrap();
-        let mut buffer = HostBuffer::join(world, &mut meet, &config()).unwrap();
+        let mut buffer = HostBuffer::join(&world, &mut meet, &config()).unwrap();
         round(&mut buffer, 0, HIDDEN).unwrap();
         println!("first round done");
         let error = peer_error(until_error(&mut buffer));

@@ -11,7 +11,7 @@ const TOKENS: usize = 20;
 fn program() -> Result<()> {
     // 4 ranks, 2 domains, 64 experts:
     let world = World::builder().ranks(4).domains(2).experts(64).build()?;
-    let buffers = HostBuffer::threads(world, &Config::from_env()?)?;
+    let buffers = HostBuffer::threads(&world, &Config::from_env()?)?;
     std::thread::scope(|scope| {
         let ranks: Vec<_> = buffers.into_iter().map(|buffer| scope.spawn(|| one_rank(buffer))).collect();
         ranks.into_iter().try_for_each(|rank| rank.join().unwrap())
@@ -19,7 +19,7 @@ fn program() -> Result<()> {
 }
 
 fn one_rank(mut buffer: HostBuffer) -> Result<()> {
-    let (hidden, tokens_of_this_rank) = (16, TOKENS);
+    let hidden = 16;
     let value = |token: usize, times: f32| (times * (token % 8) as f32).to_bits().to_le_bytes();
     let rows = |times: f32| -> Vec<u8> {
         (0..TOKENS).flat_map(|token| value(token, times)[2..].repeat(hidden)).collect()
@@ -35,7 +35,7 @@ fn one_rank(mut buffer: HostBuffer) -> Result<()> {
     let received = buffer.dispatch_new(&handle, DispatchInput::new(&tokens, hidden))?;
     // ... experts: received.tokens -> outputs ...
     let outputs = received.tokens;
-    let combined = buffer.combine_new(&handle, tokens_of_this_rank, CombineInput::new(&outputs, hidden))?;
+    let combined = buffer.combine_new(&handle, CombineInput::new(&outputs, hidden))?;
 
     // The experts are the identity, so each token's result is 8 times the token.
     assert_eq!(combined.tokens.as_bytes(), rows(8.0));

@@ -11,7 +11,7 @@ fn preprocess_exchanges_only_counts() {
     for (ranks, domains, experts) in [(1, 1, 4), (4, 1, 16), (4, 2, 16), (6, 3, 12)] {
         for tokens in [0, 3, 300] {
             let world = World::builder().ranks(ranks).domains(domains).experts(experts).build().unwrap();
-            let buffers = HostBuffer::threads(world, &Config::default()).unwrap();
+            let buffers = HostBuffer::threads(&world, &Config::default()).unwrap();
             std::thread::scope(|scope| {
                 for mut buffer in buffers {
                     scope.spawn(move || {

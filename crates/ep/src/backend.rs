@@ -7,12 +7,16 @@
 //! [`Element`], [`TokenFormat`] and [`Probs`] are exhaustive: a new variant needs code in every backend, and the
 //! compiler names the places.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::config::Config;
+use crate::device::{DeviceReport, DeviceRouting};
 use crate::error::{CallerError, Result};
+use crate::join::Rendezvous;
 use crate::layout::ReceiveShape;
 use crate::numeric::ScaleFormat;
 use crate::routing::Routing;
@@ -398,7 +402,23 @@ pub struct Traffic {
     pub waited: Duration,
 }
 
-/// One rank's end of a communicator, also called its *buffer*: the operators.
+/// The sizes of a handle, which the arguments of dispatch and combine must fit. Always available without waiting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HandleShape {
+    /// The dispatch mode.
+    pub mode: DispatchMode,
+    /// Tokens of this rank: rows of dispatch's input and of combine's output.
+    pub tokens: usize,
+    /// Rows of dispatch's output: the capacity if one was given, else the rows that this rank receives.
+    pub rows: usize,
+    /// The capacity that preprocess was given, rows.
+    pub capacity: Option<usize>,
+    /// Rows that this rank receives, at most `rows`; dispatch leaves the rows after them unchanged. `None` as long as
+    /// only the device has the number.
+    pub received_rows: Option<usize>,
+}
+
+/// One rank's end of a communicator, also called its *buffer*: the operators, and what every caller of them needs.
 ///
 /// [`preprocess`](Self::preprocess), [`dispatch`](Self::dispatch) and [`combine`](Self::combine) are collective: every
 /// rank of the world calls the same operators in the same order, with the same `hidden`, element types and mode. The
@@ -406,11 +426,63 @@ pub struct Traffic {
 /// order of the calls; the caller may read their results after [`synchronize`](Self::synchronize).
 ///
 /// `docs/semantics.md` is the contract of the operators, and [`oracle`](crate::oracle) is the same contract as code.
+///
+/// The methods are in four groups:
+///
+/// - making the buffers of a world: [`threads`](Self::threads), [`join`](Self::join);
+/// - memory: [`alloc`](Self::alloc), [`upload`](Self::upload), [`download`](Self::download), and [`read`](Self::read),
+///   [`fill`](Self::fill), [`clear`](Self::clear) which a backend whose memory is host memory implements without a copy;
+/// - the operators: [`preprocess`](Self::preprocess), [`preprocess_on_device`](Self::preprocess_on_device),
+///   [`dispatch`](Self::dispatch), [`combine`](Self::combine), [`synchronize`](Self::synchronize);
+/// - facts: of the rank, of a handle, of the bytes moved and registered.
+///
+/// Streams, events and memory that a caller has allocated are in the crates of the backends: their use needs unsafe
+/// code.
+///
+/// # Examples
+///
+/// A program that runs on every backend:
+///
+/// ```
+/// use ep::{Backend, BackendExt, CombineInput, Config, DispatchInput, DispatchMode, Result, Routing, World};
+///
+/// fn first_rank<B: Backend>(world: &World, config: &Config) -> Result<()> {
+///     let mut buffer = B::threads(world, config)?.remove(0);
+///     let routing = Routing::from_topk(buffer.rank(), world.experts(), 1, &[0], &[1.0])?;
+///     let handle = buffer.preprocess(&routing, DispatchMode::Plain, None)?;
+///     let mut tokens = buffer.alloc(2 * 64)?;
+///     buffer.fill(&mut tokens, 2 * 64, &mut |bytes| bytes.fill(0))?;
+///     let received = buffer.dispatch_new(&handle, DispatchInput::new(&tokens, 64))?;
+///     let combined = buffer.combine_new(&handle, CombineInput::new(&received.tokens, 64))?;
+///     assert!(buffer.read(&combined.tokens, 2 * 64)?.iter().all(|&byte| byte == 0));
+///     Ok(())
+/// }
+/// ```
 pub trait Backend {
     /// Memory that operators read and write: heap memory, shared memory, or a device allocation.
     type Memory;
     /// The result of [`preprocess`](Self::preprocess), reusable for any number of dispatches and combines.
     type Handle;
+
+    /// Makes a world whose ranks are threads of this process. Returns one buffer per rank, by rank; move each one to
+    /// its own thread.
+    ///
+    /// # Errors
+    /// - [`CallerError::Config`], [`CallerError::TooLarge`] for settings out of range or that do not fit the world;
+    ///   [`CallerError::Topology`] for a world that the backend does not support.
+    /// - [`EnvironmentError`](crate::EnvironmentError) when the system lacks memory, threads, or a usable device.
+    fn threads(world: &World, config: &Config) -> Result<Vec<Self>>
+    where
+        Self: Sized;
+
+    /// Makes this process one rank of a world whose ranks are processes: the rank of `rendezvous`. Collective.
+    ///
+    /// # Errors
+    /// As [`threads`](Self::threads); also [`CallerError`] when the worlds or settings of the ranks differ, and
+    /// [`PeerError`](crate::PeerError) that names a rank which does not join, dies or fails.
+    fn join(world: &World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self>
+    where
+        Self: Sized;
 
     /// This rank.
     fn rank(&self) -> Rank;
@@ -440,6 +512,41 @@ pub trait Backend {
     /// [`CallerError::Shape`] when `memory` is too small; [`CallerError::Memory`] when another buffer made it.
     fn download(&mut self, memory: &Self::Memory, bytes: &mut [u8]) -> Result<()>;
 
+    /// The first `len` bytes of `memory`: borrowed if it is host memory, else a copy. Waits for earlier operators.
+    ///
+    /// # Errors
+    /// As [`download`](Self::download).
+    fn read<'m>(&mut self, memory: &'m Self::Memory, len: usize) -> Result<Cow<'m, [u8]>> {
+        let mut bytes = vec![0; len];
+        self.download(memory, &mut bytes)?;
+        Ok(Cow::Owned(bytes))
+    }
+
+    /// Replaces the first `len` bytes of `memory`. `write` must set all bytes of the slice that it is given, whose
+    /// content is unspecified: the bytes of `memory` themselves if it is host memory.
+    ///
+    /// # Errors
+    /// As [`upload`](Self::upload).
+    fn fill(
+        &mut self,
+        memory: &mut Self::Memory,
+        len: usize,
+        write: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<()> {
+        let mut bytes = vec![0; len];
+        write(&mut bytes);
+        self.upload(&bytes, memory)
+    }
+
+    /// Zeroes these bytes of `memory`, in the order of the operators. Does not wait for them.
+    ///
+    /// # Errors
+    /// As [`upload`](Self::upload).
+    fn clear(&mut self, memory: &mut Self::Memory, bytes: Range<usize>) -> Result<()>;
+
+    /// Bytes of registered memory that this rank holds, free parts included.
+    fn registered_bytes(&self) -> usize;
+
     /// Turns this rank's routing into a handle. All ranks exchange the counts of their routings.
     ///
     /// `capacity` is the most rows that this rank receives, a multiple of the mode's pad multiple; rows at or beyond it
@@ -454,6 +561,32 @@ pub trait Backend {
         mode: DispatchMode,
         capacity: Option<usize>,
     ) -> Result<Self::Handle>;
+
+    /// Like [`preprocess`](Self::preprocess), of a routing in this buffer's memory. Writes the outputs of `report`.
+    ///
+    /// On a GPU, a call with a capacity does not wait for the GPU: errors of the routing are returned by a later
+    /// [`synchronize`](Self::synchronize). Without a capacity it waits for the counts, which a CUDA graph cannot
+    /// capture.
+    ///
+    /// # Errors
+    /// As [`preprocess`](Self::preprocess); also [`CallerError::Shape`] and [`CallerError::Memory`] for the memory of
+    /// the routing and of the report.
+    fn preprocess_on_device(
+        &mut self,
+        routing: &DeviceRouting<'_, Self::Memory>,
+        mode: DispatchMode,
+        capacity: Option<usize>,
+        report: DeviceReport<'_, Self::Memory>,
+    ) -> Result<Self::Handle> {
+        let routing = routing.read(self)?;
+        let handle = self.preprocess(&routing, mode, capacity)?;
+        let shape = self.receive_shape(&handle)?;
+        report.write(self, &shape)?;
+        Ok(handle)
+    }
+
+    /// The sizes of a handle. Does not wait.
+    fn handle_shape(&self, handle: &Self::Handle) -> HandleShape;
 
     /// The shape of the dispatch output of this rank. May wait for earlier operators.
     ///
@@ -535,10 +668,9 @@ pub trait BackendExt: Backend {
         handle: &Self::Handle,
         input: DispatchInput<'_, Self::Memory>,
     ) -> Result<Dispatched<Self::Memory>> {
-        let shape = self.receive_shape(handle)?;
-        let rows = shape.allocated_rows();
+        let shape = self.handle_shape(handle);
         let experts = self.world().placement().local_experts(self.rank());
-        let rows = Size::new(rows);
+        let rows = Size::new(shape.rows);
         let (plain, cells) = match shape.mode {
             DispatchMode::Plain => (true, rows * experts),
             DispatchMode::Permuted { .. } => (false, rows),
@@ -567,17 +699,16 @@ pub trait BackendExt: Backend {
         Ok(dispatched)
     }
 
-    /// Calls [`Backend::combine`] with new memory for the `tokens` tokens of this rank.
+    /// Calls [`Backend::combine`] with new memory of the right size.
     ///
     /// # Errors
     /// As [`Backend::alloc`] and [`Backend::combine`].
     fn combine_new(
         &mut self,
         handle: &Self::Handle,
-        tokens: usize,
         input: CombineInput<'_, Self::Memory>,
     ) -> Result<Combined<Self::Memory>> {
-        let experts = self.world().experts();
+        let (experts, tokens) = (self.world().experts(), self.handle_shape(handle).tokens);
         let row_bytes = input.element.row_bytes(input.hidden);
         check_row_bytes(input.hidden, row_bytes)?;
         let mut alloc = |what, row_bytes: usize| self.alloc((Size::new(tokens) * row_bytes).bytes(what)?);

@@ -64,6 +64,7 @@ pub mod call;
 pub mod config;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+pub mod device;
 pub mod error;
 pub mod interrupt;
 pub mod join;
@@ -79,9 +80,10 @@ pub mod workload;
 
 pub use backend::{
     Backend, BackendExt, CombineInput, CombineOutput, Combined, DispatchInput, DispatchMode, DispatchOutput,
-    Dispatched, Element, Posted, Probs, Put, TokenFormat, Traffic, Transport,
+    Dispatched, Element, HandleShape, Posted, Probs, Put, TokenFormat, Traffic, Transport,
 };
 pub use config::{Config, CudaConfig, CudaEnv, HostConfig};
+pub use device::{DeviceReport, DeviceRouting, Indices};
 pub use error::{CallerError, EnvironmentError, Error, Operator, PeerError, PeerFault, Result};
 pub use interrupt::Interrupt;
 pub use layout::{Counts, DispatchLayout, ReceiveShape};

@@ -8,16 +8,17 @@ mod busy;
 mod ceiling;
 mod chart;
 mod check;
+mod clock;
 mod cuda;
 mod definitions;
 mod floor;
 mod footprint;
 mod gpu;
-mod inspect;
 mod measure;
 mod memory;
 mod plan;
 mod report;
+mod routed;
 mod run;
 mod shared;
 mod stage;
@@ -37,7 +38,7 @@ use indicatif::ProgressBar;
 
 pub(crate) use crate::bench::args::BenchArgs;
 use crate::bench::busy::Watch;
-use crate::bench::inspect::Inspect;
+use crate::bench::clock::Timed;
 use crate::bench::plan::{BenchPlan, WARM_UP};
 use crate::bench::report::{BenchReport, MachineState};
 use crate::bench::run::RankReport;
@@ -69,7 +70,7 @@ pub(crate) fn main(args: &BenchArgs, invocation: &Invocation) -> Result<Verdict,
     }
 }
 
-fn run_on<B: Inspect>(plan: &Arc<BenchPlan>, invocation: &Invocation) -> Result<Verdict, Failure> {
+fn run_on<B: Timed>(plan: &Arc<BenchPlan>, invocation: &Invocation) -> Result<Verdict, Failure> {
     match &plan.role {
         ProcessRole::Launcher => launch::run(invocation, plan.ranks(), &plan.config),
         ProcessRole::Threads => conclude(plan, |bar| {
@@ -112,7 +113,7 @@ fn progress(plan: &BenchPlan) -> ProgressBar {
 }
 
 /// Runs one scenario with the ranks as threads. Returns the reports of all ranks.
-fn on_threads<B: Inspect>(
+fn on_threads<B: Timed>(
     plan: &Arc<BenchPlan>,
     scenario: usize,
     bar: &ProgressBar,
@@ -167,7 +168,7 @@ fn root_cause(first: Failure, outcomes: &mpsc::Receiver<Result<Vec<RankReport>, 
 }
 
 /// Runs all scenarios with this process as one rank. Returns the reports of all ranks, by scenario.
-fn as_one_rank<B: Inspect>(
+fn as_one_rank<B: Timed>(
     plan: &Arc<BenchPlan>,
     env: &LaunchEnv,
     bar: &ProgressBar,

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::bench::busy::ProcessTime;
 use crate::bench::check::CheckedCounts;
+use crate::bench::clock::Timed;
 use crate::bench::gpu::RankGpu;
-use crate::bench::inspect::Inspect;
 use crate::bench::measure::{AllSamples, Operator};
 use crate::bench::plan::WARM_UP;
 use crate::bench::shared::Shared;
@@ -31,7 +31,7 @@ pub(super) struct RankReport {
 }
 
 /// Runs one scenario on this rank. Returns the reports of all ranks. Collective.
-pub(super) fn rank<B: Inspect>(
+pub(super) fn rank<B: Timed>(
     backend: &mut B,
     meet: &mut dyn Rendezvous,
     shared: &Shared,
@@ -71,7 +71,7 @@ pub(super) fn rank<B: Inspect>(
 }
 
 /// Runs the rounds of layers. The first is a warm-up; the last has new tokens, so that stale outputs fail the check.
-fn layers<B: Inspect>(stage: &mut Stage<'_, B>) -> Result<(), Failure> {
+fn layers<B: Timed>(stage: &mut Stage<'_, B>) -> Result<(), Failure> {
     for round in 0..=ROUNDS {
         stage.timed = round > 0;
         if round == ROUNDS {

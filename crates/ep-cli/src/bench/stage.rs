@@ -8,10 +8,11 @@ use ep::{CombineInput, CombineOutput, DispatchInput, DispatchOutput, Probs, Rece
 use rayon::prelude::*;
 
 use crate::bench::check::{self, CheckedCounts, Expected, HeldRows, Token};
+use crate::bench::clock::Timed;
 use crate::bench::gpu::RankGpu;
-use crate::bench::inspect::{Inspect, TopK};
 use crate::bench::measure::{AllSamples, Operator};
 use crate::bench::plan::BenchPlan;
+use crate::bench::routed::{Routed, TopK};
 use crate::bench::shared::Shared;
 use crate::bench::tokens;
 use crate::common::failure::Failure;
@@ -21,13 +22,13 @@ const LEAVING: Duration = Duration::from_micros(400);
 /// Fills outputs before a check. Not 0: fresh memory and padding are zero, so a missing write would go unnoticed.
 const POISON: u8 = 0xA5;
 
-pub(super) struct Stage<'a, B: Inspect> {
+pub(super) struct Stage<'a, B: Timed> {
     backend: &'a mut B,
     meet: &'a mut dyn Rendezvous,
     shared: &'a Shared,
     operators: &'static [Operator],
     lists: TopK,
-    routed: B::Routed,
+    routed: Routed<B::Memory>,
     shape: ReceiveShape,
     /// Capacity in rows of the non-blocking dispatch.
     capacity: usize,
@@ -48,7 +49,7 @@ pub(super) struct Stage<'a, B: Inspect> {
     pub(super) samples: AllSamples,
 }
 
-impl<'a, B: Inspect> Stage<'a, B> {
+impl<'a, B: Timed> Stage<'a, B> {
     /// Allocates all buffers, so that the timed iterations allocate nothing.
     pub(super) fn new(
         backend: &'a mut B,
@@ -59,8 +60,8 @@ impl<'a, B: Inspect> Stage<'a, B> {
         let operators = Operator::all(plan.backend);
         let own = &shared.routings[backend.rank().index()];
         let lists = TopK::of(own, shared.scenario().topk);
-        let routed = backend.route(&lists)?;
-        let handle = backend.preprocess_routed(&routed, plan.mode, None)?;
+        let routed = Routed::new(backend, plan.backend, &lists)?;
+        let handle = routed.preprocess(backend, plan.mode, None)?;
         let shape = backend.receive_shape(&handle)?;
         let capacity = (shape.rows + shape.rows / 2).next_multiple_of(plan.mode.pad_multiple());
         let bounded = operators.contains(&Operator::Bounded);
@@ -119,7 +120,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
         let plan = &self.shared.plan;
         let (own, rows, format) = (self.own(), self.shape.rows, plan.format());
         let mut fill =
-            |memory: &mut B::Memory, len| self.backend.fill(memory, len, |bytes| bytes.fill(POISON));
+            |memory: &mut B::Memory, len| self.backend.fill(memory, len, &mut |bytes| bytes.fill(POISON));
         fill(&mut self.rows, rows * format.output_row_bytes(plan.hidden))?;
         if let Some(scales) = &mut self.scales {
             fill(scales, rows * format.scale_row_bytes(plan.hidden))?;
@@ -145,10 +146,10 @@ impl<'a, B: Inspect> Stage<'a, B> {
         let (rank, tokens) = (self.backend.rank(), self.own().tokens());
         if let Some(scales) = &mut self.input_scales {
             let (data, scale_rows) = quantized(plan, rank, seed, tokens);
-            self.backend.fill(&mut self.input, data.len(), |bytes| bytes.copy_from_slice(&data))?;
-            self.backend.fill(scales, scale_rows.len(), |bytes| bytes.copy_from_slice(&scale_rows))?;
+            self.backend.fill(&mut self.input, data.len(), &mut |bytes| bytes.copy_from_slice(&data))?;
+            self.backend.fill(scales, scale_rows.len(), &mut |bytes| bytes.copy_from_slice(&scale_rows))?;
         } else {
-            self.backend.fill(&mut self.input, tokens * row_bytes, |bytes| {
+            self.backend.fill(&mut self.input, tokens * row_bytes, &mut |bytes| {
                 for (token, row) in bytes.chunks_exact_mut(row_bytes).enumerate() {
                     tokens::fill(seed, rank, token, row);
                 }
@@ -156,7 +157,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
         }
         if let Some(outputs) = &mut self.outputs {
             let received = self.shared.received(rank);
-            self.backend.fill(outputs, received.rows.len() * row_bytes, |bytes| {
+            self.backend.fill(outputs, received.rows.len() * row_bytes, &mut |bytes| {
                 for (row, source) in bytes.chunks_exact_mut(row_bytes).zip(&received.rows) {
                     match source {
                         Some(source) => tokens::fill(seed, source.rank, source.token, row),
@@ -219,13 +220,13 @@ impl<'a, B: Inspect> Stage<'a, B> {
     }
 
     /// Hands the router's lists to the backend, as a caller does.
-    fn route(&mut self) -> Result<B::Routed, Failure> {
-        Ok(self.backend.route(&self.lists)?)
+    fn route(&mut self) -> Result<Routed<B::Memory>, Failure> {
+        Ok(Routed::new(self.backend, self.shared.plan.backend, &self.lists)?)
     }
 
     /// Preprocesses the routing; without a capacity, also waits for the receive shape.
     pub(super) fn preprocess(&mut self, capacity: Option<usize>) -> Result<B::Handle, Failure> {
-        let handle = self.backend.preprocess_routed(&self.routed, self.shared.plan.mode, capacity)?;
+        let handle = self.routed.preprocess(self.backend, self.shared.plan.mode, capacity)?;
         if capacity.is_none() {
             self.backend.receive_shape(&handle)?;
         }
@@ -295,7 +296,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
             Err(difference) => return Ok(Err(difference)),
         };
         let (plan, own, rank) = (&self.shared.plan, self.own(), self.backend.rank());
-        let combined = self.backend.view(&self.combined, own.tokens() * plan.bf16_row_bytes())?;
+        let combined = self.backend.read(&self.combined, own.tokens() * plan.bf16_row_bytes())?;
         let expected = expected(self.shared, rank, self.seed);
         let tokens = match check::combined(&expected, rank, &combined) {
             Ok(tokens) => tokens,
@@ -305,7 +306,7 @@ impl<'a, B: Inspect> Stage<'a, B> {
             None => Ok(0),
             Some(gathered) => {
                 let len = own.tokens() * own.experts() * size_of::<f32>();
-                check::gathered(&expected, rank, &self.backend.view(gathered, len)?)
+                check::gathered(&expected, rank, &self.backend.read(gathered, len)?)
             }
         };
         Ok(probs.map(|probs| CheckedCounts { rows, padding_rows, tokens, probs, bounded_rows: 0 }))
@@ -315,14 +316,14 @@ impl<'a, B: Inspect> Stage<'a, B> {
         let plan = &self.shared.plan;
         let (rows, format) = (self.shape.rows, plan.format());
         let scales = match &self.scales {
-            Some(scales) => self.backend.view(scales, rows * format.scale_row_bytes(plan.hidden))?,
+            Some(scales) => self.backend.read(scales, rows * format.scale_row_bytes(plan.hidden))?,
             None => Cow::default(),
         };
         let held = HeldRows {
             shape,
-            rows: &self.backend.view(&self.rows, rows * format.output_row_bytes(plan.hidden))?,
+            rows: &self.backend.read(&self.rows, rows * format.output_row_bytes(plan.hidden))?,
             scales: &scales,
-            probs: &self.backend.view(&self.probs, rows * size_of::<f32>())?,
+            probs: &self.backend.read(&self.probs, rows * size_of::<f32>())?,
         };
         Ok(check::dispatched(&expected(self.shared, self.backend.rank(), self.seed), &held))
     }

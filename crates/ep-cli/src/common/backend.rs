@@ -1,12 +1,7 @@
-//! Selects a backend, and creates its ranks.
-
-use clap::ValueEnum;
-use ep::join::Rendezvous;
-use ep::{Config, WeightRows, World};
-use ep_cuda::CudaBuffer;
-use ep_host::HostBuffer;
+//! Selects a backend.
 
 use crate::common::failure::Failure;
+use clap::ValueEnum;
 
 /// The values of `--backend`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -18,35 +13,6 @@ pub(crate) enum BackendChoice {
     Host,
     /// GPUs of one NVLink domain
     Cuda,
-}
-
-/// A backend that the command line can start.
-pub(crate) trait Start: WeightRows + Send + Sized + 'static {
-    /// Creates all ranks of a world, to be moved to threads.
-    fn threads(world: &World, config: &Config) -> ep::Result<Vec<Self>>;
-
-    /// Creates the rank of this process. Collective.
-    fn join(world: &World, meet: &mut dyn Rendezvous, config: &Config) -> ep::Result<Self>;
-}
-
-impl Start for HostBuffer {
-    fn threads(world: &World, config: &Config) -> ep::Result<Vec<Self>> {
-        Self::threads(world.clone(), config)
-    }
-
-    fn join(world: &World, meet: &mut dyn Rendezvous, config: &Config) -> ep::Result<Self> {
-        Self::join(world.clone(), meet, config)
-    }
-}
-
-impl Start for CudaBuffer {
-    fn threads(world: &World, config: &Config) -> ep::Result<Vec<Self>> {
-        Self::threads(world, config)
-    }
-
-    fn join(world: &World, meet: &mut dyn Rendezvous, config: &Config) -> ep::Result<Self> {
-        Self::join(world, meet, config)
-    }
 }
 
 /// The backend to run.

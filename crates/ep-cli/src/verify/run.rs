@@ -4,9 +4,8 @@ use std::panic::AssertUnwindSafe;
 
 use ep::conformance::{Case, Failure as CaseFailure, Problem};
 use ep::join::Rendezvous;
-use ep::{Config, Error};
+use ep::{Config, Error, WeightRows};
 
-use crate::common::backend::Start;
 use crate::common::failure::Failure;
 use crate::verify::cases::NumberedCase;
 
@@ -56,7 +55,10 @@ impl CheckReport {
 }
 
 /// Runs a case with its ranks as threads.
-pub(super) fn on_threads<B: Start>(numbered: &NumberedCase, config: &Config) -> Result<Wrong, Failure> {
+pub(super) fn on_threads<B: WeightRows + Send>(
+    numbered: &NumberedCase,
+    config: &Config,
+) -> Result<Wrong, Failure> {
     let prepared = numbered.case.prepare()?;
     let buffers = B::threads(prepared.world(), config)?;
     let reports = std::thread::scope(|scope| {
@@ -72,7 +74,7 @@ pub(super) fn on_threads<B: Start>(numbered: &NumberedCase, config: &Config) -> 
 }
 
 /// Runs a case with this process as one rank. Every rank returns the same outcome. Collective.
-pub(super) fn as_one_rank<B: Start>(
+pub(super) fn as_one_rank<B: WeightRows + Send>(
     numbered: &NumberedCase,
     meet: &mut dyn Rendezvous,
     config: &Config,

@@ -2,9 +2,11 @@
 
 use super::case::{Case, ProbsKind};
 use super::failure::{Expected, Failure, POISON, Problem, Unit};
+use super::on_device::Form;
 use super::prepared::{Content, Prepared};
 use crate::backend::{
-    Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Probs, TokenFormat,
+    Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, HandleShape, Probs,
+    TokenFormat,
 };
 use crate::error::Error;
 use crate::layout::ReceiveShape;
@@ -16,7 +18,8 @@ use crate::weight::WeightRows;
 const GUARD: usize = 80;
 
 impl Prepared {
-    /// Runs the case on this rank: preprocess, then for each run a dispatch, a combine, a combine with probabilities,
+    /// Runs the case on this rank: preprocess, of a [`Routing`](crate::Routing) or of a routing in the backend's memory
+    /// by the case's seed, then for each run a dispatch, a combine, a combine with probabilities,
     /// and [`WeightRows`] on the expert output rows.
     ///
     /// The first run waits after every operator; later runs queue their operators. The second run makes another handle
@@ -88,13 +91,17 @@ impl<'a, B: WeightRows> Check<'a, B> {
     fn case(&mut self, handle: &mut Option<B::Handle>) -> Result<(), Failure> {
         let handle = match handle {
             Some(handle) => handle,
-            none => none.insert(self.preprocess()?),
+            none => none.insert(match Form::of(self.case_of().seed) {
+                None => self.preprocess()?,
+                Some(form) => self.preprocess_on_device(form)?,
+            }),
         };
         for run in 0..self.prepared.runs() {
             self.run = run;
             self.run(handle)?;
         }
-        self.shape_is(handle, &self.prepared.received[self.rank.index()].shape)
+        let at = self.rank.index();
+        self.shape_is(handle, self.prepared.routings[at].tokens(), &self.prepared.received[at].shape)
     }
 
     /// Makes the handle of the case's routing.
@@ -103,7 +110,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
         let at = self.rank.index();
         let handle = self.backend.preprocess(&routings[at], case.mode, capacity[at]);
         let handle = handle.map_err(|error| self.error("preprocess", error))?;
-        self.shape_is(&handle, &received[at].shape)?;
+        self.shape_is(&handle, routings[at].tokens(), &received[at].shape)?;
         Ok(handle)
     }
 
@@ -113,15 +120,34 @@ impl<'a, B: WeightRows> Check<'a, B> {
         let at = self.rank.index();
         let handle = self.backend.preprocess(&decoys[at], case.mode, None);
         let handle = handle.map_err(|error| self.error("preprocess (of a second handle)", error))?;
-        self.shape_is(&handle, &decoys_received[at].shape)?;
+        self.shape_is(&handle, decoys[at].tokens(), &decoys_received[at].shape)?;
         Ok(handle)
     }
 
-    fn shape_is(&mut self, handle: &B::Handle, expected: &ReceiveShape) -> Result<(), Failure> {
+    /// Checks both shapes of a handle of a routing of `tokens` tokens.
+    pub(super) fn shape_is(
+        &mut self,
+        handle: &B::Handle,
+        tokens: usize,
+        expected: &ReceiveShape,
+    ) -> Result<(), Failure> {
         const OPERATOR: &str = "receive_shape";
         let found = self.backend.receive_shape(handle).map_err(|error| self.error(OPERATOR, error))?;
         if &found != expected {
             self.note(OPERATOR, Problem::Shape { expected: expected.clone(), found });
+        }
+        let &ReceiveShape { mode, rows, capacity, .. } = expected;
+        let expected = HandleShape {
+            mode,
+            tokens,
+            rows: expected.allocated_rows(),
+            capacity,
+            // `receive_shape` has waited for it.
+            received_rows: Some(rows),
+        };
+        let found = self.backend.handle_shape(handle);
+        if found != expected {
+            self.note("handle_shape", Problem::HandleShape { expected, found });
         }
         Ok(())
     }
@@ -252,7 +278,7 @@ impl<'a, B: WeightRows> Check<'a, B> {
     }
 
     /// Compares a memory with its expected content, and returns its content.
-    fn verify(
+    pub(super) fn verify(
         &mut self,
         operator: &'static str,
         expected: Expected<'_>,
@@ -422,7 +448,7 @@ fn given_scales(case: &Case) -> bool {
 }
 
 /// The expectation for an input, which an operator must leave unchanged.
-fn given<'a>(what: &'static str, unit: Unit, row_bytes: usize, rows: &'a [u8]) -> Expected<'a> {
+pub(super) fn given<'a>(what: &'static str, unit: Unit, row_bytes: usize, rows: &'a [u8]) -> Expected<'a> {
     Expected { what, unit, row_bytes, rows, allocated_rows: rows.len() / row_bytes, guard: 0 }
 }
 

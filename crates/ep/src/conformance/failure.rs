@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::backend::Element;
+use crate::backend::{Element, HandleShape};
 use crate::error::Error;
 use crate::layout::ReceiveShape;
 use crate::numeric::{bf16_to_f32, e4m3_to_f32};
@@ -46,6 +46,14 @@ pub enum Problem {
         expected: ReceiveShape,
         /// The backend's shape.
         found: ReceiveShape,
+    },
+    /// The sizes of the handle differ from the oracle's.
+    #[error("expected {expected:?}, found {found:?}")]
+    HandleShape {
+        /// The oracle's sizes.
+        expected: HandleShape,
+        /// The backend's sizes.
+        found: HandleShape,
     },
     /// The bytes of an output differ from the oracle's.
     #[error("{0}")]

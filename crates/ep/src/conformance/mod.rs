@@ -26,6 +26,7 @@ mod check;
 mod failure;
 mod inputs;
 mod misuse;
+mod on_device;
 mod prepared;
 mod random;
 mod soak;

@@ -10,17 +10,17 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
 
-use ep::Config;
 use ep::config::LaunchEnv;
 use ep::conformance::{Iteration, Soak, Soaking};
 use ep::join::{Rendezvous, TcpRendezvous};
+use ep::{Config, WeightRows};
 use ep_cuda::CudaBuffer;
 use ep_host::HostBuffer;
 use indicatif::ProgressBar;
 use rayon::prelude::*;
 
 use crate::common::agree::JobOptions;
-use crate::common::backend::{BackendKind, Start};
+use crate::common::backend::BackendKind;
 use crate::common::failure::{Failure, Verdict};
 use crate::common::invocation::Invocation;
 use crate::common::launch::{self, Job};
@@ -231,7 +231,7 @@ impl Outcomes {
 }
 
 /// Runs the soak with ranks as threads, until a rank reports a failure or all iterations have passed.
-fn on_threads<B: Start>(plan: &SoakPlan, bar: &ProgressBar) -> Result<Outcomes, Failure> {
+fn on_threads<B: WeightRows + Send>(plan: &SoakPlan, bar: &ProgressBar) -> Result<Outcomes, Failure> {
     let buffers = B::threads(plan.soak.world(), &plan.config)?;
     let mut outcomes = Outcomes::new(buffers.len());
     std::thread::scope(|scope| {
@@ -267,7 +267,7 @@ fn on_threads<B: Start>(plan: &SoakPlan, bar: &ProgressBar) -> Result<Outcomes, 
 }
 
 /// Runs one rank as a thread.
-fn run_as_thread<B: Start>(
+fn run_as_thread<B: WeightRows + Send>(
     rank: usize,
     mut buffer: B,
     iterations: &Receiver<Arc<Iteration>>,
@@ -287,7 +287,11 @@ fn run_as_thread<B: Start>(
 
 /// Runs the soak with this process as one rank. After each batch all ranks exchange reports and decide whether to go
 /// on.
-fn as_one_rank<B: Start>(plan: &SoakPlan, env: &LaunchEnv, launched: bool) -> Result<Verdict, Failure> {
+fn as_one_rank<B: WeightRows + Send>(
+    plan: &SoakPlan,
+    env: &LaunchEnv,
+    launched: bool,
+) -> Result<Verdict, Failure> {
     let mut reporter = match (env.rank, launched) {
         (0, true) => Reporter::ToLauncher { reported: 0 },
         (0, false) => Reporter::ToTerminal(plan.progress()),
@@ -310,7 +314,7 @@ fn as_one_rank<B: Start>(plan: &SoakPlan, env: &LaunchEnv, launched: bool) -> Re
 }
 
 /// Runs all batches on this rank.
-fn run_as_process<B: Start>(
+fn run_as_process<B: WeightRows + Send>(
     buffer: B,
     meet: &mut dyn Rendezvous,
     batches: Receiver<Result<Vec<Arc<Iteration>>, Failure>>,

@@ -1,12 +1,14 @@
 //! Soaks with a faulty rank.
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::time::Duration;
 
 use ep::join::ThreadRendezvous;
 use ep::{
     Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Element,
-    EnvironmentError, Rank, ReceiveShape, Routing, Traffic, WeightGradients, WeightRows, WeightedRows, World,
+    EnvironmentError, HandleShape, Rank, ReceiveShape, Routing, Traffic, WeightGradients, WeightRows,
+    WeightedRows, World,
 };
 use ep_host::{HostHandle, HostMemory};
 
@@ -75,19 +77,17 @@ impl Spoiled {
     }
 }
 
-impl Start for Spoiled {
-    fn threads(world: &World, config: &Config) -> ep::Result<Vec<Self>> {
-        Ok(HostBuffer::threads(world.clone(), config)?.into_iter().map(Self::new).collect())
-    }
-
-    fn join(world: &World, meet: &mut dyn Rendezvous, config: &Config) -> ep::Result<Self> {
-        HostBuffer::join(world.clone(), meet, config).map(Self::new)
-    }
-}
-
 impl Backend for Spoiled {
     type Memory = HostMemory;
     type Handle = HostHandle;
+
+    fn threads(world: &World, config: &Config) -> ep::Result<Vec<Self>> {
+        Ok(HostBuffer::threads(world, config)?.into_iter().map(Self::new).collect())
+    }
+
+    fn join(world: &World, meet: &mut dyn Rendezvous, config: &Config) -> ep::Result<Self> {
+        HostBuffer::join(world, meet, config).map(Self::new)
+    }
 
     fn rank(&self) -> Rank {
         self.inner.rank()
@@ -112,6 +112,18 @@ impl Backend for Spoiled {
             bytes.iter_mut().take(1).for_each(|byte| *byte ^= 1);
         }
         Ok(())
+    }
+
+    fn clear(&mut self, memory: &mut HostMemory, bytes: Range<usize>) -> ep::Result<()> {
+        self.inner.clear(memory, bytes)
+    }
+
+    fn registered_bytes(&self) -> usize {
+        self.inner.registered_bytes()
+    }
+
+    fn handle_shape(&self, handle: &HostHandle) -> HandleShape {
+        self.inner.handle_shape(handle)
     }
 
     fn preprocess(

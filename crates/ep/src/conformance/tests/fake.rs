@@ -1,11 +1,14 @@
 //! A backend of one rank, made from the oracle, into which tests inject faults.
 
 use std::cell::Cell;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 
 use crate::backend::*;
 use crate::call::{Maker, MemoryFacts, check_memory};
+use crate::config::Config;
+use crate::device::{DeviceReport, DeviceRouting};
 use crate::error::{CallerError, Result};
+use crate::join::Rendezvous;
 use crate::layout::{Counts, ReceiveShape};
 use crate::numeric::f32_to_bf16;
 use crate::oracle::{self, CombineSpec, ReceivedRows, Tokens};
@@ -29,6 +32,9 @@ pub(super) enum Fault {
     WrongProb,
     WrongLocalExpert,
     WrongShape,
+    WrongHandleShape,
+    LeavesReport,
+    LeavesOverflow,
     ForgetsFirstHandle,
     ForgetsOldHandles,
     SumsBackwards,
@@ -246,6 +252,14 @@ impl Backend for Fake {
     type Memory = FakeMemory;
     type Handle = FakeHandle;
 
+    fn threads(world: &World, _: &Config) -> Result<Vec<Self>> {
+        Ok(vec![Self::new(world, Fault::None)])
+    }
+
+    fn join(world: &World, _: &mut dyn Rendezvous, _: &Config) -> Result<Self> {
+        Ok(Self::new(world, Fault::None))
+    }
+
     fn rank(&self) -> Rank {
         Rank(0)
     }
@@ -272,6 +286,16 @@ impl Backend for Fake {
         Ok(())
     }
 
+    fn clear(&mut self, memory: &mut FakeMemory, bytes: Range<usize>) -> Result<()> {
+        self.check_own("clear", Some(memory))?;
+        memory[bytes].fill(0);
+        Ok(())
+    }
+
+    fn registered_bytes(&self) -> usize {
+        0
+    }
+
     fn preprocess(
         &mut self,
         routing: &Routing,
@@ -285,6 +309,36 @@ impl Backend for Fake {
         let received = oracle::rows(&self.world, std::slice::from_ref(routing), mode, &[capacity]);
         let routing = routing.clone();
         Ok(FakeHandle { number: self.newest, routing, mode, received, dispatched: Cell::new(false) })
+    }
+
+    fn preprocess_on_device(
+        &mut self,
+        routing: &DeviceRouting<'_, FakeMemory>,
+        mode: DispatchMode,
+        capacity: Option<usize>,
+        mut report: DeviceReport<'_, FakeMemory>,
+    ) -> Result<FakeHandle> {
+        let routing = routing.read(self)?;
+        let handle = self.preprocess(&routing, mode, capacity)?;
+        let shape = self.receive_shape(&handle)?;
+        match self.fault {
+            Fault::LeavesReport => report = DeviceReport::default(),
+            Fault::LeavesOverflow => report.overflow = None,
+            _ => {}
+        }
+        report.write(self, &shape)?;
+        Ok(handle)
+    }
+
+    fn handle_shape(&self, handle: &FakeHandle) -> HandleShape {
+        let shape = handle.shape();
+        HandleShape {
+            mode: handle.mode,
+            tokens: handle.routing.tokens(),
+            rows: shape.allocated_rows() + usize::from(self.is(Fault::WrongHandleShape)),
+            capacity: shape.capacity,
+            received_rows: Some(shape.rows),
+        }
     }
 
     fn receive_shape(&mut self, handle: &FakeHandle) -> Result<ReceiveShape> {
