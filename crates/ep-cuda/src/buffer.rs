@@ -258,17 +258,7 @@ impl CudaBuffer {
     }
 
     pub(crate) fn facts<'a>(world: &'a World, rank: Rank, handle: &CudaHandle) -> HandleFacts<'a> {
-        let known = handle.shape.get();
-        let bound = handle.capacity.unwrap_or(0);
-        HandleFacts {
-            buffer: handle.buffer,
-            world,
-            rank,
-            mode: handle.mode,
-            tokens: handle.sizes.tokens,
-            allocated_rows: known.map_or(bound, ReceiveShape::allocated_rows),
-            rows: known.map_or(bound, |shape| shape.rows),
-        }
+        HandleFacts { buffer: handle.buffer, world, rank, shape: handle.shape_so_far() }
     }
 
     /// Begins the next operator: counts the step, and returns the common kernel parameters.

@@ -4,7 +4,7 @@ use std::cell::{Cell, OnceCell};
 use std::sync::Arc;
 
 use ep::call::Maker;
-use ep::{DispatchMode, ReceiveShape};
+use ep::{DispatchMode, HandleShape, ReceiveShape};
 
 use crate::arena::{Arena, Part};
 use crate::driver::DeviceAddress;
@@ -39,6 +39,18 @@ impl CudaHandle {
     /// the number of its tokens that have an expert on this rank.
     pub fn shape_address(&self) -> u64 {
         self.view.shape
+    }
+
+    /// The sizes of the arguments of dispatch and combine, as far as the host has them.
+    pub(crate) fn shape_so_far(&self) -> HandleShape {
+        let known = self.shape.get();
+        HandleShape {
+            mode: self.mode,
+            tokens: self.sizes.tokens,
+            rows: known.map_or(self.capacity.unwrap_or(0), ReceiveShape::allocated_rows),
+            capacity: self.capacity,
+            received_rows: known.map(|shape| shape.rows),
+        }
     }
 
     /// The shape of what this rank receives; `None` until `preprocess` without capacity or `receive_shape` has waited

@@ -103,14 +103,7 @@ impl Backend for CudaBuffer {
     }
 
     fn handle_shape(&self, handle: &CudaHandle) -> HandleShape {
-        let known = handle.shape.get();
-        HandleShape {
-            mode: handle.mode,
-            tokens: handle.sizes.tokens,
-            rows: known.map_or(handle.capacity.unwrap_or(0), ReceiveShape::allocated_rows),
-            capacity: handle.capacity,
-            received_rows: known.map(|shape| shape.rows),
-        }
+        handle.shape_so_far()
     }
 
     fn receive_shape(&mut self, handle: &CudaHandle) -> Result<ReceiveShape> {
@@ -143,7 +136,7 @@ impl Backend for CudaBuffer {
         let row_bytes_in = format.input_row_bytes(hidden);
         let cut = DispatchShape::new(quantize, self.world.ranks(), row_bytes_in, kernel.shared_bytes()?);
 
-        let rows = facts.allocated_rows;
+        let rows = facts.shape.rows;
         let keep_rest = handle.capacity.is_some();
         let DispatchOutput { tokens, scales, probs, local_experts, .. } = output;
         let outputs = [Some(&*tokens), scales.as_deref(), probs.as_deref(), local_experts.as_deref()];

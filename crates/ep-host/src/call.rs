@@ -35,7 +35,7 @@ impl<'a> CheckedDispatch<'a> {
             Probs::Skip => ProbSource::Skip,
             Probs::Routing => ProbSource::Routing,
             Probs::Dense(memory) => {
-                let bytes = 4 * facts.tokens * world.experts();
+                let bytes = 4 * facts.shape.tokens * world.experts();
                 ProbSource::Dense(bytemuck::cast_slice(&memory.as_bytes()[..bytes]))
             }
         };
@@ -49,13 +49,5 @@ impl<'a> CheckedDispatch<'a> {
 
 /// The facts that calls with this handle are checked against.
 pub(crate) fn facts<'a>(world: &'a World, rank: Rank, handle: &HostHandle) -> HandleFacts<'a> {
-    HandleFacts {
-        buffer: handle.buffer,
-        world,
-        rank,
-        mode: handle.mode,
-        tokens: handle.layout.tokens(),
-        allocated_rows: handle.shape.allocated_rows(),
-        rows: handle.shape.rows,
-    }
+    HandleFacts { buffer: handle.buffer, world, rank, shape: handle.sizes() }
 }

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use ep::call::Maker;
 use ep::layout::TokenCopy;
-use ep::{DispatchLayout, DispatchMode, ReceiveShape};
+use ep::{DispatchLayout, DispatchMode, HandleShape, ReceiveShape};
 
 /// The layout of a routing: made by preprocess, used by dispatch and combine as long as the routing does not change.
 #[derive(Debug)]
@@ -25,6 +25,17 @@ pub struct HostHandle {
 }
 
 impl HostHandle {
+    /// The sizes of the arguments of dispatch and combine.
+    pub(crate) fn sizes(&self) -> HandleShape {
+        HandleShape {
+            mode: self.mode,
+            tokens: self.layout.tokens(),
+            rows: self.shape.allocated_rows(),
+            capacity: self.shape.capacity,
+            received_rows: Some(self.shape.rows),
+        }
+    }
+
     /// The shape of what this rank receives.
     pub fn receive_shape(&self) -> &ReceiveShape {
         &self.shape

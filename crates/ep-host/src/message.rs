@@ -372,7 +372,7 @@ mod tests {
         }
         config.host.slot_bytes = 4096;
         let error = format.chunk_tokens(&world, &config).unwrap_err().to_string();
-        assert!(error.starts_with("slot_bytes = 4096: one token of 4096 bytes"), "{error}");
+        assert!(error.starts_with("host.slot_bytes = 4096: one token of 4096 bytes"), "{error}");
     }
 
     #[test]

@@ -127,14 +127,7 @@ impl Backend for HostBuffer {
     }
 
     fn handle_shape(&self, handle: &HostHandle) -> HandleShape {
-        let shape = &handle.shape;
-        HandleShape {
-            mode: handle.mode,
-            tokens: handle.layout.tokens(),
-            rows: shape.allocated_rows(),
-            capacity: shape.capacity,
-            received_rows: Some(shape.rows),
-        }
+        handle.sizes()
     }
 
     fn receive_shape(&mut self, handle: &HostHandle) -> Result<ReceiveShape> {
@@ -252,7 +245,7 @@ impl Backend for HostBuffer {
         let facts = facts(world, self.comm.rank, handle);
         facts.check_combine(&input, &output, HostMemory::facts)?;
         let row_bytes = input.element.row_bytes(input.hidden);
-        let rows = facts.rows;
+        let rows = facts.combined_rows();
         let prob_bytes = 4 * rows * facts.probs_per_row();
         let message = Format {
             lists: false,

@@ -1,8 +1,8 @@
 //! Checks of an operator's arguments. Every backend runs the same checks before it sends anything.
 
 use crate::backend::{
-    CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, Probs, TokenFormat,
-    check_row_bytes,
+    CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, HandleShape, Probs,
+    TokenFormat, check_row_bytes,
 };
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -50,14 +50,8 @@ pub struct HandleFacts<'a> {
     pub world: &'a World,
     /// The calling rank.
     pub rank: Rank,
-    /// The dispatch mode of the handle.
-    pub mode: DispatchMode,
-    /// Tokens of the calling rank.
-    pub tokens: usize,
-    /// Rows that dispatch outputs must have ([`ReceiveShape::allocated_rows`](crate::ReceiveShape::allocated_rows)).
-    pub allocated_rows: usize,
-    /// Rows that combine reads ([`ReceiveShape::rows`](crate::ReceiveShape::rows)).
-    pub rows: usize,
+    /// The sizes of the handle.
+    pub shape: HandleShape,
 }
 
 /// Bytes of one row of each output of a dispatch; 0 = the call has no such output.
@@ -74,9 +68,14 @@ pub struct RowBytes {
 }
 
 impl HandleFacts<'_> {
+    /// Rows that combine reads: those that the rank received, or the upper bound if only the device has their number.
+    pub fn combined_rows(&self) -> usize {
+        self.shape.received_rows.unwrap_or(self.shape.rows)
+    }
+
     /// Probabilities in one row of a dispatch output.
     pub fn probs_per_row(&self) -> usize {
-        match self.mode {
+        match self.shape.mode {
             DispatchMode::Permuted { .. } => 1,
             DispatchMode::Plain => self.world.placement().local_experts(self.rank),
         }
@@ -100,19 +99,19 @@ impl HandleFacts<'_> {
         let check = |what, rows: usize, row_bytes: usize, memory: &M| {
             check_memory(self.buffer, what, Size::new(rows) * row_bytes, facts(memory))
         };
-        check("dispatch input tokens", self.tokens, input_bytes, input.tokens)?;
+        check("dispatch input tokens", self.shape.tokens, input_bytes, input.tokens)?;
         let given = matches!(format, TokenFormat::Fp8(_));
         check_pair("scales given to dispatch", given, input.scales.is_some())?;
         if let Some(scales) = input.scales {
-            check("dispatch input scales", self.tokens, scale_bytes, scales)?;
+            check("dispatch input scales", self.shape.tokens, scale_bytes, scales)?;
         }
         check_pair("scales out of dispatch", format.scales().is_some(), output.scales.is_some())?;
         if let Probs::Dense(dense) = input.probs {
-            check("dispatch input probs", self.tokens, 4 * self.world.experts(), dense)?;
+            check("dispatch input probs", self.shape.tokens, 4 * self.world.experts(), dense)?;
         }
         let with_probs = !matches!(input.probs, Probs::Skip);
         check_pair("probs out of dispatch", with_probs, output.probs.is_some())?;
-        if output.local_experts.is_some() && self.mode != DispatchMode::Plain {
+        if output.local_experts.is_some() && self.shape.mode != DispatchMode::Plain {
             let text = "local_experts is an output of the plain mode only; omit it in permuted mode".into();
             return Err(CallerError::Handle(text).into());
         }
@@ -131,7 +130,7 @@ impl HandleFacts<'_> {
         ];
         for (name, row_bytes, memory) in outputs {
             if let Some(memory) = memory {
-                check(name, self.allocated_rows, row_bytes, memory)?;
+                check(name, self.shape.rows, row_bytes, memory)?;
             }
         }
         Ok(row)
@@ -153,12 +152,12 @@ impl HandleFacts<'_> {
         let check = |what, rows: usize, row_bytes: usize, memory: &M| {
             check_memory(self.buffer, what, Size::new(rows) * row_bytes, facts(memory))
         };
-        check("combine input rows", self.rows, row_bytes, input.rows)?;
-        check("combine output", self.tokens, row_bytes, output.tokens)?;
+        check("combine input rows", self.combined_rows(), row_bytes, input.rows)?;
+        check("combine output", self.shape.tokens, row_bytes, output.tokens)?;
         check_pair("probs of combine", input.probs.is_some(), output.probs.is_some())?;
         if let (Some(from), Some(to)) = (input.probs, output.probs.as_deref()) {
-            check("combine input probs", self.rows, 4 * self.probs_per_row(), from)?;
-            check("combine output probs", self.tokens, 4 * self.world.experts(), to)?;
+            check("combine input probs", self.combined_rows(), 4 * self.probs_per_row(), from)?;
+            check("combine output probs", self.shape.tokens, 4 * self.world.experts(), to)?;
         }
         Ok(())
     }
@@ -302,10 +301,13 @@ mod tests {
             buffer: Maker::new(Rank(0)),
             world: &world,
             rank: Rank(0),
-            mode: DispatchMode::Plain,
-            tokens,
-            allocated_rows: rows,
-            rows,
+            shape: HandleShape {
+                mode: DispatchMode::Plain,
+                tokens,
+                rows,
+                capacity: None,
+                received_rows: Some(rows),
+            },
         };
         let bytes = |memory: &usize| MemoryFacts { bytes: *memory, maker: None };
         let widths = [1 << 62, 1 << 63, (1 << 63) + 8, usize::MAX - 15, usize::MAX];

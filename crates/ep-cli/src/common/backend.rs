@@ -1,7 +1,8 @@
 //! Selects a backend.
 
-use crate::common::failure::Failure;
 use clap::ValueEnum;
+
+use crate::common::failure::Failure;
 
 /// The values of `--backend`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
