@@ -1,5 +1,5 @@
 //! A routing in a backend's own memory, and the outputs of preprocess there
-//! ([`Backend::preprocess_on_device`](crate::Backend::preprocess_on_device)).
+//! ([`Backend::preprocess_on_device`]).
 
 use std::borrow::Cow;
 
