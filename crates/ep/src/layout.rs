@@ -421,12 +421,12 @@ impl DispatchLayout {
 
     /// The copies of one token for experts of one domain.
     pub fn copies(&self, token: usize, domain: usize) -> &[TokenCopy] {
-        &self.copies[self.range(token..token + 1, domain)]
+        &self.copies[self.range(token, domain)]
     }
 
     /// The routing weights of [`copies`](Self::copies), in the same order.
     pub fn weights(&self, token: usize, domain: usize) -> &[f32] {
-        &self.weights[self.range(token..token + 1, domain)]
+        &self.weights[self.range(token, domain)]
     }
 
     /// Number of copies that are not dropped.
@@ -434,8 +434,8 @@ impl DispatchLayout {
         self.copies.len()
     }
 
-    fn range(&self, token: Range<usize>, domain: usize) -> Range<usize> {
-        let at = token.start * self.domains + domain;
+    fn range(&self, token: usize, domain: usize) -> Range<usize> {
+        let at = token * self.domains + domain;
         self.offsets[at] as usize..self.offsets[at + 1] as usize
     }
 }
