@@ -3,21 +3,28 @@
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
 
 use ep::call::Maker;
 use ep::join::Rendezvous;
-use ep::{CallerError, Config, EnvironmentError, Error, Operator, PeerFault, Rank, Result, World};
+use ep::{
+    CallerError, Config, EnvironmentError, Error, Operator, PeerFault, Rank, Result, Transport, Unconnected,
+    World,
+};
 
 use crate::comm::Comm;
-use crate::control::{Control, Health, check_segment};
+use crate::control::{Control, Health};
+use crate::engine;
 use crate::join::{self, FIRST_ARENA_SEGMENT, RankSegments};
-use crate::loopback::Loopback;
 use crate::memory::Arena;
 use crate::processes::Processes;
 use crate::pulse::Pulse;
-use crate::rail::{Rails, WindowLayout};
+use crate::rail::Rails;
 use crate::segment::Directory;
 use crate::simd::Level;
+
+/// How long a rank that leaves waits for its puts before it checks again whether the peer needs them.
+const DRAIN_PART: Duration = Duration::from_millis(10);
 
 /// One rank's end of a communicator on the CPU: the embedded default backend.
 ///
@@ -61,9 +68,20 @@ impl HostBuffer {
         let ranks: Vec<Rank> = world.topology().all_ranks().collect();
         let segments: Vec<RankSegments> =
             ranks.iter().map(|_| RankSegments::of_thread(world, config)).collect::<Result<_>>()?;
+        let opened = ranks
+            .iter()
+            .map(|&rank| engine::open(world, rank, config, &segments))
+            .collect::<Result<Vec<_>>>()?;
+        let blobs: Vec<Vec<u8>> = opened.iter().map(|engine| engine.blob()).collect();
+        let connected = ranks
+            .iter()
+            .zip(opened)
+            .map(|(&rank, opened)| Self::connect_rail(world, rank, opened, &blobs))
+            .collect::<Result<Vec<_>>>()?;
         ranks
             .iter()
-            .map(|&rank| {
+            .zip(connected)
+            .map(|(&rank, transport)| {
                 Self::assemble(
                     rank,
                     world.clone(),
@@ -71,6 +89,7 @@ impl HostBuffer {
                     directory.clone(),
                     Processes::default(),
                     &segments,
+                    transport,
                 )
             })
             .collect()
@@ -105,7 +124,14 @@ impl HostBuffer {
         let mut held = Processes::default();
         let joined = join::connect(world, rendezvous, config, &mut held).and_then(|connected| {
             let join::Connected { directory, processes, segments } = connected;
-            let buffer = Self::assemble(rank, world.clone(), config, directory, processes, &segments)?;
+            let opened = engine::open(world, rank, config, &segments)?;
+            let blobs = match engine::needs_blobs(world, config) {
+                true => rendezvous.all_gather(&opened.blob())?,
+                false => vec![Vec::new(); world.ranks()],
+            };
+            let transport = Self::connect_rail(world, rank, opened, &blobs)?;
+            let buffer =
+                Self::assemble(rank, world.clone(), config, directory, processes, &segments, transport)?;
             // Barrier: no rank may leave before all others have mapped its segments.
             rendezvous.all_gather(&[])?;
             Ok(buffer)
@@ -119,6 +145,18 @@ impl HostBuffer {
         })
     }
 
+    /// Connects the engine of `rank` with its rail peers. `blobs` are those of all ranks, by rank.
+    fn connect_rail(
+        world: &World,
+        rank: Rank,
+        opened: Box<dyn Unconnected>,
+        blobs: &[Vec<u8>],
+    ) -> Result<Box<dyn Transport>> {
+        let rail = engine::rail_of(world, rank)?;
+        let of_rail: Vec<Vec<u8>> = rail.ranks().iter().map(|peer| blobs[peer.index()].clone()).collect();
+        opened.connect(&of_rail)
+    }
+
     /// Assembles the buffer of `rank`. `segments` are those of all ranks, by rank.
     fn assemble(
         rank: Rank,
@@ -127,6 +165,7 @@ impl HostBuffer {
         directory: Directory,
         processes: Processes,
         segments: &[RankSegments],
+        transport: Box<dyn Transport>,
     ) -> Result<Self> {
         let topology = world.topology();
         let controls = topology
@@ -134,19 +173,8 @@ impl HostBuffer {
             .zip(segments)
             .map(|(peer, segments)| Control::new(peer, Arc::clone(&segments.control), &world))
             .collect::<Result<Vec<_>>>()?;
-        let local = topology.local_rank_of(rank);
-        let windows = (0..topology.domains())
-            .map(|domain| topology.rank_at(domain, local))
-            .map(|peer| {
-                let window = &segments[peer.index()].window;
-                check_segment(peer, "window", window, WindowLayout::new(&world, config)?.bytes())?;
-                Ok((peer, Arc::clone(window)))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let window = Arc::clone(&windows[topology.domain_of(rank)].1);
-        let loopback =
-            Loopback::new(topology.domain_of(rank), windows, WindowLayout::signals(config.host.slots));
-        let rails = Rails::new(&world, rank, window, config, Box::new(loopback))?;
+        let window = Arc::clone(&segments[rank.index()].window);
+        let rails = Rails::new(&world, rank, window, config, transport)?;
 
         let workers = match config.host.workers {
             0 => (std::thread::available_parallelism().map_or(1, usize::from) / world.ranks()).max(1),
@@ -192,13 +220,31 @@ impl HostBuffer {
         })
     }
 
+    /// Waits until the puts to the rail peers that still run are complete: they may need them to finish the last
+    /// operator. Takes at most the stall bound.
+    fn drain(&self) {
+        let deadline = Instant::now() + self.comm.config.stall_bound();
+        for domain in self.comm.rails.others() {
+            let control = &self.comm.controls[self.comm.rails.peer(domain).index()];
+            let needed = || control.health() == Health::Alive && Instant::now() < deadline;
+            // In short parts, because the peer may leave meanwhile.
+            while needed() {
+                match self.comm.rails.drain(domain, Instant::now() + DRAIN_PART) {
+                    Err(Error::Peer(error)) if error.fault == PeerFault::Stalled => {}
+                    // Complete, or the peer is gone: this rank has finished, so it reports no error.
+                    _ => break,
+                }
+            }
+        }
+    }
+
     /// Number of worker threads that run this rank's operators.
     pub fn workers(&self) -> usize {
         self.workers
     }
 
     /// Name of the [`ep::Transport`] that carries bytes between domains.
-    pub fn transport(&self) -> &'static str {
+    pub fn transport(&self) -> &str {
         self.comm.rails.transport_name()
     }
 
@@ -238,6 +284,7 @@ impl HostBuffer {
 impl Drop for HostBuffer {
     fn drop(&mut self) {
         if self.failed.is_none() && !self.comm.pulse.is_forked() {
+            self.drain();
             self.comm.control().set_health(Health::Left);
         }
     }

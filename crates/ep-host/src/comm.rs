@@ -342,9 +342,15 @@ impl<'a> Op<'a> {
         claim: ClaimedSlot,
         attempt: impl Fn() -> Result<Posted>,
     ) -> Result<()> {
-        while attempt()? == Posted::Full {
+        while attempt().or_else(|error| self.judge(error).map(|()| Posted::Yes))? == Posted::Full {
             self.poll()?;
             let peer = self.comm.rails.peer(claim.domain);
+            let control = &self.comm.controls[peer.index()];
+            // An engine may be full for ever towards a rank that has left. A rank that left after it had finished does
+            // not need the credit.
+            if control.health() != Health::Alive && control.finished() >= self.step {
+                return Ok(());
+            }
             self.idle(idle, || Waiting {
                 peer,
                 what: format!("room in the transport's queue to rank {peer}"),
@@ -355,10 +361,29 @@ impl<'a> Op<'a> {
 
     /// Handles the signals that have arrived on the rails.
     pub(crate) fn poll(&self) -> Result<()> {
-        self.comm.rails.poll().map_err(|error| match error {
-            Error::Peer(error) => PeerError { operator: self.operator, step: self.step, ..error }.into(),
-            error => error,
-        })
+        self.comm.rails.poll().or_else(|error| self.judge(error))
+    }
+
+    /// What an error of the rail means for this operator. A rank that has finished the step may leave while credits to
+    /// it are under way, so an error that names it is none.
+    ///
+    /// # Errors
+    /// The error, with this operator; for a peer that is gone, what its control block states about the reason.
+    fn judge(&self, error: Error) -> Result<()> {
+        let Error::Peer(error) = error else { return Err(error) };
+        let control = &self.comm.controls[error.peer.index()];
+        if error.fault != PeerFault::Broken {
+            // A rank leaves after it has finished, so its health is read first.
+            let health = control.health();
+            if control.finished() >= self.step {
+                return Ok(());
+            }
+            if health != Health::Alive {
+                let waiting = Waiting { peer: error.peer, what: error.waited_for };
+                return Err(self.unhealthy(error.peer, health, waiting));
+            }
+        }
+        Err(PeerError { operator: self.operator, step: self.step, ..error }.into())
     }
 
     /// The error for a peer whose messages or shared words violate the protocol. `found` says what was found.

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ep::layout::TokenCopy;
-use ep::{Config, Rank, World};
+use ep::{Config, Rail, Rank, World};
 
 use crate::loopback::Loopback;
 use crate::message::{Format, Header, Message, Source};
@@ -123,11 +123,12 @@ pub fn drive_rails(script: &[u8]) {
     (config.host.slots, config.host.slot_bytes) = (2, 64);
     let layout = WindowLayout::new(&world, &config).expect("a small window");
     let window = || Arc::new(Segment::private(layout.bytes()).expect("a little memory"));
-    let windows: Vec<_> = (0..3).map(|rank| (Rank(rank), window())).collect();
+    let windows: Vec<_> = (0..3).map(|_| window()).collect();
     let rings =
         Loopback::reserved(3, WindowLayout::signals(config.host.slots)).checked().expect("a small window");
-    let loopback = Loopback::new(0, windows.clone(), WindowLayout::signals(config.host.slots));
-    let own = Arc::clone(&windows[0].1);
+    let rail = Rail::new((0..3).map(Rank).collect(), 0).expect("a rail");
+    let loopback = Loopback::new(rail, windows.clone(), WindowLayout::signals(config.host.slots));
+    let own = Arc::clone(&windows[0]);
     let rails = Rails::new(&world, Rank(0), own, &config, Box::new(loopback)).expect("a small window");
 
     let mut steps = script.iter().copied();
@@ -141,7 +142,7 @@ pub fn drive_rails(script: &[u8]) {
                 let at = usize::from(u16::from_le_bytes([next(), next()])) * 4 % rings;
                 let value =
                     u32::from_le_bytes([next(), next(), next(), if step & 8 == 0 { 0 } else { next() }]);
-                let window = &windows[usize::from(step >> 4 & 3) % 3].1;
+                let window = &windows[usize::from(step >> 4 & 3) % 3];
                 // SAFETY: `at` checks the bounds; a multiple of 4, so aligned; only this thread uses the window.
                 unsafe { window.at(at, 4).cast::<u32>().write(value) };
                 Ok(())

@@ -94,7 +94,8 @@ pub(crate) struct Introduction {
 #[cfg(target_os = "linux")]
 impl Introduction {
     pub(crate) fn new(world: &World, config: &Config, door: &Door) -> Self {
-        let (chunk_tokens, ep::HostConfig { slot_bytes, slots, .. }) = (config.chunk_tokens, &config.host);
+        let (chunk_tokens, ep::HostConfig { slot_bytes, slots, transport, .. }) =
+            (config.chunk_tokens, &config.host);
         let owners: Vec<u32> = (0..world.experts() as u32)
             .map(|e| world.placement().owner_at(world.placement().position_of(e)).0)
             .collect();
@@ -104,9 +105,10 @@ impl Introduction {
             machine: machine.trim().to_string(),
             invitation: door.invitation().clone(),
             agreed: format!(
-                "{} ranks in {} domains, chunk_tokens {chunk_tokens}, slot_bytes {slot_bytes}, slots {slots}, experts on ranks {owners:?}",
+                "{} ranks in {} domains, chunk_tokens {chunk_tokens}, slot_bytes {slot_bytes}, slots {slots}, transport {}, experts on ranks {owners:?}",
                 world.ranks(),
                 world.topology().domains(),
+                transport.engine,
             ),
         }
     }

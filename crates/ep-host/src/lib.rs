@@ -48,6 +48,7 @@
 //! | `pulse` | the heartbeat thread; tells a busy rank from a stopped process | `buffer`, `wait` |
 //! | `control` | the control block, and the protocol that makes shared access sound | `comm`, `wait`, `pulse` |
 //! | `rail` | rings of slots and credits between domains | `comm`, the three operators |
+//! | `engine` | the choice of the [`ep::Transport`], from the configuration | `buffer` |
 //! | `loopback` | the [`ep::Transport`] for one machine | `rail` |
 //! | `message` | layout and checks of a message in a slot | the three operators |
 //! | `handle` | [`HostHandle`]: the result of preprocess | `operators`, `dispatch`, `combine` |
@@ -66,6 +67,7 @@ mod comm;
 mod control;
 pub mod copies;
 mod dispatch;
+mod engine;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;

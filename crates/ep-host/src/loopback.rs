@@ -4,8 +4,12 @@
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::time::Instant;
 
-use ep::{CallerError, Error, Posted, Put, Rank, Result, Size, Transport};
+use ep::{
+    CallerError, Error, MemoryKind, Posted, Put, Rail, Rank, Result, Signal, Size, Transport, Unconnected,
+    Window,
+};
 
 use crate::rail::broken;
 use crate::segment::Segment;
@@ -15,8 +19,7 @@ use crate::segment::Segment;
 /// At the front of each window lies a ring of signals for every rank of the rail; the caller uses the rest.
 #[derive(Debug)]
 pub(crate) struct Loopback {
-    /// This rank's domain, which is its index on the rail.
-    own: usize,
+    rail: Rail,
     /// By domain.
     endpoints: Vec<Endpoint>,
     /// By domain: signals taken so far. The lock admits one poller at a time, as a ring requires. The count is kept
@@ -32,7 +35,6 @@ pub(crate) struct Loopback {
 /// One rank of the rail.
 #[derive(Debug)]
 struct Endpoint {
-    rank: Rank,
     window: Arc<Segment>,
     /// Signals sent to this rank so far. The lock admits one sender at a time, as a ring requires. The count is kept
     /// here because a peer could change the `head` in shared memory.
@@ -60,20 +62,19 @@ impl Loopback {
         (Size::new(ring_slots) * 4 + size_of::<Ring>()).next_multiple_of(128)
     }
 
-    /// The engine of the rank in domain `own`. `windows` are those of the rail, by domain; `ring_slots` is the greatest
-    /// number of signals in flight from one rank to another.
-    pub(crate) fn new(own: usize, windows: Vec<(Rank, Arc<Segment>)>, ring_slots: usize) -> Self {
-        let endpoints: Vec<Endpoint> = windows
-            .into_iter()
-            .map(|(rank, window)| Endpoint { rank, window, sent: Mutex::new(0) })
-            .collect();
+    /// The engine of a rank. `windows` are those of its rail, by domain; `ring_slots` is the greatest number of signals
+    /// in flight from one rank to another.
+    pub(crate) fn new(rail: Rail, windows: Vec<Arc<Segment>>, ring_slots: usize) -> Self {
+        assert_eq!(rail.ranks().len(), windows.len(), "one window per rank of the rail");
+        let endpoints: Vec<Endpoint> =
+            windows.into_iter().map(|window| Endpoint { window, sent: Mutex::new(0) }).collect();
         let taken = Mutex::new(vec![0; endpoints.len()]);
         let sizes =
             (Self::ring_bytes(ring_slots).checked(), Self::reserved(endpoints.len(), ring_slots).checked());
         let (Some(ring_bytes), Some(reserved)) = sizes else {
             panic!("the window layout checked these sizes")
         };
-        Self { own, endpoints, taken, ring_slots, ring_bytes, reserved }
+        Self { rail, endpoints, taken, ring_slots, ring_bytes, reserved }
     }
 
     /// The ring in `window` that the rank in domain `sender` fills.
@@ -91,7 +92,11 @@ impl Loopback {
     fn damaged(&self, peer: Rank, sent: u64, taken: u64) -> Error {
         let room = self.ring_slots;
         let found = format!("a ring of {room} signals whose counters say {sent} sent and {taken} taken");
-        broken(self.endpoints[self.own].rank, peer, found)
+        broken(self.rail.own(), peer, found)
+    }
+
+    fn own(&self) -> &Segment {
+        &self.endpoints[self.rail.own_index()].window
     }
 
     /// Checks that `len` bytes at `offset` lie in the caller's part of a window.
@@ -109,28 +114,53 @@ impl Loopback {
     }
 }
 
+impl Window for Segment {
+    fn start(&self) -> NonNull<u8> {
+        Segment::start(self)
+    }
+
+    fn len(&self) -> usize {
+        Segment::len(self)
+    }
+
+    fn kind(&self) -> MemoryKind {
+        MemoryKind::Host
+    }
+}
+
+/// The windows of the peers are mapped when the engine is made, so the engine has nothing to exchange.
+impl Unconnected for Loopback {
+    fn blob(&self) -> Vec<u8> {
+        Vec::new()
+    }
+
+    fn connect(self: Box<Self>, _: &[Vec<u8>]) -> Result<Box<dyn Transport>> {
+        Ok(self)
+    }
+}
+
 impl Transport for Loopback {
-    fn name(&self) -> &'static str {
+    fn name(&self) -> &str {
         "loopback"
     }
 
     fn put(&self, put: Put) -> Result<Posted> {
-        let Some(end) = self.endpoints.iter().find(|end| end.rank == put.peer) else {
-            return Err(CallerError::Topology(format!("rank {} is not on this rail", put.peer)).into());
-        };
+        let end = &self.endpoints[self.rail.peer_index(put.peer)?];
+        if put.len > 0 {
+            self.check("source of a put", self.own(), put.source, put.len)?;
+            self.check("destination of a put", &end.window, put.destination, put.len)?;
+        }
         let mut sent = end.sent.lock().unwrap_or_else(PoisonError::into_inner);
-        let (ring, slots) = self.ring(&end.window, self.own);
+        let (ring, slots) = self.ring(&end.window, self.rail.own_index());
         let room = slots.len() as u64;
         let tail = ring.tail.load(Acquire);
         match sent.checked_sub(tail) {
             Some(in_flight) if in_flight == room => return Ok(Posted::Full),
             Some(in_flight) if in_flight < room => {}
-            _ => return Err(self.damaged(end.rank, *sent, tail)),
+            _ => return Err(self.damaged(put.peer, *sent, tail)),
         }
         if put.len > 0 {
-            let own = &self.endpoints[self.own].window;
-            self.check("source of a put", own, put.source, put.len)?;
-            self.check("destination of a put", &end.window, put.destination, put.len)?;
+            let own = self.own();
             // SAFETY: both ranges are inside mapped windows, and the windows differ. The rail does not write to the
             // source until the peer's credit, and the peer does not access the destination until this put's signal.
             unsafe {
@@ -138,57 +168,84 @@ impl Transport for Loopback {
                     .copy_to_nonoverlapping(end.window.at(put.destination, put.len), put.len);
             }
         }
-        slots[(*sent % room) as usize].store(put.signal, Relaxed);
+        slots[(*sent % room) as usize].store(put.signal.word(), Relaxed);
         *sent += 1;
         ring.head.store(*sent, Release);
         Ok(Posted::Yes)
     }
 
     fn lend(&self, peer: Rank, offset: usize, len: usize) -> Option<NonNull<u8>> {
-        let end = self.endpoints.iter().find(|end| end.rank == peer)?;
+        let end = &self.endpoints[self.rail.peer_index(peer).ok()?];
         self.check("lent part of a window", &end.window, offset, len).ok()?;
         NonNull::new(end.window.at(offset, len))
     }
 
-    fn poll(&self, on_signal: &mut dyn FnMut(Rank, u32)) -> Result<()> {
+    fn poll(&self, on_signal: &mut dyn FnMut(Rank, Signal)) -> Result<()> {
         let mut taken = match self.taken.try_lock() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(guard)) => guard.into_inner(),
             // Another worker of this rank is polling.
             Err(TryLockError::WouldBlock) => return Ok(()),
         };
-        let own = &self.endpoints[self.own].window;
-        for (sender, end) in self.endpoints.iter().enumerate().filter(|&(sender, _)| sender != self.own) {
-            let (ring, slots) = self.ring(own, sender);
+        let peers =
+            self.rail.ranks().iter().enumerate().filter(|&(sender, _)| sender != self.rail.own_index());
+        for (sender, &peer) in peers {
+            let (ring, slots) = self.ring(self.own(), sender);
             let (room, taken) = (slots.len() as u64, &mut taken[sender]);
             let head = ring.head.load(Acquire);
             let Some(waiting) = head.checked_sub(*taken).filter(|&waiting| waiting <= room) else {
-                return Err(self.damaged(end.rank, head, *taken));
+                return Err(self.damaged(peer, head, *taken));
             };
             for _ in 0..waiting {
-                on_signal(end.rank, slots[(*taken % room) as usize].load(Relaxed));
+                let word = slots[(*taken % room) as usize].load(Relaxed);
+                let Some(signal) = Signal::new(word) else {
+                    let found = format!("a signal of more than {} bits ({word:#x})", Signal::BITS);
+                    return Err(broken(self.rail.own(), peer, found));
+                };
+                on_signal(peer, signal);
                 *taken += 1;
                 ring.tail.store(*taken, Release);
             }
         }
         Ok(())
     }
+
+    /// A put is complete when it is posted.
+    fn drain(&self, peer: Rank, _: Instant) -> Result<()> {
+        self.rail.peer_index(peer).map(drop)
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+    use std::time::Duration;
+
+    use ep::conformance::{End, Reordering, TRANSPORT_LIMITS, WindowAccess, check_transport};
+
     use super::*;
 
+    /// The engines of a rail of `ranks`, and the offset of the caller's part of their windows.
+    fn rail(ranks: usize, ring_slots: usize) -> Vec<Loopback> {
+        let windows: Vec<Arc<Segment>> =
+            (0..ranks).map(|_| Arc::new(Segment::private(1 << 20).unwrap())).collect();
+        let ranks: Vec<Rank> = (0..ranks as u32).map(Rank).collect();
+        let rail = |own| Rail::new(ranks.clone(), own).unwrap();
+        (0..ranks.len()).map(|own| Loopback::new(rail(own), windows.clone(), ring_slots)).collect()
+    }
+
     fn pair(ring_slots: usize) -> [Loopback; 2] {
-        let windows: Vec<(Rank, Arc<Segment>)> =
-            (0..2).map(|rank| (Rank(rank), Arc::new(Segment::private(1 << 16).unwrap()))).collect();
-        [0, 1].map(|own| Loopback::new(own, windows.clone(), ring_slots))
+        rail(2, ring_slots).try_into().expect("two engines")
     }
 
     fn signals(end: &Loopback) -> Vec<(Rank, u32)> {
         let mut seen = Vec::new();
-        end.poll(&mut |rank, signal| seen.push((rank, signal))).unwrap();
+        end.poll(&mut |rank, signal| seen.push((rank, signal.word()))).unwrap();
         seen
+    }
+
+    fn word(word: u32) -> Signal {
+        Signal::new(word).unwrap()
     }
 
     #[test]
@@ -197,7 +254,7 @@ mod tests {
         let at = a.reserved;
         // SAFETY: inside the window, which this thread alone uses.
         unsafe { a.endpoints[0].window.at(at, 3).copy_from(b"abc".as_ptr(), 3) };
-        let put = Put::new(Rank(1), 7).bytes(at..at + 3, at + 64);
+        let put = Put::new(Rank(1), word(7)).bytes(at..at + 3, at + 64);
         assert_eq!(a.put(put).unwrap(), Posted::Yes);
         assert_eq!(signals(&b), [(Rank(0), 7)]);
         // SAFETY: as above.
@@ -209,7 +266,7 @@ mod tests {
     #[test]
     fn a_full_ring_says_so_and_recovers() {
         let [a, b] = pair(2);
-        let signal = |signal| Put::new(Rank(1), signal);
+        let signal = |signal| Put::new(Rank(1), word(signal));
         assert_eq!(a.put(signal(1)).unwrap(), Posted::Yes);
         assert_eq!(a.put(signal(2)).unwrap(), Posted::Yes);
         assert_eq!(a.put(signal(3)).unwrap(), Posted::Full);
@@ -224,7 +281,7 @@ mod tests {
         let at = a.reserved;
         assert_eq!(a.lend(Rank(1), at + 128, 64).unwrap().as_ptr(), a.endpoints[1].window.at(at + 128, 64));
         assert_eq!(a.lend(Rank(1), 0, 64), None);
-        assert_eq!(a.lend(Rank(1), (1 << 16) - 32, 64), None);
+        assert_eq!(a.lend(Rank(1), (1 << 20) - 32, 64), None);
     }
 
     #[test]
@@ -232,10 +289,11 @@ mod tests {
         let [a, _b] = pair(2);
         let at = a.reserved;
         for put in [
-            Put::new(Rank(1), 0).bytes(0..8, at),
-            Put::new(Rank(1), 0).bytes(at..at + 8, (1 << 16) - 4),
-            Put::new(Rank(1), 0).bytes(at..at + 8, usize::MAX),
-            Put::new(Rank(9), 0).bytes(at..at + 8, at),
+            Put::new(Rank(1), word(0)).bytes(0..8, at),
+            Put::new(Rank(1), word(0)).bytes(at..at + 8, (1 << 20) - 4),
+            Put::new(Rank(1), word(0)).bytes(at..at + 8, usize::MAX),
+            Put::new(Rank(0), word(0)).bytes(at..at + 8, at),
+            Put::new(Rank(9), word(0)).bytes(at..at + 8, at),
         ] {
             assert!(a.put(put).is_err(), "{put:?}");
         }
@@ -245,7 +303,7 @@ mod tests {
     fn a_damaged_ring_is_an_error_that_names_the_peer() {
         for damage in [3, 1 << 40, u64::MAX] {
             let [a, b] = pair(2);
-            let signal = Put::new(Rank(1), 1);
+            let signal = Put::new(Rank(1), word(1));
             assert_eq!(a.put(signal).unwrap(), Posted::Yes);
             let (ring, _) = b.ring(&b.endpoints[1].window, 0);
             ring.head.store(damage, Relaxed);
@@ -263,7 +321,7 @@ mod tests {
     #[test]
     fn counters_in_shared_memory_are_not_read_back() {
         let [a, b] = pair(2);
-        let signal = |signal| Put::new(Rank(1), signal);
+        let signal = |signal| Put::new(Rank(1), word(signal));
         assert_eq!(a.put(signal(1)).unwrap(), Posted::Yes);
         let (ring, _) = a.ring(&a.endpoints[1].window, 0);
         // A peer overwrites the counter of the sender, and then that of the receiver.
@@ -271,5 +329,60 @@ mod tests {
         assert_eq!(a.put(signal(2)).unwrap(), Posted::Yes);
         ring.tail.store(7, Relaxed);
         assert_eq!(signals(&b), [(Rank(0), 1), (Rank(0), 2)]);
+    }
+
+    #[test]
+    fn a_word_that_is_no_signal_is_an_error_that_names_the_peer() {
+        let [a, b] = pair(2);
+        let signal = Put::new(Rank(1), Signal::MAX);
+        assert_eq!(a.put(signal).unwrap(), Posted::Yes);
+        let (_, slots) = a.ring(&a.endpoints[1].window, 0);
+        slots[0].store(1 << Signal::BITS, Relaxed);
+        let Err(Error::Peer(error)) = b.poll(&mut |_, _| {}) else { panic!("a word of 18 bits") };
+        assert_eq!((error.peer, error.rank), (Rank(0), Rank(1)), "{error}");
+    }
+
+    /// The part of a window that the caller uses.
+    struct Usable(Arc<Segment>, usize);
+
+    impl WindowAccess for Usable {
+        fn usable(&self) -> Range<usize> {
+            self.1..self.0.len()
+        }
+
+        fn write(&self, offset: usize, bytes: &[u8]) {
+            // SAFETY: `at` checks the bounds; the checks access no byte that a put in flight may access.
+            unsafe { self.0.at(offset, bytes.len()).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        }
+
+        fn read(&self, offset: usize, bytes: &mut [u8]) {
+            // SAFETY: as above.
+            unsafe {
+                bytes.as_mut_ptr().copy_from_nonoverlapping(self.0.at(offset, bytes.len()), bytes.len())
+            };
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "hours")]
+    fn the_engine_conformance_suite_passes() {
+        for (ranks, reorder) in [(1, false), (2, false), (3, true), (4, false)] {
+            let engines = rail(ranks, TRANSPORT_LIMITS.signals);
+            let ends: Vec<End> = engines
+                .into_iter()
+                .map(|engine| {
+                    let window = Arc::clone(&engine.endpoints[engine.rail.own_index()].window);
+                    let (rail, usable) = (engine.rail.clone(), Usable(window, engine.reserved));
+                    let engine = (Box::new(engine) as Box<dyn Unconnected>).connect(&[]).unwrap();
+                    let transport = if reorder { Box::new(Reordering::new(engine, 7)) } else { engine };
+                    End { rail, transport, window: Box::new(usable) }
+                })
+                .collect();
+            std::thread::scope(|scope| {
+                let check = |end| scope.spawn(|| check_transport(end, Duration::from_secs(60)));
+                let threads: Vec<_> = ends.into_iter().map(check).collect();
+                threads.into_iter().for_each(|thread| thread.join().unwrap().unwrap());
+            });
+        }
     }
 }

@@ -10,13 +10,14 @@
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
-use ep::{Config, Error, Operator, PeerError, Posted, Put, Rank, Result, Size, Transport, World};
+use ep::{Config, Error, Operator, PeerError, Posted, Put, Rank, Result, Signal, Size, Transport, World};
 
 use crate::loopback::Loopback;
 use crate::segment::Segment;
 
-/// A signal has its kind in the upper 16 bits and a slot in the lower 16. `DATA`: the slot holds a message.
+/// A signal has its kind in bit 16 and a slot in the 16 bits below. `DATA`: the slot holds a message.
 const DATA: u32 = 0;
 /// `CREDIT`: the receiver has read the message in the slot.
 const CREDIT: u32 = 1 << 16;
@@ -40,7 +41,10 @@ impl WindowLayout {
     pub(crate) fn new(world: &World, config: &Config) -> Result<Self> {
         const WHAT: &str = "the window of a rank";
         let (domains, slots) = (world.topology().domains(), config.host.slots);
-        let first = Loopback::reserved(domains, Self::signals(slots)).bytes(WHAT)?;
+        let first = match config.host.transport.is_loopback() {
+            true => Loopback::reserved(domains, Self::signals(slots)).bytes(WHAT)?,
+            false => 0,
+        };
         let slot_bytes = Size::new(config.host.slot_bytes).next_multiple_of(64);
         // A world of one domain sends no messages.
         let rings = if domains > 1 { Size::new(domains) * 2 * slots } else { Size::new(0) };
@@ -104,6 +108,13 @@ pub(crate) struct ClaimedSlot {
     slot: usize,
 }
 
+impl ClaimedSlot {
+    /// The signal of this kind for the slot. `Config::check` bounds the number of slots.
+    fn signal(self, kind: u32) -> Signal {
+        Signal::new(kind | self.slot as u32).expect("a slot's number has 16 bits")
+    }
+}
+
 impl Rails {
     pub(crate) fn new(
         world: &World,
@@ -130,7 +141,7 @@ impl Rails {
     }
 
     /// The engine's name.
-    pub(crate) fn transport_name(&self) -> &'static str {
+    pub(crate) fn transport_name(&self) -> &str {
         self.transport.name()
     }
 
@@ -220,7 +231,7 @@ impl Rails {
     /// Sends the first `len` bytes of a claimed slot. On [`Posted::Full`], poll and post again.
     pub(crate) fn post(&self, claim: ClaimedSlot, len: usize) -> Result<Posted> {
         assert!(len <= self.layout.slot_bytes, "a message of {len} bytes is larger than a slot");
-        let mut put = Put::new(self.streams[claim.domain].peer, DATA | claim.slot as u32);
+        let mut put = Put::new(self.streams[claim.domain].peer, claim.signal(DATA));
         // The bytes of a lent slot are already in the peer's window.
         if self.lent(claim).is_none() {
             let source = self.layout.send_slot(claim.domain, claim.slot);
@@ -236,7 +247,7 @@ impl Rails {
 
     /// Sends the credit for a message that was read. On [`Posted::Full`], poll and release again.
     pub(crate) fn release(&self, claim: ClaimedSlot) -> Result<Posted> {
-        self.transport.put(Put::new(self.streams[claim.domain].peer, CREDIT | claim.slot as u32))
+        self.transport.put(Put::new(self.streams[claim.domain].peer, claim.signal(CREDIT)))
     }
 
     /// Handles the signals that have arrived.
@@ -251,26 +262,30 @@ impl Rails {
             }
         })?;
         invalid.map_or(Ok(()), |(peer, signal)| {
-            let what = format!("a signal ({signal:#x}) that matches no message in flight");
+            let what = format!("a signal ({:#x}) that matches no message in flight", signal.word());
             Err(broken(self.streams[self.own_domain].peer, peer, what))
         })
     }
 
     /// Handles one signal. Returns whether the protocol allows `peer` to send it now.
-    fn handle_signal(&self, peer: Rank, signal: u32) -> bool {
-        let slot = (signal & 0xFFFF) as usize;
+    fn handle_signal(&self, peer: Rank, signal: Signal) -> bool {
+        let slot = (signal.word() & 0xFFFF) as usize;
         let Some(stream) =
             self.others().map(|domain| &self.streams[domain]).find(|stream| stream.peer == peer)
         else {
             return false;
         };
         let (Some(busy), Some(full)) = (stream.busy.get(slot), stream.full.get(slot)) else { return false };
-        match signal & !0xFFFF {
-            // A credit must follow a message that was sent; a slot must not be filled again before its credit.
-            CREDIT => busy.swap(false, Release),
-            DATA => !full.swap(true, Release),
-            _ => false,
-        }
+        // A credit must follow a message that was sent; a slot must not be filled again before its credit.
+        if signal.word() & CREDIT == CREDIT { busy.swap(false, Release) } else { !full.swap(true, Release) }
+    }
+
+    /// Waits until all puts to the rail peer in `domain` are complete.
+    ///
+    /// # Errors
+    /// That of [`Transport::drain`].
+    pub(crate) fn drain(&self, domain: usize, deadline: Instant) -> Result<()> {
+        self.transport.drain(self.peer(domain), deadline)
     }
 
     /// Bytes and messages sent so far.
@@ -308,7 +323,7 @@ mod tests {
     type Script = Arc<Mutex<Vec<(Rank, u32)>>>;
 
     impl Transport for Scripted {
-        fn name(&self) -> &'static str {
+        fn name(&self) -> &str {
             "scripted"
         }
 
@@ -316,8 +331,13 @@ mod tests {
             Ok(Posted::Yes)
         }
 
-        fn poll(&self, on_signal: &mut dyn FnMut(Rank, u32)) -> Result<()> {
-            lock(&self.0).drain(..).for_each(|(peer, signal)| on_signal(peer, signal));
+        fn poll(&self, on_signal: &mut dyn FnMut(Rank, Signal)) -> Result<()> {
+            let mut pass = |(peer, signal)| on_signal(peer, Signal::new(signal).expect("17 bits"));
+            lock(&self.0).drain(..).for_each(&mut pass);
+            Ok(())
+        }
+
+        fn drain(&self, _: Rank, _: Instant) -> Result<()> {
             Ok(())
         }
     }
@@ -346,7 +366,6 @@ mod tests {
             (Rank(1), CREDIT),        // nothing was sent
             (Rank(1), DATA | 2),      // there is no such slot
             (Rank(1), DATA | 0xFFFF), // there is no such slot
-            (Rank(1), 7 << 16),       // neither data nor credit
             (Rank(0), DATA),          // this rank itself
             (Rank(9), DATA),          // no rank of the rail
             (Rank(2), DATA),          // the slot is still full

@@ -59,6 +59,11 @@ impl Segment {
         Ok(Self { start, len })
     }
 
+    /// The address of the first byte.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
     /// Length, bytes.
     pub(crate) fn len(&self) -> usize {
         self.len

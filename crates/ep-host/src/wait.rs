@@ -172,6 +172,17 @@ impl Op<'_> {
         comm.world.topology().all_ranks().filter(move |&rank| rank != comm.rank).filter(unfinished)
     }
 
+    /// The error for a rank whose health is not alive although it has not finished this step.
+    pub(crate) fn unhealthy(&self, rank: Rank, health: Health, waiting: Waiting) -> Error {
+        match health {
+            Health::Failed { at_fault, fault, .. } if at_fault != self.comm.rank => {
+                self.peer_error(at_fault, fault, waiting, Some(rank))
+            }
+            Health::Failed { .. } => self.peer_error(rank, PeerFault::Failed, waiting, Some(rank)),
+            Health::Left | Health::Alive => self.left(rank, waiting),
+        }
+    }
+
     /// Checks the peers' health and processes, the program's wish to stop, and the bounds.
     fn check_peers(&self, waiting: &impl Fn() -> Waiting) -> Result<()> {
         let comm = self.comm;
@@ -183,15 +194,8 @@ impl Op<'_> {
             if health != Health::Alive && comm.controls[rank.index()].finished() >= self.step {
                 continue;
             }
-            match health {
-                Health::Alive => {}
-                Health::Failed { at_fault, fault, .. } if at_fault != comm.rank => {
-                    return Err(self.peer_error(at_fault, fault, waiting(), Some(rank)));
-                }
-                Health::Failed { .. } => {
-                    return Err(self.peer_error(rank, PeerFault::Failed, waiting(), Some(rank)));
-                }
-                Health::Left => return Err(self.left(rank, waiting())),
+            if health != Health::Alive {
+                return Err(self.unhealthy(rank, health, waiting()));
             }
         }
         let now = self.now_ns();

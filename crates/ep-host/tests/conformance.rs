@@ -200,6 +200,38 @@ fn suite_with_streaming_stores() {
     check_suite(&config);
 }
 
+/// The settings for an engine of libfabric; `None`, with a message, where the library is not installed.
+/// `HYBRID_EP_REQUIRE_LIBFABRIC=1` makes that a failure.
+#[cfg(feature = "fabric")]
+fn over(provider: &str, mut config: Config) -> Option<Config> {
+    config.host.transport.engine = provider.into();
+    config.host.transport.libfabric = std::env::var_os("HYBRID_EP_LIBFABRIC").map(Into::into);
+    match ep_fabric::providers(config.host.transport.libfabric.as_deref()) {
+        Ok(_) => Some(config),
+        Err(error) if std::env::var("HYBRID_EP_REQUIRE_LIBFABRIC").as_deref() == Ok("1") => panic!("{error}"),
+        Err(error) => {
+            eprintln!("SKIPPED: {error}");
+            None
+        }
+    }
+}
+
+#[test]
+#[cfg(feature = "fabric")]
+fn suite_over_tcp() {
+    if let Some(config) = over("tcp", config(2, 16, 2)) {
+        check_suite(&config);
+    }
+}
+
+#[test]
+#[cfg(feature = "fabric")]
+fn suite_over_shm() {
+    if let Some(config) = over("shm", config(1, 3, 1)) {
+        check_suite(&config);
+    }
+}
+
 #[test]
 fn suite_in_unregistered_memory() {
     let config = config(1, 8, 2);

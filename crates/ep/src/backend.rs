@@ -1,5 +1,4 @@
-//! The operators' interface ([`Backend`]) with its argument types, and the interface of the engine that moves bytes
-//! between NVLink domains ([`Transport`]).
+//! The operators' interface ([`Backend`]) with its argument types.
 //!
 //! All matrices are row-major and contiguous. Their sizes are checked in bytes: memory may be longer than needed.
 //!
@@ -726,76 +725,6 @@ pub trait BackendExt: Backend {
 }
 
 impl<B: Backend> BackendExt for B {}
-
-/// Whether the engine accepted a put.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Posted {
-    /// The engine accepted the put.
-    Yes,
-    /// The engine's queue is full: call [`Transport::poll`], then post the put again.
-    Full,
-}
-
-/// A put: copies bytes from this rank's window to a peer's window, then delivers a signal to the peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Put {
-    /// Receiving rank, on the same rail.
-    pub peer: Rank,
-    /// Offset of the first byte in this rank's window.
-    pub source: usize,
-    /// Offset of the first byte in the peer's window.
-    pub destination: usize,
-    /// Number of bytes; 0 sends only the signal.
-    pub len: usize,
-    /// The word that the peer's [`Transport::poll`] delivers once the bytes are in its window.
-    pub signal: u32,
-}
-
-impl Put {
-    /// A put of no bytes, which delivers only `signal`.
-    pub fn new(peer: Rank, signal: u32) -> Self {
-        Self { peer, source: 0, destination: 0, len: 0, signal }
-    }
-
-    /// Sets the bytes: the range `source` of this rank's window is copied to the offset `destination` of the peer's
-    /// window.
-    #[must_use]
-    pub fn bytes(self, source: Range<usize>, destination: usize) -> Self {
-        Self { source: source.start, destination, len: source.len(), ..self }
-    }
-}
-
-/// An engine that moves bytes along a rail, between NVLink domains.
-///
-/// Every rank registers one window of memory when it makes its engine. Puts address windows by byte offset. The only
-/// ordering guarantee is that a put's signal arrives after the put's bytes. The caller must keep the source bytes
-/// unchanged until the peer has received them, which the caller learns from the peer's own signals.
-pub trait Transport: Send + Sync {
-    /// The engine's name, for reports.
-    fn name(&self) -> &'static str;
-
-    /// Posts a put.
-    ///
-    /// # Errors
-    /// [`CallerError`] when the put lies outside a window; an environment or peer error of the engine.
-    fn put(&self, put: Put) -> Result<Posted>;
-
-    /// The address of `len` bytes at `offset` of a peer's window, for an engine that maps both windows in this process.
-    ///
-    /// The caller writes the bytes itself and then posts a put of length 0 for the signal. `None` when only the engine
-    /// can write to the peer's window, as with a network card; this is the default.
-    fn lend(&self, peer: Rank, offset: usize, len: usize) -> Option<std::ptr::NonNull<u8>> {
-        let _ = (peer, offset, len);
-        None
-    }
-
-    /// Makes progress, and passes every signal that has arrived to `on_signal`, with the rank that sent it.
-    ///
-    /// # Errors
-    /// An environment or peer error of the engine.
-    fn poll(&self, on_signal: &mut dyn FnMut(Rank, u32)) -> Result<()>;
-}
 
 #[cfg(test)]
 mod tests {

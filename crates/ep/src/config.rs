@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::error::{CallerError, Result};
 use crate::interrupt::Interrupt;
+use crate::transport::TransportOptions;
 
 /// Tunables of a communicator: those that all backends have, and those of each backend. Every rank must use the same
 /// `chunk_tokens`, `host.slot_bytes` and `host.slots`.
@@ -69,6 +70,8 @@ pub struct HostConfig {
     /// ([`Transport::lend`](crate::Transport::lend)). If false, a rank packs each message in its own window and the
     /// engine carries it, as over a network. Default true. `HYBRID_EP_LEND`, 0 or 1.
     pub lend: bool,
+    /// The engine that carries bytes between domains. [`TransportOptions`] has its variables.
+    pub transport: TransportOptions,
     /// A rank writes outputs larger than this many bytes with stores that bypass the caches. Default 4 MiB.
     /// `HYBRID_EP_STREAMING_BYTES`, any.
     pub streaming_bytes: usize,
@@ -103,7 +106,14 @@ impl Default for Config {
 
 impl Default for HostConfig {
     fn default() -> Self {
-        Self { workers: 0, slot_bytes: 128 << 10, slots: 16, lend: true, streaming_bytes: 4 << 20 }
+        Self {
+            workers: 0,
+            slot_bytes: 128 << 10,
+            slots: 16,
+            lend: true,
+            transport: TransportOptions::default(),
+            streaming_bytes: 4 << 20,
+        }
     }
 }
 
@@ -185,6 +195,7 @@ impl Config {
                     .next_multiple_of(64),
                 slots: read("HYBRID_EP_SLOTS", host.slots, ranges::SLOTS)?,
                 lend: read("HYBRID_EP_LEND", host.lend.into(), 0..=1)? == 1,
+                transport: TransportOptions::from_lookup(&lookup),
                 streaming_bytes: read("HYBRID_EP_STREAMING_BYTES", host.streaming_bytes, 0..=usize::MAX)?,
             },
             cuda: CudaConfig {

@@ -75,12 +75,13 @@ pub mod routing;
 pub mod size;
 pub mod topology;
 pub mod trace;
+pub mod transport;
 pub mod weight;
 pub mod workload;
 
 pub use backend::{
     Backend, BackendExt, CombineInput, CombineOutput, Combined, DispatchInput, DispatchMode, DispatchOutput,
-    Dispatched, Element, HandleShape, Posted, Probs, Put, TokenFormat, Traffic, Transport,
+    Dispatched, Element, HandleShape, Probs, TokenFormat, Traffic,
 };
 pub use config::{Config, CudaConfig, CudaEnv, HostConfig};
 pub use device::{DeviceReport, DeviceRouting, Indices};
@@ -91,4 +92,7 @@ pub use numeric::ScaleFormat;
 pub use routing::Routing;
 pub use size::Size;
 pub use topology::{ExpertPlacement, Rank, Topology, World};
+pub use transport::{
+    Limits, MemoryKind, Posted, Put, Rail, Signal, Transport, TransportOptions, Unconnected, Window,
+};
 pub use weight::{WeightGradients, WeightRows, WeightedRows};

@@ -11,7 +11,7 @@ use crate::common::numbers::{Count, count64};
 const WAIT_MS: Count = Count::new(1, 86_400_000);
 
 /// Settings of the library that have an option. Its environment variables set these and all others.
-#[derive(Debug, Clone, Copy, Args)]
+#[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Tuning")]
 pub(crate) struct TuningArgs {
     /// Longest wait in milliseconds for a live rank to join or to enter an operator [default: HYBRID_EP_TIMEOUT_MS, or
@@ -28,6 +28,10 @@ pub(crate) struct TuningArgs {
     /// SMs of each GPU for dispatch and combine [default: HYBRID_EP_SMS, or chosen by the backend]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) sms: Option<u16>,
+    /// What carries bytes between domains on the host backend: loopback, or a provider of libfabric such as tcp or shm
+    /// [default: HYBRID_EP_TRANSPORT, or loopback]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) transport: Option<String>,
     /// Set by the launcher for the ranks that it starts: stdin is a pipe that closes when the launcher ends.
     #[arg(long, hide = true)]
     pub(crate) launched: bool,
@@ -48,6 +52,9 @@ impl TuningArgs {
         }
         if let Some(sms) = self.sms {
             config.cuda.sms = sms.into();
+        }
+        if let Some(transport) = &self.transport {
+            config.host.transport.engine.clone_from(transport);
         }
         Ok(config)
     }

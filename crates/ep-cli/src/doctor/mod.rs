@@ -1,7 +1,8 @@
 //! `hybrid-ep doctor`: reports what this machine offers, what is missing, and how to get it.
 //!
 //! The facts come from files, the environment and the standard library. No other program is run, so that the report
-//! works on a machine where programs are broken. Only the GPU driver is queried, on a thread with a time limit. A fact
+//! works on a machine where programs are broken. Only the GPU driver and libfabric are queried, on threads with a time
+//! limit. A fact
 //! that cannot be read is reported as unknown, with the reason.
 
 mod backend;
@@ -9,6 +10,7 @@ mod cgroup;
 mod check;
 mod cpu;
 mod cuda;
+mod fabric;
 mod fact;
 mod gpu;
 mod launch;
@@ -53,5 +55,5 @@ pub(crate) fn main(args: &DoctorArgs, invocation: &Invocation) -> Result<Verdict
 
 /// Examines this machine. `program` is the name that users type; the verdict suggests a command with it.
 fn examine(program: &str) -> DoctorReport {
-    DoctorReport::of(&Probe::of_this_machine(), Cuda::of_this_machine(), program)
+    DoctorReport::of(&Probe::of_this_machine(), Cuda::of_this_machine(), fabric::providers(), program)
 }

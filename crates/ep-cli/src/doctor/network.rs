@@ -30,6 +30,9 @@ pub(crate) struct Network {
     pub(crate) interfaces: Fact<Vec<Interface>>,
     /// Paths of `libfabric.so.1`; a loader takes the first.
     pub(crate) libfabric_paths: Vec<String>,
+    /// The providers of libfabric that can carry bytes between domains (`--transport`); absent if the library cannot be
+    /// loaded.
+    pub(crate) libfabric_providers: Fact<Vec<String>>,
     /// Paths of `libibverbs.so.1`; a loader takes the first.
     pub(crate) libibverbs_paths: Vec<String>,
 }
@@ -76,7 +79,7 @@ pub(crate) struct Interface {
 }
 
 impl Network {
-    pub(super) fn find(probe: &Probe) -> Self {
+    pub(super) fn find(probe: &Probe, libfabric_providers: Fact<Vec<String>>) -> Self {
         let dirs = library::loader_dirs(probe);
         let pci = pci::devices(probe);
         let on_bus = |wanted: fn(&pci::Device) -> bool| {
@@ -93,6 +96,7 @@ impl Network {
                 .len(),
             interfaces: interfaces(probe),
             libfabric_paths: library::find_all(probe, &dirs, &["libfabric.so.1"]),
+            libfabric_providers,
             libibverbs_paths: library::find_all(probe, &dirs, &["libibverbs.so.1"]),
         }
     }
@@ -105,6 +109,15 @@ impl Network {
             &self.libfabric_paths,
             system.packages.install("libfabric1", "libfabric"),
         ));
+        // Without the library, the line above has the advice.
+        if self.libfabric_providers != Fact::Absent {
+            checks.push(Check::of("libfabric providers", &self.libfabric_providers, |names| {
+                match names.len() {
+                    0 => "none".to_owned(),
+                    _ => names.join(", "),
+                }
+            }));
+        }
         checks.push(library_check(
             "libibverbs.so.1",
             &self.libibverbs_paths,

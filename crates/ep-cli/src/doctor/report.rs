@@ -62,13 +62,13 @@ pub(crate) struct DoctorVerdict {
 }
 
 impl DoctorReport {
-    pub(super) fn of(probe: &Probe, cuda: Cuda, program: &str) -> Self {
+    pub(super) fn of(probe: &Probe, cuda: Cuda, providers: Fact<Vec<String>>, program: &str) -> Self {
         let limits = cgroup::Limits::find(probe);
         let system = System::find(probe);
         let cpu = Cpu::find(probe, &limits);
         let memory = Memory::find(probe, &limits);
         let gpus = Gpus::find(probe);
-        let network = Network::find(probe);
+        let network = Network::find(probe, providers);
         let launch = Launch::find(probe);
         let backends = backends(&cuda);
         let sections = vec![

@@ -21,6 +21,8 @@ use super::{
 struct FakeMachine {
     probe: Probe,
     cuda: Cuda,
+    /// Providers of libfabric.
+    providers: Fact<Vec<String>>,
 }
 
 impl FakeMachine {
@@ -44,6 +46,7 @@ impl FakeMachine {
                 },
             },
             cuda: no_cuda(),
+            providers: Fact::Absent,
         }
     }
 
@@ -112,7 +115,7 @@ impl FakeMachine {
     }
 
     fn examine(&self) -> DoctorReport {
-        DoctorReport::of(&self.probe, self.cuda.clone(), "hybrid-ep")
+        DoctorReport::of(&self.probe, self.cuda.clone(), self.providers.clone(), "hybrid-ep")
     }
 }
 
@@ -287,7 +290,7 @@ fn gpu_server() -> FakeMachine {
 
 #[test]
 fn eight_gpus_and_two_infiniband_cards() {
-    let machine = gpu_server();
+    let mut machine = gpu_server();
     let report = machine.examine();
     assert_sound(&report);
 
@@ -331,6 +334,9 @@ fn eight_gpus_and_two_infiniband_cards() {
     assert_eq!(interfaces[0].speed_mbit_per_s, Fact::Known(25_000));
     assert_eq!(find(&report, "eno1").found, "up, 25 Gbit/s");
     assert_eq!(find(&report, "libfabric.so.1").found, "/opt/amazon/efa/lib/libfabric.so.1");
+    assert!(report.sections.iter().flat_map(|s| &s.checks).all(|check| check.name != "libfabric providers"));
+    machine.providers = Fact::Known(vec!["efa".to_owned(), "tcp".to_owned()]);
+    assert_eq!(find(&machine.examine(), "libfabric providers").found, "efa, tcp");
     // The files exist, but the driver does not answer: its answers decide.
     assert_eq!(find(&report, "cuda").mark, Mark::Absent);
     assert_eq!(report.verdict.problems, 0);

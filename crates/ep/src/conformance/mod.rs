@@ -33,6 +33,7 @@ mod soak;
 mod suite;
 #[cfg(test)]
 mod tests;
+mod transport;
 mod weigh;
 
 pub use case::{CapacityKind, Case, ProbsKind, RoutingKind};
@@ -42,3 +43,7 @@ pub use prepared::Prepared;
 pub use random::random_case;
 pub use soak::{Iteration, Soak, Soaking};
 pub use suite::suite;
+pub use transport::{
+    End, Reordering, TRANSPORT_LIMITS, TransportFailure, WindowAccess, check_transport,
+    transport_window_bytes,
+};

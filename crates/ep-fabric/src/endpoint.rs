@@ -1,0 +1,483 @@
+//! An endpoint with its window: the objects of libfabric, opened and closed in order, and the three calls that move
+//! bytes. No call here may run at the same time as another one of the same endpoint; `engine` has the lock.
+
+use std::ffi::{c_int, c_void};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use ep::{EnvironmentError, Error, Limits, Result, Window};
+
+use crate::blob::Blob;
+use crate::info::InfoList;
+use crate::library::Library;
+use crate::{Options, sys};
+
+/// An object of libfabric, which is closed when it is dropped.
+struct Object(NonNull<sys::Fid>);
+
+// SAFETY: the objects are used under the engine's lock, by one thread at a time (`FI_THREAD_DOMAIN`).
+unsafe impl Send for Object {}
+
+impl Object {
+    /// The object that a function of the library stored; every object begins with its [`sys::Fid`].
+    fn new<T>(object: *mut T) -> Option<Self> {
+        NonNull::new(object.cast()).map(Self)
+    }
+
+    fn as_ptr<T>(&self) -> *mut T {
+        self.0.as_ptr().cast()
+    }
+
+    /// The generic functions of the object.
+    fn ops(&self) -> &sys::Ops {
+        // SAFETY: an open object has this table.
+        unsafe { &*(*self.0.as_ptr()).ops }
+    }
+
+    fn bind(&self, to: &Self, flags: u64) -> isize {
+        // SAFETY: both objects are open.
+        self.ops()
+            .bind
+            .map_or(-sys::ENOSYS, |bind| unsafe { bind(self.as_ptr(), to.as_ptr(), flags) } as isize)
+    }
+
+    fn enable(&self) -> isize {
+        // SAFETY: the object is open, and the command takes no argument.
+        let enable = |control: unsafe extern "C" fn(*mut sys::Fid, c_int, *mut c_void) -> c_int| unsafe {
+            control(self.as_ptr(), sys::ENABLE, ptr::null_mut())
+        };
+        self.ops().control.map_or(-sys::ENOSYS, |control| enable(control) as isize)
+    }
+}
+
+impl Drop for Object {
+    fn drop(&mut self) {
+        if let Some(close) = self.ops().close {
+            // SAFETY: the object is open; `Endpoint` closes what uses an object before the object.
+            let _ = unsafe { close(self.as_ptr()) };
+        }
+    }
+}
+
+/// Memory that the library uses for one operation while it is in flight (`fi_context2`).
+#[repr(C, align(64))]
+pub(crate) struct Context([u8; 64]);
+
+/// The contexts of all operations, at addresses that do not change. The library reads and writes them.
+struct Contexts {
+    first: NonNull<Context>,
+    count: usize,
+}
+
+// SAFETY: plain memory; only the library accesses it, under the engine's lock.
+unsafe impl Send for Contexts {}
+
+impl Contexts {
+    fn new(count: usize) -> Self {
+        let contexts: Box<[Context]> = (0..count).map(|_| Context([0; 64])).collect();
+        let first = NonNull::new(Box::into_raw(contexts).cast()).expect("a box is not null");
+        Self { first, count }
+    }
+
+    fn at(&self, index: usize) -> *mut c_void {
+        assert!(index < self.count);
+        // SAFETY: inside the allocation.
+        unsafe { self.first.add(index) }.as_ptr().cast()
+    }
+
+    /// The index of a context that the library returned.
+    fn index(&self, context: *mut c_void) -> Option<usize> {
+        let offset = context.addr().checked_sub(self.first.addr().get())?;
+        let index = offset / size_of::<Context>();
+        (offset.is_multiple_of(size_of::<Context>()) && index < self.count).then_some(index)
+    }
+}
+
+impl Drop for Contexts {
+    fn drop(&mut self) {
+        // SAFETY: made by `new` from a box of this length; the endpoint is closed, so the library is done with it.
+        drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(self.first.as_ptr(), self.count)) });
+    }
+}
+
+/// What the queue of completions delivered.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Completion {
+    /// The put with this context is complete.
+    Put(usize),
+    /// The put with this context failed.
+    Failed(usize, String),
+    /// A peer's put has arrived, with this immediate.
+    Arrived(u32),
+}
+
+/// Where a peer's window is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Remote {
+    address: sys::Address,
+    key: u64,
+    base: u64,
+    pub(crate) len: usize,
+}
+
+/// The fields are in the order in which they must be dropped.
+pub(crate) struct Endpoint {
+    region: Object,
+    endpoint: Object,
+    addresses: Object,
+    queue: Object,
+    _domain: Object,
+    _fabric: Object,
+    contexts: Contexts,
+    info: InfoList,
+    library: Arc<Library>,
+    window: Arc<dyn Window>,
+    provider: String,
+    /// Contexts of puts come first, and then those of posted receives.
+    puts: usize,
+    /// Contexts of receives that have to be posted, where immediates need posted receives.
+    unposted: Vec<usize>,
+    /// What the provider calls the first byte of this rank's window.
+    base: u64,
+}
+
+impl Endpoint {
+    /// # Safety
+    /// The window's memory must stay as its [`Window`] states until the window is dropped.
+    pub(crate) unsafe fn open(
+        library: Arc<Library>,
+        options: &Options,
+        window: Arc<dyn Window>,
+        peers: usize,
+        limits: Limits,
+    ) -> Result<Self> {
+        let (info, provider) = InfoList::of(&library, options)?;
+        let at = options.address.as_ref().map_or(String::new(), |address| format!(" at address {address}"));
+        let what = format!("opening provider {provider}{at} of libfabric {}", library.version());
+        let failed = |step: &str, answer: isize| -> Error {
+            let hint = "see the provider's manual, fi_provider(7), or set FI_LOG_LEVEL=warn";
+            EnvironmentError::new(&what, format!("{step}: {}", library.text(answer)), hint).into()
+        };
+        let ok = |step: &str, answer: isize| if answer == 0 { Ok(()) } else { Err(failed(step, answer)) };
+        let opened = |step: &str, answer: isize, object: Option<Object>| match object {
+            Some(object) if answer == 0 => Ok(object),
+            _ => Err(failed(step, if answer == 0 { -sys::ENOSYS } else { answer })),
+        };
+        let missing = |step: &str| failed(step, -sys::ENOSYS);
+        let entry = info.entries().find(|entry| entry.provider() == provider).expect("chosen by this name");
+        let (largest, mr_mode) = (entry.ep().max_msg_size, entry.domain().mr_mode);
+        if largest < limits.put_bytes {
+            let hint = "lower HYBRID_EP_SLOT_BYTES";
+            let problem =
+                format!("a put of {} bytes; the provider carries at most {largest}", limits.put_bytes);
+            return Err(EnvironmentError::new(what, problem, hint).into());
+        }
+        let none = ptr::null_mut();
+
+        let mut fabric = ptr::null_mut();
+        // SAFETY: the attributes belong to the entry; the call stores one pointer. So do the calls below: each gets open
+        // objects and structures that live during the call.
+        let answer = unsafe { (library.fabric)(entry.fabric_attr(), &mut fabric, none) };
+        let fabric_object = opened("fi_fabric", answer as isize, Object::new(fabric))?;
+
+        let mut domain = ptr::null_mut();
+        // SAFETY: as above.
+        let open = unsafe { (*(*fabric).ops).domain }.ok_or_else(|| missing("fi_domain"))?;
+        // SAFETY: as above.
+        let answer = unsafe { open(fabric, entry.as_ptr(), &mut domain, none) };
+        let domain_object = opened("fi_domain", answer as isize, Object::new(domain))?;
+        // SAFETY: an open domain has this table.
+        let ops = unsafe { &*(*domain).ops };
+
+        let signals = peers.saturating_mul(limits.signals);
+        let puts = entry.tx().size.clamp(1, signals.max(1));
+        let receives = match entry.mode() & sys::RX_CQ_DATA {
+            0 => 0,
+            _ => entry.rx().size.clamp(1, signals.max(1)),
+        };
+        // Room for the completion of every operation of this rank and for every signal of the peers.
+        let mut attributes = sys::CqAttr {
+            size: puts + receives + signals,
+            flags: 0,
+            format: sys::CQ_FORMAT_DATA,
+            wait_obj: sys::WAIT_NONE,
+            signaling_vector: 0,
+            wait_cond: 0,
+            wait_set: none,
+        };
+        let mut queue = ptr::null_mut();
+        let open = ops.cq_open.ok_or_else(|| missing("fi_cq_open"))?;
+        // SAFETY: as above.
+        let answer = unsafe { open(domain, &mut attributes, &mut queue, none) };
+        let queue = opened("fi_cq_open", answer as isize, Object::new(queue))?;
+
+        let open = ops.av_open.ok_or_else(|| missing("fi_av_open"))?;
+        let mut addresses = Err(missing("fi_av_open"));
+        for kind in [sys::AV_TABLE, sys::AV_MAP] {
+            let mut attributes = sys::AvAttr {
+                kind,
+                rx_ctx_bits: 0,
+                count: peers,
+                ep_per_node: 0,
+                name: ptr::null(),
+                map_addr: none,
+                flags: 0,
+            };
+            let mut vector = ptr::null_mut();
+            // SAFETY: as above.
+            let answer = unsafe { open(domain, &mut attributes, &mut vector, none) };
+            addresses = opened("fi_av_open", answer as isize, Object::new(vector));
+            if addresses.is_ok() {
+                break;
+            }
+        }
+        let addresses = addresses?;
+
+        let open = ops.endpoint.ok_or_else(|| missing("fi_endpoint"))?;
+        let mut endpoint = ptr::null_mut();
+        // SAFETY: as above.
+        let answer = unsafe { open(domain, entry.as_ptr(), &mut endpoint, none) };
+        let endpoint = opened("fi_endpoint", answer as isize, Object::new(endpoint))?;
+        ok("fi_ep_bind to the queue", endpoint.bind(&queue, sys::TRANSMIT | sys::RECV))?;
+        ok("fi_ep_bind to the addresses", endpoint.bind(&addresses, 0))?;
+        ok("fi_enable", endpoint.enable())?;
+
+        // A key that nobody can guess, where the choice is ours. Keys are at least 4 bytes long with all providers.
+        let mut key = [0; 8];
+        getrandom::fill(&mut key).map_err(|error| EnvironmentError::new(&what, error, ""))?;
+        let bits = entry.domain().mr_key_size.clamp(1, 8) as u32 * 8;
+        let key = match mr_mode & sys::MR_PROV_KEY {
+            0 => u64::from_le_bytes(key) >> (u64::BITS - bits),
+            _ => 0,
+        };
+        let mut region = ptr::null_mut::<sys::Mr>();
+        // SAFETY: an open domain has this table.
+        let register = unsafe { (*(*domain).mr).reg }.ok_or_else(|| missing("fi_mr_reg"))?;
+        let (start, access) = (window.start().as_ptr(), sys::WRITE | sys::REMOTE_WRITE);
+        // SAFETY: the caller guarantees that the memory stays mapped; `window` keeps it until the region is closed.
+        let answer = unsafe {
+            let domain = domain_object.as_ptr();
+            register(domain, start.cast(), window.len(), access, 0, key, 0, &mut region, none)
+        };
+        let region = opened("fi_mr_reg", answer as isize, Object::new(region))?;
+        if mr_mode & sys::MR_ENDPOINT != 0 {
+            ok("fi_mr_bind", region.bind(&endpoint, 0))?;
+            ok("fi_mr_enable", region.enable())?;
+        }
+        let base = if mr_mode & sys::MR_VIRT_ADDR == 0 { 0 } else { start.expose_provenance() as u64 };
+        let mut endpoint = Self {
+            region,
+            endpoint,
+            addresses,
+            queue,
+            _domain: domain_object,
+            _fabric: fabric_object,
+            contexts: Contexts::new(puts + receives),
+            info,
+            library: Arc::clone(&library),
+            window,
+            provider,
+            puts,
+            unposted: (puts..puts + receives).collect(),
+            base,
+        };
+        endpoint.post_receives()?;
+        Ok(endpoint)
+    }
+
+    /// The provider's name.
+    pub(crate) fn provider(&self) -> &str {
+        &self.provider
+    }
+
+    /// Puts that may be in flight: their contexts are `0..puts`.
+    pub(crate) fn puts(&self) -> usize {
+        self.puts
+    }
+
+    /// Length of this rank's window, bytes.
+    pub(crate) fn window_len(&self) -> usize {
+        self.window.len()
+    }
+
+    /// The text of an error of the library.
+    pub(crate) fn text(&self, answer: isize) -> String {
+        self.library.text(answer)
+    }
+
+    fn error(&self, what: &str, answer: isize) -> Error {
+        EnvironmentError::new(format!("{what} over {}", self.provider), self.library.text(answer), "").into()
+    }
+
+    /// What peers need to reach this rank's window.
+    pub(crate) fn blob(&self) -> Result<Blob> {
+        let endpoint = self.endpoint.as_ptr::<sys::Ep>();
+        // SAFETY: an open endpoint of this kind has this table.
+        let getname = unsafe { (*(*endpoint).cm).getname };
+        let getname = getname.ok_or_else(|| self.error("asking for the own address", -sys::ENOSYS))?;
+        let mut address = vec![0u8; 512];
+        let mut len = address.len();
+        // SAFETY: the call writes at most `len` bytes, and the length that the address has.
+        let answer =
+            unsafe { getname(self.endpoint.as_ptr(), address.as_mut_ptr().cast(), &mut len) } as isize;
+        if answer != 0 || len > address.len() {
+            return Err(self.error("asking for the own address", answer));
+        }
+        address.truncate(len);
+        // SAFETY: the region is open.
+        let key = unsafe { (*self.region.as_ptr::<sys::Mr>()).key };
+        let (provider, len) = (self.provider.clone(), self.window.len() as u64);
+        Ok(Blob { provider, address, key, base: self.base, len })
+    }
+
+    /// Adds a peer. `None` when the provider refuses its address.
+    pub(crate) fn insert(&mut self, blob: &Blob) -> Option<Remote> {
+        // The library reads as many bytes as an address of this provider has.
+        let own = self.blob().ok()?.address.len();
+        let len = usize::try_from(blob.len).ok()?;
+        let text = self.info.entries().next()?.src_is_text();
+        if blob.address.len() != own && !(text && blob.address.last() == Some(&0)) {
+            return None;
+        }
+        let mut address = u64::MAX;
+        // SAFETY: an open vector has this table. The address has the length of its format, or is a string that ends
+        // with 0, as checked; the call stores one number.
+        let inserted = unsafe {
+            let vector = self.addresses.as_ptr::<sys::Av>();
+            let insert = (*(*vector).ops).insert?;
+            insert(vector, blob.address.as_ptr().cast(), 1, &mut address, 0, ptr::null_mut())
+        };
+        (inserted == 1).then_some(Remote { address, key: blob.key, base: blob.base, len })
+    }
+
+    /// Posts a put of `len` bytes at `source`, with the context. The caller has checked the offsets. `Ok(false)`: the
+    /// provider's queue is full, or its connection is not ready.
+    pub(crate) fn write(
+        &mut self,
+        to: Remote,
+        source: usize,
+        destination: usize,
+        len: usize,
+        immediate: u32,
+        context: usize,
+    ) -> Result<bool, isize> {
+        assert!(context < self.puts && source.checked_add(len).is_some_and(|end| end <= self.window.len()));
+        let endpoint = self.endpoint.as_ptr::<sys::Ep>();
+        // SAFETY: the source is inside the registered window, which outlives the endpoint. The context is not in use by
+        // another operation. A descriptor is passed whether or not the provider needs it (`FI_MR_LOCAL`).
+        let answer = unsafe {
+            let writedata = (*(*endpoint).rma).writedata.ok_or(-sys::ENOSYS)?;
+            let from = self.window.start().as_ptr().add(source);
+            let desc = (*self.region.as_ptr::<sys::Mr>()).desc;
+            let at = to.base + destination as u64;
+            let context = self.contexts.at(context);
+            writedata(endpoint, from.cast(), len, desc, immediate.into(), to.address, at, to.key, context)
+        };
+        match answer {
+            0 => Ok(true),
+            answer if answer == -sys::EAGAIN => Ok(false),
+            answer => Err(answer),
+        }
+    }
+
+    /// Posts receives, where the provider needs one for every immediate.
+    fn post_receives(&mut self) -> Result<()> {
+        while let Some(&context) = self.unposted.last() {
+            let endpoint = self.endpoint.as_ptr::<sys::Ep>();
+            // SAFETY: a receive of no bytes: only the immediate of a remote write consumes it. Nothing else uses its
+            // context. The address means any sender.
+            let answer = unsafe {
+                let recv = (*(*endpoint).msg).recv;
+                let recv = recv.ok_or_else(|| self.error("posting a receive", -sys::ENOSYS))?;
+                let desc = (*self.region.as_ptr::<sys::Mr>()).desc;
+                let start = self.window.start().as_ptr().cast();
+                recv(endpoint, start, 0, desc, u64::MAX, self.contexts.at(context))
+            };
+            match answer {
+                0 => drop(self.unposted.pop()),
+                // Posted again with the next progress.
+                answer if answer == -sys::EAGAIN => break,
+                answer => return Err(self.error("posting a receive", answer)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes progress and passes the completions on. Returns their number.
+    pub(crate) fn progress(&mut self, on: &mut dyn FnMut(Completion)) -> Result<usize> {
+        self.post_receives()?;
+        let queue = self.queue.as_ptr::<sys::Cq>();
+        // SAFETY: an open queue has this table.
+        let ops = unsafe { &*(*queue).ops };
+        let (Some(read), Some(readerr)) = (ops.read, ops.readerr) else {
+            return Err(self.error("reading completions", -sys::ENOSYS));
+        };
+        const MOST: usize = 32;
+        let empty =
+            sys::CqDataEntry { op_context: ptr::null_mut(), flags: 0, len: 0, buf: ptr::null_mut(), data: 0 };
+        let mut entries = [empty; MOST];
+        let mut total = 0;
+        loop {
+            // SAFETY: the queue's format is that of the entries, and there are `MOST` of them.
+            let found = unsafe { read(queue, entries.as_mut_ptr().cast(), MOST) };
+            if found == -sys::EAVAIL {
+                // SAFETY: all bytes zero are a valid entry: null pointers and numbers.
+                let mut entry: sys::CqErrEntry = unsafe { std::mem::zeroed() };
+                // SAFETY: the entry lives during the call; without room for its data, the provider keeps the data.
+                let found = unsafe { readerr(queue, &mut entry, 0) };
+                if found == 1 {
+                    total += 1;
+                    self.failed(&entry, on)?;
+                }
+                continue;
+            }
+            if found == 0 || found == -sys::EAGAIN {
+                return Ok(total);
+            }
+            if found < 0 || found as usize > MOST {
+                return Err(self.error("reading completions", found.min(0)));
+            }
+            let found = found as usize;
+            total += found;
+            for entry in &entries[..found] {
+                self.completed(entry, on)?;
+            }
+            self.post_receives()?;
+            if found < MOST {
+                return Ok(total);
+            }
+        }
+    }
+
+    fn completed(&mut self, entry: &sys::CqDataEntry, on: &mut dyn FnMut(Completion)) -> Result<()> {
+        let context = self.contexts.index(entry.op_context);
+        if let Some(receive) = context.filter(|&context| context >= self.puts) {
+            self.unposted.push(receive);
+        }
+        // A provider may mark a remote completion by this flag only.
+        if entry.flags & sys::REMOTE_CQ_DATA != 0 {
+            on(Completion::Arrived(entry.data as u32));
+            return Ok(());
+        }
+        match context {
+            Some(put) if put < self.puts => on(Completion::Put(put)),
+            _ => {
+                let problem = format!("a completion of no operation (flags {:#x})", entry.flags);
+                return Err(EnvironmentError::new(format!("using {}", self.provider), problem, "").into());
+            }
+        }
+        Ok(())
+    }
+
+    fn failed(&mut self, entry: &sys::CqErrEntry, on: &mut dyn FnMut(Completion)) -> Result<()> {
+        let text = self.library.text(entry.err as isize);
+        match self.contexts.index(entry.op_context) {
+            Some(put) if put < self.puts => on(Completion::Failed(put, text)),
+            // A receive that failed, or an error of no operation of ours, such as a peer's connection that ended. Puts
+            // to that peer fail by themselves.
+            Some(receive) => self.unposted.push(receive),
+            None => {}
+        }
+        Ok(())
+    }
+}

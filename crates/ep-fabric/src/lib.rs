@@ -1,0 +1,61 @@
+//! An engine for rails between NVLink domains over [libfabric](https://ofiwg.github.io/libfabric/).
+//!
+//! The library is loaded at run time and never linked. [`open`] returns an engine that is not connected yet;
+//! [`ep::Unconnected::connect`] connects it. [`providers`] lists what the library offers on this machine.
+//!
+//! Tested with the providers `tcp` (called `net` in libfabric 1.17) and `shm`. Others, such as `efa` and
+//! `verbs;ofi_rxm`, can be named and have never been run: what only they demand (`FI_MR_LOCAL`, `FI_MR_PROV_KEY`, posted
+//! receives for immediates) is implemented and not tested. `docs/rails.md` has the rules of engines.
+//!
+//! | module | contents |
+//! |---|---|
+//! | `engine` | the [`ep::Transport`]: queues, the lock, the thread that makes progress |
+//! | `endpoint` | the objects of libfabric, and the calls that move bytes |
+//! | `info` | the choice of a provider |
+//! | `blob` | the bytes by which peers reach a window |
+//! | `library` | loading, versions, texts of errors |
+//! | `sys` | declarations of the C interface |
+
+mod blob;
+mod endpoint;
+mod engine;
+mod info;
+mod library;
+#[allow(unreachable_pub, missing_docs)]
+mod sys;
+
+use std::path::{Path, PathBuf};
+
+use ep::Result;
+
+pub use engine::open;
+
+/// Which provider of which library an engine uses.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Options {
+    /// The provider, such as `tcp`, `shm` or `efa`. All ranks of a rail use the same one.
+    pub provider: String,
+    /// This rank's address, which selects its interface. With `tcp`, `None` means 127.0.0.1, which other machines cannot
+    /// reach; with other providers, `None` leaves the choice to the provider.
+    pub address: Option<String>,
+    /// The path of `libfabric.so.1`; `None` means the system's.
+    pub library: Option<PathBuf>,
+}
+
+/// A provider that an engine can use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Provider {
+    /// Its name.
+    pub name: String,
+    /// Its domains: interfaces or devices.
+    pub domains: Vec<String>,
+}
+
+/// The version of libfabric, and the providers that an engine can use on this machine. `library` is as in [`Options`].
+///
+/// # Errors
+/// [`ep::EnvironmentError`] that says what to install when the library cannot be loaded.
+pub fn providers(library: Option<&Path>) -> Result<(String, Vec<Provider>)> {
+    let library = library::Library::load(library)?;
+    Ok((library.version(), info::InfoList::all(&library)?))
+}

@@ -1,0 +1,350 @@
+//! The interface of an engine, which moves bytes along a rail between NVLink domains.
+//!
+//! An engine is made in two steps. First it is opened with this rank's [`Window`], which gives an [`Unconnected`] engine
+//! and its blob: the bytes by which peers reach the window. The ranks exchange their blobs through the rendezvous. Then
+//! [`Unconnected::connect`] takes the blobs of the whole rail and returns the [`Transport`].
+//!
+//! `docs/rails.md` describes the rules that follow from this interface for engines and for the layer above them.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::ptr::NonNull;
+use std::time::Instant;
+
+use crate::error::{CallerError, Result};
+use crate::topology::Rank;
+
+/// A signal: a word of [`BITS`](Self::BITS) bits that a peer receives after the bytes of a put.
+///
+/// Many networks deliver 32 bits with a put and do not name its sender. 17 bits belong to the layer above the engine,
+/// and 15 bits are the index of the sender on the rail ([`Rail::immediate`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Signal(u32);
+
+impl Signal {
+    /// Bits of a signal.
+    pub const BITS: u32 = 17;
+    /// The greatest signal.
+    pub const MAX: Self = Self((1 << Self::BITS) - 1);
+
+    /// The signal with this word; `None` when it has more than [`BITS`](Self::BITS) bits.
+    pub const fn new(word: u32) -> Option<Self> {
+        if word <= Self::MAX.0 { Some(Self(word)) } else { None }
+    }
+
+    /// The word.
+    pub const fn word(self) -> u32 {
+        self.0
+    }
+}
+
+/// The ranks of a rail, and which of them this rank is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rail {
+    ranks: Vec<Rank>,
+    own: usize,
+}
+
+impl Rail {
+    /// The most ranks of a rail: the index of a rank has 15 bits.
+    pub const MAX_RANKS: usize = 1 << (u32::BITS - Signal::BITS);
+
+    /// The rail of `ranks`, by domain. This rank is the one in domain `own`.
+    ///
+    /// # Errors
+    /// [`CallerError::Topology`] when a rank is there twice, when there are more than [`MAX_RANKS`](Self::MAX_RANKS),
+    /// or when there is no domain `own`.
+    pub fn new(ranks: Vec<Rank>, own: usize) -> Result<Self> {
+        let problem = if ranks.len() > Self::MAX_RANKS {
+            format!("a rail of {} ranks; at most {} are possible", ranks.len(), Self::MAX_RANKS)
+        } else if own >= ranks.len() {
+            format!("domain {own} of a rail of {} ranks", ranks.len())
+        } else if ranks.iter().collect::<HashSet<_>>().len() < ranks.len() {
+            "a rail that contains a rank twice".into()
+        } else {
+            return Ok(Self { ranks, own });
+        };
+        Err(CallerError::Topology(problem).into())
+    }
+
+    /// The ranks, by domain.
+    pub fn ranks(&self) -> &[Rank] {
+        &self.ranks
+    }
+
+    /// The index of this rank, which is its domain.
+    pub fn own_index(&self) -> usize {
+        self.own
+    }
+
+    /// This rank.
+    pub fn own(&self) -> Rank {
+        self.ranks[self.own]
+    }
+
+    /// The other ranks, by domain.
+    pub fn peers(&self) -> impl Iterator<Item = Rank> + '_ {
+        self.ranks.iter().copied().filter(|&rank| rank != self.own())
+    }
+
+    /// The index of another rank of the rail.
+    ///
+    /// # Errors
+    /// [`CallerError::Topology`] for this rank itself, and for a rank of another rail.
+    pub fn peer_index(&self, peer: Rank) -> Result<usize> {
+        let found = self.ranks.iter().position(|&rank| rank == peer);
+        found.filter(|&index| index != self.own).ok_or_else(|| {
+            CallerError::Topology(format!("rank {peer} is not a rail peer of rank {}", self.own())).into()
+        })
+    }
+
+    /// The 32 bits that carry a signal and its sender, this rank.
+    pub fn immediate(&self, signal: Signal) -> u32 {
+        (self.own as u32) << Signal::BITS | signal.0
+    }
+
+    /// The sender and the signal in these 32 bits; `None` when no peer sends them.
+    pub fn open_immediate(&self, immediate: u32) -> Option<(Rank, Signal)> {
+        let sender = (immediate >> Signal::BITS) as usize;
+        let rank = *self.ranks.get(sender).filter(|_| sender != self.own)?;
+        Some((rank, Signal(immediate & Signal::MAX.0)))
+    }
+}
+
+/// Which engine carries bytes between domains. All ranks use the same one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TransportOptions {
+    /// `loopback`, or a provider of libfabric: `tcp`, `shm`, or another one by its name. Default `loopback`.
+    /// `HYBRID_EP_TRANSPORT`.
+    pub engine: String,
+    /// This rank's network address, which selects its interface; `None`: the engine chooses, `tcp` 127.0.0.1.
+    /// `HYBRID_EP_TRANSPORT_ADDRESS`.
+    pub address: Option<String>,
+    /// The path of `libfabric.so.1`; `None`: the system's. `HYBRID_EP_LIBFABRIC`.
+    pub libfabric: Option<PathBuf>,
+}
+
+impl Default for TransportOptions {
+    fn default() -> Self {
+        Self { engine: Self::LOOPBACK.into(), address: None, libfabric: None }
+    }
+}
+
+impl TransportOptions {
+    /// The engine for ranks of one machine that needs no library.
+    pub const LOOPBACK: &str = "loopback";
+
+    /// Whether the engine is [`LOOPBACK`](Self::LOOPBACK).
+    pub fn is_loopback(&self) -> bool {
+        self.engine == Self::LOOPBACK
+    }
+
+    /// A variable that is empty counts as not set.
+    pub(crate) fn from_lookup(lookup: &impl Fn(&str) -> Option<String>) -> Self {
+        let value = |key| lookup(key).map(|value| value.trim().to_string()).filter(|value| !value.is_empty());
+        Self {
+            engine: value("HYBRID_EP_TRANSPORT").unwrap_or_else(|| Self::LOOPBACK.into()),
+            address: value("HYBRID_EP_TRANSPORT_ADDRESS"),
+            libfabric: value("HYBRID_EP_LIBFABRIC").map(PathBuf::from),
+        }
+    }
+}
+
+/// Where a window's memory is. An engine refuses the kinds that it cannot register.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum MemoryKind {
+    /// Memory of the host.
+    Host,
+}
+
+/// This rank's memory that an engine registers: peers' puts write to it, and this rank's puts read from it.
+///
+/// `start` and `len` must not change. The memory must stay mapped until the window is dropped; an engine keeps the
+/// window as long as the network may access it.
+pub trait Window: Send + Sync {
+    /// The address of the first byte.
+    fn start(&self) -> NonNull<u8>;
+
+    /// Length, bytes. The windows of a rail may have different lengths.
+    fn len(&self) -> usize;
+
+    /// Whether the window has no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Where the memory is.
+    fn kind(&self) -> MemoryKind;
+}
+
+/// What the layer above asks of an engine. An engine sizes its queues by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// The most signals in flight from one rank to another: posted, and not passed to the peer's `on_signal`.
+    pub signals: usize,
+    /// The most bytes of one put.
+    pub put_bytes: usize,
+}
+
+/// An engine that is opened with this rank's window and does not know its peers yet.
+pub trait Unconnected: Send {
+    /// The bytes that every peer needs to reach this rank's window. Only members of the job should see them.
+    fn blob(&self) -> Vec<u8>;
+
+    /// Connects the engine with the peers. `blobs` are those of all ranks of the rail, by domain. Does not wait for a
+    /// peer.
+    ///
+    /// # Errors
+    /// [`PeerError`](crate::PeerError) that names the peer whose blob cannot be used; an environment error of the
+    /// engine.
+    fn connect(self: Box<Self>, blobs: &[Vec<u8>]) -> Result<Box<dyn Transport>>;
+}
+
+/// Whether the engine accepted a put.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Posted {
+    /// The engine accepted the put.
+    Yes,
+    /// The engine's queue is full: call [`Transport::poll`], then post the put again.
+    Full,
+}
+
+/// A put: copies bytes from this rank's window to a peer's window, then delivers a signal to the peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Put {
+    /// Receiving rank, on the same rail.
+    pub peer: Rank,
+    /// Offset of the first byte in this rank's window.
+    pub source: usize,
+    /// Offset of the first byte in the peer's window.
+    pub destination: usize,
+    /// Number of bytes; 0 sends only the signal, and the offsets do not matter.
+    pub len: usize,
+    /// The signal that the peer's [`Transport::poll`] delivers once the bytes are in its window.
+    pub signal: Signal,
+}
+
+impl Put {
+    /// A put of no bytes, which delivers only `signal`.
+    pub fn new(peer: Rank, signal: Signal) -> Self {
+        Self { peer, source: 0, destination: 0, len: 0, signal }
+    }
+
+    /// Sets the bytes: the range `source` of this rank's window is copied to the offset `destination` of the peer's
+    /// window.
+    #[must_use]
+    pub fn bytes(self, source: Range<usize>, destination: usize) -> Self {
+        Self { source: source.start, destination, len: source.len(), ..self }
+    }
+}
+
+/// An engine that moves bytes along a rail, between NVLink domains.
+///
+/// Puts address windows by byte offset. The only ordering guarantee is that a put's signal arrives after the put's
+/// bytes. Signals of different puts may arrive in any order. The caller must keep the source bytes unchanged until the
+/// peer has received them, which the caller learns from the peer's own signals, and must not exceed its [`Limits`].
+///
+/// Any thread may call any method at any time; no method blocks, except [`drain`](Self::drain) until its deadline. An
+/// accepted put arrives without further calls, as long as both engines live. Dropping an engine cancels the puts that
+/// have not left.
+///
+/// A peer that is gone is an error of the puts to it and, once, of `poll`. The other peers stay reachable. So the caller
+/// decides whether it still needs the peer that the error names.
+pub trait Transport: Send + Sync {
+    /// The engine's name, for reports.
+    fn name(&self) -> &str;
+
+    /// Posts a put.
+    ///
+    /// # Errors
+    /// [`CallerError`] when the put lies outside a window, is longer than [`Limits::put_bytes`], or its peer is not on
+    /// the rail; [`PeerError`](crate::PeerError) when the peer is gone; an environment error of the engine.
+    fn put(&self, put: Put) -> Result<Posted>;
+
+    /// The address of `len` bytes at `offset` of a peer's window, for an engine that maps both windows in this process.
+    ///
+    /// The caller writes the bytes itself and then posts a put of length 0 for the signal. `None` when only the engine
+    /// can write to the peer's window, as with a network card; this is the default.
+    fn lend(&self, peer: Rank, offset: usize, len: usize) -> Option<NonNull<u8>> {
+        let _ = (peer, offset, len);
+        None
+    }
+
+    /// Makes progress, and passes every signal that has arrived to `on_signal`, with the rank that sent it. Passes none
+    /// while another thread polls. `on_signal` must not call the engine.
+    ///
+    /// # Errors
+    /// [`PeerError`](crate::PeerError), once for each peer that is gone; an environment error of the engine. Signals
+    /// that have arrived are passed first.
+    fn poll(&self, on_signal: &mut dyn FnMut(Rank, Signal)) -> Result<()>;
+
+    /// Waits until all puts to `peer` that this rank has posted are complete: they have left this rank, and dropping the
+    /// engine does not cancel them. Signals that arrive meanwhile are kept for [`poll`](Self::poll).
+    ///
+    /// # Errors
+    /// [`PeerError`](crate::PeerError) that names `peer` when it is gone or the deadline has passed; [`CallerError`]
+    /// when `peer` is not on the rail; an environment error of the engine.
+    fn drain(&self, peer: Rank, deadline: Instant) -> Result<()>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn immediates_carry_a_signal_and_its_sender() {
+        let ranks = vec![Rank(4), Rank(9), Rank(2)];
+        let rail = |own| Rail::new(ranks.clone(), own).unwrap();
+        for (own, signal) in [(0, 0), (1, 7), (2, Signal::MAX.word())] {
+            let signal = Signal::new(signal).unwrap();
+            let immediate = rail(own).immediate(signal);
+            for other in (0..3).filter(|&other| other != own) {
+                assert_eq!(rail(other).open_immediate(immediate), Some((ranks[own], signal)));
+            }
+            assert_eq!(rail(own).open_immediate(immediate), None, "a rank sends itself nothing");
+        }
+        assert_eq!(rail(0).open_immediate(3 << Signal::BITS), None);
+        assert_eq!(rail(0).open_immediate(u32::MAX), None);
+    }
+
+    #[test]
+    fn the_last_rank_of_the_longest_rail_has_an_immediate_of_its_own() {
+        let ranks: Vec<Rank> = (0..Rail::MAX_RANKS as u32).map(Rank).collect();
+        let last = Rail::new(ranks.clone(), Rail::MAX_RANKS - 1).unwrap();
+        let first = Rail::new(ranks.clone(), 0).unwrap();
+        let sent = last.immediate(Signal::MAX);
+        assert_eq!(first.open_immediate(sent), Some((Rank(Rail::MAX_RANKS as u32 - 1), Signal::MAX)));
+        let ranks = (0..=Rail::MAX_RANKS as u32).map(Rank).collect();
+        assert!(Rail::new(ranks, 0).unwrap_err().to_string().contains("at most 32768"));
+    }
+
+    #[test]
+    fn the_environment_selects_the_engine() {
+        let lookup = |pairs: &'static [(&str, &str)]| {
+            let value = move |key: &str| pairs.iter().find(|(k, _)| *k == key).map(|(_, v)| v.to_string());
+            TransportOptions::from_lookup(&value)
+        };
+        assert!(lookup(&[]).is_loopback() && lookup(&[("HYBRID_EP_TRANSPORT", " ")]).is_loopback());
+        let found = lookup(&[("HYBRID_EP_TRANSPORT", "tcp"), ("HYBRID_EP_TRANSPORT_ADDRESS", "10.0.0.1")]);
+        assert_eq!((found.engine.as_str(), found.address.as_deref()), ("tcp", Some("10.0.0.1")));
+        assert_eq!(lookup(&[("HYBRID_EP_LIBFABRIC", "/l")]).libfabric, Some("/l".into()));
+    }
+
+    #[test]
+    fn signals_of_more_bits_and_invalid_rails_are_refused() {
+        assert_eq!(Signal::new(1 << 17), None);
+        assert_eq!(Signal::new((1 << 17) - 1), Some(Signal::MAX));
+        assert!(Rail::new(vec![Rank(0), Rank(0)], 0).is_err());
+        assert!(Rail::new(vec![Rank(0)], 1).is_err());
+        let rail = Rail::new(vec![Rank(0), Rank(3)], 1).unwrap();
+        assert_eq!((rail.own(), rail.peers().collect::<Vec<_>>()), (Rank(3), vec![Rank(0)]));
+        assert_eq!(rail.peer_index(Rank(0)), Ok(0));
+        for wrong in [Rank(3), Rank(1)] {
+            assert!(rail.peer_index(wrong).unwrap_err().to_string().contains("not a rail peer of rank 3"));
+        }
+    }
+}
