@@ -436,7 +436,8 @@ mod tests {
 
     #[test]
     fn numbers_that_would_wrap_around_are_refused() {
-        assert_eq!(world(MAX_RANKS, 1 << 10).build().unwrap().topology().all_ranks().len(), MAX_RANKS);
+        // Without a placement, whose tables for so many ranks would take Miri hours.
+        assert_eq!(Topology::new(MAX_RANKS, 1 << 10, 1).unwrap().all_ranks().len(), MAX_RANKS);
         for (ranks, domains) in
             [(MAX_RANKS + 1, 1), (1 << 40, 1 << 20), (usize::MAX, usize::MAX), (1 << 33, 2)]
         {
