@@ -314,7 +314,10 @@ mod tests {
                 assert!(error.contains(&format!("{experts} experts: at least 1 and at most")), "{error}");
             }
         }
-        Routing::from_topk(Rank(0), MAX_EXPERTS, 1, &[MAX_EXPERTS as i32 - 1], &[1.0]).unwrap();
+        // Miri takes minutes to fill a table of so many experts.
+        if !cfg!(miri) {
+            Routing::from_topk(Rank(0), MAX_EXPERTS, 1, &[MAX_EXPERTS as i32 - 1], &[1.0]).unwrap();
+        }
     }
 
     #[test]
