@@ -12,8 +12,7 @@ use crate::rail::WindowLayout;
 /// The rail of `rank`.
 pub(crate) fn rail_of(world: &World, rank: Rank) -> Result<Rail> {
     let topology = world.topology();
-    let local = topology.local_rank_of(rank);
-    let ranks = (0..topology.domains()).map(|domain| topology.rank_at(domain, local)).collect();
+    let ranks = topology.rail_ranks(topology.local_rank_of(rank)).collect();
     Rail::new(ranks, topology.domain_of(rank))
 }
 

@@ -109,8 +109,7 @@ impl Backend for HostBuffer {
             let op = Op::enter(&comm, Operator::Preprocess, step, arguments, [None; MEMORIES]);
             let all = preprocess::exchange(&op, &own)?;
             let topology = comm.world.topology();
-            let local = topology.local_rank_of(comm.rank);
-            let rail = (0..topology.domains()).map(|domain| topology.rank_at(domain, local));
+            let rail = topology.rail_ranks(topology.local_rank_of(comm.rank));
             let handle = HostHandle {
                 buffer: maker,
                 id: step,

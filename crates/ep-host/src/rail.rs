@@ -124,18 +124,19 @@ impl Rails {
         transport: Box<dyn Transport>,
     ) -> Result<Self> {
         let layout = WindowLayout::new(world, config)?;
-        let local = world.topology().local_rank_of(rank);
+        let topology = world.topology();
         let flags = || (0..layout.slots).map(|_| AtomicBool::new(false)).collect();
-        let streams = (0..layout.domains)
-            .map(|domain| Stream {
-                peer: world.topology().rank_at(domain, local),
+        let streams = topology
+            .rail_ranks(topology.local_rank_of(rank))
+            .map(|peer| Stream {
+                peer,
                 sent: Mutex::new(0),
                 received: Mutex::new(0),
                 busy: flags(),
                 full: flags(),
             })
             .collect();
-        let own_domain = world.topology().domain_of(rank);
+        let own_domain = topology.domain_of(rank);
         let (bytes, messages) = (AtomicU64::new(0), AtomicU64::new(0));
         Ok(Self { transport, window, layout, lend: config.host.lend, own_domain, streams, bytes, messages })
     }

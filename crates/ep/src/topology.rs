@@ -108,6 +108,15 @@ impl Topology {
         Rank((domain * self.domain_size() + local_rank) as u32)
     }
 
+    /// The ranks of one rail, in order of domain.
+    ///
+    /// # Panics
+    /// When `local_rank` is out of range.
+    pub fn rail_ranks(&self, local_rank: usize) -> impl ExactSizeIterator<Item = Rank> + use<> {
+        let topology = *self;
+        (0..topology.domains()).map(move |domain| topology.rank_at(domain, local_rank))
+    }
+
     /// The datacenter of a rank.
     pub fn datacenter_of(&self, rank: Rank) -> usize {
         self.domain_of(rank) * self.datacenters() / self.domains()
@@ -407,6 +416,7 @@ mod tests {
             assert_eq!(topology.datacenter_of(rank), domain);
         }
         assert_eq!(topology.domain_ranks(1).collect::<Vec<_>>(), [4, 5, 6, 7].map(Rank));
+        assert_eq!(topology.rail_ranks(1).collect::<Vec<_>>(), [1, 5, 9].map(Rank));
     }
 
     #[test]
