@@ -242,7 +242,8 @@ impl Endpoint {
         ok("fi_ep_bind to the addresses", endpoint.bind(&addresses, 0))?;
         ok("fi_enable", endpoint.enable())?;
 
-        // A key that nobody can guess, where the choice is ours. Keys are at least 4 bytes long with all providers.
+        // Where the provider leaves the key to the engine, the key is random, so that no other program can guess it. Keys
+        // have at least 4 bytes with all providers.
         let mut key = [0; 8];
         getrandom::fill(&mut key).map_err(|error| EnvironmentError::new(&what, error, ""))?;
         let bits = entry.domain().mr_key_size.clamp(1, 8) as u32 * 8;
@@ -425,11 +426,17 @@ impl Endpoint {
                 let mut entry: sys::CqErrEntry = unsafe { std::mem::zeroed() };
                 // SAFETY: the entry lives during the call; without room for its data, the provider keeps the data.
                 let found = unsafe { readerr(queue, &mut entry, 0) };
-                if found == 1 {
-                    total += 1;
-                    self.failed(&entry, on)?;
+                match found {
+                    1 => {
+                        total += 1;
+                        self.failed(&entry, on)?;
+                        continue;
+                    }
+                    // The next call reads it. Another turn here might find the same state for ever, under the lock.
+                    0 => return Ok(total),
+                    again if again == -sys::EAGAIN => return Ok(total),
+                    answer => return Err(self.error("reading a failed completion", answer)),
                 }
-                continue;
             }
             if found == 0 || found == -sys::EAGAIN {
                 return Ok(total);
