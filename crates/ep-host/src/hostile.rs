@@ -72,6 +72,22 @@ fn combine(buffer: &mut HostBuffer, handle: &HostHandle, rows: &crate::HostMemor
     buffer.combine(handle, CombineInput::new(rows, HIDDEN), output)
 }
 
+fn all_operators(buffer: &mut HostBuffer) -> Result<()> {
+    let handle = preprocess(buffer)?;
+    let rows = dispatch(buffer, &handle)?;
+    combine(buffer, &handle, &rows)
+}
+
+/// Calls the operators that precede a dispatch or combine. Returns the step of that operator.
+fn call_those_before(buffer: &mut HostBuffer, operator: Operator) -> u64 {
+    let handle = preprocess(buffer).unwrap();
+    if operator == Operator::Dispatch {
+        return 2;
+    }
+    dispatch(buffer, &handle).unwrap();
+    3
+}
+
 /// The arguments that both ranks pass to their dispatch or combine.
 fn arguments(operator: Operator) -> CollectiveArguments {
     let of_dispatch = operator == Operator::Dispatch;
@@ -134,27 +150,13 @@ fn memory_outside_of_its_segment_is_reported() {
     let ranges = [[0, 8], [usize::MAX, 8], [4, 0], [usize::MAX - 7, 16], [usize::MAX - 4097, 4096]];
     for range in ranges {
         for operator in [Operator::Dispatch, Operator::Combine] {
-            let error = reported(
-                1,
-                |honest| {
-                    let handle = preprocess(honest)?;
-                    let rows = dispatch(honest, &handle)?;
-                    combine(honest, &handle, &rows)
-                },
-                |hostile| {
-                    let handle = preprocess(hostile).unwrap();
-                    let step = if operator == Operator::Combine {
-                        dispatch(hostile, &handle).unwrap();
-                        3
-                    } else {
-                        2
-                    };
-                    let real = hostile.alloc(4096).unwrap().published_for_writing().unwrap();
-                    let (offset, len) = (range[0].wrapping_add(real.segment.len), range[1]);
-                    let published = [Some(PublishedMemory { offset, len, ..real }), None, None, None];
-                    Op::enter(&hostile.comm, operator, step, arguments(operator), published);
-                },
-            );
+            let error = reported(1, all_operators, |hostile| {
+                let step = call_those_before(hostile, operator);
+                let real = hostile.alloc(4096).unwrap().published_for_writing().unwrap();
+                let (offset, len) = (range[0].wrapping_add(real.segment.len), range[1]);
+                let published = [Some(PublishedMemory { offset, len, ..real }), None, None, None];
+                Op::enter(&hostile.comm, operator, step, arguments(operator), published);
+            });
             assert!(error.to_string().contains("published memory of"), "{range:?}: {error}");
         }
     }
@@ -167,27 +169,13 @@ fn memory_that_is_too_short_or_missing_is_reported() {
         for operator in [Operator::Dispatch, Operator::Combine] {
             // The hostile rank keeps its memory while the other rank runs.
             let kept: Mutex<Option<HostMemory>> = Mutex::new(None);
-            let error = reported(
-                1,
-                |honest| {
-                    let handle = preprocess(honest)?;
-                    let rows = dispatch(honest, &handle)?;
-                    combine(honest, &handle, &rows)
-                },
-                |hostile| {
-                    let handle = preprocess(hostile).unwrap();
-                    let step = if operator == Operator::Combine {
-                        dispatch(hostile, &handle).unwrap();
-                        3
-                    } else {
-                        2
-                    };
-                    let memory = hostile.alloc(bytes).unwrap();
-                    let published = [memory.published_for_writing().filter(|_| bytes > 0), None, None, None];
-                    Op::enter(&hostile.comm, operator, step, arguments(operator), published);
-                    *kept.lock().unwrap() = Some(memory);
-                },
-            );
+            let error = reported(1, all_operators, |hostile| {
+                let step = call_those_before(hostile, operator);
+                let memory = hostile.alloc(bytes).unwrap();
+                let published = [memory.published_for_writing().filter(|_| bytes > 0), None, None, None];
+                Op::enter(&hostile.comm, operator, step, arguments(operator), published);
+                *kept.lock().unwrap() = Some(memory);
+            });
             assert!(error.to_string().contains("no element"), "{bytes}: {error}");
         }
     }
