@@ -118,6 +118,7 @@ impl Words {
             kind => kind,
         };
         Some(Error::Peer(PeerError {
+            machine: None,
             peer,
             fault: became(kind),
             operator,

@@ -48,6 +48,9 @@ pub struct Config {
     /// backend uses at most 4 (fewer on a rank with fewer than 1024 tokens), but more where a rank would otherwise have
     /// over 1024 chunks. `HYBRID_EP_CHUNK_TOKENS`, 1..=65,536.
     pub chunk_tokens: usize,
+    /// A name for this rank's machine, at most 64 printable characters without spaces. Ranks share memory only if their
+    /// names are equal. Default none: the system tells machines apart. `HYBRID_EP_MACHINE`.
+    pub machine: Option<String>,
     /// Tunables of the host backend.
     pub host: HostConfig,
     /// Tunables of the CUDA backend.
@@ -98,6 +101,7 @@ impl Default for Config {
             stall_timeout: Duration::from_secs(30),
             interrupt: Interrupt::default(),
             chunk_tokens: 64,
+            machine: None,
             host: HostConfig::default(),
             cuda: CudaConfig::default(),
         }
@@ -169,6 +173,13 @@ impl Config {
                 return Err(out_of(key, value.to_string(), &range).into());
             }
         }
+        if let Some(name) = &self.machine
+            && !((1..=64).contains(&name.len()) && name.bytes().all(|byte| byte.is_ascii_graphic()))
+        {
+            let problem = "must be 1 to 64 printable ASCII characters without spaces".into();
+            let (key, value) = ("HYBRID_EP_MACHINE", name.escape_debug().to_string());
+            return Err(CallerError::Config { key, value, problem }.into());
+        }
         Ok(())
     }
 
@@ -183,12 +194,14 @@ impl Config {
         let millis = |key, default: Duration| -> Result<Duration> {
             Ok(Duration::from_millis(read(key, millis_up(default), ranges::TIMEOUT_MS)? as u64))
         };
-        let Self { timeout, stall_timeout, interrupt, chunk_tokens, host, cuda } = Self::default();
+        let Self { timeout, stall_timeout, interrupt, chunk_tokens, machine: _, host, cuda } =
+            Self::default();
         Ok(Self {
             timeout: millis("HYBRID_EP_TIMEOUT_MS", timeout)?,
             stall_timeout: millis("HYBRID_EP_STALL_TIMEOUT_MS", stall_timeout)?,
             interrupt,
             chunk_tokens: read("HYBRID_EP_CHUNK_TOKENS", chunk_tokens, ranges::CHUNK_TOKENS)?,
+            machine: lookup("HYBRID_EP_MACHINE").filter(|name| !name.is_empty()),
             host: HostConfig {
                 workers: read("HYBRID_EP_WORKERS", host.workers, ranges::WORKERS)?,
                 slot_bytes: read("HYBRID_EP_SLOT_BYTES", host.slot_bytes, ranges::SLOT_BYTES)?

@@ -233,10 +233,12 @@ impl fmt::Display for Operator {
 
 /// Another rank died, left, failed, stalled or never joined.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("rank {peer} {fault} ({operator} #{step}): rank {rank} {}{}", self.seen(), said(cause.as_deref()))]
+#[error("{} {fault} ({operator} #{step}): rank {rank} {}{}", self.named(), self.seen(), said(cause.as_deref()))]
 pub struct PeerError {
     /// The rank at fault.
     pub peer: Rank,
+    /// The name of the machine of the rank at fault, in a job of several machines.
+    pub machine: Option<String>,
     /// Why the rank at fault is unusable.
     pub fault: PeerFault,
     /// The operator that the reporting rank could not complete.
@@ -260,6 +262,12 @@ fn said(cause: Option<&str>) -> String {
 }
 
 impl PeerError {
+    /// The part of a message that names the rank at fault, such as `rank 3 on node-b`.
+    fn named(&self) -> String {
+        let on = self.machine.as_ref().map_or(String::new(), |machine| format!(" on {machine}"));
+        format!("rank {}{on}", self.peer)
+    }
+
     /// The part of a message that says what the reporting rank was doing.
     fn seen(&self) -> String {
         let Self { waited_for, waited, .. } = self;
@@ -272,7 +280,7 @@ impl PeerError {
     /// Rank `peer` broke the protocol: `rank` `found` what no correct peer sends or writes to shared memory.
     pub fn broken(rank: Rank, peer: Rank, operator: Operator, step: u64, found: impl Into<String>) -> Self {
         let (fault, waited_for, waited) = (PeerFault::Broken, found.into(), Duration::ZERO);
-        Self { peer, fault, operator, step, rank, waited_for, waited, cause: None }
+        Self { peer, machine: None, fault, operator, step, rank, waited_for, waited, cause: None }
     }
 
     /// Rank `peer` is unusable for reason `fault` while `rank` joins or exchanges messages outside operators.
@@ -284,7 +292,7 @@ impl PeerError {
         waited: Duration,
     ) -> Self {
         let (operator, waited_for) = (Operator::Join, waited_for.into());
-        Self { peer, fault, operator, step: 0, rank, waited_for, waited, cause: None }
+        Self { peer, machine: None, fault, operator, step: 0, rank, waited_for, waited, cause: None }
     }
 }
 
@@ -308,12 +316,22 @@ pub enum PeerFault {
     Broken = 6,
     /// The peer never came to the rendezvous.
     Absent = 4,
+    /// The network does not reach the peer's machine, or that machine is down.
+    Unreachable = 7,
 }
 
 impl PeerFault {
     /// All faults.
-    pub const ALL: [Self; 7] =
-        [Self::Died, Self::Left, Self::Stalled, Self::Failed, Self::Absent, Self::Late, Self::Broken];
+    pub const ALL: [Self; 8] = [
+        Self::Died,
+        Self::Left,
+        Self::Stalled,
+        Self::Failed,
+        Self::Absent,
+        Self::Late,
+        Self::Broken,
+        Self::Unreachable,
+    ];
 
     /// The number that stands for the fault between ranks.
     pub fn code(self) -> u8 {
@@ -345,6 +363,7 @@ impl fmt::Display for PeerFault {
             Self::Failed => "failed",
             Self::Broken => "broke the protocol",
             Self::Absent => "never joined",
+            Self::Unreachable => "is unreachable",
         })
     }
 }
@@ -360,6 +379,13 @@ mod tests {
         let error = PeerError::broken(Rank(0), Rank(1), Operator::Dispatch, 7, "an invalid ring");
         let text = "rank 1 broke the protocol (dispatch #7): rank 0 found an invalid ring";
         assert_eq!(error.to_string(), text);
+    }
+
+    #[test]
+    fn the_error_of_a_peer_on_another_machine_names_the_machine() {
+        let error = PeerError::broken(Rank(0), Rank(1), Operator::Dispatch, 7, "an invalid ring");
+        let error = PeerError { machine: Some("node-b".into()), fault: PeerFault::Unreachable, ..error };
+        assert!(error.to_string().starts_with("rank 1 on node-b is unreachable (dispatch #7)"), "{error}");
     }
 
     #[test]

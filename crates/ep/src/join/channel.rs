@@ -1,6 +1,7 @@
 //! Messages of an authenticated connection. Each message has a length and an HMAC-SHA256 code over its number and
 //! content, which only the other end can make.
 
+use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -50,11 +51,29 @@ pub(super) enum Incoming {
     End(End),
 }
 
-/// Why no message follows: the other end closed the connection, or it sent a malformed message.
+/// Why no message follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
+    /// The other end closed the connection, or its process ended.
     Closed,
+    /// The other end sent a malformed message.
     Malformed,
+    /// The network does not reach the other end.
+    Unreachable,
+}
+
+impl End {
+    /// Why a wire has ended.
+    fn of(wire: &Wire) -> Self {
+        if wire.failure().is_some_and(is_unreachable) { Self::Unreachable } else { Self::Closed }
+    }
+}
+
+/// Whether an error says that the network does not reach the other end: the end of its machine's acknowledgements, or a
+/// router's answer.
+pub(super) fn is_unreachable(error: ErrorKind) -> bool {
+    use ErrorKind::{HostUnreachable, NetworkDown, NetworkUnreachable, TimedOut};
+    matches!(error, TimedOut | HostUnreachable | NetworkUnreachable | NetworkDown)
 }
 
 /// A connection whose other end has proven that it is a member of the job.
@@ -126,7 +145,7 @@ impl Channel {
         }
         let found = self.next();
         if found.is_none() && self.wire.ended() {
-            return Some(Incoming::End(End::Closed));
+            return Some(Incoming::End(End::of(&self.wire)));
         }
         self.malformed = found == Some(Incoming::End(End::Malformed));
         found
@@ -165,7 +184,7 @@ impl Channel {
     #[cfg(target_os = "linux")]
     pub(super) fn split(self) -> std::io::Result<(Self, Self)> {
         let Self { wire, inward, outward, malformed } = self;
-        let sends = Wire::new(wire.socket().try_clone()?)?;
+        let sends = wire.for_sending()?;
         let silent = || Direction::new(Key::of(b"no direction", b""));
         Ok((
             Self { wire: sends, inward: silent(), outward, malformed: false },

@@ -81,6 +81,7 @@ fn directions(key: &Key, offer: &[u8], answer: &[u8]) -> [Direction; 2] {
 
 /// The progress of a handshake.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "returned by value and taken apart at once")]
 pub(super) enum Progress<T> {
     /// This end waits for more bytes.
     Waiting,

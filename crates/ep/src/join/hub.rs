@@ -257,6 +257,7 @@ impl Hub {
                 match end {
                     End::Closed => Loss::new(rank, PeerFault::Died, "its connection closed"),
                     End::Malformed => Loss::new(rank, PeerFault::Failed, "it sent a malformed message"),
+                    End::Unreachable => Loss::new(rank, PeerFault::Unreachable, ""),
                 }
             }
         };

@@ -1,28 +1,34 @@
-//! Links: sockets between all pairs of ranks of one machine, which carry descriptors of memory.
+//! Links: sockets between all pairs of ranks.
 //!
 //! Every rank opens a [`Door`] (a listening socket) and sends its [`Invitation`] to the other ranks through the
-//! rendezvous. Of two ranks, the one with the higher number connects to the other. The system reports to each end the
-//! user of the other end, and both ends prove that they know the invitations of all ranks.
+//! rendezvous. Of two ranks, the one with the higher number connects to the other, and both ends prove that they know the
+//! invitations of all ranks.
+//!
+//! A link between ranks of one machine is a local socket. The system reports to each end the user of the other end, and
+//! the link carries descriptors of memory. A link between machines is a TCP connection to the second listener that a door
+//! opens for it ([`Door::open_to`]).
 //!
 //! A link that closes without a leave message means that the process at its other end has died. Ranks can thus detect a
-//! death without process IDs, also between PID namespaces.
+//! death without process IDs, also between PID namespaces and machines. If the machine of the other end acknowledges
+//! nothing for [`Member::network_timeout`], the peer is unreachable.
 
 use std::fmt;
 use std::io::{self, ErrorKind};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use super::channel::{Channel, Incoming};
+use super::channel::{Channel, End, Incoming, is_unreachable};
 use super::handshake::{Claim, Outbound, Progress, Role};
 use super::hub::GRACE_PERIOD;
-use super::local;
 use super::note::{Clock, Loss, kind};
 use super::reception::Reception;
 use super::secret::{Key, Secret, random};
 use super::store::Listener;
 use super::wire::{Socket, wait};
 use super::{Member, Watch};
+use super::{local, network};
 use crate::error::{EnvironmentError, Error, PeerFault, Result};
 use crate::topology::Rank;
 
@@ -39,6 +45,8 @@ const FILES: &str = "has the process reached its limit of open files (ulimit -n)
 #[derive(Debug)]
 pub struct Door {
     listener: Listener,
+    /// The listener for ranks of other machines.
+    network: Option<Listener>,
     invitation: Invitation,
 }
 
@@ -52,6 +60,8 @@ pub struct Invitation {
     name: [u8; 16],
     /// This rank's share of the key of all links.
     share: [u8; 32],
+    /// The address of the socket for ranks of other machines, for a rank of another machine.
+    address: Option<SocketAddr>,
 }
 
 impl Door {
@@ -62,11 +72,27 @@ impl Door {
     pub fn open() -> Result<Self> {
         let (mut name, share) = ([0; 16], random()?);
         name.copy_from_slice(&random()?[..16]);
-        let invitation = Invitation { name, share };
+        let invitation = Invitation { name, share, address: None };
         let listener = local::listen(&invitation.socket())
             .and_then(|listener| Listener::SameUser(listener).prepared())
             .map_err(|error| EnvironmentError::new("opening a socket for the other ranks", error, FILES))?;
-        Ok(Self { listener, invitation })
+        Ok(Self { listener, network: None, invitation })
+    }
+
+    /// Opens the door to ranks of other machines too, at this network address of the machine. Returns the address with
+    /// the port, which the system chooses.
+    ///
+    /// # Errors
+    /// [`EnvironmentError`] when the machine does not have the address.
+    pub fn open_to(&mut self, address: IpAddr) -> Result<SocketAddr> {
+        let failed = |error| {
+            let hint = "set HYBRID_EP_TRANSPORT_ADDRESS to an address or an interface of this machine";
+            EnvironmentError::new(format!("listening for ranks of other machines at {address}"), error, hint)
+        };
+        let listener = TcpListener::bind((address, 0)).map_err(failed)?;
+        let bound = listener.local_addr().map_err(failed)?;
+        self.network = Some(Listener::Tcp(listener).prepared().map_err(failed)?);
+        Ok(bound)
     }
 
     /// The invitation, to be sent to all other ranks of the job.
@@ -78,6 +104,12 @@ impl Door {
 impl Invitation {
     fn socket(&self) -> String {
         format!("hybrid-ep/link/{}", hex(&self.name))
+    }
+
+    /// The invitation of a rank on another machine, whose [`Door::open_to`] returned `address`.
+    #[must_use]
+    pub fn at(self, address: SocketAddr) -> Self {
+        Self { address: Some(address), ..self }
     }
 }
 
@@ -110,7 +142,7 @@ impl FromStr for Invitation {
         let (mut name, mut share) = ([0; 16], [0; 32]);
         name.copy_from_slice(&bytes[..16]);
         share.copy_from_slice(&bytes[16..]);
-        Ok(Self { name, share })
+        Ok(Self { name, share, address: None })
     }
 }
 
@@ -132,10 +164,11 @@ pub struct Links {
 }
 
 impl Links {
-    /// Links this rank with all other ranks. Collective. `invitations` are those of all ranks, in rank order.
+    /// Links this rank with all other ranks. Collective. `invitations` are those of all ranks, in rank order. Those of
+    /// ranks on other machines have an address ([`Invitation::at`]).
     ///
     /// # Errors
-    /// - [`PeerError`](crate::PeerError) that names a rank which is lost or late.
+    /// - [`PeerError`](crate::PeerError) that names a rank which is lost, late or unreachable.
     /// - [`EnvironmentError`] when this rank cannot reach another rank's socket.
     /// - [`CallerError::Interrupted`](crate::CallerError::Interrupted) when the program stopped the wait.
     pub fn connect(door: Door, member: &Member, invitations: &[Invitation]) -> Result<Self> {
@@ -148,7 +181,8 @@ impl Links {
             ranks: member.ranks as u32,
             key: &key,
             watch: Watch { rank: member.rank, interrupt: member.interrupt.clone() },
-            peers: invitations.iter().map(|invitation| Peer::new(invitation.socket())).collect(),
+            network_timeout: member.network_timeout,
+            peers: invitations.iter().map(Peer::new).collect(),
             certain: None,
             vague: None,
         };
@@ -161,9 +195,10 @@ impl Links {
         };
         let mut links = Vec::new();
         for (peer, at) in meeting.peers.into_iter().zip(0..) {
+            let is_remote = matches!(peer.address, Address::Network(_));
             let State::Linked { mut channel, process } = peer.state else { continue };
             match &error {
-                None => links.push((Rank(at), Link { channel, process })),
+                None => links.push((Rank(at), Link { channel, process, is_remote })),
                 Some((loss, _)) => {
                     channel.send(kind::LOST, loss);
                     channel.finish();
@@ -188,6 +223,7 @@ struct Meeting<'a> {
     ranks: u32,
     key: &'a Key,
     watch: Watch,
+    network_timeout: Duration,
     peers: Vec<Peer>,
     /// The first certain loss.
     certain: Option<Loss>,
@@ -196,8 +232,15 @@ struct Meeting<'a> {
 }
 
 struct Peer {
-    socket: String,
+    address: Address,
     state: State,
+}
+
+/// Where a peer listens.
+enum Address {
+    /// The name of a local socket.
+    Local(String),
+    Network(SocketAddr),
 }
 
 enum State {
@@ -214,17 +257,23 @@ enum State {
 }
 
 impl Peer {
-    fn new(socket: String) -> Self {
-        Self { socket, state: State::Disconnected(Instant::now()) }
+    fn new(invitation: &Invitation) -> Self {
+        let local = || Address::Local(invitation.socket());
+        let address = invitation.address.map_or_else(local, Address::Network);
+        Self { address, state: State::Disconnected(Instant::now()) }
     }
 }
 
 impl Meeting<'_> {
     fn meet(&mut self, door: &Door, clock: Clock) -> Result<()> {
-        let mut reception = Reception::new(&door.listener, self.key, Role::Link);
+        let listeners = [Some(&door.listener), door.network.as_ref()].into_iter().flatten();
+        let mut receptions: Vec<_> =
+            listeners.map(|listener| Reception::new(listener, self.key, Role::Link)).collect();
         loop {
-            for (claim, channel) in reception.turn()? {
-                self.accept(claim, channel);
+            for reception in &mut receptions {
+                for (claim, channel) in reception.turn()? {
+                    self.accept(claim, channel);
+                }
             }
             for at in 0..self.peers.len() {
                 if at != self.rank.index() {
@@ -244,15 +293,15 @@ impl Meeting<'_> {
                 return Err(loss.error(self.rank, None, WHAT, clock.waited()));
             }
             self.watch.check()?;
-            let mut until =
-                self.watch.until(clock.deadline).min(reception.next_look().unwrap_or(clock.deadline));
+            let looks = receptions.iter().filter_map(Reception::next_look);
+            let mut until = looks.fold(self.watch.until(clock.deadline), Instant::min);
             if self.vague.is_some()
                 || self.peers.iter().any(|peer| matches!(peer.state, State::Disconnected(_)))
             {
                 until = until.min(Instant::now() + RETRY);
             }
             let mut fds = Vec::new();
-            reception.interest(&mut fds);
+            receptions.iter().for_each(|reception| reception.interest(&mut fds));
             for peer in &self.peers {
                 fds.extend(match &peer.state {
                     State::Disconnected(_) => None,
@@ -276,9 +325,17 @@ impl Meeting<'_> {
             channel.finish();
             return;
         };
-        let Socket::Unix(socket) = channel.wire().socket() else { return };
-        // The listener has checked the user; this asks for the process ID.
-        let process = local::same_user(socket).flatten();
+        let process = match (channel.wire().socket(), &peer.address) {
+            // The listener has checked the user; this asks for the process ID.
+            (Socket::Unix(socket), Address::Local(_)) => local::same_user(socket).flatten(),
+            (Socket::Tcp(socket), Address::Network(_))
+                if network::watch(socket, self.network_timeout).is_ok() =>
+            {
+                None
+            }
+            // A rank of this machine that connects over the network, or a rank of another one over a local socket.
+            _ => return,
+        };
         channel.send(READY, &[]);
         channel.wire_mut().take_descriptors();
         channel.wire_mut().flush();
@@ -292,29 +349,24 @@ impl Meeting<'_> {
             State::Disconnected(when) if rank > self.rank || Instant::now() < when => {
                 State::Disconnected(when)
             }
-            State::Disconnected(_) => match local::connect(&self.peers[at].socket) {
-                Ok((stream, process)) => {
+            State::Disconnected(_) => match self.connect(at) {
+                Ok((socket, process)) => {
                     let claim = Claim { from: self.rank, to: rank, ranks: self.ranks };
-                    match Outbound::new(Socket::Unix(stream), key, Role::Link, claim)? {
+                    match Outbound::new(socket, key, Role::Link, claim)? {
                         Some(outbound) => State::Proving(outbound, process),
                         None => return Ok(()),
                     }
                 }
-                Err(error) => {
-                    // The peer's door was open when it sent its invitation, so the peer has closed it since. (A full
-                    // queue gives another error.)
-                    if error.kind() == ErrorKind::ConnectionRefused {
-                        let loss = Loss::new(rank, PeerFault::Died, "its socket is closed");
-                        self.vague.get_or_insert((loss, Instant::now()));
-                    } else if error.kind() != ErrorKind::WouldBlock {
-                        return Err(unreachable(rank, &error));
-                    }
-                    return Ok(());
-                }
+                Err(error) => return self.not_connected(at, error.kind(), || error.to_string()),
             },
             State::Proving(mut outbound, process) => match outbound.advance(key) {
                 Progress::Waiting => State::Proving(outbound, process),
-                Progress::Unauthenticated => return Ok(()),
+                Progress::Unauthenticated => {
+                    return match outbound.wire().and_then(|wire| wire.failure()) {
+                        Some(kind) => self.not_connected(at, kind, || kind.to_string()),
+                        None => Ok(()),
+                    };
+                }
                 Progress::Done((), mut channel) => {
                     channel.wire_mut().take_descriptors();
                     State::Proven(channel, process)
@@ -341,6 +393,39 @@ impl Meeting<'_> {
         Ok(())
     }
 
+    /// Starts a connection to a peer. Returns the socket and the peer's process ID, if the system knows it.
+    fn connect(&self, at: usize) -> io::Result<(Socket, Option<u32>)> {
+        Ok(match &self.peers[at].address {
+            Address::Local(name) => {
+                let (stream, process) = local::connect(name)?;
+                (Socket::Unix(stream), process)
+            }
+            Address::Network(address) => {
+                (Socket::Tcp(network::start_connecting(*address, self.network_timeout)?), None)
+            }
+        })
+    }
+
+    /// Notes why a connection to a peer failed. The caller tries again, until the loss is certain.
+    fn not_connected(&mut self, at: usize, kind: ErrorKind, error: impl Fn() -> String) -> Result<()> {
+        let (rank, address) = (Rank(at as u32), &self.peers[at].address);
+        let loss = match (kind, address) {
+            // The peer's door was open when it sent its invitation, so the peer has closed it since. (A full queue gives
+            // another error.)
+            (ErrorKind::ConnectionRefused, _) => Loss::new(rank, PeerFault::Died, "its socket is closed"),
+            (_, Address::Network(address)) if is_unreachable(kind) => {
+                let seen =
+                    format!("{address}: {}; do a firewall and the routes allow this connection?", error());
+                Loss::new(rank, PeerFault::Unreachable, seen)
+            }
+            // The peer closed the connection, or its queue is full.
+            (ErrorKind::WouldBlock, _) | (_, Address::Network(_)) => return Ok(()),
+            (_, Address::Local(_)) => return Err(unreachable(rank, &error())),
+        };
+        self.vague.get_or_insert((loss, Instant::now()));
+        Ok(())
+    }
+
     /// The loss of a linked rank, if it is lost already. Messages of the peer stay in the socket: a rank that has all
     /// its links may already send descriptors.
     fn loss_on(&self, channel: &mut Channel, rank: Rank) -> Option<Loss> {
@@ -354,25 +439,35 @@ impl Meeting<'_> {
                 Some(Loss::new(rank, PeerFault::Left, ""))
             }
             Incoming::Message(_) => Some(Loss::new(rank, PeerFault::Failed, "it sent an unexpected message")),
+            Incoming::End(End::Unreachable) => {
+                Some(Loss::new(rank, PeerFault::Unreachable, "its link broke"))
+            }
             Incoming::End(_) => Some(Loss::new(rank, PeerFault::Died, "its link closed")),
         }
     }
 }
 
-fn unreachable(rank: Rank, error: &io::Error) -> Error {
-    let hint = "all ranks must run as one user on one machine, in one network namespace";
+fn unreachable(rank: Rank, error: &str) -> Error {
+    let hint = "ranks of one machine must run as one user; set HYBRID_EP_MACHINE to a name in each container that shares no memory with the others";
     EnvironmentError::new(format!("reaching rank {rank}"), error, hint).into()
 }
 
-/// A socket to another rank of the machine.
+/// A socket to another rank.
 #[derive(Debug)]
 pub struct Link {
     channel: Channel,
     process: Option<u32>,
+    is_remote: bool,
 }
 
 impl Link {
-    /// The process ID of the other end, from the system; `None` if that process is not visible in this PID namespace.
+    /// Whether the other end is on another machine: such a link carries no descriptors.
+    pub fn is_remote(&self) -> bool {
+        self.is_remote
+    }
+
+    /// The process ID of the other end, from the system; `None` on another machine, and if that process is not visible in
+    /// this PID namespace.
     pub fn process(&self) -> Option<u32> {
         self.process
     }
@@ -437,8 +532,26 @@ impl LinkSender {
         let Some(channel) = &mut self.channel else { return };
         channel.wire_mut().flush();
         if !channel.wire().has_unsent() {
-            channel.send(MESSAGE, body);
+            self.queue(body);
+        }
+    }
+
+    /// Sends a message, of which the socket may have room for a part only. The rest follows with the next message, or when
+    /// this value is dropped. No error if the peer has closed the link.
+    pub fn queue(&mut self, body: &[u8]) {
+        let Some(channel) = &mut self.channel else { return };
+        channel.send(MESSAGE, body);
+        channel.wire_mut().flush();
+    }
+
+    /// Sends a leave message, and no message after it.
+    pub fn leave(&mut self) {
+        if let Some(mut channel) = self.channel.take()
+            && self.process == std::process::id()
+        {
+            channel.send(kind::LEFT, &[]);
             channel.wire_mut().flush();
+            channel.wire().socket().shut_down();
         }
     }
 }
@@ -451,13 +564,7 @@ impl AsFd for LinkSender {
 
 impl Drop for LinkSender {
     fn drop(&mut self) {
-        if let Some(mut channel) = self.channel.take()
-            && self.process == std::process::id()
-        {
-            channel.send(kind::LEFT, &[]);
-            channel.wire_mut().flush();
-            channel.wire().socket().shut_down();
-        }
+        self.leave();
     }
 }
 
@@ -471,6 +578,8 @@ pub enum LinkEvent {
     Left,
     /// The peer's process has died, or it sent a malformed message. No event follows.
     Died,
+    /// The network does not reach the peer. No event follows.
+    Unreachable,
 }
 
 /// The receiving direction of a [`Link`].
@@ -492,6 +601,7 @@ impl LinkReceiver {
                 // An unknown kind, for example of a later version: an empty message, which the caller can ignore.
                 _ => LinkEvent::Message(Vec::new(), self.channel.descriptor()),
             },
+            Incoming::End(End::Unreachable) => LinkEvent::Unreachable,
             Incoming::End(_) => LinkEvent::Died,
         })
     }
@@ -517,7 +627,97 @@ impl AsFd for LinkReceiver {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
+    use crate::error::PeerError;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Two ranks whose links lead over the network, to `spoil`ed addresses. Returns the link of each.
+    fn two_machines(spoil: impl Fn(SocketAddr) -> SocketAddr) -> [Result<Links>; 2] {
+        let mut doors = [(); 2].map(|()| Door::open().unwrap());
+        let addresses = doors.each_mut().map(|door| door.open_to(Ipv4Addr::LOCALHOST.into()).unwrap());
+        let invitations = [0, 1].map(|rank| {
+            let invitation = doors[rank].invitation().clone();
+            invitation.at(spoil(addresses[rank]))
+        });
+        std::thread::scope(|scope| {
+            let mut rank = 0..;
+            let threads = doors.map(|door| {
+                let member = Member::new(Rank(rank.next().unwrap()), 2, Duration::from_secs(2));
+                let invitations = &invitations;
+                scope.spawn(move || Links::connect(door, &member, invitations))
+            });
+            threads.map(|thread| thread.join().unwrap())
+        })
+    }
+
+    fn halves(links: Result<Links>) -> (LinkSender, LinkReceiver) {
+        let (_, link) = links.unwrap().links.pop().unwrap();
+        assert!(link.is_remote() && link.process().is_none());
+        link.split().unwrap()
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn links_between_machines_carry_messages_and_end_with_a_leave_message_or_a_death() {
+        for leaves in [true, false] {
+            let [mut one, mut other] = two_machines(|address| address).map(halves);
+            one.0.try_send(b"first");
+            one.0.queue(b"second");
+            for expected in [&b"first"[..], b"second"] {
+                match other.1.wait(LONG) {
+                    Some(LinkEvent::Message(body, None)) => assert_eq!(body, expected),
+                    event => panic!("{event:?}"),
+                }
+            }
+            if leaves {
+                one.0.leave();
+                assert!(matches!(other.1.wait(LONG), Some(LinkEvent::Left)));
+            } else {
+                // The system closes the sockets of a process that is killed.
+                rustix::net::shutdown(&one.0, rustix::net::Shutdown::Both).unwrap();
+                assert!(matches!(other.1.wait(LONG), Some(LinkEvent::Died)));
+            }
+            other.0.try_send(b"to a rank that is gone");
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_rank_whose_address_answers_to_nothing_is_named() {
+        // A port that was bound a moment ago, and is free again.
+        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let [zero, one] = two_machines(|_| free);
+        let fault = |links: Result<Links>| match links {
+            Err(Error::Peer(PeerError { peer, fault, .. })) => (peer, fault),
+            other => panic!("{other:?}"),
+        };
+        // Rank 1 connects to rank 0, which waits for it.
+        assert_eq!(fault(one), (Rank(0), PeerFault::Died));
+        assert_eq!(fault(zero), (Rank(1), PeerFault::Late));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_rank_of_this_machine_cannot_link_over_the_network() {
+        let mut doors = [(); 2].map(|()| Door::open().unwrap());
+        let address = doors[0].open_to(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let honest: Vec<Invitation> = doors.iter().map(|door| door.invitation().clone()).collect();
+        let mut lying = honest.clone();
+        lying[0] = lying[0].clone().at(address);
+        std::thread::scope(|scope| {
+            let [zero, one] = doors;
+            let member = |rank| Member::new(Rank(rank), 2, Duration::from_millis(300));
+            let (honest, lying) = (&honest, &lying);
+            let zero = scope.spawn(move || Links::connect(zero, &member(0), honest));
+            let one = scope.spawn(move || Links::connect(one, &member(1), lying));
+            for rank in [zero, one] {
+                assert!(rank.join().unwrap().is_err());
+            }
+        });
+    }
 
     #[test]
     fn invitations_survive_the_round_trip_as_text() {

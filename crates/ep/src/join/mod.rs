@@ -11,7 +11,9 @@
 //! | `wire` | the non-blocking socket of a channel |
 //! | `hub`, `spoke` | the rendezvous: rank 0 has the hub, and every other rank has a spoke that connects to it |
 //! | `note` | the messages between hub and spokes, and `Loss`: which rank is lost, and why |
-//! | `links` | sockets between all pairs of ranks of one machine, which carry descriptors of memory |
+//! | `machine` | which ranks share memory |
+//! | `network` | TCP connections between machines, and the network address of this machine |
+//! | `links` | sockets between all pairs of ranks; those of one machine carry descriptors of memory |
 //!
 //! `SECURITY.md` says what this module guarantees and what it does not; `docs/joining.md` describes the protocol.
 
@@ -28,6 +30,10 @@ mod hub;
 mod links;
 #[cfg(target_os = "linux")]
 mod local;
+#[cfg(target_os = "linux")]
+mod machine;
+#[cfg(target_os = "linux")]
+mod network;
 #[cfg(unix)]
 mod note;
 #[cfg(unix)]
@@ -47,11 +53,16 @@ mod wire;
 
 #[cfg(target_os = "linux")]
 pub use links::{Door, Invitation, Link, LinkEvent, LinkReceiver, LinkSender, Links, NoInvitation};
+#[cfg(target_os = "linux")]
+pub use machine::{Machine, NoMachine};
+#[cfg(target_os = "linux")]
+pub use network::{address_of, address_towards};
 pub use secret::Secret;
 #[cfg(unix)]
 pub use tcp::{Member, TcpRendezvous};
 pub use threads::ThreadRendezvous;
 
+use std::net::IpAddr;
 #[cfg(unix)]
 use std::time::Instant;
 
@@ -90,6 +101,12 @@ pub trait Rendezvous {
 
     /// The job secret, if the ranks have one in common.
     fn secret(&self) -> Option<&Secret> {
+        None
+    }
+
+    /// The network address of this machine with which this rank reaches the place of the rendezvous; `None` if the
+    /// rendezvous has no place in a network. Ranks of other machines connect to it.
+    fn network_address(&self) -> Option<IpAddr> {
         None
     }
 }

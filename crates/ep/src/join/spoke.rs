@@ -197,6 +197,7 @@ impl Spoke {
                     End::Malformed => {
                         Stop::Lost(Loss::new(ZERO, PeerFault::Failed, "it sent a malformed message"))
                     }
+                    End::Unreachable => Stop::Lost(Loss::new(ZERO, PeerFault::Unreachable, "")),
                 });
             }
         };

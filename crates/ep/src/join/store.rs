@@ -1,6 +1,6 @@
 //! The address of the rendezvous: a TCP port with a secret, or a local socket of this user without one.
 
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs as _};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs as _};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
@@ -82,6 +82,17 @@ impl Store {
             Way::SameUser(_) => {
                 "without HYBRID_EP_SECRET only processes of this user in this network namespace can join"
             }
+        }
+    }
+
+    /// The address of this machine from which packets to the store leave; `None` for a store that is a local socket.
+    pub(super) fn facing_address(&self) -> Option<IpAddr> {
+        match &self.way {
+            #[cfg(target_os = "linux")]
+            Way::Tcp(addresses) => {
+                addresses.iter().find_map(|address| super::address_towards(&address.ip().to_string()))
+            }
+            _ => None,
         }
     }
 

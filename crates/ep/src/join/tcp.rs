@@ -1,6 +1,6 @@
 //! [`TcpRendezvous`], the rendezvous of processes: rank 0 listens, and the other ranks connect to it.
 
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::time::Duration;
 
 use super::hub::Hub;
@@ -12,6 +12,9 @@ use crate::config::{Config, LaunchEnv};
 use crate::error::{CallerError, EnvironmentError, Error, Result};
 use crate::interrupt::Interrupt;
 use crate::topology::Rank;
+
+/// The default of [`Member::network_timeout`], unless [`Member::timeout`] is shorter.
+const NETWORK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The identity and settings with which a process joins a job.
 #[derive(Debug, Clone)]
@@ -26,6 +29,8 @@ pub struct Member {
     pub secret: Option<Secret>,
     /// The bound for joining and for each exchange.
     pub timeout: Duration,
+    /// How long the machine of a peer may acknowledge nothing before the peer counts as unreachable.
+    pub network_timeout: Duration,
     /// Lets the program stop a wait of this process.
     pub interrupt: Interrupt,
 }
@@ -33,7 +38,8 @@ pub struct Member {
 impl Member {
     /// A member without a secret.
     pub fn new(rank: Rank, ranks: usize, timeout: Duration) -> Self {
-        Self { rank, ranks, secret: None, timeout, interrupt: Interrupt::default() }
+        let (network_timeout, interrupt) = (timeout.min(NETWORK_TIMEOUT), Interrupt::default());
+        Self { rank, ranks, secret: None, timeout, network_timeout, interrupt }
     }
 
     /// The member that the launcher's environment describes, with the secret of [`Secret::from_env`].
@@ -41,9 +47,8 @@ impl Member {
     /// # Errors
     /// As [`Secret::from_env`].
     pub fn launched(env: &LaunchEnv, config: &Config) -> Result<Self> {
-        let (rank, ranks) = (Rank(env.rank), env.world_size as usize);
-        let (timeout, interrupt) = (config.timeout, config.interrupt.clone());
-        Ok(Self { rank, ranks, secret: Secret::from_env()?, timeout, interrupt })
+        let member = Self::new(Rank(env.rank), env.world_size as usize, config.timeout);
+        Ok(Self { secret: Secret::from_env()?, interrupt: config.interrupt.clone(), ..member })
     }
 
     /// The same member with `secret` as its secret.
@@ -75,6 +80,8 @@ pub struct TcpRendezvous {
     rank: Rank,
     ranks: usize,
     secret: Option<Secret>,
+    /// The network address of this machine that faces the store.
+    address: Option<IpAddr>,
     end: End,
     /// The process that joined. A forked child must not send a leave message.
     process: u32,
@@ -103,7 +110,7 @@ impl TcpRendezvous {
         let Member { rank, ranks, .. } = member;
         let process = std::process::id();
         if ranks == 1 {
-            return Ok(Self { rank, ranks, secret: member.secret, end: End::Alone, process });
+            return Ok(Self { rank, ranks, secret: member.secret, address: None, end: End::Alone, process });
         }
         let store = Store::new(store, member.secret.as_ref())?;
         if rank == Rank(0) {
@@ -111,7 +118,8 @@ impl TcpRendezvous {
         }
         let watch = Watch { rank, interrupt: member.interrupt };
         let spoke = Spoke::open(&store, rank, ranks, member.timeout, watch)?;
-        Ok(Self { rank, ranks, secret: member.secret, end: End::Spoke(spoke), process })
+        let (address, end) = (store.facing_address(), End::Spoke(spoke));
+        Ok(Self { rank, ranks, secret: member.secret, address, end, process })
     }
 
     /// As [`join`](Self::join), with the store and the member that the launcher's environment describes.
@@ -142,9 +150,10 @@ impl TcpRendezvous {
     }
 
     fn listen(listener: &Listener, store: &Store, member: Member) -> Result<Self> {
-        let Member { rank, ranks, secret, timeout, interrupt } = member;
+        let Member { rank, ranks, secret, timeout, interrupt, .. } = member;
         let hub = Hub::open(listener, store, ranks, timeout, Watch { rank, interrupt })?;
-        Ok(Self { rank, ranks, secret, end: End::Hub(hub), process: std::process::id() })
+        let (address, end) = (store.facing_address(), End::Hub(hub));
+        Ok(Self { rank, ranks, secret, address, end, process: std::process::id() })
     }
 }
 
@@ -179,6 +188,10 @@ impl Rendezvous for TcpRendezvous {
 
     fn secret(&self) -> Option<&Secret> {
         self.secret.as_ref()
+    }
+
+    fn network_address(&self) -> Option<IpAddr> {
+        self.address
     }
 }
 

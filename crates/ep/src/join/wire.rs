@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -152,13 +152,47 @@ pub(super) struct Wire {
     ended: bool,
     /// No bytes can be sent any more.
     unwritable: bool,
+    failure: Failure,
+}
+
+/// The error that ended a connection. The system reports it once, to the first call on the socket. So the halves of a
+/// split connection share this value, and hold its lock during every call on the socket.
+#[derive(Debug, Clone, Default)]
+struct Failure(Arc<Mutex<Option<ErrorKind>>>);
+
+impl Failure {
+    /// Calls the socket, and stores an error that ends the connection.
+    fn watch<T>(&self, call: impl FnOnce() -> std::io::Result<T>) -> std::io::Result<T> {
+        let mut failure = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        call().inspect_err(|error| {
+            if !matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) {
+                failure.get_or_insert(error.kind());
+            }
+        })
+    }
 }
 
 impl Wire {
     pub(super) fn new(socket: Socket) -> std::io::Result<Self> {
         socket.prepare()?;
+        Ok(Self::with(socket, Failure::default()))
+    }
+
+    fn with(socket: Socket, failure: Failure) -> Self {
         let (incoming, outgoing) = (Vec::new(), VecDeque::new());
-        Ok(Self { socket, incoming, descriptors: None, outgoing, sent: 0, ended: false, unwritable: false })
+        let (sent, ended, unwritable) = (0, false, false);
+        Self { socket, incoming, descriptors: None, outgoing, sent, ended, unwritable, failure }
+    }
+
+    /// A second wire on the same socket. One of the two only sends, and the other only receives.
+    #[cfg(target_os = "linux")]
+    pub(super) fn for_sending(&self) -> std::io::Result<Self> {
+        Ok(Self::with(self.socket.try_clone()?, self.failure.clone()))
+    }
+
+    /// The error that ended the connection; `None` while it works, and if the other end has closed it.
+    pub(super) fn failure(&self) -> Option<ErrorKind> {
+        *self.failure.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Accepts descriptors from now on.
@@ -190,7 +224,8 @@ impl Wire {
         while self.incoming.len() < len && !self.ended {
             let at = self.incoming.len();
             self.incoming.resize(len.min(at + READ), 0);
-            let read = self.socket.read(&mut self.incoming[at..], self.descriptors.as_mut());
+            let (socket, descriptors) = (&self.socket, self.descriptors.as_mut());
+            let read = self.failure.watch(|| socket.read(&mut self.incoming[at..], descriptors));
             self.incoming.truncate(at + *read.as_ref().unwrap_or(&0));
             match read {
                 Ok(0) => self.ended = true,
@@ -238,7 +273,7 @@ impl Wire {
                 self.sent = 0;
                 continue;
             }
-            match self.socket.write(&bytes[self.sent..], descriptor) {
+            match self.failure.watch(|| self.socket.write(&bytes[self.sent..], descriptor)) {
                 Ok(sent) => self.sent += sent,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,

@@ -1,0 +1,97 @@
+//! TCP connections between machines, and the network address of this machine.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs as _, UdpSocket};
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use nix::ifaddrs::getifaddrs;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
+
+use crate::error::{CallerError, Result};
+
+/// Makes the system end the connection with a timeout when the other machine acknowledges nothing for so long.
+pub(super) fn watch(socket: impl AsFd, timeout: Duration) -> io::Result<()> {
+    let millis = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1);
+    Ok(sockopt::set_tcp_user_timeout(socket, millis)?)
+}
+
+/// Starts to connect to `address` without waiting. Reading and writing block until the connection is there, and then
+/// return its error if it failed.
+pub(super) fn start_connecting(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, Some(ipproto::TCP))?;
+    watch(&socket, timeout)?;
+    match rustix::net::connect(&socket, &address) {
+        Ok(()) | Err(rustix::io::Errno::INPROGRESS) => Ok(TcpStream::from(socket)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The address of this machine from which packets to `host` leave; `None` when the host cannot be resolved or reached.
+/// Sends nothing.
+pub fn address_towards(host: &str) -> Option<IpAddr> {
+    // The port does not matter.
+    (host, 9).to_socket_addrs().ok()?.find_map(|to| {
+        let any: SocketAddr = if to.is_ipv4() { ([0; 4], 0).into() } else { ([0_u16; 8], 0).into() };
+        let socket = UdpSocket::bind(any).ok()?;
+        socket.connect(to).ok()?;
+        Some(socket.local_addr().ok()?.ip())
+    })
+}
+
+/// The network address that a setting selects: an IP address, or the name of an interface of this machine. Of several
+/// addresses of an interface, IPv4 comes first. Link-local addresses are left out, since they need an interface too.
+///
+/// # Errors
+/// [`CallerError::Config`] for what is neither.
+pub fn address_of(setting: &str) -> Result<IpAddr> {
+    if let Ok(address) = setting.parse() {
+        return Ok(address);
+    }
+    let interfaces = getifaddrs().map(Iterator::collect::<Vec<_>>).unwrap_or_default();
+    let mut found: Vec<IpAddr> = interfaces
+        .iter()
+        .filter(|interface| interface.interface_name == setting)
+        .filter_map(|interface| {
+            let address = interface.address.as_ref()?;
+            let v4 = address.as_sockaddr_in().map(|v4| v4.ip().into());
+            let v6 = || address.as_sockaddr_in6().map(|v6| v6.ip()).filter(|ip| !ip.is_unicast_link_local());
+            v4.or_else(|| v6().map(IpAddr::V6))
+        })
+        .collect();
+    found.sort_by_key(IpAddr::is_ipv6);
+    found.first().copied().ok_or_else(|| {
+        let mut names: Vec<&str> = interfaces.iter().map(|i| i.interface_name.as_str()).collect();
+        names.dedup();
+        let problem = format!(
+            "is neither an IP address nor an interface with one; this machine's interfaces: {}",
+            names.join(", ")
+        );
+        CallerError::Config { key: "HYBRID_EP_TRANSPORT_ADDRESS", value: setting.into(), problem }.into()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn an_address_is_an_ip_address_or_an_interface() {
+        assert_eq!(address_of("10.1.2.3").unwrap(), IpAddr::from([10, 1, 2, 3]));
+        assert_eq!(address_of("::1").unwrap(), IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1]));
+        assert_eq!(address_of("lo").unwrap(), IpAddr::from([127, 0, 0, 1]));
+        let error = address_of("no-such-interface").unwrap_err().to_string();
+        assert!(error.starts_with("HYBRID_EP_TRANSPORT_ADDRESS = no-such-interface: is neither"), "{error}");
+        assert!(error.contains("lo"), "{error}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn the_address_towards_this_machine_is_its_own() {
+        assert_eq!(address_towards("127.0.0.1"), Some(IpAddr::from([127, 0, 0, 1])));
+        assert_eq!(address_towards("no such host"), None);
+    }
+}
