@@ -15,7 +15,7 @@ use ep::{
 use crate::comm::Comm;
 use crate::control::{Control, Health};
 use crate::engine;
-use crate::join::{self, FIRST_ARENA_SEGMENT, RankSegments};
+use crate::join::{self, FIRST_ARENA_SEGMENT, Machines, RankSegments};
 use crate::memory::Arena;
 use crate::processes::Processes;
 use crate::pulse::Pulse;
@@ -70,7 +70,7 @@ impl HostBuffer {
             ranks.iter().map(|_| RankSegments::of_thread(world, config)).collect::<Result<_>>()?;
         let opened = ranks
             .iter()
-            .map(|&rank| engine::open(world, rank, config, &segments))
+            .map(|&rank| engine::open(world, rank, config, &segments, None))
             .collect::<Result<Vec<_>>>()?;
         let blobs: Vec<Vec<u8>> = opened.iter().map(|engine| engine.blob()).collect();
         let connected = ranks
@@ -88,6 +88,7 @@ impl HostBuffer {
                     config,
                     directory.clone(),
                     Processes::default(),
+                    Machines::default(),
                     &segments,
                     transport,
                 )
@@ -123,15 +124,16 @@ impl HostBuffer {
         let rank = rendezvous.rank();
         let mut held = Processes::default();
         let joined = join::connect(world, rendezvous, config, &mut held).and_then(|connected| {
-            let join::Connected { directory, processes, segments } = connected;
-            let opened = engine::open(world, rank, config, &segments)?;
+            let join::Connected { directory, processes, machines, segments } = connected;
+            let opened = engine::open(world, rank, config, &segments, machines.address)?;
             let blobs = match engine::needs_blobs(world, config) {
                 true => rendezvous.all_gather(&opened.blob())?,
                 false => vec![Vec::new(); world.ranks()],
             };
             let transport = Self::connect_rail(world, rank, opened, &blobs)?;
+            let world = world.clone();
             let buffer =
-                Self::assemble(rank, world.clone(), config, directory, processes, &segments, transport)?;
+                Self::assemble(rank, world, config, directory, processes, machines, &segments, transport)?;
             // Barrier: no rank may leave before all others have mapped its segments.
             rendezvous.all_gather(&[])?;
             Ok(buffer)
@@ -158,12 +160,14 @@ impl HostBuffer {
     }
 
     /// Assembles the buffer of `rank`. `segments` are those of all ranks, by rank.
+    #[expect(clippy::too_many_arguments, reason = "the parts of a buffer, each made in its own way")]
     fn assemble(
         rank: Rank,
         world: World,
         config: &Config,
         directory: Directory,
         processes: Processes,
+        machines: Machines,
         segments: &[RankSegments],
         transport: Box<dyn Transport>,
     ) -> Result<Self> {
@@ -173,11 +177,12 @@ impl HostBuffer {
             .zip(segments)
             .map(|(peer, segments)| Control::new(peer, Arc::clone(&segments.control), &world))
             .collect::<Result<Vec<_>>>()?;
-        let window = Arc::clone(&segments[rank.index()].window);
+        let window = segments[rank.index()].window.clone().expect("a rank maps its own window");
         let rails = Rails::new(&world, rank, window, config, transport)?;
 
+        let ranks_here = if machines.ranks_here == 0 { world.ranks() } else { machines.ranks_here };
         let workers = match config.host.workers {
-            0 => (std::thread::available_parallelism().map_or(1, usize::from) / world.ranks()).max(1),
+            0 => (std::thread::available_parallelism().map_or(1, usize::from) / ranks_here).max(1),
             workers => workers,
         };
         let pool = (workers > 1).then(|| {
@@ -193,7 +198,7 @@ impl HostBuffer {
                     )
                 })
         });
-        let pulse = Pulse::start(rank, &controls, config.stall_bound())?;
+        let pulse = Pulse::start(rank, &controls, &processes, config.stall_bound())?;
         let comm = Comm {
             pulse,
             rank,
@@ -203,6 +208,7 @@ impl HostBuffer {
             directory: directory.clone(),
             rails,
             processes,
+            machines: machines.names,
             domain_bytes: AtomicU64::new(0),
             preprocess_bytes: AtomicU64::new(0),
             waited_ns: AtomicU64::new(0),
@@ -275,7 +281,7 @@ impl HostBuffer {
             _ => (self.comm.rank, PeerFault::Failed),
         };
         self.comm.control().set_cause(&error.to_string());
-        self.comm.control().set_health(Health::Failed { at_fault, fault, operator, step: self.step });
+        self.comm.set_health(Health::Failed { at_fault, fault, operator, step: self.step });
         self.failed = Some(error.clone());
         Err(error)
     }
@@ -285,7 +291,7 @@ impl Drop for HostBuffer {
     fn drop(&mut self) {
         if self.failed.is_none() && !self.comm.pulse.is_forked() {
             self.drain();
-            self.comm.control().set_health(Health::Left);
+            self.comm.set_health(Health::Left);
         }
     }
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{
 };
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::ThreadId;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ep::{
     CallerError, Config, EnvironmentError, Error, Interrupt, Operator, PeerError, PeerFault, Posted, Rank,
@@ -38,6 +38,8 @@ pub(crate) struct Comm {
     pub(crate) directory: Directory,
     pub(crate) rails: Rails,
     pub(crate) processes: Processes,
+    /// By rank: the names of the ranks' machines; empty in a job of one machine.
+    pub(crate) machines: Vec<String>,
     pub(crate) pulse: Pulse,
     /// Bytes that this rank has read from or written to other ranks of its domain, for [`ep::Traffic`].
     pub(crate) domain_bytes: AtomicU64,
@@ -56,6 +58,17 @@ impl Comm {
     /// This rank's control block.
     pub(crate) fn control(&self) -> &Control {
         &self.controls[self.rank.index()]
+    }
+
+    /// The name of the machine of `rank`, in a job of several machines.
+    pub(crate) fn machine_of(&self, rank: Rank) -> Option<String> {
+        self.machines.get(rank.index()).cloned()
+    }
+
+    /// Publishes the state of this rank in its control block and to ranks of other machines.
+    pub(crate) fn set_health(&self, health: Health) {
+        self.control().set_health(health);
+        self.processes.send_status(self.control(), true);
     }
 
     /// The ranks of this rank's domain and their control blocks, by local rank.
@@ -111,6 +124,9 @@ pub(crate) struct Op<'a> {
     /// By local rank, once all ranks of the domain have entered.
     peers: OnceLock<Vec<PeerMemories>>,
 }
+
+/// How long a rank whose engine has lost a peer on another machine waits for news of that peer on their link.
+const NEWS_PERIOD: Duration = Duration::from_secs(1);
 
 /// The payload of a panic.
 pub(crate) type Panic = Box<dyn Any + Send>;
@@ -371,8 +387,14 @@ impl<'a> Op<'a> {
     /// The error, with this operator; for a peer that is gone, what its control block states about the reason.
     fn judge(&self, error: Error) -> Result<()> {
         let Error::Peer(error) = error else { return Err(error) };
-        let control = &self.comm.controls[error.peer.index()];
+        let comm = self.comm;
+        let control = &comm.controls[error.peer.index()];
         if error.fault != PeerFault::Broken {
+            let news = || control.health() != Health::Alive || control.finished() >= self.step;
+            if comm.processes.is_remote(error.peer) {
+                // The engine's connection can end before the status of the same rank arrives on its link.
+                comm.processes.await_news(error.peer, NEWS_PERIOD, news);
+            }
             // A rank leaves after it has finished, so its health is read first.
             let health = control.health();
             if control.finished() >= self.step {
@@ -383,7 +405,13 @@ impl<'a> Op<'a> {
                 return Err(self.unhealthy(error.peer, health, waiting));
             }
         }
-        Err(PeerError { operator: self.operator, step: self.step, ..error }.into())
+        let lost = comm.processes.lost().find(|&(rank, _)| rank == error.peer);
+        let fault = match lost {
+            Some((_, fault)) if error.fault != PeerFault::Broken => fault,
+            _ => error.fault,
+        };
+        let (machine, operator, step) = (comm.machine_of(error.peer), self.operator, self.step);
+        Err(PeerError { fault, machine, operator, step, ..error }.into())
     }
 
     /// The error for a peer whose messages or shared words violate the protocol. `found` says what was found.

@@ -27,6 +27,7 @@ use ep::{Counts, EnvironmentError, Operator, PeerFault, Rank, Result, Size, Worl
 use crate::memory::PublishedMemory;
 use crate::segment::{Segment, SegmentName};
 use crate::signature::SIGNATURE;
+use crate::status::Status;
 
 /// Greatest number of memories that a rank publishes for one operator.
 pub(crate) const MEMORIES: usize = 4;
@@ -103,7 +104,19 @@ fn index_of<T: PartialEq>(all: &[T], one: &T) -> u32 {
     all.iter().position(|other| other == one).unwrap_or(0) as u32
 }
 
-/// One rank's control block, mapped.
+/// The words by which a rank publishes its state, as they are in its control block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HealthWords {
+    pub(crate) health: u32,
+    pub(crate) at_fault: u32,
+    pub(crate) fault: u32,
+    pub(crate) operator: u32,
+    pub(crate) failed_step: u64,
+}
+
+/// One rank's control block, mapped, or the mirror of the control block of a rank on another machine. A mirror is memory
+/// of this process, to which the receiver thread writes the rank's [`Status`]. It has no signature, memories or counts:
+/// only ranks of one domain read those.
 ///
 /// After [`Words`] follow one ready word and one row of counts per domain. A rank stores the counts of its rail peer in
 /// each domain there, and all ranks of its own domain read them.
@@ -315,6 +328,48 @@ impl Control {
         }
     }
 
+    /// The status of this rank, for its mirrors.
+    pub(crate) fn status(&self) -> Status {
+        let words = self.words();
+        // Read first: a peer that sees this state then sees no earlier `finished` (see `judge` in `comm`).
+        let health = words.health.load(Acquire);
+        let failed = health == FAILED;
+        Status {
+            health: HealthWords {
+                health,
+                at_fault: words.at_fault.load(Relaxed),
+                fault: words.fault.load(Relaxed),
+                operator: words.operator.load(Relaxed),
+                failed_step: words.failed_step.load(Relaxed),
+            },
+            cause: self.cause().filter(|_| failed).unwrap_or_default(),
+            entered: self.entered(),
+            finished: self.finished(),
+            pulse: self.pulse(),
+            turns: self.turns(),
+            progress: self.progress(),
+        }
+    }
+
+    /// Stores the status of a rank on another machine in this mirror. One thread calls this.
+    pub(crate) fn mirror(&self, status: &Status) {
+        let words = self.words();
+        words.pulse.0.store(status.pulse, Relaxed);
+        words.turns.0.store(status.turns, Relaxed);
+        words.progress.0.store(status.progress, Relaxed);
+        words.entered.0.store(status.entered, Release);
+        words.finished.0.store(status.finished, Release);
+        if words.health.load(Relaxed) == ALIVE && status.health.health != ALIVE {
+            let HealthWords { health, at_fault, fault, operator, failed_step } = status.health;
+            self.set_cause(&status.cause);
+            words.at_fault.store(at_fault, Relaxed);
+            words.fault.store(fault, Relaxed);
+            words.operator.store(operator, Relaxed);
+            words.failed_step.store(failed_step, Relaxed);
+            words.health.store(health, Release);
+        }
+    }
+
     /// Publishes the counts of this rank's rail peer in `domain`; with this rank's domain, its own counts.
     pub(crate) fn publish_counts(&self, domain: usize, step: u64, counts: &[u32]) {
         for (word, &count) in self.count_row(domain).iter().zip(counts) {
@@ -405,6 +460,33 @@ mod tests {
         }
         control.words().health.store(u32::MAX, Relaxed);
         assert_eq!(control.health(), Health::Alive);
+    }
+
+    #[test]
+    fn a_mirror_shows_the_status_of_its_rank() {
+        let ((control, _), (mirror, _)) = (control(1), control(1));
+        let show = || mirror.mirror(&Status::from_bytes(&control.status().to_bytes()).unwrap());
+        control.enter(5, [0; SIGNATURE], [None; MEMORIES]);
+        control.finish(4);
+        control.beat();
+        control.advance();
+        show();
+        assert_eq!((mirror.entered(), mirror.finished(), mirror.health()), (5, 4, Health::Alive));
+        assert_eq!((mirror.pulse(), mirror.turns(), mirror.progress()), (1, 1, 1));
+        let failed = Health::Failed {
+            at_fault: Rank(0),
+            fault: PeerFault::Unreachable,
+            operator: Operator::Dispatch,
+            step: 5,
+        };
+        control.set_cause("no route");
+        control.set_health(failed);
+        show();
+        assert_eq!((mirror.health(), mirror.cause()), (failed, Some("no route".into())));
+        // Health changes once: a rank that has failed does not become one that left.
+        control.set_health(Health::Left);
+        show();
+        assert_eq!(mirror.health(), failed);
     }
 
     #[test]

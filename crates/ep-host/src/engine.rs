@@ -1,5 +1,6 @@
 //! The engine of a rank's rail: which one, from the configuration, and how it is opened. `buffer` connects it.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use ep::{Config, Rail, Rank, Result, Unconnected, World};
@@ -8,6 +9,7 @@ use crate::control::check_segment;
 use crate::join::RankSegments;
 use crate::loopback::Loopback;
 use crate::rail::WindowLayout;
+use crate::segment::Segment;
 
 /// The rail of `rank`.
 pub(crate) fn rail_of(world: &World, rank: Rank) -> Result<Rail> {
@@ -21,53 +23,68 @@ pub(crate) fn needs_blobs(world: &World, config: &Config) -> bool {
     world.topology().domains() > 1 && !config.host.transport.is_loopback()
 }
 
-/// Opens the engine of `rank`. `segments` are those of all ranks, by rank.
+/// Opens the engine of `rank`. `segments` are those of all ranks, by rank; `address` is the network address of this machine
+/// that ranks of other machines use, if there are any.
 pub(crate) fn open(
     world: &World,
     rank: Rank,
     config: &Config,
     segments: &[RankSegments],
+    address: Option<IpAddr>,
 ) -> Result<Box<dyn Unconnected>> {
     let rail = rail_of(world, rank)?;
-    let bytes = WindowLayout::new(world, config)?.bytes();
-    let windows = rail
-        .ranks()
-        .iter()
-        .map(|&peer| {
-            let window = &segments[peer.index()].window;
-            check_segment(peer, "window", window, bytes)?;
-            Ok(Arc::clone(window))
-        })
-        .collect::<Result<Vec<_>>>()?;
     let signals = WindowLayout::signals(config.host.slots);
+    let window = |peer: Rank| {
+        let bytes = WindowLayout::new(world, config)?.bytes();
+        let window = segments[peer.index()].window.as_ref();
+        let window = window.expect("the window of a rank of this machine; `join` has checked the engine");
+        check_segment(peer, "window", window, bytes)?;
+        Ok(Arc::clone(window))
+    };
     if needs_blobs(world, config) {
-        return open_fabric(rail, &windows, config, signals);
+        return open_fabric(rail, window(rank)?, config, signals, address);
     }
+    let windows = rail.ranks().iter().map(|&peer| window(peer)).collect::<Result<Vec<_>>>()?;
     Ok(Box::new(Loopback::new(rail, windows, signals)))
 }
 
 #[cfg(feature = "fabric")]
 fn open_fabric(
     rail: Rail,
-    windows: &[Arc<crate::segment::Segment>],
+    window: Arc<Segment>,
     config: &Config,
     signals: usize,
+    address: Option<IpAddr>,
 ) -> Result<Box<dyn Unconnected>> {
-    let ep::TransportOptions { engine, address, libfabric, .. } = config.host.transport.clone();
+    let ep::TransportOptions { engine, address: setting, libfabric, .. } = config.host.transport.clone();
+    let setting = setting.map(|setting| ip_address(&setting)).transpose()?;
+    // Other providers have addresses of their own, and choose an interface if there is no setting.
+    let address = setting.or(address.filter(|_| engine == "tcp").map(|address| address.to_string()));
     let options = ep_fabric::Options { provider: engine, address, library: libfabric };
-    let window = Arc::clone(&windows[rail.own_index()]) as Arc<dyn ep::Window>;
     let limits = ep::Limits { signals, put_bytes: config.host.slot_bytes.next_multiple_of(64) };
     // SAFETY: a segment is mapped, with an unchanging length, until it is dropped. Other ranks may write to it at any
     // time: only pointers and atomics access it.
-    unsafe { ep_fabric::open(&options, rail, window, limits) }
+    unsafe { ep_fabric::open(&options, rail, window as Arc<dyn ep::Window>, limits) }
+}
+
+/// The IP address that the setting `HYBRID_EP_TRANSPORT_ADDRESS` selects, as text.
+#[cfg(all(feature = "fabric", target_os = "linux"))]
+fn ip_address(setting: &str) -> Result<String> {
+    Ok(ep::join::address_of(setting)?.to_string())
+}
+
+#[cfg(all(feature = "fabric", not(target_os = "linux")))]
+fn ip_address(setting: &str) -> Result<String> {
+    Ok(setting.to_string())
 }
 
 #[cfg(not(feature = "fabric"))]
 fn open_fabric(
     _: Rail,
-    _: &[Arc<crate::segment::Segment>],
+    _: Arc<Segment>,
     config: &Config,
     _: usize,
+    _: Option<IpAddr>,
 ) -> Result<Box<dyn Unconnected>> {
     let (key, value) = ("host.transport", config.host.transport.engine.clone());
     let problem = "this build has only `loopback`; enable the feature `fabric` of ep-host".into();

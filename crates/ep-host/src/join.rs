@@ -1,12 +1,16 @@
-//! Joining: every rank makes a control block and a window, and maps those of the other ranks. `buffer` calls this
-//! module. With process ranks, the ranks first exchange an [`Introduction`] through the rendezvous.
+//! Joining: every rank makes a control block and a window, and maps those of the other ranks of its machine. `buffer`
+//! calls this module. With process ranks, the ranks first exchange an [`Introduction`] through the rendezvous. For each
+//! rank on another machine, this rank makes a mirror of its control block.
 
+use std::net::IpAddr;
+#[cfg(target_os = "linux")]
+use std::net::SocketAddr;
 use std::sync::Arc;
 #[cfg(target_os = "linux")]
 use std::time::Instant;
 
 #[cfg(target_os = "linux")]
-use ep::join::{Door, Invitation, Member, Rendezvous};
+use ep::join::{Door, Invitation, Machine, Member, Rendezvous};
 #[cfg(target_os = "linux")]
 use ep::{CallerError, EnvironmentError, Error, Operator, PeerError, PeerFault, Rank};
 use ep::{Config, Counts, Result, Size, World};
@@ -26,14 +30,31 @@ const CONTROL_SEGMENT: u64 = 1;
 #[cfg(target_os = "linux")]
 const WINDOW_SEGMENT: u64 = 2;
 pub(crate) const FIRST_ARENA_SEGMENT: u64 = 3;
+/// The share of the stall bound after which a peer is unreachable whose machine acknowledges nothing. Below 1, so that such
+/// a peer is not reported as stopped.
+#[cfg(target_os = "linux")]
+const UNREACHABLE_SHARE: f64 = 0.75;
 /// First line of an introduction. Change it with the format of introductions or of shared memory.
 #[cfg(target_os = "linux")]
-const INTRODUCTION: &str = "hybrid-ep host 2";
+const INTRODUCTION: &str = "hybrid-ep host 3";
 
-/// The two segments of a rank that all other ranks map when they join.
+/// The two segments of a rank that all other ranks of its machine map when they join.
 pub(crate) struct RankSegments {
+    /// For a rank on another machine, a mirror.
     pub(crate) control: Arc<Segment>,
-    pub(crate) window: Arc<Segment>,
+    /// `None` for a rank on another machine.
+    pub(crate) window: Option<Arc<Segment>>,
+}
+
+/// The machines of a job with several machines.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Machines {
+    /// By rank: the name of its machine. Empty in a job of one machine.
+    pub(crate) names: Vec<String>,
+    /// Number of ranks on this machine; 0 stands for all.
+    pub(crate) ranks_here: usize,
+    /// The network address of this machine that ranks of other machines use.
+    pub(crate) address: Option<IpAddr>,
 }
 
 impl RankSegments {
@@ -53,7 +74,7 @@ impl RankSegments {
         let [control, window] = Self::sizes(world, config)?;
         Ok(Self {
             control: Arc::new(Segment::private(control)?),
-            window: Arc::new(Segment::private(window)?),
+            window: Some(Arc::new(Segment::private(window)?)),
         })
     }
 }
@@ -84,8 +105,7 @@ fn unreadable(peer: Rank) -> Error {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg(target_os = "linux")]
 pub(crate) struct Introduction {
-    /// The machine's boot id.
-    machine: String,
+    machine: Machine,
     invitation: Invitation,
     /// The world and the settings that must be equal on all ranks, as text.
     agreed: String,
@@ -99,10 +119,8 @@ impl Introduction {
         let owners: Vec<u32> = (0..world.experts() as u32)
             .map(|e| world.placement().owner_at(world.placement().position_of(e)).0)
             .collect();
-        // The boot id tells machines apart. Containers of one machine share it; whether they can connect shows later.
-        let machine = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         Self {
-            machine: machine.trim().to_string(),
+            machine: Machine::this(config.machine.as_deref()),
             invitation: door.invitation().clone(),
             agreed: format!(
                 "{} ranks in {} domains, chunk_tokens {chunk_tokens}, slot_bytes {slot_bytes}, slots {slots}, transport {}, experts on ranks {owners:?}",
@@ -123,38 +141,108 @@ impl Introduction {
         let mut lines = text.splitn(4, '\n');
         lines.next().filter(|&first| first == INTRODUCTION)?;
         Some(Self {
-            machine: lines.next()?.to_string(),
+            machine: lines.next()?.parse().ok()?,
             invitation: lines.next()?.parse().ok()?,
             agreed: lines.next()?.to_string(),
         })
     }
 
-    /// Checks that a peer is on this machine and has the same world and settings.
+    /// Checks that a peer has the same world and settings.
     ///
     /// # Errors
-    /// [`EnvironmentError`] or [`CallerError::Collective`] that names the peer.
+    /// [`CallerError::Collective`] that names the peer.
     pub(crate) fn check(&self, rank: Rank, peer: Rank, theirs: &Self) -> Result<()> {
-        if self.machine != theirs.machine {
+        if self.agreed == theirs.agreed {
+            return Ok(());
+        }
+        Err(CallerError::Collective {
+            operator: Operator::Join,
+            field: "the world",
+            rank,
+            mine: self.agreed.clone(),
+            peer,
+            theirs: theirs.agreed.clone(),
+        }
+        .into())
+    }
+}
+
+/// Checks that the ranks of each domain are on one machine, and that the engine crosses the network where ranks are on
+/// several machines. `machines` are those of all ranks, by rank. Returns whether there are several.
+///
+/// # Errors
+/// [`CallerError::Topology`] that names two ranks of a domain; [`CallerError::Config`] for the engine.
+#[cfg(target_os = "linux")]
+fn check_machines(world: &World, config: &Config, machines: &[&Machine]) -> Result<bool> {
+    let topology = world.topology();
+    let first = topology.all_ranks().map(|rank| topology.rank_at(topology.domain_of(rank), 0));
+    for (rank, first) in topology.all_ranks().zip(first) {
+        let (machine, other) = (machines[rank.index()], machines[first.index()]);
+        if !machine.shares_memory_with(other) {
+            return Err(CallerError::Topology(format!(
+                "ranks {first} on {} and {rank} on {} are in one NVLink domain, whose ranks share memory; choose the number of domains so that each domain is on one machine, and number the ranks of a machine consecutively",
+                other.name(),
+                machine.name(),
+            ))
+            .into());
+        }
+    }
+    let Some(elsewhere) = machines.iter().position(|machine| !machine.shares_memory_with(machines[0])) else {
+        return Ok(false);
+    };
+    let engine = &config.host.transport.engine;
+    if config.host.transport.is_loopback() || engine == "shm" {
+        let (here, there) = (machines[0].name(), machines[elsewhere].name());
+        let problem = format!(
+            "carries bytes inside one machine only, and rank 0 is on {here} and rank {elsewhere} on {there}; set HYBRID_EP_TRANSPORT=tcp, or the provider of your network card"
+        );
+        return Err(CallerError::Config { key: "HYBRID_EP_TRANSPORT", value: engine.clone(), problem }.into());
+    }
+    Ok(true)
+}
+
+/// Opens this rank's door to ranks of other machines and exchanges the addresses of all ranks. Collective. Returns this
+/// rank's address and the invitations with the addresses of ranks on other machines.
+#[cfg(target_os = "linux")]
+fn open_to_machines(
+    rendezvous: &mut dyn Rendezvous,
+    config: &Config,
+    door: &mut Door,
+    all: &[Introduction],
+) -> Result<(IpAddr, Vec<Invitation>)> {
+    let rank = rendezvous.rank();
+    let own = match &config.host.transport.address {
+        Some(setting) => Some(ep::join::address_of(setting)?),
+        None => rendezvous.network_address(),
+    };
+    let own = own.ok_or_else(|| {
+        EnvironmentError::new(
+            "finding the network address of this rank",
+            "the ranks are on several machines, and their rendezvous has no network address",
+            "set HYBRID_EP_TRANSPORT_ADDRESS to an address or an interface of this machine",
+        )
+    })?;
+    let address = door.open_to(own)?;
+    let blobs = rendezvous.all_gather(address.to_string().as_bytes())?;
+    let invitations = (0..).map(Rank).zip(all).zip(blobs).map(|((peer, theirs), blob)| {
+        let (here, there) = (&all[rank.index()].machine, &theirs.machine);
+        if here.shares_memory_with(there) {
+            return Ok(theirs.invitation.clone());
+        }
+        let address = std::str::from_utf8(&blob).ok().and_then(|text| text.parse::<SocketAddr>().ok());
+        let address = address.ok_or_else(|| unreadable(peer))?;
+        if address.ip().is_loopback() && !here.shares_network_with(there) {
+            let (ip, name) = (address.ip(), there.name());
             return Err(EnvironmentError::new(
-                format!("sharing memory with rank {peer}"),
-                "it runs on another machine",
-                "the host backend spans one machine",
+                format!("connecting to rank {peer} on {name}"),
+                format!("its address is {ip}, which other machines cannot reach"),
+                format!("set MASTER_ADDR to a network address of rank 0's machine, or HYBRID_EP_TRANSPORT_ADDRESS on {name}"),
             )
             .into());
         }
-        if self.agreed != theirs.agreed {
-            return Err(CallerError::Collective {
-                operator: Operator::Join,
-                field: "the world",
-                rank,
-                mine: self.agreed.clone(),
-                peer,
-                theirs: theirs.agreed.clone(),
-            }
-            .into());
-        }
-        Ok(())
-    }
+        Ok(theirs.invitation.clone().at(address))
+    });
+    Ok((own, invitations.collect::<Result<_>>()?))
 }
 
 /// The result of [`connect`].
@@ -162,11 +250,13 @@ impl Introduction {
 pub(crate) struct Connected {
     pub(crate) directory: Directory,
     pub(crate) processes: Processes,
+    pub(crate) machines: Machines,
     /// By rank.
     pub(crate) segments: Vec<RankSegments>,
 }
 
-/// Connects this process with those of all other ranks and maps their control blocks and windows. Collective.
+/// Connects this process with those of all other ranks and maps the control blocks and windows of those on this machine.
+/// Collective.
 ///
 /// Stores the links in `held` as soon as this rank has them. After an error the caller must report the error to the
 /// other ranks first and drop `held` then: a peer takes a link that closes early for a death.
@@ -181,9 +271,9 @@ pub(crate) fn connect(
     held: &mut Processes,
 ) -> Result<Connected> {
     let rank = rendezvous.rank();
-    let door = Door::open()?;
-    let [control, window] = RankSegments::sizes(world, config)?;
-    let (control, window) = (Segment::shared(control)?, Segment::shared(window)?);
+    let mut door = Door::open()?;
+    let [control_bytes, window_bytes] = RankSegments::sizes(world, config)?;
+    let (control, window) = (Segment::shared(control_bytes)?, Segment::shared(window_bytes)?);
     let mine = Introduction::new(world, config, &door);
     let all: Vec<Introduction> = rendezvous
         .all_gather(&mine.to_bytes())?
@@ -194,11 +284,39 @@ pub(crate) fn connect(
     for (peer, theirs) in world.topology().all_ranks().zip(&all) {
         mine.check(rank, peer, theirs)?;
     }
-    let invitations: Vec<Invitation> = all.into_iter().map(|intro| intro.invitation).collect();
+    let of_ranks: Vec<&Machine> = all.iter().map(|introduction| &introduction.machine).collect();
+    let is_here = |peer: Rank| of_ranks[peer.index()].shares_memory_with(of_ranks[rank.index()]);
+    let (machines, invitations) = if check_machines(world, config, &of_ranks)? {
+        let (address, invitations) = open_to_machines(rendezvous, config, &mut door, &all)?;
+        let names = of_ranks.iter().map(|machine| machine.name().to_string()).collect();
+        let ranks_here = world.topology().all_ranks().filter(|&peer| is_here(peer)).count();
+        (Machines { names, ranks_here, address: Some(address) }, invitations)
+    } else {
+        (Machines::default(), all.iter().map(|introduction| introduction.invitation.clone()).collect())
+    };
+    let mirrors = world
+        .topology()
+        .all_ranks()
+        .map(|peer| match is_here(peer) {
+            true => Ok(None),
+            false => Segment::private(control_bytes).map(|segment| Some(Arc::new(segment))),
+        })
+        .collect::<Result<Vec<Option<Arc<Segment>>>>>()?;
+    let controls = world
+        .topology()
+        .all_ranks()
+        .zip(&mirrors)
+        .map(|(peer, mirror)| mirror.clone().map(|segment| Control::new(peer, segment, world)).transpose())
+        .collect::<Result<Vec<Option<Control>>>>()?;
+
     let mut member = Member::new(rank, world.ranks(), config.timeout);
     member.secret = rendezvous.secret().cloned();
+    member.network_timeout = config.stall_bound().mul_f64(UNREACHABLE_SHARE);
     member.interrupt = config.interrupt.clone();
-    let processes = Processes::connect(door, &member, &invitations, config.stall_bound())?;
+    let mirror_of =
+        |peer: Rank| controls[peer.index()].clone().expect("a rank with a remote link has a mirror");
+    let processes = Processes::connect(door, &member, &invitations, config.stall_bound(), mirror_of)
+        .map_err(|error| on_machine(error, &machines.names))?;
     *held = processes.clone();
 
     let names = [
@@ -209,10 +327,10 @@ pub(crate) fn connect(
         segment.stamp(&processes.stamp(rank, name.id));
         processes.announce(name, file)?;
     }
-    let own = RankSegments { control: Arc::new(control.0), window: Arc::new(window.0) };
+    let (control, window) = (Arc::new(control.0), Arc::new(window.0));
     let directory = Directory::of_processes(processes.clone());
-    directory.adopt(rank, CONTROL_SEGMENT, &own.control);
-    directory.adopt(rank, WINDOW_SEGMENT, &own.window);
+    directory.adopt(rank, CONTROL_SEGMENT, &control);
+    directory.adopt(rank, WINDOW_SEGMENT, &window);
     let find = |peer: Rank, name: SegmentName| -> Result<Arc<Segment>> {
         let start = Instant::now();
         // The worlds and settings are equal, so the peer's segments are as long as this rank's.
@@ -226,9 +344,25 @@ pub(crate) fn connect(
     let segments = world
         .topology()
         .all_ranks()
-        .map(|peer| Ok(RankSegments { control: find(peer, names[0])?, window: find(peer, names[1])? }))
+        .zip(mirrors)
+        .map(|(peer, mirror)| match mirror {
+            Some(mirror) => Ok(RankSegments { control: mirror, window: None }),
+            None => Ok(RankSegments { control: find(peer, names[0])?, window: Some(find(peer, names[1])?) }),
+        })
         .collect::<Result<_>>()?;
-    Ok(Connected { directory, processes, segments })
+    Ok(Connected { directory, processes, machines, segments })
+}
+
+/// Adds the machine of the rank at fault to an error.
+#[cfg(target_os = "linux")]
+fn on_machine(error: Error, names: &[String]) -> Error {
+    match error {
+        Error::Peer(error) => {
+            let machine = names.get(error.peer.index()).cloned();
+            PeerError { machine, ..error }.into()
+        }
+        error => error,
+    }
 }
 
 #[cfg(all(test, target_os = "linux"))]
@@ -245,8 +379,33 @@ mod tests {
         for wrong in [&b""[..], b"\xFF", &bytes[1..], &bytes[..60]] {
             assert_eq!(Introduction::from_bytes(wrong), None);
         }
-        let other = Introduction { machine: "another".into(), ..mine.clone() };
+        let other = Introduction { agreed: "another".into(), ..mine.clone() };
         let error = mine.check(Rank(0), Rank(1), &other).unwrap_err().to_string();
-        assert!(error.contains("rank 1: it runs on another machine"), "{error}");
+        assert!(error.contains("the world") && error.contains("another on rank 1"), "{error}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "reads /proc")]
+    fn a_domain_is_on_one_machine_and_an_engine_that_stays_on_a_machine_is_refused_for_several() {
+        let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
+        let [a, b] = ["node-a", "node-b"].map(|name| Machine::this(Some(name)));
+        let mut config = Config::default();
+        let check = |config: &Config, machines: [&Machine; 4]| {
+            check_machines(&world, config, &machines).map_err(|error| error.to_string())
+        };
+        assert_eq!(check(&config, [&a; 4]), Ok(false));
+        let crossing = check(&config, [&a, &b, &b, &b]).unwrap_err();
+        assert!(
+            crossing.contains("ranks 0 on node-a and 1 on node-b are in one NVLink domain"),
+            "{crossing}"
+        );
+        for engine in ["loopback", "shm"] {
+            config.host.transport.engine = engine.into();
+            let refused = check(&config, [&a, &a, &b, &b]).unwrap_err();
+            assert!(refused.starts_with(&format!("HYBRID_EP_TRANSPORT = {engine}: ")), "{refused}");
+            assert!(refused.contains("rank 0 is on node-a and rank 2 on node-b"), "{refused}");
+        }
+        config.host.transport.engine = "tcp".into();
+        assert_eq!(check(&config, [&a, &a, &b, &b]), Ok(true));
     }
 }

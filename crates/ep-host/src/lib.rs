@@ -53,7 +53,8 @@
 //! | `message` | layout and checks of a message in a slot | the three operators |
 //! | `handle` | [`HostHandle`]: the result of preprocess | `operators`, `dispatch`, `combine` |
 //! | `segment`, `memory` | shared mappings; registered memory and its allocator | `operators`, `comm` |
-//! | `processes` | descriptors of peers' memory, deaths of peers' processes | `join`, `segment`, `wait` |
+//! | `processes` | descriptors of peers' memory, status of ranks on other machines, deaths | `join`, `segment`, `wait`, `pulse` |
+//! | `status` | the words of a control block that ranks on other machines mirror | `control`, `processes` |
 //! | `signature` | the arguments that must be equal on all ranks | `comm`, `operators` |
 //! | `weight_rows` | multiplies rows by weights; needs no peer | the program |
 //! | `workers` | spreads pieces of work over the workers of one rank | `operators`, `weight_rows` |
@@ -88,6 +89,7 @@ mod schedule;
 mod segment;
 mod signature;
 mod simd;
+mod status;
 mod wait;
 mod weight_rows;
 mod workers;

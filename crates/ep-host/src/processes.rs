@@ -1,15 +1,20 @@
-//! The processes of the other ranks: receives descriptors of their memory, and detects their deaths.
+//! The processes of the other ranks: receives descriptors of their memory or their status, and detects their deaths.
 //!
-//! A rank sends the descriptor of every segment that it makes to all other ranks before it publishes a location in the
-//! segment. A receiver thread checks and maps the segments that arrive. It accepts only what the system confirms: a
-//! memfd of this user with the announced length, sealed, so that no peer can truncate the file under the mapping.
+//! A rank sends the descriptor of every segment that it makes to all other ranks of its machine before it publishes a
+//! location in the segment. A receiver thread checks and maps the segments that arrive. It accepts only what the system
+//! confirms: a memfd of this user with the announced length, sealed, so that no peer can truncate the file under the
+//! mapping.
 //!
-//! `join` connects the processes, `segment` announces and finds segments, `wait` asks for deaths.
+//! To the ranks of other machines, a rank sends its status. The receiver thread stores the status that arrives in the
+//! mirror of the sender's control block.
+//!
+//! `join` connects the processes, `segment` announces and finds segments, `pulse` and `buffer` send the status, `wait`
+//! asks for deaths.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,7 +23,9 @@ use ep::join::{Door, Invitation, Link, LinkEvent, LinkReceiver, LinkSender, Link
 use ep::{EnvironmentError, PeerError, PeerFault, Rank, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::control::{Control, Health};
 use crate::segment::{Segment, SegmentName};
+use crate::status::Status;
 
 /// The peers' processes; empty when ranks are threads. Clones share one state. Dropping the last clone sends a leave
 /// message to every peer.
@@ -43,9 +50,18 @@ struct Peers {
 #[derive(Debug)]
 struct Peer {
     rank: Rank,
-    sender: Mutex<LinkSender>,
-    /// A pidfd, readable when the process has ended; `None` for a process in another PID namespace.
+    sender: Arc<Mutex<LinkSender>>,
+    is_remote: bool,
+    /// A pidfd, readable when the process has ended; `None` for a process in another PID namespace or on another machine.
     process: Option<OwnedFd>,
+}
+
+/// The receiver thread's end of a link.
+struct Inward {
+    rank: Rank,
+    receiver: LinkReceiver,
+    /// For a rank on another machine: where its status goes, and the other direction of the link.
+    remote: Option<(Control, Arc<Mutex<LinkSender>>)>,
 }
 
 /// The state that the receiver thread shares with the workers.
@@ -53,9 +69,14 @@ struct Peer {
 struct Shared {
     arrivals: Mutex<Arrivals>,
     changed: Condvar,
-    /// By rank: whether its link closed without a leave message.
-    died: Vec<AtomicBool>,
+    /// By rank: why its link ended without a leave message ([`PeerFault::code`]), or [`LINKED`].
+    lost: Vec<AtomicU8>,
 }
+
+/// A link that has not ended, or that ended with a leave message.
+const LINKED: u8 = u8::MAX;
+/// How long a rank that leaves waits until ranks of other machines have read its last messages.
+const LINGER: Duration = Duration::from_millis(500);
 
 /// The messages that have arrived.
 #[derive(Debug, Default)]
@@ -73,25 +94,29 @@ impl Shared {
 }
 
 impl Processes {
-    /// Links this process with those of all other ranks. Collective.
+    /// Links this process with those of all other ranks. Collective. `mirror` returns the control block to which the
+    /// status of a rank on another machine goes.
     ///
     /// # Errors
-    /// [`PeerError`] that names a rank that is gone or does not connect.
+    /// [`PeerError`] that names a rank that is gone, unreachable or does not connect.
     pub(crate) fn connect(
         door: Door,
         member: &Member,
         invitations: &[Invitation],
         stall_bound: Duration,
+        mirror: impl Fn(Rank) -> Control,
     ) -> Result<Self> {
         let mut job = Links::connect(door, member, invitations)?;
-        let died = (0..member.ranks).map(|_| AtomicBool::new(false)).collect();
-        let shared = Arc::new(Shared { died, ..Shared::default() });
+        let lost = (0..member.ranks).map(|_| AtomicU8::new(LINKED)).collect();
+        let shared = Arc::new(Shared { lost, ..Shared::default() });
         let (mut peers, mut receivers) = (Vec::new(), Vec::new());
         for (rank, link) in std::mem::take(&mut job.links) {
-            let process = process_handle(&link);
+            let (is_remote, process) = (link.is_remote(), process_handle(&link));
             let (sender, receiver) = link.split()?;
-            peers.push(Peer { rank, sender: Mutex::new(sender), process });
-            receivers.push((rank, receiver));
+            let sender = Arc::new(Mutex::new(sender));
+            let remote = is_remote.then(|| (mirror(rank), Arc::clone(&sender)));
+            peers.push(Peer { rank, sender, is_remote, process });
+            receivers.push(Inward { rank, receiver, remote });
         }
         let failed =
             |error| EnvironmentError::new("starting the thread that receives peers' memory", error, "");
@@ -111,17 +136,54 @@ impl Processes {
         self.0.is_none()
     }
 
-    /// Sends the descriptor of a new segment of this rank to all peers. A dead peer is no error here; the next wait for
-    /// it reports the death.
+    /// Whether `rank` is on another machine.
+    pub(crate) fn is_remote(&self, rank: Rank) -> bool {
+        self.remote_peers().any(|peer| peer.rank == rank)
+    }
+
+    fn remote_peers(&self) -> impl Iterator<Item = &Peer> {
+        let peers = self.0.as_ref().map_or(&[][..], |this| &this.peers);
+        peers.iter().filter(|peer| peer.is_remote)
+    }
+
+    /// Sends the status of this rank to the ranks of other machines. Does not wait: a status that a socket has no room
+    /// for is dropped, unless it is the `last` one of this rank.
+    pub(crate) fn send_status(&self, own: &Control, last: bool) {
+        for peer in self.remote_peers() {
+            let mut sender = lock(&peer.sender);
+            // Read under the lock: another thread may send too, and a later message must not have an earlier status.
+            let status = own.status().to_bytes();
+            if last { sender.queue(&status) } else { sender.try_send(&status) }
+        }
+    }
+
+    /// Waits until there is news of `rank`, which is on another machine: `news` becomes true, or its link ends.
+    /// Waits at most `timeout`.
+    pub(crate) fn await_news(&self, rank: Rank, timeout: Duration, news: impl Fn() -> bool) {
+        let Some(this) = &self.0 else { return };
+        let start = Instant::now();
+        let mut arrivals = this.shared.arrivals();
+        while !news() && !arrivals.ended.contains_key(&rank) {
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return;
+            }
+            arrivals =
+                this.shared.changed.wait_timeout(arrivals, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Sends the descriptor of a new segment of this rank to the peers of its machine. A dead peer is no error here; the
+    /// next wait for it reports the death.
     ///
     /// # Errors
     /// [`PeerError`] for a peer that does not accept the descriptor within the stall bound.
     pub(crate) fn announce(&self, name: SegmentName, file: &OwnedFd) -> Result<()> {
         let Some(this) = &self.0 else { return Ok(()) };
         let body = [name.id.to_le_bytes(), (name.len as u64).to_le_bytes()].concat();
-        for peer in &this.peers {
+        for peer in this.peers.iter().filter(|peer| !peer.is_remote) {
             let start = Instant::now();
-            let mut sender = peer.sender.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut sender = lock(&peer.sender);
             let sent = sender.send(&body, Some(file.as_fd()), this.stall_bound);
             if sent.is_err_and(|error| error.kind() == std::io::ErrorKind::TimedOut) {
                 let waited_for = "it to accept a descriptor of memory";
@@ -167,10 +229,9 @@ impl Processes {
                 }
                 None => {}
             }
-            let died =
-                arrivals.ended.iter().find(|(_, fault)| **fault == PeerFault::Died).map(|(rank, _)| *rank);
-            if let Some(died) = died {
-                return error(died, PeerFault::Died, what());
+            let lost = arrivals.ended.iter().find(|(_, fault)| **fault != PeerFault::Left);
+            if let Some((&lost, &fault)) = lost {
+                return error(lost, fault, what());
             }
             if let Some(&fault) = arrivals.ended.get(&rank) {
                 return error(rank, fault, what());
@@ -190,8 +251,8 @@ impl Processes {
         self.0.as_ref().map_or([0; 32], |this| this.job.stamp(&what))
     }
 
-    /// The ranks whose process has ended, or whose link has closed without a leave message.
-    pub(crate) fn dead(&self) -> impl Iterator<Item = Rank> {
+    /// The ranks whose process has ended, or whose link has ended without a leave message, and why.
+    pub(crate) fn lost(&self) -> impl Iterator<Item = (Rank, PeerFault)> {
         let this = self.0.as_deref();
         let peers: &[Peer] = this.map_or(&[], |this| &this.peers);
         let watched: Vec<&OwnedFd> = peers.iter().filter_map(|peer| peer.process.as_ref()).collect();
@@ -201,13 +262,22 @@ impl Processes {
             let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
         }
         let mut ended = fds.into_iter().map(|fd| fd.revents().contains(PollFlags::IN));
-        let gone = |peer: &Peer| {
-            let process = peer.process.is_some() && ended.next() == Some(true);
-            let link = this.is_some_and(|this| this.shared.died[peer.rank.index()].load(Relaxed));
-            (process || link).then_some(peer.rank)
+        let fault = |peer: &Peer| {
+            let died = peer.process.is_some() && ended.next() == Some(true);
+            let link = this.map_or(LINKED, |this| this.shared.lost[peer.rank.index()].load(Relaxed));
+            let fault = match (died, link) {
+                (true, _) => PeerFault::Died,
+                (false, LINKED) => return None,
+                (false, code) => PeerFault::from_code(code.into()),
+            };
+            Some((peer.rank, fault))
         };
-        peers.iter().filter_map(gone).collect::<Vec<_>>().into_iter()
+        peers.iter().filter_map(fault).collect::<Vec<_>>().into_iter()
     }
+}
+
+fn lock(sender: &Mutex<LinkSender>) -> MutexGuard<'_, LinkSender> {
+    sender.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A pidfd of the process at the other end; `None` for a process in another PID namespace. The death of such a process
@@ -218,37 +288,79 @@ fn process_handle(link: &Link) -> Option<OwnedFd> {
     pidfd_open(process, PidfdFlags::empty()).ok()
 }
 
-/// The receiver thread: handles the messages of the peers until `stopped` closes.
-fn receive_until_stopped(shared: &Shared, mut receivers: Vec<(Rank, LinkReceiver)>, stopped: &UnixStream) {
+/// The receiver thread: handles the messages of the peers until `stopped` closes. Then it waits until the ranks of other
+/// machines have closed their direction of the links: if this end closed a socket with unread bytes, the system would
+/// reset the connection, and the leave message could be lost.
+fn receive_until_stopped(shared: &Shared, mut inwards: Vec<Inward>, stopped: &UnixStream) {
+    let mut deadline = None;
     loop {
-        receivers.retain_mut(|(rank, receiver)| {
-            while let Some(received) = receiver.receive() {
-                let fault = match received {
-                    LinkEvent::Message(body, file) => {
-                        if let Some((name, segment)) = map_announced(&body, file) {
-                            shared.arrivals().segments.entry((*rank, name.id)).or_insert(segment);
-                            shared.changed.notify_all();
-                        }
-                        continue;
-                    }
-                    LinkEvent::Left => PeerFault::Left,
-                    _ => {
-                        shared.died[rank.index()].store(true, Relaxed);
-                        PeerFault::Died
-                    }
-                };
-                shared.arrivals().ended.insert(*rank, fault);
-                shared.changed.notify_all();
-                return false;
-            }
-            true
-        });
-        let mut fds = vec![PollFd::new(stopped, PollFlags::IN)];
-        fds.extend(receivers.iter().map(|(_, receiver)| PollFd::new(receiver, PollFlags::IN)));
-        if poll(&mut fds, None).is_ok() && !fds[0].revents().is_empty() {
-            return;
+        inwards.retain_mut(|inward| receive_all(shared, inward));
+        let wait = match deadline {
+            None => None,
+            Some(_) if inwards.is_empty() => return,
+            Some(deadline) => match Instant::now() {
+                now if now >= deadline => return,
+                now => Timespec::try_from(deadline - now).ok(),
+            },
+        };
+        let mut fds: Vec<PollFd<'_>> =
+            inwards.iter().map(|inward| PollFd::new(&inward.receiver, PollFlags::IN)).collect();
+        if deadline.is_none() {
+            fds.push(PollFd::new(stopped, PollFlags::IN));
+        }
+        let polled = poll(&mut fds, wait.as_ref());
+        if polled.is_ok()
+            && deadline.is_none()
+            && fds.last().is_some_and(|stopped| !stopped.revents().is_empty())
+        {
+            inwards.retain(|inward| inward.remote.is_some());
+            deadline = Some(Instant::now() + LINGER);
         }
     }
+}
+
+/// Handles the messages of one peer that have arrived. Returns whether more can follow.
+fn receive_all(shared: &Shared, inward: &mut Inward) -> bool {
+    let Inward { rank, receiver, remote } = inward;
+    while let Some(received) = receiver.receive() {
+        let fault = match (received, &*remote) {
+            (LinkEvent::Message(body, _), Some((mirror, _))) => match Status::from_bytes(&body) {
+                Some(status) => {
+                    // The lock orders the status before the next look of a thread that waits for news.
+                    let _arrivals = shared.arrivals();
+                    mirror.mirror(&status);
+                    shared.changed.notify_all();
+                    continue;
+                }
+                None => PeerFault::Broken,
+            },
+            (LinkEvent::Message(body, file), None) => {
+                if let Some((name, segment)) = map_announced(&body, file) {
+                    shared.arrivals().segments.entry((*rank, name.id)).or_insert(segment);
+                    shared.changed.notify_all();
+                }
+                continue;
+            }
+            (LinkEvent::Left, _) => PeerFault::Left,
+            (LinkEvent::Unreachable, _) => PeerFault::Unreachable,
+            (_, _) => PeerFault::Died,
+        };
+        match (fault, &*remote) {
+            (PeerFault::Left, None) => {}
+            (PeerFault::Left, Some((mirror, sender))) => {
+                if mirror.health() == Health::Alive {
+                    mirror.set_health(Health::Left);
+                }
+                // The peer waits for the end of this direction.
+                lock(sender).leave();
+            }
+            _ => shared.lost[rank.index()].store(fault.code(), Relaxed),
+        }
+        shared.arrivals().ended.insert(*rank, fault);
+        shared.changed.notify_all();
+        return false;
+    }
+    true
 }
 
 /// Maps an announced segment. `None` for a message of the wrong length.
@@ -267,6 +379,7 @@ impl Drop for Peers {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         if self.process == std::process::id() {
+            self.peers.iter().for_each(|peer| lock(&peer.sender).leave());
             self.stop = None;
             // The rank ends too, and the thread has printed its panic, if it had one.
             let _ = thread.join();
@@ -293,7 +406,8 @@ mod tests {
                 .map(|(door, rank)| {
                     let member = Member::new(Rank(rank), ranks, LONG);
                     let invitations = &invitations;
-                    scope.spawn(move || Processes::connect(door, &member, invitations, LONG).unwrap())
+                    let never = |_| unreachable!("all ranks are on one machine");
+                    scope.spawn(move || Processes::connect(door, &member, invitations, LONG, never).unwrap())
                 })
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -329,7 +443,7 @@ mod tests {
         let error = all[0].find(Rank(1), SegmentName { id: 8, len: 1 }).unwrap_err().to_string();
         assert!(error.starts_with("rank 1 left"), "{error}");
         // Rank 1 left, but this process is alive.
-        assert_eq!(all[0].dead().count(), 0);
+        assert_eq!(all[0].lost().count(), 0);
     }
 
     #[test]
@@ -405,7 +519,7 @@ mod tests {
         }
         let error = all[0].find(Rank(1), SegmentName { id: 1, len: 1 }).unwrap_err().to_string();
         assert!(error.starts_with("rank 1 died"), "{error}");
-        assert_eq!(all[0].dead().collect::<Vec<_>>(), [Rank(1)]);
+        assert_eq!(all[0].lost().collect::<Vec<_>>(), [(Rank(1), PeerFault::Died)]);
     }
 
     #[test]
@@ -417,15 +531,15 @@ mod tests {
         let process = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap();
         let peers = Arc::get_mut(all[0].0.as_mut().unwrap()).unwrap();
         peers.peers[0].process = Some(process);
-        assert_eq!(all[0].dead().count(), 0);
+        assert_eq!(all[0].lost().count(), 0);
         child.kill().unwrap();
-        while all[0].dead().count() == 0 {
+        while all[0].lost().count() == 0 {
             std::thread::yield_now();
         }
         // A zombie has ended.
-        assert_eq!(all[0].dead().collect::<Vec<_>>(), [Rank(1)]);
+        assert_eq!(all[0].lost().collect::<Vec<_>>(), [(Rank(1), PeerFault::Died)]);
         child.wait().unwrap();
-        assert_eq!(all[0].dead().collect::<Vec<_>>(), [Rank(1)]);
-        assert_eq!(Processes::default().dead().count(), 0);
+        assert_eq!(all[0].lost().collect::<Vec<_>>(), [(Rank(1), PeerFault::Died)]);
+        assert_eq!(Processes::default().lost().count(), 0);
     }
 }

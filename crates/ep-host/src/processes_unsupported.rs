@@ -1,9 +1,11 @@
 //! Stands in for `processes` on systems other than Linux, where all ranks are threads.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use ep::{EnvironmentError, Rank, Result};
+use ep::{EnvironmentError, PeerFault, Rank, Result};
 
+use crate::control::Control;
 use crate::segment::{Segment, SegmentName};
 
 /// No peer is a process.
@@ -20,9 +22,17 @@ impl Processes {
         Err(EnvironmentError::new(what, "it was never made", "").into())
     }
 
-    pub(crate) fn dead(&self) -> impl Iterator<Item = Rank> {
+    pub(crate) fn lost(&self) -> impl Iterator<Item = (Rank, PeerFault)> {
         std::iter::empty()
     }
+
+    pub(crate) fn is_remote(&self, _: Rank) -> bool {
+        false
+    }
+
+    pub(crate) fn send_status(&self, _: &Control, _: bool) {}
+
+    pub(crate) fn await_news(&self, _: Rank, _: Duration, _: impl Fn() -> bool) {}
 }
 
 pub(crate) fn unsupported() -> ep::Error {

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use ep::{EnvironmentError, Rank, Result};
 
 use crate::control::Control;
+use crate::processes::Processes;
 
 /// The longest pause between two heartbeats; a short stall bound makes it shorter.
 const EVERY: Duration = Duration::from_millis(100);
@@ -46,6 +47,8 @@ struct PulseMonitor {
     every: Duration,
     /// Observed time so far, nanoseconds.
     observed_ns: AtomicU64,
+    /// The links to ranks of other machines, which get this rank's status with each heartbeat.
+    processes: Processes,
     stop: AtomicBool,
 }
 
@@ -62,13 +65,19 @@ impl Pulse {
     ///
     /// # Errors
     /// [`EnvironmentError`] when the system starts no thread.
-    pub(crate) fn start(rank: Rank, controls: &[Control], bound: Duration) -> Result<Self> {
+    pub(crate) fn start(
+        rank: Rank,
+        controls: &[Control],
+        processes: &Processes,
+        bound: Duration,
+    ) -> Result<Self> {
         let monitor = Arc::new(PulseMonitor {
             own: rank.index(),
             controls: controls.to_vec(),
             seen: controls.iter().map(|_| SeenPulse::default()).collect(),
             every: EVERY.min(bound / BEATS_PER_BOUND).max(Duration::from_micros(100)),
             observed_ns: AtomicU64::new(0),
+            processes: processes.clone(),
             stop: AtomicBool::new(false),
         });
         let monitoring = Arc::clone(&monitor);
@@ -124,7 +133,9 @@ impl PulseMonitor {
     fn run(&self) {
         let mut read = Instant::now();
         while !self.stop.load(Relaxed) {
-            self.controls[self.own].beat();
+            let own = &self.controls[self.own];
+            own.beat();
+            self.processes.send_status(own, false);
             let paused = read.elapsed();
             read += paused;
             self.read_all(paused);
@@ -158,6 +169,7 @@ mod tests {
             seen: controls.iter().map(|_| SeenPulse::default()).collect(),
             every: EVERY,
             observed_ns: AtomicU64::new(0),
+            processes: Processes::default(),
             stop: AtomicBool::new(false),
         }
     }
@@ -165,7 +177,8 @@ mod tests {
     #[test]
     fn the_heartbeat_runs_until_the_pulse_is_dropped() {
         let controls = controls(2);
-        let pulse = Pulse::start(Rank(0), &controls, Duration::from_millis(20)).unwrap();
+        let pulse =
+            Pulse::start(Rank(0), &controls, &Processes::default(), Duration::from_millis(20)).unwrap();
         while controls[0].pulse() < 3 {
             std::thread::yield_now();
         }

@@ -4,7 +4,7 @@
 //! in this order:
 //!
 //! 1. a peer's control block says that it failed or left;
-//! 2. a peer's process is dead;
+//! 2. a peer's process is dead, or the network does not reach the peer;
 //! 3. the program asks to stop ([`ep::Config::interrupt`]);
 //! 4. a bound is exceeded. `stall_timeout` (30 s) bounds how long a peer's heartbeat may be silent and how long a peer
 //!    inside an operator may make no progress. `timeout` (600 s) bounds how long this rank waits for a live peer to
@@ -204,9 +204,10 @@ impl Op<'_> {
             return Ok(());
         }
         monitor.read_all(&comm.controls, now);
-        let dead: Vec<Rank> = comm.processes.dead().collect();
-        if let Some(rank) = self.needed().find(|rank| dead.contains(rank)) {
-            return Err(self.peer_error(rank, PeerFault::Died, waiting(), None));
+        let lost: Vec<(Rank, PeerFault)> = comm.processes.lost().collect();
+        let lost_and_needed = |rank: Rank| lost.iter().find(|(lost, _)| *lost == rank);
+        if let Some(&(rank, fault)) = self.needed().find_map(lost_and_needed) {
+            return Err(self.peer_error(rank, fault, waiting(), None));
         }
         if std::thread::current().id() == self.caller
             && now.saturating_sub(monitor.asked_ns) >= Interrupt::EVERY.as_nanos() as u64
@@ -296,8 +297,8 @@ impl Op<'_> {
         let is_alive = |rank: &Rank| matches!(comm.controls[rank.index()].health(), Health::Alive);
         let deadline = Instant::now() + GRACE_PERIOD;
         loop {
-            if let Some(dead) = comm.processes.dead().find(is_alive) {
-                return self.peer_error(dead, PeerFault::Died, waiting, None);
+            if let Some((lost, fault)) = comm.processes.lost().find(|(rank, _)| is_alive(rank)) {
+                return self.peer_error(lost, fault, waiting, None);
             }
             let silences = self.needed().filter(is_alive).map(|rank| (comm.pulse.silence(rank), rank));
             let longest = silences.max().filter(|&(silence, _)| silence >= quiet);
@@ -335,6 +336,7 @@ impl Op<'_> {
         let control = comm.controls.get(peer.index());
         PeerError {
             peer,
+            machine: comm.machine_of(peer),
             fault,
             operator: self.operator,
             step: self.step,
