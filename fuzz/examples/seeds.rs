@@ -116,6 +116,10 @@ fn rail() -> Result<(), Box<dyn Error>> {
     let send = [3, 9, 40, 1, 160, 0, 0, 0, 1, 1, 96, 0, 1, 0, 0, 2, 5, 6];
     // Ranks 1 and 2 announce a message in their slots 0. Rank 0 polls, reads both, and returns the slots.
     let receive = [1, 96, 0, 1, 0, 0, 1, 192, 0, 1, 0, 0, 2, 4, 9, 68, 9, 5, 6];
+    // Six words of 8 bytes, four of 4 bytes, and a text.
+    let status = [&[255][..], &[5; 48], &2_u32.to_le_bytes(), &[1; 12], b"hidden is 128"].concat();
+    write("rail", "status-failed", &status)?;
+    write("rail", "status-short", &status[..60])?;
     write("rail", "script-send", &[&[1], &send[..]].concat())?;
     write("rail", "script-receive", &[&[1], &receive[..]].concat())?;
     Ok(())
@@ -123,7 +127,7 @@ fn rail() -> Result<(), Box<dyn Error>> {
 
 /// Empty connections, an HTTP request, a forged offer, messages with and without malformed bytes, and loss messages.
 fn rendezvous() -> Result<(), Box<dyn Error>> {
-    let magic = b"hyb-ep02";
+    let magic = b"hyb-ep03";
     for (name, who) in [("call", 0), ("answer", 1)] {
         write("rendezvous", &format!("{name}-nothing"), &[who])?;
         write("rendezvous", &format!("{name}-http"), &[&[who], &b"GET / HTTP/1.1\r\n\r\n"[..]].concat())?;
@@ -131,7 +135,7 @@ fn rendezvous() -> Result<(), Box<dyn Error>> {
         write(
             "rendezvous",
             &format!("{name}-forged"),
-            &[&[who], &magic[..], &words, &[7; 64], &[9; 32]].concat(),
+            &[&[who], &magic[..], &words, &[7; 72], &[9; 32]].concat(),
         )?;
     }
     // Each piece is a kind, a length and a body. A piece whose kind is a multiple of 4 is sent as raw bytes.

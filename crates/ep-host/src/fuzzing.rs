@@ -6,10 +6,12 @@ use std::sync::Arc;
 use ep::layout::TokenCopy;
 use ep::{Config, Rail, Rank, World};
 
+use crate::control::Control;
 use crate::loopback::Loopback;
 use crate::message::{Format, Header, Message, Source};
 use crate::rail::{Rails, WindowLayout};
 use crate::segment::Segment;
+use crate::status::Status;
 
 /// What the receiver of a message knows before it reads the message.
 #[derive(Debug, Clone)]
@@ -35,6 +37,23 @@ impl Expected {
         let Self { lists, probs, row_bytes, scale_bytes, .. } = *self;
         Format { lists, probs, row_bytes, scale_bytes }
     }
+}
+
+/// Stores the status with these bytes in a mirror and reads every word of it.
+///
+/// # Panics
+/// When a word of the mirror is out of bounds.
+pub fn mirror_status(bytes: &[u8]) {
+    let Some(status) = Status::from_bytes(bytes) else { return };
+    let world = World::builder().ranks(2).domains(2).experts(2).build().expect("a valid world");
+    let segment = Segment::private(Control::bytes(&world).expect("a small world")).expect("memory");
+    let mirror = Control::new(Rank(1), Arc::new(segment), &world).expect("long enough");
+    mirror.mirror(&status);
+    if let crate::control::Health::Failed { at_fault, .. } = mirror.health() {
+        assert!(at_fault.index() < world.ranks());
+    }
+    assert!(mirror.cause().is_none_or(|cause| !cause.contains(char::is_control)));
+    assert_eq!(mirror.entered(), status.entered);
 }
 
 /// A cache line. Slots made of lines are aligned as real slots are, and end at their last line, so that a sanitizer

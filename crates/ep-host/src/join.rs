@@ -30,10 +30,6 @@ const CONTROL_SEGMENT: u64 = 1;
 #[cfg(target_os = "linux")]
 const WINDOW_SEGMENT: u64 = 2;
 pub(crate) const FIRST_ARENA_SEGMENT: u64 = 3;
-/// The share of the stall bound after which a peer is unreachable whose machine acknowledges nothing. Below 1, so that such
-/// a peer is not reported as stopped.
-#[cfg(target_os = "linux")]
-const UNREACHABLE_SHARE: f64 = 0.75;
 /// First line of an introduction. Change it with the format of introductions or of shared memory.
 #[cfg(target_os = "linux")]
 const INTRODUCTION: &str = "hybrid-ep host 3";
@@ -311,7 +307,7 @@ pub(crate) fn connect(
 
     let mut member = Member::new(rank, world.ranks(), config.timeout);
     member.secret = rendezvous.secret().cloned();
-    member.network_timeout = config.stall_bound().mul_f64(UNREACHABLE_SHARE);
+    member.network_timeout = config.network_timeout();
     member.interrupt = config.interrupt.clone();
     let mirror_of =
         |peer: Rank| controls[peer.index()].clone().expect("a rank with a remote link has a mirror");

@@ -141,6 +141,12 @@ impl Config {
         self.stall_timeout.min(self.timeout)
     }
 
+    /// How long the machine of a peer may acknowledge nothing before the peer counts as unreachable: three quarters of the
+    /// stall bound, so that such a peer is not reported as stopped.
+    pub fn network_timeout(&self) -> Duration {
+        self.stall_bound().mul_f64(0.75)
+    }
+
     /// Both bounds in words, for the error of a rank whose wait exceeded one of them.
     pub fn bounds(&self) -> String {
         format!(
@@ -256,6 +262,8 @@ pub struct LaunchEnv {
     pub world_size: u32,
     /// `host:port` of the rendezvous, where rank 0 listens and all other ranks connect.
     pub store: String,
+    /// Which start of the job this process belongs to, so that rank 0 refuses a process of an earlier start.
+    pub generation: u64,
 }
 
 impl LaunchEnv {
@@ -264,6 +272,9 @@ impl LaunchEnv {
     ///
     /// The rendezvous is at `HYBRID_EP_STORE` (`host:port`), else at `MASTER_ADDR` (default 127.0.0.1) and port
     /// `MASTER_PORT` + 1, since torchrun itself listens on `MASTER_PORT`. A job of one rank needs neither variable.
+    ///
+    /// The generation is `HYBRID_EP_GENERATION`, else `SLURM_RESTART_COUNT`, else 0. torchrun's restart count is not
+    /// read: a machine that joins later counts from 0.
     ///
     /// # Errors
     /// [`CallerError::Config`] for a variable that is malformed, or missing although the others are set.
@@ -317,7 +328,13 @@ impl LaunchEnv {
                 format!("{host}:{}", number("MASTER_PORT", 65_534)? + 1)
             }
         };
-        Ok(Some(Self { rank, world_size, store }))
+        let generation = match lookup("HYBRID_EP_GENERATION").or_else(|| lookup("SLURM_RESTART_COUNT")) {
+            None => 0,
+            Some(value) => value.trim().parse().map_err(|_| {
+                config("HYBRID_EP_GENERATION", Some(value), "must be a whole number below 2^64".into())
+            })?,
+        };
+        Ok(Some(Self { rank, world_size, store, generation }))
     }
 }
 
@@ -473,7 +490,10 @@ mod tests {
         let torchrun =
             [("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
         let found = LaunchEnv::from_lookup(env(&torchrun)).unwrap().unwrap();
-        assert_eq!(found, LaunchEnv { rank: 1, world_size: 4, store: "localhost:29501".into() });
+        assert_eq!(
+            found,
+            LaunchEnv { rank: 1, world_size: 4, store: "localhost:29501".into(), generation: 0 }
+        );
         let slurm = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("HYBRID_EP_STORE", "node1:77")];
         assert_eq!(LaunchEnv::from_lookup(env(&slurm)).unwrap().unwrap().store, "node1:77");
         let message = |pairs| LaunchEnv::from_lookup(env(pairs)).unwrap_err().to_string();
@@ -489,6 +509,14 @@ mod tests {
         );
         let port = message(&[("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_PORT", "x")]);
         assert!(port.contains("MASTER_PORT = x: must be a whole number"), "{port}");
+        let again = |variable| {
+            let pairs = [("RANK", "0"), ("WORLD_SIZE", "1"), variable];
+            LaunchEnv::from_lookup(env(&pairs)).map(|found| found.unwrap().generation)
+        };
+        assert_eq!(again(("HYBRID_EP_GENERATION", "3")), Ok(3));
+        assert_eq!(again(("SLURM_RESTART_COUNT", "2")), Ok(2));
+        let unclear = again(("HYBRID_EP_GENERATION", "second")).unwrap_err().to_string();
+        assert!(unclear.starts_with("HYBRID_EP_GENERATION = second: must be"), "{unclear}");
         // A job of one rank needs no address.
         let alone = LaunchEnv::from_lookup(env(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1")])).unwrap();
         assert_eq!(alone.unwrap().store, "127.0.0.1:0");

@@ -43,7 +43,7 @@ pub fn call(bytes: &[u8]) {
 /// # Panics
 /// When the rank accepts the listener as rank 0.
 pub fn answer(bytes: &[u8]) {
-    let claim = Claim { from: Rank(1), to: Rank(0), ranks: 2 };
+    let claim = Claim { from: Rank(1), to: Rank(0), ranks: 2, generation: 0 };
     let outbound = Outbound::new(sent(bytes), &key(b"job"), Role::Rendezvous, claim).expect("random numbers");
     let Some(mut outbound) = outbound else { return };
     for _ in 0..4 {

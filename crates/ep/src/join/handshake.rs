@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  caller                                             listener
-//!    │ offer:  role, ranks, nonce, code of the secret ───▶│  without the secret: no valid offer, no answer
+//!    │ offer:  role, ranks, generation, nonce, code of the secret ───▶│  without the secret: no valid offer, no answer
 //!    │◀─────── answer: nonce, code over both ─────────────│  proves that the listener knows the secret
 //!    │ proof:  code over offer and answer ───────────────▶│  proves that the caller is not a replay
 //! ```
@@ -20,8 +20,8 @@ use crate::error::Result;
 use crate::topology::Rank;
 
 /// First bytes of an offer, with the version of the protocol.
-const MAGIC: [u8; 8] = *b"hyb-ep02";
-const OFFER: usize = 8 + 4 * 4 + 32 + 32;
+const MAGIC: [u8; 8] = *b"hyb-ep03";
+const OFFER: usize = 8 + 4 * 4 + 8 + 32 + 32;
 const ANSWER: usize = 32 + 32;
 const PROOF: usize = 32;
 
@@ -41,6 +41,8 @@ pub(super) struct Claim {
     pub(super) from: Rank,
     pub(super) to: Rank,
     pub(super) ranks: u32,
+    /// [`Member::generation`](super::Member::generation).
+    pub(super) generation: u64,
 }
 
 fn offer(key: &Key, role: Role, claim: Claim, nonce: &[u8; 32]) -> Vec<u8> {
@@ -48,6 +50,7 @@ fn offer(key: &Key, role: Role, claim: Claim, nonce: &[u8; 32]) -> Vec<u8> {
     for word in [role as u32, claim.from.0, claim.to.0, claim.ranks] {
         offer.extend(word.to_le_bytes());
     }
+    offer.extend(claim.generation.to_le_bytes());
     offer.extend(nonce);
     let code = key.code(b"offer", &[&offer]);
     offer.extend(code);
@@ -61,7 +64,8 @@ fn read_offer(key: &Key, role: Role, bytes: &[u8]) -> Option<Claim> {
     if !said.starts_with(&MAGIC) || word(8)? != role as u32 || !key.verify(b"offer", &[said], code) {
         return None;
     }
-    Some(Claim { from: Rank(word(12)?), to: Rank(word(16)?), ranks: word(20)? })
+    let generation = u64::from_le_bytes(said.get(24..32)?.try_into().ok()?);
+    Some(Claim { from: Rank(word(12)?), to: Rank(word(16)?), ranks: word(20)?, generation })
 }
 
 fn answer(key: &Key, offer: &[u8], nonce: &[u8; 32]) -> Vec<u8> {

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use rustix::event::PollFd;
 
-use super::Watch;
 use super::channel::{Channel, End, Incoming};
 use super::handshake::{Claim, Role};
 use super::note::{Clock, Loss, REPEAT, kind, rank_bytes};
 use super::reception::Reception;
 use super::store::{Listener, Store};
 use super::wire::wait;
+use super::{Member, Watch};
 use crate::error::{Error, PeerFault, Result};
 use crate::topology::Rank;
 
@@ -31,7 +31,10 @@ const WHAT: &str = "its part of the rendezvous";
 #[derive(Debug)]
 pub(super) struct Hub {
     ranks: usize,
+    generation: u64,
     timeout: Duration,
+    /// How long a machine may acknowledge nothing before its ranks are unreachable.
+    network_timeout: Duration,
     watch: Watch,
     /// The seats of ranks 1.. in order.
     seats: Vec<Seat>,
@@ -65,16 +68,20 @@ impl Seat {
 
 impl Hub {
     /// Listens until all other ranks have joined.
-    pub(super) fn open(
-        listener: &Listener,
-        store: &Store,
-        ranks: usize,
-        timeout: Duration,
-        watch: Watch,
-    ) -> Result<Self> {
-        let seats = (1..ranks).map(|_| Seat::default()).collect();
-        let mut hub =
-            Self { ranks, timeout, watch, seats, certain: None, vague: None, told: None, over: None };
+    pub(super) fn open(listener: &Listener, store: &Store, member: Member) -> Result<Self> {
+        let Member { rank, ranks, generation, timeout, network_timeout, interrupt, .. } = member;
+        let mut hub = Self {
+            ranks,
+            generation,
+            timeout,
+            network_timeout,
+            watch: Watch { rank, interrupt },
+            seats: (1..ranks).map(|_| Seat::default()).collect(),
+            certain: None,
+            vague: None,
+            told: None,
+            over: None,
+        };
         hub.admit(&mut Reception::new(listener, &store.key, Role::Rendezvous), store)?;
         Ok(hub)
     }
@@ -131,9 +138,18 @@ impl Hub {
 
     /// Admits an authenticated rank, or tells it why not. A rank that has already joined keeps its seat.
     fn seat(&mut self, claim: Claim, mut channel: Channel, refused: &mut String) {
-        let Claim { from, ranks, .. } = claim;
+        let Claim { from, ranks, generation, .. } = claim;
         let place = from.index().checked_sub(1).filter(|&at| at < self.seats.len());
         let refusal = match place {
+            _ if generation != self.generation => {
+                let own = self.generation;
+                *refused = format!(
+                    "rank {from} of generation {generation} was refused: this job is generation {own}; "
+                );
+                channel.send(kind::OTHER_GENERATION, &own.to_le_bytes());
+                channel.finish();
+                return;
+            }
             Some(at) if ranks as usize == self.ranks => {
                 if !self.seats[at].came {
                     self.take_in(at, channel);
@@ -152,6 +168,7 @@ impl Hub {
     }
 
     fn take_in(&mut self, at: usize, channel: Channel) {
+        channel.wire().socket().watch(self.network_timeout);
         self.seats[at] = Seat { channel: Some(channel), came: true, ..Seat::default() };
         let missing = self.first(|seat| !seat.came).unwrap_or(ZERO);
         if self.told.is_none_or(|(rank, _)| rank != missing) {

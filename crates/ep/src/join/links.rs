@@ -351,7 +351,7 @@ impl Meeting<'_> {
             }
             State::Disconnected(_) => match self.connect(at) {
                 Ok((socket, process)) => {
-                    let claim = Claim { from: self.rank, to: rank, ranks: self.ranks };
+                    let claim = Claim { from: self.rank, to: rank, ranks: self.ranks, generation: 0 };
                     match Outbound::new(socket, key, Role::Link, claim)? {
                         Some(outbound) => State::Proving(outbound, process),
                         None => return Ok(()),

@@ -10,9 +10,16 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
 
 use crate::error::{CallerError, Result};
 
-/// Makes the system end the connection with a timeout when the other machine acknowledges nothing for so long.
+/// The time between two probes of a connection on which nothing is sent. The system counts in seconds.
+const PROBE: Duration = Duration::from_secs(1);
+
+/// Makes the system end the connection with a timeout when the other machine acknowledges nothing for so long. While this
+/// end sends nothing, the system probes the other machine.
 pub(super) fn watch(socket: impl AsFd, timeout: Duration) -> io::Result<()> {
     let millis = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1);
+    sockopt::set_socket_keepalive(&socket, true)?;
+    sockopt::set_tcp_keepidle(&socket, PROBE)?;
+    sockopt::set_tcp_keepintvl(&socket, PROBE)?;
     Ok(sockopt::set_tcp_user_timeout(socket, millis)?)
 }
 

@@ -21,6 +21,8 @@ pub(super) mod kind {
     pub(crate) const OTHER_WORLD: u8 = 5;
     /// From rank 0, a refusal: another process has joined as this rank.
     pub(crate) const TAKEN: u8 = 6;
+    /// From rank 0, a refusal: the job has another generation, which follows.
+    pub(crate) const OTHER_GENERATION: u8 = 7;
 }
 
 /// While rank 0 waits for a rank, it repeats this often to the others which one: they learn that it is not stopped itself.

@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use super::Watch;
 use super::channel::{Channel, End, Incoming};
 use super::handshake::{Claim, Outbound, Progress, Role};
 use super::note::{Clock, Loss, SILENCE, kind, rank_of};
 use super::reception::HANDSHAKE;
 use super::store::Store;
 use super::wire::wait;
+use super::{Member, Watch};
 use crate::error::{EnvironmentError, Error, PeerFault, Result};
 use crate::topology::Rank;
 
@@ -28,7 +28,10 @@ const WHERE: &str = "its connection at the rendezvous";
 pub(super) struct Spoke {
     rank: Rank,
     ranks: usize,
+    generation: u64,
     timeout: Duration,
+    /// How long the machine of rank 0 may acknowledge nothing before rank 0 is unreachable.
+    network_timeout: Duration,
     watch: Watch,
     channel: Option<Channel>,
     /// The rank that rank 0 waits for, according to its last message.
@@ -60,24 +63,21 @@ enum Stop {
 
 impl Spoke {
     /// Connects to rank 0, and waits until all ranks have joined.
-    pub(super) fn open(
-        store: &Store,
-        rank: Rank,
-        ranks: usize,
-        timeout: Duration,
-        watch: Watch,
-    ) -> Result<Self> {
+    pub(super) fn open(store: &Store, member: Member) -> Result<Self> {
+        let Member { rank, ranks, generation, timeout, network_timeout, interrupt, .. } = member;
         let mut spoke = Self {
             rank,
             ranks,
+            generation,
             timeout,
-            watch,
+            network_timeout,
+            watch: Watch { rank, interrupt },
             channel: None,
             waiting_for: None,
             heard: Instant::now(),
             over: None,
         };
-        let clock = Clock::new(timeout);
+        let clock = Clock::new(spoke.timeout);
         let mut closed = 0;
         loop {
             spoke.channel = Some(spoke.connect(store, &clock, &mut closed)?);
@@ -110,7 +110,9 @@ impl Spoke {
                 return Err(loss.error(self.rank, None, "a listener at the rendezvous", clock.waited()));
             }
             if let Some(socket) = store.connect(clock.deadline) {
-                let claim = Claim { from: self.rank, to: ZERO, ranks: self.ranks as u32 };
+                socket.watch(self.network_timeout);
+                let (ranks, generation) = (self.ranks as u32, self.generation);
+                let claim = Claim { from: self.rank, to: ZERO, ranks, generation };
                 if let Some(outbound) = Outbound::new(socket, &store.key, Role::Rendezvous, claim)? {
                     match self.prove(outbound, store, clock)? {
                         Some(channel) => return Ok(channel),
@@ -224,6 +226,16 @@ impl Spoke {
                 Err(refused(
                     format!("the job at this store has {ranks} ranks"),
                     "start every rank with the same WORLD_SIZE and its own RANK",
+                ))
+            }
+            kind::OTHER_GENERATION => {
+                let theirs = body.try_into().map_or(0, u64::from_le_bytes);
+                Err(refused(
+                    format!(
+                        "the job at this store is generation {theirs}, and this process is of {}",
+                        self.generation
+                    ),
+                    "this process is left over from another start of the job; otherwise set HYBRID_EP_GENERATION to the same number on all ranks",
                 ))
             }
             kind::TAKEN => Err(refused(

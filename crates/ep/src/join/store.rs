@@ -77,7 +77,9 @@ impl Store {
     /// The probable reason for rejected connections, for the error about a missing rank.
     pub(super) fn hint(&self) -> &'static str {
         match self.way {
-            Way::Tcp(_) => "is HYBRID_EP_SECRET the same on all ranks?",
+            Way::Tcp(_) => {
+                "do all ranks have the same HYBRID_EP_SECRET and run the same version of the library?"
+            }
             #[cfg(target_os = "linux")]
             Way::SameUser(_) => {
                 "without HYBRID_EP_SECRET only processes of this user in this network namespace can join"

@@ -7,7 +7,7 @@ use super::hub::Hub;
 use super::secret::Secret;
 use super::spoke::Spoke;
 use super::store::{Listener, Store};
-use super::{MAX_BLOB, Rendezvous, Watch};
+use super::{MAX_BLOB, Rendezvous};
 use crate::config::{Config, LaunchEnv};
 use crate::error::{CallerError, EnvironmentError, Error, Result};
 use crate::interrupt::Interrupt;
@@ -29,6 +29,9 @@ pub struct Member {
     pub secret: Option<Secret>,
     /// The bound for joining and for each exchange.
     pub timeout: Duration,
+    /// Which start of the job this process belongs to: rank 0 refuses a process of another generation, which is left over
+    /// from an earlier start. Default 0.
+    pub generation: u64,
     /// How long the machine of a peer may acknowledge nothing before the peer counts as unreachable.
     pub network_timeout: Duration,
     /// Lets the program stop a wait of this process.
@@ -39,7 +42,7 @@ impl Member {
     /// A member without a secret.
     pub fn new(rank: Rank, ranks: usize, timeout: Duration) -> Self {
         let (network_timeout, interrupt) = (timeout.min(NETWORK_TIMEOUT), Interrupt::default());
-        Self { rank, ranks, secret: None, timeout, network_timeout, interrupt }
+        Self { rank, ranks, secret: None, timeout, generation: 0, network_timeout, interrupt }
     }
 
     /// The member that the launcher's environment describes, with the secret of [`Secret::from_env`].
@@ -48,7 +51,9 @@ impl Member {
     /// As [`Secret::from_env`].
     pub fn launched(env: &LaunchEnv, config: &Config) -> Result<Self> {
         let member = Self::new(Rank(env.rank), env.world_size as usize, config.timeout);
-        Ok(Self { secret: Secret::from_env()?, interrupt: config.interrupt.clone(), ..member })
+        let (secret, interrupt) = (Secret::from_env()?, config.interrupt.clone());
+        let (generation, network_timeout) = (env.generation, config.network_timeout());
+        Ok(Self { secret, generation, network_timeout, interrupt, ..member })
     }
 
     /// The same member with `secret` as its secret.
@@ -116,10 +121,9 @@ impl TcpRendezvous {
         if rank == Rank(0) {
             return Self::listen(&store.listen()?, &store, member);
         }
-        let watch = Watch { rank, interrupt: member.interrupt };
-        let spoke = Spoke::open(&store, rank, ranks, member.timeout, watch)?;
-        let (address, end) = (store.facing_address(), End::Spoke(spoke));
-        Ok(Self { rank, ranks, secret: member.secret, address, end, process })
+        let secret = member.secret.clone();
+        let end = End::Spoke(Spoke::open(&store, member)?);
+        Ok(Self { rank, ranks, secret, address: store.facing_address(), end, process })
     }
 
     /// As [`join`](Self::join), with the store and the member that the launcher's environment describes.
@@ -150,10 +154,9 @@ impl TcpRendezvous {
     }
 
     fn listen(listener: &Listener, store: &Store, member: Member) -> Result<Self> {
-        let Member { rank, ranks, secret, timeout, interrupt, .. } = member;
-        let hub = Hub::open(listener, store, ranks, timeout, Watch { rank, interrupt })?;
-        let (address, end) = (store.facing_address(), End::Hub(hub));
-        Ok(Self { rank, ranks, secret, address, end, process: std::process::id() })
+        let (rank, ranks, secret) = (member.rank, member.ranks, member.secret.clone());
+        let (end, process) = (End::Hub(Hub::open(listener, store, member)?), std::process::id());
+        Ok(Self { rank, ranks, secret, address: store.facing_address(), end, process })
     }
 }
 

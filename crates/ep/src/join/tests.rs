@@ -60,7 +60,7 @@ fn is_dropped_unanswered(mut stream: &TcpStream) -> bool {
 /// Connects as `rank` of `ranks` with `secret`; `None` if the handshake fails.
 fn proven(address: SocketAddr, rank: u32, ranks: u32, secret: &Secret) -> Option<super::channel::Channel> {
     let socket = Socket::Tcp(TcpStream::connect(address).unwrap());
-    let claim = Claim { from: Rank(rank), to: Rank(0), ranks };
+    let claim = Claim { from: Rank(rank), to: Rank(0), ranks, generation: 0 };
     let mut outbound = Outbound::new(socket, secret.key(), Role::Rendezvous, claim).unwrap()?;
     loop {
         match outbound.advance(secret.key()) {
@@ -302,6 +302,21 @@ fn a_rank_that_saw_another_leave_learns_which_rank_died_before() {
     });
 }
 
+#[test]
+fn a_process_of_an_earlier_start_of_the_job_is_refused_and_the_job_goes_on() {
+    let (listener, address) = listener();
+    let store = address.to_string();
+    let of = |rank, generation| Member { generation, ..member(rank, 2, LONG) };
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| TcpRendezvous::host(&listener, of(0, 2))?.all_gather(b"zero"));
+        let old = TcpRendezvous::join(&store, of(1, 1)).unwrap_err().to_string();
+        let expected = "joining as rank 1 of 2: the job at this store is generation 2, and this process is of 1; this process is left over";
+        assert!(old.starts_with(expected), "{old}");
+        let one = TcpRendezvous::join(&store, of(1, 2)).unwrap().all_gather(b"one");
+        assert_eq!(one.unwrap(), zero.join().unwrap().unwrap());
+    });
+}
+
 /// An early version accepted such a connection and opened a file that the other process named.
 #[test]
 fn a_process_without_the_secret_gets_no_answer() {
@@ -312,7 +327,7 @@ fn a_process_without_the_secret_gets_no_answer() {
         assert!(is_dropped_unanswered(&old));
         let mut new = TcpStream::connect(address).unwrap();
         let words = [Role::Rendezvous as u32, 1, 0, 2].map(u32::to_le_bytes).concat();
-        new.write_all(&[&b"hyb-ep02"[..], &words, &[7; 64]].concat()).unwrap();
+        new.write_all(&[&b"hyb-ep03"[..], &words, &[7; 72]].concat()).unwrap();
         assert!(is_dropped_unanswered(&new));
         let mut web = TcpStream::connect(address).unwrap();
         web.write_all(&b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(9)).unwrap();
@@ -335,7 +350,10 @@ fn a_process_with_another_secret_is_refused() {
         let one = Member::new(Rank(1), 2, timeout).with_secret(other);
         for result in [TcpRendezvous::join(&address.to_string(), one), zero.join().unwrap()] {
             let error = peer_error(result).to_string();
-            assert!(error.contains("is HYBRID_EP_SECRET the same on all ranks?"), "{error}");
+            assert!(
+                error.contains("do all ranks have the same HYBRID_EP_SECRET and run the same version"),
+                "{error}"
+            );
         }
     });
 }
@@ -353,8 +371,8 @@ fn a_replay_is_not_admitted() {
             let (mut inner, mut outer) = (relay.accept().unwrap().0, TcpStream::connect(address).unwrap());
             let (mut answers, mut back) = (outer.try_clone().unwrap(), inner.try_clone().unwrap());
             std::thread::spawn(move || std::io::copy(&mut answers, &mut back));
-            let mut said = [0; 88 + 32];
-            for part in [0..88, 88..120] {
+            let mut said = [0; 96 + 32];
+            for part in [0..96, 96..128] {
                 inner.read_exact(&mut said[part.clone()]).unwrap();
                 outer.write_all(&said[part]).unwrap();
             }

@@ -40,6 +40,17 @@ impl Socket {
         }
     }
 
+    /// Makes the system end a TCP connection when the other machine acknowledges nothing for `timeout`, also while this
+    /// end sends nothing. Systems that cannot do that detect it later.
+    pub(super) fn watch(&self, timeout: Duration) {
+        #[cfg(target_os = "linux")]
+        if let Self::Tcp(stream) = self {
+            let _ = super::network::watch(stream, timeout);
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = timeout;
+    }
+
     /// Reads bytes. Appends the descriptors that arrive with them to `descriptors`, or closes them if it is `None`.
     fn read(&self, bytes: &mut [u8], descriptors: Option<&mut VecDeque<OwnedFd>>) -> std::io::Result<usize> {
         match (self, descriptors) {
