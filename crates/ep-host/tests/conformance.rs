@@ -232,6 +232,38 @@ fn suite_over_shm() {
     }
 }
 
+/// The buffers of ranks that join as if each domain were on a machine of its own: domains share no memory, and their
+/// ranks see each other's state through mirrors.
+#[cfg(all(feature = "fabric", target_os = "linux"))]
+fn on_machines(world: &World, config: &Config) -> Vec<HostBuffer> {
+    let meetings = ep::join::ThreadRendezvous::new(world.ranks(), std::time::Duration::from_secs(60));
+    std::thread::scope(|scope| {
+        let join = |mut meeting: ep::join::ThreadRendezvous| {
+            let mut config = config.clone();
+            config.machine = Some(format!("node-{}", world.topology().domain_of(meeting.rank())));
+            // The loopback interface, by its name.
+            config.host.transport.address = Some("lo".into());
+            scope.spawn(move || HostBuffer::join(world, &mut meeting, &config).expect("all ranks join"))
+        };
+        let threads: Vec<_> = meetings.into_iter().map(join).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+    })
+}
+
+#[test]
+#[cfg(all(feature = "fabric", target_os = "linux"))]
+fn suite_on_several_machines() {
+    let Some(config) = over("tcp", config(1, 16, 2)) else { return };
+    for case in suite() {
+        let prepared = case.prepare().expect("a valid case");
+        let buffers = on_machines(prepared.world(), &config);
+        on_all_ranks(buffers, |buffer| prepared.check(buffer), "on several machines");
+    }
+    let world = World::builder().ranks(4).domains(2).experts(8).build().expect("a valid world");
+    let pairs: Vec<_> = on_machines(&world, &config).into_iter().zip(on_machines(&world, &config)).collect();
+    on_all_ranks(pairs, |(buffer, other)| check_misuse(buffer, other), "misuse on several machines");
+}
+
 #[test]
 fn suite_in_unregistered_memory() {
     let config = config(1, 8, 2);

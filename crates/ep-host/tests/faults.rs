@@ -338,23 +338,36 @@ mod processes {
             .build()
             .unwrap();
         // Processes may take long to start on a busy machine.
-        let mut patient = config();
+        let mut config = config();
+        if let Ok(machine) = std::env::var("TEST_MACHINE") {
+            config.machine = Some(machine);
+            config.host.transport.engine = "tcp".into();
+        }
+        let mut patient = config.clone();
         patient.timeout = Duration::from_secs(20);
         let mut meet = TcpRendezvous::launched(&launch, &patient).unwrap();
-        let mut buffer = HostBuffer::join(&world, &mut meet, &config()).unwrap();
+        let mut buffer = HostBuffer::join(&world, &mut meet, &config).unwrap();
         round(&mut buffer, 0, HIDDEN).unwrap();
         println!("first round done");
         let error = peer_error(until_error(&mut buffer));
-        println!("\nnames {} {:?} after {} ms", error.peer, error.fault, error.waited.as_millis());
+        let machine = error.machine.map_or(String::new(), |machine| format!(" on {machine}"));
+        let (peer, fault, waited) = (error.peer, error.fault, error.waited.as_millis());
+        println!("\nnames {peer}{machine} {fault:?} after {waited} ms");
     }
 
     /// Starts the ranks of a world. They make their files, if any, in `directory`.
     fn spawn(ranks: usize, domains: usize, directory: &Path) -> Vec<Child> {
-        spawn_by(&[], ranks, domains, directory)
+        spawn_by(&[], |_| Vec::new(), ranks, domains, directory)
     }
 
-    /// As [`spawn`], with a command that starts each rank.
-    fn spawn_by(starter: &[&str], ranks: usize, domains: usize, directory: &Path) -> Vec<Child> {
+    /// As [`spawn`], with a command that starts each rank, and variables of each rank.
+    fn spawn_by(
+        starter: &[&str],
+        variables: impl Fn(usize) -> Vec<(&'static str, String)>,
+        ranks: usize,
+        domains: usize,
+        directory: &Path,
+    ) -> Vec<Child> {
         // Dropping the listener frees the port for rank 0.
         let store = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
         (0..ranks)
@@ -370,6 +383,7 @@ mod processes {
                     .env("TEST_DOMAINS", domains.to_string())
                     .env("TMPDIR", directory)
                     .env("XDG_RUNTIME_DIR", directory)
+                    .envs(variables(rank))
                     .process_group(0)
                     .stdout(Stdio::piped())
                     .stderr(Stdio::piped())
@@ -418,10 +432,22 @@ mod processes {
     ) -> Vec<(usize, String)> {
         let directory = std::env::temp_dir().join(format!("hybrid-ep-faults-{}-{how}", std::process::id()));
         std::fs::create_dir_all(&directory).unwrap();
-        let mut children = spawn(ranks, domains, &directory);
+        lose(spawn(ranks, domains, &directory), &directory, victim, delay, how)
+    }
+
+    /// Sends the signal `how` to one of the processes, and returns (rank, error line) of the others. Removes `directory`,
+    /// which must then be empty.
+    fn lose(
+        mut children: Vec<Child>,
+        directory: &Path,
+        victim: usize,
+        delay: Duration,
+        how: &str,
+    ) -> Vec<(usize, String)> {
+        let ranks = children.len();
         wait_running(&mut children);
         let pids: Vec<u32> = children.iter().map(Child::id).collect();
-        let held = Held::by(&pids, &directory);
+        let held = Held::by(&pids, directory);
         std::thread::sleep(delay);
         signal(&children[victim], how);
         let start = Instant::now();
@@ -439,7 +465,7 @@ mod processes {
         victim_child.kill().unwrap();
         assert_eq!(victim_child.wait().unwrap().signal(), Some(9));
         held.assert_gone();
-        std::fs::remove_dir(&directory).unwrap();
+        std::fs::remove_dir(directory).unwrap();
         said
     }
 
@@ -467,6 +493,39 @@ mod processes {
         }
     }
 
+    /// Runs a world whose domains are on machines of their own, and loses a rank as [`with_victim`] does.
+    #[cfg(feature = "fabric")]
+    fn with_victim_on_machines(ranks: usize, domains: usize, victim: usize, how: &str) {
+        let directory = std::env::temp_dir().join(format!("hybrid-ep-nodes-{}-{how}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let machine = |rank: usize| format!("node-{}", rank * domains / ranks);
+        let variables = |rank: usize| {
+            let secret = "the secret of a test job".to_string();
+            vec![("TEST_MACHINE", machine(rank)), ("HYBRID_EP_SECRET", secret)]
+        };
+        let children = spawn_by(&[], variables, ranks, domains, &directory);
+        let fault = if how == "-KILL" { "Died" } else { "Stalled" };
+        for (rank, said) in lose(children, &directory, victim, Duration::from_millis(3), how) {
+            let expected = format!("names {victim} on {} {fault} after ", machine(victim));
+            assert!(said.starts_with(&expected), "rank {rank} of {ranks}/{domains}: {said}");
+        }
+    }
+
+    #[test]
+    #[cfg(feature = "fabric")]
+    fn a_rank_that_is_lost_on_another_machine_is_named_with_its_machine() {
+        if let Err(error) = ep_fabric::providers(None) {
+            assert_ne!(std::env::var("HYBRID_EP_REQUIRE_LIBFABRIC").as_deref(), Ok("1"), "{error}");
+            println!("skipped: {error}");
+            return;
+        }
+        for (ranks, domains, victim) in [(2, 2, 0), (4, 2, 3), (4, 4, 1)] {
+            for how in ["-KILL", "-STOP"] {
+                with_victim_on_machines(ranks, domains, victim, how);
+            }
+        }
+    }
+
     /// Ranks that cannot open each other's pidfd detect a death by their links.
     #[test]
     fn ranks_in_other_pid_namespaces_work_and_detect_a_death() {
@@ -476,7 +535,7 @@ mod processes {
             println!("skipped: this user may not create PID namespaces");
             return;
         }
-        let mut children = spawn_by(&starter, 4, 2, &std::env::temp_dir());
+        let mut children = spawn_by(&starter, |_| Vec::new(), 4, 2, &std::env::temp_dir());
         wait_running(&mut children);
         let mut victim = children.remove(1);
         victim.kill().unwrap();
