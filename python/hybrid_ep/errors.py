@@ -31,8 +31,8 @@ class SetupError(HybridEPError, OSError):
 
 
 class PeerError(HybridEPError, ConnectionError):
-    """Another rank died, left, failed, stalled, came late or never joined. Every later call of the buffer raises the
-    error again.
+    """Another rank died, left, failed, stalled, came late, is unreachable or never joined. Every later call of the
+    buffer raises the error again.
 
     Attributes:
         peer (int): The rank at fault.
@@ -41,19 +41,25 @@ class PeerError(HybridEPError, ConnectionError):
         fault (str): What happened to the peer, for example "died", "left", "failed", "stalled", "is late" or
             "never joined".
         step (int): The number of the operator call on this buffer. It is the same on every rank.
+        machine (str | None): The machine of the rank at fault, in a job of several machines.
     """
 
-    def __init__(self, message: str, *, peer: int, rank: int, operator: str, fault: str, step: int) -> None:
+    def __init__(
+        self, message: str, *, peer: int, rank: int, operator: str, fault: str, step: int, machine: str | None = None
+    ) -> None:
         super().__init__(message)
         self.peer, self.rank, self.operator, self.fault, self.step = peer, rank, operator, fault, step
+        self.machine = machine
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes pickle their exceptions; the default pickling loses keyword arguments.
-        return _peer_error, (str(self), self.peer, self.rank, self.operator, self.fault, self.step)
+        return _peer_error, (str(self), self.peer, self.rank, self.operator, self.fault, self.step, self.machine)
 
 
-def _peer_error(message: str, peer: int, rank: int, operator: str, fault: str, step: int) -> PeerError:
-    return PeerError(message, peer=peer, rank=rank, operator=operator, fault=fault, step=step)
+def _peer_error(
+    message: str, peer: int, rank: int, operator: str, fault: str, step: int, machine: str | None
+) -> PeerError:
+    return PeerError(message, peer=peer, rank=rank, operator=operator, fault=fault, step=step, machine=machine)
 
 
 # `EnvironmentError` hid the builtin of that name wherever it was imported.

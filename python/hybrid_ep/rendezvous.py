@@ -10,6 +10,7 @@ import json
 import time
 import weakref
 from itertools import count
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -29,8 +30,17 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 _LOST = "lost"
 
 
+def _host(store: Any) -> str | None:
+    while isinstance(store, distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    # Only a store in a network has a host.
+    host = getattr(store, "host", None)
+    return host if isinstance(host, str) else None
+
+
 class Meeting:
-    """The rendezvous of one buffer's ranks. `_native` calls `all_gather` and `abandon`.
+    """The rendezvous of one buffer's ranks. `_native` calls `all_gather` and `abandon`, and reads `host`: the host of
+    the group's store, or None for a store that is not in a network.
 
     Args:
         group: The process group.
@@ -49,6 +59,7 @@ class Meeting:
         # Each group has its own prefix in the store.
         store = distributed_c10d._get_process_group_store(group)
         self._store = distributed_c10d.PrefixStore(f"hybrid_ep/{made}", store)
+        self.host = _host(store)
         self._rounds = 0
 
     def all_gather(self, blob: bytes) -> list[bytes]:

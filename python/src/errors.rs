@@ -65,6 +65,7 @@ fn peer_error(py: Python<'_>, error: &ep::PeerError) -> PyResult<PyErr> {
     known.set_item("operator", error.operator.to_string())?;
     known.set_item("fault", error.fault.to_string())?;
     known.set_item("step", error.step)?;
+    known.set_item("machine", error.machine.as_deref())?;
     let value = class(py, "PeerError")?.call((error.to_string(),), Some(&known))?;
     Ok(PyErr::from_value(value))
 }

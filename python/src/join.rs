@@ -141,6 +141,12 @@ impl Rendezvous for Callback {
     fn secret(&self) -> Option<&Secret> {
         self.secret.as_ref()
     }
+
+    #[cfg(target_os = "linux")]
+    fn network_address(&self) -> Option<std::net::IpAddr> {
+        let host = Python::attach(|py| self.meeting.getattr(py, "host")?.extract::<Option<String>>(py));
+        ep::join::address_towards(&host.ok()??)
+    }
 }
 
 /// The rendezvous that the launcher's environment describes, else the rendezvous of one rank.

@@ -38,7 +38,7 @@ def test_each_error_is_a_builtin_error_too() -> None:
 
 
 def test_errors_survive_pickling() -> None:
-    error = PeerError("rank 1 left", peer=1, rank=0, operator="combine", fault="left", step=3)
+    error = PeerError("rank 1 left", peer=1, rank=0, operator="combine", fault="left", step=3, machine="node-1")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is PeerError and str(again) == "rank 1 left"
     assert vars(again) == vars(error)

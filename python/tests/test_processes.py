@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -131,6 +132,45 @@ def _groups(rank: int, ranks: int, store: str) -> None:
 def test_groups_and_subgroups(kind: str, tmp_path: Path) -> None:
     store = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{tmp_path}/store"
     no_errors(processes(3, _groups, store))
+
+
+def _has_libfabric() -> bool:
+    try:
+        ctypes.CDLL("libfabric.so.1")
+    except OSError:
+        assert os.environ.get("HYBRID_EP_REQUIRE_LIBFABRIC") != "1", "libfabric.so.1 is not installed"
+        return False
+    return True
+
+
+def _machines(rank: int, ranks: int, store: str) -> Any:
+    os.environ.update(HYBRID_EP_MACHINE=f"node-{rank // 2}", HYBRID_EP_TRANSPORT="tcp")
+    meet(rank, ranks, store)
+    with Buffer(num_experts=8, device="cpu", domains=2) as buffer:
+        check_round(buffer, 1)
+    # As with tensor parallelism inside a machine: the ranks of each group are on both machines.
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with Buffer(groups[rank % 2], num_experts=4, device="cpu", domains=2, timeout=20) as buffer:
+        check_round(buffer, 2)
+    with pytest.raises(CallerError, match="are in one NVLink domain"):
+        Buffer(groups[rank % 2], num_experts=4, device="cpu", timeout=20)
+    dist.barrier()
+    buffer = Buffer(num_experts=8, device="cpu", domains=2, timeout=20, stall_timeout=10)
+    check_round(buffer, 3)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError) as raised:
+        check_round(buffer, 4)
+    return raised.value
+
+
+@pytest.mark.skipif(not _has_libfabric(), reason="libfabric is not installed")
+def test_groups_over_several_machines() -> None:
+    results = processes(4, _machines, f"tcp://127.0.0.1:{free_port()}")
+    assert results[3] == f"killed by {signal.SIGKILL.value}"
+    for error in results[:3]:
+        assert isinstance(error, PeerError), error
+        assert (error.peer, error.fault, error.machine) == (3, "died", "node-1"), str(error)
 
 
 def _launched(rank: int, ranks: int, port: int) -> tuple[int, int]:
