@@ -76,7 +76,7 @@ struct Shared {
 /// A link that has not ended, or that ended with a leave message.
 const LINKED: u8 = u8::MAX;
 /// How long a rank that leaves waits until ranks of other machines have read its last messages.
-const LINGER: Duration = Duration::from_millis(500);
+const LINGER: Duration = Duration::from_millis(200);
 
 /// The messages that have arrived.
 #[derive(Debug, Default)]
