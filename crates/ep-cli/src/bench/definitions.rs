@@ -10,6 +10,11 @@ use crate::common::units;
 pub(super) const SHARED: &str =
     "several ranks share a GPU, its SMs and its memory: the times do not measure a link between GPUs";
 
+/// What the stream of an operator is.
+pub(super) const STREAM: &str = "stream = the time in which plain TCP streams between the ranks of each rail carry the operator's bytes between \
+     domains in both directions, on the slowest rank; leg = the leg with the longer floor: memory (floor) or network \
+     (stream)";
+
 /// How a time is measured.
 pub(super) fn time(plan: &BenchPlan) -> String {
     match plan.backend {

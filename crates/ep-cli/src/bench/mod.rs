@@ -22,6 +22,7 @@ mod routed;
 mod run;
 mod shared;
 mod stage;
+mod stream;
 mod table;
 mod tokens;
 

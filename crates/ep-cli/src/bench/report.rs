@@ -34,6 +34,8 @@ pub(super) struct BenchReport {
     pub(super) ceiling: CeilingReport,
     pub(super) time_definition: String,
     pub(super) floor_definition: String,
+    /// Only where bytes between domains cross a network.
+    pub(super) stream_definition: Option<&'static str>,
     /// Share of the cores' time that other programs used during the run; `None` where unknown.
     pub(super) busy: Option<Busy>,
     /// Circumstances that affect the results, such as ranks that share a GPU.
@@ -119,6 +121,11 @@ pub(super) struct OperatorReport {
     pub(super) gb_per_s: Option<f64>,
     pub(super) floor_us: Option<f64>,
     pub(super) ratio_to_floor: Option<f64>,
+    /// The time in which plain TCP streams carry the bytes between domains; only where those cross a network.
+    pub(super) stream_us: Option<f64>,
+    pub(super) ratio_to_stream: Option<f64>,
+    /// The leg whose floor is longer: `memory` or `network`; only with a stream.
+    pub(super) binding_leg: Option<&'static str>,
 }
 
 #[derive(Debug, Serialize)]
@@ -187,6 +194,11 @@ impl BenchReport {
             ceiling: CeilingReport::of(ceiling),
             time_definition: definitions::time(plan),
             floor_definition: definitions::floor(ceiling),
+            stream_definition: runs
+                .iter()
+                .flat_map(|run| &run.operators)
+                .any(|operator| operator.stream_us.is_some())
+                .then_some(definitions::STREAM),
             busy: around.busy,
             notes: [shared.then(|| definitions::SHARED.into()), around.busy.and_then(Busy::note)]
                 .into_iter()
@@ -277,7 +289,9 @@ impl Run {
 impl OperatorReport {
     fn new(operator: Operator, ranks: &[RankReport], parts: Option<Vec<Moved>>, ceiling: Ceiling) -> Self {
         let samples = || ranks.iter().filter_map(|rank| rank.samples.get(&operator));
-        let Spread { median, p95 } = Spread::of(measure::slowest(samples()));
+        let Spread { median, p95 } = Spread::of(measure::slowest(samples().map(|samples| &samples.times)));
+        let streams = ranks.iter().filter_map(|rank| rank.streams.as_ref()?.get(&operator));
+        let stream = Some(Spread::of(measure::slowest(streams)).median).filter(|time| !time.is_zero());
         let per_call =
             |bytes: fn(&Samples) -> u64| samples().map(|samples| samples.per_call(bytes(samples))).sum();
         let floor = parts.as_deref().and_then(|parts| ceiling.floor(parts));
@@ -293,6 +307,10 @@ impl OperatorReport {
             gb_per_s: must_move.and_then(|bytes| ratio(bytes as f64 / 1e9, median.as_secs_f64())),
             floor_us: floor.map(microseconds),
             ratio_to_floor: floor.and_then(|floor| ratio(median.as_secs_f64(), floor.as_secs_f64())),
+            stream_us: stream.map(microseconds),
+            ratio_to_stream: stream.and_then(|stream| ratio(median.as_secs_f64(), stream.as_secs_f64())),
+            binding_leg: stream
+                .map(|stream| if floor.is_some_and(|floor| floor > stream) { "memory" } else { "network" }),
         }
     }
 }
@@ -400,8 +418,14 @@ mod tests {
 
     #[test]
     fn a_difference_on_any_rank_fails_the_verification() {
-        let rank =
-            |checked| RankReport { samples: Default::default(), rows: 0, gpu: None, process: None, checked };
+        let rank = |checked| RankReport {
+            samples: Default::default(),
+            rows: 0,
+            gpu: None,
+            process: None,
+            streams: None,
+            checked,
+        };
         let right =
             rank(Ok(CheckedCounts { rows: 1000, padding_rows: 5, tokens: 9, ..CheckedCounts::default() }));
         let plan = plan("");

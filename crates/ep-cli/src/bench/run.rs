@@ -12,6 +12,7 @@ use crate::bench::measure::{AllSamples, Operator};
 use crate::bench::plan::WARM_UP;
 use crate::bench::shared::Shared;
 use crate::bench::stage::Stage;
+use crate::bench::stream::{self, StreamTimes};
 use crate::common::failure::Failure;
 
 /// Timed rounds of layers. The layers of a round follow each other without a pause; a round has as many layers as the
@@ -27,6 +28,8 @@ pub(super) struct RankReport {
     pub(super) gpu: Option<RankGpu>,
     /// CPU time that the rank's process has used so far.
     pub(super) process: Option<ProcessTime>,
+    /// Times of plain TCP streams with the bytes between domains, where they cross a network.
+    pub(super) streams: Option<StreamTimes>,
     pub(super) checked: Result<CheckedCounts, String>,
 }
 
@@ -60,12 +63,16 @@ pub(super) fn rank<B: Timed>(
     }
     bar.set_message("checking");
     let checked = stage.check()?;
+    let (rows, gpu, samples) = (stage.rows() as u64, stage.gpu()?, stage.samples);
+    bar.set_message("measuring the network");
+    let streams = stream::measure(meet, plan, &samples)?;
     let report = RankReport {
-        rows: stage.rows() as u64,
+        rows,
         checked: checked.and_then(|checked| Ok(CheckedCounts { bounded_rows: bounded?, ..checked })),
-        gpu: stage.gpu()?,
+        gpu,
         process: ProcessTime::here(),
-        samples: stage.samples,
+        streams,
+        samples,
     };
     gather(meet, &report)
 }

@@ -25,6 +25,13 @@ const HOST_COLUMNS: &[Column] = &[
     ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
 ];
 
+/// In addition, where bytes between domains cross a network.
+const NETWORK_COLUMNS: &[Column] = &[
+    ("stream", |o| or_dash(o.stream_us.map(time))),
+    ("ratio", |o| or_dash(o.ratio_to_stream.map(|ratio| format!("{ratio:.2}")))),
+    ("leg", |o| or_dash(o.binding_leg.map(Into::into))),
+];
+
 const GPU_COLUMNS: &[Column] = &[
     ("operator", |o| o.operator.into()),
     ("median", |o| time(o.median_us)),
@@ -51,7 +58,9 @@ pub(super) fn render(report: &BenchReport) -> String {
         }
         match &run.wire {
             None => {
-                let _ = writeln!(out, "{}\n{}", table(run, HOST_COLUMNS).trim_fmt(), preprocessing(run));
+                let network = report.stream_definition.map_or(&[][..], |_| NETWORK_COLUMNS);
+                let columns = [HOST_COLUMNS, network].concat();
+                let _ = writeln!(out, "{}\n{}", table(run, &columns).trim_fmt(), preprocessing(run));
             }
             Some(wire) => {
                 let _ = writeln!(out, "{}\n{}", table(run, GPU_COLUMNS).trim_fmt(), preprocessing(run));
@@ -59,6 +68,9 @@ pub(super) fn render(report: &BenchReport) -> String {
             }
         }
         let _ = writeln!(out, "{}", report.floor_definition);
+        if let Some(definition) = report.stream_definition {
+            let _ = writeln!(out, "{definition}");
+        }
         for note in &report.notes {
             let _ = writeln!(out, "note: {note}");
         }
