@@ -13,7 +13,7 @@ use super::{
 const RDMA_DIR: &str = "/sys/class/infiniband";
 const NET_DIR: &str = "/sys/class/net";
 
-const RDMA_USE: &str = "transfers between machines (not implemented yet)";
+const RDMA_USE: &str = "RDMA between machines (never run)";
 
 /// Network cards and libraries.
 #[derive(Clone, Debug, Serialize)]
@@ -124,7 +124,7 @@ impl Network {
             system.packages.install("libibverbs1", "libibverbs"),
         ));
         Section {
-            title: "Network (for information: ranks on several machines are not implemented yet)",
+            title: "Network (for jobs on several machines, on the host backend)",
             checks,
         }
     }
@@ -173,7 +173,7 @@ impl Network {
             Fact::Known(_) | Fact::Absent => {
                 vec![
                     Check::absent("interfaces", "none except loopback")
-                        .advice("ranks on several machines (not implemented yet)", "attach a network"),
+                        .advice("ranks on several machines", "attach a network"),
                 ]
             }
             Fact::Unknown(why) => vec![Check::absent("interfaces", format!("unknown: {why}"))],
