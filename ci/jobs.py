@@ -1,4 +1,4 @@
-"""Jobs of several ranks for `ci/hostile` and `ci/machines`, and the judgement of what the ranks of a lost job report."""
+"""Jobs of several ranks for `ci/hostile` and `ci/machines`, and what the ranks of a lost job report."""
 
 from __future__ import annotations
 
