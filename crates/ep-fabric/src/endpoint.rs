@@ -8,9 +8,13 @@ use std::sync::Arc;
 use ep::{EnvironmentError, Error, Limits, Result, Window};
 
 use crate::blob::Blob;
-use crate::info::InfoList;
+use crate::info::{self, Chosen, LOG_HINT};
 use crate::library::Library;
 use crate::{Options, sys};
+
+/// What to do when the window cannot be registered.
+const MEMORY_HINT: &str = "raise the limit of locked memory (ulimit -l), or lower HYBRID_EP_SLOTS or \
+                           HYBRID_EP_SLOT_BYTES, which decide the window's length";
 
 /// An object of libfabric, which is closed when it is dropped.
 struct Object(NonNull<sys::Fid>);
@@ -129,7 +133,7 @@ pub(crate) struct Endpoint {
     _domain: Object,
     _fabric: Object,
     contexts: Contexts,
-    info: InfoList,
+    info: Chosen,
     library: Arc<Library>,
     window: Arc<dyn Window>,
     provider: String,
@@ -151,11 +155,16 @@ impl Endpoint {
         peers: usize,
         limits: Limits,
     ) -> Result<Self> {
-        let (info, provider) = InfoList::of(&library, options)?;
-        let at = options.address.as_ref().map_or(String::new(), |address| format!(" at address {address}"));
-        let what = format!("opening provider {provider}{at} of libfabric {}", library.version());
+        let info = Chosen::new(&library, options)?;
+        let entry = info.entry();
+        let provider = entry.provider();
+        let what = info::what(&library, options);
         let failed = |step: &str, answer: isize| -> Error {
-            let hint = "see the provider's manual, fi_provider(7), or set FI_LOG_LEVEL=warn";
+            let hint = match step {
+                "fi_mr_reg" => MEMORY_HINT,
+                "fi_cq_open" => "lower HYBRID_EP_SLOTS, which decides the queue's length",
+                _ => LOG_HINT,
+            };
             EnvironmentError::new(&what, format!("{step}: {}", library.text(answer)), hint).into()
         };
         let ok = |step: &str, answer: isize| if answer == 0 { Ok(()) } else { Err(failed(step, answer)) };
@@ -164,7 +173,6 @@ impl Endpoint {
             _ => Err(failed(step, if answer == 0 { -sys::ENOSYS } else { answer })),
         };
         let missing = |step: &str| failed(step, -sys::ENOSYS);
-        let entry = info.entries().find(|entry| entry.provider() == provider).expect("chosen by this name");
         let (largest, mr_mode) = (entry.ep().max_msg_size, entry.domain().mr_mode);
         if largest < limits.put_bytes {
             let hint = "lower HYBRID_EP_SLOT_BYTES";
@@ -245,7 +253,9 @@ impl Endpoint {
         // Where the provider leaves the key to the engine, the key is random, so that no other program can guess it. Keys
         // have at least 4 bytes with all providers.
         let mut key = [0; 8];
-        getrandom::fill(&mut key).map_err(|error| EnvironmentError::new(&what, error, ""))?;
+        getrandom::fill(&mut key).map_err(|error| {
+            EnvironmentError::new(&what, error, "give this process access to the system's random numbers")
+        })?;
         let bits = entry.domain().mr_key_size.clamp(1, 8) as u32 * 8;
         let key = match mr_mode & sys::MR_PROV_KEY {
             0 => u64::from_le_bytes(key) >> (u64::BITS - bits),
@@ -264,6 +274,14 @@ impl Endpoint {
         if mr_mode & sys::MR_ENDPOINT != 0 {
             ok("fi_mr_bind", region.bind(&endpoint, 0))?;
             ok("fi_mr_enable", region.enable())?;
+        }
+        // SAFETY: the region is open.
+        if unsafe { (*region.as_ptr::<sys::Mr>()).key } == sys::KEY_NOTAVAIL
+            && mr_mode & sys::MR_PROV_KEY != 0
+        {
+            let hint = "set HYBRID_EP_TRANSPORT to another provider";
+            let problem = "fi_mr_key: the provider has no key of at most 8 bytes for the window";
+            return Err(EnvironmentError::new(what, problem, hint).into());
         }
         let base = if mr_mode & sys::MR_VIRT_ADDR == 0 { 0 } else { start.expose_provenance() as u64 };
         let mut endpoint = Self {
@@ -306,8 +324,10 @@ impl Endpoint {
         self.library.text(answer)
     }
 
-    fn error(&self, what: &str, answer: isize) -> Error {
-        EnvironmentError::new(format!("{what} over {}", self.provider), self.library.text(answer), "").into()
+    /// The error of a call after the endpoint was opened.
+    pub(crate) fn error(&self, call: &str, answer: isize) -> Error {
+        let what = format!("using provider {} of libfabric {}", self.provider, self.library.version());
+        EnvironmentError::new(what, format!("{call}: {}", self.library.text(answer)), LOG_HINT).into()
     }
 
     /// What peers need to reach this rank's window.
@@ -315,14 +335,14 @@ impl Endpoint {
         let endpoint = self.endpoint.as_ptr::<sys::Ep>();
         // SAFETY: an open endpoint of this kind has this table.
         let getname = unsafe { (*(*endpoint).cm).getname };
-        let getname = getname.ok_or_else(|| self.error("asking for the own address", -sys::ENOSYS))?;
+        let getname = getname.ok_or_else(|| self.error("fi_getname", -sys::ENOSYS))?;
         let mut address = vec![0u8; 512];
         let mut len = address.len();
         // SAFETY: the call writes at most `len` bytes, and the length that the address has.
         let answer =
             unsafe { getname(self.endpoint.as_ptr(), address.as_mut_ptr().cast(), &mut len) } as isize;
         if answer != 0 || len > address.len() {
-            return Err(self.error("asking for the own address", answer));
+            return Err(self.error("fi_getname", answer));
         }
         address.truncate(len);
         // SAFETY: the region is open.
@@ -336,7 +356,7 @@ impl Endpoint {
         // The library reads as many bytes as an address of this provider has.
         let own = self.blob().ok()?.address.len();
         let len = usize::try_from(blob.len).ok()?;
-        let text = self.info.entries().next()?.src_is_text();
+        let text = self.info.entry().src_is_text();
         if blob.address.len() != own && !(text && blob.address.last() == Some(&0)) {
             return None;
         }
@@ -389,7 +409,7 @@ impl Endpoint {
             // context. The address means any sender.
             let answer = unsafe {
                 let recv = (*(*endpoint).msg).recv;
-                let recv = recv.ok_or_else(|| self.error("posting a receive", -sys::ENOSYS))?;
+                let recv = recv.ok_or_else(|| self.error("fi_recv", -sys::ENOSYS))?;
                 let desc = (*self.region.as_ptr::<sys::Mr>()).desc;
                 let start = self.window.start().as_ptr().cast();
                 recv(endpoint, start, 0, desc, u64::MAX, self.contexts.at(context))
@@ -398,7 +418,7 @@ impl Endpoint {
                 0 => drop(self.unposted.pop()),
                 // Posted again with the next progress.
                 answer if answer == -sys::EAGAIN => break,
-                answer => return Err(self.error("posting a receive", answer)),
+                answer => return Err(self.error("fi_recv", answer)),
             }
         }
         Ok(())
@@ -411,7 +431,7 @@ impl Endpoint {
         // SAFETY: an open queue has this table.
         let ops = unsafe { &*(*queue).ops };
         let (Some(read), Some(readerr)) = (ops.read, ops.readerr) else {
-            return Err(self.error("reading completions", -sys::ENOSYS));
+            return Err(self.error("fi_cq_read", -sys::ENOSYS));
         };
         const MOST: usize = 32;
         let empty =
@@ -435,14 +455,14 @@ impl Endpoint {
                     // The next call reads it. Another turn here might find the same state for ever, under the lock.
                     0 => return Ok(total),
                     again if again == -sys::EAGAIN => return Ok(total),
-                    answer => return Err(self.error("reading a failed completion", answer)),
+                    answer => return Err(self.error("fi_cq_readerr", answer)),
                 }
             }
             if found == 0 || found == -sys::EAGAIN {
                 return Ok(total);
             }
             if found < 0 || found as usize > MOST {
-                return Err(self.error("reading completions", found.min(0)));
+                return Err(self.error("fi_cq_read", found.min(0)));
             }
             let found = found as usize;
             total += found;
@@ -470,7 +490,9 @@ impl Endpoint {
             Some(put) if put < self.puts => on(Completion::Put(put)),
             _ => {
                 let problem = format!("a completion of no operation (flags {:#x})", entry.flags);
-                return Err(EnvironmentError::new(format!("using {}", self.provider), problem, "").into());
+                let what =
+                    format!("using provider {} of libfabric {}", self.provider, self.library.version());
+                return Err(EnvironmentError::new(what, format!("fi_cq_read: {problem}"), LOG_HINT).into());
             }
         }
         Ok(())

@@ -57,7 +57,8 @@ pub unsafe fn open(
 ) -> Result<Box<dyn Unconnected>> {
     if window.kind() != MemoryKind::Host {
         let problem = format!("it does not register memory of kind {:?}", window.kind());
-        return Err(EnvironmentError::new("registering a window with libfabric", problem, "").into());
+        let what = "registering a window with libfabric";
+        return Err(EnvironmentError::new(what, problem, "use a window in host memory").into());
     }
     let library = Library::load(options.library.as_deref())?;
     let peers = rail.ranks().len() - 1;
@@ -128,7 +129,10 @@ impl Unconnected for Opened {
         let thread = std::thread::Builder::new()
             .name(format!("ep-rail-{}", rail.own()))
             .spawn(move || of_thread.keep_moving())
-            .map_err(|error| EnvironmentError::new("starting the thread of an engine", error, ""))?;
+            .map_err(|error| {
+                let hint = "raise the limit of threads (ulimit -u)";
+                EnvironmentError::new("starting the thread of an engine", error, hint)
+            })?;
         if is_shm {
             lock(&SHM).engines += 1;
         }
@@ -319,8 +323,7 @@ impl Core {
                 if [sys::EINVAL, sys::ENOMEM, sys::EACCES, sys::ENOSYS, sys::EMSGSIZE, sys::EOPNOTSUPP]
                     .contains(&-answer)
                 {
-                    let what = format!("posting a put over {}", self.endpoint.provider());
-                    return Err(EnvironmentError::new(what, why, "").into());
+                    return Err(self.endpoint.error("fi_writedata", answer));
                 }
                 self.lose(index, why.clone());
                 Err(self.gone(index, &why))

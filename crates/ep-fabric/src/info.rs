@@ -1,13 +1,16 @@
-//! What libfabric offers: lists of `fi_info`, and the choice of a provider.
+//! What libfabric offers: lists of `fi_info`, and the choice of a provider and a NIC.
 
 use std::ffi::{CStr, CString, c_char};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use ep::{CallerError, EnvironmentError, Result};
+use ep::{CallerError, EnvironmentError, Result, TrafficClass};
 
 use crate::library::Library;
 use crate::{Options, Provider, sys};
+
+/// What to do about an error of a provider.
+pub(crate) const LOG_HINT: &str = "see the provider's manual, fi_provider(7), or set FI_LOG_LEVEL=warn";
 
 unsafe extern "C" {
     /// The C library's. `fi_freeinfo` frees the copy.
@@ -72,6 +75,11 @@ impl<'a> Entry<'a> {
         self.0.fabric_attr
     }
 
+    /// The name of the domain, which is that of the NIC.
+    fn domain_name(self) -> String {
+        text(self.domain().name)
+    }
+
     /// The provider's name, such as `tcp` or `verbs;ofi_rxm`.
     pub(crate) fn provider(self) -> String {
         // SAFETY: allocated with the entry.
@@ -88,7 +96,7 @@ fn text(text: *const c_char) -> String {
 }
 
 impl InfoList {
-    pub(crate) fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
+    fn entries(&self) -> impl Iterator<Item = Entry<'_>> {
         // SAFETY: the library made the list; it lives as long as `self`.
         let first = unsafe { self.first.as_ref() };
         // SAFETY: as above; `next` is null at the end.
@@ -96,24 +104,22 @@ impl InfoList {
     }
 
     /// What the library offers for an engine: reliable endpoints with remote writes that carry an immediate of 32 bits.
-    /// `None` when it offers nothing. `completion` is when a put counts as complete.
+    /// `None` when it offers nothing. `completion` is when a put counts as complete, and `class` the traffic class.
     fn ask(
         library: &Arc<Library>,
         provider: Option<&CStr>,
         address: Option<&CStr>,
         completion: u64,
+        class: u32,
     ) -> Result<Option<Self>> {
-        let what = || "asking libfabric for its providers".to_string();
-        // SAFETY: without an original, the function allocates an empty entry with all attribute structures.
-        let hints = NonNull::new(unsafe { (library.dupinfo)(ptr::null()) });
-        let hints = hints.ok_or_else(|| EnvironmentError::new(what(), "out of memory", ""))?;
-        let hints = Self { library: Arc::clone(library), first: hints };
+        let hints = Self::copy(library, ptr::null())?;
         // SAFETY: allocated just now, and no other reference exists. `fi_freeinfo` frees the copied name.
         unsafe {
             let entry = &mut *hints.first.as_ptr();
             entry.caps = sys::MSG | sys::RMA | sys::WRITE | sys::REMOTE_WRITE | sys::SEND | sys::RECV;
             entry.mode = sys::CONTEXT | sys::CONTEXT2 | sys::RX_CQ_DATA;
             (*entry.tx_attr).op_flags = completion;
+            (*entry.tx_attr).tclass = class;
             (*entry.ep_attr).kind = sys::EP_RDM;
             let domain = &mut *entry.domain_attr;
             domain.mr_mode =
@@ -124,77 +130,52 @@ impl InfoList {
                 (*entry.fabric_attr).prov_name = strdup(provider.as_ptr());
             }
         }
+        Self::get(library, address, hints.first.as_ptr())
+    }
+
+    /// Calls `fi_getinfo`. `hints` are an entry, or null.
+    fn get(library: &Arc<Library>, address: Option<&CStr>, hints: *const sys::Info) -> Result<Option<Self>> {
         let node = address.map_or(ptr::null(), CStr::as_ptr);
         let flags = if address.is_some() { sys::SOURCE } else { 0 };
         let mut first = ptr::null_mut();
         // SAFETY: the hints and strings live during the call, which stores one pointer.
-        let answer = unsafe {
-            let hints = hints.first.as_ptr();
-            (library.getinfo)(library.interface(), node, ptr::null(), flags, hints, &mut first)
-        } as isize;
+        let answer =
+            unsafe { (library.getinfo)(library.interface(), node, ptr::null(), flags, hints, &mut first) }
+                as isize;
         match NonNull::new(first) {
             Some(first) if answer == 0 => Ok(Some(Self { library: Arc::clone(library), first })),
             _ if answer == 0 || answer == -sys::ENODATA => Ok(None),
-            _ => Err(EnvironmentError::new(what(), library.text(answer), "").into()),
+            _ => {
+                let what = format!("asking libfabric {} for its providers", library.version());
+                let problem = format!("fi_getinfo: {}", library.text(answer));
+                Err(EnvironmentError::new(what, problem, LOG_HINT).into())
+            }
         }
     }
 
-    /// The offers of one provider, best first.
-    ///
-    /// # Errors
-    /// [`CallerError::Config`] for a name or address that is no text for C; [`EnvironmentError`] that lists what the
-    /// library offers, when the provider is not among it.
-    pub(crate) fn of(library: &Arc<Library>, options: &Options) -> Result<(Self, String)> {
-        let c_text = |key, value: &str| {
-            CString::new(value).map_err(|_| CallerError::Config {
-                key,
-                value: value.into(),
-                problem: "must not contain a zero byte".into(),
-            })
-        };
-        let address = match (&options.address, options.provider.as_str()) {
-            // Ranks are on one machine. On another interface, other machines could reach the windows.
-            (None, "tcp" | "net") => Some("127.0.0.1"),
-            (address, _) => address.as_deref(),
-        };
-        let address = address.map(|address| c_text("transport address", address)).transpose()?;
-        // libfabric 1.17 calls the provider `net` that later versions call `tcp`. Its `tcp` has no reliable unconnected
-        // endpoints of its own, and `tcp;ofi_rxm` leaks endpoints.
-        let names: &[&str] = match options.provider.as_str() {
-            "tcp" => &["tcp", "net"],
-            name => &[name],
-        };
-        for name in names {
-            let hint = c_text("transport", name)?;
-            // Complete means that the bytes are in the peer's window, where the provider can tell. Otherwise that the
-            // network has taken them. `shm` writes to the peer's memory itself, and version 1.17 stops completing puts
-            // after some hundreds if it is asked for delivery.
-            let delivery: &[u64] =
-                if *name == "shm" { &[] } else { &[sys::DELIVERY_COMPLETE, sys::TRANSMIT_COMPLETE] };
-            for &completion in delivery.iter().chain([&0]) {
-                let list = Self::ask(library, Some(&hint), address.as_deref(), completion)?;
-                let Some(list) = list else { continue };
-                if list.entries().any(|entry| entry.provider() == *name) {
-                    return Ok((list, (*name).to_string()));
-                }
-            }
-        }
-        let offered: Vec<String> = Self::all(library)?.into_iter().map(|provider| provider.name).collect();
-        let at = options.address.as_ref().map_or(String::new(), |address| format!(" at address {address}"));
-        Err(EnvironmentError::new(
-            format!("opening provider {}{at} of libfabric {}", options.provider, library.version()),
-            "it is not offered here",
-            format!("offered: {}", if offered.is_empty() { "none".into() } else { offered.join(", ") }),
-        )
-        .into())
+    /// A list of one entry: a copy of this one, or an empty one for null.
+    fn copy(library: &Arc<Library>, entry: *const sys::Info) -> Result<Self> {
+        // SAFETY: an entry of the library or null, for which it allocates an empty entry with all attribute structures.
+        let copy = NonNull::new(unsafe { (library.dupinfo)(entry) });
+        let what = format!("copying an entry of libfabric {}", library.version());
+        let copy = copy.ok_or_else(|| {
+            EnvironmentError::new(what, "fi_dupinfo: out of memory", "free memory on this machine")
+        })?;
+        Ok(Self { library: Arc::clone(library), first: copy })
+    }
+
+    /// Whether the library lists a provider of these names when it is not asked for anything.
+    fn knows(library: &Arc<Library>, names: &[&str]) -> Result<bool> {
+        let list = Self::get(library, None, ptr::null())?;
+        Ok(list.is_some_and(|list| list.entries().any(|entry| names.contains(&&*entry.provider()))))
     }
 
     /// All providers that an engine can use, each once.
     pub(crate) fn all(library: &Arc<Library>) -> Result<Vec<Provider>> {
         let mut providers: Vec<Provider> = Vec::new();
-        let Some(list) = Self::ask(library, None, None, 0)? else { return Ok(providers) };
+        let Some(list) = Self::ask(library, None, None, 0, 0)? else { return Ok(providers) };
         for entry in list.entries() {
-            let (name, domain) = (entry.provider(), text(entry.domain().name));
+            let (name, domain) = (entry.provider(), entry.domain_name());
             let at = providers.iter().position(|provider| provider.name == name).unwrap_or_else(|| {
                 providers.push(Provider { name, domains: Vec::new() });
                 providers.len() - 1
@@ -205,4 +186,124 @@ impl InfoList {
         }
         Ok(providers)
     }
+}
+
+/// The NIC that an engine uses: one entry, from which all its objects are opened.
+pub(crate) struct Chosen(InfoList);
+
+impl Chosen {
+    pub(crate) fn entry(&self) -> Entry<'_> {
+        self.0.entries().next().expect("a list of one entry")
+    }
+
+    /// Chooses the provider's first NIC that fits, or the one that the options name.
+    ///
+    /// # Errors
+    /// [`CallerError::Config`] for options that are no text for C or no code point; [`EnvironmentError`] that lists what
+    /// the library offers, when what the options name is not among it.
+    pub(crate) fn new(library: &Arc<Library>, options: &Options) -> Result<Self> {
+        let c_text = |key, value: &str| {
+            CString::new(value).map_err(|_| CallerError::Config {
+                key,
+                value: value.into(),
+                problem: "must not contain a zero byte".into(),
+            })
+        };
+        let class = class_bits(options.traffic_class)?;
+        let address = match (&options.address, &options.domain, options.provider.as_str()) {
+            // On another interface than this one, other machines could reach the windows. So it takes a decision.
+            (None, None, "tcp" | "net") => Some("127.0.0.1"),
+            (address, ..) => address.as_deref(),
+        };
+        let address = address.map(|address| c_text("transport address", address)).transpose()?;
+        // libfabric 1.17 calls the provider `net` that later versions call `tcp`. Its `tcp` has no reliable unconnected
+        // endpoints of its own, and `tcp;ofi_rxm` leaks endpoints.
+        let names: &[&str] = match options.provider.as_str() {
+            "tcp" => &["tcp", "net"],
+            name => &[name],
+        };
+        let mut domains = Vec::new();
+        for name in names {
+            let hint = c_text("transport", name)?;
+            // Complete means that the bytes are in the peer's window, where the provider can tell. Otherwise that the
+            // network has taken them. `shm` writes to the peer's memory itself, and version 1.17 stops completing puts
+            // after some hundreds if it is asked for delivery.
+            let delivery: &[u64] =
+                if *name == "shm" { &[] } else { &[sys::DELIVERY_COMPLETE, sys::TRANSMIT_COMPLETE] };
+            for &completion in delivery.iter().chain([&0]) {
+                let list = InfoList::ask(library, Some(&hint), address.as_deref(), completion, class)?;
+                for entry in list.iter().flat_map(InfoList::entries) {
+                    // A name also selects what is layered over the provider. A provider may list classes of which it
+                    // knows nothing.
+                    if entry.provider() != *name || (class != 0 && entry.tx().tclass != class) {
+                        continue;
+                    }
+                    let domain = entry.domain_name();
+                    if options.domain.as_ref().is_none_or(|asked| *asked == domain) {
+                        return Ok(Self(InfoList::copy(library, entry.as_ptr())?));
+                    }
+                    if !domains.contains(&domain) {
+                        domains.push(domain);
+                    }
+                }
+            }
+        }
+        Err(not_offered(library, options, names, &domains)?.into())
+    }
+}
+
+/// What an engine opens, for errors.
+pub(crate) fn what(library: &Library, options: &Options) -> String {
+    let nic = options.domain.as_ref().map_or(String::new(), |domain| format!(" on NIC {domain}"));
+    let at = options.address.as_ref().map_or(String::new(), |address| format!(" at address {address}"));
+    format!("opening provider {}{nic}{at} of libfabric {}", options.provider, library.version())
+}
+
+/// The error when no entry fits. `names` are the provider's, and `domains` those of the entries that fit but for their NIC.
+fn not_offered(
+    library: &Arc<Library>,
+    options: &Options,
+    names: &[&str],
+    domains: &[String],
+) -> Result<EnvironmentError> {
+    let (problem, hint) = if !domains.is_empty() {
+        let problem = "the provider has no such NIC here".into();
+        (problem, format!("set HYBRID_EP_TRANSPORT_NIC to names out of: {}", domains.join(", ")))
+    } else {
+        let offered = InfoList::all(library)?;
+        let all: Vec<&str> = offered.iter().map(|provider| provider.name.as_str()).collect();
+        let offers = format!("offered: {}", if all.is_empty() { "none".into() } else { all.join(", ") });
+        if names.iter().any(|name| all.contains(name)) {
+            let problem = "the provider is here, but not at this address, or not with this traffic class";
+            (
+                problem.to_string(),
+                "check HYBRID_EP_TRANSPORT_ADDRESS and HYBRID_EP_TRANSPORT_TRAFFIC_CLASS".into(),
+            )
+        } else if InfoList::knows(library, names)? {
+            let needs = "reliable unconnected endpoints, and remote writes with immediates of 4 bytes";
+            (format!("the provider does not offer here what an engine needs: {needs}"), offers)
+        } else {
+            ("it is not offered here".into(), offers)
+        }
+    };
+    Ok(EnvironmentError::new(what(library, options), problem, hint))
+}
+
+/// The traffic class in the interface's numbers; 0 for none.
+fn class_bits(class: Option<TrafficClass>) -> Result<u32> {
+    Ok(match class {
+        None => 0,
+        Some(TrafficClass::Dscp(dscp)) if dscp < TrafficClass::DSCPS => sys::TC_DSCP | u32::from(dscp),
+        Some(TrafficClass::BestEffort) => sys::TC_BEST_EFFORT,
+        Some(TrafficClass::LowLatency) => sys::TC_LOW_LATENCY,
+        Some(TrafficClass::DedicatedAccess) => sys::TC_DEDICATED_ACCESS,
+        Some(TrafficClass::BulkData) => sys::TC_BULK_DATA,
+        Some(TrafficClass::Scavenger) => sys::TC_SCAVENGER,
+        Some(class) => {
+            let problem =
+                format!("must be a DSCP below {}, or a class that this engine knows", TrafficClass::DSCPS);
+            let (key, value) = ("transport traffic class", format!("{class:?}"));
+            return Err(CallerError::Config { key, value, problem }.into());
+        }
+    })
 }

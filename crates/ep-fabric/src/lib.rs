@@ -26,7 +26,7 @@ mod sys;
 
 use std::path::{Path, PathBuf};
 
-use ep::Result;
+use ep::{Result, TrafficClass};
 
 pub use engine::open;
 
@@ -38,6 +38,11 @@ pub struct Options {
     /// This rank's address, which selects its interface. With `tcp`, `None` means 127.0.0.1, which other machines cannot
     /// reach; with other providers, `None` leaves the choice to the provider.
     pub address: Option<String>,
+    /// The NIC, by the name of its domain as in [`Provider::domains`]. `None` means the first one that fits. With `tcp`,
+    /// a named NIC takes the place of 127.0.0.1.
+    pub domain: Option<String>,
+    /// The traffic class of this rank's puts; `None` means the provider's.
+    pub traffic_class: Option<TrafficClass>,
     /// The path of `libfabric.so.1`; `None` means the system's.
     pub library: Option<PathBuf>,
 }

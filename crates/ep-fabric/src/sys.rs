@@ -39,6 +39,17 @@ pub const MR_ALLOCATED: c_int = 1 << 5;
 pub const MR_PROV_KEY: c_int = 1 << 6;
 pub const MR_ENDPOINT: c_int = 1 << 9;
 
+/// What a region's key is when it does not fit 64 bits.
+pub const KEY_NOTAVAIL: u64 = u64::MAX;
+
+/// Traffic classes: a code point (DSCP) in the low byte, or a label.
+pub const TC_DSCP: u32 = 0x100;
+pub const TC_BEST_EFFORT: u32 = 0x200;
+pub const TC_LOW_LATENCY: u32 = 0x201;
+pub const TC_DEDICATED_ACCESS: u32 = 0x202;
+pub const TC_BULK_DATA: u32 = 0x203;
+pub const TC_SCAVENGER: u32 = 0x204;
+
 /// An address that is a string.
 pub const ADDR_STR: u32 = 9;
 pub const AV_MAP: c_int = 1;
@@ -88,6 +99,9 @@ pub struct TxAttr {
     pub comp_order: u64,
     pub inject_size: usize,
     pub size: usize,
+    pub iov_limit: usize,
+    pub rma_iov_limit: usize,
+    pub tclass: u32,
 }
 
 #[repr(C)]

@@ -28,7 +28,7 @@ macro_rules! fields {
 fn expected() -> Vec<Expected> {
     let mut list = Vec::new();
     fields!(list, Info, "struct fi_info": next, caps, mode, addr_format, src_addrlen, dest_addrlen, src_addr, dest_addr, handle, tx_attr, rx_attr, ep_attr, domain_attr, fabric_attr);
-    fields!(list, TxAttr, "struct fi_tx_attr": caps, mode, op_flags, msg_order, comp_order, inject_size, size);
+    fields!(list, TxAttr, "struct fi_tx_attr": caps, mode, op_flags, msg_order, comp_order, inject_size, size, iov_limit, rma_iov_limit, tclass);
     fields!(list, RxAttr, "struct fi_rx_attr": caps, mode, op_flags, msg_order, comp_order, total_buffered_recv, size);
     fields!(list, EpAttr, "struct fi_ep_attr": kind = "type", protocol, protocol_version, max_msg_size);
     fields!(list, DomainAttr, "struct fi_domain_attr": domain, name, threading, control_progress, data_progress, resource_mgmt, av_type, mr_mode, mr_key_size, cq_data_size);
@@ -81,6 +81,13 @@ fn expected() -> Vec<Expected> {
         ("FI_MR_ALLOCATED", sys::MR_ALLOCATED as u64),
         ("FI_MR_PROV_KEY", sys::MR_PROV_KEY as u64),
         ("FI_MR_ENDPOINT", sys::MR_ENDPOINT as u64),
+        ("FI_KEY_NOTAVAIL", sys::KEY_NOTAVAIL),
+        ("FI_TC_DSCP", sys::TC_DSCP.into()),
+        ("FI_TC_BEST_EFFORT", sys::TC_BEST_EFFORT.into()),
+        ("FI_TC_LOW_LATENCY", sys::TC_LOW_LATENCY.into()),
+        ("FI_TC_DEDICATED_ACCESS", sys::TC_DEDICATED_ACCESS.into()),
+        ("FI_TC_BULK_DATA", sys::TC_BULK_DATA.into()),
+        ("FI_TC_SCAVENGER", sys::TC_SCAVENGER.into()),
         ("FI_ADDR_STR", sys::ADDR_STR.into()),
         ("FI_AV_MAP", sys::AV_MAP as u64),
         ("FI_AV_TABLE", sys::AV_TABLE as u64),

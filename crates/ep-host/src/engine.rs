@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use ep::{Config, Rail, Rank, Result, Unconnected, World};
+use ep::{Config, Limits, Rail, Rank, Result, Unconnected, World};
 
 use crate::control::check_segment;
 use crate::join::RankSegments;
@@ -42,7 +42,9 @@ pub(crate) fn open(
         Ok(Arc::clone(window))
     };
     if needs_blobs(world, config) {
-        return open_fabric(rail, window(rank)?, config, signals, address);
+        let local_rank = world.topology().local_rank_of(rank);
+        let limits = Limits { signals, put_bytes: config.host.slot_bytes.next_multiple_of(64) };
+        return open_fabric(rail, local_rank, window(rank)?, config, limits, address);
     }
     let windows = rail.ranks().iter().map(|&peer| window(peer)).collect::<Result<Vec<_>>>()?;
     Ok(Box::new(Loopback::new(rail, windows, signals)))
@@ -51,17 +53,19 @@ pub(crate) fn open(
 #[cfg(feature = "fabric")]
 fn open_fabric(
     rail: Rail,
+    local_rank: usize,
     window: Arc<Segment>,
     config: &Config,
-    signals: usize,
+    limits: Limits,
     address: Option<IpAddr>,
 ) -> Result<Box<dyn Unconnected>> {
-    let ep::TransportOptions { engine, address: setting, libfabric, .. } = config.host.transport.clone();
+    let domain = config.host.transport.nic(local_rank).map(str::to_string);
+    let ep::TransportOptions { engine, address: setting, traffic_class, libfabric, .. } =
+        config.host.transport.clone();
     let setting = setting.map(|setting| ip_address(&setting)).transpose()?;
     // Other providers have addresses of their own, and choose an interface if there is no setting.
     let address = setting.or(address.filter(|_| engine == "tcp").map(|address| address.to_string()));
-    let options = ep_fabric::Options { provider: engine, address, library: libfabric };
-    let limits = ep::Limits { signals, put_bytes: config.host.slot_bytes.next_multiple_of(64) };
+    let options = ep_fabric::Options { provider: engine, address, domain, traffic_class, library: libfabric };
     // SAFETY: a segment is mapped, with an unchanging length, until it is dropped. Other ranks may write to it at any
     // time: only pointers and atomics access it.
     unsafe { ep_fabric::open(&options, rail, window as Arc<dyn ep::Window>, limits) }
@@ -81,9 +85,10 @@ fn ip_address(setting: &str) -> Result<String> {
 #[cfg(not(feature = "fabric"))]
 fn open_fabric(
     _: Rail,
+    _: usize,
     _: Arc<Segment>,
     config: &Config,
-    _: usize,
+    _: Limits,
     _: Option<IpAddr>,
 ) -> Result<Box<dyn Unconnected>> {
     let (key, value) = ("host.transport", config.host.transport.engine.clone());

@@ -214,7 +214,7 @@ impl Config {
                     .next_multiple_of(64),
                 slots: read("HYBRID_EP_SLOTS", host.slots, ranges::SLOTS)?,
                 lend: read("HYBRID_EP_LEND", host.lend.into(), 0..=1)? == 1,
-                transport: TransportOptions::from_lookup(&lookup),
+                transport: TransportOptions::from_lookup(&lookup)?,
                 streaming_bytes: read("HYBRID_EP_STREAMING_BYTES", host.streaming_bytes, 0..=usize::MAX)?,
             },
             cuda: CudaConfig {

@@ -93,6 +93,7 @@ pub use routing::Routing;
 pub use size::Size;
 pub use topology::{ExpertPlacement, Rank, Topology, World};
 pub use transport::{
-    Limits, MemoryKind, Posted, Put, Rail, Signal, Transport, TransportOptions, Unconnected, Window,
+    Limits, MemoryKind, Posted, Put, Rail, Signal, TrafficClass, Transport, TransportOptions, Unconnected,
+    Window,
 };
 pub use weight::{WeightGradients, WeightRows, WeightedRows};

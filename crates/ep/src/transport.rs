@@ -10,6 +10,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::ptr::NonNull;
+use std::str::FromStr;
 use std::time::Instant;
 
 use crate::error::{CallerError, Result};
@@ -122,13 +123,20 @@ pub struct TransportOptions {
     /// This rank's network address, which selects its interface; `None`: the engine chooses, `tcp` 127.0.0.1.
     /// `HYBRID_EP_TRANSPORT_ADDRESS`.
     pub address: Option<String>,
+    /// The NICs of this machine, by the names that `hybrid-ep doctor` lists with the provider, such as `mlx5_0`. The rank
+    /// with local rank `i` uses the NIC at `i` modulo their number. Empty: the provider's first one.
+    /// `HYBRID_EP_TRANSPORT_NIC`, separated by commas.
+    pub nics: Vec<String>,
+    /// The traffic class of messages between domains; `None`: the provider's. `HYBRID_EP_TRANSPORT_TRAFFIC_CLASS`.
+    pub traffic_class: Option<TrafficClass>,
     /// The path of `libfabric.so.1`; `None`: the system's. `HYBRID_EP_LIBFABRIC`.
     pub libfabric: Option<PathBuf>,
 }
 
 impl Default for TransportOptions {
     fn default() -> Self {
-        Self { engine: Self::LOOPBACK.into(), address: None, libfabric: None }
+        let engine = Self::LOOPBACK.into();
+        Self { engine, address: None, nics: Vec::new(), traffic_class: None, libfabric: None }
     }
 }
 
@@ -141,14 +149,86 @@ impl TransportOptions {
         self.engine == Self::LOOPBACK
     }
 
+    /// The NIC of the rank with this local rank; `None`: the engine chooses.
+    pub fn nic(&self, local_rank: usize) -> Option<&str> {
+        let index = local_rank.checked_rem(self.nics.len())?;
+        Some(&self.nics[index])
+    }
+
     /// A variable that is empty counts as not set.
-    pub(crate) fn from_lookup(lookup: &impl Fn(&str) -> Option<String>) -> Self {
+    ///
+    /// # Errors
+    /// [`CallerError::Config`] for a list of NICs with an empty name, and for an unknown traffic class.
+    pub(crate) fn from_lookup(lookup: &impl Fn(&str) -> Option<String>) -> Result<Self> {
         let value = |key| lookup(key).map(|value| value.trim().to_string()).filter(|value| !value.is_empty());
-        Self {
+        let nics = match value("HYBRID_EP_TRANSPORT_NIC") {
+            None => Vec::new(),
+            Some(list) => {
+                let nics: Vec<String> = list.split(',').map(|name| name.trim().to_string()).collect();
+                if nics.iter().any(String::is_empty) {
+                    let problem = "must be names of NICs with a comma between them".into();
+                    let key = "HYBRID_EP_TRANSPORT_NIC";
+                    return Err(CallerError::Config { key, value: list, problem }.into());
+                }
+                nics
+            }
+        };
+        let class = |text: String| {
+            let key = "HYBRID_EP_TRANSPORT_TRAFFIC_CLASS";
+            text.parse().map_err(|problem| CallerError::Config { key, value: text, problem })
+        };
+        Ok(Self {
             engine: value("HYBRID_EP_TRANSPORT").unwrap_or_else(|| Self::LOOPBACK.into()),
             address: value("HYBRID_EP_TRANSPORT_ADDRESS"),
+            nics,
+            traffic_class: value("HYBRID_EP_TRANSPORT_TRAFFIC_CLASS").map(class).transpose()?,
             libfabric: value("HYBRID_EP_LIBFABRIC").map(PathBuf::from),
-        }
+        })
+    }
+}
+
+/// A class of traffic, by which the NICs and switches of a network may treat messages differently.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum TrafficClass {
+    /// The code point of differentiated services (DSCP) in the packets, below [`DSCPS`](Self::DSCPS).
+    Dscp(u8),
+    /// Best effort.
+    BestEffort,
+    /// Short delay.
+    LowLatency,
+    /// Capacity of its own.
+    DedicatedAccess,
+    /// High throughput.
+    BulkData,
+    /// Only capacity that no other class uses.
+    Scavenger,
+}
+
+impl TrafficClass {
+    /// Number of code points.
+    pub const DSCPS: u8 = 64;
+}
+
+impl FromStr for TrafficClass {
+    type Err = String;
+
+    /// Reads a code point, or a name such as `low-latency`. The error says which texts are valid.
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        Ok(match text {
+            "best-effort" => Self::BestEffort,
+            "low-latency" => Self::LowLatency,
+            "dedicated-access" => Self::DedicatedAccess,
+            "bulk-data" => Self::BulkData,
+            "scavenger" => Self::Scavenger,
+            text => match text.parse() {
+                Ok(dscp) if dscp < Self::DSCPS => Self::Dscp(dscp),
+                _ => {
+                    let names = "best-effort, low-latency, dedicated-access, bulk-data or scavenger";
+                    return Err(format!("must be a DSCP from 0 to {}, {names}", Self::DSCPS - 1));
+                }
+            },
+        })
     }
 }
 
@@ -329,10 +409,35 @@ mod tests {
             let value = move |key: &str| pairs.iter().find(|(k, _)| *k == key).map(|(_, v)| v.to_string());
             TransportOptions::from_lookup(&value)
         };
-        assert!(lookup(&[]).is_loopback() && lookup(&[("HYBRID_EP_TRANSPORT", " ")]).is_loopback());
-        let found = lookup(&[("HYBRID_EP_TRANSPORT", "tcp"), ("HYBRID_EP_TRANSPORT_ADDRESS", "10.0.0.1")]);
+        let read = |pairs| lookup(pairs).unwrap();
+        assert!(read(&[]).is_loopback() && read(&[("HYBRID_EP_TRANSPORT", " ")]).is_loopback());
+        let found = read(&[("HYBRID_EP_TRANSPORT", "tcp"), ("HYBRID_EP_TRANSPORT_ADDRESS", "10.0.0.1")]);
         assert_eq!((found.engine.as_str(), found.address.as_deref()), ("tcp", Some("10.0.0.1")));
-        assert_eq!(lookup(&[("HYBRID_EP_LIBFABRIC", "/l")]).libfabric, Some("/l".into()));
+        assert_eq!(read(&[("HYBRID_EP_LIBFABRIC", "/l")]).libfabric, Some("/l".into()));
+
+        let nics =
+            |list| lookup(list).map(|options| [0, 1, 2, 5].map(|i| options.nic(i).map(str::to_string)));
+        assert_eq!(nics(&[]).unwrap(), [None, None, None, None]);
+        let one = nics(&[("HYBRID_EP_TRANSPORT_NIC", " mlx5_0 ")]).unwrap();
+        assert!(one.iter().all(|nic| nic.as_deref() == Some("mlx5_0")), "{one:?}");
+        let two = nics(&[("HYBRID_EP_TRANSPORT_NIC", "mlx5_0, mlx5_1")]).unwrap();
+        assert_eq!(two.each_ref().map(|nic| nic.as_deref().unwrap().as_bytes()[5] - b'0'), [0, 1, 0, 1]);
+        let text = nics(&[("HYBRID_EP_TRANSPORT_NIC", "mlx5_0,,mlx5_1")]).unwrap_err().to_string();
+        assert!(text.contains("HYBRID_EP_TRANSPORT_NIC") && text.contains("comma"), "{text}");
+    }
+
+    #[test]
+    fn traffic_classes_are_code_points_and_names() {
+        assert_eq!("46".parse(), Ok(TrafficClass::Dscp(46)));
+        assert_eq!("low-latency".parse(), Ok(TrafficClass::LowLatency));
+        for wrong in ["64", "-1", "fast", "Low-Latency"] {
+            let lookup = |key: &str| (key == "HYBRID_EP_TRANSPORT_TRAFFIC_CLASS").then(|| wrong.to_string());
+            let text = TransportOptions::from_lookup(&lookup).unwrap_err().to_string();
+            assert!(
+                text.contains(wrong) && text.contains("from 0 to 63, best-effort, low-latency"),
+                "{text}"
+            );
+        }
     }
 
     #[test]

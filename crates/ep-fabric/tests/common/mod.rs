@@ -141,7 +141,7 @@ pub fn installed() -> Option<Option<PathBuf>> {
 }
 
 pub fn options(provider: &str, library: Option<PathBuf>) -> Options {
-    Options { provider: provider.into(), address: None, library }
+    Options { provider: provider.into(), library, ..Options::default() }
 }
 
 pub fn signal_only(peer: Rank, word: u32) -> ep::Put {
