@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use common::{Access, conform, ends, installed, open_with, options, rail, signal_only};
+use common::{Access, Reorder, conform, ends, installed, open_with, options, rail, signal_only};
 use ep::conformance::{End, TRANSPORT_LIMITS, check_transport};
 use ep::{Error, Posted};
 use ep_fabric::Options;
@@ -20,7 +20,7 @@ const PROVIDERS: [&str; 2] = ["tcp", "shm"];
 fn the_conformance_suite_passes_with_threads() {
     let Some(library) = installed() else { return };
     for provider in PROVIDERS {
-        for (ranks, reorder) in [(1, false), (2, false), (3, true), (4, false)] {
+        for (ranks, reorder) in [(1, Reorder::No), (2, Reorder::No), (3, Reorder::Yes), (4, Reorder::No)] {
             let result = conform(&options(provider, library.clone()), ranks, reorder);
             assert_eq!(result, Ok(()), "{ranks} ranks over {provider}");
         }
@@ -169,6 +169,23 @@ fn a_provider_that_is_not_offered_is_named_with_those_that_are() {
     assert!(text.contains("203.0.113.7"), "{text}");
     let text = error(&options("a\0b", library));
     assert!(text.contains("zero byte"), "{text}");
+}
+
+#[test]
+fn a_nic_and_a_traffic_class_that_are_not_offered_are_named_with_their_settings() {
+    let Some(library) = installed() else { return };
+    let open = |options: &Options| open_with(options, rail(2, 0), TRANSPORT_LIMITS).map(drop);
+    let on = |domain: &str| Options { domain: Some(domain.into()), ..options("tcp", library.clone()) };
+    assert_eq!(open(&on("lo")), Ok(()));
+    let text = open(&on("no such NIC")).unwrap_err().to_string();
+    assert!(text.contains("HYBRID_EP_TRANSPORT_NIC") && text.contains("lo"), "{text}");
+    // The installed providers know no traffic classes, and those of 1.17 list themselves for every one.
+    for provider in PROVIDERS {
+        let class = Some(ep::TrafficClass::LowLatency);
+        let options = Options { traffic_class: class, ..options(provider, library.clone()) };
+        let text = open(&options).unwrap_err().to_string();
+        assert!(text.contains(provider) && text.contains("HYBRID_EP_TRANSPORT_TRAFFIC_CLASS"), "{text}");
+    }
 }
 
 #[test]

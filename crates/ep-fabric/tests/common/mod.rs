@@ -111,12 +111,23 @@ pub fn ends(options: &Options, ranks: usize) -> Vec<End> {
     opened.into_iter().enumerate().map(connect).collect()
 }
 
+/// Whether the adapter `Reordering` is between the engine and the suite.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reorder {
+    No,
+    Yes,
+}
+
 /// Runs the conformance suite with ranks that are threads.
-pub fn conform(options: &Options, ranks: usize, reorder: bool) -> std::result::Result<(), TransportFailure> {
+pub fn conform(
+    options: &Options,
+    ranks: usize,
+    reorder: Reorder,
+) -> std::result::Result<(), TransportFailure> {
     let ends = ends(options, ranks);
     std::thread::scope(|scope| {
         let check = |mut end: End| {
-            if reorder {
+            if reorder == Reorder::Yes {
                 end.transport = Box::new(Reordering::new(end.transport, end.rail.own_index() as u64));
             }
             scope.spawn(|| check_transport(end, Duration::from_secs(60)))
