@@ -58,6 +58,8 @@ pub(crate) enum Command {
     Verify(crate::verify::VerifyArgs),
     /// Report what this machine offers, what is missing, and how to get it
     Doctor(crate::doctor::DoctorArgs),
+    /// Measure latency and bandwidth between ranks over an engine such as libfabric's tcp, without operators
+    Rail(crate::rail::RailArgs),
     /// Compile all kernels of the CUDA backend into the kernel cache, ahead of the first start
     Warm(crate::warm::WarmArgs),
     /// Choose expert domains across datacenters: predicted times, bytes and memory, and the alternatives

@@ -8,6 +8,7 @@ mod common;
 mod doctor;
 mod plan;
 mod planner;
+mod rail;
 mod reproduce;
 mod simulate;
 mod verify;
@@ -38,6 +39,7 @@ pub fn run(invocation: &Invocation) -> u8 {
         Command::Bench(args) => bench::main(&args, invocation),
         Command::Verify(args) => verify::main(&args, invocation),
         Command::Doctor(args) => doctor::main(&args, invocation),
+        Command::Rail(args) => rail::main(&args, invocation),
         Command::Warm(args) => warm::main(&args),
         Command::Plan(args) => plan::main(&args),
         Command::Reproduce(args) => reproduce::main(&args),

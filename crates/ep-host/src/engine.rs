@@ -51,7 +51,7 @@ pub(crate) fn open(
 }
 
 #[cfg(feature = "fabric")]
-fn open_fabric(
+pub(crate) fn open_fabric(
     rail: Rail,
     local_rank: usize,
     window: Arc<Segment>,
@@ -83,7 +83,7 @@ fn ip_address(setting: &str) -> Result<String> {
 }
 
 #[cfg(not(feature = "fabric"))]
-fn open_fabric(
+pub(crate) fn open_fabric(
     _: Rail,
     _: usize,
     _: Arc<Segment>,

@@ -60,6 +60,7 @@
 //! | `workers` | spreads pieces of work over the workers of one rank | `operators`, `weight_rows` |
 //! | `simd` | copies, sums and conversions of rows | `dispatch`, `combine`, `weight_rows` |
 //! | [`copies`] | ways to copy memory, for benchmarks | `ep-cli` |
+//! | `probe` | latency and bandwidth of an engine, without operators | `ep-cli` |
 
 mod buffer;
 mod call;
@@ -81,6 +82,8 @@ mod memory;
 mod message;
 mod operators;
 mod preprocess;
+#[cfg(feature = "fabric")]
+mod probe;
 #[cfg_attr(not(target_os = "linux"), path = "processes_unsupported.rs")]
 mod processes;
 mod pulse;
@@ -97,3 +100,5 @@ mod workers;
 pub use buffer::HostBuffer;
 pub use handle::HostHandle;
 pub use memory::HostMemory;
+#[cfg(feature = "fabric")]
+pub use probe::RailProbe;

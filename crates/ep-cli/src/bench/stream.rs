@@ -18,6 +18,8 @@ use crate::common::failure::Failure;
 const REPEATS: usize = 5;
 /// Bytes of one read or write.
 const PART: usize = 1 << 20;
+/// A socket holds so many bytes that the other end has not read.
+const BUFFERED: u64 = 128 << 10;
 /// Bytes of the word by which a rank recognises the connections of its peers.
 const WORD: usize = 32;
 
@@ -134,6 +136,14 @@ fn own_address(meet: &dyn Rendezvous, plan: &BenchPlan) -> Result<IpAddr, Failur
 
 /// Sends and receives these numbers of bytes on each stream, all at the same time.
 fn exchange(streams: &mut [Stream], parts: &[(u64, u64)]) -> Result<(), Failure> {
+    if let ([Stream { peer, socket }], &[(out, inward)]) = (&*streams, parts)
+        && out <= BUFFERED
+    {
+        // Starting a thread would take longer than such a message.
+        return send(socket, out)
+            .and_then(|()| receive(socket, inward))
+            .map_err(|error| failed(*peer, &error));
+    }
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
         for (Stream { peer, socket }, &(out, inward)) in streams.iter().zip(parts) {
