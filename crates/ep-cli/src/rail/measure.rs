@@ -39,8 +39,8 @@ pub(super) struct Figures {
 #[derive(Clone, Copy)]
 enum Way {
     PingPong,
-    OneWay,
-    BothWays,
+    FromZero,
+    Both,
 }
 
 /// Measures all pairs and sizes. The figures are those of rank 0; other ranks get none. Collective.
@@ -55,7 +55,7 @@ pub(super) fn all(
         let mut figures = Vec::new();
         for &bytes in sizes {
             let mut time = |way| per_message(probe, meet, other, bytes, duration_ms, way);
-            let (turn, one_way, both_ways) = (time(Way::PingPong)?, time(Way::OneWay)?, time(Way::BothWays)?);
+            let (turn, one_way, both_ways) = (time(Way::PingPong)?, time(Way::FromZero)?, time(Way::Both)?);
             let rate = |seconds: f64| (bytes > 0).then(|| bytes as f64 / seconds / 1e9);
             figures.push(Figures {
                 message_bytes: bytes,
@@ -92,9 +92,9 @@ fn per_message(
         };
         Ok(match way {
             Way::PingPong => probe.ping_pong(peer, bytes, messages, rank == Rank(0))?,
-            Way::OneWay if rank == Rank(0) => probe.stream(peer, bytes, messages, 0)?,
-            Way::OneWay => probe.stream(peer, bytes, 0, messages)?,
-            Way::BothWays => probe.stream(peer, bytes, messages, messages)?,
+            Way::FromZero if rank == Rank(0) => probe.stream(peer, bytes, messages, 0)?,
+            Way::FromZero => probe.stream(peer, bytes, 0, messages)?,
+            Way::Both => probe.stream(peer, bytes, messages, messages)?,
         })
     };
     let trial = run(meet, TRIAL)?.as_secs_f64() / TRIAL as f64;
