@@ -20,6 +20,7 @@ use ep::{
 use crate::Options;
 use crate::blob::Blob;
 use crate::endpoint::{Completion, Endpoint, Remote};
+use crate::leftovers;
 use crate::library::Library;
 use crate::sys;
 
@@ -88,7 +89,7 @@ impl Unconnected for Opened {
             let (what, unit) = ("the blobs of a rail", "blobs");
             return Err(CallerError::Shape { what, expected: ranks, found: blobs.len(), unit }.into());
         }
-        let mut peers = Vec::new();
+        let (mut peers, mut addresses) = (Vec::new(), Vec::new());
         for (index, bytes) in blobs.iter().enumerate() {
             let unusable =
                 |found: String| PeerError::broken(rail.own(), rail.ranks()[index], Operator::Join, 0, found);
@@ -102,7 +103,9 @@ impl Unconnected for Opened {
                     return Err(unusable(format!("provider {theirs}, but this rank uses {mine}")).into());
                 }
                 let refused = || unusable(format!("an address that provider {} refuses", own.provider));
-                Some(endpoint.insert(&blob).ok_or_else(refused)?)
+                let remote = endpoint.insert(&blob).ok_or_else(refused)?;
+                addresses.push(blob.address);
+                Some(remote)
             };
             peers.push(Peer { remote, in_flight: 0, unread: 0, lost: None });
         }
@@ -139,6 +142,7 @@ impl Unconnected for Opened {
         Ok(Box::new(Engine {
             name,
             is_shm,
+            addresses,
             rail,
             shared: Some(shared),
             thread: Some(thread),
@@ -189,6 +193,8 @@ struct Shared {
 struct Engine {
     name: String,
     is_shm: bool,
+    /// The addresses of the peers' endpoints.
+    addresses: Vec<Vec<u8>>,
     rail: Rail,
     /// `None` only while the engine is dropped.
     shared: Option<Arc<Shared>>,
@@ -438,6 +444,7 @@ impl Drop for Engine {
             if shm.engines == 0 {
                 shm.dropped.clear();
             }
+            self.addresses.iter().for_each(|address| leftovers::sweep(address));
         }
     }
 }

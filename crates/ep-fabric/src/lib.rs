@@ -5,13 +5,13 @@
 //!
 //! Tested with the providers `tcp` (called `net` in libfabric 1.17) and `shm`. Others, such as `efa` and
 //! `verbs;ofi_rxm`, can be named and have never been run: what only they demand (`FI_MR_LOCAL`, `FI_MR_PROV_KEY`, posted
-//! receives for immediates) is implemented and not tested. `docs/rails.md` has the rules of engines.
+//! receives for immediates) is tested with a fake libfabric. `docs/rails.md` has the rules of engines.
 //!
 //! | module | contents |
 //! |---|---|
 //! | `engine` | the [`ep::Transport`]: queues, the lock, the thread that makes progress |
 //! | `endpoint` | the objects of libfabric, and the calls that move bytes |
-//! | `info` | the choice of a provider |
+//! | `info` | the choice of a provider and a NIC |
 //! | `blob` | the bytes by which peers reach a window |
 //! | `library` | loading, versions, texts of errors |
 //! | `sys` | declarations of the C interface |
@@ -20,6 +20,7 @@ mod blob;
 mod endpoint;
 mod engine;
 mod info;
+mod leftovers;
 mod library;
 #[allow(unreachable_pub, missing_docs)]
 mod sys;
