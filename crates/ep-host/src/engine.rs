@@ -63,8 +63,9 @@ pub(crate) fn open_fabric(
     let ep::TransportOptions { engine, address: setting, traffic_class, libfabric, .. } =
         config.host.transport.clone();
     let setting = setting.map(|setting| ip_address(&setting)).transpose()?;
-    // Other providers have addresses of their own, and choose an interface if there is no setting.
-    let address = setting.or(address.filter(|_| engine == "tcp").map(|address| address.to_string()));
+    // A NIC that is named has an address. Other providers choose an interface if there is no setting.
+    let address = setting
+        .or(address.filter(|_| engine == "tcp" && domain.is_none()).map(|address| address.to_string()));
     let options = ep_fabric::Options { provider: engine, address, domain, traffic_class, library: libfabric };
     // SAFETY: a segment is mapped, with an unchanging length, until it is dropped. Other ranks may write to it at any
     // time: only pointers and atomics access it.
