@@ -123,8 +123,8 @@ pub struct TransportOptions {
     /// This rank's network address, which selects its interface; `None`: the engine chooses, `tcp` 127.0.0.1.
     /// `HYBRID_EP_TRANSPORT_ADDRESS`.
     pub address: Option<String>,
-    /// The NICs of this machine, by the names that `hybrid-ep doctor` lists with the provider, such as `mlx5_0`. The rank
-    /// with local rank `i` uses the NIC at `i` modulo their number. Empty: the provider's first one.
+    /// The NICs of this machine, by the names of their domains in libfabric (`fi_info` prints them), such as `mlx5_0`.
+    /// The rank with local rank `i` uses the NIC at `i` modulo their number. Empty: the provider's first one.
     /// `HYBRID_EP_TRANSPORT_NIC`, separated by commas.
     pub nics: Vec<String>,
     /// The traffic class of messages between domains; `None`: the provider's. `HYBRID_EP_TRANSPORT_TRAFFIC_CLASS`.
