@@ -3,7 +3,7 @@
 use ep_fabric::Options;
 use ep_fabric_fake::Fake;
 
-pub trait Opens {
+pub(crate) trait Opens {
     fn options(&self) -> Options;
 }
 
