@@ -1,5 +1,6 @@
 //! Files that the provider `shm` leaves in `/dev/shm` when a process is killed. The surviving ranks of its rail remove them.
 
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
@@ -23,10 +24,18 @@ pub(crate) fn sweep(address: &[u8]) {
     let Some((file, process)) = file_of(address) else { return };
     let Ok(own) = std::fs::metadata("/proc/self") else { return };
     let Ok(found) = std::fs::symlink_metadata(&file) else { return };
-    if found.is_file() && found.uid() == own.uid() && !Path::new(&format!("/proc/{process}")).exists() {
+    if found.is_file() && found.uid() == own.uid() && has_ended(process) {
         // A file that another survivor has removed is gone, as it should be.
         let _ = std::fs::remove_file(&file);
     }
+}
+
+/// Whether a process is gone, or has ended and waits for its parent.
+fn has_ended(process: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat"));
+    // The state follows the name, which is in parentheses and may contain any character.
+    let state = stat.as_ref().map(|stat| stat.rsplit(") ").next().unwrap_or_default());
+    state.map_or_else(|error| error.kind() == ErrorKind::NotFound, |state| state.starts_with(['Z', 'X']))
 }
 
 #[cfg(test)]
@@ -47,10 +56,14 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "processes and files")]
     fn the_file_of_a_process_that_has_ended_is_removed_and_no_other() {
-        let mut ended = std::process::Command::new("true").spawn().unwrap();
-        let (gone, alive) = (ended.id(), std::process::id());
+        let start = || std::process::Command::new("true").spawn().unwrap();
+        let (mut ended, mut unreaped) = (start(), start());
+        let (gone, zombie, alive) = (ended.id(), unreaped.id(), std::process::id());
         ended.wait().unwrap();
-        for (process, stays) in [(gone, false), (alive, true)] {
+        while !has_ended(zombie) {
+            std::thread::yield_now();
+        }
+        for (process, stays) in [(gone, false), (zombie, false), (alive, true)] {
             let file = PathBuf::from(format!("{DIRECTORY}/{process}:0:77"));
             std::fs::write(&file, "a file of a test").unwrap();
             sweep(format!("fi_shm://{process}:0:77").as_bytes());
@@ -59,5 +72,6 @@ mod tests {
                 std::fs::remove_file(&file).unwrap();
             }
         }
+        unreaped.wait().unwrap();
     }
 }

@@ -339,9 +339,9 @@ mod processes {
             .unwrap();
         // Processes may take long to start on a busy machine.
         let mut config = config();
-        if let Ok(machine) = std::env::var("TEST_MACHINE") {
-            config.machine = Some(machine);
-            config.host.transport.engine = "tcp".into();
+        config.machine = std::env::var("TEST_MACHINE").ok();
+        if let Ok(engine) = std::env::var("TEST_TRANSPORT") {
+            config.host.transport.engine = engine;
             config.host.transport.libfabric = std::env::var_os("HYBRID_EP_LIBFABRIC").map(Into::into);
         }
         let mut patient = config.clone();
@@ -502,7 +502,8 @@ mod processes {
         let machine = |rank: usize| format!("node-{}", rank * domains / ranks);
         let variables = |rank: usize| {
             let secret = "the secret of a test job".to_string();
-            vec![("TEST_MACHINE", machine(rank)), ("HYBRID_EP_SECRET", secret)]
+            let engine = "tcp".to_string();
+            vec![("TEST_MACHINE", machine(rank)), ("TEST_TRANSPORT", engine), ("HYBRID_EP_SECRET", secret)]
         };
         let children = spawn_by(&[], variables, ranks, domains, &directory);
         let fault = if how == "-KILL" { "Died" } else { "Stalled" };
@@ -512,13 +513,43 @@ mod processes {
         }
     }
 
+    /// Whether libfabric is installed. `HYBRID_EP_REQUIRE_LIBFABRIC=1` makes its absence a failure.
+    #[cfg(feature = "fabric")]
+    fn has_libfabric() -> bool {
+        let library = std::env::var_os("HYBRID_EP_LIBFABRIC");
+        let Err(error) = ep_fabric::providers(library.as_deref().map(Path::new)) else { return true };
+        assert_ne!(std::env::var("HYBRID_EP_REQUIRE_LIBFABRIC").as_deref(), Ok("1"), "{error}");
+        println!("skipped: {error}");
+        false
+    }
+
+    /// The provider `shm` leaves a file when its process is killed.
+    #[test]
+    #[cfg(feature = "fabric")]
+    fn a_rank_that_is_killed_over_shm_is_named_and_leaves_no_file() {
+        if !has_libfabric() {
+            return;
+        }
+        let directory = std::env::temp_dir().join(format!("hybrid-ep-shm-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let over_shm = |_| vec![("TEST_TRANSPORT", "shm".to_string())];
+        let children = spawn_by(&[], over_shm, 4, 2, &directory);
+        let pids: Vec<String> = children.iter().map(|child| format!("{}:", child.id())).collect();
+        for (rank, said) in lose(children, &directory, 3, Duration::from_millis(3), "-KILL") {
+            assert!(said.starts_with("names 3 Died after "), "rank {rank}: {said}");
+        }
+        let files = std::fs::read_dir("/dev/shm").unwrap().flatten();
+        let left: Vec<String> = files
+            .map(|file| file.file_name().to_string_lossy().into_owned())
+            .filter(|name| pids.iter().any(|pid| name.starts_with(pid)))
+            .collect();
+        assert!(left.is_empty(), "{left:?}");
+    }
+
     #[test]
     #[cfg(feature = "fabric")]
     fn a_rank_that_is_lost_on_another_machine_is_named_with_its_machine() {
-        let library = std::env::var_os("HYBRID_EP_LIBFABRIC");
-        if let Err(error) = ep_fabric::providers(library.as_deref().map(Path::new)) {
-            assert_ne!(std::env::var("HYBRID_EP_REQUIRE_LIBFABRIC").as_deref(), Ok("1"), "{error}");
-            println!("skipped: {error}");
+        if !has_libfabric() {
             return;
         }
         for (ranks, domains, victim) in [(2, 2, 0), (4, 2, 3), (4, 4, 1)] {
