@@ -15,12 +15,11 @@ use ep::{
 use crate::comm::Comm;
 use crate::control::{Control, Health};
 use crate::engine;
-use crate::join::{self, FIRST_ARENA_SEGMENT, Machines, RankSegments};
+use crate::join::{self, Connected, FIRST_ARENA_SEGMENT};
 use crate::memory::Arena;
 use crate::processes::Processes;
 use crate::pulse::Pulse;
 use crate::rail::Rails;
-use crate::segment::Directory;
 use crate::simd::Level;
 
 /// How long a rank that leaves waits for its puts before it checks again whether the peer needs them.
@@ -64,35 +63,22 @@ impl HostBuffer {
     /// [`ep::Backend::threads`].
     pub(crate) fn make_threads(world: &World, config: &Config) -> Result<Vec<Self>> {
         join::check_config(world, config)?;
-        let directory = Directory::of_threads();
+        let shared = Connected::of_threads(world, config)?;
         let ranks: Vec<Rank> = world.topology().all_ranks().collect();
-        let segments: Vec<RankSegments> =
-            ranks.iter().map(|_| RankSegments::of_thread(world, config)).collect::<Result<_>>()?;
         let opened = ranks
             .iter()
-            .map(|&rank| engine::open(world, rank, config, &segments, None))
+            .map(|&rank| engine::open(world, rank, config, &shared))
             .collect::<Result<Vec<_>>>()?;
         let blobs: Vec<Vec<u8>> = opened.iter().map(|engine| engine.blob()).collect();
-        let connected = ranks
+        let transports = ranks
             .iter()
             .zip(opened)
             .map(|(&rank, opened)| Self::connect_rail(world, rank, opened, &blobs))
             .collect::<Result<Vec<_>>>()?;
         ranks
             .iter()
-            .zip(connected)
-            .map(|(&rank, transport)| {
-                Self::assemble(
-                    rank,
-                    world.clone(),
-                    config,
-                    directory.clone(),
-                    Processes::default(),
-                    Machines::default(),
-                    &segments,
-                    transport,
-                )
-            })
+            .zip(transports)
+            .map(|(&rank, transport)| Self::assemble(rank, world.clone(), config, &shared, transport))
             .collect()
     }
 
@@ -124,16 +110,13 @@ impl HostBuffer {
         let rank = rendezvous.rank();
         let mut held = Processes::default();
         let joined = join::connect(world, rendezvous, config, &mut held).and_then(|connected| {
-            let join::Connected { directory, processes, machines, segments } = connected;
-            let opened = engine::open(world, rank, config, &segments, machines.address)?;
+            let opened = engine::open(world, rank, config, &connected)?;
             let blobs = match engine::needs_blobs(world, config) {
                 true => rendezvous.all_gather(&opened.blob())?,
                 false => vec![Vec::new(); world.ranks()],
             };
             let transport = Self::connect_rail(world, rank, opened, &blobs)?;
-            let world = world.clone();
-            let buffer =
-                Self::assemble(rank, world, config, directory, processes, machines, &segments, transport)?;
+            let buffer = Self::assemble(rank, world.clone(), config, &connected, transport)?;
             // Barrier: no rank may leave before all others have mapped its segments.
             rendezvous.all_gather(&[])?;
             Ok(buffer)
@@ -159,24 +142,16 @@ impl HostBuffer {
         opened.connect(&of_rail)
     }
 
-    /// Assembles the buffer of `rank`. `segments` are those of all ranks, by rank.
-    #[expect(clippy::too_many_arguments, reason = "the parts of a buffer, each made in its own way")]
+    /// Assembles the buffer of `rank`.
     fn assemble(
         rank: Rank,
         world: World,
         config: &Config,
-        directory: Directory,
-        processes: Processes,
-        machines: Machines,
-        segments: &[RankSegments],
+        connected: &Connected,
         transport: Box<dyn Transport>,
     ) -> Result<Self> {
-        let topology = world.topology();
-        let controls = topology
-            .all_ranks()
-            .zip(segments)
-            .map(|(peer, segments)| Control::new(peer, Arc::clone(&segments.control), &world))
-            .collect::<Result<Vec<_>>>()?;
+        let Connected { directory, processes, machines, segments } = connected;
+        let controls: Vec<Control> = segments.iter().map(|segments| segments.control.clone()).collect();
         let window = segments[rank.index()].window.clone().expect("a rank maps its own window");
         let rails = Rails::new(&world, rank, window, config, transport)?;
 
@@ -198,7 +173,7 @@ impl HostBuffer {
                     )
                 })
         });
-        let pulse = Pulse::start(rank, &controls, &processes, config.stall_bound())?;
+        let pulse = Pulse::start(rank, &controls, processes, config.stall_bound())?;
         let comm = Comm {
             pulse,
             rank,
@@ -207,8 +182,8 @@ impl HostBuffer {
             controls,
             directory: directory.clone(),
             rails,
-            processes,
-            machines: machines.names,
+            processes: processes.clone(),
+            machines: machines.names.clone(),
             domain_bytes: AtomicU64::new(0),
             preprocess_bytes: AtomicU64::new(0),
             waited_ns: AtomicU64::new(0),
@@ -217,7 +192,7 @@ impl HostBuffer {
         let maker = Maker::new(rank);
         Ok(Self {
             comm: Arc::new(comm),
-            arena: Arena::new(maker, directory, FIRST_ARENA_SEGMENT),
+            arena: Arena::new(maker, directory.clone(), FIRST_ARENA_SEGMENT),
             pool: pool.transpose()?,
             workers,
             maker,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ep::{Config, Limits, Rail, Rank, Result, Unconnected, World};
 
 use crate::control::check_segment;
-use crate::join::RankSegments;
+use crate::join::Connected;
 use crate::loopback::Loopback;
 use crate::rail::WindowLayout;
 use crate::segment::Segment;
@@ -23,20 +23,18 @@ pub(crate) fn needs_blobs(world: &World, config: &Config) -> bool {
     world.topology().domains() > 1 && !config.host.transport.is_loopback()
 }
 
-/// Opens the engine of `rank`. `segments` are those of all ranks, by rank; `address` is the network address of this machine
-/// that ranks of other machines use, if there are any.
+/// Opens the engine of `rank`.
 pub(crate) fn open(
     world: &World,
     rank: Rank,
     config: &Config,
-    segments: &[RankSegments],
-    address: Option<IpAddr>,
+    connected: &Connected,
 ) -> Result<Box<dyn Unconnected>> {
     let rail = rail_of(world, rank)?;
     let signals = WindowLayout::signals(config.host.slots);
     let window = |peer: Rank| {
         let bytes = WindowLayout::new(world, config)?.bytes();
-        let window = segments[peer.index()].window.as_ref();
+        let window = connected.segments[peer.index()].window.as_ref();
         let window = window.expect("the window of a rank of this machine; `join` has checked the engine");
         check_segment(peer, "window", window, bytes)?;
         Ok(Arc::clone(window))
@@ -44,12 +42,14 @@ pub(crate) fn open(
     if needs_blobs(world, config) {
         let local_rank = world.topology().local_rank_of(rank);
         let limits = Limits { signals, put_bytes: config.host.slot_bytes.next_multiple_of(64) };
-        return open_fabric(rail, local_rank, window(rank)?, config, limits, address);
+        return open_fabric(rail, local_rank, window(rank)?, config, limits, connected.machines.address);
     }
     let windows = rail.ranks().iter().map(|&peer| window(peer)).collect::<Result<Vec<_>>>()?;
     Ok(Box::new(Loopback::new(rail, windows, signals)))
 }
 
+/// Opens an engine of libfabric. `address` is the network address of this machine that ranks of other machines use, if there
+/// are any.
 #[cfg(feature = "fabric")]
 pub(crate) fn open_fabric(
     rail: Rail,

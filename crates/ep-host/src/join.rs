@@ -12,17 +12,16 @@ use std::time::Instant;
 #[cfg(target_os = "linux")]
 use ep::join::{Door, Invitation, Machine, Member, Rendezvous};
 #[cfg(target_os = "linux")]
-use ep::{CallerError, EnvironmentError, Error, Operator, PeerError, PeerFault, Rank};
-use ep::{Config, Counts, Result, Size, World};
+use ep::{CallerError, EnvironmentError, Error, Operator, PeerError, PeerFault};
+use ep::{Config, Counts, Rank, Result, Size, World};
 
 use crate::control::Control;
 use crate::preprocess;
-#[cfg(target_os = "linux")]
 use crate::processes::Processes;
 use crate::rail::WindowLayout;
 #[cfg(target_os = "linux")]
-use crate::segment::{Directory, SegmentName};
-use crate::segment::{STAMP_BYTES, Segment};
+use crate::segment::SegmentName;
+use crate::segment::{Directory, STAMP_BYTES, Segment};
 
 /// Numbers of a rank's first segments. 0 stands for "none" in control blocks; the arena's segments follow.
 #[cfg(target_os = "linux")]
@@ -34,10 +33,10 @@ pub(crate) const FIRST_ARENA_SEGMENT: u64 = 3;
 #[cfg(target_os = "linux")]
 const INTRODUCTION: &str = "hybrid-ep host 3";
 
-/// The two segments of a rank that all other ranks of its machine map when they join.
+/// What all other ranks of a rank's machine map when they join.
 pub(crate) struct RankSegments {
-    /// For a rank on another machine, a mirror.
-    pub(crate) control: Arc<Segment>,
+    /// The control block; for a rank on another machine, its mirror.
+    pub(crate) control: Control,
     /// `None` for a rank on another machine.
     pub(crate) window: Option<Arc<Segment>>,
 }
@@ -66,10 +65,10 @@ impl RankSegments {
     }
 
     /// Makes the segments of a rank that is a thread.
-    pub(crate) fn of_thread(world: &World, config: &Config) -> Result<Self> {
+    fn of_thread(rank: Rank, world: &World, config: &Config) -> Result<Self> {
         let [control, window] = Self::sizes(world, config)?;
         Ok(Self {
-            control: Arc::new(Segment::private(control)?),
+            control: Control::new(rank, Arc::new(Segment::private(control)?), world)?,
             window: Some(Arc::new(Segment::private(window)?)),
         })
     }
@@ -241,14 +240,27 @@ fn open_to_machines(
     Ok((own, invitations.collect::<Result<_>>()?))
 }
 
-/// The result of [`connect`].
-#[cfg(target_os = "linux")]
+/// What the ranks of a world share, as one rank sees it.
 pub(crate) struct Connected {
     pub(crate) directory: Directory,
+    /// Empty with thread ranks.
     pub(crate) processes: Processes,
     pub(crate) machines: Machines,
     /// By rank.
     pub(crate) segments: Vec<RankSegments>,
+}
+
+impl Connected {
+    /// What ranks that are threads share.
+    pub(crate) fn of_threads(world: &World, config: &Config) -> Result<Self> {
+        let segments = world.topology().all_ranks().map(|rank| RankSegments::of_thread(rank, world, config));
+        Ok(Self {
+            directory: Directory::of_threads(),
+            processes: Processes::default(),
+            machines: Machines::default(),
+            segments: segments.collect::<Result<_>>()?,
+        })
+    }
 }
 
 /// Connects this process with those of all other ranks and maps the control blocks and windows of those on this machine.
@@ -295,14 +307,8 @@ pub(crate) fn connect(
         .all_ranks()
         .map(|peer| match is_here(peer) {
             true => Ok(None),
-            false => Segment::private(control_bytes).map(|segment| Some(Arc::new(segment))),
+            false => Control::new(peer, Arc::new(Segment::private(control_bytes)?), world).map(Some),
         })
-        .collect::<Result<Vec<Option<Arc<Segment>>>>>()?;
-    let controls = world
-        .topology()
-        .all_ranks()
-        .zip(&mirrors)
-        .map(|(peer, mirror)| mirror.clone().map(|segment| Control::new(peer, segment, world)).transpose())
         .collect::<Result<Vec<Option<Control>>>>()?;
 
     let mut member = Member::new(rank, world.ranks(), config.timeout);
@@ -310,7 +316,7 @@ pub(crate) fn connect(
     member.network_timeout = config.network_timeout();
     member.interrupt = config.interrupt.clone();
     let mirror_of =
-        |peer: Rank| controls[peer.index()].clone().expect("a rank with a remote link has a mirror");
+        |peer: Rank| mirrors[peer.index()].clone().expect("a rank with a remote link has a mirror");
     let processes = Processes::connect(door, &member, &invitations, config.stall_bound(), mirror_of)
         .map_err(|error| on_machine(error, &machines.names))?;
     *held = processes.clone();
@@ -340,10 +346,13 @@ pub(crate) fn connect(
     let segments = world
         .topology()
         .all_ranks()
-        .zip(mirrors)
+        .zip(&mirrors)
         .map(|(peer, mirror)| match mirror {
-            Some(mirror) => Ok(RankSegments { control: mirror, window: None }),
-            None => Ok(RankSegments { control: find(peer, names[0])?, window: Some(find(peer, names[1])?) }),
+            Some(mirror) => Ok(RankSegments { control: mirror.clone(), window: None }),
+            None => {
+                let control = Control::new(peer, find(peer, names[0])?, world)?;
+                Ok(RankSegments { control, window: Some(find(peer, names[1])?) })
+            }
         })
         .collect::<Result<_>>()?;
     Ok(Connected { directory, processes, machines, segments })
