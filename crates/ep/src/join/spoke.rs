@@ -19,6 +19,9 @@ const HUB_GRACE: Duration = Duration::from_millis(500);
 const RETRY: Duration = Duration::from_millis(5);
 const LONGEST_RETRY: Duration = Duration::from_millis(100);
 
+/// The longest blob that a socket's buffers surely hold, bytes.
+const BUFFERED: usize = 16 << 10;
+
 const ZERO: Rank = Rank(0);
 const WHAT: &str = "its part of the rendezvous";
 const WHERE: &str = "its connection at the rendezvous";
@@ -258,6 +261,11 @@ impl Spoke {
         }
         self.waiting_for = None;
         if let Some(channel) = &mut self.channel {
+            // Rank 0 may not read before its own exchange. A socket that stays full for the network timeout ends, although
+            // the other machine acknowledges that it is full.
+            if blob.len() > BUFFERED {
+                channel.wire().socket().watch(self.timeout);
+            }
             channel.send(kind::BLOB, blob);
         }
         let mut all = Vec::with_capacity(self.ranks);
@@ -277,6 +285,9 @@ impl Spoke {
                     return Err(self.lost(loss, WHAT, &clock));
                 }
             }
+        }
+        if let Some(channel) = self.channel.as_ref().filter(|_| blob.len() > BUFFERED) {
+            channel.wire().socket().watch(self.network_timeout);
         }
         Ok(all)
     }

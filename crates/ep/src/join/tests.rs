@@ -51,6 +51,28 @@ fn joins_in_spite_of(attack: impl FnOnce(SocketAddr) + Send) {
     });
 }
 
+/// Rank 0 may compute for long before it takes part in an exchange. Its machine is reachable all the time, although the
+/// socket has no room for a long blob.
+#[test]
+#[cfg(target_os = "linux")]
+#[cfg_attr(miri, ignore = "sockets")]
+fn a_rank_that_is_late_to_an_exchange_of_long_blobs_is_not_unreachable() {
+    let (listener, address) = listener();
+    let network_timeout = Duration::from_millis(500);
+    let member = |rank| Member { network_timeout, ..member(rank, 2, LONG) };
+    let blob = vec![7; 16 << 20];
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| {
+            let mut zero = TcpRendezvous::host(&listener, member(0))?;
+            std::thread::sleep(8 * network_timeout);
+            zero.all_gather(b"late")
+        });
+        let one = TcpRendezvous::join(&address.to_string(), member(1)).unwrap().all_gather(&blob);
+        assert!(zero.join().unwrap().unwrap() == [&b"late"[..], &blob]);
+        assert!(one.unwrap() == [&b"late"[..], &blob]);
+    });
+}
+
 /// Whether the other end closes the connection without sending a byte.
 fn is_dropped_unanswered(mut stream: &TcpStream) -> bool {
     stream.set_read_timeout(Some(LONG)).unwrap();
