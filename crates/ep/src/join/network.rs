@@ -16,7 +16,8 @@ const PROBE: Duration = Duration::from_secs(1);
 /// Makes the system end the connection with a timeout when the other machine acknowledges nothing for so long. While this
 /// end sends nothing, the system probes the other machine.
 pub(super) fn watch(socket: impl AsFd, timeout: Duration) -> io::Result<()> {
-    let millis = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX).max(1);
+    // The system counts in a signed number.
+    let millis = timeout.as_millis().clamp(1, i32::MAX as u128) as u32;
     sockopt::set_socket_keepalive(&socket, true)?;
     sockopt::set_tcp_keepidle(&socket, PROBE)?;
     sockopt::set_tcp_keepintvl(&socket, PROBE)?;
