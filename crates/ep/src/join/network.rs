@@ -55,8 +55,16 @@ pub fn address_towards(host: &str) -> Option<IpAddr> {
 /// # Errors
 /// [`CallerError::Config`] for what is neither.
 pub fn address_of(setting: &str) -> Result<IpAddr> {
-    if let Ok(address) = setting.parse() {
-        return Ok(address);
+    let refused = |problem: String| {
+        CallerError::Config { key: "HYBRID_EP_TRANSPORT_ADDRESS", value: setting.into(), problem }.into()
+    };
+    match setting.parse() {
+        Ok(address) if IpAddr::is_unspecified(&address) => {
+            let problem = "stands for all addresses; other ranks need one to connect to";
+            return Err(refused(problem.into()));
+        }
+        Ok(address) => return Ok(address),
+        Err(_) => {}
     }
     let interfaces = getifaddrs().map(Iterator::collect::<Vec<_>>).unwrap_or_default();
     let mut found: Vec<IpAddr> = interfaces
@@ -72,12 +80,13 @@ pub fn address_of(setting: &str) -> Result<IpAddr> {
     found.sort_by_key(IpAddr::is_ipv6);
     found.first().copied().ok_or_else(|| {
         let mut names: Vec<&str> = interfaces.iter().map(|i| i.interface_name.as_str()).collect();
+        // An interface is listed once for each of its addresses.
+        names.sort_unstable();
         names.dedup();
-        let problem = format!(
+        refused(format!(
             "is neither an IP address nor an interface with one; this machine's interfaces: {}",
             names.join(", ")
-        );
-        CallerError::Config { key: "HYBRID_EP_TRANSPORT_ADDRESS", value: setting.into(), problem }.into()
+        ))
     })
 }
 
@@ -93,7 +102,22 @@ mod tests {
         assert_eq!(address_of("lo").unwrap(), IpAddr::from([127, 0, 0, 1]));
         let error = address_of("no-such-interface").unwrap_err().to_string();
         assert!(error.starts_with("HYBRID_EP_TRANSPORT_ADDRESS = no-such-interface: is neither"), "{error}");
-        assert!(error.contains("lo"), "{error}");
+        let (_, names) = error.rsplit_once(": ").unwrap();
+        assert_eq!(names.split(", ").filter(|&name| name == "lo").count(), 1, "{error}");
+        for any in ["0.0.0.0", "::"] {
+            let error = address_of(any).unwrap_err().to_string();
+            assert!(error.contains("stands for all addresses"), "{error}");
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_connection_can_be_watched_with_any_timeout() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        for timeout in [Duration::ZERO, Duration::from_secs(1 << 22), Duration::MAX] {
+            watch(&socket, timeout).unwrap();
+        }
     }
 
     #[test]
