@@ -357,6 +357,10 @@ impl Meeting<'_> {
                         None => return Ok(()),
                     }
                 }
+                Err(error) if is_out_of_files(&error) => {
+                    let what = format!("opening a socket to rank {rank}");
+                    return Err(EnvironmentError::new(what, error, FILES).into());
+                }
                 Err(error) => return self.not_connected(at, error.kind(), || error.to_string()),
             },
             State::Proving(mut outbound, process) => match outbound.advance(key) {
@@ -445,6 +449,12 @@ impl Meeting<'_> {
             Incoming::End(_) => Some(Loss::new(rank, PeerFault::Died, "its link closed")),
         }
     }
+}
+
+/// Whether no descriptor is left, in this process or in the system.
+fn is_out_of_files(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
 fn unreachable(rank: Rank, error: &str) -> Error {
