@@ -416,7 +416,13 @@ impl Meeting<'_> {
         let loss = match (kind, address) {
             // The peer's door was open when it sent its invitation, so the peer has closed it since. (A full queue gives
             // another error.)
-            (ErrorKind::ConnectionRefused, _) => Loss::new(rank, PeerFault::Died, "its socket is closed"),
+            (ErrorKind::ConnectionRefused, Address::Local(_)) => {
+                Loss::new(rank, PeerFault::Died, "its socket is closed")
+            }
+            (ErrorKind::ConnectionRefused, Address::Network(address)) => {
+                let seen = format!("{address} refuses connections; does a firewall reject them?");
+                Loss::new(rank, PeerFault::Died, seen)
+            }
             (_, Address::Network(address)) if is_unreachable(kind) => {
                 let seen =
                     format!("{address}: {}; do a firewall and the routes allow this connection?", error());
@@ -700,6 +706,11 @@ mod tests {
         // A port that was bound a moment ago, and is free again.
         let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let [zero, one] = two_machines(|_| free);
+        let said = one.as_ref().unwrap_err().to_string();
+        assert!(
+            said.contains(&format!("{free} refuses connections; does a firewall reject them?")),
+            "{said}"
+        );
         let fault = |links: Result<Links>| match links {
             Err(Error::Peer(PeerError { peer, fault, .. })) => (peer, fault),
             other => panic!("{other:?}"),
