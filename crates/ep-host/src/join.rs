@@ -219,14 +219,30 @@ fn open_to_machines(
     })?;
     let address = door.open_to(own)?;
     let blobs = rendezvous.all_gather(address.to_string().as_bytes())?;
-    let invitations = (0..).map(Rank).zip(all).zip(blobs).map(|((peer, theirs), blob)| {
-        let (here, there) = (&all[rank.index()].machine, &theirs.machine);
-        if here.shares_memory_with(there) {
-            return Ok(theirs.invitation.clone());
-        }
+    let addresses = (0..).map(Rank).zip(blobs).map(|(peer, blob)| {
         let address = std::str::from_utf8(&blob).ok().and_then(|text| text.parse::<SocketAddr>().ok());
-        let address = address.ok_or_else(|| unreadable(peer))?;
-        if address.ip().is_loopback() && !here.shares_network_with(there) {
+        address.ok_or_else(|| unreadable(peer))
+    });
+    let addresses: Vec<SocketAddr> = addresses.collect::<Result<_>>()?;
+    let machines: Vec<&Machine> = all.iter().map(|introduction| &introduction.machine).collect();
+    check_addresses(&machines, &addresses)?;
+    let invitations = all.iter().zip(&machines).zip(addresses).map(|((theirs, there), address)| {
+        let invitation = theirs.invitation.clone();
+        if there.shares_memory_with(machines[rank.index()]) { invitation } else { invitation.at(address) }
+    });
+    Ok((own, invitations.collect()))
+}
+
+/// Checks that ranks of other machines can reach the address of each rank. All ranks check all addresses, so that all
+/// report the same rank at once, and none waits for a rank that gave up.
+///
+/// # Errors
+/// [`EnvironmentError`] that names the first rank whose address only its own machine reaches.
+#[cfg(target_os = "linux")]
+fn check_addresses(machines: &[&Machine], addresses: &[SocketAddr]) -> Result<()> {
+    for ((peer, there), address) in (0..).map(Rank).zip(machines).zip(addresses) {
+        let is_needed_elsewhere = || machines.iter().any(|other| !other.shares_network_with(there));
+        if address.ip().is_loopback() && is_needed_elsewhere() {
             let (ip, name) = (address.ip(), there.name());
             return Err(EnvironmentError::new(
                 format!("connecting to rank {peer} on {name}"),
@@ -235,9 +251,8 @@ fn open_to_machines(
             )
             .into());
         }
-        Ok(theirs.invitation.clone().at(address))
-    });
-    Ok((own, invitations.collect::<Result<_>>()?))
+    }
+    Ok(())
 }
 
 /// What the ranks of a world share, as one rank sees it.
@@ -412,5 +427,17 @@ mod tests {
         }
         config.host.transport.engine = "tcp".into();
         assert_eq!(check(&config, [&a, &a, &b, &b]), Ok(true));
+    }
+
+    #[test]
+    fn every_rank_refuses_a_loopback_address_that_another_machine_needs() {
+        let [a, b, labelled]: [Machine; 3] = ["1 net:[1]  node-a", "2 net:[1]  node-b", "1 net:[1] x node-a"]
+            .map(|text| text.parse().unwrap());
+        let [public, loopback] = ["10.0.0.1:7", "127.0.0.1:7"].map(|text| text.parse().unwrap());
+        let refused = check_addresses(&[&a, &b], &[public, loopback]).unwrap_err().to_string();
+        assert!(refused.starts_with("connecting to rank 1 on node-b: its address is 127.0.0.1"), "{refused}");
+        check_addresses(&[&a, &b], &[public, public]).unwrap();
+        // Ranks of one network namespace reach each other's loopback address.
+        check_addresses(&[&a, &labelled], &[loopback, loopback]).unwrap();
     }
 }
