@@ -22,6 +22,10 @@ const PART: usize = 1 << 20;
 const BUFFERED: u64 = 128 << 10;
 /// Bytes of the word by which a rank recognises the connections of its peers.
 const WORD: usize = 32;
+/// How long a new connection may take to send the word.
+const GREETING: Duration = Duration::from_secs(2);
+/// Pause between two looks for new connections.
+const PAUSE: Duration = Duration::from_millis(1);
 
 /// The times of this rank, by operator.
 pub(super) type StreamTimes = BTreeMap<Operator, Vec<Duration>>;
@@ -100,9 +104,36 @@ fn connect(meet: &mut dyn Rendezvous, plan: &BenchPlan, peers: &[Rank]) -> Resul
             });
         *slot = Some(Stream { peer, socket: connected.map_err(|error| failed(peer, &error))? });
     }
+    accept(&listener, word, peers, &mut streams, timeout)?;
+    Ok(streams.into_iter().flatten().collect())
+}
+
+/// Accepts connections until every peer has a stream.
+fn accept(
+    listener: &TcpListener,
+    word: &[u8],
+    peers: &[Rank],
+    streams: &mut [Option<Stream>],
+    timeout: Duration,
+) -> Result<(), Failure> {
+    let start = Instant::now();
+    listener
+        .set_nonblocking(true)
+        .map_err(|error| Failure::request(format!("waiting for streams: {error}")))?;
     while let Some(missing) = streams.iter().position(Option::is_none) {
-        let (socket, _) = listener.accept().map_err(|error| failed(peers[missing], &error))?;
-        let Ok(mut socket) = prepared(socket, timeout) else { continue };
+        let socket = match listener.accept() {
+            Ok((socket, _)) => socket,
+            // The peer may have ended: it never connects then.
+            Err(error) if error.kind() == ErrorKind::WouldBlock && start.elapsed() >= timeout => {
+                return Err(failed(peers[missing], &ErrorKind::TimedOut.into()));
+            }
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+            Err(error) => return Err(failed(peers[missing], &error)),
+        };
+        let Ok(mut socket) = prepared(socket, timeout.min(GREETING)) else { continue };
         let mut greeting = [0; WORD + 4];
         // A connection of another program: wait for the peer's.
         let read = socket.read_exact(&mut greeting);
@@ -110,15 +141,17 @@ fn connect(meet: &mut dyn Rendezvous, plan: &BenchPlan, peers: &[Rank]) -> Resul
         if read.is_err() || said != word {
             continue;
         }
-        if let Some(at) = peers.iter().position(|peer| peer.0.to_le_bytes() == from) {
-            let from = peers[at];
-            streams[at].get_or_insert(Stream { peer: from, socket });
+        let place = peers.iter().position(|peer| peer.0.to_le_bytes() == from);
+        if let (Some(at), Ok(socket)) = (place, prepared(socket, timeout)) {
+            let peer = peers[at];
+            streams[at].get_or_insert(Stream { peer, socket });
         }
     }
-    Ok(streams.into_iter().flatten().collect())
+    Ok(())
 }
 
 fn prepared(socket: TcpStream, timeout: Duration) -> std::io::Result<TcpStream> {
+    socket.set_nonblocking(false)?;
     socket.set_nodelay(true)?;
     socket.set_read_timeout(Some(timeout))?;
     socket.set_write_timeout(Some(timeout))?;
@@ -209,6 +242,16 @@ mod tests {
                 assert!(times.values().all(|times| times.len() == REPEATS));
             }
         });
+    }
+
+    #[test]
+    fn a_peer_that_never_connects_is_named_after_the_timeout() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        // Another program, which stays silent.
+        let _stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let timeout = Duration::from_millis(100);
+        let refused = accept(&listener, &[7; WORD], &[Rank(3)], &mut [None], timeout).unwrap_err();
+        assert!(refused.to_string().contains("this rank and rank 3"), "{refused}");
     }
 
     #[test]
