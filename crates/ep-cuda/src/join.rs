@@ -143,7 +143,7 @@ impl CudaBuffer {
         let mut member = Member::new(rank, world.ranks(), config.timeout);
         member.secret = rendezvous.secret().cloned();
         member.interrupt = config.interrupt.clone();
-        let met = ep::join::Links::connect(door, &member, &invitations)?;
+        let met = ep::join::Links::connect(door, &member, &invitations, || rendezvous.lost())?;
         let (ranks, own_control) = (world.ranks(), home.control.address());
         let (served, mapped) = links::serve_all(rank, met, ranks, &home.device, own_control, config)?;
         let links = held.insert(served);

@@ -268,7 +268,8 @@ mod tests {
                 .zip(0..)
                 .map(|(door, rank)| {
                     let (member, invitations) = (Member::new(Rank(rank), 2, LONG), &invitations);
-                    scope.spawn(move || ep::join::Links::connect(door, &member, invitations).unwrap())
+                    scope
+                        .spawn(move || ep::join::Links::connect(door, &member, invitations, || None).unwrap())
                 })
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap().links.remove(0).1).collect::<Vec<_>>()

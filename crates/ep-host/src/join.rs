@@ -332,8 +332,10 @@ pub(crate) fn connect(
     member.interrupt = config.interrupt.clone();
     let mirror_of =
         |peer: Rank| mirrors[peer.index()].clone().expect("a rank with a remote link has a mirror");
-    let processes = Processes::connect(door, &member, &invitations, config.stall_bound(), mirror_of)
-        .map_err(|error| on_machine(error, &machines.names))?;
+    let processes = Processes::connect(door, &member, &invitations, config.stall_bound(), mirror_of, || {
+        rendezvous.lost()
+    })
+    .map_err(|error| on_machine(error, &machines.names))?;
     *held = processes.clone();
 
     let names = [

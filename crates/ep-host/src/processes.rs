@@ -20,7 +20,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ep::join::{Door, Invitation, Link, LinkEvent, LinkReceiver, LinkSender, Links, Member};
-use ep::{EnvironmentError, PeerError, PeerFault, Rank, Result};
+use ep::{EnvironmentError, Error, PeerError, PeerFault, Rank, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::control::{Control, Health};
@@ -60,6 +60,8 @@ struct Peer {
 struct Inward {
     rank: Rank,
     receiver: LinkReceiver,
+    /// Whether messages may have arrived. At first they may: while linking, a part of a message was read.
+    is_due: bool,
     /// For a rank on another machine: where its status goes, and the other direction of the link.
     remote: Option<(Control, Arc<Mutex<LinkSender>>)>,
 }
@@ -75,6 +77,8 @@ struct Shared {
 
 /// A link that has not ended, or that ended with a leave message.
 const LINKED: u8 = u8::MAX;
+/// The most messages of a peer that the receiver thread handles before it serves the other peers.
+const MESSAGES_A_TURN: usize = 64;
 /// How long a rank that leaves waits until ranks of other machines have read its last messages.
 const LINGER: Duration = Duration::from_millis(200);
 
@@ -95,7 +99,7 @@ impl Shared {
 
 impl Processes {
     /// Links this process with those of all other ranks. Collective. `mirror` returns the control block to which the
-    /// status of a rank on another machine goes.
+    /// status of a rank on another machine goes. `lost` returns an error when the rendezvous has learned of a lost rank.
     ///
     /// # Errors
     /// [`PeerError`] that names a rank that is gone, unreachable or does not connect.
@@ -105,8 +109,9 @@ impl Processes {
         invitations: &[Invitation],
         stall_bound: Duration,
         mirror: impl Fn(Rank) -> Control,
+        lost: impl FnMut() -> Option<Error>,
     ) -> Result<Self> {
-        let mut job = Links::connect(door, member, invitations)?;
+        let mut job = Links::connect(door, member, invitations, lost)?;
         let lost = (0..member.ranks).map(|_| AtomicU8::new(LINKED)).collect();
         let shared = Arc::new(Shared { lost, ..Shared::default() });
         let (mut peers, mut receivers) = (Vec::new(), Vec::new());
@@ -116,7 +121,7 @@ impl Processes {
             let sender = Arc::new(Mutex::new(sender));
             let remote = is_remote.then(|| (mirror(rank), Arc::clone(&sender)));
             peers.push(Peer { rank, sender, is_remote, process });
-            receivers.push(Inward { rank, receiver, remote });
+            receivers.push(Inward { rank, receiver, is_due: true, remote });
         }
         let failed =
             |error| EnvironmentError::new("starting the thread that receives peers' memory", error, "");
@@ -149,6 +154,10 @@ impl Processes {
     /// Sends the status of this rank to the ranks of other machines. Does not wait: a status that a socket has no room
     /// for is dropped, unless it is the `last` one of this rank.
     pub(crate) fn send_status(&self, own: &Control, last: bool) {
+        // A message of a forked child would come between those of its parent.
+        if self.0.as_ref().is_some_and(|this| this.process != std::process::id()) {
+            return;
+        }
         for peer in self.remote_peers() {
             let mut sender = lock(&peer.sender);
             // Read under the lock: another thread may send too, and a later message must not have an earlier status.
@@ -294,7 +303,7 @@ fn process_handle(link: &Link) -> Option<OwnedFd> {
 fn receive_until_stopped(shared: &Shared, mut inwards: Vec<Inward>, stopped: &UnixStream) {
     let mut deadline = None;
     loop {
-        inwards.retain_mut(|inward| receive_all(shared, inward));
+        inwards.retain_mut(|inward| !inward.is_due || receive_some(shared, inward));
         let wait = match deadline {
             None => None,
             Some(_) if inwards.is_empty() => return,
@@ -308,21 +317,23 @@ fn receive_until_stopped(shared: &Shared, mut inwards: Vec<Inward>, stopped: &Un
         if deadline.is_none() {
             fds.push(PollFd::new(stopped, PollFlags::IN));
         }
-        let polled = poll(&mut fds, wait.as_ref());
-        if polled.is_ok()
-            && deadline.is_none()
-            && fds.last().is_some_and(|stopped| !stopped.revents().is_empty())
-        {
+        let polled = poll(&mut fds, wait.as_ref()).is_ok();
+        let ready: Vec<bool> = fds.iter().map(|fd| polled && !fd.revents().is_empty()).collect();
+        inwards.iter_mut().zip(&ready).for_each(|(inward, &ready)| inward.is_due = ready);
+        if deadline.is_none() && ready.last() == Some(&true) {
             inwards.retain(|inward| inward.remote.is_some());
             deadline = Some(Instant::now() + LINGER);
         }
     }
 }
 
-/// Handles the messages of one peer that have arrived. Returns whether more can follow.
-fn receive_all(shared: &Shared, inward: &mut Inward) -> bool {
-    let Inward { rank, receiver, remote } = inward;
-    while let Some(received) = receiver.receive() {
+/// Handles messages of one peer that have arrived, a limited number, so that the other peers have their turn. Returns
+/// whether more can follow.
+fn receive_some(shared: &Shared, inward: &mut Inward) -> bool {
+    let Inward { rank, receiver, remote, .. } = inward;
+    for _ in 0..MESSAGES_A_TURN {
+        // No bytes beyond a message are read, so that the socket stays readable while more messages are there.
+        let Some(received) = receiver.receive() else { return true };
         let fault = match (received, &*remote) {
             (LinkEvent::Message(body, _), Some((mirror, _))) => match Status::from_bytes(&body) {
                 Some(status) => {
@@ -407,7 +418,9 @@ mod tests {
                     let member = Member::new(Rank(rank), ranks, LONG);
                     let invitations = &invitations;
                     let never = |_| unreachable!("all ranks are on one machine");
-                    scope.spawn(move || Processes::connect(door, &member, invitations, LONG, never).unwrap())
+                    scope.spawn(move || {
+                        Processes::connect(door, &member, invitations, LONG, never, || None).unwrap()
+                    })
                 })
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()

@@ -82,12 +82,20 @@ pub(super) struct Channel {
     wire: Wire,
     inward: Direction,
     outward: Direction,
+    /// The longest body that this end accepts, in bytes.
+    longest: usize,
     malformed: bool,
 }
 
 impl Channel {
     pub(super) fn new(wire: Wire, inward: Direction, outward: Direction) -> Self {
-        Self { wire, inward, outward, malformed: false }
+        Self { wire, inward, outward, longest: MAX_MESSAGE, malformed: false }
+    }
+
+    /// Accepts no bodies longer than this any more.
+    #[cfg(target_os = "linux")]
+    pub(super) fn accept_at_most(&mut self, bytes: usize) {
+        self.longest = bytes;
     }
 
     pub(super) fn wire(&self) -> &Wire {
@@ -167,7 +175,7 @@ impl Channel {
         let malformed = Some(Incoming::End(End::Malformed));
         let head: [u8; HEAD] = self.wire.peek(HEAD)?.try_into().expect("as long as was asked for");
         let len = u32::from_le_bytes(head) as usize;
-        if !(1..=1 + MAX_MESSAGE).contains(&len) {
+        if !(1..=1 + self.longest).contains(&len) {
             return malformed;
         }
         let mut message = self.wire.take(HEAD + len + CODE)?;
@@ -183,12 +191,12 @@ impl Channel {
     /// Splits the channel into its sending and its receiving direction, for use by different threads.
     #[cfg(target_os = "linux")]
     pub(super) fn split(self) -> std::io::Result<(Self, Self)> {
-        let Self { wire, inward, outward, malformed } = self;
+        let Self { wire, inward, outward, longest, malformed } = self;
         let sends = wire.for_sending()?;
         let silent = || Direction::new(Key::of(b"no direction", b""));
         Ok((
-            Self { wire: sends, inward: silent(), outward, malformed: false },
-            Self { wire, inward, outward: silent(), malformed },
+            Self { wire: sends, inward: silent(), outward, longest, malformed: false },
+            Self { wire, inward, outward: silent(), longest, malformed },
         ))
     }
 

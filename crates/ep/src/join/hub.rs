@@ -366,6 +366,13 @@ impl Hub {
         error
     }
 
+    /// The error of a rank that was lost since the last exchange.
+    pub(super) fn lost(&mut self) -> Option<Error> {
+        self.progress();
+        let loss = self.over.clone().or_else(|| self.settled())?;
+        Some(loss.error(ZERO, None, WHAT, Duration::ZERO))
+    }
+
     /// Leaves because of `error`. Returns the error to report: `error`, or one about a rank that was lost earlier.
     pub(super) fn abandon(&mut self, error: Error) -> Error {
         if self.over.is_some() {

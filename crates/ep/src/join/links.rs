@@ -35,6 +35,10 @@ use crate::topology::Rank;
 /// Kinds of messages on a link, besides `kind::LEFT` and `kind::LOST`.
 const READY: u8 = 16;
 const MESSAGE: u8 = 17;
+/// How often a rank that waits for links looks for news of the rendezvous.
+const LOOK: Duration = Duration::from_millis(50);
+/// The longest message of a link, in bytes.
+const LONGEST: usize = 64 << 10;
 /// Pause between attempts to connect.
 const RETRY: Duration = Duration::from_millis(5);
 const WHAT: &str = "its link";
@@ -165,13 +169,19 @@ pub struct Links {
 
 impl Links {
     /// Links this rank with all other ranks. Collective. `invitations` are those of all ranks, in rank order. Those of
-    /// ranks on other machines have an address ([`Invitation::at`]).
+    /// ranks on other machines have an address ([`Invitation::at`]). `lost` returns an error when this rank has learned
+    /// otherwise that a rank is lost, as [`Rendezvous::lost`](super::Rendezvous::lost) does.
     ///
     /// # Errors
     /// - [`PeerError`](crate::PeerError) that names a rank which is lost, late or unreachable.
     /// - [`EnvironmentError`] when this rank cannot reach another rank's socket.
     /// - [`CallerError::Interrupted`](crate::CallerError::Interrupted) when the program stopped the wait.
-    pub fn connect(door: Door, member: &Member, invitations: &[Invitation]) -> Result<Self> {
+    pub fn connect(
+        door: Door,
+        member: &Member,
+        invitations: &[Invitation],
+        mut lost: impl FnMut() -> Option<Error>,
+    ) -> Result<Self> {
         let shares: Vec<&[u8]> = invitations.iter().map(|invitation| &invitation.share[..]).collect();
         let base =
             member.secret.as_ref().map_or(Key::of(b"hybrid-ep links", b""), |s: &Secret| s.key().clone());
@@ -186,7 +196,7 @@ impl Links {
             certain: None,
             vague: None,
         };
-        let met = meeting.meet(&door, Clock::new(member.timeout));
+        let met = meeting.meet(&door, Clock::new(member.timeout), &mut lost);
         // Tell the peers of an error before the door and the links close: a link that closes without a message means
         // that this rank died.
         let error = match met {
@@ -265,7 +275,7 @@ impl Peer {
 }
 
 impl Meeting<'_> {
-    fn meet(&mut self, door: &Door, clock: Clock) -> Result<()> {
+    fn meet(&mut self, door: &Door, clock: Clock, lost: &mut dyn FnMut() -> Option<Error>) -> Result<()> {
         let listeners = [Some(&door.listener), door.network.as_ref()].into_iter().flatten();
         let mut receptions: Vec<_> =
             listeners.map(|listener| Reception::new(listener, self.key, Role::Link)).collect();
@@ -288,6 +298,9 @@ impl Meeting<'_> {
                 return Err(loss.error(self.rank, None, WHAT, clock.waited()));
             }
             let Some(missing) = missing else { return Ok(()) };
+            if let Some(error) = lost() {
+                return Err(error);
+            }
             if clock.is_over() {
                 let loss = Loss::new(Rank(missing as u32), PeerFault::Late, "");
                 return Err(loss.error(self.rank, None, WHAT, clock.waited()));
@@ -295,6 +308,8 @@ impl Meeting<'_> {
             self.watch.check()?;
             let looks = receptions.iter().filter_map(Reception::next_look);
             let mut until = looks.fold(self.watch.until(clock.deadline), Instant::min);
+            // The sockets of the rendezvous are not among those that end the wait.
+            until = until.min(Instant::now() + LOOK);
             if self.vague.is_some()
                 || self.peers.iter().any(|peer| matches!(peer.state, State::Disconnected(_)))
             {
@@ -336,6 +351,7 @@ impl Meeting<'_> {
             // A rank of this machine that connects over the network, or a rank of another one over a local socket.
             _ => return,
         };
+        channel.accept_at_most(LONGEST);
         channel.send(READY, &[]);
         channel.wire_mut().take_descriptors();
         channel.wire_mut().flush();
@@ -372,6 +388,7 @@ impl Meeting<'_> {
                     };
                 }
                 Progress::Done((), mut channel) => {
+                    channel.accept_at_most(LONGEST);
                     channel.wire_mut().take_descriptors();
                     State::Proven(channel, process)
                 }
@@ -663,7 +680,7 @@ mod tests {
             let threads = doors.map(|door| {
                 let member = Member::new(Rank(rank.next().unwrap()), 2, Duration::from_secs(2));
                 let invitations = &invitations;
-                scope.spawn(move || Links::connect(door, &member, invitations))
+                scope.spawn(move || Links::connect(door, &member, invitations, || None))
             });
             threads.map(|thread| thread.join().unwrap())
         })
@@ -732,8 +749,8 @@ mod tests {
             let [zero, one] = doors;
             let member = |rank| Member::new(Rank(rank), 2, Duration::from_millis(300));
             let (honest, lying) = (&honest, &lying);
-            let zero = scope.spawn(move || Links::connect(zero, &member(0), honest));
-            let one = scope.spawn(move || Links::connect(one, &member(1), lying));
+            let zero = scope.spawn(move || Links::connect(zero, &member(0), honest, || None));
+            let one = scope.spawn(move || Links::connect(one, &member(1), lying, || None));
             for rank in [zero, one] {
                 assert!(rank.join().unwrap().is_err());
             }

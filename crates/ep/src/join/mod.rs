@@ -99,6 +99,12 @@ pub trait Rendezvous {
         error
     }
 
+    /// An error that names a rank which was lost since the last exchange, if this rank has learned of one. Does not wait.
+    /// A rank calls this while it waits for other ranks elsewhere. The default implementation learns of none.
+    fn lost(&mut self) -> Option<Error> {
+        None
+    }
+
     /// The job secret, if the ranks have one in common.
     fn secret(&self) -> Option<&Secret> {
         None

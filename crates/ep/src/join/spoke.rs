@@ -1,5 +1,6 @@
 //! The rendezvous end of every rank except rank 0: its connection to rank 0's hub.
 
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use super::channel::{Channel, End, Incoming};
@@ -7,7 +8,7 @@ use super::handshake::{Claim, Outbound, Progress, Role};
 use super::note::{Clock, Loss, SILENCE, kind, rank_of};
 use super::reception::HANDSHAKE;
 use super::store::Store;
-use super::wire::wait;
+use super::wire::{Socket, wait};
 use super::{Member, Watch};
 use crate::error::{EnvironmentError, Error, PeerFault, Result};
 use crate::topology::Rank;
@@ -238,7 +239,7 @@ impl Spoke {
                         "the job at this store is generation {theirs}, and this process is of {}",
                         self.generation
                     ),
-                    "this process is left over from another start of the job; otherwise set HYBRID_EP_GENERATION to the same number on all ranks",
+                    "this process or rank 0 is left over from another start of the job; otherwise set HYBRID_EP_GENERATION to the same number on all ranks",
                 ))
             }
             kind::TAKEN => Err(refused(
@@ -292,6 +293,32 @@ impl Spoke {
         Ok(all)
     }
 
+    /// The error of a rank that was lost since the last exchange, if rank 0 has reported one or is lost itself.
+    pub(super) fn learn(&mut self) -> Option<Error> {
+        let clock = Clock::new(Duration::ZERO);
+        loop {
+            let channel = self.channel.as_mut()?;
+            channel.wire_mut().flush();
+            let incoming = channel.receive()?;
+            let loss = match self.handle(incoming) {
+                Ok(_) => continue,
+                Err(Stop::Lost(loss) | Stop::GaveUp(loss)) => loss,
+                Err(Stop::Error(error)) => return Some(error),
+                Err(Stop::Closed) => Loss::new(ZERO, PeerFault::Died, "its connection closed"),
+            };
+            return Some(self.lost(loss, WHAT, &clock));
+        }
+    }
+
+    /// The address of this machine that rank 0 sees; `None` on a local socket.
+    pub(super) fn network_address(&self) -> Option<IpAddr> {
+        match self.channel.as_ref()?.wire().socket() {
+            Socket::Tcp(stream) => stream.local_addr().ok().map(|at| at.ip()),
+            #[cfg(target_os = "linux")]
+            Socket::Unix(_) => None,
+        }
+    }
+
     fn error(&self, loss: &Loss, what: &str, clock: &Clock) -> Error {
         if loss.peer == self.rank {
             let cause = format!("it reported that rank {} {}", self.rank, loss.fault);
@@ -342,7 +369,9 @@ impl Spoke {
             match channel.receive() {
                 Some(Incoming::Message(message)) if message[0] == kind::LOST => {
                     let told = Loss::from_bytes(&message[1..]);
-                    let better = told.filter(|loss| loss.peer != self.rank && loss.peer != peer.peer);
+                    // Rank 0 itself says why it failed, where this rank has only seen its connection close.
+                    let is_better = |loss: &Loss| loss.peer != peer.peer || peer.fault == PeerFault::Died;
+                    let better = told.filter(|loss| loss.peer != self.rank && is_better(loss));
                     return match better {
                         Some(loss) => self.error(&loss, &peer.waited_for, &clock),
                         None => error,

@@ -173,6 +173,19 @@ impl Listener {
     }
 }
 
+impl Listener {
+    /// The network address at which ranks reach this listener; `None` if it is bound to all addresses, or to none.
+    pub(super) fn network_address(&self) -> Option<IpAddr> {
+        match self {
+            Self::Tcp(listener) => {
+                listener.local_addr().ok().map(|at| at.ip()).filter(|ip| !ip.is_unspecified())
+            }
+            #[cfg(target_os = "linux")]
+            Self::SameUser(_) => None,
+        }
+    }
+}
+
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {

@@ -122,8 +122,9 @@ impl TcpRendezvous {
             return Self::listen(&store.listen()?, &store, member);
         }
         let secret = member.secret.clone();
-        let end = End::Spoke(Spoke::open(&store, member)?);
-        Ok(Self { rank, ranks, secret, address: store.facing_address(), end, process })
+        let spoke = Spoke::open(&store, member)?;
+        let (address, end) = (spoke.network_address(), End::Spoke(spoke));
+        Ok(Self { rank, ranks, secret, address, end, process })
     }
 
     /// As [`join`](Self::join), with the store and the member that the launcher's environment describes.
@@ -156,7 +157,8 @@ impl TcpRendezvous {
     fn listen(listener: &Listener, store: &Store, member: Member) -> Result<Self> {
         let (rank, ranks, secret) = (member.rank, member.ranks, member.secret.clone());
         let (end, process) = (End::Hub(Hub::open(listener, store, member)?), std::process::id());
-        Ok(Self { rank, ranks, secret, address: store.facing_address(), end, process })
+        let address = listener.network_address().or_else(|| store.facing_address());
+        Ok(Self { rank, ranks, secret, address, end, process })
     }
 }
 
@@ -178,6 +180,14 @@ impl Rendezvous for TcpRendezvous {
             End::Alone => Ok(vec![blob.to_vec()]),
             End::Hub(hub) => hub.exchange(blob),
             End::Spoke(spoke) => spoke.exchange(blob),
+        }
+    }
+
+    fn lost(&mut self) -> Option<Error> {
+        match &mut self.end {
+            End::Alone => None,
+            End::Hub(hub) => hub.lost(),
+            End::Spoke(spoke) => spoke.learn(),
         }
     }
 

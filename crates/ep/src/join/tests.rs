@@ -332,7 +332,7 @@ fn a_process_of_an_earlier_start_of_the_job_is_refused_and_the_job_goes_on() {
     std::thread::scope(|scope| {
         let zero = scope.spawn(|| TcpRendezvous::host(&listener, of(0, 2))?.all_gather(b"zero"));
         let old = TcpRendezvous::join(&store, of(1, 1)).unwrap_err().to_string();
-        let expected = "joining as rank 1 of 2: the job at this store is generation 2, and this process is of 1; this process is left over";
+        let expected = "joining as rank 1 of 2: the job at this store is generation 2, and this process is of 1; this process or rank 0 is left over";
         assert!(old.starts_with(expected), "{old}");
         let one = TcpRendezvous::join(&store, of(1, 2)).unwrap().all_gather(b"one");
         assert_eq!(one.unwrap(), zero.join().unwrap().unwrap());
@@ -608,7 +608,7 @@ fn link(
             .into_iter()
             .enumerate()
             .map(|(rank, door)| {
-                scope.spawn(move || Links::connect(door, &member(rank, ranks, timeout), &told(rank)))
+                scope.spawn(move || Links::connect(door, &member(rank, ranks, timeout), &told(rank), || None))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -686,7 +686,7 @@ fn a_rank_that_closes_its_door_before_linking_is_named() {
             .into_iter()
             .zip(doors)
             .map(|(rank, door)| {
-                scope.spawn(move || Links::connect(door, &member(rank, 3, LONG), invitations))
+                scope.spawn(move || Links::connect(door, &member(rank, 3, LONG), invitations, || None))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -710,4 +710,36 @@ fn ranks_link_in_spite_of_idle_connections_to_a_door() {
         result.unwrap();
     }
     assert_ne!(random().unwrap(), random().unwrap());
+}
+
+/// A rank that gives up while the others link is reported at once, and not after the timeout.
+#[test]
+fn a_rank_that_fails_while_the_others_link_is_named_at_once() {
+    /// The rank that the error of linking names.
+    fn linked(mut met: TcpRendezvous) -> (Rank, PeerFault) {
+        let door = Door::open().unwrap();
+        let blobs = met.all_gather(door.invitation().to_string().as_bytes()).unwrap();
+        let text = |blob: &Vec<u8>| std::str::from_utf8(blob).unwrap().parse().unwrap();
+        let invitations: Vec<Invitation> = blobs.iter().map(text).collect();
+        let member = member(met.rank().index(), 3, LONG);
+        let start = Instant::now();
+        let error = peer_error(Links::connect(door, &member, &invitations, || met.lost()));
+        assert!(start.elapsed() < LONG / 2, "{error}");
+        (error.peer, error.fault)
+    }
+    let (listener, address) = listener();
+    let store = address.to_string();
+    std::thread::scope(|scope| {
+        let store = &store;
+        let zero = scope.spawn(|| linked(TcpRendezvous::host(&listener, member(0, 3, LONG)).unwrap()));
+        let one = scope.spawn(move || linked(TcpRendezvous::join(store, member(1, 3, LONG)).unwrap()));
+        let mut two = TcpRendezvous::join(store, member(2, 3, LONG)).unwrap();
+        // The door stays open, so that only the rendezvous can tell.
+        let door = Door::open().unwrap();
+        two.all_gather(door.invitation().to_string().as_bytes()).unwrap();
+        two.abandon(EnvironmentError::new("linking", "no route", "").into());
+        for rank in [zero, one] {
+            assert_eq!(rank.join().unwrap(), (Rank(2), PeerFault::Failed));
+        }
+    });
 }
