@@ -327,7 +327,11 @@ impl Endpoint {
     /// The error of a call after the endpoint was opened.
     pub(crate) fn error(&self, call: &str, answer: isize) -> Error {
         let what = format!("using provider {} of libfabric {}", self.provider, self.library.version());
-        EnvironmentError::new(what, format!("{call}: {}", self.library.text(answer)), LOG_HINT).into()
+        let hint = match -answer {
+            sys::ENFILE | sys::EMFILE => "raise the limit of open files (ulimit -n)",
+            _ => LOG_HINT,
+        };
+        EnvironmentError::new(what, format!("{call}: {}", self.library.text(answer)), hint).into()
     }
 
     /// What peers need to reach this rank's window.
@@ -499,6 +503,9 @@ impl Endpoint {
     }
 
     fn failed(&mut self, entry: &sys::CqErrEntry, on: &mut dyn FnMut(Completion)) -> Result<()> {
+        if is_shortage(entry.err as isize) {
+            return Err(self.error("fi_cq_readerr", -(entry.err as isize)));
+        }
         let text = self.library.text(entry.err as isize);
         match self.contexts.index(entry.op_context) {
             Some(put) if put < self.puts => on(Completion::Failed(put, text)),
@@ -509,4 +516,9 @@ impl Endpoint {
         }
         Ok(())
     }
+}
+
+/// Whether an error says that this process lacks a resource, which is no peer's fault.
+pub(crate) fn is_shortage(error: isize) -> bool {
+    [sys::ENOMEM, sys::ENFILE, sys::EMFILE, sys::ENOBUFS].contains(&error)
 }

@@ -19,7 +19,7 @@ use ep::{
 
 use crate::Options;
 use crate::blob::Blob;
-use crate::endpoint::{Completion, Endpoint, Remote};
+use crate::endpoint::{Completion, Endpoint, Remote, is_shortage};
 use crate::leftovers;
 use crate::library::Library;
 use crate::sys;
@@ -326,8 +326,8 @@ impl Core {
             Err(answer) => {
                 let why = self.endpoint.text(answer);
                 // Errors of the call itself are no peer's fault.
-                if [sys::EINVAL, sys::ENOMEM, sys::EACCES, sys::ENOSYS, sys::EMSGSIZE, sys::EOPNOTSUPP]
-                    .contains(&-answer)
+                if [sys::EINVAL, sys::EACCES, sys::ENOSYS, sys::EMSGSIZE, sys::EOPNOTSUPP].contains(&-answer)
+                    || is_shortage(-answer)
                 {
                     return Err(self.endpoint.error("fi_writedata", answer));
                 }

@@ -65,11 +65,14 @@ pub const EAGAIN: isize = 11;
 pub const ENOMEM: isize = 12;
 pub const EACCES: isize = 13;
 pub const EINVAL: isize = 22;
+pub const ENFILE: isize = 23;
+pub const EMFILE: isize = 24;
 pub const ENOSYS: isize = 38;
 pub const ENODATA: isize = 61;
 pub const EMSGSIZE: isize = 90;
 pub const EOPNOTSUPP: isize = 95;
 /// `fi_cq_read`: an error entry is available.
+pub const ENOBUFS: isize = 105;
 pub const EAVAIL: isize = 259;
 
 #[repr(C)]
