@@ -42,6 +42,7 @@ preset = "deepseek-v3"
 [options]
 work = "forward"
 memory_cap = "24 GB"
+replicas = "regather"
 "#;
 
 fn written(directory: &Directory, name: &str, text: &str) -> String {
@@ -89,6 +90,40 @@ fn the_reference_plans_are_found() {
         assert_eq!(plan["plan"]["best"]["domain_sizes"], serde_json::json!([2, 2, 1]), "{uplink}");
         assert!((speedup(&plan, "hierarchical-ep") / over - 1.0).abs() < 0.01, "{uplink}");
     }
+}
+
+/// Qwen3 on four distant datacenters, 64 micro-batches.
+const DISTANT: &[&str] = &[
+    "plan",
+    "--model=qwen3-235b",
+    "--datacenters=4",
+    "--nodes=4",
+    "--uplink=1Gbit/s",
+    "--round-trip=80ms",
+    "--set=gradient_accumulation=64",
+];
+
+/// The fastest scheme has the headline, also when it is a baseline; a ratio below 1 is called slower.
+#[test]
+fn the_headline_names_the_fastest_scheme() {
+    let text = run(DISTANT).succeeded().stdout;
+    assert!(text.contains("Best: domains (4, 2, 1)") && text.contains("1.93x faster"), "{text}");
+    let regathered = run(&[DISTANT, &["--set=replicas=regather"]].concat()).succeeded().stdout;
+    assert!(regathered.contains("Best: EP inside a datacenter"), "{regathered}");
+    assert!(regathered.contains("The best expert domains are 32.8x slower"), "{regathered}");
+    assert!(!regathered.contains("0.03x"), "{regathered}");
+    let directory = Directory::new("plan-headline");
+    let page = directory.file("page.html");
+    run(&[DISTANT, &["--set=replicas=regather", "--html", &page]].concat()).succeeded();
+    let html = std::fs::read_to_string(&page).unwrap();
+    assert!(html.contains("<b>32.8x</b><span>slower than EP inside a datacenter</span>"));
+    assert!(html.contains("Best: EP inside a datacenter") && !html.contains("0.03x"));
+}
+
+#[test]
+fn a_gain_that_rounds_to_nothing_is_not_worth_it() {
+    let text = run(&["plan", "--set=weight_compression=1", "--uplink=10Gbit/s"]).succeeded().stdout;
+    assert!(text.contains("not worth it"), "{text}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! The reference was computed independently from the same formulas. All six domain sizes agree, and times agree within
 //! 1%. The formulas leave one choice open, the number of live layers (see NOTES.md).
 
-use ep_plan::planner::{BaselineKind, Work};
+use ep_plan::planner::{BaselineKind, Replicas, Work};
 use ep_plan::{Options, Plan, Planner, presets};
 
 #[expect(clippy::unwrap_used, reason = "a test's own input")]
@@ -15,7 +15,9 @@ fn plan(work: Work, uplink_gbit_per_s: f64, live_layers: usize) -> Plan {
     for level in &mut cluster.levels[1..] {
         level.round_trip_s = 0.0;
     }
-    let options = Options { work, live_layers, memory_cap_gb: Some(24.0), ..Options::default() };
+    // The reference gathers experts again in every pass.
+    let replicas = Replicas::Regather;
+    let options = Options { work, live_layers, replicas, memory_cap_gb: Some(24.0), ..Options::default() };
     let (cluster, model) = (cluster.try_into().unwrap(), presets::deepseek_v3().try_into().unwrap());
     Planner::new(cluster, model, options).unwrap().plan()
 }

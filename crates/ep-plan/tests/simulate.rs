@@ -7,7 +7,7 @@ mod agreement;
 
 use ep_plan::cluster::Sharing;
 use ep_plan::paper::{SIMULATION_FIXED_DOMAIN, SIMULATION_GROWING_DOMAIN, SimulationCase};
-use ep_plan::planner::{Setting, Work};
+use ep_plan::planner::{Replicas, Setting, Work};
 use ep_plan::simulate::{
     Direction, FlowDetail, LinkOrder, MessageStart, Outcome, Phase, Record, Scheme, Simulation,
     SimulationOptions, Straggler, Stragglers, Symmetry,
@@ -278,7 +278,9 @@ fn sharing_links_fairly_or_in_turn_is_not_faster() {
     let cluster = cluster_of(4, 4, |cluster| cluster.levels[0].bandwidth_gbit_per_s = 50.0);
     let scheme = Scheme::Hybrid { domain_sizes: vec![2, 1, 1] };
     let step = |link_order| {
-        let options = SimulationOptions { link_order, ..SimulationOptions::default() };
+        // Experts that are gathered in every pass compete with tokens for the links.
+        let planner = Options { replicas: Replicas::Regather, ..Options::default() };
+        let options = SimulationOptions { planner, link_order, ..SimulationOptions::default() };
         run(&cluster, &scheme, options).step_seconds.0
     };
     let first = step(LinkOrder::TokensFirst);

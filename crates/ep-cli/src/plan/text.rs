@@ -40,8 +40,42 @@ pub(super) fn render(problem: &Problem, plan: &Plan, sweep: Option<&Sweep>, expl
     out
 }
 
-/// The plan in one line.
+/// The answer: the fastest scheme, and, if that is a baseline, the best expert domains.
 pub(super) fn answer(plan: &Plan) -> String {
+    let Some(baseline) = plan.faster_baseline() else {
+        return format!("Best: {}{}", domains_answer(plan), worth(plan));
+    };
+    let time = baseline.candidate.layer_time;
+    format!(
+        "Best: {}. A layer takes {time}.\nThe best expert domains are {}: domains {}",
+        baseline_name(baseline.kind),
+        relation(baseline.speedup),
+        domains_answer(plan).trim_start_matches("domains ")
+    )
+}
+
+/// A remark on a plan whose expert domains gain less than the digits show.
+fn worth(plan: &Plan) -> String {
+    let fastest = plan.baselines.iter().filter(|baseline| baseline.fits).map(|baseline| baseline.speedup);
+    let gain = fastest.fold(f64::INFINITY, f64::min);
+    let moves = plan.best.expert_domain_size() > 1;
+    match moves && times(gain) == times(1.0) {
+        true => " Moving experts is not worth it: the gain over the fastest scheme without domains is 1.00x."
+            .into(),
+        false => String::new(),
+    }
+}
+
+/// What a scheme is compared with one that takes `ratio` times as long: "1.14x faster", "2.00x slower".
+pub(super) fn relation(ratio: f64) -> String {
+    match times(ratio) {
+        equal if equal == times(1.0) => "as fast (1.00x)".to_owned(),
+        faster if ratio > 1.0 => format!("{faster} faster"),
+        _ => format!("{} slower", times(1.0 / ratio)),
+    }
+}
+
+fn domains_answer(plan: &Plan) -> String {
     let domain_sizes = sizes(&plan.best.domain_sizes);
     let gpus = plan.best.expert_domain_size();
     let what = match gpus {
@@ -50,7 +84,7 @@ pub(super) fn answer(plan: &Plan) -> String {
     };
     let kept = if plan.best.replicas_kept { ", kept for the whole step" } else { "" };
     format!(
-        "Best: domains {domain_sizes}: {what}{kept}. A layer takes {}, a step {}.",
+        "domains {domain_sizes}: {what}{kept}. A layer takes {}, a step {}.",
         plan.best.layer_time, plan.step_time
     )
 }
@@ -179,7 +213,7 @@ fn compared(plan: &Plan) -> String {
     let mut rows = vec![vec![
         format!("this plan {}", sizes(&plan.best.domain_sizes)),
         plan.best.layer_time.to_string(),
-        "1.00x".into(),
+        "-".into(),
         "yes".into(),
     ]];
     rows.extend(plan.alternatives.iter().map(|other| {
@@ -188,7 +222,7 @@ fn compared(plan: &Plan) -> String {
         vec![
             format!("domains {}{kept}", sizes(&other.domain_sizes)),
             other.layer_time.to_string(),
-            times(faster),
+            relation(faster),
             "yes".into(),
         ]
     }));
@@ -196,11 +230,11 @@ fn compared(plan: &Plan) -> String {
         vec![
             baseline_name(baseline.kind).into(),
             baseline.candidate.layer_time.to_string(),
-            times(baseline.speedup),
+            relation(baseline.speedup),
             if baseline.fits { "yes" } else { "NO" }.into(),
         ]
     }));
-    table(&["compared with", "layer time", "plan is faster by", "fits"], rows, 1)
+    table(&["compared with", "layer time", "this plan is", "fits"], rows, 1)
 }
 
 fn swept(sweep: &Sweep) -> String {

@@ -130,6 +130,13 @@ impl Plan {
     pub fn partition(&self) -> Result<Partition> {
         Partition::new(&self.scaling_factors, &self.best.domain_sizes)
     }
+
+    /// The fastest baseline that fits into memory and is faster than the best domain sizes, if there is one.
+    pub fn faster_baseline(&self) -> Option<&Baseline> {
+        let faster = |baseline: &&Baseline| baseline.fits && baseline.speedup < 1.0 - TIE;
+        let by_time = |a: &&Baseline, b: &&Baseline| a.speedup.total_cmp(&b.speedup);
+        self.baselines.iter().filter(faster).min_by(by_time)
+    }
 }
 
 impl Planner {

@@ -24,10 +24,10 @@ pub struct Options {
     /// Fraction of the device's memory that experts may not use, because dense weights, activations and buffers need
     /// it. Default: 0.3.
     pub reserved_memory: f64,
-    /// Layers whose gathered experts are in memory at the same time under [`Replicas::Regather`]. Default: 2, one layer
+    /// Layers whose gathered experts are in memory at the same time when replicas are not kept. Default: 2, one layer
     /// that computes and one whose experts arrive.
     pub live_layers: usize,
-    /// Whether gathered experts stay in memory for the whole step. Default: [`Replicas::Regather`].
+    /// Whether gathered experts stay in memory for the whole step. Default: [`Replicas::Best`].
     pub replicas: Replicas,
     /// `m`: micro-batches per optimizer step. Default: 1.
     pub micro_batches: usize,
@@ -51,7 +51,7 @@ impl Default for Options {
             memory_cap_gb: None,
             reserved_memory: 0.3,
             live_layers: 2,
-            replicas: Replicas::Regather,
+            replicas: Replicas::Best,
             micro_batches: 1,
             pipeline_stages: 1,
             shared_refresh_steps: 100,
@@ -90,12 +90,12 @@ pub enum Work {
 #[serde(rename_all = "kebab-case")]
 pub enum Replicas {
     /// Experts are gathered for every pass of every micro-batch and dropped after use.
-    #[default]
     Regather,
     /// Experts are gathered once per step and kept. Their gradients are accumulated in place and reduced once. The
     /// gathered experts of all layers of the GPU are in memory.
     Keep,
     /// The faster of the two that fits into memory.
+    #[default]
     Best,
 }
 

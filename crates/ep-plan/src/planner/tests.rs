@@ -312,6 +312,24 @@ fn baselines_have_the_volumes_of_their_schemes() {
     assert!(baseline(&roomy, BaselineKind::EpInsideDatacenter).candidate.replicas_kept);
 }
 
+/// Four distant datacenters: gradients in every micro-batch cost 63 times as much as one reduction per step.
+#[test]
+fn replicas_are_kept_by_default_where_that_is_faster() {
+    let cluster = presets::datacenters(4, 1.0, 0.08, presets::dgx_h200(4));
+    let with = |options| planner(cluster.clone(), presets::qwen3_235b(), options).plan();
+    let plan = with(Options { micro_batches: 64, ..Options::default() });
+    assert!(plan.best.replicas_kept && plan.faster_baseline().is_none());
+    assert_eq!(plan.best.layer_time.to_string(), "481.4 ms");
+    let regathered = Options { micro_batches: 64, replicas: Replicas::Regather, ..Options::default() };
+    let plan = with(regathered);
+    let faster = plan.faster_baseline().unwrap();
+    assert_eq!(faster.kind, BaselineKind::EpInsideDatacenter);
+    assert_eq!(
+        (faster.candidate.layer_time.to_string(), plan.best.layer_time.to_string()),
+        ("927.6 ms".into(), "30.40 s".into())
+    );
+}
+
 #[test]
 fn the_best_domain_sizes_change_at_the_reported_value() {
     let options = Options { memory_cap_gb: Some(24.0), ..Options::default() };

@@ -44,9 +44,16 @@ pub(super) fn answer(plan: &Plan) -> String {
     for baseline in &plan.baselines {
         let fits = if baseline.fits { "" } else { ", which does not fit" };
         let short = text::baseline_name(baseline.kind).split(',').next().unwrap_or_default();
-        cards.push_str(&card("", text::times(baseline.speedup), &format!("faster than {short}{fits}")));
+        let relation = text::relation(baseline.speedup);
+        let (number, word) = relation.split_once(' ').unwrap_or((&relation, ""));
+        let (number, word) = match word {
+            "faster" | "slower" => (number, format!("{word} than")),
+            _ => ("1.00x", "as fast as".to_owned()),
+        };
+        cards.push_str(&card("", number.to_owned(), &format!("{word} {short}{fits}")));
     }
-    format!("<div class=\"cards\">\n{cards}</div>\n")
+    let answer = escape(&text::answer(plan)).replace('\n', "<br>");
+    format!("<p class=\"answer\">{answer}</p>\n<div class=\"cards\">\n{cards}</div>\n")
 }
 
 pub(super) fn domains(plan: &Plan) -> Result<String, Failure> {
@@ -136,14 +143,14 @@ pub(super) fn compared(plan: &Plan) -> Result<String, Failure> {
             label,
             other.layer_time,
             1,
-            format!("{} ({})", other.layer_time, text::times(other.layer_time / best)),
+            format!("{} ({})", other.layer_time, text::relation(best / other.layer_time)),
         )
     }));
     rows.extend(plan.baselines.iter().map(|baseline| {
         let time = baseline.candidate.layer_time;
         let label = text::baseline_name(baseline.kind).replace("sharded data parallelism", "DP");
         let fits = if baseline.fits { "" } else { ", no fit" };
-        row(label, time, 2, format!("{time} ({}{fits})", text::times(baseline.speedup)))
+        row(label, time, 2, format!("{time} ({}{fits})", text::relation(1.0 / baseline.speedup)))
     }));
     let times = || rows.iter().map(|(_, time, ..)| time.0);
     let longest = times().fold(0.0, f64::max);
