@@ -185,6 +185,20 @@ impl Cluster {
         BytesPerSecond::from_gb_per_s(self.description.gpu.hbm_gb_per_s)
     }
 
+    /// A part of the cluster with this many members of each level. Its links are shared by as many GPUs as before,
+    /// because the rest of the cluster uses them too.
+    ///
+    /// # Errors
+    /// [`PlanError::Count`] when a number of members is 0.
+    pub(crate) fn group(&self, members: &[usize]) -> Result<Self> {
+        let mut description = self.description.clone();
+        for ((level, at), &members) in description.levels.iter_mut().zip(&self.levels).zip(members) {
+            level.scaling_factor = members;
+            level.sharing = Sharing::Gpus(at.gpus_per_link);
+        }
+        description.try_into()
+    }
+
     /// The same cluster with another link bandwidth at one level.
     ///
     /// # Errors

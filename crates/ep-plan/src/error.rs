@@ -127,6 +127,33 @@ pub enum PlanError {
         /// The smallest number of pipeline stages at which they fit, if there is one.
         pipeline_stages: Option<usize>,
     },
+    /// All GPUs together cannot hold the model.
+    #[error(
+        "weights, gradients and Adam state of the model need {needed}, and the {gpus} GPUs have {available} together; \
+         possible: more GPUs, more memory, or a smaller model"
+    )]
+    TotalMemory {
+        /// Memory that the model needs once.
+        needed: Bytes,
+        /// Memory of all GPUs.
+        available: Bytes,
+        /// GPUs of the cluster.
+        gpus: usize,
+    },
+    /// No division of the GPUs into stages and groups fits into memory.
+    #[error(
+        "a GPU has {device}, and every layout needs at least {needed} for weights, gradients and Adam state; possible: \
+         more GPUs, more memory, or another number of pipeline stages"
+    )]
+    NoLayout {
+        /// The least memory of a GPU that a layout needs.
+        needed: Bytes,
+        /// Memory of a GPU.
+        device: Bytes,
+    },
+    /// Forward passes alone have no optimizer step.
+    #[error("forward passes have no optimizer step to compare; possible: work = training, setting = full")]
+    Forward,
     /// The gathered experts of these domain sizes do not fit into memory.
     #[error(
         "domain sizes {domain_sizes:?} gather {needed} of experts onto each GPU, which may hold {cap}; \

@@ -20,6 +20,7 @@
 //!   of levels.
 //! - [`planner`] is the default model. It adds latency, deduplicated tokens, hot experts, gradients, the codec and
 //!   memory to the paper's model.
+//! - [`step`] compares whole steps: expert domains, data and pipeline parallelism, local steps.
 //! - [`simulate`] executes, event by event, the schedule that the planner prices, with stragglers and jitter.
 //! - [`residual`] is the codec for migrated experts: a shared expert, and the largest differences from it.
 //! - [`cluster`], [`model`] and [`routing`] describe the problem. [`presets`] has descriptions to start from, [`input`]
@@ -58,6 +59,7 @@ pub mod presets;
 pub mod residual;
 pub mod routing;
 pub mod simulate;
+pub mod step;
 pub mod stream_model;
 pub mod units;
 

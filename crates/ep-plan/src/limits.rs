@@ -94,6 +94,12 @@ pub const MATRICES: Count = Count::new(1, 16);
 pub const LAYERS: Count = Count::new(1, 10_000);
 /// Tokens of one GPU and micro-batch, and tokens of a sequence.
 pub const TOKENS: Count = Count::new(1, 1_000_000_000);
+/// Tokens of an optimizer step, over all GPUs.
+pub const GLOBAL_BATCH: Count = Count::new(1, 1_000_000_000_000_000);
+/// Parameters outside the layers with experts.
+pub const OTHER_PARAMETERS: Number = Number::new(0.0, 1e15);
+/// Steps between two exchanges of local steps.
+pub const LOCAL_STEPS: Count = Count::new(1, 1_000_000);
 /// Micro-batches of an optimizer step.
 pub const MICRO_BATCHES: Count = Count::new(1, 1_000_000);
 /// Optimizer steps between two refreshes of the codec's shared expert.

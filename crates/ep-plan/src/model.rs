@@ -34,6 +34,13 @@ pub struct ModelDescription {
     pub tokens_per_gpu: usize,
     /// Sequence length, tokens.
     pub context: usize,
+    /// `N`: tokens of an optimizer step, over all GPUs. Without it, the options' micro-batches define the step.
+    #[serde(default)]
+    pub global_batch: Option<usize>,
+    /// Parameters outside the layers with experts: embeddings and dense layers. They count for memory and for the
+    /// exchange of gradients, not for compute.
+    #[serde(default)]
+    pub other_parameters: f64,
     /// Sizes of the attention of a layer.
     #[serde(default)]
     pub attention: AttentionDescription,
@@ -103,6 +110,7 @@ fn gated() -> usize {
 pub struct Model {
     description: ModelDescription,
     shares: ExpertShares,
+    tokens: f64,
 }
 
 impl TryFrom<ModelDescription> for Model {
@@ -119,6 +127,10 @@ impl TryFrom<ModelDescription> for Model {
         count("moe_layers", description.moe_layers, limits::LAYERS)?;
         count("tokens_per_gpu", description.tokens_per_gpu, limits::TOKENS)?;
         count("context (tokens)", description.context, limits::TOKENS)?;
+        if let Some(batch) = description.global_batch {
+            count("global_batch (tokens)", batch, limits::GLOBAL_BATCH)?;
+        }
+        number("other_parameters", description.other_parameters, limits::OTHER_PARAMETERS)?;
         number("attention.parameters", description.attention.parameters, limits::ATTENTION_PARAMETERS)?;
         number("attention.score_width", description.attention.score_width, limits::SCORE_WIDTH)?;
         if topk > 0 && topk <= experts {
@@ -140,7 +152,8 @@ impl TryFrom<ModelDescription> for Model {
                 )));
             }
         }
-        Ok(Self { shares: shares.capped(topk), description })
+        let tokens = description.tokens_per_gpu as f64;
+        Ok(Self { shares: shares.capped(topk), description, tokens })
     }
 }
 
@@ -156,14 +169,49 @@ impl Model {
         &self.description
     }
 
-    /// Each expert's fraction of all selections; no fraction exceeds `1/topk`.
+    /// Each slot's fraction of all selections; no fraction exceeds `1/topk`. A slot holds an expert or, after
+    /// [`Model::spread`], a copy of one.
     pub fn shares(&self) -> &ExpertShares {
         &self.shares
     }
 
+    /// Experts and copies of experts of a layer: the number of experts, unless [`Model::spread`] added copies.
+    pub fn slots(&self) -> usize {
+        self.shares.as_slice().len()
+    }
+
+    /// The model with as many slots as a multiple of `gpus`. Slots beyond the number of experts hold copies: one after
+    /// the other goes to the expert with the highest share per copy, and the copies of an expert divide its share.
+    #[must_use]
+    pub fn spread(&self, gpus: usize) -> Self {
+        let slots = self.description.experts.div_ceil(gpus) * gpus;
+        Self { shares: self.shares.with_copies(slots), ..self.clone() }
+    }
+
+    /// The same model with another number of tokens per GPU and micro-batch, which may be a mean.
+    #[must_use]
+    pub fn with_tokens(&self, tokens: f64) -> Self {
+        Self { tokens, ..self.clone() }
+    }
+
     /// `T`: tokens of one GPU in one micro-batch, as a factor of formulas.
     pub fn tokens(&self) -> f64 {
-        self.description.tokens_per_gpu as f64
+        self.tokens
+    }
+
+    /// `a`: parameters of a layer besides its routed experts: attention, router and shared experts.
+    pub fn dense_parameters(&self) -> f64 {
+        let ModelDescription { hidden, experts, shared_experts, attention, .. } = self.description;
+        attention.parameters
+            + hidden as f64 * experts as f64
+            + shared_experts as f64 * self.expert_parameters()
+    }
+
+    /// All parameters of the model, each counted once.
+    pub fn parameters(&self) -> f64 {
+        let experts = self.description.experts as f64 * self.expert_parameters();
+        self.description.moe_layers as f64 * (experts + self.dense_parameters())
+            + self.description.other_parameters
     }
 
     /// Parameters of one expert: `hidden * expert_intermediate * expert_matrices`.

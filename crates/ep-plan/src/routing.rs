@@ -116,6 +116,28 @@ impl ExpertShares {
         Self(shares)
     }
 
+    /// The shares of this many slots. The first slots hold the experts, the others hold copies ([`Model::spread`]).
+    ///
+    /// [`Model::spread`]: crate::Model::spread
+    pub(crate) fn with_copies(&self, slots: usize) -> Self {
+        let experts = self.0.len();
+        // Experts ordered by share per copy, then by index. Shares are not negative, so their bits have the order of
+        // their values.
+        let entry = |expert: usize, copies: usize| {
+            ((self.0[expert] / copies as f64).to_bits(), Reverse(expert), copies)
+        };
+        let mut heap: BinaryHeap<_> = (0..experts).map(|expert| entry(expert, 1)).collect();
+        let mut of_slot: Vec<usize> = (0..experts).collect();
+        while of_slot.len() < slots {
+            let Some((_, Reverse(expert), copies)) = heap.pop() else { break };
+            of_slot.push(expert);
+            heap.push(entry(expert, copies + 1));
+        }
+        let mut copies = vec![0.0; experts];
+        of_slot.iter().for_each(|&expert| copies[expert] += 1.0);
+        Self(of_slot.iter().map(|&expert| self.0[expert] / copies[expert]).collect())
+    }
+
     /// The load of the busiest group over the mean load, at each level: `h_l = N_l max_d Σ_{e in d} share_e`. The `N_l`
     /// groups of level `l` are those into which the domains of levels `0..=l` divide the experts.
     ///

@@ -6,13 +6,14 @@
 mod agreement;
 
 use ep_plan::cluster::Sharing;
+use ep_plan::model::ModelDescription;
 use ep_plan::paper::{SIMULATION_FIXED_DOMAIN, SIMULATION_GROWING_DOMAIN, SimulationCase};
 use ep_plan::planner::{Replicas, Setting, Work};
 use ep_plan::simulate::{
     Direction, FlowDetail, LinkOrder, MessageStart, Outcome, Phase, Record, Scheme, Simulation,
     SimulationOptions, Straggler, Stragglers, Symmetry,
 };
-use ep_plan::{Cluster, ClusterDescription, Model, Options, StreamInput, StreamModel, presets};
+use ep_plan::{Cluster, ClusterDescription, Model, Options, Planner, StreamInput, StreamModel, presets};
 use proptest::prelude::*;
 
 /// Largest relative difference between simulated and closed-form speedups. The schedules are the same, so only rounding
@@ -409,9 +410,20 @@ fn errors_of_impossible_simulations_name_the_possible_values() {
     assert!(error(recorded, Scheme::Plain).contains("recorded GPU 99 does not exist"));
     let none = SimulationOptions { layers: Some(0), ..SimulationOptions::default() };
     assert!(error(none, Scheme::Plain).contains("from 1 to 10000"));
-    let model = presets::mixtral_8x7b().try_into().unwrap();
-    let odd = Simulation::new(&cluster, &model, SimulationOptions::default(), Scheme::Plain).unwrap_err();
-    assert!(odd.to_string().contains("possible numbers of GPUs: 1, 2, 4, 8"));
+}
+
+/// Eight experts on 32 GPUs: every expert has four copies, and every GPU has one.
+#[test]
+fn copies_of_experts_are_simulated() {
+    let cluster = cluster_of(4, 4, |_| {});
+    let model: Model = ModelDescription { moe_layers: 8, ..presets::mixtral_8x7b() }.try_into().unwrap();
+    let options = SimulationOptions::default();
+    let planner = Planner::new(cluster.clone(), model.clone(), options.planner.clone()).unwrap();
+    let outcome = Simulation::new(&cluster, &model, options, Scheme::Plain).unwrap().run();
+    let plan = planner.plan();
+    assert_eq!(plan.experts_per_gpu, 1);
+    let planned = plan.baselines[0].candidate.layer_time;
+    assert!((outcome.layer_seconds / planned - 1.0).abs() < 0.05, "{} {planned}", outcome.layer_seconds);
 }
 
 #[test]

@@ -223,6 +223,10 @@ impl<'d, 'i> Table<'d, 'i> {
         }
     }
 
+    pub(super) fn optional_count(&self, key: &str, range: Count) -> Result<Option<usize>> {
+        self.get(key).map(|item| item.count(range)).transpose()
+    }
+
     pub(super) fn number(&self, key: &str, default: f64, range: Number) -> Result<f64> {
         self.get(key).map_or(Ok(default), |item| item.number_in(range))
     }

@@ -11,7 +11,7 @@ use crate::cluster::{Cluster, ClusterDescription, GpuDescription, LevelDescripti
 use crate::error::PlanError;
 use crate::limits::{self, Count, Shown};
 use crate::model::{AttentionDescription, ElementType, Model, ModelDescription, PrecisionDescription};
-use crate::planner::{Options, Replicas, Setting, Work};
+use crate::planner::{Batch, Options, Replicas, Setting, Work};
 use crate::routing::{Placement, Routing};
 
 pub(super) const DOCUMENT: Keys = Keys { plain: &["cluster", "model", "options"], quantities: &[] };
@@ -45,6 +45,8 @@ const MODEL: Keys = Keys {
         "moe_layers",
         "tokens_per_gpu",
         "context",
+        "global_batch",
+        "other_parameters",
         "attention",
         "precision",
         "routing",
@@ -67,6 +69,7 @@ const OPTIONS: Keys = Keys {
         "replicas",
         "gradient_accumulation",
         "pipeline_stages",
+        "local_steps",
         "shared_refresh_steps",
         "overlap_chunks",
         "placement",
@@ -158,6 +161,14 @@ pub(super) fn model(item: &Item<'_, '_>) -> Result<ModelDescription> {
         moe_layers: count("moe_layers", limits::LAYERS, |model| model.moe_layers)?,
         tokens_per_gpu: count("tokens_per_gpu", limits::TOKENS, |model| model.tokens_per_gpu)?,
         context: count("context", limits::TOKENS, |model| model.context)?,
+        global_batch: {
+            let given = table.optional_count("global_batch", limits::GLOBAL_BATCH)?;
+            given.or(base.and_then(|base| base.global_batch))
+        },
+        other_parameters: {
+            let default = base.map_or(0.0, |base| base.other_parameters);
+            table.number("other_parameters", default, limits::OTHER_PARAMETERS)?
+        },
         attention: attention(&table, base.map(|model| model.attention).unwrap_or_default())?,
         precision: precision(&table, base.map(|model| model.precision).unwrap_or_default())?,
         routing: match (table.get("routing"), base) {
@@ -261,8 +272,10 @@ pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
             default.replicas,
             &[("regather", Replicas::Regather), ("keep", Replicas::Keep), ("best", Replicas::Best)],
         )?,
+        batch: if table.get("gradient_accumulation").is_some() { Batch::MicroBatches } else { Batch::Model },
         micro_batches: count("gradient_accumulation", limits::MICRO_BATCHES, default.micro_batches)?,
-        pipeline_stages: count("pipeline_stages", limits::LAYERS, default.pipeline_stages)?,
+        pipeline_stages: table.optional_count("pipeline_stages", limits::LAYERS)?,
+        local_steps: count("local_steps", limits::LOCAL_STEPS, default.local_steps)?,
         shared_refresh_steps: count(
             "shared_refresh_steps",
             limits::REFRESH_STEPS,

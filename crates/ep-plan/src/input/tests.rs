@@ -353,3 +353,16 @@ proptest! {
         }
     }
 }
+
+/// `gradient_accumulation` replaces the global batch of the model, also when it is 1.
+#[test]
+fn micro_batches_that_are_given_determine_the_step() {
+    let batch = |text: &str| parse("plan.toml", text).unwrap().options.unwrap().batch;
+    assert_eq!(batch("[options]"), crate::planner::Batch::Model);
+    assert_eq!(batch("[options]\ngradient_accumulation = 1"), crate::planner::Batch::MicroBatches);
+    let model = parse("plan.toml", "[model]\npreset = \"deepseek-v3\"\nglobal_batch = 4096").unwrap().model;
+    assert_eq!(model.unwrap().global_batch, Some(4096));
+    let options = Options { pipeline_stages: Some(4), local_steps: 7, ..Options::default() };
+    let text = options_to_toml(&options);
+    assert_eq!(parse("plan.toml", &text).unwrap().options, Some(options));
+}

@@ -6,7 +6,7 @@ use super::quantity::Kind;
 use crate::cluster::{ClusterDescription, Sharing};
 use crate::limits;
 use crate::model::{ElementType, ModelDescription};
-use crate::planner::{Options, Replicas, Setting, Work};
+use crate::planner::{Batch, Options, Replicas, Setting, Work};
 use crate::routing::{Placement, Routing};
 
 /// Writes a whole input file. [`parse`](super::parse) reads back exactly the same descriptions.
@@ -71,6 +71,10 @@ pub fn model_to_toml(model: &ModelDescription) -> String {
     for (key, count, note) in counts {
         let _ = writeln!(out, "{key} = {count}  # {note}");
     }
+    if let Some(batch) = model.global_batch {
+        let _ = writeln!(out, "global_batch = {batch}  # tokens of an optimizer step");
+    }
+    let _ = writeln!(out, "other_parameters = {}  # embeddings and dense layers", model.other_parameters);
     let attention = model.attention;
     let _ = writeln!(
         out,
@@ -137,20 +141,26 @@ pub fn options_to_toml(options: &Options) -> String {
             )
         }
     };
+    let pipeline_stages = match options.pipeline_stages {
+        Some(stages) => format!("pipeline_stages = {stages}\n"),
+        None => "# pipeline_stages = 2  # default: chosen by the planner\n".to_owned(),
+    };
+    let accumulation = match options.batch {
+        Batch::MicroBatches => format!("gradient_accumulation = {}  # micro-batches per optimizer step\n", options.micro_batches),
+        Batch::Model => "# gradient_accumulation = 1  # micro-batches per optimizer step; default: the model's global_batch\n".to_owned(),
+    };
     let _ = writeln!(
         out,
-        "reserved_memory = {}  # fraction of the device's memory that experts may not use\n\
+        "{pipeline_stages}{accumulation}reserved_memory = {}  # fraction of the device's memory that experts may not use\n\
          live_layers = {}  # layers whose gathered experts are in memory at a time\n\
          replicas = \"{replicas}\"  # regather, keep, best\n\
-         gradient_accumulation = {}  # micro-batches per optimizer step\n\
-         pipeline_stages = {}\n\
+         local_steps = {}  # steps between two exchanges of weights under local steps\n\
          shared_refresh_steps = {}  # steps between two refreshes of the codec's shared expert\n\
          overlap_chunks = {}  # chunks in which token exchange and expert compute overlap\n\
          placement = \"{placement}\"  # of experts: in-order, lpt (balanced)",
         options.reserved_memory,
         options.live_layers,
-        options.micro_batches,
-        options.pipeline_stages,
+        options.local_steps,
         options.shared_refresh_steps,
         options.overlap_chunks
     );

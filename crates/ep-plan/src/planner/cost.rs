@@ -81,7 +81,7 @@ impl UnpricedCandidate {
         let partition = Partition::new(scaling_factors, &domain_sizes)?;
         let hot = match options.setting {
             Setting::Paper => vec![1.0; scaling_factors.len()],
-            Setting::Full => model.shares().hot_factors(&partition, options.placement)?,
+            Setting::Full => model.shares().hot_factors(&partition, options.placement_of(model))?,
         };
         Ok(Self { domains: partition.domains(), hot, domain_sizes })
     }
@@ -207,7 +207,7 @@ impl CostModel<'_> {
         let level = &self.level(index);
         let sizes = &unpriced.domain_sizes;
         let description = self.model.description();
-        let choice = Choice { experts: description.experts, topk: description.topk };
+        let choice = Choice { experts: self.model.slots(), topk: description.topk };
         let rows_per_token = token_rows(self.path, &unpriced.domains, index, choice, unpriced.hot[index]);
         let rows = self.model.tokens() * rows_per_token;
 

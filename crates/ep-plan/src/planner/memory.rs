@@ -13,7 +13,7 @@ use crate::units::Bytes;
 const OPTIMIZER_BYTES: f64 = 12.0;
 
 /// The memory of one GPU that experts take.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Memory {
     /// Own experts of all layers of the GPU with gradients and optimizer state, and the codec's shared experts.
     pub own_experts: Bytes,
@@ -85,7 +85,7 @@ pub(crate) fn before_gathering(
         return Err(PlanError::OwnExperts {
             available,
             needed: own_experts,
-            pipeline_stages: (options.pipeline_stages..=layers).find(fits),
+            pipeline_stages: (options.stages()..=layers).find(fits),
         });
     }
     Ok(memory(Some(available - own_experts)))
@@ -127,7 +127,7 @@ mod tests {
         let error = before_gathering(&cluster, &model, &Options::default(), 4).unwrap_err();
         assert!(matches!(error, PlanError::OwnExperts { pipeline_stages: Some(4), .. }), "{error}");
         assert!(error.to_string().contains("at least 4 pipeline stages"), "{error}");
-        let staged = Options { pipeline_stages: 4, ..Options::default() };
+        let staged = Options { pipeline_stages: Some(4), ..Options::default() };
         assert!(before_gathering(&cluster, &model, &staged, 4).is_ok());
     }
 }

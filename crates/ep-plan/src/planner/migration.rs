@@ -84,7 +84,7 @@ impl CostModel<'_> {
     /// Rows that the path sends, over the rows of a path with one copy per (token, expert).
     fn rows_per_selection(&self, outer_sizes: &[usize], level: usize) -> f64 {
         let description = self.model.description();
-        let choice = Choice { experts: description.experts, topk: description.topk };
+        let choice = Choice { experts: self.model.slots(), topk: description.topk };
         let scaling = self.cluster.scaling_factors();
         let mut domains: Vec<usize> =
             scaling[..level].iter().zip(outer_sizes).map(|(factor, size)| factor / size).collect();

@@ -46,7 +46,7 @@ pub use cost::{Candidate, LevelTraffic};
 pub use explain::{Change, Component, Explanation, Limit, Quantity, domain_sizes_text};
 pub use memory::{Memory, gathered_bytes};
 pub use migration::{ExpertTrade, GrowthTest, SelectiveMigration};
-pub use options::{Options, Replicas, Setting, Work};
+pub use options::{Batch, Options, Replicas, Setting, Work};
 pub use time::{Bound, PassTimes, chain, decode_time, encode_time};
 pub use volume::{
     Choice, TokenPath, Transfer, gathered_experts, group_probability, refresh_bytes, token_messages,
@@ -56,7 +56,7 @@ pub use volume::{
 use crate::cluster::Cluster;
 use crate::divisors::{divisor_product, divisors};
 use crate::domain::Partition;
-use crate::error::{PlanError, Result};
+use crate::error::{PlanError, Result, count};
 use crate::limits;
 use crate::model::Model;
 use crate::stream_model::{StreamInput, StreamModel, TIE};
@@ -85,7 +85,7 @@ pub struct Plan {
     pub level_names: Vec<String>,
     /// `SF_l`: members of each level, outermost first.
     pub scaling_factors: Vec<usize>,
-    /// `n`: routed experts of one GPU per layer.
+    /// `n`: routed experts of one GPU per layer, with copies.
     pub experts_per_gpu: usize,
     /// The model that priced the candidates.
     pub setting: Setting,
@@ -108,6 +108,12 @@ pub struct Plan {
     pub selective: Vec<SelectiveMigration>,
     /// What limits the plan, and what would change it.
     pub explanation: Explanation,
+}
+
+/// The model with copies of experts, so that the GPUs of the cluster divide its slots.
+pub(crate) fn spread(model: &Model, cluster: &Cluster) -> Result<Model> {
+    let gpus = count("number of GPUs of one EP group", cluster.gpus(), limits::EXPERTS)?;
+    Ok(model.spread(gpus))
 }
 
 /// A candidate other than the best one.
@@ -140,21 +146,30 @@ impl Plan {
 }
 
 impl Planner {
-    /// Checks that the cluster, the model and the options are valid together.
+    /// Checks that the cluster, the model and the options are valid together. If the GPUs do not divide the experts,
+    /// the plan has copies of experts ([`Model::spread`]).
     ///
     /// # Errors
-    /// [`PlanError::Experts`] when the number of experts is not a multiple of the number of GPUs.
+    /// [`PlanError::Count`] when there are more GPUs than [`limits::EXPERTS`] allows slots for experts.
     /// [`PlanError::OwnExperts`] when a GPU cannot hold even its own experts. [`PlanError::Quantity`] or
     /// [`PlanError::Count`] when an option is out of range. [`PlanError::TooMany`] when there are more candidates than
     /// [`limits::CANDIDATES`].
     pub fn new(cluster: Cluster, model: Model, options: Options) -> Result<Self> {
         options.check()?;
-        let (experts, gpus) = (model.description().experts, cluster.gpus());
-        if !experts.is_multiple_of(gpus) {
-            return Err(PlanError::Experts { experts, gpus, possible: divisors(experts) });
-        }
-        let experts_per_gpu = experts / gpus;
+        let experts_per_gpu = model.description().experts.div_ceil(cluster.gpus());
         let memory = memory::before_gathering(&cluster, &model, &options, experts_per_gpu)?;
+        Self::with_memory(cluster, &model, options, memory)
+    }
+
+    /// A planner with the given memory of a GPU before any expert is gathered.
+    pub(crate) fn with_memory(
+        cluster: Cluster,
+        model: &Model,
+        options: Options,
+        memory: Memory,
+    ) -> Result<Self> {
+        let model = spread(model, &cluster)?;
+        let experts_per_gpu = model.slots() / cluster.gpus();
         let scaling_factors = cluster.scaling_factors();
         let candidates: f64 = scaling_factors.iter().map(|&factor| divisors(factor).len() as f64).product();
         if candidates > limits::CANDIDATES.most as f64 {
@@ -277,6 +292,17 @@ impl Planner {
             let better = if tied { rank(&candidate) < rank(&best) } else { time < least };
             if better { candidate } else { best }
         })
+    }
+
+    /// A layer without expert domains, with tokens on this path; without a path, with the fastest domain sizes. `None`
+    /// if nothing fits into memory.
+    pub(crate) fn scheme(&self, path: Option<TokenPath>) -> Option<Candidate> {
+        let cost = self.cost();
+        let candidate = match path {
+            Some(path) => CostModel { path, ..cost }.price(&self.unpriced[0], false),
+            None => self.best(&cost),
+        };
+        candidate.memory.fits().then_some(candidate)
     }
 
     fn candidates<'a>(&'a self, cost: &CostModel<'a>) -> impl Iterator<Item = Candidate> + use<'a> {

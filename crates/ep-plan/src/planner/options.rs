@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{PlanError, Result, count, number};
 use crate::limits;
+use crate::model::Model;
 use crate::routing::Placement;
 
 /// The options of the planner. `Options::default()` documents the default of each.
@@ -31,8 +32,13 @@ pub struct Options {
     pub replicas: Replicas,
     /// `m`: micro-batches per optimizer step. Default: 1.
     pub micro_batches: usize,
-    /// Pipeline stages over which the layers are spread. Default: 1.
-    pub pipeline_stages: usize,
+    /// What determines the tokens of a step. Default: [`Batch::Model`].
+    pub batch: Batch,
+    /// Pipeline stages over which the layers are spread. Default: none, which is 1 for [`Planner`](super::Planner), and
+    /// lets [`StepPlanner`](crate::step::StepPlanner) choose.
+    pub pipeline_stages: Option<usize>,
+    /// `H`: steps between two exchanges of weights under local steps. Default: 100.
+    pub local_steps: usize,
     /// `N`: optimizer steps between two refreshes of the codec's shared expert. Default: 100.
     pub shared_refresh_steps: usize,
     /// `c`: chunks in which token exchange and expert compute overlap. Default: 4.
@@ -53,7 +59,9 @@ impl Default for Options {
             live_layers: 2,
             replicas: Replicas::Best,
             micro_batches: 1,
-            pipeline_stages: 1,
+            batch: Batch::Model,
+            pipeline_stages: None,
+            local_steps: 100,
             shared_refresh_steps: 100,
             overlap_chunks: 4,
             placement: Placement::InOrder,
@@ -99,6 +107,18 @@ pub enum Replicas {
     Best,
 }
 
+/// What determines the tokens of an optimizer step ([`StepPlanner`](crate::step::StepPlanner)). A
+/// [`Planner`](super::Planner) prices [`Options::micro_batches`] in both cases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Batch {
+    /// The global batch of the model; without one, the micro-batches of the options.
+    #[default]
+    Model,
+    /// The micro-batches of the options, on every GPU of the cluster.
+    MicroBatches,
+}
+
 impl Options {
     /// Checks the range of every number.
     pub(crate) fn check(&self) -> Result<()> {
@@ -121,7 +141,8 @@ impl Options {
         }
         count("live_layers", self.live_layers, limits::LAYERS)?;
         count("micro_batches", self.micro_batches, limits::MICRO_BATCHES)?;
-        count("pipeline_stages", self.pipeline_stages, limits::LAYERS)?;
+        count("pipeline_stages", self.stages(), limits::LAYERS)?;
+        count("local_steps", self.local_steps, limits::LOCAL_STEPS)?;
         count("shared_refresh_steps", self.shared_refresh_steps, limits::REFRESH_STEPS)?;
         count("overlap_chunks", self.overlap_chunks, limits::CHUNKS)?;
         Ok(())
@@ -129,7 +150,17 @@ impl Options {
 
     /// Layers of one GPU, for a model of `layers` layers.
     pub(crate) fn layers_per_gpu(&self, layers: usize) -> usize {
-        layers.div_ceil(self.pipeline_stages)
+        layers.div_ceil(self.stages())
+    }
+
+    /// Pipeline stages, 1 if none are given.
+    pub(crate) fn stages(&self) -> usize {
+        self.pipeline_stages.unwrap_or(1)
+    }
+
+    /// The placement of the model's slots. Copies of experts are always balanced.
+    pub(crate) fn placement_of(&self, model: &Model) -> Placement {
+        if model.slots() > model.description().experts { Placement::Lpt } else { self.placement }
     }
 
     /// Whether experts are encoded for migration and decoded after it.

@@ -4,13 +4,12 @@
 use super::options::{MessageStart, Scheme, SimulationOptions};
 use super::world::Family;
 use crate::cluster::{Cluster, Level};
-use crate::divisors::divisors;
 use crate::domain::Partition;
-use crate::error::{PlanError, Result};
+use crate::error::Result;
 use crate::model::Model;
 use crate::planner::{
     Choice, Options, Planner, Replicas, Setting, TokenPath, decode_time, encode_time, gathered_experts,
-    refresh_bytes, token_messages, token_rows,
+    refresh_bytes, spread, token_messages, token_rows,
 };
 use crate::stream_model::StreamModel;
 use crate::units::{Bytes, Seconds};
@@ -73,16 +72,13 @@ impl StepWork {
         scheme: &Scheme,
     ) -> Result<Self> {
         let planner = &options.planner;
-        let (experts, gpus) = (model.description().experts, cluster.gpus());
-        if !experts.is_multiple_of(gpus) {
-            return Err(PlanError::Experts { experts, gpus, possible: divisors(experts) });
-        }
+        let model = &spread(model, cluster)?;
         let scaling_factors = cluster.scaling_factors();
         let domain_sizes = scheme.domain_sizes(scaling_factors.len());
         let partition = Partition::new(&scaling_factors, &domain_sizes)?;
         let hot = match planner.setting {
             Setting::Paper => vec![1.0; scaling_factors.len()],
-            Setting::Full => model.shares().hot_factors(&partition, planner.placement)?,
+            Setting::Full => model.shares().hot_factors(&partition, planner.placement_of(model))?,
         };
         let path = match (scheme, planner.setting) {
             (Scheme::Plain, _) => TokenPath::Direct,
@@ -215,7 +211,7 @@ impl Formulas<'_> {
 
     fn tokens(&self, level: usize, leg: Leg) -> Option<Exchange> {
         let description = self.model.description();
-        let choice = Choice { experts: description.experts, topk: description.topk };
+        let choice = Choice { experts: self.model.slots(), topk: description.topk };
         let rows = self.model.tokens() * token_rows(self.path, &self.domains, level, choice, self.hot[level]);
         let row = match leg {
             Leg::Dispatch => self.model.dispatch_row_bytes(),
@@ -269,7 +265,7 @@ impl Formulas<'_> {
     }
 
     fn experts_per_gpu(&self) -> usize {
-        self.model.description().experts / self.cluster.gpus()
+        self.model.slots() / self.cluster.gpus()
     }
 
     fn codec_runs(&self) -> bool {

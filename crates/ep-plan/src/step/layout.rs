@@ -1,0 +1,177 @@
+//! Layouts: how the GPUs of a cluster divide into pipeline stages, EP groups and tensor-parallel GPUs.
+
+use serde::{Deserialize, Serialize};
+
+use super::Strategy;
+use crate::divisors::divisors;
+
+/// A division of a cluster's GPUs. Lists have one entry per level, outermost first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Layout {
+    /// Parts into which the members of the outermost level are divided by pipeline stages.
+    pub stages_across: usize,
+    /// `p_in`: stages inside each member of the outermost level.
+    pub stages_inside: usize,
+    /// `t`: GPUs that split the dense parameters.
+    pub tensor_parallel: usize,
+    /// `SF'_l`: members of each level that one stage keeps.
+    pub stage: Vec<usize>,
+    /// `e_l`: members of each level in one EP group.
+    pub group: Vec<usize>,
+}
+
+impl Layout {
+    /// `p`: pipeline stages.
+    pub fn stages(&self) -> usize {
+        self.stages_across * self.stages_inside
+    }
+
+    /// `R`: GPUs of a stage.
+    pub fn stage_gpus(&self) -> usize {
+        self.stage.iter().product()
+    }
+
+    /// GPUs of an EP group.
+    pub fn group_gpus(&self) -> usize {
+        self.group.iter().product()
+    }
+
+    /// `c_l = SF'_l / e_l`: EP groups of a stage at each level, which hold the same experts.
+    pub fn copies(&self) -> Vec<usize> {
+        self.stage.iter().zip(&self.group).map(|(stage, group)| stage / group).collect()
+    }
+
+    /// Replicas of a dense parameter at each level: the members of a stage, of which `t` GPUs share one replica.
+    pub fn dense_copies(&self) -> Vec<usize> {
+        let mut copies = self.stage.clone();
+        if let Some(innermost) = copies.last_mut() {
+            *innermost /= self.tensor_parallel;
+        }
+        copies
+    }
+}
+
+/// All layouts of a strategy, with `t = 1`. Layouts with few stages and large EP groups come first. `experts` bounds
+/// the GPUs of an EP group, and `stages` fixes the number of stages.
+pub(super) fn layouts(
+    strategy: Strategy,
+    members: &[usize],
+    experts: usize,
+    stages: Option<usize>,
+) -> Vec<Layout> {
+    let mut found = Vec::new();
+    for across in stages_across(strategy, members[0]) {
+        for (inside, inner) in inner_stages(&members[1..], across == members[0] || across == 1) {
+            let stage: Vec<usize> = std::iter::once(members[0] / across).chain(inner).collect();
+            if stages.is_some_and(|wanted| wanted != across * inside) {
+                continue;
+            }
+            for group in groups(strategy, &stage, experts) {
+                found.push(Layout {
+                    stages_across: across,
+                    stages_inside: inside,
+                    tensor_parallel: 1,
+                    stage: stage.clone(),
+                    group,
+                });
+            }
+        }
+    }
+    found.sort_by_key(|layout| (layout.stages(), std::cmp::Reverse(layout.group_gpus())));
+    found
+}
+
+/// A pipeline divides the outermost level; no other strategy does.
+fn stages_across(strategy: Strategy, outermost: usize) -> Vec<usize> {
+    match strategy {
+        Strategy::Pipeline => divisors(outermost).into_iter().filter(|&parts| parts > 1).collect(),
+        _ => vec![1],
+    }
+}
+
+/// The numbers of stages inside a member of the outermost level, and the members of the inner levels that each keeps:
+/// the outer of these levels are divided first.
+fn inner_stages(inner: &[usize], allowed: bool) -> Vec<(usize, Vec<usize>)> {
+    let mut found = vec![(1, inner.to_vec())];
+    let levels = if allowed { inner.len() } else { 0 };
+    for level in 0..levels {
+        let outer: usize = inner[..level].iter().product();
+        for parts in divisors(inner[level]).into_iter().skip(1) {
+            let mut kept = inner.to_vec();
+            kept[..level].fill(1);
+            kept[level] /= parts;
+            found.push((outer * parts, kept));
+        }
+    }
+    found.dedup();
+    found
+}
+
+/// EP groups: runs of consecutive GPUs of one member of the outermost level, or the same run of several members.
+fn groups(strategy: Strategy, stage: &[usize], experts: usize) -> Vec<Vec<usize>> {
+    let outermost = match strategy.spans() {
+        true => divisors(stage[0]).into_iter().filter(|&members| members > 1).collect(),
+        false => vec![1],
+    };
+    let mut found: Vec<Vec<usize>> = Vec::new();
+    for outer in outermost {
+        for run in runs(&stage[1..]) {
+            let group: Vec<usize> = std::iter::once(outer).chain(run).collect();
+            let gpus: usize = group.iter().product();
+            if gpus <= experts.max(outer) && !found.contains(&group) {
+                found.push(group);
+            }
+        }
+    }
+    found
+}
+
+/// The runs of consecutive GPUs whose length is a divisor of one level times all levels inside it.
+fn runs(members: &[usize]) -> Vec<Vec<usize>> {
+    let mut found = vec![vec![1; members.len()]];
+    for level in (0..members.len()).rev() {
+        for part in divisors(members[level]).into_iter().skip(1) {
+            let mut run = members.to_vec();
+            run[..level].fill(1);
+            run[level] = part;
+            found.push(run);
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stages_and_groups_divide_the_gpus() {
+        for strategy in Strategy::ALL {
+            let all = layouts(strategy, &[4, 6, 8], 256, None);
+            assert!(all.len() > 5, "{strategy:?}");
+            for layout in all {
+                let gpus = layout.stages() * layout.stage_gpus();
+                assert_eq!(gpus, 4 * 6 * 8, "{layout:?}");
+                let copies: usize = layout.copies().iter().product();
+                assert_eq!(copies * layout.group_gpus(), layout.stage_gpus(), "{layout:?}");
+                assert_eq!(layout.group[0] > 1, strategy.spans(), "{layout:?}");
+                assert_eq!(layout.stages_across > 1, strategy == Strategy::Pipeline);
+            }
+        }
+    }
+
+    #[test]
+    fn a_fixed_number_of_stages_is_kept() {
+        let layouts = layouts(Strategy::Pipeline, &[2, 8, 8], 256, Some(4));
+        assert!(!layouts.is_empty() && layouts.iter().all(|layout| layout.stages() == 4));
+        assert_eq!((layouts[0].stage.clone(), layouts[0].group.clone()), (vec![1, 4, 8], vec![1, 4, 8]));
+    }
+
+    #[test]
+    fn few_experts_have_small_groups() {
+        let few = layouts(Strategy::DataParallel, &[2, 8, 8], 8, None);
+        assert!(few.iter().all(|layout| layout.group_gpus() <= 8));
+        // 1009 datacenters of one GPU cannot form smaller groups.
+        assert_eq!(layouts(Strategy::HierarchicalEp, &[1009], 8, None)[0].group, [1009]);
+    }
+}

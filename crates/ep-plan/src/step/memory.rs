@@ -1,0 +1,81 @@
+//! The memory of a GPU in a training step.
+
+use serde::{Deserialize, Serialize};
+
+use super::layout::Layout;
+use crate::cluster::Cluster;
+use crate::model::Model;
+use crate::planner::{Memory, Options};
+use crate::units::Bytes;
+
+/// Bytes per parameter of Adam's f32 state: a master copy and two moments.
+const OPTIMIZER_BYTES: f64 = 12.0;
+
+/// Whether a layout fits into the memory of a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fit {
+    /// Experts leave the reserve free, and dense parameters fit into it.
+    Fits,
+    /// The parameters fit into the device, but cut into the reserve: little is left for activations.
+    Tight,
+}
+
+/// The memory of one GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct StepMemory {
+    /// Own experts with gradients and optimizer state, and the codec's shared experts.
+    pub experts: Bytes,
+    /// Dense parameters with gradients and optimizer state.
+    pub dense: Bytes,
+    /// Memory of the device.
+    pub device: Bytes,
+}
+
+impl StepMemory {
+    /// `⌈M/p⌉ n P (b_w + b_g + 12 / Π c_l)` and the codec's shared expert per layer;
+    /// `(⌈M/p⌉ a + o/p) / t (b_w + b_g + 12 t / R)`.
+    pub(super) fn of(cluster: &Cluster, model: &Model, options: &Options, layout: &Layout) -> Self {
+        let description = model.description();
+        let precision = description.precision;
+        let state = precision.weights.bytes() + precision.gradients.bytes();
+        let layers = description.moe_layers.div_ceil(layout.stages()) as f64;
+        let slots = description.experts.div_ceil(layout.group_gpus()) as f64;
+        let copies: f64 = layout.copies().iter().map(|&count| count as f64).product();
+        let shared = if options.codec() { model.expert_bytes() } else { Bytes::ZERO };
+        let experts = layers * slots * model.expert_parameters() * (state + OPTIMIZER_BYTES / copies);
+        let replicas = layout.stage_gpus() as f64 / layout.tensor_parallel as f64;
+        let dense = dense_parameters(model, layout) * (state + OPTIMIZER_BYTES / replicas);
+        Self { experts: Bytes(experts) + shared * layers, dense: Bytes(dense), device: cluster.memory() }
+    }
+
+    /// Whether the layout fits, and the memory before any expert is gathered. `None` if the device is too small.
+    pub(super) fn fit(&self, options: &Options) -> Option<(Fit, Memory)> {
+        let before =
+            |cap: Bytes| Memory { own_experts: self.experts, gathered_experts: Bytes::ZERO, cap: Some(cap) };
+        if let Some(cap) = options.memory_cap_gb {
+            return Some((Fit::Fits, before(Bytes::from_gb(cap))));
+        }
+        let available = self.device * (1.0 - options.reserved_memory);
+        if self.experts.0 <= available.0 && self.dense.0 <= (self.device - available).0 {
+            return Some((Fit::Fits, before(available - self.experts)));
+        }
+        let left = self.device - self.experts - self.dense;
+        (left.0 >= 0.0).then(|| (Fit::Tight, before(left)))
+    }
+}
+
+/// `(⌈M/p⌉ a + o/p) / t`: dense parameters of one GPU.
+pub(super) fn dense_parameters(model: &Model, layout: &Layout) -> f64 {
+    let description = model.description();
+    let layers = description.moe_layers.div_ceil(layout.stages()) as f64;
+    let others = description.other_parameters / layout.stages() as f64;
+    (layers * model.dense_parameters() + others) / layout.tensor_parallel as f64
+}
+
+/// Bytes of the weights, gradients and Adam state of the whole model, each held once.
+pub(super) fn whole_model(model: &Model) -> Bytes {
+    let precision = model.description().precision;
+    let state = precision.weights.bytes() + precision.gradients.bytes() + OPTIMIZER_BYTES;
+    Bytes(model.parameters() * state)
+}

@@ -1,0 +1,263 @@
+//! The time of an optimizer step under each way to use several datacenters.
+//!
+//! [`Planner`] prices a layer of one EP group. [`StepPlanner`] prices whole steps of a stated global batch: expert
+//! domains, expert parallelism without them, data parallelism, pipeline parallelism and local steps between
+//! datacenters, each with the fastest layout inside. `docs/step-model.md` states the formulas and the assumptions.
+//!
+//! ```
+//! # fn main() -> ep_plan::Result<()> {
+//! use ep_plan::step::{StepPlanner, Strategy};
+//! use ep_plan::{Options, presets};
+//!
+//! let cluster = presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(8)).try_into()?;
+//! let planner = StepPlanner::new(cluster, presets::deepseek_v3().try_into()?, Options::default())?;
+//! let plan = planner.plan()?;
+//! // One boundary of a pipeline costs less than the gradients of all experts.
+//! assert_eq!(plan.best().strategy, Strategy::Pipeline);
+//! # Ok(())
+//! # }
+//! ```
+
+mod layout;
+mod memory;
+mod price;
+mod sync;
+
+use serde::{Deserialize, Serialize};
+
+pub use layout::Layout;
+pub use memory::{Fit, StepMemory};
+pub use price::{Boundary, StepPrice, pipeline_passes};
+
+use crate::cluster::Cluster;
+use crate::divisors::divisors;
+use crate::error::{PlanError, Result};
+use crate::model::Model;
+use crate::planner::{Batch, Options, Plan, TokenPath};
+use price::Pricing;
+
+/// Slots times candidates that the search prices at most, per strategy. It bounds the time of a search to seconds.
+const SEARCH: f64 = (1u64 << 23) as f64;
+
+/// What the datacenters exchange in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Strategy {
+    /// Experts inside domains and tokens between domains; EP groups span datacenters.
+    ExpertDomains,
+    /// Tokens, one row per (token, datacenter); EP groups span datacenters.
+    HierarchicalEp,
+    /// Tokens, one row per (token, expert); EP groups span datacenters.
+    PlainEp,
+    /// Gradients and weights of all parameters once per step; EP groups inside a datacenter.
+    DataParallel,
+    /// Activations between pipeline stages; EP groups inside a datacenter.
+    Pipeline,
+    /// Weights of all parameters, once in several steps; EP groups inside a datacenter. The training differs from that
+    /// of the other strategies.
+    LocalSteps,
+}
+
+impl Strategy {
+    /// All strategies. Of equally fast ones a plan takes the first.
+    pub const ALL: [Self; 6] = [
+        Self::Pipeline,
+        Self::DataParallel,
+        Self::HierarchicalEp,
+        Self::PlainEp,
+        Self::LocalSteps,
+        Self::ExpertDomains,
+    ];
+
+    /// Whether EP groups span members of the outermost level.
+    pub fn spans(self) -> bool {
+        matches!(self, Self::ExpertDomains | Self::HierarchicalEp | Self::PlainEp)
+    }
+
+    /// The options of a layer: only expert domains compress.
+    fn options(self, options: &Options, stages: usize) -> Options {
+        let options = Options { pipeline_stages: Some(stages), ..options.clone() };
+        match self {
+            Self::ExpertDomains => options,
+            _ => Options { weight_compression: 1.0, gradient_compression: 1.0, ..options },
+        }
+    }
+
+    /// The path of tokens without expert domains. `None` for the fastest domain sizes.
+    fn path(self) -> Option<TokenPath> {
+        match self {
+            Self::HierarchicalEp => Some(TokenPath::Deduplicated),
+            Self::PlainEp => Some(TokenPath::Direct),
+            _ => None,
+        }
+    }
+}
+
+/// The tokens of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Tokens {
+    /// `N`.
+    batch: f64,
+    /// `T`: the most tokens of a GPU and micro-batch.
+    most: f64,
+}
+
+impl Tokens {
+    /// `m = ⌈N / (R T)⌉`, for a stage of `R` GPUs.
+    fn micro_batches(self, stage_gpus: usize) -> usize {
+        (self.batch / (stage_gpus as f64 * self.most)).ceil().max(1.0) as usize
+    }
+
+    /// `T' = N / (R m)`.
+    fn per_gpu(self, stage_gpus: usize) -> f64 {
+        self.batch / (stage_gpus as f64 * self.micro_batches(stage_gpus) as f64)
+    }
+}
+
+/// A cluster, a model and options whose steps can be compared.
+#[derive(Debug, Clone)]
+pub struct StepPlanner {
+    cluster: Cluster,
+    model: Model,
+    options: Options,
+    tokens: Tokens,
+}
+
+/// The fastest layout of every strategy.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepPlan {
+    /// `N`: tokens of a step.
+    pub global_batch: f64,
+    /// One price per strategy that fits into memory, fastest first.
+    pub prices: Vec<StepPrice>,
+    /// Strategies of which no layout fits into memory, or none exists.
+    pub impossible: Vec<Strategy>,
+    /// Whether the search left out layouts because there are too many.
+    pub truncated: bool,
+    best: usize,
+}
+
+impl StepPlan {
+    /// The fastest strategy that trains as one datacenter would; one that fits before one that is tight.
+    pub fn best(&self) -> &StepPrice {
+        &self.prices[self.best]
+    }
+
+    /// The price of a strategy, if one of its layouts fits.
+    pub fn price(&self, strategy: Strategy) -> Option<&StepPrice> {
+        self.prices.iter().find(|price| price.strategy == strategy)
+    }
+}
+
+impl StepPlanner {
+    /// Checks the options, and that the model fits into the memory of all GPUs together.
+    ///
+    /// # Errors
+    /// [`PlanError::TotalMemory`] when weights, gradients and Adam state of the model exceed the memory of all GPUs.
+    /// [`PlanError::Forward`] when the options plan forward passes only: they have no step. [`PlanError::Quantity`] or
+    /// [`PlanError::Count`] when an option is out of range.
+    pub fn new(cluster: Cluster, model: Model, options: Options) -> Result<Self> {
+        options.check()?;
+        if !options.trains() {
+            return Err(PlanError::Forward);
+        }
+        let (needed, available) = (memory::whole_model(&model), cluster.memory() * cluster.gpus() as f64);
+        if needed.0 > available.0 && options.memory_cap_gb.is_none() {
+            return Err(PlanError::TotalMemory { needed, available, gpus: cluster.gpus() });
+        }
+        let most = model.tokens();
+        let batch = match (options.batch, model.description().global_batch) {
+            (Batch::Model, Some(batch)) => batch as f64,
+            _ => options.micro_batches as f64 * most * cluster.gpus() as f64,
+        };
+        Ok(Self { cluster, model, options, tokens: Tokens { batch, most } })
+    }
+
+    /// Prices every strategy in its fastest layout.
+    ///
+    /// # Errors
+    /// [`PlanError::NoLayout`] when no layout of any strategy fits into memory; [`PlanError::TooMany`] when an EP group
+    /// has more candidates than [`limits::CANDIDATES`].
+    pub fn plan(&self) -> Result<StepPlan> {
+        let mut prices = Vec::new();
+        let mut impossible = Vec::new();
+        let mut truncated = false;
+        for strategy in Strategy::ALL {
+            let (price, left_out) = self.fastest(strategy)?;
+            truncated |= left_out;
+            match price {
+                Some(price) => prices.push(price),
+                None => impossible.push(strategy),
+            }
+        }
+        prices.sort_by(|a, b| a.step_time.0.total_cmp(&b.step_time.0));
+        // Prices are sorted by time, so the first of the least rank is the fastest.
+        let rank = |index: &usize| {
+            let price: &StepPrice = &prices[*index];
+            (price.strategy == Strategy::LocalSteps, price.fit)
+        };
+        let best = (0..prices.len()).min_by_key(rank).ok_or_else(|| PlanError::NoLayout {
+            needed: self.least_memory(),
+            device: self.cluster.memory(),
+        })?;
+        Ok(StepPlan { global_batch: self.tokens.batch, prices, impossible, truncated, best })
+    }
+
+    /// The plan of a layer of one EP group, under the layout of a price. Its options are those of expert domains for
+    /// all strategies whose EP groups span datacenters.
+    ///
+    /// # Errors
+    /// [`PlanError::TooMany`] when the EP group has more candidates than [`limits::CANDIDATES`].
+    pub fn layer_plan(&self, price: &StepPrice) -> Result<Plan> {
+        let strategy = if price.strategy.spans() { Strategy::ExpertDomains } else { price.strategy };
+        Ok(self.pricing().planner(strategy, &price.layout)?.plan())
+    }
+
+    fn pricing(&self) -> Pricing<'_> {
+        Pricing { cluster: &self.cluster, model: &self.model, options: &self.options, tokens: self.tokens }
+    }
+
+    fn layouts(&self, strategy: Strategy) -> Vec<Layout> {
+        let members = self.cluster.scaling_factors();
+        let experts = self.model.description().experts;
+        let mut layouts = layout::layouts(strategy, &members, experts, self.options.pipeline_stages);
+        layouts.retain(|layout| layout.stages() <= self.model.description().moe_layers);
+        layouts
+    }
+
+    /// The fastest layout, and whether layouts were left out.
+    fn fastest(&self, strategy: Strategy) -> Result<(Option<StepPrice>, bool)> {
+        let pricing = self.pricing();
+        let mut best: Option<StepPrice> = None;
+        let mut work = 0.0;
+        for layout in self.layouts(strategy) {
+            if work > SEARCH && best.is_some() {
+                return Ok((best, true));
+            }
+            let candidates: f64 = layout.group.iter().map(|&size| divisors(size).len() as f64).product();
+            let Some(price) = pricing.price(strategy, &layout)? else { continue };
+            work += candidates * self.model.description().experts.max(layout.group_gpus()) as f64;
+            let faster = |old: &StepPrice| (price.fit, price.step_time.0) < (old.fit, old.step_time.0);
+            if best.as_ref().is_none_or(faster) {
+                best = Some(price);
+            }
+        }
+        Ok((best, false))
+    }
+
+    /// The least memory of a GPU that any layout needs.
+    fn least_memory(&self) -> crate::units::Bytes {
+        let layouts = Strategy::ALL.into_iter().flat_map(|strategy| self.layouts(strategy));
+        let least = layouts
+            .map(|mut layout| {
+                layout.tensor_parallel = layout.stage.last().copied().unwrap_or(1);
+                let memory = StepMemory::of(&self.cluster, &self.model, &self.options, &layout);
+                (memory.experts + memory.dense).0
+            })
+            .fold(f64::INFINITY, f64::min);
+        crate::units::Bytes(least)
+    }
+}
+
+#[cfg(test)]
+mod tests;

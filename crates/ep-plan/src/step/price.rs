@@ -1,0 +1,202 @@
+//! The price of a step: one layout of one strategy.
+
+use serde::{Deserialize, Serialize};
+
+use super::layout::Layout;
+use super::memory::{Fit, StepMemory, dense_parameters};
+use super::sync::{DENSE_GRADIENT_BYTES, sync, sync_at};
+use super::{Strategy, Tokens};
+use crate::cluster::Cluster;
+use crate::error::Result;
+use crate::model::Model;
+use crate::planner::{Candidate, Options, Planner, Transfer};
+use crate::units::{Bytes, Seconds};
+
+/// The predicted step of one strategy, in its fastest layout.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepPrice {
+    /// The strategy.
+    pub strategy: Strategy,
+    /// The division of the GPUs.
+    pub layout: Layout,
+    /// Whether the layout fits into memory.
+    pub fit: Fit,
+    /// `m`: micro-batches of a step.
+    pub micro_batches: usize,
+    /// `T'`: tokens of a GPU in a micro-batch, a mean.
+    pub tokens_per_gpu: f64,
+    /// A layer of one EP group.
+    pub candidate: Candidate,
+    /// What tensor parallelism adds to each pass of a layer.
+    pub tensor_exchange: Seconds,
+    /// `τ`: a micro-batch in a stage, forward and backward.
+    pub stage_time: Seconds,
+    /// The boundaries of the pipeline, from the first stage to the last.
+    pub boundaries: Vec<Boundary>,
+    /// All passes of the step, with the pipeline's start and end.
+    pub passes: Seconds,
+    /// Exchange of dense gradients and weights.
+    pub dense_sync: Seconds,
+    /// Exchange of expert gradients and weights between EP groups.
+    pub expert_sync: Seconds,
+    /// The step: passes and both exchanges.
+    pub step_time: Seconds,
+    /// Tokens of the global batch over the step.
+    pub tokens_per_second: f64,
+    /// Part of the step in which a GPU does not compute, a mean over all GPUs.
+    pub idle_share: f64,
+    /// Memory of one GPU; that of gathered experts is in `candidate`.
+    pub memory: StepMemory,
+}
+
+/// The boundary of two pipeline stages.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Boundary {
+    /// The level that it crosses.
+    pub level: usize,
+    /// `x`: activations of one micro-batch, in one direction.
+    pub transfer: Seconds,
+    /// `r / 2`: time until they arrive, in addition.
+    pub latency: Seconds,
+}
+
+/// `p τ + (m − 1) max(τ, x_max) + Σ 2 (x + latency)`: the passes of `m` micro-batches through a pipeline whose stages take `τ`.
+///
+/// The first micro-batch crosses every boundary forward and backward. Each other one follows after the time of the
+/// slowest stage or link.
+pub fn pipeline_passes(
+    stage: Seconds,
+    stages: usize,
+    boundaries: &[Boundary],
+    micro_batches: usize,
+) -> Seconds {
+    let slowest = boundaries.iter().fold(stage, |slowest, boundary| slowest.max(boundary.transfer));
+    let crossed: Seconds =
+        boundaries.iter().map(|boundary| (boundary.transfer + boundary.latency) * 2.0).sum();
+    stage * stages as f64 + slowest * (micro_batches - 1) as f64 + crossed
+}
+
+/// What the price of a layout depends on, besides the layout.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pricing<'a> {
+    pub(super) cluster: &'a Cluster,
+    pub(super) model: &'a Model,
+    pub(super) options: &'a Options,
+    pub(super) tokens: Tokens,
+}
+
+impl Pricing<'_> {
+    /// Prices a layout. `None` if it does not fit into memory.
+    pub(super) fn price(&self, strategy: Strategy, layout: &Layout) -> Result<Option<StepPrice>> {
+        let options = strategy.options(self.options, layout.stages());
+        let Some((layout, fit)) = self.with_tensor_parallelism(&options, layout) else { return Ok(None) };
+        let planner = self.planner(strategy, &layout)?;
+        let Some(candidate) = planner.scheme(strategy.path()) else { return Ok(None) };
+        let micro_batches = self.tokens.micro_batches(layout.stage_gpus());
+        let tokens_per_gpu = self.tokens.per_gpu(layout.stage_gpus());
+        let tensor_exchange = self.tensor_exchange(&layout, tokens_per_gpu);
+        let layers = self.model.description().moe_layers.div_ceil(layout.stages());
+        let stage_time = (candidate.layer_time + tensor_exchange * 2.0) * layers as f64;
+        let boundaries = self.boundaries(&layout, tokens_per_gpu);
+        let passes = pipeline_passes(stage_time, layout.stages(), &boundaries, micro_batches);
+        let (dense_sync, expert_sync) = self.syncs(strategy, &layout);
+        let step_time = passes + dense_sync + expert_sync;
+        Ok(Some(StepPrice {
+            strategy,
+            memory: StepMemory::of(self.cluster, self.model, &options, &layout),
+            fit,
+            micro_batches,
+            tokens_per_gpu,
+            candidate,
+            tensor_exchange,
+            stage_time,
+            boundaries,
+            passes,
+            dense_sync,
+            expert_sync,
+            step_time,
+            tokens_per_second: self.tokens.batch / step_time.0,
+            idle_share: (1.0 - self.compute() / step_time).clamp(0.0, 1.0),
+            layout,
+        }))
+    }
+
+    /// The planner of one EP group.
+    pub(super) fn planner(&self, strategy: Strategy, layout: &Layout) -> Result<Planner> {
+        let micro_batches = self.tokens.micro_batches(layout.stage_gpus());
+        let options = Options { micro_batches, ..strategy.options(self.options, layout.stages()) };
+        let memory = StepMemory::of(self.cluster, self.model, &options, layout);
+        let memory = memory.fit(&options).map(|(_, before)| before).unwrap_or_default();
+        let model = self.model.with_tokens(self.tokens.per_gpu(layout.stage_gpus()));
+        Planner::with_memory(self.cluster.group(&layout.group)?, &model, options, memory)
+    }
+
+    /// The layout with the least tensor parallelism that fits; of two, rather one that leaves the reserve free.
+    fn with_tensor_parallelism(&self, options: &Options, layout: &Layout) -> Option<(Layout, Fit)> {
+        let innermost = layout.stage.last().copied().unwrap_or(1);
+        let fitting = crate::divisors::divisors(innermost).into_iter().filter_map(|tensor_parallel| {
+            let layout = Layout { tensor_parallel, ..layout.clone() };
+            let (fit, _) = StepMemory::of(self.cluster, self.model, options, &layout).fit(options)?;
+            Some((layout, fit))
+        });
+        fitting.min_by_key(|(layout, fit)| (*fit, layout.tensor_parallel))
+    }
+
+    /// Two exchanges of activations per pass: every GPU receives those of the other `t − 1`, and sends partial sums back.
+    fn tensor_exchange(&self, layout: &Layout, tokens: f64) -> Seconds {
+        let others = layout.tensor_parallel - 1;
+        let levels = self.cluster.levels();
+        let bytes = self.model.combine_row_bytes() * (tokens * others as f64);
+        Transfer::new(&levels[levels.len() - 1], others, bytes, 1).time * 2.0
+    }
+
+    fn boundaries(&self, layout: &Layout, tokens: f64) -> Vec<Boundary> {
+        let bytes = self.model.combine_row_bytes() * tokens;
+        let inner = 1.min(self.cluster.levels().len() - 1);
+        (1..layout.stages())
+            .map(|stage| {
+                let level = if stage % layout.stages_inside == 0 { 0 } else { inner };
+                let at = &self.cluster.levels()[level];
+                // The GPUs of one stage in one member send; the other stages of the member do not use the link for this.
+                let senders = at.gpus_per_link.min(layout.stage_gpus() / layout.stage[0]);
+                Boundary {
+                    level,
+                    transfer: at.alpha + bytes * senders as f64 / at.link_bandwidth,
+                    latency: at.round_trip / 2.0,
+                }
+            })
+            .collect()
+    }
+
+    /// The exchanges of dense and of expert parameters.
+    fn syncs(&self, strategy: Strategy, layout: &Layout) -> (Seconds, Seconds) {
+        let levels = self.cluster.levels();
+        let description = self.model.description();
+        let layers = description.moe_layers.div_ceil(layout.stages()) as f64;
+        let slots = description.experts.div_ceil(layout.group_gpus()) as f64;
+        let weight = description.precision.weights.bytes();
+        let gradient = description.precision.gradients.bytes();
+        let dense = dense_parameters(self.model, layout);
+        let experts = layers * slots * self.model.expert_parameters();
+        let exchange = |parameters: f64, gradient: f64, copies: &[usize]| match strategy {
+            Strategy::LocalSteps => {
+                let rare = sync_at(&levels[0], 0, Bytes(parameters * 2.0 * weight), copies);
+                sync(levels, 1, Bytes(parameters * (gradient + weight)), copies)
+                    + rare / self.options.local_steps as f64
+            }
+            _ => sync(levels, 0, Bytes(parameters * (gradient + weight)), copies),
+        };
+        (
+            exchange(dense, DENSE_GRADIENT_BYTES, &layout.dense_copies()),
+            exchange(experts, gradient, &layout.copies()),
+        )
+    }
+
+    /// Seconds that a GPU computes in a step: `3 W N / (G throughput)`.
+    fn compute(&self) -> Seconds {
+        let one = self.model.with_tokens(1.0);
+        let layers = self.model.description().moe_layers as f64;
+        let per_token = (one.pre_expert_flop() + one.expert_flop()) * (3.0 * layers);
+        per_token * (self.tokens.batch / self.cluster.gpus() as f64) / self.cluster.sustained()
+    }
+}
