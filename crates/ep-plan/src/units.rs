@@ -83,7 +83,10 @@ macro_rules! quantity {
 
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write_with_prefix(f, self.0, $symbol)
+                match $symbol {
+                    "s" if self.0 >= 1000.0 => write_long_time(f, self.0),
+                    symbol => write_with_prefix(f, self.0, symbol),
+                }
             }
         }
     };
@@ -179,6 +182,15 @@ impl Div<FlopPerSecond> for Flop {
     }
 }
 
+/// Writes a time from 1000 s on in seconds, in hours or in days, with four significant digits.
+fn write_long_time(f: &mut fmt::Formatter<'_>, seconds: f64) -> fmt::Result {
+    match seconds {
+        short if short < 9999.5 => write!(f, "{short:.0} s"),
+        middle if middle < 360_000.0 => write_with_prefix(f, middle / 3600.0, "h"),
+        long => write_with_prefix(f, long / 86_400.0, "days"),
+    }
+}
+
 /// Writes four significant digits with the prefix that keeps the number between 1 and 1000.
 fn write_with_prefix(f: &mut fmt::Formatter<'_>, value: f64, symbol: &str) -> fmt::Result {
     const PREFIXES: [(f64, &str); 8] =
@@ -213,6 +225,10 @@ mod tests {
     fn quantities_are_printed_with_four_digits_and_a_prefix() {
         assert_eq!(Seconds(0.1873).to_string(), "187.3 ms");
         assert_eq!(Seconds(0.000_02).to_string(), "20.00 µs");
+        assert_eq!(Seconds(999.9).to_string(), "999.9 s");
+        assert_eq!(Seconds(6806.0).to_string(), "6806 s");
+        assert_eq!(Seconds(182_900.0).to_string(), "50.81 h");
+        assert_eq!(Seconds(3.6e6).to_string(), "41.67 days");
         assert_eq!(Bytes(58_720_256.0).to_string(), "58.72 MB");
         assert_eq!(Bytes::ZERO.to_string(), "0.000 B");
         assert_eq!(BytesPerSecond::from_gbit_per_s(10.0).to_string(), "1.250 GB/s");

@@ -404,9 +404,11 @@ proptest! {
             let (Some(found), Some((fit, step))) = (found, wanted) else { continue };
             let same = problem.step(way, &shape_of(found)).unwrap();
             prop_assert!((found.step_time.0 / same - 1.0).abs() < 1e-9, "{way:?} {found:?}: {same}");
-            prop_assert!((found.step_time.0 / step - 1.0).abs() < 1e-9, "{way:?} {found:?}: {step}");
+            // Of layouts within 1 % of the fastest, the planner takes the simplest.
+            let over = found.step_time.0 / step;
+            prop_assert!((1.0 - 1e-9..1.01 + 1e-9).contains(&over), "{way:?} {found:?}: {step}");
             prop_assert_eq!(found.fit as u8, fit);
-            prop_assert!((found.tokens_per_second * step / problem.batch - 1.0).abs() < 1e-9);
+            prop_assert!((found.tokens_per_second * same / problem.batch - 1.0).abs() < 1e-9);
             prop_assert!((0.0..=1.0).contains(&found.idle_share));
         }
     }

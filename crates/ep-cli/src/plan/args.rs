@@ -2,9 +2,41 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
+
+use ep_plan::step::Strategy;
 
 use crate::planner::args::ProblemArgs;
+
+/// The strategies of [`Strategy`], for the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum StrategyChoice {
+    /// Experts move inside domains, tokens between domains (HybridEP)
+    ExpertDomains,
+    /// Tokens move, one row per datacenter
+    HierarchicalEp,
+    /// Tokens move, one row per expert
+    PlainEp,
+    /// Gradients and weights move, once per step
+    DataParallel,
+    /// Activations move between pipeline stages
+    Pipeline,
+    /// Weights move once in several steps
+    LocalSteps,
+}
+
+impl StrategyChoice {
+    pub(crate) fn strategy(self) -> Strategy {
+        match self {
+            Self::ExpertDomains => Strategy::ExpertDomains,
+            Self::HierarchicalEp => Strategy::HierarchicalEp,
+            Self::PlainEp => Strategy::PlainEp,
+            Self::DataParallel => Strategy::DataParallel,
+            Self::Pipeline => Strategy::Pipeline,
+            Self::LocalSteps => Strategy::LocalSteps,
+        }
+    }
+}
 
 /// `hybrid-ep plan`
 #[derive(Debug, Args)]
@@ -16,6 +48,9 @@ pub(crate) struct PlanArgs {
     /// bandwidth=1Gbit/s..400Gbit/s:20
     #[arg(long, value_name = "KEY=FROM..TO", help_heading = "Questions")]
     pub(crate) sweep: Option<String>,
+    /// Show the layers of this way to use the datacenters instead of the best one
+    #[arg(long, value_enum, value_name = "NAME", help_heading = "Questions")]
+    pub(crate) strategy: Option<StrategyChoice>,
     /// Explain what limits the plan, and at which values another plan would be best
     #[arg(long, help_heading = "Questions")]
     pub(crate) explain: bool,

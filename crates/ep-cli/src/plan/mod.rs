@@ -6,6 +6,7 @@
 mod args;
 mod html;
 mod paper;
+mod steps;
 mod sweep;
 mod text;
 
@@ -13,7 +14,11 @@ use ep_plan::input::{self, preset};
 use ep_plan::planner::{Plan, Setting};
 use serde::Serialize;
 
+use ep_plan::step::StepPlan;
+
 pub(crate) use self::args::PlanArgs;
+use self::args::StrategyChoice;
+use self::steps::Shown;
 use self::sweep::{Request, Sweep};
 use crate::common::failure::{Failure, Verdict};
 use crate::common::output::{Checked, Target, check_apart, print_beside, to_stdout};
@@ -24,6 +29,10 @@ use crate::planner::problem::Problem;
 struct PlanReport<'a> {
     hybrid_ep_version: &'static str,
     problem: &'a Problem,
+    /// Steps of all strategies; absent for forward passes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    step: Option<&'a StepPlan>,
+    /// Layers of one EP group of the strategy that is shown.
     plan: &'a Plan,
     #[serde(skip_serializing_if = "Option::is_none")]
     sweep: Option<&'a Sweep>,
@@ -48,7 +57,7 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
         }
         if args.print_toml {
             // Invalid problems are refused, so that the printed file can be planned.
-            problem.planner()?;
+            solve(args, &problem)?;
             to_stdout(&input::to_toml(&problem.cluster, &problem.model, &problem.options))?;
         } else {
             plan(args, &problem)?;
@@ -70,27 +79,29 @@ fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
             Request::parse(text, problem).map_err(|what| Failure::request(format!("--sweep {text}: {what}")))
         })
         .transpose()?;
-    let planner = problem.planner()?;
-    let plan = planner.plan();
+    let (step, plan) = solve(args, problem)?;
     let sweep = sweep.map(|request| request.run(problem));
     let stream_model = match args.paper_model {
-        true => Some(paper::Level::all(&planner, &plan.level_names)?),
+        true => Some(paper::Level::all(&problem.planner()?, &plan.level_names)?),
         false => None,
     };
     let report = PlanReport {
         hybrid_ep_version: env!("CARGO_PKG_VERSION"),
         problem,
+        step: step.as_ref().map(|shown| &shown.plan),
         plan: &plan,
         sweep: sweep.as_ref(),
         stream_model: stream_model.as_deref(),
     };
     let names = problem.names();
     let stream = stream_model.as_deref().map(paper::render).unwrap_or_default();
-    let text = text::render(problem, &plan, sweep.as_ref(), args.explain);
+    let text = text::render(problem, step.as_ref(), &plan, sweep.as_ref(), args.explain);
     // All outputs are checked before any is written.
     let figures = Checked::json(&report)?;
     let text = Checked::text(format!("{stream}{text}"), &names)?;
-    let page = html.is_wanted().then(|| Checked::text(html::render(problem, &plan, sweep.as_ref())?, &names));
+    let page = html
+        .is_wanted()
+        .then(|| Checked::text(html::render(problem, step.as_ref(), &plan, sweep.as_ref())?, &names));
     let lists = groups.is_wanted().then(|| {
         let partition = plan.partition().map_err(Failure::request)?;
         Checked::json(&partition.export())
@@ -100,6 +111,32 @@ fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
     json.write(&figures)?;
     page.map_or(Ok(()), |page| html.write(&page))?;
     lists.map_or(Ok(()), |lists| groups.write(&lists))
+}
+
+/// The steps of all strategies, and the layers of the one to show. Forward passes have layers only.
+fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Failure> {
+    let Some(planner) = problem.step_planner().map_err(Failure::request)? else {
+        return match args.strategy {
+            Some(_) => {
+                Err(Failure::request("--strategy: forward passes have no step to compare; use work=training"))
+            }
+            None => Ok((None, problem.planner()?.plan())),
+        };
+    };
+    let plan = planner.plan().map_err(Failure::request)?;
+    let index = match args.strategy.map(StrategyChoice::strategy) {
+        None => plan.prices.iter().position(|price| price == plan.best()),
+        Some(wanted) => plan.prices.iter().position(|price| price.strategy == wanted),
+    };
+    let index = index.ok_or_else(|| {
+        let all: Vec<_> = plan.prices.iter().map(|price| steps::name(price.strategy)).collect();
+        Failure::request(format!(
+            "--strategy: no layout of it fits into memory; possible: {}",
+            all.join(", ")
+        ))
+    })?;
+    let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
+    Ok((Some(Shown { plan, index }), layers))
 }
 
 fn list() -> String {

@@ -1,10 +1,12 @@
-//! `--sweep`: plans for several values of one key, and compares with the baselines.
+//! `--sweep`: plans for several values of one key, and compares with the other strategies.
 
-use ep_plan::planner::{Baseline, BaselineKind};
+use ep_plan::step::Strategy;
 use serde::Serialize;
 
+use super::{steps, text};
 use crate::planner::key::Key;
 use crate::planner::problem::Problem;
+use crate::planner::text::sizes;
 
 /// Default number of values.
 const POINTS: usize = 13;
@@ -31,6 +33,28 @@ pub(crate) struct Sweep {
     pub(crate) points: Vec<Point>,
 }
 
+impl Sweep {
+    /// The schemes that have a time at any value, in the order of the first point that has them.
+    pub(crate) fn schemes(&self) -> Vec<&'static str> {
+        let mut names = Vec::new();
+        for point in self.points.iter().filter_map(|point| point.outcome.as_ref().ok()) {
+            for (name, _) in &point.others {
+                if !names.contains(name) {
+                    names.push(*name);
+                }
+            }
+        }
+        names
+    }
+}
+
+impl PointPlan {
+    /// Seconds of a scheme.
+    pub(crate) fn of(&self, scheme: &str) -> Option<f64> {
+        self.others.iter().find(|(name, _)| *name == scheme).map(|(_, seconds)| *seconds)
+    }
+}
+
 /// One value.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Point {
@@ -42,11 +66,12 @@ pub(crate) struct Point {
 /// The plan at one value.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PointPlan {
-    pub(crate) domain_sizes: Vec<usize>,
-    pub(crate) layer_ms: f64,
-    pub(crate) plain_ep_ms: f64,
-    pub(crate) hierarchical_ep_ms: f64,
-    pub(crate) ep_inside_datacenter_ms: f64,
+    /// The choice in a few words: the strategy or, for forward passes, the domain sizes.
+    pub(crate) choice: String,
+    /// Seconds of the choice: of a step or, for forward passes, of a layer.
+    pub(crate) seconds: f64,
+    /// Seconds of the schemes to compare with, by name. A scheme that does not fit is left out.
+    pub(crate) others: Vec<(&'static str, f64)>,
 }
 
 impl Request {
@@ -101,17 +126,27 @@ impl Request {
 }
 
 fn outcome(problem: &Problem) -> Result<PointPlan, String> {
-    let plan = problem.try_planner().map_err(|error| error.to_string())?.plan();
-    let baseline = |kind: BaselineKind| {
-        let found = plan.baselines.iter().find(|baseline: &&Baseline| baseline.kind == kind);
-        found.map_or(f64::NAN, |baseline| baseline.candidate.layer_time.as_ms())
-    };
+    let said = |error: ep_plan::PlanError| error.to_string();
+    if let Some(planner) = problem.step_planner().map_err(said)? {
+        let plan = planner.plan().map_err(said)?;
+        let best = plan.best();
+        let choice = match best.strategy {
+            Strategy::ExpertDomains => sizes(&best.candidate.domain_sizes),
+            other => steps::name(other).to_owned(),
+        };
+        let others = Strategy::ALL
+            .into_iter()
+            .filter_map(|strategy| Some((steps::name(strategy), plan.price(strategy)?.step_time.0)));
+        return Ok(PointPlan { choice, seconds: best.step_time.0, others: others.collect() });
+    }
+    let plan = problem.try_planner().map_err(said)?.plan();
+    let others = plan.baselines.iter().filter(|baseline| baseline.fits);
     Ok(PointPlan {
-        domain_sizes: plan.best.domain_sizes.clone(),
-        layer_ms: plan.best.layer_time.as_ms(),
-        plain_ep_ms: baseline(BaselineKind::PlainEp),
-        hierarchical_ep_ms: baseline(BaselineKind::HierarchicalEp),
-        ep_inside_datacenter_ms: baseline(BaselineKind::EpInsideDatacenter),
+        choice: sizes(&plan.best.domain_sizes),
+        seconds: plan.best.layer_time.0,
+        others: others
+            .map(|baseline| (text::baseline_name(baseline.kind), baseline.candidate.layer_time.0))
+            .collect(),
     })
 }
 

@@ -3,7 +3,7 @@
 use ep_plan::cluster::ClusterDescription;
 use ep_plan::input::Kind;
 use ep_plan::model::ModelDescription;
-use ep_plan::planner::{Replicas, Work};
+use ep_plan::planner::{Batch, Replicas, Work};
 use ep_plan::{Options, Placement, Routing, limits};
 
 use crate::common::numbers::{Count, Number};
@@ -24,6 +24,8 @@ enum What {
     GradientCompression,
     Accumulation,
     PipelineStages,
+    GlobalBatch,
+    LocalSteps,
     LiveLayers,
     RefreshSteps,
     Work,
@@ -41,7 +43,7 @@ enum Form {
 }
 
 /// Name, value, notation, and whether the key belongs to a level.
-const KEYS: [(&str, What, Form, bool); 18] = [
+const KEYS: [(&str, What, Form, bool); 20] = [
     ("bandwidth", What::Bandwidth, Form::Quantity(Kind::LinkRate, limits::LINK_GBIT_PER_S), true),
     ("round_trip", What::RoundTrip, Form::Quantity(Kind::Time, limits::SECONDS), true),
     ("alpha", What::Alpha, Form::Quantity(Kind::Time, limits::SECONDS), true),
@@ -55,6 +57,8 @@ const KEYS: [(&str, What, Form, bool); 18] = [
     ("gradient_compression", What::GradientCompression, Form::Number(limits::COMPRESSION), false),
     ("gradient_accumulation", What::Accumulation, Form::Count(limits::MICRO_BATCHES), false),
     ("pipeline_stages", What::PipelineStages, Form::Count(limits::LAYERS), false),
+    ("global_batch", What::GlobalBatch, Form::Count(limits::GLOBAL_BATCH), false),
+    ("local_steps", What::LocalSteps, Form::Count(limits::LOCAL_STEPS), false),
     ("live_layers", What::LiveLayers, Form::Count(limits::LAYERS), false),
     ("shared_refresh_steps", What::RefreshSteps, Form::Count(limits::REFRESH_STEPS), false),
     ("work", What::Work, Form::Word(&["training", "forward"]), false),
@@ -161,6 +165,10 @@ impl Key {
             What::Throughput => cluster.gpu.sustained_tflops = value,
             What::Memory => cluster.gpu.memory_gb = value,
             What::Tokens => model.tokens_per_gpu = count,
+            What::GlobalBatch => {
+                model.global_batch = Some(count);
+                options.batch = Batch::Model;
+            }
             What::Zipf => model.routing = Routing::Zipf { exponent: value, shuffle_seed: 0 },
             _ => self.apply_option(options, value),
         }
@@ -172,8 +180,12 @@ impl Key {
             What::MemoryCap => options.memory_cap_gb = Some(value),
             What::WeightCompression => options.weight_compression = value,
             What::GradientCompression => options.gradient_compression = value,
-            What::Accumulation => options.micro_batches = count,
-            What::PipelineStages => options.pipeline_stages = count,
+            What::Accumulation => {
+                options.micro_batches = count;
+                options.batch = Batch::MicroBatches;
+            }
+            What::PipelineStages => options.pipeline_stages = Some(count),
+            What::LocalSteps => options.local_steps = count,
             What::LiveLayers => options.live_layers = count,
             What::RefreshSteps => options.shared_refresh_steps = count,
             What::Work => options.work = [Work::Training, Work::Forward][count],

@@ -11,6 +11,7 @@ use ep_plan::input::preset::{self, Joined};
 use ep_plan::input::{self, Document, Kind};
 use ep_plan::limits::{self, Number};
 use ep_plan::model::ModelDescription;
+use ep_plan::step::StepPlanner;
 use ep_plan::{Options, Planner, Routing};
 use serde::Serialize;
 
@@ -52,6 +53,16 @@ impl Problem {
     /// The planner of this problem.
     pub(crate) fn planner(&self) -> Result<Planner, Failure> {
         self.try_planner().map_err(Failure::request)
+    }
+
+    /// The planner of whole steps; `None` for forward passes, which have no step.
+    pub(crate) fn step_planner(&self) -> Result<Option<StepPlanner>, ep_plan::PlanError> {
+        let (cluster, model) = (self.cluster.clone().try_into()?, self.model.clone().try_into()?);
+        match StepPlanner::new(cluster, model, self.options.clone()) {
+            Ok(planner) => Ok(Some(planner)),
+            Err(ep_plan::PlanError::Forward) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     pub(crate) fn try_planner(&self) -> Result<Planner, ep_plan::PlanError> {

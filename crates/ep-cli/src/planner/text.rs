@@ -2,7 +2,7 @@
 
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 pub(crate) use ep_plan::planner::domain_sizes_text as sizes;
-use ep_plan::planner::{Plan, Work};
+use ep_plan::planner::{Batch, Plan, Work};
 
 use crate::common::units;
 use crate::planner::problem::Problem;
@@ -29,19 +29,23 @@ pub(crate) fn table(header: &[&str], rows: Vec<Vec<String>>, left: usize) -> Str
 /// The problem in two lines.
 pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
     let Problem { cluster, model, options, .. } = problem;
-    let gpus: usize = plan.scaling_factors.iter().product();
+    let gpus: usize = cluster.levels.iter().map(|level| level.scaling_factor).product();
     let work = match options.work {
         Work::Training => "training",
         Work::Forward => "forward pass of training",
     };
+    let batch = match (options.batch, model.global_batch, options.work) {
+        (Batch::Model, Some(batch), Work::Training) => format!("{} in a step", units::count(batch as u64)),
+        _ => units::counted(options.micro_batches, "micro-batch").replace("batchs", "batches"),
+    };
     format!(
-        "{} on {}: {}, {} each\n{work}, {} tokens per GPU, {}, weights compressed {}x, gradients {}x\n",
+        "{} on {}: {}, {} each\n{work}, {} tokens per GPU and micro-batch, {}, weights compressed {}x, gradients {}x\n",
         model.name,
         cluster.name,
         units::counted(gpus, "GPU"),
         units::counted(plan.experts_per_gpu, "expert"),
         units::count(model.tokens_per_gpu as u64),
-        units::counted(options.micro_batches, "micro-batch").replace("batchs", "batches"),
+        batch,
         options.weight_compression,
         options.gradient_compression,
     )

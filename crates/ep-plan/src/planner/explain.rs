@@ -118,7 +118,13 @@ impl Planner {
             ));
         }
         text.extend(changes.iter().map(|change| self.change_sentence(change)));
-        Explanation { forward, backward, growth: self.cost().growth_tests(&best.domain_sizes), changes, text }
+        Explanation {
+            forward,
+            backward,
+            growth: self.cost().growth_tests(&best.domain_sizes, best.replicas_kept),
+            changes,
+            text,
+        }
     }
 
     fn limit(&self, pass: &PassTimes, levels: &[LevelTraffic]) -> Limit {
@@ -249,11 +255,14 @@ impl Planner {
             }
         };
         let bound = match limit.bound {
-            Bound::Compute => "compute with the token exchange",
+            Bound::Compute => "tokens and compute, which wait for each other",
             Bound::Links => "the transfers on the links",
         };
+        let link = matches!(limit.component, Component::AllToAll(_)) && limit.bound == Bound::Compute;
+        let what = if link { "It is limited by a link, not by compute" } else { "Its longest part" };
+        let colon = if link { ":" } else { " is" };
         format!(
-            "{pass}: {}. The longer chain is {bound}; its longest part is {phase}, {} alone.",
+            "{pass}: {}. The longer chain is {bound}. {what}{colon} {phase}, {} alone.",
             times.total, limit.time
         )
     }
@@ -269,11 +278,22 @@ impl Planner {
         };
         let direction = if change.at > change.now { "from" } else { "down to" };
         format!(
-            "With {name} {direction} {:.4}{unit} (now {:.4}{unit}), {} would be best.",
-            change.at,
-            change.now,
+            "With {name} {direction} {}{unit} (now {}{unit}), {} would be best.",
+            four_digits(change.at),
+            four_digits(change.now),
             domain_sizes_text(&change.domain_sizes)
         )
+    }
+}
+
+/// A number with four significant digits, and without zeros after them.
+fn four_digits(number: f64) -> String {
+    let magnitude = if number == 0.0 { 0 } else { number.abs().log10().floor() as i32 };
+    let decimals = usize::try_from(3 - magnitude).unwrap_or(0).min(9);
+    let text = format!("{number:.decimals$}");
+    match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+        false => text,
     }
 }
 

@@ -41,16 +41,19 @@ pub struct SelectiveMigration {
     pub selective: Bytes,
 }
 
-/// The effect of one more member in the domains of a level, in bytes per GPU of one forward pass, with one copy per
-/// (token, expert).
+/// The effect of one more member in the domains of a level, in bytes per GPU of one layer and micro-batch, with one copy
+/// per (token, expert).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct GrowthTest {
     /// The level, numbered from 0, outermost first.
     pub level: usize,
-    /// Bytes of tokens that one more member saves: `2 D / SF_l`.
+    /// Bytes of tokens that one more member saves: `2 D / SF_l` in each pass.
     pub saves: Bytes,
-    /// Bytes of experts that one more member adds: `n P Π_{j<l} S_j / CR_w`.
+    /// Bytes of experts that one more member adds: `n P Π_{j<l} S_j / CR_w` in each gather.
     pub costs: Bytes,
+    /// Bytes of gradients that one more member adds: `n P Π_{j<l} S_j / CR_g`, with the bytes of gradients, in each
+    /// reduction.
+    pub gradients: Bytes,
 }
 
 impl CostModel<'_> {
@@ -126,16 +129,22 @@ impl CostModel<'_> {
     }
 
     /// The effect of one more member at every level, given the chosen domains of the outer levels.
-    pub(crate) fn growth_tests(&self, domain_sizes: &[usize]) -> Vec<GrowthTest> {
+    pub(crate) fn growth_tests(&self, domain_sizes: &[usize], replicas_kept: bool) -> Vec<GrowthTest> {
+        let frequencies = Frequencies::new(self.options, replicas_kept);
         let row = self.model.dispatch_row_bytes() + self.model.combine_row_bytes();
         let tokens = row * (self.model.tokens() * self.model.description().topk as f64);
-        let own = self.model.expert_bytes() * self.experts_per_gpu as f64 / self.options.weight_compression;
+        let own = self.experts_per_gpu as f64;
+        let weights =
+            self.model.expert_bytes() * (own * frequencies.gathers / self.options.weight_compression);
+        let gradients =
+            self.model.gradient_bytes() * (own * frequencies.reductions / self.options.gradient_compression);
         let levels = self.cluster.levels().iter().enumerate();
         levels
             .map(|(level, at)| GrowthTest {
                 level,
-                saves: tokens / at.scaling_factor as f64,
-                costs: own * domain_sizes[..level].iter().product::<usize>() as f64,
+                saves: tokens * (frequencies.passes / at.scaling_factor as f64),
+                costs: weights * domain_sizes[..level].iter().product::<usize>() as f64,
+                gradients: gradients * domain_sizes[..level].iter().product::<usize>() as f64,
             })
             .collect()
     }

@@ -33,6 +33,7 @@
 mod baseline;
 mod cost;
 mod explain;
+mod gains;
 mod memory;
 mod migration;
 mod options;
@@ -44,6 +45,7 @@ use serde::{Deserialize, Serialize};
 pub use baseline::{Baseline, BaselineKind};
 pub use cost::{Candidate, LevelTraffic};
 pub use explain::{Change, Component, Explanation, Limit, Quantity, domain_sizes_text};
+pub use gains::{COMPRESSIONS, CompressionGain};
 pub use memory::{Memory, gathered_bytes};
 pub use migration::{ExpertTrade, GrowthTest, SelectiveMigration};
 pub use options::{Batch, Options, Replicas, Setting, Work};
@@ -108,6 +110,8 @@ pub struct Plan {
     pub selective: Vec<SelectiveMigration>,
     /// What limits the plan, and what would change it.
     pub explanation: Explanation,
+    /// What domains gain at several compressions of the weights.
+    pub compression_gains: Vec<CompressionGain>,
 }
 
 /// The model with copies of experts, so that the GPUs of the cluster divide its slots.
@@ -231,6 +235,8 @@ impl Planner {
             baselines: self.baselines(&best),
             selective: cost.selective(&best.domain_sizes, best.replicas_kept),
             explanation: self.explain(&best, &alternatives, beyond),
+            // A planner that exists can price its own options; the list is empty only if that changes.
+            compression_gains: self.compression_gains().unwrap_or_default(),
             alternatives,
             scaling_factors,
             best,

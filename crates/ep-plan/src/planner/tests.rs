@@ -5,7 +5,7 @@ use crate::cluster::ClusterDescription;
 use crate::model::{ElementType, ModelDescription};
 use crate::presets;
 use crate::routing::{Placement, Routing};
-use crate::units::BytesPerSecond;
+use crate::units::{Bytes, BytesPerSecond};
 
 fn two_datacenters(gbit_per_s: f64) -> ClusterDescription {
     presets::datacenters(2, gbit_per_s, 0.005, presets::dgx_h200(8))
@@ -368,7 +368,7 @@ fn an_explanation_names_domains_limits_and_changes() {
     );
     assert!(
         text.contains(
-            "The longer chain is the transfers on the links; its longest part is the all-gather on 'wan', "
+            "The longer chain is the transfers on the links. Its longest part is the all-gather on 'wan', "
         ),
         "{text}"
     );
@@ -409,4 +409,28 @@ fn errors_of_impossible_combinations_name_the_possible_values() {
     assert!(error(small, presets::deepseek_v3(), Options::default()).contains("at least 2 pipeline stages"));
     assert!(deepseek(100.0, Options::default()).stream_model(3).is_err());
     assert!(deepseek(100.0, Options::default()).evaluate(&[2, 8]).is_err());
+}
+
+/// Uncompressed gradients weigh more than the tokens that a member saves, also where its experts weigh less.
+#[test]
+fn one_more_member_costs_gradients() {
+    let growth = |options| deepseek(100.0, options).plan().explanation.growth[0];
+    let training = growth(Options::default());
+    assert!(training.costs.0 < training.saves.0 && training.gradients.0 > 20.0 * training.costs.0);
+    let forward = growth(Options { work: Work::Forward, ..Options::default() });
+    assert_eq!((forward.gradients, forward.saves * 2.0), (Bytes::ZERO, training.saves));
+}
+
+/// The example: uncompressed experts gain little, and training gains little without compressed gradients.
+#[test]
+fn compression_decides_what_domains_gain() {
+    let plan = deepseek(100.0, Options::default()).plan();
+    let gains: Vec<String> = plan
+        .compression_gains
+        .iter()
+        .map(|gain| format!("{} {:.2} {:.1}", gain.weight_compression, gain.training, gain.forward))
+        .collect();
+    assert_eq!(gains, ["1 1.01 1.0", "5 1.02 3.3", "50 1.30 25.6"]);
+    let gain = plan.compression_gains[2].training;
+    assert!((gain / baseline(&plan, BaselineKind::HierarchicalEp).speedup - 1.0).abs() < 1e-9);
 }

@@ -39,6 +39,9 @@ use price::Pricing;
 /// Slots times candidates that the search prices at most, per strategy. It bounds the time of a search to seconds.
 const SEARCH: f64 = (1u64 << 23) as f64;
 
+/// Gain below which a layout with fewer stages or larger EP groups is preferred. The model is not that precise.
+const SIMPLER: f64 = 0.01;
+
 /// What the datacenters exchange in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -225,24 +228,27 @@ impl StepPlanner {
         layouts
     }
 
-    /// The fastest layout, and whether layouts were left out.
+    /// The first layout that is within [`SIMPLER`] of the fastest, and whether layouts were left out.
     fn fastest(&self, strategy: Strategy) -> Result<(Option<StepPrice>, bool)> {
         let pricing = self.pricing();
-        let mut best: Option<StepPrice> = None;
+        let mut prices: Vec<StepPrice> = Vec::new();
         let mut work = 0.0;
+        let mut truncated = false;
         for layout in self.layouts(strategy) {
-            if work > SEARCH && best.is_some() {
-                return Ok((best, true));
+            if work > SEARCH && !prices.is_empty() {
+                truncated = true;
+                break;
             }
             let candidates: f64 = layout.group.iter().map(|&size| divisors(size).len() as f64).product();
             let Some(price) = pricing.price(strategy, &layout)? else { continue };
             work += candidates * self.model.description().experts.max(layout.group_gpus()) as f64;
-            let faster = |old: &StepPrice| (price.fit, price.step_time.0) < (old.fit, old.step_time.0);
-            if best.as_ref().is_none_or(faster) {
-                best = Some(price);
-            }
+            prices.push(price);
         }
-        Ok((best, false))
+        let fit = prices.iter().map(|price| price.fit).min();
+        prices.retain(|price| Some(price.fit) == fit);
+        let least = prices.iter().map(|price| price.step_time.0).fold(f64::INFINITY, f64::min);
+        let chosen = prices.into_iter().find(|price| price.step_time.0 <= least * (1.0 + SIMPLER));
+        Ok((chosen, truncated))
     }
 
     /// The least memory of a GPU that any layout needs.

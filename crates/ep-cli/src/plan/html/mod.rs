@@ -5,9 +5,10 @@ mod picture;
 mod sections;
 
 use ep_plan::input;
-use ep_plan::planner::Plan;
+use ep_plan::planner::{Plan, Setting};
 
 use self::markup::escape;
+use super::steps::Shown;
 use super::sweep::Sweep;
 use crate::common::failure::Failure;
 use crate::planner::problem::Problem;
@@ -15,20 +16,35 @@ use crate::planner::text::heading;
 
 const STYLE: &str = include_str!("style.css");
 
-pub(super) fn render(problem: &Problem, plan: &Plan, sweep: Option<&Sweep>) -> Result<String, Failure> {
+pub(super) fn render(
+    problem: &Problem,
+    step: Option<&Shown>,
+    plan: &Plan,
+    sweep: Option<&Sweep>,
+) -> Result<String, Failure> {
     let title = format!("{} on {}", problem.model.name, problem.cluster.name);
     let mut body = format!(
         "<header><p class=\"kicker\">hybrid-ep plan</p><h1>{}</h1><p class=\"about\">{}</p></header>\n",
         escape(&title),
         escape(heading(problem, plan).lines().skip(1).collect::<Vec<_>>().join(" ").as_str())
     );
-    body.push_str(&sections::answer(plan));
+    match step {
+        Some(shown) => body.push_str(&sections::step_answer(&shown.plan, &problem.options)),
+        None => body.push_str(&sections::answer(plan)),
+    }
     for note in &problem.notes {
         body.push_str(&format!("<p class=\"note\">{}</p>\n", escape(note)));
+    }
+    if let Some(shown) = step {
+        body.push_str(&sections::steps(&shown.plan, &problem.options)?);
+        body.push_str(&sections::layers_title(shown));
     }
     body.push_str(&sections::domains(plan)?);
     body.push_str(&sections::phases(problem, plan)?);
     body.push_str(&sections::compared(plan)?);
+    if problem.options.setting == Setting::Full {
+        body.push_str(&sections::compression(problem, plan));
+    }
     if let Some(sweep) = sweep {
         body.push_str(&sections::swept(sweep)?);
     }

@@ -1,11 +1,14 @@
 //! The sections of the HTML report.
 
-use ep_plan::planner::{Candidate, Plan};
+use ep_plan::planner::{Candidate, Options, Plan};
+use ep_plan::step::StepPlan;
 use ep_plan::units::{Bytes, Seconds};
 
 use super::markup::{escape, section, table};
 use super::picture;
 use crate::common::failure::Failure;
+use crate::common::units;
+use crate::plan::steps::{self, Shown};
 use crate::plan::sweep::Sweep;
 use crate::plan::text;
 use crate::planner::chart::{self, Bar, Line, MUTED, SERIES};
@@ -30,6 +33,95 @@ impl Unit {
     fn value(&self, time: Seconds) -> f64 {
         time.0 / self.seconds
     }
+}
+
+/// The answer for a step: sentences, and a card per strategy.
+pub(super) fn step_answer(plan: &StepPlan, options: &Options) -> String {
+    let sentences = steps::answer(plan, options);
+    let first = sentences.first().map_or("", |line| line);
+    let rest: String =
+        sentences.iter().skip(1).map(|line| format!("<p class=\"note\">{}</p>\n", escape(line))).collect();
+    let best = plan.best();
+    let cards: String = plan
+        .prices
+        .iter()
+        .map(|price| {
+            let class = if price == best { " main" } else { "" };
+            let what = match price == best {
+                true => format!("a step: {}, the best", steps::name(price.strategy)),
+                false => format!(
+                    "{}, {}",
+                    steps::name(price.strategy),
+                    text::relation(best.step_time / price.step_time)
+                ),
+            };
+            let (number, what) = (escape(&price.step_time.to_string()), escape(&what));
+            format!("<div class=\"card{class}\"><b>{number}</b><span>{what}</span></div>\n")
+        })
+        .collect();
+    format!("<p class=\"answer\">{}</p>\n{rest}<div class=\"cards\">\n{cards}</div>\n", escape(first))
+}
+
+/// The steps of all strategies, divided into compute, other parts of the passes, and synchronisation.
+pub(super) fn steps(plan: &StepPlan, options: &Options) -> Result<String, Failure> {
+    let longest = plan.prices.iter().map(|price| price.step_time.0).fold(0.0, f64::max);
+    let unit = Unit::of(plan.best().step_time);
+    let logarithmic = longest / plan.best().step_time.0 > 8.0;
+    let bars: Vec<Bar> = plan
+        .prices
+        .iter()
+        .map(|price| {
+            let computing = price.step_time * (1.0 - price.idle_share);
+            let sync = price.dense_sync + price.expert_sync;
+            let waiting = (price.passes - computing).max(Seconds::ZERO);
+            let parts = match logarithmic {
+                true => vec![(0, unit.value(price.step_time))],
+                false => {
+                    [computing, waiting, sync].into_iter().map(|part| unit.value(part)).enumerate().collect()
+                }
+            };
+            let note = format!("{}, idle {:.0} %", price.step_time, 100.0 * price.idle_share);
+            Bar { label: steps::name(price.strategy).into(), parts, note }
+        })
+        .collect();
+    let series: &[(&str, _)] = match logarithmic {
+        true => &[("step", SERIES[0])],
+        false => &[
+            ("GPU computes", SERIES[2]),
+            ("passes wait for links or other stages", SERIES[1]),
+            ("synchronisation", SERIES[3]),
+        ],
+    };
+    let axis = format!("time of a step, {}{}", unit.name, if logarithmic { " (logarithmic)" } else { "" });
+    let chart = chart::bars(series, &bars, &axis, logarithmic)?;
+    let rows: Vec<Vec<String>> = plan
+        .prices
+        .iter()
+        .map(|price| {
+            vec![
+                steps::name(price.strategy).into(),
+                steps::layout(price),
+                units::count(price.tokens_per_second.round() as u64),
+                steps::changes(price.strategy, options),
+            ]
+        })
+        .collect();
+    let header = ["between datacenters", "fastest layout", "tokens/s", "changes the training"];
+    let about = format!(
+        "The same {} tokens under every way to use the datacenters, each in its fastest layout.",
+        units::count(plan.global_batch.round() as u64)
+    );
+    Ok(section("Steps compared", &about, &format!("{chart}{}", table(&header, &rows))))
+}
+
+/// The heading of the sections about layers.
+pub(super) fn layers_title(shown: &Shown) -> String {
+    let price = shown.price();
+    let about = format!(
+        "One layer and one micro-batch of one EP group: {}. The sections below are about these layers.",
+        steps::layout(price)
+    );
+    section(&format!("Layers of: {}", steps::name(price.strategy)), &about, "")
 }
 
 /// The plan as a row of numbers.
@@ -168,36 +260,55 @@ pub(super) fn compared(plan: &Plan) -> Result<String, Failure> {
     Ok(section("Compared", about, &chart::bars(&series, &bars, &axis, logarithmic)?))
 }
 
+/// What compression gains, and what is known of its effect on training.
+pub(super) fn compression(problem: &Problem, plan: &Plan) -> String {
+    let rows: Vec<Vec<String>> = plan
+        .compression_gains
+        .iter()
+        .map(|gain| {
+            let exact = if gain.weight_compression > 1.0 { "" } else { " (exact)" };
+            vec![
+                format!("{}x{exact}", gain.weight_compression),
+                text::times(gain.training),
+                text::times(gain.forward),
+            ]
+        })
+        .collect();
+    let header = ["weights compressed", "gain in training", "gain in the forward pass alone"];
+    let about =
+        format!("{} The gains are those of expert domains over hierarchical EP.", text::lossy(problem));
+    section("Compression", &about, &table(&header, &rows))
+}
+
 pub(super) fn swept(sweep: &Sweep) -> Result<String, Failure> {
-    let mut lines: Vec<Line> = ["this plan", "plain EP", "hierarchical EP", "EP inside a datacenter"]
-        .map(|label| Line { label: label.into(), points: Vec::new(), notes: Vec::new() })
-        .into();
-    let mut before: &[usize] = &[];
+    let schemes = sweep.schemes();
+    let line = |label: &str| Line { label: label.into(), points: Vec::new(), notes: Vec::new() };
+    let mut lines: Vec<Line> = std::iter::once("the best").chain(schemes.iter().copied()).map(line).collect();
+    let mut before = String::new();
     for point in &sweep.points {
-        let Ok(best) = &point.outcome else { continue };
-        if best.domain_sizes != before {
-            before = &best.domain_sizes;
+        let Ok(found) = &point.outcome else { continue };
+        if found.choice != before {
+            before.clone_from(&found.choice);
             let at = lines[0].points.len();
-            lines[0].notes.push((at, sizes(before)));
+            lines[0].notes.push((at, before.clone()));
         }
-        let times = [best.layer_ms, best.plain_ep_ms, best.hierarchical_ep_ms, best.ep_inside_datacenter_ms];
-        for (line, time) in lines.iter_mut().zip(times) {
-            line.points.push((point.value, time));
+        lines[0].points.push((point.value, found.seconds));
+        for (line, scheme) in lines[1..].iter_mut().zip(&schemes) {
+            line.points.extend(found.of(scheme).map(|seconds| (point.value, seconds)));
         }
     }
     let unit = if sweep.unit.is_empty() { String::new() } else { format!(", {}", sweep.unit) };
     let axis = format!("{}{unit}", sweep.key);
     let failed = sweep.points.len() - lines[0].points.len();
     let about = match failed {
-        0 => "The labels give the best domain sizes, at the values where they change.".to_owned(),
+        0 => "The labels give the best choice, at the values where it changes.".to_owned(),
         failed => format!(
-            "The labels give the best domain sizes, at the values where they change. {failed} of the values allow no \
-             plan."
+            "The labels give the best choice, at the values where it changes. {failed} of the values allow no plan."
         ),
     };
     let chart = match lines[0].points.len() {
         0 | 1 => "<p>Too few values allow a plan.</p>".to_owned(),
-        _ => chart::lines(&lines, [&axis, "time of a layer, ms"], sweep.logarithmic)?,
+        _ => chart::lines(&lines, [&axis, "time, s"], sweep.logarithmic)?,
     };
     Ok(section(&format!("Sweep of {}", sweep.key), &about, &chart))
 }

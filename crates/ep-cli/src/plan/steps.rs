@@ -1,0 +1,187 @@
+//! Whole steps in words: the answer, and the comparison of the strategies.
+
+use ep_plan::planner::Options;
+use ep_plan::step::{Fit, StepPlan, StepPrice, Strategy};
+
+use super::text::{relation, times};
+use crate::common::units;
+use crate::planner::text::{sizes, table};
+
+/// The steps of all strategies, and the strategy whose layers are shown.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Shown {
+    pub(super) plan: StepPlan,
+    /// Index of its price.
+    pub(super) index: usize,
+}
+
+impl Shown {
+    pub(super) fn price(&self) -> &StepPrice {
+        &self.plan.prices[self.index]
+    }
+}
+
+/// The name of a strategy.
+pub(super) fn name(strategy: Strategy) -> &'static str {
+    match strategy {
+        Strategy::ExpertDomains => "expert domains",
+        Strategy::HierarchicalEp => "hierarchical EP",
+        Strategy::PlainEp => "plain EP",
+        Strategy::DataParallel => "data parallelism",
+        Strategy::Pipeline => "pipeline",
+        Strategy::LocalSteps => "local steps",
+    }
+}
+
+/// What a strategy changes in the training, compared with one datacenter.
+pub(super) fn changes(strategy: Strategy, options: &Options) -> String {
+    match strategy {
+        Strategy::ExpertDomains if lossy(options) => "lossy compression".into(),
+        Strategy::LocalSteps => format!("weights differ for {} steps", options.local_steps),
+        _ => "nothing".into(),
+    }
+}
+
+fn lossy(options: &Options) -> bool {
+    options.weight_compression > 1.0 || options.gradient_compression > 1.0
+}
+
+/// The answer in a few sentences, one per line.
+pub(super) fn answer(plan: &StepPlan, options: &Options) -> Vec<String> {
+    let best = plan.best();
+    let mut lines = vec![format!(
+        "Best: {}. A step of {} tokens takes {}: {} tokens/s, GPUs idle {:.0} % of it.",
+        described(best),
+        units::count(plan.global_batch.round() as u64),
+        best.step_time,
+        units::count(best.tokens_per_second.round() as u64),
+        100.0 * best.idle_share
+    )];
+    lines.push(format!("Layout: {}.", layout(best)));
+    if best.fit == Fit::Tight {
+        lines.push(
+            "No layout leaves the reserve of the memory free. This one holds the parameters, but leaves little for \
+             activations."
+                .into(),
+        );
+    }
+    let lossless = plan
+        .prices
+        .iter()
+        .find(|price| !matches!(price.strategy, Strategy::ExpertDomains | Strategy::LocalSteps));
+    match (plan.price(Strategy::ExpertDomains), lossless) {
+        (Some(domains), Some(other)) if best.strategy == Strategy::ExpertDomains => {
+            let gain = other.step_time / domains.step_time;
+            let how =
+                if lossy(options) { "Without lossy compression, the fastest is" } else { "The next is" };
+            let worth = match times(gain) == times(1.0) {
+                true => " Moving experts is not worth it: the gain is 1.00x.",
+                false => "",
+            };
+            lines.push(format!("{how} {}, {}.{worth}", described(other), slower(gain)));
+        }
+        (Some(domains), _) if best.strategy != Strategy::ExpertDomains => {
+            let ratio = best.step_time / domains.step_time;
+            lines.push(format!(
+                "Moving experts is not worth it here: {} are {}.",
+                described(domains),
+                relation(ratio)
+            ));
+        }
+        _ => {}
+    }
+    if let Some(local) = plan.price(Strategy::LocalSteps).filter(|local| local.step_time.0 < best.step_time.0)
+    {
+        lines.push(format!(
+            "{} between two exchanges would take {}, {}, but they train another trajectory.",
+            units::counted(options.local_steps, "local step"),
+            local.step_time,
+            relation(best.step_time / local.step_time)
+        ));
+    }
+    if plan.truncated {
+        lines.push(
+            "There are too many layouts to price them all; those with many stages are left out.".into(),
+        );
+    }
+    lines
+}
+
+/// A ratio from the view of the slower one.
+fn slower(gain: f64) -> String {
+    relation(1.0 / gain)
+}
+
+/// A strategy with its main choice.
+fn described(price: &StepPrice) -> String {
+    let candidate = &price.candidate;
+    match price.strategy {
+        Strategy::ExpertDomains => {
+            let kept = if candidate.replicas_kept { " with kept replicas" } else { "" };
+            format!("expert domains {}{kept}", sizes(&candidate.domain_sizes))
+        }
+        Strategy::Pipeline => format!("a pipeline of {} stages across datacenters", price.layout.stages()),
+        Strategy::DataParallel => "EP inside a datacenter, data parallelism across".into(),
+        other => name(other).into(),
+    }
+}
+
+/// A layout in words.
+pub(super) fn layout(price: &StepPrice) -> String {
+    let layout = &price.layout;
+    let mut parts = vec![
+        units::counted(layout.stages(), "stage"),
+        format!("EP groups of {} {}", units::counted(layout.group_gpus(), "GPU"), sizes(&layout.group)),
+    ];
+    let copies: usize = layout.copies().iter().product();
+    if copies > 1 {
+        parts.push(format!("{} per stage", units::counted(copies, "group")));
+    }
+    if layout.tensor_parallel > 1 {
+        parts.push(format!("tensor parallelism over {}", units::counted(layout.tensor_parallel, "GPU")));
+    }
+    parts.push(units::counted(price.micro_batches, "micro-batch").replace("batchs", "batches"));
+    parts.join(", ")
+}
+
+/// One row per strategy, fastest first.
+pub(super) fn compared(plan: &StepPlan, options: &Options) -> String {
+    let best = plan.best();
+    let mut rows: Vec<Vec<String>> = plan
+        .prices
+        .iter()
+        .map(|price| {
+            let against = match price == best {
+                true => "best".into(),
+                false => relation(best.step_time / price.step_time),
+            };
+            let fit = if price.fit == Fit::Fits { "" } else { " (tight)" };
+            vec![
+                format!("{}{fit}", name(price.strategy)),
+                price.step_time.to_string(),
+                units::count(price.tokens_per_second.round() as u64),
+                format!("{:.0} %", 100.0 * price.idle_share),
+                against,
+                price.dense_sync.to_string(),
+                price.expert_sync.to_string(),
+                changes(price.strategy, options),
+            ]
+        })
+        .collect();
+    rows.extend(plan.impossible.iter().map(|&strategy| {
+        let mut row = vec![name(strategy).to_owned(), "does not fit".into()];
+        row.resize(8, String::new());
+        row
+    }));
+    let header = [
+        "between datacenters",
+        "step",
+        "tokens/s",
+        "idle",
+        "against the best",
+        "dense sync",
+        "expert sync",
+        "changes the training",
+    ];
+    table(&header, rows, 1)
+}
