@@ -57,6 +57,8 @@ fn every_key() -> String {
     let printed = run(&["plan", "--print-toml"]).succeeded().stdout;
     let replaced = [
         ("# memory_cap", "memory_cap"),
+        ("# pipeline_stages", "pipeline_stages"),
+        ("# gradient_accumulation", "gradient_accumulation"),
         (
             "attention = { parameters = 187105280, score_width = 40960 }",
             "attention.parameters = 187105280\nattention.score_width = 40960",
@@ -173,11 +175,14 @@ fn every_number_of_the_command_line_has_its_bounds() {
         "pipeline_stages",
         "live_layers",
         "shared_refresh_steps",
+        "global_batch",
+        "local_steps",
+        "flows",
     ] {
         let values: Vec<String> = COUNTS.iter().map(|count| format!("{key}={count}")).collect();
         add(&["plan"], &["--set"], &values.iter().map(String::as_str).collect::<Vec<_>>());
     }
-    for key in ["zipf", "weight_compression", "gradient_compression", "bandwidth", "memory"] {
+    for key in ["zipf", "weight_compression", "gradient_compression", "bandwidth", "memory", "efficiency", "loss"] {
         let values: Vec<String> = NUMBERS.iter().map(|number| format!("{key}={number}")).collect();
         add(&["plan"], &["--set"], &values.iter().map(String::as_str).collect::<Vec<_>>());
     }

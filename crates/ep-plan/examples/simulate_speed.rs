@@ -26,6 +26,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             round_trip_s: 10e-6,
             bandwidth_gbit_per_s: 400.0,
             sharing: Sharing::PerGpu,
+            efficiency: 1.0,
+            loss: 0.0,
+            flows: 1,
         });
     }
     let mut model = presets::mixtral_8x7b();

@@ -37,6 +37,42 @@ pub struct LevelDescription {
     /// The GPUs that share one link.
     #[serde(default)]
     pub sharing: Sharing,
+    /// Part of the bandwidth that transfers reach: what protocols, encryption and other traffic leave.
+    #[serde(default = "whole")]
+    pub efficiency: f64,
+    /// Part of the packets that are lost. Above 0, it limits each flow by the formula of Mathis ([`flow_rate`]).
+    #[serde(default)]
+    pub loss: f64,
+    /// Flows (connections) over one link at a time, which share the loss limit.
+    #[serde(default = "one")]
+    pub flows: usize,
+}
+
+fn whole() -> f64 {
+    1.0
+}
+
+fn one() -> usize {
+    1
+}
+
+/// Payload of a packet, bytes: Ethernet's 1500 without the headers of IP and TCP.
+const SEGMENT: f64 = 1460.0;
+
+/// The most that one TCP flow reaches with this round trip (seconds) and part of lost packets, by Mathis et al. ("The
+/// macroscopic behavior of the TCP congestion avoidance algorithm", 1997): `segment / round trip * sqrt(3 / (2 loss))`.
+/// `None` without loss or without a round trip: then nothing limits the flow.
+pub fn flow_rate(round_trip_s: f64, loss: f64) -> Option<BytesPerSecond> {
+    let limited = round_trip_s > 0.0 && loss > 0.0;
+    limited.then(|| BytesPerSecond(SEGMENT / round_trip_s * (1.5 / loss).sqrt()))
+}
+
+impl LevelDescription {
+    /// The bandwidth of one link that transfers reach: `min(bandwidth * efficiency, flows * flow rate)`.
+    pub fn reached(&self) -> BytesPerSecond {
+        let link = BytesPerSecond::from_gbit_per_s(self.bandwidth_gbit_per_s) * self.efficiency;
+        flow_rate(self.round_trip_s, self.loss).map_or(link, |flow| link.min(flow * self.flows as f64))
+    }
 }
 
 /// The GPUs that share one link of a level.
@@ -83,7 +119,7 @@ pub struct Level {
     pub alpha: Seconds,
     /// Round-trip time between two members.
     pub round_trip: Seconds,
-    /// Bandwidth of one link in each direction.
+    /// Bandwidth of one link in each direction that transfers reach ([`LevelDescription::reached`]).
     pub link_bandwidth: BytesPerSecond,
     /// GPUs that share one link.
     pub gpus_per_link: usize,
@@ -111,6 +147,9 @@ impl TryFrom<ClusterDescription> for Cluster {
             let what = |quantity: &str| format!("{quantity} of level '{}'", level.name);
             count(what("scaling_factor"), level.scaling_factor, limits::MEMBERS)?;
             number(what("bandwidth_gbit_per_s"), level.bandwidth_gbit_per_s, limits::LINK_GBIT_PER_S)?;
+            number(what("efficiency"), level.efficiency, limits::EFFICIENCY)?;
+            number(what("loss"), level.loss, limits::LOSS)?;
+            count(what("flows"), level.flows, limits::FLOWS)?;
             let gpus_per_link = match level.sharing {
                 Sharing::PerGpu => 1,
                 Sharing::PerMember => inside,
@@ -120,7 +159,7 @@ impl TryFrom<ClusterDescription> for Cluster {
                 scaling_factor: level.scaling_factor,
                 alpha: Seconds(number(what("alpha_s"), level.alpha_s, limits::SECONDS)?),
                 round_trip: Seconds(number(what("round_trip_s"), level.round_trip_s, limits::SECONDS)?),
-                link_bandwidth: BytesPerSecond::from_gbit_per_s(level.bandwidth_gbit_per_s),
+                link_bandwidth: level.reached(),
                 gpus_per_link,
             });
             // Both factors are bounded, so their product cannot overflow.
@@ -199,7 +238,28 @@ impl Cluster {
         description.try_into()
     }
 
-    /// The same cluster with another link bandwidth at one level.
+    /// The cluster with narrower links where more GPUs share a link than a member has: each GPU has the bandwidth that it
+    /// has while GPUs outside this cluster use the link too. A simulation of a part of a cluster needs this.
+    ///
+    /// # Errors
+    /// [`PlanError::Quantity`] when a link becomes narrower than [`limits::LINK_GBIT_PER_S`].
+    pub(crate) fn alone(&self) -> Result<Self> {
+        let mut description = self.description.clone();
+        let mut inside = 1;
+        for (level, at) in description.levels.iter_mut().zip(&self.levels).rev() {
+            if at.gpus_per_link > inside {
+                let part = inside as f64 / at.gpus_per_link as f64;
+                level.bandwidth_gbit_per_s = (at.link_bandwidth * part).as_gbit_per_s();
+                (level.efficiency, level.loss) = (1.0, 0.0);
+                level.sharing = Sharing::Gpus(inside);
+            }
+            inside *= level.scaling_factor;
+        }
+        description.try_into()
+    }
+
+    /// The same cluster with another link bandwidth at one level, of which transfers reach what efficiency and loss
+    /// leave.
     ///
     /// # Errors
     /// [`PlanError::Index`] when the level does not exist, [`PlanError::Quantity`] when the bandwidth is outside
@@ -241,6 +301,43 @@ mod tests {
         let faster = shared.with_bandwidth(0, BytesPerSecond::from_gbit_per_s(800.0)).unwrap();
         assert_eq!(faster.levels()[0].link_bandwidth, BytesPerSecond(100e9));
         assert!(shared.with_bandwidth(3, BytesPerSecond(1.0)).is_err());
+    }
+
+    /// A flow with 30 ms and one lost packet in 10,000 reaches about 50 Mbit/s, whatever the link.
+    #[test]
+    fn loss_limits_flows() {
+        let flow = flow_rate(0.03, 1e-4).unwrap();
+        assert!((flow.as_gbit_per_s() - 0.0477).abs() < 1e-4, "{flow}");
+        let mut description = two_datacenters();
+        let wan = &mut description.levels[0];
+        (wan.round_trip_s, wan.loss, wan.flows, wan.efficiency) = (0.03, 1e-4, 64, 0.8);
+        let reached = |description: &ClusterDescription| {
+            Cluster::try_from(description.clone()).unwrap().levels()[0].link_bandwidth.as_gbit_per_s()
+        };
+        assert!((reached(&description) / (64.0 * flow.as_gbit_per_s()) - 1.0).abs() < 1e-12);
+        description.levels[0].flows = 100_000;
+        assert_eq!(reached(&description), 320.0);
+        description.levels[0].loss = 0.0;
+        assert_eq!(reached(&description), 320.0);
+        description.levels[0].efficiency = 0.0;
+        let error = Cluster::try_from(description).unwrap_err().to_string();
+        assert!(error.contains("efficiency of level 'wan' is 0"), "{error}");
+    }
+
+    #[test]
+    fn a_part_of_a_cluster_keeps_the_bandwidth_of_a_gpu() {
+        let cluster = Cluster::try_from(two_datacenters()).unwrap();
+        let part = cluster.group(&[2, 4, 8]).unwrap();
+        let alone = part.alone().unwrap();
+        assert_eq!((part.gpus(), part.levels()[0].gpus_per_link), (64, 64));
+        assert_eq!(
+            (alone.levels()[0].gpus_per_link, alone.levels()[0].link_bandwidth.as_gbit_per_s()),
+            (32, 200.0)
+        );
+        for level in 0..3 {
+            let rates = [&cluster, &part, &alone].map(|at| at.levels()[level].bandwidth_per_gpu());
+            assert_eq!(rates, [rates[0]; 3]);
+        }
     }
 
     #[test]

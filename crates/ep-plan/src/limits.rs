@@ -114,6 +114,12 @@ pub const EVENTS: Count = Count::new(1, 1 << 26);
 
 /// Bandwidth of a link in one direction, Gbit/s.
 pub const LINK_GBIT_PER_S: Number = Number::new(1e-6, 1e9);
+/// Part of a link's bandwidth that transfers reach.
+pub const EFFICIENCY: Number = Number::new(1e-3, 1.0);
+/// Part of the packets that are lost.
+pub const LOSS: Number = Number::new(0.0, 0.5);
+/// Flows over one link.
+pub const FLOWS: Count = Count::new(1, 1_000_000);
 /// Bandwidth of a GPU's memory, GB/s.
 pub const MEMORY_GB_PER_S: Number = Number::new(1e-3, 1e9);
 /// Memory of a GPU, GB.

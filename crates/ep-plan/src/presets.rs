@@ -139,6 +139,9 @@ pub fn datacenters(
         round_trip_s,
         bandwidth_gbit_per_s: uplink_gbit_per_s,
         sharing: Sharing::PerMember,
+        efficiency: 1.0,
+        loss: 0.0,
+        flows: 1,
     };
     ClusterDescription {
         name: format!("{count} x ({})", inside.name),
@@ -171,6 +174,9 @@ fn one_datacenter(
         round_trip_s: 10e-6, // assumed
         bandwidth_gbit_per_s: 400.0,
         sharing: Sharing::PerGpu,
+        efficiency: 1.0,
+        loss: 0.0,
+        flows: 1,
     };
     let nvlink = LevelDescription {
         name: "nvlink".into(),
@@ -179,6 +185,9 @@ fn one_datacenter(
         round_trip_s: 2e-6, // assumed
         bandwidth_gbit_per_s: 8.0 * nvlink_gb_per_s,
         sharing: Sharing::PerGpu,
+        efficiency: 1.0,
+        loss: 0.0,
+        flows: 1,
     };
     ClusterDescription { name: format!("{nvlink_domains} x {name}"), levels: vec![rail, nvlink], gpu }
 }

@@ -15,6 +15,9 @@ enum What {
     RoundTrip,
     Alpha,
     Members,
+    Efficiency,
+    Loss,
+    Flows,
     Throughput,
     Memory,
     MemoryCap,
@@ -43,11 +46,14 @@ enum Form {
 }
 
 /// Name, value, notation, and whether the key belongs to a level.
-const KEYS: [(&str, What, Form, bool); 20] = [
+const KEYS: [(&str, What, Form, bool); 23] = [
     ("bandwidth", What::Bandwidth, Form::Quantity(Kind::LinkRate, limits::LINK_GBIT_PER_S), true),
     ("round_trip", What::RoundTrip, Form::Quantity(Kind::Time, limits::SECONDS), true),
     ("alpha", What::Alpha, Form::Quantity(Kind::Time, limits::SECONDS), true),
     ("members", What::Members, Form::Count(limits::MEMBERS), true),
+    ("efficiency", What::Efficiency, Form::Number(limits::EFFICIENCY), true),
+    ("loss", What::Loss, Form::Number(limits::LOSS), true),
+    ("flows", What::Flows, Form::Count(limits::FLOWS), true),
     ("throughput", What::Throughput, Form::Quantity(Kind::Arithmetic, limits::TFLOPS), false),
     ("memory", What::Memory, Form::Quantity(Kind::Memory, limits::MEMORY_GB), false),
     ("memory_cap", What::MemoryCap, Form::Quantity(Kind::Memory, limits::MEMORY_CAP_GB), false),
@@ -158,6 +164,9 @@ impl Key {
                 What::RoundTrip => level.round_trip_s = value,
                 What::Alpha => level.alpha_s = value,
                 What::Members => level.scaling_factor = count,
+                What::Efficiency => level.efficiency = value,
+                What::Loss => level.loss = value,
+                What::Flows => level.flows = count,
                 _ => {}
             }
         }

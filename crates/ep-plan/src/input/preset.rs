@@ -153,6 +153,9 @@ fn paper_cluster(name: &str, datacenters: Option<usize>) -> ClusterDescription {
         round_trip_s: 0.0,
         bandwidth_gbit_per_s: 10.0,
         sharing: Sharing::PerMember,
+        efficiency: 1.0,
+        loss: 0.0,
+        flows: 1,
     });
     let inside = LevelDescription {
         name: "inside".into(),
@@ -161,6 +164,9 @@ fn paper_cluster(name: &str, datacenters: Option<usize>) -> ClusterDescription {
         round_trip_s: 0.0,
         bandwidth_gbit_per_s: 128.0,
         sharing: Sharing::PerGpu,
+        efficiency: 1.0,
+        loss: 0.0,
+        flows: 1,
     };
     ClusterDescription {
         name: name.into(),

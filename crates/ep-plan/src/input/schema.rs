@@ -19,7 +19,7 @@ pub(super) const DOCUMENT: Keys = Keys { plain: &["cluster", "model", "options"]
 const CLUSTER: Keys = Keys { plain: &["name", "level", "gpu"], quantities: &[] };
 
 const LEVEL: Keys = Keys {
-    plain: &["name", "members", "sharing"],
+    plain: &["name", "members", "sharing", "efficiency", "loss", "flows"],
     quantities: &[("alpha", Kind::Time), ("round_trip", Kind::Time), ("bandwidth", Kind::LinkRate)],
 };
 
@@ -114,6 +114,9 @@ fn level(item: &Item<'_, '_>) -> Result<LevelDescription> {
         round_trip_s: table.quantity("round_trip", Some(0.0), limits::SECONDS)?,
         bandwidth_gbit_per_s: table.quantity("bandwidth", None, limits::LINK_GBIT_PER_S)?,
         sharing: table.get("sharing").map_or(Ok(Sharing::PerGpu), sharing)?,
+        efficiency: table.number("efficiency", 1.0, limits::EFFICIENCY)?,
+        loss: table.number("loss", 0.0, limits::LOSS)?,
+        flows: table.count("flows", Some(1), limits::FLOWS)?,
     })
 }
 

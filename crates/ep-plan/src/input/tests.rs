@@ -92,8 +92,7 @@ fn mistakes_are_reported_with_line_and_key() {
             "bandwidth = \"100 Gbit/s\"",
             "bandwith = \"100 Gbit/s\"",
             "plan.toml:8:1: cluster.level[0].bandwith: unknown key; possible: bandwidth; all keys here: name, \
-             members, \
-             sharing, alpha, round_trip, bandwidth",
+             members, sharing, efficiency, loss, flows, alpha, round_trip, bandwidth",
         ),
         (
             "bandwidth = \"100 Gbit/s\"",

@@ -39,6 +39,11 @@ pub fn cluster_to_toml(cluster: &ClusterDescription) -> String {
         let _ = writeln!(out, "sharing = {sharing}{sharers}");
         let _ = writeln!(out, "alpha = {}{}", time(level.alpha_s), note("time to start a message"));
         let _ = writeln!(out, "round_trip = {}{}", time(level.round_trip_s), note("paid once per exchange"));
+        let reach = note("part of the bandwidth that transfers reach");
+        let _ = writeln!(out, "efficiency = {}{reach}", level.efficiency);
+        let _ =
+            writeln!(out, "loss = {}{}", level.loss, note("part of the packets; limits each flow (Mathis)"));
+        let _ = writeln!(out, "flows = {}{}", level.flows, note("connections over one link, for `loss`"));
     }
     let gpu = &cluster.gpu;
     let _ = writeln!(

@@ -197,7 +197,7 @@ impl Planner {
 
     fn value(&self, quantity: Quantity) -> f64 {
         match quantity {
-            Quantity::LinkGbitPerS(level) => self.cluster.levels()[level].link_bandwidth.as_gbit_per_s(),
+            Quantity::LinkGbitPerS(level) => self.cluster.description().levels[level].bandwidth_gbit_per_s,
             Quantity::WeightCompression => self.options.weight_compression,
             Quantity::GradientCompression => self.options.gradient_compression,
             Quantity::MemoryCapGb => self.memory.cap.unwrap_or_default().0 / 1e9,

@@ -287,6 +287,9 @@ fn one_level(input: &StreamInput) -> Result<Cluster> {
             round_trip_s: 0.0,
             bandwidth_gbit_per_s: input.bandwidth.as_gbit_per_s(),
             sharing: Sharing::PerGpu,
+            efficiency: 1.0,
+            loss: 0.0,
+            flows: 1,
         }],
         // These values have no effect: the stream model gives the time of compute directly.
         gpu: GpuDescription { name: "any".into(), sustained_tflops: 1.0, memory_gb: 1.0, hbm_gb_per_s: 1.0 },

@@ -21,6 +21,7 @@
 mod layout;
 mod memory;
 mod price;
+mod schedule;
 mod sync;
 
 use serde::{Deserialize, Serialize};
@@ -28,6 +29,7 @@ use serde::{Deserialize, Serialize};
 pub use layout::Layout;
 pub use memory::{Fit, StepMemory};
 pub use price::{Boundary, StepPrice, pipeline_passes};
+pub use schedule::{PipelineWork, SimulatedStep, simulate_pipeline};
 
 use crate::cluster::Cluster;
 use crate::divisors::divisors;

@@ -88,3 +88,45 @@ fn every_pair_of_presets_is_planned() {
     assert_eq!((planned, refused.len()), (37, 19), "{refused:?}");
     assert!(refused.iter().all(|(cluster, _)| cluster.starts_with("paper") || *cluster == "dgx-h100"));
 }
+
+/// Every strategy, simulated: within 5 % of the price, plus what SIMULATOR.md lists. One gather and one reduction overlap
+/// with nothing; levels and chunks overlap more than the formula assumes.
+#[test]
+fn simulated_steps_agree_with_prices() {
+    for (gbit, global_batch) in [(1.0, 4 << 20), (100.0, 4 << 20), (1600.0, 4 << 20)] {
+        // Without latency, of which the simulator hides more than the formula (SIMULATOR.md).
+        let mut cluster = presets::datacenters(2, gbit, 0.0, presets::dgx_h200(8));
+        cluster.levels.iter_mut().for_each(|level| (level.alpha_s, level.round_trip_s) = (0.0, 0.0));
+        let mut model = presets::deepseek_v3();
+        model.global_batch = Some(global_batch);
+        let planner =
+            StepPlanner::new(cluster.try_into().unwrap(), model.try_into().unwrap(), Options::default())
+                .unwrap();
+        for price in planner.plan().unwrap().prices {
+            let simulated = planner.simulate(&price, Default::default()).unwrap();
+            let micro_batches = price.micro_batches as f64;
+            let layers = 58.0 / price.layout.stages() as f64;
+            let candidate = &price.candidate;
+            let passes = [Some(candidate.forward), candidate.backward];
+            let once: f64 = passes
+                .iter()
+                .flatten()
+                .map(|pass| (pass.all_gather + pass.gradients + pass.shared_refresh).0)
+                .sum();
+            let transfers = candidate.levels.iter().map(|level| {
+                2.0 * level.all_to_all.time.0 + 2.0 * level.all_gather.time.0 + level.gradients.time.0
+            });
+            let inner = transfers.clone().sum::<f64>() - transfers.fold(0.0, f64::max);
+            let expert = 3.0 * candidate.forward.expert.0 / 4.0;
+            let differences = micro_batches * (layers * (inner + expert) + 2.0 * once);
+            let error = (simulated.step_time - price.step_time).0.abs();
+            assert!(
+                error <= 0.05 * price.step_time.0 + differences,
+                "{gbit} {:?}: simulated {} priced {} differences {differences}",
+                price.strategy,
+                simulated.step_time,
+                price.step_time
+            );
+        }
+    }
+}
