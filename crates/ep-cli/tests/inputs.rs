@@ -182,7 +182,9 @@ fn every_number_of_the_command_line_has_its_bounds() {
         let values: Vec<String> = COUNTS.iter().map(|count| format!("{key}={count}")).collect();
         add(&["plan"], &["--set"], &values.iter().map(String::as_str).collect::<Vec<_>>());
     }
-    for key in ["zipf", "weight_compression", "gradient_compression", "bandwidth", "memory", "efficiency", "loss"] {
+    for key in
+        ["zipf", "weight_compression", "gradient_compression", "bandwidth", "memory", "efficiency", "loss"]
+    {
         let values: Vec<String> = NUMBERS.iter().map(|number| format!("{key}={number}")).collect();
         add(&["plan"], &["--set"], &values.iter().map(String::as_str).collect::<Vec<_>>());
     }

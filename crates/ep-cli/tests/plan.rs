@@ -496,6 +496,33 @@ fn a_simulation_is_compared_with_the_plan() {
     assert_ne!(seeded("1"), seeded("2"));
 }
 
+/// Steps of all strategies are simulated. A slow GPU makes a step longer where compute is the limit; where links are,
+/// it may change little (SIMULATOR.md).
+#[test]
+fn whole_steps_are_simulated() {
+    let steps = |options: &[&str]| {
+        let all = [&["simulate", "--steps", "--set=global_batch=1048576", "--json=-"], options].concat();
+        let report: Value = serde_json::from_str(&run(&all).succeeded().stdout).unwrap();
+        let of = |row: &Value| {
+            let simulated = row["simulated"]["Ok"]["step_time"].as_f64().unwrap();
+            (
+                row["priced"]["strategy"].as_str().unwrap().to_owned(),
+                simulated,
+                row["priced"]["step_time"].as_f64().unwrap(),
+            )
+        };
+        report["steps"].as_array().unwrap().iter().map(of).collect::<Vec<_>>()
+    };
+    let (even, slow) = (steps(&[]), steps(&["--stragglers=gpu:0=2"]));
+    assert_eq!(even.len(), 6);
+    for ((name, simulated, priced), (.., slower, _)) in even.iter().zip(&slow) {
+        assert!((simulated / priced - 1.0).abs() < 0.05, "{name}: {simulated} {priced}");
+        let least = if name == "pipeline" { 1.2 } else { 0.98 };
+        assert!(slower / simulated > least, "{name}: {slower} {simulated}");
+    }
+    run(&["simulate", "--steps", "--set", "work=forward"]).refused(2, &["--steps", "work=training"]);
+}
+
 /// The example file of the documentation can be planned, and the documented error is correct.
 #[test]
 fn the_documented_file_is_planned() {

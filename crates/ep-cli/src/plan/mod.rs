@@ -6,7 +6,7 @@
 mod args;
 mod html;
 mod paper;
-mod steps;
+pub(crate) mod steps;
 mod sweep;
 mod text;
 

@@ -22,7 +22,7 @@ impl Shown {
 }
 
 /// The name of a strategy.
-pub(super) fn name(strategy: Strategy) -> &'static str {
+pub(crate) fn name(strategy: Strategy) -> &'static str {
     match strategy {
         Strategy::ExpertDomains => "expert domains",
         Strategy::HierarchicalEp => "hierarchical EP",

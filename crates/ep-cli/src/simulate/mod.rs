@@ -1,5 +1,6 @@
 //! `hybrid-ep simulate`: simulates a schedule event by event and compares it with the planner's prediction.
 
+mod steps;
 mod stragglers;
 mod text;
 
@@ -35,6 +36,9 @@ pub(crate) struct SimulateArgs {
     /// Number of layers to simulate [default: all layers of a GPU]
     #[arg(long, help_heading = "Schedule", value_name = "N", value_parser = count(limits::LAYERS))]
     layers: Option<usize>,
+    /// Simulate whole steps of every strategy of `plan`, in its fastest layout, instead of the layers of one scheme
+    #[arg(long, help_heading = "Schedule", conflicts_with_all = ["scheme", "domains", "layers", "trace", "svg"])]
+    steps: bool,
     /// Relative standard deviation of the duration of every computation; 0 = no jitter
     #[arg(long, help_heading = "Schedule", value_name = "PART", default_value_t = 0.0, value_parser = number(limits::JITTER))]
     jitter: f64,
@@ -84,6 +88,9 @@ struct SimulationReport<'a> {
 }
 
 pub(crate) fn main(args: &SimulateArgs) -> Result<Verdict, Failure> {
+    if args.steps {
+        return steps::main(args);
+    }
     let json = Target::resolve("--json", args.json.as_deref())?;
     let trace = Target::resolve("--trace", args.trace.as_deref())?;
     let svg = Target::resolve("--svg", args.svg.as_deref())?;

@@ -1,0 +1,82 @@
+//! `simulate --steps`: priced and simulated steps of every strategy.
+
+use ep_plan::step::{SimulatedStep, StepPrice};
+use serde::Serialize;
+
+use super::{SimulateArgs, options};
+use crate::common::failure::{Failure, Verdict};
+use crate::common::output::{Checked, Target, print_beside};
+use crate::common::units;
+use crate::plan::steps;
+use crate::planner::problem::Problem;
+use crate::planner::text::table;
+
+/// The JSON output.
+#[derive(Debug, Serialize)]
+struct StepsReport<'a> {
+    hybrid_ep_version: &'static str,
+    problem: &'a Problem,
+    global_batch: f64,
+    steps: &'a [Row],
+}
+
+/// One strategy.
+#[derive(Debug, Serialize)]
+struct Row {
+    priced: StepPrice,
+    /// The simulated step, or why it is not simulated.
+    simulated: Result<SimulatedStep, String>,
+}
+
+pub(super) fn main(args: &SimulateArgs) -> Result<Verdict, Failure> {
+    let json = Target::resolve("--json", args.json.as_deref())?;
+    let problem = Problem::resolve(&args.problem)?;
+    let planner = problem.step_planner().map_err(Failure::request)?;
+    let planner =
+        planner.ok_or_else(|| Failure::request("--steps: forward passes have no step; use work=training"))?;
+    let plan = planner.plan().map_err(Failure::request)?;
+    let options = options(args, &problem)?;
+    let simulate = |price: &StepPrice| Row {
+        simulated: planner.simulate(price, options.clone()).map_err(|error| error.to_string()),
+        priced: price.clone(),
+    };
+    let rows: Vec<Row> = plan.prices.iter().map(simulate).collect();
+    let report = StepsReport {
+        hybrid_ep_version: env!("CARGO_PKG_VERSION"),
+        problem: &problem,
+        global_batch: plan.global_batch,
+        steps: &rows,
+    };
+    let figures = Checked::json(&report)?;
+    let names = problem.names();
+    let text = format!(
+        "{} on {}, steps of {} tokens\n\n{}\n",
+        problem.model.name,
+        problem.cluster.name,
+        units::count(plan.global_batch.round() as u64),
+        render(&rows)
+    );
+    print_beside(&Checked::text(text, &names)?, &[&json])?;
+    json.write(&figures)?;
+    Ok(Verdict::Right)
+}
+
+fn render(rows: &[Row]) -> String {
+    let cells = rows.iter().map(|Row { priced, simulated }| {
+        let mut cells = vec![
+            steps::name(priced.strategy).to_owned(),
+            units::count(priced.layout.stages() as u64),
+            units::count(priced.micro_batches as u64),
+            priced.step_time.to_string(),
+        ];
+        match simulated {
+            Ok(step) => cells
+                .extend([step.step_time.to_string(), format!("{:.3}", step.step_time / priced.step_time)]),
+            Err(why) => cells.push(format!("not simulated: {why}")),
+        }
+        cells
+    });
+    let header =
+        ["between datacenters", "stages", "micro-batches", "planned step", "simulated", "simulated/planned"];
+    table(&header, cells.collect(), 1)
+}
