@@ -33,7 +33,7 @@ alpha = "20 us"
 
 [cluster.gpu]
 throughput = "400 TFLOP/s"
-memory = "80 GB"
+memory = "141 GB"
 memory_bandwidth = "3.35 TB/s"
 
 [model]

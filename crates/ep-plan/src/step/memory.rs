@@ -51,11 +51,12 @@ impl StepMemory {
 
     /// Whether the layout fits, and the memory before any expert is gathered. `None` if the device is too small.
     pub(super) fn fit(&self, options: &Options) -> Option<(Fit, Memory)> {
-        let before =
-            |cap: Bytes| Memory { own_experts: self.experts, gathered_experts: Bytes::ZERO, cap: Some(cap) };
-        if let Some(cap) = options.memory_cap_gb {
-            return Some((Fit::Fits, before(Bytes::from_gb(cap))));
-        }
+        // A stated cap replaces what the device has left for gathered experts.
+        let before = |left: Bytes| Memory {
+            own_experts: self.experts,
+            gathered_experts: Bytes::ZERO,
+            cap: Some(options.memory_cap_gb.map_or(left, Bytes::from_gb)),
+        };
         let available = self.device * (1.0 - options.reserved_memory);
         if self.experts.0 <= available.0 && self.dense.0 <= (self.device - available).0 {
             return Some((Fit::Fits, before(available - self.experts)));

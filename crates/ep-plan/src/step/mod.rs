@@ -167,7 +167,7 @@ impl StepPlanner {
             return Err(PlanError::Forward);
         }
         let (needed, available) = (memory::whole_model(&model), cluster.memory() * cluster.gpus() as f64);
-        if needed.0 > available.0 && options.memory_cap_gb.is_none() {
+        if needed.0 > available.0 {
             return Err(PlanError::TotalMemory { needed, available, gpus: cluster.gpus() });
         }
         let most = model.tokens();
