@@ -117,9 +117,9 @@ fn the_headline_names_the_fastest_strategy() {
     let text = run(&[DISTANT, &["--html", &page]].concat()).succeeded().stdout;
     let html = std::fs::read_to_string(&page).unwrap();
     for shown in [&text, &html] {
-        assert!(shown.contains("Best: a pipeline of 8 stages"), "{shown}");
+        assert!(shown.contains("Best: a pipeline of 2 stages"), "{shown}");
         assert!(shown.contains("Moving experts is not worth it here: expert domains (4, 2, 1)"), "{shown}");
-        assert!(shown.contains("1.43x slower") && !shown.contains("0.03x"), "{shown}");
+        assert!(shown.contains("1.55x slower") && !shown.contains("0.03x"), "{shown}");
         assert!(shown.contains("train another trajectory"), "{shown}");
     }
     // At 10 Gbit/s activations cost more than compressed experts.
@@ -202,6 +202,10 @@ fn every_listed_preset_can_be_used() {
         let mut options = options;
         if options.contains(&"--cluster") && !name.starts_with("paper") {
             options.extend(["--gpus-per-node", "8", "--nodes", "2"]);
+        }
+        // These small clusters cannot hold the training state of the large models.
+        if !options.contains(&"--stream") {
+            options.push("--set=work=forward");
         }
         if name.starts_with("mixtral") {
             options.extend(["--gpus-per-node", "4"]);
@@ -535,8 +539,8 @@ fn the_documented_file_is_planned() {
     let file = written(&directory, "plan.toml", block("toml"));
     let plan = planned(&["--cluster", &file]);
     assert_eq!(plan["problem"]["options"]["memory_cap_gb"], 24.0);
-    let found = plan["step"]["prices"].as_array().unwrap().iter().map(|price| &price["strategy"]);
-    assert_eq!(found.filter(|strategy| *strategy != "local-steps").next().unwrap(), "pipeline");
+    let mut found = plan["step"]["prices"].as_array().unwrap().iter().map(|price| &price["strategy"]);
+    assert_eq!(found.find(|strategy| *strategy != "local-steps").unwrap(), "pipeline");
     let typo = block("toml").replace("bandwidth = \"100", "bandwith = \"100");
     let error = block("text").trim().strip_suffix("...").unwrap().strip_prefix("plan.toml:").unwrap();
     run(&["plan", "--cluster", &written(&directory, "plan.toml", &typo)]).refused(2, &[error]);

@@ -275,7 +275,7 @@ impl Problem {
             for group in choices(&stage) {
                 let gpus: usize = group.iter().product();
                 let fits = gpus <= self.model.description().experts.max(group[0]);
-                if (group[0] > 1) != spans || !is_run(&group[1..], &stage[1..]) || !fits {
+                if (!pipeline && (group[0] > 1) != spans) || !is_run(&group[1..], &stage[1..]) || !fits {
                     continue;
                 }
                 // The least tensor parallelism that fits, else the least that is tight.

@@ -39,7 +39,7 @@ use crate::planner::{Batch, Options, Plan, TokenPath};
 use price::Pricing;
 
 /// Slots times candidates that the search prices at most, per strategy. It bounds the time of a search to seconds.
-const SEARCH: f64 = (1u64 << 23) as f64;
+const SEARCH: f64 = (1u64 << 22) as f64;
 
 /// Gain below which a layout with fewer stages or larger EP groups is preferred. The model is not that precise.
 const SIMPLER: f64 = 0.01;
