@@ -448,7 +448,7 @@ fn the_conclusions_on_the_paper_are_as_expected() {
         "reproduces: all four at 128 GB/s",
         "reproduces: all four with ten times the compute",
         "reproduces: Tutel's slope on cluster-M",
-        "cannot be checked: the other cells",
+        "cannot be checked: Table VI, the gain of migration",
         "reproduces: its 30 cells (30 of 30 agree)",
         "does not reproduce: Algorithm 1 to the letter, at two levels",
         "cannot be checked: its points",

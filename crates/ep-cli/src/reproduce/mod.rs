@@ -41,9 +41,9 @@ enum Part {
     All,
     /// Best domain size of four layers
     Table4,
-    /// Iteration times; this program records one slope of them
+    /// Iteration times of four systems, with Table VI
     Table5,
-    /// Iteration times; this program records one slope of them
+    /// Iteration times without and with migration, with Table V
     Table6,
     /// Number of messages of all-to-all and all-gather
     Table7,
