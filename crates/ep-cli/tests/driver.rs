@@ -113,6 +113,9 @@ fn doctor_says(finished: Finished) -> String {
 fn with_a_working_driver_everything_runs() {
     let fake = Fake { gpus: Some("2"), ..Fake::default() };
     assert!(doctor_says(fake.run(&["doctor"])).ends_with("ready on 2 GPUs"));
+    let report: serde_json::Value =
+        serde_json::from_str(&fake.run(&["doctor", "--json"]).succeeded().stdout).unwrap();
+    assert_eq!(report["cuda"]["gpus"][1]["pci_address"], "0000:1b:00.0");
     let warm = fake.run(&["warm"]).succeeded();
     assert!(
         warm.stdout.contains(" kernels for sm_90a: ")

@@ -40,6 +40,8 @@ pub struct GpuFacts {
     pub shared_bytes: usize,
     /// Memory of the GPU, in bytes.
     pub memory_bytes: u64,
+    /// The address on the PCI bus, such as `0000:18:00.0`; `None` if the driver does not report it.
+    pub pci_address: Option<String>,
 }
 
 /// How one GPU can access another GPU's memory.
@@ -170,6 +172,13 @@ fn gpu(device: sys::CUdevice) -> Result<GpuFacts, DriverError> {
         unsafe { sys::cuDeviceGetAttribute(&raw mut value, which, device) }.result()?;
         Ok(value.unsigned_abs())
     };
+    // A driver that hides the bus is no reason to fail.
+    let pci_address = || {
+        let domain = attribute(A::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
+        let bus = attribute(A::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?;
+        let slot = attribute(A::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?;
+        Ok::<_, DriverError>(format!("{domain:04x}:{bus:02x}:{slot:02x}.0"))
+    };
     Ok(GpuFacts {
         name,
         capability_major: attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -177,6 +186,7 @@ fn gpu(device: sys::CUdevice) -> Result<GpuFacts, DriverError> {
         multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         shared_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
         memory_bytes: memory_bytes as u64,
+        pci_address: pci_address().ok(),
     })
 }
 
@@ -223,6 +233,7 @@ mod tests {
             multiprocessors: 132,
             shared_bytes: 227 << 10,
             memory_bytes: 80 << 30,
+            pci_address: None,
         };
         let cuda = Version { major: cuda.0, minor: cuda.1 };
         DriverFacts { cuda, gpus: capabilities.iter().map(gpu).collect(), links: Vec::new() }

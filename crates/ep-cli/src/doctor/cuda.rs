@@ -55,6 +55,8 @@ pub(crate) struct CudaGpu {
     pub(crate) multiprocessors: u32,
     /// Memory.
     pub(crate) memory_bytes: u64,
+    /// The address on the PCI bus; `None` if the driver does not report it.
+    pub(crate) pci_address: Option<String>,
 }
 
 /// A run-time compiler.
@@ -198,6 +200,7 @@ impl From<GpuFacts> for CudaGpu {
             architecture: Arch::of_device(major, minor).ok().map(Arch::name),
             multiprocessors: facts.multiprocessors,
             memory_bytes: facts.memory_bytes,
+            pci_address: facts.pci_address,
         }
     }
 }

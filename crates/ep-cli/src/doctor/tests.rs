@@ -416,6 +416,7 @@ fn h200s(count: usize) -> Cuda {
         architecture: Some("sm_90a"),
         multiprocessors: 132,
         memory_bytes: 140 << 30,
+        pci_address: None,
     };
     let links = |a| (0..count).map(|b| if a == b { "own" } else { "atomics" }).collect();
     Cuda {

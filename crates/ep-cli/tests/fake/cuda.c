@@ -275,13 +275,15 @@ FUNCTION(cuDeviceGetP2PAttribute, (int *value, int attribute, Device from, Devic
          (void)attribute; (void)from; (void)to; *value = 1;)
 
 FUNCTION(cuDeviceGetAttribute, (int *value, int attribute, Device device),
-         (void)device;
          int capability = number_of("FAKE_CUDA_CAPABILITY", 90);
          switch (attribute) {
              case 75: *value = capability / 10; break;
              case 76: *value = capability % 10; break;
              case 16: *value = 132; break;         /* multiprocessors */
              case 97: *value = 227 << 10; break;   /* shared memory of a block that asks for it */
+             case 33: *value = 0x1a + device; break; /* PCI bus */
+             case 34: *value = 0; break;           /* PCI device */
+             case 50: *value = 0; break;           /* PCI domain */
              default: return INVALID_VALUE;
          })
 
