@@ -1,8 +1,7 @@
 //! `hybrid-ep doctor`: reports what this machine offers, what is missing, and how to get it.
 //!
-//! The facts come from files, the environment and the standard library. No other program is run, so that the report
-//! works on a machine where programs are broken. Only the GPU driver and libfabric are queried, on threads with a time
-//! limit. A fact
+//! The facts come from files, the environment and system calls. No other program is run, so that the report works on a
+//! machine where programs are broken. Only the GPU driver and libfabric are queried, on threads with a time limit. A fact
 //! that cannot be read is reported as unknown, with the reason.
 
 mod backend;
@@ -13,13 +12,17 @@ mod cuda;
 mod fabric;
 mod fact;
 mod gpu;
+mod interface;
 mod launch;
 mod library;
 mod memory;
+mod nearest;
 mod network;
+mod nics;
 mod parse;
 mod pci;
 mod probe;
+mod rdma;
 mod render;
 mod report;
 mod system;

@@ -8,9 +8,11 @@ pub(super) const VENDOR_MELLANOX: u32 = 0x15b3;
 
 const DEVICES: &str = "/sys/bus/pci/devices";
 
-/// The configuration registers of one device.
+/// The address and the configuration registers of one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Device {
+    /// Such as `0000:18:00.0`.
+    pub(super) address: String,
     vendor: u32,
     device: u32,
     /// Base class, subclass and programming interface, a byte each.
@@ -45,6 +47,7 @@ pub(super) fn devices(probe: &Probe) -> Fact<Vec<Device>> {
             .iter()
             .filter_map(|address| {
                 Some(Device {
+                    address: address.clone(),
                     vendor: register(address, "vendor")?,
                     device: register(address, "device")?,
                     class: register(address, "class")?,
@@ -64,4 +67,9 @@ pub(super) fn numa_node(probe: &Probe, device_dir: &str) -> Fact<u32> {
 /// The NUMA node of the device at a PCI address.
 pub(super) fn numa_node_at(probe: &Probe, address: &str) -> Fact<u32> {
     numa_node(probe, &format!("{DEVICES}/{}", address.to_ascii_lowercase()))
+}
+
+/// The path of the device at a PCI address below `/sys/devices`, which names the bridges above it.
+pub(super) fn path_at(probe: &Probe, address: &str) -> Fact<String> {
+    probe.real_path(&format!("{DEVICES}/{}", address.to_ascii_lowercase()))
 }

@@ -7,6 +7,7 @@ use std::{
     collections::BTreeMap,
     fs::{self, File},
     io::{self, Read},
+    net::IpAddr,
     path::{Path, PathBuf},
 };
 
@@ -26,7 +27,7 @@ pub(super) struct Probe {
     pub(super) process: Process,
 }
 
-/// Facts from the standard library about this process and its machine.
+/// Facts about this process and its machine that system calls give.
 #[derive(Clone, Debug)]
 pub(super) struct Process {
     /// The operating system, as in `std::env::consts::OS`.
@@ -37,6 +38,19 @@ pub(super) struct Process {
     pub(super) cores_usable: Fact<usize>,
     /// The vector extensions that the backends use, and whether CPU and operating system support them.
     pub(super) vector_extensions: Vec<(&'static str, bool)>,
+    /// The addresses of the network interfaces; absent on an operating system on which they are not determined.
+    pub(super) addresses: Fact<Vec<InterfaceAddress>>,
+}
+
+/// An address of a network interface.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct InterfaceAddress {
+    /// The interface's name.
+    pub(super) interface: String,
+    /// Whether the interface is up and has a link.
+    pub(super) up: bool,
+    /// The address.
+    pub(super) address: IpAddr,
 }
 
 impl Probe {
@@ -70,12 +84,25 @@ impl Probe {
         self.resolve(path).exists()
     }
 
+    /// The path that `path` leads to when all links are followed.
+    pub(super) fn real_path(&self, path: &str) -> Fact<String> {
+        let real = || {
+            let (root, real) = (self.root.canonicalize()?, self.resolve(path).canonicalize()?);
+            // A link of a fake machine may lead out of it.
+            let inside = real.strip_prefix(root).map_err(io::Error::other)?;
+            Ok(format!("/{}", inside.display()))
+        };
+        match real() {
+            Ok(path) => Fact::Known(path),
+            Err(err) => unreadable(path, &err),
+        }
+    }
+
     /// A file's text; bytes that are not UTF-8 are replaced.
     pub(super) fn text(&self, path: &str) -> Fact<String> {
         match read_start(&self.resolve(path)) {
             Ok(text) => Fact::Known(text),
-            Err(err) if err.kind() == io::ErrorKind::NotFound => Fact::Absent,
-            Err(err) => Fact::Unknown(format!("{path}: {err}")),
+            Err(err) => unreadable(path, &err),
         }
     }
 
@@ -102,8 +129,7 @@ impl Probe {
     pub(super) fn names(&self, path: &str) -> Fact<Vec<String>> {
         let entries = match fs::read_dir(self.resolve(path)) {
             Ok(entries) => entries,
-            Err(err) if err.kind() == io::ErrorKind::NotFound => return Fact::Absent,
-            Err(err) => return Fact::Unknown(format!("{path}: {err}")),
+            Err(err) => return unreadable(path, &err),
         };
         // An entry that vanishes meanwhile (an unplugged device) is skipped.
         let mut names: Vec<String> =
@@ -131,6 +157,7 @@ impl Process {
                 Err(err) => Fact::Unknown(err.to_string()),
             },
             vector_extensions: vector_extensions(),
+            addresses: addresses(),
         }
     }
 }
@@ -155,6 +182,40 @@ fn vector_extensions() -> Vec<(&'static str, bool)> {
 #[cfg(not(any(target_arch = "x86_64", target_arch = "x86", target_arch = "aarch64")))]
 fn vector_extensions() -> Vec<(&'static str, bool)> {
     Vec::new()
+}
+
+/// The fact that a path with this error gives.
+fn unreadable<T>(path: &str, err: &io::Error) -> Fact<T> {
+    match err.kind() {
+        io::ErrorKind::NotFound => Fact::Absent,
+        _ => Fact::Unknown(format!("{path}: {err}")),
+    }
+}
+
+/// The addresses of this machine's network interfaces.
+#[cfg(target_os = "linux")]
+fn addresses() -> Fact<Vec<InterfaceAddress>> {
+    use nix::net::if_::InterfaceFlags;
+
+    let all = match nix::ifaddrs::getifaddrs() {
+        Ok(all) => all,
+        Err(err) => return Fact::Unknown(format!("getifaddrs: {err}")),
+    };
+    Fact::Known(
+        all.filter_map(|entry| {
+            let address = entry.address.as_ref()?;
+            let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
+            let address = v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))?;
+            let up = entry.flags.contains(InterfaceFlags::IFF_UP | InterfaceFlags::IFF_RUNNING);
+            Some(InterfaceAddress { interface: entry.interface_name, up, address })
+        })
+        .collect(),
+    )
+}
+
+#[cfg(not(target_os = "linux"))]
+fn addresses() -> Fact<Vec<InterfaceAddress>> {
+    Fact::Absent
 }
 
 /// Reads the first [`MAX_FILE_BYTES`] of a file: files in `/proc` and `/sys` have no usable size.

@@ -8,6 +8,7 @@ use super::{
     check::{Mark, Section},
     cpu::Cpu,
     cuda::Cuda,
+    fabric::FabricProvider,
     fact::Fact,
     gpu::Gpus,
     launch::Launch,
@@ -62,13 +63,13 @@ pub(crate) struct DoctorVerdict {
 }
 
 impl DoctorReport {
-    pub(super) fn of(probe: &Probe, cuda: Cuda, providers: Fact<Vec<String>>, program: &str) -> Self {
+    pub(super) fn of(probe: &Probe, cuda: Cuda, providers: Fact<Vec<FabricProvider>>, program: &str) -> Self {
         let limits = cgroup::Limits::find(probe);
         let system = System::find(probe);
         let cpu = Cpu::find(probe, &limits);
         let memory = Memory::find(probe, &limits);
         let gpus = Gpus::find(probe);
-        let network = Network::find(probe, providers);
+        let network = Network::find(probe, &cuda, providers);
         let launch = Launch::find(probe);
         let backends = backends(&cuda);
         let sections = vec![

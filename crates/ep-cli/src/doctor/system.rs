@@ -135,6 +135,15 @@ impl Packages {
             Packages::Other => format!("install your distribution's package of {plain}"),
         }
     }
+
+    /// How to install the drivers of libibverbs, which it loads for each kind of device.
+    pub(super) fn verbs_drivers(self) -> String {
+        match self {
+            Packages::Apt => self.install("ibverbs-providers", "libibverbs"),
+            // They are in the library's package.
+            Packages::Dnf | Packages::Zypper | Packages::Other => self.install("libibverbs", "libibverbs"),
+        }
+    }
 }
 
 /// A kernel feature that process ranks need.

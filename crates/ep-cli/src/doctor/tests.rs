@@ -1,5 +1,7 @@
 //! Reports on fake machines.
 
+mod network;
+
 use std::{
     collections::BTreeMap,
     fs,
@@ -10,6 +12,7 @@ use std::{
 use super::{
     check::{Check, Mark},
     cuda::{Cuda, CudaGpu, KernelCache, Nvrtc},
+    fabric::FabricProvider,
     fact::Fact,
     memory::Limit,
     probe::{Probe, Process},
@@ -22,7 +25,7 @@ struct FakeMachine {
     probe: Probe,
     cuda: Cuda,
     /// Providers of libfabric.
-    providers: Fact<Vec<String>>,
+    providers: Fact<Vec<FabricProvider>>,
 }
 
 impl FakeMachine {
@@ -43,6 +46,7 @@ impl FakeMachine {
                     arch: "x86_64",
                     cores_usable: Fact::Known(2),
                     vector_extensions: vec![("avx2", true), ("avx512f", false)],
+                    addresses: Fact::Absent,
                 },
             },
             cuda: no_cuda(),
@@ -290,7 +294,7 @@ fn gpu_server() -> FakeMachine {
 
 #[test]
 fn eight_gpus_and_two_infiniband_cards() {
-    let mut machine = gpu_server();
+    let machine = gpu_server();
     let report = machine.examine();
     assert_sound(&report);
 
@@ -334,9 +338,6 @@ fn eight_gpus_and_two_infiniband_cards() {
     assert_eq!(interfaces[0].speed_mbit_per_s, Fact::Known(25_000));
     assert_eq!(find(&report, "eno1").found, "up, 25 Gbit/s");
     assert_eq!(find(&report, "libfabric.so.1").found, "/opt/amazon/efa/lib/libfabric.so.1");
-    assert!(report.sections.iter().flat_map(|s| &s.checks).all(|check| check.name != "libfabric providers"));
-    machine.providers = Fact::Known(vec!["efa".to_owned(), "tcp".to_owned()]);
-    assert_eq!(find(&machine.examine(), "libfabric providers").found, "efa, tcp");
     // The files exist, but the driver does not answer: its answers decide.
     assert_eq!(find(&report, "cuda").mark, Mark::Absent);
     assert_eq!(report.verdict.problems, 0);
