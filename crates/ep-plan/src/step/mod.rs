@@ -1,6 +1,6 @@
 //! The time of an optimizer step under each way to use several datacenters.
 //!
-//! [`Planner`] prices a layer of one EP group. [`StepPlanner`] prices whole steps of a stated global batch: expert
+//! [`Planner`](crate::Planner) prices a layer of one EP group. [`StepPlanner`] prices whole steps of a stated global batch: expert
 //! domains, expert parallelism without them, data parallelism, pipeline parallelism and local steps between
 //! datacenters, each with the fastest layout inside. `docs/step-model.md` states the formulas and the assumptions.
 //!
@@ -182,7 +182,7 @@ impl StepPlanner {
     ///
     /// # Errors
     /// [`PlanError::NoLayout`] when no layout of any strategy fits into memory; [`PlanError::TooMany`] when an EP group
-    /// has more candidates than [`limits::CANDIDATES`].
+    /// has more candidates than [`limits::CANDIDATES`](crate::limits::CANDIDATES).
     pub fn plan(&self) -> Result<StepPlan> {
         let mut prices = Vec::new();
         let mut impossible = Vec::new();
@@ -212,7 +212,7 @@ impl StepPlanner {
     /// all strategies whose EP groups span datacenters.
     ///
     /// # Errors
-    /// [`PlanError::TooMany`] when the EP group has more candidates than [`limits::CANDIDATES`].
+    /// [`PlanError::TooMany`] when the EP group has more candidates than [`limits::CANDIDATES`](crate::limits::CANDIDATES).
     pub fn layer_plan(&self, price: &StepPrice) -> Result<Plan> {
         let strategy = if price.strategy.spans() { Strategy::ExpertDomains } else { price.strategy };
         Ok(self.pricing().planner(strategy, &price.layout)?.plan())
