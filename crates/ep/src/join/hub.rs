@@ -366,11 +366,15 @@ impl Hub {
         error
     }
 
-    /// The error of a rank that was lost since the last exchange.
+    /// The error of a rank that was lost since the last exchange. Tells all ranks which one it is.
     pub(super) fn lost(&mut self) -> Option<Error> {
+        let clock = Clock::new(Duration::ZERO);
+        if let Some(loss) = &self.over {
+            return Some(loss.error(ZERO, None, WHAT, clock.waited()));
+        }
         self.progress();
-        let loss = self.over.clone().or_else(|| self.settled())?;
-        Some(loss.error(ZERO, None, WHAT, Duration::ZERO))
+        let loss = self.settled()?;
+        Some(self.conclude(loss, WHAT, &clock))
     }
 
     /// Leaves because of `error`. Returns the error to report: `error`, or one about a rank that was lost earlier.
