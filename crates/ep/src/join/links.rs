@@ -15,13 +15,13 @@
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use super::channel::{Channel, End, Incoming, is_unreachable};
 use super::handshake::{Claim, Outbound, Progress, Role};
 use super::hub::GRACE_PERIOD;
+use super::link::{FILES, Link, MESSAGE};
 use super::note::{Clock, Loss, kind};
 use super::reception::Reception;
 use super::secret::{Key, Secret, random};
@@ -32,9 +32,8 @@ use super::{local, network};
 use crate::error::{EnvironmentError, Error, PeerFault, Result};
 use crate::topology::Rank;
 
-/// Kinds of messages on a link, besides `kind::LEFT` and `kind::LOST`.
+/// Kind of the message with which the listener accepts a link.
 const READY: u8 = 16;
-const MESSAGE: u8 = 17;
 /// How often a rank that waits for links looks for news of the rendezvous.
 const LOOK: Duration = Duration::from_millis(50);
 /// The longest message of a link, in bytes.
@@ -42,8 +41,6 @@ const LONGEST: usize = 64 << 10;
 /// Pause between attempts to connect.
 const RETRY: Duration = Duration::from_millis(5);
 const WHAT: &str = "its link";
-/// Hint for a failed socket or descriptor.
-const FILES: &str = "has the process reached its limit of open files (ulimit -n)?";
 
 /// The listening socket on which a rank accepts links from its peers.
 #[derive(Debug)]
@@ -485,183 +482,11 @@ fn unreachable(rank: Rank, error: &str) -> Error {
     EnvironmentError::new(format!("reaching rank {rank}"), error, hint).into()
 }
 
-/// A socket to another rank.
-#[derive(Debug)]
-pub struct Link {
-    channel: Channel,
-    process: Option<u32>,
-    is_remote: bool,
-}
-
-impl Link {
-    /// Whether the other end is on another machine: such a link carries no descriptors.
-    pub fn is_remote(&self) -> bool {
-        self.is_remote
-    }
-
-    /// The process ID of the other end, from the system; `None` on another machine, and if that process is not visible in
-    /// this PID namespace.
-    pub fn process(&self) -> Option<u32> {
-        self.process
-    }
-
-    /// Splits the link into its sending and its receiving direction, for use by different threads.
-    ///
-    /// # Errors
-    /// [`EnvironmentError`] when the process has no descriptor left.
-    pub fn split(self) -> Result<(LinkSender, LinkReceiver)> {
-        let failed = |error| EnvironmentError::new("duplicating the socket of a link", error, FILES);
-        let (sender, receiver) = self.channel.split().map_err(failed)?;
-        let process = std::process::id();
-        Ok((LinkSender { channel: Some(sender), process }, LinkReceiver { channel: receiver }))
-    }
-}
-
-/// The sending direction of a [`Link`]. Dropping it sends a leave message.
-#[derive(Debug)]
-pub struct LinkSender {
-    channel: Option<Channel>,
-    /// The process that joined. A forked child must not send a leave message.
-    process: u32,
-}
-
-impl LinkSender {
-    /// Sends a message with or without a descriptor. Waits at most `timeout` for the peer to read.
-    ///
-    /// # Errors
-    /// [`ErrorKind::TimedOut`] when the peer does not read in time, [`ErrorKind::BrokenPipe`] when the peer has closed
-    /// the link, or an error of the system when it cannot duplicate the descriptor.
-    pub fn send(
-        &mut self,
-        body: &[u8],
-        descriptor: Option<BorrowedFd<'_>>,
-        timeout: Duration,
-    ) -> io::Result<()> {
-        let Some(channel) = &mut self.channel else { return Err(ErrorKind::BrokenPipe.into()) };
-        let clock = Clock::new(timeout);
-        match descriptor {
-            Some(descriptor) => {
-                channel.send_descriptor(MESSAGE, body, descriptor.try_clone_to_owned()?);
-            }
-            None => channel.send(MESSAGE, body),
-        }
-        loop {
-            let wire = channel.wire_mut();
-            wire.flush();
-            match (wire.is_unwritable(), wire.has_unsent()) {
-                (true, _) => return Err(ErrorKind::BrokenPipe.into()),
-                (false, false) => return Ok(()),
-                (false, true) if clock.is_over() => return Err(ErrorKind::TimedOut.into()),
-                // Rare and short, because a thread of the peer reads descriptors as they arrive.
-                (false, true) => std::thread::sleep(Duration::from_millis(1)),
-            }
-        }
-    }
-}
-
-impl LinkSender {
-    /// Sends a message if the socket has room for it now, else drops it. No error if the peer has closed the link.
-    pub fn try_send(&mut self, body: &[u8]) {
-        let Some(channel) = &mut self.channel else { return };
-        channel.wire_mut().flush();
-        if !channel.wire().has_unsent() {
-            self.queue(body);
-        }
-    }
-
-    /// Sends a message, of which the socket may have room for a part only. The rest follows with the next message, or when
-    /// this value is dropped. No error if the peer has closed the link.
-    pub fn queue(&mut self, body: &[u8]) {
-        let Some(channel) = &mut self.channel else { return };
-        channel.send(MESSAGE, body);
-        channel.wire_mut().flush();
-    }
-
-    /// Sends a leave message, and no message after it.
-    pub fn leave(&mut self) {
-        if let Some(mut channel) = self.channel.take()
-            && self.process == std::process::id()
-        {
-            channel.send(kind::LEFT, &[]);
-            channel.wire_mut().flush();
-            channel.wire().socket().shut_down();
-        }
-    }
-}
-
-impl AsFd for LinkSender {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.channel.as_ref().expect("as long as it lives").wire().socket().as_fd()
-    }
-}
-
-impl Drop for LinkSender {
-    fn drop(&mut self) {
-        self.leave();
-    }
-}
-
-/// What a [`LinkReceiver`] received.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum LinkEvent {
-    /// A message of the peer's [`LinkSender`], with its descriptor.
-    Message(Vec<u8>, Option<OwnedFd>),
-    /// The peer's leave message. No event follows.
-    Left,
-    /// The peer's process has died, or it sent a malformed message. No event follows.
-    Died,
-    /// The network does not reach the peer. No event follows.
-    Unreachable,
-}
-
-/// The receiving direction of a [`Link`].
-#[derive(Debug)]
-pub struct LinkReceiver {
-    channel: Channel,
-}
-
-impl LinkReceiver {
-    /// The next event, if it has arrived.
-    pub fn receive(&mut self) -> Option<LinkEvent> {
-        Some(match self.channel.receive()? {
-            Incoming::Message(mut message) => match message[0] {
-                MESSAGE => {
-                    message.drain(..1);
-                    LinkEvent::Message(message, self.channel.descriptor())
-                }
-                kind::LEFT | kind::LOST => LinkEvent::Left,
-                // An unknown kind, for example of a later version: an empty message, which the caller can ignore.
-                _ => LinkEvent::Message(Vec::new(), self.channel.descriptor()),
-            },
-            Incoming::End(End::Unreachable) => LinkEvent::Unreachable,
-            Incoming::End(_) => LinkEvent::Died,
-        })
-    }
-
-    /// The next event; `None` if none arrives within `timeout`.
-    pub fn wait(&mut self, timeout: Duration) -> Option<LinkEvent> {
-        let clock = Clock::new(timeout);
-        loop {
-            match self.receive() {
-                None if clock.is_over() => return None,
-                None => wait(&mut [self.channel.wire().interest()], clock.deadline),
-                received => return received,
-            }
-        }
-    }
-}
-
-impl AsFd for LinkReceiver {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.channel.wire().socket().as_fd()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
 
+    use super::super::{LinkEvent, LinkReceiver, LinkSender};
     use super::*;
     use crate::error::PeerError;
 

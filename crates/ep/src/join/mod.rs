@@ -13,7 +13,8 @@
 //! | `note` | the messages between hub and spokes, and `Loss`: which rank is lost, and why |
 //! | `machine` | which ranks share memory |
 //! | `network` | TCP connections between machines, and the network address of this machine |
-//! | `links` | sockets between all pairs of ranks; those of one machine carry descriptors of memory |
+//! | `links` | connects sockets between all pairs of ranks |
+//! | `link` | one such socket; between ranks of one machine it carries descriptors of memory |
 //!
 //! `SECURITY.md` says what this module guarantees and what it does not; `docs/joining.md` describes the protocol.
 
@@ -26,6 +27,8 @@ pub mod fuzzing;
 mod handshake;
 #[cfg(unix)]
 mod hub;
+#[cfg(target_os = "linux")]
+mod link;
 #[cfg(target_os = "linux")]
 mod links;
 #[cfg(target_os = "linux")]
@@ -52,7 +55,9 @@ mod threads;
 mod wire;
 
 #[cfg(target_os = "linux")]
-pub use links::{Door, Invitation, Link, LinkEvent, LinkReceiver, LinkSender, Links, NoInvitation};
+pub use link::{Link, LinkEvent, LinkReceiver, LinkSender};
+#[cfg(target_os = "linux")]
+pub use links::{Door, Invitation, Links, NoInvitation};
 #[cfg(target_os = "linux")]
 pub use machine::{Machine, NoMachine};
 #[cfg(target_os = "linux")]

@@ -1,0 +1,188 @@
+//! One link: its two directions, which different threads use.
+
+use std::io::{self, ErrorKind};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use super::channel::{Channel, End, Incoming};
+use super::note::{Clock, kind};
+use super::wire::wait;
+use crate::error::{EnvironmentError, Result};
+
+/// Kind of a message on a link, besides `kind::LEFT`, `kind::LOST` and the kinds of `links`.
+pub(super) const MESSAGE: u8 = 17;
+/// Hint for a failed socket or descriptor.
+pub(super) const FILES: &str = "has the process reached its limit of open files (ulimit -n)?";
+
+/// A socket to another rank.
+#[derive(Debug)]
+pub struct Link {
+    pub(super) channel: Channel,
+    pub(super) process: Option<u32>,
+    pub(super) is_remote: bool,
+}
+
+impl Link {
+    /// Whether the other end is on another machine: such a link carries no descriptors.
+    pub fn is_remote(&self) -> bool {
+        self.is_remote
+    }
+
+    /// The process ID of the other end, from the system; `None` on another machine, and if that process is not visible in
+    /// this PID namespace.
+    pub fn process(&self) -> Option<u32> {
+        self.process
+    }
+
+    /// Splits the link into its sending and its receiving direction, for use by different threads.
+    ///
+    /// # Errors
+    /// [`EnvironmentError`] when the process has no descriptor left.
+    pub fn split(self) -> Result<(LinkSender, LinkReceiver)> {
+        let failed = |error| EnvironmentError::new("duplicating the socket of a link", error, FILES);
+        let (sender, receiver) = self.channel.split().map_err(failed)?;
+        let process = std::process::id();
+        Ok((LinkSender { channel: sender, has_left: false, process }, LinkReceiver { channel: receiver }))
+    }
+}
+
+/// The sending direction of a [`Link`]. Dropping it sends a leave message.
+#[derive(Debug)]
+pub struct LinkSender {
+    channel: Channel,
+    /// Whether the leave message was sent.
+    has_left: bool,
+    /// The process that joined. A forked child must not send a leave message.
+    process: u32,
+}
+
+impl LinkSender {
+    /// Sends a message with or without a descriptor. Waits at most `timeout` for the peer to read.
+    ///
+    /// # Errors
+    /// [`ErrorKind::TimedOut`] when the peer does not read in time, [`ErrorKind::BrokenPipe`] when the peer has closed
+    /// the link, or an error of the system when it cannot duplicate the descriptor.
+    pub fn send(
+        &mut self,
+        body: &[u8],
+        descriptor: Option<BorrowedFd<'_>>,
+        timeout: Duration,
+    ) -> io::Result<()> {
+        if self.has_left {
+            return Err(ErrorKind::BrokenPipe.into());
+        }
+        let (channel, clock) = (&mut self.channel, Clock::new(timeout));
+        match descriptor {
+            Some(descriptor) => {
+                channel.send_descriptor(MESSAGE, body, descriptor.try_clone_to_owned()?);
+            }
+            None => channel.send(MESSAGE, body),
+        }
+        loop {
+            let wire = channel.wire_mut();
+            wire.flush();
+            match (wire.is_unwritable(), wire.has_unsent()) {
+                (true, _) => return Err(ErrorKind::BrokenPipe.into()),
+                (false, false) => return Ok(()),
+                (false, true) if clock.is_over() => return Err(ErrorKind::TimedOut.into()),
+                // Rare and short, because a thread of the peer reads descriptors as they arrive.
+                (false, true) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+    }
+
+    /// Sends a message if the socket has room for it now, else drops it. No error if the peer has closed the link.
+    pub fn try_send(&mut self, body: &[u8]) {
+        self.channel.wire_mut().flush();
+        if !self.channel.wire().has_unsent() {
+            self.queue(body);
+        }
+    }
+
+    /// Sends a message, of which the socket may have room for a part only. The rest follows with the next message, or when
+    /// this value is dropped. No error if the peer has closed the link.
+    pub fn queue(&mut self, body: &[u8]) {
+        if !self.has_left {
+            self.channel.send(MESSAGE, body);
+            self.channel.wire_mut().flush();
+        }
+    }
+
+    /// Sends a leave message, and no message after it.
+    pub fn leave(&mut self) {
+        if !std::mem::replace(&mut self.has_left, true) && self.process == std::process::id() {
+            self.channel.send(kind::LEFT, &[]);
+            self.channel.wire_mut().flush();
+            self.channel.wire().socket().shut_down();
+        }
+    }
+}
+
+impl AsFd for LinkSender {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.channel.wire().socket().as_fd()
+    }
+}
+
+impl Drop for LinkSender {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}
+
+/// What a [`LinkReceiver`] received.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum LinkEvent {
+    /// A message of the peer's [`LinkSender`], with its descriptor.
+    Message(Vec<u8>, Option<OwnedFd>),
+    /// The peer's leave message. No event follows.
+    Left,
+    /// The peer's process has died, or it sent a malformed message. No event follows.
+    Died,
+    /// The network does not reach the peer. No event follows.
+    Unreachable,
+}
+
+/// The receiving direction of a [`Link`].
+#[derive(Debug)]
+pub struct LinkReceiver {
+    channel: Channel,
+}
+
+impl LinkReceiver {
+    /// The next event, if it has arrived.
+    pub fn receive(&mut self) -> Option<LinkEvent> {
+        Some(match self.channel.receive()? {
+            Incoming::Message(mut message) => match message[0] {
+                MESSAGE => {
+                    message.drain(..1);
+                    LinkEvent::Message(message, self.channel.descriptor())
+                }
+                kind::LEFT | kind::LOST => LinkEvent::Left,
+                // An unknown kind, for example of a later version: an empty message, which the caller can ignore.
+                _ => LinkEvent::Message(Vec::new(), self.channel.descriptor()),
+            },
+            Incoming::End(End::Unreachable) => LinkEvent::Unreachable,
+            Incoming::End(_) => LinkEvent::Died,
+        })
+    }
+
+    /// The next event; `None` if none arrives within `timeout`.
+    pub fn wait(&mut self, timeout: Duration) -> Option<LinkEvent> {
+        let clock = Clock::new(timeout);
+        loop {
+            match self.receive() {
+                None if clock.is_over() => return None,
+                None => wait(&mut [self.channel.wire().interest()], clock.deadline),
+                received => return received,
+            }
+        }
+    }
+}
+
+impl AsFd for LinkReceiver {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.channel.wire().socket().as_fd()
+    }
+}
