@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use ep::call::check_same_world;
 use ep::join::{Door, Invitation, Member, Rendezvous};
-use ep::{CallerError, Config, EnvironmentError, Operator, Rank, Result, World};
+use ep::{CallerError, Config, EnvironmentError, Rank, Result, World};
 
 use crate::arena::Announce as _;
 use crate::buffer::{CudaBuffer, Home};
@@ -137,12 +138,10 @@ impl CudaBuffer {
             .map(|(blob, peer)| Introduction::from_bytes(blob).ok_or_else(|| unintelligible(peer)))
             .collect::<Result<_>>()?;
         for (peer, theirs) in world.topology().all_ranks().zip(&all) {
-            mine.check(rank, peer, theirs)?;
+            check_same_world((rank, &mine.agreed), (peer, &theirs.agreed))?;
         }
         let invitations: Vec<Invitation> = all.iter().map(|theirs| theirs.invitation.clone()).collect();
-        let mut member = Member::new(rank, world.ranks(), config.timeout);
-        member.secret = rendezvous.secret().cloned();
-        member.interrupt = config.interrupt.clone();
+        let member = Member::of(rendezvous, config);
         let met = ep::join::Links::connect(door, &member, &invitations, || rendezvous.lost())?;
         let (ranks, own_control) = (world.ranks(), home.control.address());
         let (served, mapped) = links::serve_all(rank, met, ranks, &home.device, own_control, config)?;
@@ -191,21 +190,6 @@ impl Introduction {
             invitation: invitation.parse().ok()?,
             agreed: agreed.into(),
         })
-    }
-
-    fn check(&self, rank: Rank, peer: Rank, theirs: &Self) -> Result<()> {
-        if self.agreed == theirs.agreed {
-            return Ok(());
-        }
-        Err(CallerError::Collective {
-            operator: Operator::Join,
-            field: "the world",
-            rank,
-            mine: self.agreed.clone(),
-            peer,
-            theirs: theirs.agreed.clone(),
-        }
-        .into())
     }
 }
 
@@ -273,9 +257,9 @@ mod tests {
         let theirs = Introduction::from_bytes(&sent.to_bytes()).unwrap();
         assert_eq!((theirs.gpu, theirs.base, theirs.control), ([7; 16], 1 << 40, 3));
         assert_eq!(theirs.invitation, sent.invitation);
-        assert_eq!(mine.check(Rank(0), Rank(1), &mine), Ok(()));
+        assert_eq!(check_same_world((Rank(0), &mine.agreed), (Rank(1), &mine.agreed)), Ok(()));
         assert_eq!(
-            mine.check(Rank(0), Rank(1), &theirs).unwrap_err().to_string(),
+            check_same_world((Rank(0), &mine.agreed), (Rank(1), &theirs.agreed)).unwrap_err().to_string(),
             "operator join: the world is (2 ranks; experts by rank: 2 of 0, 2 of 1) on rank 0 and \
              (2 ranks; experts by rank: 1 of 0, 2 of 1, 1 of 0) on rank 1; every rank must pass the same"
         );

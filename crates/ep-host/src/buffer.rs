@@ -155,9 +155,8 @@ impl HostBuffer {
         let window = segments[rank.index()].window.clone().expect("a rank maps its own window");
         let rails = Rails::new(&world, rank, window, config, transport)?;
 
-        let ranks_here = if machines.ranks_here == 0 { world.ranks() } else { machines.ranks_here };
         let workers = match config.host.workers {
-            0 => (std::thread::available_parallelism().map_or(1, usize::from) / ranks_here).max(1),
+            0 => (std::thread::available_parallelism().map_or(1, usize::from) / machines.ranks_here).max(1),
             workers => workers,
         };
         let pool = (workers > 1).then(|| {

@@ -10,9 +10,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 #[cfg(target_os = "linux")]
+use ep::call::check_same_world;
+#[cfg(target_os = "linux")]
 use ep::join::{Door, Invitation, Machine, Member, Rendezvous};
 #[cfg(target_os = "linux")]
-use ep::{CallerError, EnvironmentError, Error, Operator, PeerError, PeerFault};
+use ep::{CallerError, EnvironmentError, Error, PeerError, PeerFault};
 use ep::{Config, Counts, Rank, Result, Size, World};
 
 use crate::control::Control;
@@ -41,15 +43,22 @@ pub(crate) struct RankSegments {
     pub(crate) window: Option<Arc<Segment>>,
 }
 
-/// The machines of a job with several machines.
-#[derive(Debug, Clone, Default)]
+/// The machines of a job.
+#[derive(Debug, Clone)]
 pub(crate) struct Machines {
     /// By rank: the name of its machine. Empty in a job of one machine.
     pub(crate) names: Vec<String>,
-    /// Number of ranks on this machine; 0 stands for all.
+    /// Number of ranks on this machine.
     pub(crate) ranks_here: usize,
     /// The network address of this machine that ranks of other machines use.
     pub(crate) address: Option<IpAddr>,
+}
+
+impl Machines {
+    /// One machine with all `ranks`.
+    fn one(ranks: usize) -> Self {
+        Self { names: Vec::new(), ranks_here: ranks, address: None }
+    }
 }
 
 impl RankSegments {
@@ -141,25 +150,6 @@ impl Introduction {
             agreed: lines.next()?.to_string(),
         })
     }
-
-    /// Checks that a peer has the same world and settings.
-    ///
-    /// # Errors
-    /// [`CallerError::Collective`] that names the peer.
-    pub(crate) fn check(&self, rank: Rank, peer: Rank, theirs: &Self) -> Result<()> {
-        if self.agreed == theirs.agreed {
-            return Ok(());
-        }
-        Err(CallerError::Collective {
-            operator: Operator::Join,
-            field: "the world",
-            rank,
-            mine: self.agreed.clone(),
-            peer,
-            theirs: theirs.agreed.clone(),
-        }
-        .into())
-    }
 }
 
 /// Checks that the ranks of each domain are on one machine, and that the engine crosses the network where ranks are on
@@ -206,11 +196,7 @@ fn open_to_machines(
     all: &[Introduction],
 ) -> Result<(IpAddr, Vec<Invitation>)> {
     let rank = rendezvous.rank();
-    let own = match &config.host.transport.address {
-        Some(setting) => Some(ep::join::address_of(setting)?),
-        None => rendezvous.network_address(),
-    };
-    let own = own.ok_or_else(|| {
+    let own = config.host.transport.network_address(rendezvous)?.ok_or_else(|| {
         EnvironmentError::new(
             "finding the network address of this rank",
             "the ranks are on several machines, and their rendezvous has no network address",
@@ -272,7 +258,7 @@ impl Connected {
         Ok(Self {
             directory: Directory::of_threads(),
             processes: Processes::default(),
-            machines: Machines::default(),
+            machines: Machines::one(world.ranks()),
             segments: segments.collect::<Result<_>>()?,
         })
     }
@@ -305,7 +291,7 @@ pub(crate) fn connect(
         .map(|(bytes, peer)| Introduction::from_bytes(bytes).ok_or_else(|| unreadable(peer)))
         .collect::<Result<_>>()?;
     for (peer, theirs) in world.topology().all_ranks().zip(&all) {
-        mine.check(rank, peer, theirs)?;
+        check_same_world((rank, &mine.agreed), (peer, &theirs.agreed))?;
     }
     let of_ranks: Vec<&Machine> = all.iter().map(|introduction| &introduction.machine).collect();
     let is_here = |peer: Rank| of_ranks[peer.index()].shares_memory_with(of_ranks[rank.index()]);
@@ -315,7 +301,10 @@ pub(crate) fn connect(
         let ranks_here = world.topology().all_ranks().filter(|&peer| is_here(peer)).count();
         (Machines { names, ranks_here, address: Some(address) }, invitations)
     } else {
-        (Machines::default(), all.iter().map(|introduction| introduction.invitation.clone()).collect())
+        (
+            Machines::one(world.ranks()),
+            all.iter().map(|introduction| introduction.invitation.clone()).collect(),
+        )
     };
     let mirrors = world
         .topology()
@@ -326,10 +315,7 @@ pub(crate) fn connect(
         })
         .collect::<Result<Vec<Option<Control>>>>()?;
 
-    let mut member = Member::new(rank, world.ranks(), config.timeout);
-    member.secret = rendezvous.secret().cloned();
-    member.network_timeout = config.network_timeout();
-    member.interrupt = config.interrupt.clone();
+    let member = Member::of(rendezvous, config);
     let mirror_of =
         |peer: Rank| mirrors[peer.index()].clone().expect("a rank with a remote link has a mirror");
     let processes = Processes::connect(door, &member, &invitations, config.stall_bound(), mirror_of, || {
@@ -402,7 +388,8 @@ mod tests {
             assert_eq!(Introduction::from_bytes(wrong), None);
         }
         let other = Introduction { agreed: "another".into(), ..mine.clone() };
-        let error = mine.check(Rank(0), Rank(1), &other).unwrap_err().to_string();
+        let error =
+            check_same_world((Rank(0), &mine.agreed), (Rank(1), &other.agreed)).unwrap_err().to_string();
         assert!(error.contains("the world") && error.contains("another on rank 1"), "{error}");
     }
 

@@ -7,6 +7,8 @@
 //! `docs/rails.md` describes the rules that follow from this interface for engines and for the layer above them.
 
 use std::collections::HashSet;
+#[cfg(target_os = "linux")]
+use std::net::IpAddr;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::ptr::NonNull;
@@ -14,6 +16,8 @@ use std::str::FromStr;
 use std::time::Instant;
 
 use crate::error::{CallerError, Result};
+#[cfg(target_os = "linux")]
+use crate::join::{Rendezvous, address_of};
 use crate::topology::Rank;
 
 /// A signal: a word of [`BITS`](Self::BITS) bits that a peer receives after the bytes of a put.
@@ -143,6 +147,19 @@ impl Default for TransportOptions {
 impl TransportOptions {
     /// The engine for ranks of one machine that needs no library.
     pub const LOOPBACK: &str = "loopback";
+
+    /// The network address of this rank: that of the setting [`address`](Self::address), else the one that faces
+    /// `rendezvous`. `None` if neither gives one.
+    ///
+    /// # Errors
+    /// [`CallerError::Config`] for a setting that is neither an IP address nor an interface of this machine.
+    #[cfg(target_os = "linux")]
+    pub fn network_address(&self, rendezvous: &dyn Rendezvous) -> Result<Option<IpAddr>> {
+        match &self.address {
+            Some(setting) => address_of(setting).map(Some),
+            None => Ok(rendezvous.network_address()),
+        }
+    }
 
     /// Whether the engine is [`LOOPBACK`](Self::LOOPBACK).
     pub fn is_loopback(&self) -> bool {

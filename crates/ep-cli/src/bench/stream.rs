@@ -160,11 +160,11 @@ fn prepared(socket: TcpStream, timeout: Duration) -> std::io::Result<TcpStream> 
 
 /// The address that the engine uses.
 fn own_address(meet: &dyn Rendezvous, plan: &BenchPlan) -> Result<IpAddr, Failure> {
-    match &plan.config.host.transport.address {
-        #[cfg(target_os = "linux")]
-        Some(setting) => Ok(ep::join::address_of(setting)?),
-        _ => Ok(meet.network_address().unwrap_or(Ipv4Addr::LOCALHOST.into())),
-    }
+    #[cfg(target_os = "linux")]
+    let address = plan.config.host.transport.network_address(meet)?;
+    #[cfg(not(target_os = "linux"))]
+    let address = meet.network_address();
+    Ok(address.unwrap_or(Ipv4Addr::LOCALHOST.into()))
 }
 
 /// Sends and receives these numbers of bytes on each stream, all at the same time.

@@ -56,6 +56,13 @@ impl Member {
         Ok(Self { secret, generation, network_timeout, interrupt, ..member })
     }
 
+    /// The member that has met the others at `rendezvous`, with its secret.
+    pub fn of(rendezvous: &dyn Rendezvous, config: &Config) -> Self {
+        let member = Self::new(rendezvous.rank(), rendezvous.ranks(), config.timeout);
+        let (secret, interrupt) = (rendezvous.secret().cloned(), config.interrupt.clone());
+        Self { secret, network_timeout: config.network_timeout(), interrupt, ..member }
+    }
+
     /// The same member with `secret` as its secret.
     #[must_use]
     pub fn with_secret(mut self, secret: Secret) -> Self {
