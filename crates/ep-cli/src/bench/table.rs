@@ -3,12 +3,11 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
-
 use crate::bench::chart;
 use crate::bench::floor::WireReport;
 use crate::bench::gpu::RankGpu;
 use crate::bench::report::{BenchReport, OperatorReport, Run};
+use crate::common::table::table;
 use crate::common::units;
 
 /// One column: its header, and the text for an operator.
@@ -42,12 +41,6 @@ const GPU_COLUMNS: &[Column] = &[
     ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
 ];
 
-/// Horizontal lines above and below the table and below its header; no others.
-const STYLE: TableStyle = {
-    const LINE: LineStyle = LineStyle::none().fill('─').junction('─');
-    TableStyle::new().top_border(LINE).header_separator(LINE).bottom_border(LINE)
-};
-
 pub(super) fn render(report: &BenchReport) -> String {
     // Writing to a string cannot fail.
     let mut out = String::new();
@@ -60,10 +53,10 @@ pub(super) fn render(report: &BenchReport) -> String {
             None => {
                 let network = report.stream_definition.map_or(&[][..], |_| NETWORK_COLUMNS);
                 let columns = [HOST_COLUMNS, network].concat();
-                let _ = writeln!(out, "{}\n{}", table(run, &columns).trim_fmt(), preprocessing(run));
+                let _ = writeln!(out, "{}\n{}", operators(run, &columns), preprocessing(run));
             }
             Some(wire) => {
-                let _ = writeln!(out, "{}\n{}", table(run, GPU_COLUMNS).trim_fmt(), preprocessing(run));
+                let _ = writeln!(out, "{}\n{}", operators(run, GPU_COLUMNS), preprocessing(run));
                 let _ = writeln!(out, "{}\n{}", moved(wire), report.time_definition);
             }
         }
@@ -143,16 +136,10 @@ fn gpus(report: &BenchReport) -> Option<String> {
     ))
 }
 
-fn table(run: &Run, columns: &[Column]) -> Table {
-    let mut table = Table::new();
-    table.load_style(STYLE).set_header(columns.iter().map(|(header, _)| *header));
-    for operator in &run.operators {
-        table.add_row(columns.iter().map(|(_, text)| text(operator)));
-    }
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table
+fn operators(run: &Run, columns: &[Column]) -> String {
+    let header: Vec<&str> = columns.iter().map(|(header, _)| *header).collect();
+    let row = |operator: &OperatorReport| columns.iter().map(|(_, text)| text(operator)).collect();
+    table(&header, run.operators.iter().map(row), 1)
 }
 
 fn or_dash(text: Option<String>) -> String {

@@ -9,5 +9,6 @@ pub(crate) mod machine;
 pub(crate) mod numbers;
 pub(crate) mod output;
 pub(crate) mod role;
+pub(crate) mod table;
 pub(crate) mod tuning;
 pub(crate) mod units;

@@ -102,7 +102,7 @@ pub(super) fn render(levels: &[Level]) -> String {
                 if size.domain_size == level.best_domain_size { "best" } else { "" }.to_owned(),
             ]
         });
-        let rendered = table(&["S", "p", "latency", "speedup over plain EP", ""], rows.collect(), 0);
+        let rendered = table(&["S", "p", "latency", "speedup over plain EP", ""], rows, 0);
         let _ = writeln!(out, "{rendered}\n");
     }
     out

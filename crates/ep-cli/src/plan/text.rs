@@ -143,7 +143,7 @@ fn domains(plan: &Plan) -> String {
         "rows per token",
         "hottest/mean",
     ];
-    table(&header, rows.collect(), 1)
+    table(&header, rows, 1)
 }
 
 /// Names and times of all phases of one pass.
@@ -207,7 +207,7 @@ fn links(plan: &Plan) -> String {
         "shared refresh",
         "layer in all",
     ];
-    table(&header, rows.collect(), 1)
+    table(&header, rows, 1)
 }
 
 fn memory(plan: &Plan) -> String {
@@ -256,7 +256,7 @@ fn gains(plan: &Plan) -> String {
         vec![ratio, times(gain.training), times(gain.forward)]
     });
     let header = ["domains over hierarchical EP, weights compressed", "training", "forward pass alone"];
-    table(&header, rows.collect(), 1)
+    table(&header, rows, 1)
 }
 
 fn compared(plan: &Plan) -> String {
@@ -301,7 +301,7 @@ fn swept(sweep: &Sweep) -> String {
         Err(why) => vec![format!("{value}"), format!("no plan: {why}")],
     });
     let header: Vec<&str> = [&*name, "best", "time"].into_iter().chain(schemes.iter().copied()).collect();
-    table(&header, rows.collect(), 0)
+    table(&header, rows, 0)
 }
 
 fn growth(plan: &Plan) -> String {
@@ -322,7 +322,7 @@ fn growth(plan: &Plan) -> String {
         "costs gradient bytes",
         "result",
     ];
-    format!("\n{}\n", table(&header, rows.collect(), 1))
+    format!("\n{}\n", table(&header, rows, 1))
 }
 
 fn selective(plan: &Plan) -> String {
@@ -342,5 +342,5 @@ fn selective(plan: &Plan) -> String {
         "only experts move",
         "cheaper choice",
     ];
-    format!("\n{}\n", table(&header, rows.collect(), 1))
+    format!("\n{}\n", table(&header, rows, 1))
 }

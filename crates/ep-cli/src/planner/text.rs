@@ -1,30 +1,11 @@
 //! Text that the planner's commands share: tables, and the description of a problem.
 
-use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 pub(crate) use ep_plan::planner::domain_sizes_text as sizes;
 use ep_plan::planner::{Batch, Plan, Work};
 
+pub(crate) use crate::common::table::table;
 use crate::common::units;
 use crate::planner::problem::Problem;
-
-/// Horizontal lines above and below the table and below its header; no others.
-const STYLE: TableStyle = {
-    const LINE: LineStyle = LineStyle::none().fill('─').junction('─');
-    TableStyle::new().top_border(LINE).header_separator(LINE).bottom_border(LINE)
-};
-
-/// Formats a table. The first `left` columns are aligned left, the others right.
-pub(crate) fn table(header: &[&str], rows: Vec<Vec<String>>, left: usize) -> String {
-    let mut table = Table::new();
-    table.load_style(STYLE).set_header(header.to_vec());
-    for row in rows {
-        table.add_row(row);
-    }
-    for column in table.column_iter_mut().skip(left) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.trim_fmt()
-}
 
 /// The problem in two lines.
 pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {

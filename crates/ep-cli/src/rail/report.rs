@@ -3,11 +3,11 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
 use ep_host::RailProbe;
 use serde::Serialize;
 
 use crate::common::machine::Machine;
+use crate::common::table::table;
 use crate::common::units;
 use crate::rail::measure::{Figures, Pair};
 
@@ -24,12 +24,6 @@ pub(super) struct Report {
 const DEFINITION: &str = "latency = half of the time of a message and its answer; one way, both ways = bytes per second in a \
      direction while one or both ranks send, until the last message is acknowledged; per message = time of a message while \
      rank 0 sends";
-
-/// Horizontal lines above and below the table and below its header; no others.
-const STYLE: TableStyle = {
-    const LINE: LineStyle = LineStyle::none().fill('─').junction('─');
-    TableStyle::new().top_border(LINE).header_separator(LINE).bottom_border(LINE)
-};
 
 impl Report {
     pub(super) fn new(probe: &RailProbe, pairs: Vec<Pair>) -> Self {
@@ -52,7 +46,7 @@ impl Report {
                 pair.rank,
                 self.transport,
                 self.messages_in_flight,
-                table(&pair.sizes).trim_fmt()
+                figures(&pair.sizes)
             );
         }
         let _ = writeln!(out, "{DEFINITION}");
@@ -60,24 +54,19 @@ impl Report {
     }
 }
 
-fn table(sizes: &[Figures]) -> Table {
-    let mut table = Table::new();
-    table.load_style(STYLE).set_header(["message", "latency", "one way", "both ways", "per message"]);
+fn figures(sizes: &[Figures]) -> String {
     let time = |us: f64| units::time(Duration::from_secs_f64(us / 1e6));
     let rate = |rate: Option<f64>| {
         rate.map_or_else(|| "-".into(), |rate| format!("{}/s", units::bytes((rate * 1e9) as u64)))
     };
-    for figures in sizes {
-        table.add_row([
+    let row = |figures: &Figures| {
+        vec![
             units::bytes(figures.message_bytes as u64),
             time(figures.latency_us),
             rate(figures.one_way_gb_per_s),
             rate(figures.both_ways_gb_per_s),
             time(figures.per_message_us),
-        ]);
-    }
-    for column in table.column_iter_mut() {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table
+        ]
+    };
+    table(&["message", "latency", "one way", "both ways", "per message"], sizes.iter().map(row), 0)
 }

@@ -78,5 +78,5 @@ fn render(rows: &[Row]) -> String {
     });
     let header =
         ["between datacenters", "stages", "micro-batches", "planned step", "simulated", "simulated/planned"];
-    table(&header, cells.collect(), 1)
+    table(&header, cells, 1)
 }

@@ -114,5 +114,5 @@ fn links(outcome: &Outcome) -> String {
             format!("{:.1} %", 100.0 * level.peak_utilisation),
         ]
     });
-    table(&["links", "number", "bytes in all", "mean use", "use of the busiest"], rows.collect(), 1)
+    table(&["links", "number", "bytes in all", "mean use", "use of the busiest"], rows, 1)
 }
