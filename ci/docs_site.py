@@ -54,7 +54,8 @@ rustdoc of the workspace's crates:
 | <a href="../../rust/ep/index.html">ep</a> | the core: types, layout, the operators' definition, the backends' traits |
 | <a href="../../rust/ep_host/index.html">ep_host</a> | the CPU backend |
 | <a href="../../rust/ep_cuda/index.html">ep_cuda</a> | the CUDA backend |
-| <a href="../../rust/ep_plan/index.html">ep_plan</a> | the cross-datacenter model, planner, simulator and codec |
+| <a href="../../rust/ep_codec/index.html">ep_codec</a> | codecs for expert weights and gradients between datacenters |
+| <a href="../../rust/ep_plan/index.html">ep_plan</a> | the cross-datacenter model, planner, and simulator |
 | <a href="../../rust/ep_cli/index.html">ep_cli</a> | the program `hybrid-ep` as a library |
 """
 

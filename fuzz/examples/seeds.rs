@@ -5,8 +5,9 @@ use std::error::Error;
 use std::fs;
 
 use ep_fuzz::expected;
+use ep_codec::SharedExpert;
+use ep_codec::residual::{Encoder, Format, IndexFormat, Selection, ValueFormat};
 use ep_host::fuzzing::slot_of;
-use ep_plan::residual::{Encoder, Format, IndexFormat, Selection, SharedExpert, ValueFormat};
 use safetensors::tensor::{Dtype, TensorView};
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -3,9 +3,8 @@
 #![no_main]
 
 use ep::Element;
-use ep_plan::residual::{
-    Encoder, Format, IndexFormat, Selection, SharedExpert, ValueFormat, Weight, decode_add, inspect, reseal,
-};
+use ep_codec::residual::{Encoder, Format, IndexFormat, Selection, ValueFormat, decode_add};
+use ep_codec::{SharedExpert, Weight, inspect, reseal};
 use libfuzzer_sys::{Corpus, fuzz_target};
 
 /// More weights than one block, so that streams have several blocks.

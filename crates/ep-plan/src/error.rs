@@ -3,8 +3,7 @@
 use crate::limits::{Count, Number, Shown};
 use crate::units::Bytes;
 
-/// The result type of the crate's fallible functions, except those of [`residual`](crate::residual) and
-/// [`input`](crate::input).
+/// The result type of the crate's fallible functions, except those of [`input`](crate::input).
 pub type Result<T, E = PlanError> = std::result::Result<T, E>;
 
 /// The caller's description cannot be planned or simulated. Every message says what would be possible.

@@ -22,7 +22,6 @@
 //!   memory to the paper's model.
 //! - [`step`] compares whole steps: expert domains, data and pipeline parallelism, local steps.
 //! - [`simulate`] executes, event by event, the schedule that the planner prices, with stragglers and jitter.
-//! - [`residual`] is the codec for migrated experts: a shared expert, and the largest differences from it.
 //! - [`cluster`], [`model`] and [`routing`] describe the problem. [`presets`] has descriptions to start from, [`input`]
 //!   reads and writes them as TOML, and [`limits`] holds the bounds of every number.
 //!
@@ -56,7 +55,6 @@ pub mod model;
 pub mod paper;
 pub mod planner;
 pub mod presets;
-pub mod residual;
 pub mod routing;
 pub mod simulate;
 pub mod step;

@@ -5,8 +5,9 @@ use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::stream::seal;
 use super::*;
+use crate::stream::{Content, Header, StreamCodec, StreamInfo, inspect, seal};
+use crate::{CallerError, Corruption, Error, HEADER_BYTES, Operand, Result, SharedExpert, Weight};
 
 const HEADER: usize = HEADER_BYTES as usize;
 
@@ -81,12 +82,15 @@ fn check_every_format<T: Weight>(shared: &SharedExpert<T>, expert: &[T], ks: &[u
         assert!(if format.is_fixed_size() { size == most } else { size <= most }, "{format:?} {size} {most}");
         let info = inspect(&bytes).unwrap();
         let expected_info = StreamInfo {
+            content: Content::Weights,
+            codec: StreamCodec::Shared,
             element: T::ELEMENT,
-            format,
+            format: Some(format),
             elements: length,
             kept: k,
             bytes: bytes.len(),
-            shared: shared.fingerprint(),
+            base: Some(shared.fingerprint()),
+            fingerprint: info.fingerprint,
         };
         assert_eq!(info, expected_info);
         let decoded = decode(&bytes, shared).unwrap();
@@ -329,7 +333,15 @@ fn truncated_or_changed_streams_are_refused() {
 
 /// Decodes a payload under a matching header, so that only defects of the payload itself can cause an error.
 fn decode_sealed(mut stream: Vec<u8>, format: Format, shared: &SharedExpert<f32>) -> Result<Vec<f32>> {
-    seal(&mut stream, f32::ELEMENT, format, shared.weights().len(), shared.fingerprint());
+    let header = Header {
+        content: Content::Weights,
+        codec: StreamCodec::Shared,
+        element: f32::ELEMENT,
+        elements: shared.weights().len(),
+        kept: Some((0, format)),
+        base: Some(shared.fingerprint()),
+    };
+    seal(&mut stream, header);
     let decoded = decode(&stream, shared);
     assert!(!matches!(decoded, Err(Error::Caller(_))), "{decoded:?}");
     if let Ok(decoded) = &decoded {

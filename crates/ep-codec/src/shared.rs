@@ -2,9 +2,9 @@
 
 use rayon::prelude::*;
 
-use super::error::{CallerError, Operand, Result};
-use super::hash::digest;
-use super::weight::Weight;
+use crate::error::{CallerError, Operand, Result};
+use crate::hash::digest;
+use crate::weight::Weight;
 
 /// Weights per tile of f32 sums. Each thread works on one tile at a time; a tile fits into the first-level cache.
 const TILE: usize = 4096;
@@ -102,15 +102,15 @@ impl<T: Weight> SharedExpert<T> {
     }
 }
 
-pub(super) fn check_length(what: Operand, expected: usize, found: usize) -> Result<()> {
+pub(crate) fn check_length(what: Operand, expected: usize, found: usize) -> Result<()> {
     if expected == found { Ok(()) } else { Err(CallerError::Length { what, expected, found }.into()) }
 }
 
-fn check_indexable(elements: usize) -> Result<()> {
+pub(crate) fn check_indexable(elements: usize) -> Result<()> {
     if u32::try_from(elements).is_ok() { Ok(()) } else { Err(CallerError::TooLong(elements).into()) }
 }
 
-fn first_not_finite<T: Weight>(weights: &[T]) -> Option<usize> {
+pub(crate) fn first_not_finite<T: Weight>(weights: &[T]) -> Option<usize> {
     // The fold has no early exit, so that it is vectorised. The search runs at most once.
     let all_finite = weights.iter().fold(true, |all, weight| all & weight.to_f32().is_finite());
     if all_finite { None } else { weights.iter().position(|weight| !weight.to_f32().is_finite()) }
@@ -119,7 +119,7 @@ fn first_not_finite<T: Weight>(weights: &[T]) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::residual::Error;
+    use crate::Error;
     use ep::numeric::{bf16_to_f32, f32_to_bf16};
 
     #[test]

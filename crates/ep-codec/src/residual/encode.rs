@@ -1,15 +1,17 @@
-//! Encoding of an expert into a stream.
+//! Encoding of residuals into a stream.
 
 use ep::numeric::{bf16_to_f32, f32_to_bf16};
 use rayon::prelude::*;
 
-use super::error::{CallerError, Operand, Result};
-use super::format::{BLOCK, Format, HEADER_BYTES, IndexFormat, ValueFormat};
+use super::entries::Entries;
+use super::format::{BLOCK, Format, IndexFormat, ValueFormat};
 use super::rice;
+use super::sections::join_word;
 use super::select::{Selected, Selection, select};
-use super::shared::{SharedExpert, check_length};
-use super::stream::{join_word, seal};
-use super::weight::Weight;
+use crate::error::{CallerError, Operand, Result};
+use crate::shared::{SharedExpert, check_length};
+use crate::stream::{Content, HEADER, Header, StreamCodec, StreamInfo, seal};
+use crate::weight::Weight;
 
 /// Encodes experts as their k largest residuals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,31 +59,79 @@ impl Encoder {
             return Err(CallerError::TooManyKept { k: self.k, elements }.into());
         }
         let selected = select(expert, shared.weights(), self.k, self.selection)?;
-        let blocks = self.encode_blocks(&selected, shared.weights())?;
-
-        let start = out.len();
-        let kept = blocks.iter().map(|block| block.count).sum();
-        out.resize(start + HEADER_BYTES as usize, 0);
-        write_payload(&blocks, self.format, kept, out);
-        seal(&mut out[start..], T::ELEMENT, self.format, elements, shared.fingerprint());
-        let smallest = blocks.iter().filter_map(|block| block.smallest).reduce(f32::min);
-        Ok(Stats { kept, bytes: out.len() - start, smallest })
-    }
-
-    fn encode_blocks<T: Weight>(&self, selected: &Selected, shared: &[T]) -> Result<Vec<EncodedBlock>> {
-        let blocks: Vec<_> = shared
-            .par_chunks(BLOCK)
-            .enumerate()
-            .map(|(block, shared)| EncodedBlock::new(selected, block, shared, self.format))
-            .collect();
-        // Collected in order, so that the error reported is that of the lowest index.
-        blocks.into_iter().collect()
+        let kept = round_onto(&selected, shared.weights(), self.format)?;
+        let header = Header {
+            content: Content::Weights,
+            codec: StreamCodec::Shared,
+            element: T::ELEMENT,
+            elements,
+            kept: None,
+            base: Some(shared.fingerprint()),
+        };
+        let info = append(&kept, self.format, header, out);
+        Ok(Stats { kept: info.kept, bytes: info.bytes, smallest: smallest(&selected) })
     }
 }
 
-/// Adding a magnitude below this to a finite f32 or bf16 cannot overflow: it is far below 2^103, half a unit in the
-/// last place of the largest f32.
-const LARGE: f32 = 1e30;
+/// Appends a stream of entries to `out`. `header.kept` is computed from the entries.
+pub(crate) fn append(entries: &[Entries], format: Format, header: Header, out: &mut Vec<u8>) -> StreamInfo {
+    let blocks: Vec<EncodedBlock> = entries
+        .par_iter()
+        .enumerate()
+        .map(|(block, entries)| EncodedBlock::new(entries, block, format))
+        .collect();
+    let start = out.len();
+    let kept = blocks.iter().map(|block| block.count).sum();
+    out.resize(start + HEADER, 0);
+    write_payload(&blocks, format, kept, out);
+    seal(&mut out[start..], Header { kept: Some((kept, format)), ..header })
+}
+
+/// Rounds the kept residuals to the value format.
+///
+/// # Errors
+/// [`CallerError::NotFinite`] when a sum of a weight of the base and its rounded residual overflows.
+pub(crate) fn round_onto<T: Weight>(selected: &Selected, base: &[T], format: Format) -> Result<Vec<Entries>> {
+    let blocks: Vec<Result<Entries>> = base
+        .par_chunks(BLOCK)
+        .enumerate()
+        .map(|(block, base)| {
+            let entries = Entries::collect(selected.kept(block).map(|(at, r)| (at, round(r, format.value))));
+            match entries.overflow(base) {
+                None => Ok(entries),
+                Some(at) => {
+                    let index = block * BLOCK + at;
+                    Err(CallerError::NotFinite { what: Operand::Rounded, index }.into())
+                }
+            }
+        })
+        .collect();
+    // Collected in order, so that the error reported is that of the lowest index.
+    blocks.into_iter().collect()
+}
+
+/// Rounds the kept values to bf16. Values that would round to infinity become the largest finite bf16.
+pub(crate) fn round_saturating(selected: &Selected) -> Vec<Entries> {
+    let round = |value: f32| {
+        let rounded = round(value, ValueFormat::Bf16);
+        if rounded.is_finite() { rounded } else { <u16 as Weight>::LARGEST.copysign(value) }
+    };
+    let blocks = (0..selected.blocks.len()).into_par_iter();
+    blocks.map(|block| Entries::collect(selected.kept(block).map(|(at, value)| (at, round(value))))).collect()
+}
+
+fn round(residual: f32, format: ValueFormat) -> f32 {
+    match format {
+        ValueFormat::F32 => residual,
+        ValueFormat::Bf16 | ValueFormat::Bf16Rice => bf16_to_f32(f32_to_bf16(residual)),
+    }
+}
+
+fn smallest(selected: &Selected) -> Option<f32> {
+    let blocks = (0..selected.blocks.len()).into_par_iter();
+    let of_block = |block| selected.kept(block).map(|(_, residual)| residual.abs()).reduce(f32::min);
+    blocks.filter_map(of_block).reduce_with(f32::min)
+}
 
 /// The part of a stream that belongs to one block.
 #[derive(Debug, Default)]
@@ -92,36 +142,14 @@ struct EncodedBlock {
     values: Vec<u8>,
     value_parameter: u32,
     base: u16,
-    smallest: Option<f32>,
 }
 
 impl EncodedBlock {
-    fn new<T: Weight>(selected: &Selected, block: usize, shared: &[T], format: Format) -> Result<Self> {
-        let mut positions = Vec::new();
-        let mut values = Vec::new();
-        let mut smallest = f32::INFINITY;
-        for (position, residual) in selected.kept(block) {
-            let value = match format.value {
-                ValueFormat::F32 => residual,
-                ValueFormat::Bf16 | ValueFormat::Bf16Rice => bf16_to_f32(f32_to_bf16(residual)),
-            };
-            let at = usize::from(position);
-            // Most values cannot overflow a sum. Skipping the check for them avoids scattered reads of the shared
-            // expert, which would take longer than the rest of the encoding.
-            let is_large = value.abs() >= LARGE;
-            if is_large && !T::from_f32(shared[at].to_f32() + value).to_f32().is_finite() {
-                let index = block * BLOCK + at;
-                return Err(CallerError::NotFinite { what: Operand::Rounded, index }.into());
-            }
-            smallest = smallest.min(residual.abs());
-            positions.push(position);
-            values.push(value);
-        }
-        let smallest = if positions.is_empty() { None } else { Some(smallest) };
-        let mut encoded = Self { count: positions.len(), smallest, ..Self::default() };
-        encoded.write_indices(&positions, block, format.index);
-        encoded.write_values(&values, format.value);
-        Ok(encoded)
+    fn new(entries: &Entries, block: usize, format: Format) -> Self {
+        let mut encoded = Self { count: entries.positions.len(), ..Self::default() };
+        encoded.write_indices(&entries.positions, block, format.index);
+        encoded.write_values(&entries.values, format.value);
+        encoded
     }
 
     fn write_indices(&mut self, positions: &[u16], block: usize, format: IndexFormat) {
@@ -166,7 +194,7 @@ impl EncodedBlock {
     }
 }
 
-/// Appends a payload in the layout that [`stream`](super::stream) documents.
+/// Appends a payload in the layout that [`sections`](super::sections) documents.
 fn write_payload(blocks: &[EncodedBlock], format: Format, kept: usize, out: &mut Vec<u8>) {
     let bytes: usize = blocks.iter().map(|block| block.indices.len() + block.values.len()).sum();
     out.reserve(4 + 12 * blocks.len() + bytes);

@@ -8,9 +8,10 @@
 
 use rayon::prelude::*;
 
-use super::error::{CallerError, Operand, Result};
+use super::entries::Entries;
 use super::format::BLOCK;
-use super::weight::Weight;
+use crate::error::{CallerError, Operand, Result};
+use crate::weight::Value;
 
 /// How the encoder finds the k largest residuals. Of equal magnitudes, those of lower index are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
@@ -28,36 +29,22 @@ pub enum Selection {
     Approximate,
 }
 
-/// Some residuals of one block: their positions in the block, ascending, and their values.
-#[derive(Debug, Default, PartialEq)]
-pub(super) struct Entries {
-    pub(super) positions: Vec<u16>,
-    pub(super) residuals: Vec<f32>,
-}
-
 /// The candidates of each block, and the rule that says which of them are kept.
 #[derive(Debug)]
-pub(super) struct Selected {
-    pub(super) blocks: Vec<Entries>,
+pub(crate) struct Selected {
+    pub(crate) blocks: Vec<Entries>,
     /// For each block, the number of residuals with exactly the threshold as key that are kept: the first ones.
     ties: Vec<usize>,
     /// The key of the k-th largest residual. Residuals with smaller keys are dropped.
     threshold: u32,
 }
 
-impl Entries {
-    fn push(&mut self, position: usize, residual: f32) {
-        self.positions.push(position as u16);
-        self.residuals.push(residual);
-    }
-}
-
 impl Selected {
     /// The kept entries of a block, ascending by position.
-    pub(super) fn kept(&self, block: usize) -> impl Iterator<Item = (u16, f32)> {
-        let Entries { positions, residuals } = &self.blocks[block];
+    pub(crate) fn kept(&self, block: usize) -> impl Iterator<Item = (u16, f32)> {
+        let Entries { positions, values } = &self.blocks[block];
         let mut ties = self.ties[block];
-        positions.iter().copied().zip(residuals.iter().copied()).filter(move |&(_, residual)| {
+        positions.iter().copied().zip(values.iter().copied()).filter(move |&(_, residual)| {
             let key = key(residual);
             let is_tie = key == self.threshold && ties > 0;
             ties -= usize::from(is_tie);
@@ -75,17 +62,17 @@ fn key(residual: f32) -> u32 {
 const INFINITE: u32 = 0x7F80_0000;
 
 /// Defines a residual: one f32 subtraction.
-fn residual<T: Weight>(expert: T, shared: T) -> f32 {
-    expert.to_f32() - shared.to_f32()
+fn residual<E: Value, S: Value>(expert: E, shared: S) -> f32 {
+    expert.value() - shared.value()
 }
 
 /// Selects the residuals to keep. Requires `k <= expert.len()` and `expert.len() == shared.len()`.
 ///
 /// # Errors
 /// [`CallerError::NotFinite`] for the first residual that is not finite, kept or not.
-pub(super) fn select<T: Weight>(
-    expert: &[T],
-    shared: &[T],
+pub(crate) fn select<E: Value, S: Value>(
+    expert: &[E],
+    shared: &[S],
     k: usize,
     selection: Selection,
 ) -> Result<Selected> {
@@ -101,8 +88,8 @@ pub(super) fn select<T: Weight>(
         return Ok(Selected { blocks, ties, threshold: 0 });
     }
     let (threshold, above) =
-        kth_largest(&blocks.iter().map(|block| &block.residuals[..]).collect::<Vec<_>>(), k);
-    let ties_of = |block: &Entries| block.residuals.iter().filter(|&&r| key(r) == threshold).count();
+        kth_largest(&blocks.iter().map(|block| &block.values[..]).collect::<Vec<_>>(), k);
+    let ties_of = |block: &Entries| block.values.iter().filter(|&&r| key(r) == threshold).count();
     let mut ties_left = k - above;
     let mut ties: Vec<usize> = blocks.par_iter().map(ties_of).collect();
     for ties in &mut ties {
@@ -121,7 +108,12 @@ const EXACT_SAMPLE: usize = 1 << 16;
 const APPROXIMATE_SAMPLE: usize = 1 << 18;
 
 /// Estimates a floor from a sample. Also returns the number of candidates below which the floor is too high.
-fn sampled_floor<T: Weight>(expert: &[T], shared: &[T], k: usize, selection: Selection) -> (u32, usize) {
+fn sampled_floor<E: Value, S: Value>(
+    expert: &[E],
+    shared: &[S],
+    k: usize,
+    selection: Selection,
+) -> (u32, usize) {
     if k == 0 {
         return (INFINITE, 0);
     }
@@ -151,7 +143,7 @@ const RUN: usize = 32;
 
 /// Samples `size` residuals, or all if there are no more. The expert is divided into `size / RUN` equal parts, and one
 /// run is taken at a pseudo-random place of each part. The places depend on the length of the expert alone.
-fn sample<T: Weight>(expert: &[T], shared: &[T], size: usize) -> Vec<f32> {
+fn sample<E: Value, S: Value>(expert: &[E], shared: &[S], size: usize) -> Vec<f32> {
     let residuals = |start: usize, end: usize| {
         expert[start..end].iter().zip(&shared[start..end]).map(|(&e, &s)| residual(e, s))
     };
@@ -171,7 +163,7 @@ fn sample<T: Weight>(expert: &[T], shared: &[T], size: usize) -> Vec<f32> {
 }
 
 /// Collects the residuals at or above the floor, by block.
-fn candidates<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Result<Vec<Entries>> {
+fn candidates<E: Value, S: Value>(expert: &[E], shared: &[S], floor: u32) -> Result<Vec<Entries>> {
     let blocks: Vec<Entries> = expert
         .par_chunks(BLOCK)
         .zip(shared.par_chunks(BLOCK))
@@ -179,13 +171,13 @@ fn candidates<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Result<Vec<E
         .collect();
     // Every residual that is not finite is a candidate, because its key is at or above every floor.
     let bad = blocks.par_iter().enumerate().find_map_first(|(block, entries)| {
-        let bad = entries.residuals.iter().position(|residual| !residual.is_finite())?;
+        let bad = entries.values.iter().position(|residual| !residual.is_finite())?;
         Some(block * BLOCK + usize::from(entries.positions[bad]))
     });
     match bad {
         None => Ok(blocks),
         Some(index) => {
-            let is_expert = !expert[index].to_f32().is_finite();
+            let is_expert = !expert[index].value().is_finite();
             let what = if is_expert { Operand::Expert } else { Operand::Residual };
             Err(CallerError::NotFinite { what, index }.into())
         }
@@ -196,7 +188,7 @@ fn candidates<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Result<Vec<E
 const CHUNK: usize = 32;
 
 /// The residuals of one block at or above the floor.
-fn scan_block<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Entries {
+fn scan_block<E: Value, S: Value>(expert: &[E], shared: &[S], floor: u32) -> Entries {
     // The first loop finds the chunks with a candidate, with a few vector instructions and no branch. The second loop
     // finds the candidates in these chunks.
     let (expert_chunks, expert_tail) = expert.as_chunks::<CHUNK>();
@@ -232,7 +224,7 @@ fn scan_block<T: Weight>(expert: &[T], shared: &[T], floor: u32) -> Entries {
 }
 
 /// Returns one bit per residual of a chunk: whether the residual is at or above the floor.
-fn mask_of<T: Weight>(expert: &[T; CHUNK], shared: &[T; CHUNK], floor: u32) -> u32 {
+fn mask_of<E: Value, S: Value>(expert: &[E; CHUNK], shared: &[S; CHUNK], floor: u32) -> u32 {
     let mut flags = [0_u8; CHUNK];
     for (flag, (&e, &s)) in flags.iter_mut().zip(expert.iter().zip(shared)) {
         *flag = u8::from(key(residual(e, s)) >= floor);
@@ -268,7 +260,7 @@ fn kth_largest(parts: &[&[f32]], k: usize) -> (u32, usize) {
 }
 
 /// Returns the lower border of the highest bin at or above which there are at least k of all residuals.
-fn dense_floor<T: Weight>(expert: &[T], shared: &[T], k: usize) -> u32 {
+fn dense_floor<E: Value, S: Value>(expert: &[E], shared: &[S], k: usize) -> u32 {
     let blocks = expert.par_chunks(BLOCK).zip(shared.par_chunks(BLOCK));
     let residuals = blocks.map(|(expert, shared)| expert.iter().zip(shared).map(|(&e, &s)| residual(e, s)));
     bin_of_rank(&histogram(residuals), k).0 << BIN_SHIFT

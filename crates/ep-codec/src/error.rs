@@ -1,13 +1,15 @@
-//! Errors of the codec: wrong arguments of the caller, or damaged bytes.
+//! Errors of the codecs: wrong arguments of the caller, or damaged bytes.
 
 use std::fmt;
 
 use ep::Element;
 
-/// The result type of the codec's fallible functions.
+use crate::stream::{Content, StreamCodec};
+
+/// The result type of the crate's fallible functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of the codec.
+/// An error of a codec.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -15,7 +17,7 @@ pub enum Error {
     #[error("{0}")]
     Caller(#[from] CallerError),
     /// No encoder wrote these bytes, or they changed in transit. Send them again.
-    #[error("corrupted residual: {0}")]
+    #[error("corrupted bytes: {0}")]
     Corrupted(#[from] Corruption),
 }
 
@@ -27,17 +29,17 @@ pub enum CallerError {
     #[error("a shared expert is the mean of at least one expert")]
     NoExperts,
     /// Two arguments that must have equal lengths do not.
-    #[error("{what}: expected {expected} weights, found {found}")]
+    #[error("{what}: expected {expected} elements, found {found}")]
     Length {
         /// Which argument.
         what: Operand,
-        /// The length that the other arguments require, weights.
+        /// The length that the other arguments require, elements.
         expected: usize,
-        /// The length that was given, weights.
+        /// The length that was given, elements.
         found: usize,
     },
-    /// The expert has more weights than a 32-bit index can number.
-    #[error("an expert of {0} weights: at most {max} can be indexed", max = u32::MAX)]
+    /// The expert has more elements than a 32-bit index can number.
+    #[error("an expert of {0} elements: at most {max} can be indexed", max = u32::MAX)]
     TooLong(usize),
     /// `k` exceeds the number of residuals.
     #[error("k = {k} of {elements} residuals cannot be kept; k must be at most {elements}")]
@@ -55,10 +57,10 @@ pub enum CallerError {
         /// Index of the weight.
         index: usize,
     },
-    /// The stream and the arguments have different weight types.
-    #[error("a residual of {stream:?} weights cannot be added to {given:?} weights")]
+    /// The stream, or the saved state, and the arguments have different element types.
+    #[error("the stream or state is of {stream:?} elements, but the caller gave {given:?} elements")]
     Element {
-        /// The type that the stream was encoded from.
+        /// The type of the stream or state.
         stream: Element,
         /// The type of the arguments.
         given: Element,
@@ -74,6 +76,54 @@ pub enum CallerError {
         /// Fingerprint of the shared expert that was given.
         given: u64,
     },
+    /// The codec or the stream is of residuals against a shared expert, and the caller gave no shared expert.
+    #[error("the codec `shared` needs a shared expert, but the caller gave none")]
+    NoShared,
+    /// The stream changes other weights than the replica holds: streams are missing, repeated or out of order.
+    #[error(
+        "the stream changes weights with fingerprint {stream:016x}, but the replica holds {held}; decode the streams of \
+         an expert in order, or let the sender start over",
+        held = held.map_or("none".to_owned(), |held| format!("{held:016x}"))
+    )]
+    OtherBase {
+        /// Fingerprint in the stream.
+        stream: u64,
+        /// Fingerprint of what the replica holds. `None` before the first stream.
+        held: Option<u64>,
+    },
+    /// A stream of weights was given where gradients are expected, or the reverse.
+    #[error("expected a stream of {expected}, found one of {stream}")]
+    Content {
+        /// The content of the stream.
+        stream: Content,
+        /// The content that the function decodes.
+        expected: Content,
+    },
+    /// The stream is of another codec than the function decodes.
+    #[error("expected a stream of the codec `shared`, found {found:?}")]
+    OtherCodec {
+        /// The codec of the stream.
+        found: StreamCodec,
+    },
+    /// The density of a codec is not a part of a whole.
+    #[error("density {given}: it must be more than 0 and at most 1")]
+    Density {
+        /// The density that was given, as text.
+        given: String,
+    },
+    /// The number of complete streams at the start is 0.
+    #[error(
+        "warm_up is 0: it must be at least 1, because no earlier stream exists that the first could change"
+    )]
+    NoWarmUp,
+    /// The saved state is not of this codec, or of another object.
+    #[error("the saved state is of {saved}, not of {expected}")]
+    OtherState {
+        /// What the bytes are the state of.
+        saved: &'static str,
+        /// What the caller restores.
+        expected: &'static str,
+    },
 }
 
 /// The argument or intermediate value that an error is about.
@@ -88,12 +138,22 @@ pub enum Operand {
     Shared,
     /// The expert to encode.
     Expert,
-    /// The residual expert - shared: the difference of finite weights overflowed.
+    /// The residual, expert - shared or weight - mirror: the difference of finite weights overflowed.
     Residual,
-    /// A kept residual in its value format, or its sum with the shared expert: rounding overflowed.
+    /// A kept residual in its value format, or its sum with the shared expert or mirror: rounding overflowed.
     Rounded,
     /// The slice for the decoded weights.
     Output,
+    /// The replica that a stream is decoded into.
+    Replica,
+    /// The gradient to encode.
+    Gradient,
+    /// The gradient plus what earlier streams left out: the sum of finite numbers overflowed.
+    Carried,
+    /// The sum that a gradient is added to.
+    Sum,
+    /// The elements of a saved state.
+    State,
 }
 
 impl fmt::Display for Operand {
@@ -103,14 +163,21 @@ impl fmt::Display for Operand {
             Self::Mean => f.write_str("the mean of the experts"),
             Self::Shared => f.write_str("the shared expert"),
             Self::Expert => f.write_str("the expert"),
-            Self::Residual => f.write_str("expert - shared"),
-            Self::Rounded => f.write_str("the rounded residual, or its sum with the shared expert,"),
+            Self::Residual => f.write_str("the residual (expert - shared, or weight - mirror)"),
+            Self::Rounded => {
+                f.write_str("the rounded residual, or its sum with the shared expert or mirror,")
+            }
             Self::Output => f.write_str("the output"),
+            Self::Replica => f.write_str("the replica"),
+            Self::Gradient => f.write_str("the gradient"),
+            Self::Carried => f.write_str("the gradient plus what earlier streams left out"),
+            Self::Sum => f.write_str("the sum"),
+            Self::State => f.write_str("the saved state"),
         }
     }
 }
 
-/// The defect of a damaged stream.
+/// The defect of a damaged stream or saved state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Corruption {
@@ -130,8 +197,8 @@ pub enum Corruption {
         /// Bytes that were given.
         found: u64,
     },
-    /// The bytes do not start with the magic number of a residual stream.
-    #[error("the bytes do not start with a residual stream")]
+    /// The bytes do not start with the magic number of a stream, or of a saved state where one is expected.
+    #[error("the bytes do not start with the expected magic number")]
     Magic,
     /// The stream has a version of the format that this library does not know.
     #[error("unknown format version {0}")]
@@ -152,6 +219,9 @@ pub enum Corruption {
         /// The checksum of the bytes.
         found: u64,
     },
+    /// The parts of a saved state contradict each other, or have numbers that are not finite.
+    #[error("the saved state contradicts itself")]
+    State,
     /// The sections do not fill the payload exactly, or their counts do not add up.
     #[error("the sizes of the payload's sections do not agree")]
     Sections,
@@ -161,7 +231,7 @@ pub enum Corruption {
         /// Number of the block.
         block: usize,
     },
-    /// The values of a block are not a valid code, or not finite.
+    /// The values of a block are not a valid code, or would decode to a number that is not finite.
     #[error("the values of block {block} are invalid")]
     Values {
         /// Number of the block.

@@ -1,4 +1,4 @@
-//! The checksum of streams: XXH64 (Yann Collet's specification 0.1.1), over chunks so that many threads can compute it.
+//! The checksum of streams and saved states: XXH64 (Yann Collet's specification 0.1.1), over chunks so that many threads can compute it.
 
 use rayon::prelude::*;
 
@@ -6,7 +6,7 @@ use rayon::prelude::*;
 const CHUNK: usize = 1 << 16;
 
 /// XXH64, seeded with the length of `bytes`, of the concatenated XXH64s (little-endian) of each 64 KiB of `bytes`.
-pub(super) fn digest(bytes: &[u8]) -> u64 {
+pub(crate) fn digest(bytes: &[u8]) -> u64 {
     let leaves: Vec<[u8; 8]> = bytes.par_chunks(CHUNK).map(|chunk| xxh64(chunk, 0).to_le_bytes()).collect();
     xxh64(leaves.as_flattened(), bytes.len() as u64)
 }
@@ -18,7 +18,7 @@ const P4: u64 = 0x85EB_CA77_C2B2_AE63;
 const P5: u64 = 0x27D4_EB2F_1656_67C5;
 
 /// XXH64 of `bytes`.
-pub(super) fn xxh64(bytes: &[u8], seed: u64) -> u64 {
+pub(crate) fn xxh64(bytes: &[u8], seed: u64) -> u64 {
     let (stripes, rest) = bytes.as_chunks::<32>();
     let mut hash = if stripes.is_empty() {
         seed.wrapping_add(P5)

@@ -1,4 +1,4 @@
-//! The codec for migrated experts (SR compression): a shared expert, and the k largest residuals against it.
+//! Top-k residuals: the entropy-coded streams of `Delta`, `Shared` and `TopK`, and SR compression with any format.
 //!
 //! Every rank holds the shared expert. An expert that moves between datacenters is sent as its largest differences from
 //! the shared expert. Source: arXiv 2510.19470 ("HybridEP: Scaling Expert Parallelism to Cross-Datacenter Scenario via
@@ -17,7 +17,8 @@
 //! the kept ones.
 //!
 //! ```
-//! use ep_plan::residual::{Encoder, Format, Selection, SharedExpert, decode_add};
+//! use ep_codec::SharedExpert;
+//! use ep_codec::residual::{Encoder, Format, Selection, decode_add};
 //!
 //! let experts = [[1.0_f32, 2.0, 3.0, 4.0], [1.0, 2.5, 3.0, 0.0]];
 //! let shared = SharedExpert::mean_of(&[&experts[0], &experts[1]])?;
@@ -31,38 +32,32 @@
 //! let mut decoded = [0.0; 4];
 //! decode_add(&bytes, &shared, &mut decoded)?;
 //! assert_eq!(decoded, [1.0, 2.25, 3.0, 4.0]);
-//! # Ok::<(), ep_plan::residual::Error>(())
+//! # Ok::<(), ep_codec::Error>(())
 //! ```
 //!
 //! - [`Format::max_bytes`] gives the size of a stream before it is encoded: an upper bound, or the exact size.
 //! - A stream holds the fingerprint of its shared expert. Decoding against another shared expert, for instance that of
 //!   another step, is an error and not a wrong expert.
 //! - A stream has a checksum. [`decode_add`] panics for no input bytes.
-//! - Several streams may follow each other in one message. [`inspect`] says where the next stream starts.
+//! - Several streams may follow each other in one message. [`inspect`](crate::inspect) says where the next stream starts.
 //! - Functions run on the threads of the current rayon pool. Their results have the same bits for any number of
 //!   threads.
 
 mod decode;
 mod encode;
-mod error;
+mod entries;
 mod format;
-mod hash;
 mod rice;
+mod sections;
 mod select;
-mod shared;
-mod stream;
 #[cfg(test)]
 mod tests;
-mod weight;
 
 pub use decode::decode_add;
+pub(crate) use decode::{check_element, read, read_onto, read_onto_shared};
 pub use encode::{Encoder, Stats};
-pub use error::{CallerError, Corruption, Error, Operand, Result};
-pub use format::{BLOCK, Format, HEADER_BYTES, IndexFormat, ValueFormat};
+pub(crate) use encode::{append, round_onto, round_saturating};
+pub(crate) use entries::{add, add_onto, subtract};
+pub use format::{BLOCK, Format, IndexFormat, ValueFormat};
 pub use select::Selection;
-pub use shared::SharedExpert;
-#[cfg(feature = "fuzzing")]
-#[doc(hidden)]
-pub use stream::reseal;
-pub use stream::{StreamInfo, inspect};
-pub use weight::Weight;
+pub(crate) use select::select;

@@ -19,9 +19,7 @@
 use ep::Element;
 
 use super::rice::MAX_PARAMETER;
-
-/// Bytes before the payload: magic, version, formats, lengths, the shared expert's fingerprint and the checksum.
-pub const HEADER_BYTES: u64 = 40;
+use crate::stream::HEADER_BYTES;
 
 /// Weights of a block: the number of positions that 16 bits can address.
 pub const BLOCK: usize = 1 << 16;

@@ -1,0 +1,338 @@
+//! The choice of a codec: names, sizes of streams, and what is lost.
+
+use std::fmt;
+use std::str::FromStr;
+
+use ep::Element;
+
+use crate::error::{CallerError, Result};
+use crate::int8;
+use crate::residual::{BLOCK, Format};
+use crate::stream::HEADER_BYTES;
+
+/// The density of `delta`, `shared` and `topk` where none is given.
+const DEFAULT_DENSITY: f64 = 0.01;
+/// The complete streams of `delta` where no number is given.
+const DEFAULT_WARM_UP: u32 = 1;
+
+/// What travels instead of an expert's weights.
+///
+/// Text: `exact`, `int8`, `delta:0.01`, `delta:0.01,warm_up=4` or `shared:0.01`. The density is 0.01 and `warm_up` is 1
+/// where they are not given.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum WeightCodec {
+    /// The weights as they are in memory, NaN and infinity too.
+    Exact,
+    /// 8 bits per weight, and one f32 scale per block of 128.
+    Int8,
+    /// The largest changes since the last stream, against the [mirror](crate::WeightEncoder::mirror).
+    Delta {
+        /// Weights in a stream, as a part of all: more than 0, at most 1. At least one weight is sent.
+        density: f64,
+        /// Streams at the start that are complete (`Int8`), at least 1.
+        warm_up: u32,
+    },
+    /// The largest differences from a [`SharedExpert`](crate::SharedExpert): SR compression.
+    Shared {
+        /// Weights in a stream, as a part of all: more than 0, at most 1. At least one weight is sent.
+        density: f64,
+    },
+}
+
+/// What travels instead of an expert's gradients. `Int8` and `TopK` have error feedback: see
+/// [`GradientEncoder`](crate::GradientEncoder).
+///
+/// Text: `exact`, `int8` or `topk:0.01`. The density is 0.01 where it is not given.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum GradientCodec {
+    /// The gradients as they are in memory, NaN and infinity too.
+    Exact,
+    /// 8 bits per element, and one f32 scale per block of 128.
+    Int8,
+    /// The largest gradients.
+    TopK {
+        /// Elements in a stream, as a part of all: more than 0, at most 1. At least one element is sent.
+        density: f64,
+    },
+}
+
+impl WeightCodec {
+    /// Whether receivers get the sender's bits.
+    pub fn is_lossless(self) -> bool {
+        matches!(self, Self::Exact)
+    }
+
+    /// Whether all streams of an expert have the same size.
+    pub fn is_fixed_size(self) -> bool {
+        matches!(self, Self::Exact | Self::Int8)
+    }
+
+    /// The size in bytes, header included, that no stream of `elements` weights exceeds. It is the exact size if the
+    /// codec [has a fixed size](Self::is_fixed_size).
+    pub fn max_bytes(&self, element: Element, elements: usize) -> usize {
+        match *self {
+            Self::Exact => exact_bytes(element, elements),
+            Self::Int8 => int8_bytes(elements),
+            Self::Delta { density, .. } => sparse_bytes(density, elements).max(int8_bytes(elements)),
+            Self::Shared { density } => sparse_bytes(density, elements),
+        }
+    }
+
+    /// The expected size in bytes, header included, of a stream of `elements` weights: with [`Delta`](Self::Delta) after
+    /// the warm-up.
+    pub fn expected_bytes(&self, element: Element, elements: usize) -> f64 {
+        match *self {
+            Self::Exact => exact_bytes(element, elements) as f64,
+            Self::Int8 => int8_bytes(elements) as f64,
+            Self::Delta { density, .. } | Self::Shared { density } => {
+                expected_sparse_bytes(density, elements)
+            }
+        }
+    }
+
+    /// Checks the numbers of the codec.
+    pub(crate) fn check(self) -> Result<()> {
+        match self {
+            Self::Exact | Self::Int8 => Ok(()),
+            Self::Delta { warm_up: 0, .. } => Err(CallerError::NoWarmUp.into()),
+            Self::Delta { density, .. } | Self::Shared { density } => check_density(density),
+        }
+    }
+}
+
+impl GradientCodec {
+    /// Whether receivers get the sender's bits.
+    pub fn is_lossless(self) -> bool {
+        matches!(self, Self::Exact)
+    }
+
+    /// Whether all streams of an expert have the same size.
+    pub fn is_fixed_size(self) -> bool {
+        matches!(self, Self::Exact | Self::Int8)
+    }
+
+    /// The size in bytes, header included, that no stream of `elements` gradients exceeds. It is the exact size if the
+    /// codec [has a fixed size](Self::is_fixed_size).
+    pub fn max_bytes(&self, element: Element, elements: usize) -> usize {
+        match *self {
+            Self::Exact => exact_bytes(element, elements),
+            Self::Int8 => int8_bytes(elements),
+            Self::TopK { density } => sparse_bytes(density, elements),
+        }
+    }
+
+    /// The expected size in bytes, header included, of a stream of `elements` gradients.
+    pub fn expected_bytes(&self, element: Element, elements: usize) -> f64 {
+        match *self {
+            Self::Exact => exact_bytes(element, elements) as f64,
+            Self::Int8 => int8_bytes(elements) as f64,
+            Self::TopK { density } => expected_sparse_bytes(density, elements),
+        }
+    }
+
+    /// Checks the numbers of the codec.
+    pub(crate) fn check(self) -> Result<()> {
+        match self {
+            Self::Exact | Self::Int8 => Ok(()),
+            Self::TopK { density } => check_density(density),
+        }
+    }
+}
+
+/// The number of elements to keep: `density * elements`, rounded, and at least 1.
+pub(crate) fn kept(density: f64, elements: usize) -> usize {
+    ((density * elements as f64).round() as usize).max(1).min(elements)
+}
+
+fn exact_bytes(element: Element, elements: usize) -> usize {
+    element.row_bytes(elements).saturating_add(HEADER_BYTES as usize)
+}
+
+fn int8_bytes(elements: usize) -> usize {
+    int8::payload_bytes(elements).saturating_add(HEADER_BYTES as usize)
+}
+
+fn sparse_bytes(density: f64, elements: usize) -> usize {
+    Format::SMALLEST.max_bytes(elements, kept(density, elements)) as usize
+}
+
+/// Bits of a Rice-coded value, expected. Values of bell-shaped residuals take 7.2 bits at 1 % density.
+const VALUE_BITS: f64 = 8.0;
+
+fn expected_sparse_bytes(density: f64, elements: usize) -> f64 {
+    let kept = kept(density, elements) as f64;
+    let blocks = elements.div_ceil(BLOCK) as f64;
+    let index_bits = Format::SMALLEST.entry_bits(kept / elements as f64) - 16.0;
+    // Per block 12 bytes of sizes, and on average half a byte of padding after the indices and after the values.
+    HEADER_BYTES as f64 + 4.0 + 13.0 * blocks + kept * (index_bits + VALUE_BITS) / 8.0
+}
+
+fn check_density(density: f64) -> Result<()> {
+    if is_density(density) { Ok(()) } else { Err(CallerError::Density { given: density.to_string() }.into()) }
+}
+
+fn is_density(density: f64) -> bool {
+    density > 0.0 && density <= 1.0
+}
+
+/// A text that names no codec.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CodecParseError {
+    /// The name is not that of a codec.
+    #[error("unknown codec `{given}`: possible are {possible}")]
+    Name {
+        /// The name that was given.
+        given: String,
+        /// The names that are possible.
+        possible: &'static str,
+    },
+    /// The codec has no such parameter.
+    #[error("unknown parameter `{given}` of the codec `{codec}`: possible is {possible}")]
+    Parameter {
+        /// The codec's name.
+        codec: &'static str,
+        /// The parameter that was given.
+        given: String,
+        /// The forms that are possible.
+        possible: &'static str,
+    },
+    /// The density is not a number in its range.
+    #[error("density `{given}` of the codec `{codec}`: it must be a number of more than 0 and at most 1")]
+    Density {
+        /// The codec's name.
+        codec: &'static str,
+        /// The text that was given.
+        given: String,
+    },
+    /// The number of complete streams is not a number in its range.
+    #[error("warm_up `{given}`: it must be a whole number from 1 to {max}", max = u32::MAX)]
+    WarmUp {
+        /// The text that was given.
+        given: String,
+    },
+}
+
+impl FromStr for WeightCodec {
+    type Err = CodecParseError;
+
+    fn from_str(text: &str) -> Result<Self, CodecParseError> {
+        let parts = Parts::of(text);
+        match parts.name {
+            "exact" => parts.alone("exact").map(|()| Self::Exact),
+            "int8" => parts.alone("int8").map(|()| Self::Int8),
+            "delta" => {
+                let warm_up = match parts.parameter {
+                    None => DEFAULT_WARM_UP,
+                    Some(parameter) => {
+                        let given = parameter.strip_prefix("warm_up=").ok_or_else(|| {
+                            let possible = "`delta:DENSITY,warm_up=STREAMS`";
+                            CodecParseError::Parameter {
+                                codec: "delta",
+                                given: parameter.to_owned(),
+                                possible,
+                            }
+                        })?;
+                        let warm_up = given.parse().ok().filter(|&warm_up| warm_up > 0);
+                        warm_up.ok_or_else(|| CodecParseError::WarmUp { given: given.to_owned() })?
+                    }
+                };
+                Ok(Self::Delta { density: parts.density("delta")?, warm_up })
+            }
+            "shared" => {
+                parts.only_density("shared", "`shared:DENSITY`").map(|density| Self::Shared { density })
+            }
+            given => {
+                let possible = "`exact`, `int8`, `delta` and `shared`";
+                Err(CodecParseError::Name { given: given.to_owned(), possible })
+            }
+        }
+    }
+}
+
+impl FromStr for GradientCodec {
+    type Err = CodecParseError;
+
+    fn from_str(text: &str) -> Result<Self, CodecParseError> {
+        let parts = Parts::of(text);
+        match parts.name {
+            "exact" => parts.alone("exact").map(|()| Self::Exact),
+            "int8" => parts.alone("int8").map(|()| Self::Int8),
+            "topk" => parts.only_density("topk", "`topk:DENSITY`").map(|density| Self::TopK { density }),
+            given => {
+                let possible = "`exact`, `int8` and `topk`";
+                Err(CodecParseError::Name { given: given.to_owned(), possible })
+            }
+        }
+    }
+}
+
+/// A text of the form `name:density,parameter`, where density and parameter are optional.
+#[derive(Debug)]
+struct Parts<'a> {
+    name: &'a str,
+    density: Option<&'a str>,
+    parameter: Option<&'a str>,
+}
+
+impl<'a> Parts<'a> {
+    fn of(text: &'a str) -> Self {
+        let (text, parameter) = match text.split_once(',') {
+            Some((text, parameter)) => (text, Some(parameter)),
+            None => (text, None),
+        };
+        match text.split_once(':') {
+            Some((name, density)) => Self { name, density: Some(density), parameter },
+            None => Self { name: text, density: None, parameter },
+        }
+    }
+
+    fn alone(&self, codec: &'static str) -> Result<(), CodecParseError> {
+        match self.density.or(self.parameter) {
+            None => Ok(()),
+            Some(given) => {
+                let possible = "the name alone";
+                Err(CodecParseError::Parameter { codec, given: given.to_owned(), possible })
+            }
+        }
+    }
+
+    fn only_density(&self, codec: &'static str, possible: &'static str) -> Result<f64, CodecParseError> {
+        match self.parameter {
+            None => self.density(codec),
+            Some(given) => Err(CodecParseError::Parameter { codec, given: given.to_owned(), possible }),
+        }
+    }
+
+    fn density(&self, codec: &'static str) -> Result<f64, CodecParseError> {
+        let Some(given) = self.density else { return Ok(DEFAULT_DENSITY) };
+        let density = given.parse().ok().filter(|&density| is_density(density));
+        density.ok_or_else(|| CodecParseError::Density { codec, given: given.to_owned() })
+    }
+}
+
+/// Writes the text that [`FromStr`] reads.
+impl fmt::Display for WeightCodec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exact => f.write_str("exact"),
+            Self::Int8 => f.write_str("int8"),
+            Self::Delta { density, warm_up: DEFAULT_WARM_UP } => write!(f, "delta:{density}"),
+            Self::Delta { density, warm_up } => write!(f, "delta:{density},warm_up={warm_up}"),
+            Self::Shared { density } => write!(f, "shared:{density}"),
+        }
+    }
+}
+
+/// Writes the text that [`FromStr`] reads.
+impl fmt::Display for GradientCodec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exact => f.write_str("exact"),
+            Self::Int8 => f.write_str("int8"),
+            Self::TopK { density } => write!(f, "topk:{density}"),
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! 8 bits per element: the payload of `Int8` streams, and its arithmetic.
+//!
+//! P elements are divided into blocks of 128; the last one may be shorter. The payload is one scale per block (f32,
+//! little-endian), then one code per element (i8). In f32, each operation rounded to nearest, ties to even:
+//!
+//! ```text
+//!  scale = absmax of the block / 127
+//!  code  = round(x / scale), an integer in -127 ..= 127; 0 where scale is 0
+//!  value = code * scale, limited to the finite numbers of the type
+//! ```
+//!
+//! Zeros decode to zeros. A scale is 0 if the block is zeros or subnormals below 64 units of the smallest one. Other subnormal
+//! scales have few bits: there x / scale may exceed 127, and the code is 127.
+
+use rayon::prelude::*;
+
+use crate::error::Corruption;
+use crate::weight::Weight;
+
+/// Elements that share a scale.
+pub(crate) const BLOCK: usize = 128;
+/// Elements that one thread encodes or decodes at a time.
+const PIECE: usize = 1 << 16;
+const SCALE: usize = size_of::<f32>();
+const PIECE_SCALES: usize = PIECE / BLOCK * SCALE;
+
+/// Bytes of the payload of P elements.
+pub(crate) fn payload_bytes(elements: usize) -> usize {
+    scale_bytes(elements).saturating_add(elements)
+}
+
+fn scale_bytes(elements: usize) -> usize {
+    SCALE * elements.div_ceil(BLOCK)
+}
+
+/// Encodes `[P]` elements into their payload. Returns the first index of an element that is not finite, if any; the
+/// payload is then unspecified.
+pub(crate) fn encode<T: Weight>(elements: &[T], payload: &mut [u8]) -> Option<usize> {
+    let (scales, codes) = payload.split_at_mut(scale_bytes(elements.len()));
+    let pieces = scales.par_chunks_mut(PIECE_SCALES).zip(codes.par_chunks_mut(PIECE));
+    let bad = pieces.zip(elements.par_chunks(PIECE)).enumerate().filter_map(
+        |(piece, ((scales, codes), elements))| {
+            let mut absmax = 0;
+            let blocks =
+                scales.as_chunks_mut().0.iter_mut().zip(codes.chunks_mut(BLOCK)).zip(elements.chunks(BLOCK));
+            for ((scale, codes), elements) in blocks {
+                absmax = absmax.max(encode_block(elements, scale, codes));
+            }
+            let first = || elements.iter().position(|element| !element.to_f32().is_finite());
+            if absmax < INFINITE { None } else { first().map(|at| piece * PIECE + at) }
+        },
+    );
+    bad.min()
+}
+
+/// Encodes `gradient + carry` (one f32 addition) into a payload, and leaves in `carry` what decoding will lack: `carry
+/// = (gradient + carry) - value`, one f32 subtraction. All sums must be finite.
+pub(crate) fn encode_carrying<T: Weight>(gradient: &[T], carry: &mut [f32], payload: &mut [u8]) {
+    let (scales, codes) = payload.split_at_mut(scale_bytes(gradient.len()));
+    let pieces = scales.par_chunks_mut(PIECE_SCALES).zip(codes.par_chunks_mut(PIECE));
+    let pieces = pieces.zip(gradient.par_chunks(PIECE)).zip(carry.par_chunks_mut(PIECE));
+    pieces.for_each(|(((scales, codes), gradient), carry)| {
+        let blocks = scales.as_chunks_mut().0.iter_mut().zip(codes.chunks_mut(BLOCK));
+        for (((scale, codes), gradient), carry) in
+            blocks.zip(gradient.chunks(BLOCK)).zip(carry.chunks_mut(BLOCK))
+        {
+            for (carry, &gradient) in carry.iter_mut().zip(gradient) {
+                *carry += gradient.to_f32();
+            }
+            encode_block(carry, scale, codes);
+            let scale = f32::from_le_bytes(*scale);
+            for (carry, &code) in carry.iter_mut().zip(&*codes) {
+                *carry -= value::<f32>(code, scale);
+            }
+        }
+    });
+}
+
+/// Checks the scales of a payload, whose length [`open`](crate::stream::open) has checked. Afterwards all values decode to
+/// finite numbers.
+pub(crate) fn check<T: Weight>(payload: &[u8], elements: usize) -> Result<(), Corruption> {
+    let (scales, _) = payload.split_at(scale_bytes(elements));
+    let (scales, _) = scales.as_chunks::<SCALE>();
+    let limit = T::LARGEST / 127.0;
+    let is_right = |&scale: &[u8; SCALE]| (0.0..=limit).contains(&f32::from_le_bytes(scale));
+    match scales.iter().position(|scale| !is_right(scale)) {
+        None => Ok(()),
+        Some(block) => Err(Corruption::Values { block }),
+    }
+}
+
+/// Decodes a payload whose scales are [checked](check).
+pub(crate) fn decode<T: Weight>(payload: &[u8], out: &mut [T]) {
+    for_each_block(payload, out, |out: &mut [T], scale, codes| {
+        for (out, &code) in out.iter_mut().zip(codes) {
+            *out = T::from_f32(value::<T>(code, scale));
+        }
+    });
+}
+
+/// Adds the values of a payload whose scales are [checked](check) for f32: one f32 addition each.
+pub(crate) fn add(payload: &[u8], sum: &mut [f32]) {
+    for_each_block(payload, sum, |sum: &mut [f32], scale, codes| {
+        for (sum, &code) in sum.iter_mut().zip(codes) {
+            *sum += value::<f32>(code, scale);
+        }
+    });
+}
+
+/// Calls a function with the elements of each block, its scale and its codes.
+fn for_each_block<T: Weight>(payload: &[u8], elements: &mut [T], work: impl Fn(&mut [T], f32, &[u8]) + Sync) {
+    let (scales, codes) = payload.split_at(scale_bytes(elements.len()));
+    let pieces = scales.par_chunks(PIECE_SCALES).zip(codes.par_chunks(PIECE));
+    pieces.zip(elements.par_chunks_mut(PIECE)).for_each(|((scales, codes), elements)| {
+        let (scales, _) = scales.as_chunks::<SCALE>();
+        let mut scales = scales.iter().map(|&scale| f32::from_le_bytes(scale));
+        let (full, rest) = elements.as_chunks_mut::<BLOCK>();
+        let (full_codes, rest_codes) = codes.as_chunks::<BLOCK>();
+        // Loops of a constant length are vectorised without a remainder.
+        for ((elements, codes), scale) in full.iter_mut().zip(full_codes).zip(&mut scales) {
+            work(elements, scale, codes);
+        }
+        if let Some(scale) = scales.next() {
+            work(rest, scale, rest_codes);
+        }
+    });
+}
+
+/// The bits of infinity. Magnitudes with these or larger bits are not finite.
+const INFINITE: u32 = 0x7F80_0000;
+
+/// Encodes one block. Returns the bits of its largest magnitude; with [`INFINITE`] or more the codes are meaningless.
+#[inline(always)]
+fn encode_block<T: Weight>(elements: &[T], scale: &mut [u8; SCALE], codes: &mut [u8]) -> u32 {
+    match (<&[T; BLOCK]>::try_from(elements), <&mut [u8; BLOCK]>::try_from(&mut *codes)) {
+        (Ok(elements), Ok(codes)) => encode_elements(elements, scale, codes),
+        _ => encode_elements(elements, scale, codes),
+    }
+}
+
+#[inline(always)]
+fn encode_elements<T: Weight>(elements: &[T], scale: &mut [u8; SCALE], codes: &mut [u8]) -> u32 {
+    // Magnitudes have the order of their bits. Signed integers, because SSE2 cannot compare unsigned ones.
+    let magnitude = |element: &T| (element.to_f32().to_bits() & 0x7FFF_FFFF) as i32;
+    let absmax = elements.iter().map(magnitude).fold(0, i32::max) as u32;
+    let unit = f32::from_bits(absmax) / 127.0;
+    *scale = unit.to_le_bytes();
+    // In a block whose scale is 0, all magnitudes are far below 1 and give the code 0.
+    let divisor = if unit > 0.0 { unit } else { 1.0 };
+    for (code, &element) in codes.iter_mut().zip(elements) {
+        *code = round((element.to_f32() / divisor).clamp(-127.0, 127.0)) as u8;
+    }
+    absmax
+}
+
+/// Rounds to nearest, ties to even. Requires a magnitude below 2^22.
+#[inline(always)]
+fn round(number: f32) -> i8 {
+    // At 1.5 * 2^23, floats are the integers, so the addition rounds. The lowest bits of the sum are the result in two's
+    // complement. `round_ties_even` would be a function call per element on x86-64 without SSE 4.1.
+    const INTEGERS: f32 = 12_582_912.0;
+    (number + INTEGERS).to_bits() as i8
+}
+
+#[inline(always)]
+fn value<T: Weight>(code: u8, scale: f32) -> f32 {
+    (f32::from(code as i8) * scale).clamp(-T::LARGEST, T::LARGEST)
+}

@@ -1,0 +1,116 @@
+//! The receiving side of one expert's weights.
+
+use ep::Element;
+use rayon::prelude::*;
+
+use crate::error::{CallerError, Corruption, Operand, Result};
+use crate::int8;
+use crate::residual::{self, check_element, read_onto, read_onto_shared};
+use crate::shared::{SharedExpert, check_length};
+use crate::state::{Owner, State};
+use crate::stream::{Content, StreamCodec, StreamInfo, open};
+use crate::weight::Weight;
+
+/// Bytes that one thread copies at a time.
+const PIECE: usize = 1 << 18;
+
+/// Decodes one expert's streams of weights, of any codec, into a replica in memory of the caller.
+///
+/// The decoder holds the fingerprint of what the replica holds, not the weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WeightDecoder {
+    elements: usize,
+    /// The fingerprint and the type of what the replica holds. `None` before the first stream.
+    held: Option<(u64, Element)>,
+}
+
+impl WeightDecoder {
+    /// A decoder of an expert of `elements` weights. The replica may hold anything: the first stream must be complete.
+    pub fn new(elements: usize) -> Self {
+        Self { elements, held: None }
+    }
+
+    /// Decodes the stream at the start of `bytes` into `replica`. More may follow the stream: [`StreamInfo::bytes`] says
+    /// where.
+    ///
+    /// `replica` has shape `[elements]` and must hold what the last call left there. `shared` is needed by streams of
+    /// [`StreamCodec::Shared`] and ignored by others. After an error, `replica` and the decoder are unchanged and can
+    /// decode another stream. The function runs on the threads of the current rayon pool.
+    ///
+    /// # Errors
+    /// [`Corruption`] when `bytes` do not start with a whole stream, or when it does not decode to finite weights (except
+    /// [`StreamCodec::Exact`]). [`CallerError::OtherBase`] when the stream changes other weights than the replica
+    /// holds. [`CallerError::Content`], [`CallerError::Element`], [`CallerError::Length`], [`CallerError::NoShared`]
+    /// and [`CallerError::OtherShared`] when the stream does not go with the arguments.
+    pub fn decode<T: Weight>(
+        &mut self,
+        bytes: &[u8],
+        shared: Option<&SharedExpert<T>>,
+        replica: &mut [T],
+    ) -> Result<StreamInfo> {
+        let (info, payload) = open(bytes)?;
+        if info.content != Content::Weights {
+            return Err(CallerError::Content { stream: info.content, expected: Content::Weights }.into());
+        }
+        check_element::<T>(info)?;
+        check_length(Operand::Expert, self.elements, info.elements)?;
+        check_length(Operand::Replica, self.elements, replica.len())?;
+        match info.codec {
+            StreamCodec::Exact => {
+                let replica: &mut [u8] = bytemuck::cast_slice_mut(replica);
+                let pieces = replica.par_chunks_mut(PIECE).zip(payload.par_chunks(PIECE));
+                pieces.for_each(|(replica, payload)| replica.copy_from_slice(payload));
+            }
+            StreamCodec::Int8 => {
+                int8::check::<T>(payload, info.elements)?;
+                int8::decode(payload, replica);
+            }
+            StreamCodec::Shared => {
+                let shared = shared.ok_or(CallerError::NoShared)?;
+                let entries = read_onto_shared(info, payload, shared)?;
+                residual::add_onto(&entries, shared.weights(), replica);
+            }
+            StreamCodec::Delta => {
+                self.check_base(info)?;
+                let entries = read_onto(info, payload, replica)?;
+                residual::add(&entries, replica);
+            }
+            StreamCodec::TopK => return Err(Corruption::Sections.into()),
+        }
+        self.held = Some((info.fingerprint, info.element));
+        Ok(info)
+    }
+
+    /// The fingerprint of what the replica holds: that of the last stream. `None` before the first.
+    pub fn fingerprint(&self) -> Option<u64> {
+        self.held.map(|(fingerprint, _)| fingerprint)
+    }
+
+    /// The decoder's state, for a checkpoint: 40 bytes. The replica is the caller's to save.
+    pub fn save(&self) -> Vec<u8> {
+        let (owner, element) = (Owner::WeightDecoder, self.held.map(|(_, element)| element));
+        State { owner, element, elements: self.elements, fingerprint: self.fingerprint(), complete: 0 }
+            .save::<f32>(&[])
+    }
+
+    /// A decoder that continues where [`save`](Self::save) was called, with the replica of that time.
+    ///
+    /// # Errors
+    /// [`Corruption`] when `bytes` are not a state. [`CallerError::OtherState`] and [`CallerError::Length`] when they
+    /// are the state of something else.
+    pub fn restore(elements: usize, bytes: &[u8]) -> Result<Self> {
+        let (state, values) = State::restore::<f32>(bytes, Owner::WeightDecoder, elements)?;
+        if !values.is_empty() || state.element.is_some() != state.fingerprint.is_some() {
+            return Err(Corruption::State.into());
+        }
+        Ok(Self { elements, held: state.fingerprint.zip(state.element) })
+    }
+
+    fn check_base(&self, info: StreamInfo) -> Result<()> {
+        let stream = info.base.unwrap_or_default();
+        match self.held {
+            Some((held, element)) if held == stream && element == info.element => Ok(()),
+            held => Err(CallerError::OtherBase { stream, held: held.map(|(held, _)| held) }.into()),
+        }
+    }
+}
