@@ -148,6 +148,30 @@ pub enum CallerError {
         /// What is wrong, and at which place in the file.
         problem: String,
     },
+    /// The weights or gradients of an expert cannot be sent to another datacenter.
+    #[error("{what} of layer {layer}, expert {expert} of this rank: {problem}")]
+    Expert {
+        /// Weights or gradients.
+        what: &'static str,
+        /// The layer.
+        layer: usize,
+        /// The expert's index among those of its owner.
+        expert: usize,
+        /// What is wrong with them.
+        problem: String,
+    },
+    /// A call of a migration that does not fit the calls before it.
+    #[error("{operator} of layer {layer}, step {step}: {problem}")]
+    Order {
+        /// The call.
+        operator: Operator,
+        /// The layer.
+        layer: usize,
+        /// The step.
+        step: u64,
+        /// What must be called first.
+        problem: &'static str,
+    },
     /// More rows, tokens or copies than 32 bits can number.
     #[error("rank {rank} would receive {rows} rows; at most {} can be numbered; use fewer tokens", u32::MAX)]
     TooManyRows {
@@ -206,7 +230,7 @@ impl EnvironmentError {
     }
 }
 
-/// A collective operator.
+/// A collective operator: of a buffer, or of the migration of experts between datacenters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Operator {
@@ -218,6 +242,12 @@ pub enum Operator {
     Dispatch,
     /// Sends the experts' output rows back and sums them for each token.
     Combine,
+    /// Sends the weights of experts to the ranks that hold replicas of them.
+    Publish,
+    /// Receives the weights of replicas.
+    Gather,
+    /// Sends the gradients of replicas to the owners of the experts, which add them.
+    Reduce,
 }
 
 impl fmt::Display for Operator {
@@ -227,6 +257,9 @@ impl fmt::Display for Operator {
             Self::Preprocess => "preprocess",
             Self::Dispatch => "dispatch",
             Self::Combine => "combine",
+            Self::Publish => "publish",
+            Self::Gather => "gather",
+            Self::Reduce => "reduce",
         })
     }
 }
