@@ -79,6 +79,9 @@ pub enum CallerError {
     /// The codec or the stream is of residuals against a shared expert, and the caller gave no shared expert.
     #[error("the codec `shared` needs a shared expert, but the caller gave none")]
     NoShared,
+    /// The encoder keeps no mirror: its codec is not `delta`, or it has encoded nothing.
+    #[error("this encoder has no mirror; only `delta` keeps one, from its first stream on")]
+    NoMirror,
     /// The stream changes other weights than the replica holds: streams are missing, repeated or out of order.
     #[error(
         "the stream changes weights with fingerprint {stream:016x}, but the replica holds {held}; decode the streams of \

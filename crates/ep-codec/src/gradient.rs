@@ -164,7 +164,9 @@ pub fn add_gradient(bytes: &[u8], sum: &mut [f32]) -> Result<StreamInfo> {
             int8::add(payload, sum);
         }
         StreamCodec::TopK => residual::add(&residual::read(info, payload)?, sum),
-        StreamCodec::Delta | StreamCodec::Shared => return Err(Corruption::Sections.into()),
+        StreamCodec::Delta | StreamCodec::Shared | StreamCodec::Mirror => {
+            return Err(Corruption::Sections.into());
+        }
     }
     Ok(info)
 }

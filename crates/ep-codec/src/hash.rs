@@ -18,7 +18,7 @@ const P4: u64 = 0x85EB_CA77_C2B2_AE63;
 const P5: u64 = 0x27D4_EB2F_1656_67C5;
 
 /// XXH64 of `bytes`.
-pub(crate) fn xxh64(bytes: &[u8], seed: u64) -> u64 {
+pub fn xxh64(bytes: &[u8], seed: u64) -> u64 {
     let (stripes, rest) = bytes.as_chunks::<32>();
     let mut hash = if stripes.is_empty() {
         seed.wrapping_add(P5)

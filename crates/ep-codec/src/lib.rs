@@ -23,6 +23,7 @@ mod weight_encoder;
 pub use codec::{CodecParseError, GradientCodec, WeightCodec};
 pub use error::{CallerError, Corruption, Error, Operand, Result};
 pub use gradient::{GradientEncoder, add_gradient};
+pub use hash::xxh64;
 pub use shared::SharedExpert;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]

@@ -4,12 +4,12 @@
 //! |---|---|---|
 //! | 0 | 4 | `EPST` |
 //! | 4 | 1 | version, 1 |
-//! | 5 | 1 | codec: 1 exact, 2 int8, 3 delta, 4 shared, 5 top-k; plus 16 in a stream of gradients |
+//! | 5 | 1 | codec: 1 exact, 2 int8, 3 delta, 4 shared, 5 top-k, 6 mirror; plus 16 in a stream of gradients |
 //! | 6 | 1 | element type: 1 bf16, 2 f32 |
 //! | 7 | 1 | of residuals: 16 times the code of the index format, plus the code of the value format; else 0 |
 //! | 8 | 8 | P, the number of elements |
 //! | 16 | 8 | bytes of the payload |
-//! | 24 | 8 | fingerprint of the weights that the stream changes: the mirror's or the shared expert's; else 0 |
+//! | 24 | 8 | fingerprint of the weights that the stream changes: the mirror's or the shared expert's; of a mirror, its own; else 0 |
 //! | 32 | 8 | checksum: XXH64 of bytes 0 .. 32, seeded with the payload's digest |
 //!
 //! The payload of a complete stream is P elements as they are in memory (`exact`), or P codes after their scales
@@ -69,12 +69,19 @@ pub enum StreamCodec {
     Shared,
     /// The largest gradients.
     TopK,
+    /// What receivers hold after earlier streams, as it is: for a receiver that does not hold it.
+    Mirror,
 }
 
 impl StreamCodec {
     /// Whether the stream consists of residuals at some of the indices.
     pub fn is_sparse(self) -> bool {
         matches!(self, Self::Delta | Self::Shared | Self::TopK)
+    }
+
+    /// The fingerprint of what a stream decodes to. A mirror states its own.
+    fn fingerprint(self, base: u64, checksum: u64) -> u64 {
+        if self == Self::Mirror { base } else { fingerprint(base, checksum) }
     }
 
     /// Whether the stream changes weights that the receiver must hold.
@@ -144,9 +151,11 @@ pub(crate) fn open(bytes: &[u8]) -> Result<(StreamInfo, &[u8]), Corruption> {
     }
     let elements = u32::try_from(elements).map_err(|_| Corruption::Sections)? as usize;
     let (kept, payload) = match codec {
-        StreamCodec::Exact if payload.len() == elements * element.bytes() => (elements, payload),
+        StreamCodec::Exact | StreamCodec::Mirror if payload.len() == elements * element.bytes() => {
+            (elements, payload)
+        }
         StreamCodec::Int8 if payload.len() == int8::payload_bytes(elements) => (elements, payload),
-        StreamCodec::Exact | StreamCodec::Int8 => return Err(Corruption::Sections),
+        StreamCodec::Exact | StreamCodec::Mirror | StreamCodec::Int8 => return Err(Corruption::Sections),
         StreamCodec::Delta | StreamCodec::Shared | StreamCodec::TopK => {
             let (kept, payload) = payload.split_first_chunk().ok_or(Corruption::Sections)?;
             (u32::from_le_bytes(*kept) as usize, payload)
@@ -156,7 +165,7 @@ pub(crate) fn open(bytes: &[u8]) -> Result<(StreamInfo, &[u8]), Corruption> {
         return Err(Corruption::Sections);
     }
     let bytes = HEADER + payload_bytes as usize;
-    let fingerprint = fingerprint(base, found);
+    let fingerprint = codec.fingerprint(base, found);
     let base = codec.has_base().then_some(base);
     Ok((StreamInfo { content, codec, element, elements, kept, format, bytes, base, fingerprint }, payload))
 }
@@ -201,7 +210,7 @@ pub(crate) fn seal(stream: &mut [u8], about: Header) -> StreamInfo {
         format: about.kept.map(|(_, format)| format),
         bytes,
         base: about.base,
-        fingerprint: fingerprint(base, checksum),
+        fingerprint: about.codec.fingerprint(base, checksum),
     }
 }
 
@@ -237,6 +246,7 @@ fn codec(code: u8) -> Result<(Content, StreamCodec), Corruption> {
         (Content::Weights, 3) => StreamCodec::Delta,
         (Content::Weights, 4) => StreamCodec::Shared,
         (Content::Gradients, 5) => StreamCodec::TopK,
+        (Content::Weights, 6) => StreamCodec::Mirror,
         _ => return Err(Corruption::Code { field: "codec", code }),
     };
     Ok((content, codec))
@@ -249,6 +259,7 @@ fn codec_code(content: Content, codec: StreamCodec) -> u8 {
         StreamCodec::Delta => 3,
         StreamCodec::Shared => 4,
         StreamCodec::TopK => 5,
+        StreamCodec::Mirror => 6,
     };
     match content {
         Content::Weights => code,

@@ -56,7 +56,7 @@ impl WeightDecoder {
         check_length(Operand::Expert, self.elements, info.elements)?;
         check_length(Operand::Replica, self.elements, replica.len())?;
         match info.codec {
-            StreamCodec::Exact => {
+            StreamCodec::Exact | StreamCodec::Mirror => {
                 let replica: &mut [u8] = bytemuck::cast_slice_mut(replica);
                 let pieces = replica.par_chunks_mut(PIECE).zip(payload.par_chunks(PIECE));
                 pieces.for_each(|(replica, payload)| replica.copy_from_slice(payload));

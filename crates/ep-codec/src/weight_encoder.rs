@@ -91,6 +91,17 @@ impl<T: Weight> WeightEncoder<T> {
         self.fingerprint.map(|_| self.mirror.as_slice())
     }
 
+    /// Appends what receivers hold after the last stream, for one that does not hold it. Later streams change it. With
+    /// [`WeightCodec::Delta`] only, after the first stream.
+    ///
+    /// # Errors
+    /// [`CallerError::NoMirror`] when there is no mirror.
+    pub fn complete(&self, out: &mut Vec<u8>) -> Result<StreamInfo> {
+        let fingerprint = self.fingerprint.ok_or(CallerError::NoMirror)?;
+        let header = self.header(StreamCodec::Mirror, Some(fingerprint));
+        Ok(append_whole(header, &self.mirror, out))
+    }
+
     /// The encoder's state, for a checkpoint: 40 bytes and the mirror.
     pub fn save(&self) -> Vec<u8> {
         let (elements, fingerprint, complete) = (self.elements, self.fingerprint, self.complete);
@@ -161,12 +172,16 @@ impl<T: Weight> WeightEncoder<T> {
 
 /// Appends a stream of the elements as they are.
 pub(crate) fn encode_exact<T: Weight>(content: Content, elements: &[T], out: &mut Vec<u8>) -> StreamInfo {
+    append_whole(dense_header::<T>(content, StreamCodec::Exact, elements.len()), elements, out)
+}
+
+/// Appends elements as they are in memory.
+fn append_whole<T: Weight>(header: Header, elements: &[T], out: &mut Vec<u8>) -> StreamInfo {
     let start = out.len();
     let bytes: &[u8] = bytemuck::cast_slice(elements);
     out.reserve(HEADER + bytes.len());
     out.resize(start + HEADER, 0);
     out.extend_from_slice(bytes);
-    let header = dense_header::<T>(content, StreamCodec::Exact, elements.len());
     seal(&mut out[start..], header)
 }
 
