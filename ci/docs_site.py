@@ -55,6 +55,7 @@ rustdoc of the workspace's crates:
 | <a href="../../rust/ep_host/index.html">ep_host</a> | the CPU backend |
 | <a href="../../rust/ep_cuda/index.html">ep_cuda</a> | the CUDA backend |
 | <a href="../../rust/ep_codec/index.html">ep_codec</a> | codecs for expert weights and gradients between datacenters |
+| <a href="../../rust/ep_migrate/index.html">ep_migrate</a> | the migration of experts between datacenters |
 | <a href="../../rust/ep_plan/index.html">ep_plan</a> | the cross-datacenter model, planner, and simulator |
 | <a href="../../rust/ep_cli/index.html">ep_cli</a> | the program `hybrid-ep` as a library |
 """

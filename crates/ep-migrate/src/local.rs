@@ -1,0 +1,140 @@
+//! A carrier between threads of one process.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use ep::Rank;
+
+use crate::carrier::{Carrier, CarrierError, Lane, Transfer};
+
+/// Connects the ranks of one process, each of which may run on a thread of its own.
+///
+/// ```
+/// use ep::Rank;
+/// use ep_migrate::{Carrier, Lane, LocalNetwork};
+///
+/// let network = LocalNetwork::new();
+/// let (one, two) = (network.carrier(Rank(1)), network.carrier(Rank(2)));
+/// one.send(Rank(2), Lane::Headers, b"hello".to_vec().into())?;
+/// assert_eq!(two.receive(Rank(1), Lane::Headers, 5)?.wait()?, b"hello");
+/// # Ok::<(), ep_migrate::CarrierError>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct LocalNetwork {
+    wires: Arc<Wires>,
+}
+
+#[derive(Debug, Default)]
+struct Wires {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// Sender, receiver and lane.
+type Key = (Rank, Rank, Lane);
+
+#[derive(Debug, Default)]
+struct State {
+    /// Messages that nothing has received.
+    messages: HashMap<Key, VecDeque<Arc<Vec<u8>>>>,
+    /// The numbers of the next receive to be posted and of the next to be served, by key.
+    turns: HashMap<Key, [u64; 2]>,
+    closed: Vec<Rank>,
+}
+
+impl LocalNetwork {
+    /// A network without ranks.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The carrier of a rank.
+    pub fn carrier(&self, rank: Rank) -> LocalCarrier {
+        LocalCarrier { rank, wires: self.wires.clone() }
+    }
+}
+
+impl Wires {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One rank's end of a [`LocalNetwork`].
+#[derive(Debug, Clone)]
+pub struct LocalCarrier {
+    rank: Rank,
+    wires: Arc<Wires>,
+}
+
+impl Carrier for LocalCarrier {
+    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Transfer>, CarrierError> {
+        let mut state = self.wires.lock();
+        if state.closed.contains(&self.rank) || state.closed.contains(&to) {
+            return Err(CarrierError::Closed);
+        }
+        state.messages.entry((self.rank, to, lane)).or_default().push_back(message);
+        self.wires.changed.notify_all();
+        Ok(Box::new(Sent))
+    }
+
+    fn receive(&self, from: Rank, lane: Lane, bytes: usize) -> Result<Box<dyn Transfer>, CarrierError> {
+        let key = (from, self.rank, lane);
+        let mut state = self.wires.lock();
+        let [next, _] = state.turns.entry(key).or_default();
+        let turn = *next;
+        *next += 1;
+        Ok(Box::new(Receiving { key, turn, bytes, wires: self.wires.clone() }))
+    }
+
+    fn abort(&self) {
+        self.wires.lock().closed.push(self.rank);
+        self.wires.changed.notify_all();
+    }
+}
+
+/// The network keeps messages, so a message is sent at once.
+#[derive(Debug)]
+struct Sent;
+
+impl Transfer for Sent {
+    fn wait(self: Box<Self>) -> Result<Vec<u8>, CarrierError> {
+        Ok(Vec::new())
+    }
+}
+
+#[derive(Debug)]
+struct Receiving {
+    key: Key,
+    turn: u64,
+    bytes: usize,
+    wires: Arc<Wires>,
+}
+
+impl Transfer for Receiving {
+    fn wait(self: Box<Self>) -> Result<Vec<u8>, CarrierError> {
+        let (from, to, _) = self.key;
+        let mut state = self.wires.lock();
+        loop {
+            if state.closed.contains(&to) {
+                return Err(CarrierError::Closed);
+            }
+            if state.turns[&self.key][1] == self.turn
+                && let Some(message) = state.messages.get_mut(&self.key).and_then(VecDeque::pop_front)
+            {
+                state.turns.entry(self.key).or_default()[1] += 1;
+                self.wires.changed.notify_all();
+                if message.len() != self.bytes {
+                    let text = format!("a message of {} bytes instead of {}", message.len(), self.bytes);
+                    return Err(CarrierError::Failed(text));
+                }
+                return Ok(message.to_vec());
+            }
+            // A message that was sent before its sender closed still arrives.
+            if state.closed.contains(&from) {
+                return Err(CarrierError::Closed);
+            }
+            state = self.wires.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}

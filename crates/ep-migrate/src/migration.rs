@@ -1,0 +1,541 @@
+//! The migration of one rank: its own experts, the replicas that it holds, and the calls of a training step.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ep::{CallerError, Operator, Result};
+use ep_codec::{SharedExpert, Weight, WeightCodec, add_gradient};
+
+use crate::carrier::Carrier;
+use crate::header::Kind;
+use crate::owned::{Owned, Returned, refused};
+use crate::post::{Call, GRADIENTS, Message, Post, Resend, Setup, Traffic, WEIGHTS};
+use crate::replicas::{Decoded, Replicas, SharedExperts};
+use crate::settings::{Domain, Settings, Shape};
+use crate::state::Saved;
+
+/// One rank's part in the migration of experts. [The crate's documentation](crate) describes a step.
+///
+/// Calls may come from any thread. The calls of one layer must have this order in each step: [`publish`](Self::publish),
+/// [`gather`](Self::gather), [`send_gradients`](Self::send_gradients), [`reduce_gradients`](Self::reduce_gradients). The last
+/// two may be left out, by all ranks alike.
+///
+/// After a [`Peer`](ep::Error::Peer) error every later call returns the same error. Dropping the value
+/// [closes](Self::close) it.
+pub struct Migration<T: Weight> {
+    domain: Domain,
+    shape: Shape,
+    settings: Settings,
+    post: Arc<Post>,
+    layers: Vec<Layer<T>>,
+    owned: Arc<Vec<Mutex<Publisher<T>>>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    clocks: Clocks,
+}
+
+/// The encoders of own experts of a layer, and the number of steps that were published.
+struct Publisher<T> {
+    owned: Owned<T>,
+    published: u64,
+}
+
+struct Layer<T> {
+    /// By peer.
+    replicas: Mutex<Vec<Replicas>>,
+    /// By peer.
+    returned: Mutex<Vec<Returned>>,
+    shared: Mutex<SharedExperts<T>>,
+    progress: Mutex<Progress>,
+}
+
+/// The steps of which gradients were sent and reduced last.
+#[derive(Debug, Clone, Copy, Default)]
+struct Progress {
+    sent: Option<u64>,
+    reduced: Option<u64>,
+}
+
+/// Nanoseconds.
+#[derive(Default)]
+struct Clocks {
+    encode: AtomicU64,
+    decode: AtomicU64,
+    gather: AtomicU64,
+    reduce: AtomicU64,
+}
+
+/// What a migration moved, and where its calls spent time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Bytes of messages.
+    pub traffic: Traffic,
+    /// Time in encoders.
+    pub encoding: Duration,
+    /// Time in decoders.
+    pub decoding: Duration,
+    /// Time in which [`gather`](Migration::gather) waited for messages.
+    pub gather_waits: Duration,
+    /// Time in which [`reduce_gradients`](Migration::reduce_gradients) waited for messages.
+    pub reduce_waits: Duration,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<T: Weight> Migration<T> {
+    /// Starts a migration.
+    ///
+    /// # Errors
+    /// [`CallerError`] if the shape or a setting is out of range. [`EnvironmentError`](ep::EnvironmentError) if a thread
+    /// cannot start.
+    pub fn new(domain: Domain, shape: Shape, settings: Settings, carrier: Box<dyn Carrier>) -> Result<Self> {
+        Self::start(domain, shape, settings, carrier, None)
+    }
+
+    /// Continues a migration whose state was [saved](Self::save), on all ranks alike. The next call of each layer is
+    /// [`publish`](Self::publish), whose messages are then complete.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and [`CallerError`] if the state is damaged, or was saved by another rank or with another domain, shape
+    /// or codec.
+    pub fn resume(
+        domain: Domain,
+        shape: Shape,
+        settings: Settings,
+        carrier: Box<dyn Carrier>,
+        saved: &[u8],
+    ) -> Result<Self> {
+        let saved = Saved::from_bytes(saved)?;
+        saved.check(&domain, &shape, &settings, T::ELEMENT)?;
+        Self::start(domain, shape, settings, carrier, Some(&saved))
+    }
+
+    fn start(
+        domain: Domain,
+        shape: Shape,
+        settings: Settings,
+        carrier: Box<dyn Carrier>,
+        saved: Option<&Saved>,
+    ) -> Result<Self> {
+        shape.check()?;
+        settings.check()?;
+        let (experts, peers) = (shape.experts_per_rank, domain.peers());
+        let step = saved.map_or(0, |saved| saved.step);
+        let (mut layers, mut owned) = (Vec::new(), Vec::new());
+        for (layer, &elements) in shape.expert_elements.iter().enumerate() {
+            let mut publisher =
+                Publisher { owned: Owned::new(layer, settings.weights, experts, elements)?, published: step };
+            let mut returned: Vec<Returned> = peers
+                .iter()
+                .map(|_| Returned::new(layer, settings.gradients, experts, elements))
+                .collect::<Result<_>>()?;
+            let mut shared = SharedExperts::new(domain.ranks().len());
+            if let Some(saved) = saved {
+                saved.restore(layer, &mut publisher.owned, &mut returned, settings.gradients, &mut shared)?;
+            }
+            owned.push(Mutex::new(publisher));
+            layers.push(Layer {
+                replicas: Mutex::new(peers.iter().map(|_| Replicas::new(experts, elements)).collect()),
+                returned: Mutex::new(returned),
+                shared: Mutex::new(shared),
+                progress: Mutex::default(),
+            });
+        }
+
+        let owned = Arc::new(owned);
+        let publishers = owned.clone();
+        let resend: Resend =
+            Arc::new(move |post, peer, layer| publishers_resend(&publishers, post, peer, layer));
+        let longest = |bytes: &dyn Fn(usize) -> usize| -> Vec<u64> {
+            shape.expert_elements.iter().map(|&elements| (experts * bytes(elements)) as u64).collect()
+        };
+        let element = T::ELEMENT;
+        // A message may have complete weights beside the streams of the codec, and the part of a shared expert.
+        let complete = |elements| WeightCodec::Exact.max_bytes(element, elements);
+        let setup = Setup {
+            rank: domain.rank(),
+            peers,
+            run: settings.run,
+            first_step: step,
+            longest: [
+                longest(&|elements| settings.weights.max_bytes(element, elements) + 2 * complete(elements)),
+                longest(&|elements| settings.gradients.max_bytes(element, elements)),
+            ],
+            // With staleness, messages of the last step wait for the next one.
+            window: [if settings.staleness == 0 { settings.depth } else { usize::MAX }, usize::MAX],
+            // A step has two messages of each layer, in two parts each, to a peer that may lag `staleness` steps behind.
+            most_sent: (4 * layers.len()).saturating_mul(2 + settings.staleness as usize),
+            timeout: settings.timeout,
+            interrupt: settings.interrupt.clone(),
+        };
+        let (post, threads) = Post::start(setup, carrier, &resend)?;
+        let (threads, clocks) = (Mutex::new(threads), Clocks::default());
+        Ok(Self { domain, shape, settings, post, layers, owned, threads, clocks })
+    }
+
+    /// The expert domain.
+    pub fn domain(&self) -> &Domain {
+        &self.domain
+    }
+
+    /// What this rank moves.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Encodes this rank's experts of a layer and queues them for all peers. Begins the next step of the layer.
+    ///
+    /// `weights` has the shape `[experts_per_rank, expert_elements[layer]]`.
+    ///
+    /// # Errors
+    /// [`CallerError`] if the shape does not fit or a weight is not finite: nothing is sent then, and the step has not
+    /// begun. [`PeerError`](ep::PeerError) if a peer is lost.
+    pub fn publish(&self, layer: usize, weights: &[T]) -> Result<()> {
+        self.check_length("weights of own experts", layer, weights.len(), 1)?;
+        let mut publisher = lock(&self.owned[layer]);
+        let step = publisher.published;
+        let call = Call { operator: Operator::Publish, step, layer };
+        self.post.enter(call)?;
+
+        let clock = Instant::now();
+        let mut shared = lock(&self.layers[layer].shared);
+        let part = self.part(layer, step, weights)?;
+        let (mut body, streams) = publisher.owned.encode(weights, shared.newest())?;
+        if let Some(part) = part {
+            publisher.owned.append_complete(part.weights(), &mut body)?;
+            let position = self.position(self.domain.rank());
+            let added = shared.add(step, position, part.weights().to_vec());
+            added.map_err(|error| refused("weights", layer, 0, &error))?;
+        }
+        drop(shared);
+        self.clocks.encode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
+
+        publisher.published += 1;
+        let body = Arc::new(body);
+        (0..self.domain.peers().len())
+            .try_for_each(|peer| self.post.send(peer, call, Kind::Weights, streams, body.clone()))
+    }
+
+    /// This rank's part of the next shared expert, in the steps in which there is one.
+    fn part(&self, layer: usize, step: u64, weights: &[T]) -> Result<Option<SharedExpert<T>>> {
+        let is_due = matches!(self.settings.weights, WeightCodec::Shared { .. })
+            && step.is_multiple_of(self.settings.shared_refresh);
+        if !is_due {
+            return Ok(None);
+        }
+        let experts: Vec<&[T]> = weights.chunks_exact(self.shape.expert_elements[layer]).collect();
+        SharedExpert::mean_of(&experts).map(Some).map_err(|error| refused("weights", layer, 0, &error))
+    }
+
+    /// Waits until the peers' weights of a layer are at most `staleness` steps old, and decodes them into `replicas`. Returns
+    /// the step of each peer's weights, in the order of [`Domain::peers`].
+    ///
+    /// `replicas` has the shape `[peers, experts_per_rank, expert_elements[layer]]`. It must hold what the last call for this layer
+    /// left there, because a message may contain changes only. On an error some replicas may be those of the new step.
+    ///
+    /// # Errors
+    /// [`CallerError`] if the shape does not fit, or if the layer was not published.
+    /// [`PeerError`](ep::PeerError) if a peer is lost, late, or sends what cannot be decoded.
+    pub fn gather(&self, layer: usize, replicas: &mut [T]) -> Result<Vec<u64>> {
+        let peers = self.domain.peers();
+        self.check_length("replicas", layer, replicas.len(), peers.len())?;
+        let call = self.call(Operator::Gather, layer)?;
+        self.post.enter(call)?;
+        let oldest = call.step.saturating_sub(self.settings.staleness);
+        let each = self.shape.experts_per_rank * self.shape.expert_elements[layer];
+        let mut all = lock(&self.layers[layer].replicas);
+        loop {
+            for (peer, (held, out)) in all.iter_mut().zip(replicas.chunks_exact_mut(each)).enumerate() {
+                while let Some(message) = self.available(call, peer, held)? {
+                    self.decode(call, peer, held, message, out)?;
+                    if held.held.is_some() {
+                        break;
+                    }
+                }
+            }
+            let behind = |held: &Replicas| held.step.is_none_or(|step| step < oldest);
+            let waiting: Vec<usize> = (0..all.len()).filter(|&peer| behind(&all[peer])).collect();
+            if waiting.is_empty() {
+                return Ok(all.iter().map(|held| held.step.unwrap_or(0)).collect());
+            }
+            // A message that lacks a shared expert waits for the parts of other peers.
+            let mut from: Vec<usize> =
+                waiting.iter().copied().filter(|&peer| all[peer].held.is_none()).collect();
+            if from.is_empty() {
+                from = (0..all.len()).filter(|&peer| all[peer].held.is_none()).collect();
+            }
+            if from.is_empty() {
+                let found = "weights that refer to a shared expert of which no rank sent its part";
+                return Err(self.post.undecodable(waiting[0], found));
+            }
+            let clock = Instant::now();
+            let next = self.post.next(call, WEIGHTS, &from);
+            self.clocks.gather.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
+            let (peer, message) = next?;
+            self.decode(call, peer, &mut all[peer], message, &mut replicas[peer * each..][..each])?;
+        }
+    }
+
+    /// The next message for these replicas, if it is here.
+    fn available(&self, call: Call, peer: usize, held: &mut Replicas) -> Result<Option<Message>> {
+        match held.held.take() {
+            Some(message) => Ok(Some(message)),
+            None => self.post.try_next(call, WEIGHTS, peer),
+        }
+    }
+
+    fn decode(
+        &self,
+        call: Call,
+        peer: usize,
+        held: &mut Replicas,
+        message: Message,
+        out: &mut [T],
+    ) -> Result<()> {
+        let clock = Instant::now();
+        let mut shared = lock(&self.layers[call.layer].shared);
+        let decoded = held.decode(&message, &shared, out);
+        self.clocks.decode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
+        let broken = |error: ep_codec::Error| {
+            let found = format!("weights of layer {}, step {}: {error}", call.layer, message.header.step);
+            self.post.undecodable(peer, found)
+        };
+        match decoded.map_err(broken)? {
+            Decoded::Done(part) => {
+                held.asked = false;
+                if let Some(part) = part {
+                    let position = self.position(self.domain.peers()[peer]);
+                    shared.add(message.header.step, position, part).map_err(broken)?;
+                }
+            }
+            Decoded::LacksShared => held.held = Some(message),
+            Decoded::LacksBase if held.asked => {}
+            Decoded::LacksBase => {
+                drop(shared);
+                held.asked = true;
+                self.post.request(peer, call)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Encodes the gradients of the replicas of a layer and queues them for the owners.
+    ///
+    /// `gradients` has the shape of the replicas in [`gather`](Self::gather).
+    ///
+    /// # Errors
+    /// [`CallerError`] if the shape does not fit, a gradient is not finite, or the gradients of this step were sent: nothing is
+    /// sent then. [`PeerError`](ep::PeerError) if a peer is lost.
+    pub fn send_gradients(&self, layer: usize, gradients: &[T]) -> Result<()> {
+        let peers = self.domain.peers().len();
+        self.check_length("gradients of replicas", layer, gradients.len(), peers)?;
+        let call = self.call(Operator::Reduce, layer)?;
+        self.post.enter(call)?;
+        let mut progress = lock(&self.layers[layer].progress);
+        if progress.sent == Some(call.step) {
+            return Err(order(call, "the gradients of this step were sent before; publish first"));
+        }
+        let clock = Instant::now();
+        let each = self.shape.experts_per_rank * self.shape.expert_elements[layer];
+        let mut returned = lock(&self.layers[layer].returned);
+        let bodies = returned
+            .iter_mut()
+            .zip(gradients.chunks_exact(each))
+            .map(|(returned, gradients)| returned.encode(gradients))
+            .collect::<Result<Vec<_>>>()?;
+        self.clocks.encode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
+        progress.sent = Some(call.step);
+        bodies
+            .into_iter()
+            .enumerate()
+            .try_for_each(|(peer, body)| self.post.send(peer, call, Kind::Gradients, 1, body))
+    }
+
+    /// Waits for the peers' gradients of this rank's experts of a layer, and adds all.
+    ///
+    /// `own` has the shape `[experts_per_rank, expert_elements[layer]]`, and so has `sum`, which is overwritten. For each element,
+    /// in f32: `sum = 0`, then `sum += gradient` for each rank of the domain, ascending, this rank's among them.
+    ///
+    /// # Errors
+    /// [`CallerError`] if a shape does not fit, or if [`send_gradients`](Self::send_gradients) was not called in this step.
+    /// [`PeerError`](ep::PeerError) if a peer is lost, late, or sends what cannot be decoded.
+    pub fn reduce_gradients(&self, layer: usize, own: &[T], sum: &mut [f32]) -> Result<()> {
+        self.check_length("gradients of own experts", layer, own.len(), 1)?;
+        self.check_length("sum of gradients", layer, sum.len(), 1)?;
+        let call = self.call(Operator::Reduce, layer)?;
+        self.post.enter(call)?;
+        let mut progress = lock(&self.layers[layer].progress);
+        match *progress {
+            Progress { sent, .. } if sent != Some(call.step) => {
+                return Err(order(call, "call send_gradients first"));
+            }
+            Progress { reduced, .. } if reduced == Some(call.step) => {
+                return Err(order(call, "the gradients of this step were reduced before; publish first"));
+            }
+            _ => progress.reduced = Some(call.step),
+        }
+        sum.fill(0.0);
+        let peers = self.domain.peers();
+        for &rank in self.domain.ranks() {
+            match peers.iter().position(|&peer| peer == rank) {
+                Some(peer) => self.add_gradients_of(peer, call, sum)?,
+                None => sum.iter_mut().zip(own).for_each(|(sum, own)| *sum += own.to_f32()),
+            }
+        }
+        Ok(())
+    }
+
+    fn add_gradients_of(&self, peer: usize, call: Call, sum: &mut [f32]) -> Result<()> {
+        let message = loop {
+            let clock = Instant::now();
+            let next = self.post.next(call, GRADIENTS, &[peer]);
+            self.clocks.reduce.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
+            let (_, message) = next?;
+            // Gradients of a step that this rank did not reduce.
+            if message.header.step >= call.step {
+                break message;
+            }
+        };
+        let broken = |what: String| {
+            let Call { layer, step, .. } = call;
+            self.post.undecodable(peer, format!("gradients of layer {layer}, step {step}: {what}"))
+        };
+        if message.header.step > call.step {
+            return Err(broken(format!("those of step {} instead", message.header.step)));
+        }
+        let clock = Instant::now();
+        let mut rest = &message.body[..];
+        for sum in sum.chunks_exact_mut(self.shape.expert_elements[call.layer]) {
+            let info = add_gradient(rest, sum).map_err(|error| broken(error.to_string()))?;
+            rest = &rest[info.bytes..];
+        }
+        self.clocks.decode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
+        if rest.is_empty() { Ok(()) } else { Err(broken(format!("{} bytes too many", rest.len()))) }
+    }
+
+    /// Returns the error of this migration, if it has one: a thread notices a lost peer before a call needs it.
+    ///
+    /// # Errors
+    /// The error that every later call returns.
+    pub fn check(&self) -> Result<()> {
+        self.post.check_error()
+    }
+
+    /// The state that a later [`resume`](Self::resume) needs, of this rank. Save it after the optimizer step and before the
+    /// next [`publish`](Self::publish), together with the weights of own experts.
+    ///
+    /// # Errors
+    /// [`CallerError`] if layers are in different steps.
+    pub fn save(&self) -> Result<Vec<u8>> {
+        let publishers: Vec<_> = self.owned.iter().map(lock).collect();
+        let step = publishers[0].published;
+        if let Some(layer) = publishers.iter().position(|publisher| publisher.published != step) {
+            let call = Call { operator: Operator::Publish, step: publishers[layer].published, layer };
+            return Err(order(call, "layer 0 is in another step; save when all layers are in the same step"));
+        }
+        let mut saved = Saved::new(&self.domain, &self.shape, &self.settings, T::ELEMENT, step);
+        for (layer, publisher) in self.layers.iter().zip(&publishers) {
+            saved.push(&publisher.owned, &lock(&layer.returned), &lock(&layer.shared));
+        }
+        Ok(saved.to_bytes())
+    }
+
+    /// What this rank has moved so far, and where time went.
+    pub fn stats(&self) -> Stats {
+        let time = |nanos: &AtomicU64| Duration::from_nanos(nanos.load(Relaxed));
+        Stats {
+            traffic: self.post.traffic(),
+            encoding: time(&self.clocks.encode),
+            decoding: time(&self.clocks.decode),
+            gather_waits: time(&self.clocks.gather),
+            reduce_waits: time(&self.clocks.reduce),
+        }
+    }
+
+    /// Tells the peers that this rank needs nothing more, waits until they say the same, and closes the connections. The
+    /// wait is at most the timeout, or a second after an error. Calls after this one return an error.
+    pub fn close(&self) {
+        self.post.close();
+        for thread in lock(&self.threads).drain(..) {
+            // A thread that panicked has printed its message.
+            let _ = thread.join();
+        }
+    }
+
+    /// The step of a call that belongs to the last published step.
+    fn call(&self, operator: Operator, layer: usize) -> Result<Call> {
+        let published = lock(&self.owned[layer]).published;
+        let call = Call { operator, step: published.saturating_sub(1), layer };
+        if published == 0 { Err(order(call, "publish the layer first")) } else { Ok(call) }
+    }
+
+    fn check_length(&self, what: &'static str, layer: usize, found: usize, ranks: usize) -> Result<()> {
+        let layers = self.layers.len();
+        if layer >= layers {
+            return Err(CallerError::Shape {
+                what: "layer",
+                expected: layers - 1,
+                found: layer,
+                unit: "at most",
+            }
+            .into());
+        }
+        let expected = ranks * self.shape.experts_per_rank * self.shape.expert_elements[layer];
+        if found == expected {
+            Ok(())
+        } else {
+            Err(CallerError::Shape { what, expected, found, unit: "elements" }.into())
+        }
+    }
+
+    fn position(&self, rank: ep::Rank) -> usize {
+        self.domain.ranks().partition_point(|&other| other < rank)
+    }
+}
+
+#[cfg(test)]
+impl<T: Weight> Migration<T> {
+    /// What peers hold of this rank's experts.
+    pub(crate) fn own_mirrors(&self, layer: usize) -> Vec<T> {
+        lock(&self.owned[layer]).owned.mirrors()
+    }
+
+    /// Replaces what this rank knows of the replicas of its first peer.
+    pub(crate) fn replace_replicas(&self, layer: usize, replicas: Replicas) {
+        lock(&self.layers[layer].replicas)[0] = replicas;
+    }
+}
+
+impl<T: Weight> Drop for Migration<T> {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn order(call: Call, problem: &'static str) -> ep::Error {
+    let Call { operator, step, layer } = call;
+    CallerError::Order { operator, layer, step, problem }.into()
+}
+
+/// Sends a peer what its replicas should hold.
+fn publishers_resend<T: Weight>(
+    publishers: &[Mutex<Publisher<T>>],
+    post: &Post,
+    peer: usize,
+    layer: usize,
+) -> Result<()> {
+    let publisher = lock(&publishers[layer]);
+    match (publisher.owned.complete()?, publisher.published.checked_sub(1)) {
+        (Some(body), Some(step)) => {
+            let call = Call { operator: Operator::Publish, step, layer };
+            post.send(peer, call, Kind::Resent, 1, Arc::new(body))
+        }
+        _ => Err(post.undecodable(
+            peer,
+            format!("a request for complete weights of layer {layer}, which have no base"),
+        )),
+    }
+}

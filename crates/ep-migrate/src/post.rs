@@ -1,0 +1,667 @@
+//! Messages between this rank and its peers: headers, bodies, failures, and the threads that wait for them.
+//!
+//! For each peer a rank has four threads, which mostly sleep:
+//!
+//! | thread | waits for |
+//! |---|---|
+//! | `headers` | the next header, always. It asks the carrier for the body that the header announces, if the window allows |
+//! | `weights`, `gradients` | the body that was asked for first |
+//! | `sent` | the message that was sent first, so that errors are noticed and memory is freed |
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ep::{CallerError, EnvironmentError, Error, Interrupt, Operator, PeerError, PeerFault, Rank, Result};
+
+use crate::carrier::{Carrier, CarrierError, Lane, Transfer};
+use crate::header::{HEADER_BYTES, Header, Kind};
+
+/// How long a rank that closes waits for its peers to read why.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// The lanes of bodies, which index the arrays below.
+pub(crate) const WEIGHTS: usize = 0;
+pub(crate) const GRADIENTS: usize = 1;
+
+/// What a [`Post`] needs to know.
+#[derive(Debug)]
+pub(crate) struct Setup {
+    pub(crate) rank: Rank,
+    /// The other ranks of the expert domain, ascending.
+    pub(crate) peers: Vec<Rank>,
+    /// A number that the ranks of a job agree on.
+    pub(crate) run: u64,
+    /// The step of the first messages.
+    pub(crate) first_step: u64,
+    /// By lane, by layer: the most bytes of a body.
+    pub(crate) longest: [Vec<u64>; 2],
+    /// By lane: how many bodies of one peer are asked for or have arrived, before the first of them is taken.
+    pub(crate) window: [usize; 2],
+    /// How many messages to one peer may be under way.
+    pub(crate) most_sent: usize,
+    pub(crate) timeout: Duration,
+    pub(crate) interrupt: Interrupt,
+}
+
+/// The operator and step of a call, and what it waits for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Call {
+    pub(crate) operator: Operator,
+    pub(crate) step: u64,
+    pub(crate) layer: usize,
+}
+
+/// A message with its body, of which only the length is known to be right.
+#[derive(Debug)]
+pub(crate) struct Message {
+    pub(crate) header: Header,
+    pub(crate) body: Vec<u8>,
+}
+
+/// Serves a request for complete weights: (peer's index, layer).
+pub(crate) type Resend = Arc<dyn Fn(&Post, usize, usize) -> Result<()> + Send + Sync>;
+
+pub(crate) struct Post {
+    setup: Setup,
+    carrier: Box<dyn Carrier>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    /// The first error. Every later call returns it.
+    error: Option<Error>,
+    is_closing: bool,
+    /// The operator that this rank is in, or was in last.
+    operator: (Operator, u64),
+    peers: Vec<Peer>,
+    traffic: Traffic,
+}
+
+/// Bytes of messages, headers included.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Bytes of weights that this rank sent.
+    pub weights_sent: u64,
+    /// Bytes of weights that this rank received.
+    pub weights_received: u64,
+    /// Bytes of gradients that this rank sent.
+    pub gradients_sent: u64,
+    /// Bytes of gradients that this rank received.
+    pub gradients_received: u64,
+}
+
+#[derive(Default)]
+struct Peer {
+    /// Why no further message comes from this peer, if so.
+    ended: Option<PeerFault>,
+    lanes: [Inbox; 2],
+    /// Messages under way to this peer.
+    sent: VecDeque<Box<dyn Transfer>>,
+    /// Those among them that the thread `sent` waits for: 0 or 1.
+    awaited: usize,
+}
+
+impl Peer {
+    /// The reason, if this peer sends nothing more and nothing that it sent is on the way.
+    fn is_exhausted(&self) -> Option<PeerFault> {
+        let is_empty =
+            |inbox: &Inbox| inbox.announced.is_empty() && inbox.requested.is_empty() && inbox.awaited == 0;
+        self.ended.filter(|_| self.lanes.iter().all(is_empty))
+    }
+}
+
+/// Bodies of one peer in one lane, which pass through three queues.
+#[derive(Default)]
+struct Inbox {
+    announced: VecDeque<Header>,
+    requested: VecDeque<(Header, Box<dyn Transfer>)>,
+    /// Bodies that the lane's thread waits for: 0 or 1.
+    awaited: usize,
+    /// By layer.
+    arrived: Vec<VecDeque<Message>>,
+    /// By layer: the step of the next message.
+    next_step: Vec<u64>,
+}
+
+impl Inbox {
+    /// Bodies that take memory on this rank.
+    fn held(&self) -> usize {
+        self.requested.len() + self.awaited + self.arrived.iter().map(VecDeque::len).sum::<usize>()
+    }
+}
+
+fn lane_of(index: usize) -> Lane {
+    if index == WEIGHTS { Lane::Weights } else { Lane::Gradients }
+}
+
+fn noun(index: usize) -> &'static str {
+    if index == WEIGHTS { "weights" } else { "gradients" }
+}
+
+impl Post {
+    /// Starts the threads. They end after [`close`](Self::close).
+    pub(crate) fn start(
+        setup: Setup,
+        carrier: Box<dyn Carrier>,
+        resend: &Resend,
+    ) -> Result<(Arc<Self>, Vec<JoinHandle<()>>)> {
+        let layers = setup.longest[WEIGHTS].len();
+        let inbox = || Inbox {
+            arrived: (0..layers).map(|_| VecDeque::new()).collect(),
+            next_step: vec![setup.first_step; layers],
+            ..Inbox::default()
+        };
+        let peer = |_| Peer { lanes: [inbox(), inbox()], ..Peer::default() };
+        let state = State {
+            error: None,
+            is_closing: false,
+            operator: (Operator::Gather, 0),
+            peers: (0..setup.peers.len()).map(peer).collect(),
+            traffic: Traffic::default(),
+        };
+        let post = Arc::new(Self { setup, carrier, state: Mutex::new(state), changed: Condvar::new() });
+        let mut threads = Vec::new();
+        for peer in 0..post.setup.peers.len() {
+            let name = |what: &str| format!("ep-{what}-{}", post.setup.peers[peer]);
+            let (own, resend) = (post.clone(), resend.clone());
+            threads.push(spawn(name("headers"), move || own.listen(peer, &resend))?);
+            for lane in [WEIGHTS, GRADIENTS] {
+                let own = post.clone();
+                threads.push(spawn(name(noun(lane)), move || own.collect(peer, lane))?);
+            }
+            let own = post.clone();
+            threads.push(spawn(name("sent"), move || own.reap(peer))?);
+        }
+        Ok((post, threads))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn peer(&self, peer: usize) -> Rank {
+        self.setup.peers[peer]
+    }
+
+    pub(crate) fn check_error(&self) -> Result<()> {
+        self.lock().error.clone().map_or(Ok(()), Err)
+    }
+
+    pub(crate) fn traffic(&self) -> Traffic {
+        self.lock().traffic
+    }
+
+    /// Records that a call begins.
+    ///
+    /// # Errors
+    /// The error of an earlier call.
+    pub(crate) fn enter(&self, call: Call) -> Result<()> {
+        let mut state = self.lock();
+        state.operator = (call.operator, call.step);
+        state.error.clone().map_or(Ok(()), Err)
+    }
+
+    // ---- sending
+
+    /// Sends a message. Waits while too many are under way to this peer.
+    pub(crate) fn send(
+        &self,
+        peer: usize,
+        call: Call,
+        kind: Kind,
+        streams: u16,
+        body: Arc<Vec<u8>>,
+    ) -> Result<()> {
+        let header = Header {
+            kind,
+            streams,
+            sender: self.setup.rank,
+            layer: call.layer as u32,
+            step: call.step,
+            bytes: body.len() as u64,
+            run: self.setup.run,
+        };
+        let lane = if kind == Kind::Gradients { GRADIENTS } else { WEIGHTS };
+        let what = || format!("a message to be taken, one of {} under way", self.setup.most_sent);
+        let room = |state: &mut State| {
+            let peer = &state.peers[peer];
+            (peer.sent.len() + peer.awaited < self.setup.most_sent).then_some(())
+        };
+        self.wait(call, what, &[peer], room)?;
+        let bytes = (body.len() + HEADER_BYTES) as u64;
+        let header = Arc::new(header.to_bytes());
+        self.post(peer, [(Lane::Headers, header), (lane_of(lane), body)])?;
+        let traffic = &mut self.lock().traffic;
+        *(if lane == WEIGHTS { &mut traffic.weights_sent } else { &mut traffic.gradients_sent }) += bytes;
+        Ok(())
+    }
+
+    /// Asks a peer for complete weights of a layer.
+    pub(crate) fn request(&self, peer: usize, call: Call) -> Result<()> {
+        let header = Header::bare(Kind::Request, self.setup.rank, self.setup.run);
+        let header = Header { layer: call.layer as u32, step: call.step, ..header };
+        self.post(peer, [(Lane::Headers, Arc::new(header.to_bytes()))])
+    }
+
+    /// Hands the parts of a message to the carrier, under one lock: bodies of a lane have the order of their headers.
+    fn post(&self, peer: usize, parts: impl IntoIterator<Item = (Lane, Arc<Vec<u8>>)>) -> Result<()> {
+        let mut state = self.lock();
+        for (lane, part) in parts {
+            match self.carrier.send(self.peer(peer), lane, part) {
+                Ok(transfer) => state.peers[peer].sent.push_back(transfer),
+                Err(error) => {
+                    drop(state);
+                    return Err(self.fail(self.lost(peer, &error, "a message to be sent")));
+                }
+            }
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    // ---- waiting
+
+    /// Waits until `ready` returns a value, at most for the timeout. `peers` are those that can make it ready.
+    fn wait<R>(
+        &self,
+        call: Call,
+        waited_for: impl Fn() -> String,
+        peers: &[usize],
+        mut ready: impl FnMut(&mut State) -> Option<R>,
+    ) -> Result<R> {
+        let started = Instant::now();
+        let mut state = self.lock();
+        loop {
+            if let Some(error) = &state.error {
+                return Err(error.clone());
+            }
+            if let Some(found) = ready(&mut state) {
+                return Ok(found);
+            }
+            let waited = started.elapsed();
+            // A peer that has left sends nothing more, so there is no reason to wait for the timeout.
+            let gone = peers.iter().find_map(|&peer| Some((peer, state.peers[peer].is_exhausted()?)));
+            let late = (waited >= self.setup.timeout).then(|| (peers[0], PeerFault::Late));
+            if let Some((peer, fault)) = gone.or(late) {
+                drop(state);
+                return Err(self.fail(self.fault(peer, fault, waited_for(), waited)));
+            }
+            let mut slice = self.setup.timeout - waited;
+            let asks = self.setup.interrupt.is_set();
+            if asks {
+                slice = slice.min(Interrupt::EVERY);
+            }
+            (state, _) = self.changed.wait_timeout(state, slice).unwrap_or_else(PoisonError::into_inner);
+            if asks {
+                // The question runs code of the program, which may call this library.
+                drop(state);
+                if self.setup.interrupt.asked() {
+                    let (operator, rank) = (call.operator, self.setup.rank);
+                    let waited_for = waited_for();
+                    return Err(self.fail(CallerError::Interrupted { operator, rank, waited_for }));
+                }
+                state = self.lock();
+            }
+        }
+    }
+
+    /// Takes the next message of a layer from any of these peers. Waits until there is one.
+    pub(crate) fn next(&self, call: Call, lane: usize, peers: &[usize]) -> Result<(usize, Message)> {
+        let what = || {
+            let from = peers.iter().map(|&peer| self.peer(peer).to_string()).collect::<Vec<_>>().join(", ");
+            format!("{} of layer {} from rank {from}", noun(lane), call.layer)
+        };
+        let taken = |state: &mut State| {
+            peers.iter().find_map(|&peer| {
+                Some((peer, state.peers[peer].lanes[lane].arrived[call.layer].pop_front()?))
+            })
+        };
+        let found = self.wait(call, what, peers, taken)?;
+        self.request_bodies(found.0, lane)?;
+        Ok(found)
+    }
+
+    /// Takes the next message of a layer from a peer, if it has arrived.
+    pub(crate) fn try_next(&self, call: Call, lane: usize, peer: usize) -> Result<Option<Message>> {
+        let message = self.lock().peers[peer].lanes[lane].arrived[call.layer].pop_front();
+        self.request_bodies(peer, lane)?;
+        Ok(message)
+    }
+
+    /// Asks the carrier for bodies that were announced, as far as the window allows.
+    fn request_bodies(&self, peer: usize, lane: usize) -> Result<()> {
+        let mut state = self.lock();
+        loop {
+            let inbox = &mut state.peers[peer].lanes[lane];
+            if inbox.held() >= self.setup.window[lane] {
+                return Ok(());
+            }
+            let Some(header) = inbox.announced.pop_front() else { return Ok(()) };
+            match self.carrier.receive(self.peer(peer), lane_of(lane), header.bytes as usize) {
+                Ok(transfer) => inbox.requested.push_back((header, transfer)),
+                Err(error) => {
+                    drop(state);
+                    return Err(self.fail(self.lost(peer, &error, "a body to be asked for")));
+                }
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    // ---- the threads
+
+    /// Receives headers until the peer sends its last one.
+    fn listen(&self, peer: usize, resend: &Resend) {
+        loop {
+            let header = match self
+                .carrier
+                .receive(self.peer(peer), Lane::Headers, HEADER_BYTES)
+                .and_then(|transfer| transfer.wait())
+            {
+                Ok(bytes) => Header::parse(&bytes).map_err(|what| self.broken(peer, what)),
+                Err(error) => Err(self.lost(peer, &error, "its next message")),
+            };
+            let heard = header.and_then(|header| {
+                self.check(peer, &header)?;
+                self.hear(peer, header, resend)
+            });
+            match heard {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(error) => {
+                    // The error comes first: a call that sees that the peer has ended must not give a reason of its own.
+                    if !self.lock().is_closing {
+                        self.fail(error);
+                    }
+                    self.end(peer, PeerFault::Died);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Processes a header. Returns whether another follows.
+    fn hear(&self, peer: usize, header: Header, resend: &Resend) -> Result<bool> {
+        let lane = match header.kind {
+            Kind::Weights | Kind::Resent => WEIGHTS,
+            Kind::Gradients => GRADIENTS,
+            Kind::Request => {
+                resend(self, peer, header.layer as usize)?;
+                return Ok(true);
+            }
+            Kind::Left => {
+                self.end(peer, PeerFault::Left);
+                return Ok(false);
+            }
+            Kind::Failure(culprit, fault) => {
+                let error = self.told(peer, culprit, fault);
+                self.fail_for(error, (culprit, fault));
+                self.end(peer, PeerFault::Failed);
+                return Ok(false);
+            }
+        };
+        self.lock().peers[peer].lanes[lane].announced.push_back(header);
+        self.request_bodies(peer, lane)?;
+        Ok(true)
+    }
+
+    /// Records that no further message comes from a peer.
+    fn end(&self, peer: usize, fault: PeerFault) {
+        self.lock().peers[peer].ended.get_or_insert(fault);
+        self.changed.notify_all();
+    }
+
+    /// The error of this rank when a peer gives up because of `culprit`, which may be this rank.
+    fn told(&self, peer: usize, culprit: Rank, fault: PeerFault) -> PeerError {
+        let (operator, step) = self.lock().operator;
+        let rank = self.setup.rank;
+        let waited_for = format!("messages and was told by rank {}", self.peer(peer));
+        let (peer, fault, cause) = if culprit == rank {
+            (self.peer(peer), PeerFault::Failed, Some(format!("rank {culprit} {fault}")))
+        } else {
+            (culprit, fault, None)
+        };
+        PeerError {
+            peer,
+            machine: None,
+            fault,
+            operator,
+            step,
+            rank,
+            waited_for,
+            waited: Duration::ZERO,
+            cause,
+        }
+    }
+
+    /// Checks that a correct peer could have sent this header.
+    fn check(&self, peer: usize, header: &Header) -> Result<()> {
+        let broken = |what: String| Err(self.broken(peer, what));
+        if header.sender != self.peer(peer) {
+            return broken(format!("a message of rank {} from it", header.sender));
+        }
+        if header.run != self.setup.run {
+            return broken(format!("a message of run {:#x}; this run is {:#x}", header.run, self.setup.run));
+        }
+        let layer = header.layer as usize;
+        let lane = match header.kind {
+            Kind::Weights | Kind::Resent => WEIGHTS,
+            Kind::Gradients => GRADIENTS,
+            Kind::Request | Kind::Left | Kind::Failure(..) if header.bytes != 0 => {
+                return broken("a body where none belongs".into());
+            }
+            Kind::Request if layer >= self.setup.longest[WEIGHTS].len() => {
+                return broken(format!("a request for layer {layer}"));
+            }
+            Kind::Request | Kind::Left | Kind::Failure(..) => return Ok(()),
+        };
+        let layers = self.setup.longest[lane].len();
+        let Some(&longest) = self.setup.longest[lane].get(layer) else {
+            return broken(format!("{} of layer {layer}; there are {layers} layers", noun(lane)));
+        };
+        if header.bytes == 0 || header.bytes > longest {
+            let what = noun(lane);
+            return broken(format!(
+                "{what} of {} bytes for layer {layer}; at most {longest} are possible",
+                header.bytes
+            ));
+        }
+        let mut state = self.lock();
+        let next = &mut state.peers[peer].lanes[lane].next_step[layer];
+        // Gradients may skip steps without a backward pass; weights are sent in every step.
+        let is_next = match header.kind {
+            Kind::Resent => header.step < *next,
+            Kind::Gradients => header.step >= *next,
+            _ => header.step == *next,
+        };
+        if !is_next {
+            let text =
+                format!("{} of layer {layer}, step {}, where step {next} was due", noun(lane), header.step);
+            drop(state);
+            return broken(text);
+        }
+        if header.kind != Kind::Resent {
+            *next = header.step + 1;
+        }
+        Ok(())
+    }
+
+    /// Waits for the bodies of a lane.
+    fn collect(&self, peer: usize, lane: usize) {
+        loop {
+            let (header, transfer) = {
+                let mut state = self.lock();
+                loop {
+                    if state.is_closing {
+                        return;
+                    }
+                    let inbox = &mut state.peers[peer].lanes[lane];
+                    if let Some(first) = inbox.requested.pop_front() {
+                        inbox.awaited = 1;
+                        break first;
+                    }
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+            };
+            let received = transfer.wait().map_err(|error| self.lost(peer, &error, noun(lane)));
+            let mut state = self.lock();
+            let inbox = &mut state.peers[peer].lanes[lane];
+            inbox.awaited = 0;
+            match received {
+                Ok(body) => {
+                    inbox.arrived[header.layer as usize].push_back(Message { header, body });
+                    let traffic = &mut state.traffic;
+                    let bytes = if lane == WEIGHTS {
+                        &mut traffic.weights_received
+                    } else {
+                        &mut traffic.gradients_received
+                    };
+                    *bytes += header.bytes + HEADER_BYTES as u64;
+                    self.changed.notify_all();
+                }
+                Err(_) if state.is_closing => return,
+                Err(error) => {
+                    drop(state);
+                    self.fail(error);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Waits for messages that were sent.
+    fn reap(&self, peer: usize) {
+        loop {
+            let transfer = {
+                let mut state = self.lock();
+                loop {
+                    let sent = &mut state.peers[peer];
+                    if let Some(first) = sent.sent.pop_front() {
+                        sent.awaited = 1;
+                        break first;
+                    }
+                    if state.is_closing {
+                        return;
+                    }
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+            };
+            let sent = transfer.wait();
+            let mut state = self.lock();
+            state.peers[peer].awaited = 0;
+            self.changed.notify_all();
+            if let Err(error) = sent {
+                // The peer may have closed after it had all that it needed. If not, the thread `headers` notices as well.
+                let is_over = state.is_closing || state.peers[peer].ended.is_some();
+                drop(state);
+                if !is_over {
+                    self.fail(self.lost(peer, &error, "a message to be taken"));
+                }
+                return;
+            }
+        }
+    }
+
+    // ---- failing and closing
+
+    fn fault(&self, peer: usize, fault: PeerFault, waited_for: String, waited: Duration) -> PeerError {
+        let (operator, step) = self.lock().operator;
+        let (peer, rank) = (self.peer(peer), self.setup.rank);
+        PeerError { peer, machine: None, fault, operator, step, rank, waited_for, waited, cause: None }
+    }
+
+    fn broken(&self, peer: usize, found: impl Into<String>) -> Error {
+        self.fault(peer, PeerFault::Broken, found.into(), Duration::ZERO).into()
+    }
+
+    /// What a decoder found wrong in a message of a peer.
+    pub(crate) fn undecodable(&self, peer: usize, found: impl Into<String>) -> Error {
+        self.fail(self.broken(peer, found))
+    }
+
+    fn lost(&self, peer: usize, error: &CarrierError, waited_for: &str) -> Error {
+        match error {
+            CarrierError::Closed => {
+                let fault = self.lock().peers[peer].ended.unwrap_or(PeerFault::Died);
+                self.fault(peer, fault, waited_for.into(), Duration::ZERO).into()
+            }
+            other => EnvironmentError::new(
+                format!("exchanging messages with rank {}", self.peer(peer)),
+                other,
+                "the carrier between the ranks failed; look at its error and at that rank's output",
+            )
+            .into(),
+        }
+    }
+
+    /// Records an error, wakes every call, and tells the peers who is at fault. Returns the first error of this rank.
+    pub(crate) fn fail(&self, error: impl Into<Error>) -> Error {
+        let error = error.into();
+        let culprit = match &error {
+            Error::Peer(peer) => (peer.peer, peer.fault),
+            _ => (self.setup.rank, PeerFault::Failed),
+        };
+        self.fail_for(error, culprit)
+    }
+
+    /// As [`fail`](Self::fail), with the rank at fault that the peers shall be told.
+    fn fail_for(&self, error: impl Into<Error>, culprit: (Rank, PeerFault)) -> Error {
+        let mut state = self.lock();
+        if let Some(first) = &state.error {
+            return first.clone();
+        }
+        let error = state.error.insert(error.into()).clone();
+        // Also to the rank at fault, which may be alive and waiting.
+        self.say(&mut state, Kind::Failure(culprit.0, culprit.1));
+        error
+    }
+
+    /// Sends a last message to all peers. A peer that cannot be told finds out by itself: its connection closes.
+    fn say(&self, state: &mut State, kind: Kind) {
+        let header = Arc::new(Header::bare(kind, self.setup.rank, self.setup.run).to_bytes());
+        for (peer, &rank) in state.peers.iter_mut().zip(&self.setup.peers) {
+            if let Ok(transfer) = self.carrier.send(rank, Lane::Headers, header.clone()) {
+                peer.sent.push_back(transfer);
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    /// Says goodbye, waits until the peers no longer need this rank, and closes the carrier. Without an error the wait is
+    /// at most the timeout; after one it is short.
+    pub(crate) fn close(&self) {
+        let started = Instant::now();
+        let mut state = self.lock();
+        if state.is_closing {
+            return;
+        }
+        let bound = if state.error.is_some() { GRACE.min(self.setup.timeout) } else { self.setup.timeout };
+        if state.error.is_none() {
+            self.say(&mut state, Kind::Left);
+        }
+        while state.peers.iter().any(|peer| peer.ended.is_none()) {
+            let error_is_known = state.error.is_some();
+            let bound = if error_is_known { bound.min(GRACE) } else { bound };
+            let Some(left) = bound.checked_sub(started.elapsed()) else { break };
+            (state, _) = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.is_closing = true;
+        self.changed.notify_all();
+        drop(state);
+        self.carrier.abort();
+    }
+}
+
+fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name).spawn(work).map_err(|error| {
+        EnvironmentError::new(
+            "starting a thread",
+            error,
+            "has the user reached its limit of processes (ulimit -u)?",
+        )
+        .into()
+    })
+}

@@ -1,0 +1,135 @@
+//! The receiving side of a layer: decoders of replicas, and the shared experts that streams refer to.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use ep_codec::{CallerError, Error, SharedExpert, StreamInfo, Weight, WeightDecoder};
+
+use crate::post::Message;
+
+/// The replicas of one peer's experts in one layer.
+#[derive(Debug)]
+pub(crate) struct Replicas {
+    elements: usize,
+    /// By expert of the peer.
+    decoders: Vec<WeightDecoder>,
+    /// The step of the weights that the replicas hold.
+    pub(crate) step: Option<u64>,
+    /// A message that refers to a shared expert of which parts have not arrived.
+    pub(crate) held: Option<Message>,
+    /// Whether complete weights were asked for and have not arrived.
+    pub(crate) asked: bool,
+}
+
+/// What became of a message.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Decoded<T> {
+    /// The replicas are those of the message's step. With the part of a shared expert, if the message had one.
+    Done(Option<Vec<T>>),
+    /// The message changes weights that the replicas do not hold.
+    LacksBase,
+    /// The message refers to a shared expert that is not known yet.
+    LacksShared,
+}
+
+impl Replicas {
+    pub(crate) fn new(experts: usize, elements: usize) -> Self {
+        let decoders = (0..experts).map(|_| WeightDecoder::new(elements)).collect();
+        Self { elements, decoders, step: None, held: None, asked: false }
+    }
+
+    /// Decodes a message into the replicas `[experts, elements]`, which must hold what the last message left there.
+    ///
+    /// # Errors
+    /// The error of the stream that is wrong.
+    pub(crate) fn decode<T: Weight>(
+        &mut self,
+        message: &Message,
+        shared: &SharedExperts<T>,
+        out: &mut [T],
+    ) -> Result<Decoded<T>, Error> {
+        let mut rest = &message.body[..];
+        for (decoder, replica) in self.decoders.iter_mut().zip(out.chunks_exact_mut(self.elements)) {
+            for _ in 0..message.header.streams {
+                match shared.decode(decoder, rest, replica) {
+                    Ok(info) => rest = &rest[info.bytes..],
+                    Err(Error::Caller(CallerError::OtherBase { .. })) => return Ok(Decoded::LacksBase),
+                    Err(Error::Caller(CallerError::NoShared | CallerError::OtherShared { .. })) => {
+                        return Ok(Decoded::LacksShared);
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        self.step = Some(message.header.step);
+        if rest.is_empty() {
+            return Ok(Decoded::Done(None));
+        }
+        let mut part = vec![T::from_f32(0.0); self.elements];
+        WeightDecoder::new(self.elements).decode(rest, None, &mut part)?;
+        Ok(Decoded::Done(Some(part)))
+    }
+}
+
+/// The shared experts of one layer, by the step in which their parts were sent.
+#[derive(Debug)]
+pub(crate) struct SharedExperts<T> {
+    ranks: usize,
+    /// By step, by position in the domain: the mean of the experts of that rank.
+    parts: BTreeMap<u64, Vec<Option<Vec<T>>>>,
+    /// The newest last.
+    known: VecDeque<SharedExpert<T>>,
+}
+
+impl<T: Weight> SharedExperts<T> {
+    /// Messages on the way may refer to the shared expert before the newest.
+    const KEPT: usize = 3;
+
+    pub(crate) fn new(ranks: usize) -> Self {
+        Self { ranks, parts: BTreeMap::new(), known: VecDeque::new() }
+    }
+
+    pub(crate) fn newest(&self) -> Option<&SharedExpert<T>> {
+        self.known.back()
+    }
+
+    /// Decodes a stream, with the shared expert that it refers to, if it refers to one.
+    fn decode(&self, decoder: &mut WeightDecoder, bytes: &[u8], out: &mut [T]) -> Result<StreamInfo, Error> {
+        let mut decoded = decoder.decode(bytes, self.newest(), out);
+        for older in self.known.iter().rev().skip(1) {
+            if !matches!(decoded, Err(Error::Caller(CallerError::OtherShared { .. }))) {
+                break;
+            }
+            decoded = decoder.decode(bytes, Some(older), out);
+        }
+        decoded
+    }
+
+    /// Adds the part of one rank. When all parts of a step are there, their mean is the newest shared expert.
+    ///
+    /// # Errors
+    /// The mean is not finite.
+    pub(crate) fn add(&mut self, step: u64, position: usize, part: Vec<T>) -> Result<(), Error> {
+        let parts = self.parts.entry(step).or_insert_with(|| vec![None; self.ranks]);
+        parts[position] = Some(part);
+        let Some(all) = parts.iter().map(Option::as_deref).collect::<Option<Vec<&[T]>>>() else {
+            return Ok(());
+        };
+        let mean = SharedExpert::mean_of(&all)?;
+        self.parts.retain(|&other, _| other > step);
+        self.learn(mean);
+        Ok(())
+    }
+
+    /// Makes this shared expert the newest.
+    pub(crate) fn learn(&mut self, shared: SharedExpert<T>) {
+        self.known.push_back(shared);
+        if self.known.len() > Self::KEPT {
+            self.known.pop_front();
+        }
+    }
+
+    /// The shared experts that messages may refer to, oldest first.
+    pub(crate) fn known(&self) -> impl Iterator<Item = &SharedExpert<T>> {
+        self.known.iter()
+    }
+}

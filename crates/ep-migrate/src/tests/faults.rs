@@ -1,0 +1,377 @@
+//! Misuse, lost ranks and hostile peers: every call ends, with an error that names who is at fault.
+
+use std::sync::Arc;
+
+use ep::{Error, PeerFault};
+use ep_codec::WeightEncoder;
+
+use super::*;
+use crate::header::{Header, Kind};
+use crate::replicas::Replicas;
+use crate::{Carrier, Lane, LocalCarrier};
+
+fn exact() -> Settings {
+    settings(WeightCodec::Exact, GradientCodec::Exact)
+}
+
+/// A migration of rank 1 whose only peer, rank 4, is the test.
+fn alone(settings: &Settings) -> (Migration<f32>, LocalCarrier) {
+    let (ranks, network) = (ranks(2), LocalNetwork::new());
+    (start(&network, ranks[0], &ranks, settings), network.carrier(ranks[1]))
+}
+
+fn peer_error(error: Error) -> (u32, PeerFault, String) {
+    match error {
+        Error::Peer(peer) => (peer.peer.0, peer.fault, peer.to_string()),
+        other => panic!("not a peer's fault: {other}"),
+    }
+}
+
+fn weights_of(layer: usize) -> Vec<f32> {
+    vec![0.5; 2 * shape().expert_elements[layer]]
+}
+
+/// A correct message of rank 4 with the weights of a layer.
+fn message(layer: u32, step: u64) -> (Header, Vec<u8>) {
+    let elements = shape().expert_elements[layer as usize];
+    let mut body = Vec::new();
+    for _ in 0..2 {
+        let mut encoder = WeightEncoder::new(WeightCodec::Exact, elements).unwrap();
+        encoder.encode(&vec![0.25; elements], None, &mut body).unwrap();
+    }
+    (header(Kind::Weights, layer, step, &body), body)
+}
+
+fn header(kind: Kind, layer: u32, step: u64, body: &[u8]) -> Header {
+    Header { kind, streams: 1, sender: Rank(4), layer, step, bytes: body.len() as u64, run: 0xE9 }
+}
+
+fn send(carrier: &LocalCarrier, header: Vec<u8>, body: Vec<u8>) {
+    carrier.send(Rank(1), Lane::Headers, Arc::new(header)).unwrap();
+    carrier.send(Rank(1), Lane::Weights, Arc::new(body)).unwrap();
+}
+
+#[test]
+fn a_message_as_the_tests_write_it_is_accepted() {
+    let (migration, peer) = alone(&exact());
+    migration.publish(1, &weights_of(1)).unwrap();
+    let (header, body) = message(1, 0);
+    send(&peer, header.to_bytes(), body);
+    let mut replicas = weights_of(1);
+    assert_eq!(migration.gather(1, &mut replicas).unwrap(), [0]);
+    assert_eq!(replicas, vec![0.25; 258]);
+    peer.abort();
+}
+
+#[test]
+fn what_no_correct_peer_sends_is_refused_and_the_peer_is_named() {
+    type Damage = (&'static str, fn(&mut Header, &mut Vec<u8>));
+    let damages: [Damage; 10] = [
+        ("a message of rank 7", |header, _| header.sender = Rank(7)),
+        ("a message of run 0x1", |header, _| header.run = 1),
+        ("weights of layer 3; there are 3 layers", |header, _| header.layer = 3),
+        ("step 1, where step 0 was due", |header, _| header.step = 1),
+        ("weights of 0 bytes", |header, _| header.bytes = 0),
+        ("at most", |header, _| header.bytes = u64::MAX),
+        ("step 0: ", |_, body| body[100] ^= 1),
+        ("step 0: ", |header, body| {
+            body.truncate(body.len() - 9);
+            header.bytes = body.len() as u64;
+        }),
+        ("step 0: ", |header, _| header.streams = 3),
+        ("step 0: ", |header, body| {
+            // The streams of another layer, which has longer experts.
+            *body = message(0, 0).1;
+            header.bytes = body.len() as u64;
+        }),
+    ];
+    for (expected, damage) in damages {
+        let (migration, peer) = alone(&exact());
+        migration.publish(1, &weights_of(1)).unwrap();
+        let (mut header, mut body) = message(1, 0);
+        damage(&mut header, &mut body);
+        send(&peer, header.to_bytes(), body);
+        let error = migration.gather(1, &mut weights_of(1)).unwrap_err();
+        let (rank, fault, text) = peer_error(error.clone());
+        assert_eq!((rank, fault), (4, PeerFault::Broken), "{text}");
+        assert!(text.contains(expected), "{expected}: {text}");
+        // Every later call returns the same error.
+        assert_eq!(migration.publish(1, &weights_of(1)).unwrap_err(), error);
+        peer.abort();
+    }
+}
+
+#[test]
+fn noise_instead_of_a_header_is_refused() {
+    for noise in [vec![0; 64], vec![0xFF; 64], b"GET / HTTP/1.1\r\n".repeat(4)] {
+        let (migration, peer) = alone(&exact());
+        migration.publish(0, &weights_of(0)).unwrap();
+        send(&peer, noise, vec![]);
+        let (rank, fault, _) = peer_error(migration.gather(0, &mut weights_of(0)).unwrap_err());
+        assert_eq!((rank, fault), (4, PeerFault::Broken));
+        peer.abort();
+    }
+}
+
+#[test]
+fn a_peer_that_sends_nothing_is_late() {
+    let (migration, peer) = alone(&Settings { timeout: Duration::from_millis(100), ..exact() });
+    migration.publish(2, &weights_of(2)).unwrap();
+    let (rank, fault, text) = peer_error(migration.gather(2, &mut weights_of(2)).unwrap_err());
+    assert_eq!((rank, fault), (4, PeerFault::Late));
+    assert!(text.contains("(gather #0)") && text.contains("weights of layer 2 from rank 4"), "{text}");
+    peer.abort();
+}
+
+#[test]
+fn a_body_that_does_not_follow_its_header_makes_the_peer_late() {
+    let (migration, peer) = alone(&Settings { timeout: Duration::from_millis(100), ..exact() });
+    migration.publish(2, &weights_of(2)).unwrap();
+    peer.send(Rank(1), Lane::Headers, Arc::new(message(2, 0).0.to_bytes())).unwrap();
+    let (rank, fault, _) = peer_error(migration.gather(2, &mut weights_of(2)).unwrap_err());
+    assert_eq!((rank, fault), (4, PeerFault::Late));
+    peer.abort();
+}
+
+/// The states in which a rank may be lost: number of calls that it completed.
+const CALLS: usize = 5;
+
+/// Makes the first `calls` calls of a step of one layer.
+fn make_calls(migration: &Migration<f32>, calls: usize) -> Result<(), Error> {
+    let peers = migration.domain().peers().len();
+    let (own, all) = (vec![0.5; 600], vec![0.5; 600 * peers]);
+    for call in 0..calls {
+        match call {
+            0 => migration.publish(0, &own)?,
+            1 => drop(migration.gather(0, &mut all.clone())?),
+            2 => migration.send_gradients(0, &all)?,
+            3 => migration.reduce_gradients(0, &own, &mut own.clone())?,
+            _ => migration.publish(0, &own)?,
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_rank_that_dies_in_any_state_is_named_by_all_others() {
+    for calls in 0..CALLS {
+        let (ranks, network) = (ranks(3), LocalNetwork::new());
+        let errors = on_threads(&ranks, |rank| {
+            let migration = start::<f32>(&network, rank, &ranks, &exact());
+            if rank == ranks[1] {
+                make_calls(&migration, calls).unwrap();
+                // What the end of a process does.
+                network.carrier(rank).abort();
+                std::mem::forget(migration);
+                return None;
+            }
+            // The others go on until they need the lost rank.
+            let error = (0..2).find_map(|_| make_calls(&migration, CALLS - 1).err());
+            Some(peer_error(error.unwrap()))
+        });
+        for (rank, fault, text) in errors.into_iter().flatten() {
+            assert_eq!((rank, fault), (ranks[1].0, PeerFault::Died), "after {calls} calls: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_in_any_state_is_named_by_all_others() {
+    for calls in 0..CALLS - 1 {
+        let (ranks, network) = (ranks(3), LocalNetwork::new());
+        let errors = on_threads(&ranks, |rank| {
+            let migration = start::<f32>(&network, rank, &ranks, &exact());
+            if rank == ranks[1] {
+                make_calls(&migration, calls).unwrap();
+                return None;
+            }
+            let error = (0..2).find_map(|_| make_calls(&migration, CALLS - 1).err());
+            Some(peer_error(error.unwrap()))
+        });
+        for (rank, fault, text) in errors.into_iter().flatten() {
+            assert_eq!((rank, fault), (ranks[1].0, PeerFault::Left), "after {calls} calls: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_fails_tells_the_others_who_is_at_fault() {
+    // Rank 7 waits for rank 4 alone, for a short time. Rank 1 waits for long, and is told.
+    let (ranks, network) = (ranks(3), LocalNetwork::new());
+    let errors = on_threads(&ranks, |rank| {
+        let timeout = Duration::from_millis(if rank == ranks[2] { 100 } else { 60_000 });
+        let migration = start::<f32>(&network, rank, &ranks, &Settings { timeout, ..exact() });
+        if rank == ranks[1] {
+            // Takes part, and publishes nothing.
+            return peer_error(until_given_up(&migration));
+        }
+        migration.publish(0, &weights_of(0)).unwrap();
+        peer_error(migration.gather(0, &mut [0.0; 1200]).unwrap_err())
+    });
+    assert_eq!((errors[2].0, errors[2].1), (4, PeerFault::Late));
+    assert_eq!((errors[0].0, errors[0].1), (4, PeerFault::Late), "{}", errors[0].2);
+    assert!(errors[0].2.contains("and was told by rank"), "{}", errors[0].2);
+    // The rank at fault learns that the others gave up on it, from the first of them.
+    assert!([1, 7].contains(&errors[1].0) && errors[1].1 == PeerFault::Failed, "{}", errors[1].2);
+    assert!(errors[1].2.contains("rank 4 is late"), "{}", errors[1].2);
+}
+
+/// Waits until another rank gives up on this one.
+fn until_given_up(migration: &Migration<f32>) -> Error {
+    loop {
+        if let Err(error) = migration.check() {
+            return error;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn replicas_without_a_base_get_complete_weights() {
+    let (ranks, network) = (ranks(2), LocalNetwork::new());
+    let codec = WeightCodec::Delta { density: 0.1, warm_up: 1 };
+    let settings = settings(codec, GradientCodec::Exact);
+    on_threads(&ranks, |rank| {
+        let migration = start::<f32>(&network, rank, &ranks, &settings);
+        let own = |step: u64| numbers::<f32>([u64::from(rank.0), step, 0, 0], 600);
+        let mut replicas = vec![0.0; 600];
+        let mut untouched = vec![0.0; 600];
+        for step in 0..4 {
+            migration.publish(0, &own(step)).unwrap();
+            if rank == ranks[0] && step == 2 {
+                // This rank loses what it knows of its replicas.
+                migration.forget_replicas(0);
+                replicas.fill(f32::NAN);
+            }
+            migration.gather(0, &mut replicas).unwrap();
+            // What the owner believes that its peers hold.
+            untouched.copy_from_slice(&replicas);
+        }
+        let mirror = migration.mirrors(0);
+        migration.close();
+        (untouched, mirror)
+    })
+    .windows(2)
+    .for_each(|pair| {
+        assert_eq!(pair[0].0, pair[1].1);
+        assert_eq!(pair[1].0, pair[0].1);
+    });
+}
+
+#[test]
+fn a_request_that_no_codec_can_serve_is_refused() {
+    let (migration, peer) = alone(&exact());
+    migration.publish(0, &weights_of(0)).unwrap();
+    peer.send(Rank(1), Lane::Headers, Arc::new(header(Kind::Request, 0, 0, &[]).to_bytes())).unwrap();
+    let (rank, fault, text) = peer_error(migration.gather(0, &mut weights_of(0)).unwrap_err());
+    assert_eq!((rank, fault), (4, PeerFault::Broken));
+    assert!(text.contains("a request for complete weights of layer 0"), "{text}");
+    peer.abort();
+}
+
+#[test]
+fn misuse_is_the_callers_error_and_changes_nothing() {
+    let (ranks, network) = (ranks(1), LocalNetwork::new());
+    let settings = settings(WeightCodec::Int8, GradientCodec::Int8);
+    let migration = start::<f32>(&network, ranks[0], &ranks, &settings);
+    let text = |error: Error| {
+        assert!(matches!(error, Error::Caller(_)), "{error}");
+        error.to_string()
+    };
+    let wrong = text(migration.publish(3, &[0.0; 600]).unwrap_err());
+    assert_eq!(wrong, "layer: expected 2 at most, found 3");
+    let wrong = text(migration.publish(0, &[0.0; 599]).unwrap_err());
+    assert_eq!(wrong, "weights of own experts: expected 600 elements, found 599");
+    let wrong = text(migration.gather(0, &mut []).unwrap_err());
+    assert_eq!(wrong, "gather of layer 0, step 0: publish the layer first");
+    let mut bad = vec![0.5; 600];
+    bad[417] = f32::NAN;
+    let wrong = text(migration.publish(0, &bad).unwrap_err());
+    assert!(wrong.starts_with("weights of layer 0, expert 1 of this rank: "), "{wrong}");
+    assert!(wrong.contains("117"), "{wrong}");
+
+    migration.publish(0, &[0.5; 600]).unwrap();
+    let mut sum = vec![0.0; 600];
+    let wrong = text(migration.reduce_gradients(0, &[0.5; 600], &mut sum).unwrap_err());
+    assert_eq!(wrong, "reduce of layer 0, step 0: call send_gradients first");
+    migration.send_gradients(0, &[]).unwrap();
+    assert!(text(migration.send_gradients(0, &[]).unwrap_err()).contains("publish first"));
+    migration.reduce_gradients(0, &[0.5; 600], &mut sum).unwrap();
+    assert_eq!(sum, [0.5; 600]);
+    assert!(
+        text(migration.reduce_gradients(0, &[0.5; 600], &mut sum).unwrap_err()).contains("publish first")
+    );
+    let wrong = text(migration.save().unwrap_err());
+    assert!(wrong.contains("save when all layers are in the same step"), "{wrong}");
+}
+
+#[test]
+fn a_failed_encoding_does_not_desert_the_replicas() {
+    let (ranks, network) = (ranks(2), LocalNetwork::new());
+    let settings = settings(WeightCodec::Delta { density: 0.1, warm_up: 1 }, GradientCodec::Exact);
+    let results = on_threads(&ranks, |rank| {
+        let migration = start::<f32>(&network, rank, &ranks, &settings);
+        let own = |step: u64| numbers::<f32>([u64::from(rank.0), step, 0, 0], 600);
+        let mut replicas = vec![0.0; 600];
+        for step in 0..3 {
+            if step == 1 {
+                let mut bad = own(9);
+                bad[599] = f32::INFINITY;
+                assert!(matches!(migration.publish(0, &bad), Err(Error::Caller(_))));
+            }
+            migration.publish(0, &own(step)).unwrap();
+            migration.gather(0, &mut replicas).unwrap();
+        }
+        let mirrors = migration.mirrors(0);
+        migration.close();
+        (replicas, mirrors)
+    });
+    assert_eq!(results[0].0, results[1].1);
+    assert_eq!(results[1].0, results[0].1);
+}
+
+#[test]
+fn a_damaged_state_is_refused() {
+    let (ranks, network) = (ranks(1), LocalNetwork::new());
+    let settings = settings(WeightCodec::Delta { density: 0.1, warm_up: 1 }, GradientCodec::Int8);
+    let migration = start::<f32>(&network, ranks[0], &ranks, &settings);
+    for layer in 0..3 {
+        migration.publish(layer, &weights_of(layer)).unwrap();
+    }
+    let saved = migration.save().unwrap();
+    let resume = |saved: &[u8], settings: &Settings| {
+        let domain = Domain::new(ranks[0], &ranks).unwrap();
+        Migration::<f32>::resume(
+            domain,
+            shape(),
+            settings.clone(),
+            Box::new(network.carrier(ranks[0])),
+            saved,
+        )
+        .map(drop)
+        .map_err(|error| error.to_string())
+    };
+    assert_eq!(resume(&saved, &settings), Ok(()));
+    for length in [0, 3, 40, saved.len() - 1] {
+        assert!(resume(&saved[..length], &settings).is_err());
+    }
+    for at in (0..saved.len()).step_by(97) {
+        let mut damaged = saved.clone();
+        damaged[at] ^= 0x10;
+        assert!(resume(&damaged, &settings).is_err(), "byte {at}");
+    }
+    let other = Settings { gradients: GradientCodec::Exact, ..settings };
+    let error = resume(&saved, &other).unwrap_err();
+    assert!(error.contains("gradients int8") && error.contains("gradients exact"), "{error}");
+}
+
+impl Migration<f32> {
+    /// What peers hold of this rank's experts, according to its encoders.
+    fn mirrors(&self, layer: usize) -> Vec<f32> {
+        self.own_mirrors(layer)
+    }
+
+    fn forget_replicas(&self, layer: usize) {
+        self.replace_replicas(layer, Replicas::new(2, shape().expert_elements[layer]));
+    }
+}
