@@ -9,6 +9,7 @@
 //! | `dense` | conversion of a top-k routing to a map and dense probabilities |
 //! | `dlpack` | export of memory to a tensor library |
 //! | `interrupt` | Ctrl-C while an operator waits |
+//! | `migration` | experts between datacenters |
 //! | `errors` | exceptions |
 //! | `cli` | the program `hybrid-ep`, for `python -m hybrid_ep` |
 //!
@@ -26,6 +27,7 @@ mod handle;
 mod host;
 mod interrupt;
 mod join;
+mod migration;
 
 #[pyo3::pymodule]
 mod _native {
@@ -43,6 +45,9 @@ mod _native {
 
     #[pymodule_export]
     use super::join::timeout_of;
+
+    #[pymodule_export]
+    use super::migration::Migration;
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
