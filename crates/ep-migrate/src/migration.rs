@@ -219,11 +219,15 @@ impl<T: Weight> Migration<T> {
             .try_for_each(|peer| self.post.send(peer, call, Kind::Weights, streams, body.clone()))
     }
 
+    /// Whether messages with the weights of a step have a part of the next shared expert.
+    fn has_part(&self, step: u64) -> bool {
+        matches!(self.settings.weights, WeightCodec::Shared { .. })
+            && step.is_multiple_of(self.settings.shared_refresh)
+    }
+
     /// This rank's part of the next shared expert, in the steps in which there is one.
     fn part(&self, layer: usize, step: u64, weights: &[T]) -> Result<Option<SharedExpert<T>>> {
-        let is_due = matches!(self.settings.weights, WeightCodec::Shared { .. })
-            && step.is_multiple_of(self.settings.shared_refresh);
-        if !is_due {
+        if !self.has_part(step) {
             return Ok(None);
         }
         let experts: Vec<&[T]> = weights.chunks_exact(self.shape.expert_elements[layer]).collect();
@@ -297,10 +301,11 @@ impl<T: Weight> Migration<T> {
     ) -> Result<()> {
         let clock = Instant::now();
         let mut shared = lock(&self.layers[call.layer].shared);
-        let decoded = held.decode(&message, &shared, out);
+        let has_part = message.header.kind == Kind::Weights && self.has_part(message.header.step);
+        let decoded = held.decode(&message, has_part, &shared, out);
         self.clocks.decode.fetch_add(clock.elapsed().as_nanos() as u64, Relaxed);
-        let broken = |error: ep_codec::Error| {
-            let found = format!("weights of layer {}, step {}: {error}", call.layer, message.header.step);
+        let broken = |problem: String| {
+            let found = format!("weights of layer {}, step {}: {problem}", call.layer, message.header.step);
             self.post.undecodable(peer, found)
         };
         match decoded.map_err(broken)? {
@@ -308,7 +313,8 @@ impl<T: Weight> Migration<T> {
                 held.asked = false;
                 if let Some(part) = part {
                     let position = self.position(self.domain.peers()[peer]);
-                    shared.add(message.header.step, position, part).map_err(broken)?;
+                    let added = shared.add(message.header.step, position, part);
+                    added.map_err(|error| broken(error.to_string()))?;
                 }
             }
             Decoded::LacksShared => held.held = Some(message),

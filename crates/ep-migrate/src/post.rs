@@ -469,6 +469,11 @@ impl Post {
                 header.bytes
             ));
         }
+        // A message has the streams of a codec, and before them the weights that they change if it is the first of a restart.
+        let most = if header.kind == Kind::Weights { 2 } else { 1 };
+        if !(1..=most).contains(&header.streams) {
+            return broken(format!("{} streams of each expert; {most} at most are possible", header.streams));
+        }
         let mut state = self.lock();
         let next = &mut state.peers[peer].lanes[lane].next_step[layer];
         // Gradients may skip steps without a backward pass; weights are sent in every step.

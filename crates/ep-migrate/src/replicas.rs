@@ -38,15 +38,17 @@ impl Replicas {
     }
 
     /// Decodes a message into the replicas `[experts, elements]`, which must hold what the last message left there.
+    /// `has_part`: whether the message must end with a part of the next shared expert.
     ///
     /// # Errors
-    /// The error of the stream that is wrong.
+    /// What is wrong with the message.
     pub(crate) fn decode<T: Weight>(
         &mut self,
         message: &Message,
+        has_part: bool,
         shared: &SharedExperts<T>,
         out: &mut [T],
-    ) -> Result<Decoded<T>, Error> {
+    ) -> Result<Decoded<T>, String> {
         let mut rest = &message.body[..];
         for (decoder, replica) in self.decoders.iter_mut().zip(out.chunks_exact_mut(self.elements)) {
             for _ in 0..message.header.streams {
@@ -56,17 +58,24 @@ impl Replicas {
                     Err(Error::Caller(CallerError::NoShared | CallerError::OtherShared { .. })) => {
                         return Ok(Decoded::LacksShared);
                     }
-                    Err(error) => return Err(error),
+                    Err(error) => return Err(error.to_string()),
                 }
             }
         }
-        self.step = Some(message.header.step);
-        if rest.is_empty() {
-            return Ok(Decoded::Done(None));
+        let part = if has_part {
+            let mut part = vec![T::from_f32(0.0); self.elements];
+            let decoded = WeightDecoder::new(self.elements).decode(rest, None, &mut part);
+            rest =
+                &rest[decoded.map_err(|error| format!("the mean of the sender's experts: {error}"))?.bytes..];
+            Some(part)
+        } else {
+            None
+        };
+        if !rest.is_empty() {
+            return Err(format!("{} bytes too many", rest.len()));
         }
-        let mut part = vec![T::from_f32(0.0); self.elements];
-        WeightDecoder::new(self.elements).decode(rest, None, &mut part)?;
-        Ok(Decoded::Done(Some(part)))
+        self.step = Some(message.header.step);
+        Ok(Decoded::Done(part))
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use ep::{Error, PeerFault};
 use ep_codec::WeightEncoder;
+use proptest::prelude::*;
 
 use super::*;
 use crate::header::{Header, Kind};
@@ -66,7 +67,7 @@ fn a_message_as_the_tests_write_it_is_accepted() {
 #[test]
 fn what_no_correct_peer_sends_is_refused_and_the_peer_is_named() {
     type Damage = (&'static str, fn(&mut Header, &mut Vec<u8>));
-    let damages: [Damage; 10] = [
+    let damages: [Damage; 13] = [
         ("a message of rank 7", |header, _| header.sender = Rank(7)),
         ("a message of run 0x1", |header, _| header.run = 1),
         ("weights of layer 3; there are 3 layers", |header, _| header.layer = 3),
@@ -78,7 +79,13 @@ fn what_no_correct_peer_sends_is_refused_and_the_peer_is_named() {
             body.truncate(body.len() - 9);
             header.bytes = body.len() as u64;
         }),
-        ("step 0: ", |header, _| header.streams = 3),
+        ("step 0: ", |header, _| header.streams = 2),
+        ("3 streams of each expert", |header, _| header.streams = 3),
+        ("0 streams of each expert", |header, _| header.streams = 0),
+        ("40 bytes too many", |header, body| {
+            body.extend([0; 40]);
+            header.bytes += 40;
+        }),
         ("step 0: ", |header, body| {
             // The streams of another layer, which has longer experts.
             *body = message(0, 0).1;
@@ -98,6 +105,55 @@ fn what_no_correct_peer_sends_is_refused_and_the_peer_is_named() {
         // Every later call returns the same error.
         assert_eq!(migration.publish(1, &weights_of(1)).unwrap_err(), error);
         peer.abort();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+    /// Any change of a correct message is refused, or has the effect of a correct one.
+    #[test]
+    fn a_message_with_any_damage_gives_an_error_or_weights(
+        fields in prop::collection::vec((0..8_usize, any::<u64>()), 0..3),
+        bytes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+        cut in prop::option::of(any::<prop::sample::Index>()),
+        exact_length: bool,
+    ) {
+        let codec = WeightCodec::Delta { density: 0.1, warm_up: 1 };
+        let (migration, peer) = alone(&settings(codec, GradientCodec::Exact));
+        migration.publish(1, &weights_of(1)).unwrap();
+        let (mut header, mut body) = message(1, 0);
+        for (at, byte) in bytes {
+            *at.get_mut(&mut body) ^= byte;
+        }
+        if let Some(cut) = cut {
+            body.truncate(cut.index(body.len()));
+        }
+        header.bytes = body.len() as u64;
+        let kinds = [Kind::Weights, Kind::Resent, Kind::Gradients, Kind::Request, Kind::Left];
+        for (field, value) in fields {
+            let small = (value % 4) as u32;
+            match field {
+                0 => header.kind = kinds[value as usize % kinds.len()],
+                1 => header.kind = Kind::Failure(Rank(small), PeerFault::from_code((value >> 8) as u32 % 9)),
+                2 => header.streams = value as u16,
+                3 => header.sender = Rank(small),
+                4 => header.layer = small,
+                5 => header.step = value % 3,
+                6 => header.run = value,
+                _ if exact_length => {}
+                // A body of another length than announced. The carrier refuses it.
+                _ => header.bytes = value % 4096,
+            }
+        }
+        send(&peer, header.to_bytes(), body);
+        // Nothing follows, so a wait ends at once.
+        peer.abort();
+        let mut replicas = weights_of(1);
+        if let Err(error) = migration.gather(1, &mut replicas) {
+            let is_named = matches!(error, Error::Peer(_) | Error::Environment(_));
+            prop_assert!(is_named, "{}", error);
+            prop_assert!(replicas.iter().all(|weight| weight.is_finite()));
+        }
     }
 }
 
