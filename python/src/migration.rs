@@ -102,6 +102,14 @@ impl Migration {
         self.signals.settle(result.map_err(Failure::from))
     }
 
+    /// Makes the next messages of all layers complete.
+    fn start_over(&self, py: Python<'_>) {
+        py.detach(|| match &self.of {
+            Typed::F32(migration) => migration.start_over(),
+            Typed::Bf16(migration) => migration.start_over(),
+        });
+    }
+
     /// `replicas` is `[peers, experts_per_rank, elements]`. Returns the step of each peer's weights.
     fn gather(&self, py: Python<'_>, layer: usize, replicas: Span) -> Result<Vec<u64>, Failure> {
         let result = py.detach(|| {

@@ -234,6 +234,16 @@ impl<T: Weight> Migration<T> {
         SharedExpert::mean_of(&experts).map(Some).map_err(|error| refused("weights", layer, 0, &error))
     }
 
+    /// Makes the next messages of all layers complete: replicas then equal own experts, apart from the rounding of `int8`. Needed
+    /// with [`WeightCodec::Delta`] only, when replicas lag too far behind; the messages of other codecs are always complete.
+    ///
+    /// A rank may call this alone, because messages say what they are.
+    pub fn start_over(&self) {
+        for publisher in self.owned.iter() {
+            lock(publisher).owned.start_over();
+        }
+    }
+
     /// Waits until the peers' weights of a layer are at most `staleness` steps old, and decodes them into `replicas`. Returns
     /// the step of each peer's weights, in the order of [`Domain::peers`].
     ///

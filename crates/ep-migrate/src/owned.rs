@@ -43,9 +43,14 @@ impl<T: Weight> Owned<T> {
         let encoded = self.encode_all(weights, shared, &mut body);
         if encoded.is_err() {
             // Nothing is sent, so receivers do not have what some encoders have encoded by now.
-            self.encoders.iter_mut().for_each(WeightEncoder::start_over);
+            self.start_over();
         }
         encoded.map(|streams| (body, streams))
+    }
+
+    /// Makes the next streams complete.
+    pub(crate) fn start_over(&mut self) {
+        self.encoders.iter_mut().for_each(WeightEncoder::start_over);
     }
 
     fn encode_all(

@@ -182,6 +182,33 @@ fn a_resumed_run_equals_an_uninterrupted_one() {
 }
 
 #[test]
+fn a_rank_that_starts_over_sends_complete_weights_once() {
+    let (ranks, network) = (ranks(2), LocalNetwork::new());
+    let settings = settings(WeightCodec::Delta { density: 0.01, warm_up: 1 }, GradientCodec::Exact);
+    let far = on_threads(&ranks, |rank| {
+        let migration = start::<f32>(&network, rank, &ranks, &settings);
+        let peer = migration.domain().peers()[0];
+        let mut replicas = vec![0.0; 600];
+        let far = (0..4u64).map(|step| {
+            if step == 2 && rank == ranks[0] {
+                migration.start_over();
+            }
+            // New weights in every step, of which a hundredth travels.
+            let own = |rank: Rank| numbers::<f32>([u64::from(rank.0), step, 0, 0], 600);
+            migration.publish(0, &own(rank)).unwrap();
+            migration.gather(0, &mut replicas).unwrap();
+            replicas.iter().zip(own(peer)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+        });
+        let far: Vec<f32> = far.collect();
+        migration.close();
+        far
+    });
+    let is_near: Vec<Vec<bool>> = far.iter().map(|far| far.iter().map(|&far| far < 0.01).collect()).collect();
+    assert_eq!(is_near[0], [true, false, false, false], "replicas of rank 4");
+    assert_eq!(is_near[1], [true, false, true, false], "replicas of rank 1");
+}
+
+#[test]
 fn stale_replicas_lag_at_most_the_staleness() {
     let (ranks, network) = (ranks(2), LocalNetwork::new());
     let settings = Settings { staleness: 2, ..settings(WeightCodec::Exact, GradientCodec::Exact) };
