@@ -96,8 +96,10 @@ impl Migration {
     /// `weights` is `[experts_per_rank, elements]`.
     fn publish(&self, py: Python<'_>, layer: usize, weights: Span) -> Result<(), Failure> {
         let result = py.detach(|| {
-            // SAFETY: Python has checked the type of the tensor, and keeps it for this call.
-            with_type!(&self.of, migration, W, migration.publish(layer, unsafe { weights.elements::<W>() }))
+            with_type!(&self.of, migration, W, {
+                // SAFETY: Python has checked the type of the tensor, and keeps it for this call.
+                migration.publish(layer, unsafe { weights.elements::<W>() })
+            })
         });
         self.signals.settle(result.map_err(Failure::from))
     }
@@ -113,13 +115,10 @@ impl Migration {
     /// `replicas` is `[peers, experts_per_rank, elements]`. Returns the step of each peer's weights.
     fn gather(&self, py: Python<'_>, layer: usize, replicas: Span) -> Result<Vec<u64>, Failure> {
         let result = py.detach(|| {
-            // SAFETY: Python has checked the type of the tensor, keeps it for this call, and lets nothing else use it.
-            with_type!(
-                &self.of,
-                migration,
-                W,
+            with_type!(&self.of, migration, W, {
+                // SAFETY: Python has checked the type of the tensor, keeps it for this call, and lets nothing else use it.
                 migration.gather(layer, unsafe { replicas.elements_mut::<W>() })
-            )
+            })
         });
         self.signals.settle(result.map_err(Failure::from))
     }
