@@ -117,7 +117,7 @@ impl Processes {
         let (mut peers, mut receivers) = (Vec::new(), Vec::new());
         for (rank, link) in std::mem::take(&mut job.links) {
             let (is_remote, process) = (link.is_remote(), process_handle(&link));
-            let (sender, receiver) = link.split()?;
+            let (sender, receiver) = link.split();
             let sender = Arc::new(Mutex::new(sender));
             let remote = is_remote.then(|| (mirror(rank), Arc::clone(&sender)));
             peers.push(Peer { rank, sender, is_remote, process });

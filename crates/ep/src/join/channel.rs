@@ -190,14 +190,14 @@ impl Channel {
 
     /// Splits the channel into its sending and its receiving direction, for use by different threads.
     #[cfg(target_os = "linux")]
-    pub(super) fn split(self) -> std::io::Result<(Self, Self)> {
+    pub(super) fn split(self) -> (Self, Self) {
         let Self { wire, inward, outward, longest, malformed } = self;
-        let sends = wire.for_sending()?;
+        let sends = wire.for_sending();
         let silent = || Direction::new(Key::of(b"no direction", b""));
-        Ok((
+        (
             Self { wire: sends, inward: silent(), outward, longest, malformed: false },
             Self { wire, inward, outward: silent(), longest, malformed },
-        ))
+        )
     }
 
     /// The descriptor that arrived with the last message.

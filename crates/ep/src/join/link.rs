@@ -7,12 +7,9 @@ use std::time::Duration;
 use super::channel::{Channel, End, Incoming};
 use super::note::{Clock, kind};
 use super::wire::wait;
-use crate::error::{EnvironmentError, Result};
 
 /// Kind of a message on a link, besides `kind::LEFT`, `kind::LOST` and the kinds of `links`.
 pub(super) const MESSAGE: u8 = 17;
-/// Hint for a failed socket or descriptor.
-pub(super) const FILES: &str = "has the process reached its limit of open files (ulimit -n)?";
 
 /// A socket to another rank.
 #[derive(Debug)]
@@ -34,15 +31,12 @@ impl Link {
         self.process
     }
 
-    /// Splits the link into its sending and its receiving direction, for use by different threads.
-    ///
-    /// # Errors
-    /// [`EnvironmentError`] when the process has no descriptor left.
-    pub fn split(self) -> Result<(LinkSender, LinkReceiver)> {
-        let failed = |error| EnvironmentError::new("duplicating the socket of a link", error, FILES);
-        let (sender, receiver) = self.channel.split().map_err(failed)?;
+    /// Splits the link into its sending and its receiving direction, for use by different threads. Both share one
+    /// descriptor, which closes when both are dropped.
+    pub fn split(self) -> (LinkSender, LinkReceiver) {
+        let (sender, receiver) = self.channel.split();
         let process = std::process::id();
-        Ok((LinkSender { channel: sender, has_left: false, process }, LinkReceiver { channel: receiver }))
+        (LinkSender { channel: sender, has_left: false, process }, LinkReceiver { channel: receiver })
     }
 }
 

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use super::channel::{Channel, End, Incoming, is_unreachable};
 use super::handshake::{Claim, Outbound, Progress, Role};
 use super::hub::GRACE_PERIOD;
-use super::link::{FILES, Link, MESSAGE};
+use super::link::{Link, MESSAGE};
 use super::note::{Clock, Loss, kind};
 use super::reception::Reception;
 use super::secret::{Key, Secret, random};
@@ -41,6 +41,8 @@ const LONGEST: usize = 64 << 10;
 /// Pause between attempts to connect.
 const RETRY: Duration = Duration::from_millis(5);
 const WHAT: &str = "its link";
+/// Hint for a failed socket or descriptor.
+const FILES: &str = "has the process reached its limit of open files (ulimit -n)?";
 
 /// The listening socket on which a rank accepts links from its peers.
 #[derive(Debug)]
@@ -514,7 +516,7 @@ mod tests {
     fn halves(links: Result<Links>) -> (LinkSender, LinkReceiver) {
         let (_, link) = links.unwrap().links.pop().unwrap();
         assert!(link.is_remote() && link.process().is_none());
-        link.split().unwrap()
+        link.split()
     }
 
     #[test]
@@ -540,6 +542,22 @@ mod tests {
             }
             other.0.try_send(b"to a rank that is gone");
         }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn both_directions_of_a_link_share_one_descriptor() {
+        use std::os::fd::{AsFd as _, AsRawFd as _};
+        let [one, mut other] = two_machines(|address| address).map(halves);
+        let (sender, mut receiver) = one;
+        assert_eq!(sender.as_fd().as_raw_fd(), receiver.as_fd().as_raw_fd());
+        // It stays open until both directions are dropped.
+        drop(sender);
+        assert!(matches!(other.1.wait(LONG), Some(LinkEvent::Left)));
+        other.0.queue(b"to the receiver");
+        assert!(
+            matches!(receiver.wait(LONG), Some(LinkEvent::Message(body, None)) if body == b"to the receiver")
+        );
     }
 
     #[test]

@@ -630,7 +630,7 @@ fn links_carry_messages_and_descriptors_and_report_their_end() {
         .map(|links| {
             let split = |(peer, link): (Rank, Link)| {
                 assert_eq!(link.process(), Some(std::process::id()));
-                let (sender, receiver) = link.split().unwrap();
+                let (sender, receiver) = link.split();
                 (peer, sender, receiver)
             };
             links.unwrap().links.into_iter().map(split).collect()

@@ -21,14 +21,6 @@ pub(super) enum Socket {
 }
 
 impl Socket {
-    pub(super) fn try_clone(&self) -> std::io::Result<Self> {
-        Ok(match self {
-            Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
-            #[cfg(target_os = "linux")]
-            Self::Unix(stream) => Self::Unix(stream.try_clone()?),
-        })
-    }
-
     fn prepare(&self) -> std::io::Result<()> {
         match self {
             Self::Tcp(stream) => {
@@ -151,7 +143,8 @@ impl Piece {
 /// A socket with its received and unsent bytes.
 #[derive(Debug)]
 pub(super) struct Wire {
-    socket: Socket,
+    /// Shared by the halves of a split connection, so that both take one descriptor.
+    socket: Arc<Socket>,
     /// Received bytes that were not taken.
     incoming: Vec<u8>,
     /// Received descriptors; `None` while this end accepts none.
@@ -186,10 +179,10 @@ impl Failure {
 impl Wire {
     pub(super) fn new(socket: Socket) -> std::io::Result<Self> {
         socket.prepare()?;
-        Ok(Self::with(socket, Failure::default()))
+        Ok(Self::with(Arc::new(socket), Failure::default()))
     }
 
-    fn with(socket: Socket, failure: Failure) -> Self {
+    fn with(socket: Arc<Socket>, failure: Failure) -> Self {
         let (incoming, outgoing) = (Vec::new(), VecDeque::new());
         let (sent, ended, unwritable) = (0, false, false);
         Self { socket, incoming, descriptors: None, outgoing, sent, ended, unwritable, failure }
@@ -197,8 +190,8 @@ impl Wire {
 
     /// A second wire on the same socket. One of the two only sends, and the other only receives.
     #[cfg(target_os = "linux")]
-    pub(super) fn for_sending(&self) -> std::io::Result<Self> {
-        Ok(Self::with(self.socket.try_clone()?, self.failure.clone()))
+    pub(super) fn for_sending(&self) -> Self {
+        Self::with(Arc::clone(&self.socket), self.failure.clone())
     }
 
     /// The error that ended the connection; `None` while it works, and if the other end has closed it.
@@ -316,7 +309,7 @@ impl Wire {
     /// The events to poll for.
     pub(super) fn interest(&self) -> PollFd<'_> {
         let writes = if self.has_unsent() { PollFlags::OUT } else { PollFlags::empty() };
-        PollFd::new(&self.socket, PollFlags::IN | writes)
+        PollFd::new(&*self.socket, PollFlags::IN | writes)
     }
 }
 
