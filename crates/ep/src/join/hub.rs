@@ -10,6 +10,7 @@ use super::channel::{Channel, End, Incoming};
 use super::handshake::{Claim, Role};
 use super::note::{Clock, Loss, REPEAT, kind, rank_bytes};
 use super::reception::Reception;
+use super::spoke::BUFFERED;
 use super::store::{Listener, Store};
 use super::wire::wait;
 use super::{Member, Watch};
@@ -58,6 +59,8 @@ struct Seat {
     leaving: bool,
     /// The rank's blob of the current exchange.
     blob: Option<Vec<u8>>,
+    /// Whether the rank may have long blobs of an earlier exchange to read.
+    is_reading: bool,
 }
 
 impl Seat {
@@ -233,6 +236,10 @@ impl Hub {
                 kind::BLOB if seat.blob.is_none() => {
                     message.drain(..1);
                     seat.blob = Some(message);
+                    // The rank has read all blobs of the earlier exchange before it sent this one.
+                    if let (true, Some(channel)) = (std::mem::take(&mut seat.is_reading), &seat.channel) {
+                        channel.wire().socket().watch(self.network_timeout);
+                    }
                     return;
                 }
                 kind::LEFT => {
@@ -337,7 +344,15 @@ impl Hub {
     }
 
     fn hand_out(&mut self, all: &[Arc<Vec<u8>>], clock: &Clock) -> Result<()> {
-        for channel in self.seats.iter_mut().filter_map(|seat| seat.channel.as_mut()) {
+        // A rank may be late to read. A socket that stays full for the network timeout ends, although the other machine
+        // acknowledges that it is full.
+        let is_long = all.iter().map(|blob| blob.len()).sum::<usize>() > BUFFERED;
+        for seat in &mut self.seats {
+            let Some(channel) = &mut seat.channel else { continue };
+            if is_long {
+                seat.is_reading = true;
+                channel.wire().socket().watch(self.timeout);
+            }
             for blob in all {
                 channel.send_shared(kind::BLOB, blob);
             }

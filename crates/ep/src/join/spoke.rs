@@ -20,8 +20,8 @@ const HUB_GRACE: Duration = Duration::from_millis(500);
 const RETRY: Duration = Duration::from_millis(5);
 const LONGEST_RETRY: Duration = Duration::from_millis(100);
 
-/// The longest blob that a socket's buffers surely hold, bytes.
-const BUFFERED: usize = 16 << 10;
+/// The most bytes that a socket's buffers surely hold.
+pub(super) const BUFFERED: usize = 16 << 10;
 
 const ZERO: Rank = Rank(0);
 const WHAT: &str = "its part of the rendezvous";

@@ -73,6 +73,55 @@ fn a_rank_that_is_late_to_an_exchange_of_long_blobs_is_not_unreachable() {
     });
 }
 
+/// A rank may be slow to read the blobs of an exchange. Its machine is reachable all the time.
+#[test]
+#[cfg(target_os = "linux")]
+#[cfg_attr(miri, ignore = "sockets")]
+fn a_rank_that_is_slow_to_read_long_blobs_is_not_unreachable() {
+    // More than a receive window, which the sender's socket takes whole, and more than both sockets hold.
+    for bytes in [1 << 20, 16 << 20] {
+        read_slowly(bytes);
+    }
+}
+
+/// Runs an exchange of which one rank does not read the blobs for longer than the network timeout.
+#[cfg(target_os = "linux")]
+fn read_slowly(bytes: usize) {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+    let (listener, address) = listener();
+    let network_timeout = Duration::from_millis(500);
+    let member = |rank| Member { network_timeout, ..member(rank, 2, LONG) };
+    let blob = vec![7; bytes];
+    let is_slow = Arc::new(AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| {
+            let mut zero = TcpRendezvous::host(&listener, member(0))?;
+            zero.all_gather(b"")?;
+            let all = zero.all_gather(&blob)?;
+            // An exchange that follows sees whether the connection still is there.
+            zero.all_gather(b"last").map(|_| all)
+        });
+        let interrupt = Interrupt::new({
+            let is_slow = Arc::clone(&is_slow);
+            move || {
+                if is_slow.swap(false, Relaxed) {
+                    std::thread::sleep(8 * network_timeout);
+                }
+                false
+            }
+        });
+        let mut one = TcpRendezvous::join(&address.to_string(), Member { interrupt, ..member(1) }).unwrap();
+        one.all_gather(b"").unwrap();
+        is_slow.store(true, Relaxed);
+        let all = one.all_gather(b"slow").unwrap();
+        assert!(all == [&blob[..], b"slow"]);
+        one.all_gather(b"last").unwrap();
+        assert!(zero.join().unwrap().unwrap() == all);
+        assert!(!is_slow.load(Relaxed), "the rank was not slow");
+    });
+}
+
 /// Whether the other end closes the connection without sending a byte.
 fn is_dropped_unanswered(mut stream: &TcpStream) -> bool {
     stream.set_read_timeout(Some(LONG)).unwrap();
