@@ -31,9 +31,9 @@ const CONTROL_SEGMENT: u64 = 1;
 #[cfg(target_os = "linux")]
 const WINDOW_SEGMENT: u64 = 2;
 pub(crate) const FIRST_ARENA_SEGMENT: u64 = 3;
-/// First line of an introduction. Change it with the format of introductions or of shared memory.
+/// First line of an introduction. Change it with the format of introductions, statuses or shared memory.
 #[cfg(target_os = "linux")]
-const INTRODUCTION: &str = "hybrid-ep host 3";
+const INTRODUCTION: &str = "hybrid-ep host 4";
 
 /// What all other ranks of a rank's machine map when they join.
 pub(crate) struct RankSegments {

@@ -25,7 +25,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::control::{Control, Health};
 use crate::segment::{Segment, SegmentName};
-use crate::status::Status;
+use crate::status_link::StatusLink;
 
 /// The peers' processes; empty when ranks are threads. Clones share one state. Dropping the last clone sends a leave
 /// message to every peer.
@@ -50,10 +50,18 @@ struct Peers {
 #[derive(Debug)]
 struct Peer {
     rank: Rank,
-    sender: Arc<Mutex<LinkSender>>,
-    is_remote: bool,
+    outward: Outward,
     /// A pidfd, readable when the process has ended; `None` for a process in another PID namespace or on another machine.
     process: Option<OwnedFd>,
+}
+
+/// The sending direction of a link.
+#[derive(Debug)]
+enum Outward {
+    /// To a rank of this machine: carries descriptors.
+    Here(Box<Mutex<LinkSender>>),
+    /// To a rank on another machine: carries statuses. The receiver thread counts those that arrive.
+    Elsewhere(Arc<Mutex<StatusLink>>),
 }
 
 /// The receiver thread's end of a link.
@@ -63,7 +71,7 @@ struct Inward {
     /// Whether messages may have arrived. At first they may: while linking, a part of a message was read.
     is_due: bool,
     /// For a rank on another machine: where its status goes, and the other direction of the link.
-    remote: Option<(Control, Arc<Mutex<LinkSender>>)>,
+    remote: Option<(Control, Arc<Mutex<StatusLink>>)>,
 }
 
 /// The state that the receiver thread shares with the workers.
@@ -118,9 +126,13 @@ impl Processes {
         for (rank, link) in std::mem::take(&mut job.links) {
             let (is_remote, process) = (link.is_remote(), process_handle(&link));
             let (sender, receiver) = link.split();
-            let sender = Arc::new(Mutex::new(sender));
-            let remote = is_remote.then(|| (mirror(rank), Arc::clone(&sender)));
-            peers.push(Peer { rank, sender, is_remote, process });
+            let (outward, remote) = if is_remote {
+                let link = Arc::new(Mutex::new(StatusLink::new(sender)));
+                (Outward::Elsewhere(Arc::clone(&link)), Some((mirror(rank), link)))
+            } else {
+                (Outward::Here(Box::new(Mutex::new(sender))), None)
+            };
+            peers.push(Peer { rank, outward, process });
             receivers.push(Inward { rank, receiver, is_due: true, remote });
         }
         let failed =
@@ -143,26 +155,27 @@ impl Processes {
 
     /// Whether `rank` is on another machine.
     pub(crate) fn is_remote(&self, rank: Rank) -> bool {
-        self.remote_peers().any(|peer| peer.rank == rank)
+        let is_elsewhere = |peer: &Peer| matches!(peer.outward, Outward::Elsewhere(_));
+        self.peers().iter().any(|peer| peer.rank == rank && is_elsewhere(peer))
     }
 
-    fn remote_peers(&self) -> impl Iterator<Item = &Peer> {
-        let peers = self.0.as_ref().map_or(&[][..], |this| &this.peers);
-        peers.iter().filter(|peer| peer.is_remote)
+    fn peers(&self) -> &[Peer] {
+        self.0.as_ref().map_or(&[], |this| &this.peers)
     }
 
     /// Sends the status of this rank to the ranks of other machines. Does not wait: a status that a socket has no room
-    /// for is dropped, unless it is the `last` one of this rank.
+    /// for, or that a peer does not read, is dropped, unless it is the `last` one of this rank.
     pub(crate) fn send_status(&self, own: &Control, last: bool) {
         // A message of a forked child would come between those of its parent.
         if self.0.as_ref().is_some_and(|this| this.process != std::process::id()) {
             return;
         }
-        for peer in self.remote_peers() {
-            let mut sender = lock(&peer.sender);
-            // Read under the lock: another thread may send too, and a later message must not have an earlier status.
-            let status = own.status().to_bytes();
-            if last { sender.queue(&status) } else { sender.try_send(&status) }
+        for peer in self.peers() {
+            if let Outward::Elsewhere(link) = &peer.outward {
+                // The status is read under the lock: another thread may send too, and a later message must not have an
+                // earlier status.
+                lock(link).send(own, last);
+            }
         }
     }
 
@@ -190,10 +203,10 @@ impl Processes {
     pub(crate) fn announce(&self, name: SegmentName, file: &OwnedFd) -> Result<()> {
         let Some(this) = &self.0 else { return Ok(()) };
         let body = [name.id.to_le_bytes(), (name.len as u64).to_le_bytes()].concat();
-        for peer in this.peers.iter().filter(|peer| !peer.is_remote) {
+        for peer in &this.peers {
+            let Outward::Here(sender) = &peer.outward else { continue };
             let start = Instant::now();
-            let mut sender = lock(&peer.sender);
-            let sent = sender.send(&body, Some(file.as_fd()), this.stall_bound);
+            let sent = lock(sender).send(&body, Some(file.as_fd()), this.stall_bound);
             if sent.is_err_and(|error| error.kind() == std::io::ErrorKind::TimedOut) {
                 let waited_for = "it to accept a descriptor of memory";
                 let fault = PeerFault::Stalled;
@@ -262,8 +275,7 @@ impl Processes {
 
     /// The ranks whose process has ended, or whose link has ended without a leave message, and why.
     pub(crate) fn lost(&self) -> impl Iterator<Item = (Rank, PeerFault)> {
-        let this = self.0.as_deref();
-        let peers: &[Peer] = this.map_or(&[], |this| &this.peers);
+        let (this, peers) = (self.0.as_deref(), self.peers());
         let watched: Vec<&OwnedFd> = peers.iter().filter_map(|peer| peer.process.as_ref()).collect();
         let mut fds: Vec<PollFd<'_>> = watched.iter().map(|fd| PollFd::new(*fd, PollFlags::IN)).collect();
         if !fds.is_empty() {
@@ -285,7 +297,7 @@ impl Processes {
     }
 }
 
-fn lock(sender: &Mutex<LinkSender>) -> MutexGuard<'_, LinkSender> {
+fn lock<T>(sender: &Mutex<T>) -> MutexGuard<'_, T> {
     sender.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -335,16 +347,19 @@ fn receive_some(shared: &Shared, inward: &mut Inward) -> bool {
         // No bytes beyond a message are read, so that the socket stays readable while more messages are there.
         let Some(received) = receiver.receive() else { return true };
         let fault = match (received, &*remote) {
-            (LinkEvent::Message(body, _), Some((mirror, _))) => match Status::from_bytes(&body) {
-                Some(status) => {
-                    // The lock orders the status before the next look of a thread that waits for news.
-                    let _arrivals = shared.arrivals();
-                    mirror.mirror(&status);
-                    shared.changed.notify_all();
-                    continue;
+            (LinkEvent::Message(body, _), Some((mirror, link))) => {
+                let status = lock(link).receive(&body);
+                match status {
+                    Some(status) => {
+                        // The lock orders the status before the next look of a thread that waits for news.
+                        let _arrivals = shared.arrivals();
+                        mirror.mirror(&status);
+                        shared.changed.notify_all();
+                        continue;
+                    }
+                    None => PeerFault::Broken,
                 }
-                None => PeerFault::Broken,
-            },
+            }
             (LinkEvent::Message(body, file), None) => {
                 if let Some((name, segment)) = map_announced(&body, file) {
                     shared.arrivals().segments.entry((*rank, name.id)).or_insert(segment);
@@ -358,12 +373,12 @@ fn receive_some(shared: &Shared, inward: &mut Inward) -> bool {
         };
         match (fault, &*remote) {
             (PeerFault::Left, None) => {}
-            (PeerFault::Left, Some((mirror, sender))) => {
+            (PeerFault::Left, Some((mirror, link))) => {
                 if mirror.health() == Health::Alive {
                     mirror.set_health(Health::Left);
                 }
                 // The peer waits for the end of this direction.
-                lock(sender).leave();
+                lock(link).leave();
             }
             _ => shared.lost[rank.index()].store(fault.code(), Relaxed),
         }
@@ -390,7 +405,12 @@ impl Drop for Peers {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         if self.process == std::process::id() {
-            self.peers.iter().for_each(|peer| lock(&peer.sender).leave());
+            for peer in &self.peers {
+                match &peer.outward {
+                    Outward::Here(sender) => lock(sender).leave(),
+                    Outward::Elsewhere(link) => lock(link).leave(),
+                }
+            }
             self.stop = None;
             // The rank ends too, and the thread has printed its panic, if it had one.
             let _ = thread.join();
@@ -425,6 +445,14 @@ mod tests {
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         })
+    }
+
+    /// The sender of the link to the first peer.
+    fn to_peer(processes: &Processes) -> MutexGuard<'_, LinkSender> {
+        match &processes.peers()[0].outward {
+            Outward::Here(sender) => lock(sender),
+            Outward::Elsewhere(_) => unreachable!("all ranks are on one machine"),
+        }
     }
 
     #[test]
@@ -500,8 +528,7 @@ mod tests {
         }
         // A body that is too short, a message without a descriptor, and a number that was announced before.
         let sender = |body: &[u8]| {
-            let peers = all[0].0.as_ref().unwrap();
-            peers.peers[0].sender.lock().unwrap().send(body, None, LONG).unwrap();
+            to_peer(&all[0]).send(body, None, LONG).unwrap();
         };
         sender(&[9; 3]);
         sender(&[20u64.to_le_bytes(), 4096u64.to_le_bytes()].concat());
@@ -527,8 +554,7 @@ mod tests {
         // The system closes the sockets of a process that is killed; no leave message is sent.
         let other = all.pop().unwrap();
         {
-            let sender = other.0.as_ref().unwrap().peers[0].sender.lock().unwrap();
-            rustix::net::shutdown(&*sender, rustix::net::Shutdown::Both).unwrap();
+            rustix::net::shutdown(&*to_peer(&other), rustix::net::Shutdown::Both).unwrap();
         }
         let error = all[0].find(Rank(1), SegmentName { id: 1, len: 1 }).unwrap_err().to_string();
         assert!(error.starts_with("rank 1 died"), "{error}");

@@ -87,10 +87,15 @@ impl LinkSender {
 
     /// Sends a message if the socket has room for it now, else drops it. No error if the peer has closed the link.
     pub fn try_send(&mut self, body: &[u8]) {
-        self.channel.wire_mut().flush();
-        if !self.channel.wire().has_unsent() {
+        if self.has_room() {
             self.queue(body);
         }
+    }
+
+    /// Whether the socket has taken all earlier messages.
+    pub fn has_room(&mut self) -> bool {
+        self.channel.wire_mut().flush();
+        !self.channel.wire().has_unsent()
     }
 
     /// Sends a message, of which the socket may have room for a part only. The rest follows with the next message, or when
