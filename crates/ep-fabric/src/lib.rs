@@ -15,6 +15,7 @@
 //! | `blob` | the bytes by which peers reach a window |
 //! | `library` | loading, versions, texts of errors |
 //! | `sys` | declarations of the C interface |
+//! | `testing` | for tests: whether the library is installed |
 
 mod blob;
 mod endpoint;
@@ -24,6 +25,8 @@ mod leftovers;
 mod library;
 #[allow(unreachable_pub, missing_docs)]
 mod sys;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 use std::path::{Path, PathBuf};
 

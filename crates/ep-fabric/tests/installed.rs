@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use common::{Access, Reorder, conform, ends, installed, open_with, options, rail, signal_only};
+use common::{Access, Reorder, conform, ends, open_with, options, rail, signal_only};
 use ep::conformance::{End, TRANSPORT_LIMITS, check_transport};
 use ep::{Error, Posted};
 use ep_fabric::Options;
+use ep_fabric::testing::installed;
 
 /// Providers of ranks on one machine.
 const PROVIDERS: [&str; 2] = ["tcp", "shm"];

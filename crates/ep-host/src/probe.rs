@@ -220,12 +220,7 @@ mod tests {
     fn probes() -> Option<Vec<RailProbe>> {
         let mut config = Config::default();
         config.host.transport.engine = "tcp".into();
-        config.host.transport.libfabric = std::env::var_os("HYBRID_EP_LIBFABRIC").map(Into::into);
-        if let Err(error) = ep_fabric::providers(config.host.transport.libfabric.as_deref()) {
-            assert_ne!(std::env::var("HYBRID_EP_REQUIRE_LIBFABRIC").as_deref(), Ok("1"), "{error}");
-            eprintln!("SKIPPED: {error}");
-            return None;
-        }
+        config.host.transport.libfabric = ep_fabric::testing::installed()?;
         let meetings = ThreadRendezvous::new(2, Duration::from_secs(60));
         std::thread::scope(|scope| {
             let config = &config;

@@ -200,20 +200,12 @@ fn suite_with_streaming_stores() {
     check_suite(&config);
 }
 
-/// The settings for an engine of libfabric; `None`, with a message, where the library is not installed.
-/// `HYBRID_EP_REQUIRE_LIBFABRIC=1` makes that a failure.
+/// The settings for an engine of libfabric; `None` where the library is not installed.
 #[cfg(feature = "fabric")]
 fn over(provider: &str, mut config: Config) -> Option<Config> {
     config.host.transport.engine = provider.into();
-    config.host.transport.libfabric = std::env::var_os("HYBRID_EP_LIBFABRIC").map(Into::into);
-    match ep_fabric::providers(config.host.transport.libfabric.as_deref()) {
-        Ok(_) => Some(config),
-        Err(error) if std::env::var("HYBRID_EP_REQUIRE_LIBFABRIC").as_deref() == Ok("1") => panic!("{error}"),
-        Err(error) => {
-            eprintln!("SKIPPED: {error}");
-            None
-        }
-    }
+    config.host.transport.libfabric = ep_fabric::testing::installed()?;
+    Some(config)
 }
 
 #[test]

@@ -513,21 +513,11 @@ mod processes {
         }
     }
 
-    /// Whether libfabric is installed. `HYBRID_EP_REQUIRE_LIBFABRIC=1` makes its absence a failure.
-    #[cfg(feature = "fabric")]
-    fn has_libfabric() -> bool {
-        let library = std::env::var_os("HYBRID_EP_LIBFABRIC");
-        let Err(error) = ep_fabric::providers(library.as_deref().map(Path::new)) else { return true };
-        assert_ne!(std::env::var("HYBRID_EP_REQUIRE_LIBFABRIC").as_deref(), Ok("1"), "{error}");
-        println!("skipped: {error}");
-        false
-    }
-
     /// The provider `shm` leaves a file when its process is killed.
     #[test]
     #[cfg(feature = "fabric")]
     fn a_rank_that_is_killed_over_shm_is_named_and_leaves_no_file() {
-        if !has_libfabric() {
+        if ep_fabric::testing::installed().is_none() {
             return;
         }
         let directory = std::env::temp_dir().join(format!("hybrid-ep-shm-{}", std::process::id()));
@@ -549,7 +539,7 @@ mod processes {
     #[test]
     #[cfg(feature = "fabric")]
     fn a_rank_that_is_lost_on_another_machine_is_named_with_its_machine() {
-        if !has_libfabric() {
+        if ep_fabric::testing::installed().is_none() {
             return;
         }
         for (ranks, domains, victim) in [(2, 2, 0), (4, 2, 3), (4, 4, 1)] {

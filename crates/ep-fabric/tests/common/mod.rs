@@ -137,20 +137,6 @@ pub fn conform(
     })
 }
 
-/// The library that `HYBRID_EP_LIBFABRIC` names, or the system's. `None`, with a message, when there is none; a panic
-/// where `HYBRID_EP_REQUIRE_LIBFABRIC=1`.
-pub fn installed() -> Option<Option<PathBuf>> {
-    let path = std::env::var_os("HYBRID_EP_LIBFABRIC").map(PathBuf::from);
-    match ep_fabric::providers(path.as_deref()) {
-        Ok(_) => Some(path),
-        Err(error) if std::env::var("HYBRID_EP_REQUIRE_LIBFABRIC").as_deref() == Ok("1") => panic!("{error}"),
-        Err(error) => {
-            eprintln!("SKIPPED: {error}");
-            None
-        }
-    }
-}
-
 pub fn options(provider: &str, library: Option<PathBuf>) -> Options {
     Options { provider: provider.into(), library, ..Options::default() }
 }
