@@ -4,13 +4,14 @@
 //! little-endian), then one code per element (i8). In f32, each operation rounded to nearest, ties to even:
 //!
 //! ```text
-//!  scale = absmax of the block / 127
-//!  code  = round(x / scale), an integer in -127 ..= 127; 0 where scale is 0
-//!  value = code * scale, limited to the finite numbers of the type
+//!  scale = absmax of the block / 127; 0 if that is subnormal, 2.67938839e36 if it is more
+//!  code  = round(x * (1 / scale)), an integer in -127 ..= 127; 0 where scale is 0
+//!  value = code * scale
 //! ```
 //!
-//! Zeros decode to zeros. A scale is 0 if the block is zeros or subnormals below 64 units of the smallest one. Other subnormal
-//! scales have few bits: there x / scale may exceed 127, and the code is 127.
+//! Zeros decode to zeros, and so do blocks whose absmax is below 1.5e-36, where 1 / scale could overflow. The upper limit of a
+//! scale, one unit in the last place below f32::MAX / 127, keeps 127 * scale finite. A code of -128, which no encoder writes, decodes to the
+//! largest finite number of the type if it would overflow.
 
 use rayon::prelude::*;
 
@@ -81,7 +82,7 @@ pub(crate) fn encode_carrying<T: Weight>(gradient: &[T], carry: &mut [f32], payl
 pub(crate) fn check<T: Weight>(payload: &[u8], elements: usize) -> Result<(), Corruption> {
     let (scales, _) = payload.split_at(scale_bytes(elements));
     let (scales, _) = scales.as_chunks::<SCALE>();
-    let limit = T::LARGEST / 127.0;
+    let limit = (T::LARGEST / 127.0).min(LARGEST_SCALE);
     let is_right = |&scale: &[u8; SCALE]| (0.0..=limit).contains(&f32::from_le_bytes(scale));
     match scales.iter().position(|scale| !is_right(scale)) {
         None => Ok(()),
@@ -93,7 +94,7 @@ pub(crate) fn check<T: Weight>(payload: &[u8], elements: usize) -> Result<(), Co
 pub(crate) fn decode<T: Weight>(payload: &[u8], out: &mut [T]) {
     for_each_block(payload, out, |out: &mut [T], scale, codes| {
         for (out, &code) in out.iter_mut().zip(codes) {
-            *out = T::from_f32(value::<T>(code, scale));
+            *out = T::from_finite(value::<T>(code, scale));
         }
     });
 }
@@ -140,18 +141,19 @@ fn encode_block<T: Weight>(elements: &[T], scale: &mut [u8; SCALE], codes: &mut 
 
 #[inline(always)]
 fn encode_elements<T: Weight>(elements: &[T], scale: &mut [u8; SCALE], codes: &mut [u8]) -> u32 {
-    // Magnitudes have the order of their bits. Signed integers, because SSE2 cannot compare unsigned ones.
-    let magnitude = |element: &T| (element.to_f32().to_bits() & 0x7FFF_FFFF) as i32;
-    let absmax = elements.iter().map(magnitude).fold(0, i32::max) as u32;
-    let unit = f32::from_bits(absmax) / 127.0;
+    let absmax = T::absmax_bits(elements);
+    let unit = (f32::from_bits(absmax) / 127.0).min(LARGEST_SCALE);
+    let (unit, inverse) = if unit >= f32::MIN_POSITIVE { (unit, 1.0 / unit) } else { (0.0, 0.0) };
     *scale = unit.to_le_bytes();
-    // In a block whose scale is 0, all magnitudes are far below 1 and give the code 0.
-    let divisor = if unit > 0.0 { unit } else { 1.0 };
+    // A product exceeds 127 by less than 0.001, so that no code does.
     for (code, &element) in codes.iter_mut().zip(elements) {
-        *code = round((element.to_f32() / divisor).clamp(-127.0, 127.0)) as u8;
+        *code = round(element.to_f32() * inverse) as u8;
     }
     absmax
 }
+
+/// The largest scale: 127 times it is finite.
+const LARGEST_SCALE: f32 = (f32::MAX / 127.0).next_down();
 
 /// Rounds to nearest, ties to even. Requires a magnitude below 2^22.
 #[inline(always)]
