@@ -217,7 +217,7 @@ pub(crate) fn seal(stream: &mut [u8], about: Header) -> StreamInfo {
 /// Makes damaged bytes pass the checks of the header: magic, version, lengths, fingerprint and checksum. Without it,
 /// the checksum would reject random bytes before the code that fuzzing shall reach. Bytes shorter than a header are
 /// left unchanged.
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub fn reseal(stream: &mut [u8], base: u64) {
     let Some((header, payload)) = stream.split_first_chunk_mut::<HEADER>() else { return };
