@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::error::Error;
 use std::fs;
 
-use ep_fuzz::expected;
-use ep_codec::SharedExpert;
 use ep_codec::residual::{Encoder, Format, IndexFormat, Selection, ValueFormat};
+use ep_codec::{GradientEncoder, SharedExpert, WeightDecoder, WeightEncoder};
+use ep_fuzz::expected;
 use ep_host::fuzzing::slot_of;
 use safetensors::tensor::{Dtype, TensorView};
 
@@ -98,6 +98,39 @@ fn codec() -> Result<(), Box<dyn Error>> {
             write("codec", &format!("weights-{i}{v}"), &plain)?;
         }
     }
+    codecs(&weights)?;
+    Ok(())
+}
+
+/// Streams of all codecs, numbers to encode step by step, and states.
+fn codecs(weights: &[f32]) -> Result<(), Box<dyn Error>> {
+    let shared = SharedExpert::from_weights(vec![1.0; weights.len()])?;
+    let halves: Vec<u16> = weights.iter().map(|&weight| ep::numeric::f32_to_bf16(weight)).collect();
+    for name in ["exact", "int8", "shared:0.2", "delta:0.2"] {
+        let mut encoder = WeightEncoder::new(name.parse()?, weights.len())?;
+        let mut stream = vec![4];
+        encoder.encode(weights, Some(&shared), &mut stream)?;
+        if name.starts_with("delta") {
+            // The second stream has changes.
+            stream.truncate(1);
+            encoder.encode(shared.weights(), None, &mut stream)?;
+            write("codec", "state-encoder", &[&[7], &encoder.save()[..]].concat())?;
+        }
+        let (kind, _) = name.split_once(':').unwrap_or((name, ""));
+        write("codec", &format!("stream-{kind}"), &stream)?;
+    }
+    for name in ["exact", "int8", "topk:0.2"] {
+        let mut encoder = GradientEncoder::new(name.parse()?, weights.len())?;
+        let mut stream = vec![5];
+        encoder.encode(&halves, &mut stream)?;
+        let (kind, _) = name.split_once(':').unwrap_or((name, ""));
+        write("codec", &format!("gradient-{kind}"), &stream)?;
+        write("codec", &format!("state-{kind}"), &[&[7], &encoder.save()[..]].concat())?;
+    }
+    write("codec", "state-decoder", &[&[7], &WeightDecoder::new(40).save()[..]].concat())?;
+    let mut steps = vec![6, 50, 0, 13];
+    steps.extend(weights.iter().flat_map(|weight| weight.to_le_bytes()));
+    write("codec", "steps", &steps)?;
     Ok(())
 }
 
