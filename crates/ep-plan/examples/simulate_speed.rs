@@ -26,6 +26,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             round_trip_s: 10e-6,
             bandwidth_gbit_per_s: 400.0,
             sharing: Sharing::PerGpu,
+            site_members: Vec::new(),
+            site_bandwidth_gbit_per_s: Vec::new(),
             efficiency: 1.0,
             loss: 0.0,
             flows: 1,

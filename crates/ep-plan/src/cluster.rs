@@ -1,6 +1,10 @@
 //! The cluster: levels of links, outermost first, and the GPUs that they connect.
 
+mod sites;
+
 use serde::{Deserialize, Serialize};
+
+pub use sites::Site;
 
 use crate::error::{PlanError, Result, count, number};
 use crate::limits;
@@ -24,16 +28,25 @@ pub struct ClusterDescription {
 pub struct LevelDescription {
     /// Name of the links, for reports: "wan", "rail", "nvlink".
     pub name: String,
-    /// Members of the level: datacenters of the cluster, nodes of a datacenter, or GPUs of a node.
+    /// Members of the level: datacenters of the cluster, nodes of a datacenter, or GPUs of a node. With `site_members`,
+    /// the largest of them.
     pub scaling_factor: usize,
+    /// Members of the level in each site, if sites are unequal. A site is a member of the outermost level. Only the
+    /// second level may have such a list. Empty: all sites have `scaling_factor` members.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub site_members: Vec<usize>,
     /// Time that a sender spends to start one message, in addition to the time for its bytes, seconds.
     #[serde(default)]
     pub alpha_s: f64,
     /// Round-trip time between two members, seconds. An exchange ends when its last acknowledgement has arrived.
     #[serde(default)]
     pub round_trip_s: f64,
-    /// Bandwidth of one link in each direction, Gbit/s.
+    /// Bandwidth of one link in each direction, Gbit/s. With `site_bandwidth_gbit_per_s`, the least of them.
     pub bandwidth_gbit_per_s: f64,
+    /// Bandwidth of a link of each site, Gbit/s, if they are unequal: at the outermost level of the site's uplink, at
+    /// inner levels of the links inside the site. Empty: all links have `bandwidth_gbit_per_s`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub site_bandwidth_gbit_per_s: Vec<f64>,
     /// The GPUs that share one link.
     #[serde(default)]
     pub sharing: Sharing,
@@ -68,10 +81,48 @@ pub fn flow_rate(round_trip_s: f64, loss: f64) -> Option<BytesPerSecond> {
 }
 
 impl LevelDescription {
-    /// The bandwidth of one link that transfers reach: `min(bandwidth * efficiency, flows * flow rate)`.
+    /// The bandwidth of one link that transfers reach: `min(bandwidth * efficiency, flows * flow rate)`. With unequal
+    /// links, that of the slowest.
     pub fn reached(&self) -> BytesPerSecond {
-        let link = BytesPerSecond::from_gbit_per_s(self.bandwidth_gbit_per_s) * self.efficiency;
+        self.reached_of(self.bandwidth_gbit_per_s)
+    }
+
+    /// What transfers reach of a link with this bandwidth.
+    fn reached_of(&self, bandwidth_gbit_per_s: f64) -> BytesPerSecond {
+        let link = BytesPerSecond::from_gbit_per_s(bandwidth_gbit_per_s) * self.efficiency;
         flow_rate(self.round_trip_s, self.loss).map_or(link, |flow| link.min(flow * self.flows as f64))
+    }
+
+    /// Sets the members of every site; of one, if all are equal.
+    ///
+    /// `members` must not be empty.
+    pub fn set_members(&mut self, members: &[usize]) {
+        self.scaling_factor = members.iter().copied().max().unwrap_or(self.scaling_factor);
+        let unequal = members.iter().any(|&count| count != self.scaling_factor);
+        self.site_members = if unequal { members.to_vec() } else { Vec::new() };
+    }
+
+    /// Sets the bandwidth of the links of every site, Gbit/s; of one, if all are equal.
+    ///
+    /// `bandwidths` must not be empty.
+    pub fn set_bandwidths(&mut self, bandwidths: &[f64]) {
+        self.bandwidth_gbit_per_s =
+            bandwidths.iter().copied().reduce(f64::min).unwrap_or(self.bandwidth_gbit_per_s);
+        let unequal = bandwidths.iter().any(|&rate| rate != self.bandwidth_gbit_per_s);
+        self.site_bandwidth_gbit_per_s = if unequal { bandwidths.to_vec() } else { Vec::new() };
+    }
+}
+
+impl ClusterDescription {
+    /// Number of GPUs.
+    pub fn gpus(&self) -> usize {
+        let inside = |from: usize| -> usize {
+            self.levels.get(from..).unwrap_or_default().iter().map(|level| level.scaling_factor).product()
+        };
+        match self.levels.get(1).filter(|level| !level.site_members.is_empty()) {
+            Some(level) => level.site_members.iter().sum::<usize>() * inside(2),
+            None => inside(0),
+        }
     }
 }
 
@@ -103,17 +154,23 @@ pub struct GpuDescription {
 }
 
 /// A checked cluster. Every number is inside its bounds of [`limits`].
+///
+/// If sites are unequal, they divide into equal *parts*, and the parts are the members of the outermost level: sites of
+/// 8, 8 and 4 nodes are two, two and one parts of 4 nodes, and their [`scaling_factors`](Self::scaling_factors) begin
+/// with 5 and 4. `docs/step-model.md` has the rules.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "ClusterDescription", into = "ClusterDescription")]
 pub struct Cluster {
     description: ClusterDescription,
+    /// The levels of a part, each with the slowest links of all sites.
     levels: Vec<Level>,
+    sites: Vec<Site>,
 }
 
 /// One checked level.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Level {
-    /// `SF_l`: members of the level.
+    /// `SF_l`: members of the level; of unequal sites, those of a part.
     pub scaling_factor: usize,
     /// Time to start one message, in addition to the time for its bytes.
     pub alpha: Seconds,
@@ -142,9 +199,10 @@ impl TryFrom<ClusterDescription> for Cluster {
         }
         count("number of levels", found, limits::LEVELS)?;
         let mut levels = Vec::with_capacity(found);
-        let mut inside = 1usize; // GPUs of one member of the current level
-        for level in description.levels.iter().rev() {
+        let mut inside = 1usize; // GPUs of one member of the current level; of one part, outside unequal members
+        for (index, level) in description.levels.iter().enumerate().rev() {
             let what = |quantity: &str| format!("{quantity} of level '{}'", level.name);
+            sites::check_lists(&description, index)?;
             count(what("scaling_factor"), level.scaling_factor, limits::MEMBERS)?;
             number(what("bandwidth_gbit_per_s"), level.bandwidth_gbit_per_s, limits::LINK_GBIT_PER_S)?;
             number(what("efficiency"), level.efficiency, limits::EFFICIENCY)?;
@@ -155,8 +213,9 @@ impl TryFrom<ClusterDescription> for Cluster {
                 Sharing::PerMember => inside,
                 Sharing::Gpus(gpus) => count(what("GPUs that share a link"), gpus, limits::GPUS)?,
             };
+            let scaling_factor = sites::members_of_part(&description, index);
             levels.push(Level {
-                scaling_factor: level.scaling_factor,
+                scaling_factor,
                 alpha: Seconds(number(what("alpha_s"), level.alpha_s, limits::SECONDS)?),
                 round_trip: Seconds(number(what("round_trip_s"), level.round_trip_s, limits::SECONDS)?),
                 link_bandwidth: level.reached(),
@@ -165,7 +224,7 @@ impl TryFrom<ClusterDescription> for Cluster {
             // Both factors are bounded, so their product cannot overflow.
             inside = count(
                 what("number of GPUs, from the innermost to here,"),
-                inside * level.scaling_factor,
+                inside * scaling_factor,
                 limits::GPUS,
             )?;
         }
@@ -173,7 +232,9 @@ impl TryFrom<ClusterDescription> for Cluster {
         number("sustained_tflops of the GPU", description.gpu.sustained_tflops, limits::TFLOPS)?;
         number("memory_gb of the GPU", description.gpu.memory_gb, limits::MEMORY_GB)?;
         number("hbm_gb_per_s of the GPU", description.gpu.hbm_gb_per_s, limits::MEMORY_GB_PER_S)?;
-        Ok(Self { description, levels })
+        let sites = sites::sites(&description, &levels);
+        let levels = sites::slowest(&levels, &sites);
+        Ok(Self { description, levels, sites })
     }
 }
 
@@ -224,20 +285,6 @@ impl Cluster {
         BytesPerSecond::from_gb_per_s(self.description.gpu.hbm_gb_per_s)
     }
 
-    /// A part of the cluster with this many members of each level. Its links are shared by as many GPUs as before,
-    /// because the rest of the cluster uses them too.
-    ///
-    /// # Errors
-    /// [`PlanError::Count`] when a number of members is 0.
-    pub(crate) fn group(&self, members: &[usize]) -> Result<Self> {
-        let mut description = self.description.clone();
-        for ((level, at), &members) in description.levels.iter_mut().zip(&self.levels).zip(members) {
-            level.scaling_factor = members;
-            level.sharing = Sharing::Gpus(at.gpus_per_link);
-        }
-        description.try_into()
-    }
-
     /// The cluster with narrower links where more GPUs share a link than a member has: each GPU has the bandwidth that it
     /// has while GPUs outside this cluster use the link too. A simulation of a part of a cluster needs this.
     ///
@@ -255,24 +302,6 @@ impl Cluster {
             }
             inside *= level.scaling_factor;
         }
-        description.try_into()
-    }
-
-    /// The same cluster with another link bandwidth at one level, of which transfers reach what efficiency and loss
-    /// leave.
-    ///
-    /// # Errors
-    /// [`PlanError::Index`] when the level does not exist, [`PlanError::Quantity`] when the bandwidth is outside
-    /// [`limits::LINK_GBIT_PER_S`].
-    pub fn with_bandwidth(&self, level: usize, link_bandwidth: BytesPerSecond) -> Result<Self> {
-        let mut description = self.description.clone();
-        let count = description.levels.len();
-        let at = description.levels.get_mut(level).ok_or(PlanError::Index {
-            what: "level",
-            index: level,
-            count,
-        })?;
-        at.bandwidth_gbit_per_s = link_bandwidth.as_gbit_per_s();
         description.try_into()
     }
 }

@@ -150,6 +150,30 @@ pub enum PlanError {
         /// Memory of a GPU.
         device: Bytes,
     },
+    /// A list with one entry per site does not fit the cluster.
+    #[error("level '{level}' {what}; possible: {needed}")]
+    Sites {
+        /// Name of the level.
+        level: String,
+        /// What is wrong.
+        what: String,
+        /// What would be possible.
+        needed: String,
+    },
+    /// Sites are unequal, and something needs equal ones.
+    #[error(
+        "{what} needs equal sites, and level '{level}' has {members} members in them; possible: {possible}"
+    )]
+    Unequal {
+        /// What needs equal sites.
+        what: &'static str,
+        /// Name of the level with unequal numbers of members.
+        level: String,
+        /// Its members in each site, as text.
+        members: String,
+        /// What would be possible.
+        possible: &'static str,
+    },
     /// Forward passes alone have no optimizer step.
     #[error("forward passes have no optimizer step to compare; possible: work = training, setting = full")]
     Forward,

@@ -139,6 +139,8 @@ pub fn datacenters(
         round_trip_s,
         bandwidth_gbit_per_s: uplink_gbit_per_s,
         sharing: Sharing::PerMember,
+        site_members: Vec::new(),
+        site_bandwidth_gbit_per_s: Vec::new(),
         efficiency: 1.0,
         loss: 0.0,
         flows: 1,
@@ -174,6 +176,8 @@ fn one_datacenter(
         round_trip_s: 10e-6, // assumed
         bandwidth_gbit_per_s: 400.0,
         sharing: Sharing::PerGpu,
+        site_members: Vec::new(),
+        site_bandwidth_gbit_per_s: Vec::new(),
         efficiency: 1.0,
         loss: 0.0,
         flows: 1,
@@ -185,6 +189,8 @@ fn one_datacenter(
         round_trip_s: 2e-6, // assumed
         bandwidth_gbit_per_s: 8.0 * nvlink_gb_per_s,
         sharing: Sharing::PerGpu,
+        site_members: Vec::new(),
+        site_bandwidth_gbit_per_s: Vec::new(),
         efficiency: 1.0,
         loss: 0.0,
         flows: 1,

@@ -445,3 +445,32 @@ fn options_survive_json() {
     let scheme: Scheme = serde_json::from_str(r#"{"hybrid": {"domain_sizes": [2, 1]}}"#).unwrap();
     assert_eq!(scheme, Scheme::Hybrid { domain_sizes: vec![2, 1] });
 }
+
+/// A site whose uplink has half the bandwidth of the other's is a straggling link.
+#[test]
+fn unequal_links_are_stragglers_of_the_fastest() {
+    let unequal = cluster_of(2, 2, |cluster| cluster.levels[0].set_bandwidths(&[10.0, 5.0]));
+    let equal = cluster_of(2, 2, |_| {});
+    let slow = Straggler::Link { level: 0, link: 1, slowdown: 2.0 };
+    let stragglers = Stragglers::Listed(vec![slow]);
+    for scheme in schemes() {
+        let wanted = run(
+            &equal,
+            &scheme,
+            SimulationOptions { stragglers: stragglers.clone(), ..SimulationOptions::default() },
+        );
+        let found = run(&unequal, &scheme, SimulationOptions::default());
+        assert_eq!(found.step_seconds, wanted.step_seconds, "{scheme:?}");
+        assert!(found.step_seconds.0 > run(&equal, &scheme, SimulationOptions::default()).step_seconds.0);
+    }
+}
+
+#[test]
+fn unequal_sites_are_refused_with_the_level() {
+    let cluster = cluster_of(2, 2, |cluster| cluster.levels[1].set_members(&[2, 1]));
+    let refused =
+        Simulation::new(&cluster, &small_model(&cluster), SimulationOptions::default(), Scheme::Hierarchical)
+            .unwrap_err();
+    assert!(matches!(refused, ep_plan::PlanError::Unequal { .. }), "{refused}");
+    assert!(refused.to_string().contains("level 'rail' has 2, 1 members"), "{refused}");
+}

@@ -7,10 +7,9 @@ use ep_plan::step::{StepPlanner, StepPrice, Strategy as Way};
 use ep_plan::{Cluster, Model, Options, presets};
 use proptest::prelude::*;
 
-/// A level: members, GPUs that share a link, bytes per second, start of a message, round trip.
+/// A level: GPUs that share a link, bytes per second, start of a message, round trip.
 #[derive(Debug, Clone, Copy)]
 struct Link {
-    members: usize,
     share: f64,
     rate: f64,
     alpha: f64,
@@ -26,9 +25,18 @@ impl Link {
     }
 }
 
+/// A site: its parts, and the links of each level as this site has them.
+#[derive(Debug, Clone)]
+struct Site {
+    parts: f64,
+    links: Vec<Link>,
+}
+
 #[derive(Debug)]
 struct Problem {
-    links: Vec<Link>,
+    /// Members of each level. Those of the outermost level are the parts of all sites.
+    members: Vec<usize>,
+    sites: Vec<Site>,
     model: Model,
     options: Options,
     batch: f64,
@@ -136,27 +144,73 @@ impl Problem {
             return None;
         }
         let (mut ag, mut a2a, mut rs, mut ar) = (0.0, 0.0, 0.0, 0.0);
-        for (l, link) in self.links.iter().enumerate() {
-            let outer = product(&domains[..l]);
-            let others = (domains[l] - 1) as f64;
-            let groups = outer * domains[l] as f64;
-            let in_group = (d.experts as f64 / groups) as usize;
-            let avoided: f64 = (0..d.topk)
-                .map(|i| ((d.experts - in_group) as f64 - i as f64).max(0.0) / (d.experts - i) as f64)
-                .product();
-            let (rows, messages) = match way {
-                Way::PlainEp => (others * k / groups, others * product(&domains[l + 1..])),
-                _ => (outer * others * (1.0 - avoided), others),
+        // The fraction of experts of a token's choice that a group of this part of all experts has.
+        let visited = |part: f64| {
+            let inside = (d.experts as f64 * part).round() as usize;
+            1.0 - (0..d.topk)
+                .map(|i| ((d.experts - inside) as f64 - i as f64).max(0.0) / (d.experts - i) as f64)
+                .product::<f64>()
+        };
+        let whole = product(&shape.group);
+        let unequal = self.unequal() && shape.group[0] > 1;
+        let count = self.sites.len() as f64;
+        for l in 0..shape.group.len() {
+            let groups = product(&domains[..=l]);
+            // A domain across sites joins the parts of a site at the second level; other groups keep them apart.
+            let parts = |site: &Site| if unequal && l == 1 { site.parts } else { 1.0 };
+            a2a += self.slowest(|site| {
+                let (mut siblings, mut visits) = (domains[l] as f64, visited(1.0 / groups));
+                if sizes[0] == 1 {
+                    siblings *= parts(site);
+                }
+                let mut messages = siblings - 1.0;
+                let mut rows = groups * (1.0 - 1.0 / siblings) * visits;
+                if unequal && l == 0 && domains[0] > 1 {
+                    // Tokens of all other sites come in, spread over the GPUs of this one; its own go out.
+                    let share = |site: &Site| site.parts / shape.group[0] as f64;
+                    visits = visited(share(site));
+                    let others: f64 = self.sites.iter().map(|other| visited(share(other))).sum();
+                    let gpus = whole * share(site);
+                    rows = (whole - gpus) / gpus * visits;
+                    rows = rows.max(others - visits);
+                    messages = count - 1.0;
+                }
+                if way == Way::PlainEp {
+                    // One copy per expert that is in another group of this level, in the same group outside it.
+                    let own = if unequal && l == 0 { site.parts } else { 1.0 };
+                    let outside = (siblings - own) / groups;
+                    rows = k * outside;
+                    messages = (siblings - own) * product(&domains[l + 1..]);
+                }
+                [d.precision.dispatch.bytes(), d.precision.combine.bytes()]
+                    .iter()
+                    .map(|width| site.links[l].exchange(messages, t * rows * h * width, 1.0))
+                    .sum()
+            });
+            let moved = |site: &Site| {
+                let (mut peers, mut experts) = (sizes[l] as f64 - 1.0, n * product(&sizes[..l]));
+                if unequal && sizes[0] > 1 && l == 1 {
+                    // All experts of the domain that a part's GPU would hold alone, divided over the site's parts.
+                    experts = n * shape.group[0] as f64 / site.parts;
+                    peers = site.parts * sizes[1] as f64 - 1.0;
+                }
+                let mut bytes = experts * peers * p;
+                if unequal && sizes[0] > 1 && l == 0 {
+                    peers = count - 1.0;
+                    let received = (shape.group[0] as f64 - site.parts) / site.parts;
+                    bytes = n * p * received.max(peers);
+                }
+                (peers, bytes)
             };
-            for width in [d.precision.dispatch.bytes(), d.precision.combine.bytes()] {
-                a2a += link.exchange(messages, t * rows * h * width, 1.0);
-            }
-            let peers = (sizes[l] - 1) as f64;
-            let moved = n * product(&sizes[..l]) * peers * p;
-            ag += link.exchange(peers, moved * bw / crw, 1.0);
-            rs += link.exchange(peers, moved * bg / crg, 1.0);
-            let e = shape.group[l] as f64;
-            ar += link.exchange(2.0 * (e - 1.0), 2.0 * p * bw * (e - 1.0) / product(&shape.group[l..]), 2.0);
+            ag += self.slowest(|site| {
+                let (peers, bytes) = moved(site);
+                site.links[l].exchange(peers, bytes * bw / crw, 1.0)
+            });
+            rs += self.slowest(|site| {
+                let (peers, bytes) = moved(site);
+                site.links[l].exchange(peers, bytes * bg / crg, 1.0)
+            });
+            ar += self.reduced(l, 2.0 * p * bw, &shape.group);
         }
         let codec = crw > 1.0 && product(sizes) > 1.0;
         let on = |condition: bool, time: f64| if condition { time } else { 0.0 };
@@ -194,7 +248,8 @@ impl Problem {
 
     /// The best layer of a shape.
     fn best_layer(&self, way: Way, shape: &Shape) -> Option<f64> {
-        let all = choices(&shape.group);
+        let mut all = choices(&shape.group);
+        all.retain(|sizes| !self.unequal() || sizes[0] == 1 || sizes[0] == shape.group[0]);
         let sizes = match way {
             Way::HierarchicalEp | Way::PlainEp => vec![vec![1; shape.group.len()]],
             _ => all,
@@ -205,13 +260,37 @@ impl Problem {
         layers.reduce(f64::min)
     }
 
+    /// Whether sites have different numbers of parts.
+    fn unequal(&self) -> bool {
+        self.sites.iter().any(|site| site.parts > 1.0)
+    }
+
+    /// The time of the slowest site.
+    fn slowest(&self, time: impl Fn(&Site) -> f64) -> f64 {
+        self.sites.iter().map(time).fold(0.0, f64::max)
+    }
+
+    /// A reduce-scatter and an all-gather of `bytes` in all at one level. Every GPU keeps equally many bytes.
+    fn reduced(&self, l: usize, bytes: f64, copies: &[usize]) -> f64 {
+        let unequal = self.unequal() && copies[0] > 1;
+        self.slowest(|site| {
+            let own = if unequal && l == 1 { site.parts } else { 1.0 } * copies[l] as f64;
+            let inner = product(&copies[l + 1..]);
+            let (mut others, mut sent) = (own - 1.0, 1.0 - 1.0 / own);
+            let mut shards = inner;
+            if unequal && l == 0 {
+                let kept = site.parts / copies[0] as f64;
+                others = self.sites.len() as f64 - 1.0;
+                sent = (others * kept).max(1.0 - kept);
+                // The parts of a site have divided the bytes before.
+                shards *= site.parts;
+            }
+            site.links[l].exchange(2.0 * others, bytes * sent / shards, 2.0)
+        })
+    }
+
     fn sync(&self, first: usize, bytes: f64, copies: &[usize]) -> f64 {
-        (first..copies.len())
-            .map(|l| {
-                let others = copies[l] as f64 - 1.0;
-                self.links[l].exchange(2.0 * others, bytes * others / product(&copies[l..]), 2.0)
-            })
-            .sum()
+        (first..copies.len()).map(|l| self.reduced(l, bytes, copies)).sum()
     }
 
     fn step(&self, way: Way, shape: &Shape) -> Option<f64> {
@@ -221,15 +300,27 @@ impl Problem {
         let t = self.batch / (product(&shape.stage) * m);
         let row = d.hidden as f64 * d.precision.combine.bytes();
         let parallel = shape.tensor as f64;
-        let extra =
-            2.0 * self.links[self.links.len() - 1].exchange(parallel - 1.0, (parallel - 1.0) * t * row, 1.0);
+        let extra = 2.0
+            * self.slowest(|site| site.links[2].exchange(parallel - 1.0, (parallel - 1.0) * t * row, 1.0));
         let tau = self.layers(shape) * (self.best_layer(way, shape)? + 2.0 * extra);
         let stages = shape.across * shape.inside;
         let mut crossings = Vec::new();
+        // The site of every part, and the sites of a stage.
+        let homes: Vec<usize> =
+            self.sites.iter().enumerate().flat_map(|(s, site)| vec![s; site.parts as usize]).collect();
+        let homes_of = |stage: usize| {
+            let first = stage / shape.inside * shape.stage[0];
+            homes[first..first + shape.stage[0]].to_vec()
+        };
         for stage in 1..stages {
-            let link = self.links[if stage % shape.inside == 0 { 0 } else { 1 }];
-            let senders = link.share.min(product(&shape.stage[1..]));
-            crossings.push((link.alpha + t * row * senders / link.rate, link.round_trip / 2.0));
+            let ends = [homes_of(stage - 1), homes_of(stage)];
+            let l = usize::from(ends[0] == ends[1]);
+            let senders = product(&shape.stage[1..]);
+            let times = ends.concat().into_iter().map(|s| {
+                let link = self.sites[s].links[l];
+                link.alpha + t * row * link.share.min(senders) / link.rate
+            });
+            crossings.push((times.fold(0.0, f64::max), self.sites[0].links[l].round_trip / 2.0));
         }
         let slowest = crossings.iter().fold(tau, |slowest, (x, _)| slowest.max(*x));
         let passes = stages as f64 * tau
@@ -256,16 +347,21 @@ impl Problem {
 
     /// The fastest shape of a strategy: those that fit before those that are tight, then by time.
     fn fastest(&self, way: Way) -> Option<(u8, f64)> {
-        let members: Vec<usize> = self.links.iter().map(|link| link.members).collect();
+        let members = &self.members;
+        let allowed = |count: usize| !self.unequal() || count == 1 || count == members[0];
         let mut best: Option<(u8, f64)> = None;
-        for stage in choices(&members) {
+        for stage in choices(members) {
             let parts: Vec<usize> = members.iter().zip(&stage).map(|(all, kept)| all / kept).collect();
             let (across, inside) = (parts[0], parts[1..].iter().product::<usize>());
             // A level is divided only when every level outside it, below the outermost, is divided completely.
             let in_order =
                 (2..parts.len()).all(|level| parts[level] == 1 || (1..level).all(|outer| stage[outer] == 1));
             let pipeline = way == Way::Pipeline;
-            if !in_order || (across > 1) != pipeline || (across > 1 && across < members[0] && inside > 1) {
+            if !in_order
+                || !allowed(stage[0])
+                || (across > 1) != pipeline
+                || (across > 1 && across < members[0] && inside > 1)
+            {
                 continue;
             }
             if across * inside > self.model.description().moe_layers {
@@ -275,7 +371,11 @@ impl Problem {
             for group in choices(&stage) {
                 let gpus: usize = group.iter().product();
                 let fits = gpus <= self.model.description().experts.max(group[0]);
-                if (!pipeline && (group[0] > 1) != spans) || !is_run(&group[1..], &stage[1..]) || !fits {
+                if !allowed(group[0])
+                    || (!pipeline && (group[0] > 1) != spans)
+                    || !is_run(&group[1..], &stage[1..])
+                    || !fits
+                {
                     continue;
                 }
                 // The least tensor parallelism that fits, else the least that is tight.
@@ -303,6 +403,8 @@ impl Problem {
 
 fn any_problem() -> impl Strategy<Value = (Cluster, Model, Options, Problem)> {
     let counts = (prop::sample::select(vec![2usize, 4]), prop::sample::select(vec![1usize, 2, 4]));
+    // For each site its parts, and the bandwidth of each level over that of the slowest site.
+    let sites = prop::option::of(prop::collection::vec((1..=3usize, [1.0..4.0f64, 1.0..4.0, 1.0..4.0]), 4));
     let links = prop::collection::vec((-1.0..3.0f64, 0.0..1e-4f64, 0.0..0.1f64, any::<bool>()), 3);
     let sizes = (8..12u32, 8..12u32, 1..=4usize, 8..13u32, 1..=12usize, 0.5..40.0f64);
     let options = (
@@ -313,7 +415,7 @@ fn any_problem() -> impl Strategy<Value = (Cluster, Model, Options, Problem)> {
         0.1..0.5f64,
         0.0..2e9f64,
     );
-    (counts, links, sizes, options).prop_map(|((outer, inner), links, sizes, options)| {
+    (counts, links, sizes, options, sites).prop_map(|((outer, inner), links, sizes, options, sites)| {
         let mut cluster = presets::datacenters(outer, 100.0, 0.0, presets::dgx_h100(inner));
         let (hidden, width, topk, tokens, layers, memory) = sizes;
         cluster.levels[2].scaling_factor = 4;
@@ -345,26 +447,53 @@ fn any_problem() -> impl Strategy<Value = (Cluster, Model, Options, Problem)> {
             reserved_memory,
             ..Options::default()
         };
-        let (mut inside, mut described) = (1.0, Vec::new());
-        for level in cluster.levels.iter().rev() {
-            let per_member = level.sharing == ep_plan::cluster::Sharing::PerMember;
-            described.push(Link {
-                members: level.scaling_factor,
-                share: if per_member { inside } else { 1.0 },
-                rate: level.bandwidth_gbit_per_s * 1e9 / 8.0,
-                alpha: level.alpha_s,
-                round_trip: level.round_trip_s,
-            });
-            inside *= level.scaling_factor as f64;
+        let mut parts = vec![1; outer];
+        if let Some(sites) = &sites {
+            parts = sites[..outer].iter().map(|(parts, _)| *parts).collect();
+            let members: Vec<usize> = parts.iter().map(|parts| parts * inner).collect();
+            cluster.levels[1].set_members(&members);
+            for (index, level) in cluster.levels.iter_mut().enumerate() {
+                let rates: Vec<f64> = sites[..outer]
+                    .iter()
+                    .map(|(_, faster)| level.bandwidth_gbit_per_s * faster[index])
+                    .collect();
+                level.set_bandwidths(&rates);
+            }
         }
-        described.reverse();
+        let equal = (2..=3).find(|count| parts.iter().all(|parts| parts % count == 0)).unwrap_or(1);
+        parts.iter_mut().for_each(|parts| *parts /= equal);
+        let members = vec![parts.iter().sum(), inner * equal, 4];
+        // Every number of GPUs of an EP group divides the experts, so that there are no copies of experts.
+        if sites.is_some() {
+            model.experts = 64 * members[0] * equal;
+        }
+        let gpus = product(&members);
+        let described: Vec<Site> = parts
+            .iter()
+            .enumerate()
+            .map(|(site, &parts)| {
+                let link = |(index, level): (usize, &ep_plan::cluster::LevelDescription)| {
+                    let own = if index == 0 { parts as f64 } else { 1.0 };
+                    let per_member = level.sharing == ep_plan::cluster::Sharing::PerMember;
+                    let rates = &level.site_bandwidth_gbit_per_s;
+                    Link {
+                        share: if per_member { own * product(&members[index + 1..]) } else { 1.0 },
+                        rate: rates.get(site).unwrap_or(&level.bandwidth_gbit_per_s) * 1e9 / 8.0,
+                        alpha: level.alpha_s,
+                        round_trip: level.round_trip_s,
+                    }
+                };
+                Site { parts: parts as f64, links: cluster.levels.iter().enumerate().map(link).collect() }
+            })
+            .collect();
         let model = Model::try_from(model).unwrap();
         let tokens = model.description().tokens_per_gpu as f64;
         let problem = Problem {
-            links: described,
+            members,
+            sites: described,
             model: model.clone(),
             options: options.clone(),
-            batch: batch.map_or(micro_batches as f64 * tokens * inside, |batch| batch as f64),
+            batch: batch.map_or(micro_batches as f64 * tokens * gpus, |batch| batch as f64),
             throughput: cluster.gpu.sustained_tflops * 1e12,
             hbm: cluster.gpu.hbm_gb_per_s * 1e9,
             device: memory * 1e9,
@@ -385,7 +514,7 @@ fn shape_of(price: &StepPrice) -> Shape {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(160))]
+    #![proptest_config(ProptestConfig::with_cases(320))]
 
     #[test]
     fn prices_and_choices_are_those_of_the_formulas((cluster, model, options, problem) in any_problem()) {

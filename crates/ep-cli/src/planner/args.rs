@@ -21,15 +21,16 @@ pub(crate) struct ProblemArgs {
     /// Preset clusters only: number of datacenters [default: 2]
     #[arg(long, value_name = "N", value_parser = count(limits::MEMBERS))]
     pub(crate) datacenters: Option<usize>,
-    /// Preset clusters only: NVLink domains per datacenter [default: 8]
-    #[arg(long, value_name = "N", value_parser = count(limits::MEMBERS))]
-    pub(crate) nodes: Option<usize>,
+    /// Preset clusters only: NVLink domains per datacenter, or a list with one number per datacenter [default: 8]
+    #[arg(long, value_name = "N[,N...]", value_delimiter = ',', value_parser = count(limits::MEMBERS))]
+    pub(crate) nodes: Vec<usize>,
     /// Preset clusters only: GPUs to use in each NVLink domain [default: all]
     #[arg(long, value_name = "N", value_parser = count(limits::MEMBERS))]
     pub(crate) gpus_per_node: Option<usize>,
-    /// Preset clusters only: bandwidth of each datacenter's uplink, which its GPUs share [default: 100Gbit/s]
-    #[arg(long, value_name = "RATE")]
-    pub(crate) uplink: Option<String>,
+    /// Preset clusters only: bandwidth of each datacenter's uplink, which its GPUs share, or a list with one rate per
+    /// datacenter [default: 100Gbit/s]
+    #[arg(long, value_name = "RATE[,RATE...]", value_delimiter = ',')]
+    pub(crate) uplink: Vec<String>,
     /// Preset clusters only: round-trip time between datacenters [default: 5ms]
     #[arg(long, value_name = "TIME")]
     pub(crate) round_trip: Option<String>,

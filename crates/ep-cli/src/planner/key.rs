@@ -160,10 +160,11 @@ impl Key {
         let count = value as usize;
         if let Some(level) = cluster.levels.get_mut(self.level) {
             match self.what {
-                What::Bandwidth => level.bandwidth_gbit_per_s = value,
+                // One value holds for all sites.
+                What::Bandwidth => level.set_bandwidths(&[value]),
                 What::RoundTrip => level.round_trip_s = value,
                 What::Alpha => level.alpha_s = value,
-                What::Members => level.scaling_factor = count,
+                What::Members => level.set_members(&[count]),
                 What::Efficiency => level.efficiency = value,
                 What::Loss => level.loss = value,
                 What::Flows => level.flows = count,

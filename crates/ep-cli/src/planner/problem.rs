@@ -135,9 +135,9 @@ fn cluster(args: &ProblemArgs, inside: &mut Document) -> Result<(ClusterDescript
     let refuse = |what: String| Failure::request(format!("--cluster {name}: {what}"));
     let joined_by = [
         ("--datacenters", args.datacenters.is_some()),
-        ("--nodes", args.nodes.is_some()),
+        ("--nodes", !args.nodes.is_empty()),
         ("--gpus-per-node", args.gpus_per_node.is_some()),
-        ("--uplink", args.uplink.is_some()),
+        ("--uplink", !args.uplink.is_empty()),
         ("--round-trip", args.round_trip.is_some()),
     ];
     if let (false, Some((option, _))) =
@@ -145,7 +145,7 @@ fn cluster(args: &ProblemArgs, inside: &mut Document) -> Result<(ClusterDescript
     {
         return Err(refuse(format!("{option} is for presets; write it in the file, or use --set")));
     }
-    let joined = joined(args)?;
+    let (joined, uplinks) = joined(args)?;
     if let (Some(wanted), Some(whole)) =
         (args.gpus_per_node, preset::cluster(name, &Joined { gpus_per_node: None, ..joined }))
     {
@@ -154,7 +154,8 @@ fn cluster(args: &ProblemArgs, inside: &mut Document) -> Result<(ClusterDescript
             return Err(refuse(format!("--gpus-per-node {wanted}: its NVLink domains have {most} GPUs")));
         }
     }
-    if let Some(found) = preset::cluster(name, &joined) {
+    if let Some(mut found) = preset::cluster(name, &joined) {
+        unequal(args, &mut found, &uplinks)?;
         let about = preset::CLUSTERS.iter().find(|known| known.name == name).map(|known| known.about);
         let paper = about.filter(|_| !preset::is_joinable(name));
         return Ok((found, paper.map(|about| format!("{name}: {about}.")).into_iter().collect()));
@@ -164,33 +165,47 @@ fn cluster(args: &ProblemArgs, inside: &mut Document) -> Result<(ClusterDescript
     Ok((found, Vec::new()))
 }
 
-fn joined(args: &ProblemArgs) -> Result<Joined, Failure> {
-    let default = Joined::default();
-    let quantity = |option: &str, text: &Option<String>, kind: Kind, range: Number, default: f64| match text {
-        None => Ok(default),
-        Some(text) => {
-            kind.parse(text, range).map_err(|what| Failure::request(format!("{option} {text}: {what}")))
+/// The numbers of nodes and the uplinks that differ from datacenter to datacenter.
+fn unequal(args: &ProblemArgs, cluster: &mut ClusterDescription, uplinks: &[f64]) -> Result<(), Failure> {
+    let lists = [("--nodes", args.nodes.len()), ("--uplink", uplinks.len())];
+    if let Some((option, given)) = lists.into_iter().find(|&(_, given)| given > 1) {
+        let datacenters = args.datacenters.unwrap_or(Joined::default().datacenters);
+        if given != datacenters || datacenters < 2 {
+            return Err(Failure::request(format!(
+                "{option}: {given} entries for {datacenters} datacenters; give one entry per datacenter (at least 2), \
+                 or a single value"
+            )));
         }
+    }
+    if let (true, Some(rail)) = (args.nodes.len() > 1, cluster.levels.get_mut(1)) {
+        let most = rail.scaling_factor;
+        rail.set_members(&args.nodes);
+        let counts = args.nodes.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+        cluster.name = cluster.name.replacen(&format!("({most} x "), &format!("({counts} x "), 1);
+    }
+    if let (true, Some(wan)) = (uplinks.len() > 1, cluster.levels.first_mut()) {
+        wan.set_bandwidths(uplinks);
+    }
+    Ok(())
+}
+
+/// The parts of a preset, and the bandwidth of every uplink that is given.
+fn joined(args: &ProblemArgs) -> Result<(Joined, Vec<f64>), Failure> {
+    let default = Joined::default();
+    let quantity = |option: &str, text: &String, kind: Kind, range: Number| {
+        kind.parse(text, range).map_err(|what| Failure::request(format!("{option} {text}: {what}")))
     };
-    Ok(Joined {
+    let uplink = |text| quantity("--uplink", text, Kind::LinkRate, limits::LINK_GBIT_PER_S);
+    let uplinks = args.uplink.iter().map(uplink).collect::<Result<Vec<f64>, _>>()?;
+    let round_trip = |text| quantity("--round-trip", text, Kind::Time, limits::SECONDS);
+    let joined = Joined {
         datacenters: args.datacenters.unwrap_or(default.datacenters),
-        nodes: args.nodes.unwrap_or(default.nodes),
+        nodes: args.nodes.iter().copied().max().unwrap_or(default.nodes),
         gpus_per_node: args.gpus_per_node,
-        uplink_gbit_per_s: quantity(
-            "--uplink",
-            &args.uplink,
-            Kind::LinkRate,
-            limits::LINK_GBIT_PER_S,
-            default.uplink_gbit_per_s,
-        )?,
-        round_trip_s: quantity(
-            "--round-trip",
-            &args.round_trip,
-            Kind::Time,
-            limits::SECONDS,
-            default.round_trip_s,
-        )?,
-    })
+        uplink_gbit_per_s: uplinks.first().copied().unwrap_or(default.uplink_gbit_per_s),
+        round_trip_s: args.round_trip.as_ref().map(round_trip).transpose()?.unwrap_or(default.round_trip_s),
+    };
+    Ok((joined, uplinks))
 }
 
 /// The model and the options. `inside` has the other tables of the cluster's file.

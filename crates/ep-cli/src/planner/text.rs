@@ -4,13 +4,39 @@ pub(crate) use ep_plan::planner::domain_sizes_text as sizes;
 use ep_plan::planner::{Batch, Plan, Work};
 
 pub(crate) use crate::common::table::table;
+use ep_plan::cluster::{Cluster, ClusterDescription};
+
 use crate::common::units;
 use crate::planner::problem::Problem;
 
-/// The problem in two lines.
+/// How unequal sites divide into parts, and links of different bandwidth; empty if all sites and links are equal.
+fn unequal(cluster: &ClusterDescription) -> String {
+    let mut out = String::new();
+    let list = |items: Vec<String>| items.join(", ");
+    let lists = cluster.levels.iter().filter(|level| !level.site_members.is_empty());
+    for (level, checked) in lists.zip(Cluster::try_from(cluster.clone())) {
+        let parts: Vec<String> = checked.sites().iter().map(|site| site.parts.to_string()).collect();
+        out.push_str(&format!(
+            "'{}' has {} members in the {} sites: the plan divides them into {} equal parts of {} ({} per site).\n",
+            level.name,
+            list(level.site_members.iter().map(usize::to_string).collect()),
+            parts.len(),
+            checked.levels()[0].scaling_factor,
+            checked.levels()[1].scaling_factor,
+            list(parts),
+        ));
+    }
+    for level in cluster.levels.iter().filter(|level| !level.site_bandwidth_gbit_per_s.is_empty()) {
+        let rates = level.site_bandwidth_gbit_per_s.iter().map(f64::to_string).collect();
+        out.push_str(&format!("'{}' links of the sites: {} Gbit/s.\n", level.name, list(rates)));
+    }
+    out
+}
+
+/// The problem in two lines, and one for each level at which sites are unequal.
 pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
     let Problem { cluster, model, options, .. } = problem;
-    let gpus: usize = cluster.levels.iter().map(|level| level.scaling_factor).product();
+    let gpus = cluster.gpus();
     let work = match options.work {
         Work::Training => "training",
         Work::Forward => "forward pass of training",
@@ -20,7 +46,7 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
         _ => units::counted(options.micro_batches, "micro-batch").replace("batchs", "batches"),
     };
     format!(
-        "{} on {}: {}, {} each\n{work}, {} tokens per GPU and micro-batch, {}, weights compressed {}x, gradients {}x\n",
+        "{} on {}: {}, {} each\n{work}, {} tokens per GPU and micro-batch, {}, weights compressed {}x, gradients {}x\n{}",
         model.name,
         cluster.name,
         units::counted(gpus, "GPU"),
@@ -29,5 +55,6 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
         batch,
         options.weight_compression,
         options.gradient_compression,
+        unequal(cluster),
     )
 }

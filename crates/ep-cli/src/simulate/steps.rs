@@ -72,11 +72,25 @@ fn render(rows: &[Row]) -> String {
         match simulated {
             Ok(step) => cells
                 .extend([step.step_time.to_string(), format!("{:.3}", step.step_time / priced.step_time)]),
-            Err(why) => cells.push(format!("not simulated: {why}")),
+            Err(_) => cells.push("not simulated".into()),
         }
         cells
     });
     let header =
         ["between datacenters", "stages", "micro-batches", "planned step", "simulated", "simulated/planned"];
-    table(&header, cells, 1)
+    let mut out = table(&header, cells, 1);
+    // The reasons stand below the table, each once.
+    let mut reasons: Vec<(&str, Vec<&str>)> = Vec::new();
+    for Row { priced, simulated } in rows {
+        let Err(why) = simulated else { continue };
+        let name = steps::name(priced.strategy);
+        match reasons.iter_mut().find(|(known, _)| known == why) {
+            Some((_, names)) => names.push(name),
+            None => reasons.push((why, vec![name])),
+        }
+    }
+    for (why, names) in reasons {
+        out.push_str(&format!("\nNot simulated: {}: {why}", names.join(", ")));
+    }
+    out
 }

@@ -133,6 +133,20 @@ impl<'d, 'i> Item<'d, 'i> {
         Ok(items.iter().enumerate().map(item).collect())
     }
 
+    /// The items of a list with one entry per site, that is, per member of the outermost level.
+    fn entries(&self, sites: Option<usize>, needed: &str) -> Result<Vec<Item<'d, 'i>>> {
+        let entries = self.list(needed)?;
+        match sites {
+            Some(sites) if entries.len() == sites => Ok(entries),
+            Some(sites) => {
+                let possible =
+                    format!("{sites} entries, one per member of the outermost level, or a single value");
+                self.fail(Problem::new(format!("has {} entries", entries.len()), possible))
+            }
+            None => self.mistyped(needed),
+        }
+    }
+
     pub(super) fn table(&self, keys: Keys) -> Result<Table<'d, 'i>> {
         let Some(table) = self.value.as_table() else { return self.mistyped("a table") };
         Table::new(self.source, self.path.clone(), self.span.clone(), table, keys)
@@ -246,33 +260,43 @@ impl<'d, 'i> Table<'d, 'i> {
 
     pub(super) fn optional_quantity(&self, base: &str, range: Number) -> Result<Option<f64>> {
         let Some(kind) = self.kind(base) else { return Ok(None) };
+        let Some((item, unit)) = self.written_once(base, kind)? else { return Ok(None) };
+        quantity(item, unit, base, kind, range).map(Some)
+    }
+
+    /// A quantity, or a list of quantities with one entry per site.
+    pub(super) fn quantities(&self, base: &str, sites: Option<usize>, range: Number) -> Result<Vec<f64>> {
+        let Some(kind) = self.kind(base) else { return Ok(Vec::new()) };
+        match self.written_once(base, kind)? {
+            None => self.missing(base, kind.examples()),
+            Some((item, unit)) if item.value.is_array() => {
+                let entries = item.entries(sites, kind.examples())?;
+                entries.iter().map(|entry| quantity(entry, unit, base, kind, range)).collect()
+            }
+            Some((item, unit)) => Ok(vec![quantity(item, unit, base, kind, range)?]),
+        }
+    }
+
+    /// A count, or a list of counts with one entry per site.
+    pub(super) fn counts(&self, key: &str, sites: Option<usize>, range: Count) -> Result<Vec<usize>> {
+        match self.get(key) {
+            None => self.missing(key, &range.to_string()),
+            Some(item) if item.value.is_array() => {
+                item.entries(sites, &range.to_string())?.iter().map(|entry| entry.count(range)).collect()
+            }
+            Some(item) => Ok(vec![item.count(range)?]),
+        }
+    }
+
+    /// The item that gives this quantity, with the unit that its key names.
+    fn written_once(&self, base: &str, kind: Kind) -> Result<Option<(&Item<'d, 'i>, Option<&'static str>)>> {
         let written = self.written(base, kind);
         if let [(first, _), (second, _), ..] = &*written {
             let key = |item: &Item<'_, '_>| item.path.rsplit('.').next().unwrap_or_default().to_owned();
             let possible = format!("{} or {}, not both", key(first), key(second));
             return second.fail(Problem::new(format!("`{base}` is given twice"), possible));
         }
-        let Some((item, unit)) = written.first() else { return Ok(None) };
-        let value = match unit {
-            Some(unit) => kind.read(&format!("{} {unit}", item.number("a number")?)),
-            None => match item.value {
-                DeValue::Integer(_) | DeValue::Float(_) => {
-                    let names: Vec<_> =
-                        kind.suffixes().iter().map(|(suffix, _)| format!("{base}_{suffix}")).collect();
-                    let possible = format!("{}, or the key {}", kind.examples(), names.join(" or "));
-                    Err(Problem::new("is a number without a unit", possible))
-                }
-                _ => kind.read(item.text(kind.examples())?),
-            },
-        };
-        match value {
-            Err(problem) => item.fail(problem),
-            Ok(value) if range.allows(value) => Ok(Some(value)),
-            Ok(value) => {
-                let unit = kind.unit();
-                item.fail(Problem::new(format!("is {} {unit}", Shown(value)), format!("{range} {unit}")))
-            }
-        }
+        Ok(written.first().copied())
     }
 
     /// The items that give this quantity, each with the unit that its key names.
@@ -286,6 +310,36 @@ impl<'d, 'i> Table<'d, 'i> {
 
     fn kind(&self, base: &str) -> Option<Kind> {
         self.keys.quantities.iter().find(|(name, _)| *name == base).map(|(_, kind)| *kind)
+    }
+}
+
+/// The value of a quantity. `unit` is that of its key, if the key names one.
+fn quantity(
+    item: &Item<'_, '_>,
+    unit: Option<&'static str>,
+    base: &str,
+    kind: Kind,
+    range: Number,
+) -> Result<f64> {
+    let value = match unit {
+        Some(unit) => kind.read(&format!("{} {unit}", item.number("a number")?)),
+        None => match item.value {
+            DeValue::Integer(_) | DeValue::Float(_) => {
+                let names: Vec<_> =
+                    kind.suffixes().iter().map(|(suffix, _)| format!("{base}_{suffix}")).collect();
+                let possible = format!("{}, or the key {}", kind.examples(), names.join(" or "));
+                Err(Problem::new("is a number without a unit", possible))
+            }
+            _ => kind.read(item.text(kind.examples())?),
+        },
+    };
+    match value {
+        Err(problem) => item.fail(problem),
+        Ok(value) if range.allows(value) => Ok(value),
+        Ok(value) => {
+            let unit = kind.unit();
+            item.fail(Problem::new(format!("is {} {unit}", Shown(value)), format!("{range} {unit}")))
+        }
     }
 }
 

@@ -87,7 +87,7 @@ pub(super) fn cluster(item: &Item<'_, '_>) -> Result<ClusterDescription> {
     let levels = levels.list("[[cluster.level]] tables, outermost level first")?;
     let mut described: Vec<LevelDescription> = Vec::with_capacity(levels.len());
     for item in &levels {
-        let read = level(item)?;
+        let read = level(item, described.len(), described.first().map(|first| first.scaling_factor))?;
         if described.iter().any(|other| other.name == read.name) {
             let problem = Problem::new(
                 format!("another level is already named '{}'", read.name),
@@ -105,19 +105,31 @@ pub(super) fn cluster(item: &Item<'_, '_>) -> Result<ClusterDescription> {
     }
 }
 
-fn level(item: &Item<'_, '_>) -> Result<LevelDescription> {
+/// `sites` are the members of the outermost level, unless the level is that one itself.
+fn level(item: &Item<'_, '_>, index: usize, sites: Option<usize>) -> Result<LevelDescription> {
     let table = item.table(LEVEL)?;
-    Ok(LevelDescription {
+    let members = match index {
+        1 => table.counts("members", sites, limits::MEMBERS)?,
+        _ => vec![table.count("members", None, limits::MEMBERS)?],
+    };
+    let sites = sites.or_else(|| members.first().copied());
+    let bandwidths = table.quantities("bandwidth", sites, limits::LINK_GBIT_PER_S)?;
+    let mut level = LevelDescription {
         name: table.text("name", None)?,
-        scaling_factor: table.count("members", None, limits::MEMBERS)?,
+        scaling_factor: 1,
+        site_members: Vec::new(),
         alpha_s: table.quantity("alpha", Some(0.0), limits::SECONDS)?,
         round_trip_s: table.quantity("round_trip", Some(0.0), limits::SECONDS)?,
-        bandwidth_gbit_per_s: table.quantity("bandwidth", None, limits::LINK_GBIT_PER_S)?,
+        bandwidth_gbit_per_s: 1.0,
+        site_bandwidth_gbit_per_s: Vec::new(),
         sharing: table.get("sharing").map_or(Ok(Sharing::PerGpu), sharing)?,
         efficiency: table.number("efficiency", 1.0, limits::EFFICIENCY)?,
         loss: table.number("loss", 0.0, limits::LOSS)?,
         flows: table.count("flows", Some(1), limits::FLOWS)?,
-    })
+    };
+    level.set_members(&members);
+    level.set_bandwidths(&bandwidths);
+    Ok(level)
 }
 
 fn sharing(item: &Item<'_, '_>) -> Result<Sharing> {

@@ -317,6 +317,7 @@ proptest! {
         name in any::<String>().prop_map(a_name),
         times in (0.0..2.0f64, 0.0..1e-3f64),
         rate in 0.001..1e6f64,
+        sites in prop::collection::vec((1..9usize, 0.5..2.0f64), 2),
         gpus in 1..9usize,
         routing in prop_oneof![
             Just(Routing::Even),
@@ -328,6 +329,9 @@ proptest! {
         let mut cluster = presets::datacenters(2, rate, times.0, presets::dgx_h100(2));
         cluster.name = name.clone();
         cluster.levels[0].alpha_s = times.1;
+        let (members, rates): (Vec<usize>, Vec<f64>) = sites.into_iter().unzip();
+        cluster.levels[1].set_members(&members);
+        cluster.levels[2].set_bandwidths(&rates);
         cluster.levels[0].sharing = Sharing::Gpus(gpus);
         let mut model = presets::mixtral_8x7b();
         (model.experts, model.routing, model.name) = (16, routing, name);
@@ -364,4 +368,32 @@ fn micro_batches_that_are_given_determine_the_step() {
     let options = Options { pipeline_stages: Some(4), local_steps: 7, ..Options::default() };
     let text = options_to_toml(&options);
     assert_eq!(parse("plan.toml", &text).unwrap().options, Some(options));
+}
+
+#[test]
+fn lists_have_one_entry_per_site() {
+    let lists = GOOD
+        .replace("members = 8", "members = [8, 4]")
+        .replace("\"100 Gbit/s\"", "[\"100 Gbit/s\", \"3 GB/s\"]");
+    let cluster = parse("plan.toml", &lists).unwrap().cluster.unwrap();
+    assert_eq!((cluster.levels[1].scaling_factor, &cluster.levels[1].site_members[..]), (8, &[8, 4][..]));
+    assert_eq!(cluster.levels[0].site_bandwidth_gbit_per_s, [100.0, 24.0]);
+    assert_eq!(cluster.gpus(), 12);
+    // The unit of a key holds for all entries, and equal entries are a single value.
+    let keyed = GOOD.replace("bandwidth = \"100 Gbit/s\"", "bandwidth_gbit_per_s = [100, 100]");
+    assert_eq!(parse("plan.toml", &keyed).unwrap(), parse("plan.toml", GOOD).unwrap());
+    for (line, instead, expected) in [
+        ("members = 8", "members = [8, 8, 4]", "members: has 3 entries; possible: 2 entries, one per member"),
+        ("members = 8", "members = [8, 0]", "members[1]: is 0; possible: a whole number from 1"),
+        ("members = 8", "members = []", "members: has 0 entries"),
+        ("members = 2", "members = [2, 2]", "members: is an array; possible: a whole number"),
+        (
+            "bandwidth_gb_per_s = 450",
+            "bandwidth_gb_per_s = [450, \"x\"]",
+            "bandwidth_gb_per_s[1]: is a string",
+        ),
+    ] {
+        let message = message(line, instead);
+        assert!(message.contains(expected), "{message}");
+    }
 }

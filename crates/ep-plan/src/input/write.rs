@@ -25,9 +25,13 @@ pub fn cluster_to_toml(cluster: &ClusterDescription) -> String {
         let _ = writeln!(out, "\n[[cluster.level]]{}", note("outermost level first"));
         let _ = writeln!(out, "name = {}", quoted(&level.name));
         let members = note("datacenters; then nodes of a datacenter; then GPUs of a node");
-        let _ = writeln!(out, "members = {}{members}", level.scaling_factor);
+        let counts = level.site_members.iter().map(usize::to_string);
+        let _ = writeln!(out, "members = {}{members}", one_or_list(level.scaling_factor.to_string(), counts));
         let bandwidth = note("of one link, in each direction; Gbit/s or GB/s");
-        let _ = writeln!(out, "bandwidth = \"{} Gbit/s\"{bandwidth}", level.bandwidth_gbit_per_s);
+        let rate = |rate: &f64| format!("\"{rate} Gbit/s\"");
+        let rates =
+            one_or_list(rate(&level.bandwidth_gbit_per_s), level.site_bandwidth_gbit_per_s.iter().map(rate));
+        let _ = writeln!(out, "bandwidth = {rates}{bandwidth}");
         let sharing = match level.sharing {
             Sharing::PerGpu => "\"per-gpu\"".to_owned(),
             Sharing::PerMember => "\"per-member\"".to_owned(),
@@ -170,6 +174,11 @@ pub fn options_to_toml(options: &Options) -> String {
         options.overlap_chunks
     );
     out
+}
+
+/// A value that all sites share, or the list with one entry per site.
+fn one_or_list(one: String, list: impl ExactSizeIterator<Item = String>) -> String {
+    if list.len() == 0 { one } else { format!("[{}]", list.collect::<Vec<_>>().join(", ")) }
 }
 
 fn element(element: ElementType) -> &'static str {

@@ -4,10 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::memory::{Memory, gathered_by};
 use super::options::{Options, Setting};
+use super::site::{SiteShape, shapes, slowest};
 use super::time::{PassTimes, decode_time, encode_time};
-use super::volume::{
-    Choice, TokenPath, Transfer, gathered_experts, refresh_bytes, token_messages, token_rows,
-};
+use super::volume::{Choice, TokenPath, Transfer};
 use crate::cluster::{Cluster, Level};
 use crate::domain::Partition;
 use crate::error::Result;
@@ -101,8 +100,9 @@ pub(crate) struct CostModel<'a> {
 
 impl CostModel<'_> {
     pub(crate) fn price(&self, unpriced: &UnpricedCandidate, replicas_kept: bool) -> Candidate {
+        let sites = shapes(self.cluster, &unpriced.domain_sizes);
         let levels: Vec<LevelTraffic> = (0..unpriced.domain_sizes.len())
-            .map(|level| self.traffic(unpriced, level, replicas_kept))
+            .map(|level| self.traffic(unpriced, &sites, level, replicas_kept))
             .collect();
         let gathered = self.gathered_per_layer(unpriced);
         let forward = self.forward(unpriced, &levels, replicas_kept);
@@ -203,41 +203,52 @@ impl CostModel<'_> {
         }
     }
 
-    fn traffic(&self, unpriced: &UnpricedCandidate, index: usize, replicas_kept: bool) -> LevelTraffic {
-        let level = &self.level(index);
-        let sizes = &unpriced.domain_sizes;
+    fn traffic(
+        &self,
+        unpriced: &UnpricedCandidate,
+        sites: &[SiteShape<'_>],
+        index: usize,
+        replicas_kept: bool,
+    ) -> LevelTraffic {
         let description = self.model.description();
         let choice = Choice { experts: self.model.slots(), topk: description.topk };
-        let rows_per_token = token_rows(self.path, &unpriced.domains, index, choice, unpriced.hot[index]);
-        let rows = self.model.tokens() * rows_per_token;
-
-        let others = sizes[index] - 1;
-        let experts = gathered_experts(self.experts_per_gpu, sizes, index);
-        let weights = self.model.expert_bytes() * (experts / self.options.weight_compression);
-        let gradients = self.model.gradient_bytes() * (experts / self.options.gradient_compression);
-        let all_gather = Transfer::new(level, others, weights, 1);
-        let gradients = match self.options.trains() {
-            true => Transfer::new(level, others, gradients, 1),
+        let hot = unpriced.hot[index];
+        let trains = self.options.trains();
+        // Every exchange takes as long as at the slowest site.
+        let slowest = |transfer: &dyn Fn(&SiteShape<'_>, &Level) -> Transfer| {
+            slowest(sites.iter().map(|site| transfer(site, &self.level(site, index))))
+        };
+        let expert_transfer = |one: Bytes, compression: f64| {
+            slowest(&|site, level| {
+                let (experts, messages) = site.gathered(self.experts_per_gpu, index);
+                Transfer::new(level, messages, one * (experts / compression), 1)
+            })
+        };
+        let all_gather = expert_transfer(self.model.expert_bytes(), self.options.weight_compression);
+        let gradients = match trains {
+            true => expert_transfer(self.model.gradient_bytes(), self.options.gradient_compression),
             false => Transfer::default(),
         };
-        let messages = token_messages(self.path, &unpriced.domains, index);
-        let dispatch = Transfer::new(level, messages, self.model.dispatch_row_bytes() * rows, 1);
-        let combine = Transfer::new(level, messages, self.model.combine_row_bytes() * rows, 1);
-        let all_to_all = dispatch.then(combine);
-        let shared_refresh = match self.options.trains() && self.codec_runs(unpriced) {
-            true => {
-                let bytes = refresh_bytes(self.model.expert_bytes(), &self.cluster.scaling_factors(), index);
-                Transfer::new(level, 2 * (level.scaling_factor - 1), bytes, 2)
-            }
+        let rows = |site: &SiteShape<'_>| site.rows(self.path, index, choice, hot);
+        let all_to_all = slowest(&|site, level| {
+            let messages = site.token_messages(self.path, index);
+            let rows = self.model.tokens() * rows(site);
+            let part = |row: Bytes| Transfer::new(level, messages, row * rows, 1);
+            part(self.model.dispatch_row_bytes()).then(part(self.model.combine_row_bytes()))
+        });
+        let shared_refresh = match trains && self.codec_runs(unpriced) {
+            true => slowest(&|site, level| {
+                let (part, others) = site.reduced(site.members(), index);
+                Transfer::new(level, 2 * others, self.model.expert_bytes() * (2.0 * part), 2)
+            }),
             false => Transfer::default(),
         };
-
         let frequencies = Frequencies::new(self.options, replicas_kept);
         LevelTraffic {
-            domain_size: sizes[index],
+            domain_size: unpriced.domain_sizes[index],
             domains: unpriced.domains[index],
-            hot_factor: unpriced.hot[index],
-            rows_per_token,
+            hot_factor: hot,
+            rows_per_token: sites.iter().map(rows).fold(0.0, f64::max),
             all_gather,
             all_to_all,
             gradients,
@@ -250,8 +261,8 @@ impl CostModel<'_> {
     }
 
     /// The level under the setting: the paper's links have a bandwidth but no latency.
-    fn level(&self, index: usize) -> Level {
-        let level = self.cluster.levels()[index];
+    fn level(&self, site: &SiteShape<'_>, index: usize) -> Level {
+        let level = site.levels[index];
         match self.options.setting {
             Setting::Paper => Level { alpha: Seconds::ZERO, round_trip: Seconds::ZERO, ..level },
             Setting::Full => level,

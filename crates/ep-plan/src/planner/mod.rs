@@ -37,6 +37,7 @@ mod gains;
 mod memory;
 mod migration;
 mod options;
+mod site;
 mod time;
 mod volume;
 
@@ -49,6 +50,7 @@ pub use gains::{COMPRESSIONS, CompressionGain};
 pub use memory::{Memory, gathered_bytes};
 pub use migration::{ExpertTrade, GrowthTest, SelectiveMigration};
 pub use options::{Batch, Options, Replicas, Setting, Work};
+pub(crate) use site::{SiteShape, shapes, slowest};
 pub use time::{Bound, PassTimes, chain, decode_time, encode_time};
 pub use volume::{
     Choice, TokenPath, Transfer, gathered_experts, group_probability, refresh_bytes, token_messages,
@@ -175,7 +177,12 @@ impl Planner {
         let model = spread(model, &cluster)?;
         let experts_per_gpu = model.slots() / cluster.gpus();
         let scaling_factors = cluster.scaling_factors();
-        let candidates: f64 = scaling_factors.iter().map(|&factor| divisors(factor).len() as f64).product();
+        if cluster.is_unequal() && options.setting == Setting::Paper {
+            return Err(cluster.unequal("the paper's model", "equal sites, or setting = full"));
+        }
+        let outermost = cluster.outermost_choices(scaling_factors[0]);
+        let inner = scaling_factors[1..].iter().map(|&factor| divisors(factor).len() as f64);
+        let candidates = outermost.len() as f64 * inner.product::<f64>();
         if candidates > limits::CANDIDATES.most as f64 {
             return Err(PlanError::TooMany {
                 what: "choices of domain sizes (a divisor of each level's members)".into(),
@@ -186,6 +193,7 @@ impl Planner {
         }
         let unpriced = divisor_product(&scaling_factors)
             .into_iter()
+            .filter(|sizes| outermost.contains(&sizes[0]))
             .map(|domain_sizes| UnpricedCandidate::new(&scaling_factors, domain_sizes, &model, &options))
             .collect::<Result<_>>()?;
         Ok(Self { cluster, model, options, experts_per_gpu, memory, unpriced })
@@ -247,11 +255,17 @@ impl Planner {
     ///
     /// # Errors
     /// [`PlanError::Levels`] when there is not one size per level, [`PlanError::DomainSize`] when a size does not
-    /// divide its level, [`PlanError::GatheredExperts`] when the gathered experts do not fit into memory.
+    /// divide its level, [`PlanError::Unequal`] when a domain has some of several unequal sites,
+    /// [`PlanError::GatheredExperts`] when the gathered experts do not fit into memory.
     pub fn evaluate(&self, domain_sizes: &[usize]) -> Result<Candidate> {
         let scaling_factors = self.cluster.scaling_factors();
         let unpriced =
             UnpricedCandidate::new(&scaling_factors, domain_sizes.to_vec(), &self.model, &self.options)?;
+        if !self.cluster.outermost_choices(scaling_factors[0]).contains(&domain_sizes[0]) {
+            return Err(self
+                .cluster
+                .unequal("a domain of some of the sites", "domains inside a site (1 part) or of all parts"));
+        }
         let cost = self.cost();
         let priced = self.replica_choices().iter().map(|&replicas_kept| cost.price(&unpriced, replicas_kept));
         let refused = cost.price(&unpriced, self.options.replicas == Replicas::Keep).memory;

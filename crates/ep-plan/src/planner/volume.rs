@@ -28,12 +28,24 @@ pub enum TokenPath {
 /// The `K` distinct experts of a token avoid the group in `C(E − E/g, K)` of `C(E, K)` cases. On a deduplicated path
 /// the token is sent to the group once, not once per expert: with `K = 8` over two datacenters 0.997 rows instead of 4.
 pub fn group_probability(experts: usize, topk: usize, groups: usize) -> f64 {
-    let others = experts - experts / groups.max(1);
+    probability_of(experts, topk, experts / groups.max(1))
+}
+
+/// The probability that a token chooses at least one of `inside` experts.
+fn probability_of(experts: usize, topk: usize, inside: usize) -> f64 {
+    let others = experts - inside;
     if others < topk {
         return 1.0;
     }
     let avoided: f64 = (0..topk).map(|chosen| (others - chosen) as f64 / (experts - chosen) as f64).product();
     1.0 - avoided
+}
+
+/// The probability that a token visits the busiest of `groups` groups, whose load is `hot` times the mean. A token
+/// visits a group at most once.
+pub(crate) fn visits(choice: Choice, groups: f64, hot: f64) -> f64 {
+    let inside = (choice.experts as f64 / groups).round() as usize;
+    (probability_of(choice.experts, choice.topk, inside) * hot).min(1.0)
 }
 
 /// The numbers of experts on which a token volume depends.
@@ -57,17 +69,20 @@ pub struct Choice {
 ///   paper's `K (1 − S_l / SF_l)`;
 /// - on a direct path: like forwarded, but only from the same outer group: `(g_l − 1) K h_l / N_l` rows in all.
 pub fn token_rows(path: TokenPath, domains: &[usize], level: usize, choice: Choice, hot: f64) -> f64 {
-    let outer: usize = domains[..level].iter().product();
+    let domains: Vec<f64> = domains.iter().map(|&count| count as f64).collect();
+    rows_over(path, &domains, level, choice, hot)
+}
+
+/// [`token_rows`] for numbers of domains that need not be whole.
+pub(crate) fn rows_over(path: TokenPath, domains: &[f64], level: usize, choice: Choice, hot: f64) -> f64 {
+    let outer: f64 = domains[..level].iter().product();
     let groups = outer * domains[level];
-    let others = (domains[level] - 1) as f64;
-    let copies = choice.topk as f64 * hot / groups as f64;
+    let others = domains[level] - 1.0;
+    let copies = choice.topk as f64 * hot / groups;
     match path {
         TokenPath::Direct => others * copies,
-        TokenPath::Forwarded => outer as f64 * others * copies,
-        TokenPath::Deduplicated => {
-            let visits = group_probability(choice.experts, choice.topk, groups) * hot;
-            outer as f64 * others * visits.min(1.0)
-        }
+        TokenPath::Forwarded => outer * others * copies,
+        TokenPath::Deduplicated => outer * others * visits(choice, groups, hot),
     }
 }
 

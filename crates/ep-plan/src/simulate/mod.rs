@@ -92,11 +92,15 @@ impl Simulation {
     /// - [`PlanError::Levels`] when there is not one domain size per level, [`PlanError::DomainSize`] when a domain
     ///   size does not divide its level.
     /// - [`PlanError::Quantity`], [`PlanError::Count`] or [`PlanError::Index`] when an option is out of range.
+    /// - [`PlanError::Unequal`] when sites have different numbers of GPUs. Links of different bandwidth are simulated.
     /// - [`PlanError::TooMany`] when the step has more operations than [`limits::OPERATIONS`] or [`limits::EVENTS`].
     /// - With [`Replicas::Best`](crate::planner::Replicas::Best), the errors of [`Planner::new`](crate::Planner::new)
     ///   and [`Planner::evaluate`](crate::Planner::evaluate).
     pub fn new(cluster: &Cluster, model: &Model, options: SimulationOptions, scheme: Scheme) -> Result<Self> {
         options.check(cluster)?;
+        if cluster.is_unequal() {
+            return Err(cluster.unequal("the simulator", "equal sites, or `plan`, which prices unequal ones"));
+        }
         let work = StepWork::new(cluster, model, &options, &scheme)?;
         Self::with_work(cluster.clone(), work, options)
     }
@@ -287,6 +291,8 @@ fn one_level(input: &StreamInput) -> Result<Cluster> {
             round_trip_s: 0.0,
             bandwidth_gbit_per_s: input.bandwidth.as_gbit_per_s(),
             sharing: Sharing::PerGpu,
+            site_members: Vec::new(),
+            site_bandwidth_gbit_per_s: Vec::new(),
             efficiency: 1.0,
             loss: 0.0,
             flows: 1,

@@ -205,9 +205,9 @@ impl World {
         slow: &HashMap<usize, f64>,
         exchanges: &[(Family, usize)],
     ) {
-        let at = cluster.levels()[level];
-        let sharing = at.gpus_per_link;
-        let capacity = |link: usize| at.link_bandwidth.0 / slow.get(&link).copied().unwrap_or(1.0);
+        let sharing = cluster.levels()[level].gpus_per_link;
+        let fastest = cluster.fastest_link(level);
+        let capacity = |link: usize| fastest.0 / slow.get(&link).copied().unwrap_or(1.0);
         let meshed = match self.detail {
             FlowDetail::PerDestination => true,
             FlowDetail::Aggregated => !slow.is_empty(),
@@ -418,13 +418,24 @@ fn slow_gpus(options: &SimulationOptions, gpus: usize) -> HashMap<u32, f64> {
     slow
 }
 
-/// The slowdowns of slow links, by level.
+/// The slowdowns of slow links, by level, compared with the fastest link of the level.
 fn slow_links(options: &SimulationOptions, cluster: &Cluster) -> Vec<HashMap<usize, f64>> {
     let mut slow = vec![HashMap::new(); cluster.levels().len()];
     if let Stragglers::Listed(list) = &options.stragglers {
         for straggler in list {
             if let Straggler::Link { level, link, slowdown } = *straggler {
                 *slow[level].entry(link).or_insert(1.0) *= slowdown;
+            }
+        }
+    }
+    // The links of slower sites, compared with the fastest.
+    let site_gpus = cluster.gpus() / cluster.sites().len();
+    for (level, slow) in slow.iter_mut().enumerate().filter(|(level, _)| cluster.has_unequal_links(*level)) {
+        let fastest = cluster.fastest_link(level);
+        for (site, at) in cluster.sites().iter().map(|site| site.levels[level]).enumerate() {
+            let first = site * site_gpus / at.gpus_per_link;
+            for link in first..((site + 1) * site_gpus).div_ceil(at.gpus_per_link) {
+                *slow.entry(link).or_insert(1.0) *= fastest / at.link_bandwidth;
             }
         }
     }

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Strategy;
+use crate::cluster::Cluster;
 use crate::divisors::divisors;
 
 /// A division of a cluster's GPUs. Lists have one entry per level, outermost first.
@@ -55,18 +56,19 @@ impl Layout {
 /// the GPUs of an EP group, and `stages` fixes the number of stages.
 pub(super) fn layouts(
     strategy: Strategy,
-    members: &[usize],
+    cluster: &Cluster,
     experts: usize,
     stages: Option<usize>,
 ) -> Vec<Layout> {
+    let members = &cluster.scaling_factors()[..];
     let mut found = Vec::new();
-    for across in stages_across(strategy, members[0]) {
+    for across in stages_across(strategy, &cluster.outermost_choices(members[0])) {
         for (inside, inner) in inner_stages(&members[1..], across == members[0] || across == 1) {
             let stage: Vec<usize> = std::iter::once(members[0] / across).chain(inner).collect();
             if stages.is_some_and(|wanted| wanted != across * inside) {
                 continue;
             }
-            for group in groups(strategy, &stage, experts) {
+            for group in groups(strategy, &stage, &cluster.outermost_choices(stage[0]), experts) {
                 found.push(Layout {
                     stages_across: across,
                     stages_inside: inside,
@@ -81,10 +83,10 @@ pub(super) fn layouts(
     found
 }
 
-/// A pipeline divides the outermost level; no other strategy does.
-fn stages_across(strategy: Strategy, outermost: usize) -> Vec<usize> {
+/// A pipeline divides the outermost level by one of these choices; no other strategy does.
+fn stages_across(strategy: Strategy, choices: &[usize]) -> Vec<usize> {
     match strategy {
-        Strategy::Pipeline => divisors(outermost).into_iter().filter(|&parts| parts > 1).collect(),
+        Strategy::Pipeline => choices.iter().copied().filter(|&parts| parts > 1).collect(),
         _ => vec![1],
     }
 }
@@ -108,11 +110,12 @@ fn inner_stages(inner: &[usize], allowed: bool) -> Vec<(usize, Vec<usize>)> {
 }
 
 /// EP groups: runs of consecutive GPUs of one member of the outermost level, or the same run of several members.
-fn groups(strategy: Strategy, stage: &[usize], experts: usize) -> Vec<Vec<usize>> {
+/// `outermost` are the possible numbers of these members.
+fn groups(strategy: Strategy, stage: &[usize], outermost: &[usize], experts: usize) -> Vec<Vec<usize>> {
     let outermost = match strategy {
-        _ if strategy.spans() => divisors(stage[0]).into_iter().filter(|&members| members > 1).collect(),
+        _ if strategy.spans() => outermost.iter().copied().filter(|&members| members > 1).collect(),
         // A stage that keeps several members may have groups that span them.
-        Strategy::Pipeline => divisors(stage[0]),
+        Strategy::Pipeline => outermost.to_vec(),
         _ => vec![1],
     };
     let mut found: Vec<Vec<usize>> = Vec::new();
@@ -145,11 +148,38 @@ fn runs(members: &[usize]) -> Vec<Vec<usize>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::presets;
+
+    fn cluster(members: &[usize]) -> Cluster {
+        let mut description = presets::datacenters(members[0], 100.0, 0.0, presets::dgx_h100(1));
+        description.levels.truncate(members.len());
+        for (level, &members) in description.levels.iter_mut().zip(members) {
+            level.scaling_factor = members;
+        }
+        description.try_into().unwrap()
+    }
+
+    /// Sites of 2, 2 and 1 parts: a pipeline has a multiple of 5 stages, and a group has one part or all.
+    #[test]
+    fn parts_of_unequal_sites_are_not_divided_otherwise() {
+        let mut description = presets::datacenters(3, 100.0, 0.0, presets::dgx_h100(8));
+        description.levels[1].set_members(&[8, 8, 4]);
+        let cluster = Cluster::try_from(description).unwrap();
+        for strategy in Strategy::ALL {
+            let all = layouts(strategy, &cluster, 256, None);
+            assert!(!all.is_empty(), "{strategy:?}");
+            for layout in all {
+                assert_eq!(layout.stages() * layout.stage_gpus(), 160, "{layout:?}");
+                assert_eq!(layout.stages_across, if strategy == Strategy::Pipeline { 5 } else { 1 });
+                assert_eq!(layout.group[0], if strategy.spans() { 5 } else { 1 });
+            }
+        }
+    }
 
     #[test]
     fn stages_and_groups_divide_the_gpus() {
         for strategy in Strategy::ALL {
-            let all = layouts(strategy, &[4, 6, 8], 256, None);
+            let all = layouts(strategy, &cluster(&[4, 6, 8]), 256, None);
             assert!(all.len() > 5, "{strategy:?}");
             for layout in all {
                 let gpus = layout.stages() * layout.stage_gpus();
@@ -164,16 +194,16 @@ mod tests {
 
     #[test]
     fn a_fixed_number_of_stages_is_kept() {
-        let layouts = layouts(Strategy::Pipeline, &[2, 8, 8], 256, Some(4));
+        let layouts = layouts(Strategy::Pipeline, &cluster(&[2, 8, 8]), 256, Some(4));
         assert!(!layouts.is_empty() && layouts.iter().all(|layout| layout.stages() == 4));
         assert_eq!((layouts[0].stage.clone(), layouts[0].group.clone()), (vec![1, 4, 8], vec![1, 4, 8]));
     }
 
     #[test]
     fn few_experts_have_small_groups() {
-        let few = layouts(Strategy::DataParallel, &[2, 8, 8], 8, None);
+        let few = layouts(Strategy::DataParallel, &cluster(&[2, 8, 8]), 8, None);
         assert!(few.iter().all(|layout| layout.group_gpus() <= 8));
         // 1009 datacenters of one GPU cannot form smaller groups.
-        assert_eq!(layouts(Strategy::HierarchicalEp, &[1009], 8, None)[0].group, [1009]);
+        assert_eq!(layouts(Strategy::HierarchicalEp, &cluster(&[1009]), 8, None)[0].group, [1009]);
     }
 }

@@ -223,9 +223,8 @@ impl StepPlanner {
     }
 
     fn layouts(&self, strategy: Strategy) -> Vec<Layout> {
-        let members = self.cluster.scaling_factors();
         let experts = self.model.description().experts;
-        let mut layouts = layout::layouts(strategy, &members, experts, self.options.pipeline_stages);
+        let mut layouts = layout::layouts(strategy, &self.cluster, experts, self.options.pipeline_stages);
         layouts.retain(|layout| layout.stages() <= self.model.description().moe_layers);
         layouts
     }

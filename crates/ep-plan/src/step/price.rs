@@ -1,12 +1,14 @@
 //! The price of a step: one layout of one strategy.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use super::layout::Layout;
 use super::memory::{Fit, StepMemory, dense_parameters};
 use super::sync::{DENSE_GRADIENT_BYTES, sync, sync_at};
 use super::{Strategy, Tokens};
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, Level};
 use crate::error::Result;
 use crate::model::Model;
 use crate::planner::{Candidate, Options, Planner, Transfer};
@@ -152,25 +154,39 @@ impl Pricing<'_> {
 
     fn boundaries(&self, layout: &Layout, tokens: f64) -> Vec<Boundary> {
         let bytes = self.model.combine_row_bytes() * tokens;
-        let inner = 1.min(self.cluster.levels().len() - 1);
         (1..layout.stages())
             .map(|stage| {
-                let level = if stage % layout.stages_inside == 0 { 0 } else { inner };
-                let at = &self.cluster.levels()[level];
+                let across = stage % layout.stages_inside == 0;
+                let ends = [stage - 1, stage].map(|stage| self.sites_of_stage(layout, stage));
+                // Parts of one site are neighbours at the second level.
+                let level = usize::from(!across || ends[0] == ends[1]).min(self.cluster.levels().len() - 1);
                 // The GPUs of one stage in one member send; the other stages of the member do not use the link for this.
-                let senders = at.gpus_per_link.min(layout.stage_gpus() / layout.stage[0]);
+                let senders = layout.stage_gpus() / layout.stage[0];
+                let transfer =
+                    |at: &Level| at.alpha + bytes * at.gpus_per_link.min(senders) as f64 / at.link_bandwidth;
+                let sites =
+                    &self.cluster.sites()[ends[0].start.min(ends[1].start)..ends[0].end.max(ends[1].end)];
                 Boundary {
                     level,
-                    transfer: at.alpha + bytes * senders as f64 / at.link_bandwidth,
-                    latency: at.round_trip / 2.0,
+                    transfer: sites
+                        .iter()
+                        .map(|site| transfer(&site.levels[level]))
+                        .fold(Seconds::ZERO, Seconds::max),
+                    latency: self.cluster.levels()[level].round_trip / 2.0,
                 }
             })
             .collect()
     }
 
+    /// The sites on which a stage runs.
+    fn sites_of_stage(&self, layout: &Layout, stage: usize) -> Range<usize> {
+        let first = stage / layout.stages_inside * layout.stage[0];
+        let last = first + layout.stage[0] - 1;
+        self.cluster.site_of_part(first)..self.cluster.site_of_part(last) + 1
+    }
+
     /// The exchanges of dense and of expert parameters.
     fn syncs(&self, strategy: Strategy, layout: &Layout) -> (Seconds, Seconds) {
-        let levels = self.cluster.levels();
         let description = self.model.description();
         let layers = description.moe_layers.div_ceil(layout.stages()) as f64;
         let slots = description.experts.div_ceil(layout.group_gpus()) as f64;
@@ -180,11 +196,11 @@ impl Pricing<'_> {
         let experts = layers * slots * self.model.expert_parameters();
         let exchange = |parameters: f64, gradient: f64, copies: &[usize]| match strategy {
             Strategy::LocalSteps => {
-                let rare = sync_at(&levels[0], 0, Bytes(parameters * 2.0 * weight), copies);
-                sync(levels, 1, Bytes(parameters * (gradient + weight)), copies)
+                let rare = sync_at(self.cluster, 0, Bytes(parameters * 2.0 * weight), copies);
+                sync(self.cluster, 1, Bytes(parameters * (gradient + weight)), copies)
                     + rare / self.options.local_steps as f64
             }
-            _ => sync(levels, 0, Bytes(parameters * (gradient + weight)), copies),
+            _ => sync(self.cluster, 0, Bytes(parameters * (gradient + weight)), copies),
         };
         (
             exchange(dense, DENSE_GRADIENT_BYTES, &layout.dense_copies()),

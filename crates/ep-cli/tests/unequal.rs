@@ -1,0 +1,73 @@
+//! `hybrid-ep plan` and `simulate` on clusters whose datacenters or links are unequal.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+mod common;
+
+use common::{Directory, run};
+use serde_json::Value;
+
+const THREE: [&str; 6] =
+    ["--datacenters", "3", "--nodes", "8,8,4", "--uplink", "100Gbit/s,100Gbit/s,25Gbit/s"];
+
+fn planned(options: &[&str]) -> Value {
+    let finished = run(&[&["plan", "--json", "-"], options].concat()).succeeded();
+    serde_json::from_str(&finished.stdout).unwrap()
+}
+
+#[test]
+fn three_unequal_datacenters_are_planned_by_options_and_by_file() {
+    let by_options = planned(&THREE);
+    let prices = by_options["step"]["prices"].as_array().unwrap();
+    assert_eq!(prices.len(), 6, "every strategy has a layout");
+    for price in prices {
+        let factors = |list: &str| -> u64 {
+            price["layout"][list].as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).product()
+        };
+        let across = price["layout"]["stages_across"].as_u64().unwrap();
+        let inside = price["layout"]["stages_inside"].as_u64().unwrap();
+        assert_eq!(across * inside * factors("stage"), 160);
+    }
+    let pipeline = prices.iter().find(|price| price["strategy"] == "pipeline").unwrap();
+    assert_eq!(pipeline["layout"]["stages_across"], 5);
+
+    let directory = Directory::new("unequal-file");
+    let file = directory.file("three.toml");
+    let toml = run(&[&["plan", "--print-toml"], &THREE[..]].concat()).succeeded().stdout;
+    assert!(toml.contains("members = [8, 8, 4]"), "{toml}");
+    assert!(toml.contains("bandwidth = [\"100 Gbit/s\", \"100 Gbit/s\", \"25 Gbit/s\"]"), "{toml}");
+    std::fs::write(&file, toml).unwrap();
+    assert_eq!(planned(&["--cluster", &file])["step"], by_options["step"]);
+}
+
+#[test]
+fn the_report_says_how_sites_divide() {
+    let text = run(&[&["plan"], &THREE[..]].concat()).succeeded().stdout;
+    let parts = "'rail' has 8, 8, 4 members in the 3 sites: the plan divides them into 5 equal parts of 4 (2, 2, 1 per \
+                 site).";
+    assert!(text.contains(parts), "{text}");
+    assert!(text.contains("'wan' links of the sites: 100, 100, 25 Gbit/s."), "{text}");
+    assert!(text.contains("160 GPUs"), "{text}");
+    // One value holds for all sites again.
+    let set =
+        run(&[&["plan", "--set", "members.rail=8", "--set", "bandwidth=100Gbit/s"], &THREE[..]].concat());
+    let equal = run(&["plan", "--datacenters", "3"]).succeeded().stdout;
+    assert_eq!(
+        set.succeeded().stdout.lines().skip(1).collect::<Vec<_>>(),
+        equal.lines().skip(1).collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn what_cannot_be_done_is_refused_with_the_level() {
+    let with = |command: &str, more: &[&str]| run(&[&[command], &THREE[..], more].concat());
+    with("plan", &["--paper-model"]).refused(2, &["paper's model", "'rail' has 8, 8, 4 members", "possible"]);
+    with("simulate", &[]).refused(2, &["the simulator", "'rail' has 8, 8, 4 members", "possible"]);
+    let steps = with("simulate", &["--steps", "--set", "gradient_accumulation=1"]).succeeded().stdout;
+    let why = "expert domains, hierarchical EP, plain EP: the simulator needs equal sites, and level 'rail' has 8, 8, 4";
+    assert!(steps.contains(why), "{steps}");
+    run(&["plan", "--datacenters", "3", "--nodes", "8,8"])
+        .refused(2, &["--nodes", "2 entries for 3 datacenters"]);
+    run(&["plan", "--uplink", "1Gbit/s,2Gbit/s,3Gbit/s"])
+        .refused(2, &["--uplink", "3 entries for 2 datacenters"]);
+    run(&["plan", "--uplink", "1Gbit/s,fast"]).refused(2, &["--uplink fast", "does not begin with a number"]);
+}
