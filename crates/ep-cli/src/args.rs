@@ -60,6 +60,8 @@ pub(crate) enum Command {
     Doctor(crate::doctor::DoctorArgs),
     /// Measure latency and bandwidth between ranks over an engine such as libfabric's tcp, without operators
     Rail(crate::rail::RailArgs),
+    /// Measure hosts and the network between them, and write a cluster for `plan`
+    Calibrate(crate::calibrate::CalibrateArgs),
     /// Compile all kernels of the CUDA backend into the kernel cache, ahead of the first start
     Warm(crate::warm::WarmArgs),
     /// Choose expert domains across datacenters: predicted times, bytes and memory, and the alternatives

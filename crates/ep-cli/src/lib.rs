@@ -4,6 +4,7 @@
 
 mod args;
 mod bench;
+mod calibrate;
 mod common;
 mod doctor;
 mod plan;
@@ -40,6 +41,7 @@ pub fn run(invocation: &Invocation) -> u8 {
         Command::Verify(args) => verify::main(&args, invocation),
         Command::Doctor(args) => doctor::main(&args, invocation),
         Command::Rail(args) => rail::main(&args, invocation),
+        Command::Calibrate(args) => calibrate::main(&args, invocation),
         Command::Warm(args) => warm::main(&args),
         Command::Plan(args) => plan::main(&args),
         Command::Reproduce(args) => reproduce::main(&args),

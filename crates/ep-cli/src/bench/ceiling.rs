@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::bench::memory::{MemoryBandwidth, Moved};
+use crate::common::memory::{MemoryBandwidth, Moved};
 
 /// GB/s that each of four to eight H100 or H200 (NVLink 4, 18 links) sends when all push rows to all others by bulk
 /// copies, on as many SMs as that takes. Measured.

@@ -4,8 +4,8 @@ use ep::{Rank, Routing, World};
 use serde::Serialize;
 
 use crate::bench::measure::Operator;
-use crate::bench::memory::Moved;
 use crate::bench::plan::{BenchPlan, Scenario};
+use crate::common::memory::Moved;
 
 /// The bytes that one dispatch and one combine must move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -15,7 +15,6 @@ mod floor;
 mod footprint;
 mod gpu;
 mod measure;
-mod memory;
 mod plan;
 mod report;
 mod routed;

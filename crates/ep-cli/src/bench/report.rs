@@ -13,11 +13,11 @@ use crate::bench::definitions;
 use crate::bench::floor::{Crossing, MustMove, WireReport};
 use crate::bench::gpu::{self, RankGpu};
 use crate::bench::measure::{self, Operator, Samples, Spread};
-use crate::bench::memory::{MemoryBandwidth, Moved};
 use crate::bench::plan::{BenchPlan, Scenario, WARM_UP};
 use crate::bench::run::RankReport;
 use crate::common::backend::BackendKind;
 use crate::common::machine::Machine;
+use crate::common::memory::{MemoryBandwidth, Moved};
 use crate::common::role::ProcessRole;
 use crate::common::units;
 

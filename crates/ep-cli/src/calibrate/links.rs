@@ -1,0 +1,284 @@
+//! The network between every two ranks: plain TCP streams, one direction at a time.
+//!
+//! A record on a stream is a header of 8 bytes and as many bytes as it says. The header 0 ends a measurement; the receiver
+//! acknowledges it, and every record without the flag [`SILENT`], with one byte. So only the sender needs a clock.
+
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use ep::join::Rendezvous;
+use ep::{Config, Rank};
+use serde::{Deserialize, Serialize};
+
+use crate::common::failure::Failure;
+use crate::common::streams::{Stream, connect, failed, receive, send};
+
+/// Bytes of a record of a continuous stream.
+const PART: u64 = 64 << 10;
+/// In a header: the record is not acknowledged.
+const SILENT: u64 = 1 << 63;
+/// Round trips that are timed at least and at most.
+const ROUND_TRIPS: std::ops::RangeInclusive<usize> = 5..=200;
+/// The time for round trips beyond the least number.
+const ROUND_TRIP_TIME: Duration = Duration::from_millis(500);
+
+/// What is measured of every pair.
+#[derive(Debug)]
+pub(super) struct Request<'a> {
+    /// Numbers of connections, ascending.
+    pub(super) flows: &'a [usize],
+    /// Sizes of messages, bytes.
+    pub(super) sizes: &'a [u64],
+    /// Time of each measurement.
+    pub(super) duration: Duration,
+}
+
+/// The figures from one rank to another.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Direction {
+    pub(super) from: u32,
+    pub(super) to: u32,
+    /// Median time of a byte and its echo.
+    pub(super) round_trip_us: f64,
+    pub(super) flows: Vec<Flows>,
+}
+
+/// The figures with one number of connections.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Flows {
+    pub(super) flows: usize,
+    /// Payload of a continuous stream over time, until the receiver has all.
+    pub(super) stream_gbit_per_s: f64,
+    pub(super) messages: Vec<Messages>,
+}
+
+/// The figures of one size of messages, each sent when the one before has been acknowledged.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Messages {
+    pub(super) message_bytes: u64,
+    /// Payload over time, with the wait for acknowledgements.
+    pub(super) gbit_per_s: f64,
+}
+
+impl Direction {
+    /// The most that a continuous stream reached, and the least number of connections within 2 % of it.
+    pub(super) fn best(&self) -> (f64, usize) {
+        let most = self.flows.iter().map(|flows| flows.stream_gbit_per_s).fold(0.0, f64::max);
+        let enough = self.flows.iter().find(|flows| flows.stream_gbit_per_s >= 0.98 * most);
+        (most, enough.map_or(1, |flows| flows.flows))
+    }
+}
+
+/// Measures every pair of ranks in both directions, one after the other. All ranks get all figures. Collective.
+pub(super) fn all(
+    meet: &mut dyn Rendezvous,
+    config: &Config,
+    request: &Request<'_>,
+) -> Result<Vec<Direction>, Failure> {
+    let (rank, ranks) = (meet.rank(), meet.ranks() as u32);
+    let most = request.flows.iter().copied().max().unwrap_or(1);
+    let peers: Vec<Rank> = (0..ranks).map(Rank).filter(|&peer| peer != rank).collect();
+    let wanted: Vec<Rank> = peers.iter().flat_map(|&peer| vec![peer; most]).collect();
+    let streams = connect(meet, config, &wanted)?;
+    let mut mine = Vec::new();
+    for from in 0..ranks {
+        for to in (0..ranks).filter(|&to| to != from) {
+            meet.all_gather(&[])?;
+            let other = match rank.0 {
+                own if own == from => Rank(to),
+                own if own == to => Rank(from),
+                _ => continue,
+            };
+            let with: Vec<&Stream> = streams.iter().filter(|stream| stream.peer == other).collect();
+            let done = match rank.0 == from {
+                true => sent(&with, request).map(|(round_trip_us, flows)| {
+                    mine.push(Direction { from, to, round_trip_us, flows });
+                }),
+                false => received(&with, request),
+            };
+            done.map_err(|error| failed(other, &error))?;
+        }
+    }
+    let blob = serde_json::to_vec(&mine).map_err(Failure::request)?;
+    let mut all = Vec::new();
+    for blob in meet.all_gather(&blob)? {
+        all.extend(serde_json::from_slice::<Vec<Direction>>(&blob).map_err(Failure::request)?);
+    }
+    Ok(all)
+}
+
+/// The part of the sender. The order of measurements is that of [`received`].
+fn sent(streams: &[&Stream], request: &Request<'_>) -> std::io::Result<(f64, Vec<Flows>)> {
+    let round_trip_us = round_trip(&streams[0].socket)?;
+    let flows = request.flows.iter().map(|&flows| {
+        let streams = &streams[..flows];
+        let message = |&bytes: &u64| {
+            let gbit_per_s = messages(streams, bytes, request.duration)?;
+            Ok(Messages { message_bytes: bytes, gbit_per_s })
+        };
+        Ok(Flows {
+            flows,
+            stream_gbit_per_s: stream(streams, request.duration)?,
+            messages: request.sizes.iter().map(message).collect::<std::io::Result<_>>()?,
+        })
+    });
+    Ok((round_trip_us, flows.collect::<std::io::Result<_>>()?))
+}
+
+/// The part of the receiver.
+fn received(streams: &[&Stream], request: &Request<'_>) -> std::io::Result<()> {
+    answer(&streams[0].socket)?;
+    for &flows in request.flows {
+        for _ in 0..=request.sizes.len() {
+            each(&streams[..flows], |_, socket| answer(socket))?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs `part` for every stream, on a thread of its own unless there is only one.
+fn each(
+    streams: &[&Stream],
+    part: impl Fn(usize, &TcpStream) -> std::io::Result<()> + Sync,
+) -> std::io::Result<()> {
+    if let [only] = streams {
+        return part(0, &only.socket);
+    }
+    std::thread::scope(|scope| {
+        let part = &part;
+        let threads: Vec<_> = streams
+            .iter()
+            .enumerate()
+            .map(|(index, stream)| scope.spawn(move || part(index, &stream.socket)))
+            .collect();
+        threads
+            .into_iter()
+            .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })
+}
+
+/// Receives records until the header 0.
+fn answer(mut socket: &TcpStream) -> std::io::Result<()> {
+    let mut header = [0; 8];
+    loop {
+        socket.read_exact(&mut header)?;
+        let header = u64::from_le_bytes(header);
+        receive(socket, header & !SILENT)?;
+        if header & SILENT == 0 {
+            socket.write_all(&[1])?;
+        }
+        if header == 0 {
+            return Ok(());
+        }
+    }
+}
+
+/// Sends one record, and waits for its acknowledgement unless it is silent.
+fn record(mut socket: &TcpStream, header: u64) -> std::io::Result<()> {
+    socket.write_all(&header.to_le_bytes())?;
+    send(socket, header & !SILENT)?;
+    if header & SILENT == 0 {
+        socket.read_exact(&mut [0])?;
+    }
+    Ok(())
+}
+
+/// Median of the round trips of a record of one byte, microseconds.
+fn round_trip(socket: &TcpStream) -> std::io::Result<f64> {
+    let begun = Instant::now();
+    let mut times: Vec<f64> = Vec::new();
+    while times.len() < *ROUND_TRIPS.start()
+        || (times.len() < *ROUND_TRIPS.end() && begun.elapsed() < ROUND_TRIP_TIME)
+    {
+        let start = Instant::now();
+        record(socket, 1)?;
+        times.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    record(socket, 0)?;
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+/// Gbit/s of continuous streams: all send for the duration, and the time ends when the receiver has everything.
+fn stream(streams: &[&Stream], duration: Duration) -> std::io::Result<f64> {
+    let start = Instant::now();
+    let bytes = std::sync::atomic::AtomicU64::new(0);
+    each(streams, |_, socket| {
+        while start.elapsed() < duration {
+            record(socket, PART | SILENT)?;
+            bytes.fetch_add(PART, std::sync::atomic::Ordering::Relaxed);
+        }
+        record(socket, 0)
+    })?;
+    Ok(gbit_per_s(bytes.into_inner(), start.elapsed()))
+}
+
+/// Gbit/s of messages of `bytes` in all, divided over the streams, each sent after the acknowledgement of the last.
+fn messages(streams: &[&Stream], bytes: u64, duration: Duration) -> std::io::Result<f64> {
+    let start = Instant::now();
+    let (count, mut sent) = (streams.len() as u64, 0);
+    while sent == 0 || start.elapsed() < duration {
+        each(streams, |index, socket| {
+            let part = bytes / count + u64::from((index as u64) < bytes % count);
+            if part > 0 { record(socket, part) } else { Ok(()) }
+        })?;
+        sent += bytes;
+    }
+    let time = start.elapsed();
+    each(streams, |_, socket| record(socket, 0))?;
+    Ok(gbit_per_s(sent, time))
+}
+
+fn gbit_per_s(bytes: u64, time: Duration) -> f64 {
+    bytes as f64 * 8.0 / 1e9 / time.as_secs_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use ep::join::ThreadRendezvous;
+
+    use super::*;
+
+    #[test]
+    fn every_pair_is_measured_in_both_directions_and_all_ranks_know_it() {
+        let request = Request { flows: &[1, 3], sizes: &[1, 100_000], duration: Duration::from_millis(5) };
+        let all: Vec<Vec<Direction>> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = ThreadRendezvous::new(3, Duration::from_secs(60))
+                .into_iter()
+                .map(|mut meet| {
+                    let request = &request;
+                    scope.spawn(move || all(&mut meet, &Config::default(), request).unwrap())
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert!(all.iter().all(|of_rank| *of_rank == all[0]));
+        let pairs: Vec<_> = all[0].iter().map(|direction| (direction.from, direction.to)).collect();
+        assert_eq!(pairs, [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]);
+        for direction in &all[0] {
+            assert!(direction.round_trip_us > 0.0 && direction.best().0 > 0.0);
+            for (flows, wanted) in direction.flows.iter().zip([1, 3]) {
+                assert_eq!(flows.flows, wanted);
+                let sizes: Vec<_> = flows.messages.iter().map(|message| message.message_bytes).collect();
+                assert_eq!(sizes, [1, 100_000]);
+                assert!(flows.messages.iter().all(|message| message.gbit_per_s > 0.0));
+            }
+        }
+    }
+
+    #[test]
+    fn the_least_number_of_connections_near_the_best_rate_is_enough() {
+        let flows = |rates: &[(usize, f64)]| Direction {
+            from: 0,
+            to: 1,
+            round_trip_us: 1.0,
+            flows: rates
+                .iter()
+                .map(|&(flows, stream_gbit_per_s)| Flows { flows, stream_gbit_per_s, messages: Vec::new() })
+                .collect(),
+        };
+        assert_eq!(flows(&[(1, 5.0), (4, 9.9), (16, 10.0)]).best(), (10.0, 4));
+        assert_eq!(flows(&[(1, 10.0), (4, 9.0)]).best(), (10.0, 1));
+    }
+}
