@@ -39,6 +39,25 @@ fn three_unequal_datacenters_are_planned_by_options_and_by_file() {
     assert_eq!(planned(&["--cluster", &file])["step"], by_options["step"]);
 }
 
+/// The fragment of docs/planner.md, with the level and the GPU that it leaves out.
+#[test]
+fn the_example_of_the_guide_is_planned() {
+    let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/planner.md");
+    let guide = std::fs::read_to_string(guide).unwrap();
+    let block = guide.split("```toml\n").find(|block| block.contains("[8, 8, 4]")).unwrap();
+    let block = block.split("```").next().unwrap();
+    let text = format!(
+        "{block}\n[[cluster.level]]\nname = \"nvlink\"\nmembers = 8\nbandwidth = \"450 GB/s\"\n[cluster.gpu]\n\
+         throughput = \"400 TFLOP/s\"\nmemory = \"141 GB\"\nmemory_bandwidth = \"4.8 TB/s\"\n"
+    );
+    let directory = Directory::new("unequal-guide");
+    let file = directory.file("guide.toml");
+    std::fs::write(&file, text).unwrap();
+    let planned = planned(&["--cluster", &file]);
+    assert_eq!(planned["problem"]["cluster"]["levels"][1]["site_members"], serde_json::json!([8, 8, 4]));
+    assert_eq!(planned["step"]["prices"].as_array().unwrap().len(), 6);
+}
+
 #[test]
 fn the_report_says_how_sites_divide() {
     let text = run(&[&["plan"], &THREE[..]].concat()).succeeded().stdout;
