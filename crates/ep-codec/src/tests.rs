@@ -221,6 +221,33 @@ fn a_stream_for_other_weights_is_refused_and_the_decoder_stays_usable() {
 }
 
 #[test]
+fn a_mirror_brings_a_new_receiver_to_where_the_others_are() {
+    let mut weights: Vec<f32> = bell(1000, 1.0, 5);
+    let mut encoder = WeightEncoder::new(delta(0.05, 1), 1000).unwrap();
+    let (mut old, mut new) = (WeightDecoder::new(1000), WeightDecoder::new(1000));
+    let (mut held, mut fresh) = (vec![0.0; 1000], vec![f32::NAN; 1000]);
+    assert_eq!(encoder.complete(&mut Vec::new()), Err(CallerError::NoMirror.into()));
+    for seed in 0..5 {
+        step(&mut weights, 0.1, seed);
+        let (bytes, info) = encode(&mut encoder, &weights);
+        old.decode(&bytes, None, &mut held).unwrap();
+        if seed == 2 {
+            let mut mirror = Vec::new();
+            let sent = encoder.complete(&mut mirror).unwrap();
+            assert_eq!(new.decode(&mirror, None, &mut fresh), Ok(sent));
+            assert_eq!((sent.codec, sent.fingerprint), (StreamCodec::Mirror, info.fingerprint));
+            assert_eq!(inspect(&mirror), Ok(sent));
+        } else if seed > 2 {
+            new.decode(&bytes, None, &mut fresh).unwrap();
+        }
+    }
+    assert_eq!(bits(&fresh), bits(&held));
+    assert_eq!(new.fingerprint(), old.fingerprint());
+    let encoder = WeightEncoder::<f32>::new(WeightCodec::Int8, 1000).unwrap();
+    assert_eq!(encoder.complete(&mut Vec::new()), Err(CallerError::NoMirror.into()));
+}
+
+#[test]
 fn shared_streams_need_their_shared_expert() {
     let weights: Vec<f32> = bell(1000, 1.0, 7);
     let shared = SharedExpert::from_weights(bell(1000, 1.0, 8)).unwrap();
