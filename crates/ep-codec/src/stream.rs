@@ -209,7 +209,7 @@ pub(crate) fn seal(stream: &mut [u8], about: Header) -> StreamInfo {
         kept: about.kept.map_or(about.elements, |(kept, _)| kept),
         format: about.kept.map(|(_, format)| format),
         bytes,
-        base: about.base,
+        base: about.base.filter(|_| about.codec.has_base()),
         fingerprint: about.codec.fingerprint(base, checksum),
     }
 }

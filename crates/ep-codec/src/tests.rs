@@ -34,7 +34,7 @@ fn int8_values(elements: &[f32], largest: f32) -> Vec<f32> {
         let absmax = block.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
         let scale = absmax / 127.0;
         // Nearly f32::MAX / 127, so that 127 * scale is finite.
-        let scale = if scale < f32::MIN_POSITIVE { 0.0 } else { scale.min(2.679_388_39e36) };
+        let scale = if scale < f32::MIN_POSITIVE { 0.0 } else { scale.min(2.679_388_4e36) };
         let product = |x: f32| if scale == 0.0 { 0.0 } else { x * (1.0 / scale) };
         let code = |x: f32| f32::from(product(x).round_ties_even() as i8);
         block.iter().map(|&x| (code(x) * scale).clamp(-largest, largest)).collect()
