@@ -80,8 +80,8 @@ impl WeightCodec {
         }
     }
 
-    /// The expected size in bytes, header included, of a stream of `elements` weights: with [`Delta`](Self::Delta) after
-    /// the warm-up.
+    /// The expected size in bytes, header included, of a stream of `elements` weights: with [`Delta`](Self::Delta)
+    /// after the warm-up.
     pub fn expected_bytes(&self, element: Element, elements: usize) -> f64 {
         match *self {
             Self::Exact => exact_bytes(element, elements) as f64,
@@ -158,8 +158,8 @@ fn sparse_bytes(density: f64, elements: usize) -> usize {
     Format::SMALLEST.max_bytes(elements, kept(density, elements)) as usize
 }
 
-/// Bits of a Rice-coded value, expected. Values of Gaussian residuals take 7.2 bits at 1 % density and 7.9 at 10 %; those of
-/// gradients with error feedback about 5, because most sums are near the smallest that is kept.
+/// Bits of a Rice-coded value, expected. Values of Gaussian residuals take 7.2 bits at 1 % density and 7.9 at 10 %;
+/// those of gradients with error feedback about 5, because most sums are near the smallest that is kept.
 const VALUE_BITS: f64 = 7.5;
 
 fn expected_sparse_bytes(density: f64, elements: usize) -> f64 {

@@ -1,4 +1,5 @@
-//! The checksum of streams and saved states: XXH64 (Yann Collet's specification 0.1.1), over chunks so that many threads can compute it.
+//! The checksum of streams and saved states: XXH64 (Yann Collet's specification 0.1.1), over chunks so that many
+//! threads can compute it.
 
 use rayon::prelude::*;
 

@@ -9,9 +9,9 @@
 //!  value = code * scale
 //! ```
 //!
-//! Zeros decode to zeros, and so do blocks whose absmax is below 1.5e-36, where 1 / scale could overflow. The upper limit of a
-//! scale, one unit in the last place below f32::MAX / 127, keeps 127 * scale finite. A code of -128, which no encoder writes, decodes to the
-//! largest finite number of the type if it would overflow.
+//! Zeros decode to zeros, and so do blocks whose absmax is below 1.5e-36, where 1 / scale could overflow. The upper
+//! limit of a scale, one unit in the last place below f32::MAX / 127, keeps 127 * scale finite. A code of -128, which
+//! no encoder writes, decodes to the largest finite number of the type if it would overflow.
 
 use rayon::prelude::*;
 
@@ -77,8 +77,8 @@ pub(crate) fn encode_carrying<T: Weight>(gradient: &[T], carry: &mut [f32], payl
     });
 }
 
-/// Checks the scales of a payload, whose length [`open`](crate::stream::open) has checked. Afterwards all values decode to
-/// finite numbers.
+/// Checks the scales of a payload, whose length [`open`](crate::stream::open) has checked. Afterwards all values decode
+/// to finite numbers.
 pub(crate) fn check<T: Weight>(payload: &[u8], elements: usize) -> Result<(), Corruption> {
     let (scales, _) = payload.split_at(scale_bytes(elements));
     let (scales, _) = scales.as_chunks::<SCALE>();
@@ -158,8 +158,8 @@ const LARGEST_SCALE: f32 = (f32::MAX / 127.0).next_down();
 /// Rounds to nearest, ties to even. Requires a magnitude below 2^22.
 #[inline(always)]
 fn round(number: f32) -> i8 {
-    // At 1.5 * 2^23, floats are the integers, so the addition rounds. The lowest bits of the sum are the result in two's
-    // complement. `round_ties_even` would be a function call per element on x86-64 without SSE 4.1.
+    // At 1.5 * 2^23, floats are the integers, so the addition rounds. The lowest bits of the sum are the result in
+    // two's complement. `round_ties_even` would be a function call per element on x86-64 without SSE 4.1.
     const INTEGERS: f32 = 12_582_912.0;
     (number + INTEGERS).to_bits() as i8
 }

@@ -1,9 +1,9 @@
 //! Codecs: what travels instead of expert weights and gradients between datacenters.
 //!
 //! A sender encodes each expert as one *stream* of bytes per step, and receivers decode the stream into their replica
-//! of the expert, or add it to a sum of gradients. P is the number of elements of an expert, `d` the density; `absmax` is the
-//! largest magnitude. All arithmetic is in f32; `round` rounds to the type of the elements, bf16 or f32, to nearest, ties to
-//! even.
+//! of the expert, or add it to a sum of gradients. P is the number of elements of an expert, `d` the density; `absmax`
+//! is the largest magnitude. All arithmetic is in f32; `round` rounds to the type of the elements, bf16 or f32, to
+//! nearest, ties to even.
 //!
 //! | codec | of | bytes per element | what receivers hold |
 //! |---|---|---|---|
@@ -15,12 +15,13 @@
 //!
 //! Sizes of `delta`, `shared` and `topk` are those of Gaussian data. Every stream has 40 bytes more.
 //!
-//! - [`WeightEncoder`] and [`WeightDecoder`] handle weights. With [`WeightCodec::Delta`] the encoder keeps the mirror, which has the same bits as
-//!   every replica, so what one stream leaves out is in a later one. The first streams are `int8`.
-//! - [`GradientEncoder`] and [`add_gradient`] handle gradients. `int8` and `topk` have *error feedback*: `x = gradient + carry`, and
-//!   afterwards `carry = x - value`.
-//! - A stream has a checksum, and a *fingerprint* of what it decodes to. A stream of changes names the fingerprint of the weights that
-//!   it changes, and the decoder refuses it for others.
+//! - [`WeightEncoder`] and [`WeightDecoder`] handle weights. With [`WeightCodec::Delta`] the encoder keeps the mirror,
+//!   which has the same bits as every replica, so what one stream leaves out is in a later one. The first streams are
+//!   `int8`.
+//! - [`GradientEncoder`] and [`add_gradient`] handle gradients. `int8` and `topk` have *error feedback*: `x = gradient
+//!   + carry`, and afterwards `carry = x - value`.
+//! - A stream has a checksum, and a *fingerprint* of what it decodes to. A stream of changes names the fingerprint of
+//!   the weights that it changes, and the decoder refuses it for others.
 //! - Damaged bytes give a [`Corruption`], never a panic, and an error leaves replicas and sums unchanged.
 //! - NaN and infinity are refused, with their index, by all codecs but `exact`.
 //! - Functions run on the threads of the current rayon pool. Results have the same bits for any number of threads.

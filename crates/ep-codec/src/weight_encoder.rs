@@ -11,8 +11,8 @@ use crate::weight::Weight;
 
 /// Encodes one expert's weights step after step.
 ///
-/// Memory: the mirror for [`WeightCodec::Delta`], `elements` weights; nothing for the other codecs. Functions run on the
-/// threads of the current rayon pool, and streams have the same bytes for any number of threads.
+/// Memory: the mirror for [`WeightCodec::Delta`], `elements` weights; nothing for the other codecs. Functions run on
+/// the threads of the current rayon pool, and streams have the same bytes for any number of threads.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WeightEncoder<T> {
     codec: WeightCodec,
@@ -43,8 +43,8 @@ impl<T: Weight> WeightEncoder<T> {
 
     /// Appends one stream to `out`.
     ///
-    /// `weights` has shape `[elements]`. `shared` is needed by [`WeightCodec::Shared`] and ignored by the other codecs. After
-    /// an error `out` and the encoder are unchanged.
+    /// `weights` has shape `[elements]`. `shared` is needed by [`WeightCodec::Shared`] and ignored by the other codecs.
+    /// After an error `out` and the encoder are unchanged.
     ///
     /// # Errors
     /// [`CallerError::Length`] when a length differs from `elements`. [`CallerError::NoShared`] when `shared` is needed
@@ -111,8 +111,8 @@ impl<T: Weight> WeightEncoder<T> {
 
     /// An encoder that continues where [`save`](Self::save) was called.
     ///
-    /// `codec` may differ from that of the saved encoder. With [`WeightCodec::Delta`] and a state without mirror, the encoder
-    /// warms up as a new one does; a mirror that the codec does not need is dropped.
+    /// `codec` may differ from that of the saved encoder. With [`WeightCodec::Delta`] and a state without mirror, the
+    /// encoder warms up as a new one does; a mirror that the codec does not need is dropped.
     ///
     /// # Errors
     /// [`Corruption`] when `bytes` are not a state. [`CallerError::OtherState`],

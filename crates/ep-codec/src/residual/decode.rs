@@ -20,7 +20,8 @@ use crate::weight::Weight;
 ///
 /// # Errors
 /// [`Corruption`] when `bytes` is not exactly one whole stream. [`CallerError`] when the stream is not of
-/// [`StreamCodec::Shared`], or has another element type, length or shared expert than the arguments. After an error `out` is unchanged.
+/// [`StreamCodec::Shared`], or has another element type, length or shared expert than the arguments. After an error
+/// `out` is unchanged.
 pub fn decode_add<T: Weight>(bytes: &[u8], shared: &SharedExpert<T>, out: &mut [T]) -> Result<StreamInfo> {
     let (info, payload) = open(bytes)?;
     if info.bytes != bytes.len() {
