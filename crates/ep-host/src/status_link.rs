@@ -208,13 +208,13 @@ mod tests {
                 prop_assert!(!pair.flows[running].is_open());
                 prop_assert!(pair.ways[stopped].len() as u64 <= 2 * UNREAD);
             }
-            // Both send without end.
-            for _ in 0..10 * UNREAD {
+            // Both send without end. In the first round, a rank may wait for the count of the other one.
+            for round in 0..10 * UNREAD {
                 for rank in [stopped, running] {
                     while !pair.ways[rank].is_empty() {
                         pair.read(rank);
                     }
-                    prop_assert!(pair.send(rank));
+                    prop_assert!(pair.send(rank) || round == 0);
                 }
             }
         }
