@@ -5,11 +5,20 @@
 //! sources mark them as assumed.
 
 use crate::cluster::{ClusterDescription, GpuDescription, LevelDescription, Sharing};
-use crate::model::{AttentionDescription, ModelDescription, PrecisionDescription};
+use crate::model::{AttentionDescription, ElementType, ModelDescription, PrecisionDescription};
 use crate::routing::Routing;
 
 /// Names that [`model`] knows.
-pub const MODELS: [&str; 4] = ["deepseek-v3", "qwen3-235b", "mixtral-8x7b", "mixtral-8x22b"];
+pub const MODELS: [&str; 8] = [
+    "deepseek-v3",
+    "qwen3-235b",
+    "mixtral-8x7b",
+    "mixtral-8x22b",
+    "paper-llama-tiny",
+    "paper-mistral-small",
+    "paper-gpt-medium",
+    "paper-gpt-large",
+];
 
 /// Names that [`cluster`] knows.
 pub const CLUSTERS: [&str; 4] = ["dgx-h100", "dgx-h200", "gb200-nvl36", "gb200-nvl72"];
@@ -21,6 +30,10 @@ pub fn model(name: &str) -> Option<ModelDescription> {
         "qwen3-235b" => Some(qwen3_235b()),
         "mixtral-8x7b" => Some(mixtral_8x7b()),
         "mixtral-8x22b" => Some(mixtral_8x22b()),
+        "paper-llama-tiny" => Some(of_the_paper("Llama-Tiny", 512, 12)),
+        "paper-mistral-small" => Some(of_the_paper("Mistral-Small", 768, 12)),
+        "paper-gpt-medium" => Some(of_the_paper("GPT-Medium", 1024, 12)),
+        "paper-gpt-large" => Some(of_the_paper("GPT-Large", 1024, 16)),
         _ => None,
     }
 }
@@ -79,6 +92,25 @@ pub fn mixtral_8x22b() -> ModelDescription {
     let attention = grouped_query_attention(6144.0, 48.0, 8.0, 128.0);
     let other_parameters = 2.0 * 32_000.0 * 6144.0; // embeddings, in and out
     ModelDescription { attention, other_parameters, ..routed("Mixtral 8x22B", [6144, 16384, 8, 2, 56]) }
+}
+
+/// A model of the paper (arXiv 2510.19470, Table II): hidden size, 32 experts, layers, and parameters of an expert.
+///
+/// From the table: `hidden`, `experts`, `moe_layers`, and 2.1, 4.7 or 8.4 million parameters of an expert, from which two
+/// matrices of an inner width of 4 `hidden` are inferred. Of the ranges of Table III one value each is chosen: top-2, 8
+/// sequences of 256 tokens. Assumed: attention of four square projections, f32, no parameters outside the layers.
+fn of_the_paper(name: &str, hidden: usize, layers: usize) -> ModelDescription {
+    let width = hidden as f64;
+    let f32 = ElementType::F32;
+    ModelDescription {
+        expert_matrices: 2,
+        global_batch: None, // one micro-batch on every GPU
+        tokens_per_gpu: 8 * 256,
+        context: 256,
+        attention: AttentionDescription { parameters: 4.0 * width * width, score_width: 2.0 * width },
+        precision: PrecisionDescription { weights: f32, dispatch: f32, combine: f32, gradients: f32 },
+        ..routed(&format!("{name} of the paper"), [hidden, 4 * hidden, 32, 2, layers])
+    }
 }
 
 /// One datacenter of DGX H100 nodes with eight H100 SXM each.
@@ -265,5 +297,16 @@ mod tests {
         assert!((billions(qwen3_235b()) / 235.0 - 1.0).abs() < 0.005);
         assert!((billions(mixtral_8x7b()) / 46.7 - 1.0).abs() < 0.005);
         assert!((billions(mixtral_8x22b()) / 141.0 - 1.0).abs() < 0.005);
+    }
+
+    /// The parameters of an expert, as Table II of the paper prints them.
+    #[test]
+    fn experts_of_the_paper_have_the_printed_sizes() {
+        let millions = |name| {
+            let model = Model::try_from(model(name).unwrap()).unwrap();
+            format!("{:.1}", model.expert_parameters() / 1e6)
+        };
+        let names = ["paper-llama-tiny", "paper-mistral-small", "paper-gpt-medium", "paper-gpt-large"];
+        assert_eq!(names.map(millions), ["2.1", "4.7", "8.4", "8.4"]);
     }
 }

@@ -147,10 +147,7 @@ fn list() -> String {
             &preset::CLUSTERS[..],
         ),
         ("Models for --model:", &preset::MODELS),
-        (
-            "Cases of the paper's stream model for --stream (the paper does not give the sizes of its models):",
-            &preset::STREAMS,
-        ),
+        ("Cases of the paper's stream model for --stream:", &preset::STREAMS),
     ] {
         out.push_str(heading);
         out.push('\n');

@@ -71,7 +71,7 @@ impl Series {
                     format!("{rate}"),
                     format!("{ours:.4}"),
                     format!("{reference:.4}"),
-                    paper.map_or("not recorded".into(), |paper| format!("{paper:.2}")),
+                    paper.map_or("not in the text".into(), |paper| format!("{paper:.2}")),
                     paper.map_or_else(|| "-".into(), |paper| agreement(near(*ours, paper))),
                 ]
             });
@@ -113,7 +113,8 @@ pub(super) fn section() -> Result<Section, Failure> {
     });
     Ok(Section {
         title: "Figure 17: many datacenters of one GPU",
-        about: "The paper gives two ranges of speedups over plain expert parallelism, and no parameters. The parameters \
+        about: "The paper's text gives two ranges of speedups over plain expert parallelism. Not in the text: the points, \
+                the bandwidths, and every other parameter. The parameters \
                 here are fitted to each range. They show that the model can give these ranges, not that the paper used \
                 these parameters. The independent values are from another implementation of the same formula."
             .into(),

@@ -47,7 +47,7 @@ enum Part {
     Table6,
     /// Number of messages of all-to-all and all-gather
     Table7,
-    /// Not recorded in this program, so it cannot be checked
+    /// Its points and parameters are not in the paper's text, so it cannot be checked
     Fig16,
     /// Speedups on up to 1000 datacenters
     Fig17,
@@ -101,7 +101,7 @@ fn figure16() -> Section {
     Section {
         title: "Figure 16",
         about:
-            "This program records neither the points of the figure nor their parameters, so there is no comparison."
+            "The paper's text gives neither the points of the figure nor their parameters, so there is no comparison."
                 .into(),
         grids: Vec::new(),
         findings: vec![Finding {

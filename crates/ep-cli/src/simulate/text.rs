@@ -55,6 +55,13 @@ pub(super) fn render(
          reply.\n",
     );
     let all: usize = plan.scaling_factors.iter().product();
+    if problem.options.work == ep_plan::planner::Work::Training {
+        let _ = writeln!(
+            out,
+            "This is one EP group over all {all} GPUs, without pipeline stages and dense gradients; `--steps` simulates whole \
+             steps."
+        );
+    }
     let alike = if outcome.simulated_gpus < all { " (the others behave like one of these)" } else { "" };
     let _ = writeln!(
         out,

@@ -18,12 +18,19 @@ pub struct Preset {
     pub about: &'static str,
 }
 
+const OF_THE_PAPER: &str = "32 experts; hidden size, layers and parameters of an expert of Table II; two matrices of width \
+                            4 hidden are inferred; top-2, 8 x 256 tokens and f32 are assumed";
+
 /// Preset models.
-pub const MODELS: [Preset; 4] = [
+pub const MODELS: [Preset; 8] = [
     Preset { name: "deepseek-v3", about: "256 experts, top-8; sizes of the published configuration" },
     Preset { name: "qwen3-235b", about: "128 experts, top-8; sizes of the published configuration" },
     Preset { name: "mixtral-8x7b", about: "8 experts, top-2; sizes of the published configuration" },
     Preset { name: "mixtral-8x22b", about: "8 experts, top-2; sizes of the published configuration" },
+    Preset { name: "paper-llama-tiny", about: OF_THE_PAPER },
+    Preset { name: "paper-mistral-small", about: OF_THE_PAPER },
+    Preset { name: "paper-gpt-medium", about: OF_THE_PAPER },
+    Preset { name: "paper-gpt-large", about: OF_THE_PAPER },
 ];
 
 /// Preset clusters. [`Joined`] applies to the first four.
@@ -40,21 +47,19 @@ pub const CLUSTERS: [Preset; 7] = [
     },
     Preset {
         name: "paper-s",
-        about: "the paper's cluster-S: its sizes are not known here; the 8 GPUs and 128 Gbit/s of Table IV are assumed",
+        about: "the paper's cluster-S: 8 A800 in one node, 128 Gbit/s (PCIe 3 x16) inside; their throughput and latencies are \
+                assumed",
     },
     Preset {
         name: "paper-m",
-        about: "the paper's cluster-M: 10 Gbit/s shared by 8 GPUs; the 2 datacenters are inferred from Tutel's slope \
-                in Tables V and VI; everything else is assumed",
+        about: "the paper's cluster-M: 2 nodes like cluster-S, each taken as a datacenter, 10 Gbit/s between them; that the 8 \
+                GPUs of a node share it is inferred from Tutel's slope in Table V; throughput and latencies are assumed",
     },
-    Preset {
-        name: "paper-l",
-        about: "the paper's cluster-L: 4 datacenters of 8 GPUs; links are assumed as in cluster-M, everything else too",
-    },
+    Preset { name: "paper-l", about: "the paper's cluster-L: 4 nodes, otherwise as cluster-M" },
 ];
 
 /// Preset inputs of the paper's stream model: the four columns of Table IV, at the printed bandwidth. The planner
-/// cannot use them as models, because the paper gives only the bytes and times of a layer.
+/// cannot use them as models, because they have only the bytes and times of a layer.
 pub const STREAMS: [Preset; 4] = [
     Preset {
         name: "paper-mix-1",
@@ -119,7 +124,7 @@ pub fn model(name: &str) -> Option<ModelDescription> {
 /// The preset cluster of this name, unchecked, if there is one.
 pub fn cluster(name: &str, joined: &Joined) -> Option<ClusterDescription> {
     match name {
-        "paper-s" => Some(paper_cluster("paper's cluster-S (assumed)", None)),
+        "paper-s" => Some(paper_cluster("paper's cluster-S", None)),
         "paper-m" => Some(paper_cluster("paper's cluster-M", Some(2))),
         "paper-l" => Some(paper_cluster("paper's cluster-L", Some(4))),
         _ => {
@@ -175,9 +180,9 @@ fn paper_cluster(name: &str, datacenters: Option<usize>) -> ClusterDescription {
     ClusterDescription {
         name: name.into(),
         levels: uplink.into_iter().chain([inside]).collect(),
-        // The paper's GPUs are not known here, so all of their numbers are assumed.
+        // A800: memory of the datasheet, rounded; the throughput is assumed.
         gpu: GpuDescription {
-            name: "assumed".into(),
+            name: "A800".into(),
             sustained_tflops: 100.0,
             memory_gb: 80.0,
             hbm_gb_per_s: 2000.0,
