@@ -17,7 +17,8 @@ fn plan(work: Work, uplink_gbit_per_s: f64, live_layers: usize) -> Plan {
     }
     // The reference gathers experts again in every pass.
     let replicas = Replicas::Regather;
-    let options = Options { work, live_layers, replicas, memory_cap_gb: Some(24.0), ..Options::default() };
+    let options =
+        Options { work, live_layers, replicas, memory_cap_gb: Some(24.0), ..Options::paper_codec() };
     let (cluster, model) = (cluster.try_into().unwrap(), presets::deepseek_v3().try_into().unwrap());
     Planner::new(cluster, model, options).unwrap().plan()
 }

@@ -8,7 +8,7 @@ mod agreement;
 use ep_plan::cluster::Sharing;
 use ep_plan::model::ModelDescription;
 use ep_plan::paper::{SIMULATION_FIXED_DOMAIN, SIMULATION_GROWING_DOMAIN, SimulationCase};
-use ep_plan::planner::{Replicas, Setting, Work};
+use ep_plan::planner::{Compression, Replicas, Setting, Work};
 use ep_plan::simulate::{
     Direction, FlowDetail, LinkOrder, MessageStart, Outcome, Phase, Record, Scheme, Simulation,
     SimulationOptions, Straggler, Stragglers, Symmetry,
@@ -88,7 +88,7 @@ proptest! {
         };
         let model = StreamModel::new(input).unwrap();
         let size = *pick.get(&model.domain_sizes());
-        let planner = Options { overlap_chunks: chunks, ..Options::default() };
+        let planner = Options { overlap_chunks: chunks, ..Options::paper_codec() };
         let wanted = model.latency(size).unwrap();
         for link_order in [LinkOrder::TokensFirst, LinkOrder::InTurn] {
             let options = SimulationOptions { planner: planner.clone(), link_order, ..SimulationOptions::default() };
@@ -131,8 +131,12 @@ fn every_message_pays_alpha_and_every_exchange_a_round_trip() {
     cluster.gpu.sustained_tflops = 1e9;
     let cluster: Cluster = cluster.try_into().unwrap();
     let seconds = |scheme: Scheme, message_start, overlap_chunks, layers| {
-        let planner =
-            Options { work: Work::Forward, weight_compression: 1.0, overlap_chunks, ..Options::default() };
+        let planner = Options {
+            work: Work::Forward,
+            weight_compression: Compression::EXACT,
+            overlap_chunks,
+            ..Options::paper_codec()
+        };
         let layers = Some(layers);
         let options = SimulationOptions { planner, message_start, layers, ..SimulationOptions::default() };
         let outcome = run(&cluster, &scheme, options);
@@ -280,7 +284,7 @@ fn sharing_links_fairly_or_in_turn_is_not_faster() {
     let scheme = Scheme::Hybrid { domain_sizes: vec![2, 1, 1] };
     let step = |link_order| {
         // Experts that are gathered in every pass compete with tokens for the links.
-        let planner = Options { replicas: Replicas::Regather, ..Options::default() };
+        let planner = Options { replicas: Replicas::Regather, ..Options::paper_codec() };
         let options = SimulationOptions { planner, link_order, ..SimulationOptions::default() };
         run(&cluster, &scheme, options).step_seconds.0
     };

@@ -2,7 +2,7 @@
 //! price and every choice of the step planner with them, on random problems with even routing.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
-use ep_plan::planner::Batch;
+use ep_plan::planner::{Batch, Compression};
 use ep_plan::step::{StepPlanner, StepPrice, Strategy as Way};
 use ep_plan::{Cluster, Model, Options, presets};
 use proptest::prelude::*;
@@ -76,6 +76,17 @@ fn is_run(choice: &[usize], members: &[usize]) -> bool {
     (outer + 1..choice.len()).all(|level| choice[level] == members[level])
 }
 
+/// The ratio of a codec for elements of so many bytes, and the bytes of memory traffic per byte to encode and to decode.
+fn codec_of(codec: Compression, element: f64) -> (f64, f64, f64) {
+    // 128 elements take 128 bytes and a scale of 4.
+    let int8 = 132.0 / 128.0 / element;
+    match codec {
+        Compression::Int8 => (1.0 / int8, 1.0 + int8, 1.0 + int8),
+        Compression::By(by) if by > 1.0 => (by, 5.0, 2.0),
+        Compression::By(by) => (by, 0.0, 0.0),
+    }
+}
+
 fn chain(a: f64, e: f64, chunks: f64) -> f64 {
     a.max(e) + a.min(e) / chunks
 }
@@ -86,10 +97,10 @@ impl Problem {
         self.model.description().moe_layers.div_ceil(stages) as f64
     }
 
-    fn compressions(&self, way: Way) -> (f64, f64) {
+    fn compressions(&self, way: Way) -> (Compression, Compression) {
         match way {
             Way::ExpertDomains => (self.options.weight_compression, self.options.gradient_compression),
-            _ => (1.0, 1.0),
+            _ => (Compression::EXACT, Compression::EXACT),
         }
     }
 
@@ -100,7 +111,8 @@ impl Problem {
         let p = self.model.expert_parameters();
         let slots = d.experts as f64 / product(&shape.group);
         let copies = product(&shape.stage) / product(&shape.group);
-        let shared = if self.compressions(way).0 > 1.0 { p * bw } else { 0.0 };
+        let shared =
+            if matches!(self.compressions(way).0, Compression::By(by) if by > 1.0) { p * bw } else { 0.0 };
         let experts = self.layers(shape) * (slots * p * (bw + bg + 12.0 / copies) + shared);
         let replicas = product(&shape.stage) / shape.tensor as f64;
         (experts, self.dense(shape) * (bw + bg + 12.0 / replicas))
@@ -131,7 +143,9 @@ impl Problem {
         let d = self.model.description();
         let o = &self.options;
         let (bw, bg) = (d.precision.weights.bytes(), d.precision.gradients.bytes());
-        let (crw, crg) = self.compressions(way);
+        let codecs = self.compressions(way);
+        let (crw, enc_w, dec_w) = codec_of(codecs.0, bw);
+        let (crg, enc_g, dec_g) = codec_of(codecs.1, bg);
         let p = self.model.expert_parameters();
         let (h, k) = (d.hidden as f64, d.topk as f64);
         let m = self.micro_batches(shape) as f64;
@@ -212,14 +226,15 @@ impl Problem {
             });
             ar += self.reduced(l, 2.0 * p * bw, &shape.group);
         }
-        let codec = crw > 1.0 && product(sizes) > 1.0;
+        let codec = product(sizes) > 1.0;
+        let renewed = codec && matches!(codecs.0, Compression::By(by) if by > 1.0);
         let on = |condition: bool, time: f64| if condition { time } else { 0.0 };
         let pe = self.model.with_tokens(t).pre_expert_flop().0 / self.throughput;
         let e = t * k * 2.0 * p / self.throughput;
-        let dec = on(codec, 2.0 * gathered * p * bw / self.hbm);
-        let enc = on(codec, 5.0 * n * p * bw / self.hbm);
-        let codec_g = on(crg > 1.0, 7.0 * gathered * p * bg / self.hbm);
-        let refresh = on(codec, ar / o.shared_refresh_steps as f64);
+        let dec = on(codec, dec_w * gathered * p * bw / self.hbm);
+        let enc = on(codec, enc_w * n * p * bw / self.hbm);
+        let codec_g = (enc_g + dec_g) * gathered * p * bg / self.hbm;
+        let refresh = on(renewed, ar / o.shared_refresh_steps as f64);
         let chunks = o.overlap_chunks as f64;
         let forward = |gather: bool| {
             let (ag, dec) = (on(gather, ag), on(gather, dec));
@@ -408,8 +423,8 @@ fn any_problem() -> impl Strategy<Value = (Cluster, Model, Options, Problem)> {
     let links = prop::collection::vec((-1.0..3.0f64, 0.0..1e-4f64, 0.0..0.1f64, any::<bool>()), 3);
     let sizes = (8..12u32, 8..12u32, 1..=4usize, 8..13u32, 1..=12usize, 0.5..40.0f64);
     let options = (
-        prop::sample::select(vec![1.0, 50.0]),
-        prop::sample::select(vec![1.0, 10.0]),
+        prop::sample::select(vec![Compression::EXACT, Compression::Int8, Compression::By(50.0)]),
+        prop::sample::select(vec![Compression::EXACT, Compression::Int8, Compression::By(10.0)]),
         prop::option::of(1usize..200_000_000),
         1usize..5,
         0.1..0.5f64,

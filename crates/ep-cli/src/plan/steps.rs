@@ -36,14 +36,10 @@ pub(crate) fn name(strategy: Strategy) -> &'static str {
 /// What a strategy changes in the training, compared with one datacenter.
 pub(super) fn changes(strategy: Strategy, options: &Options) -> String {
     match strategy {
-        Strategy::ExpertDomains if lossy(options) => "lossy compression".into(),
+        Strategy::ExpertDomains if options.lossy() => "lossy compression".into(),
         Strategy::LocalSteps => format!("weights differ for {} steps", options.local_steps),
         _ => "nothing".into(),
     }
-}
-
-fn lossy(options: &Options) -> bool {
-    options.weight_compression > 1.0 || options.gradient_compression > 1.0
 }
 
 /// The answer in a few sentences, one per line.
@@ -73,7 +69,7 @@ pub(super) fn answer(plan: &StepPlan, options: &Options) -> Vec<String> {
         (Some(domains), Some(other)) if best.strategy == Strategy::ExpertDomains => {
             let gain = other.step_time / domains.step_time;
             let how =
-                if lossy(options) { "Without lossy compression, the fastest is" } else { "The next is" };
+                if options.lossy() { "Without lossy compression, the fastest is" } else { "The next is" };
             let worth = match times(gain) == times(1.0) {
                 true => " Moving experts is not worth it: the gain is 1.00x.",
                 false => "",

@@ -3,7 +3,7 @@
 use ep_plan::cluster::ClusterDescription;
 use ep_plan::input::Kind;
 use ep_plan::model::ModelDescription;
-use ep_plan::planner::{Batch, Replicas, Work};
+use ep_plan::planner::{Batch, Compression, Replicas, Work};
 use ep_plan::{Options, Placement, Routing, limits};
 
 use crate::common::numbers::{Count, Number};
@@ -42,7 +42,16 @@ enum Form {
     Quantity(Kind, Number),
     Count(Count),
     Number(Number),
+    /// A ratio, or `int8`, whose value is [`INT8`].
+    Compression,
     Word(&'static [&'static str]),
+}
+
+/// The value that stands for the codec `int8`. It is outside the range of ratios.
+const INT8: f64 = 0.0;
+
+fn compression(value: f64) -> Compression {
+    if value == INT8 { Compression::Int8 } else { Compression::By(value) }
 }
 
 /// Name, value, notation, and whether the key belongs to a level.
@@ -59,8 +68,8 @@ const KEYS: [(&str, What, Form, bool); 23] = [
     ("memory_cap", What::MemoryCap, Form::Quantity(Kind::Memory, limits::MEMORY_CAP_GB), false),
     ("tokens_per_gpu", What::Tokens, Form::Count(limits::TOKENS), false),
     ("zipf", What::Zipf, Form::Number(limits::ZIPF), false),
-    ("weight_compression", What::WeightCompression, Form::Number(limits::COMPRESSION), false),
-    ("gradient_compression", What::GradientCompression, Form::Number(limits::COMPRESSION), false),
+    ("weight_compression", What::WeightCompression, Form::Compression, false),
+    ("gradient_compression", What::GradientCompression, Form::Compression, false),
     ("gradient_accumulation", What::Accumulation, Form::Count(limits::MICRO_BATCHES), false),
     ("pipeline_stages", What::PipelineStages, Form::Count(limits::LAYERS), false),
     ("global_batch", What::GlobalBatch, Form::Count(limits::GLOBAL_BATCH), false),
@@ -136,6 +145,12 @@ impl Key {
                 let number = text.parse().ok().filter(|&number| range.allows(number));
                 number.ok_or_else(|| not(&format!("a number {range}")))
             }
+            Form::Compression if text == "int8" => Ok(INT8),
+            Form::Compression => {
+                let range = limits::COMPRESSION;
+                let number = text.parse().ok().filter(|&number| range.allows(number));
+                number.ok_or_else(|| not(&format!("int8 or a number {range}")))
+            }
             Form::Word(words) => words
                 .iter()
                 .position(|word| *word == text)
@@ -188,8 +203,8 @@ impl Key {
         let count = value as usize;
         match self.what {
             What::MemoryCap => options.memory_cap_gb = Some(value),
-            What::WeightCompression => options.weight_compression = value,
-            What::GradientCompression => options.gradient_compression = value,
+            What::WeightCompression => options.weight_compression = compression(value),
+            What::GradientCompression => options.gradient_compression = compression(value),
             What::Accumulation => {
                 options.micro_batches = count;
                 options.batch = Batch::MicroBatches;

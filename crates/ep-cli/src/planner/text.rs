@@ -1,13 +1,22 @@
 //! Text that the planner's commands share: tables, and the description of a problem.
 
 pub(crate) use ep_plan::planner::domain_sizes_text as sizes;
-use ep_plan::planner::{Batch, Plan, Work};
+use ep_plan::planner::{Batch, Compression, Plan, Work};
 
 pub(crate) use crate::common::table::table;
 use ep_plan::cluster::{Cluster, ClusterDescription};
 
 use crate::common::units;
 use crate::planner::problem::Problem;
+
+/// A codec in the heading.
+fn sent(compression: Compression) -> String {
+    match compression {
+        exact if exact.is_exact() => "they are".into(),
+        Compression::Int8 => "int8".into(),
+        Compression::By(ratio) => format!("{ratio}x compressed"),
+    }
+}
 
 /// How unequal sites divide into parts, and links of different bandwidth; empty if all sites and links are equal.
 fn unequal(cluster: &ClusterDescription) -> String {
@@ -46,15 +55,15 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
         _ => units::counted(options.micro_batches, "micro-batch").replace("batchs", "batches"),
     };
     format!(
-        "{} on {}: {}, {} each\n{work}, {} tokens per GPU and micro-batch, {}, weights compressed {}x, gradients {}x\n{}",
+        "{} on {}: {}, {} each\n{work}, {} tokens per GPU and micro-batch, {}, weights sent as {}, gradients as {}\n{}",
         model.name,
         cluster.name,
         units::counted(gpus, "GPU"),
         units::counted(plan.experts_per_gpu, "expert"),
         units::count(model.tokens_per_gpu as u64),
         batch,
-        options.weight_compression,
-        options.gradient_compression,
+        sent(options.weight_compression),
+        sent(options.gradient_compression),
         unequal(cluster),
     )
 }

@@ -11,7 +11,7 @@ use crate::cluster::{Cluster, ClusterDescription, GpuDescription, LevelDescripti
 use crate::error::PlanError;
 use crate::limits::{self, Count, Shown};
 use crate::model::{AttentionDescription, ElementType, Model, ModelDescription, PrecisionDescription};
-use crate::planner::{Batch, Options, Replicas, Setting, Work};
+use crate::planner::{Batch, Compression, Options, Replicas, Setting, Work};
 use crate::routing::{Placement, Routing};
 
 pub(super) const DOCUMENT: Keys = Keys { plain: &["cluster", "model", "options"], quantities: &[] };
@@ -265,7 +265,6 @@ pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
     let table = item.table(OPTIONS)?;
     let default = Options::default();
     let count = |key, range, default| table.count(key, Some(default), range);
-    let ratio = |key, default| table.number(key, default, limits::COMPRESSION);
     Ok(Options {
         setting: table.word(
             "setting",
@@ -277,8 +276,8 @@ pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
             default.work,
             &[("training", Work::Training), ("forward", Work::Forward)],
         )?,
-        weight_compression: ratio("weight_compression", default.weight_compression)?,
-        gradient_compression: ratio("gradient_compression", default.gradient_compression)?,
+        weight_compression: compression(&table, "weight_compression", default.weight_compression)?,
+        gradient_compression: compression(&table, "gradient_compression", default.gradient_compression)?,
         memory_cap_gb: table.optional_quantity("memory_cap", limits::MEMORY_CAP_GB)?,
         reserved_memory: reserved_memory(&table, default.reserved_memory)?,
         live_layers: count("live_layers", limits::LAYERS, default.live_layers)?,
@@ -303,6 +302,15 @@ pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
             &[("in-order", Placement::InOrder), ("lpt", Placement::Lpt)],
         )?,
     })
+}
+
+/// `"int8"`, or a ratio.
+fn compression(table: &Table<'_, '_>, key: &str, default: Compression) -> Result<Compression> {
+    match table.get(key) {
+        None => Ok(default),
+        Some(item) if item.value.is_str() => item.word(&[("int8", Compression::Int8)]),
+        Some(item) => item.number_in(limits::COMPRESSION).map(Compression::By),
+    }
 }
 
 /// The bound 1 is excluded: it would leave no memory for experts.

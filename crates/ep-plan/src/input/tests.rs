@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::cluster::Sharing;
 use crate::model::ElementType;
-use crate::planner::{Replicas, Work};
+use crate::planner::{Compression, Replicas, Work};
 use crate::presets;
 use crate::routing::{Placement, Routing};
 
@@ -61,7 +61,7 @@ fn a_file_is_read() {
     assert_eq!(model.routing, Routing::Zipf { exponent: 1.0, shuffle_seed: 0 });
     let options = document.options.unwrap();
     assert_eq!((options.work, options.memory_cap_gb, options.micro_batches), (Work::Forward, Some(24.0), 4));
-    assert_eq!(options.weight_compression, 50.0);
+    assert_eq!(options.weight_compression, Compression::Int8);
     assert_eq!(parse("empty", "").unwrap(), Document::default());
 }
 
@@ -151,7 +151,7 @@ fn mistakes_are_reported_with_line_and_key() {
             "preset = \"mixtral\"",
             "plan.toml:25:10: model.preset: \"mixtral\" is not a preset; possible: deepseek-v3, qwen3-235b, \
              mixtral-8x7b, \
-             mixtral-8x22b",
+             mixtral-8x22b, paper-llama-tiny, paper-mistral-small, paper-gpt-medium, paper-gpt-large",
         ),
         (
             "preset = \"mixtral-8x7b\"",
@@ -339,7 +339,7 @@ proptest! {
             memory_cap_gb: cap,
             replicas: Replicas::Best,
             placement: Placement::Lpt,
-            gradient_compression: 1.0 + times.0,
+            gradient_compression: Compression::By(1.0 + times.0),
             ..Options::default()
         };
         let text = to_toml(&cluster, &model, &options);

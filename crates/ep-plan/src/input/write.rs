@@ -6,7 +6,7 @@ use super::quantity::Kind;
 use crate::cluster::{ClusterDescription, Sharing};
 use crate::limits;
 use crate::model::{ElementType, ModelDescription};
-use crate::planner::{Batch, Options, Replicas, Setting, Work};
+use crate::planner::{Batch, Compression, Options, Replicas, Setting, Work};
 use crate::routing::{Placement, Routing};
 
 /// Writes a whole input file. [`parse`](super::parse) reads back exactly the same descriptions.
@@ -137,9 +137,10 @@ pub fn options_to_toml(options: &Options) -> String {
         "[options]\n\
          setting = \"{setting}\"  # full, or the paper's stream model alone\n\
          work = \"{work}\"  # training, forward\n\
-         weight_compression = {}  # bytes of an expert over bytes sent; 1 turns the codec off\n\
+         weight_compression = {}  # \"int8\", or bytes of an expert over bytes sent; 1 turns the codec off\n\
          gradient_compression = {}",
-        options.weight_compression, options.gradient_compression
+        compression(options.weight_compression),
+        compression(options.gradient_compression)
     );
     let _ = match options.memory_cap_gb {
         Some(cap) => writeln!(out, "memory_cap = \"{cap} GB\"  # for gathered experts"),
@@ -179,6 +180,13 @@ pub fn options_to_toml(options: &Options) -> String {
 /// A value that all sites share, or the list with one entry per site.
 fn one_or_list(one: String, list: impl ExactSizeIterator<Item = String>) -> String {
     if list.len() == 0 { one } else { format!("[{}]", list.collect::<Vec<_>>().join(", ")) }
+}
+
+fn compression(compression: Compression) -> String {
+    match compression {
+        Compression::Int8 => "\"int8\"".into(),
+        Compression::By(ratio) => ratio.to_string(),
+    }
 }
 
 fn element(element: ElementType) -> &'static str {

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::compression::Compression;
 use super::cost::{Candidate, CostModel, UnpricedCandidate};
 use super::options::Options;
 use super::volume::TokenPath;
@@ -60,7 +61,11 @@ impl Planner {
 
     /// Domains that span all datacenters and one GPU of each, without compression.
     fn ep_inside_datacenter(&self) -> Candidate {
-        let options = Options { weight_compression: 1.0, gradient_compression: 1.0, ..self.options.clone() };
+        let options = Options {
+            weight_compression: Compression::EXACT,
+            gradient_compression: Compression::EXACT,
+            ..self.options.clone()
+        };
         let cost = CostModel { options: &options, ..self.cost() };
         let wanted = |unpriced: &&UnpricedCandidate| {
             let sizes = &unpriced.domain_sizes;

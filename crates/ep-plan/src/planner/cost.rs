@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::memory::{Memory, gathered_by};
 use super::options::{Options, Setting};
 use super::site::{SiteShape, shapes, slowest};
-use super::time::{PassTimes, decode_time, encode_time};
+use super::time::PassTimes;
 use super::volume::{Choice, TokenPath, Transfer};
 use crate::cluster::{Cluster, Level};
 use crate::domain::Partition;
@@ -161,8 +161,11 @@ impl CostModel<'_> {
         let gathered = if replicas_kept { bare } else { self.with_gather(unpriced, levels, bare) };
         let reduced = self.with_gradients(unpriced, levels, gathered);
         let mut last = reduced;
-        if self.codec_runs(unpriced) {
-            last.encode += encode_time(own, memory);
+        if self.moves(unpriced) {
+            let weights = self.model.description().precision.weights;
+            last.encode += self.options.weight_compression.encode_time(own, weights, memory);
+        }
+        if self.shared_expert(unpriced) {
             last.shared_refresh = levels.iter().map(|level| level.shared_refresh.time).sum::<Seconds>()
                 / self.options.shared_refresh_steps as f64;
         }
@@ -177,8 +180,11 @@ impl CostModel<'_> {
         pass: PassTimes,
     ) -> PassTimes {
         let gathered = self.model.expert_bytes() * self.gathered_per_layer(unpriced);
-        let decode = match self.codec_runs(unpriced) {
-            true => decode_time(gathered, self.cluster.hbm_bandwidth()),
+        let weights = self.model.description().precision.weights;
+        let decode = match self.moves(unpriced) {
+            true => {
+                self.options.weight_compression.decode_time(gathered, weights, self.cluster.hbm_bandwidth())
+            }
             false => Seconds::ZERO,
         };
         let all_gather = levels.iter().map(|level| level.all_gather.time).sum();
@@ -193,12 +199,12 @@ impl CostModel<'_> {
     ) -> PassTimes {
         let memory = self.cluster.hbm_bandwidth();
         let gathered = self.model.gradient_bytes() * self.gathered_per_layer(unpriced);
-        let compressed = self.options.gradient_compression > 1.0;
-        let codec = |time: Seconds| if compressed { time } else { Seconds::ZERO };
+        let (codec, element) =
+            (self.options.gradient_compression, self.model.description().precision.gradients);
         PassTimes {
             gradients: levels.iter().map(|level| level.gradients.time).sum(),
-            encode: pass.encode + codec(encode_time(gathered, memory)),
-            decode: pass.decode + codec(decode_time(gathered, memory)),
+            encode: pass.encode + codec.encode_time(gathered, element, memory),
+            decode: pass.decode + codec.decode_time(gathered, element, memory),
             ..pass
         }
     }
@@ -224,9 +230,9 @@ impl CostModel<'_> {
                 Transfer::new(level, messages, one * (experts / compression), 1)
             })
         };
-        let all_gather = expert_transfer(self.model.expert_bytes(), self.options.weight_compression);
+        let all_gather = expert_transfer(self.model.expert_bytes(), self.options.weights_by(self.model));
         let gradients = match trains {
-            true => expert_transfer(self.model.gradient_bytes(), self.options.gradient_compression),
+            true => expert_transfer(self.model.gradient_bytes(), self.options.gradients_by(self.model)),
             false => Transfer::default(),
         };
         let rows = |site: &SiteShape<'_>| site.rows(self.path, index, choice, hot);
@@ -236,7 +242,7 @@ impl CostModel<'_> {
             let part = |row: Bytes| Transfer::new(level, messages, row * rows, 1);
             part(self.model.dispatch_row_bytes()).then(part(self.model.combine_row_bytes()))
         });
-        let shared_refresh = match trains && self.codec_runs(unpriced) {
+        let shared_refresh = match trains && self.shared_expert(unpriced) {
             true => slowest(&|site, level| {
                 let (part, others) = site.reduced(site.members(), index);
                 Transfer::new(level, 2 * others, self.model.expert_bytes() * (2.0 * part), 2)
@@ -287,10 +293,14 @@ impl CostModel<'_> {
         (self.experts_per_gpu * (unpriced.domain_sizes.iter().product::<usize>() - 1)) as f64
     }
 
-    fn codec_runs(&self, unpriced: &UnpricedCandidate) -> bool {
-        self.options.setting == Setting::Full
-            && self.options.codec()
-            && unpriced.domain_sizes.iter().any(|&size| size > 1)
+    /// Whether experts move, so that codecs take time. They take none under the paper's model.
+    fn moves(&self, unpriced: &UnpricedCandidate) -> bool {
+        self.options.setting == Setting::Full && unpriced.domain_sizes.iter().any(|&size| size > 1)
+    }
+
+    /// Whether experts move by a codec with a shared expert.
+    fn shared_expert(&self, unpriced: &UnpricedCandidate) -> bool {
+        self.moves(unpriced) && self.options.weight_compression.has_shared_expert()
     }
 }
 

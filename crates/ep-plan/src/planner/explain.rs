@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::compression::Compression;
 use super::cost::{Candidate, CostModel, LevelTraffic};
 use super::memory::Memory;
 use super::migration::GrowthTest;
@@ -162,8 +163,11 @@ impl Planner {
             .filter(|&level| self.cluster.levels()[level].scaling_factor > 1)
             .map(Quantity::LinkGbitPerS)
             .collect();
-        quantities.push(Quantity::WeightCompression);
-        if self.options.trains() {
+        // Codecs with a fixed ratio are not varied.
+        if matches!(self.options.weight_compression, Compression::By(_)) {
+            quantities.push(Quantity::WeightCompression);
+        }
+        if self.options.trains() && matches!(self.options.gradient_compression, Compression::By(_)) {
             quantities.push(Quantity::GradientCompression);
         }
         if self.memory.cap.is_some() {
@@ -198,8 +202,8 @@ impl Planner {
     fn value(&self, quantity: Quantity) -> f64 {
         match quantity {
             Quantity::LinkGbitPerS(level) => self.cluster.description().levels[level].bandwidth_gbit_per_s,
-            Quantity::WeightCompression => self.options.weight_compression,
-            Quantity::GradientCompression => self.options.gradient_compression,
+            Quantity::WeightCompression => self.options.weights_by(&self.model),
+            Quantity::GradientCompression => self.options.gradients_by(&self.model),
             Quantity::MemoryCapGb => self.memory.cap.unwrap_or_default().0 / 1e9,
         }
     }
@@ -217,10 +221,10 @@ impl Planner {
                 Some(self.best(&CostModel { cluster: &cluster, ..cost }).domain_sizes)
             }
             Quantity::WeightCompression => {
-                with_options(Options { weight_compression: value, ..self.options.clone() })
+                with_options(Options { weight_compression: value.into(), ..self.options.clone() })
             }
             Quantity::GradientCompression => {
-                with_options(Options { gradient_compression: value, ..self.options.clone() })
+                with_options(Options { gradient_compression: value.into(), ..self.options.clone() })
             }
             Quantity::MemoryCapGb => {
                 let memory = Memory { cap: Some(Bytes::from_gb(value)), ..self.memory };

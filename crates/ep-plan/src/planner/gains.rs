@@ -2,19 +2,20 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::compression::Compression;
 use super::memory::before_gathering;
 use super::options::{Options, Setting, Work};
 use super::{Planner, TokenPath};
 use crate::error::Result;
 
-/// The compressions that a report shows side by side. The codec is exact at 1 only.
-pub const COMPRESSIONS: [f64; 3] = [1.0, 5.0, 50.0];
+/// The codecs of weights that a report shows side by side. Only 1 is exact.
+pub const COMPRESSIONS: [Compression; 3] = [Compression::EXACT, Compression::Int8, Compression::By(50.0)];
 
 /// The gain of the best domain sizes over hierarchical expert parallelism, for a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct CompressionGain {
-    /// `CR_w`.
-    pub weight_compression: f64,
+    /// The codec of weights.
+    pub weight_compression: Compression,
     /// Layer time without domains over layer time with them, forward and backward.
     pub training: f64,
     /// The same for the forward pass alone.
@@ -30,9 +31,10 @@ impl Planner {
         let mut ratios = COMPRESSIONS.to_vec();
         if !ratios.contains(&self.options.weight_compression) {
             ratios.push(self.options.weight_compression);
-            ratios.sort_by(f64::total_cmp);
+            let ratio = |codec: &Compression| codec.ratio(self.model.description().precision.weights);
+            ratios.sort_by(|a, b| ratio(a).total_cmp(&ratio(b)));
         }
-        let gain = |weight_compression: f64, work: Work| {
+        let gain = |weight_compression: Compression, work: Work| {
             let options =
                 Options { weight_compression, work, setting: Setting::Full, ..self.options.clone() };
             // Without gradients and optimizer state, a forward pass leaves more memory for gathered experts.
@@ -46,7 +48,7 @@ impl Planner {
             let with = planner.scheme(None).map(|found| found.layer_time);
             Ok(without.zip(with).map_or(1.0, |(without, with)| without / with))
         };
-        let both = |weight_compression: f64| {
+        let both = |weight_compression: Compression| {
             Ok(CompressionGain {
                 weight_compression,
                 training: gain(weight_compression, Work::Training)?,

@@ -54,7 +54,8 @@ fn own_bytes(model: &Model, options: &Options, experts_per_gpu: usize, layers: u
     let precision = model.description().precision;
     let state = if options.trains() { precision.gradients.bytes() + OPTIMIZER_BYTES } else { 0.0 };
     let per_expert = model.expert_bytes() + Bytes(model.expert_parameters() * state);
-    let shared = if options.codec() { model.expert_bytes() } else { Bytes::ZERO };
+    let shared =
+        if options.weight_compression.has_shared_expert() { model.expert_bytes() } else { Bytes::ZERO };
     (per_expert * experts_per_gpu as f64 + shared) * layers as f64
 }
 
@@ -94,7 +95,7 @@ pub(crate) fn before_gathering(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::planner::Work;
+    use crate::planner::{Compression, Work};
     use crate::presets;
 
     #[test]
@@ -102,7 +103,7 @@ mod tests {
         assert_eq!(gathered_bytes(Bytes(10.0), Bytes(10.0), 6.0, 2), Bytes(240.0));
         let model = Model::try_from(presets::deepseek_v3()).unwrap();
         let p = 88_080_384.0;
-        let options = Options::default();
+        let options = Options::paper_codec();
         assert_eq!(gathered_by(&model, &options, 62.0, false), Bytes(2.0 * 62.0 * p * 2.0));
         assert_eq!(gathered_by(&model, &options, 2.0, true), Bytes(2.0 * 2.0 * p * 58.0));
     }
@@ -111,11 +112,12 @@ mod tests {
     fn the_cap_is_the_memory_left_by_the_own_experts() {
         let cluster = Cluster::try_from(presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(8))).unwrap();
         let model = Model::try_from(presets::deepseek_v3()).unwrap();
-        let memory = before_gathering(&cluster, &model, &Options::default(), 2).unwrap();
+        let memory = before_gathering(&cluster, &model, &Options::paper_codec(), 2).unwrap();
         let own = 58.0 * 44_040_192.0 * (2.0 * 16.0 + 2.0);
         assert_eq!(memory.own_experts, Bytes(own));
         assert!((memory.cap.unwrap().0 - (141e9 * 0.7 - own)).abs() < 1.0);
-        let forward = Options { work: Work::Forward, weight_compression: 1.0, ..Options::default() };
+        let forward =
+            Options { work: Work::Forward, weight_compression: Compression::EXACT, ..Options::paper_codec() };
         let memory = before_gathering(&cluster, &model, &forward, 2).unwrap();
         assert_eq!(memory.own_experts, Bytes(58.0 * 2.0 * 88_080_384.0));
     }
@@ -124,10 +126,10 @@ mod tests {
     fn the_error_of_a_too_small_gpu_names_the_pipeline_stages_that_fit() {
         let cluster = Cluster::try_from(presets::dgx_h100(8)).unwrap();
         let model = Model::try_from(presets::deepseek_v3()).unwrap();
-        let error = before_gathering(&cluster, &model, &Options::default(), 4).unwrap_err();
+        let error = before_gathering(&cluster, &model, &Options::paper_codec(), 4).unwrap_err();
         assert!(matches!(error, PlanError::OwnExperts { pipeline_stages: Some(4), .. }), "{error}");
         assert!(error.to_string().contains("at least 4 pipeline stages"), "{error}");
-        let staged = Options { pipeline_stages: Some(4), ..Options::default() };
+        let staged = Options { pipeline_stages: Some(4), ..Options::paper_codec() };
         assert!(before_gathering(&cluster, &model, &staged, 4).is_ok());
     }
 }

@@ -79,8 +79,10 @@ impl CostModel<'_> {
         let row = self.model.dispatch_row_bytes() + self.model.combine_row_bytes();
         ExpertTrade {
             token_bytes: row * (tokens * frequencies.passes * self.rows_per_selection(outer_sizes, level)),
-            expert_bytes: self.model.expert_bytes() * (frequencies.gathers / self.options.weight_compression)
-                + self.model.gradient_bytes() * (frequencies.reductions / self.options.gradient_compression),
+            expert_bytes: self.model.expert_bytes()
+                * (frequencies.gathers / self.options.weights_by(self.model))
+                + self.model.gradient_bytes()
+                    * (frequencies.reductions / self.options.gradients_by(self.model)),
         }
     }
 
@@ -135,9 +137,9 @@ impl CostModel<'_> {
         let tokens = row * (self.model.tokens() * self.model.description().topk as f64);
         let own = self.experts_per_gpu as f64;
         let weights =
-            self.model.expert_bytes() * (own * frequencies.gathers / self.options.weight_compression);
-        let gradients =
-            self.model.gradient_bytes() * (own * frequencies.reductions / self.options.gradient_compression);
+            self.model.expert_bytes() * (own * frequencies.gathers / self.options.weights_by(self.model));
+        let gradients = self.model.gradient_bytes()
+            * (own * frequencies.reductions / self.options.gradients_by(self.model));
         let levels = self.cluster.levels().iter().enumerate();
         levels
             .map(|(level, at)| GrowthTest {

@@ -31,6 +31,7 @@
 //! ```
 
 mod baseline;
+mod compression;
 mod cost;
 mod explain;
 mod gains;
@@ -44,6 +45,7 @@ mod volume;
 use serde::{Deserialize, Serialize};
 
 pub use baseline::{Baseline, BaselineKind};
+pub use compression::Compression;
 pub use cost::{Candidate, LevelTraffic};
 pub use explain::{Change, Component, Explanation, Limit, Quantity, domain_sizes_text};
 pub use gains::{COMPRESSIONS, CompressionGain};
@@ -295,7 +297,7 @@ impl Planner {
         StreamModel::new(StreamInput {
             gpus: at.scaling_factor,
             token_bytes: row * (self.model.tokens() * self.model.description().topk as f64),
-            expert_bytes: own / self.options.weight_compression,
+            expert_bytes: own / self.options.weights_by(&self.model),
             bandwidth: at.bandwidth_per_gpu(),
             pre_expert: self.cost().pre_expert_time(),
         })

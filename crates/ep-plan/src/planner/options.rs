@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::compression::Compression;
 use crate::error::{PlanError, Result, count, number};
 use crate::limits;
 use crate::model::Model;
@@ -15,10 +16,12 @@ pub struct Options {
     pub setting: Setting,
     /// The passes of a step. Default: [`Work::Training`].
     pub work: Work,
-    /// `CR_w`: bytes of an expert over bytes sent for it. 1 turns the codec off. Default: 50.
-    pub weight_compression: f64,
-    /// `CR_g`: bytes of an expert's gradients over bytes sent for them. 1 sends them uncompressed. Default: 1.
-    pub gradient_compression: f64,
+    /// The codec of weights, which gives `CR_w`: bytes of an expert over bytes sent for it. Default:
+    /// [`Compression::Int8`].
+    pub weight_compression: Compression,
+    /// The codec of gradients, which gives `CR_g`: bytes of an expert's gradients over bytes sent for them. Default:
+    /// [`Compression::Int8`].
+    pub gradient_compression: Compression,
     /// Memory for gathered experts, GB (10⁹ bytes). Default: none, which allows the memory that the device has left
     /// after the reserve and the GPU's own experts.
     pub memory_cap_gb: Option<f64>,
@@ -52,8 +55,8 @@ impl Default for Options {
         Self {
             setting: Setting::Full,
             work: Work::Training,
-            weight_compression: 50.0,
-            gradient_compression: 1.0,
+            weight_compression: Compression::Int8,
+            gradient_compression: Compression::Int8,
             memory_cap_gb: None,
             reserved_memory: 0.3,
             live_layers: 2,
@@ -122,15 +125,8 @@ pub enum Batch {
 impl Options {
     /// Checks the range of every number.
     pub(crate) fn check(&self) -> Result<()> {
-        for (what, ratio) in [
-            ("weight_compression", self.weight_compression),
-            ("gradient_compression", self.gradient_compression),
-        ] {
-            if !limits::COMPRESSION.allows(ratio) {
-                let needed = format!("{}; 1 means no compression", limits::COMPRESSION);
-                return Err(PlanError::Quantity { what: what.into(), value: ratio, needed });
-            }
-        }
+        self.weight_compression.check("weight_compression")?;
+        self.gradient_compression.check("gradient_compression")?;
         if let Some(cap) = self.memory_cap_gb {
             number("memory_cap_gb", cap, limits::MEMORY_CAP_GB)?;
         }
@@ -163,9 +159,25 @@ impl Options {
         if model.slots() > model.description().experts { Placement::Lpt } else { self.placement }
     }
 
-    /// Whether experts are encoded for migration and decoded after it.
-    pub(crate) fn codec(&self) -> bool {
-        self.weight_compression > 1.0
+    /// The default options with the compressions of the paper (arXiv 2510.19470): weights by 50, gradients exact.
+    pub fn paper_codec() -> Self {
+        let (weight_compression, gradient_compression) = (Compression::By(50.0), Compression::EXACT);
+        Self { weight_compression, gradient_compression, ..Self::default() }
+    }
+
+    /// `CR_w`: bytes of an expert over bytes sent for it.
+    pub fn weights_by(&self, model: &Model) -> f64 {
+        self.weight_compression.ratio(model.description().precision.weights)
+    }
+
+    /// `CR_g`: bytes of an expert's gradients over bytes sent for them.
+    pub fn gradients_by(&self, model: &Model) -> f64 {
+        self.gradient_compression.ratio(model.description().precision.gradients)
+    }
+
+    /// Whether weights or gradients change on the way.
+    pub fn lossy(&self) -> bool {
+        !self.weight_compression.is_exact() || !self.gradient_compression.is_exact()
     }
 
     /// Whether the step has a backward pass.

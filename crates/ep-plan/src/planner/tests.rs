@@ -65,11 +65,11 @@ fn any_planner() -> impl Strategy<Value = Planner> {
                 Options {
                     work,
                     replicas,
-                    weight_compression,
-                    gradient_compression,
+                    weight_compression: Compression::By(weight_compression),
+                    gradient_compression: Compression::By(gradient_compression),
                     memory_cap_gb,
                     micro_batches,
-                    ..Options::default()
+                    ..Options::paper_codec()
                 },
             )
         },
@@ -173,7 +173,7 @@ proptest! {
         let mut model = presets::mixtral_8x7b();
         model.experts = 2 * gpus;
         model.tokens_per_gpu = 1 << tokens;
-        let options = Options { setting: Setting::Paper, weight_compression: ratio, ..Options::default() };
+        let options = Options { setting: Setting::Paper, weight_compression: ratio.into(), ..Options::paper_codec() };
         let planner = planner(cluster, model, options);
         let stream = planner.stream_model(0).unwrap();
         for size in stream.domain_sizes() {
@@ -186,7 +186,7 @@ proptest! {
 
 #[test]
 fn one_more_member_saves_and_costs_the_bytes_of_the_growth_test() {
-    let planner = deepseek(100.0, Options { setting: Setting::Paper, ..Options::default() });
+    let planner = deepseek(100.0, Options { setting: Setting::Paper, ..Options::paper_codec() });
     let growth = planner.plan().explanation.growth;
     for (level, [small, large]) in [(0, [1, 2]), (1, [2, 8]), (2, [1, 4])] {
         let mut sizes = planner.plan().best.domain_sizes;
@@ -206,7 +206,8 @@ fn one_more_member_saves_and_costs_the_bytes_of_the_growth_test() {
 /// `4 tokens_e H b` against `P (2 / CR_w + 1 / CR_g)`, for an expert with one part in 256 of all selections.
 #[test]
 fn an_expert_moves_when_its_tokens_weigh_more() {
-    let planner = deepseek(100.0, Options { gradient_compression: 4.0, ..Options::default() });
+    let planner =
+        deepseek(100.0, Options { gradient_compression: Compression::By(4.0), ..Options::paper_codec() });
     let cost = CostModel { path: TokenPath::Forwarded, ..planner.cost() };
     let trade = cost.trade(&[], 0, 1.0 / 256.0, false);
     let tokens = 4096.0 * 8.0 / 256.0 * 64.0; // of all 64 GPUs of a datacenter
@@ -222,12 +223,12 @@ fn an_expert_moves_when_its_tokens_weigh_more() {
 
 #[test]
 fn gradients_are_fifty_times_the_compressed_gather() {
-    let candidate = deepseek(100.0, Options::default()).evaluate(&[2, 2, 1]).unwrap();
+    let candidate = deepseek(100.0, Options::paper_codec()).evaluate(&[2, 2, 1]).unwrap();
     for level in &candidate.levels[..2] {
         let ratio = level.gradients.bytes_per_gpu / level.all_gather.bytes_per_gpu;
         assert!((ratio - 50.0).abs() < 1e-9);
     }
-    let compressed = Options { gradient_compression: 50.0, ..Options::default() };
+    let compressed = Options { gradient_compression: Compression::By(50.0), ..Options::paper_codec() };
     let compressed = deepseek(100.0, compressed).evaluate(&[2, 2, 1]).unwrap();
     assert_eq!(compressed.levels[0].gradients, compressed.levels[0].all_gather);
 }
@@ -235,7 +236,8 @@ fn gradients_are_fifty_times_the_compressed_gather() {
 #[test]
 fn kept_replicas_pay_once_per_step() {
     let with = |replicas, micro_batches| {
-        let options = Options { replicas, micro_batches, memory_cap_gb: Some(1000.0), ..Options::default() };
+        let options =
+            Options { replicas, micro_batches, memory_cap_gb: Some(1000.0), ..Options::paper_codec() };
         deepseek(100.0, options).evaluate(&[2, 1, 1]).unwrap()
     };
     let (once, kept) = (with(Replicas::Regather, 8), with(Replicas::Keep, 8));
@@ -253,15 +255,15 @@ fn kept_replicas_pay_once_per_step() {
 
 #[test]
 fn memory_limits_domains_and_the_error_names_the_largest_that_fits() {
-    let tight = deepseek(100.0, Options { memory_cap_gb: Some(3.0), ..Options::default() });
+    let tight = deepseek(100.0, Options { memory_cap_gb: Some(3.0), ..Options::paper_codec() });
     // 2 x (4 - 1) x 2 experts of 88 MB in 2 live layers take 2.1 GB; a domain of twice the size takes 4.9 GB.
     assert!(tight.evaluate(&[2, 2, 1]).is_ok());
     let error = tight.evaluate(&[2, 4, 1]).unwrap_err().to_string();
     assert!(error.contains("[2, 4, 1] gather 4.933 GB"), "{error}");
     assert!(error.contains("may hold 3.000 GB; possible: at most 4 GPUs in a domain"), "{error}");
-    let none = deepseek(100.0, Options { memory_cap_gb: Some(0.0), ..Options::default() });
+    let none = deepseek(100.0, Options { memory_cap_gb: Some(0.0), ..Options::paper_codec() });
     assert_eq!(none.plan().best.domain_sizes, [1, 1, 1]);
-    let kept = Options { memory_cap_gb: Some(0.0), replicas: Replicas::Keep, ..Options::default() };
+    let kept = Options { memory_cap_gb: Some(0.0), replicas: Replicas::Keep, ..Options::paper_codec() };
     assert_eq!(deepseek(100.0, kept).plan().best.domain_sizes, [1, 1, 1]);
 }
 
@@ -269,7 +271,7 @@ fn memory_limits_domains_and_the_error_names_the_largest_that_fits() {
 fn hot_experts_cost_time_and_balanced_placement_costs_less() {
     let with = |routing, placement| {
         let model = ModelDescription { routing, ..presets::deepseek_v3() };
-        let options = Options { placement, ..Options::default() };
+        let options = Options { placement, ..Options::paper_codec() };
         planner(two_datacenters(100.0), model, options).plan().best
     };
     let zipf = Routing::Zipf { exponent: 1.0, shuffle_seed: 3 };
@@ -286,15 +288,15 @@ fn hot_experts_cost_time_and_balanced_placement_costs_less() {
 fn narrower_tokens_are_cheaper_to_dispatch() {
     let mut model = presets::deepseek_v3();
     model.precision.dispatch = ElementType::Fp8;
-    let narrow = planner(two_datacenters(100.0), model, Options::default()).evaluate(&[1, 1, 1]).unwrap();
-    let wide = deepseek(100.0, Options::default()).evaluate(&[1, 1, 1]).unwrap();
+    let narrow = planner(two_datacenters(100.0), model, Options::paper_codec()).evaluate(&[1, 1, 1]).unwrap();
+    let wide = deepseek(100.0, Options::paper_codec()).evaluate(&[1, 1, 1]).unwrap();
     let ratio = narrow.levels[0].all_to_all.bytes_per_gpu / wide.levels[0].all_to_all.bytes_per_gpu;
     assert!((ratio - (1.03125 + 2.0) / 4.0).abs() < 1e-9);
 }
 
 #[test]
 fn baselines_have_the_volumes_of_their_schemes() {
-    let plan = deepseek(100.0, Options::default()).plan();
+    let plan = deepseek(100.0, Options::paper_codec()).plan();
     let plain = &baseline(&plan, BaselineKind::PlainEp).candidate.levels[0];
     let hierarchical = &baseline(&plan, BaselineKind::HierarchicalEp).candidate.levels[0];
     assert!((plain.rows_per_token - 4.0).abs() < 1e-9); // top-8: half of the copies cross
@@ -308,7 +310,7 @@ fn baselines_have_the_volumes_of_their_schemes() {
     assert_eq!(inside.candidate.forward.decode, Seconds::ZERO);
     // Replicas of all 58 layers, twice 88 MB for each of two experts, take 20 GB: more than this GPU has left.
     assert!(!inside.candidate.replicas_kept && inside.fits);
-    let roomy = deepseek(100.0, Options { memory_cap_gb: Some(48.0), ..Options::default() }).plan();
+    let roomy = deepseek(100.0, Options { memory_cap_gb: Some(48.0), ..Options::paper_codec() }).plan();
     assert!(baseline(&roomy, BaselineKind::EpInsideDatacenter).candidate.replicas_kept);
 }
 
@@ -317,10 +319,10 @@ fn baselines_have_the_volumes_of_their_schemes() {
 fn replicas_are_kept_by_default_where_that_is_faster() {
     let cluster = presets::datacenters(4, 1.0, 0.08, presets::dgx_h200(4));
     let with = |options| planner(cluster.clone(), presets::qwen3_235b(), options).plan();
-    let plan = with(Options { micro_batches: 64, ..Options::default() });
+    let plan = with(Options { micro_batches: 64, ..Options::paper_codec() });
     assert!(plan.best.replicas_kept && plan.faster_baseline().is_none());
     assert_eq!(plan.best.layer_time.to_string(), "481.4 ms");
-    let regathered = Options { micro_batches: 64, replicas: Replicas::Regather, ..Options::default() };
+    let regathered = Options { micro_batches: 64, replicas: Replicas::Regather, ..Options::paper_codec() };
     let plan = with(regathered);
     let faster = plan.faster_baseline().unwrap();
     assert_eq!(faster.kind, BaselineKind::EpInsideDatacenter);
@@ -332,7 +334,7 @@ fn replicas_are_kept_by_default_where_that_is_faster() {
 
 #[test]
 fn the_best_domain_sizes_change_at_the_reported_value() {
-    let options = Options { memory_cap_gb: Some(24.0), ..Options::default() };
+    let options = Options { memory_cap_gb: Some(24.0), ..Options::paper_codec() };
     let planner = deepseek(400.0, Options { work: Work::Forward, ..options });
     let plan = planner.plan();
     let uplink =
@@ -359,7 +361,7 @@ fn the_best_domain_sizes_change_at_the_reported_value() {
 
 #[test]
 fn an_explanation_names_domains_limits_and_changes() {
-    let options = Options { work: Work::Forward, memory_cap_gb: Some(24.0), ..Options::default() };
+    let options = Options { work: Work::Forward, memory_cap_gb: Some(24.0), ..Options::paper_codec() };
     let plan = deepseek(10.0, options).plan();
     let text = plan.explanation.text.join("\n");
     assert!(
@@ -381,7 +383,7 @@ fn an_explanation_names_domains_limits_and_changes() {
 
 #[test]
 fn a_plan_survives_json() {
-    let plan = deepseek(100.0, Options::default()).plan();
+    let plan = deepseek(100.0, Options::paper_codec()).plan();
     let json = serde_json::to_string_pretty(&plan).unwrap();
     let again: Plan = serde_json::from_str(&json).unwrap();
     assert_eq!(again.explanation.text, plan.explanation.text);
@@ -400,37 +402,39 @@ fn errors_of_impossible_combinations_name_the_possible_values() {
     };
     let wrong = |options| error(two_datacenters(100.0), presets::deepseek_v3(), options);
     assert!(
-        wrong(Options { weight_compression: 0.5, ..Options::default() })
+        wrong(Options { weight_compression: Compression::By(0.5), ..Options::paper_codec() })
             .contains("from 1 to 1e6; 1 means no compression")
     );
-    assert!(wrong(Options { reserved_memory: 1.0, ..Options::default() }).contains("below 1"));
-    assert!(wrong(Options { micro_batches: 0, ..Options::default() }).contains("micro_batches is 0"));
+    assert!(wrong(Options { reserved_memory: 1.0, ..Options::paper_codec() }).contains("below 1"));
+    assert!(wrong(Options { micro_batches: 0, ..Options::paper_codec() }).contains("micro_batches is 0"));
     let small = presets::datacenters(2, 100.0, 0.005, presets::dgx_h100(8));
-    assert!(error(small, presets::deepseek_v3(), Options::default()).contains("at least 2 pipeline stages"));
-    assert!(deepseek(100.0, Options::default()).stream_model(3).is_err());
-    assert!(deepseek(100.0, Options::default()).evaluate(&[2, 8]).is_err());
+    assert!(
+        error(small, presets::deepseek_v3(), Options::paper_codec()).contains("at least 2 pipeline stages")
+    );
+    assert!(deepseek(100.0, Options::paper_codec()).stream_model(3).is_err());
+    assert!(deepseek(100.0, Options::paper_codec()).evaluate(&[2, 8]).is_err());
 }
 
 /// Uncompressed gradients weigh more than the tokens that a member saves, also where its experts weigh less.
 #[test]
 fn one_more_member_costs_gradients() {
     let growth = |options| deepseek(100.0, options).plan().explanation.growth[0];
-    let training = growth(Options::default());
+    let training = growth(Options::paper_codec());
     assert!(training.costs.0 < training.saves.0 && training.gradients.0 > 20.0 * training.costs.0);
-    let forward = growth(Options { work: Work::Forward, ..Options::default() });
+    let forward = growth(Options { work: Work::Forward, ..Options::paper_codec() });
     assert_eq!((forward.gradients, forward.saves * 2.0), (Bytes::ZERO, training.saves));
 }
 
 /// The example: uncompressed experts gain little, and training gains little without compressed gradients.
 #[test]
 fn compression_decides_what_domains_gain() {
-    let plan = deepseek(100.0, Options::default()).plan();
+    let plan = deepseek(100.0, Options::paper_codec()).plan();
     let gains: Vec<String> = plan
         .compression_gains
         .iter()
         .map(|gain| format!("{} {:.2} {:.1}", gain.weight_compression, gain.training, gain.forward))
         .collect();
-    assert_eq!(gains, ["1 1.01 1.0", "5 1.02 3.3", "50 1.30 25.6"]);
+    assert_eq!(gains, ["1x 1.01 1.0", "int8 1.02 1.3", "50x 1.30 25.6"]);
     let gain = plan.compression_gains[2].training;
     assert!((gain / baseline(&plan, BaselineKind::HierarchicalEp).speedup - 1.0).abs() < 1e-9);
 }

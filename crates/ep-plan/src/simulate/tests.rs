@@ -7,7 +7,7 @@ use super::fair::Crossing;
 use super::mesh::Mesh;
 use super::pipe::Pipe;
 use super::*;
-use crate::planner::{Options, Work};
+use crate::planner::{Compression, Options, Work};
 use crate::{divisors, presets};
 
 /// A flow of the reference implementation: the links that it crosses, its start and its bytes.
@@ -263,8 +263,13 @@ fn any_case() -> impl Strategy<Value = Case> {
             _ => Scheme::Hybrid { domain_sizes: pick.get(&sizes).clone() },
         };
         let (work, weight_compression, micro_batches, overlap_chunks, link_order, message_start) = options;
-        let planner =
-            Options { work, weight_compression, micro_batches, overlap_chunks, ..Options::default() };
+        let planner = Options {
+            work,
+            weight_compression: Compression::By(weight_compression),
+            micro_batches,
+            overlap_chunks,
+            ..Options::paper_codec()
+        };
         let options =
             SimulationOptions { planner, link_order, message_start, ..SimulationOptions::default() };
         Case { cluster, scheme, options }

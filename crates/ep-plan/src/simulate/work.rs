@@ -8,8 +8,8 @@ use crate::domain::Partition;
 use crate::error::Result;
 use crate::model::Model;
 use crate::planner::{
-    Choice, Options, Planner, Replicas, Setting, TokenPath, decode_time, encode_time, gathered_experts,
-    refresh_bytes, spread, token_messages, token_rows,
+    Choice, Options, Planner, Replicas, Setting, TokenPath, gathered_experts, refresh_bytes, spread,
+    token_messages, token_rows,
 };
 use crate::stream_model::StreamModel;
 use crate::units::{Bytes, Seconds};
@@ -174,14 +174,18 @@ impl Formulas<'_> {
         let busiest = self.hot.last().copied().unwrap_or(1.0);
         let given = |condition: bool, time: Seconds| if condition { time.0 } else { 0.0 };
         let gradients = self.model.gradient_bytes() * others;
-        let compressed = self.planner.gradient_compression > 1.0;
+        let (weights, reduced) = (self.planner.weight_compression, self.planner.gradient_compression);
+        let precision = self.model.description().precision;
         let mut work = LayerWork {
             pre_expert: (self.model.pre_expert_flop() / self.cluster.sustained()).0,
             expert: given(full, self.model.expert_flop() / self.cluster.sustained() * busiest),
-            decode: given(self.codec_runs(), decode_time(self.model.expert_bytes() * others, memory)),
-            encode: given(self.codec_runs(), encode_time(own, memory)),
-            gradient_encode: given(compressed, encode_time(gradients, memory)),
-            gradient_decode: given(compressed, decode_time(gradients, memory)),
+            decode: given(
+                self.moves(),
+                weights.decode_time(self.model.expert_bytes() * others, precision.weights, memory),
+            ),
+            encode: given(self.moves(), weights.encode_time(own, precision.weights, memory)),
+            gradient_encode: reduced.encode_time(gradients, precision.gradients, memory).0,
+            gradient_decode: reduced.decode_time(gradients, precision.gradients, memory).0,
             gather: levels.clone().filter_map(|level| self.gather(level)).collect(),
             dispatch: levels.clone().filter_map(|level| self.tokens(level, Leg::Dispatch)).collect(),
             combine: levels.clone().rev().filter_map(|level| self.tokens(level, Leg::Combine)).collect(),
@@ -199,13 +203,13 @@ impl Formulas<'_> {
 
     fn gather(&self, level: usize) -> Option<Exchange> {
         let experts = gathered_experts(self.experts_per_gpu(), self.domain_sizes, level);
-        let bytes = self.model.expert_bytes() * (experts / self.planner.weight_compression);
+        let bytes = self.model.expert_bytes() * (experts / self.planner.weights_by(self.model));
         self.exchange(level, Family::Experts, self.domain_sizes[level] - 1, bytes)
     }
 
     fn gradients(&self, level: usize) -> Option<Exchange> {
         let experts = gathered_experts(self.experts_per_gpu(), self.domain_sizes, level);
-        let bytes = self.model.gradient_bytes() * (experts / self.planner.gradient_compression);
+        let bytes = self.model.gradient_bytes() * (experts / self.planner.gradients_by(self.model));
         self.exchange(level, Family::Experts, self.domain_sizes[level] - 1, bytes)
     }
 
@@ -224,7 +228,7 @@ impl Formulas<'_> {
     /// The refresh of the shared expert: a reduce-scatter from the innermost level outwards, then an all-gather
     /// inwards. Each step sends its fraction of one refresh.
     fn refresh(&self) -> Vec<Exchange> {
-        if !self.codec_runs() {
+        if !self.moves() || !self.planner.weight_compression.has_shared_expert() {
             return Vec::new();
         }
         let scaling_factors = self.cluster.scaling_factors();
@@ -268,10 +272,9 @@ impl Formulas<'_> {
         self.model.slots() / self.cluster.gpus()
     }
 
-    fn codec_runs(&self) -> bool {
-        self.planner.setting == Setting::Full
-            && self.planner.codec()
-            && self.domain_sizes.iter().any(|&size| size > 1)
+    /// Whether experts move, so that codecs take time.
+    fn moves(&self) -> bool {
+        self.planner.setting == Setting::Full && self.domain_sizes.iter().any(|&size| size > 1)
     }
 }
 

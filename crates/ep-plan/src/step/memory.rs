@@ -42,7 +42,8 @@ impl StepMemory {
         let layers = description.moe_layers.div_ceil(layout.stages()) as f64;
         let slots = description.experts.div_ceil(layout.group_gpus()) as f64;
         let copies: f64 = layout.copies().iter().map(|&count| count as f64).product();
-        let shared = if options.codec() { model.expert_bytes() } else { Bytes::ZERO };
+        let shared =
+            if options.weight_compression.has_shared_expert() { model.expert_bytes() } else { Bytes::ZERO };
         let experts = layers * slots * model.expert_parameters() * (state + OPTIMIZER_BYTES / copies);
         let replicas = layout.stage_gpus() as f64 / layout.tensor_parallel as f64;
         let dense = dense_parameters(model, layout) * (state + OPTIMIZER_BYTES / replicas);

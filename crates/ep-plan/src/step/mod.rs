@@ -35,7 +35,7 @@ use crate::cluster::Cluster;
 use crate::divisors::divisors;
 use crate::error::{PlanError, Result};
 use crate::model::Model;
-use crate::planner::{Batch, Options, Plan, TokenPath};
+use crate::planner::{Batch, Compression, Options, Plan, TokenPath};
 use price::Pricing;
 
 /// Slots times candidates that the search prices at most, per strategy. It bounds the time of a search to seconds.
@@ -84,7 +84,11 @@ impl Strategy {
         let options = Options { pipeline_stages: Some(stages), ..options.clone() };
         match self {
             Self::ExpertDomains => options,
-            _ => Options { weight_compression: 1.0, gradient_compression: 1.0, ..options },
+            _ => Options {
+                weight_compression: Compression::EXACT,
+                gradient_compression: Compression::EXACT,
+                ..options
+            },
         }
     }
 

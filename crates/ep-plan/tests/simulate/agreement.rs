@@ -1,6 +1,6 @@
 //! Compares the planner's formulas with the simulator over many configurations.
 
-use ep_plan::planner::{BaselineKind, Candidate, Work};
+use ep_plan::planner::{BaselineKind, Candidate, Compression, Work};
 use ep_plan::simulate::{Outcome, Scheme, Simulation, SimulationOptions};
 use ep_plan::{Cluster, Model, ModelDescription, Options, Planner, presets};
 
@@ -91,10 +91,10 @@ fn comparisons() -> Vec<(Comparison, Vec<Scheme>)> {
                 }
                 let options = Options {
                     work,
-                    weight_compression,
+                    weight_compression: Compression::By(weight_compression),
                     micro_batches,
                     memory_cap_gb: Some(1e6),
-                    ..Options::default()
+                    ..Options::paper_codec()
                 };
                 let model = ModelDescription { moe_layers: COMPARED_LAYERS, ..model.clone() };
                 let comparison = Comparison {

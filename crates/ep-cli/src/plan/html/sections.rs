@@ -266,9 +266,9 @@ pub(super) fn compression(problem: &Problem, plan: &Plan) -> String {
         .compression_gains
         .iter()
         .map(|gain| {
-            let exact = if gain.weight_compression > 1.0 { "" } else { " (exact)" };
+            let exact = if gain.weight_compression.is_exact() { " (exact)" } else { "" };
             vec![
-                format!("{}x{exact}", gain.weight_compression),
+                format!("{}{exact}", gain.weight_compression),
                 text::times(gain.training),
                 text::times(gain.forward),
             ]
