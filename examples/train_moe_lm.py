@@ -13,33 +13,24 @@ import argparse
 import json
 import os
 import struct
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from moe_lm import Model, Sizes, corpus, total_loss
+from torch import Tensor
 
 from hybrid_ep import Buffer
 from hybrid_ep.moe import MoELayer, Routed, reduce_gradients
 
-VOCABULARY = 256
 
+def model_of(buffer: Buffer, args: argparse.Namespace) -> Model:
+    """Makes the model with experts spread over the ranks of the buffer."""
 
-class Block(nn.Module):
-    """Causal attention, then a mixture of experts."""
-
-    def __init__(self, buffer: Buffer, args: argparse.Namespace) -> None:
-        super().__init__()
-        self.heads = args.heads
-        self.attention_norm = nn.RMSNorm(args.width)
-        self.qkv = nn.Linear(args.width, 3 * args.width, bias=False)
-        self.out = nn.Linear(args.width, args.width, bias=False)
-        self.moe_norm = nn.RMSNorm(args.width)
-        self.moe = MoELayer(
+    def moe() -> MoELayer:
+        return MoELayer(
             buffer,
             args.width,
             args.expert_width,
@@ -49,42 +40,7 @@ class Block(nn.Module):
             comm_dtype={"bf16": torch.bfloat16, "f32": torch.float32}[args.comm],
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).movedim(2, 0).transpose(2, 3)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.moe(self.moe_norm(x))
-
-
-class Model(nn.Module):
-    """A byte-level transformer whose feed-forward layers are mixtures of experts."""
-
-    def __init__(self, buffer: Buffer, args: argparse.Namespace) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, args.width)
-        self.position = nn.Embedding(args.context, args.width)
-        nn.init.normal_(self.position.weight, std=0.5)
-        self.blocks = nn.ModuleList(Block(buffer, args) for _ in range(args.layers))
-        self.norm = nn.RMSNorm(args.width)
-        self.head = nn.Linear(args.width, VOCABULARY, bias=False)
-        nn.init.normal_(self.head.weight, std=0.02)
-
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.embedding(text) + self.position.weight[: text.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-    def balance_loss(self) -> Tensor:
-        return torch.stack([block.moe.balance_loss for block in self.blocks]).sum()
-
-
-def corpus() -> Tensor:
-    """Reads the sources of the standard library, without tests and installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
-    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+    return Model(Sizes(args.width, args.heads, args.layers, args.context), moe).to(buffer.device)
 
 
 class Run(NamedTuple):
@@ -97,7 +53,7 @@ class Run(NamedTuple):
 
 def train(buffer: Buffer, text: Tensor, args: argparse.Namespace) -> Run:
     torch.manual_seed(args.seed)
-    model = Model(buffer, args).to(buffer.device)
+    model = model_of(buffer, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / args.steps))
     routed: list[Routed] = []
@@ -114,10 +70,7 @@ def train(buffer: Buffer, text: Tensor, args: argparse.Namespace) -> Run:
         windows = text[own[:, None] + torch.arange(args.context + 1)].long().to(buffer.device)
         routed.clear()
         optimizer.zero_grad()
-        logits = model(windows[:, :-1])
-        # The sum over this rank's bytes, divided by the bytes of all ranks: the sum over ranks is the batch's mean.
-        loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
-        loss = loss / (args.batch * args.context)
+        loss = total_loss(model, windows) / (args.batch * args.context)
         (loss + model.balance_loss() * len(own) / args.batch).backward()
         loss = loss.detach()
         chosen = torch.stack([layer.topk_idx.flatten().bincount(minlength=args.experts) for layer in routed])
