@@ -43,6 +43,15 @@ The package `hybrid_ep`. The [PyTorch guide](../python.md) explains the calls.
         num_local_experts, rank, registered_bytes, synchronize, threads, traffic, world_size]
       members: [Buffer, Work, Handle, Dispatched, Combined, Traffic, MoELayer, TokenDispatcher, HybridEPError,
         CallerError, SetupError, PeerError, install_as_deep_ep]
+
+## Across datacenters
+
+::: hybrid_ep.migration
+    options:
+      show_root_heading: false
+      show_root_toc_entry: false
+      inherited_members: false
+      members: [ExpertDomains, ExpertMigration, HybridMoELayer, HybridExperts]
 """
 
 RUST_PAGE = """# Rust API

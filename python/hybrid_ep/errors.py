@@ -32,15 +32,17 @@ class SetupError(HybridEPError, OSError):
 
 class PeerError(HybridEPError, ConnectionError):
     """Another rank died, left, failed, stalled, came late, is unreachable or never joined. Every later call of the
-    buffer raises the error again.
+    buffer or migration raises the error again.
 
     Attributes:
         peer (int): The rank at fault.
         rank (int): The rank that reports the error.
-        operator (str): The operator that did not complete: "join", "preprocess", "dispatch" or "combine".
+        operator (str): The operator that did not complete: "join", "preprocess", "dispatch" or "combine"; "publish",
+            "gather" or "reduce" of an `ExpertMigration`.
         fault (str): What happened to the peer, for example "died", "left", "failed", "stalled", "is late" or
             "never joined".
-        step (int): The number of the operator call on this buffer. It is the same on every rank.
+        step (int): The number of the operator call on this buffer, or of the migration's step. It is the same on every
+            rank.
         machine (str | None): The machine of the rank at fault, in a job of several machines.
     """
 

@@ -14,6 +14,7 @@ The experts of all ranks have the same parameter names and shapes, so the parame
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class GroupedExperts(nn.Module):
         if torch.compiler.is_compiling():
             gate, up = grouped_mm(rows, gate_up, tokens_per_expert).chunk(2, dim=-1)
             return grouped_mm(F.silu(gate) * up, down, tokens_per_expert)
-        return _one_by_one(rows, gate_up, down, tokens_per_expert)
+        return one_by_one(rows, gate_up, down, tokens_per_expert)
 
     # ---- identity of the experts
 
@@ -229,7 +230,10 @@ def _listed(experts: list[int]) -> str:
     return ", ".join(map(str, experts))
 
 
-def _one_by_one(rows: Tensor, gate_up: Tensor, down: Tensor, tokens_per_expert: Tensor) -> Tensor:
+def one_by_one(
+    rows: Tensor, gate_up: Tensor | Sequence[Tensor], down: Tensor | Sequence[Tensor], tokens_per_expert: Tensor
+) -> Tensor:
+    """Applies each expert to its rows, one expert after the other. Rows after the last expert's become zero."""
     counts = tokens_per_expert.tolist()
     *segments, unused = rows.split([*counts, len(rows) - sum(counts)])
     outputs = []

@@ -199,8 +199,8 @@ class TokenDispatcher:
         return self.buffer.combine_with_unpermute(weighted, received.handle).tokens
 
 
-class _SharedExpert(nn.Module):
-    """The expert that processes every token; it needs no dispatch."""
+class SharedExpert(nn.Module):
+    """The expert that processes every token; it needs no dispatch. A part of `MoELayer`."""
 
     def __init__(self, hidden: int, intermediate: int, **factory: Any) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class MoELayer(nn.Module):
         self.dispatcher = TokenDispatcher(buffer, pad_multiple=pad_multiple, capacity=capacity, dtype=comm_dtype)
         self.experts = GroupedExperts(buffer, hidden, intermediate, device=buffer.device, dtype=dtype)
         self.shared = (
-            _SharedExpert(hidden, shared_intermediate, device=buffer.device, dtype=dtype)
+            SharedExpert(hidden, shared_intermediate, device=buffer.device, dtype=dtype)
             if shared_intermediate
             else None
         )

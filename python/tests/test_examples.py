@@ -100,6 +100,51 @@ def check_trace(path: Path, ranks: int) -> None:
         assert rows == 6 * 32, "every token of the batch, on one rank each"
 
 
+def cross_dc(out: Path, *options: str) -> tuple[str, dict[str, Any]]:
+    """Runs the example in two modes, a few steps of each, and returns its output and its results."""
+    small = "--steps 4 --turn 2 --windows 2 --context 32 --layers 2 --width 32 --heads 2 --experts 8 --expert-width 32"
+    program = [sys.executable, str(EXAMPLES / "cross_dc" / "run.py"), *small.split(), "--out", str(out), *options]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads((out / "results.json").read_text())
+
+
+def namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return {line.split()[0] for line in listed.splitlines()}
+
+
+def test_modes_across_datacenters_learn_the_same(tmp_path: Path) -> None:
+    printed, result = cross_dc(tmp_path, "--unshaped", "--modes", "plain,exact,int8")
+    assert "The rate is not limited" in printed and result["link"] is None
+    plain = result["modes"]["plain"]["losses_nats_per_byte"]
+    assert len(plain) == 4 and plain[0] == pytest.approx(np.log(256), abs=0.3)
+    assert result["modes"]["exact"]["losses_nats_per_byte"] == pytest.approx(plain, rel=1e-4)
+    assert result["modes"]["int8"]["losses_nats_per_byte"] == pytest.approx(plain, rel=1e-2)
+    sent = {
+        mode: [rank["weights_sent"] for rank in result["modes"][mode]["sent_by_rank"]] for mode in ("exact", "int8")
+    }
+    assert all(3.5 * int8 < exact for int8, exact in zip(sent["int8"], sent["exact"], strict=True))
+
+
+def test_the_emulated_link_is_measured_and_predicted(tmp_path: Path) -> None:
+    sys.path.insert(0, str(EXAMPLES / "cross_dc"))
+    import network
+
+    if (reason := network.why_not()) is not None:
+        pytest.skip(reason)
+    before = namespaces()
+    _, result = cross_dc(tmp_path, "--rate", "20Mbit", "--delay", "5ms", "--modes", "int8")
+    figures = result["modes"]["int8"]
+    # Weights and gradients of two ranks cross the link in each direction, and dense gradients.
+    experts = sum((rank["weights_sent"] + rank["gradients_sent"]) / 4 for rank in figures["sent_by_rank"][:2])
+    assert figures["link_bytes_per_step"] > experts > 0
+    # What crosses the link, without the burst that passes at once and without the compute time.
+    assert figures["predicted_step_seconds"] > experts / (20e6 / 8)
+    left = {name for name in namespaces() - before if name.startswith(network.PREFIX)}
+    assert not left
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_curves_are_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "pictures" / "curves.png"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid_ep import Buffer, CallerError
 from hybrid_ep._weight_rows import weight_rows
-from hybrid_ep.experts import _at_once, _one_by_one, local_part
+from hybrid_ep.experts import _at_once, local_part, one_by_one
 from hybrid_ep.moe import GroupedExperts, MoELayer, Router, TokenDispatcher, reduce_gradients
 from worlds import world
 
@@ -341,7 +341,7 @@ def test_grouped_experts_equal_experts_one_by_one() -> None:
     counts = torch.tensor([16, 0, 48, 32])
     unused = 16
     grads = []
-    for compute in (_at_once, _one_by_one):
+    for compute in (_at_once, one_by_one):
         rows = torch.randn(int(counts.sum()) + unused, HIDDEN, generator=torch.Generator().manual_seed(1))
         rows = rows.bfloat16().requires_grad_()
         outputs = compute(rows, experts.gate_up, experts.down, counts)[:-unused]

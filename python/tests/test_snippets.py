@@ -19,7 +19,7 @@ MARKER = re.compile(r"<!-- not run: (?P<reason>.+) -->$")
 # With this reason, a block runs where there is a GPU.
 NEEDS_GPU = "needs a GPU"
 # Every block with a marker: its file, and the number of such blocks. The tests fail for a marker that is not listed.
-NOT_RUN = {"docs/overlap.md": 2, "docs/python.md": 1}
+NOT_RUN = {"docs/migration.md": 1, "docs/overlap.md": 2, "docs/python.md": 1}
 
 # Code to run before and after a block that is no whole program, by the block's file and first line
 # without its comment.
@@ -30,6 +30,16 @@ AROUND = {
 assert received.tokens.shape == (2000, 512)
 assert torch.equal(combined, tokens)
 """,
+    ),
+    # The smallest plan, and what torchrun would set.
+    ("docs/migration.md", "import torch"): (
+        """
+import json, os, pathlib
+os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+os.chdir(pathlib.Path(__file__).parent)
+pathlib.Path("groups.json").write_text(json.dumps({"expert_domains": [[0]], "dispatch_groups": [[0]]}))
+""",
+        "assert migration.step == 4",
     ),
     ("docs/megatron.md", "from hybrid_ep import install_as_deep_ep"): (
         "",

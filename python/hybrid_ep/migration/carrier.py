@@ -1,0 +1,169 @@
+"""Moves messages between the ranks of an expert domain, over a gloo group of their own.
+
+The engine calls `send`, `receive` and `abort` from its threads, and `wait` of the transfers that they return. Messages
+of a lane between two ranks arrive in order.
+
+How gloo behaves, and what follows (PyTorch 2.11):
+
+- A receive counts as complete only after a wait for it, so transfers cannot be polled.
+- A wait that ends by its timeout closes the connections to all ranks of the group, which ends all other waits. So waits
+  have no timeout, and `abort` is a wait with a short one.
+- A message that is longer than its receive ends the process. The engine learns the length from a header of fixed size.
+- `torch.distributed.isend` refuses a group that `destroy_process_group` has forgotten. The group's own methods, which
+  this module calls, still work, so a program that destroys its groups before it closes the carrier ends.
+- The memory of a send must live until the receiver has taken it. One thread waits for sends, and frees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .._native import Transfer
+
+__all__ = ["GlooCarrier"]
+
+# The tag of the receive that `abort` posts; lanes are the tags below it.
+_ABORT = 1000
+# Gloo has no wait without end. Sends wait as long as the group lives.
+_ENDLESS = timedelta(days=365)
+
+
+class GlooCarrier:
+    """This rank's end of the messages of its expert domain.
+
+    Args:
+        group: A gloo group of the ranks of the domain, used by this carrier alone.
+        domain: The ranks of the domain in the numbering of the caller, in the order of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, domain: tuple[int, ...]) -> None:
+        self._group = group
+        self._place = {rank: at for at, rank in enumerate(domain)}
+        self._peers = [rank for rank in domain if rank != domain[group.rank()]]
+        self._ended = False
+        self._sends: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait_for_sends, name="hybrid_ep carrier", daemon=True)
+        self._waiter.start()
+
+    def send(self, peer: int, lane: int, data: bytes) -> Transfer:
+        """Posts a message.
+
+        Args:
+            peer: The receiving rank.
+            lane: 0 to 2.
+            data: The message; it is copied.
+
+        Returns:
+            The transfer. It need not be waited for.
+
+        Raises:
+            ConnectionError: The connection to the peer is closed.
+        """
+        memory = _tensor(bytearray(data))
+        with self.translated():
+            work = self._group.send([memory], self._place[peer], lane)
+        send = _Send(self, memory, work)
+        self._sends.put(send)
+        return send
+
+    def receive(self, peer: int, lane: int, nbytes: int) -> Transfer:
+        """Posts the receive of a message whose length is known.
+
+        Args:
+            peer: The sending rank.
+            lane: 0 to 2.
+            nbytes: The length.
+
+        Returns:
+            The transfer, whose `wait` returns the message.
+
+        Raises:
+            ConnectionError: The connection to the peer is closed.
+        """
+        memory = bytearray(nbytes)
+        with self.translated():
+            work = self._group.recv([_tensor(memory)], self._place[peer], lane)
+        return _Receive(self, memory, work)
+
+    def abort(self) -> None:
+        """Closes all connections of the domain, which ends all waits, here and at the peers."""
+        self._ended = True
+        for peer in self._peers:
+            # A receive from a peer whose connection is closed already fails, and closes no other.
+            with contextlib.suppress(RuntimeError):
+                work = self._group.recv([torch.empty(1, dtype=torch.uint8)], self._place[peer], _ABORT)
+                work.wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Ends the carrier and its thread. Messages that no peer has received by now are lost."""
+        self.abort()
+        self._sends.put(None)
+        if threading.current_thread() is not self._waiter:
+            self._waiter.join()
+
+    def _wait_for_sends(self) -> None:
+        while (send := self._sends.get()) is not None:
+            send.finish()
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """Turns gloo's errors, which differ in their text only, into the exceptions of Python."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if self._ended:
+                raise ConnectionAbortedError(f"this rank closed its connections: {text}") from None
+            if "onnection" in text or "closed" in text or "Broken pipe" in text:
+                raise ConnectionError(text) from None
+            raise
+
+
+def _tensor(memory: bytearray) -> Tensor:
+    """The memory as a tensor, which keeps it."""
+    return torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
+
+
+class _Send:
+    """A message that waits for its receiver. The thread of the carrier finishes it."""
+
+    def __init__(self, carrier: GlooCarrier, memory: Tensor, work: dist.Work) -> None:
+        self._carrier = carrier
+        self._held: tuple[Tensor, dist.Work] | None = (memory, work)
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+
+    def finish(self) -> None:
+        assert self._held is not None, "only the thread of the carrier calls this, once"
+        try:
+            with self._carrier.translated():
+                self._held[1].wait(_ENDLESS)
+        except Exception as error:
+            self._error = error
+        self._held = None
+        self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _Receive:
+    def __init__(self, carrier: GlooCarrier, memory: bytearray, work: dist.Work) -> None:
+        self._carrier, self._memory, self._work = carrier, memory, work
+
+    def wait(self) -> bytes:
+        with self._carrier.translated():
+            self._work.wait(_ENDLESS)
+        return bytes(self._memory)

@@ -1,0 +1,169 @@
+"""`ExpertDomains`: the groups of a plan, and which rank holds which experts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CallerError
+
+__all__ = ["ExpertDomains"]
+
+
+class ExpertDomains:
+    """The ranks, divided twice.
+
+    The ranks of an *expert domain* gather each other's experts, so all of them hold the same experts. The ranks of a
+    *dispatch group* exchange tokens. A dispatch group has one rank of every expert domain: the rank at position `d` is
+    in domain `d`.
+
+    Expert `e` of E is owned by rank `e // (E // ranks)`.
+
+    Attributes:
+        ranks (int): The number of ranks.
+        expert_domains (tuple[tuple[int, ...], ...]): The ranks of each expert domain, ascending.
+        dispatch_groups (tuple[tuple[int, ...], ...]): The ranks of each dispatch group, by position.
+
+    Args:
+        expert_domains: The ranks of each expert domain, in any order.
+        dispatch_groups: The ranks of each dispatch group; the rank at position `d` is in `expert_domains[d]`.
+
+    Raises:
+        CallerError: A rank is missing or is in two groups, or the two divisions do not fit.
+
+    Example:
+        >>> ExpertDomains([[0, 2], [1, 3]], [[0, 1], [2, 3]]) == ExpertDomains.uniform(ranks=4, datacenters=2)
+        True
+    """
+
+    def __init__(self, expert_domains: Sequence[Sequence[int]], dispatch_groups: Sequence[Sequence[int]]) -> None:
+        self.expert_domains = tuple(tuple(sorted(domain)) for domain in expert_domains)
+        self.dispatch_groups = tuple(tuple(group) for group in dispatch_groups)
+        self.ranks = sum(map(len, self.expert_domains))
+        for name, groups in (("expert_domains", self.expert_domains), ("dispatch_groups", self.dispatch_groups)):
+            if sorted(rank for group in groups for rank in group) != [*range(self.ranks)] or not self.ranks:
+                raise CallerError(f"{name}: must have each rank from 0 on once, found {_lists(groups)}")
+        self._domain_of = {rank: at for at, domain in enumerate(self.expert_domains) for rank in domain}
+        self._group_of = {rank: at for at, group in enumerate(self.dispatch_groups) for rank in group}
+        for group in self.dispatch_groups:
+            found = [self._domain_of[rank] for rank in group]
+            if found != [*range(len(self.expert_domains))]:
+                raise CallerError(
+                    f"dispatch_groups: {list(group)} must have one rank of each expert domain, in the order of the "
+                    f"domains; its ranks are in the domains {found}"
+                )
+
+    @classmethod
+    def uniform(cls, *, ranks: int, datacenters: int) -> ExpertDomains:
+        """Makes the plan in which tokens stay inside a datacenter.
+
+        Datacenter `c` has the ranks from `c * (ranks // datacenters)` on. An expert domain has the ranks of equal
+        index in all datacenters; a dispatch group is a datacenter. `datacenters=1` is expert parallelism without
+        migration.
+
+        Args:
+            ranks: The number of ranks.
+            datacenters: The number of datacenters, a divisor of `ranks`.
+
+        Returns:
+            The plan.
+
+        Raises:
+            CallerError: `datacenters` does not divide `ranks`.
+        """
+        if datacenters < 1 or ranks < 1 or ranks % datacenters:
+            raise CallerError(f"datacenters is {datacenters}, must divide the number of ranks, {ranks}")
+        size = ranks // datacenters
+        return cls(
+            [range(place, ranks, size) for place in range(size)],
+            [range(first, first + size) for first in range(0, ranks, size)],
+        )
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> ExpertDomains:
+        """Reads the file that `hybrid-ep plan --groups` writes.
+
+        Args:
+            path: The file: JSON with `expert_domains` and `dispatch_groups`.
+
+        Returns:
+            The plan.
+
+        Raises:
+            CallerError: The file is not such a file, or its groups do not fit.
+            OSError: The file cannot be read.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            return cls(*_groups_of(json.loads(text)))
+        except (CallerError, ValueError) as error:
+            raise CallerError(f"{os.fspath(path)}: {error}; write the file with hybrid-ep plan --groups") from None
+
+    def domain_of(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks of a rank's expert domain, ascending."""
+        return self.expert_domains[self._domain_of[rank]]
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks of a rank's dispatch group, by position."""
+        return self.dispatch_groups[self._group_of[rank]]
+
+    def owned_by(self, rank: int, num_experts: int) -> range:
+        """Returns the experts that a rank owns, of `num_experts`, which is a multiple of the number of ranks."""
+        local = num_experts // self.ranks
+        return range(rank * local, (rank + 1) * local)
+
+    def held_by(self, rank: int, num_experts: int) -> list[int]:
+        """Returns the experts that a rank holds: first its own, then the replicas, in the order of their owners."""
+        peers = [peer for peer in self.domain_of(rank) if peer != rank]
+        return [expert for holder in (rank, *peers) for expert in self.owned_by(holder, num_experts)]
+
+    def survivors(self, num_experts: int, lost: Collection[int]) -> dict[int, list[int]]:
+        """Lists which ranks still hold each expert when some ranks are lost.
+
+        Args:
+            num_experts: E, the number of experts.
+            lost: The lost ranks.
+
+        Returns:
+            For every expert the remaining ranks that hold it: its owner first, if it remains, then ranks with a
+            replica, ascending. The list is empty if the expert is lost.
+        """
+        local = num_experts // self.ranks
+        holders = {}
+        for expert in range(num_experts):
+            owner = expert // local
+            domain = [owner, *(rank for rank in self.domain_of(owner) if rank != owner)]
+            holders[expert] = [rank for rank in domain if rank not in lost]
+        return holders
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ExpertDomains):
+            return NotImplemented
+        return (self.expert_domains, self.dispatch_groups) == (other.expert_domains, other.dispatch_groups)
+
+    def __hash__(self) -> int:
+        return hash((self.expert_domains, self.dispatch_groups))
+
+    def __repr__(self) -> str:
+        return f"ExpertDomains({_lists(self.expert_domains)}, {_lists(self.dispatch_groups)})"
+
+
+def _groups_of(content: Any) -> tuple[list[list[int]], list[list[int]]]:
+    if not isinstance(content, dict):
+        raise CallerError("expected a JSON object")
+    found = []
+    for key in ("expert_domains", "dispatch_groups"):
+        groups = content.get(key)
+        if not isinstance(groups, list) or not all(
+            isinstance(group, list) and all(type(rank) is int for rank in group) for group in groups
+        ):
+            raise CallerError(f"{key}: expected a list of lists of ranks")
+        found.append(groups)
+    return found[0], found[1]
+
+
+def _lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[*group] for group in groups]

@@ -1,0 +1,450 @@
+"""`ExpertMigration`: a rank's part of the runtime that moves expert weights and gradients between datacenters."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import secrets
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _native
+from .._sharing import Shared
+from ..buffer import Buffer
+from ..errors import CallerError
+from ..moe import reduce_gradients
+from .carrier import GlooCarrier
+from .plan import ExpertDomains
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .layer import HybridExperts
+
+__all__ = ["Engine", "ExpertMigration", "Ownership"]
+
+_Span: TypeAlias = tuple[int, int]
+
+
+class Engine(Protocol):
+    """What moves weights and gradients: `_native.Migration`. A span is the address and the bytes of a contiguous CPU
+    tensor. All calls may raise `PeerError`, and then raise it again."""
+
+    def publish(self, layer: int, weights: _Span) -> None: ...
+    def gather(self, layer: int, replicas: _Span) -> list[int]: ...
+    def send_gradients(self, layer: int, gradients: _Span) -> None: ...
+    def reduce_gradients(self, layer: int, own: _Span, sum: _Span) -> None: ...
+    def save(self) -> bytes: ...
+    def stats(self) -> dict[str, float]: ...
+    def close(self) -> None: ...
+
+
+class Ownership(Shared):
+    """Which experts a rank owns, in the form in which `GroupedExperts` asks a buffer for it."""
+
+    def __init__(self, plan: ExpertDomains, num_experts: int, group: dist.ProcessGroup) -> None:
+        self.num_experts = num_experts
+        self.local_experts = plan.owned_by(group.rank(), num_experts)
+        self.num_local_experts = len(self.local_experts)
+        self._group = group
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """All ranks as a device mesh, over which the parameters of experts are sharded; None for one rank."""
+        if self._mesh is None and self._group.size() > 1:
+            self._mesh = DeviceMesh.from_group(self._group, "cpu", mesh_dim_names=("ep",))
+        return self._mesh
+
+
+class ExpertMigration(Shared):
+    """Moves the weights and gradients of experts between datacenters. CPU tensors only.
+
+    Make it on all ranks, then the layers (`HybridMoELayer`), in the same order on all ranks. The constructor,
+    `publish`, `reduce_gradients` and every pass through a layer are collective.
+
+    A step is: forward and backward passes, `reduce_gradients`, the optimizer's step, `publish`. The first forward pass
+    publishes if nothing was published before.
+
+    Attributes:
+        plan (ExpertDomains): The plan.
+        rank (int): This rank's number.
+        num_experts (int): E, the number of experts.
+        buffer (Buffer): The communicator of this rank's dispatch group.
+
+    Args:
+        plan: Which rank gathers from which.
+        num_experts: E, the number of experts of every layer; a multiple of the number of ranks.
+        weights: The codec of weights: "exact", "int8", "delta:DENSITY" or "shared:DENSITY".
+        gradients: The codec of gradients: "exact", "int8" or "topk:DENSITY".
+        depth: The number of layers whose weights a rank requests ahead of the layer that it computes.
+        staleness: The number of steps that a replica may lag behind its owner.
+        shared_refresh: With the codec "shared": the number of steps between two shared experts.
+        timeout: Seconds that a wait for another rank's weights or gradients may take.
+        group: The ranks. Default: the default process group.
+        domains: As for `Buffer`: the number of NVLink domains that a dispatch group spans.
+        workers: As for `Buffer`.
+
+    Raises:
+        CallerError: There is no process group, the plan or the number of experts does not fit it, a codec is unknown,
+            or ranks passed different arguments.
+        SetupError: There is too little memory.
+        PeerError: A rank did not join in time.
+
+    Example:
+        >>> migration = ExpertMigration(ExpertDomains.uniform(ranks=4, datacenters=2), num_experts=8)
+        >>> layer = HybridMoELayer(migration, hidden=64, intermediate=128, topk=2)
+        >>> optimizer = torch.optim.AdamW(layer.parameters())
+        >>> layer(torch.randn(100, 64)).square().mean().backward()
+        >>> migration.reduce_gradients(layer)
+        >>> optimizer.step()
+        >>> migration.publish()
+    """
+
+    # Tests replace it.
+    _make_engine: Callable[[_native.MigrationSettings, _native.Carrier, bytes | None], Engine] = _native.Migration
+
+    def __init__(
+        self,
+        plan: ExpertDomains,
+        *,
+        num_experts: int,
+        weights: str = "int8",
+        gradients: str = "int8",
+        depth: int = 4,
+        staleness: int = 0,
+        shared_refresh: int = 100,
+        timeout: float = 60.0,
+        group: dist.ProcessGroup | None = None,
+        domains: int = 1,
+        workers: int | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise CallerError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
+        group = group or dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise CallerError(f"group: expected a process group that this process is of, found {group!r}")
+        if plan.ranks != group.size():
+            raise CallerError(f"plan: is for {plan.ranks} ranks, and the group has {group.size()}")
+        if num_experts < 1 or num_experts % plan.ranks:
+            raise CallerError(f"num_experts is {num_experts}, must be a multiple of the number of ranks, {plan.ranks}")
+        if not timeout > 0:
+            raise CallerError(f"timeout is {timeout}, must be greater than 0")
+        self.plan, self.num_experts, self.rank = plan, num_experts, group.rank()
+        self._weights, self._gradients, self._depth, self._staleness = weights, gradients, depth, staleness
+        self._shared_refresh, self._timeout = shared_refresh, timeout
+        self._group = group
+        settings = (repr(plan), num_experts, weights, gradients, depth, staleness, shared_refresh, timeout, domains)
+        self._run = _agree(group, settings)
+        self.ownership = Ownership(plan, num_experts, group)
+        self._domain = plan.domain_of(self.rank)
+        self._domain_group = _subgroup(group, self._domain)
+        self.buffer = Buffer(
+            _subgroup(group, plan.group_of(self.rank)),
+            num_experts=num_experts,
+            domains=domains,
+            device="cpu",
+            workers=workers,
+        )
+        self._layers: list[HybridExperts] = []
+        self._engine: Engine | None = None
+        self._carrier: GlooCarrier | None = None
+        self._step = 0
+        # Whether this object has published, and whether it has reduced gradients since.
+        self._published = self._reduced = False
+        self._accumulating = False
+        # The state of the codecs that the engine begins with.
+        self._saved: bytes | None = None
+        self._closed = False
+        _open.add(self)
+
+    # ---- properties
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks."""
+        return self._group
+
+    @property
+    def step(self) -> int:
+        """The number of calls of `publish`."""
+        return self._step
+
+    @property
+    def held_experts(self) -> list[int]:
+        """The experts that this rank holds: first its own, then replicas, in the order of their owners."""
+        return self.plan.held_by(self.rank, self.num_experts)
+
+    @property
+    def places(self) -> Tensor:
+        """int64 [E + 1]: for each expert, where the buffer of the dispatch group has it. The last element, which the
+        index -1 selects, is -1."""
+        places = torch.full((self.num_experts + 1,), -1)
+        held = self.num_experts // len(self.plan.expert_domains)
+        for position, rank in enumerate(self.plan.group_of(self.rank)):
+            experts = torch.tensor(self.plan.held_by(rank, self.num_experts))
+            places[experts] = torch.arange(position * held, (position + 1) * held)
+        return places
+
+    # ---- a step
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Encodes the weights of this rank's experts, and queues a message for each layer and peer.
+
+        Call it after every step of the optimizer, on all ranks, and after the weights of experts were loaded.
+
+        Raises:
+            CallerError: A weight is not finite, or there is no layer.
+            PeerError: Another rank of the expert domain died, failed or is late.
+        """
+        engine = self._started()
+        for index, experts in enumerate(self._layers):
+            own = experts.refresh()
+            if engine is not None:
+                engine.publish(index, _span(own))
+        self._step += 1
+        self._published, self._reduced = True, False
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Keeps gradients on this rank: for the backward passes of all micro-batches of a step but the last.
+
+        Example:
+            >>> with migration.accumulate():
+            ...     loss(model, first).backward()
+            >>> loss(model, last).backward()
+            >>> migration.reduce_gradients(model)
+        """
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def reduce_gradients(self, module: nn.Module, *, op: Literal["mean", "sum"] = "mean") -> None:
+        """Makes the gradients on every rank those of the mean (or sum) of the ranks' losses. Collective.
+
+        The gradient of an expert is the sum over its expert domain, in rank order, and goes to its owner. Gradients of
+        dense parameters are all-reduced over all ranks.
+
+        Args:
+            module: The module whose gradients are reduced, in place: all that the optimizer updates.
+            op: "mean" or "sum".
+
+        Raises:
+            CallerError: `op` is neither, or a gradient is not finite and the codec is lossy.
+            PeerError: Another rank of the expert domain died, failed or is late.
+        """
+        if op not in ("mean", "sum"):
+            raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
+        engine = self._started()
+        # Gradients leave in the order of the backward pass, so the first to arrive are those of the last layer.
+        backward = [*enumerate(self._layers)][::-1]
+        for index, experts in backward:
+            self._send_gradients(index, experts)
+        for index, experts in backward:
+            own, total = experts.own_gradient(), experts.empty_sum()
+            if engine is not None:
+                engine.reduce_gradients(index, _span(own), _span(total))
+            else:
+                total.copy_(own)
+            experts.finish_gradients(total)
+        reduce_gradients(module, self._group, op=op)
+        self._reduced = True
+
+    # ---- called by layers
+
+    def register(self, experts: HybridExperts) -> int:
+        """Takes the experts of a layer, before the first step. Returns the number of the layer."""
+        if self._engine is not None or self._published:
+            raise CallerError("the layer comes too late: make all layers before the first forward pass")
+        self._layers.append(experts)
+        return len(self._layers) - 1
+
+    def gather(self, index: int) -> None:
+        """Brings the replicas of a layer to the step of the last `publish`."""
+        if not self._published:
+            self.publish()
+        experts, engine = self._layers[index], self._started()
+        if experts.gathered == self._step:
+            return
+        if engine is not None:
+            experts.replica_steps = engine.gather(index, _span(experts.replicas()))
+            # The engine wrote to the memory. A backward pass through an older forward pass must not go unnoticed.
+            torch.autograd.graph.increment_version(experts.working)
+        experts.gathered = self._step
+
+    def gradients_complete(self, index: int) -> None:
+        """Sends the gradients of a layer, unless more micro-batches follow. A hook of the backward pass."""
+        if self._accumulating:
+            return
+        experts = self._layers[index]
+        if experts.sent:
+            raise CallerError(
+                "a second backward pass after the gradients of this step have left: run all backward passes but the "
+                "last of a step inside `with migration.accumulate():`, and call reduce_gradients after the last"
+            )
+        self._send_gradients(index, experts)
+
+    def _send_gradients(self, index: int, experts: HybridExperts) -> None:
+        if experts.sent:
+            return
+        if (engine := self._started()) is not None:
+            engine.send_gradients(index, _span(experts.replica_gradient()))
+        experts.sent = True
+
+    def _started(self) -> Engine | None:
+        """Returns the engine; None for an expert domain of one rank, which has no replicas."""
+        if self._closed:
+            raise CallerError("the migration is closed")
+        if self._engine is not None or len(self._domain) == 1:
+            return self._engine
+        if not self._layers:
+            raise CallerError("the migration has no layer: make HybridMoELayer(migration, ...) first")
+        types = {experts.working.dtype for experts in self._layers}
+        if len(types) > 1:
+            raise CallerError(f"all layers must have the same working_dtype, found {sorted(map(str, types))}")
+        self._carrier = GlooCarrier(self._domain_group, self._domain)
+        settings: _native.MigrationSettings = {
+            "rank": self.rank,
+            "domain": [*self._domain],
+            "experts_per_rank": self.ownership.num_local_experts,
+            "expert_elements": [experts.working.shape[1] for experts in self._layers],
+            "wide": types == {torch.float32},
+            "weights": self._weights,
+            "gradients": self._gradients,
+            "depth": self._depth,
+            "staleness": self._staleness,
+            "shared_refresh": self._shared_refresh,
+            "timeout": self._timeout,
+            "run": self._run,
+        }
+        self._engine = type(self)._make_engine(settings, self._carrier, self._saved)
+        self._saved = None
+        return self._engine
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint of this rank needs beside the state dicts of model and optimizer.
+
+        Call it between the optimizer's step and `publish`. A rank loads what it saved itself.
+
+        Returns:
+            The number of the step, and the state of the codecs.
+
+        Raises:
+            CallerError: The weights of the last step of the optimizer have been published.
+        """
+        if self._published and not self._reduced:
+            raise CallerError("call state_dict between the optimizer's step and publish: then no message is on its way")
+        engine = self._started()
+        state = b"" if engine is None else engine.save()
+        return {
+            "rank": self.rank,
+            "step": self._step,
+            # torch.load(weights_only=True) takes tensors. An empty buffer cannot become one.
+            "codecs": torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else torch.zeros(0).byte(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state_dict`, on all ranks. Load the state dict of the model, too, before the first pass.
+
+        Args:
+            state: The state that this rank saved, with the same plan, layers and codecs.
+
+        Raises:
+            CallerError: Another rank saved the state, it does not fit, or this migration has begun its first step.
+        """
+        if self._engine is not None or self._published:
+            raise CallerError("the state comes too late: load it before the first forward pass")
+        if state["rank"] != self.rank:
+            raise CallerError(f"state: rank {state['rank']} saved it, and this is rank {self.rank}")
+        codecs = state["codecs"].cpu().contiguous()
+        self._saved = ctypes.string_at(codecs.data_ptr(), codecs.numel())
+        self._started()
+        self._step = state["step"]
+
+    # ---- the end
+
+    def stats(self) -> dict[str, float]:
+        """Returns counters since the first step. Empty for an expert domain of one rank.
+
+        Returns:
+            Bytes: `weights_sent`, `weights_received`, `gradients_sent` and `gradients_received`, with headers. Seconds:
+            `encoding` and `decoding`, and the waits for peers, `gather_waits` and `reduce_waits`.
+        """
+        return {} if self._engine is None else self._engine.stats()
+
+    def close(self) -> None:
+        """Leaves, when all ranks of the expert domain do. Call it before `torch.distributed.destroy_process_group`.
+
+        It waits up to `timeout` for ranks that have not called it. A second call does nothing.
+        """
+        self._close(at_once=False)
+
+    def _close(self, *, at_once: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._carrier is not None and at_once:
+            self._carrier.abort()
+        if self._engine is not None:
+            self._engine.close()
+        if self._carrier is not None:
+            self._carrier.close()
+        self.buffer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A rank that failed does not wait for the others, so that they learn of it.
+        self._close(at_once=kind is not None)
+
+    def __repr__(self) -> str:
+        return (
+            f"ExpertMigration(rank={self.rank}, {self.plan}, num_experts={self.num_experts}, "
+            f"weights={self._weights!r}, gradients={self._gradients!r})"
+        )
+
+
+def _span(tensor: Tensor) -> _Span:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _agree(group: dist.ProcessGroup, settings: tuple[Any, ...]) -> int:
+    """Checks that all ranks passed the same arguments. Returns a number that is the same on all ranks, and new."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, (settings, secrets.randbits(63)), group=group)
+    for rank, (theirs, _) in enumerate(found):
+        if theirs != found[0][0]:
+            raise CallerError(f"ranks passed different arguments: rank 0 {found[0][0]}, rank {rank} {theirs}")
+    run: int = found[0][1]
+    return run
+
+
+def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    members = [dist.get_global_rank(group, rank) for rank in ranks]
+    return dist.new_group(members, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
+
+
+_open: weakref.WeakSet[ExpertMigration] = weakref.WeakSet()
+
+
+# Threads of the engine must not outlive the interpreter.
+@atexit.register
+def _close_all() -> None:
+    for migration in list(_open):
+        migration._close(at_once=True)

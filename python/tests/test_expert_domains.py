@@ -1,0 +1,76 @@
+"""Plans of training across datacenters: which rank gathers from which, and which ranks exchange tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_ep import CallerError
+from hybrid_ep.migration import ExpertDomains
+
+TWO = ExpertDomains.uniform(ranks=4, datacenters=2)
+
+
+def test_a_uniform_plan_keeps_tokens_inside_datacenters() -> None:
+    plan = ExpertDomains.uniform(ranks=6, datacenters=3)
+    assert plan.expert_domains == ((0, 2, 4), (1, 3, 5))
+    assert plan.dispatch_groups == ((0, 1), (2, 3), (4, 5))
+    assert plan.domain_of(3) == (1, 3, 5) and plan.group_of(3) == (2, 3)
+    # 12 experts: rank 3 owns 6 and 7; its peers 1 and 5 own 2 and 3, and 10 and 11.
+    assert plan.held_by(3, 12) == [6, 7, 2, 3, 10, 11]
+
+
+@pytest.mark.parametrize("datacenters", [1, 2, 4])
+def test_every_dispatch_group_holds_all_experts(datacenters: int) -> None:
+    plan = ExpertDomains.uniform(ranks=4, datacenters=datacenters)
+    for group in plan.dispatch_groups:
+        held = [expert for rank in group for expert in plan.held_by(rank, 8)]
+        assert sorted(held) == [*range(8)]
+
+
+def test_survivors_are_the_holders_that_remain() -> None:
+    assert TWO.survivors(4, lost={2, 3}) == {0: [0], 1: [1], 2: [0], 3: [1]}
+    assert TWO.survivors(4, lost={0}) == {0: [2], 1: [1, 3], 2: [2], 3: [3, 1]}
+    assert TWO.survivors(4, lost={0, 2})[0] == []
+
+
+def test_the_planner_s_file_is_read(tmp_path: Path) -> None:
+    groups = tmp_path / "groups.json"
+    options = ["--nodes", "1", "--model", "mixtral-8x7b", "--strategy", "expert-domains"]
+    command = [sys.executable, "-m", "hybrid_ep", "plan", *options, "--groups", str(groups)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    plan = ExpertDomains.from_file(groups)
+    written = json.loads(groups.read_text())
+    assert plan.ranks == written["ranks"]
+    for rank, entry in enumerate(written["rank_groups"]):
+        assert plan.domain_of(rank) == tuple(written["expert_domains"][entry["expert_domain"]])
+        assert plan.group_of(rank) == tuple(written["dispatch_groups"][entry["dispatch_group"]])
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "Expecting"),
+        ("[]", "expected a JSON object"),
+        ('{"expert_domains": [[0]]}', "dispatch_groups: expected a list of lists of ranks"),
+        ('{"expert_domains": [[0.5]], "dispatch_groups": [[0]]}', "expert_domains: expected a list of lists of ranks"),
+        ('{"expert_domains": [[0, 2]], "dispatch_groups": [[0], [1]]}', r"found \[\[0, 2\]\]"),
+        ('{"expert_domains": [[0, 1]], "dispatch_groups": [[0, 1]]}', r"in the domains \[0, 0\]"),
+        ('{"expert_domains": [[0], [1]], "dispatch_groups": [[1, 0]]}', r"in the domains \[1, 0\]"),
+    ],
+)
+def test_a_wrong_file_is_refused(content: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "groups.json"
+    file.write_text(content)
+    with pytest.raises(CallerError, match=f"groups.json: .*{says}"):
+        ExpertDomains.from_file(file)
+
+
+def test_datacenters_must_divide_the_ranks() -> None:
+    with pytest.raises(CallerError, match="must divide the number of ranks, 4"):
+        ExpertDomains.uniform(ranks=4, datacenters=3)
