@@ -1,0 +1,164 @@
+"""Predicts step times with the planner (`hybrid-ep plan`)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Bytes of an f32 weight or gradient over the bytes that travel for it. Blocks of 128 int8 have a scale of 4 bytes.
+INT8 = 4 * 128 / 132
+RATE = r"(\d+(?:\.\d+)?)([kmg])bit"
+COMPRESSION = {"exact": (1.0, 1.0), "int8": (INT8, INT8), "delta": (50.0, INT8), "shared": (50.0, INT8)}
+
+
+class Given(NamedTuple):
+    """What a prediction needs, all of it known before training or measured without communication."""
+
+    datacenters: int
+    ranks: int
+    layers: int
+    width: int
+    expert_width: int
+    experts: int
+    topk: int
+    tokens: int  # of a rank and step
+    context: int
+    dense_parameters: int
+    compute_seconds: float  # forward and backward pass of one rank without communication
+
+
+def cluster_file(folder: Path, given: Given, rate: str, delay: float, efficiency: float) -> Path:
+    """Writes the cluster file of the emulated link.
+
+    Args:
+        folder: Where the file is written.
+        given: The sizes.
+        rate: The rate of the link as `tc` writes it, such as "100Mbit".
+        delay: Seconds in each direction.
+        efficiency: The part of the rate that transfers reach.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: `rate` is no rate.
+    """
+    parts = re.fullmatch(RATE, rate, re.IGNORECASE)
+    if parts is None:
+        raise ValueError(f"rate: expected a number and kbit, Mbit or Gbit, found {rate!r}")
+    number, unit = parts[1], {"k": "k", "m": "M", "g": "G"}[parts[2].lower()]
+    file = folder / "cluster.toml"
+    file.write_text(f"""# The emulated link, for `hybrid-ep plan --cluster`.
+[cluster]
+name = "{given.datacenters} emulated datacenters"
+[[cluster.level]]
+name = "wan"
+members = {given.datacenters}
+bandwidth = "{number} {unit}bit/s"
+sharing = "per-member"
+efficiency = {efficiency}
+round_trip = "{2e3 * delay} ms"
+[[cluster.level]]
+name = "host"                    # shared memory; its rate hardly matters beside the link's
+members = {given.ranks // given.datacenters}
+bandwidth = "20 Gbit/s"
+[cluster.gpu]
+throughput = "1 TFLOP/s"         # replaced by the measured compute time
+memory = "8 GB"
+memory_bandwidth = "10 GB/s"
+""")
+    return file
+
+
+def predict(cluster: Path, given: Given, mode: str) -> float:
+    """Predicts the seconds of a training step.
+
+    The planner prices the layers. To them comes the all-reduce of dense gradients: a ring, as gloo does it, whose link
+    between two datacenters carries `2 (ranks - 1) / ranks` of the bytes. The optimizer is not priced.
+
+    Args:
+        cluster: A cluster file: of `cluster_file`, or of `hybrid-ep calibrate`.
+        given: The sizes.
+        mode: A mode of the example.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ValueError: The cluster does not fit, or the planner refuses the problem; the text is its message.
+    """
+    weights, gradients = COMPRESSION.get(mode, (1.0, 1.0))
+    # The planner counts operations. A first run finds how many, the second has the throughput that was measured.
+    plan = run_planner(cluster, given, weights, gradients, None)
+    members = plan["plan"]["scaling_factors"]
+    if members[0] != given.datacenters or math.prod(members) != given.ranks:
+        raise ValueError(
+            f"{cluster}: its levels have {members} members, and the example has {given.datacenters} datacenters of "
+            f"{given.ranks // given.datacenters} ranks: add a level for the ranks of a datacenter"
+        )
+    layer = plan["plan"]["baselines"][0]["candidate"]["forward"]
+    throughput = plan["problem"]["cluster"]["gpu"]["sustained_tflops"]
+    operations = 3 * given.layers * (layer["pre_expert"] + layer["expert"]) * throughput
+    plan = run_planner(cluster, given, weights, gradients, operations / given.compute_seconds)
+    wan = plan["problem"]["cluster"]["levels"][0]
+    rates = wan["bandwidth_gbit_per_s"]
+    slowest = min(rates) if isinstance(rates, list) else rates
+    bytes_per_second = slowest * 1e9 / 8 * wan["efficiency"]
+    rounds = 2 * (given.ranks - 1)
+    dense = rounds * (4 * given.dense_parameters / given.ranks / bytes_per_second + wan["round_trip_s"] / 2)
+    return given.layers * layer_seconds(plan["plan"], mode, given.datacenters) + dense
+
+
+def layer_seconds(plan: dict[str, Any], mode: str, datacenters: int) -> float:
+    """Finds the layer time of a mode among the candidates of a plan."""
+    if mode == "plain":
+        # The buffer sends a token once to each datacenter, and gets one sum back.
+        found = [b["candidate"] for b in plan["baselines"] if b["kind"].startswith("hierarchical")]
+    else:
+        # Domains over the datacenters only.
+        sizes = [datacenters] + [1] * (len(plan["scaling_factors"]) - 1)
+        candidates = [plan["best"], *plan["alternatives"]]
+        found = [c for c in candidates if c["domain_sizes"] == sizes and c["replicas_kept"]]
+    if not found:
+        raise ValueError(f"the planner did not price the mode {mode}")
+    return float(found[0]["layer_time"])
+
+
+def run_planner(cluster: Path, given: Given, weights: float, gradients: float, tflops: float | None) -> Any:
+    width = given.width
+    dense = given.dense_parameters - given.layers * 4 * width * width
+    problem = f"""
+[model]
+name = "examples/moe_lm.py"
+hidden = {width}
+expert_intermediate = {given.expert_width}
+experts = {given.experts}
+topk = {given.topk}
+moe_layers = {given.layers}
+tokens_per_gpu = {given.tokens}
+context = {given.context}
+attention = {{ parameters = {4 * width * width}, score_width = {2 * width} }}
+other_parameters = {dense}
+precision = {{ weights = "f32", dispatch = "f32", combine = "f32", gradients = "f32" }}
+[options]
+replicas = "keep"
+weight_compression = {weights}
+gradient_compression = {gradients}
+"""
+    command = [sys.executable, "-m", "hybrid_ep", "plan", "--strategy", "expert-domains"]
+    with tempfile.TemporaryDirectory() as folder:
+        model, result = Path(folder) / "model.toml", Path(folder) / "plan.json"
+        model.write_text(problem)
+        command += ["--cluster", str(cluster), "--model", str(model), "--json", str(result)]
+        if tflops is not None:
+            command += ["--set", f"throughput={tflops:.9f}TFLOP/s"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(done.stderr.strip())
+        return json.loads(result.read_text())
