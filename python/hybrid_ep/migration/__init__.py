@@ -15,13 +15,15 @@ docs/migration.md describes the runtime.
 plan      ExpertDomains: which rank gathers from which, and which ranks exchange tokens
 runtime   ExpertMigration: publish, gather, gradients, checkpoints
 layer     HybridMoELayer, and its experts
+guard     LossGuard: complete weights for the replicas when the loss rises
 carrier   messages between the ranks of an expert domain, over torch.distributed
 """
 
 from __future__ import annotations
 
+from .guard import LossGuard
 from .layer import HybridExperts, HybridMoELayer
 from .plan import ExpertDomains
 from .runtime import ExpertMigration
 
-__all__ = ["ExpertDomains", "ExpertMigration", "HybridExperts", "HybridMoELayer"]
+__all__ = ["ExpertDomains", "ExpertMigration", "HybridExperts", "HybridMoELayer", "LossGuard"]

@@ -39,6 +39,7 @@ class Engine(Protocol):
     tensor. All calls may raise `PeerError`, and then raise it again."""
 
     def publish(self, layer: int, weights: _Span) -> None: ...
+    def start_over(self) -> None: ...
     def gather(self, layer: int, replicas: _Span) -> list[int]: ...
     def send_gradients(self, layer: int, gradients: _Span) -> None: ...
     def reduce_gradients(self, layer: int, own: _Span, sum: _Span) -> None: ...
@@ -213,6 +214,16 @@ class ExpertMigration(Shared):
                 engine.publish(index, _span(own))
         self._step += 1
         self._published, self._reduced = True, False
+
+    def start_over(self) -> None:
+        """Makes the next messages of all layers complete: replicas then equal their owners, apart from the rounding of
+        `int8`.
+
+        Needed with the codec `delta` only, when replicas lag too far behind; `LossGuard` decides that. Messages of the
+        other codecs are always complete. A rank may call this alone, before `publish`.
+        """
+        if (engine := self._started()) is not None:
+            engine.start_over()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
