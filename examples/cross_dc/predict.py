@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Bytes of an f32 weight or gradient over the bytes that travel for it. Blocks of 128 int8 have a scale of 4 bytes.
-INT8 = 4 * 128 / 132
+INT8 = '"int8"'
 RATE = r"(\d+(?:\.\d+)?)([kmg])bit"
-COMPRESSION = {"exact": (1.0, 1.0), "int8": (INT8, INT8), "delta": (50.0, INT8), "shared": (50.0, INT8)}
+# Of weights and of gradients, as the planner's file has them: a codec, or bytes over the bytes that travel for them.
+COMPRESSION = {"exact": ("1", "1"), "int8": (INT8, INT8), "delta": ("50", INT8), "shared": ("50", INT8)}
 
 
 class Given(NamedTuple):
@@ -93,7 +93,7 @@ def predict(cluster: Path, given: Given, mode: str) -> float:
     Raises:
         ValueError: The cluster does not fit, or the planner refuses the problem; the text is its message.
     """
-    weights, gradients = COMPRESSION.get(mode, (1.0, 1.0))
+    weights, gradients = COMPRESSION.get(mode, COMPRESSION["exact"])
     # The planner counts operations. A first run finds how many, the second has the throughput that was measured.
     plan = run_planner(cluster, given, weights, gradients, None)
     members = plan["plan"]["scaling_factors"]
@@ -130,7 +130,7 @@ def layer_seconds(plan: dict[str, Any], mode: str, datacenters: int) -> float:
     return float(found[0]["layer_time"])
 
 
-def run_planner(cluster: Path, given: Given, weights: float, gradients: float, tflops: float | None) -> Any:
+def run_planner(cluster: Path, given: Given, weights: str, gradients: str, tflops: float | None) -> Any:
     width = given.width
     dense = given.dense_parameters - given.layers * 4 * width * width
     problem = f"""
