@@ -198,9 +198,9 @@ where
         .label_style(text(TEXT - 2))
         .axis_desc_style(text(TEXT - 2))
         .draw()?;
-    // The first line is the subject, so it is drawn last, on top of the others.
-    for (index, (line, colour)) in lines.iter().zip(SERIES).enumerate().rev() {
-        let width = if index == 0 { 4 } else { 2 };
+    // The first line is the subject. It is wide and below the others, so that a line with the same values is visible on it.
+    for (index, (line, colour)) in lines.iter().zip(SERIES).enumerate() {
+        let width = if index == 0 { 6 } else { 2 };
         chart.draw_series(LineSeries::new(line.points.iter().copied(), colour.stroke_width(width)))?;
         for point in &line.points {
             chart.draw_series([Circle::new(*point, width + 1, colour.filled())])?;

@@ -200,8 +200,14 @@ fn picture(
 ) -> Result<String, Failure> {
     let mut out = String::new();
     let long = outcome.layers as f64 > DRAWN_LAYERS;
+    let part = match long {
+        true => {
+            format!(", forward passes of the first {DRAWN_LAYERS} layers (--layers 2 shows whole passes)")
+        }
+        false => String::new(),
+    };
     let options = SvgOptions {
-        title: format!("{} on {}, GPU 0", problem.model.name, problem.cluster.name),
+        title: format!("{} on {}, GPU 0{part}", problem.model.name, problem.cluster.name),
         window: long.then_some((0.0, DRAWN_LAYERS * planned.forward.total.0)),
         ..SvgOptions::default()
     };

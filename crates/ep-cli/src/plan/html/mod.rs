@@ -26,7 +26,7 @@ pub(super) fn render(
     let mut body = format!(
         "<header><p class=\"kicker\">hybrid-ep plan</p><h1>{}</h1><p class=\"about\">{}</p></header>\n",
         escape(&title),
-        escape(heading(problem, plan).lines().skip(1).collect::<Vec<_>>().join(" ").as_str())
+        escape(heading(problem, plan).lines().skip(1).collect::<Vec<_>>().join(". ").as_str())
     );
     match step {
         Some(shown) => body.push_str(&sections::step_answer(&shown.plan, &problem.options)),
