@@ -426,23 +426,6 @@ def test_a_lost_rank_is_named_and_ends_all_ranks() -> None:
     assert str(caught.value).strip() == "rank 3: died"
 
 
-def _destroy_groups_first(here: Rank) -> None:
-    migration = ExpertMigration(TWO, num_experts=EXPERTS)
-    model = hybrid(migration)
-    train_hybrid(migration, model, range(1), adam(model.parameters()))
-    dist.barrier()
-    dist.destroy_process_group()
-    migration.close()
-
-
-def test_closing_after_the_groups_are_destroyed_ends() -> None:
-    world = world_of_processes(4, "cpu")
-    try:
-        world.run(_destroy_groups_first, seconds=60)
-    finally:
-        world.stop()
-
-
 # ---- mistakes
 
 
@@ -487,10 +470,20 @@ def _mistakes(here: Rank) -> None:
         migration.publish()
 
 
-def test_mistakes_are_named() -> None:
+def _destroy_groups_first(here: Rank) -> None:
+    migration = ExpertMigration(TWO, num_experts=EXPERTS)
+    model = hybrid(migration)
+    train_hybrid(migration, model, range(1), adam(model.parameters()))
+    dist.barrier()
+    dist.destroy_process_group()
+    migration.close()
+
+
+def test_mistakes_are_named_and_closing_after_the_groups_are_destroyed_ends() -> None:
     # A failed backward pass leaves the ranks of a dispatch group at different operators: use new processes afterwards.
     world = world_of_processes(4, "cpu")
     try:
         world.run(_mistakes)
+        world.run(_destroy_groups_first, seconds=60)
     finally:
         world.stop()
