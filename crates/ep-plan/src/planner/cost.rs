@@ -41,7 +41,7 @@ pub struct LevelTraffic {
     pub domains: usize,
     /// `h_l`: load of the busiest group over the mean load of all groups, at least 1.
     pub hot_factor: f64,
-    /// Rows that the busiest GPU receives over this level in dispatch, per token of one GPU ([`token_rows`]).
+    /// Rows that the busiest GPU receives over this level in dispatch, per token of one GPU ([`token_rows`](super::token_rows)).
     pub rows_per_token: f64,
     /// One gather of the domain's experts.
     pub all_gather: Transfer,
