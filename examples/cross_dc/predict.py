@@ -31,6 +31,7 @@ class Given(NamedTuple):
     context: int
     dense_parameters: int
     compute_seconds: float  # forward and backward pass of one rank without communication
+    optimizer_seconds: float  # the optimizer's step of one rank
 
 
 def cluster_file(folder: Path, given: Given, rate: str, delay: float, efficiency: float) -> Path:
@@ -80,7 +81,8 @@ def predict(cluster: Path, given: Given, mode: str) -> float:
     """Predicts the seconds of a training step.
 
     The planner prices the layers. To them comes the all-reduce of dense gradients: a ring, as gloo does it, whose link
-    between two datacenters carries `2 (ranks - 1) / ranks` of the bytes. The optimizer is not priced.
+    between two datacenters carries `2 (ranks - 1) / ranks` of the bytes; and the optimizer, which overlaps with
+    nothing.
 
     Args:
         cluster: A cluster file: of `cluster_file`, or of `hybrid-ep calibrate`.
@@ -112,7 +114,7 @@ def predict(cluster: Path, given: Given, mode: str) -> float:
     bytes_per_second = slowest * 1e9 / 8 * wan["efficiency"]
     rounds = 2 * (given.ranks - 1)
     dense = rounds * (4 * given.dense_parameters / given.ranks / bytes_per_second + wan["round_trip_s"] / 2)
-    return given.layers * layer_seconds(plan["plan"], mode, given.datacenters) + dense
+    return given.layers * layer_seconds(plan["plan"], mode, given.datacenters) + dense + given.optimizer_seconds
 
 
 def layer_seconds(plan: dict[str, Any], mode: str, datacenters: int) -> float:

@@ -101,17 +101,21 @@ def report(args: argparse.Namespace, result: dict[str, Any], *, shaped: bool) ->
         context=args.context,
         dense_parameters=result["dense_parameters"],
         compute_seconds=result["compute_seconds"],
+        optimizer_seconds=result["optimizer_seconds"],
     )
-    cluster = args.cluster
-    if cluster is None and shaped:
-        cluster = predict.cluster_file(args.out, given, args.rate, args.delay, args.efficiency)
+    predicted = predictions(args, given, shaped=shaped)
+    if args.steps == 0:
+        for mode, expected in predicted.items():
+            print(f"{mode:8} {expected:.3f} s a step, predicted")
+        figures = {"compute_seconds": given.compute_seconds, "optimizer_seconds": given.optimizer_seconds}
+        written = json.dumps({**figures, "step_seconds": predicted}, indent=1)
+        (args.out / "predictions.json").write_text(written + "\n")
+        return
     print(f"\n{'mode':8} {'predicted':>10} {'measured':>10} {'ratio':>6} {'link, MB a step':>16} {'final loss':>11}")
     for mode, figures in result["modes"].items():
         counted = [s for s, yes in zip(figures["step_seconds"], figures["counted"], strict=True) if yes]
         figures["median_step_seconds"] = measured = statistics.median(counted or figures["step_seconds"])
-        figures["predicted_step_seconds"] = expected = (
-            None if cluster is None else predict.predict(cluster, given, mode)
-        )
+        figures["predicted_step_seconds"] = expected = predicted.get(mode)
         moved = figures["link_bytes_per_step"]
         last = figures["losses_nats_per_byte"][-10:]
         print(
@@ -129,6 +133,17 @@ def report(args: argparse.Namespace, result: dict[str, Any], *, shaped: bool) ->
         return
     title = f"{args.rate}, {1e3 * args.delay:g} ms each way" if shaped else "one machine"
     draw.draw(args.out / "curves.png", result["modes"], title)
+
+
+def predictions(args: argparse.Namespace, given: predict.Given, *, shaped: bool) -> dict[str, float]:
+    """Predicts the seconds of a step of each mode, or reads what an earlier run predicted. Nothing without a link."""
+    if args.predictions is not None:
+        earlier: dict[str, float] = json.loads(args.predictions.read_text())["step_seconds"]
+        return earlier
+    cluster = args.cluster
+    if cluster is None and shaped:
+        cluster = predict.cluster_file(args.out, given, args.rate, args.delay, args.efficiency)
+    return {} if cluster is None else {mode: predict.predict(cluster, given, mode) for mode in args.modes}
 
 
 # The arguments of train.py with a number each.
@@ -155,6 +170,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--unshaped", action="store_true", help="all ranks on this machine, without an emulated link")
     parser.add_argument("--out", type=Path, default=Path("cross-dc"), metavar="DIR", help="where the results go")
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="predict with this cluster file of the planner")
+    parser.add_argument(
+        "--predictions",
+        type=Path,
+        metavar="FILE",
+        help="compare with the predictions.json that an earlier run with --steps 0 wrote",
+    )
     parser.add_argument(
         "--efficiency", type=float, default=0.8, help="predict with this part of the rate [gloo reaches 0.74 to 0.86]"
     )
