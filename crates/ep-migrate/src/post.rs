@@ -37,9 +37,9 @@ pub(crate) struct Setup {
     pub(crate) first_step: u64,
     /// By lane, by layer: the most bytes of a body.
     pub(crate) longest: [Vec<u64>; 2],
-    /// By lane: how many bodies of one peer are asked for or have arrived, before the first of them is taken.
+    /// By lane: the most bodies of one peer that are requested or held.
     pub(crate) window: [usize; 2],
-    /// How many messages to one peer may be under way.
+    /// How many parts of messages, headers and bodies, to one peer may be under way.
     pub(crate) most_sent: usize,
     pub(crate) timeout: Duration,
     pub(crate) interrupt: Interrupt,
@@ -635,7 +635,7 @@ impl Post {
         self.changed.notify_all();
     }
 
-    /// Says goodbye, waits until the peers no longer need this rank, and closes the carrier. Without an error the wait is
+    /// Sends `Left`, unless there is an error, waits until the peers no longer need this rank, and closes the carrier. Without an error the wait is
     /// at most the timeout; after one it is short.
     pub(crate) fn close(&self) {
         let started = Instant::now();

@@ -1,5 +1,4 @@
-//! The partition as groups and rank lists. A program can open its communicators from them; hybrid-ep has no runtime that
-//! does.
+//! The partition as groups and rank lists. `hybrid_ep.migration` opens its communicators from them.
 
 use serde::{Deserialize, Serialize};
 
