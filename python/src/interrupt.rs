@@ -30,6 +30,11 @@ impl Signals {
         raised.is_some()
     }
 
+    /// Keeps an exception that a handler raised while other Python code ran during a call.
+    pub(crate) fn keep(&self, error: PyErr) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+    }
+
     /// Returns the result of a call, or the exception of a handler that raised during the call.
     pub(crate) fn settle<T>(&self, result: Result<T, Failure>) -> Result<T, Failure> {
         match self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ep::{CallerError, Rank};
 use ep_migrate::{Carrier, CarrierError, Domain, Lane, Settings, Shape, Stats, Transfer};
-use pyo3::exceptions::{PyConnectionError, PyTimeoutError};
+use pyo3::exceptions::{PyConnectionError, PyException, PyTimeoutError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -78,7 +78,7 @@ impl Migration {
     ) -> Result<Self, Failure> {
         let signals = Signals::default();
         let (domain, shape, parsed) = settings.parse(&signals)?;
-        let carrier = || Box::new(PythonCarrier { object: carrier.clone_ref(py) });
+        let carrier = || Box::new(PythonCarrier { object: carrier.clone_ref(py), signals: signals.clone() });
         let saved = saved.map(|bytes| bytes.as_bytes());
         let of = match (settings.wide, saved) {
             (true, None) => Typed::F32(ep_migrate::Migration::new(domain, shape, parsed, carrier())?),
@@ -173,16 +173,19 @@ impl Migration {
         Ok(dict)
     }
 
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| self.of.close());
+    /// `at_once`: waits for the peers a second at most.
+    fn close(&self, py: Python<'_>, at_once: bool) {
+        py.detach(|| self.of.close(at_once));
     }
 }
 
 impl Typed {
-    fn close(&self) {
-        match self {
-            Self::F32(migration) => migration.close(),
-            Self::Bf16(migration) => migration.close(),
+    fn close(&self, at_once: bool) {
+        match (self, at_once) {
+            (Self::F32(migration), false) => migration.close(),
+            (Self::F32(migration), true) => migration.close_at_once(),
+            (Self::Bf16(migration), false) => migration.close(),
+            (Self::Bf16(migration), true) => migration.close_at_once(),
         }
     }
 }
@@ -190,7 +193,7 @@ impl Typed {
 impl Drop for Migration {
     /// Python drops objects with its lock held, which the threads that this waits for need.
     fn drop(&mut self) {
-        Python::try_attach(|py| py.detach(|| self.of.close()));
+        Python::try_attach(|py| py.detach(|| self.of.close(true)));
     }
 }
 
@@ -228,19 +231,28 @@ impl MigrationSettings {
 #[derive(Debug)]
 struct PythonCarrier {
     object: Py<PyAny>,
+    signals: Signals,
 }
 
 #[derive(Debug)]
 struct PythonTransfer {
     object: Py<PyAny>,
+    signals: Signals,
 }
 
 /// Runs Python code. At the end of the process there may be no interpreter: its connections are closed then.
-fn attached<R>(work: impl FnOnce(Python<'_>) -> PyResult<R>) -> Result<R, CarrierError> {
-    Python::try_attach(|py| work(py).map_err(|error| failed(py, &error))).unwrap_or(Err(CarrierError::Closed))
+fn attached<R>(signals: &Signals, work: impl FnOnce(Python<'_>) -> PyResult<R>) -> Result<R, CarrierError> {
+    let attached = Python::try_attach(|py| work(py).map_err(|error| failed(py, signals, error)));
+    attached.unwrap_or(Err(CarrierError::Closed))
 }
 
-fn failed(py: Python<'_>, error: &PyErr) -> CarrierError {
+fn failed(py: Python<'_>, signals: &Signals, error: PyErr) -> CarrierError {
+    if !error.is_instance_of::<PyException>(py) {
+        // Not a failure of the carrier: a handler of a signal that ran during the call has raised.
+        let text = error.to_string();
+        signals.keep(error);
+        return CarrierError::Failed(text);
+    }
     let is_closed =
         error.is_instance_of::<PyConnectionError>(py) && !error.is_instance_of::<PyTimeoutError>(py);
     if is_closed { CarrierError::Closed } else { CarrierError::Failed(error.to_string()) }
@@ -248,29 +260,31 @@ fn failed(py: Python<'_>, error: &PyErr) -> CarrierError {
 
 impl Carrier for PythonCarrier {
     fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Transfer>, CarrierError> {
-        attached(|py| {
+        attached(&self.signals, |py| {
             let bytes = PyBytes::new(py, &message);
             let object = self.object.call_method1(py, "send", (to.0, lane as u8, bytes))?;
-            Ok(Box::new(PythonTransfer { object }) as Box<dyn Transfer>)
+            let signals = self.signals.clone();
+            Ok(Box::new(PythonTransfer { object, signals }) as Box<dyn Transfer>)
         })
     }
 
     fn receive(&self, from: Rank, lane: Lane, bytes: usize) -> Result<Box<dyn Transfer>, CarrierError> {
-        attached(|py| {
+        attached(&self.signals, |py| {
             let object = self.object.call_method1(py, "receive", (from.0, lane as u8, bytes))?;
-            Ok(Box::new(PythonTransfer { object }) as Box<dyn Transfer>)
+            let signals = self.signals.clone();
+            Ok(Box::new(PythonTransfer { object, signals }) as Box<dyn Transfer>)
         })
     }
 
     fn abort(&self) {
         // A carrier that cannot close has closed before, or the process ends.
-        let _ = attached(|py| self.object.call_method0(py, "abort").map(drop));
+        let _ = attached(&self.signals, |py| self.object.call_method0(py, "abort").map(drop));
     }
 }
 
 impl Transfer for PythonTransfer {
     fn wait(self: Box<Self>) -> Result<Vec<u8>, CarrierError> {
-        attached(|py| {
+        attached(&self.signals, |py| {
             let received = self.object.call_method0(py, "wait")?;
             Ok(received.extract::<Option<Vec<u8>>>(py)?.unwrap_or_default())
         })

@@ -84,7 +84,7 @@ class ExactEngine:
     def stats(self) -> dict[str, float]:
         return {"weights_sent": self.sent_bytes[0], "gradients_sent": self.sent_bytes[1]}
 
-    def close(self) -> None:
+    def close(self, at_once: bool) -> None:
         """Waits for the peers to close, since a connection that closes earlier loses what they have yet to receive."""
         with contextlib.suppress(ConnectionError):
             for peer in self.peers:

@@ -6,12 +6,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ep::{CallerError, Operator, Result};
-use ep_codec::{SharedExpert, Weight, WeightCodec, add_gradient};
+use ep_codec::{GradientCodec, SharedExpert, Weight, WeightCodec, add_gradient};
 
 use crate::carrier::Carrier;
 use crate::header::Kind;
 use crate::owned::{Owned, Returned, refused};
-use crate::post::{Call, GRADIENTS, Message, Post, Resend, Setup, Traffic, WEIGHTS};
+use crate::post::{Call, GRACE, GRADIENTS, Message, Post, Resend, Setup, Traffic, WEIGHTS};
 use crate::replicas::{Decoded, Replicas, SharedExperts};
 use crate::settings::{Domain, Settings, Shape};
 use crate::state::Saved;
@@ -356,6 +356,18 @@ impl<T: Weight> Migration<T> {
         }
         let clock = Instant::now();
         let each = self.shape.experts_per_rank * self.shape.expert_elements[layer];
+        // An encoder refuses such a number, but then others have encoded theirs.
+        let is_bad = |gradient: &T| !gradient.to_f32().is_finite();
+        if self.settings.gradients != GradientCodec::Exact
+            && let Some(at) = gradients.iter().position(is_bad)
+        {
+            let elements = self.shape.expert_elements[layer];
+            let expert = at / elements % self.shape.experts_per_rank;
+            let owner = self.domain.peers()[at / each];
+            let problem =
+                format!("element {} for rank {owner} is not finite; nothing was sent", at % elements);
+            return Err(CallerError::Expert { what: "gradients", layer, expert, problem }.into());
+        }
         let mut returned = lock(&self.layers[layer].returned);
         let bodies = returned
             .iter_mut()
@@ -474,10 +486,26 @@ impl<T: Weight> Migration<T> {
     /// Tells the peers that this rank needs nothing more, waits until they say the same, and closes the connections. The
     /// wait is at most the timeout, or a second after an error. Calls after this one return an error.
     pub fn close(&self) {
-        self.post.close();
+        self.close_within(self.post.timeout());
+    }
+
+    /// As [`close`](Self::close), but waits for the peers a second at most: for a program that ends because of an error.
+    pub fn close_at_once(&self) {
+        self.close_within(GRACE);
+    }
+
+    fn close_within(&self, patience: Duration) {
+        self.post.close(patience);
+        let (started, own) = (Instant::now(), std::thread::current().id());
         for thread in lock(&self.threads).drain(..) {
-            // A thread that panicked has printed its message.
-            let _ = thread.join();
+            // A carrier may fail to end the wait of a thread. Such a thread owns nothing but its transfer, and is left alone.
+            while !thread.is_finished() && started.elapsed() < GRACE && thread.thread().id() != own {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if thread.is_finished() {
+                // A thread that panicked has printed its message.
+                let _ = thread.join();
+            }
         }
     }
 

@@ -19,7 +19,7 @@ use crate::carrier::{Carrier, CarrierError, Lane, Transfer};
 use crate::header::{HEADER_BYTES, Header, Kind};
 
 /// How long a rank that closes waits for its peers to read why.
-const GRACE: Duration = Duration::from_secs(1);
+pub(crate) const GRACE: Duration = Duration::from_secs(1);
 
 /// The lanes of bodies, which index the arrays below.
 pub(crate) const WEIGHTS: usize = 0;
@@ -68,11 +68,26 @@ pub(crate) struct Post {
     carrier: Box<dyn Carrier>,
     state: Mutex<State>,
     changed: Condvar,
+    /// By peer.
+    orders: Vec<Orders>,
+}
+
+/// Locks that keep transfers in order. The carrier is called under them and never under `state`: a carrier may run code of
+/// the program, for example a handler of a signal, which may call this library.
+#[derive(Default)]
+struct Orders {
+    /// Bodies are sent in the order of their headers.
+    sends: Mutex<()>,
+    /// By lane: bodies are requested in the order of their headers.
+    receives: [Mutex<()>; 2],
 }
 
 struct State {
     /// The first error. Every later call returns it.
     error: Option<Error>,
+    /// Whether `close` was called.
+    is_leaving: bool,
+    /// Whether the carrier is closed, or about to be: its errors mean nothing then.
     is_closing: bool,
     /// The operator that this rank is in, or was in last.
     operator: (Operator, u64),
@@ -107,8 +122,9 @@ struct Peer {
 impl Peer {
     /// The reason, if this peer sends nothing more and nothing that it sent is on the way.
     fn is_exhausted(&self) -> Option<PeerFault> {
-        let is_empty =
-            |inbox: &Inbox| inbox.announced.is_empty() && inbox.requested.is_empty() && inbox.awaited == 0;
+        let is_empty = |inbox: &Inbox| {
+            inbox.announced.is_empty() && inbox.requested.is_empty() && inbox.awaited.is_none()
+        };
         self.ended.filter(|_| self.lanes.iter().all(is_empty))
     }
 }
@@ -118,18 +134,45 @@ impl Peer {
 struct Inbox {
     announced: VecDeque<Header>,
     requested: VecDeque<(Header, Box<dyn Transfer>)>,
-    /// Bodies that the lane's thread waits for: 0 or 1.
-    awaited: usize,
+    /// The layer of the body that the lane's thread waits for.
+    awaited: Option<u32>,
+    /// The layer that a call waits for. It is requested even if the window is full.
+    wanted: Option<u32>,
     /// By layer.
     arrived: Vec<VecDeque<Message>>,
     /// By layer: the step of the next message.
     next_step: Vec<u64>,
+    /// By layer: whether complete weights were asked for and have not been taken. They may be of a later step.
+    recovers: Vec<bool>,
 }
 
 impl Inbox {
     /// Bodies that take memory on this rank.
     fn held(&self) -> usize {
-        self.requested.len() + self.awaited + self.arrived.iter().map(VecDeque::len).sum::<usize>()
+        self.requested.len()
+            + usize::from(self.awaited.is_some())
+            + self.arrived.iter().map(VecDeque::len).sum::<usize>()
+    }
+
+    /// Takes the first message of a layer; of weights, at most those of the call's step, unless complete ones are due.
+    fn take(&mut self, call: Call, lane: usize) -> Option<Message> {
+        let first = &self.arrived[call.layer].front()?.header;
+        if lane == WEIGHTS && first.step > call.step && !self.recovers[call.layer] {
+            return None;
+        }
+        if first.kind == Kind::Resent {
+            self.recovers[call.layer] = false;
+        }
+        self.arrived[call.layer].pop_front()
+    }
+
+    /// Whether the next announced body is to be requested.
+    fn is_open(&self, window: usize) -> bool {
+        let Some(wanted) = self.wanted.filter(|_| self.held() >= window) else { return self.held() < window };
+        // Bodies come in order, so those before the wanted one are requested as well.
+        let is_requested = self.requested.iter().any(|(header, _)| header.layer == wanted);
+        let is_announced = self.announced.iter().any(|header| header.layer == wanted);
+        is_announced && !is_requested && self.awaited != Some(wanted)
     }
 }
 
@@ -152,17 +195,21 @@ impl Post {
         let inbox = || Inbox {
             arrived: (0..layers).map(|_| VecDeque::new()).collect(),
             next_step: vec![setup.first_step; layers],
+            recovers: vec![false; layers],
             ..Inbox::default()
         };
         let peer = |_| Peer { lanes: [inbox(), inbox()], ..Peer::default() };
         let state = State {
             error: None,
+            is_leaving: false,
             is_closing: false,
             operator: (Operator::Gather, 0),
             peers: (0..setup.peers.len()).map(peer).collect(),
             traffic: Traffic::default(),
         };
-        let post = Arc::new(Self { setup, carrier, state: Mutex::new(state), changed: Condvar::new() });
+        let orders = setup.peers.iter().map(|_| Orders::default()).collect();
+        let post =
+            Arc::new(Self { setup, carrier, state: Mutex::new(state), changed: Condvar::new(), orders });
         let mut threads = Vec::new();
         for peer in 0..post.setup.peers.len() {
             let name = |what: &str| format!("ep-{what}-{}", post.setup.peers[peer]);
@@ -179,7 +226,7 @@ impl Post {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        hold(&self.state)
     }
 
     fn peer(&self, peer: usize) -> Rank {
@@ -243,17 +290,18 @@ impl Post {
     pub(crate) fn request(&self, peer: usize, call: Call) -> Result<()> {
         let header = Header::bare(Kind::Request, self.setup.rank, self.setup.run);
         let header = Header { layer: call.layer as u32, step: call.step, ..header };
+        self.lock().peers[peer].lanes[WEIGHTS].recovers[call.layer] = true;
         self.post(peer, [(Lane::Headers, Arc::new(header.to_bytes()))])
     }
 
-    /// Hands the parts of a message to the carrier, under one lock: bodies of a lane have the order of their headers.
+    /// Hands the parts of a message to the carrier.
     fn post(&self, peer: usize, parts: impl IntoIterator<Item = (Lane, Arc<Vec<u8>>)>) -> Result<()> {
-        let mut state = self.lock();
+        let order = hold(&self.orders[peer].sends);
         for (lane, part) in parts {
             match self.carrier.send(self.peer(peer), lane, part) {
-                Ok(transfer) => state.peers[peer].sent.push_back(transfer),
+                Ok(transfer) => self.lock().peers[peer].sent.push_back(transfer),
                 Err(error) => {
-                    drop(state);
+                    drop(order);
                     return Err(self.fail(self.lost(peer, &error, "a message to be sent")));
                 }
             }
@@ -308,46 +356,58 @@ impl Post {
         }
     }
 
-    /// Takes the next message of a layer from any of these peers. Waits until there is one.
+    /// Takes the next message of a layer from any of these peers, of weights at most those of the call's step. Waits until
+    /// there is one.
     pub(crate) fn next(&self, call: Call, lane: usize, peers: &[usize]) -> Result<(usize, Message)> {
         let what = || {
             let from = peers.iter().map(|&peer| self.peer(peer).to_string()).collect::<Vec<_>>().join(", ");
             format!("{} of layer {} from rank {from}", noun(lane), call.layer)
         };
-        let taken = |state: &mut State| {
-            peers.iter().find_map(|&peer| {
-                Some((peer, state.peers[peer].lanes[lane].arrived[call.layer].pop_front()?))
-            })
+        let want = |wanted| {
+            let mut state = self.lock();
+            peers.iter().for_each(|&peer| state.peers[peer].lanes[lane].wanted = wanted);
         };
-        let found = self.wait(call, what, peers, taken)?;
+        want(Some(call.layer as u32));
+        peers.iter().try_for_each(|&peer| self.request_bodies(peer, lane))?;
+        let taken = |state: &mut State| {
+            peers.iter().find_map(|&peer| Some((peer, state.peers[peer].lanes[lane].take(call, lane)?)))
+        };
+        let found = self.wait(call, what, peers, taken);
+        want(None);
+        let found = found?;
         self.request_bodies(found.0, lane)?;
         Ok(found)
     }
 
-    /// Takes the next message of a layer from a peer, if it has arrived.
+    /// Takes the next message of a layer from a peer, if it has arrived; of weights at most those of the call's step.
     pub(crate) fn try_next(&self, call: Call, lane: usize, peer: usize) -> Result<Option<Message>> {
-        let message = self.lock().peers[peer].lanes[lane].arrived[call.layer].pop_front();
+        let message = self.lock().peers[peer].lanes[lane].take(call, lane);
         self.request_bodies(peer, lane)?;
         Ok(message)
     }
 
     /// Asks the carrier for bodies that were announced, as far as the window allows.
     fn request_bodies(&self, peer: usize, lane: usize) -> Result<()> {
-        let mut state = self.lock();
+        let order = hold(&self.orders[peer].receives[lane]);
         loop {
-            let inbox = &mut state.peers[peer].lanes[lane];
-            if inbox.held() >= self.setup.window[lane] {
-                return Ok(());
-            }
-            let Some(header) = inbox.announced.pop_front() else { return Ok(()) };
+            let header = {
+                let inbox = &mut self.lock().peers[peer].lanes[lane];
+                if !inbox.is_open(self.setup.window[lane]) {
+                    return Ok(());
+                }
+                let Some(header) = inbox.announced.pop_front() else { return Ok(()) };
+                header
+            };
             match self.carrier.receive(self.peer(peer), lane_of(lane), header.bytes as usize) {
-                Ok(transfer) => inbox.requested.push_back((header, transfer)),
+                Ok(transfer) => {
+                    self.lock().peers[peer].lanes[lane].requested.push_back((header, transfer));
+                    self.changed.notify_all();
+                }
                 Err(error) => {
-                    drop(state);
+                    drop(order);
                     return Err(self.fail(self.lost(peer, &error, "a body to be asked for")));
                 }
             }
-            self.changed.notify_all();
         }
     }
 
@@ -505,7 +565,7 @@ impl Post {
                     }
                     let inbox = &mut state.peers[peer].lanes[lane];
                     if let Some(first) = inbox.requested.pop_front() {
-                        inbox.awaited = 1;
+                        inbox.awaited = Some(first.0.layer);
                         break first;
                     }
                     state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -514,7 +574,7 @@ impl Post {
             let received = transfer.wait().map_err(|error| self.lost(peer, &error, noun(lane)));
             let mut state = self.lock();
             let inbox = &mut state.peers[peer].lanes[lane];
-            inbox.awaited = 0;
+            inbox.awaited = None;
             match received {
                 Ok(body) => {
                     inbox.arrived[header.layer as usize].push_back(Message { header, body });
@@ -614,42 +674,48 @@ impl Post {
 
     /// As [`fail`](Self::fail), with the rank at fault that the peers shall be told.
     fn fail_for(&self, error: impl Into<Error>, culprit: (Rank, PeerFault)) -> Error {
-        let mut state = self.lock();
-        if let Some(first) = &state.error {
-            return first.clone();
-        }
-        let error = state.error.insert(error.into()).clone();
+        let error = {
+            let mut state = self.lock();
+            if let Some(first) = &state.error {
+                return first.clone();
+            }
+            state.error.insert(error.into()).clone()
+        };
+        self.changed.notify_all();
         // Also to the rank at fault, which may be alive and waiting.
-        self.say(&mut state, Kind::Failure(culprit.0, culprit.1));
+        self.say(Kind::Failure(culprit.0, culprit.1));
         error
     }
 
     /// Sends a last message to all peers. A peer that cannot be told finds out by itself: its connection closes.
-    fn say(&self, state: &mut State, kind: Kind) {
+    fn say(&self, kind: Kind) {
         let header = Arc::new(Header::bare(kind, self.setup.rank, self.setup.run).to_bytes());
-        for (peer, &rank) in state.peers.iter_mut().zip(&self.setup.peers) {
+        for (peer, &rank) in self.setup.peers.iter().enumerate() {
+            let _order = hold(&self.orders[peer].sends);
             if let Ok(transfer) = self.carrier.send(rank, Lane::Headers, header.clone()) {
-                peer.sent.push_back(transfer);
+                self.lock().peers[peer].sent.push_back(transfer);
             }
         }
         self.changed.notify_all();
     }
 
-    /// Sends `Left`, unless there is an error, waits until the peers no longer need this rank, and closes the carrier. Without an error the wait is
-    /// at most the timeout; after one it is short.
-    pub(crate) fn close(&self) {
+    /// Sends `Left`, unless there is an error, waits until the peers no longer need this rank, and closes the carrier. The
+    /// wait is at most `patience`, and short after an error.
+    pub(crate) fn close(&self, patience: Duration) {
         let started = Instant::now();
+        {
+            let mut state = self.lock();
+            if std::mem::replace(&mut state.is_leaving, true) {
+                return;
+            }
+            if state.error.is_none() {
+                drop(state);
+                self.say(Kind::Left);
+            }
+        }
         let mut state = self.lock();
-        if state.is_closing {
-            return;
-        }
-        let bound = if state.error.is_some() { GRACE.min(self.setup.timeout) } else { self.setup.timeout };
-        if state.error.is_none() {
-            self.say(&mut state, Kind::Left);
-        }
         while state.peers.iter().any(|peer| peer.ended.is_none()) {
-            let error_is_known = state.error.is_some();
-            let bound = if error_is_known { bound.min(GRACE) } else { bound };
+            let bound = if state.error.is_some() { patience.min(GRACE) } else { patience };
             let Some(left) = bound.checked_sub(started.elapsed()) else { break };
             (state, _) = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
         }
@@ -658,6 +724,15 @@ impl Post {
         drop(state);
         self.carrier.abort();
     }
+
+    /// The longest wait for a peer.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.setup.timeout
+    }
+}
+
+fn hold<T>(lock: &Mutex<T>) -> MutexGuard<'_, T> {
+    lock.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {

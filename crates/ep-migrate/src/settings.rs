@@ -58,11 +58,12 @@ pub struct Shape {
 /// How a migration moves experts. All ranks of a domain must have the same settings.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The codec of weights.
+    /// The codec of weights. [`WeightCodec::Shared`] needs a staleness of 0.
     pub weights: WeightCodec,
     /// The codec of gradients.
     pub gradients: GradientCodec,
-    /// Number of messages of one peer that a rank asks for ahead of the layer that it gathers.
+    /// Number of bodies of weights of one peer that a rank receives ahead of the layer that it gathers. Without a limit if
+    /// `staleness` is not 0.
     pub depth: usize,
     /// Number of steps that a replica may lag behind its owner.
     pub staleness: u64,
@@ -118,6 +119,9 @@ impl Settings {
         if self.depth == 0 {
             return wrong("depth", "0".into(), "must be 1 or more");
         }
+        if matches!(self.weights, WeightCodec::Shared { .. }) && self.staleness != 0 {
+            return wrong("staleness", self.staleness.to_string(), "must be 0 with the codec `shared`");
+        }
         if self.shared_refresh == 0 {
             return wrong("shared_refresh", "0".into(), "must be 1 or more");
         }
@@ -150,6 +154,9 @@ mod tests {
         let bad = Settings { depth: 0, ..Settings::default() };
         assert_eq!(bad.check().unwrap_err().to_string(), "depth = 0: must be 1 or more");
         assert!(Settings { timeout: Duration::ZERO, ..Settings::default() }.check().is_err());
+        let shared = WeightCodec::Shared { density: 0.1 };
+        let bad = Settings { weights: shared, staleness: 1, ..Settings::default() };
+        assert_eq!(bad.check().unwrap_err().to_string(), "staleness = 1: must be 0 with the codec `shared`");
         assert!(Settings { shared_refresh: 0, ..Settings::default() }.check().is_err());
         assert!(Shape { experts_per_rank: 2, expert_elements: vec![] }.check().is_err());
         assert!(Shape { experts_per_rank: 2, expert_elements: vec![8, 0] }.check().is_err());

@@ -38,6 +38,10 @@ _ABORT = 1000
 _ENDLESS = timedelta(days=365)
 
 
+# What gloo's errors say when the connection to a peer is closed, or its machine cannot be reached.
+_CLOSED = ("onnection", "closed", "Broken pipe", "o route to host", "unreachable")
+
+
 class GlooCarrier:
     """This rank's end of the messages of its expert domain.
 
@@ -109,7 +113,8 @@ class GlooCarrier:
         self.abort()
         self._sends.put(None)
         if threading.current_thread() is not self._waiter:
-            self._waiter.join()
+            # Gloo does not end the wait for a message that is partly sent. The thread then ends with the process.
+            self._waiter.join(timeout=1.0)
 
     def _wait_for_sends(self) -> None:
         while (send := self._sends.get()) is not None:
@@ -124,7 +129,7 @@ class GlooCarrier:
             text = str(error)
             if self._ended:
                 raise ConnectionAbortedError(f"this rank closed its connections: {text}") from None
-            if "onnection" in text or "closed" in text or "Broken pipe" in text:
+            if any(part in text for part in _CLOSED):
                 raise ConnectionError(text) from None
             raise
 

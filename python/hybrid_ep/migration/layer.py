@@ -63,7 +63,8 @@ class HybridExperts(GroupedExperts):
         self._own = migration.ownership.num_local_experts
         self._shape = (hidden, intermediate)
         held = len(migration.held_experts)
-        self.working = torch.zeros(held, 3 * hidden * intermediate, dtype=working_dtype, requires_grad=True)
+        shape = (held, 3 * hidden * intermediate)
+        self.working = torch.zeros(shape, dtype=working_dtype, device="cpu", requires_grad=True)
         self.gathered = -1
         self.sent = False
         self.replica_steps = []
@@ -130,15 +131,20 @@ class HybridExperts(GroupedExperts):
 
     def empty_sum(self) -> Tensor:
         """Makes the tensor for the sum of gradients over the expert domain: float32 [own experts, elements]."""
-        return torch.empty(self._own, self.working.shape[1])
+        return torch.empty(self._own, self.working.shape[1], dtype=torch.float32, device="cpu")
 
     def finish_gradients(self, total: Tensor) -> None:
-        """Makes the sum over the expert domain the gradient of the parameters, and forgets that of `working`."""
+        """Adds the sum over the expert domain to the gradient of the parameters, and forgets that of `working`."""
         border = local_part(self.gate_up)[0].numel()
         for parameter, part in ((self.gate_up, total[:, :border]), (self.down, total[:, border:])):
             if parameter.requires_grad:
                 local = local_part(parameter)
-                parameter.grad = self._sharded(part.reshape(local.shape).to(local.dtype))
+                gradient = self._sharded(part.reshape(local.shape).to(local.dtype))
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self.discard_gradients()
+
+    def discard_gradients(self) -> None:
+        """Forgets the gradient of `working`."""
         self.working.grad = None
         self.sent = False
 
@@ -152,9 +158,14 @@ class HybridExperts(GroupedExperts):
 
         Returns:
             `gate_up`, `down` and `expert_ids` as plain tensors; `load_state_dict` selects the experts that it needs.
+
+        Raises:
+            CallerError: No replicas have arrived yet.
         """
+        if self.gathered < 0:
+            raise CallerError("the layer has no replicas before its first forward pass")
         hidden, intermediate = self._shape
-        gate_up, down = self.working.detach().split([2 * hidden * intermediate, hidden * intermediate], dim=1)
+        gate_up, down = self.working.detach().clone().split([2 * hidden * intermediate, hidden * intermediate], dim=1)
         gate_up = gate_up.reshape(-1, hidden, 2 * intermediate).to(self.gate_up.dtype)
         down = down.reshape(-1, intermediate, hidden).to(self.down.dtype)
         # The parameters, which may be more precise than the copy.

@@ -45,7 +45,7 @@ class Engine(Protocol):
     def reduce_gradients(self, layer: int, own: _Span, sum: _Span) -> None: ...
     def save(self) -> bytes: ...
     def stats(self) -> dict[str, float]: ...
-    def close(self) -> None: ...
+    def close(self, at_once: bool) -> None: ...
 
 
 class Ownership(Shared):
@@ -84,10 +84,12 @@ class ExpertMigration(Shared):
     Args:
         plan: Which rank gathers from which.
         num_experts: E, the number of experts of every layer; a multiple of the number of ranks.
-        weights: The codec of weights: "exact", "int8", "delta:DENSITY" or "shared:DENSITY".
+        weights: The codec of weights: "exact", "int8", "delta:DENSITY", "delta:DENSITY,warm_up=STEPS" or
+            "shared:DENSITY". The first pass refuses an unknown codec.
         gradients: The codec of gradients: "exact", "int8" or "topk:DENSITY".
-        depth: The number of layers whose weights a rank requests ahead of the layer that it computes.
-        staleness: The number of steps that a replica may lag behind its owner.
+        depth: The number of layers whose weights a rank receives ahead of the layer that it computes; without a limit
+            if `staleness` is not 0.
+        staleness: The number of steps that a replica may lag behind its owner; 0 with the codec "shared".
         shared_refresh: With the codec "shared": the number of steps between two shared experts.
         timeout: Seconds that a wait for another rank's weights or gradients may take.
         group: The ranks. Default: the default process group.
@@ -95,8 +97,8 @@ class ExpertMigration(Shared):
         workers: As for `Buffer`.
 
     Raises:
-        CallerError: There is no process group, the plan or the number of experts does not fit it, a codec is unknown,
-            or ranks passed different arguments.
+        CallerError: There is no process group, the plan or the number of experts does not fit it, or ranks passed
+            different arguments.
         SetupError: There is too little memory.
         PeerError: A rank did not join in time.
 
@@ -201,15 +203,22 @@ class ExpertMigration(Shared):
     def publish(self) -> None:
         """Encodes the weights of this rank's experts, and queues a message for each layer and peer.
 
-        Call it after every step of the optimizer, on all ranks, and after the weights of experts were loaded.
+        Call it after every step of the optimizer, on all ranks, and after the weights of experts were loaded. It
+        forgets gradients of experts that were not reduced.
 
         Raises:
             CallerError: A weight is not finite, or there is no layer.
             PeerError: Another rank of the expert domain died, failed or is late.
         """
         engine = self._started()
-        for index, experts in enumerate(self._layers):
-            own = experts.refresh()
+        all_own = [experts.refresh() for experts in self._layers]
+        if engine is not None and self._weights != "exact":
+            for index, own in enumerate(all_own):
+                # Before the first message: all layers must be in the same step.
+                if not own.isfinite().all():
+                    raise CallerError(f"weights of layer {index} are not finite; nothing was sent")
+        for index, (experts, own) in enumerate(zip(self._layers, all_own, strict=True)):
+            experts.discard_gradients()
             if engine is not None:
                 engine.publish(index, _span(own))
         self._step += 1
@@ -224,6 +233,20 @@ class ExpertMigration(Shared):
         """
         if (engine := self._started()) is not None:
             engine.start_over()
+
+    def discard_gradients(self) -> None:
+        """Forgets the gradients of experts since the last `reduce_gradients`.
+
+        `zero_grad` of a model or an optimizer does not: before `reduce_gradients` these gradients are not those of
+        parameters. Call this as well to leave out micro-batches that ran inside `accumulate`.
+
+        Raises:
+            CallerError: The gradients of a layer have left.
+        """
+        if any(experts.sent for experts in self._layers):
+            raise CallerError("the gradients of this step have left: call reduce_gradients, then zero_grad")
+        for experts in self._layers:
+            experts.discard_gradients()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -382,7 +405,10 @@ class ExpertMigration(Shared):
             raise CallerError(f"state: rank {state['rank']} saved it, and this is rank {self.rank}")
         codecs = state["codecs"].cpu().contiguous()
         self._saved = ctypes.string_at(codecs.data_ptr(), codecs.numel())
-        self._started()
+        try:
+            self._started()
+        finally:
+            self._saved = None
         self._step = state["step"]
 
     # ---- the end
@@ -407,10 +433,8 @@ class ExpertMigration(Shared):
         if self._closed:
             return
         self._closed = True
-        if self._carrier is not None and at_once:
-            self._carrier.abort()
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(at_once)
         if self._carrier is not None:
             self._carrier.close()
         self.buffer.close()
@@ -421,7 +445,7 @@ class ExpertMigration(Shared):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A rank that failed does not wait for the others, so that they learn of it.
+        # A rank that failed tells the others, and does not wait until they need nothing more.
         self._close(at_once=kind is not None)
 
     def __repr__(self) -> str:

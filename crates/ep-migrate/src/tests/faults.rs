@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::header::{Header, Kind};
 use crate::replicas::Replicas;
-use crate::{Carrier, Lane, LocalCarrier};
+use crate::{Carrier, CarrierError, Lane, LocalCarrier, Transfer};
 
 fn exact() -> Settings {
     settings(WeightCodec::Exact, GradientCodec::Exact)
@@ -384,6 +384,50 @@ fn a_failed_encoding_does_not_desert_the_replicas() {
     });
     assert_eq!(results[0].0, results[1].1);
     assert_eq!(results[1].0, results[0].1);
+}
+
+/// A carrier that never ends the wait for a body, also not after `abort`.
+#[derive(Debug)]
+struct Stuck(LocalCarrier);
+
+#[derive(Debug)]
+struct Endless;
+
+impl Carrier for Stuck {
+    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Transfer>, CarrierError> {
+        self.0.send(to, lane, message)
+    }
+
+    fn receive(&self, from: Rank, lane: Lane, bytes: usize) -> Result<Box<dyn Transfer>, CarrierError> {
+        if lane == Lane::Headers { self.0.receive(from, lane, bytes) } else { Ok(Box::new(Endless)) }
+    }
+
+    fn abort(&self) {
+        self.0.abort();
+    }
+}
+
+impl Transfer for Endless {
+    fn wait(self: Box<Self>) -> Result<Vec<u8>, CarrierError> {
+        loop {
+            std::thread::park();
+        }
+    }
+}
+
+#[test]
+fn closing_ends_although_a_wait_of_the_carrier_does_not() {
+    let (ranks, network) = (ranks(2), LocalNetwork::new());
+    let settings = Settings { timeout: Duration::from_millis(100), ..exact() };
+    let domain = Domain::new(ranks[0], &ranks).unwrap();
+    let carrier = Box::new(Stuck(network.carrier(ranks[0])));
+    let migration = Migration::<f32>::new(domain, shape(), settings, carrier).unwrap();
+    migration.publish(1, &weights_of(1)).unwrap();
+    let (header, body) = message(1, 0);
+    send(&network.carrier(ranks[1]), header.to_bytes(), body);
+    let (rank, fault, _) = peer_error(migration.gather(1, &mut weights_of(1)).unwrap_err());
+    assert_eq!((rank, fault), (4, PeerFault::Late));
+    migration.close();
 }
 
 #[test]

@@ -209,6 +209,50 @@ fn a_rank_that_starts_over_sends_complete_weights_once() {
 }
 
 #[test]
+fn layers_that_are_not_gathered_do_not_hold_up_others() {
+    let ranks = ranks(2);
+    for depth in 1..4 {
+        let network = LocalNetwork::new();
+        let settings = Settings { depth, ..settings(WeightCodec::Int8, GradientCodec::Exact) };
+        on_threads(&ranks, |rank| {
+            let migration = start::<f32>(&network, rank, &ranks, &settings);
+            for step in 0..3 {
+                for layer in 0..3 {
+                    migration.publish(layer, &weights(rank, layer, step)).unwrap();
+                }
+                // Only the last layer is used; in the first step none.
+                let mut replicas = vec![0.0; 600];
+                if step > 0 {
+                    assert_eq!(migration.gather(2, &mut replicas).unwrap(), [step], "depth {depth}");
+                }
+            }
+            migration.close();
+        });
+    }
+}
+
+#[test]
+fn weights_of_later_steps_wait_for_their_step() {
+    let (ranks, network) = (ranks(2), LocalNetwork::new());
+    let settings = settings(WeightCodec::Exact, GradientCodec::Exact);
+    let slow = start::<f32>(&network, ranks[0], &ranks, &settings);
+    let fast = start::<f32>(&network, ranks[1], &ranks, &settings);
+    let mut replicas = vec![0.0; 258];
+    for step in 0..2 {
+        fast.publish(1, &weights(ranks[1], 1, step)).unwrap();
+    }
+    for step in 0..2 {
+        slow.publish(1, &weights(ranks[0], 1, step)).unwrap();
+        assert_eq!(slow.gather(1, &mut replicas).unwrap(), [step]);
+        assert_eq!(replicas, weights::<f32>(ranks[1], 1, step));
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| slow.close());
+        fast.close();
+    });
+}
+
+#[test]
 fn stale_replicas_lag_at_most_the_staleness() {
     let (ranks, network) = (ranks(2), LocalNetwork::new());
     let settings = Settings { staleness: 2, ..settings(WeightCodec::Exact, GradientCodec::Exact) };
