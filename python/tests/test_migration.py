@@ -404,6 +404,66 @@ def test_codecs_save_bytes_and_still_learn(
             assert stats["weights_sent"] < plain_stats["weights_sent"] / compression
 
 
+# ---- calls out of the ordinary
+
+
+def _unusual_calls(here: Rank) -> None:
+    plan = ExpertDomains.uniform(ranks=2, datacenters=2)
+    batch = tokens_of(here.rank, 0)
+
+    def gradients(migration: ExpertMigration, model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        model(batch).square().sum().backward()
+        migration.reduce_gradients(model, op="sum")
+        return [local_part(parameter.grad).clone() for parameter in model.parameters()]
+
+    with ExpertMigration(plan, num_experts=EXPERTS, gradients="exact", depth=1) as migration:
+        # PyTorch's default must not reach the tensors that the engine reads and writes.
+        torch.set_default_dtype(torch.float64)
+        try:
+            model = hybrid(migration, dtype=torch.float32).float()
+            expected = gradients(migration, model)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        # Weights may be published again before any layer has gathered them.
+        migration.publish()
+        migration.start_over()
+        migration.publish()
+        torch.testing.assert_close(gradients(migration, model), expected, rtol=0, atol=0)
+
+        # A micro-batch that is left out leaves nothing behind.
+        with migration.accumulate():
+            model(2 * batch).square().sum().backward()
+        migration.discard_gradients()
+        migration.publish()
+        torch.testing.assert_close(gradients(migration, model), expected, rtol=0, atol=0)
+
+        # Gradients that a loss gave to the parameters themselves are kept.
+        for part in model.modules():
+            if isinstance(part, HybridExperts):
+                part.down.grad = torch.ones_like(part.down)
+        migration.publish()
+        model(batch).square().sum().backward()
+        migration.reduce_gradients(model, op="sum")
+        part = model[1].experts
+        place = [id(parameter) for parameter in model.parameters()].index(id(part.down))
+        torch.testing.assert_close(local_part(part.down.grad), expected[place] + 1)
+
+        # A copy of the experts does not change with them.
+        held = part.held_state_dict()
+        before = held["down"].clone()
+        with torch.no_grad():
+            local_part(part.down).add_(1)
+        migration.publish()
+        model(batch)
+        assert torch.equal(held["down"], before)
+        assert not torch.equal(part.held_state_dict()["down"], before)
+
+
+def test_unusual_calls_do_what_they_say() -> None:
+    world_of_processes(2, "cpu").run(_unusual_calls)
+
+
 # ---- failures
 
 
