@@ -73,3 +73,18 @@ def test_numbers_out_of_range_are_refused() -> None:
         LossGuard(Migration(), window=0)
     with pytest.raises(CallerError, match="tolerance is nan"):
         LossGuard(Migration(), tolerance=math.nan)
+
+
+def test_a_guard_continues_from_a_checkpoint() -> None:
+    losses = falling(400)
+    losses[300:] = [loss + 1 for loss in losses[300:]]
+    guard = LossGuard(Migration())
+    for loss in losses[:310]:
+        guard.observe(loss)
+    resumed = LossGuard(Migration())
+    resumed.load_state_dict(guard.state_dict())
+    after = [guard.observe(loss) for loss in losses[310:]]
+    assert [resumed.observe(loss) for loss in losses[310:]] == after
+    assert any(after)
+    with pytest.raises(CallerError, match="found nothing"):
+        resumed.load_state_dict({})

@@ -10,6 +10,9 @@ from ..errors import CallerError
 __all__ = ["LossGuard"]
 
 
+_STATE = ("_seen", "_mean", "_last", "_variance", "_lowest", "_above", "rises")
+
+
 class _Migration(Protocol):
     def start_over(self) -> None: ...
 
@@ -83,6 +86,24 @@ class LossGuard:
             return False
         self._migration.start_over()
         return True
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns the state, for a checkpoint: a run that resumes with it decides as an uninterrupted one does."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continues from `state_dict`.
+
+        Args:
+            state: The state of a guard with the same arguments.
+
+        Raises:
+            CallerError: It is not such a state.
+        """
+        if state.keys() != {*_STATE}:
+            raise CallerError(f"state: expected {', '.join(_STATE)}, found {', '.join(state) or 'nothing'}")
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def _has_risen(self, loss: float) -> bool:
         if not math.isfinite(loss):
