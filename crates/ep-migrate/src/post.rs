@@ -390,17 +390,19 @@ impl Post {
     fn request_bodies(&self, peer: usize, lane: usize) -> Result<()> {
         let order = hold(&self.orders[peer].receives[lane]);
         loop {
+            // The header stays announced until its body is requested, so that a peer that has left is not taken for exhausted.
             let header = {
-                let inbox = &mut self.lock().peers[peer].lanes[lane];
-                if !inbox.is_open(self.setup.window[lane]) {
-                    return Ok(());
+                let inbox = &self.lock().peers[peer].lanes[lane];
+                match inbox.announced.front() {
+                    Some(&header) if inbox.is_open(self.setup.window[lane]) => header,
+                    _ => return Ok(()),
                 }
-                let Some(header) = inbox.announced.pop_front() else { return Ok(()) };
-                header
             };
             match self.carrier.receive(self.peer(peer), lane_of(lane), header.bytes as usize) {
                 Ok(transfer) => {
-                    self.lock().peers[peer].lanes[lane].requested.push_back((header, transfer));
+                    let inbox = &mut self.lock().peers[peer].lanes[lane];
+                    inbox.announced.pop_front();
+                    inbox.requested.push_back((header, transfer));
                     self.changed.notify_all();
                 }
                 Err(error) => {
