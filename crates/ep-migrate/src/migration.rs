@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ep::{CallerError, Operator, Result};
-use ep_codec::{GradientCodec, SharedExpert, Weight, WeightCodec, add_gradient};
+use ep_codec::{SharedExpert, Weight, WeightCodec, add_gradient};
 
 use crate::carrier::Carrier;
 use crate::header::Kind;
@@ -358,7 +358,7 @@ impl<T: Weight> Migration<T> {
         let each = self.shape.experts_per_rank * self.shape.expert_elements[layer];
         // An encoder refuses such a number, but then others have encoded theirs.
         let is_bad = |gradient: &T| !gradient.to_f32().is_finite();
-        if self.settings.gradients != GradientCodec::Exact
+        if !self.settings.gradients.is_lossless()
             && let Some(at) = gradients.iter().position(is_bad)
         {
             let elements = self.shape.expert_elements[layer];
