@@ -56,6 +56,7 @@
 
 mod carrier;
 mod header;
+mod inbox;
 mod local;
 mod migration;
 mod owned;
@@ -68,7 +69,7 @@ mod tests;
 
 pub use carrier::{Carrier, CarrierError, Lane, Transfer};
 pub use header::HEADER_BYTES;
+pub use inbox::Traffic;
 pub use local::{LocalCarrier, LocalNetwork};
 pub use migration::{Migration, Stats};
-pub use post::Traffic;
 pub use settings::{Domain, Settings, Shape};

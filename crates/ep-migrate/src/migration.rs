@@ -10,8 +10,9 @@ use ep_codec::{SharedExpert, Weight, WeightCodec, add_gradient};
 
 use crate::carrier::Carrier;
 use crate::header::Kind;
+use crate::inbox::{Call, GRADIENTS, Message, Traffic, WEIGHTS};
 use crate::owned::{Owned, Returned, refused};
-use crate::post::{Call, GRACE, GRADIENTS, Message, Post, Resend, Setup, Traffic, WEIGHTS};
+use crate::post::{GRACE, Post, Resend, Setup};
 use crate::replicas::{Decoded, Replicas, SharedExperts};
 use crate::settings::{Domain, Settings, Shape};
 use crate::state::Saved;

@@ -8,22 +8,18 @@
 //! | `weights`, `gradients` | the body that was asked for first |
 //! | `sent` | the message that was sent first, so that errors are noticed and memory is freed |
 
-use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ep::{CallerError, EnvironmentError, Error, Interrupt, Operator, PeerError, PeerFault, Rank, Result};
 
-use crate::carrier::{Carrier, CarrierError, Lane, Transfer};
+use crate::carrier::{Carrier, CarrierError, Lane};
 use crate::header::{HEADER_BYTES, Header, Kind};
+use crate::inbox::{Call, GRADIENTS, Inbox, Message, Peer, Traffic, WEIGHTS, lane_of, noun};
 
 /// How long a rank that closes waits for its peers to read why.
 pub(crate) const GRACE: Duration = Duration::from_secs(1);
-
-/// The lanes of bodies, which index the arrays below.
-pub(crate) const WEIGHTS: usize = 0;
-pub(crate) const GRADIENTS: usize = 1;
 
 /// What a [`Post`] needs to know.
 #[derive(Debug)]
@@ -43,21 +39,6 @@ pub(crate) struct Setup {
     pub(crate) most_sent: usize,
     pub(crate) timeout: Duration,
     pub(crate) interrupt: Interrupt,
-}
-
-/// The operator and step of a call, and what it waits for.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Call {
-    pub(crate) operator: Operator,
-    pub(crate) step: u64,
-    pub(crate) layer: usize,
-}
-
-/// A message with its body, of which only the length is known to be right.
-#[derive(Debug)]
-pub(crate) struct Message {
-    pub(crate) header: Header,
-    pub(crate) body: Vec<u8>,
 }
 
 /// Serves a request for complete weights: (peer's index, layer).
@@ -95,95 +76,6 @@ struct State {
     traffic: Traffic,
 }
 
-/// Bytes of messages, headers included.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// Bytes of weights that this rank sent.
-    pub weights_sent: u64,
-    /// Bytes of weights that this rank received.
-    pub weights_received: u64,
-    /// Bytes of gradients that this rank sent.
-    pub gradients_sent: u64,
-    /// Bytes of gradients that this rank received.
-    pub gradients_received: u64,
-}
-
-#[derive(Default)]
-struct Peer {
-    /// Why no further message comes from this peer, if so.
-    ended: Option<PeerFault>,
-    lanes: [Inbox; 2],
-    /// Messages under way to this peer.
-    sent: VecDeque<Box<dyn Transfer>>,
-    /// Those among them that the thread `sent` waits for: 0 or 1.
-    awaited: usize,
-}
-
-impl Peer {
-    /// The reason, if this peer sends nothing more and nothing that it sent is on the way.
-    fn is_exhausted(&self) -> Option<PeerFault> {
-        let is_empty = |inbox: &Inbox| {
-            inbox.announced.is_empty() && inbox.requested.is_empty() && inbox.awaited.is_none()
-        };
-        self.ended.filter(|_| self.lanes.iter().all(is_empty))
-    }
-}
-
-/// Bodies of one peer in one lane, which pass through three queues.
-#[derive(Default)]
-struct Inbox {
-    announced: VecDeque<Header>,
-    requested: VecDeque<(Header, Box<dyn Transfer>)>,
-    /// The layer of the body that the lane's thread waits for.
-    awaited: Option<u32>,
-    /// The layer that a call waits for. It is requested even if the window is full.
-    wanted: Option<u32>,
-    /// By layer.
-    arrived: Vec<VecDeque<Message>>,
-    /// By layer: the step of the next message.
-    next_step: Vec<u64>,
-    /// By layer: whether complete weights were asked for and have not been taken. They may be of a later step.
-    recovers: Vec<bool>,
-}
-
-impl Inbox {
-    /// Bodies that take memory on this rank.
-    fn held(&self) -> usize {
-        self.requested.len()
-            + usize::from(self.awaited.is_some())
-            + self.arrived.iter().map(VecDeque::len).sum::<usize>()
-    }
-
-    /// Takes the first message of a layer; of weights, at most those of the call's step, unless complete ones are due.
-    fn take(&mut self, call: Call, lane: usize) -> Option<Message> {
-        let first = &self.arrived[call.layer].front()?.header;
-        if lane == WEIGHTS && first.step > call.step && !self.recovers[call.layer] {
-            return None;
-        }
-        if first.kind == Kind::Resent {
-            self.recovers[call.layer] = false;
-        }
-        self.arrived[call.layer].pop_front()
-    }
-
-    /// Whether the next announced body is to be requested.
-    fn is_open(&self, window: usize) -> bool {
-        let Some(wanted) = self.wanted.filter(|_| self.held() >= window) else { return self.held() < window };
-        // Bodies come in order, so those before the wanted one are requested as well.
-        let is_requested = self.requested.iter().any(|(header, _)| header.layer == wanted);
-        let is_announced = self.announced.iter().any(|header| header.layer == wanted);
-        is_announced && !is_requested && self.awaited != Some(wanted)
-    }
-}
-
-fn lane_of(index: usize) -> Lane {
-    if index == WEIGHTS { Lane::Weights } else { Lane::Gradients }
-}
-
-fn noun(index: usize) -> &'static str {
-    if index == WEIGHTS { "weights" } else { "gradients" }
-}
-
 impl Post {
     /// Starts the threads. They end after [`close`](Self::close).
     pub(crate) fn start(
@@ -192,12 +84,7 @@ impl Post {
         resend: &Resend,
     ) -> Result<(Arc<Self>, Vec<JoinHandle<()>>)> {
         let layers = setup.longest[WEIGHTS].len();
-        let inbox = || Inbox {
-            arrived: (0..layers).map(|_| VecDeque::new()).collect(),
-            next_step: vec![setup.first_step; layers],
-            recovers: vec![false; layers],
-            ..Inbox::default()
-        };
+        let inbox = || Inbox::new(layers, setup.first_step);
         let peer = |_| Peer { lanes: [inbox(), inbox()], ..Peer::default() };
         let state = State {
             error: None,
@@ -281,8 +168,7 @@ impl Post {
         let bytes = (body.len() + HEADER_BYTES) as u64;
         let header = Arc::new(header.to_bytes());
         self.post(peer, [(Lane::Headers, header), (lane_of(lane), body)])?;
-        let traffic = &mut self.lock().traffic;
-        *(if lane == WEIGHTS { &mut traffic.weights_sent } else { &mut traffic.gradients_sent }) += bytes;
+        *self.lock().traffic.sent(lane) += bytes;
         Ok(())
     }
 
@@ -580,13 +466,7 @@ impl Post {
             match received {
                 Ok(body) => {
                     inbox.arrived[header.layer as usize].push_back(Message { header, body });
-                    let traffic = &mut state.traffic;
-                    let bytes = if lane == WEIGHTS {
-                        &mut traffic.weights_received
-                    } else {
-                        &mut traffic.gradients_received
-                    };
-                    *bytes += header.bytes + HEADER_BYTES as u64;
+                    *state.traffic.received(lane) += header.bytes + HEADER_BYTES as u64;
                     self.changed.notify_all();
                 }
                 Err(_) if state.is_closing => return,

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use ep_codec::{CallerError, Error, SharedExpert, StreamInfo, Weight, WeightDecoder};
 
-use crate::post::Message;
+use crate::inbox::Message;
 
 /// The replicas of one peer's experts in one layer.
 #[derive(Debug)]
