@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,19 @@ class Sizes(NamedTuple):
     heads: int
     layers: int
     context: int  # bytes of a window
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that all programs with this model take."""
+    parser.add_argument("--context", type=int, default=128, help="bytes of a window")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--topk", type=int, default=2)
+    parser.add_argument("--expert-width", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=1)
 
 
 class Block(nn.Module):

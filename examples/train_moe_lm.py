@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from moe_lm import Model, Sizes, corpus, total_loss
+from moe_lm import Model, Sizes, add_model_arguments, corpus, total_loss
 from torch import Tensor
 
 from hybrid_ep import Buffer
@@ -179,15 +179,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=16, help="windows of text a step, over all ranks")
-    parser.add_argument("--context", type=int, default=128, help="bytes of a window")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--topk", type=int, default=2)
-    parser.add_argument("--expert-width", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=1)
+    add_model_arguments(parser)
     parser.add_argument("--comm", choices=("f32", "bf16"), default="f32", help="type of the rows that travel")
     parser.add_argument("--compare", action="store_true", help="train once more in one process, and compare")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the losses there")

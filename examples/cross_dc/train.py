@@ -23,7 +23,7 @@ from torch import Tensor
 # The model is beside this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_lm import Model, Sizes, corpus, total_loss
+from moe_lm import Model, Sizes, add_model_arguments, corpus, total_loss
 
 from hybrid_ep import Buffer, MoELayer
 from hybrid_ep.experts import expert_parameters
@@ -239,15 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each mode; 0 predicts and trains nothing")
     parser.add_argument("--turn", type=int, default=10, help="steps of a mode before the next mode's turn")
     parser.add_argument("--windows", type=int, default=8, help="windows of text a rank and step")
-    parser.add_argument("--context", type=int, default=128, help="bytes of a window")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--topk", type=int, default=2)
-    parser.add_argument("--expert-width", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=1)
+    add_model_arguments(parser)
 
 
 def main() -> None:
