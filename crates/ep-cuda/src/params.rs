@@ -46,6 +46,8 @@ constants! { CONSTANTS:
     SHAPE_OWN: usize = 3;
     /// Number of words of a shape after the three words per local expert.
     SHAPE_WORDS: usize = 4;
+    /// Maximum number of sections of a lane: parts of different stride that one operator sends along a rail.
+    RAIL_SECTIONS: usize = 3;
 }
 
 codes! { CODES:
@@ -69,6 +71,16 @@ codes! { CODES:
         TopK = 0 as "ROUTING_TOPK",
         Map = 1 as "ROUTING_MAP",
         Rows = 2 as "ROUTING_ROWS",
+    }
+
+    /// What a section of a lane has one element for.
+    RailPer {
+        /// Each row of the set: tokens, scales, partial sums, routing.
+        Row = 0 as "RAIL_PER_ROW",
+        /// Each copy of the set: weights.
+        Copy = 1 as "RAIL_PER_COPY",
+        /// The operator: the counts of preprocess. Sent with the first unit.
+        Once = 2 as "RAIL_ONCE",
     }
 
     /// The fault of a rank; says which fields of `Fault` hold what.
@@ -231,6 +243,60 @@ structs! { STRUCTS:
         /// The flags that this rank sets on the peer.
         flags: DeviceAddress as "u32*",
         chunks: u32,
+    }
+
+    /// A part of a lane: elements of `stride` bytes from `offset` on. A stride of 0: not used.
+    #[derive(bytemuck::Zeroable, bytemuck::Pod)]
+    RailSection {
+        offset: u64,
+        stride: u32,
+        /// A `RailPer`.
+        per: u32,
+    }
+
+    /// What an operator sends to one other domain; see docs/cuda-rails.md.
+    #[derive(bytemuck::Zeroable, bytemuck::Pod)]
+    RailPlan {
+        /// The arguments of the sender's call.
+        call: [u64; CALL_WORDS],
+        sections: [RailSection; RAIL_SECTIONS],
+        /// Rows of the set, and their copies.
+        rows: u32,
+        copies: u32,
+        /// Parts of the rows in the order of sending, and flags of each part.
+        units: u32,
+        flags_per_unit: u32,
+        /// Rows of a chunk: the step of `RailState::arrived`.
+        chunk_rows: u32,
+        /// Checksum of `call`.
+        signature: u32,
+        reserved: u32,
+        /// Written last, with release order.
+        epoch: u32,
+        /// Rows and copies of all units up to and including this one.
+        row_end: [u32; MAX_CHUNKS],
+        copy_end: [u32; MAX_CHUNKS],
+    }
+
+    /// What a rank's proxy tells the rank's kernels of one rail peer.
+    RailState {
+        /// The last epoch whose plan has arrived.
+        entered: u32,
+        unused: [u32; 31],
+        /// `arrived[chunk]`: the epoch in which the rows of this chunk and of all earlier ones have arrived.
+        arrived: [u32; MAX_CHUNKS],
+    }
+
+    /// The words of one rail peer for the epochs of one parity, in host memory.
+    RailEnd {
+        /// Written by this rank's kernels.
+        out: RailPlan,
+        /// `out_flags[unit * flags_per_unit + n]`: the epoch in which the unit's part n was stored to the lane.
+        out_flags: [u32; MAX_FLAGS],
+        /// Written by the peer's engine.
+        input: RailPlan,
+        /// Written by this rank's proxy.
+        state: RailState,
     }
 
     /// Parameters that all operators share.

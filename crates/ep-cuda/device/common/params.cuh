@@ -48,6 +48,8 @@ constexpr u32 SHAPE_REMOTE = 2;
 constexpr u32 SHAPE_OWN = 3;
 // Number of words of a shape after the three words per local expert.
 constexpr u32 SHAPE_WORDS = 4;
+// Maximum number of sections of a lane: parts of different stride that one operator sends along a rail.
+constexpr u32 RAIL_SECTIONS = 3;
 
 // The format of scales.
 enum ScaleCode : u32 {
@@ -69,6 +71,16 @@ enum RoutingForm : u32 {
     ROUTING_TOPK = 0,
     ROUTING_MAP = 1,
     ROUTING_ROWS = 2,
+};
+
+// What a section of a lane has one element for.
+enum RailPer : u32 {
+    // Each row of the set: tokens, scales, partial sums, routing.
+    RAIL_PER_ROW = 0,
+    // Each copy of the set: weights.
+    RAIL_PER_COPY = 1,
+    // The operator: the counts of preprocess. Sent with the first unit.
+    RAIL_ONCE = 2,
 };
 
 // The fault of a rank; says which fields of `Fault` hold what.
@@ -226,6 +238,58 @@ struct PeerView {
     // The flags that this rank sets on the peer.
     u32* flags;
     u32 chunks;
+};
+
+// A part of a lane: elements of `stride` bytes from `offset` on. A stride of 0: not used.
+struct RailSection {
+    u64 offset;
+    u32 stride;
+    // A `RailPer`.
+    u32 per;
+};
+
+// What an operator sends to one other domain; see docs/cuda-rails.md.
+struct RailPlan {
+    // The arguments of the sender's call.
+    u64 call[CALL_WORDS];
+    RailSection sections[RAIL_SECTIONS];
+    // Rows of the set, and their copies.
+    u32 rows;
+    u32 copies;
+    // Parts of the rows in the order of sending, and flags of each part.
+    u32 units;
+    u32 flags_per_unit;
+    // Rows of a chunk: the step of `RailState::arrived`.
+    u32 chunk_rows;
+    // Checksum of `call`.
+    u32 signature;
+    u32 reserved;
+    // Written last, with release order.
+    u32 epoch;
+    // Rows and copies of all units up to and including this one.
+    u32 row_end[MAX_CHUNKS];
+    u32 copy_end[MAX_CHUNKS];
+};
+
+// What a rank's proxy tells the rank's kernels of one rail peer.
+struct RailState {
+    // The last epoch whose plan has arrived.
+    u32 entered;
+    u32 unused[31];
+    // `arrived[chunk]`: the epoch in which the rows of this chunk and of all earlier ones have arrived.
+    u32 arrived[MAX_CHUNKS];
+};
+
+// The words of one rail peer for the epochs of one parity, in host memory.
+struct RailEnd {
+    // Written by this rank's kernels.
+    RailPlan out;
+    // `out_flags[unit * flags_per_unit + n]`: the epoch in which the unit's part n was stored to the lane.
+    u32 out_flags[MAX_FLAGS];
+    // Written by the peer's engine.
+    RailPlan input;
+    // Written by this rank's proxy.
+    RailState state;
 };
 
 // Parameters that all operators share.
@@ -576,6 +640,32 @@ static_assert(OFFSET_OF(PeerView, dst_begin) == 56);
 static_assert(OFFSET_OF(PeerView, flags) == 64);
 static_assert(OFFSET_OF(PeerView, chunks) == 72);
 static_assert(sizeof(PeerView) == 80);
+static_assert(OFFSET_OF(RailSection, offset) == 0);
+static_assert(OFFSET_OF(RailSection, stride) == 8);
+static_assert(OFFSET_OF(RailSection, per) == 12);
+static_assert(sizeof(RailSection) == 16);
+static_assert(OFFSET_OF(RailPlan, call) == 0);
+static_assert(OFFSET_OF(RailPlan, sections) == 48);
+static_assert(OFFSET_OF(RailPlan, rows) == 96);
+static_assert(OFFSET_OF(RailPlan, copies) == 100);
+static_assert(OFFSET_OF(RailPlan, units) == 104);
+static_assert(OFFSET_OF(RailPlan, flags_per_unit) == 108);
+static_assert(OFFSET_OF(RailPlan, chunk_rows) == 112);
+static_assert(OFFSET_OF(RailPlan, signature) == 116);
+static_assert(OFFSET_OF(RailPlan, reserved) == 120);
+static_assert(OFFSET_OF(RailPlan, epoch) == 124);
+static_assert(OFFSET_OF(RailPlan, row_end) == 128);
+static_assert(OFFSET_OF(RailPlan, copy_end) == 4224);
+static_assert(sizeof(RailPlan) == 8320);
+static_assert(OFFSET_OF(RailState, entered) == 0);
+static_assert(OFFSET_OF(RailState, unused) == 4);
+static_assert(OFFSET_OF(RailState, arrived) == 128);
+static_assert(sizeof(RailState) == 4224);
+static_assert(OFFSET_OF(RailEnd, out) == 0);
+static_assert(OFFSET_OF(RailEnd, out_flags) == 8320);
+static_assert(OFFSET_OF(RailEnd, input) == 24704);
+static_assert(OFFSET_OF(RailEnd, state) == 33024);
+static_assert(sizeof(RailEnd) == 37248);
 static_assert(OFFSET_OF(Common, rank) == 0);
 static_assert(OFFSET_OF(Common, ranks) == 4);
 static_assert(OFFSET_OF(Common, experts) == 8);
