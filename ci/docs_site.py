@@ -61,6 +61,7 @@ rustdoc of the workspace's crates:
 | crate | what |
 |---|---|
 | <a href="../../rust/ep/index.html">ep</a> | the core: types, layout, the operators' definition, the backends' traits |
+| <a href="../../rust/ep_rail/index.html">ep_rail</a> | what backends share to move bytes between NVLink domains |
 | <a href="../../rust/ep_host/index.html">ep_host</a> | the CPU backend |
 | <a href="../../rust/ep_cuda/index.html">ep_cuda</a> | the CUDA backend |
 | <a href="../../rust/ep_codec/index.html">ep_codec</a> | codecs for expert weights and gradients between datacenters |

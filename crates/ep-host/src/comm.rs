@@ -16,13 +16,14 @@ use ep::{
     CallerError, Config, EnvironmentError, Error, Interrupt, Operator, PeerError, PeerFault, Posted, Rank,
     Result, World,
 };
+use ep_rail::Segment;
 
 use crate::control::{Control, Health, MEMORIES};
+use crate::directory::Directory;
 use crate::memory::PublishedMemory;
 use crate::processes::Processes;
 use crate::pulse::Pulse;
 use crate::rail::{ClaimedSlot, Rails};
-use crate::segment::{Directory, Segment};
 use crate::signature::{self, CollectiveArguments, SIGNATURE};
 use crate::simd::{Level, stream_fence};
 use crate::wait::{Idle, ProgressMonitor, Waiting};

@@ -23,9 +23,10 @@ use std::sync::atomic::{
 };
 
 use ep::{Counts, EnvironmentError, Operator, PeerFault, Rank, Result, Size, World};
+use ep_rail::Segment;
 
+use crate::directory::SegmentName;
 use crate::memory::PublishedMemory;
-use crate::segment::{Segment, SegmentName};
 use crate::signature::SIGNATURE;
 use crate::status::Status;
 

@@ -4,12 +4,11 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use ep::{Config, Limits, Rail, Rank, Result, Unconnected, World};
+use ep_rail::{Loopback, Segment};
 
 use crate::control::check_segment;
 use crate::join::Connected;
-use crate::loopback::Loopback;
 use crate::rail::WindowLayout;
-use crate::segment::Segment;
 
 /// The rail of `rank`.
 pub(crate) fn rail_of(world: &World, rank: Rank) -> Result<Rail> {

@@ -5,12 +5,11 @@ use std::sync::Arc;
 
 use ep::layout::TokenCopy;
 use ep::{Config, Rail, Rank, World};
+use ep_rail::{Loopback, Segment};
 
 use crate::control::Control;
-use crate::loopback::Loopback;
 use crate::message::{Format, Header, Message, Source};
 use crate::rail::{Rails, WindowLayout};
-use crate::segment::Segment;
 use crate::status::Status;
 
 /// What the receiver of a message knows before it reads the message.

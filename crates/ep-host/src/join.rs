@@ -7,6 +7,8 @@ use std::net::IpAddr;
 use std::net::SocketAddr;
 use std::sync::Arc;
 #[cfg(target_os = "linux")]
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+#[cfg(target_os = "linux")]
 use std::time::Instant;
 
 #[cfg(target_os = "linux")]
@@ -16,14 +18,15 @@ use ep::join::{Door, Invitation, Machine, Member, Rendezvous};
 #[cfg(target_os = "linux")]
 use ep::{CallerError, EnvironmentError, Error, PeerError, PeerFault};
 use ep::{Config, Counts, Rank, Result, Size, World};
+use ep_rail::Segment;
 
 use crate::control::Control;
+use crate::directory::Directory;
+#[cfg(target_os = "linux")]
+use crate::directory::SegmentName;
 use crate::preprocess;
 use crate::processes::Processes;
 use crate::rail::WindowLayout;
-#[cfg(target_os = "linux")]
-use crate::segment::SegmentName;
-use crate::segment::{Directory, STAMP_BYTES, Segment};
 
 /// Numbers of a rank's first segments. 0 stands for "none" in control blocks; the arena's segments follow.
 #[cfg(target_os = "linux")]
@@ -31,6 +34,8 @@ const CONTROL_SEGMENT: u64 = 1;
 #[cfg(target_os = "linux")]
 const WINDOW_SEGMENT: u64 = 2;
 pub(crate) const FIRST_ARENA_SEGMENT: u64 = 3;
+/// Bytes at the end of a control block's or window's segment that hold the job's stamp.
+const STAMP_BYTES: usize = 64;
 /// First line of an introduction. Change it with the format of introductions, statuses or shared memory.
 #[cfg(target_os = "linux")]
 const INTRODUCTION: &str = "hybrid-ep host 4";
@@ -93,6 +98,28 @@ pub(crate) fn check_config(world: &World, config: &Config) -> Result<()> {
         preprocess::check_slot(Counts::words(world), config.host.slot_bytes)?;
     }
     Ok(())
+}
+
+/// The words of the stamp, in the last [`STAMP_BYTES`] bytes of a control block's or window's segment.
+#[cfg(target_os = "linux")]
+fn stamp_words(segment: &Segment) -> &[AtomicU64; 4] {
+    // SAFETY: any bytes are valid atomics.
+    unsafe { segment.view(segment.len() - STAMP_BYTES) }
+}
+
+/// Writes the stamp, which marks the segment as one of this job.
+#[cfg(target_os = "linux")]
+fn write_stamp(segment: &Segment, stamp: &[u8; 32]) {
+    for (word, bytes) in stamp_words(segment).iter().zip(stamp.as_chunks().0) {
+        word.store(u64::from_le_bytes(*bytes), Relaxed);
+    }
+}
+
+/// Whether the segment has this stamp.
+#[cfg(target_os = "linux")]
+fn has_stamp(segment: &Segment, stamp: &[u8; 32]) -> bool {
+    let words = stamp_words(segment).iter().zip(stamp.as_chunks().0);
+    words.fold(true, |same, (word, bytes)| same & (word.load(Relaxed) == u64::from_le_bytes(*bytes)))
 }
 
 #[cfg(target_os = "linux")]
@@ -329,7 +356,7 @@ pub(crate) fn connect(
         SegmentName { id: WINDOW_SEGMENT, len: window.0.len() },
     ];
     for ((segment, file), name) in [&control, &window].into_iter().zip(names) {
-        segment.stamp(&processes.stamp(rank, name.id));
+        write_stamp(segment, &processes.stamp(rank, name.id));
         processes.announce(name, file)?;
     }
     let (control, window) = (Arc::new(control.0), Arc::new(window.0));
@@ -340,7 +367,7 @@ pub(crate) fn connect(
         let start = Instant::now();
         // The worlds and settings are equal, so the peer's segments are as long as this rank's.
         let segment = directory.find(peer, name)?;
-        if !segment.has_stamp(&processes.stamp(peer, name.id)) {
+        if !has_stamp(&segment, &processes.stamp(peer, name.id)) {
             let what = format!("segment {} of its memory, and received one of another job", name.id);
             return Err(PeerError::joining(rank, peer, PeerFault::Failed, what, start.elapsed()).into());
         }

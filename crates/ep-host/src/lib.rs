@@ -49,11 +49,11 @@
 //! | `control` | the control block, and the protocol that makes shared access sound | `comm`, `wait`, `pulse` |
 //! | `rail` | rings of slots and credits between domains | `comm`, the three operators |
 //! | `engine` | the choice of the [`ep::Transport`], from the configuration | `buffer` |
-//! | `loopback` | the [`ep::Transport`] for one machine | `rail` |
 //! | `message` | layout and checks of a message in a slot | the three operators |
 //! | `handle` | [`HostHandle`]: the result of preprocess | `operators`, `dispatch`, `combine` |
-//! | `segment`, `memory` | shared mappings; registered memory and its allocator | `operators`, `comm` |
-//! | `processes` | descriptors of peers' memory, status of ranks on other machines, deaths | `join`, `segment`, `wait`, `pulse` |
+//! | `directory` | finds the segments of other ranks | `join`, `memory`, `comm` |
+//! | `memory` | registered memory and its allocator | `operators`, `comm` |
+//! | `processes` | descriptors of peers' memory, status of ranks on other machines, deaths | `join`, `directory`, `wait`, `pulse` |
 //! | `status` | the words of a control block that ranks on other machines mirror | `control`, `status_link` |
 //! | `status_link` | sends and receives statuses, and limits how many are unread | `processes` |
 //! | `signature` | the arguments that must be equal on all ranks | `comm`, `operators` |
@@ -69,6 +69,7 @@ mod combine;
 mod comm;
 mod control;
 pub mod copies;
+mod directory;
 mod dispatch;
 mod engine;
 #[cfg(feature = "fuzzing")]
@@ -78,7 +79,6 @@ mod handle;
 #[cfg(test)]
 mod hostile;
 mod join;
-mod loopback;
 mod memory;
 mod message;
 mod operators;
@@ -90,7 +90,6 @@ mod processes;
 mod pulse;
 mod rail;
 mod schedule;
-mod segment;
 mod signature;
 mod simd;
 mod status;

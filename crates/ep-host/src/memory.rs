@@ -9,8 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ep::call::{Maker, MemoryFacts};
 use ep::{EnvironmentError, Result, Size};
+use ep_rail::Segment;
 
-use crate::segment::{Directory, Segment, SegmentName};
+use crate::directory::{Directory, SegmentName};
 
 /// Alignment of blocks, bytes: a page, and therefore whole cache lines, which streaming stores need.
 const ALIGN: usize = 4096;

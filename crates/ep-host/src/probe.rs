@@ -9,9 +9,9 @@ use ep::{
     CallerError, Config, Limits, PeerError, PeerFault, Posted, Put, Rail, Rank, Result, Signal, Size,
     Transport,
 };
+use ep_rail::Segment;
 
 use crate::engine::open_fabric;
-use crate::segment::Segment;
 
 /// A signal of a message; the slot is added. The credits of `stream` have [`CREDIT`] added.
 const MESSAGE: u32 = 0;

@@ -8,7 +8,7 @@
 //! To the ranks of other machines, a rank sends its status. The receiver thread stores the status that arrives in the
 //! mirror of the sender's control block.
 //!
-//! `join` connects the processes, `segment` announces and finds segments, `pulse` and `buffer` send the status, `wait`
+//! `join` connects the processes, `directory` announces and finds segments, `pulse` and `buffer` send the status, `wait`
 //! asks for deaths.
 
 use std::collections::HashMap;
@@ -21,10 +21,11 @@ use std::time::{Duration, Instant};
 
 use ep::join::{Door, Invitation, Link, LinkEvent, LinkReceiver, LinkSender, Links, Member};
 use ep::{EnvironmentError, Error, PeerError, PeerFault, Rank, Result};
+use ep_rail::Segment;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::control::{Control, Health};
-use crate::segment::{Segment, SegmentName};
+use crate::directory::SegmentName;
 use crate::status_link::StatusLink;
 
 /// The peers' processes; empty when ranks are threads. Clones share one state. Dropping the last clone sends a leave

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ep::{EnvironmentError, PeerFault, Rank, Result};
+use ep_rail::Segment;
 
 use crate::control::Control;
-use crate::segment::{Segment, SegmentName};
+use crate::directory::SegmentName;
 
 /// No peer is a process.
 #[derive(Debug, Clone, Default)]

@@ -12,10 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Acquire, Ordering::Rela
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use ep::{Config, Error, Operator, PeerError, Posted, Put, Rank, Result, Signal, Size, Transport, World};
-
-use crate::loopback::Loopback;
-use crate::segment::Segment;
+use ep::{Config, Posted, Put, Rank, Result, Signal, Size, Transport, World};
+use ep_rail::{Loopback, Segment, broken};
 
 /// A signal has its kind in bit 16 and a slot in the 16 bits below. `DATA`: the slot holds a message.
 const DATA: u32 = 0;
@@ -254,7 +252,8 @@ impl Rails {
     /// Handles the signals that have arrived.
     ///
     /// # Errors
-    /// [`PeerError`] for a signal that the protocol does not allow. [`crate::comm::Op::poll`] fills in its operator.
+    /// [`PeerError`](ep::PeerError) for a signal that the protocol does not allow. [`crate::comm::Op::poll`] fills in its
+    /// operator.
     pub(crate) fn poll(&self) -> Result<()> {
         let mut invalid = None;
         self.transport.poll(&mut |peer, signal| {
@@ -295,19 +294,13 @@ impl Rails {
     }
 }
 
-/// The error for a peer that violates the rail's protocol. The rail does not know the current operator;
-/// [`crate::comm::Op::poll`] fills it in.
-pub(crate) fn broken(rank: Rank, peer: Rank, what: impl Into<String>) -> Error {
-    PeerError::broken(rank, peer, Operator::Join, 0, what).into()
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
 mod tests {
-    use ep::PeerFault;
+    use ep::{Error, PeerFault};
 
     use super::*;
 

@@ -1,24 +1,20 @@
 //! The loopback transport, for ranks of one machine. A put is a copy between two mapped windows; a signal is a word in
-//! a ring. `buffer` makes it; `rail` calls it through [`Transport`].
+//! a ring.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Instant;
 
-use ep::{
-    CallerError, Error, MemoryKind, Posted, Put, Rail, Rank, Result, Signal, Size, Transport, Unconnected,
-    Window,
-};
+use ep::{CallerError, Error, Posted, Put, Rail, Rank, Result, Signal, Size, Transport, Unconnected};
 
-use crate::rail::broken;
-use crate::segment::Segment;
+use crate::{Segment, broken};
 
 /// Moves bytes and signals between the ranks of a rail, over windows that all of them map.
 ///
 /// At the front of each window lies a ring of signals for every rank of the rail; the caller uses the rest.
 #[derive(Debug)]
-pub(crate) struct Loopback {
+pub struct Loopback {
     rail: Rail,
     /// By domain.
     endpoints: Vec<Endpoint>,
@@ -54,7 +50,7 @@ struct Ring {
 
 impl Loopback {
     /// Bytes at the front of a window that the engine reserves for its rings.
-    pub(crate) fn reserved(rail_size: usize, ring_slots: usize) -> Size {
+    pub fn reserved(rail_size: usize, ring_slots: usize) -> Size {
         (Size::new(rail_size) * Self::ring_bytes(ring_slots)).next_multiple_of(4096)
     }
 
@@ -64,7 +60,7 @@ impl Loopback {
 
     /// The engine of a rank. `windows` are those of its rail, by domain; `ring_slots` is the greatest number of signals
     /// in flight from one rank to another.
-    pub(crate) fn new(rail: Rail, windows: Vec<Arc<Segment>>, ring_slots: usize) -> Self {
+    pub fn new(rail: Rail, windows: Vec<Arc<Segment>>, ring_slots: usize) -> Self {
         assert_eq!(rail.ranks().len(), windows.len(), "one window per rank of the rail");
         let endpoints: Vec<Endpoint> =
             windows.into_iter().map(|window| Endpoint { window, sent: Mutex::new(0) }).collect();
@@ -111,20 +107,6 @@ impl Loopback {
             }
             .into()),
         }
-    }
-}
-
-impl Window for Segment {
-    fn start(&self) -> NonNull<u8> {
-        Segment::start(self)
-    }
-
-    fn len(&self) -> usize {
-        Segment::len(self)
-    }
-
-    fn kind(&self) -> MemoryKind {
-        MemoryKind::Host
     }
 }
 
