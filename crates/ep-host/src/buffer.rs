@@ -137,7 +137,7 @@ impl HostBuffer {
         opened: Box<dyn Unconnected>,
         blobs: &[Vec<u8>],
     ) -> Result<Box<dyn Transport>> {
-        let rail = engine::rail_of(world, rank)?;
+        let rail = ep_rail::rail_of(world, rank)?;
         let of_rail: Vec<Vec<u8>> = rail.ranks().iter().map(|peer| blobs[peer.index()].clone()).collect();
         opened.connect(&of_rail)
     }

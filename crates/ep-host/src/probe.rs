@@ -9,9 +9,7 @@ use ep::{
     CallerError, Config, Limits, PeerError, PeerFault, Posted, Put, Rail, Rank, Result, Signal, Size,
     Transport,
 };
-use ep_rail::Segment;
-
-use crate::engine::open_fabric;
+use ep_rail::{Segment, open_fabric};
 
 /// A signal of a message; the slot is added. The credits of `stream` have [`CREDIT`] added.
 const MESSAGE: u32 = 0;
@@ -63,7 +61,7 @@ impl RailProbe {
         let window = Arc::new(Segment::private(bytes.bytes("the window of a probe")?)?);
         let limits = Limits { signals: 2 * Self::IN_FLIGHT, put_bytes: Self::MAX_BYTES };
         let address = rendezvous.network_address();
-        let opened = open_fabric(rail.clone(), 0, Arc::clone(&window), config, limits, address)?;
+        let opened = open_fabric(rail.clone(), 0, Arc::clone(&window), transport, limits, address)?;
         let blobs = rendezvous.all_gather(&opened.blob())?;
         let transport = opened.connect(&blobs)?;
         rendezvous.all_gather(&[])?;

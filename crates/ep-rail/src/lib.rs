@@ -7,12 +7,15 @@
 //! |---|---|
 //! | `segment` | [`Segment`]: mapped memory that other ranks can access; a window of a rail |
 //! | `loopback` | [`Loopback`]: the [`ep::Transport`] for ranks of one machine |
-//! | `rail` | the error for a peer that breaks a rail's protocol |
+//! | `fabric` | [`open_fabric`]: opens an engine over libfabric; an error without the feature `fabric` |
+//! | `rail` | [`rail_of`]: the ranks of a rail; the error for a peer that breaks its protocol |
 
+mod fabric;
 mod loopback;
 mod rail;
 mod segment;
 
+pub use fabric::open_fabric;
 pub use loopback::Loopback;
-pub use rail::broken;
+pub use rail::{broken, rail_of};
 pub use segment::Segment;
