@@ -38,7 +38,7 @@ pub(crate) const FIRST_ARENA_SEGMENT: u64 = 3;
 const STAMP_BYTES: usize = 64;
 /// First line of an introduction. Change it with the format of introductions, statuses or shared memory.
 #[cfg(target_os = "linux")]
-const INTRODUCTION: &str = "hybrid-ep host 4";
+const INTRODUCTION: &str = "hybrid-ep host 5";
 
 /// What all other ranks of a rank's machine map when they join.
 pub(crate) struct RankSegments {

@@ -15,6 +15,8 @@ use std::time::Instant;
 use ep::{Config, Posted, Put, Rank, Result, Signal, Size, Transport, World};
 use ep_rail::{Loopback, Segment, broken};
 
+use crate::engine::needs_blobs;
+
 /// A signal has its kind in bit 16 and a slot in the 16 bits below. `DATA`: the slot holds a message.
 const DATA: u32 = 0;
 /// `CREDIT`: the receiver has read the message in the slot.
@@ -39,9 +41,10 @@ impl WindowLayout {
     pub(crate) fn new(world: &World, config: &Config) -> Result<Self> {
         const WHAT: &str = "the window of a rank";
         let (domains, slots) = (world.topology().domains(), config.host.slots);
-        let first = match config.host.transport.is_loopback() {
-            true => Loopback::reserved(domains, Self::signals(slots)).bytes(WHAT)?,
-            false => 0,
+        let first = match needs_blobs(world, config) {
+            true => 0,
+            // The engine is `loopback`, also in a world of one domain with the setting of another engine.
+            false => Loopback::reserved(domains, Self::signals(slots)).bytes(WHAT)?,
         };
         let slot_bytes = Size::new(config.host.slot_bytes).next_multiple_of(64);
         // A world of one domain sends no messages.

@@ -1,6 +1,7 @@
 //! The loopback transport, for ranks of one machine. A put is a copy between two mapped windows; a signal is a word in
 //! a ring.
 
+use std::collections::HashSet;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
@@ -12,7 +13,8 @@ use crate::{Segment, broken};
 
 /// Moves bytes and signals between the ranks of a rail, over windows that all of them map.
 ///
-/// At the front of each window lies a ring of signals for every rank of the rail; the caller uses the rest.
+/// At the front of each window lies a ring of signals for every rank of the rail; the caller uses the rest. The engine
+/// lends the peers' windows ([`Transport::lend`]).
 #[derive(Debug)]
 pub struct Loopback {
     rail: Rail,
@@ -49,7 +51,8 @@ struct Ring {
 }
 
 impl Loopback {
-    /// Bytes at the front of a window that the engine reserves for its rings.
+    /// Bytes at the front of a window that the engine reserves for its rings: the offset of the caller's part, a multiple
+    /// of 4096. `rail_size` is the number of ranks of the rail, and `ring_slots` is as in [`new`](Self::new).
     pub fn reserved(rail_size: usize, ring_slots: usize) -> Size {
         (Size::new(rail_size) * Self::ring_bytes(ring_slots)).next_multiple_of(4096)
     }
@@ -59,18 +62,49 @@ impl Loopback {
     }
 
     /// The engine of a rank. `windows` are those of its rail, by domain; `ring_slots` is the greatest number of signals
-    /// in flight from one rank to another.
-    pub fn new(rail: Rail, windows: Vec<Arc<Segment>>, ring_slots: usize) -> Self {
-        assert_eq!(rail.ranks().len(), windows.len(), "one window per rank of the rail");
+    /// in flight from one rank to another, at least 1. All engines of a rail get the same number.
+    ///
+    /// The first [`reserved`](Self::reserved) bytes of each window must be zero when the first engine of the rail is
+    /// made, and belong to the engines from then on. An engine that finds other values there than engines write returns a
+    /// [`PeerError`](ep::PeerError) that names the peer.
+    ///
+    /// # Safety
+    /// A put copies with plain loads and stores, which must not race. So until the engine is dropped:
+    /// - from the put until its peer has received the signal, no thread writes to its source, and no other thread accesses
+    ///   its destination. This includes the puts of all ranks of the rail;
+    /// - the program accesses the reserved bytes with atomics, or while no rank of the rail calls its engine.
+    ///
+    /// # Errors
+    /// [`CallerError::Shape`] when the number of windows is not that of the ranks of the rail, when a window is shorter
+    /// than the reserved bytes, or when `ring_slots` is 0; [`CallerError::Topology`] when two ranks have the same window;
+    /// [`CallerError::TooLarge`] for more signals than memory can hold.
+    pub unsafe fn new(rail: Rail, windows: Vec<Arc<Segment>>, ring_slots: usize) -> Result<Self> {
+        const RINGS: &str = "the signal rings of a window";
+        let ranks = rail.ranks().len();
+        let ring_bytes = Self::ring_bytes(ring_slots).bytes(RINGS)?;
+        let reserved = Self::reserved(ranks, ring_slots).bytes(RINGS)?;
+        let shape = |what, expected, found, unit| CallerError::Shape { what, expected, found, unit };
+        if ring_slots == 0 {
+            return Err(shape("signals in flight", 1, 0, "at least").into());
+        }
+        if windows.len() != ranks {
+            return Err(shape("windows of a rail", ranks, windows.len(), "windows").into());
+        }
+        let mut starts = HashSet::new();
+        for (window, rank) in windows.iter().zip(rail.ranks()) {
+            if window.len() < reserved {
+                return Err(shape("window of a rank", reserved, window.len(), "bytes at least").into());
+            }
+            if !starts.insert(window.start()) {
+                let problem =
+                    format!("rank {rank} has the window of another rank of its rail; make one for each");
+                return Err(CallerError::Topology(problem).into());
+            }
+        }
         let endpoints: Vec<Endpoint> =
             windows.into_iter().map(|window| Endpoint { window, sent: Mutex::new(0) }).collect();
-        let taken = Mutex::new(vec![0; endpoints.len()]);
-        let sizes =
-            (Self::ring_bytes(ring_slots).checked(), Self::reserved(endpoints.len(), ring_slots).checked());
-        let (Some(ring_bytes), Some(reserved)) = sizes else {
-            panic!("the window layout checked these sizes")
-        };
-        Self { rail, endpoints, taken, ring_slots, ring_bytes, reserved }
+        let taken = Mutex::new(vec![0; ranks]);
+        Ok(Self { rail, endpoints, taken, ring_slots, ring_bytes, reserved })
     }
 
     /// The ring in `window` that the rank in domain `sender` fills.
@@ -143,8 +177,8 @@ impl Transport for Loopback {
         }
         if put.len > 0 {
             let own = self.own();
-            // SAFETY: both ranges are inside mapped windows, and the windows differ. The rail does not write to the
-            // source until the peer's credit, and the peer does not access the destination until this put's signal.
+            // SAFETY: both ranges are inside mapped windows, and `new` checked that the windows differ. Its caller keeps
+            // other threads from writing to the source and from accessing the destination until this put's signal.
             unsafe {
                 own.at(put.source, put.len)
                     .copy_to_nonoverlapping(end.window.at(put.destination, put.len), put.len);
@@ -213,7 +247,11 @@ mod tests {
             (0..ranks).map(|_| Arc::new(Segment::private(1 << 20).unwrap())).collect();
         let ranks: Vec<Rank> = (0..ranks as u32).map(Rank).collect();
         let rail = |own| Rail::new(ranks.clone(), own).unwrap();
-        (0..ranks.len()).map(|own| Loopback::new(rail(own), windows.clone(), ring_slots)).collect()
+        let engine = |own| {
+            // SAFETY: the tests access no byte that a put in flight may access, and rings with atomics only.
+            unsafe { Loopback::new(rail(own), windows.clone(), ring_slots) }.unwrap()
+        };
+        (0..ranks.len()).map(engine).collect()
     }
 
     fn pair(ring_slots: usize) -> [Loopback; 2] {
@@ -228,6 +266,31 @@ mod tests {
 
     fn word(word: u32) -> Signal {
         Signal::new(word).unwrap()
+    }
+
+    #[test]
+    fn windows_that_do_not_fit_the_rail_are_refused() {
+        let window = |bytes| Arc::new(Segment::private(bytes).unwrap());
+        let reserved = Loopback::reserved(2, 4).checked().unwrap();
+        let (a, b) = (window(reserved), window(reserved));
+        let open = |windows: &[&Arc<Segment>], ring_slots| {
+            let rail = Rail::new(vec![Rank(3), Rank(7)], 0).unwrap();
+            let windows = windows.iter().map(|&window| Arc::clone(window)).collect();
+            // SAFETY: no engine posts a put.
+            unsafe { Loopback::new(rail, windows, ring_slots) }.map(drop).map_err(|error| error.to_string())
+        };
+        assert_eq!(open(&[&a, &b], 4), Ok(()));
+        for (windows, ring_slots, problem) in [
+            (&[&a][..], 4, "windows of a rail"),
+            (&[&a, &b, &window(reserved)], 4, "windows of a rail"),
+            (&[&a, &window(reserved - 1)], 4, "window of a rank: expected 4096 bytes at least"),
+            (&[&a, &b], 0, "signals in flight"),
+            (&[&a, &a], 4, "rank 7 has the window of another rank"),
+            (&[&a, &b], usize::MAX, "the signal rings of a window"),
+        ] {
+            let error = open(windows, ring_slots).unwrap_err();
+            assert!(error.contains(problem), "{error}");
+        }
     }
 
     #[test]
