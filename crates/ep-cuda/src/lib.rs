@@ -12,6 +12,7 @@
 //! | `dense` | converts a top-k routing to a map and dense probabilities; needs no buffer |
 //! | `tuning` | the division of an operator into pieces, stages and blocks |
 //! | `call` | the arguments that must be equal on all ranks, and errors that name a difference |
+//! | `rail` | the windows between NVLink domains, and the proxy thread that moves their bytes |
 //! | `beat` | heartbeats of ranks that are processes |
 //! | `wait` | interruptible waits for the GPU |
 //! | `fault` | converts a kernel's fault report to an error that names the rank at fault |
@@ -46,6 +47,8 @@ mod operators;
 mod params;
 mod peers;
 pub mod probe;
+#[cfg_attr(not(test), expect(dead_code, unused_imports, reason = "no buffer has rails yet"))]
+mod rail;
 mod reaper;
 mod routing;
 mod shared;

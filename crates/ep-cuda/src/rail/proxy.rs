@@ -1,0 +1,153 @@
+//! The proxy thread of a rank.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use ep::{EnvironmentError, Error, Rank, Result};
+
+use super::losses::Failures;
+use super::pump::{ProxyParts, Pump};
+
+/// How long the thread looks for work without a pause. The units of one operator follow each other within some tens of
+/// microseconds, so the thread does not sleep inside an operator.
+const SPIN: Duration = Duration::from_micros(100);
+/// The shortest nap: Linux adds about as much to any sleep.
+const SHORTEST_NAP: Duration = Duration::from_micros(50);
+/// The longest nap. A thousand rounds per second cost less than a hundredth of a core.
+const LONGEST_NAP: Duration = Duration::from_millis(1);
+/// A nap is this part of the time without work. So the naps delay an operator by at most this part of the time since
+/// the operator before it.
+const NAP_PART: u32 = 16;
+
+/// The longest time that a proxy waits for the network before it ends, so that the deadline is a valid instant.
+const MOST_PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// The proxy of a rank: a thread that moves the bytes between the rail windows of the rank and its peers.
+#[derive(Debug)]
+pub(crate) struct Proxy {
+    thread: Option<JoinHandle<Result<()>>>,
+    stop_by: Arc<OnceLock<Instant>>,
+    failures: Arc<Failures>,
+    patience: Duration,
+    /// The process that has the thread; a forked child has a copy of this value but not the thread.
+    process: u32,
+}
+
+impl Proxy {
+    /// Starts the thread. When the proxy is dropped, the thread posts what the kernels have completed, and waits for at
+    /// most `patience`, and at most a day, until it has left this rank.
+    ///
+    /// # Errors
+    /// [`ep::CallerError`] when the parts do not fit each other; [`EnvironmentError`] when the thread cannot be started.
+    pub(crate) fn start(parts: ProxyParts, patience: Duration) -> Result<Self> {
+        let own = parts.rail.own();
+        let mut pump = Pump::new(parts)?;
+        let failures = Arc::clone(pump.losses().failures());
+        let stop_by = Arc::<OnceLock<Instant>>::default();
+        let stop = Arc::clone(&stop_by);
+        let run = move || {
+            let served = catch_unwind(AssertUnwindSafe(|| serve(&mut pump, &stop)));
+            served.unwrap_or_else(|panic| Err(pump.lose_all(panicked(own, panic.as_ref()))))
+        };
+        let thread = thread::Builder::new().name(format!("ep-rail-{own}")).spawn(run).map_err(|error| {
+            let hint = "raise the limit of threads (ulimit -u)";
+            EnvironmentError::new("starting the proxy thread", error, hint)
+        })?;
+        let patience = patience.min(MOST_PATIENCE);
+        Ok(Self { thread: Some(thread), stop_by, failures, patience, process: std::process::id() })
+    }
+
+    /// The first error of each rail peer that is lost.
+    pub(crate) fn failures(&self) -> BTreeMap<Rank, Error> {
+        self.failures.all()
+    }
+
+    /// Ends the thread, as dropping the proxy does, and returns how it ended. The kernels must have ended.
+    ///
+    /// # Errors
+    /// The error that ended the thread before; [`ep::PeerError`] for a peer to which not everything has left in time.
+    pub(crate) fn stop(mut self) -> Result<()> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<()> {
+        let Some(thread) = self.thread.take() else { return Ok(()) };
+        if self.process != std::process::id() {
+            return Ok(());
+        }
+        self.stop_by.get_or_init(|| Instant::now() + self.patience);
+        thread.thread().unpark();
+        // The thread catches panics of its rounds. What is left are panics of values that it drops.
+        thread.join().unwrap_or_else(|panic| {
+            let problem = format!("it panicked: {}", text_of(panic.as_ref()));
+            Err(EnvironmentError::new("ending the proxy thread", problem, REPORT).into())
+        })
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        // Lost peers are in `failures`, and a caller that needs the rest calls `stop`.
+        let _ = self.end();
+    }
+}
+
+/// What to do about a panic.
+const REPORT: &str = "report this bug with the panic's message";
+
+fn panicked(own: Rank, panic: &(dyn Any + Send)) -> Error {
+    let problem = format!("the proxy thread panicked: {}", text_of(panic));
+    EnvironmentError::new(format!("serving the rail of rank {own}"), problem, REPORT).into()
+}
+
+fn text_of(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
+}
+
+/// Makes rounds until the proxy is stopped.
+fn serve(pump: &mut Pump, stop_by: &OnceLock<Instant>) -> Result<()> {
+    let mut idle_since = None;
+    loop {
+        if let Some(deadline) = stop_by.get() {
+            return pump.drain(*deadline);
+        }
+        if pump.step()? {
+            idle_since = None;
+        } else {
+            rest(idle_since.get_or_insert_with(Instant::now).elapsed());
+        }
+    }
+}
+
+/// Pauses after this time without work.
+fn rest(idle: Duration) {
+    if idle < SPIN {
+        // With fewer cores than threads, another rank's thread may have what this one waits for.
+        thread::yield_now();
+    } else {
+        thread::park_timeout(nap_after(idle));
+    }
+}
+
+/// The length of a nap after this time without work.
+fn nap_after(idle: Duration) -> Duration {
+    (idle / NAP_PART).clamp(SHORTEST_NAP, LONGEST_NAP)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn naps_grow_with_the_time_without_work() {
+        let micros = Duration::from_micros;
+        for (idle, nap) in [(100, 50), (800, 50), (1600, 100), (16_000, 1000), (1_000_000, 1000)] {
+            assert_eq!(nap_after(micros(idle)), micros(nap));
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! The sending side of one rail peer.
+
+use std::ops::Range;
+
+use ep::{Error, Posted, Put, Rank, Transport};
+
+use super::plan::Plan;
+use super::signal::{Arrival, MOST_UNITS, Part, What};
+use super::window::RailWindow;
+use crate::params::{RAIL_SECTIONS, RailPlan};
+
+/// Units are put together up to this many bytes. At 50 GB/s such a run takes 20 us, which is far above the costs of a
+/// put, and short enough that the peer's kernels start early. A single unit may be longer.
+const RUN_BYTES: usize = 1 << 20;
+
+/// What a step towards one peer needs.
+pub(super) struct Link<'a> {
+    pub(super) window: &'a RailWindow,
+    pub(super) transport: &'a dyn Transport,
+    /// This rank's domain.
+    pub(super) own_domain: usize,
+    /// The peer's domain.
+    pub(super) domain: usize,
+    pub(super) peer: Rank,
+}
+
+/// What a step has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Progress {
+    /// The kernels have completed nothing that is not posted.
+    Idle,
+    /// The engine accepted puts.
+    Moved,
+    /// The engine's queue is full.
+    Full,
+}
+
+/// Why a step failed.
+#[derive(Debug)]
+pub(super) enum SendError {
+    /// This rank's kernels wrote an invalid plan for this epoch.
+    Plan { epoch: u32, problem: String },
+    /// The engine refused a put.
+    Engine(Error),
+}
+
+/// What is posted of the epochs so far.
+#[derive(Debug)]
+pub(super) struct Sending {
+    /// The epoch to send.
+    epoch: u32,
+    /// The plan of the epoch, once the kernels have released it.
+    plan: Option<Plan>,
+    plan_posted: bool,
+    /// Units whose sections are all posted.
+    posted: usize,
+    /// The units that are being posted.
+    run: Option<Run>,
+}
+
+/// Consecutive complete units.
+#[derive(Debug)]
+struct Run {
+    units: Range<usize>,
+    /// The next section to post.
+    section: usize,
+}
+
+impl Sending {
+    pub(super) fn new() -> Self {
+        Self { epoch: 1, plan: None, plan_posted: false, posted: 0, run: None }
+    }
+
+    /// Posts the plan if the kernels have released it, and one run of units that they have completed.
+    pub(super) fn step(&mut self, link: &Link<'_>) -> Result<Progress, SendError> {
+        let parity = (self.epoch & 1) as usize;
+        let plan = match &self.plan {
+            Some(plan) => plan,
+            None if link.window.out_epoch(link.domain, parity) != self.epoch => return Ok(Progress::Idle),
+            None => {
+                let offset = link.window.out_plan(link.domain, parity);
+                let plan = Plan::read(link.window, offset, self.epoch);
+                let plan = plan.map_err(|problem| SendError::Plan { epoch: self.epoch, problem })?;
+                self.plan.insert(plan)
+            }
+        };
+        let mut progress = Progress::Idle;
+        if !self.plan_posted {
+            if link.post_plan(parity)? == Posted::Full {
+                return Ok(Progress::Full);
+            }
+            self.plan_posted = true;
+            progress = Progress::Moved;
+        }
+        let run = match &mut self.run {
+            Some(run) => run,
+            None => match link.complete_run(plan, parity, self.epoch, self.posted) {
+                Some(units) => self.run.insert(Run { units, section: 0 }),
+                None => return Ok(progress),
+            },
+        };
+        while run.section < RAIL_SECTIONS {
+            if link.post_part(plan, parity, run)? == Posted::Full {
+                return Ok(Progress::Full);
+            }
+            run.section += 1;
+        }
+        self.posted = run.units.end;
+        self.run = None;
+        // From here on the kernels may write the plan of the epoch after the next one to the same place.
+        if self.posted == plan.units() {
+            *self = Self { epoch: self.epoch.wrapping_add(1), ..Self::new() };
+        }
+        Ok(Progress::Moved)
+    }
+}
+
+impl Link<'_> {
+    fn post_plan(&self, parity: usize) -> Result<Posted, SendError> {
+        let (from, to) =
+            (self.window.out_plan(self.domain, parity), self.window.in_plan(self.own_domain, parity));
+        self.post(Arrival { parity, what: What::Plan }, from..from + size_of::<RailPlan>(), to)
+    }
+
+    /// Posts the part of the next section of a run. A section without bytes needs no put.
+    fn post_part(&self, plan: &Plan, parity: usize, run: &Run) -> Result<Posted, SendError> {
+        let Run { units, section } = run;
+        let Some(bytes) = plan.part(*section, units) else { return Ok(Posted::Yes) };
+        let layout = self.window.layout();
+        let lane = layout.out_lane(self.domain, parity);
+        let to = layout.in_lane(self.own_domain, parity) + bytes.start;
+        let what = What::Part(Part { section: *section, units: units.clone() });
+        self.post(Arrival { parity, what }, lane + bytes.start..lane + bytes.end, to)
+    }
+
+    fn post(&self, arrival: Arrival, from: Range<usize>, to: usize) -> Result<Posted, SendError> {
+        // The peer's window has the same layout.
+        let put = Put::new(self.peer, arrival.signal()).bytes(from, to);
+        self.transport.put(put).map_err(SendError::Engine)
+    }
+
+    /// The units from `first` on that the kernels have completed, as many as one put may have.
+    fn complete_run(&self, plan: &Plan, parity: usize, epoch: u32, first: usize) -> Option<Range<usize>> {
+        let complete = |unit: usize| {
+            plan.flags(unit).all(|flag| self.window.out_flag(self.domain, parity, flag) == epoch)
+        };
+        let bytes = |units: &Range<usize>| -> usize {
+            (0..RAIL_SECTIONS).filter_map(|section| plan.part(section, units)).map(|part| part.len()).sum()
+        };
+        let mut end = first;
+        while end < plan.units().min(first + MOST_UNITS)
+            && (end == first || bytes(&(first..end + 1)) <= RUN_BYTES)
+            && complete(end)
+        {
+            end += 1;
+        }
+        (end > first).then_some(first..end)
+    }
+}
