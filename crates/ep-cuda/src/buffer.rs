@@ -20,10 +20,11 @@ use crate::kernels::Kernels;
 use crate::member::{Member, Parting, Stage, Tail};
 use crate::memory::CudaMemory;
 use crate::params::{
-    CONTROL_BYTES, Common, NONE, PREPROCESS_THREADS, PreprocessParams, SHAPE_REMOTE, SHAPE_ROWS,
-    SHAPE_WANTED, ScaleCode,
+    CONTROL_BYTES, Common, NONE, PREPROCESS_RAIL_THREADS, PREPROCESS_THREADS, PreprocessParams, SHAPE_REMOTE,
+    SHAPE_ROWS, SHAPE_WANTED, ScaleCode,
 };
 use crate::peers::Peers;
+use crate::rails::RankRails;
 use crate::reaper::Grace;
 use crate::routing::{Lists, check_report, fill_report};
 use crate::shared::{count_columns, shape_words};
@@ -40,10 +41,10 @@ const DEFAULT_SMS: u32 = 32;
 /// One rank of a world, on a GPU.
 ///
 /// Operators are launched in a stream and return at once. [`ep::Backend::synchronize`], [`ep::Backend::download`] and a
-/// preprocess without capacity wait for the GPU. All ranks are in one NVLink domain: threads of this process
+/// preprocess without capacity wait for the GPU. All ranks are on one machine: threads of this process
 /// ([`threads`](ep::Backend::threads), rank `r` on GPU `r % GPUs`) or processes of this machine
 /// ([`join`](ep::Backend::join), on GPU `rank % GPUs`, or [`CudaBuffer::join_on`]). To make a buffer fails with
-/// [`CallerError::Topology`] for a world of several NVLink domains or too many ranks, and with
+/// [`CallerError::Topology`] for a world of too many ranks, and with
 /// [`ep::EnvironmentError`] without a GPU, a driver or a compiler.
 pub struct CudaBuffer {
     pub(crate) rank: Rank,
@@ -67,6 +68,13 @@ pub struct CudaBuffer {
     /// Scratch of combine, with its bytes.
     pub(crate) partials: Option<(Part, usize)>,
     pub(crate) prob_scratch: Option<(Part, usize)>,
+    /// The same for foreign sets.
+    pub(crate) set_partials: Option<(Part, usize)>,
+    pub(crate) set_prob_scratch: Option<(Part, usize)>,
+    /// `CombineParams::set_done`; none in a world of one domain, as `rails`.
+    pub(crate) set_done: Option<Part>,
+    /// Rails to the other NVLink domains.
+    pub(crate) rails: Option<Arc<RankRails>>,
     /// Blocks of dispatch and combine.
     pub(crate) blocks: u32,
     /// Maximum number of blocks of preprocess.
@@ -142,8 +150,8 @@ impl Home {
         // its peers wait. If ranks share a GPU, loads all kernels: the driver loads a kernel only when no other kernel
         // runs on the GPU, so a running kernel that waits for a rank that is loading would wait for ever.
         let keys = match shared {
-            true => KernelKey::of_world(world.ranks(), device.shared_bytes),
-            false => KernelKey::usual(world.ranks(), device.shared_bytes).to_vec(),
+            true => KernelKey::of_world(views(world), has_rails(world), device.shared_bytes),
+            false => KernelKey::usual(views(world), has_rails(world), device.shared_bytes).to_vec(),
         };
         Kernels::get().load_ahead(&device, &keys, config.cuda.plain_copies)?;
         let stream = Stream::new(&device)?;
@@ -162,6 +170,7 @@ impl CudaBuffer {
         config: &Config,
         home: Home,
         peers: Peers,
+        rails: Option<RankRails>,
         ranks_here: usize,
     ) -> Result<Self> {
         let Home { rank, device, stream, arena, control } = home;
@@ -178,8 +187,18 @@ impl CudaBuffer {
             stream.upload(bytemuck::cast_slice(&positions), part.address())?;
             Some(part)
         };
-        let columns = count_columns(world.experts(), world.ranks());
-        let columns = arena.alloc(4 * columns * PREPROCESS_BLOCKS as usize, false)?;
+        let rails = rails.map(Arc::new);
+        // Two sets of sums take turns where there are rails.
+        let (domains, turns) = rails.as_ref().map_or((0, 1), |rails| (rails.bounds.domains(), 2));
+        let columns = count_columns(world.experts(), world.ranks(), domains);
+        let columns = arena.alloc(4 * turns * columns * PREPROCESS_BLOCKS as usize, false)?;
+        let mut set_done = None;
+        if let Some(rails) = &rails {
+            let bytes = rails.bounds.done_bytes();
+            let part = arena.alloc(bytes, false)?;
+            stream.zero(part.address(), bytes)?;
+            set_done = Some(part);
+        }
         // Kernels of different ranks wait for each other, so the blocks of all ranks of a GPU must run at the same
         // time.
         let most = (device.multiprocessors as usize / ranks_here) as u32;
@@ -195,7 +214,11 @@ impl CudaBuffer {
             .into());
         }
         let wanted = if config.cuda.sms == 0 { DEFAULT_SMS } else { config.cuda.sms as u32 };
-        let common = peers.common(&world, rank, config, faults.address());
+        let mut common = peers.common(&world, rank, config, faults.address());
+        if let Some(rails) = &rails {
+            common.rails = rails.params;
+            arena.hold(Arc::clone(rails));
+        }
         stream.synchronize()?;
         arena.hold((Arc::clone(&faults), Arc::clone(&shape), Arc::clone(&peers._keep)));
         let member = Member::new(Parting {
@@ -224,6 +247,10 @@ impl CudaBuffer {
             columns,
             partials: None,
             prob_scratch: None,
+            set_partials: None,
+            set_prob_scratch: None,
+            set_done,
+            rails,
             blocks: wanted.clamp(FEWEST_BLOCKS, most),
             preprocess_blocks: PREPROCESS_BLOCKS.min(most),
             plain_copies: config.cuda.plain_copies,
@@ -252,7 +279,9 @@ impl CudaBuffer {
     /// Returns the error of an earlier operator, if one failed.
     pub(crate) fn check_usable(&mut self) -> Result<()> {
         if self.failed.is_none() {
-            self.failed = self.faults.read();
+            // A rail that has failed is the cause of a wait that ended.
+            let failure = || self.rails.as_ref().and_then(|rails| rails.failure());
+            self.failed = self.faults.read().map(|error| failure().unwrap_or(error));
         }
         self.failed.clone().map_or(Ok(()), Err)
     }
@@ -325,19 +354,28 @@ impl CudaBuffer {
         }
         let ranks = self.world.ranks();
         let local_experts = self.world.placement().local_experts(self.rank);
+        let bounds = self.rails.as_ref().map(|rails| rails.bounds);
+        if let Some(bounds) = &bounds {
+            bounds.check_tokens(tokens)?;
+            // One bit per expert of a domain, and the counts.
+            let words = self.world.experts().div_ceil(32) + 1;
+            let counts = (self.world.experts() + ranks).div_ceil(words);
+            bounds.check_lane(tokens + counts, 4 * words, 0)?;
+        }
         let sizes = Sizes::new(tokens, copies, ranks, local_experts, self.chunk_tokens);
         check_report(&report, self.id, local_experts)?;
         let permuted = matches!(mode, DispatchMode::Permuted { .. });
-        let kernel = self.kernel(KernelKey::Preprocess)?;
+        let kernel = self.kernel(KernelKey::Preprocess { rails: bounds.is_some() })?;
         let most_blocks = self.preprocess_blocks as usize;
         let (tile, shared_bytes) = tuning::preprocess_tile(
             tokens,
             most_blocks,
             self.world.experts(),
             ranks,
+            bounds.map_or(0, |bounds| bounds.domains()),
             kernel.shared_bytes()?,
         )?;
-        let (memory, view) = sizes.allocate(&self.arena, permuted)?;
+        let (memory, view) = sizes.allocate(&self.arena, permuted, bounds.as_ref())?;
 
         let pad = if permuted { mode.pad_multiple() as u32 } else { 0 };
         let common = self.enter(&Call::preprocess(mode));
@@ -368,9 +406,10 @@ impl CudaBuffer {
         routing.fill(&mut params);
         fill_report(&report, &mut params);
         let blocks = (tokens.div_ceil(tile as usize) as u32).clamp(1, self.preprocess_blocks);
+        let threads = if bounds.is_some() { PREPROCESS_RAIL_THREADS } else { PREPROCESS_THREADS } as u32;
         // SAFETY: the parameters are this kernel's; the memory that they name is owned by the handle and the buffer, or
         // by the caller until the stream has executed the launch.
-        unsafe { kernel.launch(&self.stream, blocks, PREPROCESS_THREADS as u32, shared_bytes, &params) }?;
+        unsafe { kernel.launch(&self.stream, blocks, threads, shared_bytes, &params) }?;
         self.notice_work()?;
         self.preprocess_bytes += ((ranks - 1) * Counts::words(&self.world) * 4) as u64;
 
@@ -433,6 +472,16 @@ impl CudaBuffer {
         *slot = Some((part, bytes));
         Ok(address)
     }
+}
+
+/// Whether the world has several NVLink domains.
+pub(crate) fn has_rails(world: &World) -> bool {
+    world.topology().domains() > 1
+}
+
+/// The peers that a block of dispatch and combine has views of: all ranks and, with rails, all domains.
+pub(crate) fn views(world: &World) -> usize {
+    world.ranks() + if has_rails(world) { world.topology().domains() } else { 0 }
 }
 
 pub(crate) fn scale_code(format: TokenFormat) -> u32 {

@@ -7,18 +7,23 @@ use crate::tuning;
 /// A kernel and its compile-time parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum KernelKey {
-    Preprocess,
+    Preprocess {
+        rails: bool,
+    },
     /// Occupies a stream, for benchmarks.
     Spin,
     Dispatch {
         quantize: bool,
         /// Maximum number of warps of a block.
         warps: u32,
+        /// For a world of several NVLink domains.
+        rails: bool,
     },
     Combine {
         rows_f32: bool,
         wire_f32: bool,
         warps: u32,
+        rails: bool,
     },
     /// Multiplies experts' outputs by their weights.
     WeightRows,
@@ -41,11 +46,13 @@ const HEADERS: &[(&str, &str)] = headers![
     "common/handle.cuh",
     "common/sync.cuh",
     "common/worker.cuh",
+    "common/rails.cuh",
     "common/copy_bulk.cuh",
     "common/copy_plain.cuh",
     "preprocess/tile.cuh",
     "preprocess/bases.cuh",
     "preprocess/emit.cuh",
+    "preprocess/routing.cuh",
     "dispatch/ring.cuh",
     "dispatch/feed.cuh",
     "dispatch/arrivals.cuh",
@@ -57,6 +64,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "dispatch/send.cuh",
     "dispatch/split.cuh",
     "dispatch/duplicate.cuh",
+    "dispatch/forward.cuh",
     "combine/sum.cuh",
     "combine/push.cuh",
     "combine/reduce.cuh",
@@ -81,7 +89,8 @@ impl KernelKey {
     /// Every kernel that may be launched on a GPU whose blocks have `shared_bytes` of shared memory.
     pub(crate) fn all(shared_bytes: usize) -> Vec<Self> {
         let mut keys = Vec::new();
-        for key in (1..=MAX_RANKS).flat_map(|ranks| Self::of_world(ranks, shared_bytes)) {
+        let worlds = (1..=MAX_RANKS).flat_map(|ranks| [(ranks, false), (ranks, true)]);
+        for key in worlds.flat_map(|(views, rails)| Self::of_world(views, rails, shared_bytes)) {
             if !keys.contains(&key) {
                 keys.push(key);
             }
@@ -89,34 +98,44 @@ impl KernelKey {
         keys
     }
 
-    /// As [`all`](Self::all), for a world of `ranks` ranks: with many ranks or little shared memory, combine has fewer
-    /// warps.
-    pub(crate) fn of_world(ranks: usize, shared_bytes: usize) -> Vec<Self> {
-        let mut keys = vec![Self::Preprocess];
-        keys.extend([false, true].map(tuning::dispatch_key));
+    /// As [`all`](Self::all), for one world. `views`: the peers that a block has views of; with many of them or little
+    /// shared memory, combine has fewer warps.
+    pub(crate) fn of_world(views: usize, rails: bool, shared_bytes: usize) -> Vec<Self> {
+        let mut keys = vec![Self::Preprocess { rails }];
+        keys.extend([false, true].map(|quantize| tuning::dispatch_key(quantize, rails)));
         for (rows_f32, wire_f32) in [(false, false), (false, true), (true, false), (true, true)] {
-            keys.push(tuning::fitting(tuning::combine_key(rows_f32, wire_f32), ranks, shared_bytes));
+            keys.push(tuning::fitting(tuning::combine_key(rows_f32, wire_f32, rails), views, shared_bytes));
         }
         keys.extend([Self::WeightRows, Self::Dense, Self::Spin]);
         keys
     }
 
     /// The kernels for bf16 tokens, in the order of their use.
-    pub(crate) fn usual(ranks: usize, shared_bytes: usize) -> [Self; 3] {
-        let combine = tuning::fitting(tuning::combine_key(false, false), ranks, shared_bytes);
-        [Self::Preprocess, tuning::dispatch_key(false), combine]
+    pub(crate) fn usual(views: usize, rails: bool, shared_bytes: usize) -> [Self; 3] {
+        let combine = tuning::fitting(tuning::combine_key(false, false, rails), views, shared_bytes);
+        [Self::Preprocess { rails }, tuning::dispatch_key(false, rails), combine]
+    }
+
+    /// Whether the kernel is compiled for a world of several NVLink domains.
+    fn rails(self) -> bool {
+        match self {
+            Self::Preprocess { rails } | Self::Dispatch { rails, .. } | Self::Combine { rails, .. } => rails,
+            Self::WeightRows | Self::Dense | Self::Spin => false,
+        }
     }
 
     /// Distinguishes kernels of the same name; `-` if there is only one.
     pub(crate) fn variant(self) -> String {
         let element = |f32| if f32 { "f32" } else { "bf16" };
+        let rails = if self.rails() { ",rails" } else { "" };
         match self {
-            Self::Preprocess | Self::WeightRows | Self::Dense | Self::Spin => "-".into(),
-            Self::Dispatch { quantize, warps } => {
-                format!("{},{warps} warps", if quantize { "quantize" } else { "copy" })
+            Self::Preprocess { rails: true } => "rails".into(),
+            Self::Preprocess { rails: false } | Self::WeightRows | Self::Dense | Self::Spin => "-".into(),
+            Self::Dispatch { quantize, warps, .. } => {
+                format!("{},{warps} warps{rails}", if quantize { "quantize" } else { "copy" })
             }
-            Self::Combine { rows_f32, wire_f32, warps } => {
-                format!("rows {},wire {},{warps} warps", element(rows_f32), element(wire_f32))
+            Self::Combine { rows_f32, wire_f32, warps, .. } => {
+                format!("rows {},wire {},{warps} warps{rails}", element(rows_f32), element(wire_f32))
             }
         }
     }
@@ -124,7 +143,7 @@ impl KernelKey {
     /// The name of the kernel's entry point and of its program.
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::Preprocess => "preprocess",
+            Self::Preprocess { .. } => "preprocess",
             Self::Spin => "spin",
             Self::Dispatch { .. } => "dispatch",
             Self::Combine { .. } => "combine",
@@ -137,13 +156,14 @@ impl KernelKey {
     pub(crate) fn program(self, arch: Arch, plain_copies: bool) -> Program {
         let quoted = |file: &str| format!("\"{file}\"");
         let copy = if copies_in_bulk(arch, plain_copies) { "copy_bulk.cuh" } else { "copy_plain.cuh" };
-        let mut defines = vec![("COPY_VARIANT", quoted(copy))];
+        let mut defines =
+            vec![("COPY_VARIANT", quoted(copy)), ("RAILS", u32::from(self.rails()).to_string())];
         let source = match self {
-            Self::Preprocess => include_str!("../device/preprocess/kernel.cu"),
+            Self::Preprocess { .. } => include_str!("../device/preprocess/kernel.cu"),
             Self::Spin => include_str!("../device/spin.cu"),
             Self::WeightRows => include_str!("../device/weight_rows.cu"),
             Self::Dense => include_str!("../device/dense.cu"),
-            Self::Dispatch { quantize, warps } => {
+            Self::Dispatch { quantize, warps, .. } => {
                 let payload = if quantize { "payload_quantize.cuh" } else { "payload_copy.cuh" };
                 let e4m3 = if arch.converts_to_e4m3() { "e4m3_cvt.cuh" } else { "e4m3_soft.cuh" };
                 defines.extend([
@@ -153,7 +173,7 @@ impl KernelKey {
                 ]);
                 include_str!("../device/dispatch/kernel.cu")
             }
-            Self::Combine { rows_f32, wire_f32, warps } => {
+            Self::Combine { rows_f32, wire_f32, warps, .. } => {
                 defines.extend([
                     ("ROWS_F32", u32::from(rows_f32).to_string()),
                     ("WIRE_F32", u32::from(wire_f32).to_string()),
@@ -177,7 +197,7 @@ mod tests {
 
     use super::*;
     use crate::jit::{Compiler, Resources};
-    use crate::params::{DENSE_THREADS, PREPROCESS_THREADS, WEIGHT_ROWS_THREADS};
+    use crate::params::{DENSE_THREADS, PREPROCESS_RAIL_THREADS, PREPROCESS_THREADS, WEIGHT_ROWS_THREADS};
 
     /// Registers of a multiprocessor.
     const REGISTERS: u32 = 64 << 10;
@@ -200,7 +220,8 @@ mod tests {
         /// Threads of a block.
         fn threads(self) -> u32 {
             match self {
-                Self::Preprocess => PREPROCESS_THREADS as u32,
+                Self::Preprocess { rails: false } => PREPROCESS_THREADS as u32,
+                Self::Preprocess { rails: true } => PREPROCESS_RAIL_THREADS as u32,
                 Self::Spin => 1,
                 Self::WeightRows => WEIGHT_ROWS_THREADS as u32,
                 Self::Dense => DENSE_THREADS as u32,
@@ -337,16 +358,23 @@ mod tests {
 
     #[test]
     fn all_contains_the_kernels_of_every_number_of_ranks() {
-        assert_eq!(KernelKey::all(AMPLE).len(), 10);
+        assert_eq!(KernelKey::all(AMPLE).len(), 17);
         for shared_bytes in Arch::ALL.into_iter().flat_map(Arch::shared_bytes).copied() {
             let all = KernelKey::all(shared_bytes);
             let twice = |key| all.iter().filter(|&other| other == key).count() > 1;
             assert!(!all.iter().any(twice), "{all:?}");
-            for ranks in [1, 2, 8, 33, MAX_RANKS] {
-                let launched = KernelKey::all(AMPLE).into_iter();
-                let launched = launched.map(|key| tuning::fitting(key, ranks, shared_bytes));
-                let of_world = KernelKey::of_world(ranks, shared_bytes);
-                assert!(launched.eq(of_world.iter().copied()), "{of_world:?} of {ranks} ranks");
+            for (ranks, rails) in
+                [1, 2, 8, 33, MAX_RANKS].into_iter().flat_map(|ranks| [(ranks, false), (ranks, true)])
+            {
+                let of_one = |key: &KernelKey| {
+                    key.rails() == rails || matches!(key.name(), "weight_rows" | "dense" | "spin")
+                };
+                let mut launched: Vec<_> = KernelKey::all(AMPLE).into_iter().filter(of_one).collect();
+                launched.iter_mut().for_each(|key| *key = tuning::fitting(*key, ranks, shared_bytes));
+                let of_world = KernelKey::of_world(ranks, rails, shared_bytes);
+                let same =
+                    launched.len() == of_world.len() && launched.iter().all(|key| of_world.contains(key));
+                assert!(same, "{of_world:?} of {ranks} ranks");
                 assert!(
                     of_world.iter().all(|key| all.contains(key)),
                     "{of_world:?} of {ranks} ranks, of {all:?}"
@@ -357,7 +385,7 @@ mod tests {
 
     #[test]
     fn spills_stacks_and_large_blocks_are_reported() {
-        let row = Row { key: KernelKey::Preprocess, arch: Arch::Sm80, plain_copies: false };
+        let row = Row { key: KernelKey::Preprocess { rails: false }, arch: Arch::Sm80, plain_copies: false };
         let good = Resources { registers: 64, ..Resources::default() };
         assert_eq!(row.fault(&good), None);
         for bad in [

@@ -27,6 +27,9 @@ struct Words {
     experts: usize,
     /// Text of the entry bound and the stall bound.
     bounds: String,
+    /// The settings `HYBRID_EP_CUDA_LANE_BYTES` and `HYBRID_EP_CUDA_RAIL_CHOICES`.
+    lane_bytes: usize,
+    rail_choices: usize,
 }
 
 impl Faults {
@@ -37,7 +40,7 @@ impl Faults {
         hearts: Option<Arc<Hearts>>,
     ) -> Result<Self> {
         let report = Mapped::new(device, REPORT_WORDS)?;
-        Ok(Self { report, words: Words { experts, bounds: config.bounds() }, hearts })
+        Ok(Self { report, words: Words::new(experts, config), hearts })
     }
 
     /// The address of the [`FaultReport`], for kernels.
@@ -60,6 +63,11 @@ impl Faults {
 }
 
 impl Words {
+    fn new(experts: usize, config: &Config) -> Self {
+        let (lane_bytes, rail_choices) = (config.cuda.lane_bytes, config.cuda.rail_choices);
+        Self { experts, bounds: config.bounds(), lane_bytes, rail_choices }
+    }
+
     /// `silent`: whether a rank's process seems to be stopped.
     fn error(
         &self,
@@ -114,6 +122,24 @@ impl Words {
                     CallerError::Shape { what: "routing", expected, found, unit: "choices at most" }.into(),
                 );
             }
+            FaultKind::ShortLane => {
+                let problem = format!(
+                    "the domain sums that rank {rank} sends to another NVLink domain need {} bytes; raise the setting on \
+                     all ranks, or use fewer tokens or a smaller hidden",
+                    fault.index
+                );
+                let (key, value) = ("HYBRID_EP_CUDA_LANE_BYTES", self.lane_bytes.to_string());
+                return Some(CallerError::Config { key, value, problem }.into());
+            }
+            FaultKind::RailCopies => {
+                let problem = format!(
+                    "the tokens of rank {rank} have {} choices of experts in another NVLink domain, and {} are possible; \
+                     raise the setting on all ranks, or use fewer tokens",
+                    fault.index, fault.expected
+                );
+                let (key, value) = ("HYBRID_EP_CUDA_RAIL_CHOICES", self.rail_choices.to_string());
+                return Some(CallerError::Config { key, value, problem }.into());
+            }
             FaultKind::Aborted => FaultKind::of(fault.cause).unwrap_or(FaultKind::Aborted),
             kind => kind,
         };
@@ -142,6 +168,14 @@ impl Words {
             }
             Some(WaitingFor::Chunk) => {
                 format!("{of} chunk {index} (expected step {expected}, seen {seen})")
+            }
+            Some(WaitingFor::Rail) => {
+                format!("{of} rows along the rail, chunk {index} (expected step {expected}, seen {seen})")
+            }
+            Some(WaitingFor::Foreign) => {
+                format!(
+                    "what {of} forwards from another NVLink domain (expected step {expected}, seen {seen})"
+                )
             }
             _ => format!("the blocks of its own kernel ({seen} of {expected} arrived)"),
         };
@@ -174,7 +208,7 @@ mod tests {
     use crate::params::Fault;
 
     fn said(own: FaultRecord, theirs: FaultRecord, silent: bool) -> String {
-        let words = Words { experts: 8, bounds: Config::default().bounds() };
+        let words = Words::new(8, &Config::default());
         words.error(&FaultReport { own, theirs }, |_| silent).unwrap().to_string()
     }
 
@@ -226,7 +260,7 @@ mod tests {
             alone(told),
             "rank 2 failed (combine #7): rank 0 waited 0.000 s for nothing: another rank had reported the fault before"
         );
-        let words = Words { experts: 8, bounds: String::new() };
+        let words = Words { bounds: String::new(), ..Words::new(8, &Config::default()) };
         assert_eq!(words.error(&FaultReport::zeroed(), |_| false), None);
     }
 

@@ -9,6 +9,7 @@ use ep::{DispatchMode, HandleShape, ReceiveShape};
 use crate::arena::{Arena, Part};
 use crate::driver::DeviceAddress;
 use crate::params::{HandleView, MAX_CHUNKS};
+use crate::rails::Bounds;
 use crate::shared;
 
 /// The result of preprocess for one routing. Any number of dispatches and combines may use it.
@@ -89,15 +90,25 @@ impl Sizes {
     }
 
     /// Allocates the lists.
-    pub(crate) fn allocate(&self, arena: &Arena, permuted: bool) -> ep::Result<(Part, HandleView)> {
-        let (_, bytes) = self.lay_out(0, permuted);
+    pub(crate) fn allocate(
+        &self,
+        arena: &Arena,
+        permuted: bool,
+        rails: Option<&Bounds>,
+    ) -> ep::Result<(Part, HandleView)> {
+        let (_, bytes) = self.lay_out(0, permuted, rails);
         let part = arena.alloc(bytes as usize, true)?;
-        let (view, _) = self.lay_out(part.address(), permuted);
+        let (view, _) = self.lay_out(part.address(), permuted, rails);
         Ok((part, view))
     }
 
     /// Places the lists from `base` on and returns them with their end. Computes both the size and the addresses.
-    fn lay_out(&self, base: DeviceAddress, permuted: bool) -> (HandleView, DeviceAddress) {
+    fn lay_out(
+        &self,
+        base: DeviceAddress,
+        permuted: bool,
+        rails: Option<&Bounds>,
+    ) -> (HandleView, DeviceAddress) {
         let begins = self.chunks + 1;
         let mut end = base;
         let mut place = |bytes: usize| {
@@ -116,6 +127,9 @@ impl Sizes {
             dst_copies: place(8 * self.copies),
             dst_begin: place(4 * begins * self.ranks),
             shape: place(4 * self.shape_words()),
+            rail_begin: rails.map_or(0, |rails| place(4 * rails.domains() * 2 * begins)),
+            set_rows: rails.map_or(0, |_| place(4 * self.ranks)),
+            sets: rails.map_or(0, |rails| place(rails.list_bytes())),
             tokens: self.tokens as u32,
             chunks: self.chunks as u32,
             chunk_tokens: self.chunk_tokens as u32,
@@ -158,8 +172,8 @@ mod tests {
     fn lists_do_not_overlap_and_end_where_lay_out_says() {
         for (tokens, copies) in [(0, 0), (1, 0), (5, 11), (4096, 32_768)] {
             let sizes = Sizes::new(tokens, copies, 8, 4, 64);
-            let (_, bytes) = sizes.lay_out(0, true);
-            let (view, end) = sizes.lay_out(4096, true);
+            let (_, bytes) = sizes.lay_out(0, true, None);
+            let (view, end) = sizes.lay_out(4096, true, None);
             assert_eq!(end, 4096 + bytes);
             let begins = 4 * (sizes.chunks + 1);
             let lists = [

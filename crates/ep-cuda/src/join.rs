@@ -5,6 +5,7 @@ use std::sync::Arc;
 use ep::call::check_same_world;
 use ep::join::{Door, Invitation, Member, Rendezvous};
 use ep::{CallerError, Config, EnvironmentError, Rank, Result, World};
+use ep_rail::rail_of;
 
 use crate::arena::Announce as _;
 use crate::buffer::{CudaBuffer, Home};
@@ -12,6 +13,7 @@ use crate::driver::Device;
 use crate::links;
 use crate::params::MAX_RANKS;
 use crate::peers::Peers;
+use crate::rails::{Bounds, RailWindow, RankRails};
 
 impl CudaBuffer {
     /// [`ep::Backend::threads`].
@@ -41,6 +43,15 @@ impl CudaBuffer {
                 Home::new(world, rank, device, devices.clone(), sharing > 1, config)
             })
             .collect::<Result<_>>()?;
+        let bounds = Bounds::of(world, config)?;
+        let windows: Vec<Option<RailWindow>> = homes
+            .iter()
+            .map(|home| bounds.map(|bounds| RailWindow::new(&bounds, &home.device, config)).transpose())
+            .collect::<Result<_>>()?;
+        if bounds.is_some() && !config.host.transport.is_loopback() {
+            return Err(only_loopback(config));
+        }
+        let segments: Vec<_> = windows.iter().flatten().map(|window| Arc::clone(&window.segment)).collect();
         let peers = Peers {
             control: homes.iter().map(|home| home.control.address()).collect(),
             delta: vec![0; ranks],
@@ -49,9 +60,15 @@ impl CudaBuffer {
         };
         homes
             .into_iter()
-            .map(|home| {
+            .zip(windows)
+            .map(|(home, window)| {
+                let rails = window.zip(bounds).map(|(window, bounds)| {
+                    let engine = window.loopback(world, home.rank, &segments)?;
+                    RankRails::start(world, home.rank, bounds, window, engine)
+                });
+                let rails = rails.transpose()?;
                 let here = (0..ranks).filter(|&rank| device_of(rank) == home.device.ordinal).count();
-                Self::assemble(world.clone(), config, home, peers.clone(), here)
+                Self::assemble(world.clone(), config, home, peers.clone(), rails, here)
             })
             .collect()
     }
@@ -85,8 +102,9 @@ impl CudaBuffer {
         let device = Device::open(gpu)?;
         let home = Home::new(world, rank, Arc::clone(&device), vec![gpu], false, config)?;
         let mut held = None;
-        let met = Self::meet(world, rendezvous, config, &home, &mut held);
-        let (all, mapped, own_gpu) = met.map_err(|error| {
+        let bounds = Bounds::of(world, config)?;
+        let met = Self::meet(world, rendezvous, config, &home, bounds, &mut held);
+        let Met { all, mapped, gpu: own_gpu, rails } = met.map_err(|error| {
             // Report the error before this rank's links close: otherwise the others would report this rank as lost.
             let error = rendezvous.abandon(error);
             drop(held.take());
@@ -110,22 +128,23 @@ impl CudaBuffer {
         }
         peers._keep = Arc::new(mapped);
         let here = all.iter().filter(|introduction| introduction.gpu == own_gpu).count();
-        Self::assemble(world.clone(), config, home, peers, here)
+        Self::assemble(world.clone(), config, home, peers, rails, here)
     }
 
     /// Meets the other processes and maps their memory. Stores the links in `held` as soon as there are any, also if a
-    /// later step fails. Returns the introductions of all ranks, their memory, and the UUID of this rank's GPU.
+    /// later step fails.
     fn meet(
         world: &World,
         rendezvous: &mut dyn Rendezvous,
         config: &Config,
         home: &Home,
+        bounds: Option<Bounds>,
         held: &mut Option<links::Links>,
-    ) -> Result<(Vec<Introduction>, links::Mapped, [u8; 16])> {
+    ) -> Result<Met> {
         let rank = rendezvous.rank();
         let door = Door::open()?;
         let mine = Introduction {
-            agreed: agreed(world),
+            agreed: agreed(world) + &bounds.map_or_else(String::new, |bounds| bounds.agreed(config)),
             gpu: home.device.uuid()?,
             base: home.arena.base(),
             control: home.control.address(),
@@ -149,8 +168,48 @@ impl CudaBuffer {
         home.arena.with_chunks(|chunks| chunks.iter().try_for_each(|chunk| links.announce(chunk)))?;
         // A barrier: after it, every rank has mapped every control block.
         rendezvous.all_gather(&[])?;
-        Ok((all, mapped, mine.gpu))
+        let rails = match bounds {
+            Some(bounds) => Some(Self::connect_rails(world, rendezvous, config, home, bounds)?),
+            None => None,
+        };
+        Ok(Met { all, mapped, gpu: mine.gpu, rails })
     }
+}
+
+impl CudaBuffer {
+    /// Opens this rank's engine, exchanges the addresses of all engines, and starts the proxy. Collective.
+    fn connect_rails(
+        world: &World,
+        rendezvous: &mut dyn Rendezvous,
+        config: &Config,
+        home: &Home,
+        bounds: Bounds,
+    ) -> Result<RankRails> {
+        let window = RailWindow::new(&bounds, &home.device, config)?;
+        let engine = window.open(world, home.rank, config)?;
+        let blobs = rendezvous.all_gather(&engine.blob())?;
+        let blobs: Vec<_> =
+            rail_of(world, home.rank)?.ranks().iter().map(|peer| blobs[peer.index()].clone()).collect();
+        RankRails::start(world, home.rank, bounds, window, engine.connect(&blobs)?)
+    }
+}
+
+/// What a rank has once it has met the others.
+struct Met {
+    /// The introductions of all ranks.
+    all: Vec<Introduction>,
+    mapped: links::Mapped,
+    /// The UUID of this rank's GPU.
+    gpu: [u8; 16],
+    rails: Option<RankRails>,
+}
+
+/// The error for ranks that are threads, with an engine for processes.
+fn only_loopback(config: &Config) -> ep::Error {
+    let problem =
+        "on GPUs, ranks that are threads of one process use `loopback`; start the ranks as processes";
+    let (key, value) = ("HYBRID_EP_TRANSPORT", config.host.transport.engine.clone());
+    CallerError::Config { key, value, problem: problem.into() }.into()
 }
 
 /// What a process tells the others about itself.
@@ -219,16 +278,10 @@ fn agreed(world: &World) -> String {
 
 /// Refuses worlds that this backend does not support.
 fn check_world(world: &World) -> Result<()> {
-    let (ranks, domains) = (world.ranks(), world.topology().domains());
-    if domains != 1 {
-        return Err(CallerError::Topology(format!(
-            "{domains} NVLink domains: the CUDA backend serves one; use the host backend, or one domain"
-        ))
-        .into());
-    }
+    let ranks = world.ranks();
     if ranks > MAX_RANKS {
         return Err(CallerError::Topology(format!(
-            "{ranks} ranks in an NVLink domain: the CUDA backend serves {MAX_RANKS}"
+            "{ranks} ranks: the CUDA backend serves {MAX_RANKS}, in all NVLink domains together"
         ))
         .into());
     }

@@ -1,4 +1,4 @@
-//! The CUDA backend: preprocess, dispatch and combine between the GPUs of one NVLink domain, one kernel launch each.
+//! The CUDA backend: preprocess, dispatch and combine between the GPUs of one machine, one kernel launch each.
 //!
 //! | module | contents |
 //! |---|---|
@@ -47,8 +47,8 @@ mod operators;
 mod params;
 mod peers;
 pub mod probe;
-#[cfg_attr(not(test), expect(dead_code, unused_imports, reason = "no buffer has rails yet"))]
 mod rail;
+mod rails;
 mod reaper;
 mod routing;
 mod shared;

@@ -11,7 +11,7 @@ use ep::{
     TokenFormat, Traffic, World,
 };
 
-use crate::buffer::{CudaBuffer, address, scale_code};
+use crate::buffer::{CudaBuffer, address, scale_code, views};
 use crate::call::Call;
 use crate::handle::CudaHandle;
 use crate::memory::CudaMemory;
@@ -132,9 +132,12 @@ impl Backend for CudaBuffer {
         let row = facts.check_dispatch(&input, &output, CudaMemory::facts)?;
         let DispatchInput { hidden, format, .. } = input;
         let quantize = matches!(format, TokenFormat::QuantizeFp8(_));
-        let kernel = self.kernel(tuning::dispatch_key(quantize))?;
+        let kernel = self.kernel(tuning::dispatch_key(quantize, self.rails.is_some()))?;
         let row_bytes_in = format.input_row_bytes(hidden);
-        let cut = DispatchShape::new(quantize, self.world.ranks(), row_bytes_in, kernel.shared_bytes()?);
+        let cut = DispatchShape::new(quantize, views(&self.world), row_bytes_in, kernel.shared_bytes()?);
+        if let Some(rails) = &self.rails {
+            rails.bounds.check_lane(handle.sizes.tokens, row.tokens + row.scales, handle.sizes.copies)?;
+        }
 
         let rows = facts.shape.rows;
         let keep_rest = handle.capacity.is_some();
@@ -203,10 +206,10 @@ impl Backend for CudaBuffer {
         dispatched(handle.dispatched.get().then_some(()))?;
         Self::facts(&self.world, self.rank, handle).check_combine(&input, &output, CudaMemory::facts)?;
         let CombineInput { hidden, element, wire, rows, probs, .. } = input;
-        let key = tuning::combine_key(element == Element::F32, wire == Element::F32);
-        let key = tuning::fitting(key, self.world.ranks(), self.device.shared_bytes);
+        let key = tuning::combine_key(element == Element::F32, wire == Element::F32, self.rails.is_some());
+        let key = tuning::fitting(key, views(&self.world), self.device.shared_bytes);
         let kernel = self.kernel(key)?;
-        let cut = CombineShape::new(key, self.world.ranks());
+        let cut = CombineShape::new(key, views(&self.world));
         let slot_bytes = hidden.next_multiple_of(8) * wire.bytes();
         let scratch = (Size::new(handle.sizes.sends()) * slot_bytes).bytes("partial sums")?;
         let partials = Self::scratch(&self.arena, &mut self.partials, scratch)?;
@@ -214,6 +217,16 @@ impl Backend for CudaBuffer {
             Some(_) => Self::scratch(&self.arena, &mut self.prob_scratch, 4 * handle.sizes.copies)?,
             None => 0,
         };
+        let (mut set_partials, mut set_prob_scratch) = (0, 0);
+        if let Some(rails) = &self.rails {
+            let bounds = rails.bounds;
+            let scratch = (bounds.partials() * slot_bytes).bytes("partial sums of other domains")?;
+            set_partials = Self::scratch(&self.arena, &mut self.set_partials, scratch)?;
+            if probs.is_some() {
+                set_prob_scratch =
+                    Self::scratch(&self.arena, &mut self.set_prob_scratch, bounds.prob_bytes())?;
+            }
+        }
         let common = self.enter(&Call::combine(handle.id, hidden, element, wire, probs.is_some()));
         let params = CombineParams {
             common,
@@ -224,6 +237,9 @@ impl Backend for CudaBuffer {
             out_probs: address(output.probs.as_deref()),
             partials,
             prob_scratch,
+            set_partials,
+            set_prob_scratch,
+            set_done: self.set_done.as_ref().map_or(0, crate::arena::Part::address),
             hidden: hidden as u32,
             slack: tuning::COMBINE_SLACK,
         };
@@ -244,6 +260,9 @@ impl Backend for CudaBuffer {
         let mut traffic = Traffic::default();
         traffic.domain_bytes = self.domain_bytes;
         traffic.preprocess_bytes = self.preprocess_bytes;
+        if let Some(rails) = &self.rails {
+            (traffic.transport_bytes, traffic.transport_messages) = rails.sent();
+        }
         traffic
     }
 }

@@ -9,7 +9,7 @@ use crate::driver::DeviceAddress;
 use crate::mirror::{codes, constants, structs};
 
 constants! { CONSTANTS:
-    /// Maximum number of ranks of one NVLink domain.
+    /// Maximum number of ranks, in all NVLink domains together.
     MAX_RANKS: usize = 72;
     /// Maximum number of chunks of one rank's tokens.
     MAX_CHUNKS: usize = 1024;
@@ -21,6 +21,8 @@ constants! { CONSTANTS:
     NONE: u32 = u32::MAX;
     /// Threads of a block of `preprocess`.
     PREPROCESS_THREADS: usize = 1024;
+    /// The same with rails, where threads need more registers.
+    PREPROCESS_RAIL_THREADS: usize = 512;
     /// Threads of a block of `weight_rows`.
     WEIGHT_ROWS_THREADS: usize = 256;
     /// Threads of a block of `dense`.
@@ -71,6 +73,8 @@ codes! { CODES:
         TopK = 0 as "ROUTING_TOPK",
         Map = 1 as "ROUTING_MAP",
         Rows = 2 as "ROUTING_ROWS",
+        /// Bit masks of the experts of this domain, as rails carry them.
+        Masks = 3 as "ROUTING_MASKS",
     }
 
     /// What a section of a lane has one element for.
@@ -110,6 +114,10 @@ codes! { CODES:
         Late = 11 as "FAULT_LATE",
         /// The process of `peer` has sent no heartbeat for the stall timeout.
         Silent = 12 as "FAULT_SILENT",
+        /// What this rank forwards to another domain needs a lane of `index` bytes.
+        ShortLane = 13 as "FAULT_SHORT_LANE",
+        /// Routing: it has `index` copies in another domain; a set has at most `expected`.
+        RailCopies = 14 as "FAULT_RAIL_COPIES",
     }
 
     /// What a rank was waiting for when it failed.
@@ -120,6 +128,10 @@ codes! { CODES:
         Chunk = 1 as "FOR_CHUNK",
         /// The other blocks of the rank's own kernel.
         Blocks = 2 as "FOR_BLOCKS",
+        /// Rows along the rail, from a peer that has entered.
+        Rail = 3 as "FOR_RAIL",
+        /// A chunk of a foreign set from its forwarder, which may itself wait for another domain.
+        Foreign = 4 as "FOR_FOREIGN",
     }
 
     /// The state of a peer as a host writes it into `Control::left`. Any value but `Here` ends waits for that peer.
@@ -190,6 +202,11 @@ structs! { STRUCTS:
         recv_begin: u64,
         dst_copies: u64,
         dst_begin: u64,
+        /// The lists of the foreign sets that the sender forwards.
+        sets: u64,
+        /// combine: partial sums and probabilities of those sets.
+        set_tokens: u64,
+        set_probs: u64,
         /// The arguments of the sender's call; read only if the signatures differ.
         call: [u64; CALL_WORDS],
         chunks: u32,
@@ -221,6 +238,11 @@ structs! { STRUCTS:
         unused: [u32; 31],
         /// `left[peer]`: a `GoneWord`, written by hosts.
         left: [u32; MAX_RANKS],
+        /// combine with rails: by domain, tokens of its foreign set that workers have claimed for the reduce role. Only this
+        /// rank's kernels touch it.
+        set_taken: [u32; MAX_RANKS],
+        /// preprocess with rails: blocks that have reached the grid barriers after the first one, by barrier.
+        more_arrived: [u32; MAX_RANKS + 1],
         /// This rank's first fault; peers read it when this rank has given up.
         record: FaultRecord,
         /// `handshake[epoch % 2][peer]`.
@@ -299,6 +321,29 @@ structs! { STRUCTS:
         state: RailState,
     }
 
+    /// A rank's place among the NVLink domains, and its rail window, in this rank's addresses. Kernels of a world of one
+    /// domain are compiled without rails and do not read it.
+    #[derive(bytemuck::Zeroable, bytemuck::Pod)]
+    Rails {
+        /// `[domains][2]`: by domain, and by parity of the epoch.
+        ends: DeviceAddress as "RailEnd*",
+        /// `[domains][2][2][lane_bytes]`: by domain, by parity, `out` then `in`.
+        lanes: DeviceAddress as "u8*",
+        lane_bytes: u64,
+        domains: u32,
+        /// This rank's domain.
+        domain: u32,
+        /// The domain's ranks are `first .. first + local_ranks`.
+        first: u32,
+        local_ranks: u32,
+        /// Rows of a chunk of a set; equal on all ranks.
+        chunk_rows: u32,
+        /// Maximum number of rows of a set, and of their copies; equal on all ranks.
+        most_rows: u32,
+        most_copies: u32,
+        reserved: u32,
+    }
+
     /// Parameters that all operators share.
     Common {
         rank: u32,
@@ -320,6 +365,7 @@ structs! { STRUCTS:
         owner_begin: [u32; MAX_RANKS + 1],
         /// The operator as a number of `ep::Operator`.
         operation: u32,
+        rails: Rails,
     }
 
     /// The lists of a handle; see lists.cuh.
@@ -334,6 +380,13 @@ structs! { STRUCTS:
         dst_copies: DeviceAddress as "DstCopy*",
         dst_begin: DeviceAddress as "u32*",
         shape: DeviceAddress as "u32*",
+        /// `[domains][2][chunks + 1]`: for each domain, its rail rows before each chunk of this rank's tokens, then their
+        /// copies. Null without rails, as the next two.
+        rail_begin: DeviceAddress as "u32*",
+        /// `[ranks]`: the rows of each foreign set, by the rank whose tokens they are.
+        set_rows: DeviceAddress as "u32*",
+        /// `[domains]`: the lists of the foreign sets that this rank forwards, see rails.cuh.
+        sets: DeviceAddress as "u8*",
         tokens: u32,
         chunks: u32,
         chunk_tokens: u32,
@@ -444,6 +497,12 @@ structs! { STRUCTS:
         partials: DeviceAddress as "u8*",
         /// `[copies]`, in registered memory: peers write probabilities here.
         prob_scratch: DeviceAddress as "float*",
+        /// As `partials` and `prob_scratch`, for the foreign sets that this rank forwards: by domain, for the maximum number
+        /// of rows and copies. Null without rails, as the next one.
+        set_partials: DeviceAddress as "u8*",
+        set_prob_scratch: DeviceAddress as "float*",
+        /// `[domains][MAX_CHUNKS]`: finished rows of each chunk of a foreign set. 0 between operators.
+        set_done: DeviceAddress as "u32*",
         hidden: u32,
         /// Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.
         slack: u32,

@@ -41,6 +41,7 @@ impl Peers {
             delta: [0; MAX_RANKS],
             owner_begin: [0; MAX_RANKS + 1],
             operation: 0,
+            rails: bytemuck::Zeroable::zeroed(),
         };
         common.control[..self.control.len()].copy_from_slice(&self.control);
         common.delta[..self.delta.len()].copy_from_slice(&self.delta);

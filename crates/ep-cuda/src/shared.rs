@@ -17,7 +17,7 @@ formulas! { FORMULAS:
     /// Bytes of a worker of dispatch: its ring and, if it quantises, its scales.
     fn dispatch_worker_bytes(stages, stage_bytes, quantize) = stages * stage_bytes + quantize * SCALE_BUFFER_BYTES;
 
-    /// Bytes of a block of dispatch.
+    /// Bytes of a block of dispatch. `ranks`: ranks and, with rails, domains.
     fn dispatch_bytes(ranks, warps, stages, stage_bytes, quantize) =
         peers_bytes(ranks) + warps * dispatch_worker_bytes(stages, stage_bytes, quantize);
 
@@ -43,24 +43,30 @@ formulas! { FORMULAS:
     fn combine_worker_bytes(rows_f32, wire_f32) = combine_fetch_bytes(rows_f32 | wire_f32)
         + COMBINE_RUNS * combine_run_bytes(rows_f32 | wire_f32, wire_f32);
 
-    /// Bytes of a block of combine.
+    /// Bytes of a block of combine. `ranks`: as in `dispatch_bytes`.
     fn combine_bytes(ranks, warps, rows_f32, wire_f32) =
         peers_bytes(ranks) + warps * combine_worker_bytes(rows_f32, wire_f32);
 
-    /// The number of sums over tokens in preprocess: copies per expert, copies and tokens per rank, `sends`, `copies`.
-    fn count_columns(experts, ranks) = experts + 2 * ranks + 2;
+    /// The number of sums over tokens in preprocess: copies per expert, copies and tokens per rank, `sends`, `copies`, and
+    /// with rails the tokens per domain. `domains` is 0 without rails, here and below.
+    fn count_columns(experts, ranks, domains) = experts + 2 * ranks + 2 + domains;
 
     /// Words of a row of a tile's bit matrix: odd, so that rows of adjacent tokens begin in different banks.
     fn tile_row_words(experts) = (round_up(experts, 32) / 32) | 1;
 
-    /// Words of a tile of preprocess: bits by token, expert and rank; scans; expert and owner by position.
-    fn tile_words(experts, ranks, tile) = tile * tile_row_words(experts) + (experts + ranks) * (tile / 32)
+    /// Words of a tile of preprocess: bits by token, expert, rank and domain; scans; expert and owner by position.
+    fn tile_words(experts, ranks, domains, tile) = tile * tile_row_words(experts) + (experts + ranks + domains) * (tile / 32)
         + (ranks + 2) * (tile + 1) + round_up(experts, 2) / 2 + round_up(experts, 4) / 4;
 
     /// Bytes of a block of preprocess: 64-bit row count and base per segment; two sets of column sums; a limit and two
     /// begins per rank; a tile. `segments`: the larger of experts and ranks.
-    fn preprocess_bytes(experts, ranks, segments, tile) =
-        4 * (3 * segments + 2 * count_columns(experts, ranks) + 3 * ranks + tile_words(experts, ranks, tile));
+    fn preprocess_bytes(experts, ranks, domains, segments, tile) = 4 * (3 * segments
+        + 2 * count_columns(experts, ranks, domains) + 3 * ranks + tile_words(experts, ranks, domains, tile));
+
+    /// Bytes of the lists of a foreign set. `copies`, `rows`, `chunks`: the most that it may have.
+    fn set_bytes(rows, copies, chunks, ranks) = round_up(8 * (copies + rows), 16) + 2 * round_up(4 * (chunks + 1), 16)
+        + round_up(4 * (rows + 1), 16) + 16 * copies + 2 * round_up(8 * copies, 16)
+        + 2 * round_up(4 * (chunks + 1) * ranks, 16);
 
     /// Words of a handle's shape.
     fn shape_words(local_experts) = 3 * local_experts + SHAPE_WORDS;

@@ -15,6 +15,8 @@ const DISPATCH_PIECE: usize = 16 << 10;
 const QUANTIZE_PIECE: usize = 8 << 10;
 /// Warps of a block of combine, each a worker.
 const COMBINE_WARPS: u32 = 16;
+/// The same with rails, where a worker needs more registers.
+const COMBINE_RAIL_WARPS: u32 = 12;
 /// `CombineParams::slack`: ranks start some microseconds apart, and a peer pushes this many tokens in that time.
 pub(crate) const COMBINE_SLACK: u32 = 96;
 /// Warps of a block of dispatch, each a worker, if dispatch does not quantise: the first number for which each worker
@@ -67,30 +69,32 @@ pub(crate) struct CombineShape {
 }
 
 /// The dispatch kernel that sends rows unchanged or quantises them.
-pub(crate) fn dispatch_key(quantize: bool) -> KernelKey {
+pub(crate) fn dispatch_key(quantize: bool, rails: bool) -> KernelKey {
     let warps = if quantize { QUANTIZE_WARPS } else { DISPATCH_WARPS[0] };
-    KernelKey::Dispatch { quantize, warps: warps as u32 }
+    KernelKey::Dispatch { quantize, warps: warps as u32, rails }
 }
 
 /// The combine kernel for these types.
-pub(crate) fn combine_key(rows_f32: bool, wire_f32: bool) -> KernelKey {
-    KernelKey::Combine { rows_f32, wire_f32, warps: COMBINE_WARPS }
+pub(crate) fn combine_key(rows_f32: bool, wire_f32: bool, rails: bool) -> KernelKey {
+    let warps = if rails { COMBINE_RAIL_WARPS } else { COMBINE_WARPS };
+    KernelKey::Combine { rows_f32, wire_f32, warps, rails }
 }
 
-/// The key with as many warps as fit the shared memory of a block. `available`: bytes of that memory.
-pub(crate) fn fitting(key: KernelKey, ranks: usize, available: usize) -> KernelKey {
-    let KernelKey::Combine { rows_f32, wire_f32, warps } = key else { return key };
+/// The key with as many warps as fit the shared memory of a block. `available`: bytes of that memory. `views`, here and
+/// below: the peers that a block has views of, which are the ranks and, with rails, the domains.
+pub(crate) fn fitting(key: KernelKey, views: usize, available: usize) -> KernelKey {
+    let KernelKey::Combine { rows_f32, wire_f32, warps, rails } = key else { return key };
     let worker_bytes = combine_worker_bytes(rows_f32.into(), wire_f32.into());
-    let most = (available - peers_bytes(ranks)) / worker_bytes;
-    KernelKey::Combine { rows_f32, wire_f32, warps: warps.min(most as u32) }
+    let most = (available - peers_bytes(views)) / worker_bytes;
+    KernelKey::Combine { rows_f32, wire_f32, warps: warps.min(most as u32), rails }
 }
 
 impl DispatchShape {
     /// `row_bytes`: bytes of an input row; `available`: bytes of shared memory of a block.
-    pub(crate) fn new(quantize: bool, ranks: usize, row_bytes: usize, available: usize) -> Self {
+    pub(crate) fn new(quantize: bool, views: usize, row_bytes: usize, available: usize) -> Self {
         let unit = if quantize { 256 } else { 16 };
         let choices: &[usize] = if quantize { &[QUANTIZE_WARPS] } else { &DISPATCH_WARPS };
-        let available = available - peers_bytes(ranks);
+        let available = available - peers_bytes(views);
         let mut pieces = row_bytes.div_ceil(if quantize { QUANTIZE_PIECE } else { DISPATCH_PIECE });
         loop {
             let piece =
@@ -107,7 +111,7 @@ impl DispatchShape {
                         piece_bytes: piece as u32,
                         groups: row_bytes.div_ceil(piece).min(MAX_GROUPS) as u32,
                         stages: stages as u32,
-                        shared_bytes: dispatch_bytes(ranks, warps, stages, stage, quantize.into()),
+                        shared_bytes: dispatch_bytes(views, warps, stages, stage, quantize.into()),
                     };
                 }
             }
@@ -122,14 +126,16 @@ impl DispatchShape {
 }
 
 impl CombineShape {
-    pub(crate) fn new(key: KernelKey, ranks: usize) -> Self {
-        let KernelKey::Combine { rows_f32, wire_f32, warps } = key else { unreachable!("a key of combine") };
-        let shared_bytes = combine_bytes(ranks, warps as usize, rows_f32.into(), wire_f32.into());
+    pub(crate) fn new(key: KernelKey, views: usize) -> Self {
+        let KernelKey::Combine { rows_f32, wire_f32, warps, .. } = key else {
+            unreachable!("a key of combine")
+        };
+        let shared_bytes = combine_bytes(views, warps as usize, rows_f32.into(), wire_f32.into());
         Self { threads: 32 * warps, shared_bytes }
     }
 }
 
-/// Tokens of a tile of preprocess, and the shared memory of a block. Tiles are as small as possible if all blocks get
+/// Tokens of a tile of preprocess, and the shared memory of a block. `domains`: 0 without rails. Tiles are as small as possible if all blocks get
 /// one.
 ///
 /// # Errors
@@ -139,11 +145,12 @@ pub(crate) fn preprocess_tile(
     blocks: usize,
     experts: usize,
     ranks: usize,
+    domains: usize,
     available: usize,
 ) -> Result<(u32, usize)> {
     let wanted = tokens.div_ceil(blocks).next_multiple_of(32).clamp(32, 256);
     for tile in (32..=wanted).rev().step_by(32) {
-        let bytes = preprocess_bytes(experts, ranks, experts.max(ranks), tile);
+        let bytes = preprocess_bytes(experts, ranks, domains, experts.max(ranks), tile);
         if bytes <= available {
             return Ok((tile as u32, bytes));
         }
@@ -187,7 +194,7 @@ mod tests {
                 let one_more_each = warps * shape.stage_bytes() as usize;
                 assert!(full || shared_bytes + one_more_each > available, "{row_bytes}: {shape:?}");
             }
-            let key = fitting(combine_key(true, true), 72, available);
+            let key = fitting(combine_key(true, true, false), 72, available);
             let CombineShape { threads, shared_bytes } = CombineShape::new(key, 72);
             let worker = combine_worker_bytes(1, 1);
             assert!(threads == 32 * COMBINE_WARPS || shared_bytes + worker > available, "{key:?}");
@@ -198,7 +205,7 @@ mod tests {
     fn combine_fits_every_gpu() {
         for available in SHARED {
             for (rows, wire) in [(false, false), (false, true), (true, false), (true, true)] {
-                let key = fitting(combine_key(rows, wire), 72, available);
+                let key = fitting(combine_key(rows, wire, false), 72, available);
                 let shape = CombineShape::new(key, 72);
                 assert!(shape.threads >= 32 && shape.shared_bytes <= available, "{key:?}: {shape:?}");
             }

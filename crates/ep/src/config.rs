@@ -92,6 +92,16 @@ pub struct CudaConfig {
     /// Streams of one process that the CUDA driver runs concurrently on a GPU. The driver reads the same variable.
     /// Default 8. `CUDA_DEVICE_MAX_CONNECTIONS`, 1..=32.
     pub device_connections: usize,
+    /// Between NVLink domains: the most tokens of a rank. Equal on all ranks, as the next two. Default 4,096.
+    /// `HYBRID_EP_CUDA_RAIL_TOKENS`, 1..=1,048,576.
+    pub rail_tokens: usize,
+    /// Between NVLink domains: how many experts of one other domain a token chooses on average, at most. Default 8.
+    /// `HYBRID_EP_CUDA_RAIL_CHOICES`, 1..=1,024.
+    pub rail_choices: usize,
+    /// Between NVLink domains: bytes of a lane, which has the rows that a rank sends to one other domain in an operator.
+    /// A rank has four lanes of pinned host memory per domain. Default 64 MiB. `HYBRID_EP_CUDA_LANE_BYTES`,
+    /// 4 KiB..=16 GiB.
+    pub lane_bytes: usize,
 }
 
 impl Default for Config {
@@ -123,7 +133,14 @@ impl Default for HostConfig {
 
 impl Default for CudaConfig {
     fn default() -> Self {
-        Self { sms: 0, plain_copies: false, device_connections: 8 }
+        Self {
+            sms: 0,
+            plain_copies: false,
+            device_connections: 8,
+            rail_tokens: 4096,
+            rail_choices: 8,
+            lane_bytes: 64 << 20,
+        }
     }
 }
 
@@ -173,6 +190,9 @@ impl Config {
             ("host.slots", host.slots, ranges::SLOTS),
             ("cuda.sms", cuda.sms, ranges::SMS),
             ("cuda.device_connections", cuda.device_connections, ranges::DEVICE_CONNECTIONS),
+            ("cuda.rail_tokens", cuda.rail_tokens, ranges::RAIL_TOKENS),
+            ("cuda.rail_choices", cuda.rail_choices, ranges::RAIL_CHOICES),
+            ("cuda.lane_bytes", cuda.lane_bytes, ranges::LANE_BYTES),
         ];
         for (key, value, range) in fields {
             if !range.contains(&value) {
@@ -225,6 +245,9 @@ impl Config {
                     cuda.device_connections,
                     ranges::DEVICE_CONNECTIONS,
                 )?,
+                rail_tokens: read("HYBRID_EP_CUDA_RAIL_TOKENS", cuda.rail_tokens, ranges::RAIL_TOKENS)?,
+                rail_choices: read("HYBRID_EP_CUDA_RAIL_CHOICES", cuda.rail_choices, ranges::RAIL_CHOICES)?,
+                lane_bytes: read("HYBRID_EP_CUDA_LANE_BYTES", cuda.lane_bytes, ranges::LANE_BYTES)?,
             },
         })
     }
@@ -241,6 +264,9 @@ mod ranges {
     pub(super) const SLOTS: RangeInclusive<usize> = 1..=1024;
     pub(super) const SMS: RangeInclusive<usize> = 0..=1024;
     pub(super) const DEVICE_CONNECTIONS: RangeInclusive<usize> = 1..=32;
+    pub(super) const RAIL_TOKENS: RangeInclusive<usize> = 1..=1 << 20;
+    pub(super) const RAIL_CHOICES: RangeInclusive<usize> = 1..=1024;
+    pub(super) const LANE_BYTES: RangeInclusive<usize> = 4 << 10..=16 << 30;
 }
 
 /// Milliseconds of a duration, rounded up so that a duration above 0 does not become 0.

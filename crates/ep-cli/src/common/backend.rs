@@ -12,7 +12,7 @@ pub(crate) enum BackendChoice {
     Auto,
     /// CPU cores and shared memory; emulates several NVLink domains
     Host,
-    /// GPUs of one NVLink domain
+    /// GPUs; several NVLink domains are connected by the engine of HYBRID_EP_TRANSPORT
     Cuda,
 }
 

@@ -1,8 +1,7 @@
-//! The role of this process in a job, and the checks of `--ranks` and `--domains`.
+//! The role of this process in a job, and the check of `--ranks`.
 
 use ep::config::LaunchEnv;
 
-use crate::common::backend::BackendChoice;
 use crate::common::failure::Failure;
 
 /// Most ranks on one machine; more is taken for a typing error.
@@ -46,15 +45,4 @@ pub(crate) fn ranks(asked: Option<usize>, role: &ProcessRole) -> Result<usize, F
         )));
     }
     Ok(ranks)
-}
-
-/// Refuses several domains with `--backend cuda`, which serves one.
-pub(crate) fn check_domains(choice: BackendChoice, domains: Option<usize>) -> Result<(), Failure> {
-    match (choice, domains) {
-        (BackendChoice::Cuda, Some(domains @ 2..)) => Err(Failure::request(format!(
-            "--domains {domains}: the cuda backend serves one NVLink domain; leave --domains out, or emulate \
-             several with --backend host"
-        ))),
-        _ => Ok(()),
-    }
 }

@@ -46,8 +46,6 @@ struct LeftOut {
     ranks: usize,
     /// Cases with more ranks.
     of_many_ranks: usize,
-    /// Cases with several NVLink domains, on a backend that serves one.
-    of_many_domains: usize,
 }
 
 /// A case with the number that `--case` takes.
@@ -69,8 +67,7 @@ impl Selection {
         check_limits(args)?;
         let backend = backend(args)?;
         let most_ranks = args.ranks.unwrap_or(MOST_RANKS);
-        let most_domains =
-            if backend == BackendKind::Cuda { 1 } else { args.domains.unwrap_or(MOST_DOMAINS) };
+        let most_domains = args.domains.unwrap_or(MOST_DOMAINS);
         let seed = args.seed.unwrap_or_else(new_seed);
         let suite = || numbered(Origin::Suite, conformance::suite()).collect::<Vec<_>>();
         let (mut fixed, random) = match (args.case, args.suite_only) {
@@ -91,7 +88,7 @@ impl Selection {
             }
         };
         // The remaining cases keep their numbers in the whole suite.
-        let left_out = leave_out(&mut fixed, args.ranks.unwrap_or(usize::MAX), backend);
+        let left_out = leave_out(&mut fixed, args.ranks.unwrap_or(usize::MAX));
         if let (Some(number), true, true) = (args.case, fixed.is_empty(), random.is_empty()) {
             return Err(Failure::request(format!(
                 "--case {number}: this case is left out, it has {left_out}"
@@ -193,33 +190,23 @@ impl Selection {
 
 impl LeftOut {
     fn count(&self) -> usize {
-        self.of_many_ranks + self.of_many_domains
+        self.of_many_ranks
     }
 }
 
 impl fmt::Display for LeftOut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { ranks, of_many_ranks, of_many_domains } = self;
-        if *of_many_ranks > 0 {
-            write!(f, "more than {ranks} ranks")?;
-        }
-        if *of_many_domains > 0 {
-            let between = if *of_many_ranks > 0 { ", or " } else { "" };
-            write!(f, "{between}several NVLink domains, which the backend does not serve")?;
-        }
-        Ok(())
+        write!(f, "more than {} ranks", self.ranks)
     }
 }
 
-/// Removes the fixed cases with too many ranks or domains. Random cases are drawn within the limits.
-fn leave_out(cases: &mut Vec<NumberedCase>, ranks: usize, backend: BackendKind) -> LeftOut {
+/// Removes the fixed cases with too many ranks. Random cases are drawn within the limits.
+fn leave_out(cases: &mut Vec<NumberedCase>, ranks: usize) -> LeftOut {
     let mut left_out = LeftOut { ranks, ..LeftOut::default() };
     cases.retain(|case| {
         let many_ranks = case.case.ranks > ranks;
-        let many_domains = !many_ranks && backend == BackendKind::Cuda && case.case.domains > 1;
         left_out.of_many_ranks += usize::from(many_ranks);
-        left_out.of_many_domains += usize::from(many_domains);
-        !many_ranks && !many_domains
+        !many_ranks
     });
     left_out
 }
@@ -314,16 +301,6 @@ mod tests {
         let refusal = resolve(&format!("--suite-only --ranks 2 --case {large}")).unwrap_err().to_string();
         assert!(refusal.contains("more than 2 ranks"), "{refusal}");
         assert!(resolve("--cases 30 --seed 1 --ranks 2").unwrap().cases().all(|case| case.case.ranks <= 2));
-    }
-
-    #[test]
-    fn cases_of_several_domains_are_left_out_on_gpus() {
-        let mut cases: Vec<NumberedCase> = numbered(Origin::Suite, conformance::suite()).collect();
-        let left_out = leave_out(&mut cases, 8, BackendKind::Cuda);
-        assert!(cases.iter().all(|case| case.case.domains == 1 && case.case.ranks <= 8));
-        assert_eq!(left_out.count() + cases.len(), conformance::suite().len());
-        let said = "more than 8 ranks, or several NVLink domains, which the backend does not serve";
-        assert_eq!(left_out.to_string(), said);
     }
 
     #[test]

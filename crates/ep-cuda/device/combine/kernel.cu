@@ -1,5 +1,5 @@
-// combine: adds experts' rows of each token, inside one NVLink domain. One launch: block 0 sends the handshake, every
-// block awaits the handshakes of all ranks, then every warp is a worker that alternates between two roles.
+// combine: adds experts' rows of each token. One launch: block 0 sends the handshake, every
+// block awaits the handshakes of all ranks of the domain, then every warp is a worker that alternates between two roles.
 //
 //   push     Adds the rows that this rank's experts have for a peer's token and stores the partial sum, rounded to the
 //            wire type, to the peer's `partials`; the weights to the peer's `prob_scratch`. An item is one chunk
@@ -17,7 +17,9 @@
 // Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore work is
 // claimed from shared counters (`items_taken`, `tokens_taken`), not assigned statically.
 // Element types are macros that the host defines for each variant: see sum.cuh.
-// Not implemented: more than one NVLink domain.
+// With RAILS (several NVLink domains, docs/cuda-rails.md), push also serves the foreign sets that other ranks of the
+// domain forward. reduce first adds the domain sums of the sets that this rank forwards, and writes them to the lanes; then
+// it adds the domain sums that come back for this rank's tokens.
 #include "push.cuh"
 #include "reduce.cuh"
 
@@ -34,6 +36,7 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
         // peer pushes in the microseconds by which ranks start apart. Break if `taken` exceeds that number. Never wait
         // for a peer here: as long as this worker has items to push, a peer may be waiting for them.
         for (;;) {
+            if (RAILS && !reducer.has_some() && !reducer.take_next(false)) break;
             if (!reducer.has_some()) {
                 const u32 taken = reducer.all_taken();
                 if ((taken + slack) * items + worker.workers * tokens > item * tokens || !reducer.take(taken)) break;
@@ -43,11 +46,45 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
         }
         pusher.next();
     }
-    while (reducer.has_some() || reducer.take(reducer.all_taken())) {
+    if (RAILS) {
+        // Before a wait for another domain: what this rank sends to other domains must not wait for them.
+        while (reducer.foreign() && (reducer.has_some() || reducer.take_next(true))) {
+            if (!reducer.await()) return;
+            reducer.reduce();
+        }
+        if (p.row_probs != nullptr && !gather_all_sets(p, worker, epoch)) return;
+    }
+    while (reducer.has_some() || reducer.take_next(false)) {
         if (!reducer.await()) return;
         reducer.reduce();
     }
     if (p.out_probs != nullptr) gather_all_probs(p, worker, epoch);
+}
+
+// Checks that the lanes have room for the domain sums that this rank sends. Only the GPU has the numbers of rows. Called
+// by all threads of one block, before the handshake: a rank that sees the handshake sees a fault, too.
+__device__ inline void check_lanes(const CombineParams& p) {
+    const Common& c = p.common;
+    for_each_other_domain(c, [&](u32 domain) {
+        const HandleView set = set_of(c, p.handle, domain);
+        u64 end = 0;
+        sums_plan(p, set.tokens, set.copy_begin[set.chunks], end);
+        if (end > c.rails.lane_bytes && threadIdx.x == 0) report_own(c, FAULT_SHORT_LANE, c.rank, end, 0, 0);
+    });
+    __syncthreads();
+}
+
+// Announces the domain sums that this rank sends along its rails. Called by all threads of one block.
+__device__ inline void announce_sums(const CombineParams& p, u32 epoch) {
+    for_each_other_domain(p.common, [&](u32 domain) {
+        const HandleView set = set_of(p.common, p.handle, domain);
+        u64 end = 0;
+        PlanHead head = sums_plan(p, set.tokens, set.copy_begin[set.chunks], end);
+        head.units = set.chunks;
+        publish_plan(p.common, epoch, domain, head, [&](u32 unit) {
+            return make_uint2(min(set.tokens, (unit + 1) * set.chunk_tokens), set.copy_begin[unit + 1]);
+        });
+    });
 }
 
 // Sends the handshake, which carries the addresses for partial sums and weights. Called by all threads of one block.
@@ -55,7 +92,13 @@ __device__ inline void enter(const CombineParams& p, u32 epoch) {
     Handshake handshake = handshake_of(p.common, p.handle);
     handshake.tokens = reinterpret_cast<u64>(p.partials);
     handshake.probs = reinterpret_cast<u64>(p.prob_scratch);
+    if (RAILS) {
+        handshake.set_tokens = reinterpret_cast<u64>(p.set_partials);
+        handshake.set_probs = reinterpret_cast<u64>(p.set_prob_scratch);
+    }
+    if (RAILS) check_lanes(p);
     send_handshake(p.common, handshake, epoch);
+    if (RAILS) announce_sums(p, epoch);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __grid_constant__ CombineParams p) {
@@ -63,13 +106,17 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __gri
     const Common& c = p.common;
     const u32 epoch = c.own->epoch + 1;
     auto* peers = reinterpret_cast<PeerView*>(memory);
-    u8* own_memory = memory + peers_bytes(c.ranks) + warp_id() * WORKER_BYTES;
+    u8* own_memory = memory + peers_bytes(c.ranks + rail_domains(c)) + warp_id() * WORKER_BYTES;
     const Worker worker{warp_id() * gridDim.x + blockIdx.x, WARPS * gridDim.x};
 
     if (blockIdx.x == 0) enter(p, epoch);
-    if (await_all_handshakes(c, epoch, peers)) {
+    const u64 set_bytes = RAILS ? set_slots(c) * slot_bytes(p) : 0;
+    const u64 set_prob_bytes = RAILS ? sizeof(float) * static_cast<u64>(c.rails.most_copies) : 0;
+    if (RAILS ? await_domain(c, p.handle, epoch, peers, set_bytes, set_prob_bytes)
+              : await_all_handshakes(c, epoch, peers)) {
         copy_fence_global();
         push_and_reduce(p, worker, own_memory, peers, epoch);
+        if (RAILS && blockIdx.x == 0 && warp_id() == 0) await_all_rails(c, epoch);
     }
     leave(c, epoch);
 }

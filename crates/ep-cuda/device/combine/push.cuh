@@ -1,9 +1,10 @@
 // Role push, on the rank that holds the experts: adds the rows of each token of a peer, and sends the peer the partial
 // sum.
 #pragma once
+#include "rails.cuh"
 #include "sum.cuh"
 
-// The work items of the push role: the chunks of all peers, in the order in which they are to be sent.
+// The work items of the push role: the chunks of all sources (rails.cuh), in the order in which they are to be sent.
 struct PushItems {
     const Common& c;
     const PeerView* peers;
@@ -11,8 +12,11 @@ struct PushItems {
     u32 count;
 
     __device__ PushItems(const Common& c, const PeerView* peers)
-        : c(c), peers(peers), sources(max(c.ranks - 1, 1u)), count(most_chunks(c, peers, false) * sources.by) {}
-    __device__ u32 source(u32 item) const { return in_circle(c, c.rank + 1 + sources.rest(item)); }
+        : c(c),
+          peers(peers),
+          sources(max(count_sources<false>(c), 1u)),
+          count(RAILS && domain_size(c) == 1 ? 0 : most_chunks(c, peers, false) * sources.by) {}
+    __device__ u32 source(u32 item) const { return source_at<false>(c, sources.rest(item)); }
     __device__ u32 chunk(u32 item) const { return sources.divide(item); }
     __device__ const PeerView& peer(u32 item) const { return peers[source(item)]; }
     __device__ bool skip(u32 item) const { return chunk(item) >= peer(item).chunks; }

@@ -1,59 +1,177 @@
 // Role reduce, on the rank that owns the tokens: adds the partial sums of all ranks in rank order and writes the
-// result. This rank's own partial sum is added from the experts' rows, without rounding in between.
+// result. This rank's own partial sum is added from the experts' rows, without rounding in between. With rails, also on
+// the rank that forwards a foreign set: it writes the domain sums of the set to the lane.
 #pragma once
+#include "rails.cuh"
 #include "sum.cuh"
 
-// Waits for the flags of all peers for the chunk. Returns false, after the fault was reported, if one does not come.
-__device__ inline bool await_chunk(const Common& c, u32 chunk, u32 epoch) {
+// The tokens that are reduced: this rank's own, or those of a foreign set.
+struct ReduceSet {
+    HandleView lists;
+    u8* partials;
+    float* prob_scratch;
+    // Where the set's tokens are from. Without rails, not used.
+    u32 domain;
+    // Tokens that workers have claimed.
+    u32* taken;
+};
+
+__device__ inline ReduceSet own_tokens(const CombineParams& p) {
+    return {p.handle, p.partials, p.prob_scratch, RAILS ? p.common.rails.domain : 0, &p.common.own->tokens_taken};
+}
+
+// Partial sums of a set that the memory has room for.
+__device__ inline u64 set_slots(const Common& c) { return static_cast<u64>(c.rails.most_copies) + c.rails.most_rows; }
+
+__device__ inline ReduceSet foreign_tokens(const CombineParams& p, u32 domain) {
+    const Common& c = p.common;
+    return {set_of(c, p.handle, domain), p.set_partials + domain * set_slots(c) * slot_bytes(p),
+            p.set_prob_scratch + static_cast<u64>(domain) * c.rails.most_copies, domain, &c.own->set_taken[domain]};
+}
+
+__device__ inline bool is_foreign(const Common& c, const ReduceSet& set) {
+    return RAILS && set.domain != c.rails.domain;
+}
+
+// The flags that a rank of this domain sets for the tokens of a set.
+__device__ inline const u32* flags_of(const Common& c, const ReduceSet& set, u32 peer) {
+    const u32 source = RAILS ? set.domain * c.rails.local_ranks + (peer - c.rails.first) : peer;
+    return c.own->flags[source];
+}
+
+// The last chunk of the domain sums from `domain` that the tokens of this rank's chunk `chunk` need; NONE: they need none.
+__device__ inline u32 rail_chunk(const Common& c, const HandleView& h, u32 domain, u32 chunk) {
+    const u32* rows = h.rail_begin + domain * 2 * (h.chunks + 1);
+    return rows[chunk] == rows[chunk + 1] ? NONE : (rows[chunk + 1] - 1) / c.rails.chunk_rows;
+}
+
+// Waits for the partial sums of the chunk: the flags of all peers and, of this rank's own tokens, the domain sums of the
+// other domains. Returns false, after the fault was reported, if one does not come.
+__device__ inline bool await_chunk(const Common& c, const ReduceSet& set, u32 chunk, u32 epoch) {
     bool fine = true;
-    for (u32 peer = lane_id(); fine && peer < c.ranks; peer += WARP)
-        if (peer != c.rank) fine = wait_for(c, &c.own->flags[peer][chunk], epoch, peer, FOR_CHUNK, chunk);
+    for (u32 peer = domain_begin(c) + lane_id(); fine && peer < domain_end(c); peer += WARP)
+        if (peer != c.rank) fine = wait_for(c, flags_of(c, set, peer) + chunk, epoch, peer, FOR_CHUNK, chunk);
+    for (u32 domain = lane_id(); fine && domain < rail_domains(c); domain += WARP) {
+        if (is_foreign(c, set) || domain == c.rails.domain) continue;
+        const u32 needed = rail_chunk(c, set.lists, domain, chunk);
+        fine = needed == NONE || await_plan(c, epoch, domain) && await_rows(c, epoch, domain, needed);
+    }
     fine = __all_sync(ALL_LANES, fine);
     // Makes what one lane has acquired visible to all lanes: a vote does not order memory.
     __syncwarp();
     return fine;
 }
 
+// Whether the partial sums of the chunk are here. Called by all lanes; they must vote.
+__device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 chunk, u32 epoch) {
+    bool there = true;
+    for (u32 peer = domain_begin(c) + lane_id(); peer < domain_end(c); peer += WARP)
+        if (peer != c.rank) there = there && reached(ld_acquire_sys(flags_of(c, set, peer) + chunk), epoch);
+    for (u32 domain = lane_id(); domain < rail_domains(c); domain += WARP) {
+        if (is_foreign(c, set) || domain == c.rails.domain) continue;
+        const u32 needed = rail_chunk(c, set.lists, domain, chunk);
+        there = there && (needed == NONE || rows_are_here(c, epoch, domain, needed));
+    }
+    return there;
+}
+
+// What the lane to and from a domain holds: domain sums, then the weights of the copies. Moves `end` behind them.
+__device__ inline PlanHead sums_plan(const CombineParams& p, u32 rows, u32 copies, u64& end) {
+    PlanHead head;
+    head.rows = rows;
+    head.copies = copies;
+    head.sections[0] = place_section(end, rows, static_cast<u32>(slot_bytes(p)), RAIL_PER_ROW);
+    head.sections[1] = place_section(end, copies, p.row_probs == nullptr ? 0 : sizeof(float), RAIL_PER_COPY);
+    head.flags_per_unit = p.row_probs == nullptr ? 1 : 2;
+    return head;
+}
+
+// The weights in a lane of `rows` rows.
+__device__ inline u8* weights_in(const CombineParams& p, u8* lane, u32 rows) {
+    u64 end = 0;
+    return lane + sums_plan(p, rows, 0, end).sections[1].offset;
+}
+
+// The weight of a copy on this rank, or of one that a peer has sent.
+__device__ inline float gathered(const CombineParams& p, const ReduceSet& set, const Copy& copy, u32 at) {
+    const Common& c = p.common;
+    if (copy.rank() != c.rank)
+        return __uint_as_float(ld_relaxed_sys(reinterpret_cast<const u32*>(set.prob_scratch + at)));
+    const u32 own_experts = c.owner_begin[c.rank + 1] - c.owner_begin[c.rank];
+    const u64 cell = p.handle.permuted ? copy.row() : static_cast<u64>(copy.row()) * own_experts + copy.local_expert();
+    return p.row_probs[cell];
+}
+
+// The weight of a copy that was sent to another domain.
+__device__ inline float returned(const CombineParams& p, const Copy& copy, u32 epoch) {
+    const Common& c = p.common;
+    const HandleView& h = p.handle;
+    const u32 domain = copy.rank() - c.ranks;
+    const u32 rows = (h.rail_begin + domain * 2 * (h.chunks + 1))[h.chunks];
+    const u8* weights = weights_in(p, in_lane(c, epoch, domain), rows);
+    return __uint_as_float(ld_relaxed_sys(reinterpret_cast<const u32*>(weights) + copy.row()));
+}
+
 // Writes the chunk's rows of `out_probs`: the weights of the copies that were kept, zero elsewhere.
-__device__ inline void gather_probs(const CombineParams& p, u32 chunk) {
+__device__ inline void gather_probs(const CombineParams& p, u32 chunk, u32 epoch) {
     const Common& c = p.common;
     const HandleView& h = p.handle;
     const u64 experts = c.experts;
     const u64 first = chunk * h.chunk_tokens * experts, last = chunk_end_token(h, chunk) * experts;
     for (u64 cell = first + lane_id(); cell < last; cell += WARP) p.out_probs[cell] = 0.0f;
     __syncwarp();
-    const u32 own_experts = c.owner_begin[c.rank + 1] - c.owner_begin[c.rank];
+    const ReduceSet own = own_tokens(p);
     for (u32 at = h.copy_begin[chunk] + lane_id(); at < h.copy_begin[chunk + 1]; at += WARP) {
         const Copy copy = h.copies[at];
         if (copy.is_dropped()) continue;
-        const u64 own_cell = h.permuted ? copy.row() : static_cast<u64>(copy.row()) * own_experts + copy.local_expert();
-        const u32* there = reinterpret_cast<const u32*>(p.prob_scratch + at);
         p.out_probs[copy.cell()] =
-            copy.rank() == c.rank ? p.row_probs[own_cell] : __uint_as_float(ld_relaxed_sys(there));
+            RAILS && copy.rank() >= c.ranks ? returned(p, copy, epoch) : gathered(p, own, copy, at);
     }
 }
 
-// The summand of entry number `send`: the partial sum of another rank, or a row of this rank.
-__device__ inline Summand reduce_summand(const CombineParams& p, const Send& entry, u32 send) {
+// Writes the weights of a chunk of a foreign set to the lane, and releases them.
+__device__ inline void gather_set_probs(const CombineParams& p, const ReduceSet& set, u32 chunk, u32 epoch) {
+    const Common& c = p.common;
+    const HandleView& h = set.lists;
+    auto* weights = reinterpret_cast<float*>(weights_in(p, out_lane(c, epoch, set.domain), h.tokens));
+    for (u32 at = h.copy_begin[chunk] + lane_id(); at < h.copy_begin[chunk + 1]; at += WARP) {
+        const Copy copy = h.copies[at];
+        weights[at] = copy.is_dropped() ? 0.0f : gathered(p, set, copy, at);
+    }
+    __syncwarp();
+    if (lane_id() == 0) st_release_sys(&rail_end(c, epoch, set.domain)->out_flags[2 * chunk + 1], epoch);
+}
+
+// The summand of entry number `send`: the partial sum of another rank, a row of this rank, or another domain's sum.
+__device__ inline Summand reduce_summand(const CombineParams& p, const ReduceSet& set, const Send& entry, u32 send,
+                                         u32 epoch) {
     if (entry.is_dead()) return no_summand();
-    if (entry.rank() != p.common.rank)
-        return summand(p.partials + send * slot_bytes(p), SUM_ALIVE | (WIRE_F32 ? SUM_F32 : 0));
+    const Common& c = p.common;
+    const bool rail = RAILS && entry.rank() >= c.ranks;
+    constexpr u32 WIRE = WIRE_F32 ? SUM_F32 : 0;
+    if (!rail && entry.rank() != c.rank) return summand(set.partials + send * slot_bytes(p), SUM_ALIVE | WIRE);
     const bool begins = entry.is_own_first(), ends = entry.is_own_end();
-    u32 flags = SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0);
+    u32 flags = SUM_ALIVE;
     if (begins && !ends) flags |= SUM_APART;
     if (ends && !begins) flags |= SUM_TOGETHER;
-    return summand(row_at(p, entry.row()), flags);
+    if (rail) return summand(in_lane(c, epoch, entry.rank() - c.ranks) + entry.row() * slot_bytes(p), flags | WIRE);
+    return summand(row_at(p, entry.row()), flags | (ROWS_F32 ? SUM_F32 : 0));
 }
 
 // The summands of one token, read entry by entry.
 struct ReduceRows {
     const CombineParams& p;
+    const ReduceSet& set;
     u32 first;
+    u32 epoch;
 
-    __device__ Summand at(u32 index) const { return reduce_summand(p, p.handle.sends[first + index], first + index); }
+    __device__ Summand at(u32 index) const {
+        return reduce_summand(p, set, set.lists.sends[first + index], first + index, epoch);
+    }
 };
 
-// One worker in the reduce role. It claims a few consecutive tokens at a time.
+// One worker in the reduce role. It claims a few consecutive tokens of one set at a time. With rails, it first claims
+// those of foreign sets: they have a longer way.
 struct Reducer {
     static constexpr u32 BYTES = element_bytes(ROWS_F32);
     // Maximum number of tokens of a claim: several, so that their lists are read together; few, so that workers finish
@@ -67,72 +185,119 @@ struct Reducer {
     u32 token = 0;
     u32 end = 0;
     u32 begin = NONE;  // see `sums_of`
+    // The domain whose tokens are claimed.
+    u32 domain;
 
     __device__ Reducer(const CombineParams& p, const Worker& worker, u8* memory, u32 epoch)
-        : p(p), epoch(epoch), workers(worker.workers), memory(memory) {}
+        : p(p), epoch(epoch), workers(worker.workers), memory(memory), domain(RAILS ? next_domain(p.common.rails.domain) : 0) {}
+
+    __device__ u32 next_domain(u32 after) const { return after + 1 < p.common.rails.domains ? after + 1 : 0; }
+
+    // The set whose tokens are claimed.
+    __device__ ReduceSet set() const { return foreign() ? foreign_tokens(p, domain) : own_tokens(p); }
+    // Whether foreign sets are left.
+    __device__ bool foreign() const { return RAILS && domain != p.common.rails.domain; }
 
     __device__ bool has_some() const { return token != end; }
 
-    // The number of tokens that all workers have claimed. May exceed the number of tokens.
-    __device__ u32 all_taken() const {
-        return __shfl_sync(ALL_LANES, ld_relaxed_gpu(&p.common.own->tokens_taken), 0);
-    }
+    // The number of tokens of the set that all workers have claimed. May exceed the number of tokens.
+    __device__ u32 all_taken() const { return __shfl_sync(ALL_LANES, ld_relaxed_gpu(set().taken), 0); }
 
-    // Claims tokens; returns false if none are left. `taken`: a recent value of `all_taken`, which determines how many
-    // tokens are claimed.
+    // Claims tokens of the set; returns false if none are left. `taken`: a recent value of `all_taken`, which determines
+    // how many tokens are claimed.
     __device__ bool take(u32 taken) {
-        const u32 tokens = p.handle.tokens;
+        const ReduceSet from = set();
+        const u32 tokens = from.lists.tokens;
         if (taken >= tokens) return false;
         const u32 count = min(max((tokens - taken) / (4 * workers), 1u), MOST_TOKENS);
         u32 first = 0;
-        if (lane_id() == 0) first = atom_add_relaxed_gpu(&p.common.own->tokens_taken, count);
+        if (lane_id() == 0) first = atom_add_relaxed_gpu(from.taken, count);
         token = min(__shfl_sync(ALL_LANES, first, 0), tokens);
         end = min(token + count, tokens);
         return has_some();
     }
 
-    // Whether the flags of all peers for the claimed tokens have been set.
+    // Claims tokens of this set or, with rails, of the next one that has some left; none of this rank's own while
+    // `foreign_only`.
+    __device__ bool take_next(bool foreign_only) {
+        while (!take(all_taken())) {
+            if (!foreign()) return false;
+            domain = next_domain(domain);
+            if (foreign_only && !foreign()) return false;
+        }
+        return true;
+    }
+
+    // Whether the partial sums of the claimed tokens are here.
     __device__ bool ready() const {
-        const Common& c = p.common;
+        const ReduceSet from = set();
         bool there = true;
         for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
-            for (u32 peer = lane_id(); peer < c.ranks; peer += WARP)
-                if (peer != c.rank) there = there && reached(ld_acquire_sys(&c.own->flags[peer][chunk]), epoch);
+            there = chunk_is_here(p.common, from, chunk, epoch) && there;
         there = __all_sync(ALL_LANES, there);
         // As in `await_chunk`: makes what one lane has acquired visible to all lanes.
         __syncwarp();
         return there;
     }
 
-    // Waits until `ready`. Returns false, after the fault was reported, if a flag does not come.
+    // Waits until `ready`. Returns false, after the fault was reported, if something does not come.
     __device__ bool await() const {
+        const ReduceSet from = set();
         for (u32 chunk = first_chunk(); chunk <= last_chunk(); chunk++)
-            if (!await_chunk(p.common, chunk, epoch)) return false;
+            if (!await_chunk(p.common, from, chunk, epoch)) return false;
         return true;
     }
 
     // Reduces the claimed tokens, which must be ready.
     __device__ void reduce() {
-        const HandleView& h = p.handle;
+        const ReduceSet from = set();
+        const HandleView& h = from.lists;
         const u32 last = h.token_begin[end];
+        const u32 first_token = token;
         for (u32 first = h.token_begin[token]; first < last; first += WARP) {
             Batch<Send> batch;
             batch.first = first;
             batch.count = min(WARP, last - first);
             if (lane_id() < batch.count) batch.entry = h.sends[first + lane_id()];
-            reduce_batch(batch);
+            reduce_batch(from, batch);
         }
         token = end;
+        if (foreign()) finish(from, first_token);
     }
 
-    __device__ u32 first_chunk() const { return token / p.handle.chunk_tokens; }
-    __device__ u32 last_chunk() const { return (end - 1) / p.handle.chunk_tokens; }
+    // Counts the claimed tokens of a foreign set, from `first_token` on, as written to the lane. The worker that writes the
+    // last row of a chunk releases the chunk to the proxy.
+    __device__ void finish(const ReduceSet& from, u32 first_token) const {
+        __syncwarp();
+        if (lane_id() != 0) return;
+        const u32 rows = from.lists.chunk_tokens, per_unit = p.row_probs == nullptr ? 1 : 2;
+        u32* const done = p.set_done + domain * MAX_CHUNKS;
+        for (u32 row = first_token; row < end;) {
+            const u32 chunk = row / rows, chunk_end = min((chunk + 1) * rows, from.lists.tokens);
+            const u32 count = min(chunk_end, end) - row;
+            if (atom_add_acq_rel_gpu(&done[chunk], count) + count == chunk_end - chunk * rows) {
+                done[chunk] = 0;
+                st_release_sys(&rail_end(p.common, epoch, domain)->out_flags[per_unit * chunk], epoch);
+            }
+            row += count;
+        }
+    }
 
-    __device__ void reduce_batch(const Batch<Send>& batch) {
+    __device__ u32 chunk_tokens() const { return foreign() ? p.common.rails.chunk_rows : p.handle.chunk_tokens; }
+    __device__ u32 first_chunk() const { return token / chunk_tokens(); }
+    __device__ u32 last_chunk() const { return (end - 1) / chunk_tokens(); }
+
+    __device__ void reduce_batch(const ReduceSet& from, const Batch<Send>& batch) {
         // Loaded once, into registers.
-        u8* const out = p.out_tokens;
+        const bool to_lane = foreign();
+        u8* const out = to_lane ? out_lane(p.common, epoch, domain) : p.out_tokens;
         const u32 hidden = p.hidden;
         const auto write = [&](const Sum& sum, u32 vector, u32 of) {
+            if (to_lane) {
+                u8* to = out + of * slot_bytes(p) + static_cast<u64>(8 * vector) * element_bytes(WIRE_F32);
+                sum.store<WIRE_F32>(to, hidden - 8 * vector);
+                return;
+            }
             u8* to = out + (static_cast<u64>(of) * hidden + 8 * vector) * BYTES;
             sum.store<ROWS_F32>(to, hidden - 8 * vector);
         };
@@ -143,23 +308,37 @@ struct Reducer {
         const u32 begins = (ends << 1 | carried) & (batch.count == WARP ? ALL_LANES : (1u << batch.count) - 1);
         const BatchSums sums = sums_of(batch, begins, ends, begin);
         if (sums.long_ends) {
-            make_long_sum(sums.long_count, ReduceRows{p, sums.long_begin}, hidden, memory,
+            make_long_sum(sums.long_count, ReduceRows{p, from, sums.long_begin, epoch}, hidden, memory,
                           [&](const Sum& sum, u32 vector) { write(sum, vector, token); });
             token++;
         }
         const u32 count = __popc(sums.whole.ends);
-        make_sums(sums.whole, mine ? reduce_summand(p, batch.entry, batch.first + lane_id()) : no_summand(), hidden,
-                  memory, [&](const Sum& sum, u32 vector, const Sums& rest) {
-                      write(sum, vector, token + count - __popc(rest.ends));
-                  });
+        const Summand summand =
+            mine ? reduce_summand(p, from, batch.entry, batch.first + lane_id(), epoch) : no_summand();
+        make_sums(sums.whole, summand, hidden, memory, [&](const Sum& sum, u32 vector, const Sums& rest) {
+            write(sum, vector, token + count - __popc(rest.ends));
+        });
         token += count;
     }
 };
 
-// Gathers the weights of all chunks, each after its flags. Chunks are assigned statically.
+// Gathers the weights of all chunks of this rank's tokens, each after its partial sums. Chunks are assigned statically.
 __device__ inline void gather_all_probs(const CombineParams& p, const Worker& worker, u32 epoch) {
     for (u32 chunk = worker.index; chunk < p.handle.chunks; chunk += worker.workers) {
-        if (!await_chunk(p.common, chunk, epoch)) return;
-        gather_probs(p, chunk);
+        if (!await_chunk(p.common, own_tokens(p), chunk, epoch)) return;
+        gather_probs(p, chunk, epoch);
     }
+}
+
+// The same for all foreign sets. Returns false, after the fault was reported, if something does not come.
+__device__ inline bool gather_all_sets(const CombineParams& p, const Worker& worker, u32 epoch) {
+    bool fine = true;
+    for_each_other_domain(p.common, [&](u32 domain) {
+        const ReduceSet set = foreign_tokens(p, domain);
+        for (u32 chunk = worker.index; fine && chunk < set.lists.chunks; chunk += worker.workers) {
+            fine = await_chunk(p.common, set, chunk, epoch);
+            if (fine) gather_set_probs(p, set, chunk, epoch);
+        }
+    });
+    return fine;
 }

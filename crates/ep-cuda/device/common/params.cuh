@@ -11,7 +11,7 @@ struct Copy;
 struct Receive;
 struct DstCopy;
 
-// Maximum number of ranks of one NVLink domain.
+// Maximum number of ranks, in all NVLink domains together.
 constexpr u32 MAX_RANKS = 72;
 // Maximum number of chunks of one rank's tokens.
 constexpr u32 MAX_CHUNKS = 1024;
@@ -23,6 +23,8 @@ constexpr u32 MAX_FLAGS = 4096;
 constexpr u32 NONE = 4294967295;
 // Threads of a block of `preprocess`.
 constexpr u32 PREPROCESS_THREADS = 1024;
+// The same with rails, where threads need more registers.
+constexpr u32 PREPROCESS_RAIL_THREADS = 512;
 // Threads of a block of `weight_rows`.
 constexpr u32 WEIGHT_ROWS_THREADS = 256;
 // Threads of a block of `dense`.
@@ -71,6 +73,8 @@ enum RoutingForm : u32 {
     ROUTING_TOPK = 0,
     ROUTING_MAP = 1,
     ROUTING_ROWS = 2,
+    // Bit masks of the experts of this domain, as rails carry them.
+    ROUTING_MASKS = 3,
 };
 
 // What a section of a lane has one element for.
@@ -110,6 +114,10 @@ enum FaultKind : u32 {
     FAULT_LATE = 11,
     // The process of `peer` has sent no heartbeat for the stall timeout.
     FAULT_SILENT = 12,
+    // What this rank forwards to another domain needs a lane of `index` bytes.
+    FAULT_SHORT_LANE = 13,
+    // Routing: it has `index` copies in another domain; a set has at most `expected`.
+    FAULT_RAIL_COPIES = 14,
 };
 
 // What a rank was waiting for when it failed.
@@ -120,6 +128,10 @@ enum WaitingFor : u32 {
     FOR_CHUNK = 1,
     // The other blocks of the rank's own kernel.
     FOR_BLOCKS = 2,
+    // Rows along the rail, from a peer that has entered.
+    FOR_RAIL = 3,
+    // A chunk of a foreign set from its forwarder, which may itself wait for another domain.
+    FOR_FOREIGN = 4,
 };
 
 // The state of a peer as a host writes it into `Control::left`. Any value but `Here` ends waits for that peer.
@@ -185,6 +197,11 @@ struct Handshake {
     u64 recv_begin;
     u64 dst_copies;
     u64 dst_begin;
+    // The lists of the foreign sets that the sender forwards.
+    u64 sets;
+    // combine: partial sums and probabilities of those sets.
+    u64 set_tokens;
+    u64 set_probs;
     // The arguments of the sender's call; read only if the signatures differ.
     u64 call[CALL_WORDS];
     u32 chunks;
@@ -216,6 +233,11 @@ struct Control {
     u32 unused[31];
     // `left[peer]`: a `GoneWord`, written by hosts.
     u32 left[MAX_RANKS];
+    // combine with rails: by domain, tokens of its foreign set that workers have claimed for the reduce role. Only this
+    // rank's kernels touch it.
+    u32 set_taken[MAX_RANKS];
+    // preprocess with rails: blocks that have reached the grid barriers after the first one, by barrier.
+    u32 more_arrived[MAX_RANKS + 1];
     // This rank's first fault; peers read it when this rank has given up.
     FaultRecord record;
     // `handshake[epoch % 2][peer]`.
@@ -292,6 +314,28 @@ struct RailEnd {
     RailState state;
 };
 
+// A rank's place among the NVLink domains, and its rail window, in this rank's addresses. Kernels of a world of one
+// domain are compiled without rails and do not read it.
+struct Rails {
+    // `[domains][2]`: by domain, and by parity of the epoch.
+    RailEnd* ends;
+    // `[domains][2][2][lane_bytes]`: by domain, by parity, `out` then `in`.
+    u8* lanes;
+    u64 lane_bytes;
+    u32 domains;
+    // This rank's domain.
+    u32 domain;
+    // The domain's ranks are `first .. first + local_ranks`.
+    u32 first;
+    u32 local_ranks;
+    // Rows of a chunk of a set; equal on all ranks.
+    u32 chunk_rows;
+    // Maximum number of rows of a set, and of their copies; equal on all ranks.
+    u32 most_rows;
+    u32 most_copies;
+    u32 reserved;
+};
+
 // Parameters that all operators share.
 struct Common {
     u32 rank;
@@ -313,6 +357,7 @@ struct Common {
     u32 owner_begin[MAX_RANKS + 1];
     // The operator as a number of `ep::Operator`.
     u32 operation;
+    Rails rails;
 };
 
 // The lists of a handle; see lists.cuh.
@@ -327,6 +372,13 @@ struct HandleView {
     DstCopy* dst_copies;
     u32* dst_begin;
     u32* shape;
+    // `[domains][2][chunks + 1]`: for each domain, its rail rows before each chunk of this rank's tokens, then their
+    // copies. Null without rails, as the next two.
+    u32* rail_begin;
+    // `[ranks]`: the rows of each foreign set, by the rank whose tokens they are.
+    u32* set_rows;
+    // `[domains]`: the lists of the foreign sets that this rank forwards, see rails.cuh.
+    u8* sets;
     u32 tokens;
     u32 chunks;
     u32 chunk_tokens;
@@ -437,6 +489,12 @@ struct CombineParams {
     u8* partials;
     // `[copies]`, in registered memory: peers write probabilities here.
     float* prob_scratch;
+    // As `partials` and `prob_scratch`, for the foreign sets that this rank forwards: by domain, for the maximum number
+    // of rows and copies. Null without rails, as the next one.
+    u8* set_partials;
+    float* set_prob_scratch;
+    // `[domains][MAX_CHUNKS]`: finished rows of each chunk of a foreign set. 0 between operators.
+    u32* set_done;
     u32 hidden;
     // Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.
     u32 slack;
@@ -509,7 +567,7 @@ constexpr u32 dispatch_worker_bytes(u32 stages, u32 stage_bytes, u32 quantize) {
     return stages * stage_bytes + quantize * SCALE_BUFFER_BYTES;
 }
 
-// Bytes of a block of dispatch.
+// Bytes of a block of dispatch. `ranks`: ranks and, with rails, domains.
 constexpr u32 dispatch_bytes(u32 ranks, u32 warps, u32 stages, u32 stage_bytes, u32 quantize) {
     return peers_bytes(ranks) + warps * dispatch_worker_bytes(stages, stage_bytes, quantize);
 }
@@ -549,14 +607,15 @@ constexpr u32 combine_worker_bytes(u32 rows_f32, u32 wire_f32) {
     return combine_fetch_bytes(rows_f32 | wire_f32) + COMBINE_RUNS * combine_run_bytes(rows_f32 | wire_f32, wire_f32);
 }
 
-// Bytes of a block of combine.
+// Bytes of a block of combine. `ranks`: as in `dispatch_bytes`.
 constexpr u32 combine_bytes(u32 ranks, u32 warps, u32 rows_f32, u32 wire_f32) {
     return peers_bytes(ranks) + warps * combine_worker_bytes(rows_f32, wire_f32);
 }
 
-// The number of sums over tokens in preprocess: copies per expert, copies and tokens per rank, `sends`, `copies`.
-constexpr u32 count_columns(u32 experts, u32 ranks) {
-    return experts + 2 * ranks + 2;
+// The number of sums over tokens in preprocess: copies per expert, copies and tokens per rank, `sends`, `copies`, and
+// with rails the tokens per domain. `domains` is 0 without rails, here and below.
+constexpr u32 count_columns(u32 experts, u32 ranks, u32 domains) {
+    return experts + 2 * ranks + 2 + domains;
 }
 
 // Words of a row of a tile's bit matrix: odd, so that rows of adjacent tokens begin in different banks.
@@ -564,15 +623,20 @@ constexpr u32 tile_row_words(u32 experts) {
     return (round_up(experts, 32) / 32) | 1;
 }
 
-// Words of a tile of preprocess: bits by token, expert and rank; scans; expert and owner by position.
-constexpr u32 tile_words(u32 experts, u32 ranks, u32 tile) {
-    return tile * tile_row_words(experts) + (experts + ranks) * (tile / 32) + (ranks + 2) * (tile + 1) + round_up(experts, 2) / 2 + round_up(experts, 4) / 4;
+// Words of a tile of preprocess: bits by token, expert, rank and domain; scans; expert and owner by position.
+constexpr u32 tile_words(u32 experts, u32 ranks, u32 domains, u32 tile) {
+    return tile * tile_row_words(experts) + (experts + ranks + domains) * (tile / 32) + (ranks + 2) * (tile + 1) + round_up(experts, 2) / 2 + round_up(experts, 4) / 4;
 }
 
 // Bytes of a block of preprocess: 64-bit row count and base per segment; two sets of column sums; a limit and two
 // begins per rank; a tile. `segments`: the larger of experts and ranks.
-constexpr u32 preprocess_bytes(u32 experts, u32 ranks, u32 segments, u32 tile) {
-    return 4 * (3 * segments + 2 * count_columns(experts, ranks) + 3 * ranks + tile_words(experts, ranks, tile));
+constexpr u32 preprocess_bytes(u32 experts, u32 ranks, u32 domains, u32 segments, u32 tile) {
+    return 4 * (3 * segments + 2 * count_columns(experts, ranks, domains) + 3 * ranks + tile_words(experts, ranks, domains, tile));
+}
+
+// Bytes of the lists of a foreign set. `copies`, `rows`, `chunks`: the most that it may have.
+constexpr u32 set_bytes(u32 rows, u32 copies, u32 chunks, u32 ranks) {
+    return round_up(8 * (copies + rows), 16) + 2 * round_up(4 * (chunks + 1), 16) + round_up(4 * (rows + 1), 16) + 16 * copies + 2 * round_up(8 * copies, 16) + 2 * round_up(4 * (chunks + 1) * ranks, 16);
 }
 
 // Words of a handle's shape.
@@ -609,12 +673,15 @@ static_assert(OFFSET_OF(Handshake, recv) == 32);
 static_assert(OFFSET_OF(Handshake, recv_begin) == 40);
 static_assert(OFFSET_OF(Handshake, dst_copies) == 48);
 static_assert(OFFSET_OF(Handshake, dst_begin) == 56);
-static_assert(OFFSET_OF(Handshake, call) == 64);
-static_assert(OFFSET_OF(Handshake, chunks) == 112);
-static_assert(OFFSET_OF(Handshake, signature) == 116);
-static_assert(OFFSET_OF(Handshake, epoch) == 120);
-static_assert(OFFSET_OF(Handshake, reserved) == 124);
-static_assert(sizeof(Handshake) == 128);
+static_assert(OFFSET_OF(Handshake, sets) == 64);
+static_assert(OFFSET_OF(Handshake, set_tokens) == 72);
+static_assert(OFFSET_OF(Handshake, set_probs) == 80);
+static_assert(OFFSET_OF(Handshake, call) == 88);
+static_assert(OFFSET_OF(Handshake, chunks) == 136);
+static_assert(OFFSET_OF(Handshake, signature) == 140);
+static_assert(OFFSET_OF(Handshake, epoch) == 144);
+static_assert(OFFSET_OF(Handshake, reserved) == 148);
+static_assert(sizeof(Handshake) == 152);
 static_assert(OFFSET_OF(Control, epoch) == 0);
 static_assert(OFFSET_OF(Control, blocks_done) == 4);
 static_assert(OFFSET_OF(Control, blocks_arrived) == 8);
@@ -625,10 +692,12 @@ static_assert(OFFSET_OF(Control, reserved) == 24);
 static_assert(OFFSET_OF(Control, abort) == 128);
 static_assert(OFFSET_OF(Control, unused) == 132);
 static_assert(OFFSET_OF(Control, left) == 256);
-static_assert(OFFSET_OF(Control, record) == 544);
-static_assert(OFFSET_OF(Control, handshake) == 696);
-static_assert(OFFSET_OF(Control, flags) == 19128);
-static_assert(sizeof(Control) == 1198776);
+static_assert(OFFSET_OF(Control, set_taken) == 544);
+static_assert(OFFSET_OF(Control, more_arrived) == 832);
+static_assert(OFFSET_OF(Control, record) == 1128);
+static_assert(OFFSET_OF(Control, handshake) == 1280);
+static_assert(OFFSET_OF(Control, flags) == 23168);
+static_assert(sizeof(Control) == 1202816);
 static_assert(OFFSET_OF(PeerView, tokens) == 0);
 static_assert(OFFSET_OF(PeerView, scales) == 8);
 static_assert(OFFSET_OF(PeerView, probs) == 16);
@@ -666,6 +735,18 @@ static_assert(OFFSET_OF(RailEnd, out_flags) == 8320);
 static_assert(OFFSET_OF(RailEnd, input) == 24704);
 static_assert(OFFSET_OF(RailEnd, state) == 33024);
 static_assert(sizeof(RailEnd) == 37248);
+static_assert(OFFSET_OF(Rails, ends) == 0);
+static_assert(OFFSET_OF(Rails, lanes) == 8);
+static_assert(OFFSET_OF(Rails, lane_bytes) == 16);
+static_assert(OFFSET_OF(Rails, domains) == 24);
+static_assert(OFFSET_OF(Rails, domain) == 28);
+static_assert(OFFSET_OF(Rails, first) == 32);
+static_assert(OFFSET_OF(Rails, local_ranks) == 36);
+static_assert(OFFSET_OF(Rails, chunk_rows) == 40);
+static_assert(OFFSET_OF(Rails, most_rows) == 44);
+static_assert(OFFSET_OF(Rails, most_copies) == 48);
+static_assert(OFFSET_OF(Rails, reserved) == 52);
+static_assert(sizeof(Rails) == 56);
 static_assert(OFFSET_OF(Common, rank) == 0);
 static_assert(OFFSET_OF(Common, ranks) == 4);
 static_assert(OFFSET_OF(Common, experts) == 8);
@@ -679,7 +760,8 @@ static_assert(OFFSET_OF(Common, control) == 96);
 static_assert(OFFSET_OF(Common, delta) == 672);
 static_assert(OFFSET_OF(Common, owner_begin) == 1248);
 static_assert(OFFSET_OF(Common, operation) == 1540);
-static_assert(sizeof(Common) == 1544);
+static_assert(OFFSET_OF(Common, rails) == 1544);
+static_assert(sizeof(Common) == 1600);
 static_assert(OFFSET_OF(HandleView, sends) == 0);
 static_assert(OFFSET_OF(HandleView, send_begin) == 8);
 static_assert(OFFSET_OF(HandleView, token_begin) == 16);
@@ -690,34 +772,37 @@ static_assert(OFFSET_OF(HandleView, recv_begin) == 48);
 static_assert(OFFSET_OF(HandleView, dst_copies) == 56);
 static_assert(OFFSET_OF(HandleView, dst_begin) == 64);
 static_assert(OFFSET_OF(HandleView, shape) == 72);
-static_assert(OFFSET_OF(HandleView, tokens) == 80);
-static_assert(OFFSET_OF(HandleView, chunks) == 84);
-static_assert(OFFSET_OF(HandleView, chunk_tokens) == 88);
-static_assert(OFFSET_OF(HandleView, permuted) == 92);
-static_assert(sizeof(HandleView) == 96);
+static_assert(OFFSET_OF(HandleView, rail_begin) == 80);
+static_assert(OFFSET_OF(HandleView, set_rows) == 88);
+static_assert(OFFSET_OF(HandleView, sets) == 96);
+static_assert(OFFSET_OF(HandleView, tokens) == 104);
+static_assert(OFFSET_OF(HandleView, chunks) == 108);
+static_assert(OFFSET_OF(HandleView, chunk_tokens) == 112);
+static_assert(OFFSET_OF(HandleView, permuted) == 116);
+static_assert(sizeof(HandleView) == 120);
 static_assert(OFFSET_OF(PreprocessParams, common) == 0);
-static_assert(OFFSET_OF(PreprocessParams, handle) == 1544);
-static_assert(OFFSET_OF(PreprocessParams, form) == 1640);
-static_assert(OFFSET_OF(PreprocessParams, topk) == 1644);
-static_assert(OFFSET_OF(PreprocessParams, pad_multiple) == 1648);
-static_assert(OFFSET_OF(PreprocessParams, capacity) == 1652);
-static_assert(OFFSET_OF(PreprocessParams, count_words) == 1656);
-static_assert(OFFSET_OF(PreprocessParams, tile) == 1660);
-static_assert(OFFSET_OF(PreprocessParams, most_copies) == 1664);
-static_assert(OFFSET_OF(PreprocessParams, reserved) == 1668);
-static_assert(OFFSET_OF(PreprocessParams, topk_idx) == 1672);
-static_assert(OFFSET_OF(PreprocessParams, topk_idx_wide) == 1680);
-static_assert(OFFSET_OF(PreprocessParams, weights) == 1688);
-static_assert(OFFSET_OF(PreprocessParams, map) == 1696);
-static_assert(OFFSET_OF(PreprocessParams, row_begin) == 1704);
-static_assert(OFFSET_OF(PreprocessParams, row_experts) == 1712);
-static_assert(OFFSET_OF(PreprocessParams, position_of) == 1720);
-static_assert(OFFSET_OF(PreprocessParams, block_columns) == 1728);
-static_assert(OFFSET_OF(PreprocessParams, host_shape) == 1736);
-static_assert(OFFSET_OF(PreprocessParams, tokens_per_expert) == 1744);
-static_assert(OFFSET_OF(PreprocessParams, kept_per_expert) == 1752);
-static_assert(OFFSET_OF(PreprocessParams, overflow) == 1760);
-static_assert(sizeof(PreprocessParams) == 1768);
+static_assert(OFFSET_OF(PreprocessParams, handle) == 1600);
+static_assert(OFFSET_OF(PreprocessParams, form) == 1720);
+static_assert(OFFSET_OF(PreprocessParams, topk) == 1724);
+static_assert(OFFSET_OF(PreprocessParams, pad_multiple) == 1728);
+static_assert(OFFSET_OF(PreprocessParams, capacity) == 1732);
+static_assert(OFFSET_OF(PreprocessParams, count_words) == 1736);
+static_assert(OFFSET_OF(PreprocessParams, tile) == 1740);
+static_assert(OFFSET_OF(PreprocessParams, most_copies) == 1744);
+static_assert(OFFSET_OF(PreprocessParams, reserved) == 1748);
+static_assert(OFFSET_OF(PreprocessParams, topk_idx) == 1752);
+static_assert(OFFSET_OF(PreprocessParams, topk_idx_wide) == 1760);
+static_assert(OFFSET_OF(PreprocessParams, weights) == 1768);
+static_assert(OFFSET_OF(PreprocessParams, map) == 1776);
+static_assert(OFFSET_OF(PreprocessParams, row_begin) == 1784);
+static_assert(OFFSET_OF(PreprocessParams, row_experts) == 1792);
+static_assert(OFFSET_OF(PreprocessParams, position_of) == 1800);
+static_assert(OFFSET_OF(PreprocessParams, block_columns) == 1808);
+static_assert(OFFSET_OF(PreprocessParams, host_shape) == 1816);
+static_assert(OFFSET_OF(PreprocessParams, tokens_per_expert) == 1824);
+static_assert(OFFSET_OF(PreprocessParams, kept_per_expert) == 1832);
+static_assert(OFFSET_OF(PreprocessParams, overflow) == 1840);
+static_assert(sizeof(PreprocessParams) == 1848);
 static_assert(OFFSET_OF(Rates, stored) == 0);
 static_assert(OFFSET_OF(Rates, loaded) == 4);
 static_assert(OFFSET_OF(Rates, sent) == 8);
@@ -730,37 +815,40 @@ static_assert(OFFSET_OF(Rates, wire) == 32);
 static_assert(OFFSET_OF(Rates, senders) == 36);
 static_assert(sizeof(Rates) == 40);
 static_assert(OFFSET_OF(DispatchParams, common) == 0);
-static_assert(OFFSET_OF(DispatchParams, handle) == 1544);
-static_assert(OFFSET_OF(DispatchParams, tokens) == 1640);
-static_assert(OFFSET_OF(DispatchParams, scales) == 1648);
-static_assert(OFFSET_OF(DispatchParams, dense) == 1656);
-static_assert(OFFSET_OF(DispatchParams, out_tokens) == 1664);
-static_assert(OFFSET_OF(DispatchParams, out_scales) == 1672);
-static_assert(OFFSET_OF(DispatchParams, out_probs) == 1680);
-static_assert(OFFSET_OF(DispatchParams, out_local_experts) == 1688);
-static_assert(OFFSET_OF(DispatchParams, probs) == 1696);
-static_assert(OFFSET_OF(DispatchParams, scale_format) == 1700);
-static_assert(OFFSET_OF(DispatchParams, row_bytes_in) == 1704);
-static_assert(OFFSET_OF(DispatchParams, row_bytes_out) == 1708);
-static_assert(OFFSET_OF(DispatchParams, scale_row_bytes) == 1712);
-static_assert(OFFSET_OF(DispatchParams, pieces) == 1716);
-static_assert(OFFSET_OF(DispatchParams, piece_bytes) == 1720);
-static_assert(OFFSET_OF(DispatchParams, groups) == 1724);
-static_assert(OFFSET_OF(DispatchParams, stages) == 1728);
-static_assert(OFFSET_OF(DispatchParams, stage_bytes) == 1732);
-static_assert(OFFSET_OF(DispatchParams, rates) == 1736);
-static_assert(sizeof(DispatchParams) == 1776);
+static_assert(OFFSET_OF(DispatchParams, handle) == 1600);
+static_assert(OFFSET_OF(DispatchParams, tokens) == 1720);
+static_assert(OFFSET_OF(DispatchParams, scales) == 1728);
+static_assert(OFFSET_OF(DispatchParams, dense) == 1736);
+static_assert(OFFSET_OF(DispatchParams, out_tokens) == 1744);
+static_assert(OFFSET_OF(DispatchParams, out_scales) == 1752);
+static_assert(OFFSET_OF(DispatchParams, out_probs) == 1760);
+static_assert(OFFSET_OF(DispatchParams, out_local_experts) == 1768);
+static_assert(OFFSET_OF(DispatchParams, probs) == 1776);
+static_assert(OFFSET_OF(DispatchParams, scale_format) == 1780);
+static_assert(OFFSET_OF(DispatchParams, row_bytes_in) == 1784);
+static_assert(OFFSET_OF(DispatchParams, row_bytes_out) == 1788);
+static_assert(OFFSET_OF(DispatchParams, scale_row_bytes) == 1792);
+static_assert(OFFSET_OF(DispatchParams, pieces) == 1796);
+static_assert(OFFSET_OF(DispatchParams, piece_bytes) == 1800);
+static_assert(OFFSET_OF(DispatchParams, groups) == 1804);
+static_assert(OFFSET_OF(DispatchParams, stages) == 1808);
+static_assert(OFFSET_OF(DispatchParams, stage_bytes) == 1812);
+static_assert(OFFSET_OF(DispatchParams, rates) == 1816);
+static_assert(sizeof(DispatchParams) == 1856);
 static_assert(OFFSET_OF(CombineParams, common) == 0);
-static_assert(OFFSET_OF(CombineParams, handle) == 1544);
-static_assert(OFFSET_OF(CombineParams, rows) == 1640);
-static_assert(OFFSET_OF(CombineParams, row_probs) == 1648);
-static_assert(OFFSET_OF(CombineParams, out_tokens) == 1656);
-static_assert(OFFSET_OF(CombineParams, out_probs) == 1664);
-static_assert(OFFSET_OF(CombineParams, partials) == 1672);
-static_assert(OFFSET_OF(CombineParams, prob_scratch) == 1680);
-static_assert(OFFSET_OF(CombineParams, hidden) == 1688);
-static_assert(OFFSET_OF(CombineParams, slack) == 1692);
-static_assert(sizeof(CombineParams) == 1696);
+static_assert(OFFSET_OF(CombineParams, handle) == 1600);
+static_assert(OFFSET_OF(CombineParams, rows) == 1720);
+static_assert(OFFSET_OF(CombineParams, row_probs) == 1728);
+static_assert(OFFSET_OF(CombineParams, out_tokens) == 1736);
+static_assert(OFFSET_OF(CombineParams, out_probs) == 1744);
+static_assert(OFFSET_OF(CombineParams, partials) == 1752);
+static_assert(OFFSET_OF(CombineParams, prob_scratch) == 1760);
+static_assert(OFFSET_OF(CombineParams, set_partials) == 1768);
+static_assert(OFFSET_OF(CombineParams, set_prob_scratch) == 1776);
+static_assert(OFFSET_OF(CombineParams, set_done) == 1784);
+static_assert(OFFSET_OF(CombineParams, hidden) == 1792);
+static_assert(OFFSET_OF(CombineParams, slack) == 1796);
+static_assert(sizeof(CombineParams) == 1800);
 static_assert(OFFSET_OF(WeightRowsParams, values) == 0);
 static_assert(OFFSET_OF(WeightRowsParams, rows) == 8);
 static_assert(OFFSET_OF(WeightRowsParams, weights) == 16);

@@ -4,6 +4,13 @@
 #include "handle.cuh"
 #include "ptx.cuh"
 
+// The ranks of this rank's domain, [first, end). Without rails, there is one domain.
+__device__ inline u32 domain_begin(const Common& c) { return RAILS ? c.rails.first : 0; }
+__device__ inline u32 domain_size(const Common& c) { return RAILS ? c.rails.local_ranks : c.ranks; }
+__device__ inline u32 domain_end(const Common& c) { return domain_begin(c) + domain_size(c); }
+// The number of domains to which rails lead, this rank's included; 0 without rails.
+__device__ inline u32 rail_domains(const Common& c) { return RAILS ? c.rails.domains : 0; }
+
 // Polls between two checks of the clock, the abort word and the peer's gone word.
 constexpr u32 POLLS = 256;
 
@@ -63,12 +70,12 @@ __device__ __noinline__ void report_own(const Common& c, FaultKind kind, u32 pee
 }
 
 // Reports that `peer` has called with other arguments.
-__device__ __noinline__ void report_mismatch(const Common& c, u32 peer, const Handshake* handshake, u32 signature) {
+__device__ __noinline__ void report_mismatch(const Common& c, u32 peer, const u64* call, u32 signature) {
     if (!claim_fault(c)) return;
 #pragma unroll 1
     for (u32 word = 0; word < CALL_WORDS; word++) {
         c.own->record.call[word] = c.report->own.call[word] = c.call[word];
-        c.own->record.peer_call[word] = c.report->own.peer_call[word] = ld_relaxed_sys_u64(&handshake->call[word]);
+        c.own->record.peer_call[word] = c.report->own.peer_call[word] = ld_relaxed_sys_u64(call + word);
     }
     Fault fault{};
     fault.kind = FAULT_MISMATCH;
@@ -129,13 +136,23 @@ __device__ inline FaultKind absence(u32 gone, u32 waiting_for) {
     }
 }
 
+// The bound of a wait. The bound for a handshake is longer than the bounds inside an operator: a peer that has not
+// entered may be busy with other work of its program. A peer of another domain may enter as late, and then wait as long
+// for the handshakes of its own domain. So what comes through other ranks has a longer bound than what each of them
+// awaits: then the rank next to the one at fault reports it.
+__device__ inline u64 bound_of(const Common& c, u32 waiting_for) {
+    if (waiting_for == FOR_HANDSHAKE) return c.timeout_ns;
+    if (RAILS && waiting_for == FOR_RAIL) return 2 * c.timeout_ns + 2 * c.stall_timeout_ns;
+    if (RAILS && waiting_for == FOR_FOREIGN) return 2 * c.timeout_ns + 4 * c.stall_timeout_ns;
+    return c.stall_timeout_ns;
+}
+
 // The slow path of `wait_for`: polls the word, and now and then checks the clock, the abort word and the peer's gone
-// word. The bound for a handshake is longer than the bounds inside an operator: a peer that has not entered may be busy
-// with other work of its program.
+// word.
 __device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for,
                                        u64 index) {
     const u64 start = globaltimer();
-    const u64 limit = waiting_for == FOR_HANDSHAKE ? c.timeout_ns : c.stall_timeout_ns;
+    const u64 limit = bound_of(c, waiting_for);
     for (;;) {
 #pragma unroll 1
         for (u32 poll = 0; poll < POLLS; poll++) {
@@ -179,15 +196,16 @@ __device__ inline Handshake handshake_of(const Common& c, const HandleView& hand
     handshake.recv_begin = reinterpret_cast<u64>(handle.recv_begin);
     handshake.dst_copies = reinterpret_cast<u64>(handle.dst_copies);
     handshake.dst_begin = reinterpret_cast<u64>(handle.dst_begin);
+    if (RAILS) handshake.sets = reinterpret_cast<u64>(handle.sets);
     handshake.chunks = handle.chunks;
     handshake.signature = c.signature;
     return handshake;
 }
 
-// Writes this rank's handshake to the control blocks of all ranks, this one included. Called by all threads of one
-// block.
+// Writes this rank's handshake to the control blocks of all ranks of its domain, this one included. Called by all
+// threads of one block.
 __device__ inline void send_handshake(const Common& c, Handshake handshake, u32 epoch) {
-    for (u32 peer = threadIdx.x; peer < c.ranks; peer += blockDim.x) {
+    for (u32 peer = domain_begin(c) + threadIdx.x; peer < domain_end(c); peer += blockDim.x) {
         Handshake* there = &c.control[peer]->handshake[epoch & 1][c.rank];
         there->tokens = handshake.tokens;
         there->scales = handshake.scales;
@@ -197,6 +215,11 @@ __device__ inline void send_handshake(const Common& c, Handshake handshake, u32 
         there->recv_begin = handshake.recv_begin;
         there->dst_copies = handshake.dst_copies;
         there->dst_begin = handshake.dst_begin;
+        if (RAILS) {
+            there->sets = handshake.sets;
+            there->set_tokens = handshake.set_tokens;
+            there->set_probs = handshake.set_probs;
+        }
 #pragma unroll
         for (u32 word = 0; word < CALL_WORDS; word++) there->call[word] = c.call[word];
         there->chunks = handshake.chunks;
@@ -213,12 +236,12 @@ __device__ inline T* of_peer(u64 pointer, i64 delta) {
 
 // Waits for a peer's handshake. Returns false, after the fault was reported, if it does not come within the entry bound
 // or if the peer has called with other arguments.
-__device__ inline bool await_handshake(const Common& c, u32 epoch, u32 peer) {
+__device__ inline bool await_handshake(const Common& c, u32 epoch, u32 peer, u32 waiting_for = FOR_HANDSHAKE) {
     const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
-    if (!wait_for(c, &handshake->epoch, epoch, peer, FOR_HANDSHAKE, 0)) return false;
+    if (!wait_for(c, &handshake->epoch, epoch, peer, waiting_for, 0)) return false;
     const u32 signature = ld_relaxed_sys(&handshake->signature);
     if (signature == c.signature) return true;
-    report_mismatch(c, peer, handshake, signature);
+    report_mismatch(c, peer, handshake->call, signature);
     return false;
 }
 
@@ -259,13 +282,14 @@ __device__ inline bool await_all_handshakes(const Common& c, u32 epoch, PeerView
 }
 
 // A barrier of all blocks of the kernel. Returns false, after the fault was reported, if a block does not arrive within
-// the stall bound or any rank gave up. Called by all threads.
-__device__ inline bool all_blocks(const Common& c) {
+// the stall bound or any rank gave up. `arrived`: a word of this barrier only, because a block that has passed it may
+// reach the next barrier before others have read the word. Called by all threads.
+__device__ inline bool all_blocks(const Common& c, u32* arrived) {
     __syncthreads();
     bool fine = true;
     if (threadIdx.x == 0) {
-        atom_add_acq_rel_gpu(&c.own->blocks_arrived, 1);
-        fine = wait_for(c, &c.own->blocks_arrived, gridDim.x, c.rank, FOR_BLOCKS, 0);
+        atom_add_acq_rel_gpu(arrived, 1);
+        fine = wait_for(c, arrived, gridDim.x, c.rank, FOR_BLOCKS, 0);
     }
     return __syncthreads_and(fine);
 }
@@ -280,6 +304,8 @@ __device__ inline void leave(const Common& c, u32 epoch) {
         c.own->blocks_arrived = 0;
         c.own->tokens_taken = 0;
         c.own->items_taken = 0;
+        for (u32 domain = 0; RAILS && domain < c.rails.domains; domain++) c.own->set_taken[domain] = 0;
+        for (u32 turn = 0; RAILS && turn < c.rails.domains; turn++) c.own->more_arrived[turn] = 0;
         c.own->epoch = epoch;
     }
 }

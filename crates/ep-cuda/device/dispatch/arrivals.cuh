@@ -1,8 +1,9 @@
 // The work items of the duplicate role: the chunks that ranks send to this rank.
 #pragma once
 #include "feed.cuh"
+#include "rails.cuh"
 
-// An item is `span` chunks of one source, for one group of pieces. Sources are all peers and, with `own`, this rank.
+// An item is `span` chunks of one source, for one group of pieces. Sources are those of `count_sources`.
 // Items are numbered in the order in which they are expected to arrive.
 template <bool own>
 struct ArrivalItems {
@@ -23,7 +24,7 @@ struct ArrivalItems {
           span(span),
           pieces(pieces),
           groups(groups),
-          sources(max(own ? c.ranks : c.ranks - 1, 1u)),
+          sources(max(count_sources<own>(c), 1u)),
           workers(worker.workers),
           turn(sources.by + 1 - worker.workers / groups % sources.by),
           count(div_up(most_chunks(c, peers, own), span) * sources.by * groups) {}
@@ -32,7 +33,7 @@ struct ArrivalItems {
     // than the chunks of peers.
     __device__ u32 source(u32 item) const {
         const u32 round = workers.divide(place(item) * sources.by * groups.by);
-        return in_circle(c, c.rank + (own ? 0 : 1) + sources.rest(groups.divide(item) + round * turn));
+        return source_at<own>(c, sources.rest(groups.divide(item) + round * turn));
     }
     // The index among the items of the source.
     __device__ u32 place(u32 item) const { return sources.divide(groups.divide(item)); }

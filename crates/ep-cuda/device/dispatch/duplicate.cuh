@@ -44,7 +44,7 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
                                  u32 epoch) {
     const Common& c = p.common;
     if (p.handle.permuted) zero_padding(p, worker);
-    if (SEND_OWN && c.ranks == 1) return;
+    if (count_sources<!SEND_OWN>(c) == 0) return;
     const ArrivalItems<!SEND_OWN> items(c, peers, worker, SPAN, p.groups, p.pieces);
     Feed<ArrivalItems<!SEND_OWN>> feed(items, worker.index, worker.workers);
     // Bytes of a piece of an output row, which is shorter than the input row if dispatch quantises.
@@ -61,7 +61,9 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
         if (arrived != batch.item && !origin.own) {
             arrived = batch.item;
             const u32 flag = items.flag(batch.item);
-            const bool there = wait_for(c, &c.own->flags[source][flag], epoch, source, FOR_CHUNK, items.chunk(batch.item));
+            const bool foreign = RAILS && domain_of(c, source) != c.rails.domain;
+            const bool there = wait_for(c, &c.own->flags[source][flag], epoch, foreign ? forwarder_of(c, source) : source,
+                                        foreign ? FOR_FOREIGN : FOR_CHUNK, items.chunk(batch.item));
             // Each lane has polled for itself: all must take the same branch.
             if (!__all_sync(ALL_LANES, there)) break;
             copy_fence_global();

@@ -1,11 +1,13 @@
-// dispatch: sends tokens to the ranks of their experts, inside one NVLink domain. One launch: block 0 sends the
-// handshake, every block awaits the handshakes of all ranks, then every warp is a worker in one of two roles.
+// dispatch: sends tokens to the ranks of their experts. One launch: block 0 sends the handshake, every block awaits the
+// handshakes of all ranks of the domain, then every warp is a worker in one of two roles.
 //
 //   send        The first blocks. Store this rank's tokens and scales to their first row on each other rank; in the
 //               quantising variant (SEND_OWN) to their rows on this rank, too. Store the weights to all ranks. An item
 //               is `SPAN` chunks of this rank's tokens, for one group of pieces of the rows. Read the tokens, the
 //               caller's scales, the dense probabilities (`dense`), and the lists `sends`, `copies` and `*_begin` of
 //               this rank's handle (lists.cuh). When an item is complete, set its flag in every peer's control block.
+//               With rails, a lane to another domain is one more destination. Then these warps forward the sets that
+//               come from other domains (forward.cuh).
 //   duplicate   The other blocks. Write the padding rows, the further rows of tokens that have several experts on this
 //               rank and, unless SEND_OWN, the rows of this rank's own tokens. Await a peer's flag before they read
 //               rows that the peer has sent. Read the `recv` lists of the peers (their tokens' rows on this rank)
@@ -18,13 +20,61 @@
 // An await that fails reports the fault, and its worker ends; other workers that wait end at the abort word. send
 // awaits no flag and does not read the abort word: it completes its items, also towards a rank that has died. Then the
 // output is undefined. docs/protocol.md lists the words that ranks share.
-// Variants, chosen by `KernelKey::program` (src/device.rs): PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh),
+// Variants, chosen by `KernelKey::program` (src/device.rs): RAILS (0: one NVLink domain; 1: several, docs/cuda-rails.md),
+// PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh),
 // COPY_VARIANT (copy_bulk.cuh, copy_plain.cuh), E4M3_VARIANT (e4m3_cvt.cuh, e4m3_soft.cuh; included by
 // payload_quantize.cuh only) and WARPS.
-// Not implemented: more than one NVLink domain.
 #include "duplicate.cuh"
+#include "forward.cuh"
 #include "send.cuh"
 #include "split.cuh"
+
+// What this rank sends to another domain: rows, their scales, and the weights of their copies.
+__device__ inline PlanHead rows_plan(const DispatchParams& p, u32 domain) {
+    const HandleView& h = p.handle;
+    const u32* begin = h.rail_begin + domain * 2 * (h.chunks + 1);
+    PlanHead head;
+    u64 end = 0;
+    head.rows = begin[h.chunks];
+    head.copies = begin[h.chunks + 1 + h.chunks];
+    head.sections[0] = place_section(end, head.rows, p.row_bytes_out, RAIL_PER_ROW);
+    head.sections[1] = place_section(end, head.rows, p.scale_row_bytes, RAIL_PER_ROW);
+    head.sections[2] = place_section(end, head.copies, p.probs == PROBS_SKIP ? 0 : sizeof(float), RAIL_PER_COPY);
+    head.units = div_up(h.chunks, SPAN);
+    head.flags_per_unit = p.groups;
+    return head;
+}
+
+// Announces what this rank sends along its rails. Called by all threads of one block.
+__device__ inline void announce_rows(const DispatchParams& p, u32 epoch) {
+    const HandleView& h = p.handle;
+    for_each_other_domain(p.common, [&](u32 domain) {
+        const u32* rows = h.rail_begin + domain * 2 * (h.chunks + 1);
+        const u32* copies = rows + h.chunks + 1;
+        publish_plan(p.common, epoch, domain, rows_plan(p, domain), [&](u32 unit) {
+            const u32 end = min(h.chunks, (unit + 1) * SPAN);
+            return make_uint2(rows[end], copies[end]);
+        });
+    });
+}
+
+// Views of the lanes, behind those of the ranks: the send role stores a token to a lane as it does to a rank. Called by
+// all threads.
+__device__ inline void view_lanes(const DispatchParams& p, PeerView* peers, u32 epoch) {
+    const Common& c = p.common;
+    for (u32 domain = threadIdx.x; domain < c.rails.domains; domain += blockDim.x) {
+        if (domain == c.rails.domain) continue;
+        const PlanHead head = rows_plan(p, domain);
+        u8* lane = out_lane(c, epoch, domain);
+        PeerView view{};
+        view.tokens = lane + head.sections[0].offset;
+        view.scales = lane + head.sections[1].offset;
+        view.probs = reinterpret_cast<float*>(lane + head.sections[2].offset);
+        view.flags = rail_end(c, epoch, domain)->out_flags;
+        peers[c.ranks + domain] = view;
+    }
+    __syncthreads();
+}
 
 // Sends the handshake, which carries the addresses of the outputs. Called by all threads of one block.
 __device__ inline void enter(const DispatchParams& p, u32 epoch) {
@@ -34,6 +84,7 @@ __device__ inline void enter(const DispatchParams& p, u32 epoch) {
     handshake.probs = reinterpret_cast<u64>(p.out_probs);
     handshake.local_experts = reinterpret_cast<u64>(p.out_local_experts);
     send_handshake(p.common, handshake, epoch);
+    if (RAILS) announce_rows(p, epoch);
 }
 
 // `WARPS` is the largest number of warps of a block. A launch has fewer if the rings of that many do not fit.
@@ -43,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
     const Common& c = p.common;
     const u32 epoch = c.own->epoch + 1;
     auto* peers = reinterpret_cast<PeerView*>(memory);
-    u8* stages = memory + peers_bytes(c.ranks);
+    u8* stages = memory + peers_bytes(c.ranks + rail_domains(c));
 
     if (blockIdx.x == 0) enter(p, epoch);
     // Work that needs no peer, while the handshakes are in flight.
@@ -57,14 +108,17 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
     Ring ring(own_memory, barriers + warp * p.stages, p.stages, p.stage_bytes);
     ring.init();
 
-    if (await_all_handshakes(c, epoch, peers)) {
+    if (RAILS ? await_domain(c, p.handle, epoch, peers, 0, 0) : await_all_handshakes(c, epoch, peers)) {
+        if (RAILS) view_lanes(p, peers, epoch);
         copy_fence_global();
         if (sends) {
             PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes);
             send(p, worker, ring, buffers, peers, epoch);
+            if (RAILS) forward(p, worker, ring, peers, epoch);
         } else {
             duplicate(p, worker, ring, peers, epoch);
         }
+        if (RAILS && blockIdx.x == 0 && warp == 0) await_all_rails(c, epoch);
     }
     leave(c, epoch);
 }

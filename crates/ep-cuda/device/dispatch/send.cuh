@@ -2,6 +2,7 @@
 // also to all its rows on this rank. Then stores the weights, and sets the item's flag on every peer.
 #pragma once
 #include PAYLOAD_VARIANT
+#include "rails.cuh"
 #include "feed.cuh"
 
 // Chunks of an item. An item of combine is one chunk, because combine does more work per row.
@@ -63,6 +64,39 @@ struct TokenWalk {
         }
     }
 };
+
+// Stores the weight of a copy, and in plain mode its mark in the map of local experts, on the copy's rank.
+__device__ inline void store_weight(const DispatchParams& p, const PeerView* peers, const Copy& copy, float weight) {
+    const u32 row = copy.row();
+    if (row == NO_ROW) return;
+    const u32 rank = copy.rank(), expert = copy.local_expert();
+    if (RAILS && rank >= p.common.ranks) {
+        // A lane has the weights of a set by copy.
+        if (p.probs != PROBS_SKIP) peers[rank].probs[row] = weight;
+        return;
+    }
+    const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
+    const u64 cell = p.handle.permuted ? row : static_cast<u64>(row) * experts + expert;
+    if (p.probs != PROBS_SKIP) peers[rank].probs[cell] = weight;
+    if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell] = 1;
+}
+
+// In plain mode a row has a cell for each expert of its rank. Writes zeros to all cells of the rows of the entries
+// [first, last) of `sends`, before the weights.
+__device__ inline void clear_cells(const DispatchParams& p, const PeerView* peers, const Send* sends, u32 first, u32 last) {
+    for (u32 send = first + lane_id(); send < last; send += WARP) {
+        const Send entry = sends[send];
+        const u32 rank = entry.rank();
+        if (entry.is_dead() || RAILS && rank >= p.common.ranks) continue;
+        const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
+        const u64 cell = static_cast<u64>(entry.row()) * experts;
+        for (u32 expert = 0; expert < experts; expert++) {
+            if (peers[rank].probs != nullptr) peers[rank].probs[cell + expert] = 0.0f;
+            if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell + expert] = 0;
+        }
+    }
+    __syncwarp();
+}
 
 // The weights of an item's copies, which are stored after the item's tokens. Lists and weights are read while the
 // tokens are in flight; read at the end of the item, they would stall the worker once per list.
@@ -127,42 +161,17 @@ struct ItemWeights {
     __device__ void store(const PeerView* peers) {
         if (begin == end) return;
         weigh();
-        if (!p.handle.permuted) clear_cells(peers);
+        if (!p.handle.permuted) {
+            const u32* sends = p.handle.send_begin;
+            clear_cells(p, peers, p.handle.sends, sends[items.chunk(item)], sends[items.chunk_end(item)]);
+        }
 #pragma unroll
         for (u32 turn = 0; turn < AHEAD; turn++)
-            if (begin + turn * WARP + lane_id() < end) store_one(peers, copies[turn], weights[turn]);
+            if (begin + turn * WARP + lane_id() < end) store_weight(p, peers, copies[turn], weights[turn]);
         for (u32 at = begin + AHEAD * WARP + lane_id(); at < end; at += WARP) {
             const Copy copy = p.handle.copies[at];
-            store_one(peers, copy, weight_of(copy));
+            store_weight(p, peers, copy, weight_of(copy));
         }
-    }
-
-    __device__ void store_one(const PeerView* peers, const Copy& copy, float weight) const {
-        const u32 row = copy.row();
-        if (row == NO_ROW) return;
-        const u32 rank = copy.rank(), expert = copy.local_expert();
-        const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
-        const u64 cell = p.handle.permuted ? row : static_cast<u64>(row) * experts + expert;
-        if (p.probs != PROBS_SKIP) peers[rank].probs[cell] = weight;
-        if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell] = 1;
-    }
-
-    // In plain mode a row has a cell for each expert of its rank. Writes zeros to all of them, before the weights.
-    __device__ void clear_cells(const PeerView* peers) const {
-        const HandleView& h = p.handle;
-        const u32 first = h.send_begin[items.chunk(item)], last = h.send_begin[items.chunk_end(item)];
-        for (u32 send = first + lane_id(); send < last; send += WARP) {
-            const Send entry = h.sends[send];
-            if (entry.is_dead()) continue;
-            const u32 rank = entry.rank();
-            const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
-            const u64 cell = static_cast<u64>(entry.row()) * experts;
-            for (u32 expert = 0; expert < experts; expert++) {
-                if (peers[rank].probs != nullptr) peers[rank].probs[cell + expert] = 0.0f;
-                if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell + expert] = 0;
-            }
-        }
-        __syncwarp();
     }
 };
 
@@ -223,8 +232,10 @@ __device__ inline void send(const DispatchParams& p, const Worker& worker, Ring&
     TokenWalk here(items, worker.index, worker.workers);
     Completion completion;
     const auto tell = [&](u32 flag) {
-        for (u32 peer = lane_id(); peer < p.common.ranks; peer += WARP)
+        for (u32 peer = domain_begin(p.common) + lane_id(); peer < domain_end(p.common); peer += WARP)
             if (peer != p.common.rank) st_release_sys(&peers[peer].flags[flag], epoch);
+        for (u32 domain = lane_id(); domain < rail_domains(p.common); domain += WARP)
+            if (domain != p.common.rails.domain) st_release_sys(&peers[p.common.ranks + domain].flags[flag], epoch);
     };
     const auto read_ahead = [&] {
         while (!ahead.over() && ring.room()) {

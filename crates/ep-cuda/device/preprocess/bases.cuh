@@ -6,11 +6,11 @@
 // The words of a rank's counts: tokens, `pad_multiple` and capacity; then [experts] copies and [ranks] tokens.
 constexpr u32 COUNT_TOKENS = 0, COUNT_MODE = 1, COUNT_CAPACITY = 2, COUNT_HEAD = 3;
 
-// Counts the choices of the tiles [begin, end) and publishes the sums to the other blocks. `load(at)` loads a tile.
-// Called by all threads.
+// Counts the choices of the tiles [begin, end) and publishes the sums to the other blocks, in `block_columns`.
+// `load(at)` loads a tile. Called by all threads.
 template <class Load>
-__device__ inline void count_block(const PreprocessParams& p, const Columns& column, const Tile& tile, u32 begin, u32 end,
-                                   const Load& load, u32* run) {
+__device__ inline void count_block(const Columns& column, const Tile& tile, u32 begin, u32 end, const Load& load,
+                                   u32* run, u32* block_columns) {
     for (u32 at = threadIdx.x; at < column.count(); at += blockDim.x) run[at] = 0;
     __syncthreads();
     for (u32 at = begin; at < end; at++) {
@@ -18,7 +18,7 @@ __device__ inline void count_block(const PreprocessParams& p, const Columns& col
         tile.add_to(run);
     }
     for (u32 at = threadIdx.x; at < column.count(); at += blockDim.x)
-        p.block_columns[blockIdx.x * column.count() + at] = run[at];
+        block_columns[blockIdx.x * column.count() + at] = run[at];
 }
 
 __device__ inline void too_many(const PreprocessParams& p, u32 rank, u64 rows) {
@@ -30,8 +30,8 @@ __device__ inline void too_many_copies(const PreprocessParams& p, u32 copies) {
 }
 
 // Adds the column sums of the blocks before this one (`before`) and of all blocks (`totals`). Called by all threads.
-__device__ inline void sum_blocks(const PreprocessParams& p, u32* before, u32* totals) {
-    const u32 columns = Columns{p.common.experts, p.common.ranks}.count(), blocks = gridDim.x;
+__device__ inline void sum_blocks(const PreprocessParams& p, const u32* block_columns, u32* before, u32* totals) {
+    const u32 columns = Columns(p.common).count(), blocks = gridDim.x;
     // If there are fewer columns than threads, several threads share a column, each with some of the blocks.
     const u32 parts = max(1u, min(blocks, blockDim.x / columns)), each = div_up(blocks, parts);
     for (u32 column = threadIdx.x; column < columns; column += blockDim.x) before[column] = totals[column] = 0;
@@ -40,7 +40,7 @@ __device__ inline void sum_blocks(const PreprocessParams& p, u32* before, u32* t
         const u32 first = min(blocks, index / columns * each), count = min(each, blocks - first), column = index % columns;
         u32 earlier = 0, total = 0;
         for_each_loaded(
-            count, [&](u32 at) { return &p.block_columns[(first + at) * columns + column]; },
+            count, [&](u32 at) { return &block_columns[(first + at) * columns + column]; },
             [&](u32 at, u32 sum) {
                 if (first + at < blockIdx.x) earlier += sum;
                 total += sum;
@@ -56,13 +56,13 @@ __device__ inline u32* counts_at(const PreprocessParams& p, Control* control, u3
     return reinterpret_cast<u32*>(control + 1) + ((epoch & 1) * p.common.ranks + source) * p.count_words;
 }
 
-// Writes this rank's counts to all ranks, then sends the handshake, whose release order covers the counts: the barrier
-// orders them before it. Called by all threads of one block.
+// Writes this rank's counts to all ranks of its domain, then sends the handshake, whose release order covers the
+// counts: the barrier orders them before it. Called by all threads of one block.
 __device__ inline void send_counts(const PreprocessParams& p, const u32* totals, u32 epoch) {
     const Common& c = p.common;
-    const Columns column{c.experts, c.ranks};
-    for (u32 at = threadIdx.x; at < p.count_words * c.ranks; at += blockDim.x) {
-        const u32 peer = at / p.count_words, word = at % p.count_words;
+    const Columns column(c);
+    for (u32 at = threadIdx.x; at < p.count_words * domain_size(c); at += blockDim.x) {
+        const u32 peer = domain_begin(c) + at / p.count_words, word = at % p.count_words;
         u32 value = p.capacity;
         if (word == COUNT_TOKENS) value = p.handle.tokens;
         if (word == COUNT_MODE) value = p.pad_multiple;
@@ -76,8 +76,37 @@ __device__ inline void send_counts(const PreprocessParams& p, const u32* totals,
     send_handshake(c, handshake, epoch);
 }
 
-// Checks this rank's number of copies, sends its counts from block 0, and awaits the counts of all ranks. Returns false
-// if `fine` is false or, after the fault was reported, if something failed. Called by all threads.
+// Awaits the counts of the foreign sets that this rank forwards, and writes them to all ranks of its domain, as those
+// of the ranks whose tokens they are. Returns false, after the fault was reported, if they do not come. Called by all
+// threads of one block.
+__device__ inline bool forward_counts(const PreprocessParams& p, u32 epoch) {
+    const Common& c = p.common;
+    bool fine = true;
+    for (u32 domain = threadIdx.x; fine && domain < c.rails.domains; domain += blockDim.x)
+        fine = domain == c.rails.domain || await_plan(c, epoch, domain) &&
+            await_rows(c, epoch, domain, rail_chunks(c, ld_relaxed_sys(&rail_end(c, epoch, domain)->input.rows)) - 1);
+    if (!__syncthreads_and(fine)) return false;
+    const u32 first = c.owner_begin[domain_begin(c)], experts = c.owner_begin[domain_end(c)] - first;
+    const u32 words = 1 + experts + domain_size(c);
+    for_each_other_domain(c, [&](u32 domain) {
+        const auto* counts = reinterpret_cast<const u32*>(section_from(c, epoch, domain, 0));
+        const u32 rows = ld_relaxed_sys(&rail_end(c, epoch, domain)->input.rows), source = rail_peer(c, domain);
+        for (u32 at = threadIdx.x; at < words * domain_size(c); at += blockDim.x) {
+            const u32 peer = domain_begin(c) + at / words, word = at % words;
+            u32* there = counts_at(p, c.control[peer], epoch, source);
+            if (word == 0)
+                there[COUNT_TOKENS] = rows;
+            else if (word <= experts)
+                there[COUNT_HEAD + first + word - 1] = ld_relaxed_sys(counts + word - 1);
+            else
+                there[COUNT_HEAD + c.experts + domain_begin(c) + word - 1 - experts] = ld_relaxed_sys(counts + word - 1);
+        }
+    });
+    return true;
+}
+
+// Checks this rank's number of copies, sends its counts from block 0, and awaits the counts of all sources. Returns
+// false if `fine` is false or, after the fault was reported, if something failed. Called by all threads.
 __device__ inline bool exchange_counts(const PreprocessParams& p, const Columns& column, const u32* totals, u32 epoch,
                                        bool fine) {
     const Common& c = p.common;
@@ -85,8 +114,12 @@ __device__ inline bool exchange_counts(const PreprocessParams& p, const Columns&
         fine = false;
         if (threadIdx.x == 0) too_many_copies(p, totals[column.copies()]);
     }
+    if (RAILS && fine && blockIdx.x == 0) fine = forward_counts(p, epoch);
     if (fine && blockIdx.x == 0) send_counts(p, totals, epoch);
-    for (u32 peer = threadIdx.x; fine && peer < c.ranks; peer += blockDim.x) fine = await_handshake(c, epoch, peer);
+    // With rails, a rank sends its handshake after it has received counts from other domains.
+    const u32 waiting_for = RAILS ? FOR_FOREIGN : FOR_HANDSHAKE;
+    for (u32 peer = domain_begin(c) + threadIdx.x; fine && peer < domain_end(c); peer += blockDim.x)
+        fine = await_handshake(c, epoch, peer, waiting_for);
     return __syncthreads_and(fine);
 }
 
@@ -110,25 +143,28 @@ __device__ inline void set_rows(const PreprocessParams& p, u32 local_experts, u6
     if (p.overflow != nullptr) *p.overflow = wanted > kept;
 }
 
-// Adds the counts of all ranks by segment, and loads the limits. Called by all threads.
-__device__ inline void sum_sources(const PreprocessParams& p, const Bases& bases, u32 epoch) {
+// Adds the counts of all sources by segment of this domain, and loads the limits. `own`: the source whose base is
+// computed. Called by all threads.
+__device__ inline void sum_sources(const PreprocessParams& p, const Bases& bases, u32 epoch, u32 own) {
     const Common& c = p.common;
-    const u32 segments = p.handle.permuted ? c.experts : c.ranks;
-    const u32 head = COUNT_HEAD + (p.handle.permuted ? 0 : c.experts);
-    for (u32 segment = threadIdx.x; segment < segments; segment += blockDim.x) {
+    const bool permuted = p.handle.permuted != 0;
+    const u32 begin = !RAILS ? 0 : permuted ? c.owner_begin[domain_begin(c)] : domain_begin(c);
+    const u32 end = !RAILS ? (permuted ? c.experts : c.ranks) : permuted ? c.owner_begin[domain_end(c)] : domain_end(c);
+    const u32 head = COUNT_HEAD + (permuted ? 0 : c.experts);
+    for (u32 segment = begin + threadIdx.x; segment < end; segment += blockDim.x) {
         u64 total = 0;
         u32 earlier = 0;
         for_each_loaded(
             c.ranks, [&](u32 source) { return counts_at(p, c.own, epoch, source) + head + segment; },
             [&](u32 source, u32 count) {
-                if (source < c.rank) earlier += count;
+                if (source < own) earlier += count;
                 total += count;
             });
         bases.total[segment] = total;
         bases.base[segment] = earlier;
     }
     // Counted from the last thread down, so that other threads than above load the limits, if there are any.
-    for (u32 rank = blockDim.x - 1 - threadIdx.x; rank < c.ranks; rank += blockDim.x)
+    for (u32 rank = domain_begin(c) + blockDim.x - 1 - threadIdx.x; rank < domain_end(c); rank += blockDim.x)
         bases.limit[rank] = ld_relaxed_sys(counts_at(p, c.own, epoch, rank) + COUNT_CAPACITY);
     __syncthreads();
 }
@@ -184,14 +220,16 @@ __device__ inline void plain_base(const PreprocessParams& p, const Bases& bases,
     }
 }
 
-// Called by all threads, after the handshakes of all ranks. `shape`: this block writes the shape.
-__device__ inline void compute_bases(const PreprocessParams& p, const Bases& bases, u32 epoch, bool shape) {
-    const u32 ranks = p.common.ranks;
-    sum_sources(p, bases, epoch);
+// The bases of the tokens of `source`. Called by all threads, after the handshakes of all ranks. `shape`: this block
+// writes the shape.
+__device__ inline void compute_bases(const PreprocessParams& p, const Bases& bases, u32 epoch, u32 source, bool shape) {
+    const Common& c = p.common;
+    const u32 begin = domain_begin(c), end = domain_end(c);
+    sum_sources(p, bases, epoch, source);
     if (p.handle.permuted) {
-        for (u32 rank = warp_id(); rank < ranks; rank += blockDim.x / WARP) permuted_bases(p, bases, rank, shape);
+        for (u32 rank = begin + warp_id(); rank < end; rank += blockDim.x / WARP) permuted_bases(p, bases, rank, shape);
     } else {
-        for (u32 rank = threadIdx.x; rank < ranks; rank += blockDim.x) plain_base(p, bases, rank, shape);
+        for (u32 rank = begin + threadIdx.x; rank < end; rank += blockDim.x) plain_base(p, bases, rank, shape);
     }
     __syncthreads();
 }

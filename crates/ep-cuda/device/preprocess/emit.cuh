@@ -2,14 +2,15 @@
 #pragma once
 #include "bases.cuh"
 
-// The index of a token's first entry in every list.
+// The index of a token's first entry in every list of a handle, or of a foreign set.
 struct Cursors {
     const Tile& tile;
+    const HandleView& lists;
     const u32* run;          // by column: sums over all tokens before this tile
     const u32* copies_begin; // [ranks]: index of the destination's first entry in recv and dst_copies
     const u32* tokens_begin; // [ranks]: the same for recv in plain mode
 
-    __device__ Columns column() const { return {tile.p.common.experts, tile.p.common.ranks}; }
+    __device__ Columns column() const { return Columns(tile.p.common); }
     __device__ u32 sends(u32 token) const { return run[column().sends()] + tile.scan(tile.sends())[token]; }
     __device__ u32 copies(u32 token) const { return run[column().copies()] + tile.scan(tile.copies())[token]; }
     // In recv and dst_copies, for one destination.
@@ -20,26 +21,40 @@ struct Cursors {
     __device__ u32 tokens_before(u32 rank, u32 token) const {
         return run[column().tokens_of(rank)] + Tile::before(tile.rank_columns + rank * tile.column_words, token);
     }
+    // The token's rail row in another domain, and its first copy there.
+    __device__ u32 rail_row(u32 domain, u32 token) const {
+        return run[column().tokens_to(domain)] + Tile::before(tile.domain_columns + domain * tile.column_words, token);
+    }
+    __device__ u32 rail_copy(u32 domain, u32 token) const {
+        const u32 first = domain * domain_size(tile.p.common);
+        u32 copies = 0;
+        for (u32 rank = first; rank < first + domain_size(tile.p.common); rank++)
+            copies += run[column().copies_of(rank)] + tile.scan(rank)[token];
+        return copies;
+    }
 };
 
 // Computes the index of each destination's first entry in recv and dst_copies, for `Cursors`. Called by all threads.
 __device__ inline void begin_regions(const Common& c, const Columns& column, const u32* totals, u32* copies_begin,
                                      u32* tokens_begin) {
-    for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x) {
+    for (u32 rank = domain_begin(c) + threadIdx.x; rank < domain_end(c); rank += blockDim.x) {
         copies_begin[rank] = tokens_begin[rank] = 0;
-        for (u32 below = 0; below < rank; below++) {
+        for (u32 below = domain_begin(c); below < rank; below++) {
             copies_begin[rank] += totals[column.copies_of(below)];
             tokens_begin[rank] += totals[column.tokens_of(below)];
         }
     }
 }
 
+// The words of `rail_begin` of one domain: rows, then copies.
+__device__ inline u32* rail_begin(const HandleView& h, u32 domain) { return h.rail_begin + domain * 2 * (h.chunks + 1); }
+
 // Writes a chunk's `*_begin` words for one destination rank.
-__device__ inline void begin_chunk(const PreprocessParams& p, const Cursors& cursors, u32 chunk, u32 rank) {
+__device__ inline void begin_chunk(const Common& c, const Cursors& cursors, u32 chunk, u32 rank) {
     const Tile& tile = cursors.tile;
-    const HandleView& h = p.handle;
+    const HandleView& h = cursors.lists;
     const u32 token = chunk * h.chunk_tokens - tile.first;
-    if (rank == 0) {
+    if (rank == domain_begin(c)) {
         h.send_begin[chunk] = cursors.sends(token);
         h.copy_begin[chunk] = cursors.copies(token);
     }
@@ -50,15 +65,23 @@ __device__ inline void begin_chunk(const PreprocessParams& p, const Cursors& cur
     h.recv_begin[at] = h.permuted ? copies : tokens;
 }
 
+// Writes a chunk's `rail_begin` words for one domain.
+__device__ inline void begin_rail_chunk(const Cursors& cursors, u32 chunk, u32 domain) {
+    const HandleView& h = cursors.lists;
+    const u32 token = chunk * h.chunk_tokens - cursors.tile.first;
+    rail_begin(h, domain)[chunk] = cursors.rail_row(domain, token);
+    rail_begin(h, domain)[h.chunks + 1 + chunk] = cursors.rail_copy(domain, token);
+}
+
 // Writes a token's `token_begin`, and the dead entry of a token without a copy.
 __device__ inline void begin_token(const PreprocessParams& p, const Cursors& cursors, u32 token) {
     const Tile& tile = cursors.tile;
     const u32 send = cursors.sends(token);
-    p.handle.token_begin[tile.first + token] = send;
+    cursors.lists.token_begin[tile.first + token] = send;
     if (tile.of_token(tile.copies(), token) != 0) return;
     Send entry = Send::of(p.common.rank, NO_ROW);
     entry.mark(Send::DEAD | Send::TOKEN_END);
-    p.handle.sends[send] = entry;
+    cursors.lists.sends[send] = entry;
 }
 
 // Permuted mode: the row of a token's copy for the expert at `position`, on the rank that holds it.
@@ -76,13 +99,39 @@ __device__ inline bool last_kept(const Cursors& cursors, const Bases& bases, u32
     return next == end || (limit != NONE && permuted_row(cursors, bases, token, next) >= limit);
 }
 
+// Writes the entries of one copy that goes along a rail.
+__device__ inline void emit_rail_copy(const PreprocessParams& p, const Cursors& cursors, u32 token, u32 expert,
+                                      u32 position, float weight) {
+    const Tile& tile = cursors.tile;
+    const Common& c = p.common;
+    const HandleView& h = cursors.lists;
+    const u32 domain = domain_of(c, tile.owner[position]), first = c.owner_begin[domain * domain_size(c)];
+    const u32 among_domain = Tile::bits(tile.row(token), first, position);
+    h.copies[cursors.copies(token) + Tile::bits(tile.row(token), 0, position)] =
+        Copy{make_uint4((tile.first + token) * c.experts + expert, (c.ranks + domain) << Copy::RANK_SHIFT,
+                        cursors.rail_copy(domain, token) + among_domain, __float_as_uint(weight))};
+    if (among_domain != 0) return;
+    const u32 here = tile.sends_here(token), below = tile.sends_below(domain, token);
+    Send entry = Send::of(c.ranks + domain, cursors.rail_row(domain, token));
+    if (here + below + 1 == tile.of_token(tile.sends(), token)) entry.mark(Send::TOKEN_END);
+    // combine adds the sums of the domains before this one to each other, as it adds this rank's rows.
+    const bool before = domain < c.rails.domain;
+    if (!before || below == 0) entry.mark(Send::OWN_FIRST);
+    if (!before || below + 1 == tile.sends_below(c.rails.domain, token)) entry.mark(Send::OWN_END);
+    h.sends[cursors.sends(token) + here + below] = entry;
+}
+
 // Writes the entries of one copy in all lists.
 __device__ inline void emit_copy(const PreprocessParams& p, const Cursors& cursors, const Bases& bases, u32 token,
                                  u32 expert, u32 position, float weight) {
     const Tile& tile = cursors.tile;
     const Common& c = p.common;
-    const HandleView& h = p.handle;
+    const HandleView& h = cursors.lists;
     const u32 rank = tile.owner[position];
+    if (RAILS && (rank < domain_begin(c) || rank >= domain_end(c))) {
+        emit_rail_copy(p, cursors, token, expert, position, weight);
+        return;
+    }
     const u32 first = c.owner_begin[rank], end = c.owner_begin[rank + 1];
     const u32 among_rank = Tile::bits(tile.row(token), first, position);
     const u32 earlier_tokens = cursors.tokens_before(rank, token);
@@ -100,7 +149,7 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Cursors& curso
     for (u32 below = 0; below < rank; below++) {
         const u32 chosen = tile.of_token(below, token);
         copy += chosen;
-        send += h.permuted && below == c.rank ? chosen : min(chosen, 1u);
+        if (below >= domain_begin(c)) send += h.permuted && below == c.rank ? chosen : min(chosen, 1u);
     }
     h.copies[copy] = Copy{make_uint4((tile.first + token) * c.experts + expert,
                                      rank << Copy::RANK_SHIFT | (position - first), kept_row, __float_as_uint(weight))};
@@ -134,36 +183,43 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Cursors& curso
 // Writes the entries of a tile's tokens. Called by all threads.
 __device__ inline void emit(const PreprocessParams& p, const Cursors& cursors, const Bases& bases) {
     const Tile& tile = cursors.tile;
-    const u32 ranks = p.common.ranks, chunk_tokens = p.handle.chunk_tokens;
+    const Common& c = p.common;
+    const u32 ranks = domain_size(c), chunk_tokens = cursors.lists.chunk_tokens;
     const u32 chunk = div_up(tile.first, chunk_tokens), chunks = div_up(tile.first + tile.tokens, chunk_tokens) - chunk;
     for (u32 at = threadIdx.x; at < chunks * ranks; at += blockDim.x)
-        begin_chunk(p, cursors, chunk + at / ranks, at % ranks);
+        begin_chunk(c, cursors, chunk + at / ranks, domain_begin(c) + at % ranks);
     for (u32 token = threadIdx.x; token < tile.tokens; token += blockDim.x) begin_token(p, cursors, token);
     tile.for_each_copy([&](u32 token, u32 expert, u32 position, float weight) {
         emit_copy(p, cursors, bases, token, expert, position, weight);
     });
+    // The tokens of a foreign set stay in this domain.
+    const u32 domains = tile.form == ROUTING_MASKS ? 0 : rail_domains(c);
+    for (u32 at = threadIdx.x; at < chunks * domains; at += blockDim.x)
+        begin_rail_chunk(cursors, chunk + at / domains, at % domains);
 }
 
-// Writes the ends of all lists, and the part of the shape that concerns what this rank sends. Called by all threads of
-// one block.
-__device__ inline void finish_lists(const PreprocessParams& p, const Columns& column, const u32* totals,
+// Writes the ends of all lists. Called by all threads of one block.
+__device__ inline void finish_lists(const Common& c, const HandleView& h, const Columns& column, const u32* totals,
                                     const u32* copies_begin, const u32* tokens_begin) {
-    const Common& c = p.common;
-    const HandleView& h = p.handle;
-    for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x) {
+    for (u32 rank = domain_begin(c) + threadIdx.x; rank < domain_end(c); rank += blockDim.x) {
         const u32 copies = copies_begin[rank] + totals[column.copies_of(rank)];
         const u32 tokens = tokens_begin[rank] + totals[column.tokens_of(rank)];
         h.dst_begin[rank * (h.chunks + 1) + h.chunks] = copies;
         h.recv_begin[rank * (h.chunks + 1) + h.chunks] = h.permuted ? copies : tokens;
     }
     if (threadIdx.x == 0) {
-        u32 remote = 0;
-        for (u32 rank = 0; rank < c.ranks; rank++)
-            if (rank != c.rank) remote += totals[column.tokens_of(rank)];
-        const u32 rest = 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]);
-        set_shape(p, rest + SHAPE_REMOTE, remote);
-        set_shape(p, rest + SHAPE_OWN, totals[column.tokens_of(c.rank)]);
         h.send_begin[h.chunks] = h.token_begin[h.tokens] = totals[column.sends()];
         h.copy_begin[h.chunks] = totals[column.copies()];
     }
+}
+
+// Writes the part of the shape that concerns what this rank sends. Called by one thread.
+__device__ inline void finish_shape(const PreprocessParams& p, const Columns& column, const u32* totals) {
+    const Common& c = p.common;
+    u32 remote = 0;
+    for (u32 rank = domain_begin(c); rank < domain_end(c); rank++)
+        if (rank != c.rank) remote += totals[column.tokens_of(rank)];
+    const u32 rest = 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]);
+    set_shape(p, rest + SHAPE_REMOTE, remote);
+    set_shape(p, rest + SHAPE_OWN, totals[column.tokens_of(c.rank)]);
 }

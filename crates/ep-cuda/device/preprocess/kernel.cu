@@ -9,13 +9,74 @@
 //              entries in the lists (lists.cuh). Block 0 also writes the shape and the ends of the lists. Writes to
 //              this rank's handle, host shape and the caller's counts only.
 //
+// With RAILS (several NVLink domains, docs/cuda-rails.md), all blocks write the masks of the tokens that go to other
+// domains between count and exchange, and block 0 sends them. In the exchange, block 0 also awaits the sets that come from
+// other domains, and passes their counts on. After emit, all blocks count and emit the tokens of each of these sets.
+//
 // If an await fails, it reports the fault, and the lists are incomplete.
-#include "emit.cuh"
+#include "routing.cuh"
 
-extern "C" __global__ void __launch_bounds__(PREPROCESS_THREADS, 1) preprocess(const __grid_constant__ PreprocessParams p) {
+// The foreign sets that this rank forwards, one after the other: their tokens are the masks that rail peers have sent.
+// Called by all threads of all blocks.
+__device__ inline bool emit_sets(const PreprocessParams& p, Tile& tile, const Columns& column, const Bases& bases,
+                                 u32* run, u32* totals, u32* copies_begin, u32* tokens_begin, u32 epoch) {
+    const Common& c = p.common;
+    bool fine = true;
+    u32 turn = 0;
+    for_each_other_domain(c, [&](u32 domain) {
+        turn++;
+        if (!fine) return;
+        const u32 source = rail_peer(c, domain);
+        const u32 rows = ld_relaxed_sys(counts_at(p, c.own, epoch, source) + COUNT_TOKENS);
+        const HandleView lists = set_view(c, p.handle, domain, rows);
+        tile.form = ROUTING_MASKS;
+        tile.masks = reinterpret_cast<const u32*>(section_from(c, epoch, domain, 1));
+        tile.mask_words = mask_words(c, c.rails.domain);
+        const u32 tiles = div_up(rows, p.tile), per_block = div_up(tiles, gridDim.x);
+        const u32 begin = min(tiles, blockIdx.x * per_block), end = min(tiles, begin + per_block);
+        const auto load = [&](u32 at) { tile.load(at * p.tile, min(p.tile, rows - at * p.tile)); };
+        // Two sets of sums take turns: a block may write those of a set while others read those of the set before.
+        u32* sums = p.block_columns + (turn & 1) * gridDim.x * column.count();
+        count_block(column, tile, begin, end, load, run, sums);
+        fine = all_blocks(c, &c.own->more_arrived[turn]);
+        if (!fine) return;
+        sum_blocks(p, sums, run, totals);
+        begin_regions(c, column, totals, copies_begin, tokens_begin);
+        compute_bases(p, bases, epoch, source, false);
+        const Cursors cursors{tile, lists, run, copies_begin, tokens_begin};
+        for (u32 at = begin; at < end; at++) {
+            if (per_block > 1) load(at);
+            emit(p, cursors, bases);
+            __syncthreads();
+            if (at + 1 < end) tile.add_to(run);
+        }
+        if (blockIdx.x == 0) finish_lists(c, lists, column, totals, copies_begin, tokens_begin);
+        __syncthreads();
+    });
+    return fine;
+}
+
+// The ends of `rail_begin`, and the numbers of rows of all foreign sets. Called by all threads of one block.
+__device__ inline void finish_rails(const PreprocessParams& p, const Columns& column, const u32* totals, u32 epoch) {
+    const Common& c = p.common;
+    const HandleView& h = p.handle;
+    for (u32 domain = threadIdx.x; domain < c.rails.domains; domain += blockDim.x) {
+        u32 copies = 0;
+        for (u32 local = 0; local < domain_size(c); local++)
+            copies += totals[column.copies_of(domain * domain_size(c) + local)];
+        rail_begin(h, domain)[h.chunks] = totals[column.tokens_to(domain)];
+        rail_begin(h, domain)[h.chunks + 1 + h.chunks] = copies;
+    }
+    for (u32 source = threadIdx.x; source < c.ranks; source += blockDim.x)
+        h.set_rows[source] = ld_relaxed_sys(counts_at(p, c.own, epoch, source) + COUNT_TOKENS);
+}
+
+constexpr u32 THREADS = RAILS ? PREPROCESS_RAIL_THREADS : PREPROCESS_THREADS;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid_constant__ PreprocessParams p) {
     extern __shared__ __align__(16) u32 shared[];
     const Common& c = p.common;
-    const Columns column{c.experts, c.ranks};
+    const Columns column(c);
     const u32 epoch = c.own->epoch + 1;
     const u32 segments = max(c.experts, c.ranks);
     // The 64-bit numbers first, because of their alignment.
@@ -35,23 +96,43 @@ extern "C" __global__ void __launch_bounds__(PREPROCESS_THREADS, 1) preprocess(c
     const u32 per_block = div_up(tiles, gridDim.x);
     const u32 begin = min(tiles, blockIdx.x * per_block), end = min(tiles, begin + per_block);
     const auto load = [&](u32 at) { tile.load(at * p.tile, min(p.tile, p.handle.tokens - at * p.tile)); };
-
-    count_block(p, column, tile, begin, end, load, run);
-    bool fine = all_blocks(c) && !__syncthreads_or(aborted(c, ld_relaxed_sys(&c.own->abort)));
-
-    if (fine) sum_blocks(p, run, totals);
-    begin_regions(c, column, totals, copies_begin, tokens_begin);
-    if (exchange_counts(p, column, totals, epoch, fine)) {
-        compute_bases(p, bases, epoch, blockIdx.x == 0);
-        const Cursors cursors{tile, run, copies_begin, tokens_begin};
+    const Cursors cursors{tile, p.handle, run, copies_begin, tokens_begin};
+    // Calls `visit` for each tile of this block, with the sums of the tokens before it in `run`.
+    const auto for_each_tile = [&](const auto& visit) {
         for (u32 at = begin; at < end; at++) {
             if (per_block > 1) load(at);
-            emit(p, cursors, bases);
+            visit();
             // Before the sums change, all threads have read them.
             __syncthreads();
             if (at + 1 < end) tile.add_to(run);
         }
-        if (blockIdx.x == 0) finish_lists(p, column, totals, copies_begin, tokens_begin);
+    };
+
+    count_block(column, tile, begin, end, load, run, p.block_columns);
+    bool fine = all_blocks(c, &c.own->blocks_arrived) && !__syncthreads_or(aborted(c, ld_relaxed_sys(&c.own->abort)));
+
+    if (fine) sum_blocks(p, p.block_columns, run, totals);
+    if (RAILS && fine) {
+        for_each_tile([&] { emit_masks(p, cursors, column, totals, epoch); });
+        fine = all_blocks(c, &c.own->more_arrived[0]);
+        if (fine && blockIdx.x == 0) fine = send_routing(p, column, totals, epoch);
+        // `run` has moved on.
+        if (per_block > 1) sum_blocks(p, p.block_columns, run, totals);
+    }
+    begin_regions(c, column, totals, copies_begin, tokens_begin);
+    if (exchange_counts(p, column, totals, epoch, fine)) {
+        compute_bases(p, bases, epoch, c.rank, blockIdx.x == 0);
+        for_each_tile([&] { emit(p, cursors, bases); });
+        if (blockIdx.x == 0) {
+            finish_lists(c, p.handle, column, totals, copies_begin, tokens_begin);
+            if (threadIdx.x == 0) finish_shape(p, column, totals);
+        }
+        if (RAILS) {
+            if (blockIdx.x == 0) finish_rails(p, column, totals, epoch);
+            // Before the sums change, all threads have read them.
+            __syncthreads();
+            emit_sets(p, tile, column, bases, run, totals, copies_begin, tokens_begin, epoch);
+        }
     }
     leave(c, epoch);
 }

@@ -4,7 +4,7 @@
 //
 // Each choice, and each pair of token and rank, is handled by one thread: a token has too few of them for a warp.
 #pragma once
-#include "sync.cuh"
+#include "rails.cuh"
 
 // Calls `visit(index, *word_at(index))` in order for `count` words that other blocks or ranks have written. Several
 // loads are in flight at a time: loading one word after the other would take longer than the rest of the kernel.
@@ -33,16 +33,20 @@ __device__ inline Number warp_scan(Number own) {
 }
 
 // The numbers that are summed over tokens: [experts] copies, [ranks] copies, [ranks] tokens, then entries of `sends`
-// and of `copies`. Each function returns an index into an array of them.
+// and of `copies`, and with rails [domains] tokens. Each function returns an index into an array of them.
 struct Columns {
     u32 experts;
     u32 ranks;
+    u32 domains;
+
+    __device__ explicit Columns(const Common& c) : experts(c.experts), ranks(c.ranks), domains(rail_domains(c)) {}
 
     __device__ u32 copies_of(u32 rank) const { return experts + rank; }
     __device__ u32 tokens_of(u32 rank) const { return experts + ranks + rank; }
     __device__ u32 sends() const { return experts + 2 * ranks; }
     __device__ u32 copies() const { return experts + 2 * ranks + 1; }
-    __device__ u32 count() const { return count_columns(experts, ranks); }
+    __device__ u32 tokens_to(u32 domain) const { return experts + 2 * ranks + 2 + domain; }
+    __device__ u32 count() const { return count_columns(experts, ranks, domains); }
 };
 
 // The index of the last of `count` ascending numbers that is at most `value`. The first number must be at most `value`.
@@ -67,23 +71,28 @@ struct Tile {
     u32* rows;         // [tile][row_words]
     u32* columns;      // [experts][column_words]
     u32* rank_columns; // [ranks][column_words]
+    u32* domain_columns; // [domains][column_words], with rails
     u32* scans;        // [ranks + 2][tile + 1]: copies per rank, sends, copies; sums over earlier tokens
     u16* expert_of;    // [experts]: expert by position; set for routing maps only
     u8* owner;         // [experts]: rank by position
+    u32 form;          // a `RoutingForm`
+    const u32* masks = nullptr; // [rows][mask_words]: the routing of a foreign set
+    u32 mask_words = 0;
     u32 first = 0;     // the tile's first token
     u32 tokens = 0;    // number of tokens; functions take a token's index in the tile
 
-    __device__ Tile(const PreprocessParams& p, u32*& memory) : p(p) {
+    __device__ Tile(const PreprocessParams& p, u32*& memory) : p(p), form(p.form) {
         const Common& c = p.common;
         row_words = tile_row_words(c.experts);
         column_words = p.tile / 32;
         rows = memory;
         columns = rows + p.tile * row_words;
         rank_columns = columns + c.experts * column_words;
-        scans = rank_columns + c.ranks * column_words;
+        domain_columns = rank_columns + c.ranks * column_words;
+        scans = domain_columns + rail_domains(c) * column_words;
         expert_of = reinterpret_cast<u16*>(scans + (c.ranks + 2) * (p.tile + 1));
         owner = reinterpret_cast<u8*>(expert_of + (c.experts + c.experts % 2));
-        memory += tile_words(c.experts, c.ranks, p.tile);
+        memory += tile_words(c.experts, c.ranks, rail_domains(c), p.tile);
         for (u32 rank = warp_id(); rank < c.ranks; rank += blockDim.x / WARP)
             for (u32 at = c.owner_begin[rank] + lane_id(); at < c.owner_begin[rank + 1]; at += WARP)
                 owner[at] = static_cast<u8>(rank);
@@ -138,6 +147,31 @@ struct Tile {
     __device__ u32 sends() const { return p.common.ranks; }
     __device__ u32 copies() const { return p.common.ranks + 1; }
 
+    // Whether a token chose an expert in the domain.
+    __device__ bool goes_to(u32 domain, u32 token) const {
+        return (domain_columns[domain * column_words + token / 32] >> token % 32 & 1) != 0;
+    }
+
+    // Entries of `sends` of one token for the ranks of this domain.
+    __device__ u32 sends_here(u32 token) const {
+        const Common& c = p.common;
+        u32 entries = 0;
+#pragma unroll 1
+        for (u32 rank = domain_begin(c); rank < domain_end(c); rank++) {
+            const u32 chosen = of_token(rank, token);
+            entries += rank == c.rank && p.handle.permuted ? chosen : min(chosen, 1u);
+        }
+        return entries;
+    }
+    // Entries of `sends` of one token for the other domains below `domain`.
+    __device__ u32 sends_below(u32 domain, u32 token) const {
+        u32 entries = 0;
+#pragma unroll 1
+        for (u32 below = 0; RAILS && below < domain; below++)
+            entries += below != p.common.rails.domain && goes_to(below, token);
+        return entries;
+    }
+
     // The number of one token in scan `which`.
     __device__ u32 of_token(u32 which, u32 token) const { return scan(which)[token + 1] - scan(which)[token]; }
 
@@ -156,6 +190,7 @@ struct Tile {
     __device__ void for_each_listed(const Visit& visit) const;
     __device__ void note(u32 token, u32 expert, u64 at) const;
     __device__ void read_map() const;
+    __device__ void read_masks() const;
     __device__ void count() const;
     template <class NumberOf>
     __device__ void sum_up(u32 which, const NumberOf& number_of) const;
@@ -169,7 +204,7 @@ __device__ inline void bad_routing(const PreprocessParams& p, FaultKind kind, u3
 // list.
 template <class Visit>
 __device__ inline void Tile::for_each_listed(const Visit& visit) const {
-    const bool by_rows = p.form == ROUTING_ROWS;
+    const bool by_rows = form == ROUTING_ROWS;
     const Divider topk(max(p.topk, 1u));
     const u64 begin = by_rows ? p.row_begin[first] : static_cast<u64>(first) * p.topk;
     const u32 count = by_rows ? p.row_begin[first + tokens] - static_cast<u32>(begin) : tokens * p.topk;
@@ -227,6 +262,20 @@ __device__ inline void Tile::read_map() const {
     }
 }
 
+// For the masks of a foreign set, which rail peers have checked.
+__device__ inline void Tile::read_masks() const {
+    const u32 position = p.common.owner_begin[domain_begin(p.common)];
+    for (u32 index = threadIdx.x; index < tokens * mask_words; index += blockDim.x) {
+        const u32 token = index / mask_words, word = index % mask_words;
+        u32 chosen = ld_relaxed_sys(masks + static_cast<u64>(first + token) * mask_words + word);
+        for (; chosen != 0; chosen &= chosen - 1) {
+            const u32 at = position + 32 * word + __ffs(chosen) - 1;
+            atomicOr(&row(token)[at / 32], 1u << at % 32);
+            atomicOr(&columns[at * column_words + token / 32], 1u << token % 32);
+        }
+    }
+}
+
 // Computes scan `which` from one number per token: sums over the tokens before each token, and over all. Called by one
 // warp.
 template <class NumberOf>
@@ -250,15 +299,18 @@ __device__ inline void Tile::count() const {
             if (lane_id() == 0) rank_columns[rank * column_words + token / 32] = any;
             return chosen;
         });
+    for (u32 domain = warp_id(); domain < rail_domains(c); domain += blockDim.x / WARP)
+        for (u32 base = 0; base < tokens; base += WARP) {
+            const u32 token = base + lane_id(), begin = domain * domain_size(c);
+            const u32 chosen =
+                token < tokens ? bits(row(token), c.owner_begin[begin], c.owner_begin[begin + domain_size(c)]) : 0;
+            const u32 any = __ballot_sync(ALL_LANES, chosen != 0);
+            if (lane_id() == 0) domain_columns[domain * column_words + base / 32] = any;
+        }
     __syncthreads();
     if (warp_id() == 0)
         sum_up(sends(), [&](u32 token) {
-            u32 entries = 0;
-#pragma unroll 1
-            for (u32 rank = 0; rank < c.ranks && token < tokens; rank++) {
-                const u32 chosen = of_token(rank, token);
-                entries += rank == c.rank && p.handle.permuted ? chosen : min(chosen, 1u);
-            }
+            const u32 entries = token < tokens ? sends_here(token) + sends_below(c.rails.domains, token) : 0;
             return token < tokens ? max(entries, 1u) : 0;
         });
     if (warp_id() == 1)
@@ -272,7 +324,9 @@ __device__ inline void Tile::load(u32 from, u32 number) {
     for (u32 at = threadIdx.x; at < p.tile * row_words; at += blockDim.x) rows[at] = 0;
     for (u32 at = threadIdx.x; at < p.common.experts * column_words; at += blockDim.x) columns[at] = 0;
     __syncthreads();
-    if (p.form == ROUTING_MAP)
+    if (RAILS && form == ROUTING_MASKS)
+        read_masks();
+    else if (form == ROUTING_MAP)
         read_map();
     else
         for_each_listed([&](u32 token, u32 expert, u64 at) { note(token, expert, at); });
@@ -283,24 +337,32 @@ __device__ inline void Tile::load(u32 from, u32 number) {
 
 template <class Visit>
 __device__ inline void Tile::for_each_copy(const Visit& visit) const {
-    if (p.form != ROUTING_MAP) {
+    if (form != ROUTING_MAP && !(RAILS && form == ROUTING_MASKS)) {
         for_each_listed(
             [&](u32 token, u32 expert, u64 at) { visit(token, expert, position_of(expert), weight_at(at)); });
         return;
     }
-    // Few bytes of a map are set, so each thread finds its copies by searching the scan instead of scanning the map
+    // Few bits of a map or mask are set, so each thread finds its copies by searching the scan instead of scanning the map
     // again.
     const u32* sums = scan(copies());
     for (u32 copy = threadIdx.x; copy < sums[tokens]; copy += blockDim.x) {
         const u32 token = last_up_to(sums, tokens, copy);
-        const u32 position = nth_bit(row(token), copy - sums[token]), expert = expert_of[position];
+        const u32 position = nth_bit(row(token), copy - sums[token]);
+        if (RAILS && form == ROUTING_MASKS) {
+            // A copy of a foreign set has no cell in this rank's matrices, and its weight comes with dispatch.
+            visit(token, 0, position, 0.0f);
+            continue;
+        }
+        const u32 expert = expert_of[position];
         visit(token, expert, position, weight_at(static_cast<u64>(first + token) * p.common.experts + expert));
     }
 }
 
 __device__ inline void Tile::add_to(u32* sums) const {
     const Common& c = p.common;
-    const Columns column{c.experts, c.ranks};
+    const Columns column(c);
+    for (u32 domain = threadIdx.x; domain < rail_domains(c); domain += blockDim.x)
+        sums[column.tokens_to(domain)] += before(domain_columns + domain * column_words, tokens);
     for (u32 at = threadIdx.x; at < c.experts; at += blockDim.x) sums[at] += before(columns + at * column_words, tokens);
     for (u32 rank = threadIdx.x; rank < c.ranks; rank += blockDim.x)
         sums[column.tokens_of(rank)] += before(rank_columns + rank * column_words, tokens);

@@ -1,6 +1,7 @@
 //! Physical GPU memory, address ranges that map it, and host memory that kernels write to.
 
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
@@ -221,5 +222,53 @@ impl Drop for Mapped {
     fn drop(&mut self) {
         // SAFETY: allocated in `new`.
         let _ = unsafe { sys::cuMemFreeHost(self.words.cast()) };
+    }
+}
+
+/// Memory of the program that is pinned, so that kernels can access it.
+#[derive(Debug)]
+pub(crate) struct Pinned {
+    device: Arc<Device>,
+    start: NonNull<u8>,
+    address: DeviceAddress,
+}
+
+// SAFETY: an address that is not dereferenced here.
+unsafe impl Send for Pinned {}
+// SAFETY: as above.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// Pins `bytes` bytes from `start` on. The memory must stay mapped until this value is dropped.
+    pub(crate) fn new(device: &Arc<Device>, start: NonNull<u8>, bytes: usize) -> Result<Self> {
+        device.bind()?;
+        let what = || format!("pinning {bytes} bytes of host memory");
+        let hint =
+            "use shorter lanes (HYBRID_EP_CUDA_LANE_BYTES), or raise the limit of locked memory (ulimit -l)";
+        const FLAGS: u32 = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+        // SAFETY: the caller keeps the memory mapped; undone in `drop`.
+        check(unsafe { sys::cuMemHostRegister_v2(start.as_ptr().cast(), bytes, FLAGS) }, what, hint)?;
+        let mut pinned = Self { device: Arc::clone(device), start, address: 0 };
+        // SAFETY: registered for mapping above.
+        let answer =
+            unsafe { sys::cuMemHostGetDevicePointer_v2(&mut pinned.address, start.as_ptr().cast(), 0) };
+        check(answer, what, hint)?;
+        Ok(pinned)
+    }
+
+    /// The address for kernels.
+    pub(crate) fn address(&self) -> DeviceAddress {
+        self.address
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.device.bind().is_err() {
+            return;
+        }
+        let _relaxed = Relaxed::new();
+        // SAFETY: registered in `new`; the owner guarantees that no kernel uses it.
+        let _ = unsafe { sys::cuMemHostUnregister(self.start.as_ptr().cast()) };
     }
 }

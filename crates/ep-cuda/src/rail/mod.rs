@@ -27,6 +27,5 @@ mod tests;
 mod window;
 
 pub(crate) use layout::{RailLayout, limits};
-pub(crate) use losses::OnLost;
 pub(crate) use proxy::Proxy;
 pub(crate) use pump::ProxyParts;

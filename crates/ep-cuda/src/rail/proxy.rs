@@ -11,6 +11,7 @@ use ep::{EnvironmentError, Error, Rank, Result};
 
 use super::losses::Failures;
 use super::pump::{ProxyParts, Pump};
+use super::send::Sent;
 
 /// How long the thread looks for work without a pause. The units of one operator follow each other within some tens of
 /// microseconds, so the thread does not sleep inside an operator.
@@ -32,6 +33,7 @@ pub(crate) struct Proxy {
     thread: Option<JoinHandle<Result<()>>>,
     stop_by: Arc<OnceLock<Instant>>,
     failures: Arc<Failures>,
+    sent: Arc<Sent>,
     patience: Duration,
     /// The process that has the thread; a forked child has a copy of this value but not the thread.
     process: u32,
@@ -47,6 +49,7 @@ impl Proxy {
         let own = parts.rail.own();
         let mut pump = Pump::new(parts)?;
         let failures = Arc::clone(pump.losses().failures());
+        let sent = Arc::clone(pump.sent());
         let stop_by = Arc::<OnceLock<Instant>>::default();
         let stop = Arc::clone(&stop_by);
         let run = move || {
@@ -58,7 +61,12 @@ impl Proxy {
             EnvironmentError::new("starting the proxy thread", error, hint)
         })?;
         let patience = patience.min(MOST_PATIENCE);
-        Ok(Self { thread: Some(thread), stop_by, failures, patience, process: std::process::id() })
+        Ok(Self { thread: Some(thread), stop_by, failures, sent, patience, process: std::process::id() })
+    }
+
+    /// Bytes and puts that the engine has accepted.
+    pub(crate) fn sent(&self) -> (u64, u64) {
+        self.sent.so_far()
     }
 
     /// The first error of each rail peer that is lost.
@@ -70,6 +78,7 @@ impl Proxy {
     ///
     /// # Errors
     /// The error that ended the thread before; [`ep::PeerError`] for a peer to which not everything has left in time.
+    #[cfg(test)]
     pub(crate) fn stop(mut self) -> Result<()> {
         self.end()
     }
@@ -91,7 +100,7 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        // Lost peers are in `failures`, and a caller that needs the rest calls `stop`.
+        // Lost peers are in `failures`. The rest concerns ranks that leave, whose kernels have ended.
         let _ = self.end();
     }
 }

@@ -13,7 +13,7 @@ use ep::{
 use super::layout::RailLayout;
 use super::losses::{Losses, OnLost};
 use super::receive::{Broken, Receiving};
-use super::send::{Link, Progress, SendError, Sending};
+use super::send::{Link, Progress, SendError, Sending, Sent};
 use super::window::RailWindow;
 use crate::call;
 use crate::params::RailPlan;
@@ -42,6 +42,7 @@ pub(crate) struct Pump {
     transport: Box<dyn Transport>,
     window: RailWindow,
     peers: Vec<Peer>,
+    sent: Arc<Sent>,
     losses: Losses,
     /// The signals of one poll, kept for its memory.
     inbox: Vec<(Rank, Signal)>,
@@ -83,7 +84,12 @@ impl Pump {
         let own = rail.own_index();
         let peers = rail.ranks().iter().enumerate().filter(|&(domain, _)| domain != own).map(peer).collect();
         let losses = Losses::new(on_lost);
-        Ok(Self { rail, transport, window, peers, losses, inbox: Vec::new(), end: None })
+        let sent = Arc::default();
+        Ok(Self { rail, transport, window, peers, sent, losses, inbox: Vec::new(), end: None })
+    }
+
+    pub(super) fn sent(&self) -> &Arc<Sent> {
+        &self.sent
     }
 
     pub(super) fn losses(&self) -> &Losses {
@@ -154,6 +160,7 @@ impl Pump {
             let peer = &mut self.peers[index];
             let Some(sending) = &mut peer.sending else { continue };
             let link = Link {
+                sent: &self.sent,
                 window: &self.window,
                 transport: self.transport.as_ref(),
                 own_domain: self.rail.own_index(),

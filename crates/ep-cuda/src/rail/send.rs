@@ -1,6 +1,7 @@
 //! The sending side of one rail peer.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use ep::{Error, Posted, Put, Rank, Transport};
 
@@ -13,8 +14,23 @@ use crate::params::{RAIL_SECTIONS, RailPlan};
 /// put, and short enough that the peer's kernels start early. A single unit may be longer.
 const RUN_BYTES: usize = 1 << 20;
 
+/// What the engine has accepted so far, to all peers.
+#[derive(Debug, Default)]
+pub(crate) struct Sent {
+    bytes: AtomicU64,
+    messages: AtomicU64,
+}
+
+impl Sent {
+    /// Bytes and puts.
+    pub(crate) fn so_far(&self) -> (u64, u64) {
+        (self.bytes.load(Relaxed), self.messages.load(Relaxed))
+    }
+}
+
 /// What a step towards one peer needs.
 pub(super) struct Link<'a> {
+    pub(super) sent: &'a Sent,
     pub(super) window: &'a RailWindow,
     pub(super) transport: &'a dyn Transport,
     /// This rank's domain.
@@ -135,8 +151,14 @@ impl Link<'_> {
 
     fn post(&self, arrival: Arrival, from: Range<usize>, to: usize) -> Result<Posted, SendError> {
         // The peer's window has the same layout.
+        let bytes = from.len() as u64;
         let put = Put::new(self.peer, arrival.signal()).bytes(from, to);
-        self.transport.put(put).map_err(SendError::Engine)
+        let posted = self.transport.put(put).map_err(SendError::Engine)?;
+        if posted == Posted::Yes {
+            self.sent.bytes.fetch_add(bytes, Relaxed);
+            self.sent.messages.fetch_add(1, Relaxed);
+        }
+        Ok(posted)
     }
 
     /// The units from `first` on that the kernels have completed, as many as one put may have.

@@ -4,7 +4,7 @@ use ep::workload::Workload;
 use ep::{DispatchMode, Element, Rank, Routing, ScaleFormat, TokenFormat, World};
 
 use crate::content::Random;
-use crate::script::{Combine, Copies, Dispatch, Fault, Form, Gone, Plan, Probs, Script};
+use crate::script::{Combine, Copies, Dispatch, Fault, Form, Gone, Handle, Plan, Probs, Script};
 
 const PLAIN: DispatchMode = DispatchMode::Plain;
 const BLOCKS: u64 = 2;
@@ -193,6 +193,72 @@ fn maps(copies: Copies) -> Script {
     script
 }
 
+/// Worlds of several domains: with one rank and with several ranks each, in both modes, with all types and formats, with
+/// capacities that drop rows, and with ranks that have nothing to send.
+fn rails(copies: Copies) -> Vec<Script> {
+    let world = |ranks, domains, experts| {
+        World::builder().ranks(ranks).domains(domains).experts(experts).build().unwrap()
+    };
+    let hidden = 24;
+    let all_types = |script: &mut Script, handle: &Handle| {
+        for (element, wire) in [
+            (Element::Bf16, Element::Bf16),
+            (Element::F32, Element::Bf16),
+            (Element::Bf16, Element::F32),
+            (Element::F32, Element::F32),
+        ] {
+            let probs = element == wire;
+            script.combine(handle, Combine { element, wire, probs, ..combine(copies, hidden) });
+        }
+    };
+
+    // One rank per domain: no links inside domains.
+    let mut lines = Script::new(&format!("rails alone {copies:?}"), world(3, 3, 6), BLOCKS);
+    let of = lines.world().clone();
+    for (mode, memory, form) in [(pad(4), 0, Form::TopK), (PLAIN, 1, Form::Map)] {
+        let plan = Plan { chunk_tokens: 2, ..unbounded(multi_hot(&of, &[7, 0, 11], 2, 41), form, mode) };
+        let handle = lines.preprocess(plan, memory);
+        lines.dispatch(&handle, dispatch(copies, hidden));
+        all_types(&mut lines, &handle);
+    }
+
+    let mut square = Script::new(&format!("rails square {copies:?}"), world(4, 2, 8), BLOCKS + 1);
+    let of = square.world().clone();
+    let first = square.preprocess(unbounded(top_k(&of, &[9, 6, 3, 12], 3, 43), Form::TopK, pad(4)), 0);
+    square.dispatch(&first, dispatch(copies, hidden));
+    square.combine(&first, Combine { probs: true, ..combine(copies, hidden) });
+    let second = square.preprocess(unbounded(top_k(&of, &[4, 11, 20, 0], 4, 44), Form::TopKWide, PLAIN), 1);
+    square.dispatch(&second, Dispatch { probs: Probs::Dense, ..dispatch(copies, hidden) });
+    square.combine(&first, combine(copies, hidden));
+    all_types(&mut square, &second);
+
+    // A placement that mixes the experts of the domains, masks of more than one word, capacities.
+    let owners: Vec<Rank> = (0..80).map(|expert| Rank(expert * 7 % 6)).collect();
+    let mixed = World::builder().ranks(6).domains(2).placement(&owners).build().unwrap();
+    let mut wide = Script::new(&format!("rails wide {copies:?}"), mixed.clone(), BLOCKS);
+    for (mode, memory, form) in [(pad(4), 0, Form::Map), (PLAIN, 1, Form::Rows)] {
+        let routings = top_k(&mixed, &[24, 5, 0, 9, 17, 1], 6, 47);
+        let capacity = vec![None, Some(8), Some(0), Some(16), None, Some(1000)];
+        let handle = wide.preprocess(Plan { routings, form, mode, capacity, chunk_tokens: 2 }, memory);
+        wide.dispatch(&handle, dispatch(copies, hidden));
+        wide.combine(&handle, Combine { probs: true, ..combine(copies, hidden) });
+    }
+
+    let mut formats = Script::new(&format!("rails formats {copies:?}"), world(6, 3, 6), BLOCKS);
+    let of = formats.world().clone();
+    for (mode, memory) in [(pad(2), 0), (PLAIN, 1)] {
+        let handle =
+            formats.preprocess(unbounded(top_k(&of, &[6, 5, 7, 1, 0, 8], 3, 53), Form::TopK, mode), memory);
+        for (scales, pieces) in [(ScaleFormat::F32Per128, 1), (ScaleFormat::Ue8m0Per32, 2)] {
+            let wide = Dispatch { pieces, ..dispatch(copies, 288) };
+            formats.dispatch(&handle, Dispatch { format: TokenFormat::QuantizeFp8(scales), ..wide });
+            formats.dispatch(&handle, Dispatch { format: TokenFormat::Fp8(scales), ..wide });
+        }
+        formats.combine(&handle, Combine { probs: true, ..combine(copies, hidden) });
+    }
+    vec![lines, square, wide, formats]
+}
+
 /// A world of one rank, and worlds without copies.
 fn edges(copies: Copies) -> Vec<Script> {
     let mut alone = Script::new(
@@ -238,7 +304,7 @@ pub(crate) fn all() -> Vec<Script> {
             sums(copies),
             tiles(copies),
         ];
-        cases.into_iter().chain(edges(copies)).collect::<Vec<_>>()
+        cases.into_iter().chain(edges(copies)).chain(rails(copies)).collect::<Vec<_>>()
     };
     [of(Copies::Bulk), of(Copies::Plain)].into_iter().flatten().collect()
 }
@@ -309,6 +375,49 @@ pub(crate) fn faults() -> Vec<Script> {
         script.fails(&[fault, Fault::Aborted], Some(1));
         cases.push(script);
     }
+
+    // Across rails: ranks 0 and 1 are a domain, ranks 2 and 3 another one.
+    let rails = |name: &str| {
+        Script::new(name, World::builder().ranks(4).domains(2).experts(8).build().unwrap(), BLOCKS)
+    };
+    let far = |script: &Script| unbounded(top_k(script.world(), &[5, 4, 6, 3], 3, 29), Form::TopK, pad(2));
+    let mut absent = rails("a rank of another domain that does not enter");
+    let handle = absent.preprocess(far(&absent), 0);
+    absent.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    absent.otherwise(3, "takes part", 0);
+    absent.fails(&[Fault::Late, Fault::Aborted], Some(3));
+    cases.push(absent);
+
+    let mut still = rails("a rank of another domain that stands still");
+    let handle = still.preprocess(far(&still), 0);
+    still.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    still.combine(&handle, combine(Copies::Bulk, hidden));
+    still.otherwise(0, "stands still", 1);
+    still.fails(&[Fault::Stalled, Fault::Aborted], Some(0));
+    cases.push(still);
+
+    let mut gone = rails("a rank of another domain that has died");
+    let handle = gone.preprocess(far(&gone), 0);
+    gone.is_gone(2, Gone::Died);
+    gone.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    gone.otherwise(2, "takes part", 0);
+    gone.fails(&[Fault::Died, Fault::Aborted], Some(2));
+    cases.push(gone);
+
+    let mut mismatch = rails("ranks of two domains that call different things");
+    let handle = mismatch.preprocess(far(&mismatch), 0);
+    mismatch.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    for rank in [2, 3] {
+        mismatch.otherwise(rank, "signature", 7);
+    }
+    mismatch.fails(&[Fault::Mismatch, Fault::Aborted], None);
+    cases.push(mismatch);
+
+    let mut wrong = rails("a routing of another domain that is wrong");
+    wrong.preprocess(far(&wrong), 0);
+    wrong.other_input(2, "topk_idx", 8i32.to_le_bytes().repeat(18));
+    wrong.fails(&[Fault::Index, Fault::Aborted], Some(2));
+    cases.push(wrong);
 
     // With a capacity the host does not wait, and calls the next operators before it knows of the fault.
     let mut behind = new("operators behind one that failed");

@@ -19,6 +19,9 @@ pub(crate) struct Program {
     path: PathBuf,
 }
 
+/// The end of the name of a kernel that is compiled for a world of several domains.
+pub(crate) const RAILS: &str = " rails";
+
 /// Exit code of a run in which ThreadSanitizer has found a race.
 const RACE: i32 = 66;
 
@@ -164,24 +167,30 @@ fn units() -> Vec<Unit> {
         let names = [("NAME", quoted(&name)), (entry(operator), name.replace(' ', "_"))];
         units.push(unit(&name, source, true, [names.to_vec(), defines].concat()));
     };
-    kernel("preprocess".into(), "preprocess.cpp", vec![("COPY_VARIANT", quoted("copy_plain.cuh"))]);
-    for copies in ["bulk", "plain"] {
-        let common =
-            || vec![("COPY_VARIANT", quoted(&format!("copy_{copies}.cuh"))), ("WARPS", WARPS.to_string())];
+    for (rails, suffix) in [("0", ""), ("1", RAILS)] {
+        let copies = ("COPY_VARIANT", quoted("copy_plain.cuh"));
+        kernel(format!("preprocess{suffix}"), "preprocess.cpp", vec![copies, ("RAILS", rails.into())]);
+    }
+    let ways = ["bulk", "plain"].into_iter().flat_map(|copies| [(copies, "0", ""), (copies, "1", RAILS)]);
+    for (copies, rails, suffix) in ways {
+        let common = || {
+            let copies = ("COPY_VARIANT", quoted(&format!("copy_{copies}.cuh")));
+            vec![copies, ("WARPS", WARPS.to_string()), ("RAILS", rails.into())]
+        };
         for payload in ["copy", "quantize"] {
             let more = [
                 ("PAYLOAD_VARIANT", quoted(&format!("payload_{payload}.cuh"))),
                 ("E4M3_VARIANT", quoted("e4m3_soft.cuh")),
             ];
             let defines = [common(), more.to_vec()].concat();
-            kernel(format!("dispatch {payload} {copies}"), "dispatch.cpp", defines);
+            kernel(format!("dispatch {payload} {copies}{suffix}"), "dispatch.cpp", defines);
         }
         for rows in ["bf16", "f32"] {
             for wire in ["bf16", "f32"] {
                 let is_f32 = |element: &str| u32::from(element == "f32").to_string();
                 let more = [("ROWS_F32", is_f32(rows)), ("WIRE_F32", is_f32(wire))];
                 let defines = [common(), more.to_vec()].concat();
-                kernel(format!("combine {rows} {wire} {copies}"), "combine.cpp", defines);
+                kernel(format!("combine {rows} {wire} {copies}{suffix}"), "combine.cpp", defines);
             }
         }
     }

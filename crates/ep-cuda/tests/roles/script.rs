@@ -8,7 +8,7 @@ use ep::oracle::{self, CombineSpec, Dispatched, ReceivedRows, Tokens};
 use ep::{Counts, DispatchMode, Element, Rank, ReceiveShape, Routing, ScaleFormat, TokenFormat, World};
 
 use crate::content::Random;
-use crate::program::{RATE_NAMES, RATES};
+use crate::program::{RAILS, RATE_NAMES, RATES};
 use crate::record::{File, Record, floats, words};
 
 /// The content of outputs before an operator, as `POISON` of the program.
@@ -133,6 +133,11 @@ impl Script {
         owners.number("timeout ns", 1 << 34);
         owners.number("stall timeout ns", 1 << 28);
         owners.numbers.insert("blocks", blocks);
+        owners.number("domains", world.topology().domains());
+        // The most rows and copies of a set, and the rows of a chunk.
+        owners.number("set rows", 24);
+        owners.number("set copies", 24 * 6);
+        owners.number("rail chunk rows", 3);
         owners.input("owner_begin", words(&begins));
         Self { name: name.into(), world, owners, operators: Vec::new(), random: Random(seed) }
     }
@@ -329,7 +334,10 @@ impl Script {
         bytes
     }
 
-    fn call(&mut self, kernel: String, mut ranks: Vec<Record>) {
+    fn call(&mut self, mut kernel: String, mut ranks: Vec<Record>) {
+        if self.world.topology().domains() > 1 && kernel != "say_gone" {
+            kernel += RAILS;
+        }
         for record in &mut ranks {
             record.number("takes part", 1);
             record.number("stands still", 0);
@@ -486,10 +494,12 @@ fn shape_words(world: &World, handle: &Handle, rank: usize) -> Vec<u8> {
         &handle.received[rank].shape;
     let own = Rank(rank as u32);
     let routing = &handle.plan.routings[rank];
-    // The destination ranks of each token.
+    let topology = world.topology();
+    // The destination ranks of each token in this rank's domain.
     let targets = routing.rows().map(|(experts, _)| {
         let owner = |&expert: &u32| world.placement().owner_at(world.placement().position_of(expert));
-        let mut ranks: Vec<Rank> = experts.iter().map(owner).collect();
+        let near = |rank: &Rank| topology.domain_of(*rank) == topology.domain_of(own);
+        let mut ranks: Vec<Rank> = experts.iter().map(owner).filter(near).collect();
         ranks.sort_unstable();
         ranks.dedup();
         ranks

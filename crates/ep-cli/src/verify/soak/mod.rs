@@ -114,7 +114,6 @@ impl SoakPlan {
         program: &str,
     ) -> Result<Self, Failure> {
         cases::check_limits(args)?;
-        role::check_domains(args.backend, args.domains)?;
         let ranks = role::ranks(args.ranks, role)?;
         let backend = cases::backend(args)?;
         let two = backend == BackendKind::Host && ranks.is_multiple_of(2);

@@ -15,9 +15,10 @@ use std::time::Instant;
 
 use ep::{Error, MemoryKind, Operator, Posted, Put, Rail, Rank, Result, Signal, Transport, Window};
 
+use super::losses::OnLost;
 use super::pump::Pump;
 use super::signal::{Arrival, Part, What};
-use super::{OnLost, ProxyParts, RailLayout};
+use super::{ProxyParts, RailLayout};
 use crate::params::{
     CALL_WORDS, MAX_CHUNKS, RAIL_SECTIONS, RailEnd, RailPer, RailPlan, RailSection, RailState,
 };

@@ -11,7 +11,7 @@ thread_local __align__(128) u8 memory[machine::SHARED_BYTES];
 
 u32 shared_bytes(const void* params) {
     const auto& p = *static_cast<const DispatchParams*>(params);
-    return dispatch_bytes(p.common.ranks, WARPS, p.stages, p.stage_bytes, QUANTIZES);
+    return dispatch_bytes(p.common.ranks + rail_domains(p.common), WARPS, p.stages, p.stage_bytes, QUANTIZES);
 }
 
 const Kernel kernel(

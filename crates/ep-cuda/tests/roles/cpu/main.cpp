@@ -16,6 +16,7 @@
 #include "memory.hpp"
 
 #include "handle.cuh"
+#include "ptx.cuh"
 
 namespace {
 
@@ -28,6 +29,22 @@ constexpr u8 POISON = 0xA7;
 struct Rank {
     Memory memory;
     FaultReport report{};
+};
+
+// The host memory that ranks share with their proxies, by rank, and the proxies' parameters.
+struct Window {
+    std::vector<RailEnd> ends;  // [domains][2]
+    std::vector<u8> lanes;      // [domains][2][2][LANE_BYTES]
+};
+constexpr u64 LANE_BYTES = 64 << 10;
+
+// What the proxy of a rank does in one operator.
+struct Relay {
+    const Case* all;
+    std::vector<Window>* windows;
+    std::vector<Rank>* ranks;
+    u32 rank;
+    u32 epoch;
 };
 
 // A handle's lists, and the gaps between them.
@@ -182,6 +199,16 @@ Lists lists_of(const Record& world, const Arguments& call) {
     place(view.dst_copies, sizeof(DstCopy) * copies);
     place(view.dst_begin, 4 * (chunks + 1) * ranks);
     place(view.shape, 4 * call.number("shape words"));
+    const u64 domains = world.number("domains");
+    if (domains > 1) {
+        place(view.rail_begin, 4 * domains * 2 * (chunks + 1));
+        place(view.set_rows, 4 * ranks);
+        place(view.sets, domains * set_bytes(static_cast<u32>(world.number("set rows")),
+                                             static_cast<u32>(world.number("set copies")),
+                                             static_cast<u32>((world.number("set rows") + world.number("rail chunk rows") - 1) /
+                                                              world.number("rail chunk rows")),
+                                             static_cast<u32>(ranks)));
+    }
     if (lists.end > lists.begin + Memory::REGION_BYTES) machine::fail("a handle that does not fit its memory");
     view.tokens = static_cast<u32>(tokens);
     view.chunks = static_cast<u32>(chunks);
@@ -262,12 +289,17 @@ CombineParams combine_params(const Common& common, const HandleView& handle, con
     p.out_probs = call.at<float>("combined probs");
     p.partials = call.scratch<u8>("partials");
     p.prob_scratch = p.row_probs == nullptr ? nullptr : call.scratch<float>("gathered probs");
+    if (common.rails.domains > 1) {
+        p.set_partials = call.scratch<u8>("set partials");
+        p.set_prob_scratch = call.scratch<float>("set probs");
+        p.set_done = call.scratch<u32>("set done");
+    }
     p.hidden = call.number("hidden");
     p.slack = 0;  // cases are small: tokens are to be reduced between pushes, too
     return p;
 }
 
-Common common_of(const Record& world, std::vector<Rank>& ranks, u32 rank, bool translate) {
+Common common_of(const Record& world, std::vector<Rank>& ranks, std::vector<Window>& windows, u32 rank, bool translate) {
     Common common{};
     common.rank = rank;
     common.ranks = static_cast<u32>(ranks.size());
@@ -281,6 +313,17 @@ Common common_of(const Record& world, std::vector<Rank>& ranks, u32 rank, bool t
         common.delta[peer] = translate ? memory.seen_by(rank) - memory.seen_by(peer) : 0;
     }
     common.own = common.control[rank];
+    Rails& rails = common.rails;
+    rails.domains = static_cast<u32>(world.number("domains"));
+    rails.local_ranks = common.ranks / rails.domains;
+    rails.domain = rank / rails.local_ranks;
+    rails.first = rails.domain * rails.local_ranks;
+    rails.ends = windows[rank].ends.data();
+    rails.lanes = windows[rank].lanes.data();
+    rails.lane_bytes = LANE_BYTES;
+    rails.chunk_rows = static_cast<u32>(world.number("rail chunk rows"));
+    rails.most_rows = static_cast<u32>(world.number("set rows"));
+    rails.most_copies = static_cast<u32>(world.number("set copies"));
     const Bytes& owners = world.inputs.at("owner_begin");
     std::copy(owners.begin(), owners.end(), reinterpret_cast<u8*>(common.owner_begin));
     return common;
@@ -320,6 +363,93 @@ void launch(Call& call, const Case& all, Common common, Memory& memory, std::vec
     const u32 shared_bytes = kernel->shared_bytes(params);
     stream.push_back({call.kernel, kernel->body, params, blocks, kernel->threads, shared_bytes, kernel->shared});
     if (!stands_still) stream.push_back({"the host after a kernel", after, &call, 1, 1, 0, nullptr});
+}
+
+// ---- the proxies: put what one rank's kernel sends into the windows of its rail peers
+
+// Polls until the word is `epoch`. Returns false when a rank has failed or does not take part: then the word may never
+// come.
+bool awaits(const Relay& relay, const u32* word) {
+    while (ld_acquire_sys(word) != relay.epoch) {
+        if (relay.all->operators[relay.epoch - 1].ranks[relay.rank].number("takes part") == 0) return false;
+        for (const Rank& rank : *relay.ranks)
+            if (__atomic_load_n(&rank.report.own.fault.kind, __ATOMIC_ACQUIRE) != FAULT_NONE) return false;
+    }
+    return true;
+}
+
+// The part of a section that the units [first, last] of a plan have.
+struct Part {
+    u64 begin = 0;
+    u64 end = 0;
+};
+
+Part part_of(const RailPlan& plan, const RailSection& section, u32 unit) {
+    if (section.per == RAIL_ONCE) return {0, unit == 0 ? section.stride : 0u};
+    const u32* ends = section.per == RAIL_PER_ROW ? plan.row_end : plan.copy_end;
+    return {static_cast<u64>(unit == 0 ? 0 : ends[unit - 1]) * section.stride, static_cast<u64>(ends[unit]) * section.stride};
+}
+
+void copy_bytes(u8* to, const u8* from, u64 bytes) {
+    for (u64 at = 0; at < bytes; at++) static_cast<volatile u8*>(to)[at] = static_cast<const volatile u8*>(from)[at];
+}
+
+void relay_to(const Relay& relay, u32 domain) {
+    const u32 domains = static_cast<u32>(relay.all->world.number("domains"));
+    const u32 local_ranks = static_cast<u32>(relay.windows->size()) / domains;
+    const u32 own_domain = relay.rank / local_ranks, peer = domain * local_ranks + relay.rank % local_ranks;
+    const u32 parity = relay.epoch & 1;
+    Window &mine = (*relay.windows)[relay.rank], &theirs = (*relay.windows)[peer];
+    RailEnd &from = mine.ends[2 * domain + parity], &to = theirs.ends[2 * own_domain + parity];
+    if (!awaits(relay, &from.out.epoch)) return;
+    // A copy: the kernels may write the next plan as soon as the last chunk has been released below.
+    const auto copied = std::make_unique<RailPlan>();
+    const auto copy_plan = [&](RailPlan& there) {
+        const auto part = [&](auto& field, const auto& value) {
+            copy_bytes(reinterpret_cast<u8*>(&field), reinterpret_cast<const u8*>(&value), sizeof field);
+        };
+        part(there.call, from.out.call);
+        part(there.sections, from.out.sections);
+        for (auto field : {&RailPlan::rows, &RailPlan::copies, &RailPlan::units, &RailPlan::flags_per_unit,
+                           &RailPlan::chunk_rows, &RailPlan::signature})
+            part(there.*field, from.out.*field);
+        for (u32 unit = 0; unit < there.units; unit++) {
+            part(there.row_end[unit], from.out.row_end[unit]);
+            part(there.copy_end[unit], from.out.copy_end[unit]);
+        }
+    };
+    copy_plan(*copied);
+    copy_plan(to.input);
+    const RailPlan& plan = *copied;
+    st_release_sys(&to.state.entered, relay.epoch);
+    const u8* source = mine.lanes.data() + (4 * domain + 2 * parity) * LANE_BYTES;
+    u8* target = theirs.lanes.data() + (4 * own_domain + 2 * parity + 1) * LANE_BYTES;
+    u32 chunk = 0;
+    const u32 chunks = std::max((plan.rows + plan.chunk_rows - 1) / plan.chunk_rows, 1u);
+    const auto arrived = [&](u32 rows, bool all) {
+        for (; chunk < chunks; chunk++) {
+            if (chunk + 1 == chunks ? !all : rows < (chunk + 1) * plan.chunk_rows) return;
+            st_release_sys(&to.state.arrived[chunk], relay.epoch);
+        }
+    };
+    if (plan.units == 0) arrived(0, true);
+    for (u32 unit = 0; unit < plan.units; unit++) {
+        for (u32 flag = 0; flag < plan.flags_per_unit; flag++)
+            if (!awaits(relay, &from.out_flags[unit * plan.flags_per_unit + flag])) return;
+        for (const RailSection& section : plan.sections) {
+            const Part part = part_of(plan, section, unit);
+            if (section.offset + part.end > LANE_BYTES) machine::fail("a section past the end of its lane");
+            copy_bytes(target + section.offset + part.begin, source + section.offset + part.begin, part.end - part.begin);
+        }
+        arrived(plan.row_end[unit], unit + 1 == plan.units);
+    }
+}
+
+void relay(const void* params) {
+    const Relay& relay = *static_cast<const Relay*>(params);
+    const u32 domains = static_cast<u32>(relay.all->world.number("domains"));
+    const u32 own = relay.rank / (static_cast<u32>(relay.windows->size()) / domains);
+    for (u32 step = 1; step < domains; step++) relay_to(relay, (own + step) % domains);
 }
 
 machine::Settings settings_of(int count, char** arguments) {
@@ -386,14 +516,22 @@ int main(int count, char** arguments) {
     for (u32 rank = 0; rank < rank_count; rank++) ranks.push_back({Memory(rank, rank_count)});
     machine::Settings settings = settings_of(count, arguments);
     settings.enter = [&](u32 rank) {
-        for (const Rank& each : ranks) each.memory.show_to(rank);
+        for (Rank& each : ranks) each.memory.show_to(rank);
     };
     // Another thing that can be left out on purpose.
     const bool translate = std::string_view(settings.mutant.order) != "delta";
-    std::vector<std::vector<machine::Launch>> streams(rank_count);
+    const u32 domains = static_cast<u32>(all.world.number("domains"));
+    std::vector<Window> windows(rank_count);
+    for (Window& window : windows) {
+        window.ends.resize(2 * domains);
+        window.lanes.resize(4 * domains * LANE_BYTES);
+    }
+    std::vector<std::unique_ptr<Relay>> relays;
+    // With rails, each rank's proxy has a stream, behind those of the ranks.
+    std::vector<std::vector<machine::Launch>> streams(rank_count * (domains > 1 ? 2 : 1));
     std::vector<std::unique_ptr<Call>> calls;
     for (u32 rank = 0; rank < rank_count; rank++) {
-        const Common common = common_of(all.world, ranks, rank, translate);
+        const Common common = common_of(all.world, ranks, windows, rank, translate);
         for (u32 step = 0; step < all.operators.size(); step++) {
             const Operator& each = all.operators[step];
             calls.push_back(std::make_unique<Call>());
@@ -406,6 +544,9 @@ int main(int count, char** arguments) {
             call.all = &all;
             call.report = &ranks[rank].report;
             launch(call, all, common, ranks[rank].memory, streams[rank]);
+            if (domains == 1) continue;
+            relays.push_back(std::make_unique<Relay>(Relay{&all, &windows, &ranks, rank, step + 1}));
+            streams[rank_count + rank].push_back({"a proxy", relay, relays.back().get(), 1, 1, 0, nullptr});
         }
     }
     machine::run(streams, settings);

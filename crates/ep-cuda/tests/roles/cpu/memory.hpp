@@ -45,18 +45,30 @@ public:
         return seen_by(owner) + found->second;
     }
 
-    // From now on `rank` runs, and no other.
-    void show_to(unsigned rank) const {
-        for (unsigned viewer = 0; APART && viewer < views.size(); viewer++)
-            if (mprotect(views[viewer], BYTES, viewer == rank ? SHOWN : PROT_NONE) != 0) end("mprotect");
+    // From now on `rank` runs, and no other. A proxy, which has a higher number, sees nothing.
+    void show_to(unsigned rank) {
+        if (!APART || rank == shown) return;
+        if (all_shown)
+            for (unsigned char* view : views) protect(view, PROT_NONE);
+        else if (shown < views.size())
+            protect(views[shown], PROT_NONE);
+        if (rank < views.size()) protect(views[rank], SHOWN);
+        shown = rank;
+        all_shown = false;
     }
 
 private:
     static constexpr int SHOWN = PROT_READ | PROT_WRITE;
-    static constexpr std::uint64_t BYTES = CONTROL_BYTES + 40 * REGION_BYTES;
+    static constexpr std::uint64_t BYTES = CONTROL_BYTES + 48 * REGION_BYTES;
     unsigned owner;
+    unsigned shown = ~0u;
+    bool all_shown = true;
     std::vector<unsigned char*> views;
     std::map<std::string, std::uint64_t> offsets;
+
+    static void protect(unsigned char* view, int how) {
+        if (mprotect(view, BYTES, how) != 0) end("mprotect");
+    }
 
     [[noreturn]] static void end(const char* what) {
         std::perror(what);

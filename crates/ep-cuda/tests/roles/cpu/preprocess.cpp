@@ -12,7 +12,7 @@ thread_local __align__(16) u32 shared[machine::SHARED_BYTES / sizeof(u32)];
 u32 shared_bytes(const void* params) {
     const auto& p = *static_cast<const PreprocessParams*>(params);
     const u32 experts = p.common.experts, ranks = p.common.ranks;
-    return preprocess_bytes(experts, ranks, max(experts, ranks), p.tile);
+    return preprocess_bytes(experts, ranks, rail_domains(p.common), max(experts, ranks), p.tile);
 }
 
 // Fewer threads than on a GPU: how many there are is the launch's affair.

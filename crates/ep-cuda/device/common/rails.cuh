@@ -1,0 +1,253 @@
+// Rails between NVLink domains: the words and lanes that this rank's kernels share with its proxy, and the lists of
+// foreign sets. docs/cuda-rails.md explains both. Included by kernels that are compiled with RAILS; without, its
+// functions are not called.
+//
+// A source is a rank of the world whose tokens come to this domain: a rank of this domain, or a rank of another domain,
+// for which the rank of this domain on its rail forwards.
+#pragma once
+#include "worker.cuh"
+
+// The rank of `domain` on this rank's rail.
+__device__ inline u32 rail_peer(const Common& c, u32 domain) {
+    return domain * c.rails.local_ranks + (c.rank - c.rails.first);
+}
+
+// Calls `visit(domain)` for each other domain, in the order in which this rank sends: the next domain first, so that
+// ranks of one domain do not all send to the same one.
+template <class Visit>
+__device__ inline void for_each_other_domain(const Common& c, const Visit& visit) {
+#pragma unroll 1
+    for (u32 step = 1; step < c.rails.domains; step++) {
+        const u32 domain = c.rails.domain + step;
+        visit(domain < c.rails.domains ? domain : domain - c.rails.domains);
+    }
+}
+
+__device__ inline RailEnd* rail_end(const Common& c, u32 epoch, u32 domain) {
+    return c.rails.ends + 2 * domain + (epoch & 1);
+}
+__device__ inline u8* out_lane(const Common& c, u32 epoch, u32 domain) {
+    return c.rails.lanes + (4 * static_cast<u64>(domain) + 2 * (epoch & 1)) * c.rails.lane_bytes;
+}
+__device__ inline u8* in_lane(const Common& c, u32 epoch, u32 domain) {
+    return out_lane(c, epoch, domain) + c.rails.lane_bytes;
+}
+
+// ---- what this rank sends
+
+// The head of a plan: sections and numbers.
+struct PlanHead {
+    RailSection sections[RAIL_SECTIONS]{};
+    u32 rows = 0;
+    u32 copies = 0;
+    u32 units = 0;
+    u32 flags_per_unit = 1;
+};
+
+// Places a section behind the one that ends at `end`, and moves `end` behind it. Sections begin at multiples of 128.
+__device__ inline RailSection place_section(u64& end, u64 elements, u32 stride, RailPer per) {
+    RailSection section{};
+    section.offset = end;
+    section.stride = stride;
+    section.per = per;
+    end = (end + elements * stride + 127) / 128 * 128;
+    return section;
+}
+
+// Writes the plan of what this operator sends to `domain`; `ends(unit)` is the number of rows and copies up to and
+// including a unit. Called by all threads of one block.
+template <class Ends>
+__device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, const PlanHead& head, const Ends& ends) {
+    RailPlan* plan = &rail_end(c, epoch, domain)->out;
+    for (u32 unit = threadIdx.x; unit < head.units; unit += blockDim.x) {
+        const uint2 end = ends(unit);
+        plan->row_end[unit] = end.x;
+        plan->copy_end[unit] = end.y;
+    }
+    if (threadIdx.x < CALL_WORDS) plan->call[threadIdx.x] = c.call[threadIdx.x];
+    // Indices that the compiler knows, so that `head` stays in registers.
+#pragma unroll
+    for (u32 at = 0; at < RAIL_SECTIONS; at++)
+        if (threadIdx.x == at) plan->sections[at] = head.sections[at];
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    plan->rows = head.rows;
+    plan->copies = head.copies;
+    plan->units = head.units;
+    plan->flags_per_unit = head.flags_per_unit;
+    plan->chunk_rows = c.rails.chunk_rows;
+    plan->signature = c.signature;
+    st_release_sys(&plan->epoch, epoch);
+}
+
+// ---- what comes from rail peers
+
+// Chunks of a set of `rows` rows. A set without rows has one, which arrives with the plan.
+__device__ inline u32 rail_chunks(const Common& c, u32 rows) { return max(div_up(rows, c.rails.chunk_rows), 1u); }
+
+// Waits until the plan of the rail peer in `domain` is here. Returns false, after the fault was reported, if it does not
+// come within the entry bound or if the peer has called with other arguments.
+__device__ inline bool await_plan(const Common& c, u32 epoch, u32 domain) {
+    const RailEnd* end = rail_end(c, epoch, domain);
+    const u32 peer = rail_peer(c, domain);
+    if (!wait_for(c, &end->state.entered, epoch, peer, FOR_HANDSHAKE, 0)) return false;
+    const u32 signature = ld_relaxed_sys(&end->input.signature);
+    if (signature == c.signature) return true;
+    report_mismatch(c, peer, end->input.call, signature);
+    return false;
+}
+
+// Waits for chunk `chunk` of the set that comes from `domain`, and for all earlier ones. Called after `await_plan`.
+__device__ inline bool await_rows(const Common& c, u32 epoch, u32 domain, u32 chunk) {
+    const u32* arrived = &rail_end(c, epoch, domain)->state.arrived[chunk];
+    return wait_for(c, arrived, epoch, rail_peer(c, domain), FOR_RAIL, chunk);
+}
+
+// As `await_plan` and `await_rows`, without waiting.
+__device__ inline bool rows_are_here(const Common& c, u32 epoch, u32 domain, u32 chunk) {
+    const RailState& state = rail_end(c, epoch, domain)->state;
+    return reached(ld_acquire_sys(&state.entered), epoch) && reached(ld_acquire_sys(&state.arrived[chunk]), epoch);
+}
+
+// Waits until everything that rail peers send in this operator has arrived. The proxies rely on it: they may overwrite
+// lanes two epochs later. Called by one warp.
+__device__ inline void await_all_rails(const Common& c, u32 epoch) {
+    for (u32 domain = lane_id(); domain < c.rails.domains; domain += WARP) {
+        if (domain == c.rails.domain || !await_plan(c, epoch, domain)) continue;
+        const u32 rows = ld_relaxed_sys(&rail_end(c, epoch, domain)->input.rows);
+        await_rows(c, epoch, domain, rail_chunks(c, rows) - 1);
+    }
+}
+
+// The section of the lane that comes from `domain`. Called after `await_plan`.
+__device__ inline const u8* section_from(const Common& c, u32 epoch, u32 domain, u32 section) {
+    const RailSection* found = &rail_end(c, epoch, domain)->input.sections[section];
+    return in_lane(c, epoch, domain) + ld_relaxed_sys_u64(&found->offset);
+}
+
+// ---- foreign sets
+
+// Most chunks of a foreign set.
+__device__ inline u32 most_set_chunks(const Common& c) { return rail_chunks(c, c.rails.most_rows); }
+
+// Offsets of the lists of a set, from the address of the set's memory; laid out for the most rows and copies, so that
+// all ranks compute the same offsets.
+struct SetLists {
+    u64 sends, send_begin, token_begin, copies, copy_begin, recv, recv_begin, dst_copies, dst_begin, end;
+
+    __device__ explicit SetLists(const Common& c) {
+        const u64 rows = c.rails.most_rows, most = c.rails.most_copies, begins = most_set_chunks(c) + 1;
+        u64 at = 0;
+        const auto place = [&](u64 bytes) {
+            const u64 here = at;
+            at += (bytes + 15) / 16 * 16;
+            return here;
+        };
+        sends = place(sizeof(Send) * (most + rows));
+        send_begin = place(4 * begins);
+        token_begin = place(4 * (rows + 1));
+        copies = place(sizeof(Copy) * most);
+        copy_begin = place(4 * begins);
+        recv = place(sizeof(Receive) * most);
+        recv_begin = place(4 * begins * c.ranks);
+        dst_copies = place(sizeof(DstCopy) * most);
+        dst_begin = place(4 * begins * c.ranks);
+        end = at;
+    }
+};
+
+// The set of `domain` among those that this rank forwards, as a handle. Its tokens are the rail rows.
+__device__ inline HandleView set_view(const Common& c, const HandleView& own, u32 domain, u32 rows) {
+    const SetLists lists(c);
+    u8* base = own.sets + domain * lists.end;
+    HandleView set = own;
+    set.sends = reinterpret_cast<Send*>(base + lists.sends);
+    set.send_begin = reinterpret_cast<u32*>(base + lists.send_begin);
+    set.token_begin = reinterpret_cast<u32*>(base + lists.token_begin);
+    set.copies = reinterpret_cast<Copy*>(base + lists.copies);
+    set.copy_begin = reinterpret_cast<u32*>(base + lists.copy_begin);
+    set.recv = reinterpret_cast<Receive*>(base + lists.recv);
+    set.recv_begin = reinterpret_cast<u32*>(base + lists.recv_begin);
+    set.dst_copies = reinterpret_cast<DstCopy*>(base + lists.dst_copies);
+    set.dst_begin = reinterpret_cast<u32*>(base + lists.dst_begin);
+    set.tokens = rows;
+    set.chunks = div_up(rows, c.rails.chunk_rows);
+    set.chunk_tokens = c.rails.chunk_rows;
+    return set;
+}
+
+// As `set_view`, with the number of rows that preprocess has found.
+__device__ inline HandleView set_of(const Common& c, const HandleView& own, u32 domain) {
+    return set_view(c, own, domain, own.set_rows[rail_peer(c, domain)]);
+}
+
+// The domain of a source, the rank that forwards for it, and this rank's alias among the ranks of that domain: by it,
+// this rank has flags of its own for every set.
+__device__ inline u32 domain_of(const Common& c, u32 source) { return source / c.rails.local_ranks; }
+__device__ inline u32 forwarder_of(const Common& c, u32 source) {
+    return c.rails.first + source % c.rails.local_ranks;
+}
+__device__ inline u32 alias(const Common& c, u32 source) {
+    return domain_of(c, source) * c.rails.local_ranks + (c.rank - c.rails.first);
+}
+
+// The view of a source in another domain. `set_bytes` and `set_prob_bytes`: distance of the sets in the memory that the
+// forwarder's handshake names.
+__device__ inline PeerView foreign_view(const Common& c, const HandleView& own, u32 epoch, u32 source, u64 set_bytes,
+                                        u64 set_prob_bytes) {
+    const u32 forwarder = forwarder_of(c, source), domain = domain_of(c, source);
+    const Handshake* handshake = &c.own->handshake[epoch & 1][forwarder];
+    const i64 delta = c.delta[forwarder];
+    const SetLists lists(c);
+    const auto* base = of_peer<const u8>(ld_relaxed_sys_u64(&handshake->sets), delta) + domain * lists.end;
+    PeerView view{};
+    view.chunks = div_up(own.set_rows[source], c.rails.chunk_rows);
+    view.recv = reinterpret_cast<const Receive*>(base + lists.recv);
+    view.recv_begin = reinterpret_cast<const u32*>(base + lists.recv_begin) + c.rank * (view.chunks + 1);
+    view.dst_copies = reinterpret_cast<const DstCopy*>(base + lists.dst_copies);
+    view.dst_begin = reinterpret_cast<const u32*>(base + lists.dst_begin) + c.rank * (view.chunks + 1);
+    view.flags = c.control[forwarder]->flags[alias(c, source)];
+    u8* tokens = of_peer<u8>(ld_relaxed_sys_u64(&handshake->set_tokens), delta);
+    view.tokens = tokens == nullptr ? nullptr : tokens + domain * set_bytes;
+    auto* probs = of_peer<u8>(ld_relaxed_sys_u64(&handshake->set_probs), delta);
+    view.probs = probs == nullptr ? nullptr : reinterpret_cast<float*>(probs + domain * set_prob_bytes);
+    return view;
+}
+
+// As `await_all_handshakes`, for the sources of all domains: a source in another domain needs its forwarder's handshake.
+__device__ inline bool await_domain(const Common& c, const HandleView& own, u32 epoch, PeerView* peers, u64 set_bytes,
+                                    u64 set_prob_bytes) {
+    bool fine = true;
+    for (u32 source = threadIdx.x; fine && source < c.ranks; source += blockDim.x) {
+        const bool foreign = domain_of(c, source) != c.rails.domain;
+        fine = await_handshake(c, epoch, forwarder_of(c, source));
+        if (!fine) break;
+        const u32 given_up = ld_relaxed_sys(&c.own->abort);
+        peers[source] = foreign ? foreign_view(c, own, epoch, source, set_bytes, set_prob_bytes)
+                                : view_of(c, epoch, source);
+        fine = !aborted(c, given_up);
+    }
+    return __syncthreads_and(fine);
+}
+
+// The sources with which this rank exchanges rows through another rank of its domain, in the order in which a worker
+// takes turns: first the other ranks of this domain, from this one on, then those of the next domain, and so on. With
+// `own`, this rank comes first.
+template <bool own>
+__device__ inline u32 count_sources(const Common& c) {
+    const u32 others = domain_size(c) - 1;
+    return others + (own ? 1 : 0) + (RAILS ? (c.rails.domains - 1) * others : 0);
+}
+template <bool own>
+__device__ inline u32 source_at(const Common& c, u32 index) {
+    if (!RAILS) return in_circle(c, c.rank + (own ? 0 : 1) + index);
+    const u32 size = domain_size(c), near = own ? size : size - 1;
+    u32 step = index + (own ? 0 : 1), beyond = 0;
+    if (index >= near) {
+        beyond = 1 + (index - near) / (size - 1);
+        step = 1 + (index - near) % (size - 1);
+    }
+    const u32 local = c.rank - c.rails.first + step;
+    const u32 source = c.rails.first + (local >= size ? local - size : local) + beyond * size;
+    return in_circle(c, source);
+}

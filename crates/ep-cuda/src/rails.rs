@@ -1,0 +1,241 @@
+//! A rank's rails to the other NVLink domains: the window that its GPU and its engine share, and the proxy that moves
+//! bytes between the windows of a rail. `docs/cuda-rails.md` describes the memory and the order of accesses.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytemuck::Zeroable as _;
+use ep::{CallerError, Config, Rank, Result, Size, Transport, Unconnected, World};
+use ep_rail::{Loopback, Segment, open_fabric, rail_of};
+
+use crate::driver::{Device, Pinned};
+use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, Rails};
+use crate::rail::{Proxy, ProxyParts, RailLayout, limits};
+use crate::shared;
+
+/// How long a rank that leaves waits until what it has sent has left its window.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// The fewest rows of a chunk of a set, as in `handle::chunk_tokens`.
+const FEWEST_CHUNK_ROWS: usize = 4;
+
+/// The bounds of the sets that go along rails. They are equal on all ranks, because ranks lay out each other's lists and
+/// lanes by them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Bounds {
+    domains: usize,
+    ranks: usize,
+    /// Tokens of a rank, which is the most rows of a set.
+    tokens: usize,
+    /// Copies of a set.
+    copies: usize,
+    lane_bytes: usize,
+}
+
+impl Bounds {
+    /// The bounds of a world of several domains; `None` for one domain, which has no rails.
+    pub(crate) fn of(world: &World, config: &Config) -> Result<Option<Self>> {
+        let domains = world.topology().domains();
+        if domains == 1 {
+            return Ok(None);
+        }
+        let tokens = config.cuda.rail_tokens;
+        let copies = (Size::new(tokens) * config.cuda.rail_choices).get("a rail set", "copies")?;
+        Ok(Some(Self { domains, ranks: world.ranks(), tokens, copies, lane_bytes: config.cuda.lane_bytes }))
+    }
+
+    /// The settings as text, which all ranks compare.
+    pub(crate) fn agreed(&self, config: &Config) -> String {
+        let Self { domains, tokens, copies, lane_bytes, .. } = self;
+        let engine = &config.host.transport.engine;
+        format!(
+            "; {domains} NVLink domains over {engine}; at most {tokens} tokens of a rank and {copies} copies of them \
+             in a domain; lanes of {lane_bytes} bytes"
+        )
+    }
+
+    /// Number of domains.
+    pub(crate) fn domains(&self) -> usize {
+        self.domains
+    }
+
+    fn chunk_rows(&self) -> usize {
+        self.tokens.div_ceil(MAX_CHUNKS).max(FEWEST_CHUNK_ROWS)
+    }
+
+    /// Bytes of the lists of the foreign sets of a handle.
+    pub(crate) fn list_bytes(&self) -> usize {
+        let chunks = self.tokens.div_ceil(self.chunk_rows()).max(1);
+        self.domains * shared::set_bytes(self.tokens, self.copies, chunks, self.ranks)
+    }
+
+    /// Partial sums of all foreign sets.
+    pub(crate) fn partials(&self) -> Size {
+        (Size::new(self.copies) + self.tokens) * self.domains
+    }
+
+    /// Bytes of the probabilities of all foreign sets.
+    pub(crate) fn prob_bytes(&self) -> usize {
+        4 * self.domains * self.copies
+    }
+
+    /// Bytes of the counters of finished rows (`CombineParams::set_done`).
+    pub(crate) fn done_bytes(&self) -> usize {
+        4 * self.domains * MAX_CHUNKS
+    }
+
+    /// Checks the number of tokens of this rank.
+    ///
+    /// # Errors
+    /// [`CallerError::Config`] that names the setting to raise.
+    pub(crate) fn check_tokens(&self, tokens: usize) -> Result<()> {
+        if tokens <= self.tokens {
+            return Ok(());
+        }
+        let problem =
+            format!("this rank has {tokens} tokens; raise the setting on all ranks, or use fewer tokens");
+        let (key, value) = ("HYBRID_EP_CUDA_RAIL_TOKENS", self.tokens.to_string());
+        Err(CallerError::Config { key, value, problem }.into())
+    }
+
+    /// Checks that a lane has room for `rows` rows of `row_bytes` bytes in all, and the weights of `copies` copies.
+    ///
+    /// # Errors
+    /// [`CallerError::Config`] that names the setting to raise.
+    pub(crate) fn check_lane(&self, rows: usize, row_bytes: usize, copies: usize) -> Result<()> {
+        // Each section begins at a multiple of 128.
+        let needed = Size::new(rows) * row_bytes + Size::new(copies) * 4 + 128 * RAIL_SECTIONS;
+        let needed = needed.bytes("the rows that a rank sends to another NVLink domain")?;
+        if needed <= self.lane_bytes {
+            return Ok(());
+        }
+        let problem = format!(
+            "{rows} rows of {row_bytes} bytes may need {needed} bytes; raise the setting on all ranks, or send fewer \
+             or shorter rows"
+        );
+        let (key, value) = ("HYBRID_EP_CUDA_LANE_BYTES", self.lane_bytes.to_string());
+        Err(CallerError::Config { key, value, problem }.into())
+    }
+
+    fn layout(&self, config: &Config) -> Result<RailLayout> {
+        let reserved = match config.host.transport.is_loopback() {
+            true => {
+                let signals = limits(&RailLayout::new(self.domains, self.lane_bytes, 0)?).signals;
+                Loopback::reserved(self.domains, signals).bytes("the rings of a rail window")?
+            }
+            false => 0,
+        };
+        RailLayout::new(self.domains, self.lane_bytes, reserved)
+    }
+}
+
+/// A rank's window, before the rank has met its rail peers.
+#[derive(Debug)]
+pub(crate) struct RailWindow {
+    pub(crate) segment: Arc<Segment>,
+    pinned: Pinned,
+    layout: RailLayout,
+}
+
+impl RailWindow {
+    pub(crate) fn new(bounds: &Bounds, device: &Arc<Device>, config: &Config) -> Result<Self> {
+        let layout = bounds.layout(config)?;
+        let segment = Arc::new(Segment::private(layout.bytes())?);
+        let pinned = Pinned::new(device, segment.start(), segment.len())?;
+        Ok(Self { segment, pinned, layout })
+    }
+
+    /// The loopback engine of `rank`. `windows` are those of all ranks, which are threads of this process.
+    pub(crate) fn loopback(
+        &self,
+        world: &World,
+        rank: Rank,
+        windows: &[Arc<Segment>],
+    ) -> Result<Box<dyn Transport>> {
+        let rail = rail_of(world, rank)?;
+        let windows = rail.ranks().iter().map(|peer| Arc::clone(&windows[peer.index()])).collect();
+        // SAFETY: only the proxies of these ranks use the engines. A proxy puts bytes whose flags the kernels have set, to
+        // lanes that the peer's kernels do not read before it has told them; no lane is used again before the peer's
+        // kernels have read it (docs/cuda-rails.md).
+        let loopback = unsafe { Loopback::new(rail, windows, limits(&self.layout).signals) }?;
+        Ok(Box::new(loopback))
+    }
+
+    /// Opens the engine over libfabric, for ranks that are processes.
+    ///
+    /// # Errors
+    /// [`CallerError::Config`] for the engine `loopback`, which serves ranks of one process.
+    pub(crate) fn open(&self, world: &World, rank: Rank, config: &Config) -> Result<Box<dyn Unconnected>> {
+        let options = &config.host.transport;
+        if options.is_loopback() {
+            let problem = "on GPUs, `loopback` connects NVLink domains of one process; for processes choose `shm` or `tcp`";
+            let (key, value) = ("HYBRID_EP_TRANSPORT", options.engine.clone());
+            return Err(CallerError::Config { key, value, problem: problem.into() }.into());
+        }
+        let local_rank = world.topology().local_rank_of(rank);
+        let window = Arc::clone(&self.segment);
+        open_fabric(rail_of(world, rank)?, local_rank, window, options, limits(&self.layout), None)
+    }
+}
+
+/// A rank's rails in operation.
+#[derive(Debug)]
+pub(crate) struct RankRails {
+    /// Dropped first: it uses the window.
+    proxy: Proxy,
+    _window: RailWindow,
+    pub(crate) bounds: Bounds,
+    /// The part of the kernel parameters that concerns rails.
+    pub(crate) params: Rails,
+}
+
+impl RankRails {
+    /// Starts the proxy of `rank` over an engine that is connected to the rail peers.
+    pub(crate) fn start(
+        world: &World,
+        rank: Rank,
+        bounds: Bounds,
+        window: RailWindow,
+        transport: Box<dyn Transport>,
+    ) -> Result<Self> {
+        let topology = world.topology();
+        let (domain, local_ranks) = (topology.domain_of(rank), topology.domain_size());
+        let layout = window.layout;
+        let base = window.pinned.address();
+        let params = Rails {
+            ends: base + layout.ends_offset() as u64,
+            lanes: base + layout.out_lane(0, 0) as u64,
+            lane_bytes: layout.lane_bytes() as u64,
+            domains: bounds.domains as u32,
+            domain: domain as u32,
+            first: (domain * local_ranks) as u32,
+            local_ranks: local_ranks as u32,
+            chunk_rows: bounds.chunk_rows() as u32,
+            most_rows: bounds.tokens as u32,
+            most_copies: bounds.copies as u32,
+            ..Rails::zeroed()
+        };
+        let proxy = Proxy::start(
+            ProxyParts {
+                rail: rail_of(world, rank)?,
+                transport,
+                window: Arc::clone(&window.segment) as Arc<dyn ep::Window>,
+                layout,
+                // The words that end waits for a rank are written by the ranks' links, which notice every rank that ends.
+                // What only the engine has noticed is in `failures`.
+                on_lost: Box::new(|_, _| {}),
+            },
+            PATIENCE,
+        )?;
+        Ok(Self { proxy, _window: window, bounds, params })
+    }
+
+    /// Bytes and puts that the engine has accepted.
+    pub(crate) fn sent(&self) -> (u64, u64) {
+        self.proxy.sent()
+    }
+
+    /// The error that the engine has for a rail peer, if there is one.
+    pub(crate) fn failure(&self) -> Option<ep::Error> {
+        self.proxy.failures().into_values().next()
+    }
+}
