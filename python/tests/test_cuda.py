@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -318,9 +319,77 @@ def test_tensors_of_other_devices_are_refused() -> None:
         buffer.dispatch(on_cpu.cuda(), on_gpu.cpu())
 
 
-def test_domains_are_emulated_on_the_cpu_only() -> None:
-    with pytest.raises(CallerError, match="the CUDA backend serves one"):
-        Buffer.threads(2, num_experts=4, domains=2, device="cuda")
+def _several_domains(device: str, domains: int, monkeypatch: pytest.MonkeyPatch) -> list[Buffer]:
+    # Short lanes, which are pinned faster.
+    monkeypatch.setenv("HYBRID_EP_CUDA_LANE_BYTES", str(1 << 20))
+    monkeypatch.setenv("HYBRID_EP_CUDA_RAIL_TOKENS", "64")
+    return Buffer.threads(4, num_experts=16, domains=domains, device=device, timeout=20)
+
+
+def _plain_round(buffer: Buffer, x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    """Only operators of the buffer: another one might wait for the kernel of another rank on the same GPU."""
+    got = buffer.dispatch_with_permute(x, idx, weights, pad_multiple=4, capacity=CAPACITY)
+    assert got.probs is not None
+    back = buffer.combine_with_unpermute(got.tokens, got.handle, probs=got.probs)
+    assert back.probs is not None
+    return back.tokens, back.probs
+
+
+@pytest.mark.parametrize("domains", [2, 4])
+def test_several_domains_equal_those_of_the_cpu(domains: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks as threads of one process, which the engine `loopback` connects; also when graphs are replayed."""
+    host = _several_domains("cpu", domains, monkeypatch)
+    seeds = (1, 2, 3)
+    given = [[inputs_of(buffer, 4, seed) for buffer in host] for seed in seeds]
+
+    def on_cpu(buffer: Buffer) -> list[tuple[Tensor, ...]]:
+        return [_plain_round(buffer, *inputs[buffer.rank]) for inputs in given]
+
+    wanted: list[Any] = on_threads(host, on_cpu)
+
+    buffers = _several_domains("cuda", domains, monkeypatch)
+    streams = [torch.cuda.Stream(buffer.device) for buffer in buffers]
+    fixed = [[tensor.cuda() for tensor in rank] for rank in given[0]]
+    replacements = [[[tensor.cuda() for tensor in rank] for rank in inputs] for inputs in given]
+    meeting = threading.Barrier(4)
+    turn = threading.Lock()
+
+    def on_gpu(buffer: Buffer) -> list[tuple[Tensor, ...]]:
+        inputs = fixed[buffer.rank]
+        found = []
+        with torch.no_grad(), torch.cuda.stream(streams[buffer.rank]):
+            _plain_round(buffer, *inputs)
+            buffer.synchronize()
+            meeting.wait(60)
+            with turn:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=streams[buffer.rank], capture_error_mode="thread_local"):
+                    outputs = _plain_round(buffer, *inputs)
+            for replacement in replacements:
+                meeting.wait(60)
+                for old, new in zip(inputs, replacement[buffer.rank], strict=True):
+                    old.copy_(new)
+                graph.replay()
+                buffer.synchronize()
+                streams[buffer.rank].synchronize()
+                meeting.wait(60)
+                found.append(tuple(output.cpu() for output in outputs))
+        return found
+
+    torch.cuda.synchronize()
+    for rank, found in enumerate(on_threads(buffers, on_gpu)):
+        assert not isinstance(found, BaseException)
+        for got, want in zip(found, wanted[rank], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), rank
+
+
+def test_processes_need_an_engine_for_several_domains() -> None:
+    def work(buffer: Buffer) -> None:
+        raise AssertionError("there must be no buffer")
+
+    # The error of the process that raised the CallerError, as text.
+    with pytest.raises(AssertionError, match="CallerError: HYBRID_EP_TRANSPORT = loopback.*choose `shm` or `tcp`"):
+        world(work, 2, device="cuda", domains=2)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

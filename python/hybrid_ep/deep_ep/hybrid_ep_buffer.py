@@ -58,8 +58,8 @@ class HybridEPBuffer:
         load_cached_kernels: No effect: cached kernels are always loaded.
         use_shared_buffer: No effect.
         enable_custom_allgather: No effect.
-        num_of_hybrid_ep_ranks_per_nvlink_domain: On the CPU, the ranks of each emulated NVLink domain. On GPUs all
-            ranks must be in one domain.
+        num_of_hybrid_ep_ranks_per_nvlink_domain: The ranks of each NVLink domain. On GPUs all domains must be on one
+            machine, and HYBRID_EP_TRANSPORT must name the engine between them.
         use_mnnvl: No effect: detected.
 
     Raises:
@@ -427,12 +427,6 @@ class HybridEPBuffer:
                 raise CallerError(
                     f"there is no buffer yet for {num_experts} experts on {device}, and a CUDA graph's capture cannot "
                     "make one, as the ranks must meet: run one step without capturing first"
-                )
-            if self.num_of_nodes > 1:
-                raise CallerError(
-                    f"num_of_hybrid_ep_ranks_per_nvlink_domain={self.num_of_hybrid_ep_ranks_per_nvlink_domain} makes "
-                    f"{self.num_of_nodes} NVLink domains of {self.group_size} ranks; on GPUs one is served: "
-                    "leave the argument out, and give a group whose ranks are in one NVLink domain"
                 )
         return Buffer(self.group, num_experts=num_experts, domains=self.num_of_nodes, device=device, sms=self._sms)
 
