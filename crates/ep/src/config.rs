@@ -473,6 +473,29 @@ mod tests {
     }
 
     #[test]
+    fn the_network_bound_and_the_text_of_errors_follow_the_bounds() {
+        let (timeout, stall_timeout) = (Duration::from_secs(90), Duration::from_secs(20));
+        let config = Config { timeout, stall_timeout, ..Config::default() };
+        assert_eq!(config.network_timeout(), Duration::from_secs(15));
+        let text = config.bounds();
+        for part in ["timeout = 90 s to enter an operator", "stall_timeout = 20 s without progress"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+
+    #[test]
+    fn names_of_machines_are_printable_and_have_at_most_64_characters() {
+        let check = |name: &str| Config { machine: Some(name.into()), ..Config::default() }.check();
+        for name in ["a", "host-1.rack_2!", &"n".repeat(64)] {
+            assert_eq!(check(name), Ok(()), "{name}");
+        }
+        for name in ["", "two words", "tab\t", "ä", &"n".repeat(65)] {
+            let error = check(name).unwrap_err().to_string();
+            assert!(error.starts_with("HYBRID_EP_MACHINE = ") && error.contains("1 to 64"), "{error}");
+        }
+    }
+
+    #[test]
     fn a_fraction_of_a_millisecond_counts_as_one() {
         assert_eq!(millis_up(Duration::ZERO), 0);
         assert_eq!(millis_up(Duration::from_nanos(1)), 1);
@@ -495,6 +518,11 @@ mod tests {
         );
         let config = Config::from_lookup(env(&[("HYBRID_EP_STALL_TIMEOUT_MS", "7")])).unwrap();
         assert_eq!(config, Config { stall_timeout: Duration::from_millis(7), ..Config::default() });
+        // An empty name counts as not set.
+        for (name, machine) in [("rack-1", Some("rack-1".into())), ("", None)] {
+            let config = Config::from_lookup(env(&[("HYBRID_EP_MACHINE", name)])).unwrap();
+            assert_eq!(config, Config { machine, ..Config::default() });
+        }
     }
 
     #[test]
