@@ -58,7 +58,7 @@ impl Routing {
         let tokens = topk_idx.len().checked_div(k).unwrap_or(0);
         check_len("topk_idx", tokens * k, topk_idx.len())?;
         check_len("topk_weights", topk_idx.len(), topk_weights.len())?;
-        let mut rows = Rows::new(rank, experts, tokens, topk_idx.len())?;
+        let mut rows = Rows::new(rank, experts, tokens, k)?;
         let rows_of_k = topk_idx.chunks_exact(k.max(1)).zip(topk_weights.chunks_exact(k.max(1)));
         for (row, (indices, weights)) in rows_of_k.enumerate() {
             for (&index, &weight) in indices.iter().zip(weights) {
@@ -87,7 +87,7 @@ impl Routing {
         let tokens = map.len().checked_div(experts).unwrap_or(0);
         check_len("routing_map", tokens * experts, map.len())?;
         check_len("probs", map.len(), probs.len())?;
-        let mut rows = Rows::new(rank, experts, tokens, experts.min(8) * tokens)?;
+        let mut rows = Rows::new(rank, experts, tokens, experts.min(8))?;
         let rows_of_map = map.chunks_exact(experts.max(1)).zip(probs.chunks_exact(experts.max(1)));
         for (row, (chosen, probs)) in rows_of_map.enumerate() {
             for (expert, (&on, &prob)) in chosen.iter().zip(probs).enumerate() {
@@ -196,15 +196,16 @@ struct Rows {
 }
 
 impl Rows {
-    /// Begins a routing of `tokens` tokens. Reserves memory for `copies` copies, which the caller has bounded.
-    fn new(rank: Rank, experts: usize, tokens: usize, copies: usize) -> Result<Self> {
+    /// Begins a routing of `tokens` tokens. Reserves memory for `per_token` copies of each, which the caller has bounded.
+    fn new(rank: Rank, experts: usize, tokens: usize, per_token: usize) -> Result<Self> {
         check_number(experts)?;
         if u32::try_from(tokens).is_err() {
             return Err(CallerError::TooManyRows { rank, rows: tokens as u64 }.into());
         }
         let mut offsets = Vec::with_capacity(tokens + 1);
         offsets.push(0);
-        let (chosen, weights) = (Vec::with_capacity(copies), Vec::with_capacity(copies));
+        let chosen = Vec::with_capacity(tokens * per_token);
+        let weights = Vec::with_capacity(tokens * per_token);
         Ok(Self {
             routing: Routing { rank, experts, offsets, chosen, weights },
             row: vec![0; experts.div_ceil(64)],
