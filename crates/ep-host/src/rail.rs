@@ -112,7 +112,7 @@ pub(crate) struct ClaimedSlot {
 impl ClaimedSlot {
     /// The signal of this kind for the slot. `Config::check` bounds the number of slots.
     fn signal(self, kind: u32) -> Signal {
-        Signal::new(kind | self.slot as u32).expect("a slot's number has 16 bits")
+        Signal::new(kind + self.slot as u32).expect("a slot's number has 16 bits")
     }
 }
 
@@ -313,46 +313,177 @@ mod tests {
         config
     }
 
-    /// An engine that delivers the signals of a script.
+    /// An engine that delivers the signals of a script and records its calls.
     #[derive(Default)]
-    struct Scripted(Script);
+    struct Scripted(Arc<Mutex<Script>>);
 
-    type Script = Arc<Mutex<Vec<(Rank, u32)>>>;
+    #[derive(Default)]
+    struct Script {
+        /// To deliver.
+        signals: Vec<(Rank, u32)>,
+        /// Whether the engine takes no puts.
+        full: bool,
+        /// Lent instead of the windows of all peers.
+        lent: Option<Segment>,
+        puts: Vec<Put>,
+        drained: Vec<Rank>,
+    }
 
     impl Transport for Scripted {
         fn name(&self) -> &str {
             "scripted"
         }
 
-        fn put(&self, _: Put) -> Result<Posted> {
+        fn put(&self, put: Put) -> Result<Posted> {
+            let mut script = lock(&self.0);
+            if script.full {
+                return Ok(Posted::Full);
+            }
+            script.puts.push(put);
             Ok(Posted::Yes)
+        }
+
+        fn lend(&self, _: Rank, offset: usize, len: usize) -> Option<NonNull<u8>> {
+            lock(&self.0).lent.as_ref().and_then(|window| NonNull::new(window.at(offset, len)))
         }
 
         fn poll(&self, on_signal: &mut dyn FnMut(Rank, Signal)) -> Result<()> {
             let mut pass = |(peer, signal)| on_signal(peer, Signal::new(signal).expect("17 bits"));
-            lock(&self.0).drain(..).for_each(&mut pass);
+            lock(&self.0).signals.drain(..).for_each(&mut pass);
             Ok(())
         }
 
-        fn drain(&self, _: Rank, _: Instant) -> Result<()> {
+        fn drain(&self, peer: Rank, _: Instant) -> Result<()> {
+            lock(&self.0).drained.push(peer);
             Ok(())
         }
     }
 
-    /// The rails of rank 0 in a world of three domains of one rank each.
-    fn rails() -> (Rails, Script) {
-        let (world, config) = (World::builder().ranks(3).domains(3).experts(3).build().unwrap(), config(2));
+    /// A world of three domains of one rank each, and a config with two slots per ring.
+    fn three_domains() -> (World, Config) {
+        (World::builder().ranks(3).domains(3).experts(3).build().unwrap(), config(2))
+    }
+
+    /// The rails of rank 0 in a world of three domains.
+    fn rails() -> (Rails, Arc<Mutex<Script>>) {
+        let (world, config) = three_domains();
         let window = Segment::private(WindowLayout::new(&world, &config).unwrap().bytes()).unwrap();
         let engine = Scripted::default();
         let script = Arc::clone(&engine.0);
         (Rails::new(&world, Rank(0), Arc::new(window), &config, Box::new(engine)).unwrap(), script)
     }
 
+    /// Delivers one signal.
+    fn deliver(rails: &Rails, script: &Mutex<Script>, peer: Rank, signal: u32) {
+        lock(script).signals.push((peer, signal));
+        rails.poll().unwrap();
+    }
+
+    #[test]
+    fn the_slots_of_a_window_are_adjacent_and_fill_it() {
+        let world = World::builder().ranks(6).domains(3).experts(6).build().unwrap();
+        let mut config = config(1024);
+        config.host.slot_bytes = 100;
+        let layout = WindowLayout::new(&world, &config).unwrap();
+        let slots = |of: fn(&WindowLayout, usize, usize) -> usize| {
+            (0..3 * 1024).map(move |index| of(&layout, index / 1024, index % 1024))
+        };
+        // The engine's rings have room for a message and a credit of every slot.
+        let mut end = Loopback::reserved(3, 2 * 1024).checked().unwrap();
+        for slot in slots(WindowLayout::receive_slot).chain(slots(WindowLayout::send_slot)) {
+            assert_eq!(slot, end);
+            end += 128;
+        }
+        assert_eq!(layout.bytes(), end);
+    }
+
+    #[test]
+    fn messages_use_the_slots_in_turn_and_wait_for_credits() {
+        let (rails, script) = rails();
+        assert!(rails.others().eq([1, 2]));
+        assert_eq!((rails.peer(2), rails.transport_name()), (Rank(2), "scripted"));
+        for number in 0..5 {
+            let slot = number % 2;
+            assert_eq!(rails.claim_send(2, number), None, "below the end");
+            assert!(rails.can_send(2));
+            let claim = ClaimedSlot { domain: 2, slot: slot as usize };
+            assert_eq!(rails.claim_send(2, 9), Some((number, claim)));
+            assert_eq!(rails.position(2), (number + 1, 0));
+            if number >= 1 {
+                assert!(!rails.can_send(2));
+                assert_eq!(rails.claim_send(2, 9), None, "no credit has arrived");
+                // The credit of the message before.
+                deliver(&rails, &script, Rank(2), CREDIT | (1 - slot as u32));
+            }
+        }
+        assert_eq!(rails.position(1), (0, 0), "the streams are independent");
+    }
+
+    #[test]
+    fn messages_are_received_in_order_and_once() {
+        let (rails, script) = rails();
+        for number in 0..5 {
+            let slot = number % 2;
+            assert!(!rails.can_receive(1));
+            assert_eq!(rails.claim_receive(1, 9), None, "no message has arrived");
+            deliver(&rails, &script, Rank(1), DATA | slot as u32);
+            assert!(rails.can_receive(1) && !rails.can_receive(2));
+            assert_eq!(rails.claim_receive(1, number), None, "below the end");
+            let claim = ClaimedSlot { domain: 1, slot: slot as usize };
+            assert_eq!(rails.claim_receive(1, 9), Some((number, claim)));
+            assert_eq!(rails.position(1), (0, number + 1));
+            let incoming = rails.window.at(rails.layout.receive_slot(1, claim.slot), 1);
+            assert_eq!(rails.incoming(claim), incoming.cast_const());
+            assert_eq!(rails.release(claim), Ok(Posted::Yes));
+            let credit = Put::new(Rank(1), Signal::new(CREDIT | slot as u32).unwrap());
+            assert_eq!(lock(&script).puts.pop(), Some(credit));
+        }
+        assert_eq!(rails.sent(), (0, 0));
+    }
+
+    #[test]
+    fn a_message_goes_from_its_send_slot_to_the_receive_slot_of_the_sender() {
+        let (rails, script) = rails();
+        rails.claim_send(2, 1).unwrap();
+        let (_, claim) = rails.claim_send(2, 2).unwrap();
+        assert_eq!(rails.outgoing(claim), rails.window.at(rails.layout.send_slot(2, 1), 1));
+        lock(&script).full = true;
+        assert_eq!(rails.post(claim, 40), Ok(Posted::Full));
+        assert_eq!(rails.sent(), (0, 0), "nothing was sent");
+        lock(&script).full = false;
+        assert_eq!(rails.post(claim, 40), Ok(Posted::Yes));
+        assert_eq!(rails.sent(), (40, 1));
+        let (source, destination) = (rails.layout.send_slot(2, 1), rails.layout.receive_slot(0, 1));
+        let put = Put::new(Rank(2), Signal::new(DATA | 1).unwrap()).bytes(source..source + 40, destination);
+        assert_eq!(lock(&script).puts, [put]);
+        let longest = three_domains().1.host.slot_bytes;
+        assert_eq!(rails.slot_bytes(), longest);
+        assert_eq!(rails.post(claim, longest), Ok(Posted::Yes));
+        rails.drain(2, Instant::now()).unwrap();
+        assert_eq!(lock(&script).drained, [Rank(2)]);
+    }
+
+    #[test]
+    fn a_message_in_a_lent_slot_needs_only_its_signal() {
+        let (mut rails, script) = rails();
+        let (_, claim) = rails.claim_send(1, 1).unwrap();
+        let lent = Segment::private(rails.layout.bytes()).unwrap();
+        let slot = lent.at(rails.layout.receive_slot(0, 0), 1);
+        lock(&script).lent = Some(lent);
+        assert_eq!(rails.outgoing(claim), slot);
+        assert_eq!(rails.post(claim, 40), Ok(Posted::Yes));
+        assert_eq!(lock(&script).puts, [Put::new(Rank(1), Signal::new(DATA).unwrap())]);
+        assert_eq!(rails.sent(), (40, 1));
+        // The setting that turns lending off.
+        rails.lend = false;
+        assert_eq!(rails.outgoing(claim), rails.window.at(rails.layout.send_slot(1, 0), 1));
+    }
+
     #[test]
     fn a_data_signal_makes_a_message_receivable() {
         let (rails, script) = rails();
         let (_, claim) = rails.claim_send(1, 1).unwrap();
-        *lock(&script) = vec![(Rank(1), CREDIT | claim.slot as u32), (Rank(2), DATA)];
+        lock(&script).signals = vec![(Rank(1), CREDIT | claim.slot as u32), (Rank(2), DATA)];
         rails.poll().unwrap();
         assert!(rails.can_receive(2) && !rails.can_receive(1));
     }
@@ -368,7 +499,7 @@ mod tests {
             (Rank(2), DATA),          // the slot is still full
         ] {
             let (rails, script) = rails();
-            *lock(&script) = vec![(Rank(2), DATA), (peer, signal)];
+            lock(&script).signals = vec![(Rank(2), DATA), (peer, signal)];
             let Err(Error::Peer(error)) = rails.poll() else { panic!("{peer} {signal:#x}") };
             assert_eq!((error.peer, error.rank, error.fault), (peer, Rank(0), PeerFault::Broken));
         }
