@@ -428,6 +428,16 @@ mod tests {
     }
 
     #[test]
+    fn only_exact_is_lossless() {
+        for text in ["exact", "int8", "delta", "shared"] {
+            assert_eq!(text.parse::<WeightCodec>().unwrap().is_lossless(), text == "exact", "{text}");
+        }
+        for text in ["exact", "int8", "topk"] {
+            assert_eq!(text.parse::<GradientCodec>().unwrap().is_lossless(), text == "exact", "{text}");
+        }
+    }
+
+    #[test]
     fn streams_are_about_as_large_as_expected() {
         // Sums of uniform numbers are bell-shaped.
         let mut rng = ChaCha8Rng::seed_from_u64(1);
@@ -443,6 +453,14 @@ mod tests {
             let bound = if codec.is_fixed_size() { 0.0 } else { 0.1 };
             assert!((size / expected - 1.0).abs() <= bound, "{codec}: {size} {expected}");
             assert!(bytes.len() <= codec.max_bytes(Element::F32, elements));
+        }
+        for codec in ["exact", "int8", "topk:0.001", "topk:0.01", "topk:0.1"] {
+            let codec: GradientCodec = codec.parse().unwrap();
+            let mut bytes = Vec::new();
+            GradientEncoder::new(codec, elements).unwrap().encode(&weights, &mut bytes).unwrap();
+            let (size, expected) = (bytes.len() as f64, codec.expected_bytes(Element::F32, elements));
+            let bound = if codec.is_fixed_size() { 0.0 } else { 0.1 };
+            assert!((size / expected - 1.0).abs() <= bound, "{codec}: {size} {expected}");
         }
         for elements in [0, 1] {
             let codec = WeightCodec::Shared { density: 1.0 };

@@ -168,3 +168,19 @@ fn round(number: f32) -> i8 {
 fn value<T: Weight>(code: u8, scale: f32) -> f32 {
     (f32::from(code as i8) * scale).clamp(-T::LARGEST, T::LARGEST)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_scale_depends_on_the_element_type() {
+        let payload = |scale: f32| [&scale.to_le_bytes()[..], &[127]].concat();
+        let refused = Err(Corruption::Values { block: 0 });
+        let largest = <u16 as Weight>::LARGEST / 127.0;
+        assert_eq!(check::<u16>(&payload(largest), 1), Ok(()));
+        assert_eq!(check::<u16>(&payload(largest.next_up()), 1), refused);
+        assert_eq!(check::<f32>(&payload(LARGEST_SCALE), 1), Ok(()));
+        assert_eq!(check::<f32>(&payload(LARGEST_SCALE.next_up()), 1), refused);
+    }
+}
