@@ -216,17 +216,21 @@ mod tests {
     fn tiles_of_preprocess_give_every_block_one_and_fit() {
         let [available, _] = SHARED;
         for (tokens, tile) in [(0, 32), (512, 32), (513, 64), (1008, 64), (4096, 256), (1 << 20, 256)] {
-            let bytes = preprocess_bytes(64, 8, 64, tile);
-            assert_eq!(preprocess_tile(tokens, 16, 64, 8, available), Ok((tile as u32, bytes)), "{tokens}");
+            let bytes = preprocess_bytes(64, 8, 0, 64, tile);
+            assert_eq!(
+                preprocess_tile(tokens, 16, 64, 8, 0, available),
+                Ok((tile as u32, bytes)),
+                "{tokens}"
+            );
         }
         // With fewer experts than ranks, the number of ranks determines the number of segments.
-        assert_eq!(preprocess_tile(0, 16, 4, 8, available), Ok((32, preprocess_bytes(4, 8, 8, 32))));
+        assert_eq!(preprocess_tile(0, 16, 4, 8, 0, available), Ok((32, preprocess_bytes(4, 8, 0, 8, 32))));
     }
 
     #[test]
     fn a_tile_of_preprocess_shrinks_to_the_shared_memory() {
         let bytes = |tile| preprocess_bytes(4096, 8, 4096, tile);
-        let tile = |available| preprocess_tile(1 << 20, 16, 4096, 8, available);
+        let tile = |available| preprocess_tile(1 << 20, 16, 4096, 8, 0, available);
         for (available, expected) in [(bytes(256), 256), (bytes(256) - 1, 224), (bytes(32), 32)] {
             assert_eq!(tile(available), Ok((expected as u32, bytes(expected))), "{available}");
         }
