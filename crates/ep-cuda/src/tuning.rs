@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     fn a_tile_of_preprocess_shrinks_to_the_shared_memory() {
-        let bytes = |tile| preprocess_bytes(4096, 8, 4096, tile);
+        let bytes = |tile| preprocess_bytes(4096, 8, 0, 4096, tile);
         let tile = |available| preprocess_tile(1 << 20, 16, 4096, 8, 0, available);
         for (available, expected) in [(bytes(256), 256), (bytes(256) - 1, 224), (bytes(32), 32)] {
             assert_eq!(tile(available), Ok((expected as u32, bytes(expected))), "{available}");
