@@ -170,7 +170,7 @@ fn preprocessing(run: &Run) -> String {
         Some(percent) => format!("{percent:.2} %"),
     };
     format!(
-        "preprocessing exchanged {} bytes per rank (independent of the number of tokens): {} of dispatch's bytes, {} of its time",
+        "preprocessing exchanged {} bytes of counts per rank (independent of the number of tokens): {} of dispatch's bytes, {} of its time",
         units::count(run.preprocess.bytes_per_rank),
         percent(run.preprocess.percent_of_dispatch_bytes),
         percent(run.preprocess.percent_of_dispatch_time),
