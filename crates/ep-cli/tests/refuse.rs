@@ -131,11 +131,6 @@ fn the_cuda_backend_is_refused_without_gpus() {
 }
 
 #[test]
-fn several_domains_are_refused_on_gpus() {
-    tiny(&["--backend", "cuda", "--domains", "2"]).refused(2, &["--domains 2", "--backend host"]);
-}
-
-#[test]
 fn the_launcher_refuses_before_it_starts_ranks() {
     // One line of the launcher, not one line per rank.
     tiny(&["--processes", "--topk", "9"]).refused(2, &["--topk 9"]);
