@@ -2,6 +2,9 @@
 // the handle and, over the links, on its peers. The owner keeps lists unchanged for one operator after their handle is
 // dropped: then no peer is in an operator that could read them.
 //
+// With rails, entries of `sends` and `copies` also name lanes: a rank of at least the number of ranks is the lane to the
+// domain `rank - ranks`. `row` is then the rail row of a Send and the rail copy of a Copy (docs/cuda-rails.md).
+//
 // Tokens are grouped in chunks of `chunk_tokens`. `*_begin[chunk]` is the index of a chunk's first entry in its list,
 // and `*_begin[chunks]` is the length of the list.
 //
@@ -13,7 +16,7 @@
 //   recv        Receive   by destination rank, then by token. Permuted mode: one entry per copy; plain mode: one per
 //                         (token, destination rank). `recv_begin` is `[ranks][chunks + 1]`.
 //   dst_copies  DstCopy   by destination rank, then by token. One entry per copy. `dst_begin` is `[ranks][chunks + 1]`.
-//   shape       u32       first row, kept rows and padded rows of each local expert; then `SHAPE_WORDS` words
+//   shape       u32       first row, kept rows and rows with padding of each local expert; then `SHAPE_WORDS` words
 #pragma once
 #include "types.cuh"
 

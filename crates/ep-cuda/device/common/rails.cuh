@@ -3,7 +3,7 @@
 // functions are not called.
 //
 // A source is a rank of the world whose tokens come to this domain: a rank of this domain, or a rank of another domain,
-// for which the rank of this domain on its rail forwards.
+// whose tokens its rail peer in this domain forwards.
 #pragma once
 #include "worker.cuh"
 
@@ -181,8 +181,8 @@ __device__ inline HandleView set_of(const Common& c, const HandleView& own, u32 
     return set_view(c, own, domain, own.set_rows[rail_peer(c, domain)]);
 }
 
-// The domain of a source, the rank that forwards for it, and this rank's alias among the ranks of that domain: by it,
-// this rank has flags of its own for every set.
+// The domain of a source, the rank of this domain that has its lists, and the rank of its domain on this rank's rail. By
+// that alias a rank sets `flags[alias]` for the set of that domain: every source has flags of its own.
 __device__ inline u32 domain_of(const Common& c, u32 source) { return source / c.rails.local_ranks; }
 __device__ inline u32 forwarder_of(const Common& c, u32 source) {
     return c.rails.first + source % c.rails.local_ranks;
@@ -230,8 +230,7 @@ __device__ inline bool await_domain(const Common& c, const HandleView& own, u32 
     return __syncthreads_and(fine);
 }
 
-// The sources with which this rank exchanges rows through another rank of its domain, in the order in which a worker
-// takes turns: first the other ranks of this domain, from this one on, then those of the next domain, and so on. With
+// The sources whose lists another rank of this domain has, in the order in which a worker takes turns: first the other ranks of this domain, from this one on, then those of the next domain, and so on. With
 // `own`, this rank comes first.
 template <bool own>
 __device__ inline u32 count_sources(const Common& c) {

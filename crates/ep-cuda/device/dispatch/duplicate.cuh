@@ -1,11 +1,12 @@
 // Role duplicate: completes this rank's output. A peer sends a token with several experts on this rank once, to the row
 // of the first expert; this role copies that row to the others. It copies rows of this rank's own tokens from the
-// input, and writes the padding rows. It awaits the flags of all chunks, so the output is complete when it ends.
+// input, and writes the padding rows. It awaits the flags of all items that peers send, so the output is complete when the
+// kernel ends.
 #pragma once
 #include "arrivals.cuh"
 #include "send.cuh"
 
-// Writes zeros to the padding rows of each expert's segment.
+// Writes zeros to the padding rows of each expert.
 __device__ inline void zero_padding(const DispatchParams& p, const Worker& worker) {
     const Common& c = p.common;
     const u32 experts = c.owner_begin[c.rank + 1] - c.owner_begin[c.rank];

@@ -1,20 +1,23 @@
 // dispatch: sends tokens to the ranks of their experts. One launch: block 0 sends the handshake, every block awaits the
-// handshakes of all ranks of the domain, then every warp is a worker in one of two roles.
+// handshakes of all ranks of the domain, then every warp is a worker in one of two roles,
+// send and duplicate; with rails, the workers of send become those of forward.
 //
 //   send        The first blocks. Store this rank's tokens and scales to their first row on each other rank; in the
 //               quantising variant (SEND_OWN) to their rows on this rank, too. Store the weights to all ranks. An item
 //               is `SPAN` chunks of this rank's tokens, for one group of pieces of the rows. Read the tokens, the
 //               caller's scales, the dense probabilities (`dense`), and the lists `sends`, `copies` and `*_begin` of
 //               this rank's handle (lists.cuh). When an item is complete, set its flag in every peer's control block.
-//               With rails, a lane to another domain is one more destination. Then these warps forward the sets that
-//               come from other domains (forward.cuh).
+//               With rails, a lane to another domain is one more destination.
 //   duplicate   The other blocks. Write the padding rows, the further rows of tokens that have several experts on this
 //               rank and, unless SEND_OWN, the rows of this rank's own tokens. Await a peer's flag before they read
 //               rows that the peer has sent. Read the `recv` lists of the peers (their tokens' rows on this rank)
 //               over the links. Write to this rank only.
+//   forward     With rails: the blocks of send, when they have sent. Read the lanes from other domains and the lists of their
+//               sets, and store each row to its rows on the ranks of this domain, this one included. Await the plan and
+//               the rows of each set. Set flags as send does.
 //
 // This rank writes to a peer's outputs only between that peer's handshake and the last flag that this rank sets on that
-// peer. To set flags there, and to read its lists, it needs only the handshake. No peer reads this rank's input, so the
+// peer. It may set flags there and read its lists from the handshake on, until its own kernel ends. No peer reads this rank's input, so the
 // program may overwrite it in stream order. duplicate awaits the flags of all items of all peers, so the output is
 // complete when a kernel without a fault ends.
 // An await that fails reports the fault, and its worker ends; other workers that wait end at the abort word. send
@@ -58,7 +61,7 @@ __device__ inline void announce_rows(const DispatchParams& p, u32 epoch) {
     });
 }
 
-// Views of the lanes, behind those of the ranks: the send role stores a token to a lane as it does to a rank. Called by
+// Views of the lanes: `peers[ranks + domain]` is the lane to `domain`. The send role stores a token to a lane as it does to a rank. Called by
 // all threads.
 __device__ inline void view_lanes(const DispatchParams& p, PeerView* peers, u32 epoch) {
     const Common& c = p.common;

@@ -1,5 +1,6 @@
-// Role send: reads each of this rank's tokens once and stores it to its row on every destination rank; with SEND_OWN
-// also to all its rows on this rank. Then stores the weights, and sets the item's flag on every peer.
+// Role send: reads each of this rank's tokens once and stores it to its first row on every other rank and, with rails, to
+// the lanes; with SEND_OWN also to all its rows on this rank. Then stores the weights, and sets the item's flag on every
+// peer and in every lane.
 #pragma once
 #include PAYLOAD_VARIANT
 #include "rails.cuh"
@@ -71,7 +72,7 @@ __device__ inline void store_weight(const DispatchParams& p, const PeerView* pee
     if (row == NO_ROW) return;
     const u32 rank = copy.rank(), expert = copy.local_expert();
     if (RAILS && rank >= p.common.ranks) {
-        // A lane has the weights of a set by copy.
+        // In a lane, weights are indexed by rail copy.
         if (p.probs != PROBS_SKIP) peers[rank].probs[row] = weight;
         return;
     }
