@@ -162,9 +162,13 @@ impl Link<'_> {
     }
 
     /// The units from `first` on that the kernels have completed, as many as one put may have.
+    ///
+    /// A unit without bytes needs no flags, and its flags must not be awaited: the peer completes the epoch without this
+    /// unit, and then the kernels may overwrite the flags with those of the epoch after the next one.
     fn complete_run(&self, plan: &Plan, parity: usize, epoch: u32, first: usize) -> Option<Range<usize>> {
         let complete = |unit: usize| {
-            plan.flags(unit).all(|flag| self.window.out_flag(self.domain, parity, flag) == epoch)
+            plan.sections_of(unit) == 0
+                || plan.flags(unit).all(|flag| self.window.out_flag(self.domain, parity, flag) == epoch)
         };
         let bytes = |units: &Range<usize>| -> usize {
             (0..RAIL_SECTIONS).filter_map(|section| plan.part(section, units)).map(|part| part.len()).sum()

@@ -92,6 +92,26 @@ fn all_flags_of_a_unit_must_be_those_of_the_epoch() {
 }
 
 #[test]
+fn units_without_bytes_are_not_awaited() {
+    let (bench, mut pump) = Bench::pump(LANE);
+    // Units 0 and 2 have no bytes.
+    let mut plan = plan_of(1, &[(0, 0), (5, 0), (5, 3)]);
+    plan.sections[0] = section(0, 8, RailPer::Row);
+    bench.release(TO, &plan);
+    bench.complete(TO, 1, 1);
+    settle(&mut pump);
+    let signals: Vec<_> = bench.script.puts().iter().map(|put| put.signal).collect();
+    assert_eq!(signals, [plan_signal(1), part(1, 0, 0, 3)]);
+    // The peer has all of epoch 1, so the kernels may overwrite the flags with those of epoch 3.
+    bench.release(TO, &plan_of(2, &[(4, 0)]));
+    bench.release(TO, &RailPlan { epoch: 3, ..plan });
+    (0..3).for_each(|unit| bench.complete(TO, 3, unit));
+    settle(&mut pump);
+    let signals: Vec<_> = bench.script.puts().iter().map(|put| put.signal).collect();
+    assert_eq!(signals, [plan_signal(2), plan_signal(3), part(3, 0, 0, 3)]);
+}
+
+#[test]
 fn a_put_has_at_most_16_units_and_a_mebibyte_unless_one_unit_is_longer() {
     let (bench, mut pump) = Bench::pump(LANE);
     let mut post = |epoch, count, stride| {
