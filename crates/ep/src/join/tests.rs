@@ -80,13 +80,15 @@ fn a_rank_that_is_late_to_an_exchange_of_long_blobs_is_not_unreachable() {
 fn a_rank_that_is_slow_to_read_long_blobs_is_not_unreachable() {
     // More than a receive window, which the sender's socket takes whole, and more than both sockets hold.
     for bytes in [1 << 20, 16 << 20] {
-        read_slowly(bytes);
+        // On a busy machine the blobs may be there before the rank waits for them.
+        assert!((0..50).any(|_| read_slowly(bytes)), "the rank was not slow");
     }
 }
 
-/// Runs an exchange of which one rank does not read the blobs for longer than the network timeout.
+/// Runs an exchange of which one rank does not read the blobs for longer than the network timeout. Returns false if the
+/// rank did not have to wait for them, and so was not slow.
 #[cfg(target_os = "linux")]
-fn read_slowly(bytes: usize) {
+fn read_slowly(bytes: usize) -> bool {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
     let (listener, address) = listener();
@@ -118,8 +120,8 @@ fn read_slowly(bytes: usize) {
         assert!(all == [&blob[..], b"slow"]);
         one.all_gather(b"last").unwrap();
         assert!(zero.join().unwrap().unwrap() == all);
-        assert!(!is_slow.load(Relaxed), "the rank was not slow");
-    });
+        !is_slow.load(Relaxed)
+    })
 }
 
 /// Whether the other end closes the connection without sending a byte.
