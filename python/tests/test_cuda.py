@@ -388,7 +388,7 @@ def test_processes_need_an_engine_for_several_domains() -> None:
         raise AssertionError("there must be no buffer")
 
     # The error of the process that raised the CallerError, as text.
-    with pytest.raises(AssertionError, match="CallerError: HYBRID_EP_TRANSPORT = loopback.*choose `shm` or `tcp`"):
+    with pytest.raises(AssertionError, match=r"CallerError: HYBRID_EP_TRANSPORT = loopback.*choose `shm` or `tcp`"):
         world(work, 2, device="cuda", domains=2)
 
 

@@ -422,12 +422,11 @@ class HybridEPBuffer:
         return buffer
 
     def _join(self, device: torch.device, num_experts: int) -> Buffer:
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                raise CallerError(
-                    f"there is no buffer yet for {num_experts} experts on {device}, and a CUDA graph's capture cannot "
-                    "make one, as the ranks must meet: run one step without capturing first"
-                )
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CallerError(
+                f"there is no buffer yet for {num_experts} experts on {device}, and a CUDA graph's capture cannot "
+                "make one, as the ranks must meet: run one step without capturing first"
+            )
         return Buffer(self.group, num_experts=num_experts, domains=self.num_of_nodes, device=device, sms=self._sms)
 
     def _config(
