@@ -13,7 +13,7 @@ use crate::driver::Device;
 use crate::links;
 use crate::params::MAX_RANKS;
 use crate::peers::Peers;
-use crate::rails::{Bounds, RailWindow, RankRails};
+use crate::rails::{Bounds, PinnedWindow, RankRails};
 
 impl CudaBuffer {
     /// [`ep::Backend::threads`].
@@ -35,6 +35,10 @@ impl CudaBuffer {
             )
             .into());
         }
+        let bounds = Bounds::of(world, config)?;
+        if bounds.is_some() && !config.host.transport.is_loopback() {
+            return Err(only_loopback(config));
+        }
         let homes: Vec<Home> = world
             .topology()
             .all_ranks()
@@ -43,14 +47,10 @@ impl CudaBuffer {
                 Home::new(world, rank, device, devices.clone(), sharing > 1, config)
             })
             .collect::<Result<_>>()?;
-        let bounds = Bounds::of(world, config)?;
-        let windows: Vec<Option<RailWindow>> = homes
+        let windows: Vec<Option<PinnedWindow>> = homes
             .iter()
-            .map(|home| bounds.map(|bounds| RailWindow::new(&bounds, &home.device, config)).transpose())
+            .map(|home| bounds.map(|bounds| PinnedWindow::new(&bounds, &home.device, config)).transpose())
             .collect::<Result<_>>()?;
-        if bounds.is_some() && !config.host.transport.is_loopback() {
-            return Err(only_loopback(config));
-        }
         let segments: Vec<_> = windows.iter().flatten().map(|window| Arc::clone(&window.segment)).collect();
         let peers = Peers {
             control: homes.iter().map(|home| home.control.address()).collect(),
@@ -185,7 +185,7 @@ impl CudaBuffer {
         home: &Home,
         bounds: Bounds,
     ) -> Result<RankRails> {
-        let window = RailWindow::new(&bounds, &home.device, config)?;
+        let window = PinnedWindow::new(&bounds, &home.device, config)?;
         let engine = window.open(world, home.rank, config)?;
         let blobs = rendezvous.all_gather(&engine.blob())?;
         let blobs: Vec<_> =

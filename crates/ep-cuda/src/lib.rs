@@ -12,7 +12,8 @@
 //! | `dense` | converts a top-k routing to a map and dense probabilities; needs no buffer |
 //! | `tuning` | the division of an operator into pieces, stages and blocks |
 //! | `call` | the arguments that must be equal on all ranks, and errors that name a difference |
-//! | `rail` | the windows between NVLink domains, and the proxy thread that moves their bytes |
+//! | `rail` | the layout of windows between NVLink domains, and the proxy thread that moves their bytes; calls no driver |
+//! | `rails` | a rank's rails: its pinned window, its engine and its proxy |
 //! | `beat` | heartbeats of ranks that are processes |
 //! | `wait` | interruptible waits for the GPU |
 //! | `fault` | converts a kernel's fault report to an error that names the rank at fault |

@@ -10,7 +10,7 @@ use ep_rail::{Loopback, Segment, open_fabric, rail_of};
 
 use crate::driver::{Device, Pinned};
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, Rails};
-use crate::rail::{Proxy, ProxyParts, RailLayout, limits};
+use crate::rail::{Proxy, ProxyParts, RailLayout, SIGNALS, limits};
 use crate::shared;
 
 /// How long a rank that leaves waits until what it has sent has left its window.
@@ -118,10 +118,7 @@ impl Bounds {
 
     fn layout(&self, config: &Config) -> Result<RailLayout> {
         let reserved = match config.host.transport.is_loopback() {
-            true => {
-                let signals = limits(&RailLayout::new(self.domains, self.lane_bytes, 0)?).signals;
-                Loopback::reserved(self.domains, signals).bytes("the rings of a rail window")?
-            }
+            true => Loopback::reserved(self.domains, SIGNALS).bytes("the rings of a rail window")?,
             false => 0,
         };
         RailLayout::new(self.domains, self.lane_bytes, reserved)
@@ -130,13 +127,13 @@ impl Bounds {
 
 /// A rank's window, before the rank has met its rail peers.
 #[derive(Debug)]
-pub(crate) struct RailWindow {
+pub(crate) struct PinnedWindow {
     pub(crate) segment: Arc<Segment>,
     pinned: Pinned,
     layout: RailLayout,
 }
 
-impl RailWindow {
+impl PinnedWindow {
     pub(crate) fn new(bounds: &Bounds, device: &Arc<Device>, config: &Config) -> Result<Self> {
         let layout = bounds.layout(config)?;
         let segment = Arc::new(Segment::private(layout.bytes())?);
@@ -156,7 +153,7 @@ impl RailWindow {
         // SAFETY: only the proxies of these ranks use the engines. A proxy puts bytes whose flags the kernels have set, to
         // lanes that the peer's kernels do not read before it has told them; no lane is used again before the peer's
         // kernels have read it (docs/cuda-rails.md).
-        let loopback = unsafe { Loopback::new(rail, windows, limits(&self.layout).signals) }?;
+        let loopback = unsafe { Loopback::new(rail, windows, SIGNALS) }?;
         Ok(Box::new(loopback))
     }
 
@@ -182,7 +179,7 @@ impl RailWindow {
 pub(crate) struct RankRails {
     /// Dropped first: it uses the window.
     proxy: Proxy,
-    _window: RailWindow,
+    _window: PinnedWindow,
     pub(crate) bounds: Bounds,
     /// The part of the kernel parameters that concerns rails.
     pub(crate) params: Rails,
@@ -194,7 +191,7 @@ impl RankRails {
         world: &World,
         rank: Rank,
         bounds: Bounds,
-        window: RailWindow,
+        window: PinnedWindow,
         transport: Box<dyn Transport>,
     ) -> Result<Self> {
         let topology = world.topology();

@@ -135,8 +135,8 @@ impl CombineShape {
     }
 }
 
-/// Tokens of a tile of preprocess, and the shared memory of a block. `domains`: 0 without rails. Tiles are as small as possible if all blocks get
-/// one.
+/// Tokens of a tile of preprocess, and the shared memory of a block. Tiles are as small as possible if all blocks get one.
+/// `domains`: 0 without rails.
 ///
 /// # Errors
 /// [`CallerError::Placement`] if not even the smallest tile fits `available` bytes of shared memory.

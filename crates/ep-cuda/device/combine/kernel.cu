@@ -1,5 +1,5 @@
-// combine: adds experts' rows of each token. One launch: block 0 sends the handshake, every
-// block awaits the handshakes of all ranks of the domain, then every warp is a worker that alternates between two roles.
+// combine: adds experts' rows of each token. One launch: block 0 sends the handshake, every block awaits the handshakes
+// of all ranks of the domain, then every warp is a worker that alternates between two roles.
 //
 //   push     Adds the rows that this rank's experts have for a peer's token and stores the partial sum, rounded to the
 //            wire type, to the peer's `partials`; the weights to the peer's `prob_scratch`. An item is one chunk
@@ -95,8 +95,8 @@ __device__ inline void enter(const CombineParams& p, u32 epoch) {
     if (RAILS) {
         handshake.set_tokens = reinterpret_cast<u64>(p.set_partials);
         handshake.set_probs = reinterpret_cast<u64>(p.set_prob_scratch);
+        check_lanes(p);
     }
-    if (RAILS) check_lanes(p);
     send_handshake(p.common, handshake, epoch);
     if (RAILS) announce_sums(p, epoch);
 }

@@ -41,7 +41,7 @@ __device__ inline const u32* flags_of(const Common& c, const ReduceSet& set, u32
 
 // The last chunk of the domain sums from `domain` that the tokens of this rank's chunk `chunk` need; NONE: they need none.
 __device__ inline u32 rail_chunk(const Common& c, const HandleView& h, u32 domain, u32 chunk) {
-    const u32* rows = h.rail_begin + domain * 2 * (h.chunks + 1);
+    const u32* rows = rail_begin(h, domain).rows;
     return rows[chunk] == rows[chunk + 1] ? NONE : (rows[chunk + 1] - 1) / c.rails.chunk_rows;
 }
 
@@ -107,8 +107,7 @@ __device__ inline float returned(const CombineParams& p, const Copy& copy, u32 e
     const Common& c = p.common;
     const HandleView& h = p.handle;
     const u32 domain = copy.rank() - c.ranks;
-    const u32 rows = (h.rail_begin + domain * 2 * (h.chunks + 1))[h.chunks];
-    const u8* weights = weights_in(p, in_lane(c, epoch, domain), rows);
+    const u8* weights = weights_in(p, in_lane(c, epoch, domain), rail_begin(h, domain).rows[h.chunks]);
     return __uint_as_float(ld_relaxed_sys(reinterpret_cast<const u32*>(weights) + copy.row()));
 }
 

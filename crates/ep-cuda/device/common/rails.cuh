@@ -35,6 +35,18 @@ __device__ inline u8* in_lane(const Common& c, u32 epoch, u32 domain) {
 
 // ---- what this rank sends
 
+// For each chunk of this rank's tokens, its rail rows and copies in one domain before the chunk; the last entries are the
+// numbers of all.
+struct RailBegin {
+    u32* rows;
+    u32* copies;
+};
+
+__device__ inline RailBegin rail_begin(const HandleView& h, u32 domain) {
+    u32* rows = h.rail_begin + domain * 2 * (h.chunks + 1);
+    return {rows, rows + h.chunks + 1};
+}
+
 // The head of a plan: sections and numbers.
 struct PlanHead {
     RailSection sections[RAIL_SECTIONS]{};

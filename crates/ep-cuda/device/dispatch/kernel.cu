@@ -35,11 +35,11 @@
 // What this rank sends to another domain: rows, their scales, and the weights of their copies.
 __device__ inline PlanHead rows_plan(const DispatchParams& p, u32 domain) {
     const HandleView& h = p.handle;
-    const u32* begin = h.rail_begin + domain * 2 * (h.chunks + 1);
+    const RailBegin begin = rail_begin(h, domain);
     PlanHead head;
     u64 end = 0;
-    head.rows = begin[h.chunks];
-    head.copies = begin[h.chunks + 1 + h.chunks];
+    head.rows = begin.rows[h.chunks];
+    head.copies = begin.copies[h.chunks];
     head.sections[0] = place_section(end, head.rows, p.row_bytes_out, RAIL_PER_ROW);
     head.sections[1] = place_section(end, head.rows, p.scale_row_bytes, RAIL_PER_ROW);
     head.sections[2] = place_section(end, head.copies, p.probs == PROBS_SKIP ? 0 : sizeof(float), RAIL_PER_COPY);
@@ -52,11 +52,10 @@ __device__ inline PlanHead rows_plan(const DispatchParams& p, u32 domain) {
 __device__ inline void announce_rows(const DispatchParams& p, u32 epoch) {
     const HandleView& h = p.handle;
     for_each_other_domain(p.common, [&](u32 domain) {
-        const u32* rows = h.rail_begin + domain * 2 * (h.chunks + 1);
-        const u32* copies = rows + h.chunks + 1;
+        const RailBegin begin = rail_begin(h, domain);
         publish_plan(p.common, epoch, domain, rows_plan(p, domain), [&](u32 unit) {
             const u32 end = min(h.chunks, (unit + 1) * SPAN);
-            return make_uint2(rows[end], copies[end]);
+            return make_uint2(begin.rows[end], begin.copies[end]);
         });
     });
 }

@@ -46,9 +46,6 @@ __device__ inline void begin_regions(const Common& c, const Columns& column, con
     }
 }
 
-// The words of `rail_begin` of one domain: rows, then copies.
-__device__ inline u32* rail_begin(const HandleView& h, u32 domain) { return h.rail_begin + domain * 2 * (h.chunks + 1); }
-
 // Writes a chunk's `*_begin` words for one destination rank.
 __device__ inline void begin_chunk(const Common& c, const Cursors& cursors, u32 chunk, u32 rank) {
     const Tile& tile = cursors.tile;
@@ -69,8 +66,8 @@ __device__ inline void begin_chunk(const Common& c, const Cursors& cursors, u32 
 __device__ inline void begin_rail_chunk(const Cursors& cursors, u32 chunk, u32 domain) {
     const HandleView& h = cursors.lists;
     const u32 token = chunk * h.chunk_tokens - cursors.tile.first;
-    rail_begin(h, domain)[chunk] = cursors.rail_row(domain, token);
-    rail_begin(h, domain)[h.chunks + 1 + chunk] = cursors.rail_copy(domain, token);
+    rail_begin(h, domain).rows[chunk] = cursors.rail_row(domain, token);
+    rail_begin(h, domain).copies[chunk] = cursors.rail_copy(domain, token);
 }
 
 // Writes a token's `token_begin`, and the dead entry of a token without a copy.
@@ -105,7 +102,7 @@ __device__ inline void emit_rail_copy(const PreprocessParams& p, const Cursors& 
     const Tile& tile = cursors.tile;
     const Common& c = p.common;
     const HandleView& h = cursors.lists;
-    const u32 domain = domain_of(c, tile.owner[position]), first = c.owner_begin[domain * domain_size(c)];
+    const u32 domain = domain_of(c, tile.owner[position]), first = first_position(c, domain);
     const u32 among_domain = Tile::bits(tile.row(token), first, position);
     h.copies[cursors.copies(token) + Tile::bits(tile.row(token), 0, position)] =
         Copy{make_uint4((tile.first + token) * c.experts + expert, (c.ranks + domain) << Copy::RANK_SHIFT,

@@ -16,9 +16,23 @@
 // If an await fails, it reports the fault, and the lists are incomplete.
 #include "routing.cuh"
 
+// Calls `visit` for each of the tiles [begin, end) of this block, with the sums of the tokens before it in `run`. The
+// tile that was loaded last is loaded anew only if the block has several. Called by all threads.
+template <class Load, class Visit>
+__device__ inline void for_each_tile(const Tile& tile, u32 begin, u32 end, bool several, u32* run, const Load& load,
+                                     const Visit& visit) {
+    for (u32 at = begin; at < end; at++) {
+        if (several) load(at);
+        visit();
+        // Before the sums change, all threads have read them.
+        __syncthreads();
+        if (at + 1 < end) tile.add_to(run);
+    }
+}
+
 // The foreign sets that this rank forwards, one after the other: their tokens are the masks that rail peers have sent.
 // Called by all threads of all blocks.
-__device__ inline bool emit_sets(const PreprocessParams& p, Tile& tile, const Columns& column, const Bases& bases,
+__device__ inline void emit_sets(const PreprocessParams& p, Tile& tile, const Columns& column, const Bases& bases,
                                  u32* run, u32* totals, u32* copies_begin, u32* tokens_begin, u32 epoch) {
     const Common& c = p.common;
     bool fine = true;
@@ -44,16 +58,10 @@ __device__ inline bool emit_sets(const PreprocessParams& p, Tile& tile, const Co
         begin_regions(c, column, totals, copies_begin, tokens_begin);
         compute_bases(p, bases, epoch, source, false);
         const Cursors cursors{tile, lists, run, copies_begin, tokens_begin};
-        for (u32 at = begin; at < end; at++) {
-            if (per_block > 1) load(at);
-            emit(p, cursors, bases);
-            __syncthreads();
-            if (at + 1 < end) tile.add_to(run);
-        }
+        for_each_tile(tile, begin, end, per_block > 1, run, load, [&] { emit(p, cursors, bases); });
         if (blockIdx.x == 0) finish_lists(c, lists, column, totals, copies_begin, tokens_begin);
         __syncthreads();
     });
-    return fine;
 }
 
 // The ends of `rail_begin`, and the numbers of rows of all foreign sets. Called by all threads of one block.
@@ -64,8 +72,8 @@ __device__ inline void finish_rails(const PreprocessParams& p, const Columns& co
         u32 copies = 0;
         for (u32 local = 0; local < domain_size(c); local++)
             copies += totals[column.copies_of(domain * domain_size(c) + local)];
-        rail_begin(h, domain)[h.chunks] = totals[column.tokens_to(domain)];
-        rail_begin(h, domain)[h.chunks + 1 + h.chunks] = copies;
+        rail_begin(h, domain).rows[h.chunks] = totals[column.tokens_to(domain)];
+        rail_begin(h, domain).copies[h.chunks] = copies;
     }
     for (u32 source = threadIdx.x; source < c.ranks; source += blockDim.x)
         h.set_rows[source] = ld_relaxed_sys(counts_at(p, c.own, epoch, source) + COUNT_TOKENS);
@@ -97,15 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
     const u32 begin = min(tiles, blockIdx.x * per_block), end = min(tiles, begin + per_block);
     const auto load = [&](u32 at) { tile.load(at * p.tile, min(p.tile, p.handle.tokens - at * p.tile)); };
     const Cursors cursors{tile, p.handle, run, copies_begin, tokens_begin};
-    // Calls `visit` for each tile of this block, with the sums of the tokens before it in `run`.
-    const auto for_each_tile = [&](const auto& visit) {
-        for (u32 at = begin; at < end; at++) {
-            if (per_block > 1) load(at);
-            visit();
-            // Before the sums change, all threads have read them.
-            __syncthreads();
-            if (at + 1 < end) tile.add_to(run);
-        }
+    const auto for_own_tiles = [&](const auto& visit) {
+        for_each_tile(tile, begin, end, per_block > 1, run, load, visit);
     };
 
     count_block(column, tile, begin, end, load, run, p.block_columns);
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
 
     if (fine) sum_blocks(p, p.block_columns, run, totals);
     if (RAILS && fine) {
-        for_each_tile([&] { emit_masks(p, cursors, column, totals, epoch); });
+        for_own_tiles([&] { emit_masks(p, cursors, column, totals, epoch); });
         fine = all_blocks(c, &c.own->more_arrived[0]);
         if (fine && blockIdx.x == 0) fine = send_routing(p, column, totals, epoch);
         // `run` has moved on.
@@ -122,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
     begin_regions(c, column, totals, copies_begin, tokens_begin);
     if (exchange_counts(p, column, totals, epoch, fine)) {
         compute_bases(p, bases, epoch, c.rank, blockIdx.x == 0);
-        for_each_tile([&] { emit(p, cursors, bases); });
+        for_own_tiles([&] { emit(p, cursors, bases); });
         if (blockIdx.x == 0) {
             finish_lists(c, p.handle, column, totals, copies_begin, tokens_begin);
             if (threadIdx.x == 0) finish_shape(p, column, totals);

@@ -3,19 +3,20 @@
 #pragma once
 #include "emit.cuh"
 
-// Words of a mask: one bit per expert of the domain.
-__device__ inline u32 mask_words(const Common& c, u32 domain) {
-    const u32 first = domain * domain_size(c);
-    return div_up(c.owner_begin[first + domain_size(c)] - c.owner_begin[first], 32);
+__device__ inline u32 experts_in(const Common& c, u32 domain) {
+    return first_position(c, domain + 1) - first_position(c, domain);
 }
+
+// Words of a mask: one bit per expert of the domain.
+__device__ inline u32 mask_words(const Common& c, u32 domain) { return div_up(experts_in(c, domain), 32); }
 
 // What this rank sends to `domain`: the counts as section 0, the masks as section 1.
 __device__ inline PlanHead routing_plan(const PreprocessParams& p, const Columns& column, const u32* totals, u32 domain) {
     const Common& c = p.common;
-    const u32 first = domain * domain_size(c), experts = c.owner_begin[first + domain_size(c)] - c.owner_begin[first];
+    const u32 first = domain * domain_size(c);
     PlanHead head;
     u64 end = 0;
-    head.sections[0] = place_section(end, 1, 4 * (experts + domain_size(c)), RAIL_ONCE);
+    head.sections[0] = place_section(end, 1, 4 * (experts_in(c, domain) + domain_size(c)), RAIL_ONCE);
     head.sections[1] = place_section(end, p.handle.tokens, 4 * mask_words(c, domain), RAIL_PER_ROW);
     head.rows = totals[column.tokens_to(domain)];
     for (u32 rank = first; rank < first + domain_size(c); rank++) head.copies += totals[column.copies_of(rank)];
@@ -23,14 +24,13 @@ __device__ inline PlanHead routing_plan(const PreprocessParams& p, const Columns
     return head;
 }
 
-// Writes the masks of a tile's tokens. `plans` are by domain. Called by all threads.
+// Writes the masks of a tile's tokens. Called by all threads.
 __device__ inline void emit_masks(const PreprocessParams& p, const Cursors& cursors, const Columns& column,
                                   const u32* totals, u32 epoch) {
     const Common& c = p.common;
     const Tile& tile = cursors.tile;
     for_each_other_domain(c, [&](u32 domain) {
-        const u32 words = mask_words(c, domain), begin = c.owner_begin[domain * domain_size(c)];
-        const u32 end = c.owner_begin[(domain + 1) * domain_size(c)];
+        const u32 words = mask_words(c, domain), begin = first_position(c, domain), end = first_position(c, domain + 1);
         const u64 offset = routing_plan(p, column, totals, domain).sections[1].offset;
         auto* masks = reinterpret_cast<u32*>(out_lane(c, epoch, domain) + offset);
         for (u32 at = threadIdx.x; at < tile.tokens * words; at += blockDim.x) {
@@ -61,8 +61,7 @@ __device__ inline bool send_routing(const PreprocessParams& p, const Columns& co
             fine = false;
         }
         if (!fine) return;
-        const u32 first = domain * domain_size(c), position = c.owner_begin[first];
-        const u32 experts = c.owner_begin[first + domain_size(c)] - position;
+        const u32 first = domain * domain_size(c), position = first_position(c, domain), experts = experts_in(c, domain);
         auto* counts = reinterpret_cast<u32*>(out_lane(c, epoch, domain) + head.sections[0].offset);
         for (u32 at = threadIdx.x; at < experts + domain_size(c); at += blockDim.x)
             counts[at] = totals[at < experts ? position + at : column.tokens_of(first + at - experts)];

@@ -32,6 +32,9 @@ __device__ inline Number warp_scan(Number own) {
     return through;
 }
 
+// The position of the first expert of a domain; with the number of domains, the number of experts.
+__device__ inline u32 first_position(const Common& c, u32 domain) { return c.owner_begin[domain * domain_size(c)]; }
+
 // The numbers that are summed over tokens: [experts] copies, [ranks] copies, [ranks] tokens, then entries of `sends`
 // and of `copies`, and with rails [domains] tokens. Each function returns an index into an array of them.
 struct Columns {
@@ -262,7 +265,7 @@ __device__ inline void Tile::read_map() const {
     }
 }
 
-// For the masks of a foreign set, which rail peers have checked.
+// For the masks of a foreign set, whose routing its sender has checked.
 __device__ inline void Tile::read_masks() const {
     const u32 position = p.common.owner_begin[domain_begin(p.common)];
     for (u32 index = threadIdx.x; index < tokens * mask_words; index += blockDim.x) {
@@ -301,9 +304,8 @@ __device__ inline void Tile::count() const {
         });
     for (u32 domain = warp_id(); domain < rail_domains(c); domain += blockDim.x / WARP)
         for (u32 base = 0; base < tokens; base += WARP) {
-            const u32 token = base + lane_id(), begin = domain * domain_size(c);
-            const u32 chosen =
-                token < tokens ? bits(row(token), c.owner_begin[begin], c.owner_begin[begin + domain_size(c)]) : 0;
+            const u32 token = base + lane_id(), begin = first_position(c, domain), end = first_position(c, domain + 1);
+            const u32 chosen = token < tokens ? bits(row(token), begin, end) : 0;
             const u32 any = __ballot_sync(ALL_LANES, chosen != 0);
             if (lane_id() == 0) domain_columns[domain * column_words + base / 32] = any;
         }

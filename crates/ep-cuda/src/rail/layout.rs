@@ -87,11 +87,13 @@ impl RailLayout {
     }
 }
 
+/// The most signals in flight from one rank to another: the plan, and each section of each unit, of the two epochs that may
+/// be in flight.
+pub(crate) const SIGNALS: usize = 2 * (1 + RAIL_SECTIONS * MAX_CHUNKS);
+
 /// What the proxies of a rail ask of their engine.
 pub(crate) fn limits(layout: &RailLayout) -> Limits {
-    // The plan, and each section of each unit, of the two epochs that may be in flight.
-    let signals = 2 * (1 + RAIL_SECTIONS * MAX_CHUNKS);
-    Limits { signals, put_bytes: layout.lane_bytes.max(size_of::<RailPlan>()) }
+    Limits { signals: SIGNALS, put_bytes: layout.lane_bytes.max(size_of::<RailPlan>()) }
 }
 
 #[cfg(test)]

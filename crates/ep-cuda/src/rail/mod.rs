@@ -26,6 +26,6 @@ mod signal;
 mod tests;
 mod window;
 
-pub(crate) use layout::{RailLayout, limits};
+pub(crate) use layout::{RailLayout, SIGNALS, limits};
 pub(crate) use proxy::Proxy;
 pub(crate) use pump::ProxyParts;

@@ -5,7 +5,6 @@ mod flow;
 mod receiving;
 mod sending;
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::collections::VecDeque;
 use std::mem::offset_of;
 use std::ptr::NonNull;
@@ -14,6 +13,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use ep::{Error, MemoryKind, Operator, Posted, Put, Rail, Rank, Result, Signal, Transport, Window};
+
+use ep_rail::Segment;
 
 use super::losses::OnLost;
 use super::pump::Pump;
@@ -29,33 +30,15 @@ const RANKS: [Rank; 3] = [Rank(5), Rank(1), Rank(9)];
 const RESERVED: usize = 100;
 
 /// Host memory that all threads of a test write to, each in places of its own.
-struct Memory {
-    start: NonNull<u8>,
-    layout: Layout,
-}
-
-// SAFETY: the memory belongs to this value, and threads access it only through raw pointers and atomics, in the order of
-// the protocol under test.
-unsafe impl Send for Memory {}
-// SAFETY: as for `Send`.
-unsafe impl Sync for Memory {}
+struct Memory(Segment);
 
 impl Memory {
     fn new(bytes: usize) -> Arc<Self> {
-        let layout = Layout::from_size_align(bytes, 4096).unwrap();
-        // SAFETY: a rail window is not empty.
-        let start = unsafe { alloc_zeroed(layout) };
-        let start = NonNull::new(start).unwrap_or_else(|| handle_alloc_error(layout));
-        Arc::new(Self { start, layout })
+        Arc::new(Self(Segment::private(bytes).unwrap()))
     }
 
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
-        assert!(
-            offset.checked_add(len).is_some_and(|end| end <= self.layout.size()),
-            "{len} bytes at {offset}"
-        );
-        // SAFETY: inside the memory.
-        unsafe { self.start.as_ptr().add(offset) }
+        self.0.at(offset, len)
     }
 
     fn word(&self, offset: usize) -> &AtomicU32 {
@@ -76,20 +59,13 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout.
-        unsafe { dealloc(self.start.as_ptr(), self.layout) };
-    }
-}
-
 impl Window for Memory {
     fn start(&self) -> NonNull<u8> {
-        self.start
+        self.0.start()
     }
 
     fn len(&self) -> usize {
-        self.layout.size()
+        self.0.len()
     }
 
     fn kind(&self) -> MemoryKind {
