@@ -156,7 +156,7 @@ impl HostBuffer {
         let rails = Rails::new(&world, rank, window, config, transport)?;
 
         let workers = match config.host.workers {
-            0 => (std::thread::available_parallelism().map_or(1, usize::from) / machines.ranks_here).max(1),
+            0 => (std::thread::available_parallelism().map_or(1, usize::from) / machines.ranks_here()).max(1),
             workers => workers,
         };
         let pool = (workers > 1).then(|| {
@@ -182,7 +182,7 @@ impl HostBuffer {
             directory: directory.clone(),
             rails,
             processes: processes.clone(),
-            machines: machines.names.clone(),
+            machines: machines.clone(),
             domain_bytes: AtomicU64::new(0),
             preprocess_bytes: AtomicU64::new(0),
             waited_ns: AtomicU64::new(0),

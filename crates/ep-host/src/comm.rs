@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
+use ep::join::Machines;
 use ep::{
     CallerError, Config, EnvironmentError, Error, Interrupt, Operator, PeerError, PeerFault, Posted, Rank,
     Result, World,
@@ -39,8 +40,7 @@ pub(crate) struct Comm {
     pub(crate) directory: Directory,
     pub(crate) rails: Rails,
     pub(crate) processes: Processes,
-    /// By rank: the names of the ranks' machines; empty in a job of one machine.
-    pub(crate) machines: Vec<String>,
+    pub(crate) machines: Machines,
     pub(crate) pulse: Pulse,
     /// Bytes that this rank has read from or written to other ranks of its domain, for [`ep::Traffic`].
     pub(crate) domain_bytes: AtomicU64,
@@ -63,7 +63,7 @@ impl Comm {
 
     /// The name of the machine of `rank`, in a job of several machines.
     pub(crate) fn machine_of(&self, rank: Rank) -> Option<String> {
-        self.machines.get(rank.index()).cloned()
+        self.machines.name_of(rank).map(String::from)
     }
 
     /// Publishes the state of this rank in its control block and to ranks of other machines.

@@ -33,7 +33,7 @@ pub(crate) fn open(
     if needs_blobs(world, config) {
         let local_rank = world.topology().local_rank_of(rank);
         let limits = Limits { signals, put_bytes: config.host.slot_bytes.next_multiple_of(64) };
-        let (options, address) = (&config.host.transport, connected.machines.address);
+        let (options, address) = (&config.host.transport, connected.machines.address());
         return open_fabric(rail, local_rank, window(rank)?, options, limits, address);
     }
     let windows = rail.ranks().iter().map(|&peer| window(peer)).collect::<Result<Vec<_>>>()?;

@@ -2,9 +2,6 @@
 //! calls this module. With process ranks, the ranks first exchange an [`Introduction`] through the rendezvous. For each
 //! rank on another machine, this rank makes a mirror of its control block.
 
-use std::net::IpAddr;
-#[cfg(target_os = "linux")]
-use std::net::SocketAddr;
 use std::sync::Arc;
 #[cfg(target_os = "linux")]
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -13,11 +10,12 @@ use std::time::Instant;
 
 #[cfg(target_os = "linux")]
 use ep::call::check_same_world;
+use ep::join::Machines;
 #[cfg(target_os = "linux")]
-use ep::join::{Door, Invitation, Machine, Member, Rendezvous};
-#[cfg(target_os = "linux")]
-use ep::{CallerError, EnvironmentError, Error, PeerError, PeerFault};
+use ep::join::{Door, Introduced, Invitation, Machine, Member, Rendezvous};
 use ep::{Config, Counts, Rank, Result, Size, World};
+#[cfg(target_os = "linux")]
+use ep::{EnvironmentError, Error, PeerError, PeerFault};
 use ep_rail::Segment;
 
 use crate::control::Control;
@@ -46,24 +44,6 @@ pub(crate) struct RankSegments {
     pub(crate) control: Control,
     /// `None` for a rank on another machine.
     pub(crate) window: Option<Arc<Segment>>,
-}
-
-/// The machines of a job.
-#[derive(Debug, Clone)]
-pub(crate) struct Machines {
-    /// By rank: the name of its machine. Empty in a job of one machine.
-    pub(crate) names: Vec<String>,
-    /// Number of ranks on this machine.
-    pub(crate) ranks_here: usize,
-    /// The network address of this machine that ranks of other machines use.
-    pub(crate) address: Option<IpAddr>,
-}
-
-impl Machines {
-    /// One machine with all `ranks`.
-    fn one(ranks: usize) -> Self {
-        Self { names: Vec::new(), ranks_here: ranks, address: None }
-    }
 }
 
 impl RankSegments {
@@ -179,95 +159,6 @@ impl Introduction {
     }
 }
 
-/// Checks that the ranks of each domain are on one machine, and that the engine crosses the network where ranks are on
-/// several machines. `machines` are those of all ranks, by rank. Returns whether there are several.
-///
-/// # Errors
-/// [`CallerError::Topology`] that names two ranks of a domain; [`CallerError::Config`] for the engine.
-#[cfg(target_os = "linux")]
-fn check_machines(world: &World, config: &Config, machines: &[&Machine]) -> Result<bool> {
-    let topology = world.topology();
-    let first = topology.all_ranks().map(|rank| topology.rank_at(topology.domain_of(rank), 0));
-    for (rank, first) in topology.all_ranks().zip(first) {
-        let (machine, other) = (machines[rank.index()], machines[first.index()]);
-        if !machine.shares_memory_with(other) {
-            return Err(CallerError::Topology(format!(
-                "ranks {first} on {} and {rank} on {} are in one NVLink domain, whose ranks share memory; choose the number of domains so that each domain is on one machine, and number the ranks of a machine consecutively",
-                other.name(),
-                machine.name(),
-            ))
-            .into());
-        }
-    }
-    let Some(elsewhere) = machines.iter().position(|machine| !machine.shares_memory_with(machines[0])) else {
-        return Ok(false);
-    };
-    let engine = &config.host.transport.engine;
-    if config.host.transport.is_loopback() || engine == "shm" {
-        let (here, there) = (machines[0].name(), machines[elsewhere].name());
-        let problem = format!(
-            "carries bytes inside one machine only, and rank 0 is on {here} and rank {elsewhere} on {there}; set HYBRID_EP_TRANSPORT=tcp, or the provider of your network card"
-        );
-        return Err(CallerError::Config { key: "HYBRID_EP_TRANSPORT", value: engine.clone(), problem }.into());
-    }
-    Ok(true)
-}
-
-/// Opens this rank's door to ranks of other machines and exchanges the addresses of all ranks. Collective. Returns this
-/// rank's address and the invitations with the addresses of ranks on other machines.
-#[cfg(target_os = "linux")]
-fn open_to_machines(
-    rendezvous: &mut dyn Rendezvous,
-    config: &Config,
-    door: &mut Door,
-    all: &[Introduction],
-) -> Result<(IpAddr, Vec<Invitation>)> {
-    let rank = rendezvous.rank();
-    let own = config.host.transport.network_address(rendezvous)?.ok_or_else(|| {
-        EnvironmentError::new(
-            "finding the network address of this rank",
-            "the ranks are on several machines, and their rendezvous has no network address",
-            "set HYBRID_EP_TRANSPORT_ADDRESS to an address or an interface of this machine",
-        )
-    })?;
-    let address = door.open_to(own)?;
-    let blobs = rendezvous.all_gather(address.to_string().as_bytes())?;
-    let addresses = (0..).map(Rank).zip(blobs).map(|(peer, blob)| {
-        let address = std::str::from_utf8(&blob).ok().and_then(|text| text.parse::<SocketAddr>().ok());
-        address.ok_or_else(|| unreadable(peer))
-    });
-    let addresses: Vec<SocketAddr> = addresses.collect::<Result<_>>()?;
-    let machines: Vec<&Machine> = all.iter().map(|introduction| &introduction.machine).collect();
-    check_addresses(&machines, &addresses)?;
-    let invitations = all.iter().zip(&machines).zip(addresses).map(|((theirs, there), address)| {
-        let invitation = theirs.invitation.clone();
-        if there.shares_memory_with(machines[rank.index()]) { invitation } else { invitation.at(address) }
-    });
-    Ok((own, invitations.collect()))
-}
-
-/// Checks that ranks of other machines can reach the address of each rank. All ranks check all addresses, so that all
-/// report the same rank at once, and none waits for a rank that gave up.
-///
-/// # Errors
-/// [`EnvironmentError`] that names the first rank whose address only its own machine reaches.
-#[cfg(target_os = "linux")]
-fn check_addresses(machines: &[&Machine], addresses: &[SocketAddr]) -> Result<()> {
-    for ((peer, there), address) in (0..).map(Rank).zip(machines).zip(addresses) {
-        let is_needed_elsewhere = || machines.iter().any(|other| !other.shares_network_with(there));
-        if address.ip().is_loopback() && is_needed_elsewhere() {
-            let (ip, name) = (address.ip(), there.name());
-            return Err(EnvironmentError::new(
-                format!("connecting to rank {peer} on {name}"),
-                format!("its address is {ip}, which other machines cannot reach"),
-                format!("set MASTER_ADDR to a network address of rank 0's machine, or HYBRID_EP_TRANSPORT_ADDRESS on {name}"),
-            )
-            .into());
-        }
-    }
-    Ok(())
-}
-
 /// What the ranks of a world share, as one rank sees it.
 pub(crate) struct Connected {
     pub(crate) directory: Directory,
@@ -320,25 +211,15 @@ pub(crate) fn connect(
     for (peer, theirs) in world.topology().all_ranks().zip(&all) {
         check_same_world((rank, &mine.agreed), (peer, &theirs.agreed))?;
     }
-    let of_ranks: Vec<&Machine> = all.iter().map(|introduction| &introduction.machine).collect();
-    let is_here = |peer: Rank| of_ranks[peer.index()].shares_memory_with(of_ranks[rank.index()]);
-    let (machines, invitations) = if check_machines(world, config, &of_ranks)? {
-        let (address, invitations) = open_to_machines(rendezvous, config, &mut door, &all)?;
-        let names = of_ranks.iter().map(|machine| machine.name().to_string()).collect();
-        let ranks_here = world.topology().all_ranks().filter(|&peer| is_here(peer)).count();
-        (Machines { names, ranks_here, address: Some(address) }, invitations)
-    } else {
-        (
-            Machines::one(world.ranks()),
-            all.iter().map(|introduction| introduction.invitation.clone()).collect(),
-        )
-    };
+    let introduced =
+        all.into_iter().map(|Introduction { machine, invitation, .. }| Introduced { machine, invitation });
+    let (machines, invitations) = Machines::meet(world, rendezvous, config, &mut door, introduced.collect())?;
     let mirrors = world
         .topology()
         .all_ranks()
-        .map(|peer| match is_here(peer) {
-            true => Ok(None),
-            false => Control::new(peer, Arc::new(Segment::private(control_bytes)?), world).map(Some),
+        .map(|peer| match machines.is_remote(peer) {
+            false => Ok(None),
+            true => Control::new(peer, Arc::new(Segment::private(control_bytes)?), world).map(Some),
         })
         .collect::<Result<Vec<Option<Control>>>>()?;
 
@@ -348,7 +229,7 @@ pub(crate) fn connect(
     let processes = Processes::connect(door, &member, &invitations, config.stall_bound(), mirror_of, || {
         rendezvous.lost()
     })
-    .map_err(|error| on_machine(error, &machines.names))?;
+    .map_err(|error| machines.locate(error))?;
     *held = processes.clone();
 
     let names = [
@@ -388,18 +269,6 @@ pub(crate) fn connect(
     Ok(Connected { directory, processes, machines, segments })
 }
 
-/// Adds the machine of the rank at fault to an error.
-#[cfg(target_os = "linux")]
-fn on_machine(error: Error, names: &[String]) -> Error {
-    match error {
-        Error::Peer(error) => {
-            let machine = names.get(error.peer.index()).cloned();
-            PeerError { machine, ..error }.into()
-        }
-        error => error,
-    }
-}
-
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
@@ -418,42 +287,5 @@ mod tests {
         let error =
             check_same_world((Rank(0), &mine.agreed), (Rank(1), &other.agreed)).unwrap_err().to_string();
         assert!(error.contains("the world") && error.contains("another on rank 1"), "{error}");
-    }
-
-    #[test]
-    #[cfg_attr(miri, ignore = "reads /proc")]
-    fn a_domain_is_on_one_machine_and_an_engine_that_stays_on_a_machine_is_refused_for_several() {
-        let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
-        let [a, b] = ["node-a", "node-b"].map(|name| Machine::this(Some(name)));
-        let mut config = Config::default();
-        let check = |config: &Config, machines: [&Machine; 4]| {
-            check_machines(&world, config, &machines).map_err(|error| error.to_string())
-        };
-        assert_eq!(check(&config, [&a; 4]), Ok(false));
-        let crossing = check(&config, [&a, &b, &b, &b]).unwrap_err();
-        assert!(
-            crossing.contains("ranks 0 on node-a and 1 on node-b are in one NVLink domain"),
-            "{crossing}"
-        );
-        for engine in ["loopback", "shm"] {
-            config.host.transport.engine = engine.into();
-            let refused = check(&config, [&a, &a, &b, &b]).unwrap_err();
-            assert!(refused.starts_with(&format!("HYBRID_EP_TRANSPORT = {engine}: ")), "{refused}");
-            assert!(refused.contains("rank 0 is on node-a and rank 2 on node-b"), "{refused}");
-        }
-        config.host.transport.engine = "tcp".into();
-        assert_eq!(check(&config, [&a, &a, &b, &b]), Ok(true));
-    }
-
-    #[test]
-    fn every_rank_refuses_a_loopback_address_that_another_machine_needs() {
-        let [a, b, labelled]: [Machine; 3] = ["1 net:[1]  node-a", "2 net:[1]  node-b", "1 net:[1] x node-a"]
-            .map(|text| text.parse().unwrap());
-        let [public, loopback] = ["10.0.0.1:7", "127.0.0.1:7"].map(|text| text.parse().unwrap());
-        let refused = check_addresses(&[&a, &b], &[public, loopback]).unwrap_err().to_string();
-        assert!(refused.starts_with("connecting to rank 1 on node-b: its address is 127.0.0.1"), "{refused}");
-        check_addresses(&[&a, &b], &[public, public]).unwrap();
-        // Ranks of one network namespace reach each other's loopback address.
-        check_addresses(&[&a, &labelled], &[loopback, loopback]).unwrap();
     }
 }

@@ -54,8 +54,7 @@
 //! | `directory` | finds the segments of other ranks | `join`, `memory`, `comm` |
 //! | `memory` | registered memory and its allocator | `operators`, `comm` |
 //! | `processes` | descriptors of peers' memory, status of ranks on other machines, deaths | `join`, `directory`, `wait`, `pulse` |
-//! | `status` | the words of a control block that ranks on other machines mirror | `control`, `status_link` |
-//! | `status_link` | sends and receives statuses, and limits how many are unread | `processes` |
+//! | `status` | the words of a control block that ranks on other machines mirror | `control`, `processes` |
 //! | `signature` | the arguments that must be equal on all ranks | `comm`, `operators` |
 //! | `weight_rows` | multiplies rows by weights; needs no peer | the program |
 //! | `workers` | spreads pieces of work over the workers of one rank | `operators`, `weight_rows` |
@@ -94,7 +93,6 @@ mod signature;
 mod simd;
 mod status;
 #[cfg(target_os = "linux")]
-mod status_link;
 mod wait;
 mod weight_rows;
 mod workers;

@@ -19,14 +19,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ep::join::{Door, Invitation, Link, LinkEvent, LinkReceiver, LinkSender, Links, Member};
+use ep::join::{Door, Invitation, Link, LinkEvent, LinkReceiver, LinkSender, Links, Member, SnapshotLink};
 use ep::{EnvironmentError, Error, PeerError, PeerFault, Rank, Result};
 use ep_rail::Segment;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::control::{Control, Health};
 use crate::directory::SegmentName;
-use crate::status_link::StatusLink;
+use crate::status::Status;
 
 /// The peers' processes; empty when ranks are threads. Clones share one state. Dropping the last clone sends a leave
 /// message to every peer.
@@ -62,7 +62,7 @@ enum Outward {
     /// To a rank of this machine: carries descriptors.
     Here(Box<Mutex<LinkSender>>),
     /// To a rank on another machine: carries statuses. The receiver thread counts those that arrive.
-    Elsewhere(Arc<Mutex<StatusLink>>),
+    Elsewhere(Arc<Mutex<SnapshotLink>>),
 }
 
 /// The receiver thread's end of a link.
@@ -72,7 +72,7 @@ struct Inward {
     /// Whether messages may have arrived. At first they may: while linking, a part of a message was read.
     is_due: bool,
     /// For a rank on another machine: where its status goes, and the other direction of the link.
-    remote: Option<(Control, Arc<Mutex<StatusLink>>)>,
+    remote: Option<(Control, Arc<Mutex<SnapshotLink>>)>,
 }
 
 /// The state that the receiver thread shares with the workers.
@@ -128,7 +128,7 @@ impl Processes {
             let (is_remote, process) = (link.is_remote(), process_handle(&link));
             let (sender, receiver) = link.split();
             let (outward, remote) = if is_remote {
-                let link = Arc::new(Mutex::new(StatusLink::new(sender)));
+                let link = Arc::new(Mutex::new(SnapshotLink::new(sender)));
                 (Outward::Elsewhere(Arc::clone(&link)), Some((mirror(rank), link)))
             } else {
                 (Outward::Here(Box::new(Mutex::new(sender))), None)
@@ -173,9 +173,7 @@ impl Processes {
         }
         for peer in self.peers() {
             if let Outward::Elsewhere(link) = &peer.outward {
-                // The status is read under the lock: another thread may send too, and a later message must not have an
-                // earlier status.
-                lock(link).send(own, last);
+                lock(link).send(last, || own.status().to_bytes());
             }
         }
     }
@@ -349,7 +347,7 @@ fn receive_some(shared: &Shared, inward: &mut Inward) -> bool {
         let Some(received) = receiver.receive() else { return true };
         let fault = match (received, &*remote) {
             (LinkEvent::Message(body, _), Some((mirror, link))) => {
-                let status = lock(link).receive(&body);
+                let status = lock(link).receive(&body).and_then(Status::from_bytes);
                 match status {
                     Some(status) => {
                         // The lock orders the status before the next look of a thread that waits for news.

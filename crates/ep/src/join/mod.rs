@@ -11,10 +11,11 @@
 //! | `wire` | the non-blocking socket of a channel |
 //! | `hub`, `spoke` | the rendezvous: rank 0 has the hub, and every other rank has a spoke that connects to it |
 //! | `note` | the messages between hub and spokes, and `Loss`: which rank is lost, and why |
-//! | `machine` | which ranks share memory |
+//! | `machine`, `machines` | which ranks share memory, and how those that do not reach each other |
 //! | `network` | TCP connections between machines, and the network address of this machine |
 //! | `links` | connects sockets between all pairs of ranks |
 //! | `link` | one such socket; between ranks of one machine it carries descriptors of memory |
+//! | `snapshot` | such a socket between machines, which carries the state of its ranks |
 //!
 //! `SECURITY.md` says what this module guarantees and what it does not; `docs/joining.md` describes the protocol.
 
@@ -35,6 +36,7 @@ mod links;
 mod local;
 #[cfg(target_os = "linux")]
 mod machine;
+mod machines;
 #[cfg(target_os = "linux")]
 mod network;
 #[cfg(unix)]
@@ -42,6 +44,8 @@ mod note;
 #[cfg(unix)]
 mod reception;
 mod secret;
+#[cfg(target_os = "linux")]
+mod snapshot;
 #[cfg(unix)]
 mod spoke;
 #[cfg(unix)]
@@ -61,8 +65,13 @@ pub use links::{Door, Invitation, Links, NoInvitation};
 #[cfg(target_os = "linux")]
 pub use machine::{Machine, NoMachine};
 #[cfg(target_os = "linux")]
+pub use machines::Introduced;
+pub use machines::Machines;
+#[cfg(target_os = "linux")]
 pub use network::{address_of, address_towards};
 pub use secret::Secret;
+#[cfg(target_os = "linux")]
+pub use snapshot::SnapshotLink;
 #[cfg(unix)]
 pub use tcp::{Member, TcpRendezvous};
 pub use threads::ThreadRendezvous;

@@ -1,60 +1,60 @@
-//! The link to a rank on another machine: the statuses that this rank sends, and how many of them the peer has not read.
+//! [`SnapshotLink`]: a link to a rank on another machine that carries snapshots of this rank's state.
+//!
+//! A later snapshot replaces an earlier one, so a lost one does no harm.
 //!
 //! A stopped process reads nothing. Its machine acknowledges what arrives until the socket's receive window is full. The
 //! system treats a full window as a machine that acknowledges nothing, and ends the connection after
-//! [`Member::network_timeout`](ep::join::Member::network_timeout): the peer would appear unreachable. So every status
-//! says how many statuses its sender has read, and a rank sends no more of them while [`UNREAD`] are unread. A connection
-//! without unsent bytes stays open as long as the other machine answers the system's probes.
+//! [`Member::network_timeout`](super::Member::network_timeout): the peer would appear unreachable. So every snapshot
+//! says how many snapshots its sender has read, and a rank sends no more of them while [`UNREAD`] are unread. A
+//! connection without unsent bytes stays open as long as the other machine answers the system's probes.
 //!
 //! The bytes that the system has not sent (`SIOCOUTQ`) cannot decide this. They are 0 until the window is full, and then
 //! it is too late: bytes that a socket has taken cannot be withdrawn.
 
-use ep::join::LinkSender;
+use super::link::LinkSender;
 
-use crate::control::Control;
-use crate::status::Status;
-
-/// Unread statuses from which a rank sends only answers to the peer's. A status has at most 640 bytes with its frame, so
-/// twice as many, the most that can be unread, take 20 KiB. Linux's default receive buffer has 128 KiB.
+/// Unread snapshots from which a rank sends only answers to the peer's. A snapshot has at most
+/// [`SnapshotLink::LONGEST`] bytes, so twice as many, the most that can be unread, take 36 KiB with their frames. Linux's
+/// default receive buffer has 128 KiB.
 const UNREAD: u64 = 16;
-/// Bytes of the count before a status.
+/// Bytes of the count before a snapshot.
 const COUNT: usize = size_of::<u64>();
 
-/// The sending direction of a link to a rank on another machine.
+/// The sending direction of a link to a rank on another machine, and the numbers of snapshots in both directions.
 #[derive(Debug)]
-pub(crate) struct StatusLink {
+pub struct SnapshotLink {
     sender: LinkSender,
     flow: Flow,
 }
 
-/// Numbers of statuses on a link, since it was made.
+/// Numbers of snapshots on a link, since it was made.
 #[derive(Debug, Clone, Default)]
 struct Flow {
     /// Sent by this rank.
     sent: u64,
-    /// Of these, read by the peer, as its newest status said.
+    /// Of these, read by the peer, as its newest snapshot said.
     read: u64,
     /// Read by this rank.
     received: u64,
-    /// Of these, those that this rank's newest status counted.
+    /// Of these, those that this rank's newest snapshot counted.
     told: u64,
 }
 
 impl Flow {
-    /// Whether this rank may send a status. A rank that has read statuses may always send the new count: otherwise two
-    /// ranks with [`UNREAD`] statuses in flight would wait for each other's counts.
+    /// Whether this rank may send a snapshot. A rank that has read snapshots may always send the new count: otherwise two
+    /// ranks with [`UNREAD`] snapshots in flight would wait for each other's counts.
     fn is_open(&self) -> bool {
         self.sent - self.read < UNREAD || self.told < self.received
     }
 
-    /// Counts a status that this rank sends. Returns the count that goes with it.
+    /// Counts a snapshot that this rank sends. Returns the count that goes with it.
     fn send(&mut self) -> u64 {
         self.sent += 1;
         self.told = self.received;
         self.received
     }
 
-    /// Counts a status that has arrived with the peer's count. Returns whether the count is possible.
+    /// Counts a snapshot that has arrived with the peer's count. Returns whether the count is possible.
     #[must_use]
     fn receive(&mut self, read: u64) -> bool {
         let is_possible = (self.read..=self.sent).contains(&read);
@@ -66,31 +66,42 @@ impl Flow {
     }
 }
 
-impl StatusLink {
-    pub(crate) fn new(sender: LinkSender) -> Self {
+impl SnapshotLink {
+    /// The longest snapshot, in bytes.
+    pub const LONGEST: usize = 1024;
+
+    /// A link over which no message was sent yet.
+    pub fn new(sender: LinkSender) -> Self {
         Self { sender, flow: Flow::default() }
     }
 
-    /// Sends the status of this rank without waiting. Drops it if the socket has no room or the peer does not read,
-    /// unless it is the `last` one of this rank.
-    pub(crate) fn send(&mut self, own: &Control, last: bool) {
+    /// Sends a snapshot without waiting. Drops it if the socket has no room or the peer does not read, unless it is the
+    /// `last` one of this rank.
+    ///
+    /// `snapshot` is called when the snapshot is sent. If several threads send over this link under a lock, a later
+    /// message therefore never has an earlier state.
+    ///
+    /// # Panics
+    /// When the snapshot is longer than [`LONGEST`](Self::LONGEST).
+    pub fn send(&mut self, last: bool, snapshot: impl FnOnce() -> Vec<u8>) {
         let goes = last || (self.flow.is_open() && self.sender.has_room());
         if !goes {
             return;
         }
+        let snapshot = snapshot();
+        assert!(snapshot.len() <= Self::LONGEST, "a snapshot of {} bytes", snapshot.len());
         let read = self.flow.send();
-        self.sender.queue(&[&read.to_le_bytes()[..], &own.status().to_bytes()].concat());
+        self.sender.queue(&[&read.to_le_bytes()[..], &snapshot].concat());
     }
 
-    /// The status in a message of the peer; `None` for a message that breaks the protocol.
-    pub(crate) fn receive(&mut self, body: &[u8]) -> Option<Status> {
-        let (read, status) = body.split_first_chunk::<COUNT>()?;
-        let status = Status::from_bytes(status)?;
-        self.flow.receive(u64::from_le_bytes(*read)).then_some(status)
+    /// The snapshot in a message of the peer; `None` for a message that breaks the protocol.
+    pub fn receive<'a>(&mut self, body: &'a [u8]) -> Option<&'a [u8]> {
+        let (read, snapshot) = body.split_first_chunk::<COUNT>()?;
+        self.flow.receive(u64::from_le_bytes(*read)).then_some(snapshot)
     }
 
     /// Sends a leave message, and no message after it.
-    pub(crate) fn leave(&mut self) {
+    pub fn leave(&mut self) {
         self.sender.leave();
     }
 }
@@ -101,17 +112,16 @@ mod tests {
     use std::net::Ipv4Addr;
     use std::time::Duration;
 
-    use ep::Rank;
-    use ep::join::{Door, LinkEvent, LinkReceiver, Links, Member};
     use proptest::prelude::*;
 
+    use super::super::{Door, LinkEvent, LinkReceiver, Links, Member};
     use super::*;
-    use crate::control::controls;
+    use crate::topology::Rank;
 
     const NETWORK_TIMEOUT: Duration = Duration::from_millis(500);
 
     /// The two ends of a link over TCP.
-    fn linked() -> [(StatusLink, LinkReceiver); 2] {
+    fn linked() -> [(SnapshotLink, LinkReceiver); 2] {
         let mut doors = [(); 2].map(|()| Door::open().unwrap());
         let invitations = doors.each_mut().map(|door| {
             let address = door.open_to(Ipv4Addr::LOCALHOST.into()).unwrap();
@@ -127,16 +137,16 @@ mod tests {
             });
             threads.map(|thread| {
                 let (sender, receiver) = thread.join().unwrap().links.pop().unwrap().1.split();
-                (StatusLink::new(sender), receiver)
+                (SnapshotLink::new(sender), receiver)
             })
         })
     }
 
-    /// Reads what has arrived. Returns the number of statuses.
-    fn read((link, receiver): &mut (StatusLink, LinkReceiver)) -> usize {
+    /// Reads what has arrived. Returns the number of snapshots.
+    fn read((link, receiver): &mut (SnapshotLink, LinkReceiver)) -> usize {
         let mut count = 0;
         while let Some(LinkEvent::Message(body, _)) = receiver.wait(NETWORK_TIMEOUT) {
-            assert!(link.receive(&body).is_some());
+            assert_eq!(link.receive(&body), Some(&b"the state of this rank"[..]));
             count += 1;
         }
         count
@@ -147,16 +157,16 @@ mod tests {
     #[cfg_attr(miri, ignore = "sockets")]
     fn a_rank_that_reads_nothing_is_not_unreachable() {
         let [mut running, mut stopped] = linked();
-        let own = &controls(1)[0];
+        let own = || b"the state of this rank".to_vec();
         // More than all buffers hold.
-        (0..100_000).for_each(|_| running.0.send(own, false));
+        (0..100_000).for_each(|_| running.0.send(false, own));
         let event = running.1.wait(8 * NETWORK_TIMEOUT);
         assert!(event.is_none(), "{event:?}");
         // It goes on, reads what has arrived and answers.
         assert_eq!(read(&mut stopped), UNREAD as usize);
-        stopped.0.send(own, false);
+        stopped.0.send(false, own);
         assert_eq!(read(&mut running), 1);
-        running.0.send(own, false);
+        running.0.send(false, own);
         assert_eq!(read(&mut stopped), 1);
     }
 
@@ -187,7 +197,7 @@ mod tests {
     proptest! {
         /// Sends and reads in any order, then perhaps one rank that stops for a while, and then no rank that stops.
         #[test]
-        fn few_statuses_are_unread_and_ranks_never_wait_for_each_other(
+        fn few_snapshots_are_unread_and_ranks_never_wait_for_each_other(
             steps in prop::collection::vec((0..2_usize, any::<bool>()), 0..600),
             stops in any::<bool>(),
             stopped in 0..2_usize,
@@ -221,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_whose_statuses_cross_do_not_wait_for_each_other() {
+    fn ranks_whose_snapshots_cross_do_not_wait_for_each_other() {
         let mut pair = Pair::default();
         for rank in [0, 1] {
             (0..2 * UNREAD).for_each(|_| _ = pair.send(rank));
@@ -236,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_of_statuses_that_were_never_sent_or_were_counted_before_is_impossible() {
+    fn a_count_of_snapshots_that_were_never_sent_or_were_counted_before_is_impossible() {
         let mut flow = Flow::default();
         for _ in 0..3 {
             assert_eq!(flow.send(), 0);
