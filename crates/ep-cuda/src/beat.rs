@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 
 use ep::{EnvironmentError, Rank, Result};
 
-/// The pause between two heartbeats, unless the bound is short.
-const EVERY: Duration = Duration::from_millis(500);
+/// The pause between two heartbeats, unless the bound is short. Ranks of other machines learn of a fault with the next
+/// heartbeat.
+const EVERY: Duration = Duration::from_millis(100);
 /// Minimum number of heartbeats within the bound: a busy machine delays single ones.
 const BEATS_PER_BOUND: u32 = 16;
 /// The longest time between two runs of the thread that counts as silence of the peers, in pauses. The rest of a longer
@@ -176,7 +177,7 @@ mod tests {
 
     #[test]
     fn silence_is_reported_once_and_its_end_once() {
-        let hearts = Hearts::new(2, Duration::from_secs(8));
+        let hearts = Hearts::new(2, Duration::from_millis(1600));
         let mut peer = watched();
         let mut told = Vec::new();
         let mut look = |hearts: &Hearts, times: u32| {
@@ -194,7 +195,7 @@ mod tests {
 
     #[test]
     fn time_in_which_this_process_was_stopped_does_not_count_as_silence() {
-        let hearts = Hearts::new(2, Duration::from_secs(8));
+        let hearts = Hearts::new(2, Duration::from_millis(1600));
         let mut peer = watched();
         peer.look(&hearts, Duration::from_secs(3600), &mut |_, _| panic!("it is not silent"));
         assert!(!hearts.is_quiet(PEER));

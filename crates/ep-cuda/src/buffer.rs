@@ -13,8 +13,8 @@ use ep::{
 use crate::arena::{Arena, Part};
 use crate::call::Call;
 use crate::device::KernelKey;
-use crate::driver::{Device, DeviceAddress, Event, Kernel, Mapped, Stream};
-use crate::fault::Faults;
+use crate::driver::{Device, DeviceAddress, Event, HostWords as _, Kernel, Mapped, Stream};
+use crate::fault::{Faults, Report};
 use crate::handle::{CudaHandle, Sizes};
 use crate::kernels::Kernels;
 use crate::member::{Member, Parting, Stage, Tail};
@@ -41,9 +41,9 @@ const DEFAULT_SMS: u32 = 32;
 /// One rank of a world, on a GPU.
 ///
 /// Operators are launched in a stream and return at once. [`ep::Backend::synchronize`], [`ep::Backend::download`] and a
-/// preprocess without capacity wait for the GPU. All ranks are on one machine: threads of this process
-/// ([`threads`](ep::Backend::threads), rank `r` on GPU `r % GPUs`) or processes of this machine
-/// ([`join`](ep::Backend::join), on GPU `rank % GPUs`, or [`CudaBuffer::join_on`]). To make a buffer fails with
+/// preprocess without capacity wait for the GPU. Ranks are threads of this process
+/// ([`threads`](ep::Backend::threads), rank `r` on GPU `r % GPUs`) or processes ([`join`](ep::Backend::join), on GPU
+/// `rank % GPUs`, or [`CudaBuffer::join_on`]). The ranks of one NVLink domain are on one machine. To make a buffer fails with
 /// [`CallerError::Topology`] for a world of too many ranks, and with
 /// [`ep::EnvironmentError`] without a GPU, a driver or a compiler.
 pub struct CudaBuffer {
@@ -134,6 +134,7 @@ pub(crate) struct Home {
     pub(crate) stream: Stream,
     pub(crate) arena: Arena,
     pub(crate) control: Part,
+    pub(crate) report: Arc<Report>,
 }
 
 impl Home {
@@ -160,7 +161,8 @@ impl Home {
         let control = arena.alloc(CONTROL_BYTES + counts, false)?;
         stream.zero(control.address(), CONTROL_BYTES + counts)?;
         stream.synchronize()?;
-        Ok(Self { rank, device, stream, arena, control })
+        let report = Arc::new(Report::new(&device)?);
+        Ok(Self { rank, device, stream, arena, control, report })
     }
 }
 
@@ -173,9 +175,10 @@ impl CudaBuffer {
         rails: Option<RankRails>,
         ranks_here: usize,
     ) -> Result<Self> {
-        let Home { rank, device, stream, arena, control } = home;
+        let Home { rank, device, stream, arena, control, report } = home;
         let view = stream.view();
-        let faults = Arc::new(Faults::new(&device, world.experts(), config, peers.hearts.clone())?);
+        let (machines, hearts) = (peers.machines.clone(), peers.hearts.clone());
+        let faults = Arc::new(Faults::new(report, world.experts(), machines, config, hearts));
         let local_experts = world.placement().local_experts(rank);
         let shape = Arc::new(Mapped::new(&device, shape_words(local_experts))?);
         let position_of = if world.placement().is_in_order() {
@@ -223,7 +226,7 @@ impl CudaBuffer {
         arena.hold((Arc::clone(&faults), Arc::clone(&shape), Arc::clone(&peers._keep)));
         let member = Member::new(Parting {
             rank,
-            control: peers.control.clone(),
+            control: peers.control_here(),
             arena: arena.clone(),
             faults: Arc::clone(&faults),
             tail: Tail::new(&device)?,

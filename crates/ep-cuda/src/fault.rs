@@ -5,26 +5,49 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
 use ep::error::RoutingProblem;
+use ep::join::Machines;
 use ep::{CallerError, Config, Error, PeerError, PeerFault, Rank, Result};
 
 use crate::beat::Hearts;
 use crate::call;
-use crate::driver::{Device, DeviceAddress, Mapped};
+use crate::driver::{Device, DeviceAddress, HostWords as _, Mapped};
 use crate::params::{FaultKind, FaultRecord, FaultReport, NONE, REPORT_WORDS, WaitingFor};
 
 /// The host memory to which the kernels of a rank report its first fault, and what is needed to describe the fault.
 #[derive(Debug)]
 pub(crate) struct Faults {
-    report: Mapped,
+    report: Arc<Report>,
     words: Words,
     /// Heartbeats of the other ranks; `None` if ranks are threads.
     hearts: Option<Arc<Hearts>>,
+}
+
+/// The host memory of a [`FaultReport`].
+#[derive(Debug)]
+pub(crate) struct Report(Mapped);
+
+impl Report {
+    pub(crate) fn new(device: &Device) -> Result<Self> {
+        Mapped::new(device, REPORT_WORDS).map(Self)
+    }
+
+    /// What the rank's kernels have reported; `None` without a fault.
+    pub(crate) fn read(&self) -> Option<FaultReport> {
+        // The kind is the first word, and kernels write it last.
+        if self.0.read(0) == FaultKind::None as u32 {
+            return None;
+        }
+        fence(Ordering::Acquire);
+        let words: Vec<u32> = (0..REPORT_WORDS).map(|at| self.0.read(at)).collect();
+        Some(bytemuck::pod_read_unaligned(bytemuck::cast_slice(&words)))
+    }
 }
 
 /// Facts for error texts that are not in the report.
 #[derive(Debug)]
 struct Words {
     experts: usize,
+    machines: Machines,
     /// Text of the entry bound and the stall bound.
     bounds: String,
     /// The settings `HYBRID_EP_CUDA_LANE_BYTES` and `HYBRID_EP_CUDA_RAIL_CHOICES`.
@@ -34,38 +57,32 @@ struct Words {
 
 impl Faults {
     pub(crate) fn new(
-        device: &Device,
+        report: Arc<Report>,
         experts: usize,
+        machines: Machines,
         config: &Config,
         hearts: Option<Arc<Hearts>>,
-    ) -> Result<Self> {
-        let report = Mapped::new(device, REPORT_WORDS)?;
-        Ok(Self { report, words: Words::new(experts, config), hearts })
+    ) -> Self {
+        Self { report, words: Words::new(experts, machines, config), hearts }
     }
 
     /// The address of the [`FaultReport`], for kernels.
     pub(crate) fn address(&self) -> DeviceAddress {
-        self.report.address()
+        self.report.0.address()
     }
 
     /// The first fault of the rank, if there is one.
     pub(crate) fn read(&self) -> Option<Error> {
-        // The kind is the first word, and kernels write it last.
-        if self.report.read(0) == FaultKind::None as u32 {
-            return None;
-        }
-        fence(Ordering::Acquire);
-        let words: Vec<u32> = (0..REPORT_WORDS).map(|at| self.report.read(at)).collect();
-        let report: FaultReport = bytemuck::pod_read_unaligned(bytemuck::cast_slice(&words));
+        let report = self.report.read()?;
         let silent = |rank| self.hearts.as_ref().is_some_and(|hearts| hearts.is_quiet(rank));
         self.words.error(&report, silent)
     }
 }
 
 impl Words {
-    fn new(experts: usize, config: &Config) -> Self {
+    fn new(experts: usize, machines: Machines, config: &Config) -> Self {
         let (lane_bytes, rail_choices) = (config.cuda.lane_bytes, config.cuda.rail_choices);
-        Self { experts, bounds: config.bounds(), lane_bytes, rail_choices }
+        Self { experts, machines, bounds: config.bounds(), lane_bytes, rail_choices }
     }
 
     /// `silent`: whether a rank's process seems to be stopped.
@@ -144,7 +161,7 @@ impl Words {
             kind => kind,
         };
         Some(Error::Peer(PeerError {
-            machine: None,
+            machine: self.machines.name_of(peer).map(String::from),
             peer,
             fault: became(kind),
             operator,
@@ -194,6 +211,7 @@ fn became(kind: FaultKind) -> PeerFault {
         FaultKind::Late => PeerFault::Late,
         FaultKind::Left => PeerFault::Left,
         FaultKind::Died => PeerFault::Died,
+        FaultKind::Unreachable => PeerFault::Unreachable,
         _ => PeerFault::Failed,
     }
 }
@@ -208,7 +226,7 @@ mod tests {
     use crate::params::Fault;
 
     fn said(own: FaultRecord, theirs: FaultRecord, silent: bool) -> String {
-        let words = Words::new(8, &Config::default());
+        let words = Words::new(8, Machines::one(3), &Config::default());
         words.error(&FaultReport { own, theirs }, |_| silent).unwrap().to_string()
     }
 
@@ -260,7 +278,7 @@ mod tests {
             alone(told),
             "rank 2 failed (combine #7): rank 0 waited 0.000 s for nothing: another rank had reported the fault before"
         );
-        let words = Words { bounds: String::new(), ..Words::new(8, &Config::default()) };
+        let words = Words { bounds: String::new(), ..Words::new(8, Machines::one(3), &Config::default()) };
         assert_eq!(words.error(&FaultReport::zeroed(), |_| false), None);
     }
 

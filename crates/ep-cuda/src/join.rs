@@ -1,9 +1,10 @@
-//! How the ranks of a world meet and map each other's memory.
+//! How the ranks of a world meet, and map the memory of those of their machine.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use ep::call::check_same_world;
-use ep::join::{Door, Invitation, Member, Rendezvous};
+use ep::join::{Door, Introduced, Invitation, Machine, Machines, Member, Rendezvous};
 use ep::{CallerError, Config, EnvironmentError, Rank, Result, World};
 use ep_rail::rail_of;
 
@@ -55,6 +56,7 @@ impl CudaBuffer {
         let peers = Peers {
             control: homes.iter().map(|home| home.control.address()).collect(),
             delta: vec![0; ranks],
+            machines: Machines::one(ranks),
             hearts: None,
             _keep: Arc::new(homes.iter().map(|home| home.arena.memory()).collect::<Vec<_>>()),
         };
@@ -104,7 +106,7 @@ impl CudaBuffer {
         let mut held = None;
         let bounds = Bounds::of(world, config)?;
         let met = Self::meet(world, rendezvous, config, &home, bounds, &mut held);
-        let Met { all, mapped, gpu: own_gpu, rails } = met.map_err(|error| {
+        let Met { all, machines, mapped, gpu: own_gpu, rails } = met.map_err(|error| {
             // Report the error before this rank's links close: otherwise the others would report this rank as lost.
             let error = rendezvous.abandon(error);
             drop(held.take());
@@ -115,10 +117,16 @@ impl CudaBuffer {
         let mut peers = Peers {
             control: Vec::new(),
             delta: Vec::new(),
+            machines,
             hearts: Some(Arc::clone(&mapped.hearts)),
             _keep: Arc::new(()),
         };
-        for (introduction, memory) in all.iter().zip(&mapped.peers) {
+        for ((introduction, memory), peer) in all.iter().zip(&mapped.peers).zip((0..).map(Rank)) {
+            if let Some(mirror) = mapped.mirrors.address_of(peer) {
+                peers.delta.push(0);
+                peers.control.push(mirror);
+                continue;
+            }
             let here = memory.as_ref().map_or(introduction.base, |memory| {
                 memory.lock().unwrap_or_else(|poison| poison.into_inner()).address
             });
@@ -131,7 +139,7 @@ impl CudaBuffer {
         Self::assemble(world.clone(), config, home, peers, rails, here)
     }
 
-    /// Meets the other processes and maps their memory. Stores the links in `held` as soon as there are any, also if a
+    /// Meets the other processes and maps the memory of those of this machine. Stores the links in `held` as soon as there are any, also if a
     /// later step fails.
     fn meet(
         world: &World,
@@ -142,12 +150,13 @@ impl CudaBuffer {
         held: &mut Option<links::Links>,
     ) -> Result<Met> {
         let rank = rendezvous.rank();
-        let door = Door::open()?;
+        let mut door = Door::open()?;
         let mine = Introduction {
             agreed: agreed(world) + &bounds.map_or_else(String::new, |bounds| bounds.agreed(config)),
             gpu: home.device.uuid()?,
             base: home.arena.base(),
             control: home.control.address(),
+            machine: Machine::this(config.machine.as_deref()),
             invitation: door.invitation().clone(),
         };
         let blobs = rendezvous.all_gather(&mine.to_bytes())?;
@@ -159,34 +168,43 @@ impl CudaBuffer {
         for (peer, theirs) in world.topology().all_ranks().zip(&all) {
             check_same_world((rank, &mine.agreed), (peer, &theirs.agreed))?;
         }
-        let invitations: Vec<Invitation> = all.iter().map(|theirs| theirs.invitation.clone()).collect();
+        let introduced = all.iter().map(|theirs| {
+            let (machine, invitation) = (theirs.machine.clone(), theirs.invitation.clone());
+            Introduced { machine, invitation }
+        });
+        let (machines, invitations) =
+            Machines::meet(world, rendezvous, config, &mut door, introduced.collect())?;
         let member = Member::of(rendezvous, config);
-        let met = ep::join::Links::connect(door, &member, &invitations, || rendezvous.lost())?;
-        let (ranks, own_control) = (world.ranks(), home.control.address());
-        let (served, mapped) = links::serve_all(rank, met, ranks, &home.device, own_control, config)?;
+        let met = ep::join::Links::connect(door, &member, &invitations, || rendezvous.lost())
+            .map_err(|error| machines.locate(error))?;
+        let (served, mapped) = links::serve_all(met, home, &machines, world.ranks(), config)?;
         let links = held.insert(served);
         home.arena.with_chunks(|chunks| chunks.iter().try_for_each(|chunk| links.announce(chunk)))?;
         // A barrier: after it, every rank has mapped every control block.
         rendezvous.all_gather(&[])?;
         let rails = match bounds {
-            Some(bounds) => Some(Self::connect_rails(world, rendezvous, config, home, bounds)?),
+            Some(bounds) => {
+                Some(Self::connect_rails(world, rendezvous, config, home, bounds, machines.address())?)
+            }
             None => None,
         };
-        Ok(Met { all, mapped, gpu: mine.gpu, rails })
+        Ok(Met { all, machines, mapped, gpu: mine.gpu, rails })
     }
 }
 
 impl CudaBuffer {
-    /// Opens this rank's engine, exchanges the addresses of all engines, and starts the proxy. Collective.
+    /// Opens this rank's engine, exchanges the addresses of all engines, and starts the proxy. Collective. `address`: that of
+    /// this machine, in a job of several machines.
     fn connect_rails(
         world: &World,
         rendezvous: &mut dyn Rendezvous,
         config: &Config,
         home: &Home,
         bounds: Bounds,
+        address: Option<IpAddr>,
     ) -> Result<RankRails> {
         let window = PinnedWindow::new(&bounds, &home.device, config)?;
-        let engine = window.open(world, home.rank, config)?;
+        let engine = window.open(world, home.rank, config, address)?;
         let blobs = rendezvous.all_gather(&engine.blob())?;
         let blobs: Vec<_> =
             rail_of(world, home.rank)?.ranks().iter().map(|peer| blobs[peer.index()].clone()).collect();
@@ -198,6 +216,7 @@ impl CudaBuffer {
 struct Met {
     /// The introductions of all ranks.
     all: Vec<Introduction>,
+    machines: Machines,
     mapped: links::Mapped,
     /// The UUID of this rank's GPU.
     gpu: [u8; 16],
@@ -219,6 +238,7 @@ struct Introduction {
     /// First address of its registered memory, and the address of its control block, in its own address space.
     base: u64,
     control: u64,
+    machine: Machine,
     invitation: Invitation,
     /// Text of the settings that must be equal on all ranks.
     agreed: String,
@@ -228,26 +248,22 @@ impl Introduction {
     const HEAD: usize = 16 + 8 + 8;
 
     fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(Self::HEAD + 97 + self.agreed.len());
-        bytes.extend(self.gpu);
-        bytes.extend(self.base.to_le_bytes());
-        bytes.extend(self.control.to_le_bytes());
-        bytes.extend(self.invitation.to_string().as_bytes());
-        bytes.push(b'\n');
-        bytes.extend(self.agreed.as_bytes());
-        bytes
+        let Self { gpu, base, control, machine, invitation, agreed } = self;
+        let text = format!("{machine}\n{invitation}\n{agreed}");
+        [&gpu[..], &base.to_le_bytes(), &control.to_le_bytes(), text.as_bytes()].concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (head, text) = bytes.split_at_checked(Self::HEAD)?;
         let long = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
-        let (invitation, agreed) = std::str::from_utf8(text).ok()?.split_once('\n')?;
+        let mut lines = std::str::from_utf8(text).ok()?.splitn(3, '\n');
         Some(Self {
             gpu: head.get(..16)?.try_into().ok()?,
             base: long(16)?,
             control: long(24)?,
-            invitation: invitation.parse().ok()?,
-            agreed: agreed.into(),
+            machine: lines.next()?.parse().ok()?,
+            invitation: lines.next()?.parse().ok()?,
+            agreed: lines.next()?.into(),
         })
     }
 }
@@ -299,7 +315,8 @@ mod tests {
 
     fn introduction(world: &World) -> Introduction {
         let invitation = Door::open().unwrap().invitation().clone();
-        Introduction { gpu: [7; 16], base: 1 << 40, control: 3, invitation, agreed: agreed(world) }
+        let machine = Machine::this(Some("node-a"));
+        Introduction { gpu: [7; 16], base: 1 << 40, control: 3, machine, invitation, agreed: agreed(world) }
     }
 
     #[test]
@@ -309,7 +326,7 @@ mod tests {
         let sent = introduction(&other);
         let theirs = Introduction::from_bytes(&sent.to_bytes()).unwrap();
         assert_eq!((theirs.gpu, theirs.base, theirs.control), ([7; 16], 1 << 40, 3));
-        assert_eq!(theirs.invitation, sent.invitation);
+        assert_eq!((theirs.invitation, theirs.machine), (sent.invitation.clone(), sent.machine.clone()));
         assert_eq!(check_same_world((Rank(0), &mine.agreed), (Rank(1), &mine.agreed)), Ok(()));
         assert_eq!(
             check_same_world((Rank(0), &mine.agreed), (Rank(1), &theirs.agreed)).unwrap_err().to_string(),

@@ -1,9 +1,10 @@
-//! The CUDA backend: preprocess, dispatch and combine between the GPUs of one machine, one kernel launch each.
+//! The CUDA backend: preprocess, dispatch and combine between GPUs, one kernel launch each.
 //!
 //! | module | contents |
 //! |---|---|
 //! | `buffer`, `operators` | [`CudaBuffer`]: checks arguments, fills in kernel parameters, launches one kernel per operator |
-//! | `join`, `links`, `peers` | how ranks map each other's memory |
+//! | `join`, `links`, `peers` | how ranks meet, and map each other's memory |
+//! | `remote`, `notices` | ranks on other machines: mirrors of their control blocks, and what the host tells its kernels |
 //! | `arena`, `memory` | registered memory, which all GPUs of the domain can access |
 //! | `streams` | the streams that operators are launched in, and the CUDA graphs that capture them |
 //! | `member`, `reaper` | leaving a world, and freeing memory |
@@ -44,6 +45,7 @@ mod links;
 mod member;
 mod memory;
 mod mirror;
+mod notices;
 mod operators;
 mod params;
 mod peers;
@@ -51,6 +53,7 @@ pub mod probe;
 mod rail;
 mod rails;
 mod reaper;
+mod remote;
 mod routing;
 mod shared;
 mod streams;

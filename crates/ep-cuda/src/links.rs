@@ -1,7 +1,7 @@
-//! Registered memory between processes: each process sends its allocations, as file descriptors, to all others, which
-//! map them.
+//! Registered memory between processes: each process sends its allocations, as file descriptors, to all others of its
+//! machine, which map them.
 //!
-//! A rank has one link to every peer ([`ep::join::Links`]). It sends an allocation whenever its memory grows, and waits
+//! A rank has one link to every peer ([`ep::join::Links`]); `remote` serves those to other machines. A rank sends an allocation whenever its memory grows, and waits
 //! until the peer has mapped it; heartbeats; and, at the end, a leave message. A link that closes without a leave
 //! message means that the process died; missing heartbeats mean that it is stopped. The link and heartbeat threads
 //! write both into the control block of their own rank, where its kernels read it.
@@ -15,13 +15,16 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use ep::join::{LinkEvent, LinkReceiver, LinkSender};
+use ep::join::{LinkEvent, LinkReceiver, LinkSender, Machines};
 use ep::{Config, EnvironmentError, PeerError, PeerFault, Rank, Result};
 
 use crate::arena::Announce;
 use crate::beat::{Heartbeat, Hearts};
-use crate::driver::{Chunk, Device, DeviceAddress, Reservation, Stream};
-use crate::params::{GoneWord, LEFT_OFFSET};
+use crate::buffer::Home;
+use crate::driver::{Chunk, Reservation};
+use crate::notices::Notices;
+use crate::params::GoneWord;
+use crate::remote::{Mirrors, News, RemoteLinks};
 
 /// Kinds of messages: an allocation (`Chunk`) with its size, the answer after mapping it or failing to, a heartbeat.
 const CHUNK: u8 = 0;
@@ -34,75 +37,56 @@ const LEFT: u8 = 4;
 /// How long a link's thread waits for a message at a time. Its value has no effect.
 const IDLE: Duration = Duration::from_secs(3600);
 
-/// The memory of all peers, mapped by this process. The link threads add to it.
+/// The memory of the peers of this machine, mapped by this process, and the mirrors of the others. The link threads add to
+/// it.
 pub(crate) struct Mapped {
+    /// By rank; `None` for this rank and for ranks on other machines.
     pub(crate) peers: Vec<Option<Arc<Mutex<Reservation>>>>,
+    pub(crate) mirrors: Arc<Mirrors>,
     pub(crate) hearts: Arc<Hearts>,
 }
 
-/// Writes the gone words of peers into this rank's control block, where its kernels read them.
-struct Notices {
-    device: Arc<Device>,
-    state: Mutex<NoticeState>,
-}
-
-struct NoticeState {
-    /// This rank's control block; `None` once it may be freed.
-    control: Option<DeviceAddress>,
-    /// By rank: whether it has left or died.
-    gone: Vec<bool>,
-}
-
-impl Notices {
-    fn new(device: &Arc<Device>, control: DeviceAddress, ranks: usize) -> Arc<Self> {
-        let state = NoticeState { control: Some(control), gone: vec![false; ranks] };
-        Arc::new(Self { device: Arc::clone(device), state: Mutex::new(state) })
-    }
-
-    /// Writes a gone word. `Left` and `Died` are final: later words for the same rank are ignored.
-    fn write(&self, peer: Rank, word: GoneWord) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.gone[peer.index()] {
-            return;
-        }
-        state.gone[peer.index()] = matches!(word, GoneWord::Left | GoneWord::Died);
-        let Some(own) = state.control else { return };
-        let at = own + (LEFT_OFFSET + 4 * peer.index()) as DeviceAddress;
-        // If this fails, waits for the peer end at their bound.
-        let _ = Stream::new(&self.device).and_then(|stream| {
-            stream.upload(&(word as u32).to_le_bytes(), at)?;
-            stream.synchronize()
-        });
-    }
-
-    /// Called before the control block is freed.
-    fn close(&self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).control = None;
-    }
-}
-
-/// Starts the threads that serve the links to all peers and map their memory, and the heartbeat thread. `own_control`
-/// is the address of this rank's control block.
+/// Starts the threads that serve the links to all peers and map the memory of those of this machine, and the heartbeat
+/// thread.
 pub(crate) fn serve_all(
-    rank: Rank,
     links: ep::join::Links,
+    home: &Home,
+    machines: &Machines,
     ranks: usize,
-    device: &Arc<Device>,
-    own_control: DeviceAddress,
     config: &Config,
 ) -> Result<(Links, Mapped)> {
+    let (rank, device) = (home.rank, &home.device);
     // The stall bound: a separate thread of the peer answers, whatever its program does.
     let timeout = config.stall_bound();
     let mut peers: Vec<Option<Arc<Mutex<Reservation>>>> = Vec::with_capacity(ranks);
     for peer in 0..ranks {
-        let own = peer == rank.index();
-        peers.push(if own { None } else { Some(Arc::new(Mutex::new(Reservation::new(device)?))) });
+        let is_mapped = peer != rank.index() && !machines.is_remote(Rank(peer as u32));
+        peers.push(if !is_mapped { None } else { Some(Arc::new(Mutex::new(Reservation::new(device)?))) });
     }
-    let notices = Notices::new(device, own_control, ranks);
+    let notices = Notices::new(device, home.control.address(), ranks);
     let hearts = Hearts::new(ranks, timeout);
-    let mut here = Links { rank, timeout, peers: Vec::new(), notices: Arc::clone(&notices), heartbeat: None };
+    let mirrors = Mirrors::new(device, machines, ranks, Arc::clone(&home.report))?;
+    let mut here = Links {
+        rank,
+        timeout,
+        peers: Vec::new(),
+        remote: RemoteLinks::new(Arc::clone(&mirrors)),
+        notices: Arc::clone(&notices),
+        heartbeat: None,
+    };
     let mut beats: Vec<(Rank, Box<dyn FnMut() + Send>)> = Vec::new();
     for (peer, link) in links.links {
+        if link.is_remote() {
+            let (hearts, notices) = (Arc::clone(&hearts), Arc::clone(&notices));
+            let tell = move |news| match news {
+                News::Heartbeat => hearts.heard(peer),
+                News::Abort(word) => notices.abort(word),
+                News::Gone(word) => notices.gone(peer, word),
+            };
+            let beat = here.remote.serve(rank, peer, link.split(), tell)?;
+            beats.push((peer, Box::new(beat)));
+            continue;
+        }
         let (sender, receiver) = link.split();
         let sender = Arc::new(Mutex::new(sender));
         // Weak: the sender goes with the buffer, and sends the leave message when it is dropped.
@@ -131,7 +115,7 @@ pub(crate) fn serve_all(
                     let _ = told.send(answer);
                 };
                 if let Some(gone) = serve(receiver, map, answer, || hearts.heard(peer)) {
-                    notices.write(peer, gone);
+                    notices.gone(peer, gone);
                 }
             })
             .map_err(|error| EnvironmentError::new("starting a thread for a link", error, ""))?;
@@ -139,10 +123,10 @@ pub(crate) fn serve_all(
         here.peers.push(Peer { rank: peer, sender, answers });
     }
     let tell = move |peer, silent| {
-        notices.write(peer, if silent { GoneWord::Silent } else { GoneWord::Here });
+        notices.gone(peer, if silent { GoneWord::Silent } else { GoneWord::Here });
     };
     here.heartbeat = Some(Heartbeat::start(rank, beats, Arc::clone(&hearts), tell)?);
-    Ok((here, Mapped { peers, hearts }))
+    Ok((here, Mapped { peers, mirrors, hearts }))
 }
 
 /// Sends a heartbeat without waiting: it is skipped if the peer is gone or does not read, or if the sender is in use.
@@ -197,7 +181,10 @@ fn serve(
 pub(crate) struct Links {
     rank: Rank,
     timeout: Duration,
+    /// Peers of this machine.
     peers: Vec<Peer>,
+    /// Dropped after the heartbeat thread has ended.
+    remote: RemoteLinks,
     notices: Arc<Notices>,
     heartbeat: Option<Heartbeat>,
 }

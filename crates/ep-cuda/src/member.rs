@@ -24,7 +24,7 @@ pub(crate) struct Parting {
     /// The rank's own stream.
     pub(crate) stream: Stream,
     pub(crate) arena: Arena,
-    /// Control blocks of all ranks.
+    /// Control blocks of the ranks of this machine. The links tell ranks of other machines that this rank leaves.
     pub(crate) control: Vec<DeviceAddress>,
     pub(crate) faults: Arc<Faults>,
     pub(crate) tail: Tail,

@@ -118,6 +118,8 @@ codes! { CODES:
         ShortLane = 13 as "FAULT_SHORT_LANE",
         /// Routing: it has `index` copies in another domain; a set has at most `expected`.
         RailCopies = 14 as "FAULT_RAIL_COPIES",
+        /// The network does not reach the machine of `peer`.
+        Unreachable = 15 as "FAULT_UNREACHABLE",
     }
 
     /// What a rank was waiting for when it failed.
@@ -141,6 +143,8 @@ codes! { CODES:
         Died = 2 as "GONE_DIED",
         /// The peer's heartbeat has stopped; the host writes `Here` again when the heartbeat resumes.
         Silent = 3 as "GONE_SILENT",
+        /// The network does not reach the peer's machine.
+        Unreachable = 4 as "GONE_UNREACHABLE",
     }
 }
 
@@ -357,7 +361,8 @@ structs! { STRUCTS:
         own: DeviceAddress as "Control*",
         report: DeviceAddress as "FaultReport*",
         call: [u64; CALL_WORDS],
-        /// Every rank's control block, in this rank's addresses.
+        /// Every rank's control block, in this rank's addresses. Of a rank on another machine: a mirror, which ends before
+        /// `Control::handshake`.
         control: [DeviceAddress; MAX_RANKS] as "Control*",
         /// `delta[peer]` turns an address of that peer into an address of this rank.
         delta: [i64; MAX_RANKS],
@@ -562,6 +567,12 @@ constants! { SIZES:
 pub(crate) const CONTROL_BYTES: usize = size_of::<Control>();
 /// Offset of `Control::left`, in bytes.
 pub(crate) const LEFT_OFFSET: usize = offset_of!(Control, left);
+/// Offset of `Control::abort`, in bytes.
+pub(crate) const ABORT_OFFSET: usize = offset_of!(Control, abort);
+/// Offset of `Control::record`, in bytes.
+pub(crate) const RECORD_OFFSET: usize = offset_of!(Control, record);
+/// Bytes of the mirror of a control block: the words that ranks of other domains access.
+pub(crate) const MIRROR_BYTES: usize = offset_of!(Control, handshake);
 /// Number of 32-bit words of a `FaultReport`.
 pub(crate) const REPORT_WORDS: usize = size_of::<FaultReport>() / 4;
 

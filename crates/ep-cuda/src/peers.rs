@@ -4,6 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ep::join::Machines;
 use ep::{Config, Rank, World};
 
 use crate::beat::Hearts;
@@ -13,10 +14,11 @@ use crate::params::{CALL_WORDS, Common, MAX_RANKS};
 /// Addresses of all ranks.
 #[derive(Clone)]
 pub(crate) struct Peers {
-    /// Every rank's control block, in this rank's addresses.
+    /// Every rank's control block, in this rank's addresses; of a rank on another machine, its mirror.
     pub(crate) control: Vec<DeviceAddress>,
     /// `delta[rank]` is added to an address of that rank to get an address of this rank.
     pub(crate) delta: Vec<i64>,
+    pub(crate) machines: Machines,
     /// Heartbeats of the other ranks; `None` if ranks are threads.
     pub(crate) hearts: Option<Arc<Hearts>>,
     /// Memory that must stay as long as a kernel of this rank may access it.
@@ -24,6 +26,12 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
+    /// The control blocks of this machine's ranks.
+    pub(crate) fn control_here(&self) -> Vec<DeviceAddress> {
+        let all = (0..).map(Rank).zip(&self.control);
+        all.filter(|&(rank, _)| !self.machines.is_remote(rank)).map(|(_, &control)| control).collect()
+    }
+
     /// The part of the kernel parameters that is the same for all operators.
     pub(crate) fn common(&self, world: &World, rank: Rank, config: &Config, report: DeviceAddress) -> Common {
         let nanoseconds = |bound: Duration| bound.as_nanos().min(u128::from(u64::MAX)) as u64;

@@ -1,6 +1,7 @@
 //! A rank's rails to the other NVLink domains: the window that its GPU and its engine share, and the proxy that moves
 //! bytes between the windows of a rail. `docs/cuda-rails.md` describes the memory and the order of accesses.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -157,11 +158,18 @@ impl PinnedWindow {
         Ok(Box::new(loopback))
     }
 
-    /// Opens the engine over libfabric, for ranks that are processes.
+    /// Opens the engine over libfabric, for ranks that are processes. `address`: that of this machine, in a job of several
+    /// machines.
     ///
     /// # Errors
     /// [`CallerError::Config`] for the engine `loopback`, which serves ranks of one process.
-    pub(crate) fn open(&self, world: &World, rank: Rank, config: &Config) -> Result<Box<dyn Unconnected>> {
+    pub(crate) fn open(
+        &self,
+        world: &World,
+        rank: Rank,
+        config: &Config,
+        address: Option<IpAddr>,
+    ) -> Result<Box<dyn Unconnected>> {
         let options = &config.host.transport;
         if options.is_loopback() {
             let problem = "on GPUs, `loopback` connects NVLink domains of one process; for processes choose `shm` or `tcp`";
@@ -170,7 +178,7 @@ impl PinnedWindow {
         }
         let local_rank = world.topology().local_rank_of(rank);
         let window = Arc::clone(&self.segment);
-        open_fabric(rail_of(world, rank)?, local_rank, window, options, limits(&self.layout), None)
+        open_fabric(rail_of(world, rank)?, local_rank, window, options, limits(&self.layout), address)
     }
 }
 

@@ -118,6 +118,8 @@ enum FaultKind : u32 {
     FAULT_SHORT_LANE = 13,
     // Routing: it has `index` copies in another domain; a set has at most `expected`.
     FAULT_RAIL_COPIES = 14,
+    // The network does not reach the machine of `peer`.
+    FAULT_UNREACHABLE = 15,
 };
 
 // What a rank was waiting for when it failed.
@@ -141,6 +143,8 @@ enum GoneWord : u32 {
     GONE_DIED = 2,
     // The peer's heartbeat has stopped; the host writes `Here` again when the heartbeat resumes.
     GONE_SILENT = 3,
+    // The network does not reach the peer's machine.
+    GONE_UNREACHABLE = 4,
 };
 
 // The first fault of a rank.
@@ -349,7 +353,8 @@ struct Common {
     Control* own;
     FaultReport* report;
     u64 call[CALL_WORDS];
-    // Every rank's control block, in this rank's addresses.
+    // Every rank's control block, in this rank's addresses. Of a rank on another machine: a mirror, which ends before
+    // `Control::handshake`.
     Control* control[MAX_RANKS];
     // `delta[peer]` turns an address of that peer into an address of this rank.
     i64 delta[MAX_RANKS];

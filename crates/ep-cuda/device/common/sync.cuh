@@ -132,6 +132,7 @@ __device__ inline FaultKind absence(u32 gone, u32 waiting_for) {
         case GONE_LEFT: return FAULT_LEFT;
         case GONE_DIED: return FAULT_DIED;
         case GONE_SILENT: return FAULT_SILENT;
+        case GONE_UNREACHABLE: return FAULT_UNREACHABLE;
         default: return waiting_for == FOR_HANDSHAKE ? FAULT_LATE : FAULT_STALLED;
     }
 }

@@ -1,8 +1,9 @@
-//! Physical GPU memory, address ranges that map it, and host memory that kernels write to.
+//! Physical GPU memory, address ranges that map it, and host memory that kernels access.
 
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 
 use cudarc::driver::sys;
 use ep::{EnvironmentError, Result};
@@ -173,7 +174,7 @@ impl Drop for Reservation {
     }
 }
 
-/// Pinned host memory that kernels can write to, as an array of words.
+/// Pinned host memory that kernels can access, as an array of words.
 #[derive(Debug)]
 pub(crate) struct Mapped {
     words: *mut u32,
@@ -209,12 +210,29 @@ impl Mapped {
     pub(crate) fn address(&self) -> DeviceAddress {
         self.address
     }
+}
 
+/// Words of host memory that kernels access.
+pub(crate) trait HostWords: Send + Sync {
     /// The current value of one word.
-    pub(crate) fn read(&self, at: usize) -> u32 {
+    fn read(&self, at: usize) -> u32;
+
+    /// Stores one word. A kernel that reads the word with acquire order sees all words that were stored before it.
+    fn write(&self, at: usize, word: u32);
+}
+
+impl HostWords for Mapped {
+    fn read(&self, at: usize) -> u32 {
         assert!(at < self.len, "inside the memory");
         // SAFETY: inside the memory and aligned; the GPU writes whole words.
         unsafe { self.words.add(at).read_volatile() }
+    }
+
+    fn write(&self, at: usize, word: u32) {
+        assert!(at < self.len, "inside the memory");
+        fence(Ordering::Release);
+        // SAFETY: inside the memory and aligned; the GPU reads whole words.
+        unsafe { self.words.add(at).write_volatile(word) }
     }
 }
 

@@ -256,7 +256,7 @@ fn rails(copies: Copies) -> Vec<Script> {
         }
         formats.combine(&handle, Combine { probs: true, ..combine(copies, hidden) });
     }
-    vec![lines, square, wide, formats]
+    vec![lines.apart(), square, wide.apart(), formats.apart()]
 }
 
 /// A world of one rank, and worlds without copies.
@@ -376,11 +376,31 @@ pub(crate) fn faults() -> Vec<Script> {
         cases.push(script);
     }
 
-    // Across rails: ranks 0 and 1 are a domain, ranks 2 and 3 another one.
-    let rails = |name: &str| {
-        Script::new(name, World::builder().ranks(4).domains(2).experts(8).build().unwrap(), BLOCKS)
-    };
+    // On one machine, and on a machine per domain.
+    cases.extend(faults_across_rails("", |script| script));
+    cases.extend(faults_across_rails(" on another machine", Script::apart));
+
+    // With a capacity the host does not wait, and calls the next operators before it knows of the fault.
+    let mut behind = new("operators behind one that failed");
+    let plan = Plan { capacity: vec![Some(16); 3], ..plan(&behind, Form::TopK) };
+    let handle = behind.preprocess(plan, 0);
+    behind.other_input(1, "weights", f32::NAN.to_le_bytes().repeat(8));
+    let faults = [Fault::Nan, Fault::Aborted];
+    behind.fails(&faults, Some(1));
+    behind.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    behind.does_not_begin(&faults, 1);
+    behind.combine(&handle, combine(Copies::Bulk, hidden));
+    behind.does_not_begin(&faults, 1);
+    cases.push(behind);
+    cases
+}
+
+/// Faults in a world of two domains: ranks 0 and 1, ranks 2 and 3.
+fn faults_across_rails(place: &str, placed: impl Fn(Script) -> Script) -> Vec<Script> {
+    let world = || World::builder().ranks(4).domains(2).experts(8).build().unwrap();
+    let rails = |name: &str| Script::new(&format!("{name}{place}"), world(), BLOCKS);
     let far = |script: &Script| unbounded(top_k(script.world(), &[5, 4, 6, 3], 3, 29), Form::TopK, pad(2));
+    let (hidden, mut cases) = (16, Vec::new());
     let mut absent = rails("a rank of another domain that does not enter");
     let handle = absent.preprocess(far(&absent), 0);
     absent.dispatch(&handle, dispatch(Copies::Bulk, hidden));
@@ -418,18 +438,5 @@ pub(crate) fn faults() -> Vec<Script> {
     wrong.other_input(2, "topk_idx", 8i32.to_le_bytes().repeat(18));
     wrong.fails(&[Fault::Index, Fault::Aborted], Some(2));
     cases.push(wrong);
-
-    // With a capacity the host does not wait, and calls the next operators before it knows of the fault.
-    let mut behind = new("operators behind one that failed");
-    let plan = Plan { capacity: vec![Some(16); 3], ..plan(&behind, Form::TopK) };
-    let handle = behind.preprocess(plan, 0);
-    behind.other_input(1, "weights", f32::NAN.to_le_bytes().repeat(8));
-    let faults = [Fault::Nan, Fault::Aborted];
-    behind.fails(&faults, Some(1));
-    behind.dispatch(&handle, dispatch(Copies::Bulk, hidden));
-    behind.does_not_begin(&faults, 1);
-    behind.combine(&handle, combine(Copies::Bulk, hidden));
-    behind.does_not_begin(&faults, 1);
-    cases.push(behind);
-    cases
+    cases.into_iter().map(placed).collect()
 }

@@ -134,12 +134,19 @@ impl Script {
         owners.number("stall timeout ns", 1 << 28);
         owners.numbers.insert("blocks", blocks);
         owners.number("domains", world.topology().domains());
+        owners.number("machines", 1);
         // The most rows and copies of a set, and the rows of a chunk.
         owners.number("set rows", 24);
         owners.number("set copies", 24 * 6);
         owners.number("rail chunk rows", 3);
         owners.input("owner_begin", words(&begins));
         Self { name: name.into(), world, owners, operators: Vec::new(), random: Random(seed) }
+    }
+
+    /// Each domain is on a machine of its own: ranks see no memory of other domains.
+    pub(crate) fn apart(mut self) -> Self {
+        self.owners.number("machines", self.world.topology().domains());
+        self
     }
 
     pub(crate) fn world(&self) -> &World {

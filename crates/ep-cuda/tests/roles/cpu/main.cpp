@@ -2,6 +2,7 @@
 // rank's stream writes the inputs and overwrites the outputs; after it, the stream compares the outputs. A caller may
 // access the memory at these times.
 #include <algorithm>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -29,7 +30,23 @@ constexpr u8 POISON = 0xA7;
 struct Rank {
     Memory memory;
     FaultReport report{};
+    // By rank: the mirror of a control block on another machine; null for a rank of this machine.
+    std::vector<Control*> mirrors{};
+    // 1 when the rank's stream has ended.
+    u32 ended = 0;
 };
+
+u32 machine_of(const Record& world, u32 rank) {
+    return static_cast<u32>(rank * world.number("machines") / world.number("ranks"));
+}
+
+// A mirror: the words before `Control::handshake`, with no memory behind them.
+Control* make_mirror() {
+    constexpr u64 PAGE = 4096, BYTES = (offsetof(Control, handshake) + PAGE - 1) / PAGE * PAGE;
+    void* memory = mmap(nullptr, BYTES + sizeof(Control), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED || mprotect(memory, BYTES, PROT_READ | PROT_WRITE) != 0) machine::fail("no memory for a mirror");
+    return reinterpret_cast<Control*>(static_cast<u8*>(memory) + BYTES - offsetof(Control, handshake));
+}
 
 // The host memory that ranks share with their proxies, by rank, and the proxies' parameters.
 struct Window {
@@ -64,6 +81,7 @@ struct Call {
     Memory* memory;
     const Case* all;
     const FaultReport* report;
+    std::vector<Rank>* ranks;
     Lists handle;
     PreprocessParams preprocess;
     DispatchParams dispatch;
@@ -149,13 +167,24 @@ void after(const void* params) {
     }
 }
 
+// Accesses a rank's control block, as the rank's host does. The running lane sees no memory of this rank afterwards.
+template <class Access>
+void as_host_of(std::vector<Rank>& ranks, u32 rank, const Access& access) {
+    Memory& memory = ranks[rank].memory;
+    memory.show_to(rank);
+    access(*reinterpret_cast<Control*>(memory.seen_by(rank)));
+    memory.show_to(static_cast<u32>(ranks.size()));
+}
+
 // Writes a rank's gone word to the control blocks of all ranks, as the hosts do.
 void say_gone(const void* params) {
     const Call& call = *static_cast<const Call*>(params);
     const Common& common = call.dispatch.common;
     const u32 word = static_cast<u32>(call.record->number("gone"));
     for (u32 peer = 0; peer < common.ranks; peer++)
-        __atomic_store_n(&common.control[peer]->left[common.rank], word, __ATOMIC_RELEASE);
+        as_host_of(*call.ranks, peer, [&](Control& control) {
+            __atomic_store_n(&control.left[common.rank], word, __ATOMIC_RELEASE);
+        });
 }
 
 // ---- parameters, as the host fills them
@@ -309,7 +338,8 @@ Common common_of(const Record& world, std::vector<Rank>& ranks, std::vector<Wind
     common.report = &ranks[rank].report;
     for (u32 peer = 0; peer < ranks.size(); peer++) {
         const Memory& memory = ranks[peer].memory;
-        common.control[peer] = reinterpret_cast<Control*>(memory.seen_by(rank));
+        Control* mirror = ranks[rank].mirrors[peer];
+        common.control[peer] = mirror != nullptr ? mirror : reinterpret_cast<Control*>(memory.seen_by(rank));
         common.delta[peer] = translate ? memory.seen_by(rank) - memory.seen_by(peer) : 0;
     }
     common.own = common.control[rank];
@@ -452,6 +482,47 @@ void relay(const void* params) {
     for (u32 step = 1; step < domains; step++) relay_to(relay, (own + step) % domains);
 }
 
+// ---- the links between machines: tell a rank what the kernels of another one have stored in its mirror
+
+void end_of_stream(const void* params) {
+    __atomic_store_n(static_cast<u32*>(const_cast<void*>(params)), 1, __ATOMIC_RELEASE);
+}
+
+// Stores a record that a rank has sent, unless there is one. The kind is stored last, as the host does.
+void store_record(Control* mirror, const FaultRecord& record) {
+    if (mirror == nullptr || record.fault.kind == FAULT_NONE) return;
+    FaultRecord& there = mirror->record;
+    if (__atomic_load_n(&there.fault.kind, __ATOMIC_ACQUIRE) != FAULT_NONE) return;
+    const auto* from = reinterpret_cast<const u32*>(&record);
+    auto* to = reinterpret_cast<u32*>(&there);
+    for (u32 word = sizeof record / sizeof(u32); word-- > 0;) __atomic_store_n(to + word, from[word], __ATOMIC_RELEASE);
+}
+
+void tell(std::vector<Rank>& ranks, u32 from, u32 to, u32 abort) {
+    const FaultReport& report = ranks[from].report;
+    store_record(ranks[to].mirrors[from], report.own);
+    store_record(ranks[to].mirrors[report.theirs.fault.rank], report.theirs);
+    as_host_of(ranks, to, [&](Control& control) { __atomic_store_n(&control.abort, abort, __ATOMIC_RELEASE); });
+}
+
+void carry(const void* params) {
+    auto& ranks = *static_cast<std::vector<Rank>*>(const_cast<void*>(params));
+    const u32 count = static_cast<u32>(ranks.size());
+    std::vector<bool> told(count * count);
+    for (bool running = true; running;) {
+        running = false;
+        for (const Rank& rank : ranks) running |= ld_acquire_sys(&rank.ended) == 0;
+        for (u32 pair = 0; pair < count * count; pair++) {
+            const Control* mirror = ranks[pair / count].mirrors[pair % count];
+            if (mirror == nullptr || told[pair]) continue;
+            const u32 abort = ld_acquire_sys(&mirror->abort);
+            if (abort == 0) continue;
+            told[pair] = true;
+            tell(ranks, pair / count, pair % count, abort);
+        }
+    }
+}
+
 machine::Settings settings_of(int count, char** arguments) {
     machine::Settings settings{};
     settings.seed = std::strtoull(arguments[2], nullptr, 10);
@@ -514,9 +585,14 @@ int main(int count, char** arguments) {
     if (sizeof(Control) + counts > Memory::CONTROL_BYTES) machine::fail("counts that do not fit their memory");
     std::vector<Rank> ranks;
     for (u32 rank = 0; rank < rank_count; rank++) ranks.push_back({Memory(rank, rank_count)});
+    const auto share_memory = [&](u32 one, u32 other) { return machine_of(all.world, one) == machine_of(all.world, other); };
+    for (u32 rank = 0; rank < rank_count; rank++)
+        for (u32 peer = 0; peer < rank_count; peer++)
+            ranks[rank].mirrors.push_back(share_memory(rank, peer) ? nullptr : make_mirror());
     machine::Settings settings = settings_of(count, arguments);
     settings.enter = [&](u32 rank) {
-        for (Rank& each : ranks) each.memory.show_to(rank);
+        for (u32 owner = 0; owner < rank_count; owner++)
+            ranks[owner].memory.show_to(rank < rank_count && !share_memory(rank, owner) ? rank_count : rank);
     };
     // Another thing that can be left out on purpose.
     const bool translate = std::string_view(settings.mutant.order) != "delta";
@@ -543,11 +619,17 @@ int main(int count, char** arguments) {
             call.memory = &ranks[rank].memory;
             call.all = &all;
             call.report = &ranks[rank].report;
+            call.ranks = &ranks;
             launch(call, all, common, ranks[rank].memory, streams[rank]);
             if (domains == 1) continue;
             relays.push_back(std::make_unique<Relay>(Relay{&all, &windows, &ranks, rank, step + 1}));
             streams[rank_count + rank].push_back({"a proxy", relay, relays.back().get(), 1, 1, 0, nullptr});
         }
+    }
+    if (all.world.number("machines") > 1) {
+        for (u32 rank = 0; rank < rank_count; rank++)
+            streams[rank].push_back({"the end of a stream", end_of_stream, &ranks[rank].ended, 1, 1, 0, nullptr});
+        streams.push_back({{"the links between machines", carry, &ranks, 1, 1, 0, nullptr}});
     }
     machine::run(streams, settings);
     return differences == 0 ? 0 : 1;
