@@ -1,4 +1,7 @@
-"""Jobs of several ranks for `ci/hostile` and `ci/machines`, and what the ranks of a lost job report."""
+"""Jobs of several ranks for `ci/hostile` and `ci/machines`, and what the ranks of a lost job report.
+
+BACKEND selects the backend, `host` (default) or `cuda`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ PROGRAM = os.environ.get("HYBRID_EP", str(ROOT / "target/release/hybrid-ep"))
 SEED = int(os.environ.get("SEED", "1"))
 # How much later than its bound a rank may end, in seconds.
 SLACK = float(os.environ.get("SLACK", "1"))
-# Bounds of the ranks, in seconds: the entry bound, and the stall bound.
-TIMEOUT, STALL = 4.0, 2.0
+BACKEND = os.environ.get("BACKEND", "host")
+# Bounds of the ranks, in seconds: the entry bound, and the stall bound. A GPU that several processes share runs each of
+# them for a while.
+TIMEOUT, STALL = (20.0, 5.0) if BACKEND == "cuda" else (4.0, 2.0)
 # A fault comes at most this many seconds after the start of the job. Ranks join during the first part.
-MOMENTS = 1.2
+MOMENTS = 12.0 if BACKEND == "cuda" else 1.2
 FAULTS = "died|left|stalled|is late|failed|never joined|is unreachable"
 NAMED = re.compile(rf"rank (\d+)(?: on \S+)? ({FAULTS})")
 
@@ -78,7 +83,7 @@ class Job:
 def endless_bench(ranks: int, domains: int, iterations: int = 1_000_000) -> list[str]:
     """The arguments of a small benchmark with so many iterations."""
     return [
-        "bench", "--backend", "host", "--processes", "--ranks", str(ranks), "--domains", str(domains),
+        "bench", "--backend", BACKEND, "--processes", "--ranks", str(ranks), "--domains", str(domains),
         "--experts", str(4 * ranks), "--tokens", "200", "--hidden", "128", "--topk", "3", "--iters", str(iterations),
     ]  # fmt: skip
 

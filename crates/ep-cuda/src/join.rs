@@ -66,7 +66,7 @@ impl CudaBuffer {
             .map(|(home, window)| {
                 let rails = window.zip(bounds).map(|(window, bounds)| {
                     let engine = window.loopback(world, home.rank, &segments)?;
-                    RankRails::start(world, home.rank, bounds, window, engine)
+                    RankRails::start(world, home.rank, bounds, window, engine, &home.report)
                 });
                 let rails = rails.transpose()?;
                 let here = (0..ranks).filter(|&rank| device_of(rank) == home.device.ordinal).count();
@@ -208,7 +208,7 @@ impl CudaBuffer {
         let blobs = rendezvous.all_gather(&engine.blob())?;
         let blobs: Vec<_> =
             rail_of(world, home.rank)?.ranks().iter().map(|peer| blobs[peer.index()].clone()).collect();
-        RankRails::start(world, home.rank, bounds, window, engine.connect(&blobs)?)
+        RankRails::start(world, home.rank, bounds, window, engine.connect(&blobs)?, &home.report)
     }
 }
 

@@ -10,6 +10,7 @@ use ep::{CallerError, Config, Rank, Result, Size, Transport, Unconnected, World}
 use ep_rail::{Loopback, Segment, open_fabric, rail_of};
 
 use crate::driver::{Device, Pinned};
+use crate::fault::Report;
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, Rails};
 use crate::rail::{Proxy, ProxyParts, RailLayout, SIGNALS, limits};
 use crate::shared;
@@ -188,19 +189,22 @@ pub(crate) struct RankRails {
     /// Dropped first: it uses the window.
     proxy: Proxy,
     _window: PinnedWindow,
+    report: Arc<Report>,
     pub(crate) bounds: Bounds,
     /// The part of the kernel parameters that concerns rails.
     pub(crate) params: Rails,
 }
 
 impl RankRails {
-    /// Starts the proxy of `rank` over an engine that is connected to the rail peers.
+    /// Starts the proxy of `rank` over an engine that is connected to the rail peers. `report` is the fault report of the
+    /// rank's kernels.
     pub(crate) fn start(
         world: &World,
         rank: Rank,
         bounds: Bounds,
         window: PinnedWindow,
         transport: Box<dyn Transport>,
+        report: &Arc<Report>,
     ) -> Result<Self> {
         let topology = world.topology();
         let (domain, local_ranks) = (topology.domain_of(rank), topology.domain_size());
@@ -231,7 +235,7 @@ impl RankRails {
             },
             PATIENCE,
         )?;
-        Ok(Self { proxy, _window: window, bounds, params })
+        Ok(Self { proxy, _window: window, report: Arc::clone(report), bounds, params })
     }
 
     /// Bytes and puts that the engine has accepted.
@@ -242,5 +246,13 @@ impl RankRails {
     /// The error that the engine has for a rail peer, if there is one.
     pub(crate) fn failure(&self) -> Option<ep::Error> {
         self.proxy.failures().into_values().next()
+    }
+}
+
+impl Drop for RankRails {
+    fn drop(&mut self) {
+        if self.report.read().is_some() {
+            self.proxy.give_up();
+        }
     }
 }

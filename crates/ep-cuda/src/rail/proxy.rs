@@ -74,6 +74,11 @@ impl Proxy {
         self.failures.all()
     }
 
+    /// Lets a drop of the proxy not wait: this rank has given up, so its peers need nothing from it any more.
+    pub(crate) fn give_up(&self) {
+        self.stop_by.get_or_init(Instant::now);
+    }
+
     /// Ends the thread, as dropping the proxy does, and returns how it ended. The kernels must have ended.
     ///
     /// # Errors
