@@ -69,7 +69,7 @@ class Buffer(Joined):
         num_experts: E, the number of experts on all ranks; a multiple of the number of ranks. Expert `e` is on rank
             `e // (E // world_size)`.
         domains: The number of NVLink domains of equal size. The engine of HYBRID_EP_TRANSPORT carries tokens between
-            them. On GPUs all domains must be on one machine.
+            them. Each domain is on one machine.
         device: The device of all tensors. Default: the CPU if there is no GPU, else the current CUDA device. If the
             program has set no CUDA device, torchrun's LOCAL_RANK or SLURM's SLURM_LOCALID selects it.
         timeout: The entry bound in seconds: how long a rank waits for a live peer to join or to enter an operator.

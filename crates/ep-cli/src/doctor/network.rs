@@ -86,7 +86,7 @@ impl Network {
             &self.libibverbs_paths,
             system.packages.install("libibverbs1", "libibverbs"),
         ));
-        Section { title: "Network (for jobs on several machines, on the host backend)", checks }
+        Section { title: "Network (for jobs on several machines)", checks }
     }
 
     fn devices(&self) -> impl Iterator<Item = &RdmaDevice> {
