@@ -298,6 +298,9 @@ impl CudaBuffer {
         self.step += 1;
         self.operator = call.operator;
         self.arena.set_step(self.step);
+        if let Some(rails) = &self.rails {
+            rails.wake();
+        }
         let operation = call.operator as u32;
         Common { signature: call.signature(), operation, call: call.words, ..self.common }
     }

@@ -238,6 +238,11 @@ impl RankRails {
         Ok(Self { proxy, _window: window, report: Arc::clone(report), bounds, params })
     }
 
+    /// Prepares the proxy for an operator that the host is about to launch.
+    pub(crate) fn wake(&self) {
+        self.proxy.wake();
+    }
+
     /// Bytes and puts that the engine has accepted.
     pub(crate) fn sent(&self) -> (u64, u64) {
         self.proxy.sent()

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -20,8 +21,9 @@ const SPIN: Duration = Duration::from_micros(100);
 const SHORTEST_NAP: Duration = Duration::from_micros(50);
 /// The longest nap. A thousand rounds per second cost less than a hundredth of a core.
 const LONGEST_NAP: Duration = Duration::from_millis(1);
-/// A nap is this part of the time without work. So the naps delay an operator by at most this part of the time since
-/// the operator before it.
+/// A nap is this part of the time without work, which begins again when the host launches an operator
+/// ([`Proxy::wake`]). So naps delay an operator by at most this part of the time between its launch and its beginning. In
+/// the replay of a graph, which the host does not launch one by one, it is this part of the time since the last operator.
 const NAP_PART: u32 = 16;
 
 /// The longest time that a proxy waits for the network before it ends, so that the deadline is a valid instant.
@@ -32,6 +34,7 @@ const MOST_PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 pub(crate) struct Proxy {
     thread: Option<JoinHandle<Result<()>>>,
     stop_by: Arc<OnceLock<Instant>>,
+    woken: Arc<AtomicBool>,
     failures: Arc<Failures>,
     sent: Arc<Sent>,
     patience: Duration,
@@ -51,9 +54,10 @@ impl Proxy {
         let failures = Arc::clone(pump.losses().failures());
         let sent = Arc::clone(pump.sent());
         let stop_by = Arc::<OnceLock<Instant>>::default();
-        let stop = Arc::clone(&stop_by);
+        let woken = Arc::<AtomicBool>::default();
+        let (stop, wake) = (Arc::clone(&stop_by), Arc::clone(&woken));
         let run = move || {
-            let served = catch_unwind(AssertUnwindSafe(|| serve(&mut pump, &stop)));
+            let served = catch_unwind(AssertUnwindSafe(|| serve(&mut pump, &stop, &wake)));
             served.unwrap_or_else(|panic| Err(pump.lose_all(panicked(own, panic.as_ref()))))
         };
         let thread = thread::Builder::new().name(format!("ep-rail-{own}")).spawn(run).map_err(|error| {
@@ -61,7 +65,8 @@ impl Proxy {
             EnvironmentError::new("starting the proxy thread", error, hint)
         })?;
         let patience = patience.min(MOST_PATIENCE);
-        Ok(Self { thread: Some(thread), stop_by, failures, sent, patience, process: std::process::id() })
+        let process = std::process::id();
+        Ok(Self { thread: Some(thread), stop_by, woken, failures, sent, patience, process })
     }
 
     /// Bytes and puts that the engine has accepted.
@@ -72,6 +77,14 @@ impl Proxy {
     /// The first error of each rail peer that is lost.
     pub(crate) fn failures(&self) -> BTreeMap<Rank, Error> {
         self.failures.all()
+    }
+
+    /// Ends the thread's nap, because an operator is about to begin.
+    pub(crate) fn wake(&self) {
+        self.woken.store(true, Relaxed);
+        if let Some(thread) = &self.thread {
+            thread.thread().unpark();
+        }
     }
 
     /// Lets a drop of the proxy not wait: this rank has given up, so its peers need nothing from it any more.
@@ -124,13 +137,13 @@ fn text_of(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// Makes rounds until the proxy is stopped.
-fn serve(pump: &mut Pump, stop_by: &OnceLock<Instant>) -> Result<()> {
+fn serve(pump: &mut Pump, stop_by: &OnceLock<Instant>, woken: &AtomicBool) -> Result<()> {
     let mut idle_since = None;
     loop {
         if let Some(deadline) = stop_by.get() {
             return pump.drain(*deadline);
         }
-        if pump.step()? {
+        if pump.step()? || woken.swap(false, Relaxed) {
             idle_since = None;
         } else {
             rest(idle_since.get_or_insert_with(Instant::now).elapsed());
