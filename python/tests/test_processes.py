@@ -88,13 +88,13 @@ def meet(rank: int, ranks: int, store: str) -> None:
 def check_round(buffer: Buffer, seed: int) -> None:
     """Checks forward and backward with experts that only scale."""
     case = make_case(ranks=buffer.world_size, experts=buffer.num_experts, topk=2, seed=seed)
-    rank = buffer.rank
-    x, weights = (t[rank].clone().requires_grad_() for t in (case.tokens, case.topk_weights))
-    got = buffer.dispatch_with_permute(x, case.topk_idx[rank], weights, pad_multiple=4)
+    rank, device = buffer.rank, buffer.device
+    x, weights = (t[rank].to(device, copy=True).requires_grad_() for t in (case.tokens, case.topk_weights))
+    got = buffer.dispatch_with_permute(x, case.topk_idx[rank].to(device), weights, pad_multiple=4)
     assert got.tokens.shape[0] == len(case.rows(rank, 4)) and got.probs is not None
     y = buffer.combine_with_unpermute(got.tokens * got.probs[:, None], got.handle).tokens
     y.sum().backward()
-    total = case.probs(rank).sum(1, keepdim=True)
+    total = case.probs(rank).sum(1, keepdim=True).to(device)
     torch.testing.assert_close(y.detach(), x.detach() * total)
     torch.testing.assert_close(x.grad, total.expand_as(x))
 
@@ -143,19 +143,22 @@ def _has_libfabric() -> bool:
     return True
 
 
-def _machines(rank: int, ranks: int, store: str) -> Any:
+def _machines(rank: int, ranks: int, store: str, device: str) -> Any:
     os.environ.update(HYBRID_EP_MACHINE=f"node-{rank // 2}", HYBRID_EP_TRANSPORT="tcp")
+    os.environ.update(HYBRID_EP_CUDA_LANE_BYTES="1048576", HYBRID_EP_CUDA_RAIL_TOKENS="1024")
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     meet(rank, ranks, store)
-    with Buffer(num_experts=8, device="cpu", domains=2) as buffer:
+    with Buffer(num_experts=8, device=device, domains=2) as buffer:
         check_round(buffer, 1)
     # As with tensor parallelism inside a machine: the ranks of each group are on both machines.
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    with Buffer(groups[rank % 2], num_experts=4, device="cpu", domains=2, timeout=20) as buffer:
+    with Buffer(groups[rank % 2], num_experts=4, device=device, domains=2, timeout=20) as buffer:
         check_round(buffer, 2)
     with pytest.raises(CallerError, match="are in one NVLink domain"):
-        Buffer(groups[rank % 2], num_experts=4, device="cpu", timeout=20)
+        Buffer(groups[rank % 2], num_experts=4, device=device, timeout=20)
     dist.barrier()
-    buffer = Buffer(num_experts=8, device="cpu", domains=2, timeout=20, stall_timeout=10)
+    buffer = Buffer(num_experts=8, device=device, domains=2, timeout=20, stall_timeout=10)
     check_round(buffer, 3)
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -165,8 +168,8 @@ def _machines(rank: int, ranks: int, store: str) -> Any:
 
 
 @pytest.mark.skipif(not _has_libfabric(), reason="libfabric is not installed")
-def test_groups_over_several_machines() -> None:
-    results = processes(4, _machines, f"tcp://127.0.0.1:{free_port()}")
+def test_groups_over_several_machines(device: str) -> None:
+    results = processes(4, _machines, f"tcp://127.0.0.1:{free_port()}", device)
     assert results[3] == f"killed by {signal.SIGKILL.value}"
     for error in results[:3]:
         assert isinstance(error, PeerError), error

@@ -20,6 +20,9 @@ const GRANULE: usize = 2 << 20;
 pub(crate) trait Announce: Send {
     /// Returns when all peers have mapped the chunk after those that they have.
     fn announce(&mut self, chunk: &Chunk) -> Result<()>;
+
+    /// Tells ranks of other machines at once that this rank's kernels have given up.
+    fn tell_fault(&self);
 }
 
 /// Registered memory, shared by the buffer, the CUDA graphs that use it, and all parts that were handed out. When the
@@ -170,6 +173,13 @@ impl Arena {
     /// Announces growth to other processes from now on.
     pub(crate) fn announce_with(&self, announce: Box<dyn Announce>) {
         self.lock().announce = Some(announce);
+    }
+
+    /// Tells ranks of other machines at once that this rank's kernels have given up.
+    pub(crate) fn tell_fault(&self) {
+        if let Some(announce) = &self.lock().announce {
+            announce.tell_fault();
+        }
     }
 
     /// Ends the announcements, which tells other processes that this rank leaves. Called before the memory is freed.

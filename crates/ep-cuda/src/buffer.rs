@@ -285,6 +285,9 @@ impl CudaBuffer {
             // A rail that has failed is the cause of a wait that ended.
             let failure = || self.rails.as_ref().and_then(|rails| rails.failure());
             self.failed = self.faults.read().map(|error| failure().unwrap_or(error));
+            if self.failed.is_some() {
+                self.arena.tell_fault();
+            }
         }
         self.failed.clone().map_or(Ok(()), Err)
     }

@@ -224,6 +224,10 @@ impl Announce for Links {
         }
         Ok(())
     }
+
+    fn tell_fault(&self) {
+        self.remote.tell();
+    }
 }
 
 impl Drop for Links {

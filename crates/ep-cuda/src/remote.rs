@@ -198,17 +198,29 @@ impl RemoteLinks {
     }
 }
 
+impl RemoteLinks {
+    /// Sends this rank's state now: the process may end before the next heartbeat.
+    pub(crate) fn tell(&self) {
+        if self.process == std::process::id() {
+            self.send(false);
+        }
+    }
+
+    fn send(&self, last: bool) {
+        for link in &self.links {
+            lock(link).send(last, || self.mirrors.state().to_bytes());
+        }
+    }
+}
+
 impl Drop for RemoteLinks {
     /// Sends the last state, so that the peers learn of a fault before they learn that this rank has left.
     fn drop(&mut self) {
         if self.process != std::process::id() {
             return;
         }
-        for link in &self.links {
-            let mut link = lock(link);
-            link.send(true, || self.mirrors.state().to_bytes());
-            link.leave();
-        }
+        self.send(true);
+        self.links.iter().for_each(|link| lock(link).leave());
         // If this process ended with unread bytes in a socket, the system would reset the connection, and the leave
         // message could be lost. A thread ends when the peer has read that message and has closed its direction.
         let until = Instant::now() + LINGER;
