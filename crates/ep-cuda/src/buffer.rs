@@ -7,7 +7,7 @@ use std::time::Duration;
 use ep::call::{HandleFacts, Maker, check_capacity};
 use ep::{
     Backend as _, CallerError, Config, Counts, DeviceReport, DispatchMode, EnvironmentError, Error,
-    Interrupt, Operator, Rank, ReceiveShape, Result, ScaleFormat, TokenFormat, World,
+    Interrupt, Operator, PeerFault, Rank, ReceiveShape, Result, ScaleFormat, TokenFormat, World,
 };
 
 use crate::arena::{Arena, Part};
@@ -282,14 +282,22 @@ impl CudaBuffer {
     /// Returns the error of an earlier operator, if one failed.
     pub(crate) fn check_usable(&mut self) -> Result<()> {
         if self.failed.is_none() {
-            // A rail that has failed is the cause of a wait that ended.
-            let failure = || self.rails.as_ref().and_then(|rails| rails.failure());
-            self.failed = self.faults.read().map(|error| failure().unwrap_or(error));
+            self.failed = self.faults.read().map(|error| self.cause_of(error));
             if self.failed.is_some() {
                 self.arena.tell_fault();
             }
         }
         self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// The engine's error for the rank that a kernel waited for until the bound, if there is one; else `error`.
+    fn cause_of(&self, error: Error) -> Error {
+        let Error::Peer(found) = &error else { return error };
+        if !matches!(found.fault, PeerFault::Late | PeerFault::Stalled) {
+            return error;
+        }
+        let cause = self.rails.as_ref().and_then(|rails| rails.failure_of(found.peer));
+        cause.unwrap_or(error)
     }
 
     pub(crate) fn facts<'a>(world: &'a World, rank: Rank, handle: &CudaHandle) -> HandleFacts<'a> {

@@ -248,9 +248,9 @@ impl RankRails {
         self.proxy.sent()
     }
 
-    /// The error that the engine has for a rail peer, if there is one.
-    pub(crate) fn failure(&self) -> Option<ep::Error> {
-        self.proxy.failures().into_values().next()
+    /// The error of the engine for a rail peer, if there is one.
+    pub(crate) fn failure_of(&self, peer: Rank) -> Option<ep::Error> {
+        self.proxy.failures().remove(&peer)
     }
 }
 

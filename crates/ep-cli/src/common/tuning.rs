@@ -28,7 +28,7 @@ pub(crate) struct TuningArgs {
     /// SMs of each GPU for dispatch and combine [default: HYBRID_EP_SMS, or chosen by the backend]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) sms: Option<u16>,
-    /// What carries bytes between domains on the host backend: loopback, or a provider of libfabric such as tcp or shm
+    /// What carries bytes between domains: loopback, or a provider of libfabric such as tcp or shm
     /// [default: HYBRID_EP_TRANSPORT, or loopback]
     #[arg(long, value_name = "NAME")]
     pub(crate) transport: Option<String>,

@@ -93,6 +93,20 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
 }
 
 // ---- what comes from rail peers
+//
+// These words are in host memory. Each lane that loads one sends a request over PCIe, also if lanes load the same word,
+// and a GPU sends some 65 million requests a second. So one lane of a warp, or one thread of a block, loads for all.
+
+// Calls `ask` in one lane. Returns its answer in all lanes, to which what that lane has acquired is visible.
+template <class Ask>
+__device__ inline auto ask_once(const Ask& ask) {
+    decltype(ask()) answer{};
+    if (lane_id() == 0) answer = ask();
+    answer = __shfl_sync(ALL_LANES, answer, 0);
+    // A shuffle does not order memory.
+    __syncwarp();
+    return answer;
+}
 
 // Chunks of a set of `rows` rows. A set without rows has one, which arrives with the plan.
 __device__ inline u32 rail_chunks(const Common& c, u32 rows) { return max(div_up(rows, c.rails.chunk_rows), 1u); }
@@ -131,10 +145,9 @@ __device__ inline void await_all_rails(const Common& c, u32 epoch) {
     }
 }
 
-// The section of the lane that comes from `domain`. Called after `await_plan`.
-__device__ inline const u8* section_from(const Common& c, u32 epoch, u32 domain, u32 section) {
-    const RailSection* found = &rail_end(c, epoch, domain)->input.sections[section];
-    return in_lane(c, epoch, domain) + ld_relaxed_sys_u64(&found->offset);
+// The offset of a section in the lane that comes from `domain`. Called after `await_plan`.
+__device__ inline u64 section_offset(const Common& c, u32 epoch, u32 domain, u32 section) {
+    return ld_relaxed_sys_u64(&rail_end(c, epoch, domain)->input.sections[section].offset);
 }
 
 // ---- foreign sets

@@ -40,8 +40,8 @@ __device__ inline void forward_weights(const DispatchParams& p, const PeerView* 
     const u32 end = set.copy_begin[items.chunk_end(item)];
     for (u32 at = set.copy_begin[items.chunk(item)] + lane_id(); at < end; at += WARP) {
         const bool weighted = p.probs != PROBS_SKIP;
-        const u32 bits = weighted ? ld_relaxed_sys(reinterpret_cast<const u32*>(weights + at)) : 0;
-        store_weight(p, peers, set.copies[at], __uint_as_float(bits));
+        // A plain load: those of a warp are one request.
+        store_weight(p, peers, set.copies[at], weighted ? weights[at] : 0.0f);
     }
 }
 
@@ -51,12 +51,13 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
     // Store groups that may still be reading their stage when the next token is taken.
     constexpr u32 PENDING = 2;
     const Common& c = p.common;
-    if (!__all_sync(ALL_LANES, await_plan(c, epoch, domain))) return false;
+    if (ask_once([&] { return await_plan(c, epoch, domain) ? 1u : 0u; }) == 0) return false;
     const HandleView set = set_of(c, p.handle, domain);
     const SetItems items(p, set);
-    const u8* const rows = section_from(c, epoch, domain, 0);
-    const u8* const row_scales = section_from(c, epoch, domain, 1);
-    const auto* const weights = reinterpret_cast<const float*>(section_from(c, epoch, domain, 2));
+    const u8* const lane = in_lane(c, epoch, domain);
+    const auto section = [&](u32 at) { return lane + ask_once([&] { return section_offset(c, epoch, domain, at); }); };
+    const u8 *const rows = section(0), *const row_scales = section(1);
+    const auto* const weights = reinterpret_cast<const float*>(section(2));
     const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
     const u32 first_alias = domain * domain_size(c);
     const auto tell = [&](u32 flag) {
@@ -75,7 +76,8 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
         const ItemBatch<Send> batch = next;
         next = feed.fetch();
         if (batch.item != item) {
-            fine = __all_sync(ALL_LANES, await_rows(c, epoch, domain, items.chunk_end(batch.item) - 1));
+            const u32 last = items.chunk_end(batch.item) - 1;
+            fine = ask_once([&] { return await_rows(c, epoch, domain, last) ? 1u : 0u; }) != 0;
             if (!fine) break;
             copy_fence_global();
             __syncwarp();

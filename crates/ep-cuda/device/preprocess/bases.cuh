@@ -89,8 +89,10 @@ __device__ inline bool forward_counts(const PreprocessParams& p, u32 epoch) {
     const u32 first = c.owner_begin[domain_begin(c)], experts = c.owner_begin[domain_end(c)] - first;
     const u32 words = 1 + experts + domain_size(c);
     for_each_other_domain(c, [&](u32 domain) {
-        const auto* counts = reinterpret_cast<const u32*>(section_from(c, epoch, domain, 0));
-        const u32 rows = ld_relaxed_sys(&rail_end(c, epoch, domain)->input.rows), source = rail_peer(c, domain);
+        // Section 0 begins at 0.
+        const auto* counts = reinterpret_cast<const u32*>(in_lane(c, epoch, domain));
+        const u32 rows = ask_once([&] { return ld_relaxed_sys(&rail_end(c, epoch, domain)->input.rows); });
+        const u32 source = rail_peer(c, domain);
         for (u32 at = threadIdx.x; at < words * domain_size(c); at += blockDim.x) {
             const u32 peer = domain_begin(c) + at / words, word = at % words;
             u32* there = counts_at(p, c.control[peer], epoch, source);
