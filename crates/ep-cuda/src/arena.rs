@@ -23,6 +23,9 @@ pub(crate) trait Announce: Send {
 
     /// Tells ranks of other machines at once that this rank's kernels have given up.
     fn tell_fault(&self);
+
+    /// Tells other processes the word of `Control::left` that stands for this rank once its links end.
+    fn leaving(&self, word: u32);
 }
 
 /// Registered memory, shared by the buffer, the CUDA graphs that use it, and all parts that were handed out. When the
@@ -179,6 +182,13 @@ impl Arena {
     pub(crate) fn tell_fault(&self) {
         if let Some(announce) = &self.lock().announce {
             announce.tell_fault();
+        }
+    }
+
+    /// Tells other processes the word of `Control::left` that stands for this rank once its links end.
+    pub(crate) fn leaving(&self, word: u32) {
+        if let Some(announce) = &self.lock().announce {
+            announce.leaving(word);
         }
     }
 

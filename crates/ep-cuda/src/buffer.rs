@@ -7,7 +7,7 @@ use std::time::Duration;
 use ep::call::{HandleFacts, Maker, check_capacity};
 use ep::{
     Backend as _, CallerError, Config, Counts, DeviceReport, DispatchMode, EnvironmentError, Error,
-    Interrupt, Operator, PeerFault, Rank, ReceiveShape, Result, ScaleFormat, TokenFormat, World,
+    Interrupt, Operator, PeerError, PeerFault, Rank, ReceiveShape, Result, ScaleFormat, TokenFormat, World,
 };
 
 use crate::arena::{Arena, Part};
@@ -226,7 +226,10 @@ impl CudaBuffer {
         arena.hold((Arc::clone(&faults), Arc::clone(&shape), Arc::clone(&peers._keep)));
         let member = Member::new(Parting {
             rank,
+            own: peers.control[rank.index()],
             control: peers.control_here(),
+            rails: rails.clone(),
+            stall_bound: config.stall_bound(),
             arena: arena.clone(),
             faults: Arc::clone(&faults),
             tail: Tail::new(&device)?,
@@ -290,14 +293,21 @@ impl CudaBuffer {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// The engine's error for the rank that a kernel waited for until the bound, if there is one; else `error`.
+    /// `error` with the fault that the engine has found, if a kernel waited until its bound for a rank that the engine has
+    /// lost. An engine that has failed as a whole is the cause itself.
     fn cause_of(&self, error: Error) -> Error {
         let Error::Peer(found) = &error else { return error };
         if !matches!(found.fault, PeerFault::Late | PeerFault::Stalled) {
             return error;
         }
-        let cause = self.rails.as_ref().and_then(|rails| rails.failure_of(found.peer));
-        cause.unwrap_or(error)
+        match self.rails.as_ref().and_then(|rails| rails.failure_of(found.peer)) {
+            None => error,
+            Some(Error::Peer(lost)) => {
+                let waited_for = format!("{}; the engine: {}", found.waited_for, lost.waited_for);
+                PeerError { fault: lost.fault, waited_for, ..found.clone() }.into()
+            }
+            Some(cause) => cause,
+        }
     }
 
     pub(crate) fn facts<'a>(world: &'a World, rank: Rank, handle: &CudaHandle) -> HandleFacts<'a> {

@@ -174,10 +174,26 @@ impl CudaBuffer {
         });
         let (machines, invitations) =
             Machines::meet(world, rendezvous, config, &mut door, introduced.collect())?;
+        let own_gpu = mine.gpu;
+        let linked =
+            Self::link(world, rendezvous, config, home, bounds, held, (door, &invitations, &machines));
+        let (mapped, rails) = linked.map_err(|error| machines.locate(error))?;
+        Ok(Met { all, machines, mapped, gpu: own_gpu, rails })
+    }
+
+    /// Links the ranks, maps the memory of those of this machine, and connects the rails. Collective.
+    fn link(
+        world: &World,
+        rendezvous: &mut dyn Rendezvous,
+        config: &Config,
+        home: &Home,
+        bounds: Option<Bounds>,
+        held: &mut Option<links::Links>,
+        (door, invitations, machines): (Door, &[Invitation], &Machines),
+    ) -> Result<(links::Mapped, Option<RankRails>)> {
         let member = Member::of(rendezvous, config);
-        let met = ep::join::Links::connect(door, &member, &invitations, || rendezvous.lost())
-            .map_err(|error| machines.locate(error))?;
-        let (served, mapped) = links::serve_all(met, home, &machines, world.ranks(), config)?;
+        let met = ep::join::Links::connect(door, &member, invitations, || rendezvous.lost())?;
+        let (served, mapped) = links::serve_all(met, home, machines, world.ranks(), config)?;
         let links = held.insert(served);
         home.arena.with_chunks(|chunks| chunks.iter().try_for_each(|chunk| links.announce(chunk)))?;
         // A barrier: after it, every rank has mapped every control block.
@@ -188,7 +204,7 @@ impl CudaBuffer {
             }
             None => None,
         };
-        Ok(Met { all, machines, mapped, gpu: mine.gpu, rails })
+        Ok((mapped, rails))
     }
 }
 

@@ -24,13 +24,15 @@ use crate::buffer::Home;
 use crate::driver::{Chunk, Reservation};
 use crate::notices::Notices;
 use crate::params::GoneWord;
-use crate::remote::{Mirrors, News, RemoteLinks};
+use crate::remote::{Mirrors, News, RemoteLinks, is_left};
 
-/// Kinds of messages: an allocation (`Chunk`) with its size, the answer after mapping it or failing to, a heartbeat.
+/// Kinds of messages: an allocation (`Chunk`) with its size, the answer after mapping it or failing to, a heartbeat, and the
+/// word of `Control::left` that stands for the rank once it has left.
 const CHUNK: u8 = 0;
 const MAPPED: u8 = 1;
 const NOT_MAPPED: u8 = 2;
 const BEAT: u8 = 3;
+const LEAVING: u8 = 5;
 /// Stands for an answer when the peer has sent its leave message instead. Never sent.
 const LEFT: u8 = 4;
 
@@ -123,7 +125,7 @@ pub(crate) fn serve_all(
         here.peers.push(Peer { rank: peer, sender, answers });
     }
     let tell = move |peer, silent| {
-        notices.gone(peer, if silent { GoneWord::Silent } else { GoneWord::Here });
+        notices.silent(peer, silent);
     };
     here.heartbeat = Some(Heartbeat::start(rank, beats, Arc::clone(&hearts), tell)?);
     Ok((here, Mapped { peers, mirrors, hearts }))
@@ -150,29 +152,34 @@ fn serve(
     map: impl Fn(usize, &OwnedFd) -> Option<bool>,
     answer: impl Fn(u8),
     beat: impl Fn(),
-) -> Option<GoneWord> {
+) -> Option<u32> {
+    const DIED: u32 = GoneWord::Died as u32;
+    let mut left = GoneWord::Left as u32;
     loop {
         let (body, fd) = match link.wait(IDLE) {
             None => continue,
             Some(LinkEvent::Message(body, fd)) => (body, fd),
             Some(LinkEvent::Left) => {
                 answer(LEFT);
-                return Some(GoneWord::Left);
+                return Some(left);
             }
-            Some(_) => return Some(GoneWord::Died),
+            Some(_) => return Some(DIED),
         };
         match (body.as_slice(), fd) {
             ([BEAT], None) => beat(),
             ([said @ (MAPPED | NOT_MAPPED)], None) => answer(*said),
+            (&[LEAVING, a, b, c, d], None) if is_left(u32::from_le_bytes([a, b, c, d])) => {
+                left = u32::from_le_bytes([a, b, c, d]);
+            }
             ([CHUNK, bytes @ ..], Some(fd)) => {
                 let bytes =
                     bytes.try_into().ok().and_then(|bytes| usize::try_from(u64::from_le_bytes(bytes)).ok());
-                let Some(bytes) = bytes else { return Some(GoneWord::Died) };
+                let Some(bytes) = bytes else { return Some(DIED) };
                 if !map(bytes, &fd)? {
-                    return Some(GoneWord::Died);
+                    return Some(DIED);
                 }
             }
-            _ => return Some(GoneWord::Died),
+            _ => return Some(DIED),
         }
     }
 }
@@ -228,6 +235,15 @@ impl Announce for Links {
     fn tell_fault(&self) {
         self.remote.tell();
     }
+
+    fn leaving(&self, word: u32) {
+        self.remote.leaving(word);
+        for peer in &self.peers {
+            let mut sender = peer.sender.lock().unwrap_or_else(PoisonError::into_inner);
+            // A peer that does not read does not need it.
+            sender.try_send(&[&[LEAVING], &word.to_le_bytes()[..]].concat());
+        }
+    }
 }
 
 impl Drop for Links {
@@ -246,6 +262,7 @@ mod tests {
     use ep::join::{Door, Member};
 
     use super::*;
+    use crate::params::GONE_BITS;
 
     const LONG: Duration = Duration::from_secs(60);
 
@@ -271,7 +288,7 @@ mod tests {
     }
 
     /// What `serve` returns, the answers that it received, and the number of heartbeats.
-    fn served(said: impl FnOnce(LinkSender)) -> (Option<GoneWord>, Vec<u8>, usize) {
+    fn served(said: impl FnOnce(LinkSender)) -> (Option<u32>, Vec<u8>, usize) {
         let (sender, receiver) = pair();
         said(sender);
         let (beats, answers) = (Cell::new(0), RefCell::new(Vec::new()));
@@ -281,26 +298,32 @@ mod tests {
         (gone, answers.into_inner(), beats.get())
     }
 
+    const DIED: u32 = GoneWord::Died as u32;
+    const LEFT_WORD: u32 = GoneWord::Left as u32;
+
     #[test]
     fn a_link_distinguishes_heartbeats_answers_leaving_and_death() {
         let say = |peer: &mut LinkSender, body: &[u8]| peer.send(body, None, LONG).unwrap();
         let dies = |peer: LinkSender| rustix::net::shutdown(&peer, rustix::net::Shutdown::Both).unwrap();
-        assert_eq!(served(dies), (Some(GoneWord::Died), vec![], 0));
+        assert_eq!(served(dies), (Some(DIED), vec![], 0));
         let leaves =
             |mut peer: LinkSender| [BEAT, MAPPED, BEAT].iter().for_each(|&kind| say(&mut peer, &[kind]));
-        assert_eq!(served(leaves), (Some(GoneWord::Left), vec![MAPPED, LEFT], 2));
+        assert_eq!(served(leaves), (Some(LEFT_WORD), vec![MAPPED, LEFT], 2));
+        let word = LEFT_WORD | 7 << GONE_BITS;
+        let leaves_later =
+            |mut peer: LinkSender| say(&mut peer, &[&[LEAVING], &word.to_le_bytes()[..]].concat());
+        assert_eq!(served(leaves_later), (Some(word), vec![LEFT], 0));
         let beats_and_dies = |mut peer: LinkSender| {
             say(&mut peer, &[BEAT]);
             dies(peer);
         };
-        assert_eq!(served(beats_and_dies), (Some(GoneWord::Died), vec![], 1));
-        // An allocation without its descriptor, an unknown kind, an empty message, a message that is too long.
-        for wrong in [&[CHUNK, 0, 0, 32, 0, 0, 0, 0, 0][..], &[LEFT], &[], &[BEAT, BEAT]] {
-            assert_eq!(
-                served(|mut peer| say(&mut peer, wrong)),
-                (Some(GoneWord::Died), vec![], 0),
-                "{wrong:?}"
-            );
+        assert_eq!(served(beats_and_dies), (Some(DIED), vec![], 1));
+        // An allocation without its descriptor, an unknown kind, an empty message, a message that is too long, a word that
+        // does not stand for a rank that has left.
+        for wrong in
+            [&[CHUNK, 0, 0, 32, 0, 0, 0, 0, 0][..], &[LEFT], &[], &[BEAT, BEAT], &[LEAVING, 2, 0, 0, 0]]
+        {
+            assert_eq!(served(|mut peer| say(&mut peer, wrong)), (Some(DIED), vec![], 0), "{wrong:?}");
         }
     }
 

@@ -10,7 +10,8 @@ use ep::{Rank, Result};
 use crate::arena::Arena;
 use crate::driver::{Device, DeviceAddress, DeviceMark, Event, Look, Relaxed, Stream};
 use crate::fault::Faults;
-use crate::params::{GoneWord, LEFT_OFFSET};
+use crate::params::{EPOCH_OFFSET, GONE_BITS, GoneWord, LEFT_OFFSET};
+use crate::rails::RankRails;
 use crate::reaper::{self, Job, Lost};
 
 /// Shared by a buffer and the CUDA graphs that captured its operators. Dropping the last owner ends the membership.
@@ -24,12 +25,18 @@ pub(crate) struct Parting {
     /// The rank's own stream.
     pub(crate) stream: Stream,
     pub(crate) arena: Arena,
+    /// This rank's control block.
+    pub(crate) own: DeviceAddress,
     /// Control blocks of the ranks of this machine. The links tell ranks of other machines that this rank leaves.
     pub(crate) control: Vec<DeviceAddress>,
     pub(crate) faults: Arc<Faults>,
     pub(crate) tail: Tail,
     /// Recorded after the gone words were written to the peers.
     pub(crate) said: Event,
+    /// Rails to the other NVLink domains, if there are any.
+    pub(crate) rails: Option<Arc<RankRails>>,
+    /// How long to wait until what this rank has sent along its rail has left it.
+    pub(crate) stall_bound: Duration,
     pub(crate) stage: Stage,
     pub(crate) patience: Duration,
 }
@@ -38,6 +45,8 @@ pub(crate) struct Parting {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {
     Working,
+    /// The kernels have ended; the proxy may still send what they have stored.
+    Draining,
     Telling,
     Left,
 }
@@ -136,13 +145,20 @@ impl Drop for Member {
 }
 
 impl Parting {
-    /// Tells all peers that this rank takes part in no further operator.
-    fn say_left(&self) -> Result<()> {
-        let word = LEFT_OFFSET + 4 * self.rank.index();
+    /// Tells all peers that this rank takes part in no further operator. `sent`: whether everything has left along its
+    /// rail.
+    fn say_left(&self, sent: bool) -> Result<()> {
+        let mut word = GoneWord::Left as u32;
+        if self.rails.is_some() && sent {
+            let mut epoch = [0; 4];
+            self.stream.download(self.own + EPOCH_OFFSET as DeviceAddress, &mut epoch)?;
+            word |= u32::from_le_bytes(epoch) << GONE_BITS;
+        }
+        self.arena.leaving(word);
+        let at = LEFT_OFFSET + 4 * self.rank.index();
         for &control in &self.control {
             // A write to a peer that is gone may fail; that peer does not need it.
-            let _ =
-                self.stream.upload(&(GoneWord::Left as u32).to_le_bytes(), control + word as DeviceAddress);
+            let _ = self.stream.upload(&word.to_le_bytes(), control + at as DeviceAddress);
         }
         self.said.record(&self.stream)
     }
@@ -158,7 +174,16 @@ impl Job for Parting {
             }
             // A rank that has given up has told its peers by its abort word.
             let failed = self.faults.read().is_some();
-            self.stage = if !failed && self.say_left().is_ok() { Stage::Telling } else { Stage::Left };
+            self.stage = if failed { Stage::Left } else { Stage::Draining };
+            if let Some(rails) = self.rails.as_ref().filter(|_| !failed) {
+                rails.drain(self.stall_bound);
+            }
+        }
+        if self.stage == Stage::Draining {
+            let Some(sent) = self.rails.as_ref().map_or(Some(true), |rails| rails.is_drained()) else {
+                return Look::Running;
+            };
+            self.stage = if self.say_left(sent).is_ok() { Stage::Telling } else { Stage::Left };
         }
         if self.stage == Stage::Telling {
             match self.said.look() {

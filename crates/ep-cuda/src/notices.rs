@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ep::Rank;
 
-use crate::driver::{Device, DeviceAddress, Stream};
+use crate::driver::{Device, DeviceAddress, Relaxed, Stream};
 use crate::params::{ABORT_OFFSET, GoneWord, LEFT_OFFSET};
 
 /// Writes words into this rank's control block.
@@ -27,6 +27,7 @@ impl State {
     /// If this fails, waits end at their bounds.
     fn write(&self, device: &Arc<Device>, offset: usize, word: u32) {
         let Some(control) = self.control else { return };
+        let _relaxed = Relaxed::new();
         let _ = Stream::new(device).and_then(|stream| {
             stream.upload(&word.to_le_bytes(), control + offset as DeviceAddress)?;
             stream.synchronize()
@@ -44,15 +45,22 @@ impl Notices {
         with(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Writes a gone word. `Left`, `Died` and `Unreachable` are final: later words for the same rank are ignored.
-    pub(crate) fn gone(&self, peer: Rank, word: GoneWord) {
+    /// Writes the end of a rank, a word of `Control::left`. It is final: later words for the same rank are ignored.
+    pub(crate) fn gone(&self, peer: Rank, word: u32) {
         self.with(|state| {
-            if state.gone[peer.index()] {
-                return;
+            if !std::mem::replace(&mut state.gone[peer.index()], true) {
+                state.write(&self.device, LEFT_OFFSET + 4 * peer.index(), word);
             }
-            state.gone[peer.index()] =
-                matches!(word, GoneWord::Left | GoneWord::Died | GoneWord::Unreachable);
-            state.write(&self.device, LEFT_OFFSET + 4 * peer.index(), word as u32);
+        });
+    }
+
+    /// Writes whether a rank is silent.
+    pub(crate) fn silent(&self, peer: Rank, silent: bool) {
+        let word = if silent { GoneWord::Silent } else { GoneWord::Here };
+        self.with(|state| {
+            if !state.gone[peer.index()] {
+                state.write(&self.device, LEFT_OFFSET + 4 * peer.index(), word as u32);
+            }
         });
     }
 

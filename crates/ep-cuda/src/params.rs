@@ -50,6 +50,9 @@ constants! { CONSTANTS:
     SHAPE_WORDS: usize = 4;
     /// Maximum number of sections of a lane: parts of different stride that one operator sends along a rail.
     RAIL_SECTIONS: usize = 3;
+    /// Bits of a word of `Control::left` that hold the `GoneWord`. The bits above hold, of a rank that has left after it has
+    /// sent everything along its rail, its last epoch.
+    GONE_BITS: u32 = 3;
 }
 
 codes! { CODES:
@@ -240,7 +243,7 @@ structs! { STRUCTS:
         /// Written by this rank and by peers: an `abort_word`, see sync.cuh.
         abort: u32,
         unused: [u32; 31],
-        /// `left[peer]`: a `GoneWord`, written by hosts.
+        /// `left[peer]`: a `GoneWord` and an epoch (`GONE_BITS`), written by hosts.
         left: [u32; MAX_RANKS],
         /// combine with rails: by domain, tokens of its foreign set that workers have claimed for the reduce role. Only this
         /// rank's kernels touch it.
@@ -567,6 +570,8 @@ constants! { SIZES:
 pub(crate) const CONTROL_BYTES: usize = size_of::<Control>();
 /// Offset of `Control::left`, in bytes.
 pub(crate) const LEFT_OFFSET: usize = offset_of!(Control, left);
+/// Offset of `Control::epoch`, in bytes.
+pub(crate) const EPOCH_OFFSET: usize = offset_of!(Control, epoch);
 /// Offset of `Control::abort`, in bytes.
 pub(crate) const ABORT_OFFSET: usize = offset_of!(Control, abort);
 /// Offset of `Control::record`, in bytes.

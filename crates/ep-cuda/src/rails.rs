@@ -238,6 +238,16 @@ impl RankRails {
         Ok(Self { proxy, _window: window, report: Arc::clone(report), bounds, params })
     }
 
+    /// Lets the proxy send what the kernels, which have ended, have stored. Waits for nothing.
+    pub(crate) fn drain(&self, patience: Duration) {
+        self.proxy.drain(patience);
+    }
+
+    /// Whether everything has left this rank, after [`drain`](Self::drain); `None` until this is known.
+    pub(crate) fn is_drained(&self) -> Option<bool> {
+        self.proxy.is_drained()
+    }
+
     /// Prepares the proxy for an operator that the host is about to launch.
     pub(crate) fn wake(&self) {
         self.proxy.wake();

@@ -6,6 +6,7 @@
 //! that its kernels have stored, and its fault report. The receiver stores the records in its mirrors and the abort word in
 //! its own control block. docs/protocol.md lists the words.
 
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -16,7 +17,7 @@ use ep::{EnvironmentError, Rank, Result};
 use crate::driver::{Device, DeviceAddress, HostWords, Mapped};
 use crate::fault::Report;
 use crate::params::{
-    ABORT_OFFSET, FaultKind, FaultRecord, FaultReport, GoneWord, MIRROR_BYTES, NONE, RECORD_OFFSET,
+    ABORT_OFFSET, FaultKind, FaultRecord, FaultReport, GONE_BITS, GoneWord, MIRROR_BYTES, NONE, RECORD_OFFSET,
 };
 
 /// How long a receiver waits for a message at a time. Its value has no effect.
@@ -30,20 +31,30 @@ const MIRROR_WORDS: usize = MIRROR_BYTES / 4;
 pub(crate) struct State {
     /// An `abort_word` (sync.cuh); 0: the rank has not given up.
     abort: u32,
+    /// The word of `Control::left` that stands for the rank once its links end; 0: the rank has not left.
+    left: u32,
     report: FaultReport,
 }
 
+/// Whether this is a word of `Control::left` for a rank that has left.
+pub(crate) fn is_left(word: u32) -> bool {
+    word & ((1 << GONE_BITS) - 1) == GoneWord::Left as u32
+}
+
 impl State {
-    /// The abort word, then the report, as little-endian words.
+    /// The two words and the report, little-endian.
     fn to_bytes(self) -> Vec<u8> {
-        [bytemuck::bytes_of(&self.abort), bytemuck::bytes_of(&self.report)].concat()
+        let Self { abort, left, report } = self;
+        [&abort.to_le_bytes()[..], &left.to_le_bytes(), bytemuck::bytes_of(&report)].concat()
     }
 
     /// The state in a message of a rank, of `ranks`. `None` for bytes that no rank sends: kernels use ranks of abort words
     /// and records as indices.
     fn from_bytes(bytes: &[u8], ranks: usize) -> Option<Self> {
-        let (abort, report) = bytes.split_first_chunk::<4>()?;
-        let (abort, report) = (u32::from_le_bytes(*abort), bytemuck::try_pod_read_unaligned(report).ok()?);
+        let (abort, bytes) = bytes.split_first_chunk()?;
+        let (left, report) = bytes.split_first_chunk()?;
+        let (abort, left) = (u32::from_le_bytes(*abort), u32::from_le_bytes(*left));
+        let report = bytemuck::try_pod_read_unaligned(report).ok()?;
         let FaultReport { own, theirs } = &report;
         let is_rank = |rank: u32| (rank as usize) < ranks;
         let is_record = |FaultRecord { fault, .. }: &FaultRecord| {
@@ -57,8 +68,8 @@ impl State {
             let (cause, by, at_fault) = (word >> 16, word >> 8 & 0xFF, (word & 0xFF).wrapping_sub(1));
             FaultKind::of(cause).is_some() && is_rank(by) && is_rank(at_fault)
         };
-        let fine = (abort == 0 || is_abort(abort)) && is_record(own) && is_record(theirs);
-        fine.then_some(Self { abort, report })
+        let fine = (abort == 0 || is_abort(abort)) && (left == 0 || is_left(left));
+        (fine && is_record(own) && is_record(theirs)).then_some(Self { abort, left, report })
     }
 }
 
@@ -74,6 +85,8 @@ pub(crate) struct Mirrors {
     world: usize,
     /// Returns the fault report of this rank.
     report: Box<dyn Fn() -> Option<FaultReport> + Send + Sync>,
+    /// As [`State::left`], of this rank.
+    left: AtomicU32,
     /// Held while records are stored: each link has a thread.
     storing: Mutex<()>,
 }
@@ -96,7 +109,8 @@ impl Mirrors {
         let words = Mapped::new(device, (ranks.len() * MIRROR_WORDS).max(1))?;
         let address = words.address();
         let (words, report) = (Box::new(words), Box::new(move || report.read()));
-        Ok(Arc::new(Self { words, address, ranks, world, report, storing: Mutex::new(()) }))
+        let (left, storing) = (AtomicU32::new(0), Mutex::new(()));
+        Ok(Arc::new(Self { words, address, ranks, world, report, left, storing }))
     }
 
     fn first_word_of(&self, rank: Rank) -> Option<usize> {
@@ -113,8 +127,10 @@ impl Mirrors {
     fn state(&self) -> State {
         let of = |at: usize| self.words.read(at * MIRROR_WORDS + ABORT_OFFSET / 4);
         let abort = (0..self.ranks.len()).map(of).find(|&word| word != 0).unwrap_or(0);
+        // The report was stored before the word.
+        fence(Ordering::Acquire);
         let report = (self.report)().filter(|_| abort != 0).unwrap_or(bytemuck::Zeroable::zeroed());
-        State { abort, report }
+        State { abort, left: self.left.load(Ordering::Relaxed), report }
     }
 
     /// Stores the records of a rank's state in the mirrors. Its report may have a copy of another rank's record, which may
@@ -145,8 +161,8 @@ pub(crate) enum News {
     Heartbeat,
     /// It has given up, with this abort word. Its record is in the mirrors.
     Abort(u32),
-    /// Its link has ended.
-    Gone(GoneWord),
+    /// Its link has ended. The word is one of `Control::left`.
+    Gone(u32),
 }
 
 /// This rank's links to ranks of other machines. Dropping it tells them that this rank leaves.
@@ -178,16 +194,19 @@ impl RemoteLinks {
     ) -> Result<impl FnMut() + Send + 'static> {
         let link = Arc::new(Mutex::new(SnapshotLink::new(sender)));
         self.links.push(Arc::clone(&link));
-        let (mirrors, receiving) = (Arc::clone(&self.mirrors), Arc::clone(&link));
+        // Weak: the thread that drops the buffer must free the pinned memory, not this one.
+        let (mirrors, receiving, ranks) =
+            (Arc::downgrade(&self.mirrors), Arc::clone(&link), self.mirrors.world);
         let run = move || {
             let learn = |state: &State| {
                 tell(News::Heartbeat);
-                if state.abort != 0 {
+                let mirrors = mirrors.upgrade().filter(|_| state.abort != 0);
+                if let Some(mirrors) = mirrors {
                     mirrors.store(peer, &state.report);
                     tell(News::Abort(state.abort));
                 }
             };
-            let gone = receive(receiver, &receiving, mirrors.world, learn);
+            let gone = receive(receiver, &receiving, ranks, learn);
             tell(News::Gone(gone));
         };
         let thread = thread::Builder::new().name(format!("ep-link-{own}-{peer}")).spawn(run);
@@ -204,6 +223,11 @@ impl RemoteLinks {
         if self.process == std::process::id() {
             self.send(false);
         }
+    }
+
+    /// The word of `Control::left` that stands for this rank once its links end, as part of its last state.
+    pub(crate) fn leaving(&self, word: u32) {
+        self.mirrors.left.store(word, Ordering::Relaxed);
     }
 
     fn send(&self, last: bool) {
@@ -230,30 +254,40 @@ impl Drop for RemoteLinks {
     }
 }
 
-/// Receives the states of a rank until its link ends. Returns why it ended.
+/// Receives the states of a rank until its link ends. Returns the word of `Control::left` that says why.
 fn receive(
     mut receiver: LinkReceiver,
     link: &Mutex<SnapshotLink>,
     ranks: usize,
     learn: impl Fn(&State),
-) -> GoneWord {
+) -> u32 {
+    let mut left = GoneWord::Left as u32;
     loop {
         match receiver.wait(IDLE) {
             None => {}
             Some(LinkEvent::Message(body, _)) => {
                 let state = lock(link).receive(&body).and_then(|snapshot| State::from_bytes(snapshot, ranks));
                 match state {
-                    Some(state) => learn(&state),
-                    None => return GoneWord::Died,
+                    Some(state) => {
+                        learn(&state);
+                        if state.left != 0 {
+                            left = state.left;
+                        }
+                    }
+                    None => {
+                        // Tells the peer that this rank does not listen any more.
+                        lock(link).leave();
+                        return GoneWord::Died as u32;
+                    }
                 }
             }
             Some(LinkEvent::Left) => {
                 // The peer waits for the end of this direction.
                 lock(link).leave();
-                return GoneWord::Left;
+                return left;
             }
-            Some(LinkEvent::Unreachable) => return GoneWord::Unreachable,
-            Some(_) => return GoneWord::Died,
+            Some(LinkEvent::Unreachable) => return GoneWord::Unreachable as u32,
+            Some(_) => return GoneWord::Died as u32,
         }
     }
 }
@@ -306,6 +340,7 @@ mod tests {
             ranks: ranks.iter().copied().map(Rank).collect(),
             world: RANKS,
             report: Box::new(move || *lock(&report)),
+            left: AtomicU32::new(0),
             storing: Mutex::new(()),
         };
         (Arc::new(mirrors), reported)
@@ -413,14 +448,24 @@ mod tests {
         let [mut zero, one] = ends();
         let word = give_up(&one);
         drop(one.links);
-        assert_eq!((zero.next(), zero.next()), (News::Abort(word), News::Gone(GoneWord::Left)));
+        assert_eq!((zero.next(), zero.next()), (News::Abort(word), News::Gone(GoneWord::Left as u32)));
         (zero.send)();
     }
 
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
+    fn the_last_state_of_a_rank_that_leaves_has_its_last_epoch() {
+        let [zero, one] = ends();
+        let word = GoneWord::Left as u32 | 7 << GONE_BITS;
+        one.links.leaving(word);
+        drop(one.links);
+        assert_eq!(zero.next(), News::Gone(word));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
     fn a_link_that_closes_or_carries_what_no_rank_sends_ends_as_a_death() {
-        let fine = State { abort: abort_word(FaultKind::Died, 1, 2), report: FaultReport::zeroed() };
+        let fine = State { abort: abort_word(FaultKind::Died, 1, 2), left: 0, report: FaultReport::zeroed() };
         let with = |change: &dyn Fn(&mut State)| {
             let mut state = fine;
             change(&mut state);
@@ -436,6 +481,7 @@ mod tests {
             with(&|state| state.abort = abort_word(FaultKind::Died, 1, beyond)),
             with(&|state| state.abort = 1 << 8),
             with(&|state| state.abort |= 0xFFFF << 16),
+            with(&|state| state.left = GoneWord::Died as u32),
             with(&|state| state.report.own.fault.peer = beyond),
             with(&|state| state.report.own.fault.kind = 99),
             with(&|state| state.report.theirs.fault.rank = beyond),
@@ -445,12 +491,12 @@ mod tests {
             assert!(State::from_bytes(&wrong, RANKS).is_none(), "{wrong:?}");
             let [zero, one] = ends();
             lock(&one.links.links[0]).send(true, || wrong);
-            assert_eq!(zero.next(), News::Gone(GoneWord::Died));
+            assert_eq!(zero.next(), News::Gone(GoneWord::Died as u32));
         }
         let [zero, one] = linked();
         let (zero, one) = (end(0, zero), one.split());
         // The system closes the sockets of a process that is killed.
         rustix::net::shutdown(&one.0, rustix::net::Shutdown::Both).unwrap();
-        assert_eq!(zero.next(), News::Gone(GoneWord::Died));
+        assert_eq!(zero.next(), News::Gone(GoneWord::Died as u32));
     }
 }

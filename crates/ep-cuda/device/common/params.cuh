@@ -52,6 +52,9 @@ constexpr u32 SHAPE_OWN = 3;
 constexpr u32 SHAPE_WORDS = 4;
 // Maximum number of sections of a lane: parts of different stride that one operator sends along a rail.
 constexpr u32 RAIL_SECTIONS = 3;
+// Bits of a word of `Control::left` that hold the `GoneWord`. The bits above hold, of a rank that has left after it has
+// sent everything along its rail, its last epoch.
+constexpr u32 GONE_BITS = 3;
 
 // The format of scales.
 enum ScaleCode : u32 {
@@ -235,7 +238,7 @@ struct Control {
     // Written by this rank and by peers: an `abort_word`, see sync.cuh.
     u32 abort;
     u32 unused[31];
-    // `left[peer]`: a `GoneWord`, written by hosts.
+    // `left[peer]`: a `GoneWord` and an epoch (`GONE_BITS`), written by hosts.
     u32 left[MAX_RANKS];
     // combine with rails: by domain, tokens of its foreign set that workers have claimed for the reduce role. Only this
     // rank's kernels touch it.

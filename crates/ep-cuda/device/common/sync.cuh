@@ -148,6 +148,16 @@ __device__ inline u64 bound_of(const Common& c, u32 waiting_for) {
     return c.stall_timeout_ns;
 }
 
+// What a peer's word in `Control::left` means for a wait in `epoch`. What a rank has sent along its rail may arrive after
+// the news that it has left, so a wait for it goes on, until its bound, if the rank took part in the operator.
+__device__ inline u32 gone_of(const Common& c, u32 word, u32 epoch, u32 peer) {
+    const u32 gone = word & ((1u << GONE_BITS) - 1), last = word - gone;
+    const bool on_rail = RAILS && (peer < domain_begin(c) || peer >= domain_end(c));
+    // The word has the low bits of the epoch.
+    const bool took_part = static_cast<i32>(last - (epoch << GONE_BITS)) >= 0;
+    return gone == GONE_LEFT && on_rail && took_part ? GONE_HERE : gone;
+}
+
 // The slow path of `wait_for`: polls the word, and now and then checks the clock, the abort word and the peer's gone
 // word.
 __device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for,
@@ -159,7 +169,7 @@ __device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epo
         for (u32 poll = 0; poll < POLLS; poll++) {
             if (reached(ld_acquire_sys(word), epoch)) return true;
         }
-        const u32 gone = ld_acquire_sys(&c.own->left[peer]);
+        const u32 gone = gone_of(c, ld_acquire_sys(&c.own->left[peer]), epoch, peer);
         if (gone != GONE_HERE && reached(ld_acquire_sys(word), epoch)) return true;
         // Read after the gone word: a rank that leaves because of a fault writes the abort word before it leaves.
         const u32 given_up = ld_relaxed_sys(&c.own->abort);

@@ -35,11 +35,20 @@ pub(crate) struct Proxy {
     thread: Option<JoinHandle<Result<()>>>,
     stop_by: Arc<OnceLock<Instant>>,
     woken: Arc<AtomicBool>,
+    leave: Arc<Leave>,
     failures: Arc<Failures>,
     sent: Arc<Sent>,
     patience: Duration,
     /// The process that has the thread; a forked child has a copy of this value but not the thread.
     process: u32,
+}
+
+/// The request to send everything, before this rank tells its peers that it leaves.
+#[derive(Debug, Default)]
+struct Leave {
+    by: OnceLock<Instant>,
+    /// Whether everything has left this rank in time.
+    sent: OnceLock<bool>,
 }
 
 impl Proxy {
@@ -55,9 +64,10 @@ impl Proxy {
         let sent = Arc::clone(pump.sent());
         let stop_by = Arc::<OnceLock<Instant>>::default();
         let woken = Arc::<AtomicBool>::default();
-        let (stop, wake) = (Arc::clone(&stop_by), Arc::clone(&woken));
+        let leave = Arc::<Leave>::default();
+        let (stop, wake, leaving) = (Arc::clone(&stop_by), Arc::clone(&woken), Arc::clone(&leave));
         let run = move || {
-            let served = catch_unwind(AssertUnwindSafe(|| serve(&mut pump, &stop, &wake)));
+            let served = catch_unwind(AssertUnwindSafe(|| serve(&mut pump, &stop, &wake, &leaving)));
             served.unwrap_or_else(|panic| Err(pump.lose_all(panicked(own, panic.as_ref()))))
         };
         let thread = thread::Builder::new().name(format!("ep-rail-{own}")).spawn(run).map_err(|error| {
@@ -66,7 +76,7 @@ impl Proxy {
         })?;
         let patience = patience.min(MOST_PATIENCE);
         let process = std::process::id();
-        Ok(Self { thread: Some(thread), stop_by, woken, failures, sent, patience, process })
+        Ok(Self { thread: Some(thread), stop_by, woken, leave, failures, sent, patience, process })
     }
 
     /// Bytes and puts that the engine has accepted.
@@ -85,6 +95,19 @@ impl Proxy {
         if let Some(thread) = &self.thread {
             thread.thread().unpark();
         }
+    }
+
+    /// Lets the thread send what the kernels have completed, within `patience`. The kernels must have ended. The thread goes
+    /// on to receive.
+    pub(crate) fn drain(&self, patience: Duration) {
+        self.leave.by.get_or_init(|| Instant::now() + patience.min(MOST_PATIENCE));
+        self.wake();
+    }
+
+    /// Whether everything has left this rank, after [`drain`](Self::drain); `None` until this is known.
+    pub(crate) fn is_drained(&self) -> Option<bool> {
+        let ended = || self.thread.as_ref().is_none_or(JoinHandle::is_finished).then_some(false);
+        self.leave.sent.get().copied().or_else(ended)
     }
 
     /// Lets a drop of the proxy not wait: this rank has given up, so its peers need nothing from it any more.
@@ -137,9 +160,12 @@ fn text_of(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// Makes rounds until the proxy is stopped.
-fn serve(pump: &mut Pump, stop_by: &OnceLock<Instant>, woken: &AtomicBool) -> Result<()> {
+fn serve(pump: &mut Pump, stop_by: &OnceLock<Instant>, woken: &AtomicBool, leave: &Leave) -> Result<()> {
     let mut idle_since = None;
     loop {
+        if let (Some(deadline), None) = (leave.by.get(), leave.sent.get()) {
+            leave.sent.get_or_init(|| pump.drain(*deadline).is_ok());
+        }
         if let Some(deadline) = stop_by.get() {
             return pump.drain(*deadline);
         }

@@ -416,13 +416,33 @@ fn faults_across_rails(place: &str, placed: impl Fn(Script) -> Script) -> Vec<Sc
     still.fails(&[Fault::Stalled, Fault::Aborted], Some(0));
     cases.push(still);
 
-    let mut gone = rails("a rank of another domain that has died");
-    let handle = gone.preprocess(far(&gone), 0);
-    gone.is_gone(2, Gone::Died);
-    gone.dispatch(&handle, dispatch(Copies::Bulk, hidden));
-    gone.otherwise(2, "takes part", 0);
-    gone.fails(&[Fault::Died, Fault::Aborted], Some(2));
-    cases.push(gone);
+    for (name, word, fault) in [
+        ("has died", Gone::Died, Fault::Died),
+        ("has left", Gone::Left, Fault::Left),
+        ("is unreachable", Gone::Unreachable, Fault::Unreachable),
+    ] {
+        let mut gone = rails(&format!("a rank of another domain that {name}"));
+        let handle = gone.preprocess(far(&gone), 0);
+        gone.is_gone(2, word);
+        gone.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+        gone.otherwise(2, "takes part", 0);
+        gone.fails(&[fault, Fault::Aborted], Some(2));
+        cases.push(gone);
+    }
+
+    // No fault: what the rank has sent arrives after the news that it has left.
+    let mut leaving = rails("a rank of another domain that leaves after dispatch");
+    let handle = leaving.preprocess(far(&leaving), 0);
+    leaving.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    leaving.leaves(2);
+    cases.push(leaving);
+
+    let mut leaving = rails("a rank of another domain that leaves after combine");
+    let handle = leaving.preprocess(far(&leaving), 0);
+    leaving.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    leaving.combine(&handle, combine(Copies::Bulk, hidden));
+    leaving.leaves(2);
+    cases.push(leaving);
 
     let mut mismatch = rails("ranks of two domains that call different things");
     let handle = mismatch.preprocess(far(&mismatch), 0);

@@ -92,6 +92,7 @@ pub(crate) enum Fault {
     Died = 10,
     Late = 11,
     Silent = 12,
+    Unreachable = 15,
 }
 
 /// As `GoneWord` of the kernels.
@@ -100,6 +101,7 @@ pub(crate) enum Gone {
     Left = 1,
     Died = 2,
     Silent = 3,
+    Unreachable = 4,
 }
 
 /// A combine of all ranks.
@@ -135,12 +137,19 @@ impl Script {
         owners.numbers.insert("blocks", blocks);
         owners.number("domains", world.topology().domains());
         owners.number("machines", 1);
+        owners.number("leaves", 0);
         // The most rows and copies of a set, and the rows of a chunk.
         owners.number("set rows", 24);
         owners.number("set copies", 24 * 6);
         owners.number("rail chunk rows", 3);
         owners.input("owner_begin", words(&begins));
         Self { name: name.into(), world, owners, operators: Vec::new(), random: Random(seed) }
+    }
+
+    /// The last operator of this rank: it leaves before its proxy has sent anything of it.
+    pub(crate) fn leaves(&mut self, rank: usize) {
+        self.owners.number("leaves", rank + 1);
+        self.is_gone(rank, Gone::Left);
     }
 
     /// Each domain is on a machine of its own: ranks see no memory of other domains.
