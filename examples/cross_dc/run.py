@@ -111,6 +111,9 @@ def report(args: argparse.Namespace, result: dict[str, Any], *, shaped: bool) ->
         written = json.dumps({**figures, "step_seconds": predicted}, indent=1)
         (args.out / "predictions.json").write_text(written + "\n")
         return
+    codecs = ", ".join(f"{mode} {predict.DENSE.get(mode, 'exact')}" for mode in args.modes if mode != "plain")
+    if codecs:
+        print(f"\ndense gradients between datacenters: {codecs}")
     print(f"\n{'mode':8} {'predicted':>10} {'measured':>10} {'ratio':>6} {'link, MB a step':>16} {'final loss':>11}")
     for mode, figures in result["modes"].items():
         counted = [s for s, yes in zip(figures["step_seconds"], figures["counted"], strict=True) if yes]

@@ -23,6 +23,7 @@ from torch import Tensor
 # The model is beside this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import predict
 from moe_lm import Model, Sizes, add_model_arguments, corpus, total_loss
 
 from hybrid_ep import Buffer, MoELayer
@@ -31,7 +32,7 @@ from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridMoELayer
 from hybrid_ep.moe import reduce_gradients
 
 DATACENTERS = 2
-# Codecs of weights and gradients. The density 0.048 is a compression of about 50 for f32.
+# Codecs of weights and gradients of experts. The density 0.048 is a compression of about 50 for f32.
 HYBRID = {
     "exact": ("exact", "exact"),
     "int8": ("int8", "int8"),
@@ -66,7 +67,12 @@ class Trainer:
             plan = ExpertDomains.uniform(ranks=dist.get_world_size(), datacenters=DATACENTERS)
             weights, gradients = HYBRID[mode]
             self.migration = ExpertMigration(
-                plan, num_experts=args.experts, weights=weights, gradients=gradients, workers=1
+                plan,
+                num_experts=args.experts,
+                weights=weights,
+                gradients=gradients,
+                dense_gradients=predict.DENSE.get(mode, "exact"),
+                workers=1,
             )
         torch.manual_seed(args.seed)
         self.model = model_of(args, self.moe)
