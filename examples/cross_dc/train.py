@@ -203,6 +203,8 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
         # A step is over when the slowest rank has finished it.
         "step_seconds": [max(rank["seconds"][step] for rank in ranks) for step in range(len(losses))],
         "counted": [step.counted for step in trainer.steps],
+        # A rank that is late in a step is early in the next, so the mean is less than that of the slowest ranks.
+        "mean_step_seconds": max(mean_seconds(rank["seconds"], trainer.steps) for rank in ranks),
         "link_bytes_per_step": int(link_bytes) / len(losses) if link() is not None else None,
         "sent_by_rank": [rank["sent"] for rank in ranks],
     }
@@ -233,6 +235,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for trainer in trainers.values():
         trainer.close()
     return result
+
+
+def mean_seconds(seconds: list[float], steps: list[Step]) -> float:
+    counted = [time for time, step in zip(seconds, steps, strict=True) if step.counted]
+    return statistics.mean(counted or seconds)
 
 
 def median_seconds(steps: list[Step]) -> float:

@@ -1,8 +1,8 @@
 """`DenseGradients`: the reduction of dense gradients over all ranks, through a codec between datacenters.
 
-Gradients are packed into buckets, in the reverse order of the parameters, which is about the order in which a backward pass
-completes them. Once a module was reduced, hooks begin each bucket as soon as a backward pass has completed the
-bucket and all before it, so that buckets travel while the pass goes on.
+Gradients are packed into buckets, in the reverse order of the parameters, which is about the order in which a backward
+pass completes them. Once a module was reduced, hooks begin each bucket as soon as a backward pass has completed it and
+all buckets before it, so that buckets travel while the pass goes on.
 """
 
 from __future__ import annotations
