@@ -64,11 +64,14 @@ fn round(reduction: &DenseReduction, rank: Rank, round: u64) -> Result<Vec<Vec<f
     BUCKETS.iter().enumerate().map(finish).collect()
 }
 
+/// The encoders of a datacenter's atoms, and their elements.
+type Encoders = Vec<(std::ops::Range<usize>, GradientEncoder)>;
+
 /// What each rank should get, round after round.
 struct Expected {
     members: Vec<Vec<Rank>>,
-    /// By bucket and datacenter, those of all atoms: (elements, encoder).
-    encoders: Vec<Vec<Vec<(std::ops::Range<usize>, GradientEncoder)>>>,
+    /// By bucket and datacenter.
+    encoders: Vec<Vec<Encoders>>,
 }
 
 impl Expected {
