@@ -315,19 +315,22 @@ impl Post {
     }
 
     /// Takes the next message of gradients of a layer from a peer, or nothing once `is_wanted` returns false, which it may after
-    /// [`wake`](Self::wake). Waits until there is one.
+    /// [`wake`](Self::wake). Waits until there is one whose step `is_due`.
     pub(crate) fn next_while(
         &self,
         call: Call,
         peer: usize,
         waited_for: impl Fn() -> String,
         is_wanted: impl Fn() -> bool,
+        is_due: impl Fn(u64) -> bool,
     ) -> Result<Option<Message>> {
         let taken = |state: &mut State| {
             if !is_wanted() {
                 return Some(None);
             }
-            state.peers[peer].lanes[GRADIENTS].take(call, GRADIENTS).map(Some)
+            let inbox = &mut state.peers[peer].lanes[GRADIENTS];
+            inbox.arrived[call.layer].front().filter(|message| is_due(message.header.step))?;
+            inbox.take(call, GRADIENTS).map(Some)
         };
         let found = self.wait(call, waited_for, &[peer], taken)?;
         self.request_bodies(peer, GRADIENTS)?;

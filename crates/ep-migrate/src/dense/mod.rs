@@ -415,8 +415,10 @@ impl Shared {
         let what =
             || format!("dense gradients of bucket {} from rank {from}: {}", turn.bucket, STAGES[stage]);
         let is_wanted = || turn.sequence() >= self.oldest.load(Ordering::SeqCst);
+        // A peer may have abandoned this round, and sends for the next one, before this rank abandons it.
+        let is_due = |step: u64| step >> BUCKET_BITS <= turn.round;
         loop {
-            let Some(message) = self.post.next_while(turn.call(stage), peer, what, is_wanted)? else {
+            let Some(message) = self.post.next_while(turn.call(stage), peer, what, is_wanted, is_due)? else {
                 return Ok(None);
             };
             let bytes = (message.body.len() + HEADER_BYTES) as u64;

@@ -208,6 +208,45 @@ fn an_abandoned_round_leaves_nothing_behind() {
     assert!(found.iter().all(|found| *found == expected));
 }
 
+#[test]
+fn a_rank_may_abandon_a_round_after_its_peers_have_begun_the_next() {
+    let (members, network) = (members(&[1, 1]), LocalNetwork::new());
+    let has_begun_next = std::sync::Barrier::new(2);
+    let found = on_threads(&all(&members), |rank| {
+        let reduction = start(&network, rank, &members, &settings("exact"));
+        reduction.add_plan(&BUCKETS, None).unwrap();
+        if rank == Rank(0) {
+            reduction.begin(turn(0, 0), &gradient::<f32>(rank, 0, 0)).unwrap();
+            has_begun_next.wait();
+            // Time for the thread to see the message of the next round.
+            std::thread::sleep(Duration::from_millis(100));
+            reduction.abandon(1);
+            return round(&reduction, rank, 1).unwrap();
+        }
+        reduction.abandon(1);
+        reduction.begin(turn(0, 1), &gradient::<f32>(rank, 0, 1)).unwrap();
+        has_begun_next.wait();
+        let mut sums = vec![vec![0.0; BUCKETS[0].elements]];
+        reduction.begin(turn(1, 1), &gradient::<f32>(rank, 1, 1)).unwrap();
+        reduction.begin(turn(2, 1), &gradient::<u16>(rank, 2, 1)).unwrap();
+        reduction.finish(turn(0, 1), &mut sums[0]).unwrap();
+        for (bucket, narrow) in [(1, false), (2, true)] {
+            if narrow {
+                let mut out = vec![0_u16; BUCKETS[bucket].elements];
+                reduction.finish(turn(bucket, 1), &mut out).unwrap();
+                sums.push(out.into_iter().map(Weight::to_f32).collect());
+            } else {
+                let mut out = vec![0.0; BUCKETS[bucket].elements];
+                reduction.finish(turn(bucket, 1), &mut out).unwrap();
+                sums.push(out);
+            }
+        }
+        sums
+    });
+    let expected = Expected::new(&members, "exact").round(1);
+    assert!(found.iter().all(|found| *found == expected));
+}
+
 // ---- faults
 
 fn fault(error: Error) -> (u32, PeerFault) {
