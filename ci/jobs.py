@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = os.environ.get("HYBRID_EP", str(ROOT / "target/release/hybrid-ep"))
 SEED = int(os.environ.get("SEED", "1"))
 BACKEND = os.environ.get("BACKEND", "host")
-# How much later than its bound a rank may end, in seconds. A process on a GPU that it shares takes up to a second to end,
-# after its error.
+# How much later than its bound a rank may end, in seconds. A process on a GPU that it shares takes up to a second to
+# end after its error.
 SLACK = float(os.environ.get("SLACK", "3" if BACKEND == "cuda" else "1"))
 # Bounds of the ranks, in seconds: the entry bound, and the stall bound. A GPU that several processes share runs each of
 # them for a while.

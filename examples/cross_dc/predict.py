@@ -16,6 +16,10 @@ RATE = r"(\d+(?:\.\d+)?)([kmg])bit"
 # Of weights and of gradients, as the planner's file has them: a codec, or bytes over the bytes that travel for them.
 COMPRESSION = {"exact": ("1", "1"), "int8": (INT8, INT8), "delta": ("50", INT8), "shared": ("50", INT8)}
 
+# By mode: the codec of dense gradients between datacenters; "exact" for all others. By codec: bytes of an element.
+DENSE = {"delta": "int8", "shared": "int8"}
+DENSE_BYTES = {"exact": 4.0, "int8": 1 + 4 / 128}
+
 
 class Given(NamedTuple):
     """What a prediction needs, all of it known before training or measured without communication."""
@@ -80,9 +84,7 @@ memory_bandwidth = "10 GB/s"
 def predict(cluster: Path, given: Given, mode: str) -> float:
     """Predicts the seconds of a training step.
 
-    The planner prices the layers. To them comes the all-reduce of dense gradients: a ring, as gloo does it, whose link
-    between two datacenters carries `2 (ranks - 1) / ranks` of the bytes; and the optimizer, which overlaps with
-    nothing.
+    The planner prices the layers. To them come dense gradients and the optimizer, which overlap with nothing here.
 
     Args:
         cluster: A cluster file: of `cluster_file`, or of `hybrid-ep calibrate`.
@@ -112,9 +114,24 @@ def predict(cluster: Path, given: Given, mode: str) -> float:
     rates = wan["bandwidth_gbit_per_s"]
     slowest = min(rates) if isinstance(rates, list) else rates
     bytes_per_second = slowest * 1e9 / 8 * wan["efficiency"]
-    rounds = 2 * (given.ranks - 1)
-    dense = rounds * (4 * given.dense_parameters / given.ranks / bytes_per_second + wan["round_trip_s"] / 2)
+    dense = dense_link_bytes(given, mode) / bytes_per_second + dense_messages(given, mode) * wan["round_trip_s"] / 2
     return given.layers * layer_seconds(plan["plan"], mode, given.datacenters) + dense + given.optimizer_seconds
+
+
+def dense_link_bytes(given: Given, mode: str) -> float:
+    """Counts the bytes of dense gradients that leave a datacenter in a step.
+
+    The mode `plain` uses gloo's ring over all ranks, whose link between two datacenters carries `2 (ranks - 1) / ranks`
+    of the bytes. In the others each datacenter sends its sum once to every other one; headers are left out.
+    """
+    if mode == "plain":
+        return 2 * (given.ranks - 1) / given.ranks * 4 * given.dense_parameters
+    return (given.datacenters - 1) * DENSE_BYTES[DENSE.get(mode, "exact")] * given.dense_parameters
+
+
+def dense_messages(given: Given, mode: str) -> int:
+    """Counts the messages between datacenters that follow one another."""
+    return 2 * (given.ranks - 1) if mode == "plain" else 1
 
 
 def layer_seconds(plan: dict[str, Any], mode: str, datacenters: int) -> float:

@@ -111,7 +111,11 @@ def report(args: argparse.Namespace, result: dict[str, Any], *, shaped: bool) ->
         written = json.dumps({**figures, "step_seconds": predicted}, indent=1)
         (args.out / "predictions.json").write_text(written + "\n")
         return
-    print(f"\n{'mode':8} {'predicted':>10} {'measured':>10} {'ratio':>6} {'link, MB a step':>16} {'final loss':>11}")
+    codecs = ", ".join(f"{mode} {predict.DENSE.get(mode, 'exact')}" for mode in args.modes if mode != "plain")
+    if codecs:
+        print(f"\ndense gradients between datacenters: {codecs}")
+    columns = f"{'predicted':>10} {'measured':>10} {'ratio':>6} {'mean':>9} {'link, MB a step':>16} {'final loss':>11}"
+    print(f"\n{'mode':8} {columns}")
     for mode, figures in result["modes"].items():
         counted = [s for s, yes in zip(figures["step_seconds"], figures["counted"], strict=True) if yes]
         figures["median_step_seconds"] = measured = statistics.median(counted or figures["step_seconds"])
@@ -121,6 +125,7 @@ def report(args: argparse.Namespace, result: dict[str, Any], *, shaped: bool) ->
         print(
             f"{mode:8} {'-' if expected is None else f'{expected:.3f} s':>10} {f'{measured:.3f} s':>10} "
             f"{'-' if expected is None else f'{measured / expected:.2f}':>6} "
+            f"{figures['mean_step_seconds']:>7.3f} s "
             f"{'-' if moved is None else f'{moved / 1e6:.3f}':>16} {statistics.mean(last):>11.4f}"
         )
     link = {"rate": args.rate, "delay_seconds": args.delay} if shaped else None

@@ -23,6 +23,7 @@ from torch import Tensor
 # The model is beside this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import predict
 from moe_lm import Model, Sizes, add_model_arguments, corpus, total_loss
 
 from hybrid_ep import Buffer, MoELayer
@@ -31,7 +32,7 @@ from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridMoELayer
 from hybrid_ep.moe import reduce_gradients
 
 DATACENTERS = 2
-# Codecs of weights and gradients. The density 0.048 is a compression of about 50 for f32.
+# Codecs of weights and gradients of experts. The density 0.048 is a compression of about 50 for f32.
 HYBRID = {
     "exact": ("exact", "exact"),
     "int8": ("int8", "int8"),
@@ -66,7 +67,12 @@ class Trainer:
             plan = ExpertDomains.uniform(ranks=dist.get_world_size(), datacenters=DATACENTERS)
             weights, gradients = HYBRID[mode]
             self.migration = ExpertMigration(
-                plan, num_experts=args.experts, weights=weights, gradients=gradients, workers=1
+                plan,
+                num_experts=args.experts,
+                weights=weights,
+                gradients=gradients,
+                dense_gradients=predict.DENSE.get(mode, "exact"),
+                workers=1,
             )
         torch.manual_seed(args.seed)
         self.model = model_of(args, self.moe)
@@ -197,6 +203,8 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
         # A step is over when the slowest rank has finished it.
         "step_seconds": [max(rank["seconds"][step] for rank in ranks) for step in range(len(losses))],
         "counted": [step.counted for step in trainer.steps],
+        # A rank that is late in a step is early in the next, so the mean is less than that of the slowest ranks.
+        "mean_step_seconds": max(mean_seconds(rank["seconds"], trainer.steps) for rank in ranks),
         "link_bytes_per_step": int(link_bytes) / len(losses) if link() is not None else None,
         "sent_by_rank": [rank["sent"] for rank in ranks],
     }
@@ -227,6 +235,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for trainer in trainers.values():
         trainer.close()
     return result
+
+
+def mean_seconds(seconds: list[float], steps: list[Step]) -> float:
+    counted = [time for time, step in zip(seconds, steps, strict=True) if step.counted]
+    return statistics.mean(counted or seconds)
 
 
 def median_seconds(steps: list[Step]) -> float:

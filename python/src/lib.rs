@@ -10,6 +10,7 @@
 //! | `dlpack` | export of memory to a tensor library |
 //! | `interrupt` | Ctrl-C while an operator waits |
 //! | `migration` | experts between datacenters |
+//! | `reduction` | dense gradients between datacenters |
 //! | `errors` | exceptions |
 //! | `cli` | the program `hybrid-ep`, for `python -m hybrid_ep` |
 //!
@@ -28,6 +29,7 @@ mod host;
 mod interrupt;
 mod join;
 mod migration;
+mod reduction;
 
 #[pyo3::pymodule]
 mod _native {
@@ -48,6 +50,9 @@ mod _native {
 
     #[pymodule_export]
     use super::migration::Migration;
+
+    #[pymodule_export]
+    use super::reduction::DenseReduction;
 
     #[pymodule_export]
     #[allow(non_upper_case_globals)]

@@ -204,8 +204,7 @@ impl MigrationSettings {
         let shape =
             Shape { experts_per_rank: self.experts_per_rank, expert_elements: self.expert_elements.clone() };
         let wrong = |key, value: String, problem: String| CallerError::Config { key, value, problem };
-        let timeout = Duration::try_from_secs_f64(self.timeout)
-            .map_err(|error| wrong("timeout", self.timeout.to_string(), error.to_string()))?;
+        let timeout = seconds(self.timeout)?;
         let settings = Settings {
             weights: self
                 .weights
@@ -226,12 +225,21 @@ impl MigrationSettings {
     }
 }
 
+/// The setting `timeout`.
+pub(crate) fn seconds(timeout: f64) -> Result<Duration, CallerError> {
+    Duration::try_from_secs_f64(timeout).map_err(|error| CallerError::Config {
+        key: "timeout",
+        value: timeout.to_string(),
+        problem: error.to_string(),
+    })
+}
+
 /// A carrier whose methods are Python code: `send(rank, lane, bytes)` and `receive(rank, lane, length)` return a transfer,
 /// whose `wait()` returns the bytes that arrived; `abort()` closes all connections.
 #[derive(Debug)]
-struct PythonCarrier {
-    object: Py<PyAny>,
-    signals: Signals,
+pub(crate) struct PythonCarrier {
+    pub(crate) object: Py<PyAny>,
+    pub(crate) signals: Signals,
 }
 
 #[derive(Debug)]

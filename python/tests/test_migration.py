@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from exact_engine import ExactEngine
 from hybrid_ep import Buffer, CallerError, MoELayer, PeerError
-from hybrid_ep.experts import local_part
+from hybrid_ep.experts import expert_parameters, local_part
 from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridExperts, HybridMoELayer
 from hybrid_ep.moe import clip_gradients, reduce_gradients
 from process_worlds import Rank, world_of_processes
@@ -88,8 +88,16 @@ def train_hybrid(migration: ExpertMigration, model: nn.Module, steps: range, opt
     return losses
 
 
-def train_plain(here: Rank, steps: range) -> list[float]:
-    """Expert parallelism over all ranks."""
+def sum_by_datacenter(gradient: Tensor, plan: ExpertDomains, group: dist.ProcessGroup) -> None:
+    """The order in which the runtime sums dense gradients: ranks in a datacenter, then datacenters."""
+    parts = [torch.empty_like(gradient) for _ in range(group.size())]
+    dist.all_gather(parts, gradient.contiguous(), group=group)
+    zero = torch.zeros_like(gradient)
+    gradient.copy_(sum((sum((parts[rank] for rank in ranks), start=zero) for ranks in plan.datacenters), start=zero))
+
+
+def train_plain(here: Rank, steps: range, plan: ExpertDomains | None = None) -> list[float]:
+    """Expert parallelism over all ranks. With a plan, dense gradients are summed in the order of the runtime."""
     losses = Losses()
     with Buffer(here.group, num_experts=EXPERTS, device="cpu", workers=1) as buffer:
         model = network(lambda: MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=TOPK))
@@ -98,7 +106,13 @@ def train_plain(here: Rank, steps: range) -> list[float]:
             optimizer.zero_grad()
             loss = loss_of(model, tokens_of(here.rank, step))
             loss.backward()
-            reduce_gradients(model, here.group, op="sum")
+            if plan is None:
+                reduce_gradients(model, here.group, op="sum")
+            else:
+                experts = {id(parameter) for parameter in expert_parameters(model)}
+                for parameter in model.parameters():
+                    if id(parameter) not in experts and parameter.grad is not None:
+                        sum_by_datacenter(parameter.grad, plan, here.group)
             optimizer.step()
             losses.add(loss)
     return losses
@@ -161,11 +175,9 @@ def train_oracle(here: Rank, plan: ExpertDomains, steps: range) -> list[float]:
                     parts = [torch.empty_like(parameter.grad) for _ in range(domain.size())]
                     dist.all_gather(parts, parameter.grad, group=domain)
                     parameter.grad = sum(parts, start=torch.zeros_like(parameter.grad))
-            dense = [parameter for parameter in model.parameters() if id(parameter) not in experts]
-            flat = torch.cat([parameter.grad.flatten() for parameter in dense])
-            dist.all_reduce(flat, group=here.group)
-            for parameter, part in zip(dense, flat.split([p.numel() for p in dense]), strict=True):
-                parameter.grad.copy_(part.view_as(parameter))
+            for parameter in model.parameters():
+                if id(parameter) not in experts:
+                    sum_by_datacenter(parameter.grad, plan, here.group)
             optimizer.step()
             losses.add(loss)
     return losses
@@ -202,8 +214,10 @@ def _without_migration(here: Rank) -> tuple[list[float], list[float]]:
     with ExpertMigration(plan, num_experts=EXPERTS) as migration:
         model = hybrid(migration)
         ours = train_hybrid(migration, model, range(5), adam(model.parameters()))
-        assert migration.stats() == {}
-    return ours, train_plain(here, range(5))
+        stats = migration.stats()
+        assert stats.pop("dense_inside_sent") == stats.pop("dense_inside_received") > 0
+        assert stats == {"dense_link_sent": 0, "dense_link_received": 0}
+    return ours, train_plain(here, range(5), plan)
 
 
 def test_one_datacenter_is_expert_parallelism() -> None:
@@ -496,7 +510,7 @@ def _mistakes(here: Rank) -> None:
         InPython(TWO, num_experts=6)
     with _raises("timeout is 0"):
         InPython(TWO, num_experts=8, timeout=0)
-    with _raises("ranks passed different arguments: rank 0 .*'int8', 'int8', 4, 0.*, rank 3 .*'int8', 'int8', 5, 0"):
+    with _raises("ranks passed different arguments: rank 0 .*'int8', 'int8', 'exact', 4, 0.*, rank 3 .*'exact', 5, 0"):
         InPython(TWO, num_experts=8, depth=5 if here.rank == 3 else 4)
     with ExpertMigration(TWO, num_experts=EXPERTS, weights="gzip") as migration:
         hybrid(migration)

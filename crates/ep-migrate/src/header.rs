@@ -11,7 +11,7 @@
 //! | 16 | 8 | step |
 //! | 24 | 8 | bytes of the body |
 //! | 32 | 8 | run |
-//! | 40 | 4 | `Failure`: the rank at fault |
+//! | 40 | 4 | `Failure`: the rank at fault; `Alive`: 1 if the sender waits for another rank |
 //! | 44 | 4 | `Failure`: code of the fault |
 //! | 48 | 8 | zero |
 //! | 56 | 8 | XXH64 of bytes 0 .. 56 |
@@ -42,6 +42,19 @@ pub(crate) enum Kind {
     Failure(Rank, PeerFault),
     /// The sender has closed its migration. No body, and no message follows.
     Left,
+    /// The sender has waited for the receiver for its whole timeout. No body. The receiver answers with `Alive`.
+    Ask,
+    /// The sender's process runs. No body.
+    Alive(Wait),
+}
+
+/// What a rank that answers `Ask` is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wait {
+    /// It waits for messages of another rank.
+    Blocked = 1,
+    /// It waits for no message.
+    Free = 0,
 }
 
 /// A parsed header.
@@ -73,6 +86,8 @@ impl Header {
             Kind::Request => (4, 0, 0),
             Kind::Failure(rank, fault) => (5, rank.0, u32::from(fault.code())),
             Kind::Left => (6, 0, 0),
+            Kind::Ask => (7, 0, 0),
+            Kind::Alive(wait) => (8, wait as u32, 0),
         };
         let mut bytes = Vec::with_capacity(HEADER_BYTES);
         bytes.extend(MAGIC);
@@ -114,6 +129,8 @@ impl Header {
             4 => Kind::Request,
             5 => Kind::Failure(Rank(half(40)), PeerFault::from_code(half(44))),
             6 => Kind::Left,
+            7 => Kind::Ask,
+            8 => Kind::Alive(if half(40) == Wait::Blocked as u32 { Wait::Blocked } else { Wait::Free }),
             kind => return Err(format!("a message of unknown kind {kind}")),
         };
         Ok(Self {
@@ -141,6 +158,9 @@ mod tests {
             Kind::Request,
             Kind::Failure(Rank(7), PeerFault::Stalled),
             Kind::Left,
+            Kind::Ask,
+            Kind::Alive(Wait::Blocked),
+            Kind::Alive(Wait::Free),
         ];
         for kind in kinds {
             let header =

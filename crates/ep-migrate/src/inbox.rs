@@ -6,6 +6,7 @@ use ep::{Operator, PeerFault};
 
 use crate::carrier::{Lane, Transfer};
 use crate::header::{Header, Kind};
+use crate::question::Question;
 
 /// The lanes of bodies, which index arrays.
 pub(crate) const WEIGHTS: usize = 0;
@@ -48,6 +49,8 @@ pub(crate) struct Peer {
     pub(crate) sent: VecDeque<Box<dyn Transfer>>,
     /// Those among them that the thread `sent` waits for: 0 or 1.
     pub(crate) awaited: usize,
+    /// The question whether this peer is to blame for a wait.
+    pub(crate) question: Question,
 }
 
 impl Peer {

@@ -55,12 +55,14 @@
 #![forbid(unsafe_code)]
 
 mod carrier;
+mod dense;
 mod header;
 mod inbox;
 mod local;
 mod migration;
 mod owned;
 mod post;
+mod question;
 mod replicas;
 mod settings;
 mod state;
@@ -68,6 +70,7 @@ mod state;
 mod tests;
 
 pub use carrier::{Carrier, CarrierError, Lane, Transfer};
+pub use dense::{Bucket, Datacenters, DenseReduction, DenseSettings, DenseTraffic, Turn};
 pub use header::HEADER_BYTES;
 pub use inbox::Traffic;
 pub use local::{LocalCarrier, LocalNetwork};

@@ -170,6 +170,7 @@ impl<T: Weight> Migration<T> {
             // A step has two messages of each layer, in two parts each, to a peer that may lag `staleness` steps behind.
             most_sent: (4 * layers.len()).saturating_mul(2 + settings.staleness as usize),
             timeout: settings.timeout,
+            asks: false,
             interrupt: settings.interrupt.clone(),
         };
         let (post, threads) = Post::start(setup, carrier, &resend)?;

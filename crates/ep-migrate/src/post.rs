@@ -15,8 +15,9 @@ use std::time::{Duration, Instant};
 use ep::{CallerError, EnvironmentError, Error, Interrupt, Operator, PeerError, PeerFault, Rank, Result};
 
 use crate::carrier::{Carrier, CarrierError, Lane};
-use crate::header::{HEADER_BYTES, Header, Kind};
+use crate::header::{HEADER_BYTES, Header, Kind, Wait};
 use crate::inbox::{Call, GRADIENTS, Inbox, Message, Peer, Traffic, WEIGHTS, lane_of, noun};
+use crate::question::{Patience, Question};
 
 /// How long a rank that closes waits for its peers to read why.
 pub(crate) const GRACE: Duration = Duration::from_secs(1);
@@ -38,6 +39,8 @@ pub(crate) struct Setup {
     /// How many parts of messages, headers and bodies, to one peer may be under way.
     pub(crate) most_sent: usize,
     pub(crate) timeout: Duration,
+    /// Whether a rank asks a late peer what it waits for, before it calls that peer the rank at fault.
+    pub(crate) asks: bool,
     pub(crate) interrupt: Interrupt,
 }
 
@@ -73,6 +76,10 @@ struct State {
     /// The operator that this rank is in, or was in last.
     operator: (Operator, u64),
     peers: Vec<Peer>,
+    /// By wait that goes on: the first peer that can end it.
+    waits: Vec<usize>,
+    /// Whether a peer has asked what this rank waits for. The waits then end early.
+    is_asked: bool,
     traffic: Traffic,
 }
 
@@ -83,15 +90,16 @@ impl Post {
         carrier: Box<dyn Carrier>,
         resend: &Resend,
     ) -> Result<(Arc<Self>, Vec<JoinHandle<()>>)> {
-        let layers = setup.longest[WEIGHTS].len();
-        let inbox = || Inbox::new(layers, setup.first_step);
-        let peer = |_| Peer { lanes: [inbox(), inbox()], ..Peer::default() };
+        let inbox = |lane: usize| Inbox::new(setup.longest[lane].len(), setup.first_step);
+        let peer = |_| Peer { lanes: [inbox(WEIGHTS), inbox(GRADIENTS)], ..Peer::default() };
         let state = State {
             error: None,
             is_leaving: false,
             is_closing: false,
             operator: (Operator::Gather, 0),
             peers: (0..setup.peers.len()).map(peer).collect(),
+            waits: Vec::new(),
+            is_asked: false,
             traffic: Traffic::default(),
         };
         let orders = setup.peers.iter().map(|_| Orders::default()).collect();
@@ -204,6 +212,27 @@ impl Post {
         call: Call,
         waited_for: impl Fn() -> String,
         peers: &[usize],
+        ready: impl FnMut(&mut State) -> Option<R>,
+    ) -> Result<R> {
+        self.lock().waits.push(peers[0]);
+        let ended = self.wait_until(call, waited_for, peers, ready);
+        let mut state = self.lock();
+        if let Some(at) = state.waits.iter().position(|&peer| peer == peers[0]) {
+            state.waits.swap_remove(at);
+        }
+        if ended.is_ok() {
+            // What was asked was about a wait that is over.
+            state.peers[peers[0]].question = Question::default();
+            state.is_asked = false;
+        }
+        ended
+    }
+
+    fn wait_until<R>(
+        &self,
+        call: Call,
+        waited_for: impl Fn() -> String,
+        peers: &[usize],
         mut ready: impl FnMut(&mut State) -> Option<R>,
     ) -> Result<R> {
         let started = Instant::now();
@@ -218,12 +247,32 @@ impl Post {
             let waited = started.elapsed();
             // A peer that has left sends nothing more, so there is no reason to wait for the timeout.
             let gone = peers.iter().find_map(|&peer| Some((peer, state.peers[peer].is_exhausted()?)));
-            let late = (waited >= self.setup.timeout).then(|| (peers[0], PeerFault::Late));
+            let left = self.setup.timeout.saturating_sub(waited);
+            let is_late = left.is_zero() || state.is_asked;
+            let patience = match is_late {
+                false => Patience::For(left),
+                true if !self.setup.asks => Patience::Over(PeerFault::Late),
+                true => state.peers[peers[0]].question.patience(),
+            };
+            let late = match patience {
+                Patience::Over(fault) => Some((peers[0], fault)),
+                Patience::For(_) | Patience::Ask => None,
+            };
             if let Some((peer, fault)) = gone.or(late) {
                 drop(state);
                 return Err(self.fail(self.fault(peer, fault, waited_for(), waited)));
             }
-            let mut slice = self.setup.timeout - waited;
+            let mut slice = match patience {
+                Patience::For(time) => time,
+                Patience::Ask | Patience::Over(_) => {
+                    state.peers[peers[0]].question = Question::ask();
+                    drop(state);
+                    let ask = Header::bare(Kind::Ask, self.setup.rank, self.setup.run);
+                    self.post(peers[0], [(Lane::Headers, Arc::new(ask.to_bytes()))])?;
+                    state = self.lock();
+                    continue;
+                }
+            };
             let asks = self.setup.interrupt.is_set();
             if asks {
                 slice = slice.min(Interrupt::EVERY);
@@ -263,6 +312,36 @@ impl Post {
         let found = found?;
         self.request_bodies(found.0, lane)?;
         Ok(found)
+    }
+
+    /// Takes the next message of gradients of a layer from a peer, or nothing once `is_wanted` returns false, which it may after
+    /// [`wake`](Self::wake). Waits until there is one whose step `is_due`.
+    pub(crate) fn next_while(
+        &self,
+        call: Call,
+        peer: usize,
+        waited_for: impl Fn() -> String,
+        is_wanted: impl Fn() -> bool,
+        is_due: impl Fn(u64) -> bool,
+    ) -> Result<Option<Message>> {
+        let taken = |state: &mut State| {
+            if !is_wanted() {
+                return Some(None);
+            }
+            let inbox = &mut state.peers[peer].lanes[GRADIENTS];
+            inbox.arrived[call.layer].front().filter(|message| is_due(message.header.step))?;
+            inbox.take(call, GRADIENTS).map(Some)
+        };
+        let found = self.wait(call, waited_for, &[peer], taken)?;
+        self.request_bodies(peer, GRADIENTS)?;
+        Ok(found)
+    }
+
+    /// Makes every wait look again whether it is over.
+    pub(crate) fn wake(&self) {
+        // A wait that has looked, and does not sleep yet, holds the lock.
+        drop(self.lock());
+        self.changed.notify_all();
     }
 
     /// Takes the next message of a layer from a peer, if it has arrived; of weights at most those of the call's step.
@@ -344,6 +423,22 @@ impl Post {
                 self.end(peer, PeerFault::Left);
                 return Ok(false);
             }
+            Kind::Ask => {
+                let wait = {
+                    let mut state = self.lock();
+                    state.is_asked = !state.waits.is_empty();
+                    if state.is_asked { Wait::Blocked } else { Wait::Free }
+                };
+                self.changed.notify_all();
+                let answer = Header::bare(Kind::Alive(wait), self.setup.rank, self.setup.run);
+                self.post(peer, [(Lane::Headers, Arc::new(answer.to_bytes()))])?;
+                return Ok(true);
+            }
+            Kind::Alive(wait) => {
+                self.lock().peers[peer].question.answer(wait);
+                self.changed.notify_all();
+                return Ok(true);
+            }
             Kind::Failure(culprit, fault) => {
                 let error = self.told(peer, culprit, fault);
                 self.fail_for(error, (culprit, fault));
@@ -398,13 +493,15 @@ impl Post {
         let lane = match header.kind {
             Kind::Weights | Kind::Resent => WEIGHTS,
             Kind::Gradients => GRADIENTS,
-            Kind::Request | Kind::Left | Kind::Failure(..) if header.bytes != 0 => {
+            Kind::Request | Kind::Left | Kind::Failure(..) | Kind::Ask | Kind::Alive(_)
+                if header.bytes != 0 =>
+            {
                 return broken("a body where none belongs".into());
             }
             Kind::Request if layer >= self.setup.longest[WEIGHTS].len() => {
                 return broken(format!("a request for layer {layer}"));
             }
-            Kind::Request | Kind::Left | Kind::Failure(..) => return Ok(()),
+            Kind::Request | Kind::Left | Kind::Failure(..) | Kind::Ask | Kind::Alive(_) => return Ok(()),
         };
         let layers = self.setup.longest[lane].len();
         let Some(&longest) = self.setup.longest[lane].get(layer) else {
@@ -552,6 +649,16 @@ impl Post {
             _ => (self.setup.rank, PeerFault::Failed),
         };
         self.fail_for(error, culprit)
+    }
+
+    /// Records that a rank, perhaps none of the peers, is at fault for what another part of the program found.
+    pub(crate) fn blame(&self, peer: Rank, fault: PeerFault) {
+        let (operator, step) = self.lock().operator;
+        let (rank, waited_for) = (self.setup.rank, "messages of another part of the step".into());
+        let waited = Duration::ZERO;
+        let error =
+            PeerError { peer, machine: None, fault, operator, step, rank, waited_for, waited, cause: None };
+        self.fail_for(error, (peer, fault));
     }
 
     /// As [`fail`](Self::fail), with the rank at fault that the peers shall be told.

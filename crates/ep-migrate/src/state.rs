@@ -50,7 +50,7 @@ fn put(bytes: &mut Vec<u8>, part: &[u8]) {
     bytes.extend(part);
 }
 
-fn damaged(problem: &str) -> ep::Error {
+pub(crate) fn damaged(problem: &str) -> ep::Error {
     let problem = format!("{problem}; pass the bytes that `save` returned");
     CallerError::Config { key: "saved state of a migration", value: "(bytes)".into(), problem }.into()
 }
@@ -63,7 +63,21 @@ impl Saved {
         element: Element,
         step: u64,
     ) -> Self {
-        Self { step, identity: identity(domain, shape, settings, element), layers: Vec::new() }
+        Self::of(identity(domain, shape, settings, element), step)
+    }
+
+    /// A state without layers, of what `identity` names.
+    pub(crate) fn of(identity: String, step: u64) -> Self {
+        Self { step, identity, layers: Vec::new() }
+    }
+
+    /// Adds the parts of the next layer.
+    pub(crate) fn push_parts(&mut self, parts: [Vec<Vec<u8>>; 3]) {
+        self.layers.push(parts);
+    }
+
+    pub(crate) fn layers(&self) -> &[[Vec<Vec<u8>>; 3]] {
+        &self.layers
     }
 
     /// Adds the next layer.
@@ -133,17 +147,21 @@ impl Saved {
         settings: &Settings,
         element: Element,
     ) -> Result<()> {
-        let own = identity(domain, shape, settings, element);
-        if self.identity != own {
-            let problem = format!("it is of {}, but this is {own}", self.identity);
-            return Err(damaged(&problem));
-        }
+        self.check_identity(&identity(domain, shape, settings, element))?;
         let (experts, peers) = (shape.experts_per_rank, domain.peers().len());
         let fits = |lists: &[Vec<Vec<u8>>; 3]| lists[0].len() == experts && lists[1].len() == experts * peers;
         if self.layers.len() != shape.expert_elements.len() || !self.layers.iter().all(fits) {
             return Err(damaged("it lacks layers or experts"));
         }
         Ok(())
+    }
+
+    /// Checks that this is the state of what `own` names.
+    pub(crate) fn check_identity(&self, own: &str) -> Result<()> {
+        if self.identity == own {
+            return Ok(());
+        }
+        Err(damaged(&format!("it is of {}, but this is {own}", self.identity)))
     }
 
     /// Restores the encoders of a layer. The state must have passed [`check`](Self::check).

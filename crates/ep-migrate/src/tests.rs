@@ -31,7 +31,7 @@ fn start<T: Weight>(network: &LocalNetwork, rank: Rank, ranks: &[Rank], settings
 }
 
 /// Runs `work` on a thread for each rank, and returns the results in their order.
-fn on_threads<R: Send>(ranks: &[Rank], work: impl Fn(Rank) -> R + Sync) -> Vec<R> {
+pub(crate) fn on_threads<R: Send>(ranks: &[Rank], work: impl Fn(Rank) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = ranks.iter().map(|&rank| (rank, &work)).collect();
         let threads: Vec<_> =
@@ -41,7 +41,7 @@ fn on_threads<R: Send>(ranks: &[Rank], work: impl Fn(Rank) -> R + Sync) -> Vec<R
 }
 
 /// Numbers that depend on the arguments only.
-fn numbers<T: Weight>(seed: [u64; 4], count: usize) -> Vec<T> {
+pub(crate) fn numbers<T: Weight>(seed: [u64; 4], count: usize) -> Vec<T> {
     let seed = seed
         .iter()
         .fold(7u64, |hash, &word| (hash ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23));

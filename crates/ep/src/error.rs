@@ -160,6 +160,14 @@ pub enum CallerError {
         /// What is wrong with them.
         problem: String,
     },
+    /// The gradients of dense parameters cannot be reduced between datacenters.
+    #[error("dense gradients, bucket {bucket}: {problem}")]
+    Dense {
+        /// The bucket: gradients that are reduced together.
+        bucket: usize,
+        /// What is wrong with them.
+        problem: String,
+    },
     /// A call of a migration that does not fit the calls before it.
     #[error("{operator} of layer {layer}, step {step}: {problem}")]
     Order {

@@ -26,10 +26,14 @@ class ExpertDomains:
         ranks (int): The number of ranks.
         expert_domains (tuple[tuple[int, ...], ...]): The ranks of each expert domain, ascending.
         dispatch_groups (tuple[tuple[int, ...], ...]): The ranks of each dispatch group, by position.
+        datacenters (tuple[tuple[int, ...], ...]): The ranks of each datacenter, ascending. Dense gradients are summed
+            inside each of them first, then between them in this order.
 
     Args:
         expert_domains: The ranks of each expert domain, in any order.
         dispatch_groups: The ranks of each dispatch group; the rank at position `d` is in `expert_domains[d]`.
+        datacenters: The ranks of each datacenter, in any order; they may have different numbers of ranks. Default: the
+            dispatch groups.
 
     Raises:
         CallerError: A rank is missing or is in two groups, or the two divisions do not fit.
@@ -39,11 +43,21 @@ class ExpertDomains:
         True
     """
 
-    def __init__(self, expert_domains: Sequence[Sequence[int]], dispatch_groups: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        expert_domains: Sequence[Sequence[int]],
+        dispatch_groups: Sequence[Sequence[int]],
+        datacenters: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.expert_domains = tuple(tuple(sorted(domain)) for domain in expert_domains)
         self.dispatch_groups = tuple(tuple(group) for group in dispatch_groups)
+        sites = dispatch_groups if datacenters is None else datacenters
+        self.datacenters = tuple(sorted(tuple(sorted(ranks)) for ranks in sites))
         self.ranks = sum(map(len, self.expert_domains))
-        for name, groups in (("expert_domains", self.expert_domains), ("dispatch_groups", self.dispatch_groups)):
+        for name in ("expert_domains", "dispatch_groups", "datacenters"):
+            groups: tuple[tuple[int, ...], ...] = getattr(self, name)
+            if not all(groups):
+                raise CallerError(f"{name}: a group has no rank, found {_lists(groups)}")
             if sorted(rank for group in groups for rank in group) != [*range(self.ranks)] or not self.ranks:
                 raise CallerError(f"{name}: must have each rank from 0 on once, found {_lists(groups)}")
         self._domain_of = {rank: at for at, domain in enumerate(self.expert_domains) for rank in domain}
@@ -83,11 +97,16 @@ class ExpertDomains:
         )
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> ExpertDomains:
+    def from_file(
+        cls, path: str | os.PathLike[str], *, datacenters: Sequence[Sequence[int]] | None = None
+    ) -> ExpertDomains:
         """Reads the file that `hybrid-ep plan --groups` writes.
 
         Args:
-            path: The file: JSON with `expert_domains` and `dispatch_groups`.
+            path: The file: JSON with `expert_domains` and `dispatch_groups`, and the `location` of each rank in
+                `rank_groups`, whose first number is the datacenter.
+            datacenters: The ranks of each datacenter, for a plan of datacenters of different sizes, whose file has the
+                equal parts of them. Default: those of the file.
 
         Returns:
             The plan.
@@ -98,7 +117,8 @@ class ExpertDomains:
         """
         text = Path(path).read_text(encoding="utf-8")
         try:
-            return cls(*_groups_of(json.loads(text)))
+            domains, groups, located = _groups_of(json.loads(text))
+            return cls(domains, groups, located if datacenters is None else datacenters)
         except (CallerError, ValueError) as error:
             raise CallerError(f"{os.fspath(path)}: {error}; write the file with hybrid-ep plan --groups") from None
 
@@ -142,16 +162,19 @@ class ExpertDomains:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ExpertDomains):
             return NotImplemented
-        return (self.expert_domains, self.dispatch_groups) == (other.expert_domains, other.dispatch_groups)
+        return self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((self.expert_domains, self.dispatch_groups))
+        return hash(self._key())
 
     def __repr__(self) -> str:
-        return f"ExpertDomains({_lists(self.expert_domains)}, {_lists(self.dispatch_groups)})"
+        return f"ExpertDomains({', '.join(str(_lists(groups)) for groups in self._key())})"
+
+    def _key(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        return self.expert_domains, self.dispatch_groups, self.datacenters
 
 
-def _groups_of(content: Any) -> tuple[list[list[int]], list[list[int]]]:
+def _groups_of(content: Any) -> tuple[list[list[int]], list[list[int]], list[list[int]] | None]:
     if not isinstance(content, dict):
         raise CallerError("expected a JSON object")
     found = []
@@ -162,7 +185,20 @@ def _groups_of(content: Any) -> tuple[list[list[int]], list[list[int]]]:
         ):
             raise CallerError(f"{key}: expected a list of lists of ranks")
         found.append(groups)
-    return found[0], found[1]
+    return found[0], found[1], _datacenters_of(content)
+
+
+def _datacenters_of(content: dict[str, Any]) -> list[list[int]] | None:
+    """The ranks by the first number of their location; None for a file without locations."""
+    if "rank_groups" not in content:
+        return None
+    found: dict[int, list[int]] = {}
+    try:
+        for rank, place in enumerate(content["rank_groups"]):
+            found.setdefault(int(place["location"][0]), []).append(rank)
+    except (LookupError, TypeError):
+        raise CallerError("rank_groups: expected the location of each rank, a list of numbers") from None
+    return [*found.values()]
 
 
 def _lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:

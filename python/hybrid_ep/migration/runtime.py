@@ -19,14 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _native
 from .._sharing import Shared
 from ..buffer import Buffer
-from ..errors import CallerError
-from ..moe import reduce_gradients
+from ..errors import CallerError, PeerError
+from ..experts import expert_parameters
 from .carrier import GlooCarrier
+from .dense import DenseGradients
 from .plan import ExpertDomains
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from .dense import Plan
     from .layer import HybridExperts
 
 __all__ = ["Engine", "ExpertMigration", "Ownership"]
@@ -86,12 +88,14 @@ class ExpertMigration(Shared):
         num_experts: E, the number of experts of every layer; a multiple of the number of ranks.
         weights: The codec of weights: "exact", "int8", "delta:DENSITY", "delta:DENSITY,warm_up=STEPS" or
             "shared:DENSITY". The first pass refuses an unknown codec.
-        gradients: The codec of gradients: "exact", "int8" or "topk:DENSITY".
+        gradients: The codec of gradients of experts: "exact", "int8" or "topk:DENSITY".
+        dense_gradients: The codec of all other gradients between datacenters, likewise.
         depth: The number of layers whose weights a rank receives ahead of the layer that it computes; without a limit
             if `staleness` is not 0.
         staleness: The number of steps that a replica may lag behind its owner; 0 with the codec "shared".
         shared_refresh: With the codec "shared": the number of steps between two shared experts.
-        timeout: Seconds that a wait for another rank's weights or gradients may take.
+        timeout: Seconds that a wait for another rank's weights or gradients may take. An error comes at most a second
+            later.
         group: The ranks. Default: the default process group.
         domains: As for `Buffer`: the number of NVLink domains that a dispatch group spans.
         workers: As for `Buffer`.
@@ -122,6 +126,7 @@ class ExpertMigration(Shared):
         num_experts: int,
         weights: str = "int8",
         gradients: str = "int8",
+        dense_gradients: str = "exact",
         depth: int = 4,
         staleness: int = 0,
         shared_refresh: int = 100,
@@ -144,19 +149,26 @@ class ExpertMigration(Shared):
         self.plan, self.num_experts, self.rank = plan, num_experts, group.rank()
         self._weights, self._gradients, self._depth, self._staleness = weights, gradients, depth, staleness
         self._shared_refresh, self._timeout = shared_refresh, timeout
-        self._group = group
-        settings = (repr(plan), num_experts, weights, gradients, depth, staleness, shared_refresh, timeout, domains)
+        self._group, self._dense_codec = group, dense_gradients
+        codecs = (weights, gradients, dense_gradients)
+        settings = (repr(plan), num_experts, *codecs, depth, staleness, shared_refresh, timeout, domains)
         self._run = _agree(group, settings)
         self.ownership = Ownership(plan, num_experts, group)
         self._domain = plan.domain_of(self.rank)
         self._domain_group = _subgroup(group, self._domain)
-        self.buffer = Buffer(
-            _subgroup(group, plan.group_of(self.rank)),
-            num_experts=num_experts,
-            domains=domains,
-            device="cpu",
-            workers=workers,
-        )
+        everyone = _subgroup(group, tuple(range(plan.ranks)))
+        self._dense = DenseGradients(everyone, plan.datacenters, dense_gradients, timeout, self._run)
+        try:
+            self.buffer = Buffer(
+                _subgroup(group, plan.group_of(self.rank)),
+                num_experts=num_experts,
+                domains=domains,
+                device="cpu",
+                workers=workers,
+            )
+        except BaseException:
+            self._dense.close(at_once=True)
+            raise
         self._layers: list[HybridExperts] = []
         self._engine: Engine | None = None
         self._carrier: GlooCarrier | None = None
@@ -180,6 +192,11 @@ class ExpertMigration(Shared):
     def step(self) -> int:
         """The number of calls of `publish`."""
         return self._step
+
+    @property
+    def _last_step(self) -> int:
+        """The step of the last `publish`, which errors name."""
+        return max(self._step - 1, 0)
 
     @property
     def held_experts(self) -> list[int]:
@@ -220,7 +237,9 @@ class ExpertMigration(Shared):
         for index, (experts, own) in enumerate(zip(self._layers, all_own, strict=True)):
             experts.discard_gradients()
             if engine is not None:
-                engine.publish(index, _span(own))
+                with self._dense.explained():
+                    engine.publish(index, _span(own))
+        self._dense.next_round()
         self._step += 1
         self._published, self._reduced = True, False
 
@@ -243,7 +262,7 @@ class ExpertMigration(Shared):
         Raises:
             CallerError: The gradients of a layer have left.
         """
-        if any(experts.sent for experts in self._layers):
+        if self._dense.has_left or any(experts.sent for experts in self._layers):
             raise CallerError("the gradients of this step have left: call reduce_gradients, then zero_grad")
         for experts in self._layers:
             experts.discard_gradients()
@@ -268,31 +287,41 @@ class ExpertMigration(Shared):
         """Makes the gradients on every rank those of the mean (or sum) of the ranks' losses. Collective.
 
         The gradient of an expert is the sum over its expert domain, in rank order, and goes to its owner. Gradients of
-        dense parameters are all-reduced over all ranks.
+        dense parameters are summed in rank order inside each datacenter, and these sums in the order of the
+        datacenters. From the second step on, most of them have left during the backward pass.
 
         Args:
-            module: The module whose gradients are reduced, in place: all that the optimizer updates.
+            module: The module whose gradients are reduced, in place: all that the optimizer updates. A missing gradient
+                counts as zero.
             op: "mean" or "sum".
 
         Raises:
-            CallerError: `op` is neither, or a gradient is not finite and the codec is lossy.
-            PeerError: Another rank of the expert domain died, failed or is late.
+            CallerError: `op` is neither, a gradient is not finite and the codec is lossy, or a dense gradient has a
+                type that cannot be reduced, or has changed since it left.
+            PeerError: Another rank died, failed or is late.
         """
         if op not in ("mean", "sum"):
             raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
         engine = self._started()
+        scale = 1.0 / self.plan.ranks if op == "mean" else 1.0
         # Gradients leave in the order of the backward pass, so the first to arrive are those of the last layer.
         backward = [*enumerate(self._layers)][::-1]
-        for index, experts in backward:
-            self._send_gradients(index, experts)
-        for index, experts in backward:
-            own, total = experts.own_gradient(), experts.empty_sum()
-            if engine is not None:
-                engine.reduce_gradients(index, _span(own), _span(total))
-            else:
-                total.copy_(own)
-            experts.finish_gradients(total)
-        reduce_gradients(module, self._group, op=op)
+        with self._dense.explained():
+            for index, experts in backward:
+                self._send_gradients(index, experts)
+            plan = self._dense.begin_all(module, self._last_step)
+            for index, experts in backward:
+                own, total = experts.own_gradient(), experts.empty_sum()
+                if engine is not None:
+                    engine.reduce_gradients(index, _span(own), _span(total))
+                else:
+                    total.copy_(own)
+                experts.finish_gradients(total)
+            self._dense.finish_all(plan, self._last_step, scale)
+        for parameter in expert_parameters(module):
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.mul_(scale)
+        self._dense.watch(plan, _dense_hook(self))
         self._reduced = True
 
     # ---- called by layers
@@ -312,7 +341,8 @@ class ExpertMigration(Shared):
         if experts.gathered == self._step:
             return
         if engine is not None:
-            experts.replica_steps = engine.gather(index, _span(experts.replicas()))
+            with self._dense.explained():
+                experts.replica_steps = engine.gather(index, _span(experts.replicas()))
             # The engine wrote to the memory. A backward pass through an older forward pass must not go unnoticed.
             torch.autograd.graph.increment_version(experts.working)
         experts.gathered = self._step
@@ -388,6 +418,7 @@ class ExpertMigration(Shared):
             "step": self._step,
             # torch.load(weights_only=True) takes tensors. An empty buffer cannot become one.
             "codecs": torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else torch.zeros(0).byte(),
+            "dense": self._dense.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -409,18 +440,21 @@ class ExpertMigration(Shared):
             self._started()
         finally:
             self._saved = None
+        self._dense.load(state["dense"])
         self._step = state["step"]
 
     # ---- the end
 
     def stats(self) -> dict[str, float]:
-        """Returns counters since the first step. Empty for an expert domain of one rank.
+        """Returns counters since the first step. An expert domain of one rank has only those of dense gradients.
 
         Returns:
-            Bytes: `weights_sent`, `weights_received`, `gradients_sent` and `gradients_received`, with headers. Seconds:
-            `encoding` and `decoding`, and the waits for peers, `gather_waits` and `reduce_waits`.
+            Bytes with headers: of experts, `weights_sent`, `weights_received`, `gradients_sent` and
+            `gradients_received`; of dense gradients, `dense_link_sent` and `dense_link_received` between datacenters,
+            `dense_inside_sent` and `dense_inside_received` inside this one. Seconds: `encoding` and `decoding` of
+            experts, and the waits for peers, `gather_waits` and `reduce_waits`.
         """
-        return {} if self._engine is None else self._engine.stats()
+        return {**self._dense.stats(), **({} if self._engine is None else self._engine.stats())}
 
     def close(self) -> None:
         """Leaves, when all ranks of the expert domain do. Call it before `torch.distributed.destroy_process_group`.
@@ -433,6 +467,7 @@ class ExpertMigration(Shared):
         if self._closed:
             return
         self._closed = True
+        self._dense.close(at_once=at_once)
         if self._engine is not None:
             self._engine.close(at_once)
         if self._carrier is not None:
@@ -445,14 +480,29 @@ class ExpertMigration(Shared):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, PeerError) and error.operator in ("preprocess", "dispatch", "combine"):
+            # The buffer counts ranks in the dispatch group. Ranks of other groups learn of the fault here.
+            self._dense.blame(self.plan.group_of(self.rank)[error.peer], error.fault)
         # A rank that failed tells the others, and does not wait until they need nothing more.
         self._close(at_once=kind is not None)
 
     def __repr__(self) -> str:
         return (
             f"ExpertMigration(rank={self.rank}, {self.plan}, num_experts={self.num_experts}, "
-            f"weights={self._weights!r}, gradients={self._gradients!r})"
+            f"weights={self._weights!r}, gradients={self._gradients!r}, dense_gradients={self._dense_codec!r})"
         )
+
+
+def _dense_hook(migration: ExpertMigration) -> Callable[[Plan, int, Tensor], None]:
+    # Parameters hold the hook. A hook that holds the migration would keep it as long as the model lives.
+    weak = weakref.ref(migration)
+
+    def complete(plan: Plan, bucket: int, parameter: Tensor) -> None:
+        living = weak()
+        if living is not None and not living._accumulating:
+            living._dense.complete(plan, bucket, parameter, living._last_step)
+
+    return complete
 
 
 def _span(tensor: Tensor) -> _Span:

@@ -1,0 +1,349 @@
+"""`DenseGradients`: the reduction of dense gradients over all ranks, through a codec between datacenters.
+
+Gradients are packed into buckets, in the reverse order of the parameters, which is about the order in which a backward
+pass completes them. Once a module was reduced, hooks begin each bucket as soon as a backward pass has completed it and
+all buckets before it, so that buckets travel while the pass goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import _native
+from ..errors import CallerError, PeerError
+from ..experts import expert_parameters
+from .carrier import GlooCarrier
+
+__all__ = ["BUCKET_BYTES", "DenseGradients"]
+
+# A larger bucket begins later, and smaller ones have more messages. A larger parameter is a bucket of its own.
+BUCKET_BYTES = 4 << 20
+# f16 is sent as f32: the codecs know two types.
+_WIDE = {torch.float32: True, torch.float16: True, torch.bfloat16: False}
+# Seconds in which news of a fault reach all ranks.
+_NEWS = 0.5
+
+
+class DenseGradients:
+    """A rank's part in the reduction of dense gradients.
+
+    All calls may raise `PeerError`, and then raise it again.
+
+    Args:
+        group: All ranks; a group that this object uses alone.
+        datacenters: The ranks of each datacenter, ascending, in the order in which sums are made.
+        codec: The codec between datacenters.
+        timeout: Seconds that a wait for another rank may take.
+        run: A number that the ranks agree on.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, datacenters: Sequence[Sequence[int]], codec: str, timeout: float, run: int
+    ) -> None:
+        self._ranks = group.size()
+        self._carrier = GlooCarrier(group, tuple(range(group.size())))
+        settings: _native.DenseSettings = {
+            "rank": group.rank(),
+            "datacenters": [[*ranks] for ranks in datacenters],
+            "codec": codec,
+            "timeout": timeout,
+            "run": run,
+        }
+        try:
+            self._native = _native.DenseReduction(settings, self._carrier)
+        except BaseException:
+            self._carrier.close()
+            raise
+        self._plans: list[Plan] = []
+        # States of plans that no call has needed yet.
+        self._saved: list[dict[str, Any]] = []
+        # The plan whose buckets hooks begin. None before the first reduction, and after a second module was reduced.
+        self._overlapped: Plan | None = None
+        self._round = 0
+
+    @property
+    def has_left(self) -> bool:
+        """Whether gradients of this round have left."""
+        return self._overlapped is not None and self._overlapped.begun > 0
+
+    def begin_all(self, module: nn.Module, step: int) -> Plan:
+        """Begins all buckets that hooks have not begun. A missing gradient counts as zero.
+
+        Args:
+            module: The module.
+            step: The step that errors name.
+
+        Returns:
+            The plan to finish.
+
+        Raises:
+            CallerError: A gradient cannot be reduced, or has changed since it left.
+        """
+        parameters = dense_parameters(module)
+        plan = next((plan for plan in self._plans if plan.is_of(parameters)), None)
+        if plan is None:
+            plan = self._add(parameters)
+        if self._overlapped not in (None, plan):
+            # Ranks have begun different buckets of the other module. All of them forget these.
+            self._stop_overlap()
+        for bucket in plan.buckets[: plan.begun]:
+            bucket.check()
+        while plan.begun < len(plan.buckets):
+            self._begin_next(plan, step)
+        return plan
+
+    @torch.no_grad()
+    def finish_all(self, plan: Plan, step: int, scale: float) -> None:
+        """Waits for all sums, and writes them times `scale` to the gradients.
+
+        Args:
+            plan: What `begin_all` returned.
+            step: The step that errors name.
+            scale: The factor.
+        """
+        for at, bucket in enumerate(plan.buckets):
+            sums = torch.empty(bucket.elements, dtype=bucket.dtype, device="cpu")
+            self._native.finish((plan.index, at, self._round, step), bucket.wide, (sums.data_ptr(), sums.nbytes))
+            bucket.write(sums if scale == 1 else sums.mul_(scale))
+        self.next_round()
+        if len(self._plans) == 1 and self._overlapped is None:
+            self._overlapped = plan
+
+    def next_round(self) -> None:
+        """Forgets what was begun and not finished. All ranks call it."""
+        self._round += 1
+        for plan in self._plans:
+            if plan.begun:
+                self._native.abandon(self._round)
+            plan.restart()
+
+    def complete(self, plan: Plan, bucket: int, parameter: Tensor, step: int) -> None:
+        """Begins buckets whose gradients are complete. A hook of the backward pass.
+
+        Args:
+            plan: The plan of the parameter.
+            bucket: The parameter's bucket.
+            parameter: A parameter whose gradient is complete.
+            step: The step that errors name.
+
+        Raises:
+            CallerError: The gradient has left before.
+        """
+        if plan is not self._overlapped:
+            return
+        if bucket < plan.begun:
+            raise CallerError(
+                "a second backward pass after the gradients of this step have left: run all backward passes but the "
+                "last of a step inside `with migration.accumulate():`, and call reduce_gradients after the last"
+            )
+        plan.buckets[bucket].missing.discard(id(parameter))
+        while plan.begun < len(plan.buckets) and not plan.buckets[plan.begun].missing:
+            self._begin_next(plan, step)
+
+    def watch(self, plan: Plan, hook: Callable[[Plan, int, Tensor], None]) -> None:
+        """Calls `hook` with the plan, the bucket and the parameter whenever a pass has completed a gradient."""
+        if plan.hooks or plan is not self._overlapped:
+            return
+        for at, bucket in enumerate(plan.buckets):
+            for parameter in bucket.parameters:
+
+                def completed(parameter: Tensor, at: int = at) -> None:
+                    hook(plan, at, parameter)
+
+                plan.hooks.append(parameter.register_post_accumulate_grad_hook(completed))
+
+    @torch.no_grad()
+    def _begin_next(self, plan: Plan, step: int) -> None:
+        at = plan.begun
+        bucket = plan.buckets[at]
+        flat = bucket.pack()
+        self._native.begin((plan.index, at, self._round, step), bucket.wide, (flat.data_ptr(), flat.nbytes))
+        plan.begun += 1
+
+    def _add(self, parameters: list[nn.Parameter]) -> Plan:
+        plan = Plan(parameters, len(self._plans))
+        shape = [(bucket.elements, bucket.wide) for bucket in plan.buckets]
+        saved = next((saved for saved in self._saved if saved["buckets"] == shape), None)
+        if saved is None and self._saved:
+            raise CallerError(
+                "the state of the migration is of a module with other dense parameters: reduce that module, or resume "
+                "without the state"
+            )
+        state = None if saved is None else saved["state"].numpy().tobytes()
+        self._native.add_plan(shape, state)
+        self._saved = [other for other in self._saved if other is not saved]
+        self._plans.append(plan)
+        return plan
+
+    def _stop_overlap(self) -> None:
+        assert self._overlapped is not None
+        self._overlapped.unhook()
+        self._overlapped = None
+        self.next_round()
+
+    # ---- failures
+
+    def check(self) -> None:
+        """Raises the error of this reduction, if it has one."""
+        self._native.check()
+
+    def blame(self, rank: int, fault: str) -> None:
+        """Tells all ranks that `rank` is at fault."""
+        self._native.blame(rank, fault)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """For waits of other parts of a step: names the rank at fault, and tells all ranks, whatever part finds it."""
+        try:
+            yield
+        except PeerError as error:
+            # What was found may follow from the fault of a third rank, whose name is on its way.
+            bound = time.monotonic() + _NEWS
+            while time.monotonic() < bound:
+                self.check()
+                time.sleep(0.01)
+            self.blame(error.peer, error.fault)
+            raise
+
+    # ---- checkpoints, the end
+
+    def state(self) -> list[dict[str, Any]]:
+        """Returns the state of the codec of every plan."""
+        plans = [
+            {
+                "buckets": [(bucket.elements, bucket.wide) for bucket in plan.buckets],
+                "state": torch.frombuffer(bytearray(self._native.save(plan.index)), dtype=torch.uint8),
+            }
+            for plan in self._plans
+        ]
+        return plans + self._saved
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Continues from `state`: before the first reduction."""
+        self._saved = [{**saved, "state": saved["state"].cpu().contiguous()} for saved in state]
+        for saved in self._saved:
+            saved["buckets"] = [tuple(bucket) for bucket in saved["buckets"]]
+
+    def stats(self) -> dict[str, int]:
+        return self._native.stats()
+
+    def close(self, *, at_once: bool) -> None:
+        for plan in self._plans:
+            plan.unhook()
+        self._native.close(at_once)
+        self._carrier.close()
+
+
+class Plan:
+    """The buckets of a module's dense parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter], index: int) -> None:
+        self.index = index
+        self.buckets: list[_Bucket] = []
+        # The number of buckets of this round that have begun.
+        self.begun = 0
+        self.hooks: list[Any] = []
+        # Weak: a plan must not keep a module that the program has dropped.
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        open_buckets: dict[bool, list[nn.Parameter]] = {}
+        for parameter in reversed(parameters):
+            wide = _WIDE[parameter.dtype]
+            size = 4 if wide else 2
+            bucket = open_buckets.setdefault(wide, [])
+            if bucket and size * (sum(p.numel() for p in bucket) + parameter.numel()) > BUCKET_BYTES:
+                self.buckets.append(_Bucket(bucket, wide))
+                bucket = open_buckets[wide] = []
+            bucket.append(parameter)
+        self.buckets += [_Bucket(bucket, wide) for wide, bucket in open_buckets.items()]
+        self.restart()
+
+    def is_of(self, parameters: list[nn.Parameter]) -> bool:
+        own = [reference() for reference in self._parameters]
+        return len(own) == len(parameters) and all(a is b for a, b in zip(own, parameters, strict=True))
+
+    def restart(self) -> None:
+        self.begun = 0
+        for bucket in self.buckets:
+            bucket.restart()
+
+    def unhook(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+
+class _Bucket:
+    """Gradients that are reduced together."""
+
+    def __init__(self, parameters: list[nn.Parameter], wide: bool) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.wide, self.dtype = wide, torch.float32 if wide else torch.bfloat16
+        self.elements = sum(parameter.numel() for parameter in parameters)
+        # The parameters whose gradients a backward pass has not completed.
+        self.missing: set[int] = set()
+        # The gradients that left, and their versions.
+        self._left: list[tuple[Tensor, int]] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        found = [reference() for reference in self._parameters]
+        return [parameter for parameter in found if parameter is not None]
+
+    def restart(self) -> None:
+        self.missing = {id(parameter) for parameter in self.parameters}
+        self._left = []
+
+    def pack(self) -> Tensor:
+        """Returns all gradients in one tensor."""
+        gradients = []
+        for parameter in self.parameters:
+            if parameter.grad is None:  # other ranks may have used the parameter
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.is_sparse:
+                raise CallerError("a dense parameter has a sparse gradient: use embeddings with sparse=False")
+            gradients.append(parameter.grad)
+        self._left = [(gradient, gradient._version) for gradient in gradients]
+        return torch.cat([gradient.reshape(-1).to(self.dtype) for gradient in gradients])
+
+    def check(self) -> None:
+        """Raises `CallerError` if a gradient has changed since it left."""
+        for parameter, (gradient, version) in zip(self.parameters, self._left, strict=True):
+            if parameter.grad is not gradient or gradient._version != version:
+                raise CallerError(
+                    f"a gradient of shape {[*parameter.shape]} changed after it had left in the backward pass: change "
+                    "gradients after reduce_gradients, or run the backward pass inside `with migration.accumulate():`"
+                )
+
+    def write(self, sums: Tensor) -> None:
+        parts = sums.split([parameter.numel() for parameter in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            assert parameter.grad is not None, "pack made it"
+            parameter.grad.copy_(part.view_as(parameter.grad))
+
+
+def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that need gradients and are not of experts, each once.
+
+    Args:
+        module: The module.
+
+    Raises:
+        CallerError: A parameter has a type or a device that cannot be reduced.
+    """
+    experts = {id(parameter) for parameter in expert_parameters(module)}
+    found = [p for p in module.parameters() if p.requires_grad and id(p) not in experts]
+    for parameter in found:
+        if parameter.dtype not in _WIDE or parameter.device.type != "cpu":
+            raise CallerError(
+                f"a dense parameter is of {parameter.dtype} on {parameter.device}: its gradient must be float32, "
+                "float16 or bfloat16 on the CPU"
+            )
+    return found
