@@ -139,8 +139,8 @@ impl CudaBuffer {
         Self::assemble(world.clone(), config, home, peers, rails, here)
     }
 
-    /// Meets the other processes and maps the memory of those of this machine. Stores the links in `held` as soon as there are any, also if a
-    /// later step fails.
+    /// Meets the other processes and maps the memory of those of this machine. Stores the links in `held` as soon as there
+    /// are any, also if a later step fails.
     fn meet(
         world: &World,
         rendezvous: &mut dyn Rendezvous,

@@ -215,9 +215,7 @@ impl RemoteLinks {
         let mirrors = Arc::clone(&self.mirrors);
         Ok(move || lock(&link).send(false, || mirrors.state().to_bytes()))
     }
-}
 
-impl RemoteLinks {
     /// Sends this rank's state now: the process may end before the next heartbeat.
     pub(crate) fn tell(&self) {
         if self.process == std::process::id() {

@@ -596,6 +596,7 @@ int main(int count, char** arguments) {
             ranks[rank].mirrors.push_back(share_memory(rank, peer) ? nullptr : make_mirror());
     machine::Settings settings = settings_of(count, arguments);
     settings.enter = [&](u32 rank) {
+        if (!APART) return;
         for (u32 owner = 0; owner < rank_count; owner++)
             ranks[owner].memory.show_to(rank < rank_count && !share_memory(rank, owner) ? rank_count : rank);
     };
