@@ -68,6 +68,7 @@ mod settings;
 mod state;
 #[cfg(test)]
 mod tests;
+mod threads;
 
 pub use carrier::{Carrier, CarrierError, Lane, Transfer};
 pub use dense::{Bucket, Datacenters, DenseReduction, DenseSettings, DenseTraffic, Turn};

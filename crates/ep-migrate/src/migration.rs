@@ -16,6 +16,7 @@ use crate::post::{GRACE, Post, Resend, Setup};
 use crate::replicas::{Decoded, Replicas, SharedExperts};
 use crate::settings::{Domain, Settings, Shape};
 use crate::state::Saved;
+use crate::threads::join_within_grace;
 
 /// One rank's part in the migration of experts. [The crate's documentation](crate) describes a step.
 ///
@@ -498,17 +499,7 @@ impl<T: Weight> Migration<T> {
 
     fn close_within(&self, patience: Duration) {
         self.post.close(patience);
-        let (started, own) = (Instant::now(), std::thread::current().id());
-        for thread in lock(&self.threads).drain(..) {
-            // A carrier may fail to end the wait of a thread. Such a thread owns nothing but its transfer, and is left alone.
-            while !thread.is_finished() && started.elapsed() < GRACE && thread.thread().id() != own {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            if thread.is_finished() {
-                // A thread that panicked has printed its message.
-                let _ = thread.join();
-            }
-        }
+        join_within_grace(lock(&self.threads).drain(..));
     }
 
     /// The step of a call that belongs to the last published step.

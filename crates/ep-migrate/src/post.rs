@@ -18,6 +18,7 @@ use crate::carrier::{Carrier, CarrierError, Lane};
 use crate::header::{HEADER_BYTES, Header, Kind, Wait};
 use crate::inbox::{Call, GRADIENTS, Inbox, Message, Peer, Traffic, WEIGHTS, lane_of, noun};
 use crate::question::{Patience, Question};
+use crate::threads::spawn;
 
 /// How long a rank that closes waits for its peers to read why.
 pub(crate) const GRACE: Duration = Duration::from_secs(1);
@@ -722,15 +723,4 @@ impl Post {
 
 fn hold<T>(lock: &Mutex<T>) -> MutexGuard<'_, T> {
     lock.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
-    std::thread::Builder::new().name(name).spawn(work).map_err(|error| {
-        EnvironmentError::new(
-            "starting a thread",
-            error,
-            "has the user reached its limit of processes (ulimit -u)?",
-        )
-        .into()
-    })
 }

@@ -19,9 +19,9 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use ep::{CallerError, Element, EnvironmentError, Interrupt, Operator, PeerFault, Rank, Result};
+use ep::{CallerError, Element, Interrupt, Operator, PeerFault, Rank, Result};
 use ep_codec::{GradientCodec, GradientEncoder, Weight, add_gradient};
 
 pub use self::plan::Bucket;
@@ -31,6 +31,7 @@ use crate::carrier::Carrier;
 use crate::header::{HEADER_BYTES, Kind};
 use crate::inbox::Call;
 use crate::post::{GRACE, Post, Resend, Setup};
+use crate::threads::{join_within_grace, spawn};
 
 /// The stages of a message, in place of the layers of other messages.
 const SCATTER: usize = 0;
@@ -161,7 +162,7 @@ impl DenseReduction {
     /// Starts a reduction, and its threads.
     ///
     /// # Errors
-    /// [`CallerError`] if the timeout is zero. [`EnvironmentError`] if a thread cannot start.
+    /// [`CallerError`] if the timeout is zero. [`EnvironmentError`](ep::EnvironmentError) if a thread cannot start.
     pub fn new(datacenters: Datacenters, settings: DenseSettings, carrier: Box<dyn Carrier>) -> Result<Self> {
         if settings.timeout.is_zero() {
             let problem = "must be positive".into();
@@ -202,14 +203,7 @@ impl DenseReduction {
             [("ep-inside", Shared::run_inside as fn(&Shared)), ("ep-between", Shared::run_between)]
         {
             let own = shared.clone();
-            let started = std::thread::Builder::new().name(name.into()).spawn(move || run(&own));
-            threads.push(started.map_err(|error| {
-                EnvironmentError::new(
-                    "starting a thread",
-                    error,
-                    "has the user reached its limit of processes (ulimit -u)?",
-                )
-            })?);
+            threads.push(spawn(name.into(), move || run(&own))?);
         }
         Ok(Self { shared, threads: Mutex::new(threads) })
     }
@@ -349,16 +343,7 @@ impl DenseReduction {
         self.shared.post.close(patience);
         lock(&self.shared.line).is_over = true;
         self.shared.changed.notify_all();
-        let (started, own) = (Instant::now(), std::thread::current().id());
-        for thread in lock(&self.threads).drain(..) {
-            // As in `Migration::close_within`.
-            while !thread.is_finished() && started.elapsed() < GRACE && thread.thread().id() != own {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            if thread.is_finished() {
-                let _ = thread.join();
-            }
-        }
+        join_within_grace(lock(&self.threads).drain(..));
     }
 }
 

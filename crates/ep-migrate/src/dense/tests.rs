@@ -1,5 +1,7 @@
 //! Whole reductions of several ranks on threads, against a plain computation of what they should give.
 
+use std::time::Instant;
+
 use ep::Error;
 use ep_codec::HEADER_BYTES as STREAM;
 
