@@ -16,9 +16,10 @@ const ALIGNMENT: usize = 256;
 const LEAST_GROWTH: usize = 32 << 20;
 const GRANULE: usize = 2 << 20;
 
-/// Announces new memory to other processes, before this rank uses an address in it.
+/// What a rank tells other processes. Dropping the value tells them that the rank leaves.
 pub(crate) trait Announce: Send {
-    /// Returns when all peers have mapped the chunk after those that they have.
+    /// Announces new memory, before this rank uses an address in it. Returns when all peers have mapped the chunk after those
+    /// that they have.
     fn announce(&mut self, chunk: &Chunk) -> Result<()>;
 
     /// Tells ranks of other machines at once that this rank's kernels have given up.

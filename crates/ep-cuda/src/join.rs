@@ -103,16 +103,17 @@ impl CudaBuffer {
         }
         let device = Device::open(gpu)?;
         let home = Home::new(world, rank, Arc::clone(&device), vec![gpu], false, config)?;
-        let mut held = None;
         let bounds = Bounds::of(world, config)?;
-        let met = Self::meet(world, rendezvous, config, &home, bounds, &mut held);
+        let mut joining = Joining { world, config, home: &home, bounds, links: None };
+        let met = joining.meet(rendezvous);
+        let mut links = joining.links;
         let Met { all, machines, mapped, gpu: own_gpu, rails } = met.map_err(|error| {
             // Report the error before this rank's links close: otherwise the others would report this rank as lost.
             let error = rendezvous.abandon(error);
-            drop(held.take());
+            drop(links.take());
             error
         })?;
-        home.arena.announce_with(Box::new(held.expect("a rank that has met the others has links")));
+        home.arena.announce_with(Box::new(links.expect("a rank that has met the others has links")));
 
         let mut peers = Peers {
             control: Vec::new(),
@@ -138,17 +139,22 @@ impl CudaBuffer {
         let here = all.iter().filter(|introduction| introduction.gpu == own_gpu).count();
         Self::assemble(world.clone(), config, home, peers, rails, here)
     }
+}
 
-    /// Meets the other processes and maps the memory of those of this machine. Stores the links in `held` as soon as there
-    /// are any, also if a later step fails.
-    fn meet(
-        world: &World,
-        rendezvous: &mut dyn Rendezvous,
-        config: &Config,
-        home: &Home,
-        bounds: Option<Bounds>,
-        held: &mut Option<links::Links>,
-    ) -> Result<Met> {
+/// A rank that is joining.
+struct Joining<'a> {
+    world: &'a World,
+    config: &'a Config,
+    home: &'a Home,
+    bounds: Option<Bounds>,
+    /// The links, as soon as there are any, also if a later step fails.
+    links: Option<links::Links>,
+}
+
+impl Joining<'_> {
+    /// Meets the other processes and maps the memory of those of this machine. Collective, as the functions below.
+    fn meet(&mut self, rendezvous: &mut dyn Rendezvous) -> Result<Met> {
+        let &mut Self { world, config, home, bounds, .. } = self;
         let rank = rendezvous.rank();
         let mut door = Door::open()?;
         let mine = Introduction {
@@ -174,51 +180,40 @@ impl CudaBuffer {
         });
         let (machines, invitations) =
             Machines::meet(world, rendezvous, config, &mut door, introduced.collect())?;
-        let own_gpu = mine.gpu;
-        let linked =
-            Self::link(world, rendezvous, config, home, bounds, held, (door, &invitations, &machines));
+        let linked = self.link(rendezvous, door, &invitations, &machines);
         let (mapped, rails) = linked.map_err(|error| machines.locate(error))?;
-        Ok(Met { all, machines, mapped, gpu: own_gpu, rails })
+        Ok(Met { all, machines, mapped, gpu: mine.gpu, rails })
     }
 
-    /// Links the ranks, maps the memory of those of this machine, and connects the rails. Collective.
+    /// Links the ranks, maps the memory of those of this machine, and connects the rails.
     fn link(
-        world: &World,
+        &mut self,
         rendezvous: &mut dyn Rendezvous,
-        config: &Config,
-        home: &Home,
-        bounds: Option<Bounds>,
-        held: &mut Option<links::Links>,
-        (door, invitations, machines): (Door, &[Invitation], &Machines),
+        door: Door,
+        invitations: &[Invitation],
+        machines: &Machines,
     ) -> Result<(links::Mapped, Option<RankRails>)> {
+        let &mut Self { world, config, home, bounds, .. } = self;
         let member = Member::of(rendezvous, config);
         let met = ep::join::Links::connect(door, &member, invitations, || rendezvous.lost())?;
         let (served, mapped) = links::serve_all(met, home, machines, world.ranks(), config)?;
-        let links = held.insert(served);
+        let links = self.links.insert(served);
         home.arena.with_chunks(|chunks| chunks.iter().try_for_each(|chunk| links.announce(chunk)))?;
         // A barrier: after it, every rank has mapped every control block.
         rendezvous.all_gather(&[])?;
-        let rails = match bounds {
-            Some(bounds) => {
-                Some(Self::connect_rails(world, rendezvous, config, home, bounds, machines.address())?)
-            }
-            None => None,
-        };
-        Ok((mapped, rails))
+        let connect = |bounds| self.connect_rails(rendezvous, bounds, machines.address());
+        Ok((mapped, bounds.map(connect).transpose()?))
     }
-}
 
-impl CudaBuffer {
-    /// Opens this rank's engine, exchanges the addresses of all engines, and starts the proxy. Collective. `address`: that of
-    /// this machine, in a job of several machines.
+    /// Opens this rank's engine, exchanges the addresses of all engines, and starts the proxy. `address`: that of this
+    /// machine, in a job of several machines.
     fn connect_rails(
-        world: &World,
+        &self,
         rendezvous: &mut dyn Rendezvous,
-        config: &Config,
-        home: &Home,
         bounds: Bounds,
         address: Option<IpAddr>,
     ) -> Result<RankRails> {
+        let &Self { world, config, home, .. } = self;
         let window = PinnedWindow::new(&bounds, &home.device, config)?;
         let engine = window.open(world, home.rank, config, address)?;
         let blobs = rendezvous.all_gather(&engine.blob())?;

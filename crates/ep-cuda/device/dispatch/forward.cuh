@@ -51,7 +51,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
     // Store groups that may still be reading their stage when the next token is taken.
     constexpr u32 PENDING = 2;
     const Common& c = p.common;
-    if (ask_once([&] { return await_plan(c, epoch, domain) ? 1u : 0u; }) == 0) return false;
+    if (!ask_once([&] { return await_plan(c, epoch, domain); })) return false;
     const HandleView set = set_of(c, p.handle, domain);
     const SetItems items(p, set);
     const u8* const lane = in_lane(c, epoch, domain);
@@ -77,7 +77,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
         next = feed.fetch();
         if (batch.item != item) {
             const u32 last = items.chunk_end(batch.item) - 1;
-            fine = ask_once([&] { return await_rows(c, epoch, domain, last) ? 1u : 0u; }) != 0;
+            fine = ask_once([&] { return await_rows(c, epoch, domain, last); });
             if (!fine) break;
             copy_fence_global();
             __syncwarp();

@@ -33,9 +33,7 @@ const MOST_PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
 #[derive(Debug)]
 pub(crate) struct Proxy {
     thread: Option<JoinHandle<Result<()>>>,
-    stop_by: Arc<OnceLock<Instant>>,
-    woken: Arc<AtomicBool>,
-    leave: Arc<Leave>,
+    requests: Arc<Requests>,
     failures: Arc<Failures>,
     sent: Arc<Sent>,
     patience: Duration,
@@ -43,12 +41,17 @@ pub(crate) struct Proxy {
     process: u32,
 }
 
-/// The request to send everything, before this rank tells its peers that it leaves.
+/// What the thread is asked to do.
 #[derive(Debug, Default)]
-struct Leave {
-    by: OnceLock<Instant>,
-    /// Whether everything has left this rank in time.
-    sent: OnceLock<bool>,
+struct Requests {
+    /// Set to end the nap.
+    wake: AtomicBool,
+    /// Send everything by this time, before this rank tells its peers that it leaves. The thread goes on.
+    drain_by: OnceLock<Instant>,
+    /// The answer to `drain_by`: whether everything has left this rank in time.
+    drained: OnceLock<bool>,
+    /// Send everything by this time, and end.
+    stop_by: OnceLock<Instant>,
 }
 
 impl Proxy {
@@ -62,12 +65,10 @@ impl Proxy {
         let mut pump = Pump::new(parts)?;
         let failures = Arc::clone(pump.losses().failures());
         let sent = Arc::clone(pump.sent());
-        let stop_by = Arc::<OnceLock<Instant>>::default();
-        let woken = Arc::<AtomicBool>::default();
-        let leave = Arc::<Leave>::default();
-        let (stop, wake, leaving) = (Arc::clone(&stop_by), Arc::clone(&woken), Arc::clone(&leave));
+        let requests = Arc::<Requests>::default();
+        let asked = Arc::clone(&requests);
         let run = move || {
-            let served = catch_unwind(AssertUnwindSafe(|| serve(&mut pump, &stop, &wake, &leaving)));
+            let served = catch_unwind(AssertUnwindSafe(|| serve(&mut pump, &asked)));
             served.unwrap_or_else(|panic| Err(pump.lose_all(panicked(own, panic.as_ref()))))
         };
         let thread = thread::Builder::new().name(format!("ep-rail-{own}")).spawn(run).map_err(|error| {
@@ -76,7 +77,7 @@ impl Proxy {
         })?;
         let patience = patience.min(MOST_PATIENCE);
         let process = std::process::id();
-        Ok(Self { thread: Some(thread), stop_by, woken, leave, failures, sent, patience, process })
+        Ok(Self { thread: Some(thread), requests, failures, sent, patience, process })
     }
 
     /// Bytes and puts that the engine has accepted.
@@ -91,7 +92,7 @@ impl Proxy {
 
     /// Ends the thread's nap, because an operator is about to begin.
     pub(crate) fn wake(&self) {
-        self.woken.store(true, Relaxed);
+        self.requests.wake.store(true, Relaxed);
         if let Some(thread) = &self.thread {
             thread.thread().unpark();
         }
@@ -100,19 +101,19 @@ impl Proxy {
     /// Lets the thread send what the kernels have completed, within `patience`. The kernels must have ended. The thread goes
     /// on to receive.
     pub(crate) fn drain(&self, patience: Duration) {
-        self.leave.by.get_or_init(|| Instant::now() + patience.min(MOST_PATIENCE));
+        self.requests.drain_by.get_or_init(|| Instant::now() + patience.min(MOST_PATIENCE));
         self.wake();
     }
 
     /// Whether everything has left this rank, after [`drain`](Self::drain); `None` until this is known.
     pub(crate) fn is_drained(&self) -> Option<bool> {
         let ended = || self.thread.as_ref().is_none_or(JoinHandle::is_finished).then_some(false);
-        self.leave.sent.get().copied().or_else(ended)
+        self.requests.drained.get().copied().or_else(ended)
     }
 
     /// Lets a drop of the proxy not wait: this rank has given up, so its peers need nothing from it any more.
     pub(crate) fn give_up(&self) {
-        self.stop_by.get_or_init(Instant::now);
+        self.requests.stop_by.get_or_init(Instant::now);
     }
 
     /// Ends the thread, as dropping the proxy does, and returns how it ended. The kernels must have ended.
@@ -129,7 +130,7 @@ impl Proxy {
         if self.process != std::process::id() {
             return Ok(());
         }
-        self.stop_by.get_or_init(|| Instant::now() + self.patience);
+        self.requests.stop_by.get_or_init(|| Instant::now() + self.patience);
         thread.thread().unpark();
         // The thread catches panics of its rounds. What is left are panics of values that it drops.
         thread.join().unwrap_or_else(|panic| {
@@ -160,16 +161,16 @@ fn text_of(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// Makes rounds until the proxy is stopped.
-fn serve(pump: &mut Pump, stop_by: &OnceLock<Instant>, woken: &AtomicBool, leave: &Leave) -> Result<()> {
+fn serve(pump: &mut Pump, requests: &Requests) -> Result<()> {
     let mut idle_since = None;
     loop {
-        if let (Some(deadline), None) = (leave.by.get(), leave.sent.get()) {
-            leave.sent.get_or_init(|| pump.drain(*deadline).is_ok());
+        if let (Some(deadline), None) = (requests.drain_by.get(), requests.drained.get()) {
+            requests.drained.get_or_init(|| pump.drain(*deadline).is_ok());
         }
-        if let Some(deadline) = stop_by.get() {
+        if let Some(deadline) = requests.stop_by.get() {
             return pump.drain(*deadline);
         }
-        if pump.step()? || woken.swap(false, Relaxed) {
+        if pump.step()? || requests.wake.swap(false, Relaxed) {
             idle_since = None;
         } else {
             rest(idle_since.get_or_insert_with(Instant::now).elapsed());
