@@ -1,7 +1,7 @@
 """Asynchronous operators: `Work`, which stands for one, and `Communication`, the stream in which they run.
 
 `ops.End` holds the `Communication` of a buffer on a GPU; `ops` runs every operator through it. `_calls` starts
-asynchronous operators and returns their `Work`. docs/python.md has the rules for users.
+asynchronous operators and returns their `Work`. docs/overlap.md has the rules for users.
 
 The order of a buffer's operators is their call order. The native buffer keeps it between streams by events. It cannot
 do so while a CUDA graph is captured, so `Communication` also makes a synchronous operator's stream wait for the
