@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!  caller                                             listener
-//!    │ offer:  role, ranks, generation, nonce, code of the secret ───▶│  without the secret: no valid offer, no answer
+//!    │ offer:  version, role, rank of both ends, ranks,   │
+//!    │         generation, nonce, code of the secret ────▶│  without the secret: no valid offer, no answer
 //!    │◀─────── answer: nonce, code over both ─────────────│  proves that the listener knows the secret
 //!    │ proof:  code over offer and answer ───────────────▶│  proves that the caller is not a replay
 //! ```
@@ -30,7 +31,7 @@ const PROOF: usize = 32;
 pub(super) enum Role {
     /// From a rank to rank 0, for the rendezvous.
     Rendezvous = 1,
-    /// From a rank to another rank of the machine, for descriptors.
+    /// From a rank to another rank: for descriptors of memory on one machine, for states between machines.
     #[cfg(target_os = "linux")]
     Link = 2,
 }
