@@ -27,7 +27,7 @@ const DRAIN_PART: Duration = Duration::from_millis(10);
 
 /// One rank's end of a communicator on the CPU: the embedded default backend.
 ///
-/// Ranks are threads of one process ([`threads`](ep::Backend::threads)) or processes of one machine
+/// Ranks are threads of one process ([`threads`](ep::Backend::threads)), or processes of one or several machines
 /// ([`join`](ep::Backend::join)).
 /// NVLink domains are emulated: the ranks of one domain access each other's registered memory, and between domains only
 /// the transport carries bytes.

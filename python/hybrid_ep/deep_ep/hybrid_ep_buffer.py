@@ -58,8 +58,8 @@ class HybridEPBuffer:
         load_cached_kernels: No effect: cached kernels are always loaded.
         use_shared_buffer: No effect.
         enable_custom_allgather: No effect.
-        num_of_hybrid_ep_ranks_per_nvlink_domain: The ranks of each NVLink domain. On GPUs all domains must be on one
-            machine, and HYBRID_EP_TRANSPORT must name the engine between them.
+        num_of_hybrid_ep_ranks_per_nvlink_domain: The ranks of each NVLink domain, which is on one machine. On GPUs with
+            several domains, HYBRID_EP_TRANSPORT must be `tcp`, or `shm` on one machine.
         use_mnnvl: No effect: detected.
 
     Raises:

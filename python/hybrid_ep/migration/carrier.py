@@ -1,4 +1,4 @@
-"""Moves messages between the ranks of an expert domain, over a gloo group of their own.
+"""Moves messages between the ranks of an expert domain, or between all ranks, over a gloo group of their own.
 
 The engine calls `send`, `receive` and `abort` from its threads, and `wait` of the transfers that they return. Messages
 of a lane between two ranks arrive in order.
