@@ -30,6 +30,7 @@ pub use layout::Layout;
 pub use memory::{Fit, StepMemory};
 pub use price::{Boundary, StepPrice, pipeline_passes};
 pub use schedule::{PipelineWork, SimulatedStep, simulate_pipeline};
+pub use sync::DenseExchange;
 
 use crate::cluster::Cluster;
 use crate::divisors::divisors;
@@ -79,7 +80,8 @@ impl Strategy {
         matches!(self, Self::ExpertDomains | Self::HierarchicalEp | Self::PlainEp)
     }
 
-    /// The options of a layer: only expert domains compress.
+    /// The options that apply to a strategy: only expert domains compress experts, and local steps send no gradients between
+    /// datacenters.
     fn options(self, options: &Options, stages: usize) -> Options {
         let options = Options { pipeline_stages: Some(stages), ..options.clone() };
         match self {
@@ -87,6 +89,9 @@ impl Strategy {
             _ => Options {
                 weight_compression: Compression::EXACT,
                 gradient_compression: Compression::EXACT,
+                dense_gradient_compression: options
+                    .dense_gradient_compression
+                    .filter(|_| self != Self::LocalSteps),
                 ..options
             },
         }
