@@ -263,11 +263,14 @@ impl StepPlanner {
 
     /// The least memory of a GPU that any layout needs.
     fn least_memory(&self) -> crate::units::Bytes {
-        let layouts = Strategy::ALL.into_iter().flat_map(|strategy| self.layouts(strategy));
+        let layouts = Strategy::ALL
+            .into_iter()
+            .flat_map(|strategy| self.layouts(strategy).into_iter().map(move |layout| (strategy, layout)));
         let least = layouts
-            .map(|mut layout| {
+            .map(|(strategy, mut layout)| {
                 layout.tensor_parallel = layout.stage.last().copied().unwrap_or(1);
-                let memory = StepMemory::of(&self.cluster, &self.model, &self.options, &layout);
+                let options = strategy.options(&self.options, layout.stages());
+                let memory = StepMemory::of(&self.cluster, &self.model, &options, &layout);
                 (memory.experts + memory.dense).0
             })
             .fold(f64::INFINITY, f64::min);
