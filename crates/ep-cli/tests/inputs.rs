@@ -58,6 +58,7 @@ fn every_key() -> String {
     let replaced = [
         ("# memory_cap", "memory_cap"),
         ("# pipeline_stages", "pipeline_stages"),
+        ("# dense_gradient_compression", "dense_gradient_compression"),
         ("# gradient_accumulation", "gradient_accumulation"),
         (
             "attention = { parameters = 187105280, score_width = 40960 }",
@@ -188,6 +189,24 @@ fn every_number_of_the_command_line_has_its_bounds() {
         let values: Vec<String> = NUMBERS.iter().map(|number| format!("{key}={number}")).collect();
         add(&["plan"], &["--set"], &values.iter().map(String::as_str).collect::<Vec<_>>());
     }
+    let codecs = [
+        "",
+        "0",
+        "50",
+        "int4",
+        "int8:1",
+        "topk:",
+        "topk:0",
+        "topk:-1",
+        "topk:1.5",
+        "topk:nan",
+        "topk:inf",
+        "topk:1e-308",
+        "topk:5e-324",
+        "topk:1",
+    ];
+    let values = codecs.map(|codec| format!("dense_gradient_compression={codec}"));
+    add(&["plan"], &["--set"], &values.each_ref().map(String::as_str));
     add(
         &["plan"],
         &["--sweep"],

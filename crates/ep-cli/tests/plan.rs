@@ -408,6 +408,18 @@ fn invalid_requests_are_refused() {
             &["plan", "--set", "weight_compression=0.5"],
             &["--set weight_compression=0.5", "a number from 1 to 1e6"],
         ),
+        (
+            &["plan", "--set", "dense_gradient_compression=topk:0"],
+            &["--set dense_gradient_compression=topk:0", "more than 0 and at most 1"],
+        ),
+        (
+            &["plan", "--set", "dense_gradient_compression=50"],
+            &["--set dense_gradient_compression=50", "possible are `exact`, `int8` and `topk`"],
+        ),
+        (
+            &["plan", "--sweep", "dense_gradient_compression=topk:0.1..topk:1"],
+            &["`dense_gradient_compression` is not a number; use --set"],
+        ),
         (&["plan", "--sweep", "bandwidth=1Gbit/s"], &["--sweep", "KEY=FROM..TO"]),
         (&["plan", "--sweep", "bandwidth=9Gbit/s..1Gbit/s"], &["below the second"]),
         (&["plan", "--sweep", "bandwidth=1Gbit/s..9Gbit/s:1"], &["from 2 to 200"]),
@@ -531,6 +543,71 @@ fn whole_steps_are_simulated() {
         assert!(slower / simulated > least, "{name}: {slower} {simulated}");
     }
     run(&["simulate", "--steps", "--set", "work=forward"]).refused(2, &["--steps", "work=training"]);
+}
+
+/// Text, JSON and HTML name the codec of dense gradients, say whether it is lossy, and list the strategies that have it.
+#[test]
+fn the_codec_of_dense_gradients_is_reported() {
+    let directory = Directory::new("plan-dense");
+    let file = written(
+        &directory,
+        "dense.toml",
+        &REFERENCE
+            .replace("work = \"forward\"", "work = \"training\"\ndense_gradient_compression = \"topk:0.25\""),
+    );
+    let report = |options: &[&str]| {
+        let [json, html] = ["report.json", "report.html"].map(|name| directory.file(name));
+        let all = [&["plan", "--cluster", &file, "--json", &json, "--html", &html], options].concat();
+        let text = run(&all).succeeded().stdout;
+        let json: Value = serde_json::from_str(&std::fs::read_to_string(json).unwrap()).unwrap();
+        (text, json, std::fs::read_to_string(html).unwrap())
+    };
+    for (set, codec, lossy) in [
+        (None, "topk:0.25", true),
+        (Some("int8"), "int8", true),
+        (Some("topk:1"), "topk:1", true),
+        (Some("exact"), "exact", false),
+    ] {
+        let set: Vec<String> =
+            set.iter().map(|codec| format!("--set=dense_gradient_compression={codec}")).collect();
+        let set: Vec<&str> = set.iter().map(String::as_str).collect();
+        let (text, json, html) = report(&set);
+        let so = if lossy { ", which is lossy" } else { "" };
+        let prices = json["step"]["prices"].as_array().unwrap();
+        let strategies = |crossing: bool| {
+            let of = prices.iter().filter(|price| price["dense_exchange"].is_object() == crossing);
+            let words = of.map(|price| match price["strategy"].as_str().unwrap() {
+                "data-parallel" => "data parallelism".to_owned(),
+                other => other.replace('-', " ").replace(" ep", " EP"),
+            });
+            words.collect::<Vec<_>>().join(", ")
+        };
+        let line =
+            format!("Dense gradients between datacenters are priced as `{codec}`{so}: {}.", strategies(true));
+        assert!(text.contains(&line) && html.contains(&line), "{line}\n{text}");
+        let others = format!("Without dense gradients between datacenters: {}.", strategies(false));
+        assert!(text.contains(&others) && html.contains(&others), "{others}\n{text}");
+        let named = format!("dense gradients between datacenters {codec}");
+        assert_eq!((text.contains(&named), html.contains(&named)), (lossy, lossy), "{text}");
+        assert_eq!(text.matches("  lossy dense gradients").count(), if lossy { 3 } else { 0 }, "{text}");
+        assert_eq!(json["problem"]["options"]["dense_gradient_compression"], codec);
+        for price in prices {
+            let name = price["strategy"].as_str().unwrap();
+            let crosses = !matches!(name, "pipeline" | "local-steps");
+            assert_eq!(price["dense_exchange"]["codec"].as_str(), crosses.then_some(codec), "{price}");
+        }
+        // The problem of the HTML report can be planned again.
+        let print = [&["plan", "--cluster", &file, "--print-toml"], &set[..]].concat();
+        let printed = run(&print).succeeded().stdout;
+        assert!(printed.contains(&format!("\ndense_gradient_compression = \"{codec}\"")), "{printed}");
+        assert!(html.contains(&format!("dense_gradient_compression = &quot;{codec}&quot;")));
+    }
+    let without = written(&directory, "without.toml", &REFERENCE.replace("\"forward\"", "\"training\""));
+    let text = run(&["plan", "--cluster", &without]).succeeded().stdout;
+    assert!(!text.to_lowercase().contains("dense gradients"), "{text}");
+    assert!(!planned(&["--cluster", &without])["step"].to_string().contains("dense_exchange"));
+    let steps = run(&["simulate", "--steps", "--cluster", &file, "--set=global_batch=1048576"]).succeeded();
+    assert!(steps.stdout.contains("are priced as `topk:0.25`, which is lossy"), "{}", steps.stdout);
 }
 
 /// The example file of the documentation can be planned, and the documented error is correct.

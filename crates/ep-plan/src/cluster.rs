@@ -5,6 +5,7 @@ mod sites;
 use serde::{Deserialize, Serialize};
 
 pub use sites::Site;
+pub(crate) use sites::gcd;
 
 use crate::error::{PlanError, Result, count, number};
 use crate::limits;

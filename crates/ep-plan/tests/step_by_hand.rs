@@ -2,7 +2,7 @@
 //! price and every choice of the step planner with them, on random problems with even routing.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
-use ep_plan::planner::{Batch, Compression};
+use ep_plan::planner::{Batch, Compression, GradientCodec};
 use ep_plan::step::{StepPlanner, StepPrice, Strategy as Way};
 use ep_plan::{Cluster, Model, Options, presets};
 use proptest::prelude::*;
@@ -87,6 +87,30 @@ fn codec_of(codec: Compression, element: f64) -> (f64, f64, f64) {
     }
 }
 
+/// Bytes of an f32 element under a codec of dense gradients, and the bytes of memory traffic to encode and to decode it.
+fn dense_codec_of(codec: GradientCodec) -> (f64, f64, f64) {
+    match codec {
+        GradientCodec::Exact => (4.0, 0.0, 0.0),
+        // 128 elements take 128 bytes and a scale of 4; the codec reads one side and writes the other.
+        GradientCodec::Int8 => (132.0 / 128.0, 4.0 + 132.0 / 128.0, 4.0 + 132.0 / 128.0),
+        GradientCodec::TopK { density } => {
+            // Rice codes of the gaps between kept elements: `b` low bits, and the rest in unary.
+            let rest = |b: u32| 1.0 / (1.0 - (1.0 - density).powf(f64::from(b).exp2()));
+            let gap = (0..16).map(|b| f64::from(b) + rest(b)).fold(f64::MAX, f64::min);
+            // Values take 7.5 bits, and a block of 65,536 elements has 13 bytes besides.
+            (density * (gap + 7.5) / 8.0 + 13.0 / 65_536.0, 20.0, 8.0)
+        }
+        other => unreachable!("{other}"),
+    }
+}
+
+/// Replicas of dense parameters at each level.
+fn dense_copies(shape: &Shape) -> Vec<usize> {
+    let mut copies = shape.stage.clone();
+    *copies.last_mut().unwrap() /= shape.tensor;
+    copies
+}
+
 fn chain(a: f64, e: f64, chunks: f64) -> f64 {
     a.max(e) + a.min(e) / chunks
 }
@@ -114,8 +138,50 @@ impl Problem {
         let shared =
             if matches!(self.compressions(way).0, Compression::By(by) if by > 1.0) { p * bw } else { 0.0 };
         let experts = self.layers(shape) * (slots * p * (bw + bg + 12.0 / copies) + shared);
-        let replicas = product(&shape.stage) / shape.tensor as f64;
-        (experts, self.dense(shape) * (bw + bg + 12.0 / replicas))
+        let mut replicas = product(&shape.stage) / shape.tensor as f64;
+        let mut kept = 12.0;
+        if let Some(codec) = self.dense_codec(way, shape) {
+            // Every site keeps the whole state, and what its lossy streams left out.
+            let least = self.sites.iter().map(|site| site.parts).fold(f64::MAX, f64::min);
+            replicas = least * product(&dense_copies(shape)[1..]);
+            kept += if codec == GradientCodec::Exact { 0.0 } else { 4.0 };
+        }
+        (experts, self.dense(shape) * (bw + bg + kept / replicas))
+    }
+
+    /// The codec by which dense gradients cross between sites.
+    fn dense_codec(&self, way: Way, shape: &Shape) -> Option<GradientCodec> {
+        let crosses = way != Way::LocalSteps && shape.stage[0] > 1;
+        self.options.dense_gradient_compression.filter(|_| crosses)
+    }
+
+    /// Encoded shares to the owners of the same elements at all other sites, in one exchange, with the codec.
+    fn exchanged(&self, codec: GradientCodec, parameters: f64, copies: &[usize]) -> f64 {
+        let (bytes, encode, decode) = dense_codec_of(codec);
+        // Members of the outermost level of equal sites that a stage keeps; else all sites.
+        let members: Vec<f64> = match self.unequal() {
+            true => self.sites.iter().map(|site| site.parts).collect(),
+            false => vec![1.0; copies[0]],
+        };
+        let gpus = |parts: f64| (parts * product(&copies[1..])) as usize;
+        self.slowest(|site| {
+            let own = gpus(site.parts);
+            let share = parameters / own as f64;
+            // GPUs of the other sites whose shares overlap that of the GPU at this place.
+            let owners = |place: usize| -> usize {
+                let at = |parts: &f64| {
+                    let theirs = gpus(*parts);
+                    (0..theirs)
+                        .filter(|it| it * own < (place + 1) * theirs && place * theirs < (it + 1) * own)
+                        .count()
+                };
+                members.iter().map(at).sum::<usize>() - 1
+            };
+            let messages = (0..own).map(owners).max().unwrap() as f64;
+            let sites = members.len() as f64;
+            site.links[0].exchange(messages, (sites - 1.0) * share * bytes, 1.0)
+                + share * (encode + sites * decode) / self.hbm
+        })
     }
 
     fn dense(&self, shape: &Shape) -> f64 {
@@ -344,12 +410,16 @@ impl Problem {
         let experts =
             self.layers(shape) * d.experts as f64 / product(&shape.group) * self.model.expert_parameters();
         let copies: Vec<usize> = shape.stage.iter().zip(&shape.group).map(|(s, e)| s / e).collect();
-        let mut dense_copies = shape.stage.clone();
-        *dense_copies.last_mut().unwrap() /= shape.tensor;
-        let exchanges: f64 = [(self.dense(shape), 4.0 + bw, &dense_copies), (experts, bg + bw, &copies)]
+        let dense = dense_copies(shape);
+        let codecs = [self.dense_codec(way, shape), None];
+        let exchanges: f64 = [(self.dense(shape), 4.0 + bw, &dense), (experts, bg + bw, &copies)]
             .iter()
-            .map(|&(parameters, bytes, copies)| match way {
-                Way::LocalSteps => {
+            .zip(codecs)
+            .map(|(&(parameters, bytes, copies), codec)| match (way, codec) {
+                (_, Some(codec)) => {
+                    self.exchanged(codec, parameters, copies) + self.sync(1, parameters * bytes, copies)
+                }
+                (Way::LocalSteps, _) => {
                     let whole = self.sync(0, parameters * 2.0 * bw, copies);
                     let rare = whole - self.sync(1, parameters * 2.0 * bw, copies);
                     self.sync(1, parameters * bytes, copies) + rare / self.options.local_steps as f64
@@ -425,6 +495,12 @@ fn any_problem() -> impl Strategy<Value = (Cluster, Model, Options, Problem)> {
     let options = (
         prop::sample::select(vec![Compression::EXACT, Compression::Int8, Compression::By(50.0)]),
         prop::sample::select(vec![Compression::EXACT, Compression::Int8, Compression::By(10.0)]),
+        prop::option::of(prop::sample::select(vec![
+            GradientCodec::Exact,
+            GradientCodec::Int8,
+            GradientCodec::TopK { density: 0.25 },
+            GradientCodec::TopK { density: 1.0 / 128.0 },
+        ])),
         prop::option::of(1usize..200_000_000),
         1usize..5,
         0.1..0.5f64,
@@ -443,7 +519,7 @@ fn any_problem() -> impl Strategy<Value = (Cluster, Model, Options, Problem)> {
                 level.sharing = ep_plan::cluster::Sharing::PerMember;
             }
         }
-        let (weights, gradients, batch, micro_batches, reserved_memory, other) = options;
+        let (weights, gradients, dense, batch, micro_batches, reserved_memory, other) = options;
         let mut model = presets::mixtral_8x7b();
         model.hidden = 1 << hidden;
         model.expert_intermediate = 1 << width;
@@ -457,6 +533,7 @@ fn any_problem() -> impl Strategy<Value = (Cluster, Model, Options, Problem)> {
         let options = Options {
             weight_compression: weights,
             gradient_compression: gradients,
+            dense_gradient_compression: dense,
             micro_batches,
             batch: if batch.is_some() { Batch::Model } else { Batch::MicroBatches },
             reserved_memory,

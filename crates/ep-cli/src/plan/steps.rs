@@ -33,13 +33,45 @@ pub(crate) fn name(strategy: Strategy) -> &'static str {
     }
 }
 
+/// Whether the dense gradients of a strategy change on the way between datacenters.
+fn has_lossy_gradients(price: &StepPrice) -> bool {
+    price.dense_exchange.is_some_and(|exchange| !exchange.codec.is_lossless())
+}
+
+/// Whether the experts or the dense gradients of a strategy change on the way.
+fn is_lossy(price: &StepPrice, options: &Options) -> bool {
+    has_lossy_gradients(price) || price.strategy == Strategy::ExpertDomains && options.lossy()
+}
+
 /// What a strategy changes in the training, compared with one datacenter.
-pub(super) fn changes(strategy: Strategy, options: &Options) -> String {
-    match strategy {
+pub(super) fn changes(price: &StepPrice, options: &Options) -> String {
+    match price.strategy {
         Strategy::ExpertDomains if options.lossy() => "lossy compression".into(),
         Strategy::LocalSteps => format!("weights differ for {} steps", options.local_steps),
+        _ if has_lossy_gradients(price) => "lossy dense gradients".into(),
         _ => "nothing".into(),
     }
+}
+
+/// The codec of dense gradients, and the strategies whose prices have it. None unless the options name a codec.
+pub(crate) fn dense_gradients(plan: &StepPlan, options: &Options) -> Option<String> {
+    let codec = options.dense_gradient_compression?;
+    let names = |crossing: bool| {
+        let of = plan.prices.iter().filter(|price| price.dense_exchange.is_some() == crossing);
+        of.map(|price| name(price.strategy)).collect::<Vec<_>>().join(", ")
+    };
+    let (with, without) = (names(true), names(false));
+    if with.is_empty() {
+        return Some(format!(
+            "No strategy sends dense gradients between datacenters, so `{codec}` is not priced."
+        ));
+    }
+    let lossy = if codec.is_lossless() { "" } else { ", which is lossy" };
+    let others = match without.is_empty() {
+        true => String::new(),
+        false => format!(" Without dense gradients between datacenters: {without}."),
+    };
+    Some(format!("Dense gradients between datacenters are priced as `{codec}`{lossy}: {with}.{others}"))
 }
 
 /// The answer in a few sentences, one per line.
@@ -61,15 +93,18 @@ pub(super) fn answer(plan: &StepPlan, options: &Options) -> Vec<String> {
                 .into(),
         );
     }
-    let lossless = plan
+    let domains = plan.price(Strategy::ExpertDomains);
+    let lossy = domains.is_some_and(|domains| is_lossy(domains, options));
+    // Beside lossy expert domains, the fastest that loses nothing.
+    let other = plan
         .prices
         .iter()
-        .find(|price| !matches!(price.strategy, Strategy::ExpertDomains | Strategy::LocalSteps));
-    match (plan.price(Strategy::ExpertDomains), lossless) {
+        .filter(|price| !matches!(price.strategy, Strategy::ExpertDomains | Strategy::LocalSteps))
+        .find(|price| !lossy || !is_lossy(price, options));
+    match (domains, other) {
         (Some(domains), Some(other)) if best.strategy == Strategy::ExpertDomains => {
             let gain = other.step_time / domains.step_time;
-            let how =
-                if options.lossy() { "Without lossy compression, the fastest is" } else { "The next is" };
+            let how = if lossy { "Without lossy compression, the fastest is" } else { "The next is" };
             let worth = match times(gain) == times(1.0) {
                 true => " Moving experts is not worth it: the gain is 1.00x.",
                 false => "",
@@ -95,6 +130,7 @@ pub(super) fn answer(plan: &StepPlan, options: &Options) -> Vec<String> {
             relation(best.step_time / local.step_time)
         ));
     }
+    lines.extend(dense_gradients(plan, options));
     if plan.truncated {
         lines.push(
             "There are too many layouts to price them all; those with many stages are left out.".into(),
@@ -160,7 +196,7 @@ pub(super) fn compared(plan: &StepPlan, options: &Options) -> String {
                 against,
                 price.dense_sync.to_string(),
                 price.expert_sync.to_string(),
-                changes(price.strategy, options),
+                changes(price, options),
             ]
         })
         .collect();

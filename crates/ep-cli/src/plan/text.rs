@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use ep_plan::planner::{BaselineKind, Options, PassTimes, Plan, Setting};
+use ep_plan::planner::{BaselineKind, Options, PassTimes, Plan, Setting, Work};
 use ep_plan::units::{Bytes, Seconds};
 
 use super::steps::{self, Shown};
@@ -234,13 +234,22 @@ pub(super) fn baseline_name(kind: BaselineKind) -> &'static str {
 
 /// What is known of the effect of compression on the trained model.
 pub(super) fn lossy(problem: &Problem) -> String {
-    let Options { weight_compression, gradient_compression, .. } = problem.options;
-    if !problem.options.lossy() {
-        return "Weights and gradients are sent exactly.".into();
+    let Options { weight_compression, gradient_compression, dense_gradient_compression, .. } =
+        problem.options;
+    let dense = dense_gradient_compression
+        .filter(|codec| !codec.is_lossless() && problem.options.work == Work::Training)
+        .map(|codec| format!("dense gradients between datacenters {codec}"));
+    let experts = format!("weights {weight_compression}, gradients {gradient_compression}");
+    match (problem.options.lossy(), dense) {
+        (false, None) => "Weights and gradients are sent exactly.".into(),
+        (false, Some(dense)) => {
+            format!("Compression is lossy: {dense}. Weights and gradients of experts are sent exactly.")
+        }
+        (true, None) => format!("Compression is lossy: {experts}. {MEASURED}"),
+        (true, Some(dense)) => {
+            format!("Compression is lossy: {experts}, {dense}. {MEASURED} Its dense gradients were exact.")
+        }
     }
-    format!(
-        "Compression is lossy: weights {weight_compression}, gradients {gradient_compression}. {MEASURED}"
-    )
 }
 
 /// The measurement of the codecs' effect on training. docs/planner.md has the table.

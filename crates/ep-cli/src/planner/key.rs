@@ -3,7 +3,7 @@
 use ep_plan::cluster::ClusterDescription;
 use ep_plan::input::Kind;
 use ep_plan::model::ModelDescription;
-use ep_plan::planner::{Batch, Compression, Replicas, Work};
+use ep_plan::planner::{Batch, Compression, GradientCodec, Replicas, Work};
 use ep_plan::{Options, Placement, Routing, limits};
 
 use crate::common::numbers::{Count, Number};
@@ -25,6 +25,7 @@ enum What {
     Zipf,
     WeightCompression,
     GradientCompression,
+    DenseGradientCompression,
     Accumulation,
     PipelineStages,
     GlobalBatch,
@@ -44,18 +45,30 @@ enum Form {
     Number(Number),
     /// A ratio, or `int8`, whose value is [`INT8`].
     Compression,
+    /// A codec of the training runtime. The value of `topk` is its density, that of the others [`INT8`] and [`EXACT`].
+    Codec,
     Word(&'static [&'static str]),
 }
 
-/// The value that stands for the codec `int8`. It is outside the range of ratios.
+/// The value that stands for the codec `int8`. It is outside the ranges of ratios and densities.
 const INT8: f64 = 0.0;
+/// The value that stands for the codec `exact`. It is outside the range of densities.
+const EXACT: f64 = 2.0;
 
 fn compression(value: f64) -> Compression {
     if value == INT8 { Compression::Int8 } else { Compression::By(value) }
 }
 
+fn codec(value: f64) -> GradientCodec {
+    match value {
+        INT8 => GradientCodec::Int8,
+        EXACT => GradientCodec::Exact,
+        density => GradientCodec::TopK { density },
+    }
+}
+
 /// Name, value, notation, and whether the key belongs to a level.
-const KEYS: [(&str, What, Form, bool); 23] = [
+const KEYS: [(&str, What, Form, bool); 24] = [
     ("bandwidth", What::Bandwidth, Form::Quantity(Kind::LinkRate, limits::LINK_GBIT_PER_S), true),
     ("round_trip", What::RoundTrip, Form::Quantity(Kind::Time, limits::SECONDS), true),
     ("alpha", What::Alpha, Form::Quantity(Kind::Time, limits::SECONDS), true),
@@ -70,6 +83,7 @@ const KEYS: [(&str, What, Form, bool); 23] = [
     ("zipf", What::Zipf, Form::Number(limits::ZIPF), false),
     ("weight_compression", What::WeightCompression, Form::Compression, false),
     ("gradient_compression", What::GradientCompression, Form::Compression, false),
+    ("dense_gradient_compression", What::DenseGradientCompression, Form::Codec, false),
     ("gradient_accumulation", What::Accumulation, Form::Count(limits::MICRO_BATCHES), false),
     ("pipeline_stages", What::PipelineStages, Form::Count(limits::LAYERS), false),
     ("global_batch", What::GlobalBatch, Form::Count(limits::GLOBAL_BATCH), false),
@@ -151,6 +165,13 @@ impl Key {
                 let number = text.parse().ok().filter(|&number| range.allows(number));
                 number.ok_or_else(|| not(&format!("int8 or a number {range}")))
             }
+            Form::Codec => match text.parse() {
+                Ok(GradientCodec::Exact) => Ok(EXACT),
+                Ok(GradientCodec::Int8) => Ok(INT8),
+                Ok(GradientCodec::TopK { density }) => Ok(density),
+                Ok(_) => Err(not("a codec that can be priced")),
+                Err(error) => Err(error.to_string()),
+            },
             Form::Word(words) => words
                 .iter()
                 .position(|word| *word == text)
@@ -159,9 +180,9 @@ impl Key {
         }
     }
 
-    /// Whether the value is a number, not a word.
+    /// Whether the value is a number, not a word or the name of a codec.
     pub(crate) fn is_number(&self) -> bool {
-        !matches!(self.form, Form::Word(_))
+        !matches!(self.form, Form::Word(_) | Form::Codec)
     }
 
     /// Sets the value. Values that do not fit together are refused later, when the planner checks the problem.
@@ -205,6 +226,7 @@ impl Key {
             What::MemoryCap => options.memory_cap_gb = Some(value),
             What::WeightCompression => options.weight_compression = compression(value),
             What::GradientCompression => options.gradient_compression = compression(value),
+            What::DenseGradientCompression => options.dense_gradient_compression = Some(codec(value)),
             What::Accumulation => {
                 options.micro_batches = count;
                 options.batch = Batch::MicroBatches;

@@ -54,8 +54,15 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
         (Batch::Model, Some(batch), Work::Training) => format!("{} in a step", units::count(batch as u64)),
         _ => units::counted(options.micro_batches, "micro-batch").replace("batchs", "batches"),
     };
+    let dense = match options.dense_gradient_compression {
+        Some(codec) if options.work == Work::Training => {
+            let sent = if codec.is_lossless() { "they are".to_owned() } else { codec.to_string() };
+            format!(", dense gradients between datacenters as {sent}")
+        }
+        _ => String::new(),
+    };
     format!(
-        "{} on {}: {}, {} each\n{work}, {} tokens per GPU and micro-batch, {}, weights sent as {}, gradients as {}\n{}",
+        "{} on {}: {}, {} each\n{work}, {} tokens per GPU and micro-batch, {}, weights sent as {}, gradients as {}{}\n{}",
         model.name,
         cluster.name,
         units::counted(gpus, "GPU"),
@@ -64,6 +71,7 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
         batch,
         sent(options.weight_compression),
         sent(options.gradient_compression),
+        dense,
         unequal(cluster),
     )
 }

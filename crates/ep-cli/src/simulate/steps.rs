@@ -50,10 +50,11 @@ pub(super) fn main(args: &SimulateArgs) -> Result<Verdict, Failure> {
     let figures = Checked::json(&report)?;
     let names = problem.names();
     let text = format!(
-        "{} on {}, steps of {} tokens\n\n{}\n",
+        "{} on {}, steps of {} tokens{}\n\n{}\n",
         problem.model.name,
         problem.cluster.name,
         units::count(plan.global_batch.round() as u64),
+        steps::dense_gradients(&plan, &problem.options).map(|line| format!("\n{line}")).unwrap_or_default(),
         render(&rows)
     );
     print_beside(&Checked::text(text, &names)?, &[&json])?;

@@ -56,7 +56,8 @@ pub(super) fn check_lists(description: &ClusterDescription, index: usize) -> Res
     Ok(())
 }
 
-fn gcd(a: usize, b: usize) -> usize {
+/// The greatest common divisor.
+pub(crate) fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 

@@ -1,5 +1,6 @@
 //! The schema of input files: clusters, models and options.
 
+use ep_codec::CodecParseError;
 use toml::de::DeValue;
 
 use super::Result;
@@ -11,7 +12,7 @@ use crate::cluster::{Cluster, ClusterDescription, GpuDescription, LevelDescripti
 use crate::error::PlanError;
 use crate::limits::{self, Count, Shown};
 use crate::model::{AttentionDescription, ElementType, Model, ModelDescription, PrecisionDescription};
-use crate::planner::{Batch, Compression, Options, Replicas, Setting, Work};
+use crate::planner::{Batch, Compression, GradientCodec, Options, Replicas, Setting, Work};
 use crate::routing::{Placement, Routing};
 
 pub(super) const DOCUMENT: Keys = Keys { plain: &["cluster", "model", "options"], quantities: &[] };
@@ -64,6 +65,7 @@ const OPTIONS: Keys = Keys {
         "work",
         "weight_compression",
         "gradient_compression",
+        "dense_gradient_compression",
         "reserved_memory",
         "live_layers",
         "replicas",
@@ -278,6 +280,7 @@ pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
         )?,
         weight_compression: compression(&table, "weight_compression", default.weight_compression)?,
         gradient_compression: compression(&table, "gradient_compression", default.gradient_compression)?,
+        dense_gradient_compression: table.get("dense_gradient_compression").map(codec).transpose()?,
         memory_cap_gb: table.optional_quantity("memory_cap", limits::MEMORY_CAP_GB)?,
         reserved_memory: reserved_memory(&table, default.reserved_memory)?,
         live_layers: count("live_layers", limits::LAYERS, default.live_layers)?,
@@ -311,6 +314,13 @@ fn compression(table: &Table<'_, '_>, key: &str, default: Compression) -> Result
         Some(item) if item.value.is_str() => item.word(&[("int8", Compression::Int8)]),
         Some(item) => item.number_in(limits::COMPRESSION).map(Compression::By),
     }
+}
+
+/// The codec of dense gradients, as the training runtime writes it.
+fn codec(item: &Item<'_, '_>) -> Result<GradientCodec> {
+    const NEEDED: &str = "\"exact\", \"int8\" or \"topk:DENSITY\"";
+    let refuse = |error: CodecParseError| item.fail(Problem::new(error.to_string(), ""));
+    item.text(NEEDED)?.parse().or_else(refuse)
 }
 
 /// The bound 1 is excluded: it would leave no memory for experts.

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::cluster::Sharing;
 use crate::model::ElementType;
-use crate::planner::{Compression, Replicas, Work};
+use crate::planner::{Compression, GradientCodec, Replicas, Work};
 use crate::presets;
 use crate::routing::{Placement, Routing};
 
@@ -188,6 +188,24 @@ fn mistakes_are_reported_with_line_and_key() {
         ),
         (
             "work = \"forward\"",
+            "dense_gradient_compression = \"int4\"",
+            "plan.toml:31:30: options.dense_gradient_compression: unknown codec `int4`: possible are `exact`, `int8` and \
+             `topk`",
+        ),
+        (
+            "work = \"forward\"",
+            "dense_gradient_compression = \"topk:0\"",
+            "plan.toml:31:30: options.dense_gradient_compression: density `0` of the codec `topk`: it must be a number \
+             of more than 0 and at most 1",
+        ),
+        (
+            "work = \"forward\"",
+            "dense_gradient_compression = 4",
+            "plan.toml:31:30: options.dense_gradient_compression: is a number; possible: \"exact\", \"int8\" or \
+             \"topk:DENSITY\"",
+        ),
+        (
+            "work = \"forward\"",
             "reserved_memory = 1",
             "plan.toml:31:19: options.reserved_memory: is 1; possible: a fraction of the memory, at least 0 and below 1",
         ),
@@ -325,6 +343,11 @@ proptest! {
             prop::collection::vec(1.0..1.5f64, 16).prop_map(Routing::Histogram),
         ],
         cap in prop::option::of(0.0..100.0f64),
+        dense in prop::option::of(prop_oneof![
+            Just(GradientCodec::Exact),
+            Just(GradientCodec::Int8),
+            (1e-9..=1.0f64).prop_map(|density| GradientCodec::TopK { density }),
+        ]),
     ) {
         let mut cluster = presets::datacenters(2, rate, times.0, presets::dgx_h100(2));
         cluster.name = name.clone();
@@ -340,6 +363,7 @@ proptest! {
             replicas: Replicas::Best,
             placement: Placement::Lpt,
             gradient_compression: Compression::By(1.0 + times.0),
+            dense_gradient_compression: dense,
             ..Options::default()
         };
         let text = to_toml(&cluster, &model, &options);

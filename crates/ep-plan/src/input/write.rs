@@ -142,6 +142,14 @@ pub fn options_to_toml(options: &Options) -> String {
         compression(options.weight_compression),
         compression(options.gradient_compression)
     );
+    let dense = "of dense gradients between datacenters, as in the training runtime: \"exact\", \"int8\", \"topk:0.01\"";
+    let _ = match options.dense_gradient_compression {
+        Some(codec) => writeln!(out, "dense_gradient_compression = \"{codec}\"  # {dense}"),
+        None => writeln!(
+            out,
+            "# dense_gradient_compression = \"int8\"  # {dense}; default: exact gradients, then weights"
+        ),
+    };
     let _ = match options.memory_cap_gb {
         Some(cap) => writeln!(out, "memory_cap = \"{cap} GB\"  # for gathered experts"),
         None => {

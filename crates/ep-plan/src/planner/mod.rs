@@ -33,6 +33,7 @@
 mod baseline;
 mod compression;
 mod cost;
+mod dense;
 mod explain;
 mod gains;
 mod memory;
@@ -47,6 +48,8 @@ use serde::{Deserialize, Serialize};
 pub use baseline::{Baseline, BaselineKind};
 pub use compression::Compression;
 pub use cost::{Candidate, LevelTraffic};
+pub(crate) use dense::{codec_time, element_bytes, text as codec_text};
+pub use ep_codec::GradientCodec;
 pub use explain::{Change, Component, Explanation, Limit, Quantity, domain_sizes_text};
 pub use gains::{COMPRESSIONS, CompressionGain};
 pub use memory::{Memory, gathered_bytes};

@@ -2,7 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
+use ep_codec::GradientCodec;
+
 use super::compression::Compression;
+use super::dense;
 use crate::error::{PlanError, Result, count, number};
 use crate::limits;
 use crate::model::Model;
@@ -22,6 +25,12 @@ pub struct Options {
     /// The codec of gradients, which gives `CR_g`: bytes of an expert's gradients over bytes sent for them. Default:
     /// [`Compression::Int8`].
     pub gradient_compression: Compression,
+    /// The codec of dense gradients between datacenters, in the exchange of the training runtime: every GPU sends its
+    /// encoded share of the sum of its datacenter to every other datacenter. `topk` has a density of more than 0 and at
+    /// most 1. Default: none, which exchanges exact gradients and then weights, with Adam state that is spread over all
+    /// datacenters.
+    #[serde(with = "dense::text::optional", skip_serializing_if = "Option::is_none")]
+    pub dense_gradient_compression: Option<GradientCodec>,
     /// Memory for gathered experts, GB (10⁹ bytes). Default: none, which allows the memory that the device has left
     /// after the reserve and the GPU's own experts.
     pub memory_cap_gb: Option<f64>,
@@ -57,6 +66,7 @@ impl Default for Options {
             work: Work::Training,
             weight_compression: Compression::Int8,
             gradient_compression: Compression::Int8,
+            dense_gradient_compression: None,
             memory_cap_gb: None,
             reserved_memory: 0.3,
             live_layers: 2,
@@ -127,6 +137,9 @@ impl Options {
     pub(crate) fn check(&self) -> Result<()> {
         self.weight_compression.check("weight_compression")?;
         self.gradient_compression.check("gradient_compression")?;
+        if let Some(codec) = self.dense_gradient_compression {
+            dense::check(codec, "dense_gradient_compression")?;
+        }
         if let Some(cap) = self.memory_cap_gb {
             number("memory_cap_gb", cap, limits::MEMORY_CAP_GB)?;
         }
@@ -175,7 +188,7 @@ impl Options {
         self.gradient_compression.ratio(model.description().precision.gradients)
     }
 
-    /// Whether weights or gradients change on the way.
+    /// Whether weights or gradients of experts change on the way.
     pub fn lossy(&self) -> bool {
         !self.weight_compression.is_exact() || !self.gradient_compression.is_exact()
     }

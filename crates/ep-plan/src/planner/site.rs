@@ -6,7 +6,7 @@
 //! exchanges between sites a site may send more than it receives; the larger of the two counts.
 
 use super::volume::{Choice, TokenPath, Transfer, rows_over, visits};
-use crate::cluster::{Cluster, Level, Site};
+use crate::cluster::{Cluster, Level, Site, gcd};
 
 /// The factors of a candidate for one site.
 #[derive(Debug, Clone)]
@@ -21,6 +21,8 @@ pub(crate) struct SiteShape<'a> {
     shares: Vec<f64>,
     /// `f_s` of this site.
     share: f64,
+    /// `w_s` of this site; 1 if all sites see the same.
+    parts: usize,
 }
 
 /// The candidate as each site sees it; a single shape if all see the same.
@@ -35,6 +37,7 @@ pub(crate) fn shapes<'a>(cluster: &'a Cluster, domain_sizes: &[usize]) -> Vec<Si
         domains: domains.clone(),
         shares: Vec::new(),
         share: 1.0 / members[0],
+        parts: 1,
     };
     if !cluster.is_unequal() {
         return vec![uniform(cluster.levels())];
@@ -42,8 +45,12 @@ pub(crate) fn shapes<'a>(cluster: &'a Cluster, domain_sizes: &[usize]) -> Vec<Si
     let shares: Vec<f64> = cluster.sites().iter().map(|site| site.parts as f64 / members[0]).collect();
     let of_site = |site: &'a Site| {
         let parts = site.parts as f64;
-        let mut shape =
-            SiteShape { shares: shares.clone(), share: parts / members[0], ..uniform(&site.levels) };
+        let mut shape = SiteShape {
+            shares: shares.clone(),
+            share: parts / members[0],
+            parts: site.parts,
+            ..uniform(&site.levels)
+        };
         // A domain that spans sites has the same GPUs of every part; any other domain lies inside a part.
         let divided = if domain_sizes[0] > 1 { &mut shape.sizes } else { &mut shape.domains };
         for factors in [&mut shape.members, divided] {
@@ -112,6 +119,19 @@ impl SiteShape<'_> {
         (others / (copies[level] * inner), others.round() as usize)
     }
 
+    /// The sites that a GPU exchanges its share with in a direct exchange between the sites of a cluster, and the messages
+    /// that it sends: one per GPU whose share overlaps its own. The GPUs of a site divide the bytes equally. `copies` are
+    /// the members of each level that take part, as the site sees them.
+    pub(crate) fn exchanged(&self, cluster: &Cluster, copies: &[f64]) -> (f64, usize) {
+        if self.crosses_unequal(0, copies) {
+            let owners = cluster.sites().iter().map(|other| most_overlaps(self.parts, other.parts));
+            // In its own site a GPU has its share for itself.
+            return (self.shares.len() as f64 - 1.0, owners.sum::<usize>() - 1);
+        }
+        let others = copies[0] - 1.0;
+        (others, others.round() as usize)
+    }
+
     /// Replicas of each level as the site sees them. `copies` has those of a part; between sites there are 1 or all.
     pub(crate) fn replicas(&self, copies: &[usize]) -> Vec<f64> {
         let mut found: Vec<f64> = copies.iter().map(|&count| count as f64).collect();
@@ -131,5 +151,37 @@ impl SiteShape<'_> {
     /// Whether an exchange between `factors` members of the level connects unequal sites.
     fn crosses_unequal(&self, level: usize, factors: &[f64]) -> bool {
         level == 0 && factors[0] > 1.0 && !self.shares.is_empty()
+    }
+}
+
+/// The most of `theirs` equal shares that one of `ours` equal shares of the same whole overlaps.
+fn most_overlaps(ours: usize, theirs: usize) -> usize {
+    let common = gcd(ours, theirs);
+    let (ours, theirs) = (ours / common, theirs / common);
+    match (ours, theirs) {
+        (1, all) => all,
+        (_, 1) => 1,
+        // A share that begins just before a border of theirs.
+        _ => (theirs - 2) / ours + 2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overlaps_are_those_of_the_worst_share() {
+        for ours in 1..40 {
+            for theirs in 1..40 {
+                let overlaps = |at: usize| {
+                    (0..theirs)
+                        .filter(|other| at * theirs < (other + 1) * ours && other * ours < (at + 1) * theirs)
+                        .count()
+                };
+                let most = (0..ours).map(overlaps).max().unwrap();
+                assert_eq!(most_overlaps(ours, theirs), most, "{ours} {theirs}");
+            }
+        }
     }
 }

@@ -5,11 +5,14 @@ use serde::{Deserialize, Serialize};
 use super::layout::Layout;
 use crate::cluster::Cluster;
 use crate::model::Model;
-use crate::planner::{Memory, Options};
+use crate::planner::{GradientCodec, Memory, Options};
 use crate::units::Bytes;
 
 /// Bytes per parameter of Adam's f32 state: a master copy and two moments.
 const OPTIMIZER_BYTES: f64 = 12.0;
+
+/// Bytes per parameter of the f32 carry of a lossy codec with error feedback.
+const CARRY_BYTES: f64 = 4.0;
 
 /// Whether a layout fits into the memory of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -26,7 +29,7 @@ pub enum Fit {
 pub struct StepMemory {
     /// Own experts with gradients and optimizer state, and the codec's shared experts.
     pub experts: Bytes,
-    /// Dense parameters with gradients and optimizer state.
+    /// Dense parameters with gradients and optimizer state, and the carry of a lossy codec of dense gradients.
     pub dense: Bytes,
     /// Memory of the device.
     pub device: Bytes,
@@ -34,7 +37,9 @@ pub struct StepMemory {
 
 impl StepMemory {
     /// `⌈M/p⌉ n P (b_w + b_g + 12 / Π c_l)` and the codec's shared expert per layer;
-    /// `(⌈M/p⌉ a + o/p) / t (b_w + b_g + 12 t / R)`.
+    /// `(⌈M/p⌉ a + o/p) / t (b_w + b_g + 12 t / R)`. With a codec of dense gradients between datacenters every datacenter
+    /// updates all dense parameters, so their Adam state, and the carry of a lossy codec, are sharded over the replicas in
+    /// one datacenter instead of all `R / t`. The GPUs of the smallest site have the largest part.
     pub(super) fn of(cluster: &Cluster, model: &Model, options: &Options, layout: &Layout) -> Self {
         let description = model.description();
         let precision = description.precision;
@@ -45,8 +50,16 @@ impl StepMemory {
         let shared =
             if options.weight_compression.has_shared_expert() { model.expert_bytes() } else { Bytes::ZERO };
         let experts = layers * slots * model.expert_parameters() * (state + OPTIMIZER_BYTES / copies);
-        let replicas = layout.stage_gpus() as f64 / layout.tensor_parallel as f64;
-        let dense = dense_parameters(model, layout) * (state + OPTIMIZER_BYTES / replicas);
+        let dense_state = match dense_codec(options, layout) {
+            None => OPTIMIZER_BYTES / (layout.stage_gpus() as f64 / layout.tensor_parallel as f64),
+            Some(codec) => {
+                let parts = cluster.sites().iter().map(|site| site.parts).min().unwrap_or(1);
+                let replicas = parts * layout.dense_copies()[1..].iter().product::<usize>();
+                let carry = if codec.is_lossless() { 0.0 } else { CARRY_BYTES };
+                (OPTIMIZER_BYTES + carry) / replicas as f64
+            }
+        };
+        let dense = dense_parameters(model, layout) * (state + dense_state);
         Self { experts: Bytes(experts) + shared * layers, dense: Bytes(dense), device: cluster.memory() }
     }
 
@@ -65,6 +78,11 @@ impl StepMemory {
         let left = self.device - self.experts - self.dense;
         (left.0 >= 0.0).then(|| (Fit::Tight, before(left)))
     }
+}
+
+/// The codec of dense gradients between datacenters, if there is one and they cross between datacenters.
+pub(super) fn dense_codec(options: &Options, layout: &Layout) -> Option<GradientCodec> {
+    options.dense_gradient_compression.filter(|_| layout.dense_copies()[0] > 1)
 }
 
 /// `(⌈M/p⌉ a + o/p) / t`: dense parameters of one GPU.

@@ -30,6 +30,7 @@ pub use layout::Layout;
 pub use memory::{Fit, StepMemory};
 pub use price::{Boundary, StepPrice, pipeline_passes};
 pub use schedule::{PipelineWork, SimulatedStep, simulate_pipeline};
+pub use sync::DenseExchange;
 
 use crate::cluster::Cluster;
 use crate::divisors::divisors;
@@ -79,7 +80,8 @@ impl Strategy {
         matches!(self, Self::ExpertDomains | Self::HierarchicalEp | Self::PlainEp)
     }
 
-    /// The options of a layer: only expert domains compress.
+    /// The options that apply to a strategy: only expert domains compress experts, and local steps send no gradients between
+    /// datacenters.
     fn options(self, options: &Options, stages: usize) -> Options {
         let options = Options { pipeline_stages: Some(stages), ..options.clone() };
         match self {
@@ -87,6 +89,9 @@ impl Strategy {
             _ => Options {
                 weight_compression: Compression::EXACT,
                 gradient_compression: Compression::EXACT,
+                dense_gradient_compression: options
+                    .dense_gradient_compression
+                    .filter(|_| self != Self::LocalSteps),
                 ..options
             },
         }
@@ -258,11 +263,14 @@ impl StepPlanner {
 
     /// The least memory of a GPU that any layout needs.
     fn least_memory(&self) -> crate::units::Bytes {
-        let layouts = Strategy::ALL.into_iter().flat_map(|strategy| self.layouts(strategy));
+        let layouts = Strategy::ALL
+            .into_iter()
+            .flat_map(|strategy| self.layouts(strategy).into_iter().map(move |layout| (strategy, layout)));
         let least = layouts
-            .map(|mut layout| {
+            .map(|(strategy, mut layout)| {
                 layout.tensor_parallel = layout.stage.last().copied().unwrap_or(1);
-                let memory = StepMemory::of(&self.cluster, &self.model, &self.options, &layout);
+                let options = strategy.options(&self.options, layout.stages());
+                let memory = StepMemory::of(&self.cluster, &self.model, &options, &layout);
                 (memory.experts + memory.dense).0
             })
             .fold(f64::INFINITY, f64::min);

@@ -5,8 +5,8 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::layout::Layout;
-use super::memory::{Fit, StepMemory, dense_parameters};
-use super::sync::{DENSE_GRADIENT_BYTES, sync, sync_at};
+use super::memory::{Fit, StepMemory, dense_codec, dense_parameters};
+use super::sync::{DENSE_GRADIENT_BYTES, DenseExchange, sync, sync_at};
 use super::{Strategy, Tokens};
 use crate::cluster::{Cluster, Level};
 use crate::error::Result;
@@ -39,6 +39,10 @@ pub struct StepPrice {
     pub passes: Seconds,
     /// Exchange of dense gradients and weights.
     pub dense_sync: Seconds,
+    /// The part of `dense_sync` between datacenters. None unless the options name a codec of dense gradients and dense
+    /// gradients cross between datacenters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dense_exchange: Option<DenseExchange>,
     /// Exchange of expert gradients and weights between EP groups.
     pub expert_sync: Seconds,
     /// The step: passes and both exchanges.
@@ -101,7 +105,7 @@ impl Pricing<'_> {
         let stage_time = (candidate.layer_time + tensor_exchange * 2.0) * layers as f64;
         let boundaries = self.boundaries(&layout, tokens_per_gpu);
         let passes = pipeline_passes(stage_time, layout.stages(), &boundaries, micro_batches);
-        let (dense_sync, expert_sync) = self.syncs(strategy, &layout);
+        let (dense_exchange, dense_sync, expert_sync) = self.syncs(strategy, &options, &layout);
         let step_time = passes + dense_sync + expert_sync;
         Ok(Some(StepPrice {
             strategy,
@@ -115,6 +119,7 @@ impl Pricing<'_> {
             boundaries,
             passes,
             dense_sync,
+            dense_exchange,
             expert_sync,
             step_time,
             tokens_per_second: self.tokens.batch / step_time.0,
@@ -185,8 +190,14 @@ impl Pricing<'_> {
         self.cluster.site_of_part(first)..self.cluster.site_of_part(last) + 1
     }
 
-    /// The exchanges of dense and of expert parameters.
-    fn syncs(&self, strategy: Strategy, layout: &Layout) -> (Seconds, Seconds) {
+    /// The exchange of dense gradients between datacenters, if they have a codec, and the exchanges of all dense and of
+    /// expert parameters.
+    fn syncs(
+        &self,
+        strategy: Strategy,
+        options: &Options,
+        layout: &Layout,
+    ) -> (Option<DenseExchange>, Seconds, Seconds) {
         let description = self.model.description();
         let layers = description.moe_layers.div_ceil(layout.stages()) as f64;
         let slots = description.experts.div_ceil(layout.group_gpus()) as f64;
@@ -202,10 +213,17 @@ impl Pricing<'_> {
             }
             _ => sync(self.cluster, 0, Bytes(parameters * (gradient + weight)), copies),
         };
-        (
-            exchange(dense, DENSE_GRADIENT_BYTES, &layout.dense_copies()),
-            exchange(experts, gradient, &layout.copies()),
-        )
+        let dense_copies = layout.dense_copies();
+        let codec = dense_codec(options, layout);
+        let between = codec.map(|codec| DenseExchange::between(self.cluster, codec, dense, &dense_copies));
+        let dense_sync = match &between {
+            Some(between) => {
+                let inside = Bytes(dense * (DENSE_GRADIENT_BYTES + weight));
+                between.time() + sync(self.cluster, 1, inside, &dense_copies)
+            }
+            None => exchange(dense, DENSE_GRADIENT_BYTES, &dense_copies),
+        };
+        (between, dense_sync, exchange(experts, gradient, &layout.copies()))
     }
 
     /// Seconds that a GPU computes in a step: `3 W N / (G throughput)`.

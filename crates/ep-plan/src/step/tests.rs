@@ -1,5 +1,6 @@
 use super::*;
 use crate::input::preset::{self, Joined};
+use crate::planner::GradientCodec;
 use crate::presets;
 
 fn deepseek(nodes: usize, gbit: f64, options: Options) -> StepPlan {
@@ -40,6 +41,92 @@ fn expert_domains_beat_a_pipeline_on_a_slow_link() {
     let pipeline = seconds(&slow, Strategy::Pipeline);
     assert!((pipeline / 722.0 - 1.0).abs() < 0.02, "{pipeline}");
     assert!((seconds(&slow, Strategy::ExpertDomains) / 687.5 - 1.0).abs() < 0.01);
+}
+
+/// Dense gradients cross the link in every strategy but a pipeline with a stage per datacenter, whose stages hold other
+/// parameters, and local steps, which send weights.
+#[test]
+fn a_codec_of_dense_gradients_is_priced_where_they_cross() {
+    let by = |dense_gradient_compression| {
+        let one = Options { batch: Batch::MicroBatches, ..Options::default() };
+        deepseek(8, 10.0, Options { dense_gradient_compression, pipeline_stages: Some(2), ..one })
+    };
+    let plans = [None, Some(GradientCodec::Exact), Some(GradientCodec::Int8)].map(by);
+    for strategy in Strategy::ALL {
+        let [unset, exact, int8] = plans.each_ref().map(|plan| plan.price(strategy).unwrap());
+        let crosses = !matches!(strategy, Strategy::Pipeline | Strategy::LocalSteps);
+        assert_eq!(unset.dense_exchange, None);
+        assert_eq!((exact.dense_exchange.is_some(), int8.dense_exchange.is_some()), (crosses, crosses));
+        if !crosses {
+            assert_eq!((unset, exact), (exact, int8), "{strategy:?}");
+            continue;
+        }
+        assert_eq!(exact.layout, int8.layout, "{strategy:?}");
+        // Between two datacenters 4 bytes per element instead of 3, or 132 bytes per 128 elements.
+        let [exact, int8] = [exact, int8].map(|price| price.dense_exchange.unwrap().transfer.bytes_per_link);
+        assert!((exact / int8 - 4.0 * 128.0 / 132.0).abs() < 1e-9, "{strategy:?}");
+        let seconds = |price: &StepPrice| price.dense_sync.0;
+        let [unset, exact, int8] = plans.each_ref().map(|plan| seconds(plan.price(strategy).unwrap()));
+        assert!((exact / unset - 4.0 / 3.0).abs() < 0.02, "{strategy:?}: {exact} {unset}");
+        assert!((int8 / unset - 132.0 / 128.0 / 3.0).abs() < 0.03, "{strategy:?}: {int8} {unset}");
+    }
+}
+
+/// A pipeline of two stages over four datacenters: each stage has replicas in two of them, which exchange gradients.
+#[test]
+fn a_stage_of_several_datacenters_exchanges_dense_gradients() {
+    let cluster = presets::datacenters(4, 10.0, 0.005, presets::dgx_h200(8)).try_into().unwrap();
+    let options = Options {
+        dense_gradient_compression: Some(GradientCodec::Int8),
+        pipeline_stages: Some(2),
+        ..Options::default()
+    };
+    let model = presets::deepseek_v3().try_into().unwrap();
+    let plan = StepPlanner::new(cluster, model, options).unwrap().plan().unwrap();
+    let pipeline = plan.price(Strategy::Pipeline).unwrap();
+    assert_eq!(pipeline.layout.stage[0], 2);
+    let exchange = pipeline.dense_exchange.unwrap();
+    let dense = memory::dense_parameters(&presets::deepseek_v3().try_into().unwrap(), &pipeline.layout);
+    let inside: usize = pipeline.layout.dense_copies()[1..].iter().product();
+    // One other datacenter.
+    let bytes = dense / inside as f64 * 132.0 / 128.0;
+    assert!((exchange.transfer.bytes_per_gpu.0 / bytes - 1.0).abs() < 1e-9, "{exchange:?}");
+}
+
+/// Every datacenter makes the update, so its GPUs hold the Adam state of all dense parameters.
+#[test]
+fn every_datacenter_keeps_the_adam_state_of_dense_parameters() {
+    let cluster: Cluster = presets::datacenters(2, 10.0, 0.0, presets::dgx_h200(8)).try_into().unwrap();
+    let model: Model = presets::deepseek_v3().try_into().unwrap();
+    let layout = Layout {
+        stages_across: 1,
+        stages_inside: 1,
+        tensor_parallel: 2,
+        stage: vec![2, 8, 8],
+        group: vec![2, 8, 8],
+    };
+    let bytes = |dense_gradient_compression| {
+        let options = Options { dense_gradient_compression, ..Options::default() };
+        StepMemory::of(&cluster, &model, &options, &layout).dense.0
+            / memory::dense_parameters(&model, &layout)
+    };
+    // Weights and gradients in bf16; 64 replicas, of which a datacenter has 32; a carry of 4 bytes.
+    assert!((bytes(None) - (4.0 + 12.0 / 64.0)).abs() < 1e-9);
+    assert!((bytes(Some(GradientCodec::Exact)) - (4.0 + 12.0 / 32.0)).abs() < 1e-9);
+    assert!((bytes(Some(GradientCodec::Int8)) - (4.0 + 16.0 / 32.0)).abs() < 1e-9);
+}
+
+#[test]
+fn a_density_out_of_range_is_refused() {
+    let cluster: Cluster = presets::datacenters(2, 10.0, 0.0, presets::dgx_h200(8)).try_into().unwrap();
+    for density in [0.0, -0.1, 1.5, f64::NAN, f64::INFINITY] {
+        let dense_gradient_compression = Some(GradientCodec::TopK { density });
+        let options = Options { dense_gradient_compression, ..Options::default() };
+        let model = presets::deepseek_v3().try_into().unwrap();
+        let error = StepPlanner::new(cluster.clone(), model, options).unwrap_err().to_string();
+        assert!(error.starts_with("density of dense_gradient_compression is "), "{error}");
+        assert!(error.ends_with("it must be more than 0 and at most 1"), "{error}");
+    }
 }
 
 #[test]
@@ -94,17 +181,28 @@ fn every_pair_of_presets_is_planned() {
 /// with nothing; levels and chunks overlap more than the formula assumes.
 #[test]
 fn simulated_steps_agree_with_prices() {
-    for (gbit, global_batch) in [(1.0, 4 << 20), (100.0, 4 << 20), (1600.0, 4 << 20)] {
+    let codecs = [None, Some(GradientCodec::Exact), Some(GradientCodec::Int8)];
+    for (gbit, dense_gradient_compression) in
+        [1.0, 100.0, 1600.0].into_iter().flat_map(|gbit| codecs.map(|codec| (gbit, codec)))
+    {
+        let global_batch = 4 << 20;
+        let options = Options { dense_gradient_compression, ..Options::paper_codec() };
         // Without latency, of which the simulator hides more than the formula (SIMULATOR.md).
         let mut cluster = presets::datacenters(2, gbit, 0.0, presets::dgx_h200(8));
         cluster.levels.iter_mut().for_each(|level| (level.alpha_s, level.round_trip_s) = (0.0, 0.0));
         let mut model = presets::deepseek_v3();
         model.global_batch = Some(global_batch);
         let planner =
-            StepPlanner::new(cluster.try_into().unwrap(), model.try_into().unwrap(), Options::paper_codec())
-                .unwrap();
+            StepPlanner::new(cluster.try_into().unwrap(), model.try_into().unwrap(), options).unwrap();
         for price in planner.plan().unwrap().prices {
             let simulated = planner.simulate(&price, Default::default()).unwrap();
+            // The exchanges at the end of a step are those of the formula.
+            let exchanges = price.dense_sync + price.expert_sync;
+            assert!(
+                (simulated.step_time - simulated.passes - exchanges).0.abs() <= 1e-9 * simulated.step_time.0,
+                "{gbit} {dense_gradient_compression:?} {:?}",
+                price.strategy
+            );
             let micro_batches = price.micro_batches as f64;
             let layers = 58.0 / price.layout.stages() as f64;
             let candidate = &price.candidate;
@@ -123,7 +221,7 @@ fn simulated_steps_agree_with_prices() {
             let error = (simulated.step_time - price.step_time).0.abs();
             assert!(
                 error <= 0.05 * price.step_time.0 + differences,
-                "{gbit} {:?}: simulated {} priced {} differences {differences}",
+                "{gbit} {dense_gradient_compression:?} {:?}: simulated {} priced {} differences {differences}",
                 price.strategy,
                 simulated.step_time,
                 price.step_time

@@ -102,7 +102,7 @@ pub(super) fn steps(plan: &StepPlan, options: &Options) -> Result<String, Failur
                 steps::name(price.strategy).into(),
                 steps::layout(price),
                 units::count(price.tokens_per_second.round() as u64),
-                steps::changes(price.strategy, options),
+                steps::changes(price, options),
             ]
         })
         .collect();
