@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use ep::join::fuzzing::{answer, call, converse, report};
+use ep::join::fuzzing::{answer, call, converse, introduce, report};
 use libfuzzer_sys::{Corpus, fuzz_target};
 
 fuzz_target!(|data: &[u8]| -> Corpus { run(data) });
@@ -14,7 +14,10 @@ fn run(data: &[u8]) -> Corpus {
         0 => call(rest),
         1 => answer(rest),
         2 => converse(rest),
-        _ => report(rest),
+        _ => {
+            report(rest);
+            introduce(rest);
+        }
     }
     Corpus::Keep
 }

@@ -1,12 +1,13 @@
 //! How the ranks of a world meet, and map the memory of those of their machine.
 
+use std::fmt;
 use std::net::IpAddr;
+use std::str::FromStr;
 use std::sync::Arc;
 
-use ep::call::check_same_world;
-use ep::join::{Door, Introduced, Invitation, Machine, Machines, Member, Rendezvous};
+use ep::join::{Introduction, Joining, Machines, Met, Rendezvous};
 use ep::{CallerError, Config, EnvironmentError, Rank, Result, World};
-use ep_rail::rail_of;
+use ep_rail::connect_rail;
 
 use crate::arena::Announce as _;
 use crate::buffer::{CudaBuffer, Home};
@@ -15,6 +16,9 @@ use crate::links;
 use crate::params::MAX_RANKS;
 use crate::peers::Peers;
 use crate::rails::{Bounds, PinnedWindow, RankRails};
+
+/// [`Introduction::backend`]. Change it with the format of [`Facts`], of messages over links, or of shared memory.
+const BACKEND: &str = "cuda 1";
 
 impl CudaBuffer {
     /// [`ep::Backend::threads`].
@@ -93,27 +97,26 @@ impl CudaBuffer {
         config: &Config,
     ) -> Result<Self> {
         check_world(world)?;
-        let rank = rendezvous.rank();
-        if rendezvous.ranks() != world.ranks() {
-            let (ranks, found) = (world.ranks(), rendezvous.ranks());
-            return Err(CallerError::Topology(format!(
-                "the world has {ranks} ranks, the rendezvous {found}"
-            ))
-            .into());
-        }
+        ep::join::join(world, rendezvous, config, |joining| Self::make_process(gpu, world, joining, config))
+    }
+
+    fn make_process(gpu: usize, world: &World, joining: &mut Joining<'_>, config: &Config) -> Result<Self> {
+        let rank = joining.rank();
         let device = Device::open(gpu)?;
-        let home = Home::new(world, rank, Arc::clone(&device), vec![gpu], false, config)?;
+        let home = Home::new(world, rank, device, vec![gpu], false, config)?;
         let bounds = Bounds::of(world, config)?;
-        let mut joining = Joining { world, config, home: &home, bounds, links: None };
-        let met = joining.meet(rendezvous);
-        let mut links = joining.links;
-        let Met { all, machines, mapped, gpu: own_gpu, rails } = met.map_err(|error| {
-            // Report the error before this rank's links close: otherwise the others would report this rank as lost.
-            let error = rendezvous.abandon(error);
-            drop(links.take());
-            error
-        })?;
-        home.arena.announce_with(Box::new(links.expect("a rank that has met the others has links")));
+        let own =
+            Facts { gpu: home.device.uuid()?, base: home.arena.base(), control: home.control.address() };
+        let settings = bounds.map_or_else(String::new, |bounds| bounds.agreed(config));
+        let met = joining.meet(Introduction { backend: BACKEND, settings, facts: own })?;
+        let Met { machines, facts, links } = met;
+        let (mut links, mapped) = links::serve_all(links, &home, &machines, world.ranks(), config)?;
+        home.arena.with_chunks(|chunks| chunks.iter().try_for_each(|chunk| links.announce(chunk)))?;
+        home.arena.announce_with(Box::new(links));
+        // A barrier: after it, every rank has mapped every control block.
+        joining.all_gather(&[])?;
+        let connect = |bounds| connect_rails(world, &home, joining, bounds, config, machines.address());
+        let rails = bounds.map(connect).transpose()?;
 
         let mut peers = Peers {
             control: Vec::new(),
@@ -122,116 +125,40 @@ impl CudaBuffer {
             hearts: Some(Arc::clone(&mapped.hearts)),
             _keep: Arc::new(()),
         };
-        for ((introduction, memory), peer) in all.iter().zip(&mapped.peers).zip((0..).map(Rank)) {
+        for ((theirs, memory), peer) in facts.iter().zip(&mapped.peers).zip((0..).map(Rank)) {
             if let Some(mirror) = mapped.mirrors.address_of(peer) {
                 peers.delta.push(0);
                 peers.control.push(mirror);
                 continue;
             }
-            let here = memory.as_ref().map_or(introduction.base, |memory| {
+            let here = memory.as_ref().map_or(theirs.base, |memory| {
                 memory.lock().unwrap_or_else(|poison| poison.into_inner()).address
             });
-            let delta = here.wrapping_sub(introduction.base) as i64;
+            let delta = here.wrapping_sub(theirs.base) as i64;
             peers.delta.push(delta);
-            peers.control.push(introduction.control.wrapping_add_signed(delta));
+            peers.control.push(theirs.control.wrapping_add_signed(delta));
         }
         peers._keep = Arc::new(mapped);
-        let here = all.iter().filter(|introduction| introduction.gpu == own_gpu).count();
+        let here = facts.iter().filter(|theirs| theirs.gpu == own.gpu).count();
         Self::assemble(world.clone(), config, home, peers, rails, here)
     }
 }
 
-/// A rank that is joining.
-struct Joining<'a> {
-    world: &'a World,
-    config: &'a Config,
-    home: &'a Home,
-    bounds: Option<Bounds>,
-    /// The links, as soon as there are any, also if a later step fails.
-    links: Option<links::Links>,
-}
-
-impl Joining<'_> {
-    /// Meets the other processes and maps the memory of those of this machine. Collective, as the functions below.
-    fn meet(&mut self, rendezvous: &mut dyn Rendezvous) -> Result<Met> {
-        let &mut Self { world, config, home, bounds, .. } = self;
-        let rank = rendezvous.rank();
-        let mut door = Door::open()?;
-        let mine = Introduction {
-            agreed: agreed(world) + &bounds.map_or_else(String::new, |bounds| bounds.agreed(config)),
-            gpu: home.device.uuid()?,
-            base: home.arena.base(),
-            control: home.control.address(),
-            machine: Machine::this(config.machine.as_deref()),
-            invitation: door.invitation().clone(),
-        };
-        let blobs = rendezvous.all_gather(&mine.to_bytes())?;
-        let all: Vec<Introduction> = blobs
-            .iter()
-            .zip(world.topology().all_ranks())
-            .map(|(blob, peer)| Introduction::from_bytes(blob).ok_or_else(|| unintelligible(peer)))
-            .collect::<Result<_>>()?;
-        for (peer, theirs) in world.topology().all_ranks().zip(&all) {
-            check_same_world((rank, &mine.agreed), (peer, &theirs.agreed))?;
-        }
-        let introduced = all.iter().map(|theirs| {
-            let (machine, invitation) = (theirs.machine.clone(), theirs.invitation.clone());
-            Introduced { machine, invitation }
-        });
-        let (machines, invitations) =
-            Machines::meet(world, rendezvous, config, &mut door, introduced.collect())?;
-        let linked = self.link(rendezvous, door, &invitations, &machines);
-        let (mapped, rails) = linked.map_err(|error| machines.locate(error))?;
-        Ok(Met { all, machines, mapped, gpu: mine.gpu, rails })
-    }
-
-    /// Links the ranks, maps the memory of those of this machine, and connects the rails.
-    fn link(
-        &mut self,
-        rendezvous: &mut dyn Rendezvous,
-        door: Door,
-        invitations: &[Invitation],
-        machines: &Machines,
-    ) -> Result<(links::Mapped, Option<RankRails>)> {
-        let &mut Self { world, config, home, bounds, .. } = self;
-        let member = Member::of(rendezvous, config);
-        let met = ep::join::Links::connect(door, &member, invitations, || rendezvous.lost())?;
-        let (served, mapped) = links::serve_all(met, home, machines, world.ranks(), config)?;
-        let links = self.links.insert(served);
-        home.arena.with_chunks(|chunks| chunks.iter().try_for_each(|chunk| links.announce(chunk)))?;
-        // A barrier: after it, every rank has mapped every control block.
-        rendezvous.all_gather(&[])?;
-        let connect = |bounds| self.connect_rails(rendezvous, bounds, machines.address());
-        Ok((mapped, bounds.map(connect).transpose()?))
-    }
-
-    /// Opens this rank's engine, exchanges the addresses of all engines, and starts the proxy. `address`: that of this
-    /// machine, in a job of several machines.
-    fn connect_rails(
-        &self,
-        rendezvous: &mut dyn Rendezvous,
-        bounds: Bounds,
-        address: Option<IpAddr>,
-    ) -> Result<RankRails> {
-        let &Self { world, config, home, .. } = self;
-        let window = PinnedWindow::new(&bounds, &home.device, config)?;
-        let engine = window.open(world, home.rank, config, address)?;
-        let blobs = rendezvous.all_gather(&engine.blob())?;
-        let blobs: Vec<_> =
-            rail_of(world, home.rank)?.ranks().iter().map(|peer| blobs[peer.index()].clone()).collect();
-        RankRails::start(world, home.rank, bounds, window, engine.connect(&blobs)?, &home.report)
-    }
-}
-
-/// What a rank has once it has met the others.
-struct Met {
-    /// The introductions of all ranks.
-    all: Vec<Introduction>,
-    machines: Machines,
-    mapped: links::Mapped,
-    /// The UUID of this rank's GPU.
-    gpu: [u8; 16],
-    rails: Option<RankRails>,
+/// Opens the engine of a rank that is a process, exchanges the addresses of all engines, and starts the proxy. `address`:
+/// that of this machine, in a job of several machines. Collective.
+fn connect_rails(
+    world: &World,
+    home: &Home,
+    joining: &mut Joining<'_>,
+    bounds: Bounds,
+    config: &Config,
+    address: Option<IpAddr>,
+) -> Result<RankRails> {
+    let window = PinnedWindow::new(&bounds, &home.device, config)?;
+    let engine = window.open(world, home.rank, config, address)?;
+    let blobs = joining.all_gather(&engine.blob())?;
+    let transport = connect_rail(world, home.rank, engine, &blobs)?;
+    RankRails::start(world, home.rank, bounds, window, transport, &home.report)
 }
 
 /// The error for ranks that are threads, with an engine for processes.
@@ -242,65 +169,38 @@ fn only_loopback(config: &Config) -> ep::Error {
     CallerError::Config { key, value, problem: problem.into() }.into()
 }
 
-/// What a process tells the others about itself.
-struct Introduction {
+/// What a rank tells the others about its GPU and its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Facts {
     /// UUID of its GPU.
     gpu: [u8; 16],
     /// First address of its registered memory, and the address of its control block, in its own address space.
     base: u64,
     control: u64,
-    machine: Machine,
-    invitation: Invitation,
-    /// Text of the settings that must be equal on all ranks.
-    agreed: String,
 }
 
-impl Introduction {
-    const HEAD: usize = 16 + 8 + 8;
-
-    fn to_bytes(&self) -> Vec<u8> {
-        let Self { gpu, base, control, machine, invitation, agreed } = self;
-        let text = format!("{machine}\n{invitation}\n{agreed}");
-        [&gpu[..], &base.to_le_bytes(), &control.to_le_bytes(), text.as_bytes()].concat()
-    }
-
-    fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (head, text) = bytes.split_at_checked(Self::HEAD)?;
-        let long = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
-        let mut lines = std::str::from_utf8(text).ok()?.splitn(3, '\n');
-        Some(Self {
-            gpu: head.get(..16)?.try_into().ok()?,
-            base: long(16)?,
-            control: long(24)?,
-            machine: lines.next()?.parse().ok()?,
-            invitation: lines.next()?.parse().ok()?,
-            agreed: lines.next()?.into(),
-        })
+/// The text form, from which [`FromStr`] makes an equal value: three hexadecimal numbers.
+impl fmt::Display for Facts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { gpu, base, control } = self;
+        write!(f, "{:x} {base:x} {control:x}", u128::from_be_bytes(*gpu))
     }
 }
 
-fn unintelligible(peer: Rank) -> ep::Error {
-    EnvironmentError::new(
-        "joining the world",
-        format!("the introduction of rank {peer} cannot be parsed"),
-        "run the same version and the same backend on all ranks",
-    )
-    .into()
-}
+/// The error for a text that is not [`Facts`].
+#[derive(Debug, PartialEq, Eq)]
+struct NoFacts;
 
-/// The world as text: the number of ranks, and the runs of experts with their rank.
-fn agreed(world: &World) -> String {
-    let experts = world.experts() as u32;
-    let owner = |expert| world.placement().owner_at(world.placement().position_of(expert));
-    let mut runs: Vec<(u32, Rank)> = Vec::new();
-    for expert in 0..experts {
-        match runs.last_mut() {
-            Some((count, rank)) if *rank == owner(expert) => *count += 1,
-            _ => runs.push((1, owner(expert))),
-        }
+impl FromStr for Facts {
+    type Err = NoFacts;
+
+    fn from_str(text: &str) -> std::result::Result<Self, NoFacts> {
+        let fields: Vec<&str> = text.split(' ').collect();
+        let [gpu, base, control] = fields[..] else { return Err(NoFacts) };
+        let long = |field| u64::from_str_radix(field, 16).map_err(|_| NoFacts);
+        let gpu = u128::from_str_radix(gpu, 16).map_err(|_| NoFacts)?.to_be_bytes();
+        Ok(Self { gpu, base: long(base)?, control: long(control)? })
     }
-    let runs: Vec<String> = runs.iter().map(|(count, rank)| format!("{count} of {rank}")).collect();
-    format!("({} ranks; experts by rank: {})", world.ranks(), runs.join(", "))
 }
 
 /// Refuses worlds that this backend does not support.
@@ -324,27 +224,15 @@ fn check_world(world: &World) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn introduction(world: &World) -> Introduction {
-        let invitation = Door::open().unwrap().invitation().clone();
-        let machine = Machine::this(Some("node-a"));
-        Introduction { gpu: [7; 16], base: 1 << 40, control: 3, machine, invitation, agreed: agreed(world) }
-    }
-
     #[test]
-    fn ranks_with_different_worlds_say_what_differs() {
-        let mine = introduction(&World::builder().ranks(2).experts(4).build().unwrap());
-        let other = World::builder().ranks(2).placement(&[0, 1, 1, 0].map(Rank)).build().unwrap();
-        let sent = introduction(&other);
-        let theirs = Introduction::from_bytes(&sent.to_bytes()).unwrap();
-        assert_eq!((theirs.gpu, theirs.base, theirs.control), ([7; 16], 1 << 40, 3));
-        assert_eq!((theirs.invitation, theirs.machine), (sent.invitation.clone(), sent.machine.clone()));
-        assert_eq!(check_same_world((Rank(0), &mine.agreed), (Rank(1), &mine.agreed)), Ok(()));
-        assert_eq!(
-            check_same_world((Rank(0), &mine.agreed), (Rank(1), &theirs.agreed)).unwrap_err().to_string(),
-            "operator join: the world is (2 ranks; experts by rank: 2 of 0, 2 of 1) on rank 0 and \
-             (2 ranks; experts by rank: 1 of 0, 2 of 1, 1 of 0) on rank 1; every rank must pass the same"
-        );
-        assert!(Introduction::from_bytes(&[0; 31]).is_none());
-        assert!(Introduction::from_bytes(&[0; 40]).is_none());
+    fn facts_survive_the_round_trip_as_text() {
+        let facts = Facts { gpu: [0xA7; 16], base: 1 << 40, control: 3 };
+        let text = facts.to_string();
+        assert_eq!(text.parse(), Ok(facts));
+        for wrong in
+            ["", &text[1..3], &text[..34], &format!("{text} 1"), &format!("1{text}"), "x 1 1", "1 -1 1"]
+        {
+            assert_eq!(wrong.parse::<Facts>(), Err(NoFacts), "{wrong}");
+        }
     }
 }

@@ -1,16 +1,16 @@
 //! Registered memory between processes: each process sends its allocations, as file descriptors, to all others of its
 //! machine, which map them.
 //!
-//! A rank has one link to every peer ([`ep::join::Links`]); `remote` serves those to other machines. A rank sends an allocation whenever its memory grows, and waits
-//! until the peer has mapped it; heartbeats; and, at the end, a leave message. A link that closes without a leave
-//! message means that the process died; missing heartbeats mean that it is stopped. The link and heartbeat threads
-//! write both into the control block of their own rank, where its kernels read it.
+//! A rank has one link to every peer ([`ep::join::Links`]); `remote` serves those to other machines. A rank sends an
+//! allocation whenever its memory grows, and waits until the peer has mapped it; heartbeats; and, at the end, a leave
+//! message. A link that closes without a leave message means that the process died; missing heartbeats mean that it is
+//! stopped. The link and heartbeat threads write both into the control block of their own rank, where its kernels read it.
 //!
 //! The system vouches for the peer's user, and the handshake of the link for its membership in the job. The descriptor
 //! of an allocation belongs to the driver, so mapping it is the only possible check.
 
 use std::io;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
@@ -49,7 +49,7 @@ pub(crate) struct Mapped {
 }
 
 /// Starts the threads that serve the links to all peers and map the memory of those of this machine, and the heartbeat
-/// thread.
+/// thread. After an error, the peers see the links end only when this rank has reported the error ([`ep::join::join`]).
 pub(crate) fn serve_all(
     links: ep::join::Links,
     home: &Home,
@@ -68,10 +68,8 @@ pub(crate) fn serve_all(
     let notices = Notices::new(device, home.control.address(), ranks);
     let hearts = Hearts::new(ranks, timeout);
     let mirrors = Mirrors::new(device, machines, ranks, Arc::clone(&home.report))?;
-    let mut here = Links {
-        rank,
-        timeout,
-        peers: Vec::new(),
+    let mut served = Links {
+        here: LocalLinks { rank, timeout, machines: machines.clone(), peers: Vec::new() },
         remote: RemoteLinks::new(Arc::clone(&mirrors)),
         notices: Arc::clone(&notices),
         heartbeat: None,
@@ -85,7 +83,7 @@ pub(crate) fn serve_all(
                 News::Abort(word) => notices.abort(word),
                 News::Gone(word) => notices.gone(peer, word),
             };
-            let beat = here.remote.serve(rank, peer, link.split(), tell)?;
+            let beat = served.remote.serve(rank, peer, link.split(), tell)?;
             beats.push((peer, Box::new(beat)));
             continue;
         }
@@ -122,13 +120,13 @@ pub(crate) fn serve_all(
             })
             .map_err(|error| EnvironmentError::new("starting a thread for a link", error, ""))?;
         beats.push((peer, Box::new(move || beat(&beating))));
-        here.peers.push(Peer { rank: peer, sender, answers });
+        served.here.peers.push(Peer { rank: peer, sender, answers });
     }
     let tell = move |peer, silent| {
         notices.silent(peer, silent);
     };
-    here.heartbeat = Some(Heartbeat::start(rank, beats, Arc::clone(&hearts), tell)?);
-    Ok((here, Mapped { peers, mirrors, hearts }))
+    served.heartbeat = Some(Heartbeat::start(rank, beats, Arc::clone(&hearts), tell)?);
+    Ok((served, Mapped { peers, mirrors, hearts }))
 }
 
 /// Sends a heartbeat without waiting: it is skipped if the peer is gone or does not read, or if the sender is in use.
@@ -186,14 +184,19 @@ fn serve(
 
 /// This rank's links to its peers.
 pub(crate) struct Links {
-    rank: Rank,
-    timeout: Duration,
-    /// Peers of this machine.
-    peers: Vec<Peer>,
+    here: LocalLinks,
     /// Dropped after the heartbeat thread has ended.
     remote: RemoteLinks,
     notices: Arc<Notices>,
     heartbeat: Option<Heartbeat>,
+}
+
+/// The links to the peers of this machine.
+struct LocalLinks {
+    rank: Rank,
+    timeout: Duration,
+    machines: Machines,
+    peers: Vec<Peer>,
 }
 
 struct Peer {
@@ -203,33 +206,42 @@ struct Peer {
     answers: Receiver<u8>,
 }
 
-impl Announce for Links {
-    fn announce(&mut self, chunk: &Chunk) -> Result<()> {
+impl LocalLinks {
+    /// Sends an allocation of `bytes` bytes to all peers, and waits until they have mapped it.
+    fn announce(&self, bytes: usize, fd: BorrowedFd<'_>) -> Result<()> {
         const WAITED_FOR: &str = "it to map memory that this rank has added";
         let since = Instant::now();
-        let lost = |peer, fault| PeerError::joining(self.rank, peer, fault, WAITED_FOR, since.elapsed());
-        let fd = chunk.export()?;
-        let body = [&[CHUNK], &(chunk.bytes as u64).to_le_bytes()[..]].concat();
+        let lost = |peer, fault| {
+            let error = PeerError::joining(self.rank, peer, fault, WAITED_FOR, since.elapsed());
+            self.machines.locate(error.into())
+        };
+        let body = [&[CHUNK], &(bytes as u64).to_le_bytes()[..]].concat();
         for peer in &self.peers {
             let mut sender = peer.sender.lock().unwrap_or_else(PoisonError::into_inner);
-            let sent: io::Result<()> = sender.send(&body, Some(fd.as_fd()), self.timeout);
+            let sent: io::Result<()> = sender.send(&body, Some(fd), self.timeout);
             sent.map_err(|error| lost(peer.rank, PeerFault::of_socket(&error)))?;
         }
         // All peers map at the same time.
         for peer in &self.peers {
             match peer.answers.recv_timeout(self.timeout.saturating_sub(since.elapsed())) {
                 Ok(MAPPED) => {}
-                Ok(LEFT) => return Err(lost(peer.rank, PeerFault::Left).into()),
+                Ok(LEFT) => return Err(lost(peer.rank, PeerFault::Left)),
                 Ok(_) => {
                     let what = format!("sharing memory with rank {}", peer.rank);
                     let hint = "do all ranks see all GPUs of the domain?";
                     return Err(EnvironmentError::new(what, "it could not map it", hint).into());
                 }
-                Err(RecvTimeoutError::Timeout) => return Err(lost(peer.rank, PeerFault::Stalled).into()),
-                Err(RecvTimeoutError::Disconnected) => return Err(lost(peer.rank, PeerFault::Died).into()),
+                Err(RecvTimeoutError::Timeout) => return Err(lost(peer.rank, PeerFault::Stalled)),
+                Err(RecvTimeoutError::Disconnected) => return Err(lost(peer.rank, PeerFault::Died)),
             }
         }
         Ok(())
+    }
+}
+
+impl Announce for Links {
+    fn announce(&mut self, chunk: &Chunk) -> Result<()> {
+        self.here.announce(chunk.bytes, chunk.export()?.as_fd())
     }
 
     fn tell_fault(&self) {
@@ -238,7 +250,7 @@ impl Announce for Links {
 
     fn leaving(&self, word: u32) {
         self.remote.leaving(word);
-        for peer in &self.peers {
+        for peer in &self.here.peers {
             let mut sender = peer.sender.lock().unwrap_or_else(PoisonError::into_inner);
             // A peer that does not read does not need it.
             sender.try_send(&[&[LEAVING], &word.to_le_bytes()[..]].concat());
@@ -259,7 +271,8 @@ impl Drop for Links {
 mod tests {
     use std::cell::{Cell, RefCell};
 
-    use ep::join::{Door, Member};
+    use ep::World;
+    use ep::join::{Door, Introduction, Joining, Member, Met, Rendezvous as _, ThreadRendezvous};
 
     use super::*;
     use crate::params::GONE_BITS;
@@ -325,6 +338,52 @@ mod tests {
         {
             assert_eq!(served(|mut peer| say(&mut peer, wrong)), (Some(DIED), vec![], 0), "{wrong:?}");
         }
+    }
+
+    /// What the ranks of two machines with two ranks each have once they have met.
+    fn two_machines() -> Vec<Met<String>> {
+        let world = World::builder().ranks(4).domains(2).experts(4).build().unwrap();
+        let meet = |mut rendezvous: ThreadRendezvous| {
+            let mut config = Config::default();
+            let machine = if rendezvous.rank().0 < 2 { "node-a" } else { "node-b" };
+            config.machine = Some(machine.into());
+            config.host.transport.engine = "tcp".into();
+            config.host.transport.address = Some("127.0.0.1".into());
+            let (settings, facts) = (String::new(), String::new());
+            let introduction = Introduction { backend: "test", settings, facts };
+            let make = |joining: &mut Joining<'_>| joining.meet(introduction);
+            ep::join::join(&world, &mut rendezvous, &config, make).unwrap()
+        };
+        let meet = &meet;
+        std::thread::scope(|scope| {
+            let ends = ThreadRendezvous::new(4, LONG).into_iter();
+            let threads: Vec<_> = ends.map(|end| scope.spawn(move || meet(end))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn a_peer_that_does_not_map_an_allocation_is_named_with_its_machine() {
+        let mut met = two_machines();
+        let Met { machines, links, .. } = met.remove(0);
+        let (rank, link) = links.links.into_iter().next().unwrap();
+        assert!(rank == Rank(1) && !link.is_remote());
+        let (sender, _receiver) = link.split();
+        let (told, answers) = channel();
+        let peer = Peer { rank, sender: Arc::new(Mutex::new(sender)), answers };
+        let here = LocalLinks { rank: Rank(0), timeout: LONG, machines, peers: vec![peer] };
+        let (fd, _) = std::io::pipe().unwrap();
+        let announce = |answer: u8| {
+            told.send(answer).unwrap();
+            here.announce(1, fd.as_fd()).map_err(|error| error.to_string())
+        };
+        assert_eq!(announce(MAPPED), Ok(()));
+        let left = announce(LEFT).unwrap_err();
+        assert!(left.starts_with("rank 1 on node-a left (join #0): rank 0 waited"), "{left}");
+        // A peer that has ended its links reads nothing any more.
+        drop(met);
+        let died = announce(MAPPED).unwrap_err();
+        assert!(died.starts_with("rank 1 on node-a died (join #0): rank 0 waited"), "{died}");
     }
 
     #[test]

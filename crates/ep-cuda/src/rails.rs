@@ -47,11 +47,11 @@ impl Bounds {
 
     /// The settings as text, which all ranks compare.
     pub(crate) fn agreed(&self, config: &Config) -> String {
-        let Self { domains, tokens, copies, lane_bytes, .. } = self;
+        let Self { tokens, copies, lane_bytes, .. } = self;
         let engine = &config.host.transport.engine;
         format!(
-            "; {domains} NVLink domains over {engine}; at most {tokens} tokens of a rank and {copies} copies of them \
-             in a domain; lanes of {lane_bytes} bytes"
+            "transport {engine}; at most {tokens} tokens of a rank and {copies} copies of them in a domain; lanes of \
+             {lane_bytes} bytes"
         )
     }
 

@@ -7,17 +7,14 @@ use std::time::{Duration, Instant};
 
 use ep::call::Maker;
 use ep::join::Rendezvous;
-use ep::{
-    CallerError, Config, EnvironmentError, Error, Operator, PeerFault, Rank, Result, Transport, Unconnected,
-    World,
-};
+use ep::{Config, EnvironmentError, Error, Operator, PeerFault, Rank, Result, Transport, World};
+use ep_rail::connect_rail;
 
 use crate::comm::Comm;
 use crate::control::{Control, Health};
 use crate::engine;
 use crate::join::{self, Connected, FIRST_ARENA_SEGMENT};
 use crate::memory::Arena;
-use crate::processes::Processes;
 use crate::pulse::Pulse;
 use crate::rail::Rails;
 use crate::simd::Level;
@@ -73,7 +70,7 @@ impl HostBuffer {
         let transports = ranks
             .iter()
             .zip(opened)
-            .map(|(&rank, opened)| Self::connect_rail(world, rank, opened, &blobs))
+            .map(|(&rank, opened)| connect_rail(world, rank, opened, &blobs))
             .collect::<Result<Vec<_>>>()?;
         ranks
             .iter()
@@ -89,14 +86,6 @@ impl HostBuffer {
         config: &Config,
     ) -> Result<Self> {
         join::check_config(world, config)?;
-        if rendezvous.ranks() != world.ranks() {
-            return Err(CallerError::Topology(format!(
-                "the world has {} ranks, the rendezvous {}",
-                world.ranks(),
-                rendezvous.ranks()
-            ))
-            .into());
-        }
         Self::join_processes(world, rendezvous, config)
     }
 
@@ -107,39 +96,20 @@ impl HostBuffer {
 
     #[cfg(target_os = "linux")]
     fn join_processes(world: &World, rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
-        let rank = rendezvous.rank();
-        let mut held = Processes::default();
-        let joined = join::connect(world, rendezvous, config, &mut held).and_then(|connected| {
+        ep::join::join(world, rendezvous, config, |joining| {
+            let rank = joining.rank();
+            let connected = join::connect(world, joining, config)?;
             let opened = engine::open(world, rank, config, &connected)?;
             let blobs = match engine::needs_blobs(world, config) {
-                true => rendezvous.all_gather(&opened.blob())?,
+                true => joining.all_gather(&opened.blob())?,
                 false => vec![Vec::new(); world.ranks()],
             };
-            let transport = Self::connect_rail(world, rank, opened, &blobs)?;
+            let transport = connect_rail(world, rank, opened, &blobs)?;
             let buffer = Self::assemble(rank, world.clone(), config, &connected, transport)?;
             // Barrier: no rank may leave before all others have mapped its segments.
-            rendezvous.all_gather(&[])?;
+            joining.all_gather(&[])?;
             Ok(buffer)
-        });
-        joined.map_err(|error| {
-            // Report the error before this rank's links close. A peer that sees a link close first would report this
-            // rank as dead.
-            let error = rendezvous.abandon(error);
-            drop(held);
-            error
         })
-    }
-
-    /// Connects the engine of `rank` with its rail peers. `blobs` are those of all ranks, by rank.
-    fn connect_rail(
-        world: &World,
-        rank: Rank,
-        opened: Box<dyn Unconnected>,
-        blobs: &[Vec<u8>],
-    ) -> Result<Box<dyn Transport>> {
-        let rail = ep_rail::rail_of(world, rank)?;
-        let of_rail: Vec<Vec<u8>> = rail.ranks().iter().map(|peer| blobs[peer.index()].clone()).collect();
-        opened.connect(&of_rail)
     }
 
     /// Assembles the buffer of `rank`.

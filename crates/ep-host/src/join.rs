@@ -1,6 +1,6 @@
 //! Joining: every rank makes a control block and a window, and maps those of the other ranks of its machine. `buffer`
-//! calls this module. With process ranks, the ranks first exchange an [`Introduction`] through the rendezvous. For each
-//! rank on another machine, this rank makes a mirror of its control block.
+//! calls this module. With process ranks, the ranks first meet ([`ep::join`]). For each rank on another machine, this rank
+//! makes a mirror of its control block.
 
 use std::sync::Arc;
 #[cfg(target_os = "linux")]
@@ -8,14 +8,12 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 #[cfg(target_os = "linux")]
 use std::time::Instant;
 
-#[cfg(target_os = "linux")]
-use ep::call::check_same_world;
 use ep::join::Machines;
 #[cfg(target_os = "linux")]
-use ep::join::{Door, Introduced, Invitation, Machine, Member, Rendezvous};
+use ep::join::{Introduction, Joining, Met};
 use ep::{Config, Counts, Rank, Result, Size, World};
 #[cfg(target_os = "linux")]
-use ep::{EnvironmentError, Error, PeerError, PeerFault};
+use ep::{PeerError, PeerFault};
 use ep_rail::Segment;
 
 use crate::control::Control;
@@ -34,9 +32,9 @@ const WINDOW_SEGMENT: u64 = 2;
 pub(crate) const FIRST_ARENA_SEGMENT: u64 = 3;
 /// Bytes at the end of a control block's or window's segment that hold the job's stamp.
 const STAMP_BYTES: usize = 64;
-/// First line of an introduction. Change it with the format of introductions, statuses or shared memory.
+/// [`Introduction::backend`]. Change it with the format of statuses or shared memory.
 #[cfg(target_os = "linux")]
-const INTRODUCTION: &str = "hybrid-ep host 5";
+const BACKEND: &str = "host 5";
 
 /// What all other ranks of a rank's machine map when they join.
 pub(crate) struct RankSegments {
@@ -102,61 +100,14 @@ fn has_stamp(segment: &Segment, stamp: &[u8; 32]) -> bool {
     words.fold(true, |same, (word, bytes)| same & (word.load(Relaxed) == u64::from_le_bytes(*bytes)))
 }
 
+/// This rank's introduction. It has no facts: the segments of all ranks are alike.
 #[cfg(target_os = "linux")]
-fn unreadable(peer: Rank) -> Error {
-    EnvironmentError::new(
-        format!("joining rank {peer}"),
-        "its introduction cannot be read",
-        "run the same version of the library on all ranks",
-    )
-    .into()
-}
-
-/// What a process tells the others when it joins: its machine, its invitation, and its world and settings.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[cfg(target_os = "linux")]
-pub(crate) struct Introduction {
-    machine: Machine,
-    invitation: Invitation,
-    /// The world and the settings that must be equal on all ranks, as text.
-    agreed: String,
-}
-
-#[cfg(target_os = "linux")]
-impl Introduction {
-    pub(crate) fn new(world: &World, config: &Config, door: &Door) -> Self {
-        let (chunk_tokens, ep::HostConfig { slot_bytes, slots, transport, .. }) =
-            (config.chunk_tokens, &config.host);
-        let owners: Vec<u32> = (0..world.experts() as u32)
-            .map(|e| world.placement().owner_at(world.placement().position_of(e)).0)
-            .collect();
-        Self {
-            machine: Machine::this(config.machine.as_deref()),
-            invitation: door.invitation().clone(),
-            agreed: format!(
-                "{} ranks in {} domains, chunk_tokens {chunk_tokens}, slot_bytes {slot_bytes}, slots {slots}, transport {}, experts on ranks {owners:?}",
-                world.ranks(),
-                world.topology().domains(),
-                transport.engine,
-            ),
-        }
-    }
-
-    pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let Self { machine, invitation, agreed } = self;
-        format!("{INTRODUCTION}\n{machine}\n{invitation}\n{agreed}").into_bytes()
-    }
-
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let text = std::str::from_utf8(bytes).ok()?;
-        let mut lines = text.splitn(4, '\n');
-        lines.next().filter(|&first| first == INTRODUCTION)?;
-        Some(Self {
-            machine: lines.next()?.parse().ok()?,
-            invitation: lines.next()?.parse().ok()?,
-            agreed: lines.next()?.to_string(),
-        })
-    }
+fn introduction(config: &Config) -> Introduction<String> {
+    let ep::HostConfig { slot_bytes, slots, transport, .. } = &config.host;
+    let (chunk_tokens, engine) = (config.chunk_tokens, &transport.engine);
+    let settings =
+        format!("chunk_tokens {chunk_tokens}, slot_bytes {slot_bytes}, slots {slots}, transport {engine}");
+    Introduction { backend: BACKEND, settings, facts: String::new() }
 }
 
 /// What the ranks of a world share, as one rank sees it.
@@ -185,35 +136,14 @@ impl Connected {
 /// Connects this process with those of all other ranks and maps the control blocks and windows of those on this machine.
 /// Collective.
 ///
-/// Stores the links in `held` as soon as this rank has them. After an error the caller must report the error to the
-/// other ranks first and drop `held` then: a peer takes a link that closes early for a death.
-///
 /// # Errors
-/// [`PeerError`] that names a rank that does not join, dies or fails; [`EnvironmentError`]; [`CallerError`].
+/// As [`Joining::meet`]; [`PeerError`] that names a rank that dies or fails; [`ep::EnvironmentError`].
 #[cfg(target_os = "linux")]
-pub(crate) fn connect(
-    world: &World,
-    rendezvous: &mut dyn Rendezvous,
-    config: &Config,
-    held: &mut Processes,
-) -> Result<Connected> {
-    let rank = rendezvous.rank();
-    let mut door = Door::open()?;
+pub(crate) fn connect(world: &World, joining: &mut Joining<'_>, config: &Config) -> Result<Connected> {
+    let rank = joining.rank();
     let [control_bytes, window_bytes] = RankSegments::sizes(world, config)?;
     let (control, window) = (Segment::shared(control_bytes)?, Segment::shared(window_bytes)?);
-    let mine = Introduction::new(world, config, &door);
-    let all: Vec<Introduction> = rendezvous
-        .all_gather(&mine.to_bytes())?
-        .iter()
-        .zip(world.topology().all_ranks())
-        .map(|(bytes, peer)| Introduction::from_bytes(bytes).ok_or_else(|| unreadable(peer)))
-        .collect::<Result<_>>()?;
-    for (peer, theirs) in world.topology().all_ranks().zip(&all) {
-        check_same_world((rank, &mine.agreed), (peer, &theirs.agreed))?;
-    }
-    let introduced =
-        all.into_iter().map(|Introduction { machine, invitation, .. }| Introduced { machine, invitation });
-    let (machines, invitations) = Machines::meet(world, rendezvous, config, &mut door, introduced.collect())?;
+    let Met { machines, links, .. } = joining.meet(introduction(config))?;
     let mirrors = world
         .topology()
         .all_ranks()
@@ -222,15 +152,9 @@ pub(crate) fn connect(
             true => Control::new(peer, Arc::new(Segment::private(control_bytes)?), world).map(Some),
         })
         .collect::<Result<Vec<Option<Control>>>>()?;
-
-    let member = Member::of(rendezvous, config);
     let mirror_of =
         |peer: Rank| mirrors[peer.index()].clone().expect("a rank with a remote link has a mirror");
-    let processes = Processes::connect(door, &member, &invitations, config.stall_bound(), mirror_of, || {
-        rendezvous.lost()
-    })
-    .map_err(|error| machines.locate(error))?;
-    *held = processes.clone();
+    let processes = Processes::new(rank, links, config.stall_bound(), mirror_of)?;
 
     let names = [
         SegmentName { id: CONTROL_SEGMENT, len: control.0.len() },
@@ -267,25 +191,4 @@ pub(crate) fn connect(
         })
         .collect::<Result<_>>()?;
     Ok(Connected { directory, processes, machines, segments })
-}
-
-#[cfg(all(test, target_os = "linux"))]
-mod tests {
-    use super::*;
-
-    #[test]
-    #[cfg_attr(miri, ignore = "sockets")]
-    fn introductions_round_trip_through_bytes() {
-        let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
-        let mine = Introduction::new(&world, &Config::default(), &Door::open().unwrap());
-        let bytes = mine.to_bytes();
-        assert_eq!(Introduction::from_bytes(&bytes), Some(mine.clone()));
-        for wrong in [&b""[..], b"\xFF", &bytes[1..], &bytes[..60]] {
-            assert_eq!(Introduction::from_bytes(wrong), None);
-        }
-        let other = Introduction { agreed: "another".into(), ..mine.clone() };
-        let error =
-            check_same_world((Rank(0), &mine.agreed), (Rank(1), &other.agreed)).unwrap_err().to_string();
-        assert!(error.contains("the world") && error.contains("another on rank 1"), "{error}");
-    }
 }

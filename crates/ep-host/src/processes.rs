@@ -19,8 +19,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ep::join::{Door, Invitation, Link, LinkEvent, LinkReceiver, LinkSender, Links, Member, SnapshotLink};
-use ep::{EnvironmentError, Error, PeerError, PeerFault, Rank, Result};
+use ep::join::{Link, LinkEvent, LinkReceiver, LinkSender, Links, SnapshotLink};
+use ep::{EnvironmentError, PeerError, PeerFault, Rank, Result};
 use ep_rail::Segment;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -107,21 +107,18 @@ impl Shared {
 }
 
 impl Processes {
-    /// Links this process with those of all other ranks. Collective. `mirror` returns the control block to which the
-    /// status of a rank on another machine goes. `lost` returns an error when the rendezvous has learned of a lost rank.
+    /// The processes at the other ends of `job`, the links of rank `own` to all other ranks. `mirror` returns the control block to
+    /// which the status of a rank on another machine goes.
     ///
     /// # Errors
-    /// [`PeerError`] that names a rank that is gone, unreachable or does not connect.
-    pub(crate) fn connect(
-        door: Door,
-        member: &Member,
-        invitations: &[Invitation],
+    /// [`EnvironmentError`] when the system has no socket or thread.
+    pub(crate) fn new(
+        own: Rank,
+        mut job: Links,
         stall_bound: Duration,
         mirror: impl Fn(Rank) -> Control,
-        lost: impl FnMut() -> Option<Error>,
     ) -> Result<Self> {
-        let mut job = Links::connect(door, member, invitations, lost)?;
-        let lost = (0..member.ranks).map(|_| AtomicU8::new(LINKED)).collect();
+        let lost = (0..=job.links.len()).map(|_| AtomicU8::new(LINKED)).collect();
         let shared = Arc::new(Shared { lost, ..Shared::default() });
         let (mut peers, mut receivers) = (Vec::new(), Vec::new());
         for (rank, link) in std::mem::take(&mut job.links) {
@@ -141,11 +138,11 @@ impl Processes {
         let (stop, stopped) = UnixStream::pair().map_err(failed)?;
         let receiving = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
-            .name(format!("ep-links-{}", member.rank))
+            .name(format!("ep-links-{own}"))
             .spawn(move || receive_until_stopped(&receiving, receivers, &stopped))
             .map_err(failed)?;
         let (stop, thread, process) = (Some(stop), Some(thread), std::process::id());
-        let peers = Peers { rank: member.rank, stall_bound, peers, job, shared, stop, thread, process };
+        let peers = Peers { rank: own, stall_bound, peers, job, shared, stop, thread, process };
         Ok(Self(Some(Arc::new(peers))))
     }
 
@@ -421,6 +418,8 @@ impl Drop for Peers {
 mod tests {
     use std::os::fd::AsRawFd as _;
 
+    use ep::join::{Door, Invitation, Member};
+
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
@@ -438,7 +437,8 @@ mod tests {
                     let invitations = &invitations;
                     let never = |_| unreachable!("all ranks are on one machine");
                     scope.spawn(move || {
-                        Processes::connect(door, &member, invitations, LONG, never, || None).unwrap()
+                        let links = Links::connect(door, &member, invitations, || None).unwrap();
+                        Processes::new(member.rank, links, LONG, never).unwrap()
                     })
                 })
                 .collect();

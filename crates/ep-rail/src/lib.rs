@@ -8,7 +8,7 @@
 //! | `segment` | [`Segment`]: mapped memory that other ranks can access; a window of a rail |
 //! | `loopback` | [`Loopback`]: the [`ep::Transport`] for ranks of one machine |
 //! | `fabric` | [`open_fabric`]: opens an engine over libfabric; an error without the feature `fabric` |
-//! | `rail` | [`rail_of`]: the ranks of a rail; the error for a peer that breaks its protocol |
+//! | `rail` | [`rail_of`]: the ranks of a rail; [`connect_rail`]: connects an engine with them; the error for a peer that breaks its protocol |
 
 mod fabric;
 mod loopback;
@@ -17,5 +17,5 @@ mod segment;
 
 pub use fabric::open_fabric;
 pub use loopback::Loopback;
-pub use rail::{broken, rail_of};
+pub use rail::{broken, connect_rail, rail_of};
 pub use segment::Segment;

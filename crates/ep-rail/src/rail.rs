@@ -1,6 +1,6 @@
 //! The rail of a rank, and the error for a peer that breaks its protocol.
 
-use ep::{Error, Operator, PeerError, Rail, Rank, Result, World};
+use ep::{Error, Operator, PeerError, Rail, Rank, Result, Transport, Unconnected, World};
 
 /// The rail of `rank`: the ranks of `world` with its local rank, by domain.
 ///
@@ -11,6 +11,22 @@ pub fn rail_of(world: &World, rank: Rank) -> Result<Rail> {
     let topology = world.topology();
     let ranks = topology.rail_ranks(topology.local_rank_of(rank)).collect();
     Rail::new(ranks, topology.domain_of(rank))
+}
+
+/// Connects the engine of `rank` with its rail peers. `blobs` are those of the engines of all ranks of `world`, in rank
+/// order; those of other rails are not used.
+///
+/// # Errors
+/// As [`rail_of`] and [`Unconnected::connect`].
+pub fn connect_rail(
+    world: &World,
+    rank: Rank,
+    engine: Box<dyn Unconnected>,
+    blobs: &[Vec<u8>],
+) -> Result<Box<dyn Transport>> {
+    let rail = rail_of(world, rank)?;
+    let of_rail: Vec<Vec<u8>> = rail.ranks().iter().map(|peer| blobs[peer.index()].clone()).collect();
+    engine.connect(&of_rail)
 }
 
 /// The error for a `peer` that violates the protocol of its rail: `rank` found `what` from it. An engine does not know

@@ -6,7 +6,7 @@ use crate::backend::{
 };
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::error::{CallerError, Operator, Result};
+use crate::error::{CallerError, Result};
 use crate::layout::UNBOUNDED;
 use crate::routing::Routing;
 use crate::size::Size;
@@ -199,20 +199,6 @@ pub fn check_capacity(rank: Rank, mode: DispatchMode, capacity: Option<usize>) -
         Ok(rows) if rows != UNBOUNDED => Ok(Some(rows)),
         _ => Err(CallerError::TooManyRows { rank, rows: rows as u64 }.into()),
     }
-}
-
-/// Checks that two ranks join with the same world and settings. Each is given as its rank and the text of both.
-///
-/// # Errors
-/// [`CallerError::Collective`] with both texts.
-pub fn check_same_world(own: (Rank, &str), other: (Rank, &str)) -> Result<()> {
-    let ((rank, mine), (peer, theirs)) = (own, other);
-    if mine == theirs {
-        return Ok(());
-    }
-    let (operator, field) = (Operator::Join, "the world");
-    Err(CallerError::Collective { operator, field, rank, mine: mine.into(), peer, theirs: theirs.into() }
-        .into())
 }
 
 /// Checks that a handle is used with the buffer that made it.

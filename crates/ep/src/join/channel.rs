@@ -27,6 +27,12 @@ impl Direction {
         Self { key, count: 0 }
     }
 
+    /// A direction in which no messages go.
+    #[cfg(target_os = "linux")]
+    fn silent() -> Self {
+        Self::new(Key::of(b"no direction", b""))
+    }
+
     fn code(&mut self, head: &[u8], parts: &[&[u8]]) -> Code {
         let count = self.count.to_le_bytes();
         self.count += 1;
@@ -193,11 +199,18 @@ impl Channel {
     pub(super) fn split(self) -> (Self, Self) {
         let Self { wire, inward, outward, longest, malformed } = self;
         let sends = wire.for_sending();
-        let silent = || Direction::new(Key::of(b"no direction", b""));
         (
-            Self { wire: sends, inward: silent(), outward, longest, malformed: false },
-            Self { wire, inward, outward: silent(), longest, malformed },
+            Self { wire: sends, inward: Direction::silent(), outward, longest, malformed: false },
+            Self { wire, inward, outward: Direction::silent(), longest, malformed },
         )
+    }
+
+    /// Takes a sending direction with its unsent bytes. Nothing may be sent over this value afterwards.
+    #[cfg(target_os = "linux")]
+    pub(super) fn take_sending(&mut self) -> Self {
+        let (wire, longest) = (self.wire.for_sending(), self.longest);
+        let (inward, outward) = (Direction::silent(), Direction::silent());
+        std::mem::replace(self, Self { wire, inward, outward, longest, malformed: false })
     }
 
     /// The descriptor that arrived with the last message.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::channel::{Channel, Direction, End, Incoming};
 use super::handshake::{Claim, Inbound, Outbound, Progress, Role};
+use super::joining::Introduced;
 use super::note::Loss;
 use super::secret::Key;
 use super::wire::{Socket, Wire};
@@ -96,6 +97,19 @@ pub fn converse(mut script: &[u8]) {
     }
     drop((far, raw));
     assert!(matches!(near.receive(), Some(Incoming::End(_))), "the end of the connection is not noticed");
+}
+
+/// Parses `bytes` as the introduction of a member, of which they are all but the first line.
+///
+/// # Panics
+/// When writing and parsing the introduction again changes it.
+pub fn introduce(bytes: &[u8]) {
+    const FIRST_LINE: &str = "version and backend";
+    let bytes = [FIRST_LINE.as_bytes(), b"\n", bytes].concat();
+    if let Some(read) = Introduced::<u64>::from_bytes(FIRST_LINE, &bytes) {
+        let text = read.to_text(FIRST_LINE);
+        assert_eq!(Introduced::from_bytes(FIRST_LINE, text.as_bytes()), Some(read));
+    }
 }
 
 /// Parses `bytes` as the message of a member about a lost rank.

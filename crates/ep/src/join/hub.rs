@@ -406,7 +406,7 @@ impl Hub {
                 self.interest(&mut fds);
                 wait(&mut fds, clock.deadline);
             }
-            if let Some(better) = self.certain.take().filter(|loss| loss.peer != peer.peer) {
+            if let Some(better) = self.certain.take().filter(|loss| loss.is_better_than(peer)) {
                 return self.conclude(better, &peer.waited_for, &clock);
             }
         }

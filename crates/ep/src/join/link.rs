@@ -1,7 +1,8 @@
-//! One link: its two directions, which different threads use.
+//! One link: its two directions, which different threads use, and [`Hold`], which keeps the links of a joining rank open.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::channel::{Channel, End, Incoming};
@@ -11,15 +12,22 @@ use super::wire::wait;
 /// Kind of a message on a link, besides `kind::LEFT`, `kind::LOST` and the kinds of `links`.
 pub(super) const MESSAGE: u8 = 17;
 
-/// A socket to another rank.
+/// A socket to another rank. Dropping it sends a leave message.
 #[derive(Debug)]
 pub struct Link {
-    pub(super) channel: Channel,
-    pub(super) process: Option<u32>,
-    pub(super) is_remote: bool,
+    sender: LinkSender,
+    receiver: LinkReceiver,
+    process: Option<u32>,
+    is_remote: bool,
 }
 
 impl Link {
+    pub(super) fn new(channel: Channel, process: Option<u32>, is_remote: bool, hold: Arc<Hold>) -> Self {
+        let (sender, receiver) = channel.split();
+        let sender = LinkSender { channel: sender, has_left: false, process: std::process::id(), hold };
+        Self { sender, receiver: LinkReceiver { channel: receiver }, process, is_remote }
+    }
+
     /// Whether the other end is on another machine: such a link carries no descriptors.
     pub fn is_remote(&self) -> bool {
         self.is_remote
@@ -34,9 +42,41 @@ impl Link {
     /// Splits the link into its sending and its receiving direction, for use by different threads. Both share one
     /// descriptor, which closes when both are dropped.
     pub fn split(self) -> (LinkSender, LinkReceiver) {
-        let (sender, receiver) = self.channel.split();
-        let process = std::process::id();
-        (LinkSender { channel: sender, has_left: false, process }, LinkReceiver { channel: receiver })
+        (self.sender, self.receiver)
+    }
+}
+
+/// Whether the links of a rank may end. A peer takes a link that ends for a rank that has died or left. While a rank joins,
+/// its links must not end before it has told the other ranks why: the peer's report of a death or of a leave message could
+/// come first.
+#[derive(Debug, Default)]
+pub(super) struct Hold(Mutex<Option<Vec<Channel>>>);
+
+impl Hold {
+    /// While the rank joins: the links that it has dropped. Else `None`.
+    fn dropped(&self) -> MutexGuard<'_, Option<Vec<Channel>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// While this value exists, the links of a [`Hold`] do not end. Dropping it ends those that the rank has dropped, with a
+/// leave message.
+#[derive(Debug)]
+pub(super) struct Held(Arc<Hold>);
+
+impl Held {
+    pub(super) fn new(hold: &Arc<Hold>) -> Self {
+        *hold.dropped() = Some(Vec::new());
+        Self(Arc::clone(hold))
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let dropped = self.0.dropped().take();
+        // `finish` reads what the peer still sends. A thread of this rank that receives on such a link misses it, and takes
+        // the link for ended; the rank has dropped its end.
+        dropped.into_iter().flatten().for_each(Channel::finish);
     }
 }
 
@@ -48,6 +88,7 @@ pub struct LinkSender {
     has_left: bool,
     /// The process that joined. A forked child must not send a leave message.
     process: u32,
+    hold: Arc<Hold>,
 }
 
 impl LinkSender {
@@ -107,10 +148,15 @@ impl LinkSender {
         }
     }
 
-    /// Sends a leave message, and no message after it.
+    /// Sends a leave message, and no message after it. While the rank joins, the message waits until the rank has joined or
+    /// failed.
     pub fn leave(&mut self) {
         if !std::mem::replace(&mut self.has_left, true) && self.process == std::process::id() {
             self.channel.send(kind::LEFT, &[]);
+            if let Some(dropped) = &mut *self.hold.dropped() {
+                dropped.push(self.channel.take_sending());
+                return;
+            }
             self.channel.wire_mut().flush();
             self.channel.wire().socket().shut_down();
         }

@@ -16,12 +16,13 @@ use std::fmt;
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::channel::{Channel, End, Incoming, is_unreachable};
 use super::handshake::{Claim, Outbound, Progress, Role};
 use super::hub::GRACE_PERIOD;
-use super::link::{Link, MESSAGE};
+use super::link::{Held, Hold, Link, MESSAGE};
 use super::note::{Clock, Loss, kind};
 use super::reception::Reception;
 use super::secret::{Key, Secret, random};
@@ -164,6 +165,7 @@ pub struct Links {
     /// The links in rank order, without this rank.
     pub links: Vec<(Rank, Link)>,
     key: Key,
+    hold: Arc<Hold>,
 }
 
 impl Links {
@@ -202,12 +204,12 @@ impl Links {
             Ok(()) => None,
             Err(error) => Some((Loss::of(&error, member.rank).to_bytes(), error)),
         };
-        let mut links = Vec::new();
+        let (mut links, hold) = (Vec::new(), Arc::new(Hold::default()));
         for (peer, at) in meeting.peers.into_iter().zip(0..) {
             let is_remote = matches!(peer.address, Address::Network(_));
             let State::Linked { mut channel, process } = peer.state else { continue };
             match &error {
-                None => links.push((Rank(at), Link { channel, process, is_remote })),
+                None => links.push((Rank(at), Link::new(channel, process, is_remote, Arc::clone(&hold)))),
                 Some((loss, _)) => {
                     channel.send(kind::LOST, loss);
                     channel.finish();
@@ -215,9 +217,14 @@ impl Links {
             }
         }
         match error {
-            None => Ok(Self { links, key }),
+            None => Ok(Self { links, key, hold }),
             Some((_, error)) => Err(error),
         }
+    }
+
+    /// Keeps the links open until the returned value is dropped, whatever this rank does with them.
+    pub(super) fn hold(&self) -> Held {
+        Held::new(&self.hold)
     }
 
     /// A code over `what` that only the ranks of this job can make.

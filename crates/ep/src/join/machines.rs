@@ -6,7 +6,7 @@ use crate::error::{Error, PeerError};
 use crate::topology::Rank;
 
 #[cfg(target_os = "linux")]
-pub use meet::Introduced;
+pub(super) use meet::unreadable;
 
 /// The machines of a job, as one rank sees them.
 #[derive(Debug, Clone)]
@@ -66,45 +66,36 @@ mod meet {
     use crate::error::{CallerError, EnvironmentError, Result};
     use crate::topology::World;
 
-    /// What a rank has told the others about itself.
-    #[derive(Debug, Clone)]
-    pub struct Introduced {
-        /// Its machine.
-        pub machine: Machine,
-        /// The invitation of its [`Door`].
-        pub invitation: Invitation,
-    }
-
     impl Machines {
-        /// Checks that the machines of all ranks, in rank order, fit the world and the engine. If there are several, opens
-        /// this rank's `door` to the ranks of other machines and exchanges addresses. Collective. Returns the invitations of
-        /// all ranks, with an address where the rank is on another machine.
+        /// Checks that the `machines` of all ranks fit the world and the engine. If there are several, opens this rank's
+        /// `door` to the ranks of other machines and exchanges addresses. Collective. Returns the `invitations` of all ranks
+        /// with an address where the rank is on another machine. Both arguments are in rank order.
         ///
         /// # Errors
         /// - [`CallerError::Topology`] that names two ranks of one domain on different machines.
         /// - [`CallerError::Config`] for an engine that does not leave the machine.
         /// - [`EnvironmentError`] for a machine without an address that the others can reach.
         /// - [`PeerError`], as [`Rendezvous::all_gather`].
-        pub fn meet(
+        pub(in super::super) fn meet(
             world: &World,
             rendezvous: &mut dyn Rendezvous,
             config: &Config,
             door: &mut Door,
-            ranks: Vec<Introduced>,
+            machines: &[Machine],
+            invitations: Vec<Invitation>,
         ) -> Result<(Self, Vec<Invitation>)> {
-            let machines: Vec<&Machine> = ranks.iter().map(|rank| &rank.machine).collect();
-            let own = machines[rendezvous.rank().index()];
-            let invitations = ranks.iter().map(|rank| rank.invitation.clone());
-            if !check_machines(world, config, &machines)? {
-                return Ok((Self::one(world.ranks()), invitations.collect()));
+            let own = &machines[rendezvous.rank().index()];
+            if !check_machines(world, config, machines)? {
+                return Ok((Self::one(world.ranks()), invitations));
             }
             let (address, addresses) = open_to_machines(rendezvous, config, door)?;
-            check_addresses(&machines, &addresses)?;
+            check_addresses(machines, &addresses)?;
             let remote: Vec<bool> = machines.iter().map(|there| !there.shares_memory_with(own)).collect();
-            let invitations =
-                invitations.zip(&remote).zip(addresses).map(|((invitation, &remote), address)| {
+            let invitations = invitations.into_iter().zip(&remote).zip(addresses).map(
+                |((invitation, &remote), address)| {
                     if remote { invitation.at(address) } else { invitation }
-                });
+                },
+            );
             let invitations = invitations.collect();
             let names = machines.iter().map(|machine| machine.name().to_string()).collect();
             Ok((Self { names, remote, address: Some(address) }, invitations))
@@ -113,11 +104,11 @@ mod meet {
 
     /// Checks that the ranks of each domain are on one machine, and that the engine crosses the network where ranks are
     /// on several machines. `machines` are those of all ranks, by rank. Returns whether there are several.
-    fn check_machines(world: &World, config: &Config, machines: &[&Machine]) -> Result<bool> {
+    fn check_machines(world: &World, config: &Config, machines: &[Machine]) -> Result<bool> {
         let topology = world.topology();
         let first = topology.all_ranks().map(|rank| topology.rank_at(topology.domain_of(rank), 0));
         for (rank, first) in topology.all_ranks().zip(first) {
-            let (machine, other) = (machines[rank.index()], machines[first.index()]);
+            let (machine, other) = (&machines[rank.index()], &machines[first.index()]);
             if !machine.shares_memory_with(other) {
                 return Err(CallerError::Topology(format!(
                     "ranks {first} on {} and {rank} on {} are in one NVLink domain, whose ranks share memory; choose the number of domains so that each domain is on one machine, and number the ranks of a machine consecutively",
@@ -127,7 +118,7 @@ mod meet {
                 .into());
             }
         }
-        let elsewhere = machines.iter().position(|machine| !machine.shares_memory_with(machines[0]));
+        let elsewhere = machines.iter().position(|machine| !machine.shares_memory_with(&machines[0]));
         let Some(elsewhere) = elsewhere else { return Ok(false) };
         let engine = &config.host.transport.engine;
         if config.host.transport.is_loopback() || engine == "shm" {
@@ -159,13 +150,16 @@ mod meet {
         let blobs = rendezvous.all_gather(address.to_string().as_bytes())?;
         let addresses = (0..).map(Rank).zip(blobs).map(|(peer, blob)| {
             let address = std::str::from_utf8(&blob).ok().and_then(|text| text.parse().ok());
-            address.ok_or_else(|| {
-                let hint = "run the same version of the library on all ranks";
-                EnvironmentError::new(format!("joining rank {peer}"), "its address cannot be read", hint)
-                    .into()
-            })
+            address.ok_or_else(|| unreadable(peer, "address"))
         });
         Ok((own, addresses.collect::<Result<_>>()?))
+    }
+
+    /// The error for what `peer` has sent as its `part` of joining.
+    pub(in super::super) fn unreadable(peer: Rank, part: &str) -> Error {
+        let hint = "run the same version and the same backend on all ranks";
+        let problem = format!("its {part} cannot be read");
+        EnvironmentError::new(format!("joining rank {peer}"), problem, hint).into()
     }
 
     /// Checks that ranks of other machines can reach the address of each rank. All ranks check all addresses, so that all
@@ -173,7 +167,7 @@ mod meet {
     ///
     /// # Errors
     /// [`EnvironmentError`] that names the first rank whose address only its own machine reaches.
-    fn check_addresses(machines: &[&Machine], addresses: &[SocketAddr]) -> Result<()> {
+    fn check_addresses(machines: &[Machine], addresses: &[SocketAddr]) -> Result<()> {
         for ((peer, there), address) in (0..).map(Rank).zip(machines).zip(addresses) {
             let is_needed_elsewhere = || machines.iter().any(|other| !other.shares_network_with(there));
             if address.ip().is_loopback() && is_needed_elsewhere() {
@@ -200,7 +194,7 @@ mod meet {
             let [a, b] = ["node-a", "node-b"].map(|name| Machine::this(Some(name)));
             let mut config = Config::default();
             let check = |config: &Config, machines: [&Machine; 4]| {
-                check_machines(&world, config, &machines).map_err(|error| error.to_string())
+                check_machines(&world, config, &machines.map(Clone::clone)).map_err(|error| error.to_string())
             };
             assert_eq!(check(&config, [&a; 4]), Ok(false));
             let crossing = check(&config, [&a, &b, &b, &b]).unwrap_err();
@@ -224,14 +218,15 @@ mod meet {
                 ["1 net:[1]  node-a", "2 net:[1]  node-b", "1 net:[1] x node-a"]
                     .map(|text| text.parse().unwrap());
             let [public, loopback] = ["10.0.0.1:7", "127.0.0.1:7"].map(|text| text.parse().unwrap());
-            let refused = check_addresses(&[&a, &b], &[public, loopback]).unwrap_err().to_string();
+            let two = [a.clone(), b];
+            let refused = check_addresses(&two, &[public, loopback]).unwrap_err().to_string();
             assert!(
                 refused.starts_with("connecting to rank 1 on node-b: its address is 127.0.0.1"),
                 "{refused}"
             );
-            check_addresses(&[&a, &b], &[public, public]).unwrap();
+            check_addresses(&two, &[public, public]).unwrap();
             // Ranks of one network namespace reach each other's loopback address.
-            check_addresses(&[&a, &labelled], &[loopback, loopback]).unwrap();
+            check_addresses(&[a, labelled], &[loopback, loopback]).unwrap();
         }
     }
 }

@@ -3,6 +3,7 @@
 //!
 //! | module | content |
 //! |---|---|
+//! | `joining` | the steps in which a rank of any backend joins its world |
 //! | `secret` | the job secret, and the keys derived from it |
 //! | `store` | the address where rank 0 listens: a TCP port, or without a secret a socket of this user and machine |
 //! | `handshake` | how the two ends of a connection authenticate each other |
@@ -28,6 +29,8 @@ pub mod fuzzing;
 mod handshake;
 #[cfg(unix)]
 mod hub;
+#[cfg(target_os = "linux")]
+mod joining;
 #[cfg(target_os = "linux")]
 mod link;
 #[cfg(target_os = "linux")]
@@ -59,13 +62,13 @@ mod threads;
 mod wire;
 
 #[cfg(target_os = "linux")]
+pub use joining::{Introduction, Joining, Met, join};
+#[cfg(target_os = "linux")]
 pub use link::{Link, LinkEvent, LinkReceiver, LinkSender};
 #[cfg(target_os = "linux")]
 pub use links::{Door, Invitation, Links, NoInvitation};
 #[cfg(target_os = "linux")]
 pub use machine::{Machine, NoMachine};
-#[cfg(target_os = "linux")]
-pub use machines::Introduced;
 pub use machines::Machines;
 #[cfg(target_os = "linux")]
 pub use network::{address_of, address_towards};

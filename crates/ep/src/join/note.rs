@@ -69,6 +69,13 @@ impl Loss {
         }
     }
 
+    /// Whether this loss says more than a rank's own `error`: it names another rank, or quotes the own error of the same
+    /// rank, of which this rank has only seen the end of a connection or of a wait.
+    pub(super) fn is_better_than(&self, error: &PeerError) -> bool {
+        let quotes = matches!(self.text, Text::OwnError(_));
+        self.peer != error.peer || (quotes && error.cause.is_none())
+    }
+
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let fault = self.fault.code();
         let (flag, text) = match &self.text {

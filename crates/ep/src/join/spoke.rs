@@ -370,7 +370,7 @@ impl Spoke {
                 Some(Incoming::Message(message)) if message[0] == kind::LOST => {
                     let told = Loss::from_bytes(&message[1..]);
                     // Rank 0 itself says why it failed, where this rank has only seen its connection close.
-                    let is_better = |loss: &Loss| loss.peer != peer.peer || peer.fault == PeerFault::Died;
+                    let is_better = |loss: &Loss| loss.is_better_than(peer) || peer.fault == PeerFault::Died;
                     let better = told.filter(|loss| loss.peer != self.rank && is_better(loss));
                     return match better {
                         Some(loss) => self.error(&loss, &peer.waited_for, &clock),
