@@ -40,7 +40,7 @@ class Work:
     """An operator that was called with `async_op=True`.
 
     Before `wait`, nothing may use the results of the operator or write to its inputs. Inputs and results may be dropped
-    at any time.
+    at any time. The memory of the results is freed after the first `wait`, or when the work is dropped.
 
     As a context manager, `wait` is called at the end of the `with` block, also if the block raises:
 
@@ -62,6 +62,7 @@ class Work:
         self._captured = False
         # Storages instead of tensors: a tensor would keep its autograd graph.
         self._held: list[torch.UntypedStorage] = []
+        # Without their autograd graphs. The first stream that waits is recorded for them, however late it waits.
         self._results: list[Tensor] = []
 
     @property
@@ -88,6 +89,7 @@ class Work:
         current.wait_event(self._event)
         for tensor in self._results:
             tensor.record_stream(current)
+        self._results = []
         self._communication.waited(self)
 
     @_eager
@@ -139,8 +141,8 @@ class Work:
             )
 
     def _release(self) -> None:
-        """Drops the references that keep memory until a stream has waited for the operator."""
-        self._held, self._results = [], []
+        """Drops the references that keep the inputs until a stream has waited for the operator."""
+        self._held = []
 
 
 class Communication:
@@ -251,7 +253,7 @@ class Communication:
         for tensor in outputs:
             tensor.record_stream(current)
         work._held += [tensor.untyped_storage() for tensor in inputs]
-        work._results += outputs
+        work._results += [tensor.detach() for tensor in outputs]
         return results
 
     def _fork(

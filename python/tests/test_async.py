@@ -218,6 +218,39 @@ def test_every_input_and_output_is_recorded_in_both_streams(cuda: Cuda) -> None:
     assert {t.data_ptr() for t in made} <= cuda.recorded_in(other)
 
 
+def test_the_first_stream_that_waits_is_recorded_also_after_later_calls(cuda: Cuda) -> None:
+    buffer = on_streams(cuda)
+    x, idx, weights = sample()
+    got, sent = buffer.dispatch_with_permute(x, idx, weights, capacity=CAPACITY, async_op=True)
+    assert got.probs is not None
+    made = {got.tokens.data_ptr(), got.probs.data_ptr(), got.overflow.data_ptr()}
+    # This call waits for the dispatch itself.
+    buffer.combine_with_unpermute(got.tokens, got.handle)
+    first, second = Stream(), Stream()
+    with cuda.stream(first):
+        sent.wait()
+    assert made <= cuda.recorded_in(first)
+    # Then the work keeps the results no longer.
+    with cuda.stream(second):
+        sent.wait()
+    assert not cuda.recorded_in(second)
+
+
+def test_a_work_keeps_the_results_until_the_first_wait_or_its_end(cuda: Cuda) -> None:
+    buffer = on_streams(cuda)
+    for waits in (False, True):
+        got, work = buffer.dispatch(*sample(), capacity=CAPACITY, async_op=True)
+        buffer.combine(got.tokens, got.handle)
+        del got
+        results = [weakref.ref(tensor) for tensor in work._results]
+        assert results and all(result() is not None for result in results)
+        if waits:
+            work.wait()
+        else:
+            del work
+        assert all(result() is None for result in results)
+
+
 def test_copies_that_the_operator_makes_are_made_in_its_stream(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, clone = on_streams(cuda), Tensor.clone
     x, idx, _ = sample()
