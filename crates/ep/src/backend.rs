@@ -733,6 +733,17 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn rows_are_positive_multiples_of_16_bytes_up_to_the_limit() {
+        for bytes in [16, 32, MAX_ROW_BYTES] {
+            assert_eq!(check_row_bytes(8, bytes), Ok(()), "{bytes}");
+        }
+        for bytes in [0, 8, 24, MAX_ROW_BYTES + 16] {
+            let error = CallerError::Hidden { hidden: 8, bytes };
+            assert_eq!(check_row_bytes(8, bytes), Err(error.into()), "{bytes}");
+        }
+    }
+
     /// Every format. The matches have no wildcard, so a new format must be added here.
     fn formats() -> impl Iterator<Item = TokenFormat> {
         let next_scales = |scales| match scales {

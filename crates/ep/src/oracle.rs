@@ -414,6 +414,18 @@ mod tests {
         let expert_rows = [bf16(&[10., -9., 1., 100., 5., -9.]), bf16(&[20., -9., 50., -9.])];
         let combined = combine(&world, &routings, &received, spec, &expert_rows);
         assert_eq!(combined, [bf16(&[21.0, 110.0]), bf16(&[55.0])]);
+        let two_columns = expert_rows.map(|rows| {
+            let values = (0..rows.len() / 2).map(|row| value(Element::Bf16, &rows, row));
+            bf16(&values.flat_map(|x| [x, x / -2.0]).collect::<Vec<f32>>())
+        });
+        let spec = CombineSpec { hidden: 2, ..spec };
+        assert_eq!(
+            combine_f64(&routings, &received, spec, &two_columns),
+            [
+                vec![(21.0, 21.0), (-10.5, 10.5), (110.0, 110.0), (-55.0, 55.0)],
+                vec![(55.0, 55.0), (-27.5, 27.5)]
+            ]
+        );
         let back =
             combine_probs(&world, &routings, &received, mode, &[out[0].probs.clone(), out[1].probs.clone()]);
         assert_eq!(back, [routings[0].dense_probs(), routings[1].dense_probs()]);

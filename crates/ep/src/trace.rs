@@ -252,6 +252,18 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "files")]
+    fn a_file_is_read_as_its_bytes_are() {
+        let bytes = file(&[0, 7], &[0.5, 0.5], [1, 2], &[]);
+        let path = std::env::temp_dir().join(format!("hybrid-ep-trace-{}", std::process::id()));
+        std::fs::write(&path, &bytes).unwrap();
+        let read = RoutingTrace::read(&path);
+        std::fs::remove_file(&path).unwrap();
+        let (read, given) = (read.unwrap(), RoutingTrace::from_bytes(&bytes).unwrap());
+        assert_eq!((read.experts, read.layers), (given.experts, given.layers));
+    }
+
+    #[test]
     fn a_trace_is_read_and_spread() {
         let bytes =
             file(&[0, 7, 3, -1, 2, 1], &[0.5, 0.5, 1.0, 0.0, 0.3, 0.7], [3, 2], &[("source", "by hand")]);

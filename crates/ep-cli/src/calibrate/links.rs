@@ -220,7 +220,7 @@ fn messages(streams: &[&Stream], bytes: u64, duration: Duration) -> std::io::Res
     let (count, mut sent) = (streams.len() as u64, 0);
     while sent == 0 || start.elapsed() < duration {
         each(streams, |index, socket| {
-            let part = bytes / count + u64::from((index as u64) < bytes % count);
+            let part = part_of(bytes, count, index as u64);
             if part > 0 { record(socket, part) } else { Ok(()) }
         })?;
         sent += bytes;
@@ -228,6 +228,11 @@ fn messages(streams: &[&Stream], bytes: u64, duration: Duration) -> std::io::Res
     let time = start.elapsed();
     each(streams, |_, socket| record(socket, 0))?;
     Ok(gbit_per_s(sent, time))
+}
+
+/// Bytes of a message that one of `count` streams carries: parts differ by at most one byte.
+fn part_of(bytes: u64, count: u64, index: u64) -> u64 {
+    bytes / count + u64::from(index < bytes % count)
 }
 
 fn gbit_per_s(bytes: u64, time: Duration) -> f64 {
@@ -239,6 +244,13 @@ mod tests {
     use ep::join::ThreadRendezvous;
 
     use super::*;
+
+    #[test]
+    fn the_parts_of_a_message_are_the_message() {
+        for (bytes, parts) in [(10, [4, 3, 3]), (9, [3, 3, 3]), (2, [1, 1, 0])] {
+            assert_eq!([0, 1, 2].map(|index| part_of(bytes, 3, index)), parts);
+        }
+    }
 
     #[test]
     fn every_pair_is_measured_in_both_directions_and_all_ranks_know_it() {
