@@ -124,13 +124,16 @@ class MigrationSettings(TypedDict):
     timeout: float
     run: int
 
-class Transfer(Protocol):
-    def wait(self) -> bytes | None: ...
+class Sending(Protocol):
+    def wait(self) -> None: ...
 
-# Lanes: 0 headers, 1 weights, 2 gradients.
+class Receiving(Protocol):
+    def wait(self, length: int) -> bytes: ...
+
+# Lanes: 0 headers, 1 weights, 2 gradients, 3 longer weights, 4 longer gradients.
 class Carrier(Protocol):
-    def send(self, rank: int, lane: int, message: bytes) -> Transfer: ...
-    def receive(self, rank: int, lane: int, length: int) -> Transfer: ...
+    def send(self, rank: int, lane: int, message: bytes) -> Sending: ...
+    def receive(self, rank: int, lane: int, capacity: int) -> Receiving: ...
     def abort(self) -> None: ...
 
 class Migration:
@@ -148,6 +151,7 @@ class DenseSettings(TypedDict):
     rank: int
     datacenters: list[list[int]]
     codec: str
+    regular_elements: int
     timeout: float
     run: int
 

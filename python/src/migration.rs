@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ep::{CallerError, Rank};
-use ep_migrate::{Carrier, CarrierError, Domain, Lane, Settings, Shape, Stats, Transfer};
+use ep_migrate::{Carrier, CarrierError, Domain, Lane, Receiving, Sending, Settings, Shape, Stats};
 use pyo3::exceptions::{PyConnectionError, PyException, PyTimeoutError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -234,8 +234,8 @@ pub(crate) fn seconds(timeout: f64) -> Result<Duration, CallerError> {
     })
 }
 
-/// A carrier whose methods are Python code: `send(rank, lane, bytes)` and `receive(rank, lane, length)` return a transfer,
-/// whose `wait()` returns the bytes that arrived; `abort()` closes all connections.
+/// A carrier whose methods are Python code: `send(rank, lane, bytes)` returns an object with `wait()`, `receive(rank, lane,
+/// capacity)` one with `wait(length)`, which returns the bytes that arrived; `abort()` closes all connections.
 #[derive(Debug)]
 pub(crate) struct PythonCarrier {
     pub(crate) object: Py<PyAny>,
@@ -267,20 +267,20 @@ fn failed(py: Python<'_>, signals: &Signals, error: PyErr) -> CarrierError {
 }
 
 impl Carrier for PythonCarrier {
-    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Transfer>, CarrierError> {
+    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Sending>, CarrierError> {
         attached(&self.signals, |py| {
             let bytes = PyBytes::new(py, &message);
             let object = self.object.call_method1(py, "send", (to.0, lane as u8, bytes))?;
             let signals = self.signals.clone();
-            Ok(Box::new(PythonTransfer { object, signals }) as Box<dyn Transfer>)
+            Ok(Box::new(PythonTransfer { object, signals }) as Box<dyn Sending>)
         })
     }
 
-    fn receive(&self, from: Rank, lane: Lane, bytes: usize) -> Result<Box<dyn Transfer>, CarrierError> {
+    fn receive(&self, from: Rank, lane: Lane, capacity: usize) -> Result<Box<dyn Receiving>, CarrierError> {
         attached(&self.signals, |py| {
-            let object = self.object.call_method1(py, "receive", (from.0, lane as u8, bytes))?;
+            let object = self.object.call_method1(py, "receive", (from.0, lane as u8, capacity))?;
             let signals = self.signals.clone();
-            Ok(Box::new(PythonTransfer { object, signals }) as Box<dyn Transfer>)
+            Ok(Box::new(PythonTransfer { object, signals }) as Box<dyn Receiving>)
         })
     }
 
@@ -290,11 +290,14 @@ impl Carrier for PythonCarrier {
     }
 }
 
-impl Transfer for PythonTransfer {
-    fn wait(self: Box<Self>) -> Result<Vec<u8>, CarrierError> {
-        attached(&self.signals, |py| {
-            let received = self.object.call_method0(py, "wait")?;
-            Ok(received.extract::<Option<Vec<u8>>>(py)?.unwrap_or_default())
-        })
+impl Sending for PythonTransfer {
+    fn wait(self: Box<Self>) -> Result<(), CarrierError> {
+        attached(&self.signals, |py| self.object.call_method0(py, "wait").map(drop))
+    }
+}
+
+impl Receiving for PythonTransfer {
+    fn wait(self: Box<Self>, bytes: usize) -> Result<Vec<u8>, CarrierError> {
+        attached(&self.signals, |py| self.object.call_method1(py, "wait", (bytes,))?.extract(py))
     }
 }

@@ -18,6 +18,7 @@ pub(crate) struct Settings {
     /// The ranks of each datacenter, ascending.
     datacenters: Vec<Vec<u32>>,
     codec: String,
+    regular_elements: usize,
     /// Seconds.
     timeout: f64,
     run: u64,
@@ -54,7 +55,8 @@ impl DenseReduction {
         })?;
         let timeout = seconds(settings.timeout)?;
         let interrupt = signals.interrupt();
-        let parsed = DenseSettings { codec, timeout, run: settings.run, interrupt };
+        let regular_elements = settings.regular_elements;
+        let parsed = DenseSettings { codec, regular_elements, timeout, run: settings.run, interrupt };
         let carrier = Box::new(PythonCarrier { object: carrier, signals: signals.clone() });
         Ok(Self { of: ep_migrate::DenseReduction::new(datacenters, parsed, carrier)?, signals })
     }

@@ -90,7 +90,7 @@ class ExactEngine:
             for peer in self.peers:
                 self.carrier.send(peer, BYE, bytes(1))
             for peer in self.peers:
-                self.carrier.receive(peer, BYE, 1).wait()
+                self.carrier.receive(peer, BYE, 1).wait(1)
 
     def _send(self, peer: int, lane: int, layer: int, number: int, data: bytes) -> None:
         self.carrier.send(peer, lane, HEADER.pack(lane, layer, number, len(data)))
@@ -100,11 +100,11 @@ class ExactEngine:
     def _receive(self, peer: int, lane: int, layer: int, number: int) -> bytes:
         """Returns a message, and keeps the ones that arrive before it."""
         while (peer, lane, layer, number) not in self.early:
-            header = self.carrier.receive(peer, lane, HEADER.size).wait()
+            header = self.carrier.receive(peer, lane, HEADER.size).wait(HEADER.size)
             assert header is not None
             kind, its_layer, its_number, nbytes = HEADER.unpack(header)
             assert kind == lane
-            data = self.carrier.receive(peer, lane + 1, nbytes).wait()
+            data = self.carrier.receive(peer, lane + 1, nbytes).wait(nbytes)
             assert data is not None
             self.early[peer, lane, its_layer, its_number] = data
         return self.early.pop((peer, lane, layer, number))

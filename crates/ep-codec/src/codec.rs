@@ -80,6 +80,15 @@ impl WeightCodec {
         }
     }
 
+    /// As [`max_bytes`](Self::max_bytes), without the streams of [`Delta`](Self::Delta) that carry all weights: those of
+    /// the warm-up and of a restart.
+    pub fn regular_bytes(&self, element: Element, elements: usize) -> usize {
+        match *self {
+            Self::Delta { density, .. } => sparse_bytes(density, elements),
+            _ => self.max_bytes(element, elements),
+        }
+    }
+
     /// The expected size in bytes, header included, of a stream of `elements` weights: with [`Delta`](Self::Delta)
     /// after the warm-up.
     pub fn expected_bytes(&self, element: Element, elements: usize) -> f64 {

@@ -6,52 +6,70 @@ use std::sync::Arc;
 use ep::Rank;
 
 /// One of the ordered streams of messages between two ranks. Lanes do not wait for each other.
+///
+/// Bodies have two lanes of each kind. Receivers post receives for regular bodies, whose length has a bound, before the
+/// headers arrive. A longer body would not fit such a receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Lane {
     /// Headers of all messages.
     Headers = 0,
-    /// Bodies of messages with weights.
+    /// Regular bodies of messages with weights.
     Weights = 1,
-    /// Bodies of messages with gradients.
+    /// Regular bodies of messages with gradients.
     Gradients = 2,
+    /// Longer bodies of messages with weights.
+    LongWeights = 3,
+    /// Longer bodies of messages with gradients.
+    LongGradients = 4,
 }
 
 impl Lane {
     /// All lanes.
-    pub const ALL: [Self; 3] = [Self::Headers, Self::Weights, Self::Gradients];
+    pub const ALL: [Self; 5] =
+        [Self::Headers, Self::Weights, Self::Gradients, Self::LongWeights, Self::LongGradients];
 }
 
 /// Moves messages between this rank and the others.
 ///
 /// Messages of one pair and lane arrive in the order in which they were sent, and the k-th receive takes the k-th
-/// message. A receive knows the length of its message in advance. Both calls start a transfer and return at once, so
-/// that many transfers can be under way; any thread may wait for them.
+/// message. A message is at most as long as its receive. Both calls start a transfer and return at once, so that many
+/// transfers can be under way; any thread may wait for them.
 pub trait Carrier: Send + Sync + fmt::Debug {
     /// Starts to send a message. The carrier keeps it until the receiver has it.
     ///
     /// # Errors
     /// [`CarrierError`] if the connection is closed or the carrier cannot send.
-    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Transfer>, CarrierError>;
+    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Sending>, CarrierError>;
 
-    /// Starts to receive a message of `bytes` bytes.
+    /// Starts to receive a message of at most `capacity` bytes.
     ///
     /// # Errors
     /// [`CarrierError`] if the connection is closed or the carrier cannot receive.
-    fn receive(&self, from: Rank, lane: Lane, bytes: usize) -> Result<Box<dyn Transfer>, CarrierError>;
+    fn receive(&self, from: Rank, lane: Lane, capacity: usize) -> Result<Box<dyn Receiving>, CarrierError>;
 
     /// Closes all connections of this rank. Every wait for a transfer ends, on this rank and on its peers.
     fn abort(&self);
 }
 
-/// A message under way.
-pub trait Transfer: Send + fmt::Debug {
-    /// Waits until the message is sent or has arrived, without a time limit: [`Carrier::abort`] ends the wait. Returns the
-    /// message that arrived; nothing for a message that was sent.
+/// A message on the way to a peer.
+pub trait Sending: Send + fmt::Debug {
+    /// Waits until the message is sent, without a time limit: [`Carrier::abort`] ends the wait.
     ///
     /// # Errors
-    /// [`CarrierError`] if the connection is closed before the transfer is complete.
-    fn wait(self: Box<Self>) -> Result<Vec<u8>, CarrierError>;
+    /// [`CarrierError`] if the connection is closed before that.
+    fn wait(self: Box<Self>) -> Result<(), CarrierError>;
+}
+
+/// A receive that is posted.
+pub trait Receiving: Send + fmt::Debug {
+    /// Waits until the message has arrived, without a time limit: [`Carrier::abort`] ends the wait. Returns the message, of
+    /// which the caller knows by now that it has `bytes` bytes. A carrier need not know the length. If the message has
+    /// another, the result is an error, or has `bytes` bytes that mean nothing.
+    ///
+    /// # Errors
+    /// [`CarrierError`] if the connection is closed before that.
+    fn wait(self: Box<Self>, bytes: usize) -> Result<Vec<u8>, CarrierError>;
 }
 
 /// Why a carrier could not move a message.

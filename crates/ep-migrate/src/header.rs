@@ -3,7 +3,7 @@
 //! | offset | bytes | field |
 //! |---|---|---|
 //! | 0 | 4 | `EPMG` |
-//! | 4 | 1 | version, 1 |
+//! | 4 | 1 | version, 2 |
 //! | 5 | 1 | kind of message |
 //! | 6 | 2 | streams of each expert in the body |
 //! | 8 | 4 | rank of the sender |
@@ -13,7 +13,7 @@
 //! | 32 | 8 | run |
 //! | 40 | 4 | `Failure`: the rank at fault; `Alive`: 1 if the sender waits for another rank |
 //! | 44 | 4 | `Failure`: code of the fault |
-//! | 48 | 8 | zero |
+//! | 48 | 8 | the most bytes of a regular body of this kind, as the sender computes it; 0 without a body |
 //! | 56 | 8 | XXH64 of bytes 0 .. 56 |
 //!
 //! The body needs no digest here, because each of its streams has one.
@@ -24,7 +24,7 @@ use ep_codec::xxh64;
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 64;
 const MAGIC: [u8; 4] = *b"EPMG";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 const CHECKED: usize = HEADER_BYTES - 8;
 
 /// What a message is.
@@ -70,12 +70,15 @@ pub(crate) struct Header {
     pub(crate) bytes: u64,
     /// The number of the job, the same on all its ranks.
     pub(crate) run: u64,
+    /// The most bytes of a regular body of this kind. A body that is longer than the receive that a peer has posted for it
+    /// can end the peer's process, so the ranks compare this number before they post any.
+    pub(crate) regular: u64,
 }
 
 impl Header {
     /// A message without a body.
     pub(crate) fn bare(kind: Kind, sender: Rank, run: u64) -> Self {
-        Self { kind, streams: 0, sender, layer: 0, step: 0, bytes: 0, run }
+        Self { kind, streams: 0, sender, layer: 0, step: 0, bytes: 0, run, regular: 0 }
     }
 
     pub(crate) fn to_bytes(self) -> Vec<u8> {
@@ -100,7 +103,7 @@ impl Header {
         }
         bytes.extend(rank.to_le_bytes());
         bytes.extend(fault.to_le_bytes());
-        bytes.extend([0; 8]);
+        bytes.extend(self.regular.to_le_bytes());
         let check = xxh64(&bytes, 0);
         bytes.extend(check.to_le_bytes());
         bytes
@@ -141,6 +144,7 @@ impl Header {
             step: word(16),
             bytes: word(24),
             run: word(32),
+            regular: word(48),
         })
     }
 }
@@ -163,8 +167,8 @@ mod tests {
             Kind::Alive(Wait::Free),
         ];
         for kind in kinds {
-            let header =
-                Header { kind, streams: 2, sender: Rank(3), layer: 5, step: 1 << 40, bytes: 77, run: 11 };
+            let bare = Header::bare(kind, Rank(3), 11);
+            let header = Header { streams: 2, layer: 5, step: 1 << 40, bytes: 77, regular: 1 << 33, ..bare };
             assert_eq!(header.to_bytes().len(), HEADER_BYTES);
             assert_eq!(Header::parse(&header.to_bytes()), Ok(header));
         }

@@ -4,11 +4,11 @@ use std::collections::VecDeque;
 
 use ep::{Operator, PeerFault};
 
-use crate::carrier::{Lane, Transfer};
+use crate::carrier::{Lane, Receiving, Sending};
 use crate::header::{Header, Kind};
 use crate::question::Question;
 
-/// The lanes of bodies, which index arrays.
+/// The kinds of bodies, which index arrays.
 pub(crate) const WEIGHTS: usize = 0;
 pub(crate) const GRADIENTS: usize = 1;
 
@@ -46,7 +46,7 @@ pub(crate) struct Peer {
     pub(crate) ended: Option<PeerFault>,
     pub(crate) lanes: [Inbox; 2],
     /// Messages under way to this peer.
-    pub(crate) sent: VecDeque<Box<dyn Transfer>>,
+    pub(crate) sent: VecDeque<Box<dyn Sending>>,
     /// Those among them that the thread `sent` waits for: 0 or 1.
     pub(crate) awaited: usize,
     /// The question whether this peer is to blame for a wait.
@@ -63,11 +63,35 @@ impl Peer {
     }
 }
 
-/// Bodies of one peer in one lane, which pass through three queues.
+/// Which bodies of a kind a rank receives ahead of the call that takes them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Window {
+    /// The most bytes of a regular body, the same on all ranks.
+    pub(crate) regular: u64,
+    /// The most bodies of one peer that are requested or held.
+    pub(crate) bodies: usize,
+    /// The most receives from one peer that are posted before their headers arrive. Each takes memory for a regular body.
+    pub(crate) posted: usize,
+}
+
+/// A receive that an inbox needs next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Due {
+    /// Of the first announced body.
+    Announced(Header),
+    /// Of a regular body that is not announced yet.
+    Ahead,
+}
+
+/// Bodies of one peer and kind, which pass through three queues.
 #[derive(Default)]
 pub(crate) struct Inbox {
+    /// Receives of regular bodies that are not announced yet.
+    pub(crate) posted: VecDeque<Box<dyn Receiving>>,
+    /// Whether a header of the peer has shown that it computes the same bound of regular bodies.
+    pub(crate) agrees: bool,
     pub(crate) announced: VecDeque<Header>,
-    pub(crate) requested: VecDeque<(Header, Box<dyn Transfer>)>,
+    pub(crate) requested: VecDeque<(Header, Box<dyn Receiving>)>,
     /// The layer of the body that the lane's thread waits for.
     pub(crate) awaited: Option<u32>,
     /// The layer that a call waits for. It is requested even if the window is full.
@@ -100,7 +124,7 @@ impl Inbox {
         }
     }
 
-    /// Bodies that take memory on this rank.
+    /// Bodies that take memory on this rank, without receives posted ahead.
     pub(crate) fn held(&self) -> usize {
         self.requested.len()
             + usize::from(self.awaited.is_some())
@@ -119,8 +143,31 @@ impl Inbox {
         self.arrived[call.layer].pop_front()
     }
 
+    /// Gives announced bodies the receives that were posted for them. Returns whether there was one.
+    pub(crate) fn pair(&mut self, window: Window) -> bool {
+        let before = self.announced.len();
+        while let Some(&header) = self.announced.front()
+            && header.bytes <= window.regular
+            && let Some(receive) = self.posted.pop_front()
+        {
+            self.announced.pop_front();
+            self.requested.push_back((header, receive));
+        }
+        self.announced.len() < before
+    }
+
+    /// The receive to post next, once all announced bodies that can be paired are.
+    pub(crate) fn due(&self, window: Window) -> Option<Due> {
+        if let Some(&header) = self.announced.front() {
+            return self.is_open(window.bodies).then_some(Due::Announced(header));
+        }
+        let posted = self.posted.len();
+        let has_room = posted < window.posted && posted.saturating_add(self.held()) < window.bodies;
+        (self.agrees && has_room).then_some(Due::Ahead)
+    }
+
     /// Whether the next announced body is to be requested.
-    pub(crate) fn is_open(&self, window: usize) -> bool {
+    fn is_open(&self, window: usize) -> bool {
         let Some(wanted) = self.wanted.filter(|_| self.held() >= window) else { return self.held() < window };
         // Bodies come in order, so those before the wanted one are requested as well.
         let is_requested = self.requested.iter().any(|(header, _)| header.layer == wanted);
@@ -129,8 +176,14 @@ impl Inbox {
     }
 }
 
-pub(crate) fn lane_of(index: usize) -> Lane {
-    if index == WEIGHTS { Lane::Weights } else { Lane::Gradients }
+/// The lane of a body.
+pub(crate) fn lane_of(index: usize, is_regular: bool) -> Lane {
+    match (index, is_regular) {
+        (WEIGHTS, true) => Lane::Weights,
+        (WEIGHTS, false) => Lane::LongWeights,
+        (_, true) => Lane::Gradients,
+        (_, false) => Lane::LongGradients,
+    }
 }
 
 pub(crate) fn noun(index: usize) -> &'static str {

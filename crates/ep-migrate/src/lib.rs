@@ -70,7 +70,7 @@ mod state;
 mod tests;
 mod threads;
 
-pub use carrier::{Carrier, CarrierError, Lane, Transfer};
+pub use carrier::{Carrier, CarrierError, Lane, Receiving, Sending};
 pub use dense::{Bucket, Datacenters, DenseReduction, DenseSettings, DenseTraffic, Turn};
 pub use header::HEADER_BYTES;
 pub use inbox::Traffic;

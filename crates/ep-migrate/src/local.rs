@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use ep::Rank;
 
-use crate::carrier::{Carrier, CarrierError, Lane, Transfer};
+use crate::carrier::{Carrier, CarrierError, Lane, Receiving, Sending};
 
 /// Connects the ranks of one process, each of which may run on a thread of its own.
 ///
@@ -16,7 +16,7 @@ use crate::carrier::{Carrier, CarrierError, Lane, Transfer};
 /// let network = LocalNetwork::new();
 /// let (one, two) = (network.carrier(Rank(1)), network.carrier(Rank(2)));
 /// one.send(Rank(2), Lane::Headers, b"hello".to_vec().into())?;
-/// assert_eq!(two.receive(Rank(1), Lane::Headers, 5)?.wait()?, b"hello");
+/// assert_eq!(two.receive(Rank(1), Lane::Headers, 8)?.wait(5)?, b"hello");
 /// # Ok::<(), ep_migrate::CarrierError>(())
 /// ```
 #[derive(Debug, Clone, Default)]
@@ -68,7 +68,7 @@ pub struct LocalCarrier {
 }
 
 impl Carrier for LocalCarrier {
-    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Transfer>, CarrierError> {
+    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Sending>, CarrierError> {
         let mut state = self.wires.lock();
         if state.closed.contains(&self.rank) || state.closed.contains(&to) {
             return Err(CarrierError::Closed);
@@ -78,13 +78,13 @@ impl Carrier for LocalCarrier {
         Ok(Box::new(Sent))
     }
 
-    fn receive(&self, from: Rank, lane: Lane, bytes: usize) -> Result<Box<dyn Transfer>, CarrierError> {
+    fn receive(&self, from: Rank, lane: Lane, capacity: usize) -> Result<Box<dyn Receiving>, CarrierError> {
         let key = (from, self.rank, lane);
         let mut state = self.wires.lock();
         let [next, _] = state.turns.entry(key).or_default();
         let turn = *next;
         *next += 1;
-        Ok(Box::new(Receiving { key, turn, bytes, wires: self.wires.clone() }))
+        Ok(Box::new(Awaited { key, turn, capacity, wires: self.wires.clone() }))
     }
 
     fn abort(&self) {
@@ -97,22 +97,22 @@ impl Carrier for LocalCarrier {
 #[derive(Debug)]
 struct Sent;
 
-impl Transfer for Sent {
-    fn wait(self: Box<Self>) -> Result<Vec<u8>, CarrierError> {
-        Ok(Vec::new())
+impl Sending for Sent {
+    fn wait(self: Box<Self>) -> Result<(), CarrierError> {
+        Ok(())
     }
 }
 
 #[derive(Debug)]
-struct Receiving {
+struct Awaited {
     key: Key,
     turn: u64,
-    bytes: usize,
+    capacity: usize,
     wires: Arc<Wires>,
 }
 
-impl Transfer for Receiving {
-    fn wait(self: Box<Self>) -> Result<Vec<u8>, CarrierError> {
+impl Receiving for Awaited {
+    fn wait(self: Box<Self>, bytes: usize) -> Result<Vec<u8>, CarrierError> {
         let (from, to, _) = self.key;
         let mut state = self.wires.lock();
         loop {
@@ -124,8 +124,9 @@ impl Transfer for Receiving {
             {
                 state.turns.entry(self.key).or_default()[1] += 1;
                 self.wires.changed.notify_all();
-                if message.len() != self.bytes {
-                    let text = format!("a message of {} bytes instead of {}", message.len(), self.bytes);
+                if message.len() != bytes || bytes > self.capacity {
+                    let (found, room) = (message.len(), self.capacity);
+                    let text = format!("a message of {found} bytes instead of {bytes}, with room for {room}");
                     return Err(CarrierError::Failed(text));
                 }
                 return Ok(message.to_vec());

@@ -10,7 +10,7 @@ use ep_codec::{SharedExpert, Weight, WeightCodec, add_gradient};
 
 use crate::carrier::Carrier;
 use crate::header::Kind;
-use crate::inbox::{Call, GRADIENTS, Message, Traffic, WEIGHTS};
+use crate::inbox::{Call, GRADIENTS, Message, Traffic, WEIGHTS, Window};
 use crate::owned::{Owned, Returned, refused};
 use crate::post::{GRACE, Post, Resend, Setup};
 use crate::replicas::{Decoded, Replicas, SharedExperts};
@@ -155,6 +155,9 @@ impl<T: Weight> Migration<T> {
             shape.expert_elements.iter().map(|&elements| (experts * bytes(elements)) as u64).collect()
         };
         let element = T::ELEMENT;
+        // A step has as many bodies of a kind as layers.
+        let posted = settings.depth.min(layers.len());
+        let most = |bytes: &dyn Fn(usize) -> usize| longest(bytes).into_iter().max().unwrap_or(0);
         // A message may have complete weights beside the streams of the codec, and the part of a shared expert.
         let complete = |elements| WeightCodec::Exact.max_bytes(element, elements);
         let setup = Setup {
@@ -166,8 +169,19 @@ impl<T: Weight> Migration<T> {
                 longest(&|elements| settings.weights.max_bytes(element, elements) + 2 * complete(elements)),
                 longest(&|elements| settings.gradients.max_bytes(element, elements)),
             ],
-            // With staleness, messages of the last step wait for the next one.
-            window: [if settings.staleness == 0 { settings.depth } else { usize::MAX }, usize::MAX],
+            windows: [
+                Window {
+                    regular: most(&|elements| settings.weights.regular_bytes(element, elements)),
+                    // With staleness, messages of the last step wait for the next one.
+                    bodies: if settings.staleness == 0 { settings.depth } else { usize::MAX },
+                    posted,
+                },
+                Window {
+                    regular: most(&|elements| settings.gradients.max_bytes(element, elements)),
+                    bodies: usize::MAX,
+                    posted,
+                },
+            ],
             // A step has two messages of each layer, in two parts each, to a peer that may lag `staleness` steps behind.
             most_sent: (4 * layers.len()).saturating_mul(2 + settings.staleness as usize),
             timeout: settings.timeout,

@@ -4,24 +4,28 @@
 //!
 //! | thread | waits for |
 //! |---|---|
-//! | `headers` | the next header, always. It asks the carrier for the body that the header announces, if the window allows |
+//! | `headers` | the next header, always. It posts receives for bodies: those that headers announce, and regular ones ahead |
 //! | `weights`, `gradients` | the body that was asked for first |
 //! | `sent` | the message that was sent first, so that errors are noticed and memory is freed |
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ep::{CallerError, EnvironmentError, Error, Interrupt, Operator, PeerError, PeerFault, Rank, Result};
 
-use crate::carrier::{Carrier, CarrierError, Lane};
+use crate::carrier::{Carrier, CarrierError, Lane, Receiving};
 use crate::header::{HEADER_BYTES, Header, Kind, Wait};
-use crate::inbox::{Call, GRADIENTS, Inbox, Message, Peer, Traffic, WEIGHTS, lane_of, noun};
+use crate::inbox::{Call, Due, GRADIENTS, Inbox, Message, Peer, Traffic, WEIGHTS, Window, lane_of, noun};
 use crate::question::{Patience, Question};
 use crate::threads::spawn;
 
 /// How long a rank that closes waits for its peers to read why.
 pub(crate) const GRACE: Duration = Duration::from_secs(1);
+/// Receives of headers of one peer that are posted at a time. A carrier may send a message only after its receive is posted,
+/// so with one receive every header would cost a round trip.
+const HEADERS_AHEAD: usize = 16;
 
 /// What a [`Post`] needs to know.
 #[derive(Debug)]
@@ -33,10 +37,10 @@ pub(crate) struct Setup {
     pub(crate) run: u64,
     /// The step of the first messages.
     pub(crate) first_step: u64,
-    /// By lane, by layer: the most bytes of a body.
+    /// By kind of body, by layer: the most bytes of a body.
     pub(crate) longest: [Vec<u64>; 2],
-    /// By lane: the most bodies of one peer that are requested or held.
-    pub(crate) window: [usize; 2],
+    /// By kind of body.
+    pub(crate) windows: [Window; 2],
     /// How many parts of messages, headers and bodies, to one peer may be under way.
     pub(crate) most_sent: usize,
     pub(crate) timeout: Duration,
@@ -63,7 +67,7 @@ pub(crate) struct Post {
 struct Orders {
     /// Bodies are sent in the order of their headers.
     sends: Mutex<()>,
-    /// By lane: bodies are requested in the order of their headers.
+    /// By kind of body: receives are posted in the order of the headers.
     receives: [Mutex<()>; 2],
 }
 
@@ -158,6 +162,8 @@ impl Post {
         streams: u16,
         body: Arc<Vec<u8>>,
     ) -> Result<()> {
+        let lane = if kind == Kind::Gradients { GRADIENTS } else { WEIGHTS };
+        let regular = self.setup.windows[lane].regular;
         let header = Header {
             kind,
             streams,
@@ -166,8 +172,8 @@ impl Post {
             step: call.step,
             bytes: body.len() as u64,
             run: self.setup.run,
+            regular,
         };
-        let lane = if kind == Kind::Gradients { GRADIENTS } else { WEIGHTS };
         let what = || format!("a message to be taken, one of {} under way", self.setup.most_sent);
         let room = |state: &mut State| {
             let peer = &state.peers[peer];
@@ -176,7 +182,8 @@ impl Post {
         self.wait(call, what, &[peer], room)?;
         let bytes = (body.len() + HEADER_BYTES) as u64;
         let header = Arc::new(header.to_bytes());
-        self.post(peer, [(Lane::Headers, header), (lane_of(lane), body)])?;
+        let body_lane = lane_of(lane, body.len() as u64 <= regular);
+        self.post(peer, [(Lane::Headers, header), (body_lane, body)])?;
         *self.lock().traffic.sent(lane) += bytes;
         Ok(())
     }
@@ -352,26 +359,41 @@ impl Post {
         Ok(message)
     }
 
-    /// Asks the carrier for bodies that were announced, as far as the window allows.
+    /// Posts receives for bodies that were announced, and for regular ones ahead, as far as the window allows.
     fn request_bodies(&self, peer: usize, lane: usize) -> Result<()> {
         let order = hold(&self.orders[peer].receives[lane]);
+        let window = self.setup.windows[lane];
         loop {
-            // The header stays announced until its body is requested, so that a peer that has left is not taken for exhausted.
-            let header = {
-                let inbox = &self.lock().peers[peer].lanes[lane];
-                match inbox.announced.front() {
-                    Some(&header) if inbox.is_open(self.setup.window[lane]) => header,
-                    _ => return Ok(()),
-                }
-            };
-            match self.carrier.receive(self.peer(peer), lane_of(lane), header.bytes as usize) {
-                Ok(transfer) => {
-                    let inbox = &mut self.lock().peers[peer].lanes[lane];
-                    inbox.announced.pop_front();
-                    inbox.requested.push_back((header, transfer));
+            // A header stays announced until its body is requested, so that a peer that has left is not taken for exhausted.
+            let due = {
+                let mut state = self.lock();
+                let sends_more = state.peers[peer].ended.is_none() && !state.is_closing;
+                let inbox = &mut state.peers[peer].lanes[lane];
+                if inbox.pair(window) {
                     self.changed.notify_all();
                 }
-                Err(error) => {
+                match inbox.due(window) {
+                    Some(Due::Ahead) if !sends_more => return Ok(()),
+                    Some(due) => due,
+                    None => return Ok(()),
+                }
+            };
+            let bytes = match due {
+                Due::Announced(header) => header.bytes,
+                Due::Ahead => window.regular,
+            };
+            let body_lane = lane_of(lane, bytes <= window.regular);
+            match (self.carrier.receive(self.peer(peer), body_lane, bytes as usize), due) {
+                (Ok(receive), Due::Announced(header)) => {
+                    let inbox = &mut self.lock().peers[peer].lanes[lane];
+                    inbox.announced.pop_front();
+                    inbox.requested.push_back((header, receive));
+                    self.changed.notify_all();
+                }
+                (Ok(receive), Due::Ahead) => self.lock().peers[peer].lanes[lane].posted.push_back(receive),
+                // Nothing may be lost: the thread `headers` reads what the peer sent last, and decides.
+                (Err(CarrierError::Closed), Due::Ahead) => return Ok(()),
+                (Err(error), _) => {
                     drop(order);
                     return Err(self.fail(self.lost(peer, &error, "a body to be asked for")));
                 }
@@ -383,12 +405,9 @@ impl Post {
 
     /// Receives headers until the peer sends its last one.
     fn listen(&self, peer: usize, resend: &Resend) {
+        let mut posted = VecDeque::new();
         loop {
-            let header = match self
-                .carrier
-                .receive(self.peer(peer), Lane::Headers, HEADER_BYTES)
-                .and_then(|transfer| transfer.wait())
-            {
+            let header = match self.next_header(peer, &mut posted) {
                 Ok(bytes) => Header::parse(&bytes).map_err(|what| self.broken(peer, what)),
                 Err(error) => Err(self.lost(peer, &error, "its next message")),
             };
@@ -409,6 +428,24 @@ impl Post {
                 }
             }
         }
+    }
+
+    /// Waits for the next header. Keeps receives of those that follow posted.
+    fn next_header(
+        &self,
+        peer: usize,
+        posted: &mut VecDeque<Box<dyn Receiving>>,
+    ) -> Result<Vec<u8>, CarrierError> {
+        while posted.len() < HEADERS_AHEAD {
+            match self.carrier.receive(self.peer(peer), Lane::Headers, HEADER_BYTES) {
+                Ok(receive) => posted.push_back(receive),
+                Err(error) if posted.is_empty() => return Err(error),
+                // What the peer sent before its connection closed still arrives.
+                Err(_) => break,
+            }
+        }
+        let first = posted.pop_front().expect("the loop ends early only if a receive is posted");
+        first.wait(HEADER_BYTES)
     }
 
     /// Processes a header. Returns whether another follows.
@@ -504,6 +541,15 @@ impl Post {
             }
             Kind::Request | Kind::Left | Kind::Failure(..) | Kind::Ask | Kind::Alive(_) => return Ok(()),
         };
+        let regular = self.setup.windows[lane].regular;
+        if header.regular != regular {
+            return broken(format!(
+                "{} of which a regular body has at most {} bytes there and {regular} here: the ranks have different models \
+                 or settings",
+                noun(lane),
+                header.regular
+            ));
+        }
         let layers = self.setup.longest[lane].len();
         let Some(&longest) = self.setup.longest[lane].get(layer) else {
             return broken(format!("{} of layer {layer}; there are {layers} layers", noun(lane)));
@@ -537,13 +583,14 @@ impl Post {
         if header.kind != Kind::Resent {
             *next = header.step + 1;
         }
+        state.peers[peer].lanes[lane].agrees = true;
         Ok(())
     }
 
     /// Waits for the bodies of a lane.
     fn collect(&self, peer: usize, lane: usize) {
         loop {
-            let (header, transfer) = {
+            let (header, receive) = {
                 let mut state = self.lock();
                 loop {
                     if state.is_closing {
@@ -557,7 +604,8 @@ impl Post {
                     state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
             };
-            let received = transfer.wait().map_err(|error| self.lost(peer, &error, noun(lane)));
+            let received =
+                receive.wait(header.bytes as usize).map_err(|error| self.lost(peer, &error, noun(lane)));
             let mut state = self.lock();
             let inbox = &mut state.peers[peer].lanes[lane];
             inbox.awaited = None;

@@ -63,7 +63,8 @@ pub struct Settings {
     /// The codec of gradients.
     pub gradients: GradientCodec,
     /// Number of bodies of weights of one peer that a rank receives ahead of the layer that it gathers. Without a limit if
-    /// `staleness` is not 0.
+    /// `staleness` is not 0. Also the number of receives of weights, and of gradients, that are posted for a peer before the
+    /// bodies are announced.
     pub depth: usize,
     /// Number of steps that a replica may lag behind its owner.
     pub staleness: u64,

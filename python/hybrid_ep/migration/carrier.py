@@ -8,7 +8,9 @@ How gloo behaves, and what follows (PyTorch 2.11):
 - A receive counts as complete only after a wait for it, so transfers cannot be polled.
 - A wait that ends by its timeout closes the connections to all ranks of the group, which ends all other waits. So waits
   have no timeout, and `abort` is a wait with a short one.
-- A message that is longer than its receive ends the process. The engine learns the length from a header of fixed size.
+- A message that is longer than its receive ends the process; a shorter one leaves the rest as it was. The engine learns
+  the length from a header of fixed size, and never posts a receive that a correct peer's message would not fit.
+- A message leaves only when the sender knows of its receive. The engine therefore posts receives ahead.
 - `torch.distributed.isend` refuses a group that `destroy_process_group` has forgotten. The group's own methods, which
   this module calls, still work, so a program that destroys its groups before it closes the carrier ends.
 - The memory of a send must live until the receiver has taken it. One thread waits for sends, and frees them.
@@ -28,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .._native import Transfer
+    from .._native import Receiving, Sending
 
 __all__ = ["GlooCarrier"]
 
@@ -59,16 +61,16 @@ class GlooCarrier:
         self._waiter = threading.Thread(target=self._wait_for_sends, name="hybrid_ep carrier", daemon=True)
         self._waiter.start()
 
-    def send(self, peer: int, lane: int, data: bytes) -> Transfer:
+    def send(self, peer: int, lane: int, data: bytes) -> Sending:
         """Posts a message.
 
         Args:
             peer: The receiving rank.
-            lane: 0 to 2.
+            lane: 0 to 4.
             data: The message; it is copied.
 
         Returns:
-            The transfer. It need not be waited for.
+            What waits until the message is sent. It need not be waited for.
 
         Raises:
             ConnectionError: The connection to the peer is closed.
@@ -80,21 +82,21 @@ class GlooCarrier:
         self._sends.put(send)
         return send
 
-    def receive(self, peer: int, lane: int, nbytes: int) -> Transfer:
-        """Posts the receive of a message whose length is known.
+    def receive(self, peer: int, lane: int, capacity: int) -> Receiving:
+        """Posts the receive of a message.
 
         Args:
             peer: The sending rank.
-            lane: 0 to 2.
-            nbytes: The length.
+            lane: 0 to 4.
+            capacity: The most bytes of the message.
 
         Returns:
-            The transfer, whose `wait` returns the message.
+            What waits for the message. `wait` takes the message's length, which gloo does not tell, and returns the message.
 
         Raises:
             ConnectionError: The connection to the peer is closed.
         """
-        memory = bytearray(nbytes)
+        memory = bytearray(capacity)
         with self.translated():
             work = self._group.recv([_tensor(memory)], self._place[peer], lane)
         return _Receive(self, memory, work)
@@ -168,7 +170,7 @@ class _Receive:
     def __init__(self, carrier: GlooCarrier, memory: bytearray, work: dist.Work) -> None:
         self._carrier, self._memory, self._work = carrier, memory, work
 
-    def wait(self) -> bytes:
+    def wait(self, length: int) -> bytes:
         with self._carrier.translated():
             self._work.wait(_ENDLESS)
-        return bytes(self._memory)
+        return bytes(memoryview(self._memory)[:length])

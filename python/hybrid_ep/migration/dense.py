@@ -54,6 +54,8 @@ class DenseGradients:
             "rank": group.rank(),
             "datacenters": [[*ranks] for ranks in datacenters],
             "codec": codec,
+            # The narrower type has more elements in a bucket.
+            "regular_elements": BUCKET_BYTES // 2,
             "timeout": timeout,
             "run": run,
         }

@@ -29,7 +29,7 @@ use self::plan::{Held, Plan};
 pub use self::shares::Datacenters;
 use crate::carrier::Carrier;
 use crate::header::{HEADER_BYTES, Kind};
-use crate::inbox::Call;
+use crate::inbox::{Call, Window};
 use crate::post::{GRACE, Post, Resend, Setup};
 use crate::threads::{join_within_grace, spawn};
 
@@ -39,6 +39,8 @@ const EXCHANGE: usize = 1;
 const GATHER: usize = 2;
 const STAGES: [&str; 3] =
     ["parts of this datacenter's sum", "sums of other datacenters", "sums over all ranks"];
+/// Receives that are posted ahead for each peer: those of a bucket, and of the next while that one is taken.
+const POSTED: usize = 2;
 /// A sequence number is that of a round, and the bucket in its low bits.
 const BUCKET_BITS: u32 = 24;
 
@@ -47,6 +49,9 @@ const BUCKET_BITS: u32 = 24;
 pub struct DenseSettings {
     /// The codec between datacenters.
     pub codec: GradientCodec,
+    /// The elements of a bucket up to which receives for its messages are posted before the messages are announced. They take memory
+    /// for two shares of such a bucket, in f32, for each peer. Longer buckets take a round trip more for each message.
+    pub regular_elements: usize,
     /// The longest wait for a peer. An error comes at most a second later, on all ranks.
     pub timeout: Duration,
     /// A number that the ranks of a job agree on. Messages with another number are refused.
@@ -162,23 +167,35 @@ impl DenseReduction {
     /// Starts a reduction, and its threads.
     ///
     /// # Errors
-    /// [`CallerError`] if the timeout is zero. [`EnvironmentError`](ep::EnvironmentError) if a thread cannot start.
+    /// [`CallerError`] if the timeout is zero or `regular_elements` exceeds `u32::MAX`. [`EnvironmentError`](ep::EnvironmentError) if a thread cannot start.
     pub fn new(datacenters: Datacenters, settings: DenseSettings, carrier: Box<dyn Carrier>) -> Result<Self> {
         if settings.timeout.is_zero() {
             let problem = "must be positive".into();
             return Err(CallerError::Config { key: "timeout", value: "0".into(), problem }.into());
         }
+        // A stream has at most this many elements.
+        let most = u32::MAX as usize;
+        if settings.regular_elements > most {
+            let (value, problem) = (settings.regular_elements.to_string(), format!("must be at most {most}"));
+            return Err(CallerError::Config { key: "regular_elements", value, problem }.into());
+        }
         let peers = datacenters.peers();
-        // Receivers know how long a message must be only when they take it. A stream has at most this many elements.
-        let longest =
-            vec![GradientCodec::Exact.max_bytes(Element::F32, u32::MAX as usize) as u64; STAGES.len()];
+        // Receivers know how long a message must be only when they take it.
+        let longest = vec![GradientCodec::Exact.max_bytes(Element::F32, most) as u64; STAGES.len()];
         let setup = Setup {
             rank: datacenters.rank(),
             peers: peers.clone(),
             run: settings.run,
             first_step: 0,
             longest: [Vec::new(), longest],
-            window: [0, usize::MAX],
+            windows: [
+                Window { regular: 0, bodies: 0, posted: 0 },
+                Window {
+                    regular: datacenters.most_bytes(settings.codec, settings.regular_elements) as u64,
+                    bodies: usize::MAX,
+                    posted: POSTED,
+                },
+            ],
             // A rank is at most a round ahead of its peers.
             most_sent: usize::MAX,
             timeout: settings.timeout,

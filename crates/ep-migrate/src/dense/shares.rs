@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use ep::{CallerError, Rank, Result};
+use ep::{CallerError, Element, Rank, Result};
+use ep_codec::GradientCodec;
 
 /// The ranks of a job by datacenter, seen from one of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -102,6 +103,16 @@ impl Datacenters {
     /// The elements that this rank sums.
     pub(crate) fn own_share(&self, elements: usize) -> Range<usize> {
         self.share_at(self.place, elements)
+    }
+
+    /// The size in bytes that no message exceeds for a bucket of at most `elements`: the same on all ranks.
+    pub(crate) fn most_bytes(&self, codec: GradientCodec, elements: usize) -> usize {
+        let fewest = self.members.iter().map(Vec::len).min().unwrap_or(1);
+        let share = elements.div_ceil(fewest);
+        // A share has a border inside for each share of another datacenter that begins there, and a stream for each part.
+        let parts = 1 + self.members.iter().map(Vec::len).sum::<usize>();
+        let stream = |codec: GradientCodec, elements| codec.max_bytes(Element::F32, elements);
+        stream(GradientCodec::Exact, share).max(stream(codec, share) + parts * stream(codec, 1))
     }
 
     /// Divides this rank's share so that each part has a single owner in every datacenter.

@@ -17,7 +17,8 @@ fn members(sizes: &[usize]) -> Vec<Vec<Rank>> {
 
 fn settings(codec: &str) -> DenseSettings {
     let (codec, timeout) = (codec.parse().unwrap(), Duration::from_secs(60));
-    DenseSettings { codec, timeout, run: 0xE9, interrupt: Interrupt::default() }
+    // The last bucket is longer.
+    DenseSettings { codec, regular_elements: 300, timeout, run: 0xE9, interrupt: Interrupt::default() }
 }
 
 fn start(

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::header::{Header, Kind};
 use crate::replicas::Replicas;
-use crate::{Carrier, CarrierError, Lane, LocalCarrier, Transfer};
+use crate::{Carrier, CarrierError, Lane, LocalCarrier, Receiving, Sending};
 
 fn exact() -> Settings {
     settings(WeightCodec::Exact, GradientCodec::Exact)
@@ -44,7 +44,13 @@ fn message(layer: u32, step: u64) -> (Header, Vec<u8>) {
 }
 
 fn header(kind: Kind, layer: u32, step: u64, body: &[u8]) -> Header {
-    Header { kind, streams: 1, sender: Rank(4), layer, step, bytes: body.len() as u64, run: 0xE9 }
+    let regular = if body.is_empty() { 0 } else { exact_regular() };
+    Header { streams: 1, layer, step, bytes: body.len() as u64, regular, ..Header::bare(kind, Rank(4), 0xE9) }
+}
+
+/// The most bytes of a regular body of exact weights.
+fn exact_regular() -> u64 {
+    2 * WeightCodec::Exact.max_bytes(f32::ELEMENT, 300) as u64
 }
 
 fn send(carrier: &LocalCarrier, header: Vec<u8>, body: Vec<u8>) {
@@ -393,11 +399,11 @@ struct Stuck(LocalCarrier);
 struct Endless;
 
 impl Carrier for Stuck {
-    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Transfer>, CarrierError> {
+    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Sending>, CarrierError> {
         self.0.send(to, lane, message)
     }
 
-    fn receive(&self, from: Rank, lane: Lane, bytes: usize) -> Result<Box<dyn Transfer>, CarrierError> {
+    fn receive(&self, from: Rank, lane: Lane, bytes: usize) -> Result<Box<dyn Receiving>, CarrierError> {
         if lane == Lane::Headers { self.0.receive(from, lane, bytes) } else { Ok(Box::new(Endless)) }
     }
 
@@ -406,8 +412,8 @@ impl Carrier for Stuck {
     }
 }
 
-impl Transfer for Endless {
-    fn wait(self: Box<Self>) -> Result<Vec<u8>, CarrierError> {
+impl Receiving for Endless {
+    fn wait(self: Box<Self>, _: usize) -> Result<Vec<u8>, CarrierError> {
         loop {
             std::thread::park();
         }
