@@ -180,6 +180,26 @@ mod tests {
         }
 
         #[test]
+        fn no_message_is_longer_than_the_bound_that_all_ranks_compute(
+            sizes in prop::collection::vec(1..6_usize, 1..5),
+            elements in 0..3000_usize,
+            codec in prop::sample::select(vec!["exact", "int8", "topk:0.01", "topk:1"]),
+        ) {
+            let codec: GradientCodec = codec.parse().unwrap();
+            let all = everywhere(&sizes);
+            let bound = all[0].most_bytes(codec, elements);
+            for here in &all {
+                prop_assert_eq!(here.most_bytes(codec, elements), bound);
+                let share = here.own_share(elements).len();
+                prop_assert!(GradientCodec::Exact.max_bytes(Element::F32, share) <= bound);
+                let streams = here.atoms(elements).into_iter();
+                let exchanged: usize =
+                    streams.map(|atom| codec.max_bytes(Element::F32, atom.elements.len())).sum();
+                prop_assert!(exchanged <= bound, "{} > {}", exchanged, bound);
+            }
+        }
+
+        #[test]
         fn connections_have_two_ends_and_join_all_ranks(sizes in prop::collection::vec(1..6_usize, 1..5)) {
             let all = everywhere(&sizes);
             for here in &all {

@@ -1,6 +1,6 @@
 //! Misuse, lost ranks and hostile peers: every call ends, with an error that names who is at fault.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use ep::{Error, PeerFault};
 use ep_codec::WeightEncoder;
@@ -73,7 +73,8 @@ fn a_message_as_the_tests_write_it_is_accepted() {
 #[test]
 fn what_no_correct_peer_sends_is_refused_and_the_peer_is_named() {
     type Damage = (&'static str, fn(&mut Header, &mut Vec<u8>));
-    let damages: [Damage; 13] = [
+    let damages: [Damage; 14] = [
+        ("the ranks have different models or settings", |header, _| header.regular += 1),
         ("a message of rank 7", |header, _| header.sender = Rank(7)),
         ("a message of run 0x1", |header, _| header.run = 1),
         ("weights of layer 3; there are 3 layers", |header, _| header.layer = 3),
@@ -479,4 +480,65 @@ impl Migration<f32> {
     fn forget_replicas(&self, layer: usize) {
         self.replace_replicas(layer, Replicas::new(2, shape().expert_elements[layer]));
     }
+}
+
+/// A carrier that records the capacities of receives of bodies.
+#[derive(Debug)]
+struct Recording(LocalCarrier, Arc<Mutex<Vec<(Lane, usize)>>>);
+
+impl Carrier for Recording {
+    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Sending>, CarrierError> {
+        self.0.send(to, lane, message)
+    }
+
+    fn receive(&self, from: Rank, lane: Lane, capacity: usize) -> Result<Box<dyn Receiving>, CarrierError> {
+        if lane != Lane::Headers {
+            self.1.lock().unwrap().push((lane, capacity));
+        }
+        self.0.receive(from, lane, capacity)
+    }
+
+    fn abort(&self) {
+        self.0.abort();
+    }
+}
+
+#[test]
+fn regular_bodies_get_receives_ahead_once_the_peer_has_agreed_and_longer_ones_do_not() {
+    let (ranks, network) = (ranks(2), LocalNetwork::new());
+    let codec = WeightCodec::Delta { density: 0.1, warm_up: 1 };
+    let settings = Settings { depth: 2, ..settings(codec, GradientCodec::Exact) };
+    let (domain, receives) = (Domain::new(ranks[0], &ranks).unwrap(), Arc::new(Mutex::new(Vec::new())));
+    let carrier = Box::new(Recording(network.carrier(ranks[0]), receives.clone()));
+    let migration = Migration::<f32>::new(domain, shape(), settings, carrier).unwrap();
+    let peer = network.carrier(ranks[1]);
+    let regular = 2 * codec.regular_bytes(f32::ELEMENT, 300);
+    let mut encoders: Vec<_> = (0..2).map(|_| WeightEncoder::new(codec, 300).unwrap()).collect();
+    let mut publish_and_gather = |step: u64| {
+        let mut body = Vec::new();
+        for encoder in &mut encoders {
+            encoder.encode(&numbers::<f32>([step, 0, 0, 0], 300), None, &mut body).unwrap();
+        }
+        let bytes = body.len();
+        let header = Header { regular: regular as u64, ..header(Kind::Weights, 0, step, &body) };
+        peer.send(Rank(1), Lane::Headers, Arc::new(header.to_bytes())).unwrap();
+        let lane = if bytes > regular { Lane::LongWeights } else { Lane::Weights };
+        peer.send(Rank(1), lane, Arc::new(body)).unwrap();
+        migration.publish(0, &weights_of(0)).unwrap();
+        migration.gather(0, &mut weights_of(0)).unwrap();
+        (lane, bytes)
+    };
+
+    assert_eq!(*receives.lock().unwrap(), [], "nothing is known of the peer yet");
+    // Of the warm-up: longer than the bound.
+    let (lane, first) = publish_and_gather(0);
+    assert_eq!(lane, Lane::LongWeights);
+    let mut expected = vec![(Lane::LongWeights, first), (Lane::Weights, regular), (Lane::Weights, regular)];
+    assert_eq!(*receives.lock().unwrap(), expected);
+    // Takes one of these receives, which is replaced.
+    let (lane, second) = publish_and_gather(1);
+    assert!(lane == Lane::Weights && second < regular);
+    expected.push((Lane::Weights, regular));
+    assert_eq!(*receives.lock().unwrap(), expected);
+    peer.abort();
 }
