@@ -91,7 +91,7 @@ class GlooCarrier:
             capacity: The most bytes of the message.
 
         Returns:
-            What waits for the message. `wait` takes the message's length, which gloo does not tell, and returns the message.
+            What waits for the message. Its `wait` takes the length, which gloo does not tell, and returns the message.
 
         Raises:
             ConnectionError: The connection to the peer is closed.
