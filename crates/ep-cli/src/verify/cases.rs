@@ -6,6 +6,7 @@ use std::fmt::{self, Write as _};
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::ops::Range;
 
+use ep::Config;
 use ep::conformance::{self, Case};
 
 use crate::common::agree::JobOptions;
@@ -46,6 +47,8 @@ struct LeftOut {
     ranks: usize,
     /// Cases with more ranks.
     of_many_ranks: usize,
+    /// Cases with several domains, where the ranks can have one.
+    of_many_domains: usize,
 }
 
 /// A case with the number that `--case` takes.
@@ -63,11 +66,18 @@ pub(super) enum Origin {
 }
 
 impl Selection {
-    pub(super) fn resolve(args: &VerifyArgs, program: &str) -> Result<Self, Failure> {
+    pub(super) fn resolve(
+        args: &VerifyArgs,
+        backend: BackendKind,
+        config: &Config,
+        program: &str,
+    ) -> Result<Self, Failure> {
         check_limits(args)?;
-        let backend = backend(args)?;
         let most_ranks = args.ranks.unwrap_or(MOST_RANKS);
-        let most_domains = args.domains.unwrap_or(MOST_DOMAINS);
+        // On GPUs, the engine `loopback` serves ranks of one process only.
+        let one_domain =
+            args.processes && backend == BackendKind::Cuda && config.host.transport.is_loopback();
+        let most_domains = args.domains.unwrap_or(if one_domain { 1 } else { MOST_DOMAINS });
         let seed = args.seed.unwrap_or_else(new_seed);
         let suite = || numbered(Origin::Suite, conformance::suite()).collect::<Vec<_>>();
         let (mut fixed, random) = match (args.case, args.suite_only) {
@@ -88,7 +98,7 @@ impl Selection {
             }
         };
         // The remaining cases keep their numbers in the whole suite.
-        let left_out = leave_out(&mut fixed, args.ranks.unwrap_or(usize::MAX));
+        let left_out = leave_out(&mut fixed, args.ranks.unwrap_or(usize::MAX), one_domain);
         if let (Some(number), true, true) = (args.case, fixed.is_empty(), random.is_empty()) {
             return Err(Failure::request(format!(
                 "--case {number}: this case is left out, it has {left_out}"
@@ -103,7 +113,7 @@ impl Selection {
             most_domains,
             only: None,
             left_out,
-            limits: limits(args),
+            limits: limits(args.ranks, args.domains.or(one_domain.then_some(most_domains))),
             processes: args.processes,
             program: program.to_owned(),
         })
@@ -190,23 +200,34 @@ impl Selection {
 
 impl LeftOut {
     fn count(&self) -> usize {
-        self.of_many_ranks
+        self.of_many_ranks + self.of_many_domains
     }
 }
 
 impl fmt::Display for LeftOut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "more than {} ranks", self.ranks)
+        let many_ranks = format!("more than {} ranks", self.ranks);
+        let many_domains = "several domains, for which processes on GPUs need --transport shm or tcp";
+        let reasons = [(self.of_many_ranks, many_ranks.as_str()), (self.of_many_domains, many_domains)];
+        let mut separator = "";
+        for (_, reason) in reasons.iter().filter(|(count, _)| *count > 0) {
+            write!(f, "{separator}{reason}")?;
+            separator = "; or ";
+        }
+        Ok(())
     }
 }
 
-/// Removes the fixed cases with too many ranks. Random cases are drawn within the limits.
-fn leave_out(cases: &mut Vec<NumberedCase>, ranks: usize) -> LeftOut {
+/// Removes the fixed cases with too many ranks, and with `one_domain` those with several domains. Random cases are drawn
+/// within the limits.
+fn leave_out(cases: &mut Vec<NumberedCase>, ranks: usize, one_domain: bool) -> LeftOut {
     let mut left_out = LeftOut { ranks, ..LeftOut::default() };
     cases.retain(|case| {
         let many_ranks = case.case.ranks > ranks;
+        let many_domains = !many_ranks && one_domain && case.case.domains > 1;
         left_out.of_many_ranks += usize::from(many_ranks);
-        !many_ranks
+        left_out.of_many_domains += usize::from(many_domains);
+        !many_ranks && !many_domains
     });
     left_out
 }
@@ -225,9 +246,9 @@ fn numbered(origin: Origin, cases: Vec<Case>) -> impl Iterator<Item = NumberedCa
     cases.into_iter().zip(0..).map(move |(case, number)| NumberedCase { origin, number, case })
 }
 
-fn limits(args: &VerifyArgs) -> String {
+fn limits(ranks: Option<usize>, domains: Option<usize>) -> String {
     let mut out = String::new();
-    for (option, value) in [("--ranks", args.ranks), ("--domains", args.domains)] {
+    for (option, value) in [("--ranks", ranks), ("--domains", domains)] {
         if let Some(value) = value {
             // Writing to a string cannot fail.
             let _ = write!(out, " {option} {value}");
@@ -268,7 +289,7 @@ mod tests {
 
     fn resolve(options: &str) -> Result<Selection, Failure> {
         let args = parse(&format!("--backend host {options}")).unwrap();
-        Selection::resolve(&args, "hybrid-ep")
+        Selection::resolve(&args, BackendKind::Host, &Config::default(), "hybrid-ep")
     }
 
     #[test]
@@ -301,6 +322,25 @@ mod tests {
         let refusal = resolve(&format!("--suite-only --ranks 2 --case {large}")).unwrap_err().to_string();
         assert!(refusal.contains("more than 2 ranks"), "{refusal}");
         assert!(resolve("--cases 30 --seed 1 --ranks 2").unwrap().cases().all(|case| case.case.ranks <= 2));
+    }
+
+    #[test]
+    fn processes_on_gpus_leave_out_several_domains_over_loopback() {
+        let resolve = |options: &str, engine: &str| {
+            let mut config = Config::default();
+            config.host.transport.engine = engine.to_owned();
+            let args = parse(&format!("--backend cuda --cases 50 --seed 5 {options}")).unwrap();
+            Selection::resolve(&args, BackendKind::Cuda, &config, "hybrid-ep").unwrap()
+        };
+        let several = |selection: &Selection| selection.cases().filter(|case| case.case.domains > 1).count();
+        let threads = resolve("", "loopback");
+        let processes = resolve("--processes --ranks 8", "loopback");
+        assert!(several(&threads) > 20);
+        assert_eq!(several(&processes), 0);
+        assert!(processes.counts().contains("; or several domains, for which"), "{}", processes.counts());
+        let last = processes.cases().last().unwrap();
+        assert!(processes.replay(&last).contains("--domains 1"), "{}", processes.replay(&last));
+        assert!(several(&resolve("--processes", "tcp")) > 20);
     }
 
     #[test]

@@ -43,8 +43,8 @@ pub(crate) fn main(args: &VerifyArgs, invocation: &Invocation) -> Result<Verdict
     if let Some(iterations) = args.soak {
         return soak::main(args, iterations, role, invocation);
     }
-    let selection = Selection::resolve(args, &invocation.name)?;
     let config = args.tuning.config()?;
+    let selection = Selection::resolve(args, cases::backend(args)?, &config, &invocation.name)?;
     match role {
         ProcessRole::Threads => {
             announce(&selection, "threads")?;
