@@ -91,7 +91,7 @@ class Buffer:
         size: tuple[int, int, int],
         wide: tuple[bool, bool],
         rows: _Span,
-        probs: _Span | None,
+        probs: tuple[_Span, int] | None,
         out: _Span,
         out_probs: _Span | None,
     ) -> None: ...

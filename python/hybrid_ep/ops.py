@@ -241,7 +241,7 @@ def combine(
     out_probs = None
     if probs is not None:
         shape = (count,) if permuted else (count, end.local_experts)
-        probs = _checked(end, "probs", probs, (torch.float32,), shape)
+        probs = _checked(end, "probs", probs, (torch.float32,), shape, strided_rows=True)
         out_probs = _output(end, (tokens, end.experts), torch.float32)
     end.native.combine(
         end.stream(),
@@ -249,7 +249,7 @@ def combine(
         (count, tokens, hidden),
         (wide, wide if wire is None else wire == torch.float32),
         span(rows),
-        None if probs is None else span(probs),
+        None if probs is None else _strided(probs),
         span(out),
         None if out_probs is None else span(out_probs),
     )
@@ -357,7 +357,12 @@ def check_device(end: End, name: str, tensor: Tensor) -> None:
 
 
 def _checked(
-    end: End, name: str, tensor: Tensor, types: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None
+    end: End,
+    name: str,
+    tensor: Tensor,
+    types: tuple[torch.dtype, ...],
+    shape: tuple[int, ...] | None = None,
+    strided_rows: bool = False,
 ) -> Tensor:
     """Checks a tensor, and returns it, or an aligned contiguous copy.
 
@@ -367,6 +372,7 @@ def _checked(
         tensor: What the caller passed.
         types: The accepted types.
         shape: The required shape. Default: any two dimensions.
+        strided_rows: Whether the result may have gaps between its rows; it is aligned to its elements only.
 
     Raises:
         CallerError: The argument does not fit.
@@ -381,6 +387,9 @@ def _checked(
             raise CallerError(f"{name}: expected 2 dimensions, found shape {list(tensor.shape)}")
     elif tensor.shape != shape:
         raise CallerError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
+    if strided_rows and tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]:
+        if tensor.data_ptr() % tensor.element_size() == 0:
+            return tensor
     if not tensor.is_contiguous() or tensor.data_ptr() % end.alignment:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
     return tensor
@@ -409,6 +418,15 @@ def _name(dtype: torch.dtype) -> str:
 
 def span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
+
+
+def _strided(rows: Tensor) -> tuple[tuple[int, int], int]:
+    """The memory of rows that may have gaps between them, and the elements from one row to the next."""
+    if rows.is_contiguous():
+        return span(rows), rows.shape[1] if rows.dim() == 2 else 1
+    stride = rows.stride(0)
+    elements = (rows.shape[0] - 1) * stride + rows.shape[1]
+    return (rows.data_ptr(), elements * rows.element_size()), stride
 
 
 def _number(handle: Tensor) -> int:

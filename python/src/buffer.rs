@@ -365,8 +365,8 @@ impl Buffer {
         .map_err(Failure::Raised)
     }
 
-    /// Combines rows into `out`, and probabilities into `out_probs`. `size`: rows, tokens, and the length of a row.
-    /// `wide`: whether rows, and sums between ranks, are f32 instead of bf16.
+    /// Combines rows into `out`, and probabilities into `out_probs`. `size`: rows, tokens, and the length of a row. `probs`:
+    /// the probabilities, and the elements from one of their rows to the next. `wide`: whether rows, and sums between ranks, are f32 instead of bf16.
     #[expect(
         clippy::too_many_arguments,
         reason = "numbers that Python passes by position: no call is cheaper"
@@ -379,7 +379,7 @@ impl Buffer {
         size: (usize, usize, usize),
         wide: (bool, bool),
         data: Span,
-        probs: Option<Span>,
+        probs: Option<(Span, usize)>,
         out: Span,
         out_probs: Option<Span>,
     ) -> Result<(), Failure> {

@@ -389,7 +389,8 @@ pub(crate) struct CombineCall {
     pub(crate) element: Element,
     pub(crate) wire: Element,
     pub(crate) data: Span,
-    pub(crate) probs: Option<Span>,
+    /// The probabilities, and the elements from one of their rows to the next.
+    pub(crate) probs: Option<(Span, usize)>,
     pub(crate) out: Span,
     pub(crate) out_probs: Option<Span>,
 }
@@ -404,10 +405,14 @@ pub(crate) fn combine<B: Tensors>(
     check_rows("combined tokens", handle.shape.tokens, call.tokens)?;
     // SAFETY: the tensors were checked in Python, and live until the stream has passed this call. The outputs are new.
     let borrow = |span: Span| unsafe { B::borrow(span) };
-    let (rows, probs) = (borrow(call.data), call.probs.map(borrow));
+    let (rows, probs) = (borrow(call.data), call.probs.map(|(span, _)| borrow(span)));
     let (mut tokens, mut out_probs) = (borrow(call.out), call.out_probs.map(borrow));
     let CombineCall { hidden, element, wire, .. } = *call;
-    let input = CombineInput::new(&rows, hidden).element(element).wire(wire).probs(probs.as_ref());
+    let input = CombineInput::new(&rows, hidden)
+        .element(element)
+        .wire(wire)
+        .probs(probs.as_ref())
+        .prob_stride(call.probs.map(|(_, stride)| stride));
     let output = CombineOutput::new(&mut tokens).probs(out_probs.as_mut());
     B::with_handle(&handle.of, |own| Ok(backend.combine(own, input, output)?))
 }

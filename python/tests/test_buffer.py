@@ -96,6 +96,22 @@ def check_round(case: Case, device: str, pad: int | None, capacities: list[int |
         assert torch.equal(probs, kept)
 
 
+def test_combine_takes_probs_that_are_columns_of_a_wider_matrix(device: str) -> None:
+    case = make_case(3, 6)
+
+    def work(buffer: Buffer) -> None:
+        got = buffer.dispatch(*inputs(case, buffer))
+        assert got.probs is not None
+        gap = 1 + buffer.rank
+        wide = torch.full((len(got.probs), got.probs.shape[1] + gap), torch.nan, device=buffer.device)
+        wide[:, gap:] = got.probs
+        gathered = [buffer.combine(got.tokens, got.handle, probs=probs).probs for probs in (got.probs, wide[:, gap:])]
+        assert gathered[0] is not None and gathered[1] is not None
+        assert gathered[0].any() and torch.equal(*gathered)
+
+    world(work, case.ranks, device=device, experts=case.experts)
+
+
 @pytest.mark.parametrize("pad", PADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_round_equals_the_definition(device: str, pad: int | None, dtype: torch.dtype) -> None:

@@ -204,7 +204,9 @@ impl Backend for CudaBuffer {
         check_maker(handle.buffer, self.id)?;
         self.notice_capture_with(handle)?;
         dispatched(handle.dispatched.get().then_some(()))?;
-        Self::facts(&self.world, self.rank, handle).check_combine(&input, &output, CudaMemory::facts)?;
+        let facts = Self::facts(&self.world, self.rank, handle);
+        facts.check_combine(&input, &output, CudaMemory::facts)?;
+        let prob_stride = facts.prob_stride(&input) as u64;
         let CombineInput { hidden, element, wire, rows, probs, .. } = input;
         let key = tuning::combine_key(element == Element::F32, wire == Element::F32, self.rails.is_some());
         let key = tuning::fitting(key, views(&self.world), self.device.shared_bytes);
@@ -233,6 +235,7 @@ impl Backend for CudaBuffer {
             handle: handle.view,
             rows: rows.address(),
             row_probs: address(probs),
+            prob_stride,
             out_tokens: output.tokens.address(),
             out_probs: address(output.probs.as_deref()),
             partials,

@@ -498,7 +498,9 @@ structs! { STRUCTS:
         common: Common,
         handle: HandleView,
         rows: DeviceAddress as "const u8*",
+        /// `[rows][local experts]`, in permuted mode `[rows]`, with `prob_stride` elements from one row to the next; null without probabilities.
         row_probs: DeviceAddress as "const float*",
+        prob_stride: u64,
         out_tokens: DeviceAddress as "u8*",
         out_probs: DeviceAddress as "float*",
         /// `[sends][hidden]` of the wire type, in registered memory: peers write partial sums here.

@@ -333,12 +333,14 @@ pub struct CombineInput<'a, M> {
     /// f32 in the shape of [`DispatchOutput::probs`]. Combine gathers these values to `[tokens, experts]`, without
     /// summing.
     pub probs: Option<&'a M>,
+    /// Elements from one row of `probs` to the next; `None` if the rows follow each other. Ranks may pass different values.
+    pub prob_stride: Option<usize>,
 }
 
 impl<'a, M> CombineInput<'a, M> {
     /// bf16 rows `[rows, hidden]`, bf16 sums between ranks, no probabilities.
     pub fn new(rows: &'a M, hidden: usize) -> Self {
-        Self { hidden, element: Element::Bf16, wire: Element::Bf16, rows, probs: None }
+        Self { hidden, element: Element::Bf16, wire: Element::Bf16, rows, probs: None, prob_stride: None }
     }
 
     /// Sets the element type of the rows and of the result. Default [`Element::Bf16`].
@@ -357,6 +359,13 @@ impl<'a, M> CombineInput<'a, M> {
     #[must_use]
     pub fn probs(self, probs: impl Into<Option<&'a M>>) -> Self {
         Self { probs: probs.into(), ..self }
+    }
+
+    /// Sets the elements from one row of the probabilities to the next, for probabilities that are some columns of a wider
+    /// matrix. Default: the rows follow each other.
+    #[must_use]
+    pub fn prob_stride(self, stride: impl Into<Option<usize>>) -> Self {
+        Self { prob_stride: stride.into(), ..self }
     }
 }
 

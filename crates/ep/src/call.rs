@@ -156,10 +156,27 @@ impl HandleFacts<'_> {
         check("combine output", self.shape.tokens, row_bytes, output.tokens)?;
         check_pair("probs of combine", input.probs.is_some(), output.probs.is_some())?;
         if let (Some(from), Some(to)) = (input.probs, output.probs.as_deref()) {
-            check("combine input probs", self.combined_rows(), 4 * self.probs_per_row(), from)?;
+            check_memory(self.buffer, "combine input probs", self.prob_size(input)?, facts(from))?;
             check("combine output probs", self.shape.tokens, 4 * self.world.experts(), to)?;
         }
         Ok(())
+    }
+
+    /// The bytes of the probabilities of a combine, from the first row's first to the last row's last.
+    fn prob_size<M>(&self, input: &CombineInput<'_, M>) -> Result<Size> {
+        let (width, stride) = (self.probs_per_row(), self.prob_stride(input));
+        if stride < width {
+            let what = "stride of combine input probs, at least";
+            return Err(CallerError::Shape { what, expected: width, found: stride, unit: "elements" }.into());
+        }
+        let before_last = self.combined_rows().checked_sub(1);
+        let elements = before_last.map_or(Size::new(0), |rows| Size::new(rows) * stride + width);
+        Ok(elements * 4)
+    }
+
+    /// Elements from one row of the probabilities of a combine to the next.
+    pub fn prob_stride<M>(&self, input: &CombineInput<'_, M>) -> usize {
+        input.prob_stride.unwrap_or(self.probs_per_row())
     }
 }
 

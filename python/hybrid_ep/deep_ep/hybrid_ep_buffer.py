@@ -464,7 +464,7 @@ class HybridEPBuffer:
         wide = experts * self.num_of_hybrid_ep_ranks_per_nvlink_domain
         if probs is None or probs.dim() != 2 or probs.shape[1] != wide:
             return probs
-        return probs[:, self.local_rank * experts :][:, :experts]
+        return probs.narrow(1, self.local_rank * experts, experts)
 
 
 def _first(rows: int | None, tensor: AnyTensor) -> AnyTensor:

@@ -26,12 +26,19 @@ struct PushItems {
     }
 };
 
+// The weight of a cell of this rank (DstCopy::cell).
+__device__ inline float row_prob(const CombineParams& p, u32 cell) {
+    const Common& c = p.common;
+    const u32 width = p.handle.permuted ? 1 : c.owner_begin[c.rank + 1] - c.owner_begin[c.rank];
+    return p.row_probs[cell / width * p.prob_stride + cell % width];
+}
+
 // Sends the weights of a chunk's copies on this rank to the rank of their tokens.
 __device__ inline void push_probs(const CombineParams& p, const PeerView& peer, u32 chunk) {
     const u32 begin = ld_relaxed_sys(peer.dst_begin + chunk), end = ld_relaxed_sys(peer.dst_begin + chunk + 1);
     for (u32 at = begin + lane_id(); at < end; at += WARP) {
         const DstCopy entry = load_entry(peer.dst_copies + at);
-        if (!entry.is_dropped()) peer.probs[entry.copy()] = p.row_probs[entry.cell()];
+        if (!entry.is_dropped()) peer.probs[entry.copy()] = row_prob(p, entry.cell());
     }
 }
 

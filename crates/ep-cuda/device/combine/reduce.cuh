@@ -97,9 +97,7 @@ __device__ inline float gathered(const CombineParams& p, const ReduceSet& set, c
     const Common& c = p.common;
     if (copy.rank() != c.rank)
         return __uint_as_float(ld_relaxed_sys(reinterpret_cast<const u32*>(set.prob_scratch + at)));
-    const u32 own_experts = c.owner_begin[c.rank + 1] - c.owner_begin[c.rank];
-    const u64 cell = p.handle.permuted ? copy.row() : static_cast<u64>(copy.row()) * own_experts + copy.local_expert();
-    return p.row_probs[cell];
+    return p.row_probs[copy.row() * p.prob_stride + (p.handle.permuted ? 0 : copy.local_expert())];
 }
 
 // The weight of a copy that was sent to another domain.

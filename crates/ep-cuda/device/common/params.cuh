@@ -490,7 +490,9 @@ struct CombineParams {
     Common common;
     HandleView handle;
     const u8* rows;
+    // `[rows][local experts]`, in permuted mode `[rows]`, with `prob_stride` elements from one row to the next; null without probabilities.
     const float* row_probs;
+    u64 prob_stride;
     u8* out_tokens;
     float* out_probs;
     // `[sends][hidden]` of the wire type, in registered memory: peers write partial sums here.
@@ -847,16 +849,17 @@ static_assert(OFFSET_OF(CombineParams, common) == 0);
 static_assert(OFFSET_OF(CombineParams, handle) == 1600);
 static_assert(OFFSET_OF(CombineParams, rows) == 1720);
 static_assert(OFFSET_OF(CombineParams, row_probs) == 1728);
-static_assert(OFFSET_OF(CombineParams, out_tokens) == 1736);
-static_assert(OFFSET_OF(CombineParams, out_probs) == 1744);
-static_assert(OFFSET_OF(CombineParams, partials) == 1752);
-static_assert(OFFSET_OF(CombineParams, prob_scratch) == 1760);
-static_assert(OFFSET_OF(CombineParams, set_partials) == 1768);
-static_assert(OFFSET_OF(CombineParams, set_prob_scratch) == 1776);
-static_assert(OFFSET_OF(CombineParams, set_done) == 1784);
-static_assert(OFFSET_OF(CombineParams, hidden) == 1792);
-static_assert(OFFSET_OF(CombineParams, slack) == 1796);
-static_assert(sizeof(CombineParams) == 1800);
+static_assert(OFFSET_OF(CombineParams, prob_stride) == 1736);
+static_assert(OFFSET_OF(CombineParams, out_tokens) == 1744);
+static_assert(OFFSET_OF(CombineParams, out_probs) == 1752);
+static_assert(OFFSET_OF(CombineParams, partials) == 1760);
+static_assert(OFFSET_OF(CombineParams, prob_scratch) == 1768);
+static_assert(OFFSET_OF(CombineParams, set_partials) == 1776);
+static_assert(OFFSET_OF(CombineParams, set_prob_scratch) == 1784);
+static_assert(OFFSET_OF(CombineParams, set_done) == 1792);
+static_assert(OFFSET_OF(CombineParams, hidden) == 1800);
+static_assert(OFFSET_OF(CombineParams, slack) == 1804);
+static_assert(sizeof(CombineParams) == 1808);
 static_assert(OFFSET_OF(WeightRowsParams, values) == 0);
 static_assert(OFFSET_OF(WeightRowsParams, rows) == 8);
 static_assert(OFFSET_OF(WeightRowsParams, weights) == 16);

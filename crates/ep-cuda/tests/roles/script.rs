@@ -303,16 +303,16 @@ impl Script {
         let spec = CombineSpec { hidden, element, wire };
         let rows: Vec<Vec<u8>> =
             received.iter().map(|received| self.expert_rows(received, spec)).collect::<Vec<_>>();
+        let widths: Vec<usize> = (0..self.world.ranks())
+            .map(|rank| match plan.mode {
+                DispatchMode::Plain => self.world.placement().local_experts(Rank(rank as u32)),
+                DispatchMode::Permuted { .. } => 1,
+            })
+            .collect();
         let row_probs: Vec<Vec<f32>> = received
             .iter()
-            .enumerate()
-            .map(|(rank, received)| {
-                let per_row = match plan.mode {
-                    DispatchMode::Plain => self.world.placement().local_experts(Rank(rank as u32)),
-                    DispatchMode::Permuted { .. } => 1,
-                };
-                self.random.weights(received.shape.allocated_rows() * per_row)
-            })
+            .zip(&widths)
+            .map(|(received, width)| self.random.weights(received.shape.allocated_rows() * width))
             .collect();
         let combined = oracle::combine(&self.world, &plan.routings, received, spec, &rows);
         let gathered = oracle::combine_probs(&self.world, &plan.routings, received, plan.mode, &row_probs);
@@ -323,7 +323,13 @@ impl Script {
                 record.input("rows", rows[rank].clone());
                 record.output("combined", combined[rank].clone());
                 if probs {
-                    record.input("row probs", floats(&row_probs[rank]));
+                    // Rows of odd ranks have a gap of two NaNs.
+                    let gap = rank % 2 * 2;
+                    let rows = row_probs[rank].chunks(widths[rank].max(1));
+                    let with_gaps: Vec<f32> =
+                        rows.flat_map(|row| [row, &[f32::NAN; 2][..gap]].concat()).collect();
+                    record.number("prob stride", widths[rank] + gap);
+                    record.input("row probs", floats(&with_gaps));
                     record.output("combined probs", floats(&gathered[rank]));
                 }
                 record

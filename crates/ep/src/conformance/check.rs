@@ -79,6 +79,7 @@ pub(super) struct DispatchMemory<M> {
 pub(super) struct CombineMemory<M> {
     pub(super) rows: M,
     pub(super) probs: Option<M>,
+    pub(super) prob_stride: Option<usize>,
     pub(super) out_tokens: M,
     pub(super) out_probs: Option<M>,
 }
@@ -199,9 +200,15 @@ impl<'a, B: WeightRows> Check<'a, B> {
     pub(super) fn combine_memory(&mut self, with_probs: bool) -> Result<CombineMemory<B::Memory>, Failure> {
         let (tokens, probs) = self.combined();
         let Content { expert_rows, row_probs, .. } = self.content();
+        // With dense probabilities, the rows have gaps, of another length on each rank. NaN in a gap must not reach a token.
+        let width = self.prepared.probs_per_row(self.rank);
+        let gap = if self.case_of().probs == ProbsKind::Dense { 1 + self.rank.index() % 3 } else { 0 };
+        let with_gaps = |row: &[f32]| [row, &[f32::NAN; 3][..gap]].concat();
+        let row_probs: Vec<f32> = row_probs.chunks(width.max(1)).flat_map(with_gaps).collect();
         Ok(CombineMemory {
             rows: self.input(expert_rows)?,
-            probs: with_probs.then(|| self.input(bytemuck::cast_slice(row_probs))).transpose()?,
+            probs: with_probs.then(|| self.input(bytemuck::cast_slice(&row_probs))).transpose()?,
+            prob_stride: (gap > 0).then_some(width + gap),
             out_tokens: self.output(tokens)?,
             out_probs: with_probs.then(|| self.output(probs)).transpose()?,
         })
@@ -437,7 +444,8 @@ impl<M> CombineMemory<M> {
         let input = CombineInput::new(&self.rows, case.hidden)
             .element(case.element)
             .wire(case.wire)
-            .probs(self.probs.as_ref());
+            .probs(self.probs.as_ref())
+            .prob_stride(self.prob_stride);
         let output = CombineOutput::new(&mut self.out_tokens).probs(self.out_probs.as_mut());
         (input, output)
     }

@@ -251,7 +251,18 @@ impl<B: WeightRows> Check<'_, B> {
         let short = self.memory(rows * tokens.row_bytes - 1)?;
         self.refused_combine(handle, "too little memory of expert rows", |_, memory| memory.rows = short)?;
         let short = self.memory(4 * rows - 1)?;
-        self.refused_combine(handle, "too little memory of probs", |_, memory| memory.probs = Some(short))
+        self.refused_combine(handle, "too little memory of probs", |_, memory| memory.probs = Some(short))?;
+        let width = self.prepared.probs_per_row(self.rank);
+        self.refused_combine(handle, "a stride of probs below their width", |_, memory| {
+            memory.prob_stride = Some(width - 1);
+        })?;
+        // The stride of a single row has no effect.
+        if received.iter().any(|received| received.shape.rows == 1) {
+            return Ok(());
+        }
+        self.refused_combine(handle, "too little memory for the stride of probs", |_, memory| {
+            memory.prob_stride = Some(usize::MAX / 4);
+        })
     }
 
     fn misuse_memory(&mut self) -> Result<(), Failure> {

@@ -316,6 +316,7 @@ CombineParams combine_params(const Common& common, const HandleView& handle, con
     p.handle = handle;
     p.rows = call.at<u8>("rows");
     p.row_probs = call.at<float>("row probs");
+    p.prob_stride = p.row_probs == nullptr ? 0 : call.number("prob stride");
     p.out_tokens = call.at<u8>("combined");
     p.out_probs = call.at<float>("combined probs");
     p.partials = call.scratch<u8>("partials");

@@ -41,6 +41,7 @@ pub(super) enum Fault {
     AddsPadding,
     RoundsDown,
     LeavesUnchosenProbs,
+    IgnoresProbStride,
     OnlyOnce,
     Fails,
     TakesAnyCapacity,
@@ -194,10 +195,12 @@ impl Fake {
         need(rows * row_bytes, input.rows.len())?;
         need(tokens * row_bytes, output.tokens.len())?;
         both_or_none(input.probs.is_some(), output.probs.is_some())?;
-        need(
-            4 * rows * self.probs_per_row(handle.mode),
-            input.probs.map_or(usize::MAX, |probs| probs.len()),
-        )?;
+        let width = self.probs_per_row(handle.mode);
+        let stride = input.prob_stride.unwrap_or(width);
+        need(width, stride)?;
+        let elements =
+            rows.checked_sub(1).map_or(0, |before| before.saturating_mul(stride).saturating_add(width));
+        need(elements.saturating_mul(4), input.probs.map_or(usize::MAX, |probs| probs.len()))?;
         let out_probs = output.probs.as_ref().map_or(usize::MAX, |probs| probs.len());
         need(4 * tokens * self.world.experts(), out_probs)
     }
@@ -434,7 +437,11 @@ impl Backend for Fake {
             }
         }
         if let (Some(from), Some(to)) = (input.probs, output.probs) {
-            let row_probs: Vec<f32> = bytemuck::pod_collect_to_vec(&from[..from.len() / 4 * 4]);
+            let with_gaps: Vec<f32> = bytemuck::pod_collect_to_vec(&from[..from.len() / 4 * 4]);
+            let width = self.probs_per_row(handle.mode);
+            let given = input.prob_stride.filter(|_| !self.is(Fault::IgnoresProbStride));
+            let row_probs: Vec<f32> =
+                with_gaps.chunks(given.unwrap_or(width)).flat_map(|row| &row[..width]).copied().collect();
             let routings = std::slice::from_ref(&handle.routing);
             let dense =
                 &oracle::combine_probs(&self.world, routings, &handle.received, handle.mode, &[row_probs])[0];

@@ -53,6 +53,7 @@ fn every_fault_is_reported() {
         (Fault::AddsPadding, "combine", "found 0x7fff (NaN)"),
         (Fault::RoundsDown, "combine", "combined tokens, row 0 column 0: expected 0x"),
         (Fault::LeavesUnchosenProbs, "combine with probs", "gathered probs, row "),
+        (Fault::IgnoresProbStride, "combine with probs", "gathered probs, row "),
         (Fault::OnlyOnce, "dispatch", "as before the call"),
         (Fault::TruncatesWeighted, "weight_rows", "weighted rows, row "),
         (Fault::SkipsLastElement, "weight_rows with gradients", "gradients of weights, row "),
