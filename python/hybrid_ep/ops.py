@@ -388,9 +388,10 @@ def _checked(
     elif tensor.shape != shape:
         raise CallerError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
     if strided_rows and tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]:
-        if tensor.data_ptr() % tensor.element_size() == 0:
-            return tensor
-    if not tensor.is_contiguous() or tensor.data_ptr() % end.alignment:
+        aligned = tensor.data_ptr() % tensor.element_size() == 0
+    else:
+        aligned = tensor.is_contiguous() and tensor.data_ptr() % end.alignment == 0
+    if not aligned:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
     return tensor
 

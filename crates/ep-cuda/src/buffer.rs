@@ -113,9 +113,13 @@ impl std::fmt::Debug for CudaBuffer {
 /// How long dropping a buffer waits for its work to finish, before a background thread takes over.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// How long the work of a dropped buffer may take. Kernels that wait for a peer give up earlier.
-fn patience(config: &Config) -> Duration {
-    config.timeout.saturating_add(config.stall_timeout)
+/// How long the work of a dropped buffer may take. Kernels that wait for a peer give up earlier (`bound_of` in
+/// device/common/sync.cuh has the bounds of their waits).
+fn patience(world: &World, config: &Config) -> Duration {
+    let (entries, stalls) = if world.topology().domains() == 1 { (1, 1) } else { (2, 5) };
+    let (entry, stall) =
+        (config.timeout.saturating_mul(entries), config.stall_timeout.saturating_mul(stalls));
+    entry.saturating_add(stall)
 }
 
 impl Drop for CudaBuffer {
@@ -156,7 +160,7 @@ impl Home {
         };
         Kernels::get().load_ahead(&device, &keys, config.cuda.plain_copies)?;
         let stream = Stream::new(&device)?;
-        let arena = Arena::new(&device, devices, rank, patience(config))?;
+        let arena = Arena::new(&device, devices, rank, patience(world, config))?;
         let counts = 2 * world.ranks() * Counts::words(world) * size_of::<u32>();
         let control = arena.alloc(CONTROL_BYTES + counts, false)?;
         stream.zero(control.address(), CONTROL_BYTES + counts)?;
@@ -235,7 +239,7 @@ impl CudaBuffer {
             tail: Tail::new(&device)?,
             said: Event::untimed(&device)?,
             stage: Stage::Working,
-            patience: patience(config),
+            patience: patience(&world, config),
             stream,
         });
         Ok(Self {
@@ -523,4 +527,23 @@ pub(crate) fn scale_code(format: TokenFormat) -> u32 {
 
 pub(crate) fn address(memory: Option<&CudaMemory>) -> DeviceAddress {
     memory.map_or(0, CudaMemory::address)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dropped_work_may_take_longer_than_every_wait_of_a_kernel() {
+        let mut config = Config::default();
+        config.timeout = Duration::from_secs(100);
+        config.stall_timeout = Duration::from_secs(1);
+        let of = |domains| {
+            let world = World::builder().ranks(4).domains(domains).experts(4).build().unwrap();
+            patience(&world, &config).as_secs()
+        };
+        // The longest wait, and one for a chunk after it.
+        assert_eq!(of(1), 100 + 1);
+        assert_eq!(of(2), 2 * 100 + 4 + 1);
+    }
 }

@@ -179,6 +179,7 @@ impl Words {
             return "nothing: another rank had reported the fault before".into();
         }
         let of = if awaited == peer { "its".into() } else { format!("rank {awaited}'s") };
+        let it = if awaited == peer { "it".into() } else { format!("rank {awaited}") };
         let what = match WaitingFor::of(fault.waiting_for) {
             Some(WaitingFor::Handshake) => {
                 format!("{of} handshake (expected step {expected}, seen {seen})")
@@ -191,7 +192,7 @@ impl Words {
             }
             Some(WaitingFor::Foreign) => {
                 format!(
-                    "what {of} forwards from another NVLink domain (expected step {expected}, seen {seen})"
+                    "what {it} sends after other NVLink domains have sent (expected step {expected}, seen {seen})"
                 )
             }
             _ => format!("the blocks of its own kernel ({seen} of {expected} arrived)"),
