@@ -227,17 +227,35 @@ mod tests {
     use super::super::wire::Socket;
     use super::*;
 
+    /// Both ends of a connection.
+    fn channels() -> [Channel; 2] {
+        let (one, other) = UnixStream::pair().unwrap();
+        [one, other].map(|socket| {
+            let direction = || Direction::new(Key::of(b"test", b""));
+            Channel::new(Wire::new(Socket::Unix(socket)).unwrap(), direction(), direction())
+        })
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_body_longer_than_the_receiver_accepts_is_malformed() {
+        let [mut sender, mut receiver] = channels();
+        receiver.accept_at_most(3);
+        for body in [&b"abc"[..], b"abcd"] {
+            sender.send(1, body);
+        }
+        sender.wire_mut().flush();
+        assert_eq!(receiver.receive(), Some(Incoming::Message(b"\x01abc".to_vec())));
+        assert_eq!(receiver.receive(), Some(Incoming::End(End::Malformed)));
+    }
+
     /// A message that arrives between two reads of the socket is left too.
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
     fn receive_unless_leaves_a_message_whenever_it_arrives() {
         const LEFT: u8 = 7;
         for _ in 0..5000 {
-            let (one, other) = UnixStream::pair().unwrap();
-            let [mut sender, mut receiver] = [one, other].map(|socket| {
-                let direction = || Direction::new(Key::of(b"test", b""));
-                Channel::new(Wire::new(Socket::Unix(socket)).unwrap(), direction(), direction())
-            });
+            let [mut sender, mut receiver] = channels();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     sender.send(LEFT, b"for later");

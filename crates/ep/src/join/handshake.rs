@@ -186,3 +186,64 @@ impl Outbound {
         wire.map_or(Progress::Unauthenticated, |wire| Progress::Done((), Channel::new(wire, inward, outward)))
     }
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    const CLAIM: Claim = Claim { from: Rank(1), to: Rank(0), ranks: 2, generation: 0 };
+
+    /// A caller and a listener with their keys.
+    fn ends(caller: &Key) -> (Outbound, Inbound) {
+        let (one, other) = UnixStream::pair().unwrap();
+        let outbound = Outbound::new(Socket::Unix(one), caller, Role::Rendezvous, CLAIM).unwrap().unwrap();
+        (outbound, Inbound::new(Socket::Unix(other)).unwrap())
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn both_ends_prove_the_secret() {
+        let key = Key::of(b"test", b"");
+        let (mut outbound, mut inbound) = ends(&key);
+        assert!(!inbound.is_known() && inbound.wire().is_some());
+        assert!(matches!(inbound.advance(&key, Role::Rendezvous).unwrap(), Progress::Waiting));
+        assert!(inbound.is_known(), "the offer is valid");
+        assert!(matches!(outbound.advance(&key), Progress::Done((), _)));
+        let Progress::Done(claim, _) = inbound.advance(&key, Role::Rendezvous).unwrap() else {
+            panic!("the proof is valid")
+        };
+        assert_eq!(claim, CLAIM);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_listener_drops_an_offer_that_it_cannot_verify() {
+        let (own, foreign) = (Key::of(b"test", b""), Key::of(b"other", b""));
+        for (key, role) in [(&foreign, Role::Rendezvous), (&own, Role::Link)] {
+            let (_outbound, mut inbound) = ends(&own);
+            assert!(matches!(inbound.advance(key, role).unwrap(), Progress::Unauthenticated));
+            assert!(!inbound.is_known());
+        }
+    }
+
+    /// A listener without the secret answers, for example with an answer that it has overheard.
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_caller_refuses_an_answer_to_another_offer_or_without_the_secret() {
+        let (own, foreign) = (Key::of(b"test", b""), Key::of(b"other", b""));
+        for (key, same_offer, accepted) in [(&own, true, true), (&own, false, false), (&foreign, true, false)]
+        {
+            let (one, other) = UnixStream::pair().unwrap();
+            let mut outbound =
+                Outbound::new(Socket::Unix(one), &own, Role::Rendezvous, CLAIM).unwrap().unwrap();
+            let mut listener = Wire::new(Socket::Unix(other)).unwrap();
+            let offered = listener.take(OFFER).unwrap();
+            let offered = if same_offer { offered } else { offer(&own, Role::Rendezvous, CLAIM, &[7; 32]) };
+            listener.send(Piece::Own(answer(key, &offered, &[9; 32])));
+            listener.flush();
+            assert_eq!(matches!(outbound.advance(&own), Progress::Done(..)), accepted);
+        }
+    }
+}
