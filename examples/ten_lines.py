@@ -6,7 +6,7 @@ from hybrid_ep import Buffer
 
 buffer = Buffer(num_experts=8)  # one of the ranks that torchrun started
 torch.manual_seed(buffer.rank)
-tokens = torch.randn(1000 - 250 * buffer.rank, 512).to(buffer.device, torch.bfloat16)  # any number on each rank
+tokens = torch.randn(max(0, 1000 - 250 * buffer.rank), 512).to(buffer.device, torch.bfloat16)  # any number on each rank
 topk_idx = torch.rand(len(tokens), 8).topk(2).indices.to(buffer.device)  # in place of a router: 2 of 8 experts
 topk_weights = torch.full(topk_idx.shape, 0.5, device=buffer.device)
 
