@@ -40,7 +40,7 @@ def test_survivors_are_the_holders_that_remain() -> None:
 
 def test_the_planner_s_file_is_read(tmp_path: Path) -> None:
     groups = tmp_path / "groups.json"
-    options = ["--nodes", "1", "--model", "mixtral-8x7b", "--strategy", "expert-domains"]
+    options = ["--cluster", "paper-m", "--model", "paper-gpt-large", "--strategy", "expert-domains"]
     command = [sys.executable, "-m", "hybrid_ep", "plan", *options, "--groups", str(groups)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -67,6 +67,26 @@ def test_the_planner_s_file_is_read(tmp_path: Path) -> None:
 def test_a_wrong_file_is_refused(content: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "groups.json"
     file.write_text(content)
+    with pytest.raises(CallerError, match=f"groups.json: .*{says}"):
+        ExpertDomains.from_file(file)
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ({"pipeline_stages": 2}, "2 pipeline stages; .* --set pipeline_stages=1"),
+        ({"ep_groups_per_stage": 3}, "3 EP groups; .* needs 1"),
+        ({"tensor_parallel": 4}, r"4 GPUs that split the dense parameters \(tensor parallelism\)"),
+        ({"tensor_parallel": None}, "layout: tensor_parallel: expected an integer"),
+    ],
+)
+def test_a_plan_that_cannot_run_is_refused(layout: dict[str, int | None], says: str, tmp_path: Path) -> None:
+    file = tmp_path / "groups.json"
+    runnable = {"pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 1}
+    content: dict[str, object] = {"expert_domains": [[0], [1]], "dispatch_groups": [[0, 1]], "layout": runnable}
+    file.write_text(json.dumps(content))
+    assert ExpertDomains.from_file(file).ranks == 2
+    file.write_text(json.dumps(content | {"layout": runnable | layout}))
     with pytest.raises(CallerError, match=f"groups.json: .*{says}"):
         ExpertDomains.from_file(file)
 

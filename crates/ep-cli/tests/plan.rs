@@ -282,6 +282,10 @@ fn every_rank_is_in_one_group_of_each_kind() {
     let file = directory.file("groups.json");
     run(&["plan", "--strategy=expert-domains", "--groups", &file]).succeeded();
     let groups: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    assert_eq!(
+        groups["layout"],
+        serde_json::json!({ "pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 2 })
+    );
     for kind in ["expert_domains", "dispatch_groups"] {
         let mut ranks: Vec<u64> = groups[kind]
             .as_array()

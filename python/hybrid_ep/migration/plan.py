@@ -112,15 +112,19 @@ class ExpertDomains:
             The plan.
 
         Raises:
-            CallerError: The file is not such a file, or its groups do not fit.
+            CallerError: The file is not such a file, its groups do not fit, or the plan has several pipeline stages,
+                several EP groups or tensor parallelism, which are not implemented.
             OSError: The file cannot be read.
         """
         text = Path(path).read_text(encoding="utf-8")
         try:
-            domains, groups, located = _groups_of(json.loads(text))
-            return cls(domains, groups, located if datacenters is None else datacenters)
+            content = json.loads(text)
+            domains, groups, located = _groups_of(content)
+            plan = cls(domains, groups, located if datacenters is None else datacenters)
         except (CallerError, ValueError) as error:
             raise CallerError(f"{os.fspath(path)}: {error}; write the file with hybrid-ep plan --groups") from None
+        _check_layout(path, content.get("layout"))
+        return plan
 
     def domain_of(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks of a rank's expert domain, ascending."""
@@ -186,6 +190,30 @@ def _groups_of(content: Any) -> tuple[list[list[int]], list[list[int]], list[lis
             raise CallerError(f"{key}: expected a list of lists of ranks")
         found.append(groups)
     return found[0], found[1], _datacenters_of(content)
+
+
+# What the runtime needs to be 1 in a plan, and what a user can do about it.
+_LAYOUT = {
+    "pipeline_stages": ("pipeline stages", "plan with --set pipeline_stages=1"),
+    "ep_groups_per_stage": ("EP groups", "plan a cluster that has the GPUs of one EP group"),
+    "tensor_parallel": (
+        "GPUs that split the dense parameters (tensor parallelism)",
+        "the planner chooses that where a model does not fit otherwise: plan GPUs with more memory, or a smaller model",
+    ),
+}
+
+
+def _check_layout(path: str | os.PathLike[str], layout: Any) -> None:
+    """Refuses a plan that the runtime cannot execute. `layout` is None in the file of a forward pass."""
+    if layout is None:
+        return
+    for key, (what, remedy) in _LAYOUT.items():
+        if not isinstance(layout, dict) or type(layout.get(key)) is not int:
+            raise CallerError(f"{os.fspath(path)}: layout: {key}: expected an integer")
+        if layout[key] != 1:
+            raise CallerError(
+                f"{os.fspath(path)}: the plan has {layout[key]} {what}; training across datacenters needs 1: {remedy}"
+            )
 
 
 def _datacenters_of(content: dict[str, Any]) -> list[list[int]] | None:

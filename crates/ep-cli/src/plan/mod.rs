@@ -10,11 +10,11 @@ pub(crate) mod steps;
 mod sweep;
 mod text;
 
+use ep_plan::PartitionExport;
 use ep_plan::input::{self, preset};
 use ep_plan::planner::{Plan, Setting};
+use ep_plan::step::{Layout, StepPlan};
 use serde::Serialize;
-
-use ep_plan::step::StepPlan;
 
 pub(crate) use self::args::PlanArgs;
 use self::args::StrategyChoice;
@@ -104,13 +104,41 @@ fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
         .then(|| Checked::text(html::render(problem, step.as_ref(), &plan, sweep.as_ref())?, &names));
     let lists = groups.is_wanted().then(|| {
         let partition = plan.partition().map_err(Failure::request)?;
-        Checked::json(&partition.export())
+        let layout = step.as_ref().map(|shown| GroupsLayout::of(&shown.price().layout));
+        Checked::json(&Groups { layout, groups: &partition.export() })
     });
     let (page, lists) = (page.transpose()?, lists.transpose()?);
     print_beside(&text, &[&json, &html, &groups])?;
     json.write(&figures)?;
     page.map_or(Ok(()), |page| html.write(&page))?;
     lists.map_or(Ok(()), |lists| groups.write(&lists))
+}
+
+/// The file of `--groups`.
+#[derive(Serialize)]
+struct Groups<'a> {
+    /// `None` for forward passes.
+    layout: Option<GroupsLayout>,
+    #[serde(flatten)]
+    groups: &'a PartitionExport,
+}
+
+/// How the GPUs of the cluster are divided. The lists of the file are those of one EP group.
+#[derive(Serialize)]
+struct GroupsLayout {
+    pipeline_stages: usize,
+    ep_groups_per_stage: usize,
+    tensor_parallel: usize,
+}
+
+impl GroupsLayout {
+    fn of(layout: &Layout) -> Self {
+        Self {
+            pipeline_stages: layout.stages(),
+            ep_groups_per_stage: layout.copies().iter().product(),
+            tensor_parallel: layout.tensor_parallel,
+        }
+    }
 }
 
 /// The steps of all strategies, and the layers of the one to show. Forward passes have layers only.
