@@ -93,7 +93,8 @@ codes! { CODES:
     /// The fault of a rank; says which fields of `Fault` hold what.
     FaultKind {
         None = 0 as "FAULT_NONE",
-        /// `peer` is inside the operator and made no progress within the stall timeout.
+        /// `peer` did not write the awaited word within the bound of the wait (`bound_of`, sync.cuh). `Late` is the
+        /// same for the entry bound.
         Stalled = 1 as "FAULT_STALLED",
         /// Another rank has given up; `peer` is the rank at fault, and `cause` is what happened to `peer`.
         Aborted = 2 as "FAULT_ABORTED",
@@ -115,7 +116,7 @@ codes! { CODES:
         Died = 10 as "FAULT_DIED",
         /// `peer` did not enter the operator within the entry bound (`timeout`).
         Late = 11 as "FAULT_LATE",
-        /// The process of `peer` has sent no heartbeat for the stall timeout.
+        /// The process of `peer` has sent no heartbeat for the stall bound.
         Silent = 12 as "FAULT_SILENT",
         /// What this rank forwards to another domain needs a lane of `index` bytes.
         ShortLane = 13 as "FAULT_SHORT_LANE",
@@ -127,7 +128,7 @@ codes! { CODES:
 
     /// What a rank was waiting for when it failed.
     WaitingFor {
-        /// A peer's handshake: the peer may not have entered the operator yet.
+        /// A peer's handshake or plan: the peer may not have entered the operator yet.
         Handshake = 0 as "FOR_HANDSHAKE",
         /// A chunk from a peer that has entered.
         Chunk = 1 as "FOR_CHUNK",
@@ -135,7 +136,8 @@ codes! { CODES:
         Blocks = 2 as "FOR_BLOCKS",
         /// Rows along the rail, from a peer that has entered.
         Rail = 3 as "FOR_RAIL",
-        /// A chunk of a foreign set from its forwarder, which may itself wait for another domain.
+        /// A chunk of a foreign set from its forwarder, or with rails a handshake of preprocess: the sender may itself
+        /// wait for another domain.
         Foreign = 4 as "FOR_FOREIGN",
     }
 
@@ -189,12 +191,14 @@ structs! { STRUCTS:
     #[derive(bytemuck::Zeroable, bytemuck::Pod)]
     FaultReport {
         own: FaultRecord,
-        /// If another rank gave up first: a copy of that rank's record.
+        /// If another rank gave up first: a copy of the record of the rank at fault or, if that rank has none, of the
+        /// rank that wrote the abort word.
         theirs: FaultRecord,
     }
 
-    /// What a rank writes to every peer's control block when it enters an operator: the epoch, the addresses of its
-    /// outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds `Common::delta`.
+    /// What a rank writes to the control block of every rank of its domain when it enters an operator: the epoch, the
+    /// addresses of its outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds
+    /// `Common::delta`.
     Handshake {
         /// dispatch: received tokens; combine: partial sums.
         tokens: u64,
@@ -227,7 +231,8 @@ structs! { STRUCTS:
     /// A rank's control block: the words that peers read or write, in registered memory. docs/protocol.md lists every
     /// word's writers, readers and memory order. The counts of preprocess follow the block: `[2][ranks][count_words]`.
     Control {
-        /// Operators that this rank has finished. Only this rank's kernels touch the words from here to `reserved`.
+        /// Operators that this rank has finished, modulo 2^32. Only this rank's kernels access the words from here to
+        /// `reserved`; with rails, this rank's host reads `epoch` when the rank leaves.
         epoch: u32,
         /// Blocks of the running kernel that have finished.
         blocks_done: u32,
@@ -357,9 +362,9 @@ structs! { STRUCTS:
         ranks: u32,
         experts: u32,
         signature: u32,
-        /// Entry bound: how long a wait for a handshake lasts.
+        /// Entry bound. `bound_of` (sync.cuh) computes the length of each wait from this bound and the next one.
         timeout_ns: u64,
-        /// Stall bound: how long any other wait lasts.
+        /// Stall bound.
         stall_timeout_ns: u64,
         own: DeviceAddress as "Control*",
         report: DeviceAddress as "FaultReport*",
@@ -412,7 +417,7 @@ structs! { STRUCTS:
         pad_multiple: u32,
         /// Rows that this rank can receive; NONE: no limit.
         capacity: u32,
-        /// Words of the counts that one rank sends to each peer.
+        /// Words of the counts of one rank.
         count_words: u32,
         /// Tokens of a tile; a multiple of 32.
         tile: u32,
@@ -427,7 +432,7 @@ structs! { STRUCTS:
         row_experts: DeviceAddress as "const u32*",
         /// Expert position by expert; null: the identity.
         position_of: DeviceAddress as "const u32*",
-        /// `[blocks][columns]`.
+        /// `[blocks][columns]`; with rails `[2][blocks][columns]`.
         block_columns: DeviceAddress as "u32*",
         /// Host memory; null: not requested.
         host_shape: DeviceAddress as "u32*",

@@ -15,7 +15,8 @@ use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, Rails};
 use crate::rail::{Proxy, ProxyParts, RailLayout, SIGNALS, limits};
 use crate::shared;
 
-/// How long a rank that leaves waits until what it has sent has left its window.
+/// How long dropping the proxy waits until what this rank has sent has left its window. A rank that leaves has waited
+/// for this before, for up to the stall bound ([`RankRails::drain`]).
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The fewest rows of a chunk of a set, as in `handle::chunk_tokens`.
 const FEWEST_CHUNK_ROWS: usize = 4;

@@ -8,7 +8,8 @@
 //            sets its flag in the peer's control block.
 //   reduce   Adds the partial sums of this rank's tokens in rank order, where this rank's own partial sum comes directly
 //            from its experts' rows, and writes the result to `out_tokens`; then the weights to `out_probs`. Reads a
-//            chunk's partial sums only after the flags of all peers for that chunk. Writes to this rank only.
+//            chunk's partial sums only after the flags of all peers for that chunk. Writes to this rank only. A worker
+//            claims up to `Reducer::MOST_TOKENS` tokens at a time.
 //
 // This rank writes to a peer's `partials` and `prob_scratch` only between that peer's handshake and the last flag that
 // this rank sets on that peer. To set flags there, and to read its lists (lists.cuh), it needs only the handshake. No peer
@@ -18,8 +19,8 @@
 // claimed from shared counters (`items_taken`, `tokens_taken`), not assigned statically.
 // Element types are macros that the host defines for each variant: see sum.cuh.
 // With RAILS (several NVLink domains, docs/cuda-rails.md), push also serves the foreign sets that other ranks of the
-// domain forward. reduce first adds the domain sums of the sets that this rank forwards, and writes them to the lanes; then
-// it adds the domain sums that come back for this rank's tokens.
+// domain forward. reduce first computes the domain sums of the sets that this rank forwards, and writes them to the
+// lanes. Then it adds the domain sums that come back for this rank's tokens, in the order of `sends` (lists.cuh).
 #include "push.cuh"
 #include "reduce.cuh"
 

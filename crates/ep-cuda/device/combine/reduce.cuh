@@ -1,6 +1,7 @@
-// Role reduce, on the rank that owns the tokens: adds the partial sums of all ranks in rank order and writes the
-// result. This rank's own partial sum is added from the experts' rows, without rounding in between. With rails, also on
-// the rank that forwards a foreign set: it writes the domain sums of the set to the lane.
+// Role reduce, on the rank that owns the tokens: adds the partial sums of the ranks of its domain in rank order and
+// writes the result. This rank's own partial sum is added from the experts' rows, without rounding in between. With
+// rails, it also adds the domain sums of the other domains: `Send::OWN_FIRST` (lists.cuh) has the order. The rank that
+// forwards a foreign set has this role, too: it writes the domain sums of the set to the lane.
 #pragma once
 #include "rails.cuh"
 #include "sum.cuh"

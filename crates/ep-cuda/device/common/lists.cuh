@@ -10,7 +10,8 @@
 //
 //   list        entry     order
 //   sends       Send      by token. One entry per destination rank of the token; in permuted mode one per own copy
-//                         instead of one for the own rank. A token without a copy has one dead entry.
+//                         instead of one for the own rank. Of one token, the ranks of this domain come first, then the
+//                         lanes, both in ascending order. A token without a copy has one dead entry.
 //                         `token_begin[token]` is the index of the token's first entry.
 //   copies      Copy      by token, then by expert position
 //   recv        Receive   by destination rank, then by token. Permuted mode: one entry per copy; plain mode: one per
@@ -30,9 +31,12 @@ struct Send {
     static constexpr u32 TOKEN_END = 1u << 16;
     // Nothing is sent: the token has no copy, or its row was dropped.
     static constexpr u32 DEAD = 1u << 17;
-    // An own copy: the first copy of its token on this rank.
+    // The first entry of a group. combine adds the entries of a group to each other before it adds them to the sum of
+    // the token. This rank's copies of a token are a group. With rails, the lanes to the domains below this one are a
+    // group, and each lane to a domain above this one is a group. So the sum D of this domain comes before the sums S0
+    // and S1 of lower domains. D + (S0 + S1) has the bits of (S0 + S1) + D, which is the order of docs/semantics.md.
     static constexpr u32 OWN_FIRST = 1u << 18;
-    // An own copy: the last copy of its token on this rank that was kept.
+    // The last entry of a group; of this rank's copies, the last one that was kept.
     static constexpr u32 OWN_END = 1u << 19;
 
     uint2 words;  // {rank | flags, row}

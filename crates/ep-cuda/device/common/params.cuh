@@ -93,7 +93,8 @@ enum RailPer : u32 {
 // The fault of a rank; says which fields of `Fault` hold what.
 enum FaultKind : u32 {
     FAULT_NONE = 0,
-    // `peer` is inside the operator and made no progress within the stall timeout.
+    // `peer` did not write the awaited word within the bound of the wait (`bound_of`, sync.cuh). `Late` is the
+    // same for the entry bound.
     FAULT_STALLED = 1,
     // Another rank has given up; `peer` is the rank at fault, and `cause` is what happened to `peer`.
     FAULT_ABORTED = 2,
@@ -115,7 +116,7 @@ enum FaultKind : u32 {
     FAULT_DIED = 10,
     // `peer` did not enter the operator within the entry bound (`timeout`).
     FAULT_LATE = 11,
-    // The process of `peer` has sent no heartbeat for the stall timeout.
+    // The process of `peer` has sent no heartbeat for the stall bound.
     FAULT_SILENT = 12,
     // What this rank forwards to another domain needs a lane of `index` bytes.
     FAULT_SHORT_LANE = 13,
@@ -127,7 +128,7 @@ enum FaultKind : u32 {
 
 // What a rank was waiting for when it failed.
 enum WaitingFor : u32 {
-    // A peer's handshake: the peer may not have entered the operator yet.
+    // A peer's handshake or plan: the peer may not have entered the operator yet.
     FOR_HANDSHAKE = 0,
     // A chunk from a peer that has entered.
     FOR_CHUNK = 1,
@@ -135,7 +136,8 @@ enum WaitingFor : u32 {
     FOR_BLOCKS = 2,
     // Rows along the rail, from a peer that has entered.
     FOR_RAIL = 3,
-    // A chunk of a foreign set from its forwarder, which may itself wait for another domain.
+    // A chunk of a foreign set from its forwarder, or with rails a handshake of preprocess: the sender may itself
+    // wait for another domain.
     FOR_FOREIGN = 4,
 };
 
@@ -184,12 +186,14 @@ struct FaultRecord {
 // The kernel's report to its host; in host memory.
 struct FaultReport {
     FaultRecord own;
-    // If another rank gave up first: a copy of that rank's record.
+    // If another rank gave up first: a copy of the record of the rank at fault or, if that rank has none, of the
+    // rank that wrote the abort word.
     FaultRecord theirs;
 };
 
-// What a rank writes to every peer's control block when it enters an operator: the epoch, the addresses of its
-// outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds `Common::delta`.
+// What a rank writes to the control block of every rank of its domain when it enters an operator: the epoch, the
+// addresses of its outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds
+// `Common::delta`.
 struct Handshake {
     // dispatch: received tokens; combine: partial sums.
     u64 tokens;
@@ -222,7 +226,8 @@ struct Handshake {
 // A rank's control block: the words that peers read or write, in registered memory. docs/protocol.md lists every
 // word's writers, readers and memory order. The counts of preprocess follow the block: `[2][ranks][count_words]`.
 struct Control {
-    // Operators that this rank has finished. Only this rank's kernels touch the words from here to `reserved`.
+    // Operators that this rank has finished, modulo 2^32. Only this rank's kernels access the words from here to
+    // `reserved`; with rails, this rank's host reads `epoch` when the rank leaves.
     u32 epoch;
     // Blocks of the running kernel that have finished.
     u32 blocks_done;
@@ -349,9 +354,9 @@ struct Common {
     u32 ranks;
     u32 experts;
     u32 signature;
-    // Entry bound: how long a wait for a handshake lasts.
+    // Entry bound. `bound_of` (sync.cuh) computes the length of each wait from this bound and the next one.
     u64 timeout_ns;
-    // Stall bound: how long any other wait lasts.
+    // Stall bound.
     u64 stall_timeout_ns;
     Control* own;
     FaultReport* report;
@@ -404,7 +409,7 @@ struct PreprocessParams {
     u32 pad_multiple;
     // Rows that this rank can receive; NONE: no limit.
     u32 capacity;
-    // Words of the counts that one rank sends to each peer.
+    // Words of the counts of one rank.
     u32 count_words;
     // Tokens of a tile; a multiple of 32.
     u32 tile;
@@ -419,7 +424,7 @@ struct PreprocessParams {
     const u32* row_experts;
     // Expert position by expert; null: the identity.
     const u32* position_of;
-    // `[blocks][columns]`.
+    // `[blocks][columns]`; with rails `[2][blocks][columns]`.
     u32* block_columns;
     // Host memory; null: not requested.
     u32* host_shape;

@@ -206,8 +206,9 @@ __device__ inline HandleView set_of(const Common& c, const HandleView& own, u32 
     return set_view(c, own, domain, own.set_rows[rail_peer(c, domain)]);
 }
 
-// The domain of a source, the rank of this domain that has its lists, and the rank of its domain on this rank's rail. By
-// that alias a rank sets `flags[alias]` for the set of that domain: every source has flags of its own.
+// The domain of a source, the rank of this domain that has its lists, and the rank of its domain on this rank's rail
+// (`alias`). For a set of that domain, this rank sets `flags[alias]` on a peer: so each writer has flags of its own
+// there. In dispatch, `alias` is the source itself.
 __device__ inline u32 domain_of(const Common& c, u32 source) { return source / c.rails.local_ranks; }
 __device__ inline u32 forwarder_of(const Common& c, u32 source) {
     return c.rails.first + source % c.rails.local_ranks;
@@ -255,8 +256,8 @@ __device__ inline bool await_domain(const Common& c, const HandleView& own, u32 
     return __syncthreads_and(fine);
 }
 
-// The sources whose lists another rank of this domain has, in the order in which a worker takes turns: first the other ranks of this domain, from this one on, then those of the next domain, and so on. With
-// `own`, this rank comes first.
+// The sources whose lists another rank of this domain has, in the order in which a worker takes turns: first the other
+// ranks of this domain, from this one on, then those of the next domain, and so on. With `own`, this rank comes first.
 template <bool own>
 __device__ inline u32 count_sources(const Common& c) {
     const u32 others = domain_size(c) - 1;

@@ -276,8 +276,8 @@ __device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
 }
 
 // A block waits for the handshakes of all ranks and stores them in `peers`. Returns false, after the fault was
-// reported, if a handshake is missing or any rank has given up: a rank that gave up may have unfinished lists, and may
-// have withdrawn its outputs. Called by all threads.
+// reported, if a handshake is missing or any rank has given up: a rank that gave up may have unfinished lists. Called
+// by all threads.
 __device__ inline bool await_all_handshakes(const Common& c, u32 epoch, PeerView* peers) {
     bool fine = true;
     for (u32 peer = threadIdx.x; fine && peer < c.ranks; peer += blockDim.x) {

@@ -1,7 +1,7 @@
 // Role duplicate: completes this rank's output. A peer sends a token with several experts on this rank once, to the row
-// of the first expert; this role copies that row to the others. It copies rows of this rank's own tokens from the
-// input, and writes the padding rows. It awaits the flags of all items that peers send, so the output is complete when the
-// kernel ends.
+// of the first expert; this role copies that row to the others. Unless SEND_OWN, it copies rows of this rank's own
+// tokens from the input. It writes the padding rows. It awaits the flags of all items that peers send, so the output is
+// complete when the kernel ends.
 #pragma once
 #include "arrivals.cuh"
 #include "send.cuh"

@@ -12,9 +12,9 @@
 //               rank and, unless SEND_OWN, the rows of this rank's own tokens. Await a peer's flag before they read
 //               rows that the peer has sent. Read the `recv` lists of the peers (their tokens' rows on this rank)
 //               over the links. Write to this rank only.
-//   forward     With rails: the blocks of send, when they have sent. Read the lanes from other domains and the lists of their
-//               sets, and store each row to its rows on the ranks of this domain, this one included. Await the plan and
-//               the rows of each set. Set flags as send does.
+//   forward     With rails: the blocks of send, when they have sent. Read the lanes from other domains and the lists of
+//               their sets. Store each token to its first row on each other rank of this domain, and to all its rows
+//               on this rank. Await the plan and the rows of each set. Set flags as send does.
 //
 // This rank writes to a peer's outputs only between that peer's handshake and the last flag that this rank sets on that
 // peer. It may set flags there and read its lists from the handshake on, until its own kernel ends. No peer reads this rank's input, so the

@@ -3,15 +3,17 @@
 //   count      Each block counts the choices of its tokens, tile (`p.tile` tokens) by tile, and writes its sums to
 //              `block_columns`. After the barrier of all blocks, each block adds the sums of all blocks. Reads the
 //              routing only.
-//   exchange   Block 0 writes this rank's counts (bases.cuh) behind the control block of every rank and sends the
-//              handshake. Every block awaits the handshakes of all ranks. Ranks exchange nothing else.
+//   exchange   Block 0 writes this rank's counts (bases.cuh) behind the control block of every rank of its domain and
+//              sends the handshake. Every block awaits the handshakes of all ranks of the domain. Ranks of one domain
+//              exchange nothing else.
 //   emit       With the counts of all ranks, each block knows the row of every copy of its tokens, and writes their
 //              entries in the lists (lists.cuh). Block 0 also writes the shape and the ends of the lists. Writes to
 //              this rank's handle, host shape and the caller's counts only.
 //
 // With RAILS (several NVLink domains, docs/cuda-rails.md), all blocks write the masks of the tokens that go to other
-// domains between count and exchange, and block 0 sends them. In the exchange, block 0 also awaits the sets that come from
-// other domains, and passes their counts on. After emit, all blocks count and emit the tokens of each of these sets.
+// domains between count and exchange, and block 0 sends them. In the exchange, block 0 first awaits the sets that come
+// from other domains, and passes their counts on; then it sends the handshake. After emit, all blocks count and emit
+// the tokens of each of these sets.
 //
 // If an await fails, it reports the fault, and the lists are incomplete.
 #include "routing.cuh"
