@@ -84,7 +84,8 @@ memory_bandwidth = "10 GB/s"
 def predict(cluster: Path, given: Given, mode: str) -> float:
     """Predicts the seconds of a training step.
 
-    The planner prices the layers. To them come dense gradients and the optimizer, which overlap with nothing here.
+    The planner prices the compute and the transfers of a layer. To the layers come dense gradients, which leave after
+    those of the experts, and the optimizer.
 
     Args:
         cluster: A cluster file: of `cluster_file`, or of `hybrid-ep calibrate`.
@@ -115,7 +116,9 @@ def predict(cluster: Path, given: Given, mode: str) -> float:
     slowest = min(rates) if isinstance(rates, list) else rates
     bytes_per_second = slowest * 1e9 / 8 * wan["efficiency"]
     dense = dense_link_bytes(given, mode) / bytes_per_second + dense_messages(given, mode) * wan["round_trip_s"] / 2
-    return given.layers * layer_seconds(plan["plan"], mode, given.datacenters) + dense + given.optimizer_seconds
+    layer = layer_of(plan["plan"], mode, given.datacenters)
+    passes = [pass_seconds(layer[name], given.layers, mode) for name in ("forward", "backward")]
+    return sum(passes) + dense + given.optimizer_seconds
 
 
 def dense_link_bytes(given: Given, mode: str) -> float:
@@ -134,8 +137,31 @@ def dense_messages(given: Given, mode: str) -> int:
     return 2 * (given.ranks - 1) if mode == "plain" else 1
 
 
-def layer_seconds(plan: dict[str, Any], mode: str, datacenters: int) -> float:
-    """Finds the layer time of a mode among the candidates of a plan."""
+def pass_seconds(layer: dict[str, float], layers: int, mode: str) -> float:
+    """Adds up the layers of a forward or backward pass.
+
+    With migration, the link sends one layer while the processors compute another. The slower of the two works all the
+    time, except while the other one works on its first or last layer: in a forward pass the first layer is computed
+    after its weights have arrived, in a backward pass the last gradients leave after they were computed. In the mode
+    `plain`, a layer sends and computes by turns.
+
+    Args:
+        layer: The times of one layer, from the planner.
+        layers: The number of layers.
+        mode: A mode of the example.
+
+    Returns:
+        Seconds.
+    """
+    if mode == "plain":
+        return layers * layer["total"]
+    compute = sum(layer[part] for part in ("pre_expert", "expert", "decode", "encode"))
+    link = sum(layer[part] for part in ("all_gather", "all_to_all", "gradients"))
+    return layers * max(compute, link) + min(compute, link)
+
+
+def layer_of(plan: dict[str, Any], mode: str, datacenters: int) -> Any:
+    """Finds the candidate of a mode in a plan."""
     if mode == "plain":
         # The buffer sends a token once to each datacenter, and gets one sum back.
         found = [b["candidate"] for b in plan["baselines"] if b["kind"].startswith("hierarchical")]
@@ -146,7 +172,7 @@ def layer_seconds(plan: dict[str, Any], mode: str, datacenters: int) -> float:
         found = [c for c in candidates if c["domain_sizes"] == sizes and c["replicas_kept"]]
     if not found:
         raise ValueError(f"the planner did not price the mode {mode}")
-    return float(found[0]["layer_time"])
+    return found[0]
 
 
 def run_planner(cluster: Path, given: Given, weights: str, gradients: str, tflops: float | None) -> Any:

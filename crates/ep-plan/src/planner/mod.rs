@@ -134,7 +134,11 @@ pub struct Alternative {
     pub domain_sizes: Vec<usize>,
     /// Whether gathered experts stay in memory for the whole step.
     pub replicas_kept: bool,
-    /// Time of one layer and one micro-batch, forward and, when training, backward.
+    /// Times of the forward pass of one layer and one micro-batch.
+    pub forward: PassTimes,
+    /// Times of the backward pass, when training.
+    pub backward: Option<PassTimes>,
+    /// Sum of the totals of both passes.
     pub layer_time: Seconds,
 }
 
@@ -228,6 +232,8 @@ impl Planner {
             .map(|other| Alternative {
                 domain_sizes: other.domain_sizes,
                 replicas_kept: other.replicas_kept,
+                forward: other.forward,
+                backward: other.backward,
                 layer_time: other.layer_time,
             })
             .collect();

@@ -438,3 +438,14 @@ fn compression_decides_what_domains_gain() {
     let gain = plan.compression_gains[2].training;
     assert!((gain / baseline(&plan, BaselineKind::HierarchicalEp).speedup - 1.0).abs() < 1e-9);
 }
+
+#[test]
+fn the_passes_of_every_alternative_add_up() {
+    let plan = deepseek(25.0, Options::default()).plan();
+    assert!(!plan.alternatives.is_empty());
+    for other in &plan.alternatives {
+        let backward = other.backward.as_ref().unwrap();
+        let sum = other.forward.total.0 + backward.total.0;
+        assert!((sum - other.layer_time.0).abs() <= 1e-12 * sum, "{other:?}");
+    }
+}
