@@ -61,12 +61,12 @@ impl Call {
     }
 }
 
+/// The operators that have kernels.
+const OPERATORS: [Operator; 3] = [Operator::Preprocess, Operator::Dispatch, Operator::Combine];
+
 /// The operator of a number in a call or in a kernel's parameters; `Join` for an unknown number.
 pub(crate) fn operator(number: u64) -> Operator {
-    [Operator::Preprocess, Operator::Dispatch, Operator::Combine]
-        .into_iter()
-        .find(|&operator| operator as u64 == number)
-        .unwrap_or(Operator::Join)
+    OPERATORS.into_iter().find(|&operator| operator as u64 == number).unwrap_or(Operator::Join)
 }
 
 fn fields(operator: Operator) -> &'static [Field] {
@@ -188,9 +188,10 @@ mod tests {
     }
 
     #[test]
-    fn every_operator_is_found_by_its_number() {
-        for known in [Operator::Preprocess, Operator::Dispatch, Operator::Combine] {
+    fn every_operator_is_found_by_its_number_and_has_named_arguments() {
+        for known in OPERATORS {
             assert_eq!(operator(known as u64), known);
+            assert!(!fields(known).is_empty(), "{known}");
         }
     }
 }

@@ -110,8 +110,10 @@ impl GpuFacts {
             EnvironmentError::new(
                 format!("GPU {number} ({name}, compute capability {capability_major}.{capability_minor})"),
                 "there are no kernels for it",
-                "leave it out with CUDA_VISIBLE_DEVICES (compute capability 8.0, 8.6, 8.9, 9.0 and 10.0 are served), or \
-                 use the host backend",
+                format!(
+                    "leave it out with CUDA_VISIBLE_DEVICES, use a GPU of compute capability {}, or use the host backend",
+                    Arch::CAPABILITIES
+                ),
             )
             .into()
         })

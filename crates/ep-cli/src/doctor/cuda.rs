@@ -185,8 +185,10 @@ impl CudaGpu {
         };
         match self.architecture {
             Some(arch) => Check::ok(name, found(format!("kernels for {arch}"))),
-            None => Check::absent(name, found("no kernels for it".to_owned()))
-                .advice("ranks on this GPU", "use a GPU of compute capability 8.0, 8.6, 8.9, 9.0 or 10.0"),
+            None => Check::absent(name, found("no kernels for it".to_owned())).advice(
+                "ranks on this GPU",
+                format!("use a GPU of compute capability {}", Arch::CAPABILITIES),
+            ),
         }
     }
 }

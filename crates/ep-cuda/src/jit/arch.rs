@@ -22,6 +22,9 @@ impl Arch {
     /// Every architecture, the oldest first.
     pub const ALL: [Self; 3] = [Self::Sm80, Self::Sm90a, Self::Sm100a];
 
+    /// The compute capabilities that [`of_device`](Self::of_device) accepts, for errors.
+    pub const CAPABILITIES: &'static str = "8.0, 8.6, 8.9, 9.0 or 10.0";
+
     /// The architecture whose machine code runs best on a device of this compute capability.
     ///
     /// # Errors
@@ -38,7 +41,7 @@ impl Arch {
         Err(EnvironmentError::new(
             format!("GPU of compute capability {major}.{minor}"),
             "there are no kernels for it",
-            "use a GPU of compute capability 8.0, 8.6, 8.9, 9.0 or 10.0, or the host backend",
+            format!("use a GPU of compute capability {}, or the host backend", Self::CAPABILITIES),
         )
         .into())
     }
@@ -122,7 +125,7 @@ mod tests {
         for (major, minor) in [(7, 5), (8, 7), (9, 1), (10, 1), (10, 3), (11, 0), (12, 0), (0, 0)] {
             let message = Arch::of_device(major, minor).unwrap_err().to_string();
             assert!(message.contains(&format!("{major}.{minor}: there are no kernels")), "{message}");
-            assert!(message.contains("9.0"), "{message}");
+            assert!(message.contains(Arch::CAPABILITIES), "{message}");
         }
     }
 }

@@ -578,10 +578,11 @@ int divide(char** arguments) {
 }  // namespace
 
 int main(int count, char** arguments) {
-    if (count == 18 && std::string_view(arguments[1]) == "division") return divide(arguments);
+    constexpr int rates = sizeof(Rates) / sizeof(u32);
+    if (count == 8 + rates && std::string_view(arguments[1]) == "division") return divide(arguments);
     if (count != 3 && count != 4) {
         std::fputs("usage: roles CASE SEED [ORDER[@FILE:LINE] | delta | sites]\n"
-                   "       roles division KERNEL BLOCKS CHUNKS ROWS REMOTE OWN\n",
+                   "       roles division KERNEL BLOCKS CHUNKS ROWS REMOTE OWN RATE...\n",
                    stderr);
         return 2;
     }
