@@ -30,14 +30,14 @@ def draw(path: Path, modes: dict[str, Any], title: str) -> None:
         losses = smoothed(figures["losses_nats_per_byte"])
         at = range(len(figures["losses_nats_per_byte"]) - len(losses), len(figures["losses_nats_per_byte"]))
         step_time = figures["median_step_seconds"]
-        by_step.plot(at, losses, color=COLORS[mode], linewidth=1.2, label=mode)
-        by_time.plot([step * step_time for step in at], losses, color=COLORS[mode], linewidth=1.2)
+        by_step.plot(at, losses, color=color_of(mode), linewidth=1.2, label=mode)
+        by_time.plot([step * step_time for step in at], losses, color=color_of(mode), linewidth=1.2)
     by_step.set_xlabel("step")
     by_step.set_ylabel(f"loss, nats per byte, mean of {SMOOTHED}")
     by_step.legend(frameon=False)
     by_time.set_xlabel("seconds: steps times the median step")
     names = [*modes]
-    times.bar(names, [modes[mode]["median_step_seconds"] for mode in names], color=[COLORS[mode] for mode in names])
+    times.bar(names, [modes[mode]["median_step_seconds"] for mode in names], color=[color_of(mode) for mode in names])
     for place, mode in enumerate(names):
         if (expected := modes[mode]["predicted_step_seconds"]) is not None:
             label = "predicted" if place == 0 else None
@@ -48,6 +48,10 @@ def draw(path: Path, modes: dict[str, Any], title: str) -> None:
     for axes in (by_step, by_time, times):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
+
+
+def color_of(mode: str) -> str:
+    return COLORS[mode.partition("@")[0]]
 
 
 def smoothed(values: list[float]) -> list[float]:

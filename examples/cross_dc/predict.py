@@ -38,6 +38,12 @@ class Given(NamedTuple):
     optimizer_seconds: float  # the optimizer's step of one rank
 
 
+def mode_and_depth(mode: str) -> tuple[str, int | None]:
+    """Splits `int8@2` into the mode and the depth of the migration; None for its default."""
+    name, _, depth = mode.partition("@")
+    return name, int(depth) if depth else None
+
+
 def cluster_file(folder: Path, given: Given, rate: str, delay: float, efficiency: float) -> Path:
     """Writes the cluster file of the emulated link.
 
@@ -90,7 +96,7 @@ def predict(cluster: Path, given: Given, mode: str) -> float:
     Args:
         cluster: A cluster file: of `cluster_file`, or of `hybrid-ep calibrate`.
         given: The sizes.
-        mode: A mode of the example.
+        mode: A mode of the example. Its depth is taken to be enough.
 
     Returns:
         Seconds.
@@ -98,6 +104,7 @@ def predict(cluster: Path, given: Given, mode: str) -> float:
     Raises:
         ValueError: The cluster does not fit, or the planner refuses the problem; the text is its message.
     """
+    mode, _ = mode_and_depth(mode)
     weights, gradients = COMPRESSION.get(mode, COMPRESSION["exact"])
     # The planner counts operations. A first run finds how many, the second has the throughput that was measured.
     plan = run_planner(cluster, given, weights, gradients, None)

@@ -31,6 +31,8 @@ import predict
 import train
 
 PORT = 29500
+# A mode, and for one with migration the depth.
+KNOWN = f"plain|({'|'.join(train.HYBRID)})(@[1-9][0-9]?)?"
 RANKS_PER_DATACENTER = 2
 
 
@@ -111,7 +113,8 @@ def report(args: argparse.Namespace, result: dict[str, Any], *, shaped: bool) ->
         written = json.dumps({**figures, "step_seconds": predicted}, indent=1)
         (args.out / "predictions.json").write_text(written + "\n")
         return
-    codecs = ", ".join(f"{mode} {predict.DENSE.get(mode, 'exact')}" for mode in args.modes if mode != "plain")
+    names = [predict.mode_and_depth(mode)[0] for mode in args.modes]
+    codecs = ", ".join(f"{mode} {predict.DENSE.get(mode, 'exact')}" for mode in dict.fromkeys(names) if mode != "plain")
     if codecs:
         print(f"\ndense gradients between datacenters: {codecs}")
     columns = f"{'predicted':>10} {'measured':>10} {'ratio':>6} {'mean':>9} {'link, MB a step':>16} {'final loss':>11}"
@@ -186,9 +189,11 @@ def arguments() -> argparse.Namespace:
     )
     train.add_arguments(parser)
     args = parser.parse_args()
-    unknown = [mode for mode in args.modes if mode not in train.MODES]
+    unknown = [mode for mode in args.modes if not re.fullmatch(KNOWN, mode)]
     if unknown or not args.modes:
-        parser.error(f"--modes: unknown {', '.join(unknown)}; possible: {', '.join(train.MODES)}")
+        parser.error(
+            f"--modes: unknown {', '.join(unknown)}; possible: {', '.join(train.MODES)}, and int8@2 for depth=2"
+        )
     if "plain" in args.modes and not args.unshaped:
         try:
             ctypes.CDLL("libfabric.so.1")

@@ -56,6 +56,7 @@ class Trainer:
     """One mode: a model, its optimizer, and how gradients are reduced."""
 
     def __init__(self, mode: str, args: argparse.Namespace) -> None:
+        mode, depth = predict.mode_and_depth(mode)
         self.mode, self.args = mode, args
         self.steps: list[Step] = []
         self.link_bytes = 0
@@ -73,6 +74,7 @@ class Trainer:
                 gradients=gradients,
                 dense_gradients=predict.DENSE.get(mode, "exact"),
                 workers=1,
+                **({} if depth is None else {"depth": depth}),
             )
         torch.manual_seed(args.seed)
         self.model = model_of(args, self.moe)
@@ -248,7 +250,13 @@ def median_seconds(steps: list[Step]) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `run.py` passes on."""
-    parser.add_argument("--modes", type=lambda text: text.split(","), default=["plain", "int8"], metavar="MODE,...")
+    parser.add_argument(
+        "--modes",
+        type=lambda text: text.split(","),
+        default=["plain", "int8"],
+        metavar="MODE,...",
+        help="int8@2 is the mode int8 with depth=2",
+    )
     parser.add_argument("--steps", type=int, default=60, help="of each mode; 0 predicts and trains nothing")
     parser.add_argument("--turn", type=int, default=10, help="steps of a mode before the next mode's turn")
     parser.add_argument("--windows", type=int, default=8, help="windows of text a rank and step")
