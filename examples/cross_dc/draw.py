@@ -1,8 +1,15 @@
-"""Draws the losses and step times of all modes."""
+"""Draws the losses and step times of all modes, for `run.py`.
+
+    python examples/cross_dc/draw.py depth.png 1ms=DIR/results.json 20ms=DIR/results.json
+
+draws the mean step times of several runs side by side, for example of `--modes int8@1,int8@2,int8@4` with two delays.
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +57,29 @@ def draw(path: Path, modes: dict[str, Any], title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_beside(path: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Draws the mean step times of several runs with the same modes.
+
+    Args:
+        path: The picture.
+        runs: By name, the results of each mode, as in results.json.
+    """
+    figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
+    modes = [*next(iter(runs.values()))]
+    width = 0.8 / len(runs)
+    for place, (name, results) in enumerate(runs.items()):
+        at = [mode + (place - (len(runs) - 1) / 2) * width for mode in range(len(modes))]
+        heights = [results[mode]["mean_step_seconds"] for mode in modes]
+        bars = axes.bar(at, heights, width * 0.95, label=name)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.set_xticks(range(len(modes)), modes)
+    axes.set_ylabel("mean step, seconds")
+    axes.margins(y=0.25)
+    axes.legend(frameon=False, loc="upper right", ncols=len(runs))
+    axes.grid(axis="y", alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
 def color_of(mode: str) -> str:
     return COLORS[mode.partition("@")[0]]
 
@@ -57,3 +87,10 @@ def color_of(mode: str) -> str:
 def smoothed(values: list[float]) -> list[float]:
     window = min(SMOOTHED, len(values))
     return [statistics.mean(values[end - window : end]) for end in range(window, len(values) + 1)]
+
+
+if __name__ == "__main__":
+    named = [argument.split("=", 1) for argument in sys.argv[2:]]
+    if not named or any(len(name) != 2 for name in named):
+        sys.exit("usage: draw.py PICTURE NAME=results.json ...")
+    draw_beside(Path(sys.argv[1]), {name: json.loads(Path(file).read_text())["modes"] for name, file in named})
