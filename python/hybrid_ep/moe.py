@@ -327,7 +327,8 @@ def reduce_gradients(
     """Makes the gradients on every rank those of the mean (or sum) of the ranks' losses. Collective.
 
     Gradients of dense parameters are all-reduced. Gradients of experts (`expert_parameters`) already count the tokens
-    of all ranks, so they are only scaled for the mean. Without `torch.distributed` the function does nothing.
+    of all ranks, so they are only scaled for the mean. With one rank and without `torch.distributed` the function does
+    nothing.
 
     If ranks have unequal numbers of tokens, divide each rank's summed loss by the number of tokens of all ranks, and
     use `op="sum"`.
@@ -338,11 +339,11 @@ def reduce_gradients(
         op: "mean" or "sum".
 
     Raises:
-        CallerError: `op` is neither.
+        CallerError: `op` is neither; or the buffer of a layer has several ranks, and `torch.distributed` is not initialized.
     """
     if op not in ("mean", "sum"):
         raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
-    if not dist.is_initialized():
+    if not _has_group("reduce_gradients", module):
         return
     scale = 1.0 / dist.get_world_size(group) if op == "mean" else 1.0
     dense: dict[torch.dtype, list[Tensor]] = {}
@@ -363,6 +364,19 @@ def reduce_gradients(
             gradient.copy_(reduced.view_as(gradient))
 
 
+def _has_group(function: str, module: nn.Module) -> bool:
+    """Whether `torch.distributed` is initialized. Several ranks without it could not reduce anything."""
+    if dist.is_initialized():
+        return True
+    ranks = max((part.buffer.world_size for part in module.modules() if isinstance(part, GroupedExperts)), default=1)
+    if ranks > 1:
+        raise CallerError(
+            f"{function}: the layer's buffer has {ranks} ranks, and torch.distributed is not initialized: call "
+            "init_process_group before the buffer is made"
+        )
+    return False
+
+
 @torch.no_grad()
 def clip_gradients(module: nn.Module, max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:
     """Scales gradients so that their norm over the parameters of all ranks is at most `max_norm`. Collective.
@@ -377,6 +391,9 @@ def clip_gradients(module: nn.Module, max_norm: float, group: dist.ProcessGroup 
 
     Returns:
         The norm before scaling: a float32 scalar, the same on every rank.
+
+    Raises:
+        CallerError: The buffer of a layer has several ranks, and `torch.distributed` is not initialized.
     """
     experts = {id(parameter) for parameter in expert_parameters(module)}
     own: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -388,7 +405,7 @@ def clip_gradients(module: nn.Module, max_norm: float, group: dist.ProcessGroup 
         of_experts: sum((grad.float().square().sum() for grad in grads), start=torch.zeros((), device=device))
         for of_experts, grads in own.items()
     }
-    if dist.is_initialized():
+    if _has_group("clip_gradients", module):
         dist.all_reduce(squares[True], group=group)
     norm = (squares[True] + squares[False]).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

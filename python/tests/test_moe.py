@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid_ep import Buffer, CallerError
 from hybrid_ep._weight_rows import weight_rows
 from hybrid_ep.experts import _at_once, local_part, one_by_one
-from hybrid_ep.moe import GroupedExperts, MoELayer, Router, TokenDispatcher, reduce_gradients
+from hybrid_ep.moe import GroupedExperts, MoELayer, Router, TokenDispatcher, clip_gradients, reduce_gradients
 from worlds import world
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 8, 3
@@ -305,6 +305,17 @@ def test_one_rank_needs_no_process_group() -> None:
         layer = seeded_layer(buffer)
         reduce_gradients(layer)
     assert not dist.is_initialized()
+
+
+def test_several_ranks_need_a_process_group_to_reduce_gradients() -> None:
+    assert not dist.is_initialized()
+    buffers = Buffer.threads(2, num_experts=EXPERTS, device="cpu")
+    layer = seeded_layer(buffers[0])
+    for function in (reduce_gradients, lambda layer: clip_gradients(layer, 1.0)):
+        with pytest.raises(CallerError, match="buffer has 2 ranks, and torch.distributed is not initialized"):
+            function(layer)
+    for buffer in buffers:
+        buffer.close()
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,13 @@ impl Hearts {
     }
 
     /// Whether a rank seems to be stopped: it has been silent for half of the bound.
-    pub(crate) fn is_quiet(&self, rank: Rank) -> bool {
+    fn is_quiet(&self, rank: Rank) -> bool {
         self.silence(rank) >= self.bound / 2
+    }
+
+    /// The ranks that seem to be stopped, ascending.
+    pub(crate) fn quiet(&self) -> Vec<Rank> {
+        (0..self.silence_ns.len() as u32).map(Rank).filter(|&rank| self.is_quiet(rank)).collect()
     }
 
     fn every(&self) -> Duration {

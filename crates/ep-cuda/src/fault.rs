@@ -11,7 +11,7 @@ use ep::{CallerError, Config, Error, PeerError, PeerFault, Rank, Result};
 use crate::beat::Hearts;
 use crate::call;
 use crate::driver::{Device, DeviceAddress, HostWords as _, Mapped};
-use crate::params::{FaultKind, FaultRecord, FaultReport, NONE, REPORT_WORDS, WaitingFor};
+use crate::params::{Fault, FaultKind, FaultRecord, FaultReport, NONE, REPORT_WORDS, WaitingFor};
 
 /// The host memory to which the kernels of a rank report its first fault, and what is needed to describe the fault.
 #[derive(Debug)]
@@ -74,8 +74,8 @@ impl Faults {
     /// The first fault of the rank, if there is one.
     pub(crate) fn read(&self) -> Option<Error> {
         let report = self.report.read()?;
-        let silent = |rank| self.hearts.as_ref().is_some_and(|hearts| hearts.is_quiet(rank));
-        self.words.error(&report, silent)
+        let quiet = self.hearts.as_ref().map_or_else(Vec::new, |hearts| hearts.quiet());
+        self.words.error(&report, &quiet)
     }
 }
 
@@ -85,12 +85,9 @@ impl Words {
         Self { experts, machines, bounds: config.bounds(), lane_bytes, rail_choices }
     }
 
-    /// `silent`: whether a rank's process seems to be stopped.
-    fn error(
-        &self,
-        FaultReport { own, theirs }: &FaultReport,
-        silent: impl Fn(Rank) -> bool,
-    ) -> Option<Error> {
+    /// `quiet`: the ranks whose processes seem to be stopped.
+    fn error(&self, FaultReport { own, theirs }: &FaultReport, quiet: &[Rank]) -> Option<Error> {
+        let own = &stopped_instead(own, quiet);
         let kind = FaultKind::of(own.fault.kind)?;
         // If calls differ, all ranks report the difference, also those whose own call equals that of the reporting
         // rank.
@@ -99,7 +96,7 @@ impl Words {
         }
         let mut error = self.of_record(own)?;
         if let Error::Peer(error) = &mut error {
-            if error.fault == PeerFault::Late && silent(error.peer) {
+            if error.fault == PeerFault::Late && quiet.contains(&error.peer) {
                 error.fault = PeerFault::Stalled;
             }
             if matches!(error.fault, PeerFault::Late | PeerFault::Stalled) {
@@ -173,8 +170,8 @@ impl Words {
         }))
     }
 
-    fn waited_for(&self, fault: &crate::params::Fault, kind: FaultKind, operator: ep::Operator) -> String {
-        let &crate::params::Fault { peer, awaited, expected, seen, index, .. } = fault;
+    fn waited_for(&self, fault: &Fault, kind: FaultKind, operator: ep::Operator) -> String {
+        let &Fault { peer, awaited, expected, seen, index, .. } = fault;
         if awaited == NONE {
             return "nothing: another rank had reported the fault before".into();
         }
@@ -205,6 +202,22 @@ impl Words {
     }
 }
 
+/// Names a stopped rank in place of a rank that is late or has stalled while its process runs: that one waits itself.
+fn stopped_instead(record: &FaultRecord, quiet: &[Rank]) -> FaultRecord {
+    let fault = record.fault;
+    let told = fault.kind == FaultKind::Aborted as u32;
+    let found = if told { fault.cause } else { fault.kind };
+    let slow = found == FaultKind::Late as u32 || found == FaultKind::Stalled as u32;
+    match quiet.first() {
+        Some(stopped) if slow && !quiet.contains(&Rank(fault.peer)) => {
+            let stalled = FaultKind::Stalled as u32;
+            let (kind, cause) = if told { (fault.kind, stalled) } else { (stalled, fault.cause) };
+            FaultRecord { fault: Fault { kind, cause, peer: stopped.0, ..fault }, ..*record }
+        }
+        _ => *record,
+    }
+}
+
 /// The fault of a peer, from the kind that the waiting rank has recorded.
 fn became(kind: FaultKind) -> PeerFault {
     match kind {
@@ -224,15 +237,14 @@ mod tests {
 
     use super::*;
     use crate::call::Call;
-    use crate::params::Fault;
 
-    fn said(own: FaultRecord, theirs: FaultRecord, silent: bool) -> String {
+    fn said(own: FaultRecord, theirs: FaultRecord, quiet: &[Rank]) -> String {
         let words = Words::new(8, Machines::one(3), &Config::default());
-        words.error(&FaultReport { own, theirs }, |_| silent).unwrap().to_string()
+        words.error(&FaultReport { own, theirs }, quiet).unwrap().to_string()
     }
 
     fn alone(fault: Fault) -> String {
-        said(record(fault), FaultRecord::zeroed(), false)
+        said(record(fault), FaultRecord::zeroed(), &[])
     }
 
     fn record(fault: Fault) -> FaultRecord {
@@ -280,7 +292,7 @@ mod tests {
             "rank 2 failed (combine #7): rank 0 waited 0.000 s for nothing: another rank had reported the fault before"
         );
         let words = Words { bounds: String::new(), ..Words::new(8, Machines::one(3), &Config::default()) };
-        assert_eq!(words.error(&FaultReport::zeroed(), |_| false), None);
+        assert_eq!(words.error(&FaultReport::zeroed(), &[]), None);
     }
 
     #[test]
@@ -297,18 +309,46 @@ mod tests {
             format!("rank 2 stalled (combine #7): {handshake}; rank 2 has no heartbeat; {BOUNDS}")
         );
         // If both bounds are equal, the kernel may give up shortly before the host notices the silence.
-        let text = said(record(late), FaultRecord::zeroed(), true);
+        let text = said(record(late), FaultRecord::zeroed(), &[Rank(2)]);
         assert!(text.starts_with("rank 2 stalled (combine #7): "), "{text}");
         // Other ranks report the cause that the waiting rank has found.
         let told = Fault { awaited: 1, cause: FaultKind::Late as u32, ..waited(FaultKind::Aborted) };
         assert!(alone(told).starts_with("rank 2 is late (combine #7): "), "{}", alone(told));
     }
 
+    /// Rank 1 is stopped. Rank 2, for whose chunk this rank waits, waits for rank 1.
+    #[test]
+    fn a_stopped_rank_is_named_instead_of_one_that_waits_for_it() {
+        let stalled = waited(FaultKind::Stalled);
+        let expected = format!(
+            "rank 1 stalled (combine #7): rank 0 waited 1.500 s for rank 2's chunk 17 (expected step 7, seen 6); {BOUNDS}"
+        );
+        assert_eq!(said(record(stalled), FaultRecord::zeroed(), &[Rank(1)]), expected);
+        let late = Fault { waiting_for: WaitingFor::Handshake as u32, ..waited(FaultKind::Late) };
+        let text = said(record(late), FaultRecord::zeroed(), &[Rank(1)]);
+        assert!(
+            text.starts_with("rank 1 stalled (combine #7): rank 0 waited 1.500 s for rank 2's handshake"),
+            "{text}"
+        );
+        assert!(!text.contains("has not entered"), "{text}");
+        let told = Fault { cause: FaultKind::Late as u32, ..waited(FaultKind::Aborted) };
+        let text = said(record(told), FaultRecord::zeroed(), &[Rank(1)]);
+        assert!(text.starts_with("rank 1 stalled (combine #7): "), "{text}");
+        // Two ranks are stopped, and one of them was named; a rank that died or failed remains the cause.
+        assert!(
+            said(record(stalled), FaultRecord::zeroed(), &[Rank(1), Rank(2)]).starts_with("rank 2 stalled")
+        );
+        for kind in [FaultKind::Died, FaultKind::Left, FaultKind::Nan] {
+            let fault = Fault { cause: kind as u32, ..waited(FaultKind::Aborted) };
+            assert!(said(record(fault), FaultRecord::zeroed(), &[Rank(1)]).starts_with("rank 2 "));
+        }
+    }
+
     #[test]
     fn the_error_of_a_rank_that_failed_is_quoted() {
         let told = Fault { cause: FaultKind::Aborted as u32, ..waited(FaultKind::Aborted) };
         let theirs = Fault { rank: 2, peer: 2, seen: 3, index: 5, ..waited(FaultKind::Nan) };
-        let text = said(record(told), record(theirs), false);
+        let text = said(record(told), record(theirs), &[]);
         let end = "; its error: routing of rank 2, row 5: the weight of expert 3 is NaN";
         assert!(
             text.starts_with("rank 2 failed (combine #7): rank 0 waited 1.500 s for its chunk 17"),
@@ -316,7 +356,7 @@ mod tests {
         );
         assert!(text.ends_with(end), "{text}");
         // The record of a third rank is not the error of the rank at fault.
-        let text = said(record(told), record(Fault { rank: 1, ..waited(FaultKind::Stalled) }), false);
+        let text = said(record(told), record(Fault { rank: 1, ..waited(FaultKind::Stalled) }), &[]);
         assert!(!text.contains("its error"), "{text}");
     }
 
@@ -327,8 +367,8 @@ mod tests {
         let fault = Fault { rank: 1, ..waited(FaultKind::Mismatch) };
         let mismatch = FaultRecord { fault, call: call(mine), peer_call: call(other) };
         let expected = "operator combine: type of rows is bf16 on rank 1 and f32 on rank 2; every rank must pass the same";
-        assert_eq!(said(mismatch, FaultRecord::zeroed(), false), expected);
+        assert_eq!(said(mismatch, FaultRecord::zeroed(), &[]), expected);
         let told = Fault { cause: FaultKind::Aborted as u32, ..waited(FaultKind::Aborted) };
-        assert_eq!(said(record(told), mismatch, false), expected);
+        assert_eq!(said(record(told), mismatch, &[]), expected);
     }
 }
