@@ -339,7 +339,8 @@ def reduce_gradients(
         op: "mean" or "sum".
 
     Raises:
-        CallerError: `op` is neither; or the buffer of a layer has several ranks, and `torch.distributed` is not initialized.
+        CallerError: `op` is neither; or the buffer of a layer has several ranks, and `torch.distributed` is not
+            initialized.
     """
     if op not in ("mean", "sum"):
         raise CallerError(f'op is {op!r}, must be "mean" or "sum"')

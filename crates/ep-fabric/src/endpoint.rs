@@ -12,10 +12,6 @@ use crate::info::{self, Chosen, LOG_HINT};
 use crate::library::Library;
 use crate::{Options, sys};
 
-/// What to do when the window cannot be registered.
-const MEMORY_HINT: &str = "raise the limit of locked memory (ulimit -l), or lower HYBRID_EP_SLOTS or \
-                           HYBRID_EP_SLOT_BYTES, which decide the window's length";
-
 /// An object of libfabric, which is closed when it is dropped.
 struct Object(NonNull<sys::Fid>);
 
@@ -161,9 +157,9 @@ impl Endpoint {
         let what = info::what(&library, options);
         let failed = |step: &str, answer: isize| -> Error {
             let hint = match step {
-                "fi_mr_reg" => MEMORY_HINT,
-                "fi_cq_open" => "lower HYBRID_EP_SLOTS, which decides the queue's length",
-                _ => LOG_HINT,
+                "fi_mr_reg" => format!("raise the limit of locked memory (ulimit -l), or {}", limits.advice),
+                "fi_cq_open" => limits.advice.to_owned(),
+                _ => LOG_HINT.to_owned(),
             };
             EnvironmentError::new(&what, format!("{step}: {}", library.text(answer)), hint).into()
         };
@@ -175,10 +171,9 @@ impl Endpoint {
         let missing = |step: &str| failed(step, -sys::ENOSYS);
         let (largest, mr_mode) = (entry.ep().max_msg_size, entry.domain().mr_mode);
         if largest < limits.put_bytes {
-            let hint = "lower HYBRID_EP_SLOT_BYTES";
             let problem =
                 format!("a put of {} bytes; the provider carries at most {largest}", limits.put_bytes);
-            return Err(EnvironmentError::new(what, problem, hint).into());
+            return Err(EnvironmentError::new(what, problem, limits.advice).into());
         }
         let none = ptr::null_mut();
 

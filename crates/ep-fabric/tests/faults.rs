@@ -99,7 +99,7 @@ fn a_call_that_fails_while_opening_is_named_and_all_objects_are_closed() {
 fn a_window_that_cannot_be_registered_names_the_limit_of_locked_memory() {
     let settings = Settings { fail: Step::MrReg, errno: sys::ENOMEM as i32, ..Settings::default() };
     let fake = Fake::new("no memory", &settings);
-    let parts = ["no memory", "fi_mr_reg: Cannot allocate memory (12)", "ulimit -l", "HYBRID_EP_SLOTS"];
+    let parts = ["no memory", "fi_mr_reg: Cannot allocate memory (12)", "ulimit -l", TRANSPORT_LIMITS.advice];
     assert_environment(&open_error(&fake.options()), &parts);
 }
 
@@ -119,10 +119,10 @@ fn a_key_that_does_not_fit_is_refused() {
 fn limits_of_a_provider_name_the_setting_to_lower() {
     let put = TRANSPORT_LIMITS.put_bytes;
     let fake = Fake::new("short puts", &Settings { max_msg_size: put - 1, ..Settings::default() });
-    let parts = ["short puts", &*format!("{put} bytes"), &format!("{}", put - 1), "HYBRID_EP_SLOT_BYTES"];
+    let parts = ["short puts", &*format!("{put} bytes"), &format!("{}", put - 1), TRANSPORT_LIMITS.advice];
     assert_environment(&open_error(&fake.options()), &parts);
     let fake = Fake::new("short queue", &Settings { cq_size: 8, ..Settings::default() });
-    let parts = ["short queue", "fi_cq_open: Invalid argument (22)", "HYBRID_EP_SLOTS"];
+    let parts = ["short queue", "fi_cq_open: Invalid argument (22)", TRANSPORT_LIMITS.advice];
     assert_environment(&open_error(&fake.options()), &parts);
     fake.assert_clean("short queue");
 }

@@ -32,7 +32,8 @@ pub(crate) fn open(
     };
     if needs_blobs(world, config) {
         let local_rank = world.topology().local_rank_of(rank);
-        let limits = Limits { signals, put_bytes: config.host.slot_bytes.next_multiple_of(64) };
+        let put_bytes = config.host.slot_bytes.next_multiple_of(64);
+        let limits = Limits { signals, put_bytes, advice: "lower HYBRID_EP_SLOTS or HYBRID_EP_SLOT_BYTES" };
         let (options, address) = (&config.host.transport, connected.machines.address());
         return open_fabric(rail, local_rank, window(rank)?, options, limits, address);
     }

@@ -145,12 +145,15 @@ fn receive_from_rail(op: &Op<'_>, ends: &[u64], words: usize, idle: &mut Idle) -
     Ok(progressed)
 }
 
-/// Checks that all ranks use the same mode, plain or permuted: the mode decides what a row number means.
+/// Checks that all ranks use the same mode: it decides what a row number means.
 fn check_modes(op: &Op<'_>, all: &[Counts]) -> Result<()> {
-    let plain = |rank: Rank| all[rank.index()].mode == DispatchMode::Plain;
-    let name = |rank: Rank| if plain(rank) { "plain" } else { "permuted" }.to_string();
+    let mode = |rank: Rank| all[rank.index()].mode;
+    let name = |rank: Rank| match mode(rank) {
+        DispatchMode::Plain => "plain".to_owned(),
+        DispatchMode::Permuted { pad_multiple } => format!("permuted with pad_multiple {pad_multiple}"),
+    };
     let rank = op.comm.rank;
-    match op.comm.world.topology().all_ranks().find(|&other| plain(other) != plain(rank)) {
+    match op.comm.world.topology().all_ranks().find(|&other| mode(other) != mode(rank)) {
         None => Ok(()),
         Some(peer) => Err(CallerError::Collective {
             operator: op.operator,

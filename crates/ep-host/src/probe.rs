@@ -59,7 +59,11 @@ impl RailProbe {
         // A slot for each message in flight, to send from and to receive into.
         let bytes = Size::new(2 * Self::IN_FLIGHT) * Self::MAX_BYTES;
         let window = Arc::new(Segment::private(bytes.bytes("the window of a probe")?)?);
-        let limits = Limits { signals: 2 * Self::IN_FLIGHT, put_bytes: Self::MAX_BYTES };
+        let limits = Limits {
+            signals: 2 * Self::IN_FLIGHT,
+            put_bytes: Self::MAX_BYTES,
+            advice: "choose another provider",
+        };
         let address = rendezvous.network_address();
         let opened = open_fabric(rail.clone(), 0, Arc::clone(&window), transport, limits, address)?;
         let blobs = rendezvous.all_gather(&opened.blob())?;

@@ -269,6 +269,25 @@ fn ranks_that_pass_different_types_get_an_error_that_names_the_types() {
 }
 
 #[test]
+fn ranks_that_pad_differently_get_an_error_that_names_the_modes() {
+    for (other, name) in [
+        (DispatchMode::Plain, "plain"),
+        (DispatchMode::Permuted { pad_multiple: 16 }, "permuted with pad_multiple 16"),
+    ] {
+        let results = on_threads(2, 1, |mut buffer| {
+            let mode =
+                if buffer.rank() == Rank(1) { other } else { DispatchMode::Permuted { pad_multiple: 4 } };
+            let routing =
+                Workload { tokens: 4, experts: EXPERTS, topk: 1, skew: 0.0, seed: 1 }.routing(buffer.rank());
+            buffer.preprocess(&routing, mode, None).map(|_| ())
+        });
+        let errors: Vec<String> = results.into_iter().map(|r| r.unwrap().unwrap_err().to_string()).collect();
+        let (mine, theirs) = ("permuted with pad_multiple 4 on rank 0", format!("{name} on rank 1"));
+        assert!(errors.iter().any(|error| error.contains(mine) && error.contains(&theirs)), "{errors:?}");
+    }
+}
+
+#[test]
 fn ranks_that_call_different_operators_get_an_error_that_says_so() {
     let results = on_threads(2, 1, |mut buffer| {
         let routing =

@@ -108,7 +108,7 @@ mod tests {
     fn refused(options: &TransportOptions) -> (&'static str, String) {
         let rail = Rail::new(vec![Rank(0), Rank(1)], 0).unwrap();
         let window = Arc::new(Segment::private(4096).unwrap());
-        let limits = Limits { signals: 1, put_bytes: 64 };
+        let limits = Limits { signals: 1, put_bytes: 64, advice: "" };
         match open_fabric(rail, 0, window, options, limits, None).map(drop) {
             Err(Error::Caller(CallerError::Config { key, problem, .. })) => (key, problem),
             other => panic!("{other:?}"),

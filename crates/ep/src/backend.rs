@@ -144,7 +144,10 @@ impl TokenFormat {
 
     /// Bytes of the scales of one input row of `hidden` elements; 0 unless the format is [`Fp8`](Self::Fp8).
     pub fn input_scale_row_bytes(self, hidden: usize) -> usize {
-        if let Self::Fp8(format) = self { format.bytes_per_row(hidden) } else { 0 }
+        match self {
+            Self::Fp8(format) => format.bytes_per_row(hidden),
+            Self::Bf16 | Self::F32 | Self::QuantizeFp8(_) => 0,
+        }
     }
 
     /// Bytes of the scales of one output row of `hidden` elements; 0 without scales.

@@ -284,6 +284,8 @@ pub struct Limits {
     pub signals: usize,
     /// The most bytes of one put.
     pub put_bytes: usize,
+    /// What the user can do if the engine cannot meet these numbers, for its errors: which settings to lower.
+    pub advice: &'static str,
 }
 
 /// An engine that is opened with this rank's window and does not know its peers yet.

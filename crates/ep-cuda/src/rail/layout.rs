@@ -93,7 +93,8 @@ pub(crate) const SIGNALS: usize = 2 * (1 + RAIL_SECTIONS * MAX_CHUNKS);
 
 /// What the proxies of a rail ask of their engine.
 pub(crate) fn limits(layout: &RailLayout) -> Limits {
-    Limits { signals: SIGNALS, put_bytes: layout.lane_bytes.max(size_of::<RailPlan>()) }
+    let put_bytes = layout.lane_bytes.max(size_of::<RailPlan>());
+    Limits { signals: SIGNALS, put_bytes, advice: "lower HYBRID_EP_CUDA_LANE_BYTES" }
 }
 
 #[cfg(test)]
@@ -138,7 +139,9 @@ mod tests {
     #[test]
     fn a_put_may_have_a_whole_lane_and_a_whole_plan() {
         let limits_of = |lane_bytes| limits(&RailLayout::new(2, lane_bytes, 0).unwrap());
-        assert_eq!(limits_of(1 << 20), Limits { signals: 6146, put_bytes: 1 << 20 });
+        let Limits { signals, put_bytes, advice } = limits_of(1 << 20);
+        assert_eq!((signals, put_bytes), (6146, 1 << 20));
+        assert!(advice.contains("HYBRID_EP_CUDA_LANE_BYTES"));
         assert_eq!(limits_of(4096).put_bytes, size_of::<RailPlan>());
     }
 }

@@ -29,7 +29,8 @@ const LENGTHS: [usize; 7] = [SLOT_BYTES, 0, 1, 7, 64, 4099, SLOT_BYTES - 9];
 
 /// The limits with which the engine must be opened: a signal for the bytes and a credit for every slot, and one signal
 /// by which the ranks agree that a check has ended.
-pub const TRANSPORT_LIMITS: Limits = Limits { signals: 2 * SLOTS + 1, put_bytes: SLOT_BYTES };
+pub const TRANSPORT_LIMITS: Limits =
+    Limits { signals: 2 * SLOTS + 1, put_bytes: SLOT_BYTES, advice: "lower the limits of the suite" };
 
 /// Bytes of every window that the checks need on a rail of `ranks` ranks.
 pub fn transport_window_bytes(ranks: usize) -> usize {
