@@ -40,8 +40,8 @@ class Work:
     """An operator that was called with `async_op=True`.
 
     Before `wait`, nothing may use the results of the operator or write to its inputs. Inputs and results may be dropped
-    at any time. The memory of the results is freed after the first `wait`. If the work is dropped without one, the memory
-    is freed after the buffer's next operator that waits for the work or finds it complete.
+    at any time. The memory of the results is freed after the first `wait`. If the work is dropped without one, it is
+    freed after the buffer's next operator that waits for the work or finds it complete.
 
     As a context manager, `wait` is called at the end of the `with` block, also if the block raises:
 

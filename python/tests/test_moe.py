@@ -312,7 +312,7 @@ def test_several_ranks_need_a_process_group_to_reduce_gradients() -> None:
     buffers = Buffer.threads(2, num_experts=EXPERTS, device="cpu")
     layer = seeded_layer(buffers[0])
     for function in (reduce_gradients, lambda layer: clip_gradients(layer, 1.0)):
-        with pytest.raises(CallerError, match="buffer has 2 ranks, and torch.distributed is not initialized"):
+        with pytest.raises(CallerError, match=r"buffer has 2 ranks, and torch\.distributed is not initialized"):
             function(layer)
     for buffer in buffers:
         buffer.close()
