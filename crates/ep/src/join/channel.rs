@@ -229,10 +229,11 @@ mod tests {
 
     /// Both ends of a connection.
     fn channels() -> [Channel; 2] {
-        let (one, other) = UnixStream::pair().unwrap();
+        let (one, other) = UnixStream::pair().expect("a pair of sockets");
         [one, other].map(|socket| {
             let direction = || Direction::new(Key::of(b"test", b""));
-            Channel::new(Wire::new(Socket::Unix(socket)).unwrap(), direction(), direction())
+            let wire = Wire::new(Socket::Unix(socket)).expect("a wire over a socket");
+            Channel::new(wire, direction(), direction())
         })
     }
 

@@ -197,9 +197,10 @@ mod tests {
 
     /// A caller and a listener with their keys.
     fn ends(caller: &Key) -> (Outbound, Inbound) {
-        let (one, other) = UnixStream::pair().unwrap();
-        let outbound = Outbound::new(Socket::Unix(one), caller, Role::Rendezvous, CLAIM).unwrap().unwrap();
-        (outbound, Inbound::new(Socket::Unix(other)).unwrap())
+        let (one, other) = UnixStream::pair().expect("a pair of sockets");
+        let outbound = Outbound::new(Socket::Unix(one), caller, Role::Rendezvous, CLAIM);
+        let outbound = outbound.expect("random bytes").expect("a wire over a socket");
+        (outbound, Inbound::new(Socket::Unix(other)).expect("a wire over a socket"))
     }
 
     #[test]
