@@ -208,6 +208,11 @@ impl TryFrom<ClusterDescription> for Cluster {
             number(what("bandwidth_gbit_per_s"), level.bandwidth_gbit_per_s, limits::LINK_GBIT_PER_S)?;
             number(what("efficiency"), level.efficiency, limits::EFFICIENCY)?;
             number(what("loss"), level.loss, limits::LOSS)?;
+            if level.loss > 0.0 && level.round_trip_s == 0.0 {
+                let what = "has a loss and no round trip, so that nothing limits its flows".to_owned();
+                let needed = "a round_trip above 0, or no loss".to_owned();
+                return Err(PlanError::Sites { level: level.name.clone(), what, needed });
+            }
             count(what("flows"), level.flows, limits::FLOWS)?;
             let gpus_per_link = match level.sharing {
                 Sharing::PerGpu => 1,

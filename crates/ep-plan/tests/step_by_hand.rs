@@ -134,15 +134,22 @@ impl Problem {
         let (bw, bg) = (d.precision.weights.bytes(), d.precision.gradients.bytes());
         let p = self.model.expert_parameters();
         let slots = d.experts as f64 / product(&shape.group);
-        let copies = product(&shape.stage) / product(&shape.group);
+        let least = self.sites.iter().map(|site| site.parts).fold(f64::MAX, f64::min);
+        let mut copies = product(&shape.stage) / product(&shape.group);
+        if way == Way::LocalSteps {
+            // Datacenters with weights of their own share no optimizer state.
+            copies = least * product(&shape.stage[1..]) / product(&shape.group[1..]);
+        }
         let shared =
             if matches!(self.compressions(way).0, Compression::By(by) if by > 1.0) { p * bw } else { 0.0 };
         let experts = self.layers(shape) * (slots * p * (bw + bg + 12.0 / copies) + shared);
         let mut replicas = product(&shape.stage) / shape.tensor as f64;
         let mut kept = 12.0;
+        if way == Way::LocalSteps {
+            replicas = least * product(&dense_copies(shape)[1..]);
+        }
         if let Some(codec) = self.dense_codec(way, shape) {
             // Every site keeps the whole state, and what its lossy streams left out.
-            let least = self.sites.iter().map(|site| site.parts).fold(f64::MAX, f64::min);
             replicas = least * product(&dense_copies(shape)[1..]);
             kept += if codec == GradientCodec::Exact { 0.0 } else { 4.0 };
         }

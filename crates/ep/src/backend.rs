@@ -508,6 +508,7 @@ pub trait Backend {
     /// # Errors
     /// - [`CallerError::TooLarge`] for a size beyond the address space.
     /// - [`EnvironmentError`](crate::EnvironmentError) when there is not enough memory; it says how much there is.
+    /// - [`PeerError`](crate::PeerError) when a peer that is another process does not accept the memory.
     /// - The error that made the buffer unusable, if one did.
     fn alloc(&mut self, bytes: usize) -> Result<Self::Memory>;
 
@@ -610,7 +611,8 @@ pub trait Backend {
     ///
     /// # Errors
     /// [`CallerError`] for sizes that do not fit, memory or a handle of another buffer, or arguments that differ
-    /// between ranks; [`PeerError`](crate::PeerError) when another rank died, left, failed or stalled.
+    /// between ranks; [`EnvironmentError`](crate::EnvironmentError) when there is too little memory to stage arguments that
+    /// are not registered; [`PeerError`](crate::PeerError) when another rank died, left, failed or stalled.
     fn dispatch(
         &mut self,
         handle: &Self::Handle,

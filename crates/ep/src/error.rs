@@ -11,8 +11,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// An error of the library. The variant says whose fault it is.
 ///
 /// An operator that returns a [`Caller`](Error::Caller) error before it has sent anything leaves the buffer usable.
-/// After a [`Peer`](Error::Peer) error, or any error in the middle of a collective operator, the ranks can no longer
-/// reach the same step: every later call on the buffer returns the same error.
+/// After any error in the middle of a collective operator, the ranks can no longer reach the same step: every later
+/// operator and allocation of the buffer returns the same error.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -360,8 +360,8 @@ pub trait Transport: Send + Sync {
     /// Posts a put.
     ///
     /// # Errors
-    /// [`CallerError`] when the put lies outside a window, is longer than [`Limits::put_bytes`], or its peer is not on
-    /// the rail; [`PeerError`](crate::PeerError) when the peer is gone; an environment error of the engine.
+    /// [`CallerError`] when the put lies outside a window, or its peer is not on the rail; an engine may also refuse a put
+    /// longer than [`Limits::put_bytes`]; [`PeerError`](crate::PeerError) when the peer is gone; an environment error of the engine.
     fn put(&self, put: Put) -> Result<Posted>;
 
     /// The address of `len` bytes at `offset` of a peer's window, for an engine that maps both windows in this process.

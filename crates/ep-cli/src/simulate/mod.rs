@@ -7,7 +7,7 @@ mod text;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use ep_plan::planner::{BaselineKind, Candidate, Plan};
+use ep_plan::planner::{BaselineKind, Batch, Candidate, Plan};
 use ep_plan::simulate::{Outcome, Record, Scheme, Simulation, SimulationOptions, SvgOptions, Timeline};
 use ep_plan::{Cluster, Planner, limits};
 use serde::Serialize;
@@ -95,7 +95,9 @@ pub(crate) fn main(args: &SimulateArgs) -> Result<Verdict, Failure> {
     let trace = Target::resolve("--trace", args.trace.as_deref())?;
     let svg = Target::resolve("--svg", args.svg.as_deref())?;
     check_apart(&[&json, &trace, &svg])?;
-    let problem = Problem::resolve(&args.problem)?;
+    let mut problem = Problem::resolve(&args.problem)?;
+    // The layers of so many micro-batches are simulated, whatever the global batch.
+    problem.options.batch = Batch::MicroBatches;
     let planner = problem.planner()?;
     let plan = planner.plan();
     let (scheme, planned) = scheme(args, &planner, &plan)?;

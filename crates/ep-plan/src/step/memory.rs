@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::Strategy;
 use super::layout::Layout;
 use crate::cluster::Cluster;
 use crate::model::Model;
@@ -39,24 +40,36 @@ impl StepMemory {
     /// `⌈M/p⌉ n P (b_w + b_g + 12 / Π c_l)` and the codec's shared expert per layer;
     /// `(⌈M/p⌉ a + o/p) / t (b_w + b_g + 12 t / R)`. With a codec of dense gradients between datacenters every datacenter
     /// updates all dense parameters, so their Adam state, and the carry of a lossy codec, are sharded over the replicas in
-    /// one datacenter instead of all `R / t`. The GPUs of the smallest site have the largest part.
-    pub(super) fn of(cluster: &Cluster, model: &Model, options: &Options, layout: &Layout) -> Self {
+    /// one datacenter instead of all `R / t`. The GPUs of the smallest site have the largest part. Under local steps the
+    /// datacenters hold different weights, so each shards all Adam state over its own replicas.
+    pub(super) fn of(
+        cluster: &Cluster,
+        model: &Model,
+        options: &Options,
+        strategy: Strategy,
+        layout: &Layout,
+    ) -> Self {
         let description = model.description();
         let precision = description.precision;
         let state = precision.weights.bytes() + precision.gradients.bytes();
         let layers = description.moe_layers.div_ceil(layout.stages()) as f64;
         let slots = description.experts.div_ceil(layout.group_gpus()) as f64;
-        let copies: f64 = layout.copies().iter().map(|&count| count as f64).product();
+        let apart = strategy == Strategy::LocalSteps;
+        let parts = cluster.sites().iter().map(|site| site.parts).min().unwrap_or(1);
+        let in_smallest_site = |replicas: &[usize]| (parts * replicas[1..].iter().product::<usize>()) as f64;
+        let copies = match apart {
+            true => in_smallest_site(&layout.copies()),
+            false => layout.copies().iter().product::<usize>() as f64,
+        };
         let shared =
             if options.weight_compression.has_shared_expert() { model.expert_bytes() } else { Bytes::ZERO };
         let experts = layers * slots * model.expert_parameters() * (state + OPTIMIZER_BYTES / copies);
         let dense_state = match dense_codec(options, layout) {
+            _ if apart => OPTIMIZER_BYTES / in_smallest_site(&layout.dense_copies()),
             None => OPTIMIZER_BYTES / (layout.stage_gpus() as f64 / layout.tensor_parallel as f64),
             Some(codec) => {
-                let parts = cluster.sites().iter().map(|site| site.parts).min().unwrap_or(1);
-                let replicas = parts * layout.dense_copies()[1..].iter().product::<usize>();
                 let carry = if codec.is_lossless() { 0.0 } else { CARRY_BYTES };
-                (OPTIMIZER_BYTES + carry) / replicas as f64
+                (OPTIMIZER_BYTES + carry) / in_smallest_site(&layout.dense_copies())
             }
         };
         let dense = dense_parameters(model, layout) * (state + dense_state);

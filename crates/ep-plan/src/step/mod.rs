@@ -270,7 +270,7 @@ impl StepPlanner {
             .map(|(strategy, mut layout)| {
                 layout.tensor_parallel = layout.stage.last().copied().unwrap_or(1);
                 let options = strategy.options(&self.options, layout.stages());
-                let memory = StepMemory::of(&self.cluster, &self.model, &options, &layout);
+                let memory = StepMemory::of(&self.cluster, &self.model, &options, strategy, &layout);
                 (memory.experts + memory.dense).0
             })
             .fold(f64::INFINITY, f64::min);

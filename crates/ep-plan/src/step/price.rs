@@ -95,7 +95,9 @@ impl Pricing<'_> {
     /// Prices a layout. `None` if it does not fit into memory.
     pub(super) fn price(&self, strategy: Strategy, layout: &Layout) -> Result<Option<StepPrice>> {
         let options = strategy.options(self.options, layout.stages());
-        let Some((layout, fit)) = self.with_tensor_parallelism(&options, layout) else { return Ok(None) };
+        let Some((layout, fit)) = self.with_tensor_parallelism(strategy, &options, layout) else {
+            return Ok(None);
+        };
         let planner = self.planner(strategy, &layout)?;
         let Some(candidate) = planner.scheme(strategy.path()) else { return Ok(None) };
         let micro_batches = self.tokens.micro_batches(layout.stage_gpus());
@@ -109,7 +111,7 @@ impl Pricing<'_> {
         let step_time = passes + dense_sync + expert_sync;
         Ok(Some(StepPrice {
             strategy,
-            memory: StepMemory::of(self.cluster, self.model, &options, &layout),
+            memory: StepMemory::of(self.cluster, self.model, &options, strategy, &layout),
             fit,
             micro_batches,
             tokens_per_gpu,
@@ -132,18 +134,24 @@ impl Pricing<'_> {
     pub(super) fn planner(&self, strategy: Strategy, layout: &Layout) -> Result<Planner> {
         let micro_batches = self.tokens.micro_batches(layout.stage_gpus());
         let options = Options { micro_batches, ..strategy.options(self.options, layout.stages()) };
-        let memory = StepMemory::of(self.cluster, self.model, &options, layout);
+        let memory = StepMemory::of(self.cluster, self.model, &options, strategy, layout);
         let memory = memory.fit(&options).map(|(_, before)| before).unwrap_or_default();
         let model = self.model.with_tokens(self.tokens.per_gpu(layout.stage_gpus()));
         Planner::with_memory(self.cluster.group(&layout.group)?, &model, options, memory)
     }
 
     /// The layout with the least tensor parallelism that fits; of two, rather one that leaves the reserve free.
-    fn with_tensor_parallelism(&self, options: &Options, layout: &Layout) -> Option<(Layout, Fit)> {
+    fn with_tensor_parallelism(
+        &self,
+        strategy: Strategy,
+        options: &Options,
+        layout: &Layout,
+    ) -> Option<(Layout, Fit)> {
         let innermost = layout.stage.last().copied().unwrap_or(1);
         let fitting = crate::divisors::divisors(innermost).into_iter().filter_map(|tensor_parallel| {
             let layout = Layout { tensor_parallel, ..layout.clone() };
-            let (fit, _) = StepMemory::of(self.cluster, self.model, options, &layout).fit(options)?;
+            let (fit, _) =
+                StepMemory::of(self.cluster, self.model, options, strategy, &layout).fit(options)?;
             Some((layout, fit))
         });
         fitting.min_by_key(|(layout, fit)| (*fit, layout.tensor_parallel))

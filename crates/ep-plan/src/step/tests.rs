@@ -49,7 +49,7 @@ fn expert_domains_beat_a_pipeline_on_a_slow_link() {
 fn a_codec_of_dense_gradients_is_priced_where_they_cross() {
     let by = |dense_gradient_compression| {
         let one = Options { batch: Batch::MicroBatches, ..Options::default() };
-        deepseek(8, 10.0, Options { dense_gradient_compression, pipeline_stages: Some(2), ..one })
+        deepseek(16, 10.0, Options { dense_gradient_compression, pipeline_stages: Some(2), ..one })
     };
     let plans = [None, Some(GradientCodec::Exact), Some(GradientCodec::Int8)].map(by);
     for strategy in Strategy::ALL {
@@ -105,11 +105,13 @@ fn every_datacenter_keeps_the_adam_state_of_dense_parameters() {
         stage: vec![2, 8, 8],
         group: vec![2, 8, 8],
     };
-    let bytes = |dense_gradient_compression| {
+    let of = |dense_gradient_compression, strategy| {
         let options = Options { dense_gradient_compression, ..Options::default() };
-        StepMemory::of(&cluster, &model, &options, &layout).dense.0
+        StepMemory::of(&cluster, &model, &options, strategy, &layout).dense.0
             / memory::dense_parameters(&model, &layout)
     };
+    let bytes = |codec| of(codec, Strategy::ExpertDomains);
+    assert!((of(None, Strategy::LocalSteps) - (4.0 + 12.0 / 32.0)).abs() < 1e-9, "weights differ");
     // Weights and gradients in bf16; 64 replicas, of which a datacenter has 32; a carry of 4 bytes.
     assert!((bytes(None) - (4.0 + 12.0 / 64.0)).abs() < 1e-9);
     assert!((bytes(Some(GradientCodec::Exact)) - (4.0 + 12.0 / 32.0)).abs() < 1e-9);
@@ -131,10 +133,12 @@ fn a_density_out_of_range_is_refused() {
 
 #[test]
 fn local_steps_are_listed_and_never_chosen() {
-    let plan = deepseek(8, 1.0, Options::paper_codec());
+    // The weights and the Adam state of a datacenter need more than 64 GPUs.
+    assert_eq!(deepseek(8, 1.0, Options::paper_codec()).price(Strategy::LocalSteps), None);
+    let plan = deepseek(16, 1.0, Options::paper_codec());
     assert!(seconds(&plan, Strategy::LocalSteps) < plan.best().step_time.0);
     assert_ne!(plan.best().strategy, Strategy::LocalSteps);
-    let often = deepseek(8, 1.0, Options { local_steps: 1, ..Options::paper_codec() });
+    let often = deepseek(16, 1.0, Options { local_steps: 1, ..Options::paper_codec() });
     assert!(seconds(&often, Strategy::LocalSteps) > 10.0 * seconds(&plan, Strategy::LocalSteps));
 }
 

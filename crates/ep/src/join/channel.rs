@@ -166,7 +166,6 @@ impl Channel {
     }
 
     /// As [`receive`](Self::receive), but returns `None` for a message of `kind` and leaves it for a later call.
-    #[cfg(target_os = "linux")]
     pub(super) fn receive_unless(&mut self, kind: u8) -> Option<Incoming> {
         match self.wire.peek(HEAD + 1).map(|message| message[HEAD]) {
             Some(found) if found == kind => None,

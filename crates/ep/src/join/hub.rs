@@ -43,6 +43,9 @@ pub(super) struct Hub {
     certain: Option<Loss>,
     /// The first loss that an earlier death may have caused, and when the hub learned of it.
     vague: Option<(Loss, Instant)>,
+    /// The first rank that has left without an error. It may have joined, so this is a loss only for an exchange that needs
+    /// the rank.
+    left: Option<(Loss, Instant)>,
     /// The rank that this one waits for, as the others were told last, and when.
     told: Option<(Rank, Instant)>,
     /// The loss that ended the job, once all ranks were told.
@@ -82,6 +85,7 @@ impl Hub {
             seats: (1..ranks).map(|_| Seat::default()).collect(),
             certain: None,
             vague: None,
+            left: None,
             told: None,
             over: None,
         };
@@ -101,7 +105,7 @@ impl Hub {
             self.progress();
             let mut until = self.watch.until(clock.deadline);
             let all = self.seats.iter().all(|seat| seat.came);
-            if lost.is_none() && all && self.certain.is_none() && self.vague.is_none() {
+            if lost.is_none() && all && self.certain.is_none() && self.unsure().is_none() {
                 self.broadcast(kind::MET, &[]);
                 return Ok(());
             }
@@ -110,7 +114,7 @@ impl Hub {
                 if all || since.elapsed() > LINGER || clock.is_over() {
                     return Err(self.conclude(loss, WHAT, &clock));
                 }
-            } else if let Some(loss) = self.settled() {
+            } else if let Some(loss) = self.settled(self.unsure()) {
                 self.broadcast(kind::LOST, &loss.to_bytes());
                 lost = Some((loss, Instant::now()));
             } else if clock.is_over() {
@@ -129,7 +133,7 @@ impl Hub {
                 until = until.min(self.tell_missing(missing));
             }
             until = until.min(reception.next_look().unwrap_or(until));
-            if lost.is_some() || self.vague.is_some() {
+            if lost.is_some() || self.unsure().is_some() {
                 until = until.min(Instant::now() + Duration::from_millis(20));
             }
             let mut fds = Vec::new();
@@ -180,7 +184,7 @@ impl Hub {
             // This message tells the rank that it has been admitted.
             channel.send(kind::WAITING, &rank_bytes(missing));
         }
-        let lost = self.settled().map(|loss| loss.to_bytes());
+        let lost = self.settled(self.unsure()).map(|loss| loss.to_bytes());
         if let (Some(lost), Some(channel)) = (lost, &mut self.seats[at].channel) {
             channel.send(kind::LOST, &lost);
         }
@@ -245,7 +249,7 @@ impl Hub {
                 kind::LEFT => {
                     seat.channel = None;
                     let loss = Loss::new(rank, PeerFault::Left, "");
-                    self.vague.get_or_insert((loss, Instant::now()));
+                    self.left.get_or_insert((loss, Instant::now()));
                     return;
                 }
                 kind::LOST => {
@@ -288,9 +292,14 @@ impl Hub {
         self.certain.get_or_insert(loss);
     }
 
-    /// The loss to report: a certain one at once, a vague one after the grace period.
-    fn settled(&self) -> Option<Loss> {
-        let aged = || self.vague.as_ref().filter(|(_, since)| since.elapsed() >= GRACE_PERIOD);
+    /// The first loss that is not certain.
+    fn unsure(&self) -> Option<&(Loss, Instant)> {
+        self.vague.as_ref().or(self.left.as_ref())
+    }
+
+    /// The loss to report: a certain one at once, `unsure` after the grace period.
+    fn settled(&self, unsure: Option<&(Loss, Instant)>) -> Option<Loss> {
+        let aged = || unsure.filter(|(_, since)| since.elapsed() >= GRACE_PERIOD);
         self.certain.clone().or_else(|| aged().map(|(loss, _)| loss.clone()))
     }
 
@@ -302,7 +311,7 @@ impl Hub {
     /// Waits until a message arrives, a grace period ends, or `deadline`.
     fn pause(&self, deadline: Instant) {
         let mut until = self.watch.until(deadline);
-        if let Some((_, since)) = &self.vague {
+        if let Some((_, since)) = self.unsure() {
             until = until.min(*since + GRACE_PERIOD);
         }
         let mut fds = Vec::new();
@@ -323,7 +332,7 @@ impl Hub {
             let missing = self.first(|seat| seat.blob.is_none());
             // Check for missing blobs before losses: a rank that has left may have sent its blob before.
             let Some(missing) = missing else { break };
-            if let Some(loss) = self.settled() {
+            if let Some(loss) = self.settled(self.unsure()) {
                 return Err(self.conclude(loss, WHAT, &clock));
             }
             // After the deadline, the grace period: another rank's death may be the reason for the missing blob.
@@ -388,7 +397,8 @@ impl Hub {
             return Some(loss.error(ZERO, None, WHAT, clock.waited()));
         }
         self.progress();
-        let loss = self.settled()?;
+        // A rank that has joined and left is no loss for a rank that waits elsewhere.
+        let loss = self.settled(self.vague.as_ref())?;
         Some(self.conclude(loss, WHAT, &clock))
     }
 

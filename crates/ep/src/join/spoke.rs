@@ -293,13 +293,14 @@ impl Spoke {
         Ok(all)
     }
 
-    /// The error of a rank that was lost since the last exchange, if rank 0 has reported one or is lost itself.
+    /// The error of a rank that was lost since the last exchange, if rank 0 has reported one or is lost itself. A rank 0
+    /// that has left the rendezvous is not lost: it has joined, and may need no further exchange.
     pub(super) fn learn(&mut self) -> Option<Error> {
         let clock = Clock::new(Duration::ZERO);
         loop {
             let channel = self.channel.as_mut()?;
             channel.wire_mut().flush();
-            let incoming = channel.receive()?;
+            let incoming = channel.receive_unless(kind::LEFT)?;
             let loss = match self.handle(incoming) {
                 Ok(_) => continue,
                 Err(Stop::Lost(loss) | Stop::GaveUp(loss)) => loss,

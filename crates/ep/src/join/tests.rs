@@ -8,6 +8,7 @@ use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
 use super::handshake::{Claim, Outbound, Progress, Role};
+use super::hub::GRACE_PERIOD;
 use super::note::kind;
 use super::secret::random;
 use super::wire::{Socket, wait};
@@ -297,6 +298,38 @@ fn a_rank_that_dies_is_named_at_once_also_by_ranks_that_join_later() {
     for result in results {
         let error = peer_error(result);
         assert_eq!((error.peer, error.fault), (Rank(2), PeerFault::Died), "{error}");
+    }
+}
+
+/// A rank that needs no further exchange leaves the rendezvous while others still connect their links.
+#[test]
+#[cfg_attr(miri, ignore = "sockets")]
+fn a_rank_that_has_joined_and_left_is_lost_for_a_later_exchange_only() {
+    for leaver in 0..2 {
+        let (listener, address) = listener();
+        let store = address.to_string();
+        let mut met: Vec<TcpRendezvous> = std::thread::scope(|scope| {
+            let zero = scope.spawn(|| TcpRendezvous::host(&listener, member(0, 3, LONG)).unwrap());
+            let others: Vec<_> = (1..3)
+                .map(|rank| {
+                    scope.spawn({
+                        let store = &store;
+                        move || TcpRendezvous::join(store, member(rank, 3, LONG)).unwrap()
+                    })
+                })
+                .collect();
+            std::iter::once(zero).chain(others).map(|rank| rank.join().unwrap()).collect()
+        });
+        drop(met.remove(leaver));
+        let since = Instant::now();
+        while since.elapsed() < 2 * GRACE_PERIOD {
+            for rank in &mut met {
+                assert_eq!(rank.lost(), None, "rank {leaver} has joined");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let error = peer_error(met[0].all_gather(b"one more"));
+        assert_eq!((error.peer, error.fault), (Rank(leaver as u32), PeerFault::Left), "{error}");
     }
 }
 

@@ -84,7 +84,7 @@ pub struct TransportFailure {
 ///
 /// The checks: a signal arrives once, after the bytes of its put, with all its bits and the right sender; a put writes
 /// no other bytes; puts of length 0; many puts in flight, to and from every peer; as many signals as the limits allow;
-/// puts outside a window, longer than the limits or to no peer are refused without effect; drained puts arrive although
+/// puts outside a window or to no peer are refused without effect; drained puts arrive although
 /// the engine is dropped; a peer that has left disturbs no other peer, and calls that name it return.
 ///
 /// # Errors
