@@ -527,7 +527,8 @@ fn a_simulation_is_compared_with_the_plan() {
 #[test]
 fn whole_steps_are_simulated() {
     let steps = |options: &[&str]| {
-        let all = [&["simulate", "--steps", "--set=global_batch=1048576", "--json=-"], options].concat();
+        let all = [&["simulate", "--steps", "--nodes=16", "--set=global_batch=2097152", "--json=-"], options]
+            .concat();
         let report: Value = serde_json::from_str(&run(&all).succeeded().stdout).unwrap();
         let of = |row: &Value| {
             let simulated = row["simulated"]["Ok"]["step_time"].as_f64().unwrap();
