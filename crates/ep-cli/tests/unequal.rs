@@ -18,7 +18,8 @@ fn planned(options: &[&str]) -> Value {
 fn three_unequal_datacenters_are_planned_by_options_and_by_file() {
     let by_options = planned(&THREE);
     let prices = by_options["step"]["prices"].as_array().unwrap();
-    assert_eq!(prices.len(), 6, "every strategy has a layout");
+    // A site of 32 GPUs cannot hold weights and Adam state of its own, as local steps need.
+    assert_eq!(prices.len(), 5, "every other strategy has a layout");
     for price in prices {
         let factors = |list: &str| -> u64 {
             price["layout"][list].as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).product()
@@ -55,7 +56,7 @@ fn the_example_of_the_guide_is_planned() {
     std::fs::write(&file, text).unwrap();
     let planned = planned(&["--cluster", &file]);
     assert_eq!(planned["problem"]["cluster"]["levels"][1]["site_members"], serde_json::json!([8, 8, 4]));
-    assert_eq!(planned["step"]["prices"].as_array().unwrap().len(), 6);
+    assert_eq!(planned["step"]["prices"].as_array().unwrap().len(), 5);
 }
 
 #[test]
