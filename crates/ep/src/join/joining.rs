@@ -334,6 +334,8 @@ mod tests {
             config.host.transport.address = Some("127.0.0.1".into());
             let make = |joining: &mut Joining<'_>| -> Result<()> {
                 joining.meet(introduction(joining))?;
+                // The peer has its links, too, before this rank fails.
+                joining.all_gather(b"met")?;
                 let (rank, peer) = (joining.rank(), Rank(1 - joining.rank().0));
                 Err(PeerError::joining(rank, peer, PeerFault::Stalled, "it", Duration::ZERO).into())
             };
