@@ -340,6 +340,16 @@ mod tests {
 
     /// A flow with 30 ms and one lost packet in 10,000 reaches about 50 Mbit/s, whatever the link.
     #[test]
+    fn a_loss_needs_a_round_trip() {
+        let mut description = presets::datacenters(2, 10.0, 0.0, presets::dgx_h200(8));
+        description.levels[0].loss = 1e-4;
+        let error = Cluster::try_from(description.clone()).unwrap_err().to_string();
+        assert!(error.contains("level 'wan' has a loss and no round trip"), "{error}");
+        description.levels[0].round_trip_s = 0.03;
+        assert!(Cluster::try_from(description).is_ok());
+    }
+
+    #[test]
     fn loss_limits_flows() {
         let flow = flow_rate(0.03, 1e-4).unwrap();
         assert!((flow.as_gbit_per_s() - 0.0477).abs() < 1e-4, "{flow}");
