@@ -503,7 +503,8 @@ structs! { STRUCTS:
         common: Common,
         handle: HandleView,
         rows: DeviceAddress as "const u8*",
-        /// `[rows][local experts]`, in permuted mode `[rows]`, with `prob_stride` elements from one row to the next; null without probabilities.
+        /// `[rows][local experts]`, in permuted mode `[rows]`, with `prob_stride` elements from one row to the next; null
+        /// without probabilities.
         row_probs: DeviceAddress as "const float*",
         prob_stride: u64,
         out_tokens: DeviceAddress as "u8*",

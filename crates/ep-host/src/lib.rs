@@ -1,7 +1,8 @@
 //! The CPU backend: the embedded default, and the executable specification of the operators' data path.
 //!
-//! A rank is a thread of this process, or a process of this machine or of several machines. All ranks of an NVLink domain can read and write
-//! each other's registered memory. Between domains, bytes move only through the [`ep::Transport`] of a rail.
+//! A rank is a thread of this process, or a process of this machine or of several machines. All ranks of an NVLink
+//! domain can read and write each other's registered memory. Between domains, bytes move only through the
+//! [`ep::Transport`] of a rail.
 //!
 //! `docs/token-path.md` follows a token through these modules; `docs/protocol-host.md` lists every word that ranks
 //! share, with its writer, its readers and its memory order.

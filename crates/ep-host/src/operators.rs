@@ -245,7 +245,7 @@ impl Backend for HostBuffer {
         facts.check_combine(&input, &output, HostMemory::facts)?;
         let row_bytes = input.element.row_bytes(input.hidden);
         let rows = facts.combined_rows();
-        let prob_stride = facts.prob_stride(&input).saturating_mul(4);
+        let prob_stride_bytes = facts.prob_stride(&input).saturating_mul(4);
         let prob_row_bytes = 4 * facts.probs_per_row();
         let prob_bytes = rows * prob_row_bytes;
         let message = Format {
@@ -277,10 +277,10 @@ impl Backend for HostBuffer {
         published[TOKENS] = published_rows;
         let _staged_probs = match input.probs {
             // Peers read rows without gaps.
-            Some(probs) if prob_stride != prob_row_bytes && prob_bytes > 0 => {
+            Some(probs) if prob_stride_bytes != prob_row_bytes && prob_bytes > 0 => {
                 let mut staged = arena.alloc(prob_bytes)?;
                 let to = staged.as_bytes_mut().chunks_mut(prob_row_bytes);
-                for (to, from) in to.zip(probs.as_bytes().chunks(prob_stride)) {
+                for (to, from) in to.zip(probs.as_bytes().chunks(prob_stride_bytes)) {
                     to.copy_from_slice(&from[..prob_row_bytes]);
                 }
                 published[PROBS] = staged.published_for_writing();

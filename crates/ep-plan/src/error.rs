@@ -150,7 +150,7 @@ pub enum PlanError {
         /// Memory of a GPU.
         device: Bytes,
     },
-    /// A list with one entry per site does not fit the cluster.
+    /// Entries of a level do not fit each other, or a list with one entry per site does not fit the cluster.
     #[error("level '{level}' {what}; possible: {needed}")]
     Sites {
         /// Name of the level.

@@ -495,7 +495,8 @@ struct CombineParams {
     Common common;
     HandleView handle;
     const u8* rows;
-    // `[rows][local experts]`, in permuted mode `[rows]`, with `prob_stride` elements from one row to the next; null without probabilities.
+    // `[rows][local experts]`, in permuted mode `[rows]`, with `prob_stride` elements from one row to the next; null
+    // without probabilities.
     const float* row_probs;
     u64 prob_stride;
     u8* out_tokens;
