@@ -349,8 +349,12 @@ def test_several_domains_equal_those_of_the_cpu(domains: int, monkeypatch: pytes
 
     buffers = _several_domains("cuda", domains, monkeypatch)
     streams = [torch.cuda.Stream(buffer.device) for buffer in buffers]
-    fixed = [[tensor.cuda() for tensor in rank] for rank in given[0]]
-    replacements = [[[tensor.cuda() for tensor in rank] for rank in inputs] for inputs in given]
+
+    def placed(inputs: list[Any]) -> list[list[Tensor]]:
+        return [[tensor.to(buffer.device) for tensor in inputs[buffer.rank]] for buffer in buffers]
+
+    fixed = placed(given[0])
+    replacements = [placed(inputs) for inputs in given]
     meeting = threading.Barrier(4)
     turn = threading.Lock()
 
@@ -376,7 +380,8 @@ def test_several_domains_equal_those_of_the_cpu(domains: int, monkeypatch: pytes
                 found.append(tuple(output.cpu() for output in outputs))
         return found
 
-    torch.cuda.synchronize()
+    for buffer in buffers:
+        torch.cuda.synchronize(buffer.device)
     for rank, found in enumerate(on_threads(buffers, on_gpu)):
         assert not isinstance(found, BaseException)
         for got, want in zip(found, wanted[rank], strict=True):
