@@ -2,7 +2,8 @@
 
 Prints, for this package and for a real `deep_ep` where one is installed, the microseconds from a call to its return
 and the GPU activities (kernels, copies, fills) that it queues; without GPUs, PyTorch's operators instead of activities.
-Times are medians of the slowest rank. Blocking calls include their wait for the GPU.
+Times are medians of the slowest rank, without gradients, as in the autograd functions that programs wrap the calls in.
+Blocking calls include their wait for the GPU.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ def main() -> None:
 
     original, why_not = real_deep_ep() if on_gpu else (None, "deep_ep: not measured, it needs GPUs")
     modules = [importlib.import_module("hybrid_ep.deep_ep")] + ([] if original is None else [original])
-    found = costs(modules, group, device, args)
+    with torch.no_grad():
+        found = costs(modules, group, device, args)
     if group.rank() == 0:
         what = "activities" if on_gpu else "operators"
         print(f"{'call':<34}{'hybrid_ep':>12}{what:>12}{'deep_ep':>12}{what:>12}")

@@ -213,11 +213,14 @@ def _is_plain_call(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return False
     differentiable = torch.is_grad_enabled()
+    for tensor in tensors:
+        if ops.is_plain(tensor):
+            if differentiable and tensor.requires_grad:
+                return False
+        elif isinstance(tensor, Tensor):
+            return False
     # The operator itself refuses arguments that are not tensors.
-    return not any(
-        isinstance(tensor, Tensor) and ((differentiable and tensor.requires_grad) or not ops.is_plain(tensor))
-        for tensor in tensors
-    )
+    return True
 
 
 def _routing(given: Given) -> _Routing:

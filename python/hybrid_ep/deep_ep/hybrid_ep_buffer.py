@@ -6,11 +6,13 @@ defines the operators. No call records gradients: programs wrap the calls in the
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +36,21 @@ from .handles import PermutedHandle, PlainHandle, parse
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
 AnyTensor = TypeVar("AnyTensor", Tensor, Tensor | None)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _without_gradients(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """As `torch.no_grad`, but free where gradients are off already, as in an autograd function."""
+
+    @functools.wraps(call)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        with torch.no_grad():
+            return call(*args, **kwargs)
+
+    return run
 
 
 class HybridEPBuffer:
@@ -157,7 +174,7 @@ class HybridEPBuffer:
         for kernel in _kernel_cache().glob("*.cubin"):
             kernel.unlink(missing_ok=True)
 
-    @torch.no_grad()
+    @_without_gradients
     def dispatch(
         self,
         hidden: Tensor,
@@ -221,7 +238,7 @@ class HybridEPBuffer:
         )
         return tokens.restored(received), self._widened(received.probs), received.scales, made
 
-    @torch.no_grad()
+    @_without_gradients
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: PlainHandle | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -241,10 +258,11 @@ class HybridEPBuffer:
             PeerError: Another rank died, left, failed, stalled or came late.
         """
         made = parse(handle, PlainHandle)
-        combined = made.buffer.combine(hidden, made.native, probs=self._narrowed(probs, made.buffer))
+        narrow = self._narrowed(probs, made.buffer)
+        combined = _calls.combine(made.buffer._end, hidden, made.native, narrow, wire=None, permuted=False)
         return combined.tokens, combined.probs
 
-    @torch.no_grad()
+    @_without_gradients
     def dispatch_with_permute(
         self,
         *,
@@ -327,7 +345,7 @@ class HybridEPBuffer:
         )
         return tokens.restored(received), received.probs, received.scales, received.handle.tokens_per_expert, made
 
-    @torch.no_grad()
+    @_without_gradients
     def combine_with_unpermute(
         self,
         *,
@@ -358,7 +376,7 @@ class HybridEPBuffer:
         _deprecated(False, num_dispatched_tokens, None)
         made = parse(handle, PermutedHandle)
         check_pad_multiple(pad_multiple, made)
-        combined = made.buffer.combine_with_unpermute(hidden, made.native, probs=probs)
+        combined = _calls.combine(made.buffer._end, hidden, made.native, probs, wire=None, permuted=True)
         return combined.tokens, combined.probs
 
     def _plain_again(
