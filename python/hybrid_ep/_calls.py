@@ -146,14 +146,33 @@ def dispatch(
 
 
 def combine(
-    end: End, tokens: Tensor, handle: Handle, probs: Tensor | None, wire: torch.dtype | None, permuted: bool
+    end: End,
+    tokens: Tensor,
+    handle: Handle,
+    probs: Tensor | None,
+    wire: torch.dtype | None,
+    permuted: bool,
+    first_column: int | None = None,
 ) -> Combined:
-    """Combines in plain mode or in permuted mode. See `Buffer.combine`."""
+    """Combines in plain mode or in permuted mode. See `Buffer.combine`.
+
+    Args:
+        end: The buffer.
+        tokens: As for `Buffer.combine`.
+        handle: As for `Buffer.combine`.
+        probs: As for `Buffer.combine`; with `first_column`, wider.
+        wire: As for `Buffer.combine`.
+        permuted: Whether to combine in permuted mode.
+        first_column: In plain mode, the column of `probs` that belongs to the first local expert, if there are others.
+    """
     _check_handle(end, handle, permuted)
     if probs is not None:
         probs = _f32("probs", probs)
     if _is_plain_call(tokens, probs):
-        return Combined(*ops.combine(end, tokens, probs, handle.tensor, handle.tokens, permuted, wire))
+        arguments = (tokens, probs, handle.tensor, handle.tokens, permuted, wire, first_column)
+        return Combined(*ops.combine(end, *arguments))
+    if probs is not None and first_column is not None:
+        probs = probs.narrow(1, first_column, end.local_experts)
     out, some_probs = torch.ops.hybrid_ep.combine(
         tokens, probs, handle.tensor, end.number, handle.tokens, permuted, wire
     )

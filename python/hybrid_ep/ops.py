@@ -231,18 +231,26 @@ def combine(
     tokens: int,
     permuted: bool,
     wire: torch.dtype | None,
+    first_column: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums the rows of each token, and gathers probabilities to `[T, E]`. Collective; see `Buffer.combine`."""
+    """Sums the rows of each token, and gathers probabilities to `[T, E]`. Collective; see `Buffer.combine`.
+
+    With `first_column`, the local experts have the columns of `probs` from that one on.
+    """
     rows = _checked(end, "tokens", rows, (torch.bfloat16, torch.float32))
     count, hidden = rows.shape
     if wire not in (None, torch.bfloat16, torch.float32):
         raise CallerError(f"wire: expected torch.bfloat16 or torch.float32, found {wire}")
     wide = rows.dtype == torch.float32
     out = _output(end, rows, (tokens, hidden))
-    out_probs = None
+    row_probs, out_probs = None, None
     if probs is not None:
-        shape = (count,) if permuted else (count, end.local_experts)
+        columns = 1 if permuted else end.local_experts
+        first = 0 if first_column is None else first_column
+        wide_columns = columns if first_column is None else probs.shape[-1]
+        shape = (count,) if permuted else (count, wide_columns)
         probs = _checked(end, "probs", probs, (torch.float32,), shape, strided_rows=True)
+        row_probs = _strided(probs, first, columns)
         out_probs = _output(end, probs, (tokens, end.experts))
     end.native.combine(
         end.stream(),
@@ -250,7 +258,7 @@ def combine(
         (count, tokens, hidden),
         (wide, wide if wire is None else wire == torch.float32),
         span(rows),
-        None if probs is None else _strided(probs),
+        row_probs,
         span(out),
         None if out_probs is None else span(out_probs),
     )
@@ -424,13 +432,13 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _strided(rows: Tensor) -> tuple[tuple[int, int], int]:
-    """The memory of rows that may have gaps between them, and the elements from one row to the next."""
-    if rows.is_contiguous():
-        return span(rows), rows.shape[1] if rows.dim() == 2 else 1
-    stride = rows.stride(0)
-    elements = (rows.shape[0] - 1) * stride + rows.shape[1]
-    return (rows.data_ptr(), elements * rows.element_size()), stride
+def _strided(rows: Tensor, first: int, columns: int) -> tuple[tuple[int, int], int]:
+    """The memory of the columns from `first` on, in all rows, and the elements from one row to the next."""
+    count, bytes_each = rows.shape[0], rows.element_size()
+    # The stride of a dimension of one element or none has no meaning.
+    stride = rows.stride(0) if count > 1 else columns
+    elements = (count - 1) * stride + columns if count else 0
+    return (rows.data_ptr() + first * bytes_each, elements * bytes_each), stride
 
 
 def _number(handle: Tensor) -> int:

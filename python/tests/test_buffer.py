@@ -112,6 +112,18 @@ def test_combine_takes_probs_that_are_columns_of_a_wider_matrix(device: str) -> 
     world(work, case.ranks, device=device, experts=case.experts)
 
 
+def test_the_stride_of_a_single_row_has_no_meaning(device: str) -> None:
+    def work(buffer: Buffer) -> None:
+        tokens = torch.ones(1, 8, dtype=torch.bfloat16, device=buffer.device)
+        got = buffer.dispatch(tokens, torch.tensor([[2]], device=buffer.device))
+        probs = torch.arange(4.0, device=buffer.device).as_strided((1, 4), (0, 1))
+        assert probs.stride(0) == 0
+        gathered = buffer.combine(got.tokens, got.handle, probs=probs).probs
+        assert gathered is not None and gathered.tolist() == [[0, 0, 2, 0]]
+
+    world(work, 1, device=device, experts=4)
+
+
 @pytest.mark.parametrize("pad", PADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_round_equals_the_definition(device: str, pad: int | None, dtype: torch.dtype) -> None:

@@ -258,8 +258,9 @@ class HybridEPBuffer:
             PeerError: Another rank died, left, failed, stalled or came late.
         """
         made = parse(handle, PlainHandle)
-        narrow = self._narrowed(probs, made.buffer)
-        combined = _calls.combine(made.buffer._end, hidden, made.native, narrow, wire=None, permuted=False)
+        end = made.buffer._end
+        column = self._first_column(probs, end.local_experts)
+        combined = _calls.combine(end, hidden, made.native, probs, None, False, column)
         return combined.tokens, combined.probs
 
     @_without_gradients
@@ -376,7 +377,7 @@ class HybridEPBuffer:
         _deprecated(False, num_dispatched_tokens, None)
         made = parse(handle, PermutedHandle)
         check_pad_multiple(pad_multiple, made)
-        combined = _calls.combine(made.buffer._end, hidden, made.native, probs, wire=None, permuted=True)
+        combined = _calls.combine(made.buffer._end, hidden, made.native, probs, None, True)
         return combined.tokens, combined.probs
 
     def _plain_again(
@@ -476,13 +477,12 @@ class HybridEPBuffer:
             made = self._own[device] = ((ranks == self.local_rank).to(device), torch.zeros((), device=device))
         return made
 
-    def _narrowed(self, probs: Tensor | None, buffer: Buffer) -> Tensor | None:
-        """Selects `[rows, local experts]` from `[rows, experts of the domain]`; narrower probs are unchanged."""
-        experts = buffer.num_local_experts
+    def _first_column(self, probs: Tensor | None, experts: int) -> int | None:
+        """The first column of this rank in `[rows, experts of the domain]`; None for narrower probs."""
         wide = experts * self.num_of_hybrid_ep_ranks_per_nvlink_domain
         if probs is None or probs.dim() != 2 or probs.shape[1] != wide:
-            return probs
-        return probs.narrow(1, self.local_rank * experts, experts)
+            return None
+        return self.local_rank * experts
 
 
 def _first(rows: int | None, tensor: AnyTensor) -> AnyTensor:
