@@ -176,4 +176,29 @@ mod tests {
             "rank 2 failed (join #0): rank 1 waited 0.000 s for its part (reported by rank 0); its error: topology: no ranks"
         );
     }
+
+    #[test]
+    fn a_loss_of_another_rank_or_a_quoted_error_says_more() {
+        let seen = |peer| Loss::new(Rank(peer), PeerFault::Died, "");
+        let quoted = |peer| Loss { text: Text::OwnError("why".into()), ..seen(peer) };
+        let error = |loss: Loss| match loss.error(Rank(0), None, "its part", Duration::ZERO) {
+            Error::Peer(error) => error,
+            other => panic!("{other}"),
+        };
+        for known in [seen(1), quoted(1)] {
+            assert!(seen(2).is_better_than(&error(known.clone())));
+            assert!(quoted(2).is_better_than(&error(known.clone())));
+            assert!(!seen(1).is_better_than(&error(known)));
+        }
+        assert!(quoted(1).is_better_than(&error(seen(1))));
+        assert!(!quoted(1).is_better_than(&error(quoted(1))));
+    }
+
+    #[test]
+    fn a_rank_survives_the_round_trip() {
+        for rank in [Rank(0), Rank(0x0102_0304)] {
+            assert_eq!(rank_of(&rank_bytes(rank)), Some(rank));
+        }
+        assert_eq!(rank_of(&[0; 3]), None);
+    }
 }

@@ -108,3 +108,81 @@ impl<'a> Reception<'a> {
         self.pause.into_iter().chain(oldest).min()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::{SocketAddr, TcpListener, TcpStream};
+
+    use super::super::handshake::Outbound;
+    use super::super::wire::Socket;
+    use super::*;
+    use crate::topology::Rank;
+
+    const CLAIM: Claim = Claim { from: Rank(1), to: Rank(0), ranks: 2, generation: 0 };
+
+    fn listener() -> (Listener, SocketAddr) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        (Listener::Tcp(listener).prepared().unwrap(), address)
+    }
+
+    /// Accepts what has arrived until the reception has seen `count` connections.
+    fn accept(reception: &mut Reception<'_>, count: usize) {
+        while reception.pending.len() + (reception.dropped as usize) < count {
+            assert!(reception.turn().unwrap().is_empty());
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn idle_connections_are_bounded_and_make_way_for_a_member() {
+        let (listener, address) = listener();
+        let key = Key::of(b"test", b"");
+        let mut reception = Reception::new(&listener, &key, Role::Rendezvous);
+        assert_eq!(reception.next_look(), None);
+        let socket = Socket::Tcp(TcpStream::connect(address).unwrap());
+        let mut member = Outbound::new(socket, &key, Role::Rendezvous, CLAIM).unwrap().unwrap();
+        accept(&mut reception, 1);
+        while !reception.pending[0].is_known() {
+            assert!(reception.turn().unwrap().is_empty());
+        }
+        assert_eq!(reception.next_look(), Some(reception.pending[0].since + HANDSHAKE));
+        let mut idle = Vec::new();
+        // The member, and as many others as there is room for.
+        for connections in 2..=MAX_PENDING {
+            idle.push(TcpStream::connect(address).unwrap());
+            accept(&mut reception, connections);
+        }
+        assert_eq!((reception.pending.len(), reception.dropped), (MAX_PENDING, 0));
+        for further in 1..=3 {
+            idle.push(TcpStream::connect(address).unwrap());
+            accept(&mut reception, MAX_PENDING + further);
+            assert_eq!((reception.pending.len(), reception.dropped), (MAX_PENDING, further as u64));
+        }
+        // The member came first, and was not dropped.
+        while !matches!(member.advance(&key), Progress::Done(..)) {}
+        let proven = loop {
+            let proven = reception.turn().unwrap();
+            if !proven.is_empty() {
+                break proven;
+            }
+        };
+        assert_eq!(proven[0].0, CLAIM);
+        assert_eq!(reception.pending.len(), MAX_PENDING - 1);
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_silent_connection_is_dropped_after_the_time_of_a_handshake() {
+        let (listener, address) = listener();
+        let key = Key::of(b"test", b"");
+        let mut reception = Reception::new(&listener, &key, Role::Rendezvous);
+        let _idle = TcpStream::connect(address).unwrap();
+        accept(&mut reception, 1);
+        assert_eq!((reception.pending.len(), reception.dropped), (1, 0));
+        reception.pending[0].since -= HANDSHAKE;
+        assert!(reception.turn().unwrap().is_empty());
+        assert_eq!((reception.pending.len(), reception.dropped), (0, 1));
+    }
+}

@@ -249,6 +249,8 @@ mod tests {
             let error = with_mode(mode).unwrap_err();
             assert!(error.contains("chmod 600") && error.contains(&format!("mode {mode:03o}")), "{error}");
         }
+        std::fs::write(&path, vec![b'x'; MAX_FILE]).unwrap();
+        assert!(with_mode(0o600).unwrap().is_some());
         std::fs::write(&path, vec![b'x'; MAX_FILE + 1]).unwrap();
         assert!(with_mode(0o600).unwrap_err().contains("at most 4096 bytes"));
         let refused = |path: &std::path::Path| found(&[(FILE_VARIABLE, path.to_str().unwrap())]).unwrap_err();

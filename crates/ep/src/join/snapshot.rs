@@ -118,6 +118,23 @@ mod tests {
     use super::*;
     use crate::topology::Rank;
 
+    #[test]
+    fn unread_snapshots_close_a_flow_until_the_peer_has_read_some() {
+        let mut flow = Flow::default();
+        for round in 1..=3 {
+            for _ in 0..UNREAD {
+                assert!(flow.is_open());
+                let _ = flow.send();
+            }
+            assert!(!flow.is_open());
+            assert!(flow.receive(round * UNREAD));
+            // This rank owes the peer a count, and may send it.
+            assert!(flow.is_open());
+            flow.told = flow.received;
+        }
+        assert!(!flow.receive(3 * UNREAD + 1), "the peer cannot have read what was not sent");
+    }
+
     const NETWORK_TIMEOUT: Duration = Duration::from_millis(500);
 
     /// The two ends of a link over TCP.

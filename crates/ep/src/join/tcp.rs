@@ -222,3 +222,18 @@ impl Drop for TcpRendezvous {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_is_below_the_number_of_ranks() {
+        let member = |rank| Member::new(Rank(rank), 2, Duration::from_secs(1));
+        assert!(member(1).check().is_ok());
+        for rank in [2, 3] {
+            let error = member(rank).check().unwrap_err();
+            assert!(error.to_string().contains("must be below the number of ranks"), "{error}");
+        }
+    }
+}
