@@ -161,6 +161,7 @@ mod tests {
             assert_eq!((reception.pending.len(), reception.dropped), (MAX_PENDING, further as u64));
         }
         // The member came first, and was not dropped.
+        assert!(reception.pending[0].is_known());
         while !matches!(member.advance(&key), Progress::Done(..)) {}
         let proven = loop {
             let proven = reception.turn().unwrap();
