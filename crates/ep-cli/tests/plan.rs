@@ -175,6 +175,23 @@ fn a_printed_problem_can_be_read_back() {
     assert_eq!(run(&["plan", "--print-toml", "--cluster", &file]).succeeded().stdout, toml);
 }
 
+/// A key that `--set` does not know, but files do, could not be swept.
+#[test]
+fn set_changes_the_options_of_a_file() {
+    let directory = Directory::new("set");
+    let file = written(&directory, "problem.toml", REFERENCE);
+    for (key, value) in [
+        ("reserved_memory", "0.5"),
+        ("overlap_chunks", "7"),
+        ("live_layers", "3"),
+        ("shared_refresh_steps", "9"),
+    ] {
+        let set = format!("{key}={value}");
+        let printed = run(&["plan", "--print-toml", "--cluster", &file, "--set", &set]).succeeded().stdout;
+        assert!(printed.contains(&format!("\n{key} = {value} ")), "{printed}");
+    }
+}
+
 #[test]
 fn every_listed_preset_can_be_used() {
     let list = run(&["plan", "--list"]).succeeded().stdout;

@@ -124,6 +124,8 @@ pub const FLOWS: Count = Count::new(1, 1_000_000);
 pub const MEMORY_GB_PER_S: Number = Number::new(1e-3, 1e9);
 /// Memory of a GPU, GB.
 pub const MEMORY_GB: Number = Number::new(1e-3, 1e9);
+/// Part of a GPU's memory that experts may not use.
+pub const RESERVED_MEMORY: Number = Number::new(0.0, 0.999);
 /// Memory cap for gathered experts, GB.
 pub const MEMORY_CAP_GB: Number = Number::new(0.0, 1e9);
 /// A latency (`alpha`, `round_trip`), seconds.

@@ -21,6 +21,7 @@ enum What {
     Throughput,
     Memory,
     MemoryCap,
+    ReservedMemory,
     Tokens,
     Zipf,
     WeightCompression,
@@ -32,6 +33,7 @@ enum What {
     LocalSteps,
     LiveLayers,
     RefreshSteps,
+    Chunks,
     Work,
     Replicas,
     Placement,
@@ -68,7 +70,7 @@ fn codec(value: f64) -> GradientCodec {
 }
 
 /// Name, value, notation, and whether the key belongs to a level.
-const KEYS: [(&str, What, Form, bool); 24] = [
+const KEYS: [(&str, What, Form, bool); 26] = [
     ("bandwidth", What::Bandwidth, Form::Quantity(Kind::LinkRate, limits::LINK_GBIT_PER_S), true),
     ("round_trip", What::RoundTrip, Form::Quantity(Kind::Time, limits::SECONDS), true),
     ("alpha", What::Alpha, Form::Quantity(Kind::Time, limits::SECONDS), true),
@@ -79,6 +81,7 @@ const KEYS: [(&str, What, Form, bool); 24] = [
     ("throughput", What::Throughput, Form::Quantity(Kind::Arithmetic, limits::TFLOPS), false),
     ("memory", What::Memory, Form::Quantity(Kind::Memory, limits::MEMORY_GB), false),
     ("memory_cap", What::MemoryCap, Form::Quantity(Kind::Memory, limits::MEMORY_CAP_GB), false),
+    ("reserved_memory", What::ReservedMemory, Form::Number(limits::RESERVED_MEMORY), false),
     ("tokens_per_gpu", What::Tokens, Form::Count(limits::TOKENS), false),
     ("zipf", What::Zipf, Form::Number(limits::ZIPF), false),
     ("weight_compression", What::WeightCompression, Form::Compression, false),
@@ -90,6 +93,7 @@ const KEYS: [(&str, What, Form, bool); 24] = [
     ("local_steps", What::LocalSteps, Form::Count(limits::LOCAL_STEPS), false),
     ("live_layers", What::LiveLayers, Form::Count(limits::LAYERS), false),
     ("shared_refresh_steps", What::RefreshSteps, Form::Count(limits::REFRESH_STEPS), false),
+    ("overlap_chunks", What::Chunks, Form::Count(limits::CHUNKS), false),
     ("work", What::Work, Form::Word(&["training", "forward"]), false),
     ("replicas", What::Replicas, Form::Word(&["regather", "keep", "best"]), false),
     ("placement", What::Placement, Form::Word(&["in-order", "lpt"]), false),
@@ -224,6 +228,7 @@ impl Key {
         let count = value as usize;
         match self.what {
             What::MemoryCap => options.memory_cap_gb = Some(value),
+            What::ReservedMemory => options.reserved_memory = value,
             What::WeightCompression => options.weight_compression = compression(value),
             What::GradientCompression => options.gradient_compression = compression(value),
             What::DenseGradientCompression => options.dense_gradient_compression = Some(codec(value)),
@@ -235,6 +240,7 @@ impl Key {
             What::LocalSteps => options.local_steps = count,
             What::LiveLayers => options.live_layers = count,
             What::RefreshSteps => options.shared_refresh_steps = count,
+            What::Chunks => options.overlap_chunks = count,
             What::Work => options.work = [Work::Training, Work::Forward][count],
             What::Replicas => options.replicas = [Replicas::Regather, Replicas::Keep, Replicas::Best][count],
             What::Placement => options.placement = [Placement::InOrder, Placement::Lpt][count],

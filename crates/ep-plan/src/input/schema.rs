@@ -10,7 +10,7 @@ use super::quantity::Kind;
 use super::reader::{Item, Keys, Table};
 use crate::cluster::{Cluster, ClusterDescription, GpuDescription, LevelDescription, Sharing};
 use crate::error::PlanError;
-use crate::limits::{self, Count, Shown};
+use crate::limits::{self, Count};
 use crate::model::{AttentionDescription, ElementType, Model, ModelDescription, PrecisionDescription};
 use crate::planner::{Batch, Compression, GradientCodec, Options, Replicas, Setting, Work};
 use crate::routing::{Placement, Routing};
@@ -282,7 +282,7 @@ pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
         gradient_compression: compression(&table, "gradient_compression", default.gradient_compression)?,
         dense_gradient_compression: table.get("dense_gradient_compression").map(codec).transpose()?,
         memory_cap_gb: table.optional_quantity("memory_cap", limits::MEMORY_CAP_GB)?,
-        reserved_memory: reserved_memory(&table, default.reserved_memory)?,
+        reserved_memory: table.number("reserved_memory", default.reserved_memory, limits::RESERVED_MEMORY)?,
         live_layers: count("live_layers", limits::LAYERS, default.live_layers)?,
         replicas: table.word(
             "replicas",
@@ -321,18 +321,6 @@ fn codec(item: &Item<'_, '_>) -> Result<GradientCodec> {
     const NEEDED: &str = "\"exact\", \"int8\" or \"topk:DENSITY\"";
     let refuse = |error: CodecParseError| item.fail(Problem::new(error.to_string(), ""));
     item.text(NEEDED)?.parse().or_else(refuse)
-}
-
-/// The bound 1 is excluded: it would leave no memory for experts.
-fn reserved_memory(table: &Table<'_, '_>, default: f64) -> Result<f64> {
-    const NEEDED: &str = "a fraction of the memory, at least 0 and below 1";
-    let Some(item) = table.get("reserved_memory") else { return Ok(default) };
-    let part = item.number(NEEDED)?;
-    if (0.0..1.0).contains(&part) {
-        Ok(part)
-    } else {
-        item.fail(Problem::new(format!("is {}", Shown(part)), NEEDED))
-    }
 }
 
 /// The error for a text that is not TOML.

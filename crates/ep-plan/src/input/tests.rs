@@ -207,7 +207,7 @@ fn mistakes_are_reported_with_line_and_key() {
         (
             "work = \"forward\"",
             "reserved_memory = 1",
-            "plan.toml:31:19: options.reserved_memory: is 1; possible: a fraction of the memory, at least 0 and below 1",
+            "plan.toml:31:19: options.reserved_memory: is 1; possible: a number from 0 to 0.999",
         ),
     ] {
         assert_eq!(message(line, instead), expected);

@@ -6,7 +6,7 @@ use ep_codec::GradientCodec;
 
 use super::compression::Compression;
 use super::dense;
-use crate::error::{PlanError, Result, count, number};
+use crate::error::{Result, count, number};
 use crate::limits;
 use crate::model::Model;
 use crate::routing::Placement;
@@ -143,11 +143,7 @@ impl Options {
         if let Some(cap) = self.memory_cap_gb {
             number("memory_cap_gb", cap, limits::MEMORY_CAP_GB)?;
         }
-        if !(0.0..1.0).contains(&self.reserved_memory) {
-            let needed = "a fraction of the memory, at least 0 and below 1".into();
-            let value = self.reserved_memory;
-            return Err(PlanError::Quantity { what: "reserved_memory".into(), value, needed });
-        }
+        number("reserved_memory", self.reserved_memory, limits::RESERVED_MEMORY)?;
         count("live_layers", self.live_layers, limits::LAYERS)?;
         count("micro_batches", self.micro_batches, limits::MICRO_BATCHES)?;
         count("pipeline_stages", self.stages(), limits::LAYERS)?;

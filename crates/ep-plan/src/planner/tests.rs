@@ -405,7 +405,7 @@ fn errors_of_impossible_combinations_name_the_possible_values() {
         wrong(Options { weight_compression: Compression::By(0.5), ..Options::paper_codec() })
             .contains("from 1 to 1e6; 1 means no compression")
     );
-    assert!(wrong(Options { reserved_memory: 1.0, ..Options::paper_codec() }).contains("below 1"));
+    assert!(wrong(Options { reserved_memory: 1.0, ..Options::paper_codec() }).contains("from 0 to 0.999"));
     assert!(wrong(Options { micro_batches: 0, ..Options::paper_codec() }).contains("micro_batches is 0"));
     let small = presets::datacenters(2, 100.0, 0.005, presets::dgx_h100(8));
     assert!(
