@@ -340,6 +340,18 @@ fn assert_well_formed(svg: &str) {
 }
 
 #[test]
+fn the_html_report_lists_strategies_that_do_not_fit() {
+    let directory = Directory::new("plan-html-fit");
+    let file = directory.file("plan.html");
+    let text = run(&["plan", "--datacenters", "8", "--nodes", "2", "--html", &file]).succeeded().stdout;
+    let html = std::fs::read_to_string(&file).unwrap();
+    for strategy in ["data parallelism", "local steps"] {
+        assert!(text.lines().any(|line| line.contains(strategy) && line.contains("does not fit")), "{text}");
+        assert!(html.contains(&format!("<td>{strategy}</td><td>does not fit</td>")), "{strategy}");
+    }
+}
+
+#[test]
 fn the_html_report_loads_nothing() {
     let directory = Directory::new("plan-html");
     let name = "<b> & \"quoted\"";

@@ -94,7 +94,7 @@ pub(super) fn steps(plan: &StepPlan, options: &Options) -> Result<String, Failur
     };
     let axis = format!("time of a step, {}{}", unit.name, if logarithmic { " (logarithmic)" } else { "" });
     let chart = chart::bars(series, &bars, &axis, logarithmic)?;
-    let rows: Vec<Vec<String>> = plan
+    let mut rows: Vec<Vec<String>> = plan
         .prices
         .iter()
         .map(|price| {
@@ -106,6 +106,9 @@ pub(super) fn steps(plan: &StepPlan, options: &Options) -> Result<String, Failur
             ]
         })
         .collect();
+    rows.extend(plan.impossible.iter().map(|&strategy| {
+        vec![steps::name(strategy).into(), "does not fit".into(), String::new(), String::new()]
+    }));
     let header = ["between datacenters", "fastest layout", "tokens/s", "changes the training"];
     let about = format!(
         "The same {} tokens under every way to use the datacenters, each in its fastest layout.",
