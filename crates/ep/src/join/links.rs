@@ -608,6 +608,33 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_rank_that_fails_after_it_has_linked_is_named_while_another_rank_is_missing() {
+        let doors = [(); 3].map(|()| Door::open().unwrap());
+        let invitations: Vec<Invitation> = doors.iter().map(|door| door.invitation().clone()).collect();
+        // Rank 2 has a door but never links.
+        let [zero, one, _two] = doors;
+        let member = |rank| Member::new(Rank(rank), 3, LONG);
+        let error = std::thread::scope(|scope| {
+            let invitations = &invitations;
+            scope.spawn(move || {
+                // Late enough for the link to rank 0.
+                let failure = Instant::now() + Duration::from_secs(1);
+                let lost = || {
+                    let fails = Instant::now() >= failure;
+                    fails.then(|| EnvironmentError::new("mapping memory", "no memory is left", "").into())
+                };
+                let found = Links::connect(one, &member(1), invitations, lost);
+                assert!(matches!(found, Err(Error::Environment(_))), "{found:?}");
+            });
+            Links::connect(zero, &member(0), invitations, || None).unwrap_err()
+        });
+        let Error::Peer(error) = error else { panic!("{error}") };
+        assert_eq!((error.peer, error.fault), (Rank(1), PeerFault::Failed));
+        assert!(error.cause.as_ref().is_some_and(|cause| cause.contains("no memory is left")), "{error}");
+    }
+
+    #[test]
     fn invitations_survive_the_round_trip_as_text() {
         let door = Door::open().unwrap();
         let text = door.invitation().to_string();
