@@ -323,3 +323,123 @@ pub(super) fn wait(fds: &mut [PollFd<'_>], until: Instant) {
         std::thread::sleep(Duration::from_millis(1).min(left));
     }
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn over_tcp() -> (Wire, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (Wire::new(Socket::Tcp(listener.accept().unwrap().0)).unwrap(), peer)
+    }
+
+    fn two_wires() -> (Wire, Wire) {
+        let (one, other) = UnixStream::pair().unwrap();
+        (Wire::new(Socket::Unix(one)).unwrap(), Wire::new(Socket::Unix(other)).unwrap())
+    }
+
+    /// More bytes than a socket holds.
+    fn long() -> Vec<u8> {
+        (0..4 << 20).map(|at: u32| (at % 251) as u8).collect()
+    }
+
+    fn wants_to_write(wire: &Wire) -> bool {
+        let mut fds = [wire.interest()];
+        wait(&mut fds, Instant::now());
+        fds[0].revents().contains(PollFlags::OUT)
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn bytes_that_find_no_room_are_sent_later() {
+        let (mut one, mut other) = two_wires();
+        assert!(!one.has_unsent() && !wants_to_write(&one));
+        one.send(Piece::Own(long()));
+        one.flush();
+        assert!(one.has_unsent() && !one.is_unwritable());
+        let mut found = None;
+        while found.is_none() {
+            found = other.take(long().len());
+            one.flush();
+        }
+        assert!(found == Some(long()) && !one.has_unsent());
+        one.send(Piece::Own(vec![1]));
+        assert!(wants_to_write(&one));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_descriptor_goes_with_the_first_byte_only() {
+        let (mut one, mut other) = two_wires();
+        other.take_descriptors();
+        let descriptor = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        one.send(Piece::WithDescriptor(long(), descriptor));
+        let mut found = None;
+        while found.is_none() {
+            one.flush();
+            found = other.take(long().len());
+        }
+        assert!(other.descriptor().is_some() && other.descriptor().is_none());
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn peeked_bytes_are_held_until_they_are_taken() {
+        let (mut one, mut other) = two_wires();
+        one.send(Piece::Own(vec![1, 2, 3]));
+        one.flush();
+        assert!(!other.holds());
+        assert_eq!(other.peek(2), Some(&[1, 2][..]));
+        assert!(other.holds());
+        assert_eq!(other.take(2), Some(vec![1, 2]));
+        assert!(!other.holds() && !other.ended());
+        assert_eq!(other.take(1), Some(vec![3]));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_peer_that_is_gone_ends_both_directions() {
+        let (mut one, other) = two_wires();
+        drop(other);
+        one.send(Piece::Own(vec![1]));
+        one.flush();
+        assert!(one.is_unwritable() && !one.has_unsent());
+        assert_eq!(one.failure(), Some(ErrorKind::BrokenPipe));
+        assert!(one.take(1).is_none() && one.ended());
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_connection_that_is_reset_ends_with_its_error() {
+        let (mut wire, peer) = over_tcp();
+        assert_eq!(wire.failure(), None);
+        wire.send(Piece::Own(vec![1]));
+        wire.flush();
+        // A socket that closes with unread bytes resets the connection.
+        while peer.peek(&mut [0]).unwrap() == 0 {}
+        drop(peer);
+        while !wire.ended() {
+            assert_eq!(wire.take(1), None);
+        }
+        assert_eq!(wire.failure(), Some(ErrorKind::ConnectionReset));
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_wire_that_finishes_delivers_its_bytes_and_does_not_reset_the_connection() {
+        let (mut wire, mut peer) = over_tcp();
+        peer.write_all(&[7; 1000]).unwrap();
+        while wire.peek(1).is_none() {}
+        wire.send(Piece::Own(b"the last message".to_vec()));
+        wire.finish();
+        let mut found = Vec::new();
+        peer.read_to_end(&mut found).unwrap();
+        assert_eq!(found, b"the last message");
+        // A reset would have left an error.
+        assert!(peer.take_error().unwrap().is_none());
+    }
+}
