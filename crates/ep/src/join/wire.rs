@@ -332,14 +332,14 @@ mod tests {
     use super::*;
 
     fn over_tcp() -> (Wire, TcpStream) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (Wire::new(Socket::Tcp(listener.accept().unwrap().0)).unwrap(), peer)
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let peer = TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
+        (Wire::new(Socket::Tcp(listener.accept().expect("a connection").0)).expect("a wire"), peer)
     }
 
     fn two_wires() -> (Wire, Wire) {
-        let (one, other) = UnixStream::pair().unwrap();
-        (Wire::new(Socket::Unix(one)).unwrap(), Wire::new(Socket::Unix(other)).unwrap())
+        let (one, other) = UnixStream::pair().expect("a pair of sockets");
+        [one, other].map(|end| Wire::new(Socket::Unix(end)).expect("a wire")).into()
     }
 
     /// More bytes than a socket holds.
