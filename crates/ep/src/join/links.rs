@@ -635,6 +635,40 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_claim_that_does_not_fit_gets_no_link() {
+        let fits = Claim { from: Rank(1), to: Rank(0), ranks: 2, generation: 0 };
+        let another_world = Claim { ranks: 3, ..fits };
+        let another_rank = Claim { to: Rank(1), ..fits };
+        let itself = Claim { from: Rank(0), ..fits };
+        let no_rank = Claim { from: Rank(2), ..fits };
+        for claim in [fits, another_world, another_rank, itself, no_rank] {
+            let doors = [(); 2].map(|()| Door::open().unwrap());
+            let invitations = doors.each_ref().map(|door| door.invitation().clone());
+            let shares = invitations.each_ref().map(|invitation| &invitation.share[..]);
+            let key = Key::of(b"hybrid-ep links", b"").derive(b"links", &shares);
+            let (stream, _) = local::connect(&invitations[0].socket()).unwrap();
+            let mut caller = Outbound::new(Socket::Unix(stream), &key, Role::Link, claim).unwrap().unwrap();
+            let timeout = if claim == fits { LONG } else { Duration::from_millis(500) };
+            let member = Member::new(Rank(0), 2, timeout);
+            let [door, _other] = doors;
+            let found = std::thread::scope(|scope| {
+                let zero = scope.spawn(|| Links::connect(door, &member, &invitations, || None));
+                let mut proven = Vec::new();
+                while !zero.is_finished() {
+                    if let Progress::Done((), channel) = caller.advance(&key) {
+                        proven.push(channel);
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                assert_eq!(proven.len(), 1, "the caller knows the secret");
+                zero.join().unwrap()
+            });
+            assert_eq!(found.is_ok(), claim == fits, "{claim:?}: {found:?}");
+        }
+    }
+
+    #[test]
     fn invitations_survive_the_round_trip_as_text() {
         let door = Door::open().unwrap();
         let text = door.invitation().to_string();
