@@ -669,6 +669,22 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn only_the_ranks_that_are_linked_stamp_alike() {
+        let stamps = || {
+            two_machines(|address| address).map(|links| {
+                let links = links.unwrap();
+                [&b"one"[..], b"two"].map(|what| links.stamp(what))
+            })
+        };
+        let [zero, one] = stamps();
+        assert_eq!(zero, one);
+        assert_ne!(zero[0], zero[1]);
+        let [others, _] = stamps();
+        assert!(zero.iter().all(|stamp| !others.contains(stamp)));
+    }
+
+    #[test]
     fn invitations_survive_the_round_trip_as_text() {
         let door = Door::open().unwrap();
         let text = door.invitation().to_string();
