@@ -338,7 +338,6 @@ mod tests {
         assert!(shared.with_bandwidth(3, BytesPerSecond(1.0)).is_err());
     }
 
-    /// A flow with 30 ms and one lost packet in 10,000 reaches about 50 Mbit/s, whatever the link.
     #[test]
     fn a_loss_needs_a_round_trip() {
         let mut description = presets::datacenters(2, 10.0, 0.0, presets::dgx_h200(8));
@@ -349,6 +348,7 @@ mod tests {
         assert!(Cluster::try_from(description).is_ok());
     }
 
+    /// A flow with 30 ms and one lost packet in 10,000 reaches about 50 Mbit/s, whatever the link.
     #[test]
     fn loss_limits_flows() {
         let flow = flow_rate(0.03, 1e-4).unwrap();
