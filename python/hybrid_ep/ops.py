@@ -242,16 +242,15 @@ def combine(
     if wire not in (None, torch.bfloat16, torch.float32):
         raise CallerError(f"wire: expected torch.bfloat16 or torch.float32, found {wire}")
     wide = rows.dtype == torch.float32
-    out = _output(end, rows, (tokens, hidden))
+    out = _output(end, rows, (tokens, hidden), rows.dtype)
     row_probs, out_probs = None, None
     if probs is not None:
         columns = 1 if permuted else end.local_experts
-        first = 0 if first_column is None else first_column
-        wide_columns = columns if first_column is None else probs.shape[-1]
-        shape = (count,) if permuted else (count, wide_columns)
+        width = columns if first_column is None else probs.shape[-1]
+        shape = (count,) if permuted else (count, width)
         probs = _checked(end, "probs", probs, (torch.float32,), shape, strided_rows=True)
-        row_probs = _strided(probs, first, columns)
-        out_probs = _output(end, probs, (tokens, end.experts))
+        row_probs = _strided(probs, first_column or 0, columns)
+        out_probs = _output(end, probs, (tokens, end.experts), torch.float32)
     end.native.combine(
         end.stream(),
         _number(handle),
@@ -326,13 +325,12 @@ def _registered(end: End, capsule: object) -> Tensor:
     return tensor
 
 
-def _output(end: End, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """Allocates an output of the type of `like`, or of another, from an allocator that keeps freed memory.
+def _output(end: End, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Allocates an output on the device of `like`, from an allocator that keeps freed memory.
 
     PyTorch's CPU allocator returns large memory to the system, which clears every page again at the next call; that
     takes as long as an operator. Peers also read registered memory directly.
     """
-    dtype = like.dtype if dtype is None else dtype
     if end.device.type == "cpu":
         return empty(end, shape, dtype)
     # Half of the host time of `torch.empty`.

@@ -260,7 +260,7 @@ class HybridEPBuffer:
         made = parse(handle, PlainHandle)
         end = made.buffer._end
         column = self._first_column(probs, end.local_experts)
-        combined = _calls.combine(end, hidden, made.native, probs, None, False, column)
+        combined = _calls.combine(end, hidden, made.native, probs, wire=None, permuted=False, first_column=column)
         return combined.tokens, combined.probs
 
     @_without_gradients
@@ -377,7 +377,7 @@ class HybridEPBuffer:
         _deprecated(False, num_dispatched_tokens, None)
         made = parse(handle, PermutedHandle)
         check_pad_multiple(pad_multiple, made)
-        combined = _calls.combine(made.buffer._end, hidden, made.native, probs, None, True)
+        combined = _calls.combine(made.buffer._end, hidden, made.native, probs, wire=None, permuted=True)
         return combined.tokens, combined.probs
 
     def _plain_again(
