@@ -17,8 +17,8 @@ from process_worlds import Rank, world_of_processes
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "drop_in_cost.py"
 # Operators that make a view, allocate, or read a number on the CPU: no kernel, no copy.
 LAUNCH_NOTHING = (
-    "aten.empty", "aten.view", "aten._unsafe_view", "aten.slice", "aten.unsqueeze", "aten.detach", "aten.alias",
-    "aten._local_scalar_dense", "aten.expand", "aten.full.default", "aten.lift_fresh",
+    "aten.empty", "aten.new_empty", "aten.view", "aten._unsafe_view", "aten.slice", "aten.unsqueeze", "aten.detach",
+    "aten.alias", "aten._local_scalar_dense", "aten.expand", "aten.full.default", "aten.lift_fresh",
 )  # fmt: skip
 
 # The most PyTorch operators in a call, and the most launches. Neither exceeds what DeepEP's source has for
