@@ -13,14 +13,17 @@
 //
 // This rank writes to a peer's `partials` and `prob_scratch` only between that peer's handshake and the last flag that
 // this rank sets on that peer. To set flags there, and to read its lists (lists.cuh), it needs only the handshake. No peer
-// reads this rank's input, so the program may overwrite it in stream order. If an await fails, it reports the fault, and
-// the output is incomplete.
-// Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore work is
-// claimed from shared counters (`items_taken`, `tokens_taken`), not assigned statically.
-// Element types are macros that the host defines for each variant: see sum.cuh.
+// reads this rank's input, so the program may overwrite it in stream order. A kernel without a fault ends after reduce
+// has seen the flags of all peers for all chunks, so a later combine may use `partials` and `prob_scratch` again. If an
+// await fails, it reports the fault, and the output is incomplete.
+// Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore they claim
+// work from shared counters: `items_taken`, `tokens_taken` and, with RAILS, `set_taken`. Only each worker's first item of
+// push and the chunks whose weights reduce gathers are assigned statically.
+// Element types are macros that the host defines for each variant: see sum.cuh and docs/adding-a-kernel.md.
 // With RAILS (several NVLink domains, docs/cuda-rails.md), push also serves the foreign sets that other ranks of the
-// domain forward. reduce first computes the domain sums of the sets that this rank forwards, and writes them to the
-// lanes. Then it adds the domain sums that come back for this rank's tokens, in the order of `sends` (lists.cuh).
+// domain forward. reduce first computes the domain sums of the sets that this rank forwards, and writes them and the
+// sets' weights to the lanes. Then it adds the domain sums that come back for this rank's tokens, in the order of `sends`
+// (lists.cuh).
 #include "push.cuh"
 #include "reduce.cuh"
 

@@ -1,6 +1,6 @@
 // Rails between NVLink domains: the words and lanes that this rank's kernels share with its proxy, and the lists of
-// foreign sets. docs/cuda-rails.md explains both. Included by kernels that are compiled with RAILS; without, its
-// functions are not called.
+// foreign sets. docs/cuda-rails.md explains both. The kernels of all operators include this file. Without RAILS,
+// they call only `count_sources` and `source_at`.
 //
 // A source is a rank of the world whose tokens come to this domain: a rank of this domain, or a rank of another domain,
 // whose tokens its rail peer in this domain forwards.

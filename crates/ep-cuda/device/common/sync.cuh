@@ -23,8 +23,9 @@ __device__ inline u32 abort_at_fault(u32 word) { return (word & 0xFF) - 1; }
 static_assert(MAX_RANKS < 0xFF, "a rank fits a byte");
 static_assert(sizeof(PeerView) == PEER_VIEW_BYTES);
 
-// Test ==, not >=: a peer cannot enter epoch + 1 before it has this rank's handshake of epoch + 1. Any other value is
-// left over from an earlier operator.
+// Test ==, not >=. A peer may enter epoch + 1 before this rank does. Until this rank enters it, only handshake and counts
+// of epoch + 1 arrive here (with rails, also plans and rows), in the slots of the other parity. So any other value is left
+// over from an earlier operator.
 __device__ inline bool reached(u32 seen, u32 epoch) { return seen == epoch; }
 
 // Whether the caller may report. Only the first fault of a rank is reported.
@@ -138,9 +139,9 @@ __device__ inline FaultKind absence(u32 gone, u32 waiting_for) {
 }
 
 // The bound of a wait. The bound for a handshake is longer than the bounds inside an operator: a peer that has not
-// entered may be busy with other work of its program. A peer of another domain may enter as late, and then wait as long
-// for the handshakes of its own domain. So what comes through other ranks has a longer bound than what each of them
-// awaits: then the rank next to the one at fault reports it.
+// entered may be busy with other work of its program. A rank of another domain may enter as late, and then wait as long
+// for the handshakes of its own domain. So a wait for what other ranks pass on has a longer bound than the waits of those
+// ranks: a rank that waits directly for the rank at fault is the first to report it.
 __device__ inline u64 bound_of(const Common& c, u32 waiting_for) {
     if (waiting_for == FOR_HANDSHAKE) return c.timeout_ns;
     if (RAILS && waiting_for == FOR_RAIL) return 2 * c.timeout_ns + 2 * c.stall_timeout_ns;
@@ -213,8 +214,9 @@ __device__ inline Handshake handshake_of(const Common& c, const HandleView& hand
     return handshake;
 }
 
-// Writes this rank's handshake to the control blocks of all ranks of its domain, this one included. Called by all
-// threads of one block.
+// Writes this rank's handshake to the control blocks of all ranks of its domain, this one included. It overwrites the
+// handshake of epoch - 2, which no peer still reads: this rank has seen the peer's handshake of epoch - 1, which the peer
+// sent after its kernel of epoch - 2 had ended. Called by all threads of one block.
 __device__ inline void send_handshake(const Common& c, Handshake handshake, u32 epoch) {
     for (u32 peer = domain_begin(c) + threadIdx.x; peer < domain_end(c); peer += blockDim.x) {
         Handshake* there = &c.control[peer]->handshake[epoch & 1][c.rank];

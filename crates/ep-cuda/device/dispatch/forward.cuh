@@ -1,6 +1,6 @@
 // Role forward, with rails only: reads the tokens of foreign sets from the lanes, and stores each to its first row on
-// each other rank of this domain, and to all its rows on this rank. As send, it stores the weights and sets flags on
-// the peers.
+// each other rank of this domain, and to all its rows on this rank. As send, it stores the weights and the map of local
+// experts, and sets flags on the peers.
 #pragma once
 #include "send.cuh"
 

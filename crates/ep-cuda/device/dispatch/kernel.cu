@@ -1,32 +1,34 @@
 // dispatch: sends tokens to the ranks of their experts. One launch: block 0 sends the handshake, every block awaits the
-// handshakes of all ranks of the domain, then every warp is a worker in one of two roles,
-// send and duplicate; with rails, the workers of send become those of forward.
+// handshakes of all ranks of the domain, then every warp is a worker in one of two roles, send and duplicate; with rails,
+// the workers of send become those of forward.
 //
 //   send        The first blocks. Store this rank's tokens and scales to their first row on each other rank; in the
-//               quantising variant (SEND_OWN) to their rows on this rank, too. Store the weights to all ranks. An item
-//               is `SPAN` chunks of this rank's tokens, for one group of pieces of the rows. Read the tokens, the
-//               caller's scales, the dense probabilities (`dense`), and the lists `sends`, `copies` and `*_begin` of
-//               this rank's handle (lists.cuh). When an item is complete, set its flag in every peer's control block.
-//               With rails, a lane to another domain is one more destination.
+//               quantising variant (SEND_OWN) to their rows on this rank, too. Store the weights and, in plain mode, the
+//               map of local experts to all ranks. An item is `SPAN` chunks of this rank's tokens, for one group of
+//               pieces of the rows. Read the tokens, the caller's scales, the dense probabilities (`dense`), and the
+//               lists `sends` and `copies` of this rank's handle (lists.cuh). When an item is complete, set its flag in
+//               every peer's control block. With rails, a lane to another domain is one more destination.
 //   duplicate   The other blocks. Write the padding rows, the further rows of tokens that have several experts on this
 //               rank and, unless SEND_OWN, the rows of this rank's own tokens. Await a peer's flag before they read
 //               rows that the peer has sent. Read the `recv` lists of the peers (their tokens' rows on this rank)
 //               over the links. Write to this rank only.
 //   forward     With rails: the blocks of send, when they have sent. Read the lanes from other domains and the lists of
 //               their sets. Store each token to its first row on each other rank of this domain, and to all its rows
-//               on this rank. Await the plan and the rows of each set. Set flags as send does.
+//               on this rank; and, as send does, the scales, the weights and the map of local experts. Await the plan
+//               and the rows of each set. Set flags as send does.
 //
 // This rank writes to a peer's outputs only between that peer's handshake and the last flag that this rank sets on that
-// peer. It may set flags there and read its lists from the handshake on, until its own kernel ends. No peer reads this rank's input, so the
-// program may overwrite it in stream order. duplicate awaits the flags of all items of all peers, so the output is
-// complete when a kernel without a fault ends.
+// peer. It may set flags there and read its lists from the handshake on, until its own kernel ends. No peer reads this
+// rank's input, so the program may overwrite it in stream order. duplicate awaits the flags of all items of all peers, so
+// the output is complete when a kernel without a fault ends.
 // An await that fails reports the fault, and its worker ends; other workers that wait end at the abort word. send
-// awaits no flag and does not read the abort word: it completes its items, also towards a rank that has died. Then the
-// output is undefined. docs/protocol.md lists the words that ranks share.
+// awaits no flag and does not read the abort word: it completes its items, also towards a rank that has died. After a
+// fault the output is undefined, and slow peers may still write to it, so the buffer allocates no more memory
+// (docs/semantics.md). docs/protocol.md lists the words that ranks share.
 // Variants, chosen by `KernelKey::program` (src/device.rs): RAILS (0: one NVLink domain; 1: several, docs/cuda-rails.md),
-// PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh),
-// COPY_VARIANT (copy_bulk.cuh, copy_plain.cuh), E4M3_VARIANT (e4m3_cvt.cuh, e4m3_soft.cuh; included by
-// payload_quantize.cuh only) and WARPS.
+// PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh), COPY_VARIANT (copy_bulk.cuh, copy_plain.cuh), E4M3_VARIANT
+// (e4m3_cvt.cuh, e4m3_soft.cuh; included by payload_quantize.cuh only) and WARPS. docs/adding-a-kernel.md lists what a new
+// variant changes.
 #include "duplicate.cuh"
 #include "forward.cuh"
 #include "send.cuh"
