@@ -102,6 +102,11 @@ impl<T: Weight> Owned<T> {
         Ok(Some(body))
     }
 
+    /// Number of weights of an expert.
+    pub(crate) fn elements(&self) -> usize {
+        self.elements
+    }
+
     #[cfg(test)]
     pub(crate) fn mirrors(&self) -> Vec<T> {
         self.encoders.iter().flat_map(|encoder| encoder.mirror().unwrap_or_default().to_vec()).collect()

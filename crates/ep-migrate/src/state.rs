@@ -179,7 +179,7 @@ impl Saved {
         for (returned, carried) in returned.iter_mut().zip(carried.chunks(weights.len())) {
             returned.restore(gradients, carried).map_err(failed)?;
         }
-        shared.restore(means).map_err(failed)
+        shared.restore(means, owned.elements()).map_err(failed)
     }
 }
 
@@ -189,9 +189,10 @@ impl<T: Weight> SharedExperts<T> {
         self.known().map(|shared| complete(shared.weights())).collect()
     }
 
-    fn restore(&mut self, saved: &[Vec<u8>]) -> std::result::Result<(), ep_codec::Error> {
+    /// `elements`: the weights of an expert of the layer.
+    fn restore(&mut self, saved: &[Vec<u8>], elements: usize) -> std::result::Result<(), ep_codec::Error> {
         for bytes in saved {
-            let elements = ep_codec::inspect(bytes)?.elements;
+            // The length that a stream states is not trusted with an allocation: decoding refuses any other.
             let mut weights = vec![T::from_f32(0.0); elements];
             WeightDecoder::new(elements).decode(bytes, None, &mut weights)?;
             self.learn(SharedExpert::from_weights(weights)?);
@@ -207,4 +208,18 @@ fn complete<T: Weight>(weights: &[T]) -> Vec<u8> {
         .and_then(|mut encoder| encoder.encode(weights, None, &mut bytes));
     encoded.expect("a shared expert is finite and not too long");
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shared_expert_of_another_length_is_refused() {
+        let mut shared = SharedExperts::<f32>::new(2);
+        assert_eq!(shared.restore(&[complete(&[0.5_f32; 4])], 4), Ok(()));
+        let error = shared.restore(&[complete(&[0.5_f32; 5])], 4).unwrap_err();
+        assert!(error.to_string().contains('5'), "{error}");
+        assert_eq!(shared.known().count(), 1);
+    }
 }
