@@ -6,6 +6,8 @@ use std::fs;
 
 use ep_codec::residual::{Encoder, Format, IndexFormat, Selection, ValueFormat};
 use ep_codec::{GradientEncoder, SharedExpert, WeightDecoder, WeightEncoder};
+use ep_cuda::fuzzing::state_of;
+use ep_cuda::jit::fuzzing::entry_of;
 use ep_fuzz::expected;
 use ep_host::fuzzing::slot_of;
 use safetensors::tensor::{Dtype, TensorView};
@@ -15,7 +17,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     toml()?;
     codec()?;
     rail()?;
-    rendezvous()
+    rendezvous()?;
+    migrate()?;
+    cuda()
 }
 
 fn write(target: &str, name: &str, bytes: &[u8]) -> std::io::Result<()> {
@@ -154,6 +158,7 @@ fn rail() -> Result<(), Box<dyn Error>> {
     let status = [&[255][..], &[5; 48], &2_u32.to_le_bytes(), &[1; 12], b"hidden is 128"].concat();
     write("rail", "status-failed", &status)?;
     write("rail", "status-short", &status[..60])?;
+    write("rail", "blob", &[&[254], &ep_fabric::fuzzing::blob_of("tcp", b"an address")[..]].concat())?;
     write("rail", "script-send", &[&[1], &send[..]].concat())?;
     write("rail", "script-receive", &[&[1], &receive[..]].concat())?;
     Ok(())
@@ -177,5 +182,45 @@ fn rendezvous() -> Result<(), Box<dyn Error>> {
     write("rendezvous", "malformed", &[2, 1, 1, 7, 4, 4, 2, 0, 0, 0, 1, 1, 7])?;
     write("rendezvous", "report-seen", &[&[3, 1, 0, 0, 0, 2], &b"its connection ended"[..]].concat())?;
     write("rendezvous", "report-own", &[&[3, 7, 0, 0, 0, 0x83], &b"topology: no ranks"[..]].concat())?;
+    Ok(())
+}
+
+/// Headers, messages of weights with and without a shared expert, and states. The first byte is that of the target.
+fn migrate() -> Result<(), Box<dyn Error>> {
+    // From the kind on: streams of an expert, sender, layer, step, bytes of the body, and so on.
+    let words = [1_u32, 2, 5, 0, 77, 0, 9, 0, 3, 1, 100, 0].map(u32::to_le_bytes).concat();
+    for (name, kind) in [("weights", 1), ("failure", 5), ("alive", 8)] {
+        write("migrate", &format!("header-{name}"), &[&[0, kind, 2, 0], &words[..]].concat())?;
+    }
+    let weights: Vec<f32> = (0..12).map(|at| at as f32 / 4.0).collect();
+    let zeros = SharedExpert::from_weights(vec![0.0; weights.len()])?;
+    // The numbers of streams are those of two experts, and of the part of a shared expert.
+    for (name, choice, codecs) in [
+        ("int8", 0, &["int8", "int8"][..]),
+        ("shared", 2, &["shared:0.3", "shared:0.3", "exact"]),
+        ("two", 1, &["exact", "shared:0.3", "int8", "shared:0.3"]),
+    ] {
+        let mut script = vec![1, choice];
+        for codec in codecs {
+            let mut stream = Vec::new();
+            WeightEncoder::new(codec.parse()?, weights.len())?.encode(&weights, Some(&zeros), &mut stream)?;
+            script.push(u8::try_from(stream.len())?);
+            script.extend(stream);
+        }
+        write("migrate", &format!("weights-{name}"), &script)?;
+    }
+    for (name, shared) in [("delta", false), ("shared", true)] {
+        let state = ep_migrate::fuzzing::state_of(shared)?;
+        write("migrate", &format!("state-{name}"), &[&[2], &state[..]].concat())?;
+    }
+    Ok(())
+}
+
+/// States of ranks, an entry of the kernel cache, and facts. The first byte is that of the target.
+fn cuda() -> Result<(), Box<dyn Error>> {
+    write("cuda", "state-alive", &[&[0], &state_of(false)[..]].concat())?;
+    write("cuda", "state-given-up", &[&[0], &state_of(true)[..]].concat())?;
+    write("cuda", "entry", &[&[1], &entry_of()[..]].concat())?;
+    write("cuda", "facts", b"\x02a7a7a7a7 10000000000 3")?;
     Ok(())
 }

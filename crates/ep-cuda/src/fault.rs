@@ -45,7 +45,7 @@ impl Report {
 
 /// Facts for error texts that are not in the report.
 #[derive(Debug)]
-struct Words {
+pub(crate) struct Words {
     experts: usize,
     machines: Machines,
     /// Text of the entry bound and the stall bound.
@@ -80,13 +80,13 @@ impl Faults {
 }
 
 impl Words {
-    fn new(experts: usize, machines: Machines, config: &Config) -> Self {
+    pub(crate) fn new(experts: usize, machines: Machines, config: &Config) -> Self {
         let (lane_bytes, rail_choices) = (config.cuda.lane_bytes, config.cuda.rail_choices);
         Self { experts, machines, bounds: config.bounds(), lane_bytes, rail_choices }
     }
 
     /// `quiet`: the ranks whose processes seem to be stopped.
-    fn error(&self, FaultReport { own, theirs }: &FaultReport, quiet: &[Rank]) -> Option<Error> {
+    pub(crate) fn error(&self, FaultReport { own, theirs }: &FaultReport, quiet: &[Rank]) -> Option<Error> {
         let own = &stopped_instead(own, quiet);
         let kind = FaultKind::of(own.fault.kind)?;
         // If calls differ, all ranks report the difference, also those whose own call equals that of the reporting

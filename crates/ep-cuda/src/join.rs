@@ -171,7 +171,7 @@ fn only_loopback(config: &Config) -> ep::Error {
 
 /// What a rank tells the others about its GPU and its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Facts {
+pub(crate) struct Facts {
     /// UUID of its GPU.
     gpu: [u8; 16],
     /// First address of its registered memory, and the address of its control block, in its own address space.
@@ -189,7 +189,7 @@ impl fmt::Display for Facts {
 
 /// The error for a text that is not [`Facts`].
 #[derive(Debug, PartialEq, Eq)]
-struct NoFacts;
+pub(crate) struct NoFacts;
 
 impl FromStr for Facts {
     type Err = NoFacts;

@@ -37,6 +37,9 @@ mod dense;
 mod device;
 mod driver;
 mod fault;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod handle;
 pub mod jit;
 mod join;

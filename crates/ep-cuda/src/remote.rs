@@ -30,10 +30,10 @@ const MIRROR_WORDS: usize = MIRROR_BYTES / 4;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct State {
     /// An `abort_word` (sync.cuh); 0: the rank has not given up.
-    abort: u32,
+    pub(crate) abort: u32,
     /// The word of `Control::left` that stands for the rank once its links end; 0: the rank has not left.
-    left: u32,
-    report: FaultReport,
+    pub(crate) left: u32,
+    pub(crate) report: FaultReport,
 }
 
 /// Whether this is a word of `Control::left` for a rank that has left.
@@ -43,14 +43,14 @@ pub(crate) fn is_left(word: u32) -> bool {
 
 impl State {
     /// The two words and the report, little-endian.
-    fn to_bytes(self) -> Vec<u8> {
+    pub(crate) fn to_bytes(self) -> Vec<u8> {
         let Self { abort, left, report } = self;
         [&abort.to_le_bytes()[..], &left.to_le_bytes(), bytemuck::bytes_of(&report)].concat()
     }
 
     /// The state in a message of a rank, of `ranks`. `None` for bytes that no rank sends: kernels use ranks of abort words
     /// and records as indices.
-    fn from_bytes(bytes: &[u8], ranks: usize) -> Option<Self> {
+    pub(crate) fn from_bytes(bytes: &[u8], ranks: usize) -> Option<Self> {
         let (abort, bytes) = bytes.split_first_chunk()?;
         let (left, report) = bytes.split_first_chunk()?;
         let (abort, left) = (u32::from_le_bytes(*abort), u32::from_le_bytes(*left));

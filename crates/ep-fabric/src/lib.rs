@@ -20,6 +20,9 @@
 mod blob;
 mod endpoint;
 mod engine;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod info;
 mod leftovers;
 mod library;

@@ -56,6 +56,9 @@
 
 mod carrier;
 mod dense;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod header;
 mod inbox;
 mod local;

@@ -42,8 +42,12 @@ impl Entry {
             );
         }
         text.push('\n');
-        let body = [text.as_bytes(), &self.cubin].concat();
-        [format!("{MAGIC}{}\n", checksum(&body)).as_bytes(), &body].concat()
+        Self::sealed(&[text.as_bytes(), &self.cubin].concat())
+    }
+
+    /// The body of an entry behind its first line, which has the checksum.
+    pub(super) fn sealed(body: &[u8]) -> Vec<u8> {
+        [format!("{MAGIC}{}\n", checksum(body)).as_bytes(), body].concat()
     }
 
     /// Parses an entry for `key`.

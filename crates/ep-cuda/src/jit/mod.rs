@@ -14,6 +14,9 @@ mod arch;
 mod cache;
 mod compiler;
 mod entry;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod nvrtc;
 mod place;
 mod program;

@@ -1,0 +1,58 @@
+//! Entry points for the target in `fuzz/`: what ranks of a job send. [`jit::fuzzing`](crate::jit::fuzzing) has another.
+
+use bytemuck::Zeroable as _;
+use ep::Config;
+use ep::join::Machines;
+
+use crate::fault::Words;
+use crate::join::Facts;
+use crate::params::{FaultKind, FaultRecord, FaultReport};
+use crate::remote::State;
+
+const RANKS: usize = 3;
+
+/// Parses `bytes` as the state of a rank on another machine, and makes the errors that its records stand for.
+///
+/// # Panics
+/// When writing the state again changes it, or when a word that kernels use as an index is out of bounds.
+pub fn state(bytes: &[u8]) {
+    let Some(state) = State::from_bytes(bytes, RANKS) else { return };
+    assert_eq!(state.to_bytes(), bytes);
+    if state.abort != 0 {
+        let ranks = [state.abort >> 8 & 0xFF, (state.abort & 0xFF) - 1];
+        assert!(ranks.iter().all(|&rank| (rank as usize) < RANKS));
+    }
+    let FaultReport { own, theirs } = state.report;
+    let words = Words::new(4, Machines::one(RANKS), &Config::default());
+    for (own, theirs) in [(own, theirs), (theirs, own)] {
+        assert!((own.fault.rank as usize) < RANKS && (own.fault.peer as usize) < RANKS);
+        if let Some(error) = words.error(&FaultReport { own, theirs }, &[]) {
+            assert!(!error.to_string().is_empty());
+        }
+    }
+}
+
+/// The state of a rank that runs, or of one that has given up because of a rank that passed other arguments.
+pub fn state_of(given_up: bool) -> Vec<u8> {
+    let mut state = State { abort: 0, left: 0, report: FaultReport::zeroed() };
+    if given_up {
+        state.abort = (FaultKind::Mismatch as u32) << 16 | 1 << 8 | 3;
+        let mut theirs = FaultRecord::zeroed();
+        (theirs.fault.kind, theirs.fault.rank, theirs.fault.peer) = (FaultKind::Mismatch as u32, 2, 1);
+        (theirs.call[0], theirs.peer_call[0]) = (1, 2);
+        let mut own = FaultRecord::zeroed();
+        (own.fault.kind, own.fault.rank, own.fault.peer) = (FaultKind::Aborted as u32, 1, 2);
+        own.fault.cause = FaultKind::Mismatch as u32;
+        state.report = FaultReport { own, theirs };
+    }
+    state.to_bytes()
+}
+
+/// Parses `bytes` as what the introduction of a rank says about its GPU.
+///
+/// # Panics
+/// When writing and parsing it again changes it.
+pub fn facts(bytes: &[u8]) {
+    let Some(facts) = str::from_utf8(bytes).ok().and_then(|text| text.parse::<Facts>().ok()) else { return };
+    assert_eq!(facts.to_string().parse(), Ok(facts));
+}
