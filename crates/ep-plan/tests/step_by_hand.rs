@@ -400,20 +400,46 @@ impl Problem {
             let first = stage / shape.inside * shape.stage[0];
             homes[first..first + shape.stage[0]].to_vec()
         };
+        // The place of a stage among those of its site.
+        let place_of = |stage: usize| {
+            let site = homes_of(stage)[0];
+            (0..stage).filter(|&before| homes_of(before)[0] == site).count()
+        };
+        let senders = product(&shape.stage[1..]);
+        // The sites of a stage, and its link among those of the level.
+        let link_of = |stage: usize, l: usize| {
+            let homes = homes_of(stage);
+            let sharing = (self.sites[homes[0]].links[l].share / senders).floor().max(1.0);
+            let alone = shape.stage[0] > 1;
+            let link = if alone { stage } else { (place_of(stage) as f64 / sharing) as usize };
+            (homes, link)
+        };
         for stage in 1..stages {
             let ends = [homes_of(stage - 1), homes_of(stage)];
             let l = usize::from(ends[0] == ends[1]);
-            let senders = product(&shape.stage[1..]);
             let times = ends.concat().into_iter().map(|s| {
                 let link = self.sites[s].links[l];
                 link.alpha + t * row * link.share.min(senders) / link.rate
             });
-            crossings.push((times.fold(0.0, f64::max), self.sites[0].links[l].round_trip / 2.0));
+            crossings.push((l, times.fold(0.0, f64::max), self.sites[0].links[l].round_trip / 2.0));
         }
-        let slowest = crossings.iter().fold(tau, |slowest, (x, _)| slowest.max(*x));
+        let mut slowest = tau;
+        for l in 0..2 {
+            let links: Vec<_> = (0..stages).map(|stage| link_of(stage, l)).collect();
+            for link in &links {
+                let sends = |from: usize, to: usize, boundary: usize| {
+                    let (level, x, _) = crossings[boundary];
+                    (level == l && links[from] == *link && links[to] != *link).then_some(x)
+                };
+                let activations = (1..stages).filter_map(|stage| sends(stage - 1, stage, stage - 1));
+                let gradients = (1..stages).filter_map(|stage| sends(stage, stage - 1, stage - 1));
+                slowest = slowest.max(activations.chain(gradients).sum());
+            }
+        }
+        slowest = crossings.iter().fold(slowest, |slowest, (_, x, _)| slowest.max(*x));
         let passes = stages as f64 * tau
             + (m - 1.0) * slowest
-            + crossings.iter().map(|(x, wait)| 2.0 * (x + wait)).sum::<f64>();
+            + crossings.iter().map(|(_, x, wait)| 2.0 * (x + wait)).sum::<f64>();
         let experts =
             self.layers(shape) * d.experts as f64 / product(&shape.group) * self.model.expert_parameters();
         let copies: Vec<usize> = shape.stage.iter().zip(&shape.group).map(|(s, e)| s / e).collect();

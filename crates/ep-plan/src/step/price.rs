@@ -64,19 +64,30 @@ pub struct Boundary {
     pub transfer: Seconds,
     /// `r / 2`: time until they arrive, in addition.
     pub latency: Seconds,
+    /// The earlier boundary whose gradients leave through the link that sends the activations of this one: an index into
+    /// the boundaries. None if no gradients leave through that link.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shares_link_with: Option<usize>,
 }
 
-/// `p τ + (m − 1) max(τ, x_max) + Σ 2 (x + latency)`: the passes of `m` micro-batches through a pipeline whose stages take `τ`.
+/// `y`: the time per micro-batch for which the link that sends the activations of a boundary is busy in one direction.
+pub(super) fn link_load(boundaries: &[Boundary], boundary: &Boundary) -> Seconds {
+    let before = boundary.shares_link_with.and_then(|before| boundaries.get(before));
+    boundary.transfer + before.map_or(Seconds::ZERO, |before| before.transfer)
+}
+
+/// `p τ + (m − 1) max(τ, y_max) + Σ 2 (x + latency)`: the passes of `m` micro-batches through a pipeline whose stages take `τ`.
 ///
 /// The first micro-batch crosses every boundary forward and backward. Each other one follows after the time of the
-/// slowest stage or link.
+/// slowest stage or link. `y` is the time for which a link sends per micro-batch: activations to the next stage, and
+/// gradients to the previous one if they take the same link.
 pub fn pipeline_passes(
     stage: Seconds,
     stages: usize,
     boundaries: &[Boundary],
     micro_batches: usize,
 ) -> Seconds {
-    let slowest = boundaries.iter().fold(stage, |slowest, boundary| slowest.max(boundary.transfer));
+    let slowest = boundaries.iter().fold(stage, |slowest, at| slowest.max(link_load(boundaries, at)));
     let crossed: Seconds =
         boundaries.iter().map(|boundary| (boundary.transfer + boundary.latency) * 2.0).sum();
     stage * stages as f64 + slowest * (micro_batches - 1) as f64 + crossed
@@ -167,28 +178,49 @@ impl Pricing<'_> {
 
     fn boundaries(&self, layout: &Layout, tokens: f64) -> Vec<Boundary> {
         let bytes = self.model.combine_row_bytes() * tokens;
-        (1..layout.stages())
-            .map(|stage| {
-                let across = stage % layout.stages_inside == 0;
-                let ends = [stage - 1, stage].map(|stage| self.sites_of_stage(layout, stage));
-                // Parts of one site are neighbours at the second level.
-                let level = usize::from(!across || ends[0] == ends[1]).min(self.cluster.levels().len() - 1);
-                // The GPUs of one stage in one member send; the other stages of the member do not use the link for this.
-                let senders = layout.stage_gpus() / layout.stage[0];
-                let transfer =
-                    |at: &Level| at.alpha + bytes * at.gpus_per_link.min(senders) as f64 / at.link_bandwidth;
-                let sites =
-                    &self.cluster.sites()[ends[0].start.min(ends[1].start)..ends[0].end.max(ends[1].end)];
-                Boundary {
-                    level,
-                    transfer: sites
-                        .iter()
-                        .map(|site| transfer(&site.levels[level]))
-                        .fold(Seconds::ZERO, Seconds::max),
-                    latency: self.cluster.levels()[level].round_trip / 2.0,
-                }
-            })
-            .collect()
+        // The GPUs of one stage in one member send; the other stages of the member do not use the link for this.
+        let senders = layout.stage_gpus() / layout.stage[0];
+        let mut boundaries: Vec<Boundary> = Vec::new();
+        for stage in 1..layout.stages() {
+            let across = stage % layout.stages_inside == 0;
+            let ends = [stage - 1, stage].map(|stage| self.sites_of_stage(layout, stage));
+            // Parts of one site are neighbours at the second level.
+            let level = usize::from(!across || ends[0] == ends[1]).min(self.cluster.levels().len() - 1);
+            let transfer =
+                |at: &Level| at.alpha + bytes * at.gpus_per_link.min(senders) as f64 / at.link_bandwidth;
+            let sites = &self.cluster.sites()[ends[0].start.min(ends[1].start)..ends[0].end.max(ends[1].end)];
+            // Gradients leave over the boundary before the first stage of a link, activations over that after the last.
+            let [before, after] = [stage - 1, stage].map(|stage| self.stages_of_link(layout, stage, level));
+            let shares_link_with = (before != after)
+                .then(|| before.start.checked_sub(1))
+                .flatten()
+                .filter(|&before| boundaries[before].level == level);
+            boundaries.push(Boundary {
+                level,
+                transfer: sites
+                    .iter()
+                    .map(|site| transfer(&site.levels[level]))
+                    .fold(Seconds::ZERO, Seconds::max),
+                latency: self.cluster.levels()[level].round_trip / 2.0,
+                shares_link_with,
+            });
+        }
+        boundaries
+    }
+
+    /// The stages that share a link of a level with this stage, itself among them.
+    fn stages_of_link(&self, layout: &Layout, stage: usize, level: usize) -> Range<usize> {
+        if layout.stage[0] > 1 {
+            return stage..stage + 1;
+        }
+        let site = self.cluster.site_of_part(stage / layout.stages_inside);
+        let parts_before: usize = self.cluster.sites()[..site].iter().map(|site| site.parts).sum();
+        let at = &self.cluster.sites()[site];
+        let first = parts_before * layout.stages_inside;
+        let end = first + at.parts * layout.stages_inside;
+        let sharing = (at.levels[level].gpus_per_link / layout.stage_gpus()).max(1);
+        let start = first + (stage - first) / sharing * sharing;
+        start..(start + sharing).min(end)
     }
 
     /// The sites on which a stage runs.
