@@ -15,7 +15,7 @@ use crate::driver::Device;
 use crate::links;
 use crate::params::MAX_RANKS;
 use crate::peers::Peers;
-use crate::rails::{Bounds, PinnedWindow, RankRails};
+use crate::rails::{Bounds, RankRails, RankWindow};
 
 /// [`Introduction::backend`]. Change it with the format of [`Facts`], of messages over links, or of shared memory.
 const BACKEND: &str = "cuda 1";
@@ -41,8 +41,8 @@ impl CudaBuffer {
             .into());
         }
         let bounds = Bounds::of(world, config)?;
-        if bounds.is_some() && !config.host.transport.is_loopback() {
-            return Err(only_loopback(config));
+        if bounds.is_some() && !config.host.transport.maps_windows() {
+            return Err(for_processes_only(config));
         }
         let homes: Vec<Home> = world
             .topology()
@@ -52,11 +52,12 @@ impl CudaBuffer {
                 Home::new(world, rank, device, devices.clone(), sharing > 1, config)
             })
             .collect::<Result<_>>()?;
-        let windows: Vec<Option<PinnedWindow>> = homes
-            .iter()
-            .map(|home| bounds.map(|bounds| PinnedWindow::new(&bounds, &home.device, config)).transpose())
-            .collect::<Result<_>>()?;
-        let segments: Vec<_> = windows.iter().flatten().map(|window| Arc::clone(&window.segment)).collect();
+        let rails = match bounds {
+            Some(bounds) => {
+                rails_of_threads(world, &homes, bounds, &devices, config)?.into_iter().map(Some).collect()
+            }
+            None => homes.iter().map(|_| None).collect::<Vec<_>>(),
+        };
         let peers = Peers {
             control: homes.iter().map(|home| home.control.address()).collect(),
             delta: vec![0; ranks],
@@ -66,13 +67,8 @@ impl CudaBuffer {
         };
         homes
             .into_iter()
-            .zip(windows)
-            .map(|(home, window)| {
-                let rails = window.zip(bounds).map(|(window, bounds)| {
-                    let engine = window.loopback(world, home.rank, &segments)?;
-                    RankRails::start(world, home.rank, bounds, window, engine, &home.report)
-                });
-                let rails = rails.transpose()?;
+            .zip(rails)
+            .map(|(home, rails)| {
                 let here = (0..ranks).filter(|&rank| device_of(rank) == home.device.ordinal).count();
                 Self::assemble(world.clone(), config, home, peers.clone(), rails, here)
             })
@@ -144,6 +140,27 @@ impl CudaBuffer {
     }
 }
 
+/// Makes the windows and the engines of all ranks, which are threads of this process, and starts their proxies.
+fn rails_of_threads(
+    world: &World,
+    homes: &[Home],
+    bounds: Bounds,
+    devices: &[usize],
+    config: &Config,
+) -> Result<Vec<RankRails>> {
+    let window = |home: &Home| RankWindow::new(&bounds, &home.device, devices, config);
+    let windows: Vec<RankWindow> = homes.iter().map(window).collect::<Result<_>>()?;
+    let engine =
+        |(window, home): (&RankWindow, &Home)| window.local_engine(world, home.rank, &windows, config);
+    let engines: Vec<_> = windows.iter().zip(homes).map(engine).collect::<Result<_>>()?;
+    let ranks = homes.iter().zip(windows).zip(engines);
+    ranks
+        .map(|((home, window), engine)| {
+            RankRails::start(world, home.rank, bounds, window, engine, &home.report)
+        })
+        .collect()
+}
+
 /// Opens the engine of a rank that is a process, exchanges the addresses of all engines, and starts the proxy. `address`:
 /// that of this machine, in a job of several machines. Collective.
 fn connect_rails(
@@ -154,7 +171,7 @@ fn connect_rails(
     config: &Config,
     address: Option<IpAddr>,
 ) -> Result<RankRails> {
-    let window = PinnedWindow::new(&bounds, &home.device, config)?;
+    let window = RankWindow::new(&bounds, &home.device, &[home.device.ordinal], config)?;
     let engine = window.open(world, home.rank, config, address)?;
     let blobs = joining.all_gather(&engine.blob())?;
     let transport = connect_rail(world, home.rank, engine, &blobs)?;
@@ -162,9 +179,9 @@ fn connect_rails(
 }
 
 /// The error for ranks that are threads, with an engine for processes.
-fn only_loopback(config: &Config) -> ep::Error {
-    let problem =
-        "on GPUs, ranks that are threads of one process use `loopback`; start the ranks as processes";
+fn for_processes_only(config: &Config) -> ep::Error {
+    let problem = "on GPUs, ranks that are threads of one process use `loopback` or an emulated link (`paced:`); start the \
+                   ranks as processes";
     let (key, value) = ("HYBRID_EP_TRANSPORT", config.host.transport.engine.clone());
     CallerError::Config { key, value, problem: problem.into() }.into()
 }

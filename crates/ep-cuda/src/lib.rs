@@ -44,6 +44,7 @@ mod handle;
 pub mod jit;
 mod join;
 mod kernels;
+mod lanes;
 mod links;
 mod member;
 mod memory;

@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use bytemuck::Zeroable as _;
 use ep::{CallerError, Config, Rank, Result, Size, Transport, Unconnected, World};
-use ep_rail::{Loopback, Segment, open_fabric, rail_of};
+use ep_rail::{Loopback, Paced, Segment, open_fabric, rail_of};
 
-use crate::driver::{Device, Pinned};
+use crate::driver::{Device, DeviceAddress, Pinned};
 use crate::fault::Report;
+use crate::lanes::{DeviceLanes, LaneCopies};
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, Rails};
 use crate::rail::{Proxy, ProxyParts, RailLayout, SIGNALS, limits};
 use crate::shared;
@@ -120,7 +121,7 @@ impl Bounds {
     }
 
     fn layout(&self, config: &Config) -> Result<RailLayout> {
-        let reserved = match config.host.transport.is_loopback() {
+        let reserved = match config.host.transport.maps_windows() {
             true => Loopback::reserved(self.domains, SIGNALS).bytes("the rings of a rail window")?,
             false => 0,
         };
@@ -130,41 +131,73 @@ impl Bounds {
 
 /// A rank's window, before the rank has met its rail peers.
 #[derive(Debug)]
-pub(crate) struct PinnedWindow {
-    pub(crate) segment: Arc<Segment>,
+pub(crate) struct RankWindow {
+    device: Arc<Device>,
+    /// Pinned host memory: the whole window, or what lies before the lanes.
+    segment: Arc<Segment>,
     pinned: Pinned,
+    /// The lanes, if they are in GPU memory: with an emulated link.
+    lanes: Option<Arc<DeviceLanes>>,
     layout: RailLayout,
 }
 
-impl PinnedWindow {
-    pub(crate) fn new(bounds: &Bounds, device: &Arc<Device>, config: &Config) -> Result<Self> {
+impl RankWindow {
+    /// `devices`: the GPUs of all ranks of this process.
+    pub(crate) fn new(
+        bounds: &Bounds,
+        device: &Arc<Device>,
+        devices: &[usize],
+        config: &Config,
+    ) -> Result<Self> {
         let layout = bounds.layout(config)?;
-        let segment = Arc::new(Segment::private(layout.bytes())?);
+        let lanes = match config.host.transport.pace()? {
+            Some(_) => Some(Arc::new(DeviceLanes::new(device, devices, layout.lanes())?)),
+            None => None,
+        };
+        let in_host_memory = if lanes.is_some() { layout.lanes().start } else { layout.bytes() };
+        let segment = Arc::new(Segment::private(in_host_memory)?);
         let pinned = Pinned::new(device, segment.start(), segment.len())?;
-        Ok(Self { segment, pinned, layout })
+        Ok(Self { device: Arc::clone(device), segment, pinned, lanes, layout })
     }
 
-    /// The loopback engine of `rank`. `windows` are those of all ranks, which are threads of this process.
-    pub(crate) fn loopback(
+    /// The address of the first lane, for kernels.
+    fn lanes_address(&self) -> DeviceAddress {
+        match &self.lanes {
+            Some(lanes) => lanes.address(),
+            None => self.pinned.address() + self.layout.lanes().start as DeviceAddress,
+        }
+    }
+
+    /// The engine of `rank`: `loopback`, or an emulated link. `windows` are those of all ranks, which are threads of this
+    /// process.
+    pub(crate) fn local_engine(
         &self,
         world: &World,
         rank: Rank,
-        windows: &[Arc<Segment>],
+        windows: &[Self],
+        config: &Config,
     ) -> Result<Box<dyn Transport>> {
         let rail = rail_of(world, rank)?;
-        let windows = rail.ranks().iter().map(|peer| Arc::clone(&windows[peer.index()])).collect();
+        let of_rail = || rail.ranks().iter().map(|peer| &windows[peer.index()]);
+        let segments = of_rail().map(|window| Arc::clone(&window.segment)).collect();
+        let lanes: Option<Vec<_>> = of_rail().map(|window| window.lanes.clone()).collect();
         // SAFETY: only the proxies of these ranks use the engines. A proxy puts bytes whose flags the kernels have set, to
         // lanes that the peer's kernels do not read before it has told them; no lane is used again before the peer's
         // kernels have read it (docs/cuda-rails.md).
-        let loopback = unsafe { Loopback::new(rail, windows, SIGNALS) }?;
-        Ok(Box::new(loopback))
+        let loopback = unsafe { Loopback::new(rail.clone(), segments, SIGNALS) }?;
+        let (Some(pace), Some(lanes)) = (config.host.transport.pace()?, lanes) else {
+            return Ok(Box::new(loopback));
+        };
+        let loopback = Arc::new(loopback);
+        let copies = LaneCopies::new(&self.device, rail, Arc::clone(&loopback), lanes)?;
+        Ok(Box::new(Paced::with(loopback, copies, pace, SIGNALS)?))
     }
 
     /// Opens the engine over libfabric, for ranks that are processes. `address`: that of this machine, in a job of several
     /// machines.
     ///
     /// # Errors
-    /// [`CallerError::Config`] for the engine `loopback`, which serves ranks of one process.
+    /// [`CallerError::Config`] for `loopback` and emulated links, which serve ranks of one process.
     pub(crate) fn open(
         &self,
         world: &World,
@@ -173,8 +206,8 @@ impl PinnedWindow {
         address: Option<IpAddr>,
     ) -> Result<Box<dyn Unconnected>> {
         let options = &config.host.transport;
-        if options.is_loopback() {
-            let problem = "on GPUs, `loopback` connects NVLink domains of one process; for processes choose `shm` or `tcp`";
+        if options.maps_windows() {
+            let problem = "on GPUs, this engine connects NVLink domains of one process; for processes choose `shm` or `tcp`";
             let (key, value) = ("HYBRID_EP_TRANSPORT", options.engine.clone());
             return Err(CallerError::Config { key, value, problem: problem.into() }.into());
         }
@@ -189,7 +222,7 @@ impl PinnedWindow {
 pub(crate) struct RankRails {
     /// Dropped first: it uses the window.
     proxy: Proxy,
-    _window: PinnedWindow,
+    _window: RankWindow,
     report: Arc<Report>,
     pub(crate) bounds: Bounds,
     /// The part of the kernel parameters that concerns rails.
@@ -203,17 +236,16 @@ impl RankRails {
         world: &World,
         rank: Rank,
         bounds: Bounds,
-        window: PinnedWindow,
+        window: RankWindow,
         transport: Box<dyn Transport>,
         report: &Arc<Report>,
     ) -> Result<Self> {
         let topology = world.topology();
         let (domain, local_ranks) = (topology.domain_of(rank), topology.domain_size());
         let layout = window.layout;
-        let base = window.pinned.address();
         let params = Rails {
-            ends: base + layout.ends_offset() as u64,
-            lanes: base + layout.out_lane(0, 0) as u64,
+            ends: window.pinned.address() + layout.ends_offset() as u64,
+            lanes: window.lanes_address(),
             lane_bytes: layout.lane_bytes() as u64,
             domains: bounds.domains as u32,
             domain: domain as u32,

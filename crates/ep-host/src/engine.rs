@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ep::{Config, Limits, Rank, Result, Unconnected, World};
-use ep_rail::{Loopback, open_fabric, rail_of};
+use ep_rail::{Loopback, Paced, open_fabric, rail_of};
 
 use crate::control::check_segment;
 use crate::join::Connected;
@@ -11,7 +11,7 @@ use crate::rail::WindowLayout;
 
 /// Whether the ranks exchange blobs: the engine does not map the windows of the peers.
 pub(crate) fn needs_blobs(world: &World, config: &Config) -> bool {
-    world.topology().domains() > 1 && !config.host.transport.is_loopback()
+    world.topology().domains() > 1 && !config.host.transport.maps_windows()
 }
 
 /// Opens the engine of `rank`.
@@ -41,7 +41,11 @@ pub(crate) fn open(
     // SAFETY: puts copy slots only. The sender fills a send slot after the credit of the slot's last message. The receiver
     // reads a receive slot after the message's signal and before it posts the credit, and no other rank writes to that slot.
     // The rings lie in front of all slots.
-    Ok(Box::new(unsafe { Loopback::new(rail, windows, signals)? }))
+    let loopback = unsafe { Loopback::new(rail, windows, signals)? };
+    Ok(match config.host.transport.pace()? {
+        Some(pace) if world.topology().domains() > 1 => Box::new(Paced::new(loopback, pace, signals)?),
+        _ => Box::new(loopback),
+    })
 }
 
 #[cfg(test)]

@@ -44,12 +44,12 @@ impl RailProbe {
     /// Opens the engine and connects all ranks of the rendezvous. Collective.
     ///
     /// # Errors
-    /// [`CallerError`] for the engine `loopback`, which needs mapped windows; the errors of the engine and of the
+    /// [`CallerError`] for engines that need mapped windows, such as `loopback`; the errors of the engine and of the
     /// rendezvous.
     pub fn join(rendezvous: &mut dyn Rendezvous, config: &Config) -> Result<Self> {
         config.check()?;
         let transport = &config.host.transport;
-        if transport.is_loopback() {
+        if transport.maps_windows() {
             let problem = "copies inside one machine; measure a provider of libfabric, such as tcp".into();
             let (key, value) = ("HYBRID_EP_TRANSPORT", transport.engine.clone());
             return Err(CallerError::Config { key, value, problem }.into());

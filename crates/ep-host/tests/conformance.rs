@@ -200,6 +200,13 @@ fn suite_with_streaming_stores() {
     check_suite(&config);
 }
 
+#[test]
+fn suite_over_an_emulated_link() {
+    let mut config = config(2, 16, 2);
+    config.host.transport.engine = "paced:2GB/s,30us".into();
+    check_suite(&config);
+}
+
 /// The settings for an engine of libfabric; `None` where the library is not installed.
 #[cfg(feature = "fabric")]
 fn over(provider: &str, mut config: Config) -> Option<Config> {

@@ -7,15 +7,20 @@
 //! |---|---|
 //! | `segment` | [`Segment`]: mapped memory that other ranks can access; a window of a rail |
 //! | `loopback` | [`Loopback`]: the [`ep::Transport`] for ranks of one machine |
+//! | `paced` | [`Paced`]: `loopback` with the bandwidth and the latency of an emulated link |
 //! | `fabric` | [`open_fabric`]: opens an engine over libfabric; an error without the feature `fabric` |
 //! | `rail` | [`rail_of`]: the ranks of a rail; [`connect_rail`]: connects an engine with them; the error for a peer that breaks its protocol |
 
 mod fabric;
 mod loopback;
+mod paced;
 mod rail;
 mod segment;
+#[cfg(test)]
+mod testing;
 
 pub use fabric::open_fabric;
 pub use loopback::Loopback;
+pub use paced::{Carry, InHostMemory, Paced};
 pub use rail::{broken, connect_rail, rail_of};
 pub use segment::Segment;

@@ -125,6 +125,43 @@ impl Loopback {
         broken(self.rail.own(), peer, found)
     }
 
+    /// Copies the bytes of a put and delivers no signal. The signal of a later put of no bytes stands for them.
+    ///
+    /// # Errors
+    /// [`CallerError`] when the put lies outside a window, or its peer is not on the rail.
+    pub fn copy(&self, put: &Put) -> Result<()> {
+        let end = &self.endpoints[self.rail.peer_index(put.peer)?];
+        self.check_put(put, end)?;
+        self.copy_bytes(put, end);
+        Ok(())
+    }
+
+    /// `put` has passed [`check_put`](Self::check_put).
+    fn copy_bytes(&self, put: &Put, end: &Endpoint) {
+        if put.len == 0 {
+            return;
+        }
+        // SAFETY: both ranges are inside mapped windows, and `new` checked that the windows differ. Its caller keeps other
+        // threads from writing to the source and from accessing the destination until this put's signal.
+        unsafe {
+            self.own()
+                .at(put.source, put.len)
+                .copy_to_nonoverlapping(end.window.at(put.destination, put.len), put.len);
+        }
+    }
+
+    fn check_put(&self, put: &Put, end: &Endpoint) -> Result<()> {
+        if put.len == 0 {
+            return Ok(());
+        }
+        self.check("source of a put", self.own(), put.source, put.len)?;
+        self.check("destination of a put", &end.window, put.destination, put.len)
+    }
+
+    pub(crate) fn rail(&self) -> &Rail {
+        &self.rail
+    }
+
     fn own(&self) -> &Segment {
         &self.endpoints[self.rail.own_index()].window
     }
@@ -162,10 +199,7 @@ impl Transport for Loopback {
 
     fn put(&self, put: Put) -> Result<Posted> {
         let end = &self.endpoints[self.rail.peer_index(put.peer)?];
-        if put.len > 0 {
-            self.check("source of a put", self.own(), put.source, put.len)?;
-            self.check("destination of a put", &end.window, put.destination, put.len)?;
-        }
+        self.check_put(&put, end)?;
         let mut sent = end.sent.lock().unwrap_or_else(PoisonError::into_inner);
         let (ring, slots) = self.ring(&end.window, self.rail.own_index());
         let room = slots.len() as u64;
@@ -175,15 +209,7 @@ impl Transport for Loopback {
             Some(in_flight) if in_flight < room => {}
             _ => return Err(self.damaged(put.peer, *sent, tail)),
         }
-        if put.len > 0 {
-            let own = self.own();
-            // SAFETY: both ranges are inside mapped windows, and `new` checked that the windows differ. Its caller keeps
-            // other threads from writing to the source and from accessing the destination until this put's signal.
-            unsafe {
-                own.at(put.source, put.len)
-                    .copy_to_nonoverlapping(end.window.at(put.destination, put.len), put.len);
-            }
-        }
+        self.copy_bytes(&put, end);
         slots[(*sent % room) as usize].store(put.signal.word(), Relaxed);
         *sent += 1;
         ring.head.store(*sent, Release);
@@ -234,12 +260,12 @@ impl Transport for Loopback {
 
 #[cfg(test)]
 mod tests {
-    use std::ops::Range;
     use std::time::Duration;
 
-    use ep::conformance::{End, Reordering, TRANSPORT_LIMITS, WindowAccess, check_transport};
+    use ep::conformance::{End, Reordering, TRANSPORT_LIMITS, check_transport};
 
     use super::*;
+    use crate::testing::Usable;
 
     /// The engines of a rail of `ranks`, and the offset of the caller's part of their windows.
     fn rail(ranks: usize, ring_slots: usize) -> Vec<Loopback> {
@@ -387,27 +413,6 @@ mod tests {
         assert_eq!((error.peer, error.rank), (Rank(0), Rank(1)), "{error}");
     }
 
-    /// The part of a window that the caller uses.
-    struct Usable(Arc<Segment>, usize);
-
-    impl WindowAccess for Usable {
-        fn usable(&self) -> Range<usize> {
-            self.1..self.0.len()
-        }
-
-        fn write(&self, offset: usize, bytes: &[u8]) {
-            // SAFETY: `at` checks the bounds; the checks access no byte that a put in flight may access.
-            unsafe { self.0.at(offset, bytes.len()).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        }
-
-        fn read(&self, offset: usize, bytes: &mut [u8]) {
-            // SAFETY: as above.
-            unsafe {
-                bytes.as_mut_ptr().copy_from_nonoverlapping(self.0.at(offset, bytes.len()), bytes.len())
-            };
-        }
-    }
-
     #[test]
     #[cfg_attr(miri, ignore = "hours")]
     fn the_engine_conformance_suite_passes() {
@@ -417,7 +422,7 @@ mod tests {
                 .into_iter()
                 .map(|engine| {
                     let window = Arc::clone(&engine.endpoints[engine.rail.own_index()].window);
-                    let (rail, usable) = (engine.rail.clone(), Usable(window, engine.reserved));
+                    let (rail, usable) = (engine.rail.clone(), Usable::new(window, engine.reserved));
                     let engine = (Box::new(engine) as Box<dyn Unconnected>).connect(&[]).unwrap();
                     let transport = if reorder { Box::new(Reordering::new(engine, 7)) } else { engine };
                     End { rail, transport, window: Box::new(usable) }

@@ -211,7 +211,8 @@ impl fmt::Display for RoutingProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::IndexOutOfRange { index, experts } => {
-                write!(f, "expert index {index} is out of range: must be -1 (none) or 0..{experts}")
+                let last = experts.saturating_sub(1);
+                write!(f, "expert index {index} is out of range: must be -1 (none) or 0 to {last}")
             }
             Self::DuplicateExpert(expert) => write!(f, "expert {expert} appears twice"),
             Self::NanWeight(expert) => write!(f, "the weight of expert {expert} is NaN"),

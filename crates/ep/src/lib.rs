@@ -71,6 +71,7 @@ pub mod join;
 pub mod layout;
 pub mod numeric;
 pub mod oracle;
+mod pace;
 pub mod routing;
 pub mod size;
 pub mod topology;
@@ -89,6 +90,7 @@ pub use error::{CallerError, EnvironmentError, Error, Operator, PeerError, PeerF
 pub use interrupt::Interrupt;
 pub use layout::{Counts, DispatchLayout, ReceiveShape};
 pub use numeric::ScaleFormat;
+pub use pace::Pace;
 pub use routing::Routing;
 pub use size::Size;
 pub use topology::{ExpertPlacement, Rank, Topology, World};

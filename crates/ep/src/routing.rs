@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(message(&[0, 1, 2, 2], &[0.5; 4]), "routing of rank 3, row 1: expert 2 appears twice");
         assert_eq!(
             message(&[0, 4], &[0.5; 2]),
-            "routing of rank 3, row 0: expert index 4 is out of range: must be -1 (none) or 0..4"
+            "routing of rank 3, row 0: expert index 4 is out of range: must be -1 (none) or 0 to 3"
         );
         assert!(message(&[0, -2], &[0.5; 2]).contains("-2 is out of range"));
         assert_eq!(

@@ -297,7 +297,7 @@ mod tests {
         let bad = problem(&file(&[0, 8], &[0.5; 2], [1, 2], &[]));
         assert_eq!(
             bad,
-            "layer 0: routing of rank 0, row 0: expert index 8 is out of range: must be -1 (none) or 0..8"
+            "layer 0: routing of rank 0, row 0: expert index 8 is out of range: must be -1 (none) or 0 to 7"
         );
     }
 

@@ -18,6 +18,7 @@ use std::time::Instant;
 use crate::error::{CallerError, Result};
 #[cfg(target_os = "linux")]
 use crate::join::{Rendezvous, address_of};
+use crate::pace::Pace;
 use crate::topology::Rank;
 
 /// A signal: a word of [`BITS`](Self::BITS) bits that a peer receives after the bytes of a put.
@@ -121,8 +122,8 @@ impl Rail {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TransportOptions {
-    /// `loopback`, or a provider of libfabric: `tcp`, `shm`, or another one by its name. Default `loopback`.
-    /// `HYBRID_EP_TRANSPORT`.
+    /// `loopback`; `paced:` with a [`Pace`], such as `paced:25GB/s,5us`; or a provider of libfabric: `tcp`, `shm`, or
+    /// another one by its name. Default `loopback`. `HYBRID_EP_TRANSPORT`.
     pub engine: String,
     /// This rank's network address, which selects its interface; `None`: the engine chooses, `tcp` 127.0.0.1.
     /// `HYBRID_EP_TRANSPORT_ADDRESS`.
@@ -147,6 +148,8 @@ impl Default for TransportOptions {
 impl TransportOptions {
     /// The engine for ranks of one machine that needs no library.
     pub const LOOPBACK: &str = "loopback";
+    /// What the names of engines begin with that emulate a link between ranks of one machine; a [`Pace`] follows.
+    pub const PACED: &str = "paced:";
 
     /// The network address of this rank: that of the setting [`address`](Self::address), else the one that faces
     /// `rendezvous`. `None` if neither gives one.
@@ -166,6 +169,22 @@ impl TransportOptions {
         self.engine == Self::LOOPBACK
     }
 
+    /// Whether the engine copies between windows that the ranks of one machine map: `loopback`, or one that emulates a
+    /// link.
+    pub fn maps_windows(&self) -> bool {
+        self.is_loopback() || self.engine.starts_with(Self::PACED)
+    }
+
+    /// The link that the engine emulates; `None` for an engine that emulates none.
+    ///
+    /// # Errors
+    /// [`CallerError::Config`] when no [`Pace`] follows [`PACED`](Self::PACED).
+    pub fn pace(&self) -> Result<Option<Pace>> {
+        let Some(text) = self.engine.strip_prefix(Self::PACED) else { return Ok(None) };
+        let (key, value) = ("HYBRID_EP_TRANSPORT", self.engine.clone());
+        text.parse().map(Some).map_err(|problem| CallerError::Config { key, value, problem }.into())
+    }
+
     /// The NIC of the rank with this local rank; `None`: the engine chooses.
     pub fn nic(&self, local_rank: usize) -> Option<&str> {
         let index = local_rank.checked_rem(self.nics.len())?;
@@ -175,7 +194,8 @@ impl TransportOptions {
     /// A variable that is empty counts as not set.
     ///
     /// # Errors
-    /// [`CallerError::Config`] for a list of NICs with an empty name, and for an unknown traffic class.
+    /// [`CallerError::Config`] for a list of NICs with an empty name, an unknown traffic class, and an emulated link
+    /// without a valid pace.
     pub(crate) fn from_lookup(lookup: &impl Fn(&str) -> Option<String>) -> Result<Self> {
         let value = |key| lookup(key).map(|value| value.trim().to_string()).filter(|value| !value.is_empty());
         let nics = match value("HYBRID_EP_TRANSPORT_NIC") {
@@ -194,13 +214,15 @@ impl TransportOptions {
             let key = "HYBRID_EP_TRANSPORT_TRAFFIC_CLASS";
             text.parse().map_err(|problem| CallerError::Config { key, value: text, problem })
         };
-        Ok(Self {
+        let options = Self {
             engine: value("HYBRID_EP_TRANSPORT").unwrap_or_else(|| Self::LOOPBACK.into()),
             address: value("HYBRID_EP_TRANSPORT_ADDRESS"),
             nics,
             traffic_class: value("HYBRID_EP_TRANSPORT_TRAFFIC_CLASS").map(class).transpose()?,
             libfabric: value("HYBRID_EP_LIBFABRIC").map(PathBuf::from),
-        })
+        };
+        options.pace()?;
+        Ok(options)
     }
 }
 
@@ -443,6 +465,22 @@ mod tests {
         assert_eq!(two.each_ref().map(|nic| nic.as_deref().unwrap().as_bytes()[5] - b'0'), [0, 1, 0, 1]);
         let text = nics(&[("HYBRID_EP_TRANSPORT_NIC", "mlx5_0,,mlx5_1")]).unwrap_err().to_string();
         assert!(text.contains("HYBRID_EP_TRANSPORT_NIC") && text.contains("comma"), "{text}");
+    }
+
+    #[test]
+    fn an_engine_may_emulate_a_link() {
+        let lookup = |engine: &'static str| {
+            TransportOptions::from_lookup(&|key| (key == "HYBRID_EP_TRANSPORT").then(|| engine.to_string()))
+        };
+        let kind = |engine| {
+            let options = lookup(engine).unwrap();
+            (options.is_loopback(), options.maps_windows(), options.pace().unwrap().is_some())
+        };
+        assert_eq!(kind("loopback"), (true, true, false));
+        assert_eq!(kind("paced:25GB/s,5us"), (false, true, true));
+        assert_eq!(kind("tcp"), (false, false, false));
+        let error = lookup("paced:25").unwrap_err().to_string();
+        assert!(error.contains("HYBRID_EP_TRANSPORT") && error.contains("such as 25GB/s,5us"), "{error}");
     }
 
     #[test]

@@ -39,12 +39,12 @@ pub(crate) enum Wire {
     Measured(f64),
     /// Not measured on GPUs of this model.
     Unknown,
-    /// Several ranks share a GPU: bytes between them cross no link.
+    /// Several ranks of a domain share a GPU: bytes between them cross no link.
     Shared,
 }
 
 impl Wire {
-    /// `names`: the GPU models of the ranks. `shared`: whether several ranks use one GPU.
+    /// `names`: the GPU models of the ranks. `shared`: whether several ranks of a domain use one GPU.
     pub(crate) fn resolve<'a>(
         given: Option<f64>,
         mut names: impl Iterator<Item = &'a str>,

@@ -1,19 +1,44 @@
 //! Definitions of the reported times and floors, in words.
 
+use ep::TransportOptions;
+
 use crate::bench::ceiling::{Ceiling, Wire};
+use crate::bench::gpu::Sharing;
 use crate::bench::plan::BenchPlan;
 use crate::bench::run::ROUNDS;
 use crate::common::backend::BackendKind;
 use crate::common::units;
 
 /// Note for runs in which several ranks use one GPU.
-pub(super) const SHARED: &str =
-    "several ranks share a GPU, its SMs and its memory: the times do not measure a link between GPUs";
+pub(super) fn sharing(sharing: Sharing) -> Option<&'static str> {
+    match sharing {
+        Sharing::None => None,
+        Sharing::BetweenDomains => Some(
+            "ranks of different domains share a GPU, its SMs, its memory and its NVLinks, and no network card is \
+             involved",
+        ),
+        Sharing::InsideDomains => Some(
+            "several ranks share a GPU, its SMs and its memory: the times do not measure a link between GPUs",
+        ),
+    }
+}
 
-/// What the stream of an operator is.
-pub(super) const STREAM: &str = "stream = the time in which plain TCP streams between the ranks of each rail carry the operator's bytes between \
-     domains in both directions, on the slowest rank; leg = the leg with the longer floor: memory (floor) or network \
-     (stream)";
+/// What the stream of an operator is, over this engine. `inside`: the name of the leg inside domains.
+pub(super) fn stream(transport: &TransportOptions, inside: &str) -> String {
+    let what = match transport.maps_windows() {
+        true => format!(
+            "the time in which the emulated link ({}) takes in the bytes that a rank sends to other domains, and its \
+             latency, on the slowest rank",
+            transport.engine
+        ),
+        false => {
+            "the time in which plain TCP streams between the ranks of each rail carry the operator's bytes \
+                  between domains in both directions, on the slowest rank"
+                .into()
+        }
+    };
+    format!("stream = {what}; leg = the leg with the longer floor: {inside} (floor) or network (stream)")
+}
 
 /// How a time is measured.
 pub(super) fn time(plan: &BenchPlan) -> String {
@@ -36,9 +61,9 @@ pub(super) fn time(plan: &BenchPlan) -> String {
 pub(super) fn floor(ceiling: Ceiling) -> String {
     let at = |gb_per_s: f64, origin: &str| {
         format!(
-            "floor = the bytes that the busiest rank must receive from other ranks, or send to them if that is more \
-             (each token once per other rank that has an expert of it: in dispatch with its scales, in combine one \
-             bf16 sum), at {gb_per_s} GB/s{origin}"
+            "floor = the bytes that the busiest GPU must receive from other GPUs, or send to them if that is more \
+             (each token once per other rank of a domain that has an expert of it: in dispatch with its scales, in \
+             combine one bf16 sum), at {gb_per_s} GB/s{origin}"
         )
     };
     match ceiling {
@@ -63,7 +88,7 @@ pub(super) fn floor(ceiling: Ceiling) -> String {
             "no floor: the bandwidth between these GPUs has not been measured; set it with --wire GB/s".into()
         }
         Ceiling::Wire(Wire::Shared) => {
-            "no floor: several ranks share a GPU, so bytes between them cross no link".into()
+            "no floor: several ranks of a domain share a GPU, so bytes between them cross no link".into()
         }
     }
 }

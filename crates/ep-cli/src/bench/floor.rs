@@ -1,5 +1,7 @@
 //! The bytes that any implementation of the operators must move. Divided by the ceiling they give the floor.
 
+use std::collections::BTreeMap;
+
 use ep::{Rank, Routing, World};
 use serde::Serialize;
 
@@ -34,9 +36,9 @@ impl MustMove {
         }
     }
 
-    /// Bytes on the link of the busiest rank, in its busier direction.
-    pub(super) fn over_the_wire(plan: &BenchPlan, crossing: &Crossing) -> Self {
-        let tokens = crossing.busiest();
+    /// Bytes on the links of the busiest GPU, in their busier direction. `gpus`: the GPU of each rank.
+    pub(super) fn over_the_wire(plan: &BenchPlan, crossing: &Crossing, gpus: &[String]) -> Self {
+        let tokens = crossing.busiest(gpus);
         let received = |read| Moved { read, written: 0 };
         Self {
             dispatch: received(tokens * dispatched_row_bytes(plan)),
@@ -79,8 +81,9 @@ fn dispatched_row_bytes(plan: &BenchPlan) -> u64 {
     (format.output_row_bytes(plan.hidden) + format.scale_row_bytes(plan.hidden)) as u64
 }
 
-/// Tokens that cross between ranks, by rank. A token crosses once to each other rank that has any of its experts.
-/// Combine moves one sum per crossing in the opposite direction.
+/// Tokens that cross between ranks of a domain, by rank. A token crosses once to each other rank that has any of its
+/// experts: from its own rank, or in another domain from the rank that forwards it. Combine moves one sum per crossing in
+/// the opposite direction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Crossing {
     pub(super) sent: Vec<u64>,
@@ -91,24 +94,39 @@ impl Crossing {
     pub(super) fn of(world: &World, routings: &[Routing]) -> Self {
         let mut crossing = Self { sent: vec![0; world.ranks()], received: vec![0; world.ranks()] };
         let owner = |&expert: &u32| world.placement().owner_at(world.placement().position_of(expert));
+        let topology = world.topology();
         let mut owners: Vec<Rank> = Vec::new();
         for routing in routings {
+            let local_rank = topology.local_rank_of(routing.rank());
             for (experts, _) in routing.rows() {
                 owners.clear();
-                owners.extend(experts.iter().map(owner).filter(|&owner| owner != routing.rank()));
+                owners.extend(experts.iter().map(owner));
                 owners.sort_unstable();
                 owners.dedup();
-                crossing.sent[routing.rank().index()] += owners.len() as u64;
-                owners.iter().for_each(|owner| crossing.received[owner.index()] += 1);
+                for &owner in &owners {
+                    let from = topology.rank_at(topology.domain_of(owner), local_rank);
+                    if from != owner {
+                        crossing.sent[from.index()] += 1;
+                        crossing.received[owner.index()] += 1;
+                    }
+                }
             }
         }
         crossing
     }
 
-    /// Links carry both directions at full rate, so the larger direction bounds a rank, and the busiest rank bounds the
-    /// operator.
-    fn busiest(&self) -> u64 {
-        self.sent.iter().chain(&self.received).copied().max().unwrap_or_default()
+    /// The most tokens that one GPU sends or receives. Links carry both directions at full rate, so the larger direction
+    /// bounds a GPU, and the busiest GPU bounds the operator. `gpus`: the GPU of each rank. Ranks of different domains may
+    /// share one.
+    fn busiest(&self, gpus: &[String]) -> u64 {
+        let of_gpu = |tokens: &[u64]| {
+            let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
+            gpus.iter()
+                .zip(tokens)
+                .for_each(|(gpu, tokens)| *sums.entry(gpu.as_str()).or_default() += tokens);
+            sums.into_values().max()
+        };
+        of_gpu(&self.sent).max(of_gpu(&self.received)).unwrap_or_default()
     }
 }
 
@@ -137,6 +155,10 @@ mod tests {
     use super::*;
     use crate::bench::plan::tests::plan;
 
+    fn gpus(names: &[&str]) -> Vec<String> {
+        names.iter().map(|&name| name.into()).collect()
+    }
+
     #[test]
     fn bytes_through_memory_are_counted_once() {
         let bytes = |options: &str| {
@@ -156,16 +178,23 @@ mod tests {
         assert_eq!(layer.iter().map(|moved| moved.bytes()).sum::<u64>(), 2 * (17_600 + 15_360));
     }
 
-    /// Counts crossings pair by pair: whether a token of `from` has an expert on `to`.
+    /// Counts crossings pair by pair: whether `from` sends a token of a rank on its rail to `to`, a rank of its domain.
     fn brute_force(world: &World, routings: &[Routing]) -> Crossing {
         let goes = |routing: &Routing, token: usize, to: Rank| {
             let experts = world.placement().positions_of(to).map(|at| world.placement().expert_at(at as u32));
             experts.into_iter().any(|expert| routing.experts_of(token).contains(&expert))
         };
+        let topology = world.topology();
         let between = |from: Rank, to: Rank| {
-            let routing = &routings[from.index()];
-            let crosses = |&token: &usize| from != to && goes(routing, token, to);
-            (0..routing.tokens()).filter(crosses).count() as u64
+            if from == to || topology.domain_of(from) != topology.domain_of(to) {
+                return 0;
+            }
+            let on_rail = topology.rail_ranks(topology.local_rank_of(from));
+            let of = |source: Rank| {
+                let routing = &routings[source.index()];
+                (0..routing.tokens()).filter(|&token| goes(routing, token, to)).count() as u64
+            };
+            on_rail.map(of).sum()
         };
         let all = || world.topology().all_ranks();
         Crossing {
@@ -182,7 +211,11 @@ mod tests {
             let world = || World::builder().ranks(ranks);
             // Experts placed round-robin: neighbouring experts are on different ranks.
             let dealt: Vec<Rank> = (0..experts).map(|expert| Rank((expert % ranks) as u32)).collect();
-            for world in [world().experts(experts), world().placement(&dealt)] {
+            let domains = [1, 2, 4].into_iter().filter(|domains| ranks % domains == 0);
+            let worlds = domains.flat_map(|domains| {
+                [world().domains(domains).experts(experts), world().domains(domains).placement(&dealt)]
+            });
+            for world in worlds {
                 let world = world.build().unwrap();
                 let draw = |rank: u32| {
                     Workload { tokens: 17 * rank as usize, experts, topk, skew, seed: 3 }.routing(Rank(rank))
@@ -204,14 +237,22 @@ mod tests {
             Crossing { sent: vec![9, 0], received: vec![0, 9] },
             Crossing { sent: vec![4, 5], received: vec![9, 0] },
         ] {
-            let bf16 = MustMove::over_the_wire(&plan("bf16"), &crossing);
+            let bf16 = MustMove::over_the_wire(&plan("bf16"), &crossing, &gpus(&["a", "b"]));
             let received = |read| Moved { read, written: 0 };
             assert_eq!(bf16, MustMove { dispatch: received(9 * 512), combine: received(9 * 512) });
-            let fp8 = MustMove::over_the_wire(&plan("fp8"), &crossing);
+            let fp8 = MustMove::over_the_wire(&plan("fp8"), &crossing, &gpus(&["a", "b"]));
             assert_eq!(fp8, MustMove { dispatch: received(9 * (256 + 8)), combine: received(9 * 512) });
             let layer = fp8.by(Operator::Layers).unwrap();
             assert_eq!(layer.iter().map(|moved| moved.bytes()).sum::<u64>(), 2 * 9 * (264 + 512));
             assert_eq!(fp8.by(Operator::Bounded), fp8.by(Operator::Cold));
         }
+    }
+
+    #[test]
+    fn ranks_that_share_a_gpu_share_its_links() {
+        let crossing = Crossing { sent: vec![5, 9, 4, 1], received: vec![3, 3, 6, 7] };
+        assert_eq!(crossing.busiest(&gpus(&["a", "b", "a", "b"])), 10);
+        assert_eq!(crossing.busiest(&gpus(&["a", "b", "b", "a"])), 13);
+        assert_eq!(crossing.busiest(&gpus(&["a", "b", "c", "d"])), 9);
     }
 }

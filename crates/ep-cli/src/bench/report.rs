@@ -11,7 +11,7 @@ use crate::bench::ceiling::{Ceiling, Wire};
 use crate::bench::check::CheckedCounts;
 use crate::bench::definitions;
 use crate::bench::floor::{Crossing, MustMove, WireReport};
-use crate::bench::gpu::{self, RankGpu};
+use crate::bench::gpu::{RankGpu, Sharing};
 use crate::bench::measure::{self, Operator, Samples, Spread};
 use crate::bench::plan::{BenchPlan, Scenario, WARM_UP};
 use crate::bench::run::RankReport;
@@ -34,8 +34,8 @@ pub(super) struct BenchReport {
     pub(super) ceiling: CeilingReport,
     pub(super) time_definition: String,
     pub(super) floor_definition: String,
-    /// Only where bytes between domains cross a network.
-    pub(super) stream_definition: Option<&'static str>,
+    /// Only where bytes between domains cross a network, or an emulated link.
+    pub(super) stream_definition: Option<String>,
     /// Share of the cores' time that other programs used during the run; `None` where unknown.
     pub(super) busy: Option<Busy>,
     /// Circumstances that affect the results, such as ranks that share a GPU.
@@ -121,10 +121,10 @@ pub(super) struct OperatorReport {
     pub(super) gb_per_s: Option<f64>,
     pub(super) floor_us: Option<f64>,
     pub(super) ratio_to_floor: Option<f64>,
-    /// The time in which plain TCP streams carry the bytes between domains; only where those cross a network.
+    /// The time of the bytes between domains alone, as in `stream_definition`.
     pub(super) stream_us: Option<f64>,
     pub(super) ratio_to_stream: Option<f64>,
-    /// The leg whose floor is longer: `memory` or `network`; only with a stream.
+    /// The leg whose floor is longer: `network`, or `memory` on hosts and `NVLink` on GPUs; only with a stream.
     pub(super) binding_leg: Option<&'static str>,
 }
 
@@ -169,7 +169,7 @@ impl BenchReport {
     pub(super) fn new(plan: &BenchPlan, scenarios: &[Vec<RankReport>], around: &MachineState) -> Self {
         let gpus: Vec<RankGpu> =
             scenarios.last().into_iter().flatten().filter_map(|rank| rank.gpu.clone()).collect();
-        let shared = gpu::shared(&gpus);
+        let sharing = Sharing::of(&gpus, plan.world.topology().domain_size());
         let ceiling = match plan.backend {
             BackendKind::Host => {
                 let after = around.measure(plan);
@@ -177,7 +177,7 @@ impl BenchReport {
             }
             BackendKind::Cuda => {
                 let names = gpus.iter().map(|gpu| gpu.name.as_str());
-                Ceiling::Wire(Wire::resolve(plan.wire, names, shared))
+                Ceiling::Wire(Wire::resolve(plan.wire, names, sharing == Sharing::InsideDomains))
             }
         };
         let runs: Vec<Run> = plan
@@ -198,9 +198,9 @@ impl BenchReport {
                 .iter()
                 .flat_map(|run| &run.operators)
                 .any(|operator| operator.stream_us.is_some())
-                .then_some(definitions::STREAM),
+                .then(|| definitions::stream(&plan.config.host.transport, inside(plan.backend))),
             busy: around.busy,
-            notes: [shared.then(|| definitions::SHARED.into()), around.busy.and_then(Busy::note)]
+            notes: [definitions::sharing(sharing).map(Into::into), around.busy.and_then(Busy::note)]
                 .into_iter()
                 .flatten()
                 .collect(),
@@ -264,12 +264,22 @@ impl Run {
         let rows_per_rank: Vec<u64> = ranks.iter().map(|rank| rank.rows).collect();
         let crossing = (plan.backend == BackendKind::Cuda).then(|| Crossing::of(&plan.world, &routings));
         let must_move = match &crossing {
-            Some(crossing) => MustMove::over_the_wire(plan, crossing),
+            Some(crossing) => {
+                // A rank without the name of a GPU counts as alone on one.
+                let gpu = |(rank, report): (usize, &RankReport)| match &report.gpu {
+                    Some(gpu) => gpu.pci_bus_id.clone(),
+                    None => format!("rank {rank}"),
+                };
+                let gpus: Vec<String> = ranks.iter().enumerate().map(gpu).collect();
+                MustMove::over_the_wire(plan, crossing, &gpus)
+            }
             None => MustMove::through_memory(plan, &routings, rows_per_rank.iter().sum()),
         };
         let operators: Vec<OperatorReport> = Operator::all(plan.backend)
             .iter()
-            .map(|&operator| OperatorReport::new(operator, ranks, must_move.by(operator), ceiling))
+            .map(|&operator| {
+                OperatorReport::new(operator, ranks, must_move.by(operator), ceiling, inside(plan.backend))
+            })
             .collect();
         let (verified, verification) = verification(plan, ranks);
         Self {
@@ -287,7 +297,14 @@ impl Run {
 }
 
 impl OperatorReport {
-    fn new(operator: Operator, ranks: &[RankReport], parts: Option<Vec<Moved>>, ceiling: Ceiling) -> Self {
+    /// `inside`: the name of the leg inside domains.
+    fn new(
+        operator: Operator,
+        ranks: &[RankReport],
+        parts: Option<Vec<Moved>>,
+        ceiling: Ceiling,
+        inside: &'static str,
+    ) -> Self {
         let samples = || ranks.iter().filter_map(|rank| rank.samples.get(&operator));
         let Spread { median, p95 } = Spread::of(measure::slowest(samples().map(|samples| &samples.times)));
         let streams = ranks.iter().filter_map(|rank| rank.streams.as_ref()?.get(&operator));
@@ -310,7 +327,7 @@ impl OperatorReport {
             stream_us: stream.map(microseconds),
             ratio_to_stream: stream.and_then(|stream| ratio(median.as_secs_f64(), stream.as_secs_f64())),
             binding_leg: stream
-                .map(|stream| if floor.is_some_and(|floor| floor > stream) { "memory" } else { "network" }),
+                .map(|stream| if floor.is_some_and(|floor| floor > stream) { inside } else { "network" }),
         }
     }
 }
@@ -352,6 +369,14 @@ impl Load {
             rows_per_rank,
             tokens_per_expert,
         }
+    }
+}
+
+/// The name of the leg inside domains.
+fn inside(backend: BackendKind) -> &'static str {
+    match backend {
+        BackendKind::Host => "memory",
+        BackendKind::Cuda => "NVLink",
     }
 }
 

@@ -1,5 +1,5 @@
-//! Plain TCP streams between the ranks of a rail: how long the network alone takes for the bytes that an operator sends
-//! between domains. This is the floor of the leg between domains, measured in the same run.
+//! How long the network alone takes for the bytes that an operator sends between domains, the floor of that leg: over
+//! TCP as measured by plain streams in the same run, over an emulated link as computed.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -13,6 +13,8 @@ use crate::common::backend::BackendKind;
 use crate::common::failure::Failure;
 use crate::common::streams::{Stream, connect, failed, receive, send};
 
+/// The operators whose bytes are timed.
+const MOVING: [Operator; 2] = [Operator::Dispatch, Operator::Combine];
 /// Timed repetitions for each operator, after one that is not timed.
 const REPEATS: usize = 5;
 /// A socket holds so many bytes that the other end has not read.
@@ -21,14 +23,23 @@ const BUFFERED: u64 = 128 << 10;
 /// The times of this rank, by operator.
 pub(super) type StreamTimes = BTreeMap<Operator, Vec<Duration>>;
 
-/// Times plain TCP streams for the bytes between domains of dispatch and combine. Collective. `None` if no bytes cross a
-/// network: with one domain, on GPUs, and over other engines than `tcp`.
+/// The times of the bytes between domains of dispatch and combine alone. Collective. `None` if no bytes cross a network:
+/// with one domain, over other engines than `tcp` and emulated links, and over `tcp` on GPUs.
 pub(super) fn measure(
     meet: &mut dyn Rendezvous,
     plan: &BenchPlan,
     samples: &AllSamples,
 ) -> Result<Option<StreamTimes>, Failure> {
     let topology = plan.world.topology();
+    let between = |operator: Operator| {
+        samples.get(&operator).map_or(0, |samples| samples.per_call(samples.between_domains))
+    };
+    if topology.domains() > 1
+        && let Some(pace) = plan.config.host.transport.pace()?
+    {
+        let time = |operator| (operator, vec![pace.delivery(between(operator))]);
+        return Ok(Some(MOVING.map(time).into()));
+    }
     if plan.backend != BackendKind::Host
         || topology.domains() == 1
         || plan.config.host.transport.engine != "tcp"
@@ -40,8 +51,8 @@ pub(super) fn measure(
         topology.rail_ranks(topology.local_rank_of(rank)).filter(|&peer| peer != rank).collect();
     let mut streams = connect(meet, &plan.config, &peers)?;
     let mut times = StreamTimes::new();
-    for operator in [Operator::Dispatch, Operator::Combine] {
-        let bytes = samples.get(&operator).map_or(0, |samples| samples.per_call(samples.between_domains));
+    for operator in MOVING {
+        let bytes = between(operator);
         // The operator's bytes, spread evenly over the peers. The drawn routings send about as much to each.
         let out = bytes / peers.len() as u64;
         let all = meet.all_gather(&out.to_le_bytes())?;
@@ -113,6 +124,22 @@ mod tests {
                 assert!(times.values().all(|times| times.len() == REPEATS));
             }
         });
+    }
+
+    #[test]
+    fn an_emulated_link_takes_in_the_bytes_of_each_operator() {
+        let plan = plan("--ranks 2 --domains 2 --transport paced:1GB/s,7us");
+        let samples = |bytes: u64| Samples { calls: 2, between_domains: 2 * bytes, ..Samples::default() };
+        let samples = AllSamples::from([
+            (Operator::Dispatch, samples(3_000_000)),
+            (Operator::Combine, samples(5_000)),
+            (Operator::Preprocess, samples(100)),
+        ]);
+        let mut meet = ThreadRendezvous::new(1, Duration::from_secs(1)).remove(0);
+        let times = measure(&mut meet, &plan, &samples).unwrap().unwrap();
+        let micros = |time| vec![Duration::from_micros(time)];
+        let expected = [(Operator::Dispatch, micros(3007)), (Operator::Combine, micros(12))];
+        assert_eq!(times, expected.into());
     }
 
     #[test]

@@ -24,7 +24,7 @@ const HOST_COLUMNS: &[Column] = &[
     ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
 ];
 
-/// In addition, where bytes between domains cross a network.
+/// In addition, where bytes between domains cross a network or an emulated link.
 const NETWORK_COLUMNS: &[Column] = &[
     ("stream", |o| or_dash(o.stream_us.map(time))),
     ("ratio", |o| or_dash(o.ratio_to_stream.map(|ratio| format!("{ratio:.2}")))),
@@ -49,19 +49,14 @@ pub(super) fn render(report: &BenchReport) -> String {
         if let Some(layer) = run.layer {
             let _ = writeln!(out, "\nlayer {layer}");
         }
-        match &run.wire {
-            None => {
-                let network = report.stream_definition.map_or(&[][..], |_| NETWORK_COLUMNS);
-                let columns = [HOST_COLUMNS, network].concat();
-                let _ = writeln!(out, "{}\n{}", operators(run, &columns), preprocessing(run));
-            }
-            Some(wire) => {
-                let _ = writeln!(out, "{}\n{}", operators(run, GPU_COLUMNS), preprocessing(run));
-                let _ = writeln!(out, "{}\n{}", moved(wire), report.time_definition);
-            }
+        let columns = if run.wire.is_some() { GPU_COLUMNS } else { HOST_COLUMNS };
+        let network = if report.stream_definition.is_some() { NETWORK_COLUMNS } else { &[] };
+        let _ = writeln!(out, "{}\n{}", operators(run, &[columns, network].concat()), preprocessing(run));
+        if let Some(wire) = &run.wire {
+            let _ = writeln!(out, "{}\n{}", moved(wire), report.time_definition);
         }
         let _ = writeln!(out, "{}", report.floor_definition);
-        if let Some(definition) = report.stream_definition {
+        if let Some(definition) = &report.stream_definition {
             let _ = writeln!(out, "{definition}");
         }
         for note in &report.notes {
@@ -153,7 +148,7 @@ fn moved(wire: &WireReport) -> String {
         format!("{} to {}", units::bytes(least), units::bytes(most))
     };
     format!(
-        "in a dispatch a rank receives {} from other ranks and sends {}",
+        "in a dispatch a rank receives {} from other ranks of its domain and sends {}",
         range(&wire.dispatch_received_bytes_per_rank),
         range(&wire.dispatch_sent_bytes_per_rank),
     )

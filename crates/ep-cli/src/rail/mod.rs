@@ -8,9 +8,9 @@ mod report;
 use std::path::PathBuf;
 
 use clap::Args;
+use ep::Config;
 use ep::config::LaunchEnv;
 use ep::join::{Rendezvous as _, TcpRendezvous};
-use ep::{Config, TransportOptions};
 use ep_host::RailProbe;
 
 use crate::common::agree::JobOptions;
@@ -67,9 +67,10 @@ pub(crate) fn main(args: &RailArgs, invocation: &Invocation) -> Result<Verdict, 
         let most = RailProbe::MAX_BYTES;
         return Err(Failure::request(format!("--sizes {long}: a message has at most {most} bytes")));
     }
-    if args.tuning.transport.as_deref() == Some(TransportOptions::LOOPBACK) {
+    let transport = args.config()?.host.transport;
+    if transport.maps_windows() {
         let problem = "copies inside one machine; measure a provider of libfabric, such as tcp";
-        return Err(Failure::request(format!("--transport {}: {problem}", TransportOptions::LOOPBACK)));
+        return Err(Failure::request(format!("--transport {}: {problem}", transport.engine)));
     }
     let json = Target::resolve("--json", args.json.as_deref())?;
     let role = ProcessRole::resolve(true)?;

@@ -74,9 +74,9 @@ impl Selection {
     ) -> Result<Self, Failure> {
         check_limits(args)?;
         let most_ranks = args.ranks.unwrap_or(MOST_RANKS);
-        // On GPUs, the engine `loopback` serves ranks of one process only.
+        // On GPUs, engines that map windows serve ranks of one process only.
         let one_domain =
-            args.processes && backend == BackendKind::Cuda && config.host.transport.is_loopback();
+            args.processes && backend == BackendKind::Cuda && config.host.transport.maps_windows();
         let most_domains = args.domains.unwrap_or(if one_domain { 1 } else { MOST_DOMAINS });
         let seed = args.seed.unwrap_or_else(new_seed);
         let suite = || numbered(Origin::Suite, conformance::suite()).collect::<Vec<_>>();

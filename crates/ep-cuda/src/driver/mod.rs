@@ -17,7 +17,7 @@ pub(crate) use capture::{Capture, Relaxed};
 pub(crate) use device::Device;
 pub(crate) use idle::{DeviceMark, Look};
 pub(crate) use kernel::Kernel;
-pub(crate) use memory::{Chunk, DeviceAddress, HostWords, Mapped, Pinned, Reservation};
+pub(crate) use memory::{Chunk, DeviceAddress, GRANULE, HostWords, Mapped, Pinned, Reservation};
 pub use stream::{Event, Stream};
 
 /// Converts a driver's result to an error that says what was attempted. An empty `hint` is replaced by one for the

@@ -1,5 +1,7 @@
 //! The layout of a rail window.
 
+use std::ops::Range;
+
 use ep::{Limits, Result, Size};
 
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, RailEnd, RailPlan};
@@ -46,7 +48,7 @@ impl RailLayout {
         })
     }
 
-    /// Length of the window.
+    /// Length of the window, lanes included.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -69,6 +71,11 @@ impl RailLayout {
     /// Offset of the `RailEnd` of a domain for the epochs of a parity, 0 or 1.
     pub(crate) fn end(&self, domain: usize, parity: usize) -> usize {
         self.ends + self.index(domain, parity) * size_of::<RailEnd>()
+    }
+
+    /// The offsets of all lanes. What lies before them is always in host memory.
+    pub(crate) fn lanes(&self) -> Range<usize> {
+        self.lanes..self.bytes
     }
 
     /// Offset of the lane to a domain for the epochs of a parity.
@@ -116,12 +123,14 @@ mod tests {
                     assert!(lane.is_multiple_of(PAGE));
                     parts.push((lane, layout.lane_bytes()));
                 }
+                assert!(layout.end(domain, parity) + size_of::<RailEnd>() <= layout.lanes().start);
                 assert!(layout.end(domain, parity).is_multiple_of(LINE));
                 assert_eq!(layout.end(domain, parity), layout.ends_offset() + (2 * domain + parity) * 37_248);
             }
             parts.sort_unstable();
             assert!(parts.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "{parts:?}");
             assert_eq!(parts.last().map(|(offset, len)| offset + len), Some(layout.bytes()));
+            assert_eq!(layout.lanes(), layout.out_lane(0, 0)..layout.bytes());
         }
     }
 

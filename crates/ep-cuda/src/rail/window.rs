@@ -20,11 +20,13 @@ pub(super) struct RailWindow {
 
 impl RailWindow {
     /// # Errors
-    /// [`CallerError::Shape`] for memory that is too short for the layout, or not aligned for its words.
+    /// [`CallerError::Shape`] for memory that is too short for what lies before the lanes, or not aligned for its words.
+    /// The proxy accesses no lane, which may be in other memory.
     pub(super) fn new(memory: Arc<dyn Window>, layout: RailLayout) -> Result<Self> {
         let shape = |what, expected, found| CallerError::Shape { what, expected, found, unit: "bytes" };
-        if memory.len() < layout.bytes() {
-            return Err(shape("the length of a rail window", layout.bytes(), memory.len()).into());
+        let words = layout.lanes().start;
+        if memory.len() < words {
+            return Err(shape("the length of a rail window", words, memory.len()).into());
         }
         let aligned = align_of::<RailEnd>();
         let address = memory.start().addr().get();
@@ -98,7 +100,8 @@ impl RailWindow {
     /// The address of a word of `len` bytes.
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
         // The layout keeps offsets far below the greatest `usize`, and `new` checked the length.
-        assert!(offset + len <= self.layout.bytes() && offset.is_multiple_of(len), "a word at {offset}");
+        let end = self.layout.lanes().start;
+        assert!(offset + len <= end && offset.is_multiple_of(len), "a word at {offset}");
         // SAFETY: the offset is inside the window.
         unsafe { self.memory.start().as_ptr().add(offset) }
     }

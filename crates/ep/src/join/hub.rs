@@ -122,7 +122,8 @@ impl Hub {
                 let mut cause = refused.clone();
                 if reception.dropped > 0 {
                     let (dropped, hint) = (reception.dropped, store.hint());
-                    cause = format!("{cause}{dropped} unauthenticated connections were dropped: {hint}");
+                    let and = if cause.is_empty() { "" } else { "; " };
+                    cause = format!("{cause}{and}{dropped} unauthenticated connections were dropped: {hint}");
                 }
                 let loss = Loss::new(absent, PeerFault::Absent, cause);
                 return Err(self.conclude(loss, "its connection at the rendezvous", &clock));
@@ -151,7 +152,7 @@ impl Hub {
             _ if generation != self.generation => {
                 let own = self.generation;
                 *refused = format!(
-                    "rank {from} of generation {generation} was refused: this job is generation {own}; "
+                    "rank {from} of generation {generation} was refused: this job is generation {own}"
                 );
                 channel.send(kind::OTHER_GENERATION, &own.to_le_bytes());
                 channel.finish();
@@ -162,11 +163,11 @@ impl Hub {
                     self.take_in(at, channel);
                     return;
                 }
-                *refused = format!("a second process that claimed to be rank {from} was refused; ");
+                *refused = format!("a second process that claimed to be rank {from} was refused");
                 kind::TAKEN
             }
             _ => {
-                *refused = format!("rank {from} of {ranks} was refused: this job has {} ranks; ", self.ranks);
+                *refused = format!("rank {from} of {ranks} was refused: this job has {} ranks", self.ranks);
                 kind::OTHER_WORLD
             }
         };

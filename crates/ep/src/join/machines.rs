@@ -121,7 +121,7 @@ mod meet {
         let elsewhere = machines.iter().position(|machine| !machine.shares_memory_with(&machines[0]));
         let Some(elsewhere) = elsewhere else { return Ok(false) };
         let engine = &config.host.transport.engine;
-        if config.host.transport.is_loopback() || engine == "shm" {
+        if config.host.transport.maps_windows() || engine == "shm" {
             let (here, there) = (machines[0].name(), machines[elsewhere].name());
             let problem = format!(
                 "carries bytes inside one machine only, and rank 0 is on {here} and rank {elsewhere} on {there}; set HYBRID_EP_TRANSPORT=tcp, or the provider of your network card"

@@ -529,6 +529,18 @@ fn a_member_with_another_number_of_ranks_is_refused_and_the_job_goes_on() {
 }
 
 #[test]
+fn the_error_about_a_missing_rank_ends_with_the_refusal() {
+    let (listener, address) = listener();
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| TcpRendezvous::host(&listener, member(0, 2, Duration::from_secs(1))));
+        let mut claimed = proven(address, 1, 3, &secret()).unwrap();
+        next(&mut claimed);
+        let error = peer_error(zero.join().unwrap()).to_string();
+        assert!(error.ends_with("rank 1 of 3 was refused: this job has 2 ranks"), "{error}");
+    });
+}
+
+#[test]
 fn a_second_process_of_a_rank_is_refused() {
     let (listener, address) = listener();
     let store = address.to_string();

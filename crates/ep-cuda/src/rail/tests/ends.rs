@@ -120,7 +120,7 @@ fn parts_that_do_not_fit_each_other_are_refused() {
     };
     let text = refused(&|parts| parts.rail = Rail::new(RANKS[..2].to_vec(), 0).unwrap());
     assert_eq!(text, "the layout of a rail window: expected 2 domains, found 3");
-    let text = refused(&|parts| parts.window = Memory::new(parts.layout.bytes() - 1));
+    let text = refused(&|parts| parts.window = Memory::new(parts.layout.lanes().start - 1));
     assert!(text.starts_with("the length of a rail window: expected "), "{text}");
 
     /// Memory at an odd address.

@@ -1,0 +1,156 @@
+//! Rail lanes in GPU memory, and an emulated link between them.
+//!
+//! With the engine `paced`, the lanes of a rank are in the memory of its GPU, as windows of a network card with GPUDirect
+//! are; plans, flags and states stay in host memory. A put of a lane is a copy by the driver from one lane to the other,
+//! in a stream of the sending rank.
+//!
+//! Where both ranks share a GPU, the driver copies by a kernel of its own, which needs a free multiprocessor: on an
+//! H100, such copies waited as long as other kernels occupied all of them. So the ranks that share a GPU must leave some
+//! free.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use ep::{CallerError, Put, Rail, Result};
+use ep_rail::{Carry, Loopback};
+
+use crate::driver::{Chunk, Device, DeviceAddress, Event, GRANULE, Look, Relaxed, Reservation, Stream};
+use crate::reaper::{self, Job, Lost};
+
+/// How long the copies of a dropped engine may take before the lanes are given up.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The lanes of a rank, in the memory of its GPU.
+#[derive(Debug)]
+pub(crate) struct DeviceLanes {
+    memory: Reservation,
+    /// The offsets in the rail window that these lanes have.
+    offsets: Range<usize>,
+}
+
+impl DeviceLanes {
+    /// Allocates the lanes, all zero, with access for the GPUs `devices`.
+    pub(crate) fn new(device: &Arc<Device>, devices: &[usize], offsets: Range<usize>) -> Result<Self> {
+        let mut memory = Reservation::new(device)?;
+        let bytes = offsets.len().next_multiple_of(GRANULE);
+        memory.push(Chunk::new(device, bytes)?, devices)?;
+        let stream = Stream::new(device)?;
+        stream.zero(memory.address, bytes)?;
+        stream.synchronize()?;
+        Ok(Self { memory, offsets })
+    }
+
+    /// The address of the first lane.
+    pub(crate) fn address(&self) -> DeviceAddress {
+        self.memory.address
+    }
+
+    /// The address of `len` bytes at an offset of the rail window.
+    fn at(&self, what: &'static str, offset: usize, len: usize) -> Result<DeviceAddress> {
+        match offset.checked_add(len) {
+            Some(end) if self.offsets.start <= offset && end <= self.offsets.end => {
+                Ok(self.address() + (offset - self.offsets.start) as DeviceAddress)
+            }
+            _ => {
+                let (expected, found) = (self.offsets.end, offset.saturating_add(len));
+                Err(CallerError::Shape { what, expected, found, unit: "bytes" }.into())
+            }
+        }
+    }
+}
+
+/// Copies the puts of a rank whose lanes, as those of its rail peers, are in GPU memory.
+#[derive(Debug)]
+pub(crate) struct LaneCopies {
+    rail: Rail,
+    /// Copies what is not in a lane.
+    loopback: Arc<Loopback>,
+    /// `None`: dropped.
+    copying: Mutex<Option<Copying>>,
+}
+
+/// The stream of the copies, and the memory that they access.
+#[derive(Debug)]
+struct Copying {
+    rank: ep::Rank,
+    device: Arc<Device>,
+    stream: Stream,
+    /// After the last copy.
+    last: Option<Event>,
+    /// By domain.
+    lanes: Vec<Arc<DeviceLanes>>,
+}
+
+impl LaneCopies {
+    /// `lanes` are those of all ranks of the rail, by domain.
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        rail: Rail,
+        loopback: Arc<Loopback>,
+        lanes: Vec<Arc<DeviceLanes>>,
+    ) -> Result<Self> {
+        let (stream, device) = (Stream::new(device)?, Arc::clone(device));
+        let copying = Copying { rank: rail.own(), device, stream, last: None, lanes };
+        Ok(Self { rail, loopback, copying: Mutex::new(Some(copying)) })
+    }
+}
+
+impl Carry for LaneCopies {
+    /// `None`: copied already.
+    type Copy = Option<Event>;
+
+    fn begin(&self, put: &Put) -> Result<Option<Event>> {
+        let (own, peer) = (self.rail.own_index(), self.rail.peer_index(put.peer)?);
+        let mut copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        let Copying { device, stream, lanes, .. } = copying.as_mut().expect("dropped only with the engine");
+        if put.len == 0 || put.source < lanes[own].offsets.start {
+            return self.loopback.copy(put).map(|()| None);
+        }
+        let from = lanes[own].at("source of a put", put.source, put.len)?;
+        let to = lanes[peer].at("destination of a put", put.destination, put.len)?;
+        // Another thread may capture a graph.
+        let _relaxed = Relaxed::new();
+        let copied = Event::untimed(device)?;
+        stream.copy(from, to, put.len)?;
+        copied.record(stream)?;
+        Ok(Some(copied))
+    }
+
+    fn has_ended(&self, copy: &Option<Event>) -> Result<bool> {
+        let _relaxed = Relaxed::new();
+        Ok(copy.as_ref().is_none_or(|copied| copied.look() == Look::Over))
+    }
+}
+
+impl Drop for LaneCopies {
+    fn drop(&mut self) {
+        if let Some(copying) = self.copying.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+            reaper::retire(Box::new(copying));
+        }
+    }
+}
+
+/// The lanes are freed when the copies have ended.
+impl Job for Copying {
+    fn look(&mut self) -> Look {
+        let _relaxed = Relaxed::new();
+        if self.last.is_none() {
+            let Ok(last) = Event::untimed(&self.device) else { return Look::Running };
+            if let Err(look) = self.stream.mark(&last) {
+                return look;
+            }
+            self.last = Some(last);
+        }
+        self.last.as_ref().map_or(Look::Running, Event::look)
+    }
+
+    fn patience(&self) -> Duration {
+        PATIENCE
+    }
+
+    fn give_up(&mut self) -> Lost {
+        let bytes = self.lanes.iter().map(|lanes| lanes.offsets.len()).sum();
+        Lost { what: format!("the rail lanes of rank {}", self.rank), bytes }
+    }
+}
