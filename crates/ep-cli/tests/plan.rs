@@ -139,7 +139,7 @@ fn without_arguments_an_example_is_planned() {
         "DeepSeek-V3 on 2 x (8 x DGX H200)",
         "Best: a pipeline of 2 stages",
         "tokens/s",
-        "Compression is lossy: weights int8, gradients int8.",
+        "Weights and gradients are sent exactly: `pipeline` compresses no experts, only `expert domains` do.",
         "50x ",
         "all-gather",
         "bytes per link",
@@ -148,6 +148,8 @@ fn without_arguments_an_example_is_planned() {
     ] {
         assert!(text.contains(part), "no `{part}` in: {text}");
     }
+    let domains = run(&["plan", "--strategy=expert-domains"]).succeeded().stdout;
+    assert!(domains.contains("Compression is lossy: weights int8, gradients int8."), "{domains}");
     let explained = run(&["plan", "--explain"]).succeeded().stdout;
     assert!(explained.contains("would be best") && explained.contains("one more member"), "{explained}");
 }
@@ -313,6 +315,101 @@ fn every_rank_is_in_one_group_of_each_kind() {
         ranks.sort_unstable();
         assert_eq!(ranks, (0..128).collect::<Vec<u64>>(), "{kind}");
     }
+}
+
+/// Report, JSON and rank lists are those of the strategy that `--strategy` names.
+#[test]
+fn the_named_strategy_is_shown() {
+    let directory = Directory::new("plan-strategy");
+    let file = directory.file("groups.json");
+    for (name, words) in [("hierarchical-ep", "hierarchical EP"), ("plain-ep", "plain EP")] {
+        let options = ["--strategy", name, "--set=replicas=keep", "--nodes=16"];
+        let plan = planned(&[&options[..], &["--groups", &file]].concat());
+        let prices = plan["step"]["prices"].as_array().unwrap();
+        let price = prices.iter().find(|price| price["strategy"] == name).unwrap();
+        assert_eq!(plan["plan"]["best"], price["candidate"], "{name}");
+        assert_eq!(plan["plan"]["best"]["domain_sizes"], serde_json::json!([1, 1, 1]));
+        let groups: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+        let domains = groups["expert_domains"].as_array().unwrap();
+        assert!(domains.iter().all(|domain| domain.as_array().unwrap().len() == 1), "{name}");
+        let text = run(&[&["plan"], &options[..]].concat()).succeeded().stdout;
+        let layers = format!("Layers of the strategy `{words}`");
+        let layers = text.lines().skip_while(|line| !line.starts_with(&layers)).nth(1).unwrap();
+        assert!(layers.starts_with("domains (1, 1, 1): only tokens move."), "{text}");
+        assert!(!text.contains("Compression is lossy"), "{text}");
+    }
+}
+
+/// A strategy that does not exist on a cluster is not one that does not fit, and the error lists names to copy.
+#[test]
+fn strategies_without_a_layout_are_named() {
+    let directory = Directory::new("plan-no-layout");
+    let page = directory.file("page.html");
+    // Five stages divide five nodes of one datacenter, not the two datacenters.
+    let options = ["--nodes=5", "--set=pipeline_stages=5", "--set=memory=1000GB"];
+    let text = run(&[&["plan", "--html", &page], &options[..]].concat()).succeeded().stdout;
+    let row = |text: &str, name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
+    assert!(row(&text, " pipeline ").contains("no such layout"), "{text}");
+    assert!(!text.contains("does not fit"), "{text}");
+    assert!(std::fs::read_to_string(page).unwrap().contains("<td>pipeline</td><td>no such layout</td>"));
+    run(&[&["plan", "--strategy=pipeline"], &options[..]].concat())
+        .refused(2, &["--strategy pipeline: it has no layout", "possible: expert-domains, hierarchical-ep"]);
+    run(&["plan", "--strategy=local-steps"]).refused(
+        2,
+        &[
+            "--strategy local-steps: no layout of it fits into memory",
+            "possible: expert-domains, hierarchical-ep, plain-ep, data-parallel, pipeline",
+        ],
+    );
+    run(&["plan", "--set=pipeline_stages=3"])
+        .refused(2, &["pipeline_stages is 3, and no division", "possible: 1, 2, 4, 8, 16, 32"]);
+    let steps = run(&["simulate", "--steps", "--set=global_batch=1048576"]).succeeded().stdout;
+    assert!(steps.contains("Not priced: local steps: does not fit"), "{steps}");
+}
+
+/// Values without a layout are rows of a sweep; the reasons stand below the table. Expert domains have their name.
+#[test]
+fn a_sweep_says_why_a_value_has_no_plan() {
+    let text = run(&["plan", "--sweep=pipeline_stages=1..8:8"]).succeeded().stdout;
+    for stages in [3, 6] {
+        let row =
+            |line: &str| line.trim_start().starts_with(&format!("{stages} ")) && line.contains("no plan");
+        assert!(text.lines().any(row), "{text}");
+        assert!(
+            text.contains(&format!("No plan at {stages}: pipeline_stages is {stages}, and no")),
+            "{text}"
+        );
+    }
+    let sweep = planned(&["--nodes=32", "--set=pipeline_stages=4", "--sweep=bandwidth=1Gbit/s..10Gbit/s:2"]);
+    let choice = sweep["sweep"]["points"][0]["outcome"]["Ok"]["choice"].as_str().unwrap();
+    assert!(choice.starts_with("expert domains ("), "{choice}");
+}
+
+/// An EP group of one GPU, domains that cannot grow, and copies of experts.
+#[test]
+fn the_report_fits_its_layout() {
+    let directory = Directory::new("plan-small");
+    let page = directory.file("page.html");
+    let one =
+        ["--model=mixtral-8x7b", "--datacenters=1", "--nodes=1", "--gpus-per-node=1", "--set=memory=2000GB"];
+    let args = ["plan", "--explain", "--html", &page];
+    let text = run(&[&args[..], &one].concat()).succeeded().stdout;
+    let html = std::fs::read_to_string(&page).unwrap();
+    assert!(text.contains("an EP group is one GPU, so neither experts nor tokens move"), "{text}");
+    assert!(!text.contains(" 0.0 %") && text.contains("No domain can have one more member"), "{text}");
+    assert!(text.contains("A datacenter below is a member of 'rail', the outermost level."), "{text}");
+    assert!(html.contains("neither experts nor tokens move") && !html.contains("the 1 domains"), "{html}");
+    let sites = ["--model=mixtral-8x7b", "--datacenters=3", "--nodes=2,2,1", "--strategy=expert-domains"];
+    run(&[&args[..], &sites].concat()).succeeded();
+    let html = std::fs::read_to_string(&page).unwrap();
+    assert!(!html.contains("the 1 domains") && !html.contains(".. "), "{html}");
+    // 8 experts on EP groups of 6 GPUs have 12 slots.
+    let copies =
+        ["plan", "--model=mixtral-8x7b", "--set=members.wan=3", "--explain", "--strategy=hierarchical-ep"];
+    let text = run(&copies).succeeded().stdout;
+    assert!(text.contains("experts and copies worth moving") && text.contains(" of 12 "), "{text}");
+    assert!(text.contains("2 x (8 x DGX H200), 3 members of 'wan': 192 GPUs\n"), "{text}");
+    assert!(text.contains("2 experts of a layer on each GPU"), "{text}");
 }
 
 /// Checks that tags are balanced and attributes are quoted.
@@ -592,6 +689,7 @@ fn the_codec_of_dense_gradients_is_reported() {
     let report = |options: &[&str]| {
         let [json, html] = ["report.json", "report.html"].map(|name| directory.file(name));
         let all = [&["plan", "--cluster", &file, "--json", &json, "--html", &html], options].concat();
+        let all = [&all[..], &["--strategy=data-parallel"]].concat();
         let text = run(&all).succeeded().stdout;
         let json: Value = serde_json::from_str(&std::fs::read_to_string(json).unwrap()).unwrap();
         (text, json, std::fs::read_to_string(html).unwrap())

@@ -141,14 +141,29 @@ pub enum PlanError {
     },
     /// No division of the GPUs into stages and groups fits into memory.
     #[error(
-        "a GPU has {device}, and every layout needs at least {needed} for weights, gradients and Adam state; possible: \
-         more GPUs, more memory, or another number of pipeline stages"
+        "a GPU has {device}, and every layout{} needs at least {needed} for weights, gradients and Adam state, because a \
+         GPU holds whole experts of whole layers; possible: more GPUs, more memory{}",
+        stages.map_or_else(String::new, |stages| format!(" of {stages} pipeline stages")),
+        if stages.is_some() { ", or another number of pipeline stages" } else { ", or a smaller model" }
     )]
     NoLayout {
         /// The least memory of a GPU that a layout needs.
         needed: Bytes,
         /// Memory of a GPU.
         device: Bytes,
+        /// The number of pipeline stages that the options ask for, if they do.
+        stages: Option<usize>,
+    },
+    /// No layout has the number of pipeline stages that the options ask for.
+    #[error(
+        "pipeline_stages is {stages}, and no division of these GPUs and layers has so many stages; possible: {}",
+        list(possible)
+    )]
+    Stages {
+        /// The number of stages that was asked for.
+        stages: usize,
+        /// The numbers of stages of all layouts.
+        possible: Vec<usize>,
     },
     /// Entries of a level do not fit each other, or a list with one entry per site does not fit the cluster.
     #[error("level '{level}' {what}; possible: {needed}")]

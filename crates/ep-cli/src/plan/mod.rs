@@ -10,6 +10,7 @@ pub(crate) mod steps;
 mod sweep;
 mod text;
 
+use clap::ValueEnum as _;
 use ep_plan::PartitionExport;
 use ep_plan::input::{self, preset};
 use ep_plan::planner::{Plan, Setting};
@@ -156,15 +157,27 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
         None => plan.prices.iter().position(|price| price == plan.best()),
         Some(wanted) => plan.prices.iter().position(|price| price.strategy == wanted),
     };
-    let index = index.ok_or_else(|| {
-        let all: Vec<_> = plan.prices.iter().map(|price| steps::name(price.strategy)).collect();
-        Failure::request(format!(
-            "--strategy: no layout of it fits into memory; possible: {}",
-            all.join(", ")
-        ))
-    })?;
+    let index = index.ok_or_else(|| Failure::request(refused(args.strategy, &plan)))?;
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
     Ok((Some(Shown { plan, index }), layers))
+}
+
+/// Why the strategy that is asked for has no price.
+fn refused(wanted: Option<StrategyChoice>, plan: &StepPlan) -> String {
+    let value = |choice: &StrategyChoice| choice.to_possible_value().map(|value| value.get_name().to_owned());
+    let why = match wanted.is_some_and(|wanted| plan.without_layout.contains(&wanted.strategy())) {
+        true => "it has no layout on this cluster with these options",
+        false => "no layout of it fits into memory",
+    };
+    let possible = StrategyChoice::value_variants()
+        .iter()
+        .filter(|choice| plan.price(choice.strategy()).is_some())
+        .filter_map(value);
+    format!(
+        "--strategy {}: {why}; possible: {}",
+        wanted.as_ref().and_then(value).unwrap_or_default(),
+        possible.collect::<Vec<_>>().join(", ")
+    )
 }
 
 fn list() -> String {

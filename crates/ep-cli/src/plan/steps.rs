@@ -34,19 +34,25 @@ pub(crate) fn name(strategy: Strategy) -> &'static str {
 }
 
 /// Whether the dense gradients of a strategy change on the way between datacenters.
-fn has_lossy_gradients(price: &StepPrice) -> bool {
+pub(super) fn has_lossy_gradients(price: &StepPrice) -> bool {
     price.dense_exchange.is_some_and(|exchange| !exchange.codec.is_lossless())
+}
+
+/// Whether the experts of a strategy change on the way: only expert domains compress them, and only if any move.
+pub(super) fn has_lossy_experts(price: &StepPrice, options: &Options) -> bool {
+    let moves = price.candidate.expert_domain_size() > 1;
+    price.strategy == Strategy::ExpertDomains && moves && options.lossy()
 }
 
 /// Whether the experts or the dense gradients of a strategy change on the way.
 fn is_lossy(price: &StepPrice, options: &Options) -> bool {
-    has_lossy_gradients(price) || price.strategy == Strategy::ExpertDomains && options.lossy()
+    has_lossy_gradients(price) || has_lossy_experts(price, options)
 }
 
 /// What a strategy changes in the training, compared with one datacenter.
 pub(super) fn changes(price: &StepPrice, options: &Options) -> String {
     match price.strategy {
-        Strategy::ExpertDomains if options.lossy() => "lossy compression".into(),
+        Strategy::ExpertDomains if has_lossy_experts(price, options) => "lossy compression".into(),
         Strategy::LocalSteps => format!("weights differ for {} steps", options.local_steps),
         _ if has_lossy_gradients(price) => "lossy dense gradients".into(),
         _ => "nothing".into(),
@@ -176,6 +182,12 @@ pub(super) fn layout(price: &StepPrice) -> String {
     parts.join(", ")
 }
 
+/// The strategies that have no price, each with the reason.
+pub(crate) fn without_price(plan: &StepPlan) -> impl Iterator<Item = (Strategy, &'static str)> {
+    let unfit = plan.impossible.iter().map(|&strategy| (strategy, "does not fit"));
+    unfit.chain(plan.without_layout.iter().map(|&strategy| (strategy, "no such layout")))
+}
+
 /// One row per strategy, fastest first.
 pub(super) fn compared(plan: &StepPlan, options: &Options) -> String {
     let best = plan.best();
@@ -200,8 +212,8 @@ pub(super) fn compared(plan: &StepPlan, options: &Options) -> String {
             ]
         })
         .collect();
-    rows.extend(plan.impossible.iter().map(|&strategy| {
-        let mut row = vec![name(strategy).to_owned(), "does not fit".into()];
+    rows.extend(without_price(plan).map(|(strategy, why)| {
+        let mut row = vec![name(strategy).to_owned(), why.into()];
         row.resize(8, String::new());
         row
     }));

@@ -131,7 +131,9 @@ fn outcome(problem: &Problem) -> Result<PointPlan, String> {
         let plan = planner.plan().map_err(said)?;
         let best = plan.best();
         let choice = match best.strategy {
-            Strategy::ExpertDomains => sizes(&best.candidate.domain_sizes),
+            Strategy::ExpertDomains => {
+                format!("{} {}", steps::name(best.strategy), sizes(&best.candidate.domain_sizes))
+            }
             other => steps::name(other).to_owned(),
         };
         let others = Strategy::ALL

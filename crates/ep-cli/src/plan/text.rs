@@ -2,11 +2,13 @@
 
 use std::fmt::Write as _;
 
-use ep_plan::planner::{BaselineKind, Options, PassTimes, Plan, Setting, Work};
+use ep_plan::planner::{BaselineKind, CompressionGain, Options, PassTimes, Plan, Setting};
+use ep_plan::step::Strategy;
 use ep_plan::units::{Bytes, Seconds};
 
 use super::steps::{self, Shown};
 use super::sweep::{Point, Sweep};
+use crate::common::units;
 use crate::planner::problem::Problem;
 use crate::planner::text::{heading, sizes, table};
 
@@ -33,7 +35,7 @@ pub(super) fn render(
         memory(plan)
     );
     if problem.options.setting == Setting::Full {
-        let _ = write!(out, "\n{}\n{}\n", lossy(problem), gains(plan));
+        let _ = write!(out, "\n{}\n{}\n", lossy(problem, step, plan), gains(plan));
     }
     if let Some(sweep) = sweep {
         let _ = write!(out, "\n{}\n", swept(sweep));
@@ -47,7 +49,7 @@ pub(super) fn render(
     }
     if explain {
         out.push_str(&growth(plan));
-        out.push_str(&selective(plan));
+        out.push_str(&selective(problem, plan));
     } else {
         out.push_str("For more: --explain (limits and alternatives), --html FILE (a report with charts).\n");
     }
@@ -59,9 +61,10 @@ pub(super) fn layer_answer(step: Option<&Shown>, plan: &Plan) -> String {
     let Some(shown) = step else { return answer(plan) };
     let price = shown.price();
     format!(
-        "Layers of the strategy `{}`, {}:\n{}",
+        "Layers of the strategy `{}`, {}, {} of a layer on each GPU:\n{}",
         steps::name(price.strategy),
         steps::layout(price),
+        units::counted(plan.experts_per_gpu, "expert"),
         domains_answer(plan)
     )
 }
@@ -105,6 +108,9 @@ fn domains_answer(plan: &Plan) -> String {
     let domain_sizes = sizes(&plan.best.domain_sizes);
     let gpus = plan.best.expert_domain_size();
     let what = match gpus {
+        1 if plan.scaling_factors.iter().all(|&members| members == 1) => {
+            "an EP group is one GPU, so neither experts nor tokens move".to_owned()
+        }
         1 => "only tokens move".to_owned(),
         _ => format!("experts are gathered among {gpus} GPUs"),
     };
@@ -129,7 +135,7 @@ fn domains(plan: &Plan) -> String {
             plan.scaling_factors[index].to_string(),
             level.domain_size.to_string(),
             level.domains.to_string(),
-            format!("{:.1} %", 100.0 * plan.data_proportions[index]),
+            proportion(plan, index, 1),
             format!("{:.3}", level.rows_per_token),
             format!("{:.2}", level.hot_factor),
         ]
@@ -144,6 +150,14 @@ fn domains(plan: &Plan) -> String {
         "hottest/mean",
     ];
     table(&header, rows, 1)
+}
+
+/// The part of a level that travels as tokens. Nothing crosses a level of one member.
+pub(super) fn proportion(plan: &Plan, level: usize, decimals: usize) -> String {
+    match plan.scaling_factors[level] {
+        1 => "-".into(),
+        _ => format!("{:.decimals$} %", 100.0 * plan.data_proportions[level]),
+    }
 }
 
 /// Names and times of all phases of one pass.
@@ -232,16 +246,28 @@ pub(super) fn baseline_name(kind: BaselineKind) -> &'static str {
     }
 }
 
-/// What is known of the effect of compression on the trained model.
-pub(super) fn lossy(problem: &Problem) -> String {
+/// What the shown layers compress, and what is known of the effect on the trained model.
+pub(super) fn lossy(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> String {
     let Options { weight_compression, gradient_compression, dense_gradient_compression, .. } =
         problem.options;
+    let price = step.map(Shown::price);
     let dense = dense_gradient_compression
-        .filter(|codec| !codec.is_lossless() && problem.options.work == Work::Training)
+        .filter(|_| price.is_some_and(steps::has_lossy_gradients))
         .map(|codec| format!("dense gradients between datacenters {codec}"));
     let experts = format!("weights {weight_compression}, gradients {gradient_compression}");
-    match (problem.options.lossy(), dense) {
-        (false, None) => "Weights and gradients are sent exactly.".into(),
+    let moved = match price {
+        Some(price) => steps::has_lossy_experts(price, &problem.options),
+        None => problem.options.lossy() && plan.best.expert_domain_size() > 1,
+    };
+    match (moved, dense) {
+        (false, None) if !problem.options.lossy() => "Weights and gradients are sent exactly.".into(),
+        (false, None) => match price {
+            Some(price) if price.strategy != Strategy::ExpertDomains => format!(
+                "Weights and gradients are sent exactly: `{}` compresses no experts, only `expert domains` do.",
+                steps::name(price.strategy)
+            ),
+            _ => "Nothing is compressed, because no expert moves.".into(),
+        },
         (false, Some(dense)) => {
             format!("Compression is lossy: {dense}. Weights and gradients of experts are sent exactly.")
         }
@@ -257,12 +283,17 @@ const MEASURED: &str = "The paper reports no visible loss at 50x. A small test h
                         2 emulated datacenters, 900 steps) ended at 1.85 nats per byte without compression and with int8 \
                         weights, 1.90 with 50x compressed changes of the weights, and 2.02 with the paper's codec at 50x.";
 
+/// The gain in training. It has none if a GPU cannot hold the gradients and the Adam state of its own experts.
+pub(super) fn training_gain(gain: &CompressionGain) -> String {
+    gain.training.map_or_else(|| "does not fit".into(), times)
+}
+
 /// What domains gain over hierarchical EP, per compression of the weights.
 fn gains(plan: &Plan) -> String {
     let rows = plan.compression_gains.iter().map(|gain| {
         let exact = if gain.weight_compression.is_exact() { " (exact)" } else { "" };
         let ratio = format!("{}{exact}", gain.weight_compression);
-        vec![ratio, times(gain.training), times(gain.forward)]
+        vec![ratio, training_gain(gain), times(gain.forward)]
     });
     let header = ["domains over hierarchical EP, weights compressed", "training", "forward pass alone"];
     table(&header, rows, 1)
@@ -307,13 +338,29 @@ fn swept(sweep: &Sweep) -> String {
                 point.of(scheme).map_or_else(|| "-".into(), |seconds| relation(point.seconds / seconds))
             }))
             .collect(),
-        Err(why) => vec![format!("{value}"), format!("no plan: {why}")],
+        Err(_) => vec![format!("{value}"), "no plan".into()],
     });
     let header: Vec<&str> = [&*name, "best", "time"].into_iter().chain(schemes.iter().copied()).collect();
-    table(&header, rows, 0)
+    let mut out = table(&header, rows, 0);
+    // The reasons stand below the table, each once.
+    let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
+    for Point { value, outcome } in &sweep.points {
+        let Err(why) = outcome else { continue };
+        match reasons.iter_mut().find(|(known, _)| known == why) {
+            Some((_, values)) => values.push(value.to_string()),
+            None => reasons.push((why, vec![value.to_string()])),
+        }
+    }
+    for (why, values) in reasons {
+        let _ = write!(out, "\nNo plan at {}: {why}", values.join(", "));
+    }
+    out
 }
 
 fn growth(plan: &Plan) -> String {
+    if plan.explanation.growth.is_empty() {
+        return "\nNo domain can have one more member: each contains all members of its level.\n".into();
+    }
     let rows = plan.explanation.growth.iter().map(|test| {
         let pays = if test.saves.0 > (test.costs + test.gradients).0 { "saves bytes" } else { "costs bytes" };
         vec![
@@ -334,7 +381,11 @@ fn growth(plan: &Plan) -> String {
     format!("\n{}\n", table(&header, rows, 1))
 }
 
-fn selective(plan: &Plan) -> String {
+fn selective(problem: &Problem, plan: &Plan) -> String {
+    if plan.selective.is_empty() {
+        return String::new();
+    }
+    let copies = plan.selective.iter().any(|level| level.experts > problem.model.experts);
     let rows = plan.selective.iter().map(|level| {
         vec![
             plan.level_names[level.level].clone(),
@@ -346,7 +397,7 @@ fn selective(plan: &Plan) -> String {
     });
     let header = [
         "choice for each expert",
-        "experts worth moving",
+        if copies { "experts and copies worth moving" } else { "experts worth moving" },
         "only tokens move",
         "only experts move",
         "cheaper choice",

@@ -184,6 +184,11 @@ impl Key {
         }
     }
 
+    /// The level whose number of members the key changes.
+    pub(crate) fn members_of(&self) -> Option<usize> {
+        (self.what == What::Members).then_some(self.level)
+    }
+
     /// Whether the value is a number, not a word or the name of a codec.
     pub(crate) fn is_number(&self) -> bool {
         !matches!(self.form, Form::Word(_) | Form::Codec)

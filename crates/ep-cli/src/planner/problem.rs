@@ -81,6 +81,14 @@ impl Problem {
         let key = Key::find(name, &self.cluster)?;
         let value = key.parse(value)?;
         self.apply(&key, value);
+        // The name of a preset states its members, and that of a file may.
+        if let Some(level) = key.members_of() {
+            let name = &self.cluster.levels[level].name;
+            let renamed = format!("{}, {value} members of '{name}'", self.cluster.name);
+            if renamed.chars().count() <= limits::NAME {
+                self.cluster.name = renamed;
+            }
+        }
         Ok(())
     }
 

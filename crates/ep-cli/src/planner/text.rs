@@ -18,9 +18,16 @@ fn sent(compression: Compression) -> String {
     }
 }
 
-/// How unequal sites divide into parts, and links of different bandwidth; empty if all sites and links are equal.
-fn unequal(cluster: &ClusterDescription) -> String {
+/// What stands for a datacenter, how unequal sites divide into parts, and links of different bandwidth; empty if the
+/// outermost level is `wan` and all sites and links are equal.
+fn sites(cluster: &ClusterDescription) -> String {
     let mut out = String::new();
+    if let Some(outermost) = cluster.levels.first().filter(|level| level.name != "wan") {
+        out.push_str(&format!(
+            "A datacenter below is a member of '{}', the outermost level.\n",
+            outermost.name
+        ));
+    }
     let list = |items: Vec<String>| items.join(", ");
     let lists = cluster.levels.iter().filter(|level| !level.site_members.is_empty());
     for (level, checked) in lists.zip(Cluster::try_from(cluster.clone())) {
@@ -42,7 +49,7 @@ fn unequal(cluster: &ClusterDescription) -> String {
     out
 }
 
-/// The problem in two lines, and one for each level at which sites are unequal.
+/// The problem in two lines, and one for each thing to know about its sites.
 pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
     let Problem { cluster, model, options, .. } = problem;
     let gpus = cluster.gpus();
@@ -61,17 +68,22 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
         }
         _ => String::new(),
     };
+    // Smaller EP groups have another number: it stands beside their layout.
+    let experts = match plan.scaling_factors.iter().product::<usize>() == gpus {
+        true => format!(", {} of a layer on each", units::counted(plan.experts_per_gpu, "expert")),
+        false => String::new(),
+    };
     format!(
-        "{} on {}: {}, {} each\n{work}, {} tokens per GPU and micro-batch, {}, weights sent as {}, gradients as {}{}\n{}",
+        "{} on {}: {}{}\n{work}, {} tokens per GPU and micro-batch, {}, weights sent as {}, gradients as {}{}\n{}",
         model.name,
         cluster.name,
         units::counted(gpus, "GPU"),
-        units::counted(plan.experts_per_gpu, "expert"),
+        experts,
         units::count(model.tokens_per_gpu as u64),
         batch,
         sent(options.weight_compression),
         sent(options.gradient_compression),
         dense,
-        unequal(cluster),
+        sites(cluster),
     )
 }

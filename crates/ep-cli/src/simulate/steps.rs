@@ -1,6 +1,6 @@
 //! `simulate --steps`: priced and simulated steps of every strategy.
 
-use ep_plan::step::{SimulatedStep, StepPrice};
+use ep_plan::step::{SimulatedStep, StepPlan, StepPrice};
 use serde::Serialize;
 
 use super::{SimulateArgs, options};
@@ -55,14 +55,14 @@ pub(super) fn main(args: &SimulateArgs) -> Result<Verdict, Failure> {
         problem.cluster.name,
         units::count(plan.global_batch.round() as u64),
         steps::dense_gradients(&plan, &problem.options).map(|line| format!("\n{line}")).unwrap_or_default(),
-        render(&rows)
+        render(&plan, &rows)
     );
     print_beside(&Checked::text(text, &names)?, &[&json])?;
     json.write(&figures)?;
     Ok(Verdict::Right)
 }
 
-fn render(rows: &[Row]) -> String {
+fn render(plan: &StepPlan, rows: &[Row]) -> String {
     let cells = rows.iter().map(|Row { priced, simulated }| {
         let mut cells = vec![
             steps::name(priced.strategy).to_owned(),
@@ -92,6 +92,9 @@ fn render(rows: &[Row]) -> String {
     }
     for (why, names) in reasons {
         out.push_str(&format!("\nNot simulated: {}: {why}", names.join(", ")));
+    }
+    for (strategy, why) in steps::without_price(plan) {
+        out.push_str(&format!("\nNot priced: {}: {why}", steps::name(strategy)));
     }
     out
 }

@@ -24,7 +24,7 @@ pub struct Explanation {
     pub forward: Limit,
     /// The limit of the backward pass, when training.
     pub backward: Option<Limit>,
-    /// For each level, the bytes that one more member of a domain would save and add.
+    /// For each level whose domains do not contain all members, the bytes that one more member would save and add.
     pub growth: Vec<GrowthTest>,
     /// For each quantity and direction, the nearest value at which other domain sizes are best.
     pub changes: Vec<Change>,
@@ -95,13 +95,14 @@ pub struct Change {
 impl Planner {
     pub(super) fn explain(
         &self,
+        cost: &CostModel<'_>,
         best: &Candidate,
         alternatives: &[Alternative],
         beyond: usize,
+        changes: Vec<Change>,
     ) -> Explanation {
         let forward = self.limit(&best.forward, &best.levels);
         let backward = best.backward.map(|pass| self.limit(&pass, &best.levels));
-        let changes = self.changes(best);
         let mut text = vec![self.headline(best)];
         text.push(self.limit_sentence("Forward", &best.forward, forward));
         text.extend(
@@ -122,7 +123,7 @@ impl Planner {
         Explanation {
             forward,
             backward,
-            growth: self.cost().growth_tests(&best.domain_sizes, best.replicas_kept),
+            growth: cost.growth_tests(&best.domain_sizes, best.replicas_kept),
             changes,
             text,
         }
@@ -158,7 +159,8 @@ impl Planner {
         Limit { bound, component, time, share: if pass.total.0 > 0.0 { time / pass.total } else { 0.0 } }
     }
 
-    fn changes(&self, best: &Candidate) -> Vec<Change> {
+    /// For each quantity and direction, the nearest value at which other domain sizes are best.
+    pub(super) fn changes(&self, best: &Candidate) -> Vec<Change> {
         let mut quantities: Vec<Quantity> = (0..self.cluster.levels().len())
             .filter(|&level| self.cluster.levels()[level].scaling_factor > 1)
             .map(Quantity::LinkGbitPerS)

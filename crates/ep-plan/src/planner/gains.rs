@@ -16,8 +16,9 @@ pub const COMPRESSIONS: [Compression; 3] = [Compression::EXACT, Compression::Int
 pub struct CompressionGain {
     /// The codec of weights.
     pub weight_compression: Compression,
-    /// Layer time without domains over layer time with them, forward and backward.
-    pub training: f64,
+    /// Layer time without domains over layer time with them, forward and backward. `None` for forward passes whose GPUs
+    /// have too little memory for the gradients and the Adam state of their own experts.
+    pub training: Option<f64>,
     /// The same for the forward pass alone.
     pub forward: f64,
 }
@@ -38,21 +39,24 @@ impl Planner {
             let options =
                 Options { weight_compression, work, setting: Setting::Full, ..self.options.clone() };
             // Without gradients and optimizer state, a forward pass leaves more memory for gathered experts.
-            let memory = match work {
-                Work::Training => self.memory,
-                Work::Forward => before_gathering(&self.cluster, &self.model, &options, self.experts_per_gpu)
-                    .unwrap_or(self.memory),
+            let memory = match work == self.options.work {
+                true => Ok(self.memory),
+                false => before_gathering(&self.cluster, &self.model, &options, self.experts_per_gpu),
+            };
+            let memory = match (memory, work) {
+                (Err(_), Work::Training) => return Ok(None),
+                (memory, _) => memory.unwrap_or(self.memory),
             };
             let planner = Self::with_memory(self.cluster.clone(), &self.model, options, memory)?;
             let without = planner.scheme(Some(TokenPath::Deduplicated)).map(|found| found.layer_time);
             let with = planner.scheme(None).map(|found| found.layer_time);
-            Ok(without.zip(with).map_or(1.0, |(without, with)| without / with))
+            Ok(Some(without.zip(with).map_or(1.0, |(without, with)| without / with)))
         };
         let both = |weight_compression: Compression| {
             Ok(CompressionGain {
                 weight_compression,
                 training: gain(weight_compression, Work::Training)?,
-                forward: gain(weight_compression, Work::Forward)?,
+                forward: gain(weight_compression, Work::Forward)?.unwrap_or(1.0),
             })
         };
         ratios.into_iter().map(both).collect()

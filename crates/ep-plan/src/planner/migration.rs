@@ -29,9 +29,9 @@ impl ExpertTrade {
 pub struct SelectiveMigration {
     /// The level, numbered from 0, outermost first.
     pub level: usize,
-    /// Experts that are worth moving across the level.
+    /// Experts and copies of experts that are worth moving across the level.
     pub migrating: usize,
-    /// Routed experts of a layer.
+    /// Routed experts of a layer, with copies.
     pub experts: usize,
     /// Bytes if only tokens cross the level.
     pub tokens_only: Bytes,
@@ -130,7 +130,8 @@ impl CostModel<'_> {
             .collect()
     }
 
-    /// The effect of one more member at every level, given the chosen domains of the outer levels.
+    /// The effect of one more member at every level that has a member outside the domain, given the chosen domains of the
+    /// outer levels.
     pub(crate) fn growth_tests(&self, domain_sizes: &[usize], replicas_kept: bool) -> Vec<GrowthTest> {
         let frequencies = Frequencies::new(self.options, replicas_kept);
         let row = self.model.dispatch_row_bytes() + self.model.combine_row_bytes();
@@ -142,6 +143,7 @@ impl CostModel<'_> {
             * (own * frequencies.reductions / self.options.gradients_by(self.model));
         let levels = self.cluster.levels().iter().enumerate();
         levels
+            .filter(|(level, at)| domain_sizes[*level] < at.scaling_factor)
             .map(|(level, at)| GrowthTest {
                 level,
                 saves: tokens * (frequencies.passes / at.scaling_factor as f64),

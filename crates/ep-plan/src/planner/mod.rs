@@ -127,6 +127,13 @@ pub(crate) fn spread(model: &Model, cluster: &Cluster) -> Result<Model> {
     Ok(model.spread(gpus))
 }
 
+/// What a search found besides the best candidate.
+struct Searched {
+    candidates: usize,
+    beyond: usize,
+    alternatives: Vec<Alternative>,
+}
+
 /// A candidate other than the best one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Alternative {
@@ -237,6 +244,28 @@ impl Planner {
                 layer_time: other.layer_time,
             })
             .collect();
+        let explanation = self.explain(&cost, &best, &alternatives, beyond, self.changes(&best));
+        self.described(&cost, best, explanation, Searched { candidates, beyond, alternatives })
+    }
+
+    /// The plan of one scheme without expert domains: tokens take this path, and no other candidate is priced. `None` if
+    /// nothing fits into memory.
+    pub(crate) fn plan_on(&self, path: TokenPath) -> Option<Plan> {
+        let best = self.scheme(Some(path))?;
+        let cost = CostModel { path, ..self.cost() };
+        let explanation = self.explain(&cost, &best, &[], 0, Vec::new());
+        let alone = Searched { candidates: 1, beyond: 0, alternatives: Vec::new() };
+        Some(self.described(&cost, best, explanation, alone))
+    }
+
+    /// The plan with this best candidate.
+    fn described(
+        &self,
+        cost: &CostModel<'_>,
+        best: Candidate,
+        explanation: Explanation,
+        searched: Searched,
+    ) -> Plan {
         let layers = self.options.layers_per_gpu(self.model.description().moe_layers);
         let scaling_factors = self.cluster.scaling_factors();
         Plan {
@@ -249,14 +278,14 @@ impl Planner {
                 .map(|(&all, &size)| if all == 1 { 0.0 } else { (all - size) as f64 / (all - 1) as f64 })
                 .collect(),
             step_time: best.layer_time * (layers * self.options.micro_batches) as f64,
-            candidates,
-            candidates_beyond_memory: beyond,
+            candidates: searched.candidates,
+            candidates_beyond_memory: searched.beyond,
             baselines: self.baselines(&best),
             selective: cost.selective(&best.domain_sizes, best.replicas_kept),
-            explanation: self.explain(&best, &alternatives, beyond),
+            explanation,
             // A planner that exists can price its own options; the list is empty only if that changes.
             compression_gains: self.compression_gains().unwrap_or_default(),
-            alternatives,
+            alternatives: searched.alternatives,
             scaling_factors,
             best,
         }

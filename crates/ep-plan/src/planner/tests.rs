@@ -187,9 +187,9 @@ proptest! {
 #[test]
 fn one_more_member_saves_and_costs_the_bytes_of_the_growth_test() {
     let planner = deepseek(100.0, Options { setting: Setting::Paper, ..Options::paper_codec() });
-    let growth = planner.plan().explanation.growth;
+    let growth = planner.cost().growth_tests(&[1, 2, 1], planner.plan().best.replicas_kept);
     for (level, [small, large]) in [(0, [1, 2]), (1, [2, 8]), (2, [1, 4])] {
-        let mut sizes = planner.plan().best.domain_sizes;
+        let mut sizes = vec![1, 2, 1];
         let mut at = |size: usize| {
             sizes[level] = size;
             planner.evaluate(&sizes).unwrap().levels[level]
@@ -432,11 +432,44 @@ fn compression_decides_what_domains_gain() {
     let gains: Vec<String> = plan
         .compression_gains
         .iter()
-        .map(|gain| format!("{} {:.2} {:.1}", gain.weight_compression, gain.training, gain.forward))
+        .map(|gain| format!("{} {:.2} {:.1}", gain.weight_compression, gain.training.unwrap(), gain.forward))
         .collect();
     assert_eq!(gains, ["1x 1.01 1.0", "int8 1.01 1.3", "50x 1.30 25.6"]);
-    let gain = plan.compression_gains[2].training;
+    let gain = plan.compression_gains[2].training.unwrap();
     assert!((gain / baseline(&plan, BaselineKind::HierarchicalEp).speedup - 1.0).abs() < 1e-9);
+}
+
+/// A gain in training counts the memory of training, and a gain of forward passes that of forward passes, whichever of the
+/// two is planned.
+#[test]
+fn gains_do_not_depend_on_the_planned_work() {
+    let gains = |memory_gb, work| {
+        let mut cluster = two_datacenters(100.0);
+        cluster.gpu.memory_gb = memory_gb;
+        let options = Options { work, ..Options::default() };
+        let plan = planner(cluster, presets::deepseek_v3(), options).plan();
+        plan.compression_gains.iter().map(|gain| (gain.training, gain.forward)).collect::<Vec<_>>()
+    };
+    let [training, forward] = [Work::Training, Work::Forward].map(|work| gains(141.0, work));
+    assert_eq!(training, forward);
+    // Weights fit, their gradients and Adam state do not.
+    assert!(
+        gains(80.0, Work::Forward).iter().all(|(training, forward)| training.is_none() && *forward >= 1.0)
+    );
+}
+
+/// A domain that contains all members of a level cannot grow.
+#[test]
+fn only_domains_that_can_grow_are_tested() {
+    let planner = deepseek(100.0, Options::paper_codec());
+    let levels = |sizes: &[usize]| {
+        let tests = planner.cost().growth_tests(sizes, false);
+        tests.iter().map(|test| test.level).collect::<Vec<_>>()
+    };
+    assert_eq!(levels(&[1, 4, 1]), [0, 1, 2]);
+    assert_eq!(levels(&[2, 8, 4]), [2]);
+    let alone = planner.cluster.group(&[2, 1, 8]).unwrap();
+    assert_eq!(CostModel { cluster: &alone, ..planner.cost() }.growth_tests(&[1, 1, 8], false).len(), 1);
 }
 
 #[test]

@@ -32,6 +32,15 @@ impl Layout {
         self.stage.iter().product()
     }
 
+    /// The most GPUs that can split the dense parameters: those of a stage at the innermost level. With a single level, whose
+    /// members are sites, none do.
+    pub(super) fn most_tensor_parallel(&self) -> usize {
+        match self.stage[..] {
+            [_, .., innermost] => innermost,
+            _ => 1,
+        }
+    }
+
     /// GPUs of an EP group.
     pub fn group_gpus(&self) -> usize {
         self.group.iter().product()

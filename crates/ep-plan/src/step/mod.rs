@@ -144,8 +144,12 @@ pub struct StepPlan {
     pub global_batch: f64,
     /// One price per strategy that fits into memory, fastest first.
     pub prices: Vec<StepPrice>,
-    /// Strategies of which no layout fits into memory, or none exists.
+    /// Strategies that have layouts, of which none fits into memory.
     pub impossible: Vec<Strategy>,
+    /// Strategies that have no layout: the cluster has a single site, or none of their layouts has the number of
+    /// pipeline stages of the options.
+    #[serde(default)]
+    pub without_layout: Vec<Strategy>,
     /// Whether the search left out layouts because there are too many.
     pub truncated: bool,
     best: usize,
@@ -190,17 +194,19 @@ impl StepPlanner {
     /// Prices every strategy in its fastest layout.
     ///
     /// # Errors
-    /// [`PlanError::NoLayout`] when no layout of any strategy fits into memory; [`PlanError::TooMany`] when an EP group
-    /// has more candidates than [`limits::CANDIDATES`](crate::limits::CANDIDATES).
+    /// [`PlanError::Stages`] when no layout has the number of pipeline stages of the options; [`PlanError::NoLayout`] when
+    /// no layout of any strategy fits into memory; [`PlanError::TooMany`] when an EP group has more candidates than
+    /// [`limits::CANDIDATES`](crate::limits::CANDIDATES).
     pub fn plan(&self) -> Result<StepPlan> {
         let mut prices = Vec::new();
-        let mut impossible = Vec::new();
+        let (mut impossible, mut without_layout) = (Vec::new(), Vec::new());
         let mut truncated = false;
         for strategy in Strategy::ALL {
             let (price, left_out) = self.fastest(strategy)?;
             truncated |= left_out;
             match price {
                 Some(price) => prices.push(price),
+                None if self.layouts(strategy).is_empty() => without_layout.push(strategy),
                 None => impossible.push(strategy),
             }
         }
@@ -210,21 +216,19 @@ impl StepPlanner {
             let price: &StepPrice = &prices[*index];
             (price.strategy == Strategy::LocalSteps, price.fit)
         };
-        let best = (0..prices.len()).min_by_key(rank).ok_or_else(|| PlanError::NoLayout {
-            needed: self.least_memory(),
-            device: self.cluster.memory(),
-        })?;
-        Ok(StepPlan { global_batch: self.tokens.batch, prices, impossible, truncated, best })
+        let best = (0..prices.len()).min_by_key(rank).ok_or_else(|| self.nothing_fits())?;
+        Ok(StepPlan { global_batch: self.tokens.batch, prices, impossible, without_layout, truncated, best })
     }
 
-    /// The plan of a layer of one EP group, under the layout of a price. Its options are those of expert domains for
-    /// all strategies whose EP groups span datacenters.
+    /// The plan of a layer of one EP group, under the layout and the strategy of a price: its best candidate is that of
+    /// the price.
     ///
     /// # Errors
     /// [`PlanError::TooMany`] when the EP group has more candidates than [`limits::CANDIDATES`](crate::limits::CANDIDATES).
     pub fn layer_plan(&self, price: &StepPrice) -> Result<Plan> {
-        let strategy = if price.strategy.spans() { Strategy::ExpertDomains } else { price.strategy };
-        Ok(self.pricing().planner(strategy, &price.layout)?.plan())
+        let planner = self.pricing().planner(price.strategy, &price.layout)?;
+        let plan = price.strategy.path().and_then(|path| planner.plan_on(path));
+        Ok(plan.unwrap_or_else(|| planner.plan()))
     }
 
     fn pricing(&self) -> Pricing<'_> {
@@ -232,8 +236,13 @@ impl StepPlanner {
     }
 
     fn layouts(&self, strategy: Strategy) -> Vec<Layout> {
+        self.layouts_with(strategy, self.options.pipeline_stages)
+    }
+
+    /// The layouts with this number of pipeline stages, if it is given.
+    fn layouts_with(&self, strategy: Strategy, stages: Option<usize>) -> Vec<Layout> {
         let experts = self.model.description().experts;
-        let mut layouts = layout::layouts(strategy, &self.cluster, experts, self.options.pipeline_stages);
+        let mut layouts = layout::layouts(strategy, &self.cluster, experts, stages);
         layouts.retain(|layout| layout.stages() <= self.model.description().moe_layers);
         layouts
     }
@@ -261,6 +270,20 @@ impl StepPlanner {
         Ok((chosen, truncated))
     }
 
+    /// Why no strategy has a price.
+    fn nothing_fits(&self) -> PlanError {
+        let stages = self.options.pipeline_stages;
+        let exists = Strategy::ALL.into_iter().any(|strategy| !self.layouts(strategy).is_empty());
+        if let (Some(stages), false) = (stages, exists) {
+            let all = Strategy::ALL.into_iter().flat_map(|strategy| self.layouts_with(strategy, None));
+            let mut possible: Vec<usize> = all.map(|layout| layout.stages()).collect();
+            possible.sort_unstable();
+            possible.dedup();
+            return PlanError::Stages { stages, possible };
+        }
+        PlanError::NoLayout { needed: self.least_memory(), device: self.cluster.memory(), stages }
+    }
+
     /// The least memory of a GPU that any layout needs.
     fn least_memory(&self) -> crate::units::Bytes {
         let layouts = Strategy::ALL
@@ -268,7 +291,7 @@ impl StepPlanner {
             .flat_map(|strategy| self.layouts(strategy).into_iter().map(move |layout| (strategy, layout)));
         let least = layouts
             .map(|(strategy, mut layout)| {
-                layout.tensor_parallel = layout.stage.last().copied().unwrap_or(1);
+                layout.tensor_parallel = layout.most_tensor_parallel();
                 let options = strategy.options(&self.options, layout.stages());
                 let memory = StepMemory::of(&self.cluster, &self.model, &options, strategy, &layout);
                 (memory.experts + memory.dense).0

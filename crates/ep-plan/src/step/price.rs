@@ -158,13 +158,14 @@ impl Pricing<'_> {
         options: &Options,
         layout: &Layout,
     ) -> Option<(Layout, Fit)> {
-        let innermost = layout.stage.last().copied().unwrap_or(1);
-        let fitting = crate::divisors::divisors(innermost).into_iter().filter_map(|tensor_parallel| {
-            let layout = Layout { tensor_parallel, ..layout.clone() };
-            let (fit, _) =
-                StepMemory::of(self.cluster, self.model, options, strategy, &layout).fit(options)?;
-            Some((layout, fit))
-        });
+        let fitting = crate::divisors::divisors(layout.most_tensor_parallel()).into_iter().filter_map(
+            |tensor_parallel| {
+                let layout = Layout { tensor_parallel, ..layout.clone() };
+                let (fit, _) =
+                    StepMemory::of(self.cluster, self.model, options, strategy, &layout).fit(options)?;
+                Some((layout, fit))
+            },
+        );
         fitting.min_by_key(|(layout, fit)| (*fit, layout.tensor_parallel))
     }
 

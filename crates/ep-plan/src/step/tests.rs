@@ -1,6 +1,6 @@
 use super::*;
 use crate::input::preset::{self, Joined};
-use crate::planner::GradientCodec;
+use crate::planner::{GradientCodec, Replicas};
 use crate::presets;
 
 fn deepseek(nodes: usize, gbit: f64, options: Options) -> StepPlan {
@@ -41,6 +41,96 @@ fn expert_domains_beat_a_pipeline_on_a_slow_link() {
     let pipeline = seconds(&slow, Strategy::Pipeline);
     assert!((pipeline / 722.0 - 1.0).abs() < 0.02, "{pipeline}");
     assert!((seconds(&slow, Strategy::ExpertDomains) / 687.5 - 1.0).abs() < 0.01);
+}
+
+/// The layers of every strategy are those of its price, not those of expert domains.
+#[test]
+fn layers_are_those_of_the_strategy() {
+    let cluster: Cluster = presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(16)).try_into().unwrap();
+    let model: Model = presets::deepseek_v3().try_into().unwrap();
+    for options in [Options::default(), Options { replicas: Replicas::Keep, ..Options::paper_codec() }] {
+        let planner = StepPlanner::new(cluster.clone(), model.clone(), options).unwrap();
+        let plan = planner.plan().unwrap();
+        assert_eq!(plan.prices.len(), 6);
+        for price in &plan.prices {
+            let layers = planner.layer_plan(price).unwrap();
+            assert_eq!(layers.best, price.candidate, "{:?}", price.strategy);
+            if price.strategy.path().is_some() {
+                assert_eq!((&layers.best.domain_sizes[..], layers.candidates), (&[1, 1, 1][..], 1));
+                assert!(layers.alternatives.is_empty() && layers.explanation.changes.is_empty());
+            }
+        }
+    }
+}
+
+/// Three stages do not divide 2 x 8 x 8 GPUs; five do not either, but a pipeline with one stage per datacenter exists.
+#[test]
+fn a_number_of_stages_that_no_layout_has_is_refused() {
+    let plan = |nodes, stages| {
+        let cluster = presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(nodes)).try_into().unwrap();
+        let options = Options { pipeline_stages: Some(stages), ..Options::default() };
+        StepPlanner::new(cluster, presets::deepseek_v3().try_into().unwrap(), options).unwrap().plan()
+    };
+    let error = plan(8, 3).unwrap_err();
+    assert_eq!(error, PlanError::Stages { stages: 3, possible: vec![1, 2, 4, 8, 16, 32] });
+    assert!(error.to_string().contains("pipeline_stages is 3") && error.to_string().contains("1, 2, 4, 8"));
+    // Stages of 10 nodes in two datacenters: each has 5 or 10, so only a pipeline has 10.
+    let ten = plan(10, 10).unwrap();
+    assert_eq!(ten.impossible, []);
+    let five = plan(10, 5).unwrap();
+    assert_eq!(five.without_layout, [Strategy::Pipeline]);
+    assert!(
+        five.price(Strategy::DataParallel).is_some() || five.impossible.contains(&Strategy::DataParallel)
+    );
+}
+
+/// A GPU holds whole experts of whole layers, so a model can need more than all GPUs have although its bytes fit.
+#[test]
+fn a_model_that_does_not_divide_says_so() {
+    let mut cluster = presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(1));
+    cluster.levels.truncate(1);
+    cluster.gpu.memory_gb = 15.0;
+    let mut model = presets::mixtral_8x7b();
+    (model.experts, model.moe_layers, model.other_parameters) = (3, 3, 0.0);
+    let planner =
+        StepPlanner::new(cluster.try_into().unwrap(), model.try_into().unwrap(), Options::default()).unwrap();
+    let error = planner.plan().unwrap_err();
+    assert!(matches!(error, PlanError::NoLayout { stages: None, .. }), "{error}");
+    assert!(error.to_string().contains("whole experts of whole layers"), "{error}");
+    assert!(!error.to_string().contains("pipeline stages"), "{error}");
+}
+
+/// The members of a single level are sites: tensor parallelism does not cross them.
+#[test]
+fn a_cluster_of_one_level_has_no_tensor_parallelism() {
+    let mut cluster = presets::datacenters(4, 10.0, 0.005, presets::dgx_h200(1));
+    cluster.levels.truncate(1);
+    let mut model = presets::mixtral_8x7b();
+    // Two GPUs could hold a copy of the dense parameters within the reserve, one cannot.
+    (model.moe_layers, model.other_parameters) = (1, 6e9);
+    let planner =
+        StepPlanner::new(cluster.try_into().unwrap(), model.try_into().unwrap(), Options::default()).unwrap();
+    let plan = planner.plan().unwrap();
+    for price in &plan.prices {
+        assert_eq!((price.layout.tensor_parallel, price.tensor_exchange.0), (1, 0.0), "{:?}", price.strategy);
+    }
+    let local = plan.price(Strategy::LocalSteps).unwrap();
+    assert_eq!(local.fit, Fit::Tight);
+}
+
+/// A single datacenter has no other to exchange with.
+#[test]
+fn strategies_between_sites_need_several() {
+    let mut cluster = presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(16));
+    cluster.levels[0].scaling_factor = 1;
+    let planner = StepPlanner::new(
+        cluster.try_into().unwrap(),
+        presets::deepseek_v3().try_into().unwrap(),
+        Options::default(),
+    );
+    let plan = planner.unwrap().plan().unwrap();
+    let spanning = [Strategy::Pipeline, Strategy::HierarchicalEp, Strategy::PlainEp, Strategy::ExpertDomains];
+    assert_eq!(plan.without_layout, spanning);
 }
 
 /// Dense gradients cross the link in every strategy but a pipeline with a stage per datacenter, whose stages hold other

@@ -16,6 +16,12 @@ use crate::planner::text::heading;
 
 const STYLE: &str = include_str!("style.css");
 
+/// The lines of a heading after the title, as sentences.
+fn about(heading: &str) -> String {
+    let lines = heading.lines().skip(1).filter(|line| !line.is_empty());
+    lines.map(|line| line.trim_end_matches('.')).collect::<Vec<_>>().join(". ")
+}
+
 pub(super) fn render(
     problem: &Problem,
     step: Option<&Shown>,
@@ -26,7 +32,7 @@ pub(super) fn render(
     let mut body = format!(
         "<header><p class=\"kicker\">hybrid-ep plan</p><h1>{}</h1><p class=\"about\">{}</p></header>\n",
         escape(&title),
-        escape(heading(problem, plan).lines().skip(1).collect::<Vec<_>>().join(". ").as_str())
+        escape(&about(&heading(problem, plan)))
     );
     match step {
         Some(shown) => body.push_str(&sections::step_answer(&shown.plan, &problem.options)),
@@ -43,7 +49,7 @@ pub(super) fn render(
     body.push_str(&sections::phases(problem, plan)?);
     body.push_str(&sections::compared(plan)?);
     if problem.options.setting == Setting::Full {
-        body.push_str(&sections::compression(problem, plan));
+        body.push_str(&sections::compression(problem, step, plan));
     }
     if let Some(sweep) = sweep {
         body.push_str(&sections::swept(sweep)?);

@@ -106,9 +106,11 @@ pub(super) fn steps(plan: &StepPlan, options: &Options) -> Result<String, Failur
             ]
         })
         .collect();
-    rows.extend(plan.impossible.iter().map(|&strategy| {
-        vec![steps::name(strategy).into(), "does not fit".into(), String::new(), String::new()]
-    }));
+    rows.extend(
+        steps::without_price(plan).map(|(strategy, why)| {
+            vec![steps::name(strategy).into(), why.into(), String::new(), String::new()]
+        }),
+    );
     let header = ["between datacenters", "fastest layout", "tokens/s", "changes the training"];
     let about = format!(
         "The same {} tokens under every way to use the datacenters, each in its fastest layout.",
@@ -154,15 +156,24 @@ pub(super) fn answer(plan: &Plan) -> String {
 pub(super) fn domains(plan: &Plan) -> Result<String, Failure> {
     let gpus = plan.best.expert_domain_size();
     let domains = plan.scaling_factors.iter().product::<usize>() / gpus.max(1);
-    let about = match gpus {
-        1 => {
+    let about = match (gpus, domains) {
+        (1, 1) => {
+            "The EP group is a single GPU, which has all experts: neither experts nor tokens move.".to_owned()
+        }
+        (1, _) => {
             "Experts stay where they are: every GPU is a domain of its own, and only tokens move.".to_owned()
         }
-        _ => format!(
-            "GPUs with the same colour and number form a domain: they gather each other's experts and then hold the \
-             same {} experts. Tokens move only between the {domains} domains.",
-            gpus * plan.experts_per_gpu
-        ),
+        _ => {
+            let tokens = match domains {
+                1 => "No token moves.".to_owned(),
+                _ => format!("Tokens move only between the {domains} domains."),
+            };
+            format!(
+                "GPUs with the same colour and number form a domain: they gather each other's experts and then hold the \
+                 same {} experts. {tokens}",
+                gpus * plan.experts_per_gpu
+            )
+        }
     };
     let picture = picture::draw(plan)?.unwrap_or_else(|| "<p>No picture: too many GPUs.</p>".into());
     let rows: Vec<Vec<String>> = plan
@@ -176,7 +187,7 @@ pub(super) fn domains(plan: &Plan) -> Result<String, Failure> {
                 plan.scaling_factors[index].to_string(),
                 level.domain_size.to_string(),
                 level.domains.to_string(),
-                format!("{:.0} %", 100.0 * plan.data_proportions[index]),
+                text::proportion(plan, index, 0),
                 format!("{:.3}", level.rows_per_token),
             ]
         })
@@ -264,7 +275,7 @@ pub(super) fn compared(plan: &Plan) -> Result<String, Failure> {
 }
 
 /// What compression gains, and what is known of its effect on training.
-pub(super) fn compression(problem: &Problem, plan: &Plan) -> String {
+pub(super) fn compression(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> String {
     let rows: Vec<Vec<String>> = plan
         .compression_gains
         .iter()
@@ -272,14 +283,16 @@ pub(super) fn compression(problem: &Problem, plan: &Plan) -> String {
             let exact = if gain.weight_compression.is_exact() { " (exact)" } else { "" };
             vec![
                 format!("{}{exact}", gain.weight_compression),
-                text::times(gain.training),
+                text::training_gain(gain),
                 text::times(gain.forward),
             ]
         })
         .collect();
     let header = ["weights compressed", "gain in training", "gain in the forward pass alone"];
-    let about =
-        format!("{} The gains are those of expert domains over hierarchical EP.", text::lossy(problem));
+    let about = format!(
+        "{} The gains are those of expert domains over hierarchical EP.",
+        text::lossy(problem, step, plan)
+    );
     section("Compression", &about, &table(&header, &rows))
 }
 
