@@ -18,7 +18,7 @@ use crate::peers::Peers;
 use crate::rails::{Bounds, RankRails, RankWindow};
 
 /// [`Introduction::backend`]. Change it with the format of [`Facts`], of messages over links, or of shared memory.
-const BACKEND: &str = "cuda 1";
+const BACKEND: &str = "cuda 2";
 
 impl CudaBuffer {
     /// [`ep::Backend::threads`].

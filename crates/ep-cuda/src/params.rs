@@ -262,6 +262,11 @@ structs! { STRUCTS:
         /// `flags[peer][index]`: the epoch in which the peer finished sending. The index is the chunk in combine, and
         /// the sender's item in dispatch (`ArrivalItems::flag`).
         flags: [[u32; MAX_FLAGS]; MAX_RANKS],
+        /// `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has last
+        /// read it, after the check of the peer's arguments. Only this rank's kernels access it and the next words.
+        rail_seen: [[u64; MAX_RANKS]; 2],
+        /// `rail_looking[domain]`, with rails: 1 while a thread of this rank reads `RailState::progress`.
+        rail_looking: [u32; MAX_RANKS],
     }
 
     /// A peer's handshake in this rank's addresses; in the shared memory of each block.
@@ -300,7 +305,7 @@ structs! { STRUCTS:
         /// Parts of the rows in the order of sending, and flags of each part.
         units: u32,
         flags_per_unit: u32,
-        /// Rows of a chunk: the step of `RailState::arrived`.
+        /// Rows of a chunk: the step of `RailState::progress`.
         chunk_rows: u32,
         /// Checksum of `call`.
         signature: u32,
@@ -314,11 +319,10 @@ structs! { STRUCTS:
 
     /// What a rank's proxy tells the rank's kernels of one rail peer.
     RailState {
-        /// The last epoch whose plan has arrived.
-        entered: u32,
-        unused: [u32; 31],
-        /// `arrived[chunk]`: the epoch in which the rows of this chunk and of all earlier ones have arrived.
-        arrived: [u32; MAX_CHUNKS],
+        /// The last epoch whose plan has arrived in the upper 32 bits; below, how many chunks at the start of its rows have
+        /// arrived.
+        progress: u64,
+        unused: [u32; 30],
     }
 
     /// The words of one rail peer for the epochs of one parity, in host memory.

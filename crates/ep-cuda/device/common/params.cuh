@@ -257,6 +257,11 @@ struct Control {
     // `flags[peer][index]`: the epoch in which the peer finished sending. The index is the chunk in combine, and
     // the sender's item in dispatch (`ArrivalItems::flag`).
     u32 flags[MAX_RANKS][MAX_FLAGS];
+    // `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has last
+    // read it, after the check of the peer's arguments. Only this rank's kernels access it and the next words.
+    u64 rail_seen[2][MAX_RANKS];
+    // `rail_looking[domain]`, with rails: 1 while a thread of this rank reads `RailState::progress`.
+    u32 rail_looking[MAX_RANKS];
 };
 
 // A peer's handshake in this rank's addresses; in the shared memory of each block.
@@ -293,7 +298,7 @@ struct RailPlan {
     // Parts of the rows in the order of sending, and flags of each part.
     u32 units;
     u32 flags_per_unit;
-    // Rows of a chunk: the step of `RailState::arrived`.
+    // Rows of a chunk: the step of `RailState::progress`.
     u32 chunk_rows;
     // Checksum of `call`.
     u32 signature;
@@ -307,11 +312,10 @@ struct RailPlan {
 
 // What a rank's proxy tells the rank's kernels of one rail peer.
 struct RailState {
-    // The last epoch whose plan has arrived.
-    u32 entered;
-    u32 unused[31];
-    // `arrived[chunk]`: the epoch in which the rows of this chunk and of all earlier ones have arrived.
-    u32 arrived[MAX_CHUNKS];
+    // The last epoch whose plan has arrived in the upper 32 bits; below, how many chunks at the start of its rows have
+    // arrived.
+    u64 progress;
+    u32 unused[30];
 };
 
 // The words of one rail peer for the epochs of one parity, in host memory.
@@ -713,7 +717,9 @@ static_assert(OFFSET_OF(Control, more_arrived) == 832);
 static_assert(OFFSET_OF(Control, record) == 1128);
 static_assert(OFFSET_OF(Control, handshake) == 1280);
 static_assert(OFFSET_OF(Control, flags) == 23168);
-static_assert(sizeof(Control) == 1202816);
+static_assert(OFFSET_OF(Control, rail_seen) == 1202816);
+static_assert(OFFSET_OF(Control, rail_looking) == 1203968);
+static_assert(sizeof(Control) == 1204256);
 static_assert(OFFSET_OF(PeerView, tokens) == 0);
 static_assert(OFFSET_OF(PeerView, scales) == 8);
 static_assert(OFFSET_OF(PeerView, probs) == 16);
@@ -742,15 +748,14 @@ static_assert(OFFSET_OF(RailPlan, epoch) == 124);
 static_assert(OFFSET_OF(RailPlan, row_end) == 128);
 static_assert(OFFSET_OF(RailPlan, copy_end) == 4224);
 static_assert(sizeof(RailPlan) == 8320);
-static_assert(OFFSET_OF(RailState, entered) == 0);
-static_assert(OFFSET_OF(RailState, unused) == 4);
-static_assert(OFFSET_OF(RailState, arrived) == 128);
-static_assert(sizeof(RailState) == 4224);
+static_assert(OFFSET_OF(RailState, progress) == 0);
+static_assert(OFFSET_OF(RailState, unused) == 8);
+static_assert(sizeof(RailState) == 128);
 static_assert(OFFSET_OF(RailEnd, out) == 0);
 static_assert(OFFSET_OF(RailEnd, out_flags) == 8320);
 static_assert(OFFSET_OF(RailEnd, input) == 24704);
 static_assert(OFFSET_OF(RailEnd, state) == 33024);
-static_assert(sizeof(RailEnd) == 37248);
+static_assert(sizeof(RailEnd) == 33152);
 static_assert(OFFSET_OF(Rails, ends) == 0);
 static_assert(OFFSET_OF(Rails, lanes) == 8);
 static_assert(OFFSET_OF(Rails, lane_bytes) == 16);

@@ -36,6 +36,35 @@ __device__ inline void st_release_sys(u32* pointer, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
+__device__ inline u64 ld_acquire_sys_u64(const u64* pointer) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(pointer) : "memory");
+    return value;
+}
+
+__device__ inline u64 ld_acquire_gpu_u64(const u64* pointer) {
+    u64 value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(pointer) : "memory");
+    return value;
+}
+
+__device__ inline void st_release_gpu_u64(u64* pointer, u64 value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(pointer), "l"(value) : "memory");
+}
+
+// Locks the word unless another thread of this GPU has locked it. Does not wait.
+__device__ inline bool try_lock_gpu(u32* pointer) {
+    u32 old;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(old) : "l"(pointer) : "memory");
+    if (old != 0) return false;
+    asm volatile("atom.cas.acquire.gpu.global.b32 %0, [%1], 0, 1;" : "=r"(old) : "l"(pointer) : "memory");
+    return old == 0;
+}
+
+__device__ inline void unlock_gpu(u32* pointer) {
+    asm volatile("st.release.gpu.global.u32 [%0], 0;" ::"l"(pointer) : "memory");
+}
+
 __device__ inline u32 ld_relaxed_gpu(const u32* pointer) {
     u32 value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");

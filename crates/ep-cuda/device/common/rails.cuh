@@ -94,8 +94,10 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
 
 // ---- what comes from rail peers
 //
-// These words are in host memory. On an H200 each lane that loads one took 15 ns of the whole GPU's time, also if all lanes
-// load the same word (docs/lab/032). So one lane of a warp, or one thread of a block, loads for all.
+// The words of the window are in host memory. On an H200 each lane that loads one took 15 ns of the whole GPU's time, also
+// if all lanes load the same word (docs/lab/032). So one thread of the rank at a time reads how far a rail peer is, for all
+// threads that wait for it: the first that finds nobody reading. It repeats the word in `Control::rail_seen`, in GPU
+// memory. What is read less often is loaded by one lane of a warp, or by one thread of a block.
 
 // Calls `ask` in one lane. Returns its answer in all lanes, to which what that lane has acquired is visible.
 template <class Ask>
@@ -111,28 +113,57 @@ __device__ inline auto ask_once(const Ask& ask) {
 // Chunks of a set of `rows` rows. A set without rows has one, which arrives with the plan.
 __device__ inline u32 rail_chunks(const Common& c, u32 rows) { return max(div_up(rows, c.rails.chunk_rows), 1u); }
 
+// What a wait for a rail peer is for: the plan of the rank in `domain`, and its first `chunks` chunks.
+struct Arrival {
+    u32 epoch;
+    u32 domain;
+    u32 chunks;
+
+    __device__ bool is_covered(u64 progress) const {
+        return reached(static_cast<u32>(progress >> 32), epoch) && static_cast<u32>(progress) >= chunks;
+    }
+    __device__ u64* seen_word(const Common& c) const { return &c.own->rail_seen[epoch & 1][domain]; }
+
+    __device__ bool is_there(const Common& c) const {
+        const u64 seen = ld_acquire_gpu_u64(seen_word(c));
+        return is_covered(seen) || look(c, seen);
+    }
+
+    // Reads the peer's progress, unless another thread does, and repeats it for the others. `seen`: what is repeated so far.
+    // A peer that has called with other arguments is reported, and its progress is not repeated.
+    __device__ bool look(const Common& c, u64 seen) const {
+        u32* looking = &c.own->rail_looking[domain];
+        if (!try_lock_gpu(looking)) return false;
+        const RailEnd* end = rail_end(c, epoch, domain);
+        const u64 progress = ld_acquire_sys_u64(&end->state.progress);
+        bool fine = reached(static_cast<u32>(progress >> 32), epoch);
+        if (fine && !reached(static_cast<u32>(seen >> 32), epoch)) {
+            const u32 signature = ld_relaxed_sys(&end->input.signature);
+            fine = signature == c.signature;
+            if (!fine) report_mismatch(c, rail_peer(c, domain), end->input.call, signature);
+        }
+        if (fine && progress != seen) st_release_gpu_u64(seen_word(c), progress);
+        unlock_gpu(looking);
+        return fine && is_covered(progress);
+    }
+
+    __device__ u32 seen(const Common& c) const { return static_cast<u32>(ld_acquire_gpu_u64(seen_word(c)) >> 32); }
+};
+
 // Waits until the plan of the rail peer in `domain` is here. Returns false, after the fault was reported, if it does not
 // come within the entry bound or if the peer has called with other arguments.
 __device__ inline bool await_plan(const Common& c, u32 epoch, u32 domain) {
-    const RailEnd* end = rail_end(c, epoch, domain);
-    const u32 peer = rail_peer(c, domain);
-    if (!wait_for(c, &end->state.entered, epoch, peer, FOR_HANDSHAKE, 0)) return false;
-    const u32 signature = ld_relaxed_sys(&end->input.signature);
-    if (signature == c.signature) return true;
-    report_mismatch(c, peer, end->input.call, signature);
-    return false;
+    return wait_until(c, Arrival{epoch, domain, 0}, rail_peer(c, domain), FOR_HANDSHAKE, 0);
 }
 
 // Waits for chunk `chunk` of the set that comes from `domain`, and for all earlier ones. Called after `await_plan`.
 __device__ inline bool await_rows(const Common& c, u32 epoch, u32 domain, u32 chunk) {
-    const u32* arrived = &rail_end(c, epoch, domain)->state.arrived[chunk];
-    return wait_for(c, arrived, epoch, rail_peer(c, domain), FOR_RAIL, chunk);
+    return wait_until(c, Arrival{epoch, domain, chunk + 1}, rail_peer(c, domain), FOR_RAIL, chunk);
 }
 
 // As `await_plan` and `await_rows`, without waiting.
 __device__ inline bool rows_are_here(const Common& c, u32 epoch, u32 domain, u32 chunk) {
-    const RailState& state = rail_end(c, epoch, domain)->state;
-    return reached(ld_acquire_sys(&state.entered), epoch) && reached(ld_acquire_sys(&state.arrived[chunk]), epoch);
+    return Arrival{epoch, domain, chunk + 1}.is_there(c);
 }
 
 // Waits until everything that rail peers send in this operator has arrived. The proxies rely on it: they may overwrite

@@ -159,19 +159,28 @@ __device__ inline u32 gone_of(const Common& c, u32 word, u32 epoch, u32 peer) {
     return gone == GONE_LEFT && on_rail && took_part ? GONE_HERE : gone;
 }
 
-// The slow path of `wait_for`: polls the word, and now and then checks the clock, the abort word and the peer's gone
-// word.
-__device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for,
-                                       u64 index) {
+// What a wait is for: a word that another rank writes.
+struct Flag {
+    const u32* word;
+    u32 epoch;
+
+    __device__ bool is_there(const Common&) const { return reached(ld_acquire_sys(word), epoch); }
+    // The epoch that is there, for the report of a fault.
+    __device__ u32 seen(const Common&) const { return ld_relaxed_sys(word); }
+};
+
+// The slow path of `wait_until`: polls, and now and then checks the clock, the abort word and the peer's gone word.
+template <class Awaited>
+__device__ __noinline__ bool wait_long(const Common& c, const Awaited awaited, u32 peer, u32 waiting_for, u64 index) {
     const u64 start = globaltimer();
     const u64 limit = bound_of(c, waiting_for);
     for (;;) {
 #pragma unroll 1
         for (u32 poll = 0; poll < POLLS; poll++) {
-            if (reached(ld_acquire_sys(word), epoch)) return true;
+            if (awaited.is_there(c)) return true;
         }
-        const u32 gone = gone_of(c, ld_acquire_sys(&c.own->left[peer]), epoch, peer);
-        if (gone != GONE_HERE && reached(ld_acquire_sys(word), epoch)) return true;
+        const u32 gone = gone_of(c, ld_acquire_sys(&c.own->left[peer]), awaited.epoch, peer);
+        if (gone != GONE_HERE && awaited.is_there(c)) return true;
         // Read after the gone word: a rank that leaves because of a fault writes the abort word before it leaves.
         const u32 given_up = ld_relaxed_sys(&c.own->abort);
         const u64 waited = globaltimer() - start;
@@ -179,8 +188,8 @@ __device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epo
         Fault fault{};
         fault.waiting_for = waiting_for;
         fault.awaited = peer;
-        fault.expected = epoch;
-        fault.seen = ld_relaxed_sys(word);
+        fault.expected = awaited.epoch;
+        fault.seen = awaited.seen(c);
         fault.index = index;
         fault.waited_ns = waited;
         if (given_up != 0) {
@@ -195,10 +204,16 @@ __device__ __noinline__ bool wait_long(const Common& c, const u32* word, u32 epo
     }
 }
 
-// Waits until `*word` is `epoch`, with acquire order. Returns false, after the fault was reported, if the peer did not
-// write the word within its bound, or if any rank gave up. `index` is reported with the fault.
+// Waits for what `peer` writes, with acquire order. Returns false, after the fault was reported, if it does not come
+// within its bound, or if any rank gave up. `index` is reported with the fault.
+template <class Awaited>
+__device__ inline bool wait_until(const Common& c, const Awaited& awaited, u32 peer, u32 waiting_for, u64 index) {
+    return awaited.is_there(c) || wait_long(c, awaited, peer, waiting_for, index);
+}
+
+// Waits until `*word` is `epoch`.
 __device__ inline bool wait_for(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for, u64 index) {
-    return reached(ld_acquire_sys(word), epoch) || wait_long(c, word, epoch, peer, waiting_for, index);
+    return wait_until(c, Flag{word, epoch}, peer, waiting_for, index);
 }
 
 // A handshake with the lists of a handle. The caller adds the addresses of its outputs.

@@ -125,7 +125,7 @@ mod tests {
                 }
                 assert!(layout.end(domain, parity) + size_of::<RailEnd>() <= layout.lanes().start);
                 assert!(layout.end(domain, parity).is_multiple_of(LINE));
-                assert_eq!(layout.end(domain, parity), layout.ends_offset() + (2 * domain + parity) * 37_248);
+                assert_eq!(layout.end(domain, parity), layout.ends_offset() + (2 * domain + parity) * 33_152);
             }
             parts.sort_unstable();
             assert!(parts.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "{parts:?}");

@@ -1,7 +1,6 @@
 //! The receiving side of one rail peer.
 
 use std::mem;
-use std::ops::Range;
 
 use ep::Signal;
 
@@ -54,8 +53,8 @@ struct Planned {
     missing: Vec<u8>,
     /// The number of units at the start of the set that have arrived with all sections.
     whole: usize,
-    /// The number of chunks whose `arrived` words are set.
-    published: usize,
+    /// The number of chunks that the kernels were told of; `None` if they were not told of the plan.
+    published: Option<usize>,
 }
 
 impl Receiving {
@@ -114,13 +113,12 @@ impl Incoming {
                 let mut set = Planned::new(plan.map_err(|problem| format!("an invalid plan: {problem}"))?);
                 parts.iter().try_for_each(|part| set.mark(part))?;
                 self.set = Set::Planned(set);
-                window.set_entered(domain, parity, epoch);
             }
         }
-        if let Set::Planned(set) = &mut self.set {
-            for chunk in set.newly_arrived() {
-                window.set_arrived(domain, parity, chunk, epoch);
-            }
+        if let Set::Planned(set) = &mut self.set
+            && let Some(chunks) = set.news()
+        {
+            window.set_progress(domain, parity, epoch, chunks);
         }
         Ok(())
     }
@@ -129,7 +127,7 @@ impl Incoming {
 impl Planned {
     fn new(plan: Plan) -> Self {
         let missing = (0..plan.units()).map(|unit| plan.sections_of(unit)).collect();
-        Self { plan, missing, whole: 0, published: 0 }
+        Self { plan, missing, whole: 0, published: None }
     }
 
     /// Notes that a part has arrived.
@@ -155,11 +153,11 @@ impl Planned {
         Ok(())
     }
 
-    /// The chunks that have arrived and whose words are not set.
-    fn newly_arrived(&mut self) -> Range<usize> {
+    /// The number of chunks at the start of the set that have arrived, if the kernels were not told of it.
+    fn news(&mut self) -> Option<usize> {
         let more = self.missing[self.whole..].iter().take_while(|&&missing| missing == 0).count();
         self.whole += more;
-        let before = mem::replace(&mut self.published, self.plan.chunks_of(self.whole));
-        before..self.published
+        let arrived = Some(self.plan.chunks_of(self.whole));
+        (mem::replace(&mut self.published, arrived) != arrived).then_some(arrived).flatten()
     }
 }

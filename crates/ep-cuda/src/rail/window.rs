@@ -53,15 +53,12 @@ impl RailWindow {
         self.word(flags + 4 * index).load(Acquire)
     }
 
-    /// Tells the kernels that the plan of this epoch has arrived from this domain.
-    pub(super) fn set_entered(&self, domain: usize, parity: usize, epoch: u32) {
-        self.word(self.state(domain, parity) + offset_of!(RailState, entered)).store(epoch, Release);
-    }
-
-    /// Tells the kernels that this chunk and all earlier ones have arrived from this domain.
-    pub(super) fn set_arrived(&self, domain: usize, parity: usize, chunk: usize, epoch: u32) {
-        let arrived = self.state(domain, parity) + offset_of!(RailState, arrived);
-        self.word(arrived + 4 * chunk).store(epoch, Release);
+    /// Tells the kernels that the plan of this epoch, and this many chunks at the start of its rows, have arrived from this
+    /// domain.
+    pub(super) fn set_progress(&self, domain: usize, parity: usize, epoch: u32, chunks: usize) {
+        let state = self.layout.end(domain, parity) + offset_of!(RailEnd, state);
+        let word = self.long_word(state + offset_of!(RailState, progress));
+        word.store(u64::from(epoch) << 32 | chunks as u64, Release);
     }
 
     /// Offset of the plan that this rank's kernels write.
@@ -74,10 +71,6 @@ impl RailWindow {
         self.layout.end(domain, parity) + offset_of!(RailEnd, input)
     }
 
-    fn state(&self, domain: usize, parity: usize) -> usize {
-        self.layout.end(domain, parity) + offset_of!(RailEnd, state)
-    }
-
     /// The 32-bit word at this offset, without an order.
     pub(super) fn u32_at(&self, offset: usize) -> u32 {
         self.word(offset).load(Relaxed)
@@ -85,15 +78,19 @@ impl RailWindow {
 
     /// The 64-bit word at this offset, without an order.
     pub(super) fn u64_at(&self, offset: usize) -> u64 {
+        self.long_word(offset).load(Relaxed)
+    }
+
+    fn long_word(&self, offset: usize) -> &AtomicU64 {
         let word = self.at(offset, size_of::<u64>()).cast();
         // SAFETY: the word is inside the window, which `memory` keeps mapped, and aligned (see `at`). This process
         // accesses it without atomics only where the protocol orders the accesses.
-        unsafe { AtomicU64::from_ptr(word) }.load(Relaxed)
+        unsafe { AtomicU64::from_ptr(word) }
     }
 
     fn word(&self, offset: usize) -> &AtomicU32 {
         let word = self.at(offset, size_of::<u32>()).cast();
-        // SAFETY: as in `u64_at`.
+        // SAFETY: as in `long_word`.
         unsafe { AtomicU32::from_ptr(word) }
     }
 

@@ -227,10 +227,12 @@ impl Kernels {
     /// Checks what has arrived from a domain. Returns whether everything has.
     fn look(&self, epoch: u32, from: usize, seen: &mut Seen) -> bool {
         let state = self.end(from, epoch) + offset_of!(RailEnd, state);
+        let progress = self.memory.long_word(state + offset_of!(RailState, progress)).load(Acquire);
+        if progress >> 32 != u64::from(epoch) {
+            return false;
+        }
+        let arrived = progress as u32 as usize;
         if !seen.entered {
-            if self.memory.word(state + offset_of!(RailState, entered)).load(Acquire) != epoch {
-                return false;
-            }
             let input =
                 self.memory.at(self.end(from, epoch) + offset_of!(RailEnd, input), size_of::<RailPlan>());
             // SAFETY: a plan that has arrived and is not written to during this epoch.
@@ -240,8 +242,8 @@ impl Kernels {
         }
         let plan = &seen.plan;
         let chunks = plan.rows.div_ceil(plan.chunk_rows).max(1) as usize;
-        let arrived = state + offset_of!(RailState, arrived);
-        while seen.chunks < chunks && self.memory.word(arrived + 4 * seen.chunks).load(Acquire) == epoch {
+        assert!(arrived <= chunks, "{arrived} of {chunks} chunks");
+        while seen.chunks < arrived {
             seen.chunks += 1;
             let rows = seen.chunks as u32 * plan.chunk_rows;
             let units = plan.units.max(1) as usize;

@@ -8,7 +8,7 @@ mod sending;
 use std::collections::VecDeque;
 use std::mem::offset_of;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering::Acquire, Ordering::Release};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Release};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -44,6 +44,11 @@ impl Memory {
     fn word(&self, offset: usize) -> &AtomicU32 {
         // SAFETY: inside the memory, and all fields of a `RailEnd` that tests access this way are aligned.
         unsafe { AtomicU32::from_ptr(self.at(offset, 4).cast()) }
+    }
+
+    fn long_word(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: as in `word`.
+        unsafe { AtomicU64::from_ptr(self.at(offset, 8).cast()) }
     }
 
     /// Writes a plan as a kernel does: its epoch last, with release order.
@@ -250,17 +255,19 @@ impl Bench {
     }
 
     fn entered(&self, domain: usize, epoch: u32) -> bool {
-        let state = self.end(domain, epoch) + offset_of!(RailEnd, state);
-        self.memory.word(state + offset_of!(RailState, entered)).load(Acquire) == epoch
+        self.progress(domain, epoch).is_some()
     }
 
-    /// How many chunks at the start have arrived. Later ones must not have arrived.
+    /// How many chunks at the start have arrived.
     fn arrived(&self, domain: usize, epoch: u32) -> usize {
-        let state = self.end(domain, epoch) + offset_of!(RailEnd, state) + offset_of!(RailState, arrived);
-        let has = |chunk: &usize| self.memory.word(state + 4 * chunk).load(Acquire) == epoch;
-        let arrived = (0..MAX_CHUNKS).take_while(has).count();
-        assert!(!(arrived..MAX_CHUNKS).any(|chunk| has(&chunk)), "a chunk after one that has not arrived");
-        arrived
+        self.progress(domain, epoch).unwrap_or(0)
+    }
+
+    /// What the proxy has told the kernels of this epoch.
+    fn progress(&self, domain: usize, epoch: u32) -> Option<usize> {
+        let state = self.end(domain, epoch) + offset_of!(RailEnd, state);
+        let progress = self.memory.long_word(state + offset_of!(RailState, progress)).load(Acquire);
+        (progress >> 32 == u64::from(epoch)).then_some(progress as u32 as usize)
     }
 
     fn reports(&self) -> Vec<(Rank, String)> {

@@ -290,6 +290,8 @@ bool left_out(Order order, const Site& site) {
         "none",
         "st_release_sys",
         "ld_acquire_sys",
+        "st_release_gpu",
+        "ld_acquire_gpu",
         "atom_add_acq_rel_gpu",
         "syncwarp",
         "syncthreads",

@@ -73,6 +73,8 @@ enum class Order : u8 {
     none,
     st_release_sys,
     ld_acquire_sys,
+    st_release_gpu,
+    ld_acquire_gpu,
     atom_add_acq_rel_gpu,
     syncwarp,
     syncthreads,

@@ -457,7 +457,11 @@ void relay_to(const Relay& relay, u32 domain) {
     copy_plan(*copied);
     copy_plan(to.input);
     const RailPlan& plan = *copied;
-    st_release_sys(&to.state.entered, relay.epoch);
+    const auto tell = [&](u32 chunks) {
+        machine::step(true);
+        __atomic_store_n(&to.state.progress, static_cast<u64>(relay.epoch) << 32 | chunks, __ATOMIC_RELEASE);
+    };
+    tell(0);
     const u8* source = mine.lanes.data() + (4 * domain + 2 * parity) * LANE_BYTES;
     u8* target = theirs.lanes.data() + (4 * own_domain + 2 * parity + 1) * LANE_BYTES;
     u32 chunk = 0;
@@ -465,7 +469,7 @@ void relay_to(const Relay& relay, u32 domain) {
     const auto arrived = [&](u32 rows, bool all) {
         for (; chunk < chunks; chunk++) {
             if (chunk + 1 == chunks ? !all : rows < (chunk + 1) * plan.chunk_rows) return;
-            st_release_sys(&to.state.arrived[chunk], relay.epoch);
+            tell(chunk + 1);
         }
     };
     if (plan.units == 0) arrived(0, true);

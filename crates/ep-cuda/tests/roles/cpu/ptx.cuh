@@ -29,6 +29,40 @@ __device__ inline void st_release_sys(u32* pointer, u32 value, Site site = Site:
     __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
 }
 
+__device__ inline u64 ld_acquire_sys_u64(const u64* pointer, Site site = Site::current()) {
+    machine::poll();
+    if (machine::left_out(Order::ld_acquire_sys, site)) return __atomic_load_n(pointer, __ATOMIC_RELAXED);
+    return __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
+}
+
+__device__ inline u64 ld_acquire_gpu_u64(const u64* pointer, Site site = Site::current()) {
+    machine::use_on_one_gpu(pointer);
+    machine::poll();
+    if (machine::left_out(Order::ld_acquire_gpu, site)) return __atomic_load_n(pointer, __ATOMIC_RELAXED);
+    return __atomic_load_n(pointer, __ATOMIC_ACQUIRE);
+}
+
+__device__ inline void st_release_gpu_u64(u64* pointer, u64 value, Site site = Site::current()) {
+    machine::use_on_one_gpu(pointer);
+    machine::step(true);
+    if (machine::left_out(Order::st_release_gpu, site)) return __atomic_store_n(pointer, value, __ATOMIC_RELAXED);
+    __atomic_store_n(pointer, value, __ATOMIC_RELEASE);
+}
+
+// A lock and its end are no progress: waits take it again and again.
+__device__ inline bool try_lock_gpu(u32* pointer) {
+    machine::use_on_one_gpu(pointer);
+    machine::poll();
+    u32 expected = 0;
+    return __atomic_compare_exchange_n(pointer, &expected, 1, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+}
+
+__device__ inline void unlock_gpu(u32* pointer) {
+    machine::use_on_one_gpu(pointer);
+    machine::step(false);
+    __atomic_store_n(pointer, 0, __ATOMIC_RELEASE);
+}
+
 __device__ inline u32 atom_add_acq_rel_gpu(u32* pointer, u32 value, Site site = Site::current()) {
     machine::use_on_one_gpu(pointer);
     machine::step(true);
