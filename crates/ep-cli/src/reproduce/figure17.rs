@@ -77,8 +77,12 @@ impl Series {
             });
         Ok(Grid {
             caption: format!(
-                "S = {} of {DATACENTERS}: D {} MB, P_E {} B, L {} ms (fitted, not from the paper)",
-                self.domain_size, case.token_mb, case.expert_bytes, case.pre_expert_ms
+                "S = {} of {DATACENTERS}: D {} MB, P_E {} B, L {} ms (fitted, not from the paper); agrees: within {} %",
+                self.domain_size,
+                case.token_mb,
+                case.expert_bytes,
+                case.pre_expert_ms,
+                100.0 * TOLERANCE
             ),
             header: vec!["Gbit/s", "computed", "independent", "paper", "agrees"],
             rows: rows.collect(),
