@@ -113,6 +113,10 @@ def dispatch(
     if handle is None:
         routing = _routing(given)
         weights = routing.weights
+        # A compiled graph has symbolic sizes; its operators check tensors when it runs.
+        if not torch.compiler.is_compiling():
+            name = "routing_map" if routing.is_map else "topk_idx"
+            ops.check_tokens(end, tokens, scales, fp8, (name, routing.tensor))
         handle = _preprocess(end, routing, pad_multiple, capacity, None)
     else:
         if given.topk_idx is not None or given.routing_map is not None:
@@ -134,9 +138,12 @@ def dispatch(
         )
     else:
         topk = handle.topk_idx if fresh and weights is not None else None
+        rows = handle.rows
+        if rows is None and torch.compiler.is_compiling():
+            rows = torch.ops.hybrid_ep.rows(handle.tensor)
         out, some_scales, some_probs, some_map = torch.ops.hybrid_ep.dispatch(
             tokens, scales, weights, topk, handle.tensor, end.number,
-            fresh, fp8, permuted, handle.rows, clear_tokens, local_experts,
+            fresh, fp8, permuted, rows, clear_tokens, local_experts,
         )  # fmt: skip
         out_scales = None if scales is None and fp8 is None else some_scales
         out_probs = None if weights is None else some_probs

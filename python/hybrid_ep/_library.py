@@ -11,7 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .ops import check_device, combine, dispatch, end_of, preprocess
+from ._compilers import keep_in_order, prepare_inductor
+from .ops import check_device, combine, dispatch, end_of, preprocess, rows_of
 
 __all__ = ["library"]
 
@@ -23,8 +24,9 @@ library.define(
     " int most) -> (Tensor handle, Tensor tokens_per_expert, Tensor kept_per_expert, Tensor overflow)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-# `topk_idx` maps the gradient of weights [T, E] to [T, K]. `rows` is known with a capacity or from an earlier call;
-# without `rows` the number of rows depends on data.
+library.define("rows(Tensor handle) -> SymInt", tags=torch.Tag.pt2_compliant_tag)
+# `topk_idx` maps the gradient of weights [T, E] to [T, K]. `rows` is known with a capacity or from an earlier call. A
+# compiled graph without a capacity gets it from the operator `rows`; outside of graphs, None is the handle's number.
 library.define(
     "dispatch(Tensor tokens, Tensor? scales, Tensor? weights, Tensor? topk_idx, Tensor handle, int buffer,"
     " bool from_routing, str? fp8, bool permuted, SymInt? rows, bool clear_tokens, bool local_experts)"
@@ -36,6 +38,9 @@ library.define(
     " -> (Tensor tokens, Tensor probs)",
     tags=torch.Tag.pt2_compliant_tag,
 )
+
+
+keep_in_order(library)
 
 
 # ---- implementations
@@ -61,6 +66,12 @@ def _preprocess_op(
 ) -> tuple[Tensor, ...]:
     done = preprocess(end_of(buffer), routing, weights, is_map, pad_multiple, capacity, most)
     return done.handle, done.tokens_per_expert, done.kept_per_expert, done.overflow
+
+
+@torch.library.impl(library, "rows", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _rows_op(handle: Tensor) -> int:
+    return rows_of(handle)
 
 
 @torch.library.impl(library, "dispatch", "CompositeExplicitAutograd")
@@ -111,6 +122,7 @@ def _preprocess_fake(
     capacity: int | None,
     most: int,
 ) -> tuple[Tensor, ...]:
+    prepare_inductor()
     end = end_of(buffer)
     check_device(end, "routing_map" if is_map else "topk_idx", routing)
     counts = 0 if pad_multiple is None else end.local_experts
@@ -121,6 +133,13 @@ def _preprocess_fake(
         torch.empty(counts, dtype=torch.int64, device=told),
         torch.empty(1, dtype=torch.int32, device=end.device),
     )
+
+
+# A number of its own, because Inductor of PyTorch 2.11 cannot bind a size that an ordered operator with several outputs
+# makes.
+@torch.library.register_fake("hybrid_ep::rows", lib=library)
+def _rows_fake(handle: Tensor) -> torch.SymInt:
+    return torch.library.get_ctx().new_dynamic_size()
 
 
 @torch.library.register_fake("hybrid_ep::dispatch", lib=library)
@@ -138,6 +157,7 @@ def _dispatch_fake(
     clear_tokens: bool,
     local_experts: bool,
 ) -> tuple[Tensor, ...]:
+    prepare_inductor()
     end = end_of(buffer)
     check_device(end, "tokens", tokens)
     count = torch.library.get_ctx().new_dynamic_size() if rows is None else rows
@@ -169,6 +189,7 @@ def _combine_fake(
     permuted: bool,
     wire: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
+    prepare_inductor()
     end = end_of(buffer)
     check_device(end, "tokens", rows)
     out = rows.new_empty((tokens, rows.shape[1]))

@@ -490,11 +490,14 @@ class Buffer(Joined):
             A contiguous tensor on the buffer's device.
 
         Raises:
-            CallerError: A size is negative, or the buffer is closed.
+            CallerError: A size is no integer from 0 on, `dtype` is no type, or the buffer is closed.
             SetupError: There is too little memory.
         """
-        if any(size < 0 for size in shape):
-            raise CallerError(f"shape: expected numbers from 0 on, found {list(shape)}")
+        if not all(hasattr(size, "__index__") and size >= 0 for size in shape):
+            text = f"shape: expected integers from 0 on, each an argument of its own, found {list(shape)}"
+            raise CallerError(text)
+        if not isinstance(dtype, torch.dtype):
+            raise CallerError(f"dtype: expected a torch.dtype, found {dtype!r}")
         return ops.empty(self._end, shape, dtype)
 
     def attach(self) -> AbstractContextManager[Buffer]:

@@ -26,6 +26,7 @@ __all__ = [
     "End",
     "check_count",
     "check_device",
+    "check_tokens",
     "chosen",
     "combine",
     "current_stream",
@@ -34,6 +35,7 @@ __all__ = [
     "end_of",
     "is_plain",
     "preprocess",
+    "rows_of",
     "span",
     "weight_rows",
 ]
@@ -44,6 +46,7 @@ _BF16, _F32, _FP8, _QUANTISE = range(4)
 _TOKEN_FORMATS = {torch.bfloat16: _BF16, torch.float32: _F32, torch.float8_e4m3fn: _FP8}
 _SKIP, _FROM_ROUTING, _DENSE = range(3)
 _NARROW, _WIDE, _MAP = range(3)
+_MOST_ROWS = 2**32 - 1
 _CPU = torch.device("cpu")
 _ONE = torch.Size((1,))
 
@@ -135,9 +138,11 @@ def preprocess(
 ) -> Preprocessed:
     """Computes the layout of this rank's routing. Collective; see `Buffer.preprocess`."""
     if pad_multiple is not None:
-        check_count("pad_multiple", pad_multiple)
+        check_count("pad_multiple", pad_multiple, least=1)
     if capacity is not None:
         check_count("capacity", capacity)
+        if capacity > _MOST_ROWS:
+            raise CallerError(f"capacity: at most {_MOST_ROWS} rows can be numbered, found {capacity}")
     check_count("max_experts_per_token", most)
     name, weights_name = ("routing_map", "probs") if is_map else ("topk_idx", "topk_weights")
     types = (torch.bool, torch.uint8) if is_map else (torch.int64, torch.int32)
@@ -169,6 +174,42 @@ def preprocess(
     return Preprocessed(from_dlpack(capsule), rows, padded, raw, overflow)
 
 
+def check_tokens(end: End, tokens: Tensor, scales: Tensor | None, fp8: str | None, routing: tuple[str, Tensor]) -> None:
+    """Checks the tokens of a dispatch before the preprocess of its routing, which other ranks take part in.
+
+    Args:
+        end: The buffer.
+        tokens: As for `dispatch`.
+        scales: As for `dispatch`.
+        fp8: As for `dispatch`.
+        routing: The name of the routing's argument, and the routing.
+
+    Raises:
+        CallerError: An argument does not fit.
+    """
+    formats = _formats_of(end, tokens, scales, fp8)
+    name, of_tokens = routing
+    if isinstance(of_tokens, Tensor) and of_tokens.dim() == 2 and len(of_tokens) != len(tokens):
+        raise CallerError(f"tokens: expected {len(of_tokens)} rows, one for each row of {name}, found {len(tokens)}")
+    _native.check_row(tokens.shape[1], formats)
+
+
+def _formats_of(end: End, tokens: Tensor, scales: Tensor | None, fp8: str | None) -> tuple[int, int]:
+    """Checks tokens and scales, and returns the numbers of their formats for `_native`."""
+    _check(end, "tokens", tokens, tuple(_TOKEN_FORMATS))
+    token_format = _TOKEN_FORMATS[tokens.dtype]
+    if fp8 is not None:
+        if token_format != _BF16:
+            raise CallerError(f"tokens: fp8={fp8!r} quantises bfloat16, found {_name(tokens.dtype)}")
+        token_format = _QUANTISE
+    if token_format == _FP8:
+        rows, hidden = tokens.shape
+        return token_format, _scale_format(end, scales, rows, hidden)
+    if scales is not None:
+        raise CallerError(f"scales: expected with float8_e4m3fn tokens only, found {_name(tokens.dtype)} tokens")
+    return token_format, 0 if fp8 is None else FP8_FORMATS[fp8]
+
+
 @_in_call_order
 def dispatch(
     end: End,
@@ -185,17 +226,10 @@ def dispatch(
 
     `weights` are those of the routing (`from_routing`), or dense `[T, E]` ones, or None to send none.
     """
-    tokens = _checked(end, "tokens", tokens, tuple(_TOKEN_FORMATS))
-    rows, hidden = tokens.shape
-    token_format, scale_format = _TOKEN_FORMATS[tokens.dtype], 0
-    if fp8 is not None:
-        if token_format != _BF16:
-            raise CallerError(f"tokens: fp8={fp8!r} quantises bfloat16, found {_name(tokens.dtype)}")
-        token_format, scale_format = _QUANTISE, FP8_FORMATS[fp8]
-    if token_format == _FP8:
-        scales, scale_format = _checked_scales(end, scales, rows, hidden)
-    elif scales is not None:
-        raise CallerError(f"scales: expected with float8_e4m3fn tokens only, found {_name(tokens.dtype)} tokens")
+    formats = _formats_of(end, tokens, scales, fp8)
+    tokens, (rows, hidden) = _aligned(end, tokens), tokens.shape
+    if scales is not None:
+        scales = _aligned(end, scales)
     probs_from = _SKIP if weights is None else _FROM_ROUTING if from_routing else _DENSE
     # The variable keeps the tensor alive during the call: it may be a copy.
     dense = None
@@ -205,7 +239,7 @@ def dispatch(
         end.stream(),
         _number(handle),
         (rows, hidden),
-        (token_format, scale_format),
+        formats,
         span(tokens),
         None if scales is None else span(scales),
         probs_from,
@@ -215,7 +249,7 @@ def dispatch(
     )
     delivered = _registered(end, out)
     return Delivered(
-        delivered if token_format < _FP8 else delivered.view(torch.float8_e4m3fn),
+        delivered if formats[0] < _FP8 else delivered.view(torch.float8_e4m3fn),
         None if out_scales is None else _registered(end, out_scales),
         None if out_probs is None else _registered(end, out_probs),
         None if out_map is None else _registered(end, out_map).view(torch.bool),
@@ -345,14 +379,14 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def check_count(name: str, value: int) -> None:
-    """Checks that `value` is an integer from 0 on.
+def check_count(name: str, value: int, least: int = 0) -> None:
+    """Checks that `value` is an integer from `least` on.
 
     Raises:
         CallerError: It is not.
     """
-    if not hasattr(value, "__index__") or not 0 <= value < 1 << 63:
-        raise CallerError(f"{name}: expected a number from 0 on, found {value!r}")
+    if not hasattr(value, "__index__") or not least <= value < 1 << 63:
+        raise CallerError(f"{name}: expected an integer from {least} on, found {value!r}")
 
 
 def check_device(end: End, name: str, tensor: Tensor) -> None:
@@ -373,7 +407,15 @@ def _checked(
     shape: tuple[int, ...] | None = None,
     strided_rows: bool = False,
 ) -> Tensor:
-    """Checks a tensor, and returns it, or an aligned contiguous copy.
+    """Checks a tensor, and returns it, or an aligned contiguous copy. See `_check` and `_aligned`."""
+    _check(end, name, tensor, types, shape)
+    return _aligned(end, tensor, strided_rows)
+
+
+def _check(
+    end: End, name: str, tensor: Tensor, types: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None
+) -> None:
+    """Checks the type, device and shape of a tensor.
 
     Args:
         end: The buffer, whose device the tensor must be on.
@@ -381,7 +423,6 @@ def _checked(
         tensor: What the caller passed.
         types: The accepted types.
         shape: The required shape. Default: any two dimensions.
-        strided_rows: Whether the result may have gaps between its rows; it is aligned to its elements only.
 
     Raises:
         CallerError: The argument does not fit.
@@ -389,13 +430,25 @@ def _checked(
     if not isinstance(tensor, Tensor):
         raise CallerError(f"{name}: expected a tensor, found {type(tensor).__name__}")
     if tensor.dtype not in types:
-        raise CallerError(f"{name}: expected {' or '.join(map(_name, types))}, found {_name(tensor.dtype)}")
+        text = f"{name}: expected {' or '.join(map(_name, types))}, found {_name(tensor.dtype)}"
+        if tensor.dtype == torch.float16 and torch.float32 in types:
+            text += "; convert to float32, which has every float16 value, or to bfloat16, which rounds"
+        raise CallerError(text)
+    if tensor.layout != torch.strided:
+        raise CallerError(
+            f"{name}: expected a dense tensor, found one of layout {_name(tensor.layout)}; call to_dense()"
+        )
     check_device(end, name, tensor)
     if shape is None:
         if tensor.dim() != 2:
             raise CallerError(f"{name}: expected 2 dimensions, found shape {list(tensor.shape)}")
     elif tensor.shape != shape:
         raise CallerError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
+
+
+def _aligned(end: End, tensor: Tensor, strided_rows: bool = False) -> Tensor:
+    """Returns a tensor, or an aligned contiguous copy. `strided_rows`: whether the result may have gaps between its
+    rows; it is aligned to its elements only."""
     if strided_rows and tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]:
         aligned = tensor.data_ptr() % tensor.element_size() == 0
     else:
@@ -405,25 +458,25 @@ def _checked(
     return tensor
 
 
-def _checked_scales(end: End, scales: Tensor | None, rows: int, hidden: int) -> tuple[Tensor, int]:
-    """Checks scales, and returns them with the number of their format."""
+def _scale_format(end: End, scales: Tensor | None, rows: int, hidden: int) -> int:
+    """Checks scales, and returns the number of their format."""
     if scales is None:
         raise CallerError("scales: required with float8_e4m3fn tokens")
+    if not isinstance(scales, Tensor):
+        raise CallerError(f"scales: expected a tensor, found {type(scales).__name__}")
     widths = {"f32": -(-hidden // 128), "ue8m0": -(-hidden // 128), "mxfp8": -(-hidden // 32)}
-    if scales.dtype in _E8M0:
-        scales = scales.view(torch.uint8)
-    bytewise = scales.dtype == torch.uint8
+    bytewise = scales.dtype in _BYTES
     fitting = "f32" if not bytewise else "mxfp8" if scales.shape[-1:] == (widths["mxfp8"],) else "ue8m0"
-    shape = (rows, widths[fitting])
-    return _checked(end, "scales", scales, (torch.float32, torch.uint8), shape), FP8_FORMATS[fitting]
+    _check(end, "scales", scales, (torch.float32, *_BYTES), (rows, widths[fitting]))
+    return FP8_FORMATS[fitting]
 
 
-# PyTorch 2.6, the oldest supported version, lacks this type.
-_E8M0 = tuple(filter(None, [getattr(torch, "float8_e8m0fnu", None)]))
+# PyTorch 2.6, the oldest supported version, lacks float8_e8m0fnu.
+_BYTES = tuple(filter(None, [torch.uint8, getattr(torch, "float8_e8m0fnu", None)]))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(value: torch.dtype | torch.layout) -> str:
+    return str(value).removeprefix("torch.")
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
@@ -437,6 +490,11 @@ def _strided(rows: Tensor, first: int, columns: int) -> tuple[tuple[int, int], i
     stride = rows.stride(0) if count > 1 else columns
     elements = (count - 1) * stride + columns if count else 0
     return (rows.data_ptr() + first * bytes_each, elements * bytes_each), stride
+
+
+def rows_of(handle: Tensor) -> int:
+    """The rows of the outputs of dispatches with this handle."""
+    return _native.rows_of(_number(handle))
 
 
 def _number(handle: Tensor) -> int:

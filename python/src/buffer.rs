@@ -301,8 +301,7 @@ impl Buffer {
     /// Dispatches tokens.
     ///
     /// - `size`: rows and their length in elements.
-    /// - `format.0`: 0 = bf16, 1 = f32, 2 = FP8 with scales, 3 = bf16 to be quantized.
-    /// - `format.1`, the scales: 0 = f32 per 128 elements, 1 = ue8m0 per 128, 2 = ue8m0 per 32.
+    /// - `format`: see [`tokens_of`].
     /// - `probs_from`: 0 = none, 1 = the routing, 2 = `probs`.
     #[expect(
         clippy::too_many_arguments,
@@ -322,22 +321,10 @@ impl Buffer {
         local_experts: bool,
         clear_tokens: bool,
     ) -> Result<Capsules<'py>, Failure> {
-        let scale_format = match format.1 {
-            0 => ScaleFormat::F32Per128,
-            1 => ScaleFormat::Ue8m0Per128,
-            2 => ScaleFormat::Ue8m0Per32,
-            other => return Err(unknown("format of scales", other)),
-        };
         let call = DispatchCall {
             rows: size.0,
             hidden: size.1,
-            tokens: match format.0 {
-                0 => Tokens::Bf16,
-                1 => Tokens::F32,
-                2 => Tokens::Fp8(scale_format),
-                3 => Tokens::QuantizeFp8(scale_format),
-                other => return Err(unknown("format of tokens", other)),
-            },
+            tokens: tokens_of(format)?,
             data: tokens,
             scales,
             probs: match (probs_from, probs) {
@@ -453,6 +440,32 @@ impl Buffer {
     fn close(&self, py: Python<'_>) {
         py.detach(|| drop(self.take()));
     }
+}
+
+/// The type of tokens that two numbers stand for.
+///
+/// - The first: 0 = bf16, 1 = f32, 2 = FP8 with scales, 3 = bf16 to be quantized.
+/// - The second, the scales: 0 = f32 per 128 elements, 1 = ue8m0 per 128, 2 = ue8m0 per 32.
+fn tokens_of(format: (u8, u8)) -> Result<Tokens, Failure> {
+    let scales = match format.1 {
+        0 => ScaleFormat::F32Per128,
+        1 => ScaleFormat::Ue8m0Per128,
+        2 => ScaleFormat::Ue8m0Per32,
+        other => return Err(unknown("format of scales", other)),
+    };
+    match format.0 {
+        0 => Ok(Tokens::Bf16),
+        1 => Ok(Tokens::F32),
+        2 => Ok(Tokens::Fp8(scales)),
+        3 => Ok(Tokens::QuantizeFp8(scales)),
+        other => Err(unknown("format of tokens", other)),
+    }
+}
+
+/// Checks the length of a row before a dispatch sends anything. `format`: see [`tokens_of`].
+#[pyfunction]
+pub(crate) fn check_row(hidden: usize, format: (u8, u8)) -> Result<(), Failure> {
+    call::check_row(hidden, tokens_of(format)?)
 }
 
 /// The error for a number that stands for no value.

@@ -288,8 +288,7 @@ pub(crate) fn dispatch<B: Tensors>(
     call: &DispatchCall,
 ) -> Result<Delivered<B::Memory>, Failure> {
     check_rows("tokens", handle.shape.tokens, call.rows)?;
-    // Checked here with the caller's row length: the backend may count f32 rows as bf16 rows of twice the length.
-    check_row_bytes(call.hidden, call.tokens.format().output_row_bytes(call.hidden))?;
+    check_row(call.hidden, call.tokens)?;
     // SAFETY: the tensors were checked in Python, and live until the stream has passed this call.
     let borrow = |span: Span| unsafe { B::borrow(span) };
     let (data, scales) = (borrow(call.data), call.scales.map(borrow));
@@ -316,6 +315,11 @@ pub(crate) fn dispatch<B: Tensors>(
         Ok(backend.dispatch(own, input, output)?)
     })?;
     Ok(outputs)
+}
+
+/// Checks the caller's row length: the backend may count f32 rows as bf16 rows of twice the length.
+pub(crate) fn check_row(hidden: usize, tokens: Tokens) -> Result<(), Failure> {
+    Ok(check_row_bytes(hidden, tokens.format().output_row_bytes(hidden))?)
 }
 
 /// Checks a number of rows against the handle. Operators would silently ignore further rows.

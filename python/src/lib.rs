@@ -34,7 +34,7 @@ mod reduction;
 #[pyo3::pymodule]
 mod _native {
     #[pymodule_export]
-    use super::buffer::{Buffer, finish};
+    use super::buffer::{Buffer, check_row, finish};
 
     #[pymodule_export]
     use super::cli::cli;
@@ -44,6 +44,9 @@ mod _native {
 
     #[pymodule_export]
     use super::dense::dense_routing;
+
+    #[pymodule_export]
+    use super::handle::rows_of;
 
     #[pymodule_export]
     use super::join::timeout_of;

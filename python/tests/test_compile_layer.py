@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from hybrid_ep import Buffer, MoELayer
+from hybrid_ep import Buffer, MoELayer, _library
 from hybrid_ep.experts import local_part
 from process_worlds import Rank, world_of_processes
 
@@ -46,7 +47,7 @@ def step(layer: Any, parameters: list[Tensor], x: Tensor) -> list[Tensor]:
     return [y.detach(), *map(local_part, grads)]
 
 
-def assert_same(layer: MoELayer, compiled: Any, tokens: int, device: torch.device) -> None:
+def assert_same(layer: nn.Module, compiled: Any, tokens: int, device: torch.device) -> None:
     x = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(tokens)).to(device)
     parameters = list(layer.parameters())
     for found, expected in zip(step(compiled, parameters, x), step(layer, parameters, x), strict=True):
@@ -92,7 +93,7 @@ def test_without_both_it_breaks_at_the_dispatch_alone(buffer: Buffer) -> None:
     found = torch._dynamo.explain(layer)(x)
     # One place. The compiler also ends the graphs of the functions that call it there.
     assert len({str(reason.user_stack[-1]) for reason in found.break_reasons}) == 1, found.break_reasons
-    assert all("hybrid_ep.dispatch" in str(reason.reason) for reason in found.break_reasons), found.break_reasons
+    assert all("hybrid_ep.rows" in str(reason.reason) for reason in found.break_reasons), found.break_reasons
 
 
 def test_machine_code_gives_the_same(buffer: Buffer) -> None:
@@ -100,6 +101,88 @@ def test_machine_code_gives_the_same(buffer: Buffer) -> None:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for tokens in (9, 20):
         assert_same(layer, compiled, tokens, buffer.device)
+
+
+@pytest.fixture
+def no_cache() -> Iterator[None]:
+    """Compiles anew. PyTorch's cache on disk does not know how operators are registered."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The collective operators that run, in order."""
+    ran: list[str] = []
+
+    def recorded(name: str) -> Any:
+        operator = getattr(_library, name)
+
+        def record(*args: Any) -> Any:
+            ran.append(name)
+            return operator(*args)
+
+        return record
+
+    for name in ("preprocess", "dispatch", "combine"):
+        monkeypatch.setattr(_library, name, recorded(name))
+    return ran
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_no_collective_is_dropped_on_a_rank_with_0_tokens(buffer: Buffer, calls: list[str]) -> None:
+    """Its outputs have no elements, so the compiler knows them without a call. Other ranks wait for the call."""
+    layer = layer_of(buffer, capacity=256)
+    compiled = torch.compile(lambda x: layer(x * 2).square().sum(), fullgraph=True, dynamic=True)
+    forward, backward = ["preprocess", "dispatch", "combine"], ["dispatch", "combine"]
+    for tokens in (9, 0):
+        calls.clear()
+        loss = compiled(torch.randn(tokens, 16, device=buffer.device, requires_grad=True))
+        assert calls == forward
+        loss.backward()
+        assert calls == forward + backward
+        calls.clear()
+        with torch.no_grad():
+            compiled(torch.randn(tokens, 16, device=buffer.device))
+        assert calls == forward
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_unused_and_independent_collectives_keep_their_order(buffer: Buffer, calls: list[str]) -> None:
+    def forward(x: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
+        first = buffer.dispatch(x, idx, capacity=64)
+        second = buffer.dispatch(x + 1, idx, capacity=64)
+        buffer.dispatch(x, handle=first.handle)
+        last = buffer.combine(second.tokens, second.handle).tokens
+        return buffer.combine(first.tokens, first.handle).tokens, last
+
+    compiled = torch.compile(forward, fullgraph=True, dynamic=True)
+    for tokens in (9, 0):
+        idx = torch.zeros(tokens, 1, dtype=torch.long, device=buffer.device)
+        calls.clear()
+        compiled(torch.randn(tokens, 16, device=buffer.device), idx)
+        assert calls == ["preprocess", "dispatch"] * 2 + ["dispatch", "combine", "combine"]
+
+
+def test_a_rank_with_0_tokens_trains_with_the_others(device: str) -> None:
+    def work(here: Rank) -> None:
+        # By name: the settings cannot be sent to the process of a rank.
+        settings = importlib.import_module("torch._inductor.config")
+        torch._dynamo.reset()
+        with (
+            settings.patch(force_disable_caches=True),
+            Buffer(here.group, num_experts=8, device=here.device) as buffer,
+        ):
+            # The router of the second layer does not depend on the first layer if there are no tokens.
+            layer = nn.Sequential(layer_of(buffer, capacity=256), layer_of(buffer, capacity=256))
+            layer.balance_loss = 0.0
+            compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+            compiled.balance_loss = 0.0
+            for tokens in ((9, 20), (9, 0), (0, 20)):
+                assert_same(layer, compiled, tokens[here.rank], buffer.device)
+
+    # A rank waits while its peers compile.
+    world_of_processes(2, device).run(work)
 
 
 def test_sharded_experts_are_one_graph(device: str) -> None:

@@ -81,8 +81,8 @@ def test_invalid_worlds_are_refused(named: dict[str, Any], text: str) -> None:
 
 
 def test_negative_numbers_are_refused() -> None:
-    for named in ({"num_experts": -4}, {"domains": -1}, {"workers": -1}, {"sms": 1.5}):
-        with pytest.raises(CallerError, match="expected a number from 0 on"):
+    for named in ({"num_experts": -4}, {"domains": -1}, {"workers": -1}, {"sms": 1.5}, {"num_experts": 8.0}):
+        with pytest.raises(CallerError, match="expected an integer from 0 on"):
             Buffer.threads(2, **{"num_experts": 4, "device": "cpu", **named})
 
 
@@ -109,7 +109,7 @@ def bad_routings() -> list[tuple[dict[str, Any], str]]:
         ({"topk_idx": torch.tensor([[0, 0]])}, "routing of rank 0, row 0: expert 0 appears twice"),
         (
             {"topk_idx": torch.tensor([[0, 1], [1, 4]])},
-            "row 1: expert index 4 is out of range: must be -1 (none) or 0..4",
+            "row 1: expert index 4 is out of range: must be -1 (none) or 0 to 3",
         ),
         ({"topk_idx": torch.tensor([[0, -2]])}, "row 0: expert index -2 is out of range"),
         ({"topk_idx": torch.tensor([[0, 1 << 40]])}, "row 0: expert index 1099511627776 is out of range"),
@@ -134,12 +134,16 @@ def test_invalid_routings_are_refused(buffer: Buffer, named: dict[str, Any], tex
     named = {key: on(buffer, value)[0] if isinstance(value, Tensor) else value for key, value in named.items()}
     for call in (
         lambda: buffer.preprocess(**named, pad_multiple=1),
-        lambda: buffer.dispatch(torch.ones(3, 16, device=buffer.device), **named),
+        lambda: buffer.dispatch(torch.ones(rows_of(named), 16, device=buffer.device), **named),
     ):
         with pytest.raises(CallerError) as raised:
             call()
         assert text in str(raised.value)
     check_usable(buffer)
+
+
+def rows_of(named: dict[str, Any]) -> int:
+    return next((len(value) for value in named.values() if isinstance(value, Tensor)), 3)
 
 
 def check_usable(buffer: Buffer) -> None:
@@ -155,15 +159,20 @@ Call = Callable[[Buffer, Tensor, Tensor, Handle, Handle], Any]
 BAD_CALLS: list[tuple[Call, str]] = [
     (
         lambda b, x, i, p, q: b.dispatch(x.half(), i),
-        "tokens: expected bfloat16 or float32 or float8_e4m3fn, found float16",
+        "tokens: expected bfloat16 or float32 or float8_e4m3fn, found float16; convert to float32",
     ),
     (lambda b, x, i, p, q: b.dispatch(x[0], i), "tokens: expected 2 dimensions, found shape [16]"),
     (lambda b, x, i, p, q: b.dispatch(x.tolist(), i), "tokens: expected a tensor, found list"),
-    (lambda b, x, i, p, q: b.dispatch(x[:2], i), "tokens: expected 3 rows, as the handle says, found 2"),
     (
-        lambda b, x, i, p, q: b.dispatch(torch.cat([x, x]), i),
-        "tokens: expected 3 rows, as the handle says, found 6",
+        lambda b, x, i, p, q: b.dispatch(x[:2], i),
+        "tokens: expected 3 rows, one for each row of topk_idx, found 2",
     ),
+    (
+        lambda b, x, i, p, q: b.dispatch(x, routing_map=torch.ones(2, 4, device=x.device).bool()),
+        "tokens: expected 2 rows, one for each row of routing_map, found 3",
+    ),
+    (lambda b, x, i, p, q: b.dispatch(x[:2], handle=p), "tokens: expected 3 rows, as the handle says, found 2"),
+    (lambda b, x, i, p, q: b.dispatch(x.to_sparse(), i), "tokens: expected a dense tensor, found one of layout"),
     (lambda b, x, i, p, q: b.dispatch(x[:, :3], i), "hidden of 3 elements (12 bytes a row)"),
     (lambda b, x, i, p, q: b.dispatch(x[:, :4].bfloat16(), i), "hidden of 4 elements (8 bytes a row)"),
     (lambda b, x, i, p, q: b.dispatch(x[:, :0], i), "hidden of 0 elements"),
@@ -188,7 +197,11 @@ BAD_CALLS: list[tuple[Call, str]] = [
     ),
     (
         lambda b, x, i, p, q: b.dispatch(x.to(torch.float8_e4m3fn), i, scales=x[:, :1].half()),
-        "scales: expected float32 or uint8, found float16",
+        "scales: expected float32 or uint8",
+    ),
+    (
+        lambda b, x, i, p, q: b.dispatch(x.to(torch.float8_e4m3fn), i, scales=[1.0]),
+        "scales: expected a tensor, found list",
     ),
     (lambda b, x, i, p, q: b.dispatch(x, i, handle=p), "handle: a routing is given too"),
     (
@@ -216,13 +229,19 @@ BAD_CALLS: list[tuple[Call, str]] = [
     ),
     (
         lambda b, x, i, p, q: b.dispatch_with_permute(x, i, pad_multiple=0),
-        "pad_multiple = 0: must be at least 1",
+        "pad_multiple: expected an integer from 1 on, found 0",
+    ),
+    (
+        lambda b, x, i, p, q: b.dispatch_with_permute(x, i, pad_multiple=1 << 32),
+        "pad_multiple = 4294967296: must be at least 1",
     ),
     (
         lambda b, x, i, p, q: b.dispatch_with_permute(x, i, pad_multiple=4, capacity=6),
         "capacity of 6 rows is not a multiple",
     ),
-    (lambda b, x, i, p, q: b.preprocess(i, capacity=1 << 32), "4294967296 rows"),
+    (lambda b, x, i, p, q: b.preprocess(i, capacity=1 << 32), "capacity: at most 4294967295 rows"),
+    (lambda b, x, i, p, q: b.empty((3, 4), dtype=x.dtype), "shape: expected integers from 0 on, each an argument"),  # type: ignore[arg-type]
+    (lambda b, x, i, p, q: b.empty(3, dtype="f32"), "dtype: expected a torch.dtype, found 'f32'"),  # type: ignore[arg-type]
     (lambda b, x, i, p, q: b.combine(x, p), "it was never dispatched"),
     (lambda b, x, i, p, q: b.combine(x.half(), p), "tokens: expected bfloat16 or float32, found float16"),
     (lambda b, x, i, p, q: b.combine(x[:2], p), "tokens: expected 3 rows, as the handle says, found 2"),
@@ -256,6 +275,52 @@ def test_numbers_out_of_range_are_refused(buffer: Buffer) -> None:
         with pytest.raises(CallerError, match=next(iter(named))):
             buffer.dispatch_with_permute(x, idx, **named)
     check_usable(buffer)
+
+
+WRONG_ON_ONE_RANK: list[dict[str, Any]] = [
+    {"tokens": TOKENS.double()},
+    {"tokens": TOKENS.half()},
+    {"tokens": TOKENS[:2]},
+    {"tokens": TOKENS[:, :3]},
+    {"tokens": TOKENS[0]},
+    {"tokens": TOKENS.to("meta")},
+    {"fp8": "f32"},
+    {"fp8": "e5m2"},
+    {"scales": TOKENS},
+    {"tokens": TOKENS.to(torch.float8_e4m3fn)},
+    {"topk_weights": WEIGHTS[:, :1]},
+    {"topk_weights": WEIGHTS.long()},
+    {"topk_idx": IDX.float()},
+    {"capacity": -1},
+    {"capacity": 1 << 33},
+    {"capacity": 6, "pad_multiple": 4},
+    {"pad_multiple": 0},
+    {"pad_multiple": 1 << 32},
+]
+
+
+def test_a_rank_checks_the_arguments_of_a_dispatch_before_it_sends_anything(device: str) -> None:
+    """Including those that the preprocess of the routing does not need."""
+
+    def work(buffer: Buffer) -> None:
+        x, idx, weights = on(buffer, TOKENS, IDX, WEIGHTS)
+        for wrong in WRONG_ON_ONE_RANK:
+            named = {"tokens": x, "topk_idx": idx, "topk_weights": weights} | wrong
+            if buffer.rank == 0:
+                named = {
+                    name: value.to(buffer.device) if isinstance(value, Tensor) and not value.is_meta else value
+                    for name, value in named.items()
+                }
+                with pytest.raises(CallerError):
+                    buffer.dispatch_with_permute(**named)
+                if "pad_multiple" not in named:
+                    with pytest.raises(CallerError):
+                        buffer.dispatch(**named)
+            got = buffer.dispatch_with_permute(x, idx, weights)
+            y = buffer.combine_with_unpermute(got.tokens, got.handle).tokens
+            assert y.tolist() == (x * torch.tensor([[2.0], [1.0], [2.0]], device=x.device)).tolist(), wrong
+
+    world(work, 2, device=device, experts=4)
 
 
 def test_a_closed_buffer_refuses_calls(buffer: Buffer) -> None:
