@@ -14,16 +14,19 @@ use super::losses::Failures;
 use super::pump::{ProxyParts, Pump};
 use super::send::Sent;
 
-/// How long the thread looks for work without a pause. The units of one operator follow each other within some tens of
-/// microseconds, so the thread does not sleep inside an operator.
+/// How long the thread looks for work without a pause after it had some. The units of one operator follow each other within
+/// some tens of microseconds, so the thread does not sleep inside an operator.
 const SPIN: Duration = Duration::from_micros(100);
+/// As [`SPIN`], after the host has launched an operator. Programs queue operators behind other work of the GPU, often some
+/// milliseconds before they begin, and a nap would delay the operator.
+const SPIN_AFTER_LAUNCH: Duration = Duration::from_millis(20);
 /// The shortest nap: Linux adds about as much to any sleep.
 const SHORTEST_NAP: Duration = Duration::from_micros(50);
 /// The longest nap. A thousand rounds per second cost less than a hundredth of a core.
 const LONGEST_NAP: Duration = Duration::from_millis(1);
-/// A nap is this part of the time without work, which begins again when the host launches an operator
-/// ([`Proxy::wake`]). So naps delay an operator by at most this part of the time between its launch and its beginning. In
-/// the replay of a graph, which the host does not launch one by one, it is this part of the time since the last operator.
+/// A nap is this part of the time since the thread last looked without a pause. So naps delay an operator by at most this
+/// part of the time between its launch and its beginning. In the replay of a graph, which the host does not launch one by
+/// one, it is this part of the time since the last operator.
 const NAP_PART: u32 = 16;
 
 /// The longest time that a proxy waits for the network before it ends, so that the deadline is a valid instant.
@@ -162,7 +165,8 @@ fn text_of(panic: &(dyn Any + Send)) -> &str {
 
 /// Makes rounds until the proxy is stopped.
 fn serve(pump: &mut Pump, requests: &Requests) -> Result<()> {
-    let mut idle_since = None;
+    // The thread looks without a pause until then.
+    let mut spin_until = Instant::now();
     loop {
         if let (Some(deadline), None) = (requests.drain_by.get(), requests.drained.get()) {
             requests.drained.get_or_init(|| pump.drain(*deadline).is_ok());
@@ -170,25 +174,27 @@ fn serve(pump: &mut Pump, requests: &Requests) -> Result<()> {
         if let Some(deadline) = requests.stop_by.get() {
             return pump.drain(*deadline);
         }
-        if pump.step()? || requests.wake.swap(false, Relaxed) {
-            idle_since = None;
+        if requests.wake.swap(false, Relaxed) {
+            spin_until = Instant::now() + SPIN_AFTER_LAUNCH;
+        }
+        if pump.step()? {
+            spin_until = spin_until.max(Instant::now() + SPIN);
         } else {
-            rest(idle_since.get_or_insert_with(Instant::now).elapsed());
+            rest(Instant::now().checked_duration_since(spin_until));
         }
     }
 }
 
-/// Pauses after this time without work.
-fn rest(idle: Duration) {
-    if idle < SPIN {
+/// Pauses this long after the thread has looked for work without a pause; `None`: it still does.
+fn rest(idle: Option<Duration>) {
+    match idle {
         // With fewer cores than threads, another rank's thread may have what this one waits for.
-        thread::yield_now();
-    } else {
-        thread::park_timeout(nap_after(idle));
+        None => thread::yield_now(),
+        Some(idle) => thread::park_timeout(nap_after(idle)),
     }
 }
 
-/// The length of a nap after this time without work.
+/// The length of a nap after this time.
 fn nap_after(idle: Duration) -> Duration {
     (idle / NAP_PART).clamp(SHORTEST_NAP, LONGEST_NAP)
 }

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
 use ep::{Error, Posted, Put, Rank, Transport};
 
@@ -13,6 +14,11 @@ use crate::params::{RAIL_SECTIONS, RailPlan};
 /// Units are put together up to this many bytes. At 50 GB/s such a run takes 20 us, which is far above the costs of a
 /// put, and short enough that the peer's kernels start early. A single unit may be longer.
 const RUN_BYTES: usize = 1 << 20;
+/// A run of fewer bytes waits for further units. Otherwise a fast proxy posts each unit alone, and the costs of puts exceed
+/// the time that the link needs for their bytes (docs/lab/040).
+const SHORT_RUN_BYTES: usize = 512 << 10;
+/// So long after the last run, a short run is posted.
+const HOLD: Duration = Duration::from_micros(20);
 
 /// What the engine has accepted so far, to all peers.
 #[derive(Debug, Default)]
@@ -45,6 +51,8 @@ pub(super) struct Link<'a> {
 pub(super) enum Progress {
     /// The kernels have completed nothing that is not posted.
     Idle,
+    /// Units are complete, and wait for others.
+    Held,
     /// The engine accepted puts.
     Moved,
     /// The engine's queue is full.
@@ -72,6 +80,8 @@ pub(super) struct Sending {
     posted: usize,
     /// The units that are being posted.
     run: Option<Run>,
+    /// When the last run of the epoch was posted.
+    last_run: Option<Instant>,
 }
 
 /// Consecutive complete units.
@@ -84,7 +94,7 @@ struct Run {
 
 impl Sending {
     pub(super) fn new() -> Self {
-        Self { epoch: 1, plan: None, plan_posted: false, posted: 0, run: None }
+        Self { epoch: 1, plan: None, plan_posted: false, posted: 0, run: None, last_run: None }
     }
 
     /// Posts the plan if the kernels have released it, and one run of units that they have completed.
@@ -110,10 +120,16 @@ impl Sending {
         }
         let run = match &mut self.run {
             Some(run) => run,
-            None => match link.complete_run(plan, parity, self.epoch, self.posted) {
-                Some(units) => self.run.insert(Run { units, section: 0 }),
-                None => return Ok(progress),
-            },
+            None => {
+                let Some(units) = link.complete_run(plan, parity, self.epoch, self.posted) else {
+                    return Ok(progress);
+                };
+                let waited = self.last_run.map(|last| last.elapsed());
+                if waits(units.len(), bytes_of(plan, &units), units.end == plan.units(), waited) {
+                    return Ok(if progress == Progress::Idle { Progress::Held } else { progress });
+                }
+                self.run.insert(Run { units, section: 0 })
+            }
         };
         while run.section < RAIL_SECTIONS {
             if link.post_part(plan, parity, run)? == Posted::Full {
@@ -123,12 +139,24 @@ impl Sending {
         }
         self.posted = run.units.end;
         self.run = None;
+        self.last_run = Some(Instant::now());
         // From here on the kernels may write the plan of the epoch after the next one to the same place.
         if self.posted == plan.units() {
             *self = Self { epoch: self.epoch.wrapping_add(1), ..Self::new() };
         }
         Ok(Progress::Moved)
     }
+}
+
+/// Bytes of these units in all sections.
+fn bytes_of(plan: &Plan, units: &Range<usize>) -> usize {
+    (0..RAIL_SECTIONS).filter_map(|section| plan.part(section, units)).map(|part| part.len()).sum()
+}
+
+/// Whether a run of this many complete units and bytes waits for further units. `last`: it ends the set. `waited`: the time
+/// since the run before it.
+fn waits(units: usize, bytes: usize, last: bool, waited: Option<Duration>) -> bool {
+    !last && units < MOST_UNITS && bytes < SHORT_RUN_BYTES && waited.is_some_and(|waited| waited < HOLD)
 }
 
 impl Link<'_> {
@@ -170,16 +198,31 @@ impl Link<'_> {
             plan.sections_of(unit) == 0
                 || plan.flags(unit).all(|flag| self.window.out_flag(self.domain, parity, flag) == epoch)
         };
-        let bytes = |units: &Range<usize>| -> usize {
-            (0..RAIL_SECTIONS).filter_map(|section| plan.part(section, units)).map(|part| part.len()).sum()
-        };
         let mut end = first;
         while end < plan.units().min(first + MOST_UNITS)
-            && (end == first || bytes(&(first..end + 1)) <= RUN_BYTES)
+            && (end == first || bytes_of(plan, &(first..end + 1)) <= RUN_BYTES)
             && complete(end)
         {
             end += 1;
         }
         (end > first).then_some(first..end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_runs_wait_for_further_units_but_not_for_long() {
+        let just_now = Some(Duration::ZERO);
+        assert!(waits(1, SHORT_RUN_BYTES - 1, false, just_now));
+        assert!(waits(MOST_UNITS - 1, 1, false, Some(HOLD - Duration::from_nanos(1))));
+        // The first of an epoch, a long one, one of as many units as a put may have, the last of the set, and after a while.
+        assert!(!waits(1, 1, false, None));
+        assert!(!waits(1, SHORT_RUN_BYTES, false, just_now));
+        assert!(!waits(MOST_UNITS, 1, false, just_now));
+        assert!(!waits(1, 1, true, just_now));
+        assert!(!waits(1, 1, false, Some(HOLD)));
     }
 }
