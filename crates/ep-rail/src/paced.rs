@@ -18,6 +18,8 @@ use crate::Loopback;
 
 /// The thread sleeps until this long before a delivery, because Linux may wake it as much later.
 const AWAKE_BEFORE: Duration = Duration::from_micros(100);
+/// How long the thread looks for further puts without a pause after it had some: waking it takes longer than a message.
+const SPIN: Duration = Duration::from_millis(20);
 /// A pause between two looks at puts that are to leave.
 const NAP: Duration = Duration::from_micros(50);
 
@@ -139,11 +141,17 @@ impl<C: Carry> Shared<C> {
     /// Delivers signals until the engine is dropped or fails.
     fn deliver(&self) {
         let mut link = self.lock();
+        let mut spin_until = Instant::now();
         while !link.ended && link.failed.is_none() {
             let Some(first) = link.under_way.front() else {
-                link = self.changed.wait(link).unwrap_or_else(PoisonError::into_inner);
+                if Instant::now() < spin_until {
+                    link = self.let_others_lock(link);
+                } else {
+                    link = self.changed.wait(link).unwrap_or_else(PoisonError::into_inner);
+                }
                 continue;
             };
+            spin_until = first.arrives + SPIN;
             let left = first.arrives.saturating_duration_since(Instant::now());
             if left > AWAKE_BEFORE {
                 let waited = self.changed.wait_timeout(link, left - AWAKE_BEFORE);
@@ -156,14 +164,16 @@ impl<C: Carry> Shared<C> {
             };
             match delivered {
                 Ok(true) => drop(link.under_way.pop_front()),
-                Ok(false) => {
-                    drop(link);
-                    thread::yield_now();
-                    link = self.lock();
-                }
+                Ok(false) => link = self.let_others_lock(link),
                 Err(error) => link.failed = Some(error),
             }
         }
+    }
+
+    fn let_others_lock<'a>(&'a self, link: MutexGuard<'a, Link<C::Copy>>) -> MutexGuard<'a, Link<C::Copy>> {
+        drop(link);
+        thread::yield_now();
+        self.lock()
     }
 
     /// Delivers the signal of a put that is due. Returns false if its bytes are not in the peer's window yet, or if the
