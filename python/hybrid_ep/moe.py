@@ -15,18 +15,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._gradients import clip_gradients, reduce_gradients
 from ._sharing import SharedGroup
 from ._weight_rows import weight_rows
 from .buffer import Buffer, Dispatched
 from .errors import CallerError
-from .experts import GroupedExperts, expert_parameters, local_part
+from .experts import GroupedExperts
 
 __all__ = [
     "GroupedExperts",
@@ -303,7 +304,10 @@ class MoELayer(nn.Module):
             CallerError: The shape, type or device of `x` does not fit.
             PeerError: Another rank died, left, failed, stalled or came late.
         """
-        tokens = x.reshape(-1, x.shape[-1])
+        hidden = self.router.weight.shape[1]
+        if x.shape[-1:] != (hidden,):
+            raise CallerError(f"x: expected [..., {hidden}], the layer's hidden, found shape {list(x.shape)}")
+        tokens = x.reshape(-1, hidden)
         routed = self.router(tokens)
         received = self.dispatcher.dispatch(tokens, routed.topk_idx, routed.topk_weights)
         outputs = self.experts(received.tokens, received.tokens_per_expert)
@@ -319,97 +323,3 @@ class MoELayer(nn.Module):
         for name in ("balance_loss", "overflow", "_compiled_call_impl"):
             state.pop(name, None)
         return state
-
-
-def reduce_gradients(
-    module: nn.Module, group: dist.ProcessGroup | None = None, *, op: Literal["mean", "sum"] = "mean"
-) -> None:
-    """Makes the gradients on every rank those of the mean (or sum) of the ranks' losses. Collective.
-
-    Gradients of dense parameters are all-reduced. Gradients of experts (`expert_parameters`) already count the tokens
-    of all ranks, so they are only scaled for the mean. With one rank and without `torch.distributed` the function does
-    nothing.
-
-    If ranks have unequal numbers of tokens, divide each rank's summed loss by the number of tokens of all ranks, and
-    use `op="sum"`.
-
-    Args:
-        module: The module whose gradients are reduced, in place. A missing gradient counts as zero.
-        group: The ranks. Default: the default process group.
-        op: "mean" or "sum".
-
-    Raises:
-        CallerError: `op` is neither; or the buffer of a layer has several ranks, and `torch.distributed` is not
-            initialized.
-    """
-    if op not in ("mean", "sum"):
-        raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
-    if not _has_group("reduce_gradients", module):
-        return
-    scale = 1.0 / dist.get_world_size(group) if op == "mean" else 1.0
-    dense: dict[torch.dtype, list[Tensor]] = {}
-    experts = {id(parameter) for parameter in expert_parameters(module)}
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:  # other ranks may have used the parameter, and all ranks must reduce the same bytes
-            parameter.grad = torch.zeros_like(parameter)
-        if id(parameter) in experts:
-            parameter.grad.mul_(scale)
-        else:
-            dense.setdefault(parameter.dtype, []).append(parameter.grad)
-    for gradients in dense.values():
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=group)
-        for gradient, reduced in zip(gradients, flat.mul_(scale).split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(reduced.view_as(gradient))
-
-
-def _has_group(function: str, module: nn.Module) -> bool:
-    """Whether `torch.distributed` is initialized. Several ranks without it could not reduce anything."""
-    if dist.is_initialized():
-        return True
-    ranks = max((part.buffer.world_size for part in module.modules() if isinstance(part, GroupedExperts)), default=1)
-    if ranks > 1:
-        raise CallerError(
-            f"{function}: the layer's buffer has {ranks} ranks, and torch.distributed is not initialized: call "
-            "init_process_group before the buffer is made"
-        )
-    return False
-
-
-@torch.no_grad()
-def clip_gradients(module: nn.Module, max_norm: float, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Scales gradients so that their norm over the parameters of all ranks is at most `max_norm`. Collective.
-
-    Call `reduce_gradients` first. `torch.nn.utils.clip_grad_norm_` counts only this rank's experts, so it scales the
-    dense gradients differently on each rank.
-
-    Args:
-        module: The module whose gradients are scaled, in place.
-        max_norm: The largest norm.
-        group: The ranks. Default: the default process group.
-
-    Returns:
-        The norm before scaling: a float32 scalar, the same on every rank.
-
-    Raises:
-        CallerError: The buffer of a layer has several ranks, and `torch.distributed` is not initialized.
-    """
-    experts = {id(parameter) for parameter in expert_parameters(module)}
-    own: dict[bool, list[Tensor]] = {True: [], False: []}
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            own[id(parameter) in experts].append(local_part(parameter.grad))
-    device = next(module.parameters()).device
-    squares = {
-        of_experts: sum((grad.float().square().sum() for grad in grads), start=torch.zeros((), device=device))
-        for of_experts, grads in own.items()
-    }
-    if _has_group("clip_gradients", module):
-        dist.all_reduce(squares[True], group=group)
-    norm = (squares[True] + squares[False]).sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in own[True] + own[False]:
-        grad.mul_(factor.to(grad.dtype))
-    return norm

@@ -388,6 +388,14 @@ def test_wrong_options_are_refused() -> None:
         reduce_gradients(torch.nn.Linear(1, 1), op="max")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shape", [(3, HIDDEN + 8), (HIDDEN, 3), ()])
+def test_another_hidden_is_refused(shape: tuple[int, ...]) -> None:
+    with Buffer(num_experts=2, device="cpu") as buffer:
+        layer = MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=1)
+        with pytest.raises(CallerError, match=rf"x: expected \[\.\.\., {HIDDEN}\], the layer's hidden, found shape"):
+            layer(torch.ones(shape))
+
+
 def batch(rank: int) -> Tensor:
     return torch.randn(TOKENS[rank], HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
 

@@ -1,0 +1,247 @@
+"""The gradients of a model with experts: their reduction over ranks, and their norm. `moe` has both functions.
+
+A gradient of an expert counts the tokens of all ranks of its buffer already. If the job has several expert-parallel
+groups, other ranks have the same experts and add the tokens of their groups.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+# (torch.distributed has functions without types.)
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Literal, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .errors import CallerError
+from .experts import GroupedExperts, expert_parameters, local_part
+
+if dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+__all__ = ["clip_gradients", "reduce_gradients"]
+
+
+@torch.no_grad()
+def reduce_gradients(
+    module: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    expert_group: dist.ProcessGroup | None = None,
+    op: Literal["mean", "sum"] = "mean",
+    dense: bool = True,
+) -> None:
+    """Makes the gradients on every rank those of the mean (or sum) of the ranks' losses. Collective.
+
+    Gradients of dense parameters are all-reduced. Gradients of experts (`expert_parameters`) already count the tokens
+    of all ranks of the layer's buffer, so they are only scaled for the mean. If the buffer has fewer ranks than
+    `group`, they are also all-reduced over `expert_group`. With one rank and without `torch.distributed` the function
+    does nothing.
+
+    If ranks have unequal numbers of tokens, divide each rank's summed loss by the number of tokens of all ranks, and
+    use `op="sum"`.
+
+    Args:
+        module: The module whose gradients are reduced, in place. A missing gradient counts as zero.
+        group: All ranks that train the module. Default: the default process group.
+        expert_group: The ranks that have the same experts, this rank among them. Needed if `group` has several
+            expert-parallel groups.
+        op: "mean" or "sum".
+        dense: False leaves the gradients of dense parameters as they are, because FSDP or DistributedDataParallel has
+            averaged them.
+
+    Raises:
+        CallerError: `op` is neither; the groups do not fit the layer's buffer; a dense gradient is a `DTensor`; or the
+            buffer of a layer has several ranks, and `torch.distributed` is not initialized.
+    """
+    if op not in ("mean", "sum"):
+        raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
+    parts = _parts(module)
+    if not _has_group("reduce_gradients", parts):
+        return
+    scale = 1.0 / dist.get_world_size(group) if op == "mean" else 1.0
+    for part in parts:
+        _check_groups(part, group, expert_group)
+    experts = {id(parameter) for parameter in expert_parameters(module)}
+    of_experts: list[Tensor] = []
+    of_dense: list[Tensor] = []
+    for name, parameter in module.named_parameters():
+        of_expert = id(parameter) in experts
+        if not parameter.requires_grad or not (of_expert or dense):
+            continue
+        if not of_expert and _is_sharded(parameter):
+            raise CallerError(
+                f"reduce_gradients: {name} is a DTensor. If FSDP sharded it, FSDP averages its gradient: pass "
+                "dense=False. If it is tensor-parallel, reduce its gradient over the data-parallel ranks, and pass "
+                "dense=False"
+            )
+        if parameter.grad is None:  # other ranks may have used the parameter, and all ranks must reduce the same bytes
+            parameter.grad = torch.zeros_like(parameter)
+        (of_experts if of_expert else of_dense).append(local_part(parameter.grad))
+    if expert_group is None:
+        for gradient in of_experts:
+            gradient.mul_(scale)
+    else:
+        _all_reduce(of_experts, expert_group, scale)
+    _all_reduce(of_dense, group, scale)
+
+
+def _all_reduce(gradients: list[Tensor], group: dist.ProcessGroup | None, scale: float) -> None:
+    """Sums gradients over the ranks and scales the sums, in one all-reduce for each type."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_type.setdefault(gradient.dtype, []).append(gradient)
+    for alike in by_type.values():
+        flat = torch.cat([gradient.flatten() for gradient in alike])
+        dist.all_reduce(flat, group=group)
+        for gradient, reduced in zip(alike, flat.mul_(scale).split([g.numel() for g in alike]), strict=True):
+            gradient.copy_(reduced.view_as(gradient))
+
+
+@torch.no_grad()
+def clip_gradients(
+    module: nn.Module,
+    max_norm: float,
+    group: dist.ProcessGroup | None = None,
+    *,
+    expert_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scales gradients so that their norm over the parameters of all ranks is at most `max_norm`. Collective.
+
+    Call `reduce_gradients` first. `torch.nn.utils.clip_grad_norm_` counts only this rank's experts, so it scales the
+    dense gradients differently on each rank. The norm counts every expert once, also if several ranks have it, and all
+    shards of a `DTensor`.
+
+    Args:
+        module: The module whose gradients are scaled, in place.
+        max_norm: The largest norm.
+        group: All ranks that train the module. Default: the default process group.
+        expert_group: As for `reduce_gradients`.
+
+    Returns:
+        The norm before scaling: a float32 scalar, the same on every rank.
+
+    Raises:
+        CallerError: The groups do not fit the layer's buffer; a gradient is a `DTensor` of partial sums; or the buffer
+            of a layer has several ranks, and `torch.distributed` is not initialized.
+    """
+    parts = _parts(module)
+    has_group = _has_group("clip_gradients", parts)
+    replicas = dist.get_world_size(expert_group) if has_group and expert_group is not None else 1
+    if has_group:
+        for part in parts:
+            _check_replicas("clip_gradients", part, group, expert_group)
+    experts = {id(parameter) for parameter in expert_parameters(module)}
+    device = next(module.parameters()).device
+    of_experts, of_dense = torch.zeros((), device=device), torch.zeros((), device=device)
+    # Sums of the squares of this rank's shards, by mesh and by which of its dimensions are sharded.
+    of_shards: dict[tuple[DeviceMesh, tuple[bool, ...]], Tensor] = {}
+    own: list[Tensor] = []
+    for name, parameter in module.named_parameters():
+        grad = parameter.grad
+        if grad is None:
+            continue
+        own.append(local_part(grad))
+        square = own[-1].float().square().sum()
+        if id(parameter) in experts:
+            of_experts += square / replicas
+        elif _is_sharded(grad):
+            placements = grad.placements
+            if any(placement.is_partial() for placement in placements):
+                raise CallerError(
+                    f"clip_gradients: the gradient of {name} is a DTensor of partial sums; reduce it first"
+                )
+            key = (grad.device_mesh, tuple(placement.is_shard() for placement in placements))
+            of_shards[key] = of_shards.get(key, 0) + square
+        else:
+            of_dense += square
+    if has_group:
+        dist.all_reduce(of_experts, group=group)
+    for (mesh, sharded), square in of_shards.items():
+        partial = [Partial() if split else Replicate() for split in sharded]
+        of_dense += DTensor.from_local(square, mesh, partial, run_check=False).full_tensor()
+    norm = (of_experts + of_dense).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for part_of_grad in own:
+        part_of_grad.mul_(factor.to(part_of_grad.dtype))
+    return norm
+
+
+def _parts(module: nn.Module) -> list[GroupedExperts]:
+    return [part for part in module.modules() if isinstance(part, GroupedExperts)]
+
+
+def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    return dist.is_available() and isinstance(tensor, DTensor)
+
+
+def _has_group(function: str, parts: Iterable[GroupedExperts]) -> bool:
+    """Whether `torch.distributed` is initialized. Several ranks without it could not reduce anything."""
+    if dist.is_available() and dist.is_initialized():
+        return True
+    ranks = max((_owners(part) for part in parts), default=1)
+    if ranks > 1:
+        raise CallerError(
+            f"{function}: the layer's buffer has {ranks} ranks, and torch.distributed is not initialized: call "
+            "init_process_group before the buffer is made"
+        )
+    return False
+
+
+def _owners(part: GroupedExperts) -> int:
+    """The number of ranks that share the experts of a layer."""
+    return part.buffer.num_experts // part.buffer.num_local_experts
+
+
+def _check_replicas(
+    function: str, part: GroupedExperts, group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None
+) -> None:
+    """Checks that the ranks of the buffer and of `expert_group` make up the group."""
+    ranks, owners = dist.get_world_size(group), _owners(part)
+    replicas = 1 if expert_group is None else dist.get_world_size(expert_group)
+    if ranks == owners * replicas:
+        return
+    if ranks % owners:
+        raise CallerError(
+            f"{function}: the group has {ranks} ranks, and the layer's buffer {owners}, which does not divide them: "
+            "pass group=, all ranks that train the module"
+        )
+    given = "is missing" if expert_group is None else f"has {replicas} ranks"
+    raise CallerError(
+        f"{function}: the group has {ranks} ranks, and the layer's buffer {owners}, so {ranks // owners} ranks have "
+        f"each expert, and expert_group {given}: pass the group of the ranks that have the experts of this rank, or, "
+        "if the ranks of the buffer train a model of their own, pass group="
+    )
+
+
+# The numbers of experts and the first experts that the ranks of a group have compared.
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
+
+
+def _check_groups(
+    part: GroupedExperts, group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None
+) -> None:
+    """Checks the groups of a reduction. The first call compares the experts of the ranks of `expert_group`."""
+    _check_replicas("reduce_gradients", part, group, expert_group)
+    if expert_group is None:
+        return
+    own = (part.buffer.num_experts, part.buffer.local_experts[0])
+    compared = _compared.setdefault(expert_group, set())
+    if own in compared:
+        return
+    device = local_part(part.down).device
+    gathered = [torch.empty(2, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(expert_group))]
+    dist.all_gather(gathered, torch.tensor(own, device=device), group=expert_group)
+    found = [tuple(one.tolist()) for one in gathered]
+    if any(one != own for one in found):
+        first = ", ".join(str(start) for _, start in found)
+        raise CallerError(
+            f"reduce_gradients: the first experts of the ranks of expert_group are {first}; expected ranks that have "
+            "the same experts, one of each expert-parallel group"
+        )
+    compared.add(own)
