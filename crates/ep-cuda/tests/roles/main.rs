@@ -161,6 +161,8 @@ fn every_order_and_wait_that_is_left_out_is_detected() {
     let orders = [
         ("st_release_sys", "steps-Bulk"),
         ("ld_acquire_sys", "steps-Bulk"),
+        ("st_release_gpu", "rails-alone-Bulk"),
+        ("ld_acquire_gpu", "rails-alone-Bulk"),
         ("atom_add_acq_rel_gpu", "steps-Bulk"),
         ("syncwarp", "steps-Plain"),
         ("syncthreads", "steps-Bulk"),
