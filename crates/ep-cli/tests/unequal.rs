@@ -80,14 +80,21 @@ fn the_report_says_how_sites_divide() {
 #[test]
 fn what_cannot_be_done_is_refused_with_the_level() {
     let with = |command: &str, more: &[&str]| run(&[&[command], &THREE[..], more].concat());
-    with("plan", &["--paper-model"]).refused(2, &["paper's model", "'rail' has 8, 8, 4 members", "possible"]);
-    with("simulate", &[]).refused(2, &["the simulator", "'rail' has 8, 8, 4 members", "possible"]);
+    with("plan", &["--paper-model"])
+        .refused(2, &["paper's model", "'rail' has 8, 8, 4 members", "without --paper-model"]);
+    with("simulate", &[]).refused(2, &["the simulator", "'rail' has 8, 8, 4 members", "`simulate --steps`"]);
     let steps = with("simulate", &["--steps", "--set", "gradient_accumulation=1"]).succeeded().stdout;
     let why = "expert domains, hierarchical EP, plain EP: the simulator needs equal sites, and level 'rail' has 8, 8, 4";
     assert!(steps.contains(why), "{steps}");
     run(&["plan", "--datacenters", "3", "--nodes", "8,8"])
         .refused(2, &["--nodes", "2 entries for 3 datacenters"]);
-    run(&["plan", "--uplink", "1Gbit/s,2Gbit/s,3Gbit/s"])
-        .refused(2, &["--uplink", "3 entries for 2 datacenters"]);
+    // A list has one entry per datacenter, so their number need not be given.
+    let given = run(&[&["plan"], &THREE[..]].concat()).succeeded().stdout;
+    let lists: Vec<&str> =
+        THREE.iter().copied().filter(|part| !matches!(*part, "--datacenters" | "3")).collect();
+    assert!(lists.len() < THREE.len());
+    assert_eq!(run(&[&["plan"], &lists[..]].concat()).succeeded().stdout, given);
+    run(&["plan", "--nodes", "8,4", "--uplink", "1Gbit/s,2Gbit/s,3Gbit/s"])
+        .refused(2, &["--uplink: 3 entries for 2 datacenters", "the entries of --nodes"]);
     run(&["plan", "--uplink", "1Gbit/s,fast"]).refused(2, &["--uplink fast", "does not begin with a number"]);
 }

@@ -57,6 +57,7 @@ impl Problem {
 
     /// The planner of whole steps; `None` for forward passes, which have no step.
     pub(crate) fn step_planner(&self) -> Result<Option<StepPlanner>, ep_plan::PlanError> {
+        self.check()?;
         let (cluster, model) = (self.cluster.clone().try_into()?, self.model.clone().try_into()?);
         match StepPlanner::new(cluster, model, self.options.clone()) {
             Ok(planner) => Ok(Some(planner)),
@@ -65,7 +66,21 @@ impl Problem {
         }
     }
 
+    /// Refuses a cap that a GPU cannot hold, which would plan more than its memory.
+    fn check(&self) -> Result<(), ep_plan::PlanError> {
+        let device = self.cluster.gpu.memory_gb;
+        match self.options.memory_cap_gb {
+            Some(cap) if cap > device => Err(ep_plan::PlanError::Quantity {
+                what: "memory_cap (GB)".into(),
+                value: cap,
+                needed: format!("at most the {device} GB of a GPU"),
+            }),
+            _ => Ok(()),
+        }
+    }
+
     pub(crate) fn try_planner(&self) -> Result<Planner, ep_plan::PlanError> {
+        self.check()?;
         Planner::new(self.cluster.clone().try_into()?, self.model.clone().try_into()?, self.options.clone())
     }
 
@@ -176,14 +191,12 @@ fn cluster(args: &ProblemArgs, inside: &mut Document) -> Result<(ClusterDescript
 /// The numbers of nodes and the uplinks that differ from datacenter to datacenter.
 fn unequal(args: &ProblemArgs, cluster: &mut ClusterDescription, uplinks: &[f64]) -> Result<(), Failure> {
     let lists = [("--nodes", args.nodes.len()), ("--uplink", uplinks.len())];
-    if let Some((option, given)) = lists.into_iter().find(|&(_, given)| given > 1) {
-        let datacenters = args.datacenters.unwrap_or(Joined::default().datacenters);
-        if given != datacenters || datacenters < 2 {
-            return Err(Failure::request(format!(
-                "{option}: {given} entries for {datacenters} datacenters; give one entry per datacenter (at least 2), \
-                 or a single value"
-            )));
-        }
+    let datacenters = datacenters(args);
+    if let Some((option, given)) = lists.into_iter().find(|&(_, given)| given > 1 && given != datacenters) {
+        return Err(Failure::request(format!(
+            "{option}: {given} entries for {datacenters} datacenters; give a single value or one entry per datacenter. \
+             Without --datacenters, the entries of --nodes, else of --uplink, give their number"
+        )));
     }
     if let (true, Some(rail)) = (args.nodes.len() > 1, cluster.levels.get_mut(1)) {
         let most = rail.scaling_factor;
@@ -197,6 +210,13 @@ fn unequal(args: &ProblemArgs, cluster: &mut ClusterDescription, uplinks: &[f64]
     Ok(())
 }
 
+/// The number of datacenters of a preset: as given, or that of a list with one entry per datacenter.
+fn datacenters(args: &ProblemArgs) -> usize {
+    let lists = [args.nodes.len(), args.uplink.len()];
+    let listed = lists.into_iter().find(|&entries| entries > 1);
+    args.datacenters.or(listed).unwrap_or(Joined::default().datacenters)
+}
+
 /// The parts of a preset, and the bandwidth of every uplink that is given.
 fn joined(args: &ProblemArgs) -> Result<(Joined, Vec<f64>), Failure> {
     let default = Joined::default();
@@ -207,7 +227,7 @@ fn joined(args: &ProblemArgs) -> Result<(Joined, Vec<f64>), Failure> {
     let uplinks = args.uplink.iter().map(uplink).collect::<Result<Vec<f64>, _>>()?;
     let round_trip = |text| quantity("--round-trip", text, Kind::Time, limits::SECONDS);
     let joined = Joined {
-        datacenters: args.datacenters.unwrap_or(default.datacenters),
+        datacenters: datacenters(args),
         nodes: args.nodes.iter().copied().max().unwrap_or(default.nodes),
         gpus_per_node: args.gpus_per_node,
         uplink_gbit_per_s: uplinks.first().copied().unwrap_or(default.uplink_gbit_per_s),

@@ -141,7 +141,9 @@ impl<'d, 'i> Item<'d, 'i> {
             Some(sites) => {
                 let possible =
                     format!("{sites} entries, one per member of the outermost level, or a single value");
-                self.fail(Problem::new(format!("has {} entries", entries.len()), possible))
+                let count = entries.len();
+                let noun = if count == 1 { "entry" } else { "entries" };
+                self.fail(Problem::new(format!("has {count} {noun}"), possible))
             }
             None => self.mistyped(needed),
         }

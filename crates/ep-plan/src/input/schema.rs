@@ -112,7 +112,13 @@ fn level(item: &Item<'_, '_>, index: usize, sites: Option<usize>) -> Result<Leve
     let table = item.table(LEVEL)?;
     let members = match index {
         1 => table.counts("members", sites, limits::MEMBERS)?,
-        _ => vec![table.count("members", None, limits::MEMBERS)?],
+        _ => {
+            if let Some(item) = table.get("members").filter(|item| item.value.is_array()) {
+                let what = "is a list, which only the second level may have";
+                return item.fail(Problem::new(what.to_owned(), limits::MEMBERS.to_string()));
+            }
+            vec![table.count("members", None, limits::MEMBERS)?]
+        }
     };
     let sites = sites.or_else(|| members.first().copied());
     let bandwidths = table.quantities("bandwidth", sites, limits::LINK_GBIT_PER_S)?;

@@ -410,7 +410,12 @@ fn lists_have_one_entry_per_site() {
         ("members = 8", "members = [8, 8, 4]", "members: has 3 entries; possible: 2 entries, one per member"),
         ("members = 8", "members = [8, 0]", "members[1]: is 0; possible: a whole number from 1"),
         ("members = 8", "members = []", "members: has 0 entries"),
-        ("members = 2", "members = [2, 2]", "members: is an array; possible: a whole number"),
+        ("members = 8", "members = [3]", "members: has 1 entry; possible: 2 entries, one per member"),
+        (
+            "members = 2",
+            "members = [3]",
+            "members: is a list, which only the second level may have; possible: a whole",
+        ),
         (
             "bandwidth_gb_per_s = 450",
             "bandwidth_gb_per_s = [450, \"x\"]",

@@ -194,7 +194,10 @@ impl Planner {
         let experts_per_gpu = model.slots() / cluster.gpus();
         let scaling_factors = cluster.scaling_factors();
         if cluster.is_unequal() && options.setting == Setting::Paper {
-            return Err(cluster.unequal("the paper's model", "equal sites, or setting = full"));
+            return Err(cluster.unequal(
+                "the paper's model",
+                "equal sites, or the full model: without --paper-model, `Setting::Full`",
+            ));
         }
         let outermost = cluster.outermost_choices(scaling_factors[0]);
         let inner = scaling_factors[1..].iter().map(|&factor| divisors(factor).len() as f64);

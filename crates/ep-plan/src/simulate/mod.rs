@@ -99,7 +99,7 @@ impl Simulation {
     pub fn new(cluster: &Cluster, model: &Model, options: SimulationOptions, scheme: Scheme) -> Result<Self> {
         options.check(cluster)?;
         if cluster.is_unequal() {
-            return Err(cluster.unequal("the simulator", "equal sites, or `plan`, which prices unequal ones"));
+            return Err(cluster.unequal("the simulator", "equal sites; `plan`, which prices unequal ones; or `simulate --steps` for EP groups inside a site"));
         }
         let work = StepWork::new(cluster, model, &options, &scheme)?;
         Self::with_work(cluster.clone(), work, options)
