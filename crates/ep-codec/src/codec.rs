@@ -415,6 +415,22 @@ mod tests {
     }
 
     #[test]
+    fn the_expected_bytes_of_whole_blocks_add_up() {
+        for codec in ["delta:0.25", "shared:0.5"] {
+            let codec: WeightCodec = codec.parse().unwrap();
+            let of = |blocks: usize| codec.expected_bytes(Element::F32, blocks * BLOCK);
+            let one = of(2) - of(1);
+            assert!(((of(65) - of(1)) / one - 64.0).abs() < 0.01, "{codec}: {one} bytes a block");
+        }
+    }
+
+    #[test]
+    fn only_codecs_without_a_selection_have_streams_of_one_size() {
+        let fixed = |text: &str| text.parse::<WeightCodec>().unwrap().is_fixed_size();
+        assert_eq!(["exact", "int8", "delta", "shared"].map(fixed), [true, true, false, false]);
+    }
+
+    #[test]
     fn encoders_refuse_numbers_out_of_range() {
         for density in [0.0, -1.0, 1.5, f64::NAN] {
             let error = CallerError::Density { given: density.to_string() };

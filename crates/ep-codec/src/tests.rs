@@ -1,10 +1,12 @@
 //! Compares the codecs with slow implementations of their definitions.
 
+use ep::Element;
 use ep::numeric::{bf16_to_f32, f32_to_bf16};
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use super::state::{Owner, State};
 use super::*;
 
 const HEADER: usize = HEADER_BYTES as usize;
@@ -357,6 +359,24 @@ fn what_gradients_leave_out_arrives_later() {
 }
 
 #[test]
+fn a_state_of_a_decoder_that_contradicts_itself_is_refused() {
+    let restore = |element, fingerprint, values: &[f32]| {
+        let state = State { owner: Owner::WeightDecoder, element, elements: 3, fingerprint, complete: 0 };
+        WeightDecoder::restore(3, &state.save(values))
+    };
+    assert!(restore(None, None, &[]).is_ok() && restore(Some(Element::F32), Some(7), &[]).is_ok());
+    for (element, fingerprint, values) in [
+        (Some(Element::F32), None, &[][..]),
+        (None, Some(7), &[]),
+        (Some(Element::F32), Some(7), &[1.0, 2.0, 3.0]),
+        (Some(Element::F32), None, &[1.0, 2.0, 3.0]),
+    ] {
+        let refused = restore(element, fingerprint, values);
+        assert!(matches!(refused, Err(Error::Corrupted(Corruption::State))), "{refused:?}");
+    }
+}
+
+#[test]
 fn numbers_that_are_not_finite_are_refused_and_nothing_changes() {
     for codec in [WeightCodec::Int8, delta(0.1, 1), WeightCodec::Shared { density: 0.1 }] {
         let shared = SharedExpert::from_weights(vec![0.5_f32; 70_000]).unwrap();
@@ -375,9 +395,10 @@ fn numbers_that_are_not_finite_are_refused_and_nothing_changes() {
             encoder.encode(&weights, Some(&shared), &mut Vec::new()).unwrap();
         }
     }
+    // An odd number, so that the last piece that is checked at once has an odd length.
     for codec in &GRADIENT_CODECS[1..] {
-        let mut encoder = GradientEncoder::new(*codec, 20_000).unwrap();
-        let mut gradient: Vec<f32> = bell(20_000, 1.0, 13);
+        let mut encoder = GradientEncoder::new(*codec, 20_001).unwrap();
+        let mut gradient: Vec<f32> = bell(20_001, 1.0, 13);
         gradient[17_000] = f32::MAX;
         encoder.encode(&gradient, &mut Vec::new()).unwrap();
         let before = encoder.clone();

@@ -369,6 +369,45 @@ fn wrong_payloads_with_a_right_checksum_are_refused() {
     }
 }
 
+/// Indices of the entries of a stream in a format without a code for them: 4 bytes of the whole expert, or 2 of the block.
+#[test]
+fn indices_that_repeat_descend_or_lie_outside_are_refused() {
+    // The second block is short. Its entries are the last three.
+    let (shared, mut expert) = weights::<f32>(BLOCK + 100, 14);
+    let length = expert.len();
+    expert.copy_from_slice(shared.weights());
+    for index in [length - 30, length - 20, length - 10] {
+        expert[index] += 1.0;
+    }
+    for value in [ValueFormat::F32, ValueFormat::Bf16, ValueFormat::Bf16Rice] {
+        for (index, bytes, first) in [(IndexFormat::U32, 4, 0), (IndexFormat::U16, 2, BLOCK)] {
+            let format = Format { index, value };
+            let (stream, _) = encode(exact(3, format), &expert, &shared);
+            // The indices as the stream has them.
+            let of = |indices: [usize; 3]| -> Vec<u8> {
+                indices.iter().flat_map(|index| (index - first).to_le_bytes()[..bytes].to_vec()).collect()
+            };
+            let right = [length - 30, length - 20, length - 10];
+            let places: Vec<usize> =
+                (HEADER..stream.len()).filter(|&at| stream[at..].starts_with(&of(right))).collect();
+            let &[place] = &places[..] else { panic!("{format:?}: {places:?}") };
+            let decoded = |indices| {
+                let mut stream = stream.clone();
+                stream[place..place + 3 * bytes].copy_from_slice(&of(indices));
+                decode_sealed(stream, format, &shared)
+            };
+            assert!(decoded([length - 31, length - 20, length - 1]).is_ok(), "{format:?}");
+            for wrong in [
+                [length - 30, length - 30, length - 10],
+                [length - 20, length - 30, length - 10],
+                [length - 30, length - 20, length],
+            ] {
+                assert!(matches!(decoded(wrong), Err(Error::Corrupted(_))), "{format:?} {wrong:?}");
+            }
+        }
+    }
+}
+
 fn finite() -> impl Strategy<Value = f32> {
     any::<u32>().prop_map(f32::from_bits).prop_filter("finite", |value| value.is_finite())
 }
