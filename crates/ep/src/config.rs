@@ -11,8 +11,8 @@ use crate::error::{CallerError, Result};
 use crate::interrupt::Interrupt;
 use crate::transport::TransportOptions;
 
-/// Tunables of a communicator: those that all backends have, and those of each backend. Every rank must use the same
-/// `chunk_tokens`, `host.slot_bytes` and `host.slots`.
+/// Tunables of a communicator: those that all backends have, and those of each backend. On the CPU backend, every rank must
+/// use the same `chunk_tokens`, `host.slot_bytes`, `host.slots` and engine.
 ///
 /// Each field names the environment variable that [`from_env`](Self::from_env) reads for it, and its range.
 ///
