@@ -30,12 +30,25 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 _LOST = "lost"
 
 
-def _host(store: Any) -> str | None:
+def _underlying(store: Any) -> Any:
     while isinstance(store, distributed_c10d.PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def _host(store: Any) -> str | None:
     # Only a store in a network has a host.
-    host = getattr(store, "host", None)
+    host = getattr(_underlying(store), "host", None)
     return host if isinstance(host, str) else None
+
+
+def _place(store: Any) -> str:
+    """Where the store is, for errors."""
+    below = _underlying(store)
+    if (host := _host(store)) is not None:
+        return f"at {host}:{below.port}"
+    path = getattr(below, "path", None)
+    return f"in the file {path}" if isinstance(path, str) else f"of type {type(below).__name__}"
 
 
 class Meeting:
@@ -89,7 +102,10 @@ class Meeting:
                 self._report(self._store.get(_LOST))
             # The deadline is checked after the read: a late rank still gets the bytes that are already there.
             if time.monotonic() >= deadline:
-                told = f"rank {self.rank} waited {self._timeout:.3f} s for it in the group's store"
+                told = (
+                    f"rank {self.rank} waited {self._timeout:.3f} s for it in the group's store {_place(self._store)}; "
+                    "every rank of the group must make the buffer"
+                )
                 raise self._error(peer, "never joined", told)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -208,11 +208,14 @@ def _absent(rank: int, ranks: int, store: str) -> Any:
 
 
 def test_a_rank_that_never_joins_is_named() -> None:
-    results = processes(3, _absent, f"tcp://127.0.0.1:{free_port()}")
+    place = f"127.0.0.1:{free_port()}"
+    results = processes(3, _absent, f"tcp://{place}")
     for rank in (0, 2):
         error = results[rank]
         assert (error.peer, error.rank, error.operator, error.fault, error.step) == (1, rank, "join", "never joined", 0)
         assert str(error).startswith(f"rank 1 never joined (join #0): rank {rank} waited 1.000 s")
+        # The other rank may have reported first.
+        assert f"for it in the group's store at {place}; every rank of the group must make the buffer" in str(error)
 
 
 def _gone(rank: int, ranks: int, store: str, how: str) -> Any:
