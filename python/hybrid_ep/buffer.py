@@ -70,8 +70,9 @@ class Buffer(Joined):
             `e // (E // world_size)`.
         domains: The number of NVLink domains of equal size. The engine of HYBRID_EP_TRANSPORT carries tokens between
             them. Each domain is on one machine.
-        device: The device of all tensors. Default: the CPU if there is no GPU, else the current CUDA device. If the
-            program has set no CUDA device, torchrun's LOCAL_RANK or SLURM's SLURM_LOCALID selects it.
+        device: The device of all tensors. Default: the CPU if there is no GPU, else the current CUDA device. If that
+            is device 0, as it is if the program has set none, torchrun's LOCAL_RANK or SLURM's SLURM_LOCALID selects
+            the device.
         timeout: The entry bound in seconds: how long a rank waits for a live peer to join or to enter an operator.
             Default: HYBRID_EP_TIMEOUT_MS, else 600.
         stall_timeout: The stall bound in seconds: how long a peer inside an operator may make no progress, or its

@@ -204,6 +204,25 @@ def test_a_rank_does_not_take_another_ranks_experts() -> None:
     on_threads(buffers, lambda buffer: check(layers[buffer.rank], files))
 
 
+def _save_state(here: Rank, path: str) -> None:
+    with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
+        torch.save(layer_of(buffer).state_dict(), f"{path}/{here.rank}.pt")
+
+
+def test_parts_of_a_process_group_are_concatenated_without_one(tmp_path: Path) -> None:
+    """As docs/checkpoints.md says: the files hold `DTensor`s, of a group that this process does not have."""
+    world_of_processes(2, "cpu").run(_save_state, str(tmp_path))
+    files = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    state = dict(files[0])
+    for name in ("experts.gate_up", "experts.down", "experts.expert_ids"):
+        state[name] = torch.cat([local_part(file[name]) for file in files])
+    with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
+        layer, right = layer_of(buffer, seed=1), layer_of(buffer)
+        layer.load_state_dict(state)
+        for found, expected in zip(layer.parameters(), right.parameters(), strict=True):
+            assert torch.equal(found, expected)
+
+
 def test_a_state_dict_of_all_experts_serves_every_rank(tmp_path: Path) -> None:
     """From one process, or made by `dcp_to_torch_save`; without `expert_ids` the experts are in order."""
     with Buffer(num_experts=EXPERTS, device="cpu") as alone:

@@ -93,6 +93,7 @@ def test_without_both_it_breaks_at_the_dispatch_alone(buffer: Buffer) -> None:
     found = torch._dynamo.explain(layer)(x)
     # One place. The compiler also ends the graphs of the functions that call it there.
     assert len({str(reason.user_stack[-1]) for reason in found.break_reasons}) == 1, found.break_reasons
+    assert (found.graph_count, found.graph_break_count) == (5, 4)
     assert all("hybrid_ep.rows" in str(reason.reason) for reason in found.break_reasons), found.break_reasons
 
 

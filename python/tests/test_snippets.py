@@ -19,7 +19,7 @@ MARKER = re.compile(r"<!-- not run: (?P<reason>.+) -->$")
 # With this reason, a block runs where there is a GPU.
 NEEDS_GPU = "needs a GPU"
 # Every block with a marker: its file, and the number of such blocks. The tests fail for a marker that is not listed.
-NOT_RUN = {"docs/migration.md": 1, "docs/overlap.md": 2, "docs/python.md": 1}
+NOT_RUN = {"docs/migration.md": 1, "docs/overlap.md": 2, "docs/python.md": 3}
 
 # Code to run before and after a block that is no whole program, by the block's file and first line
 # without its comment.
@@ -29,6 +29,22 @@ AROUND = {
         """
 assert received.tokens.shape == (2000, 512)
 assert torch.equal(combined, tokens)
+""",
+    ),
+    # The files of 4 ranks.
+    ("docs/checkpoints.md", "import torch"): (
+        """
+import os, pathlib, torch
+from hybrid_ep import Buffer, MoELayer
+os.chdir(pathlib.Path(__file__).parent)
+for rank, buffer in enumerate(Buffer.threads(4, num_experts=8, device="cpu")):
+    torch.manual_seed(0)
+    torch.save(MoELayer(buffer, 64, 128, topk=2).state_dict(), f"rank{rank}.pt")
+""",
+        """
+torch.manual_seed(0)
+right = MoELayer(Buffer(num_experts=8, device="cpu"), 64, 128, topk=2).state_dict()
+assert state.keys() == right.keys() and all(torch.equal(state[name], right[name]) for name in right)
 """,
     ),
     # The smallest plan, and what torchrun would set.
