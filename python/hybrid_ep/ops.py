@@ -43,7 +43,9 @@ __all__ = [
 # Scale formats: the names that `fp8=` takes, and the numbers that `_native` takes.
 FP8_FORMATS = {"f32": 0, "ue8m0": 1, "mxfp8": 2}
 _BF16, _F32, _FP8, _QUANTISE = range(4)
-_TOKEN_FORMATS = {torch.bfloat16: _BF16, torch.float32: _F32, torch.float8_e4m3fn: _FP8}
+_TOKEN_TYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+# The numbers of the formats of tokens without scales.
+_UNSCALED = {torch.bfloat16: (_BF16, 0), torch.float32: (_F32, 0)}
 _SKIP, _FROM_ROUTING, _DENSE = range(3)
 _NARROW, _WIDE, _MAP = range(3)
 _MOST_ROWS = 2**32 - 1
@@ -187,27 +189,29 @@ def check_tokens(end: End, tokens: Tensor, scales: Tensor | None, fp8: str | Non
     Raises:
         CallerError: An argument does not fit.
     """
-    formats = _formats_of(end, tokens, scales, fp8)
+    tokens = _checked(end, "tokens", tokens, _TOKEN_TYPES, copy=False)
+    _, formats = _formats_of(end, tokens, scales, fp8, copy=False)
     name, of_tokens = routing
     if isinstance(of_tokens, Tensor) and of_tokens.dim() == 2 and len(of_tokens) != len(tokens):
         raise CallerError(f"tokens: expected {len(of_tokens)} rows, one for each row of {name}, found {len(tokens)}")
     _native.check_row(tokens.shape[1], formats)
 
 
-def _formats_of(end: End, tokens: Tensor, scales: Tensor | None, fp8: str | None) -> tuple[int, int]:
-    """Checks tokens and scales, and returns the numbers of their formats for `_native`."""
-    _check(end, "tokens", tokens, tuple(_TOKEN_FORMATS))
-    token_format = _TOKEN_FORMATS[tokens.dtype]
+def _formats_of(
+    end: End, tokens: Tensor, scales: Tensor | None, fp8: str | None, copy: bool = True
+) -> tuple[Tensor | None, tuple[int, int]]:
+    """Checks scales and the type of tokens. Returns scales, and the numbers of both formats for `_native`."""
     if fp8 is not None:
-        if token_format != _BF16:
+        if tokens.dtype != torch.bfloat16:
             raise CallerError(f"tokens: fp8={fp8!r} quantises bfloat16, found {_name(tokens.dtype)}")
-        token_format = _QUANTISE
-    if token_format == _FP8:
-        rows, hidden = tokens.shape
-        return token_format, _scale_format(end, scales, rows, hidden)
+        if scales is None:
+            return None, (_QUANTISE, FP8_FORMATS[fp8])
+    if tokens.dtype == torch.float8_e4m3fn:
+        scales, scale_format = _checked_scales(end, scales, tokens.shape[0], tokens.shape[1], copy)
+        return scales, (_FP8, scale_format)
     if scales is not None:
         raise CallerError(f"scales: expected with float8_e4m3fn tokens only, found {_name(tokens.dtype)} tokens")
-    return token_format, 0 if fp8 is None else FP8_FORMATS[fp8]
+    return None, _UNSCALED[tokens.dtype]
 
 
 @_in_call_order
@@ -226,10 +230,11 @@ def dispatch(
 
     `weights` are those of the routing (`from_routing`), or dense `[T, E]` ones, or None to send none.
     """
-    formats = _formats_of(end, tokens, scales, fp8)
-    tokens, (rows, hidden) = _aligned(end, tokens), tokens.shape
-    if scales is not None:
-        scales = _aligned(end, scales)
+    tokens = _checked(end, "tokens", tokens, _TOKEN_TYPES)
+    rows, hidden = tokens.shape
+    formats = _UNSCALED.get(tokens.dtype) if fp8 is None and scales is None else None
+    if formats is None:
+        scales, formats = _formats_of(end, tokens, scales, fp8)
     probs_from = _SKIP if weights is None else _FROM_ROUTING if from_routing else _DENSE
     # The variable keeps the tensor alive during the call: it may be a copy.
     dense = None
@@ -406,16 +411,9 @@ def _checked(
     types: tuple[torch.dtype, ...],
     shape: tuple[int, ...] | None = None,
     strided_rows: bool = False,
+    copy: bool = True,
 ) -> Tensor:
-    """Checks a tensor, and returns it, or an aligned contiguous copy. See `_check` and `_aligned`."""
-    _check(end, name, tensor, types, shape)
-    return _aligned(end, tensor, strided_rows)
-
-
-def _check(
-    end: End, name: str, tensor: Tensor, types: tuple[torch.dtype, ...], shape: tuple[int, ...] | None = None
-) -> None:
-    """Checks the type, device and shape of a tensor.
+    """Checks a tensor, and returns it, or an aligned contiguous copy.
 
     Args:
         end: The buffer, whose device the tensor must be on.
@@ -423,6 +421,8 @@ def _check(
         tensor: What the caller passed.
         types: The accepted types.
         shape: The required shape. Default: any two dimensions.
+        strided_rows: Whether the result may have gaps between its rows; it is aligned to its elements only.
+        copy: False returns the tensor itself.
 
     Raises:
         CallerError: The argument does not fit.
@@ -434,21 +434,16 @@ def _check(
         if tensor.dtype == torch.float16 and torch.float32 in types:
             text += "; convert to float32, which has every float16 value, or to bfloat16, which rounds"
         raise CallerError(text)
-    if tensor.layout != torch.strided:
-        raise CallerError(
-            f"{name}: expected a dense tensor, found one of layout {_name(tensor.layout)}; call to_dense()"
-        )
     check_device(end, name, tensor)
     if shape is None:
         if tensor.dim() != 2:
             raise CallerError(f"{name}: expected 2 dimensions, found shape {list(tensor.shape)}")
     elif tensor.shape != shape:
         raise CallerError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
-
-
-def _aligned(end: End, tensor: Tensor, strided_rows: bool = False) -> Tensor:
-    """Returns a tensor, or an aligned contiguous copy. `strided_rows`: whether the result may have gaps between its
-    rows; it is aligned to its elements only."""
+    if tensor.layout is not torch.strided:
+        raise CallerError(f"{name}: expected a dense tensor, found layout {_name(tensor.layout)}; call to_dense()")
+    if not copy:
+        return tensor
     if strided_rows and tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]:
         aligned = tensor.data_ptr() % tensor.element_size() == 0
     else:
@@ -458,8 +453,8 @@ def _aligned(end: End, tensor: Tensor, strided_rows: bool = False) -> Tensor:
     return tensor
 
 
-def _scale_format(end: End, scales: Tensor | None, rows: int, hidden: int) -> int:
-    """Checks scales, and returns the number of their format."""
+def _checked_scales(end: End, scales: Tensor | None, rows: int, hidden: int, copy: bool) -> tuple[Tensor, int]:
+    """Checks scales, and returns them with the number of their format."""
     if scales is None:
         raise CallerError("scales: required with float8_e4m3fn tokens")
     if not isinstance(scales, Tensor):
@@ -467,8 +462,8 @@ def _scale_format(end: End, scales: Tensor | None, rows: int, hidden: int) -> in
     widths = {"f32": -(-hidden // 128), "ue8m0": -(-hidden // 128), "mxfp8": -(-hidden // 32)}
     bytewise = scales.dtype in _BYTES
     fitting = "f32" if not bytewise else "mxfp8" if scales.shape[-1:] == (widths["mxfp8"],) else "ue8m0"
-    _check(end, "scales", scales, (torch.float32, *_BYTES), (rows, widths[fitting]))
-    return FP8_FORMATS[fitting]
+    shape = (rows, widths[fitting])
+    return _checked(end, "scales", scales, (torch.float32, *_BYTES), shape, copy=copy), FP8_FORMATS[fitting]
 
 
 # PyTorch 2.6, the oldest supported version, lacks float8_e8m0fnu.

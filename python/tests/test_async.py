@@ -399,8 +399,9 @@ def test_an_operator_that_fails_leaves_the_streams_as_they_were(cuda: Cuda) -> N
     buffer = on_streams(cuda)
     x, idx, _ = sample()
     for cuda.capturing in (False, True):
+        handle, _ = buffer.preprocess(idx, capacity=CAPACITY, async_op=True)
         with pytest.raises(CallerError, match="expected 2 dimensions"):
-            buffer.dispatch(x[0], idx, capacity=CAPACITY, async_op=True)
+            buffer.dispatch(x[0], handle=handle, async_op=True)
         assert cuda.current is cuda.default
         # A capture must end with all streams joined; what was launched before the error is waited for.
         if cuda.capturing:

@@ -172,7 +172,7 @@ BAD_CALLS: list[tuple[Call, str]] = [
         "tokens: expected 2 rows, one for each row of routing_map, found 3",
     ),
     (lambda b, x, i, p, q: b.dispatch(x[:2], handle=p), "tokens: expected 3 rows, as the handle says, found 2"),
-    (lambda b, x, i, p, q: b.dispatch(x.to_sparse(), i), "tokens: expected a dense tensor, found one of layout"),
+    (lambda b, x, i, p, q: b.dispatch(x.to_sparse(), i), "tokens: expected a dense tensor, found layout"),
     (lambda b, x, i, p, q: b.dispatch(x[:, :3], i), "hidden of 3 elements (12 bytes a row)"),
     (lambda b, x, i, p, q: b.dispatch(x[:, :4].bfloat16(), i), "hidden of 4 elements (8 bytes a row)"),
     (lambda b, x, i, p, q: b.dispatch(x[:, :0], i), "hidden of 0 elements"),

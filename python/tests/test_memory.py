@@ -168,5 +168,5 @@ def test_empty_has_any_shape_and_type(device: str) -> None:
         tensor = buffer.empty(*shape, dtype=dtype)
         assert tensor.shape == shape and tensor.dtype == dtype and tensor.device.type == device
         assert tensor.data_ptr() % 64 == 0
-    with pytest.raises(CallerError, match="shape: expected numbers"):
+    with pytest.raises(CallerError, match="shape: expected integers"):
         buffer.empty(-1, 2, dtype=torch.float32)
