@@ -143,7 +143,7 @@ pub enum PlanError {
     #[error(
         "a GPU has {device}, and every layout{} needs at least {needed} for weights, gradients and Adam state, because a \
          GPU holds whole experts of whole layers; possible: more GPUs, more memory{}",
-        stages.map_or_else(String::new, |stages| format!(" of {stages} pipeline stages")),
+        stages.map_or_else(String::new, |stages| format!(" with pipeline_stages = {stages}")),
         if stages.is_some() { ", or another number of pipeline stages" } else { ", or a smaller model" }
     )]
     NoLayout {

@@ -43,7 +43,7 @@ pub(super) fn render(
     }
     if let Some(shown) = step {
         body.push_str(&sections::steps(&shown.plan, &problem.options)?);
-        body.push_str(&sections::layers_title(shown));
+        body.push_str(&sections::layers_title(shown, plan));
     }
     body.push_str(&sections::domains(plan)?);
     body.push_str(&sections::phases(problem, plan)?);

@@ -120,11 +120,12 @@ pub(super) fn steps(plan: &StepPlan, options: &Options) -> Result<String, Failur
 }
 
 /// The heading of the sections about layers.
-pub(super) fn layers_title(shown: &Shown) -> String {
+pub(super) fn layers_title(shown: &Shown, plan: &Plan) -> String {
     let price = shown.price();
     let about = format!(
-        "One layer and one micro-batch of one EP group: {}. The sections below are about these layers.",
-        steps::layout(price)
+        "One layer and one micro-batch of one EP group: {}, {} of a layer on each GPU. The sections below are about these layers.",
+        steps::layout(price),
+        units::counted(plan.experts_per_gpu, "expert")
     );
     section(&format!("Layers of: {}", steps::name(price.strategy)), &about, "")
 }
