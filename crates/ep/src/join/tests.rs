@@ -536,7 +536,7 @@ fn the_error_about_a_missing_rank_ends_with_the_refusal() {
         let mut claimed = proven(address, 1, 3, &secret()).unwrap();
         next(&mut claimed);
         let error = peer_error(zero.join().unwrap()).to_string();
-        assert!(error.ends_with("rank 1 of 3 was refused: this job has 2 ranks"), "{error}");
+        assert!(error.ends_with("(rank 1 of 3 was refused: this job has 2 ranks)"), "{error}");
     });
 }
 
