@@ -143,26 +143,28 @@ pub enum PlanError {
     #[error(
         "a GPU has {device}, and every layout{} needs at least {needed} for weights, gradients and Adam state, because a \
          GPU holds whole experts of whole layers; possible: more GPUs, more memory{}",
-        stages.map_or_else(String::new, |stages| format!(" with pipeline_stages = {stages}")),
-        if stages.is_some() { ", or another number of pipeline stages" } else { ", or a smaller model" }
+        if fixed.is_empty() { String::new() } else { format!(" with {fixed}") },
+        if fixed.is_empty() { ", or a smaller model" } else { ", or another layout" }
     )]
     NoLayout {
         /// The least memory of a GPU that a layout needs.
         needed: Bytes,
         /// Memory of a GPU.
         device: Bytes,
-        /// The number of pipeline stages that the options ask for, if they do.
-        stages: Option<usize>,
+        /// What the options fix of a layout, as text such as `pipeline_stages = 2`; empty if they fix nothing.
+        fixed: String,
     },
-    /// No layout has the number of pipeline stages that the options ask for.
+    /// No layout has what the options ask for.
     #[error(
-        "pipeline_stages is {stages}, and no division of these GPUs and layers has so many stages; possible: {}",
+        "{key} is {value}, and no division of these GPUs and layers has that; possible: {}",
         list(possible)
     )]
-    Stages {
-        /// The number of stages that was asked for.
-        stages: usize,
-        /// The numbers of stages of all layouts.
+    Division {
+        /// The option: `pipeline_stages`, `expert_parallel` or `tensor_parallel`. Those before it in this order are kept.
+        key: &'static str,
+        /// Its value.
+        value: usize,
+        /// The values that layouts have.
         possible: Vec<usize>,
     },
     /// Entries of a level do not fit each other, or a list with one entry per site does not fit the cluster.

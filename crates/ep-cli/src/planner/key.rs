@@ -29,6 +29,8 @@ enum What {
     DenseGradientCompression,
     Accumulation,
     PipelineStages,
+    ExpertParallel,
+    TensorParallel,
     GlobalBatch,
     LocalSteps,
     LiveLayers,
@@ -70,7 +72,7 @@ fn codec(value: f64) -> GradientCodec {
 }
 
 /// Name, value, notation, and whether the key belongs to a level.
-const KEYS: [(&str, What, Form, bool); 26] = [
+const KEYS: [(&str, What, Form, bool); 28] = [
     ("bandwidth", What::Bandwidth, Form::Quantity(Kind::LinkRate, limits::LINK_GBIT_PER_S), true),
     ("round_trip", What::RoundTrip, Form::Quantity(Kind::Time, limits::SECONDS), true),
     ("alpha", What::Alpha, Form::Quantity(Kind::Time, limits::SECONDS), true),
@@ -89,6 +91,8 @@ const KEYS: [(&str, What, Form, bool); 26] = [
     ("dense_gradient_compression", What::DenseGradientCompression, Form::Codec, false),
     ("gradient_accumulation", What::Accumulation, Form::Count(limits::MICRO_BATCHES), false),
     ("pipeline_stages", What::PipelineStages, Form::Count(limits::LAYERS), false),
+    ("expert_parallel", What::ExpertParallel, Form::Count(limits::GPUS), false),
+    ("tensor_parallel", What::TensorParallel, Form::Count(limits::GPUS), false),
     ("global_batch", What::GlobalBatch, Form::Count(limits::GLOBAL_BATCH), false),
     ("local_steps", What::LocalSteps, Form::Count(limits::LOCAL_STEPS), false),
     ("live_layers", What::LiveLayers, Form::Count(limits::LAYERS), false),
@@ -242,6 +246,8 @@ impl Key {
                 options.batch = Batch::MicroBatches;
             }
             What::PipelineStages => options.pipeline_stages = Some(count),
+            What::ExpertParallel => options.expert_parallel = Some(count),
+            What::TensorParallel => options.tensor_parallel = Some(count),
             What::LocalSteps => options.local_steps = count,
             What::LiveLayers => options.live_layers = count,
             What::RefreshSteps => options.shared_refresh_steps = count,

@@ -71,6 +71,8 @@ const OPTIONS: Keys = Keys {
         "replicas",
         "gradient_accumulation",
         "pipeline_stages",
+        "expert_parallel",
+        "tensor_parallel",
         "local_steps",
         "shared_refresh_steps",
         "overlap_chunks",
@@ -298,6 +300,8 @@ pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
         batch: if table.get("gradient_accumulation").is_some() { Batch::MicroBatches } else { Batch::Model },
         micro_batches: count("gradient_accumulation", limits::MICRO_BATCHES, default.micro_batches)?,
         pipeline_stages: table.optional_count("pipeline_stages", limits::LAYERS)?,
+        expert_parallel: table.optional_count("expert_parallel", limits::GPUS)?,
+        tensor_parallel: table.optional_count("tensor_parallel", limits::GPUS)?,
         local_steps: count("local_steps", limits::LOCAL_STEPS, default.local_steps)?,
         shared_refresh_steps: count(
             "shared_refresh_steps",

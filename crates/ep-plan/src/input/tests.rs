@@ -389,7 +389,9 @@ fn micro_batches_that_are_given_determine_the_step() {
     assert_eq!(batch("[options]\ngradient_accumulation = 1"), crate::planner::Batch::MicroBatches);
     let model = parse("plan.toml", "[model]\npreset = \"deepseek-v3\"\nglobal_batch = 4096").unwrap().model;
     assert_eq!(model.unwrap().global_batch, Some(4096));
-    let options = Options { pipeline_stages: Some(4), local_steps: 7, ..Options::default() };
+    let (pipeline_stages, expert_parallel, tensor_parallel) = (Some(4), Some(32), Some(2));
+    let options =
+        Options { pipeline_stages, expert_parallel, tensor_parallel, local_steps: 7, ..Options::default() };
     let text = options_to_toml(&options);
     assert_eq!(parse("plan.toml", &text).unwrap().options, Some(options));
 }

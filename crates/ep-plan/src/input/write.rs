@@ -159,17 +159,23 @@ pub fn options_to_toml(options: &Options) -> String {
             )
         }
     };
-    let pipeline_stages = match options.pipeline_stages {
-        Some(stages) => format!("pipeline_stages = {stages}\n"),
-        None => "# pipeline_stages = 2  # default: chosen by the planner\n".to_owned(),
+    let chosen = |key, value, example| match value {
+        Some(value) => format!("{key} = {value}\n"),
+        None => format!("# {key} = {example}  # default: chosen by the planner\n"),
     };
+    let layout = [
+        chosen("pipeline_stages", options.pipeline_stages, 2),
+        chosen("expert_parallel", options.expert_parallel, 64),
+        chosen("tensor_parallel", options.tensor_parallel, 8),
+    ]
+    .concat();
     let accumulation = match options.batch {
         Batch::MicroBatches => format!("gradient_accumulation = {}  # micro-batches per optimizer step\n", options.micro_batches),
         Batch::Model => "# gradient_accumulation = 1  # micro-batches per optimizer step; default: the model's global_batch\n".to_owned(),
     };
     let _ = writeln!(
         out,
-        "{pipeline_stages}{accumulation}reserved_memory = {}  # fraction of the device's memory that experts may not use\n\
+        "{layout}{accumulation}reserved_memory = {}  # fraction of the device's memory that experts may not use\n\
          live_layers = {}  # layers whose gathered experts are in memory at a time\n\
          replicas = \"{replicas}\"  # regather, keep, best\n\
          local_steps = {}  # steps between two exchanges of weights under local steps\n\

@@ -49,6 +49,11 @@ pub struct Options {
     /// Pipeline stages over which the layers are spread. Default: none, which is 1 for [`Planner`](super::Planner), and
     /// lets [`StepPlanner`](crate::step::StepPlanner) choose.
     pub pipeline_stages: Option<usize>,
+    /// GPUs of an EP group. Default: none, which lets [`StepPlanner`](crate::step::StepPlanner) choose.
+    pub expert_parallel: Option<usize>,
+    /// `t`: GPUs that split the dense parameters. Default: none, which lets [`StepPlanner`](crate::step::StepPlanner) take the
+    /// fewest that fit into memory.
+    pub tensor_parallel: Option<usize>,
     /// `H`: steps between two exchanges of weights under local steps. Default: 100.
     pub local_steps: usize,
     /// `N`: optimizer steps between two refreshes of the codec's shared expert. Default: 100.
@@ -74,6 +79,8 @@ impl Default for Options {
             micro_batches: 1,
             batch: Batch::Model,
             pipeline_stages: None,
+            expert_parallel: None,
+            tensor_parallel: None,
             local_steps: 100,
             shared_refresh_steps: 100,
             overlap_chunks: 4,
@@ -147,6 +154,8 @@ impl Options {
         count("live_layers", self.live_layers, limits::LAYERS)?;
         count("micro_batches", self.micro_batches, limits::MICRO_BATCHES)?;
         count("pipeline_stages", self.stages(), limits::LAYERS)?;
+        count("expert_parallel", self.expert_parallel.unwrap_or(1), limits::GPUS)?;
+        count("tensor_parallel", self.tensor_parallel.unwrap_or(1), limits::GPUS)?;
         count("local_steps", self.local_steps, limits::LOCAL_STEPS)?;
         count("shared_refresh_steps", self.shared_refresh_steps, limits::REFRESH_STEPS)?;
         count("overlap_chunks", self.overlap_chunks, limits::CHUNKS)?;

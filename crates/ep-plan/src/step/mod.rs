@@ -18,6 +18,7 @@
 //! # }
 //! ```
 
+mod fixed;
 mod layout;
 mod memory;
 mod price;
@@ -37,6 +38,7 @@ use crate::divisors::divisors;
 use crate::error::{PlanError, Result};
 use crate::model::Model;
 use crate::planner::{Batch, Compression, Options, Plan, TokenPath};
+use fixed::{Fixed, Part};
 use price::Pricing;
 
 /// Slots times candidates that the search prices at most, per strategy. It bounds the time of a search to seconds.
@@ -194,8 +196,7 @@ impl StepPlanner {
     /// Prices every strategy in its fastest layout.
     ///
     /// # Errors
-    /// [`PlanError::Stages`] when no layout has the number of pipeline stages of the options; [`PlanError::NoLayout`] when
-    /// no layout of any strategy fits into memory; [`PlanError::TooMany`] when an EP group has more candidates than
+    /// [`PlanError::Division`] when no layout has what the options fix of it; [`PlanError::NoLayout`] when no layout of any strategy fits into memory; [`PlanError::TooMany`] when an EP group has more candidates than
     /// [`limits::CANDIDATES`](crate::limits::CANDIDATES).
     pub fn plan(&self) -> Result<StepPlan> {
         let mut prices = Vec::new();
@@ -235,15 +236,16 @@ impl StepPlanner {
         Pricing { cluster: &self.cluster, model: &self.model, options: &self.options, tokens: self.tokens }
     }
 
+    /// The layouts of a strategy that have what the options fix.
     fn layouts(&self, strategy: Strategy) -> Vec<Layout> {
-        self.layouts_with(strategy, self.options.pipeline_stages)
+        self.layouts_with(strategy, &Fixed::by(&self.options))
     }
 
-    /// The layouts with this number of pipeline stages, if it is given.
-    fn layouts_with(&self, strategy: Strategy, stages: Option<usize>) -> Vec<Layout> {
+    fn layouts_with(&self, strategy: Strategy, fixed: &Fixed) -> Vec<Layout> {
         let experts = self.model.description().experts;
-        let mut layouts = layout::layouts(strategy, &self.cluster, experts, stages);
-        layouts.retain(|layout| layout.stages() <= self.model.description().moe_layers);
+        let mut layouts = layout::layouts(strategy, &self.cluster, experts, fixed.stages());
+        layouts
+            .retain(|layout| layout.stages() <= self.model.description().moe_layers && fixed.allows(layout));
         layouts
     }
 
@@ -272,16 +274,25 @@ impl StepPlanner {
 
     /// Why no strategy has a price.
     fn nothing_fits(&self) -> PlanError {
-        let stages = self.options.pipeline_stages;
-        let exists = Strategy::ALL.into_iter().any(|strategy| !self.layouts(strategy).is_empty());
-        if let (Some(stages), false) = (stages, exists) {
-            let all = Strategy::ALL.into_iter().flat_map(|strategy| self.layouts_with(strategy, None));
-            let mut possible: Vec<usize> = all.map(|layout| layout.stages()).collect();
-            possible.sort_unstable();
-            possible.dedup();
-            return PlanError::Stages { stages, possible };
+        let all = |fixed: &Fixed| -> Vec<Layout> {
+            Strategy::ALL.into_iter().flat_map(|strategy| self.layouts_with(strategy, fixed)).collect()
+        };
+        let fixed = Fixed::by(&self.options);
+        let mut before = Fixed::default();
+        for part in Part::ALL {
+            let Some(value) = fixed.get(part) else { continue };
+            let with = before.with(part, value);
+            if all(&with).is_empty() {
+                let mut possible: Vec<usize> =
+                    all(&before).iter().flat_map(|layout| part.values_of(layout)).collect();
+                possible.sort_unstable();
+                possible.dedup();
+                return PlanError::Division { key: part.name(), value, possible };
+            }
+            before = with;
         }
-        PlanError::NoLayout { needed: self.least_memory(), device: self.cluster.memory(), stages }
+        let (needed, device) = (self.least_memory(), self.cluster.memory());
+        PlanError::NoLayout { needed, device, fixed: fixed.to_string() }
     }
 
     /// The least memory of a GPU that any layout needs.
@@ -291,7 +302,8 @@ impl StepPlanner {
             .flat_map(|strategy| self.layouts(strategy).into_iter().map(move |layout| (strategy, layout)));
         let least = layouts
             .map(|(strategy, mut layout)| {
-                layout.tensor_parallel = layout.most_tensor_parallel();
+                layout.tensor_parallel =
+                    self.options.tensor_parallel.unwrap_or_else(|| layout.most_tensor_parallel());
                 let options = strategy.options(&self.options, layout.stages());
                 let memory = StepMemory::of(&self.cluster, &self.model, &options, strategy, &layout);
                 (memory.experts + memory.dense).0

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use super::fixed::Part;
 use super::layout::Layout;
 use super::memory::{Fit, StepMemory, dense_codec, dense_parameters};
 use super::sync::{DENSE_GRADIENT_BYTES, DenseExchange, sync, sync_at};
@@ -151,21 +152,25 @@ impl Pricing<'_> {
         Planner::with_memory(self.cluster.group(&layout.group)?, &model, options, memory)
     }
 
-    /// The layout with the least tensor parallelism that fits; of two, rather one that leaves the reserve free.
+    /// The layout with the least tensor parallelism that fits, or with that of the options; of two, rather one that leaves the
+    /// reserve free.
     fn with_tensor_parallelism(
         &self,
         strategy: Strategy,
         options: &Options,
         layout: &Layout,
     ) -> Option<(Layout, Fit)> {
-        let fitting = crate::divisors::divisors(layout.most_tensor_parallel()).into_iter().filter_map(
-            |tensor_parallel| {
-                let layout = Layout { tensor_parallel, ..layout.clone() };
-                let (fit, _) =
-                    StepMemory::of(self.cluster, self.model, options, strategy, &layout).fit(options)?;
-                Some((layout, fit))
-            },
-        );
+        let wanted = self.options.tensor_parallel;
+        let possible = Part::TensorParallel
+            .values_of(layout)
+            .into_iter()
+            .filter(|&gpus| wanted.is_none_or(|wanted| gpus == wanted));
+        let fitting = possible.filter_map(|tensor_parallel| {
+            let layout = Layout { tensor_parallel, ..layout.clone() };
+            let (fit, _) =
+                StepMemory::of(self.cluster, self.model, options, strategy, &layout).fit(options)?;
+            Some((layout, fit))
+        });
         fitting.min_by_key(|(layout, fit)| (*fit, layout.tensor_parallel))
     }
 

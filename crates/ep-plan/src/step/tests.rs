@@ -63,6 +63,48 @@ fn layers_are_those_of_the_strategy() {
     }
 }
 
+/// What training across datacenters can run: one stage, one EP group of all GPUs, no tensor parallelism.
+#[test]
+fn a_layout_can_be_fixed() {
+    let plan = |options: Options| {
+        let cluster = presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(8)).try_into().unwrap();
+        StepPlanner::new(cluster, presets::mixtral_8x7b().try_into().unwrap(), options).unwrap().plan()
+    };
+    let fixed = |stages, group, tensor| Options {
+        pipeline_stages: Some(stages),
+        expert_parallel: Some(group),
+        tensor_parallel: Some(tensor),
+        ..Options::default()
+    };
+    for (stages, group, tensor) in [(1, 8, 1), (1, 2, 2), (2, 4, 8)] {
+        let found = plan(fixed(stages, group, tensor)).unwrap();
+        assert!(!found.prices.is_empty());
+        for price in found.prices {
+            let layout = price.layout;
+            assert_eq!(
+                (layout.stages(), layout.group_gpus(), layout.tensor_parallel),
+                (stages, group, tensor),
+                "{:?}",
+                price.strategy
+            );
+        }
+    }
+    // A GPU of a stage at the innermost level splits dense parameters with at most 7 others.
+    for (options, key, value) in [
+        (fixed(3, 8, 1), "pipeline_stages", 3),
+        (fixed(1, 3, 1), "expert_parallel", 3),
+        (fixed(1, 8, 16), "tensor_parallel", 16),
+    ] {
+        match plan(options).unwrap_err() {
+            PlanError::Division { key: found, value: of, possible } => {
+                assert_eq!((found, of), (key, value));
+                assert!(possible.contains(&1) && !possible.contains(&value), "{possible:?}");
+            }
+            other => panic!("{other}"),
+        }
+    }
+}
+
 /// Three stages do not divide 2 x 8 x 8 GPUs; five do not either, but a pipeline with one stage per datacenter exists.
 #[test]
 fn a_number_of_stages_that_no_layout_has_is_refused() {
@@ -72,7 +114,8 @@ fn a_number_of_stages_that_no_layout_has_is_refused() {
         StepPlanner::new(cluster, presets::deepseek_v3().try_into().unwrap(), options).unwrap().plan()
     };
     let error = plan(8, 3).unwrap_err();
-    assert_eq!(error, PlanError::Stages { stages: 3, possible: vec![1, 2, 4, 8, 16, 32] });
+    let possible = vec![1, 2, 4, 8, 16, 32];
+    assert_eq!(error, PlanError::Division { key: "pipeline_stages", value: 3, possible });
     assert!(error.to_string().contains("pipeline_stages is 3") && error.to_string().contains("1, 2, 4, 8"));
     // Stages of 10 nodes in two datacenters: each has 5 or 10, so only a pipeline has 10.
     let ten = plan(10, 10).unwrap();
@@ -95,7 +138,7 @@ fn a_model_that_does_not_divide_says_so() {
     let planner =
         StepPlanner::new(cluster.try_into().unwrap(), model.try_into().unwrap(), Options::default()).unwrap();
     let error = planner.plan().unwrap_err();
-    assert!(matches!(error, PlanError::NoLayout { stages: None, .. }), "{error}");
+    assert!(matches!(error, PlanError::NoLayout { .. }), "{error}");
     assert!(error.to_string().contains("whole experts of whole layers"), "{error}");
     assert!(!error.to_string().contains("pipeline stages"), "{error}");
 }
