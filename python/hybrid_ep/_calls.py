@@ -138,12 +138,9 @@ def dispatch(
         )
     else:
         topk = handle.topk_idx if fresh and weights is not None else None
-        rows = handle.rows
-        if rows is None and torch.compiler.is_compiling():
-            rows = torch.ops.hybrid_ep.rows(handle.tensor)
         out, some_scales, some_probs, some_map = torch.ops.hybrid_ep.dispatch(
             tokens, scales, weights, topk, handle.tensor, end.number,
-            fresh, fp8, permuted, rows, clear_tokens, local_experts,
+            fresh, fp8, permuted, handle.rows, clear_tokens, local_experts,
         )  # fmt: skip
         out_scales = None if scales is None and fp8 is None else some_scales
         out_probs = None if weights is None else some_probs

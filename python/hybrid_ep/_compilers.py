@@ -1,8 +1,10 @@
-"""What compilers must know of the collective operators: every call runs, in the order of the program.
+"""Makes Inductor run every collective operator of a graph, in the graph's order. Only `_library` imports this module.
 
-Other ranks wait for each call, also if this rank does not use its outputs, or if they have no elements, as with 0
-tokens. Without this knowledge Inductor drops such calls, and moves calls that do not depend on each other, on each rank
-in its own way. Only `_library` imports this module.
+Other ranks wait for each call. Inductor drops calls whose outputs it does not read, which are those of a rank with 0
+tokens, and moves calls that do not depend on each other, on each rank in its own way.
+
+The operators have no effect (`torch.library._register_effectful_op`): with one, PyTorch 2.11 cannot compile activation
+checkpoints, nor sizes that depend on data, and its scheduler ignores the order.
 """
 
 from __future__ import annotations
@@ -14,43 +16,27 @@ from typing import Any
 
 import torch
 
-__all__ = ["keep_in_order", "prepare_inductor"]
-
-_COLLECTIVE = ("preprocess", "dispatch", "combine")
-
-
-def keep_in_order(library: torch.library.Library) -> None:
-    """Registers the effect of the operators of `library`."""
-    for name in _COLLECTIVE:
-        if hasattr(torch.library, "_register_effectful_op"):
-            ordered = torch.library.EffectType.ORDERED  # type: ignore[attr-defined]  # not in __all__
-            torch.library._register_effectful_op(f"hybrid_ep::{name}", ordered, lib=library)
-        else:
-            # Before PyTorch 2.10 calls can be kept, but their order cannot be stated.
-            torch.fx.node.has_side_effect(_operator(name))
+__all__ = ["prepare_inductor"]
 
 
 def prepare_inductor() -> None:
-    """Makes Inductor schedule the operators in the order of the graph. Each shape function calls this.
+    """Registers lowerings of the operators, once Inductor is in use: importing it takes seconds.
 
-    PyTorch 2.11 notes the order under the names of buffers, where its scheduler looks for names of operations. A
-    lowering of our own notes it under the latter. Importing Inductor takes seconds, so it is registered once Inductor
-    is in use.
+    Each shape function calls this. Inductor calls them before it lowers a graph.
     """
-    if "torch._inductor.lowering" in sys.modules and hasattr(torch.library, "_register_effectful_op"):
+    if "torch._inductor.lowering" in sys.modules:
         _register_lowerings()
 
 
 @functools.cache
 def _register_lowerings() -> None:
-    from torch._inductor.lowering import register_lowering
+    from torch._inductor import lowering
 
-    for name in _COLLECTIVE:
-        register_lowering(_operator(name), type_promotion_kind=None)(_lowering(_operator(name)))
-
-
-def _operator(name: str) -> Any:
-    return getattr(torch.ops.hybrid_ep, name).default
+    for name in ("preprocess", "dispatch", "combine"):
+        operator = getattr(torch.ops.hybrid_ep, name).default
+        # As for operators without a lowering: inputs keep the strides of the graph.
+        lowering.add_layout_constraint(operator, lowering.constrain_to_fx_strides)
+        lowering.register_lowering(operator, type_promotion_kind=None)(_lowering(operator))
 
 
 def _lowering(operator: Any) -> Callable[..., Any]:
@@ -61,13 +47,18 @@ def _lowering(operator: Any) -> Callable[..., Any]:
         return ir.TensorBox.create(output) if isinstance(output, ir.IRNode) else output
 
     def lower(*args: Any, **named: Any) -> Any:
-        graph = V.graph
+        graph: Any = V.graph
         before = len(graph.operations)
         outputs = torch.utils._pytree.tree_map(boxed, ir.FallbackKernel.create(operator, *args, **named))
-        previous = graph.effectful_ops.get(torch.library.EffectType.ORDERED)  # type: ignore[attr-defined]
-        if previous is not None:
-            for operation in graph.operations[before:]:
-                graph.additional_star_deps[operation.get_operation_name()].add(previous.get_name())
+        made = graph.operations[before:]
+        # Before PyTorch 2.10 there is no such table, and the order is not kept.
+        after = getattr(graph, "additional_star_deps", None)
+        previous = getattr(graph, "_hybrid_ep_previous", None)
+        for operation in made:
+            operation.has_side_effects = lambda: True
+            if after is not None and previous is not None:
+                after[operation.get_operation_name()].add(previous)
+        graph._hybrid_ep_previous = made[-1].get_name()
         return outputs
 
     return lower

@@ -11,8 +11,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ._compilers import keep_in_order, prepare_inductor
-from .ops import check_device, combine, dispatch, end_of, preprocess, rows_of
+from ._compilers import prepare_inductor
+from .ops import check_device, combine, dispatch, end_of, preprocess
 
 __all__ = ["library"]
 
@@ -24,9 +24,8 @@ library.define(
     " int most) -> (Tensor handle, Tensor tokens_per_expert, Tensor kept_per_expert, Tensor overflow)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-library.define("rows(Tensor handle) -> SymInt", tags=torch.Tag.pt2_compliant_tag)
-# `topk_idx` maps the gradient of weights [T, E] to [T, K]. `rows` is known with a capacity or from an earlier call. A
-# compiled graph without a capacity gets it from the operator `rows`; outside of graphs, None is the handle's number.
+# `topk_idx` maps the gradient of weights [T, E] to [T, K]. `rows` is known with a capacity or from an earlier call;
+# without `rows` the number of rows depends on data.
 library.define(
     "dispatch(Tensor tokens, Tensor? scales, Tensor? weights, Tensor? topk_idx, Tensor handle, int buffer,"
     " bool from_routing, str? fp8, bool permuted, SymInt? rows, bool clear_tokens, bool local_experts)"
@@ -38,9 +37,6 @@ library.define(
     " -> (Tensor tokens, Tensor probs)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-
-
-keep_in_order(library)
 
 
 # ---- implementations
@@ -66,12 +62,6 @@ def _preprocess_op(
 ) -> tuple[Tensor, ...]:
     done = preprocess(end_of(buffer), routing, weights, is_map, pad_multiple, capacity, most)
     return done.handle, done.tokens_per_expert, done.kept_per_expert, done.overflow
-
-
-@torch.library.impl(library, "rows", "CompositeExplicitAutograd")
-@torch.compiler.disable
-def _rows_op(handle: Tensor) -> int:
-    return rows_of(handle)
 
 
 @torch.library.impl(library, "dispatch", "CompositeExplicitAutograd")
@@ -133,13 +123,6 @@ def _preprocess_fake(
         torch.empty(counts, dtype=torch.int64, device=told),
         torch.empty(1, dtype=torch.int32, device=end.device),
     )
-
-
-# A number of its own, because Inductor of PyTorch 2.11 cannot bind a size that an ordered operator with several outputs
-# makes.
-@torch.library.register_fake("hybrid_ep::rows", lib=library)
-def _rows_fake(handle: Tensor) -> torch.SymInt:
-    return torch.library.get_ctx().new_dynamic_size()
 
 
 @torch.library.register_fake("hybrid_ep::dispatch", lib=library)

@@ -35,7 +35,6 @@ __all__ = [
     "end_of",
     "is_plain",
     "preprocess",
-    "rows_of",
     "span",
     "weight_rows",
 ]
@@ -485,11 +484,6 @@ def _strided(rows: Tensor, first: int, columns: int) -> tuple[tuple[int, int], i
     stride = rows.stride(0) if count > 1 else columns
     elements = (count - 1) * stride + columns if count else 0
     return (rows.data_ptr() + first * bytes_each, elements * bytes_each), stride
-
-
-def rows_of(handle: Tensor) -> int:
-    """The rows of the outputs of dispatches with this handle."""
-    return _native.rows_of(_number(handle))
 
 
 def _number(handle: Tensor) -> int:

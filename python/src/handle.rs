@@ -69,9 +69,3 @@ pub(crate) fn find(number: i64) -> Result<Arc<Handle>, Failure> {
         ))
     })
 }
-
-/// The rows of the outputs of dispatches with the handle of this number.
-#[pyfunction]
-pub(crate) fn rows_of(number: i64) -> Result<usize, Failure> {
-    Ok(find(number)?.shape.rows)
-}

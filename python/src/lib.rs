@@ -46,9 +46,6 @@ mod _native {
     use super::dense::dense_routing;
 
     #[pymodule_export]
-    use super::handle::rows_of;
-
-    #[pymodule_export]
     use super::join::timeout_of;
 
     #[pymodule_export]

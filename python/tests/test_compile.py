@@ -106,6 +106,22 @@ def test_without_a_capacity_the_graph_breaks_and_results_are_equal(buffer: Buffe
         assert_same(gradients(compiled, *inputs), gradients(eager, *inputs))
 
 
+def test_activation_checkpoints(buffer: Buffer) -> None:
+    """The backward pass repeats the operators of the forward pass."""
+    from torch.utils.checkpoint import checkpoint
+
+    layered = layer(buffer, 4, 48)
+
+    def forward(x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        y, total, overflow = checkpoint(layered, x, idx, weights, use_reentrant=False)
+        again, more, _ = checkpoint(layered, y, idx, weights, use_reentrant=False)
+        return again, total + more, overflow
+
+    compiled = torch.compile(forward, fullgraph=True)
+    inputs = sample(buffer)
+    assert_same(gradients(compiled, *inputs), gradients(forward, *inputs))
+
+
 @pytest.mark.parametrize("pad", MODES)
 def test_a_handle_from_outside(buffer: Buffer, pad: int | None) -> None:
     def forward(x: Tensor, handle: Any, weights: Tensor) -> Tensor:
