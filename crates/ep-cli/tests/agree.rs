@@ -27,6 +27,7 @@ const BENCH: &[&str] = &[
     "--hidden=64",
     "--experts=8",
     "--topk=3",
+    "--mode=permuted",
     "--pad=4",
     "--iters=2",
     "--seed=1",
@@ -49,6 +50,8 @@ fn every_rank_names_the_option_that_differs() {
     for (base, changed, said) in [
         (BENCH, "--tokens=25", "--tokens is 24 on rank 0 and 25 on rank 1"),
         (BENCH, "--tokens=24,25", "--tokens is 24 on rank 0 and 24,25 on rank 1"),
+        (BENCH, "--tokens=24+25", "--tokens is 24 on rank 0 and 24+25 on rank 1"),
+        (BENCH, "--mode=plain,permuted", "--mode is permuted on rank 0 and plain,permuted on rank 1"),
         (BENCH, "--topk=2", "--topk is 3 on rank 0 and 2 on rank 1"),
         (BENCH, "--seed=2", "--seed is 1 on rank 0 and 2 on rank 1"),
         (BENCH, "--skew=0.6", "--skew is 0.5 on rank 0 and 0.6 on rank 1"),

@@ -43,6 +43,8 @@ fn check_fields(report: &Value, ranks: usize, tokens: &[u64], experts: usize, to
 
     for run in report["runs"].as_array().unwrap() {
         assert_eq!(run["verified"], true);
+        assert_eq!(run["mode"], "permuted");
+        assert!(run.as_object().unwrap()["sms"].is_null());
         assert_eq!(numbers(&run["tokens_per_rank"]), tokens);
         let operators = run["operators"].as_array().unwrap();
         let names: Vec<&str> = operators.iter().map(|o| o["operator"].as_str().unwrap()).collect();
@@ -98,7 +100,7 @@ fn the_report_of_processes_is_complete() {
 #[test]
 fn fp8_with_skew_and_uneven_tokens() {
     for dtype in ["fp8", "fp8-given"] {
-        let options = ["--dtype", dtype, "--hidden", "256", "--skew", "1.2", "--tokens", "9,0,33,1"];
+        let options = ["--dtype", dtype, "--hidden", "256", "--skew", "1.2", "--tokens", "9+0+33+1"];
         let report = json(&options);
         check_fields(&report, 4, &[9, 0, 33, 1], 8, 3);
         assert_eq!(report["config"]["dtype"], dtype);
@@ -106,6 +108,70 @@ fn fp8_with_skew_and_uneven_tokens() {
         check_fields(&in_processes, 4, &[9, 0, 33, 1], 8, 3);
         assert_eq!(in_processes["runs"][0]["load"], report["runs"][0]["load"]);
     }
+}
+
+/// The mode and the tokens of each run of a report.
+fn runs(report: &Value) -> Vec<(String, Vec<u64>)> {
+    assert_eq!(report["verified"], true);
+    let run = |run: &Value| (run["mode"].as_str().unwrap().to_owned(), numbers(&run["tokens_per_rank"]));
+    report["runs"].as_array().unwrap().iter().map(run).collect()
+}
+
+#[test]
+fn all_modes_and_numbers_of_tokens_are_measured_by_threads_and_processes() {
+    let options =
+        ["--mode", "plain,permuted", "--tokens", "1,9+0+33+1,0", "--dtype", "fp8", "--hidden", "128"];
+    let report = json(&options);
+    let expected = ["plain", "permuted"]
+        .map(|mode| [vec![1; 4], vec![9, 0, 33, 1], vec![0; 4]].map(|tokens| (mode.to_owned(), tokens)))
+        .concat();
+    assert_eq!(runs(&report), expected);
+    let in_processes = json(&[&options[..], &["--processes"]].concat());
+    assert_eq!(runs(&in_processes), expected);
+    for (one, other) in
+        report["runs"].as_array().unwrap().iter().zip(in_processes["runs"].as_array().unwrap())
+    {
+        assert_eq!(one["load"], other["load"]);
+        // In plain mode a rank has one row of a token, whatever the number of its experts there; no rows are padded.
+        let rows: u64 = numbers(&one["load"]["rows_per_rank"]).iter().sum();
+        let copies: u64 = numbers(&one["load"]["tokens_per_rank"]).iter().sum();
+        assert!(if one["mode"] == "plain" { rows <= copies } else { rows >= copies });
+    }
+}
+
+#[test]
+fn plain_mode_alone_is_one_run() {
+    let finished = tiny(&["--mode", "plain"]).succeeded();
+    let lines: Vec<&str> = finished.stdout.lines().collect();
+    assert!(
+        lines[1].starts_with("24 tokens a rank, ") && lines[1].contains(", bf16, plain mode, "),
+        "{lines:?}"
+    );
+    let last = lines.last().unwrap();
+    assert!(
+        last.contains("rows (token and a probability per local expert) and 96 combined tokens"),
+        "{last}"
+    );
+}
+
+#[test]
+fn the_report_of_several_runs_ends_with_one_table_of_all() {
+    let finished = tiny(&["--mode", "plain,permuted", "--pad", "8", "--tokens", "3,1000"]).succeeded();
+    for heading in [
+        "\n\nplain mode, 3 tokens a rank\n",
+        "\n\nplain mode, 1,000 tokens a rank\n",
+        "\n\npermuted mode padded to 8, 3 tokens a rank\n",
+        "\n\npermuted mode padded to 8, 1,000 tokens a rank\n",
+    ] {
+        assert_eq!(finished.stdout.matches(heading).count(), 1, "{heading:?}: {}", finished.stdout);
+    }
+    assert_eq!(finished.stdout.matches("floor = ").count(), 1, "{}", finished.stdout);
+    let lines: Vec<&str> = finished.stdout.lines().collect();
+    assert!(lines.last().unwrap().starts_with("verified: all 4 runs"), "{lines:?}");
+    let rows = lines[lines.len() - 6..lines.len() - 2].iter();
+    let rows: Vec<String> =
+        rows.map(|row| row.split_whitespace().take(2).collect::<Vec<_>>().join(" ")).collect();
+    assert_eq!(rows, ["plain 3", "plain 1,000", "permuted 3", "permuted 1,000"]);
 }
 
 #[test]
@@ -166,6 +232,22 @@ fn a_recorded_routing_is_measured_layer_by_layer() {
     let layers: Vec<u64> =
         report["runs"].as_array().unwrap().iter().map(|run| run["layer"].as_u64().unwrap()).collect();
     assert_eq!(layers, [0, 1]);
+
+    // Both layers in both modes; the load of each layer is shown once.
+    let options = ["--routing", &file, "--ranks", "2", "--domains", "1", "--mode", "plain,permuted"];
+    let report = json(&options);
+    let run = |run: &Value| (run["mode"].clone(), run["layer"].clone());
+    let expected: Vec<(Value, Value)> = ["plain", "permuted"]
+        .iter()
+        .flat_map(|mode| [0, 1].map(|layer| (Value::from(*mode), Value::from(layer))))
+        .collect();
+    assert_eq!(report["runs"].as_array().unwrap().iter().map(run).collect::<Vec<_>>(), expected);
+    let text = tiny(&options).succeeded().stdout;
+    assert!(
+        text.contains("\nplain mode, layer 1, 13 + 6 tokens a rank\n") && text.contains("trace layer"),
+        "{text}"
+    );
+    assert_eq!(text.matches("load per rank").count(), 2, "{text}");
 
     // With another number of ranks than in the recording.
     let report = json(&["--routing", &file, "--layer", "1", "--processes"]);

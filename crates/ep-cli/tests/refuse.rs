@@ -16,7 +16,10 @@ fn numbers_that_do_not_fit_together_are_refused() {
         (&["--experts", "0"], &["--experts 0"]),
         (&["--topk", "9"], &["--topk 9", "8"]),
         (&["--topk", "0"], &["--topk 0"]),
-        (&["--tokens", "1,2,3"], &["--tokens", "3 numbers for 4 ranks"]),
+        (&["--tokens", "1+2+3"], &["--tokens 1+2+3", "3 numbers for 4 ranks"]),
+        (&["--tokens", "5,1+2+3"], &["--tokens 1+2+3", "3 numbers for 4 ranks"]),
+        (&["--mode", "plain", "--pad", "4"], &["--pad 4", "plain mode", "leave --pad out"]),
+        (&["--sms", "8,16"], &["--sms = 8,16", "host backend", "--backend cuda"]),
         (&["--hidden", "63"], &["--hidden", "126 bytes", "multiple of 16"]),
         (&["--hidden", "8", "--dtype", "fp8"], &["--hidden", "8 bytes", "multiple of 16"]),
         (&["--hidden", "0"], &["--hidden"]),
@@ -48,6 +51,9 @@ fn usage_errors_of_the_parser_have_the_same_code() {
             &["bench", "--tokens", "many"][..],
             &["'many'", "--tokens", "a whole number", "`hybrid-ep bench --help`"][..],
         ),
+        (&["bench", "--tokens", "1,2+"], &["'2+'", "--tokens", "a whole number"]),
+        (&["bench", "--mode", "both"], &["both", "--mode", "possible values: plain, permuted"]),
+        (&["bench", "--sms", "8,0"], &["0", "--sms", "1..=1024"]),
         (&["bench", "--layer", "1"], &["--routing", "not provided", "`hybrid-ep bench --help`"]),
         (&["bench", "--tokns", "1"], &["--tokns", "--tokens", "`hybrid-ep bench --help`"]),
         (&["bench", "--backend", "tpu"], &["tpu", "--backend", "possible values: auto, host, cuda"]),
@@ -134,6 +140,19 @@ fn the_cuda_backend_is_refused_without_gpus() {
 fn the_launcher_refuses_before_it_starts_ranks() {
     // One line of the launcher, not one line per rank.
     tiny(&["--processes", "--topk", "9"]).refused(2, &["--topk 9"]);
+}
+
+#[test]
+fn commands_that_measure_one_number_of_sms_refuse_several() {
+    for command in [
+        &["verify", "--backend", "host", "--cases", "1"][..],
+        &["verify", "--backend", "host", "--soak", "1"],
+        &["rail"],
+        &["calibrate"],
+    ] {
+        run(&[command, &["--sms", "8,16"]].concat()).refused(2, &["--sms = 8,16", "one number", "bench"]);
+    }
+    tiny(&["--sms", "8"]).succeeded();
 }
 
 #[test]

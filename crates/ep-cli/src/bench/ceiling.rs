@@ -1,8 +1,15 @@
 //! The ceilings from which floors are computed: memory bandwidth of all cores together, or bandwidth of a GPU's links.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
+use crate::bench::floor::MustMove;
+use crate::bench::plan::BenchPlan;
+use crate::bench::scenario::Scenario;
 use crate::common::memory::{MemoryBandwidth, Moved};
+
+/// How long the memory bandwidth is measured for one size before the run, and again after it.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// GB/s that each of four to eight H100 or H200 (NVLink 4, 18 links) sends when all push rows to all others by bulk
 /// copies, on as many SMs as that takes. Measured.
@@ -28,6 +35,56 @@ impl Ceiling {
         };
         parts.iter().map(|&moved| one(moved)).sum()
     }
+
+    /// Each ceiling once, the smallest memory first.
+    pub(crate) fn distinct(mut ceilings: Vec<Self>) -> Vec<Self> {
+        let size = |ceiling: &Self| match ceiling {
+            Self::Memory(memory) => memory.size,
+            Self::Wire(_) => 0,
+        };
+        ceilings.sort_by_key(size);
+        ceilings.dedup();
+        ceilings
+    }
+}
+
+/// Memory bandwidth by the bytes that an operator moves. Small operators stay in caches, so each power of two has its own
+/// measurement.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct MemoryRates(BTreeMap<u32, MemoryBandwidth>);
+
+impl MemoryRates {
+    /// Measures with about as many bytes as the operators of the runs move. Takes at most an eighth of the entry bound,
+    /// because other ranks may be waiting.
+    pub(crate) fn measure(plan: &BenchPlan) -> Self {
+        let mut sizes: BTreeMap<u32, u64> = BTreeMap::new();
+        for scenario in &plan.scenarios {
+            let bytes = MustMove::about(plan, scenario);
+            let least = sizes.entry(power(bytes)).or_insert(bytes);
+            *least = bytes.min(*least);
+        }
+        let share = plan.config.timeout / 8 / u32::try_from(sizes.len().max(1)).unwrap_or(u32::MAX);
+        let measured = |(power, bytes)| (power, MemoryBandwidth::measure(bytes, PATIENCE.min(share)));
+        Self(sizes.into_iter().map(measured).collect())
+    }
+
+    /// The larger of two measurements, for each size and rate.
+    pub(crate) fn best(mut self, other: Self) -> Self {
+        for (power, rates) in other.0 {
+            self.0.entry(power).and_modify(|own| *own = own.best(rates)).or_insert(rates);
+        }
+        self
+    }
+
+    /// The rates for a run that was measured.
+    pub(crate) fn of(&self, plan: &BenchPlan, scenario: &Scenario) -> MemoryBandwidth {
+        self.0[&power(MustMove::about(plan, scenario))]
+    }
+}
+
+/// The power of two that bounds a size.
+fn power(bytes: u64) -> u32 {
+    u64::BITS - bytes.leading_zeros()
 }
 
 /// Bandwidth from each GPU to the others.

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use crate::bench::report::Load;
+use crate::bench::runs::Load;
 use crate::common::units;
 
 /// Characters of the longest bar of a rank.
@@ -17,10 +17,11 @@ const HEIGHT: usize = 3;
 const UPWARD: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 const RIGHTWARD: [char; 9] = [' ', '▏', '▎', '▍', '▌', '▋', '▊', '▉', '█'];
 
-pub(super) fn render(load: &Load) -> String {
+/// `unit`: what the load counts.
+pub(super) fn render(load: &Load, unit: &str) -> String {
     // Writing to a string cannot fail.
     let mut out = String::new();
-    let _ = writeln!(out, "load per rank, rows received (max/mean {:.2})", load.rank_max_over_mean);
+    let _ = writeln!(out, "load per rank, {unit} received (max/mean {:.2})", load.rank_max_over_mean);
     let most = load.tokens_per_rank.iter().copied().max().unwrap_or_default();
     for (rank, &rows) in load.tokens_per_rank.iter().enumerate().take(LINES) {
         let bar = bar(rows, most);
@@ -29,7 +30,7 @@ pub(super) fn render(load: &Load) -> String {
     if let Some(others) = load.tokens_per_rank.len().checked_sub(LINES + 1) {
         let _ = writeln!(out, "  ... and {} more", others + 1);
     }
-    let _ = writeln!(out, "\nload per expert, rows (max/mean {:.2})", load.expert_max_over_mean);
+    let _ = writeln!(out, "\nload per expert, {unit} (max/mean {:.2})", load.expert_max_over_mean);
     out.push_str(&columns(&load.tokens_per_expert));
     out
 }

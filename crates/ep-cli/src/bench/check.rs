@@ -4,7 +4,7 @@
 //! gives its contents, and rows are compared one by one, on all cores.
 
 use ep::oracle::{self, CombineSpec, ReceivedRows, RowSource};
-use ep::{Element, Rank, ReceiveShape, Routing, ScaleFormat, TokenFormat, World};
+use ep::{DispatchMode, Element, Rank, ReceiveShape, Routing, ScaleFormat, TokenFormat, World};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +20,7 @@ pub(super) struct HeldRows<'a> {
     pub(super) rows: &'a [u8],
     /// Empty in bf16.
     pub(super) scales: &'a [u8],
-    /// One f32 per row.
+    /// One f32 per row, in plain mode one per row and local expert.
     pub(super) probs: &'a [u8],
 }
 
@@ -29,6 +29,8 @@ pub(super) struct HeldRows<'a> {
 pub(super) struct Expected<'a> {
     pub(super) world: &'a World,
     pub(super) routings: &'a [Routing],
+    /// The rank that holds the outputs.
+    pub(super) rank: Rank,
     /// The rows that the rank receives without a capacity.
     pub(super) received: &'a ReceivedRows,
     pub(super) format: TokenFormat,
@@ -55,7 +57,7 @@ pub(super) struct CheckedCounts {
 struct Row<'a> {
     data: &'a [u8],
     scales: &'a [u8],
-    prob: [u8; 4],
+    probs: &'a [u8],
 }
 
 /// Compares the received rows and padding rows, and returns their numbers. A sufficient capacity makes no difference.
@@ -68,14 +70,16 @@ pub(super) fn dispatched(expected: &Expected<'_>, held: &HeldRows<'_>) -> Result
     }
     let Expected { hidden, format, .. } = *expected;
     let (row_bytes, scale_bytes) = (format.output_row_bytes(hidden), format.scale_row_bytes(hidden));
+    let prob_bytes = size_of::<f32>() * expected.probs_per_row();
     let held_row = |row: usize| Row {
         data: &held.rows[row * row_bytes..][..row_bytes],
         scales: &held.scales[row * scale_bytes..][..scale_bytes],
-        prob: std::array::from_fn(|byte| held.probs[4 * row + byte]),
+        probs: &held.probs[row * prob_bytes..][..prob_bytes],
     };
     let mut by_token: Vec<(&RowSource, usize)> = Vec::with_capacity(expected.received.rows.len());
-    let (zero_data, zero_scales) = (vec![0; row_bytes], vec![0; scale_bytes]);
-    let zero = Row { data: &zero_data, scales: &zero_scales, prob: [0; 4] };
+    let (zero_data, zero_scales, zero_probs) =
+        (vec![0; row_bytes], vec![0; scale_bytes], vec![0; prob_bytes]);
+    let zero = Row { data: &zero_data, scales: &zero_scales, probs: &zero_probs };
     for (row, source) in expected.received.rows.iter().enumerate() {
         match source {
             Some(source) => by_token.push((source, row)),
@@ -88,20 +92,49 @@ pub(super) fn dispatched(expected: &Expected<'_>, held: &HeldRows<'_>) -> Result
     let check_batch = |batch: &[(&RowSource, usize)]| {
         let mut token = Token::new(hidden, format);
         let mut made = None;
+        let mut probs = vec![0; prob_bytes];
         batch.iter().try_for_each(|&(source, row)| {
             if made != Some((source.rank, source.token)) {
                 token.make(expected.seed, source.rank, source.token);
                 made = Some((source.rank, source.token));
             }
-            let (expert, weight) = source.experts[0];
-            let right = Row { data: token.data(), scales: &token.scales, prob: weight.to_le_bytes() };
-            compare(&held_row(row), &right, || {
-                format!("row {row} (token {} of rank {}, for expert {expert})", source.token, source.rank)
-            })
+            expected.write_probs(source, &mut probs);
+            let right = Row { data: token.data(), scales: &token.scales, probs: &probs };
+            compare(&held_row(row), &right, || place(row, source))
         })
     };
     first_error(by_token.par_chunks(BATCH).map(check_batch))?;
     Ok((by_token.len() as u64, padding as u64))
+}
+
+impl Expected<'_> {
+    fn is_plain(&self) -> bool {
+        self.received.shape.mode == DispatchMode::Plain
+    }
+
+    /// One probability, or in plain mode one for each local expert.
+    fn probs_per_row(&self) -> usize {
+        if self.is_plain() { self.world.placement().local_experts(self.rank) } else { 1 }
+    }
+
+    /// Writes the probabilities of a row: in plain mode each at its local expert, and 0 at experts that the token did not
+    /// choose.
+    fn write_probs(&self, source: &RowSource, probs: &mut [u8]) {
+        let placement = self.world.placement();
+        let first = placement.positions_of(self.rank).start;
+        probs.fill(0);
+        for &(expert, weight) in &source.experts {
+            let column = if self.is_plain() { placement.position_of(expert) as usize - first } else { 0 };
+            probs[size_of::<f32>() * column..][..size_of::<f32>()].copy_from_slice(&weight.to_le_bytes());
+        }
+    }
+}
+
+/// Names a row in a message.
+fn place(row: usize, source: &RowSource) -> String {
+    let experts: Vec<String> = source.experts.iter().map(|(expert, _)| expert.to_string()).collect();
+    let noun = if experts.len() == 1 { "expert" } else { "experts" };
+    format!("row {row} (token {} of rank {}, for {noun} {})", source.token, source.rank, experts.join(", "))
 }
 
 fn first_error(results: impl IndexedParallelIterator<Item = Result<(), String>>) -> Result<(), String> {
@@ -115,7 +148,7 @@ fn compare(held: &Row<'_>, right: &Row<'_>, place: impl Fn() -> String) -> Resul
     let parts = [
         ("byte", held.data, right.data),
         ("scale byte", held.scales, right.scales),
-        ("probability byte", &held.prob, &right.prob),
+        ("probability byte", held.probs, right.probs),
     ];
     let difference = parts.into_iter().find_map(|(what, held, right)| difference(what, held, right));
     Err(format!("dispatch, {}: {}", place(), difference.unwrap_or_default()))
@@ -127,14 +160,18 @@ fn difference(what: &str, held: &[u8], right: &[u8]) -> Option<String> {
 }
 
 /// Compares a rank's combined tokens.
-pub(super) fn combined(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Result<u64, String> {
-    let Expected { world, hidden, .. } = *expected;
+pub(super) fn combined(expected: &Expected<'_>, held: &[u8]) -> Result<u64, String> {
+    let Expected { world, hidden, rank, .. } = *expected;
     let spec = CombineSpec { hidden, element: Element::Bf16, wire: Element::Bf16 };
     let routing = &expected.routings[rank.index()];
     let check_token = |token: &mut Token, (index, held): (usize, &[u8])| {
         let mut copies = vec![0; world.ranks()];
         for &expert in routing.experts_of(index) {
             copies[world.placement().owner_at(world.placement().position_of(expert)).index()] += 1;
+        }
+        if expected.is_plain() {
+            // A rank has one row of a token, whatever the number of its experts there.
+            copies.iter_mut().for_each(|copies| *copies = (*copies).min(1));
         }
         token.make(expected.seed, rank, index);
         // Experts are the identity, so every summed row is the token itself.
@@ -150,8 +187,8 @@ pub(super) fn combined(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Resu
 }
 
 /// Compares the probabilities that combine returned: dense, f32, one per expert.
-pub(super) fn gathered(expected: &Expected<'_>, rank: Rank, held: &[u8]) -> Result<u64, String> {
-    let routing = &expected.routings[rank.index()];
+pub(super) fn gathered(expected: &Expected<'_>, held: &[u8]) -> Result<u64, String> {
+    let routing = &expected.routings[expected.rank.index()];
     let check_token = |(index, held): (usize, &[u8])| {
         let mut right = vec![0; held.len()];
         for (&expert, weight) in routing.experts_of(index).iter().zip(routing.weights_of(index)) {
@@ -207,7 +244,6 @@ impl Token {
 
 #[cfg(test)]
 mod tests {
-    use ep::DispatchMode;
     use ep::oracle::Tokens;
     use ep::workload::Workload;
 
@@ -229,14 +265,13 @@ mod tests {
     }
 
     impl Rank1 {
-        fn new(format: TokenFormat) -> Self {
+        fn new(mode: DispatchMode, format: TokenFormat) -> Self {
             let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
             let draw = |rank: u32| {
                 Workload { tokens: 9 * rank as usize, experts: 8, topk: 3, skew: 0.5, seed: 1 }
                     .routing(Rank(rank))
             };
             let routings: Vec<Routing> = (0..4).map(draw).collect();
-            let mode = DispatchMode::permuted(4).unwrap();
             let received = oracle::rows(&world, &routings, mode, &[None; 4]);
             let contents = |routing: &Routing| {
                 let mut data = vec![0; routing.tokens() * 2 * HIDDEN];
@@ -260,6 +295,7 @@ mod tests {
             let expected = Expected {
                 world: &self.world,
                 routings: &self.routings,
+                rank: Rank(1),
                 received: &self.received[1],
                 format: self.format,
                 hidden: HIDDEN,
@@ -273,45 +309,99 @@ mod tests {
                 probs: &probs,
             };
             let (rows, padding_rows) = dispatched(&expected, &held)?;
-            let tokens = combined(&expected, Rank(1), &self.combined)?;
-            let probs = gathered(&expected, Rank(1), &self.gathered)?;
+            let tokens = combined(&expected, &self.combined)?;
+            let probs = gathered(&expected, &self.gathered)?;
             Ok(CheckedCounts { rows, padding_rows, tokens, probs, bounded_rows: 0 })
         }
     }
 
+    const FP8: TokenFormat = TokenFormat::QuantizeFp8(ScaleFormat::F32Per128);
+
+    fn modes() -> [DispatchMode; 2] {
+        [DispatchMode::Plain, DispatchMode::permuted(4).unwrap()]
+    }
+
     #[test]
     fn the_oracles_outputs_pass() {
-        for format in [TokenFormat::Bf16, TokenFormat::QuantizeFp8(ScaleFormat::F32Per128)] {
-            let mut world = Rank1::new(format);
+        for (mode, format) in modes().into_iter().flat_map(|mode| [(mode, TokenFormat::Bf16), (mode, FP8)]) {
+            let mut world = Rank1::new(mode, format);
             // A capacity beyond the received rows makes no difference.
             world.shape.capacity = Some(10_000);
             let checked = world.check().unwrap();
             assert_eq!((checked.tokens, checked.probs), (9, 9));
             assert_eq!((checked.rows + checked.padding_rows) as usize, world.received[1].rows.len());
-            assert!(checked.padding_rows > 0);
+            assert_eq!(checked.padding_rows == 0, mode == DispatchMode::Plain);
         }
+    }
+
+    /// Spoils the correct outputs of a mode and checks the message about them.
+    fn spoil(mode: DispatchMode, spoil: &dyn Fn(&mut Rank1), expected: &str) {
+        let mut world = Rank1::new(mode, FP8);
+        spoil(&mut world);
+        let message = world.check().unwrap_err();
+        assert!(message.contains(expected), "{message}");
     }
 
     #[test]
     fn one_wrong_bit_is_found_and_located() {
-        let right = || Rank1::new(TokenFormat::QuantizeFp8(ScaleFormat::F32Per128));
-        let spoil = |spoil: &dyn Fn(&mut Rank1), expected: &str| {
-            let mut world = right();
-            spoil(&mut world);
-            let message = world.check().unwrap_err();
-            assert!(message.contains(expected), "{message}");
+        for mode in modes() {
+            spoil(mode, &|w| w.dispatched.tokens[HIDDEN + 5] ^= 1, "row 1 (token ");
+            spoil(mode, &|w| w.dispatched.tokens[HIDDEN + 5] ^= 1, ": byte 5 is 0x");
+            spoil(mode, &|w| w.dispatched.scales[3] ^= 1, "row 0 (token ");
+            spoil(mode, &|w| w.dispatched.probs[0] += 1.0, "probability byte");
+            spoil(mode, &|w| w.combined[2 * HIDDEN * 7 + 3] ^= 1, "combine, token 7 of rank 1: byte 3 is 0x");
+            spoil(
+                mode,
+                &|w| w.gathered[4 * 8 * 8 + 7] ^= 1,
+                "combine, probabilities of token 8: byte 7 is 0x",
+            );
+            spoil(mode, &|w| w.shape.rows += 1, "receives ReceiveShape");
+        }
+    }
+
+    #[test]
+    fn a_wrong_padding_row_is_found() {
+        let mode = modes()[1];
+        let padding = Rank1::new(mode, FP8).shape.padding().find(|range| !range.is_empty()).unwrap().start;
+        let byte = format!("padding row {padding}: byte 0 is 0x01");
+        spoil(mode, &|w| w.dispatched.tokens[padding * HIDDEN] = 1, &byte);
+        spoil(mode, &|w| w.dispatched.probs[padding] = 1.0, &format!("padding row {padding}: probability"));
+    }
+
+    #[test]
+    fn in_plain_mode_every_probability_of_a_row_has_its_expert() {
+        let mode = DispatchMode::Plain;
+        // Rank 1 has experts 2 and 3. A row with one of them must have 0 for the other one.
+        let world = Rank1::new(mode, FP8);
+        let rows = &world.received[1].rows;
+        let chose = |experts: &[u32]| {
+            let found = rows.iter().position(|row| {
+                row.as_ref().unwrap().experts.iter().map(|&(expert, _)| expert).eq(experts.iter().copied())
+            });
+            found.unwrap()
         };
-        let padding = right().shape.padding().find(|range| !range.is_empty()).unwrap().start;
-        spoil(&|w| w.dispatched.tokens[HIDDEN + 5] ^= 1, "row 1 (token ");
-        spoil(&|w| w.dispatched.tokens[HIDDEN + 5] ^= 1, ": byte 5 is 0x");
-        spoil(&|w| w.dispatched.scales[3] ^= 1, "row 0 (token ");
-        spoil(&|w| w.dispatched.probs[0] += 1.0, "probability byte");
-        spoil(
-            &|w| w.dispatched.tokens[padding * HIDDEN] = 1,
-            &format!("padding row {padding}: byte 0 is 0x01"),
-        );
-        spoil(&|w| w.combined[2 * HIDDEN * 7 + 3] ^= 1, "combine, token 7 of rank 1: byte 3 is 0x");
-        spoil(&|w| w.gathered[4 * 8 * 8 + 7] ^= 1, "combine, probabilities of token 8: byte 7 is 0x");
-        spoil(&|w| w.shape.rows += 1, "receives ReceiveShape");
+        let (first, second, both) = (chose(&[2]), chose(&[3]), chose(&[2, 3]));
+        let check = |row: usize, experts: &str, change: &dyn Fn(&mut [f32])| {
+            let mut world = Rank1::new(mode, FP8);
+            change(&mut world.dispatched.probs[2 * row..][..2]);
+            let message = world.check().unwrap_err();
+            for part in [&*format!("dispatch, row {row} (token "), experts, "probability byte"] {
+                assert!(message.contains(part), "no `{part}` in {message}");
+            }
+        };
+        check(first, "for expert 2)", &|probs| probs[1] = 1e-9);
+        check(first, "for expert 2)", &|probs| probs.swap(0, 1));
+        check(second, "for expert 3)", &|probs| probs[0] = -0.0);
+        check(both, "for experts 2, 3)", &|probs| probs[1] *= 2.0);
+        check(both, "for experts 2, 3)", &|probs| probs.swap(0, 1));
+    }
+
+    #[test]
+    fn in_plain_mode_combine_sums_one_row_per_rank() {
+        let [plain, permuted] = modes().map(|mode| Rank1::new(mode, TokenFormat::Bf16));
+        assert_ne!(plain.combined, permuted.combined);
+        let mut world = plain;
+        world.combined = permuted.combined;
+        assert!(world.check().unwrap_err().starts_with("combine, token "));
     }
 }

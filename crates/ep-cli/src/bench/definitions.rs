@@ -57,8 +57,8 @@ pub(super) fn time(plan: &BenchPlan) -> String {
     }
 }
 
-/// How the floor is computed, or why there is none.
-pub(super) fn floor(ceiling: Ceiling) -> String {
+/// How the floor is computed, or why there is none. `ceilings`: each one once; there are several only of memory.
+pub(super) fn floor(ceilings: &[Ceiling]) -> String {
     let at = |gb_per_s: f64, origin: &str| {
         format!(
             "floor = the bytes that the busiest GPU must receive from other GPUs, or send to them if that is more \
@@ -66,18 +66,13 @@ pub(super) fn floor(ceiling: Ceiling) -> String {
              combine one bf16 sum), at {gb_per_s} GB/s{origin}"
         )
     };
-    match ceiling {
+    match ceilings[0] {
         Ceiling::Memory(memory) => format!(
             "floor = the time to read or write once every input token that has an expert, every output row (padding, \
-             scales and probability included) and every output token, at the best rates that all {} cores reach on \
-             {} of memory before or after the run: {:.1} GB/s read + written by copying ({}), {:.1} GB/s by reading \
-             alone, {:.1} GB/s by writing alone",
+             scales and probabilities included) and every output token, at the best rates that all {} cores reach on as \
+             much memory before or after the run: {}",
             memory.cores,
-            units::bytes(memory.size as u64),
-            memory.traffic() / 1e9,
-            memory.copied_by.name(),
-            memory.read / 1e9,
-            memory.written / 1e9,
+            ceilings.iter().filter_map(rates).collect::<Vec<_>>().join("; "),
         ),
         Ceiling::Wire(Wire::Measured(gb_per_s)) => at(
             gb_per_s,
@@ -91,4 +86,17 @@ pub(super) fn floor(ceiling: Ceiling) -> String {
             "no floor: several ranks of a domain share a GPU, so bytes between them cross no link".into()
         }
     }
+}
+
+/// The rates of memory, and the size that they were measured on.
+fn rates(ceiling: &Ceiling) -> Option<String> {
+    let Ceiling::Memory(memory) = ceiling else { return None };
+    Some(format!(
+        "on {} {:.1} GB/s read + written by copying ({}), {:.1} GB/s by reading alone, {:.1} GB/s by writing alone",
+        units::bytes(memory.size as u64),
+        memory.traffic() / 1e9,
+        memory.copied_by.name(),
+        memory.read / 1e9,
+        memory.written / 1e9,
+    ))
 }

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use ep::{Rank, Routing, World};
+use ep::{DispatchMode, Rank, Routing, World};
 use serde::Serialize;
 
 use crate::bench::measure::Operator;
-use crate::bench::plan::{BenchPlan, Scenario};
+use crate::bench::plan::BenchPlan;
+use crate::bench::scenario::Scenario;
 use crate::common::memory::Moved;
 
 /// The bytes that one dispatch and one combine must move.
@@ -18,21 +19,30 @@ pub(super) struct MustMove {
 
 impl MustMove {
     /// Bytes that all ranks together read once and write once in memory. `rows`: rows received by all ranks.
-    pub(super) fn through_memory(plan: &BenchPlan, routings: &[Routing], rows: u64) -> Self {
+    pub(super) fn through_memory(
+        plan: &BenchPlan,
+        scenario: &Scenario,
+        routings: &[Routing],
+        rows: u64,
+    ) -> Self {
         let format = plan.format();
         let sent = |routing: &Routing| {
             (0..routing.tokens()).filter(|&token| !routing.experts_of(token).is_empty()).count()
         };
         let sent: usize = routings.iter().map(sent).sum();
         let tokens: usize = routings.iter().map(Routing::tokens).sum();
-        let copies: usize = routings.iter().map(Routing::copies).sum();
-        let row =
-            format.output_row_bytes(plan.hidden) + format.scale_row_bytes(plan.hidden) + size_of::<f32>();
+        // Combine reads no padding.
+        let summed = match scenario.mode {
+            DispatchMode::Plain => rows,
+            DispatchMode::Permuted { .. } => routings.iter().map(|routing| routing.copies() as u64).sum(),
+        };
+        let probs = size_of::<f32>() * scenario.probs_per_row(&plan.world);
+        let row = format.output_row_bytes(plan.hidden) + format.scale_row_bytes(plan.hidden) + probs;
         let token = format.input_row_bytes(plan.hidden) + format.input_scale_row_bytes(plan.hidden);
         let output = plan.bf16_row_bytes();
         Self {
             dispatch: Moved { read: (sent * token) as u64, written: rows * row as u64 },
-            combine: Moved { read: (copies * output) as u64, written: (tokens * output) as u64 },
+            combine: Moved { read: summed * output as u64, written: (tokens * output) as u64 },
         }
     }
 
@@ -57,21 +67,17 @@ impl MustMove {
         }
     }
 
-    /// Estimates the bytes of the smaller of the two operators, before the received rows are known. Takes the smallest
-    /// scenario.
-    pub(super) fn about(plan: &BenchPlan) -> u64 {
-        let of = |scenario: &Scenario| {
-            let tokens: u64 = scenario.tokens().iter().map(|&tokens| tokens as u64).sum();
-            let copies = scenario.copies().unwrap_or(u64::MAX);
-            let format = plan.format();
-            let row = format.output_row_bytes(plan.hidden) as u64;
-            let dispatch = tokens
-                .saturating_mul(format.input_row_bytes(plan.hidden) as u64)
-                .saturating_add(copies.saturating_mul(row));
-            let combine = copies.saturating_add(tokens).saturating_mul(plan.bf16_row_bytes() as u64);
-            dispatch.min(combine)
-        };
-        plan.scenarios.iter().map(of).min().unwrap_or_default()
+    /// Estimates the bytes of the smaller of the two operators, before the received rows are known.
+    pub(super) fn about(plan: &BenchPlan, scenario: &Scenario) -> u64 {
+        let tokens = scenario.source.all_tokens().unwrap_or(u64::MAX);
+        let rows = scenario.most_rows(&plan.world).unwrap_or(u64::MAX);
+        let format = plan.format();
+        let row = format.output_row_bytes(plan.hidden) as u64;
+        let dispatch = tokens
+            .saturating_mul(format.input_row_bytes(plan.hidden) as u64)
+            .saturating_add(rows.saturating_mul(row));
+        let combine = rows.saturating_add(tokens).saturating_mul(plan.bf16_row_bytes() as u64);
+        dispatch.min(combine)
     }
 }
 
@@ -165,7 +171,8 @@ mod tests {
             let plan = plan(&format!(
                 "--ranks 2 --domains 1 --experts 4 --topk 2 --hidden 128 --tokens 10 {options}"
             ));
-            MustMove::through_memory(&plan, &plan.scenarios[0].routings(), 48)
+            let scenario = &plan.scenarios[0];
+            MustMove::through_memory(&plan, scenario, &scenario.source.routings(), 48)
         };
         // 20 tokens and 48 rows of 256 bytes; 40 rows of real copies and 20 tokens.
         let moved = |read, written| Moved { read, written };
@@ -176,6 +183,10 @@ mod tests {
         assert_eq!(bytes("--dtype fp8-given").dispatch, moved(20 * (128 + 4), 48 * (128 + 4 + 4)));
         let layer = bf16.by(Operator::Layer).unwrap();
         assert_eq!(layer.iter().map(|moved| moved.bytes()).sum::<u64>(), 2 * (17_600 + 15_360));
+        // In plain mode a row has a probability for each of the rank's two experts, and combine reads all rows.
+        let plain = bytes("--mode plain");
+        assert_eq!(plain.dispatch, moved(20 * 256, 48 * (256 + 2 * 4)));
+        assert_eq!(plain.combine, moved(48 * 256, 20 * 256));
     }
 
     /// Counts crossings pair by pair: whether `from` sends a token of a rank on its rail to `to`, a rank of its domain.

@@ -1,7 +1,8 @@
 //! Estimates the main memory that a benchmark needs, before it allocates any. GPU memory is not counted: the CUDA
 //! backend reports an allocation that fails, with the free memory.
 
-use crate::bench::plan::{BenchPlan, Scenario};
+use crate::bench::plan::BenchPlan;
+use crate::bench::scenario::Scenario;
 use crate::common::backend::BackendKind;
 use crate::common::failure::Failure;
 use crate::common::role::ProcessRole;
@@ -59,33 +60,29 @@ fn parts(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
 fn host_parts(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
     let ranks = plan.ranks();
     let domains = plan.world.topology().domains();
-    let tokens = scenario.tokens().into_iter().try_fold(0usize, usize::checked_add)?;
-    let copies = scenario.copies()?;
-    let padding = product(&[plan.world.experts(), plan.mode.pad_multiple() - 1])?;
+    let (tokens, copies) = (scenario.source.all_tokens()?, scenario.source.copies()?);
     let format = plan.format();
     let expert_rows = if format.output_row_bytes(1) == 2 { 0 } else { plan.bf16_row_bytes() };
     let row = format
         .output_row_bytes(plan.hidden)
         .checked_add(format.scale_row_bytes(plan.hidden))?
-        .checked_add(expert_rows)?
-        .checked_add(size_of::<f32>())? as u64;
+        .checked_add(expert_rows)? as u64;
     // 64 bytes per copy: two handles.
     let bookkeeping = known(plan, copies)?.checked_add(copies.checked_mul(64)?)?;
     let windows = product(&[2 * ranks, domains - 1, plan.config.host.slots, plan.config.host.slot_bytes])?;
     // Every rank receives the counts of all ranks, for each of two handles.
     let counts = product(&[2 * ranks, ranks, ep::Counts::words(&plan.world), size_of::<u32>()])?;
-    let trace = scenario.layer.is_some();
+    let recorded = scenario.source.layer.is_some();
+    let [rows, probs, padding] = received(plan, scenario, row, bookkeeping)?;
     Some(vec![
         Part {
             // Input and combined tokens.
-            bytes: product(&[tokens, 2, plan.bf16_row_bytes()])?,
-            reduce: if trace { "--hidden" } else { "--tokens or --hidden" },
+            bytes: tokens.checked_mul(product(&[2, plan.bf16_row_bytes()])?)?,
+            reduce: if recorded { "--hidden" } else { "--tokens or --hidden" },
         },
-        Part {
-            bytes: copies.checked_mul(row)?.checked_add(bookkeeping)?,
-            reduce: if trace { "--hidden" } else { "--tokens, --hidden or --topk" },
-        },
-        Part { bytes: padding.checked_mul(row)?, reduce: "--pad or --hidden" },
+        rows,
+        probs,
+        padding,
         Part { bytes: counts, reduce: "--ranks or --experts" },
         Part { bytes: windows, reduce: "HYBRID_EP_SLOT_BYTES or HYBRID_EP_SLOTS" },
     ])
@@ -94,31 +91,40 @@ fn host_parts(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
 /// Host copies of GPU memory: the largest are the received rows, downloaded to be checked, and the experts' outputs,
 /// made here to be uploaded.
 fn copies_of_gpus(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
-    let tokens = scenario.tokens().into_iter().try_fold(0usize, usize::checked_add)?;
-    let copies = scenario.copies()?;
-    let padding = product(&[plan.world.experts(), plan.mode.pad_multiple() - 1])?;
+    let tokens = scenario.source.all_tokens()?;
     let format = plan.format();
-    let delivered = format
-        .output_row_bytes(plan.hidden)
-        .checked_add(format.scale_row_bytes(plan.hidden))?
-        .checked_add(size_of::<f32>())?;
+    let delivered = format.output_row_bytes(plan.hidden).checked_add(format.scale_row_bytes(plan.hidden))?;
     let row = delivered.max(plan.bf16_row_bytes()) as u64;
-    let trace = scenario.layer.is_some();
+    let recorded = scenario.source.layer.is_some();
+    let [rows, probs, padding] = received(plan, scenario, row, known(plan, scenario.source.copies()?)?)?;
+    // Combined tokens, and their probabilities for all experts.
+    let token = plan.bf16_row_bytes().checked_add(plan.world.experts().checked_mul(size_of::<f32>())?)?;
     Some(vec![
+        rows,
+        probs,
+        padding,
         Part {
-            bytes: copies.checked_mul(row)?.checked_add(known(plan, copies)?)?,
-            reduce: if trace { "--hidden" } else { "--tokens, --hidden or --topk" },
+            bytes: tokens.checked_mul(token as u64)?,
+            reduce: if recorded { "--hidden" } else { "--tokens, --hidden or --experts" },
+        },
+    ])
+}
+
+/// The received rows of `row` bytes with what is known about them, their probabilities, and the padding.
+fn received(plan: &BenchPlan, scenario: &Scenario, row: u64, bookkeeping: u64) -> Option<[Part; 3]> {
+    let rows = scenario.most_rows(&plan.world)?;
+    let recorded = scenario.source.layer.is_some();
+    let padding = product(&[plan.world.experts(), scenario.mode.pad_multiple() - 1])?;
+    Some([
+        Part {
+            bytes: rows.checked_mul(row)?.checked_add(bookkeeping)?,
+            reduce: if recorded { "--hidden" } else { "--tokens, --hidden or --topk" },
+        },
+        Part {
+            bytes: rows.checked_mul(product(&[size_of::<f32>(), scenario.probs_per_row(&plan.world)])?)?,
+            reduce: if recorded { "--hidden" } else { "--tokens or --experts" },
         },
         Part { bytes: padding.checked_mul(row)?, reduce: "--pad or --hidden" },
-        Part {
-            // Combined tokens, and their probabilities for all experts.
-            bytes: product(&[tokens, plan.bf16_row_bytes()])?.checked_add(product(&[
-                tokens,
-                plan.world.experts(),
-                size_of::<f32>(),
-            ])?)?,
-            reduce: if trace { "--hidden" } else { "--tokens, --hidden or --experts" },
-        },
     ])
 }
 
@@ -153,6 +159,30 @@ mod tests {
         // FP8 rows are smaller, but the experts' bf16 outputs need another tensor.
         assert!(message("--dtype fp8", 900_000_000).is_some());
         assert_eq!(message("", 900_000_000), None);
+    }
+
+    #[test]
+    fn the_largest_run_counts() {
+        assert_eq!(message("--tokens 1,16", 900_000_000), None);
+        for tokens in ["4096,4000000,1", "1,0+0+0+16000000"] {
+            assert!(
+                message(&format!("--tokens {tokens}"), 8 << 30).unwrap().contains("--tokens"),
+                "{tokens}"
+            );
+        }
+    }
+
+    #[test]
+    fn plain_mode_has_fewer_rows_but_more_probabilities() {
+        // At most 4 of 8 copies are rows on 4 ranks.
+        assert!(message("", 650_000_000).is_some());
+        assert_eq!(message("--mode plain", 650_000_000), None);
+        assert!(message("--mode plain,permuted", 650_000_000).is_some());
+        // 65,536 rows with probabilities of 16,384 local experts.
+        let experts = "--mode plain --experts 65536 --hidden 64";
+        let needed = message(experts, 4 << 30).unwrap();
+        assert!(needed.contains("--tokens or --experts"), "{needed}");
+        assert_eq!(message(&experts.replace("plain", "permuted"), 4 << 30), None);
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! `hybrid-ep bench`: times the operators, compares the times with the machine's floor, and checks the results.
 //!
 //! [`plan`] turns the options into a benchmark. [`run`] is the part of each rank, on a [`stage`] that holds its
-//! buffers; [`inspect`] adds to each backend what a benchmark needs. [`report`] combines the samples of all ranks.
+//! buffers, once for each [`scenario`]; [`clock`] adds to each backend what a benchmark needs. [`report`] combines the
+//! samples of all ranks.
 
 mod args;
 mod busy;
@@ -14,14 +15,18 @@ mod definitions;
 mod floor;
 mod footprint;
 mod gpu;
+mod heading;
 mod measure;
 mod plan;
 mod report;
 mod routed;
 mod run;
+mod runs;
+mod scenario;
 mod shared;
 mod stage;
 mod stream;
+mod summary;
 mod table;
 mod tokens;
 
@@ -38,6 +43,7 @@ use indicatif::ProgressBar;
 
 pub(crate) use crate::bench::args::BenchArgs;
 use crate::bench::busy::Watch;
+use crate::bench::ceiling::MemoryRates;
 use crate::bench::clock::Timed;
 use crate::bench::plan::{BenchPlan, WARM_UP};
 use crate::bench::report::{BenchReport, MachineState};
@@ -90,7 +96,9 @@ fn conclude(
     let bar = progress(plan);
     bar.set_message("measuring the ceiling");
     let mut around = MachineState::default();
-    around.memory = (plan.backend == BackendKind::Host).then(|| around.measure(plan));
+    if plan.backend == BackendKind::Host {
+        around.memory = MemoryRates::measure(plan);
+    }
     bar.set_message("measuring");
     let watch = Watch::start();
     let measured = measure(&bar).map(|scenarios| {
@@ -119,7 +127,7 @@ fn on_threads<B: Timed>(
     bar: &ProgressBar,
 ) -> Result<Vec<RankReport>, Failure> {
     let shared = Arc::new(Shared::new(Arc::clone(plan), scenario));
-    let buffers = B::threads(&plan.world, &plan.config)?;
+    let buffers = B::threads(&plan.world, &plan.config_of(shared.scenario()))?;
     let (sender, outcomes) = mpsc::channel();
     for (mut buffer, mut meet) in buffers.into_iter().zip(ThreadRendezvous::new(plan.ranks(), THREAD_BARRIER))
     {
@@ -175,11 +183,17 @@ fn as_one_rank<B: Timed>(
 ) -> Result<Vec<Vec<RankReport>>, Failure> {
     let mut meet = TcpRendezvous::launched(env, &plan.config)?;
     launch::as_rank(&mut meet, |meet| {
-        plan.job_options().check(meet)?;
-        let mut buffer = B::join(&plan.world, meet, &plan.config)?;
-        (0..plan.scenarios.len())
-            .map(|scenario| run::rank(&mut buffer, meet, &Shared::new(Arc::clone(plan), scenario), bar))
-            .collect()
+        plan.job_options.check(meet)?;
+        let mut reports = Vec::with_capacity(plan.scenarios.len());
+        // A buffer keeps its number of SMs.
+        for alike in plan.scenarios.chunk_by(|one, next| one.sms == next.sms) {
+            let mut buffer = B::join(&plan.world, meet, &plan.config_of(&alike[0]))?;
+            for _ in alike {
+                let shared = Shared::new(Arc::clone(plan), reports.len());
+                reports.push(run::rank(&mut buffer, meet, &shared, bar)?);
+            }
+        }
+        Ok(reports)
     })
 }
 
@@ -187,37 +201,171 @@ fn as_one_rank<B: Timed>(
 mod tests {
     use super::*;
     use crate::bench::measure::Operator;
+    use crate::bench::report::CeilingReport;
+    use crate::bench::runs::{OperatorReport, Run};
+    use crate::bench::scenario::Scenario;
     use crate::common::units;
 
-    /// Runs the operator sequence of the CUDA backend on the host backend: checks the order of calls, their results and
-    /// the report.
+    /// Measures all scenarios on the host backend, with ranks as threads.
+    fn measure(plan: BenchPlan) -> BenchReport {
+        let plan = Arc::new(plan);
+        let run = |scenario| on_threads::<HostBuffer>(&plan, scenario, &ProgressBar::hidden()).unwrap();
+        let ranks: Vec<_> = (0..plan.scenarios.len()).map(run).collect();
+        BenchReport::new(&plan, &ranks, &MachineState::default())
+    }
+
+    /// A plan with the operators of the CUDA backend, and these numbers of SMs.
+    fn as_on_gpus(options: &str, sms: &[usize]) -> BenchPlan {
+        let plan = plan::tests::plan(options);
+        let with = |scenario: &Scenario| {
+            let scenario = scenario.clone();
+            sms.iter().map(move |&sms| Scenario { sms: Some(sms), ..scenario.clone() })
+        };
+        let scenarios = plan.scenarios.iter().flat_map(with).collect();
+        BenchPlan { backend: BackendKind::Cuda, scenarios, ..plan }
+    }
+
+    /// Checks the order of calls of each backend, their results and the report. The host backend runs both sequences.
     #[test]
-    fn the_operator_sequence_for_gpus_gives_correct_results_on_the_host() {
-        for options in [
-            "--tokens 33",
-            "--tokens 33 --dtype fp8 --skew 1",
-            "--tokens 33,0,7,2 --dtype fp8-given",
-            "--tokens 33 --ranks 1",
-            "--tokens 0,9,40,0 --pad 1",
+    fn the_operator_sequence_of_each_backend_gives_correct_results_in_both_modes() {
+        for (domains, options) in [
+            (1, "--tokens 33"),
+            (1, "--tokens 33 --dtype fp8 --skew 1"),
+            (2, "--tokens 33 --dtype fp8"),
+            (1, "--tokens 33+0+7+2 --dtype fp8-given"),
+            (2, "--tokens 33+0+7+2 --dtype fp8-given --skew 1"),
+            (1, "--tokens 33 --ranks 1"),
+            (2, "--tokens 0+9+40+0 --pad 1"),
+            (4, "--tokens 0,5,0+9+40+0"),
         ] {
-            let options = format!("--domains 1 --hidden 128 --experts 8 --topk 3 --iters 2 {options}");
-            let plan = Arc::new(BenchPlan { backend: BackendKind::Cuda, ..plan::tests::plan(&options) });
-            let ranks = on_threads::<HostBuffer>(&plan, 0, &ProgressBar::hidden()).unwrap();
-            let report = BenchReport::new(&plan, &[ranks], &MachineState::default());
-            let run = &report.runs[0];
-            assert!(report.verified, "{options}: {}", run.verification);
-            let rows: u64 = run.load.rows_per_rank.iter().sum();
-            let bounded = format!("so do the {} rows of a non-blocking dispatch", units::count(rows));
-            assert!(run.verification.contains(&bounded), "{options}: {}", run.verification);
-            let names: Vec<&str> = run.operators.iter().map(|operator| operator.operator).collect();
-            assert_eq!(names, Operator::all(BackendKind::Cuda).iter().map(|o| o.name()).collect::<Vec<_>>());
-            let text = table::render(&report);
-            for part in
-                ["non-blocking", "combine + probs", "busiest rank", "340 GB/s", "in a dispatch a rank"]
-            {
-                assert!(text.contains(part), "no `{part}` in\n{text}");
+            let options = format!(
+                "--domains {domains} --hidden 128 --experts 8 --topk 3 --iters 2 --mode plain,permuted {options}"
+            );
+            for backend in [BackendKind::Host, BackendKind::Cuda] {
+                let plan = BenchPlan { backend, ..plan::tests::plan(&options) };
+                let runs = plan.scenarios.len();
+                let report = measure(plan);
+                assert_eq!(report.runs.len(), runs);
+                for (at, run) in report.runs.iter().enumerate() {
+                    assert_eq!(run.is_plain(), at < runs / 2);
+                    check_run(run, backend, &options);
+                }
+                assert!(report.verified);
+                let text = table::render(&report);
+                let of_gpus: &[&str] =
+                    &["non-blocking", "combine + probs", "busiest rank", "340 GB/s", "in a dispatch a rank"];
+                for part in if backend == BackendKind::Cuda { of_gpus } else { &["check routing"] } {
+                    assert!(text.contains(part), "no `{part}` in\n{text}");
+                }
             }
         }
+    }
+
+    fn check_run(run: &Run, backend: BackendKind, options: &str) {
+        assert!(run.verified, "{options}: {}", run.verification);
+        let count = |what: &[u64]| units::count(what.iter().sum());
+        let rows = count(&run.load.rows_per_rank);
+        let plain = format!("all {rows} dispatched rows");
+        let bounded = format!("so do the {rows} rows of a non-blocking dispatch");
+        assert!(!run.is_plain() || run.verification.starts_with(&plain), "{options}: {}", run.verification);
+        assert_eq!(run.verification.contains(&bounded), backend == BackendKind::Cuda, "{}", run.verification);
+        let tokens: usize = run.tokens_per_rank.iter().sum();
+        assert!(run.verification.contains(&format!("{} combined tokens", units::count(tokens as u64))));
+        let names: Vec<&str> = run.operators.iter().map(|operator| operator.operator).collect();
+        assert_eq!(names, Operator::all(backend).iter().map(|operator| operator.name()).collect::<Vec<_>>());
+        // In plain mode a rank has at most one row of a token.
+        let copies: u64 = run.load.tokens_per_rank.iter().sum();
+        let fewer = run.load.rows_per_rank.iter().sum::<u64>() <= copies;
+        assert!(!run.is_plain() || fewer, "{options}");
+    }
+
+    #[test]
+    fn several_runs_have_headings_and_one_summary() {
+        let options = "--domains 1 --hidden 64 --experts 8 --topk 3 --iters 1 --mode plain,permuted";
+        let report = measure(as_on_gpus(&format!("{options} --tokens 2000,1+0+3+2"), &[8, 32]));
+        let text = table::render(&report);
+        let all = ["plain mode", "permuted mode padded to 16"].map(|mode| {
+            ["2,000", "1 + 0 + 3 + 2"]
+                .map(|tokens| [8, 32].map(|sms| format!("\n\n{mode}, {sms} SMs, {tokens} tokens a rank\n")))
+        });
+        for heading in all.as_flattened().as_flattened() {
+            assert_eq!(text.matches(heading.as_str()).count(), 1, "{heading}{text}");
+        }
+        for once in
+            ["floor = ", "time = between GPU events", "verified: all 8 runs", "hidden 64, 8 experts, top-3"]
+        {
+            assert_eq!(text.matches(once).count(), 1, "{once}: {text}");
+        }
+        assert_eq!(text.matches("\nverified: all ").count(), 9, "{text}");
+        assert!(!text.contains("load per rank"), "{text}");
+        let (_, summary) = text.rsplit_once("─\n mode ").unwrap();
+        let rows: Vec<Vec<&str>> = summary.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(
+            rows[0].join(" "),
+            "SMs tokens preprocess dispatch ratio non-blocking combine ratio layer"
+        );
+        let first: Vec<String> = rows[2..10].iter().map(|row| row[..3].join(" ")).collect();
+        let expected = ["plain", "permuted"].map(|mode| {
+            [
+                format!("{mode} 8 2,000"),
+                format!("{mode} 32 2,000"),
+                format!("{mode} 8 1"),
+                format!("{mode} 32 1"),
+            ]
+        });
+        assert_eq!(first, expected.concat());
+        // The same figures as in the run's own table.
+        let dispatch = &report.runs[0].operators[1];
+        assert_eq!(dispatch.operator, "dispatch");
+        let median = table::time(dispatch.median_us);
+        assert!(summary.lines().nth(2).unwrap().contains(&median), "{median}: {summary}");
+        assert!(summary.lines().last().unwrap().starts_with("verified: all 8 runs"), "{summary}");
+        let json = serde_json::to_value(&report).unwrap();
+        let runs: Vec<_> = json["runs"].as_array().unwrap().iter().map(|r| (&r["mode"], &r["sms"])).collect();
+        assert_eq!(runs[1], (&"plain".into(), &32.into()));
+    }
+
+    #[test]
+    fn on_hosts_a_summary_has_no_columns_of_gpus() {
+        let options = "--domains 1 --hidden 64 --experts 8 --topk 3 --iters 1 --tokens 3,4";
+        let mut report = measure(plan::tests::plan(options));
+        let text = table::render(&report);
+        let header = text.lines().rfind(|line| line.starts_with(" mode")).unwrap();
+        let words: Vec<&str> = header.split_whitespace().collect();
+        assert_eq!(words.join(" "), "mode tokens preprocess dispatch ratio combine ratio layer");
+        assert!(text.contains("\npermuted mode padded to 16, 4 tokens a rank\n"), "{text}");
+        (report.verified, report.runs[1].verified) = (false, false);
+        let text = table::render(&report);
+        assert!(text.lines().last().unwrap().starts_with("WRONG: 1 of 2 runs"), "{text}");
+    }
+
+    #[test]
+    fn one_run_names_its_mode_in_the_heading() {
+        let heading = |mode: &str| {
+            let options = "--domains 1 --hidden 64 --experts 8 --topk 3 --iters 1 --tokens 1000+2+3+4 --mode";
+            table::render(&measure(plan::tests::plan(&format!("{options} {mode}"))))
+        };
+        let start = "\n1,000 + 2 + 3 + 4 tokens a rank, hidden 64, 8 experts, top-3, bf16, ";
+        let permuted = heading("permuted");
+        assert!(permuted.contains(&format!("{start}permuted mode padded to 16, skew 0,")), "{permuted}");
+        assert!(permuted.contains("load per rank, rows received"), "{permuted}");
+        let plain = heading("plain");
+        assert!(plain.contains(&format!("{start}plain mode, skew 0, seed 1, 1 iteration\n")), "{plain}");
+        assert!(plain.contains("load per rank, copies received"), "{plain}");
+        assert_eq!(plain.matches("plain").count(), 1, "{plain}");
+    }
+
+    #[test]
+    fn operators_of_different_sizes_have_ceilings_of_their_own() {
+        let report =
+            measure(plan::tests::plan("--domains 1 --hidden 64 --experts 8 --iters 1 --tokens 4000,8"));
+        let size = |ceiling: &CeilingReport| match ceiling {
+            CeilingReport::Memory { ceiling_size_bytes, .. } => *ceiling_size_bytes,
+            CeilingReport::Wire { .. } => panic!("the host backend has no wire"),
+        };
+        let [large, small] = [0, 1].map(|run: usize| size(&report.runs[run].ceiling));
+        assert!(large > 10 * small && size(&report.ceiling) == small, "{large} {small}");
+        assert_eq!(report.floor_definition.matches("GB/s read + written by copying").count(), 2);
     }
 
     #[test]
@@ -227,7 +375,7 @@ mod tests {
         let ranks = on_threads::<HostBuffer>(&plan, 0, &ProgressBar::hidden()).unwrap();
         let report = BenchReport::new(&plan, &[ranks], &MachineState::default());
         let floor = |operator: Operator| {
-            let find = |o: &&report::OperatorReport| o.operator == operator.name();
+            let find = |o: &&OperatorReport| o.operator == operator.name();
             report.runs[0].operators.iter().find(find).unwrap().floor_us
         };
         assert_eq!(floor(Operator::Preprocess), None);

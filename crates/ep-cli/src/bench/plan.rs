@@ -1,14 +1,14 @@
 //! Turns the options into a benchmark. All invalid options are refused here, before the run starts.
 
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::hash::{DefaultHasher, Hasher as _};
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use ep::trace::RoutingTrace;
 use ep::workload::Workload;
-use ep::{Config, DispatchMode, Rank, Routing, ScaleFormat, TokenFormat, World};
+use ep::{Config, DispatchMode, ScaleFormat, TokenFormat, World};
 
-use crate::bench::args::{BenchArgs, Dtype};
+use crate::bench::args::{BenchArgs, Dtype, Mode, TokenCounts};
+use crate::bench::scenario::{Origin, Scenario, Source, mode_name};
 use crate::common::agree::JobOptions;
 use crate::common::backend::BackendKind;
 use crate::common::failure::Failure;
@@ -24,6 +24,8 @@ const MAX_EXPERTS: usize = 1 << 16;
 const SKEW: Number = Number::new(0.0, 100.0);
 /// Most iterations: the times of all of them are kept in memory.
 const MAX_ITERATIONS: usize = 1_000_000;
+/// `--pad`, if it is not given.
+const DEFAULT_PAD: usize = 16;
 
 /// A benchmark that can be run.
 #[derive(Debug)]
@@ -34,70 +36,18 @@ pub(crate) struct BenchPlan {
     pub(crate) role: ProcessRole,
     pub(crate) hidden: usize,
     pub(crate) dtype: Dtype,
-    pub(crate) mode: DispatchMode,
     pub(crate) iterations: usize,
     pub(crate) seed: u64,
     /// `--wire`: bandwidth from a GPU to the others, in GB/s.
     pub(crate) wire: Option<f64>,
     /// The file of the recorded routing, if one was given.
     pub(crate) routing_file: Option<PathBuf>,
-    /// The routings to measure, one after the other.
+    /// What to measure, one after the other.
     pub(crate) scenarios: Vec<Scenario>,
+    /// The options that must be equal on all ranks: each rank computes the tokens and routings of all ranks, and all must
+    /// call the same operators in the same order.
+    pub(crate) job_options: JobOptions,
     pub(crate) json: Target,
-}
-
-/// One routing to measure.
-#[derive(Debug)]
-pub(crate) struct Scenario {
-    /// The layer of the recorded routing; `None` for a drawn routing.
-    pub(crate) layer: Option<usize>,
-    /// Most experts of a token.
-    pub(crate) topk: usize,
-    source: Source,
-}
-
-#[derive(Debug)]
-enum Source {
-    Drawn(Vec<Workload>),
-    Recorded(Arc<[Routing]>),
-}
-
-impl Scenario {
-    /// Tokens of each rank.
-    pub(crate) fn tokens(&self) -> Vec<usize> {
-        match &self.source {
-            Source::Drawn(workloads) => workloads.iter().map(|workload| workload.tokens).collect(),
-            Source::Recorded(routings) => routings.iter().map(Routing::tokens).collect(),
-        }
-    }
-
-    /// Copies, which are (token, expert) pairs, of all ranks; `None` if 64 bits cannot count them.
-    pub(crate) fn copies(&self) -> Option<u64> {
-        match &self.source {
-            Source::Drawn(workloads) => workloads.iter().try_fold(0u64, |sum, workload| {
-                sum.checked_add(u64::try_from(workload.tokens.checked_mul(workload.topk)?).ok()?)
-            }),
-            Source::Recorded(routings) => Some(routings.iter().map(|routing| routing.copies() as u64).sum()),
-        }
-    }
-
-    /// Zipf exponent; `None` for a recorded routing.
-    pub(crate) fn skew(&self) -> Option<f64> {
-        match &self.source {
-            Source::Drawn(workloads) => workloads.first().map(|workload| workload.skew),
-            Source::Recorded(_) => None,
-        }
-    }
-
-    /// The routings of all ranks.
-    pub(crate) fn routings(&self) -> Arc<[Routing]> {
-        match &self.source {
-            Source::Drawn(workloads) => {
-                workloads.iter().zip(0..).map(|(workload, rank)| workload.routing(Rank(rank))).collect()
-            }
-            Source::Recorded(routings) => Arc::clone(routings),
-        }
-    }
 }
 
 impl BenchPlan {
@@ -123,26 +73,27 @@ impl BenchPlan {
             )));
         }
         check_hidden(args.hidden, args.dtype)?;
-        let mode =
-            DispatchMode::permuted(args.pad).map_err(|error| Failure::request(format!("--pad: {error}")))?;
-        let (experts, scenarios) = match &args.routing {
+        let modes = modes(args)?;
+        let (config, sms) = settings(args, backend)?;
+        let (experts, sources) = match &args.routing {
             Some(path) => recorded(&RoutingTrace::read(path)?, ranks, args.layer)
                 .map_err(|problem| Failure::request(format!("--routing {}: {problem}", path.display())))?,
-            None => (args.experts, vec![drawn(args, ranks)?]),
+            None => (args.experts, drawn(args, ranks)?),
         };
+        let world = World::builder().ranks(ranks).domains(domains).experts(experts).build()?;
         Ok(Self {
+            job_options: job_options(args, backend, &world, (&modes, &sms), &sources),
             backend,
-            world: World::builder().ranks(ranks).domains(domains).experts(experts).build()?,
-            config: args.tuning.config()?,
+            world,
+            config,
             role,
             hidden: args.hidden,
             dtype: args.dtype,
-            mode,
             iterations: args.iters,
             seed: args.seed,
             wire: args.wire,
             routing_file: args.routing.clone(),
-            scenarios,
+            scenarios: Scenario::all(&modes, &sms, &sources),
             json,
         })
     }
@@ -155,35 +106,13 @@ impl BenchPlan {
         format(self.dtype)
     }
 
-    /// The options that must be equal on all ranks: each rank computes the tokens and routings of all ranks, and all
-    /// must call the same operators in the same order.
-    pub(crate) fn job_options(&self) -> JobOptions {
-        let origin = match &self.scenarios[..] {
-            [Scenario { source: Source::Drawn(_), .. }] => "random".into(),
-            recorded => format!("recorded (hash {:016x})", fingerprint(recorded)),
-        };
-        let drawn = self.scenarios.first().filter(|_| self.routing_file.is_none());
-        let list = |tokens: Vec<usize>| match &tokens[..] {
-            [first, rest @ ..] if rest.iter().all(|tokens| tokens == first) => first.to_string(),
-            all => all.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
-        };
-        let mut options = JobOptions::of("bench")
-            .with("--backend", self.backend.name())
-            .with("--domains", self.world.topology().domains())
-            .with("--routing", origin);
-        if let Some(scenario) = drawn {
-            options = options
-                .with("--tokens", list(scenario.tokens()))
-                .with("--experts", self.world.experts())
-                .with("--topk", scenario.topk)
-                .with("--skew", scenario.skew().unwrap_or_default());
+    /// The settings of this run.
+    pub(crate) fn config_of(&self, scenario: &Scenario) -> Config {
+        let mut config = self.config.clone();
+        if let Some(sms) = scenario.sms {
+            config.cuda.sms = sms;
         }
-        options
-            .with("--hidden", self.hidden)
-            .with("--dtype", self.dtype.name())
-            .with("--pad", self.mode.pad_multiple())
-            .with("--seed", self.seed)
-            .with("--iters", self.iterations)
+        config
     }
 
     /// Bytes of a bf16 row: an expert's output row, a combined token, or a bf16 input token.
@@ -192,17 +121,77 @@ impl BenchPlan {
     }
 }
 
-/// Hash of the recorded routings, to compare them between ranks. All ranks run the same program, so all compute the
-/// same hash.
-fn fingerprint(scenarios: &[Scenario]) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    for routing in scenarios.iter().flat_map(|scenario| scenario.routings().to_vec()) {
-        for (experts, weights) in routing.rows() {
-            experts.hash(&mut hasher);
-            weights.iter().for_each(|weight| weight.to_bits().hash(&mut hasher));
-        }
+/// The modes to measure.
+fn modes(args: &BenchArgs) -> Result<Vec<DispatchMode>, Failure> {
+    if let Some(pad) = args.pad
+        && !args.mode.contains(&Mode::Permuted)
+    {
+        return Err(Failure::request(format!(
+            "--pad {pad}: plain mode pads no rows; leave --pad out, or measure --mode permuted"
+        )));
     }
-    hasher.finish()
+    let permuted = DispatchMode::permuted(args.pad.unwrap_or(DEFAULT_PAD))
+        .map_err(|error| Failure::request(format!("--pad: {error}")))?;
+    let mode = |mode: &Mode| match mode {
+        Mode::Plain => DispatchMode::Plain,
+        Mode::Permuted => permuted,
+    };
+    Ok(args.mode.iter().map(mode).collect())
+}
+
+/// The settings, and the numbers of SMs to measure.
+fn settings(args: &BenchArgs, backend: BackendKind) -> Result<(Config, Vec<Option<usize>>), Failure> {
+    let configs = args.tuning.configs()?;
+    let sms = match backend {
+        BackendKind::Cuda => configs.iter().map(|config| Some(config.cuda.sms)).collect(),
+        BackendKind::Host if configs.len() > 1 => {
+            let problem = "the host backend uses no SMs; give one number, or use --backend cuda";
+            return Err(args.tuning.one_number_of_sms(problem).into());
+        }
+        BackendKind::Host => vec![None],
+    };
+    Ok((configs.into_iter().next().unwrap_or_default(), sms))
+}
+
+fn job_options(
+    args: &BenchArgs,
+    backend: BackendKind,
+    world: &World,
+    (modes, sms): (&[DispatchMode], &[Option<usize>]),
+    sources: &[Source],
+) -> JobOptions {
+    let mut options = JobOptions::of("bench")
+        .with("--backend", backend.name())
+        .with("--domains", world.topology().domains());
+    options = if args.routing.is_some() {
+        let mut hasher = DefaultHasher::new();
+        // All ranks run the same program, so all compute the same hash.
+        sources.iter().for_each(|source| source.hash_routings(&mut hasher));
+        options.with("--routing", format!("recorded (hash {:016x})", hasher.finish()))
+    } else {
+        options
+            .with("--routing", "random")
+            .with("--tokens", list(sources.iter().map(|source| TokenCounts::of(source.tokens()))))
+            .with("--experts", args.experts)
+            .with("--topk", args.topk)
+            .with("--skew", args.skew)
+    };
+    options = options
+        .with("--hidden", args.hidden)
+        .with("--dtype", args.dtype.name())
+        .with("--mode", list(modes.iter().copied().map(mode_name)));
+    if let Some(permuted) = modes.iter().find(|&&mode| mode != DispatchMode::Plain) {
+        options = options.with("--pad", permuted.pad_multiple());
+    }
+    if backend == BackendKind::Cuda {
+        // 0: chosen by the backend.
+        options = options.with("--sms", list(sms.iter().copied().map(Option::unwrap_or_default)));
+    }
+    options.with("--seed", args.seed).with("--iters", args.iters)
+}
+
+fn list<T: ToString>(values: impl Iterator<Item = T>) -> String {
+    values.map(|value| value.to_string()).collect::<Vec<_>>().join(",")
 }
 
 fn format(dtype: Dtype) -> TokenFormat {
@@ -237,8 +226,8 @@ fn check_hidden(hidden: usize, dtype: Dtype) -> Result<(), Failure> {
         .map_err(|error| Failure::request(format!("--hidden: {error}")))
 }
 
-/// The random workload that the options describe.
-fn drawn(args: &BenchArgs, ranks: usize) -> Result<Scenario, Failure> {
+/// The random workloads that the options describe: one for each value of `--tokens`.
+fn drawn(args: &BenchArgs, ranks: usize) -> Result<Vec<Source>, Failure> {
     let BenchArgs { experts, topk, skew, seed, .. } = *args;
     if experts == 0 || experts > MAX_EXPERTS {
         return Err(Failure::request(format!("--experts {experts}: must be from 1 to {MAX_EXPERTS}")));
@@ -256,19 +245,14 @@ fn drawn(args: &BenchArgs, ranks: usize) -> Result<Scenario, Failure> {
     if !SKEW.allows(skew) {
         return Err(Failure::request(format!("--skew {skew}: must be a number {SKEW}")));
     }
-    let tokens = match *args.tokens {
-        [tokens] => vec![tokens; ranks],
-        _ if args.tokens.len() == ranks => args.tokens.clone(),
-        _ => {
-            return Err(Failure::request(format!(
-                "--tokens has {} numbers for {ranks} ranks; give one for all, or one per rank",
-                args.tokens.len()
-            )));
-        }
+    let source = |tokens: &TokenCounts| {
+        let tokens =
+            tokens.per_rank(ranks).map_err(|problem| Failure::request(format!("--tokens {problem}")))?;
+        let workload = |tokens| Workload { tokens, experts, topk, skew, seed };
+        let origin = Origin::Drawn(tokens.into_iter().map(workload).collect());
+        Ok(Source { layer: None, topk, origin })
     };
-    let workload = |tokens| Workload { tokens, experts, topk, skew, seed };
-    let source = Source::Drawn(tokens.into_iter().map(workload).collect());
-    Ok(Scenario { layer: None, topk, source })
+    args.tokens.iter().map(source).collect()
 }
 
 /// Number of experts and the requested layers of a recorded routing.
@@ -276,7 +260,7 @@ fn recorded(
     trace: &RoutingTrace,
     ranks: usize,
     layer: Option<usize>,
-) -> Result<(usize, Vec<Scenario>), String> {
+) -> Result<(usize, Vec<Source>), String> {
     let layers = match layer {
         None => 0..trace.layers.len(),
         Some(layer) if layer < trace.layers.len() => layer..layer + 1,
@@ -290,11 +274,11 @@ fn recorded(
             trace.experts, trace.experts
         ));
     }
-    let scenario = |layer| -> Result<Scenario, String> {
+    let source = |layer| -> Result<Source, String> {
         let routings = trace.spread(layer, ranks).map_err(|error| error.to_string())?;
-        Ok(Scenario { layer: Some(layer), topk: trace.topk, source: Source::Recorded(routings.into()) })
+        Ok(Source { layer: Some(layer), topk: trace.topk, origin: Origin::Recorded(routings.into()) })
     };
-    Ok((trace.experts, layers.map(scenario).collect::<Result<_, _>>()?))
+    Ok((trace.experts, layers.map(source).collect::<Result<_, _>>()?))
 }
 
 #[cfg(test)]
@@ -317,10 +301,59 @@ pub(super) mod tests {
     fn defaults_make_a_plan() {
         let plan = resolve("").unwrap();
         assert_eq!((plan.ranks(), plan.world.topology().domains(), plan.world.experts()), (4, 2, 64));
-        assert_eq!(plan.scenarios[0].tokens(), [4096; 4]);
-        assert_eq!(plan.scenarios[0].copies(), Some(4 * 4096 * 8));
+        let scenario = &plan.scenarios[0];
+        assert_eq!(scenario.mode, DispatchMode::permuted(16).unwrap());
+        assert_eq!((plan.scenarios.len(), scenario.sms), (1, None));
+        assert_eq!(scenario.source.tokens(), [4096; 4]);
+        assert_eq!(scenario.source.copies(), Some(4 * 4096 * 8));
         assert_eq!(resolve("--ranks 1").unwrap().world.topology().domains(), 1);
-        assert_eq!(resolve("--tokens 5,0,1,2").unwrap().scenarios[0].tokens(), [5, 0, 1, 2]);
+        assert_eq!(resolve("--tokens 5+0+1+2").unwrap().scenarios[0].source.tokens(), [5, 0, 1, 2]);
+    }
+
+    #[test]
+    fn all_combinations_are_measured_modes_outermost_and_tokens_innermost() {
+        let plan = resolve("--mode plain,permuted --pad 8 --tokens 1,5+0+1+2").unwrap();
+        let runs: Vec<_> =
+            plan.scenarios.iter().map(|s| (mode_name(s.mode), s.sms, s.source.tokens())).collect();
+        let expected = ["plain", "permuted"]
+            .map(|mode| [vec![1; 4], vec![5, 0, 1, 2]].map(|tokens| (mode, None, tokens)))
+            .concat();
+        assert_eq!(runs, expected);
+        let sms = [Some(8), Some(32)];
+        let sources = [plan.scenarios[0].source.clone(), plan.scenarios[1].source.clone()];
+        let all = Scenario::all(&[DispatchMode::Plain; 2], &sms, &sources);
+        let order: Vec<_> = all.iter().map(|s| (s.sms.unwrap(), s.source.tokens()[0])).collect();
+        assert_eq!(order, [(8, 1), (8, 5), (32, 1), (32, 5)].repeat(2));
+        assert_eq!(plan.config_of(&all[3]).cuda.sms, 32);
+        assert_eq!(plan.config_of(&plan.scenarios[0]), plan.config);
+    }
+
+    #[test]
+    fn the_options_that_ranks_compare_contain_every_list() {
+        let options = |text: &str, backend| {
+            let args = parse(text).unwrap();
+            let world = World::builder().ranks(2).domains(1).experts(64).build().unwrap();
+            let sms: Vec<_> = args.tuning.sms.iter().map(|&sms| Some(sms.into())).collect();
+            let sources = drawn(&args, 2).unwrap();
+            job_options(&args, backend, &world, (&modes(&args).unwrap(), &sms), &sources)
+        };
+        let cuda = |text| options(text, BackendKind::Cuda);
+        let same = cuda("--sms 8,16 --mode plain,permuted --tokens 5,6");
+        assert_eq!(same, cuda("--sms 8,16 --mode plain,permuted --tokens 5+5,6 --pad 16"));
+        for other in [
+            "--sms 16,8 --mode plain,permuted --tokens 5,6",
+            "--sms 8 --mode plain,permuted --tokens 5,6",
+            "--sms 8,16 --mode permuted,plain --tokens 5,6",
+            "--sms 8,16 --mode plain,plain --tokens 5,6",
+            "--sms 8,16 --mode plain,permuted --tokens 6,5",
+            "--sms 8,16 --mode plain,permuted --tokens 5+6",
+            "--sms 8,16 --mode plain,permuted --tokens 5,6 --pad 8",
+        ] {
+            assert_ne!(same, cuda(other), "{other}");
+        }
+        // SMs have no meaning on the host backend.
+        let host = |text| options(text, BackendKind::Host);
+        assert_eq!(host("--sms 8"), host("--sms 16"));
     }
 
     #[test]
@@ -344,7 +377,10 @@ pub(super) mod tests {
             ("--hidden 18446744073709551600", "--hidden"),
             ("--topk 65", "--topk 65"),
             ("--topk 0", "--topk 0"),
-            ("--tokens 1,2", "--tokens has 2 numbers"),
+            ("--tokens 1+2", "--tokens 1+2 has 2 numbers for 4 ranks"),
+            ("--tokens 5,1+2+3+4+5", "--tokens 1+2+3+4+5 has 5 numbers for 4 ranks"),
+            ("--mode plain --pad 8", "--pad 8: plain mode pads no rows"),
+            ("--sms 8,16", "--sms = 8,16: the host backend uses no SMs"),
             ("--experts 0", "--experts 0"),
             ("--experts 4000000000", "--experts 4000000000"),
             ("--skew nan", "--skew"),

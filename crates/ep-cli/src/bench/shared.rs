@@ -5,7 +5,8 @@ use std::sync::{Arc, OnceLock};
 use ep::oracle::{self, ReceivedRows};
 use ep::{Rank, Routing};
 
-use crate::bench::plan::{BenchPlan, Scenario};
+use crate::bench::plan::BenchPlan;
+use crate::bench::scenario::Scenario;
 
 /// State that all ranks of a process share.
 #[derive(Debug)]
@@ -19,7 +20,7 @@ pub(super) struct Shared {
 
 impl Shared {
     pub(super) fn new(plan: Arc<BenchPlan>, scenario: usize) -> Self {
-        let routings = plan.scenarios[scenario].routings();
+        let routings = plan.scenarios[scenario].source.routings();
         Self { plan, scenario, routings, received: OnceLock::new() }
     }
 
@@ -29,7 +30,8 @@ impl Shared {
 
     pub(super) fn received(&self, rank: Rank) -> &ReceivedRows {
         let all = self.received.get_or_init(|| {
-            oracle::rows(&self.plan.world, &self.routings, self.plan.mode, &vec![None; self.plan.ranks()])
+            let unlimited = vec![None; self.plan.ranks()];
+            oracle::rows(&self.plan.world, &self.routings, self.scenario().mode, &unlimited)
         });
         &all[rank.index()]
     }

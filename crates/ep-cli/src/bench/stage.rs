@@ -59,11 +59,12 @@ impl<'a, B: Timed> Stage<'a, B> {
         let plan = &shared.plan;
         let operators = Operator::all(plan.backend);
         let own = &shared.routings[backend.rank().index()];
-        let lists = TopK::of(own, shared.scenario().topk);
+        let lists = TopK::of(own, shared.scenario().source.topk);
         let routed = Routed::new(backend, plan.backend, &lists)?;
-        let handle = routed.preprocess(backend, plan.mode, None)?;
+        let mode = shared.scenario().mode;
+        let handle = routed.preprocess(backend, mode, None)?;
         let shape = backend.receive_shape(&handle)?;
-        let capacity = (shape.rows + shape.rows / 2).next_multiple_of(plan.mode.pad_multiple());
+        let capacity = (shape.rows + shape.rows / 2).next_multiple_of(mode.pad_multiple());
         let bounded = operators.contains(&Operator::Bounded);
         let rows = if bounded { capacity } else { shape.allocated_rows() };
         let format = plan.format();
@@ -83,7 +84,7 @@ impl<'a, B: Timed> Stage<'a, B> {
             },
             rows: backend.alloc(rows * format.output_row_bytes(plan.hidden))?,
             scales: if scale_bytes > 0 { Some(backend.alloc(rows * scale_bytes)?) } else { None },
-            probs: backend.alloc(rows * size_of::<f32>())?,
+            probs: backend.alloc(rows * prob_row_bytes(shared))?,
             // Experts give bf16, so FP8 rows cannot stand for their outputs.
             outputs: if scale_bytes > 0 { Some(backend.alloc(rows * plan.bf16_row_bytes())?) } else { None },
             combined: backend.alloc(own.tokens() * plan.bf16_row_bytes())?,
@@ -125,7 +126,7 @@ impl<'a, B: Timed> Stage<'a, B> {
         if let Some(scales) = &mut self.scales {
             fill(scales, rows * format.scale_row_bytes(plan.hidden))?;
         }
-        fill(&mut self.probs, rows * size_of::<f32>())?;
+        fill(&mut self.probs, rows * prob_row_bytes(self.shared))?;
         fill(&mut self.combined, own.tokens() * plan.bf16_row_bytes())?;
         if let Some(gathered) = &mut self.gathered {
             fill(gathered, own.tokens() * own.experts() * size_of::<f32>())?;
@@ -226,7 +227,7 @@ impl<'a, B: Timed> Stage<'a, B> {
 
     /// Preprocesses the routing; without a capacity, also waits for the receive shape.
     pub(super) fn preprocess(&mut self, capacity: Option<usize>) -> Result<B::Handle, Failure> {
-        let handle = self.routed.preprocess(self.backend, self.shared.plan.mode, capacity)?;
+        let handle = self.routed.preprocess(self.backend, self.shared.scenario().mode, capacity)?;
         if capacity.is_none() {
             self.backend.receive_shape(&handle)?;
         }
@@ -298,7 +299,7 @@ impl<'a, B: Timed> Stage<'a, B> {
         let (plan, own, rank) = (&self.shared.plan, self.own(), self.backend.rank());
         let combined = self.backend.read(&self.combined, own.tokens() * plan.bf16_row_bytes())?;
         let expected = expected(self.shared, rank, self.seed);
-        let tokens = match check::combined(&expected, rank, &combined) {
+        let tokens = match check::combined(&expected, &combined) {
             Ok(tokens) => tokens,
             Err(difference) => return Ok(Err(difference)),
         };
@@ -306,7 +307,7 @@ impl<'a, B: Timed> Stage<'a, B> {
             None => Ok(0),
             Some(gathered) => {
                 let len = own.tokens() * own.experts() * size_of::<f32>();
-                check::gathered(&expected, rank, &self.backend.read(gathered, len)?)
+                check::gathered(&expected, &self.backend.read(gathered, len)?)
             }
         };
         Ok(probs.map(|probs| CheckedCounts { rows, padding_rows, tokens, probs, bounded_rows: 0 }))
@@ -323,10 +324,15 @@ impl<'a, B: Timed> Stage<'a, B> {
             shape,
             rows: &self.backend.read(&self.rows, rows * format.output_row_bytes(plan.hidden))?,
             scales: &scales,
-            probs: &self.backend.read(&self.probs, rows * size_of::<f32>())?,
+            probs: &self.backend.read(&self.probs, rows * prob_row_bytes(self.shared))?,
         };
         Ok(check::dispatched(&expected(self.shared, self.backend.rank(), self.seed), &held))
     }
+}
+
+/// Bytes of the probabilities of a received row.
+fn prob_row_bytes(shared: &Shared) -> usize {
+    size_of::<f32>() * shared.scenario().probs_per_row(&shared.plan.world)
 }
 
 /// The tokens of a rank in FP8, and their scales.
@@ -351,6 +357,7 @@ fn expected(shared: &Shared, rank: ep::Rank, seed: u64) -> Expected<'_> {
     Expected {
         world: &plan.world,
         routings: &shared.routings,
+        rank,
         received: shared.received(rank),
         format: plan.format(),
         hidden: plan.hidden,

@@ -3,10 +3,10 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use crate::bench::chart;
 use crate::bench::floor::WireReport;
-use crate::bench::gpu::RankGpu;
-use crate::bench::report::{BenchReport, OperatorReport, Run};
+use crate::bench::report::BenchReport;
+use crate::bench::runs::{OperatorReport, Run};
+use crate::bench::{chart, heading, summary};
 use crate::common::table::table;
 use crate::common::units;
 
@@ -42,93 +42,70 @@ const GPU_COLUMNS: &[Column] = &[
 ];
 
 pub(super) fn render(report: &BenchReport) -> String {
-    // Writing to a string cannot fail.
-    let mut out = String::new();
-    let _ = writeln!(out, "{}", heading(report));
-    for run in &report.runs {
-        if let Some(layer) = run.layer {
-            let _ = writeln!(out, "\nlayer {layer}");
-        }
-        let columns = if run.wire.is_some() { GPU_COLUMNS } else { HOST_COLUMNS };
-        let network = if report.stream_definition.is_some() { NETWORK_COLUMNS } else { &[] };
-        let _ = writeln!(out, "{}\n{}", operators(run, &[columns, network].concat()), preprocessing(run));
-        if let Some(wire) = &run.wire {
-            let _ = writeln!(out, "{}\n{}", moved(wire), report.time_definition);
-        }
-        let _ = writeln!(out, "{}", report.floor_definition);
-        if let Some(definition) = &report.stream_definition {
-            let _ = writeln!(out, "{definition}");
-        }
-        for note in &report.notes {
-            let _ = writeln!(out, "note: {note}");
-        }
-        out.push('\n');
-        let _ = writeln!(out, "{}", chart::render(&run.load));
-        if report.runs.len() > 1 {
-            let _ = writeln!(out, "{}", verdict(run.verified, &run.verification));
-        }
-    }
-    if let [run] = &*report.runs {
-        let _ = writeln!(out, "{}", verdict(run.verified, &run.verification));
-    } else {
-        let wrong = report.runs.iter().filter(|run| !run.verified).count();
-        let all = report.runs.len();
-        let what = match wrong {
-            0 => format!("all {all} layers; the line below each layer gives the counts"),
-            _ => format!("{wrong} of {all} layers; the line below each layer gives the first difference"),
-        };
-        let _ = writeln!(out, "{}", verdict(report.verified, &what));
+    let mut out = heading::of(report) + "\n";
+    match &*report.runs {
+        [run] => single(&mut out, report, run),
+        runs => several(&mut out, report, runs),
     }
     out
 }
 
-fn heading(report: &BenchReport) -> String {
-    let config = &report.config;
-    let tokens = match &*report.runs[0].tokens_per_rank {
-        [first, rest @ ..] if rest.iter().all(|tokens| tokens == first) => units::count(*first as u64),
-        all => all.iter().map(|&tokens| units::count(tokens as u64)).collect::<Vec<_>>().join(" + "),
-    };
-    let origin = match (&config.routing, config.skew) {
-        (Some(file), _) => format!("routing {file}"),
-        (None, skew) => format!("skew {}", skew.unwrap_or_default()),
-    };
-    let gpus = gpus(report).map_or_else(String::new, |gpus| format!("{gpus}\n"));
-    format!(
-        "{} ({}) in {}, {} backend, {} ({})\n\
-         {gpus}{tokens} tokens a rank, hidden {}, {}, top-{}, {}, padded to {}, {origin}, seed {}, {}",
-        units::counted(config.ranks, "rank"),
-        if config.processes { "processes" } else { "threads" },
-        units::counted(config.domains, "domain"),
-        config.backend,
-        units::counted(report.machine.cores, "core"),
-        report.machine.cpu_model,
-        config.hidden,
-        units::counted(config.experts, "expert"),
-        report.runs[0].topk,
-        config.dtype,
-        config.pad_multiple,
-        config.seed,
-        units::counted(config.iterations, "iteration"),
-    )
+// Writing to a string cannot fail.
+
+fn single(out: &mut String, report: &BenchReport, run: &Run) {
+    if let Some(layer) = run.layer {
+        let _ = writeln!(out, "\nlayer {layer}");
+    }
+    let _ = writeln!(out, "{}{}", figures(report, run), definitions(report));
+    let _ = writeln!(out, "{}\n{}", load(run), verdict(run.verified, &run.verification));
 }
 
-/// The GPUs of the ranks, and the SMs and memory that the ranks use on them.
-fn gpus(report: &BenchReport) -> Option<String> {
-    let gpus = &report.gpus;
-    let distinct = |text: fn(&RankGpu) -> String| {
-        let mut all: Vec<String> = gpus.iter().map(text).collect();
-        all.sort_unstable();
-        all.dedup();
-        all
+/// Each run with its own heading, then once the definitions, and the most important figures of all runs in one table.
+fn several(out: &mut String, report: &BenchReport, runs: &[Run]) {
+    for (at, run) in runs.iter().enumerate() {
+        let _ = write!(out, "\n{}\n{}", heading::of_run(report, run), figures(report, run));
+        // The load of a layer is the same in all its runs.
+        if run.layer.is_some() && runs[..at].iter().all(|earlier| earlier.layer != run.layer) {
+            let _ = writeln!(out, "\n{}", load(run));
+        }
+        let _ = writeln!(out, "{}", verdict(run.verified, &run.verification));
+    }
+    let _ = writeln!(out, "\n{}\n{}", definitions(report), summary::render(runs));
+    let (all, wrong) = (runs.len(), runs.iter().filter(|run| !run.verified).count());
+    let what = match wrong {
+        0 => format!("all {all} runs; the last line of each run gives the counts"),
+        _ => format!("{wrong} of {all} runs; the last line of each run gives the first difference"),
     };
-    let most = gpus.iter().map(|gpu| gpu.registered_bytes).max()?;
-    Some(format!(
-        "{} ({}), {} SMs and up to {} of registered memory a rank",
-        units::counted(distinct(|gpu| gpu.pci_bus_id.clone()).len(), "GPU"),
-        distinct(|gpu| gpu.name.clone()).join(", "),
-        distinct(|gpu| gpu.sms.to_string()).join(" or "),
-        units::bytes(most),
-    ))
+    let _ = writeln!(out, "{}", verdict(report.verified, &what));
+}
+
+/// The figures of a run, apart from the load.
+fn figures(report: &BenchReport, run: &Run) -> String {
+    let columns = if run.wire.is_some() { GPU_COLUMNS } else { HOST_COLUMNS };
+    let network = if report.stream_definition.is_some() { NETWORK_COLUMNS } else { &[] };
+    let moved = run.wire.as_ref().map_or_else(String::new, |wire| moved(wire) + "\n");
+    format!("{}\n{}\n{moved}", operators(run, &[columns, network].concat()), preprocessing(run))
+}
+
+/// What the figures mean, and circumstances that affect them.
+fn definitions(report: &BenchReport) -> String {
+    let mut out = String::new();
+    if report.runs.iter().any(|run| run.wire.is_some()) {
+        let _ = writeln!(out, "{}", report.time_definition);
+    }
+    let _ = writeln!(out, "{}", report.floor_definition);
+    if let Some(definition) = &report.stream_definition {
+        let _ = writeln!(out, "{definition}");
+    }
+    for note in &report.notes {
+        let _ = writeln!(out, "note: {note}");
+    }
+    out
+}
+
+fn load(run: &Run) -> String {
+    // In plain mode the copies of a token for several experts of a rank are one row.
+    chart::render(&run.load, if run.is_plain() { "copies" } else { "rows" })
 }
 
 fn operators(run: &Run, columns: &[Column]) -> String {
@@ -137,7 +114,7 @@ fn operators(run: &Run, columns: &[Column]) -> String {
     table(&header, run.operators.iter().map(row), 1)
 }
 
-fn or_dash(text: Option<String>) -> String {
+pub(super) fn or_dash(text: Option<String>) -> String {
     text.unwrap_or_else(|| "-".into())
 }
 
@@ -154,7 +131,7 @@ fn moved(wire: &WireReport) -> String {
     )
 }
 
-fn time(microseconds: f64) -> String {
+pub(super) fn time(microseconds: f64) -> String {
     units::time(Duration::from_secs_f64(microseconds / 1e6))
 }
 

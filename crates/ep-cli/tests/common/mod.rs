@@ -86,8 +86,9 @@ pub(crate) fn tiny(more: &[&str]) -> Finished {
     let given = |option: &str| more.contains(&option);
     let mut arguments = vec![TINY[0]];
     for pair in TINY[1..].chunks(2) {
-        let replaced =
-            given(pair[0]) || given("--routing") && ["--tokens", "--experts", "--topk"].contains(&pair[0]);
+        let replaced = given(pair[0])
+            || given("--routing") && ["--tokens", "--experts", "--topk"].contains(&pair[0])
+            || given("plain") && pair[0] == "--pad";
         if !replaced {
             arguments.extend(pair);
         }
