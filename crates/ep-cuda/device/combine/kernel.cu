@@ -99,10 +99,12 @@ __device__ inline void enter(const CombineParams& p, u32 epoch) {
     if (RAILS) {
         handshake.set_tokens = reinterpret_cast<u64>(p.set_partials);
         handshake.set_probs = reinterpret_cast<u64>(p.set_prob_scratch);
-        check_lanes(p);
     }
+    // Lists of a preprocess that has failed are unfinished. Rail peers then wait for the plan until they have the abort word,
+    // as they do if a lane is too short.
+    if (RAILS && !has_given_up(p.common)) check_lanes(p);
     send_handshake(p.common, handshake, epoch);
-    if (RAILS) announce_sums(p, epoch);
+    if (RAILS && !has_given_up(p.common)) announce_sums(p, epoch);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __grid_constant__ CombineParams p) {

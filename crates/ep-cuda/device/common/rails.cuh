@@ -110,7 +110,7 @@ __device__ inline auto ask_once(const Ask& ask) {
     return answer;
 }
 
-// Chunks of a set of `rows` rows. A set without rows has one, which arrives with the plan.
+// Chunks of a set of `rows` rows. A set without rows has one, which has arrived when all units of the plan have.
 __device__ inline u32 rail_chunks(const Common& c, u32 rows) { return max(div_up(rows, c.rails.chunk_rows), 1u); }
 
 // What a wait for a rail peer is for: the plan of the rank in `domain`, and its first `chunks` chunks.

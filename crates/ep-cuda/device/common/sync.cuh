@@ -127,6 +127,10 @@ __device__ inline bool aborted(const Common& c, u32 word) {
     return word != 0;
 }
 
+// Whether this rank has given up, in an earlier operator or in this one. The same answer in all threads of a block, which
+// call it together.
+__device__ inline bool has_given_up(const Common& c) { return __syncthreads_or(ld_relaxed_sys(&c.own->abort) != 0); }
+
 // The fault of a peer that has not written the awaited word.
 __device__ inline FaultKind absence(u32 gone, u32 waiting_for) {
     switch (gone) {

@@ -88,7 +88,8 @@ __device__ inline void enter(const DispatchParams& p, u32 epoch) {
     handshake.probs = reinterpret_cast<u64>(p.out_probs);
     handshake.local_experts = reinterpret_cast<u64>(p.out_local_experts);
     send_handshake(p.common, handshake, epoch);
-    if (RAILS) announce_rows(p, epoch);
+    // Lists of a preprocess that has failed are unfinished. Rail peers then wait for the plan until they have the abort word.
+    if (RAILS && !has_given_up(p.common)) announce_rows(p, epoch);
 }
 
 // `WARPS` is the largest number of warps of a block. A launch has fewer if the rings of that many do not fit.

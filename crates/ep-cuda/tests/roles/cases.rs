@@ -458,5 +458,18 @@ fn faults_across_rails(place: &str, placed: impl Fn(Script) -> Script) -> Vec<Sc
     wrong.other_input(2, "topk_idx", 8i32.to_le_bytes().repeat(18));
     wrong.fails(&[Fault::Index, Fault::Aborted], Some(2));
     cases.push(wrong);
+
+    // Rank 2 fails after it has sent its masks. Its domain fails with it, and the other domain has everything. What rank 2
+    // runs behind it has no lists, so it must not announce rows.
+    let mut behind = rails("operators of another domain behind one that failed");
+    let handle = behind.preprocess(far(&behind), 0);
+    behind.otherwise(2, "most copies", 1);
+    let faults = [Fault::TooManyCopies, Fault::Aborted];
+    behind.fails(&[Fault::None, Fault::TooManyCopies, Fault::Aborted], Some(2));
+    behind.dispatch(&handle, dispatch(Copies::Bulk, hidden));
+    behind.fails(&faults, Some(2));
+    behind.combine(&handle, combine(Copies::Bulk, hidden));
+    behind.fails(&faults, Some(2));
+    cases.push(behind);
     cases.into_iter().map(placed).collect()
 }

@@ -89,6 +89,7 @@ pub(crate) enum Fault {
     Duplicate = 5,
     Nan = 6,
     Left = 8,
+    TooManyCopies = 9,
     Died = 10,
     Late = 11,
     Silent = 12,
