@@ -4,7 +4,7 @@
 //              `block_columns`. After the barrier of all blocks, each block adds the sums of all blocks. Reads the
 //              routing only.
 //   exchange   Block 0 writes this rank's counts (bases.cuh) behind the control block of every rank of its domain and
-//              sends the handshake. Every block awaits the handshakes of all ranks of the domain. Ranks of one domain
+//              sends the handshake. Every block awaits the handshakes of all ranks of the domain. Without RAILS, ranks
 //              exchange nothing else.
 //   emit       With the counts of all ranks, each block knows the row of every copy of its tokens, and writes their
 //              entries in the lists (lists.cuh). Block 0 also writes the shape and the ends of the lists. Writes to
@@ -16,6 +16,13 @@
 // the tokens of each of these sets.
 //
 // If an await fails, it reports the fault, and the lists are incomplete.
+//
+// Reuse. Counts and handshakes have a copy for even and one for odd epochs: a peer writes those of epoch + 2 after it has
+// seen this rank's handshake of epoch + 1, which this rank sends after this kernel. `block_columns` belongs to one operator
+// at a time; the barriers order its two halves (docs/protocol.md). Masks lie in lanes (docs/cuda-rails.md, "Reuse").
+//
+// Variants: a form of the routing, with or without RAILS. A form of the routing is a `RoutingForm` (params.rs) with its
+// case in `Tile::load` (tile.cuh), `Lists` (src/routing.rs) and `Form` of the roles' tests.
 #include "routing.cuh"
 
 // Calls `visit` for each of the tiles [begin, end) of this block, with the sums of the tokens before it in `run`. The
