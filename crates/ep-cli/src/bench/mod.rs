@@ -325,6 +325,32 @@ mod tests {
         assert_eq!(runs[1], (&"plain".into(), &32.into()));
     }
 
+    /// Ranks as processes join again for each number of SMs, over the same rendezvous.
+    #[test]
+    fn a_rank_that_is_a_process_measures_all_numbers_of_sms() {
+        let options = "--ranks 2 --domains 1 --hidden 64 --experts 8 --topk 3 --iters 1 --tokens 5,3+0";
+        let plan = Arc::new(as_on_gpus(&format!("{options} --mode plain,permuted"), &[8, 32]));
+        let groups: Vec<_> =
+            plan.scenarios.chunk_by(|one, next| one.sms == next.sms).map(<[_]>::len).collect();
+        assert!(groups.len() > 2, "{groups:?}");
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+        let rank = |rank| {
+            let plan = Arc::clone(&plan);
+            let env = LaunchEnv { rank, world_size: 2, store: free.clone(), generation: 0 };
+            std::thread::spawn(move || {
+                as_one_rank::<HostBuffer>(&plan, &env, &ProgressBar::hidden()).map_err(|f| f.to_string())
+            })
+        };
+        for rank in [0, 1].map(rank) {
+            let reports = rank.join().unwrap().unwrap();
+            assert_eq!(reports.len(), plan.scenarios.len());
+            let report = BenchReport::new(&plan, &reports, &MachineState::default());
+            assert!(report.verified);
+            let sms: Vec<_> = report.runs.iter().map(|run| run.sms).collect();
+            assert_eq!(sms, plan.scenarios.iter().map(|scenario| scenario.sms).collect::<Vec<_>>());
+        }
+    }
+
     #[test]
     fn on_hosts_a_summary_has_no_columns_of_gpus() {
         let options = "--domains 1 --hidden 64 --experts 8 --topk 3 --iters 1 --tokens 3,4";
