@@ -126,7 +126,7 @@ impl Combine<'_> {
                 let peer = rails.peer(domain);
                 Waiting { peer, what: format!("rank {peer} to free a slot for domain sums") }
             }
-            None => Waiting { peer: self.op.comm.rank, what: "its own workers".into() },
+            None => Waiting { peer: self.op.comm.rank, what: "its own workers to finish".into() },
         }
     }
 

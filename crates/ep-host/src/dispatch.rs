@@ -174,7 +174,7 @@ impl Dispatch<'_> {
                 let (peer, left) = (rails.peer(domain), schedule.unclaimed(rails, domain).received);
                 Waiting { peer, what: format!("rank {peer} to send its last {left} chunks of dispatch") }
             }
-            None => Waiting { peer: self.op.comm.rank, what: "its own workers".into() },
+            None => Waiting { peer: self.op.comm.rank, what: "its own workers to finish".into() },
         }
     }
 
