@@ -195,10 +195,13 @@ def _groups_of(content: Any) -> tuple[list[list[int]], list[list[int]], list[lis
 # What the runtime needs to be 1 in a plan, and what a user can do about it.
 _LAYOUT = {
     "pipeline_stages": ("pipeline stages", "plan with --set pipeline_stages=1"),
-    "ep_groups_per_stage": ("EP groups", "plan a cluster that has the GPUs of one EP group"),
+    "ep_groups_per_stage": (
+        "EP groups",
+        "plan with --set expert_parallel=GPUS, where GPUS is the number of all GPUs of the cluster",
+    ),
     "tensor_parallel": (
         "GPUs that split the dense parameters (tensor parallelism)",
-        "the planner chooses that where a model does not fit otherwise: plan GPUs with more memory, or a smaller model",
+        "plan with --set tensor_parallel=1; if the model does not fit then, plan GPUs with more memory or a smaller model",
     ),
 }
 
