@@ -84,14 +84,15 @@ pub struct Simulation {
 impl Simulation {
     /// Checks the arguments and prepares the simulation of one step.
     ///
-    /// Memory is not checked; [`Planner`](crate::Planner) refuses domain sizes that do not fit. The exception is
+    /// If the number of experts is not a multiple of the number of GPUs, the slots that remain hold [copies of
+    /// experts](crate::Model::spread). Memory is not checked; [`Planner`](crate::Planner) refuses domain sizes that do not fit. The exception is
     /// [`Replicas::Best`](crate::planner::Replicas::Best), for which this function asks the planner.
     ///
     /// # Errors
-    /// - [`PlanError::Experts`] when the number of experts is not a multiple of the number of GPUs.
     /// - [`PlanError::Levels`] when there is not one domain size per level, [`PlanError::DomainSize`] when a domain
     ///   size does not divide its level.
-    /// - [`PlanError::Quantity`], [`PlanError::Count`] or [`PlanError::Index`] when an option is out of range.
+    /// - [`PlanError::Quantity`], [`PlanError::Count`] or [`PlanError::Index`] when an option is out of range;
+    ///   [`PlanError::Count`] also when the cluster has more GPUs than [`limits::EXPERTS`] allows.
     /// - [`PlanError::Unequal`] when sites have different numbers of GPUs. Links of different bandwidth are simulated.
     /// - [`PlanError::TooMany`] when the step has more operations than [`limits::OPERATIONS`] or [`limits::EVENTS`].
     /// - With [`Replicas::Best`](crate::planner::Replicas::Best), the errors of [`Planner::new`](crate::Planner::new)
