@@ -76,7 +76,7 @@ def test_a_wrong_file_is_refused(content: str, says: str, tmp_path: Path) -> Non
     [
         ({"pipeline_stages": 2}, "2 pipeline stages; .* --set pipeline_stages=1"),
         ({"ep_groups_per_stage": 3}, "3 EP groups; .* --set expert_parallel=GPUS, .* GPUs of the cluster"),
-        ({"tensor_parallel": 4}, r"4 GPUs that split the dense parameters \(tensor parallelism\); .* --set tensor_parallel=1"),
+        ({"tensor_parallel": 4}, r"4 GPUs that .* \(tensor parallelism\); .* --set tensor_parallel=1"),
         ({"tensor_parallel": None}, "layout: tensor_parallel: expected an integer"),
     ],
 )

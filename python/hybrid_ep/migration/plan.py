@@ -201,7 +201,7 @@ _LAYOUT = {
     ),
     "tensor_parallel": (
         "GPUs that split the dense parameters (tensor parallelism)",
-        "plan with --set tensor_parallel=1; if the model does not fit then, plan GPUs with more memory or a smaller model",
+        "plan with --set tensor_parallel=1; if the model does not fit then, plan for more memory or a smaller model",
     ),
 }
 
