@@ -8,6 +8,8 @@ mod html;
 mod paper;
 pub(crate) mod steps;
 mod sweep;
+#[cfg(test)]
+mod tests;
 mod text;
 
 use clap::ValueEnum as _;

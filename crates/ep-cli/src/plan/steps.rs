@@ -5,6 +5,7 @@ use ep_plan::step::{Fit, StepPlan, StepPrice, Strategy};
 
 use super::text::{relation, times};
 use crate::common::units;
+use crate::planner::problem::Problem;
 use crate::planner::text::{sizes, table};
 
 /// The steps of all strategies, and the strategy whose layers are shown.
@@ -81,8 +82,8 @@ pub(crate) fn dense_gradients(plan: &StepPlan, options: &Options) -> Option<Stri
 }
 
 /// The answer in a few sentences, one per line.
-pub(super) fn answer(plan: &StepPlan, options: &Options) -> Vec<String> {
-    let best = plan.best();
+pub(super) fn answer(plan: &StepPlan, problem: &Problem) -> Vec<String> {
+    let (best, options) = (plan.best(), &problem.options);
     let mut lines = vec![format!(
         "Best: {}. A step of {} tokens takes {}: {} tokens/s, GPUs idle {:.0} % of it.",
         described(best),
@@ -92,6 +93,7 @@ pub(super) fn answer(plan: &StepPlan, options: &Options) -> Vec<String> {
         100.0 * best.idle_share
     )];
     lines.push(format!("Layout: {}.", layout(best)));
+    lines.extend(bottleneck(best, problem));
     if best.fit == Fit::Tight {
         lines.push(
             "No layout leaves the reserve of the memory free. This one holds the parameters, but leaves little for \
@@ -143,6 +145,23 @@ pub(super) fn answer(plan: &StepPlan, options: &Options) -> Vec<String> {
         );
     }
     lines
+}
+
+/// The link that the stages of a pipeline wait for. None if they wait for none.
+fn bottleneck(price: &StepPrice, problem: &Problem) -> Option<String> {
+    let link = price.bottleneck()?;
+    let name = problem.cluster.levels.get(link.level).map_or("", |level| &level.name);
+    Some(format!(
+        "The stages wait for level {name}: its busiest link sends for {} per micro-batch in one direction, and a stage \
+         takes {}.",
+        link.time, price.stage_time
+    ))
+}
+
+/// The same for the strategy that is shown, if it is not the best, of which [`answer`] says it.
+pub(super) fn shown_bottleneck(shown: &Shown, problem: &Problem) -> Option<String> {
+    let price = shown.price();
+    bottleneck(price, problem).filter(|_| price != shown.plan.best())
 }
 
 /// A ratio from the view of the slower one.

@@ -25,13 +25,13 @@ pub(super) fn render(
     }
     let [domains, phases, links, compared] = [domains(plan), phases(plan), links(plan), compared(plan)];
     if let Some(shown) = step {
-        let answer = steps::answer(&shown.plan, &problem.options).join("\n");
+        let answer = steps::answer(&shown.plan, problem).join("\n");
         let _ = write!(out, "\n{answer}\n\n{}\n", steps::compared(&shown.plan, &problem.options));
     }
     let _ = write!(
         out,
         "\n{}\n\n{domains}\n\n{phases}\n\n{links}\n\n{}\n\n{compared}\n",
-        layer_answer(step, plan),
+        layer_answer(problem, step, plan),
         memory(plan)
     );
     if problem.options.setting == Setting::Full {
@@ -57,11 +57,12 @@ pub(super) fn render(
 }
 
 /// The answer for one layer.
-pub(super) fn layer_answer(step: Option<&Shown>, plan: &Plan) -> String {
+pub(super) fn layer_answer(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> String {
     let Some(shown) = step else { return answer(plan) };
     let price = shown.price();
+    let waits = steps::shown_bottleneck(shown, problem).map(|line| format!("\n{line}")).unwrap_or_default();
     format!(
-        "Layers of the strategy `{}`, {}, {} of a layer on each GPU:\n{}",
+        "Layers of the strategy `{}`, {}, {} of a layer on each GPU:\n{}{waits}",
         steps::name(price.strategy),
         steps::layout(price),
         units::counted(plan.experts_per_gpu, "expert"),

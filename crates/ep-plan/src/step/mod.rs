@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 
 pub use layout::Layout;
 pub use memory::{Fit, StepMemory};
-pub use price::{Boundary, StepPrice, pipeline_passes};
+pub use price::{Bottleneck, Boundary, StepPrice, pipeline_passes};
 pub use schedule::{PipelineWork, SimulatedStep, simulate_pipeline};
 pub use sync::DenseExchange;
 

@@ -71,6 +71,28 @@ pub struct Boundary {
     pub shares_link_with: Option<usize>,
 }
 
+/// A link that sends longer per micro-batch than a stage takes, so the stages of a pipeline wait for it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Bottleneck {
+    /// The level of the link.
+    pub level: usize,
+    /// `y_max`: the time for which the link sends in one direction, per micro-batch.
+    pub time: Seconds,
+}
+
+impl StepPrice {
+    /// The busiest link of the pipeline, if the stages wait for it. None if they do not, or if the step has one micro-batch.
+    pub fn bottleneck(&self) -> Option<Bottleneck> {
+        let loads = self
+            .boundaries
+            .iter()
+            .map(|at| Bottleneck { level: at.level, time: link_load(&self.boundaries, at) });
+        loads
+            .max_by(|a, b| a.time.0.total_cmp(&b.time.0))
+            .filter(|link| self.micro_batches > 1 && link.time > self.stage_time)
+    }
+}
+
 /// `y`: the time per micro-batch for which the link that sends the activations of a boundary is busy in one direction.
 pub(super) fn link_load(boundaries: &[Boundary], boundary: &Boundary) -> Seconds {
     let before = boundary.shares_link_with.and_then(|before| boundaries.get(before));

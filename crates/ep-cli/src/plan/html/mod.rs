@@ -35,7 +35,7 @@ pub(super) fn render(
         escape(&about(&heading(problem, plan)))
     );
     match step {
-        Some(shown) => body.push_str(&sections::step_answer(&shown.plan, &problem.options)),
+        Some(shown) => body.push_str(&sections::step_answer(&shown.plan, problem)),
         None => body.push_str(&sections::answer(plan)),
     }
     for note in &problem.notes {
@@ -43,7 +43,7 @@ pub(super) fn render(
     }
     if let Some(shown) = step {
         body.push_str(&sections::steps(&shown.plan, &problem.options)?);
-        body.push_str(&sections::layers_title(shown, plan));
+        body.push_str(&sections::layers_title(problem, shown, plan));
     }
     body.push_str(&sections::domains(plan)?);
     body.push_str(&sections::phases(problem, plan)?);

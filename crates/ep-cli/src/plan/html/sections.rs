@@ -36,8 +36,8 @@ impl Unit {
 }
 
 /// The answer for a step: sentences, and a card per strategy.
-pub(super) fn step_answer(plan: &StepPlan, options: &Options) -> String {
-    let sentences = steps::answer(plan, options);
+pub(super) fn step_answer(plan: &StepPlan, problem: &Problem) -> String {
+    let sentences = steps::answer(plan, problem);
     let first = sentences.first().map_or("", |line| line);
     let rest: String =
         sentences.iter().skip(1).map(|line| format!("<p class=\"note\">{}</p>\n", escape(line))).collect();
@@ -120,13 +120,17 @@ pub(super) fn steps(plan: &StepPlan, options: &Options) -> Result<String, Failur
 }
 
 /// The heading of the sections about layers.
-pub(super) fn layers_title(shown: &Shown, plan: &Plan) -> String {
+pub(super) fn layers_title(problem: &Problem, shown: &Shown, plan: &Plan) -> String {
     let price = shown.price();
     let about = format!(
         "One layer and one micro-batch of one EP group: {}, {} of a layer on each GPU. The sections below are about these layers.",
         steps::layout(price),
         units::counted(plan.experts_per_gpu, "expert")
     );
+    let about = match steps::shown_bottleneck(shown, problem) {
+        Some(line) => format!("{about} {line}"),
+        None => about,
+    };
     section(&format!("Layers of: {}", steps::name(price.strategy)), &about, "")
 }
 
