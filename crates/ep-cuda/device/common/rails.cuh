@@ -96,8 +96,8 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
 //
 // The words of the window are in host memory. On an H200 each lane that loads one took 15 ns of the whole GPU's time, also
 // if all lanes load the same word (docs/lab/032). So one thread of the rank at a time reads how far a rail peer is, for all
-// threads that wait for it: the first that finds nobody reading. It repeats the word in `Control::rail_seen`, in GPU
-// memory. What is read less often is loaded by one lane of a warp, or by one thread of a block.
+// threads that wait for that peer: the thread that gets the lock `Control::rail_looking`. It copies the word to
+// `Control::rail_seen`, in GPU memory. One lane of a warp, or one thread of a block, loads what is read less often.
 
 // Calls `ask` in one lane. Returns its answer in all lanes, to which what that lane has acquired is visible.
 template <class Ask>
@@ -129,8 +129,8 @@ struct Arrival {
         return is_covered(seen) || look(c, seen);
     }
 
-    // Reads the peer's progress, unless another thread does, and repeats it for the others. `seen`: what is repeated so far.
-    // A peer that has called with other arguments is reported, and its progress is not repeated.
+    // Reads the peer's progress, unless another thread does, and copies it to `rail_seen`. `seen`: what is there so far. A
+    // peer that has called with other arguments is reported, and its progress is not copied.
     __device__ bool look(const Common& c, u64 seen) const {
         u32* looking = &c.own->rail_looking[domain];
         if (!try_lock_gpu(looking)) return false;

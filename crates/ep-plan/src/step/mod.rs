@@ -148,8 +148,8 @@ pub struct StepPlan {
     pub prices: Vec<StepPrice>,
     /// Strategies that have layouts, of which none fits into memory.
     pub impossible: Vec<Strategy>,
-    /// Strategies that have no layout: the cluster has a single site, or none of their layouts has the number of
-    /// pipeline stages of the options.
+    /// Strategies that have no layout: the cluster has a single site, or none of their layouts has what the options fix:
+    /// pipeline stages, GPUs of an EP group, tensor parallelism.
     #[serde(default)]
     pub without_layout: Vec<Strategy>,
     /// Whether the search left out layouts because there are too many.
@@ -196,7 +196,8 @@ impl StepPlanner {
     /// Prices every strategy in its fastest layout.
     ///
     /// # Errors
-    /// [`PlanError::Division`] when no layout has what the options fix of it; [`PlanError::NoLayout`] when no layout of any strategy fits into memory; [`PlanError::TooMany`] when an EP group has more candidates than
+    /// [`PlanError::Division`] when no layout has what the options fix of it; [`PlanError::NoLayout`] when no layout of any
+    /// strategy fits into memory; [`PlanError::TooMany`] when an EP group has more candidates than
     /// [`limits::CANDIDATES`](crate::limits::CANDIDATES).
     pub fn plan(&self) -> Result<StepPlan> {
         let mut prices = Vec::new();
