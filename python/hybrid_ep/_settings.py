@@ -1,6 +1,6 @@
 """The device and the settings of a new buffer, from the arguments of its constructor and from the environment.
 
-Only `buffer` imports this module.
+Only `joining` and the migration import this module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from . import _native, ops
 from .errors import CallerError, SetupError
 
-__all__ = ["device_of", "settings_of"]
+__all__ = ["device_of", "join_timeout", "settings_of"]
 
 
 def device_of(device: torch.device | str | int | None) -> torch.device:
@@ -83,3 +83,8 @@ def settings_of(
         "workers": workers,
         "sms": sms,
     }
+
+
+def join_timeout() -> float:
+    """Returns the seconds in which all ranks must join, unless a buffer is made with another `timeout`."""
+    return _native.timeout_of(settings_of(torch.device("cpu"), 1, 1, None, None, None, None))

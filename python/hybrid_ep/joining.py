@@ -48,10 +48,16 @@ class Joined(Shared):
         if group is None:
             native = _native.Buffer.launched(settings)
         else:
-            meeting = Meeting(group, _native.timeout_of(settings))
-            native = _native.Buffer.join(meeting.rank, meeting.ranks, settings, meeting)
-            meeting.end()
+            native = _joined(Meeting.of(group, _native.timeout_of(settings)), settings)
         self._adopt(native, group)
+
+    @classmethod
+    def _of_meeting(cls, meeting: Meeting, *, num_experts: int, domains: int, workers: int | None) -> Self:
+        """Makes a buffer on the CPU for the ranks of a meeting, which have no process group."""
+        settings = settings_of(torch.device("cpu"), num_experts, domains, None, None, workers, None)
+        buffer = cls.__new__(cls)
+        buffer._adopt(_joined(meeting, settings))
+        return buffer
 
     @classmethod
     def threads(
@@ -223,6 +229,12 @@ class Joined(Shared):
             f"Buffer(rank={self.rank}, world_size={self.world_size}, num_experts={self.num_experts}, "
             f"device={str(self.device)!r})"
         )
+
+
+def _joined(meeting: Meeting, settings: _native.Settings) -> _native.Buffer:
+    native = _native.Buffer.join(meeting.rank, meeting.ranks, settings, meeting)
+    meeting.end()
+    return native
 
 
 _open: weakref.WeakSet[Joined] = weakref.WeakSet()

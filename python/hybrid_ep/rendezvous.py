@@ -1,4 +1,4 @@
-"""The rendezvous of the ranks of a `torch.distributed` group: once, through the group's store, a few hundred bytes.
+"""The rendezvous of the ranks of a `torch.distributed` group: through the group's store, a few hundred bytes.
 
 The exchanged bytes contain random keys with which ranks then authenticate each other. Every process that can reach the
 store can read the keys, so the job is as open as its store. With HYBRID_EP_SECRET, ranks must also know that secret.
@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 import time
 import weakref
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .errors import CallerError, PeerError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["Meeting"]
 
-# The number of buffers that this process has made over each group. It is the same on all ranks of the group, because
-# making a buffer is collective, so it separates the keys of one buffer from those of the next.
+# The number of meetings that this process has had over each group. It is the same on all ranks of the group, because
+# making a buffer or a migration is collective, so it separates the keys of one from those of the next.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
 
 
@@ -52,28 +56,52 @@ def _place(store: Any) -> str:
 
 
 class Meeting:
-    """The rendezvous of one buffer's ranks. `_native` calls `all_gather` and `abandon`, and reads `host`: the host of
-    the group's store, or None for a store that is not in a network.
+    """The rendezvous of some ranks. `_native` calls `all_gather` and `abandon`, and reads `host`: the host of the
+    store, or None for a store that is not in a network.
 
     Args:
-        group: The process group.
+        store: Where the ranks leave their bytes. No other meeting has used its keys.
+        rank: This rank.
+        ranks: The number of ranks.
         timeout: Seconds to wait for each round.
-
-    Raises:
-        CallerError: This process is not a member of the group.
+        making: What the ranks meet for, for errors.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, store: distributed_c10d.Store, rank: int, ranks: int, timeout: float, making: str) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.store, self.timeout, self.making = store, timeout, making
+        self.host = _host(store)
+        self._rounds = 0
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, timeout: float, making: str = "buffer") -> Self:
+        """Returns the next meeting of a process group's ranks.
+
+        Args:
+            group: The process group.
+            timeout: Seconds to wait for each round.
+            making: What the ranks meet for, for errors.
+
+        Raises:
+            CallerError: This process is not a member of the group.
+        """
         if not isinstance(group, dist.ProcessGroup):
             raise CallerError(f"group: expected a process group that this process is of, found {group!r}")
-        self.rank, self.ranks = group.rank(), group.size()
-        self._timeout = timeout
         made = next(_made.setdefault(group, count()))
         # Each group has its own prefix in the store.
         store = distributed_c10d._get_process_group_store(group)
-        self._store = distributed_c10d.PrefixStore(f"hybrid_ep/{made}", store)
-        self.host = _host(store)
-        self._rounds = 0
+        store = distributed_c10d.PrefixStore(f"hybrid_ep/{made}", store)
+        return cls(store, group.rank(), group.size(), timeout, making)
+
+    def among(self, name: str, ranks: Sequence[int]) -> Self:
+        """Returns a meeting of some of the ranks, which includes this one.
+
+        Args:
+            name: Separates the meetings of this meeting. Those of one name have no rank in common.
+            ranks: The ranks, in the order in which the new meeting numbers them.
+        """
+        store = distributed_c10d.PrefixStore(f"{name}/{min(ranks)}", self.store)
+        return type(self)(store, ranks.index(self.rank), len(ranks), self.timeout, self.making)
 
     def all_gather(self, blob: bytes) -> list[bytes]:
         """Exchanges bytes with all ranks.
@@ -88,28 +116,28 @@ class Meeting:
             PeerError: A rank did not write its bytes in time, or another rank has given up on it.
         """
         turn, self._rounds = self._rounds, self._rounds + 1
-        self._store.set(f"{turn}/{self.rank}", blob)  # type: ignore[arg-type]  # bytes are taken too
-        deadline = time.monotonic() + self._timeout
+        self.store.set(f"{turn}/{self.rank}", blob)  # type: ignore[arg-type]  # bytes are taken too
+        deadline = time.monotonic() + self.timeout
         return [self._take(f"{turn}/{peer}", peer, deadline) for peer in range(self.ranks)]
 
     def _take(self, key: str, peer: int, deadline: float) -> bytes:
         # The store's own wait would lose a signal: translating its exceptions drops the one that a handler raised.
         pause = _SHORTEST_PAUSE
-        while not self._store.check([key]):
+        while not self.store.check([key]):
             # A rank may give up after it wrote its bytes. The bytes take precedence over its report: comparing those of
             # all ranks names the difference.
-            if self._store.check([_LOST]) and not self._store.check([key]):
-                self._report(self._store.get(_LOST))
+            if self.store.check([_LOST]) and not self.store.check([key]):
+                self._report(self.store.get(_LOST))
             # The deadline is checked after the read: a late rank still gets the bytes that are already there.
             if time.monotonic() >= deadline:
                 told = (
-                    f"rank {self.rank} waited {self._timeout:.3f} s for it in the group's store {_place(self._store)}; "
-                    "every rank of the group must make the buffer"
+                    f"rank {self.rank} waited {self.timeout:.3f} s for it in the group's store {_place(self.store)}; "
+                    f"every rank of the group must make the {self.making}"
                 )
                 raise self._error(peer, "never joined", told)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return self._store.get(key)
+        return self.store.get(key)
 
     def abandon(self, peer: int, fault: str, text: str) -> None:
         """Tells the other ranks that this rank gives up, and which rank is at fault.
@@ -124,7 +152,7 @@ class Meeting:
         """
         own = json.dumps({"by": self.rank, "peer": peer, "fault": fault, "text": text})
         try:
-            first = self._store.compare_set(_LOST, "", own)
+            first = self.store.compare_set(_LOST, "", own)
         except (dist.DistStoreError, RuntimeError):
             # The store is gone, or lacks compare_set. Then each rank reports the failure after its own timeout.
             return
@@ -147,8 +175,8 @@ class Meeting:
 
     def end(self) -> None:
         """Ends the rendezvous. The last rank deletes the keys, because a later group may use the same prefix."""
-        if self._store.add("left", 1) == self.ranks:
+        if self.store.add("left", 1) == self.ranks:
             for turn in range(self._rounds):
                 for rank in range(self.ranks):
-                    self._store.delete_key(f"{turn}/{rank}")
-            self._store.delete_key("left")
+                    self.store.delete_key(f"{turn}/{rank}")
+            self.store.delete_key("left")

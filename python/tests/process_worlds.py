@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -49,10 +50,13 @@ class World:
         for _, pipe in self._ranks:
             pipe.send_bytes(work)
         results, failures = [], []
+        deadline = time.monotonic() + seconds
         for rank, (_, pipe) in enumerate(self._ranks):
             try:
                 failure, result = (
-                    _unpacked(pipe.recv_bytes()) if pipe.poll(seconds) else (f"no answer in {seconds} s\n", None)
+                    _unpacked(pipe.recv_bytes())
+                    if pipe.poll(max(0.0, deadline - time.monotonic()))
+                    else (f"no answer in {seconds} s\n", None)
                 )
             except EOFError:
                 failure, result = "died\n", None

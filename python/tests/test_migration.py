@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -207,6 +208,45 @@ def test_lossless_training_equals_copies_of_experts_bit_by_bit_and_plain_ep_near
         assert steps < 50 or oracle[-1] < 0.95 * oracle[0], "it does not learn"
         for here, there in zip(oracle, plain, strict=True):
             assert abs(here - there) < 1e-5 * abs(there)
+
+
+def _after_groups_of_some_ranks(here: Rank) -> list[list[float]]:
+    # PyTorch names a group by a counter of each process, and the counters differ after this.
+    dist.new_group([0, 1, 2])
+    return [_lossless(here, "rust", TWO, 2) for _ in range(2)]
+
+
+def test_ranks_may_have_made_different_numbers_of_groups() -> None:
+    for first, again in world_of_processes(4, "cpu").run(_after_groups_of_some_ranks, seconds=60):
+        assert first == again
+
+
+def _in_any_order(here: Rank, plan: ExpertDomains) -> tuple[list[float], list[float]]:
+    return _lossless(here, "rust", plan, 5), train_plain(here, range(5))
+
+
+def test_domains_and_groups_may_be_listed_in_any_order() -> None:
+    # Rank 1 is at position 0 of its dispatch group, since its expert domain is the first.
+    plan = ExpertDomains([[1, 3], [0, 2]], [[3, 2], [1, 0]])
+    for ours, plain in world_of_processes(4, "cpu").run(_in_any_order, plan, seconds=60):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def _one_stays_away(here: Rank) -> None:
+    with mock.patch.dict(os.environ, HYBRID_EP_TIMEOUT_MS="500"):
+        if here.rank != 3:
+            with pytest.raises(PeerError, match="rank 3 never joined.*every rank of the group must make the migration"):
+                ExpertMigration(TWO, num_experts=EXPERTS)
+    dist.barrier()
+
+
+def test_a_rank_that_makes_no_migration_is_named() -> None:
+    # The ranks have met different numbers of times afterwards: use new processes.
+    world = world_of_processes(4, "cpu")
+    try:
+        world.run(_one_stays_away, seconds=60)
+    finally:
+        world.stop()
 
 
 def _without_migration(here: Rank) -> tuple[list[float], list[float]]:

@@ -11,8 +11,10 @@ How gloo behaves, and what follows (PyTorch 2.11):
 - A message that is longer than its receive ends the process; a shorter one leaves the rest as it was. The engine learns
   the length from a header of fixed size, and never posts a receive that a correct peer's message would not fit.
 - A message leaves only when the sender knows of its receive. The engine therefore posts receives ahead.
-- `torch.distributed.isend` refuses a group that `destroy_process_group` has forgotten. The group's own methods, which
-  this module calls, still work, so a program that destroys its groups before it closes the carrier ends.
+- `torch.distributed.new_group` names a group by counters of the process, which differ between the ranks of a program in
+  which some ranks are in more groups than others; groups that do not agree on their name never connect. So this module
+  makes the backend itself, in a part of the store that belongs to this meeting. `torch.distributed` does not know of
+  it, and a program that destroys its groups before it closes the carrier ends.
 - The memory of a send must live until the receiver has taken it. One thread waits for sends, and frees them.
 """
 
@@ -23,16 +25,20 @@ import queue
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from ..errors import SetupError
+from ..rendezvous import Meeting
 
 if TYPE_CHECKING:
     from .._native import Receiving, Sending
 
-__all__ = ["GlooCarrier"]
+__all__ = ["GlooCarrier", "GlooGroup", "connect"]
 
 # The tag of the receive that `abort` posts; lanes are the tags below it.
 _ABORT = 1000
@@ -44,15 +50,45 @@ _ENDLESS = timedelta(days=365)
 _CLOSED = ("onnection", "closed", "Broken pipe", "o route to host", "unreachable")
 
 
+class GlooGroup(Protocol):
+    """What `ProcessGroupGloo` has of a process group; PyTorch's types say less."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def send(self, tensors: list[Tensor], to: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int, /) -> dist.Work: ...
+
+
+def connect(meeting: Meeting) -> GlooGroup:
+    """Connects the ranks of a meeting to each other.
+
+    Raises:
+        PeerError: A rank did not come in time.
+        SetupError: The ranks met, but could not connect.
+    """
+    # Gloo does not say which rank is missing. The meeting does.
+    meeting.all_gather(b"")
+    try:
+        store = PrefixStore("gloo", meeting.store)
+        group = ProcessGroupGloo(store, meeting.rank, meeting.ranks, timeout=timedelta(seconds=meeting.timeout))
+    except RuntimeError as error:
+        raise SetupError(
+            f"gloo could not connect rank {meeting.rank} of {meeting.ranks} to the others: {error}; if a machine has "
+            "several networks, set GLOO_SOCKET_IFNAME to the interface that reaches the other machines"
+        ) from None
+    meeting.end()
+    return cast(GlooGroup, group)
+
+
 class GlooCarrier:
     """This rank's end of the messages of its expert domain.
 
     Args:
-        group: A gloo group of the ranks of the domain, used by this carrier alone.
+        group: What `connect` returned for the ranks of the domain, used by this carrier alone.
         domain: The ranks of the domain in the numbering of the caller, in the order of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, domain: tuple[int, ...]) -> None:
+    def __init__(self, group: GlooGroup, domain: tuple[int, ...]) -> None:
         self._group = group
         self._place = {rank: at for at, rank in enumerate(domain)}
         self._peers = [rank for rank in domain if rank != domain[group.rank()]]

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import _native
 from ..errors import CallerError, PeerError
 from ..experts import expert_parameters
-from .carrier import GlooCarrier
+from .carrier import GlooCarrier, GlooGroup
 
 __all__ = ["BUCKET_BYTES", "DenseGradients"]
 
@@ -38,7 +37,7 @@ class DenseGradients:
     All calls may raise `PeerError`, and then raise it again.
 
     Args:
-        group: All ranks; a group that this object uses alone.
+        group: What `connect` returned for all ranks, used by this object alone.
         datacenters: The ranks of each datacenter, ascending, in the order in which sums are made.
         codec: The codec between datacenters.
         timeout: Seconds that a wait for another rank may take.
@@ -46,7 +45,7 @@ class DenseGradients:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, datacenters: Sequence[Sequence[int]], codec: str, timeout: float, run: int
+        self, group: GlooGroup, datacenters: Sequence[Sequence[int]], codec: str, timeout: float, run: int
     ) -> None:
         self._ranks = group.size()
         self._carrier = GlooCarrier(group, tuple(range(group.size())))

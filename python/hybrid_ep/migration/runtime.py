@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import json
 import secrets
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _native
+from .._settings import join_timeout
 from .._sharing import Shared
 from ..buffer import Buffer
 from ..errors import CallerError, PeerError
 from ..experts import expert_parameters
-from .carrier import GlooCarrier
+from ..rendezvous import Meeting
+from .carrier import GlooCarrier, connect
 from .dense import DenseGradients
 from .plan import ExpertDomains
 
@@ -103,8 +106,8 @@ class ExpertMigration(Shared):
     Raises:
         CallerError: There is no process group, the plan or the number of experts does not fit it, or ranks passed
             different arguments.
-        SetupError: There is too little memory.
-        PeerError: A rank did not join in time.
+        SetupError: There is too little memory, or gloo cannot connect the ranks.
+        PeerError: A rank did not make the migration within HYBRID_EP_TIMEOUT_MS.
 
     Example:
         >>> migration = ExpertMigration(ExpertDomains.uniform(ranks=4, datacenters=2), num_experts=8)
@@ -151,19 +154,23 @@ class ExpertMigration(Shared):
         self._shared_refresh, self._timeout = shared_refresh, timeout
         self._group, self._dense_codec = group, dense_gradients
         codecs = (weights, gradients, dense_gradients)
-        settings = (repr(plan), num_experts, *codecs, depth, staleness, shared_refresh, timeout, domains)
-        self._run = _agree(group, settings)
+        settings = [repr(plan), num_experts, *codecs, depth, staleness, shared_refresh, timeout, domains]
+        meeting = Meeting.of(group, join_timeout(), "migration")
+        self._run = _agree(meeting, settings)
+        meeting.end()
+        # The number keeps what gloo leaves in the store away from a later group that has the same place in it.
+        place = f"migration {self._run}"
         self.ownership = Ownership(plan, num_experts, group)
         self._domain = plan.domain_of(self.rank)
-        self._domain_group = _subgroup(group, self._domain)
-        everyone = _subgroup(group, tuple(range(plan.ranks)))
+        # All ranks first, so that a missing one is named by its number among all.
+        everyone = connect(meeting.among(f"{place}/all ranks", range(plan.ranks)))
+        self._domain_group = connect(meeting.among(f"{place}/expert domain", self._domain))
         self._dense = DenseGradients(everyone, plan.datacenters, dense_gradients, timeout, self._run)
         try:
-            self.buffer = Buffer(
-                _subgroup(group, plan.group_of(self.rank)),
+            self.buffer = Buffer._of_meeting(
+                meeting.among(f"{place}/dispatch group", plan.group_of(self.rank)),
                 num_experts=num_experts,
                 domains=domains,
-                device="cpu",
                 workers=workers,
             )
         except BaseException:
@@ -509,20 +516,15 @@ def _span(tensor: Tensor) -> _Span:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _agree(group: dist.ProcessGroup, settings: tuple[Any, ...]) -> int:
+def _agree(meeting: Meeting, settings: list[Any]) -> int:
     """Checks that all ranks passed the same arguments. Returns a number that is the same on all ranks, and new."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, (settings, secrets.randbits(63)), group=group)
+    own = json.dumps([settings, secrets.randbits(63)]).encode()
+    found = [json.loads(one) for one in meeting.all_gather(own)]
     for rank, (theirs, _) in enumerate(found):
         if theirs != found[0][0]:
             raise CallerError(f"ranks passed different arguments: rank 0 {found[0][0]}, rank {rank} {theirs}")
     run: int = found[0][1]
     return run
-
-
-def _subgroup(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    members = [dist.get_global_rank(group, rank) for rank in ranks]
-    return dist.new_group(members, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
 
 
 _open: weakref.WeakSet[ExpertMigration] = weakref.WeakSet()
