@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import io
@@ -95,6 +96,16 @@ class World:
 def world_of_processes(size: int, device: str) -> World:
     """Returns the world of this size. Its processes end with the test process."""
     return World(size, device)
+
+
+def has_libfabric() -> bool:
+    """Whether the engine between machines can run."""
+    try:
+        ctypes.CDLL("libfabric.so.1")
+    except OSError:
+        assert os.environ.get("HYBRID_EP_REQUIRE_LIBFABRIC") != "1", "libfabric.so.1 is not installed"
+        return False
+    return True
 
 
 def _packed(thing: Any) -> bytes:

@@ -21,7 +21,7 @@ from hybrid_ep import Buffer, CallerError, MoELayer, PeerError
 from hybrid_ep.experts import expert_parameters, local_part
 from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridExperts, HybridMoELayer
 from hybrid_ep.moe import clip_gradients, reduce_gradients
-from process_worlds import Rank, world_of_processes
+from process_worlds import Rank, has_libfabric, world_of_processes
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 16, 24, 8, 2, 20
 TWO = ExpertDomains.uniform(ranks=4, datacenters=2)
@@ -232,10 +232,39 @@ def test_domains_and_groups_may_be_listed_in_any_order() -> None:
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
+def _over_some_datacenters(here: Rank, engine: str) -> tuple[list[float], list[float]]:
+    # Each rank is a datacenter. Ranks 0 and 1 hold the same experts, and so do 2 and 3; tokens cross between the pairs.
+    plan = ExpertDomains([[0, 1], [2, 3]], [[0, 2], [1, 3]], datacenters=[[0], [1], [2], [3]])
+    machine = {"HYBRID_EP_TRANSPORT": engine}
+    if engine == "tcp":
+        machine |= {"HYBRID_EP_TRANSPORT_ADDRESS": "127.0.0.1", "HYBRID_EP_MACHINE": f"site-{here.rank}"}
+    with (
+        mock.patch.dict(os.environ, machine),
+        ExpertMigration(plan, num_experts=EXPERTS, weights="exact", gradients="exact", domains=2) as migration,
+    ):
+        model = hybrid(migration)
+        ours = train_hybrid(migration, model, range(5), adam(model.parameters()))
+    return ours, train_plain(here, range(5))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "loopback",
+        pytest.param("tcp", marks=pytest.mark.skipif(not has_libfabric(), reason="libfabric is not installed")),
+    ],
+)
+def test_expert_domains_of_some_datacenters(engine: str) -> None:
+    for ours, plain in world_of_processes(4, "cpu").run(_over_some_datacenters, engine, seconds=60):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
 def _one_stays_away(here: Rank) -> None:
     with mock.patch.dict(os.environ, HYBRID_EP_TIMEOUT_MS="500"):
         if here.rank != 3:
-            with pytest.raises(PeerError, match="rank 3 never joined.*every rank of the group must make the migration"):
+            with pytest.raises(
+                PeerError, match=r"rank 3 never joined.*every rank of the group must make the migration"
+            ):
                 ExpertMigration(TWO, num_experts=EXPERTS)
     dist.barrier()
 

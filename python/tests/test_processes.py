@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import Buffer, CallerError, PeerError
+from process_worlds import has_libfabric
 from worlds import make_case
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks as processes need Linux")
@@ -134,15 +134,6 @@ def test_groups_and_subgroups(kind: str, tmp_path: Path) -> None:
     no_errors(processes(3, _groups, store))
 
 
-def _has_libfabric() -> bool:
-    try:
-        ctypes.CDLL("libfabric.so.1")
-    except OSError:
-        assert os.environ.get("HYBRID_EP_REQUIRE_LIBFABRIC") != "1", "libfabric.so.1 is not installed"
-        return False
-    return True
-
-
 def _machines(rank: int, ranks: int, store: str, device: str) -> Any:
     os.environ.update(HYBRID_EP_MACHINE=f"node-{rank // 2}", HYBRID_EP_TRANSPORT="tcp")
     os.environ.update(HYBRID_EP_CUDA_LANE_BYTES="1048576", HYBRID_EP_CUDA_RAIL_TOKENS="1024")
@@ -167,7 +158,7 @@ def _machines(rank: int, ranks: int, store: str, device: str) -> Any:
     return raised.value
 
 
-@pytest.mark.skipif(not _has_libfabric(), reason="libfabric is not installed")
+@pytest.mark.skipif(not has_libfabric(), reason="libfabric is not installed")
 def test_groups_over_several_machines(device: str) -> None:
     results = processes(4, _machines, f"tcp://127.0.0.1:{free_port()}", device)
     assert results[3] == f"killed by {signal.SIGKILL.value}"
