@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from process_worlds import has_libfabric
+
 PROGRAM = """
 import signal, sys, time
 import torch
@@ -20,7 +22,7 @@ from hybrid_ep import Buffer, HybridEPError
 
 # A shell starts programs in the background with this signal ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-rank, store, device, call = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+rank, store, device, call, domains = int(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 if device == "cuda":
     device = f"cuda:{rank % torch.cuda.device_count()}"
@@ -28,7 +30,7 @@ buffer = None
 
 def join():
     global buffer
-    buffer = Buffer(dist.group.WORLD, num_experts=4, device=device, timeout=100)
+    buffer = Buffer(dist.group.WORLD, num_experts=4, device=device, domains=domains, timeout=100)
 
 if call != "join":
     join()
@@ -70,9 +72,21 @@ except KeyboardInterrupt:
 def test_ctrl_c_ends_a_wait(device: str, call: str, tmp_path: Path) -> None:
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("ranks that share a GPU")
+    _interrupt(device, call, tmp_path, domains=1)
+
+
+@pytest.mark.skipif(not has_libfabric(), reason="libfabric is not installed")
+def test_ctrl_c_ends_a_wait_for_another_domain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Libraries that libfabric loads may handle signals themselves.
+    monkeypatch.setenv("HYBRID_EP_TRANSPORT", "tcp")
+    _interrupt("cpu", "dispatch", tmp_path, domains=2)
+
+
+def _interrupt(device: str, call: str, folder: Path, *, domains: int) -> None:
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store"), device, call],
+            [sys.executable, "-c", PROGRAM, str(rank), str(folder / "store"), device, call, str(domains)],
+            cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

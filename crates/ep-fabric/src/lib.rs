@@ -14,6 +14,7 @@
 //! | `info` | the choice of a provider and a NIC |
 //! | `blob` | the bytes by which peers reach a window |
 //! | `library` | loading, versions, texts of errors |
+//! | `signals` | keeps a library that is loaded from changing what the process does on signals |
 //! | `sys` | declarations of the C interface |
 //! | `testing` | for tests: whether the library is installed |
 
@@ -26,6 +27,7 @@ pub mod fuzzing;
 mod info;
 mod leftovers;
 mod library;
+mod signals;
 #[allow(unreachable_pub, missing_docs)]
 mod sys;
 #[cfg(feature = "testing")]

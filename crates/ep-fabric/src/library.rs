@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ep::{EnvironmentError, Result};
 
+use crate::signals::Actions;
 use crate::sys;
 
 /// The version whose interface [`sys`] declares. A later library behaves as this version if it is asked to.
@@ -50,8 +51,11 @@ impl Library {
         let failed = |error: libloading::Error| {
             EnvironmentError::new(format!("loading {}", name.display()), error, HINT)
         };
+        let actions = Actions::of_this_process();
         // SAFETY: loading a library runs its constructors. The name is libfabric's, or the user's choice.
-        let library = unsafe { libloading::Library::new(name) }.map_err(failed)?;
+        let library = unsafe { libloading::Library::new(name) };
+        actions.restore();
+        let library = library.map_err(failed)?;
         macro_rules! symbol {
             ($name:literal, $type:ty) => {
                 // SAFETY: this is the function's type in the headers of libfabric 1.17. Its ABI is stable.

@@ -200,6 +200,29 @@ fn the_providers_are_listed() {
     );
 }
 
+/// The process of `signals_keep_their_actions`. No other test may have loaded the library before.
+#[test]
+#[ignore = "a part of another test"]
+fn one_process_that_loads_the_library() {
+    let caught = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        status.lines().find(|line| line.starts_with("SigCgt")).unwrap().to_owned()
+    };
+    let before = caught();
+    ep_fabric::providers(std::env::var_os("HYBRID_EP_LIBFABRIC").map(PathBuf::from).as_deref()).unwrap();
+    assert_eq!(caught(), before);
+}
+
+#[test]
+fn signals_keep_their_actions() {
+    if installed().is_none() {
+        return;
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "one_process_that_loads_the_library", "--ignored", "--nocapture"]);
+    assert!(command.status().unwrap().success());
+}
+
 #[test]
 fn without_the_library_the_error_says_what_to_install() {
     let missing = options("tcp", Some("/nonexistent/libfabric.so.1".into()));
