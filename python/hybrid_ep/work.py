@@ -105,7 +105,7 @@ class Work:
 
     @_eager
     def synchronize(self) -> None:
-        """Makes the host wait until all operators that the buffer has been called for are complete.
+        """Makes the host wait until all operators that were called on this buffer so far are complete.
 
         Ctrl-C ends the wait. On the CPU there is nothing to wait for: the call of the operator raised its error.
 
