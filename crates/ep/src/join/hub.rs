@@ -126,7 +126,8 @@ impl Hub {
                     cause = format!("{cause}{and}{dropped} unauthenticated connections were dropped: {hint}");
                 }
                 let loss = Loss::new(absent, PeerFault::Absent, cause);
-                return Err(self.conclude(loss, "its connection at the rendezvous", &clock));
+                let what = format!("its connection at the rendezvous {}", store.name());
+                return Err(self.conclude(loss, &what, &clock));
             } else if let Err(error) = self.watch.check() {
                 return Err(self.abandon(error));
             } else {

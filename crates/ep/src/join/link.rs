@@ -3,11 +3,14 @@
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::channel::{Channel, End, Incoming};
 use super::note::{Clock, kind};
 use super::wire::wait;
+
+/// The bound for the leave message where the peer has not read the messages before it.
+const FINAL_SEND: Duration = Duration::from_millis(500);
 
 /// Kind of a message on a link, besides `kind::LEFT`, `kind::LOST` and the kinds of `links`.
 pub(super) const MESSAGE: u8 = 17;
@@ -148,8 +151,8 @@ impl LinkSender {
         }
     }
 
-    /// Sends a leave message, and no message after it. While the rank joins, the message waits until the rank has joined or
-    /// failed.
+    /// Sends a leave message, and no message after it. Waits up to 0.5 s where the peer has not read earlier messages. While
+    /// the rank joins, the message waits until the rank has joined or failed.
     pub fn leave(&mut self) {
         if !std::mem::replace(&mut self.has_left, true) && self.process == std::process::id() {
             self.channel.send(kind::LEFT, &[]);
@@ -157,7 +160,7 @@ impl LinkSender {
                 dropped.push(self.channel.take_sending());
                 return;
             }
-            self.channel.wire_mut().flush();
+            self.channel.wire_mut().flush_until(Instant::now() + FINAL_SEND);
             self.channel.wire().socket().shut_down();
         }
     }

@@ -551,6 +551,32 @@ mod tests {
         }
     }
 
+    /// A peer that was stopped for a while reads all that was sent to it before the link ended.
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_leave_message_follows_messages_that_the_socket_had_no_room_for() {
+        let [mut one, mut other] = two_machines(|address| address).map(halves);
+        let mut sent = 0;
+        while one.0.has_room() {
+            one.0.queue(&[7; 60_000]);
+            sent += 1;
+        }
+        std::thread::scope(|scope| {
+            let read = scope.spawn(move || {
+                let mut messages = 0;
+                loop {
+                    match other.1.wait(LONG) {
+                        Some(LinkEvent::Message(..)) => messages += 1,
+                        Some(LinkEvent::Left) => break messages,
+                        event => panic!("{event:?} after {messages} messages"),
+                    }
+                }
+            });
+            one.0.leave();
+            assert_eq!(read.join().unwrap(), sent);
+        });
+    }
+
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
     fn both_directions_of_a_link_share_one_descriptor() {

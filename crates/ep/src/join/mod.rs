@@ -3,9 +3,11 @@
 //!
 //! | module | content |
 //! |---|---|
+//! | `tcp`, `threads` | `TcpRendezvous` and `ThreadRendezvous`, the implementations of `Rendezvous` |
 //! | `joining` | the steps in which a rank of any backend joins its world |
 //! | `secret` | the job secret, and the keys derived from it |
 //! | `store` | the address where rank 0 listens: a TCP port, or without a secret a socket of this user and machine |
+//! | `local` | sockets between processes of one user on one machine |
 //! | `handshake` | how the two ends of a connection authenticate each other |
 //! | `reception` | the unauthenticated connections of a listener, bounded in number and time |
 //! | `channel` | authenticated, numbered messages on a connection |

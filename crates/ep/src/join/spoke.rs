@@ -111,7 +111,8 @@ impl Spoke {
                     _ => format!("{closed} connections were closed without an answer: {}", store.hint()),
                 };
                 let loss = Loss::new(ZERO, PeerFault::Absent, cause);
-                return Err(loss.error(self.rank, None, "a listener at the rendezvous", clock.waited()));
+                let what = format!("a listener at the rendezvous {}", store.name());
+                return Err(loss.error(self.rank, None, &what, clock.waited()));
             }
             if let Some(socket) = store.connect(clock.deadline) {
                 socket.watch(self.network_timeout);

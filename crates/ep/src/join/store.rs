@@ -74,6 +74,11 @@ impl Store {
         Self { name: name.into(), way: Way::Tcp(Vec::new()), key: Key::of(b"no key", b"") }
     }
 
+    /// The address, for messages.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
     /// The probable reason for rejected connections, for the error about a missing rank.
     pub(super) fn hint(&self) -> &'static str {
         match self.way {

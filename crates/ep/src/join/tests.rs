@@ -250,6 +250,7 @@ fn without_a_listener_rank_0_is_named_as_absent() {
     let free = listener().1.to_string();
     let error = TcpRendezvous::join(&free, member(1, 2, Duration::from_millis(100))).unwrap_err();
     assert!(error.to_string().starts_with("rank 0 never joined"), "{error}");
+    assert!(error.to_string().contains(&format!("a listener at the rendezvous {free}")), "{error}");
 }
 
 #[test]

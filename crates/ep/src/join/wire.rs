@@ -287,6 +287,15 @@ impl Wire {
         }
     }
 
+    /// Sends the queued bytes, and waits until `until` where the other end does not take them.
+    pub(super) fn flush_until(&mut self, until: Instant) {
+        self.flush();
+        while self.has_unsent() && Instant::now() < until {
+            wait(&mut [PollFd::new(&*self.socket, PollFlags::OUT)], until);
+            self.flush();
+        }
+    }
+
     /// Whether unsent bytes are queued.
     pub(super) fn has_unsent(&self) -> bool {
         !self.outgoing.is_empty()
