@@ -134,6 +134,18 @@ inside!(memory_and_handles_of_another_buffer_of_this_rank_are_refused, driver =>
     assert!(driver.mapped() > 0);
 });
 
+// Peers map the chunks of a rank's memory one after the other: a chunk that fails must not count.
+inside!(memory_that_cannot_be_accessed_leaves_no_gap, driver => {
+    let mut buffer = one();
+    let mapped = driver.mapped();
+    driver.ask::<()>("fake_refuse_access");
+    let error = buffer.alloc(1 << 26).unwrap_err();
+    assert!(matches!(error, Error::Environment(_)), "{error}");
+    assert_eq!(driver.mapped(), mapped);
+    buffer.alloc(1 << 26).unwrap();
+    assert!(driver.mapped() > mapped);
+});
+
 inside!(sizes_that_no_memory_has_are_refused, driver => {
     let mut buffer = one();
     let handle = preprocess(&mut buffer);

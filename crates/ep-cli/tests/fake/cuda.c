@@ -260,6 +260,9 @@ void fake_destroy_graph(void *graph) {
 int fake_broken_captures(void) { return broken_captures; }
 long fake_mapped_bytes(void) { return mapped_bytes; }
 int fake_uploads(void) { return uploads; }
+/* Makes the next call of cuMemSetAccess fail. */
+static int refuses_access;
+void fake_refuse_access(void) { refuses_access = 1; }
 
 FUNCTION(cuInit, (unsigned flags), (void)flags;)
 FUNCTION(cuDriverGetVersion, (int *version), *version = number_of("FAKE_CUDA_VERSION", 12040);)
@@ -324,7 +327,11 @@ FUNCTION(cuMemUnmap, (Address address, size_t bytes),
          mmap((void *)(uintptr_t)address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
               0);)
 FUNCTION(cuMemSetAccess, (Address address, size_t bytes, const void *access, size_t count),
-         (void)address; (void)bytes; (void)access; (void)count;)
+         (void)address; (void)bytes; (void)access; (void)count;
+         if (refuses_access) {
+             refuses_access = 0;
+             return OUT_OF_MEMORY;
+         })
 
 FUNCTION(cuMemHostAlloc, (void **memory, size_t bytes, unsigned flags),
          (void)flags;

@@ -142,8 +142,6 @@ impl Reservation {
         let what = || format!("mapping {bytes} bytes of registered memory");
         // SAFETY: the range is inside the reservation, after the mapped part.
         check(unsafe { sys::cuMemMap(at, bytes, 0, chunk.handle, 0) }, what, "")?;
-        self.mapped += bytes;
-        self.chunks.push(chunk);
         let access: Vec<_> = devices
             .iter()
             .map(|&ordinal| sys::CUmemAccessDesc {
@@ -154,6 +152,14 @@ impl Reservation {
         // SAFETY: the range that was mapped above.
         let answer = unsafe { sys::cuMemSetAccess(at, bytes, access.as_ptr(), access.len()) };
         check(answer, what, "the GPUs of an NVLink domain must reach each other: `nvidia-smi topo -m`")
+            .inspect_err(|_| {
+                // Peers map the chunks that they are told of one after the other, so a chunk that failed must leave no gap.
+                // SAFETY: mapped above, and no work has its address.
+                let _ = unsafe { sys::cuMemUnmap(at, bytes) };
+            })?;
+        self.mapped += bytes;
+        self.chunks.push(chunk);
+        Ok(())
     }
 }
 
