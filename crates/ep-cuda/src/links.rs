@@ -152,7 +152,7 @@ fn serve(
     beat: impl Fn(),
 ) -> Option<u32> {
     const DIED: u32 = GoneWord::Died as u32;
-    let mut left = GoneWord::Left as u32;
+    let mut left = GoneWord::LeftEarly as u32;
     loop {
         let (body, fd) = match link.wait(IDLE) {
             None => continue,
@@ -312,7 +312,7 @@ mod tests {
     }
 
     const DIED: u32 = GoneWord::Died as u32;
-    const LEFT_WORD: u32 = GoneWord::Left as u32;
+    const EARLY: u32 = GoneWord::LeftEarly as u32;
 
     #[test]
     fn a_link_distinguishes_heartbeats_answers_leaving_and_death() {
@@ -321,11 +321,12 @@ mod tests {
         assert_eq!(served(dies), (Some(DIED), vec![], 0));
         let leaves =
             |mut peer: LinkSender| [BEAT, MAPPED, BEAT].iter().for_each(|&kind| say(&mut peer, &[kind]));
-        assert_eq!(served(leaves), (Some(LEFT_WORD), vec![MAPPED, LEFT], 2));
-        let word = LEFT_WORD | 7 << GONE_BITS;
-        let leaves_later =
-            |mut peer: LinkSender| say(&mut peer, &[&[LEAVING], &word.to_le_bytes()[..]].concat());
-        assert_eq!(served(leaves_later), (Some(word), vec![LEFT], 0));
+        assert_eq!(served(leaves), (Some(EARLY), vec![MAPPED, LEFT], 2));
+        for word in [GoneWord::Left as u32 | 7 << GONE_BITS, EARLY] {
+            let says_it =
+                |mut peer: LinkSender| say(&mut peer, &[&[LEAVING], &word.to_le_bytes()[..]].concat());
+            assert_eq!(served(says_it), (Some(word), vec![LEFT], 0));
+        }
         let beats_and_dies = |mut peer: LinkSender| {
             say(&mut peer, &[BEAT]);
             dies(peer);

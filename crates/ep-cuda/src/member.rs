@@ -148,7 +148,7 @@ impl Parting {
     /// Tells all peers that this rank takes part in no further operator. `sent`: whether everything has left along its
     /// rail.
     fn say_left(&self, sent: bool) -> Result<()> {
-        let mut word = GoneWord::Left as u32;
+        let mut word = if sent { GoneWord::Left } else { GoneWord::LeftEarly } as u32;
         if self.rails.is_some() && sent {
             let mut epoch = [0; 4];
             self.stream.download(self.own + EPOCH_OFFSET as DeviceAddress, &mut epoch)?;

@@ -82,7 +82,7 @@ codes! { CODES:
 
     /// What a section of a lane has one element for.
     RailPer {
-        /// Each row of the set: tokens, scales, partial sums, routing.
+        /// Each row of the set: tokens, scales, domain sums, masks.
         Row = 0 as "RAIL_PER_ROW",
         /// Each copy of the set: weights.
         Copy = 1 as "RAIL_PER_COPY",
@@ -118,7 +118,7 @@ codes! { CODES:
         Late = 11 as "FAULT_LATE",
         /// The process of `peer` has sent no heartbeat for the stall bound.
         Silent = 12 as "FAULT_SILENT",
-        /// What this rank forwards to another domain needs a lane of `index` bytes.
+        /// What this rank sends to another domain needs a lane of `index` bytes.
         ShortLane = 13 as "FAULT_SHORT_LANE",
         /// Routing: it has `index` copies in another domain; a set has at most `expected`.
         RailCopies = 14 as "FAULT_RAIL_COPIES",
@@ -150,6 +150,8 @@ codes! { CODES:
         Silent = 3 as "GONE_SILENT",
         /// The network does not reach the peer's machine.
         Unreachable = 4 as "GONE_UNREACHABLE",
+        /// The peer has left before everything that it sends to other domains had left it.
+        LeftEarly = 5 as "GONE_LEFT_EARLY",
     }
 }
 
@@ -513,7 +515,8 @@ structs! { STRUCTS:
         prob_stride: u64,
         out_tokens: DeviceAddress as "u8*",
         out_probs: DeviceAddress as "float*",
-        /// `[sends][hidden]` of the wire type, in registered memory: peers write partial sums here.
+        /// `[sends]` rows of `hidden` elements of the wire type, rounded up to a multiple of 8, in registered memory: peers
+        /// write partial sums here.
         partials: DeviceAddress as "u8*",
         /// `[copies]`, in registered memory: peers write probabilities here.
         prob_scratch: DeviceAddress as "float*",

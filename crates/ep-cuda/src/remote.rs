@@ -3,7 +3,7 @@
 //! Kernels access few words of the control blocks of other domains: they store the abort word, and load the record of a
 //! rank that has given up. For a rank on another machine, kernels get a *mirror* of these words in host memory
 //! ([`Mirrors`]). With each heartbeat, a rank sends its [`State`] over its links to ranks of other machines: the abort word
-//! that its kernels have stored, and its fault report. The receiver stores the records in its mirrors and the abort word in
+//! that its kernels have stored, its fault report and, when it leaves, its gone word. The receiver stores the records in its mirrors and the abort word in
 //! its own control block. docs/protocol.md lists the words.
 
 use std::sync::atomic::{AtomicU32, Ordering, fence};
@@ -38,7 +38,8 @@ pub(crate) struct State {
 
 /// Whether this is a word of `Control::left` for a rank that has left.
 pub(crate) fn is_left(word: u32) -> bool {
-    word & ((1 << GONE_BITS) - 1) == GoneWord::Left as u32
+    let gone = word & ((1 << GONE_BITS) - 1);
+    gone == GoneWord::Left as u32 || word == GoneWord::LeftEarly as u32
 }
 
 impl State {
@@ -259,7 +260,7 @@ fn receive(
     ranks: usize,
     learn: impl Fn(&State),
 ) -> u32 {
-    let mut left = GoneWord::Left as u32;
+    let mut left = GoneWord::LeftEarly as u32;
     loop {
         match receiver.wait(IDLE) {
             None => {}
@@ -446,7 +447,7 @@ mod tests {
         let [mut zero, one] = ends();
         let word = give_up(&one);
         drop(one.links);
-        assert_eq!((zero.next(), zero.next()), (News::Abort(word), News::Gone(GoneWord::Left as u32)));
+        assert_eq!((zero.next(), zero.next()), (News::Abort(word), News::Gone(GoneWord::LeftEarly as u32)));
         (zero.send)();
     }
 

@@ -150,6 +150,8 @@ enum GoneWord : u32 {
     GONE_SILENT = 3,
     // The network does not reach the peer's machine.
     GONE_UNREACHABLE = 4,
+    // The peer has left before everything that it sends to other domains had left it.
+    GONE_LEFT_EARLY = 5,
 };
 
 // The first fault of a rank.

@@ -1,4 +1,5 @@
-// Wrappers of the PTX instructions that CUDA C++ does not expose. Each wrapper has the name of its instruction.
+// Wrappers of the PTX instructions that CUDA C++ does not expose. Each wrapper has the name of its
+// instruction, except for the lock, which combines several.
 #pragma once
 #include "types.cuh"
 
@@ -123,7 +124,7 @@ __device__ inline u64 ld_relaxed_sys_u64(const u64* pointer) {
     return value;
 }
 
-__device__ inline void membar_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // ---- asynchronous copies of 16 bytes; a lane waits for its own copies only
 

@@ -51,7 +51,7 @@ __device__ inline void write_fault(const Common& c, Fault& to, const Fault& faul
 __device__ inline void report(const Common& c, const Fault& fault, u32 word) {
     write_fault(c, c.own->record.fault, fault);
     write_fault(c, c.report->own.fault, fault);
-    membar_sys();
+    fence_acq_rel_sys();
     st_release_sys(&c.own->record.fault.kind, fault.kind);
     st_release_sys(&c.report->own.fault.kind, fault.kind);
 #pragma unroll 1
@@ -127,14 +127,15 @@ __device__ inline bool aborted(const Common& c, u32 word) {
     return word != 0;
 }
 
-// Whether this rank has given up, in an earlier operator or in this one. The same answer in all threads of a block, which
-// call it together.
+// Whether a rank has given up, in an earlier operator or in this one, as far as this rank's abort word says. The same
+// answer in all threads of a block, which call it together.
 __device__ inline bool has_given_up(const Common& c) { return __syncthreads_or(ld_relaxed_sys(&c.own->abort) != 0); }
 
 // The fault of a peer that has not written the awaited word.
 __device__ inline FaultKind absence(u32 gone, u32 waiting_for) {
     switch (gone) {
-        case GONE_LEFT: return FAULT_LEFT;
+        case GONE_LEFT:
+        case GONE_LEFT_EARLY: return FAULT_LEFT;
         case GONE_DIED: return FAULT_DIED;
         case GONE_SILENT: return FAULT_SILENT;
         case GONE_UNREACHABLE: return FAULT_UNREACHABLE;

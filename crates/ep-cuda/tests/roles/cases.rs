@@ -419,6 +419,7 @@ fn faults_across_rails(place: &str, placed: impl Fn(Script) -> Script) -> Vec<Sc
     for (name, word, fault) in [
         ("has died", Gone::Died, Fault::Died),
         ("has left", Gone::Left, Fault::Left),
+        ("has left early", Gone::LeftEarly, Fault::Left),
         ("is unreachable", Gone::Unreachable, Fault::Unreachable),
     ] {
         let mut gone = rails(&format!("a rank of another domain that {name}"));

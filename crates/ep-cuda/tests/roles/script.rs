@@ -103,6 +103,7 @@ pub(crate) enum Gone {
     Died = 2,
     Silent = 3,
     Unreachable = 4,
+    LeftEarly = 5,
 }
 
 /// A combine of all ranks.

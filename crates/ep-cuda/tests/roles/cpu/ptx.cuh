@@ -111,7 +111,7 @@ __device__ inline uint4 ld_relaxed_sys_v4(const uint4* pointer) {
 }
 
 // Only releases follow it, which order as much; ThreadSanitizer knows no fences.
-__device__ inline void membar_sys() { machine::step(false); }
+__device__ inline void fence_acq_rel_sys() { machine::step(false); }
 
 // ---- asynchronous copies of 16 bytes; a lane waits for its own copies only
 
