@@ -40,12 +40,13 @@ const DEFAULT_SMS: u32 = 32;
 
 /// One rank of a world, on a GPU.
 ///
-/// Operators are launched in a stream and return at once. [`ep::Backend::synchronize`], [`ep::Backend::download`] and a
-/// preprocess without capacity wait for the GPU. Ranks are threads of this process
+/// Operators are launched in a stream and return at once. [`ep::Backend::synchronize`], [`ep::Backend::download`],
+/// [`ep::Backend::receive_shape`] and a preprocess without capacity wait for the GPU; a call for which registered memory
+/// grows waits until peers that are processes have mapped it. Ranks are threads of this process
 /// ([`threads`](ep::Backend::threads), rank `r` on GPU `r % GPUs`) or processes ([`join`](ep::Backend::join), on GPU
-/// `rank % GPUs`, or [`CudaBuffer::join_on`]). The ranks of one NVLink domain are on one machine. To make a buffer fails with
-/// [`CallerError::Topology`] for a world of too many ranks, and with
-/// [`ep::EnvironmentError`] without a GPU, a driver or a compiler.
+/// `rank % GPUs`, or [`CudaBuffer::join_on`]). The ranks of one NVLink domain are on one machine. Making a buffer
+/// fails with [`CallerError::Topology`] for a world of too many ranks, and with [`ep::EnvironmentError`] without a GPU or a
+/// driver, or without a compiler if a kernel is not in the cache.
 pub struct CudaBuffer {
     pub(crate) rank: Rank,
     pub(crate) world: World,
@@ -318,6 +319,15 @@ impl CudaBuffer {
         HandleFacts { buffer: handle.buffer, world, rank, shape: handle.shape_so_far() }
     }
 
+    /// The words of counts that a preprocess receives: from ranks of other domains only what concerns this one.
+    fn received_count_words(&self) -> usize {
+        let (topology, placement) = (self.world.topology(), self.world.placement());
+        let near = topology.domain_size();
+        let ours = topology.domain_ranks(topology.domain_of(self.rank));
+        let experts: usize = ours.map(|rank| placement.local_experts(rank)).sum();
+        (near - 1) * Counts::words(&self.world) + (topology.ranks() - near) * (1 + experts + near)
+    }
+
     /// Begins the next operator: counts the step, and returns the common kernel parameters.
     pub(crate) fn enter(&mut self, call: &Call) -> Common {
         self.step += 1;
@@ -442,7 +452,7 @@ impl CudaBuffer {
         // by the caller until the stream has executed the launch.
         unsafe { kernel.launch(&self.stream, blocks, threads, shared_bytes, &params) }?;
         self.notice_work()?;
-        self.preprocess_bytes += ((ranks - 1) * Counts::words(&self.world) * 4) as u64;
+        self.preprocess_bytes += 4 * self.received_count_words() as u64;
 
         let handle = CudaHandle {
             buffer: self.id,
@@ -478,7 +488,7 @@ impl CudaBuffer {
         };
         let part = self.arena.alloc(bytes, false)?;
         if keep_rest {
-            // Rows past the last segment must keep their content.
+            // Rows after the last group of rows must keep their content.
             self.stream.copy(memory.address(), part.address(), bytes)?;
         }
         Ok(Some(part))
