@@ -40,7 +40,7 @@ impl Backend for CudaBuffer {
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<CudaMemory> {
-        // After a failed operator, slow peers may still write to its outputs. Never reuse that memory.
+        // After a failed operator, slow peers may still write to its outputs, so that memory is not allocated again.
         self.check_usable()?;
         self.notice_capture()?;
         Ok(CudaMemory::registered(self.arena.alloc(bytes, false)?, bytes, self.id))

@@ -22,7 +22,7 @@ use crate::simd::Level;
 /// How long a rank that leaves waits for its puts before it checks again whether the peer needs them.
 const DRAIN_PART: Duration = Duration::from_millis(10);
 
-/// One rank's end of a communicator on the CPU: the embedded default backend.
+/// One rank's end of a communicator on the CPU.
 ///
 /// Ranks are threads of one process ([`threads`](ep::Backend::threads)), or processes of one or several machines
 /// ([`join`](ep::Backend::join)).

@@ -1,4 +1,4 @@
-//! The CPU backend: the embedded default, and the executable specification of the operators' data path.
+//! The CPU backend. It needs no GPU and no other library, and its data path is the reference for other backends.
 //!
 //! A rank is a thread of this process, or a process of this machine or of several machines. All ranks of an NVLink
 //! domain can read and write each other's registered memory. Between domains, bytes move only through the
@@ -93,7 +93,6 @@ mod schedule;
 mod signature;
 mod simd;
 mod status;
-#[cfg(target_os = "linux")]
 mod wait;
 mod weight_rows;
 mod workers;

@@ -125,7 +125,7 @@ __device__ inline bool exchange_counts(const PreprocessParams& p, const Columns&
     return __syncthreads_and(fine);
 }
 
-// Segments are experts in permuted mode, ranks in plain mode.
+// A segment is an expert in permuted mode, a rank in plain mode.
 struct Bases {
     u64* total;  // [segments]: rows from all ranks
     u32* base;   // [segments]: first row of this rank's tokens; until `compute_bases` ends, rows from lower ranks
