@@ -1,7 +1,8 @@
 //! The class `Buffer`.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
 
 use ep::join::Rendezvous;
 use ep::{Backend, Config, DispatchMode, Rank, ScaleFormat, World};
@@ -25,6 +26,8 @@ use crate::join::{self, Callback, Settings};
 pub(crate) struct Buffer {
     /// `None` once closed.
     end: Mutex<Option<AnyEnd>>,
+    /// The thread that holds `end` during a call, which may run handlers of signals.
+    caller: Mutex<Option<ThreadId>>,
     facts: Facts,
     signals: Signals,
 }
@@ -87,7 +90,7 @@ impl Buffer {
             backend,
             device,
         });
-        Self { end: Mutex::new(Some(end)), facts, signals: signals.clone() }
+        Self { end: Mutex::new(Some(end)), caller: Mutex::default(), facts, signals: signals.clone() }
     }
 
     fn host(buffer: HostBuffer, signals: &Signals) -> Self {
@@ -113,8 +116,18 @@ impl Buffer {
         }
     }
 
-    fn lock(&self) -> Result<MutexGuard<'_, Option<AnyEnd>>, Failure> {
-        self.end.lock().map_err(|_| poisoned())
+    fn caller(&self) -> MutexGuard<'_, Option<ThreadId>> {
+        self.caller.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses a call of a signal handler that runs inside a call of this buffer, which would wait for itself.
+    fn check_not_inside(&self) -> Result<(), Failure> {
+        if *self.caller() != Some(thread::current().id()) {
+            return Ok(());
+        }
+        let text = "a signal handler called this buffer while an operator of the buffer waits on the same thread; raise an \
+                    exception in the handler, which ends the operator";
+        Err(Failure::Caller(text.into()))
     }
 
     /// Calls `call` with the backend's buffer, without the interpreter's lock: other ranks of this process may need the
@@ -124,8 +137,10 @@ impl Buffer {
         py: Python<'_>,
         call: impl FnOnce(&mut AnyEnd) -> Result<T, Failure> + Send,
     ) -> Result<T, Failure> {
+        self.check_not_inside()?;
         self.signals.settle(py.detach(|| {
-            let mut end = self.lock()?;
+            let mut end = self.end.lock().map_err(|_| poisoned())?;
+            let _inside = Inside::of(self);
             call(end.as_mut().ok_or_else(|| Failure::Caller("this buffer was closed".into()))?)
         }))
     }
@@ -157,6 +172,22 @@ fn prepared(settings: &Settings) -> Result<(Kind, Config, Signals), Failure> {
     let mut config = settings.config()?;
     config.interrupt = signals.interrupt();
     Ok((kind, config, signals))
+}
+
+/// While this exists, the current thread is inside a call of the buffer.
+struct Inside<'a>(&'a Buffer);
+
+impl<'a> Inside<'a> {
+    fn of(buffer: &'a Buffer) -> Self {
+        *buffer.caller() = Some(thread::current().id());
+        Self(buffer)
+    }
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        *self.0.caller() = None;
+    }
 }
 
 impl Drop for Buffer {
@@ -437,8 +468,10 @@ impl Buffer {
     }
 
     /// Leaves the communicator, and tells the peers.
-    fn close(&self, py: Python<'_>) {
+    fn close(&self, py: Python<'_>) -> Result<(), Failure> {
+        self.check_not_inside()?;
         py.detach(|| drop(self.take()));
+        Ok(())
     }
 }
 

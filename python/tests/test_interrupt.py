@@ -75,6 +75,57 @@ def test_ctrl_c_ends_a_wait(device: str, call: str, tmp_path: Path) -> None:
     _interrupt(device, call, tmp_path, domains=1)
 
 
+CALLED_BY_A_HANDLER = """
+import signal, sys
+import torch
+import torch.distributed as dist
+from hybrid_ep import Buffer, CallerError
+
+rank, store, call = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+buffer = Buffer(dist.group.WORLD, num_experts=4, device="cpu", timeout=100)
+calls = {"close": buffer.close, "traffic": buffer.traffic, "synchronize": buffer.synchronize}
+signal.signal(signal.SIGTERM, lambda *_: calls[call]())
+print("ready", flush=True)
+if rank == 1:
+    sys.stdin.readline()  # stays until the test is over
+    sys.exit()
+try:
+    buffer.preprocess(torch.zeros(2, 1, dtype=torch.long), pad_multiple=1)
+except CallerError as error:
+    print(error, flush=True)
+buffer.close()
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("call", ["close", "traffic", "synchronize"])
+def test_a_handler_that_calls_the_buffer_ends_the_operator(call: str, tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", CALLED_BY_A_HANDLER, str(rank), str(tmp_path / "store"), call],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n", rank.communicate()
+        time.sleep(1)  # by then the operator waits
+        ranks[0].send_signal(signal.SIGTERM)
+        out, err = ranks[0].communicate(timeout=30)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert out.startswith("a signal handler called this buffer while an operator of the buffer waits"), out + err
+    assert out.endswith("closed\n"), out + err
+
+
 @pytest.mark.skipif(not has_libfabric(), reason="libfabric is not installed")
 def test_ctrl_c_ends_a_wait_for_another_domain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Libraries that libfabric loads may handle signals themselves.
