@@ -20,6 +20,7 @@ from exact_engine import ExactEngine
 from hybrid_ep import Buffer, CallerError, MoELayer, PeerError
 from hybrid_ep.experts import expert_parameters, local_part
 from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridExperts, HybridMoELayer
+from hybrid_ep.migration.runtime import _close_all
 from hybrid_ep.moe import clip_gradients, reduce_gradients
 from process_worlds import Rank, has_libfabric, world_of_processes
 
@@ -257,6 +258,43 @@ def _over_some_datacenters(here: Rank, engine: str) -> tuple[list[float], list[f
 def test_expert_domains_of_some_datacenters(engine: str) -> None:
     for ours, plain in world_of_processes(4, "cpu").run(_over_some_datacenters, engine, seconds=60):
         assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def _with_a_child(here: Rank) -> list[float]:
+    with ExpertMigration(TWO, num_experts=EXPERTS, weights="exact", gradients="exact") as migration:
+        model = hybrid(migration)
+        optimizer = adam(model.parameters())
+        losses = train_hybrid(migration, model, range(2), optimizer)
+        if here.rank == 0 and (child := os.fork()) == 0:
+            # As at the end of the interpreter.
+            _close_all()
+            os._exit(0)
+        if here.rank == 0:
+            assert os.waitpid(child, 0)[1] == 0
+        return losses + train_hybrid(migration, model, range(2, 4), optimizer)
+
+
+def test_a_forked_child_does_not_leave_for_its_parent() -> None:
+    world = world_of_processes(4, "cpu")
+    for losses, plain in zip(world.run(_with_a_child, seconds=60), world.run(train_plain, range(4)), strict=True):
+        assert losses == pytest.approx(plain, rel=1e-5)
+
+
+def _forgets(here: Rank) -> None:
+    plan = ExpertDomains.uniform(ranks=4, datacenters=1)
+    with ExpertMigration(plan, num_experts=EXPERTS) as migration:
+        model = hybrid(migration)
+        loss_of(model, tokens_of(here.rank, 0)).backward()
+        with _raises(r"call\s+migration.reduce_gradients"):
+            reduce_gradients(model)
+        migration.reduce_gradients(model)
+        loss_of(model, tokens_of(here.rank, 1)).backward()
+        with _raises("call publish after the optimizer's step"):
+            migration.reduce_gradients(model)
+
+
+def test_a_step_without_publish_and_the_other_reduction_are_refused() -> None:
+    world_of_processes(4, "cpu").run(_forgets, seconds=60)
 
 
 def _one_stays_away(here: Rank) -> None:

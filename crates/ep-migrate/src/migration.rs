@@ -512,6 +512,9 @@ impl<T: Weight> Migration<T> {
     }
 
     fn close_within(&self, patience: Duration) {
+        if !self.post.is_of_this_process() {
+            return;
+        }
         self.post.close(patience);
         join_within_grace(lock(&self.threads).drain(..));
     }

@@ -59,6 +59,8 @@ pub(crate) struct Post {
     changed: Condvar,
     /// By peer.
     orders: Vec<Orders>,
+    /// The process that started this.
+    process: u32,
 }
 
 /// Locks that keep transfers in order. The carrier is called under them and never under `state`: a carrier may run code of
@@ -108,8 +110,8 @@ impl Post {
             traffic: Traffic::default(),
         };
         let orders = setup.peers.iter().map(|_| Orders::default()).collect();
-        let post =
-            Arc::new(Self { setup, carrier, state: Mutex::new(state), changed: Condvar::new(), orders });
+        let (state, changed, process) = (Mutex::new(state), Condvar::new(), std::process::id());
+        let post = Arc::new(Self { setup, carrier, state, changed, orders, process });
         let mut threads = Vec::new();
         for peer in 0..post.setup.peers.len() {
             let name = |what: &str| format!("ep-{what}-{}", post.setup.peers[peer]);
@@ -123,6 +125,12 @@ impl Post {
             threads.push(spawn(name("sent"), move || own.reap(peer))?);
         }
         Ok((post, threads))
+    }
+
+    /// Whether this is the process that started. A forked child has none of the threads, and must not speak for the rank
+    /// over the connections that it shares with its parent.
+    pub(crate) fn is_of_this_process(&self) -> bool {
+        self.process == std::process::id()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

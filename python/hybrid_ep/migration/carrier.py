@@ -21,8 +21,10 @@ How gloo behaves, and what follows (PyTorch 2.11):
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
@@ -93,8 +95,13 @@ class GlooCarrier:
         self._place = {rank: at for at, rank in enumerate(domain)}
         self._peers = [rank for rank in domain if rank != domain[group.rank()]]
         self._ended = False
+        self._process = os.getpid()
         self._sends: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()
-        self._waiter = threading.Thread(target=self._wait_for_sends, name="hybrid_ep carrier", daemon=True)
+        # The thread must not hold the carrier: then a carrier that is dropped without `close` would live for ever.
+        self._waiter = threading.Thread(
+            target=_wait_for_sends, args=(self._sends,), name="hybrid_ep carrier", daemon=True
+        )
+        weakref.finalize(self, self._sends.put, None)
         self._waiter.start()
 
     def send(self, peer: int, lane: int, data: bytes) -> Sending:
@@ -138,7 +145,10 @@ class GlooCarrier:
         return _Receive(self, memory, work)
 
     def abort(self) -> None:
-        """Closes all connections of the domain, which ends all waits, here and at the peers."""
+        """Closes all connections of the domain, which ends all waits, here and at the peers. Does nothing in a forked
+        child, which shares the connections."""
+        if os.getpid() != self._process:
+            return
         self._ended = True
         for peer in self._peers:
             # A receive from a peer whose connection is closed already fails, and closes no other.
@@ -148,15 +158,13 @@ class GlooCarrier:
 
     def close(self) -> None:
         """Ends the carrier and its thread. Messages that no peer has received by now are lost."""
+        if os.getpid() != self._process:
+            return
         self.abort()
         self._sends.put(None)
         if threading.current_thread() is not self._waiter:
             # Gloo does not end the wait for a message that is partly sent. The thread then ends with the process.
             self._waiter.join(timeout=1.0)
-
-    def _wait_for_sends(self) -> None:
-        while (send := self._sends.get()) is not None:
-            send.finish()
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
@@ -170,6 +178,12 @@ class GlooCarrier:
             if any(part in text for part in _CLOSED):
                 raise ConnectionError(text) from None
             raise
+
+
+def _wait_for_sends(sends: queue.SimpleQueue[_Send | None]) -> None:
+    while (send := sends.get()) is not None:
+        send.finish()
+        del send  # it holds the carrier
 
 
 def _tensor(memory: bytearray) -> Tensor:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import json
+import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterator
@@ -141,23 +142,27 @@ class ExpertMigration(Shared):
         if not dist.is_initialized():
             raise CallerError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
         group = group or dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup):
-            raise CallerError(f"group: expected a process group that this process is of, found {group!r}")
-        if plan.ranks != group.size():
-            raise CallerError(f"plan: is for {plan.ranks} ranks, and the group has {group.size()}")
-        if num_experts < 1 or num_experts % plan.ranks:
-            raise CallerError(f"num_experts is {num_experts}, must be a multiple of the number of ranks, {plan.ranks}")
-        if not timeout > 0:
-            raise CallerError(f"timeout is {timeout}, must be greater than 0")
+        assert group is not None
+        codecs = (weights, gradients, dense_gradients)
+        meeting = Meeting.of(group, "migration")
+        with meeting.reported():
+            meeting.timeout = join_timeout()
+            if plan.ranks != group.size():
+                raise CallerError(f"plan: is for {plan.ranks} ranks, and the group has {group.size()}")
+            if num_experts < 1 or num_experts % plan.ranks:
+                raise CallerError(
+                    f"num_experts is {num_experts}, must be a multiple of the number of ranks, {plan.ranks}"
+                )
+            if not timeout > 0:
+                raise CallerError(f"timeout is {timeout}, must be greater than 0")
+            settings = [repr(plan), num_experts, *codecs, depth, staleness, shared_refresh, timeout, domains]
+            self._run = _agree(meeting, settings)
+        meeting.end()
+        self._process = os.getpid()
         self.plan, self.num_experts, self.rank = plan, num_experts, group.rank()
         self._weights, self._gradients, self._depth, self._staleness = weights, gradients, depth, staleness
         self._shared_refresh, self._timeout = shared_refresh, timeout
         self._group, self._dense_codec = group, dense_gradients
-        codecs = (weights, gradients, dense_gradients)
-        settings = [repr(plan), num_experts, *codecs, depth, staleness, shared_refresh, timeout, domains]
-        meeting = Meeting.of(group, join_timeout(), "migration")
-        self._run = _agree(meeting, settings)
-        meeting.end()
         # The number keeps what gloo leaves in the store away from a later group that has the same place in it.
         place = f"migration {self._run}"
         self.ownership = Ownership(plan, num_experts, group)
@@ -310,6 +315,11 @@ class ExpertMigration(Shared):
         if op not in ("mean", "sum"):
             raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
         engine = self._started()
+        if self._published and self._reduced:
+            raise CallerError(
+                "the gradients of this step are reduced already: call publish after the optimizer's step, which begins "
+                "the next one"
+            )
         scale = 1.0 / self.plan.ranks if op == "mean" else 1.0
         # Gradients leave in the order of the backward pass, so the first to arrive are those of the last layer.
         backward = [*enumerate(self._layers)][::-1]
@@ -471,8 +481,8 @@ class ExpertMigration(Shared):
         self._close(at_once=False)
 
     def _close(self, *, at_once: bool) -> None:
-        if self._closed:
-            return
+        if self._closed or os.getpid() != self._process:
+            return  # a forked child does not leave for its parent
         self._closed = True
         self._dense.close(at_once=at_once)
         if self._engine is not None:

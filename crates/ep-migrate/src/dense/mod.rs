@@ -356,6 +356,9 @@ impl DenseReduction {
     }
 
     fn close_within(&self, patience: Duration) {
+        if !self.shared.post.is_of_this_process() {
+            return;
+        }
         self.abandon(u64::MAX >> BUCKET_BITS);
         self.shared.post.close(patience);
         lock(&self.shared.line).is_over = true;
