@@ -42,13 +42,19 @@ class Joined(Shared):
         workers: int | None = None,
         sms: int | None = None,
     ) -> None:
-        settings = settings_of(device_of(device), num_experts, domains, timeout, stall_timeout, workers, sms)
+        def settings() -> _native.Settings:
+            return settings_of(device_of(device), num_experts, domains, timeout, stall_timeout, workers, sms)
+
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if group is None:
-            native = _native.Buffer.launched(settings)
+            native = _native.Buffer.launched(settings())
         else:
-            native = _joined(Meeting.of(group, _native.timeout_of(settings)), settings)
+            meeting = Meeting.of(group)
+            with meeting.reported():
+                checked = settings()
+                meeting.timeout = _native.timeout_of(checked)
+                native = _joined(meeting, checked)
         self._adopt(native, group)
 
     @classmethod
@@ -56,7 +62,8 @@ class Joined(Shared):
         """Makes a buffer on the CPU for the ranks of a meeting, which have no process group."""
         settings = settings_of(torch.device("cpu"), num_experts, domains, None, None, workers, None)
         buffer = cls.__new__(cls)
-        buffer._adopt(_joined(meeting, settings))
+        with meeting.reported():
+            buffer._adopt(_joined(meeting, settings))
         return buffer
 
     @classmethod

@@ -6,10 +6,11 @@ store can read the keys, so the job is as open as its store. With HYBRID_EP_SECR
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ __all__ = ["Meeting"]
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
 
 
+# Seconds to wait before the timeout is known.
+_UNTIL_KNOWN = 600.0
 # Seconds between two reads of the store; the pauses grow from the shortest to the longest.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 # The key under which the first rank that gives up writes the reason.
@@ -63,7 +66,7 @@ class Meeting:
         store: Where the ranks leave their bytes. No other meeting has used its keys.
         rank: This rank.
         ranks: The number of ranks.
-        timeout: Seconds to wait for each round.
+        timeout: Seconds to wait for each round. It may be set later.
         making: What the ranks meet for, for errors.
     """
 
@@ -74,12 +77,14 @@ class Meeting:
         self._rounds = 0
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, timeout: float, making: str = "buffer") -> Self:
+    def of(cls, group: dist.ProcessGroup, making: str = "buffer") -> Self:
         """Returns the next meeting of a process group's ranks.
+
+        Call it before anything that may fail on one rank alone, and do the rest inside `reported`: all ranks must count
+        the same meetings.
 
         Args:
             group: The process group.
-            timeout: Seconds to wait for each round.
             making: What the ranks meet for, for errors.
 
         Raises:
@@ -88,10 +93,23 @@ class Meeting:
         if not isinstance(group, dist.ProcessGroup):
             raise CallerError(f"group: expected a process group that this process is of, found {group!r}")
         made = next(_made.setdefault(group, count()))
-        # Each group has its own prefix in the store.
+        # Each group has its own prefix in the store, but older versions of PyTorch give one prefix to all groups of a
+        # `split_group`. These have no rank in common.
         store = distributed_c10d._get_process_group_store(group)
-        store = distributed_c10d.PrefixStore(f"hybrid_ep/{made}", store)
-        return cls(store, group.rank(), group.size(), timeout, making)
+        first = min(dist.get_process_group_ranks(group))
+        store = distributed_c10d.PrefixStore(f"hybrid_ep/{first}/{made}", store)
+        return cls(store, group.rank(), group.size(), _UNTIL_KNOWN, making)
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Tells the other ranks if this rank fails inside the `with` block; they would wait until their timeout."""
+        try:
+            yield
+        except PeerError:
+            raise  # known to the others, or reported by each of them
+        except BaseException as error:
+            self.abandon(self.rank, "failed", f"{type(error).__name__}: {error}")
+            raise
 
     def among(self, name: str, ranks: Sequence[int]) -> Self:
         """Returns a meeting of some of the ranks, which includes this one.

@@ -108,7 +108,7 @@ def _groups(rank: int, ranks: int, store: str) -> None:
     dist.barrier()
     # A later group with the same store must not find these keys.
     store_of_world = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
-    left = [f"hybrid_ep/{made}/{key}" for made in range(2) for key in ("0/0", "1/2", "left")]
+    left = [f"hybrid_ep/0/{made}/{key}" for made in range(2) for key in ("0/0", "1/2", "left")]
     assert not any(store_of_world.check([key]) for key in left)
     check_round(second, 1)
     check_round(first, 2)
@@ -165,6 +165,29 @@ def test_groups_over_several_machines(device: str) -> None:
     for error in results[:3]:
         assert isinstance(error, PeerError), error
         assert (error.peer, error.fault, error.machine) == (3, "died", "node-1"), str(error)
+
+
+def _one_fails_first(rank: int, ranks: int, store: str) -> Any:
+    meet(rank, ranks, store)
+    for workers in (-1, None):
+        try:
+            with Buffer(num_experts=4, device="cpu", workers=workers if rank == 1 else None, timeout=60) as buffer:
+                check_round(buffer, 1)
+            error = None
+        except (CallerError, PeerError) as raised:
+            error = raised
+        if workers == -1:
+            first = error
+    return first, error
+
+
+def test_a_rank_whose_arguments_are_wrong_tells_the_others_and_may_try_again() -> None:
+    start = time.monotonic()
+    (first, again), (wrong, then) = processes(2, _one_fails_first, f"tcp://127.0.0.1:{free_port()}")
+    assert time.monotonic() - start < 30, "rank 0 waited for its timeout"
+    assert isinstance(wrong, CallerError) and isinstance(first, PeerError), (wrong, first)
+    assert (first.peer, first.fault) == (1, "failed") and "workers" in str(first), first
+    assert again is None and then is None, (again, then)
 
 
 def _launched(rank: int, ranks: int, port: int) -> tuple[int, int]:
