@@ -124,7 +124,9 @@ def test_buffer_config_has_the_sizes_of_the_constructor() -> None:
     buffer = HybridEPBuffer(group, 1024, 4096, 4, num_of_hybrid_ep_ranks_per_nvlink_domain=4)
     config = buffer.configurer.buffer_config
     assert buffer.group is group and buffer.config is config
-    assert (config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank) == (1024, 4096, 4)
+    assert (config.hidden_dim, config.num_of_experts_per_rank) == (1024, 4)
+    # Programs make another buffer if a rank has more tokens than this, and other ranks may have fewer.
+    assert config.max_num_of_tokens_per_rank == 2**31 - 1
     assert (buffer.rank, buffer.group_size, buffer.local_rank, buffer.node_rank, buffer.num_of_nodes) == (5, 8, 1, 1, 2)
 
 
@@ -134,7 +136,7 @@ def test_template_config_has_the_arguments() -> None:
     assert isinstance(config, HybridEpConfigInstance)
     assert (config.hidden_dim, config.max_num_of_tokens_per_rank, config.pad_multiple) == (512, 5000, 32)
     assert config.some_knob == 7
-    assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank == 5000
+    assert buffer.update_template_config().max_num_of_tokens_per_rank == 5000
     assert buffer.update_template_config().hidden_dim == 1024
 
 

@@ -265,7 +265,24 @@ def check_one_buffer(here: Rank, cases: list[Case]) -> None:
     for case, (rows, _, _, _, handle) in reversed(list(zip(cases, made, strict=True))):
         output, _ = buffer.combine_with_unpermute(hidden=experts(case, here, rows), handle=handle)
         same(output, combined(case, here.rank)[0].to(case.dtype), "combined tokens")
-    assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank == max(c.tokens[here.rank] for c in cases)
+    most = max(c.tokens[here.rank] for c in cases)
+    assert buffer.update_template_config().max_num_of_tokens_per_rank == most
+
+
+def test_a_program_that_sizes_its_buffer_by_the_tokens_of_a_rank_keeps_it(world_of: Any) -> None:
+    cases = [Case((8, 8)), Case((4, 8), seed=1), Case((12, 6), seed=2)]
+    world_of(2).run(check_sized_by_tokens, cases)
+
+
+def check_sized_by_tokens(here: Rank, cases: list[Case]) -> None:
+    """As torchtitan does: another buffer if this rank has more tokens than the buffer was made for."""
+    buffer = new_buffer(here, cases[0])
+    for case in cases:
+        if buffer.configurer.buffer_config.max_num_of_tokens_per_rank < case.tokens[here.rank]:
+            buffer = new_buffer(here, case)
+        rows, _, _, _, handle = buffer.dispatch_with_permute(**inputs(here, case), pad_multiple=case.pad)
+        output, _ = buffer.combine_with_unpermute(hidden=experts(case, here, rows), handle=handle)
+        same(output, combined(case, here.rank)[0].to(case.dtype), "combined tokens")
 
 
 def test_a_handle_outlives_the_buffer_that_made_it(world_of: Any) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+# The largest value of DeepEP's type for it.
+NO_MAXIMUM = 2**31 - 1
+
 
 @dataclass
 class BufferConfig:
@@ -16,7 +19,8 @@ class BufferConfig:
 
     hidden_dim: int
     max_num_of_tokens_per_rank: int
-    """The constructor's value, or more if a call had more tokens."""
+    """`NO_MAXIMUM`. Programs such as torchtitan make another buffer if a rank has more tokens than this. A rank that
+    has more would then join alone."""
     num_of_experts_per_rank: int
     num_of_ranks_per_node: int
     """Ranks of each NVLink domain."""

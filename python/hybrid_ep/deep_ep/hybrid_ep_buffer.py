@@ -30,7 +30,7 @@ from .arguments import (
     rows_wanted,
     weights_again,
 )
-from .config import BufferConfig, Configurer, HybridEpConfigInstance
+from .config import NO_MAXIMUM, BufferConfig, Configurer, HybridEpConfigInstance
 from .handles import PermutedHandle, PlainHandle, parse
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
@@ -119,12 +119,13 @@ class HybridEPBuffer:
         self.configurer = Configurer(
             BufferConfig(
                 hidden_dim=operator.index(hidden_dim),
-                max_num_of_tokens_per_rank=operator.index(max_num_of_tokens_per_rank),
+                max_num_of_tokens_per_rank=NO_MAXIMUM,
                 num_of_experts_per_rank=operator.index(num_local_experts),
                 num_of_ranks_per_node=self.num_of_hybrid_ep_ranks_per_nvlink_domain,
                 num_of_nodes=self.num_of_nodes,
             )
         )
+        self._most_tokens = operator.index(max_num_of_tokens_per_rank)
         self._sms = max((n for n in (num_sms_dispatch_api, num_sms_combine_api) if n is not None), default=None)
         self._buffers: dict[tuple[torch.device, int], Buffer] = {}
         self._own: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -150,10 +151,10 @@ class HybridEPBuffer:
         """
         made_for = self.configurer.buffer_config
         if num_of_tokens_per_rank is not None:
-            made_for.max_num_of_tokens_per_rank = max(made_for.max_num_of_tokens_per_rank, num_of_tokens_per_rank)
+            self._most_tokens = max(self._most_tokens, num_of_tokens_per_rank)
         settings: dict[str, Any] = {
             "hidden_dim": made_for.hidden_dim if hidden_dim is None else hidden_dim,
-            "max_num_of_tokens_per_rank": made_for.max_num_of_tokens_per_rank,
+            "max_num_of_tokens_per_rank": self._most_tokens,
             "num_of_experts_per_rank": (
                 made_for.num_of_experts_per_rank if num_local_experts is None else num_local_experts
             ),
