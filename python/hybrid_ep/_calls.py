@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Registers the operators, with their gradients.
 from . import _autograd as _autograd
@@ -25,6 +26,9 @@ from .work import Work
 __all__ = ["Given", "combine", "dispatch", "preprocess", "start"]
 
 Result = TypeVar("Result")
+
+# The number of active modes that see calls of PyTorch's operators.
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class Given(NamedTuple):
@@ -59,7 +63,7 @@ def _preprocess(
     most = end.experts if most is None else most
     if weights is not None and weights.requires_grad:
         weights = weights.detach()
-    if _is_plain_call(tensor):
+    if _is_plain_call(tensor, weights):
         arguments = (tensor, weights, is_map, pad_multiple, capacity, most)
         handle, found, padded, raw, overflow = ops.preprocess(end, *arguments)
         rows: int | None = found
@@ -80,6 +84,7 @@ def _preprocess(
         padded,
         raw,
         overflow,
+        None if is_map or torch.compiler.is_compiling() or tensor.is_inference() else tensor._version,
     )
 
 
@@ -132,7 +137,7 @@ def dispatch(
     local_experts = local_experts and not permuted
     # Without gradients nothing sums over the rows that no token takes, so they need not be cleared.
     clear_tokens = handle.capacity is not None and torch.is_grad_enabled()
-    if _is_plain_call(tokens, weights):
+    if _is_plain_call(tokens, weights, scales):
         out, out_scales, out_probs, out_map = ops.dispatch(
             end, tokens, scales, weights, handle.tensor, fresh, fp8, clear_tokens, local_experts
         )
@@ -232,9 +237,11 @@ def _plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_plain_call(*tensors: Tensor | None) -> bool:
-    """Whether the operator can be called directly: no compiler, autograd or tracer needs to see the call."""
-    if torch.compiler.is_compiling():
+    """Whether the operator can be called directly: no compiler, autograd, mode or tracer needs to see the call."""
+    if torch.compiler.is_compiling() or _modes():  # a mode may keep results, for activation checkpoints
         return False
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
     differentiable = torch.is_grad_enabled()
     for tensor in tensors:
         if ops.is_plain(tensor):
@@ -244,6 +251,13 @@ def _is_plain_call(*tensors: Tensor | None) -> bool:
             return False
     # The operator itself refuses arguments that are not tensors.
     return True
+
+
+def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """Refuses forward-mode gradients. PyTorch would drop them without a word where no tensor requires a gradient."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise CallerError("a tensor has a tangent: forward-mode gradients are not implemented; use backward mode")
 
 
 def _routing(given: Given) -> _Routing:
@@ -273,6 +287,12 @@ def _weights_of(end: End, handle: Handle, given: Given) -> Tensor | None:
     if given.topk_weights.shape != handle.topk_idx.shape:
         expected, found = list(handle.topk_idx.shape), list(given.topk_weights.shape)
         raise CallerError(f"topk_weights: expected shape {expected}, that of topk_idx, found {found}")
+    known = None if torch.compiler.is_compiling() else handle.topk_version
+    if known is not None and handle.topk_idx._version != known:
+        raise CallerError(
+            "topk_weights: the topk_idx of this handle was changed in place after the preprocess, so the experts that "
+            "the weights are for are unknown; keep it unchanged, or give probs [T, E]"
+        )
     weights = _f32("topk_weights", given.topk_weights)
     return dense_weights(handle.topk_idx, weights, handle.topk_idx.shape[0], end.experts)
 

@@ -62,6 +62,11 @@ def reduce_gradients(
     if op not in ("mean", "sum"):
         raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
     parts = _parts(module)
+    if any(hasattr(part, "migration") for part in parts):
+        raise CallerError(
+            "reduce_gradients: the module has a HybridMoELayer, whose gradients its migration reduces: call "
+            "migration.reduce_gradients(module)"
+        )
     if not _has_group("reduce_gradients", parts):
         return
     scale = 1.0 / dist.get_world_size(group) if op == "mean" else 1.0
@@ -138,7 +143,7 @@ def clip_gradients(
             _check_replicas("clip_gradients", part, group, expert_group)
     experts = {id(parameter) for parameter in expert_parameters(module)}
     device = next(module.parameters()).device
-    of_experts, of_dense = torch.zeros((), device=device), torch.zeros((), device=device)
+    of_experts, of_dense = torch.zeros(2, dtype=torch.float32, device=device).unbind()
     # Sums of the squares of this rank's shards, by mesh and by which of its dimensions are sharded.
     of_shards: dict[tuple[DeviceMesh, tuple[bool, ...]], Tensor] = {}
     own: list[Tensor] = []

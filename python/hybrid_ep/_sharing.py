@@ -7,6 +7,7 @@ communicator. In another process the program that unpickles the layer supplies o
 
 from __future__ import annotations
 
+import itertools
 import os
 import uuid
 import weakref
@@ -27,6 +28,7 @@ __all__ = ["Shared", "SharedGroup", "attach"]
 _attached: ContextVar[Buffer | None] = ContextVar("hybrid_ep_attached", default=None)
 _RUN = uuid.uuid4().hex
 _living: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_places = itertools.count()
 
 
 @contextmanager
@@ -42,7 +44,7 @@ def attach(buffer: Buffer) -> Iterator[Buffer]:
 class Shared:
     """A base class of objects that copying returns unchanged, and that unpickling finds again."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_place")
 
     def __copy__(self) -> Any:
         return self
@@ -52,7 +54,10 @@ class Shared:
 
     def _name(self) -> str:
         """Returns a name that is unique to this object and this process."""
-        name = f"{_RUN}/{os.getpid()}/{id(self)}"
+        # Not `id`: another object may have it once this one is gone.
+        if not hasattr(self, "_place"):
+            self._place = next(_places)
+        name = f"{_RUN}/{os.getpid()}/{self._place}"
         _living[name] = self
         return name
 

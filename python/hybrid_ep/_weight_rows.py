@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import ops
 from .buffer import Buffer
@@ -45,6 +46,7 @@ class _WeightRows(torch.autograd.Function):
         return ops.weight_rows(buffer._end, rows, weights, dtype)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         rows, weights = ctx.saved_tensors
         grad_rows, grad_weights = ops.weight_rows(ctx.buffer._end, grad, weights, rows.dtype, rows)

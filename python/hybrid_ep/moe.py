@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -105,11 +106,13 @@ class Router(nn.Module):
         Returns:
             The chosen experts, their weights, and the balance loss times `balance_coef`.
         """
-        probs = F.linear(tokens.float(), self.weight.float()).softmax(dim=-1)
-        weights, idx = probs.topk(self.topk, dim=-1)
-        if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        balance_loss = self._balance_loss(probs, idx)
+        # Autocast would compute the products in half precision, and count tokens in it.
+        with torch.autocast(tokens.device.type, enabled=False):
+            probs = F.linear(tokens.float(), self.weight.float()).softmax(dim=-1)
+            weights, idx = probs.topk(self.topk, dim=-1)
+            if self.normalize:
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+            balance_loss = self._balance_loss(probs, idx)
         if self.capacity_factor is not None:
             capacity = math.ceil(self.capacity_factor * idx.numel() / self.num_experts)
             idx = idx.masked_fill(_place_in_expert(idx) >= capacity, -1)
@@ -308,6 +311,13 @@ class MoELayer(nn.Module):
         if x.shape[-1:] != (hidden,):
             raise CallerError(f"x: expected [..., {hidden}], the layer's hidden, found shape {list(x.shape)}")
         tokens = x.reshape(-1, hidden)
+        if self.training and x.requires_grad and not torch.is_grad_enabled() and self.router.balance_coef:
+            # As inside `torch.utils.checkpoint`, whose reentrant form runs the forward pass without gradients.
+            warnings.warn(
+                "balance_loss has no gradient: the layer trains, and gradients are off. With activation checkpoints "
+                "pass use_reentrant=False",
+                stacklevel=2,
+            )
         routed = self.router(tokens)
         received = self.dispatcher.dispatch(tokens, routed.topk_idx, routed.topk_weights)
         outputs = self.experts(received.tokens, received.tokens_per_expert)

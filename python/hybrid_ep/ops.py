@@ -443,6 +443,11 @@ def _checked(
         raise CallerError(f"{name}: expected a dense tensor, found layout {_name(tensor.layout)}; call to_dense()")
     if not copy:
         return tensor
+    if not is_plain(tensor) and tensor.numel() and not tensor.data_ptr():
+        raise CallerError(
+            f"{name}: a {type(tensor).__name__} has no memory of its own; pass the tensor inside (`to_local()` of a "
+            "DTensor, `wait()` of an AsyncCollectiveTensor)"
+        )
     if strided_rows and tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]:
         aligned = tensor.data_ptr() % tensor.element_size() == 0
     else:

@@ -42,6 +42,8 @@ class Handle(NamedTuple):
     """As `tokens_per_expert`, without padding."""
     overflow: Tensor
     """int32 [1] on the buffer's device: 1 if the capacity dropped rows, else 0."""
+    topk_version: int | None = None
+    """The version of `topk_idx` at the preprocess, by which a later change in place is noticed."""
 
 
 class Dispatched(NamedTuple):

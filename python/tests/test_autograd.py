@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from hybrid_ep import Buffer, PeerError
+from hybrid_ep import Buffer, CallerError, PeerError
 from test_buffer import PADS, combine, dispatch
 from worlds import Case, make_case, on_threads, world
 
@@ -336,8 +340,6 @@ def test_a_second_derivative_is_refused(device: str, operator: str) -> None:
 
 def test_activation_checkpointing_runs_the_operators_again() -> None:
     """On the CPU only: PyTorch runs all backward passes of a GPU on one thread, where no rank may wait for another."""
-    from torch.utils.checkpoint import checkpoint
-
     case = make_case()
 
     def work(buffer: Buffer) -> tuple[Tensor, ...]:
@@ -387,3 +389,36 @@ def test_an_error_in_backward_is_raised_there() -> None:
         assert raised.value.operator == "combine"
 
     on_threads(buffers, work)
+
+
+def test_forward_mode_gradients_are_refused(device: str) -> None:
+    with Buffer(num_experts=4, device=device, workers=1) as buffer, forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(2, 16, device=device), torch.ones(2, 16, device=device))
+        with pytest.raises(CallerError, match="forward-mode gradients are not implemented"):
+            buffer.dispatch_with_permute(x, torch.zeros(2, 1, dtype=torch.long, device=device))
+
+
+def test_a_selective_checkpoint_may_keep_preprocess_and_dispatch(device: str) -> None:
+    kept = {torch.ops.hybrid_ep.preprocess.default, torch.ops.hybrid_ep.dispatch.default}
+
+    def policy(_: Any, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    with Buffer(num_experts=4, device=device, workers=1) as buffer:
+        idx = torch.tensor([[0], [1]], device=device)
+
+        def block(x: Tensor) -> Tensor:
+            got = buffer.dispatch_with_permute(x * 2, idx)
+            return buffer.combine_with_unpermute(got.tokens.tanh(), got.handle).tokens.sin()
+
+        grads = []
+        for function in (
+            block,
+            lambda x: checkpoint(
+                block, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+            ),
+        ):
+            x = torch.rand(2, 16, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+            function(x).sum().backward()
+            grads.append(x.grad)
+        assert grads[0].equal(grads[1])

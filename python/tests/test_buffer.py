@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_ep import Buffer, Combined, Dispatched, Handle, Traffic
+from hybrid_ep import Buffer, CallerError, Combined, Dispatched, Handle, Traffic
 from hybrid_ep._settings import settings_of
+from hybrid_ep._weight_rows import weight_rows
 from worlds import Case, make_case, world
 
 PADS = [None, 1, 4]
@@ -392,3 +393,51 @@ def test_fields_of_a_handle(device: str) -> None:
         assert buffer.preprocess(idx[:, :0]).rows == 0
 
     world(work, 1, device=device, experts=2)
+
+
+def test_indices_that_changed_after_preprocess_are_refused(device: str) -> None:
+    with Buffer(num_experts=4, device=device, workers=1) as buffer:
+        x, weights = torch.ones(2, 16, device=device), torch.rand(2, 1, device=device)
+        idx = torch.tensor([[0], [1]], device=device)
+        handle = buffer.preprocess(idx, pad_multiple=1)
+        assert buffer.dispatch_with_permute(x, handle=handle, topk_weights=weights).probs is not None
+        idx.copy_(idx + 2)
+        with pytest.raises(CallerError, match="topk_idx of this handle was changed in place after the preprocess"):
+            buffer.dispatch_with_permute(x, handle=handle, topk_weights=weights)
+        buffer.dispatch_with_permute(x, handle=handle)
+        with torch.inference_mode():
+            handle = buffer.preprocess(torch.tensor([[0], [1]], device=device), pad_multiple=1)
+            buffer.dispatch_with_permute(x, handle=handle, topk_weights=weights)
+
+
+class Wrapper(Tensor):
+    """A tensor without memory of its own, as DTensor is one."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = torch.utils._pytree.tree_map_only(Wrapper, lambda wrapped: wrapped.inner, (args, kwargs or {}))
+        return function(*inside[0], **inside[1])
+
+
+def test_tensors_without_memory_are_unwrapped_or_refused(device: str) -> None:
+    with Buffer(num_experts=4, device=device, workers=1) as buffer:
+        x, idx = torch.ones(2, 128, device=device), torch.tensor([[0], [1]], device=device)
+        weights = torch.tensor([[0.25], [0.75]], device=device)
+        got = buffer.dispatch_with_permute(x, idx, Wrapper(weights))
+        assert got.probs is not None and got.probs.tolist() == [0.25, 0.75]
+        handle = buffer.preprocess(idx, Wrapper(weights), pad_multiple=1)
+        assert buffer.combine_with_unpermute(Wrapper(got.tokens), handle=got.handle).tokens.equal(x)
+        del handle
+        rows, scales = x.to(torch.float8_e4m3fn), torch.ones(2, 1, device=device)
+        given = buffer.dispatch_with_permute(rows, idx, scales=Wrapper(scales))
+        assert given.scales is not None and given.scales.equal(scales)
+        with pytest.raises(CallerError, match="values: a Wrapper has no memory of its own"):
+            weight_rows(Wrapper(torch.ones(2, 16, device=device)), torch.ones(2, device=device), torch.float32, buffer)

@@ -101,6 +101,18 @@ def test_several_expert_parallel_groups_train_one_model(device: str) -> None:
     world_of_processes(4, device).run(_several_groups)
 
 
+def test_norms_are_f32_whatever_the_default_type_is() -> None:
+    model = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(1000))
+    for parameter in model:
+        parameter.grad = torch.ones(1)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        norm = clip_gradients(model, 1.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert norm.dtype == torch.float32 and float(norm) == pytest.approx(1000**0.5)
+
+
 def _fsdp(here: Rank) -> None:
     from torch.distributed.fsdp import fully_shard
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hybrid_ep import Buffer, CallerError
 from hybrid_ep._weight_rows import weight_rows
@@ -162,6 +163,16 @@ def test_router_computes_in_f32() -> None:
     tokens = torch.randn(64, HIDDEN).bfloat16()
     narrow, wide = router(tokens), router(tokens.float())
     assert torch.equal(narrow.topk_idx, wide.topk_idx) and torch.equal(narrow.topk_weights, wide.topk_weights)
+
+
+def test_router_computes_in_f32_under_autocast(device: str) -> None:
+    router = Router(HIDDEN, EXPERTS, TOPK, balance_coef=0.5, device=device)
+    tokens = torch.randn(64, HIDDEN, device=device)
+    expected = router(tokens)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = router(tokens)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
 
 
 def test_dispatcher_converts_rows_in_transit() -> None:
@@ -343,6 +354,28 @@ def test_weights_are_applied_in_f32(device: str, hidden: int, given: torch.dtype
             assert torch.equal(found[0], expected[0])
             exact = (outputs.double() * grad.double()).sum(dim=1)
             torch.testing.assert_close(found[1].double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_have_no_second_derivative() -> None:
+    with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
+        rows, weights = torch.randn(3, 8, requires_grad=True), torch.rand(3, requires_grad=True)
+        grads = torch.autograd.grad(
+            weight_rows(rows, weights, torch.float32, buffer).square().sum(), (rows, weights), create_graph=True
+        )
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            sum(grad.square().sum() for grad in grads).backward()
+
+
+def test_a_balance_loss_without_gradient_is_warned_of() -> None:
+    with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
+        layer = MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=TOPK, balance_coef=0.1)
+        x = torch.randn(5, HIDDEN, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=False)
+        with torch.no_grad():
+            layer(x.detach())
+            layer.eval()(x)
+        with pytest.warns(UserWarning, match="balance_loss has no gradient.*use_reentrant=False"):
+            checkpoint(layer.train(), x, use_reentrant=True)
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this PyTorch has no grouped product")
