@@ -280,6 +280,30 @@ def test_a_forked_child_does_not_leave_for_its_parent() -> None:
         assert losses == pytest.approx(plain, rel=1e-5)
 
 
+class _RefusesTheLastLayer(ExactEngine):
+    def publish(self, layer: int, weights: tuple[int, int]) -> None:
+        if layer == 1:
+            raise CallerError("refused")
+        super().publish(layer, weights)
+
+
+class _Refusing(ExpertMigration):
+    _make_engine = _RefusesTheLastLayer
+
+
+def _refused(here: Rank) -> None:
+    migration = _Refusing(TWO, num_experts=EXPERTS, timeout=5)
+    hybrid(migration)
+    with _raises("refused"):
+        migration.publish()
+    with _raises("the migration is closed"):
+        migration.publish()
+
+
+def test_layers_in_different_steps_end_the_migration() -> None:
+    world_of_processes(4, "cpu").run(_refused, seconds=60)
+
+
 def _forgets(here: Rank) -> None:
     plan = ExpertDomains.uniform(ranks=4, datacenters=1)
     with ExpertMigration(plan, num_experts=EXPERTS) as migration:

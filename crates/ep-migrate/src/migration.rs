@@ -33,6 +33,8 @@ pub struct Migration<T: Weight> {
     post: Arc<Post>,
     layers: Vec<Layer<T>>,
     owned: Arc<Vec<Mutex<Publisher<T>>>>,
+    /// The step after the newest one of which a layer was gathered.
+    gathered: AtomicU64,
     threads: Mutex<Vec<JoinHandle<()>>>,
     clocks: Clocks,
 }
@@ -190,7 +192,8 @@ impl<T: Weight> Migration<T> {
         };
         let (post, threads) = Post::start(setup, carrier, &resend)?;
         let (threads, clocks) = (Mutex::new(threads), Clocks::default());
-        Ok(Self { domain, shape, settings, post, layers, owned, threads, clocks })
+        let gathered = AtomicU64::new(step);
+        Ok(Self { domain, shape, settings, post, layers, owned, gathered, threads, clocks })
     }
 
     /// The expert domain.
@@ -208,13 +211,18 @@ impl<T: Weight> Migration<T> {
     /// `weights` has the shape `[experts_per_rank, expert_elements[layer]]`.
     ///
     /// # Errors
-    /// [`CallerError`] if the shape does not fit or a weight is not finite: nothing is sent then, and the step has not
-    /// begun. [`PeerError`](ep::PeerError) if a peer is lost.
+    /// [`CallerError`] if the shape does not fit, a weight is not finite, or `2 (2 + staleness)` steps were published and none
+    /// was gathered: nothing is sent then, and the step has not begun. [`PeerError`](ep::PeerError) if a peer is lost.
     pub fn publish(&self, layer: usize, weights: &[T]) -> Result<()> {
         self.check_length("weights of own experts", layer, weights.len(), 1)?;
         let mut publisher = lock(&self.owned[layer]);
         let step = publisher.published;
         let call = Call { operator: Operator::Publish, step, layer };
+        // Peers that publish, too, take no message. More messages than they have room for would wait until the timeout.
+        let ahead = step.saturating_sub(self.gathered.load(Relaxed));
+        if ahead >= 2 * (2 + self.settings.staleness) {
+            return Err(order(call, "too many steps were published without a forward pass, which gathers them"));
+        }
         self.post.enter(call)?;
 
         let clock = Instant::now();
@@ -290,6 +298,7 @@ impl<T: Weight> Migration<T> {
             let behind = |held: &Replicas| held.step.is_none_or(|step| step < oldest);
             let waiting: Vec<usize> = (0..all.len()).filter(|&peer| behind(&all[peer])).collect();
             if waiting.is_empty() {
+                self.gathered.fetch_max(call.step + 1, Relaxed);
                 return Ok(all.iter().map(|held| held.step.unwrap_or(0)).collect());
             }
             // A message that lacks a shared expert waits for the parts of other peers.

@@ -249,11 +249,20 @@ class ExpertMigration(Shared):
         for index, (experts, own) in enumerate(zip(self._layers, all_own, strict=True)):
             experts.discard_gradients()
             if engine is not None:
-                with self._dense.explained():
-                    engine.publish(index, _span(own))
+                self._publish(engine, index, own)
         self._dense.next_round()
         self._step += 1
         self._published, self._reduced = True, False
+
+    def _publish(self, engine: Engine, index: int, own: Tensor) -> None:
+        try:
+            with self._dense.explained():
+                engine.publish(index, _span(own))
+        except CallerError:
+            if index > 0:
+                # Other layers are in the next step already. The peers would wait for this one.
+                self._close(at_once=True)
+            raise
 
     def start_over(self) -> None:
         """Makes the next messages of all layers complete: replicas then equal their owners, apart from the rounding of

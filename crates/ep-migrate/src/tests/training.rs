@@ -232,6 +232,31 @@ fn layers_that_are_not_gathered_do_not_hold_up_others() {
 }
 
 #[test]
+fn publishing_without_end_is_refused_before_it_waits() {
+    let ranks = ranks(2);
+    for staleness in [0, 1] {
+        let network = LocalNetwork::new();
+        let settings = Settings { staleness, depth: 1, ..settings(WeightCodec::Exact, GradientCodec::Exact) };
+        on_threads(&ranks, |rank| {
+            let migration = start::<f32>(&network, rank, &ranks, &settings);
+            let mut layers = (0..).flat_map(|step| (0..3).map(move |layer| (step, layer)));
+            let (step, error) = layers
+                .find_map(|(step, layer)| {
+                    let published = migration.publish(layer, &weights(rank, layer, step));
+                    published.err().map(|error| (step, error))
+                })
+                .unwrap();
+            assert_eq!(step, 2 * (2 + staleness));
+            assert!(error.to_string().contains("without a forward pass"), "{error}");
+            // The refused step has not begun.
+            migration.gather(0, &mut [0.0; 600]).unwrap();
+            migration.publish(0, &weights(rank, 0, step)).unwrap();
+            migration.close();
+        });
+    }
+}
+
+#[test]
 fn weights_of_later_steps_wait_for_their_step() {
     let (ranks, network) = (ranks(2), LocalNetwork::new());
     let settings = settings(WeightCodec::Exact, GradientCodec::Exact);
