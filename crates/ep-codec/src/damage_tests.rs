@@ -165,7 +165,10 @@ fn streams_of_other_content_type_or_length_are_errors_of_the_caller() {
     let (receiver, streams) = Receiver::with_streams(200);
     let Receiver { mut decoder, mut replica, mut sum, .. } = receiver;
     let content = |stream, expected| Err(Error::Caller(CallerError::Content { stream, expected }));
-    assert_eq!(add_gradient(&streams[1], &mut sum), content(Content::Weights, Content::Gradients));
+    let result = add_gradient(&streams[1], &mut sum);
+    let text = result.as_ref().unwrap_err().to_string();
+    assert!(text.contains("weights") && text.contains("gradients"), "{text}");
+    assert_eq!(result, content(Content::Weights, Content::Gradients));
     let result = decoder.decode(&streams[5], None, &mut replica);
     assert_eq!(result, content(Content::Gradients, Content::Weights));
     let length = |what, expected, found| Err(Error::Caller(CallerError::Length { what, expected, found }));

@@ -359,6 +359,16 @@ fn what_gradients_leave_out_arrives_later() {
 }
 
 #[test]
+fn a_state_with_another_number_of_values_is_refused() {
+    for count in [1, 2, 4] {
+        let owner = Owner::WeightEncoder;
+        let state = State { owner, element: Some(Element::F32), elements: 3, fingerprint: None, complete: 0 };
+        let refused = State::restore::<f32>(&state.save(&vec![1.0_f32; count]), owner, 3);
+        assert!(matches!(refused, Err(Error::Corrupted(Corruption::Sections))), "{count}: {refused:?}");
+    }
+}
+
+#[test]
 fn a_state_of_a_decoder_that_contradicts_itself_is_refused() {
     let restore = |element, fingerprint, values: &[f32]| {
         let state = State { owner: Owner::WeightDecoder, element, elements: 3, fingerprint, complete: 0 };

@@ -221,7 +221,10 @@ impl<T: Weight> Migration<T> {
         // Peers that publish, too, take no message. More messages than they have room for would wait until the timeout.
         let ahead = step.saturating_sub(self.gathered.load(Relaxed));
         if ahead >= 2 * (2 + self.settings.staleness) {
-            return Err(order(call, "too many steps were published without a forward pass, which gathers them"));
+            return Err(order(
+                call,
+                "too many steps were published without a forward pass, which gathers them",
+            ));
         }
         self.post.enter(call)?;
 

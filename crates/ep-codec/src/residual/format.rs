@@ -168,6 +168,19 @@ mod tests {
     }
 
     #[test]
+    fn formats_without_rice_codes_have_a_fixed_size() {
+        for (index, value, fixed) in [
+            (U32, F32, true),
+            (U16, Bf16, true),
+            (Rice, F32, false),
+            (U16, Bf16Rice, false),
+            (Rice, Bf16Rice, false),
+        ] {
+            assert_eq!(format(index, value).is_fixed_size(), fixed, "{index:?}, {value:?}");
+        }
+    }
+
+    #[test]
     fn a_ratio_of_50_gives_the_expected_densities() {
         for (element, index, value, percent) in [
             (Element::F32, U32, F32, 1.000),
