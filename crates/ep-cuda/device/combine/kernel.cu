@@ -12,10 +12,13 @@
 //            claims up to `Reducer::MOST_TOKENS` tokens at a time.
 //
 // This rank writes to a peer's `partials` and `prob_scratch` only between that peer's handshake and the last flag that
-// this rank sets on that peer. To set flags there, and to read its lists (lists.cuh), it needs only the handshake. No peer
-// reads this rank's input, so the program may overwrite it in stream order. A kernel without a fault ends after reduce
-// has seen the flags of all peers for all chunks, so a later combine may use `partials` and `prob_scratch` again. If an
-// await fails, it reports the fault, and the output is incomplete.
+// this rank sets on that peer. It may set flags there and read its lists (lists.cuh) from the handshake on, until its own
+// kernel ends. No peer reads this rank's input, so the program may overwrite it in stream order. A kernel without a fault
+// ends after reduce has seen the flags of all peers for all chunks, so a later combine may use `partials` and
+// `prob_scratch` again: peers write there only after that combine's handshake. If an await fails, it reports the fault.
+// Then the output is undefined, and slow peers may still write to `partials`: the buffer refuses further operators.
+// No deadlock: push waits for no peer after the handshakes, a worker waits for flags only when no items are left to push,
+// and all blocks of all ranks run at the same time (src/buffer.rs). docs/protocol.md lists the words that ranks share.
 // Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore they claim
 // work from shared counters: `items_taken`, `tokens_taken` and, with RAILS, `set_taken`. Only each worker's first item of
 // push and the chunks whose weights reduce gathers are assigned statically.
@@ -23,7 +26,7 @@
 // With RAILS (several NVLink domains, docs/cuda-rails.md), push also serves the foreign sets that other ranks of the
 // domain forward. reduce first computes the domain sums of the sets that this rank forwards, and writes them and the
 // sets' weights to the lanes. Then it adds the domain sums that come back for this rank's tokens, in the order of `sends`
-// (lists.cuh).
+// (lists.cuh), which gives the bits of the order of domains.
 #include "push.cuh"
 #include "reduce.cuh"
 
@@ -38,7 +41,8 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
         // Reduce in step with push. Each worker holds one item, so about `item - workers` of all `items` are complete.
         // If peers are as far, (item - workers) / items * tokens tokens have arrived, minus `slack`: the tokens that a
         // peer pushes in the microseconds by which ranks start apart. Break if `taken` exceeds that number. Never wait
-        // for a peer here: as long as this worker has items to push, a peer may be waiting for them.
+        // for a peer here: as long as this worker has items to push, a peer may be waiting for them. With RAILS, tokens of
+        // foreign sets come first, without an estimate.
         for (;;) {
             if (RAILS && !reducer.has_some() && !reducer.take_next(false)) break;
             if (!reducer.has_some()) {
