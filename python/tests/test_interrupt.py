@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -101,27 +100,7 @@ print("closed", flush=True)
 
 @pytest.mark.parametrize("call", ["close", "traffic", "synchronize"])
 def test_a_handler_that_calls_the_buffer_ends_the_operator(call: str, tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", CALLED_BY_A_HANDLER, str(rank), str(tmp_path / "store"), call],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "ready\n", rank.communicate()
-        time.sleep(1)  # by then the operator waits
-        ranks[0].send_signal(signal.SIGTERM)
-        out, err = ranks[0].communicate(timeout=30)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+    out, err = _interrupted(CALLED_BY_A_HANDLER, tmp_path, call, sends=signal.SIGTERM)
     assert out.startswith("a signal handler called this buffer while an operator of the buffer waits"), out + err
     assert out.endswith("closed\n"), out + err
 
@@ -134,15 +113,21 @@ def test_ctrl_c_ends_a_wait_for_another_domain(tmp_path: Path, monkeypatch: pyte
 
 
 def _interrupt(device: str, call: str, folder: Path, *, domains: int) -> None:
+    out, err = _interrupted(PROGRAM, folder, device, call, str(domains), sends=signal.SIGINT)
+    assert out == ("interrupted\n" if call == "join" else "interrupted\nunusable\n"), out + err
+
+
+def _interrupted(program: str, folder: Path, *arguments: str, sends: signal.Signals) -> tuple[str, str]:
+    """Starts two ranks, of which the second does not enter the operator, and sends the first a signal. Returns what the
+    first wrote."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(folder / "store"), device, call, str(domains)],
+            [sys.executable, "-c", program, str(rank), str(folder / "store"), *arguments],
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ,
         )
         for rank in range(2)
     ]
@@ -151,11 +136,10 @@ def _interrupt(device: str, call: str, folder: Path, *, domains: int) -> None:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n", rank.communicate()
         time.sleep(1)  # by then the operator waits
-        ranks[0].send_signal(signal.SIGINT)
+        ranks[0].send_signal(sends)
         # Far less than the timeout. On a GPU the process does not wait for the kernel to end, either.
-        out, err = ranks[0].communicate(timeout=60)
+        return ranks[0].communicate(timeout=60)
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert out == ("interrupted\n" if call == "join" else "interrupted\nunusable\n"), out + err
