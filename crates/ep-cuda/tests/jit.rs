@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
 use ep::{CudaEnv, EnvironmentError, Error};
-use ep_cuda::jit::{Arch, Compiler, Cubin, Jit, Origin, Program, Resources, Version};
+use ep_cuda::jit::{Arch, Compiler, Cubin, Jit, LoadError, Origin, Program, Resources, Version};
 
 const SOURCE: &str = r#"
 #include "common/twice.cuh"
@@ -259,15 +259,20 @@ fn kept_code_that_the_driver_refuses_is_compiled_anew_once() {
     let Some((_, env)) = compiler() else { return };
     let dir = Scratch::new();
     get(&cached_in(&dir.0, &env));
-    let refusal = || EnvironmentError::new("load", "bad image", "").into();
+    let refusal = || -> ep::Error { EnvironmentError::new("load", "bad image", "").into() };
     let load = |jit: &Jit, accept: &dyn Fn(&Cubin) -> bool| {
         let mut origins = Vec::new();
         let loaded = jit.load(&program(), Arch::Sm90a, |cubin| {
             origins.push(cubin.origin);
-            if accept(cubin) { Ok(()) } else { Err(refusal()) }
+            if accept(cubin) { Ok(()) } else { Err(LoadError::Code(refusal())) }
         });
         (loaded.is_ok(), origins)
     };
+    // An error that does not concern the code leaves the cache alone.
+    let jit = cached_in(&dir.0, &env);
+    let error = jit.load(&program(), Arch::Sm90a, |_| Err::<(), _>(LoadError::Other(refusal()))).unwrap_err();
+    assert_eq!(error.to_string(), refusal().to_string());
+    assert_eq!(jit.cache_state().entries, 1);
     let jit = cached_in(&dir.0, &env);
     let fresh = |cubin: &Cubin| cubin.origin == Origin::Compiled;
     assert_eq!(load(&jit, &fresh), (true, vec![Origin::Disk, Origin::Compiled]));
@@ -275,7 +280,10 @@ fn kept_code_that_the_driver_refuses_is_compiled_anew_once() {
     assert_eq!(load(&jit, &|_| false), (false, vec![Origin::Memory]));
     // Without a compiler both reasons are told, and the refused entry is not tried again.
     let jit = without_compiler(&dir.0);
-    let error = jit.load(&program(), Arch::Sm90a, |_| Err::<(), _>(refusal())).unwrap_err().to_string();
+    let error = jit
+        .load(&program(), Arch::Sm90a, |_| Err::<(), _>(LoadError::Code(refusal())))
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("bad image") && error.contains("pip install"), "{error}");
     assert_eq!(jit.cache_state().entries, 0);
 }

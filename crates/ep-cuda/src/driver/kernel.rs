@@ -7,6 +7,7 @@ use cudarc::driver::sys;
 use ep::{EnvironmentError, Result};
 
 use super::{Device, Stream, check};
+use crate::jit::LoadError;
 
 /// A loaded kernel of one GPU. Modules are never unloaded, because unloading waits for the GPU.
 #[derive(Debug)]
@@ -21,20 +22,40 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above; the fields never change.
 unsafe impl Sync for Kernel {}
 
+/// Whether the driver refuses the code itself. Other errors, such as a lack of memory, say nothing about it.
+fn concerns_code(answer: sys::CUresult) -> bool {
+    use sys::CUresult as Answer;
+    matches!(
+        answer,
+        Answer::CUDA_ERROR_INVALID_IMAGE
+            | Answer::CUDA_ERROR_NO_BINARY_FOR_GPU
+            | Answer::CUDA_ERROR_INVALID_PTX
+            | Answer::CUDA_ERROR_UNSUPPORTED_PTX_VERSION
+            | Answer::CUDA_ERROR_INVALID_SOURCE
+            | Answer::CUDA_ERROR_NOT_FOUND
+    )
+}
+
 impl Kernel {
     /// Loads the kernel `name` of a cubin, and allows it all shared memory of a block.
-    pub(crate) fn load(device: &Arc<Device>, cubin: &[u8], name: &'static str) -> Result<Self> {
+    pub(crate) fn load(
+        device: &Arc<Device>,
+        cubin: &[u8],
+        name: &'static str,
+    ) -> std::result::Result<Self, LoadError> {
         device.bind()?;
         let what = || format!("loading kernel {name} on GPU {}", device.ordinal);
         let mut module = std::ptr::null_mut();
         // SAFETY: a complete cubin, which contains its own length.
         let answer = unsafe { sys::cuModuleLoadData(&mut module, cubin.as_ptr().cast()) };
-        check(answer, what, "the driver may be older than the compiler: `hybrid-ep doctor` shows both")?;
+        check(answer, what, "the driver may be older than the compiler: `hybrid-ep doctor` shows both")
+            .map_err(|error| if concerns_code(answer) { LoadError::Code(error) } else { error.into() })?;
         let mut function = std::ptr::null_mut();
         let entry = CString::new(name).map_err(|error| EnvironmentError::new(what(), error, ""))?;
         // SAFETY: the module is loaded; the name ends with a zero byte.
         let answer = unsafe { sys::cuModuleGetFunction(&mut function, module, entry.as_ptr()) };
-        check(answer, what, "")?;
+        check(answer, what, "")
+            .map_err(|error| if concerns_code(answer) { LoadError::Code(error) } else { error.into() })?;
         let kernel = Self { device: Arc::clone(device), name, function };
         let static_bytes =
             kernel.attribute(sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;

@@ -38,6 +38,35 @@ pub use compiler::{Compiled, Compiler, INSTALL_HINT, Version};
 pub use program::Program;
 pub use resources::Resources;
 
+/// Why machine code was not loaded.
+#[derive(Debug)]
+pub enum LoadError {
+    /// The driver refuses the code itself: code that another process has compiled is compiled again.
+    Code(ep::Error),
+    /// Anything else, such as a lack of memory: the code stays in the cache.
+    Other(ep::Error),
+}
+
+impl From<ep::Error> for LoadError {
+    fn from(error: ep::Error) -> Self {
+        Self::Other(error)
+    }
+}
+
+impl From<EnvironmentError> for LoadError {
+    fn from(error: EnvironmentError) -> Self {
+        Self::Other(error.into())
+    }
+}
+
+impl From<LoadError> for ep::Error {
+    fn from(error: LoadError) -> Self {
+        match error {
+            LoadError::Code(error) | LoadError::Other(error) => error,
+        }
+    }
+}
+
 use cache::Found;
 use entry::Entry;
 use program::Key;
@@ -148,24 +177,25 @@ impl Jit {
     /// have been compiled for another driver, the program is compiled again, once.
     ///
     /// # Errors
-    /// As [`cubin`](Self::cubin); the error of `load` for code that this process has compiled.
+    /// As [`cubin`](Self::cubin); the error of `load` for code that this process has compiled, or if the error does not concern
+    /// the code.
     pub fn load<T>(
         &self,
         program: &Program,
         arch: Arch,
-        mut load: impl FnMut(&Cubin) -> Result<T>,
+        mut load: impl FnMut(&Cubin) -> std::result::Result<T, LoadError>,
     ) -> Result<T> {
         let cubin = self.cubin(program, arch)?;
         let refusal = match load(&cubin) {
-            Err(refusal) if self.invalidate(program, arch, &cubin) => refusal,
-            result => return result,
+            Err(LoadError::Code(refusal)) if self.invalidate(program, arch, &cubin) => refusal,
+            result => return Ok(result?),
         };
         let anew = self.cubin(program, arch).map_err(|error| {
             let what = format!("{} for {arch}", program.file_name());
             let problem = format!("what the cache keeps was refused ({refusal}); compiled anew: {error}");
             EnvironmentError::new(what, problem, "")
         })?;
-        load(&anew)
+        Ok(load(&anew)?)
     }
 
     /// Removes refused machine code from memory and disk, so that the next request compiles the program. Returns
