@@ -37,15 +37,16 @@ impl Call {
         Self::new(Operator::Preprocess, [pad_multiple])
     }
 
-    /// Ranks may differ in whether FP8 rows are given or quantised, because both have the same format on the wire.
+    /// Ranks may differ in whether FP8 rows are given or quantised, because both have the same format on the wire, if both
+    /// kernels send a row as one group of pieces. `division`: a [`DispatchShape::division`](crate::tuning::DispatchShape).
     pub(crate) fn dispatch(
         handle: u64,
         hidden: usize,
         format: TokenFormat,
         probs: bool,
-        groups: u32,
+        division: u64,
     ) -> Self {
-        let words = [handle, format.link_code(), hidden as u64, probs.into(), groups.into()];
+        let words = [handle, format.link_code(), hidden as u64, probs.into(), division];
         Self::new(Operator::Dispatch, words)
     }
 
@@ -68,6 +69,9 @@ const OPERATORS: [Operator; 3] = [Operator::Preprocess, Operator::Dispatch, Oper
 pub(crate) fn operator(number: u64) -> Operator {
     OPERATORS.into_iter().find(|&operator| operator as u64 == number).unwrap_or(Operator::Join)
 }
+
+/// Where a division has the number of pieces, and the bytes of a piece.
+const DIVISION: [u32; 2] = [0, 32];
 
 fn fields(operator: Operator) -> &'static [Field] {
     match operator {
@@ -95,7 +99,9 @@ impl Field {
             Self::Hidden => "hidden",
             Self::Format => "format of tokens",
             Self::Element(name) | Self::YesNo(name) => name,
-            Self::Groups => "pieces of a row (from hidden and the shared memory of the rank's GPU)",
+            Self::Groups => {
+                "pieces of a row (from hidden, the shared memory of the rank's GPU, and whether FP8 rows are quantised)"
+            }
         }
     }
 
@@ -105,7 +111,11 @@ impl Field {
             Self::Mode if value == 0 => "plain".into(),
             Self::Mode => format!("permuted with pad_multiple {value}"),
             Self::Handle => format!("the one of preprocess #{value}"),
-            Self::Hidden | Self::Groups => value.to_string(),
+            Self::Hidden => value.to_string(),
+            Self::Groups => match DIVISION.map(|shift| value >> shift & 0xFFFF_FFFF) {
+                [pieces, 0] => pieces.to_string(),
+                [pieces, bytes] => format!("{} of {bytes} bytes", pieces & 0x7FFF_FFFF),
+            },
             Self::Format => TokenFormat::link_name(value),
             Self::Element(_) => if value == Element::F32.bytes() as u64 { "f32" } else { "bf16" }.into(),
             Self::YesNo(_) => if value == 0 { "not asked for" } else { "asked for" }.into(),
@@ -170,8 +180,9 @@ mod tests {
             (dispatch, Call::dispatch(1, 128, BF16, false, 1), "probabilities: asked for / not asked for"),
             (
                 dispatch,
-                Call::dispatch(1, 128, BF16, true, 2),
-                "pieces of a row (from hidden and the shared memory of the rank's GPU): 1 / 2",
+                Call::dispatch(1, 128, BF16, true, 8192 << 32 | 1 << 31 | 2),
+                "pieces of a row (from hidden, the shared memory of the rank's GPU, and whether FP8 rows are quantised): 1 / \
+                 2 of 8192 bytes",
             ),
             (combine, Call::combine(1, 128, f32, bf16, false), "type of rows: bf16 / f32"),
             (combine, Call::combine(1, 128, bf16, f32, false), "type on the wire: bf16 / f32"),

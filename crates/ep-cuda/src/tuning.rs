@@ -119,6 +119,17 @@ impl DispatchShape {
         }
     }
 
+    /// What ranks must agree on: nothing if a row is one group of pieces. Else senders set, and receivers await, the flags of
+    /// single pieces, so these must have the same bytes of the output and the same scales.
+    pub(crate) fn division(&self, quantize: bool) -> u64 {
+        if self.groups == 1 {
+            return 1;
+        }
+        // Quantised rows have half the bytes of bf16.
+        let bytes = self.piece_bytes >> u32::from(quantize);
+        u64::from(bytes) << 32 | u64::from(quantize) << 31 | u64::from(self.pieces)
+    }
+
     /// Bytes between two stages.
     pub(crate) fn stage_bytes(&self) -> u32 {
         stage_stride(self.piece_bytes as usize) as u32
@@ -165,6 +176,22 @@ mod tests {
 
     /// Shared memory of a block on an H200 and on an A100, in bytes.
     const SHARED: [usize; 2] = [227 << 10, 163 << 10];
+
+    #[test]
+    fn ranks_agree_on_pieces_that_have_flags_of_their_own() {
+        let division = |quantize, hidden: usize, available| {
+            let row_bytes = if quantize { 2 * hidden } else { hidden };
+            DispatchShape::new(quantize, 8, row_bytes, available).division(quantize)
+        };
+        let [large, small] = SHARED;
+        // One group: given and quantised FP8 rows of any two GPUs may meet.
+        assert_eq!([division(false, 1024, large), division(true, 1024, small)], [1, 1]);
+        // As many groups, but other bytes.
+        let wide = 1 << 16;
+        assert_ne!(division(false, wide, large), division(true, wide, large));
+        assert_ne!(division(false, 1 << 20, large), division(false, 1 << 20, small));
+        assert_eq!(division(false, 1 << 20, large), division(false, 1 << 20, large));
+    }
 
     #[test]
     fn every_row_is_cut_into_pieces_that_fit() {
