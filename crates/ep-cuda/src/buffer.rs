@@ -539,9 +539,22 @@ pub(crate) fn address(memory: Option<&CudaMemory>) -> DeviceAddress {
     memory.map_or(0, CudaMemory::address)
 }
 
+/// As [`address`], but never 0 for memory that is there: memory without bytes may be at address 0, which kernels take for
+/// none. They do not access it, so `other` stands for it.
+pub(crate) fn address_or(memory: Option<&CudaMemory>, other: DeviceAddress) -> DeviceAddress {
+    memory.map_or(0, |memory| if memory.address() == 0 { other } else { memory.address() })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_without_bytes_is_not_taken_for_none() {
+        // SAFETY: no byte is accessed.
+        let [empty, full] = [0, 4096].map(|at| unsafe { CudaMemory::borrowed(at, 0) });
+        assert_eq!([None, Some(&empty), Some(&full)].map(|memory| address_or(memory, 256)), [0, 256, 4096]);
+    }
 
     #[test]
     fn dropped_work_may_take_longer_than_every_wait_of_a_kernel() {

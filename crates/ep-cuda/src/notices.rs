@@ -1,11 +1,16 @@
 //! News of other ranks that the host writes into this rank's control block, where its kernels read it.
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use ep::Rank;
 
 use crate::driver::{Device, DeviceAddress, Relaxed, Stream};
 use crate::params::{ABORT_OFFSET, GoneWord, LEFT_OFFSET};
+
+/// How often a write is tried, and the pause between two attempts. Other news waits meanwhile.
+const ATTEMPTS: u32 = 5;
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// Writes words into this rank's control block.
 #[derive(Debug)]
@@ -24,14 +29,20 @@ struct State {
 }
 
 impl State {
-    /// If this fails, waits end at their bounds.
+    /// Tries a few times, because the driver may lack memory for a moment. If this fails, waits end at their bounds.
     fn write(&self, device: &Arc<Device>, offset: usize, word: u32) {
         let Some(control) = self.control else { return };
         let _relaxed = Relaxed::new();
-        let _ = Stream::new(device).and_then(|stream| {
-            stream.upload(&word.to_le_bytes(), control + offset as DeviceAddress)?;
-            stream.synchronize()
-        });
+        for _ in 0..ATTEMPTS {
+            let written = Stream::new(device).and_then(|stream| {
+                stream.upload(&word.to_le_bytes(), control + offset as DeviceAddress)?;
+                stream.synchronize()
+            });
+            if written.is_ok() {
+                break;
+            }
+            std::thread::sleep(PAUSE);
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use ep::{
     TokenFormat, Traffic, World,
 };
 
-use crate::buffer::{CudaBuffer, address, scale_code, views};
+use crate::buffer::{CudaBuffer, address, address_or, scale_code, views};
 use crate::call::Call;
 use crate::handle::CudaHandle;
 use crate::memory::CudaMemory;
@@ -48,7 +48,18 @@ impl Backend for CudaBuffer {
 
     fn upload(&mut self, bytes: &[u8], memory: &mut CudaMemory) -> Result<()> {
         memory.check(self.id, "memory to upload to", Size::new(bytes.len()))?;
-        self.notice_capture()?;
+        if self.notice_capture()? {
+            // A replay would read the host memory of the caller, who may have freed it.
+            return Err(CallerError::Config {
+                key: "stream",
+                value: "a stream that captures a CUDA graph".into(),
+                problem:
+                    "an upload from host memory cannot be captured: upload before, and for preprocess use \
+                          preprocess_on_device"
+                        .into(),
+            }
+            .into());
+        }
         self.stream.upload(bytes, memory.address())?;
         self.notice_work()
     }
@@ -156,7 +167,8 @@ impl Backend for CudaBuffer {
             Probs::Dense(memory) => (ProbsOrigin::Dense, memory.address()),
         };
         let asks_probs = !matches!(input.probs, Probs::Skip);
-        let common = self.enter(&Call::dispatch(handle.id, hidden, format, asks_probs, cut.groups));
+        let division = cut.division(quantize);
+        let common = self.enter(&Call::dispatch(handle.id, hidden, format, asks_probs, division));
         let params = DispatchParams {
             common,
             handle: handle.view,
@@ -234,7 +246,7 @@ impl Backend for CudaBuffer {
             common,
             handle: handle.view,
             rows: rows.address(),
-            row_probs: address(probs),
+            row_probs: address_or(probs, common.own),
             prob_stride,
             out_tokens: output.tokens.address(),
             out_probs: address(output.probs.as_deref()),

@@ -8,6 +8,9 @@ use crate::buffer::CudaBuffer;
 use crate::driver::{Event, Stream};
 use crate::handle::CudaHandle;
 
+/// The handle of the default stream of the calling thread (`CU_STREAM_PER_THREAD`).
+const PER_THREAD: usize = 2;
+
 impl CudaBuffer {
     /// Launches the following operators in the caller's stream, after all work that this buffer has put into the
     /// previous stream. A stream that captures a CUDA graph does not wait for that work: the capture's own rules order
@@ -20,7 +23,8 @@ impl CudaBuffer {
     /// `stream` is a `CUstream` of the buffer's GPU. It lives until the last call that uses it has returned. The buffer
     /// does not access it when another stream is set or the buffer is dropped.
     pub unsafe fn set_stream(&mut self, stream: *mut std::ffi::c_void) -> Result<()> {
-        if self.stream.raw() == stream.cast() {
+        // The default stream of a thread has the same handle in every thread.
+        if self.stream.raw() == stream.cast() && stream.addr() != PER_THREAD {
             return Ok(());
         }
         let next = Stream::borrowed(&self.device, stream.cast());

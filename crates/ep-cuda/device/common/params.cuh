@@ -82,7 +82,7 @@ enum RoutingForm : u32 {
 
 // What a section of a lane has one element for.
 enum RailPer : u32 {
-    // Each row of the set: tokens, scales, partial sums, routing.
+    // Each row of the set: tokens, scales, domain sums, masks.
     RAIL_PER_ROW = 0,
     // Each copy of the set: weights.
     RAIL_PER_COPY = 1,
@@ -118,7 +118,7 @@ enum FaultKind : u32 {
     FAULT_LATE = 11,
     // The process of `peer` has sent no heartbeat for the stall bound.
     FAULT_SILENT = 12,
-    // What this rank forwards to another domain needs a lane of `index` bytes.
+    // What this rank sends to another domain needs a lane of `index` bytes.
     FAULT_SHORT_LANE = 13,
     // Routing: it has `index` copies in another domain; a set has at most `expected`.
     FAULT_RAIL_COPIES = 14,
@@ -507,7 +507,8 @@ struct CombineParams {
     u64 prob_stride;
     u8* out_tokens;
     float* out_probs;
-    // `[sends][hidden]` of the wire type, in registered memory: peers write partial sums here.
+    // `[sends]` rows of `hidden` elements of the wire type, rounded up to a multiple of 8, in registered memory: peers
+    // write partial sums here.
     u8* partials;
     // `[copies]`, in registered memory: peers write probabilities here.
     float* prob_scratch;

@@ -40,7 +40,10 @@ impl Look {
             | Answer::CUDA_ERROR_INVALID_ADDRESS_SPACE
             | Answer::CUDA_ERROR_INVALID_PC
             | Answer::CUDA_ERROR_LAUNCH_FAILED
-            | Answer::CUDA_ERROR_ECC_UNCORRECTABLE => Self::Over,
+            | Answer::CUDA_ERROR_ECC_UNCORRECTABLE
+            | Answer::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | Answer::CUDA_ERROR_EXTERNAL_DEVICE
+            | Answer::CUDA_ERROR_UNKNOWN => Self::Over,
             // The last one is the result in a forked child, whose parent has the context.
             Answer::CUDA_ERROR_DEINITIALIZED
             | Answer::CUDA_ERROR_CONTEXT_IS_DESTROYED
