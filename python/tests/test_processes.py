@@ -167,6 +167,35 @@ def test_groups_over_several_machines(device: str) -> None:
         assert (error.peer, error.fault, error.machine) == (3, "died", "node-1"), str(error)
 
 
+def _forked(rank: int, ranks: int, store: str, transport: str) -> None:
+    os.environ["HYBRID_EP_TRANSPORT"] = transport
+    meet(rank, ranks, store)
+    with Buffer(num_experts=4, device="cpu", domains=2, timeout=20) as buffer:
+        check_round(buffer, 1)
+        received = buffer.dispatch_with_permute(torch.ones(4, 16), torch.arange(4).view(4, 1))
+        expected = received.tokens.clone()
+        if rank == 0 and (child := os.fork()) == 0:
+            # The child shares the memory of the rank, and has none of its threads.
+            signal.alarm(20)
+            try:
+                buffer.dispatch_with_permute(torch.full((4, 16), 5.0), torch.arange(4).view(4, 1))
+                os._exit(1)
+            except CallerError as error:
+                if "forked child" not in str(error):
+                    os._exit(2)
+            buffer.close()
+            os._exit(0)
+        if rank == 0:
+            assert os.waitpid(child, 0)[1] == 0
+        assert received.tokens.equal(expected)
+        check_round(buffer, 2)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "paced:1GB/s,5us"])
+def test_a_forked_child_cannot_act_as_its_parent(transport: str) -> None:
+    no_errors(processes(2, _forked, f"tcp://127.0.0.1:{free_port()}", transport))
+
+
 def _one_fails_first(rank: int, ranks: int, store: str) -> Any:
     meet(rank, ranks, store)
     for workers in (-1, None):

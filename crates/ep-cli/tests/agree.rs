@@ -107,3 +107,22 @@ fn different_recorded_routings_are_refused() {
         finished_alike(&finished, "--routing is recorded (hash ");
     }
 }
+
+/// Only random cases have a seed, so ranks that a launcher starts need none without them.
+#[test]
+fn the_fixed_cases_need_no_seed() {
+    let arguments = &["verify", "--backend=host", "--processes", "--suite-only"][..];
+    for (rank, finished) in two([arguments; 2]).into_iter().enumerate() {
+        assert_eq!(finished.code, Some(0), "rank {rank}: {finished:?}");
+    }
+}
+
+#[test]
+fn a_job_without_a_case_of_its_size_is_refused() {
+    let mut command = program();
+    command.args(["verify", "--backend=host", "--processes", "--seed=1"]);
+    command.env("RANK", "0").env("WORLD_SIZE", "9").env("HYBRID_EP_STORE", "127.0.0.1:1");
+    let finished = finish_in_time(command.spawn().unwrap());
+    assert_eq!(finished.code, Some(2), "{finished:?}");
+    assert!(finished.stderr.contains("no selected case has 9 ranks"), "{finished:?}");
+}

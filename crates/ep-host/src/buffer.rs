@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ep::call::Maker;
 use ep::join::Rendezvous;
-use ep::{Config, EnvironmentError, Error, Operator, PeerFault, Rank, Result, Transport, World};
+use ep::{CallerError, Config, EnvironmentError, Error, Operator, PeerFault, Rank, Result, Transport, World};
 use ep_rail::connect_rail;
 
 use crate::comm::Comm;
@@ -213,8 +213,15 @@ impl HostBuffer {
     }
 
     /// # Errors
-    /// The error of an earlier operator, if one failed.
+    /// The error of an earlier operator, if one failed; a [`CallerError`](ep::CallerError) in a forked child, which shares the
+    /// rank's memory and has none of its threads.
     pub(crate) fn check_usable(&self) -> Result<()> {
+        if self.comm.pulse.is_forked() {
+            let problem = "is a forked child of the process that made the buffer, whose memory it shares: make a buffer in \
+                           the child, or start it before the buffer is made";
+            let value = std::process::id().to_string();
+            return Err(CallerError::Config { key: "process", value, problem: problem.into() }.into());
+        }
         self.failed.clone().map_or(Ok(()), Err)
     }
 

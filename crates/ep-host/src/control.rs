@@ -20,6 +20,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{
     AtomicU8, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    Ordering::SeqCst, fence,
 };
 
 use ep::{Counts, EnvironmentError, Operator, PeerFault, Rank, Result, Size, World};
@@ -307,6 +308,9 @@ impl Control {
                 words.operator.store(index_of(&OPERATORS, &operator), Relaxed);
                 words.failed_step.store(step, Relaxed);
                 words.health.store(FAILED, Release);
+                // What the program writes after the error must not be visible before the word: peers check the word after
+                // they have read this rank's rows.
+                fence(SeqCst);
             }
         }
     }

@@ -66,6 +66,8 @@ impl Carry for InHostMemory {
 pub struct Paced<C: Carry> {
     shared: Arc<Shared<C>>,
     thread: Option<JoinHandle<()>>,
+    /// The process that has the thread.
+    process: u32,
 }
 
 #[derive(Debug)]
@@ -129,7 +131,7 @@ impl<C: Carry> Paced<C> {
             let hint = "raise the limit of threads (ulimit -u)";
             EnvironmentError::new("starting the thread of an emulated link", error, hint)
         })?;
-        Ok(Self { shared, thread: Some(thread) })
+        Ok(Self { shared, thread: Some(thread), process: std::process::id() })
     }
 }
 
@@ -251,6 +253,11 @@ impl<C: Carry> Transport for Paced<C> {
 
 impl<C: Carry> Drop for Paced<C> {
     fn drop(&mut self) {
+        if std::process::id() != self.process {
+            // A forked child: the thread does not exist, and may have held the lock when the process forked.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         self.shared.lock().ended = true;
         self.shared.changed.notify_one();
         if let Some(thread) = self.thread.take() {

@@ -173,7 +173,8 @@ impl Selection {
         JobOptions::of("verify")
             .with("--backend", self.backend.name())
             .with("--suite-only", args.suite_only)
-            .with("--seed", self.seed)
+            // Only random cases have a seed.
+            .with("--seed", if args.suite_only { "not used".into() } else { self.seed.to_string() })
             .with("--case", args.case.map_or_else(|| "not given".into(), |case| case.to_string()))
             .with("--cases", args.cases)
             .with("--ranks", self.most_ranks)

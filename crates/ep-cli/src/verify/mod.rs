@@ -161,7 +161,14 @@ fn as_one_rank(
     launched: bool,
 ) -> Result<Verdict, Failure> {
     let (rank, ranks) = (Rank(env.rank), env.world_size as usize);
+    let most = selection.world_sizes().last().copied().unwrap_or(0);
     selection.retain(ranks);
+    if selection.len() == 0 {
+        return Err(Failure::request(format!(
+            "no selected case has {ranks} ranks, as the job has; the largest has {most}: select others, for example random \
+             ones of more ranks with --ranks {ranks}"
+        )));
+    }
     let speaks = rank == Rank(0);
     let bar = if speaks && !launched { progress(&selection) } else { ProgressBar::hidden() };
     if speaks && !launched {

@@ -10,6 +10,7 @@ use indicatif::ProgressBar;
 
 use crate::common::failure::Failure;
 use crate::common::launch::Job;
+use crate::common::output;
 use crate::verify::args::VerifyArgs;
 
 /// Lines that rank 0 writes to its launcher, one per case.
@@ -49,7 +50,35 @@ pub(super) fn attend(mut job: Job, config: &Config, tally: &Tally, bar: &Progres
 /// Counts the lines of rank 0 until it closes its stdout.
 fn count_lines(stdout: ChildStdout, tally: &Tally, bar: &ProgressBar) {
     for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-        tally.add(line == PASSED);
+        match line.as_str() {
+            PASSED => tally.add(true),
+            FAILED => tally.add(false),
+            // Something else in the rank's process writes, too.
+            other => {
+                let _ = bar.suspend(|| output::to_stderr(other));
+                continue;
+            }
+        }
         bar.inc(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn only_the_words_of_rank_0_count() {
+        let mut child = Command::new("printf")
+            .args(["%s\\n", "a banner", PASSED, "passed.", FAILED, PASSED])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let tally = Tally::default();
+        count_lines(child.stdout.take().unwrap(), &tally, &ProgressBar::hidden());
+        child.wait().unwrap();
+        assert_eq!((tally.passed.into_inner(), tally.failed.into_inner()), (2, 1));
     }
 }
