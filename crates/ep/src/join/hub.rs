@@ -119,7 +119,7 @@ impl Hub {
                 lost = Some((loss, Instant::now()));
             } else if clock.is_over() {
                 let absent = self.first(|seat| !seat.came).unwrap_or(Rank(1));
-                let mut cause = refused.clone();
+                let mut cause = if refused.is_empty() { store.only_here() } else { refused.clone() };
                 if reception.dropped > 0 {
                     let (dropped, hint) = (reception.dropped, store.hint());
                     let and = if cause.is_empty() { "" } else { "; " };

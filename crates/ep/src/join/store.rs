@@ -1,15 +1,25 @@
 //! The address of the rendezvous: a TCP port with a secret, or a local socket of this user without one.
 
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs as _};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
+use super::Watch;
 use super::secret::{Key, Secret};
 use super::wire::Socket;
-use crate::error::{CallerError, EnvironmentError, Result};
+use crate::error::{CallerError, EnvironmentError, Error, Result};
 
 /// The bound for one attempt to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The pause between two questions for the address of a host.
+const RESOLVE_PAUSE: Duration = Duration::from_millis(200);
+
+fn unresolved(name: &str, error: std::io::Error) -> Error {
+    let hint = "set MASTER_ADDR and MASTER_PORT, or HYBRID_EP_STORE";
+    EnvironmentError::new(format!("resolving {name}"), error, hint).into()
+}
 
 /// The address where rank 0 listens, and the key that callers must know.
 #[derive(Debug)]
@@ -29,18 +39,33 @@ enum Way {
 }
 
 impl Store {
+    /// The store at `name` (`host:port`), whose host may have no address yet: asks for it until `deadline`.
+    pub(super) fn find(
+        name: &str,
+        secret: Option<&Secret>,
+        deadline: Instant,
+        watch: &Watch,
+    ) -> Result<Self> {
+        loop {
+            match name.to_socket_addrs() {
+                Ok(addresses) => return Self::at(name, addresses.collect(), secret),
+                // The text is no address: asking again changes nothing.
+                Err(error) if error.kind() == ErrorKind::InvalidInput => return Err(unresolved(name, error)),
+                Err(error) if Instant::now() >= deadline => return Err(unresolved(name, error)),
+                Err(_) => {}
+            }
+            watch.check()?;
+            std::thread::sleep(RESOLVE_PAUSE.min(deadline.saturating_duration_since(Instant::now())));
+        }
+    }
+
     /// The store at `name` (`host:port`).
     pub(super) fn new(name: &str, secret: Option<&Secret>) -> Result<Self> {
-        let addresses: Vec<SocketAddr> = name
-            .to_socket_addrs()
-            .map_err(|error| {
-                EnvironmentError::new(
-                    format!("resolving {name}"),
-                    error,
-                    "set MASTER_ADDR and MASTER_PORT, or HYBRID_EP_STORE",
-                )
-            })?
-            .collect();
+        let addresses = name.to_socket_addrs().map_err(|error| unresolved(name, error))?;
+        Self::at(name, addresses.collect(), secret)
+    }
+
+    fn at(name: &str, addresses: Vec<SocketAddr>, secret: Option<&Secret>) -> Result<Self> {
         if let Some(secret) = secret {
             return Ok(Self { name: name.into(), way: Way::Tcp(addresses), key: secret.key().clone() });
         }
@@ -77,6 +102,22 @@ impl Store {
     /// The address, for messages.
     pub(super) fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Why ranks of other machines cannot reach the listener of this rank; empty if they may.
+    pub(super) fn only_here(&self) -> String {
+        match &self.way {
+            Way::Tcp(addresses) if addresses.iter().all(|address| address.ip().is_loopback()) => {
+                let addresses: Vec<String> =
+                    addresses.iter().map(|address| address.ip().to_string()).collect();
+                format!(
+                    "this rank listens at {}, which other machines cannot reach: give MASTER_ADDR or HYBRID_EP_STORE its \
+                     address in the network",
+                    addresses.join(", ")
+                )
+            }
+            _ => String::new(),
+        }
     }
 
     /// The probable reason for rejected connections, for the error about a missing rank.
@@ -219,5 +260,32 @@ mod tests {
         }
         let error = Store::new("no port", None).unwrap_err().to_string();
         assert!(error.starts_with("resolving no port"), "{error}");
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "asks the system for an address")]
+    fn a_host_without_an_address_is_asked_for_again_and_a_wrong_text_is_not() {
+        let watch = Watch { rank: crate::Rank(1), interrupt: crate::Interrupt::default() };
+        let find = |name: &str, wait: u64| {
+            let start = Instant::now();
+            let error = Store::find(name, None, start + Duration::from_millis(wait), &watch).unwrap_err();
+            (error.to_string(), start.elapsed())
+        };
+        // A name that never has an address (RFC 6761).
+        let (error, took) = find("rank-0.invalid:1", 300);
+        assert!(
+            error.starts_with("resolving rank-0.invalid:1") && took >= Duration::from_millis(300),
+            "{error}"
+        );
+        let (error, _) = find("no port", u64::MAX >> 20);
+        assert!(error.starts_with("resolving no port"), "{error}");
+    }
+
+    #[test]
+    fn a_listener_that_other_machines_cannot_reach_says_so() {
+        let secret = Secret::new(b"0123456789abcdef").unwrap();
+        let said = |name| Store::new(name, Some(&secret)).unwrap().only_here();
+        assert!(said("127.0.0.1:1").contains("listens at 127.0.0.1, which other machines cannot reach"));
+        assert_eq!(said("192.0.2.1:1"), "");
     }
 }

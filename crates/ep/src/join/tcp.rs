@@ -1,17 +1,20 @@
 //! [`TcpRendezvous`], the rendezvous of processes: rank 0 listens, and the other ranks connect to it.
 
 use std::net::{IpAddr, TcpListener};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::hub::Hub;
 use super::secret::Secret;
 use super::spoke::Spoke;
 use super::store::{Listener, Store};
-use super::{MAX_BLOB, Rendezvous};
+use super::{MAX_BLOB, Rendezvous, Watch};
 use crate::config::{Config, LaunchEnv};
 use crate::error::{CallerError, EnvironmentError, Error, Result};
 use crate::interrupt::Interrupt;
 use crate::topology::Rank;
+
+/// How long a rank asks for the address of rank 0's machine. A longer wait would hide a wrong name.
+const RESOLVE: Duration = Duration::from_secs(60);
 
 /// The default of [`Member::network_timeout`], unless [`Member::timeout`] is shorter.
 const NETWORK_TIMEOUT: Duration = Duration::from_secs(20);
@@ -124,10 +127,14 @@ impl TcpRendezvous {
         if ranks == 1 {
             return Ok(Self { rank, ranks, secret: member.secret, address: None, end: End::Alone, process });
         }
-        let store = Store::new(store, member.secret.as_ref())?;
         if rank == Rank(0) {
+            let store = Store::new(store, member.secret.as_ref())?;
             return Self::listen(&store.listen()?, &store, member);
         }
+        // The name of rank 0's machine may be published after this rank has started.
+        let watch = Watch { rank, interrupt: member.interrupt.clone() };
+        let until = Instant::now() + member.timeout.min(RESOLVE);
+        let store = Store::find(store, member.secret.as_ref(), until, &watch)?;
         let secret = member.secret.clone();
         let spoke = Spoke::open(&store, member)?;
         let (address, end) = (spoke.network_address(), End::Spoke(spoke));
