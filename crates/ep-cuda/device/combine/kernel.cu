@@ -16,9 +16,11 @@
 // kernel ends. No peer reads this rank's input, so the program may overwrite it in stream order. A kernel without a fault
 // ends after reduce has seen the flags of all peers for all chunks, so a later combine may use `partials` and
 // `prob_scratch` again: peers write there only after that combine's handshake. If an await fails, it reports the fault.
-// Then the output is undefined, and slow peers may still write to `partials`: the buffer refuses further operators.
+// Then the output is undefined, and slow peers may still write to `partials`: the buffer refuses further operators. With
+// RAILS the same holds for a forwarder's `set_partials` and `set_prob_scratch`, with the flags of the set.
 // No deadlock: push waits for no peer after the handshakes, a worker waits for flags only when no items are left to push,
-// and all blocks of all ranks run at the same time (src/buffer.rs). docs/protocol.md lists the words that ranks share.
+// and all blocks of all ranks run at the same time (src/buffer.rs), as long as operators of other buffers leave room
+// (docs/overlap.md). docs/protocol.md lists the words that ranks share.
 // Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore they claim
 // work from shared counters: `items_taken`, `tokens_taken` and, with RAILS, `set_taken`. Only each worker's first item of
 // push and the chunks whose weights reduce gathers are assigned statically.
@@ -41,8 +43,8 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
         // Reduce in step with push. Each worker holds one item, so about `item - workers` of all `items` are complete.
         // If peers are as far, (item - workers) / items * tokens tokens have arrived, minus `slack`: the tokens that a
         // peer pushes in the microseconds by which ranks start apart. Break if `taken` exceeds that number. Never wait
-        // for a peer here: as long as this worker has items to push, a peer may be waiting for them. With RAILS, tokens of
-        // foreign sets come first, without an estimate.
+        // for a peer here: as long as this worker has items to push, a peer may be waiting for them. With RAILS there is no
+        // estimate and `slack` has no effect: tokens of foreign sets are claimed first, then this rank's own.
         for (;;) {
             if (RAILS && !reducer.has_some() && !reducer.take_next(false)) break;
             if (!reducer.has_some()) {
