@@ -200,7 +200,7 @@ def test_a_resumed_run_with_int8_continues_bit_by_bit_and_ranks_stay_equal(tmp_p
 def _overlap(here: Rank) -> None:
     dense_module.BUCKET_BYTES = 1024
     with ExpertMigration(TWO, num_experts=4, **EXACT) as migration:
-        HybridMoELayer(migration, 8, 8, topk=1)
+        layer = HybridMoELayer(migration, 8, 8, topk=1)
         torch.manual_seed(1)
         module = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
 
@@ -208,14 +208,19 @@ def _overlap(here: Rank) -> None:
             module.zero_grad()
             module(torch.ones(2, 16) * (here.rank + number)).sum().backward()
 
+        def publish() -> None:
+            migration.publish()
+            with torch.no_grad():
+                layer(torch.zeros(1, 8))  # a forward pass takes the weights
+
         def sent() -> float:
             return migration.stats()["dense_inside_sent"]
 
-        migration.publish()
+        publish()
         backward(1)
         assert sent() == 0, "the first step knows no module"
         migration.reduce_gradients(module)
-        migration.publish()
+        publish()
         before = sent()
         with migration.accumulate():
             backward(1)
@@ -227,21 +232,21 @@ def _overlap(here: Rank) -> None:
         with pytest.raises(CallerError, match="a second backward pass after the gradients of this step have left"):
             backward(3)
         # The step is left out: ranks forget what has left.
-        migration.publish()
+        publish()
         backward(4)
         last = module[3]
         assert isinstance(last, nn.Linear) and last.bias.grad is not None
         last.bias.grad.add_(1)
         with pytest.raises(CallerError, match="changed after it had left"):
             migration.reduce_gradients(module)
-        migration.publish()
+        publish()
         # Another module ends the overlap. What has left of the first one is forgotten.
         backward(5)
         right = nn.Linear(3, 3)
         right(torch.ones(1, 3)).sum().backward()
         migration.reduce_gradients(right, op="sum")
         assert right.bias.grad is not None and right.bias.grad.tolist() == [4.0] * 3
-        migration.publish()
+        publish()
         before = sent()
         migration.reduce_gradients(module, op="sum")
         assert torch.equal(last.bias.grad, torch.full((16,), 8.0)) and sent() > before

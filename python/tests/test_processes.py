@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
@@ -16,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import Buffer, CallerError, PeerError
+from hybrid_ep import Buffer, CallerError, PeerError, SetupError
 from process_worlds import has_libfabric
 from worlds import make_case
 
@@ -194,6 +196,30 @@ def _forked(rank: int, ranks: int, store: str, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["loopback", "paced:1GB/s,5us"])
 def test_a_forked_child_cannot_act_as_its_parent(transport: str) -> None:
     no_errors(processes(2, _forked, f"tcp://127.0.0.1:{free_port()}", transport))
+
+
+def _without_descriptors(rank: int, ranks: int, store: str) -> Any:
+    meet(rank, ranks, store)
+    buffer = Buffer(num_experts=4, device="cpu", timeout=20, stall_timeout=10)
+    check_round(buffer, 1)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        held = []
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        os.close(held.pop())  # for the segment; none is left to send it
+    start = time.monotonic()
+    with pytest.raises((SetupError, PeerError)) as raised:
+        buffer.dispatch_with_permute(torch.zeros(20_000, 1024), torch.full((20_000, 1), rank), pad_multiple=1)
+    return raised.value, time.monotonic() - start
+
+
+def test_a_rank_that_cannot_send_a_descriptor_says_so_at_once() -> None:
+    (own, took), (told, waited) = processes(2, _without_descriptors, f"tcp://127.0.0.1:{free_port()}")
+    assert isinstance(own, SetupError) and "ulimit -n" in str(own), own
+    assert isinstance(told, PeerError) and told.peer == 0 and told.fault in ("failed", "left"), told
+    assert max(took, waited) < 8, "waited for the stall bound"
 
 
 def _one_fails_first(rank: int, ranks: int, store: str) -> Any:

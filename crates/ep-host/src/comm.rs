@@ -190,7 +190,8 @@ impl<'a> Op<'a> {
             let mut memories = PeerMemories::default();
             for (at, memory) in memories.iter_mut().enumerate() {
                 if let Some(published) = control.memory(at) {
-                    let segment = self.comm.directory.find(rank, published.segment)?;
+                    let segment =
+                        self.comm.directory.find(rank, published.segment).map_err(|e| self.here(e))?;
                     let outside = || {
                         let (PublishedMemory { offset, len, .. }, segment) = (published, segment.len());
                         let found = format!(
@@ -379,6 +380,13 @@ impl<'a> Op<'a> {
     /// Handles the signals that have arrived on the rails.
     pub(crate) fn poll(&self) -> Result<()> {
         self.comm.rails.poll().or_else(|error| self.judge(error))
+    }
+
+    /// The error, as one of this operator.
+    fn here(&self, error: Error) -> Error {
+        let Error::Peer(error) = error else { return error };
+        let (machine, operator, step) = (self.comm.machine_of(error.peer), self.operator, self.step);
+        PeerError { machine, operator, step, ..error }.into()
     }
 
     /// What an error of the rail means for this operator. A rank that has finished the step may leave while credits to

@@ -280,9 +280,11 @@ impl Arena {
 
     fn grow(&mut self, size: usize) -> Result<()> {
         let len = Size::new(size.max(MIN_SEGMENT)).next_multiple_of(HUGE_PAGE).bytes(WHAT)?;
-        let segment = self.directory.create(self.maker.rank(), self.next_id, len)?;
-        let name = SegmentName { id: self.next_id, len };
+        // A number is never used again: if this fails, some peers may know a segment of this number.
+        let id = self.next_id;
         self.next_id += 1;
+        let segment = self.directory.create(self.maker.rank(), id, len)?;
+        let name = SegmentName { id, len };
         self.segments.push((name, segment));
         self.lock().give(Run { segment: name.id, offset: 0, len });
         Ok(())

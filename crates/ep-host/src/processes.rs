@@ -12,6 +12,7 @@
 //! asks for deaths.
 
 use std::collections::HashMap;
+use std::io::ErrorKind;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
@@ -195,7 +196,8 @@ impl Processes {
     /// next wait for it reports the death.
     ///
     /// # Errors
-    /// [`PeerError`] for a peer that does not accept the descriptor within the stall bound.
+    /// [`PeerError`] for a peer that does not accept the descriptor within the stall bound, and [`EnvironmentError`] if the
+    /// system does not let this rank send it.
     pub(crate) fn announce(&self, name: SegmentName, file: &OwnedFd) -> Result<()> {
         let Some(this) = &self.0 else { return Ok(()) };
         let body = [name.id.to_le_bytes(), (name.len as u64).to_le_bytes()].concat();
@@ -203,12 +205,18 @@ impl Processes {
             let Outward::Here(sender) = &peer.outward else { continue };
             let start = Instant::now();
             let sent = lock(sender).send(&body, Some(file.as_fd()), this.stall_bound);
-            if sent.is_err_and(|error| error.kind() == std::io::ErrorKind::TimedOut) {
-                let waited_for = "it to accept a descriptor of memory";
-                let fault = PeerFault::Stalled;
-                return Err(
-                    PeerError::joining(this.rank, peer.rank, fault, waited_for, start.elapsed()).into()
-                );
+            match sent.map_err(|error| (error.kind(), error)) {
+                Ok(()) | Err((ErrorKind::BrokenPipe, _)) => {}
+                Err((ErrorKind::TimedOut, _)) => {
+                    let (what, fault) = ("it to accept a descriptor of memory", PeerFault::Stalled);
+                    return Err(PeerError::joining(this.rank, peer.rank, fault, what, start.elapsed()).into());
+                }
+                // Without the descriptor, the peer would wait for it and blame this rank.
+                Err((_, error)) => {
+                    let what = format!("sending a descriptor of memory to rank {}", peer.rank);
+                    let hint = "raise the limit of open files (ulimit -n)";
+                    return Err(EnvironmentError::new(what, error, hint).into());
+                }
             }
         }
         Ok(())
