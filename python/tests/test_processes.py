@@ -212,13 +212,15 @@ def _without_descriptors(rank: int, ranks: int, store: str) -> Any:
     start = time.monotonic()
     with pytest.raises((SetupError, PeerError)) as raised:
         buffer.dispatch_with_permute(torch.zeros(20_000, 1024), torch.full((20_000, 1), rank), pad_multiple=1)
-    return raised.value, time.monotonic() - start
+    took = time.monotonic() - start
+    buffer.close()
+    return raised.value, took
 
 
 def test_a_rank_that_cannot_send_a_descriptor_says_so_at_once() -> None:
     (own, took), (told, waited) = processes(2, _without_descriptors, f"tcp://127.0.0.1:{free_port()}")
     assert isinstance(own, SetupError) and "ulimit -n" in str(own), own
-    assert isinstance(told, PeerError) and told.peer == 0 and told.fault in ("failed", "left"), told
+    assert isinstance(told, PeerError) and told.peer == 0 and told.fault == "left", told
     assert max(took, waited) < 8, "waited for the stall bound"
 
 
