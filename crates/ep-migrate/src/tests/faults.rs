@@ -1,6 +1,7 @@
 //! Misuse, lost ranks and hostile peers: every call ends, with an error that names who is at fault.
 
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use ep::{Error, PeerFault};
 use ep_codec::WeightEncoder;
@@ -534,11 +535,24 @@ fn regular_bodies_get_receives_ahead_once_the_peer_has_agreed_and_longer_ones_do
     let (lane, first) = publish_and_gather(0);
     assert_eq!(lane, Lane::LongWeights);
     let mut expected = vec![(Lane::LongWeights, first), (Lane::Weights, regular), (Lane::Weights, regular)];
-    assert_eq!(*receives.lock().unwrap(), expected);
+    // The receives of the two lanes are posted by different threads, in any order and perhaps a little later.
+    let posted = |expected: &[(Lane, usize)]| {
+        let sorted = |of: &[(Lane, usize)]| {
+            let mut of = of.to_vec();
+            of.sort_by_key(|&(lane, bytes)| (lane as u8, bytes));
+            of
+        };
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while receives.lock().unwrap().len() < expected.len() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(sorted(&receives.lock().unwrap()), sorted(expected));
+    };
+    posted(&expected);
     // Takes one of these receives, which is replaced.
     let (lane, second) = publish_and_gather(1);
     assert!(lane == Lane::Weights && second < regular);
     expected.push((Lane::Weights, regular));
-    assert_eq!(*receives.lock().unwrap(), expected);
+    posted(&expected);
     peer.abort();
 }
