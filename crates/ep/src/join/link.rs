@@ -116,16 +116,13 @@ impl LinkSender {
             }
             None => channel.send(MESSAGE, body),
         }
-        loop {
-            let wire = channel.wire_mut();
-            wire.flush();
-            match (wire.is_unwritable(), wire.has_unsent()) {
-                (true, _) => return Err(ErrorKind::BrokenPipe.into()),
-                (false, false) => return Ok(()),
-                (false, true) if clock.is_over() => return Err(ErrorKind::TimedOut.into()),
-                // Rare and short, because a thread of the peer reads descriptors as they arrive.
-                (false, true) => std::thread::sleep(Duration::from_millis(1)),
-            }
+        let wire = channel.wire_mut();
+        // Waits rarely and shortly, because a thread of the peer reads descriptors as they arrive.
+        wire.flush_until(clock.deadline);
+        match (wire.is_unwritable(), wire.has_unsent()) {
+            (true, _) => Err(ErrorKind::BrokenPipe.into()),
+            (false, true) => Err(ErrorKind::TimedOut.into()),
+            (false, false) => Ok(()),
         }
     }
 
