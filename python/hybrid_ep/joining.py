@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -42,19 +43,12 @@ class Joined(Shared):
         workers: int | None = None,
         sms: int | None = None,
     ) -> None:
-        def settings() -> _native.Settings:
-            return settings_of(device_of(device), num_experts, domains, timeout, stall_timeout, workers, sms)
-
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        if group is None:
-            native = _native.Buffer.launched(settings())
-        else:
-            meeting = Meeting.of(group)
-            with meeting.reported():
-                checked = settings()
-                meeting.timeout = _native.timeout_of(checked)
-                native = _joined(meeting, checked)
+        meeting = None if group is None else Meeting.of(group)
+        with contextlib.nullcontext() if meeting is None else meeting.reported():
+            settings = settings_of(device_of(device), num_experts, domains, timeout, stall_timeout, workers, sms)
+            native = _native.Buffer.launched(settings) if meeting is None else _joined(meeting, settings)
         self._adopt(native, group)
 
     @classmethod
@@ -239,6 +233,7 @@ class Joined(Shared):
 
 
 def _joined(meeting: Meeting, settings: _native.Settings) -> _native.Buffer:
+    meeting.timeout = _native.timeout_of(settings)
     native = _native.Buffer.join(meeting.rank, meeting.ranks, settings, meeting)
     meeting.end()
     return native
