@@ -21,7 +21,6 @@ How gloo behaves, and what follows (PyTorch 2.11):
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import weakref
@@ -95,7 +94,6 @@ class GlooCarrier:
         self._place = {rank: at for at, rank in enumerate(domain)}
         self._peers = [rank for rank in domain if rank != domain[group.rank()]]
         self._ended = False
-        self._process = os.getpid()
         self._sends: queue.SimpleQueue[_Send | None] = queue.SimpleQueue()
         # The thread must not hold the carrier: then a carrier that is dropped without `close` would live for ever.
         self._waiter = threading.Thread(
@@ -145,10 +143,7 @@ class GlooCarrier:
         return _Receive(self, memory, work)
 
     def abort(self) -> None:
-        """Closes all connections of the domain, which ends all waits, here and at the peers. Does nothing in a forked
-        child, which shares the connections."""
-        if os.getpid() != self._process:
-            return
+        """Closes all connections of the domain, which ends all waits, here and at the peers."""
         self._ended = True
         for peer in self._peers:
             # A receive from a peer whose connection is closed already fails, and closes no other.
@@ -158,8 +153,6 @@ class GlooCarrier:
 
     def close(self) -> None:
         """Ends the carrier and its thread. Messages that no peer has received by now are lost."""
-        if os.getpid() != self._process:
-            return
         self.abort()
         self._sends.put(None)
         if threading.current_thread() is not self._waiter:
