@@ -56,7 +56,8 @@ impl Notices {
         with(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Writes the end of a rank, a word of `Control::left`. It is final: later words of this process for the same rank are ignored.
+    /// Writes the end of a rank, a word of `Control::left`. It is final: later words of this process for the same rank are
+    /// ignored.
     pub(crate) fn gone(&self, peer: Rank, word: u32) {
         self.with(|state| {
             if !std::mem::replace(&mut state.gone[peer.index()], true) {

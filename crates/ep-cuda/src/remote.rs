@@ -3,8 +3,8 @@
 //! Kernels access few words of the control blocks of other domains: they store the abort word, and load the record of a
 //! rank that has given up. For a rank on another machine, kernels get a *mirror* of these words in host memory
 //! ([`Mirrors`]). With each heartbeat, a rank sends its [`State`] over its links to ranks of other machines: the abort word
-//! that its kernels have stored, its fault report and, when it leaves, its gone word. The receiver stores the records in its mirrors and the abort word in
-//! its own control block. docs/protocol.md lists the words.
+//! that its kernels have stored, its fault report and, when it leaves, its gone word. The receiver stores the records in
+//! its mirrors and the abort word in its own control block. docs/protocol.md lists the words.
 
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,5 +1,5 @@
-// Wrappers of the PTX instructions that CUDA C++ does not expose. Each wrapper has the name of its
-// instruction, except for the lock, which combines several.
+// Wrappers of the PTX instructions that CUDA C++ does not expose. Each wrapper has the name of its instruction, except for
+// the lock, which combines several.
 #pragma once
 #include "types.cuh"
 

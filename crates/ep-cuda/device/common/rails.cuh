@@ -95,8 +95,8 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
 // ---- what comes from rail peers
 //
 // The words of the window are in host memory. On an H200 each thread that loads one took 15 ns of the whole GPU's time,
-// also if all threads load the same word (docs/lab/032). So one thread of the rank at a time reads how far a rail peer is, for all
-// threads that wait for that peer: the thread that gets the lock `Control::rail_looking`. It copies the word to
+// also if all threads load the same word (docs/lab/032). So one thread of the rank at a time reads how far a rail peer is,
+// for all threads that wait for that peer: the thread that gets the lock `Control::rail_looking`. It copies the word to
 // `Control::rail_seen`, in GPU memory. One lane of a warp, or one thread of a block, loads what is read less often.
 
 // Calls `ask` in one lane. Returns its answer in all lanes, to which what that lane has acquired is visible.
@@ -239,8 +239,7 @@ __device__ inline HandleView set_of(const Common& c, const HandleView& own, u32 
 
 // The domain of a source, the rank of this domain that has its lists, and the rank of its domain on this rank's rail
 // (`alias`). For a set of that domain, this rank sets `flags[alias]` on a peer: so each writer has flags of its own
-// there. In dispatch, a rank uses it only for sets that it forwards, where
-// `alias` is the source itself.
+// there. In dispatch, a rank uses it only for sets that it forwards, where `alias` is the source itself.
 __device__ inline u32 domain_of(const Common& c, u32 source) { return source / c.rails.local_ranks; }
 __device__ inline u32 forwarder_of(const Common& c, u32 source) {
     return c.rails.first + source % c.rails.local_ranks;
