@@ -126,9 +126,13 @@ mod tests {
         (Listener::Tcp(listener).prepared().unwrap(), address)
     }
 
-    /// Accepts what has arrived until the reception has seen `count` connections.
+    /// Accepts what has arrived until the reception has seen `count` connections. None of them gets old meanwhile: a busy
+    /// machine may need longer than a handshake for all of them.
     fn accept(reception: &mut Reception<'_>, count: usize) {
         while reception.pending.len() + (reception.dropped as usize) < count {
+            for inbound in &mut reception.pending {
+                inbound.since = Instant::now();
+            }
             assert!(reception.turn().unwrap().is_empty());
             std::thread::yield_now();
         }
