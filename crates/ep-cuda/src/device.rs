@@ -62,7 +62,6 @@ const HEADERS: &[(&str, &str)] = headers![
     "dispatch/e4m3_cvt.cuh",
     "dispatch/e4m3_soft.cuh",
     "dispatch/send.cuh",
-    "dispatch/split.cuh",
     "dispatch/duplicate.cuh",
     "dispatch/forward.cuh",
     "combine/sum.cuh",

@@ -189,7 +189,8 @@ impl Backend for CudaBuffer {
             groups: cut.groups,
             stages: cut.stages,
             stage_bytes: cut.stage_bytes(),
-            rates: tuning::rates(self.device.arch),
+            copiers: cut.copiers(handle.view.permuted != 0),
+            unused: 0,
         };
         // SAFETY: the parameters are this kernel's; sizes were checked; memory stays until the stream has executed the
         // launch, by the contract of `Backend` and of borrowed memory.

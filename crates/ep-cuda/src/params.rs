@@ -44,10 +44,8 @@ constants! { CONSTANTS:
     SHAPE_WANTED: usize = 1;
     /// As `SHAPE_ROWS`: rows that this rank sends to other ranks, one per (token, rank).
     SHAPE_REMOTE: usize = 2;
-    /// As `SHAPE_ROWS`: this rank's tokens that have an expert on this rank.
-    SHAPE_OWN: usize = 3;
     /// Number of words of a shape after the three words per local expert.
-    SHAPE_WORDS: usize = 4;
+    SHAPE_WORDS: usize = 3;
     /// Maximum number of sections of a lane: parts of different stride that one operator sends along a rail.
     RAIL_SECTIONS: usize = 3;
     /// Bits of a word of `Control::left` that hold the `GoneWord`. The bits above hold, of a rank that has left after it has
@@ -244,16 +242,19 @@ structs! { STRUCTS:
         fault_claimed: u32,
         /// combine: tokens that workers have claimed for the reduce role.
         tokens_taken: u32,
-        /// combine: push items that workers have claimed, not counting the first item of each worker.
+        /// Items that workers have claimed for the push role (combine) or the send role (dispatch), not counting the first item of
+        /// each worker.
         items_taken: u32,
-        reserved: [u32; 26],
+        /// dispatch: items that workers have claimed for the duplicate role, not counting the first item of each worker.
+        arrivals_taken: u32,
+        reserved: [u32; 25],
         /// Written by this rank and by peers: an `abort_word`, see sync.cuh.
         abort: u32,
         unused: [u32; 31],
         /// `left[peer]`: a `GoneWord` and an epoch (`GONE_BITS`), written by hosts.
         left: [u32; MAX_RANKS],
-        /// combine with rails: by domain, tokens of its foreign set that workers have claimed for the reduce role. Only this
-        /// rank's kernels touch it.
+        /// With rails, by domain: what workers have claimed of its foreign set, tokens for the reduce role (combine) or items
+        /// for the forward role (dispatch), not counting the first item of each worker. Only this rank's kernels touch it.
         set_taken: [u32; MAX_RANKS],
         /// preprocess with rails: blocks that have reached the grid barriers after the first one, by barrier.
         more_arrived: [u32; MAX_RANKS + 1],
@@ -450,29 +451,6 @@ structs! { STRUCTS:
         overflow: DeviceAddress as "i32*",
     }
 
-    /// The rates by which dispatch divides its blocks between the send role and the duplicate role, in MB/s except for
-    /// `senders`. Only their ratios matter. `tuning::rates` has the values, split.cuh the model.
-    Rates {
-        /// Rows that one duplicating block stores.
-        stored: u32,
-        /// Rows that one duplicating block loads; most are loaded once for several stores.
-        loaded: u32,
-        /// Unquantised rows that one of n sending blocks sends: `sent - n * sent_loss`, at least `sent_least`.
-        sent: u32,
-        sent_loss: u32,
-        sent_least: u32,
-        /// Quantising variant: rows that one block sends.
-        sent_quantized: u32,
-        /// Quantising variant: rows that one duplicating block copies.
-        copied_quantized: u32,
-        /// Quantising variant: tokens that one sending block quantises, in bytes read.
-        quantized: u32,
-        /// All blocks together, to all peers.
-        wire: u32,
-        /// The number of blocks that send unquantised rows is at most this number, or a multiple of it.
-        senders: u32,
-    }
-
     /// Parameters of dispatch.
     DispatchParams {
         common: Common,
@@ -501,7 +479,9 @@ structs! { STRUCTS:
         stages: u32,
         /// Distance between two stages, in bytes.
         stage_bytes: u32,
-        rates: Rates,
+        /// Warps of a block that begin with the duplicate role; the others begin with the send role.
+        copiers: u32,
+        unused: u32,
     }
 
     /// Parameters of combine.

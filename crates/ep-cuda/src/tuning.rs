@@ -3,8 +3,7 @@
 use ep::{CallerError, Result};
 
 use crate::device::KernelKey;
-use crate::jit::Arch;
-use crate::params::{MAX_GROUPS, MOST_STAGES, Rates, SCALE_BUFFER_BYTES};
+use crate::params::{MAX_GROUPS, MOST_STAGES, SCALE_BUFFER_BYTES};
 use crate::shared::{
     combine_bytes, combine_worker_bytes, dispatch_bytes, peers_bytes, preprocess_bytes, stage_stride,
 };
@@ -27,28 +26,6 @@ const QUANTIZE_WARPS: usize = 10;
 const FEWEST_STAGES: usize = 3;
 /// Maximum number of stages of a ring: one lane initialises one stage's barrier.
 const MOST_RING_STAGES: usize = 32;
-
-/// The rates by which dispatch divides its blocks. Those of a block and of NVLink 4 are measured on H200s. NVLink 5 has
-/// twice the bandwidth of NVLink 4; its value is an estimate. No other GPU has been measured.
-pub(crate) fn rates(arch: Arch) -> Rates {
-    Rates {
-        stored: 65_000,
-        loaded: 145_000,
-        sent: 45_000,
-        sent_loss: 500,
-        sent_least: 20_000,
-        sent_quantized: 45_000,
-        copied_quantized: 35_000,
-        quantized: 35_000,
-        wire: match arch {
-            Arch::Sm80 | Arch::Sm90a => 340_000,
-            Arch::Sm100a => 680_000,
-        },
-        // Between 4 H200s, 9 to 15 sending blocks take longer than 8: items are divided evenly, blocks send at unequal
-        // speeds depending on the place of their SM, and the slowest block determines the time.
-        senders: 8,
-    }
-}
 
 /// The sizes of a launch of dispatch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -130,6 +107,11 @@ impl DispatchShape {
         u64::from(bytes) << 32 | u64::from(quantize) << 31 | u64::from(self.pieces)
     }
 
+    /// Warps of a block that begin with the duplicate role. In plain mode that role copies nothing.
+    pub(crate) fn copiers(&self, permuted: bool) -> u32 {
+        if permuted { self.threads / 32 / 2 } else { 0 }
+    }
+
     /// Bytes between two stages.
     pub(crate) fn stage_bytes(&self) -> u32 {
         stage_stride(self.piece_bytes as usize) as u32
@@ -203,6 +185,8 @@ mod tests {
                     assert!(shape.stages as usize >= FEWEST_STAGES);
                     assert_eq!((shape.pieces as usize), row_bytes.div_ceil(shape.piece_bytes as usize));
                     assert!(shape.groups <= shape.pieces && shape.groups as usize <= MAX_GROUPS);
+                    // Some warp sends.
+                    assert!(shape.copiers(true) < shape.threads / 32 && shape.copiers(false) == 0);
                 }
             }
         }

@@ -14,9 +14,9 @@ struct PushItems {
     __device__ PushItems(const Common& c, const PeerView* peers)
         : c(c),
           peers(peers),
-          sources(max(count_sources<false>(c), 1u)),
-          count(RAILS && domain_size(c) == 1 ? 0 : most_chunks(c, peers, false) * sources.by) {}
-    __device__ u32 source(u32 item) const { return source_at<false>(c, sources.rest(item)); }
+          sources(max(count_sources(c), 1u)),
+          count(RAILS && domain_size(c) == 1 ? 0 : most_chunks(c, peers) * sources.by) {}
+    __device__ u32 source(u32 item) const { return source_at(c, sources.rest(item)); }
     __device__ u32 chunk(u32 item) const { return sources.divide(item); }
     __device__ const PeerView& peer(u32 item) const { return peers[source(item)]; }
     __device__ bool skip(u32 item) const { return chunk(item) >= peer(item).chunks; }

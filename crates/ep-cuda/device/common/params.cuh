@@ -46,10 +46,8 @@ constexpr u32 SHAPE_ROWS = 0;
 constexpr u32 SHAPE_WANTED = 1;
 // As `SHAPE_ROWS`: rows that this rank sends to other ranks, one per (token, rank).
 constexpr u32 SHAPE_REMOTE = 2;
-// As `SHAPE_ROWS`: this rank's tokens that have an expert on this rank.
-constexpr u32 SHAPE_OWN = 3;
 // Number of words of a shape after the three words per local expert.
-constexpr u32 SHAPE_WORDS = 4;
+constexpr u32 SHAPE_WORDS = 3;
 // Maximum number of sections of a lane: parts of different stride that one operator sends along a rail.
 constexpr u32 RAIL_SECTIONS = 3;
 // Bits of a word of `Control::left` that hold the `GoneWord`. The bits above hold, of a rank that has left after it has
@@ -239,16 +237,19 @@ struct Control {
     u32 fault_claimed;
     // combine: tokens that workers have claimed for the reduce role.
     u32 tokens_taken;
-    // combine: push items that workers have claimed, not counting the first item of each worker.
+    // Items that workers have claimed for the push role (combine) or the send role (dispatch), not counting the first item of
+    // each worker.
     u32 items_taken;
-    u32 reserved[26];
+    // dispatch: items that workers have claimed for the duplicate role, not counting the first item of each worker.
+    u32 arrivals_taken;
+    u32 reserved[25];
     // Written by this rank and by peers: an `abort_word`, see sync.cuh.
     u32 abort;
     u32 unused[31];
     // `left[peer]`: a `GoneWord` and an epoch (`GONE_BITS`), written by hosts.
     u32 left[MAX_RANKS];
-    // combine with rails: by domain, tokens of its foreign set that workers have claimed for the reduce role. Only this
-    // rank's kernels touch it.
+    // With rails, by domain: what workers have claimed of its foreign set, tokens for the reduce role (combine) or items
+    // for the forward role (dispatch), not counting the first item of each worker. Only this rank's kernels touch it.
     u32 set_taken[MAX_RANKS];
     // preprocess with rails: blocks that have reached the grid barriers after the first one, by barrier.
     u32 more_arrived[MAX_RANKS + 1];
@@ -442,29 +443,6 @@ struct PreprocessParams {
     i32* overflow;
 };
 
-// The rates by which dispatch divides its blocks between the send role and the duplicate role, in MB/s except for
-// `senders`. Only their ratios matter. `tuning::rates` has the values, split.cuh the model.
-struct Rates {
-    // Rows that one duplicating block stores.
-    u32 stored;
-    // Rows that one duplicating block loads; most are loaded once for several stores.
-    u32 loaded;
-    // Unquantised rows that one of n sending blocks sends: `sent - n * sent_loss`, at least `sent_least`.
-    u32 sent;
-    u32 sent_loss;
-    u32 sent_least;
-    // Quantising variant: rows that one block sends.
-    u32 sent_quantized;
-    // Quantising variant: rows that one duplicating block copies.
-    u32 copied_quantized;
-    // Quantising variant: tokens that one sending block quantises, in bytes read.
-    u32 quantized;
-    // All blocks together, to all peers.
-    u32 wire;
-    // The number of blocks that send unquantised rows is at most this number, or a multiple of it.
-    u32 senders;
-};
-
 // Parameters of dispatch.
 struct DispatchParams {
     Common common;
@@ -493,7 +471,9 @@ struct DispatchParams {
     u32 stages;
     // Distance between two stages, in bytes.
     u32 stage_bytes;
-    Rates rates;
+    // Warps of a block that begin with the duplicate role; the others begin with the send role.
+    u32 copiers;
+    u32 unused;
 };
 
 // Parameters of combine.
@@ -711,7 +691,8 @@ static_assert(OFFSET_OF(Control, blocks_arrived) == 8);
 static_assert(OFFSET_OF(Control, fault_claimed) == 12);
 static_assert(OFFSET_OF(Control, tokens_taken) == 16);
 static_assert(OFFSET_OF(Control, items_taken) == 20);
-static_assert(OFFSET_OF(Control, reserved) == 24);
+static_assert(OFFSET_OF(Control, arrivals_taken) == 24);
+static_assert(OFFSET_OF(Control, reserved) == 28);
 static_assert(OFFSET_OF(Control, abort) == 128);
 static_assert(OFFSET_OF(Control, unused) == 132);
 static_assert(OFFSET_OF(Control, left) == 256);
@@ -827,17 +808,6 @@ static_assert(OFFSET_OF(PreprocessParams, tokens_per_expert) == 1824);
 static_assert(OFFSET_OF(PreprocessParams, kept_per_expert) == 1832);
 static_assert(OFFSET_OF(PreprocessParams, overflow) == 1840);
 static_assert(sizeof(PreprocessParams) == 1848);
-static_assert(OFFSET_OF(Rates, stored) == 0);
-static_assert(OFFSET_OF(Rates, loaded) == 4);
-static_assert(OFFSET_OF(Rates, sent) == 8);
-static_assert(OFFSET_OF(Rates, sent_loss) == 12);
-static_assert(OFFSET_OF(Rates, sent_least) == 16);
-static_assert(OFFSET_OF(Rates, sent_quantized) == 20);
-static_assert(OFFSET_OF(Rates, copied_quantized) == 24);
-static_assert(OFFSET_OF(Rates, quantized) == 28);
-static_assert(OFFSET_OF(Rates, wire) == 32);
-static_assert(OFFSET_OF(Rates, senders) == 36);
-static_assert(sizeof(Rates) == 40);
 static_assert(OFFSET_OF(DispatchParams, common) == 0);
 static_assert(OFFSET_OF(DispatchParams, handle) == 1600);
 static_assert(OFFSET_OF(DispatchParams, tokens) == 1720);
@@ -857,8 +827,9 @@ static_assert(OFFSET_OF(DispatchParams, piece_bytes) == 1800);
 static_assert(OFFSET_OF(DispatchParams, groups) == 1804);
 static_assert(OFFSET_OF(DispatchParams, stages) == 1808);
 static_assert(OFFSET_OF(DispatchParams, stage_bytes) == 1812);
-static_assert(OFFSET_OF(DispatchParams, rates) == 1816);
-static_assert(sizeof(DispatchParams) == 1856);
+static_assert(OFFSET_OF(DispatchParams, copiers) == 1816);
+static_assert(OFFSET_OF(DispatchParams, unused) == 1820);
+static_assert(sizeof(DispatchParams) == 1824);
 static_assert(OFFSET_OF(CombineParams, common) == 0);
 static_assert(OFFSET_OF(CombineParams, handle) == 1600);
 static_assert(OFFSET_OF(CombineParams, rows) == 1720);

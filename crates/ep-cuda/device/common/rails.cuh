@@ -288,22 +288,15 @@ __device__ inline bool await_domain(const Common& c, const HandleView& own, u32 
 }
 
 // The sources whose lists another rank of this domain has, in the order in which a worker takes turns: first the other
-// ranks of this domain, from this one on, then those of the next domain, and so on. With `own`, this rank comes first.
-template <bool own>
+// ranks of this domain, from the next one on, then those of the next domain, and so on.
 __device__ inline u32 count_sources(const Common& c) {
     const u32 others = domain_size(c) - 1;
-    return others + (own ? 1 : 0) + (RAILS ? (c.rails.domains - 1) * others : 0);
+    return others + (RAILS ? (c.rails.domains - 1) * others : 0);
 }
-template <bool own>
 __device__ inline u32 source_at(const Common& c, u32 index) {
-    if (!RAILS) return in_circle(c, c.rank + (own ? 0 : 1) + index);
-    const u32 size = domain_size(c), near = own ? size : size - 1;
-    u32 step = index + (own ? 0 : 1), beyond = 0;
-    if (index >= near) {
-        beyond = 1 + (index - near) / (size - 1);
-        step = 1 + (index - near) % (size - 1);
-    }
-    const u32 local = c.rank - c.rails.first + step;
-    const u32 source = c.rails.first + (local >= size ? local - size : local) + beyond * size;
+    if (!RAILS) return in_circle(c, c.rank + 1 + index);
+    const u32 size = domain_size(c), others = size - 1;
+    const u32 local = c.rank - c.rails.first + 1 + index % others;
+    const u32 source = c.rails.first + (local >= size ? local - size : local) + index / others * size;
     return in_circle(c, source);
 }

@@ -267,15 +267,19 @@ __device__ inline T* of_peer(u64 pointer, i64 delta) {
     return pointer == 0 ? nullptr : reinterpret_cast<T*>(pointer + static_cast<u64>(delta));
 }
 
+// Whether the signature of a peer's handshake is this rank's; otherwise reports it.
+__device__ inline bool has_same_call(const Common& c, u32 epoch, u32 peer, u32 signature) {
+    if (signature == c.signature) return true;
+    report_mismatch(c, peer, c.own->handshake[epoch & 1][peer].call, signature);
+    return false;
+}
+
 // Waits for a peer's handshake. Returns false, after the fault was reported, if it does not come within the entry bound
 // or if the peer has called with other arguments.
 __device__ inline bool await_handshake(const Common& c, u32 epoch, u32 peer, u32 waiting_for = FOR_HANDSHAKE) {
     const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
-    if (!wait_for(c, &handshake->epoch, epoch, peer, waiting_for, 0)) return false;
-    const u32 signature = ld_relaxed_sys(&handshake->signature);
-    if (signature == c.signature) return true;
-    report_mismatch(c, peer, handshake->call, signature);
-    return false;
+    return wait_for(c, &handshake->epoch, epoch, peer, waiting_for, 0) &&
+           has_same_call(c, epoch, peer, ld_relaxed_sys(&handshake->signature));
 }
 
 // A peer's handshake in this rank's addresses.
@@ -303,13 +307,15 @@ __device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
 __device__ inline bool await_all_handshakes(const Common& c, u32 epoch, PeerView* peers) {
     bool fine = true;
     for (u32 peer = threadIdx.x; fine && peer < c.ranks; peer += blockDim.x) {
-        fine = await_handshake(c, epoch, peer);
+        const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
+        fine = wait_for(c, &handshake->epoch, epoch, peer, FOR_HANDSHAKE, 0);
         if (!fine) break;
-        // A rank that gave up in an earlier operator wrote the abort word before its next handshake, so the word is
-        // visible here. Loaded together with the view, because both loads take as long.
+        // All loads before the first use: each takes as long as all of them. A rank that gave up in an earlier operator wrote
+        // the abort word before its next handshake, so the word is visible here.
+        const u32 signature = ld_relaxed_sys(&handshake->signature);
         const u32 given_up = ld_relaxed_sys(&c.own->abort);
         peers[peer] = view_of(c, epoch, peer);
-        fine = !aborted(c, given_up);
+        fine = has_same_call(c, epoch, peer, signature) && !aborted(c, given_up);
     }
     return __syncthreads_and(fine);
 }
@@ -337,6 +343,7 @@ __device__ inline void leave(const Common& c, u32 epoch) {
         c.own->blocks_arrived = 0;
         c.own->tokens_taken = 0;
         c.own->items_taken = 0;
+        c.own->arrivals_taken = 0;
         for (u32 domain = 0; RAILS && domain < c.rails.domains; domain++) c.own->set_taken[domain] = 0;
         for (u32 turn = 0; RAILS && turn < c.rails.domains; turn++) c.own->more_arrived[turn] = 0;
         c.own->epoch = epoch;

@@ -22,11 +22,11 @@ __device__ inline void commit_stores() {
 // `rank` modulo the number of ranks, for rank < 2 * ranks.
 __device__ inline u32 in_circle(const Common& c, u32 rank) { return rank >= c.ranks ? rank - c.ranks : rank; }
 
-// The largest number of chunks of any peer; with `own`, of any rank.
-__device__ inline u32 most_chunks(const Common& c, const PeerView* peers, bool own) {
+// The largest number of chunks of any peer.
+__device__ inline u32 most_chunks(const Common& c, const PeerView* peers) {
     u32 most = 0;
     for (u32 peer = 0; peer < c.ranks; peer++)
-        if (own || peer != c.rank) most = max(most, peers[peer].chunks);
+        if (peer != c.rank) most = max(most, peers[peer].chunks);
     return most;
 }
 

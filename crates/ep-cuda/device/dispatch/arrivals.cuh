@@ -3,48 +3,53 @@
 #include "feed.cuh"
 #include "rails.cuh"
 
-// An item is `span` chunks of one source, for one group of pieces. Sources are those of `count_sources`.
+// An item is `span_of` chunks of one source, for one group of pieces. Sources are those of `count_sources`.
 // Items are numbered in the order in which they are expected to arrive.
-template <bool own>
 struct ArrivalItems {
     using Entry = Receive;
     const Common& c;
     const PeerView* peers;
-    u32 span;
     u32 pieces;
     Divider groups;
     Divider sources;
-    Divider workers;
-    u32 turn;
     u32 count;
 
-    __device__ ArrivalItems(const Common& c, const PeerView* peers, const Worker& worker, u32 span, u32 groups, u32 pieces)
+    __device__ ArrivalItems(const Common& c, const PeerView* peers, u32 groups, u32 pieces)
         : c(c),
           peers(peers),
-          span(span),
           pieces(pieces),
           groups(groups),
-          sources(max(count_sources<own>(c), 1u)),
-          workers(worker.workers),
-          turn(sources.by + 1 - worker.workers / groups % sources.by),
-          count(div_up(most_chunks(c, peers, own), span) * sources.by * groups) {}
-    // Rotates the order of the sources from round to round, so that each worker serves all sources in turn. Without the
-    // rotation, 96 workers and four sources would give each worker one source, and this rank's own chunks are more work
-    // than the chunks of peers.
-    __device__ u32 source(u32 item) const {
-        const u32 round = workers.divide(place(item) * sources.by * groups.by);
-        return source_at<own>(c, sources.rest(groups.divide(item) + round * turn));
+          sources(max(count_sources(c), 1u)),
+          count(most_places() * sources.by * groups) {}
+    // Items of the source that has most.
+    __device__ u32 most_places() const {
+        u32 most = 0;
+        for (u32 index = 0; index < count_sources(c); index++) {
+            const u32 chunks = peers[source_at(c, index)].chunks;
+            most = max(most, div_up(chunks, span_of(chunks)));
+        }
+        return most;
     }
+    __device__ u32 source(u32 item) const { return source_at(c, sources.rest(groups.divide(item))); }
     // The index among the items of the source.
     __device__ u32 place(u32 item) const { return sources.divide(groups.divide(item)); }
-    __device__ u32 chunk(u32 item) const { return place(item) * span; }
+    __device__ u32 span(u32 item) const { return span_of(peers[source(item)].chunks); }
+    __device__ u32 chunk(u32 item) const { return place(item) * span(item); }
     __device__ u32 first_piece(u32 item) const { return groups.rest(item); }
     __device__ u32 flag(u32 item) const { return place(item) * groups.by + first_piece(item); }
     __device__ bool skip(u32 item) const { return chunk(item) >= peers[source(item)].chunks; }
     __device__ Range range(u32 item) const {
         const PeerView& peer = peers[source(item)];
-        const u32 first = chunk(item), end = min(peer.chunks, first + span);
+        const u32 first = chunk(item), end = min(peer.chunks, first + span(item));
         return {ld_relaxed_sys(peer.recv_begin + first), ld_relaxed_sys(peer.recv_begin + end)};
     }
     __device__ const Receive* list(u32 item) const { return peers[source(item)].recv; }
 };
+
+// Waits until the rows of an item are here. Returns false, after the fault was reported, if they do not come.
+__device__ inline bool await_arrival(const Common& c, const ArrivalItems& items, u32 item, u32 epoch) {
+    const u32 source = items.source(item);
+    const bool foreign = RAILS && domain_of(c, source) != c.rails.domain;
+    return wait_for(c, &c.own->flags[source][items.flag(item)], epoch, foreign ? forwarder_of(c, source) : source,
+                    foreign ? FOR_FOREIGN : FOR_CHUNK, items.chunk(item));
+}

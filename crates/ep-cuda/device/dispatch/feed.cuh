@@ -1,4 +1,4 @@
-// A worker's items, which are assigned statically, as a stream of list entries.
+// The items that a worker claims, as a stream of list entries.
 #pragma once
 #include "worker.cuh"
 
@@ -17,46 +17,88 @@ struct ItemBatch : Batch<Entry> {
     }
 };
 
-// Reads one batch and one item ahead, because lists may lie on a peer. `Items::list(item)` and `Items::range(item)`
+// The number of items of a rank, for one group of pieces, is at most this.
+constexpr u32 MOST_ITEMS = 512;
+// Chunks of an item: two where a rank has many chunks, because each item costs a fence. Sender and receivers compute it from the
+// number of the sender's chunks. An item of combine is one chunk.
+__device__ inline u32 span_of(u32 chunks) { return max(div_up(chunks, MOST_ITEMS), 1u); }
+
+// Claims items one by one from a counter that all workers of the kernel share, since workers of equal work differ in time by a
+// factor of up to 1.6, depending on the place of their SM. The first item of each worker is assigned statically. Reads one
+// batch ahead, because lists may lie on a peer; claims one item further ahead. `Items::list(item)` and `Items::range(item)`
 // give an item's entries; `Items::skip(item)` says that the item has none.
 template <class Items>
 struct Feed {
     using Entry = typename Items::Entry;
     // A copy: a Feed that pointed to an object of the same thread would force that object out of registers into memory.
     const Items items;
+    u32* const counter;
+    const u32 workers;
     u32 item;
-    u32 step;
     Range range;
     u32 position;
     u32 piece;
-    u32 next_item;
+    bool done = false;      // the range of this piece has been read to its end
+    u32 claimed;            // lane 0: the number that the last claim has returned
+    bool claiming = false;  // `claimed` has not become `next_item` yet
+    u32 next_item = NONE;
     Range next_range;
 
-    __device__ Feed(const Items& items, u32 first, u32 step) : items(items), step(step) {
-        item = advance(first);
+    // `worker`: among all that claim from `counter`.
+    __device__ Feed(const Items& items, u32* counter, const Worker& worker)
+        : items(items), counter(counter), workers(worker.workers) {
+        item = existing(worker.index);
         load_range(item, range);
         position = range.begin;
         piece = items.first_piece(item);
-        next_item = item == NONE ? NONE : advance(item + step);
-        load_range(next_item, next_range);
+        claim();
     }
 
-    // The first item from `candidate` on that this worker does not skip; NONE after the last one.
-    __device__ u32 advance(u32 candidate) const {
-        while (candidate < items.count) {
-            if (!items.skip(candidate)) return candidate;
-            candidate += step;
+    __device__ void claim() {
+        if (item == NONE) return;
+        if (lane_id() == 0) claimed = atom_add_relaxed_gpu(counter, 1);
+        claiming = true;
+    }
+
+    __device__ u32 claimed_item() const { return workers + __shfl_sync(ALL_LANES, claimed, 0); }
+
+    // `candidate`, or the next item claimed that exists; NONE if all are claimed.
+    __device__ u32 existing(u32 candidate) {
+        while (candidate < items.count && items.skip(candidate)) {
+            if (lane_id() == 0) claimed = atom_add_relaxed_gpu(counter, 1);
+            candidate = claimed_item();
         }
-        return NONE;
+        return candidate < items.count ? candidate : NONE;
     }
 
     __device__ void load_range(u32 which, Range& into) const {
         if (which != NONE) into = items.range(which);
     }
 
+    // Takes the claimed item, and loads its range. To be called some time after `fetch`, so that the worker does not wait for
+    // the claim.
+    __device__ void prepare() {
+        if (!claiming) return;
+        claiming = false;
+        next_item = existing(claimed_item());
+        load_range(next_item, next_range);
+    }
+
     // The next batch; not `valid` after the last one.
     __device__ ItemBatch<Entry> fetch() {
         ItemBatch<Entry> batch;
+        if (item != NONE && done) {
+            piece += items.groups.by;
+            position = range.begin;
+            if (piece >= items.pieces) {
+                prepare();
+                item = next_item;
+                range = next_range;
+                position = range.begin;
+                piece = items.first_piece(item);
+                claim();
+            }
+        }
         if (item == NONE) return batch;
         batch.item = item;
         batch.piece = piece;
@@ -64,21 +106,8 @@ struct Feed {
         batch.count = min(WARP, range.end - position);
         if (lane_id() < batch.count) batch.entry = load_entry(items.list(item) + position + lane_id());
         position += batch.count;
-        if (position == range.end) {
-            piece += items.groups.by;
-            position = range.begin;
-            if (piece >= items.pieces) {
-                batch.last = true;
-                item = next_item;
-                range = next_range;
-                position = range.begin;
-                if (item != NONE) {
-                    piece = items.first_piece(item);
-                    next_item = advance(item + step);
-                    load_range(next_item, next_range);
-                }
-            }
-        }
+        done = position == range.end;
+        batch.last = done && piece + items.groups.by >= items.pieces;
         return batch;
     }
 };

@@ -4,13 +4,14 @@
 #pragma once
 #include "send.cuh"
 
-// The work items of one set: `SPAN` chunks, for one group of pieces. Numbered as those of the send role, so that
+// The work items of one set: `span` chunks, for one group of pieces. Numbered as those of the send role, so that
 // receivers find the flags of a set as they find those of a rank.
 struct SetItems {
     using Entry = Send;
     const Send* sends;
     const u32* send_begin;
     u32 chunks;
+    u32 span;
     u32 count;
     u32 pieces;
     Divider groups;
@@ -19,12 +20,13 @@ struct SetItems {
         : sends(set.sends),
           send_begin(set.send_begin),
           chunks(set.chunks),
-          count(div_up(set.chunks, SPAN) * p.groups),
+          span(span_of(chunks)),
+          count(div_up(chunks, span) * p.groups),
           pieces(p.pieces),
           groups(p.groups) {}
     __device__ bool skip(u32) const { return false; }
-    __device__ u32 chunk(u32 item) const { return groups.divide(item) * SPAN; }
-    __device__ u32 chunk_end(u32 item) const { return min(chunks, chunk(item) + SPAN); }
+    __device__ u32 chunk(u32 item) const { return groups.divide(item) * span; }
+    __device__ u32 chunk_end(u32 item) const { return min(chunks, chunk(item) + span); }
     __device__ u32 first_piece(u32 item) const { return groups.rest(item); }
     __device__ Range range(u32 item) const { return {send_begin[chunk(item)], send_begin[chunk_end(item)]}; }
     __device__ const Send* list(u32) const { return sends; }
@@ -49,7 +51,7 @@ __device__ inline void forward_weights(const DispatchParams& p, const PeerView* 
 // Forwards the set of `domain`. Returns false, after the fault was reported, if its rows do not come.
 __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker, Ring& ring, const PeerView* peers,
                                    u32 domain, u32 epoch) {
-    // Store groups that may still be reading their stage when the next token is taken.
+    // Tokens whose stores may still be reading their stage when the next token is taken.
     constexpr u32 PENDING = 2;
     const Common& c = p.common;
     if (!ask_once([&] { return await_plan(c, epoch, domain); })) return false;
@@ -65,7 +67,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
         for (u32 local = lane_id(); local < domain_size(c); local += WARP)
             if (domain_begin(c) + local != c.rank) st_release_sys(&peers[first_alias + local].flags[flag], epoch);
     };
-    Feed<SetItems> feed(items, worker.index, worker.workers);
+    Feed<SetItems> feed(items, &c.own->set_taken[domain], worker);
     Completion completion;
     ItemBatch<Send> next = feed.fetch();
     u32 item = NONE, piece = NONE;
@@ -100,25 +102,25 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
             }
         };
         read_ahead();
-        for (u32 index = 0; index < batch.count; index++) {
-            const Send entry = batch.at(index);
+        for (TokenParts parts(c, batch); parts.any();) {
             if (begins) {
                 stage = ring.take();
                 scales.load(row_scales + static_cast<u64>(row) * p.scale_row_bytes + part.offset, part.bytes);
                 row++;
             }
-            begins = entry.ends_token();
-            if (!entry.is_dead()) {
+            const TokenPart token = parts.next();
+            begins = token.ends;
+            store_part(token, [&](u32 at) {
+                const Send entry = batch.at(at);
                 const PeerView& peer = peers[entry.rank()];
                 store_stage(peer.tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + offset, stage, bytes);
                 scales.store(peer.scales + static_cast<u64>(entry.row()) * p.scale_row_bytes + part.offset);
-            }
-            if (begins) {
-                commit_stores();
-                completion.committed(tell);
-                ring.free<PENDING>(ring.taken < PENDING ? 0 : ring.taken - PENDING);
-                read_ahead();
-            }
+            });
+            if (!token.ends) continue;
+            completion.committed(tell);
+            ring.free<GROUPS_PER_TOKEN * PENDING>(ring.taken < PENDING ? 0 : ring.taken - PENDING);
+            read_ahead();
+            feed.prepare();
         }
         if (batch.last) {
             forward_weights(p, peers, set, items, item, weights);

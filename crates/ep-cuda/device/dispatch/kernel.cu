@@ -1,21 +1,26 @@
 // dispatch: sends tokens to the ranks of their experts. One launch: block 0 sends the handshake, every block awaits the
-// handshakes of all ranks of the domain, then every warp is a worker in one of two roles, send and duplicate; with rails,
-// the workers of send become those of forward.
+// handshakes of all ranks of the domain, and then every warp is a worker that has two roles in turn: send, then duplicate; with
+// rails, forward in between. `DispatchParams::copiers` warps of each block leave out send and forward, so that the first rows
+// that arrive need not wait.
 //
-//   send        The first blocks. Store this rank's tokens and scales to their first row on each other rank; in the
-//               quantising variant (SEND_OWN) to their rows on this rank, too. Store the weights and, in plain mode, the
-//               map of local experts to all ranks. An item is `SPAN` chunks of this rank's tokens, for one group of
-//               pieces of the rows. Read the tokens, the caller's scales, the dense probabilities (`dense`), and the
-//               lists `sends` and `copies` of this rank's handle (lists.cuh). When an item is complete, set its flag in
-//               every peer's control block. With rails, a lane to another domain is one more destination.
-//   duplicate   The other blocks. Write the padding rows, the further rows of tokens that have several experts on this
-//               rank and, unless SEND_OWN, the rows of this rank's own tokens. Await a peer's flag before they read
-//               rows that the peer has sent. Read the `recv` lists of the peers (their tokens' rows on this rank)
-//               over the links. Write to this rank only.
-//   forward     With rails: the blocks of send, when they have sent. Read the lanes from other domains and the lists of
-//               their sets. Store each token to its first row on each other rank of this domain, and to all its rows
-//               on this rank; and, as send does, the scales, the weights and the map of local experts. Await the plan
-//               and the rows of each set. Set flags as send does.
+//   send        Stores this rank's tokens and scales to their first row on each other rank, and to all their rows on this
+//               rank; then the weights and, in plain mode, the map of local experts to all ranks. An item is one or two chunks
+//               of this rank's tokens (`span_of`), for one group of pieces of the rows. Reads the tokens, the caller's scales,
+//               the dense probabilities (`dense`), and the lists `sends` and `copies` of this rank's handle (lists.cuh). When
+//               an item is complete, sets its flag in every peer's control block. With rails, a lane to another domain is one
+//               more destination.
+//   forward     With rails. Reads the lanes from other domains and the lists of their sets. Stores each token to its first row
+//               on each other rank of this domain, and to all its rows on this rank; and, as send does, the scales, the weights
+//               and the map of local experts. Awaits the plan and the rows of each set. Sets flags as send does.
+//   duplicate   Writes the padding rows, and the further rows of tokens that have several experts on this rank. Awaits a peer's
+//               flag before it reads rows that the peer has sent. Reads the `recv` lists of the peers (their tokens' rows on
+//               this rank) over the links. Writes to this rank only. In plain mode there is nothing to write, and it only
+//               awaits the flags.
+//
+// Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore they claim items
+// from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`.
+// No deadlock: send awaits nothing after the handshakes, forward awaits only send roles of other domains, and duplicate awaits
+// send and forward roles.
 //
 // This rank writes to a peer's outputs only between that peer's handshake and the last flag that this rank sets on that
 // peer. It may set flags there and read its lists from the handshake on, until its own kernel ends. No peer reads this
@@ -32,7 +37,6 @@
 #include "duplicate.cuh"
 #include "forward.cuh"
 #include "send.cuh"
-#include "split.cuh"
 
 // What this rank sends to another domain: rows, their scales, and the weights of their copies.
 __device__ inline PlanHead rows_plan(const DispatchParams& p, u32 domain) {
@@ -45,7 +49,7 @@ __device__ inline PlanHead rows_plan(const DispatchParams& p, u32 domain) {
     head.sections[0] = place_section(end, head.rows, p.row_bytes_out, RAIL_PER_ROW);
     head.sections[1] = place_section(end, head.rows, p.scale_row_bytes, RAIL_PER_ROW);
     head.sections[2] = place_section(end, head.copies, p.probs == PROBS_SKIP ? 0 : sizeof(float), RAIL_PER_COPY);
-    head.units = div_up(h.chunks, SPAN);
+    head.units = div_up(h.chunks, span_of(h.chunks));
     head.flags_per_unit = p.groups;
     return head;
 }
@@ -53,10 +57,11 @@ __device__ inline PlanHead rows_plan(const DispatchParams& p, u32 domain) {
 // Announces what this rank sends along its rails. Called by all threads of one block.
 __device__ inline void announce_rows(const DispatchParams& p, u32 epoch) {
     const HandleView& h = p.handle;
+    const u32 span = span_of(h.chunks);
     for_each_other_domain(p.common, [&](u32 domain) {
         const RailBegin begin = rail_begin(h, domain);
         publish_plan(p.common, epoch, domain, rows_plan(p, domain), [&](u32 unit) {
-            const u32 end = min(h.chunks, (unit + 1) * SPAN);
+            const u32 end = min(h.chunks, (unit + 1) * span);
             return make_uint2(begin.rows[end], begin.copies[end]);
         });
     });
@@ -104,26 +109,30 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
     if (blockIdx.x == 0) enter(p, epoch);
     // Work that needs no peer, while the handshakes are in flight.
     const u32 warp = warp_id(), warps = blockDim.x / WARP;
-    const u32 sending = sending_blocks(p, warps);
-    const bool sends = blockIdx.x < sending;
-    const u32 role_block = sends ? blockIdx.x : blockIdx.x - sending;
-    const u32 role_blocks = sends ? sending : gridDim.x - sending;
-    const Worker worker{warp * role_blocks + role_block, warps * role_blocks};
     u8* own_memory = stages + warp * dispatch_worker_bytes(p.stages, p.stage_bytes, QUANTIZES);
     Ring ring(own_memory, barriers + warp * p.stages, p.stages, p.stage_bytes);
     ring.init();
+    // The last warps of a block begin with duplicate, the others with send.
+    const u32 senders = warps - p.copiers;
+    const bool sends = warp < senders;
+    // Lists of a preprocess that has failed are unfinished; this rank's abort word then says so.
+    const bool reads = sends && __shfl_sync(ALL_LANES, ld_relaxed_sys(&c.own->abort), 0) == 0;
+    const Worker sending{reads ? warp * gridDim.x + blockIdx.x : NONE, senders * gridDim.x};
+    Sender sender(p, sending, ring, peers, epoch);
 
     if (RAILS ? await_domain(c, p.handle, epoch, peers, 0, 0) : await_all_handshakes(c, epoch, peers)) {
         if (RAILS) view_lanes(p, peers, epoch);
         copy_fence_global();
-        if (sends) {
-            PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes);
-            send(p, worker, ring, buffers, peers, epoch);
-            if (RAILS) forward(p, worker, ring, peers, epoch);
-        } else {
-            duplicate(p, worker, ring, peers, epoch);
-        }
+        // Those that begin with duplicate have the first items.
+        const u32 turn = sends ? warp + p.copiers : warp - senders;
+        Duplicator duplicator(p, {turn * gridDim.x + blockIdx.x, warps * gridDim.x}, ring, peers, epoch);
+        PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes);
+        sender.send(buffers);
+        if (RAILS && sends) forward(p, sending, ring, peers, epoch);
+        duplicator.duplicate();
         if (RAILS && blockIdx.x == 0 && warp == 0) await_all_rails(c, epoch);
+    } else {
+        ring.drain();
     }
     leave(c, epoch);
 }

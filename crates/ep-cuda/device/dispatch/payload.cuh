@@ -2,7 +2,6 @@
 // are sent unchanged) or payload_quantize.cuh (bf16 to FP8). Other files use these names of it:
 //
 //   QUANTIZES       u32, 0 or 1: whether a worker has `SCALE_BUFFER_BYTES` bytes behind its ring (src/shared.rs)
-//   SEND_OWN        bool: whether the send role also stores rows of this rank's own tokens; otherwise duplicate does
 //   scales_of       the part of a row of scales that is sent with a piece. The parts of all pieces make up the row.
 //   TokenScales     the scales of a token. `expect` is called for each (token, piece), one ahead; `take` is called
 //                   after `prepare` of the same (token, piece).
@@ -32,6 +31,9 @@ struct Payload {
 __device__ inline u32 piece_bytes_at(const DispatchParams& p, u32 piece) {
     return min(p.piece_bytes, p.row_bytes_in - piece * p.piece_bytes);
 }
+
+// Groups of a token's stores; `store_part` (send.cuh) commits them.
+constexpr u32 GROUPS_PER_TOKEN = 2;
 
 // Copies a few bytes of any alignment. Called by all lanes.
 __device__ inline void copy_small(u8* to, const u8* from, u32 bytes) {

@@ -4,9 +4,6 @@
 
 constexpr u32 QUANTIZES = 0;
 
-// The duplicate role copies rows of this rank's own tokens, so that the send role uses the link only.
-constexpr bool SEND_OWN = false;
-
 // The first piece carries all scales.
 __device__ inline ScalePart scales_of(const DispatchParams& p, u32 piece) { return {0, piece == 0 ? p.scale_row_bytes : 0}; }
 
@@ -21,7 +18,7 @@ struct TokenScales {
 };
 
 struct PayloadBuffers {
-    // Store groups that may still be reading their stage when the next token is taken.
+    // Tokens whose stores may still be reading their stage when the next token is taken.
     static constexpr u32 PENDING = 2;
 
     __device__ explicit PayloadBuffers(u8*) {}
@@ -36,5 +33,5 @@ struct PayloadBuffers {
     }
 
     // Called after a token's stores were committed.
-    __device__ void sent(Ring& ring) { ring.free<PENDING>(ring.taken < PENDING ? 0 : ring.taken - PENDING); }
+    __device__ void sent(Ring& ring) { ring.free<GROUPS_PER_TOKEN * PENDING>(ring.taken < PENDING ? 0 : ring.taken - PENDING); }
 };

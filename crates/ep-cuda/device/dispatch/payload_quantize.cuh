@@ -99,9 +99,6 @@ __device__ inline void quantize(uint4* stage, u32 vectors, u32 lanes, u8* scales
     for (; first < vectors; first += WARP) quantize_some<1, power_of_two, false>(stage, first, vectors, lanes, scales);
 }
 
-// The send role also stores rows of this rank's own tokens, because it has the quantised token in shared memory.
-constexpr bool SEND_OWN = true;
-
 // Each piece carries the scales of its own elements.
 __device__ inline ScalePart scales_of(const DispatchParams& p, u32 piece) {
     const u32 block = scale_block(p.scale_format), bytes_per_scale = p.scale_format == SCALES_F32_128 ? 4 : 1;
@@ -145,5 +142,5 @@ struct PayloadBuffers {
     }
 
     // Called after a token's stores were committed. The stores of earlier tokens have read their stage.
-    __device__ void sent(Ring& ring) { ring.free<1>(ring.taken - 1); }
+    __device__ void sent(Ring& ring) { ring.free<GROUPS_PER_TOKEN>(ring.taken - 1); }
 };

@@ -1,27 +1,29 @@
-// Role send: reads each of this rank's tokens once and stores it to its first row on every other rank and, with rails, to
-// the lanes; with SEND_OWN also to all its rows on this rank. Then stores the weights and, in plain mode, the map of local
+// Role send: reads each of this rank's tokens once and stores it to its first row on every other rank, to all its rows on this
+// rank and, with rails, to the lanes. Then stores the weights and, in plain mode, the map of local
 // experts, and sets the item's flag on every peer and in the `out_flags` of every other domain.
 #pragma once
 #include PAYLOAD_VARIANT
 #include "rails.cuh"
 #include "feed.cuh"
 
-// Chunks of an item. An item of combine is one chunk, because combine does more work per row.
-constexpr u32 SPAN = 2;
-
-// The work items of the send role: `SPAN` chunks of this rank's tokens, for one group of pieces.
+// The work items of the send role: `span` chunks of this rank's tokens, for one group of pieces.
 struct SendItems {
     using Entry = Send;
     const DispatchParams& p;
+    u32 span;
     u32 count;
     u32 pieces;
     Divider groups;
 
     __device__ explicit SendItems(const DispatchParams& p)
-        : p(p), count(div_up(p.handle.chunks, SPAN) * p.groups), pieces(p.pieces), groups(p.groups) {}
+        : p(p),
+          span(span_of(p.handle.chunks)),
+          count(div_up(p.handle.chunks, span) * p.groups),
+          pieces(p.pieces),
+          groups(p.groups) {}
     __device__ bool skip(u32) const { return false; }
-    __device__ u32 chunk(u32 item) const { return groups.divide(item) * SPAN; }
-    __device__ u32 chunk_end(u32 item) const { return min(p.handle.chunks, chunk(item) + SPAN); }
+    __device__ u32 chunk(u32 item) const { return groups.divide(item) * span; }
+    __device__ u32 chunk_end(u32 item) const { return min(p.handle.chunks, chunk(item) + span); }
     __device__ u32 first_piece(u32 item) const { return groups.rest(item); }
     __device__ Range range(u32 item) const {
         const u32* begin = p.handle.send_begin;
@@ -32,36 +34,46 @@ struct SendItems {
 
 // Enumerates a worker's (item, piece, token) triples in the order in which they are sent.
 struct TokenWalk {
-    const SendItems& items;
-    u32 item;
-    u32 step;  // from one item of this worker to the next
+    u32 item;          // NONE: beyond the last known item
+    u32 after = NONE;  // the item after this one, if it is known
     u32 piece;
     u32 token;
     u32 end;   // one past the item's last token
 
-    __device__ TokenWalk(const SendItems& items, u32 first, u32 step) : items(items), item(first), step(step) { enter(); }
+    __device__ TokenWalk(const SendItems& items, u32 first) : item(first) { enter(items); }
 
-    __device__ void enter() {
-        if (item >= items.count) return;
+    __device__ void enter(const SendItems& items) {
+        if (item == NONE) return;
         piece = items.first_piece(item);
-        restart();
+        restart(items);
     }
 
-    __device__ void restart() {
+    __device__ void restart(const SendItems& items) {
         token = items.chunk(item) * items.p.handle.chunk_tokens;
         end = chunk_end_token(items.p.handle, items.chunk_end(item) - 1);
     }
 
-    __device__ bool over() const { return item >= items.count; }
+    __device__ bool over() const { return item == NONE; }
 
-    __device__ void next() {
+    // Tells the item after the last known one. Called once for each item.
+    __device__ void go_on(const SendItems& items, u32 next) {
+        if (item != NONE) {
+            after = next;
+        } else {
+            item = next;
+            enter(items);
+        }
+    }
+
+    __device__ void next(const SendItems& items) {
         if (++token < end) return;
         piece += items.groups.by;
         if (piece < items.pieces) {
-            restart();
+            restart(items);
         } else {
-            item += step;
-            enter();
+            item = after;
+            after = NONE;
+            enter(items);
         }
     }
 };
@@ -83,17 +95,23 @@ __device__ inline void store_weight(const DispatchParams& p, const PeerView* pee
 }
 
 // In plain mode a row has a cell for each expert of its rank. Writes zeros to all cells of the rows of the entries
-// [first, last) of `sends`, before the weights.
+// [first, last) of `sends`, before the weights. All lanes write to one row at a time, so that the link carries few packets.
 __device__ inline void clear_cells(const DispatchParams& p, const PeerView* peers, const Send* sends, u32 first, u32 last) {
-    for (u32 send = first + lane_id(); send < last; send += WARP) {
-        const Send entry = sends[send];
-        const u32 rank = entry.rank();
-        if (entry.is_dead() || RAILS && rank >= p.common.ranks) continue;
-        const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
-        const u64 cell = static_cast<u64>(entry.row()) * experts;
-        for (u32 expert = 0; expert < experts; expert++) {
-            if (peers[rank].probs != nullptr) peers[rank].probs[cell + expert] = 0.0f;
-            if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell + expert] = 0;
+    for (u32 begin = first; begin < last; begin += WARP) {
+        Send mine = Send::of(0, NO_ROW);
+        if (begin + lane_id() < last) mine = sends[begin + lane_id()];
+        const u32 count = min(WARP, last - begin);
+#pragma unroll 1
+        for (u32 index = 0; index < count; index++) {
+            const Send entry = {make_uint2(__shfl_sync(ALL_LANES, mine.words.x, index), __shfl_sync(ALL_LANES, mine.words.y, index))};
+            const u32 rank = entry.rank();
+            if (entry.is_dead() || RAILS && rank >= p.common.ranks) continue;
+            const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
+            const u64 cell = static_cast<u64>(entry.row()) * experts;
+            for (u32 expert = lane_id(); expert < experts; expert += WARP) {
+                if (peers[rank].probs != nullptr) peers[rank].probs[cell + expert] = 0.0f;
+                if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell + expert] = 0;
+            }
         }
     }
     __syncwarp();
@@ -105,8 +123,6 @@ struct ItemWeights {
     // Copies per lane that are read ahead.
     static constexpr u32 AHEAD = 2;
     const DispatchParams& p;
-    const SendItems& items;
-    const u32 step;
     const bool wanted;
     u32 item;
     u32 begin = 0;
@@ -117,26 +133,25 @@ struct ItemWeights {
     float weights[AHEAD];
     bool weighed = true;  // `weights` has been loaded
 
-    __device__ ItemWeights(const DispatchParams& p, const SendItems& items, const Worker& worker)
-        : p(p), items(items), step(worker.workers), wanted(p.probs != PROBS_SKIP || !p.handle.permuted), item(NONE) {
-        find(worker.index);
+    __device__ ItemWeights(const DispatchParams& p, const SendItems& items, u32 first)
+        : p(p), wanted(p.probs != PROBS_SKIP || !p.handle.permuted), item(NONE) {
+        find(items, first);
     }
 
-    // Loads the range of the copies of a later item.
-    __device__ void find(u32 which) {
-        if (!wanted || which >= items.count) return;
+    // Loads the range of the copies of the item that is entered next.
+    __device__ void find(const SendItems& items, u32 which) {
+        if (!wanted || which == NONE) return;
         next_begin = p.handle.copy_begin[items.chunk(which)];
         next_end = p.handle.copy_begin[items.chunk_end(which)];
     }
 
-    // Begins item `which`: loads its copies, and the range of the worker's next item.
-    __device__ void enter(u32 which) {
+    // Begins item `which`: loads its copies.
+    __device__ void enter(const SendItems& items, u32 which) {
         if (!wanted || which == item) return;
         item = which;
         begin = next_begin;
         // Items of the same chunks differ in their pieces; the item of the first group of pieces sends the weights.
         end = items.first_piece(item) == 0 ? next_end : begin;
-        find(item + step);
 #pragma unroll
         for (u32 turn = 0; turn < AHEAD; turn++) {
             const u32 at = begin + turn * WARP + lane_id();
@@ -159,7 +174,7 @@ struct ItemWeights {
     }
 
     // Stores the item's weights, and in plain mode the map of local experts, to the destinations.
-    __device__ void store(const PeerView* peers) {
+    __device__ void store(const SendItems& items, const PeerView* peers) {
         if (begin == end) return;
         weigh();
         if (!p.handle.permuted) {
@@ -176,119 +191,184 @@ struct ItemWeights {
     }
 };
 
-// Sets the flag of a finished item some store groups later, when its stores have completed, so that the worker need not
-// wait for them.
-struct Completion {
-    // Store groups between an item's last group and its flag.
-    static constexpr u32 LAG = 4;
-    u32 flag = NONE;  // of the finished item whose flag is not set yet
-    u32 groups_since = 0;
+// The entries of one token in a batch of `sends`, as bits of their lanes: those to other ranks and to lanes, and those to this
+// rank. A token may lie in several batches.
+struct TokenPart {
+    u32 far;
+    u32 near;
+    bool ends;  // the token's last entry is in the batch
+};
 
-    // Called after each commit.
+// The tokens of a batch, one after the other.
+struct TokenParts {
+    u32 rest;  // entries that are left
+    u32 ends, alive, own;
+
+    __device__ TokenParts(const Common& c, const ItemBatch<Send>& batch) {
+        const bool mine = lane_id() < batch.count;
+        rest = __ballot_sync(ALL_LANES, mine);
+        ends = __ballot_sync(ALL_LANES, mine && batch.entry.ends_token());
+        alive = __ballot_sync(ALL_LANES, mine && !batch.entry.is_dead());
+        own = __ballot_sync(ALL_LANES, mine && batch.entry.rank() == c.rank);
+    }
+    __device__ bool any() const { return rest != 0; }
+    __device__ TokenPart next() {
+        const u32 end = ends & rest;
+        // All entries up to the first end; of no end, all.
+        const u32 part = rest & (((end & (0u - end)) << 1) - 1);
+        rest &= ~part;
+        return {part & alive & ~own, part & alive & own, end != 0};
+    }
+};
+
+// Stores a part of a token: `store(lane)` starts the stores of that lane's entry. A token's stores are two groups. The flag of
+// its item waits for the first one only.
+template <class Store>
+__device__ inline void store_part(const TokenPart& part, const Store& store) {
+    for (u32 left = part.far; left != 0; left &= left - 1) store(__ffs(left) - 1);
+    if (part.ends) commit_stores();
+    for (u32 left = part.near; left != 0; left &= left - 1) store(__ffs(left) - 1);
+    if (part.ends) commit_stores();
+}
+
+// Sets the flag of a finished item some tokens later, when its stores to other ranks have completed, so that the worker need
+// not wait for them.
+struct Completion {
+    // Tokens between an item's last token and its flag.
+    static constexpr u32 LAG = 2;
+    u32 flag = NONE;  // of the finished item whose flag is not set yet
+    u32 tokens_since = 0;
+
+    // Called after a token's stores were committed.
     template <class Tell>
     __device__ void committed(const Tell& tell) {
-        if (flag != NONE && ++groups_since == LAG) {
-            if (lane_id() == 0) copy_done<LAG>();
-            publish(tell);
-        }
+        if (flag != NONE && ++tokens_since == LAG) publish<LAG>(tell);
     }
 
-    // Called after the commit of an item's last store.
+    // Called after the item's last token.
     template <class Tell>
     __device__ void finish(u32 item_flag, const Tell& tell) {
         flush(tell);
         flag = item_flag;
-        groups_since = 0;
+        tokens_since = 0;
     }
 
     template <class Tell>
     __device__ void flush(const Tell& tell) {
         if (flag == NONE) return;
-        if (lane_id() == 0) copy_done<0>();
-        publish(tell);
+        if (tokens_since == 0) publish<0>(tell);
+        else publish<1>(tell);
     }
 
-    template <class Tell>
+    // `since`: tokens since the item's last one, or fewer. The stores of that token to this rank may be in flight, too.
+    template <u32 since, class Tell>
     __device__ void publish(const Tell& tell) {
+        if (lane_id() == 0) copy_done<GROUPS_PER_TOKEN * since + 1>();
         __syncwarp();
         tell(flag);
         flag = NONE;
     }
 };
 
-__device__ inline void send(const DispatchParams& p, const Worker& worker, Ring& ring, PayloadBuffers& buffers,
-                            const PeerView* peers, u32 epoch) {
-    const SendItems items(p);
-    ItemWeights weights(p, items, worker);
-    if (!SEND_OWN && p.common.ranks == 1) {
-        // No peer: only the weights are stored.
-        for (u32 item = worker.index; item < items.count; item += worker.workers) {
-            weights.enter(item);
-            weights.store(peers);
-        }
-        return;
+// One worker in the send role. The constructor reads what needs no peer: the lists of the first item, and its first tokens.
+struct Sender {
+    const DispatchParams& p;
+    const PeerView* const peers;
+    const u32 epoch;
+    Ring& ring;
+    const SendItems items;
+    Feed<SendItems> feed;
+    ItemWeights weights;
+    TokenWalk ahead;  // the next token to load
+    TokenWalk here;   // the next token to send
+    ItemBatch<Send> next;
+    TokenScales token_scales;
+
+    // `peers` may be written after the construction.
+    __device__ Sender(const DispatchParams& p, const Worker& worker, Ring& ring, const PeerView* peers, u32 epoch)
+        : p(p),
+          peers(peers),
+          epoch(epoch),
+          ring(ring),
+          items(p),
+          feed(items, &p.common.own->items_taken, worker),
+          weights(p, items, feed.item),
+          ahead(items, feed.item),
+          here(items, feed.item) {
+        read_ahead();
+        next = feed.fetch();
+        expect_scales();
+        if (next.valid()) weights.enter(items, next.item);
     }
-    Feed<SendItems> feed(items, worker.index, worker.workers);
-    TokenWalk ahead(items, worker.index, worker.workers);
-    TokenWalk here(items, worker.index, worker.workers);
-    Completion completion;
-    const auto tell = [&](u32 flag) {
+
+    // Sets the flag of an item on every peer and, with rails, in every lane.
+    __device__ void tell(u32 flag) const {
         for (u32 peer = domain_begin(p.common) + lane_id(); peer < domain_end(p.common); peer += WARP)
             if (peer != p.common.rank) st_release_sys(&peers[peer].flags[flag], epoch);
         for (u32 domain = lane_id(); domain < rail_domains(p.common); domain += WARP)
             if (domain != p.common.rails.domain) st_release_sys(&peers[p.common.ranks + domain].flags[flag], epoch);
-    };
-    const auto read_ahead = [&] {
+    }
+
+    __device__ void read_ahead() {
         while (!ahead.over() && ring.room()) {
             const u64 row = static_cast<u64>(ahead.token) * p.row_bytes_in + ahead.piece * p.piece_bytes;
             ring.load(p.tokens + row, piece_bytes_at(p, ahead.piece));
-            ahead.next();
+            ahead.next(items);
         }
-    };
-    read_ahead();
-    ItemBatch<Send> next = feed.fetch();
-    bool token_begins = true;
-    Payload payload;
-    ScaleRow scales;
-    TokenScales token_scales;
-    const auto expect_scales = [&] {
+    }
+
+    __device__ void expect_scales() {
         if (!here.over()) token_scales.expect(p, here.token, here.piece);
-    };
-    expect_scales();
-    while (next.valid()) {
-        const ItemBatch<Send> batch = next;
-        next = feed.fetch();
-        weights.enter(batch.item);
-        for (u32 index = 0; index < batch.count; index++) {
-            const Send entry = batch.at(index);
-            const u32 rank = entry.rank();
-            if (token_begins) {
-                payload = buffers.prepare(p, ring.take(), here.piece);
-                scales = token_scales.take(payload);
-                here.next();
-                expect_scales();
+    }
+
+    // Sends all items that this worker can claim.
+    __device__ void send(PayloadBuffers& buffers) {
+        const auto tell_peers = [&](u32 flag) { tell(flag); };
+        Completion completion;
+        bool token_begins = true;
+        Payload payload;
+        ScaleRow scales;
+        while (next.valid()) {
+            const ItemBatch<Send> batch = next;
+            next = feed.fetch();
+            weights.enter(items, batch.item);
+            if (next.valid() && next.item != batch.item) {
+                weights.find(items, next.item);
+                ahead.go_on(items, next.item);
+                const bool unknown = here.over();
+                here.go_on(items, next.item);
+                if (unknown) expect_scales();
             }
-            token_begins = entry.ends_token();
-            if (!entry.is_dead() && (SEND_OWN || rank != p.common.rank)) {
-                const PeerView& peer = peers[rank];
-                store_stage(peer.tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + payload.offset,
-                            payload.data, payload.bytes);
-                scales.store(peer.scales + static_cast<u64>(entry.row()) * p.scale_row_bytes +
-                             payload.scale_part.offset);
-            }
-            if (token_begins) {
-                commit_stores();
-                completion.committed(tell);
+            for (TokenParts parts(p.common, batch); parts.any();) {
+                if (token_begins) {
+                    payload = buffers.prepare(p, ring.take(), here.piece);
+                    scales = token_scales.take(payload);
+                    here.next(items);
+                    expect_scales();
+                }
+                const TokenPart part = parts.next();
+                token_begins = part.ends;
+                store_part(part, [&](u32 lane) {
+                    const Send entry = batch.at(lane);
+                    const PeerView& peer = peers[entry.rank()];
+                    store_stage(peer.tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + payload.offset,
+                                payload.data, payload.bytes);
+                    scales.store(peer.scales + static_cast<u64>(entry.row()) * p.scale_row_bytes +
+                                 payload.scale_part.offset);
+                });
+                if (!part.ends) continue;
+                completion.committed(tell_peers);
                 buffers.sent(ring);
                 read_ahead();
                 weights.weigh();
+                feed.prepare();
+            }
+            if (batch.last) {
+                weights.store(items, peers);
+                completion.finish(batch.item, tell_peers);
             }
         }
-        if (batch.last) {
-            weights.store(peers);
-            completion.finish(batch.item, tell);
-        }
+        completion.flush(tell_peers);
+        if (lane_id() == 0) copy_done<0>();
     }
-    completion.flush(tell);
-    if (lane_id() == 0) copy_done<0>();
-}
+};

@@ -218,5 +218,4 @@ __device__ inline void finish_shape(const PreprocessParams& p, const Columns& co
         if (rank != c.rank) remote += totals[column.tokens_of(rank)];
     const u32 rest = 3 * (c.owner_begin[c.rank + 1] - c.owner_begin[c.rank]);
     set_shape(p, rest + SHAPE_REMOTE, remote);
-    set_shape(p, rest + SHAPE_OWN, totals[column.tokens_of(c.rank)]);
 }

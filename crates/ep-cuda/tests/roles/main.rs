@@ -17,7 +17,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use program::{Outcome, Program, RATES};
+use program::{Outcome, Program};
 use script::Script;
 
 fn plain() -> &'static Program {
@@ -97,36 +97,6 @@ fn kernels_have_no_race() {
 fn kernels_equal_the_oracle_whatever_the_order() {
     run_all(plain(), 0..300);
     run_all(sanitized(), 0..20);
-}
-
-#[test]
-fn all_blocks_have_a_role() {
-    for rates in [RATES, [1; 10], [u32::MAX; 10]] {
-        for blocks in [2, 3, 8, 24, 132] {
-            for (tokens, copies) in [(0u32, 0u32), (1, 1), (256, 2048), (4096, 32_768), (100, 100)] {
-                for variant in ["dispatch copy bulk", "dispatch quantize bulk"] {
-                    let (remote, own) = (7 * tokens.min(copies), tokens.min(copies));
-                    let work = [copies, remote, own];
-                    let sending = plain().sending(variant, blocks, tokens.div_ceil(4), work, rates);
-                    assert!((1..blocks).contains(&sending), "{blocks} blocks, {tokens} tokens: {sending}");
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn the_division_of_blocks_follows_work_and_rates() {
-    let of = |work, rates| plain().sending("dispatch copy bulk", 24, 1024, work, rates);
-    // Many copies of few distinct ranks stay; one copy each goes out.
-    let (many, few) = (of([32_768, 4080, 4080], RATES), of([4096, 4032, 64], RATES));
-    assert!(many < few, "{many} {few}");
-    // Where a block stores rows a tenth as fast, more blocks copy.
-    let [stored, others @ ..] = RATES;
-    let mut slow = [stored / 10; 10];
-    slow[1..].copy_from_slice(&others);
-    let (fast, slow) = (of([12_288, 4080, 4080], RATES), of([12_288, 4080, 4080], slow));
-    assert!(slow < fast, "{slow} {fast}");
 }
 
 #[test]

@@ -53,14 +53,6 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// The fields of `Rates`, as for an H200.
-pub(crate) const RATES: [u32; 10] =
-    [65_000, 145_000, 45_000, 500, 20_000, 45_000, 35_000, 35_000, 340_000, 8];
-
-/// The names under which the program finds them.
-pub(crate) const RATE_NAMES: [&str; 10] =
-    ["rate 0", "rate 1", "rate 2", "rate 3", "rate 4", "rate 5", "rate 6", "rate 7", "rate 8", "rate 9"];
-
 impl Program {
     /// Builds the program; with `sanitize`, with ThreadSanitizer.
     pub(crate) fn build(sanitize: bool) -> Self {
@@ -114,25 +106,6 @@ impl Program {
             Some(RACE) if text.contains("data race") => Outcome::Race(text),
             _ => Outcome::Crash(format!("{}\n{text}", output.status)),
         }
-    }
-
-    /// How many of `blocks` blocks send in this variant of dispatch, if this rank has `chunks` chunks, receives `rows`
-    /// rows, sends `remote` rows to other ranks, and has `own` tokens with an expert on this rank.
-    pub(crate) fn sending(
-        &self,
-        variant: &str,
-        blocks: u32,
-        chunks: u32,
-        [rows, remote, own]: [u32; 3],
-        rates: [u32; 10],
-    ) -> u32 {
-        let numbers =
-            [blocks, chunks, rows, remote, own].into_iter().chain(rates).map(|number| number.to_string());
-        let output = Command::new(&self.path).args(["division", variant]).args(numbers).output().unwrap();
-        let text = text(&output);
-        assert!(output.status.success(), "{text}");
-        let sending = text.lines().find_map(|line| line.strip_prefix("sending "));
-        sending.unwrap_or_else(|| panic!("{text}")).parse().unwrap()
     }
 
     /// All places at which [`run`](Self::run) can leave out an order or a wait.

@@ -8,7 +8,7 @@ use ep::oracle::{self, CombineSpec, Dispatched, ReceivedRows, Tokens};
 use ep::{Counts, DispatchMode, Element, Rank, ReceiveShape, Routing, ScaleFormat, TokenFormat, World};
 
 use crate::content::Random;
-use crate::program::{RAILS, RATE_NAMES, RATES};
+use crate::program::RAILS;
 use crate::record::{File, Record, floats, words};
 
 /// The content of outputs before an operator, as `POISON` of the program.
@@ -180,7 +180,7 @@ impl Script {
         facts.number("tokens", routing.tokens());
         facts.number("most copies", most_copies(routing, handle.plan.form));
         facts.number("chunk tokens", handle.plan.chunk_tokens);
-        facts.number("shape words", 3 * self.world.placement().local_experts(Rank(rank as u32)) + 4);
+        facts.number("shape words", 3 * self.world.placement().local_experts(Rank(rank as u32)) + 3);
         facts.number("permuted", usize::from(handle.plan.mode != DispatchMode::Plain));
         facts.number("memory of handle", memory);
         facts
@@ -270,9 +270,7 @@ impl Script {
         record.number("piece bytes", piece);
         record.number("groups", row_bytes.div_ceil(piece).min(4));
         record.number("stages", 3);
-        for (name, rate) in RATE_NAMES.into_iter().zip(RATES) {
-            record.number(name, rate as usize);
-        }
+        record.number("copiers", usize::from(handle.plan.mode != DispatchMode::Plain));
 
         let rows = handle.received[rank].shape.allocated_rows();
         let local = self.world.placement().local_experts(Rank(rank as u32));
@@ -528,10 +526,10 @@ fn shape_words(world: &World, handle: &Handle, rank: usize) -> Vec<u8> {
         ranks.dedup();
         ranks
     });
-    let (stay, go): (Vec<Rank>, Vec<Rank>) = targets.flatten().partition(|&rank| rank == own);
+    let remote = targets.flatten().filter(|&rank| rank != own).count();
     let mut shape = [first_row, kept_per_expert, tokens_per_expert].map(|column| words(column)).concat();
     shape.resize(12 * world.placement().local_experts(own), POISON);
-    let rest = [*rows, *wanted_rows, go.len(), stay.len()];
+    let rest = [*rows, *wanted_rows, remote];
     shape.extend(rest.iter().flat_map(|&count| (count as u32).to_le_bytes()));
     shape
 }

@@ -27,14 +27,4 @@ const Kernel entering(
     },
     nullptr, [](const void*) { return 0u; }, WARPS* WARP);
 
-// The division of blocks between the roles, alone: every block writes what it has found.
-const Kernel division(
-    "division of " NAME,
-    [](const void* params) {
-        const auto& p = *static_cast<const DispatchParams*>(params);
-        const u32 sending = sending_blocks(p, WARPS);
-        if (lane_id() == 0) reinterpret_cast<u32*>(p.out_tokens)[blockIdx.x] = sending;
-    },
-    nullptr, [](const void*) { return 0u; }, WARP);
-
 }  // namespace

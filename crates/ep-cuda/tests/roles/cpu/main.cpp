@@ -275,16 +275,6 @@ PreprocessParams preprocess_params(const Record& world, const Common& common, co
     return p;
 }
 
-// The rates whose fields `field` returns by index.
-template <class F>
-Rates rates_of(F field) {
-    u32 fields[sizeof(Rates) / sizeof(u32)];
-    for (u32 at = 0; at < std::size(fields); ++at) fields[at] = field(at);
-    Rates rates;
-    std::memcpy(&rates, fields, sizeof(rates));
-    return rates;
-}
-
 DispatchParams dispatch_params(const Common& common, const HandleView& handle, const Arguments& call) {
     DispatchParams p{};
     p.common = common;
@@ -306,7 +296,7 @@ DispatchParams dispatch_params(const Common& common, const HandleView& handle, c
     p.groups = call.number("groups");
     p.stages = call.number("stages");
     p.stage_bytes = stage_stride(p.piece_bytes);
-    p.rates = rates_of([&](u32 at) { return call.number(("rate " + std::to_string(at)).c_str()); });
+    p.copiers = call.number("copiers");
     return p;
 }
 
@@ -436,7 +426,7 @@ void relay_to(const Relay& relay, u32 domain) {
     RailEnd &from = mine.ends[2 * domain + parity], &to = theirs.ends[2 * own_domain + parity];
     // The proxy of a rank that leaves is slow in its last operator: `say_gone` comes first.
     if (relay.all->world.number("leaves") == relay.rank + 1 && relay.epoch + 1 == relay.all->operators.size())
-        for (u32 polls = 3000; polls > 0;) polls -= ld_acquire_sys(&(*relay.ranks)[relay.rank].ended) != 0;
+        for (u32 polls = 300; polls > 0;) polls -= ld_acquire_sys(&(*relay.ranks)[relay.rank].ended) != 0;
     if (!awaits(relay, &from.out.epoch)) return;
     // A copy: the kernels may write the next plan as soon as the last chunk has been released below.
     const auto copied = std::make_unique<RailPlan>();
@@ -552,42 +542,11 @@ machine::Settings settings_of(int count, char** arguments) {
     return settings;
 }
 
-// Prints how many blocks send.
-int divide(char** arguments) {
-    const std::string name = std::string("division of ") + arguments[2];
-    const Kernel* kernel = Kernel::find(name);
-    if (kernel == nullptr) machine::fail("there is no kernel \"%s\"", name.c_str());
-    const auto number = [&](u32 at) { return static_cast<u32>(std::strtoul(arguments[at], nullptr, 10)); };
-    u32 shape[SHAPE_WORDS]{};
-    shape[SHAPE_ROWS] = number(5);
-    shape[SHAPE_REMOTE] = number(6);
-    shape[SHAPE_OWN] = number(7);
-    std::vector<u32> sending(number(3));
-    DispatchParams p{};
-    p.common.ranks = 1;
-    p.handle.shape = shape;
-    p.handle.chunks = number(4);
-    p.groups = 1;
-    p.rates = rates_of([&](u32 at) { return number(8 + at); });
-    p.out_tokens = reinterpret_cast<u8*>(sending.data());
-    machine::Settings settings{};
-    settings.enter = [](u32) {};
-    machine::run({{{kernel->name, kernel->body, &p, number(3), kernel->threads, 0, nullptr}}}, settings);
-    for (const u32 found : sending)
-        if (found != sending[0]) machine::fail("blocks that do not agree: %u and %u", found, sending[0]);
-    std::printf("sending %u\n", sending[0]);
-    return 0;
-}
-
 }  // namespace
 
 int main(int count, char** arguments) {
-    constexpr int rates = sizeof(Rates) / sizeof(u32);
-    if (count == 8 + rates && std::string_view(arguments[1]) == "division") return divide(arguments);
     if (count != 3 && count != 4) {
-        std::fputs("usage: roles CASE SEED [ORDER[@FILE:LINE] | delta | sites]\n"
-                   "       roles division KERNEL BLOCKS CHUNKS ROWS REMOTE OWN RATE...\n",
-                   stderr);
+        std::fputs("usage: roles CASE SEED [ORDER[@FILE:LINE] | delta | sites]\n", stderr);
         return 2;
     }
     const Case all = Reader(arguments[1]).read();
