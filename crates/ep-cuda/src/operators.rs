@@ -189,7 +189,7 @@ impl Backend for CudaBuffer {
             groups: cut.groups,
             stages: cut.stages,
             stage_bytes: cut.stage_bytes(),
-            copiers: cut.copiers(handle.view.permuted != 0),
+            copiers: cut.copiers(quantize, handle.view.permuted != 0),
             unused: 0,
         };
         // SAFETY: the parameters are this kernel's; sizes were checked; memory stays until the stream has executed the

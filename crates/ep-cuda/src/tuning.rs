@@ -107,9 +107,14 @@ impl DispatchShape {
         u64::from(bytes) << 32 | u64::from(quantize) << 31 | u64::from(self.pieces)
     }
 
-    /// Warps of a block that begin with the duplicate role. In plain mode that role copies nothing.
-    pub(crate) fn copiers(&self, permuted: bool) -> u32 {
-        if permuted { self.threads / 32 / 2 } else { 0 }
+    /// Warps of a block that begin with the duplicate role. In plain mode that role copies nothing. If dispatch quantises, its
+    /// senders have the most work.
+    pub(crate) fn copiers(&self, quantize: bool, permuted: bool) -> u32 {
+        match (permuted, quantize) {
+            (false, _) => 0,
+            (true, true) => 1,
+            (true, false) => self.threads / 32 / 2,
+        }
     }
 
     /// Bytes between two stages.
@@ -186,7 +191,8 @@ mod tests {
                     assert_eq!((shape.pieces as usize), row_bytes.div_ceil(shape.piece_bytes as usize));
                     assert!(shape.groups <= shape.pieces && shape.groups as usize <= MAX_GROUPS);
                     // Some warp sends.
-                    assert!(shape.copiers(true) < shape.threads / 32 && shape.copiers(false) == 0);
+                    assert!((1..shape.threads / 32).contains(&shape.copiers(quantize, true)));
+                    assert_eq!(shape.copiers(quantize, false), 0);
                 }
             }
         }
