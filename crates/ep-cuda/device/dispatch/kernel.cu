@@ -67,8 +67,8 @@ __device__ inline void announce_rows(const DispatchParams& p, u32 epoch) {
     });
 }
 
-// Views of the lanes: `peers[ranks + domain]` is the lane to `domain`. The send role stores a token to a lane as it does to a rank. Called by
-// all threads.
+// Views of the lanes: `peers[ranks + domain]` is the lane to `domain`. The send role stores a token to a lane as it does to a
+// rank. Called by all threads.
 __device__ inline void view_lanes(const DispatchParams& p, PeerView* peers, u32 epoch) {
     const Common& c = p.common;
     for (u32 domain = threadIdx.x; domain < c.rails.domains; domain += blockDim.x) {

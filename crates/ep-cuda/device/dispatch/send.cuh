@@ -1,6 +1,6 @@
 // Role send: reads each of this rank's tokens once and stores it to its first row on every other rank, to all its rows on this
-// rank and, with rails, to the lanes. Then stores the weights and, in plain mode, the map of local
-// experts, and sets the item's flag on every peer and in the `out_flags` of every other domain.
+// rank and, with rails, to the lanes. Then stores the weights and, in plain mode, the map of local experts, and sets the
+// item's flag on every peer and in the `out_flags` of every other domain.
 #pragma once
 #include PAYLOAD_VARIANT
 #include "rails.cuh"
