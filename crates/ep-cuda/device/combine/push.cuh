@@ -15,7 +15,7 @@ struct PushItems {
         : c(c),
           peers(peers),
           sources(max(count_sources(c), 1u)),
-          count(RAILS && domain_size(c) == 1 ? 0 : most_chunks(c, peers) * sources.by) {}
+          count(most_of_sources(c, peers, [](u32 chunks) { return chunks; }) * sources.by) {}
     __device__ u32 source(u32 item) const { return source_at(c, sources.rest(item)); }
     __device__ u32 chunk(u32 item) const { return sources.divide(item); }
     __device__ const PeerView& peer(u32 item) const { return peers[source(item)]; }
@@ -103,11 +103,7 @@ struct Pusher {
     __device__ bool over() const { return item >= items.count; }
 
     // Claims the next item.
-    __device__ void take() {
-        u32 taken = 0;
-        if (lane_id() == 0) taken = atom_add_relaxed_gpu(&p.common.own->items_taken, 1);
-        item = workers + __shfl_sync(ALL_LANES, taken, 0);
-    }
+    __device__ void take() { item = workers + claim(&p.common.own->items_taken); }
 
     // Item numbers assume that all peers have equally many chunks; those past the end of a peer's chunks do not exist.
     __device__ bool exists() const { return !over() && !items.skip(item); }

@@ -208,9 +208,7 @@ struct Reducer {
         const u32 tokens = from.lists.tokens;
         if (taken >= tokens) return false;
         const u32 count = min(max((tokens - taken) / (4 * workers), 1u), MOST_TOKENS);
-        u32 first = 0;
-        if (lane_id() == 0) first = atom_add_relaxed_gpu(from.taken, count);
-        token = min(__shfl_sync(ALL_LANES, first, 0), tokens);
+        token = min(claim(from.taken, count), tokens);
         end = min(token + count, tokens);
         return has_some();
     }

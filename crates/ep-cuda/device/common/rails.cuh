@@ -1,6 +1,6 @@
 // Rails between NVLink domains: the words and lanes that this rank's kernels share with its proxy, and the lists of
 // foreign sets. docs/cuda-rails.md explains both. The kernels of all operators include this file. Without RAILS,
-// they call only `count_sources` and `source_at`.
+// they call only `count_sources`, `source_at` and `most_of_sources`.
 //
 // A source is a rank of the world whose tokens come to this domain: a rank of this domain, or a rank of another domain,
 // whose tokens its rail peer in this domain forwards.
@@ -274,17 +274,12 @@ __device__ inline PeerView foreign_view(const Common& c, const HandleView& own, 
 // As `await_all_handshakes`, for the sources of all domains: a source in another domain needs its forwarder's handshake.
 __device__ inline bool await_domain(const Common& c, const HandleView& own, u32 epoch, PeerView* peers, u64 set_bytes,
                                     u64 set_prob_bytes) {
-    bool fine = true;
-    for (u32 source = threadIdx.x; fine && source < c.ranks; source += blockDim.x) {
-        const bool foreign = domain_of(c, source) != c.rails.domain;
-        fine = await_handshake(c, epoch, forwarder_of(c, source));
-        if (!fine) break;
-        const u32 given_up = ld_relaxed_sys(&c.own->abort);
-        peers[source] = foreign ? foreign_view(c, own, epoch, source, set_bytes, set_prob_bytes)
-                                : view_of(c, epoch, source);
-        fine = !aborted(c, given_up);
-    }
-    return __syncthreads_and(fine);
+    return await_views(
+        c, epoch, peers, [&](u32 source) { return forwarder_of(c, source); },
+        [&](u32 source) {
+            const bool foreign = domain_of(c, source) != c.rails.domain;
+            return foreign ? foreign_view(c, own, epoch, source, set_bytes, set_prob_bytes) : view_of(c, epoch, source);
+        });
 }
 
 // The sources whose lists another rank of this domain has, in the order in which a worker takes turns: first the other
@@ -299,4 +294,12 @@ __device__ inline u32 source_at(const Common& c, u32 index) {
     const u32 local = c.rank - c.rails.first + 1 + index % others;
     const u32 source = c.rails.first + (local >= size ? local - size : local) + index / others * size;
     return in_circle(c, source);
+}
+
+// The largest `count(chunks)` of the sources, for their numbers of chunks.
+template <class Count>
+__device__ inline u32 most_of_sources(const Common& c, const PeerView* peers, const Count& count) {
+    u32 most = 0;
+    for (u32 index = 0; index < count_sources(c); index++) most = max(most, count(peers[source_at(c, index)].chunks));
+    return most;
 }

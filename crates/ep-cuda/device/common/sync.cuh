@@ -301,12 +301,14 @@ __device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
     return view;
 }
 
-// A block waits for the handshakes of all ranks and stores them in `peers`. Returns false, after the fault was
-// reported, if a handshake is missing or any rank has given up: a rank that gave up may have unfinished lists. Called
-// by all threads.
-__device__ inline bool await_all_handshakes(const Common& c, u32 epoch, PeerView* peers) {
+// A block stores the views of all ranks in `peers`: `view_of(source)`, after the handshake of `peer_of(source)` has come. Returns
+// false, after the fault was reported, if a handshake is missing or any rank has given up: a rank that gave up may have
+// unfinished lists. Called by all threads.
+template <class PeerOf, class ViewOf>
+__device__ inline bool await_views(const Common& c, u32 epoch, PeerView* peers, const PeerOf& peer_of, const ViewOf& view_of) {
     bool fine = true;
-    for (u32 peer = threadIdx.x; fine && peer < c.ranks; peer += blockDim.x) {
+    for (u32 source = threadIdx.x; fine && source < c.ranks; source += blockDim.x) {
+        const u32 peer = peer_of(source);
         const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
         fine = wait_for(c, &handshake->epoch, epoch, peer, FOR_HANDSHAKE, 0);
         if (!fine) break;
@@ -314,10 +316,15 @@ __device__ inline bool await_all_handshakes(const Common& c, u32 epoch, PeerView
         // the abort word before its next handshake, so the word is visible here.
         const u32 signature = ld_relaxed_sys(&handshake->signature);
         const u32 given_up = ld_relaxed_sys(&c.own->abort);
-        peers[peer] = view_of(c, epoch, peer);
+        peers[source] = view_of(source);
         fine = has_same_call(c, epoch, peer, signature) && !aborted(c, given_up);
     }
     return __syncthreads_and(fine);
+}
+
+// The same without rails: each rank's view needs its own handshake.
+__device__ inline bool await_all_handshakes(const Common& c, u32 epoch, PeerView* peers) {
+    return await_views(c, epoch, peers, [](u32 source) { return source; }, [&](u32 source) { return view_of(c, epoch, source); });
 }
 
 // A barrier of all blocks of the kernel. Returns false, after the fault was reported, if a block does not arrive within

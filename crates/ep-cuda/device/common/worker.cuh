@@ -22,12 +22,11 @@ __device__ inline void commit_stores() {
 // `rank` modulo the number of ranks, for rank < 2 * ranks.
 __device__ inline u32 in_circle(const Common& c, u32 rank) { return rank >= c.ranks ? rank - c.ranks : rank; }
 
-// The largest number of chunks of any peer.
-__device__ inline u32 most_chunks(const Common& c, const PeerView* peers) {
-    u32 most = 0;
-    for (u32 peer = 0; peer < c.ranks; peer++)
-        if (peer != c.rank) most = max(most, peers[peer].chunks);
-    return most;
+// Claims `count` numbers from a counter that all workers of the kernel share, and returns the first one. Called by all lanes.
+__device__ inline u32 claim(u32* counter, u32 count = 1) {
+    u32 first = 0;
+    if (lane_id() == 0) first = atom_add_relaxed_gpu(counter, count);
+    return __shfl_sync(ALL_LANES, first, 0);
 }
 
 // The entries [begin, end) of a list.

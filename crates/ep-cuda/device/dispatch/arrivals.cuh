@@ -20,16 +20,8 @@ struct ArrivalItems {
           pieces(pieces),
           groups(groups),
           sources(max(count_sources(c), 1u)),
-          count(most_places() * sources.by * groups) {}
-    // Items of the source that has most.
-    __device__ u32 most_places() const {
-        u32 most = 0;
-        for (u32 index = 0; index < count_sources(c); index++) {
-            const u32 chunks = peers[source_at(c, index)].chunks;
-            most = max(most, div_up(chunks, span_of(chunks)));
-        }
-        return most;
-    }
+          count(most_of_sources(c, peers, [](u32 chunks) { return div_up(chunks, span_of(chunks)); }) * sources.by *
+                groups) {}
     __device__ u32 source(u32 item) const { return source_at(c, sources.rest(groups.divide(item))); }
     // The index among the items of the source.
     __device__ u32 place(u32 item) const { return sources.divide(groups.divide(item)); }

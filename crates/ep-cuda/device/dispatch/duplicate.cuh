@@ -29,90 +29,73 @@ __device__ inline void await_arrivals(const DispatchParams& p, const Worker& wor
         if (!items.skip(item) && !await_arrival(c, items, item, epoch)) break;
 }
 
-// One worker in the duplicate role. The constructor reads the lists of the first item.
-struct Duplicator {
-    const DispatchParams& p;
-    const u32 epoch;
-    const Worker worker;
-    Ring& ring;
-    const ArrivalItems items;
-    Feed<ArrivalItems> feed;
-    ItemBatch<Receive> next;
-
-    __device__ Duplicator(const DispatchParams& p, const Worker& worker, Ring& ring, const PeerView* peers, u32 epoch)
-        : p(p),
-          epoch(epoch),
-          worker(worker),
-          ring(ring),
-          items(p.common, peers, p.groups, p.pieces),
-          feed(items, &p.common.own->arrivals_taken, {p.handle.permuted ? worker.index : NONE, worker.workers}) {
+__device__ inline void duplicate(const DispatchParams& p, const Worker& worker, Ring& ring, const PeerView* peers,
+                                 u32 epoch) {
+    const Common& c = p.common;
+    const ArrivalItems items(c, peers, p.groups, p.pieces);
+    // In plain mode a token has one row on this rank.
+    if (!p.handle.permuted) return await_arrivals(p, worker, items, epoch);
+    Feed<ArrivalItems> feed(items, &c.own->arrivals_taken, worker);
+    ItemBatch<Receive> next = feed.fetch();
+    zero_padding(p, worker);
+    // Bytes of a piece of an output row, which is shorter than the input row if dispatch quantises.
+    const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
+    u32 arrived = NONE;
+    u8* stage = nullptr;
+    ScaleRow scales, next_scales;
+    while (next.valid()) {
+        const ItemBatch<Receive> batch = next;
         next = feed.fetch();
-    }
-
-    __device__ void duplicate() {
-        // In plain mode a token has one row on this rank.
-        if (!p.handle.permuted) return await_arrivals(p, worker, items, epoch);
-        zero_padding(p, worker);
-        const Common& c = p.common;
-        // Bytes of a piece of an output row, which is shorter than the input row if dispatch quantises.
-        const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
-        u32 arrived = NONE;
-        u8* stage = nullptr;
-        ScaleRow scales, next_scales;
-        while (next.valid()) {
-            const ItemBatch<Receive> batch = next;
-            next = feed.fetch();
-            if (arrived != batch.item) {
-                arrived = batch.item;
-                const bool there = await_arrival(c, items, batch.item, epoch);
-                // Each lane has polled for itself: all must take the same branch.
-                if (!__all_sync(ALL_LANES, there)) break;
-                copy_fence_global();
-                __syncwarp();
+        if (arrived != batch.item) {
+            arrived = batch.item;
+            const bool there = await_arrival(c, items, batch.item, epoch);
+            // Each lane has polled for itself: all must take the same branch.
+            if (!__all_sync(ALL_LANES, there)) break;
+            copy_fence_global();
+            __syncwarp();
+        }
+        const u32 offset = batch.piece * out_piece;
+        const u32 bytes = min(out_piece, p.row_bytes_out - offset);
+        const ScalePart part = scales_of(p, batch.piece);
+        u32 loads = __ballot_sync(ALL_LANES, lane_id() < batch.count && !batch.entry.is_dropped() &&
+                                                 batch.entry.is_first_of_several());
+        const auto read_ahead = [&] {
+            while (loads != 0 && ring.room()) {
+                const u64 row = batch.at(__ffs(loads) - 1).row();
+                ring.load(p.out_tokens + row * p.row_bytes_out + offset, bytes);
+                loads &= loads - 1;
             }
-            const u32 offset = batch.piece * out_piece;
-            const u32 bytes = min(out_piece, p.row_bytes_out - offset);
-            const ScalePart part = scales_of(p, batch.piece);
-            u32 loads = __ballot_sync(ALL_LANES, lane_id() < batch.count && !batch.entry.is_dropped() &&
-                                                     batch.entry.is_first_of_several());
-            const auto read_ahead = [&] {
-                while (loads != 0 && ring.room()) {
-                    const u64 row = batch.at(__ffs(loads) - 1).row();
-                    ring.load(p.out_tokens + row * p.row_bytes_out + offset, bytes);
-                    loads &= loads - 1;
-                }
-            };
-            // Reads the scales of the next token while the rows of the current token are copied.
-            u32 unread = loads;
-            const auto read_scales = [&] {
-                if (unread == 0) return;
-                const u64 row = batch.at(__ffs(unread) - 1).row();
-                next_scales.load(p.out_scales + row * p.scale_row_bytes + part.offset, part.bytes);
-                unread &= unread - 1;
-            };
-            read_ahead();
-            read_scales();
-            for (u32 index = 0; index < batch.count; index++) {
-                const Receive entry = batch.at(index);
-                const bool first = entry.is_first(), end = entry.is_end();
-                if (entry.is_dropped() || (first && end)) continue;
-                if (first) {
-                    stage = ring.take();
-                    scales = next_scales;
-                    read_scales();
-                    continue;
-                }
-                store_stage(p.out_tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + offset, stage, bytes);
-                scales.store(p.out_scales + static_cast<u64>(entry.row()) * p.scale_row_bytes + part.offset);
-                if (end) {
-                    commit_stores();
-                    ring.free<1>(ring.taken - 1);
-                    read_ahead();
-                    feed.prepare();
-                }
+        };
+        // Reads the scales of the next token while the rows of the current token are copied.
+        u32 unread = loads;
+        const auto read_scales = [&] {
+            if (unread == 0) return;
+            const u64 row = batch.at(__ffs(unread) - 1).row();
+            next_scales.load(p.out_scales + row * p.scale_row_bytes + part.offset, part.bytes);
+            unread &= unread - 1;
+        };
+        read_ahead();
+        read_scales();
+        for (u32 index = 0; index < batch.count; index++) {
+            const Receive entry = batch.at(index);
+            const bool first = entry.is_first(), end = entry.is_end();
+            if (entry.is_dropped() || (first && end)) continue;
+            if (first) {
+                stage = ring.take();
+                scales = next_scales;
+                read_scales();
+                continue;
+            }
+            store_stage(p.out_tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + offset, stage, bytes);
+            scales.store(p.out_scales + static_cast<u64>(entry.row()) * p.scale_row_bytes + part.offset);
+            if (end) {
+                commit_stores();
+                ring.free<1>(ring.taken - 1);
+                read_ahead();
+                feed.prepare();
             }
         }
-        ring.drain();
-        if (lane_id() == 0) copy_done<0>();
     }
-};
+    ring.drain();
+    if (lane_id() == 0) copy_done<0>();
+}

@@ -4,42 +4,11 @@
 #pragma once
 #include "send.cuh"
 
-// The work items of one set: `span` chunks, for one group of pieces. Numbered as those of the send role, so that
-// receivers find the flags of a set as they find those of a rank.
-struct SetItems {
-    using Entry = Send;
-    const Send* sends;
-    const u32* send_begin;
-    u32 chunks;
-    u32 span;
-    u32 count;
-    u32 pieces;
-    Divider groups;
-
-    __device__ SetItems(const DispatchParams& p, const HandleView& set)
-        : sends(set.sends),
-          send_begin(set.send_begin),
-          chunks(set.chunks),
-          span(span_of(chunks)),
-          count(div_up(chunks, span) * p.groups),
-          pieces(p.pieces),
-          groups(p.groups) {}
-    __device__ bool skip(u32) const { return false; }
-    __device__ u32 chunk(u32 item) const { return groups.divide(item) * span; }
-    __device__ u32 chunk_end(u32 item) const { return min(chunks, chunk(item) + span); }
-    __device__ u32 first_piece(u32 item) const { return groups.rest(item); }
-    __device__ Range range(u32 item) const { return {send_begin[chunk(item)], send_begin[chunk_end(item)]}; }
-    __device__ const Send* list(u32) const { return sends; }
-};
-
 // Stores the weights of an item's copies.
 __device__ inline void forward_weights(const DispatchParams& p, const PeerView* peers, const HandleView& set,
-                                       const SetItems& items, u32 item, const float* weights) {
+                                       const SendItems& items, u32 item, const float* weights) {
     if (items.first_piece(item) != 0 || p.probs == PROBS_SKIP && p.handle.permuted) return;
-    if (!p.handle.permuted) {
-        const Range sends = items.range(item);
-        clear_cells(p, peers, set.sends, sends.begin, sends.end);
-    }
+    if (!p.handle.permuted) clear_cells(p, peers, items, item);
     const u32 end = set.copy_begin[items.chunk_end(item)];
     for (u32 at = set.copy_begin[items.chunk(item)] + lane_id(); at < end; at += WARP) {
         const bool weighted = p.probs != PROBS_SKIP;
@@ -56,7 +25,8 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
     const Common& c = p.common;
     if (!ask_once([&] { return await_plan(c, epoch, domain); })) return false;
     const HandleView set = set_of(c, p.handle, domain);
-    const SetItems items(p, set);
+    // Numbered as the items of a rank: receivers find the flags of a set as they find those of a rank.
+    const SendItems items(p, set);
     const u8* const lane = in_lane(c, epoch, domain);
     const auto section = [&](u32 at) { return lane + ask_once([&] { return section_offset(c, epoch, domain, at); }); };
     const u8 *const rows = section(0), *const row_scales = section(1);
@@ -67,7 +37,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
         for (u32 local = lane_id(); local < domain_size(c); local += WARP)
             if (domain_begin(c) + local != c.rank) st_release_sys(&peers[first_alias + local].flags[flag], epoch);
     };
-    Feed<SetItems> feed(items, &c.own->set_taken[domain], worker);
+    Feed<SendItems> feed(items, &c.own->set_taken[domain], worker);
     Completion completion;
     ItemBatch<Send> next = feed.fetch();
     u32 item = NONE, piece = NONE;
@@ -85,15 +55,14 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
             copy_fence_global();
             __syncwarp();
         }
-        if (batch.item != item || batch.piece != piece) row = items.chunk(batch.item) * set.chunk_tokens;
+        if (batch.item != item || batch.piece != piece) row = items.first_token(batch.item);
         item = batch.item;
         piece = batch.piece;
         const u32 offset = piece * out_piece;
         const u32 bytes = min(out_piece, p.row_bytes_out - offset);
         const ScalePart part = scales_of(p, piece);
-        const u32 ends = __ballot_sync(ALL_LANES, lane_id() < batch.count && batch.entry.ends_token());
-        const u32 valid = batch.count == WARP ? ALL_LANES : (1u << batch.count) - 1;
-        u32 loads = __popc((ends << 1 | (begins ? 1 : 0)) & valid), load_row = row;
+        TokenParts parts(c, batch);
+        u32 loads = __popc((parts.ends << 1 | (begins ? 1 : 0)) & parts.rest), load_row = row;
         const auto read_ahead = [&] {
             while (loads != 0 && ring.room()) {
                 ring.load(rows + static_cast<u64>(load_row) * p.row_bytes_out + offset, bytes);
@@ -102,7 +71,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
             }
         };
         read_ahead();
-        for (TokenParts parts(c, batch); parts.any();) {
+        while (parts.any()) {
             if (begins) {
                 stage = ring.take();
                 scales.load(row_scales + static_cast<u64>(row) * p.scale_row_bytes + part.offset, part.bytes);

@@ -123,13 +123,12 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
     if (RAILS ? await_domain(c, p.handle, epoch, peers, 0, 0) : await_all_handshakes(c, epoch, peers)) {
         if (RAILS) view_lanes(p, peers, epoch);
         copy_fence_global();
-        // Those that begin with duplicate have the first items.
-        const u32 turn = sends ? warp + p.copiers : warp - senders;
-        Duplicator duplicator(p, {turn * gridDim.x + blockIdx.x, warps * gridDim.x}, ring, peers, epoch);
         PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes);
         sender.send(buffers);
         if (RAILS && sends) forward(p, sending, ring, peers, epoch);
-        duplicator.duplicate();
+        // Those that begin with duplicate have the first items.
+        const u32 turn = sends ? warp + p.copiers : warp - senders;
+        duplicate(p, {turn * gridDim.x + blockIdx.x, warps * gridDim.x}, ring, peers, epoch);
         if (RAILS && blockIdx.x == 0 && warp == 0) await_all_rails(c, epoch);
     } else {
         ring.drain();

@@ -6,30 +6,37 @@
 #include "rails.cuh"
 #include "feed.cuh"
 
-// The work items of the send role: `span` chunks of this rank's tokens, for one group of pieces.
+// The work items of the send and forward roles: `span` chunks of this rank's tokens or of a foreign set, for one group of pieces.
 struct SendItems {
     using Entry = Send;
-    const DispatchParams& p;
+    const Send* sends;
+    const u32* send_begin;
+    u32 tokens;
+    u32 chunk_tokens;
+    u32 chunks;
     u32 span;
     u32 count;
     u32 pieces;
     Divider groups;
 
-    __device__ explicit SendItems(const DispatchParams& p)
-        : p(p),
-          span(span_of(p.handle.chunks)),
-          count(div_up(p.handle.chunks, span) * p.groups),
+    __device__ SendItems(const DispatchParams& p, const HandleView& lists)
+        : sends(lists.sends),
+          send_begin(lists.send_begin),
+          tokens(lists.tokens),
+          chunk_tokens(lists.chunk_tokens),
+          chunks(lists.chunks),
+          span(span_of(chunks)),
+          count(div_up(chunks, span) * p.groups),
           pieces(p.pieces),
           groups(p.groups) {}
     __device__ bool skip(u32) const { return false; }
     __device__ u32 chunk(u32 item) const { return groups.divide(item) * span; }
-    __device__ u32 chunk_end(u32 item) const { return min(p.handle.chunks, chunk(item) + span); }
+    __device__ u32 chunk_end(u32 item) const { return min(chunks, chunk(item) + span); }
+    __device__ u32 first_token(u32 item) const { return chunk(item) * chunk_tokens; }
+    __device__ u32 token_end(u32 item) const { return min(tokens, chunk_end(item) * chunk_tokens); }
     __device__ u32 first_piece(u32 item) const { return groups.rest(item); }
-    __device__ Range range(u32 item) const {
-        const u32* begin = p.handle.send_begin;
-        return {begin[chunk(item)], begin[chunk_end(item)]};
-    }
-    __device__ const Send* list(u32) const { return p.handle.sends; }
+    __device__ Range range(u32 item) const { return {send_begin[chunk(item)], send_begin[chunk_end(item)]}; }
+    __device__ const Send* list(u32) const { return sends; }
 };
 
 // Enumerates a worker's (item, piece, token) triples in the order in which they are sent.
@@ -49,8 +56,8 @@ struct TokenWalk {
     }
 
     __device__ void restart(const SendItems& items) {
-        token = items.chunk(item) * items.p.handle.chunk_tokens;
-        end = chunk_end_token(items.p.handle, items.chunk_end(item) - 1);
+        token = items.first_token(item);
+        end = items.token_end(item);
     }
 
     __device__ bool over() const { return item == NONE; }
@@ -94,16 +101,17 @@ __device__ inline void store_weight(const DispatchParams& p, const PeerView* pee
     if (peers[rank].local_experts != nullptr) peers[rank].local_experts[cell] = 1;
 }
 
-// In plain mode a row has a cell for each expert of its rank. Writes zeros to all cells of the rows of the entries
-// [first, last) of `sends`, before the weights. All lanes write to one row at a time, so that the link carries few packets.
-__device__ inline void clear_cells(const DispatchParams& p, const PeerView* peers, const Send* sends, u32 first, u32 last) {
-    for (u32 begin = first; begin < last; begin += WARP) {
-        Send mine = Send::of(0, NO_ROW);
-        if (begin + lane_id() < last) mine = sends[begin + lane_id()];
-        const u32 count = min(WARP, last - begin);
+// In plain mode a row has a cell for each expert of its rank. Writes zeros to all cells of an item's rows, before the weights.
+// All lanes write to one row at a time, so that the link carries few packets.
+__device__ inline void clear_cells(const DispatchParams& p, const PeerView* peers, const SendItems& items, u32 item) {
+    const Range range = items.range(item);
+    for (u32 first = range.begin; first < range.end; first += WARP) {
+        ItemBatch<Send> batch;
+        batch.count = min(WARP, range.end - first);
+        if (lane_id() < batch.count) batch.entry = items.sends[first + lane_id()];
 #pragma unroll 1
-        for (u32 index = 0; index < count; index++) {
-            const Send entry = {make_uint2(__shfl_sync(ALL_LANES, mine.words.x, index), __shfl_sync(ALL_LANES, mine.words.y, index))};
+        for (u32 index = 0; index < batch.count; index++) {
+            const Send entry = batch.at(index);
             const u32 rank = entry.rank();
             if (entry.is_dead() || RAILS && rank >= p.common.ranks) continue;
             const u32 experts = p.common.owner_begin[rank + 1] - p.common.owner_begin[rank];
@@ -178,8 +186,7 @@ struct ItemWeights {
         if (begin == end) return;
         weigh();
         if (!p.handle.permuted) {
-            const u32* sends = p.handle.send_begin;
-            clear_cells(p, peers, p.handle.sends, sends[items.chunk(item)], sends[items.chunk_end(item)]);
+            clear_cells(p, peers, items, item);
         }
 #pragma unroll
         for (u32 turn = 0; turn < AHEAD; turn++)
@@ -290,7 +297,7 @@ struct Sender {
           peers(peers),
           epoch(epoch),
           ring(ring),
-          items(p),
+          items(p, p.handle),
           feed(items, &p.common.own->items_taken, worker),
           weights(p, items, feed.item),
           ahead(items, feed.item),
