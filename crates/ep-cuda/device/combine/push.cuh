@@ -50,7 +50,7 @@ struct Outbox {
     // `write(run)` fills a run, which is then stored to `to`. Called by all lanes.
     template <class Write>
     __device__ void send(u8* to, u32 bytes, const Write& write) {
-        if (lane_id() == 0) copy_read<RUNS - 1>();
+        await_stores_read<RUNS - 1>();
         __syncwarp();
         u8* run = memory + turn * RUN_BYTES;
         turn = turn + 1 == RUNS ? 0 : turn + 1;
@@ -139,7 +139,7 @@ struct Pusher {
         u32* const flag = &items.peer(item).flags[items.chunk(item)];
         take();
         enter();
-        if (lane_id() == 0) copy_done<0>();
+        await_stores<0>();
         __syncwarp();
         if (lane_id() == 0) st_release_sys(flag, epoch);
         skip();

@@ -95,7 +95,7 @@ struct Sum {
 
     // Moves the sums to `aside` and starts new ones. Finished runs may still be leaving from the same memory.
     __device__ void park(float* aside) {
-        if (lane_id() == 0) copy_read<0>();
+        await_stores_read<0>();
         __syncwarp();
 #pragma unroll
         for (u32 turn = 0; turn < VECTORS; turn++)

@@ -19,6 +19,19 @@ __device__ inline void commit_stores() {
     if (lane_id() == 0) copy_commit();
 }
 
+// Waits until all groups of stores but the `pending` most recent ones have read their stages. Called by all lanes. Only lane 0
+// waits: groups belong to the lane that has issued the stores.
+template <u32 pending>
+__device__ inline void await_stores_read() {
+    if (lane_id() == 0) copy_read<pending>();
+}
+
+// The same until the groups have arrived in memory.
+template <u32 pending>
+__device__ inline void await_stores() {
+    if (lane_id() == 0) copy_done<pending>();
+}
+
 // `rank` modulo the number of ranks, for rank < 2 * ranks.
 __device__ inline u32 in_circle(const Common& c, u32 rank) { return rank >= c.ranks ? rank - c.ranks : rank; }
 

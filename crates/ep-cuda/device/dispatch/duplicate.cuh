@@ -97,5 +97,5 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
         }
     }
     ring.drain();
-    if (lane_id() == 0) copy_done<0>();
+    await_stores<0>();
 }

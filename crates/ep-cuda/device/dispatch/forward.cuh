@@ -98,7 +98,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
     }
     completion.flush(tell);
     ring.drain();
-    if (lane_id() == 0) copy_done<0>();
+    await_stores<0>();
     return fine;
 }
 

@@ -1,15 +1,17 @@
 // dispatch: sends tokens to the ranks of their experts. One launch: block 0 sends the handshake, every block awaits the
 // handshakes of all ranks of the domain, and then every warp is a worker that has two roles in turn: send, then duplicate; with
 // rails, forward in between. `DispatchParams::copiers` warps of each block leave out send and forward, so that the first rows
-// that arrive need not wait.
+// that arrive need not wait. docs/glossary.md ("Running an operator", "Memory and transport") defines item, piece, first row,
+// set, lane and plan. An epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
 //
 //   send        Stores this rank's tokens and scales to their first row on each other rank, and to all their rows on this
-//               rank; then the weights and, in plain mode, the map of local experts to all ranks. An item is one or two chunks
-//               of this rank's tokens (`span_of`), for one group of pieces of the rows. Reads the tokens, the caller's scales,
+//               rank; then the weights, and in plain mode the map of local experts and zeros in the cells of experts that the
+//               token did not choose. An item is one or two chunks of this rank's tokens (`span_of`), for one group of pieces. Reads the tokens, the caller's scales,
 //               the dense probabilities (`dense`), and the lists `sends` and `copies` of this rank's handle (lists.cuh). When
 //               an item is complete, sets its flag in every peer's control block. With rails, a lane to another domain is one
 //               more destination.
-//   forward     With rails. Reads the lanes from other domains and the lists of their sets. Stores each token to its first row
+//   forward     With rails, on the rail peer of a token's rank. Reads the lanes from other domains and the lists of their
+//               sets. Stores each token to its first row
 //               on each other rank of this domain, and to all its rows on this rank; and, as send does, the scales, the weights
 //               and the map of local experts. Awaits the plan and the rows of each set. Sets flags as send does.
 //   duplicate   Writes the padding rows, and the further rows of tokens that have several experts on this rank. Awaits a peer's
@@ -19,17 +21,19 @@
 //
 // Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore they claim items
 // from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`.
-// No deadlock: send awaits nothing after the handshakes, forward awaits only send roles of other domains, and duplicate awaits
-// send and forward roles.
+// No deadlock: all blocks of all ranks run at the same time (docs/protocol.md says why). send awaits nothing after the
+// handshakes. forward awaits plans and rows, which block 0 and the send role of other domains write; proxies move them, whatever
+// kernels do. duplicate awaits send and forward. Last, with rails, one warp awaits what the lanes still receive
+// (docs/cuda-rails.md).
 //
-// This rank writes to a peer's outputs only between that peer's handshake and the last flag that this rank sets on that
-// peer. It may set flags there and read its lists from the handshake on, until its own kernel ends. No peer reads this
+// A rank writes to a peer's outputs only between the peer's handshake and the last flag that it sets on the peer. From the
+// handshake until the end of its own kernel it may also set flags on the peer and read the peer's lists. No peer reads this
 // rank's input, so the program may overwrite it in stream order. duplicate awaits the flags of all items of all peers, so
 // the output is complete when a kernel without a fault ends.
-// An await that fails reports the fault, and its worker ends; other workers that wait end at the abort word. send
-// awaits no flag and does not read the abort word: it completes its items, also towards a rank that has died. After a
-// fault the output is undefined, and slow peers may still write to it, so the buffer allocates no more memory
-// (docs/semantics.md). docs/protocol.md lists the words that ranks share.
+// A wait that fails reports the fault and ends the worker's role. Later waits of all workers end at the abort word. Once begun,
+// send does not look at the abort word: it completes its items, also towards a rank that has died. After a fault the output is
+// undefined, and slow peers may still write to it, so the buffer allocates no more memory (docs/semantics.md).
+// docs/protocol.md lists the words that ranks share.
 // Variants, chosen by `KernelKey::program` (src/device.rs): RAILS (0: one NVLink domain; 1: several, docs/cuda-rails.md),
 // PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh), COPY_VARIANT (copy_bulk.cuh, copy_plain.cuh), E4M3_VARIANT
 // (e4m3_cvt.cuh, e4m3_soft.cuh; included by payload_quantize.cuh only) and WARPS. docs/adding-a-kernel.md lists what a new
@@ -122,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
 
     if (RAILS ? await_domain(c, p.handle, epoch, peers, 0, 0) : await_all_handshakes(c, epoch, peers)) {
         if (RAILS) view_lanes(p, peers, epoch);
+        // The handshakes of the peers make their outputs accessible, also to the copy engine.
         copy_fence_global();
         PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes);
         sender.send(buffers);

@@ -54,7 +54,7 @@ struct Ring {
     // before `load` may be overwritten.
     template <u32 pending>
     __device__ void free(u32 load) {
-        if (lane_id() == 0) copy_read<pending>();
+        await_stores_read<pending>();
         if (!BULK_COPIES) __syncwarp();
         freed = load;
     }

@@ -270,7 +270,7 @@ struct Completion {
     // `since`: tokens since the item's last one, or fewer. The stores of that token to this rank may be in flight, too.
     template <u32 since, class Tell>
     __device__ void publish(const Tell& tell) {
-        if (lane_id() == 0) copy_done<GROUPS_PER_TOKEN * since + 1>();
+        await_stores<GROUPS_PER_TOKEN * since + 1>();
         __syncwarp();
         tell(flag);
         flag = NONE;
@@ -376,6 +376,6 @@ struct Sender {
             }
         }
         completion.flush(tell_peers);
-        if (lane_id() == 0) copy_done<0>();
+        await_stores<0>();
     }
 };
