@@ -46,7 +46,7 @@ pub(crate) fn refusal(answer: &Answer, invocation: &Invocation) -> Failure {
 const EXIT_CODES: &str = "\
 Exit codes:
   0  success: everything that was checked is correct
-  1  a result is wrong, or a rank died
+  1  a result is wrong, or a rank that this command started died
   2  the request is invalid, or this machine cannot run it: one line on stderr gives the reason
   3  another rank died, left or stalled: one line on stderr names it";
 

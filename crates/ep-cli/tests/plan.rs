@@ -120,7 +120,12 @@ fn the_headline_names_the_fastest_strategy() {
     let html = std::fs::read_to_string(&page).unwrap();
     for shown in [&text, &html] {
         assert!(shown.contains("Best: a pipeline of 2 stages"), "{shown}");
-        assert!(shown.contains("Moving experts is not worth it here: expert domains (4, 2, 1)"), "{shown}");
+        assert!(
+            shown.contains(
+                "Moving experts between datacenters is not worth it here: expert domains (4, 2, 1)"
+            ),
+            "{shown}"
+        );
         assert!(shown.contains("1.57x slower") && !shown.contains("0.03x"), "{shown}");
         assert!(shown.contains("train another trajectory"), "{shown}");
     }
@@ -175,6 +180,19 @@ fn a_printed_problem_can_be_read_back() {
     assert_eq!(again["problem"], planned(&options)["problem"]);
     assert_eq!(again["plan"], planned(&options)["plan"]);
     assert_eq!(run(&["plan", "--print-toml", "--cluster", &file]).succeeded().stdout, toml);
+}
+
+/// A file that is printed in order to change it need not have a plan yet.
+#[test]
+fn a_problem_without_a_plan_is_printed_with_a_note() {
+    let directory = Directory::new("impossible");
+    let small = ["--model=deepseek-v3", "--nodes=1", "--set=memory=8GB"];
+    let printed = run(&[&["plan", "--print-toml"], &small[..]].concat()).succeeded();
+    assert!(printed.stderr.starts_with("note: this problem has no plan: "), "{printed:?}");
+    assert!(printed.stderr.contains("possible: more GPUs, more memory, or a smaller model"), "{printed:?}");
+    let file = written(&directory, "problem.toml", &printed.stdout);
+    run(&["plan", "--cluster", &file]).refused(2, &["possible: more GPUs"]);
+    run(&["plan", "--cluster", &file, "--set=memory=500GB"]).succeeded();
 }
 
 /// A key that `--set` does not know, but files do, could not be swept.

@@ -24,7 +24,7 @@ use self::args::StrategyChoice;
 use self::steps::Shown;
 use self::sweep::{Request, Sweep};
 use crate::common::failure::{Failure, Verdict};
-use crate::common::output::{Checked, Target, check_apart, print_beside, to_stdout};
+use crate::common::output::{Checked, Target, check_apart, print_beside, to_stderr, to_stdout};
 use crate::planner::problem::Problem;
 
 /// The JSON output.
@@ -59,9 +59,11 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
             problem.options.setting = Setting::Paper;
         }
         if args.print_toml {
-            // Invalid problems are refused, so that the printed file can be planned.
-            solve(args, &problem)?;
             to_stdout(&input::to_toml(&problem.cluster, &problem.model, &problem.options))?;
+            // The file may be wanted in order to change what makes the problem impossible.
+            if let Err(failure) = solve(args, &problem) {
+                to_stderr(&format!("note: this problem has no plan: {failure}"))?;
+            }
         } else {
             plan(args, &problem)?;
         }

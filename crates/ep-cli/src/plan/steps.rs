@@ -95,11 +95,11 @@ pub(super) fn answer(plan: &StepPlan, problem: &Problem) -> Vec<String> {
     lines.push(format!("Layout: {}.", layout(best)));
     lines.extend(bottleneck(best, problem));
     if best.fit == Fit::Tight {
-        lines.push(
-            "No layout leaves the reserve of the memory free. This one holds the parameters, but leaves little for \
-             activations."
-                .into(),
-        );
+        lines.push(format!(
+            "No layout leaves {:.0} % of a GPU's memory free (`reserved_memory`). This one holds the parameters, but \
+             leaves little for activations.",
+            100.0 * options.reserved_memory
+        ));
     }
     let domains = plan.price(Strategy::ExpertDomains);
     let lossy = domains.is_some_and(|domains| is_lossy(domains, options));
@@ -122,7 +122,7 @@ pub(super) fn answer(plan: &StepPlan, problem: &Problem) -> Vec<String> {
         (Some(domains), _) if best.strategy != Strategy::ExpertDomains => {
             let ratio = best.step_time / domains.step_time;
             lines.push(format!(
-                "Moving experts is not worth it here: {} are {}.",
+                "Moving experts between datacenters is not worth it here: {} are {}.",
                 described(domains),
                 relation(ratio)
             ));

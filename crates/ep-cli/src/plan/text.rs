@@ -35,7 +35,7 @@ pub(super) fn render(
         memory(plan)
     );
     if problem.options.setting == Setting::Full {
-        let _ = write!(out, "\n{}\n{}\n", lossy(problem, step, plan), gains(plan));
+        let _ = write!(out, "\n{}\n{}\n", lossy(problem, step, plan), gains(problem, step, plan));
     }
     if let Some(sweep) = sweep {
         let _ = write!(out, "\n{}\n", swept(sweep));
@@ -62,7 +62,7 @@ pub(super) fn layer_answer(problem: &Problem, step: Option<&Shown>, plan: &Plan)
     let price = shown.price();
     let waits = steps::shown_bottleneck(shown, problem).map(|line| format!("\n{line}")).unwrap_or_default();
     format!(
-        "Layers of the strategy `{}`, {}, {} of a layer on each GPU:\n{}{waits}",
+        "Layers of the strategy `{}`, {}, {} of a layer on each GPU.\nIn an EP group, {}{waits}",
         steps::name(price.strategy),
         steps::layout(price),
         units::counted(plan.experts_per_gpu, "expert"),
@@ -289,14 +289,22 @@ pub(super) fn training_gain(gain: &CompressionGain) -> String {
     gain.training.map_or_else(|| "does not fit".into(), times)
 }
 
+/// The heading of gains in the forward pass. They grow with the micro-batches for which a gathered expert is kept.
+pub(super) fn forward_alone(problem: &Problem, step: Option<&Shown>) -> String {
+    let micro_batches = step.map_or(problem.options.micro_batches, |shown| shown.price().micro_batches);
+    let batches = units::counted(micro_batches, "micro-batch").replace("batchs", "batches");
+    format!("forward pass alone, {batches}")
+}
+
 /// What domains gain over hierarchical EP, per compression of the weights.
-fn gains(plan: &Plan) -> String {
+fn gains(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> String {
     let rows = plan.compression_gains.iter().map(|gain| {
         let exact = if gain.weight_compression.is_exact() { " (exact)" } else { "" };
         let ratio = format!("{}{exact}", gain.weight_compression);
         vec![ratio, training_gain(gain), times(gain.forward)]
     });
-    let header = ["domains over hierarchical EP, weights compressed", "training", "forward pass alone"];
+    let header =
+        ["domains over hierarchical EP, weights compressed", "training", &forward_alone(problem, step)];
     table(&header, rows, 1)
 }
 

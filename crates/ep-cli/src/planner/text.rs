@@ -57,9 +57,20 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
         Work::Training => "training",
         Work::Forward => "forward pass of training",
     };
-    let batch = match (options.batch, model.global_batch, options.work) {
-        (Batch::Model, Some(batch), Work::Training) => format!("{} in a step", units::count(batch as u64)),
-        _ => units::counted(options.micro_batches, "micro-batch").replace("batchs", "batches"),
+    // A global batch is divided into equal micro-batches of at most this size.
+    let (most, batch) = match (options.batch, model.global_batch, options.work) {
+        (Batch::Model, Some(batch), Work::Training) => {
+            ("at most ", format!("{} in a step", units::count(batch as u64)))
+        }
+        _ => ("", units::counted(options.micro_batches, "micro-batch").replace("batchs", "batches")),
+    };
+    let weights = sent(options.weight_compression);
+    let moved = match options.work {
+        Work::Training => format!(
+            "moved experts: weights as {weights}, gradients as {}",
+            sent(options.gradient_compression)
+        ),
+        Work::Forward => format!("moved experts: weights as {weights}"),
     };
     let dense = match options.dense_gradient_compression {
         Some(codec) if options.work == Work::Training => {
@@ -74,15 +85,14 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
         false => String::new(),
     };
     format!(
-        "{} on {}: {}{}\n{work}, {} tokens per GPU and micro-batch, {}, weights sent as {}, gradients as {}{}\n{}",
+        "{} on {}: {}{}\n{work}, {}{} tokens per GPU and micro-batch, {}, {moved}{}\n{}",
         model.name,
         cluster.name,
         units::counted(gpus, "GPU"),
         experts,
+        most,
         units::count(model.tokens_per_gpu as u64),
         batch,
-        sent(options.weight_compression),
-        sent(options.gradient_compression),
         dense,
         sites(cluster),
     )

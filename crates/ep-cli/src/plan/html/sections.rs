@@ -293,7 +293,8 @@ pub(super) fn compression(problem: &Problem, step: Option<&Shown>, plan: &Plan) 
             ]
         })
         .collect();
-    let header = ["weights compressed", "gain in training", "gain in the forward pass alone"];
+    let forward = format!("gain in the {}", text::forward_alone(problem, step));
+    let header = ["weights compressed", "gain in training", &forward];
     let about = format!(
         "{} The gains are those of expert domains over hierarchical EP.",
         text::lossy(problem, step, plan)
