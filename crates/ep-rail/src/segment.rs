@@ -183,25 +183,17 @@ fn out_of_memory(len: usize, problem: &dyn std::fmt::Display) -> EnvironmentErro
 /// Checks that a large mapping fits the available memory. The system allocates pages at their first access, and kills
 /// the process when it has none left, so the check must come before.
 fn check_available(len: usize) -> Result<()> {
-    /// Shorter mappings are not checked: reading `/proc/meminfo` would cost more than the check is worth.
+    /// Shorter mappings are not checked: reading what the system says would cost more than the check is worth.
     const LARGE: usize = 64 << 20;
     if len < LARGE {
         return Ok(());
     }
-    match available_memory() {
-        Some(available) if available < len => {
+    match ep::available_memory() {
+        Some(available) if available < len as u64 => {
             Err(out_of_memory(len, &format!("only {available} bytes of memory are available")).into())
         }
         _ => Ok(()),
     }
-}
-
-/// Bytes of memory available without swapping; `None` where the system does not say.
-fn available_memory() -> Option<usize> {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib * 1024)
 }
 
 #[cfg(test)]

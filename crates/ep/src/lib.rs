@@ -59,6 +59,7 @@
 
 #![forbid(unsafe_code)]
 
+mod available;
 pub mod backend;
 pub mod call;
 pub mod config;
@@ -80,6 +81,7 @@ pub mod transport;
 pub mod weight;
 pub mod workload;
 
+pub use available::available_memory;
 pub use backend::{
     Backend, BackendExt, CombineInput, CombineOutput, Combined, DispatchInput, DispatchMode, DispatchOutput,
     Dispatched, Element, HandleShape, Probs, TokenFormat, Traffic,

@@ -6,7 +6,7 @@ use crate::bench::scenario::Scenario;
 use crate::common::backend::BackendKind;
 use crate::common::failure::Failure;
 use crate::common::role::ProcessRole;
-use crate::common::{machine, units};
+use crate::common::units;
 
 /// One part of the memory, and the options that reduce it.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ struct Part {
 
 /// Refuses a benchmark that needs more memory than is available now.
 pub(crate) fn check(plan: &BenchPlan) -> Result<(), Failure> {
-    match machine::available_memory() {
+    match ep::available_memory() {
         Some(available) => check_against(plan, available),
         // If the available memory is unknown, only sizes beyond 64 bits are refused.
         None => check_against(plan, u64::MAX),

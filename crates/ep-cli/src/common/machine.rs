@@ -21,19 +21,10 @@ pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, Into::into)
 }
 
-/// Bytes of memory available without swapping; `None` where the system does not report them.
-pub(crate) fn available_memory() -> Option<u64> {
-    memory("MemAvailable")
-}
-
 /// Bytes of memory of the machine; `None` where the system does not report them.
 pub(crate) fn total_memory() -> Option<u64> {
-    memory("MemTotal")
-}
-
-fn memory(name: &str) -> Option<u64> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let kib: u64 = field(&info, name)?.strip_suffix("kB")?.trim().parse().ok()?;
+    let kib: u64 = field(&info, "MemTotal")?.strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }
 
