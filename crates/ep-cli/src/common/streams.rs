@@ -57,17 +57,18 @@ pub(crate) fn connect(
             });
         *slot = Some(Stream { peer, socket: connected.map_err(|error| failed(peer, &error))? });
     }
-    accept(&listener, word, peers, &mut streams, timeout)?;
+    accept(&listener, word, peers, &mut streams, timeout, || meet.lost())?;
     Ok(streams.into_iter().flatten().collect())
 }
 
-/// Accepts connections until every peer has a stream.
+/// Accepts connections until every peer has a stream, or `lost` returns an error.
 fn accept(
     listener: &TcpListener,
     word: &[u8],
     peers: &[Rank],
     streams: &mut [Option<Stream>],
     timeout: Duration,
+    mut lost: impl FnMut() -> Option<ep::Error>,
 ) -> Result<(), Failure> {
     let start = Instant::now();
     listener
@@ -77,10 +78,13 @@ fn accept(
         let socket = match listener.accept() {
             Ok((socket, _)) => socket,
             // The peer may have ended: it never connects then.
-            Err(error) if error.kind() == ErrorKind::WouldBlock && start.elapsed() >= timeout => {
-                return Err(failed(peers[missing], &ErrorKind::TimedOut.into()));
-            }
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                if let Some(error) = lost() {
+                    return Err(error.into());
+                }
+                if start.elapsed() >= timeout {
+                    return Err(failed(peers[missing], &ErrorKind::TimedOut.into()));
+                }
                 std::thread::sleep(PAUSE);
                 continue;
             }
@@ -156,7 +160,21 @@ mod tests {
         // Another program, which stays silent.
         let _stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let timeout = Duration::from_millis(100);
-        let refused = accept(&listener, &[7; WORD], &[Rank(3)], &mut [None], timeout).unwrap_err();
+        let refused = accept(&listener, &[7; WORD], &[Rank(3)], &mut [None], timeout, || None).unwrap_err();
         assert!(refused.to_string().contains("this rank and rank 3"), "{refused}");
+    }
+
+    #[test]
+    fn a_lost_rank_ends_the_wait_for_connections() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut looks = 0;
+        let lost = || {
+            looks += 1;
+            (looks > 2).then(|| ep::EnvironmentError::new("a rank", "was lost", "start it again").into())
+        };
+        let never = Duration::MAX;
+        let refused = accept(&listener, &[7; WORD], &[Rank(3)], &mut [None], never, lost).unwrap_err();
+        assert!(refused.to_string().contains("was lost"), "{refused}");
+        assert_eq!(looks, 3);
     }
 }
