@@ -5,11 +5,12 @@
 
 constexpr bool BULK_COPIES = false;
 
+// Called by one thread for each barrier, and then by all lanes.
 __device__ inline void copy_init(u64*) {}
 __device__ inline void copy_init_done() {}
 __device__ inline void copy_expect(u64*, u32) {}
 
-// This function and the following ones are called by all lanes of the warp.
+// Called by all lanes, as are copy_arrived and copy_store.
 __device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64*) {
     auto* to = static_cast<uint4*>(stage);
     auto* from = static_cast<const uint4*>(global);
@@ -25,10 +26,12 @@ __device__ inline void copy_store(void* global, const void* stage, u32 bytes) {
     for (u32 at = lane_id(); at < bytes / 16; at += WARP) to[at] = from[at];
 }
 
+// Called by lane 0, as the two functions after it are.
 __device__ inline void copy_commit() {}
 template <u32 pending>
 __device__ inline void copy_read() {}
 template <u32 pending>
 __device__ inline void copy_done() {}
+// Called by all lanes.
 __device__ inline void copy_fence_stage() {}
 __device__ inline void copy_fence_global() {}

@@ -5,19 +5,19 @@
 // set, lane and plan. An epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
 //
 //   send        Stores this rank's tokens and scales to their first row on each other rank, and to all their rows on this
-//               rank; then the weights, and in plain mode the map of local experts and zeros in the cells of experts that the
-//               token did not choose. An item is one or two chunks of this rank's tokens (`span_of`), for one group of pieces. Reads the tokens, the caller's scales,
-//               the dense probabilities (`dense`), and the lists `sends` and `copies` of this rank's handle (lists.cuh). When
-//               an item is complete, sets its flag in every peer's control block. With rails, a lane to another domain is one
-//               more destination.
+//               rank; then, in plain mode, zeros to all cells of these rows; then the weights and, in plain mode, the map of
+//               local experts. An item is one or two chunks of this rank's tokens (`span_of`), for one group of pieces.
+//               Reads the tokens, the caller's scales, the dense probabilities (`dense`), and the lists `sends` and `copies` of
+//               this rank's handle (lists.cuh). When an item is complete, sets its flag in every peer's control block. With
+//               rails, a lane to another domain is one more destination.
 //   forward     With rails, on the rail peer of a token's rank. Reads the lanes from other domains and the lists of their
-//               sets. Stores each token to its first row
-//               on each other rank of this domain, and to all its rows on this rank; and, as send does, the scales, the weights
-//               and the map of local experts. Awaits the plan and the rows of each set. Sets flags as send does.
-//   duplicate   Writes the padding rows, and the further rows of tokens that have several experts on this rank. Awaits a peer's
-//               flag before it reads rows that the peer has sent. Reads the `recv` lists of the peers (their tokens' rows on
-//               this rank) over the links. Writes to this rank only. In plain mode there is nothing to write, and it only
-//               awaits the flags.
+//               sets. Stores each token to its first row on each other rank of this domain, and to all its rows on this rank;
+//               and, as send does, the scales, the weights and the map of local experts. Awaits the plan and the rows of each
+//               set. Sets flags as send does.
+//   duplicate   Writes the padding rows, and the further rows of received tokens that have several experts here. Awaits a
+//               peer's flag before it reads rows that the peer has sent. Reads the `recv` lists of the peers (their tokens'
+//               rows on this rank) over the links. Writes to this rank only. In plain mode there is nothing to write, and it
+//               only awaits the flags.
 //
 // Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore they claim items
 // from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`.
@@ -26,14 +26,17 @@
 // kernels do. duplicate awaits send and forward. Last, with rails, one warp awaits what the lanes still receive
 // (docs/cuda-rails.md).
 //
-// A rank writes to a peer's outputs only between the peer's handshake and the last flag that it sets on the peer. From the
-// handshake until the end of its own kernel it may also set flags on the peer and read the peer's lists. No peer reads this
-// rank's input, so the program may overwrite it in stream order. duplicate awaits the flags of all items of all peers, so
-// the output is complete when a kernel without a fault ends.
+// A rank writes to a peer's outputs only between the peer's handshake and the last flag that it sets on the peer. It reads the
+// peer's lists from the handshake until the end of its own kernel, which may be later than that of the peer's; so the host does
+// not reuse the memory of lists before a later operator shows that all kernels have ended (`Part::lent` in src/arena.rs). No
+// peer reads this rank's input, so the program may overwrite it in stream order. duplicate awaits the flags of all items of all
+// peers, so the output is complete when a kernel without a fault ends.
+//
 // A wait that fails reports the fault and ends the worker's role. Later waits of all workers end at the abort word. Once begun,
 // send does not look at the abort word: it completes its items, also towards a rank that has died. After a fault the output is
-// undefined, and slow peers may still write to it, so the buffer allocates no more memory (docs/semantics.md).
-// docs/protocol.md lists the words that ranks share.
+// undefined. Slow peers may still write to it, so the buffer hands out no more memory, which could be the same
+// (docs/semantics.md). docs/protocol.md lists the words that ranks share.
+//
 // Variants, chosen by `KernelKey::program` (src/device.rs): RAILS (0: one NVLink domain; 1: several, docs/cuda-rails.md),
 // PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh), COPY_VARIANT (copy_bulk.cuh, copy_plain.cuh), E4M3_VARIANT
 // (e4m3_cvt.cuh, e4m3_soft.cuh; included by payload_quantize.cuh only) and WARPS. docs/adding-a-kernel.md lists what a new
