@@ -22,13 +22,22 @@ fn value<'a>(text: &'a str, key: &str) -> Option<&'a str> {
     text.lines().find_map(|line| line.strip_prefix(key))
 }
 
-/// The directory of a control group, and the names of its files in this version of control groups.
-struct Group {
-    directory: PathBuf,
+/// The names of a control group's files.
+struct Files {
     limit: &'static str,
     used: &'static str,
     /// The key in `memory.stat` of cached files, which count as used, but give way.
     cached: &'static str,
+}
+
+const VERSION_1: Files =
+    Files { limit: "memory.limit_in_bytes", used: "memory.usage_in_bytes", cached: "total_inactive_file " };
+const VERSION_2: Files = Files { limit: "memory.max", used: "memory.current", cached: "inactive_file " };
+
+/// A control group.
+struct Group {
+    directory: PathBuf,
+    files: &'static Files,
 }
 
 impl Group {
@@ -37,9 +46,10 @@ impl Group {
         let read = |name: &str| fs::read_to_string(self.directory.join(name)).ok();
         let number = |text: &str| text.trim().parse::<u64>().ok();
         // Version 2 says "max" where there is no limit, version 1 a number that exceeds any memory.
-        let limit = number(&read(self.limit)?)?;
-        let used = number(&read(self.used)?)?;
-        let cached = read("memory.stat").and_then(|stat| number(value(&stat, self.cached)?)).unwrap_or(0);
+        let limit = number(&read(self.files.limit)?)?;
+        let used = number(&read(self.files.used)?)?;
+        let cached =
+            read("memory.stat").and_then(|stat| number(value(&stat, self.files.cached)?)).unwrap_or(0);
         Some(limit.saturating_sub(used.saturating_sub(cached)))
     }
 }
@@ -49,29 +59,19 @@ impl Group {
 fn groups(root: &Path) -> Vec<Group> {
     let mounted = root.join("sys/fs/cgroup");
     let membership = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    let above = |hierarchy: &Path, path: &str| -> Vec<PathBuf> {
-        let inside = Path::new(path.trim_start_matches('/'));
-        inside.ancestors().map(|part| hierarchy.join(part)).collect()
-    };
     let mut groups = Vec::new();
     for line in membership.lines() {
         let mut fields = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
-        if controllers.is_empty() {
-            groups.extend(above(&mounted, path).into_iter().map(|directory| Group {
-                directory,
-                limit: "memory.max",
-                used: "memory.current",
-                cached: "inactive_file ",
-            }));
+        let (hierarchy, files) = if controllers.is_empty() {
+            (mounted.clone(), &VERSION_2)
         } else if controllers.split(',').any(|name| name == "memory") {
-            groups.extend(above(&mounted.join("memory"), path).into_iter().map(|directory| Group {
-                directory,
-                limit: "memory.limit_in_bytes",
-                used: "memory.usage_in_bytes",
-                cached: "total_inactive_file ",
-            }));
-        }
+            (mounted.join("memory"), &VERSION_1)
+        } else {
+            continue;
+        };
+        let own = Path::new(path.trim_start_matches('/'));
+        groups.extend(own.ancestors().map(|group| Group { directory: hierarchy.join(group), files }));
     }
     groups
 }
