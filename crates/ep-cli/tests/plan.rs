@@ -190,6 +190,8 @@ fn a_problem_without_a_plan_is_printed_with_a_note() {
     let printed = run(&[&["plan", "--print-toml"], &small[..]].concat()).succeeded();
     assert!(printed.stderr.starts_with("note: this problem has no plan: "), "{printed:?}");
     assert!(printed.stderr.contains("possible: more GPUs, more memory, or a smaller model"), "{printed:?}");
+    let named = [&["plan", "--print-toml", "--strategy=pipeline"], &small[..]].concat();
+    run(&named).refused(2, &["possible: more GPUs"]);
     let file = written(&directory, "problem.toml", &printed.stdout);
     run(&["plan", "--cluster", &file]).refused(2, &["possible: more GPUs"]);
     run(&["plan", "--cluster", &file, "--set=memory=1000GB"]).succeeded();

@@ -44,7 +44,12 @@ pub(crate) fn count(number: u64) -> String {
 
 /// A number with its noun, in the plural unless it is 1.
 pub(crate) fn counted(number: usize, noun: &str) -> String {
-    format!("{} {noun}{}", count(number as u64), if number == 1 { "" } else { "s" })
+    let ending = match noun {
+        _ if number == 1 => "",
+        noun if noun.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{} {noun}{ending}", count(number as u64))
 }
 
 #[cfg(test)]
@@ -61,5 +66,6 @@ mod tests {
         assert_eq!(times, ["90.0 ns", "1.50 µs", "100 µs", "28.5 ms", "3.00 s"]);
         assert_eq!([0, 999, 1000, 1_234_567].map(count), ["0", "999", "1,000", "1,234,567"]);
         assert_eq!([counted(1, "rank"), counted(4, "rank")], ["1 rank", "4 ranks"]);
+        assert_eq!([counted(1, "batch"), counted(4, "batch")], ["1 batch", "4 batches"]);
     }
 }

@@ -59,9 +59,13 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
             problem.options.setting = Setting::Paper;
         }
         if args.print_toml {
+            let unsolved = match solve(args, &problem) {
+                Err(failure) if args.strategy.is_some() => return Err(failure),
+                solved => solved.err(),
+            };
             to_stdout(&input::to_toml(&problem.cluster, &problem.model, &problem.options))?;
             // The file may be wanted in order to change what makes the problem impossible.
-            if let Err(failure) = solve(args, &problem) {
+            if let Some(failure) = unsolved {
                 to_stderr(&format!("note: this problem has no plan: {failure}"))?;
             }
         } else {

@@ -197,7 +197,7 @@ pub(super) fn layout(price: &StepPrice) -> String {
     if layout.tensor_parallel > 1 {
         parts.push(format!("tensor parallelism over {}", units::counted(layout.tensor_parallel, "GPU")));
     }
-    parts.push(units::counted(price.micro_batches, "micro-batch").replace("batchs", "batches"));
+    parts.push(units::counted(price.micro_batches, "micro-batch"));
     parts.join(", ")
 }
 

@@ -291,9 +291,8 @@ pub(super) fn training_gain(gain: &CompressionGain) -> String {
 
 /// The heading of gains in the forward pass. They grow with the micro-batches for which a gathered expert is kept.
 pub(super) fn forward_alone(problem: &Problem, step: Option<&Shown>) -> String {
-    let micro_batches = step.map_or(problem.options.micro_batches, |shown| shown.price().micro_batches);
-    let batches = units::counted(micro_batches, "micro-batch").replace("batchs", "batches");
-    format!("forward pass alone, {batches}")
+    let count = step.map_or(problem.options.micro_batches, |shown| shown.price().micro_batches);
+    format!("forward pass alone, {}", units::counted(count, "micro-batch"))
 }
 
 /// What domains gain over hierarchical EP, per compression of the weights.

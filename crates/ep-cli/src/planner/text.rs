@@ -62,7 +62,7 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
         (Batch::Model, Some(batch), Work::Training) => {
             ("at most ", format!("{} in a step", units::count(batch as u64)))
         }
-        _ => ("", units::counted(options.micro_batches, "micro-batch").replace("batchs", "batches")),
+        _ => ("", units::counted(options.micro_batches, "micro-batch")),
     };
     let weights = sent(options.weight_compression);
     let moved = match options.work {

@@ -45,7 +45,7 @@ pub(super) fn render(
         out,
         "{name}: {}, {}; a step takes {}\n\n{}\n\n{}",
         units::counted(outcome.layers, "layer"),
-        units::counted(outcome.micro_batches, "micro-batch").replace("batchs", "batches"),
+        units::counted(outcome.micro_batches, "micro-batch"),
         outcome.step_seconds,
         phases(planned, outcome),
         links(outcome),
