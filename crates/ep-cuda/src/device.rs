@@ -46,6 +46,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "common/handle.cuh",
     "common/sync.cuh",
     "common/worker.cuh",
+    "common/ring.cuh",
     "common/rails.cuh",
     "common/copy_bulk.cuh",
     "common/copy_plain.cuh",
@@ -53,7 +54,6 @@ const HEADERS: &[(&str, &str)] = headers![
     "preprocess/bases.cuh",
     "preprocess/emit.cuh",
     "preprocess/routing.cuh",
-    "dispatch/ring.cuh",
     "dispatch/feed.cuh",
     "dispatch/arrivals.cuh",
     "dispatch/payload.cuh",
@@ -65,6 +65,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "dispatch/duplicate.cuh",
     "dispatch/forward.cuh",
     "combine/sum.cuh",
+    "combine/steps.cuh",
     "combine/push.cuh",
     "combine/reduce.cuh",
 ];

@@ -85,12 +85,12 @@ macro_rules! codes {
 
 /// Integer formulas in the common syntax of Rust and C++: numbers, constants, other formulas and operators.
 macro_rules! formulas {
-    ($list:ident: $($(#[doc = $doc:literal])+ fn $name:ident($($argument:ident),+) = $body:expr;)+) => {
+    ($list:ident: $($(#[doc = $doc:literal])+ fn $name:ident($($argument:ident),*) = $body:expr;)+) => {
         $(
             $(#[doc = $doc])+
             #[allow(clippy::manual_div_ceil, reason = "C++ has no such method")]
             #[allow(dead_code, reason = "only kernels use some formulas")]
-            pub(crate) const fn $name($($argument: usize),+) -> usize { $body }
+            pub(crate) const fn $name($($argument: usize),*) -> usize { $body }
         )+
 
         #[cfg(test)]
@@ -98,7 +98,7 @@ macro_rules! formulas {
             doc: &[$($doc),+],
             item: $crate::mirror::Item::Formula {
                 name: stringify!($name),
-                arguments: &[$(stringify!($argument)),+],
+                arguments: &[$(stringify!($argument)),*],
                 body: stringify!($body),
             },
         }),+];

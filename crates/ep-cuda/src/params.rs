@@ -33,10 +33,14 @@ constants! { CONSTANTS:
     CALL_WORDS: usize = 6;
     /// Bytes of a worker's buffer for scales, if dispatch quantises.
     SCALE_BUFFER_BYTES: usize = 512;
-    /// Steps of a sum that combine has in shared memory or in flight, including the current one.
-    COMBINE_STEPS: usize = 4;
-    /// Finished runs of sums that may be in flight to a peer; a store over the link takes some microseconds.
-    COMBINE_RUNS: usize = 2;
+    /// Stages of the ring of a team of combine.
+    COMBINE_STAGES: usize = 7;
+    /// Warps of a team of combine: one that loads rows, and others that add them.
+    COMBINE_TEAM_WARPS: usize = 3;
+    /// Vectors of 16 bytes of a stage, for each lane of a warp that adds: their sums fit its registers.
+    COMBINE_TURNS: usize = 7;
+    /// Bytes of a stage of combine.
+    COMBINE_STAGE_BYTES: usize = (COMBINE_TEAM_WARPS - 1) * COMBINE_TURNS * 16 * 32;
     /// Index in a handle's shape, after the three words per local expert: rows that this rank receives, padding
     /// included.
     SHAPE_ROWS: usize = 0;

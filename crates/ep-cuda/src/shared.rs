@@ -1,7 +1,9 @@
 //! Formulas for the shared memory of a block, defined once for the host and the kernels.
 
 use crate::mirror::formulas;
-use crate::params::{COMBINE_RUNS, COMBINE_STEPS, PEER_VIEW_BYTES, SCALE_BUFFER_BYTES, SHAPE_WORDS};
+use crate::params::{
+    COMBINE_STAGE_BYTES, COMBINE_STAGES, COMBINE_TEAM_WARPS, PEER_VIEW_BYTES, SCALE_BUFFER_BYTES, SHAPE_WORDS,
+};
 
 // Flags in formulas are 0 or 1.
 formulas! { FORMULAS:
@@ -21,31 +23,11 @@ formulas! { FORMULAS:
     fn dispatch_bytes(ranks, warps, stages, stage_bytes, quantize) =
         peers_bytes(ranks) + warps * dispatch_worker_bytes(stages, stage_bytes, quantize);
 
-    /// Bytes of a vector of 8 elements, bf16 or f32.
-    fn vector_bytes(f32) = 16 + 16 * f32;
-
-    /// Vectors that a lane of combine adds in one step: fewer if rows or wire are f32.
-    fn combine_vectors(any_f32) = 4 - 2 * any_f32;
-
-    /// Vectors that a warp of combine adds in one step.
-    fn combine_stride(any_f32) = 32 * combine_vectors(any_f32);
-
-    /// Bytes of one step in flight.
-    fn combine_step_bytes(any_f32) = combine_stride(any_f32) * vector_bytes(any_f32);
-
-    /// Bytes of all steps in flight.
-    fn combine_fetch_bytes(any_f32) = COMBINE_STEPS * combine_step_bytes(any_f32);
-
-    /// Bytes of a run of finished sums.
-    fn combine_run_bytes(any_f32, wire_f32) = combine_stride(any_f32) * vector_bytes(wire_f32);
-
-    /// Bytes of a worker of combine.
-    fn combine_worker_bytes(rows_f32, wire_f32) = combine_fetch_bytes(rows_f32 | wire_f32)
-        + COMBINE_RUNS * combine_run_bytes(rows_f32 | wire_f32, wire_f32);
+    /// Bytes of the ring of a team of combine.
+    fn combine_team_bytes() = COMBINE_STAGES * COMBINE_STAGE_BYTES;
 
     /// Bytes of a block of combine. `ranks`: as in `dispatch_bytes`.
-    fn combine_bytes(ranks, warps, rows_f32, wire_f32) =
-        peers_bytes(ranks) + warps * combine_worker_bytes(rows_f32, wire_f32);
+    fn combine_bytes(ranks, warps) = peers_bytes(ranks) + warps / COMBINE_TEAM_WARPS * combine_team_bytes();
 
     /// The number of sums over tokens in preprocess: copies per expert, copies and tokens per rank, `sends`, `copies`, and
     /// with rails the tokens per domain. `domains` is 0 without rails, here and below.

@@ -3,19 +3,17 @@
 use ep::{CallerError, Result};
 
 use crate::device::KernelKey;
-use crate::params::{MAX_GROUPS, MOST_STAGES, SCALE_BUFFER_BYTES};
+use crate::params::{COMBINE_TEAM_WARPS, MAX_GROUPS, MOST_STAGES, SCALE_BUFFER_BYTES};
 use crate::shared::{
-    combine_bytes, combine_worker_bytes, dispatch_bytes, peers_bytes, preprocess_bytes, stage_stride,
+    combine_bytes, combine_team_bytes, dispatch_bytes, peers_bytes, preprocess_bytes, stage_stride,
 };
 
 /// Maximum size of a piece of a row in dispatch, in bytes.
 const DISPATCH_PIECE: usize = 16 << 10;
 /// The same if dispatch quantises, where more warps share the memory.
 const QUANTIZE_PIECE: usize = 8 << 10;
-/// Warps of a block of combine, each a worker.
-const COMBINE_WARPS: u32 = 16;
-/// The same with rails, where a worker needs more registers.
-const COMBINE_RAIL_WARPS: u32 = 12;
+/// Warps of a block of combine: four teams.
+const COMBINE_WARPS: u32 = 4 * COMBINE_TEAM_WARPS as u32;
 /// `CombineParams::slack`: ranks start some microseconds apart, and a peer pushes this many tokens in that time.
 pub(crate) const COMBINE_SLACK: u32 = 96;
 /// Warps of a block of dispatch, each a worker, if dispatch does not quantise: the first number for which each worker
@@ -53,17 +51,15 @@ pub(crate) fn dispatch_key(quantize: bool, rails: bool) -> KernelKey {
 
 /// The combine kernel for these types.
 pub(crate) fn combine_key(rows_f32: bool, wire_f32: bool, rails: bool) -> KernelKey {
-    let warps = if rails { COMBINE_RAIL_WARPS } else { COMBINE_WARPS };
-    KernelKey::Combine { rows_f32, wire_f32, warps, rails }
+    KernelKey::Combine { rows_f32, wire_f32, warps: COMBINE_WARPS, rails }
 }
 
 /// The key with as many warps as fit the shared memory of a block. `available`: bytes of that memory. `views`, here and
 /// below: the peers that a block has views of, which are the ranks and, with rails, the domains.
 pub(crate) fn fitting(key: KernelKey, views: usize, available: usize) -> KernelKey {
     let KernelKey::Combine { rows_f32, wire_f32, warps, rails } = key else { return key };
-    let worker_bytes = combine_worker_bytes(rows_f32.into(), wire_f32.into());
-    let most = (available - peers_bytes(views)) / worker_bytes;
-    KernelKey::Combine { rows_f32, wire_f32, warps: warps.min(most as u32), rails }
+    let most = (available - peers_bytes(views)) / combine_team_bytes();
+    KernelKey::Combine { rows_f32, wire_f32, warps: warps.min((most * COMBINE_TEAM_WARPS) as u32), rails }
 }
 
 impl DispatchShape {
@@ -125,10 +121,8 @@ impl DispatchShape {
 
 impl CombineShape {
     pub(crate) fn new(key: KernelKey, views: usize) -> Self {
-        let KernelKey::Combine { rows_f32, wire_f32, warps, .. } = key else {
-            unreachable!("a key of combine")
-        };
-        let shared_bytes = combine_bytes(views, warps as usize, rows_f32.into(), wire_f32.into());
+        let KernelKey::Combine { warps, .. } = key else { unreachable!("a key of combine") };
+        let shared_bytes = combine_bytes(views, warps as usize);
         Self { threads: 32 * warps, shared_bytes }
     }
 }
@@ -213,8 +207,8 @@ mod tests {
             }
             let key = fitting(combine_key(true, true, false), 72, available);
             let CombineShape { threads, shared_bytes } = CombineShape::new(key, 72);
-            let worker = combine_worker_bytes(1, 1);
-            assert!(threads == 32 * COMBINE_WARPS || shared_bytes + worker > available, "{key:?}");
+            let team = combine_team_bytes();
+            assert!(threads == 32 * COMBINE_WARPS || shared_bytes + team > available, "{key:?}");
         }
     }
 

@@ -1,5 +1,5 @@
 // combine: adds experts' rows of each token. One launch: block 0 sends the handshake, every block awaits the handshakes
-// of all ranks of the domain, then every warp is a worker that alternates between two roles.
+// of all ranks of the domain, then every team of warps (steps.cuh) is a worker that alternates between two roles.
 //
 //   push     Adds the rows that this rank's experts have for a peer's token and stores the partial sum, rounded to the
 //            wire type, to the peer's `partials`; the weights to the peer's `prob_scratch`. An item is one chunk
@@ -32,41 +32,49 @@
 #include "push.cuh"
 #include "reduce.cuh"
 
-__device__ inline void push_and_reduce(const CombineParams& p, const Worker& worker, u8* memory, const PeerView* peers,
-                                       u32 epoch) {
-    Pusher pusher(p, worker, memory, peers, epoch);
-    Reducer reducer(p, worker, memory, epoch);
+__device__ inline void push_and_reduce(const CombineParams& p, const Worker& worker, Producer& producer,
+                                       const PeerView* peers, u32 epoch) {
+    Pusher pusher(p, worker, producer, peers);
+    Reducer reducer(p, worker, producer, epoch);
     const u64 items = pusher.items.count, tokens = p.handle.tokens, slack = p.slack;
-    while (!pusher.over()) {
+    // Foreign sets that are not on their way yet. They must not wait for what other domains send.
+    bool owes_sets = RAILS;
+    for (;;) {
+        const bool pushes = !pusher.over();
         const u64 item = pusher.item;
-        pusher.push();
+        if (pushes) pusher.push();
         // Reduce in step with push. Each worker holds one item, so about `item - workers` of all `items` are complete.
         // If peers are as far, (item - workers) / items * tokens tokens have arrived, minus `slack`: the tokens that a
         // peer pushes in the microseconds by which ranks start apart. Break if `taken` exceeds that number. Never wait
         // for a peer here: as long as this worker has items to push, a peer may be waiting for them. With RAILS there is no
         // estimate and `slack` has no effect: tokens of foreign sets are claimed first, then this rank's own.
         for (;;) {
-            if (RAILS && !reducer.has_some() && !reducer.take_next(false)) break;
+            const bool foreign_only = owes_sets && !pushes;
+            if (foreign_only && !reducer.foreign()) break;
             if (!reducer.has_some()) {
-                const u32 taken = reducer.all_taken();
-                if ((taken + slack) * items + worker.workers * tokens > item * tokens || !reducer.take(taken)) break;
+                if (RAILS) {
+                    if (!reducer.take_next(foreign_only)) break;
+                } else {
+                    const u32 taken = reducer.all_taken();
+                    if (pushes && (taken + slack) * items + worker.workers * tokens > item * tokens) break;
+                    if (!reducer.take(taken)) break;
+                }
             }
-            if (!reducer.ready()) break;
+            if (pushes) {
+                if (!reducer.ready()) break;
+            } else if (!reducer.await()) {
+                return;
+            }
             reducer.reduce();
         }
-        pusher.next();
-    }
-    if (RAILS) {
-        // Before a wait for another domain: what this rank sends to other domains must not wait for them.
-        while (reducer.foreign() && (reducer.has_some() || reducer.take_next(true))) {
-            if (!reducer.await()) return;
-            reducer.reduce();
+        if (pushes) {
+            pusher.next();
+        } else if (owes_sets) {
+            if (p.row_probs != nullptr && !gather_all_sets(p, worker, epoch)) return;
+            owes_sets = false;
+        } else {
+            break;
         }
-        if (p.row_probs != nullptr && !gather_all_sets(p, worker, epoch)) return;
-    }
-    while (reducer.has_some() || reducer.take_next(false)) {
-        if (!reducer.await()) return;
-        reducer.reduce();
     }
     if (p.out_probs != nullptr) gather_all_probs(p, worker, epoch);
 }
@@ -114,21 +122,33 @@ __device__ inline void enter(const CombineParams& p, u32 epoch) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __grid_constant__ CombineParams p) {
+    constexpr u32 TEAMS = WARPS / COMBINE_TEAM_WARPS;
     extern __shared__ __align__(128) u8 memory[];
+    __shared__ TeamMemory teams[TEAMS];
     const Common& c = p.common;
     const u32 epoch = c.own->epoch + 1;
     auto* peers = reinterpret_cast<PeerView*>(memory);
-    u8* own_memory = memory + peers_bytes(c.ranks + rail_domains(c)) + warp_id() * WORKER_BYTES;
-    const Worker worker{warp_id() * gridDim.x + blockIdx.x, WARPS * gridDim.x};
+    u8* stages = memory + peers_bytes(c.ranks + rail_domains(c));
 
     if (blockIdx.x == 0) enter(p, epoch);
+    // Producers first: so the warps of a team have one scheduler if there are four teams, and each scheduler has one team.
+    const u32 in_block = warp_id() % TEAMS, role = warp_id() / TEAMS;
+    const Team team(stages + in_block * combine_team_bytes(), &teams[in_block]);
+    if (role == 0) team.init();
     const u64 set_bytes = RAILS ? set_slots(c) * slot_bytes(p) : 0;
     const u64 set_prob_bytes = RAILS ? sizeof(float) * static_cast<u64>(c.rails.most_copies) : 0;
     if (RAILS ? await_domain(c, p.handle, epoch, peers, set_bytes, set_prob_bytes)
               : await_all_handshakes(c, epoch, peers)) {
+        // The handshakes of the peers make their partial sums accessible, also to the copy engine.
         copy_fence_global();
-        push_and_reduce(p, worker, own_memory, peers, epoch);
-        if (RAILS && blockIdx.x == 0 && warp_id() == 0) await_all_rails(c, epoch);
+        if (role == 0) {
+            Producer producer(team, p.hidden);
+            push_and_reduce(p, {in_block * gridDim.x + blockIdx.x, TEAMS * gridDim.x}, producer, peers, epoch);
+            producer.put(STEP_END);
+            if (RAILS && blockIdx.x == 0 && warp_id() == 0) await_all_rails(c, epoch);
+        } else {
+            consume(p, team, role - 1, epoch);
+        }
     }
     leave(c, epoch);
 }

@@ -1,8 +1,8 @@
 // Role push, on the rank that holds the experts: adds the rows of each token of a peer, and sends the peer the partial
-// sum.
+// sum. A token's single row is not added to anything, but stored from the stage that it was loaded into.
 #pragma once
 #include "rails.cuh"
-#include "sum.cuh"
+#include "steps.cuh"
 
 // The work items of the push role: the chunks of all sources (rails.cuh), in the order in which they are to be sent.
 struct PushItems {
@@ -42,26 +42,6 @@ __device__ inline void push_probs(const CombineParams& p, const PeerView& peer, 
     }
 }
 
-// Buffers for runs of partial sums: a new run is written while the copy engine still reads earlier ones.
-struct Outbox {
-    u8* memory;
-    u32 turn = 0;
-
-    // `write(run)` fills a run, which is then stored to `to`. Called by all lanes.
-    template <class Write>
-    __device__ void send(u8* to, u32 bytes, const Write& write) {
-        await_stores_read<RUNS - 1>();
-        __syncwarp();
-        u8* run = memory + turn * RUN_BYTES;
-        turn = turn + 1 == RUNS ? 0 : turn + 1;
-        write(run);
-        copy_fence_stage();
-        __syncwarp();
-        store_stage(to, run, bytes);
-        commit_stores();
-    }
-};
-
 __device__ inline Summand push_summand(const CombineParams& p, u32 row) {
     return row == NO_ROW ? no_summand() : summand(row_at(p, row), SUM_ALIVE | (ROWS_F32 ? SUM_F32 : 0));
 }
@@ -74,27 +54,22 @@ struct PushRows {
     __device__ Summand at(u32 index) const { return push_summand(p, load_entry(entries + index).row()); }
 };
 
-// One worker in the push role. Its first item is assigned statically: the item with the worker's number. It claims
+// One producer in the push role. Its first item is assigned statically: the item with the worker's number. It claims
 // further items from a shared counter, in order, so that chunks arrive and can be reduced in order.
 struct Pusher {
-    static constexpr u32 VECTOR_BYTES = 8 * element_bytes(WIRE_F32);
     const CombineParams& p;
-    const u32 epoch;
     const u32 workers;
-    u8* memory;
+    Producer& producer;
     const PushItems items;
-    Outbox outbox;
     u32 item;
     Range range;       // of the item's entries
     u32 begin = NONE;  // see `sums_of`
 
-    __device__ Pusher(const CombineParams& p, const Worker& worker, u8* memory, const PeerView* peers, u32 epoch)
+    __device__ Pusher(const CombineParams& p, const Worker& worker, Producer& producer, const PeerView* peers)
         : p(p),
-          epoch(epoch),
           workers(worker.workers),
-          memory(memory),
+          producer(producer),
           items(p.common, peers),
-          outbox{memory + FETCH_BYTES},
           item(worker.index) {
         enter();
         skip();
@@ -131,17 +106,15 @@ struct Pusher {
             push_batch(batch);
         }
         if (p.row_probs != nullptr) push_probs(p, items.peer(item), items.chunk(item));
+        // The consumer's flag says that all lanes have stored weights.
+        __syncwarp();
     }
 
-    // Claims the next item, and sets the flag of the finished one when its stores have completed. The claim and the
-    // load of the next range overlap with the stores.
+    // Hands on the flag of the finished item, and claims the next one.
     __device__ void next() {
-        u32* const flag = &items.peer(item).flags[items.chunk(item)];
+        producer.put(STEP_FLAG, reinterpret_cast<u64>(&items.peer(item).flags[items.chunk(item)]));
         take();
         enter();
-        await_stores<0>();
-        __syncwarp();
-        if (lane_id() == 0) st_release_sys(flag, epoch);
         skip();
     }
 
@@ -156,24 +129,18 @@ struct Pusher {
     __device__ void push_batch(const Batch<Receive>& batch) {
         const PeerView& peer = items.peer(item);
         // Loaded once, into registers.
-        const u32 hidden = p.hidden, vectors = div_up(hidden, 8);
         u8* const partials = peer.tokens;
         const u64 slot_bytes = ::slot_bytes(p);
-        const auto send = [&](const Sum& sum, u32 vector, u32 end_lane) {
-            const u32 slot = batch.entry.source_of_lane(end_lane);
-            const u32 run = min(STRIDE, vectors - vector);
-            // A slot holds whole vectors, so the last vector may be stored whole.
-            outbox.send(partials + slot * slot_bytes + static_cast<u64>(vector) * VECTOR_BYTES, run * VECTOR_BYTES,
-                        [&](u8* to) { sum.store<WIRE_F32>(to, 8 * run); });
-        };
+        const auto slot = [&](u32 end_lane) { return partials + batch.entry.source_of_lane(end_lane) * slot_bytes; };
         const bool alive = lane_id() < batch.count && !batch.entry.is_dropped();
         const u32 begins = __ballot_sync(ALL_LANES, alive && batch.entry.is_first());
         const u32 ends = __ballot_sync(ALL_LANES, alive && batch.entry.is_end());
         const BatchSums sums = sums_of(batch, begins, ends, begin);
         if (sums.long_ends)
-            make_long_sum(sums.long_count, PushRows{p, peer.recv + sums.long_begin}, hidden, memory,
-                          [&](const Sum& sum, u32 vector) { send(sum, vector, sums.long_end); });
-        make_sums(sums.whole, push_summand(p, alive ? batch.entry.row() : NO_ROW), hidden, memory,
-                  [&](const Sum& sum, u32 vector, const Sums& rest) { send(sum, vector, rest.last()); });
+            put_long_sum(producer, sums.long_count, PushRows{p, peer.recv + sums.long_begin}, STEP_WIRE, slot(sums.long_end));
+        // A row of the wire's type is its own sum. (Where the sum would have 0 for the row's -0, or another NaN, so does the token's
+        // sum in the end.)
+        put_sums(producer, sums.whole, push_summand(p, alive ? batch.entry.row() : NO_ROW), STEP_WIRE, SAME_TYPE,
+                 [&](const Sums& rest) { return slot(rest.last()); });
     }
 };

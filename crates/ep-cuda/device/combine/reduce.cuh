@@ -4,7 +4,7 @@
 // forwards a foreign set has this role, too: it writes the domain sums of the set to the lane.
 #pragma once
 #include "rails.cuh"
-#include "sum.cuh"
+#include "steps.cuh"
 
 // The tokens that are reduced: this rank's own, or those of a foreign set.
 struct ReduceSet {
@@ -168,17 +168,16 @@ struct ReduceRows {
     }
 };
 
-// One worker in the reduce role. It claims a few consecutive tokens of one set at a time. With rails, it first claims
+// One producer in the reduce role. It claims a few consecutive tokens of one set at a time. With rails, it first claims
 // those of foreign sets: they have a longer way.
 struct Reducer {
-    static constexpr u32 BYTES = element_bytes(ROWS_F32);
     // Maximum number of tokens of a claim: several, so that their lists are read together; few, so that workers finish
     // at about the same time.
     static constexpr u32 MOST_TOKENS = 4;
     const CombineParams& p;
     const u32 epoch;
     const u32 workers;
-    u8* memory;
+    Producer& producer;
     // Claimed and not yet reduced: tokens [token, end).
     u32 token = 0;
     u32 end = 0;
@@ -186,8 +185,8 @@ struct Reducer {
     // The domain whose tokens are claimed.
     u32 domain;
 
-    __device__ Reducer(const CombineParams& p, const Worker& worker, u8* memory, u32 epoch)
-        : p(p), epoch(epoch), workers(worker.workers), memory(memory), domain(RAILS ? next_domain(p.common.rails.domain) : 0) {}
+    __device__ Reducer(const CombineParams& p, const Worker& worker, Producer& producer, u32 epoch)
+        : p(p), epoch(epoch), workers(worker.workers), producer(producer), domain(RAILS ? next_domain(p.common.rails.domain) : 0) {}
 
     __device__ u32 next_domain(u32 after) const { return after + 1 < p.common.rails.domains ? after + 1 : 0; }
 
@@ -246,6 +245,9 @@ struct Reducer {
 
     // Reduces the claimed tokens, which must be ready.
     __device__ void reduce() {
+        // Peers have written the partial sums, and the copy engine reads them.
+        copy_fence_global();
+        __syncwarp();
         const ReduceSet from = set();
         const HandleView& h = from.lists;
         const u32 last = h.token_begin[end];
@@ -258,25 +260,7 @@ struct Reducer {
             reduce_batch(from, batch);
         }
         token = end;
-        if (foreign()) finish(from, first_token);
-    }
-
-    // Counts the claimed tokens of a foreign set, from `first_token` on, as written to the lane. The worker that writes the
-    // last row of a chunk releases the chunk to the proxy.
-    __device__ void finish(const ReduceSet& from, u32 first_token) const {
-        __syncwarp();
-        if (lane_id() != 0) return;
-        const u32 rows = from.lists.chunk_tokens, per_unit = p.row_probs == nullptr ? 1 : 2;
-        u32* const done = p.set_done + domain * MAX_CHUNKS;
-        for (u32 row = first_token; row < end;) {
-            const u32 chunk = row / rows, chunk_end = min((chunk + 1) * rows, from.lists.tokens);
-            const u32 count = min(chunk_end, end) - row;
-            if (atom_add_acq_rel_gpu(&done[chunk], count) + count == chunk_end - chunk * rows) {
-                done[chunk] = 0;
-                st_release_sys(&rail_end(p.common, epoch, domain)->out_flags[per_unit * chunk], epoch);
-            }
-            row += count;
-        }
+        if (foreign()) producer.put(STEP_COUNT | domain << STEP_DOMAIN_SHIFT, first_token, end - first_token);
     }
 
     __device__ u32 chunk_tokens() const { return foreign() ? p.common.rails.chunk_rows : p.handle.chunk_tokens; }
@@ -287,16 +271,8 @@ struct Reducer {
         // Loaded once, into registers.
         const bool to_lane = foreign();
         u8* const out = to_lane ? out_lane(p.common, epoch, domain) : p.out_tokens;
-        const u32 hidden = p.hidden;
-        const auto write = [&](const Sum& sum, u32 vector, u32 of) {
-            if (to_lane) {
-                u8* to = out + of * slot_bytes(p) + static_cast<u64>(8 * vector) * element_bytes(WIRE_F32);
-                sum.store<WIRE_F32>(to, hidden - 8 * vector);
-                return;
-            }
-            u8* to = out + (static_cast<u64>(of) * hidden + 8 * vector) * BYTES;
-            sum.store<ROWS_F32>(to, hidden - 8 * vector);
-        };
+        const u32 wire = to_lane ? STEP_WIRE : 0;
+        const u64 row_bytes = to_lane ? slot_bytes(p) : static_cast<u64>(p.hidden) * element_bytes(ROWS_F32);
         const bool mine = lane_id() < batch.count;
         const u32 ends = __ballot_sync(ALL_LANES, mine && batch.entry.ends_token());
         // A token begins after the end of the previous token; the first one, unless it began in the previous batch.
@@ -304,16 +280,14 @@ struct Reducer {
         const u32 begins = (ends << 1 | carried) & (batch.count == WARP ? ALL_LANES : (1u << batch.count) - 1);
         const BatchSums sums = sums_of(batch, begins, ends, begin);
         if (sums.long_ends) {
-            make_long_sum(sums.long_count, ReduceRows{p, from, sums.long_begin, epoch}, hidden, memory,
-                          [&](const Sum& sum, u32 vector) { write(sum, vector, token); });
+            put_long_sum(producer, sums.long_count, ReduceRows{p, from, sums.long_begin, epoch}, wire, out + token * row_bytes);
             token++;
         }
         const u32 count = __popc(sums.whole.ends);
         const Summand summand =
             mine ? reduce_summand(p, from, batch.entry, batch.first + lane_id(), epoch) : no_summand();
-        make_sums(sums.whole, summand, hidden, memory, [&](const Sum& sum, u32 vector, const Sums& rest) {
-            write(sum, vector, token + count - __popc(rest.ends));
-        });
+        put_sums(producer, sums.whole, summand, wire, false,
+                 [&](const Sums& rest) { return out + (token + count - __popc(rest.ends)) * row_bytes; });
         token += count;
     }
 };

@@ -1,4 +1,4 @@
-// Conversion of vectors of eight bf16 values to f32 and back.
+// Conversion of vectors of bf16 values to f32 and back.
 #pragma once
 #include "ptx.cuh"
 
@@ -15,4 +15,8 @@ __device__ inline void unpack_bf16(const uint4& packed, float (&values)[8]) {
 __device__ inline uint4 pack_bf16(const float (&v)[8]) {
     return make_uint4(cvt_rn_bf16x2(v[1], v[0]), cvt_rn_bf16x2(v[3], v[2]), cvt_rn_bf16x2(v[5], v[4]),
                       cvt_rn_bf16x2(v[7], v[6]));
+}
+
+__device__ inline uint2 pack_bf16(const float (&v)[4]) {
+    return make_uint2(cvt_rn_bf16x2(v[1], v[0]), cvt_rn_bf16x2(v[3], v[2]));
 }

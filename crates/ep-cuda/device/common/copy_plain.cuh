@@ -1,29 +1,35 @@
 // Copies of rows between global and shared memory, made by the lanes: the interface of copy_bulk.cuh for GPUs without
-// the bulk copy engine. A copy is complete when the call returns, so the waits and fences are empty.
+// the bulk copy engine. Loads are asynchronous. A store has read its stage when the call returns, so the waits for stores and the
+// fences are empty.
 #pragma once
 #include "ptx.cuh"
 
 constexpr bool BULK_COPIES = false;
 
-// Called by one thread for each barrier, and then by all lanes.
-__device__ inline void copy_init(u64*) {}
+// The lanes' copies, and lane 0 for what it has written before.
+__device__ inline void copy_init(SharedAddress barrier) { mbarrier_init(barrier, WARP + 1); }
 __device__ inline void copy_init_done() {}
-__device__ inline void copy_expect(u64*, u32) {}
 
-// Called by all lanes, as are copy_arrived and copy_store.
-__device__ inline void copy_load(void* stage, const void* global, u32 bytes, u64*) {
-    auto* to = static_cast<uint4*>(stage);
+__device__ inline void copy_load(SharedAddress stage, const void* global, u32 bytes, SharedAddress barrier) {
     auto* from = static_cast<const uint4*>(global);
-    // Past the first-level cache: the row is read once.
-    for (u32 at = lane_id(); at < bytes / 16; at += WARP) to[at] = ld_relaxed_sys_v4(from + at);
+    for (u32 at = lane_id(); at < bytes / 16; at += WARP) cp_async_16(stage + 16 * at, from + at);
+    cp_async_mbarrier_arrive(barrier);
+    if (lane_id() == 0) mbarrier_arrive(barrier);
 }
 
-__device__ inline void copy_arrived(u64*, u32) { __syncwarp(); }
+__device__ inline void copy_nothing(SharedAddress barrier) {
+    mbarrier_arrive(barrier);
+    if (lane_id() == 0) mbarrier_arrive(barrier);
+}
 
-__device__ inline void copy_store(void* global, const void* stage, u32 bytes) {
+__device__ inline void await_barrier(SharedAddress barrier, u32 parity) {
+    while (!mbarrier_test_wait_parity(barrier, parity)) {
+    }
+}
+
+__device__ inline void copy_store(void* global, SharedAddress stage, u32 bytes) {
     auto* to = static_cast<uint4*>(global);
-    auto* from = static_cast<const uint4*>(stage);
-    for (u32 at = lane_id(); at < bytes / 16; at += WARP) to[at] = from[at];
+    for (u32 at = lane_id(); at < bytes / 16; at += WARP) to[at] = ld_shared_v4(stage + 16 * at);
 }
 
 // Called by lane 0, as the two functions after it are.

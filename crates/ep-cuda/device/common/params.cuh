@@ -35,10 +35,14 @@ constexpr u32 MOST_STAGES = 128;
 constexpr u32 CALL_WORDS = 6;
 // Bytes of a worker's buffer for scales, if dispatch quantises.
 constexpr u32 SCALE_BUFFER_BYTES = 512;
-// Steps of a sum that combine has in shared memory or in flight, including the current one.
-constexpr u32 COMBINE_STEPS = 4;
-// Finished runs of sums that may be in flight to a peer; a store over the link takes some microseconds.
-constexpr u32 COMBINE_RUNS = 2;
+// Stages of the ring of a team of combine.
+constexpr u32 COMBINE_STAGES = 7;
+// Warps of a team of combine: one that loads rows, and others that add them.
+constexpr u32 COMBINE_TEAM_WARPS = 3;
+// Vectors of 16 bytes of a stage, for each lane of a warp that adds: their sums fit its registers.
+constexpr u32 COMBINE_TURNS = 7;
+// Bytes of a stage of combine.
+constexpr u32 COMBINE_STAGE_BYTES = 7168;
 // Index in a handle's shape, after the three words per local expert: rows that this rank receives, padding
 // included.
 constexpr u32 SHAPE_ROWS = 0;
@@ -575,44 +579,14 @@ constexpr u32 dispatch_bytes(u32 ranks, u32 warps, u32 stages, u32 stage_bytes, 
     return peers_bytes(ranks) + warps * dispatch_worker_bytes(stages, stage_bytes, quantize);
 }
 
-// Bytes of a vector of 8 elements, bf16 or f32.
-constexpr u32 vector_bytes(u32 f32) {
-    return 16 + 16 * f32;
-}
-
-// Vectors that a lane of combine adds in one step: fewer if rows or wire are f32.
-constexpr u32 combine_vectors(u32 any_f32) {
-    return 4 - 2 * any_f32;
-}
-
-// Vectors that a warp of combine adds in one step.
-constexpr u32 combine_stride(u32 any_f32) {
-    return 32 * combine_vectors(any_f32);
-}
-
-// Bytes of one step in flight.
-constexpr u32 combine_step_bytes(u32 any_f32) {
-    return combine_stride(any_f32) * vector_bytes(any_f32);
-}
-
-// Bytes of all steps in flight.
-constexpr u32 combine_fetch_bytes(u32 any_f32) {
-    return COMBINE_STEPS * combine_step_bytes(any_f32);
-}
-
-// Bytes of a run of finished sums.
-constexpr u32 combine_run_bytes(u32 any_f32, u32 wire_f32) {
-    return combine_stride(any_f32) * vector_bytes(wire_f32);
-}
-
-// Bytes of a worker of combine.
-constexpr u32 combine_worker_bytes(u32 rows_f32, u32 wire_f32) {
-    return combine_fetch_bytes(rows_f32 | wire_f32) + COMBINE_RUNS * combine_run_bytes(rows_f32 | wire_f32, wire_f32);
+// Bytes of the ring of a team of combine.
+constexpr u32 combine_team_bytes() {
+    return COMBINE_STAGES * COMBINE_STAGE_BYTES;
 }
 
 // Bytes of a block of combine. `ranks`: as in `dispatch_bytes`.
-constexpr u32 combine_bytes(u32 ranks, u32 warps, u32 rows_f32, u32 wire_f32) {
-    return peers_bytes(ranks) + warps * combine_worker_bytes(rows_f32, wire_f32);
+constexpr u32 combine_bytes(u32 ranks, u32 warps) {
+    return peers_bytes(ranks) + warps / COMBINE_TEAM_WARPS * combine_team_bytes();
 }
 
 // The number of sums over tokens in preprocess: copies per expert, copies and tokens per rank, `sends`, `copies`, and

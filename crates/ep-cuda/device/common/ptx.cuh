@@ -14,7 +14,18 @@ __device__ inline u64 globaltimer() {
     return ns;
 }
 
-__device__ inline u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+// The value, in a register: the compiler would compute some values, like the number of the lane, again wherever they are used.
+__device__ inline u32 kept(u32 value) {
+    u32 copy;
+    asm volatile("mov.u32 %0, %1;" : "=r"(copy) : "r"(value));
+    return copy;
+}
+
+// An address in shared memory.
+using SharedAddress = u32;
+__device__ inline SharedAddress shared_address(const void* pointer) {
+    return kept(static_cast<u32>(__cvta_generic_to_shared(pointer)));
+}
 
 // ---- numbers
 
@@ -126,36 +137,59 @@ __device__ inline u64 ld_relaxed_sys_u64(const u64* pointer) {
 
 __device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// ---- asynchronous copies of 16 bytes; a lane waits for its own copies only
+// ---- asynchronous copies of 16 bytes
 
-// Writes zeros if `there` is false; the source is not read then.
-__device__ inline void cp_async_16(void* shared, const void* global, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(there ? 16 : 0)
-                 : "memory");
+// Past the first-level cache.
+__device__ inline void cp_async_16(SharedAddress shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-__device__ inline void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Arrives at the mbarrier when the lane's copies so far are there. Such arrivals are a part of the barrier's count.
+__device__ inline void cp_async_mbarrier_arrive(SharedAddress barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 
-template <u32 pending>
-__device__ inline void cp_async_wait_group() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+// ---- mbarriers
+
+__device__ inline void mbarrier_init(SharedAddress barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ inline void mbarrier_arrive(SharedAddress barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .b64 state;\n"
+        "mbarrier.arrive.shared.b64 state, [%0];\n"
+        "}" ::"r"(barrier)
+        : "memory");
+}
+
+// Whether the phase of this parity has ended.
+__device__ inline bool mbarrier_test_wait_parity(SharedAddress barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
 }
 
 // ---- copies by the bulk copy engine (sm_90 and later)
 
-__device__ inline void mbarrier_init(u64* barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-__device__ inline void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+__device__ inline void mbarrier_arrive_expect_tx(SharedAddress barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
 
-__device__ inline bool mbarrier_try_wait_parity(u64* barrier, u32 parity) {
+// As `mbarrier_test_wait_parity`, but may wait for a while (sm_90 and later).
+__device__ inline bool mbarrier_try_wait_parity(SharedAddress barrier, u32 parity) {
     u32 done;
     asm volatile(
         "{\n"
@@ -164,22 +198,21 @@ __device__ inline bool mbarrier_try_wait_parity(u64* barrier, u32 parity) {
         "selp.u32 %0, 1, 0, p;\n"
         "}"
         : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
+        : "r"(barrier), "r"(parity)
         : "memory");
     return done != 0;
 }
 
 // Both addresses and the number of bytes are multiples of 16.
-__device__ inline void cp_async_bulk_g2s(void* shared, const void* global, u32 bytes, u64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(shared)),
-                 "l"(global), "r"(bytes), "r"(shared_address(barrier))
+__device__ inline void cp_async_bulk_g2s(SharedAddress shared, const void* global, u32 bytes, SharedAddress barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+                 "l"(global), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
-__device__ inline void cp_async_bulk_s2g(void* global, const void* shared, u32 bytes) {
+__device__ inline void cp_async_bulk_s2g(void* global, SharedAddress shared, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
-                 "r"(shared_address(shared)), "r"(bytes)
+                 "r"(shared), "r"(bytes)
                  : "memory");
 }
 
@@ -202,11 +235,28 @@ __device__ inline void cp_async_bulk_wait_group() {
 __device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-__device__ inline uint4 ld_shared_v4(const void* shared) {
+// Loads from shared memory. A constant that is added to such an address becomes a part of the instruction.
+__device__ inline uint4 ld_shared_v4(SharedAddress address) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(shared_address(shared)));
+                 : "r"(address));
+    return value;
+}
+
+__device__ inline void st_shared_v4(SharedAddress address, const uint4& value) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
+                 : "memory");
+}
+
+__device__ inline void st_shared_v2(SharedAddress address, const uint2& value) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
+}
+
+__device__ inline uint2 ld_shared_v2(SharedAddress address) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
     return value;
 }
 

@@ -11,7 +11,7 @@ struct Worker {
 };
 
 // Stores a stage that all lanes have written, or that a load has filled, to global memory. Called by all lanes.
-__device__ inline void store_stage(void* global, const void* stage, u32 bytes) {
+__device__ inline void store_stage(void* global, SharedAddress stage, u32 bytes) {
     if (!BULK_COPIES || lane_id() == 0) copy_store(global, stage, bytes);
 }
 

@@ -86,7 +86,7 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
                 read_scales();
                 continue;
             }
-            store_stage(p.out_tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + offset, stage, bytes);
+            store_stage(p.out_tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + offset, shared_address(stage), bytes);
             scales.store(p.out_scales + static_cast<u64>(entry.row()) * p.scale_row_bytes + part.offset);
             if (end) {
                 commit_stores();

@@ -82,7 +82,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
             store_part(token, [&](u32 at) {
                 const Send entry = batch.at(at);
                 const PeerView& peer = peers[entry.rank()];
-                store_stage(peer.tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + offset, stage, bytes);
+                store_stage(peer.tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + offset, shared_address(stage), bytes);
                 scales.store(peer.scales + static_cast<u64>(entry.row()) * p.scale_row_bytes + part.offset);
             });
             if (!token.ends) continue;

@@ -359,7 +359,7 @@ struct Sender {
                     const Send entry = batch.at(lane);
                     const PeerView& peer = peers[entry.rank()];
                     store_stage(peer.tokens + static_cast<u64>(entry.row()) * p.row_bytes_out + payload.offset,
-                                payload.data, payload.bytes);
+                                shared_address(payload.data), payload.bytes);
                     scales.store(peer.scales + static_cast<u64>(entry.row()) * p.scale_row_bytes +
                                  payload.scale_part.offset);
                 });

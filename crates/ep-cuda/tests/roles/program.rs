@@ -148,12 +148,13 @@ fn units() -> Vec<Unit> {
     for (copies, rails, suffix) in ways {
         let common = || {
             let copies = ("COPY_VARIANT", quoted(&format!("copy_{copies}.cuh")));
-            vec![copies, ("WARPS", WARPS.to_string()), ("RAILS", rails.into())]
+            vec![copies, ("RAILS", rails.into())]
         };
         for payload in ["copy", "quantize"] {
             let more = [
                 ("PAYLOAD_VARIANT", quoted(&format!("payload_{payload}.cuh"))),
                 ("E4M3_VARIANT", quoted("e4m3_soft.cuh")),
+                ("WARPS", "2".into()),
             ];
             let defines = [common(), more.to_vec()].concat();
             kernel(format!("dispatch {payload} {copies}{suffix}"), "dispatch.cpp", defines);
@@ -161,7 +162,7 @@ fn units() -> Vec<Unit> {
         for rows in ["bf16", "f32"] {
             for wire in ["bf16", "f32"] {
                 let is_f32 = |element: &str| u32::from(element == "f32").to_string();
-                let more = [("ROWS_F32", is_f32(rows)), ("WIRE_F32", is_f32(wire))];
+                let more = [("ROWS_F32", is_f32(rows)), ("WIRE_F32", is_f32(wire)), ("WARPS", "3".into())];
                 let defines = [common(), more.to_vec()].concat();
                 kernel(format!("combine {rows} {wire} {copies}{suffix}"), "combine.cpp", defines);
             }
@@ -173,9 +174,6 @@ fn units() -> Vec<Unit> {
 fn entry(operator: &str) -> &'static str {
     ["preprocess", "dispatch", "combine"].into_iter().find(|&name| name == operator).unwrap()
 }
-
-/// Warps of a block of dispatch and combine.
-const WARPS: u32 = 2;
 
 fn compiler() -> Command {
     Command::new(env::var_os("CXX").unwrap_or_else(|| "g++".into()))

@@ -11,7 +11,7 @@ thread_local __align__(128) u8 memory[machine::SHARED_BYTES];
 
 u32 shared_bytes(const void* params) {
     const auto& p = *static_cast<const CombineParams*>(params);
-    return combine_bytes(p.common.ranks + rail_domains(p.common), WARPS, ROWS_F32, WIRE_F32);
+    return combine_bytes(p.common.ranks + rail_domains(p.common), WARPS);
 }
 
 const Kernel kernel(

@@ -1,6 +1,8 @@
 // Asynchronous copies. A copy is made when a lane waits for it or, by chance, earlier; other copies in flight may be made
 // before or after it. For ThreadSanitizer, each copy is a thread that comes after what the machine guarantees, and before
 // those lanes only that have waited for it.
+#include <span>
+
 #include "lanes.hpp"
 #include "machine.hpp"
 
@@ -31,6 +33,12 @@ void end_phase_if_complete(Barrier& barrier) {
     if (barrier.pending != 0 || barrier.bytes != 0) return;
     barrier.phase ^= 1;
     barrier.pending = barrier.expected;
+    Block& block = *running->block;
+    for (u32 at = 0; at < block.parked.count;)
+        if (block.parked.all[at]->awaits == reinterpret_cast<const u64*>(&barrier))
+            block.ready.put(block.parked.take(at));
+        else
+            at++;
 }
 
 // ---- moving bytes
@@ -92,14 +100,21 @@ void advance(Unit& unit) {
     unit.phase = Unit::Phase::idle;
 }
 
-// One of the warp's units for which `which` holds, any; null if there is none.
+// One of the units for which `which` holds, any; null if there is none.
 template <class Which>
-Unit* any_unit(Warp& warp, const Which& which) {
+Unit* any_unit(std::span<Warp> warps, const Which& which) {
     Unit* found = nullptr;
     u32 seen = 0;
-    for (Unit& unit : warp.units)
-        if (which(unit) && world.random.below(++seen) == 0) found = &unit;
+    for (Warp& warp : warps)
+        for (Unit& unit : warp.units)
+            if (which(unit) && world.random.below(++seen) == 0) found = &unit;
     return found;
+}
+
+// The same, of one warp.
+template <class Which>
+Unit* any_unit(Warp& warp, const Which& which) {
+    return any_unit(std::span(&warp, 1), which);
 }
 
 bool busy(const Unit& unit) { return unit.phase != Unit::Phase::idle; }
@@ -135,19 +150,36 @@ void issue(bool load, void* to, const void* from, u32 bytes, u64* barrier, const
     tsan::release(&unit.issued);
 }
 
-// ---- copies of a lane for itself
+// ---- copies of a lane
+
+void arrive(Lane& lane, Arrival& arrival) {
+    u64* const word = arrival.barrier;
+    const tsan::As engine(lane.engine);
+    tsan::acquire(&arrival.issued);
+    tsan::reads_word(word);
+    tsan::release(word);
+    Barrier& barrier = barrier_at(word);
+    if (barrier.pending == 0) fail("more arrive at an mbarrier than it was initialised for");
+    barrier.pending--;
+    arrival.barrier = nullptr;
+    end_phase_if_complete(barrier);
+}
 
 void make_lane_copy(Lane& lane, u32 at) {
     LaneCopy& copy = lane.copies[at];
-    const tsan::As engine(lane.engine);
-    const Called called(copy.caller);
-    static constexpr u64 ZEROS[2] = {0, 0};
-    tsan::acquire(&copy.issued);
-    if (copy.from != nullptr) tsan::reads(copy.from, 16);
-    tsan::writes(copy.to, 16);
-    move(copy.to, copy.from != nullptr ? static_cast<const void*>(copy.from) : ZEROS, 16);
-    tsan::release(&of_group(lane.own.done, copy.group));
+    {
+        const tsan::As engine(lane.engine);
+        const Called called(copy.caller);
+        tsan::acquire(&copy.issued);
+        tsan::reads(copy.from, 16);
+        tsan::writes(copy.to, 16);
+        move(copy.to, copy.from, 16);
+    }
     lane.copies_pending &= ~(1ull << at);
+    for (Arrival& arrival : lane.arrivals) {
+        arrival.copies &= ~(1ull << at);
+        if (arrival.barrier != nullptr && arrival.copies == 0) arrive(lane, arrival);
+    }
 }
 
 // The number of a set bit, any.
@@ -239,12 +271,14 @@ bool mbarrier_try_wait_parity(u64* word, u32 parity) {
     Lane& self = *running;
     const auto arrives_here = [&](const Unit& unit) { return busy(unit) && unit.load && unit.barrier == word; };
     if (barrier_at(word).phase == parity) {
-        poll();
-        Unit* unit = world.random.one_in(2) ? any_unit(*self.warp, arrives_here) : nullptr;
+        // Another warp may have issued the load.
+        const std::span<Warp> warps(self.block->warps.get(), self.block->warp_count());
+        Unit* unit = world.random.one_in(2) ? any_unit(warps, arrives_here) : nullptr;
         if (unit != nullptr) {
             world.steps++;
             advance(*unit);
         }
+        if (barrier_at(word).phase == parity) park(word);
     } else {
         step(false);
     }
@@ -284,27 +318,24 @@ void lane_copy_16(void* shared, const void* global) {
     LaneCopy& copy = self.copies[at];
     copy.to = static_cast<u8*>(shared);
     copy.from = static_cast<const u8*>(global);
-    copy.group = self.own.open;
     copy.caller = __builtin_return_address(0);
     tsan::release(&copy.issued);
     self.copies_pending |= 1ull << at;
 }
 
-void lane_commit() { running->own.open++; }
-
-void lane_wait(u32 pending) {
-    step(false);
+void lane_copies_arrive(u64* barrier) {
+    step(true);
     Lane& self = *running;
-    for (;;) {
-        u64 waited_for = 0;
-        for (u64 left = self.copies_pending; left != 0; left &= left - 1) {
-            const u32 at = static_cast<u32>(__builtin_ctzll(left));
-            if (self.copies[at].group + pending < self.own.open) waited_for |= left & -left;
-        }
-        if (waited_for == 0) break;
-        make_lane_copy(self, any_bit(waited_for));
+    if (self.engine == nullptr) self.engine = tsan::create("asynchronous copy of a lane");
+    for (Arrival& arrival : self.arrivals) {
+        if (arrival.barrier != nullptr) continue;
+        arrival.barrier = barrier;
+        arrival.copies = self.copies_pending;
+        tsan::release(&arrival.issued);
+        if (arrival.copies == 0) arrive(self, arrival);
+        return;
     }
-    see_groups(self.own, self.own.done, pending);
+    fail("a lane has too many copies in flight");
 }
 
 }  // namespace machine

@@ -52,9 +52,15 @@ struct Groups {
 struct LaneCopy {
     u8* to;
     const u8* from;
-    u32 group;
     const void* caller;
     Sync issued;
+};
+
+// What follows on copies of a lane.
+struct Arrival {
+    u64* barrier = nullptr;
+    u64 copies = 0;  // those that are not made yet, bit by bit
+    Sync issued = 0;
 };
 
 struct Lane {
@@ -69,11 +75,12 @@ struct Lane {
     u32 index = 0;  // in the warp
     const char* doing = "";
     bool ended = false;
+    const u64* awaits = nullptr;  // an mbarrier
     Sync fenced = 0;
     Groups bulk;
-    Groups own;
     LaneCopy copies[64];
     u64 copies_pending = 0;  // bit by bit
+    Arrival arrivals[16];
     void* engine = nullptr;
 };
 
@@ -143,6 +150,7 @@ struct Block {
     u32 live = 0;
     Lanes ready;
     Lanes polling;
+    Lanes parked;  // until a phase of the mbarrier that they await ends
     // The meeting under way.
     u32 arrived = 0;
     u32 turn = 0;
@@ -184,6 +192,11 @@ struct World {
 
 extern World world;
 extern constinit thread_local Lane* running;
+
+// ---- machine.cpp
+
+// Until a phase of the mbarrier ends.
+void park(const u64* barrier);
 
 // ---- engine.cpp
 

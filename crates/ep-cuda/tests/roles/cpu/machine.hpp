@@ -81,7 +81,6 @@ enum class Order : u8 {
     mbarrier_try_wait,
     cp_async_bulk_wait_group_read,
     cp_async_bulk_wait_group,
-    cp_async_wait_group,
     fence_proxy_async,
 };
 
@@ -125,9 +124,8 @@ void bulk_wait(u32 pending);
 // What this lane has seen so far comes before the bulk copies that follow.
 void fence_proxy_async();
 
-// Zeros, for null.
 void lane_copy_16(void* shared, const void* global);
-void lane_commit();
-void lane_wait(u32 pending);
+// When this lane's copies so far are made.
+void lane_copies_arrive(u64* barrier);
 
 }  // namespace machine

@@ -10,6 +10,14 @@ __device__ inline u32 warp_id() { return threadIdx.x / WARP; }
 
 __device__ inline u64 globaltimer() { return machine::clock(); }
 
+__device__ inline u32 kept(u32 value) { return value; }
+
+// A pointer here.
+using SharedAddress = u8*;
+__device__ inline SharedAddress shared_address(const void* shared) { return static_cast<u8*>(const_cast<void*>(shared)); }
+
+__device__ inline u64* word_at(SharedAddress address) { return reinterpret_cast<u64*>(address); }
+
 // ---- numbers
 
 // Off by one in the last place, as the instruction may be.
@@ -113,40 +121,40 @@ __device__ inline uint4 ld_relaxed_sys_v4(const uint4* pointer) {
 // Only releases follow it, which order as much; ThreadSanitizer knows no fences.
 __device__ inline void fence_acq_rel_sys() { machine::step(false); }
 
-// ---- asynchronous copies of 16 bytes; a lane waits for its own copies only
+// ---- asynchronous copies of 16 bytes
 
-__device__ inline void cp_async_16(void* shared, const void* global, bool there) {
-    machine::lane_copy_16(shared, there ? global : nullptr);
-}
+__device__ inline void cp_async_16(SharedAddress shared, const void* global) { machine::lane_copy_16(shared, global); }
 
-__device__ inline void cp_async_commit_group() { machine::lane_commit(); }
+__device__ inline void cp_async_mbarrier_arrive(SharedAddress barrier) { machine::lane_copies_arrive(word_at(barrier)); }
 
-template <u32 pending>
-__device__ inline void cp_async_wait_group(Site site = Site::current()) {
-    if (!machine::left_out(Order::cp_async_wait_group, site)) machine::lane_wait(pending);
-}
-
-__device__ inline uint4 ld_shared_v4(const void* shared) { return *static_cast<const uint4*>(shared); }
+__device__ inline uint4 ld_shared_v4(SharedAddress address) { return *reinterpret_cast<const uint4*>(address); }
+__device__ inline void st_shared_v4(SharedAddress address, const uint4& value) { *reinterpret_cast<uint4*>(address) = value; }
+__device__ inline void st_shared_v2(SharedAddress address, const uint2& value) { *reinterpret_cast<uint2*>(address) = value; }
+__device__ inline uint2 ld_shared_v2(SharedAddress address) { return *reinterpret_cast<const uint2*>(address); }
 
 // ---- copies by the bulk copy engine
 
-__device__ inline void mbarrier_init(u64* barrier, u32 count) { machine::mbarrier_init(barrier, count); }
+__device__ inline void mbarrier_init(SharedAddress barrier, u32 count) { machine::mbarrier_init(word_at(barrier), count); }
 // Orders what fence_proxy_async_shared orders, for mbarriers alone.
 __device__ inline void fence_mbarrier_init() {}
 
-__device__ inline void mbarrier_arrive_expect_tx(u64* barrier, u32 bytes) {
-    machine::mbarrier_arrive_expect_tx(barrier, bytes);
+__device__ inline void mbarrier_arrive(SharedAddress barrier) { machine::mbarrier_arrive_expect_tx(word_at(barrier), 0); }
+__device__ inline void mbarrier_arrive_expect_tx(SharedAddress barrier, u32 bytes) {
+    machine::mbarrier_arrive_expect_tx(word_at(barrier), bytes);
 }
 
-__device__ inline bool mbarrier_try_wait_parity(u64* barrier, u32 parity, Site site = Site::current()) {
-    return machine::left_out(Order::mbarrier_try_wait, site) || machine::mbarrier_try_wait_parity(barrier, parity);
+__device__ inline bool mbarrier_try_wait_parity(SharedAddress barrier, u32 parity, Site site = Site::current()) {
+    return machine::left_out(Order::mbarrier_try_wait, site) || machine::mbarrier_try_wait_parity(word_at(barrier), parity);
+}
+__device__ inline bool mbarrier_test_wait_parity(SharedAddress barrier, u32 parity, Site site = Site::current()) {
+    return mbarrier_try_wait_parity(barrier, parity, site);
 }
 
-__device__ inline void cp_async_bulk_g2s(void* shared, const void* global, u32 bytes, u64* barrier) {
-    machine::bulk_load(shared, global, bytes, barrier);
+__device__ inline void cp_async_bulk_g2s(SharedAddress shared, const void* global, u32 bytes, SharedAddress barrier) {
+    machine::bulk_load(shared, global, bytes, word_at(barrier));
 }
 
-__device__ inline void cp_async_bulk_s2g(void* global, const void* shared, u32 bytes) {
+__device__ inline void cp_async_bulk_s2g(void* global, SharedAddress shared, u32 bytes) {
     machine::bulk_store(global, shared, bytes);
 }
 

@@ -6,7 +6,8 @@
 // functions, with the same arguments.
 struct Ring {
     u8* stage0;
-    u64* barriers;
+    SharedAddress first_stage;
+    SharedAddress barriers;
     u32 stages;
     u32 stage_bytes;
     u32 issued = 0;    // loads issued
@@ -18,22 +19,24 @@ struct Ring {
 
     // `init` must be called before the ring is used.
     __device__ Ring(u8* stage0, u64* barriers, u32 stages, u32 stage_bytes)
-        : stage0(stage0), barriers(barriers), stages(stages), stage_bytes(stage_bytes) {}
+        : stage0(stage0),
+          first_stage(shared_address(stage0)),
+          barriers(shared_address(barriers)),
+          stages(stages),
+          stage_bytes(stage_bytes) {}
 
     __device__ void init() const {
-        if (lane_id() < stages) copy_init(&barriers[lane_id()]);
+        if (lane_id() < stages) copy_init(barrier(lane_id()));
         copy_init_done();
         __syncwarp();
     }
 
+    __device__ SharedAddress barrier(u32 at) const { return barriers + sizeof(u64) * at; }
+
     __device__ bool room() const { return issued - freed < stages; }
 
     __device__ void load(const void* global, u32 bytes) {
-        u8* stage = stage0 + issue_at * stage_bytes;
-        if (!BULK_COPIES || lane_id() == 0) {
-            copy_expect(&barriers[issue_at], bytes);
-            copy_load(stage, global, bytes, &barriers[issue_at]);
-        }
+        copy_load(first_stage + issue_at * stage_bytes, global, bytes, barrier(issue_at));
         issued++;
         issue_at = issue_at + 1 == stages ? 0 : issue_at + 1;
     }
@@ -41,7 +44,7 @@ struct Ring {
     // Waits for the next load and returns its stage.
     __device__ u8* take() {
         u8* stage = stage0 + take_at * stage_bytes;
-        copy_arrived(&barriers[take_at], parity);
+        await_barrier(barrier(take_at), parity);
         taken++;
         if (++take_at == stages) {
             take_at = 0;

@@ -1,0 +1,345 @@
+// Teams of warps. The producer has the roles push and reduce: it reads lists, awaits flags, loads rows and says what is to be
+// done with them. The consumers do it, each with one slice of every segment: they add rows and store sums. The team has a ring
+// of stages. A step is one stage and what the consumers do with it.
+//
+// Why not one kind of warp: a warp that adds needs its registers for sums, and while it waits for a list or a flag it adds nothing.
+// Why several consumers: a step costs its producer the same, however large its stage is, and one consumer has too few registers for
+// a large one.
+#pragma once
+#include "rails.cuh"
+#include "sum.cuh"
+
+// What consumers do with a stage, apart from SUM_F32, SUM_APART and SUM_TOGETHER (sum.cuh).
+//
+// The stage holds a segment of a row: adds it to the sum.
+constexpr u32 STEP_ADD = 16;
+// Stores the sum to `to`, after the row of the stage was added, and begins a new one. With STEP_WIRE in the type of partial sums,
+// otherwise in that of rows.
+constexpr u32 STEP_STORE = 32;
+constexpr u32 STEP_WIRE = 64;
+// The stage holds a segment of a row: stores it to `to` as it is.
+constexpr u32 STEP_COPY = 128;
+// Sets the flag `to`, when all earlier stores of the team have completed.
+constexpr u32 STEP_FLAG = 256;
+// Counts tokens of a foreign set as written to the lane, when they are: `to` is the first token, `count` their number.
+constexpr u32 STEP_COUNT = 512;
+// The last step.
+constexpr u32 STEP_END = 1024;
+// Of STEP_COUNT, the domain of the set, in the bits from here on.
+constexpr u32 STEP_DOMAIN_SHIFT = 16;
+
+struct Step {
+    u64 to;
+    u32 what;
+    u32 count;  // vectors of the segment, unless said otherwise
+
+    __device__ static Step of(const uint4& words) {
+        return {static_cast<u64>(words.y) << 32 | words.x, words.z, words.w};
+    }
+    __device__ uint4 words() const {
+        return make_uint4(static_cast<u32>(to), static_cast<u32>(to >> 32), what, count);
+    }
+};
+
+// What the warps of a team share.
+struct TeamMemory {
+    uint4 steps[COMBINE_STAGES];
+    u64 full[COMBINE_STAGES];   // the step and its segment are there
+    u64 empty[COMBINE_STAGES];  // the consumers are done with the step
+    u64 other[COMBINE_STAGES];  // at a STEP_FLAG: the stores of the other consumers have completed
+};
+
+struct Team {
+    static constexpr u32 STAGES = COMBINE_STAGES;
+    SharedAddress stages;
+    SharedAddress memory;
+
+    __device__ Team(u8* stages, const TeamMemory* memory) : stages(shared_address(stages)), memory(shared_address(memory)) {}
+
+    __device__ SharedAddress stage(u32 at) const { return stages + at * COMBINE_STAGE_BYTES; }
+    __device__ SharedAddress step(u32 at) const { return memory + OFFSET_OF(TeamMemory, steps) + at * sizeof(uint4); }
+    __device__ SharedAddress full(u32 at) const { return memory + OFFSET_OF(TeamMemory, full) + at * sizeof(u64); }
+    __device__ SharedAddress empty(u32 at) const { return memory + OFFSET_OF(TeamMemory, empty) + at * sizeof(u64); }
+    __device__ SharedAddress other(u32 at) const { return memory + OFFSET_OF(TeamMemory, other) + at * sizeof(u64); }
+
+    // Called by one warp, before a barrier of the block.
+    __device__ void init() const {
+        if (lane_id() < STAGES) {
+            copy_init(full(lane_id()));
+            mbarrier_init(empty(lane_id()), SLICES);
+            mbarrier_init(other(lane_id()), SLICES - 1);
+        }
+        copy_init_done();
+    }
+};
+
+// A position in the ring.
+struct Turn {
+    u32 at = 0;
+    u32 parity = 0;
+
+    __device__ void next() {
+        if (++at == Team::STAGES) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// All lanes call the functions, with the same arguments.
+struct Producer {
+    const Team team;
+    const Cut cut;
+    Turn turn;
+
+    __device__ Producer(const Team& team, u32 hidden) : team(team), cut(hidden) {}
+
+    // Hands on a step without a row.
+    __device__ void put(u32 what, u64 to = 0, u32 count = 0) {
+        begin({to, what, count});
+        copy_nothing(team.full(turn.at));
+        turn.next();
+    }
+
+    // Hands on the segment of a row that begins at `vector`. The result goes to `to`.
+    __device__ void put(const Summand& summand, u32 vector, u32 what, u8* to) {
+        const u32 count = cut.count(vector);
+        const u32 bytes = LENGTH * element_bytes(ANY_F32 && (summand.flags() & SUM_F32) != 0);
+        begin({reinterpret_cast<u64>(to), what, count});
+        // Of a bf16 partial sum, whole vectors of 8 elements (`slot_bytes`).
+        copy_load(team.stage(turn.at), summand.row() + static_cast<u64>(vector) * bytes, div_up(count * bytes, 16) * 16,
+                  team.full(turn.at));
+        turn.next();
+    }
+
+   private:
+    // Waits for a free stage, and writes its step.
+    __device__ void begin(const Step& step) {
+        await_barrier(team.empty(turn.at), turn.parity ^ 1);
+        // A lane that has not seen the end of this phase yet could miss it: when lane 0 has handed on the stage, the next phase may end.
+        __syncwarp();
+        if (lane_id() == 0) st_shared_v4(team.step(turn.at), step.words());
+    }
+};
+
+// Puts the steps of sums: all rows of a sum for its first segment, then for the next segment, then the next sum. `mine`: this
+// lane's row. `target(sums)`: where the first of these sums goes. `wire`: STEP_WIRE or 0. `copies`: a sum of one row is that row.
+template <class Target>
+__device__ inline void put_sums(Producer& producer, const Sums& sums, const Summand& mine, u32 wire, bool copies,
+                                const Target& target) {
+    const Cut& cut = producer.cut;
+    const u32 alive = __ballot_sync(ALL_LANES, (mine.flags() & SUM_ALIVE) != 0);
+    const u32 bytes = LENGTH * (wire != 0 ? element_bytes(WIRE_F32) : element_bytes(ROWS_F32));
+#pragma unroll 1
+    for (Sums left = sums; left.any(); left.next()) {
+        const u32 rows = alive & left.lanes();
+        u8* const to = target(left);
+        const bool copy = copies && rows != 0 && (rows & (rows - 1)) == 0;
+#pragma unroll 1
+        for (u32 vector = 0; vector < cut.vectors; vector += cut.stride()) {
+            u8* const segment = to + static_cast<u64>(vector) * bytes;
+            if (rows == 0) producer.put(STEP_STORE | wire, reinterpret_cast<u64>(segment), cut.count(vector));
+#pragma unroll 1
+            for (u32 rest = rows; rest != 0; rest &= rest - 1) {
+                const Summand summand = summand_of(mine, __ffs(rest) - 1);
+                const bool last = (rest & (rest - 1)) == 0;
+                const u32 what = copy ? STEP_COPY : STEP_ADD | summand.flags() | (last ? STEP_STORE | wire : 0);
+                producer.put(summand, vector, what, segment);
+            }
+        }
+    }
+}
+
+// Puts the steps of one sum of any number of rows: sums of more rows than a batch holds are rare. `rows.at(index)` is called by
+// all lanes with the same index.
+template <class Rows>
+__device__ inline void put_long_sum(Producer& producer, u32 count, const Rows& rows, u32 wire, u8* to) {
+    const Cut& cut = producer.cut;
+    const u32 bytes = LENGTH * (wire != 0 ? element_bytes(WIRE_F32) : element_bytes(ROWS_F32));
+#pragma unroll 1
+    for (u32 vector = 0; vector < cut.vectors; vector += cut.stride()) {
+        u8* const segment = to + static_cast<u64>(vector) * bytes;
+#pragma unroll 1
+        for (u32 index = 0; index < count; index++) {
+            const Summand summand = rows.at(index);
+            if ((summand.flags() & SUM_ALIVE) == 0) continue;
+            producer.put(summand, vector, STEP_ADD | summand.flags(), segment);
+        }
+        producer.put(STEP_STORE | wire, reinterpret_cast<u64>(segment), cut.count(vector));
+    }
+}
+
+// All lanes call the functions, with the same arguments.
+struct Consumer {
+    static constexpr u32 NO_STAGE = Team::STAGES;
+    const Team team;
+    const u32 slice;  // vectors of a slice
+    const u32 first;  // in a segment, of this consumer's slice
+    const u32 lane;
+    Turn turn;
+    // For each stage, the parity of its next STEP_FLAG, bit by bit.
+    u32 flag_parity = 0;
+    // A stage whose store has begun and may not have read it.
+    u32 stored = NO_STAGE;
+
+    __device__ Consumer(const Team& team, u32 which, u32 hidden)
+        : team(team), slice(Cut(hidden).slice), first(which * slice), lane(kept(lane_id())) {}
+
+    // Waits for the next step.
+    __device__ Step take() const {
+        await_barrier(team.full(turn.at), turn.parity);
+        return Step::of(ld_shared_v4(team.step(turn.at)));
+    }
+
+    // Vectors of this consumer's slice of a segment of `count` vectors.
+    __device__ u32 part(u32 count) const { return min(count - min(count, first), slice); }
+
+    __device__ SharedAddress stage() const { return team.stage(turn.at); }
+
+    // All lanes are done with the step.
+    __device__ void release() {
+        if (stored != NO_STAGE) {
+            await_stores_read<0>();
+            free(stored);
+            stored = NO_STAGE;
+        }
+        __syncwarp();
+        free(turn.at);
+        turn.next();
+    }
+
+    // Stores `bytes` bytes of the stage, which the copy engine reads for a while, and goes on to the next step.
+    __device__ void store(u8* to, SharedAddress from, u32 bytes) {
+        if (bytes != 0) store_stage(to, from, bytes);
+        commit_stores();
+        // All lanes have read the step, and those that copy the stage too.
+        __syncwarp();
+        if (stored != NO_STAGE) {
+            await_stores_read<1>();
+            free(stored);
+        }
+        stored = turn.at;
+        turn.next();
+    }
+
+    // Sets a flag when the stores of all consumers have completed: the others tell the first one. Before `release`: so they are
+    // never two flags of a stage ahead of it.
+    __device__ void set_flag(u32* flag, u32 epoch) {
+        await_stores<0>();
+        __syncwarp();
+        const SharedAddress other = team.other(turn.at);
+        if (first != 0) {
+            if (lane == 0) mbarrier_arrive(other);
+            return;
+        }
+        await_barrier(other, flag_parity >> turn.at & 1);
+        flag_parity ^= 1u << turn.at;
+        if (lane == 0) st_release_sys(flag, epoch);
+    }
+
+   private:
+    __device__ void free(u32 at) const {
+        if (lane == 0) mbarrier_arrive(team.empty(at));
+    }
+};
+
+// Counts a slice of some rows of a foreign set as written to the lane. The warp that counts the last slice of a chunk releases the
+// chunk to the proxy.
+__device__ inline void count_written(const CombineParams& p, u32 domain, u32 first, u32 count, u32 epoch) {
+    const Common& c = p.common;
+    const HandleView set = set_of(c, p.handle, domain);
+    const u32 rows = set.chunk_tokens, per_unit = p.row_probs == nullptr ? 1 : 2;
+    u32* const done = p.set_done + domain * MAX_CHUNKS;
+    const u32 end = first + count;
+    for (u32 row = first; row < end;) {
+        const u32 chunk = row / rows, chunk_end = min((chunk + 1) * rows, set.tokens);
+        const u32 slices = min(chunk_end, end) - row;
+        if (atom_add_acq_rel_gpu(&done[chunk], slices) + slices == SLICES * (chunk_end - chunk * rows)) {
+            done[chunk] = 0;
+            st_release_sys(&rail_end(c, epoch, domain)->out_flags[per_unit * chunk], epoch);
+        }
+        row += slices;
+    }
+}
+
+// Adds the row of a step. `turns`: vectors of a lane.
+__device__ inline void add_row(const Consumer& consumer, const Step& step, u32 turns, Sum& sum) {
+    const bool f32 = ANY_F32 && (step.what & SUM_F32) != 0;
+    sum.add(consumer.stage() + (consumer.first + consumer.lane) * LENGTH * element_bytes(f32), turns, f32);
+}
+
+// Does the steps of one sum, of which `step` is the first. The values stay in registers.
+__device__ inline void add_up(Consumer& consumer, Step step) {
+    // The same for all steps of a sum.
+    const u32 count = consumer.part(step.count), turns = div_up(count, WARP);
+    Sum sum;
+    sum.clear();
+#pragma unroll 1
+    for (;;) {
+        if ((step.what & SUM_APART) != 0) {
+            // A loop of its own: values that change places cost an instruction each.
+            Sum group;
+            group.clear();
+#pragma unroll 1
+            for (;;) {
+                add_row(consumer, step, turns, group);
+                if ((step.what & SUM_TOGETHER) != 0) break;
+                consumer.release();
+                step = consumer.take();
+            }
+            sum.add(group);
+        } else if ((step.what & STEP_ADD) != 0) {
+            add_row(consumer, step, turns, sum);
+        }
+        if ((step.what & STEP_STORE) != 0) break;
+        consumer.release();
+        step = consumer.take();
+    }
+    u8* const to = reinterpret_cast<u8*>(step.to);
+    const u32 first = consumer.first * LENGTH;
+    if (SAME_TYPE && (step.what & STEP_WIRE) != 0) {
+        // Over the link, a store in bulk takes half of the time of the lanes' stores. Its source is the place of the row that was
+        // added last: with rows of the wire's type, no other consumer reads there.
+        const SharedAddress slice = consumer.stage() + first * element_bytes(WIRE_F32);
+        sum.store<WIRE_F32>(SharedTarget{slice}, count, consumer.lane);
+        copy_fence_stage();
+        __syncwarp();
+        consumer.store(to + first * element_bytes(WIRE_F32), slice, count * LENGTH * element_bytes(WIRE_F32));
+        return;
+    }
+    consumer.release();
+    if (SAME_TYPE || (step.what & STEP_WIRE) != 0)
+        sum.store<WIRE_F32>(GlobalTarget{to + first * element_bytes(WIRE_F32)}, count, consumer.lane);
+    else
+        sum.store<ROWS_F32>(GlobalTarget{to + first * element_bytes(ROWS_F32)}, count, consumer.lane);
+}
+
+// Does the steps of a team, as one of its consumers.
+__device__ inline void consume(const CombineParams& p, const Team& team, u32 which, u32 epoch) {
+    constexpr u32 COPY_BYTES = LENGTH * element_bytes(WIRE_F32);
+    Consumer consumer(team, which, p.hidden);
+#pragma unroll 1
+    for (;;) {
+        const Step step = consumer.take();
+        if ((step.what & STEP_COPY) != 0) {
+            const u32 first = consumer.first * COPY_BYTES;
+            consumer.store(reinterpret_cast<u8*>(step.to) + first, consumer.stage() + first,
+                           consumer.part(step.count) * COPY_BYTES);
+            continue;
+        }
+        if ((step.what & (STEP_ADD | STEP_STORE)) != 0) {
+            add_up(consumer, step);
+            continue;
+        }
+        if ((step.what & STEP_FLAG) != 0) consumer.set_flag(reinterpret_cast<u32*>(step.to), epoch);
+        if (RAILS && (step.what & STEP_COUNT) != 0) {
+            await_stores<0>();
+            __syncwarp();
+            if (consumer.lane == 0)
+                count_written(p, step.what >> STEP_DOMAIN_SHIFT, static_cast<u32>(step.to), step.count, epoch);
+        }
+        consumer.release();
+        if ((step.what & STEP_END) != 0) break;
+    }
+    await_stores<0>();
+}
