@@ -132,7 +132,7 @@ pub(super) fn answer(plan: &StepPlan, problem: &Problem) -> Vec<String> {
     if let Some(local) = plan.price(Strategy::LocalSteps).filter(|local| local.step_time.0 < best.step_time.0)
     {
         lines.push(format!(
-            "{} between two exchanges would take {}, {}, but they train another trajectory.",
+            "With {} between two exchanges, a step would take {}, {}, but local steps train another trajectory.",
             units::counted(options.local_steps, "local step"),
             local.step_time,
             relation(best.step_time / local.step_time)

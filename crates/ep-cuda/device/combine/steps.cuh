@@ -1,6 +1,10 @@
 // Teams of warps. The producer has the roles push and reduce: it reads lists, awaits flags, loads rows and says what is to be
 // done with them. The consumers do it, each with one slice of every segment: they add rows and store sums. The team has a ring
-// of stages. A step is one stage and what the consumers do with it.
+// of stages. A step is an instruction of the producer to the consumers, with a stage, which holds a segment of a row or nothing.
+//
+// No deadlock inside a team: a consumer waits for its next step, for its own copies and, at a flag, for the other consumers, which have
+// the same steps in the same order. While it waits for a step it keeps at most one stage, whose store has begun, so the producer
+// always gets a free one.
 //
 // Why not one kind of warp: a warp that adds needs its registers for sums, and while it waits for a list or a flag it adds nothing.
 // Why several consumers: a step costs its producer the same, however large its stage is, and one consumer has too few registers for
@@ -196,7 +200,7 @@ struct Consumer {
 
     __device__ SharedAddress stage() const { return team.stage(turn.at); }
 
-    // All lanes are done with the step.
+    // Frees the stage, with which all lanes are done, and the one before if its store was still to be read.
     __device__ void release() {
         if (stored != NO_STAGE) {
             await_stores_read<0>();
@@ -212,7 +216,7 @@ struct Consumer {
     __device__ void store(u8* to, SharedAddress from, u32 bytes) {
         if (bytes != 0) store_stage(to, from, bytes);
         commit_stores();
-        // All lanes have read the step, and those that copy the stage too.
+        // After this no lane reads the step or, where lanes copy, the stage.
         __syncwarp();
         if (stored != NO_STAGE) {
             await_stores_read<1>();
@@ -222,8 +226,8 @@ struct Consumer {
         turn.next();
     }
 
-    // Sets a flag when the stores of all consumers have completed: the others tell the first one. Before `release`: so they are
-    // never two flags of a stage ahead of it.
+    // Sets a flag when the stores of all consumers have completed: the others tell the first one. Called before `release`, so that the
+    // others cannot reach the next flag in this stage before the first one has waited for this one.
     __device__ void set_flag(u32* flag, u32 epoch) {
         await_stores<0>();
         __syncwarp();
@@ -298,8 +302,8 @@ __device__ inline void add_up(Consumer& consumer, Step step) {
     u8* const to = reinterpret_cast<u8*>(step.to);
     const u32 first = consumer.first * LENGTH;
     if (SAME_TYPE && (step.what & STEP_WIRE) != 0) {
-        // Over the link, a store in bulk takes half of the time of the lanes' stores. Its source is the place of the row that was
-        // added last: with rows of the wire's type, no other consumer reads there.
+        // Over the link, a store in bulk takes half of the time of the lanes' stores. Its source is this consumer's slice of the row
+        // that was added last. (If rows and sums differ in size, their slices overlap.)
         const SharedAddress slice = consumer.stage() + first * element_bytes(WIRE_F32);
         sum.store<WIRE_F32>(SharedTarget{slice}, count, consumer.lane);
         copy_fence_stage();

@@ -97,15 +97,12 @@ struct Sum {
             for (u32 at = 0; at < LENGTH; at++) values[turn][at] = 0.0f;
     }
 
-    // Adds a slice. All vectors are read before the first one is used, if the slice has that many: each load takes as long as
-    // all of them. Otherwise some at a time; the last ones may not be in the slice, and are added to sums that are not stored.
-    // `mine`: this lane's first vector.
+    // Adds a slice of `turns` vectors a lane. `mine`: this lane's first vector. All vectors are read before the first one is used, if
+    // the slice has that many, because each load takes as long as all of them; otherwise two at a time. Lanes beyond the end of a row
+    // add what is there to sums that are not stored.
     __device__ void add(SharedAddress mine, u32 turns, bool f32) {
         if (turns == TURNS) return add_turns<0, TURNS>(mine, f32);
-        add_turns<0, BUNCH>(mine, f32);
-        if (turns > BUNCH) add_turns<BUNCH, 2 * BUNCH>(mine, f32);
-        if (turns > 2 * BUNCH) add_turns<2 * BUNCH, 3 * BUNCH>(mine, f32);
-        static_assert(3 * BUNCH >= TURNS - 1);
+        add_some<0>(mine, turns, f32);
     }
 
     __device__ void add(const Sum& other) {
@@ -136,6 +133,21 @@ struct Sum {
     }
 
    private:
+    // Adds the turns from `first` on. Never one more: that would be another consumer's, which may store its sums there.
+    template <u32 first>
+    __device__ void add_some(SharedAddress mine, u32 turns, bool f32) {
+        if constexpr (first + 1 < TURNS) {
+            if (turns >= first + 2) {
+                add_turns<first, first + 2>(mine, f32);
+                add_some<first + 2>(mine, turns, f32);
+                return;
+            }
+        }
+        if constexpr (first < TURNS) {
+            if (turns > first) add_turns<first, first + 1>(mine, f32);
+        }
+    }
+
     template <u32 first, u32 end>
     __device__ void add_turns(SharedAddress mine, bool f32) {
         uint4 words[end - first];

@@ -25,7 +25,7 @@ __device__ inline void copy_nothing(SharedAddress barrier) {
     if (lane_id() == 0) mbarrier_arrive(barrier);
 }
 
-// Waits for the end of the barrier's phase.
+// Waits for the end of the barrier's phase. Also for mbarriers that `mbarrier_arrive` alone completes.
 __device__ inline void await_barrier(SharedAddress barrier, u32 parity) {
     while (!mbarrier_try_wait_parity(barrier, parity)) {
     }

@@ -1,12 +1,12 @@
 // Copies of rows between global and shared memory, made by the lanes: the interface of copy_bulk.cuh for GPUs without
-// the bulk copy engine. Loads are asynchronous. A store has read its stage when the call returns, so the waits for stores and the
-// fences are empty.
+// the bulk copy engine. Loads are asynchronous. A lane has read its part of a stage when its call of `copy_store` returns, so the
+// waits for stores and the fences are empty.
 #pragma once
 #include "ptx.cuh"
 
 constexpr bool BULK_COPIES = false;
 
-// The lanes' copies, and lane 0 for what it has written before.
+// A phase has 33 arrivals: one of each lane for its copies, and one of lane 0 for what it has written before.
 __device__ inline void copy_init(SharedAddress barrier) { mbarrier_init(barrier, WARP + 1); }
 __device__ inline void copy_init_done() {}
 
@@ -27,6 +27,7 @@ __device__ inline void await_barrier(SharedAddress barrier, u32 parity) {
     }
 }
 
+// Called by all lanes.
 __device__ inline void copy_store(void* global, SharedAddress stage, u32 bytes) {
     auto* to = static_cast<uint4*>(global);
     for (u32 at = lane_id(); at < bytes / 16; at += WARP) to[at] = ld_shared_v4(stage + 16 * at);

@@ -114,15 +114,6 @@ __device__ inline uint2 ld_relaxed_sys_v2(const uint2* pointer) {
     return make_uint2(static_cast<u32>(both), static_cast<u32>(both >> 32));
 }
 
-__device__ inline uint4 ld_relaxed_sys_v4(const uint4* pointer) {
-    uint4 value;
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(pointer)
-                 : "memory");
-    return value;
-}
-
 __device__ inline u32 ld_relaxed_sys(const u32* pointer) {
     u32 value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");

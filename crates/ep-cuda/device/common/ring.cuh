@@ -1,4 +1,4 @@
-// A worker's ring of stages in shared memory.
+// The ring of stages of a worker of dispatch, in shared memory.
 #pragma once
 #include "worker.cuh"
 
@@ -58,6 +58,7 @@ struct Ring {
     template <u32 pending>
     __device__ void free(u32 load) {
         await_stores_read<pending>();
+        // Where lanes copy, each has read only its own part of a stage.
         if (!BULK_COPIES) __syncwarp();
         freed = load;
     }

@@ -156,8 +156,15 @@ fn sums(copies: Copies) -> Script {
         script.combine(&many, Combine { element, wire, probs, ..combine(copies, 24) });
     }
     let wide = script.preprocess(unbounded(top_k(&world, &[2, 1], 6, 17), Form::TopK, PLAIN), 1);
-    for (element, wire) in all {
+    for (element, wire) in all.clone() {
         script.combine(&wide, Combine { element, wire, ..combine(copies, 1032) });
+    }
+    // Several rows of a token, in slices that are full (3,584 elements of bf16), of an odd number of turns, and of several segments.
+    let rows = script.preprocess(unbounded(top_k(&world, &[2, 1], 6, 18), Form::TopK, pad(1)), 0);
+    for (element, wire) in all {
+        for hidden in [520, 3584, 3600] {
+            script.combine(&rows, Combine { element, wire, ..combine(copies, hidden) });
+        }
     }
     script
 }

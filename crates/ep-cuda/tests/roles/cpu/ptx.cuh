@@ -113,11 +113,6 @@ __device__ inline uint2 ld_relaxed_sys_v2(const uint2* pointer) {
     return make_uint2(static_cast<u32>(both), static_cast<u32>(both >> 32));
 }
 
-__device__ inline uint4 ld_relaxed_sys_v4(const uint4* pointer) {
-    return make_uint4(ld_relaxed_sys(&pointer->x), ld_relaxed_sys(&pointer->y), ld_relaxed_sys(&pointer->z),
-                      ld_relaxed_sys(&pointer->w));
-}
-
 // Only releases follow it, which order as much; ThreadSanitizer knows no fences.
 __device__ inline void fence_acq_rel_sys() { machine::step(false); }
 
