@@ -282,13 +282,22 @@ impl Planner {
             Quantity::GradientCompression => ("gradient compression".to_owned(), "x"),
             Quantity::MemoryCapGb => ("memory for gathered experts".to_owned(), " GB"),
         };
-        let direction = if change.at > change.now { "from" } else { "down to" };
         format!(
-            "With {name} {direction} {}{unit} (now {}{unit}), {} would be best.",
-            four_digits(change.at),
-            four_digits(change.now),
+            "With {name} {}, {} would be best.",
+            threshold(change.at, change.now, unit),
             domain_sizes_text(&change.domain_sizes)
         )
+    }
+}
+
+/// From which value on, in the direction away from the present one.
+fn threshold(at: f64, now: f64, unit: &str) -> String {
+    let (at_text, now_text) = (four_digits(at), four_digits(now));
+    match (at_text == now_text, at > now) {
+        (true, true) => format!("just above {now_text}{unit}, its present value"),
+        (true, false) => format!("just below {now_text}{unit}, its present value"),
+        (false, true) => format!("from {at_text}{unit} (now {now_text}{unit})"),
+        (false, false) => format!("down to {at_text}{unit} (now {now_text}{unit})"),
     }
 }
 
@@ -306,4 +315,17 @@ fn four_digits(number: f64) -> String {
 /// Domain sizes as the planner's texts write them, outermost level first: `(2, 8, 4)`.
 pub fn domain_sizes_text(sizes: &[usize]) -> String {
     format!("({})", sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_threshold_whose_text_is_that_of_the_present_value_says_on_which_side_it_is() {
+        assert_eq!(threshold(2.5, 1.0, "x"), "from 2.5x (now 1x)");
+        assert_eq!(threshold(391.6, 400.0, " Gbit/s"), "down to 391.6 Gbit/s (now 400 Gbit/s)");
+        assert_eq!(threshold(1.000_01, 1.0, "x"), "just above 1x, its present value");
+        assert_eq!(threshold(0.999_99, 1.0, "x"), "just below 1x, its present value");
+    }
 }
