@@ -236,12 +236,18 @@ mod tests {
     }
 
     impl Row {
-        /// Every kernel for every architecture. Plain copies are compiled for sm_90a, too: `HYBRID_EP_PLAIN_COPIES=1`.
+        /// Every kernel that may be launched on a GPU of each architecture. Plain copies are compiled for sm_90a, too: `HYBRID_EP_PLAIN_COPIES=1`.
         fn all() -> Vec<Self> {
             let both = [false, true];
             let ways = both.iter().flat_map(|&plain_copies| Arch::ALL.map(|arch| (arch, plain_copies)));
             ways.flat_map(|(arch, plain_copies)| {
-                KernelKey::all(AMPLE).into_iter().map(move |key| Self { key, arch, plain_copies })
+                let mut keys: Vec<KernelKey> = Vec::new();
+                for key in arch.shared_bytes().iter().flat_map(|&bytes| KernelKey::all(bytes)) {
+                    if !keys.contains(&key) {
+                        keys.push(key);
+                    }
+                }
+                keys.into_iter().map(move |key| Self { key, arch, plain_copies })
             })
             .filter(|row| !row.plain_copies || row.key.copies() && row.arch == Arch::Sm90a)
             .collect()

@@ -23,8 +23,8 @@ formulas! { FORMULAS:
     fn dispatch_bytes(ranks, warps, stages, stage_bytes, quantize) =
         peers_bytes(ranks) + warps * dispatch_worker_bytes(stages, stage_bytes, quantize);
 
-    /// Bytes of the ring of a team of combine.
-    fn combine_team_bytes() = COMBINE_STAGES * COMBINE_STAGE_BYTES;
+    /// Bytes of a team of combine: its ring, and `TeamMemory` (steps.cuh): a step and three barriers for each stage.
+    fn combine_team_bytes() = COMBINE_STAGES * COMBINE_STAGE_BYTES + round_up(COMBINE_STAGES * (16 + 3 * 8), 128);
 
     /// Bytes of a block of combine. `ranks`: as in `dispatch_bytes`.
     fn combine_bytes(ranks, warps) = peers_bytes(ranks) + warps / COMBINE_TEAM_WARPS * combine_team_bytes();

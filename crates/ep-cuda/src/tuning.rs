@@ -154,6 +154,7 @@ pub(crate) fn preprocess_tile(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::jit::Arch;
 
     /// Shared memory of a block on an H200 and on an A100, in bytes.
     const SHARED: [usize; 2] = [227 << 10, 163 << 10];
@@ -214,7 +215,7 @@ mod tests {
 
     #[test]
     fn combine_fits_every_gpu() {
-        for available in SHARED {
+        for &available in Arch::ALL.into_iter().flat_map(Arch::shared_bytes) {
             for (rows, wire) in [(false, false), (false, true), (true, false), (true, true)] {
                 let key = fitting(combine_key(rows, wire, false), 72, available);
                 let shape = CombineShape::new(key, 72);

@@ -124,16 +124,15 @@ __device__ inline void enter(const CombineParams& p, u32 epoch) {
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __grid_constant__ CombineParams p) {
     constexpr u32 TEAMS = WARPS / COMBINE_TEAM_WARPS;
     extern __shared__ __align__(128) u8 memory[];
-    __shared__ TeamMemory teams[TEAMS];
     const Common& c = p.common;
     const u32 epoch = c.own->epoch + 1;
     auto* peers = reinterpret_cast<PeerView*>(memory);
-    u8* stages = memory + peers_bytes(c.ranks + rail_domains(c));
+    u8* teams = memory + peers_bytes(c.ranks + rail_domains(c));
 
     if (blockIdx.x == 0) enter(p, epoch);
     // Producers first: so the warps of a team have one scheduler if there are four teams, and each scheduler has one team.
     const u32 in_block = warp_id() % TEAMS, role = warp_id() / TEAMS;
-    const Team team(stages + in_block * combine_team_bytes(), &teams[in_block]);
+    const Team team(teams + in_block * combine_team_bytes());
     if (role == 0) team.init();
     const u64 set_bytes = RAILS ? set_slots(c) * slot_bytes(p) : 0;
     const u64 set_prob_bytes = RAILS ? sizeof(float) * static_cast<u64>(c.rails.most_copies) : 0;

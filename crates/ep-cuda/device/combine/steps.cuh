@@ -45,7 +45,7 @@ struct Step {
     }
 };
 
-// What the warps of a team share.
+// What the warps of a team share, behind the stages.
 struct TeamMemory {
     uint4 steps[COMBINE_STAGES];
     u64 full[COMBINE_STAGES];   // the step and its segment are there
@@ -53,12 +53,15 @@ struct TeamMemory {
     u64 other[COMBINE_STAGES];  // at a STEP_FLAG: the stores of the other consumers have completed
 };
 
+static_assert(COMBINE_STAGES * COMBINE_STAGE_BYTES + sizeof(TeamMemory) <= combine_team_bytes());
+
 struct Team {
     static constexpr u32 STAGES = COMBINE_STAGES;
     SharedAddress stages;
     SharedAddress memory;
 
-    __device__ Team(u8* stages, const TeamMemory* memory) : stages(shared_address(stages)), memory(shared_address(memory)) {}
+    // `bytes`: `combine_team_bytes` bytes.
+    __device__ explicit Team(u8* bytes) : stages(shared_address(bytes)), memory(stages + STAGES * COMBINE_STAGE_BYTES) {}
 
     __device__ SharedAddress stage(u32 at) const { return stages + at * COMBINE_STAGE_BYTES; }
     __device__ SharedAddress step(u32 at) const { return memory + OFFSET_OF(TeamMemory, steps) + at * sizeof(uint4); }

@@ -579,9 +579,9 @@ constexpr u32 dispatch_bytes(u32 ranks, u32 warps, u32 stages, u32 stage_bytes, 
     return peers_bytes(ranks) + warps * dispatch_worker_bytes(stages, stage_bytes, quantize);
 }
 
-// Bytes of the ring of a team of combine.
+// Bytes of a team of combine: its ring, and `TeamMemory` (steps.cuh): a step and three barriers for each stage.
 constexpr u32 combine_team_bytes() {
-    return COMBINE_STAGES * COMBINE_STAGE_BYTES;
+    return COMBINE_STAGES * COMBINE_STAGE_BYTES + round_up(COMBINE_STAGES * (16 + 3 * 8), 128);
 }
 
 // Bytes of a block of combine. `ranks`: as in `dispatch_bytes`.
