@@ -17,7 +17,7 @@ use crate::handle::CudaHandle;
 use crate::memory::CudaMemory;
 use crate::params::{CombineParams, DispatchParams, ProbsOrigin};
 use crate::routing::Lists;
-use crate::tuning::{self, CombineShape, DispatchShape};
+use crate::tuning::{self, CombineShape, DispatchShape, SendLoad};
 
 impl Backend for CudaBuffer {
     type Memory = CudaMemory;
@@ -189,7 +189,15 @@ impl Backend for CudaBuffer {
             groups: cut.groups,
             stages: cut.stages,
             stage_bytes: cut.stage_bytes(),
-            copiers: cut.copiers(quantize, handle.view.permuted != 0),
+            senders: cut.senders(&SendLoad {
+                quantize,
+                permuted: handle.view.permuted != 0,
+                tokens: handle.sizes.tokens,
+                copies: handle.sizes.copies,
+                ranks: self.world.topology().domain_size(),
+                domains: self.world.topology().domains(),
+                blocks: self.blocks,
+            }),
             unused: 0,
         };
         // SAFETY: the parameters are this kernel's; sizes were checked; memory stays until the stream has executed the

@@ -483,8 +483,8 @@ structs! { STRUCTS:
         stages: u32,
         /// Distance between two stages, in bytes.
         stage_bytes: u32,
-        /// Warps of a block that begin with the duplicate role; the others begin with the send role.
-        copiers: u32,
+        /// Warps of the launch that begin with the send role; the others begin with the duplicate role.
+        senders: u32,
         unused: u32,
     }
 

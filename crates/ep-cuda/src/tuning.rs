@@ -20,6 +20,12 @@ pub(crate) const COMBINE_SLACK: u32 = 96;
 /// gets [`FEWEST_STAGES`]. A warp's work per row does not depend on the row's size, so small rows need more warps.
 const DISPATCH_WARPS: [usize; 2] = [8, 4];
 const QUANTIZE_WARPS: usize = 10;
+/// Bytes that senders store to other ranks at a time, if each sends one piece of a row: 96 senders of rows of hidden size 7168 in
+/// bf16 between two GPUs, 35 between four. Fewer do not fill the links. More congest them: between four GPUs, plain dispatch on
+/// 116 SMs took 17 % longer than the floor with 464 senders, and 2 % with 35.
+const SENDING_BYTES: f64 = 96.0 * 14_336.0;
+/// A rank with at most so many tokens per sender sends with all senders, since its few rows do not congest a link.
+const FEW_TOKENS: usize = 8;
 /// Minimum number of stages of a ring: two stores in flight and a load; or a store, a quantisation and a load.
 const FEWEST_STAGES: usize = 3;
 /// Maximum number of stages of a ring: one lane initialises one stage's barrier.
@@ -103,19 +109,63 @@ impl DispatchShape {
         u64::from(bytes) << 32 | u64::from(quantize) << 31 | u64::from(self.pieces)
     }
 
-    /// Warps of a block that begin with the duplicate role. In plain mode that role copies nothing. If dispatch quantises, its
-    /// senders have the most work.
-    pub(crate) fn copiers(&self, quantize: bool, permuted: bool) -> u32 {
-        match (permuted, quantize) {
-            (false, _) => 0,
-            (true, true) => 1,
-            (true, false) => self.threads / 32 / 2,
-        }
+    /// Warps of a launch that begin with the send role. In plain mode the duplicate role copies nothing. If dispatch
+    /// quantises, its senders have the most work.
+    pub(crate) fn senders(&self, load: &SendLoad) -> u32 {
+        let warps = self.threads / 32;
+        let per_block = match (load.permuted, load.quantize) {
+            (false, _) => warps,
+            (true, true) => warps - 1,
+            (true, false) => warps / 2,
+        };
+        let all = per_block * load.blocks;
+        load.most_senders(self.piece_bytes).map_or(all, |most| all.min(most))
     }
 
     /// Bytes between two stages.
     pub(crate) fn stage_bytes(&self) -> u32 {
         stage_stride(self.piece_bytes as usize) as u32
+    }
+}
+
+/// What a rank sends in a dispatch, and with how many blocks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SendLoad {
+    pub(crate) quantize: bool,
+    pub(crate) permuted: bool,
+    pub(crate) tokens: usize,
+    /// Upper bound of the copies of all tokens.
+    pub(crate) copies: usize,
+    /// Ranks of the NVLink domain.
+    pub(crate) ranks: usize,
+    pub(crate) domains: usize,
+    pub(crate) blocks: u32,
+}
+
+impl SendLoad {
+    /// The number of other ranks of the domain that need a token, on average, if experts are chosen at random.
+    fn peers_of_a_token(&self) -> f64 {
+        let ranks = self.ranks as f64;
+        let choices = self.copies as f64 / self.tokens.max(1) as f64;
+        (ranks - 1.0) * (1.0 - (1.0 - ranks.recip()).powf(choices))
+    }
+
+    /// The number of senders beyond which pieces of `piece_bytes` congest the links: at most one in each block, or as many in
+    /// all. None if there is no limit: dispatch quantises, which takes its senders longer, or there are several domains, where
+    /// lanes are destinations too (neither was measured), or there are few tokens.
+    fn most_senders(&self, piece_bytes: u32) -> Option<u32> {
+        if self.quantize || self.domains > 1 {
+            return None;
+        }
+        // Without peers the quotient is infinite, and becomes the largest number.
+        let most = (SENDING_BYTES / (self.peers_of_a_token() * f64::from(piece_bytes))) as u32;
+        if self.tokens <= FEW_TOKENS.saturating_mul(most as usize) {
+            return None;
+        }
+        if most < self.blocks {
+            return Some(most.max(1));
+        }
+        Some((f64::from(most) / f64::from(self.blocks)).round() as u32 * self.blocks)
     }
 }
 
@@ -159,6 +209,16 @@ mod tests {
     /// Shared memory of a block on an H200 and on an A100, in bytes.
     const SHARED: [usize; 2] = [227 << 10, 163 << 10];
 
+    const LOAD: SendLoad = SendLoad {
+        quantize: false,
+        permuted: true,
+        tokens: 4096,
+        copies: 8 * 4096,
+        ranks: 4,
+        domains: 1,
+        blocks: 32,
+    };
+
     #[test]
     fn ranks_agree_on_pieces_that_have_flags_of_their_own() {
         let division = |quantize, hidden: usize, available| {
@@ -186,11 +246,36 @@ mod tests {
                     assert_eq!((shape.pieces as usize), row_bytes.div_ceil(shape.piece_bytes as usize));
                     assert!(shape.groups <= shape.pieces && shape.groups as usize <= MAX_GROUPS);
                     // Some warp sends.
-                    assert!((1..shape.threads / 32).contains(&shape.copiers(quantize, true)));
-                    assert_eq!(shape.copiers(quantize, false), 0);
+                    let warps = 8 * shape.threads / 32;
+                    for ranks in [1, 2, 8, 72] {
+                        let load = SendLoad { quantize, ranks, blocks: 8, ..LOAD };
+                        assert!((1..warps).contains(&shape.senders(&load)));
+                        assert!((1..=warps).contains(&shape.senders(&SendLoad { permuted: false, ..load })));
+                    }
                 }
             }
         }
+    }
+
+    #[test]
+    fn senders_are_limited_where_they_congest_a_link() {
+        let senders = |load: SendLoad| DispatchShape::new(load.quantize, 8, 14_336, SHARED[0]).senders(&load);
+        let between = |ranks| SendLoad { ranks, ..LOAD };
+        assert_eq!([2, 4, 8].map(|ranks| senders(between(ranks))), [64, 32, 20]);
+        let plain = |ranks| SendLoad { permuted: false, ..between(ranks) };
+        assert_eq!([2, 4, 8].map(|ranks| senders(plain(ranks))), [96, 32, 20]);
+        // As many in every block, or at most one.
+        assert_eq!(
+            [16, 20, 24, 116].map(|blocks| senders(SendLoad { blocks, ..plain(4) })),
+            [32, 40, 24, 35]
+        );
+        // All senders: a rank without peers, few SMs, few tokens or none, quantisation, several domains.
+        assert_eq!(senders(plain(1)), 128);
+        assert_eq!(senders(SendLoad { blocks: 8, ..plain(4) }), 32);
+        assert_eq!(senders(SendLoad { tokens: 128, copies: 8 * 128, ..plain(4) }), 128);
+        assert_eq!(senders(SendLoad { tokens: 0, copies: 0, ..plain(4) }), 128);
+        assert_eq!(senders(SendLoad { quantize: true, ..plain(4) }), 320);
+        assert_eq!(senders(SendLoad { domains: 2, ..plain(4) }), 128);
     }
 
     #[test]

@@ -475,8 +475,8 @@ struct DispatchParams {
     u32 stages;
     // Distance between two stages, in bytes.
     u32 stage_bytes;
-    // Warps of a block that begin with the duplicate role; the others begin with the send role.
-    u32 copiers;
+    // Warps of the launch that begin with the send role; the others begin with the duplicate role.
+    u32 senders;
     u32 unused;
 };
 
@@ -801,7 +801,7 @@ static_assert(OFFSET_OF(DispatchParams, piece_bytes) == 1800);
 static_assert(OFFSET_OF(DispatchParams, groups) == 1804);
 static_assert(OFFSET_OF(DispatchParams, stages) == 1808);
 static_assert(OFFSET_OF(DispatchParams, stage_bytes) == 1812);
-static_assert(OFFSET_OF(DispatchParams, copiers) == 1816);
+static_assert(OFFSET_OF(DispatchParams, senders) == 1816);
 static_assert(OFFSET_OF(DispatchParams, unused) == 1820);
 static_assert(sizeof(DispatchParams) == 1824);
 static_assert(OFFSET_OF(CombineParams, common) == 0);

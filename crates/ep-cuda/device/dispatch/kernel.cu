@@ -1,8 +1,9 @@
 // dispatch: sends tokens to the ranks of their experts. One launch: block 0 sends the handshake, every block awaits the
-// handshakes of all ranks of the domain, and then every warp is a worker that has two roles in turn: send, then duplicate; with
-// rails, forward in between. `DispatchParams::copiers` warps of each block leave out send and forward, so that the first rows
-// that arrive need not wait. docs/glossary.md ("Running an operator", "Memory and transport") defines item, piece, first row,
-// set, lane and plan. An epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
+// handshakes of all ranks of the domain, and then every warp is a worker that has two roles in turn: send, then duplicate;
+// with rails, forward in between. All but `DispatchParams::senders` warps leave out send and forward: the first rows that
+// arrive need not wait for a sender, and more senders would congest the links (`SendLoad::most_senders` in src/tuning.rs).
+// docs/glossary.md ("Running an operator", "Memory and transport") defines item, piece, first row, set, lane and plan. An
+// epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
 //
 //   send        Stores this rank's tokens and scales to their first row on each other rank, and to all their rows on this
 //               rank; then, in plain mode, zeros to all cells of these rows; then the weights and, in plain mode, the map of
@@ -119,12 +120,12 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
     u8* own_memory = stages + warp * dispatch_worker_bytes(p.stages, p.stage_bytes, QUANTIZES);
     Ring ring(own_memory, barriers + warp * p.stages, p.stages, p.stage_bytes);
     ring.init();
-    // The last warps of a block begin with duplicate, the others with send.
-    const u32 senders = warps - p.copiers;
-    const bool sends = warp < senders;
+    // The first warps of every block before the second ones, so that all SMs send.
+    const u32 worker = warp * gridDim.x + blockIdx.x, workers = warps * gridDim.x;
+    const bool sends = worker < p.senders;
     // Lists of a preprocess that has failed are unfinished; this rank's abort word then says so.
     const bool reads = sends && __shfl_sync(ALL_LANES, ld_relaxed_sys(&c.own->abort), 0) == 0;
-    const Worker sending{reads ? warp * gridDim.x + blockIdx.x : NONE, senders * gridDim.x};
+    const Worker sending{reads ? worker : NONE, p.senders};
     Sender sender(p, sending, ring, peers, epoch);
 
     if (RAILS ? await_domain(c, p.handle, epoch, peers, 0, 0) : await_all_handshakes(c, epoch, peers)) {
@@ -135,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
         sender.send(buffers);
         if (RAILS && sends) forward(p, sending, ring, peers, epoch);
         // Those that begin with duplicate have the first items.
-        const u32 turn = sends ? warp + p.copiers : warp - senders;
-        duplicate(p, {turn * gridDim.x + blockIdx.x, warps * gridDim.x}, ring, peers, epoch);
+        const u32 turn = sends ? worker + workers - p.senders : worker - p.senders;
+        duplicate(p, {turn, workers}, ring, peers, epoch);
         if (RAILS && blockIdx.x == 0 && warp == 0) await_all_rails(c, epoch);
     } else {
         ring.drain();

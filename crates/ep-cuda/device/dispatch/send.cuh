@@ -201,7 +201,8 @@ struct ItemWeights {
 // The entries of one token in a batch of `sends`, as bits of their lanes: those to other ranks and to lanes, and those to this
 // rank. A token may lie in several batches.
 struct TokenPart {
-    u32 far;
+    u32 above;  // to higher ranks, and to lanes
+    u32 below;  // to lower ranks
     u32 near;
     bool ends;  // the token's last entry is in the batch
 };
@@ -209,14 +210,16 @@ struct TokenPart {
 // The tokens of a batch, one after the other.
 struct TokenParts {
     u32 rest;  // entries that are left
-    u32 ends, alive, own;
+    u32 ends, above, below, own;
 
     __device__ TokenParts(const Common& c, const ItemBatch<Send>& batch) {
         const bool mine = lane_id() < batch.count;
         rest = __ballot_sync(ALL_LANES, mine);
         ends = __ballot_sync(ALL_LANES, mine && batch.entry.ends_token());
-        alive = __ballot_sync(ALL_LANES, mine && !batch.entry.is_dead());
-        own = __ballot_sync(ALL_LANES, mine && batch.entry.rank() == c.rank);
+        const bool alive = mine && !batch.entry.is_dead();
+        above = __ballot_sync(ALL_LANES, alive && batch.entry.rank() > c.rank);
+        below = __ballot_sync(ALL_LANES, alive && batch.entry.rank() < c.rank);
+        own = __ballot_sync(ALL_LANES, alive && batch.entry.rank() == c.rank);
     }
     __device__ bool any() const { return rest != 0; }
     __device__ TokenPart next() {
@@ -224,15 +227,17 @@ struct TokenParts {
         // All entries up to the first end; of no end, all.
         const u32 part = rest & (((end & (0u - end)) << 1) - 1);
         rest &= ~part;
-        return {part & alive & ~own, part & alive & own, end != 0};
+        return {part & above, part & below, part & own, end != 0};
     }
 };
 
-// Stores a part of a token: `store(lane)` starts the stores of that lane's entry. A token's stores are two groups. The flag of
-// its item waits for the first one only.
+// Stores a part of a token: `store(lane)` starts the stores of that lane's entry. Each rank begins with the next higher rank:
+// if all began with rank 0, they would congest its link. A token's stores are two groups. The flag of its item waits for the
+// first one only.
 template <class Store>
 __device__ inline void store_part(const TokenPart& part, const Store& store) {
-    for (u32 left = part.far; left != 0; left &= left - 1) store(__ffs(left) - 1);
+    for (u32 left = part.above; left != 0; left &= left - 1) store(__ffs(left) - 1);
+    for (u32 left = part.below; left != 0; left &= left - 1) store(__ffs(left) - 1);
     if (part.ends) commit_stores();
     for (u32 left = part.near; left != 0; left &= left - 1) store(__ffs(left) - 1);
     if (part.ends) commit_stores();

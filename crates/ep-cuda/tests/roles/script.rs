@@ -270,11 +270,13 @@ impl Script {
         record.number("piece bytes", piece);
         record.number("groups", row_bytes.div_ceil(piece).min(4));
         record.number("stages", 3);
-        record.number("copiers", usize::from(handle.plan.mode != DispatchMode::Plain));
+        // A block has two warps (program.rs).
+        let blocks = self.owners.numbers["blocks"] as usize;
+        let plain = handle.plan.mode == DispatchMode::Plain;
+        record.number("senders", if plain { 2 * blocks - 1 } else { blocks });
 
         let rows = handle.received[rank].shape.allocated_rows();
         let local = self.world.placement().local_experts(Rank(rank as u32));
-        let plain = handle.plan.mode == DispatchMode::Plain;
         let probs_per_row = if plain { local } else { 1 };
         record.input("tokens in", input.data.clone());
         record.output("tokens", fill(&output.tokens, rows * format.output_row_bytes(hidden)));

@@ -298,7 +298,7 @@ DispatchParams dispatch_params(const Common& common, const HandleView& handle, c
     p.groups = call.number("groups");
     p.stages = call.number("stages");
     p.stage_bytes = stage_stride(p.piece_bytes);
-    p.copiers = call.number("copiers");
+    p.senders = call.number("senders");
     return p;
 }
 
