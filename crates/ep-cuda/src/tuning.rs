@@ -14,6 +14,7 @@ const DISPATCH_PIECE: usize = 16 << 10;
 const QUANTIZE_PIECE: usize = 8 << 10;
 /// Warps of a block of combine: four teams.
 const COMBINE_WARPS: u32 = 4 * COMBINE_TEAM_WARPS as u32;
+const _: () = assert!((COMBINE_WARPS as usize).is_multiple_of(COMBINE_TEAM_WARPS));
 /// `CombineParams::slack`: ranks start some microseconds apart, and a peer pushes this many tokens in that time.
 pub(crate) const COMBINE_SLACK: u32 = 96;
 /// Warps of a block of dispatch, each a worker, if dispatch does not quantise: the first number for which each worker
@@ -99,14 +100,12 @@ impl DispatchShape {
     }
 
     /// What ranks must agree on: nothing if a row is one group of pieces. Else senders set, and receivers await, the flags of
-    /// single pieces, so these must have the same bytes of the output and the same scales.
+    /// single pieces, so these must have the same bytes of the input and the same scales.
     pub(crate) fn division(&self, quantize: bool) -> u64 {
         if self.groups == 1 {
             return 1;
         }
-        // Quantised rows have half the bytes of bf16.
-        let bytes = self.piece_bytes >> u32::from(quantize);
-        u64::from(bytes) << 32 | u64::from(quantize) << 31 | u64::from(self.pieces)
+        u64::from(self.piece_bytes) << 32 | u64::from(quantize) << 31 | u64::from(self.pieces)
     }
 
     /// Warps of a launch that begin with the send role. In plain mode the duplicate role copies nothing. If dispatch
@@ -233,6 +232,22 @@ mod tests {
         assert_ne!(division(false, wide, large), division(true, wide, large));
         assert_ne!(division(false, 1 << 20, large), division(false, 1 << 20, small));
         assert_eq!(division(false, 1 << 20, large), division(false, 1 << 20, large));
+        // Every part counts.
+        let shape = |piece_bytes, pieces| DispatchShape {
+            threads: 128,
+            pieces,
+            piece_bytes,
+            groups: 2,
+            stages: 3,
+            shared_bytes: 0,
+        };
+        let mut all: Vec<u64> = [(4096, 3), (4096, 4), (8192, 3), (8192, 4)]
+            .into_iter()
+            .flat_map(|(bytes, pieces)| [false, true].map(|quantize| shape(bytes, pieces).division(quantize)))
+            .collect();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 8);
     }
 
     #[test]
