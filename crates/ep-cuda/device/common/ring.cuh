@@ -53,13 +53,13 @@ struct Ring {
         return stage;
     }
 
-    // Waits until the stores of all groups but the `pending` most recent ones have read their stage; then all loads
-    // before `load` may be overwritten.
+    // Waits until the stores of all groups but the `pending` most recent ones have read their stage, and until all lanes
+    // have taken it; then all loads before `load` may be overwritten. Lane 0 issues the next load of a stage: if it did so before
+    // another lane has seen the phase of this load, that lane would miss the phase and wait for ever.
     template <u32 pending>
     __device__ void free(u32 load) {
         await_stores_read<pending>();
-        // Where lanes copy, each has read only its own part of a stage.
-        if (!BULK_COPIES) __syncwarp();
+        __syncwarp();
         freed = load;
     }
 

@@ -286,13 +286,15 @@ fn edges(copies: Copies) -> Vec<Script> {
         BLOCKS,
     );
     let world = nothing.world().clone();
-    for (tokens, memory) in [([0, 0, 0], 0), ([0, 3, 0], 1)] {
+    // The last with many tokens to an item, none of which is stored: what synchronises the lanes of a warp at a store is missing.
+    for (tokens, memory, chunk_tokens) in [([0, 0, 0], 0, 1), ([0, 3, 0], 1, 1), ([40, 0, 31], 0, 9)] {
         let none = |rank: Rank| {
             let cells = 3 * tokens[rank.index()];
             Routing::from_map(rank, 3, &vec![0; cells], &vec![0.0; cells]).unwrap()
         };
         let routings = world.topology().all_ranks().map(none).collect();
-        let handle = nothing.preprocess(unbounded(routings, Form::TopK, pad(2)), memory);
+        let plan = Plan { chunk_tokens, ..unbounded(routings, Form::TopK, pad(2)) };
+        let handle = nothing.preprocess(plan, memory);
         nothing.dispatch(&handle, dispatch(copies, 16));
         nothing.combine(&handle, Combine { probs: true, ..combine(copies, 16) });
     }
