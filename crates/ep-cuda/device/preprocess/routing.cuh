@@ -69,5 +69,6 @@ __device__ inline bool send_routing(const PreprocessParams& p, const Columns& co
         if (threadIdx.x == 0) st_release_sys(rail_end(c, epoch, domain)->out_flags, epoch);
         publish_plan(c, epoch, domain, head, [&](u32) { return make_uint2(head.rows, head.copies); });
     });
-    return fine;
+    // The caller overwrites `totals`, which other threads may still read: they would come to another result.
+    return __syncthreads_and(fine);
 }

@@ -469,6 +469,13 @@ fn faults_across_rails(place: &str, placed: impl Fn(Script) -> Script) -> Vec<Sc
     wrong.fails(&[Fault::Index, Fault::Aborted], Some(2));
     cases.push(wrong);
 
+    // Rank 2, whose blocks have several tiles, finds it before it announces its set.
+    let mut much = rails("a set with too many copies");
+    much.bounds(96, 100);
+    much.preprocess(unbounded(top_k(much.world(), &[5, 4, 90, 3], 4, 29), Form::TopK, pad(2)), 0);
+    much.fails(&[Fault::RailCopies, Fault::Aborted], Some(2));
+    cases.push(much);
+
     // Rank 2 fails after it has sent its masks. Its domain fails with it, and the other domain has everything. What rank 2
     // runs behind it has no lists, so it must not announce rows.
     let mut behind = rails("operators of another domain behind one that failed");

@@ -93,6 +93,7 @@ pub(crate) enum Fault {
     Died = 10,
     Late = 11,
     Silent = 12,
+    RailCopies = 14,
     Unreachable = 15,
 }
 
@@ -377,6 +378,12 @@ impl Script {
     /// Changes a number of one rank in the last operator.
     pub(crate) fn otherwise(&mut self, rank: usize, name: &'static str, value: usize) {
         self.operators.last_mut().unwrap().ranks[rank].number(name, value);
+    }
+
+    /// Sets the most rows and copies of a set, which are those of `new` otherwise.
+    pub(crate) fn bounds(&mut self, rows: usize, copies: usize) {
+        self.owners.number("set rows", rows);
+        self.owners.number("set copies", copies);
     }
 
     /// As [`otherwise`](Self::otherwise), for an input.
