@@ -128,7 +128,13 @@ impl Words {
             FaultKind::Duplicate => return Some(routing(RoutingProblem::DuplicateExpert(expert))),
             FaultKind::Nan => return Some(routing(RoutingProblem::NanWeight(expert))),
             FaultKind::TooManyRows => {
-                return Some(CallerError::TooManyRows { rank: peer, rows: fault.index }.into());
+                let (rank, rows, experts) = (peer, fault.index, fault.expected.into());
+                let problem = if experts == 0 {
+                    CallerError::TooManyRows { rank, rows }
+                } else {
+                    CallerError::TooManyWeights { rank, rows, experts }
+                };
+                return Some(problem.into());
             }
             FaultKind::TooManyCopies => {
                 let (expected, found) = (fault.expected as usize, fault.index as usize);
@@ -293,6 +299,15 @@ mod tests {
         );
         let words = Words { bounds: String::new(), ..Words::new(8, Machines::one(3), &Config::default()) };
         assert_eq!(words.error(&FaultReport::zeroed(), &[]), None);
+    }
+
+    #[test]
+    fn what_cannot_be_numbered_is_named() {
+        let many = |expected| Fault { expected, index: 1 << 33, ..waited(FaultKind::TooManyRows) };
+        let rows = "rank 2 would receive 8589934592 rows";
+        assert_eq!(alone(many(0)), format!("{rows}; at most 4294967295 can be numbered; use fewer tokens"));
+        let weights = "at most 4294967295 weights can be numbered; use fewer tokens, or the permuted mode";
+        assert_eq!(alone(many(6)), format!("{rows} of 6 weights each; {weights}"));
     }
 
     #[test]

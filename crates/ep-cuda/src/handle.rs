@@ -35,9 +35,9 @@ pub struct CudaHandle {
 }
 
 impl CudaHandle {
-    /// The address of the shape in GPU memory, `[3 * local experts + 4]` u32: first row, kept rows and padded rows of
-    /// each local expert; then the rows received, the rows wanted, the rows that this rank sends to other ranks, and
-    /// the number of its tokens that have an expert on this rank.
+    /// The address of the shape in GPU memory, `[3 * local experts + 3]` u32: the first row of each local expert, then
+    /// the kept rows of each, then the padded rows of each; then the rows received, the rows wanted, and the rows that
+    /// this rank sends to other ranks of its domain.
     pub fn shape_address(&self) -> u64 {
         self.view.shape
     }
@@ -186,7 +186,7 @@ mod tests {
                 (view.recv_begin, 8 * begins),
                 (view.dst_copies, 8 * copies),
                 (view.dst_begin, 8 * begins),
-                (view.shape, 4 * (3 * 4 + 4)),
+                (view.shape, 4 * sizes.shape_words()),
             ];
             let nexts = lists.iter().skip(1).map(|&(at, _)| at).chain([end]);
             for ((at, bytes), next) in lists.into_iter().zip(nexts) {

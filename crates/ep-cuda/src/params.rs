@@ -108,7 +108,7 @@ codes! { CODES:
         Duplicate = 5 as "FAULT_DUPLICATE",
         /// Routing: row `index` has a NaN weight for expert `seen`.
         Nan = 6 as "FAULT_NAN",
-        /// `peer` would receive `index` rows.
+        /// `peer` would receive `index` rows; in plain mode with `expected` weights each, unless `expected` is 0.
         TooManyRows = 7 as "FAULT_TOO_MANY_ROWS",
         /// `peer` has dropped its buffer.
         Left = 8 as "FAULT_LEFT",

@@ -6,6 +6,10 @@ use ep::{CallerError, DeviceReport, DeviceRouting, Indices, Result, Size};
 use crate::memory::CudaMemory;
 use crate::params::{PreprocessParams, RoutingForm};
 
+/// Maximum number of choices of a token in a top-k routing. The kernel divides the index of a choice in a tile, of up to 256
+/// tokens, by a multiplication that is exact below 2^32 / K (`Divider` in `device/common/types.cuh`).
+const MOST_TOPK: usize = 4096;
+
 /// A routing in GPU memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Lists<'a> {
@@ -73,6 +77,10 @@ impl Lists<'_> {
         let check = |what, needed, memory: &CudaMemory| memory.check(buffer, what, needed);
         match *self {
             Self::Given(DeviceRouting::TopK { tokens, k, indices, weights }) => {
+                if k > MOST_TOPK {
+                    let (what, expected, unit) = ("topk_idx", MOST_TOPK, "choices per token at most");
+                    return Err(CallerError::Shape { what, expected, found: k, unit }.into());
+                }
                 let entries = Size::new(tokens) * k;
                 match indices {
                     Indices::Narrow(memory) => check("topk_idx", entries * size_of::<i32>(), memory)?,

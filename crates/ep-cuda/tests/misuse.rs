@@ -170,6 +170,8 @@ inside!(sizes_that_no_memory_has_are_refused, driver => {
         refused(&format!("hidden {hidden}"), combine_with(&mut buffer, &handle, &mut three, hidden));
     }
     let mut five: [CudaMemory; 5] = std::array::from_fn(|_| buffer.alloc(BYTES).unwrap());
+    refused("4097 choices", preprocess_with(&mut buffer, &mut five, (1, 4097)).map(drop));
+    preprocess_with(&mut buffer, &mut five, (1, 4096)).unwrap();
     for size in [(1 << 61, 8), (1 << 63, 2), (usize::MAX, usize::MAX), (2, 1 << 63), ((1 << 62) + 1, 4)] {
         refused(&format!("{size:?}"), preprocess_with(&mut buffer, &mut five, size).map(drop));
         let [values, weights, out, ..] = &mut five;

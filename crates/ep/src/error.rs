@@ -188,6 +188,20 @@ pub enum CallerError {
         /// The number of rows, tokens or copies.
         rows: u64,
     },
+    /// More weights than 32 bits can number, in plain mode, where a row has a weight for each local expert.
+    #[error(
+        "rank {rank} would receive {rows} rows of {experts} weights each; at most {} weights can be numbered; use fewer \
+         tokens, or the permuted mode",
+        u32::MAX
+    )]
+    TooManyWeights {
+        /// The receiving rank.
+        rank: Rank,
+        /// The number of rows.
+        rows: u64,
+        /// The weights of a row: the rank's experts.
+        experts: u64,
+    },
 }
 
 /// What is wrong with one row of a routing.

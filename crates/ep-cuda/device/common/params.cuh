@@ -108,7 +108,7 @@ enum FaultKind : u32 {
     FAULT_DUPLICATE = 5,
     // Routing: row `index` has a NaN weight for expert `seen`.
     FAULT_NAN = 6,
-    // `peer` would receive `index` rows.
+    // `peer` would receive `index` rows; in plain mode with `expected` weights each, unless `expected` is 0.
     FAULT_TOO_MANY_ROWS = 7,
     // `peer` has dropped its buffer.
     FAULT_LEFT = 8,

@@ -35,8 +35,9 @@
 //
 // A wait that fails reports the fault and ends the worker's role. Later waits of all workers end at the abort word. Once begun,
 // send does not look at the abort word: it completes its items, also towards a rank that has died. After a fault the output is
-// undefined. Slow peers may still write to it, so the buffer hands out no more memory, which could be the same
-// (docs/semantics.md). docs/protocol.md lists the words that ranks share.
+// undefined. Slow peers may still write to it, so the buffer hands out no more memory once its host has noticed the fault, since
+// that could be the same (docs/semantics.md). docs/protocol.md lists the words that ranks share, and says what a fault leaves
+// unprotected until then.
 //
 // Variants, chosen by `KernelKey::program` (src/device.rs): RAILS (0: one NVLink domain; 1: several, docs/cuda-rails.md),
 // PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh), COPY_VARIANT (copy_bulk.cuh, copy_plain.cuh), E4M3_VARIANT

@@ -21,8 +21,9 @@ __device__ inline void count_block(const Columns& column, const Tile& tile, u32 
         block_columns[blockIdx.x * column.count() + at] = run[at];
 }
 
-__device__ inline void too_many(const PreprocessParams& p, u32 rank, u64 rows) {
-    report_own(p.common, FAULT_TOO_MANY_ROWS, rank, rows, 0, 0);
+// `experts`: in plain mode, where the weights of all rows are too many to number, those of a row; otherwise 0.
+__device__ inline void too_many(const PreprocessParams& p, u32 rank, u64 rows, u32 experts) {
+    report_own(p.common, FAULT_TOO_MANY_ROWS, rank, rows, experts, 0);
 }
 
 __device__ inline void too_many_copies(const PreprocessParams& p, u32 copies) {
@@ -203,7 +204,7 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
     __syncwarp();
     if (lane_id() != 0) return;
     bases.limit[rank] = start <= limit ? NONE : limit;
-    if (start > NONE) too_many(p, rank, start);
+    if (start > NONE) too_many(p, rank, start, 0);
     if (shape && rank == c.rank) {
         set_rows(p, experts, kept_rows, start);
     }
@@ -215,11 +216,13 @@ __device__ inline void plain_base(const PreprocessParams& p, const Bases& bases,
     const u32 limit = bases.limit[rank];
     const u64 total = bases.total[rank];
     bases.limit[rank] = total <= limit ? NONE : limit;
-    if (total > NONE) too_many(p, rank, total);
-    if (shape && rank == c.rank) {
-        const u32 experts = c.owner_begin[rank + 1] - c.owner_begin[rank];
-        set_rows(p, experts, min(total, static_cast<u64>(limit)), total);
-    }
+    const u32 experts = c.owner_begin[rank + 1] - c.owner_begin[rank];
+    const u64 kept = min(total, static_cast<u64>(limit));
+    if (total > NONE)
+        too_many(p, rank, total, 0);
+    else if (kept * experts > NONE)
+        too_many(p, rank, kept, experts);  // the cells of `DstCopy`
+    if (shape && rank == c.rank) set_rows(p, experts, kept, total);
 }
 
 // The bases of the tokens of `source`. Called by all threads, after the handshakes of all ranks. `shape`: this block
