@@ -25,7 +25,8 @@ const QUANTIZE_WARPS: usize = 10;
 /// bf16 between two GPUs, 35 between four. Fewer do not fill the links. More congest them: between four GPUs, plain dispatch on
 /// 116 SMs took 17 % longer than the floor with 464 senders, and 2 % with 35.
 const SENDING_BYTES: f64 = 96.0 * 14_336.0;
-/// A rank with at most so many tokens per sender sends with all senders, since its few rows do not congest a link.
+/// A rank with at most this many tokens for each sender that the limit allows is not limited: its few rows do not congest a
+/// link.
 const FEW_TOKENS: usize = 8;
 /// Minimum number of stages of a ring: two stores in flight and a load; or a store, a quantisation and a load.
 const FEWEST_STAGES: usize = 3;
@@ -149,9 +150,10 @@ impl SendLoad {
         (ranks - 1.0) * (1.0 - (1.0 - ranks.recip()).powf(choices))
     }
 
-    /// The number of senders beyond which pieces of `piece_bytes` congest the links: at most one in each block, or as many in
-    /// all. None if there is no limit: dispatch quantises, which takes its senders longer, or there are several domains, where
-    /// lanes are destinations too (neither was measured), or there are few tokens.
+    /// The number of senders that fills the links with pieces of `piece_bytes`; more would congest them. If it exceeds the
+    /// number of blocks, it is rounded to a multiple of it, so that every block has as many. None if there is no limit:
+    /// dispatch quantises, which takes its senders longer, or there are several domains, where lanes are destinations too
+    /// (neither was measured), or there are few tokens.
     fn most_senders(&self, piece_bytes: u32) -> Option<u32> {
         if self.quantize || self.domains > 1 {
             return None;

@@ -37,8 +37,8 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
     Pusher pusher(p, worker, producer, peers);
     Reducer reducer(p, worker, producer, epoch);
     const u64 items = pusher.items.count, tokens = p.handle.tokens, slack = p.slack;
-    // Foreign sets that are not on their way yet. They must not wait for what other domains send.
-    bool owes_sets = RAILS;
+    // Whether foreign sets may be left to reduce. They are reduced before this rank waits for what other domains send.
+    bool sets_left = RAILS;
     for (;;) {
         const bool pushes = !pusher.over();
         const u64 item = pusher.item;
@@ -49,7 +49,7 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
         // for a peer here: as long as this worker has items to push, a peer may be waiting for them. With RAILS there is no
         // estimate and `slack` has no effect: tokens of foreign sets are claimed first, then this rank's own.
         for (;;) {
-            const bool foreign_only = owes_sets && !pushes;
+            const bool foreign_only = sets_left && !pushes;
             if (foreign_only && !reducer.foreign()) break;
             if (!reducer.has_some()) {
                 if (RAILS) {
@@ -69,9 +69,9 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
         }
         if (pushes) {
             pusher.next();
-        } else if (owes_sets) {
+        } else if (sets_left) {
             if (p.row_probs != nullptr && !gather_all_sets(p, worker, epoch)) return;
-            owes_sets = false;
+            sets_left = false;
         } else {
             break;
         }
@@ -130,7 +130,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __gri
     u8* teams = memory + peers_bytes(c.ranks + rail_domains(c));
 
     if (blockIdx.x == 0) enter(p, epoch);
-    // Producers first: so the warps of a team have one scheduler if there are four teams, and each scheduler has one team.
+    // Team t has the warps t, t + TEAMS and t + 2 TEAMS, of which the first is the producer. With four teams, the warps of a team run
+    // on one of the SM's four schedulers, and each scheduler has one team.
     const u32 in_block = warp_id() % TEAMS, role = warp_id() / TEAMS;
     const Team team(teams + in_block * combine_team_bytes());
     if (role == 0) team.init();

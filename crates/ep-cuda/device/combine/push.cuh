@@ -1,5 +1,5 @@
 // Role push, on the rank that holds the experts: adds the rows of each token of a peer, and sends the peer the partial
-// sum. A token's single row is not added to anything, but stored from the stage that it was loaded into.
+// sum. If rows and wire have one type, a token's single row is not added to anything, but stored from the stage that it was loaded into.
 #pragma once
 #include "rails.cuh"
 #include "steps.cuh"

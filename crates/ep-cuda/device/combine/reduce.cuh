@@ -63,7 +63,8 @@ __device__ inline bool await_chunk(const Common& c, const ReduceSet& set, u32 ch
     return fine;
 }
 
-// Whether the partial sums of the chunk are here. Called by all lanes; they must vote.
+// Whether the partial sums of the chunk are here, as far as this lane looks. Called by all lanes; the caller combines their answers by a
+// vote.
 __device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 chunk, u32 epoch) {
     bool there = true;
     for (u32 peer = domain_begin(c) + lane_id(); peer < domain_end(c); peer += WARP)

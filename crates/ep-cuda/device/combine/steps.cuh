@@ -123,16 +123,18 @@ struct Producer {
     // Waits for a free stage, and writes its step.
     __device__ void begin(const Step& step) {
         await_barrier(team.empty(turn.at), turn.parity ^ 1);
-        // A lane that has not seen the end of this phase yet could miss it: when lane 0 has handed on the stage, the next phase may end.
+        // Every lane passes this wait before lane 0 hands the stage on. Otherwise the next phase might end before a slow lane looks,
+        // which would then wait for ever.
         __syncwarp();
         if (lane_id() == 0) st_shared_v4(team.step(turn.at), step.words());
     }
 };
 
 // Puts the steps of sums: all rows of a sum for its first segment, then for the next segment, then the next sum. `mine`: this
-// lane's row. `target(sums)`: where the first of these sums goes. `wire`: STEP_WIRE or 0. `copies`: a sum of one row is that row.
+// lane's row. `target(sums)`: where the first of these sums goes. `wire`: STEP_WIRE or 0. `single_as_is`: a sum of one row is that
+// row.
 template <class Target>
-__device__ inline void put_sums(Producer& producer, const Sums& sums, const Summand& mine, u32 wire, bool copies,
+__device__ inline void put_sums(Producer& producer, const Sums& sums, const Summand& mine, u32 wire, bool single_as_is,
                                 const Target& target) {
     const Cut& cut = producer.cut;
     const u32 alive = __ballot_sync(ALL_LANES, (mine.flags() & SUM_ALIVE) != 0);
@@ -141,7 +143,7 @@ __device__ inline void put_sums(Producer& producer, const Sums& sums, const Summ
     for (Sums left = sums; left.any(); left.next()) {
         const u32 rows = alive & left.lanes();
         u8* const to = target(left);
-        const bool copy = copies && rows != 0 && (rows & (rows - 1)) == 0;
+        const bool copy = single_as_is && rows != 0 && (rows & (rows - 1)) == 0;
 #pragma unroll 1
         for (u32 vector = 0; vector < cut.vectors; vector += cut.stride()) {
             u8* const segment = to + static_cast<u64>(vector) * bytes;

@@ -1,5 +1,5 @@
-// Wrappers of the PTX instructions that CUDA C++ does not expose. Each wrapper has the name of its instruction, except for
-// the lock, which combines several.
+// Wrappers of the PTX instructions that CUDA C++ does not expose, named after their instructions, and a few helpers: the place of a
+// thread, addresses in shared memory, and the lock, which combines several instructions.
 #pragma once
 #include "types.cuh"
 

@@ -77,7 +77,7 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
         plan->copy_end[unit] = end.y;
     }
     if (threadIdx.x < CALL_WORDS) plan->call[threadIdx.x] = c.call[threadIdx.x];
-    // Indices that the compiler knows, so that `head` stays in registers.
+    // Constant indices, so that `head` stays in registers.
 #pragma unroll
     for (u32 at = 0; at < RAIL_SECTIONS; at++)
         if (threadIdx.x == at) plan->sections[at] = head.sections[at];

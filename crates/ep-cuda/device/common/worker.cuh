@@ -1,5 +1,5 @@
 // A worker: one warp (dispatch) or a team of warps (combine) that processes work items on its own, with its own part of the block's
-// shared memory. Between the handshake and `leave`, the workers of a block never wait for each other.
+// shared memory. Between the handshake and `leave`, a worker never waits for another worker of its block.
 #pragma once
 #include COPY_VARIANT
 #include "handle.cuh"

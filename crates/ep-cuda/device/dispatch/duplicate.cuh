@@ -1,5 +1,5 @@
-// Role duplicate: completes this rank's output. A peer sends a token with several experts on this rank once, to the row
-// of the first expert; this role copies that row to the others. It writes the padding rows. It awaits the flags of all items that
+// Role duplicate: completes this rank's output. A peer sends a token with several experts on this rank once, to its first
+// row; this role copies that row to the others. It writes the padding rows. It awaits the flags of all items that
 // peers send, so the output is complete when the kernel ends.
 #pragma once
 #include "arrivals.cuh"

@@ -17,11 +17,10 @@ struct ItemBatch : Batch<Entry> {
     }
 };
 
-// The number of items of a rank, for one group of pieces, is at most this.
+// The most items of a rank for one group of pieces.
 constexpr u32 MOST_ITEMS = 512;
-// Chunks of an item: two where a rank has more than MOST_ITEMS chunks (it has at most MAX_CHUNKS), because each item costs a
-// fence. Sender and receivers compute it from the
-// number of the sender's chunks. An item of combine is one chunk.
+// Chunks of an item: one, or two if a rank has more than MOST_ITEMS chunks (it has at most MAX_CHUNKS), because each item costs
+// a fence. Sender and receivers compute it from the number of the sender's chunks. An item of combine is one chunk.
 __device__ inline u32 span_of(u32 chunks) { return max(div_up(chunks, MOST_ITEMS), 1u); }
 
 // Claims items one by one from a counter that all workers of the kernel share, since workers of equal work differ in time by a

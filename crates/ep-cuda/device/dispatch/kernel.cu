@@ -1,7 +1,7 @@
 // dispatch: sends tokens to the ranks of their experts. One launch: block 0 sends the handshake, every block awaits the
 // handshakes of all ranks of the domain, and then every warp is a worker that has two roles in turn: send, then duplicate;
-// with rails, forward in between. All but `DispatchParams::senders` warps leave out send and forward: the first rows that
-// arrive need not wait for a sender, and more senders would congest the links (`SendLoad::most_senders` in src/tuning.rs).
+// with rails, forward in between. Only the first `DispatchParams::senders` warps send and forward. The others duplicate
+// at once, so early rows are copied early; more senders would congest the links (`SendLoad::most_senders` in src/tuning.rs).
 // docs/glossary.md ("Running an operator", "Memory and transport") defines item, piece, first row, set, lane and plan. An
 // epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
 //
@@ -21,7 +21,8 @@
 //               only awaits the flags.
 //
 // Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore they claim items
-// from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`.
+// from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`. Padding rows, and in plain mode the
+// flags, are divided by the workers' numbers.
 // No deadlock: all blocks of all ranks run at the same time (docs/protocol.md says why). send awaits nothing after the
 // handshakes. forward awaits plans and rows, which block 0 and the send role of other domains write; proxies move them, whatever
 // kernels do. duplicate awaits send and forward. Last, with rails, one warp awaits what the lanes still receive

@@ -198,12 +198,12 @@ struct ItemWeights {
     }
 };
 
-// The entries of one token in a batch of `sends`, as bits of their lanes: those to other ranks and to lanes, and those to this
-// rank. A token may lie in several batches.
+// The entries of one token in a batch of `sends`. Bit i of a mask stands for the entry that lane i of the warp holds. A token may
+// lie in several batches.
 struct TokenPart {
-    u32 above;  // to higher ranks, and to lanes
+    u32 above;  // to higher ranks and, with rails, to the lanes of other domains
     u32 below;  // to lower ranks
-    u32 near;
+    u32 own;    // to this rank
     bool ends;  // the token's last entry is in the batch
 };
 
@@ -239,12 +239,12 @@ __device__ inline void store_part(const TokenPart& part, const Store& store) {
     for (u32 left = part.above; left != 0; left &= left - 1) store(__ffs(left) - 1);
     for (u32 left = part.below; left != 0; left &= left - 1) store(__ffs(left) - 1);
     if (part.ends) commit_stores();
-    for (u32 left = part.near; left != 0; left &= left - 1) store(__ffs(left) - 1);
+    for (u32 left = part.own; left != 0; left &= left - 1) store(__ffs(left) - 1);
     if (part.ends) commit_stores();
 }
 
-// Sets the flag of a finished item some tokens later, when its stores to other ranks have completed, so that the worker need
-// not wait for them.
+// Sets the flag of a finished item some tokens later, when its stores to other ranks have completed, so that the worker goes
+// on meanwhile.
 struct Completion {
     // Tokens between an item's last token and its flag.
     static constexpr u32 LAG = 2;

@@ -6,7 +6,7 @@
 //   exchange   Block 0 writes this rank's counts (bases.cuh) behind the control block of every rank of its domain and
 //              sends the handshake. Every block awaits the handshakes of all ranks of the domain. Without RAILS, ranks
 //              exchange nothing else.
-//   emit       With the counts of all ranks, each block knows the row of every copy of its tokens, and writes their
+//   emit       With the counts of all ranks, each block computes the row of every copy of its tokens, and writes their
 //              entries in the lists (lists.cuh). Block 0 also writes the shape and the ends of the lists. Writes to
 //              this rank's handle, host shape and the caller's counts only.
 //
