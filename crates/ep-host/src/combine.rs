@@ -163,6 +163,8 @@ impl Combine<'_> {
                 unsafe { probs.add(at).write(self.prob(peers, copy)?) };
             }
         }
+        // The receiver does not see the rows of this domain, so it could not notice that they were changed.
+        self.op.check_inputs_unchanged()?;
         self.op.post(idle, claim, sections.end)
     }
 

@@ -462,9 +462,10 @@ impl<'a> Op<'a> {
         self.check_inputs_unchanged()
     }
 
-    /// Checks that the rows that a combine has read were not changed meanwhile. A peer whose combine failed returns to
-    /// its caller early, and the caller may have written to borrowed memory that the peer had published.
-    fn check_inputs_unchanged(&self) -> Result<()> {
+    /// Checks that the rows of this domain that a combine has read so far were not changed meanwhile. A peer whose combine
+    /// failed returns to its caller early, and the caller may have written to borrowed memory that the peer had published.
+    /// A rank calls it at its end, and before it sends domain sums to a rank of another domain, which cannot check them.
+    pub(crate) fn check_inputs_unchanged(&self) -> Result<()> {
         if self.operator != Operator::Combine {
             return Ok(());
         }
