@@ -276,10 +276,7 @@ impl Control {
 
     /// Stores the text of this rank's error. Call it before [`set_health`](Self::set_health), which publishes the text.
     pub(crate) fn set_cause(&self, error: &str) {
-        let mut end = error.len().min(CAUSE_BYTES);
-        while !error.is_char_boundary(end) {
-            end -= 1;
-        }
+        let end = error.floor_char_boundary(CAUSE_BYTES);
         for (to, &from) in self.words().cause.iter().zip(&error.as_bytes()[..end]) {
             to.store(from, Relaxed);
         }
@@ -291,8 +288,10 @@ impl Control {
         let words = self.words();
         let len = (words.cause_len.load(Relaxed) as usize).min(CAUSE_BYTES);
         let bytes: Vec<u8> = words.cause[..len].iter().map(|byte| byte.load(Relaxed)).collect();
-        // Another process wrote the text: control characters must not reach this process's terminal or log.
-        let text = String::from_utf8_lossy(&bytes).replace(char::is_control, " ");
+        // Another process wrote the text: control characters must not reach this process's terminal or log, and bytes that
+        // are no text become longer when they are replaced.
+        let mut text = String::from_utf8_lossy(&bytes).replace(char::is_control, " ");
+        text.truncate(text.floor_char_boundary(CAUSE_BYTES));
         (!text.is_empty()).then_some(text)
     }
 
@@ -439,6 +438,10 @@ mod tests {
         // A length that a peer wrote is bounded.
         control.words().cause_len.store(u32::MAX, Relaxed);
         assert_eq!(control.cause().unwrap().len(), CAUSE_BYTES);
+        // So is the text that replaces bytes which are no text: a status has room for no more.
+        control.words().cause.iter().for_each(|byte| byte.store(0xFF, Relaxed));
+        assert_eq!(control.cause().unwrap(), "\u{FFFD}".repeat(CAUSE_BYTES / 3));
+        control.status();
     }
 
     #[test]

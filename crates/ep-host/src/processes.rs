@@ -214,7 +214,7 @@ impl Processes {
                 // Without the descriptor, the peer would wait for it and blame this rank.
                 Err((_, error)) => {
                     let what = format!("sending a descriptor of memory to rank {}", peer.rank);
-                    let hint = "raise the limit of open files (ulimit -n)";
+                    let hint = "raise the limit of open files (ulimit -n), or free memory";
                     return Err(EnvironmentError::new(what, error, hint).into());
                 }
             }
@@ -255,12 +255,14 @@ impl Processes {
                 }
                 None => {}
             }
-            let lost = arrivals.ended.iter().find(|(_, fault)| **fault != PeerFault::Left);
-            if let Some((&lost, &fault)) = lost {
+            // A rank that was lost before one that has left, which may have left because of it; of several that were lost, the
+            // awaited rank or else the lowest: the same one in every run.
+            let order = |(&at, &fault): (&Rank, &PeerFault)| (fault == PeerFault::Left, at != rank, at);
+            let concerns = |(at, fault): &(&Rank, &PeerFault)| **at == rank || **fault != PeerFault::Left;
+            if let Some((&lost, &fault)) =
+                arrivals.ended.iter().filter(concerns).min_by_key(|&ended| order(ended))
+            {
                 return error(lost, fault, what());
-            }
-            if let Some(&fault) = arrivals.ended.get(&rank) {
-                return error(rank, fault, what());
             }
             let left = this.stall_bound.saturating_sub(start.elapsed());
             if left.is_zero() {

@@ -121,7 +121,7 @@ impl LinkSender {
         wire.flush_until(clock.deadline);
         match (wire.is_unwritable(), wire.has_unsent()) {
             (true, _) => Err(ErrorKind::BrokenPipe.into()),
-            (false, true) => Err(ErrorKind::TimedOut.into()),
+            (false, true) => Err(wire.take_shortage().unwrap_or_else(|| ErrorKind::TimedOut.into())),
             (false, false) => Ok(()),
         }
     }

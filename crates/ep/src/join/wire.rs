@@ -140,6 +140,9 @@ impl Piece {
     }
 }
 
+/// Pause before bytes are sent again for which the system lacked something.
+const SHORTAGE_PAUSE: Duration = Duration::from_millis(1);
+
 /// A socket with its received and unsent bytes.
 #[derive(Debug)]
 pub(super) struct Wire {
@@ -156,6 +159,8 @@ pub(super) struct Wire {
     ended: bool,
     /// No bytes can be sent any more.
     unwritable: bool,
+    /// Why the system did not send the first piece of `outgoing`, if the reason may pass.
+    shortage: Option<std::io::Error>,
     failure: Failure,
 }
 
@@ -169,11 +174,21 @@ impl Failure {
     fn watch<T>(&self, call: impl FnOnce() -> std::io::Result<T>) -> std::io::Result<T> {
         let mut failure = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         call().inspect_err(|error| {
-            if !matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) {
+            let passes = matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock);
+            if !passes && !is_shortage(error) {
                 failure.get_or_insert(error.kind());
             }
         })
     }
+}
+
+/// Whether the system lacks something that it needs to send, which is not the other end's fault and may pass: memory, or
+/// room for descriptors that no receiver has taken yet.
+fn is_shortage(error: &std::io::Error) -> bool {
+    let code = error.raw_os_error().map(rustix::io::Errno::from_raw_os_error);
+    code.is_some_and(|code| {
+        [rustix::io::Errno::TOOMANYREFS, rustix::io::Errno::NOBUFS, rustix::io::Errno::NOMEM].contains(&code)
+    })
 }
 
 impl Wire {
@@ -185,7 +200,17 @@ impl Wire {
     fn with(socket: Arc<Socket>, failure: Failure) -> Self {
         let (incoming, outgoing) = (Vec::new(), VecDeque::new());
         let (sent, ended, unwritable) = (0, false, false);
-        Self { socket, incoming, descriptors: None, outgoing, sent, ended, unwritable, failure }
+        Self {
+            socket,
+            incoming,
+            descriptors: None,
+            outgoing,
+            sent,
+            ended,
+            unwritable,
+            shortage: None,
+            failure,
+        }
     }
 
     /// A second wire on the same socket. One of the two only sends, and the other only receives.
@@ -278,9 +303,16 @@ impl Wire {
                 continue;
             }
             match self.failure.watch(|| self.socket.write(&bytes[self.sent..], descriptor)) {
-                Ok(sent) => self.sent += sent,
+                Ok(sent) => {
+                    self.sent += sent;
+                    self.shortage = None;
+                }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) if is_shortage(&error) => {
+                    self.shortage = Some(error);
+                    return;
+                }
                 // Bytes that the other end sent before it closed can still be read, so only sending ends here.
                 Err(_) => self.unwritable = true,
             }
@@ -291,9 +323,19 @@ impl Wire {
     pub(super) fn flush_until(&mut self, until: Instant) {
         self.flush();
         while self.has_unsent() && Instant::now() < until {
-            wait(&mut [PollFd::new(&*self.socket, PollFlags::OUT)], until);
+            // A socket that has room for bytes says nothing about other shortages.
+            match &self.shortage {
+                None => wait(&mut [PollFd::new(&*self.socket, PollFlags::OUT)], until),
+                Some(_) => std::thread::sleep(SHORTAGE_PAUSE),
+            }
             self.flush();
         }
+    }
+
+    /// Why unsent bytes are queued, if it is not that the other end does not take them.
+    #[cfg(target_os = "linux")]
+    pub(super) fn take_shortage(&mut self) -> Option<std::io::Error> {
+        self.shortage.take()
     }
 
     /// Whether unsent bytes are queued.
@@ -344,6 +386,18 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let peer = TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
         (Wire::new(Socket::Tcp(listener.accept().expect("a connection").0)).expect("a wire"), peer)
+    }
+
+    #[test]
+    fn a_shortage_is_no_end_of_the_connection() {
+        let failure = Failure::default();
+        let fails = |code: i32| drop(failure.watch::<()>(|| Err(std::io::Error::from_raw_os_error(code))));
+        // ETOOMANYREFS, ENOBUFS, ENOMEM, EAGAIN, EINTR
+        [109, 105, 12, 11, 4].into_iter().for_each(fails);
+        assert_eq!(*failure.0.lock().unwrap(), None);
+        // EPIPE
+        fails(32);
+        assert_eq!(*failure.0.lock().unwrap(), Some(ErrorKind::BrokenPipe));
     }
 
     fn two_wires() -> (Wire, Wire) {
