@@ -69,6 +69,8 @@ const YIELD_TURNS: u32 = 4096;
 const NAP: Duration = Duration::from_micros(50);
 /// Grace period: after a rank has left, how long this rank waits for news of another rank's death.
 const GRACE_PERIOD: Duration = Duration::from_millis(100);
+/// How long the last messages of a rank that has finished the step and is lost since may still arrive, nanoseconds.
+const LAST_MESSAGES_NS: u64 = 500_000_000;
 /// Turns between two checks of the peers' health.
 const CHECK_EVERY_TURNS: u32 = 32;
 /// Least time between two checks that need a system call or read every peer's counters, nanoseconds.
@@ -83,6 +85,8 @@ pub(crate) struct ProgressMonitor {
     read_ns: u64,
     /// When the program was last asked whether to stop.
     asked_ns: u64,
+    /// The awaited rank that has finished the step and is lost since, and when that was first seen.
+    gone: Option<(Rank, u64)>,
 }
 
 /// The counters of one rank at the last read, and when they last changed. Bounds are judged by these values only, never
@@ -114,7 +118,7 @@ impl SeenProgress {
 impl ProgressMonitor {
     pub(crate) fn new(controls: &[Control]) -> Self {
         let start = |control| SeenProgress { progressed_ns: 0, ran_ns: 0, ..Self::read(control, 0) };
-        Self { ranks: controls.iter().map(start).collect(), read_ns: 0, asked_ns: 0 }
+        Self { ranks: controls.iter().map(start).collect(), read_ns: 0, asked_ns: 0, gone: None }
     }
 
     fn read(control: &Control, now: u64) -> SeenProgress {
@@ -165,7 +169,8 @@ impl Op<'_> {
         if idle.turn() { self.check_peers(&waiting) } else { Ok(()) }
     }
 
-    /// The other ranks that have not finished this step. A rank that has finished may leave without harm.
+    /// The other ranks that have not finished this step. A rank that has finished may leave without harm if its messages
+    /// have arrived ([`check_last_messages`](Self::check_last_messages)).
     fn needed(&self) -> impl Iterator<Item = Rank> + '_ {
         let comm = self.comm;
         let unfinished = |rank: &Rank| comm.controls[rank.index()].finished() < self.step;
@@ -209,6 +214,7 @@ impl Op<'_> {
         if let Some(&(rank, fault)) = self.needed().find_map(lost_and_needed) {
             return Err(self.peer_error(rank, fault, waiting(), None));
         }
+        self.check_last_messages(&mut monitor, &lost, now, waiting)?;
         if std::thread::current().id() == self.caller
             && now.saturating_sub(monitor.asked_ns) >= Interrupt::EVERY.as_nanos() as u64
         {
@@ -216,6 +222,36 @@ impl Op<'_> {
             self.check_interrupt(|| waiting().what)?;
         }
         self.check_bounds(&monitor, now, waiting)
+    }
+
+    /// Checks that the awaited rank is not lost. A rank finishes a step when its transport has taken its messages, so they
+    /// may still be under way, and may be lost with the rank. They get [`LAST_MESSAGES_NS`] to arrive.
+    fn check_last_messages(
+        &self,
+        monitor: &mut ProgressMonitor,
+        lost: &[(Rank, PeerFault)],
+        now: u64,
+        waiting: &impl Fn() -> Waiting,
+    ) -> Result<()> {
+        let comm = self.comm;
+        let rank = waiting().peer;
+        let control = &comm.controls[rank.index()];
+        let health = control.health();
+        let fault = lost.iter().find(|(lost, _)| *lost == rank).map(|&(_, fault)| fault);
+        let gone = fault.is_some() || health != Health::Alive;
+        if rank == comm.rank || !gone || control.finished() < self.step {
+            monitor.gone = None;
+            return Ok(());
+        }
+        let noticed = monitor.gone.filter(|(gone, _)| *gone == rank).map_or(now, |(_, noticed)| noticed);
+        monitor.gone = Some((rank, noticed));
+        if now.saturating_sub(noticed.max(self.progressed_ns.load(Relaxed))) < LAST_MESSAGES_NS {
+            return Ok(());
+        }
+        Err(match fault {
+            Some(fault) if health == Health::Alive => self.peer_error(rank, fault, waiting(), None),
+            _ => self.unhealthy(rank, health, waiting()),
+        })
     }
 
     /// Asks the program whether to stop.

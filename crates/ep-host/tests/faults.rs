@@ -223,6 +223,57 @@ fn a_waiting_operator_can_be_interrupted() {
     }
 }
 
+/// Rank 1 finishes a dispatch when its transport has taken its rows, then fails and drops its buffer before they have
+/// arrived. Rank 0, which waits for the rows, names it.
+#[test]
+fn a_rank_that_fails_before_its_last_messages_arrive_is_named() {
+    use std::cell::Cell;
+    thread_local! {
+        static STOP: Cell<bool> = const { Cell::new(false) };
+    }
+    let mut config = config();
+    config.host.workers = 1;
+    config.host.slots = 16;
+    config.stall_timeout = Duration::from_secs(6);
+    config.timeout = Duration::from_secs(20);
+    config.host.transport.engine = "paced:1GB/s,1000000us".into();
+    config.interrupt = ep::Interrupt::new(|| STOP.get());
+    let world = World::builder().ranks(2).domains(2).experts(EXPERTS).build().unwrap();
+    let buffers = HostBuffer::threads(&world, &config).unwrap();
+    std::thread::scope(|scope| {
+        for mut buffer in buffers {
+            scope.spawn(move || {
+                let rank = buffer.rank();
+                // Rank 0 has no tokens, so rank 1 waits for nothing in dispatch.
+                let tokens = TOKENS * rank.index();
+                let routing =
+                    || Workload { tokens, experts: EXPERTS, topk: 3, skew: 0.5, seed: 0 }.routing(rank);
+                let mode = DispatchMode::Permuted { pad_multiple: 4 };
+                let handle = buffer.preprocess(&routing(), mode, None).unwrap();
+                let rows = buffer.receive_shape(&handle).unwrap().allocated_rows();
+                let input = buffer.alloc(tokens * 2 * HIDDEN).unwrap();
+                let mut out = buffer.alloc(rows * 2 * HIDDEN).unwrap();
+                let result = buffer.dispatch(
+                    &handle,
+                    DispatchInput::new(&input, HIDDEN).probs(Probs::Skip),
+                    DispatchOutput::new(&mut out),
+                );
+                if rank == Rank(1) {
+                    result.unwrap();
+                    STOP.set(true);
+                    let error = buffer.preprocess(&routing(), mode, None).unwrap_err();
+                    assert!(matches!(error, Error::Caller(CallerError::Interrupted { .. })), "{error}");
+                    return;
+                }
+                let Err(Error::Peer(error)) = result else {
+                    panic!("the rows of rank 1 are lost: {result:?}")
+                };
+                assert_eq!((error.peer, error.fault), (Rank(1), PeerFault::Failed), "{error}");
+            });
+        }
+    });
+}
+
 #[test]
 fn ranks_that_pass_different_arguments_get_an_error_that_says_so() {
     for (ranks, domains) in WORLDS {
