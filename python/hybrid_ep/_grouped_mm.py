@@ -17,13 +17,17 @@ from torch import Tensor
 __all__ = ["grouped_mm"]
 
 _library = torch.library.Library("hybrid_ep", "FRAGMENT")
+# The host reads the counts, which Inductor must not do inside a CUDA graph. PyTorch 2.6 lacks the tag.
+_TAGS = tuple(
+    getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name)
+)
 _library.define(
     "grouped_mm(Tensor rows, Tensor weights, Tensor counts) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=_TAGS,
 )
 _library.define(
     "grouped_mm_weights(Tensor rows, Tensor grads, Tensor counts) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=_TAGS,
 )
 
 

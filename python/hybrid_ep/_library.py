@@ -19,10 +19,16 @@ __all__ = ["library"]
 _CPU = torch.device("cpu")
 
 library = torch.library.Library("hybrid_ep", "DEF")
+# The host takes part in every operator, and a handle is an object of the host. Inductor must not put operators into
+# CUDA graphs of its own (`mode="reduce-overhead"`): a replay would use the handle of the capture. PyTorch 2.6 lacks the
+# tag.
+OPERATOR_TAGS = tuple(
+    getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name)
+)
 library.define(
     "preprocess(Tensor routing, Tensor? weights, int buffer, bool is_map, int? pad_multiple, SymInt? capacity,"
     " int most) -> (Tensor handle, Tensor tokens_per_expert, Tensor kept_per_expert, Tensor overflow)",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=OPERATOR_TAGS,
 )
 # `topk_idx` maps the gradient of weights [T, E] to [T, K]. `rows` is known with a capacity or from an earlier call;
 # without `rows` the number of rows depends on data.
@@ -30,12 +36,12 @@ library.define(
     "dispatch(Tensor tokens, Tensor? scales, Tensor? weights, Tensor? topk_idx, Tensor handle, int buffer,"
     " bool from_routing, str? fp8, bool permuted, SymInt? rows, bool clear_tokens, bool local_experts)"
     " -> (Tensor tokens, Tensor scales, Tensor probs, Tensor local_experts)",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=OPERATOR_TAGS,
 )
 library.define(
     "combine(Tensor rows, Tensor? probs, Tensor handle, int buffer, SymInt tokens, bool permuted, ScalarType? wire)"
     " -> (Tensor tokens, Tensor probs)",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=OPERATOR_TAGS,
 )
 
 

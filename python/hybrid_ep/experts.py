@@ -14,6 +14,7 @@ The experts of all ranks have the same parameter names and shapes, so the parame
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,14 @@ if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Shard
 
 __all__ = ["GroupedExperts", "expert_parameters", "local_part"]
+
+
+@functools.cache
+def _has_grouped_mm(device: torch.device) -> bool:
+    """Whether `torch._grouped_mm` works there: it needs Hopper or later, and PyTorch 2.8 or later."""
+    return (
+        device.type == "cuda" and hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 class GroupedExperts(nn.Module):
@@ -90,7 +99,7 @@ class GroupedExperts(nn.Module):
         """
         gate_up, down = local_part(self.gate_up), local_part(self.down)
         rows = rows.to(down.dtype)
-        if self._has_grouped_mm and rows.dtype == torch.bfloat16:
+        if rows.dtype == torch.bfloat16 and _has_grouped_mm(down.device):
             return _at_once(rows, gate_up, down, tokens_per_expert)
         if torch.compiler.is_compiling():
             gate, up = grouped_mm(rows, gate_up, tokens_per_expert).chunk(2, dim=-1)
@@ -113,13 +122,6 @@ class GroupedExperts(nn.Module):
             settled = nn.Parameter(self._sharded(parameter.detach()), parameter.requires_grad)
             settled.expert_parallel = True  # type: ignore[attr-defined]  # other libraries may read it
             setattr(self, name, settled)
-        # `torch._grouped_mm` needs Hopper or later, bf16, and PyTorch 2.8 or later.
-        device = self._device()
-        self._has_grouped_mm = (
-            device.type == "cuda"
-            and hasattr(torch, "_grouped_mm")
-            and torch.cuda.get_device_capability(device) >= (9, 0)
-        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -136,6 +136,11 @@ def _place_in_expert(idx: Tensor) -> Tensor:
     return torch.empty_like(place).scatter_(0, order, place).view_as(idx)
 
 
+def _in_transit(dtype: torch.dtype) -> torch.dtype:
+    """The type in which rows of a type travel: the operators send bfloat16 and float32."""
+    return dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
+
+
 class TokenDispatcher:
     """Sends tokens to the ranks of their experts, and returns the weighted sums of the experts' outputs.
 
@@ -147,7 +152,8 @@ class TokenDispatcher:
         pad_multiple: The rows of each expert are padded to a multiple of this number.
         capacity: The rows of each dispatch output. With a capacity, shapes are static and the host does not wait for
             the GPU; `overflow` of the result tells whether rows were dropped. None: exactly the rows that arrive.
-        dtype: The type of rows in transit. Default: that of the tokens.
+        dtype: The type of rows in transit, bfloat16 or float32. Default: that of the tokens, or float32 if they have
+            another type.
 
     Example:
         >>> received = dispatcher.dispatch(tokens, topk_idx, topk_weights)
@@ -176,7 +182,7 @@ class TokenDispatcher:
             PeerError: Another rank died, left, failed, stalled or came late.
         """
         return self.buffer.dispatch_with_permute(
-            tokens.to(self.dtype or tokens.dtype),
+            tokens.to(self.dtype or _in_transit(tokens.dtype)),
             topk_idx,
             topk_weights,
             pad_multiple=self.pad_multiple,
@@ -191,7 +197,8 @@ class TokenDispatcher:
             received: The result of `dispatch`.
 
         Returns:
-            [T, H], of type `dtype`, or of the outputs' type.
+            [T, H], of type `dtype`; by default of the outputs' type, or float32 if that is neither bfloat16 nor
+            float32.
 
         Raises:
             CallerError: The arguments do not fit.
@@ -199,7 +206,7 @@ class TokenDispatcher:
         """
         if received.probs is None:
             raise CallerError("received: has no weights for the experts' outputs; dispatch with topk_weights")
-        weighted = weight_rows(outputs, received.probs, self.dtype or outputs.dtype, self.buffer)
+        weighted = weight_rows(outputs, received.probs, self.dtype or _in_transit(outputs.dtype), self.buffer)
         return self.buffer.combine_with_unpermute(weighted, received.handle).tokens
 
 
@@ -237,7 +244,7 @@ class MoELayer(nn.Module):
         balance_coef: As for `Router`.
         balance_group: As for `Router`.
         capacity: As for `TokenDispatcher`.
-        comm_dtype: The type of rows in transit. Default: that of the tokens.
+        comm_dtype: As `dtype` for `TokenDispatcher`.
         pad_multiple: As for `TokenDispatcher`.
         dtype: The type of the experts' parameters.
 
@@ -323,7 +330,7 @@ class MoELayer(nn.Module):
         outputs = self.experts(received.tokens, received.tokens_per_expert)
         y = self.dispatcher.combine(outputs, received).to(x.dtype)
         if self.shared is not None:
-            y = y + self.shared(tokens)
+            y = y + self.shared(tokens.to(self.shared.down.weight.dtype)).to(x.dtype)
         self.balance_loss, self.overflow = routed.balance_loss, received.overflow
         return y.view_as(x)
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import weakref
 from collections.abc import Iterator, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -23,10 +21,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Meeting"]
-
-# The number of meetings that this process has had over each group. It is the same on all ranks of the group, because
-# making a buffer or a migration is collective, so it separates the keys of one from those of the next.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, count[int]] = weakref.WeakKeyDictionary()
 
 
 # Seconds to wait before the timeout is known.
@@ -92,12 +86,15 @@ class Meeting:
         """
         if not isinstance(group, dist.ProcessGroup):
             raise CallerError(f"group: expected a process group that this process is of, found {group!r}")
-        made = next(_made.setdefault(group, count()))
         # Each group has its own prefix in the store, but older versions of PyTorch give one prefix to all groups of a
         # `split_group`. These have no rank in common.
         store = distributed_c10d._get_process_group_store(group)
         first = min(dist.get_process_group_ranks(group))
-        store = distributed_c10d.PrefixStore(f"hybrid_ep/{first}/{made}", store)
+        # The number of this rank's meetings over the group separates the keys of one from those of the next. It is the
+        # same on all ranks, because making a buffer or a migration is collective. The store counts: it may outlive the
+        # group, and a later group of the same name would find what a meeting of the earlier one has left.
+        number = store.add(f"hybrid_ep/{first}/meetings of {group.rank()}", 1)
+        store = distributed_c10d.PrefixStore(f"hybrid_ep/{first}/{number}", store)
         return cls(store, group.rank(), group.size(), _UNTIL_KNOWN, making)
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ asynchronous operators before it.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -146,6 +147,10 @@ class Work:
         self._held = []
 
 
+class _ThreadCall(threading.local):
+    call: _Call | None = None
+
+
 class Communication:
     """The asynchronous operators of one buffer on a GPU, and the stream in which they run.
 
@@ -160,7 +165,8 @@ class Communication:
         self.device = device
         # None before the first asynchronous operator.
         self._stream: torch.cuda.Stream | None = None
-        self._call: _Call | None = None
+        # The asynchronous call of each thread.
+        self._calls = _ThreadCall()
         # The works for which no stream waits yet, in call order.
         self._pending: deque[Work] = deque()
         self._delivered: set[weakref.ref[torch.UntypedStorage]] = set()
@@ -179,19 +185,20 @@ class Communication:
             The work of the operators.
         """
         addresses = set() if after is None else {tensor.data_ptr() for tensor in given}
-        call = self._call = _Call(Work(end), after, addresses)
+        call = self._calls.call = _Call(Work(end), after, addresses)
         try:
             yield call.work
         finally:
-            self._call = None
+            self._calls.call = None
             # Also after an error: the first of several operators may have been launched.
             if call.work._event is not None:
                 self._pending.append(call.work)
 
     def run(self, operator: Callable[..., Result], end: End, *args: Any) -> Result:
         """Runs an operator in the current stream, or, inside `call`, in the communication stream."""
-        if self._call is not None:
-            return self._launch(self._call, operator, end, *args)
+        call = self._calls.call
+        if call is not None:
+            return self._launch(call, operator, end, *args)
         self.join(operates=True)
         return operator(end, *args)
 
@@ -201,7 +208,7 @@ class Communication:
         Args:
             operates: Whether an operator in the current stream follows.
         """
-        if self._stream is None or self._call is not None:
+        if self._stream is None or self._calls.call is not None:
             return
         capturing = is_capturing(self.device)
         self._tidy(capturing)

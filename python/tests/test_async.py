@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -439,6 +440,15 @@ def test_a_capture_is_refused_while_no_stream_waits_for_an_earlier_operator(cuda
     work.wait()
     cuda.capturing = True
     dispatch(buffer, None, *sample(), capacity=CAPACITY, async_op=async_op)
+
+
+def test_a_call_of_another_thread_is_not_part_of_an_asynchronous_call(cuda: Cuda) -> None:
+    buffer = on_streams(cuda)
+    communication = buffer._end.communication
+    assert communication is not None
+    with communication.call(buffer._end, None, ()), ThreadPoolExecutor(1) as other:
+        assert communication.run(lambda _: [cuda.current], buffer._end)[0] is not cuda.default
+        assert other.submit(communication.run, lambda _: [cuda.current], buffer._end).result()[0] is cuda.default
 
 
 def test_a_synchronous_program_touches_no_stream(cuda: Cuda) -> None:

@@ -441,3 +441,21 @@ def test_tensors_without_memory_are_unwrapped_or_refused(device: str) -> None:
         assert given.scales is not None and given.scales.equal(scales)
         with pytest.raises(CallerError, match="values: a Wrapper has no memory of its own"):
             weight_rows(Wrapper(torch.ones(2, 16, device=device)), torch.ones(2, device=device), torch.float32, buffer)
+
+
+def test_a_tensor_whose_memory_does_not_hold_its_values_is_copied() -> None:
+    idx, rows = torch.tensor([[0], [1], [2]]), torch.arange(48.0).view(3, 16)
+    with Buffer(num_experts=4, device="cpu") as buffer:
+
+        def delivered(tokens: Tensor) -> Tensor:
+            return buffer.dispatch_with_permute(tokens, idx).tokens.clone()
+
+        assert torch.equal(delivered(torch._neg_view(rows)), -rows)
+        assert torch.equal(delivered(torch._efficientzerotensor((3, 16))), torch.zeros(3, 16))
+
+
+def test_inductor_makes_no_cuda_graphs_of_operators() -> None:
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    names = ["preprocess", "dispatch", "combine", "grouped_mm", "grouped_mm_weights"]
+    missing = [name for name in names if tag not in getattr(torch.ops.hybrid_ep, name).default.tags]
+    assert tag is None or not missing

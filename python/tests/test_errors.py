@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep import Buffer, CallerError, Handle, HybridEPError, PeerError, SetupError
+from hybrid_ep.rendezvous import Meeting
 from worlds import make_case, on_threads, world
 
 IDX = torch.tensor([[0, 1], [2, -1], [3, 0]])
@@ -510,3 +512,16 @@ else:
     sys.exit("there is no PyTorch to build on")
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_meeting_does_not_see_what_an_earlier_group_on_the_same_store_has_left() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            for _ in range(2):
+                meeting = Meeting.of(dist.group.WORLD)
+                assert not meeting.store.check(["lost"])
+                meeting.store.set("lost", "rank 0 gave up")
+        finally:
+            dist.destroy_process_group()

@@ -149,6 +149,23 @@ def test_layer_in_bf16(ranks: int) -> None:
     check(trained, 6e-2)
 
 
+@pytest.mark.parametrize("given", [torch.float16, torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_input_and_parameters_may_have_different_types(given: torch.dtype, dtype: torch.dtype) -> None:
+    with Buffer(num_experts=4, device="cpu") as buffer:
+        exact, layer = (
+            MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=2, shared_intermediate=8, dtype=of).requires_grad_()
+            for of in (torch.float32, dtype)
+        )
+        layer.load_state_dict(exact.state_dict())
+        x = torch.randn(5, HIDDEN).to(given).requires_grad_()
+        y, expected = layer(x), exact(x.float())
+        assert y.dtype == given
+        y.float().sum().backward()
+        assert x.grad is not None and all(parameter.grad is not None for parameter in layer.parameters())
+        torch.testing.assert_close(y.float(), expected, atol=5e-2, rtol=5e-2)
+
+
 def test_f32_layer_with_bf16_rows() -> None:
     trained = on_threads(2, lambda b: step(b, comm_dtype=torch.bfloat16))
     check(trained, 6e-2)

@@ -84,9 +84,10 @@ impl Sizes {
         Self { tokens, copies, ranks, local_experts, chunks: tokens.div_ceil(chunk_tokens), chunk_tokens }
     }
 
-    /// Upper bound of the entries of `sends`: one per copy, and one per token without a copy.
+    /// Upper bound of the entries of `sends`: of a token, one for each other rank or lane that gets it, one for each of its
+    /// copies on this rank, and one if it has no copy. A map may have up to as many copies of a token as there are experts.
     pub(crate) fn sends(&self) -> usize {
-        self.copies + self.tokens
+        self.copies.min(self.tokens.saturating_mul(self.ranks - 1 + self.local_experts)) + self.tokens
     }
 
     /// Allocates the lists.
@@ -164,6 +165,8 @@ mod tests {
                 assert!(sizes.chunk_tokens <= most || sizes.chunk_tokens == tokens.div_ceil(MAX_CHUNKS));
             }
         }
+        let sends = |copies: usize| Sizes::new(1024, copies * 1024, 8, 32, 64).sends();
+        assert_eq!([1, 8, 39, 40, 256].map(sends), [2, 9, 40, 40, 40].map(|each: usize| each * 1024));
         let chunks = |most| Sizes::new(1024, 8192, 8, 4, most).chunks;
         assert_eq!([1, 2, 4, 64].map(chunks), [1024, 512, 256, 256]);
     }
