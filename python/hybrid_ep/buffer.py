@@ -39,8 +39,8 @@ class Buffer(Joined):
 
     The constructor and every operator (`preprocess`, `dispatch`, `combine` and their variants) are collective: all
     ranks call the same operators in the same order, with the same hidden size, types and mode. Numbers of tokens and
-    capacities may differ between ranks, and may be zero. Any thread may use a buffer, one call at a time. Operators
-    release the GIL.
+    capacities may differ between ranks, and may be zero. Any thread may use a buffer, one call at a time: calls at the
+    same time are an error of the program. Operators release the GIL.
 
     Which ranks: those of `group`; without `group`, those of the default process group if it is initialized; else the
     ranks that the environment of torchrun or SLURM describes; else this process alone.
@@ -156,7 +156,8 @@ class Buffer(Joined):
                 grouped by expert): the rows of each expert are padded to a multiple of it.
             capacity: The rows R of each dispatch output; rows beyond it are dropped. None: exactly the rows that
                 arrive, for which a call on a GPU waits.
-            max_experts_per_token: GPU and `routing_map` only: an upper bound that sizes memory. Default: E.
+            max_experts_per_token: GPU and `routing_map` only: an upper bound of the experts of a token. The memory of
+                the handle grows with T times this number. Default: E. A row with more experts is an error.
             async_op: As for `dispatch`. Operators of this buffer may take the handle before `wait`.
             after: As for `dispatch`.
 

@@ -80,7 +80,8 @@ impl HostMemory {
     /// The `len` bytes at `start` must stay allocated while this value lives, and nothing else may write to them. While
     /// an operator writes to them, nothing else may read them. `start` must be a multiple of 4; with `len` 0 it may be
     /// any value. After a failed combine, a peer may still read bytes that the combine published: the caller may write
-    /// to them only if it uses no result of that peer, whose combine fails too.
+    /// to them only if it uses no result of that peer, whose combine fails too. Peers send nothing of these bytes on to other
+    /// domains.
     pub unsafe fn borrowed(start: *mut u8, len: usize) -> Self {
         let start = NonNull::new(start).filter(|_| len > 0).unwrap_or(NonNull::<Line>::dangling().cast());
         Self { kind: Kind::Borrowed(BorrowedStart(start)), len }

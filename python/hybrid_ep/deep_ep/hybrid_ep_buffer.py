@@ -196,10 +196,10 @@ class HybridEPBuffer:
 
         Args:
             hidden: [tokens, hidden], bfloat16, float32, or FP8 as float8_e4m3fn or uint8.
-            scaling_factor: Scales of FP8 tokens, as for `hybrid_ep.Buffer.dispatch`; ignored for other tokens.
+            scaling_factor: Scales of FP8 tokens, as for `hybrid_ep.Buffer.dispatch`; ignored for other tokens, and
+                an error with `use_fp8`.
             topk_idx: Integer [tokens, K]; -1 names no expert.
             topk_weights: Floating-point [tokens, K].
-            num_of_experts_per_rank: Experts of each rank.
             num_of_experts: Experts of all ranks.
             probs: float32 [tokens, experts].
             routing_map: bool [tokens, experts], instead of `topk_idx`.
@@ -291,7 +291,7 @@ class HybridEPBuffer:
             hidden: As for `dispatch`.
             topk_idx: As for `dispatch`.
             topk_weights: As for `dispatch`.
-            num_of_experts_per_rank: As for `dispatch`.
+            num_of_experts_per_rank: Experts of each rank.
             num_of_experts: As for `dispatch`.
             use_fp8: Whether bfloat16 tokens are quantized in flight. Default: the constructor's value.
             routing_map: As for `dispatch`.

@@ -263,6 +263,11 @@ fn values_that_are_not_finite_are_reported_and_the_output_is_unchanged() {
     refused(&expert, &shared, 1, ValueFormat::Bf16, Operand::Rounded, 7);
     refused(&expert, &shared, 1, ValueFormat::Bf16Rice, Operand::Rounded, 7);
     check_every_format_of_f32_values(&shared, &expert);
+    // In the second block.
+    let shared = SharedExpert::from_weights(vec![0.0; length]).unwrap();
+    let mut expert = vec![0.0; length];
+    expert[BLOCK + 7] = f32::MAX;
+    refused(&expert, &shared, 1, ValueFormat::Bf16, Operand::Rounded, BLOCK + 7);
 }
 
 fn check_every_format_of_f32_values(shared: &SharedExpert<f32>, expert: &[f32]) {
