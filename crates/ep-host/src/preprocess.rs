@@ -136,9 +136,11 @@ fn receive_from_rail(op: &Op<'_>, ends: &[u64], words: usize, idle: &mut Idle) -
         if received.tokens != 1 {
             return Err(op.broken(peer, format!("a message of {} rows of counts, not 1", received.tokens)));
         }
+        let row = received.row(0).cast::<u32>();
+        // A peer that does not keep to the protocol may still write to the slot, so each word is read once.
         // SAFETY: the row has `words` words, by the format, and is aligned.
-        let counts = unsafe { std::slice::from_raw_parts(received.row(0).cast::<u32>(), words) };
-        op.comm.control().publish_counts(domain, op.step, counts);
+        let counts: Vec<u32> = (0..words).map(|at| unsafe { row.add(at).read_volatile() }).collect();
+        op.comm.control().publish_counts(domain, op.step, &counts);
         op.release(idle, claim)?;
         progressed = true;
     }

@@ -39,16 +39,18 @@ struct Endpoint {
     sent: Mutex<u64>,
 }
 
-/// The counters of a ring, each alone in 128 bytes; the slots of the ring follow.
+/// The counters of a ring; the slots of the ring follow.
 #[repr(C)]
 struct Ring {
     /// Signals sent so far; written by the sender.
-    head: AtomicU64,
-    _own_lines: [u64; 15],
+    head: Counter,
     /// Signals taken so far; written by the receiver.
-    tail: AtomicU64,
-    _own_lines_too: [u64; 15],
+    tail: Counter,
 }
+
+/// A counter alone in 128 bytes.
+#[repr(C, align(128))]
+struct Counter(AtomicU64);
 
 impl Loopback {
     /// Bytes at the front of a window that the engine reserves for its rings: the offset of the caller's part, a multiple
@@ -110,7 +112,7 @@ impl Loopback {
     /// The ring in `window` that the rank in domain `sender` fills.
     fn ring<'a>(&self, window: &'a Segment, sender: usize) -> (&'a Ring, &'a [AtomicU32]) {
         let offset = sender * self.ring_bytes;
-        // SAFETY: `Ring` consists of atomics and of padding that is never read; any bytes are valid.
+        // SAFETY: `Ring` consists of atomics and padding; any bytes are valid.
         let ring = unsafe { window.view::<Ring>(offset) };
         let slots = window.at(offset + size_of::<Ring>(), 4 * self.ring_slots).cast();
         // SAFETY: in bounds (checked by `at`), aligned (a ring begins at a multiple of 128), and atomics.
@@ -203,7 +205,7 @@ impl Transport for Loopback {
         let mut sent = end.sent.lock().unwrap_or_else(PoisonError::into_inner);
         let (ring, slots) = self.ring(&end.window, self.rail.own_index());
         let room = slots.len() as u64;
-        let tail = ring.tail.load(Acquire);
+        let tail = ring.tail.0.load(Acquire);
         match sent.checked_sub(tail) {
             Some(in_flight) if in_flight == room => return Ok(Posted::Full),
             Some(in_flight) if in_flight < room => {}
@@ -212,7 +214,7 @@ impl Transport for Loopback {
         self.copy_bytes(&put, end);
         slots[(*sent % room) as usize].store(put.signal.word(), Relaxed);
         *sent += 1;
-        ring.head.store(*sent, Release);
+        ring.head.0.store(*sent, Release);
         Ok(Posted::Yes)
     }
 
@@ -234,7 +236,7 @@ impl Transport for Loopback {
         for (sender, &peer) in peers {
             let (ring, slots) = self.ring(self.own(), sender);
             let (room, taken) = (slots.len() as u64, &mut taken[sender]);
-            let head = ring.head.load(Acquire);
+            let head = ring.head.0.load(Acquire);
             let Some(waiting) = head.checked_sub(*taken).filter(|&waiting| waiting <= room) else {
                 return Err(self.damaged(peer, head, *taken));
             };
@@ -246,7 +248,7 @@ impl Transport for Loopback {
                 };
                 on_signal(peer, signal);
                 *taken += 1;
-                ring.tail.store(*taken, Release);
+                ring.tail.0.store(*taken, Release);
             }
         }
         Ok(())
@@ -377,13 +379,13 @@ mod tests {
             let signal = Put::new(Rank(1), word(1));
             assert_eq!(a.put(signal).unwrap(), Posted::Yes);
             let (ring, _) = b.ring(&b.endpoints[1].window, 0);
-            ring.head.store(damage, Relaxed);
+            ring.head.0.store(damage, Relaxed);
             let Err(Error::Peer(error)) = b.poll(&mut |_, _| {}) else { panic!("the head is {damage}") };
             assert_eq!((error.peer, error.rank), (Rank(0), Rank(1)), "{error}");
             assert!(error.to_string().contains("a ring of 2 signals"), "{error}");
 
             let (ring, _) = a.ring(&a.endpoints[1].window, 0);
-            ring.tail.store(damage, Relaxed);
+            ring.tail.0.store(damage, Relaxed);
             let Err(Error::Peer(error)) = a.put(signal) else { panic!("the tail is {damage}") };
             assert_eq!((error.peer, error.rank), (Rank(1), Rank(0)), "{error}");
         }
@@ -396,9 +398,9 @@ mod tests {
         assert_eq!(a.put(signal(1)).unwrap(), Posted::Yes);
         let (ring, _) = a.ring(&a.endpoints[1].window, 0);
         // A peer overwrites the counter of the sender, and then that of the receiver.
-        ring.head.store(0, Relaxed);
+        ring.head.0.store(0, Relaxed);
         assert_eq!(a.put(signal(2)).unwrap(), Posted::Yes);
-        ring.tail.store(7, Relaxed);
+        ring.tail.0.store(7, Relaxed);
         assert_eq!(signals(&b), [(Rank(0), 1), (Rank(0), 2)]);
     }
 
