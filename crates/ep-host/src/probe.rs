@@ -109,41 +109,42 @@ impl RailProbe {
         let start = Instant::now();
         let free = Cell::new((1_u32 << Self::IN_FLIGHT) - 1);
         let owed = Cell::new(0_u32);
-        let (mut sent, acknowledged, received) = (0, Cell::new(0), Cell::new(0));
-        while acknowledged.get() < out || received.get() < inward || owed.get() != 0 {
+        let (sent, acknowledged, received) = (Cell::new(0), Cell::new(0), Cell::new(0));
+        let handle = |word: u32| {
+            let slot = 1 << ((word & 0xFFFF) % Self::IN_FLIGHT as u32);
+            if word & CREDIT == CREDIT {
+                free.set(free.get() | slot);
+                acknowledged.set(acknowledged.get() + 1);
+            } else {
+                owed.set(owed.get() | slot);
+                received.set(received.get() + 1);
+            }
+            true
+        };
+        // Every attempt sends, too: a put that was refused may be all that the peer waits for.
+        let attempt = || {
             let mut progressed = false;
             while owed.get() != 0 {
                 let slot = owed.get().trailing_zeros();
-                let credit = Put::new(peer, signal(CREDIT | slot));
-                if self.transport.put(credit)? == Posted::Full {
+                if self.transport.put(Put::new(peer, signal(CREDIT | slot)))? == Posted::Full {
                     break;
                 }
                 owed.set(owed.get() & !(1 << slot));
                 progressed = true;
             }
-            while sent < out && free.get() != 0 {
+            while sent.get() < out && free.get() != 0 {
                 let slot = free.get().trailing_zeros();
                 if self.transport.put(self.message(peer, bytes, slot))? == Posted::Full {
                     break;
                 }
                 free.set(free.get() & !(1 << slot));
-                sent += 1;
+                sent.set(sent.get() + 1);
                 progressed = true;
             }
-            let handle = |word: u32| {
-                let slot = 1 << ((word & 0xFFFF) % Self::IN_FLIGHT as u32);
-                if word & CREDIT == CREDIT {
-                    free.set(free.get() | slot);
-                    acknowledged.set(acknowledged.get() + 1);
-                } else {
-                    owed.set(owed.get() | slot);
-                    received.set(received.get() + 1);
-                }
-                true
-            };
-            if !self.take(peer, handle)? && !progressed {
-                self.wait_for(peer, || self.take(peer, handle))?;
-            }
+            Ok(self.take(peer, handle)? || progressed)
+        };
+        while acknowledged.get() < out || received.get() < inward || owed.get() != 0 {
+            self.wait_for(peer, attempt)?;
         }
         Ok(start.elapsed())
     }
