@@ -310,6 +310,7 @@ impl<'a> Op<'a> {
         waiting: impl Fn() -> Waiting,
     ) -> Result<()> {
         loop {
+            self.check_stopped()?;
             self.poll()?;
             let progressed = match self.peers()? {
                 Some(peers) => turn(idle, peers)?,

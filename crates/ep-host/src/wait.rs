@@ -161,12 +161,17 @@ impl Op<'_> {
     /// The error of the rank at fault, or of another worker, when waiting longer is useless;
     /// [`CallerError::Interrupted`].
     pub(crate) fn idle(&self, idle: &mut Idle, waiting: impl Fn() -> Waiting) -> Result<()> {
-        if self.stopped.load(Acquire) {
-            // Another worker has stored the error; this worker only has to end.
-            let error = self.error.lock().unwrap_or_else(PoisonError::into_inner);
-            return error.clone().map_or(Ok(()), Err);
-        }
+        self.check_stopped()?;
         if idle.turn() { self.check_peers(&waiting) } else { Ok(()) }
+    }
+
+    /// The error that another worker has stored, if one has: this worker only has to end.
+    pub(crate) fn check_stopped(&self) -> Result<()> {
+        if !self.stopped.load(Acquire) {
+            return Ok(());
+        }
+        let error = self.error.lock().unwrap_or_else(PoisonError::into_inner);
+        error.clone().map_or(Ok(()), Err)
     }
 
     /// The other ranks that have not finished this step. A rank that has finished may leave without harm if its messages
