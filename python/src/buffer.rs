@@ -1,8 +1,9 @@
 //! The class `Buffer`.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{LockResult, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, ThreadId};
+use std::time::Duration;
 
 use ep::join::Rendezvous;
 use ep::{Backend, Config, DispatchMode, Rank, ScaleFormat, World};
@@ -31,6 +32,9 @@ pub(crate) struct Buffer {
     facts: Facts,
     signals: Signals,
 }
+
+/// Pause between two looks at whether a call in another thread has ended.
+const WAIT_FOR_A_CALL: Duration = Duration::from_micros(200);
 
 /// The constant properties of a buffer.
 struct Facts {
@@ -139,7 +143,7 @@ impl Buffer {
     ) -> Result<T, Failure> {
         self.check_not_inside()?;
         self.signals.settle(py.detach(|| {
-            let mut end = self.end.lock().map_err(|_| poisoned())?;
+            let mut end = self.end()?.map_err(|_| poisoned())?;
             let _inside = Inside::of(self);
             call(end.as_mut().ok_or_else(|| Failure::Caller("this buffer was closed".into()))?)
         }))
@@ -158,10 +162,19 @@ impl Buffer {
         })
     }
 
-    fn take(&self) -> Option<AnyEnd> {
-        match self.end.lock() {
-            Ok(mut end) => end.take(),
-            Err(poison) => poison.into_inner().take(),
+    /// Waits for the end of a call in another thread, or for the exception of a signal handler. Called without the
+    /// interpreter's lock.
+    fn end(&self) -> Result<LockResult<MutexGuard<'_, Option<AnyEnd>>>, Failure> {
+        loop {
+            match self.end.try_lock() {
+                Ok(end) => return Ok(Ok(end)),
+                Err(TryLockError::Poisoned(poison)) => return Ok(Err(poison)),
+                Err(TryLockError::WouldBlock) => {}
+            }
+            if let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) {
+                return Err(Failure::Raised(raised));
+            }
+            thread::sleep(WAIT_FOR_A_CALL);
         }
     }
 }
@@ -195,7 +208,7 @@ impl Drop for Buffer {
         // Dropping the buffer waits for the GPU. Kernels there may wait for ranks on other threads, and these threads
         // may wait for the interpreter's lock: so release the lock. After the interpreter has ended no thread waits for
         // its lock; `try_attach` then drops the closure, and the buffer with it.
-        let end = self.take();
+        let end = self.end.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         let _: Option<()> = Python::try_attach(|py| py.detach(move || drop(end)));
     }
 }
@@ -470,8 +483,13 @@ impl Buffer {
     /// Leaves the communicator, and tells the peers.
     fn close(&self, py: Python<'_>) -> Result<(), Failure> {
         self.check_not_inside()?;
-        py.detach(|| drop(self.take()));
-        Ok(())
+        py.detach(|| {
+            let mut guard = self.end()?.unwrap_or_else(PoisonError::into_inner);
+            let end = guard.take();
+            drop(guard);
+            drop(end);
+            Ok(())
+        })
     }
 }
 

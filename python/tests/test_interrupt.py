@@ -143,3 +143,36 @@ def _interrupted(program: str, folder: Path, *arguments: str, sends: signal.Sign
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+CLOSE = """
+import signal, threading, time
+import torch
+from hybrid_ep import Buffer
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+one, _other = Buffer.threads(2, num_experts=2, device="cpu", timeout=600)
+idx = torch.zeros(3, 1, dtype=torch.int64)
+threading.Thread(target=one.preprocess, args=(idx,), daemon=True).start()
+time.sleep(0.5)
+print("ready", flush=True)
+try:
+    one.close()
+    print("closed", flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_close_can_be_interrupted_while_another_thread_waits_in_an_operator() -> None:
+    with subprocess.Popen([sys.executable, "-c", CLOSE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.communicate(timeout=60)[0] == "interrupted\n"
+        finally:
+            process.kill()
