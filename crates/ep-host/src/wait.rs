@@ -175,7 +175,7 @@ impl Op<'_> {
     }
 
     /// The other ranks that have not finished this step. A rank that has finished may leave without harm if its messages
-    /// have arrived ([`check_last_messages`](Self::check_last_messages)).
+    /// have arrived ([`lost_with_messages`](Self::lost_with_messages)).
     fn needed(&self) -> impl Iterator<Item = Rank> + '_ {
         let comm = self.comm;
         let unfinished = |rank: &Rank| comm.controls[rank.index()].finished() < self.step;
@@ -219,7 +219,15 @@ impl Op<'_> {
         if let Some(&(rank, fault)) = self.needed().find_map(lost_and_needed) {
             return Err(self.peer_error(rank, fault, waiting(), None));
         }
-        self.check_last_messages(&mut monitor, &lost, now, waiting)?;
+        let awaited = waiting().peer;
+        if let Some((fault, health)) = self.lost_with_messages(&mut monitor, &lost, now, awaited) {
+            // Finding the cause may take a while, in which other workers need the monitor.
+            drop(monitor);
+            return Err(match fault {
+                Some(fault) if health == Health::Alive => self.peer_error(awaited, fault, waiting(), None),
+                _ => self.unhealthy(awaited, health, waiting()),
+            });
+        }
         if std::thread::current().id() == self.caller
             && now.saturating_sub(monitor.asked_ns) >= Interrupt::EVERY.as_nanos() as u64
         {
@@ -229,34 +237,28 @@ impl Op<'_> {
         self.check_bounds(&monitor, now, waiting)
     }
 
-    /// Checks that the awaited rank is not lost. A rank finishes a step when its transport has taken its messages, so they
-    /// may still be under way, and may be lost with the rank. They get [`LAST_MESSAGES_NS`] to arrive.
-    fn check_last_messages(
+    /// Whether `rank`, which is awaited, has finished this step and is lost since, and why; `None` also while its last messages
+    /// may still arrive. A rank finishes a step when its transport has taken its messages. They may be under way then, and may
+    /// be lost with the rank; they get [`LAST_MESSAGES_NS`].
+    fn lost_with_messages(
         &self,
         monitor: &mut ProgressMonitor,
         lost: &[(Rank, PeerFault)],
         now: u64,
-        waiting: &impl Fn() -> Waiting,
-    ) -> Result<()> {
-        let comm = self.comm;
-        let rank = waiting().peer;
-        let control = &comm.controls[rank.index()];
+        rank: Rank,
+    ) -> Option<(Option<PeerFault>, Health)> {
+        let control = &self.comm.controls[rank.index()];
         let health = control.health();
         let fault = lost.iter().find(|(lost, _)| *lost == rank).map(|&(_, fault)| fault);
         let gone = fault.is_some() || health != Health::Alive;
-        if rank == comm.rank || !gone || control.finished() < self.step {
+        if rank == self.comm.rank || !gone || control.finished() < self.step {
             monitor.gone = None;
-            return Ok(());
+            return None;
         }
         let noticed = monitor.gone.filter(|(gone, _)| *gone == rank).map_or(now, |(_, noticed)| noticed);
         monitor.gone = Some((rank, noticed));
-        if now.saturating_sub(noticed.max(self.progressed_ns.load(Relaxed))) < LAST_MESSAGES_NS {
-            return Ok(());
-        }
-        Err(match fault {
-            Some(fault) if health == Health::Alive => self.peer_error(rank, fault, waiting(), None),
-            _ => self.unhealthy(rank, health, waiting()),
-        })
+        let quiet = now.saturating_sub(noticed.max(self.progressed_ns.load(Relaxed)));
+        (quiet >= LAST_MESSAGES_NS).then_some((fault, health))
     }
 
     /// Asks the program whether to stop.

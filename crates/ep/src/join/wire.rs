@@ -391,12 +391,12 @@ mod tests {
     #[test]
     fn a_shortage_is_no_end_of_the_connection() {
         let failure = Failure::default();
-        let fails = |code: i32| drop(failure.watch::<()>(|| Err(std::io::Error::from_raw_os_error(code))));
-        // ETOOMANYREFS, ENOBUFS, ENOMEM, EAGAIN, EINTR
-        [109, 105, 12, 11, 4].into_iter().for_each(fails);
+        let fails = |code: rustix::io::Errno| drop(failure.watch::<()>(|| Err(code.into())));
+        use rustix::io::Errno;
+        let passing = [Errno::TOOMANYREFS, Errno::NOBUFS, Errno::NOMEM, Errno::AGAIN, Errno::INTR];
+        passing.into_iter().for_each(fails);
         assert_eq!(*failure.0.lock().unwrap(), None);
-        // EPIPE
-        fails(32);
+        fails(Errno::PIPE);
         assert_eq!(*failure.0.lock().unwrap(), Some(ErrorKind::BrokenPipe));
     }
 
