@@ -30,6 +30,11 @@ const LONG_NAP: Duration = Duration::from_millis(1);
 /// Turns without a completion before naps become long.
 const SHORT_NAPS: u32 = 200;
 
+/// How long a worker waits for a call of libfabric in another thread before it does something else.
+const LONG_CALL: Duration = Duration::from_millis(1);
+/// How long dropping an engine waits for its thread.
+const THREAD_ENDS: Duration = Duration::from_secs(2);
+
 /// Endpoints of `shm` in this process. Those of one process write to each other's queues through plain pointers, also to
 /// queues of endpoints that are closed (seen with 1.17). So an endpoint stays open until all of them can be closed.
 static SHM: Mutex<ShmEndpoints> = Mutex::new(ShmEndpoints { engines: 0, dropped: Vec::new() });
@@ -362,6 +367,21 @@ impl Shared {
     }
 }
 
+impl Shared {
+    /// The core, unless another thread has been inside a call of libfabric for a while, from which it may never return.
+    fn core(&self) -> Option<MutexGuard<'_, Core>> {
+        let start = Instant::now();
+        loop {
+            match self.core.try_lock() {
+                Ok(core) => return Some(core),
+                Err(TryLockError::Poisoned(core)) => return Some(core.into_inner()),
+                Err(TryLockError::WouldBlock) if start.elapsed() >= LONG_CALL => return None,
+                Err(TryLockError::WouldBlock) => std::thread::yield_now(),
+            }
+        }
+    }
+}
+
 impl Engine {
     fn shared(&self) -> &Shared {
         self.shared.as_ref().expect("only dropping takes it")
@@ -375,7 +395,8 @@ impl Transport for Engine {
 
     fn put(&self, put: Put) -> Result<Posted> {
         let index = self.rail.peer_index(put.peer)?;
-        lock(&self.shared().core).put(&put, index)
+        // While a call does not return, the caller looks at the health of its peers, and tries again.
+        self.shared().core().map_or(Ok(Posted::Full), |mut core| core.put(&put, index))
     }
 
     fn poll(&self, on_signal: &mut dyn FnMut(Rank, Signal)) -> Result<()> {
@@ -388,7 +409,7 @@ impl Transport for Engine {
         let shared = self.shared();
         shared.polls.fetch_add(1, Relaxed);
         let report = {
-            let mut core = lock(&shared.core);
+            let Some(mut core) = shared.core() else { return Ok(()) };
             let failed = core.progress().err();
             reading.append(&mut core.arrived);
             core.peers.iter_mut().for_each(|peer| peer.unread = 0);
@@ -404,19 +425,24 @@ impl Transport for Engine {
         let index = self.rail.peer_index(peer)?;
         let start = Instant::now();
         loop {
-            let in_flight = {
-                let mut core = lock(&self.shared().core);
-                core.progress()?;
-                if let Some(why) = &core.peers[index].lost {
-                    return Err(core.gone(index, why));
+            let in_flight = match self.shared().core() {
+                Some(mut core) => {
+                    core.progress()?;
+                    if let Some(why) = &core.peers[index].lost {
+                        return Err(core.gone(index, why));
+                    }
+                    Some(core.peers[index].in_flight)
                 }
-                core.peers[index].in_flight
+                None => None,
             };
-            if in_flight == 0 {
+            if in_flight == Some(0) {
                 return Ok(());
             }
             if Instant::now() >= deadline {
-                let what = format!("{in_flight} puts to rank {peer} over {}", self.name);
+                let what = match in_flight {
+                    Some(puts) => format!("{puts} puts to rank {peer} over {}", self.name),
+                    None => format!("a call of libfabric ({}) to return", self.name),
+                };
                 let own = self.rail.own();
                 return Err(PeerError::joining(own, peer, PeerFault::Stalled, what, start.elapsed()).into());
             }
@@ -435,6 +461,23 @@ impl Drop for Engine {
         self.shared().stop.store(true, Relaxed);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
+            let deadline = Instant::now() + THREAD_ENDS;
+            while !thread.is_finished() && Instant::now() < deadline {
+                std::thread::sleep(NAP);
+            }
+            if !thread.is_finished() {
+                // The provider `shm` guards queues by spin locks in memory that processes share. If a process is killed while it
+                // holds one, calls on that queue never return.
+                eprintln!(
+                    "hybrid-ep: a call of libfabric ({}) has not returned for {} s, so its objects and its window are not \
+                     freed before the process ends; a killed process may hold a lock of the provider",
+                    self.name,
+                    THREAD_ENDS.as_secs()
+                );
+                std::mem::forget(self.shared.take());
+                self.addresses.iter().for_each(|address| leftovers::sweep(address));
+                return;
+            }
             let _ = thread.join();
         }
         if self.is_shm {

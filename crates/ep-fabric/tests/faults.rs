@@ -320,3 +320,22 @@ fn a_library_without_one_of_the_functions_names_it() {
         std::fs::remove_file(path).unwrap();
     }
 }
+
+#[test]
+fn nothing_waits_for_a_call_of_the_engines_thread_that_never_returns() {
+    let fake = Fake::new("stuck", &Settings { stuck: true, ..Settings::default() });
+    let both = ends(&fake.options(), 2);
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        // The engine's thread is inside the call, and workers do not wait for it.
+        std::thread::sleep(Duration::from_millis(200));
+        let (end, peer) = (&both[0], both[1].rail.own());
+        assert_eq!(end.transport.put(signal_only(peer, 5)), Ok(Posted::Full));
+        end.transport.poll(&mut |_, _| {}).unwrap();
+        let stalled = end.transport.drain(peer, Instant::now() + Duration::from_millis(50)).unwrap_err();
+        assert_eq!(peer_error(stalled).fault, PeerFault::Stalled);
+        drop(both);
+        tell.send(()).unwrap();
+    });
+    told.recv_timeout(Duration::from_secs(60)).expect("the engines are dropped");
+}

@@ -53,6 +53,8 @@ pub struct Settings {
     pub text_addresses: bool,
     /// Refuses all addresses of peers.
     pub refuses_addresses: bool,
+    /// `fi_cq_read` never returns, as behind a lock that a dead process holds.
+    pub stuck: bool,
     /// The start of all random decisions.
     pub seed: u64,
     /// Delivers and completes puts in any order.
@@ -93,6 +95,7 @@ impl Default for Settings {
             av_type: 0,
             text_addresses: false,
             refuses_addresses: false,
+            stuck: false,
             seed: 0,
             reorder: false,
             part: 0,

@@ -476,6 +476,11 @@ unsafe extern "C" fn writedata(
 }
 
 unsafe extern "C" fn read(queue: *mut sys::Cq, entries: *mut c_void, count: usize) -> isize {
+    if exclusive("fi_cq_read", id(queue), |_, settings| isize::from(settings.stuck)) == 1 {
+        loop {
+            std::thread::park();
+        }
+    }
     exclusive("fi_cq_read", id(queue), |world, settings| {
         let found = wire::read(world, id(queue), &settings, count);
         found.map_or_else(
