@@ -153,6 +153,21 @@ mod tests {
     }
 
     #[test]
+    fn numbers_of_more_than_16_bits_are_refused() {
+        let one = |bytes: &[u8], parameter| {
+            let mut number = [0];
+            decode(bytes, parameter, &mut number).map(|()| number[0])
+        };
+        // 15 and 20 zeros, a one, then 12 bits of zeros: 15 << 12 fits, 20 << 12 does not.
+        assert_eq!(one(&[0, 0x80, 0, 0], 12), Ok(15 << 12));
+        assert_eq!(one(&[0, 0, 0x10, 0, 0], 12), Err(BadCode));
+        // Also if a number that fits follows.
+        assert_eq!(decode(&[0, 0, 0x10, 0, 0x2, 0], 12, &mut [0; 2]), Err(BadCode));
+        // 2^17 zeros: the quotient times 2^15 would be 0 in 32 bits.
+        assert_eq!(one(&[vec![0; 1 << 14], vec![1, 0]].concat(), 15), Err(BadCode));
+    }
+
+    #[test]
     fn invalid_bytes_are_refused() {
         let numbers = [5, 700, 3, 65_535, 0];
         let bytes = round_trip(&numbers, 4);
