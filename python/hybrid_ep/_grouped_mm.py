@@ -14,20 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._library import OPERATOR_TAGS
+
 __all__ = ["grouped_mm"]
 
 _library = torch.library.Library("hybrid_ep", "FRAGMENT")
-# The host reads the counts, which Inductor must not do inside a CUDA graph. PyTorch 2.6 lacks the tag.
-_TAGS = tuple(
-    getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name)
-)
 _library.define(
     "grouped_mm(Tensor rows, Tensor weights, Tensor counts) -> Tensor",
-    tags=_TAGS,
+    tags=OPERATOR_TAGS,
 )
 _library.define(
     "grouped_mm_weights(Tensor rows, Tensor grads, Tensor counts) -> Tensor",
-    tags=_TAGS,
+    tags=OPERATOR_TAGS,
 )
 
 

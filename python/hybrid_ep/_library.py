@@ -14,14 +14,14 @@ from torch import Tensor
 from ._compilers import prepare_inductor
 from .ops import check_device, combine, dispatch, end_of, preprocess
 
-__all__ = ["library"]
+__all__ = ["OPERATOR_TAGS", "library"]
 
 _CPU = torch.device("cpu")
 
 library = torch.library.Library("hybrid_ep", "DEF")
 # The host takes part in every operator, and a handle is an object of the host. Inductor must not put operators into
 # CUDA graphs of its own (`mode="reduce-overhead"`): a replay would use the handle of the capture. PyTorch 2.6 lacks the
-# tag.
+# tag. The products of `_grouped_mm`, whose counts the host reads, have the same tags.
 OPERATOR_TAGS = tuple(
     getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name)
 )

@@ -14,8 +14,7 @@ The experts of all ranks have the same parameter names and shapes, so the parame
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ if torch.distributed.is_available():
 __all__ = ["GroupedExperts", "expert_parameters", "local_part"]
 
 
-@functools.cache
 def _has_grouped_mm(device: torch.device) -> bool:
     """Whether `torch._grouped_mm` works there: it needs Hopper or later, and PyTorch 2.8 or later."""
     return (
@@ -99,7 +97,7 @@ class GroupedExperts(nn.Module):
         """
         gate_up, down = local_part(self.gate_up), local_part(self.down)
         rows = rows.to(down.dtype)
-        if rows.dtype == torch.bfloat16 and _has_grouped_mm(down.device):
+        if self._grouped and rows.dtype == torch.bfloat16:
             return _at_once(rows, gate_up, down, tokens_per_expert)
         if torch.compiler.is_compiling():
             gate, up = grouped_mm(rows, gate_up, tokens_per_expert).chunk(2, dim=-1)
@@ -122,6 +120,17 @@ class GroupedExperts(nn.Module):
             settled = nn.Parameter(self._sharded(parameter.detach()), parameter.requires_grad)
             settled.expert_parallel = True  # type: ignore[attr-defined]  # other libraries may read it
             setattr(self, name, settled)
+        self._note_device()
+
+    def _note_device(self) -> None:
+        # Not in `forward`, which `torch.compile` traces.
+        self._grouped = _has_grouped_mm(self._device())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedExperts:
+        # `to`, `cuda` and others, which may move the parameters to another device.
+        super()._apply(fn, recurse)
+        self._note_device()
+        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -443,10 +443,11 @@ def _checked(
         raise CallerError(f"{name}: expected a dense tensor, found layout {_name(tensor.layout)}; call to_dense()")
     if not copy:
         return tensor
-    if tensor.is_neg() or tensor._is_zerotensor():
-        # A view whose memory has the opposite sign, or a tensor of zeros without memory.
+    if tensor.is_neg():  # a view whose memory has the opposite sign
         tensor = tensor.detach().clone()
     if tensor.numel() and not tensor.data_ptr():
+        if tensor._is_zerotensor():
+            return tensor.detach().clone()
         raise CallerError(
             f"{name}: a {type(tensor).__name__} has no memory of its own; pass the tensor inside (`to_local()` of a "
             "DTensor, `wait()` of an AsyncCollectiveTensor)"

@@ -149,6 +149,14 @@ def test_layer_in_bf16(ranks: int) -> None:
     check(trained, 6e-2)
 
 
+def test_how_experts_are_computed_follows_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid_ep.experts._has_grouped_mm", lambda device: device.type == "meta")
+    with Buffer(num_experts=4, device="cpu") as buffer:
+        experts = GroupedExperts(buffer, HIDDEN, INTERMEDIATE)
+        assert not experts._grouped
+        assert experts.to("meta")._grouped
+
+
 @pytest.mark.parametrize("given", [torch.float16, torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
 def test_input_and_parameters_may_have_different_types(given: torch.dtype, dtype: torch.dtype) -> None:

@@ -365,9 +365,7 @@ impl Shared {
             }
         }
     }
-}
 
-impl Shared {
     /// The core, unless another thread has been inside a call of libfabric for a while, from which it may never return.
     fn core(&self) -> Option<MutexGuard<'_, Core>> {
         let start = Instant::now();
@@ -465,9 +463,12 @@ impl Drop for Engine {
             while !thread.is_finished() && Instant::now() < deadline {
                 std::thread::sleep(NAP);
             }
-            if !thread.is_finished() {
+            if thread.is_finished() {
+                let _ = thread.join();
+            } else {
                 // The provider `shm` guards queues by spin locks in memory that processes share. If a process is killed while it
-                // holds one, calls on that queue never return.
+                // holds one, calls on that queue never return. The engine still counts as one that is not dropped, so that
+                // those of this process which write to its queue stay, too.
                 eprintln!(
                     "hybrid-ep: a call of libfabric ({}) has not returned for {} s, so its objects and its window are not \
                      freed before the process ends; a killed process may hold a lock of the provider",
@@ -475,17 +476,16 @@ impl Drop for Engine {
                     THREAD_ENDS.as_secs()
                 );
                 std::mem::forget(self.shared.take());
-                self.addresses.iter().for_each(|address| leftovers::sweep(address));
-                return;
             }
-            let _ = thread.join();
         }
         if self.is_shm {
-            let mut shm = lock(&SHM);
-            shm.engines -= 1;
-            shm.dropped.extend(self.shared.take());
-            if shm.engines == 0 {
-                shm.dropped.clear();
+            if let Some(shared) = self.shared.take() {
+                let mut shm = lock(&SHM);
+                shm.engines -= 1;
+                shm.dropped.push(shared);
+                if shm.engines == 0 {
+                    shm.dropped.clear();
+                }
             }
             self.addresses.iter().for_each(|address| leftovers::sweep(address));
         }
