@@ -27,7 +27,7 @@ pub(crate) struct Faults {
 pub(crate) struct Report(Mapped);
 
 impl Report {
-    pub(crate) fn new(device: &Device) -> Result<Self> {
+    pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
         Mapped::new(device, REPORT_WORDS).map(Self)
     }
 

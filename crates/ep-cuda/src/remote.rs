@@ -101,7 +101,7 @@ impl std::fmt::Debug for Mirrors {
 impl Mirrors {
     /// Mirrors of the ranks that are remote, of `world` ranks. `report` is that of this rank.
     pub(crate) fn new(
-        device: &Device,
+        device: &Arc<Device>,
         machines: &Machines,
         world: usize,
         report: Arc<Report>,

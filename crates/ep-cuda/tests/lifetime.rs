@@ -43,6 +43,25 @@ inside!(a_buffer_whose_work_is_over_is_freed_at_once, driver => {
     assert_eq!(driver.uploads(), told + 4, "each rank tells both that it has left");
 });
 
+inside!(the_current_gpu_of_the_caller_stays_current, driver => {
+    // Any context but that of the GPU, or none.
+    for own in [std::ptr::null_mut(), driver.stream()] {
+        assert_eq!(driver.call::<i32>("cuCtxSetCurrent", own), 0);
+        let mut buffer = one();
+        let stream = driver.stream();
+        // SAFETY: the stream is never destroyed.
+        unsafe { buffer.set_stream(stream) }.unwrap();
+        let handle = preprocess(&mut buffer);
+        let (graph, received) = driver.capture(stream, || dispatch(&mut buffer, &handle));
+        dispatch(&mut buffer, &handle);
+        driver.destroy_graph(graph);
+        drop(received);
+        drop(buffer);
+        assert_eq!(driver.current(), own);
+    }
+    eventually(|| driver.mapped() == 0);
+});
+
 inside!(replays_in_another_stream_are_waited_for, driver => {
     let mut all = buffers(2, &config());
     let (captured_in, replayed_in) = (driver.stream(), driver.stream());
@@ -109,6 +128,8 @@ inside!(a_graph_keeps_the_handles_that_it_was_captured_with, driver => {
 
 inside!(streams_that_are_gone_are_not_touched, driver => {
     let destroy = |stream| assert_eq!(driver.call::<i32>("cuStreamDestroy_v2", stream), 0);
+    // The caller destroys its streams in their context.
+    assert_eq!(driver.call::<i32>("cuCtxSetCurrent", driver.stream()), 0);
     let mut buffer = one();
     let (first, second) = (driver.stream(), driver.stream());
     driver.hold(second);

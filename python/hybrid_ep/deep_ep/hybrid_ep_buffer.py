@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hybrid_ep import Buffer, CallerError, Dispatched, _calls
+from hybrid_ep.work import is_capturing
 
 from .arguments import (
     Tokens,
@@ -442,7 +443,7 @@ class HybridEPBuffer:
         return buffer
 
     def _join(self, device: torch.device, num_experts: int) -> Buffer:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and is_capturing(device):
             raise CallerError(
                 f"there is no buffer yet for {num_experts} experts on {device}, and a CUDA graph's capture cannot "
                 "make one, as the ranks must meet: run one step without capturing first"
@@ -511,7 +512,7 @@ def _deprecated(non_blocking: bool, num_dispatched_tokens: int | None, use_host_
 
 
 def _refuse_capture(hidden: Tensor, why: str) -> None:
-    if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+    if hidden.is_cuda and is_capturing(hidden.device):
         raise CallerError(
             f"{why}, which a CUDA graph's capture cannot do: call dispatch_with_permute with non_blocking=True and "
             "num_permuted_tokens, or pass a handle"

@@ -36,6 +36,7 @@ enum {
     DEINITIALIZED = 4,
     NO_DEVICE = 100,
     INVALID_DEVICE = 101,
+    INVALID_CONTEXT = 201,
     NOT_READY = 600,
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
@@ -98,6 +99,10 @@ static Result answer(const char *function) {
         return SUCCESS;                                                                                                \
     }
 
+/* A function that uses the context of the thread, and fails without one. */
+#define FUNCTION_OF_CONTEXT(name, parameters, ...)                                                                     \
+    FUNCTION(name, parameters, if (!current) return INVALID_CONTEXT; __VA_ARGS__)
+
 /* The real driver's messages for some codes. */
 Result cuGetErrorString(Result code, const char **text) {
     switch (code) {
@@ -158,6 +163,8 @@ static atomic_int streams_made = 1;
 static atomic_int captures, broken_captures, uploads;
 static atomic_long mapped_bytes;
 static _Thread_local int capture_mode;
+/* The context of this thread: the number of the GPU plus one, or whatever the program has set. */
+static _Thread_local void *current;
 
 static Stream *new_stream(void) {
     int at = streams_made++;
@@ -231,6 +238,7 @@ void fake_release(void *stream) {
     }
     of->replays = 0;
 }
+void *fake_stream(void) { return new_stream(); }
 void fake_submit(void *stream) { work_in(stream); }
 
 void fake_begin_capture(void *stream) {
@@ -292,9 +300,10 @@ FUNCTION(cuDeviceGetAttribute, (int *value, int attribute, Device device),
 
 FUNCTION(cuDevicePrimaryCtxRetain, (void **context, Device device), *context = (void *)(uintptr_t)(device + 1);)
 FUNCTION(cuDevicePrimaryCtxRelease_v2, (Device device), (void)device;)
-FUNCTION(cuCtxSetCurrent, (void *context), (void)context;)
+FUNCTION(cuCtxGetCurrent, (void **context), *context = current;)
+FUNCTION(cuCtxSetCurrent, (void *context), current = context;)
 
-FUNCTION(cuMemGetInfo_v2, (size_t *available, size_t *total), *available = 5 << 20; *total = GPU_MEMORY;)
+FUNCTION_OF_CONTEXT(cuMemGetInfo_v2, (size_t *available, size_t *total), *available = 5 << 20; *total = GPU_MEMORY;)
 
 FUNCTION(cuMemCreate, (Memory *memory, size_t bytes, const void *properties, unsigned long long flags),
          (void)properties; (void)flags;
@@ -333,45 +342,46 @@ FUNCTION(cuMemSetAccess, (Address address, size_t bytes, const void *access, siz
              return OUT_OF_MEMORY;
          })
 
-FUNCTION(cuMemHostAlloc, (void **memory, size_t bytes, unsigned flags),
+FUNCTION_OF_CONTEXT(cuMemHostAlloc, (void **memory, size_t bytes, unsigned flags),
          (void)flags;
          *memory = calloc(1, bytes);
          if (!*memory) return OUT_OF_MEMORY;)
-FUNCTION(cuMemFreeHost, (void *memory), free(memory);)
-FUNCTION(cuMemHostGetDevicePointer_v2, (Address *address, void *memory, unsigned flags),
+FUNCTION_OF_CONTEXT(cuMemFreeHost, (void *memory), free(memory);)
+FUNCTION_OF_CONTEXT(cuMemHostGetDevicePointer_v2, (Address *address, void *memory, unsigned flags),
          (void)flags;
          *address = (Address)(uintptr_t)memory;)
 
-FUNCTION(cuMemcpyHtoDAsync_v2, (Address to, const void *from, size_t bytes, void *stream),
+FUNCTION_OF_CONTEXT(cuMemcpyHtoDAsync_v2, (Address to, const void *from, size_t bytes, void *stream),
          work_in(stream); uploads++; memcpy((void *)(uintptr_t)to, from, bytes);)
-FUNCTION(cuMemcpyDtoHAsync_v2, (void *to, Address from, size_t bytes, void *stream),
+FUNCTION_OF_CONTEXT(cuMemcpyDtoHAsync_v2, (void *to, Address from, size_t bytes, void *stream),
          work_in(stream); memcpy(to, (void *)(uintptr_t)from, bytes);)
-FUNCTION(cuMemcpyDtoDAsync_v2, (Address to, Address from, size_t bytes, void *stream),
+FUNCTION_OF_CONTEXT(cuMemcpyDtoDAsync_v2, (Address to, Address from, size_t bytes, void *stream),
          work_in(stream); memmove((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes);)
-FUNCTION(cuMemsetD8Async, (Address to, unsigned char value, size_t bytes, void *stream),
+FUNCTION_OF_CONTEXT(cuMemsetD8Async, (Address to, unsigned char value, size_t bytes, void *stream),
          work_in(stream); memset((void *)(uintptr_t)to, value, bytes);)
 
-FUNCTION(cuStreamCreate, (void **stream, unsigned flags), (void)flags; *stream = new_stream();)
-FUNCTION(cuStreamDestroy_v2, (void *stream), stream_of(stream)->destroyed = 1;)
-FUNCTION(cuStreamSynchronize, (void *stream),
+FUNCTION_OF_CONTEXT(cuStreamCreate, (void **stream, unsigned flags), (void)flags; *stream = new_stream();)
+FUNCTION_OF_CONTEXT(cuStreamDestroy_v2, (void *stream), stream_of(stream)->destroyed = 1;)
+FUNCTION_OF_CONTEXT(cuStreamSynchronize, (void *stream),
          Stream *of = stream_of(stream);
          long until = of->submitted;
          while (of->done < until) usleep(1000);)
-FUNCTION(cuStreamIsCapturing, (void *stream, int *status), *status = stream_of(stream)->graph != NULL;)
-FUNCTION(cuStreamGetCaptureInfo_v2,
+FUNCTION_OF_CONTEXT(cuStreamIsCapturing, (void *stream, int *status), *status = stream_of(stream)->graph != NULL;)
+FUNCTION_OF_CONTEXT(
+         cuStreamGetCaptureInfo_v2,
          (void *stream, int *status, uint64_t *id, void **graph, void **nodes, size_t *count),
          (void)nodes; (void)count;
          Graph *of = stream_of(stream)->graph;
          *status = of != NULL;
          if (of) { *id = of->capture; *graph = of; })
-FUNCTION(cuStreamWaitEvent, (void *stream, void *event, unsigned flags),
+FUNCTION_OF_CONTEXT(cuStreamWaitEvent, (void *stream, void *event, unsigned flags),
          (void)event; (void)flags;
          stream_of(stream);)
 FUNCTION(cuThreadExchangeStreamCaptureMode, (int *mode), int old = capture_mode; capture_mode = *mode; *mode = old;)
 
-FUNCTION(cuEventCreate, (void **event, unsigned flags), (void)flags; *event = calloc(1, sizeof(Event));)
-FUNCTION(cuEventDestroy_v2, (void *event), free(event);)
-FUNCTION(cuEventRecord, (void *event, void *stream),
+FUNCTION_OF_CONTEXT(cuEventCreate, (void **event, unsigned flags), (void)flags; *event = calloc(1, sizeof(Event));)
+FUNCTION_OF_CONTEXT(cuEventDestroy_v2, (void *event), free(event);)
+FUNCTION_OF_CONTEXT(cuEventRecord, (void *event, void *stream),
          Event *of = event;
          Stream *in = stream_of(stream);
          of->captured = in->graph != NULL;
@@ -389,20 +399,20 @@ FUNCTION(cuCtxRecordEvent, (void *context, void *event),
              of->streams[at] = &streams[at];
              of->until[at] = streams[at].submitted;
          })
-FUNCTION(cuCtxSynchronize, (void),
+FUNCTION_OF_CONTEXT(cuCtxSynchronize, (void),
          if (break_captures()) return CAPTURE_UNSUPPORTED;
          for (int at = 0; at < streams_made; at++) {
              long until = streams[at].submitted;
              while (streams[at].done < until) usleep(1000);
          })
-FUNCTION(cuEventQuery, (void *event),
+FUNCTION_OF_CONTEXT(cuEventQuery, (void *event),
          Event *of = event;
          if (unsafe_call()) return CAPTURE_UNSUPPORTED;
          if (of->captured) return CAPTURED_EVENT;
          for (int at = 0; at < of->count; at++) {
              if (of->streams[at]->done < of->until[at]) return NOT_READY;
          })
-FUNCTION(cuEventElapsedTime, (float *milliseconds, void *begin, void *end), (void)begin; (void)end; *milliseconds = 1;)
+FUNCTION_OF_CONTEXT(cuEventElapsedTime, (float *milliseconds, void *begin, void *end), (void)begin; (void)end; *milliseconds = 1;)
 
 FUNCTION(cuUserObjectCreate, (void **object, void *pointer, Destroy *destroy, unsigned references, unsigned flags),
          (void)flags;
@@ -416,14 +426,15 @@ FUNCTION(cuGraphRetainUserObject, (void *graph, void *object, unsigned count, un
          if (!(flags & 1)) ((Object *)object)->references += (int)count;
          of->objects[of->objects_kept++] = object;)
 
-FUNCTION(cuModuleLoadData, (void **module, const void *image), (void)image; *module = malloc(1);)
-FUNCTION(cuModuleGetFunction, (void **function, void *module, const char *name),
+FUNCTION_OF_CONTEXT(cuModuleLoadData, (void **module, const void *image), (void)image; *module = malloc(1);)
+FUNCTION_OF_CONTEXT(cuModuleGetFunction, (void **function, void *module, const char *name),
          (void)module; (void)name; *function = malloc(1);)
-FUNCTION(cuFuncGetAttribute, (int *value, int attribute, void *function),
+FUNCTION_OF_CONTEXT(cuFuncGetAttribute, (int *value, int attribute, void *function),
          (void)function;
          *value = attribute == 8 /* dynamic shared memory, at most */ ? 227 << 10 : 0;)
-FUNCTION(cuFuncSetAttribute, (void *function, int attribute, int value), (void)function; (void)attribute; (void)value;)
-FUNCTION(cuLaunchKernel,
+FUNCTION_OF_CONTEXT(cuFuncSetAttribute, (void *function, int attribute, int value), (void)function; (void)attribute; (void)value;)
+FUNCTION_OF_CONTEXT(
+         cuLaunchKernel,
          (void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
           void *stream, void **parameters, void **extra),
          (void)function; (void)gx; (void)gy; (void)gz; (void)bx; (void)by; (void)bz; (void)shared; work_in(stream);

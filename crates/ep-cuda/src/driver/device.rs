@@ -6,15 +6,14 @@ use cudarc::driver::sys;
 use ep::{EnvironmentError, Result};
 
 use super::idle::Look;
-use super::{check, initialise};
+use super::{check, failure, initialise};
 use crate::jit::Arch;
 
 /// A GPU. Retains its primary context as long as this value lives.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) ordinal: usize,
-    device: sys::CUdevice,
-    context: sys::CUcontext,
+    primary: Primary,
     pub(crate) arch: Arch,
     /// Number of streaming multiprocessors.
     pub(crate) multiprocessors: u32,
@@ -66,10 +65,11 @@ impl Device {
         // SAFETY: writes one handle; the number was checked.
         check(unsafe { sys::cuDeviceGet(&mut device, ordinal as i32) }, what, "")?;
         let mut context = std::ptr::null_mut();
-        // SAFETY: `device` is a valid handle; the context is released in `drop`.
+        // SAFETY: `device` is a valid handle; the context is released by `Primary`.
         let answer = unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) };
         let short = answer == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         check(answer, what, if short { "" } else { "is another process using it exclusively?" })?;
+        let primary = Primary { device, context };
         let attribute = |attribute| {
             let mut value = 0;
             // SAFETY: writes one number.
@@ -84,8 +84,7 @@ impl Device {
         check(unsafe { sys::cuDeviceTotalMem_v2(&mut memory_bytes, device) }, what, "")?;
         Ok(Self {
             ordinal,
-            device,
-            context,
+            primary,
             arch: Arch::of_device(major as u32, minor as u32)?,
             multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
             shared_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
@@ -93,33 +92,44 @@ impl Device {
         })
     }
 
-    /// Makes the GPU's context the current one of this thread.
-    pub(crate) fn bind(&self) -> Result<()> {
-        // SAFETY: the context is retained.
-        check(unsafe { sys::cuCtxSetCurrent(self.context) }, || format!("using GPU {}", self.ordinal), "")
+    /// Makes the GPU's context the current one of this thread until the result is dropped.
+    pub(crate) fn bind(&self) -> Result<Bound> {
+        self.make_current().map_err(|answer| failure(answer, || format!("using GPU {}", self.ordinal), ""))
     }
 
     /// As [`bind`](Self::bind), for polling the GPU's work.
     ///
     /// # Errors
     /// The state of the GPU's work, from the driver's result.
-    pub(super) fn bind_to_look(&self) -> std::result::Result<(), Look> {
+    pub(super) fn bind_to_look(&self) -> std::result::Result<Bound, Look> {
+        self.make_current().map_err(Look::of)
+    }
+
+    fn make_current(&self) -> std::result::Result<Bound, sys::CUresult> {
+        const SUCCESS: sys::CUresult = sys::CUresult::CUDA_SUCCESS;
+        let (mut previous, own) = (std::ptr::null_mut(), self.primary.context);
+        // SAFETY: writes one handle.
+        match unsafe { sys::cuCtxGetCurrent(&mut previous) } {
+            SUCCESS if previous == own => return Ok(Bound { previous: None }),
+            SUCCESS => {}
+            answer => return Err(answer),
+        }
         // SAFETY: the context is retained.
-        match unsafe { sys::cuCtxSetCurrent(self.context) } {
-            sys::CUresult::CUDA_SUCCESS => Ok(()),
-            answer => Err(Look::of(answer)),
+        match unsafe { sys::cuCtxSetCurrent(own) } {
+            SUCCESS => Ok(Bound { previous: Some(previous) }),
+            answer => Err(answer),
         }
     }
 
     pub(super) fn context(&self) -> sys::CUcontext {
-        self.context
+        self.primary.context
     }
 
     /// The GPU's UUID.
     pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
         // SAFETY: writes 16 bytes.
-        let answer = unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, self.device) };
+        let answer = unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, self.primary.device) };
         check(answer, || format!("identifying GPU {}", self.ordinal), "")?;
         Ok(uuid.bytes.map(|byte| byte as u8))
     }
@@ -138,14 +148,40 @@ impl Device {
     pub(crate) fn free_bytes(&self) -> usize {
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes two numbers.
-        let answer = self.bind().map(|()| unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) });
+        let answer = self.bind().map(|_bound| unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) });
         if matches!(answer, Ok(sys::CUresult::CUDA_SUCCESS)) { free } else { 0 }
     }
 }
 
-impl Drop for Device {
+/// Keeps a GPU's context the current one of this thread. Its drop restores the context that was current before: the
+/// current GPU of a thread belongs to the caller, who may use several.
+#[must_use = "the GPU is current only as long as this value lives"]
+#[derive(Debug)]
+pub(crate) struct Bound {
+    /// What the drop makes current again; `None` if it still is.
+    previous: Option<sys::CUcontext>,
+}
+
+impl Drop for Bound {
     fn drop(&mut self) {
-        // SAFETY: retained once in `new`. The result is ignored: at the end of the process the driver may have shut
+        if let Some(previous) = self.previous {
+            // SAFETY: a context that was current in this thread, or none. If it was destroyed in between, the driver
+            // refuses, and the caller has no context to lose.
+            let _ = unsafe { sys::cuCtxSetCurrent(previous) };
+        }
+    }
+}
+
+/// The primary context of a GPU, retained until this value is dropped.
+#[derive(Debug)]
+struct Primary {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+}
+
+impl Drop for Primary {
+    fn drop(&mut self) {
+        // SAFETY: retained once, when this value was made. The result is ignored: at the end of the process the driver may have shut
         // down.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }

@@ -81,9 +81,10 @@ impl DeviceMark {
 
     /// Polls the work. The first call determines which work that is.
     pub(crate) fn look(&mut self) -> Look {
-        if let Err(look) = self.device.bind_to_look() {
-            return look;
-        }
+        let _bound = match self.device.bind_to_look() {
+            Ok(bound) => bound,
+            Err(look) => return look,
+        };
         if let State::Unmarked { from } = &self.state {
             if from.is_some_and(|from| Instant::now() < from) {
                 return Look::Running;
@@ -128,7 +129,7 @@ impl DeviceMark {
         let wait = move || {
             let _relaxed = Relaxed::new();
             // SAFETY: waits for the context that `bind` has made current.
-            let answer = device.bind().map(|()| unsafe { sys::cuCtxSynchronize() });
+            let answer = device.bind().map(|_bound| unsafe { sys::cuCtxSynchronize() });
             let _ = said.send(answer.unwrap_or(Answer::CUDA_ERROR_UNKNOWN));
         };
         let started = thread::Builder::new().name(format!("ep-idle-{}", self.device.ordinal)).spawn(wait);

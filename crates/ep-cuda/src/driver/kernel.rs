@@ -43,7 +43,7 @@ impl Kernel {
         cubin: &[u8],
         name: &'static str,
     ) -> std::result::Result<Self, LoadError> {
-        device.bind()?;
+        let _bound = device.bind()?;
         let what = || format!("loading kernel {name} on GPU {}", device.ordinal);
         let mut module = std::ptr::null_mut();
         // SAFETY: a complete cubin, which contains its own length.
@@ -67,6 +67,7 @@ impl Kernel {
     }
 
     fn attribute(&self, attribute: sys::CUfunction_attribute) -> Result<i32> {
+        let _bound = self.device.bind()?;
         let mut value = 0;
         // SAFETY: writes one number.
         let answer = unsafe { sys::cuFuncGetAttribute(&mut value, attribute, self.function) };
@@ -92,7 +93,7 @@ impl Kernel {
         shared_bytes: usize,
         params: &P,
     ) -> Result<()> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast()];
         // SAFETY: one argument, which the driver copies before it returns; the caller guarantees the rest.
         let answer = unsafe {

@@ -28,7 +28,7 @@ pub(crate) struct Chunk {
 impl Chunk {
     /// Allocates; `bytes` is a multiple of [`GRANULE`].
     pub(crate) fn new(device: &Device, bytes: usize) -> Result<Self> {
-        device.bind()?;
+        let _bound = device.bind()?;
         let properties = sys::CUmemAllocationProp {
             type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
             requestedHandleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
@@ -62,7 +62,7 @@ impl Chunk {
 
     /// Imports memory that another process has exported.
     pub(crate) fn import(device: &Device, fd: &OwnedFd, bytes: usize) -> Result<Self> {
-        device.bind()?;
+        let _bound = device.bind()?;
         let mut handle = 0;
         let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
         // SAFETY: for this kind the descriptor itself is passed in the pointer.
@@ -102,7 +102,7 @@ pub(crate) struct Reservation {
 impl Reservation {
     /// Reserves as many addresses as the GPU has memory.
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
-        device.bind()?;
+        let _bound = device.bind()?;
         let bytes = device.memory_bytes.next_multiple_of(GRANULE);
         let mut address = 0;
         // SAFETY: writes one address, freed in `drop`.
@@ -137,7 +137,7 @@ impl Reservation {
             )
             .into());
         }
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         let at = self.address + self.mapped as DeviceAddress;
         let what = || format!("mapping {bytes} bytes of registered memory");
         // SAFETY: the range is inside the reservation, after the mapped part.
@@ -165,9 +165,7 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        if self.device.bind().is_err() {
-            return;
-        }
+        let Ok(_bound) = self.device.bind() else { return };
         let _relaxed = Relaxed::new();
         let mut at = self.address;
         for chunk in &self.chunks {
@@ -183,6 +181,7 @@ impl Drop for Reservation {
 /// Pinned host memory that kernels can access, as an array of words.
 #[derive(Debug)]
 pub(crate) struct Mapped {
+    device: Arc<Device>,
     words: *mut u32,
     len: usize,
     address: DeviceAddress,
@@ -195,8 +194,8 @@ unsafe impl Sync for Mapped {}
 
 impl Mapped {
     /// Allocates `len` words, all zero.
-    pub(crate) fn new(device: &Device, len: usize) -> Result<Self> {
-        device.bind()?;
+    pub(crate) fn new(device: &Arc<Device>, len: usize) -> Result<Self> {
+        let _bound = device.bind()?;
         let (mut memory, mut address) = (std::ptr::null_mut(), 0);
         let what = || format!("pinning {} bytes of host memory", 4 * len);
         const FLAGS: u32 = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
@@ -205,7 +204,7 @@ impl Mapped {
         let words = memory.cast::<u32>();
         // SAFETY: as many bytes were allocated.
         unsafe { words.write_bytes(0, len) };
-        let mut mapped = Self { words, len, address };
+        let mut mapped = Self { device: Arc::clone(device), words, len, address };
         // SAFETY: `memory` was allocated for mapping.
         check(unsafe { sys::cuMemHostGetDevicePointer_v2(&mut address, memory, 0) }, what, "")?;
         mapped.address = address;
@@ -244,6 +243,7 @@ impl HostWords for Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
+        let Ok(_bound) = self.device.bind() else { return };
         // SAFETY: allocated in `new`.
         let _ = unsafe { sys::cuMemFreeHost(self.words.cast()) };
     }
@@ -265,7 +265,7 @@ unsafe impl Sync for Pinned {}
 impl Pinned {
     /// Pins `bytes` bytes from `start` on. The memory must stay mapped until this value is dropped.
     pub(crate) fn new(device: &Arc<Device>, start: NonNull<u8>, bytes: usize) -> Result<Self> {
-        device.bind()?;
+        let _bound = device.bind()?;
         let what = || format!("pinning {bytes} bytes of host memory");
         let hint =
             "use shorter lanes (HYBRID_EP_CUDA_LANE_BYTES), or raise the limit of locked memory (ulimit -l)";
@@ -288,9 +288,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if self.device.bind().is_err() {
-            return;
-        }
+        let Ok(_bound) = self.device.bind() else { return };
         let _relaxed = Relaxed::new();
         // SAFETY: registered in `new`; the owner guarantees that no kernel uses it.
         let _ = unsafe { sys::cuMemHostUnregister(self.start.as_ptr().cast()) };

@@ -23,11 +23,13 @@ pub use stream::{Event, Stream};
 /// Converts a driver's result to an error that says what was attempted. An empty `hint` is replaced by one for the
 /// result.
 pub(crate) fn check(answer: sys::CUresult, what: impl Fn() -> String, hint: &str) -> Result<()> {
-    if answer == sys::CUresult::CUDA_SUCCESS {
-        return Ok(());
-    }
+    if answer == sys::CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failure(answer, what, hint)) }
+}
+
+/// As [`check`], for a result that is not a success.
+fn failure(answer: sys::CUresult, what: impl Fn() -> String, hint: &str) -> ep::Error {
     let hint = if hint.is_empty() { advice(answer) } else { hint };
-    Err(EnvironmentError::new(what(), describe(answer), hint).into())
+    EnvironmentError::new(what(), describe(answer), hint).into()
 }
 
 /// The hint for a result, independent of what was attempted.

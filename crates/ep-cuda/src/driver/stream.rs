@@ -37,7 +37,7 @@ unsafe impl Send for Stream {}
 impl Stream {
     /// Makes a stream that does not synchronise with the default stream.
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
-        device.bind()?;
+        let _bound = device.bind()?;
         let mut stream = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: writes one handle, destroyed in `drop`.
@@ -68,7 +68,7 @@ impl Stream {
 
     /// Whether work in the stream is captured in a CUDA graph instead of executed.
     pub(crate) fn is_capturing(&self) -> Result<bool> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the stream lives; writes one number.
         let answer = unsafe { sys::cuStreamIsCapturing(self.stream, &mut status) };
@@ -83,6 +83,7 @@ impl Stream {
 
     /// The capture that the stream is in; `None` if its work is executed.
     pub(crate) fn capture(&self) -> Result<Option<Capture>> {
+        let _bound = self.device.bind()?;
         if !self.is_capturing()? {
             return Ok(None);
         }
@@ -103,7 +104,7 @@ impl Stream {
     /// # Errors
     /// The state of that work if the driver refuses; `Running` during a capture.
     pub(crate) fn mark(&self, event: &Event) -> std::result::Result<(), Look> {
-        self.device.bind_to_look()?;
+        let _bound = self.device.bind_to_look()?;
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the stream lives; writes one number.
         match unsafe { sys::cuStreamIsCapturing(self.stream, &mut status) } {
@@ -121,7 +122,7 @@ impl Stream {
 
     /// Makes all following work wait for the event.
     pub(crate) fn wait(&self, event: &Event) -> Result<()> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         // SAFETY: both live.
         let answer = unsafe { sys::cuStreamWaitEvent(self.stream, event.event, 0) };
         check(answer, || "ordering two streams".into(), "")
@@ -129,7 +130,7 @@ impl Stream {
 
     /// Whether all work so far has finished.
     pub(crate) fn is_done(&self) -> Result<bool> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         // SAFETY: the stream lives.
         match unsafe { sys::cuStreamQuery(self.stream) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -143,7 +144,7 @@ impl Stream {
 
     /// Waits until all work so far has finished.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         // SAFETY: the stream lives.
         check(
             unsafe { sys::cuStreamSynchronize(self.stream) },
@@ -157,7 +158,7 @@ impl Stream {
         if bytes.is_empty() {
             return Ok(());
         }
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         // SAFETY: callers check the size of `to`. The driver copies pageable memory before it returns.
         let answer =
             unsafe { sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), self.stream) };
@@ -172,6 +173,7 @@ impl Stream {
         // Copies to the host of all streams share the GPU's queues: a copy that waits behind a kernel would delay those
         // of other streams, also of ranks that the kernel waits for. So wait for the kernel first.
         self.synchronize()?;
+        let _bound = self.device.bind()?;
         // SAFETY: callers check the size of `from`; `bytes` is complete after `synchronize`.
         let answer =
             unsafe { sys::cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), from, bytes.len(), self.stream) };
@@ -184,7 +186,7 @@ impl Stream {
         if bytes == 0 {
             return Ok(());
         }
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         // SAFETY: callers check that both ranges are inside allocations.
         let answer = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) };
         check(answer, || format!("copying {bytes} bytes on GPU {}", self.device.ordinal), "")
@@ -195,7 +197,7 @@ impl Stream {
         if bytes == 0 {
             return Ok(());
         }
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         // SAFETY: callers check that the range is inside an allocation.
         let answer = unsafe { sys::cuMemsetD8Async(to, 0, bytes, self.stream) };
         check(answer, || format!("clearing {bytes} bytes on GPU {}", self.device.ordinal), "")
@@ -204,7 +206,10 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.life == Life::Owned && self.device.bind().is_ok() {
+        if self.life != Life::Owned {
+            return;
+        }
+        if let Ok(_bound) = self.device.bind() {
             // SAFETY: made in `new`, and views do not outlive it. The driver finishes the stream's work first.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.stream) };
         }
@@ -233,7 +238,7 @@ impl Event {
     }
 
     fn with(device: &Arc<Device>, flags: sys::CUevent_flags) -> Result<Self> {
-        device.bind()?;
+        let _bound = device.bind()?;
         let mut event = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed in `drop`.
         check(unsafe { sys::cuEventCreate(&mut event, flags as u32) }, || "making an event".into(), "")?;
@@ -246,15 +251,16 @@ impl Event {
 
     /// The state of all work before the event; `Over` if the event was never recorded.
     pub(crate) fn look(&self) -> Look {
-        if let Err(look) = self.device.bind_to_look() {
-            return look;
-        }
+        let _bound = match self.device.bind_to_look() {
+            Ok(bound) => bound,
+            Err(look) => return look,
+        };
         // SAFETY: the event lives.
         Look::of(unsafe { sys::cuEventQuery(self.event) })
     }
 
     pub(crate) fn record(&self, stream: &Stream) -> Result<()> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         // SAFETY: both live, on the same GPU.
         check(unsafe { sys::cuEventRecord(self.event, stream.stream) }, || "recording an event".into(), "")
     }
@@ -264,7 +270,7 @@ impl Event {
     /// # Errors
     /// [`ep::EnvironmentError`] if the work before either event has not finished, or a driver call fails.
     pub fn since(&self, earlier: &Self) -> Result<Duration> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         let mut milliseconds = 0.0f32;
         // SAFETY: both were recorded; writes one number.
         let answer = unsafe { sys::cuEventElapsedTime(&mut milliseconds, earlier.event, self.event) };
@@ -275,7 +281,7 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if self.device.bind().is_ok() {
+        if let Ok(_bound) = self.device.bind() {
             // SAFETY: made in `with`, and destroyed only here.
             let _ = unsafe { sys::cuEventDestroy_v2(self.event) };
         }

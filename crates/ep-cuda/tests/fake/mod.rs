@@ -39,15 +39,16 @@ impl Driver {
         unsafe { (self.0.get::<unsafe extern "C" fn() -> T>(name).unwrap())() }
     }
 
+    /// The current context of this thread.
+    pub(crate) fn current(&self) -> *mut c_void {
+        let mut context = std::ptr::null_mut::<c_void>();
+        assert_eq!(self.call::<i32>("cuCtxGetCurrent", (&raw mut context).cast()), 0);
+        context
+    }
+
     /// A stream of the caller, as those of PyTorch.
     pub(crate) fn stream(&self) -> *mut c_void {
-        let mut stream = std::ptr::null_mut();
-        // SAFETY: as above.
-        unsafe {
-            let create = self.0.get::<unsafe extern "C" fn(*mut *mut c_void, u32) -> i32>("cuStreamCreate");
-            assert_eq!((create.unwrap())(&mut stream, 1), 0);
-        }
-        stream
+        self.ask("fake_stream")
     }
 
     pub(crate) fn hold(&self, stream: *mut c_void) {
