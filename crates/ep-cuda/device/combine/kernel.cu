@@ -1,34 +1,39 @@
-// combine: adds experts' rows of each token. One launch: block 0 sends the handshake, every block awaits the handshakes
-// of all ranks of the domain, then every team of warps (steps.cuh) is a worker that alternates between two roles.
+// combine: adds up the experts' output rows of each token. One launch: block 0 sends the handshake, every block awaits the
+// handshakes of all ranks of the domain, and then every team of three warps (steps.cuh) is one worker, whose producer alternates
+// between two roles. docs/glossary.md ("Running an operator", "Memory and transport") defines chunk, item, team, step, partial
+// sum, set and lane. An epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
 //
-//   push     Adds the rows that this rank's experts have for a peer's token and stores the partial sum, rounded to the
-//            wire type, to the peer's `partials`; the weights to the peer's `prob_scratch`. An item is one chunk
-//            (`chunk_tokens` consecutive tokens) of one peer, never of this rank. Reads this rank's input and, over the
-//            links, the lists `recv` (rows) and `dst_copies` (weights) of the peer's handle. When an item is complete,
-//            sets its flag in the peer's control block.
-//   reduce   Adds the partial sums of this rank's tokens in rank order, where this rank's own partial sum comes directly
-//            from its experts' rows, and writes the result to `out_tokens`; then the weights to `out_probs`. Reads a
-//            chunk's partial sums only after the flags of all peers for that chunk. Writes to this rank only. A worker
-//            claims up to `Reducer::MOST_TOKENS` tokens at a time.
+//   push     Adds the output rows of this rank's experts for a peer's token, and stores the partial sum, rounded to the wire type
+//            (the type of sums between ranks), to the peer's `partials`. If the call has probabilities, also stores that of each
+//            copy to the peer's `prob_scratch`. An item is one chunk (`chunk_tokens` consecutive tokens) of one peer, never of
+//            this rank. Reads this rank's input and, over the links, the lists `recv` (rows) and `dst_copies` (probabilities) of
+//            the peer's handle. When an item is complete, sets its flag in the peer's control block.
+//   reduce   Adds the partial sums of this rank's tokens in rank order, with this rank's own share added directly from its
+//            experts' rows, unrounded, and writes the result to `out_tokens`. After the last token, gathers the probabilities
+//            into `out_probs`. Reads a chunk's partial sums only after the flags of all peers for that chunk. Writes to this
+//            rank only. A worker claims up to `Reducer::MOST_TOKENS` tokens at a time.
 //
-// This rank writes to a peer's `partials` and `prob_scratch` only between that peer's handshake and the last flag that
-// this rank sets on that peer. It may set flags there and read its lists (lists.cuh) from the handshake on, until its own
-// kernel ends. No peer reads this rank's input, so the program may overwrite it in stream order. A kernel without a fault
-// ends after reduce has seen the flags of all peers for all chunks, so a later combine may use `partials` and
-// `prob_scratch` again: peers write there only after that combine's handshake. If an await fails, it reports the fault.
-// Then the output is undefined, and slow peers may still write to `partials`: the buffer refuses further operators. With
-// RAILS the same holds for a forwarder's `set_partials` and `set_prob_scratch`, with the flags of the set.
-// No deadlock: push waits for no peer after the handshakes, a worker waits for flags only when no items are left to push,
-// and all blocks of all ranks run at the same time (src/buffer.rs), as long as operators of other buffers leave room
-// (docs/overlap.md). docs/protocol.md lists the words that ranks share.
-// Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore they claim
-// work from shared counters: `items_taken`, `tokens_taken` and, with RAILS, `set_taken`. Only each worker's first item of
-// push and the chunks whose weights reduce gathers are assigned statically.
+// This rank writes to a peer's `partials` and `prob_scratch` only between that peer's handshake and the last flag that this rank
+// sets on that peer. From the handshake until its own kernel ends, it may also read the peer's lists (lists.cuh). No peer reads
+// this rank's input, so the program may overwrite it in stream order. A kernel without a fault ends after reduce has seen the
+// flags of all peers for all chunks. So a later combine may use `partials` and `prob_scratch` again: peers write there only after
+// that combine's handshake. A wait that fails reports the fault. Then the output is undefined, and slow peers may still write to
+// `partials`: the buffer refuses further operators. The same rules protect a forwarder's `set_partials` and `set_prob_scratch`;
+// the flags are then those of the foreign set.
+//
+// No deadlock: push waits for no peer after the handshakes. A worker waits for flags only when no items are left to push. All
+// blocks of all ranks run at the same time (docs/protocol.md, "All blocks run at once"). With RAILS, see docs/cuda-rails.md, "No
+// deadlock". docs/protocol.md lists the words that ranks share.
+//
+// Workers with the same amount of work take up to 1.6 times as long as others, depending on where their SM is. Therefore they
+// claim work from shared counters: `items_taken`, `tokens_taken` and, with RAILS, `set_taken`. Assigned by the worker's number
+// are only its first item to push, and the chunks for which it gathers probabilities.
+//
 // Element types are macros that the host defines for each variant: see sum.cuh and docs/adding-a-kernel.md.
-// With RAILS (several NVLink domains, docs/cuda-rails.md), push also serves the foreign sets that other ranks of the
-// domain forward. reduce first computes the domain sums of the sets that this rank forwards, and writes them and the
-// sets' weights to the lanes. Then it adds the domain sums that come back for this rank's tokens, in the order of `sends`
-// (lists.cuh), which gives the bits of the order of domains.
+// With RAILS (several NVLink domains, docs/cuda-rails.md), push also serves the foreign sets that other ranks of the domain
+// forward. reduce first computes the domain sums of the sets that this rank forwards, and writes them and the sets' probabilities
+// to the lanes. Then it adds the domain sums that come back for this rank's tokens, in the order of `sends` (`Send::GROUP_FIRST`
+// in lists.cuh), which gives the same bits as adding the domains in ascending order.
 #include "push.cuh"
 #include "reduce.cuh"
 
@@ -39,15 +44,18 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
     const u64 items = pusher.items.count, tokens = p.handle.tokens, slack = p.slack;
     // Whether foreign sets may be left to reduce. They are reduced before this rank waits for what other domains send.
     bool sets_left = RAILS;
+    // Three phases: while there are items, push one and then reduce what has arrived, without waiting; with RAILS, finish the
+    // foreign sets; wait for this rank's own tokens and reduce them.
     for (;;) {
         const bool pushes = !pusher.over();
         const u64 item = pusher.item;
         if (pushes) pusher.push();
-        // Reduce in step with push. Each worker holds one item, so about `item - workers` of all `items` are complete.
-        // If peers are as far, (item - workers) / items * tokens tokens have arrived, minus `slack`: the tokens that a
-        // peer pushes in the microseconds by which ranks start apart. Break if `taken` exceeds that number. Never wait
-        // for a peer here: as long as this worker has items to push, a peer may be waiting for them. With RAILS there is no
-        // estimate and `slack` has no effect: tokens of foreign sets are claimed first, then this rank's own.
+        // Reduce in step with push. About `item - workers` items of this rank are complete, because each worker holds one. If
+        // peers are as far, `(item - workers) * tokens / items` tokens have arrived, minus `slack`, because peers may have
+        // started some microseconds later. If more tokens are claimed, push the next item first. (The condition is multiplied
+        // by `items`, so that nothing is divided or negative.) While this worker has items to push, never wait for a peer here,
+        // which may be waiting for them. With RAILS there is no estimate, and `slack` has no effect: tokens of foreign sets are
+        // claimed first, then this rank's own.
         for (;;) {
             const bool foreign_only = sets_left && !pushes;
             if (foreign_only && !reducer.foreign()) break;
@@ -79,8 +87,8 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
     if (p.out_probs != nullptr) gather_all_probs(p, worker, epoch);
 }
 
-// Checks that the lanes have room for the domain sums that this rank sends. Only the GPU has the numbers of rows. Called
-// by all threads of one block, before the handshake: a rank that sees the handshake sees a fault, too.
+// Checks that the lanes have room for the domain sums that this rank sends. The host does not know the number of rows, so
+// the kernel checks. Called by all threads of one block, before the handshake: a rank that sees the handshake sees a fault, too.
 __device__ inline void check_lanes(const CombineParams& p) {
     const Common& c = p.common;
     for_each_other_domain(c, [&](u32 domain) {
@@ -105,7 +113,7 @@ __device__ inline void announce_sums(const CombineParams& p, u32 epoch) {
     });
 }
 
-// Sends the handshake, which carries the addresses for partial sums and weights. Called by all threads of one block.
+// Sends the handshake, which carries the addresses for partial sums and probabilities. Called by all threads of one block.
 __device__ inline void enter(const CombineParams& p, u32 epoch) {
     Handshake handshake = handshake_of(p.common, p.handle);
     handshake.tokens = reinterpret_cast<u64>(p.partials);
@@ -114,8 +122,8 @@ __device__ inline void enter(const CombineParams& p, u32 epoch) {
         handshake.set_tokens = reinterpret_cast<u64>(p.set_partials);
         handshake.set_probs = reinterpret_cast<u64>(p.set_prob_scratch);
     }
-    // Lists of a preprocess that has failed are unfinished. Rail peers then wait for the plan until they have the abort word,
-    // as they do if a lane is too short.
+    // Lists of a preprocess that has failed are unfinished. Then, or if a lane is too short, no plan is written: rail peers wait
+    // for it until the abort word reaches them.
     if (RAILS && !has_given_up(p.common)) check_lanes(p);
     send_handshake(p.common, handshake, epoch);
     if (RAILS && !has_given_up(p.common)) announce_sums(p, epoch);
@@ -130,16 +138,16 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __gri
     u8* teams = memory + peers_bytes(c.ranks + rail_domains(c));
 
     if (blockIdx.x == 0) enter(p, epoch);
-    // Team t has the warps t, t + TEAMS and t + 2 TEAMS, of which the first is the producer. With four teams, the warps of a team run
-    // on one of the SM's four schedulers, and each scheduler has one team.
+    // Team t has the warps t, t + TEAMS and t + 2 TEAMS, of which the first is the producer. With four teams, the warps of a team
+    // run on one of the SM's four schedulers, and each scheduler has one team.
     const u32 in_block = warp_id() % TEAMS, role = warp_id() / TEAMS;
     const Team team(teams + in_block * combine_team_bytes());
-    if (role == 0) team.init();
+    if (role == 0) team.init();  // published by the barrier of the block inside the waits below
     const u64 set_bytes = RAILS ? set_slots(c) * slot_bytes(p) : 0;
     const u64 set_prob_bytes = RAILS ? sizeof(float) * static_cast<u64>(c.rails.most_copies) : 0;
     if (RAILS ? await_domain(c, p.handle, epoch, peers, set_bytes, set_prob_bytes)
               : await_all_handshakes(c, epoch, peers)) {
-        // The handshakes of the peers make their partial sums accessible, also to the copy engine.
+        // The handshakes of the peers make their `partials` writable, also for the copy engine.
         copy_fence_global();
         if (role == 0) {
             Producer producer(team, p.hidden);

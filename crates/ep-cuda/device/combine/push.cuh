@@ -26,14 +26,14 @@ struct PushItems {
     }
 };
 
-// The weight of a cell of this rank (DstCopy::cell).
+// The probability of a cell of this rank (DstCopy::cell).
 __device__ inline float row_prob(const CombineParams& p, u32 cell) {
     const Common& c = p.common;
     const u32 width = p.handle.permuted ? 1 : c.owner_begin[c.rank + 1] - c.owner_begin[c.rank];
     return p.row_probs[cell / width * p.prob_stride + cell % width];
 }
 
-// Sends the weights of a chunk's copies on this rank to the rank of their tokens.
+// Sends the probabilities of a chunk's copies on this rank to the rank of their tokens.
 __device__ inline void push_probs(const CombineParams& p, const PeerView& peer, u32 chunk) {
     const u32 begin = ld_relaxed_sys(peer.dst_begin + chunk), end = ld_relaxed_sys(peer.dst_begin + chunk + 1);
     for (u32 at = begin + lane_id(); at < end; at += WARP) {
@@ -106,7 +106,7 @@ struct Pusher {
             push_batch(batch);
         }
         if (p.row_probs != nullptr) push_probs(p, items.peer(item), items.chunk(item));
-        // The consumer's flag says that all lanes have stored weights.
+        // The consumer's flag says that all lanes have stored probabilities.
         __syncwarp();
     }
 

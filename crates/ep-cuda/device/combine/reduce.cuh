@@ -1,6 +1,6 @@
 // Role reduce, on the rank that owns the tokens: adds the partial sums of the ranks of its domain in rank order and
 // writes the result. This rank's own partial sum is added from the experts' rows, without rounding in between. With
-// rails, it also adds the domain sums of the other domains: `Send::OWN_FIRST` (lists.cuh) has the order. The rank that
+// rails, it also adds the domain sums of the other domains: `Send::GROUP_FIRST` (lists.cuh) has the order. The rank that
 // forwards a foreign set has this role, too: it writes the domain sums of the set to the lane.
 #pragma once
 #include "rails.cuh"
@@ -77,7 +77,7 @@ __device__ inline bool chunk_is_here(const Common& c, const ReduceSet& set, u32 
     return there;
 }
 
-// What the lane to and from a domain holds: domain sums, then the weights of the copies. Moves `end` behind them.
+// What the lane to and from a domain holds: domain sums, then the probabilities of the copies. Moves `end` behind them.
 __device__ inline PlanHead sums_plan(const CombineParams& p, u32 rows, u32 copies, u64& end) {
     PlanHead head;
     head.rows = rows;
@@ -88,13 +88,13 @@ __device__ inline PlanHead sums_plan(const CombineParams& p, u32 rows, u32 copie
     return head;
 }
 
-// The weights in a lane of `rows` rows.
-__device__ inline u8* weights_in(const CombineParams& p, u8* lane, u32 rows) {
+// The probabilities in a lane of `rows` rows.
+__device__ inline u8* probs_in(const CombineParams& p, u8* lane, u32 rows) {
     u64 end = 0;
     return lane + sums_plan(p, rows, 0, end).sections[1].offset;
 }
 
-// The weight of a copy on this rank, or of one that a peer has sent.
+// The probability of a copy on this rank, or of one that a peer has sent.
 __device__ inline float gathered(const CombineParams& p, const ReduceSet& set, const Copy& copy, u32 at) {
     const Common& c = p.common;
     if (copy.rank() != c.rank)
@@ -102,16 +102,16 @@ __device__ inline float gathered(const CombineParams& p, const ReduceSet& set, c
     return p.row_probs[copy.row() * p.prob_stride + (p.handle.permuted ? 0 : copy.local_expert())];
 }
 
-// The weight of a copy that was sent to another domain.
+// The probability of a copy that was sent to another domain.
 __device__ inline float returned(const CombineParams& p, const Copy& copy, u32 epoch) {
     const Common& c = p.common;
     const HandleView& h = p.handle;
     const u32 domain = copy.rank() - c.ranks;
-    const u8* weights = weights_in(p, in_lane(c, epoch, domain), rail_begin(h, domain).rows[h.chunks]);
-    return __uint_as_float(ld_relaxed_sys(reinterpret_cast<const u32*>(weights) + copy.row()));
+    const u8* probs = probs_in(p, in_lane(c, epoch, domain), rail_begin(h, domain).rows[h.chunks]);
+    return __uint_as_float(ld_relaxed_sys(reinterpret_cast<const u32*>(probs) + copy.row()));
 }
 
-// Writes the chunk's rows of `out_probs`: the weights of the copies that were kept, zero elsewhere.
+// Writes the chunk's rows of `out_probs`: the probabilities of the copies that were kept, zero elsewhere.
 __device__ inline void gather_probs(const CombineParams& p, u32 chunk, u32 epoch) {
     const Common& c = p.common;
     const HandleView& h = p.handle;
@@ -128,14 +128,14 @@ __device__ inline void gather_probs(const CombineParams& p, u32 chunk, u32 epoch
     }
 }
 
-// Writes the weights of a chunk of a foreign set to the lane, and releases them.
+// Writes the probabilities of a chunk of a foreign set to the lane, and releases them.
 __device__ inline void gather_set_probs(const CombineParams& p, const ReduceSet& set, u32 chunk, u32 epoch) {
     const Common& c = p.common;
     const HandleView& h = set.lists;
-    auto* weights = reinterpret_cast<float*>(weights_in(p, out_lane(c, epoch, set.domain), h.tokens));
+    auto* probs = reinterpret_cast<float*>(probs_in(p, out_lane(c, epoch, set.domain), h.tokens));
     for (u32 at = h.copy_begin[chunk] + lane_id(); at < h.copy_begin[chunk + 1]; at += WARP) {
         const Copy copy = h.copies[at];
-        weights[at] = copy.is_dropped() ? 0.0f : gathered(p, set, copy, at);
+        probs[at] = copy.is_dropped() ? 0.0f : gathered(p, set, copy, at);
     }
     __syncwarp();
     if (lane_id() == 0) st_release_sys(&rail_end(c, epoch, set.domain)->out_flags[2 * chunk + 1], epoch);
@@ -149,7 +149,7 @@ __device__ inline Summand reduce_summand(const CombineParams& p, const ReduceSet
     const bool rail = RAILS && entry.rank() >= c.ranks;
     constexpr u32 WIRE = WIRE_F32 ? SUM_F32 : 0;
     if (!rail && entry.rank() != c.rank) return summand(set.partials + send * slot_bytes(p), SUM_ALIVE | WIRE);
-    const bool begins = entry.is_own_first(), ends = entry.is_own_end();
+    const bool begins = entry.begins_group(), ends = entry.ends_group();
     u32 flags = SUM_ALIVE;
     if (begins && !ends) flags |= SUM_APART;
     if (ends && !begins) flags |= SUM_TOGETHER;
@@ -293,7 +293,7 @@ struct Reducer {
     }
 };
 
-// Gathers the weights of all chunks of this rank's tokens, each after its partial sums. Chunks are assigned statically.
+// Gathers the probabilities of all chunks of this rank's tokens, each after its partial sums. Chunks are assigned statically.
 __device__ inline void gather_all_probs(const CombineParams& p, const Worker& worker, u32 epoch) {
     for (u32 chunk = worker.index; chunk < p.handle.chunks; chunk += worker.workers) {
         if (!await_chunk(p.common, own_tokens(p), chunk, epoch)) return;

@@ -81,7 +81,7 @@ struct Team {
 };
 
 // A position in the ring.
-struct Turn {
+struct RingPosition {
     u32 at = 0;
     u32 parity = 0;
 
@@ -97,15 +97,15 @@ struct Turn {
 struct Producer {
     const Team team;
     const Cut cut;
-    Turn turn;
+    RingPosition place;
 
     __device__ Producer(const Team& team, u32 hidden) : team(team), cut(hidden) {}
 
     // Hands on a step without a row.
     __device__ void put(u32 what, u64 to = 0, u32 count = 0) {
         begin({to, what, count});
-        copy_nothing(team.full(turn.at));
-        turn.next();
+        copy_nothing(team.full(place.at));
+        place.next();
     }
 
     // Hands on the segment of a row that begins at `vector`. The result goes to `to`.
@@ -114,19 +114,19 @@ struct Producer {
         const u32 bytes = LENGTH * element_bytes(ANY_F32 && (summand.flags() & SUM_F32) != 0);
         begin({reinterpret_cast<u64>(to), what, count});
         // Of a bf16 partial sum, whole vectors of 8 elements (`slot_bytes`).
-        copy_load(team.stage(turn.at), summand.row() + static_cast<u64>(vector) * bytes, div_up(count * bytes, 16) * 16,
-                  team.full(turn.at));
-        turn.next();
+        copy_load(team.stage(place.at), summand.row() + static_cast<u64>(vector) * bytes, div_up(count * bytes, 16) * 16,
+                  team.full(place.at));
+        place.next();
     }
 
    private:
     // Waits for a free stage, and writes its step.
     __device__ void begin(const Step& step) {
-        await_barrier(team.empty(turn.at), turn.parity ^ 1);
+        await_barrier(team.empty(place.at), place.parity ^ 1);
         // Every lane passes this wait before lane 0 hands the stage on. Otherwise the next phase might end before a slow lane looks,
         // which would then wait for ever.
         __syncwarp();
-        if (lane_id() == 0) st_shared_v4(team.step(turn.at), step.words());
+        if (lane_id() == 0) st_shared_v4(team.step(place.at), step.words());
     }
 };
 
@@ -185,25 +185,25 @@ struct Consumer {
     const u32 slice;  // vectors of a slice
     const u32 first;  // in a segment, of this consumer's slice
     const u32 lane;
-    Turn turn;
+    RingPosition place;
     // For each stage, the parity of its next STEP_FLAG, bit by bit.
     u32 flag_parity = 0;
     // A stage whose store has begun and may not have read it.
     u32 stored = NO_STAGE;
 
     __device__ Consumer(const Team& team, u32 which, u32 hidden)
-        : team(team), slice(Cut(hidden).slice), first(which * slice), lane(kept(lane_id())) {}
+        : team(team), slice(Cut(hidden).slice), first(which * slice), lane(in_register(lane_id())) {}
 
     // Waits for the next step.
     __device__ Step take() const {
-        await_barrier(team.full(turn.at), turn.parity);
-        return Step::of(ld_shared_v4(team.step(turn.at)));
+        await_barrier(team.full(place.at), place.parity);
+        return Step::of(ld_shared_v4(team.step(place.at)));
     }
 
     // Vectors of this consumer's slice of a segment of `count` vectors.
     __device__ u32 part(u32 count) const { return min(count - min(count, first), slice); }
 
-    __device__ SharedAddress stage() const { return team.stage(turn.at); }
+    __device__ SharedAddress stage() const { return team.stage(place.at); }
 
     // Frees the stage, with which all lanes are done, and the one before if its store was still to be read.
     __device__ void release() {
@@ -213,8 +213,8 @@ struct Consumer {
             stored = NO_STAGE;
         }
         __syncwarp();
-        free(turn.at);
-        turn.next();
+        free(place.at);
+        place.next();
     }
 
     // Stores `bytes` bytes of the stage, which the copy engine reads for a while, and goes on to the next step.
@@ -227,8 +227,8 @@ struct Consumer {
             await_stores_read<1>();
             free(stored);
         }
-        stored = turn.at;
-        turn.next();
+        stored = place.at;
+        place.next();
     }
 
     // Sets a flag when the stores of all consumers have completed: the others tell the first one. Called before `release`, so that the
@@ -236,13 +236,13 @@ struct Consumer {
     __device__ void set_flag(u32* flag, u32 epoch) {
         await_stores<0>();
         __syncwarp();
-        const SharedAddress other = team.other(turn.at);
+        const SharedAddress other = team.other(place.at);
         if (first != 0) {
             if (lane == 0) mbarrier_arrive(other);
             return;
         }
-        await_barrier(other, flag_parity >> turn.at & 1);
-        flag_parity ^= 1u << turn.at;
+        await_barrier(other, flag_parity >> place.at & 1);
+        flag_parity ^= 1u << place.at;
         if (lane == 0) st_release_sys(flag, epoch);
     }
 
@@ -307,8 +307,9 @@ __device__ inline void add_up(Consumer& consumer, Step step) {
     u8* const to = reinterpret_cast<u8*>(step.to);
     const u32 first = consumer.first * LENGTH;
     if (SAME_TYPE && (step.what & STEP_WIRE) != 0) {
-        // Over the link, a store in bulk takes half of the time of the lanes' stores. Its source is this consumer's slice of the row
-        // that was added last. (If rows and sums differ in size, their slices overlap.)
+        // Over the link, a store in bulk takes half of the time of the lanes' stores. Its source is this consumer's slice of the
+        // current stage, which is free for the sum: the row in it, if any, has been added. (If rows and sums differ in size, their
+        // slices overlap.)
         const SharedAddress slice = consumer.stage() + first * element_bytes(WIRE_F32);
         sum.store<WIRE_F32>(SharedTarget{slice}, count, consumer.lane);
         copy_fence_stage();

@@ -40,7 +40,7 @@ struct Summand {
 constexpr u32 SUM_ALIVE = 1;
 // The row is f32; otherwise bf16.
 constexpr u32 SUM_F32 = 2;
-// The rows of a group (`Send::OWN_FIRST`) are added to each other first, then to the sum. The first of several rows
+// The rows of a group (`Send::GROUP_FIRST`) are added to each other first, then to the sum. The first of several rows
 // starts a new sum (APART), the last one adds the two sums (TOGETHER).
 constexpr u32 SUM_APART = 4;
 constexpr u32 SUM_TOGETHER = 8;

@@ -31,13 +31,13 @@ struct Send {
     static constexpr u32 TOKEN_END = 1u << 16;
     // Nothing is sent: the token has no copy, or its row was dropped.
     static constexpr u32 DEAD = 1u << 17;
-    // The first entry of a group. combine adds the entries of a group to each other before it adds them to the sum of
-    // the token. This rank's copies of a token are a group. With rails, the lanes to the domains below this one are a
-    // group, and each lane to a domain above this one is a group. So the sum D of this domain comes before the sums S0
-    // and S1 of lower domains. D + (S0 + S1) has the bits of (S0 + S1) + D, which is the order of docs/semantics.md.
-    static constexpr u32 OWN_FIRST = 1u << 18;
+    // The first entry of a group: a mark for combine, which adds the entries of a group to each other before it adds them to
+    // the sum of the token. This rank's copies of a token are a group. With rails, the lanes to the domains below this one are
+    // a group, and each lane to a domain above this one is a group. So the sum D of this domain comes before the sums S0 and S1
+    // of lower domains. D + (S0 + S1) has the bits of (S0 + S1) + D, which is the order of docs/semantics.md.
+    static constexpr u32 GROUP_FIRST = 1u << 18;
     // The last entry of a group; of this rank's copies, the last one that was kept.
-    static constexpr u32 OWN_END = 1u << 19;
+    static constexpr u32 GROUP_END = 1u << 19;
 
     uint2 words;  // {rank | flags, row}
 
@@ -49,8 +49,8 @@ struct Send {
     __device__ u32 row() const { return words.y; }
     __device__ bool ends_token() const { return (words.x & TOKEN_END) != 0; }
     __device__ bool is_dead() const { return (words.x & DEAD) != 0; }
-    __device__ bool is_own_first() const { return (words.x & OWN_FIRST) != 0; }
-    __device__ bool is_own_end() const { return (words.x & OWN_END) != 0; }
+    __device__ bool begins_group() const { return (words.x & GROUP_FIRST) != 0; }
+    __device__ bool ends_group() const { return (words.x & GROUP_END) != 0; }
 };
 
 // A copy: one (token, expert) pair.

@@ -15,7 +15,7 @@ __device__ inline u64 globaltimer() {
 }
 
 // The value, in a register: the compiler would compute some values, like the number of the lane, again wherever they are used.
-__device__ inline u32 kept(u32 value) {
+__device__ inline u32 in_register(u32 value) {
     u32 copy;
     asm volatile("mov.u32 %0, %1;" : "=r"(copy) : "r"(value));
     return copy;
@@ -24,7 +24,7 @@ __device__ inline u32 kept(u32 value) {
 // An address in shared memory.
 using SharedAddress = u32;
 __device__ inline SharedAddress shared_address(const void* pointer) {
-    return kept(static_cast<u32>(__cvta_generic_to_shared(pointer)));
+    return in_register(static_cast<u32>(__cvta_generic_to_shared(pointer)));
 }
 
 // ---- numbers

@@ -79,6 +79,7 @@ __device__ inline void duplicate(const DispatchParams& p, const Worker& worker, 
         for (u32 index = 0; index < batch.count; index++) {
             const Receive entry = batch.at(index);
             const bool first = entry.is_first(), end = entry.is_end();
+            // A token's rows grow with the expert: if its first row is dropped, so are all others, and `stage` is not used.
             if (entry.is_dropped() || (first && end)) continue;
             if (first) {
                 stage = ring.take();

@@ -62,7 +62,9 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
         const u32 bytes = min(out_piece, p.row_bytes_out - offset);
         const ScalePart part = scales_of(p, piece);
         TokenParts parts(c, batch);
-        u32 loads = __popc((parts.ends << 1 | (begins ? 1 : 0)) & parts.rest), load_row = row;
+        // Tokens that begin in this batch: one after each end, and one at the start unless a token goes on from the last batch.
+        u32 loads = __popc((parts.ends << 1 | (begins ? 1 : 0)) & parts.rest);
+        u32 load_row = row;
         const auto read_ahead = [&] {
             while (loads != 0 && ring.room()) {
                 ring.load(rows + static_cast<u64>(load_row) * p.row_bytes_out + offset, bytes);

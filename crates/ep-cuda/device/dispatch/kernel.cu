@@ -1,7 +1,7 @@
 // dispatch: sends tokens to the ranks of their experts. One launch: block 0 sends the handshake, every block awaits the
-// handshakes of all ranks of the domain, and then every warp is a worker that has two roles in turn: send, then duplicate;
-// with rails, forward in between. Only the first `DispatchParams::senders` warps send and forward. The others duplicate
-// at once, so early rows are copied early; more senders would congest the links (`SendLoad::most_senders` in src/tuning.rs).
+// handshakes of all ranks of the domain, and then every warp is a worker. The first `DispatchParams::senders` warps (the first
+// warp of each block, then the second ones) send, with rails forward, and then duplicate. The others only duplicate, so rows that
+// arrive early are copied early; more senders would congest the links (`SendLoad` in src/tuning.rs, which sets their number).
 // docs/glossary.md ("Running an operator", "Memory and transport") defines item, piece, first row, set, lane and plan. An
 // epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
 //
@@ -20,10 +20,14 @@
 //               rows on this rank) over the links. Writes to this rank only. In plain mode there is nothing to write, and it
 //               only awaits the flags.
 //
-// Workers of equal work differ in time by a factor of up to 1.6, depending on the place of their SM. Therefore they claim items
-// from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`. Padding rows, and in plain mode the
-// flags, are divided by the workers' numbers.
-// No deadlock: all blocks of all ranks run at the same time (docs/protocol.md says why). send awaits nothing after the
+// Workers with the same amount of work take up to 1.6 times as long as others, depending on where their SM is. Therefore they
+// claim items from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`. Padding rows, and in plain mode
+// the flags, are divided by the workers' numbers.
+//
+// A row at or beyond its destination's capacity has no place there: preprocess gives its list entries `NO_ROW`, and nothing is
+// written for them.
+//
+// No deadlock: all blocks of all ranks run at the same time (docs/protocol.md, "All blocks run at once"). send awaits nothing after the
 // handshakes. forward awaits plans and rows, which block 0 and the send role of other domains write; proxies move them, whatever
 // kernels do. duplicate awaits send and forward. Last, with rails, one warp awaits what the lanes still receive
 // (docs/cuda-rails.md).
@@ -137,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
         PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes);
         sender.send(buffers);
         if (RAILS && sends) forward(p, sending, ring, peers, epoch);
-        // Those that begin with duplicate have the first items.
+        // The workers that do not send are numbered first: the first items are theirs, because they begin at once.
         const u32 turn = sends ? worker + workers - p.senders : worker - p.senders;
         duplicate(p, {turn, workers}, ring, peers, epoch);
         if (RAILS && blockIdx.x == 0 && warp == 0) await_all_rails(c, epoch);

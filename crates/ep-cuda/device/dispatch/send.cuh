@@ -154,7 +154,7 @@ struct ItemWeights {
     }
 
     // Begins item `which`: loads its copies.
-    __device__ void enter(const SendItems& items, u32 which) {
+    __device__ void begin_item(const SendItems& items, u32 which) {
         if (!wanted || which == item) return;
         item = which;
         begin = next_begin;
@@ -283,6 +283,9 @@ struct Completion {
 };
 
 // One worker in the send role. The constructor reads what needs no peer: the lists of the first item, and its first tokens.
+//
+// Lists are read one batch ahead (`next`), and tokens as far ahead as the ring has room (`ahead`). A walk that has come to the end of
+// its item goes on when the next batch names another item.
 struct Sender {
     const DispatchParams& p;
     const PeerView* const peers;
@@ -310,7 +313,7 @@ struct Sender {
         read_ahead();
         next = feed.fetch();
         expect_scales();
-        if (next.valid()) weights.enter(items, next.item);
+        if (next.valid()) weights.begin_item(items, next.item);
     }
 
     // Sets the flag of an item on every peer and, with rails, in every lane.
@@ -343,13 +346,14 @@ struct Sender {
         while (next.valid()) {
             const ItemBatch<Send> batch = next;
             next = feed.fetch();
-            weights.enter(items, batch.item);
+            weights.begin_item(items, batch.item);
             if (next.valid() && next.item != batch.item) {
                 weights.find(items, next.item);
                 ahead.go_on(items, next.item);
-                const bool unknown = here.over();
+                // The scales of the next token to send are read ahead, too, as soon as that token is known.
+                const bool was_over = here.over();
                 here.go_on(items, next.item);
-                if (unknown) expect_scales();
+                if (was_over) expect_scales();
             }
             for (TokenParts parts(p.common, batch); parts.any();) {
                 if (token_begins) {

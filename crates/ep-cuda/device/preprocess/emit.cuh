@@ -113,8 +113,8 @@ __device__ inline void emit_rail_copy(const PreprocessParams& p, const Cursors& 
     if (here + below + 1 == tile.of_token(tile.sends(), token)) entry.mark(Send::TOKEN_END);
     // combine adds the sums of the domains before this one to each other, as it adds this rank's rows.
     const bool before = domain < c.rails.domain;
-    if (!before || below == 0) entry.mark(Send::OWN_FIRST);
-    if (!before || below + 1 == tile.sends_below(c.rails.domain, token)) entry.mark(Send::OWN_END);
+    if (!before || below == 0) entry.mark(Send::GROUP_FIRST);
+    if (!before || below + 1 == tile.sends_below(c.rails.domain, token)) entry.mark(Send::GROUP_END);
     h.sends[cursors.sends(token) + here + below] = entry;
 }
 
@@ -160,8 +160,8 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Cursors& curso
         Send entry = Send::of(rank, kept_row);
         if (send + 1 == token_sends + tile.of_token(tile.sends(), token)) entry.mark(Send::TOKEN_END);
         if (!kept) entry.mark(Send::DEAD);
-        if (rank == c.rank && among_rank == 0) entry.mark(Send::OWN_FIRST);
-        if (rank == c.rank && last) entry.mark(Send::OWN_END);
+        if (rank == c.rank && among_rank == 0) entry.mark(Send::GROUP_FIRST);
+        if (rank == c.rank && last) entry.mark(Send::GROUP_END);
         h.sends[send] = entry;
     }
     const u32 source = rank == c.rank ? tile.first + token : send;

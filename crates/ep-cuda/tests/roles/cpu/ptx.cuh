@@ -10,7 +10,7 @@ __device__ inline u32 warp_id() { return threadIdx.x / WARP; }
 
 __device__ inline u64 globaltimer() { return machine::clock(); }
 
-__device__ inline u32 kept(u32 value) { return value; }
+__device__ inline u32 in_register(u32 value) { return value; }
 
 // A pointer here.
 using SharedAddress = u8*;
