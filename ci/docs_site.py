@@ -44,6 +44,15 @@ The package `hybrid_ep`. The [PyTorch guide](../python.md) explains the calls.
       members: [Buffer, Work, Handle, Dispatched, Combined, Traffic, MoELayer, TokenDispatcher, HybridEPError,
         CallerError, SetupError, PeerError, install_as_deep_ep]
 
+## Layers of your own
+
+::: hybrid_ep.moe
+    options:
+      show_root_heading: false
+      show_root_toc_entry: false
+      inherited_members: false
+      members: [LocalExperts, GroupedExperts, Router, local_part, expert_parameters, reduce_gradients, clip_gradients]
+
 ## Across datacenters
 
 ::: hybrid_ep.migration

@@ -19,8 +19,9 @@ from .errors import CallerError, HybridEPError, PeerError, SetupError, renamed
 
 if TYPE_CHECKING:
     from .buffer import Buffer
+    from .dispatcher import TokenDispatcher
     from .install import install_as_deep_ep
-    from .moe import MoELayer, TokenDispatcher
+    from .moe import MoELayer
     from .results import Combined, Dispatched, Handle, Traffic
     from .work import Work
 
@@ -54,7 +55,7 @@ _HOMES = {
     "Traffic": "results",
     "Work": "work",
     "MoELayer": "moe",
-    "TokenDispatcher": "moe",
+    "TokenDispatcher": "dispatcher",
     "install_as_deep_ep": "install",
 }
 

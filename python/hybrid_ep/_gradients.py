@@ -9,6 +9,7 @@ groups, other ranks have the same experts and add the tokens of their groups.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Literal, TypeGuard
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .buffer import Buffer
+from .dispatcher import TokenDispatcher
 from .errors import CallerError
-from .experts import GroupedExperts, expert_parameters, local_part
+from .experts import LocalExperts, expert_parameters, local_part
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +44,8 @@ def reduce_gradients(
     Gradients of dense parameters are all-reduced. Gradients of experts (`expert_parameters`) already count the tokens
     of all ranks of the layer's buffer, so they are only scaled for the mean. If the buffer has fewer ranks than
     `group`, they are also all-reduced over `expert_group`. With one rank and without `torch.distributed` the function
-    does nothing.
+    does nothing. A layer is any submodule that is a `LocalExperts`, or has a `Buffer` or a `TokenDispatcher` as an
+    attribute.
 
     If ranks have unequal numbers of tokens, divide each rank's summed loss by the number of tokens of all ranks, and
     use `op="sum"`.
@@ -58,21 +62,33 @@ def reduce_gradients(
     Raises:
         CallerError: `op` is neither; the groups do not fit the layer's buffer; a dense gradient is a `DTensor`; or the
             buffer of a layer has several ranks, and `torch.distributed` is not initialized.
+
+    Warns:
+        UserWarning: Tokens go to several ranks, and no parameter is one of an expert. Then the gradients of different
+            experts are averaged.
     """
     if op not in ("mean", "sum"):
         raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
-    parts = _parts(module)
-    if any(hasattr(part, "migration") for part in parts):
+    if any(hasattr(part, "migration") for part in module.modules() if isinstance(part, LocalExperts)):
         raise CallerError(
             "reduce_gradients: the module has a HybridMoELayer, whose gradients its migration reduces: call "
             "migration.reduce_gradients(module)"
         )
-    if not _has_group("reduce_gradients", parts):
+    buffers = _buffers(module)
+    if not _has_group("reduce_gradients", buffers):
         return
     scale = 1.0 / dist.get_world_size(group) if op == "mean" else 1.0
-    for part in parts:
-        _check_groups(part, group, expert_group)
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    for buffer in buffers:
+        _check_groups(buffer, device, group, expert_group)
     experts = {id(parameter) for parameter in expert_parameters(module)}
+    if not experts and dense and any(_owners(buffer) > 1 for buffer in buffers):
+        warnings.warn(
+            "the module sends tokens to the experts of several ranks, and none of its parameters is marked as an "
+            "expert's, so all gradients are averaged over the ranks: derive the experts from LocalExperts, or set "
+            "parameter.expert_parallel = True on each of their parameters",
+            stacklevel=3,
+        )
     of_experts: list[Tensor] = []
     of_dense: list[Tensor] = []
     for name, parameter in module.named_parameters():
@@ -135,12 +151,12 @@ def clip_gradients(
         CallerError: The groups do not fit the layer's buffer; a gradient is a `DTensor` of partial sums; or the buffer
             of a layer has several ranks, and `torch.distributed` is not initialized.
     """
-    parts = _parts(module)
-    has_group = _has_group("clip_gradients", parts)
+    buffers = _buffers(module)
+    has_group = _has_group("clip_gradients", buffers)
     replicas = dist.get_world_size(expert_group) if has_group and expert_group is not None else 1
     if has_group:
-        for part in parts:
-            _check_replicas("clip_gradients", part, group, expert_group)
+        for buffer in buffers:
+            _check_replicas("clip_gradients", buffer, group, expert_group)
     experts = {id(parameter) for parameter in expert_parameters(module)}
     device = next(module.parameters()).device
     of_experts, of_dense = torch.zeros(2, dtype=torch.float32, device=device).unbind()
@@ -177,19 +193,31 @@ def clip_gradients(
     return norm
 
 
-def _parts(module: nn.Module) -> list[GroupedExperts]:
-    return [part for part in module.modules() if isinstance(part, GroupedExperts)]
+def _buffers(module: nn.Module) -> list[Buffer]:
+    """The buffers that say which ranks share the experts of the module's layers, each once."""
+    found: dict[int, Buffer] = {}
+    for part in module.modules():
+        if isinstance(part, LocalExperts):
+            used = [part.buffer]
+        elif any(isinstance(child, LocalExperts) for child in part.children()):
+            # The dispatcher of these experts. That of a HybridMoELayer has fewer ranks than share the experts.
+            continue
+        else:
+            values = [value.buffer if isinstance(value, TokenDispatcher) else value for value in vars(part).values()]
+            used = [value for value in values if isinstance(value, Buffer)]
+        found |= {id(buffer): buffer for buffer in used}
+    return list(found.values())
 
 
 def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return dist.is_available() and isinstance(tensor, DTensor)
 
 
-def _has_group(function: str, parts: Iterable[GroupedExperts]) -> bool:
+def _has_group(function: str, buffers: Iterable[Buffer]) -> bool:
     """Whether `torch.distributed` is initialized. Several ranks without it could not reduce anything."""
     if dist.is_available() and dist.is_initialized():
         return True
-    ranks = max((_owners(part) for part in parts), default=1)
+    ranks = max(map(_owners, buffers), default=1)
     if ranks > 1:
         raise CallerError(
             f"{function}: the layer's buffer has {ranks} ranks, and torch.distributed is not initialized: call "
@@ -198,16 +226,16 @@ def _has_group(function: str, parts: Iterable[GroupedExperts]) -> bool:
     return False
 
 
-def _owners(part: GroupedExperts) -> int:
+def _owners(buffer: Buffer) -> int:
     """The number of ranks that share the experts of a layer."""
-    return part.buffer.num_experts // part.buffer.num_local_experts
+    return buffer.num_experts // buffer.num_local_experts
 
 
 def _check_replicas(
-    function: str, part: GroupedExperts, group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None
+    function: str, buffer: Buffer, group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None
 ) -> None:
     """Checks that the ranks of the buffer and of `expert_group` make up the group."""
-    ranks, owners = dist.get_world_size(group), _owners(part)
+    ranks, owners = dist.get_world_size(group), _owners(buffer)
     replicas = 1 if expert_group is None else dist.get_world_size(expert_group)
     if ranks == owners * replicas:
         return
@@ -229,17 +257,16 @@ _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, int]]] = 
 
 
 def _check_groups(
-    part: GroupedExperts, group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None
+    buffer: Buffer, device: torch.device, group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None
 ) -> None:
     """Checks the groups of a reduction. The first call compares the experts of the ranks of `expert_group`."""
-    _check_replicas("reduce_gradients", part, group, expert_group)
+    _check_replicas("reduce_gradients", buffer, group, expert_group)
     if expert_group is None:
         return
-    own = (part.buffer.num_experts, part.buffer.local_experts[0])
+    own = (buffer.num_experts, buffer.local_experts[0])
     compared = _compared.setdefault(expert_group, set())
     if own in compared:
         return
-    device = local_part(part.down).device
     gathered = [torch.empty(2, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(expert_group))]
     dist.all_gather(gathered, torch.tensor(own, device=device), group=expert_group)
     found = [tuple(one.tolist()) for one in gathered]

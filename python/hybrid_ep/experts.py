@@ -15,7 +15,7 @@ The experts of all ranks have the same parameter names and shapes, so the parame
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from .errors import CallerError
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["GroupedExperts", "expert_parameters", "local_part"]
+__all__ = ["GroupedExperts", "LocalExperts", "expert_parameters", "local_part"]
 
 
 def _has_grouped_mm(device: torch.device) -> bool:
@@ -38,99 +38,97 @@ def _has_grouped_mm(device: torch.device) -> bool:
     )
 
 
-class GroupedExperts(nn.Module):
-    """This rank's experts: each computes `down(silu(gate(x)) * up(x))` on its group of rows.
+class LocalExperts(nn.Module):
+    """Base class of this rank's experts: its parameters know which experts they hold.
 
-    Attributes:
-        gate_up: Parameter [experts, hidden, 2 * intermediate]; all experts if it is a `DTensor`, else this rank's.
-        down: Parameter [experts, intermediate, hidden], likewise.
+    Every parameter that is set as an attribute has this rank's experts along its first dimension: [local experts, ...].
+    If the buffer has a process group of several ranks, the attribute is a new parameter, a `DTensor` [experts of all
+    ranks, ...]; compute with `local_part(parameter)`. Checkpoints then hold the experts of all ranks.
+    `reduce_gradients` and `clip_gradients` know that gradients of the parameters count the tokens of all ranks.
 
     Args:
         buffer: The communicator, which says which experts this rank has.
-        hidden: The width of a row.
-        intermediate: The width inside an expert.
-        device: The device of the parameters. Default: PyTorch's default device.
-        dtype: The type of the parameters. Default: PyTorch's default type.
+
+    Example:
+        >>> class Experts(LocalExperts):
+        ...     def __init__(self, buffer, hidden):
+        ...         super().__init__(buffer)
+        ...         self.weight = self.new_parameter(hidden, hidden, init=nn.init.xavier_uniform_)
+        ...
+        ...     def forward(self, rows, tokens_per_expert):
+        ...         counts = tokens_per_expert.tolist()
+        ...         *parts, unused = rows.split([*counts, len(rows) - sum(counts)])
+        ...         weight = local_part(self.weight)
+        ...         outputs = [part @ weight[expert] for expert, part in enumerate(parts)]
+        ...         return torch.cat([*outputs, torch.zeros_like(unused)])
     """
 
-    def __init__(
-        self,
-        buffer: Buffer,
-        hidden: int,
-        intermediate: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, buffer: Buffer) -> None:
         super().__init__()
         self.buffer = buffer
-        local = buffer.num_local_experts
-        self.gate_up = nn.Parameter(torch.empty(local, hidden, 2 * intermediate, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(local, intermediate, hidden, device=device, dtype=dtype))
-        self._init_experts(buffer.local_experts)
-        self._settle()
 
-    @torch.no_grad()
-    def _init_experts(self, experts: range) -> None:
-        # An expert's weights depend on the seed and its global index only, and every rank draws one number from the
-        # global generator. So equally seeded ranks hold the same model for any number of ranks.
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        for local, expert in enumerate(experts):
-            own = torch.Generator("cpu").manual_seed(seed + expert)
-            for weight in (self.gate_up[local], self.down[local]):
-                weight.copy_(torch.randn(weight.shape, generator=own, device="cpu") * weight.shape[0] ** -0.5)
+    def new_parameter(
+        self,
+        *shape: int,
+        init: Callable[..., Any],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Parameter:
+        """Makes a parameter for this rank's experts, to be set as an attribute.
+
+        An expert's values follow from the seed of PyTorch's global generator and the expert's index. So ranks with
+        equal seeds hold the same model for any number of ranks, and no two experts are equal. Call it on all ranks, in
+        the same order.
+
+        Args:
+            shape: The shape of one expert's part.
+            init: Fills the part of one expert in place, called as `init(part, generator=generator)`, as the functions
+                of `torch.nn.init` are. The part is float32, on the CPU.
+            device: The device of the parameter. Default: the buffer's.
+            dtype: The type of the parameter. Default: PyTorch's default type.
+
+        Returns:
+            A parameter [local experts, *shape].
+        """
+        own = self.buffer.local_experts
+        values = torch.empty(len(own), *shape, device="cpu", dtype=torch.float32)
+        for part, generator in zip(values, _generators(own), strict=True):
+            init(part, generator=generator)
+        return nn.Parameter(values.to(device or self.buffer.device, dtype or torch.get_default_dtype()))
 
     @property
     def expert_ids(self) -> Tensor:
         """int64 [experts]: the global indices of the experts in the parameters, sharded like the parameters."""
         return self._sharded(torch.tensor([*self.buffer.local_experts], device=self._device()))
 
-    def forward(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Applies each expert to its rows.
-
-        Args:
-            rows: Floating-point [R, hidden]: first the rows of local expert 0, then those of expert 1, and so on.
-            tokens_per_expert: int64 [local experts]: the number of rows of each expert; the sum is at most R.
-
-        Returns:
-            [R, hidden] of the parameters' type. Rows after the last expert's are undefined.
-        """
-        gate_up, down = local_part(self.gate_up), local_part(self.down)
-        rows = rows.to(down.dtype)
-        if self._grouped and rows.dtype == torch.bfloat16:
-            return _at_once(rows, gate_up, down, tokens_per_expert)
-        if torch.compiler.is_compiling():
-            gate, up = grouped_mm(rows, gate_up, tokens_per_expert).chunk(2, dim=-1)
-            return grouped_mm(F.silu(gate) * up, down, tokens_per_expert)
-        return one_by_one(rows, gate_up, down, tokens_per_expert)
-
     # ---- identity of the experts
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Registers a parameter whose first dimension is this rank's experts, as setting an attribute does.
+
+        Raises:
+            CallerError: The first dimension is not the number of this rank's experts.
+        """
+        if param is not None:
+            own = self.buffer.num_local_experts
+            if param.dim() == 0 or len(local_part(param)) != own:
+                raise CallerError(
+                    f"{name}: the first dimension of a parameter of LocalExperts is this rank's experts: expected "
+                    f"[{own}, ...], found {list(local_part(param).shape)}; set other parameters on the module around it"
+                )
+            if not _is_sharded(param) and self.buffer.mesh is not None:
+                param = nn.Parameter(self._sharded(param.detach()), param.requires_grad)
+            param.expert_parallel = True  # type: ignore[attr-defined]  # other libraries may read it
+        super().register_parameter(name, param)
+
     def _device(self) -> torch.device:
-        return local_part(self.gate_up).device
+        first = next(self.parameters(recurse=False), None)
+        return self.buffer.device if first is None else local_part(first).device
 
     def _sharded(self, local: Tensor) -> Tensor:
         """Wraps this rank's part as a `DTensor` of all experts, if there is a mesh."""
         mesh = self.buffer.mesh
         return local if mesh is None else DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-
-    def _settle(self) -> None:
-        """Turns parameters that are plain tensors of this rank into what this world needs: `DTensor`s or not."""
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            settled = nn.Parameter(self._sharded(parameter.detach()), parameter.requires_grad)
-            settled.expert_parallel = True  # type: ignore[attr-defined]  # other libraries may read it
-            setattr(self, name, settled)
-        self._note_device()
-
-    def _note_device(self) -> None:
-        # Not in `forward`, which `torch.compile` traces.
-        self._grouped = _has_grouped_mm(self._device())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedExperts:
-        # `to`, `cuda` and others, which may move the parameters to another device.
-        super()._apply(fn, recurse)
-        self._note_device()
-        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -199,7 +197,77 @@ class GroupedExperts(nn.Module):
                 f"{_listed([*self.buffer.local_experts])}: another rank saved it, or another number of ranks; load "
                 "the layer that this rank saved, or use torch.distributed.checkpoint"
             )
-        self._settle()
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            self.register_parameter(name, parameter)
+
+
+class GroupedExperts(LocalExperts):
+    """This rank's experts: each computes `down(silu(gate(x)) * up(x))` on its group of rows.
+
+    Attributes:
+        gate_up: Parameter [experts, hidden, 2 * intermediate]; all experts if it is a `DTensor`, else this rank's.
+        down: Parameter [experts, intermediate, hidden], likewise.
+
+    Args:
+        buffer: The communicator, which says which experts this rank has.
+        hidden: The width of a row.
+        intermediate: The width inside an expert.
+        device: The device of the parameters. Default: PyTorch's default device.
+        dtype: The type of the parameters. Default: PyTorch's default type.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        hidden: int,
+        intermediate: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(buffer)
+        local = buffer.num_local_experts
+        gate_up = torch.empty(local, hidden, 2 * intermediate, device=device, dtype=dtype)
+        down = torch.empty(local, intermediate, hidden, device=device, dtype=dtype)
+        for place, generator in enumerate(_generators(buffer.local_experts)):
+            for weight in (gate_up[place], down[place]):
+                weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") * weight.shape[0] ** -0.5)
+        self.gate_up = nn.Parameter(gate_up)
+        self.down = nn.Parameter(down)
+        self._note_device()
+
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """Applies each expert to its rows.
+
+        Args:
+            rows: Floating-point [R, hidden]: first the rows of local expert 0, then those of expert 1, and so on.
+            tokens_per_expert: int64 [local experts]: the number of rows of each expert; the sum is at most R.
+
+        Returns:
+            [R, hidden] of the parameters' type. Rows after the last expert's are undefined.
+        """
+        gate_up, down = local_part(self.gate_up), local_part(self.down)
+        rows = rows.to(down.dtype)
+        if self._grouped and rows.dtype == torch.bfloat16:
+            return _at_once(rows, gate_up, down, tokens_per_expert)
+        if torch.compiler.is_compiling():
+            gate, up = grouped_mm(rows, gate_up, tokens_per_expert).chunk(2, dim=-1)
+            return grouped_mm(F.silu(gate) * up, down, tokens_per_expert)
+        return one_by_one(rows, gate_up, down, tokens_per_expert)
+
+    def _note_device(self) -> None:
+        # Not in `forward`, which `torch.compile` traces.
+        self._grouped = _has_grouped_mm(self._device())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._note_device()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedExperts:
+        # `to`, `cuda` and others, which may move the parameters to another device.
+        super()._apply(fn, recurse)
+        self._note_device()
+        return self
 
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:
@@ -216,23 +284,34 @@ def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
         module: Any module.
 
     Returns:
-        The parameters of every `GroupedExperts` in it, and every parameter with a true attribute `expert_parallel`;
-        each once.
+        The parameters of every `LocalExperts` in it, such as `GroupedExperts`, and every parameter with a true
+        attribute `expert_parallel`; each once.
     """
     found = [
         parameter
         for part in module.modules()
         for parameter in part.parameters(recurse=False)
-        if isinstance(part, GroupedExperts) or getattr(parameter, "expert_parallel", False)
+        if isinstance(part, LocalExperts) or getattr(parameter, "expert_parallel", False)
     ]
     return list({id(parameter): parameter for parameter in found}.values())
 
 
+def _generators(experts: range) -> list[torch.Generator]:
+    """A generator of random numbers for each expert: it depends on the seed and the expert's index only.
+
+    Every rank draws one number from the global generator, so ranks with equal seeds keep equal ones.
+    """
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    return [torch.Generator("cpu").manual_seed(seed + expert) for expert in experts]
+
+
+def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    return torch.distributed.is_available() and isinstance(tensor, DTensor)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a `DTensor`, and any other tensor unchanged. Differentiable."""
-    if torch.distributed.is_available() and isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def _listed(experts: list[int]) -> str:
