@@ -137,6 +137,43 @@ fn the_headline_names_the_fastest_strategy() {
     assert!(text.contains("Without lossy compression, the fastest is a pipeline"), "{text}");
 }
 
+/// A part of the cluster may train faster than all of it. Of what one site does alone, the report tells always.
+#[test]
+fn fewer_gpus_that_are_faster_are_named() {
+    let text = run(&["plan", "--datacenters=4", "--nodes=64", "--uplink=10Gbit/s"]).succeeded().stdout;
+    assert!(
+        text.contains("Fewer GPUs are faster. One of the 4 datacenters alone (512 GPUs) trains 8"),
+        "{text}"
+    );
+    let text = run(&["plan", "--nodes=64,63", "--round-trip=20ms", "--json=-"]);
+    let said = text.succeeded();
+    assert!(
+        said.stderr.contains("Fewer GPUs are faster. The 2 datacenters with 64, 60 members of level rail"),
+        "{}",
+        said.stderr
+    );
+    assert!(said.stderr.contains("One of the 2 datacenters alone (512 GPUs) trains"), "{}", said.stderr);
+    assert!(said.stderr.contains("take EP groups of up to 72 GPUs"), "{}", said.stderr);
+    let report: serde_json::Value = serde_json::from_str(&said.stdout).unwrap();
+    assert_eq!(report["fewer"][0]["members"], serde_json::json!([64, 60]));
+    // What is slower is no advice, but still told.
+    let text = run(&["plan", "--nodes=64", "--uplink=400Gbit/s"]).succeeded().stdout;
+    assert!(
+        !text.contains("Fewer GPUs") && text.contains("\nOne of the 2 datacenters alone (512 GPUs) trains"),
+        "{text}"
+    );
+    // Nodes are no sites.
+    let text = run(&["plan", "--datacenters=1", "--nodes=64"]).succeeded().stdout;
+    assert!(!text.contains("alone ("), "{text}");
+}
+
+#[test]
+fn codecs_and_counts_are_written_as_in_a_file() {
+    let of = |setting: &str| run(&["plan", "--set", setting]).succeeded().stdout;
+    assert_eq!(of("weight_compression=exact"), of("weight_compression=1"));
+    assert_eq!(of("global_batch=31_457_280"), of("global_batch=31457280"));
+}
+
 #[test]
 fn without_arguments_an_example_is_planned() {
     let text = run(&["plan"]).succeeded().stdout;

@@ -73,6 +73,10 @@ pub use driver::{Event, Stream};
 pub use handle::CudaHandle;
 pub use member::finish;
 pub use memory::CudaMemory;
+
+/// Most ranks of a job, in all NVLink domains together.
+pub const MAX_RANKS: usize = params::MAX_RANKS;
+
 pub use reaper::{leaked_bytes, settle};
 
 /// Checks that there are a driver and at least one GPU, and that this backend supports every GPU that the driver shows.

@@ -16,7 +16,7 @@ use clap::ValueEnum as _;
 use ep_plan::PartitionExport;
 use ep_plan::input::{self, preset};
 use ep_plan::planner::{Plan, Setting};
-use ep_plan::step::{Layout, StepPlan};
+use ep_plan::step::{Fewer, Layout, StepPlan};
 use serde::Serialize;
 
 pub(crate) use self::args::PlanArgs;
@@ -35,6 +35,9 @@ struct PlanReport<'a> {
     /// Steps of all strategies; absent for forward passes.
     #[serde(skip_serializing_if = "Option::is_none")]
     step: Option<&'a StepPlan>,
+    /// The best plans on parts of the cluster, fastest first; absent for forward passes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fewer: Option<&'a [Fewer]>,
     /// Layers of one EP group of the strategy that is shown.
     plan: &'a Plan,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -98,6 +101,7 @@ fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
         hybrid_ep_version: env!("CARGO_PKG_VERSION"),
         problem,
         step: step.as_ref().map(|shown| &shown.plan),
+        fewer: step.as_ref().map(|shown| &shown.fewer[..]),
         plan: &plan,
         sweep: sweep.as_ref(),
         stream_model: stream_model.as_deref(),
@@ -167,7 +171,7 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
     };
     let index = index.ok_or_else(|| Failure::request(refused(args.strategy, &plan)))?;
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
-    Ok((Some(Shown { plan, index }), layers))
+    Ok((Some(Shown { plan, index, fewer: planner.on_fewer() }), layers))
 }
 
 /// Why the strategy that is asked for has no price.

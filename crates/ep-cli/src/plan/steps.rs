@@ -1,7 +1,7 @@
 //! Whole steps in words: the answer, and the comparison of the strategies.
 
 use ep_plan::planner::Options;
-use ep_plan::step::{Fit, StepPlan, StepPrice, Strategy};
+use ep_plan::step::{Fewer, Fit, StepPlan, StepPrice, Strategy};
 
 use super::text::{relation, times};
 use crate::common::units;
@@ -14,6 +14,8 @@ pub(super) struct Shown {
     pub(super) plan: StepPlan,
     /// Index of its price.
     pub(super) index: usize,
+    /// The best plans on parts of the cluster, fastest first.
+    pub(super) fewer: Vec<Fewer>,
 }
 
 impl Shown {
@@ -82,8 +84,9 @@ pub(crate) fn dense_gradients(plan: &StepPlan, options: &Options) -> Option<Stri
 }
 
 /// The answer in a few sentences, one per line.
-pub(super) fn answer(plan: &StepPlan, problem: &Problem) -> Vec<String> {
-    let (best, options) = (plan.best(), &problem.options);
+pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
+    let (plan, options) = (&shown.plan, &problem.options);
+    let best = plan.best();
     let mut lines = vec![format!(
         "Best: {}. A step of {} tokens takes {}: {} tokens/s, GPUs idle {:.0} % of it.",
         described(best),
@@ -93,7 +96,14 @@ pub(super) fn answer(plan: &StepPlan, problem: &Problem) -> Vec<String> {
         100.0 * best.idle_share
     )];
     lines.push(format!("Layout: {}.", layout(best)));
+    lines.extend(fewer(shown, problem));
     lines.extend(bottleneck(best, problem));
+    if best.layout.group_gpus() > ep_cuda::MAX_RANKS {
+        lines.push(format!(
+            "The operators of hybrid-ep take EP groups of up to {} GPUs: set `expert_parallel` to plan smaller groups.",
+            ep_cuda::MAX_RANKS
+        ));
+    }
     if best.fit == Fit::Tight {
         lines.push(format!(
             "No layout leaves {:.0} % of a GPU's memory free (`reserved_memory`). This one holds the parameters, but \
@@ -145,6 +155,50 @@ pub(super) fn answer(plan: &StepPlan, problem: &Problem) -> Vec<String> {
         );
     }
     lines
+}
+
+/// Parts of the cluster that are faster than all of it, and, if datacenters have nodes, one site alone.
+fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
+    let best = shown.plan.best().tokens_per_second;
+    let gain = |part: &Fewer| part.price.tokens_per_second / best;
+    let line = |part: &Fewer| {
+        format!(
+            "{} ({} GPUs) {} {} tokens/s, {}.",
+            used(part, problem),
+            units::count(part.gpus as u64),
+            if part.sites.len() == 1 { "trains" } else { "train" },
+            units::count(part.price.tokens_per_second.round() as u64),
+            relation(gain(part))
+        )
+    };
+    let fastest = shown.fewer.first().filter(|part| times(gain(part)) != times(1.0) && gain(part) > 1.0);
+    // Members of the outermost of two levels may be nodes.
+    let alone = shown.fewer.iter().find(|part| part.sites.len() == 1 && problem.cluster.levels.len() > 2);
+    let mut lines: Vec<String> =
+        fastest.map(|part| format!("Fewer GPUs are faster. {}", line(part))).into_iter().collect();
+    lines.extend(alone.filter(|&alone| fastest != Some(alone)).map(line));
+    lines
+}
+
+/// The sites of a part, and what they use if not all of it.
+fn used(part: &Fewer, problem: &Problem) -> String {
+    let levels = &problem.cluster.levels;
+    let all = levels.first().map_or(0, |outermost| outermost.scaling_factor);
+    let sites = match part.sites[..] {
+        [_] => format!("One of the {all} datacenters alone"),
+        ref some if some.len() < all => format!("{} of the {all} datacenters", some.len()),
+        _ => format!("The {all} datacenters"),
+    };
+    let whole = |(&site, &members): (&usize, &usize)| {
+        let level = levels.get(1);
+        level.is_none_or(|level| *level.site_members.get(site).unwrap_or(&level.scaling_factor) == members)
+    };
+    if part.sites.iter().zip(&part.members).all(whole) {
+        return sites;
+    }
+    let members: Vec<String> = part.members.iter().map(usize::to_string).collect();
+    let name = levels.get(1).map_or("", |level| &level.name);
+    format!("{sites} with {} members of level {name}", members.join(", "))
 }
 
 /// The link that the stages of a pipeline wait for. None if they wait for none.

@@ -25,7 +25,7 @@ pub(super) fn render(
     }
     let [domains, phases, links, compared] = [domains(plan), phases(plan), links(plan), compared(plan)];
     if let Some(shown) = step {
-        let answer = steps::answer(&shown.plan, problem).join("\n");
+        let answer = steps::answer(shown, problem).join("\n");
         let _ = write!(out, "\n{answer}\n\n{}\n", steps::compared(&shown.plan, &problem.options));
     }
     let _ = write!(

@@ -47,7 +47,7 @@ enum Form {
     Quantity(Kind, Number),
     Count(Count),
     Number(Number),
-    /// A ratio, or `int8`, whose value is [`INT8`].
+    /// A ratio, `exact`, whose value is 1, or `int8`, whose value is [`INT8`].
     Compression,
     /// A codec of the training runtime. The value of `topk` is its density, that of the others [`INT8`] and [`EXACT`].
     Codec,
@@ -160,7 +160,8 @@ impl Key {
         match self.form {
             Form::Quantity(kind, range) => kind.parse(text, range),
             Form::Count(range) => {
-                let count = text.parse().ok().filter(|&count| range.allows(count));
+                // As in a TOML file, digits may be grouped: 62_914_560.
+                let count = text.replace('_', "").parse().ok().filter(|&count| range.allows(count));
                 count.map(|count: usize| count as f64).ok_or_else(|| not(&range.to_string()))
             }
             Form::Number(range) => {
@@ -168,10 +169,11 @@ impl Key {
                 number.ok_or_else(|| not(&format!("a number {range}")))
             }
             Form::Compression if text == "int8" => Ok(INT8),
+            Form::Compression if text == "exact" => Ok(1.0),
             Form::Compression => {
                 let range = limits::COMPRESSION;
                 let number = text.parse().ok().filter(|&number| range.allows(number));
-                number.ok_or_else(|| not(&format!("int8 or a number {range}")))
+                number.ok_or_else(|| not(&format!("exact, int8 or a number {range}")))
             }
             Form::Codec => match text.parse() {
                 Ok(GradientCodec::Exact) => Ok(EXACT),

@@ -317,11 +317,13 @@ pub(super) fn options(item: &Item<'_, '_>) -> Result<Options> {
     })
 }
 
-/// `"int8"`, or a ratio.
+/// `"exact"`, `"int8"`, or a ratio.
 fn compression(table: &Table<'_, '_>, key: &str, default: Compression) -> Result<Compression> {
     match table.get(key) {
         None => Ok(default),
-        Some(item) if item.value.is_str() => item.word(&[("int8", Compression::Int8)]),
+        Some(item) if item.value.is_str() => {
+            item.word(&[("exact", Compression::EXACT), ("int8", Compression::Int8)])
+        }
         Some(item) => item.number_in(limits::COMPRESSION).map(Compression::By),
     }
 }

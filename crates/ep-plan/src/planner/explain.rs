@@ -109,10 +109,14 @@ impl Planner {
             best.backward.zip(backward).map(|(pass, limit)| self.limit_sentence("Backward", &pass, limit)),
         );
         text.extend(alternatives.first().map(|next| {
-            let slower = 100.0 * (next.layer_time / best.layer_time - 1.0);
+            let ratio = next.layer_time / best.layer_time;
+            let slower = match ratio < 2.0 {
+                true => format!("{:.2}%", 100.0 * (ratio - 1.0)),
+                false => format!("{ratio:.1}x"),
+            };
             let kept = if next.replicas_kept { " with kept replicas" } else { "" };
             let sizes = domain_sizes_text(&next.domain_sizes);
-            format!("Next best: {sizes}{kept}, {slower:.2}% slower.")
+            format!("Next best: {sizes}{kept}, {slower} slower.")
         }));
         if let (true, Some(cap)) = (beyond > 0, best.memory.cap) {
             text.push(format!(

@@ -18,6 +18,7 @@
 //! # }
 //! ```
 
+mod fewer;
 mod fixed;
 mod layout;
 mod memory;
@@ -27,6 +28,7 @@ mod sync;
 
 use serde::{Deserialize, Serialize};
 
+pub use fewer::Fewer;
 pub use layout::Layout;
 pub use memory::{Fit, StepMemory};
 pub use price::{Bottleneck, Boundary, StepPrice, pipeline_passes};

@@ -35,7 +35,7 @@ pub(super) fn render(
         escape(&about(&heading(problem, plan)))
     );
     match step {
-        Some(shown) => body.push_str(&sections::step_answer(&shown.plan, problem)),
+        Some(shown) => body.push_str(&sections::step_answer(shown, problem)),
         None => body.push_str(&sections::answer(plan)),
     }
     for note in &problem.notes {

@@ -36,8 +36,9 @@ impl Unit {
 }
 
 /// The answer for a step: sentences, and a card per strategy.
-pub(super) fn step_answer(plan: &StepPlan, problem: &Problem) -> String {
-    let sentences = steps::answer(plan, problem);
+pub(super) fn step_answer(shown: &Shown, problem: &Problem) -> String {
+    let plan = &shown.plan;
+    let sentences = steps::answer(shown, problem);
     let first = sentences.first().map_or("", |line| line);
     let rest: String =
         sentences.iter().skip(1).map(|line| format!("<p class=\"note\">{}</p>\n", escape(line))).collect();

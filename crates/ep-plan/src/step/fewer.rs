@@ -1,0 +1,204 @@
+//! Plans on a part of the cluster: fewer sites, or sites cut to sizes with a larger common part.
+//!
+//! A plan uses every GPU of its cluster. That can be slower than leaving some out: a site with a slow uplink holds up the
+//! others, and sites without a common divisor have small parts.
+
+use serde::{Deserialize, Serialize};
+
+use super::{StepPlanner, StepPrice};
+use crate::cluster::{Cluster, ClusterDescription, gcd};
+
+/// Sizes of parts that are tried at most for unequal sites.
+const SIZES: usize = 4;
+
+/// The best plan on a part of a cluster.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Fewer {
+    /// The sites that it uses, ascending.
+    pub sites: Vec<usize>,
+    /// Members of the second level that it uses in each of these sites. Empty if the cluster has one level.
+    pub members: Vec<usize>,
+    /// The GPUs that it uses.
+    pub gpus: usize,
+    /// The best strategy there.
+    pub price: StepPrice,
+}
+
+impl StepPlanner {
+    /// Plans the same step on parts of the cluster, fastest first: on one site, on powers of two of sites and on all but one, the
+    /// largest and best connected ones; and on all sites, cut to sizes that have a larger common part. Parts that have no plan
+    /// are left out.
+    ///
+    /// It takes as long as up to some 20 plans.
+    pub fn on_fewer(&self) -> Vec<Fewer> {
+        let whole = self.cluster.description();
+        let order = by_size(whole);
+        let mut parts: Vec<Part> = counts(order.len())
+            .map(|count| {
+                let mut sites = order[..count].to_vec();
+                sites.sort_unstable();
+                Part { members: sites.iter().filter_map(|&site| members_of(whole, site)).collect(), sites }
+            })
+            .collect();
+        let all: Vec<usize> = (0..order.len()).collect();
+        let members: Vec<usize> = all.iter().filter_map(|&site| members_of(whole, site)).collect();
+        parts.extend(cuts(&members).into_iter().map(|members| Part { sites: all.clone(), members }));
+        let mut found: Vec<Fewer> = parts.into_iter().filter_map(|part| self.on(part)).collect();
+        found.sort_by(|a, b| b.price.tokens_per_second.total_cmp(&a.price.tokens_per_second));
+        found
+    }
+
+    /// The best plan on a part of the cluster; `None` if it has none.
+    fn on(&self, part: Part) -> Option<Fewer> {
+        let description = part.of(self.cluster.description());
+        let gpus = description.gpus();
+        let cluster = Cluster::try_from(description).ok()?;
+        let plan = Self::new(cluster, self.model.clone(), self.options.clone()).ok()?.plan().ok()?;
+        Some(Fewer { sites: part.sites, members: part.members, gpus, price: plan.best().clone() })
+    }
+}
+
+/// Sites of a cluster, and what each uses of the second level.
+struct Part {
+    sites: Vec<usize>,
+    members: Vec<usize>,
+}
+
+impl Part {
+    fn of(&self, whole: &ClusterDescription) -> ClusterDescription {
+        let mut description = whole.clone();
+        for level in &mut description.levels {
+            let rates = std::mem::take(&mut level.site_bandwidth_gbit_per_s);
+            let used: Vec<f64> = self.sites.iter().filter_map(|&site| rates.get(site).copied()).collect();
+            if !used.is_empty() {
+                level.set_bandwidths(&used);
+            }
+        }
+        if let Some(outermost) = description.levels.first_mut() {
+            outermost.scaling_factor = self.sites.len();
+        }
+        if let Some(second) = description.levels.get_mut(1).filter(|_| !self.members.is_empty()) {
+            second.set_members(&self.members);
+        }
+        description
+    }
+}
+
+/// Members of the second level in a site.
+fn members_of(whole: &ClusterDescription, site: usize) -> Option<usize> {
+    let level = whole.levels.get(1)?;
+    Some(level.site_members.get(site).copied().unwrap_or(level.scaling_factor))
+}
+
+/// The sites, the largest first, of equal ones those with the fastest links to other sites.
+fn by_size(whole: &ClusterDescription) -> Vec<usize> {
+    let Some(outermost) = whole.levels.first() else { return Vec::new() };
+    let rate = |site: usize| {
+        let rates = &outermost.site_bandwidth_gbit_per_s;
+        rates.get(site).copied().unwrap_or(outermost.bandwidth_gbit_per_s)
+    };
+    let mut order: Vec<usize> = (0..outermost.scaling_factor).collect();
+    order.sort_by(|&a, &b| {
+        members_of(whole, b).cmp(&members_of(whole, a)).then_with(|| rate(b).total_cmp(&rate(a)))
+    });
+    order
+}
+
+/// The numbers of sites to try: powers of two, and all but one.
+fn counts(sites: usize) -> impl Iterator<Item = usize> {
+    let powers = std::iter::successors(Some(1usize), |&count| count.checked_mul(2));
+    let mut counts: Vec<usize> = powers.take_while(|&count| count < sites).collect();
+    counts.extend(sites.checked_sub(1).filter(|&count| count > 0));
+    counts.dedup();
+    counts.into_iter()
+}
+
+/// Members of unequal sites, cut to multiples of a larger part than their common divisor: of such parts, those that leave out
+/// the fewest members.
+fn cuts(members: &[usize]) -> Vec<Vec<usize>> {
+    let (Some(common), Some(&least)) = (members.iter().copied().reduce(gcd), members.iter().min()) else {
+        return Vec::new();
+    };
+    let mut cuts: Vec<Vec<usize>> = (common + 1..=least)
+        .map(|part| members.iter().map(|&count| count / part * part).collect())
+        .filter(|cut: &Vec<usize>| cut != members)
+        .collect();
+    let left_out = |cut: &[usize]| members.iter().sum::<usize>() - cut.iter().sum::<usize>();
+    // A stable sort: of cuts that leave out as many members, the one with the largest parts is first.
+    cuts.reverse();
+    cuts.sort_by_key(|cut| left_out(cut));
+    cuts.dedup();
+    cuts.truncate(SIZES);
+    cuts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Options, presets};
+
+    fn planner(cluster: ClusterDescription) -> StepPlanner {
+        let model = presets::deepseek_v3().try_into().unwrap();
+        StepPlanner::new(cluster.try_into().unwrap(), model, Options::default()).unwrap()
+    }
+
+    /// Datacenters with as many nodes of 8 GPUs.
+    fn sites(nodes: &[usize], gbit_per_s: &[f64]) -> ClusterDescription {
+        let most = nodes.iter().copied().max().unwrap();
+        let mut cluster = presets::datacenters(nodes.len(), 100.0, 0.02, presets::dgx_h200(most));
+        cluster.levels[0].set_bandwidths(gbit_per_s);
+        cluster.levels[1].set_members(nodes);
+        cluster
+    }
+
+    #[test]
+    fn a_part_is_planned_as_a_cluster_of_its_own() {
+        let whole = sites(&[64, 64, 32, 64], &[10.0, 40.0, 100.0, 20.0]);
+        let found = planner(whole).on_fewer();
+        for (used, nodes, rates) in [
+            (vec![1], vec![64], vec![40.0]),
+            (vec![1, 3], vec![64, 64], vec![40.0, 20.0]),
+            (vec![0, 1, 3], vec![64, 64, 64], vec![10.0, 40.0, 20.0]),
+        ] {
+            let part = found.iter().find(|part| part.sites == used).unwrap();
+            let alone = planner(sites(&nodes, &rates)).plan().unwrap();
+            assert_eq!((&part.members, part.gpus), (&nodes, 8 * nodes.iter().sum::<usize>()));
+            assert_eq!(&part.price, alone.best());
+        }
+        assert!(
+            found.windows(2).all(|pair| pair[0].price.tokens_per_second >= pair[1].price.tokens_per_second)
+        );
+    }
+
+    #[test]
+    fn sites_without_a_common_part_are_cut() {
+        let whole = planner(sites(&[64, 63], &[100.0, 100.0]));
+        let plan = whole.plan().unwrap();
+        let found = whole.on_fewer();
+        let cut = found.iter().find(|part| part.members == [63, 63]).unwrap();
+        assert_eq!((&cut.sites[..], cut.gpus), (&[0, 1][..], 1008));
+        assert!(cut.price.tokens_per_second > 10.0 * plan.best().tokens_per_second);
+    }
+
+    #[test]
+    fn one_site_has_no_part() {
+        assert_eq!(planner(sites(&[64], &[100.0])).on_fewer(), []);
+    }
+
+    #[test]
+    fn numbers_of_sites() {
+        let of = |sites| counts(sites).collect::<Vec<_>>();
+        assert_eq!([of(0), of(1), of(2), of(3)], [vec![], vec![], vec![1], vec![1, 2]]);
+        assert_eq!([of(4), of(8), of(9)], [vec![1, 2, 3], vec![1, 2, 4, 7], vec![1, 2, 4, 8]]);
+    }
+
+    #[test]
+    fn cuts_leave_out_few_members() {
+        assert_eq!(cuts(&[64, 63]), [[63, 63], [64, 62], [62, 62], [64, 60]]);
+        assert_eq!(cuts(&[8, 8, 4]), [[0; 3]; 0]);
+        assert_eq!(cuts(&[7, 7]), [[0; 2]; 0]);
+        assert!(cuts(&[]).is_empty());
+        assert_eq!(cuts(&[7, 8])[0], [7, 7]);
+        assert_eq!(cuts(&[127, 64])[..2], [[126, 64], [126, 63]]);
+    }
+}
