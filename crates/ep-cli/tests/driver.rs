@@ -220,6 +220,27 @@ fn a_driver_that_is_missing_or_does_not_load_is_reported() {
     assert!(doctor_says(run(&["doctor"])).ends_with("no GPU driver (libcuda.so.1)"));
 }
 
+/// As the stub library of a CUDA toolkit that is older than the driver.
+#[test]
+fn a_driver_that_lacks_a_function_is_reported() {
+    let directory = Directory::new("driver-lacking");
+    let source = directory.file("cuda.c");
+    std::fs::write(&source, "int cuInit(unsigned flags) { return flags; }").unwrap();
+    let library = directory.file("libcuda.so");
+    let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
+    let compiled = Command::new(compiler).args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status();
+    assert!(compiled.unwrap().success());
+    let run = |arguments: &[&str]| {
+        let mut command = program();
+        finish_in_time(command.args(arguments).env("LD_LIBRARY_PATH", directory.path()).spawn().unwrap())
+    };
+    for arguments in [VERIFY, BENCH, &["warm"]] {
+        run(arguments).refused(2, &["libcuda.so.1 has no function cuCtxGetCurrent", "driver from version 525 on"]);
+    }
+    let said = doctor_says(run(&["doctor"]));
+    assert!(said.contains("has no function cuCtxGetCurrent"), "{said}");
+}
+
 #[test]
 fn unusable_drivers_and_gpus_are_reported() {
     let old = Fake { version: Some("11080"), ..Fake::default() };

@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn every_argument_is_named_with_both_values() {
         let preprocess = |mode| Call::preprocess(mode);
-        let padded = |pad_multiple| DispatchMode::Permuted { pad_multiple };
+        let padded = |pad_multiple| DispatchMode::permuted(pad_multiple).unwrap();
         let fp8 = TokenFormat::Fp8(ScaleFormat::Ue8m0Per32);
         let dispatch = Call::dispatch(1, 128, BF16, true, 1);
         let (f32, bf16) = (Element::F32, Element::Bf16);

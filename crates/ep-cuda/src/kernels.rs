@@ -102,7 +102,10 @@ pub(crate) fn side_by_side<T: Sync, R: Send>(
     let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(jobs.len());
     thread::scope(|scope| {
         for _ in 1..threads {
-            scope.spawn(take_turns);
+            // This thread takes all jobs if the system has no further one.
+            if thread::Builder::new().spawn_scoped(scope, take_turns).is_err() {
+                break;
+            }
         }
         take_turns();
     });

@@ -62,9 +62,7 @@ pub enum PeerLink {
 /// # Errors
 /// An [`EnvironmentError`] if the library is installed but does not work.
 pub fn probe() -> Result<Option<DriverFacts>> {
-    // Checked first: without the library, every call of it panics.
-    // SAFETY: loads the driver's library, if there is one; its initialisers have no requirements.
-    if !unsafe { sys::is_culib_present() } {
+    if !driver::load()? {
         return Ok(None);
     }
     facts().map(Some).map_err(|error| {

@@ -356,7 +356,8 @@ impl Endpoint {
         let own = self.blob().ok()?.address.len();
         let len = usize::try_from(blob.len).ok()?;
         let text = self.info.entry().src_is_text();
-        if blob.address.len() != own && !(text && blob.address.last() == Some(&0)) {
+        let complete = if text { blob.address.last() == Some(&0) } else { blob.address.len() == own };
+        if !complete {
             return None;
         }
         let mut address = u64::MAX;

@@ -53,7 +53,7 @@ fn reported(
 
 fn preprocess(buffer: &mut HostBuffer) -> Result<HostHandle> {
     let workload = Workload { tokens: TOKENS, experts: EXPERTS, topk: 3, skew: 0.0, seed: 2 };
-    buffer.preprocess(&workload.routing(buffer.rank()), DispatchMode::Permuted { pad_multiple: 4 }, None)
+    buffer.preprocess(&workload.routing(buffer.rank()), DispatchMode::permuted(4).unwrap(), None)
 }
 
 fn dispatch(buffer: &mut HostBuffer, handle: &HostHandle) -> Result<crate::HostMemory> {

@@ -71,9 +71,10 @@ fn counts_format(words: usize) -> Format {
     Format { lists: false, probs: false, row_bytes: 4 * words, scale_bytes: 0 }
 }
 
-/// The sections of a message with one row of counts. `check_slot` has checked that it fits a slot.
+/// The sections of a message with one row of counts. Called in worlds of several domains only, whose slots have been checked.
 fn counts_sections(words: usize, slot_bytes: usize) -> Sections {
-    counts_format(words).sections_within(1, 0, slot_bytes).expect("a slot holds a row of counts")
+    let sections = counts_format(words).sections_within(1, 0, slot_bytes);
+    sections.expect("`check_slot` has checked the slots of a world of several domains")
 }
 
 /// Checks that a row of counts fits a slot.
@@ -99,9 +100,9 @@ pub(crate) fn check_slot(words: usize, slot_bytes: usize) -> Result<()> {
 /// Sends this rank's counts to its rail peer in every other domain.
 fn send_along_rail(op: &Op<'_>, words: &[u32]) -> Result<()> {
     let rails = &op.comm.rails;
-    let sections = counts_sections(words.len(), rails.slot_bytes());
     let mut idle = Idle::default();
     for domain in rails.others() {
+        let sections = counts_sections(words.len(), rails.slot_bytes());
         let end = rails.position(domain).0 + 1;
         let claim = loop {
             if let Some((_, claim)) = rails.claim_send(domain, end) {

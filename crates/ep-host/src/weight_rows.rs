@@ -26,11 +26,12 @@ impl WeightRows for HostBuffer {
         let (given, dots) = backward
             .map(|backward| (backward.rows.as_bytes(), &mut backward.weights.as_bytes_mut()[..rows * F32]))
             .unzip();
-        let (row_in, row_out) = (hidden * from.bytes(), hidden * element.bytes());
-        if rows * hidden == 0 {
+        // Of nothing, the other number may have any size.
+        if rows == 0 || hidden == 0 {
             dots.into_iter().for_each(|dots: &mut [u8]| dots.fill(0));
             return Ok(());
         }
+        let (row_in, row_out) = (hidden * from.bytes(), hidden * element.bytes());
         let (values, weights) = (input.values.as_bytes(), input.weights.as_bytes());
         let comm = self.comm();
         let (level, streaming) = (comm.level, rows * row_out > comm.config.host.streaming_bytes);

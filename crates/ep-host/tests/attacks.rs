@@ -5,22 +5,23 @@
 #![allow(clippy::unwrap_used)]
 
 use std::cell::Cell;
+use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 use std::time::Duration;
 
 use ep::workload::Workload;
 use ep::{
-    Backend, BackendExt, CallerError, CombineInput, CombineOutput, Config, DispatchInput, DispatchMode,
-    DispatchOutput, Element, Error, Interrupt, PeerFault, Probs, Rank, Result, ScaleFormat, TokenFormat,
-    WeightRows, WeightedRows, World,
+    Backend, BackendExt, CallerError, CombineInput, CombineOutput, Config, DeviceReport, DeviceRouting,
+    DispatchInput, DispatchMode, DispatchOutput, Element, Error, Indices, Interrupt, PeerFault, Probs, Rank,
+    Result, Routing, ScaleFormat, TokenFormat, WeightRows, WeightedRows, World,
 };
 use ep_host::{HostBuffer, HostHandle, HostMemory};
 
 const HIDDEN: usize = 64;
 const TOKENS: usize = 40;
 const EXPERTS: usize = 4;
-const MODE: DispatchMode = DispatchMode::Permuted { pad_multiple: 4 };
+const MODE: DispatchMode = DispatchMode::Permuted { pad_multiple: NonZeroU32::new(4).unwrap() };
 
 fn config(workers: usize) -> Config {
     let mut config = Config::default();
@@ -205,6 +206,11 @@ fn sizes_beyond_the_address_space_are_refused() {
             let input = WeightedRows::new(&given, [rows, hidden], &given);
             caller(buffer.weight_rows(&input, Element::F32, &mut taken, None));
         }
+        // Nothing has any width.
+        for (rows, hidden) in [(0, 1 << 63), (0, usize::MAX - 7), (1 << 20, 0)] {
+            let input = WeightedRows::new(&given, [rows, hidden], &given);
+            let _ = buffer.weight_rows(&input, Element::F32, &mut taken, None);
+        }
         assert!(rows * 2 * HIDDEN <= 1 << 20);
     }
 }
@@ -226,6 +232,47 @@ fn settings_and_worlds_beyond_the_address_space_are_refused() {
     for (ranks, domains) in [(1 << 40, 1 << 20), (usize::MAX, 1), (1 << 32, 1 << 16)] {
         assert!(World::builder().ranks(ranks).domains(domains).experts(ranks).build().is_err(), "{ranks}");
     }
+}
+
+/// Messages between domains have slots, which hold the counts of a rank. With one domain there are no messages.
+#[test]
+fn counts_longer_than_a_slot_need_no_slot_in_one_domain() {
+    let mut config = config(1);
+    config.host.slot_bytes = 4096;
+    let world = |domains| World::builder().ranks(2).domains(domains).experts(4000).build().unwrap();
+    let buffers = HostBuffer::threads(&world(1), &config).unwrap();
+    std::thread::scope(|scope| {
+        for mut buffer in buffers {
+            scope.spawn(move || {
+                let routing = Routing::from_topk(buffer.rank(), 4000, 1, &[3999], &[1.0]).unwrap();
+                let handle = buffer.preprocess(&routing, MODE, None).unwrap();
+                assert_eq!(handle.receive_shape().rows, 4 * buffer.rank().index());
+            });
+        }
+    });
+    let error = HostBuffer::threads(&world(2), &config).unwrap_err();
+    assert!(error.to_string().contains("HYBRID_EP_SLOT_BYTES"), "{error}");
+}
+
+/// Tokens without choices, and weights that are not given, have no memory whose size would bound their number.
+#[test]
+fn numbers_of_tokens_that_no_memory_bounds_are_refused() {
+    let mut buffer = alone();
+    let (short, wide) = (buffer.alloc(64).unwrap(), usize::MAX / 64);
+    for (tokens, k) in [(1 << 33, 0), (1 << 62, 0), (1 << 40, 1), (1 << 31, 1 << 20), (wide, 1), (1 << 62, 1)]
+    {
+        let indices = Indices::Wide(&short);
+        let routing = DeviceRouting::TopK { tokens, k, indices, weights: None };
+        let result = buffer.preprocess_on_device(&routing, MODE, None, DeviceReport::default());
+        caller(result.map(drop));
+    }
+    for tokens in [1 << 40, 1 << 61] {
+        let routing = DeviceRouting::Map { tokens, most: 1, map: &short, probs: None };
+        caller(buffer.preprocess_on_device(&routing, MODE, None, DeviceReport::default()).map(drop));
+    }
+    let routing = DeviceRouting::TopK { tokens: 5, k: 0, indices: Indices::Wide(&short), weights: None };
+    let handle = buffer.preprocess_on_device(&routing, MODE, None, DeviceReport::default()).unwrap();
+    assert_eq!(handle.receive_shape().rows, 0);
 }
 
 thread_local! {

@@ -34,7 +34,7 @@ fn config() -> Config {
 fn round(buffer: &mut HostBuffer, seed: u64, hidden: usize) -> Result<()> {
     let routing =
         Workload { tokens: TOKENS, experts: EXPERTS, topk: 3, skew: 0.5, seed }.routing(buffer.rank());
-    let handle = buffer.preprocess(&routing, DispatchMode::Permuted { pad_multiple: 4 }, None)?;
+    let handle = buffer.preprocess(&routing, DispatchMode::permuted(4).unwrap(), None)?;
     let rows = buffer.receive_shape(&handle)?.allocated_rows();
     let tokens = buffer.alloc(TOKENS * 2 * hidden)?;
     let mut out = buffer.alloc(rows * 2 * hidden)?;
@@ -208,7 +208,7 @@ fn a_waiting_operator_can_be_interrupted() {
             scope.spawn(|| {
                 let routing = Workload { tokens: TOKENS, experts: EXPERTS, topk: 3, skew: 0.5, seed: 0 }
                     .routing(other.rank());
-                other.preprocess(&routing, DispatchMode::Permuted { pad_multiple: 4 }, None).unwrap();
+                other.preprocess(&routing, DispatchMode::permuted(4).unwrap(), None).unwrap();
             });
             scope.spawn(|| {
                 std::thread::sleep(Duration::from_millis(200));
@@ -248,7 +248,7 @@ fn a_rank_that_fails_before_its_last_messages_arrive_is_named() {
                 let tokens = TOKENS * rank.index();
                 let routing =
                     || Workload { tokens, experts: EXPERTS, topk: 3, skew: 0.5, seed: 0 }.routing(rank);
-                let mode = DispatchMode::Permuted { pad_multiple: 4 };
+                let mode = DispatchMode::permuted(4).unwrap();
                 let handle = buffer.preprocess(&routing(), mode, None).unwrap();
                 let rows = buffer.receive_shape(&handle).unwrap().allocated_rows();
                 let input = buffer.alloc(tokens * 2 * HIDDEN).unwrap();
@@ -323,11 +323,10 @@ fn ranks_that_pass_different_types_get_an_error_that_names_the_types() {
 fn ranks_that_pad_differently_get_an_error_that_names_the_modes() {
     for (other, name) in [
         (DispatchMode::Plain, "plain"),
-        (DispatchMode::Permuted { pad_multiple: 16 }, "permuted with pad_multiple 16"),
+        (DispatchMode::permuted(16).unwrap(), "permuted with pad_multiple 16"),
     ] {
         let results = on_threads(2, 1, |mut buffer| {
-            let mode =
-                if buffer.rank() == Rank(1) { other } else { DispatchMode::Permuted { pad_multiple: 4 } };
+            let mode = if buffer.rank() == Rank(1) { other } else { DispatchMode::permuted(4).unwrap() };
             let routing =
                 Workload { tokens: 4, experts: EXPERTS, topk: 1, skew: 0.0, seed: 1 }.routing(buffer.rank());
             buffer.preprocess(&routing, mode, None).map(|_| ())

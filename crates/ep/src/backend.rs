@@ -7,6 +7,7 @@
 //! compiler names the places.
 
 use std::borrow::Cow;
+use std::num::NonZeroU32;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -30,8 +31,8 @@ pub enum DispatchMode {
     /// One row per (token, local expert). Rows are grouped by local expert and ordered by (source rank, token) within
     /// a group. Zero rows pad each group.
     Permuted {
-        /// Each group is padded to a multiple of this many rows; at least 1.
-        pad_multiple: u32,
+        /// Each group is padded to a multiple of this many rows.
+        pad_multiple: NonZeroU32,
     },
 }
 
@@ -41,9 +42,9 @@ impl DispatchMode {
     /// # Errors
     /// [`CallerError::Config`] when `pad_multiple` is 0 or does not fit in 32 bits.
     pub fn permuted(pad_multiple: usize) -> Result<Self> {
-        match u32::try_from(pad_multiple) {
-            Ok(pad_multiple) if pad_multiple > 0 => Ok(Self::Permuted { pad_multiple }),
-            _ => Err(CallerError::Config {
+        match u32::try_from(pad_multiple).ok().and_then(NonZeroU32::new) {
+            Some(pad_multiple) => Ok(Self::Permuted { pad_multiple }),
+            None => Err(CallerError::Config {
                 key: "pad_multiple",
                 value: pad_multiple.to_string(),
                 problem: "must be at least 1 and fit 32 bits".into(),
@@ -56,7 +57,7 @@ impl DispatchMode {
     pub fn pad_multiple(self) -> usize {
         match self {
             Self::Plain => 1,
-            Self::Permuted { pad_multiple } => pad_multiple as usize,
+            Self::Permuted { pad_multiple } => pad_multiple.get() as usize,
         }
     }
 }

@@ -132,28 +132,24 @@ impl<M> DeviceRouting<'_, M> {
     {
         let (rank, experts) = (backend.rank(), backend.world().experts());
         match *self {
-            // `Routing` derives the number of tokens from its indices, so tokens without indices get one index, -1.
-            Self::TopK { tokens, k: 0, .. } => {
-                Routing::from_topk(rank, experts, 1, &vec![-1; tokens], &vec![0.0; tokens])
-            }
+            Self::TopK { tokens, k: 0, .. } => Routing::without_copies(rank, experts, tokens),
+            // The indices come before the weights: they exist, so they bound the memory that weights of zero take.
             Self::TopK { tokens, k, indices, weights } => {
                 let cells = Size::new(tokens) * k;
-                let weights = floats(backend, "topk_weights", weights, cells)?;
-                match indices {
-                    Indices::Narrow(memory) => {
-                        let narrow = values(backend, "topk_idx", memory, cells)?;
-                        Routing::from_topk(rank, experts, k, &narrow, &weights)
-                    }
+                let indices = match indices {
+                    Indices::Narrow(memory) => values(backend, "topk_idx", memory, cells)?,
                     Indices::Wide(memory) => {
                         let wide = values(backend, "topk_idx", memory, cells)?;
-                        Routing::from_topk(rank, experts, k, &narrow(rank, experts, k, &wide)?, &weights)
+                        narrow(rank, experts, k, &wide)?.into()
                     }
-                }
+                };
+                let weights = floats(backend, "topk_weights", weights, cells)?;
+                Routing::from_topk(rank, experts, k, &indices, &weights)
             }
             Self::Map { tokens, map, probs, .. } => {
                 let cells = Size::new(tokens) * experts;
-                let probs = floats(backend, "probs", probs, cells)?;
                 let map = values(backend, "routing_map", map, cells)?;
+                let probs = floats(backend, "probs", probs, cells)?;
                 Routing::from_map(rank, experts, &map, &probs)
             }
         }

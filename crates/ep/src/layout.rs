@@ -6,6 +6,8 @@
 //! first row on the receiving rank. The final row of a copy is this first row plus the copy's index within its source
 //! rank and expert, so the sender knows it before any token moves ([`DispatchLayout`]).
 
+use std::num::NonZeroU32;
+
 use std::ops::Range;
 
 use crate::backend::DispatchMode;
@@ -66,7 +68,7 @@ impl Counts {
     pub fn to_words(&self) -> Vec<u32> {
         let mode = match self.mode {
             DispatchMode::Plain => 0,
-            DispatchMode::Permuted { pad_multiple } => pad_multiple,
+            DispatchMode::Permuted { pad_multiple } => pad_multiple.get(),
         };
         let mut words = vec![self.tokens, mode, self.capacity.unwrap_or(UNBOUNDED)];
         words.extend_from_slice(&self.per_expert);
@@ -86,10 +88,8 @@ impl Counts {
         let (per_expert, per_rank) = words[3..].split_at(world.experts());
         let counts = Self {
             tokens: words[0],
-            mode: match words[1] {
-                0 => DispatchMode::Plain,
-                pad_multiple => DispatchMode::Permuted { pad_multiple },
-            },
+            mode: NonZeroU32::new(words[1])
+                .map_or(DispatchMode::Plain, |pad_multiple| DispatchMode::Permuted { pad_multiple }),
             capacity: (words[2] != UNBOUNDED).then_some(words[2]),
             per_expert: per_expert.to_vec(),
             per_rank: per_rank.to_vec(),
@@ -311,7 +311,7 @@ pub fn receive_shape(world: &World, rank: Rank, all: &[Counts]) -> Result<Receiv
             shape.rows = wanted.min(limit) as usize;
         }
         DispatchMode::Permuted { pad_multiple } => {
-            let pad = u64::from(pad_multiple);
+            let pad = u64::from(pad_multiple.get());
             for (start, count) in expert_groups(world, rank, all)? {
                 let kept = limit.saturating_sub(start).min(count);
                 let padded = kept.next_multiple_of(pad);
@@ -462,8 +462,7 @@ mod tests {
         let world = World::builder().ranks(8).domains(2).experts(64).build().unwrap();
         for tokens in [0, 1, 1000] {
             let routing = Workload { tokens, experts: 64, topk: 8, skew: 0.0, seed: 1 }.routing(Rank(3));
-            let counts =
-                Counts::of(&world, &routing, DispatchMode::Permuted { pad_multiple: 16 }, Some(32)).unwrap();
+            let counts = Counts::of(&world, &routing, DispatchMode::permuted(16).unwrap(), Some(32)).unwrap();
             let words = counts.to_words();
             assert_eq!(words.len(), 64 + 8 + 3);
             assert_eq!(Counts::from_words(&world, &words), Ok(counts));
@@ -474,8 +473,7 @@ mod tests {
     fn capacity_must_fit_the_padding() {
         let world = World::builder().ranks(1).experts(2).build().unwrap();
         let routing = Routing::empty(Rank(0), 2);
-        let error =
-            Counts::of(&world, &routing, DispatchMode::Permuted { pad_multiple: 16 }, Some(24)).unwrap_err();
+        let error = Counts::of(&world, &routing, DispatchMode::permuted(16).unwrap(), Some(24)).unwrap_err();
         assert_eq!(error.to_string(), "capacity of 24 rows is not a multiple of pad_multiple 16");
         let error = Counts::of(&world, &routing, DispatchMode::Plain, Some(1 << 32)).unwrap_err();
         assert!(error.to_string().contains("4294967296 rows"), "{error}");
@@ -488,7 +486,7 @@ mod tests {
         let world = World::builder().ranks(1).experts(1).build().unwrap();
         let counts = Counts {
             tokens: u32::MAX,
-            mode: DispatchMode::Permuted { pad_multiple: 128 },
+            mode: DispatchMode::permuted(128).unwrap(),
             capacity: None,
             per_expert: vec![u32::MAX],
             per_rank: vec![u32::MAX],
@@ -580,7 +578,7 @@ mod tests {
                 world.experts(experts)
             };
             let world = world.build().unwrap();
-            let mode = if pad == 0 { DispatchMode::Plain } else { DispatchMode::Permuted { pad_multiple: pad } };
+            let mode = DispatchMode::permuted(pad as usize).unwrap_or(DispatchMode::Plain);
             let capacity: Vec<Option<usize>> =
                 (0..ranks).map(|r| capacity[r].map(|c| c * 3 * mode.pad_multiple())).collect();
             let routings: Vec<Routing> = world.topology().all_ranks().map(|rank| {

@@ -101,7 +101,7 @@ fn rows_of(
         DispatchMode::Permuted { pad_multiple } => {
             for &expert in &local {
                 let mut group = sources(&[expert]);
-                group.resize(group.len().next_multiple_of(pad_multiple as usize), None);
+                group.resize(group.len().next_multiple_of(pad_multiple.get() as usize), None);
                 out.shape.wanted_rows += group.len();
                 out.shape.first_row.push(out.rows.len().min(limit) as u32);
                 group.truncate(limit - out.rows.len().min(limit));
@@ -393,7 +393,7 @@ mod tests {
     #[test]
     fn a_small_world_gives_the_results_computed_by_hand() {
         let (world, routings) = world_of_two();
-        let mode = DispatchMode::Permuted { pad_multiple: 2 };
+        let mode = DispatchMode::permuted(2).unwrap();
         let received = rows(&world, &routings, mode, &[None, None]);
         // Rank 0, expert 0: token (0,1), padding; expert 1: tokens (0,0) (0,1) (1,0), padding.
         let shape = &received[0].shape;
@@ -434,7 +434,7 @@ mod tests {
     #[test]
     fn capacity_drops_later_experts_first() {
         let (world, routings) = world_of_two();
-        let mode = DispatchMode::Permuted { pad_multiple: 1 };
+        let mode = DispatchMode::permuted(1).unwrap();
         let received = rows(&world, &routings, mode, &[Some(2), Some(0)]);
         let shape = &received[0].shape;
         assert_eq!(
@@ -463,7 +463,7 @@ mod tests {
             vec![Routing::from_topk(Rank(0), 4, 2, indices, &[0.5, 0.5]).unwrap(), Routing::empty(Rank(1), 4)]
         };
         let f32s = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
-        let mode = DispatchMode::Permuted { pad_multiple: 1 };
+        let mode = DispatchMode::permuted(1).unwrap();
         for (indices, expected) in [([2, 3], 1.0f32), ([0, 1], 1.0 + 2f32.powi(-12))] {
             let routings = rows_of(&indices);
             let received = rows(&world, &routings, mode, &[None, None]);

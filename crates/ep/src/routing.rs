@@ -1,6 +1,6 @@
 //! A rank's routing: which of its tokens goes to which experts, with what weight. The constructors validate it.
 
-use crate::error::{CallerError, Result, RoutingProblem};
+use crate::error::{CallerError, EnvironmentError, Result, RoutingProblem};
 use crate::topology::{Rank, check_number};
 
 /// The routing of one rank's tokens: the experts that each token chose, and their weights. Valid by construction.
@@ -105,6 +105,17 @@ impl Routing {
         Self { rank, experts, offsets: vec![0], chosen: Vec::new(), weights: Vec::new() }
     }
 
+    /// The routing of `tokens` tokens that chose no expert.
+    ///
+    /// # Errors
+    /// [`CallerError::TooManyRows`] for more than `u32::MAX` tokens; [`CallerError::Placement`] for too many experts;
+    /// [`EnvironmentError`] when the memory is not there.
+    pub fn without_copies(rank: Rank, experts: usize, tokens: usize) -> Result<Self> {
+        let mut rows = Rows::new(rank, experts, tokens, 0)?;
+        rows.routing.offsets.resize(tokens + 1, 0);
+        Ok(rows.finish())
+    }
+
     /// The rank that holds the tokens.
     pub fn rank(&self) -> Rank {
         self.rank
@@ -202,10 +213,17 @@ impl Rows {
         if u32::try_from(tokens).is_err() {
             return Err(CallerError::TooManyRows { rank, rows: tokens as u64 }.into());
         }
-        let mut offsets = Vec::with_capacity(tokens + 1);
+        let copies = tokens.saturating_mul(per_token);
+        let (mut offsets, mut chosen, mut weights) = (Vec::new(), Vec::new(), Vec::new());
+        offsets
+            .try_reserve_exact(tokens + 1)
+            .and_then(|()| chosen.try_reserve_exact(copies))
+            .and_then(|()| weights.try_reserve_exact(copies))
+            .map_err(|error| {
+                let what = format!("reserving memory for the routing of {tokens} tokens");
+                EnvironmentError::new(what, error, "free memory of this machine, or pass fewer tokens")
+            })?;
         offsets.push(0);
-        let chosen = Vec::with_capacity(tokens * per_token);
-        let weights = Vec::with_capacity(tokens * per_token);
         Ok(Self {
             routing: Routing { rank, experts, offsets, chosen, weights },
             row: vec![0; experts.div_ceil(64)],

@@ -14,7 +14,7 @@ fn counts(tokens: u32, mode: DispatchMode, per_expert: u32, per_rank: u32) -> Co
 #[test]
 fn the_last_row_number_is_used() {
     let world = World::builder().ranks(1).experts(1).build().unwrap();
-    let permuted = |rows| counts(1, DispatchMode::Permuted { pad_multiple: 1 }, rows, 1);
+    let permuted = |rows| counts(1, DispatchMode::permuted(1).unwrap(), rows, 1);
     let plain = |rows| counts(1, DispatchMode::Plain, 1, rows);
     for all in [permuted(u32::MAX), plain(u32::MAX)] {
         let shape = layout::receive_shape(&world, Rank(0), &[all]).unwrap();
@@ -27,7 +27,7 @@ fn the_last_row_number_is_used() {
 #[test]
 fn one_row_more_is_refused_in_both_modes() {
     let two_ranks = World::builder().ranks(2).experts(2).build().unwrap();
-    for mode in [DispatchMode::Plain, DispatchMode::Permuted { pad_multiple: 1 }] {
+    for mode in [DispatchMode::Plain, DispatchMode::permuted(1).unwrap()] {
         let of = |copies: u32| Counts {
             tokens: 1,
             mode,
@@ -72,7 +72,7 @@ fn a_capacity_says_whether_it_overflows() {
 #[test]
 fn rows_without_a_token_are_the_padding() {
     let shape = ReceiveShape {
-        mode: DispatchMode::Permuted { pad_multiple: 4 },
+        mode: DispatchMode::permuted(4).unwrap(),
         rows: 12,
         wanted_rows: 12,
         tokens_per_expert: vec![4, 0, 8],
@@ -109,7 +109,7 @@ proptest! {
         let ranks = domains * domain_size;
         let experts = ranks * per_rank;
         let world = World::builder().ranks(ranks).domains(domains).experts(experts).build().unwrap();
-        let mode = if pad == 0 { DispatchMode::Plain } else { DispatchMode::Permuted { pad_multiple: pad } };
+        let mode = DispatchMode::permuted(pad as usize).unwrap_or(DispatchMode::Plain);
         let capacity: Vec<Option<usize>> =
             capacity[..ranks].iter().map(|rows| rows.map(|rows| rows * mode.pad_multiple())).collect();
         let routings: Vec<Routing> = world.topology().all_ranks().map(|rank| {

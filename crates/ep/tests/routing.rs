@@ -81,3 +81,12 @@ fn lists_of_the_wrong_length_are_refused() {
     assert!(topk(1, &[4], &[0.5]).contains("expert index 4 is out of range"));
     assert!(Routing::from_topk(Rank(0), 4, 1, &[3], &[0.5]).is_ok());
 }
+
+#[test]
+fn tokens_may_choose_nothing() {
+    let routing = Routing::without_copies(Rank(1), 5, 3).unwrap();
+    assert_eq!(routing, Routing::from_topk(Rank(1), 5, 1, &[-1; 3], &[0.0; 3]).unwrap());
+    assert_eq!(Routing::without_copies(Rank(1), 5, 0).unwrap(), Routing::empty(Rank(1), 5));
+    assert!(Routing::without_copies(Rank(0), 0, 3).is_err());
+    assert!(Routing::without_copies(Rank(0), 5, 1 << 33).is_err());
+}

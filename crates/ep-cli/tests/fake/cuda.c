@@ -347,6 +347,9 @@ FUNCTION_OF_CONTEXT(cuMemHostAlloc, (void **memory, size_t bytes, unsigned flags
          *memory = calloc(1, bytes);
          if (!*memory) return OUT_OF_MEMORY;)
 FUNCTION_OF_CONTEXT(cuMemFreeHost, (void *memory), free(memory);)
+FUNCTION_OF_CONTEXT(cuMemHostRegister_v2, (void *memory, size_t bytes, unsigned flags),
+                    (void)memory; (void)bytes; (void)flags;)
+FUNCTION_OF_CONTEXT(cuMemHostUnregister, (void *memory), (void)memory;)
 FUNCTION_OF_CONTEXT(cuMemHostGetDevicePointer_v2, (Address *address, void *memory, unsigned flags),
          (void)flags;
          *address = (Address)(uintptr_t)memory;)
@@ -366,6 +369,9 @@ FUNCTION_OF_CONTEXT(cuStreamSynchronize, (void *stream),
          Stream *of = stream_of(stream);
          long until = of->submitted;
          while (of->done < until) usleep(1000);)
+FUNCTION_OF_CONTEXT(cuStreamQuery, (void *stream),
+                    Stream *of = stream_of(stream);
+                    if (of->done < of->submitted) return NOT_READY;)
 FUNCTION_OF_CONTEXT(cuStreamIsCapturing, (void *stream, int *status), *status = stream_of(stream)->graph != NULL;)
 FUNCTION_OF_CONTEXT(
          cuStreamGetCaptureInfo_v2,

@@ -8,7 +8,7 @@ mod memory;
 mod stream;
 
 use std::ffi::CStr;
-use std::sync::Once;
+use std::sync::{Once, OnceLock};
 
 use cudarc::driver::sys;
 use ep::{EnvironmentError, Result};
@@ -78,10 +78,95 @@ pub(crate) fn missing() -> EnvironmentError {
     )
 }
 
+/// The functions of the driver that this crate calls. A call of a function that the driver lacks panics.
+const FUNCTIONS: &[&str] = &[
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuCtxSynchronize",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetP2PAttribute",
+    "cuDeviceGetPCIBusId",
+    "cuDeviceGetUuid_v2",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuDeviceTotalMem_v2",
+    "cuDriverGetVersion",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventElapsedTime",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuFuncGetAttribute",
+    "cuFuncSetAttribute",
+    "cuGetErrorString",
+    "cuGraphRetainUserObject",
+    "cuInit",
+    "cuLaunchKernel",
+    "cuMemAddressFree",
+    "cuMemAddressReserve",
+    "cuMemCreate",
+    "cuMemExportToShareableHandle",
+    "cuMemFreeHost",
+    "cuMemGetInfo_v2",
+    "cuMemHostAlloc",
+    "cuMemHostGetDevicePointer_v2",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemImportFromShareableHandle",
+    "cuMemMap",
+    "cuMemRelease",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamGetCaptureInfo_v2",
+    "cuStreamIsCapturing",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuUserObjectCreate",
+    "cuUserObjectRelease",
+];
+
+/// Loads the driver. Returns false if it is not installed.
+///
+/// # Errors
+/// [`EnvironmentError`] for a driver without a function that this crate calls.
+pub(crate) fn load() -> Result<bool> {
+    static LACKING: OnceLock<Option<&str>> = OnceLock::new();
+    // SAFETY: loads a library and unloads it again; its initialisers have no requirements.
+    if !unsafe { sys::is_culib_present() } {
+        return Ok(false);
+    }
+    let lacking = LACKING.get_or_init(|| {
+        // SAFETY: the library is present. The symbols are looked up, not used.
+        let has = |name: &str| unsafe { sys::culib().get::<*const ()>(name.as_bytes()).is_ok() };
+        FUNCTIONS.iter().copied().find(|name| !has(name))
+    });
+    lacking.map_or(Ok(true), |name| {
+        Err(EnvironmentError::new(
+            "loading the CUDA driver",
+            format!("libcuda.so.1 has no function {name}"),
+            "install an NVIDIA driver from version 525 on (the library may be a stub of the CUDA toolkit), or use the \
+             host backend",
+        )
+        .into())
+    })
+}
+
 /// Loads and initialises the driver. Must be called before any other function of the driver.
 pub(crate) fn initialise() -> Result<()> {
-    // SAFETY: loads a library and unloads it again.
-    if !unsafe { sys::is_culib_present() } {
+    if !load()? {
         return Err(missing().into());
     }
     // SAFETY: the driver is present; initialising it again does nothing.
@@ -100,4 +185,38 @@ pub(crate) fn initialise() -> Result<()> {
 unsafe extern "C" {
     /// Of the C library: registers an exit handler.
     fn atexit(function: extern "C" fn()) -> i32;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+
+    /// The names that are called as `sys::cu...(` in a directory.
+    fn called(directory: &Path, names: &mut BTreeSet<String>) {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                called(&path, names);
+                continue;
+            }
+            let text = std::fs::read_to_string(&path).unwrap();
+            for rest in text.split("sys::cu").skip(1) {
+                let name: String = rest.chars().take_while(|&at| at.is_alphanumeric() || at == '_').collect();
+                if name.starts_with(char::is_uppercase) && rest[name.len()..].starts_with('(') {
+                    names.insert(format!("cu{name}"));
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "reads files")]
+    fn all_functions_that_are_called_are_looked_up() {
+        let mut names = BTreeSet::new();
+        called(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut names);
+        assert_eq!(names.iter().map(String::as_str).collect::<Vec<_>>(), FUNCTIONS);
+    }
 }

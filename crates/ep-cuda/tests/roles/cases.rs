@@ -9,8 +9,8 @@ use crate::script::{Combine, Copies, Dispatch, Fault, Form, Gone, Handle, Plan, 
 const PLAIN: DispatchMode = DispatchMode::Plain;
 const BLOCKS: u64 = 2;
 
-fn pad(pad_multiple: u32) -> DispatchMode {
-    DispatchMode::Permuted { pad_multiple }
+fn pad(pad_multiple: usize) -> DispatchMode {
+    DispatchMode::permuted(pad_multiple).unwrap()
 }
 
 fn dispatch(copies: Copies, hidden: usize) -> Dispatch {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::suite::pad;
 use crate::backend::{DispatchMode, Element, TokenFormat, check_row_bytes};
 use crate::error::{CallerError, Result};
 use crate::topology::{Rank, World};
@@ -132,7 +133,7 @@ impl Case {
             tokens: (0..ranks).map(|rank| 4 + rank * 5 % 7).collect(),
             hidden: 64,
             routing: RoutingKind::TopK { k: 4, skew: 0.5 },
-            mode: DispatchMode::Permuted { pad_multiple: 16 },
+            mode: pad(16),
             capacity: vec![CapacityKind::Unbounded; ranks],
             format: TokenFormat::Bf16,
             element: Element::Bf16,

@@ -4,6 +4,7 @@ use super::case::{CapacityKind, Case, ProbsKind, RoutingKind};
 use super::check::{Check, CombineMemory, DispatchMemory, Outputs};
 use super::failure::{Failure, Problem};
 use super::prepared::Prepared;
+use super::suite::pad;
 use crate::backend::{Backend, DispatchMode, Element, TokenFormat, Traffic};
 use crate::error::{CallerError, Error, Result as EpResult};
 use crate::numeric::ScaleFormat;
@@ -28,7 +29,7 @@ pub fn check_misuse<B: WeightRows>(backend: &mut B, other: &mut B) -> Result<(),
         TokenFormat::Fp8(ScaleFormat::F32Per128),
         TokenFormat::QuantizeFp8(ScaleFormat::Ue8m0Per32),
     ] {
-        let prepared = prepare(backend, format, DispatchMode::Permuted { pad_multiple: 4 })?;
+        let prepared = prepare(backend, format, pad(4))?;
         prepared.check(backend)?;
         let mut check = Check::new(&prepared, backend);
         check.misuse_preprocess()?;

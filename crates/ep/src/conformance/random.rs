@@ -4,6 +4,7 @@ use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
 use super::case::{CapacityKind, Case, ProbsKind, RoutingKind};
+use super::suite::pad;
 use crate::backend::{DispatchMode, Element, TokenFormat};
 use crate::numeric::ScaleFormat;
 use crate::topology::Rank;
@@ -128,7 +129,7 @@ fn routing(rng: &mut ChaCha8Rng, experts: usize) -> RoutingKind {
 fn mode(rng: &mut ChaCha8Rng) -> DispatchMode {
     match rng.random_range(0..3) {
         0 => DispatchMode::Plain,
-        _ => DispatchMode::Permuted { pad_multiple: pick(rng, &[1, 1, 2, 7, 16, 32]) },
+        _ => pad(pick(rng, &[1, 1, 2, 7, 16, 32])),
     }
 }
 

@@ -35,6 +35,11 @@ pub fn join<B>(
         let problem = format!("the world has {ranks} ranks, the rendezvous {found}");
         return Err(CallerError::Topology(problem).into());
     }
+    let own = rendezvous.rank();
+    if own.index() >= ranks {
+        let problem = format!("the rendezvous calls this rank {own}, and the world has {ranks} ranks");
+        return Err(CallerError::Topology(problem).into());
+    }
     let mut joining = Joining { world, config, rendezvous, machines: Machines::one(ranks), held: None };
     make(&mut joining).map_err(|error| {
         let Joining { rendezvous, machines, held, .. } = joining;
@@ -42,6 +47,18 @@ pub fn join<B>(
         drop(held);
         machines.locate(reported)
     })
+}
+
+/// The blobs of all ranks, in rank order. A rendezvous is code of the program, so their number is checked.
+pub(super) fn gathered(rendezvous: &mut dyn Rendezvous, blob: &[u8]) -> Result<Vec<Vec<u8>>> {
+    let blobs = rendezvous.all_gather(blob)?;
+    let (found, ranks) = (blobs.len(), rendezvous.ranks());
+    if found == ranks {
+        return Ok(blobs);
+    }
+    let problem =
+        format!("the rendezvous has gathered {found} blobs from {ranks} ranks; expected one of each");
+    Err(CallerError::Topology(problem).into())
 }
 
 /// A rank that is joining its world, in [`join`].
@@ -88,7 +105,7 @@ impl Joining<'_> {
     /// # Errors
     /// As [`Rendezvous::all_gather`].
     pub fn all_gather(&mut self, blob: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.rendezvous.all_gather(blob)
+        gathered(self.rendezvous, blob)
     }
 
     /// Exchanges introductions, checks that all ranks can work together, and links this rank with all others. Collective.
@@ -110,7 +127,7 @@ impl Joining<'_> {
             facts,
             agreed: agreed(world, &settings),
         };
-        let blobs = rendezvous.all_gather(mine.to_text(&first_line).as_bytes())?;
+        let blobs = gathered(*rendezvous, mine.to_text(&first_line).as_bytes())?;
         let (mut machines, mut invitations, mut facts) = (Vec::new(), Vec::new(), Vec::new());
         for (peer, blob) in world.topology().all_ranks().zip(&blobs) {
             let theirs = Introduced::from_bytes(&first_line, blob);
@@ -320,6 +337,43 @@ mod tests {
                     ),
                 }
             }
+        }
+    }
+
+    /// A rendezvous that says what its fields say.
+    struct Lying {
+        rank: Rank,
+        blobs: usize,
+    }
+
+    impl Rendezvous for Lying {
+        fn rank(&self) -> Rank {
+            self.rank
+        }
+
+        fn ranks(&self) -> usize {
+            2
+        }
+
+        fn all_gather(&mut self, blob: &[u8]) -> Result<Vec<Vec<u8>>> {
+            Ok(vec![blob.to_vec(); self.blobs])
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_rendezvous_with_impossible_ranks_or_blobs_is_refused() {
+        let world = World::builder().ranks(2).experts(2).build().unwrap();
+        for (rank, blobs, expected) in [
+            (2, 2, "the rendezvous calls this rank 2, and the world has 2 ranks"),
+            (0, 1, "has gathered 1 blobs from 2 ranks"),
+            (1, 0, "has gathered 0 blobs from 2 ranks"),
+            (0, 3, "has gathered 3 blobs from 2 ranks"),
+        ] {
+            let mut rendezvous = Lying { rank: Rank(rank), blobs };
+            let make = |joining: &mut Joining<'_>| joining.meet(introduction(joining)).map(drop);
+            let error = join(&world, &mut rendezvous, &Config::default(), make).unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
         }
     }
 

@@ -60,6 +60,7 @@ impl Machines {
 mod meet {
     use std::net::SocketAddr;
 
+    use super::super::joining::gathered;
     use super::super::{Door, Invitation, Machine, Rendezvous};
     use super::*;
     use crate::config::Config;
@@ -147,7 +148,7 @@ mod meet {
             )
         })?;
         let address = door.open_to(own)?;
-        let blobs = rendezvous.all_gather(address.to_string().as_bytes())?;
+        let blobs = gathered(rendezvous, address.to_string().as_bytes())?;
         let addresses = (0..).map(Rank).zip(blobs).map(|(peer, blob)| {
             let address = std::str::from_utf8(&blob).ok().and_then(|text| text.parse().ok());
             address.ok_or_else(|| unreadable(peer, "address"))

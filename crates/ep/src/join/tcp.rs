@@ -11,7 +11,7 @@ use super::{MAX_BLOB, Rendezvous, Watch};
 use crate::config::{Config, LaunchEnv};
 use crate::error::{CallerError, EnvironmentError, Error, Result};
 use crate::interrupt::Interrupt;
-use crate::topology::Rank;
+use crate::topology::{MAX_RANKS, Rank};
 
 /// How long a rank asks for the address of rank 0's machine. A longer wait would hide a wrong name.
 const RESOLVE: Duration = Duration::from_secs(60);
@@ -74,6 +74,10 @@ impl Member {
     }
 
     fn check(&self) -> Result<()> {
+        if self.ranks > MAX_RANKS {
+            let problem = format!("a job of {} ranks: at most {MAX_RANKS} are possible", self.ranks);
+            return Err(CallerError::Topology(problem).into());
+        }
         if self.rank.index() < self.ranks {
             return Ok(());
         }
@@ -156,6 +160,7 @@ impl TcpRendezvous {
     /// # Errors
     /// As [`join`](Self::join).
     pub fn host(listener: &TcpListener, member: Member) -> Result<Self> {
+        member.check()?;
         let failed = |error| EnvironmentError::new("listening for ranks", error, "");
         let address = listener.local_addr().map_err(failed)?;
         let store = Store::new(&address.to_string(), member.secret.as_ref())?;
@@ -242,5 +247,7 @@ mod tests {
             let error = member(rank).check().unwrap_err();
             assert!(error.to_string().contains("must be below the number of ranks"), "{error}");
         }
+        let error = Member::new(Rank(0), usize::MAX, Duration::from_secs(1)).check().unwrap_err();
+        assert!(error.to_string().contains("at most 1048576 are possible"), "{error}");
     }
 }

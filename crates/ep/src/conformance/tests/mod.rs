@@ -6,6 +6,7 @@ mod fake;
 use std::collections::HashSet;
 
 use self::fake::{Fake, Fault};
+use super::suite::pad;
 use super::*;
 use crate::backend::{DispatchMode, Element, TokenFormat};
 use crate::error::Error;
@@ -278,7 +279,7 @@ fn multi_hot_rows_are_empty_and_full() {
 fn the_suite_covers_modes_capacities_and_probs() {
     covers_in_and_across_domains("plain", |case| case.mode == DispatchMode::Plain);
     for pad_multiple in [1, 16, 128] {
-        covers_in_and_across_domains("pad", |case| case.mode == DispatchMode::Permuted { pad_multiple });
+        covers_in_and_across_domains("pad", |case| case.mode == pad(pad_multiple));
     }
     for plain in [false, true] {
         let mode_is = |case: &Case| (case.mode == DispatchMode::Plain) == plain;
