@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -525,3 +527,23 @@ def test_a_meeting_does_not_see_what_an_earlier_group_on_the_same_store_has_left
                 meeting.store.set("lost", "rank 0 gave up")
         finally:
             dist.destroy_process_group()
+
+
+def test_a_late_rank_is_told_of_before_it_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    def work(buffer: Buffer) -> None:
+        if buffer.rank == 2:
+            time.sleep(1.5)
+        buffer.dispatch(torch.ones(1, 8), torch.zeros(1, 1, dtype=torch.int64))
+
+    world(work, 3, experts=3, timeout=20.0, stall_timeout=0.5)
+    told = [line for line in capfd.readouterr().err.splitlines() if "has waited" in line]
+    assert len(told) == 1, told
+    assert re.match(r"hybrid-ep: rank 0 has waited \d s for rank 2 to enter preprocess #1; timeout = 20 s", told[0])
+
+
+def test_ranks_that_are_threads_are_named_as_such() -> None:
+    buffers = Buffer.threads(2, num_experts=2, device="cpu", timeout=0.5, stall_timeout=0.5)
+    with pytest.raises(PeerError, match=r"rank 1 is late.*rank of this process: each rank needs a thread of its own"):
+        buffers[0].dispatch(torch.ones(1, 8), torch.zeros(1, 1, dtype=torch.int64))
+    for buffer in buffers:
+        buffer.close()

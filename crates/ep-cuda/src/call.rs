@@ -77,14 +77,14 @@ fn fields(operator: Operator) -> &'static [Field] {
     match operator {
         Operator::Preprocess => &[Field::Mode],
         Operator::Dispatch => {
-            &[Field::Handle, Field::Format, Field::Hidden, Field::YesNo("probabilities"), Field::Groups]
+            &[Field::Handle, Field::Format, Field::Hidden, Field::YesNo("weights or probs"), Field::Groups]
         }
         Operator::Combine => &[
             Field::Handle,
             Field::Element("type of rows"),
             Field::Element("type on the wire"),
             Field::Hidden,
-            Field::YesNo("probabilities"),
+            Field::YesNo("weights or probs"),
         ],
         _ => &[],
     }
@@ -118,7 +118,7 @@ impl Field {
             },
             Self::Format => TokenFormat::link_name(value),
             Self::Element(_) => if value == Element::F32.bytes() as u64 { "f32" } else { "bf16" }.into(),
-            Self::YesNo(_) => if value == 0 { "not asked for" } else { "asked for" }.into(),
+            Self::YesNo(_) => if value == 0 { "not given" } else { "given" }.into(),
         }
     }
 }
@@ -177,7 +177,7 @@ mod tests {
                 "format of tokens: bf16 / FP8 with a ue8m0 scale per 32 elements",
             ),
             (dispatch, Call::dispatch(1, 64, BF16, true, 1), "hidden: 128 / 64"),
-            (dispatch, Call::dispatch(1, 128, BF16, false, 1), "probabilities: asked for / not asked for"),
+            (dispatch, Call::dispatch(1, 128, BF16, false, 1), "weights or probs: given / not given"),
             (
                 dispatch,
                 Call::dispatch(1, 128, BF16, true, 8192 << 32 | 1 << 31 | 2),
@@ -187,7 +187,7 @@ mod tests {
             (combine, Call::combine(1, 128, f32, bf16, false), "type of rows: bf16 / f32"),
             (combine, Call::combine(1, 128, bf16, f32, false), "type on the wire: bf16 / f32"),
             (combine, Call::combine(1, 64, bf16, bf16, false), "hidden: 128 / 64"),
-            (combine, Call::combine(1, 128, bf16, bf16, true), "probabilities: not asked for / asked for"),
+            (combine, Call::combine(1, 128, bf16, bf16, true), "weights or probs: not given / given"),
         ] {
             assert_eq!(differ(mine, theirs), said);
         }

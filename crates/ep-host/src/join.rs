@@ -106,7 +106,7 @@ fn introduction(config: &Config) -> Introduction<String> {
     let ep::HostConfig { slot_bytes, slots, transport, .. } = &config.host;
     let (chunk_tokens, engine) = (config.chunk_tokens, &transport.engine);
     let settings =
-        format!("chunk_tokens {chunk_tokens}, slot_bytes {slot_bytes}, slots {slots}, transport {engine}");
+        format!("chunk_tokens {chunk_tokens}; slot_bytes {slot_bytes}; slots {slots}; transport {engine}");
     Introduction { backend: BACKEND, settings, facts: String::new() }
 }
 

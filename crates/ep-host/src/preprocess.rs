@@ -63,7 +63,8 @@ fn waiting(op: &Op<'_>, rank: Rank) -> Waiting {
     // Name the collector only when it is another rank that has not entered; otherwise `rank` has to act.
     let absent = collector != op.comm.rank && op.comm.controls[collector.index()].entered() < op.step;
     let peer = if absent { collector } else { rank };
-    Waiting { peer, what: format!("the counts of rank {rank} from rank {collector}") }
+    let from = if collector == rank { String::new() } else { format!(" from rank {collector}") };
+    Waiting { peer, what: format!("the counts of rank {rank}{from}") }
 }
 
 /// The format of a message with one row of counts.

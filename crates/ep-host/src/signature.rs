@@ -45,7 +45,7 @@ pub(crate) fn field(operator: Operator, at: usize) -> &'static str {
         2 => "the format of tokens",
         3 => "the type on the wire",
         4 => "hidden",
-        5 => "probs",
+        5 => "weights or probs",
         _ => "the chunk size",
     }
 }
@@ -63,7 +63,7 @@ pub(crate) fn value(operator: Operator, at: usize, word: u64) -> String {
         2 if operator == Operator::Combine => element(word),
         2 => TokenFormat::link_name(word),
         3 => element(word),
-        5 => if word == 0 { "not asked for" } else { "asked for" }.into(),
+        5 => if word == 0 { "not given" } else { "given" }.into(),
         _ => word.to_string(),
     }
 }
@@ -90,7 +90,10 @@ mod tests {
             ("the format of tokens", "f32".into())
         );
         assert_eq!(dispatch(CollectiveArguments { hidden: 9, ..one }), ("hidden", "9".into()));
-        assert_eq!(dispatch(CollectiveArguments { probs: true, ..one }), ("probs", "asked for".into()));
+        assert_eq!(
+            dispatch(CollectiveArguments { probs: true, ..one }),
+            ("weights or probs", "given".into())
+        );
         assert_eq!(dispatch(CollectiveArguments { chunk: 9, ..one }), ("the chunk size", "9".into()));
         let combine = |other| differ(other, Operator::Combine);
         assert_eq!(combine(CollectiveArguments { format: 4, ..one }), ("the type of rows", "f32".into()));

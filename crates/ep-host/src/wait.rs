@@ -13,6 +13,7 @@
 //! A check considers all ranks that have not finished the step, not only the rank that the worker waits for: that rank
 //! may itself wait for another one. `comm` and `preprocess` call this module.
 
+use std::io::Write as _;
 use std::sync::PoisonError;
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -87,6 +88,8 @@ pub(crate) struct ProgressMonitor {
     asked_ns: u64,
     /// The awaited rank that has finished the step and is lost since, and when that was first seen.
     gone: Option<(Rank, u64)>,
+    /// Whether the program was told which rank is late.
+    told: bool,
 }
 
 /// The counters of one rank at the last read, and when they last changed. Bounds are judged by these values only, never
@@ -118,7 +121,7 @@ impl SeenProgress {
 impl ProgressMonitor {
     pub(crate) fn new(controls: &[Control]) -> Self {
         let start = |control| SeenProgress { progressed_ns: 0, ran_ns: 0, ..Self::read(control, 0) };
-        Self { ranks: controls.iter().map(start).collect(), read_ns: 0, asked_ns: 0, gone: None }
+        Self { ranks: controls.iter().map(start).collect(), read_ns: 0, asked_ns: 0, gone: None, told: false }
     }
 
     fn read(control: &Control, now: u64) -> SeenProgress {
@@ -234,7 +237,7 @@ impl Op<'_> {
             monitor.asked_ns = now;
             self.check_interrupt(|| waiting().what)?;
         }
-        self.check_bounds(&monitor, now, waiting)
+        self.check_bounds(&mut monitor, now, waiting)
     }
 
     /// Whether `rank`, which is awaited, has finished this step and is lost since, and why; `None` also while its last messages
@@ -276,7 +279,7 @@ impl Op<'_> {
     /// Compares the time since each rank's last heartbeat, progress and entry with the two bounds.
     fn check_bounds(
         &self,
-        monitor: &ProgressMonitor,
+        monitor: &mut ProgressMonitor,
         now: u64,
         waiting: &impl Fn() -> Waiting,
     ) -> Result<()> {
@@ -318,17 +321,41 @@ impl Op<'_> {
             let peer = waiting().peer;
             return exceeded(peer, PeerFault::Stalled, "no rank makes progress".into());
         };
-        if own < comm.config.timeout.as_nanos() as u64 {
-            return Ok(());
-        }
         let peer = waiting().peer;
         let awaited = needed().find(|&(rank, seen)| rank == peer && absent(seen));
         let awaited = awaited.map_or(first_absent, |(rank, _)| rank);
+        if own < comm.config.timeout.as_nanos() as u64 {
+            let first = (0..).map(Rank).zip(&monitor.ranks).find(|(_, seen)| seen.entered >= self.step);
+            if !monitor.told && first.is_some_and(|(rank, _)| rank == comm.rank) {
+                monitor.told = true;
+                self.tell_late(awaited, Duration::from_nanos(own));
+            }
+            return Ok(());
+        }
         // Where both bounds are equal, the entry bound may be exceeded first. A heartbeat that has been silent for half
         // the stall bound then still means a stopped process and not a late rank.
         check_heartbeats(stall / 2)?;
         let why = format!("rank {awaited} lives but has not entered {} #{}", self.operator, self.step);
+        let why = match comm.processes.is_empty() {
+            true => format!("{why} (it is a rank of this process: each rank needs a thread of its own)"),
+            false => why,
+        };
         exceeded(awaited, PeerFault::Late, why)
+    }
+
+    /// Says on stderr that a rank is late, long before that is an error. Only the first rank that waits says so, once for each
+    /// operator: the program may be writing a checkpoint, but it may also have called another operator, or none.
+    fn tell_late(&self, late: Rank, waited: Duration) {
+        let Self { operator, step, comm, .. } = self;
+        let named = comm.machine_of(late).map_or(String::new(), |machine| format!(" on {machine}"));
+        // Not `eprintln!`, which panics if stderr is closed.
+        let _ = writeln!(
+            std::io::stderr(),
+            "hybrid-ep: rank {} has waited {:.0} s for rank {late}{named} to enter {operator} #{step}; {}",
+            comm.rank,
+            waited.as_secs_f64(),
+            comm.config.bounds()
+        );
     }
 
     /// The error for a rank that left while it was needed. That rank may have learned first that another rank is lost,

@@ -289,7 +289,7 @@ impl fmt::Display for Operator {
 
 /// Another rank died, left, failed, stalled or never joined.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{} {fault} ({operator} #{step}): rank {rank} {}{}", self.named(), self.seen(), said(cause.as_deref()))]
+#[error("{} {fault} ({operator} #{step}): rank {rank} {}{}", self.named(), self.seen(), self.why())]
 pub struct PeerError {
     /// The rank at fault.
     pub peer: Rank,
@@ -312,11 +312,6 @@ pub struct PeerError {
     pub cause: Option<String>,
 }
 
-/// The part of a message that quotes the own error of the rank at fault.
-fn said(cause: Option<&str>) -> String {
-    cause.map_or(String::new(), |cause| format!("; its error: {cause}"))
-}
-
 impl PeerError {
     /// The part of a message that names the rank at fault, such as `rank 3 on node-b`.
     fn named(&self) -> String {
@@ -330,6 +325,21 @@ impl PeerError {
         match self.fault {
             PeerFault::Broken => format!("found {waited_for}"),
             _ => format!("waited {:.3} s for {waited_for}", waited.as_secs_f64()),
+        }
+    }
+
+    /// The part of a message that quotes the own error of the rank at fault, or says where its reason may be found.
+    fn why(&self) -> String {
+        match (&self.cause, self.fault) {
+            (Some(cause), _) => format!("; its error: {cause}"),
+            (None, PeerFault::Left) => {
+                "; its program ended or closed the buffer, often after an error of its own: see its output"
+                    .into()
+            }
+            (None, PeerFault::Died) => {
+                "; its process crashed or was killed: see its output and the system's log".into()
+            }
+            _ => String::new(),
         }
     }
 
@@ -435,6 +445,16 @@ mod tests {
         let error = PeerError::broken(Rank(0), Rank(1), Operator::Dispatch, 7, "an invalid ring");
         let text = "rank 1 broke the protocol (dispatch #7): rank 0 found an invalid ring";
         assert_eq!(error.to_string(), text);
+    }
+
+    #[test]
+    fn the_error_of_a_lost_peer_says_where_its_reason_may_be_found() {
+        let error = PeerError::joining(Rank(0), Rank(1), PeerFault::Left, "a reply", Duration::ZERO);
+        assert!(error.to_string().ends_with("an error of its own: see its output"), "{error}");
+        let died = PeerError { fault: PeerFault::Died, ..error.clone() };
+        assert!(died.to_string().ends_with("see its output and the system's log"), "{died}");
+        let told = PeerError { cause: Some("no memory".into()), ..error };
+        assert!(told.to_string().ends_with("waited 0.000 s for a reply; its error: no memory"), "{told}");
     }
 
     #[test]

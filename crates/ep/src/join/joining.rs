@@ -185,10 +185,14 @@ fn agreed(world: &World, settings: &str) -> String {
             _ => runs.push((1, owner(expert))),
         }
     }
-    let runs: Vec<String> = runs.iter().map(|(count, rank)| format!("{count} of {rank}")).collect();
+    let runs: Vec<String> = runs.iter().map(|(count, rank)| format!("{count} of rank {rank}")).collect();
     let (ranks, domain) = (world.ranks(), world.topology().domain_size());
     let separator = if settings.is_empty() { "" } else { "; " };
-    format!("({ranks} ranks, {domain} per domain; experts by rank: {}{separator}{settings})", runs.join(", "))
+    format!(
+        "{ranks} ranks; {domain} ranks per NVLink domain; {} experts; experts in the order {}{separator}{settings}",
+        world.experts(),
+        runs.join(", ")
+    )
 }
 
 /// Checks that two ranks join with the same world and settings. Each is given as its rank and the text of both.
@@ -197,7 +201,10 @@ fn check_same_world(own: (Rank, &str), other: (Rank, &str)) -> Result<()> {
     if mine == theirs {
         return Ok(());
     }
-    let (operator, field) = (Operator::Join, "the world");
+    // The first part that differs. What follows often differs for the same reason.
+    let parts = mine.split("; ").zip(theirs.split("; "));
+    let (mine, theirs) = parts.into_iter().find(|(mine, theirs)| mine != theirs).unwrap_or((mine, theirs));
+    let (operator, field) = (Operator::Join, "a setting of the world");
     Err(CallerError::Collective { operator, field, rank, mine: mine.into(), peer, theirs: theirs.into() }
         .into())
 }
@@ -249,9 +256,16 @@ mod tests {
         assert_eq!(check_same_world((Rank(0), &mine.agreed), (Rank(1), &mine.agreed)), Ok(()));
         assert_eq!(
             check_same_world((Rank(0), &mine.agreed), (Rank(1), &theirs.agreed)).unwrap_err().to_string(),
-            "operator join: the world is (2 ranks, 2 per domain; experts by rank: 2 of 0, 2 of 1; slots 3) on rank 0 \
-             and (2 ranks, 2 per domain; experts by rank: 1 of 0, 2 of 1, 1 of 0; slots 3) on rank 1; every rank \
-             must pass the same"
+            "operator join: a setting of the world is experts in the order 2 of rank 0, 2 of rank 1 on rank 0 and \
+             experts in the order 1 of rank 0, 2 of rank 1, 1 of rank 0 on rank 1; every rank must pass the same"
+        );
+        let more = World::builder().ranks(2).experts(8).build().unwrap();
+        assert_eq!(
+            check_same_world((Rank(0), &mine.agreed), (Rank(1), &agreed(&more, "slots 4")))
+                .unwrap_err()
+                .to_string(),
+            "operator join: a setting of the world is 4 experts on rank 0 and 8 experts on rank 1; every rank must pass \
+             the same"
         );
         let domains = World::builder().ranks(2).domains(2).experts(4).build().unwrap();
         assert_ne!(mine.agreed, agreed(&domains, "slots 3"));
