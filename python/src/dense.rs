@@ -19,7 +19,7 @@ struct Outputs {
 
 /// Writes `map` and `probs`, `[tokens, experts]`, for `indices`, `[tokens, k]` i64 (`wide`) or i32. `size` is (tokens,
 /// k, experts). `gpu` is the GPU of the tensors, `None` the CPU. An index below 0 names no expert. An index past the
-/// last expert names none on a GPU, and is the caller's error on the CPU.
+/// last expert names none on a GPU, and is the caller's error on the CPU, as is a tensor of another length.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "numbers that Python passes by position: no call is cheaper")]
 pub(crate) fn dense_routing(
@@ -75,9 +75,20 @@ fn on_host<I: Copy + Into<i64>>(
     let mut map: Option<&mut [u8]> = outputs.map.map(|span| unsafe { span.elements_mut() });
     // SAFETY: as above.
     let mut probs: Option<&mut [f32]> = outputs.probs.map(|span| unsafe { span.elements_mut() });
+    // Lengths are checked here once, so that no index below is out of range or overflows.
+    let fits = |what: &str, columns: usize, found: usize| {
+        if tokens.checked_mul(columns) == Some(found) {
+            return Ok(());
+        }
+        Err(Failure::Caller(format!("{what}: expected {tokens} x {columns} elements, found {found}")))
+    };
+    fits("topk_idx", k, indices.len())?;
+    weights.map_or(Ok(()), |weights| fits("topk_weights", k, weights.len()))?;
+    map.as_deref().map_or(Ok(()), |map| fits("routing_map", experts, map.len()))?;
+    probs.as_deref().map_or(Ok(()), |probs| fits("probs", experts, probs.len()))?;
     map.iter_mut().for_each(|map| map.fill(0));
     probs.iter_mut().for_each(|probs| probs.fill(0.0));
-    for (at, &index) in indices.iter().enumerate().take(tokens * k) {
+    for (at, &index) in indices.iter().enumerate() {
         // An index below 0 names no expert.
         let Ok(expert) = usize::try_from(index.into()) else { continue };
         let row = at / k;

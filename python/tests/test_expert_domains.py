@@ -74,9 +74,9 @@ def test_a_wrong_file_is_refused(content: str, says: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        ({"pipeline_stages": 2}, "2 pipeline stages; .* --set pipeline_stages=1"),
-        ({"ep_groups_per_stage": 3}, "3 EP groups; .* --set expert_parallel=GPUS, .* GPUs of the cluster"),
-        ({"tensor_parallel": 4}, r"4 GPUs that .* \(tensor parallelism\); .* --set tensor_parallel=1"),
+        ({"pipeline_stages": 2}, "2 pipeline stages; .* --runnable"),
+        ({"ep_groups_per_stage": 3}, "3 EP groups; .* --runnable"),
+        ({"tensor_parallel": 4}, r"4 GPUs that .* \(tensor parallelism\); .* --runnable"),
         ({"tensor_parallel": None}, "layout: tensor_parallel: expected an integer"),
     ],
 )

@@ -168,6 +168,21 @@ fn fewer_gpus_that_are_faster_are_named() {
 }
 
 #[test]
+fn a_runnable_plan_has_the_layout_of_the_training_runtime() {
+    let directory = Directory::new("plan-runnable");
+    let groups = directory.file("groups.json");
+    // The best is a pipeline, which the runtime cannot run.
+    let cluster = ["plan", "--nodes=2", "--uplink=100Gbit/s", "--set=memory=2000GB"];
+    let text = run(&[&cluster[..], &["--runnable", "--groups", &groups]].concat()).succeeded().stdout;
+    assert!(text.contains("Layers of the strategy `expert domains`, 1 stage, EP groups of 32 GPUs"), "{text}");
+    let written: Value = serde_json::from_str(&std::fs::read_to_string(&groups).unwrap()).unwrap();
+    let layout = serde_json::json!({"pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 1});
+    assert_eq!((&written["layout"], &written["ranks"]), (&layout, &serde_json::json!(32)));
+    run(&["plan", "--nodes=3", "--runnable"]).refused(2, &["--runnable", "256 experts", "48 GPUs"]);
+    run(&["plan", "--runnable", "--set=work=forward"]).refused(2, &["--runnable", "work=training"]);
+}
+
+#[test]
 fn codecs_and_counts_are_written_as_in_a_file() {
     let of = |setting: &str| run(&["plan", "--set", setting]).succeeded().stdout;
     assert_eq!(of("weight_compression=exact"), of("weight_compression=1"));

@@ -194,14 +194,11 @@ def _groups_of(content: Any) -> tuple[list[list[int]], list[list[int]], list[lis
 
 # What the runtime needs to be 1 in a plan, and what a user can do about it.
 _LAYOUT = {
-    "pipeline_stages": ("pipeline stages", "plan with --set pipeline_stages=1"),
-    "ep_groups_per_stage": (
-        "EP groups",
-        "plan with --set expert_parallel=GPUS, where GPUS is the number of all GPUs of the cluster",
-    ),
+    "pipeline_stages": ("pipeline stages", "plan with --runnable"),
+    "ep_groups_per_stage": ("EP groups", "plan with --runnable"),
     "tensor_parallel": (
         "GPUs that split the dense parameters (tensor parallelism)",
-        "plan with --set tensor_parallel=1; if the model does not fit then, plan for more memory or a smaller model",
+        "plan with --runnable; if the model does not fit then, plan for more memory or a smaller model",
     ),
 }
 

@@ -51,6 +51,9 @@ pub(crate) struct PlanArgs {
     /// Show the layers of this way to use the datacenters instead of the best one
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Questions")]
     pub(crate) strategy: Option<StrategyChoice>,
+    /// Plan what the training runtime can run: expert domains over all GPUs, one stage, no tensor parallelism, kept replicas
+    #[arg(long, help_heading = "Questions", conflicts_with_all = ["strategy", "paper_model"])]
+    pub(crate) runnable: bool,
     /// Explain what limits the plan, and at which values another plan would be best
     #[arg(long, help_heading = "Questions")]
     pub(crate) explain: bool,
@@ -58,7 +61,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, help_heading = "Questions")]
     pub(crate) paper_model: bool,
     /// Evaluate the stream model for a case of the paper's Table IV (see --list); needs no cluster and no model
-    #[arg(long, value_name = "CASE", help_heading = "Questions", conflicts_with_all = ["sweep", "explain", "html", "groups", "print_toml", "list"])]
+    #[arg(long, value_name = "CASE", help_heading = "Questions", conflicts_with_all = ["sweep", "explain", "html", "groups", "print_toml", "list", "runnable"])]
     pub(crate) stream: Option<String>,
 
     /// Write problem, plan and sweep as JSON; `-` = stdout, and the text goes to stderr
@@ -76,4 +79,11 @@ pub(crate) struct PlanArgs {
     /// List the presets, and exit
     #[arg(long, help_heading = "Output")]
     pub(crate) list: bool,
+}
+
+impl PlanArgs {
+    /// The strategy to show; `None` for the best.
+    pub(super) fn wanted(&self) -> Option<StrategyChoice> {
+        if self.runnable { Some(StrategyChoice::ExpertDomains) } else { self.strategy }
+    }
 }

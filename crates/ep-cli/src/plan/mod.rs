@@ -15,7 +15,7 @@ mod text;
 use clap::ValueEnum as _;
 use ep_plan::PartitionExport;
 use ep_plan::input::{self, preset};
-use ep_plan::planner::{Plan, Setting};
+use ep_plan::planner::{Plan, Replicas, Setting};
 use ep_plan::step::{Fewer, Layout, StepPlan};
 use serde::Serialize;
 
@@ -61,9 +61,12 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
         if args.paper_model {
             problem.options.setting = Setting::Paper;
         }
+        if args.runnable {
+            restrict_to_runtime(&mut problem)?;
+        }
         if args.print_toml {
             let unsolved = match solve(args, &problem) {
-                Err(failure) if args.strategy.is_some() => return Err(failure),
+                Err(failure) if args.wanted().is_some() => return Err(failure),
                 solved => solved.err(),
             };
             to_stdout(&input::to_toml(&problem.cluster, &problem.model, &problem.options))?;
@@ -76,6 +79,22 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
         }
     }
     Ok(Verdict::Right)
+}
+
+/// Fixes what `ExpertDomains.from_file` of the training runtime demands of a plan.
+fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
+    let (gpus, experts) = (problem.cluster.gpus(), problem.model.experts);
+    if !experts.is_multiple_of(gpus.max(1)) {
+        return Err(Failure::request(format!(
+            "--runnable: every rank of the training runtime owns equally many experts, and {experts} experts cannot be divided \
+             over {gpus} GPUs"
+        )));
+    }
+    problem.options.pipeline_stages = Some(1);
+    problem.options.expert_parallel = Some(gpus);
+    problem.options.tensor_parallel = Some(1);
+    problem.options.replicas = Replicas::Keep;
+    Ok(())
 }
 
 fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
@@ -157,19 +176,19 @@ impl GroupsLayout {
 /// The steps of all strategies, and the layers of the one to show. Forward passes have layers only.
 fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Failure> {
     let Some(planner) = problem.step_planner().map_err(Failure::request)? else {
-        return match args.strategy {
-            Some(_) => {
-                Err(Failure::request("--strategy: forward passes have no step to compare; use work=training"))
-            }
+        return match args.wanted() {
+            Some(_) => Err(Failure::request(
+                "--strategy and --runnable: forward passes have no step to compare; use work=training",
+            )),
             None => Ok((None, problem.planner()?.plan())),
         };
     };
     let plan = planner.plan().map_err(Failure::request)?;
-    let index = match args.strategy.map(StrategyChoice::strategy) {
+    let index = match args.wanted().map(StrategyChoice::strategy) {
         None => plan.prices.iter().position(|price| price == plan.best()),
         Some(wanted) => plan.prices.iter().position(|price| price.strategy == wanted),
     };
-    let index = index.ok_or_else(|| Failure::request(refused(args.strategy, &plan)))?;
+    let index = index.ok_or_else(|| Failure::request(refused(args.wanted(), &plan)))?;
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
     Ok((Some(Shown { plan, index, fewer: planner.on_fewer() }), layers))
 }
