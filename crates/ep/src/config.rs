@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::error::{CallerError, Result};
 use crate::interrupt::Interrupt;
+use crate::settings;
 use crate::transport::TransportOptions;
 
 /// Tunables of a communicator: those that all backends have, and those of each backend. On the CPU backend, every rank must
@@ -145,12 +146,14 @@ impl Default for CudaConfig {
 }
 
 impl Config {
-    /// The defaults, overridden by the environment variables that are set.
+    /// The defaults, overridden by the environment variables that are set. Says on stderr, once, which variables begin with
+    /// `HYBRID_EP_` and are no settings.
     ///
     /// # Errors
     /// [`CallerError::Config`] for a variable that is not a number or is out of range.
     pub fn from_env() -> Result<Self> {
-        Self::from_lookup(|key| std::env::var(key).ok())
+        settings::tell_unknown();
+        Self::from_lookup(settings::variable)
     }
 
     /// The stall bound that applies: the shorter of `stall_timeout` and `timeout`.
@@ -305,7 +308,7 @@ impl LaunchEnv {
     /// # Errors
     /// [`CallerError::Config`] for a variable that is malformed, or missing although the others are set.
     pub fn from_env() -> Result<Option<Self>> {
-        Self::from_lookup(|key| std::env::var(key).ok())
+        Self::from_lookup(settings::variable)
     }
 
     fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {

@@ -74,6 +74,7 @@ pub mod numeric;
 pub mod oracle;
 mod pace;
 pub mod routing;
+mod settings;
 pub mod size;
 pub mod topology;
 pub mod trace;
