@@ -85,7 +85,8 @@ class Meeting:
             CallerError: This process is not a member of the group.
         """
         if not isinstance(group, dist.ProcessGroup):
-            raise CallerError(f"group: expected a process group that this process is of, found {group!r}")
+            hint = "; the number of experts is num_experts=" if isinstance(group, int) else ""
+            raise CallerError(f"group: expected a process group that this process is of, found {group!r}{hint}")
         # Each group has its own prefix in the store, but older versions of PyTorch give one prefix to all groups of a
         # `split_group`. These have no rank in common.
         store = distributed_c10d._get_process_group_store(group)

@@ -529,6 +529,15 @@ def test_a_meeting_does_not_see_what_an_earlier_group_on_the_same_store_has_left
             dist.destroy_process_group()
 
 
+def test_the_number_of_experts_is_named() -> None:
+    with pytest.raises(CallerError, match=r"group: .* found 8; the number of experts is num_experts="):
+        Buffer(8, num_experts=8)  # type: ignore[arg-type]
+    with pytest.raises(CallerError, match="0 experts: at least 1"):
+        Buffer.threads(2, num_experts=0, device="cpu")
+    with pytest.raises(CallerError, match="3 experts cannot be placed evenly on 2 ranks; use a multiple of 2"):
+        Buffer.threads(2, num_experts=3, device="cpu")
+
+
 def test_a_late_rank_is_told_of_before_it_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     def work(buffer: Buffer) -> None:
         if buffer.rank == 2:

@@ -165,13 +165,13 @@ impl ExpertPlacement {
     /// Places expert `e` on rank `e / (experts / ranks)`.
     fn contiguous(experts: usize, topology: &Topology) -> Result<Self> {
         let ranks = topology.ranks();
-        if experts == 0 || !experts.is_multiple_of(ranks) {
+        check_number(experts)?;
+        if !experts.is_multiple_of(ranks) {
             return Err(CallerError::Placement(format!(
                 "{experts} experts cannot be placed evenly on {ranks} ranks; use a multiple of {ranks}"
             ))
             .into());
         }
-        check_number(experts)?;
         let per_rank = experts / ranks;
         let owners: Vec<Rank> = (0..experts).map(|expert| Rank((expert / per_rank) as u32)).collect();
         Self::table(&owners, topology)
