@@ -78,7 +78,6 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
         if (pushes) {
             pusher.next();
         } else if (sets_left) {
-            if (p.row_probs != nullptr && !gather_all_sets(p, worker, epoch)) return;
             sets_left = false;
         } else {
             break;

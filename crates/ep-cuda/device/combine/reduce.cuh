@@ -94,21 +94,21 @@ __device__ inline u8* probs_in(const CombineParams& p, u8* lane, u32 rows) {
     return lane + sums_plan(p, rows, 0, end).sections[1].offset;
 }
 
-// The probability of a copy on this rank, or of one that a peer has sent.
+// The probability of a copy on this rank, or of one that a peer has sent. Called when the chunk's partial sums are here: what
+// was acquired with them orders plain loads, too. Those of a warp are one request, unlike relaxed ones (docs/lab/032).
 __device__ inline float gathered(const CombineParams& p, const ReduceSet& set, const Copy& copy, u32 at) {
     const Common& c = p.common;
-    if (copy.rank() != c.rank)
-        return __uint_as_float(ld_relaxed_sys(reinterpret_cast<const u32*>(set.prob_scratch + at)));
+    if (copy.rank() != c.rank) return set.prob_scratch[at];
     return p.row_probs[copy.row() * p.prob_stride + (p.handle.permuted ? 0 : copy.local_expert())];
 }
 
-// The probability of a copy that was sent to another domain.
+// The probability of a copy that was sent to another domain. By a plain load, as in `gathered`.
 __device__ inline float returned(const CombineParams& p, const Copy& copy, u32 epoch) {
     const Common& c = p.common;
     const HandleView& h = p.handle;
     const u32 domain = copy.rank() - c.ranks;
     const u8* probs = probs_in(p, in_lane(c, epoch, domain), rail_begin(h, domain).rows[h.chunks]);
-    return __uint_as_float(ld_relaxed_sys(reinterpret_cast<const u32*>(probs) + copy.row()));
+    return reinterpret_cast<const float*>(probs)[copy.row()];
 }
 
 // Writes the chunk's rows of `out_probs`: the probabilities of the copies that were kept, zero elsewhere.
@@ -261,7 +261,13 @@ struct Reducer {
             reduce_batch(from, batch);
         }
         token = end;
-        if (foreign()) producer.put(STEP_COUNT | domain << STEP_DOMAIN_SHIFT, first_token, end - first_token);
+        if (!foreign()) return;
+        producer.put(STEP_COUNT | domain << STEP_DOMAIN_SHIFT, first_token, end - first_token);
+        // The claim with the first token of a chunk includes the chunk's probabilities. The proxy sends rows and probabilities
+        // together, so both must be early.
+        if (p.row_probs == nullptr) return;
+        for (u32 chunk = div_up(first_token, h.chunk_tokens); chunk * h.chunk_tokens < end; chunk++)
+            gather_set_probs(p, from, chunk, epoch);
     }
 
     __device__ u32 chunk_tokens() const { return foreign() ? p.common.rails.chunk_rows : p.handle.chunk_tokens; }
@@ -301,15 +307,3 @@ __device__ inline void gather_all_probs(const CombineParams& p, const Worker& wo
     }
 }
 
-// The same for all foreign sets. Returns false, after the fault was reported, if something does not come.
-__device__ inline bool gather_all_sets(const CombineParams& p, const Worker& worker, u32 epoch) {
-    bool fine = true;
-    for_each_other_domain(p.common, [&](u32 domain) {
-        const ReduceSet set = foreign_tokens(p, domain);
-        for (u32 chunk = worker.index; fine && chunk < set.lists.chunks; chunk += worker.workers) {
-            fine = await_chunk(p.common, set, chunk, epoch);
-            if (fine) gather_set_probs(p, set, chunk, epoch);
-        }
-    });
-    return fine;
-}
