@@ -1,11 +1,15 @@
 //! The tunables with their units, defaults and ranges.
 //!
-//! Only this module and [`Secret::from_env`](crate::join::Secret::from_env) read environment variables.
+//! Only this module, `settings` and [`Secret::from_env`](crate::join::Secret::from_env) read environment variables.
 
-use std::ffi::OsString;
+mod compiler;
+mod launch;
+
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
 use std::time::Duration;
+
+pub use compiler::CudaEnv;
+pub use launch::LaunchEnv;
 
 use crate::error::{CallerError, Result};
 use crate::interrupt::Interrupt;
@@ -282,158 +286,11 @@ fn out_of(key: &'static str, value: String, range: &RangeInclusive<usize>) -> Ca
     CallerError::Config { key, value, problem }
 }
 
-/// This process's rank, the number of processes and the rendezvous address, from the variables of `torchrun` or SLURM.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LaunchEnv {
-    /// This process's rank.
-    pub rank: u32,
-    /// Number of processes.
-    pub world_size: u32,
-    /// `host:port` of the rendezvous, where rank 0 listens and all other ranks connect.
-    pub store: String,
-    /// Which start of the job this process belongs to, so that rank 0 refuses a process of an earlier start.
-    pub generation: u64,
-}
-
-impl LaunchEnv {
-    /// Reads `RANK` and `WORLD_SIZE` (torchrun), or `SLURM_PROCID` and `SLURM_NTASKS` (SLURM). `None` when neither
-    /// `RANK` nor `SLURM_PROCID` is set.
-    ///
-    /// The rendezvous is at `HYBRID_EP_STORE` (`host:port`), else at `MASTER_ADDR` (default 127.0.0.1) and port
-    /// `MASTER_PORT` + 1, since torchrun itself listens on `MASTER_PORT`. A job of one rank needs neither variable.
-    ///
-    /// The generation is `HYBRID_EP_GENERATION`, else `SLURM_RESTART_COUNT`, else 0. torchrun's restart count is not
-    /// read: a machine that joins later counts from 0.
-    ///
-    /// # Errors
-    /// [`CallerError::Config`] for a variable that is malformed, or missing although the others are set.
-    pub fn from_env() -> Result<Option<Self>> {
-        Self::from_lookup(settings::variable)
-    }
-
-    fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
-        let (rank_key, size_key) = match (lookup("RANK"), lookup("SLURM_PROCID")) {
-            (Some(_), _) => ("RANK", "WORLD_SIZE"),
-            (None, Some(_)) => ("SLURM_PROCID", "SLURM_NTASKS"),
-            (None, None) => return Ok(None),
-        };
-        let config = |key, value: Option<String>, problem: String| CallerError::Config {
-            key,
-            value: value.unwrap_or_else(|| "(not set)".into()),
-            problem,
-        };
-        let number = |key: &'static str, max: u32| -> Result<u32> {
-            let value = lookup(key);
-            match value.as_deref().map(str::trim).map(str::parse) {
-                Some(Ok(number)) if number <= max => Ok(number),
-                _ => Err(config(key, value, format!("must be a whole number up to {max}")).into()),
-            }
-        };
-        let world_size = number(size_key, 1 << 20)?;
-        let rank = number(rank_key, 1 << 20)?;
-        if rank >= world_size {
-            return Err(config(
-                rank_key,
-                Some(rank.to_string()),
-                format!("must be below {size_key} = {world_size}"),
-            )
-            .into());
-        }
-        let store = match (lookup("HYBRID_EP_STORE"), lookup("MASTER_PORT")) {
-            (Some(store), _) => store,
-            // The system chooses the port. No other rank needs to know it.
-            (None, None) if world_size == 1 => "127.0.0.1:0".into(),
-            (None, None) => {
-                let problem = match rank_key {
-                    "RANK" => "is needed with RANK: set it, or HYBRID_EP_STORE=host:port",
-                    _ => {
-                        "is needed, and SLURM does not set it: export it in the job's script, or HYBRID_EP_STORE=host:port"
-                    }
-                };
-                return Err(config("MASTER_PORT", None, problem.into()).into());
-            }
-            (None, Some(_)) => {
-                let host = lookup("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
-                format!("{host}:{}", number("MASTER_PORT", 65_534)? + 1)
-            }
-        };
-        let generation = match lookup("HYBRID_EP_GENERATION").or_else(|| lookup("SLURM_RESTART_COUNT")) {
-            None => 0,
-            Some(value) => value.trim().parse().map_err(|_| {
-                config("HYBRID_EP_GENERATION", Some(value), "must be a whole number below 2^64".into())
-            })?,
-        };
-        Ok(Some(Self { rank, world_size, store, generation }))
-    }
-}
-
-/// Where to look for NVRTC, the run-time compiler of GPU kernels, and where to cache compiled kernels.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct CudaEnv {
-    /// The NVRTC library, or its directory. If set, no other compiler is used. `HYBRID_EP_NVRTC`.
-    pub nvrtc: Option<PathBuf>,
-    /// Directory of the kernel cache: `HYBRID_EP_KERNEL_CACHE`, else `hybrid-ep` in `XDG_CACHE_HOME`, else in
-    /// `HOME/.cache`. `None`: compiled kernels live as long as the process.
-    pub cache_dir: Option<PathBuf>,
-    /// Directory of a CUDA toolkit. `CUDA_HOME`, else `CUDA_PATH`.
-    pub cuda_home: Option<PathBuf>,
-    /// Directories to search for Python packages, most likely first. The packages are in the directory itself or in its
-    /// `lib/python3.*/site-packages`.
-    pub python_roots: Vec<PathBuf>,
-}
-
-impl CudaEnv {
-    /// Reads the variables that the fields name and, for [`python_roots`](Self::python_roots), `VIRTUAL_ENV`,
-    /// `CONDA_PREFIX`, `PYTHONPATH`, `PYTHONHOME`, `PATH` and `HOME`. A variable that is set but empty counts as not
-    /// set.
-    pub fn from_env() -> Self {
-        Self::from_lookup(|key| std::env::var_os(key))
-    }
-
-    fn from_lookup(lookup: impl Fn(&str) -> Option<OsString>) -> Self {
-        let path = |key: &str| lookup(key).filter(|value| !value.is_empty()).map(PathBuf::from);
-        // The XDG Base Directory Specification says to ignore relative paths.
-        let caches = || {
-            let xdg = path("XDG_CACHE_HOME").filter(|dir| dir.is_absolute());
-            xdg.or_else(|| Some(path("HOME")?.join(".cache")))
-        };
-        Self {
-            nvrtc: path("HYBRID_EP_NVRTC"),
-            cache_dir: path("HYBRID_EP_KERNEL_CACHE").or_else(|| Some(caches()?.join("hybrid-ep"))),
-            cuda_home: path("CUDA_HOME").or_else(|| path("CUDA_PATH")),
-            python_roots: python_roots(&path),
-        }
-    }
-}
-
-/// In this order: active environments, the directories that Python's variables name, the prefixes of the `bin`
-/// directories on the `PATH` (an environment may be used without being activated), the user's packages, the system's.
-fn python_roots(path: &impl Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf> {
-    let list = |key: &str| -> Vec<PathBuf> {
-        path(key).map(|value| std::env::split_paths(&value).collect()).unwrap_or_default()
-    };
-    let mut roots: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(path).collect();
-    roots.extend(list("PYTHONPATH"));
-    roots.extend(path("PYTHONHOME"));
-    for dir in list("PATH") {
-        if dir.ends_with("bin") {
-            roots.extend(dir.parent().map(PathBuf::from));
-        }
-    }
-    roots.extend(path("HOME").map(|home| home.join(".local")));
-    roots.extend(["/usr/local", "/usr"].map(PathBuf::from));
-    // The meaning of a relative entry would depend on the current directory.
-    roots.retain(|root| root.is_absolute());
-    let mut seen = std::collections::BTreeSet::new();
-    roots.retain(|root| seen.insert(root.clone()));
-    roots
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn env<'a>(pairs: &'a [(&'a str, &'a str)]) -> impl Fn(&str) -> Option<String> + 'a {
+    pub(super) fn env<'a>(pairs: &'a [(&'a str, &'a str)]) -> impl Fn(&str) -> Option<String> + 'a {
         move |key| pairs.iter().find(|(k, _)| *k == key).map(|(_, v)| v.to_string())
     }
 
@@ -539,79 +396,5 @@ mod tests {
                 "{message}"
             );
         }
-    }
-
-    #[test]
-    fn variables_of_torchrun_and_slurm_are_read() {
-        assert_eq!(LaunchEnv::from_lookup(env(&[])).unwrap(), None);
-        let torchrun =
-            [("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
-        let found = LaunchEnv::from_lookup(env(&torchrun)).unwrap().unwrap();
-        assert_eq!(
-            found,
-            LaunchEnv { rank: 1, world_size: 4, store: "localhost:29501".into(), generation: 0 }
-        );
-        let slurm = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("HYBRID_EP_STORE", "node1:77")];
-        assert_eq!(LaunchEnv::from_lookup(env(&slurm)).unwrap().unwrap().store, "node1:77");
-        let message = |pairs| LaunchEnv::from_lookup(env(pairs)).unwrap_err().to_string();
-        assert!(message(&[("RANK", "0")]).contains("WORLD_SIZE = (not set)"));
-        assert!(message(&[("RANK", "4"), ("WORLD_SIZE", "4")]).contains("must be below WORLD_SIZE = 4"));
-        assert!(
-            message(&[("RANK", "0"), ("WORLD_SIZE", "4")]).contains("MASTER_PORT = (not set): is needed")
-        );
-        let slurm = message(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")]);
-        assert!(
-            slurm.contains("MASTER_PORT = (not set)") && slurm.contains("SLURM does not set it"),
-            "{slurm}"
-        );
-        let port = message(&[("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_PORT", "x")]);
-        assert!(port.contains("MASTER_PORT = x: must be a whole number"), "{port}");
-        let again = |variable| {
-            let pairs = [("RANK", "0"), ("WORLD_SIZE", "1"), variable];
-            LaunchEnv::from_lookup(env(&pairs)).map(|found| found.unwrap().generation)
-        };
-        assert_eq!(again(("HYBRID_EP_GENERATION", "3")), Ok(3));
-        assert_eq!(again(("SLURM_RESTART_COUNT", "2")), Ok(2));
-        let unclear = again(("HYBRID_EP_GENERATION", "second")).unwrap_err().to_string();
-        assert!(unclear.starts_with("HYBRID_EP_GENERATION = second: must be"), "{unclear}");
-        // A job of one rank needs no address.
-        let alone = LaunchEnv::from_lookup(env(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1")])).unwrap();
-        assert_eq!(alone.unwrap().store, "127.0.0.1:0");
-    }
-
-    fn cuda(pairs: &[(&str, &str)]) -> CudaEnv {
-        CudaEnv::from_lookup(|key| env(pairs)(key).map(OsString::from))
-    }
-
-    #[test]
-    fn the_kernel_cache_is_where_the_user_says_else_in_the_users_cache_directory() {
-        let cache = |pairs: &[(&str, &str)]| cuda(pairs).cache_dir;
-        let (own, xdg, home) =
-            (("HYBRID_EP_KERNEL_CACHE", "/k"), ("XDG_CACHE_HOME", "/x"), ("HOME", "/home/a"));
-        assert_eq!(cache(&[own, xdg, home]), Some("/k".into()));
-        assert_eq!(cache(&[xdg, home]), Some("/x/hybrid-ep".into()));
-        assert_eq!(cache(&[home]), Some("/home/a/.cache/hybrid-ep".into()));
-        assert_eq!(cache(&[("XDG_CACHE_HOME", "x"), home]), cache(&[home]));
-        assert_eq!(cache(&[("HYBRID_EP_KERNEL_CACHE", ""), xdg]), cache(&[xdg]));
-        assert_eq!(cache(&[]), None);
-    }
-
-    #[test]
-    fn compilers_are_looked_for_where_python_and_toolkits_are() {
-        let found = cuda(&[
-            ("HYBRID_EP_NVRTC", "/n/libnvrtc.so.13"),
-            ("CUDA_PATH", "/cuda"),
-            ("VIRTUAL_ENV", "/venv"),
-            ("PYTHONPATH", "/packages:relative:"),
-            ("PATH", "/usr/bin:/venv/bin:/opt/conda/bin:/opt/tools"),
-            ("HOME", "/home/a"),
-        ]);
-        assert_eq!(found.nvrtc, Some("/n/libnvrtc.so.13".into()));
-        assert_eq!(found.cuda_home, Some("/cuda".into()));
-        let roots = ["/venv", "/packages", "/usr", "/opt/conda", "/home/a/.local", "/usr/local"];
-        assert_eq!(found.python_roots, roots.map(PathBuf::from));
-        let both = cuda(&[("CUDA_HOME", "/a"), ("CUDA_PATH", "/b")]);
-        assert_eq!(both.cuda_home, Some("/a".into()));
-        assert_eq!(both.python_roots, ["/usr/local", "/usr"].map(PathBuf::from));
     }
 }
