@@ -157,7 +157,7 @@ def test_empty_jit_cache_removes_kernels_and_nothing_else(tmp_path: Any, monkeyp
 
 
 def test_no_buffer_is_made_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(hybrid_ep.deep_ep.hybrid_ep_buffer, "is_capturing", lambda device: True)
     buffer = HybridEPBuffer(group_of(2), 64, 16, 4)
     with pytest.raises(hybrid_ep.CallerError, match="run one step without capturing first"):
         buffer._join(torch.device("cuda", 0), 8)

@@ -164,7 +164,7 @@ fn int8_bytes(elements: usize) -> usize {
 }
 
 fn sparse_bytes(density: f64, elements: usize) -> usize {
-    Format::SMALLEST.max_bytes(elements, kept(density, elements)) as usize
+    Format::SMALLEST.max_bytes(elements, kept(density, elements)).try_into().unwrap_or(usize::MAX)
 }
 
 /// Bits of a Rice-coded value, expected. Values of Gaussian residuals take 7.2 bits at 1 % density and 7.9 at 10 %;
@@ -449,6 +449,21 @@ mod tests {
             [(0.01, 1, 1), (0.01, 149, 1), (0.01, 151, 2), (1.0, 7, 7), (0.07, 100, 7), (0.5, 0, 0)]
         {
             assert_eq!(kept(density, elements), expected, "{density} of {elements}");
+        }
+    }
+
+    #[test]
+    fn sizes_of_impossible_experts_saturate() {
+        for text in ["exact", "int8", "delta:1", "shared:1"] {
+            let codec: WeightCodec = text.parse().unwrap();
+            assert_eq!(codec.max_bytes(Element::F32, usize::MAX), usize::MAX, "{text}");
+            codec.regular_bytes(Element::F32, usize::MAX);
+            codec.expected_bytes(Element::F32, usize::MAX);
+        }
+        for text in ["exact", "int8", "topk:1", "topk:0.01"] {
+            let codec: GradientCodec = text.parse().unwrap();
+            assert!(codec.max_bytes(Element::F32, usize::MAX) > 1 << 56, "{text}");
+            codec.expected_bytes(Element::F32, usize::MAX);
         }
     }
 

@@ -1,10 +1,9 @@
 //! Gradients: encoding with error feedback, and addition of what was decoded.
 
-use rayon::prelude::*;
-
 use crate::codec::{GradientCodec, kept};
 use crate::error::{CallerError, Corruption, Operand, Result};
 use crate::int8;
+use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
 use crate::residual::{self, Format, Selection, append, round_saturating, select};
 use crate::shared::{check_indexable, check_length};
 use crate::state::{Owner, State};

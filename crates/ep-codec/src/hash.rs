@@ -1,7 +1,7 @@
 //! The checksum of streams and saved states: XXH64 (Yann Collet's specification 0.1.1), over chunks so that many
 //! threads can compute it.
 
-use rayon::prelude::*;
+use crate::parallel::{Parallel, ParallelIterator};
 
 /// Bytes of a chunk, which one thread hashes.
 const CHUNK: usize = 1 << 16;

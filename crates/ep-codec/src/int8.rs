@@ -13,9 +13,8 @@
 //! limit of a scale, one unit in the last place below f32::MAX / 127, keeps 127 * scale finite. A code of -128, which
 //! no encoder writes, decodes to the largest finite number of the type if it would overflow.
 
-use rayon::prelude::*;
-
 use crate::error::Corruption;
+use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
 use crate::weight::Weight;
 
 /// Elements that share a scale.

@@ -24,7 +24,8 @@
 //!   the weights that it changes, and the decoder refuses it for others.
 //! - Damaged bytes give a [`Corruption`], never a panic, and an error leaves replicas and sums unchanged.
 //! - NaN and infinity are refused, with their index, by all codecs but `exact`.
-//! - Functions run on the threads of the current rayon pool. Results have the same bits for any number of threads.
+//! - Functions run on the threads of the current rayon pool. Results have the same bits for any number of threads. If
+//!   rayon cannot start the threads of its global pool, functions run on the calling thread alone.
 //! - [`residual`] has the parts of `shared` with all formats.
 //!
 //! ```
@@ -64,6 +65,7 @@ mod error;
 mod gradient;
 mod hash;
 mod int8;
+mod parallel;
 pub mod residual;
 mod shared;
 mod state;

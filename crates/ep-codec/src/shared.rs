@@ -1,9 +1,8 @@
 //! The shared expert, which every rank holds and against which residuals are taken.
 
-use rayon::prelude::*;
-
 use crate::error::{CallerError, Operand, Result};
 use crate::hash::digest;
+use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
 use crate::weight::Weight;
 
 /// Weights per tile of f32 sums. Each thread works on one tile at a time; a tile fits into the first-level cache.

@@ -1,10 +1,10 @@
 //! The receiving side of one expert's weights.
 
 use ep::Element;
-use rayon::prelude::*;
 
 use crate::error::{CallerError, Corruption, Operand, Result};
 use crate::int8;
+use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
 use crate::residual::{self, check_element, read_onto, read_onto_shared};
 use crate::shared::{SharedExpert, check_length};
 use crate::state::{Owner, State};

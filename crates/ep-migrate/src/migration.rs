@@ -185,7 +185,7 @@ impl<T: Weight> Migration<T> {
                 },
             ],
             // A step has two messages of each layer, in two parts each, to a peer that may lag `staleness` steps behind.
-            most_sent: (4 * layers.len()).saturating_mul(2 + settings.staleness as usize),
+            most_sent: (4 * layers.len()).saturating_mul((settings.staleness as usize).saturating_add(2)),
             timeout: settings.timeout,
             asks: false,
             interrupt: settings.interrupt.clone(),

@@ -7,6 +7,9 @@
 //! | `headers` | the next header, always. It posts receives for bodies: those that headers announce, and regular ones ahead |
 //! | `weights`, `gradients` | the body that was asked for first |
 //! | `sent` | the message that was sent first, so that errors are noticed and memory is freed |
+//!
+//! A panic of a thread is an error of this rank: calls would otherwise wait until the timeout for what the thread did, and
+//! blame a peer.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -19,7 +22,7 @@ use crate::carrier::{Carrier, CarrierError, Lane, Receiving};
 use crate::header::{HEADER_BYTES, Header, Kind, Wait};
 use crate::inbox::{Call, Due, GRADIENTS, Inbox, Message, Peer, Traffic, WEIGHTS, Window, lane_of, noun};
 use crate::question::{Patience, Question};
-use crate::threads::spawn;
+use crate::threads::{join_within_grace, spawn};
 
 /// How long a rank that closes waits for its peers to read why.
 pub(crate) const GRACE: Duration = Duration::from_secs(1);
@@ -92,6 +95,9 @@ struct State {
 
 impl Post {
     /// Starts the threads. They end after [`close`](Self::close).
+    ///
+    /// # Errors
+    /// [`EnvironmentError`] if a thread cannot start. No thread is left then, and the carrier is closed.
     pub(crate) fn start(
         setup: Setup,
         carrier: Box<dyn Carrier>,
@@ -113,18 +119,39 @@ impl Post {
         let (state, changed, process) = (Mutex::new(state), Condvar::new(), std::process::id());
         let post = Arc::new(Self { setup, carrier, state, changed, orders, process });
         let mut threads = Vec::new();
-        for peer in 0..post.setup.peers.len() {
-            let name = |what: &str| format!("ep-{what}-{}", post.setup.peers[peer]);
-            let (own, resend) = (post.clone(), resend.clone());
-            threads.push(spawn(name("headers"), move || own.listen(peer, &resend))?);
-            for lane in [WEIGHTS, GRADIENTS] {
-                let own = post.clone();
-                threads.push(spawn(name(noun(lane)), move || own.collect(peer, lane))?);
-            }
-            let own = post.clone();
-            threads.push(spawn(name("sent"), move || own.reap(peer))?);
+        if let Err(error) = post.start_threads(resend, &mut threads) {
+            let error = post.fail(error);
+            post.close(GRACE);
+            join_within_grace(threads.into_iter());
+            return Err(error);
         }
         Ok((post, threads))
+    }
+
+    /// Starts the threads of all peers, and adds them to `threads` up to the first that cannot start.
+    fn start_threads(self: &Arc<Self>, resend: &Resend, threads: &mut Vec<JoinHandle<()>>) -> Result<()> {
+        for peer in 0..self.setup.peers.len() {
+            let name = |what: &str| format!("ep-{what}-{}", self.peer(peer));
+            let (own, resend) = (self.clone(), resend.clone());
+            threads.push(self.spawn(name("headers"), move || own.listen(peer, &resend))?);
+            for lane in [WEIGHTS, GRADIENTS] {
+                let own = self.clone();
+                threads.push(self.spawn(name(noun(lane)), move || own.collect(peer, lane))?);
+            }
+            let own = self.clone();
+            threads.push(self.spawn(name("sent"), move || own.reap(peer))?);
+        }
+        Ok(())
+    }
+
+    /// Starts a thread whose panic is an error of this rank.
+    pub(crate) fn spawn(
+        self: &Arc<Self>,
+        name: String,
+        work: impl FnOnce() + Send + 'static,
+    ) -> Result<JoinHandle<()>> {
+        let own = self.clone();
+        spawn(name, work, move |error| drop(own.fail(error)))
     }
 
     /// Whether this is the process that started. A forked child has none of the threads, and must not speak for the rank
@@ -589,7 +616,15 @@ impl Post {
             return broken(text);
         }
         if header.kind != Kind::Resent {
-            *next = header.step + 1;
+            let Some(after) = header.step.checked_add(1) else {
+                drop(state);
+                let what = noun(lane);
+                return broken(format!(
+                    "{what} of layer {layer}, step {}, after which no step is possible",
+                    header.step
+                ));
+            };
+            *next = after;
         }
         state.peers[peer].lanes[lane].agrees = true;
         Ok(())

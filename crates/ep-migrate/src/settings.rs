@@ -5,6 +5,9 @@ use std::time::Duration;
 use ep::{CallerError, Interrupt, Rank, Result};
 use ep_codec::{GradientCodec, WeightCodec};
 
+/// The highest staleness. No run has so many steps, and sums with it do not overflow.
+const MOST_STALENESS: u64 = u32::MAX as u64;
+
 /// The expert domain of a rank: the ranks that gather each other's experts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Domain {
@@ -66,7 +69,7 @@ pub struct Settings {
     /// `staleness` is not 0. Also the number of receives of weights, and of gradients, that are posted for a peer before the
     /// bodies are announced.
     pub depth: usize,
-    /// Number of steps that a replica may lag behind its owner.
+    /// Number of steps that a replica may lag behind its owner, at most `u32::MAX`.
     pub staleness: u64,
     /// Number of steps between two shared experts, for [`WeightCodec::Shared`].
     pub shared_refresh: u64,
@@ -123,6 +126,13 @@ impl Settings {
         if matches!(self.weights, WeightCodec::Shared { .. }) && self.staleness != 0 {
             return wrong("staleness", self.staleness.to_string(), "must be 0 with the codec `shared`");
         }
+        if self.staleness > MOST_STALENESS {
+            return wrong(
+                "staleness",
+                self.staleness.to_string(),
+                &format!("must be at most {MOST_STALENESS}"),
+            );
+        }
         if self.shared_refresh == 0 {
             return wrong("shared_refresh", "0".into(), "must be 1 or more");
         }
@@ -155,6 +165,11 @@ mod tests {
         let bad = Settings { depth: 0, ..Settings::default() };
         assert_eq!(bad.check().unwrap_err().to_string(), "depth = 0: must be 1 or more");
         assert!(Settings { timeout: Duration::ZERO, ..Settings::default() }.check().is_err());
+        let bad = Settings { staleness: u64::MAX, ..Settings::default() };
+        assert_eq!(
+            bad.check().unwrap_err().to_string(),
+            "staleness = 18446744073709551615: must be at most 4294967295"
+        );
         let shared = WeightCodec::Shared { density: 0.1 };
         let bad = Settings { weights: shared, staleness: 1, ..Settings::default() };
         assert_eq!(bad.check().unwrap_err().to_string(), "staleness = 1: must be 0 with the codec `shared`");

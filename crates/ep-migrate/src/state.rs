@@ -21,6 +21,8 @@ use crate::settings::{Domain, Settings, Shape};
 
 const MAGIC: [u8; 4] = *b"EPMS";
 const VERSION: u32 = 1;
+/// No run has so many steps. A saved step of more would overflow as the run goes on.
+const LAST_STEP: u64 = 1 << 48;
 
 pub(crate) struct Saved {
     pub(crate) step: u64,
@@ -125,6 +127,11 @@ impl Saved {
             rest.split_off(..length).map(<[u8]>::to_vec).ok_or_else(cut)
         };
         let step = number(&mut rest)?;
+        if step > LAST_STEP {
+            return Err(damaged(&format!(
+                "it is of step {step}, and {LAST_STEP} is the last that is possible"
+            )));
+        }
         let identity = String::from_utf8(part(&mut rest)?).map_err(|_| damaged("its head is not text"))?;
         let mut layers = Vec::new();
         while !rest.is_empty() {
@@ -206,7 +213,7 @@ fn complete<T: Weight>(weights: &[T]) -> Vec<u8> {
     let mut bytes = Vec::new();
     let encoded = WeightEncoder::new(WeightCodec::Exact, weights.len())
         .and_then(|mut encoder| encoder.encode(weights, None, &mut bytes));
-    encoded.expect("a shared expert is finite and not too long");
+    encoded.expect("the exact codec refuses no length that `SharedExpert` accepts");
     bytes
 }
 

@@ -3,6 +3,8 @@
 mod faults;
 mod training;
 
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ep::Rank;
@@ -10,7 +12,10 @@ use ep_codec::{GradientCodec, Weight, WeightCodec};
 use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
-use crate::{Domain, LocalNetwork, Migration, Settings, Shape};
+use crate::{
+    Carrier, CarrierError, Domain, Lane, LocalCarrier, LocalNetwork, Migration, Receiving, Sending, Settings,
+    Shape,
+};
 
 /// Ranks of the tests' domain; the numbers have gaps, as those of an expert domain do.
 fn ranks(count: usize) -> Vec<Rank> {
@@ -47,4 +52,64 @@ pub(crate) fn numbers<T: Weight>(seed: [u64; 4], count: usize) -> Vec<T> {
         .fold(7u64, |hash, &word| (hash ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23));
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     (0..count).map(|_| T::from_f32(random.random_range(-1.0f32..1.0))).collect()
+}
+
+/// A carrier with a bug: it panics once, on the first thread whose name begins so.
+#[derive(Debug, Clone)]
+pub(crate) struct Panicking<C> {
+    of: C,
+    thread: &'static str,
+    has_panicked: Arc<AtomicBool>,
+}
+
+impl Panicking<LocalCarrier> {
+    pub(crate) fn new(of: LocalCarrier, thread: &'static str) -> Self {
+        Self { of, thread, has_panicked: Arc::default() }
+    }
+
+    /// Something that lives as long as the carrier and its transfers.
+    pub(crate) fn held(&self) -> Weak<AtomicBool> {
+        Arc::downgrade(&self.has_panicked)
+    }
+}
+
+impl<C> Panicking<C> {
+    fn reach(&self) {
+        let is_here = std::thread::current().name().is_some_and(|name| name.starts_with(self.thread));
+        assert!(!is_here || self.has_panicked.swap(true, SeqCst), "a bug of the carrier");
+    }
+
+    fn wrap<D>(&self, of: D) -> Box<Panicking<D>> {
+        Box::new(Panicking { of, thread: self.thread, has_panicked: self.has_panicked.clone() })
+    }
+}
+
+impl Carrier for Panicking<LocalCarrier> {
+    fn send(&self, to: Rank, lane: Lane, message: Arc<Vec<u8>>) -> Result<Box<dyn Sending>, CarrierError> {
+        self.reach();
+        Ok(self.wrap(self.of.send(to, lane, message)?))
+    }
+
+    fn receive(&self, from: Rank, lane: Lane, bytes: usize) -> Result<Box<dyn Receiving>, CarrierError> {
+        self.reach();
+        Ok(self.wrap(self.of.receive(from, lane, bytes)?))
+    }
+
+    fn abort(&self) {
+        self.of.abort();
+    }
+}
+
+impl Sending for Panicking<Box<dyn Sending>> {
+    fn wait(self: Box<Self>) -> Result<(), CarrierError> {
+        self.reach();
+        self.of.wait()
+    }
+}
+
+impl Receiving for Panicking<Box<dyn Receiving>> {
+    fn wait(self: Box<Self>, bytes: usize) -> Result<Vec<u8>, CarrierError> {
+        self.reach();
+        self.of.wait(bytes)
+    }
 }

@@ -1,5 +1,8 @@
 //! Starting and joining threads.
 
+use std::any::Any;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -7,8 +10,23 @@ use ep::{EnvironmentError, Result};
 
 use crate::post::GRACE;
 
-pub(crate) fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
-    std::thread::Builder::new().name(name).spawn(work).map_err(|error| {
+#[cfg(test)]
+thread_local! {
+    /// How many threads the calling thread can start, before the system refuses one.
+    pub(crate) static STARTS: std::cell::Cell<usize> = const { std::cell::Cell::new(usize::MAX) };
+}
+
+/// Starts a thread. If `work` panics, the thread calls `report` with an error that stands for the panic.
+pub(crate) fn spawn(
+    name: String,
+    work: impl FnOnce() + Send + 'static,
+    report: impl FnOnce(EnvironmentError) + Send + 'static,
+) -> Result<JoinHandle<()>> {
+    let thread = name.clone();
+    // What the work changes is behind locks, and nothing reads it after the error: `report` ends all calls.
+    let run =
+        move || catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| report(panicked(&name, &*panic)));
+    start(thread, run).map_err(|error| {
         EnvironmentError::new(
             "starting a thread",
             error,
@@ -16,6 +34,25 @@ pub(crate) fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Resul
         )
         .into()
     })
+}
+
+fn start(name: String, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    #[cfg(test)]
+    match STARTS.get().checked_sub(1) {
+        Some(left) => STARTS.set(left),
+        None => return Err(io::ErrorKind::WouldBlock.into()),
+    }
+    std::thread::Builder::new().name(name).spawn(run)
+}
+
+fn panicked(thread: &str, panic: &(dyn Any + Send)) -> EnvironmentError {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
+    EnvironmentError::new(
+        format!("running the thread {thread}"),
+        format!("it panicked: {text}"),
+        "report this bug, of hybrid-ep or of the carrier, with the panic's message",
+    )
 }
 
 /// Joins the threads that end within [`GRACE`], which is for all of them. Called after they were told to end.

@@ -1,13 +1,13 @@
 //! Decoding of residuals, from a stream to weights.
 
 use ep::numeric::bf16_to_f32;
-use rayon::prelude::*;
 
 use super::entries::{Entries, add_onto};
 use super::format::{BLOCK, Format, IndexFormat, ValueFormat};
 use super::rice;
 use super::sections::{BlockBytes, blocks};
 use crate::error::{CallerError, Corruption, Operand, Result};
+use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator, parallel};
 use crate::shared::{SharedExpert, check_length};
 use crate::stream::{StreamCodec, StreamInfo, open};
 use crate::weight::Weight;
@@ -85,8 +85,7 @@ pub(crate) fn read_onto<T: Weight>(
 /// [`Corruption`] when the payload is not the residuals of `info.elements` elements.
 pub(crate) fn read(info: StreamInfo, payload: &[u8]) -> Result<Vec<Entries>, Corruption> {
     let format = info.format.ok_or(Corruption::Sections)?;
-    let read: Vec<Result<Entries, Corruption>> = blocks(info, format, payload)?
-        .into_par_iter()
+    let read: Vec<Result<Entries, Corruption>> = parallel(blocks(info, format, payload)?)
         .map_init(Vec::new, |numbers, bytes| {
             let elements = (info.elements - bytes.block * BLOCK).min(BLOCK);
             read_block(bytes, format, elements, numbers)

@@ -1,7 +1,6 @@
 //! Encoding of residuals into a stream.
 
 use ep::numeric::{bf16_to_f32, f32_to_bf16};
-use rayon::prelude::*;
 
 use super::entries::Entries;
 use super::format::{BLOCK, Format, IndexFormat, ValueFormat};
@@ -9,6 +8,7 @@ use super::rice;
 use super::sections::join_word;
 use super::select::{Selected, Selection, select};
 use crate::error::{CallerError, Operand, Result};
+use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator, parallel};
 use crate::shared::{SharedExpert, check_length};
 use crate::stream::{Content, HEADER, Header, StreamCodec, StreamInfo, seal};
 use crate::weight::Weight;
@@ -116,7 +116,7 @@ pub(crate) fn round_saturating(selected: &Selected) -> Vec<Entries> {
         let rounded = round(value, ValueFormat::Bf16);
         if rounded.is_finite() { rounded } else { <u16 as Weight>::LARGEST.copysign(value) }
     };
-    let blocks = (0..selected.blocks.len()).into_par_iter();
+    let blocks = parallel(0..selected.blocks.len());
     blocks.map(|block| Entries::collect(selected.kept(block).map(|(at, value)| (at, round(value))))).collect()
 }
 
@@ -128,7 +128,7 @@ fn round(residual: f32, format: ValueFormat) -> f32 {
 }
 
 fn smallest(selected: &Selected) -> Option<f32> {
-    let blocks = (0..selected.blocks.len()).into_par_iter();
+    let blocks = parallel(0..selected.blocks.len());
     let of_block = |block| selected.kept(block).map(|(_, residual)| residual.abs()).reduce(f32::min);
     blocks.filter_map(of_block).reduce_with(f32::min)
 }

@@ -1,8 +1,7 @@
 //! Residuals at some positions of a block, and their application to weights and sums.
 
-use rayon::prelude::*;
-
 use super::format::BLOCK;
+use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
 use crate::weight::Weight;
 
 /// Some residuals of one block: their positions in the block, ascending, and their values.

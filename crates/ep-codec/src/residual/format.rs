@@ -70,10 +70,16 @@ impl Format {
     }
 
     /// The size in bytes, header included, of a stream with k of P residuals (`elements` is P). It is exact if the
-    /// format [has a fixed size](Self::is_fixed_size), otherwise an upper bound. Receive buffers need this size.
+    /// format [has a fixed size](Self::is_fixed_size), otherwise an upper bound. Receive buffers need this size. If it
+    /// exceeds `u64::MAX`, as that of no expert does, the result is `u64::MAX`.
     pub fn max_bytes(self, elements: usize, k: usize) -> u64 {
-        let (elements, k) = (elements as u64, k.min(elements) as u64);
-        let blocks = elements.div_ceil(BLOCK as u64);
+        self.bytes(elements, k).try_into().unwrap_or(u64::MAX)
+    }
+
+    /// As [`max_bytes`](Self::max_bytes). No number of elements makes these sums overflow.
+    fn bytes(self, elements: usize, k: usize) -> u128 {
+        let (elements, k) = (elements as u128, k.min(elements) as u128);
+        let blocks = elements.div_ceil(BLOCK as u128);
         // The codes of each block are padded to whole bytes; a block without entries has no codes.
         let filling = blocks.min(k);
         let indices = match self.index {
@@ -86,24 +92,25 @@ impl Format {
         let values = match self.value {
             ValueFormat::F32 => 4 * k,
             ValueFormat::Bf16 => 2 * k,
-            ValueFormat::Bf16Rice => 6 * blocks + filling + k * u64::from(MAX_PARAMETER + 1) / 8,
+            ValueFormat::Bf16Rice => 6 * blocks + filling + k * u128::from(MAX_PARAMETER + 1) / 8,
         };
-        HEADER_BYTES + 4 + indices + values
+        u128::from(HEADER_BYTES) + 4 + indices + values
     }
 
     /// The largest k for which a stream of P residuals (`elements`) never exceeds `bytes`, for any weights. `None` if
     /// not even an empty stream fits.
     pub fn largest_k(self, elements: usize, bytes: u64) -> Option<usize> {
-        if self.max_bytes(elements, 0) > bytes {
-            return None;
+        let fits = |k| self.bytes(elements, k) <= u128::from(bytes);
+        if !fits(0) || fits(elements) {
+            return fits(0).then_some(elements);
         }
         // Bisection is valid because one more entry never takes fewer bytes.
-        let (mut fits, mut over) = (0, elements + 1);
-        while over - fits > 1 {
-            let middle = fits.midpoint(over);
-            if self.max_bytes(elements, middle) <= bytes { fits = middle } else { over = middle }
+        let (mut last, mut over) = (0, elements);
+        while over - last > 1 {
+            let middle = last.midpoint(over);
+            if fits(middle) { last = middle } else { over = middle }
         }
-        Some(fits)
+        Some(last)
     }
 
     /// Bits per entry at density `d = k / P`, with 0 < d < 1, for uniformly random indices, without the bytes per block
@@ -143,8 +150,8 @@ impl Format {
 }
 
 /// The most bits that Rice codes of `count` numbers with this sum can have under the best common parameter.
-fn rice_bits(count: u64, sum: u64) -> u64 {
-    (0..=MAX_PARAMETER).map(|b| count * u64::from(b + 1) + (sum >> b)).min().unwrap_or_default()
+fn rice_bits(count: u128, sum: u128) -> u128 {
+    (0..=MAX_PARAMETER).map(|b| count * u128::from(b + 1) + (sum >> b)).min().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -194,6 +201,21 @@ mod tests {
         }
         let rice_bits = format(Rice, Bf16).entry_bits(0.01349) - 16.0;
         assert!((rice_bits - 7.72).abs() < 0.005, "{rice_bits}");
+    }
+
+    #[test]
+    fn sizes_of_impossible_experts_saturate() {
+        for index in [U32, U16, Rice] {
+            for value in [F32, Bf16, Bf16Rice] {
+                let format = format(index, value);
+                assert_eq!(format.max_bytes(usize::MAX, usize::MAX), u64::MAX, "{format:?}");
+                let k = format.largest_k(usize::MAX, 1 << 60).unwrap();
+                assert!(format.max_bytes(usize::MAX, k) <= 1 << 60, "{format:?}");
+                assert!(format.max_bytes(usize::MAX, k + 1) > 1 << 60, "{format:?}");
+                // A size beyond u64 exceeds every bound.
+                assert!(format.largest_k(usize::MAX, u64::MAX).is_some_and(|k| k < usize::MAX), "{format:?}");
+            }
+        }
     }
 
     #[test]

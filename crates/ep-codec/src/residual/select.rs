@@ -6,11 +6,10 @@
 //! largest. If there are fewer than k candidates, a histogram of all residuals gives a floor that yields enough, and
 //! the pass runs again. In an exact selection the sample therefore affects the running time, never the result.
 
-use rayon::prelude::*;
-
 use super::entries::Entries;
 use super::format::BLOCK;
 use crate::error::{CallerError, Operand, Result};
+use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
 use crate::weight::Value;
 
 /// How the encoder finds the k largest residuals. Of equal magnitudes, those of lower index are kept.

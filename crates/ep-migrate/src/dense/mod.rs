@@ -31,7 +31,7 @@ use crate::carrier::Carrier;
 use crate::header::{HEADER_BYTES, Kind};
 use crate::inbox::{Call, Window};
 use crate::post::{GRACE, Post, Resend, Setup};
-use crate::threads::{join_within_grace, spawn};
+use crate::threads::join_within_grace;
 
 /// The stages of a message, in place of the layers of other messages.
 const SCATTER: usize = 0;
@@ -43,6 +43,9 @@ const STAGES: [&str; 3] =
 const POSTED: usize = 2;
 /// A sequence number is that of a round, and the bucket in its low bits.
 const BUCKET_BITS: u32 = 24;
+
+/// The last round that has sequence numbers.
+const LAST_ROUND: u64 = u64::MAX >> BUCKET_BITS;
 
 /// How gradients are reduced. All ranks must have the same settings.
 #[derive(Debug, Clone)]
@@ -80,8 +83,8 @@ pub struct Turn {
     pub plan: usize,
     /// The bucket's index in the plan.
     pub bucket: usize,
-    /// The number of the round, the same on all ranks and higher than those of earlier rounds. Each bucket is reduced at most once in
-    /// a round.
+    /// The number of the round, below 2^40, the same on all ranks and higher than those of earlier rounds. Each bucket is
+    /// reduced at most once in a round.
     pub round: u64,
     /// The step that an error names.
     pub step: u64,
@@ -138,8 +141,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The sequence number of a bucket of a round. That of a round past the last is higher than all others: a plan has fewer
+/// buckets than a round has numbers.
 fn sequence(round: u64, bucket: usize) -> u64 {
-    (round << BUCKET_BITS) | bucket as u64
+    if round > LAST_ROUND { u64::MAX } else { (round << BUCKET_BITS) | bucket as u64 }
 }
 
 impl Turn {
@@ -203,7 +208,7 @@ impl DenseReduction {
             interrupt: settings.interrupt.clone(),
         };
         let resend: Resend = Arc::new(|_, _, _| Ok(()));
-        let (post, mut threads) = Post::start(setup, carrier, &resend)?;
+        let (post, threads) = Post::start(setup, carrier, &resend)?;
         let shared = Arc::new(Shared {
             datacenters,
             codec: settings.codec,
@@ -216,13 +221,21 @@ impl DenseReduction {
             oldest: AtomicU64::new(0),
             traffic: Mutex::default(),
         });
+        let new = Self { shared, threads: Mutex::new(threads) };
         for (name, run) in
             [("ep-inside", Shared::run_inside as fn(&Shared)), ("ep-between", Shared::run_between)]
         {
-            let own = shared.clone();
-            threads.push(spawn(name.into(), move || run(&own))?);
+            let own = new.shared.clone();
+            match new.shared.post.spawn(name.into(), move || run(&own)) {
+                Ok(thread) => lock(&new.threads).push(thread),
+                Err(error) => {
+                    let error = new.shared.post.fail(error);
+                    new.close_at_once();
+                    return Err(error);
+                }
+            }
         }
-        Ok(Self { shared, threads: Mutex::new(threads) })
+        Ok(new)
     }
 
     /// Adds buckets, on all ranks alike, and returns their number. `saved` is what [`save`](Self::save) returned for them.
@@ -245,8 +258,8 @@ impl DenseReduction {
     /// Sends the shares of a bucket to the ranks of this datacenter, and queues this rank's own. Does not wait for a peer.
     ///
     /// # Errors
-    /// [`CallerError`] if the plan, the bucket or its length does not fit, or if a gradient is not finite and the codec is lossy:
-    /// nothing is sent then. [`PeerError`](ep::PeerError) if a peer is lost.
+    /// [`CallerError`] if the plan, the bucket, its length or the round does not fit, or if a gradient is not finite and the
+    /// codec is lossy: nothing is sent then. [`PeerError`](ep::PeerError) if a peer is lost.
     pub fn begin<T: Weight>(&self, turn: Turn, gradients: &[T]) -> Result<()> {
         let here = &self.shared;
         here.post.enter(Call { operator: Operator::Reduce, step: turn.step, layer: 0 })?;
@@ -276,8 +289,9 @@ impl DenseReduction {
     /// Waits for the sum over all ranks of a bucket that was begun, and writes it to `sums`.
     ///
     /// # Errors
-    /// [`CallerError`] if the length does not fit, the bucket was not begun, the sum of a datacenter is not finite and the codec is lossy,
-    /// or the program interrupted the wait. [`PeerError`](ep::PeerError) if a peer is lost, late, or sends what cannot be decoded.
+    /// [`CallerError`] if the length or the round does not fit, the bucket was not begun, the sum of a datacenter is not
+    /// finite and the codec is lossy, or the program interrupted the wait. [`PeerError`](ep::PeerError) if a peer is lost,
+    /// late, or sends what cannot be decoded.
     pub fn finish<T: Weight>(&self, turn: Turn, sums: &mut [T]) -> Result<()> {
         let here = &self.shared;
         here.plan::<T>(turn, sums.len())?;
@@ -359,7 +373,7 @@ impl DenseReduction {
         if !self.shared.post.is_of_this_process() {
             return;
         }
-        self.abandon(u64::MAX >> BUCKET_BITS);
+        self.abandon(u64::MAX);
         self.shared.post.close(patience);
         lock(&self.shared.line).is_over = true;
         self.shared.changed.notify_all();
@@ -376,7 +390,7 @@ impl Drop for DenseReduction {
 impl Shared {
     fn plan_at(&self, plan: usize) -> Result<Arc<Plan>> {
         let plans = lock(&self.plans);
-        let (expected, found) = (plans.len(), plan + 1);
+        let (expected, found) = (plans.len(), plan.saturating_add(1));
         let missing = CallerError::Shape { what: "plans of dense gradients", expected, found, unit: "plans" };
         plans.get(plan).cloned().ok_or_else(|| missing.into())
     }
@@ -387,6 +401,9 @@ impl Shared {
         let Some(held) = plan.buckets.get(turn.bucket) else {
             return Err(turn.refused(format!("the plan has {} buckets", plan.buckets.len())));
         };
+        if turn.round > LAST_ROUND {
+            return Err(turn.refused(format!("round {}: at most {LAST_ROUND} is possible", turn.round)));
+        }
         if (held.elements, held.element) != (elements, T::ELEMENT) {
             let (wide, found) = (held.element, T::ELEMENT);
             let problem =

@@ -6,7 +6,8 @@ use ep::Error;
 use ep_codec::HEADER_BYTES as STREAM;
 
 use super::*;
-use crate::tests::{numbers, on_threads};
+use crate::tests::{Panicking, numbers, on_threads};
+use crate::threads::STARTS;
 use crate::{LocalCarrier, LocalNetwork};
 
 /// Datacenters of these sizes, with ranks numbered one after the other.
@@ -338,6 +339,43 @@ fn a_fault_found_elsewhere_reaches_every_rank() {
 }
 
 #[test]
+fn a_panic_of_a_stage_is_an_error_at_once() {
+    for thread in ["ep-inside", "ep-between"] {
+        let (members, network) = (members(&[2, 1]), LocalNetwork::new());
+        let found = on_threads(&all(&members), |rank| {
+            let datacenters = Datacenters::new(rank, &members).unwrap();
+            let thread = if rank == Rank(0) { thread } else { "no thread" };
+            let carrier = Box::new(Panicking::new(network.carrier(rank), thread));
+            let reduction = DenseReduction::new(datacenters, settings("exact"), carrier).unwrap();
+            reduction.add_plan(&BUCKETS, None).unwrap();
+            round(&reduction, rank, 0)
+        });
+        let error = found[0].clone().unwrap_err().to_string();
+        let expected = format!("running the thread {thread}: it panicked: a bug of the carrier");
+        assert!(error.starts_with(&expected), "{error}");
+        // Rank 1 has the other share of the datacenter.
+        assert_eq!(fault(found[1].clone().unwrap_err()), (0, PeerFault::Failed));
+    }
+}
+
+#[test]
+fn a_reduction_that_cannot_start_all_threads_keeps_none() {
+    // There are four threads for the only peer.
+    for starts in [3, 4, 5] {
+        let (members, network) = (members(&[2]), LocalNetwork::new());
+        let datacenters = Datacenters::new(Rank(0), &members).unwrap();
+        let carrier = Panicking::new(network.carrier(Rank(0)), "no thread");
+        let held = carrier.held();
+        STARTS.set(starts);
+        let started = DenseReduction::new(datacenters, settings("exact"), Box::new(carrier));
+        STARTS.set(usize::MAX);
+        let error = started.err().unwrap().to_string();
+        assert!(error.starts_with("starting a thread: "), "{error}");
+        assert_eq!(held.strong_count(), 0, "a thread has the carrier");
+    }
+}
+
+#[test]
 fn mistakes_are_named() {
     let (members, network) = (members(&[1]), LocalNetwork::new());
     let zero = DenseSettings { timeout: Duration::ZERO, ..settings("exact") };
@@ -353,12 +391,22 @@ fn mistakes_are_named() {
     assert!(
         text(reduction.begin(turn(1, 0), &[0_u16])).contains("1 elements of F32 expected, found 1 of Bf16")
     );
+    assert!(reduction.save(usize::MAX).unwrap_err().to_string().contains("plans"));
+    // A round past the last has no number, and must not pass for an early one.
+    for round in [LAST_ROUND + 1, u64::MAX] {
+        let expected = format!("dense gradients, bucket 1: round {round}: at most 1099511627775 is possible");
+        assert_eq!(text(reduction.begin(turn(1, round), &[0.0_f32])), expected);
+        assert_eq!(text(reduction.finish(turn(1, round), &mut [0.0_f32])), expected);
+    }
     let nan = text(reduction.begin(turn(1, 0), &[f32::NAN]));
     assert_eq!(nan, "dense gradients, bucket 1: element 0 is not finite; nothing was sent");
     reduction.begin(turn(1, 0), &[2.0_f32]).unwrap();
     let mut sum = [0.0];
     reduction.finish(turn(1, 0), &mut sum).unwrap();
     assert_eq!(sum, [2.0]);
+    reduction.begin(turn(1, LAST_ROUND), &[3.0_f32]).unwrap();
+    reduction.abandon(LAST_ROUND + 1);
+    assert!(text(reduction.finish(turn(1, LAST_ROUND), &mut sum)).contains("the round was abandoned"));
 }
 
 #[test]

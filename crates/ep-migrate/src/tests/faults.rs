@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::header::{Header, Kind};
 use crate::replicas::Replicas;
-use crate::{Carrier, CarrierError, Lane, LocalCarrier, Receiving, Sending};
+use crate::threads::STARTS;
 
 fn exact() -> Settings {
     settings(WeightCodec::Exact, GradientCodec::Exact)
@@ -74,12 +74,16 @@ fn a_message_as_the_tests_write_it_is_accepted() {
 #[test]
 fn what_no_correct_peer_sends_is_refused_and_the_peer_is_named() {
     type Damage = (&'static str, fn(&mut Header, &mut Vec<u8>));
-    let damages: [Damage; 14] = [
+    let damages: [Damage; 15] = [
         ("the ranks have different models or settings", |header, _| header.regular += 1),
         ("a message of rank 7", |header, _| header.sender = Rank(7)),
         ("a message of run 0x1", |header, _| header.run = 1),
         ("weights of layer 3; there are 3 layers", |header, _| header.layer = 3),
         ("step 1, where step 0 was due", |header, _| header.step = 1),
+        ("step 18446744073709551615, after which no step is possible", |header, _| {
+            header.kind = Kind::Gradients;
+            header.step = u64::MAX;
+        }),
         ("weights of 0 bytes", |header, _| header.bytes = 0),
         ("at most", |header, _| header.bytes = u64::MAX),
         ("step 0: ", |_, body| body[100] ^= 1),
@@ -437,6 +441,59 @@ fn closing_ends_although_a_wait_of_the_carrier_does_not() {
     migration.close();
 }
 
+/// Waits until a rank tells this peer that it cannot go on, and returns who is at fault.
+fn told_to(peer: &LocalCarrier) -> (Rank, PeerFault) {
+    loop {
+        let bytes = peer.receive(Rank(1), Lane::Headers, 64).unwrap().wait(64).unwrap();
+        if let Kind::Failure(culprit, fault) = Header::parse(&bytes).unwrap().kind {
+            return (culprit, fault);
+        }
+    }
+}
+
+#[test]
+fn a_panic_of_a_thread_is_an_error_at_once() {
+    for thread in ["ep-headers", "ep-weights", "ep-gradients", "ep-sent"] {
+        let (ranks, network) = (ranks(2), LocalNetwork::new());
+        let carrier = Panicking::new(network.carrier(ranks[0]), thread);
+        let domain = Domain::new(ranks[0], &ranks).unwrap();
+        let migration = Migration::<f32>::new(domain, shape(), exact(), Box::new(carrier)).unwrap();
+        let peer = network.carrier(ranks[1]);
+        let (header, body) = message(0, 0);
+        send(&peer, header.to_bytes(), body.clone());
+        if thread == "ep-gradients" {
+            let header = Header { kind: Kind::Gradients, ..header };
+            peer.send(Rank(1), Lane::Headers, Arc::new(header.to_bytes())).unwrap();
+            peer.send(Rank(1), Lane::Gradients, Arc::new(body)).unwrap();
+        }
+        // Without an error the last call would wait until the timeout.
+        let error = make_calls(&migration, CALLS - 1).unwrap_err();
+        assert!(matches!(error, Error::Environment(_)), "{error}");
+        let expected = format!("running the thread {thread}-4: it panicked: a bug of the carrier");
+        assert!(error.to_string().starts_with(&expected), "{error}");
+        assert_eq!(told_to(&peer), (Rank(1), PeerFault::Failed));
+        peer.abort();
+    }
+}
+
+#[test]
+fn a_rank_that_cannot_start_all_threads_keeps_none() {
+    // A rank has four threads for each of its two peers.
+    for starts in [0, 1, 6] {
+        let (ranks, network) = (ranks(3), LocalNetwork::new());
+        let carrier = Panicking::new(network.carrier(ranks[0]), "no thread");
+        let held = carrier.held();
+        let domain = Domain::new(ranks[0], &ranks).unwrap();
+        STARTS.set(starts);
+        let started = Migration::<f32>::new(domain, shape(), exact(), Box::new(carrier));
+        STARTS.set(usize::MAX);
+        let error = started.err().unwrap();
+        assert!(error.to_string().starts_with("starting a thread: "), "{error}");
+        assert_eq!(told_to(&network.carrier(ranks[1])), (Rank(1), PeerFault::Failed));
+        assert_eq!(held.strong_count(), 0, "a thread has the carrier");
+    }
+}
+
 #[test]
 fn a_damaged_state_is_refused() {
     let (ranks, network) = (ranks(1), LocalNetwork::new());
@@ -467,6 +524,14 @@ fn a_damaged_state_is_refused() {
         damaged[at] ^= 0x10;
         assert!(resume(&damaged, &settings).is_err(), "byte {at}");
     }
+    // A right checksum, and a step that would overflow.
+    let mut absurd = saved.clone();
+    absurd[8..16].fill(0xFF);
+    let end = absurd.len() - 8;
+    let check = ep_codec::xxh64(&absurd[..end], 0).to_le_bytes();
+    absurd[end..].copy_from_slice(&check);
+    let error = resume(&absurd, &settings).unwrap_err();
+    assert!(error.contains("it is of step 18446744073709551615"), "{error}");
     let other = Settings { gradients: GradientCodec::Exact, ..settings };
     let error = resume(&saved, &other).unwrap_err();
     assert!(error.contains("gradients int8") && error.contains("gradients exact"), "{error}");
