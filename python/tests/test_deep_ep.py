@@ -27,6 +27,7 @@ from deep_ep_world import (
     scales_of,
     world_of,
 )
+from hybrid_ep import _native, ops
 from hybrid_ep.deep_ep import HybridEPBuffer, HybridEpConfigInstance
 from hybrid_ep.deep_ep.hybrid_ep_buffer import indices_to_map
 from process_worlds import Rank
@@ -174,6 +175,13 @@ def test_indices_to_map() -> None:
         indices_to_map(topk_idx, weights, 4, 3)
     with pytest.raises(hybrid_ep.CallerError, match=r"expected \[5, k\]"):
         indices_to_map(topk_idx, weights, 5, 4)
+
+
+def test_sizes_that_the_tensors_do_not_have_are_refused() -> None:
+    idx, routing_map = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.bool)
+    for sizes in [(2**63, 2, 4), (3, 2, 4), (2, 2**63, 4), (2, 2, 5), (2**62, 2**62, 2**62)]:
+        with pytest.raises(hybrid_ep.CallerError, match=r"topk_idx|routing_map|map"):
+            _native.dense_routing(None, 0, sizes, True, ops.span(idx), None, ops.span(routing_map), None)
 
 
 def test_weights_of_indices_have_gradients() -> None:
