@@ -235,7 +235,8 @@ fn a_driver_that_lacks_a_function_is_reported() {
         finish_in_time(command.args(arguments).env("LD_LIBRARY_PATH", directory.path()).spawn().unwrap())
     };
     for arguments in [VERIFY, BENCH, &["warm"]] {
-        run(arguments).refused(2, &["libcuda.so.1 has no function cuCtxGetCurrent", "driver from version 525 on"]);
+        run(arguments)
+            .refused(2, &["libcuda.so.1 has no function cuCtxGetCurrent", "driver from version 525 on"]);
     }
     let said = doctor_says(run(&["doctor"]));
     assert!(said.contains("has no function cuCtxGetCurrent"), "{said}");

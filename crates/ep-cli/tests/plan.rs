@@ -174,7 +174,10 @@ fn a_runnable_plan_has_the_layout_of_the_training_runtime() {
     // The best is a pipeline, which the runtime cannot run.
     let cluster = ["plan", "--nodes=2", "--uplink=100Gbit/s", "--set=memory=2000GB"];
     let text = run(&[&cluster[..], &["--runnable", "--groups", &groups]].concat()).succeeded().stdout;
-    assert!(text.contains("Layers of the strategy `expert domains`, 1 stage, EP groups of 32 GPUs"), "{text}");
+    assert!(
+        text.contains("Layers of the strategy `expert domains`, 1 stage, EP groups of 32 GPUs"),
+        "{text}"
+    );
     let written: Value = serde_json::from_str(&std::fs::read_to_string(&groups).unwrap()).unwrap();
     let layout = serde_json::json!({"pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 1});
     assert_eq!((&written["layout"], &written["ranks"]), (&layout, &serde_json::json!(32)));

@@ -115,13 +115,17 @@ impl LevelDescription {
 }
 
 impl ClusterDescription {
-    /// Number of GPUs.
+    /// Number of GPUs; `usize::MAX` if the description, which is unchecked, has more.
     pub fn gpus(&self) -> usize {
-        let inside = |from: usize| -> usize {
-            self.levels.get(from..).unwrap_or_default().iter().map(|level| level.scaling_factor).product()
+        let inside = |from: usize| {
+            let levels = self.levels.get(from..).unwrap_or_default();
+            levels.iter().map(|level| level.scaling_factor).fold(1, usize::saturating_mul)
         };
         match self.levels.get(1).filter(|level| !level.site_members.is_empty()) {
-            Some(level) => level.site_members.iter().sum::<usize>() * inside(2),
+            Some(level) => {
+                let members = level.site_members.iter().copied().fold(0, usize::saturating_add);
+                members.saturating_mul(inside(2))
+            }
             None => inside(0),
         }
     }
@@ -336,6 +340,16 @@ mod tests {
         let faster = shared.with_bandwidth(0, BytesPerSecond::from_gbit_per_s(800.0)).unwrap();
         assert_eq!(faster.levels()[0].link_bandwidth, BytesPerSecond(100e9));
         assert!(shared.with_bandwidth(3, BytesPerSecond(1.0)).is_err());
+    }
+
+    #[test]
+    fn the_gpus_of_an_unchecked_description_saturate() {
+        let mut description = two_datacenters();
+        assert_eq!(description.gpus(), 128);
+        description.levels[1].scaling_factor = usize::MAX;
+        assert_eq!(description.gpus(), usize::MAX);
+        description.levels[1].site_members = vec![usize::MAX, 2];
+        assert_eq!(description.gpus(), usize::MAX);
     }
 
     #[test]

@@ -182,10 +182,13 @@ impl Model {
 
     /// The model with as many slots as a multiple of `gpus`. Slots beyond the number of experts hold copies: one after
     /// the other goes to the expert with the highest share per copy, and the copies of an expert divide its share.
-    #[must_use]
-    pub fn spread(&self, gpus: usize) -> Self {
+    ///
+    /// # Errors
+    /// [`PlanError::Count`] when `gpus` is 0 or above the largest number of experts ([`limits::EXPERTS`]).
+    pub fn spread(&self, gpus: usize) -> Result<Self> {
+        count("number of GPUs of one EP group", gpus, limits::EXPERTS)?;
         let slots = self.description.experts.div_ceil(gpus) * gpus;
-        Self { shares: self.shares.with_copies(slots), ..self.clone() }
+        Ok(Self { shares: self.shares.with_copies(slots), ..self.clone() })
     }
 
     /// The same model with another number of tokens per GPU and micro-batch, which may be a mean.
@@ -290,6 +293,19 @@ mod tests {
         assert!(
             skewed.contains("expert 0 has 93.00% of the selections") && skewed.contains("at most 50.00%")
         );
+    }
+
+    #[test]
+    fn copies_are_refused_for_an_impossible_number_of_gpus() {
+        let model = Model::try_from(presets::mixtral_8x7b()).unwrap();
+        assert_eq!([1, 3, 16].map(|gpus| model.spread(gpus).unwrap().slots()), [8, 9, 16]);
+        for gpus in [0, 1 << 40] {
+            let error = model.spread(gpus).unwrap_err().to_string();
+            assert!(
+                error.contains("number of GPUs of one EP group") && error.contains("1 to 65536"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

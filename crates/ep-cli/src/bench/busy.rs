@@ -125,7 +125,8 @@ fn share(
         *longest = ticks.max(*longest);
     }
     own.insert(own_after.pid, own_after.ticks.saturating_sub(own_before.ticks));
-    let own: u64 = own.values().sum();
+    // Ranks report their ticks, so the sum may be any number.
+    let own = own.into_values().fold(0, u64::saturating_add);
     let others = all.saturating_sub(idle).saturating_sub(stolen).saturating_sub(own);
     let part = |ticks: u64| ticks as f64 / all as f64;
     Some(Busy { others: part(others), stolen: part(stolen) })
@@ -182,6 +183,8 @@ mod tests {
         let busy = share(before, after, own(100), own(150), ranks).unwrap();
         assert_eq!(busy, Busy { others: 0.25, stolen: 0.05 });
         assert!(busy.note().unwrap().contains("other programs took 25 % and the hypervisor 5 %"));
+        let endless = share(before, after, own(100), own(150), [rank(2, u64::MAX), rank(3, 9)]);
+        assert_eq!(endless.unwrap().others, 0.0);
         assert_eq!(Busy { others: 0.04, stolen: 0.0 }.note(), None);
         let soon = CoreTime { all: 1010, ..after };
         assert_eq!(share(before, soon, own(0), own(0), []), None);

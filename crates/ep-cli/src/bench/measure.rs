@@ -119,7 +119,9 @@ impl Spread {
         if count == 0 {
             return Self::default();
         }
-        let median = (times[(count - 1) / 2] + times[count / 2]) / 2;
+        let (below, above) = (times[(count - 1) / 2], times[count / 2]);
+        // The sum of two times that peers report may overflow; the difference cannot.
+        let median = below + (above - below) / 2;
         Self { median, p95: times[(count * 95).div_ceil(100) - 1] }
     }
 }
@@ -163,6 +165,7 @@ mod tests {
         assert_eq!(spread(&[7]), (7, 7));
         assert_eq!(spread(&[4, 2]), (3, 4));
         assert_eq!(spread(&[9, 1, 5]), (5, 9));
+        assert_eq!(Spread::of(vec![Duration::MAX; 2]).median, Duration::MAX);
         let hundred: Vec<u64> = (1..=100).rev().collect();
         assert_eq!(spread(&hundred), (50, 95));
     }

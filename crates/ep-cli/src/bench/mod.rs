@@ -54,7 +54,7 @@ use crate::common::failure::{Failure, Verdict};
 use crate::common::invocation::Invocation;
 use crate::common::output::Checked;
 use crate::common::role::ProcessRole;
-use crate::common::{launch, output};
+use crate::common::{launch, output, threads};
 
 /// How long a rank's `PeerFault` waits for another rank's error, which may be its cause.
 const GRACE: Duration = Duration::from_millis(300);
@@ -146,7 +146,7 @@ fn on_threads<B: Timed>(
         std::thread::Builder::new()
             .name(format!("rank {rank}"))
             .spawn(body)
-            .map_err(|error| Failure::request(format!("starting the thread of rank {rank}: {error}")))?;
+            .map_err(|error| threads::refused(&format!("the thread of rank {rank}"), error))?;
     }
     drop(sender);
     let mut reports = Vec::new();

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ep::join::Rendezvous;
 use ep::{CombineInput, CombineOutput, DispatchInput, DispatchOutput, Probs, ReceiveShape, Routing};
+use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use crate::bench::check::{self, CheckedCounts, Expected, HeldRows, Token};
@@ -16,6 +17,7 @@ use crate::bench::routed::{Routed, TopK};
 use crate::bench::shared::Shared;
 use crate::bench::tokens;
 use crate::common::failure::Failure;
+use crate::common::threads;
 
 /// Time between the last rank's arrival at a barrier and the common start, so that all ranks can leave the barrier.
 const LEAVING: Duration = Duration::from_micros(400);
@@ -45,6 +47,8 @@ pub(super) struct Stage<'a, B: Timed> {
     gathered: Option<B::Memory>,
     /// Seed of the tokens that the input holds now.
     seed: u64,
+    /// Makes tokens and checks outputs.
+    pool: &'static ThreadPool,
     pub(super) timed: bool,
     pub(super) samples: AllSamples,
 }
@@ -57,6 +61,8 @@ impl<'a, B: Timed> Stage<'a, B> {
         shared: &'a Shared,
     ) -> Result<Self, Failure> {
         let plan = &shared.plan;
+        // Before the measurement, which would be lost if the threads could not be started after it.
+        let pool = threads::pool()?;
         let operators = Operator::all(plan.backend);
         let own = &shared.routings[backend.rank().index()];
         let lists = TopK::of(own, shared.scenario().source.topk);
@@ -95,6 +101,7 @@ impl<'a, B: Timed> Stage<'a, B> {
             shape,
             capacity,
             seed: plan.seed.wrapping_mul(4),
+            pool,
             timed: false,
             samples: AllSamples::new(),
         };
@@ -146,7 +153,7 @@ impl<'a, B: Timed> Stage<'a, B> {
         let (row_bytes, seed) = (plan.bf16_row_bytes(), self.seed);
         let (rank, tokens) = (self.backend.rank(), self.own().tokens());
         if let Some(scales) = &mut self.input_scales {
-            let (data, scale_rows) = quantized(plan, rank, seed, tokens);
+            let (data, scale_rows) = self.pool.install(|| quantized(plan, rank, seed, tokens));
             self.backend.fill(&mut self.input, data.len(), &mut |bytes| bytes.copy_from_slice(&data))?;
             self.backend.fill(scales, scale_rows.len(), &mut |bytes| bytes.copy_from_slice(&scale_rows))?;
         } else {
@@ -299,7 +306,7 @@ impl<'a, B: Timed> Stage<'a, B> {
         let (plan, own, rank) = (&self.shared.plan, self.own(), self.backend.rank());
         let combined = self.backend.read(&self.combined, own.tokens() * plan.bf16_row_bytes())?;
         let expected = expected(self.shared, rank, self.seed);
-        let tokens = match check::combined(&expected, &combined) {
+        let tokens = match self.pool.install(|| check::combined(&expected, &combined)) {
             Ok(tokens) => tokens,
             Err(difference) => return Ok(Err(difference)),
         };
@@ -307,7 +314,8 @@ impl<'a, B: Timed> Stage<'a, B> {
             None => Ok(0),
             Some(gathered) => {
                 let len = own.tokens() * own.experts() * size_of::<f32>();
-                check::gathered(&expected, &self.backend.read(gathered, len)?)
+                let gathered = self.backend.read(gathered, len)?;
+                self.pool.install(|| check::gathered(&expected, &gathered))
             }
         };
         Ok(probs.map(|probs| CheckedCounts { rows, padding_rows, tokens, probs, bounded_rows: 0 }))
@@ -326,7 +334,8 @@ impl<'a, B: Timed> Stage<'a, B> {
             scales: &scales,
             probs: &self.backend.read(&self.probs, rows * prob_row_bytes(self.shared))?,
         };
-        Ok(check::dispatched(&expected(self.shared, self.backend.rank(), self.seed), &held))
+        let expected = expected(self.shared, self.backend.rank(), self.seed);
+        Ok(self.pool.install(|| check::dispatched(&expected, &held)))
     }
 }
 

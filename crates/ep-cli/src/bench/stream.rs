@@ -4,14 +4,15 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use ep::Rank;
 use ep::join::Rendezvous;
+use ep::{EnvironmentError, Rank};
 
 use crate::bench::measure::{AllSamples, Operator};
 use crate::bench::plan::BenchPlan;
 use crate::common::backend::BackendKind;
 use crate::common::failure::Failure;
-use crate::common::streams::{Stream, connect, failed, receive, send};
+use crate::common::streams::{Stream, connect, failed, receive, send, shut_down};
+use crate::common::threads;
 
 /// The operators whose bytes are timed.
 const MOVING: [Operator; 2] = [Operator::Dispatch, Operator::Combine];
@@ -19,6 +20,9 @@ const MOVING: [Operator; 2] = [Operator::Dispatch, Operator::Combine];
 const REPEATS: usize = 5;
 /// A socket holds so many bytes that the other end has not read.
 const BUFFERED: u64 = 128 << 10;
+/// The threads of a stream, in errors.
+const SENDER: &str = "a thread that sends on a plain TCP stream";
+const RECEIVER: &str = "a thread that receives from a plain TCP stream";
 
 /// The times of this rank, by operator.
 pub(super) type StreamTimes = BTreeMap<Operator, Vec<Duration>>;
@@ -82,12 +86,16 @@ fn exchange(streams: &mut [Stream], parts: &[(u64, u64)]) -> Result<(), Failure>
             .map_err(|error| failed(*peer, &error));
     }
     std::thread::scope(|scope| {
-        let mut threads = Vec::new();
-        for (Stream { peer, socket }, &(out, inward)) in streams.iter().zip(parts) {
-            threads.push((*peer, scope.spawn(move || send(socket, out))));
-            threads.push((*peer, scope.spawn(move || receive(socket, inward))));
-        }
-        threads.into_iter().try_for_each(|(peer, thread)| {
+        let mut running = Vec::new();
+        let started = streams.iter().zip(parts).try_for_each(|(Stream { peer, socket }, &(out, inward))| {
+            let sender = threads::spawn_scoped(scope, SENDER, move || send(socket, out))?;
+            running.push((*peer, sender));
+            let receiver = threads::spawn_scoped(scope, RECEIVER, move || receive(socket, inward))?;
+            running.push((*peer, receiver));
+            Ok::<_, EnvironmentError>(())
+        });
+        started.inspect_err(|_| shut_down(&*streams))?;
+        running.into_iter().try_for_each(|(peer, thread)| {
             let done = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             done.map_err(|error| failed(peer, &error))
         })
@@ -124,6 +132,20 @@ mod tests {
                 assert!(times.values().all(|times| times.len() == REPEATS));
             }
         });
+    }
+
+    #[test]
+    fn a_refused_thread_ends_the_other_transfers() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let connect = || std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut streams = [1, 2].map(|peer| Stream { peer: Rank(peer), socket: connect() });
+        // The peers never send, so the receivers that run would wait for ever.
+        for allowed in 0..4 {
+            let parts = [(1, 1); 2].map(|(out, inward)| (out + 2 * BUFFERED, inward));
+            let error = threads::quota::of(allowed, || exchange(&mut streams, &parts)).unwrap_err();
+            let refused = [SENDER, RECEIVER][allowed % 2];
+            assert!(error.to_string().starts_with(&format!("starting {refused}: ")), "{error}");
+        }
     }
 
     #[test]

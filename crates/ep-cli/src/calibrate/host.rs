@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::common::failure::Failure;
 use crate::common::machine::{self, Machine};
 use crate::common::memory::MemoryBandwidth;
+use crate::common::threads;
 
 /// Weights of the expert that the codec encodes: 16 MiB of f32.
 const WEIGHTS: usize = 4 << 20;
@@ -40,7 +41,8 @@ pub(super) struct Host {
 /// Measures this machine, each figure for about `duration`.
 pub(super) fn measure(rank: u32, duration: Duration) -> Result<Host, Failure> {
     let Machine { cpu_model, cores } = Machine::here();
-    let (encode_gb_per_s, decode_gb_per_s) = codec(duration)?;
+    let pool = threads::pool()?;
+    let (encode_gb_per_s, decode_gb_per_s) = pool.install(|| codec(duration))?;
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     Ok(Host {
         rank,
@@ -51,7 +53,7 @@ pub(super) fn measure(rank: u32, duration: Duration) -> Result<Host, Failure> {
         memory_gb_per_s: MemoryBandwidth::measure(MEMORY, duration).traffic() / 1e9,
         encode_gb_per_s,
         decode_gb_per_s,
-        gflop_per_s: matrix_products(cores, duration),
+        gflop_per_s: pool.install(|| matrix_products(cores, duration)),
     })
 }
 

@@ -12,7 +12,8 @@ use ep::{Config, Rank};
 use serde::{Deserialize, Serialize};
 
 use crate::common::failure::Failure;
-use crate::common::streams::{Stream, connect, failed, receive, send};
+use crate::common::streams::{Stream, connect, failed, receive, send, shut_down};
+use crate::common::threads;
 
 /// Bytes of a record of a continuous stream.
 const PART: u64 = 64 << 10;
@@ -62,6 +63,11 @@ pub(super) struct Messages {
 }
 
 impl Direction {
+    /// The median round trip; `None` if no clock can have measured it.
+    pub(super) fn round_trip(&self) -> Option<Duration> {
+        Duration::try_from_secs_f64(self.round_trip_us / 1e6).ok()
+    }
+
     /// The most that a continuous stream reached, and the least number of connections within 2 % of it.
     pub(super) fn best(&self) -> (f64, usize) {
         let most = self.flows.iter().map(|flows| flows.stream_gbit_per_s).fold(0.0, f64::max);
@@ -102,10 +108,26 @@ pub(super) fn all(
     }
     let blob = serde_json::to_vec(&mine).map_err(Failure::request)?;
     let mut all = Vec::new();
-    for blob in meet.all_gather(&blob)? {
-        all.extend(serde_json::from_slice::<Vec<Direction>>(&blob).map_err(Failure::request)?);
+    for (rank, blob) in meet.all_gather(&blob)?.iter().enumerate() {
+        all.extend(figures_of(rank, blob)?);
     }
     Ok(all)
+}
+
+/// The figures that a rank has sent.
+fn figures_of(rank: usize, blob: &[u8]) -> Result<Vec<Direction>, Failure> {
+    let refused = |why: String| {
+        Failure::request(format!(
+            "the figures of rank {rank} cannot be used ({why}); every rank must run the same version of this program"
+        ))
+    };
+    let figures: Vec<Direction> = serde_json::from_slice(blob).map_err(|error| refused(error.to_string()))?;
+    match figures.iter().find(|direction| direction.round_trip().is_none()) {
+        Some(Direction { to, round_trip_us, .. }) => {
+            Err(refused(format!("a round trip of {round_trip_us:e} us to rank {to}")))
+        }
+        None => Ok(figures),
+    }
 }
 
 /// The part of the sender. The order of measurements is that of [`received`].
@@ -147,12 +169,15 @@ fn each(
     }
     std::thread::scope(|scope| {
         let part = &part;
-        let threads: Vec<_> = streams
-            .iter()
-            .enumerate()
-            .map(|(index, stream)| scope.spawn(move || part(index, &stream.socket)))
-            .collect();
-        threads
+        let started = streams.iter().enumerate().map(|(index, stream)| {
+            let work = move || part(index, &stream.socket);
+            threads::spawn_scoped(scope, "a thread for a connection", work)
+        });
+        let running = started.collect::<Result<Vec<_>, _>>().map_err(|error| {
+            shut_down(streams.iter().copied());
+            std::io::Error::other(error)
+        })?;
+        running
             .into_iter()
             .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })
@@ -277,6 +302,33 @@ mod tests {
                 assert!(flows.messages.iter().all(|message| message.gbit_per_s > 0.0));
             }
         }
+    }
+
+    #[test]
+    fn a_peer_that_sends_impossible_figures_is_named() {
+        let sent = |round_trip: &str| {
+            format!(r#"[{{"from": 2, "to": 0, "round_trip_us": {round_trip}, "flows": []}}]"#)
+        };
+        assert_eq!(figures_of(2, sent("12.5").as_bytes()).unwrap()[0].round_trip_us, 12.5);
+        for (blob, part) in [
+            (sent("-3"), "a round trip of -3e0 us to rank 0"),
+            (sent("1e300"), "1e300 us"),
+            ("[".into(), "EOF"),
+        ] {
+            let error = figures_of(2, blob.as_bytes()).unwrap_err().to_string();
+            assert!(error.starts_with("the figures of rank 2") && error.contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_refused_thread_ends_the_threads_of_the_other_connections() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let connect = || TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let streams = [1, 2].map(|peer| Stream { peer: Rank(peer), socket: connect() });
+        // The peer never sends, so the thread that runs would wait for ever.
+        let wait = |_: usize, socket: &TcpStream| answer(socket);
+        let error = threads::quota::of(1, || each(&[&streams[0], &streams[1]], wait)).unwrap_err();
+        assert!(error.to_string().contains("starting a thread for a connection"), "{error}");
     }
 
     #[test]

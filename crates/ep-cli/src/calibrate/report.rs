@@ -59,7 +59,7 @@ impl Report {
             rates.join(", "),
             wan.efficiency,
             units::counted(wan.flows, "connection"),
-            units::time(Duration::from_secs_f64(wan.round_trip_s)),
+            units::time(Duration::try_from_secs_f64(wan.round_trip_s).unwrap_or(Duration::MAX)),
         );
         if let Some(stated) = self.link_gbit_per_s {
             let most = self.directions.iter().map(|direction| direction.best().0).fold(0.0, f64::max);
@@ -98,7 +98,7 @@ impl Report {
             direction.flows.iter().map(move |flows| {
                 let mut row = vec![
                     format!("{} to {}", direction.from, direction.to),
-                    units::time(Duration::from_secs_f64(direction.round_trip_us / 1e6)),
+                    units::time(direction.round_trip().unwrap_or(Duration::MAX)),
                     flows.flows.to_string(),
                     rate(flows.stream_gbit_per_s),
                 ];

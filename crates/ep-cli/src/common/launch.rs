@@ -6,6 +6,7 @@ use std::io::Read as _;
 use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ep::join::{Rendezvous as _, Secret, TcpRendezvous};
@@ -13,23 +14,29 @@ use ep::{Config, EnvironmentError};
 
 use crate::common::failure::{Failure, Verdict, code};
 use crate::common::invocation::Invocation;
+use crate::common::threads;
 
 /// Interval at which the launcher polls the ranks.
 const POLL: Duration = Duration::from_millis(10);
 /// How much longer than the library's bounds the ranks may take to end.
 const GRACE: Duration = Duration::from_secs(5);
 
+/// Why the thread of [`end_with_launcher`] could not be started.
+static LIFELINE_REFUSED: Mutex<Option<EnvironmentError>> = Mutex::new(None);
+
 /// Runs the same command line as `ranks` processes, which share this process's stdout and stderr.
 pub(crate) fn run(invocation: &Invocation, ranks: usize, config: &Config) -> Result<Verdict, Failure> {
     Job::start(invocation, ranks, &[], Stdio::inherit())?.wait(config)
 }
 
-/// Runs this process's part of a job. If it fails, tells the other ranks the reason.
+/// Runs this process's part of a job. If it fails, or if [`end_with_launcher`] failed, tells the other ranks the reason.
 pub(crate) fn as_rank<T>(
     meet: &mut TcpRendezvous,
     part: impl FnOnce(&mut TcpRendezvous) -> Result<T, Failure>,
 ) -> Result<T, Failure> {
-    part(meet).map_err(|failure| match failure {
+    let refused = LIFELINE_REFUSED.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let outcome = refused.map_or_else(|| part(meet), |error| Err(error.into()));
+    outcome.map_err(|failure| match failure {
         Failure::Library(error) => Failure::Library(meet.abandon(error)),
         failure => {
             // The other ranks get the reason; this rank returns its own error unchanged.
@@ -154,12 +161,15 @@ impl Drop for Job {
 }
 
 /// Ends this process when its launcher ends, which closes its stdin.
+///
+/// If the thread for this cannot be started, [`as_rank`] fails: only then can the other ranks be told.
 pub(crate) fn end_with_launcher() {
-    std::thread::spawn(|| {
+    let started = threads::spawn("the thread that ends this rank with its launcher", || {
         let mut stdin = std::io::stdin().lock();
         while !matches!(stdin.read(&mut [0; 64]), Ok(0) | Err(_)) {}
         std::process::exit(code::PEER.into());
     });
+    *LIFELINE_REFUSED.lock().unwrap_or_else(PoisonError::into_inner) = started.err();
 }
 
 fn this_executable() -> Result<OsString, Failure> {

@@ -1,13 +1,13 @@
 //! Measures memory bandwidth: the best of several methods to copy, read and write, on all cores at once.
 
 use std::hint::black_box;
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Barrier, OnceLock};
 use std::time::{Duration, Instant};
 
 use ep_host::copies::{self, CopyWay};
 
-use crate::common::machine;
+use crate::common::{machine, threads};
 
 /// Most bytes that one copy of all cores together reads, and writes. [`MOST_PER_CORE`] may exceed it on many cores.
 const MOST: usize = 256 << 20;
@@ -72,18 +72,28 @@ impl MemoryBandwidth {
     /// Moves about `bytes`, half read and half written, with every method, at least once and repeatedly until
     /// `patience` is over. The best time of each method counts. `bytes` should be what an operator moves, so that
     /// caches help both alike.
+    ///
+    /// Uses fewer cores if the system refuses threads.
     pub(crate) fn measure(bytes: u64, patience: Duration) -> Self {
-        let cores = machine::cores();
-        let most = (MOST / cores).max(MOST_PER_CORE);
+        let wanted = machine::cores();
+        let most = (MOST / wanted).max(MOST_PER_CORE);
         let each =
-            usize::try_from(bytes / 2 / cores as u64).unwrap_or(usize::MAX).clamp(LEAST_PER_CORE, most);
-        let (barrier, over, end) = (Barrier::new(cores), AtomicBool::new(false), Instant::now() + patience);
+            usize::try_from(bytes / 2 / wanted as u64).unwrap_or(usize::MAX).clamp(LEAST_PER_CORE, most);
+        // The barrier has the number of threads that were started, which is known only after the last one.
+        let (barrier, over, end) = (OnceLock::new(), AtomicBool::new(false), Instant::now() + patience);
         let times = std::thread::scope(|scope| {
             let (barrier, over) = (&barrier, &over);
-            let start = |_| scope.spawn(move || thread(each, barrier, over, end));
-            let threads: Vec<_> = (0..cores).map(start).collect();
-            threads.into_iter().filter_map(|thread| thread.join().ok()).collect::<Vec<_>>()
+            let start = |_| {
+                let work = move || thread(each, barrier.wait(), over, end);
+                threads::spawn_scoped(scope, "a thread that measures the memory", work).ok()
+            };
+            let others: Vec<_> = (1..wanted).map_while(start).collect();
+            let barrier = barrier.get_or_init(|| Barrier::new(1 + others.len()));
+            let own = thread(each, barrier, over, end);
+            let others = others.into_iter().filter_map(|thread| thread.join().ok());
+            std::iter::once(own).chain(others).collect::<Vec<_>>()
         });
+        let cores = times.len();
         // A round counts if every thread ran it.
         let rounds = times.iter().map(Vec::len).min().unwrap_or_default();
         let slowest =
@@ -220,6 +230,16 @@ mod tests {
                 assert!(rate.is_finite() && rate > 0.0, "{memory:?}");
             }
             assert!(memory.size >= LEAST_PER_CORE * memory.cores && memory.cores > 0, "{memory:?}");
+        }
+    }
+
+    #[test]
+    fn refused_threads_leave_fewer_cores() {
+        for refused in 1..machine::cores() {
+            let allowed = machine::cores() - 1 - refused;
+            let memory = threads::quota::of(allowed, || MemoryBandwidth::measure(0, Duration::ZERO));
+            assert_eq!(memory.cores, 1 + allowed);
+            assert!(memory.copied.is_finite() && memory.copied > 0.0, "{memory:?}");
         }
     }
 

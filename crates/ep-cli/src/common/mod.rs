@@ -12,5 +12,6 @@ pub(crate) mod output;
 pub(crate) mod role;
 pub(crate) mod streams;
 pub(crate) mod table;
+pub(crate) mod threads;
 pub(crate) mod tuning;
 pub(crate) mod units;

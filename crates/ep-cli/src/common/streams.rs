@@ -1,7 +1,7 @@
 //! Plain TCP streams between ranks of a job, for measurements of the network alone.
 
 use std::io::{ErrorKind, Read as _, Write as _};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use ep::join::{Rendezvous, Secret};
@@ -22,6 +22,14 @@ const PAUSE: Duration = Duration::from_millis(1);
 pub(crate) struct Stream {
     pub(crate) peer: Rank,
     pub(crate) socket: TcpStream,
+}
+
+/// Ends all transfers on these streams, so that threads that wait for them return.
+pub(crate) fn shut_down<'a>(streams: impl IntoIterator<Item = &'a Stream>) {
+    for stream in streams {
+        // A stream that has ended already is no error.
+        let _ = stream.socket.shutdown(Shutdown::Both);
+    }
 }
 
 /// The error for a stream that failed.

@@ -1,7 +1,6 @@
 //! Requirements of the CUDA backend, as reported by the driver and the run-time compiler.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread;
 use std::time::Duration;
 
 use ep::{CudaEnv, EnvironmentError};
@@ -15,6 +14,7 @@ use super::{
     fact::Fact,
     parse,
 };
+use crate::common::threads;
 
 /// Longest wait for the driver. Waking eight idle GPUs takes seconds; a driver that takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -250,7 +250,10 @@ fn missing(found: &str, how: &'static str) -> BackendState {
 fn ask_driver() -> Fact<DriverFacts> {
     let (sender, answer) = mpsc::channel();
     // The receiver is gone if the answer comes too late.
-    thread::spawn(move || drop(sender.send(probe::probe())));
+    let query = move || drop(sender.send(probe::probe()));
+    if let Err(error) = threads::spawn("the thread that queries the driver", query) {
+        return Fact::Unknown(error.to_string());
+    }
     match answer.recv_timeout(PATIENCE) {
         Ok(Ok(Some(facts))) => Fact::Known(facts),
         Ok(Ok(None)) => Fact::Absent,

@@ -1,12 +1,12 @@
 //! The providers of libfabric, which carry bytes between domains with `--transport`.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread;
 use std::time::Duration;
 
 use serde::Serialize;
 
 use super::{check::Check, fact::Fact};
+use crate::common::threads;
 
 /// Longest wait for the library, which looks for devices when it is loaded.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -107,7 +107,10 @@ pub(super) fn providers() -> Fact<Vec<FabricProvider>> {
     };
     let (sender, answer) = mpsc::channel();
     // The receiver is gone if the answer comes too late.
-    thread::spawn(move || drop(sender.send(ep_fabric::providers(library.as_deref()))));
+    let query = move || drop(sender.send(ep_fabric::providers(library.as_deref())));
+    if let Err(error) = threads::spawn("the thread that queries libfabric", query) {
+        return Fact::Unknown(error.to_string());
+    }
     match answer.recv_timeout(PATIENCE) {
         Ok(Ok((_, providers))) => {
             let all = providers.into_iter().map(|found| FabricProvider::new(found.name, found.domains));
@@ -127,6 +130,15 @@ mod tests {
 
     fn provider(name: &str, nics: &[&str]) -> FabricProvider {
         FabricProvider::new(name.to_owned(), nics.iter().map(|&nic| nic.to_owned()).collect())
+    }
+
+    #[test]
+    fn a_query_without_a_thread_is_an_unknown_fact() {
+        let Fact::Unknown(why) = threads::quota::of(0, providers) else { panic!("no thread, but an answer") };
+        assert!(
+            why.contains("starting the thread that queries libfabric") && why.contains("ulimit -u"),
+            "{why}"
+        );
     }
 
     #[test]

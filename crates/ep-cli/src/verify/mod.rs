@@ -24,7 +24,7 @@ use crate::common::failure::{Failure, Verdict};
 use crate::common::invocation::Invocation;
 use crate::common::launch::{self, Job};
 use crate::common::role::ProcessRole;
-use crate::common::{machine, output};
+use crate::common::{machine, output, threads};
 pub(crate) use crate::verify::args::VerifyArgs;
 use crate::verify::cases::{NumberedCase, Selection};
 use crate::verify::run::Wrong;
@@ -127,7 +127,10 @@ fn on_threads(selection: &Selection, config: &Config, tally: &Tally) -> Result<(
     let at_a_time = if selection.backend == BackendKind::Cuda { 1 } else { machine::cores().clamp(1, 8) };
     std::thread::scope(|scope| {
         for _ in 1..at_a_time {
-            scope.spawn(work);
+            // With fewer threads the cases take longer.
+            if threads::spawn_scoped(scope, "a thread that runs cases", work).is_err() {
+                break;
+            }
         }
         work();
     });

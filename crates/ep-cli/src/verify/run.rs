@@ -4,9 +4,10 @@ use std::panic::AssertUnwindSafe;
 
 use ep::conformance::{Case, Failure as CaseFailure, Problem};
 use ep::join::Rendezvous;
-use ep::{Config, Error, WeightRows};
+use ep::{Config, EnvironmentError, Error, WeightRows};
 
 use crate::common::failure::Failure;
+use crate::common::threads;
 use crate::verify::cases::NumberedCase;
 
 /// Description of what was wrong; `None` if the case passed.
@@ -63,14 +64,17 @@ pub(super) fn on_threads<B: WeightRows + Send>(
     let buffers = B::threads(prepared.world(), config)?;
     let reports = std::thread::scope(|scope| {
         let prepared = &prepared;
-        let ranks: Vec<_> = buffers
-            .into_iter()
-            .map(|mut buffer| scope.spawn(move || guarded(prepared.case(), || prepared.check(&mut buffer))))
-            .collect();
+        let start = |mut buffer: B| {
+            let what = format!("the thread of rank {}", buffer.rank());
+            let work = move || guarded(prepared.case(), || prepared.check(&mut buffer));
+            threads::spawn_scoped(scope, &what, work)
+        };
+        // An error drops the other buffers, so ranks that run already see that their peers left, and end.
+        let ranks = buffers.into_iter().map(start).collect::<Result<Vec<_>, _>>()?;
         // `guarded` catches panics, so every thread returns.
-        ranks.into_iter().filter_map(|rank| rank.join().ok().flatten()).collect::<Vec<_>>()
+        Ok::<_, EnvironmentError>(ranks.into_iter().filter_map(|rank| rank.join().ok().flatten()).collect())
     });
-    Ok(merge(reports))
+    Ok(merge(reports?))
 }
 
 /// Runs a case with this process as one rank. Every rank returns the same outcome. Collective.
@@ -123,6 +127,7 @@ pub(super) fn merge(reports: Vec<CheckReport>) -> Wrong {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::verify::cases::Origin;
 
     #[test]
     fn the_cause_is_reported_before_its_consequences() {
@@ -142,6 +147,22 @@ mod tests {
         let report = guarded(prepared.case(), || panic!("expected in this test")).unwrap();
         assert!(report.weight == Weight::Own && report.ended, "{report:?}");
         assert!(report.message.ends_with("a rank panicked"), "{report:?}");
+    }
+
+    #[test]
+    fn a_rank_without_a_thread_is_an_error_that_ends_the_others() {
+        let three = |seed: &u64| {
+            let case = ep::conformance::random_case(*seed, 3, 1);
+            case.prepare().unwrap().world().ranks() == 3
+        };
+        let number = (0..).find(three).unwrap();
+        let case = ep::conformance::random_case(number, 3, 1);
+        let numbered = NumberedCase { origin: Origin::Random, number, case };
+        for allowed in 0..3 {
+            let run = || on_threads::<ep_host::HostBuffer>(&numbered, &Config::default());
+            let error = threads::quota::of(allowed, run).unwrap_err().to_string();
+            assert!(error.contains(&format!("starting the thread of rank {allowed}")), "{error}");
+        }
     }
 
     #[test]

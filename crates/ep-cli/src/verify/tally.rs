@@ -10,7 +10,7 @@ use indicatif::ProgressBar;
 
 use crate::common::failure::Failure;
 use crate::common::launch::Job;
-use crate::common::output;
+use crate::common::{output, threads};
 use crate::verify::args::VerifyArgs;
 
 /// Lines that rank 0 writes to its launcher, one per case.
@@ -41,7 +41,8 @@ pub(super) fn attend(mut job: Job, config: &Config, tally: &Tally, bar: &Progres
     let stdout = job.stdout();
     // Read on another thread, because `wait` must run meanwhile to end ranks that hang.
     std::thread::scope(|scope| {
-        scope.spawn(|| stdout.map(|stdout| count_lines(stdout, tally, bar)));
+        let count = || stdout.map(|stdout| count_lines(stdout, tally, bar));
+        threads::spawn_scoped(scope, "the thread that counts the outcomes of rank 0", count)?;
         // The tally decides the verdict, not the job's.
         job.wait(config).map(|_| ())
     })

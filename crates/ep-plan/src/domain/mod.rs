@@ -35,7 +35,8 @@ mod reach;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{PlanError, Result, at_least_one};
+use crate::error::{PlanError, Result, count};
+use crate::limits;
 use crate::stream_model::check_domain_size;
 use crate::units::Bytes;
 
@@ -123,25 +124,25 @@ impl Partition {
     ///
     /// # Errors
     /// [`PlanError::Levels`] when the two lengths differ or are 0. [`PlanError::DomainSize`] when a domain size does
-    /// not divide its level. [`PlanError::Quantity`] when a level is empty or the number of GPUs overflows `usize`.
+    /// not divide its level. [`PlanError::Count`] when a level is empty, or when there are more levels or GPUs than
+    /// [`limits::LEVELS`] and [`limits::GPUS`] allow.
     pub fn new(scaling_factors: &[usize], domain_sizes: &[usize]) -> Result<Self> {
-        let count = scaling_factors.len();
-        if count == 0 || domain_sizes.len() != count {
-            return Err(PlanError::Levels { what: "domain sizes", found: domain_sizes.len(), levels: count });
+        let depth = scaling_factors.len();
+        if depth == 0 || domain_sizes.len() != depth {
+            return Err(PlanError::Levels { what: "domain sizes", found: domain_sizes.len(), levels: depth });
         }
-        let mut levels = Vec::with_capacity(count);
+        count("number of levels", depth, limits::LEVELS)?;
+        let mut levels = Vec::with_capacity(depth);
         let mut stride = 1usize;
         for (level, (&scaling_factor, &domain_size)) in
             scaling_factors.iter().zip(domain_sizes).enumerate().rev()
         {
-            at_least_one(format!("scaling factor of level {level}"), scaling_factor)?;
+            count(format!("scaling factor of level {level}"), scaling_factor, limits::GPUS)?;
             check_domain_size(level, domain_size, scaling_factor)?;
             levels.push(Level { scaling_factor, domain_size, stride });
-            stride = stride.checked_mul(scaling_factor).ok_or_else(|| PlanError::Quantity {
-                what: format!("number of GPUs from level {level} inwards"),
-                value: stride as f64 * scaling_factor as f64,
-                needed: format!("at most {}", usize::MAX),
-            })?;
+            // Both factors are bounded, so their product cannot overflow.
+            let what = format!("number of GPUs from level {level} inwards");
+            stride = count(what, stride * scaling_factor, limits::GPUS)?;
         }
         levels.reverse();
         Ok(Self { levels, gpus: stride })

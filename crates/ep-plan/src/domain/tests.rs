@@ -90,7 +90,13 @@ fn errors_of_impossible_partitions_name_the_possible_values() {
     assert!(error(&[2, 8], &[2]).contains("1 given for 2 levels"));
     assert!(error(&[], &[]).contains("at least one level"));
     assert!(error(&[2, 0], &[1, 1]).contains("scaling factor of level 1"));
-    assert!(error(&[usize::MAX, 2], &[1, 1]).contains("number of GPUs"));
+    assert!(error(&[usize::MAX, 2], &[1, 1]).contains("scaling factor of level 0 is 18446744073709551615"));
+    assert!(error(&[1 << 62], &[1]).contains("a whole number from 1 to 1048576"));
+    assert!(error(&[1 << 11, 1 << 11], &[1, 1]).contains("number of GPUs from level 0 inwards is 4194304"));
+    assert!(error(&[1; 9], &[1; 9]).contains("number of levels is 9"));
+    // The largest partition counts its messages without an overflow.
+    let most = partition(&[1 << 20], &[1 << 20]);
+    assert_eq!(most.messages(0, TopologyRule::Literal).unwrap().all_gather, (1 << 20) * ((1 << 20) - 1));
     assert!(partition(&[2], &[1]).location(2).unwrap_err().to_string().contains("numbered from 0"));
 }
 

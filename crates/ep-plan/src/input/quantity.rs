@@ -161,23 +161,42 @@ fn prefixed(unit: &str, units: &[&str], binary: bool) -> Option<Scale> {
     }
 }
 
-/// Splits a text into the longest prefix that is a finite number, and the rest.
+/// Splits a text into the longest prefix that is a number, and the rest. A number that is too large is infinite.
 fn split(text: &str) -> Option<(f64, &str)> {
     let text = text.trim();
-    // The float parser would also accept "inf" and "nan".
-    if !text.starts_with(|first: char| first.is_ascii_digit() || ".+-".contains(first)) {
+    let end = number_end(text.as_bytes())?;
+    Some((text[..end].parse().ok()?, text[end..].trim_start()))
+}
+
+/// The end of the longest prefix that is a decimal number, which [`f64`] can parse: `-1`, `.5`, `1.`, `2.5e-3`.
+///
+/// One scan: a text may have as many bytes as a file, so parsing each of its prefixes would take minutes.
+fn number_end(text: &[u8]) -> Option<usize> {
+    let sign = |at: usize| at + usize::from(matches!(text.get(at), Some(b'+' | b'-')));
+    let digits = |at: usize| at + text[at..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+    let whole = sign(0);
+    let point = digits(whole);
+    let (end, count) = match text.get(point) {
+        Some(b'.') => (digits(point + 1), digits(point + 1) - 1 - whole),
+        _ => (point, point - whole),
+    };
+    if count == 0 {
         return None;
     }
-    let ends = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect::<Vec<_>>();
-    ends.into_iter().rev().find_map(|end| {
-        let number: f64 = text[..end].parse().ok().filter(|number: &f64| number.is_finite())?;
-        Some((number, text[end..].trim_start()))
-    })
+    // An `e` without digits is a part of the unit.
+    if let Some(b'e' | b'E') = text.get(end) {
+        let power = sign(end + 1);
+        if digits(power) > power {
+            return Some(digits(power));
+        }
+    }
+    Some(end)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits;
 
     const ANY: Number = Number::new(f64::MIN, f64::MAX);
 
@@ -193,6 +212,47 @@ mod tests {
         }
         assert!(Kind::Memory.parse("24 Gbit", ANY).unwrap_err().contains("in bytes"));
         assert!(Kind::MemoryRate.parse("3350 Gbit/s", ANY).is_err());
+    }
+
+    /// The longest prefix that `f64` parses, found by trying all.
+    fn split_slowly(text: &str) -> Option<(f64, &str)> {
+        (1..=text.len()).rev().find_map(|end| {
+            let number: f64 = text[..end].parse().ok()?;
+            Some((number, text[end..].trim_start()))
+        })
+    }
+
+    #[test]
+    fn the_longest_number_is_split_off() {
+        let alphabet = ["1", "0", ".", "e", "E", "+", "-", "x", " B"];
+        let mut texts = vec![String::new()];
+        for _ in 0..5 {
+            let longer = texts.iter().flat_map(|text| alphabet.map(|part| format!("{text}{part}")));
+            texts = longer.collect();
+            for text in texts.iter().map(|text| text.trim()) {
+                assert_eq!(split(text), split_slowly(text), "{text}");
+            }
+        }
+        for none in ["", "inf s", "nan", "+inf", "µs", ".", "-", "e5"] {
+            assert_eq!(split(none), None, "{none}");
+        }
+    }
+
+    #[test]
+    fn a_number_as_long_as_a_file_is_read_at_once() {
+        let start = std::time::Instant::now();
+        let digits = "9".repeat(limits::FILE_BYTES);
+        for (text, part) in [
+            (format!("{digits} Gbit/s"), "is inf Gbit/s; possible: from 1e-6 to 1e9 Gbit/s"),
+            (format!("1{}", "x".repeat(limits::FILE_BYTES)), "is not a unit of link bandwidth"),
+            (format!("1e999{digits} Gbit/s"), "is inf Gbit/s"),
+        ] {
+            let error = Kind::LinkRate.parse(&text, limits::LINK_GBIT_PER_S).unwrap_err();
+            assert!(error.contains(part), "{}", &error[..200.min(error.len())]);
+        }
+        let small = format!("0.{digits} Gbit/s");
+        assert_eq!(Kind::LinkRate.parse(&small, limits::LINK_GBIT_PER_S).unwrap(), 1.0);
+        assert!(start.elapsed() < std::time::Duration::from_secs(10), "{:?}", start.elapsed());
     }
 
     #[test]

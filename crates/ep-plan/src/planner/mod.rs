@@ -65,7 +65,7 @@ pub use volume::{
 use crate::cluster::Cluster;
 use crate::divisors::{divisor_product, divisors};
 use crate::domain::Partition;
-use crate::error::{PlanError, Result, count};
+use crate::error::{PlanError, Result};
 use crate::limits;
 use crate::model::Model;
 use crate::stream_model::{StreamInput, StreamModel, TIE};
@@ -123,8 +123,7 @@ pub struct Plan {
 
 /// The model with copies of experts, so that the GPUs of the cluster divide its slots.
 pub(crate) fn spread(model: &Model, cluster: &Cluster) -> Result<Model> {
-    let gpus = count("number of GPUs of one EP group", cluster.gpus(), limits::EXPERTS)?;
-    Ok(model.spread(gpus))
+    model.spread(cluster.gpus())
 }
 
 /// What a search found besides the best candidate.

@@ -3,6 +3,8 @@
 //! All volumes are those of one GPU and one layer, in one direction. `g_l = SF_l / S_l` is the number of domains of
 //! level `l`.
 
+use std::ops::RangeInclusive;
+
 use serde::{Deserialize, Serialize};
 
 use crate::cluster::Level;
@@ -33,7 +35,7 @@ pub fn group_probability(experts: usize, topk: usize, groups: usize) -> f64 {
 
 /// The probability that a token chooses at least one of `inside` experts.
 fn probability_of(experts: usize, topk: usize, inside: usize) -> f64 {
-    let others = experts - inside;
+    let others = experts.saturating_sub(inside);
     if others < topk {
         return 1.0;
     }
@@ -68,7 +70,11 @@ pub struct Choice {
 /// - on a forwarded path: each group once per expert there, `K h_l / N_l` times. For even routing the sum is the
 ///   paper's `K (1 − S_l / SF_l)`;
 /// - on a direct path: like forwarded, but only from the same outer group: `(g_l − 1) K h_l / N_l` rows in all.
+///
+/// # Panics
+/// When `level` is not below the number of levels, or when it or an outer level has 0 domains.
 pub fn token_rows(path: TokenPath, domains: &[usize], level: usize, choice: Choice, hot: f64) -> f64 {
+    check(domains, level, 0..=level);
     let domains: Vec<f64> = domains.iter().map(|&count| count as f64).collect();
     rows_over(path, &domains, level, choice, hot)
 }
@@ -87,11 +93,15 @@ pub(crate) fn rows_over(path: TokenPath, domains: &[f64], level: usize, choice: 
 }
 
 /// Messages that a GPU sends at a level in one all-to-all: one per other domain or, on a direct path, one per GPU of
-/// the other domains.
+/// the other domains. At most `usize::MAX`.
+///
+/// # Panics
+/// When `level` is not below the number of levels, or when it has 0 domains.
 pub fn token_messages(path: TokenPath, domains: &[usize], level: usize) -> usize {
+    check(domains, level, level..=level);
     let others = domains[level] - 1;
     match path {
-        TokenPath::Direct => others * domains[level + 1..].iter().product::<usize>(),
+        TokenPath::Direct => domains[level + 1..].iter().copied().fold(others, usize::saturating_mul),
         TokenPath::Forwarded | TokenPath::Deduplicated => others,
     }
 }
@@ -102,9 +112,13 @@ pub fn token_messages(path: TokenPath, domains: &[usize], level: usize) -> usize
 /// received experts. Multiplied by `P / CR_w`, the number of experts gives the bytes of the gather. Multiplied by
 /// `P / CR_g`, it gives the bytes of the reduce-scatter of their gradients, which takes the reverse path:
 /// `RS_l = AG_l CR_w / CR_g`, 50 times the gather when only weights are compressed, by a factor of 50.
+///
+/// # Panics
+/// When `level` is not below the number of levels, or when it has a domain size of 0.
 pub fn gathered_experts(experts_per_gpu: usize, domain_sizes: &[usize], level: usize) -> f64 {
-    let outer: usize = domain_sizes[..level].iter().product();
-    (experts_per_gpu * outer * (domain_sizes[level] - 1)) as f64
+    check(domain_sizes, level, level..=level);
+    let outer: f64 = domain_sizes[..level].iter().map(|&size| size as f64).product();
+    experts_per_gpu as f64 * outer * (domain_sizes[level] - 1) as f64
 }
 
 /// Bytes per GPU, at a level, of the all-reduce that refreshes the codec's shared expert:
@@ -114,9 +128,29 @@ pub fn gathered_experts(experts_per_gpu: usize, domain_sizes: &[usize], level: u
 /// Level `l` therefore carries a fraction `1 / Π_{j>l} SF_j` of the expert. Over all levels the bytes add up to `2 P (G
 /// − 1) / G`. The refresh need not happen every step, because all ranks take residuals against the same, possibly
 /// outdated, shared expert.
+///
+/// # Panics
+/// When `level` is not below the number of levels, or when it or an inner level has 0 members.
 pub fn refresh_bytes(expert: Bytes, scaling_factors: &[usize], level: usize) -> Bytes {
-    let parts: usize = scaling_factors[level..].iter().product();
-    expert * (2.0 * (scaling_factors[level] - 1) as f64 / parts as f64)
+    check(scaling_factors, level, level..=scaling_factors.len().saturating_sub(1));
+    let parts: f64 = scaling_factors[level..].iter().map(|&members| members as f64).product();
+    expert * (2.0 * (scaling_factors[level] - 1) as f64 / parts)
+}
+
+/// Panics unless the level exists and the counts of these levels are positive. The formulas divide by the counts, or
+/// subtract 1 from them.
+fn check(counts: &[usize], level: usize, positive: RangeInclusive<usize>) {
+    assert!(
+        level < counts.len(),
+        "level {level} does not exist: there are {}, numbered from 0",
+        counts.len()
+    );
+    let zero = positive.into_iter().find(|&at| counts[at] == 0);
+    assert!(
+        zero.is_none(),
+        "level {} of {counts:?} has a count of 0: it must be at least 1",
+        zero.unwrap_or(level)
+    );
 }
 
 /// The volume and the time of one exchange over the links of a level.
@@ -257,6 +291,29 @@ mod tests {
             prop_assert_eq!(gathered, (own * (sizes.iter().product::<usize>() - 1)) as f64);
             let refreshed: f64 = (0..levels.len()).map(|level| refresh_bytes(Bytes(1.0), &levels, level).0).sum();
             prop_assert!((refreshed - 2.0 * (total - 1) as f64 / total as f64).abs() < 1e-12);
+        }
+    }
+
+    #[test]
+    fn a_missing_level_and_a_count_of_zero_are_named() {
+        let choice = Choice { experts: 8, topk: 2 };
+        let of = |counts: &[usize], level: usize, formula: usize| {
+            let volume = || match formula {
+                0 => token_rows(TokenPath::Deduplicated, counts, level, choice, 1.0),
+                1 => token_messages(TokenPath::Direct, counts, level) as f64,
+                2 => gathered_experts(1, counts, level),
+                _ => refresh_bytes(Bytes(1.0), counts, level).0,
+            };
+            std::panic::catch_unwind(volume).map_err(|panic| *panic.downcast::<String>().unwrap())
+        };
+        for formula in 0..4 {
+            assert!(of(&[4, 2], 1, formula).unwrap().is_finite());
+            assert_eq!(
+                of(&[4, 2], 2, formula).unwrap_err(),
+                "level 2 does not exist: there are 2, numbered from 0"
+            );
+            assert!(of(&[4, 0], 1, formula).unwrap_err().starts_with("level 1 of [4, 0] has a count of 0"));
+            assert!(of(&[1, usize::MAX, usize::MAX], 1, formula).is_ok());
         }
     }
 

@@ -25,7 +25,7 @@ use crate::common::failure::{Failure, Verdict};
 use crate::common::invocation::Invocation;
 use crate::common::launch::{self, Job};
 use crate::common::role::{self, ProcessRole};
-use crate::common::{output, units};
+use crate::common::{output, threads, units};
 use crate::verify::args::VerifyArgs;
 use crate::verify::cases;
 use crate::verify::run::{self, CheckReport};
@@ -169,7 +169,7 @@ impl SoakPlan {
         let form = if self.processes { " --processes" } else { "" };
         let (ranks, domains) = (self.soak.world().ranks(), self.soak.world().topology().domains());
         let world = format!("--ranks {ranks} --domains {domains}");
-        format!("{program} verify{backend} --soak {} --seed {seed} {world}{form}", number + 1)
+        format!("{program} verify{backend} --soak {} --seed {seed} {world}{form}", number.saturating_add(1))
     }
 
     fn conclude(&self, passed: u64, failed: usize, outcome: Result<(), Failure>) -> Result<Verdict, Failure> {
@@ -186,8 +186,9 @@ impl SoakPlan {
     /// Prepares some iterations on all cores.
     fn prepare(&self, numbers: Range<u64>) -> Result<Vec<Arc<Iteration>>, Failure> {
         let numbers: Vec<u64> = numbers.collect();
+        let prepare = |number| self.soak.prepare(number).map(Arc::new);
         let prepared: ep::Result<_> =
-            numbers.into_par_iter().map(|number| self.soak.prepare(number).map(Arc::new)).collect();
+            threads::pool()?.install(|| numbers.into_par_iter().map(prepare).collect());
         Ok(prepared?)
     }
 
@@ -239,7 +240,9 @@ fn on_threads<B: WeightRows + Send>(plan: &SoakPlan, bar: &ProgressBar) -> Resul
         for (rank, buffer) in buffers.into_iter().enumerate() {
             let (queue, iterations) = mpsc::sync_channel(AHEAD);
             let sender = sender.clone();
-            scope.spawn(move || run_as_thread(rank, buffer, &iterations, &sender));
+            let work = move || run_as_thread(rank, buffer, &iterations, &sender);
+            // An error drops the queues and the other buffers, which ends the ranks that run already.
+            threads::spawn_scoped(scope, &format!("the thread of rank {rank}"), work)?;
             queues.push(queue);
         }
         drop(sender);
@@ -305,7 +308,8 @@ fn as_one_rank<B: WeightRows + Send>(
         let buffer = B::join(plan.soak.world(), meet, &plan.config)?;
         std::thread::scope(|scope| {
             let (queue, batches) = mpsc::sync_channel(1);
-            scope.spawn(move || plan.prepare_all(&queue));
+            let prepare = move || plan.prepare_all(&queue);
+            threads::spawn_scoped(scope, "the thread that prepares iterations", prepare)?;
             let outcomes = run_as_process(buffer, meet, batches, &mut reporter)?;
             reporter.conclude(plan, &outcomes)
         })
@@ -380,7 +384,9 @@ impl Reporter {
                 Ok(())
             }
             Self::ToLauncher { reported } => {
-                let new = passed - std::mem::replace(reported, passed);
+                // A report of a faulty peer may name an iteration that has been reported as passed.
+                let new = passed.saturating_sub(*reported);
+                *reported += new;
                 (0..new).try_for_each(|_| output::to_stdout(PASSED))
             }
         }

@@ -250,3 +250,23 @@ fn own_failures_are_reported_before_lost_peers() {
     }
     assert_eq!(outcomes.passed_by_all(), 1);
 }
+
+#[test]
+fn a_rank_without_a_thread_ends_the_soak() {
+    let plan = plan("--soak 70 --ranks 3 --seed 4").unwrap();
+    for allowed in 0..3 {
+        let run = || on_threads::<HostBuffer>(&plan, &ProgressBar::hidden());
+        let error = threads::quota::of(allowed, run).unwrap_err().to_string();
+        assert!(error.contains(&format!("starting the thread of rank {allowed}")), "{error}");
+    }
+}
+
+#[test]
+fn a_peer_that_reports_an_earlier_iteration_does_not_end_the_count() {
+    let mut reporter = Reporter::ToLauncher { reported: 64 };
+    let report = CheckReport::of_test(true, "row 3 differs");
+    reporter.progress(&Outcomes { passed: vec![96], reports: vec![(3, report)] }).unwrap();
+    assert!(matches!(reporter, Reporter::ToLauncher { reported: 64 }));
+    let plan = plan("--soak 70 --ranks 3 --seed 4").unwrap();
+    assert!(plan.replay(u64::MAX).contains(&u64::MAX.to_string()));
+}
