@@ -472,15 +472,14 @@ impl<'a> Op<'a> {
         }
         // Orders the reads of the peers' rows before the reads of their health.
         fence(Acquire);
-        let failed =
-            |control: &Control| matches!(control.health(), Health::Failed { step, .. } if step <= self.step);
-        match self.comm.domain_controls().find(|(rank, control)| *rank != self.comm.rank && failed(control)) {
-            None => Ok(()),
-            Some((peer, _)) => {
-                let what =
-                    format!("rank {peer} to leave its expert rows unchanged until {} ended", self.operator);
-                Err(self.peer_error(peer, PeerFault::Failed, Waiting { peer, what }, None))
-            }
-        }
+        let failed = |(peer, control): (Rank, &Control)| match control.health() {
+            health @ Health::Failed { step, .. } if step <= self.step => Some((peer, health)),
+            _ => None,
+        };
+        let others = self.comm.domain_controls().filter(|(rank, _)| *rank != self.comm.rank);
+        let Some((peer, health)) = others.into_iter().find_map(failed) else { return Ok(()) };
+        let what = format!("rank {peer} to leave its expert rows unchanged until {} ended", self.operator);
+        // The peer may itself have failed because of another rank.
+        Err(self.unhealthy(peer, health, Waiting { peer, what }))
     }
 }

@@ -428,12 +428,12 @@ mod tests {
     use std::sync::Arc;
 
     use ep::workload::Workload;
-    use ep::{Backend as _, DispatchMode, World};
+    use ep::{Backend as _, DispatchMode, Operator, World};
 
     use super::*;
     use crate::HostBuffer;
     use crate::control::controls;
-    use crate::signature::SIGNATURE;
+    use crate::signature::{CollectiveArguments, SIGNATURE};
 
     fn enter(control: &Control, step: u64) {
         control.enter(step, [0; SIGNATURE], [None; 4]);
@@ -483,6 +483,26 @@ mod tests {
     }
 
     /// A rank that has learned first that rank 0 is stopped leaves. The others then name rank 0 all the same.
+    /// Rank 1 has failed because of rank 2, and may have changed the rows that rank 0 has read.
+    #[test]
+    fn the_rank_at_fault_is_named_and_not_one_that_failed_because_of_it() {
+        let world = World::builder().ranks(3).experts(3).build().unwrap();
+        let buffers = HostBuffer::threads(&world, &ep::Config::default()).unwrap();
+        let comm = &buffers[0].comm;
+        let (operator, memories) = (Operator::Combine, Default::default());
+        let op = Op::enter(comm, operator, 1, CollectiveArguments::default(), memories);
+        assert_eq!(op.check_inputs_unchanged(), Ok(()));
+        for (at_fault, fault, expected) in [
+            (Rank(2), PeerFault::Died, (Rank(2), PeerFault::Died)),
+            (Rank(0), PeerFault::Stalled, (Rank(1), PeerFault::Failed)),
+            (Rank(1), PeerFault::Failed, (Rank(1), PeerFault::Failed)),
+        ] {
+            comm.controls[1].set_health(Health::Failed { at_fault, fault, operator, step: 1 });
+            let Err(Error::Peer(error)) = op.check_inputs_unchanged() else { panic!("rank 1 has failed") };
+            assert_eq!((error.peer, error.fault), expected, "{error}");
+        }
+    }
+
     #[test]
     fn a_stopped_rank_is_named_and_not_one_that_left_because_of_it() {
         let stall = Duration::from_millis(400);
