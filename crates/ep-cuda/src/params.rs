@@ -508,7 +508,8 @@ structs! { STRUCTS:
         /// of rows and copies. Null without rails, as the next one.
         set_partials: DeviceAddress as "u8*",
         set_prob_scratch: DeviceAddress as "float*",
-        /// `[domains][MAX_CHUNKS]`: finished slices of the rows of each chunk of a foreign set. 0 between operators.
+        /// `[domains][MAX_CHUNKS]`: for the rows of each chunk of a foreign set, how many consumers have stored all their slices
+        /// of a row. 0 between operators.
         set_done: DeviceAddress as "u32*",
         hidden: u32,
         /// Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.

@@ -1,5 +1,5 @@
-// Teams of warps. The producer has the roles push and reduce: it reads lists, awaits flags, loads rows and says what is to be
-// done with them. The consumers do it, each with one slice of every segment: they add rows and store sums. The team has a ring
+// Teams of warps. The producer decides for the roles push and reduce what is to be done: it reads lists, awaits flags and loads
+// rows. The consumers do it, each with one slice of every segment: they add rows, store sums and set flags. The team has a ring
 // of stages. A step is an instruction of the producer to the consumers, with a stage, which holds a segment of a row or nothing.
 //
 // No deadlock inside a team: a consumer waits for its next step, for its own copies and, at a flag, for the other consumers, which have
@@ -252,8 +252,8 @@ struct Consumer {
     }
 };
 
-// Counts a slice of some rows of a foreign set as written to the lane. The warp that counts the last slice of a chunk releases the
-// chunk to the proxy.
+// Counts some rows of a foreign set, of which this consumer has stored all its slices to the lane. The consumer that completes the
+// count of a chunk releases the chunk to the proxy.
 __device__ inline void count_written(const CombineParams& p, u32 domain, u32 first, u32 count, u32 epoch) {
     const Common& c = p.common;
     const HandleView set = set_of(c, p.handle, domain);
@@ -262,12 +262,12 @@ __device__ inline void count_written(const CombineParams& p, u32 domain, u32 fir
     const u32 end = first + count;
     for (u32 row = first; row < end;) {
         const u32 chunk = row / rows, chunk_end = min((chunk + 1) * rows, set.tokens);
-        const u32 slices = min(chunk_end, end) - row;
-        if (atom_add_acq_rel_gpu(&done[chunk], slices) + slices == SLICES * (chunk_end - chunk * rows)) {
+        const u32 stored = min(chunk_end, end) - row;
+        if (atom_add_acq_rel_gpu(&done[chunk], stored) + stored == SLICES * (chunk_end - chunk * rows)) {
             done[chunk] = 0;
             st_release_sys(&rail_end(c, epoch, domain)->out_flags[per_unit * chunk], epoch);
         }
-        row += slices;
+        row += stored;
     }
 }
 

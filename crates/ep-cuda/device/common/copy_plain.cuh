@@ -22,6 +22,7 @@ __device__ inline void copy_nothing(SharedAddress barrier) {
     if (lane_id() == 0) mbarrier_arrive(barrier);
 }
 
+// Also for barriers that only `mbarrier_arrive` completes.
 __device__ inline void await_barrier(SharedAddress barrier, u32 parity) {
     while (!mbarrier_test_wait_parity(barrier, parity)) {
     }

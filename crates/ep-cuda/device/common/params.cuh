@@ -500,7 +500,8 @@ struct CombineParams {
     // of rows and copies. Null without rails, as the next one.
     u8* set_partials;
     float* set_prob_scratch;
-    // `[domains][MAX_CHUNKS]`: finished slices of the rows of each chunk of a foreign set. 0 between operators.
+    // `[domains][MAX_CHUNKS]`: for the rows of each chunk of a foreign set, how many consumers have stored all their slices
+    // of a row. 0 between operators.
     u32* set_done;
     u32 hidden;
     // Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.
