@@ -290,7 +290,8 @@ mod tests {
         let gone = Fault { awaited: 1, cause: FaultKind::Died as u32, ..waited(FaultKind::Aborted) };
         assert_eq!(
             alone(gone),
-            "rank 2 died (combine #7): rank 0 waited 1.500 s for rank 1's chunk 17 (expected step 7, seen 6)"
+            "rank 2 died (combine #7): rank 0 waited 1.500 s for rank 1's chunk 17 (expected step 7, seen 6); its process \
+             crashed or was killed: see its output and the system's log"
         );
         let told = Fault { awaited: NONE, cause: FaultKind::Aborted as u32, waited_ns: 0, ..gone };
         assert_eq!(
