@@ -240,8 +240,11 @@ fn described(price: &StepPrice) -> String {
 /// A layout in words.
 pub(super) fn layout(price: &StepPrice) -> String {
     let layout = &price.layout;
+    // What the replicas of a stage exchange then crosses between datacenters, too.
+    let across = layout.stage.first().copied().filter(|&members| members > 1 && layout.stages() > 1);
+    let spans = across.map_or(String::new(), |members| format!(" of {members} datacenters each"));
     let mut parts = vec![
-        units::counted(layout.stages(), "stage"),
+        units::counted(layout.stages(), "stage") + &spans,
         format!("EP groups of {} {}", units::counted(layout.group_gpus(), "GPU"), sizes(&layout.group)),
     ];
     let copies: usize = layout.copies().iter().product();
