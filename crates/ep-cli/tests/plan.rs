@@ -145,6 +145,7 @@ fn fewer_gpus_that_are_faster_are_named() {
         text.contains("Fewer GPUs are faster. One of the 4 datacenters alone (512 GPUs) trains 8"),
         "{text}"
     );
+    assert!(text.contains("Layout: 2 stages of 2 datacenters each, EP groups"), "{text}");
     let text = run(&["plan", "--nodes=64,63", "--round-trip=20ms", "--json=-"]);
     let said = text.succeeded();
     assert!(
