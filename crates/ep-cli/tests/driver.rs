@@ -203,16 +203,20 @@ fn nothing_is_copied_to_the_host_before_its_stream_is_idle() {
     assert!(downloads.iter().all(|calls| calls[0] == "cuStreamSynchronize"), "{calls:?}");
 }
 
+/// Runs the program with the libraries of a directory.
+#[track_caller]
+fn with_libraries_of(directory: &Directory, arguments: &[&str]) -> Finished {
+    let mut command = program();
+    finish_in_time(command.args(arguments).env("LD_LIBRARY_PATH", directory.path()).spawn().unwrap())
+}
+
 #[test]
 fn a_driver_that_is_missing_or_does_not_load_is_reported() {
     let directory = Directory::new("driver-broken");
     for name in ["libcuda.so", "libcuda.so.1"] {
         std::fs::write(directory.file(name), "no library").unwrap();
     }
-    let run = |arguments: &[&str]| {
-        let mut command = program();
-        finish_in_time(command.args(arguments).env("LD_LIBRARY_PATH", directory.path()).spawn().unwrap())
-    };
+    let run = |arguments: &[&str]| with_libraries_of(&directory, arguments);
     for arguments in [VERIFY, BENCH, &["warm"]] {
         run(arguments)
             .refused(2, &["libcuda.so.1 is not there, or does not load", "install the NVIDIA driver"]);
@@ -230,10 +234,7 @@ fn a_driver_that_lacks_a_function_is_reported() {
     let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
     let compiled = Command::new(compiler).args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status();
     assert!(compiled.unwrap().success());
-    let run = |arguments: &[&str]| {
-        let mut command = program();
-        finish_in_time(command.args(arguments).env("LD_LIBRARY_PATH", directory.path()).spawn().unwrap())
-    };
+    let run = |arguments: &[&str]| with_libraries_of(&directory, arguments);
     for arguments in [VERIFY, BENCH, &["warm"]] {
         run(arguments)
             .refused(2, &["libcuda.so.1 has no function cuCtxGetCurrent", "driver from version 525 on"]);
