@@ -56,6 +56,27 @@ class Plain(nn.Module):
         return torch.cat([part @ weight for part, weight in zip(parts, self.weight, strict=True)])
 
 
+class Modules(nn.Module):
+    """An `nn.Module` for each expert, as docs/python.md shows it."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        super().__init__()
+        seed = int(torch.randint(2**62, ()))
+        self.experts = nn.ModuleDict()
+        for expert in buffer.local_experts:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed + expert)
+                self.experts[str(expert)] = nn.Linear(HIDDEN, HIDDEN)
+        for parameter in self.parameters():
+            parameter.expert_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        counts = tokens_per_expert.tolist()
+        *parts, unused = rows.split([*counts, len(rows) - sum(counts)])
+        outputs = [expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)]
+        return torch.cat([*outputs, torch.zeros_like(unused)])
+
+
 class Layer(nn.Module):
     def __init__(self, buffer: Buffer, experts: Callable[[Buffer], nn.Module] = Experts, **options: Any) -> None:
         super().__init__()
@@ -94,10 +115,11 @@ def train(layer: Layer, batches: list[int]) -> dict[str, Tensor]:
     return found
 
 
-def test_experts_of_the_user_train_alike_on_any_number_of_ranks() -> None:
+@pytest.mark.parametrize("experts", [Experts, Modules])
+def test_experts_of_the_user_train_alike_on_any_number_of_ranks(experts: Callable[[Buffer], nn.Module]) -> None:
     def work(here: Rank) -> dict[str, Tensor]:
         with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
-            return train(Layer(buffer), [*range(here.rank, 2, here.size)])
+            return train(Layer(buffer, experts), [*range(here.rank, 2, here.size)])
 
     (alone,), two = (world_of_processes(ranks, "cpu").run(work) for ranks in (1, 2))
     for found in two:
@@ -118,9 +140,9 @@ def test_experts_differ_and_follow_from_the_seed() -> None:
     assert torch.equal(alone, again)
 
 
-def save(here: Rank, path: str) -> dict[str, Tensor]:
+def save(here: Rank, path: str, experts: Callable[[Buffer], nn.Module]) -> dict[str, Tensor]:
     with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
-        layer = Layer(buffer)
+        layer = Layer(buffer, experts)
         with torch.no_grad():
             for parameter in expert_parameters(layer):
                 local_part(parameter).add_(torch.arange(10.0)[buffer.local_experts.start])
@@ -128,22 +150,27 @@ def save(here: Rank, path: str) -> dict[str, Tensor]:
         return {name: whole(value) for name, value in layer.state_dict().items()}
 
 
-def load(here: Rank, path: str) -> dict[str, Tensor]:
+def load(here: Rank, path: str, experts: Callable[[Buffer], nn.Module]) -> dict[str, Tensor]:
     with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
-        layer = Layer(buffer)
+        layer = Layer(buffer, experts)
         state = {"layer": layer.state_dict()}
         dcp.load(state, checkpoint_id=path)
         layer.load_state_dict(state["layer"])
         return {name: whole(value) for name, value in layer.state_dict().items()}
 
 
+@pytest.mark.parametrize("experts", [Experts, Modules])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_has_the_experts_of_all_ranks(ranks: int, tmp_path: Path) -> None:
-    saved, _ = world_of_processes(2, "cpu").run(save, str(tmp_path))
-    for found in world_of_processes(ranks, "cpu").run(load, str(tmp_path)):
-        assert found.keys() == saved.keys()
+def test_a_checkpoint_has_the_experts_of_all_ranks(
+    ranks: int, experts: Callable[[Buffer], nn.Module], tmp_path: Path
+) -> None:
+    zero, one = world_of_processes(2, "cpu").run(save, str(tmp_path), experts)
+    saved, loaded = zero | one, {}
+    for found in world_of_processes(ranks, "cpu").run(load, str(tmp_path), experts):
+        loaded |= found
         for name, value in found.items():
             assert torch.equal(value, saved[name]), name
+    assert loaded.keys() == saved.keys()
 
 
 def test_copies_keep_their_experts() -> None:

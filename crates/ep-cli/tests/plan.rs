@@ -119,7 +119,7 @@ fn the_headline_names_the_fastest_strategy() {
     let text = run(&[DISTANT, &["--html", &page]].concat()).succeeded().stdout;
     let html = std::fs::read_to_string(&page).unwrap();
     for shown in [&text, &html] {
-        assert!(shown.contains("Best: a pipeline of 2 stages"), "{shown}");
+        assert!(shown.contains("Best with all 128 GPUs: a pipeline of 2 stages"), "{shown}");
         assert!(
             shown.contains(
                 "Moving experts between datacenters is not worth it here: expert domains (4, 2, 1)"
@@ -128,6 +128,7 @@ fn the_headline_names_the_fastest_strategy() {
         );
         assert!(shown.contains("1.57x slower") && !shown.contains("0.03x"), "{shown}");
         assert!(shown.contains("train another trajectory"), "{shown}");
+        assert!(shown.contains("% of a step makes replicas of parameters equal again: "), "{shown}");
     }
     // At 10 Gbit/s activations cost more than compressed experts.
     let slow =
@@ -155,6 +156,7 @@ fn fewer_gpus_that_are_faster_are_named() {
     );
     assert!(said.stderr.contains("One of the 2 datacenters alone (512 GPUs) trains"), "{}", said.stderr);
     assert!(said.stderr.contains("take EP groups of up to 72 GPUs"), "{}", said.stderr);
+    assert!(said.stderr.contains("\nAssumed: even routing, 400 TFLOP/s in each GPU"), "{}", said.stderr);
     let report: serde_json::Value = serde_json::from_str(&said.stdout).unwrap();
     assert_eq!(report["fewer"][0]["members"], serde_json::json!([64, 60]));
     // What is slower is no advice, but still told.

@@ -87,8 +87,13 @@ pub(crate) fn dense_gradients(plan: &StepPlan, options: &Options) -> Option<Stri
 pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let (plan, options) = (&shown.plan, &problem.options);
     let best = plan.best();
+    let faster = faster_part(shown);
+    let with = match faster {
+        Some(_) => format!(" with all {} GPUs", units::count(problem.cluster.gpus() as u64)),
+        None => String::new(),
+    };
     let mut lines = vec![format!(
-        "Best: {}. A step of {} tokens takes {}: {} tokens/s, GPUs idle {:.0} % of it.",
+        "Best{with}: {}. A step of {} tokens takes {}: {} tokens/s, GPUs idle {:.0} % of it.",
         described(best),
         units::count(plan.global_batch.round() as u64),
         best.step_time,
@@ -98,9 +103,11 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     lines.push(format!("Layout: {}.", layout(best)));
     lines.extend(fewer(shown, problem));
     lines.extend(bottleneck(best, problem));
+    lines.extend(synchronisation(best));
     if best.layout.group_gpus() > ep_cuda::MAX_RANKS {
         lines.push(format!(
-            "The operators of hybrid-ep take EP groups of up to {} GPUs: set `expert_parallel` to plan smaller groups.",
+            "hybrid-ep itself cannot run this layout: its GPU operators take EP groups of up to {} GPUs. `--set \
+             expert_parallel=N` plans for groups of N.",
             ep_cuda::MAX_RANKS
         ));
     }
@@ -141,8 +148,12 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     }
     if let Some(local) = plan.price(Strategy::LocalSteps).filter(|local| local.step_time.0 < best.step_time.0)
     {
+        let beside = faster.map_or(String::new(), |part| {
+            let ratio = local.tokens_per_second / part.price.tokens_per_second;
+            format!(" (beside the fewer GPUs above, {})", relation(ratio))
+        });
         lines.push(format!(
-            "With {} between two exchanges, a step would take {}, {}, but local steps train another trajectory.",
+            "With {} between two exchanges, a step would take {}, {}{beside}, but local steps train another trajectory.",
             units::counted(options.local_steps, "local step"),
             local.step_time,
             relation(best.step_time / local.step_time)
@@ -157,21 +168,41 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     lines
 }
 
+/// The fastest part of the cluster, if it is faster than all of it.
+fn faster_part(shown: &Shown) -> Option<&Fewer> {
+    let gain = |part: &Fewer| part.price.tokens_per_second / shown.plan.best().tokens_per_second;
+    shown.fewer.first().filter(|part| times(gain(part)) != times(1.0) && gain(part) > 1.0)
+}
+
+/// The part of a step in which replicas are made equal, if it is a large one.
+fn synchronisation(price: &StepPrice) -> Option<String> {
+    let share = (price.dense_sync.0 + price.expert_sync.0) / price.step_time.0;
+    (share > 0.2).then(|| {
+        format!(
+            "{:.0} % of a step makes replicas of parameters equal again: {} those of experts, {} those of dense parameters.",
+            100.0 * share,
+            price.expert_sync,
+            price.dense_sync
+        )
+    })
+}
+
 /// Parts of the cluster that are faster than all of it, and, if datacenters have nodes, one site alone.
 fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let best = shown.plan.best().tokens_per_second;
     let gain = |part: &Fewer| part.price.tokens_per_second / best;
     let line = |part: &Fewer| {
         format!(
-            "{} ({} GPUs) {} {} tokens/s, {}.",
+            "{} ({} GPUs) {} {} tokens/s, {}: {}.",
             used(part, problem),
             units::count(part.gpus as u64),
             if part.sites.len() == 1 { "trains" } else { "train" },
             units::count(part.price.tokens_per_second.round() as u64),
-            relation(gain(part))
+            relation(gain(part)),
+            layout(&part.price)
         )
     };
-    let fastest = shown.fewer.first().filter(|part| times(gain(part)) != times(1.0) && gain(part) > 1.0);
+    let fastest = faster_part(shown);
     // Members of the outermost of two levels may be nodes.
     let alone = shown.fewer.iter().find(|part| part.sites.len() == 1 && problem.cluster.levels.len() > 2);
     let mut lines: Vec<String> =

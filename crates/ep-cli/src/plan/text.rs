@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use ep_plan::Routing;
 use ep_plan::planner::{BaselineKind, CompressionGain, Options, PassTimes, Plan, Setting};
 use ep_plan::step::Strategy;
 use ep_plan::units::{Bytes, Seconds};
@@ -51,9 +52,23 @@ pub(super) fn render(
         out.push_str(&growth(plan));
         out.push_str(&selective(problem, plan));
     } else {
+        out.push_str(&assumed(problem));
         out.push_str("For more: --explain (limits and alternatives), --html FILE (a report with charts).\n");
     }
     out
+}
+
+/// What the times assume and nothing else in the report says.
+fn assumed(problem: &Problem) -> String {
+    let routing = match problem.model.routing {
+        Routing::Even => "even routing",
+        _ => "the routing of the problem",
+    };
+    format!(
+        "Assumed: {routing}, {} TFLOP/s in each GPU, links at their `efficiency`. Step times on GPUs were never compared with \
+         measured ones.\n",
+        problem.cluster.gpu.sustained_tflops
+    )
 }
 
 /// The answer for one layer.
