@@ -133,7 +133,7 @@ fn the_headline_names_the_fastest_strategy() {
     let slow =
         ["plan", "--nodes=32", "--uplink=10Gbit/s", "--set=pipeline_stages=4", "--set=weight_compression=50"];
     let text = run(&slow).succeeded().stdout;
-    assert!(text.contains("Best: expert domains"), "{text}");
+    assert!(text.contains("Best with all 512 GPUs: expert domains"), "{text}");
     assert!(text.contains("Without lossy compression, the fastest is a pipeline"), "{text}");
 }
 
