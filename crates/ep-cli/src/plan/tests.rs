@@ -23,7 +23,7 @@ fn reports(options: &str) -> [String; 3] {
 fn a_link_that_the_stages_wait_for_is_named() {
     let slow = "--nodes=32 --uplink=10Gbit/s --set=pipeline_stages=4";
     for shown in reports(&format!("{slow} --set=weight_compression=1")) {
-        assert!(shown.contains("Best: a pipeline"), "{shown}");
+        assert!(shown.contains("Best with all 512 GPUs: a pipeline"), "{shown}");
         // The 58.7 MB of each of 128 GPUs cross an uplink of 10 Gbit/s.
         let line = "The stages wait for level wan: its busiest link sends for 6.013 s per micro-batch in one direction, \
                     and a stage takes ";
@@ -31,7 +31,7 @@ fn a_link_that_the_stages_wait_for_is_named() {
     }
     // The pipeline is shown, and is not the best strategy.
     for shown in reports(&format!("{slow} --set=weight_compression=50 --strategy=pipeline")) {
-        assert!(shown.contains("Best: expert domains"), "{shown}");
+        assert!(shown.contains("Best with all 512 GPUs: expert domains"), "{shown}");
         assert_eq!(shown.matches("The stages wait for level wan: ").count(), 1, "{shown}");
     }
     // Links that keep up, and a step of one stage.
