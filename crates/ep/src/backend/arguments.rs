@@ -71,7 +71,7 @@ impl<'a, M> DispatchInput<'a, M> {
     }
 }
 
-/// The memory that dispatch writes. `rows` in the shapes is [`ReceiveShape::allocated_rows`].
+/// The memory that dispatch writes. `rows` in the shapes is [`ReceiveShape::allocated_rows`](crate::layout::ReceiveShape::allocated_rows).
 ///
 /// With a capacity, dispatch leaves the rows after the last group of rows unchanged in every output.
 #[derive(Debug)]
@@ -124,7 +124,7 @@ pub struct CombineInput<'a, M> {
     /// Element type of partial sums and domain sums that cross from rank to rank, [`Element::Bf16`] by default.
     pub wire: Element,
     /// `[rows, hidden]`: the experts' outputs, each in the row where dispatch wrote the expert's input. `rows` is
-    /// [`ReceiveShape::rows`].
+    /// [`ReceiveShape::rows`](crate::layout::ReceiveShape::rows).
     pub rows: &'a M,
     /// f32 in the shape of [`DispatchOutput::probs`]. Combine gathers these values to `[tokens, experts]`, without
     /// summing.
