@@ -158,7 +158,11 @@ fn fewer_gpus_that_are_faster_are_named() {
         said.stderr
     );
     assert!(said.stderr.contains("One of the 2 datacenters alone (512 GPUs) trains"), "{}", said.stderr);
-    assert!(said.stderr.contains("take EP groups of up to 72 GPUs"), "{}", said.stderr);
+    assert!(
+        said.stderr.contains("tokens move among 127 GPUs, and its GPU operators take up to 72"),
+        "{}",
+        said.stderr
+    );
     assert!(said.stderr.contains("\nAssumed: even routing, 400 TFLOP/s in each GPU"), "{}", said.stderr);
     let report: serde_json::Value = serde_json::from_str(&said.stdout).unwrap();
     assert_eq!(report["fewer"][0]["members"], serde_json::json!([64, 60]));

@@ -104,10 +104,12 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     lines.extend(fewer(shown, problem));
     lines.extend(bottleneck(best, problem));
     lines.extend(synchronisation(best));
-    if best.layout.group_gpus() > ep_cuda::MAX_RANKS {
+    // The GPUs of a dispatch group, in which the operators run.
+    let among = best.layout.group_gpus() / best.candidate.expert_domain_size().max(1);
+    if among > ep_cuda::MAX_RANKS {
         lines.push(format!(
-            "hybrid-ep itself cannot run this layout: its GPU operators take EP groups of up to {} GPUs. `--set \
-             expert_parallel=N` plans for groups of N.",
+            "hybrid-ep itself cannot run this layout: tokens move among {among} GPUs, and its GPU operators take up to {}. \
+             `--set expert_parallel=N` plans for groups of N.",
             ep_cuda::MAX_RANKS
         ));
     }
