@@ -470,7 +470,7 @@ impl Drop for Engine {
                 // The provider `shm` guards queues by spin locks in memory that processes share. If a process is killed while it
                 // holds one, calls on that queue never return. The engine still counts as one that is not dropped, so that
                 // those of this process which write to its queue stay, too.
-                // Not `eprintln!`, which panics if nobody reads the errors any more.
+                // Not `eprintln!`, which panics if stderr is closed.
                 let _ = writeln!(
                     std::io::stderr(),
                     "hybrid-ep: a call of libfabric ({}) has not returned for {} s, so its objects and its window are not \

@@ -476,8 +476,8 @@ impl<'a> Op<'a> {
             health @ Health::Failed { step, .. } if step <= self.step => Some((peer, health)),
             _ => None,
         };
-        let others = self.comm.domain_controls().filter(|(rank, _)| *rank != self.comm.rank);
-        let Some((peer, health)) = others.into_iter().find_map(failed) else { return Ok(()) };
+        let mut others = self.comm.domain_controls().filter(|(rank, _)| *rank != self.comm.rank);
+        let Some((peer, health)) = others.find_map(failed) else { return Ok(()) };
         let what = format!("rank {peer} to leave its expert rows unchanged until {} ended", self.operator);
         // The peer may itself have failed because of another rank.
         Err(self.unhealthy(peer, health, Waiting { peer, what }))

@@ -172,8 +172,15 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
 
 /// The fastest part of the cluster, if it is faster than all of it.
 fn faster_part(shown: &Shown) -> Option<&Fewer> {
-    let gain = |part: &Fewer| part.price.tokens_per_second / shown.plan.best().tokens_per_second;
-    shown.fewer.first().filter(|part| times(gain(part)) != times(1.0) && gain(part) > 1.0)
+    shown.fewer.first().filter(|part| {
+        let gain = gain(part, shown);
+        times(gain) != times(1.0) && gain > 1.0
+    })
+}
+
+/// Tokens per second of this part over those of the whole cluster.
+fn gain(part: &Fewer, shown: &Shown) -> f64 {
+    part.price.tokens_per_second / shown.plan.best().tokens_per_second
 }
 
 /// The part of a step in which replicas are made equal, if it is a large one.
@@ -191,8 +198,6 @@ fn synchronisation(price: &StepPrice) -> Option<String> {
 
 /// Parts of the cluster that are faster than all of it, and, if datacenters have nodes, one site alone.
 fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
-    let best = shown.plan.best().tokens_per_second;
-    let gain = |part: &Fewer| part.price.tokens_per_second / best;
     let line = |part: &Fewer| {
         format!(
             "{} ({} GPUs) {} {} tokens/s, {}: {}.",
@@ -200,7 +205,7 @@ fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
             units::count(part.gpus as u64),
             if part.sites.len() == 1 { "trains" } else { "train" },
             units::count(part.price.tokens_per_second.round() as u64),
-            relation(gain(part)),
+            relation(gain(part, shown)),
             layout(&part.price)
         )
     };
