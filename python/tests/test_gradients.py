@@ -18,7 +18,7 @@ HIDDEN = 16
 
 def model_of(buffer: Buffer) -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), MoELayer(buffer, HIDDEN, 24, topk=2))
+    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN, device=buffer.device), MoELayer(buffer, HIDDEN, 24, topk=2))
 
 
 def backward(model: nn.Module, here: Rank) -> None:
@@ -118,7 +118,7 @@ def _fsdp(here: Rank) -> None:
 
     right, norm = expected(here, "mean")
     with Buffer(here.group, num_experts=4, device=here.device) as buffer:
-        model = model_of(buffer).to(here.device)
+        model = model_of(buffer)
         fully_shard(model, ignored_params={*expert_parameters(model)})
         backward(model, here)
         with pytest.raises(CallerError, match=r"0\.weight is a DTensor.*pass dense=False"):
@@ -135,7 +135,7 @@ def test_fsdp_shards_the_dense_parameters(device: str) -> None:
 def _ddp(here: Rank) -> None:
     right, norm = expected(here, "mean")
     with Buffer(here.group, num_experts=4, device=here.device) as buffer:
-        model = model_of(buffer).to(here.device)
+        model = model_of(buffer)
         experts = {id(parameter) for parameter in expert_parameters(model)}
         names = [name for name, parameter in model.named_parameters() if id(parameter) in experts]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
