@@ -360,6 +360,8 @@ FUNCTION_OF_CONTEXT(cuMemcpyDtoHAsync_v2, (void *to, Address from, size_t bytes,
          work_in(stream); memcpy(to, (void *)(uintptr_t)from, bytes);)
 FUNCTION_OF_CONTEXT(cuMemcpyDtoDAsync_v2, (Address to, Address from, size_t bytes, void *stream),
          work_in(stream); memmove((void *)(uintptr_t)to, (void *)(uintptr_t)from, bytes);)
+FUNCTION_OF_CONTEXT(cuStreamWriteValue32_v2, (void *stream, Address to, uint32_t word, unsigned flags),
+         (void)flags; work_in(stream); *(uint32_t *)(uintptr_t)to = word;)
 FUNCTION_OF_CONTEXT(cuMemsetD8Async, (Address to, unsigned char value, size_t bytes, void *stream),
          work_in(stream); memset((void *)(uintptr_t)to, value, bytes);)
 

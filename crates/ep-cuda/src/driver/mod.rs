@@ -133,6 +133,7 @@ const FUNCTIONS: &[&str] = &[
     "cuStreamQuery",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
+    "cuStreamWriteValue32_v2",
     "cuThreadExchangeStreamCaptureMode",
     "cuUserObjectCreate",
     "cuUserObjectRelease",

@@ -192,6 +192,15 @@ impl Stream {
         check(answer, || format!("copying {bytes} bytes on GPU {}", self.device.ordinal), "")
     }
 
+    /// Stores a word, in stream order. Whoever reads the word sees what the work before it has written.
+    pub(crate) fn store(&self, to: DeviceAddress, word: u32) -> Result<()> {
+        let _bound = self.device.bind()?;
+        let flags = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
+        // SAFETY: callers check that `to` is a word of an allocation.
+        let answer = unsafe { sys::cuStreamWriteValue32_v2(self.stream, to, word, flags) };
+        check(answer, || format!("storing a word on GPU {}", self.device.ordinal), "")
+    }
+
     /// Fills with zeros, in stream order.
     pub(crate) fn zero(&self, to: DeviceAddress, bytes: usize) -> Result<()> {
         if bytes == 0 {
