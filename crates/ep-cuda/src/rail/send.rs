@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use ep::{Error, Posted, Put, Rank, Transport};
 
 use super::plan::Plan;
-use super::signal::{Arrival, MOST_UNITS, Part, What};
+use super::signal::{Arrival, MOST_UNITS, Part, What, units_of_a_put};
 use super::window::RailWindow;
 use crate::params::{RAIL_SECTIONS, RailPlan};
 
@@ -128,7 +128,8 @@ impl Sending {
                 if waits(units.len(), bytes_of(plan, &units), units.end == plan.units(), waited) {
                     return Ok(if progress == Progress::Idle { Progress::Held } else { progress });
                 }
-                self.run.insert(Run { units, section: 0 })
+                let end = units.start + units_of_a_put(units.len());
+                self.run.insert(Run { units: units.start..end, section: 0 })
             }
         };
         while run.section < RAIL_SECTIONS {
@@ -189,7 +190,7 @@ impl Link<'_> {
         Ok(posted)
     }
 
-    /// The units from `first` on that the kernels have completed, as many as one put may have.
+    /// The units from `first` on that the kernels have completed, at most as many as one put may have.
     ///
     /// A unit without bytes needs no flags, and its flags must not be awaited: the peer completes the epoch without this
     /// unit, and then the kernels may overwrite the flags with those of the epoch after the next one.

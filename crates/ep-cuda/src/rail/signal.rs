@@ -6,8 +6,10 @@ use ep::Signal;
 
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS};
 
-/// Bits for the number of units less one.
+/// Bits for the number of units, as its place in [`COUNTS`].
 const COUNT_BITS: u32 = 4;
+/// The numbers of units that a put may have. Few tokens have units of one token, so a put of 1 MiB has many units.
+const COUNTS: [usize; 1 << COUNT_BITS] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
 /// The last unit lies above the number of units.
 const LAST_SHIFT: u32 = COUNT_BITS;
 /// The section lies above the last unit. 0 stands for the plan.
@@ -16,7 +18,12 @@ const SECTION_SHIFT: u32 = 14;
 const PARITY_SHIFT: u32 = 16;
 
 /// The most units of one put.
-pub(super) const MOST_UNITS: usize = 1 << COUNT_BITS;
+pub(super) const MOST_UNITS: usize = COUNTS[COUNTS.len() - 1];
+
+/// The largest number of units that a put may have, at most `units`, which is not 0.
+pub(super) fn units_of_a_put(units: usize) -> usize {
+    COUNTS[COUNTS.partition_point(|&count| count <= units) - 1]
+}
 
 // A signal has room for every unit and every section.
 const _: () = assert!(MAX_CHUNKS == 1 << (SECTION_SHIFT - LAST_SHIFT));
@@ -44,7 +51,7 @@ pub(super) enum What {
 pub(super) struct Part {
     /// Index of the section.
     pub(super) section: usize,
-    /// From 1 to [`MOST_UNITS`] units below [`MAX_CHUNKS`].
+    /// As many units as [`units_of_a_put`] allows, below [`MAX_CHUNKS`].
     pub(super) units: Range<usize>,
 }
 
@@ -54,7 +61,9 @@ impl Arrival {
         let below = match &self.what {
             What::Plan => 0,
             What::Part(Part { section, units }) => {
-                (section + 1) << SECTION_SHIFT | (units.end - 1) << LAST_SHIFT | (units.len() - 1)
+                let count =
+                    COUNTS.binary_search(&units.len()).expect("a number of units that a put may have");
+                (section + 1) << SECTION_SHIFT | (units.end - 1) << LAST_SHIFT | count
             }
         };
         Signal::new((self.parity << PARITY_SHIFT | below) as u32).expect("17 bits")
@@ -63,7 +72,7 @@ impl Arrival {
     /// The arrival that a signal stands for; `None` for a signal that no proxy sends.
     pub(super) fn of(signal: Signal) -> Option<Self> {
         let bits = |shift: u32, end: u32| (signal.word() as usize >> shift) & ((1 << (end - shift)) - 1);
-        let (count, last) = (bits(0, COUNT_BITS) + 1, bits(LAST_SHIFT, SECTION_SHIFT));
+        let (count, last) = (COUNTS[bits(0, COUNT_BITS)], bits(LAST_SHIFT, SECTION_SHIFT));
         let what = match bits(SECTION_SHIFT, PARITY_SHIFT) {
             0 if (last, count) == (0, 1) => What::Plan,
             0 => return None,
@@ -89,18 +98,26 @@ mod tests {
             assert_eq!(arrival.signal(), signal);
             if let What::Part(Part { section, units }) = &arrival.what {
                 assert!(*section < RAIL_SECTIONS && units.end <= MAX_CHUNKS);
-                assert!((1..=MOST_UNITS).contains(&units.len()));
+                assert_eq!(units_of_a_put(units.len()), units.len());
             }
             valid += 1;
         }
-        // Fewer units end at each of the first 15.
-        assert_eq!(valid, 2 * (1 + RAIL_SECTIONS * (MAX_CHUNKS * MOST_UNITS - 15 * 16 / 2)));
+        let parts: usize = COUNTS.iter().map(|count| MAX_CHUNKS - (count - 1)).sum();
+        assert_eq!(valid, 2 * (1 + RAIL_SECTIONS * parts));
+    }
+
+    #[test]
+    fn a_put_has_at_least_two_thirds_of_the_units_up_to_the_most() {
+        for units in 1..2 * MOST_UNITS {
+            let count = units_of_a_put(units);
+            assert!(count <= units && 3 * count > 2 * units.min(MOST_UNITS), "{units}: {count}");
+        }
     }
 
     #[test]
     fn the_bits_are_those_of_the_design() {
-        let part = What::Part(Part { section: 1, units: 3..8 });
-        assert_eq!(Arrival { parity: 1, what: part }.signal().word(), 1 << 16 | 2 << 14 | 7 << 4 | 4);
+        let part = What::Part(Part { section: 1, units: 3..9 });
+        assert_eq!(Arrival { parity: 1, what: part }.signal().word(), 1 << 16 | 2 << 14 | 8 << 4 | 4);
         assert_eq!(Arrival { parity: 1, what: What::Plan }.signal().word(), 1 << 16);
     }
 }

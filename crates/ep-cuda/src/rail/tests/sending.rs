@@ -112,7 +112,7 @@ fn units_without_bytes_are_not_awaited() {
 }
 
 #[test]
-fn a_put_has_at_most_16_units_and_a_mebibyte_unless_one_unit_is_longer() {
+fn a_put_has_at_most_256_units_and_a_mebibyte_unless_one_unit_is_longer() {
     let (bench, mut pump) = Bench::pump(LANE);
     let mut post = |epoch, count, stride| {
         let mut plan = plan_of(epoch, &units(count, 1));
@@ -122,10 +122,10 @@ fn a_put_has_at_most_16_units_and_a_mebibyte_unless_one_unit_is_longer() {
         settle(&mut pump);
         bench.script.puts()[1..].iter().map(|put| sent(&bench, put, epoch)).collect::<Vec<_>>()
     };
-    let expected =
-        [(0, 16), (16, 32), (32, 40)].map(|(from, to)| (part(1, 0, from, to), from * 8, (to - from) * 8));
-    assert_eq!(post(1, 40, 8), expected);
-    assert_eq!(MOST_UNITS, 16);
+    let expected = [(0, 256), (256, 288), (288, 296)]
+        .map(|(from, to)| (part(1, 0, from, to), from * 8, (to - from) * 8));
+    assert_eq!(post(1, 296, 8), expected);
+    assert_eq!(MOST_UNITS, 256);
     let third = 350_000;
     let expected =
         [(0, 2), (2, 4), (4, 5)].map(|(from, to)| (part(2, 0, from, to), from * third, (to - from) * third));
