@@ -232,6 +232,14 @@ structs! { STRUCTS:
         reserved: u32,
     }
 
+    /// A copy of a part of a `RailPlan`, in GPU memory.
+    SeenPlan {
+        /// Offsets of the sections in the lane.
+        sections: [u64; RAIL_SECTIONS],
+        rows: u32,
+        reserved: u32,
+    }
+
     /// A rank's control block: the words that peers read or write, in registered memory. docs/protocol.md lists every
     /// word's writers, readers and memory order. The counts of preprocess follow the block: `[2][ranks][count_words]`.
     Control {
@@ -274,6 +282,9 @@ structs! { STRUCTS:
         rail_seen: [[u64; MAX_RANKS]; 2],
         /// `rail_looking[domain]`, with rails: 1 while a thread of this rank reads `RailState::progress`.
         rail_looking: [u32; MAX_RANKS],
+        /// `rail_plans[epoch % 2][domain]`, with rails: what the kernels need of the plan of the rail peer, copied by the
+        /// thread that first sees its epoch.
+        rail_plans: [[SeenPlan; MAX_RANKS]; 2],
     }
 
     /// A peer's handshake in this rank's addresses; in the shared memory of each block.

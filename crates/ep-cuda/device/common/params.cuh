@@ -227,6 +227,14 @@ struct Handshake {
     u32 reserved;
 };
 
+// A copy of a part of a `RailPlan`, in GPU memory.
+struct SeenPlan {
+    // Offsets of the sections in the lane.
+    u64 sections[RAIL_SECTIONS];
+    u32 rows;
+    u32 reserved;
+};
+
 // A rank's control block: the words that peers read or write, in registered memory. docs/protocol.md lists every
 // word's writers, readers and memory order. The counts of preprocess follow the block: `[2][ranks][count_words]`.
 struct Control {
@@ -269,6 +277,9 @@ struct Control {
     u64 rail_seen[2][MAX_RANKS];
     // `rail_looking[domain]`, with rails: 1 while a thread of this rank reads `RailState::progress`.
     u32 rail_looking[MAX_RANKS];
+    // `rail_plans[epoch % 2][domain]`, with rails: what the kernels need of the plan of the rail peer, copied by the
+    // thread that first sees its epoch.
+    SeenPlan rail_plans[2][MAX_RANKS];
 };
 
 // A peer's handshake in this rank's addresses; in the shared memory of each block.
@@ -660,6 +671,10 @@ static_assert(OFFSET_OF(Handshake, signature) == 140);
 static_assert(OFFSET_OF(Handshake, epoch) == 144);
 static_assert(OFFSET_OF(Handshake, reserved) == 148);
 static_assert(sizeof(Handshake) == 152);
+static_assert(OFFSET_OF(SeenPlan, sections) == 0);
+static_assert(OFFSET_OF(SeenPlan, rows) == 24);
+static_assert(OFFSET_OF(SeenPlan, reserved) == 28);
+static_assert(sizeof(SeenPlan) == 32);
 static_assert(OFFSET_OF(Control, epoch) == 0);
 static_assert(OFFSET_OF(Control, blocks_done) == 4);
 static_assert(OFFSET_OF(Control, blocks_arrived) == 8);
@@ -678,7 +693,8 @@ static_assert(OFFSET_OF(Control, handshake) == 1280);
 static_assert(OFFSET_OF(Control, flags) == 23168);
 static_assert(OFFSET_OF(Control, rail_seen) == 1202816);
 static_assert(OFFSET_OF(Control, rail_looking) == 1203968);
-static_assert(sizeof(Control) == 1204256);
+static_assert(OFFSET_OF(Control, rail_plans) == 1204256);
+static_assert(sizeof(Control) == 1208864);
 static_assert(OFFSET_OF(PeerView, tokens) == 0);
 static_assert(OFFSET_OF(PeerView, scales) == 8);
 static_assert(OFFSET_OF(PeerView, probs) == 16);

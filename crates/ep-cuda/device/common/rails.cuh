@@ -94,10 +94,10 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
 
 // ---- what comes from rail peers
 //
-// The words of the window are in host memory. On an H200 each thread that loads one took 15 ns of the whole GPU's time,
-// also if all threads load the same word (docs/lab/032). So one thread of the rank at a time reads how far a rail peer is,
-// for all threads that wait for that peer: the thread that gets the lock `Control::rail_looking`. It copies the word to
-// `Control::rail_seen`, in GPU memory. One lane of a warp, or one thread of a block, loads what is read less often.
+// The words of the window are in host memory. Loads of one word by several threads follow each other, each as long as the
+// way to host memory and back: on an H100, 0.7 us (docs/lab/044). So one thread of the rank at a time reads how far a rail
+// peer is, for all threads that wait for that peer: the thread that gets the lock `Control::rail_looking`. It copies the
+// word to `Control::rail_seen` and, when it first sees the epoch, the plan to `Control::rail_plans`, in GPU memory.
 
 // Calls `ask` in one lane. Returns its answer in all lanes, to which what that lane has acquired is visible.
 template <class Ask>
@@ -129,6 +129,9 @@ struct Arrival {
         return is_covered(seen) || look(c, seen);
     }
 
+    // Whether `rail_seen` has this epoch, so that the plan is copied.
+    __device__ bool has_plan(u64 progress) const { return reached(static_cast<u32>(progress >> 32), epoch); }
+
     // Reads the peer's progress, unless another thread does, and copies it to `rail_seen`. `seen`: what is there so far. A
     // peer that has called with other arguments is reported, and its progress is not copied.
     __device__ bool look(const Common& c, u64 seen) const {
@@ -136,15 +139,30 @@ struct Arrival {
         if (!try_lock_gpu(looking)) return false;
         const RailEnd* end = rail_end(c, epoch, domain);
         const u64 progress = ld_acquire_sys_u64(&end->state.progress);
-        bool fine = reached(static_cast<u32>(progress >> 32), epoch);
-        if (fine && !reached(static_cast<u32>(seen >> 32), epoch)) {
-            const u32 signature = ld_relaxed_sys(&end->input.signature);
-            fine = signature == c.signature;
-            if (!fine) report_mismatch(c, rail_peer(c, domain), end->input.call, signature);
-        }
+        bool fine = has_plan(progress);
+        // `seen` was read without the lock, so another thread may have copied the plan since.
+        if (fine && !has_plan(seen) && !has_plan(ld_acquire_gpu_u64(seen_word(c)))) fine = copy_plan(c, end->input);
         if (fine && progress != seen) st_release_gpu_u64(seen_word(c), progress);
         unlock_gpu(looking);
         return fine && is_covered(progress);
+    }
+
+    // Returns false, after the fault was reported, if the peer has called with other arguments.
+    __device__ bool copy_plan(const Common& c, const RailPlan& plan) const {
+        SeenPlan& copy = c.own->rail_plans[epoch & 1][domain];
+        // All loads before their first use, so that they share the way to host memory and back.
+        const u32 signature = ld_relaxed_sys(&plan.signature), rows = ld_relaxed_sys(&plan.rows);
+        u64 offsets[RAIL_SECTIONS];
+#pragma unroll
+        for (u32 at = 0; at < RAIL_SECTIONS; at++) offsets[at] = ld_relaxed_sys_u64(&plan.sections[at].offset);
+        if (signature != c.signature) {
+            report_mismatch(c, rail_peer(c, domain), plan.call, signature);
+            return false;
+        }
+        copy.rows = rows;
+#pragma unroll
+        for (u32 at = 0; at < RAIL_SECTIONS; at++) copy.sections[at] = offsets[at];
+        return true;
     }
 
     __device__ u32 seen(const Common& c) const { return static_cast<u32>(ld_acquire_gpu_u64(seen_word(c)) >> 32); }
@@ -166,19 +184,18 @@ __device__ inline bool rows_are_here(const Common& c, u32 epoch, u32 domain, u32
     return Arrival{epoch, domain, chunk + 1}.is_there(c);
 }
 
+// The plan of the rail peer in `domain`. Called after `await_plan`.
+__device__ inline const SeenPlan& seen_plan(const Common& c, u32 epoch, u32 domain) {
+    return c.own->rail_plans[epoch & 1][domain];
+}
+
 // Waits until everything that rail peers send in this operator has arrived. The proxies rely on it: they may overwrite
 // lanes two epochs later. Called by one warp.
 __device__ inline void await_all_rails(const Common& c, u32 epoch) {
     for (u32 domain = lane_id(); domain < c.rails.domains; domain += WARP) {
         if (domain == c.rails.domain || !await_plan(c, epoch, domain)) continue;
-        const u32 rows = ld_relaxed_sys(&rail_end(c, epoch, domain)->input.rows);
-        await_rows(c, epoch, domain, rail_chunks(c, rows) - 1);
+        await_rows(c, epoch, domain, rail_chunks(c, seen_plan(c, epoch, domain).rows) - 1);
     }
-}
-
-// The offset of a section in the lane that comes from `domain`. Called after `await_plan`.
-__device__ inline u64 section_offset(const Common& c, u32 epoch, u32 domain, u32 section) {
-    return ld_relaxed_sys_u64(&rail_end(c, epoch, domain)->input.sections[section].offset);
 }
 
 // ---- foreign sets

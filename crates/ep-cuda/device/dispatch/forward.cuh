@@ -28,9 +28,9 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
     // Numbered as the items of a rank: receivers find the flags of a set as they find those of a rank.
     const SendItems items(p, set);
     const u8* const lane = in_lane(c, epoch, domain);
-    const auto section = [&](u32 at) { return lane + ask_once([&] { return section_offset(c, epoch, domain, at); }); };
-    const u8 *const rows = section(0), *const row_scales = section(1);
-    const auto* const weights = reinterpret_cast<const float*>(section(2));
+    const SeenPlan& plan = seen_plan(c, epoch, domain);
+    const u8 *const rows = lane + plan.sections[0], *const row_scales = lane + plan.sections[1];
+    const auto* const weights = reinterpret_cast<const float*>(lane + plan.sections[2]);
     const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
     const u32 first_alias = domain * domain_size(c);
     const auto tell = [&](u32 flag) {

@@ -85,14 +85,14 @@ __device__ inline bool forward_counts(const PreprocessParams& p, u32 epoch) {
     bool fine = true;
     for (u32 domain = threadIdx.x; fine && domain < c.rails.domains; domain += blockDim.x)
         fine = domain == c.rails.domain || await_plan(c, epoch, domain) &&
-            await_rows(c, epoch, domain, rail_chunks(c, ld_relaxed_sys(&rail_end(c, epoch, domain)->input.rows)) - 1);
+            await_rows(c, epoch, domain, rail_chunks(c, seen_plan(c, epoch, domain).rows) - 1);
     if (!__syncthreads_and(fine)) return false;
     const u32 first = c.owner_begin[domain_begin(c)], experts = c.owner_begin[domain_end(c)] - first;
     const u32 words = 1 + experts + domain_size(c);
     for_each_other_domain(c, [&](u32 domain) {
         // Section 0 begins at 0.
         const auto* counts = reinterpret_cast<const u32*>(in_lane(c, epoch, domain));
-        const u32 rows = ask_once([&] { return ld_relaxed_sys(&rail_end(c, epoch, domain)->input.rows); });
+        const u32 rows = seen_plan(c, epoch, domain).rows;
         const u32 source = rail_peer(c, domain);
         for (u32 at = threadIdx.x; at < words * domain_size(c); at += blockDim.x) {
             const u32 peer = domain_begin(c) + at / words, word = at % words;

@@ -53,9 +53,7 @@ __device__ inline void emit_sets(const PreprocessParams& p, Tile& tile, const Co
         const u32 rows = ld_relaxed_sys(counts_at(p, c.own, epoch, source) + COUNT_TOKENS);
         const HandleView lists = set_view(c, p.handle, domain, rows);
         tile.form = ROUTING_MASKS;
-        __shared__ u64 masks_offset;
-        if (threadIdx.x == 0) masks_offset = section_offset(c, epoch, domain, 1);
-        __syncthreads();
+        const u64 masks_offset = seen_plan(c, epoch, domain).sections[1];
         tile.masks = reinterpret_cast<const u32*>(in_lane(c, epoch, domain) + masks_offset);
         tile.mask_words = mask_words(c, c.rails.domain);
         const u32 tiles = div_up(rows, p.tile), per_block = div_up(tiles, gridDim.x);
