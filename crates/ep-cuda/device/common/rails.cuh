@@ -94,8 +94,8 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
 
 // ---- what comes from rail peers
 //
-// The words of the window are in host memory. Loads of one word by several threads follow each other, each as long as the
-// way to host memory and back: on an H100, 0.7 us (docs/lab/044). So one thread of the rank at a time reads how far a rail
+// The words of the window are in host memory. Loads of one word by several warps follow each other, about 0.5 us apart on an
+// H100 (docs/lab/032, 044). So one thread of the rank at a time reads how far a rail
 // peer is, for all threads that wait for that peer: the thread that gets the lock `Control::rail_looking`. It copies the
 // word to `Control::rail_seen` and, when it first sees the epoch, the plan to `Control::rail_plans`, in GPU memory.
 
