@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid_ep import Buffer, CallerError, MoELayer
 from hybrid_ep.experts import expert_parameters
 from hybrid_ep.moe import clip_gradients, reduce_gradients
-from process_worlds import Rank, world_of_processes
+from process_worlds import Rank, skip_where_gpus_are_shared, world_of_processes
 
 HIDDEN = 16
 
@@ -98,6 +98,7 @@ def _several_groups(here: Rank) -> None:
 
 
 def test_several_expert_parallel_groups_train_one_model(device: str) -> None:
+    skip_where_gpus_are_shared(device, 4)
     world_of_processes(4, device).run(_several_groups)
 
 
@@ -129,6 +130,7 @@ def _fsdp(here: Rank) -> None:
 
 
 def test_fsdp_shards_the_dense_parameters(device: str) -> None:
+    skip_where_gpus_are_shared(device, 2)
     world_of_processes(2, device).run(_fsdp)
 
 
@@ -147,4 +149,5 @@ def _ddp(here: Rank) -> None:
 
 
 def test_ddp_reduces_the_dense_parameters(device: str) -> None:
+    skip_where_gpus_are_shared(device, 2)
     world_of_processes(2, device).run(_ddp)
