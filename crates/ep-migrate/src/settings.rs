@@ -170,6 +170,7 @@ mod tests {
             bad.check().unwrap_err().to_string(),
             "staleness = 18446744073709551615: must be at most 4294967295"
         );
+        assert!(Settings { staleness: MOST_STALENESS, ..Settings::default() }.check().is_ok());
         let shared = WeightCodec::Shared { density: 0.1 };
         let bad = Settings { weights: shared, staleness: 1, ..Settings::default() };
         assert_eq!(bad.check().unwrap_err().to_string(), "staleness = 1: must be 0 with the codec `shared`");

@@ -284,6 +284,8 @@ mod tests {
             Model::try_from(description).unwrap_err().to_string()
         };
         assert!(with(|model| model.topk = 9).contains("at least 1 and at most 8"));
+        let many = with(|model| (model.experts, model.topk) = (limits::TOPK.most + 2, limits::TOPK.most + 1));
+        assert!(many.contains("topk is") && many.contains(&format!("to {}", limits::TOPK.most)), "{many}");
         assert!(
             with(|model| model.hidden = 0)
                 .contains("hidden (elements) is 0: it must be a whole number from 1 to 1048576")

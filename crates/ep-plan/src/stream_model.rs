@@ -357,6 +357,12 @@ mod tests {
         assert_eq!(model.data_proportion(1000).unwrap(), 0.0);
         assert!(matches!(model.domain_size_of(0.3), Err(PlanError::Proportion { .. })));
         assert!(model.domain_size_of(f64::NAN).is_err());
+        // Each of the possible proportions that the error names gives its domain size.
+        let Err(PlanError::Proportion { possible, .. }) = model.domain_size_of(0.3) else {
+            panic!("0.3 is none")
+        };
+        let sizes: Vec<_> = possible.iter().map(|&p| model.domain_size_of(p).unwrap()).collect();
+        assert_eq!(sizes, model.domain_sizes());
     }
 
     #[test]

@@ -13,7 +13,9 @@ use ep_plan::simulate::{
     Direction, FlowDetail, LinkOrder, MessageStart, Outcome, Phase, Record, Scheme, Simulation,
     SimulationOptions, Straggler, Stragglers, Symmetry,
 };
-use ep_plan::{Cluster, ClusterDescription, Model, Options, Planner, StreamInput, StreamModel, presets};
+use ep_plan::{
+    Cluster, ClusterDescription, Model, Options, PlanError, Planner, StreamInput, StreamModel, presets,
+};
 use proptest::prelude::*;
 
 /// Largest relative difference between simulated and closed-form speedups. The schedules are the same, so only rounding
@@ -119,6 +121,21 @@ fn run(cluster: &Cluster, scheme: &Scheme, options: SimulationOptions) -> Outcom
 fn schemes() -> [Scheme; 4] {
     let hybrid = |sizes: [usize; 3]| Scheme::Hybrid { domain_sizes: sizes.to_vec() };
     [Scheme::Plain, Scheme::Hierarchical, hybrid([2, 1, 1]), hybrid([2, 1, 2])]
+}
+
+#[test]
+fn steps_with_too_many_operations_are_refused() {
+    let cluster = cluster_of(2, 1, |_| {});
+    let simulate = |micro_batches| {
+        let planner = Options { micro_batches, ..Options::default() };
+        let options = SimulationOptions { planner, layers: Some(3), ..SimulationOptions::default() };
+        Simulation::new(&cluster, &small_model(&cluster), options, Scheme::Plain)
+    };
+    assert!(simulate(100).is_ok());
+    let Err(PlanError::TooMany { count, most, .. }) = simulate(1_000_000) else { panic!("too many") };
+    // 3 layers forward and backward, each with some operations.
+    assert!(count >= 6e6 && count > most as f64, "{count}");
+    assert_eq!(count % 6e6, 0.0);
 }
 
 /// Latency computed by hand: `alpha` per message, a round trip per exchange.
@@ -344,6 +361,9 @@ fn recorded_durations_add_up_to_the_phases() {
         let record = Record { gpus: vec![3], links: true };
         let outcome = run(&cluster, &scheme, SimulationOptions { record, ..SimulationOptions::default() });
         let timeline = outcome.timeline.as_ref().unwrap();
+        let recorded = |phase: &Phase| timeline.spans.iter().any(|span| span.phase == Some(*phase));
+        let listed: Vec<_> = outcome.phases.iter().map(|time| time.phase).collect();
+        assert_eq!(listed, Phase::ALL.into_iter().filter(recorded).collect::<Vec<_>>(), "{scheme:?}");
         for time in &outcome.phases {
             let spans = timeline.spans.iter().filter(|span| span.phase == Some(time.phase));
             let sum: f64 = spans.map(|span| (span.end - span.start).0).sum();
