@@ -114,7 +114,7 @@ class Report:
     @property
     def joining(self) -> bool:
         """Whether the rank was joining, or in the benchmark's barrier: the entry bound applies there."""
-        return "(join #" in self.line
+        return "(join)" in self.line
 
     @property
     def waited(self) -> float | None:

@@ -186,7 +186,7 @@ class Meeting:
         raise self._error(peer, fault, f"rank {self.rank} was told by rank {by}: {known['text']}")
 
     def _error(self, peer: int, fault: str, text: str) -> PeerError:
-        text = f"rank {peer} {fault} (join #0): {text}"
+        text = f"rank {peer} {fault} (join): {text}"
         return PeerError(text, peer=peer, rank=self.rank, operator="join", fault=fault, step=0)
 
     def end(self) -> None:

@@ -284,7 +284,7 @@ def test_a_rank_that_never_joins_is_named() -> None:
     for rank in (0, 2):
         error = results[rank]
         assert (error.peer, error.rank, error.operator, error.fault, error.step) == (1, rank, "join", "never joined", 0)
-        assert str(error).startswith(f"rank 1 never joined (join #0): rank {rank} waited 1.000 s")
+        assert str(error).startswith(f"rank 1 never joined (join): rank {rank} waited 1.000 s")
         # The other rank may have reported first.
         assert f"for it in the group's store at {place}; every rank of the group must make the buffer" in str(error)
 

@@ -343,7 +343,8 @@ impl State {
         let bytes = chunk.bytes;
         self.reservation.push(chunk, &self.devices)?;
         if let (Some(announce), Some(chunk)) = (&mut self.announce, self.reservation.chunks().last()) {
-            announce.announce(chunk).inspect_err(|error| self.closed = Some(error.clone()))?;
+            let announced = announce.announce(chunk).map_err(Error::while_sharing_memory);
+            announced.inspect_err(|error| self.closed = Some(error.clone()))?;
         }
         self.give_back(mapped, bytes);
         Ok(())

@@ -380,11 +380,11 @@ mod tests {
         };
         assert_eq!(announce(MAPPED), Ok(()));
         let left = announce(LEFT).unwrap_err();
-        assert!(left.starts_with("rank 1 on node-a left (join #0): rank 0 waited"), "{left}");
+        assert!(left.starts_with("rank 1 on node-a left (join): rank 0 waited"), "{left}");
         // A peer that has ended its links reads nothing any more.
         drop(met);
         let died = announce(MAPPED).unwrap_err();
-        assert!(died.starts_with("rank 1 on node-a died (join #0): rank 0 waited"), "{died}");
+        assert!(died.starts_with("rank 1 on node-a died (join): rank 0 waited"), "{died}");
     }
 
     #[test]

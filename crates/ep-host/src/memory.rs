@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ep::call::{Maker, MemoryFacts};
-use ep::{EnvironmentError, Result, Size};
+use ep::{EnvironmentError, Error, Result, Size};
 use ep_rail::Segment;
 
 use crate::directory::{Directory, SegmentName};
@@ -284,7 +284,8 @@ impl Arena {
         // A number is never used again: if this fails, some peers may know a segment of this number.
         let id = self.next_id;
         self.next_id += 1;
-        let segment = self.directory.create(self.maker.rank(), id, len)?;
+        let segment =
+            self.directory.create(self.maker.rank(), id, len).map_err(Error::while_sharing_memory)?;
         let name = SegmentName { id, len };
         self.segments.push((name, segment));
         self.lock().give(Run { segment: name.id, offset: 0, len });

@@ -27,6 +27,17 @@ pub enum Error {
     Peer(#[from] PeerError),
 }
 
+impl Error {
+    /// The error of a rank that shares new memory with its peers. An error about a peer says so; others are unchanged.
+    #[must_use]
+    pub fn while_sharing_memory(self) -> Self {
+        match self {
+            Self::Peer(error) => PeerError { operator: Operator::Share, step: 0, ..error }.into(),
+            other => other,
+        }
+    }
+}
+
 /// Invalid arguments.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -271,6 +282,8 @@ pub enum Operator {
     Gather,
     /// Sends the gradients of replicas to the owners of the experts, which add them.
     Reduce,
+    /// Shares new memory with the other ranks of the machine, inside or outside another operator.
+    Share,
 }
 
 impl fmt::Display for Operator {
@@ -283,13 +296,14 @@ impl fmt::Display for Operator {
             Self::Publish => "publish",
             Self::Gather => "gather",
             Self::Reduce => "reduce",
+            Self::Share => "sharing memory",
         })
     }
 }
 
 /// Another rank died, left, failed, stalled or never joined.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{} {fault} ({operator} #{step}): rank {rank} {}{}", self.named(), self.seen(), self.why())]
+#[error("{} {fault} ({}): rank {rank} {}{}", self.named(), self.call(), self.seen(), self.why())]
 pub struct PeerError {
     /// The rank at fault.
     pub peer: Rank,
@@ -299,7 +313,7 @@ pub struct PeerError {
     pub fault: PeerFault,
     /// The operator that the reporting rank could not complete.
     pub operator: Operator,
-    /// The number of the operator's call on the buffer; equal on every rank.
+    /// The number of the operator's call on the buffer; equal on every rank. 0 for what is no call: joining, sharing memory.
     pub step: u64,
     /// The reporting rank.
     pub rank: Rank,
@@ -317,6 +331,14 @@ impl PeerError {
     fn named(&self) -> String {
         let on = self.machine.as_ref().map_or(String::new(), |machine| format!(" on {machine}"));
         format!("rank {}{on}", self.peer)
+    }
+
+    /// The part of a message that names the call.
+    fn call(&self) -> String {
+        match self.operator {
+            operator @ (Operator::Join | Operator::Share) => operator.to_string(),
+            operator => format!("{operator} #{}", self.step),
+        }
     }
 
     /// The part of a message that says what the reporting rank was doing.
@@ -455,6 +477,19 @@ mod tests {
         assert!(died.to_string().ends_with("see its output and the system's log"), "{died}");
         let told = PeerError { cause: Some("no memory".into()), ..error };
         assert!(told.to_string().ends_with("waited 0.000 s for a reply; its error: no memory"), "{told}");
+    }
+
+    #[test]
+    fn what_is_no_call_has_no_number() {
+        let joining = PeerError::joining(Rank(0), Rank(1), PeerFault::Stalled, "a reply", Duration::ZERO);
+        assert!(joining.to_string().starts_with("rank 1 stalled (join): rank 0 waited"), "{joining}");
+        let sharing = Error::from(joining).while_sharing_memory();
+        assert!(
+            sharing.to_string().starts_with("rank 1 stalled (sharing memory): rank 0 waited"),
+            "{sharing}"
+        );
+        let other = Error::from(CallerError::Topology("no ranks".into()));
+        assert_eq!(other.clone().while_sharing_memory(), other);
     }
 
     #[test]

@@ -258,6 +258,6 @@ fn a_peer_that_is_two_epochs_ahead_is_refused() {
     signals(2).into_iter().for_each(|signal| take(&bench, &mut pump, signal));
     assert_eq!(bench.arrived(FROM, 2), 3, "one epoch ahead");
     take(&bench, &mut pump, plan_signal(4));
-    let text = "rank 9 broke the protocol (join #4): rank 5 found a signal of epoch 4 before all of epoch 1";
+    let text = "rank 9 broke the protocol (join): rank 5 found a signal of epoch 4 before all of epoch 1";
     assert_eq!(bench.reports(), [(RANKS[FROM], text.to_string())]);
 }
