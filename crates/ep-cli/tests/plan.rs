@@ -218,6 +218,10 @@ fn without_arguments_an_example_is_planned() {
     ] {
         assert!(text.contains(part), "no `{part}` in: {text}");
     }
+    let is_head = |line: &str| {
+        ["phase, by itself", "forward", "backward"].into_iter().all(|column| line.contains(column))
+    };
+    assert!(text.lines().any(is_head), "no table of phases in: {text}");
     let domains = run(&["plan", "--strategy=expert-domains"]).succeeded().stdout;
     assert!(domains.contains("Compression is lossy: weights int8, gradients int8."), "{domains}");
     let explained = run(&["plan", "--explain"]).succeeded().stdout;
@@ -352,6 +356,13 @@ fn a_sweep_plans_every_value() {
         points.iter().map(|point| point["outcome"]["Ok"]["seconds"].as_f64().unwrap()).collect();
     assert!(times.windows(2).all(|pair| pair[1] < pair[0]), "{times:?}");
     // Some values allow no plan, which the result says: 4 nodes cannot hold the model.
+    // Values that span a factor of 8 and more have equal ratios, others equal differences.
+    for (range, expected) in [("1..8:4", [1.0, 2.0, 4.0, 8.0]), ("1..7:4", [1.0, 3.0, 5.0, 7.0])] {
+        let accumulated = planned(&["--sweep", &format!("gradient_accumulation={range}")]);
+        let points = accumulated["sweep"]["points"].as_array().unwrap();
+        let values: Vec<f64> = points.iter().map(|point| point["value"].as_f64().unwrap()).collect();
+        assert_eq!(values, expected, "{range}");
+    }
     let members = planned(&["--sweep", "members.rail=4..8:3"]);
     let outcomes: Vec<bool> = members["sweep"]["points"]
         .as_array()

@@ -49,5 +49,7 @@ mod tests {
         assert_eq!(field("a\t: 1\nb: 2: 3\n", "b"), Some("2: 3"));
         assert_eq!(field("nothing here", "b"), None);
         assert!(cores() > 0);
+        // No machine that runs tests has less.
+        assert!(total_memory().is_none_or(|bytes| bytes >= 256 << 20));
     }
 }
