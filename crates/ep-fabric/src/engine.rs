@@ -425,8 +425,12 @@ impl Transport for Engine {
         let start = Instant::now();
         loop {
             let in_flight = match self.shared().core() {
-                Some(mut core) => {
-                    core.progress()?;
+                Some(core) => {
+                    // The engine's thread makes progress. If this thread called libfabric, a call that does not return
+                    // would hold it beyond the deadline.
+                    if let Some(error) = &core.broken {
+                        return Err(error.clone());
+                    }
                     if let Some(why) = &core.peers[index].lost {
                         return Err(core.gone(index, why));
                     }
@@ -444,6 +448,9 @@ impl Transport for Engine {
                 };
                 let own = self.rail.own();
                 return Err(PeerError::joining(own, peer, PeerFault::Stalled, what, start.elapsed()).into());
+            }
+            if let Some(thread) = &self.thread {
+                thread.thread().unpark();
             }
             std::thread::sleep(NAP);
         }

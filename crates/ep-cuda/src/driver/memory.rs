@@ -244,6 +244,8 @@ impl HostWords for Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         let Ok(_bound) = self.device.bind() else { return };
+        // Another thread may capture a graph.
+        let _relaxed = Relaxed::new();
         // SAFETY: allocated in `new`.
         let _ = unsafe { sys::cuMemFreeHost(self.words.cast()) };
     }

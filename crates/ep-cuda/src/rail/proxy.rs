@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
@@ -28,6 +29,11 @@ const LONGEST_NAP: Duration = Duration::from_millis(1);
 /// part of the time between its launch and its beginning. In the replay of a graph, which the host does not launch one by
 /// one, it is this part of the time since the last operator.
 const NAP_PART: u32 = 16;
+
+/// How long the thread may take to drop its engine. An engine waits up to 2 s for a call of libfabric.
+const ENGINE_DROPS: Duration = Duration::from_secs(5);
+/// The pause between two looks at whether the thread has ended.
+const JOIN_PAUSE: Duration = Duration::from_micros(200);
 
 /// The longest time that a proxy waits for the network before it ends, so that the deadline is a valid instant.
 const MOST_PATIENCE: Duration = Duration::from_secs(24 * 60 * 60);
@@ -133,8 +139,22 @@ impl Proxy {
         if self.process != std::process::id() {
             return Ok(());
         }
-        self.requests.stop_by.get_or_init(|| Instant::now() + self.patience);
+        let stop_by = *self.requests.stop_by.get_or_init(|| Instant::now() + self.patience);
         thread.thread().unpark();
+        let last = stop_by.max(Instant::now()) + ENGINE_DROPS;
+        while !thread.is_finished() {
+            if Instant::now() >= last {
+                // The thread keeps what it uses: the engine and the window.
+                let what = format!("ending the proxy thread {}", thread.thread().name().unwrap_or_default());
+                let problem = "a call of the engine between NVLink domains has not returned";
+                let error =
+                    EnvironmentError::new(what, problem, "its memory is not freed before the process ends");
+                // Not `eprintln!`, which panics if stderr is closed.
+                let _ = writeln!(std::io::stderr(), "hybrid-ep: {error}");
+                return Err(error.into());
+            }
+            thread::sleep(JOIN_PAUSE);
+        }
         // The thread catches panics of its rounds. What is left are panics of values that it drops.
         thread.join().unwrap_or_else(|panic| {
             let problem = format!("it panicked: {}", text_of(panic.as_ref()));

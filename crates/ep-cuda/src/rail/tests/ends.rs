@@ -1,5 +1,6 @@
 //! Lost peers, and the end of a proxy.
 
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 use std::{panic, thread};
 
@@ -178,7 +179,7 @@ fn a_proxy_that_cannot_post_ends_after_its_patience_and_drains_the_other_peers()
     release_all(&bench, 1);
     wait_until(|| !bench.script.puts.lock().unwrap().is_empty());
     let text = proxy.stop().unwrap_err().to_string();
-    assert!(text.starts_with("rank 1 stalled (join #0): rank 5 waited "), "{text}");
+    assert!(text.starts_with("rank 1 stalled (join): rank 5 waited "), "{text}");
     assert!(text.ends_with(" s for room in the queue of puts before leaving"), "{text}");
     assert_eq!(*bench.script.drained.lock().unwrap(), RANKS[1..]);
     assert_eq!(bench.reports(), []);
@@ -239,4 +240,26 @@ fn a_report_that_panics_does_not_prevent_other_reports() {
     let text = proxy.stop().unwrap_err().to_string();
     assert!(text.contains("the proxy thread panicked: no message"), "{text}");
     assert_eq!(bench.reports(), [(RANKS[1], died(RANKS[1]).to_string()), (RANKS[2], text)]);
+}
+
+#[test]
+fn a_proxy_whose_engine_does_not_return_from_a_call_ends_nevertheless() {
+    let (bench, parts) = Bench::new(LANE);
+    let (entered, release) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let (enters, released) = (Arc::clone(&entered), Arc::clone(&release));
+    bench.script.answer(move |_| {
+        enters.store(true, Relaxed);
+        while !released.load(Relaxed) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(Posted::Yes)
+    });
+    let proxy = Proxy::start(parts, Duration::from_millis(5)).unwrap();
+    release_all(&bench, 1);
+    wait_until(|| entered.load(Relaxed));
+    let stop = thread::spawn(|| proxy.stop());
+    wait_until(|| stop.is_finished());
+    let error = stop.join().unwrap().unwrap_err().to_string();
+    assert!(error.starts_with("ending the proxy thread ep-rail-5: a call of the engine"), "{error}");
+    release.store(true, Relaxed);
 }
