@@ -123,27 +123,35 @@ struct Arrival {
         return reached(static_cast<u32>(progress >> 32), epoch) && static_cast<u32>(progress) >= chunks;
     }
     __device__ u64* seen_word(const Common& c) const { return &c.own->rail_seen[epoch & 1][domain]; }
+    __device__ u32* looking_word(const Common& c) const { return &c.own->rail_looking[domain]; }
 
+    // May be false although the progress is there, while another thread reads it.
     __device__ bool is_there(const Common& c) const {
         const u64 seen = ld_acquire_gpu_u64(seen_word(c));
-        return is_covered(seen) || look(c, seen);
+        return is_covered(seen) || try_lock_gpu(looking_word(c)) && look(c, seen);
+    }
+    // As `is_there`, but waits for the thread that reads the progress. That thread may have read it before it was written.
+    __device__ bool is_there_now(const Common& c) const {
+        for (;;) {
+            const u64 seen = ld_acquire_gpu_u64(seen_word(c));
+            if (is_covered(seen)) return true;
+            if (try_lock_gpu(looking_word(c))) return look(c, seen);
+        }
     }
 
     // Whether `rail_seen` has this epoch, so that the plan is copied.
     __device__ bool has_plan(u64 progress) const { return reached(static_cast<u32>(progress >> 32), epoch); }
 
-    // Reads the peer's progress, unless another thread does, and copies it to `rail_seen`. `seen`: what is there so far. A
-    // peer that has called with other arguments is reported, and its progress is not copied.
+    // Reads the peer's progress, copies it to `rail_seen`, and unlocks `rail_looking`, which the caller has locked. `seen`: what
+    // was there before the lock. A peer that has called with other arguments is reported, and its progress is not copied.
     __device__ bool look(const Common& c, u64 seen) const {
-        u32* looking = &c.own->rail_looking[domain];
-        if (!try_lock_gpu(looking)) return false;
         const RailEnd* end = rail_end(c, epoch, domain);
         const u64 progress = ld_acquire_sys_u64(&end->state.progress);
         bool fine = has_plan(progress);
         // `seen` was read without the lock, so another thread may have copied the plan since.
         if (fine && !has_plan(seen) && !has_plan(ld_acquire_gpu_u64(seen_word(c)))) fine = copy_plan(c, end->input);
         if (fine && progress != seen) st_release_gpu_u64(seen_word(c), progress);
-        unlock_gpu(looking);
+        unlock_gpu(looking_word(c));
         return fine && is_covered(progress);
     }
 

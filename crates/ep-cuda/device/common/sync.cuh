@@ -170,6 +170,8 @@ struct Flag {
     u32 epoch;
 
     __device__ bool is_there(const Common&) const { return reached(ld_acquire_sys(word), epoch); }
+    // As `is_there`; never false for what was written before the caller read another word with acquire order.
+    __device__ bool is_there_now(const Common& c) const { return is_there(c); }
     // The epoch that is there, for the report of a fault.
     __device__ u32 seen(const Common&) const { return ld_relaxed_sys(word); }
 };
@@ -185,7 +187,7 @@ __device__ __noinline__ bool wait_long(const Common& c, const Awaited awaited, u
             if (awaited.is_there(c)) return true;
         }
         const u32 gone = gone_of(c, ld_acquire_sys(&c.own->left[peer]), awaited.epoch, peer);
-        if (gone != GONE_HERE && awaited.is_there(c)) return true;
+        if (gone != GONE_HERE && awaited.is_there_now(c)) return true;
         // Read after the gone word: a rank that leaves because of a fault writes the abort word before it leaves.
         const u32 given_up = ld_relaxed_sys(&c.own->abort);
         const u64 waited = globaltimer() - start;

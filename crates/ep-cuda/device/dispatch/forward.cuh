@@ -32,10 +32,11 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
     const u8 *const rows = lane + plan.sections[0], *const row_scales = lane + plan.sections[1];
     const auto* const weights = reinterpret_cast<const float*>(lane + plan.sections[2]);
     const u32 out_piece = p.piece_bytes / (p.row_bytes_in / p.row_bytes_out);
-    const u32 first_alias = domain * domain_size(c);
+    // `peers[first_source + local].flags` are this rank's flags on rank `local` of this domain.
+    const u32 first_source = domain * domain_size(c);
     const auto tell = [&](u32 flag) {
         for (u32 local = lane_id(); local < domain_size(c); local += WARP)
-            if (domain_begin(c) + local != c.rank) st_release_sys(&peers[first_alias + local].flags[flag], epoch);
+            if (domain_begin(c) + local != c.rank) st_release_sys(&peers[first_source + local].flags[flag], epoch);
     };
     Feed<SendItems> feed(items, &c.own->set_taken[domain], worker);
     Completion completion;
@@ -50,7 +51,11 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
         next = feed.fetch();
         if (batch.item != item) {
             const u32 last = items.chunk_end(batch.item) - 1;
-            fine = ask_once([&] { return await_rows(c, epoch, domain, last); });
+            if (!ask_once([&] { return rows_are_here(c, epoch, domain, last); })) {
+                // Receivers of the item before this one need not wait for these rows, too.
+                completion.flush(tell);
+                fine = ask_once([&] { return await_rows(c, epoch, domain, last); });
+            }
             if (!fine) break;
             copy_fence_global();
             __syncwarp();
