@@ -37,7 +37,7 @@ constants! { CONSTANTS:
     COMBINE_STAGES: usize = 7;
     /// Warps of a team of combine: one that loads rows, and others that add them.
     COMBINE_TEAM_WARPS: usize = 3;
-    /// Vectors of 16 bytes of a stage, for each lane of a warp that adds: their sums fit its registers.
+    /// How many 16-byte vectors of a stage each lane adds. The limit is its registers, which hold the sums.
     COMBINE_TURNS: usize = 7;
     /// Bytes of a stage of combine.
     COMBINE_STAGE_BYTES: usize = (COMBINE_TEAM_WARPS - 1) * COMBINE_TURNS * 16 * 32;
@@ -46,7 +46,8 @@ constants! { CONSTANTS:
     SHAPE_ROWS: usize = 0;
     /// As `SHAPE_ROWS`: rows that this rank would receive without a capacity.
     SHAPE_WANTED: usize = 1;
-    /// As `SHAPE_ROWS`: rows that this rank sends to other ranks, one per (token, rank).
+    /// As `SHAPE_ROWS`: rows that this rank sends to other ranks of its domain, one per (token, rank). Rows that a capacity
+    /// drops are counted, lanes to other domains are not.
     SHAPE_REMOTE: usize = 2;
     /// Number of words of a shape after the three words per local expert.
     SHAPE_WORDS: usize = 3;
@@ -519,8 +520,8 @@ structs! { STRUCTS:
         /// of rows and copies. Null without rails, as the next one.
         set_partials: DeviceAddress as "u8*",
         set_prob_scratch: DeviceAddress as "float*",
-        /// `[domains][MAX_CHUNKS]`: for the rows of each chunk of a foreign set, how many consumers have stored all their slices
-        /// of a row. 0 between operators.
+        /// `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each consumer adds 1 for each row of the chunk of which
+        /// it has stored all slices; the chunk is complete at 2 x rows. 0 between operators.
         set_done: DeviceAddress as "u32*",
         hidden: u32,
         /// Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.

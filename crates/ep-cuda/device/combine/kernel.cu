@@ -31,9 +31,10 @@
 //
 // Element types are macros that the host defines for each variant: see sum.cuh and docs/adding-a-kernel.md.
 // With RAILS (several NVLink domains, docs/cuda-rails.md), push also serves the foreign sets that other ranks of the domain
-// forward. reduce first computes the domain sums of the sets that this rank forwards, and writes them and the sets' probabilities
-// to the lanes. Then it adds the domain sums that come back for this rank's tokens, in the order of `sends` (`Send::GROUP_FIRST`
-// in lists.cuh), which gives the same bits as adding the domains in ascending order.
+// forward. In the reduce role, a worker first claims tokens of the sets that this rank forwards: it computes their domain sums, and
+// writes them and the sets' probabilities to the lanes. When all of these tokens are claimed, it claims this rank's own tokens, and
+// adds the domain sums that come back for them, in the order of `sends` (`Send::GROUP_FIRST` in lists.cuh), which gives the same
+// bits as adding the domains in ascending order.
 #include "push.cuh"
 #include "reduce.cuh"
 
@@ -42,20 +43,21 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
     Pusher pusher(p, worker, producer, peers);
     Reducer reducer(p, worker, producer, epoch);
     const u64 items = pusher.items.count, tokens = p.handle.tokens, slack = p.slack;
-    // Whether foreign sets may be left to reduce. They are reduced before this rank waits for what other domains send.
+    // Whether tokens of foreign sets may be left that this worker claims or has claimed. It waits for own tokens, which need what
+    // other domains send, only when there are none: foreign tokens need only flags of the push role, so all domain sums are sent.
     bool sets_left = RAILS;
-    // Three phases: while there are items, push one and then reduce what has arrived, without waiting; with RAILS, finish the
-    // foreign sets; wait for this rank's own tokens and reduce them.
+    // Three phases of a worker: while there are items, push one and then reduce what has arrived, without waiting; with RAILS, claim
+    // and reduce foreign tokens until none are left to claim; wait for this rank's own tokens and reduce them.
     for (;;) {
         const bool pushes = !pusher.over();
         const u64 item = pusher.item;
         if (pushes) pusher.push();
-        // Reduce in step with push. About `item - workers` items of this rank are complete, because each worker holds one. If
-        // peers are as far, `(item - workers) * tokens / items` tokens have arrived, minus `slack`, because peers may have
-        // started some microseconds later. If more tokens are claimed, push the next item first. (The condition is multiplied
-        // by `items`, so that nothing is divided or negative.) While this worker has items to push, never wait for a peer here,
-        // which may be waiting for them. With RAILS there is no estimate, and `slack` has no effect: tokens of foreign sets are
-        // claimed first, then this rank's own.
+        // Reduce in step with push: claim tokens only while taken <= (item - workers) * tokens / items - slack. (The code multiplies
+        // this by `items`, so that nothing is divided or negative.) The right side estimates how many tokens have arrived. About
+        // `item - workers` items of this rank are complete, because each worker holds one. Peers are assumed to be as far, minus
+        // `slack`, because they may have started some microseconds later. If more tokens are claimed, push the next item first. While
+        // this worker has items to push, never wait for a peer here, which may be waiting for them. With RAILS there is no estimate,
+        // and `slack` has no effect: tokens of foreign sets are claimed first, then this rank's own.
         for (;;) {
             const bool foreign_only = sets_left && !pushes;
             if (foreign_only && !reducer.foreign()) break;

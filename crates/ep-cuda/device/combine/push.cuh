@@ -110,7 +110,8 @@ struct Pusher {
         __syncwarp();
     }
 
-    // Hands on the flag of the finished item, and claims the next one.
+    // Hands on the flag of the finished item, and claims the next one. Called after the reduce step, so that the item's stores
+    // complete while consumers add: directly after the item, consumers would wait for them at the flag.
     __device__ void next() {
         producer.put(STEP_FLAG, reinterpret_cast<u64>(&items.peer(item).flags[items.chunk(item)]));
         take();

@@ -11,13 +11,17 @@
 //   list        entry     order
 //   sends       Send      by token. One entry per destination rank of the token; in permuted mode one per own copy
 //                         instead of one for the own rank. Of one token, the ranks of this domain come first, then the
-//                         lanes, both in ascending order. A token without a copy has one dead entry.
-//                         `token_begin[token]` is the index of the token's first entry.
+//                         lanes, both in ascending order; own copies are in order of expert position. A token without a
+//                         copy has one dead entry. `token_begin[token]` is the index of the token's first entry.
 //   copies      Copy      by token, then by expert position
-//   recv        Receive   by destination rank, then by token. Permuted mode: one entry per copy; plain mode: one per
-//                         (token, destination rank). `recv_begin` is `[ranks][chunks + 1]`.
-//   dst_copies  DstCopy   by destination rank, then by token. One entry per copy. `dst_begin` is `[ranks][chunks + 1]`.
+//   recv        Receive   by destination rank, then by token, then by expert position. Permuted mode: one entry per copy;
+//                         plain mode: one per (token, destination rank). `recv_begin` is `[ranks][chunks + 1]`.
+//   dst_copies  DstCopy   by destination rank, then by token, then by expert position. One entry per copy. `dst_begin` is
+//                         `[ranks][chunks + 1]`.
 //   shape       u32       first row, kept rows and rows with padding of each local expert; then `SHAPE_WORDS` words
+//
+// combine adds in the order of `recv` (partial sums) and of `sends` (sums of a token), with groups (`Send::GROUP_FIRST`). The
+// bits of every sum depend on these orders.
 #pragma once
 #include "types.cuh"
 
@@ -32,9 +36,10 @@ struct Send {
     // Nothing is sent: the token has no copy, or its row was dropped.
     static constexpr u32 DEAD = 1u << 17;
     // The first entry of a group: a mark for combine, which adds the entries of a group to each other before it adds them to
-    // the sum of the token. This rank's copies of a token are a group. With rails, the lanes to the domains below this one are
-    // a group, and each lane to a domain above this one is a group. So the sum D of this domain comes before the sums S0 and S1
-    // of lower domains. D + (S0 + S1) has the bits of (S0 + S1) + D, which is the order of docs/semantics.md.
+    // the sum of the token. Example: a rank of domain 2 has the sum D of its own domain, and then the lanes of domains 0, 1 and 3
+    // with the sums S0, S1 and S3. S0 and S1 are a group, S3 is a group. D + (S0 + S1) has the bits of (S0 + S1) + D, which is
+    // the order of docs/semantics.md; S3 comes last in both. In general, the lanes to all domains below this one are a group, and
+    // each lane to a domain above it is one. This rank's copies of a token are also a group, because they are a partial sum.
     static constexpr u32 GROUP_FIRST = 1u << 18;
     // The last entry of a group; of this rank's copies, the last one that was kept.
     static constexpr u32 GROUP_END = 1u << 19;

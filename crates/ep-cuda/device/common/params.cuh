@@ -39,7 +39,7 @@ constexpr u32 SCALE_BUFFER_BYTES = 512;
 constexpr u32 COMBINE_STAGES = 7;
 // Warps of a team of combine: one that loads rows, and others that add them.
 constexpr u32 COMBINE_TEAM_WARPS = 3;
-// Vectors of 16 bytes of a stage, for each lane of a warp that adds: their sums fit its registers.
+// How many 16-byte vectors of a stage each lane adds. The limit is its registers, which hold the sums.
 constexpr u32 COMBINE_TURNS = 7;
 // Bytes of a stage of combine.
 constexpr u32 COMBINE_STAGE_BYTES = 7168;
@@ -48,7 +48,8 @@ constexpr u32 COMBINE_STAGE_BYTES = 7168;
 constexpr u32 SHAPE_ROWS = 0;
 // As `SHAPE_ROWS`: rows that this rank would receive without a capacity.
 constexpr u32 SHAPE_WANTED = 1;
-// As `SHAPE_ROWS`: rows that this rank sends to other ranks, one per (token, rank).
+// As `SHAPE_ROWS`: rows that this rank sends to other ranks of its domain, one per (token, rank). Rows that a capacity
+// drops are counted, lanes to other domains are not.
 constexpr u32 SHAPE_REMOTE = 2;
 // Number of words of a shape after the three words per local expert.
 constexpr u32 SHAPE_WORDS = 3;
@@ -511,8 +512,8 @@ struct CombineParams {
     // of rows and copies. Null without rails, as the next one.
     u8* set_partials;
     float* set_prob_scratch;
-    // `[domains][MAX_CHUNKS]`: for the rows of each chunk of a foreign set, how many consumers have stored all their slices
-    // of a row. 0 between operators.
+    // `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each consumer adds 1 for each row of the chunk of which
+    // it has stored all slices; the chunk is complete at 2 x rows. 0 between operators.
     u32* set_done;
     u32 hidden;
     // Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.

@@ -4,6 +4,10 @@
 
 // Loads are numbered: load n fills stage n % stages, and may be issued when load n - stages is free. All lanes call all
 // functions, with the same arguments.
+//
+// A ring has at least 3 stages (`FEWEST_STAGES` in src/tuning.rs): the stores of two tokens may still be reading two stages when
+// the next token is taken. With fewer stages, this `take` would wait for ever. A ring has at most 32 stages: one lane initialises
+// the barrier of one stage.
 struct Ring {
     u8* stage0;
     SharedAddress first_stage;
@@ -53,9 +57,9 @@ struct Ring {
         return stage;
     }
 
-    // Waits until the stores of all groups but the `pending` most recent ones have read their stage, and until all lanes
-    // have taken it; then all loads before `load` may be overwritten. Lane 0 issues the next load of a stage: if it did so before
-    // another lane has seen the phase of this load, that lane would miss the phase and wait for ever.
+    // Waits until the stores of all groups but the `pending` most recent ones have read their stage, and until all lanes have
+    // returned from `take` of it; then all loads before `load` may be overwritten. Lane 0 issues the next load of a stage: if it
+    // did so before another lane has seen the phase of this load, that lane would miss the phase and wait for ever.
     template <u32 pending>
     __device__ void free(u32 load) {
         await_stores_read<pending>();

@@ -1,4 +1,4 @@
-// Writes the lists of the handle. The counts determine the index of every entry, so threads write them in any order.
+// Writes the lists of the handle. The counts determine the index of every entry, so threads write the entries in any order.
 #pragma once
 #include "bases.cuh"
 

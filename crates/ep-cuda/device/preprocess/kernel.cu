@@ -53,6 +53,8 @@ __device__ inline void emit_sets(const PreprocessParams& p, Tile& tile, const Co
         const u32 rows = ld_relaxed_sys(counts_at(p, c.own, epoch, source) + COUNT_TOKENS);
         const HandleView lists = set_view(c, p.handle, domain, rows);
         tile.form = ROUTING_MASKS;
+        // Blocks other than 0 read the plan and the lane without having acquired `rail_seen`. The order is: block 0 acquires it, the
+        // barrier of `forward_counts`, block 0 releases the handshake to this rank's own control block, every block acquires it.
         const u64 masks_offset = seen_plan(c, epoch, domain).sections[1];
         tile.masks = reinterpret_cast<const u32*>(in_lane(c, epoch, domain) + masks_offset);
         tile.mask_words = mask_words(c, c.rails.domain);

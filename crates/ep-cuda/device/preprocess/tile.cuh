@@ -2,7 +2,7 @@
 // of a token's row are its experts in order; the number of set bits of an expert's column before a token is the number
 // of earlier tokens of the tile that chose the expert.
 //
-// Each choice, and each pair of token and rank, is handled by one thread: a token has too few of them for a warp.
+// Each choice, and each pair of token and rank, is handled by one thread: a token has too few choices to occupy a warp.
 #pragma once
 #include "rails.cuh"
 
@@ -35,8 +35,9 @@ __device__ inline Number warp_scan(Number own) {
 // The position of the first expert of a domain; with the number of domains, the number of experts.
 __device__ inline u32 first_position(const Common& c, u32 domain) { return c.owner_begin[domain * domain_size(c)]; }
 
-// The numbers that are summed over tokens: [experts] copies, [ranks] copies, [ranks] tokens, then entries of `sends`
-// and of `copies`, and with rails [domains] tokens. Each function returns an index into an array of them.
+// The column sums, numbers that are summed over tokens: [experts] copies, [ranks] copies, [ranks] tokens, then entries of
+// `sends` and of `copies`, and with rails [domains] tokens. Each function returns an index into an array of them. The columns
+// of a tile, in contrast, have one bit per token.
 struct Columns {
     u32 experts;
     u32 ranks;
