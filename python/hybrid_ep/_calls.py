@@ -218,6 +218,9 @@ def _start(
 ) -> tuple[Result, Work]:
     if not isinstance(after, torch.cuda.Event | Work | None):
         raise CallerError(f"after: expected a torch.cuda.Event or a Work, found {type(after).__name__}")
+    # PyTorch makes the event of CUDA at the first record. Until then, a wait for it does nothing.
+    if isinstance(after, torch.cuda.Event) and not after.cuda_event:
+        raise CallerError("after: the event was never recorded: call record() before the operator")
     if end.communication is None:
         if after is not None:
             after.synchronize()

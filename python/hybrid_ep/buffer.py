@@ -254,7 +254,8 @@ class Buffer(Joined):
             after: With `async_op` only: an event, or the work of another operator, for which the operator waits
                 instead of the current stream. It waits for the current stream, too, if an argument must be converted to
                 float32 or to `[T, E]`, if a tensor that this buffer delivered has been freed since an operator
-                followed the current stream, and while a CUDA graph is captured. On the CPU the host waits.
+                followed the current stream, while a CUDA graph is captured, and if the work is of a buffer on the CPU.
+                On the CPU the host waits. An event must have been recorded.
 
         Returns:
             The received rows; with `async_op`, the rows and a `Work`. See `Dispatched` for the lifetime of their

@@ -90,7 +90,7 @@ class Work:
         current = torch.cuda.current_stream(device)
         current.wait_event(self._event)
         for tensor in self._results:
-            tensor.record_stream(current)
+            _record(tensor, current)
         self._results = []
         self._communication.waited(self)
 
@@ -229,7 +229,9 @@ class Communication:
 
     def watch(self, tensor: Tensor) -> None:
         """Notices when registered memory that was delivered as this tensor is freed."""
-        self._delivered.add(weakref.ref(tensor.untyped_storage(), self._notice_freed))
+        storage = tensor.untyped_storage()
+        _registered.add(storage)
+        self._delivered.add(weakref.ref(storage, self._notice_freed))
 
     def _notice_freed(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
         self._delivered.discard(storage)
@@ -249,7 +251,7 @@ class Communication:
         try:
             with torch.cuda.stream(stream):
                 for tensor in inputs:
-                    tensor.record_stream(stream)
+                    _record(tensor, stream)
                 results = operator(end, *args)
                 work._event = stream.record_event()
         except BaseException:
@@ -259,7 +261,7 @@ class Communication:
             raise
         outputs = self._tensors_of(results)
         for tensor in outputs:
-            tensor.record_stream(current)
+            _record(tensor, current)
         work._held += [tensor.untyped_storage() for tensor in inputs]
         work._results += [tensor.detach() for tensor in outputs]
         return results
@@ -274,13 +276,15 @@ class Communication:
     ) -> None:
         """Makes the communication stream wait for what must precede the operator."""
         after = call.after
+        if isinstance(after, Work):
+            # First: in a capture, the communication stream joins the capture below.
+            after._check_capture(capturing)
+            # None: the work is complete, so the operator follows the current stream.
+            after = after._event
         if after is None or capturing or self._freed or any(tensor.data_ptr() not in call.given for tensor in inputs):
             stream.wait_stream(current)
             # Replays write to memory of the capture only, so a capture does not order later operators.
             self._freed &= capturing
-        if isinstance(after, Work):
-            after._check_capture(capturing)
-            after = after._event
         if after is not None:
             stream.wait_event(after)
 
@@ -317,6 +321,23 @@ class _Call:
         self.work, self.after = work, after
         # The addresses of the caller's tensors; not used without `after`.
         self.given = given
+
+
+# The storages in registered memory of all buffers.
+_registered: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+
+def _record(tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    """Keeps memory of PyTorch's allocator from being reused before the stream is done with it."""
+    if tensor.untyped_storage() in _registered:
+        return
+    try:
+        tensor.record_stream(stream)
+    except RuntimeError:
+        # The caller may pass memory of another library. PyTorch's default allocator ignores it. `cudaMallocAsync`
+        # raises an internal assertion for all memory that it has not allocated, and for nothing else.
+        if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+            raise
 
 
 def is_capturing(device: torch.device) -> bool:

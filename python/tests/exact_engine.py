@@ -31,8 +31,8 @@ class ExactEngine:
         row = settings["experts_per_rank"] * self.dtype.itemsize
         self.sizes = [row * elements for elements in settings["expert_elements"]]
         self.carrier = carrier
-        # The number of publishes, and of gradients sent and received, by layer.
-        self.published, self.sent, self.reduced = ([0] * len(self.sizes) for _ in range(3))
+        # The number of publishes, by layer. It numbers gradients, too: a rank may publish without reducing them.
+        self.published = [0] * len(self.sizes)
         self.early: dict[tuple[int, int, int, int], bytes] = {}
         if saved is not None:
             self.published = [*struct.unpack(f"<{len(self.sizes)}q", saved)]
@@ -62,8 +62,7 @@ class ExactEngine:
         address, nbytes = span
         assert nbytes == size * len(self.peers)
         for place, peer in enumerate(self.peers):
-            self._send(peer, GRADIENTS, layer, self.sent[layer], ctypes.string_at(address + place * size, size))
-        self.sent[layer] += 1
+            self._send(peer, GRADIENTS, layer, self.published[layer], ctypes.string_at(address + place * size, size))
 
     def reduce_gradients(self, layer: int, own: tuple[int, int], sum: tuple[int, int]) -> None:
         size = self.sizes[layer]
@@ -73,10 +72,9 @@ class ExactEngine:
             if rank == self.rank:
                 data = ctypes.string_at(*own)
             else:
-                data = self._receive(rank, GRADIENTS, layer, self.reduced[layer])
+                data = self._receive(rank, GRADIENTS, layer, self.published[layer])
             total += torch.frombuffer(bytearray(data), dtype=self.dtype)
         ctypes.memmove(sum[0], total.data_ptr(), sum[1])
-        self.reduced[layer] += 1
 
     def save(self) -> bytes:
         return struct.pack(f"<{len(self.sizes)}q", *self.published)

@@ -14,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid_ep import Buffer
+from hybrid_ep import Buffer, ops
 from hybrid_ep.work import Communication
 
 
 class Event:
     def __init__(self, before: set[str] | None = None) -> None:
         self.before = before or set()
+        # As in PyTorch, 0 until the event is recorded.
+        self.cuda_event = 0 if before is None else id(self)
         self.complete = False
 
     def query(self) -> bool:
@@ -119,6 +121,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(
         Tensor, "record_stream", lambda tensor, stream: fake.recorded.append((tensor.data_ptr(), stream))
     )
+    # As on a GPU. On the CPU outputs are in registered memory.
+    monkeypatch.setattr(ops, "_output", lambda end, like, shape, dtype: like.new_empty(shape, dtype=dtype))
     return fake
 
 

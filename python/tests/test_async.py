@@ -196,7 +196,8 @@ def test_as_a_context_manager_the_stream_waits_at_the_end_of_the_block(cuda: Cud
         assert name not in cuda.before[f"beside {name}"] and name in cuda.default.done
 
 
-def test_every_input_and_output_is_recorded_in_both_streams(cuda: Cuda) -> None:
+def test_every_input_and_output_is_recorded_in_both_streams_unless_it_was_delivered(cuda: Cuda) -> None:
+    """PyTorch's allocator does not own what dispatch delivers; with `cudaMallocAsync`, it raises an internal error."""
     buffer = on_streams(cuda)
     x, idx, weights = sample()
     got, sent = buffer.dispatch_with_permute(x, idx, weights, capacity=CAPACITY, async_op=True)
@@ -204,12 +205,8 @@ def test_every_input_and_output_is_recorded_in_both_streams(cuda: Cuda) -> None:
     back, returned = buffer.combine_with_unpermute(got.tokens, got.handle, probs=got.probs, async_op=True)
     assert back.probs is not None
     (communication,) = cuda.streams
-    read = [x, idx, weights, got.tokens, got.probs]
-    made = [
-        got.tokens, got.probs, got.overflow, got.tokens_per_expert, got.handle.kept_per_expert,
-        back.tokens, back.probs,
-    ]  # fmt: skip
-    assert {t.data_ptr() for t in read} <= cuda.recorded_in(communication)
+    made = [got.overflow, got.tokens_per_expert, got.handle.kept_per_expert, back.tokens, back.probs]
+    assert {t.data_ptr() for t in (x, idx, weights)} <= cuda.recorded_in(communication)
     assert {t.data_ptr() for t in made} <= cuda.recorded_in(cuda.default)
     # A stream that waits may use the results, too.
     other = Stream()
@@ -217,14 +214,44 @@ def test_every_input_and_output_is_recorded_in_both_streams(cuda: Cuda) -> None:
         sent.wait()
         returned.wait()
     assert {t.data_ptr() for t in made} <= cuda.recorded_in(other)
+    # Also if another buffer takes it.
+    rows = buffer.empty(5, 8, dtype=torch.float32)
+    on_streams(cuda).dispatch(rows[1:], idx[1:], capacity=CAPACITY, async_op=True)
+    delivered = {t.data_ptr() for t in (got.tokens, got.probs, rows[1:])}
+    assert not delivered & {address for address, _ in cuda.recorded}
+
+
+@pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
+def test_cuda_malloc_async_refuses_to_record_memory_of_other_libraries(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    buffer = on_streams(cuda)
+    x, idx, _ = sample()
+    record = Tensor.record_stream
+
+    def refuses(tensor: Tensor, stream: Stream) -> None:
+        if tensor.data_ptr() == x.data_ptr():
+            raise RuntimeError("INTERNAL ASSERT FAILED: ptr not found in ptr_info")
+        record(tensor, stream)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Tensor, "record_stream", refuses)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    if allocator == "native":
+        with pytest.raises(RuntimeError, match="INTERNAL ASSERT"):
+            buffer.dispatch(x, idx, capacity=CAPACITY, async_op=True)
+        return
+    got, work = buffer.dispatch(x, idx, capacity=CAPACITY, async_op=True)
+    work.wait()
+    assert torch.equal(got.tokens[:5], x)
+    assert idx.data_ptr() in cuda.recorded_in(cuda.streams[0])
 
 
 def test_the_first_stream_that_waits_is_recorded_also_after_later_calls(cuda: Cuda) -> None:
     buffer = on_streams(cuda)
     x, idx, weights = sample()
     got, sent = buffer.dispatch_with_permute(x, idx, weights, capacity=CAPACITY, async_op=True)
-    assert got.probs is not None
-    made = {got.tokens.data_ptr(), got.probs.data_ptr(), got.overflow.data_ptr()}
+    assert got.tokens_per_expert is not None
+    made = {got.overflow.data_ptr(), got.tokens_per_expert.data_ptr(), got.handle.kept_per_expert.data_ptr()}
     # This call waits for the dispatch itself.
     buffer.combine_with_unpermute(got.tokens, got.handle)
     first, second = Stream(), Stream()
@@ -305,6 +332,44 @@ def test_after_takes_the_place_of_the_current_stream(cuda: Cuda) -> None:
     other = on_streams(cuda)
     other.dispatch(x, idx, capacity=CAPACITY, async_op=True, after=work)
     assert "dispatch 1" in cuda.before["preprocess 0"] and "unrelated" not in cuda.before["preprocess 0"]
+
+
+def test_after_a_work_of_the_cpu_the_operator_follows_the_current_stream(cuda: Cuda) -> None:
+    (on_cpu,) = Buffer.threads(1, num_experts=4, device="cpu")
+    buffer = on_streams(cuda)
+    x, idx, _ = sample()
+    handle = buffer.preprocess(idx, capacity=CAPACITY)
+    got, complete = on_cpu.dispatch(x, idx, async_op=True)
+    cuda.launch("copy to the GPU")
+    buffer.dispatch(got.tokens, handle=handle, async_op=True, after=complete)
+    assert "copy to the GPU" in cuda.before["dispatch 1"]
+
+
+def test_an_event_that_was_never_recorded_is_refused(cuda: Cuda) -> None:
+    (on_cpu,) = Buffer.threads(1, num_experts=4, device="cpu")
+    x, idx, _ = sample()
+    event = Event()
+    for buffer in (on_streams(cuda), on_cpu):
+        with pytest.raises(CallerError, match=r"the event was never recorded: call record\(\) before the operator"):
+            buffer.dispatch(x, idx, capacity=CAPACITY, async_op=True, after=event)  # type: ignore[call-overload]
+    assert not cuda.before and not cuda.streams
+
+
+@pytest.mark.parametrize("options", [{}, {"blocking": True}, {"interprocess": True}, {"enable_timing": True}])
+def test_an_event_of_pytorch_that_was_never_recorded_is_refused(device: str, options: dict[str, bool]) -> None:
+    (buffer,) = Buffer.threads(1, num_experts=4, device=device)
+    x, idx = torch.randn(3, 8, device=device), torch.zeros(3, 1, dtype=torch.int64, device=device)
+    try:
+        event = torch.cuda.Event(**options)
+    except RuntimeError:
+        pytest.skip("this PyTorch has no events")
+    with pytest.raises(CallerError, match="the event was never recorded"):
+        buffer.dispatch(x, idx, capacity=CAPACITY, async_op=True, after=event)
+    if torch.cuda.is_available():
+        event.record()
+        got, work = buffer.dispatch(x, idx, capacity=CAPACITY, async_op=True, after=event)
+        work.wait()
+        assert torch.equal(got.tokens[:3], x)
 
 
 def test_after_does_not_hide_what_the_call_itself_puts_into_the_current_stream(cuda: Cuda) -> None:
@@ -425,6 +490,18 @@ def test_work_of_a_capture_belongs_to_the_capture(cuda: Cuda) -> None:
     with pytest.raises(CallerError, match="runs in replays only"):
         buffer.dispatch(*sample(), capacity=CAPACITY, async_op=True, after=work)
     buffer.dispatch(*sample(), capacity=CAPACITY)
+
+
+def test_a_work_from_before_the_capture_does_not_bring_the_communication_stream_into_it(cuda: Cuda) -> None:
+    one, other = on_streams(cuda), on_streams(cuda)
+    x, idx, _ = sample()
+    _, work = one.dispatch(x, idx, capacity=CAPACITY, async_op=True)
+    cuda.capturing = True
+    cuda.launch("captured")
+    with pytest.raises(CallerError, match=r"call wait\(\) before the capture"):
+        other.dispatch(x, idx, capacity=CAPACITY, async_op=True, after=work)
+    # A stream in the capture that does not leave it would end the capture with an error of CUDA.
+    assert "captured" not in cuda.streams[1].done
 
 
 @pytest.mark.parametrize("async_op", [False, True])

@@ -6,7 +6,7 @@ import copy
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -662,8 +662,6 @@ def _mistakes(here: Rank) -> None:
         with _raises("op is 'max'"):
             migration.reduce_gradients(model, op="max")  # type: ignore[arg-type]
         model(tokens_of(here.rank, 0)).sum().backward()
-        with _raises("a second backward pass after the gradients of this step have left"):
-            model(tokens_of(here.rank, 1)).sum().backward()
         with _raises("comes too late"):
             HybridExperts(migration, 8, 8)
         migration.reduce_gradients(model)
@@ -673,6 +671,40 @@ def _mistakes(here: Rank) -> None:
             loss.backward()
     with _raises("the migration is closed"):
         migration.publish()
+
+
+def _gradients_of(migration: ExpertMigration, model: nn.Module, step: int) -> list[Tensor]:
+    model.zero_grad()
+    model(tokens_of(migration.rank, step)).square().sum().backward()
+    migration.reduce_gradients(model, op="sum")
+    return [local_part(parameter.grad).clone() for parameter in model.parameters()]
+
+
+def _second_passes(here: Rank, engine: str) -> None:
+    """A second backward pass after gradients have left, in the first step and in later ones."""
+    exact = {"weights": "exact", "gradients": "exact"}
+
+    def passes_once_more(migration: ExpertMigration, model: nn.Module, accumulates: bool) -> None:
+        says = "a second backward pass after the gradients of this step have left.* call publish to leave this step out"
+        with _raises(says), migration.accumulate() if accumulates else nullcontext():
+            model(tokens_of(here.rank, 1)).square().sum().backward()
+
+    with runtime(engine)(TWO, num_experts=EXPERTS, **exact) as migration:
+        expected = _gradients_of(migration, hybrid(migration), 2)
+    for accumulates in (False, True):
+        with runtime(engine)(TWO, num_experts=EXPERTS, **exact) as migration:
+            model = hybrid(migration)
+            for _ in range(2):
+                model(tokens_of(here.rank, 0)).square().sum().backward()
+                passes_once_more(migration, model, accumulates)
+                # The owners have the gradients of the first pass only.
+                for _ in range(2):
+                    with _raises("gradients of experts changed after they had left .*: call publish"):
+                        migration.reduce_gradients(model, op="sum")
+                migration.publish()
+                for ours, right in zip(_gradients_of(migration, model, 2), expected, strict=True):
+                    assert torch.equal(ours, right)
+                migration.publish()
 
 
 def _destroy_groups_first(here: Rank) -> None:
@@ -689,6 +721,8 @@ def test_mistakes_are_named_and_closing_after_the_groups_are_destroyed_ends() ->
     world = world_of_processes(4, "cpu")
     try:
         world.run(_mistakes)
+        for engine in ENGINES:
+            world.run(_second_passes, engine)
         world.run(_destroy_groups_first, seconds=60)
     finally:
         world.stop()

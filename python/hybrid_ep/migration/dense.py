@@ -21,12 +21,18 @@ from ..errors import CallerError, PeerError
 from ..experts import expert_parameters
 from .carrier import GlooCarrier, GlooGroup
 
-__all__ = ["BUCKET_BYTES", "DenseGradients"]
+__all__ = ["BUCKET_BYTES", "SECOND_PASS", "DenseGradients"]
 
 # A larger bucket begins later, and smaller ones have more messages. A larger parameter is a bucket of its own.
 BUCKET_BYTES = 4 << 20
 # f16 is sent as f32: the codecs know two types.
 _WIDE = {torch.float32: True, torch.float16: True, torch.bfloat16: False}
+# What hooks of dense parameters and of experts say.
+SECOND_PASS = (
+    "a second backward pass after the gradients of this step have left: run all backward passes but the last of a step "
+    "inside `with migration.accumulate():`, and call reduce_gradients after the last; after this error, call publish "
+    "to leave this step out, and zero_grad"
+)
 # Seconds in which news of a fault reach all ranks.
 _NEWS = 0.5
 
@@ -141,10 +147,7 @@ class DenseGradients:
         if plan is not self._overlapped:
             return
         if bucket < plan.begun:
-            raise CallerError(
-                "a second backward pass after the gradients of this step have left: run all backward passes but the "
-                "last of a step inside `with migration.accumulate():`, and call reduce_gradients after the last"
-            )
+            raise CallerError(SECOND_PASS)
         plan.buckets[bucket].missing.discard(id(parameter))
         while plan.begun < len(plan.buckets) and not plan.buckets[plan.begun].missing:
             self._begin_next(plan, step)

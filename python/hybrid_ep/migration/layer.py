@@ -66,7 +66,8 @@ class HybridExperts(GroupedExperts):
         shape = (held, 3 * hidden * intermediate)
         self.working = torch.zeros(shape, dtype=working_dtype, device="cpu", requires_grad=True)
         self.gathered = -1
-        self.sent = False
+        # The gradient that has left in this step, and its version.
+        self._left: tuple[Tensor, int] | None = None
         self.replica_steps = []
         self._index = index = migration.register(self)
         # The migration holds the layer, and the layer the tensor. A hook that holds the migration would close a cycle.
@@ -115,6 +116,27 @@ class HybridExperts(GroupedExperts):
         """The replicas, [replicas, elements], without gradient."""
         return self.working.detach()[self._own :]
 
+    @property
+    def sent(self) -> bool:
+        """Whether the gradients of this step have left."""
+        return self._left is not None
+
+    def note_sent(self) -> None:
+        """Notes that the gradients have left."""
+        gradient = self._gradient()
+        self._left = gradient, gradient._version
+
+    def check_gradient(self) -> None:
+        """Raises `CallerError` if the gradients have changed since they left: the owners lack the change."""
+        if self._left is None:
+            return
+        gradient, version = self._left
+        if self.working.grad is not gradient or gradient._version != version:
+            raise CallerError(
+                "gradients of experts changed after they had left in the backward pass: call publish, which forgets "
+                "this step's gradients, and zero_grad"
+            )
+
     def own_gradient(self) -> Tensor:
         return self._gradient()[: self._own]
 
@@ -146,7 +168,7 @@ class HybridExperts(GroupedExperts):
     def discard_gradients(self) -> None:
         """Forgets the gradient of `working`."""
         self.working.grad = None
-        self.sent = False
+        self._left = None
 
     # ---- checkpoints and copies
 

@@ -26,7 +26,7 @@ from ..errors import CallerError, PeerError
 from ..experts import expert_parameters
 from ..rendezvous import Meeting
 from .carrier import GlooCarrier, connect
-from .dense import DenseGradients
+from .dense import SECOND_PASS, DenseGradients
 from .plan import ExpertDomains
 
 if TYPE_CHECKING:
@@ -317,8 +317,8 @@ class ExpertMigration(Shared):
             op: "mean" or "sum".
 
         Raises:
-            CallerError: `op` is neither, a gradient is not finite and the codec is lossy, or a dense gradient has a
-                type that cannot be reduced, or has changed since it left.
+            CallerError: `op` is neither, a gradient has changed since it left, a gradient is not finite and the codec
+                is lossy, or a dense gradient has a type that cannot be reduced.
             PeerError: Another rank died, failed or is late.
         """
         if op not in ("mean", "sum"):
@@ -332,6 +332,8 @@ class ExpertMigration(Shared):
         scale = 1.0 / self.plan.ranks if op == "mean" else 1.0
         # Gradients leave in the order of the backward pass, so the first to arrive are those of the last layer.
         backward = [*enumerate(self._layers)][::-1]
+        for experts in self._layers:
+            experts.check_gradient()
         with self._dense.explained():
             for index, experts in backward:
                 self._send_gradients(index, experts)
@@ -375,22 +377,19 @@ class ExpertMigration(Shared):
 
     def gradients_complete(self, index: int) -> None:
         """Sends the gradients of a layer, unless more micro-batches follow. A hook of the backward pass."""
-        if self._accumulating:
-            return
         experts = self._layers[index]
         if experts.sent:
-            raise CallerError(
-                "a second backward pass after the gradients of this step have left: run all backward passes but the "
-                "last of a step inside `with migration.accumulate():`, and call reduce_gradients after the last"
-            )
-        self._send_gradients(index, experts)
+            # Also inside `accumulate`: the owners do not get what this pass has added.
+            raise CallerError(SECOND_PASS)
+        if not self._accumulating:
+            self._send_gradients(index, experts)
 
     def _send_gradients(self, index: int, experts: HybridExperts) -> None:
         if experts.sent:
             return
         if (engine := self._started()) is not None:
             engine.send_gradients(index, _span(experts.replica_gradient()))
-        experts.sent = True
+        experts.note_sent()
 
     def _started(self) -> Engine | None:
         """Returns the engine; None for an expert domain of one rank, which has no replicas."""
