@@ -221,7 +221,7 @@ def _has_group(function: str, buffers: Iterable[Buffer]) -> bool:
     if ranks > 1:
         raise CallerError(
             f"{function}: the layer's buffer has {ranks} ranks, and torch.distributed is not initialized: call "
-            "init_process_group before the buffer is made"
+            "init_process_group before the buffer is made (threads of Buffer.threads have no process group)"
         )
     return False
 

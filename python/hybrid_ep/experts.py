@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -49,6 +50,9 @@ class LocalExperts(nn.Module):
     Args:
         buffer: The communicator, which says which experts this rank has.
 
+    Raises:
+        CallerError: The buffer was made before `torch.distributed` was initialized.
+
     Example:
         >>> class Experts(LocalExperts):
         ...     def __init__(self, buffer, hidden):
@@ -65,6 +69,13 @@ class LocalExperts(nn.Module):
 
     def __init__(self, buffer: Buffer) -> None:
         super().__init__()
+        has_groups = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if has_groups and buffer.world_size > 1 and buffer.mesh is None:
+            # A checkpoint would hold the experts of one rank, and nothing would say so.
+            raise CallerError(
+                f"the buffer of {buffer.world_size} ranks has no process group, because it was made before "
+                "init_process_group: call init_process_group before the buffer is made"
+            )
         self.buffer = buffer
 
     def new_parameter(

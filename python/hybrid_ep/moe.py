@@ -72,7 +72,7 @@ class Router(nn.Module):
         device: The device of the weight.
 
     Raises:
-        CallerError: `topk` is not between 1 and `num_experts`.
+        CallerError: `topk` is not between 1 and `num_experts`, or `hidden` or `capacity_factor` is not positive.
     """
 
     def __init__(
@@ -88,8 +88,12 @@ class Router(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= topk <= num_experts:
+        if not 1 <= topk <= num_experts or topk != int(topk):
             raise CallerError(f"topk is {topk}, must be from 1 to the number of experts, {num_experts}")
+        if hidden < 1:
+            raise CallerError(f"hidden is {hidden}, must be 1 or more")
+        if capacity_factor is not None and not 0.0 < capacity_factor < math.inf:
+            raise CallerError(f"capacity_factor is {capacity_factor}, must be a positive number, or None for no bound")
         self.num_experts, self.topk, self.normalize = num_experts, topk, normalize
         self.capacity_factor, self.balance_coef = capacity_factor, balance_coef
         self._balance_group = SharedGroup(balance_group)
@@ -179,7 +183,7 @@ class MoELayer(nn.Module):
         dtype: The type of the experts' parameters.
 
     Raises:
-        CallerError: `topk` is not between 1 and the number of experts.
+        CallerError: `topk` is not between 1 and the number of experts, or a width or `capacity_factor` is not positive.
 
     Example:
         >>> buffer = Buffer(num_experts=8)
@@ -213,6 +217,9 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, width, least in (("intermediate", intermediate, 1), ("shared_intermediate", shared_intermediate, 0)):
+            if width < least:
+                raise CallerError(f"{name} is {width}, must be {least} or more")
         self.router = Router(
             hidden,
             buffer.num_experts,
@@ -247,6 +254,10 @@ class MoELayer(nn.Module):
         hidden = self.router.weight.shape[1]
         if x.shape[-1:] != (hidden,):
             raise CallerError(f"x: expected [..., {hidden}], the layer's hidden, found shape {list(x.shape)}")
+        if not x.is_floating_point():
+            raise CallerError(
+                f"x: expected a floating-point type, found {x.dtype}; convert it, for example with x.float()"
+            )
         tokens = x.reshape(-1, hidden)
         if self.training and x.requires_grad and not torch.is_grad_enabled() and self.router.balance_coef:
             # As inside `torch.utils.checkpoint`, whose reentrant form runs the forward pass without gradients.

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from hybrid_ep import Buffer, CallerError, MoELayer, TokenDispatcher
-from hybrid_ep.experts import local_part
+from hybrid_ep.experts import LocalExperts, local_part
 from hybrid_ep.moe import clip_gradients, reduce_gradients
 from process_worlds import Rank, world_of_processes
 from worlds import on_threads
@@ -262,3 +263,14 @@ def test_gradients_are_clipped_by_the_norm_of_all_experts() -> None:
         torch.testing.assert_close(after, torch.tensor(0.5))
         torch.testing.assert_close(router, alone[2])
         assert torch.equal(router, two[0][2])
+
+
+def _buffer_made_too_early(here: Rank) -> None:
+    # Such a buffer met its ranks through the environment.
+    buffer = SimpleNamespace(world_size=here.size, mesh=None)
+    with pytest.raises(CallerError, match="made before init_process_group"):
+        LocalExperts(buffer)  # type: ignore[arg-type]
+
+
+def test_a_buffer_without_a_group_beside_groups_of_pytorch_is_refused() -> None:
+    world_of_processes(2, "cpu").run(_buffer_made_too_early)

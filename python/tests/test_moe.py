@@ -436,12 +436,32 @@ def test_balance_loss_is_one_when_balanced_and_grows_with_skew() -> None:
     assert router.weight.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"topk": 3}, r"topk is 3, must be from 1 to .* 2"),
+        ({"topk": 1.5}, r"topk is 1\.5"),
+        ({"hidden": -64}, "hidden is -64, must be 1 or more"),
+        ({"intermediate": 0}, "intermediate is 0, must be 1 or more"),
+        ({"shared_intermediate": -1}, "shared_intermediate is -1, must be 0 or more"),
+        ({"capacity_factor": 0.0}, r"capacity_factor is 0\.0, must be a positive number"),
+        ({"capacity_factor": float("nan")}, "capacity_factor is nan"),
+    ],
+)
+def test_wrong_options_of_a_layer_are_refused(options: dict[str, Any], text: str) -> None:
+    with Buffer(num_experts=2, device="cpu") as buffer, pytest.raises(CallerError, match=text):
+        MoELayer(buffer, **{"hidden": HIDDEN, "intermediate": INTERMEDIATE, "topk": 1, **options})
+
+
+def test_tokens_that_are_no_numbers_with_a_fraction_are_refused() -> None:
+    with Buffer(num_experts=2, device="cpu") as buffer:
+        layer = MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=1)
+        for dtype in (torch.int32, torch.bool):
+            with pytest.raises(CallerError, match=f"expected a floating-point type, found {dtype}"):
+                layer(torch.zeros(3, HIDDEN, dtype=dtype))
+
+
 def test_wrong_options_are_refused() -> None:
-    with (
-        Buffer(num_experts=2, device="cpu") as buffer,
-        pytest.raises(CallerError, match=r"topk is 3, must be from 1 to .* 2"),
-    ):
-        MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=3)
     with pytest.raises(CallerError, match="op is 'max'"):
         reduce_gradients(torch.nn.Linear(1, 1), op="max")  # type: ignore[arg-type]
 

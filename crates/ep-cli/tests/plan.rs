@@ -228,6 +228,33 @@ fn without_arguments_an_example_is_planned() {
     assert!(explained.contains("would be best") && explained.contains("one more member"), "{explained}");
 }
 
+/// A layout that is tight on memory never is the best, but the report says that it is faster.
+#[test]
+fn the_answer_names_a_faster_strategy_that_is_tight_on_memory() {
+    let cluster = ["plan", "--cluster=dgx-h100", "--nodes=8,8,10", "--uplink=10Gbit/s", "--round-trip=40ms"];
+    let text = run(&cluster).succeeded().stdout;
+    for part in [
+        "Best with all 208 GPUs and memory to spare: expert domains (1, 1, 2).",
+        "4 stages of 13 parts of datacenters each",
+        "Tight on memory, but faster: a pipeline of 13 stages across datacenters, ",
+        "less than 30 % of a GPU's memory (`reserved_memory`) is left for activations.",
+        "Without lossy compression, the fastest is hierarchical EP, ",
+    ] {
+        assert!(text.contains(part), "no `{part}` in: {text}");
+    }
+    let directory = Directory::new("plan-tight");
+    let page = directory.file("tight.html");
+    run(&[&cluster[..], &["--html", &page]].concat()).succeeded();
+    assert!(std::fs::read_to_string(&page).unwrap().contains("pipeline (tight)"));
+    // With less memory reserved, the same pipeline is the best.
+    let spare = run(&[&cluster[..], &["--set=reserved_memory=0.29"]].concat()).succeeded().stdout;
+    assert!(
+        spare.contains("a pipeline of 13 stages across datacenters. A step of")
+            && !spare.contains("Tight on memory"),
+        "{spare}"
+    );
+}
+
 #[test]
 fn a_printed_problem_can_be_read_back() {
     let directory = Directory::new("plan-toml");

@@ -36,6 +36,12 @@ pub(crate) fn name(strategy: Strategy) -> &'static str {
     }
 }
 
+/// The name of a price's strategy, and whether its layout is tight on memory.
+pub(super) fn name_and_fit(price: &StepPrice) -> String {
+    let fit = if price.fit == Fit::Fits { "" } else { " (tight)" };
+    format!("{}{fit}", name(price.strategy))
+}
+
 /// Whether the dense gradients of a strategy change on the way between datacenters.
 pub(super) fn has_lossy_gradients(price: &StepPrice) -> bool {
     price.dense_exchange.is_some_and(|exchange| !exchange.codec.is_lossless())
@@ -87,10 +93,13 @@ pub(crate) fn dense_gradients(plan: &StepPlan, options: &Options) -> Option<Stri
 pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let (plan, options) = (&shown.plan, &problem.options);
     let best = plan.best();
-    let faster = faster_part(shown);
-    let with = match faster {
-        Some(_) => format!(" with all {} GPUs", units::count(problem.cluster.gpus() as u64)),
-        None => String::new(),
+    let (faster, tight) = (faster_part(shown), faster_but_tight(plan));
+    let all = || format!("all {} GPUs", units::count(problem.cluster.gpus() as u64));
+    let with = match (faster, tight) {
+        (Some(_), Some(_)) => format!(" with {} and memory to spare", all()),
+        (Some(_), None) => format!(" with {}", all()),
+        (None, Some(_)) => " with memory to spare".into(),
+        (None, None) => String::new(),
     };
     let mut lines = vec![format!(
         "Best{with}: {}. A step of {} tokens takes {}: {} tokens/s, GPUs idle {:.0} % of it.",
@@ -100,7 +109,17 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         units::count(best.tokens_per_second.round() as u64),
         100.0 * best.idle_share
     )];
-    lines.push(format!("Layout: {}.", layout(best)));
+    lines.push(format!("Layout: {}.", layout(best, problem)));
+    lines.extend(tight.map(|price| {
+        format!(
+            "Tight on memory, but faster: {}, {} a step, {}. The parameters fit, but less than {:.0} % of a GPU's memory \
+             (`reserved_memory`) is left for activations.",
+            described(price),
+            price.step_time,
+            relation(best.step_time / price.step_time),
+            100.0 * options.reserved_memory
+        )
+    }));
     lines.extend(fewer(shown, problem));
     lines.extend(bottleneck(best, problem));
     lines.extend(synchronisation(best));
@@ -127,6 +146,7 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         .prices
         .iter()
         .filter(|price| !matches!(price.strategy, Strategy::ExpertDomains | Strategy::LocalSteps))
+        .filter(|price| price.fit == best.fit)
         .find(|price| !lossy || !is_lossy(price, options));
     match (domains, other) {
         (Some(domains), Some(other)) if best.strategy == Strategy::ExpertDomains => {
@@ -139,12 +159,15 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
             lines.push(format!("{how} {}, {}.{worth}", described(other), slower(gain)));
         }
         (Some(domains), _) if best.strategy != Strategy::ExpertDomains => {
-            let ratio = best.step_time / domains.step_time;
-            lines.push(format!(
-                "Moving experts between datacenters is not worth it here: {} are {}.",
-                described(domains),
-                relation(ratio)
-            ));
+            let (domains_are, ratio) = (described(domains), relation(best.step_time / domains.step_time));
+            lines.push(match domains.candidate.domain_sizes.first() {
+                Some(1) => format!(
+                    "The fastest expert domains that fit move no experts between datacenters: {domains_are} are {ratio}."
+                ),
+                _ => format!(
+                    "Moving experts between datacenters is not worth it here: {domains_are} are {ratio}."
+                ),
+            });
         }
         _ => {}
     }
@@ -168,6 +191,16 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         );
     }
     lines
+}
+
+/// The fastest strategy, if it is faster than the best one and that one leaves more memory for activations.
+fn faster_but_tight(plan: &StepPlan) -> Option<&StepPrice> {
+    let best = plan.best();
+    let comparable = |price: &&StepPrice| price.strategy != Strategy::LocalSteps && best.fit == Fit::Fits;
+    plan.prices.iter().filter(comparable).find(|price| {
+        let gain = best.step_time / price.step_time;
+        price.fit == Fit::Tight && gain > 1.0 && times(gain) != times(1.0)
+    })
 }
 
 /// The fastest part of the cluster, if it is faster than all of it.
@@ -206,7 +239,7 @@ fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
             if part.sites.len() == 1 { "trains" } else { "train" },
             units::count(part.price.tokens_per_second.round() as u64),
             relation(gain(part, shown)),
-            layout(&part.price)
+            layout(&part.price, problem)
         )
     };
     let fastest = faster_part(shown);
@@ -276,11 +309,16 @@ fn described(price: &StepPrice) -> String {
 }
 
 /// A layout in words.
-pub(super) fn layout(price: &StepPrice) -> String {
+pub(super) fn layout(price: &StepPrice, problem: &Problem) -> String {
     let layout = &price.layout;
     // What the replicas of a stage exchange then crosses between datacenters, too.
     let across = layout.stage.first().copied().filter(|&members| members > 1 && layout.stages() > 1);
-    let spans = across.map_or(String::new(), |members| format!(" of {members} datacenters each"));
+    // Datacenters of different sizes are divided into equal parts.
+    let sites = problem.cluster.levels.first().map_or(0, |outermost| outermost.scaling_factor);
+    let spans = across.map_or(String::new(), |members| match members > sites {
+        true => format!(" of {members} parts of datacenters each"),
+        false => format!(" of {members} datacenters each"),
+    });
     let mut parts = vec![
         units::counted(layout.stages(), "stage") + &spans,
         format!("EP groups of {} {}", units::counted(layout.group_gpus(), "GPU"), sizes(&layout.group)),
@@ -313,9 +351,8 @@ pub(super) fn compared(plan: &StepPlan, options: &Options) -> String {
                 true => "best".into(),
                 false => relation(best.step_time / price.step_time),
             };
-            let fit = if price.fit == Fit::Fits { "" } else { " (tight)" };
             vec![
-                format!("{}{fit}", name(price.strategy)),
+                name_and_fit(price),
                 price.step_time.to_string(),
                 units::count(price.tokens_per_second.round() as u64),
                 format!("{:.0} %", 100.0 * price.idle_share),

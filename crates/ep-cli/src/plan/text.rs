@@ -79,7 +79,7 @@ pub(super) fn layer_answer(problem: &Problem, step: Option<&Shown>, plan: &Plan)
     format!(
         "Layers of the strategy `{}`, {}, {} of a layer on each GPU.\nIn an EP group, {}{waits}",
         steps::name(price.strategy),
-        steps::layout(price),
+        steps::layout(price, problem),
         units::counted(plan.experts_per_gpu, "expert"),
         domains_answer(plan)
     )

@@ -42,7 +42,7 @@ pub(super) fn render(
         body.push_str(&format!("<p class=\"note\">{}</p>\n", escape(note)));
     }
     if let Some(shown) = step {
-        body.push_str(&sections::steps(&shown.plan, &problem.options)?);
+        body.push_str(&sections::steps(&shown.plan, problem)?);
         body.push_str(&sections::layers_title(problem, shown, plan));
     }
     body.push_str(&sections::domains(plan)?);

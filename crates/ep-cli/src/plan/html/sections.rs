@@ -1,6 +1,6 @@
 //! The sections of the HTML report.
 
-use ep_plan::planner::{Candidate, Options, Plan};
+use ep_plan::planner::{Candidate, Plan};
 use ep_plan::step::StepPlan;
 use ep_plan::units::{Bytes, Seconds};
 
@@ -64,7 +64,8 @@ pub(super) fn step_answer(shown: &Shown, problem: &Problem) -> String {
 }
 
 /// The steps of all strategies, divided into compute, other parts of the passes, and synchronisation.
-pub(super) fn steps(plan: &StepPlan, options: &Options) -> Result<String, Failure> {
+pub(super) fn steps(plan: &StepPlan, problem: &Problem) -> Result<String, Failure> {
+    let options = &problem.options;
     let longest = plan.prices.iter().map(|price| price.step_time.0).fold(0.0, f64::max);
     let unit = Unit::of(plan.best().step_time);
     let logarithmic = longest / plan.best().step_time.0 > 8.0;
@@ -82,7 +83,7 @@ pub(super) fn steps(plan: &StepPlan, options: &Options) -> Result<String, Failur
                 }
             };
             let note = format!("{}, idle {:.0} %", price.step_time, 100.0 * price.idle_share);
-            Bar { label: steps::name(price.strategy).into(), parts, note }
+            Bar { label: steps::name_and_fit(price), parts, note }
         })
         .collect();
     let series: &[(&str, _)] = match logarithmic {
@@ -100,8 +101,8 @@ pub(super) fn steps(plan: &StepPlan, options: &Options) -> Result<String, Failur
         .iter()
         .map(|price| {
             vec![
-                steps::name(price.strategy).into(),
-                steps::layout(price),
+                steps::name_and_fit(price),
+                steps::layout(price, problem),
                 units::count(price.tokens_per_second.round() as u64),
                 steps::changes(price, options),
             ]
@@ -125,7 +126,7 @@ pub(super) fn layers_title(problem: &Problem, shown: &Shown, plan: &Plan) -> Str
     let price = shown.price();
     let about = format!(
         "One layer and one micro-batch of one EP group: {}, {} of a layer on each GPU. The sections below are about these layers.",
-        steps::layout(price),
+        steps::layout(price, problem),
         units::counted(plan.experts_per_gpu, "expert")
     );
     let about = match steps::shown_bottleneck(shown, problem) {
