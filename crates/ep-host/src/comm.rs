@@ -4,6 +4,7 @@
 //! work through it. The shared words are in [`crate::control`]; waiting is in [`crate::wait`].
 
 use std::any::Any;
+use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{
     AtomicBool, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, fence,
@@ -243,12 +244,7 @@ impl<'a> Op<'a> {
         };
         match pool {
             None => worker(),
-            Some(pool) if self.comm.config.interrupt.is_set() => {
-                self.run_interruptibly(pool, worker, &panicked);
-            }
-            Some(pool) => {
-                pool.broadcast(|_| worker());
-            }
+            Some(pool) => self.run_on(pool, worker, &panicked),
         }
         if let Some(panic) = panicked.into_inner().unwrap_or_else(PoisonError::into_inner) {
             resume_unwind(panic);
@@ -256,13 +252,9 @@ impl<'a> Op<'a> {
         self.error.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
     }
 
-    /// Runs `worker` on every thread of the pool, while this thread asks the program whether to stop.
-    fn run_interruptibly(
-        &self,
-        pool: &rayon::ThreadPool,
-        worker: impl Fn() + Sync,
-        panicked: &Mutex<Option<Panic>>,
-    ) {
+    /// Runs `worker` on every thread of the pool. Meanwhile this thread asks the program whether to stop, and looks whether
+    /// workers end after the operator has failed.
+    fn run_on(&self, pool: &rayon::ThreadPool, worker: impl Fn() + Sync, panicked: &Mutex<Option<Panic>>) {
         let working = AtomicUsize::new(pool.current_num_threads());
         let caller = std::thread::current();
         pool.in_place_scope(|scope| {
@@ -272,13 +264,44 @@ impl<'a> Op<'a> {
                     caller.unpark();
                 }
             });
+            let (mut stopped_at, mut told) = (None, false);
             while working.load(Acquire) > 0 {
                 std::thread::park_timeout(Interrupt::EVERY);
-                if !self.stopped.load(Acquire) {
-                    self.run_contained(panicked, || self.check_interrupt(|| "its workers".into()));
+                // Also after the operator has failed: a second signal may end the process.
+                self.run_contained(panicked, || self.check_interrupt(|| "its workers".into()));
+                if self.stopped.load(Acquire) && !told {
+                    let since = *stopped_at.get_or_insert_with(Instant::now);
+                    told = since.elapsed() >= self.comm.config.stall_timeout && working.load(Acquire) > 0;
+                    if told {
+                        self.tell_that_workers_do_not_end();
+                    }
                 }
             }
         });
+    }
+
+    /// Publishes that this rank has failed, before its operator returns. The operator cannot return while a worker uses its
+    /// arguments, and peers would wait for this rank, or name another one.
+    fn tell_that_workers_do_not_end(&self) {
+        let Self { comm, operator, step, .. } = self;
+        let error = EnvironmentError::new(
+            format!("{operator} #{step} on rank {}", comm.rank),
+            format!(
+                "it has failed, and a worker has not ended within the stall bound of {:?}: a call of the engine between \
+                 NVLink domains may not return",
+                comm.config.stall_timeout
+            ),
+            "end the process",
+        );
+        comm.control().set_cause(&error.to_string());
+        comm.set_health(Health::Failed {
+            at_fault: comm.rank,
+            fault: PeerFault::Failed,
+            operator: *operator,
+            step: *step,
+        });
+        // Not `eprintln!`, which panics if stderr is closed.
+        let _ = writeln!(std::io::stderr(), "hybrid-ep: {error}");
     }
 
     /// Runs `work` of one worker. An error or a panic stops the other workers too. They still use the operator's

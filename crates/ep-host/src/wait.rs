@@ -426,9 +426,10 @@ fn no_heartbeat(rank: Rank, silence: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
 
     use ep::workload::Workload;
-    use ep::{Backend as _, DispatchMode, Operator, World};
+    use ep::{Backend as _, DispatchMode, EnvironmentError, Operator, World};
 
     use super::*;
     use crate::HostBuffer;
@@ -482,7 +483,6 @@ mod tests {
         assert_eq!(monitor.newest_progress(), 10);
     }
 
-    /// A rank that has learned first that rank 0 is stopped leaves. The others then name rank 0 all the same.
     /// Rank 1 has failed because of rank 2, and may have changed the rows that rank 0 has read.
     #[test]
     fn the_rank_at_fault_is_named_and_not_one_that_failed_because_of_it() {
@@ -503,6 +503,34 @@ mod tests {
         }
     }
 
+    #[test]
+    fn peers_learn_of_an_operator_that_has_failed_and_cannot_return() {
+        let mut config = ep::Config::default();
+        config.stall_timeout = Duration::from_millis(200);
+        let buffers =
+            HostBuffer::threads(&World::builder().ranks(2).experts(2).build().unwrap(), &config).unwrap();
+        let comm = &buffers[0].comm;
+        let op = Op::enter(comm, Operator::Dispatch, 1, CollectiveArguments::default(), Default::default());
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let (begun, start) = (AtomicUsize::new(0), Instant::now());
+        let failed = || matches!(comm.control().health(), Health::Failed { at_fault: Rank(0), .. });
+        let error = Error::from(EnvironmentError::new("a put", "the card is gone", ""));
+        let result = op.run(Some(&pool), |_| {
+            if begun.fetch_add(1, Relaxed) == 0 {
+                return Err(error.clone());
+            }
+            // The other worker does not end before peers can know.
+            while !failed() {
+                assert!(start.elapsed() < Duration::from_secs(60), "it is not published");
+                std::thread::yield_now();
+            }
+            Ok(())
+        });
+        assert_eq!(result, Err(error));
+        assert!(comm.control().cause().unwrap().contains("a worker has not ended within the stall bound"));
+    }
+
+    /// A rank that has learned first that rank 0 is stopped leaves. The others then name rank 0 all the same.
     #[test]
     fn a_stopped_rank_is_named_and_not_one_that_left_because_of_it() {
         let stall = Duration::from_millis(400);

@@ -223,6 +223,23 @@ fn a_waiting_operator_can_be_interrupted() {
     }
 }
 
+/// Over a slow link, dispatch and combine take longer than the stall bound; each message takes a quarter of it.
+#[test]
+fn operators_that_make_progress_may_take_longer_than_the_stall_bound() {
+    let mut config = config();
+    (config.stall_timeout, config.timeout) = (Duration::from_secs(1), Duration::from_secs(20));
+    config.host.transport.engine = "paced:0.1MB/s,1us".into();
+    let world = World::builder().ranks(2).domains(2).experts(EXPERTS).build().unwrap();
+    let buffers = HostBuffer::threads(&world, &config).unwrap();
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for mut buffer in buffers {
+            scope.spawn(move || round(&mut buffer, 0, 1536).unwrap());
+        }
+    });
+    assert!(start.elapsed() > 2 * Duration::from_secs(1), "the link is too fast for this test");
+}
+
 /// Rank 1 finishes a dispatch when its transport has taken its rows, then fails and drops its buffer before they have
 /// arrived. Rank 0, which waits for the rows, names it.
 #[test]
