@@ -70,11 +70,11 @@ class LocalExperts(nn.Module):
     def __init__(self, buffer: Buffer) -> None:
         super().__init__()
         has_groups = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if has_groups and buffer.world_size > 1 and buffer.mesh is None:
+        if has_groups and buffer.num_local_experts < buffer.num_experts and buffer.mesh is None:
             # A checkpoint would hold the experts of one rank, and nothing would say so.
             raise CallerError(
-                f"the buffer of {buffer.world_size} ranks has no process group, because it was made before "
-                "init_process_group: call init_process_group before the buffer is made"
+                "the buffer has several ranks and no process group, because it was made before init_process_group: "
+                "call init_process_group before the buffer is made"
             )
         self.buffer = buffer
 

@@ -267,7 +267,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_experts() -> None:
 
 def _buffer_made_too_early(here: Rank) -> None:
     # Such a buffer met its ranks through the environment.
-    buffer = SimpleNamespace(world_size=here.size, mesh=None)
+    buffer = SimpleNamespace(num_experts=4, num_local_experts=4 // here.size, mesh=None)
     with pytest.raises(CallerError, match="made before init_process_group"):
         LocalExperts(buffer)  # type: ignore[arg-type]
 
