@@ -1,7 +1,6 @@
 //! Loads each kernel once per GPU and process.
 
 use std::collections::HashMap;
-use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
@@ -35,8 +34,7 @@ impl Kernels {
     /// The instance of this process.
     pub(crate) fn get() -> &'static Self {
         static KERNELS: OnceLock<Kernels> = OnceLock::new();
-        // Without stderr the warning is lost.
-        let tell = |warning: &str| drop(writeln!(io::stderr(), "hybrid-ep: warning: {warning}"));
+        let tell = |warning: &str| ep::tell(format_args!("warning: {warning}"));
         KERNELS.get_or_init(|| Self { jit: jit().telling(tell), loaded: Mutex::default() })
     }
 

@@ -6,7 +6,6 @@
 
 use std::any::Any;
 use std::cell::Cell;
-use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -227,10 +226,8 @@ impl Waiting {
         let Lost { what, bytes } = self.job.give_up();
         std::mem::forget(self.job);
         LEAKED.fetch_add(bytes, Relaxed);
-        // Without stderr the warning is lost.
-        let _ = writeln!(
-            io::stderr(),
-            "hybrid-ep: warning: {what}: {bytes} bytes of GPU memory stay allocated until the process ends: {why}"
-        );
+        ep::tell(format_args!(
+            "warning: {what}: {bytes} bytes of GPU memory stay allocated until the process ends: {why}"
+        ));
     }
 }

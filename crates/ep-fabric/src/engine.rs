@@ -7,7 +7,6 @@
 //! of an operator. The thread naps between its turns, since spinning threads would take the cores of the workers.
 
 use std::collections::VecDeque;
-use std::io::Write as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
@@ -477,14 +476,12 @@ impl Drop for Engine {
                 // The provider `shm` guards queues by spin locks in memory that processes share. If a process is killed while it
                 // holds one, calls on that queue never return. The engine still counts as one that is not dropped, so that
                 // those of this process which write to its queue stay, too.
-                // Not `eprintln!`, which panics if stderr is closed.
-                let _ = writeln!(
-                    std::io::stderr(),
-                    "hybrid-ep: a call of libfabric ({}) has not returned for {} s, so its objects and its window are not \
+                ep::tell(format_args!(
+                    "a call of libfabric ({}) has not returned for {} s, so its objects and its window are not \
                      freed before the process ends; a killed process may hold a lock of the provider",
                     self.name,
                     THREAD_ENDS.as_secs()
-                );
+                ));
                 std::mem::forget(self.shared.take());
             }
         }

@@ -4,7 +4,6 @@
 //! work through it. The shared words are in [`crate::control`]; waiting is in [`crate::wait`].
 
 use std::any::Any;
-use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{
     AtomicBool, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, fence,
@@ -300,8 +299,7 @@ impl<'a> Op<'a> {
             operator: *operator,
             step: *step,
         });
-        // Not `eprintln!`, which panics if stderr is closed.
-        let _ = writeln!(std::io::stderr(), "hybrid-ep: {error}");
+        ep::tell(error);
     }
 
     /// Runs `work` of one worker. An error or a panic stops the other workers too. They still use the operator's

@@ -13,7 +13,6 @@
 //! A check considers all ranks that have not finished the step, not only the rank that the worker waits for: that rank
 //! may itself wait for another one. `comm` and `preprocess` call this module.
 
-use std::io::Write as _;
 use std::sync::PoisonError;
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -348,14 +347,12 @@ impl Op<'_> {
     fn tell_late(&self, late: Rank, waited: Duration) {
         let Self { operator, step, comm, .. } = self;
         let named = comm.machine_of(late).map_or(String::new(), |machine| format!(" on {machine}"));
-        // Not `eprintln!`, which panics if stderr is closed.
-        let _ = writeln!(
-            std::io::stderr(),
-            "hybrid-ep: rank {} has waited {:.0} s for rank {late}{named} to enter {operator} #{step}; {}",
+        ep::tell(format_args!(
+            "rank {} has waited {:.0} s for rank {late}{named} to enter {operator} #{step}; {}",
             comm.rank,
             waited.as_secs_f64(),
             comm.config.bounds()
-        );
+        ));
     }
 
     /// The error for a rank that left while it was needed. That rank may have learned first that another rank is lost,

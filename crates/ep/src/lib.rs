@@ -76,6 +76,7 @@ mod pace;
 pub mod routing;
 mod settings;
 pub mod size;
+mod tell;
 pub mod topology;
 pub mod trace;
 pub mod transport;
@@ -96,6 +97,7 @@ pub use numeric::ScaleFormat;
 pub use pace::Pace;
 pub use routing::Routing;
 pub use size::Size;
+pub use tell::tell;
 pub use topology::{ExpertPlacement, Rank, Topology, World};
 pub use transport::{
     Limits, MemoryKind, Posted, Put, Rail, Signal, TrafficClass, Transport, TransportOptions, Unconnected,

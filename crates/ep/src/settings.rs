@@ -1,7 +1,6 @@
 //! The environment: the names of all settings, so that a misspelled one is noticed, and how a setting is read.
 
 use std::ffi::OsStr;
-use std::io::Write as _;
 use std::sync::Once;
 
 /// What the names of all settings begin with.
@@ -61,11 +60,9 @@ pub(crate) fn tell_unknown() {
         let mut unknown: Vec<String> = std::env::vars_os().filter_map(|(name, _)| unknown(&name)).collect();
         unknown.sort_unstable();
         for name in unknown {
-            // Not `eprintln!`, which panics if stderr is closed.
-            let _ = writeln!(
-                std::io::stderr(),
-                "hybrid-ep: the environment variable {name} is no setting of this version and has no effect"
-            );
+            crate::tell(format_args!(
+                "the environment variable {name} is no setting of this version and has no effect"
+            ));
         }
     });
 }

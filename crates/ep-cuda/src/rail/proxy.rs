@@ -2,7 +2,6 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
@@ -149,8 +148,7 @@ impl Proxy {
                 let problem = "a call of the engine between NVLink domains has not returned";
                 let error =
                     EnvironmentError::new(what, problem, "its memory is not freed before the process ends");
-                // Not `eprintln!`, which panics if stderr is closed.
-                let _ = writeln!(std::io::stderr(), "hybrid-ep: {error}");
+                ep::tell(&error);
                 return Err(error.into());
             }
             thread::sleep(JOIN_PAUSE);
