@@ -94,13 +94,10 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let (plan, options) = (&shown.plan, &problem.options);
     let best = plan.best();
     let (faster, tight) = (faster_part(shown), faster_but_tight(plan));
-    let all = || format!("all {} GPUs", units::count(problem.cluster.gpus() as u64));
-    let with = match (faster, tight) {
-        (Some(_), Some(_)) => format!(" with {} and memory to spare", all()),
-        (Some(_), None) => format!(" with {}", all()),
-        (None, Some(_)) => " with memory to spare".into(),
-        (None, None) => String::new(),
-    };
+    // What the best has, and something faster has not.
+    let gpus = faster.map(|_| format!("all {} GPUs", units::count(problem.cluster.gpus() as u64)));
+    let has: Vec<String> = gpus.into_iter().chain(tight.map(|_| "memory to spare".into())).collect();
+    let with = if has.is_empty() { String::new() } else { format!(" with {}", has.join(" and ")) };
     let mut lines = vec![format!(
         "Best{with}: {}. A step of {} tokens takes {}: {} tokens/s, GPUs idle {:.0} % of it.",
         described(best),
@@ -162,7 +159,7 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
             let (domains_are, ratio) = (described(domains), relation(best.step_time / domains.step_time));
             lines.push(match domains.candidate.domain_sizes.first() {
                 Some(1) => format!(
-                    "The fastest expert domains that fit move no experts between datacenters: {domains_are} are {ratio}."
+                    "The fastest expert domains move no experts between datacenters: {domains_are} are {ratio}."
                 ),
                 _ => format!(
                     "Moving experts between datacenters is not worth it here: {domains_are} are {ratio}."
@@ -197,18 +194,18 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
 fn faster_but_tight(plan: &StepPlan) -> Option<&StepPrice> {
     let best = plan.best();
     let comparable = |price: &&StepPrice| price.strategy != Strategy::LocalSteps && best.fit == Fit::Fits;
-    plan.prices.iter().filter(comparable).find(|price| {
-        let gain = best.step_time / price.step_time;
-        price.fit == Fit::Tight && gain > 1.0 && times(gain) != times(1.0)
-    })
+    let mut prices = plan.prices.iter().filter(comparable);
+    prices.find(|price| price.fit == Fit::Tight && is_faster(best.step_time / price.step_time))
 }
 
 /// The fastest part of the cluster, if it is faster than all of it.
 fn faster_part(shown: &Shown) -> Option<&Fewer> {
-    shown.fewer.first().filter(|part| {
-        let gain = gain(part, shown);
-        times(gain) != times(1.0) && gain > 1.0
-    })
+    shown.fewer.first().filter(|part| is_faster(gain(part, shown)))
+}
+
+/// Whether a gain is more than 1 as the report prints it.
+fn is_faster(gain: f64) -> bool {
+    gain > 1.0 && times(gain) != times(1.0)
 }
 
 /// Tokens per second of this part over those of the whole cluster.
