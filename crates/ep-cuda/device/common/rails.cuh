@@ -94,10 +94,10 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
 
 // ---- what comes from rail peers
 //
-// The words of the window are in host memory. Loads of one word by several warps follow each other, about 0.5 us apart on an
-// H100 (docs/lab/032, 044). So one thread of the rank at a time reads how far a rail
-// peer is, for all threads that wait for that peer: the thread that gets the lock `Control::rail_looking`. It copies the
-// word to `Control::rail_seen` and, when it first sees the epoch, the plan to `Control::rail_plans`, in GPU memory.
+// The words of the window are in host memory. Loads of one word by several warps follow each other, about 0.5 us apart on
+// an H100 (docs/lab/032, 044). So one thread of the rank at a time reads how far a rail peer is, for all threads that wait
+// for that peer: the thread that gets the lock `Control::rail_looking`. It copies the word to `Control::rail_seen` and, when
+// it first sees the epoch, the plan to `Control::rail_plans`, in GPU memory.
 
 // Calls `ask` in one lane. Returns its answer in all lanes, to which what that lane has acquired is visible.
 template <class Ask>
@@ -119,9 +119,9 @@ struct Arrival {
     u32 domain;
     u32 chunks;
 
-    __device__ bool is_covered(u64 progress) const {
-        return reached(static_cast<u32>(progress >> 32), epoch) && static_cast<u32>(progress) >= chunks;
-    }
+    // Whether a progress is of this epoch, so that the plan is there.
+    __device__ bool has_plan(u64 progress) const { return reached(static_cast<u32>(progress >> 32), epoch); }
+    __device__ bool is_covered(u64 progress) const { return has_plan(progress) && static_cast<u32>(progress) >= chunks; }
     __device__ u64* seen_word(const Common& c) const { return &c.own->rail_seen[epoch & 1][domain]; }
     __device__ u32* looking_word(const Common& c) const { return &c.own->rail_looking[domain]; }
 
@@ -138,9 +138,6 @@ struct Arrival {
             if (try_lock_gpu(looking_word(c))) return look(c, seen);
         }
     }
-
-    // Whether `rail_seen` has this epoch, so that the plan is copied.
-    __device__ bool has_plan(u64 progress) const { return reached(static_cast<u32>(progress >> 32), epoch); }
 
     // Reads the peer's progress, copies it to `rail_seen`, and unlocks `rail_looking`, which the caller has locked. `seen`: what
     // was there before the lock. A peer that has called with other arguments is reported, and its progress is not copied.

@@ -192,7 +192,7 @@ impl Stream {
         check(answer, || format!("copying {bytes} bytes on GPU {}", self.device.ordinal), "")
     }
 
-    /// Stores a word, in stream order. Whoever reads the word sees what the work before it has written.
+    /// Stores a word, in stream order. A thread that reads the word also sees what earlier work of the stream has written.
     pub(crate) fn store(&self, to: DeviceAddress, word: u32) -> Result<()> {
         let _bound = self.device.bind()?;
         let flags = sys::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
