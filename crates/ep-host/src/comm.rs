@@ -243,7 +243,13 @@ impl<'a> Op<'a> {
         };
         match pool {
             None => worker(),
-            Some(pool) => self.run_on(pool, worker, &panicked),
+            Some(pool) if self.comm.config.interrupt.is_set() || self.comm.world.topology().domains() > 1 => {
+                self.run_on(pool, worker, &panicked);
+            }
+            // There is no program to ask, and no engine whose calls may not return.
+            Some(pool) => {
+                pool.broadcast(|_| worker());
+            }
         }
         if let Some(panic) = panicked.into_inner().unwrap_or_else(PoisonError::into_inner) {
             resume_unwind(panic);

@@ -505,7 +505,8 @@ mod tests {
         let mut config = ep::Config::default();
         config.stall_timeout = Duration::from_millis(200);
         let buffers =
-            HostBuffer::threads(&World::builder().ranks(2).experts(2).build().unwrap(), &config).unwrap();
+            HostBuffer::threads(&World::builder().ranks(2).domains(2).experts(2).build().unwrap(), &config)
+                .unwrap();
         let comm = &buffers[0].comm;
         let op = Op::enter(comm, Operator::Dispatch, 1, CollectiveArguments::default(), Default::default());
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
