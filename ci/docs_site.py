@@ -161,6 +161,25 @@ def source_page(path: str) -> str:
     return f"{head}``````{LANGUAGES.get(Path(path).suffix, 'text')}\n{text.rstrip()}\n``````\n"
 
 
+def experiments() -> list[str]:
+    """The pages of the lab notebook but its index, in the order of their numbers."""
+    return sorted(f"lab/{path.name}" for path in (ROOT / "docs/lab").glob("[0-9]*.md"))
+
+
+def on_config(config: Any) -> Any:
+    from mkdocs.exceptions import PluginError
+
+    index = (ROOT / "docs/lab/README.md").read_text()
+    missing = [page for page in experiments() if f"({posixpath.basename(page)})" not in index]
+    if missing:
+        raise PluginError(f"docs/lab/README.md has no row for {', '.join(missing)}")
+    for section in config.nav:
+        for entry in next(iter(section.values())):
+            if isinstance(entry, dict) and "Lab notebook" in entry:
+                entry["Lab notebook"].extend(experiments())
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
