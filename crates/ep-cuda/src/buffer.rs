@@ -33,7 +33,7 @@ use crate::tuning;
 /// Maximum number of blocks of preprocess, which is too short to gain from more.
 const PREPROCESS_BLOCKS: u32 = 64;
 
-/// Minimum number of blocks of dispatch: one per role.
+/// Minimum number of blocks of dispatch and combine.
 const FEWEST_BLOCKS: u32 = 2;
 /// SMs of dispatch and combine if the caller does not set them.
 const DEFAULT_SMS: u32 = 32;

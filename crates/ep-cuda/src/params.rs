@@ -15,7 +15,7 @@ constants! { CONSTANTS:
     MAX_CHUNKS: usize = 1024;
     /// Maximum number of groups of pieces of a row. Each group has its own flags.
     MAX_GROUPS: usize = 4;
-    /// Maximum number of flags that one rank sets on one peer.
+    /// Maximum number of flags for one source in a control block. A source is a rank of the world.
     MAX_FLAGS: usize = MAX_CHUNKS * MAX_GROUPS;
     /// No value: no capacity bound, no rank, no list index. `NO_ROW` of lists.cuh has the same value.
     NONE: u32 = u32::MAX;
@@ -167,7 +167,7 @@ structs! { STRUCTS:
         peer: u32,
         /// A `WaitingFor`.
         waiting_for: u32,
-        /// The number of the operator, which is its epoch.
+        /// The epoch. Messages call it the number of the operator.
         step: u32,
         expected: u32,
         seen: u32,
@@ -275,8 +275,9 @@ structs! { STRUCTS:
         record: FaultRecord,
         /// `handshake[epoch % 2][peer]`.
         handshake: [[Handshake; MAX_RANKS]; 2],
-        /// `flags[peer][index]`: the epoch in which the peer finished sending. The index is the chunk in combine, and
-        /// the sender's item in dispatch (`ArrivalItems::flag`).
+        /// `flags[source][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in
+        /// combine, the item in dispatch (`ArrivalItems::flag`). The source is the writer; for foreign sets it is the writer's
+        /// rail peer in the set's domain (`alias` in rails.cuh).
         flags: [[u32; MAX_FLAGS]; MAX_RANKS],
         /// `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has last
         /// read it, after the check of the peer's arguments. Only this rank's kernels access it and the next words.
@@ -288,7 +289,8 @@ structs! { STRUCTS:
         rail_plans: [[SeenPlan; MAX_RANKS]; 2],
     }
 
-    /// A peer's handshake in this rank's addresses; in the shared memory of each block.
+    /// Where a rank writes, and the lists that it reads, for a rank, a foreign set or a lane, in the addresses of the rank that
+    /// reads the view. For a rank, from its handshake. In the shared memory of each block.
     PeerView {
         tokens: DeviceAddress as "u8*",
         scales: DeviceAddress as "u8*",
@@ -520,8 +522,8 @@ structs! { STRUCTS:
         /// of rows and copies. Null without rails, as the next one.
         set_partials: DeviceAddress as "u8*",
         set_prob_scratch: DeviceAddress as "float*",
-        /// `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each consumer adds 1 for each row of the chunk of which
-        /// it has stored all slices; the chunk is complete at 2 x rows. 0 between operators.
+        /// `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each of the 2 consumers of a team adds 1 for each row of the chunk
+        /// of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between operators.
         set_done: DeviceAddress as "u32*",
         hidden: u32,
         /// Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.

@@ -52,12 +52,13 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
         const bool pushes = !pusher.over();
         const u64 item = pusher.item;
         if (pushes) pusher.push();
-        // Reduce in step with push: claim tokens only while taken <= (item - workers) * tokens / items - slack. (The code multiplies
-        // this by `items`, so that nothing is divided or negative.) The right side estimates how many tokens have arrived. About
-        // `item - workers` items of this rank are complete, because each worker holds one. Peers are assumed to be as far, minus
-        // `slack`, because they may have started some microseconds later. If more tokens are claimed, push the next item first. While
-        // this worker has items to push, never wait for a peer here, which may be waiting for them. With RAILS there is no estimate,
-        // and `slack` has no effect: tokens of foreign sets are claimed first, then this rank's own.
+        // Reduce in step with push: claim tokens only while taken <= (item - workers) * tokens / items - slack. (The code
+        // multiplies this by `items`, so that nothing is divided or negative.) The right side estimates how many tokens have
+        // arrived. About `item - workers` items of this rank are complete, because each worker holds one. Peers are assumed to be
+        // as far, minus `slack`, because they may have started some microseconds later. If more tokens than that are already
+        // claimed, push the next item first. While this worker has items to push, never wait for a peer here, which may be
+        // waiting for them. With RAILS there is no estimate, and `slack` has no effect: tokens of foreign sets are claimed first,
+        // then this rank's own.
         for (;;) {
             const bool foreign_only = sets_left && !pushes;
             if (foreign_only && !reducer.foreign()) break;

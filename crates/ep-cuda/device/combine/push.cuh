@@ -1,5 +1,6 @@
-// Role push, on the rank that holds the experts: adds the rows of each token of a peer, and sends the peer the partial
-// sum. If rows and wire have one type, a token's single row is not added to anything, but stored from the stage that it was loaded into.
+// Role push, on the rank that holds the experts: adds the rows of each token of a peer, and stores the partial sum to the peer
+// or, for a foreign set, to its forwarder. If rows and wire have one type, a token's single row is not added to anything, but
+// stored from the stage that it was loaded into.
 #pragma once
 #include "rails.cuh"
 #include "steps.cuh"
@@ -33,7 +34,7 @@ __device__ inline float row_prob(const CombineParams& p, u32 cell) {
     return p.row_probs[cell / width * p.prob_stride + cell % width];
 }
 
-// Sends the probabilities of a chunk's copies on this rank to the rank of their tokens.
+// Stores the probabilities of a chunk's copies on this rank to the rank of their tokens or, for a foreign set, to its forwarder.
 __device__ inline void push_probs(const CombineParams& p, const PeerView& peer, u32 chunk) {
     const u32 begin = ld_relaxed_sys(peer.dst_begin + chunk), end = ld_relaxed_sys(peer.dst_begin + chunk + 1);
     for (u32 at = begin + lane_id(); at < end; at += WARP) {
@@ -110,7 +111,7 @@ struct Pusher {
         __syncwarp();
     }
 
-    // Hands on the flag of the finished item, and claims the next one. Called after the reduce step, so that the item's stores
+    // Hands on the flag of the finished item, and claims the next one. Called after the worker has reduced, so that the item's stores
     // complete while consumers add: directly after the item, consumers would wait for them at the flag.
     __device__ void next() {
         producer.put(STEP_FLAG, reinterpret_cast<u64>(&items.peer(item).flags[items.chunk(item)]));
@@ -139,8 +140,8 @@ struct Pusher {
         const BatchSums sums = sums_of(batch, begins, ends, begin);
         if (sums.long_ends)
             put_long_sum(producer, sums.long_count, PushRows{p, peer.recv + sums.long_begin}, STEP_WIRE, slot(sums.long_end));
-        // A row of the wire's type is its own sum. (Where the sum would have 0 for the row's -0, or another NaN, so does the token's
-        // sum in the end.)
+        // A row of the wire's type is its own sum. (The sum would have 0 for the row's -0, and might have another NaN. The token's
+        // final sum has the same bits either way.)
         put_sums(producer, sums.whole, push_summand(p, alive ? batch.entry.row() : NO_ROW), STEP_WIRE, SAME_TYPE,
                  [&](const Sums& rest) { return slot(rest.last()); });
     }

@@ -17,7 +17,7 @@
 //
 // The stage holds a segment of a row: adds it to the sum.
 constexpr u32 STEP_ADD = 16;
-// Stores the sum to `to`, after the row of the stage was added, and begins a new one. With STEP_WIRE in the type of partial sums,
+// Stores the sum to `to`, after adding the row of the stage if there is one (STEP_ADD), and begins a new one. With STEP_WIRE in the type of partial sums,
 // otherwise in that of rows.
 constexpr u32 STEP_STORE = 32;
 constexpr u32 STEP_WIRE = 64;
@@ -113,7 +113,7 @@ struct Producer {
         const u32 count = cut.count(vector);
         const u32 bytes = LENGTH * element_bytes(ANY_F32 && (summand.flags() & SUM_F32) != 0);
         begin({reinterpret_cast<u64>(to), what, count});
-        // Of a bf16 partial sum, whole vectors of 8 elements (`slot_bytes`).
+        // Rounded up: the slot of a partial sum contains whole vectors of 8 elements (`slot_bytes`).
         copy_load(team.stage(place.at), summand.row() + static_cast<u64>(vector) * bytes, div_up(count * bytes, 16) * 16,
                   team.full(place.at));
         place.next();

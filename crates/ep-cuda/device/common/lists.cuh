@@ -28,7 +28,7 @@
 // The row of a copy that was dropped, because it lies at or beyond its destination's capacity, or of a dead entry.
 constexpr u32 NO_ROW = 0xFFFFFFFFu;
 
-// Where a token goes: one row on one rank.
+// Where a token goes: one row on one rank, or in one lane.
 struct Send {
     static constexpr u32 RANK_MASK = 0xFFFF;
     // The last entry of its token.
@@ -90,7 +90,7 @@ struct Receive {
     __device__ void mark(u32 flags) { words.y |= flags; }
     __device__ u32 row() const { return words.x; }
     __device__ bool is_dropped() const { return words.x == NO_ROW; }
-    // The index in `sends` of the sender; if sender and destination are one rank, the token.
+    // The index in `sends` of the rank of the token; if that is the destination itself, the token.
     __device__ u32 source() const { return words.y >> SOURCE_SHIFT; }
     __device__ bool is_first() const { return (words.y & FIRST) != 0; }
     __device__ bool is_end() const { return (words.y & END) != 0; }
@@ -109,7 +109,7 @@ struct DstCopy {
     // mode.
     __device__ u32 cell() const { return words.x; }
     __device__ bool is_dropped() const { return words.x == NO_ROW; }
-    // Index in `copies` of the sender.
+    // Index in `copies` of the rank of the token.
     __device__ u32 copy() const { return words.y; }
 };
 

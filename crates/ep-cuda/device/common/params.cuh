@@ -17,7 +17,7 @@ constexpr u32 MAX_RANKS = 72;
 constexpr u32 MAX_CHUNKS = 1024;
 // Maximum number of groups of pieces of a row. Each group has its own flags.
 constexpr u32 MAX_GROUPS = 4;
-// Maximum number of flags that one rank sets on one peer.
+// Maximum number of flags for one source in a control block. A source is a rank of the world.
 constexpr u32 MAX_FLAGS = 4096;
 // No value: no capacity bound, no rank, no list index. `NO_ROW` of lists.cuh has the same value.
 constexpr u32 NONE = 4294967295;
@@ -164,7 +164,7 @@ struct Fault {
     u32 peer;
     // A `WaitingFor`.
     u32 waiting_for;
-    // The number of the operator, which is its epoch.
+    // The epoch. Messages call it the number of the operator.
     u32 step;
     u32 expected;
     u32 seen;
@@ -270,8 +270,9 @@ struct Control {
     FaultRecord record;
     // `handshake[epoch % 2][peer]`.
     Handshake handshake[2][MAX_RANKS];
-    // `flags[peer][index]`: the epoch in which the peer finished sending. The index is the chunk in combine, and
-    // the sender's item in dispatch (`ArrivalItems::flag`).
+    // `flags[source][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in
+    // combine, the item in dispatch (`ArrivalItems::flag`). The source is the writer; for foreign sets it is the writer's
+    // rail peer in the set's domain (`alias` in rails.cuh).
     u32 flags[MAX_RANKS][MAX_FLAGS];
     // `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has last
     // read it, after the check of the peer's arguments. Only this rank's kernels access it and the next words.
@@ -283,7 +284,8 @@ struct Control {
     SeenPlan rail_plans[2][MAX_RANKS];
 };
 
-// A peer's handshake in this rank's addresses; in the shared memory of each block.
+// Where a rank writes, and the lists that it reads, for a rank, a foreign set or a lane, in the addresses of the rank that
+// reads the view. For a rank, from its handshake. In the shared memory of each block.
 struct PeerView {
     u8* tokens;
     u8* scales;
@@ -512,8 +514,8 @@ struct CombineParams {
     // of rows and copies. Null without rails, as the next one.
     u8* set_partials;
     float* set_prob_scratch;
-    // `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each consumer adds 1 for each row of the chunk of which
-    // it has stored all slices; the chunk is complete at 2 x rows. 0 between operators.
+    // `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each of the 2 consumers of a team adds 1 for each row of the chunk
+    // of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between operators.
     u32* set_done;
     u32 hidden;
     // Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.

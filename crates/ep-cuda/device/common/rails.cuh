@@ -259,13 +259,13 @@ __device__ inline HandleView set_of(const Common& c, const HandleView& own, u32 
     return set_view(c, own, domain, own.set_rows[rail_peer(c, domain)]);
 }
 
-// The domain of a source, the rank of this domain that has its lists, and the rank of its domain on this rank's rail
-// (`alias`). For a set of that domain, this rank sets `flags[alias]` on a peer: so each writer has flags of its own
-// there. In dispatch, a rank uses it only for sets that it forwards, where `alias` is the source itself.
 __device__ inline u32 domain_of(const Common& c, u32 source) { return source / c.rails.local_ranks; }
+// The rank of this domain that has the lists of a source in another domain: its rail peer.
 __device__ inline u32 forwarder_of(const Common& c, u32 source) {
     return c.rails.first + source % c.rails.local_ranks;
 }
+// This rank's rail peer in the domain of a source. For a set of that domain, this rank sets `flags[alias]` on a peer: so each
+// writer has flags of its own there. In dispatch, a rank uses it only for sets that it forwards, where it is the source itself.
 __device__ inline u32 alias(const Common& c, u32 source) {
     return domain_of(c, source) * c.rails.local_ranks + (c.rank - c.rails.first);
 }

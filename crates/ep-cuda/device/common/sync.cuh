@@ -218,9 +218,9 @@ __device__ inline bool wait_until(const Common& c, const Awaited& awaited, u32 p
     return awaited.is_there(c) || wait_long(c, awaited, peer, waiting_for, index);
 }
 
-// Waits until `*word` is `epoch`.
-__device__ inline bool wait_for(const Common& c, const u32* word, u32 epoch, u32 peer, u32 waiting_for, u64 index) {
-    return wait_until(c, Flag{word, epoch}, peer, waiting_for, index);
+// Waits until `*word` is `expected`.
+__device__ inline bool wait_for(const Common& c, const u32* word, u32 expected, u32 peer, u32 waiting_for, u64 index) {
+    return wait_until(c, Flag{word, expected}, peer, waiting_for, index);
 }
 
 // A handshake with the lists of a handle. The caller adds the addresses of its outputs.
@@ -276,8 +276,8 @@ __device__ inline bool has_same_call(const Common& c, u32 epoch, u32 peer, u32 s
     return false;
 }
 
-// Waits for a peer's handshake. Returns false, after the fault was reported, if it does not come within the entry bound
-// or if the peer has called with other arguments.
+// Waits for a peer's handshake. Returns false, after the fault was reported, if it does not come within the bound of
+// `waiting_for` or if the peer has called with other arguments.
 __device__ inline bool await_handshake(const Common& c, u32 epoch, u32 peer, u32 waiting_for = FOR_HANDSHAKE) {
     const Handshake* handshake = &c.own->handshake[epoch & 1][peer];
     return wait_for(c, &handshake->epoch, epoch, peer, waiting_for, 0) &&

@@ -1,5 +1,6 @@
 // A worker: one warp (dispatch) or a team of warps (combine) that processes work items on its own, with its own part of the block's
-// shared memory. Between the handshake and `leave`, a worker never waits for another worker of its block.
+// shared memory. Between the handshake and `leave`, a worker does not wait for another worker of its block. With rails there is one exception:
+// after a gone word, a thread waits until another one has unlocked `rail_looking` (`is_there_now` in rails.cuh).
 #pragma once
 #include COPY_VARIANT
 #include "handle.cuh"
@@ -35,7 +36,7 @@ __device__ inline void await_stores() {
 // `rank` modulo the number of ranks, for rank < 2 * ranks.
 __device__ inline u32 in_circle(const Common& c, u32 rank) { return rank >= c.ranks ? rank - c.ranks : rank; }
 
-// Claims `count` numbers from a counter that all workers of the kernel share, and returns the first one. Called by all lanes.
+// Claims `count` numbers from a counter that all workers of a role share, and returns the first one. Called by all lanes.
 __device__ inline u32 claim(u32* counter, u32 count = 1) {
     u32 first = 0;
     if (lane_id() == 0) first = atom_add_relaxed_gpu(counter, count);

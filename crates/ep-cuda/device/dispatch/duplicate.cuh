@@ -22,7 +22,7 @@ __device__ inline void zero_padding(const DispatchParams& p, const Worker& worke
     }
 }
 
-// Awaits the flags of all items, where no row is copied: a lane for each flag.
+// Awaits the flags of all items in plain mode, in which no row is copied. Each lane of each worker awaits some of them.
 __device__ inline void await_arrivals(const DispatchParams& p, const Worker& worker, const ArrivalItems& items, u32 epoch) {
     const Common& c = p.common;
     for (u32 item = worker.index * WARP + lane_id(); item < items.count; item += worker.workers * WARP)

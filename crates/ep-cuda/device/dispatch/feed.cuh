@@ -23,7 +23,7 @@ constexpr u32 MOST_ITEMS = 512;
 // a fence. Sender and receivers compute it from the number of the sender's chunks. An item of combine is one chunk.
 __device__ inline u32 span_of(u32 chunks) { return max(div_up(chunks, MOST_ITEMS), 1u); }
 
-// Claims items one by one from a counter that all workers of the kernel share, because some are faster than others (kernel.cu).
+// Claims items one by one from a counter that all workers of a role share, because some are faster than others (kernel.cu).
 // The first item of each worker is assigned statically. Reads one batch ahead, because lists may lie on a peer; claims one item
 // further ahead. `Items::list(item)` and `Items::range(item)` give an item's entries; `Items::skip(item)` says that the item has
 // none.

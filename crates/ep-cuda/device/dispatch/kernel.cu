@@ -14,7 +14,7 @@
 //   forward     With rails, on the rail peer of a token's rank. Reads the lanes from other domains and the lists of their
 //               sets. Stores each token to its first row on each other rank of this domain, and to all its rows on this rank;
 //               and, as send does, the scales, the weights and the map of local experts. Awaits the plan and the rows of each
-//               set. Sets flags as send does.
+//               set. Sets the flags of the rank whose tokens the set has, on the other ranks of this domain.
 //   duplicate   Writes the padding rows, and the further rows of received tokens that have several experts here. Awaits a
 //               peer's flag before it reads rows that the peer has sent. Reads the `recv` lists of the peers (their tokens'
 //               rows on this rank) over the links. Writes to this rank only. In plain mode there is nothing to write, and it

@@ -141,6 +141,6 @@ struct PayloadBuffers {
         return payload;
     }
 
-    // Called after a token's stores were committed. The stores of earlier tokens have read their stage.
+    // Called after a token's stores were committed. Waits until the stores of earlier tokens have read their stage, and frees it.
     __device__ void sent(Ring& ring) { ring.free<GROUPS_PER_TOKEN>(ring.taken - 1); }
 };

@@ -3,9 +3,9 @@
 // item's flag on every peer and in the `out_flags` of every other domain.
 //
 // What a sender may touch, and when: until the handshakes have come, only its input, its own lists (unless the abort word is set)
-// and its ring; then the outputs of peers. It loads into a stage again when the stores have read it (ring.cuh), sets a flag when the
-// stores to other ranks have completed, and stores nothing to a peer after its last flag there. A lane to another domain is free
-// from the kernel's begin on (docs/cuda-rails.md, "Reuse").
+// and its ring; then the outputs of peers, and lanes. It loads into a stage again when the stores have read it (ring.cuh), sets a flag when the
+// stores to other ranks have completed, and stores nothing to a peer after its last flag there. A lane to another domain
+// needs no wait of its own (docs/cuda-rails.md, "Reuse").
 #pragma once
 #include PAYLOAD_VARIANT
 #include "rails.cuh"
