@@ -382,7 +382,7 @@ mod tests {
         let call = |element| Call::combine(1, 64, element, Element::Bf16, false).words;
         let fault = Fault { rank: 1, ..waited(FaultKind::Mismatch) };
         let mismatch = FaultRecord { fault, call: call(mine), peer_call: call(other) };
-        let expected = "operator combine: type of rows is bf16 on rank 1 and f32 on rank 2; every rank must pass the same";
+        let expected = "operator combine: type of rows is bf16 on rank 1 and f32 on rank 2; it must be the same on every rank";
         assert_eq!(said(mismatch, FaultRecord::zeroed(), &[]), expected);
         let told = Fault { cause: FaultKind::Aborted as u32, ..waited(FaultKind::Aborted) };
         assert_eq!(said(record(told), mismatch, &[]), expected);

@@ -103,7 +103,7 @@ impl CudaBuffer {
         let bounds = Bounds::of(world, config)?;
         let own =
             Facts { gpu: home.device.uuid()?, base: home.arena.base(), control: home.control.address() };
-        let settings = bounds.map_or_else(String::new, |bounds| bounds.agreed(config));
+        let settings = bounds.map_or_else(Vec::new, |bounds| bounds.settings(config));
         let met = joining.meet(Introduction { backend: BACKEND, settings, facts: own })?;
         let Met { machines, facts, links } = met;
         let (mut links, mapped) = links::serve_all(links, &home, &machines, world.ranks(), config)?;

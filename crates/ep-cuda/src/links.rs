@@ -350,8 +350,7 @@ mod tests {
             config.machine = Some(machine.into());
             config.host.transport.engine = "tcp".into();
             config.host.transport.address = Some("127.0.0.1".into());
-            let (settings, facts) = (String::new(), String::new());
-            let introduction = Introduction { backend: "test", settings, facts };
+            let introduction = Introduction { backend: "test", settings: Vec::new(), facts: String::new() };
             let make = |joining: &mut Joining<'_>| joining.meet(introduction);
             ep::join::join(&world, &mut rendezvous, &config, make).unwrap()
         };

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytemuck::Zeroable as _;
+use ep::join::Setting;
 use ep::{CallerError, Config, Rank, Result, Size, Transport, Unconnected, World};
 use ep_rail::{Loopback, Paced, Segment, open_fabric, rail_of};
 
@@ -47,14 +48,14 @@ impl Bounds {
         Ok(Some(Self { domains, ranks: world.ranks(), tokens, copies, lane_bytes: config.cuda.lane_bytes }))
     }
 
-    /// The settings as text, which all ranks compare.
-    pub(crate) fn agreed(&self, config: &Config) -> String {
-        let Self { tokens, copies, lane_bytes, .. } = self;
-        let engine = &config.host.transport.engine;
-        format!(
-            "transport {engine}; at most {tokens} tokens of a rank and {copies} copies of them in a domain; lanes of \
-             {lane_bytes} bytes"
-        )
+    /// The settings that must be equal on all ranks.
+    pub(crate) fn settings(&self, config: &Config) -> Vec<Setting> {
+        vec![
+            ("the transport", config.host.transport.engine.to_string()),
+            ("rail_tokens", self.tokens.to_string()),
+            ("rail_choices", config.cuda.rail_choices.to_string()),
+            ("lane_bytes", self.lane_bytes.to_string()),
+        ]
     }
 
     /// Number of domains.

@@ -105,8 +105,12 @@ fn has_stamp(segment: &Segment, stamp: &[u8; 32]) -> bool {
 fn introduction(config: &Config) -> Introduction<String> {
     let ep::HostConfig { slot_bytes, slots, transport, .. } = &config.host;
     let (chunk_tokens, engine) = (config.chunk_tokens, &transport.engine);
-    let settings =
-        format!("chunk_tokens {chunk_tokens}; slot_bytes {slot_bytes}; slots {slots}; transport {engine}");
+    let settings = vec![
+        ("chunk_tokens", chunk_tokens.to_string()),
+        ("slot_bytes", slot_bytes.to_string()),
+        ("slots", slots.to_string()),
+        ("the transport", engine.to_string()),
+    ];
     Introduction { backend: BACKEND, settings, facts: String::new() }
 }
 

@@ -119,7 +119,7 @@ pub enum CallerError {
     },
     /// Two ranks passed different arguments to one collective operator.
     #[error(
-        "operator {operator}: {field} is {mine} on rank {rank} and {theirs} on rank {peer}; every rank must pass the same"
+        "operator {operator}: {field} is {mine} on rank {rank} and {theirs} on rank {peer}; it must be the same on every rank"
     )]
     Collective {
         /// The operator that this rank called.

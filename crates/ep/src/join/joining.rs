@@ -71,14 +71,17 @@ pub struct Joining<'a> {
     held: Option<Held>,
 }
 
+/// The name of a setting, and its value as text without the separator `"; "`.
+pub type Setting = (&'static str, String);
+
 /// What a rank tells the other ranks about itself.
 #[derive(Debug, Clone)]
 pub struct Introduction<T> {
     /// The backend with the version of its formats: of `facts`, of messages over links, and of shared memory. All ranks
     /// must have the same.
     pub backend: &'static str,
-    /// The settings that must be equal on all ranks, as text for the error that names two ranks which differ.
-    pub settings: String,
+    /// The settings that must be equal on all ranks, in the same order. If a value differs, the error has its name.
+    pub settings: Vec<Setting>,
     /// What only the backend understands. Its text form is one line.
     pub facts: T,
 }
@@ -121,18 +124,19 @@ impl Joining<'_> {
         let Introduction { backend, settings, facts } = introduction;
         let first_line = format!("hybrid-ep {VERSION} {backend}");
         let mut door = Door::open()?;
+        let settings = [world_settings(world), settings].concat();
         let mine = Introduced {
             machine: Machine::this(config.machine.as_deref()),
             invitation: door.invitation().clone(),
             facts,
-            agreed: agreed(world, &settings),
+            settings: values(&settings),
         };
         let blobs = gathered(*rendezvous, mine.to_text(&first_line).as_bytes())?;
         let (mut machines, mut invitations, mut facts) = (Vec::new(), Vec::new(), Vec::new());
         for (peer, blob) in world.topology().all_ranks().zip(&blobs) {
             let theirs = Introduced::from_bytes(&first_line, blob);
             let theirs: Introduced<T> = theirs.ok_or_else(|| unreadable(peer, "introduction"))?;
-            check_same_world((rendezvous.rank(), &mine.agreed), (peer, &theirs.agreed))?;
+            check_same((rendezvous.rank(), &settings), (peer, &theirs.settings))?;
             machines.push(theirs.machine);
             invitations.push(theirs.invitation);
             facts.push(theirs.facts);
@@ -153,14 +157,14 @@ pub(super) struct Introduced<T> {
     machine: Machine,
     invitation: Invitation,
     facts: T,
-    /// The world and the settings that must be equal on all ranks.
-    agreed: String,
+    /// The values that must be equal on all ranks.
+    settings: String,
 }
 
 impl<T: Display + FromStr> Introduced<T> {
     pub(super) fn to_text(&self, first_line: &str) -> String {
-        let Self { machine, invitation, facts, agreed } = self;
-        format!("{first_line}\n{machine}\n{invitation}\n{facts}\n{agreed}")
+        let Self { machine, invitation, facts, settings } = self;
+        format!("{first_line}\n{machine}\n{invitation}\n{facts}\n{settings}")
     }
 
     pub(super) fn from_bytes(first_line: &str, bytes: &[u8]) -> Option<Self> {
@@ -170,13 +174,13 @@ impl<T: Display + FromStr> Introduced<T> {
             machine: lines.next()?.parse().ok()?,
             invitation: lines.next()?.parse().ok()?,
             facts: lines.next()?.parse().ok()?,
-            agreed: lines.next()?.into(),
+            settings: lines.next()?.into(),
         })
     }
 }
 
-/// The world and the settings of a backend as text. Consecutive experts of one rank are one item.
-fn agreed(world: &World, settings: &str) -> String {
+/// The settings of a world. Consecutive experts of one rank are one item.
+fn world_settings(world: &World) -> Vec<Setting> {
     let owner = |expert| world.placement().owner_at(world.placement().position_of(expert));
     let mut runs: Vec<(u32, Rank)> = Vec::new();
     for expert in 0..world.experts() as u32 {
@@ -186,27 +190,35 @@ fn agreed(world: &World, settings: &str) -> String {
         }
     }
     let runs: Vec<String> = runs.iter().map(|(count, rank)| format!("{count} of rank {rank}")).collect();
-    let (ranks, domain) = (world.ranks(), world.topology().domain_size());
-    let separator = if settings.is_empty() { "" } else { "; " };
-    format!(
-        "{ranks} ranks; {domain} ranks per NVLink domain; {} experts; experts in the order {}{separator}{settings}",
-        world.experts(),
-        runs.join(", ")
-    )
+    vec![
+        ("the number of ranks", world.ranks().to_string()),
+        ("the number of NVLink domains", world.topology().domains().to_string()),
+        ("the number of experts", world.experts().to_string()),
+        ("the order of experts", runs.join(", ")),
+    ]
 }
 
-/// Checks that two ranks join with the same world and settings. Each is given as its rank and the text of both.
-fn check_same_world(own: (Rank, &str), other: (Rank, &str)) -> Result<()> {
-    let ((rank, mine), (peer, theirs)) = (own, other);
+const SEPARATOR: &str = "; ";
+
+fn values(settings: &[Setting]) -> String {
+    settings.iter().map(|(_, value)| value.as_str()).collect::<Vec<_>>().join(SEPARATOR)
+}
+
+/// Checks that a peer has this rank's settings. The peer's are given as their values.
+fn check_same(own: (Rank, &[Setting]), other: (Rank, &str)) -> Result<()> {
+    let ((rank, settings), (peer, theirs)) = (own, other);
+    let mine = values(settings);
     if mine == theirs {
         return Ok(());
     }
-    // The first part that differs. What follows often differs for the same reason.
-    let parts = mine.split("; ").zip(theirs.split("; "));
-    let (mine, theirs) = parts.into_iter().find(|(mine, theirs)| mine != theirs).unwrap_or((mine, theirs));
-    let (operator, field) = (Operator::Join, "a setting of the world");
-    Err(CallerError::Collective { operator, field, rank, mine: mine.into(), peer, theirs: theirs.into() }
-        .into())
+    // The first one that differs. Those that follow often differ for the same reason, or have other names.
+    let mut pairs = settings.iter().zip(theirs.split(SEPARATOR));
+    let (field, mine, theirs) = match pairs.find(|((_, mine), theirs)| mine != theirs) {
+        Some((&(name, ref mine), theirs)) => (name, mine.clone(), theirs),
+        None => ("the list of settings", mine, theirs),
+    };
+    let operator = Operator::Join;
+    Err(CallerError::Collective { operator, field, rank, mine, peer, theirs: theirs.into() }.into())
 }
 
 #[cfg(test)]
@@ -229,7 +241,7 @@ mod tests {
     fn introduced(world: &World) -> Introduced<u64> {
         let invitation = Door::open().unwrap().invitation().clone();
         let machine = Machine::this(Some("node-a"));
-        Introduced { machine, invitation, facts: 7, agreed: agreed(world, "slots 3") }
+        Introduced { machine, invitation, facts: 7, settings: values(&world_settings(world)) }
     }
 
     #[test]
@@ -251,25 +263,28 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
     fn ranks_with_different_worlds_say_what_differs() {
+        let mine = [world_settings(&world(2)), vec![("slots", "3".into())]].concat();
+        let told = |settings: &[Setting]| check_same((Rank(0), &mine), (Rank(1), &values(settings)));
+        let differs = |settings: &[Setting]| told(settings).unwrap_err().to_string();
+        assert_eq!(told(&mine), Ok(()));
         let other = World::builder().ranks(2).placement(&[0, 1, 1, 0].map(Rank)).build().unwrap();
-        let (mine, theirs) = (introduced(&world(2)), introduced(&other));
-        assert_eq!(check_same_world((Rank(0), &mine.agreed), (Rank(1), &mine.agreed)), Ok(()));
         assert_eq!(
-            check_same_world((Rank(0), &mine.agreed), (Rank(1), &theirs.agreed)).unwrap_err().to_string(),
-            "operator join: a setting of the world is experts in the order 2 of rank 0, 2 of rank 1 on rank 0 and \
-             experts in the order 1 of rank 0, 2 of rank 1, 1 of rank 0 on rank 1; every rank must pass the same"
+            differs(&world_settings(&other)),
+            "operator join: the order of experts is 2 of rank 0, 2 of rank 1 on rank 0 and 1 of rank 0, 2 of rank 1, \
+             1 of rank 0 on rank 1; it must be the same on every rank"
         );
         let more = World::builder().ranks(2).experts(8).build().unwrap();
         assert_eq!(
-            check_same_world((Rank(0), &mine.agreed), (Rank(1), &agreed(&more, "slots 4")))
-                .unwrap_err()
-                .to_string(),
-            "operator join: a setting of the world is 4 experts on rank 0 and 8 experts on rank 1; every rank must pass \
-             the same"
+            differs(&[world_settings(&more), vec![("slots", "4".into())]].concat()),
+            "operator join: the number of experts is 4 on rank 0 and 8 on rank 1; it must be the same on every rank"
         );
         let domains = World::builder().ranks(2).domains(2).experts(4).build().unwrap();
-        assert_ne!(mine.agreed, agreed(&domains, "slots 3"));
-        assert_ne!(mine.agreed, agreed(&world(2), ""));
+        assert!(
+            differs(&world_settings(&domains)).contains("the number of NVLink domains is 1 on rank 0 and 2")
+        );
+        let other_slots = [&mine[..4], &[("slots", "4".into())]].concat();
+        assert!(differs(&other_slots).contains("slots is 3 on rank 0 and 4 on rank 1"));
+        assert!(differs(&mine[..4]).contains("the list of settings is 2; 1; 4; "));
     }
 
     /// Joins ranks that are threads; `make` makes what each of them returns.
@@ -296,7 +311,7 @@ mod tests {
     }
 
     fn introduction(joining: &Joining<'_>) -> Introduction<u32> {
-        Introduction { backend: "test 1", settings: String::new(), facts: joining.rank().0 }
+        Introduction { backend: "test 1", settings: Vec::new(), facts: joining.rank().0 }
     }
 
     #[test]

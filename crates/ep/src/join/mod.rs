@@ -64,7 +64,7 @@ mod threads;
 mod wire;
 
 #[cfg(target_os = "linux")]
-pub use joining::{Introduction, Joining, Met, join};
+pub use joining::{Introduction, Joining, Met, Setting, join};
 #[cfg(target_os = "linux")]
 pub use link::{Link, LinkEvent, LinkReceiver, LinkSender};
 #[cfg(target_os = "linux")]
