@@ -298,10 +298,10 @@ impl Planner {
 fn threshold(at: f64, now: f64, unit: &str) -> String {
     let (at_text, now_text) = (four_digits(at), four_digits(now));
     match (at_text == now_text, at > now) {
-        (true, true) => format!("just above {now_text}{unit}, its present value"),
-        (true, false) => format!("just below {now_text}{unit}, its present value"),
-        (false, true) => format!("from {at_text}{unit} (now {now_text}{unit})"),
-        (false, false) => format!("down to {at_text}{unit} (now {now_text}{unit})"),
+        (true, true) => format!("of slightly more than the present {now_text}{unit}"),
+        (true, false) => format!("of slightly less than the present {now_text}{unit}"),
+        (false, true) => format!("of at least {at_text}{unit} (now {now_text}{unit})"),
+        (false, false) => format!("of at most {at_text}{unit} (now {now_text}{unit})"),
     }
 }
 
@@ -327,9 +327,9 @@ mod tests {
 
     #[test]
     fn a_threshold_whose_text_is_that_of_the_present_value_says_on_which_side_it_is() {
-        assert_eq!(threshold(2.5, 1.0, "x"), "from 2.5x (now 1x)");
-        assert_eq!(threshold(391.6, 400.0, " Gbit/s"), "down to 391.6 Gbit/s (now 400 Gbit/s)");
-        assert_eq!(threshold(1.000_01, 1.0, "x"), "just above 1x, its present value");
-        assert_eq!(threshold(0.999_99, 1.0, "x"), "just below 1x, its present value");
+        assert_eq!(threshold(2.5, 1.0, "x"), "of at least 2.5x (now 1x)");
+        assert_eq!(threshold(391.6, 400.0, " Gbit/s"), "of at most 391.6 Gbit/s (now 400 Gbit/s)");
+        assert_eq!(threshold(1.000_01, 1.0, "x"), "of slightly more than the present 1x");
+        assert_eq!(threshold(0.999_99, 1.0, "x"), "of slightly less than the present 1x");
     }
 }

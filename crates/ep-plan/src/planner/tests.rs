@@ -376,7 +376,7 @@ fn an_explanation_names_domains_limits_and_changes() {
     );
     assert!(text.contains("candidates need more than the 24.00 GB"), "{text}");
     assert!(text.contains("Next best: (2, 8, 1)"), "{text}");
-    assert!(text.contains("With 'wan' links from "), "{text}");
+    assert!(text.contains("With 'wan' links of at least "), "{text}");
     assert_eq!(plan.explanation.forward.component, Component::AllGather(0));
     assert_eq!(plan.explanation.backward, None);
 }
