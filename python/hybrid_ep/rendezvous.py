@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .errors import CallerError, PeerError
+from .errors import CallerError, PeerError, SetupError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,6 +52,18 @@ def _place(store: Any) -> str:
     return f"in the file {path}" if isinstance(path, str) else f"of type {type(below).__name__}"
 
 
+@contextlib.contextmanager
+def _reached(store: Any) -> Iterator[None]:
+    """Names the store if it cannot be reached."""
+    try:
+        yield
+    except RuntimeError as error:  # older versions of PyTorch raise no DistError
+        raise SetupError(
+            f"the store of the process group, {_place(store)}, cannot be reached: {error}. The process that serves it, "
+            "rank 0 or torchrun, has ended, or the network failed: see its output, and start the job again"
+        ) from error
+
+
 class Meeting:
     """The rendezvous of some ranks. `_native` calls `all_gather` and `abandon`, and reads `host`: the host of the
     store, or None for a store that is not in a network.
@@ -68,6 +80,8 @@ class Meeting:
         self.rank, self.ranks = rank, ranks
         self.store, self.timeout, self.making = store, timeout, making
         self.host = _host(store)
+        # Called while this rank waits. It raises an error if it knows a reason not to.
+        self.check: Callable[[], None] = lambda: None
         self._rounds = 0
 
     @classmethod
@@ -83,6 +97,7 @@ class Meeting:
 
         Raises:
             CallerError: This process is not a member of the group.
+            SetupError: The group's store cannot be reached.
         """
         if not isinstance(group, dist.ProcessGroup):
             hint = "; the number of experts is num_experts=" if isinstance(group, int) else ""
@@ -94,7 +109,8 @@ class Meeting:
         # The number of this rank's meetings over the group separates the keys of one from those of the next. It is the
         # same on all ranks, because making a buffer or a migration is collective. The store counts: it may outlive the
         # group, and a later group of the same name would find what a meeting of the earlier one has left.
-        number = store.add(f"hybrid_ep/{first}/meetings of {group.rank()}", 1)
+        with _reached(store):
+            number = store.add(f"hybrid_ep/{first}/meetings of {group.rank()}", 1)
         store = distributed_c10d.PrefixStore(f"hybrid_ep/{first}/{number}", store)
         return cls(store, group.rank(), group.size(), _UNTIL_KNOWN, making)
 
@@ -130,11 +146,13 @@ class Meeting:
 
         Raises:
             PeerError: A rank did not write its bytes in time, or another rank has given up on it.
+            SetupError: The group's store cannot be reached.
         """
         turn, self._rounds = self._rounds, self._rounds + 1
-        self.store.set(f"{turn}/{self.rank}", blob)  # type: ignore[arg-type]  # bytes are taken too
-        deadline = time.monotonic() + self.timeout
-        return [self._take(f"{turn}/{peer}", peer, deadline) for peer in range(self.ranks)]
+        with _reached(self.store):
+            self.store.set(f"{turn}/{self.rank}", blob)  # type: ignore[arg-type]  # bytes are taken too
+            deadline = time.monotonic() + self.timeout
+            return [self._take(f"{turn}/{peer}", peer, deadline) for peer in range(self.ranks)]
 
     def _take(self, key: str, peer: int, deadline: float) -> bytes:
         # The store's own wait would lose a signal: translating its exceptions drops the one that a handler raised.
@@ -151,6 +169,7 @@ class Meeting:
                     f"every rank of the group must make the {self.making}"
                 )
                 raise self._error(peer, "never joined", told)
+            self.check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         return self.store.get(key)
@@ -191,8 +210,10 @@ class Meeting:
 
     def end(self) -> None:
         """Ends the rendezvous. The last rank deletes the keys, because a later group may use the same prefix."""
-        if self.store.add("left", 1) == self.ranks:
-            for turn in range(self._rounds):
-                for rank in range(self.ranks):
-                    self.store.delete_key(f"{turn}/{rank}")
-            self.store.delete_key("left")
+        # The ranks have met. If the store is gone, so are the keys.
+        with contextlib.suppress(RuntimeError):
+            if self.store.add("left", 1) == self.ranks:
+                for turn in range(self._rounds):
+                    for rank in range(self.ranks):
+                        self.store.delete_key(f"{turn}/{rank}")
+                self.store.delete_key("left")

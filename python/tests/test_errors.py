@@ -529,6 +529,28 @@ def test_a_meeting_does_not_see_what_an_earlier_group_on_the_same_store_has_left
             dist.destroy_process_group()
 
 
+def test_a_store_that_ends_during_the_rendezvous_is_named() -> None:
+    program = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+    serving = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert serving.stdout is not None
+    with serving:
+        port = int(serving.stdout.readline())
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        meeting = Meeting(store, 1, 2, 60.0, "buffer")
+        threading.Timer(0.3, serving.kill).start()
+        with pytest.raises(SetupError, match=f"the store of the process group, at 127.0.0.1:{port}, cannot be reached"):
+            meeting.all_gather(b"")
+        # Ranks that have met do not need the store.
+        meeting.end()
+
+
 def test_the_number_of_experts_is_named() -> None:
     with pytest.raises(CallerError, match=r"group: .* found 8; the number of experts is num_experts="):
         Buffer(8, num_experts=8)  # type: ignore[arg-type]
