@@ -60,8 +60,9 @@ def reduce_gradients(
             averaged them.
 
     Raises:
-        CallerError: `op` is neither; the groups do not fit the layer's buffer; a dense gradient is a `DTensor`; or the
-            buffer of a layer has several ranks, and `torch.distributed` is not initialized.
+        CallerError: `op` is neither; the groups do not fit the layer's buffer; a dense gradient is a `DTensor`; the
+            buffer of a layer has several ranks, and `torch.distributed` is not initialized; or, in the first call for a
+            module, a dense parameter is not equal on all ranks.
 
     Warns:
         UserWarning: Tokens go to several ranks, and no parameter is one of an expert. Then the gradients of different
@@ -91,6 +92,7 @@ def reduce_gradients(
         )
     of_experts: list[Tensor] = []
     of_dense: list[Tensor] = []
+    replicated: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         of_expert = id(parameter) in experts
         if not parameter.requires_grad or not (of_expert or dense):
@@ -104,12 +106,59 @@ def reduce_gradients(
         if parameter.grad is None:  # other ranks may have used the parameter, and all ranks must reduce the same bytes
             parameter.grad = torch.zeros_like(parameter)
         (of_experts if of_expert else of_dense).append(local_part(parameter.grad))
+        if not of_expert:
+            replicated[name] = parameter
+    _check_start(module, replicated, group)
     if expert_group is None:
         for gradient in of_experts:
             gradient.mul_(scale)
     else:
         _all_reduce(of_experts, expert_group, scale)
     _all_reduce(of_dense, group, scale)
+
+
+# The groups whose ranks have compared their dense parameters, by module.
+_begun: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def _check_start(module: nn.Module, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Compares dense parameters over the ranks, once for each module and group: equal gradients keep them equal."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "torch.distributed is initialized"
+    groups = _begun.setdefault(module, weakref.WeakSet())
+    if group in groups or not parameters:
+        return
+    own = sums_of_bits(parameters.values())
+    # `~` reverses the order, so the second half of the maxima has the minima.
+    largest, smallest = both = torch.stack([own, ~own])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    differs = (largest != ~smallest).nonzero()
+    if len(differs):
+        raise CallerError(f"reduce_gradients: {unequal_start([*parameters][int(differs[0])])}")
+    groups.add(group)
+
+
+def sums_of_bits(parameters: Iterable[Tensor]) -> Tensor:
+    """Returns the sums of the tensors' bits, read as integers: int64 [number of tensors], on the first one's device.
+
+    Tensors that were initialized from different random numbers have different sums.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    sums = []
+    for parameter in parameters:
+        flat = parameter.detach().flatten()
+        sums.append(flat.view(integers.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))
+    return torch.stack([one.to(sums[0].device) for one in sums])
+
+
+def unequal_start(name: str) -> str:
+    """What the error says about a dense parameter that differs between ranks."""
+    return (
+        f"the dense parameter {name} is not equal on all ranks, so the ranks would train different models: call "
+        "torch.manual_seed with the same number on all ranks before the model is made, or copy rank 0's dense "
+        "parameters to the others (dist.broadcast); if the parameter is an expert's, mark it (LocalExperts, or "
+        "parameter.expert_parallel = True)"
+    )
 
 
 def _all_reduce(gradients: list[Tensor], group: dist.ProcessGroup | None, scale: float) -> None:

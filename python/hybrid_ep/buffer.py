@@ -149,9 +149,10 @@ class Buffer(Joined):
 
         Args:
             topk_idx: int32 or int64 [T, K]: the experts of each token; -1 names no expert.
-            topk_weights: Floating-point [T, K], optional; converted to float32.
+            topk_weights: Floating-point [T, K], optional: only checked here. A dispatch with the handle sends weights
+                only if they are given to it.
             routing_map: bool or uint8 [T, E], non-zero where the token chose the expert.
-            probs: Floating-point [T, E], optional, with `routing_map`; converted to float32.
+            probs: Floating-point [T, E], optional, with `routing_map`: only checked here, as `topk_weights`.
             pad_multiple: None for the plain mode (one row per token and rank). A number selects the permuted mode (rows
                 grouped by expert): the rows of each expert are padded to a multiple of it.
             capacity: The rows R of each dispatch output; rows beyond it are dropped. None: exactly the rows that

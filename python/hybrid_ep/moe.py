@@ -171,15 +171,16 @@ class MoELayer(nn.Module):
         buffer: The communicator. It sets the number of experts and the device.
         hidden: The width of a token.
         intermediate: The width inside an expert, `down(silu(gate(x)) * up(x))`.
-        topk: As for `Router`.
-        normalize: As for `Router`.
+        topk: K, the number of experts of each token.
+        normalize: Whether the K weights of a token are divided by their sum.
         shared_intermediate: If not 0, the width of an additional expert that processes every token.
-        capacity_factor: As for `Router`.
-        balance_coef: As for `Router`.
-        balance_group: As for `Router`.
-        capacity: As for `TokenDispatcher`.
-        comm_dtype: As `dtype` for `TokenDispatcher`.
-        pad_multiple: As for `TokenDispatcher`.
+        capacity_factor: Bounds what one rank sends to one expert, in even shares of the rank's choices; see `Router`.
+        balance_coef: The factor of the load-balancing loss; see `Router`.
+        balance_group: The group whose tokens the load-balancing loss counts; see `Router`.
+        capacity: The rows that a rank receives at most; more are dropped, and `overflow` tells. It makes shapes static,
+            and the host does not wait for the GPU. None: exactly the rows that arrive.
+        comm_dtype: The type of rows in transit, bfloat16 or float32. Default: that of the tokens, or float32.
+        pad_multiple: The rows of each expert are padded to a multiple of this number.
         dtype: The type of the experts' parameters.
 
     Raises:

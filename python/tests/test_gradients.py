@@ -97,6 +97,30 @@ def _several_groups(here: Rank) -> None:
                 reduce_gradients(model, three)
 
 
+def _unequal_start(here: Rank) -> None:
+    with Buffer(here.group, num_experts=4, device=here.device) as buffer:
+        model = model_of(buffer)
+        if here.rank == 1:
+            with torch.no_grad():
+                model[1].router.weight[0, 0] += 1e-6
+        backward(model, here)
+        for _ in range(2):
+            with pytest.raises(CallerError, match=r"dense parameter 1\.router\.weight is not equal on all ranks"):
+                reduce_gradients(model)
+        reduce_gradients(model, dense=False)
+        # Also if FSDP keeps the other parameters equal, or if they are frozen.
+        model[1].router.weight.requires_grad_(False)
+        reduce_gradients(model)
+        # Once per module: whatever the program does later is its own affair.
+        model[0].bias.data.add_(here.rank)
+        reduce_gradients(model)
+
+
+def test_ranks_that_start_with_unequal_dense_parameters_are_told(device: str) -> None:
+    skip_where_gpus_are_shared(device, 2)
+    world_of_processes(2, device).run(_unequal_start)
+
+
 def test_several_expert_parallel_groups_train_one_model(device: str) -> None:
     skip_where_gpus_are_shared(device, 4)
     world_of_processes(4, device).run(_several_groups)

@@ -311,13 +311,15 @@ def _forgets(here: Rank) -> None:
         loss_of(model, tokens_of(here.rank, 0)).backward()
         with _raises(r"call\s+migration.reduce_gradients"):
             reduce_gradients(model)
+        with _raises("were not reduced: call reduce_gradients"):
+            migration.publish()
         migration.reduce_gradients(model)
         loss_of(model, tokens_of(here.rank, 1)).backward()
         with _raises("call publish after the optimizer's step"):
             migration.reduce_gradients(model)
 
 
-def test_a_step_without_publish_and_the_other_reduction_are_refused() -> None:
+def test_a_forgotten_call_and_the_other_reduction_are_refused() -> None:
     world_of_processes(4, "cpu").run(_forgets, seconds=60)
 
 
@@ -579,6 +581,8 @@ def _unusual_calls(here: Rank) -> None:
         # A micro-batch that is left out leaves nothing behind.
         with migration.accumulate():
             model(2 * batch).square().sum().backward()
+        with _raises("were not reduced: call reduce_gradients"):
+            migration.publish()
         migration.discard_gradients()
         migration.publish()
         torch.testing.assert_close(gradients(migration, model), expected, rtol=0, atol=0)
@@ -685,7 +689,7 @@ def _second_passes(here: Rank, engine: str) -> None:
     exact = {"weights": "exact", "gradients": "exact"}
 
     def passes_once_more(migration: ExpertMigration, model: nn.Module, accumulates: bool) -> None:
-        says = "a second backward pass after the gradients of this step have left.* call publish to leave this step out"
+        says = "a second backward pass after the gradients of this step have left.*: call discard_gradients"
         with _raises(says), migration.accumulate() if accumulates else nullcontext():
             model(tokens_of(here.rank, 1)).square().sum().backward()
 
@@ -699,12 +703,44 @@ def _second_passes(here: Rank, engine: str) -> None:
                 passes_once_more(migration, model, accumulates)
                 # The owners have the gradients of the first pass only.
                 for _ in range(2):
-                    with _raises("gradients of experts changed after they had left .*: call publish"):
+                    with _raises("gradients of experts changed after they had left .*: leave this step out"):
                         migration.reduce_gradients(model, op="sum")
+                with _raises("were not reduced: call reduce_gradients"):
+                    migration.publish()
+                migration.discard_gradients()
+                passes_once_more(migration, model, accumulates)
+                with _raises("were discarded: call publish"):
+                    migration.reduce_gradients(model, op="sum")
                 migration.publish()
                 for ours, right in zip(_gradients_of(migration, model, 2), expected, strict=True):
                     assert torch.equal(ours, right)
                 migration.publish()
+
+
+def _unequal_start(here: Rank) -> None:
+    with ExpertMigration(TWO, num_experts=EXPERTS) as migration:
+        model = hybrid(migration)
+        migration.publish()
+        part = nn.Linear(4, 4)
+        for parameter in part.parameters():
+            nn.init.zeros_(parameter)
+        if here.rank == 3:
+            nn.init.ones_(part.bias)
+        with _raises("the dense parameter bias is not equal on all ranks"):
+            migration.reduce_gradients(part)
+        if here.rank == 3:
+            nn.init.zeros_(part.bias)
+        migration.reduce_gradients(part)
+        migration.publish()
+        with _raises("the ranks have different numbers of dense parameters: 2, 2, 1, 2"):
+            migration.reduce_gradients(nn.Linear(4, 4, bias=here.rank != 2))
+        # Nothing was sent: the migration still works.
+        loss_of(model, tokens_of(here.rank, 0)).backward()
+        migration.reduce_gradients(model)
+
+
+def test_ranks_that_start_with_unequal_dense_parameters_are_told() -> None:
+    world_of_processes(4, "cpu").run(_unequal_start, seconds=60)
 
 
 def _destroy_groups_first(here: Rank) -> None:

@@ -253,6 +253,10 @@ def test_experts_that_are_not_marked_are_warned_of(marked: bool) -> None:
     def work(here: Rank) -> tuple[list[str], list[float]]:
         with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
             layer = Layer(buffer, lambda buffer: Plain(buffer, marked))
+            if not marked:
+                with pytest.raises(CallerError, match=r"experts\.weight is not equal on all ranks.* mark it"):
+                    reduce_gradients(layer)
+                torch.nn.init.ones_(layer.experts.weight)  # type: ignore[arg-type, union-attr]
             layer(tokens_of(here.rank)).sum().backward()
             before = layer.experts.weight.grad.clone()  # type: ignore[union-attr, operator]
             with warnings.catch_warnings(record=True) as caught:

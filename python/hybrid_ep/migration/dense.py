@@ -30,8 +30,8 @@ _WIDE = {torch.float32: True, torch.float16: True, torch.bfloat16: False}
 # What hooks of dense parameters and of experts say.
 SECOND_PASS = (
     "a second backward pass after the gradients of this step have left: run all backward passes but the last of a step "
-    "inside `with migration.accumulate():`, and call reduce_gradients after the last; after this error, call publish "
-    "to leave this step out, and zero_grad"
+    "inside `with migration.accumulate():`, and call reduce_gradients after the last; after this error, leave the step "
+    "out: call discard_gradients, zero_grad and publish on all ranks"
 )
 # Seconds in which news of a fault reach all ranks.
 _NEWS = 0.5

@@ -133,8 +133,8 @@ class HybridExperts(GroupedExperts):
         gradient, version = self._left
         if self.working.grad is not gradient or gradient._version != version:
             raise CallerError(
-                "gradients of experts changed after they had left in the backward pass: call publish, which forgets "
-                "this step's gradients, and zero_grad"
+                "gradients of experts changed after they had left in the backward pass: leave this step out, by "
+                "discard_gradients, zero_grad and publish on all ranks"
             )
 
     def own_gradient(self) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _native
+from .._gradients import sums_of_bits, unequal_start
 from .._settings import join_timeout
 from .._sharing import Shared
 from ..buffer import Buffer
@@ -26,7 +27,7 @@ from ..errors import CallerError, PeerError
 from ..experts import expert_parameters
 from ..rendezvous import Meeting
 from .carrier import GlooCarrier, connect
-from .dense import SECOND_PASS, DenseGradients
+from .dense import SECOND_PASS, DenseGradients, dense_parameters
 from .plan import ExpertDomains
 
 if TYPE_CHECKING:
@@ -186,8 +187,10 @@ class ExpertMigration(Shared):
         self._carrier: GlooCarrier | None = None
         self._step = 0
         # Whether this object has published, and whether it has reduced gradients since.
-        self._published = self._reduced = False
+        self._published = self._reduced = self._discarded = False
         self._accumulating = False
+        # The modules whose dense parameters the ranks have compared.
+        self._begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # The state of the codecs that the engine begins with.
         self._saved: bytes | None = None
         self._closed = False
@@ -232,14 +235,19 @@ class ExpertMigration(Shared):
     def publish(self) -> None:
         """Encodes the weights of this rank's experts, and queues a message for each layer and peer.
 
-        Call it after every step of the optimizer, on all ranks, and after the weights of experts were loaded. It
-        forgets gradients of experts that were not reduced.
+        Call it after every step of the optimizer, on all ranks, and after the weights of experts were loaded.
 
         Raises:
-            CallerError: A weight is not finite, or there is no layer.
+            CallerError: A weight is not finite, there is no layer, or gradients of this step were neither reduced nor
+                discarded.
             PeerError: Another rank of the expert domain died, failed or is late.
         """
         engine = self._started()
+        if self._has_gradients and not self._discarded:
+            raise CallerError(
+                "the gradients of this step were not reduced: call reduce_gradients before the optimizer's step, or, "
+                "to leave the step out, discard_gradients and zero_grad on all ranks"
+            )
         all_own = [experts.refresh() for experts in self._layers]
         if engine is not None and self._weights != "exact":
             for index, own in enumerate(all_own):
@@ -252,7 +260,12 @@ class ExpertMigration(Shared):
                 self._publish(engine, index, own)
         self._dense.next_round()
         self._step += 1
-        self._published, self._reduced = True, False
+        self._published, self._reduced, self._discarded = True, False, False
+
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether a backward pass since the last publish has left gradients here, or sent some."""
+        return self._dense.has_left or any(experts.working.grad is not None for experts in self._layers)
 
     def _publish(self, engine: Engine, index: int, own: Tensor) -> None:
         try:
@@ -278,13 +291,15 @@ class ExpertMigration(Shared):
         """Forgets the gradients of experts since the last `reduce_gradients`.
 
         `zero_grad` of a model or an optimizer does not: before `reduce_gradients` these gradients are not those of
-        parameters. Call this as well to leave out micro-batches that ran inside `accumulate`.
+        parameters. Call both to leave out micro-batches.
 
-        Raises:
-            CallerError: The gradients of a layer have left.
+        If gradients have left, which they do in a backward pass outside of `accumulate`, the step is left out: call
+        this on all ranks, and then `publish`, without another backward pass or `reduce_gradients` before it.
         """
         if self._dense.has_left or any(experts.sent for experts in self._layers):
-            raise CallerError("the gradients of this step have left: call reduce_gradients, then zero_grad")
+            # They are kept until `publish`, so that a further backward pass finds that they have left.
+            self._discarded = True
+            return
         for experts in self._layers:
             experts.discard_gradients()
 
@@ -318,7 +333,8 @@ class ExpertMigration(Shared):
 
         Raises:
             CallerError: `op` is neither, a gradient has changed since it left, a gradient is not finite and the codec
-                is lossy, or a dense gradient has a type that cannot be reduced.
+                is lossy, a dense gradient has a type that cannot be reduced, the gradients of this step were reduced or
+                discarded before, or, in the first call for a module, a dense parameter is not equal on all ranks.
             PeerError: Another rank died, failed or is late.
         """
         if op not in ("mean", "sum"):
@@ -329,6 +345,9 @@ class ExpertMigration(Shared):
                 "the gradients of this step are reduced already: call publish after the optimizer's step, which begins "
                 "the next one"
             )
+        if self._discarded:
+            raise CallerError("the gradients of this step were discarded: call publish, which begins the next step")
+        self._check_start(module)
         scale = 1.0 / self.plan.ranks if op == "mean" else 1.0
         # Gradients leave in the order of the backward pass, so the first to arrive are those of the last layer.
         backward = [*enumerate(self._layers)][::-1]
@@ -351,6 +370,27 @@ class ExpertMigration(Shared):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.mul_(scale)
         self._dense.watch(plan, _dense_hook(self))
         self._reduced = True
+
+    def _check_start(self, module: nn.Module) -> None:
+        """Compares dense parameters over the ranks, once for each module: equal gradients keep them equal."""
+        dense = {id(parameter) for parameter in dense_parameters(module)}
+        named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in dense}
+        if module in self._begun or not named:
+            return
+        # Not by a collective of the group, whose wait for a lost rank may take 30 minutes.
+        meeting = Meeting.of(self._group, "first reduction of the module")
+        meeting.timeout, meeting.check = self._timeout, self._dense.check
+        with self._dense.explained():
+            found = meeting.all_gather(json.dumps(sums_of_bits(named.values()).tolist()).encode())
+        meeting.end()
+        sums = [json.loads(one) for one in found]
+        if len({len(one) for one in sums}) > 1:
+            counts = ", ".join(str(len(one)) for one in sums)
+            raise CallerError(f"the ranks have different numbers of dense parameters: {counts}")
+        for name, *values in zip(named, *sums, strict=True):
+            if len({*values}) > 1:
+                raise CallerError(unequal_start(name))
+        self._begun.add(module)
 
     # ---- called by layers
 
@@ -378,7 +418,7 @@ class ExpertMigration(Shared):
     def gradients_complete(self, index: int) -> None:
         """Sends the gradients of a layer, unless more micro-batches follow. A hook of the backward pass."""
         experts = self._layers[index]
-        if experts.sent:
+        if experts.sent or self._discarded:
             # Also inside `accumulate`: the owners do not get what this pass has added.
             raise CallerError(SECOND_PASS)
         if not self._accumulating:
