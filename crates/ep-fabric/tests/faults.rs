@@ -56,7 +56,7 @@ fn peer_error(error: Error) -> PeerError {
     }
 }
 
-/// Posts a put until the queue has room.
+/// Posts a put as soon as the queue has room. (While its thread holds the engine, `put` says that the queue is full.)
 fn post(end: &End, peer: Rank) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(30);
     while end.transport.put(signal_only(peer, 5))? == Posted::Full {
@@ -132,7 +132,7 @@ fn a_call_that_fails_later_is_named() {
     let with = |name: &str, fail, errno| Fake::new(name, &Settings { fail, errno, ..Settings::default() });
     let fake = with("refused put", Step::WriteData, sys::EINVAL as i32);
     let both = ends(&fake.options(), 2);
-    let error = both[0].transport.put(signal_only(both[1].rail.own(), 1)).unwrap_err();
+    let error = post(&both[0], both[1].rail.own()).unwrap_err();
     assert_environment(&error, &["refused put", "fi_writedata: Invalid argument (22)", "FI_LOG_LEVEL"]);
     drop(both);
     fake.assert_clean("refused put");
@@ -168,7 +168,7 @@ fn a_completion_with_an_error_names_the_peer_and_spares_the_others() {
         assert!(text.contains(&name) && text.contains("Input/output error (5)"), "{text}");
         // `poll` says it once, and puts to this peer say it always.
         assert_eq!(three[0].transport.poll(&mut |_, _| {}), Ok(()));
-        assert_eq!(peer_error(three[0].transport.put(signal_only(lost, 1)).unwrap_err()).peer, lost);
+        assert_eq!(peer_error(post(&three[0], lost).unwrap_err()).peer, lost);
         assert_eq!(peer_error(three[0].transport.drain(lost, Instant::now()).unwrap_err()).peer, lost);
         post(&three[0], other).unwrap();
         let mut seen = Vec::new();
@@ -187,7 +187,8 @@ fn a_peer_that_closes_its_endpoint_is_named() {
     let fake = Fake::new("closed", &Settings::default());
     let mut both = ends(&fake.options(), 2);
     let gone = both.remove(1).rail.own();
-    // Several puts, until the engine knows.
+    // At least one put, even if the engine's thread holds the engine at first; then more, until the engine knows.
+    post(&both[0], gone).unwrap();
     while both[0].transport.put(signal_only(gone, 1)) == Ok(Posted::Yes) {}
     let error = peer_error(first_error(&both));
     let text = error.to_string();
@@ -212,8 +213,32 @@ fn a_put_that_the_provider_refuses_for_its_peer_names_the_peer() {
     let settings = Settings { fail: Step::WriteData, errno: ECONNRESET, ..Settings::default() };
     let both = ends(&Fake::new("no way", &settings).options(), 2);
     let peer = both[1].rail.own();
-    let error = peer_error(both[0].transport.put(signal_only(peer, 1)).unwrap_err());
-    assert!(error.peer == peer && error.to_string().contains("no way"), "{error}");
+    let error = peer_error(post(&both[0], peer).unwrap_err());
+    let text = error.to_string();
+    assert!(error.peer == peer && text.contains("no way") && text.contains("reset by peer (104)"), "{text}");
+}
+
+#[test]
+fn a_shortage_of_this_process_is_no_fault_of_a_peer() {
+    for errno in [sys::ENOMEM, sys::ENFILE, sys::EMFILE, sys::ENOBUFS] {
+        let settings = Settings { fail: Step::WriteData, errno: errno as i32, ..Settings::default() };
+        let name = format!("short of {errno}");
+        let both = ends(&Fake::new(&name, &settings).options(), 2);
+        let error = post(&both[0], both[1].rail.own()).unwrap_err();
+        assert_environment(&error, &[&name, "fi_writedata: ", &format!("({errno})")]);
+    }
+}
+
+#[test]
+fn endpoints_of_shm_are_closed_with_the_last_of_the_process() {
+    let fake = Fake::new("shm", &Settings::default());
+    let mut both = ends(&fake.options(), 2);
+    let gone = both.remove(1).rail.own();
+    // Its endpoint is still open, so a put does not fail.
+    post(&both[0], gone).unwrap();
+    assert_eq!(both[0].transport.poll(&mut |_, _| {}), Ok(()));
+    drop(both);
+    fake.assert_clean("shm");
 }
 
 #[test]
