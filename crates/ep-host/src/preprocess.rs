@@ -170,3 +170,31 @@ fn check_modes(op: &Op<'_>, all: &[Counts]) -> Result<()> {
         .into()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use ep::{Backend as _, Config, Operator, World};
+
+    use super::*;
+    use crate::HostBuffer;
+    use crate::control::MEMORIES;
+    use crate::signature::CollectiveArguments;
+
+    #[test]
+    fn a_rank_that_passes_counts_on_is_waited_for_only_until_it_has_entered() {
+        let world = World::builder().ranks(4).domains(2).experts(4).build().unwrap();
+        let buffers = HostBuffer::threads(&world, &Config::default()).unwrap();
+        let enter = |rank: usize| {
+            let arguments = CollectiveArguments::default();
+            Op::enter(&buffers[rank].comm, Operator::Preprocess, 1, arguments, [None; MEMORIES])
+        };
+        // Rank 0 receives the counts of rank 2 for its domain.
+        let op = enter(1);
+        assert_eq!(waiting(&op, Rank(2)).peer, Rank(0));
+        let _collector = enter(0);
+        assert_eq!(waiting(&op, Rank(2)).peer, Rank(2));
+        assert_eq!(waiting(&op, Rank(2)).what, "the counts of rank 2 from rank 0");
+    }
+}
