@@ -52,9 +52,11 @@ class Joined(Shared):
         self._adopt(native, group)
 
     @classmethod
-    def _of_meeting(cls, meeting: Meeting, *, num_experts: int, domains: int, workers: int | None) -> Self:
-        """Makes a buffer on the CPU for the ranks of a meeting, which have no process group."""
-        settings = settings_of(torch.device("cpu"), num_experts, domains, None, None, workers, None)
+    def _of_meeting(
+        cls, meeting: Meeting, *, num_experts: int, domains: int, device: torch.device, workers: int | None
+    ) -> Self:
+        """Makes a buffer for the ranks of a meeting, which have no process group."""
+        settings = settings_of(device, num_experts, domains, None, None, workers, None)
         buffer = cls.__new__(cls)
         with meeting.reported():
             buffer._adopt(_joined(meeting, settings))

@@ -26,7 +26,13 @@ from process_worlds import Rank, has_libfabric, world_of_processes
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 16, 24, 8, 2, 20
 TWO = ExpertDomains.uniform(ranks=4, datacenters=2)
-ENGINES = ["python", "rust"]
+ENGINES = ["python", "rust", "copied"]
+
+
+class Copied(ExpertMigration):
+    """The runtime as on a GPU: the engine gets copies of all tensors."""
+
+    _copies = True
 
 
 class InPython(ExpertMigration):
@@ -36,7 +42,7 @@ class InPython(ExpertMigration):
 
 
 def runtime(engine: str) -> type[ExpertMigration]:
-    return {"python": InPython, "rust": ExpertMigration}[engine]
+    return {"python": InPython, "rust": ExpertMigration, "copied": Copied}[engine]
 
 
 @contextmanager
@@ -81,7 +87,7 @@ def train_hybrid(migration: ExpertMigration, model: nn.Module, steps: range, opt
     losses = Losses()
     for step in steps:
         optimizer.zero_grad()
-        loss = loss_of(model, tokens_of(migration.rank, step))
+        loss = loss_of(model, tokens_of(migration.rank, step).to(migration.buffer.device))
         loss.backward()
         migration.reduce_gradients(model, op="sum")
         optimizer.step()
@@ -101,12 +107,12 @@ def sum_by_datacenter(gradient: Tensor, plan: ExpertDomains, group: dist.Process
 def train_plain(here: Rank, steps: range, plan: ExpertDomains | None = None) -> list[float]:
     """Expert parallelism over all ranks. With a plan, dense gradients are summed in the order of the runtime."""
     losses = Losses()
-    with Buffer(here.group, num_experts=EXPERTS, device="cpu", workers=1) as buffer:
-        model = network(lambda: MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=TOPK))
+    with Buffer(here.group, num_experts=EXPERTS, device=here.device, workers=1) as buffer:
+        model = network(lambda: MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=TOPK)).to(here.device)
         optimizer = adam(model.parameters())
         for step in steps:
             optimizer.zero_grad()
-            loss = loss_of(model, tokens_of(here.rank, step))
+            loss = loss_of(model, tokens_of(here.rank, step).to(here.device))
             loss.backward()
             if plan is None:
                 reduce_gradients(model, here.group, op="sum")
@@ -476,6 +482,7 @@ CODECS = {
         {"weights": "int8", "gradients": "int8"},
         {"weights": "delta:0.05", "gradients": "topk:0.05"},
     ],
+    "copied": [{"weights": "delta:0.05", "gradients": "topk:0.05"}],
 }
 
 
@@ -519,8 +526,10 @@ def test_a_smaller_job_restarts_from_replicas(engine: str) -> None:
 # ---- lossy codecs, staleness
 
 
-def _lossy(here: Rank, options: dict[str, Any]) -> tuple[list[float], dict[str, float], list[int]]:
-    with ExpertMigration(TWO, num_experts=EXPERTS, **options) as migration:
+def _lossy(
+    here: Rank, options: dict[str, Any], engine: str = "rust"
+) -> tuple[list[float], dict[str, float], list[int]]:
+    with runtime(engine)(TWO, num_experts=EXPERTS, **options) as migration:
         model = hybrid(migration)
         losses = train_hybrid(migration, model, range(20), adam(model.parameters()))
         layer: Any = model[1]
@@ -549,6 +558,39 @@ def test_codecs_save_bytes_and_still_learn(
             assert losses != lossless
             assert stats["gradients_sent"] < plain_stats["gradients_sent"] / 3.5
             assert stats["weights_sent"] < plain_stats["weights_sent"] / compression
+
+
+def test_copies_of_tensors_change_no_bit() -> None:
+    world = world_of_processes(4, "cpu")
+    for options in (
+        {"weights": "delta:0.05", "gradients": "topk:0.05"},
+        {"weights": "shared:0.05", "gradients": "int8", "shared_refresh": 4},
+        {"weights": "int8", "gradients": "int8", "depth": 1},
+    ):
+        copied, plain = (world.run(_lossy, options, engine) for engine in ("copied", "rust"))
+        assert [losses for losses, _, _ in copied] == [losses for losses, _, _ in plain]
+
+
+def _on_gpus(here: Rank) -> tuple[list[float], list[float], list[float]]:
+    """Losses of lossless migration, of plain expert parallelism, and of lossy migration."""
+    exact, lossy = ({"weights": codec, "gradients": codec, "dense_gradients": codec} for codec in ("exact", "int8"))
+    found = []
+    for options in (exact, lossy):
+        with ExpertMigration(TWO, num_experts=EXPERTS, device=here.device, **options) as migration:
+            model = hybrid(migration).to(here.device)
+            assert model[1].experts.working.device == migration.buffer.device
+            found.append(train_hybrid(migration, model, range(20), adam(model.parameters())))
+            model(tokens_of(here.rank, 0).to(here.device)).sum().backward()
+            with _raises("were not reduced"):
+                migration.publish()
+    return found[0], train_plain(here, range(20)), found[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpus_train_as_plain_ep() -> None:
+    for exact, plain, lossy in world_of_processes(4, "cuda").run(_on_gpus, seconds=120):
+        assert exact == pytest.approx(plain, rel=1e-4)
+        assert lossy != exact and lossy == pytest.approx(plain, rel=0.05)
 
 
 # ---- calls out of the ordinary
@@ -651,6 +693,8 @@ def _mistakes(here: Rank) -> None:
         hybrid(migration)
         with _raises("weights = gzip: .*exact"):
             migration.publish()
+    with InPython(TWO, num_experts=EXPERTS) as migration, _raises("moved from cpu to meta: make the migration with"):
+        hybrid(migration).to("meta")
     with InPython(TWO, num_experts=EXPERTS) as migration:
         with _raises("rank 9 saved it"):
             migration.load_state_dict({"rank": 9})

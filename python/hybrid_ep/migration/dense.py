@@ -81,11 +81,11 @@ class DenseGradients:
         """Whether gradients of this round have left."""
         return self._overlapped is not None and self._overlapped.begun > 0
 
-    def begin_all(self, module: nn.Module, step: int) -> Plan:
+    def begin_all(self, parameters: list[nn.Parameter], step: int) -> Plan:
         """Begins all buckets that hooks have not begun. A missing gradient counts as zero.
 
         Args:
-            module: The module.
+            parameters: The dense parameters of a module.
             step: The step that errors name.
 
         Returns:
@@ -94,7 +94,6 @@ class DenseGradients:
         Raises:
             CallerError: A gradient cannot be reduced, or has changed since it left.
         """
-        parameters = dense_parameters(module)
         plan = next((plan for plan in self._plans if plan.is_of(parameters)), None)
         if plan is None:
             plan = self._add(parameters)
@@ -306,7 +305,7 @@ class _Bucket:
         self._left = []
 
     def pack(self) -> Tensor:
-        """Returns all gradients in one tensor."""
+        """Returns all gradients in one tensor, in host memory."""
         gradients = []
         for parameter in self.parameters:
             if parameter.grad is None:  # other ranks may have used the parameter
@@ -315,7 +314,7 @@ class _Bucket:
                 raise CallerError("a dense parameter has a sparse gradient: use embeddings with sparse=False")
             gradients.append(parameter.grad)
         self._left = [(gradient, gradient._version) for gradient in gradients]
-        return torch.cat([gradient.reshape(-1).to(self.dtype) for gradient in gradients])
+        return torch.cat([gradient.reshape(-1).to(self.dtype) for gradient in gradients]).cpu()
 
     def check(self) -> None:
         """Raises `CallerError` if a gradient has changed since it left."""
@@ -333,11 +332,12 @@ class _Bucket:
             parameter.grad.copy_(part.view_as(parameter.grad))
 
 
-def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
+def dense_parameters(module: nn.Module, device: torch.device) -> list[nn.Parameter]:
     """Returns the parameters that need gradients and are not of experts, each once.
 
     Args:
         module: The module.
+        device: The device on which the parameters must be.
 
     Raises:
         CallerError: A parameter has a type or a device that cannot be reduced.
@@ -345,9 +345,9 @@ def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
     experts = {id(parameter) for parameter in expert_parameters(module)}
     found = [p for p in module.parameters() if p.requires_grad and id(p) not in experts]
     for parameter in found:
-        if parameter.dtype not in _WIDE or parameter.device.type != "cpu":
+        if parameter.dtype not in _WIDE or parameter.device != device:
             raise CallerError(
-                f"a dense parameter is of {parameter.dtype} on {parameter.device}: its gradient must be float32, "
-                "float16 or bfloat16 on the CPU"
+                f"a dense parameter is of {parameter.dtype} on {parameter.device}: it must be float32, float16 or "
+                f"bfloat16, on the device of the migration, {device}"
             )
     return found

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -55,7 +56,8 @@ class HybridExperts(GroupedExperts):
         working_dtype: torch.dtype | None = None,
     ) -> None:
         # GroupedExperts asks its buffer only which experts are this rank's.
-        super().__init__(cast(Buffer, migration.ownership), hidden, intermediate, device="cpu", dtype=dtype)
+        device = migration.buffer.device
+        super().__init__(cast(Buffer, migration.ownership), hidden, intermediate, device=device, dtype=dtype)
         self.migration = migration
         working_dtype = working_dtype or self.down.dtype
         if working_dtype not in (torch.float32, torch.bfloat16):
@@ -64,7 +66,9 @@ class HybridExperts(GroupedExperts):
         self._shape = (hidden, intermediate)
         held = len(migration.held_experts)
         shape = (held, 3 * hidden * intermediate)
-        self.working = torch.zeros(shape, dtype=working_dtype, device="cpu", requires_grad=True)
+        self.working = torch.zeros(shape, dtype=working_dtype, device=device, requires_grad=True)
+        # Where the engine decodes them. The codec `delta` changes what is there.
+        self.host_replicas = migration.host_memory.counterpart(self.replicas())
         self.gathered = -1
         # The gradient that has left in this step, and its version.
         self._left: tuple[Tensor, int] | None = None
@@ -116,6 +120,14 @@ class HybridExperts(GroupedExperts):
         """The replicas, [replicas, elements], without gradient."""
         return self.working.detach()[self._own :]
 
+    def take_replicas(self) -> None:
+        """Takes what the engine has decoded."""
+        if self.migration.host_memory.copies:
+            self.replicas().copy_(self.host_replicas)
+        else:
+            # The engine wrote to the tensor. A backward pass through an older forward pass must not go unnoticed.
+            torch.autograd.graph.increment_version(self.working)
+
     @property
     def sent(self) -> bool:
         """Whether the gradients of this step have left."""
@@ -161,7 +173,7 @@ class HybridExperts(GroupedExperts):
         for parameter, part in ((self.gate_up, total[:, :border]), (self.down, total[:, border:])):
             if parameter.requires_grad:
                 local = local_part(parameter)
-                gradient = self._sharded(part.reshape(local.shape).to(local.dtype))
+                gradient = self._sharded(part.reshape(local.shape).to(local.device, local.dtype))
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self.discard_gradients()
 
@@ -193,6 +205,15 @@ class HybridExperts(GroupedExperts):
         # The parameters, which may be more precise than the copy.
         gate_up[: self._own], down[: self._own] = local_part(self.gate_up), local_part(self.down)
         return {"gate_up": gate_up, "down": down, "expert_ids": torch.tensor(self.migration.held_experts)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridExperts:
+        super()._apply(fn, recurse)
+        if self._device() != self.working.device:
+            raise CallerError(
+                f"a layer of a migration was moved from {self.working.device} to {self._device()}: make the migration "
+                "with device=, and its layers are made there"
+            )
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise CallerError(

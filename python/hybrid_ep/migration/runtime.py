@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _native
 from .._gradients import sums_of_bits, unequal_start
-from .._settings import join_timeout
+from .._settings import device_of, join_timeout
 from .._sharing import Shared
 from ..buffer import Buffer
 from ..errors import CallerError, PeerError
@@ -28,6 +28,7 @@ from ..experts import expert_parameters
 from ..rendezvous import Meeting
 from .carrier import GlooCarrier, connect
 from .dense import SECOND_PASS, DenseGradients, dense_parameters
+from .host_memory import HostMemory
 from .plan import ExpertDomains
 
 if TYPE_CHECKING:
@@ -58,23 +59,23 @@ class Engine(Protocol):
 class Ownership(Shared):
     """Which experts a rank owns, in the form in which `GroupedExperts` asks a buffer for it."""
 
-    def __init__(self, plan: ExpertDomains, num_experts: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, plan: ExpertDomains, num_experts: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.num_experts = num_experts
         self.local_experts = plan.owned_by(group.rank(), num_experts)
         self.num_local_experts = len(self.local_experts)
-        self._group = group
+        self._group, self._device_type = group, device.type
         self._mesh: DeviceMesh | None = None
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """All ranks as a device mesh, over which the parameters of experts are sharded; None for one rank."""
         if self._mesh is None and self._group.size() > 1:
-            self._mesh = DeviceMesh.from_group(self._group, "cpu", mesh_dim_names=("ep",))
+            self._mesh = DeviceMesh.from_group(self._group, self._device_type, mesh_dim_names=("ep",))
         return self._mesh
 
 
 class ExpertMigration(Shared):
-    """Moves the weights and gradients of experts between datacenters. CPU tensors only.
+    """Moves the weights and gradients of experts between datacenters.
 
     Make it on all ranks, then the layers (`HybridMoELayer`), in the same order on all ranks. The constructor,
     `publish`, `reduce_gradients` and every pass through a layer are collective.
@@ -103,6 +104,8 @@ class ExpertMigration(Shared):
             later.
         group: The ranks. Default: the default process group.
         domains: As for `Buffer`: the number of NVLink domains that a dispatch group spans.
+        device: The device of all tensors: the CPU or a CUDA device, as for `Buffer`. Weights and gradients of a GPU are
+            copied to host memory to be encoded and sent, and back.
         workers: As for `Buffer`.
 
     Raises:
@@ -121,8 +124,9 @@ class ExpertMigration(Shared):
         >>> migration.publish()
     """
 
-    # Tests replace it.
+    # Tests replace both. The second one says whether tensors on the CPU are copied as those of a GPU are.
     _make_engine: Callable[[_native.MigrationSettings, _native.Carrier, bytes | None], Engine] = _native.Migration
+    _copies: bool | None = None
 
     def __init__(
         self,
@@ -138,6 +142,7 @@ class ExpertMigration(Shared):
         timeout: float = 60.0,
         group: dist.ProcessGroup | None = None,
         domains: int = 1,
+        device: torch.device | str | int = "cpu",
         workers: int | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -148,6 +153,7 @@ class ExpertMigration(Shared):
         meeting = Meeting.of(group, "migration")
         with meeting.reported():
             meeting.timeout = join_timeout()
+            where = device_of(device)
             if plan.ranks != group.size():
                 raise CallerError(f"plan: is for {plan.ranks} ranks, and the group has {group.size()}")
             if num_experts < 1 or num_experts % plan.ranks:
@@ -156,7 +162,8 @@ class ExpertMigration(Shared):
                 )
             if not timeout > 0:
                 raise CallerError(f"timeout is {timeout}, must be greater than 0")
-            settings = [repr(plan), num_experts, *codecs, depth, staleness, shared_refresh, timeout, domains]
+            numbers = (depth, staleness, shared_refresh, timeout, domains)
+            settings = [repr(plan), num_experts, *codecs, *numbers, where.type]
             self._run = _agree(meeting, settings)
         meeting.end()
         self._process = os.getpid()
@@ -166,7 +173,8 @@ class ExpertMigration(Shared):
         self._group, self._dense_codec = group, dense_gradients
         # The number keeps what gloo leaves in the store away from a later group that has the same place in it.
         place = f"migration {self._run}"
-        self.ownership = Ownership(plan, num_experts, group)
+        self.ownership = Ownership(plan, num_experts, group, where)
+        self.host_memory = HostMemory(where, self._copies)
         self._domain = plan.domain_of(self.rank)
         # All ranks first, so that a missing one is named by its number among all.
         everyone = connect(meeting.among(f"{place}/all ranks", range(plan.ranks)))
@@ -177,6 +185,7 @@ class ExpertMigration(Shared):
                 meeting.among(f"{place}/dispatch group", plan.group_of(self.rank)),
                 num_experts=num_experts,
                 domains=domains,
+                device=where,
                 workers=workers,
             )
         except BaseException:
@@ -227,7 +236,7 @@ class ExpertMigration(Shared):
         for position, rank in enumerate(self.plan.group_of(self.rank)):
             experts = torch.tensor(self.plan.held_by(rank, self.num_experts))
             places[experts] = torch.arange(position * held, (position + 1) * held)
-        return places
+        return places.to(self.buffer.device)
 
     # ---- a step
 
@@ -257,7 +266,7 @@ class ExpertMigration(Shared):
         for index, (experts, own) in enumerate(zip(self._layers, all_own, strict=True)):
             experts.discard_gradients()
             if engine is not None:
-                self._publish(engine, index, own)
+                self._publish(engine, index, self.host_memory.read(own))
         self._dense.next_round()
         self._step += 1
         self._published, self._reduced, self._discarded = True, False, False
@@ -356,9 +365,9 @@ class ExpertMigration(Shared):
         with self._dense.explained():
             for index, experts in backward:
                 self._send_gradients(index, experts)
-            plan = self._dense.begin_all(module, self._last_step)
+            plan = self._dense.begin_all(dense_parameters(module, self.buffer.device), self._last_step)
             for index, experts in backward:
-                own, total = experts.own_gradient(), experts.empty_sum()
+                own, total = self.host_memory.read(experts.own_gradient()), experts.empty_sum()
                 if engine is not None:
                     engine.reduce_gradients(index, _span(own), _span(total))
                 else:
@@ -373,7 +382,7 @@ class ExpertMigration(Shared):
 
     def _check_start(self, module: nn.Module) -> None:
         """Compares dense parameters over the ranks, once for each module: equal gradients keep them equal."""
-        dense = {id(parameter) for parameter in dense_parameters(module)}
+        dense = {id(parameter) for parameter in dense_parameters(module, self.buffer.device)}
         named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in dense}
         if module in self._begun or not named:
             return
@@ -410,9 +419,8 @@ class ExpertMigration(Shared):
             return
         if engine is not None:
             with self._dense.explained():
-                experts.replica_steps = engine.gather(index, _span(experts.replicas()))
-            # The engine wrote to the memory. A backward pass through an older forward pass must not go unnoticed.
-            torch.autograd.graph.increment_version(experts.working)
+                experts.replica_steps = engine.gather(index, _span(experts.host_replicas))
+            experts.take_replicas()
         experts.gathered = self._step
 
     def gradients_complete(self, index: int) -> None:
@@ -428,7 +436,7 @@ class ExpertMigration(Shared):
         if experts.sent:
             return
         if (engine := self._started()) is not None:
-            engine.send_gradients(index, _span(experts.replica_gradient()))
+            engine.send_gradients(index, _span(self.host_memory.read(experts.replica_gradient())))
         experts.note_sent()
 
     def _started(self) -> Engine | None:
