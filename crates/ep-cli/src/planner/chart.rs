@@ -368,3 +368,79 @@ fn number(value: f64) -> String {
         format!("{value:.10}").trim_end_matches('0').trim_end_matches('.').to_owned()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    /// The numbers x, y, width and height of the rectangles of this colour; of all of them if it is `None`.
+    fn rectangles(svg: &str, colour: Option<RGBColor>) -> Vec<[f64; 4]> {
+        let of = |element: &str, name: &str| -> f64 {
+            let from = element.find(&format!(" {name}=\"")).unwrap() + name.len() + 3;
+            element[from..].split('"').next().unwrap().parse().unwrap()
+        };
+        let wanted =
+            colour.map(|RGBColor(red, green, blue)| format!("fill=\"#{red:02X}{green:02X}{blue:02X}\""));
+        svg.split("<rect")
+            .skip(1)
+            .map(|rest| rest.split("/>").next().unwrap())
+            .filter(|element| wanted.as_ref().is_none_or(|fill| element.contains(fill)))
+            .map(|element| ["x", "y", "width", "height"].map(|name| of(element, name)))
+            .collect()
+    }
+
+    fn bar(parts: &[(usize, f64)]) -> Bar {
+        Bar { label: "bar".into(), parts: parts.to_vec(), note: "note".into() }
+    }
+
+    #[test]
+    fn bars_are_as_long_as_their_values() {
+        let series = [("first", SERIES[0]), ("second", SERIES[1])];
+        let svg = bars(&series, &[bar(&[(0, 100.0), (1, 300.0)]), bar(&[(0, 200.0), (1, 0.0)])], "s", false)
+            .unwrap();
+        // The legend has the first rectangle of each colour.
+        let (first, second) = (rectangles(&svg, Some(SERIES[0])), rectangles(&svg, Some(SERIES[1])));
+        let &[_, [x, y, short, _], [below_x, below, long, _]] = &first[..] else { panic!("{first:?}") };
+        let &[_, [after, same, longest, _]] = &second[..] else { panic!("{second:?}") };
+        assert!((long - 2.0 * short).abs() <= 2.0 && (longest - 3.0 * short).abs() <= 3.0, "{svg}");
+        assert!(x == below_x && y < below && same == y && (after - x - short).abs() <= 1.0, "{svg}");
+        // They fill the width between the labels and the notes.
+        assert!((after + longest - f64::from(WIDTH - NOTE)).abs() <= 2.0, "{svg}");
+        // Without any value there is an axis and no bar.
+        assert_eq!(
+            rectangles(&bars(&series, &[bar(&[(0, 0.0)])], "s", false).unwrap(), Some(SERIES[0])).len(),
+            1
+        );
+    }
+
+    #[test]
+    fn a_logarithmic_axis_is_for_values_that_span_a_factor_of_ten() {
+        let line = |ys: [f64; 2]| Line {
+            label: "l".into(),
+            points: vec![(1.0, ys[0]), (2.0, ys[1])],
+            notes: vec![],
+        };
+        let has_zero = |ys| lines(&[line(ys)], ["x", "y"], false).unwrap().contains("\n0\n");
+        assert!(has_zero([100.0, 200.0]) && has_zero([1.0, 9.9]));
+        assert!(!has_zero([1.0, 10.0]) && !has_zero([0.01, 200.0]));
+    }
+
+    #[test]
+    fn frames_enclose_their_squares() {
+        let squares_of = |x| (0..2).map(move |y| Square { x, y: f64::from(y) + 1.0, group: 3 });
+        let all: Vec<_> = squares_of(0.0).chain(squares_of(4.0)).collect();
+        let frame = |x| Frame { x, y: 0.0, width: 3.0, height: 3.0, name: "rack".into() };
+        let svg = squares(&all, &[frame(0.0), frame(4.0)], 4, [7.0, 3.0]).unwrap();
+        let found = rectangles(&svg, None);
+        let [frames, boxes] = [&found[..2], &found[2..]];
+        assert_eq!(boxes.len(), 4, "{svg}");
+        for (index, &[x, y, width, height]) in boxes.iter().enumerate() {
+            let [left, top, wide, tall] = frames[index / 2];
+            assert!(left < x && top < y && x + width < left + wide && y + height < top + tall, "{svg}");
+        }
+        assert_eq!(frames[0][0] + 4.0 * 34.0, frames[1][0], "{svg}");
+        assert_eq!(svg.matches("rack").count(), 2);
+    }
+}
