@@ -261,3 +261,71 @@ impl Key {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use ep_plan::presets;
+
+    use super::*;
+
+    /// A value of each key, which is none of the default problem.
+    const VALUES: [(&str, &str); 28] = [
+        ("bandwidth", "7 Gbit/s"),
+        ("round_trip", "77 ms"),
+        ("alpha", "7 ms"),
+        ("members", "3"),
+        ("efficiency", "0.7"),
+        ("loss", "0.007"),
+        ("flows", "7"),
+        ("throughput", "70 TFLOP/s"),
+        ("memory", "70 GB"),
+        ("memory_cap", "7 GB"),
+        ("reserved_memory", "0.07"),
+        ("tokens_per_gpu", "77"),
+        ("zipf", "0.7"),
+        ("weight_compression", "7"),
+        ("gradient_compression", "70"),
+        ("dense_gradient_compression", "int8"),
+        ("gradient_accumulation", "7"),
+        ("pipeline_stages", "4"),
+        ("expert_parallel", "5"),
+        ("tensor_parallel", "6"),
+        ("global_batch", "77777"),
+        ("local_steps", "8"),
+        ("live_layers", "9"),
+        ("shared_refresh_steps", "10"),
+        ("overlap_chunks", "11"),
+        ("work", "forward"),
+        ("replicas", "keep"),
+        ("placement", "lpt"),
+    ];
+
+    #[test]
+    fn every_key_changes_a_value_of_its_own() {
+        let cluster = presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(8));
+        let described = |set: Option<(&str, &str)>| {
+            let (mut cluster, mut model, mut options) =
+                (cluster.clone(), presets::deepseek_v3(), Options::default());
+            if let Some((name, text)) = set {
+                let key = Key::find(name, &cluster).unwrap();
+                key.apply(&mut cluster, &mut model, &mut options, key.parse(text).unwrap());
+            }
+            format!("{cluster:?}\n{model:?}\n{options:?}")
+        };
+        assert_eq!(VALUES.map(|(name, _)| name), KEYS.map(|(name, ..)| name));
+        let mut all: Vec<_> = VALUES.into_iter().map(|set| described(Some(set))).collect();
+        all.push(described(None));
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), KEYS.len() + 1, "a key changes nothing, or what another one changes");
+    }
+
+    #[test]
+    fn values_with_a_unit_have_it() {
+        let cluster = presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(8));
+        let unit = |name: &str| Key::find(name, &cluster).unwrap().unit();
+        assert_eq!(["bandwidth", "memory", "flows", "work"].map(unit), ["Gbit/s", "GB", "", ""]);
+    }
+}
