@@ -12,12 +12,14 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Literal, TypeGuard
+from typing import Literal, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ._watch import Watch
 from .buffer import Buffer
 from .dispatcher import TokenDispatcher
 from .errors import CallerError
@@ -61,12 +63,14 @@ def reduce_gradients(
 
     Raises:
         CallerError: `op` is neither; the groups do not fit the layer's buffer; a dense gradient is a `DTensor`; the
-            buffer of a layer has several ranks, and `torch.distributed` is not initialized; or, in the first call for a
-            module, a dense parameter is not equal on all ranks.
+            buffer of a layer has several ranks, and `torch.distributed` is not initialized; a parameter inside of a
+            `LocalExperts` is not marked; the gradients are reduced already; or, in the first call for a module, a dense
+            parameter is not equal on all ranks.
+        PeerError: Another rank died, left, failed, stalled or is late. Ranks on GPUs are not watched.
 
     Warns:
         UserWarning: Tokens go to several ranks, and no parameter is one of an expert. Then the gradients of different
-            experts are averaged.
+            experts are averaged. Or gradients of experts seem to have been reduced before.
     """
     if op not in ("mean", "sum"):
         raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
@@ -78,11 +82,13 @@ def reduce_gradients(
     buffers = _buffers(module)
     if not _has_group("reduce_gradients", buffers):
         return
+    watch = Watch(module, buffers)
     scale = 1.0 / dist.get_world_size(group) if op == "mean" else 1.0
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     for buffer in buffers:
         _check_groups(buffer, device, group, expert_group)
     experts = {id(parameter) for parameter in expert_parameters(module)}
+    _check_marks(module, experts)
     if not experts and dense and any(_owners(buffer) > 1 for buffer in buffers):
         warnings.warn(
             "the module sends tokens to the experts of several ranks, and none of its parameters is marked as an "
@@ -92,7 +98,7 @@ def reduce_gradients(
         )
     of_experts: list[Tensor] = []
     of_dense: list[Tensor] = []
-    replicated: dict[str, nn.Parameter] = {}
+    replicated: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         of_expert = id(parameter) in experts
         if not parameter.requires_grad or not (of_expert or dense):
@@ -108,34 +114,82 @@ def reduce_gradients(
         (of_experts if of_expert else of_dense).append(local_part(parameter.grad))
         if not of_expert:
             replicated[name] = parameter
-    _check_start(module, replicated, group)
+    if (unequal := _first_that_differs(_begun, module, replicated, group, watch)) is not None:
+        raise CallerError(f"reduce_gradients: {unequal_start(unequal)}")
+    owned = [parameter for parameter in module.parameters() if id(parameter) in experts and parameter.requires_grad]
+    _check_reduced_once(owned)
     if expert_group is None:
         for gradient in of_experts:
             gradient.mul_(scale)
     else:
-        _all_reduce(of_experts, expert_group, scale)
-    _all_reduce(of_dense, group, scale)
+        _all_reduce(of_experts, expert_group, scale, watch)
+    _all_reduce(of_dense, group, scale, watch)
+    for parameter in owned:
+        assert parameter.grad is not None, "a missing one was made"
+        _reduced[parameter] = weakref.ref(parameter.grad), parameter.grad._version
 
 
-# The groups whose ranks have compared their dense parameters, by module.
-_begun: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_Groups: TypeAlias = "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[dist.ProcessGroup]]"
+
+# The groups whose ranks have compared their dense parameters, and their dense gradients, by module.
+_begun: _Groups = weakref.WeakKeyDictionary()
+_clipped: _Groups = weakref.WeakKeyDictionary()
 
 
-def _check_start(module: nn.Module, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Compares dense parameters over the ranks, once for each module and group: equal gradients keep them equal."""
+def _first_that_differs(
+    done: _Groups, module: nn.Module, tensors: dict[str, Tensor], group: dist.ProcessGroup | None, watch: Watch
+) -> str | None:
+    """Compares tensors over the ranks, unless `done` has the module and the group. Names one that differs."""
     group = dist.group.WORLD if group is None else group
     assert group is not None, "torch.distributed is initialized"
-    groups = _begun.setdefault(module, weakref.WeakSet())
-    if group in groups or not parameters:
-        return
-    own = sums_of_bits(parameters.values())
+    groups = done.setdefault(module, weakref.WeakSet())
+    if group in groups or not tensors:
+        return None
+    own = sums_of_bits(tensors.values())
     # `~` reverses the order, so the second half of the maxima has the minima.
     largest, smallest = both = torch.stack([own, ~own])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    watch.all_reduce(both, dist.ReduceOp.MAX, group)
     differs = (largest != ~smallest).nonzero()
     if len(differs):
-        raise CallerError(f"reduce_gradients: {unequal_start([*parameters][int(differs[0])])}")
+        return [*tensors][int(differs[0])]
     groups.add(group)
+    return None
+
+
+# The gradients of experts that were reduced last, and their versions.
+_reduced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _check_reduced_once(parameters: Iterable[nn.Parameter]) -> None:
+    """Finds gradients of experts that were reduced before: the reduction would scale them again."""
+    for parameter in parameters:
+        before, version = _reduced.get(parameter, (None, 0))
+        if before is None or before() is not parameter.grad:
+            continue
+        if parameter.grad is not None and parameter.grad._version == version:
+            raise CallerError(
+                "reduce_gradients: the gradients of the experts are reduced already: call it once per step, and "
+                "zero_grad before the next step"
+            )
+        warnings.warn(
+            "gradients of experts were reduced before and not reset since: call reduce_gradients once per step, after "
+            "the backward pass of the last micro-batch. (zero_grad(set_to_none=False) keeps the tensors, so that this "
+            "cannot be told: use set_to_none=True)",
+            stacklevel=4,
+        )
+        return
+
+
+def _check_marks(module: nn.Module, experts: set[int]) -> None:
+    """Refuses parameters inside of experts of which nothing says whether they are an expert's."""
+    for part in module.modules():
+        for name, parameter in part.named_parameters() if isinstance(part, LocalExperts) else ():
+            if parameter.requires_grad and id(parameter) not in experts and not hasattr(parameter, "expert_parallel"):
+                raise CallerError(
+                    f"reduce_gradients: nothing says whether {name}, a parameter inside of {type(part).__name__}, is "
+                    "an expert's: set parameter.expert_parallel = True if it is, and False if all ranks train the same "
+                    "one (copy.deepcopy loses the attribute)"
+                )
 
 
 def sums_of_bits(parameters: Iterable[Tensor]) -> Tensor:
@@ -161,14 +215,14 @@ def unequal_start(name: str) -> str:
     )
 
 
-def _all_reduce(gradients: list[Tensor], group: dist.ProcessGroup | None, scale: float) -> None:
+def _all_reduce(gradients: list[Tensor], group: dist.ProcessGroup | None, scale: float, watch: Watch) -> None:
     """Sums gradients over the ranks and scales the sums, in one all-reduce for each type."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_type.setdefault(gradient.dtype, []).append(gradient)
     for alike in by_type.values():
         flat = torch.cat([gradient.flatten() for gradient in alike])
-        dist.all_reduce(flat, group=group)
+        watch.all_reduce(flat, dist.ReduceOp.SUM, group)
         for gradient, reduced in zip(alike, flat.mul_(scale).split([g.numel() for g in alike]), strict=True):
             gradient.copy_(reduced.view_as(gradient))
 
@@ -197,8 +251,10 @@ def clip_gradients(
         The norm before scaling: a float32 scalar, the same on every rank.
 
     Raises:
-        CallerError: The groups do not fit the layer's buffer; a gradient is a `DTensor` of partial sums; or the buffer
-            of a layer has several ranks, and `torch.distributed` is not initialized.
+        CallerError: The groups do not fit the layer's buffer; a gradient is a `DTensor` of partial sums; the buffer of
+            a layer has several ranks, and `torch.distributed` is not initialized; or, in the first call for a module, a
+            dense gradient is not equal on all ranks.
+        PeerError: As for `reduce_gradients`.
     """
     buffers = _buffers(module)
     has_group = _has_group("clip_gradients", buffers)
@@ -208,6 +264,17 @@ def clip_gradients(
             _check_replicas("clip_gradients", buffer, group, expert_group)
     experts = {id(parameter) for parameter in expert_parameters(module)}
     device = next(module.parameters()).device
+    watch = Watch(module, buffers)
+    if has_group:
+        dense = {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in experts and not _is_sharded(parameter)
+        }
+        if (unequal := _first_that_differs(_clipped, module, dense, group, watch)) is not None:
+            raise CallerError(
+                f"clip_gradients: the gradient of {unequal} is not equal on all ranks: call reduce_gradients before"
+            )
     of_experts, of_dense = torch.zeros(2, dtype=torch.float32, device=device).unbind()
     # Sums of the squares of this rank's shards, by mesh and by which of its dimensions are sharded.
     of_shards: dict[tuple[DeviceMesh, tuple[bool, ...]], Tensor] = {}
@@ -231,7 +298,7 @@ def clip_gradients(
         else:
             of_dense += square
     if has_group:
-        dist.all_reduce(of_experts, group=group)
+        watch.all_reduce(of_experts, dist.ReduceOp.SUM, group)
     for (mesh, sharded), square in of_shards.items():
         partial = [Partial() if split else Replicate() for split in sharded]
         of_dense += DTensor.from_local(square, mesh, partial, run_check=False).full_tensor()

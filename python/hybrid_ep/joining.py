@@ -196,6 +196,14 @@ class Joined(Shared):
         """
         return Traffic(*self._end.native.traffic())
 
+    def _check_peers(self, waited_for: str, waited: float) -> None:
+        """Checks the other ranks during a wait for a collective of PyTorch. Ranks on GPUs are not checked.
+
+        Raises:
+            PeerError: A rank died, left, failed, stalled or is late.
+        """
+        self._end.native.check_peers(waited_for, waited)
+
     def synchronize(self) -> None:
         """Waits until all operators called so far are complete.
 

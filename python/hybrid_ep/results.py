@@ -93,4 +93,5 @@ class Traffic(NamedTuple):
     preprocess_bytes: int
     """Bytes of counts received in preprocess."""
     waited_seconds: float
-    """Seconds in which no worker of this rank could make progress."""
+    """CPU: seconds in which the workers of this rank waited inside of operators, for other ranks or for messages; the
+    mean over the workers. GPU: 0, because kernels wait."""

@@ -467,6 +467,16 @@ impl Buffer {
         self.run(py, |end| Ok(with_end!(end, end => end.synchronize())?))
     }
 
+    /// Checks the other ranks during a wait outside of the operators; see `ep_host::HostBuffer::check_peers`. With ranks on
+    /// GPUs it checks nothing: they are watched by kernels.
+    fn check_peers(&self, py: Python<'_>, waited_for: &str, waited: f64) -> Result<(), Failure> {
+        let waited = Duration::try_from_secs_f64(waited).unwrap_or(Duration::MAX);
+        self.run(py, |end| match end {
+            Either::Host(buffer) => Ok(buffer.check_peers(waited_for, waited)?),
+            Either::Cuda(_) => Ok(()),
+        })
+    }
+
     /// Counters since the buffer was made: domain bytes, transport bytes, transport messages, preprocess bytes, and
     /// seconds in which no worker could make progress.
     fn traffic(&self, py: Python<'_>) -> Result<(u64, u64, u64, u64, f64), Failure> {

@@ -1,6 +1,11 @@
-"""`reduce_gradients` and `clip_gradients`: several expert-parallel groups, and a model in FSDP or DDP."""
+"""`reduce_gradients` and `clip_gradients`: several expert-parallel groups, a model in FSDP or DDP, and lost ranks."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +88,8 @@ def _several_groups(here: Rank) -> None:
             assert_same(gradients(model), right)
             assert_clips(model, norm, expert_group=replicas)
             # The ranks of a buffer may train a model of their own.
+            model.zero_grad()
+            backward(model, here)
             reduce_gradients(model, group)
             clip_gradients(model, 1.0, group)
             with pytest.raises(CallerError, match="first experts of the ranks of expert_group are 0, 2"):
@@ -107,13 +114,19 @@ def _unequal_start(here: Rank) -> None:
         for _ in range(2):
             with pytest.raises(CallerError, match=r"dense parameter 1\.router\.weight is not equal on all ranks"):
                 reduce_gradients(model)
-        reduce_gradients(model, dense=False)
-        # Also if FSDP keeps the other parameters equal, or if they are frozen.
+
+        def step(**options: bool) -> None:
+            model.zero_grad()
+            backward(model, here)
+            reduce_gradients(model, **options)  # type: ignore[arg-type]
+
+        # FSDP may keep the other parameters equal, or they may be frozen.
+        step(dense=False)
         model[1].router.weight.requires_grad_(False)
-        reduce_gradients(model)
+        step()
         # Once per module: whatever the program does later is its own affair.
         model[0].bias.data.add_(here.rank)
-        reduce_gradients(model)
+        step()
 
 
 def test_ranks_that_start_with_unequal_dense_parameters_are_told(device: str) -> None:
@@ -124,6 +137,107 @@ def test_ranks_that_start_with_unequal_dense_parameters_are_told(device: str) ->
 def test_several_expert_parallel_groups_train_one_model(device: str) -> None:
     skip_where_gpus_are_shared(device, 4)
     world_of_processes(4, device).run(_several_groups)
+
+
+def _forgotten(here: Rank) -> None:
+    with Buffer(here.group, num_experts=4, device=here.device) as buffer:
+        model = model_of(buffer)
+        backward(model, here)
+        with pytest.raises(CallerError, match=r"the gradient of 0\.weight .*: call reduce_gradients before"):
+            clip_gradients(model, 1.0)
+        reduce_gradients(model)
+        with pytest.raises(CallerError, match="reduced already: call it once per step"):
+            reduce_gradients(model)
+        clip_gradients(model, 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.zero_grad()
+            backward(model, here)
+            reduce_gradients(model)
+        # The second micro-batch of a step.
+        backward(model, here)
+        with pytest.warns(UserWarning, match="reduced before and not reset since: call reduce_gradients once per step"):
+            reduce_gradients(model)
+
+
+def test_forgotten_and_repeated_reductions_are_told(device: str) -> None:
+    skip_where_gpus_are_shared(device, 2)
+    world_of_processes(2, device).run(_forgotten)
+
+
+def _unmarked(here: Rank) -> None:
+    with Buffer(here.group, num_experts=4, device=here.device) as buffer:
+        model = model_of(buffer)
+        experts = model[1].experts
+        experts.adapter = nn.Linear(2, 2, device=here.device)
+        for parameter in experts.adapter.parameters():
+            nn.init.zeros_(parameter)
+        backward(model, here)
+        with pytest.raises(CallerError, match=r"whether adapter\.weight, a parameter inside of GroupedExperts"):
+            reduce_gradients(model)
+        for parameter, is_experts in zip(experts.adapter.parameters(), (True, False), strict=True):
+            parameter.expert_parallel = is_experts
+            parameter.grad = torch.full_like(parameter, here.rank + 1)
+        reduce_gradients(model)
+        # An expert's gradient is scaled for the mean, that of a dense parameter is averaged.
+        assert [float(p.grad.max()) for p in experts.adapter.parameters()] == [(here.rank + 1) / 2, 1.5]
+
+
+def test_parameters_inside_of_experts_must_be_marked(device: str) -> None:
+    skip_where_gpus_are_shared(device, 2)
+    world_of_processes(2, device).run(_unmarked)
+
+
+# ---- lost ranks
+
+LOSES_RANK_1 = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from hybrid_ep import Buffer, MoELayer
+from hybrid_ep.moe import clip_gradients, reduce_gradients
+
+rank, function, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=3)
+buffer = Buffer(num_experts=3, device="cpu", timeout=60.0, stall_timeout=1.0)
+torch.manual_seed(0)
+layer = MoELayer(buffer, 8, 8, topk=1)
+layer(torch.ones(4, 8)).sum().backward()
+reduce_gradients(layer)
+clip_gradients(layer, 1.0)
+layer.zero_grad()
+layer(torch.ones(4, 8)).sum().backward()
+# All ranks are at the same place: what follows waits for rank 1 only.
+dist.barrier()
+if rank == 1:
+    if how == "leaves":
+        buffer.close()
+        time.sleep(3600)
+    os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[how])
+{"reduce": reduce_gradients, "clip": lambda layer: clip_gradients(layer, 1.0)}[function](layer)
+"""
+
+
+@pytest.mark.parametrize(("how", "fault"), [("dies", "died"), ("stops", "stalled"), ("leaves", "left")])
+@pytest.mark.parametrize("function", ["reduce", "clip"])
+def test_a_lost_rank_ends_the_reduction_and_is_named(function: str, how: str, fault: str, tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOSES_RANK_1, str(rank), function, how, str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in (0, 2):
+            # The process ends, too: nothing that gloo still does may keep it.
+            said = ranks[rank].communicate(timeout=60)[1]
+            assert ranks[rank].returncode == 1, said
+            assert f"PeerError: rank 1 {fault} (reduce #" in said, said
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
 
 
 def test_norms_are_f32_whatever_the_default_type_is() -> None:

@@ -20,6 +20,7 @@ from exact_engine import ExactEngine
 from hybrid_ep import Buffer, CallerError, MoELayer, PeerError
 from hybrid_ep.experts import expert_parameters, local_part
 from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridExperts, HybridMoELayer
+from hybrid_ep.migration.job_ranks import JobRanks
 from hybrid_ep.migration.runtime import _close_all
 from hybrid_ep.moe import clip_gradients, reduce_gradients
 from process_worlds import Rank, has_libfabric, world_of_processes
@@ -666,8 +667,10 @@ def _lose_a_rank(here: Rank) -> None:
         if here.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         train_hybrid(migration, model, range(2, 100), optimizer)
-    if here.rank == 1:  # the lost rank's peer in the other datacenter
-        assert (caught.value.peer, caught.value.fault) == (3, "died"), caught.value
+    # Rank 2 is in the lost rank's dispatch group, whose buffer counts ranks from 0; rank 1 is in its expert domain.
+    assert caught.value.peer == 3 and "rank 3" in str(caught.value), caught.value
+    if here.rank == 1:
+        assert caught.value.fault == "died", caught.value
 
 
 def test_a_lost_rank_is_named_and_ends_all_ranks() -> None:
@@ -675,6 +678,34 @@ def test_a_lost_rank_is_named_and_ends_all_ranks() -> None:
     with pytest.raises(AssertionError) as caught:
         world.run(_lose_a_rank, seconds=60)
     assert str(caught.value).strip() == "rank 3: died"
+
+
+class _Refuses:
+    ranks = 2
+
+    def dispatch(self, error: Exception) -> None:
+        raise error
+
+
+def test_errors_of_a_dispatch_group_name_ranks_of_the_job() -> None:
+    group = JobRanks(_Refuses(), [7, 4])
+    assert group.ranks == 2
+    lost = PeerError(
+        "rank 1 died (dispatch #3): rank 0 waited for a flag (rank 9 says so)",
+        peer=1,
+        rank=0,
+        operator="dispatch",
+        fault="died",
+        step=3,
+        machine="node-a",
+    )
+    with pytest.raises(PeerError) as caught:
+        group.dispatch(lost)
+    error = caught.value
+    assert str(error) == "rank 4 died (dispatch #3): rank 7 waited for a flag (rank 9 says so)"
+    assert (error.peer, error.rank, error.fault, error.machine) == (4, 7, "died", "node-a")
+    with _raises("hidden is 8 on rank 7 and 16 on rank 4"):
+        group.dispatch(CallerError("hidden is 8 on rank 0 and 16 on rank 1"))
 
 
 # ---- mistakes
@@ -687,7 +718,7 @@ def _mistakes(here: Rank) -> None:
         InPython(TWO, num_experts=6)
     with _raises("timeout is 0"):
         InPython(TWO, num_experts=8, timeout=0)
-    with _raises("ranks passed different arguments: rank 0 .*'int8', 'int8', 'exact', 4, 0.*, rank 3 .*'exact', 5, 0"):
+    with _raises("depth is 4 on rank 0 and 5 on rank 3; it must be the same on every rank"):
         InPython(TWO, num_experts=8, depth=5 if here.rank == 3 else 4)
     with ExpertMigration(TWO, num_experts=EXPERTS, weights="gzip") as migration:
         hybrid(migration)

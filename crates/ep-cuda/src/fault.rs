@@ -276,7 +276,8 @@ mod tests {
     }
 
     const BOUNDS: &str = "timeout = 600 s to enter an operator, stall_timeout = 30 s without progress; \
-                          raise the bound if the rank is only slow";
+                          raise the bound if the rank is only slow, or find where ranks call different numbers of \
+                          operators";
 
     #[test]
     fn the_rank_at_fault_and_the_awaited_rank_may_differ() {

@@ -7,7 +7,10 @@ use std::time::{Duration, Instant};
 
 use ep::call::Maker;
 use ep::join::Rendezvous;
-use ep::{CallerError, Config, EnvironmentError, Error, Operator, PeerFault, Rank, Result, Transport, World};
+use ep::{
+    CallerError, Config, EnvironmentError, Error, Operator, PeerError, PeerFault, Rank, Result, Transport,
+    World,
+};
 use ep_rail::connect_rail;
 
 use crate::comm::Comm;
@@ -18,6 +21,7 @@ use crate::memory::Arena;
 use crate::pulse::Pulse;
 use crate::rail::Rails;
 use crate::simd::Level;
+use crate::wait::no_heartbeat;
 
 /// How long a rank that leaves waits for its puts before it checks again whether the peer needs them.
 const DRAIN_PART: Duration = Duration::from_millis(10);
@@ -223,6 +227,70 @@ impl HostBuffer {
             return Err(CallerError::Config { key: "process", value, problem: problem.into() }.into());
         }
         self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// Checks the other ranks during a wait outside of the operators, such as that of a collective of another library, which
+    /// may not notice that a rank has stopped. `waited_for` and `waited` describe the wait.
+    ///
+    /// A rank that has ended its part of the wait may leave before this rank has ended its own, so an error with
+    /// [`PeerFault::Left`] counts only if the wait does not end soon.
+    ///
+    /// # Errors
+    /// - [`PeerError`] that names a rank which died, failed, is unreachable, or has had no heartbeat for the stall bound;
+    ///   then one that has entered fewer operators than this rank, if `waited` is the entry bound or more; then one that
+    ///   has left.
+    /// - That of an operator that has failed.
+    pub fn check_peers(&self, waited_for: &str, waited: Duration) -> Result<()> {
+        self.check_usable()?;
+        let comm = &self.comm;
+        let error = |peer: Rank, fault: PeerFault, why: String, cause: Option<String>| {
+            let waited_for = format!("{waited_for}{why}");
+            let (machine, operator, step) = (comm.machine_of(peer), Operator::Reduce, self.step);
+            Err(PeerError {
+                peer,
+                machine,
+                fault,
+                operator,
+                step,
+                rank: comm.rank,
+                waited_for,
+                waited,
+                cause,
+            }
+            .into())
+        };
+        if let Some((rank, fault)) = comm.processes.lost().next() {
+            return error(rank, fault, String::new(), None);
+        }
+        let others = || comm.world.topology().all_ranks().filter(|&rank| rank != comm.rank);
+        let control = |rank: Rank| &comm.controls[rank.index()];
+        for rank in others() {
+            match control(rank).health() {
+                Health::Failed { at_fault, fault, .. } if at_fault != comm.rank => {
+                    let says =
+                        if at_fault == rank { String::new() } else { format!(" (rank {rank} says so)") };
+                    return error(at_fault, fault, says, control(at_fault).cause());
+                }
+                Health::Failed { .. } => {
+                    return error(rank, PeerFault::Failed, String::new(), control(rank).cause());
+                }
+                Health::Alive | Health::Left => {}
+            }
+        }
+        let bounds = comm.config.bounds();
+        let mut silences = others().map(|rank| (rank, comm.pulse.silence(rank)));
+        if let Some((rank, silence)) = silences.find(|&(_, silence)| silence >= comm.config.stall_bound()) {
+            let why = format!("; {}; {bounds}", no_heartbeat(rank, silence));
+            return error(rank, PeerFault::Stalled, why, None);
+        }
+        let behind = |&rank: &Rank| control(rank).entered() < comm.control().entered();
+        if let Some(rank) = others().find(behind).filter(|_| waited >= comm.config.timeout) {
+            return error(rank, PeerFault::Late, format!("; {bounds}"), None);
+        }
+        match others().find(|&rank| control(rank).health() == Health::Left) {
+            Some(rank) => error(rank, PeerFault::Left, String::new(), None),
+            None => Ok(()),
+        }
     }
 
     /// Stores the error of a collective operator, publishes it in the control block, and returns it.

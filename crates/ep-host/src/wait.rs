@@ -416,7 +416,7 @@ impl Op<'_> {
     }
 }
 
-fn no_heartbeat(rank: Rank, silence: Duration) -> String {
+pub(crate) fn no_heartbeat(rank: Rank, silence: Duration) -> String {
     format!("rank {rank} has had no heartbeat for {:.1} s", silence.as_secs_f64())
 }
 

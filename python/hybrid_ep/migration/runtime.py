@@ -11,7 +11,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from ..rendezvous import Meeting
 from .carrier import GlooCarrier, connect
 from .dense import SECOND_PASS, DenseGradients, dense_parameters
 from .host_memory import HostMemory
+from .job_ranks import JobRanks
 from .plan import ExpertDomains
 
 if TYPE_CHECKING:
@@ -149,7 +150,6 @@ class ExpertMigration(Shared):
             raise CallerError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
         group = group or dist.group.WORLD
         assert group is not None
-        codecs = (weights, gradients, dense_gradients)
         meeting = Meeting.of(group, "migration")
         with meeting.reported():
             meeting.timeout = join_timeout()
@@ -162,8 +162,19 @@ class ExpertMigration(Shared):
                 )
             if not timeout > 0:
                 raise CallerError(f"timeout is {timeout}, must be greater than 0")
-            numbers = (depth, staleness, shared_refresh, timeout, domains)
-            settings = [repr(plan), num_experts, *codecs, *numbers, where.type]
+            settings = {
+                "plan": repr(plan),
+                "num_experts": num_experts,
+                "weights": weights,
+                "gradients": gradients,
+                "dense_gradients": dense_gradients,
+                "depth": depth,
+                "staleness": staleness,
+                "shared_refresh": shared_refresh,
+                "timeout": timeout,
+                "domains": domains,
+                "device": where.type,
+            }
             self._run = _agree(meeting, settings)
         meeting.end()
         self._process = os.getpid()
@@ -191,6 +202,8 @@ class ExpertMigration(Shared):
         except BaseException:
             self._dense.close(at_once=True)
             raise
+        end = self.buffer._end
+        end.native = cast(_native.Buffer, JobRanks(end.native, plan.group_of(self.rank)))
         self._layers: list[HybridExperts] = []
         self._engine: Engine | None = None
         self._carrier: GlooCarrier | None = None
@@ -401,6 +414,15 @@ class ExpertMigration(Shared):
                 raise CallerError(unequal_start(name))
         self._begun.add(module)
 
+    def _check_peers(self, waited_for: str, waited: float) -> None:
+        """Checks the other ranks during a wait for a collective of PyTorch.
+
+        Raises:
+            PeerError: A rank died, left, failed, stalled or is late.
+        """
+        self._dense.check()
+        self.buffer._check_peers(waited_for, waited)
+
     # ---- called by layers
 
     def register(self, experts: HybridExperts) -> int:
@@ -554,8 +576,8 @@ class ExpertMigration(Shared):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, PeerError) and error.operator in ("preprocess", "dispatch", "combine"):
-            # The buffer counts ranks in the dispatch group. Ranks of other groups learn of the fault here.
-            self._dense.blame(self.plan.group_of(self.rank)[error.peer], error.fault)
+            # Ranks of other dispatch groups learn of the fault here.
+            self._dense.blame(error.peer, error.fault)
         # A rank that failed tells the others, and does not wait until they need nothing more.
         self._close(at_once=kind is not None)
 
@@ -582,14 +604,20 @@ def _span(tensor: Tensor) -> _Span:
     return tensor.data_ptr(), tensor.nbytes
 
 
-def _agree(meeting: Meeting, settings: list[Any]) -> int:
+def _agree(meeting: Meeting, settings: dict[str, Any]) -> int:
     """Checks that all ranks passed the same arguments. Returns a number that is the same on all ranks, and new."""
     own = json.dumps([settings, secrets.randbits(63)]).encode()
     found = [json.loads(one) for one in meeting.all_gather(own)]
+    first: dict[str, Any]
+    run: int
+    first, run = found[0]
     for rank, (theirs, _) in enumerate(found):
-        if theirs != found[0][0]:
-            raise CallerError(f"ranks passed different arguments: rank 0 {found[0][0]}, rank {rank} {theirs}")
-    run: int = found[0][1]
+        for name, value in first.items():
+            if theirs.get(name) != value:
+                raise CallerError(
+                    f"{name} is {value!r} on rank 0 and {theirs.get(name)!r} on rank {rank}; it must be the same on "
+                    "every rank"
+                )
     return run
 
 

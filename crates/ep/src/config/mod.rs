@@ -175,7 +175,7 @@ impl Config {
     pub fn bounds(&self) -> String {
         format!(
             "timeout = {} s to enter an operator, stall_timeout = {} s without progress; \
-             raise the bound if the rank is only slow",
+             raise the bound if the rank is only slow, or find where ranks call different numbers of operators",
             self.timeout.as_secs_f64(),
             self.stall_bound().as_secs_f64()
         )

@@ -1,0 +1,55 @@
+"""`JobRanks`: a buffer of some ranks of a job, whose errors have the numbers that the ranks have in the job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import HybridEPError, PeerError
+
+__all__ = ["JobRanks"]
+
+_RANK = re.compile(r"\brank (\d+)\b")
+
+
+class JobRanks:
+    """A native buffer, with other numbers of ranks in its errors. All else is that of the buffer.
+
+    Args:
+        native: The native buffer.
+        ranks: The rank of the job at each place of the buffer.
+    """
+
+    def __init__(self, native: Any, ranks: Sequence[int]) -> None:
+        self._native, self._ranks = native, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._native, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            try:
+                return found(*arguments, **named)
+            except HybridEPError as error:
+                raise self._of_job(error) from error.__cause__
+
+        return call
+
+    def _of_job(self, error: HybridEPError) -> HybridEPError:
+        text = _RANK.sub(lambda match: f"rank {self._number(int(match[1]))}", str(error))
+        if not isinstance(error, PeerError):
+            return type(error)(text)
+        return PeerError(
+            text,
+            peer=self._number(error.peer),
+            rank=self._number(error.rank),
+            operator=error.operator,
+            fault=error.fault,
+            step=error.step,
+            machine=error.machine,
+        )
+
+    def _number(self, place: int) -> int:
+        return self._ranks[place] if place < len(self._ranks) else place
