@@ -237,8 +237,7 @@ impl HostBuffer {
     ///
     /// # Errors
     /// - [`PeerError`] that names a rank which died, failed, is unreachable, or has had no heartbeat for the stall bound;
-    ///   then one that has entered fewer operators than this rank, if `waited` is the entry bound or more; then one that
-    ///   has left.
+    ///   else one that has left.
     /// - That of an operator that has failed.
     pub fn check_peers(&self, waited_for: &str, waited: Duration) -> Result<()> {
         self.check_usable()?;
@@ -277,15 +276,10 @@ impl HostBuffer {
                 Health::Alive | Health::Left => {}
             }
         }
-        let bounds = comm.config.bounds();
         let mut silences = others().map(|rank| (rank, comm.pulse.silence(rank)));
         if let Some((rank, silence)) = silences.find(|&(_, silence)| silence >= comm.config.stall_bound()) {
-            let why = format!("; {}; {bounds}", no_heartbeat(rank, silence));
+            let why = format!("; {}; {}", no_heartbeat(rank, silence), comm.config.bounds());
             return error(rank, PeerFault::Stalled, why, None);
-        }
-        let behind = |&rank: &Rank| control(rank).entered() < comm.control().entered();
-        if let Some(rank) = others().find(behind).filter(|_| waited >= comm.config.timeout) {
-            return error(rank, PeerFault::Late, format!("; {bounds}"), None);
         }
         match others().find(|&rank| control(rank).health() == Health::Left) {
             Some(rank) => error(rank, PeerFault::Left, String::new(), None),

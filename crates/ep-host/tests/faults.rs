@@ -104,6 +104,42 @@ fn a_rank_that_leaves_is_named() {
 }
 
 #[test]
+fn a_wait_outside_of_operators_names_a_lost_rank() {
+    let lost = |buffer: &HostBuffer| match buffer.check_peers("a collective", Duration::from_secs(7)) {
+        Err(Error::Peer(error)) => Some(error),
+        other => {
+            assert_eq!(other, Ok(()));
+            None
+        }
+    };
+    let world = World::builder().ranks(4).experts(EXPERTS).build().unwrap();
+    let mut buffers = HostBuffer::threads(&world, &config()).unwrap();
+    assert_eq!(buffers.iter().find_map(lost), None);
+    let leaving = buffers.pop().unwrap();
+    drop(leaving);
+    let error = lost(&buffers[0]).unwrap();
+    assert_eq!((error.peer, error.rank, error.fault), (Rank(3), Rank(0), PeerFault::Left));
+    assert!(
+        error.to_string().starts_with("rank 3 left (reduce #0): rank 0 waited 7.000 s for a collective"),
+        "{error}"
+    );
+    // A rank that has failed says who is at fault.
+    let said = peer_error(round(&mut buffers[1], 0, HIDDEN));
+    let error = lost(&buffers[0]).unwrap();
+    assert_eq!((said.peer, error.peer, error.fault), (Rank(3), Rank(3), PeerFault::Left));
+    assert!(error.to_string().contains("(rank 1 says so)"), "{error}");
+    assert_eq!(buffers[1].check_peers("a collective", Duration::ZERO).unwrap_err(), said.into());
+
+    // The rank at fault hears which rank has failed because of it, and why.
+    let world = World::builder().ranks(2).experts(EXPERTS).build().unwrap();
+    let mut buffers = HostBuffer::threads(&world, &config()).unwrap();
+    assert_eq!(peer_error(round(&mut buffers[1], 0, HIDDEN)).peer, Rank(0));
+    let error = lost(&buffers[0]).unwrap();
+    assert_eq!((error.peer, error.fault), (Rank(1), PeerFault::Failed));
+    assert!(error.cause.as_ref().is_some_and(|cause| cause.contains("rank 0 is late")), "{error}");
+}
+
+#[test]
 fn a_rank_that_panics_is_named() {
     let results = on_threads(4, 1, |mut buffer| {
         if buffer.rank() == Rank(1) {
