@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 
@@ -35,8 +36,21 @@ def main(arguments: list[str], name: str = MODULE) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
     if arguments[:1] == ["bench"] and not {"-h", "--help"}.isdisjoint(arguments):
-        print(f"\nBeside other implementations, from PyTorch:\n  {name} bench --compare --help")
+        return _print(f"\nBeside other implementations, from PyTorch:\n  {name} bench --compare --help", name) or code
     return code
+
+
+def _print(text: str, name: str) -> int:
+    """Prints text, as the native commands do: it is no error if nobody reads it. Returns the exit code."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # Python would try to write the rest at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"{name}: error: writing to stdout: {error}", file=sys.stderr)
+            return 2
+    return 0
 
 
 def compare(arguments: list[str], name: str = MODULE) -> int:

@@ -151,6 +151,18 @@ def test_ranks_as_processes_agree(environment: dict[str, str]) -> None:
     assert done.returncode == 0 and done.stdout.startswith("2 ranks (processes)"), done
 
 
+def test_help_of_bench_ends_without_a_traceback_if_its_output_cannot_be_written(environment: dict[str, str]) -> None:
+    arguments = [sys.executable, "-m", "hybrid_ep", "bench", "--help"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
+        done = subprocess.run(arguments, env=environment, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(arguments, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "No space left" in done.stderr and "Traceback" not in done.stderr, done
+
+
 def test_compare_gets_the_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
 
