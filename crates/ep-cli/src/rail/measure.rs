@@ -35,6 +35,21 @@ pub(super) struct Figures {
     pub(super) per_message_us: f64,
 }
 
+impl Figures {
+    /// `seconds`: those of a message in each [`Way`].
+    fn of(bytes: usize, seconds: [f64; 3]) -> Self {
+        let [turn, one_way, both_ways] = seconds;
+        let rate = |seconds: f64| (bytes > 0).then(|| bytes as f64 / seconds / 1e9);
+        Self {
+            message_bytes: bytes,
+            latency_us: turn / 2.0 * 1e6,
+            one_way_gb_per_s: rate(one_way),
+            both_ways_gb_per_s: rate(both_ways),
+            per_message_us: one_way * 1e6,
+        }
+    }
+}
+
 /// The ways in which a pair exchanges messages.
 #[derive(Clone, Copy)]
 enum Way {
@@ -55,15 +70,8 @@ pub(super) fn all(
         let mut figures = Vec::new();
         for &bytes in sizes {
             let mut time = |way| per_message(probe, meet, other, bytes, duration_ms, way);
-            let (turn, one_way, both_ways) = (time(Way::PingPong)?, time(Way::FromZero)?, time(Way::Both)?);
-            let rate = |seconds: f64| (bytes > 0).then(|| bytes as f64 / seconds / 1e9);
-            figures.push(Figures {
-                message_bytes: bytes,
-                latency_us: turn / 2.0 * 1e6,
-                one_way_gb_per_s: rate(one_way),
-                both_ways_gb_per_s: rate(both_ways),
-                per_message_us: one_way * 1e6,
-            });
+            let seconds = [time(Way::PingPong)?, time(Way::FromZero)?, time(Way::Both)?];
+            figures.push(Figures::of(bytes, seconds));
         }
         pairs.push(Pair { rank: other.0, sizes: figures });
     }
@@ -104,4 +112,20 @@ fn per_message(
     let messages = f64::from(duration_ms) / 1e3 / trial.max(1e-9);
     let messages = messages.clamp(*MESSAGES.start(), *MESSAGES.end()) as usize;
     Ok(run(meet, messages)?.as_secs_f64() / messages as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_have_their_units() {
+        let figures = Figures::of(1_000_000, [0.004, 0.0005, 0.001]);
+        let rates = [figures.one_way_gb_per_s, figures.both_ways_gb_per_s];
+        assert_eq!(
+            (figures.latency_us, figures.per_message_us, rates),
+            (2000.0, 500.0, [Some(2.0), Some(1.0)])
+        );
+        assert_eq!(Figures::of(0, [1.0; 3]).one_way_gb_per_s, None);
+    }
 }

@@ -246,3 +246,20 @@ fn pictures(decline: &[f64]) -> Result<Vec<(&'static str, String)>, Failure> {
         ("fig17-decline.svg", chart::lines(&[decline], ["datacenters", AXES[1]], false)?),
     ])
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn the_paper_has_a_figure_for_the_slowest_and_the_fastest_links() {
+        let rows = FIXED.grid(Some(FIXED_RANGE)).unwrap().rows;
+        let paper: Vec<&str> = rows.iter().map(|row| row[3].as_str()).collect();
+        let [first, between @ .., last] = &paper[..] else { panic!("{paper:?}") };
+        assert_eq!((*first, *last), ("1.45", "1.05"));
+        assert!(between.iter().all(|text| *text == "not in the text"), "{paper:?}");
+        assert!(FIXED.grid(None).unwrap().rows.iter().all(|row| row[3] == "not in the text"));
+    }
+}

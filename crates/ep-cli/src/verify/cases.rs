@@ -305,6 +305,28 @@ mod tests {
     }
 
     #[test]
+    fn the_options_that_ranks_compare_determine_the_cases() {
+        let options = |text: &str| {
+            let args = parse(&format!("--backend host {text}")).unwrap();
+            resolve(text).unwrap().job_options(&args)
+        };
+        let same = options("--seed 3 --cases 20 --ranks 6");
+        assert_eq!(same, options("--cases 20 --ranks 6 --seed 3"));
+        for other in [
+            "--seed 4 --cases 20 --ranks 6",
+            "--seed 3 --cases 21 --ranks 6",
+            "--seed 3 --cases 20 --ranks 5",
+            "--seed 3 --cases 20 --ranks 6 --domains 1",
+            "--seed 3 --cases 20 --ranks 6 --case 7",
+            "--suite-only --ranks 6",
+        ] {
+            assert_ne!(same, options(other), "{other}");
+        }
+        // The suite has no seed.
+        assert_eq!(options("--suite-only"), options("--suite-only"));
+    }
+
+    #[test]
     fn the_seed_is_random_unless_given() {
         assert_ne!(resolve("--cases 0").unwrap().seed, resolve("--cases 0").unwrap().seed);
         assert_eq!(resolve("--cases 0 --seed 77").unwrap().seed, 77);
