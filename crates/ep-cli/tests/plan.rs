@@ -165,6 +165,12 @@ fn fewer_gpus_that_are_faster_are_named() {
     );
     assert!(said.stderr.contains("\nAssumed: even routing, 400 TFLOP/s in each GPU"), "{}", said.stderr);
     let report: serde_json::Value = serde_json::from_str(&said.stdout).unwrap();
+    let assumed = report["assumed"].as_array().unwrap();
+    let starts = assumed[0]
+        .as_str()
+        .unwrap()
+        .starts_with("Assumed: even routing, 400 TFLOP/s in each GPU, links of level wan");
+    assert!(starts && assumed.len() == 1, "{assumed:?}");
     assert_eq!(report["fewer"][0]["members"], serde_json::json!([64, 60]));
     // What is slower is no advice, but still told.
     let text = run(&["plan", "--nodes=64", "--uplink=400Gbit/s"]).succeeded().stdout;
@@ -191,7 +197,27 @@ fn a_runnable_plan_has_the_layout_of_the_training_runtime() {
     let written: Value = serde_json::from_str(&std::fs::read_to_string(&groups).unwrap()).unwrap();
     let layout = serde_json::json!({"pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 1});
     assert_eq!((&written["layout"], &written["ranks"]), (&layout, &serde_json::json!(32)));
-    run(&["plan", "--nodes=3", "--runnable"]).refused(2, &["--runnable", "256 experts", "48 GPUs"]);
+    // One EP group of all GPUs of a site is what the runtime runs on that site.
+    assert!(
+        text.contains("\nOne of the 2 datacenters alone (16 GPUs) trains")
+            && text.contains("EP groups of 16 GPUs (1, 2, 8)"),
+        "{text}"
+    );
+    // 24 GPUs would have copies of experts, which the runtime cannot run.
+    let uneven = ["plan", "--nodes=3,1", "--set=memory=4000GB"];
+    let alone = |more: &[&str]| {
+        run(&[&uneven[..], more].concat())
+            .succeeded()
+            .stdout
+            .contains("One of the 2 datacenters alone (24 GPUs)")
+    };
+    assert!(alone(&[]) && !alone(&["--runnable"]));
+    let refused = [
+        "--runnable needs a number of GPUs that divides the 256 experts, and the cluster has 48 GPUs; possible: 32, 16, 8, \
+         ...; change --nodes, --gpus-per-node",
+    ];
+    run(&["plan", "--nodes=3", "--runnable"]).refused(2, &refused);
+    run(&["plan", "--nodes=32", "--runnable"]).refused(2, &["has 512 GPUs; possible: 256, 128, 64, ..."]);
     run(&["plan", "--runnable", "--set=work=forward"]).refused(2, &["--runnable", "work=training"]);
 }
 
@@ -235,7 +261,7 @@ fn the_answer_names_a_faster_strategy_that_is_tight_on_memory() {
     let text = run(&cluster).succeeded().stdout;
     for part in [
         "Best with all 208 GPUs and memory to spare: expert domains (1, 1, 2).",
-        "4 stages of 13 parts of datacenters each",
+        "4 stages (each spans all 3 sites, with 1/4 of each of their 13 equal parts), EP groups",
         "Tight on memory, but faster: a pipeline of 13 stages across datacenters, ",
         "less than 30 % of a GPU's memory (`reserved_memory`) is left for activations.",
         "Without lossy compression, the fastest is hierarchical EP, ",
@@ -398,6 +424,36 @@ fn a_sweep_plans_every_value() {
         .map(|point| point["outcome"]["Ok"].is_object())
         .collect();
     assert_eq!(outcomes, [false, true, true]);
+}
+
+/// The best strategy is called so in its row as in the table of strategies, and the last column says whether fewer GPUs are
+/// faster.
+#[test]
+fn a_sweep_says_whether_fewer_gpus_are_faster() {
+    let directory = Directory::new("plan-sweep-fewer");
+    let [page, json] = ["page.html", "plan.json"].map(|name| directory.file(name));
+    let options = ["--datacenters=4", "--nodes=64", "--sweep=bandwidth=1Gbit/s..400Gbit/s:2"];
+    let text = run(&[&["plan", "--html", &page, "--json", &json], &options[..]].concat()).succeeded().stdout;
+    let rows: Vec<&str> =
+        text.lines().skip_while(|line| !line.ends_with("fewer GPUs")).skip(2).take(2).collect();
+    let json: Value = serde_json::from_str(&std::fs::read_to_string(json).unwrap()).unwrap();
+    let found = |point: usize| &json["sweep"]["points"][point]["outcome"]["Ok"];
+    let part = &found(0)["fewer"];
+    assert_eq!((&part["sites"], &part["gpus"]), (&serde_json::json!([0]), &serde_json::json!(512)));
+    assert_eq!(part["members"], serde_json::json!([64]));
+    let gain = part["gain"].as_f64().unwrap();
+    assert!(gain > 100.0, "{gain}");
+    assert!(rows[0].ends_with(&format!(" {gain:.0}x faster (512)")), "{text}");
+    assert!(rows[1].ends_with(" -") && found(1)["fewer"].is_null(), "{text}");
+    for row in rows {
+        // Once as the name of the choice, once in the column of the strategy.
+        assert!(row.contains(" pipeline ") && row.contains(" best ") && !row.contains("as fast"), "{row}");
+    }
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.contains("At 1 of the values, fewer GPUs are faster than all of them."), "{page}");
+    // Forward passes are not planned on parts of the cluster.
+    let forward = run(&[&["plan", "--set=work=forward"], &options[..]].concat()).succeeded().stdout;
+    assert!(!forward.contains("fewer GPUs"), "{forward}");
 }
 
 #[test]
@@ -848,6 +904,7 @@ fn the_codec_of_dense_gradients_is_reported() {
         };
         let line =
             format!("Dense gradients between datacenters are priced as `{codec}`{so}: {}.", strategies(true));
+        let html = html.replace("<code>", "`").replace("</code>", "`");
         assert!(text.contains(&line) && html.contains(&line), "{line}\n{text}");
         let others = format!("Without dense gradients between datacenters: {}.", strategies(false));
         assert!(text.contains(&others) && html.contains(&others), "{others}\n{text}");

@@ -77,6 +77,32 @@ fn the_report_says_how_sites_divide() {
     );
 }
 
+/// The runtime sums dense gradients inside a datacenter first, so the file must have the true sites, not their parts.
+#[test]
+fn the_file_of_groups_has_the_true_sites() {
+    let directory = Directory::new("unequal-groups");
+    let file = directory.file("groups.json");
+    let groups = |nodes: &str| -> Value {
+        let cluster = ["--nodes", nodes, "--gpus-per-node=4", "--set=memory=4000GB", "--groups", &file];
+        run(&[&["plan", "--runnable"], &cluster[..]].concat()).succeeded();
+        serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap()
+    };
+    let ranks = |from: u64, to: u64| (from..to).collect::<Vec<u64>>();
+    for (nodes, sites) in [
+        ("6,6,4", vec![ranks(0, 24), ranks(24, 48), ranks(48, 64)]),
+        ("7,1", vec![ranks(0, 28), ranks(28, 32)]),
+        ("4", vec![ranks(0, 16), ranks(16, 32)]),
+    ] {
+        let groups = groups(nodes);
+        assert_eq!(groups["datacenters"], serde_json::json!(sites), "{nodes}");
+        // `from_file` of the runtime reads the site from the location.
+        let of_rank = |rank: usize| groups["rank_groups"][rank]["location"][0].as_u64().unwrap() as usize;
+        for (site, ranks) in sites.iter().enumerate() {
+            assert!(ranks.iter().all(|&rank| of_rank(rank as usize) == site), "{nodes}: {groups}");
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_done_is_refused_with_the_level() {
     let with = |command: &str, more: &[&str]| run(&[&[command], &THREE[..], more].concat());

@@ -105,8 +105,7 @@ class ExpertDomains:
         Args:
             path: The file: JSON with `expert_domains` and `dispatch_groups`, and the `location` of each rank in
                 `rank_groups`, whose first number is the datacenter.
-            datacenters: The ranks of each datacenter, for a plan of datacenters of different sizes, whose file has the
-                equal parts of them. Default: those of the file.
+            datacenters: The ranks of each datacenter. Default: those of the file.
 
         Returns:
             The plan.

@@ -54,7 +54,7 @@ pub(crate) struct PlanArgs {
     /// Plan what the training runtime can run: expert domains over all GPUs, one stage, no tensor parallelism, kept replicas
     #[arg(long, help_heading = "Questions", conflicts_with_all = ["strategy", "paper_model"])]
     pub(crate) runnable: bool,
-    /// Explain what limits the plan, and at which values another plan would be best
+    /// Explain what limits the plan, and at which values other domains would be best
     #[arg(long, help_heading = "Questions")]
     pub(crate) explain: bool,
     /// Use only the stream model of the HybridEP paper, and show it level by level

@@ -14,6 +14,7 @@ mod text;
 
 use clap::ValueEnum as _;
 use ep_plan::PartitionExport;
+use ep_plan::cluster::Cluster;
 use ep_plan::input::{self, preset};
 use ep_plan::planner::{Plan, Replicas, Setting};
 use ep_plan::step::{Fewer, Layout, StepPlan};
@@ -32,6 +33,8 @@ use crate::planner::problem::Problem;
 struct PlanReport<'a> {
     hybrid_ep_version: &'static str,
     problem: &'a Problem,
+    /// What the times assume, as lines of the report.
+    assumed: Vec<String>,
     /// Steps of all strategies; absent for forward passes.
     #[serde(skip_serializing_if = "Option::is_none")]
     step: Option<&'a StepPlan>,
@@ -86,8 +89,9 @@ fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
     let (gpus, experts) = (problem.cluster.gpus(), problem.model.experts);
     if !experts.is_multiple_of(gpus.max(1)) {
         return Err(Failure::request(format!(
-            "--runnable: every rank of the training runtime owns equally many experts, and {experts} experts cannot be divided \
-             over {gpus} GPUs"
+            "--runnable needs a number of GPUs that divides the {experts} experts, and the cluster has {gpus} GPUs; possible: {}; \
+             change --nodes, --gpus-per-node, or `members` in the cluster's file",
+            divisors_up_to(experts, gpus)
         )));
     }
     problem.options.pipeline_stages = Some(1);
@@ -95,6 +99,15 @@ fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
     problem.options.tensor_parallel = Some(1);
     problem.options.replicas = Replicas::Keep;
     Ok(())
+}
+
+/// The largest divisors of a number that are at most `most`, descending, as text.
+fn divisors_up_to(number: usize, most: usize) -> String {
+    const SHOWN: usize = 3;
+    let mut divisors = (1..=most.min(number)).rev().filter(|&divisor| number.is_multiple_of(divisor));
+    let shown: Vec<String> = divisors.by_ref().take(SHOWN).map(|divisor| divisor.to_string()).collect();
+    let more = if divisors.next().is_some() { ", ..." } else { "" };
+    format!("{}{more}", shown.join(", "))
 }
 
 fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
@@ -119,6 +132,7 @@ fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
     let report = PlanReport {
         hybrid_ep_version: env!("CARGO_PKG_VERSION"),
         problem,
+        assumed: text::assumed(problem),
         step: step.as_ref().map(|shown| &shown.plan),
         fewer: step.as_ref().map(|shown| &shown.fewer[..]),
         plan: &plan,
@@ -137,7 +151,9 @@ fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
     let lists = groups.is_wanted().then(|| {
         let partition = plan.partition().map_err(Failure::request)?;
         let layout = step.as_ref().map(|shown| GroupsLayout::of(&shown.price().layout));
-        Checked::json(&Groups { layout, groups: &partition.export() })
+        let cluster = Cluster::try_from(problem.cluster.clone()).map_err(Failure::request)?;
+        let parts: Vec<usize> = cluster.sites().iter().map(|site| site.parts).collect();
+        Checked::json(&Groups { layout, groups: &partition.export().in_sites(&parts) })
     });
     let (page, lists) = (page.transpose()?, lists.transpose()?);
     print_beside(&text, &[&json, &html, &groups])?;
@@ -190,7 +206,12 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
     };
     let index = index.ok_or_else(|| Failure::request(refused(args.wanted(), &plan)))?;
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
-    Ok((Some(Shown { plan, index, fewer: planner.on_fewer() }), layers))
+    let mut fewer = planner.on_fewer();
+    if args.runnable {
+        // The runtime cannot run copies of experts, which other parts would have.
+        fewer.retain(|part| problem.model.experts.is_multiple_of(part.gpus));
+    }
+    Ok((Some(Shown { plan, index, fewer }), layers))
 }
 
 /// Why the strategy that is asked for has no price.

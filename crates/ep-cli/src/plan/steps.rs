@@ -93,7 +93,7 @@ pub(crate) fn dense_gradients(plan: &StepPlan, options: &Options) -> Option<Stri
 pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let (plan, options) = (&shown.plan, &problem.options);
     let best = plan.best();
-    let (faster, tight) = (faster_part(shown), faster_but_tight(plan));
+    let (faster, tight) = (faster_part(plan, &shown.fewer), faster_but_tight(plan));
     // What the best has, and something faster has not.
     let gpus = faster.map(|_| format!("all {} GPUs", units::count(problem.cluster.gpus() as u64)));
     let has: Vec<String> = gpus.into_iter().chain(tight.map(|_| "memory to spare".into())).collect();
@@ -198,9 +198,9 @@ fn faster_but_tight(plan: &StepPlan) -> Option<&StepPrice> {
     prices.find(|price| price.fit == Fit::Tight && is_faster(best.step_time / price.step_time))
 }
 
-/// The fastest part of the cluster, if it is faster than all of it.
-fn faster_part(shown: &Shown) -> Option<&Fewer> {
-    shown.fewer.first().filter(|part| is_faster(gain(part, shown)))
+/// The fastest part of the cluster, if it is faster than all of it. `fewer` has the fastest part first.
+pub(super) fn faster_part<'a>(plan: &StepPlan, fewer: &'a [Fewer]) -> Option<&'a Fewer> {
+    fewer.first().filter(|part| is_faster(gain(part, plan)))
 }
 
 /// Whether a gain is more than 1 as the report prints it.
@@ -209,8 +209,8 @@ fn is_faster(gain: f64) -> bool {
 }
 
 /// Tokens per second of this part over those of the whole cluster.
-fn gain(part: &Fewer, shown: &Shown) -> f64 {
-    part.price.tokens_per_second / shown.plan.best().tokens_per_second
+pub(super) fn gain(part: &Fewer, plan: &StepPlan) -> f64 {
+    part.price.tokens_per_second / plan.best().tokens_per_second
 }
 
 /// The part of a step in which replicas are made equal, if it is a large one.
@@ -235,11 +235,11 @@ fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
             units::count(part.gpus as u64),
             if part.sites.len() == 1 { "trains" } else { "train" },
             units::count(part.price.tokens_per_second.round() as u64),
-            relation(gain(part, shown)),
+            relation(gain(part, &shown.plan)),
             layout(&part.price, problem)
         )
     };
-    let fastest = faster_part(shown);
+    let fastest = faster_part(&shown.plan, &shown.fewer);
     // Members of the outermost of two levels may be nodes.
     let alone = shown.fewer.iter().find(|part| part.sites.len() == 1 && problem.cluster.levels.len() > 2);
     let mut lines: Vec<String> =
@@ -313,7 +313,10 @@ pub(super) fn layout(price: &StepPrice, problem: &Problem) -> String {
     // Datacenters of different sizes are divided into equal parts.
     let sites = problem.cluster.levels.first().map_or(0, |outermost| outermost.scaling_factor);
     let spans = across.map_or(String::new(), |members| match members > sites {
-        true => format!(" of {members} parts of datacenters each"),
+        true => format!(
+            " (each spans all {sites} sites, with 1/{} of each of their {members} equal parts)",
+            layout.stages()
+        ),
         false => format!(" of {members} datacenters each"),
     });
     let mut parts = vec![

@@ -72,6 +72,21 @@ pub(crate) struct PointPlan {
     pub(crate) seconds: f64,
     /// Seconds of the schemes to compare with, by name. A scheme that does not fit is left out.
     pub(crate) others: Vec<(&'static str, f64)>,
+    /// The fastest part of the cluster, if it is faster than all GPUs.
+    pub(crate) fewer: Option<Part>,
+    /// The name in `others` of the choice; `None` for forward passes, whose choice is none of the schemes.
+    #[serde(skip)]
+    pub(crate) best: Option<&'static str>,
+}
+
+/// A part of the cluster that is faster than all of it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Part {
+    pub(crate) sites: Vec<usize>,
+    pub(crate) members: Vec<usize>,
+    pub(crate) gpus: usize,
+    /// Its tokens per second over those of the best strategy on all GPUs.
+    pub(crate) gain: f64,
 }
 
 impl Request {
@@ -139,7 +154,20 @@ fn outcome(problem: &Problem) -> Result<PointPlan, String> {
         let others = Strategy::ALL
             .into_iter()
             .filter_map(|strategy| Some((steps::name(strategy), plan.price(strategy)?.step_time.0)));
-        return Ok(PointPlan { choice, seconds: best.step_time.0, others: others.collect() });
+        let parts = planner.on_fewer();
+        let fewer = steps::faster_part(&plan, &parts).map(|part| Part {
+            sites: part.sites.clone(),
+            members: part.members.clone(),
+            gpus: part.gpus,
+            gain: steps::gain(part, &plan),
+        });
+        return Ok(PointPlan {
+            choice,
+            seconds: best.step_time.0,
+            others: others.collect(),
+            fewer,
+            best: Some(steps::name(best.strategy)),
+        });
     }
     let plan = problem.try_planner().map_err(said)?.plan();
     let others = plan.baselines.iter().filter(|baseline| baseline.fits);
@@ -149,6 +177,8 @@ fn outcome(problem: &Problem) -> Result<PointPlan, String> {
         others: others
             .map(|baseline| (text::baseline_name(baseline.kind), baseline.candidate.layer_time.0))
             .collect(),
+        fewer: None,
+        best: None,
     })
 }
 

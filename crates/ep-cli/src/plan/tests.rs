@@ -15,7 +15,93 @@ fn reports(options: &str) -> [String; 3] {
     let problem = Problem::resolve(&args.problem).unwrap();
     let (step, plan) = solve(&args, &problem).unwrap();
     let text = |explain| text::render(&problem, step.as_ref(), &plan, None, explain);
-    [text(false), text(true), html::render(&problem, step.as_ref(), &plan, None).unwrap()]
+    [text(false), text(true), page(&problem, step.as_ref(), &plan)]
+}
+
+/// The HTML report, with names between backticks as in the text.
+fn page(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> String {
+    let page = html::render(problem, step, plan, None).unwrap();
+    page.replace("<code>", "`").replace("</code>", "`")
+}
+
+/// The lines of the report about what it assumes are in the text, with and without `--explain`, and in the page.
+#[test]
+fn every_report_says_what_it_assumes() {
+    let plain = "links of level wan with all of their bandwidth (`efficiency` 1), no loss (`loss` 0) and 1 connection each \
+                 (`flows` 1, which counts only with loss)";
+    let lossy = "links of level wan with 0.5 of their bandwidth (`efficiency` 0.5), 0.001 of the packets lost (`loss` \
+                 0.001) and 64 connections each (`flows` 64)";
+    let set = "--set=efficiency=0.5 --set=loss=0.001 --set=flows=64";
+    for (options, links) in [("", plain), (set, lossy), ("--set=work=forward", plain)] {
+        let line = format!(
+            "Assumed: even routing, 400 TFLOP/s in each GPU, {links}. Step times on GPUs were never compared with measured \
+             ones."
+        );
+        for shown in reports(options) {
+            assert_eq!(shown.matches(&line).count(), 1, "{line}\n{shown}");
+        }
+    }
+}
+
+/// Without sizes of the attention, steps appear shorter than they are, and the report says so.
+#[test]
+fn attention_that_counts_as_nothing_is_named() {
+    let remark = |parameters: f64, score_width: f64| {
+        let args = <Options as clap::Parser>::try_parse_from(["plan"]).unwrap().args;
+        let mut problem = Problem::resolve(&args.problem).unwrap();
+        (problem.model.attention.parameters, problem.model.attention.score_width) = (parameters, score_width);
+        let (step, plan) = solve(&args, &problem).unwrap();
+        let page = page(&problem, step.as_ref(), &plan);
+        let texts = [true, false].map(|explain| text::render(&problem, step.as_ref(), &plan, None, explain));
+        let line = text::assumed(&problem).into_iter().find(|line| line.starts_with("The model has no "));
+        for shown in texts.iter().chain([&page]) {
+            assert_eq!(
+                shown.matches(line.as_deref().unwrap_or("The model has no ")).count(),
+                usize::from(line.is_some())
+            );
+        }
+        line.unwrap_or_default()
+    };
+    assert_eq!(remark(0.0, 0.0), "The model has no attention parameters: attention compute counts as 0.");
+    let projections =
+        "The model has no attention parameters: the compute of attention projections counts as 0.";
+    assert_eq!(remark(0.0, 128.0), projections);
+    assert_eq!(
+        remark(1e6, 0.0),
+        "The model has no attention `score_width`: the compute of attention scores counts as 0."
+    );
+    assert_eq!(remark(1e6, 128.0), "");
+}
+
+/// Local steps are faster than the best here, and never are the best.
+#[test]
+fn local_steps_have_the_last_card() {
+    let [text, _, page] = reports("--datacenters=4 --nodes=64");
+    assert!(text.contains("train another trajectory"), "{text}");
+    let cards: Vec<&str> =
+        page.split("<div class=\"card").skip(1).filter(|card| card.contains("<span>")).collect();
+    let last = cards.last().unwrap();
+    assert!(last.contains("<span>local steps, "), "{last}");
+    assert!(cards.iter().any(|card| card.starts_with(" main") && card.contains("the best")), "{page}");
+}
+
+/// The codecs of moved experts apply only if a strategy moves experts, which the heading does not know.
+#[test]
+fn the_heading_has_the_codecs_for_experts_that_move() {
+    for shown in reports("") {
+        assert!(shown.contains(", if experts move: weights as int8, gradients as int8"), "{shown}");
+    }
+    for shown in reports("--set=work=forward --set=weight_compression=1") {
+        assert!(shown.contains(", if experts move: weights as they are"), "{shown}");
+    }
+}
+
+#[test]
+fn divisors_are_listed_from_the_largest_that_is_possible() {
+    assert_eq!(divisors_up_to(64, 128), "64, 32, 16, ...");
+    assert_eq!(divisors_up_to(64, 48), "32, 16, 8, ...");
+    assert_eq!(divisors_up_to(256, 3), "2, 1");
+    assert_eq!(divisors_up_to(7, 6), "1");
 }
 
 /// A pipeline that waits for a link names it, with its time and that of a stage; one that does not wait says nothing.

@@ -3,6 +3,8 @@
 use std::fmt::Write as _;
 
 use ep_plan::Routing;
+use ep_plan::cluster::LevelDescription;
+use ep_plan::model::AttentionDescription;
 use ep_plan::planner::{BaselineKind, CompressionGain, Options, PassTimes, Plan, Setting};
 use ep_plan::step::Strategy;
 use ep_plan::units::{Bytes, Seconds};
@@ -51,24 +53,58 @@ pub(super) fn render(
     if explain {
         out.push_str(&growth(plan));
         out.push_str(&selective(problem, plan));
-    } else {
-        out.push_str(&assumed(problem));
+        out.push('\n');
+    }
+    for line in assumed(problem) {
+        let _ = writeln!(out, "{line}");
+    }
+    if !explain {
         out.push_str("For more: --explain (limits and alternatives), --html FILE (a report with charts).\n");
     }
     out
 }
 
-/// What the times assume and nothing else in the report says.
-fn assumed(problem: &Problem) -> String {
+/// What the times assume and nothing else in the report says, in lines. All outputs have them.
+pub(super) fn assumed(problem: &Problem) -> Vec<String> {
     let routing = match problem.model.routing {
         Routing::Even => "even routing",
         _ => "the routing of the problem",
     };
-    format!(
-        "Assumed: {routing}, {} TFLOP/s in each GPU, links at their `efficiency`. Step times on GPUs were never compared with \
-         measured ones.\n",
+    let links =
+        problem.cluster.levels.first().map_or_else(String::new, |level| format!(", {}", reached(level)));
+    let mut lines = vec![format!(
+        "Assumed: {routing}, {} TFLOP/s in each GPU{links}. Step times on GPUs were never compared with measured ones.",
         problem.cluster.gpu.sustained_tflops
+    )];
+    lines.extend(attention(problem.model.attention));
+    lines
+}
+
+/// What limits the links of a level beside their bandwidth. The defaults limit nothing, which few real links between
+/// datacenters reach.
+fn reached(level: &LevelDescription) -> String {
+    let LevelDescription { name, efficiency, loss, flows, .. } = level;
+    let part = if *efficiency == 1.0 { "all".to_owned() } else { efficiency.to_string() };
+    let (lost, counts) = match *loss == 0.0 {
+        true => ("no loss".to_owned(), ", which counts only with loss"),
+        false => (format!("{loss} of the packets lost"), ""),
+    };
+    format!(
+        "links of level {name} with {part} of their bandwidth (`efficiency` {efficiency}), {lost} (`loss` {loss}) and {} each \
+         (`flows` {flows}{counts})",
+        units::counted(*flows, "connection")
     )
+}
+
+/// A remark on a model whose attention, or a part of it, has no sizes: its steps appear shorter than they are.
+fn attention(sizes: AttentionDescription) -> Option<String> {
+    let zero = match (sizes.parameters == 0.0, sizes.score_width == 0.0) {
+        (true, true) => "attention parameters: attention compute counts",
+        (true, false) => "attention parameters: the compute of attention projections counts",
+        (false, true) => "attention `score_width`: the compute of attention scores counts",
+        (false, false) => return None,
+    };
+    Some(format!("The model has no {zero} as 0."))
 }
 
 /// The answer for one layer.
@@ -354,16 +390,29 @@ fn swept(sweep: &Sweep) -> String {
     let unit = if sweep.unit.is_empty() { String::new() } else { format!(" ({})", sweep.unit) };
     let name = format!("{}{unit}", sweep.key);
     let schemes = sweep.schemes();
+    // Only steps are planned on parts of the cluster.
+    let of_steps =
+        sweep.points.iter().any(|point| point.outcome.as_ref().is_ok_and(|plan| plan.best.is_some()));
     let rows = sweep.points.iter().map(|Point { value, outcome }| match outcome {
         Ok(point) => [format!("{value}"), point.choice.clone(), Seconds(point.seconds).to_string()]
             .into_iter()
-            .chain(schemes.iter().map(|scheme| {
-                point.of(scheme).map_or_else(|| "-".into(), |seconds| relation(point.seconds / seconds))
+            .chain(schemes.iter().map(|scheme| match point.of(scheme) {
+                _ if point.best == Some(*scheme) => "best".into(),
+                Some(seconds) => relation(point.seconds / seconds),
+                None => "-".into(),
+            }))
+            .chain(of_steps.then(|| match &point.fewer {
+                Some(part) => format!("{} ({})", relation(part.gain), units::count(part.gpus as u64)),
+                None => "-".into(),
             }))
             .collect(),
         Err(_) => vec![format!("{value}"), "no plan".into()],
     });
-    let header: Vec<&str> = [&*name, "best", "time"].into_iter().chain(schemes.iter().copied()).collect();
+    let header: Vec<&str> = [&*name, "best", "time"]
+        .into_iter()
+        .chain(schemes.iter().copied())
+        .chain(of_steps.then_some("fewer GPUs"))
+        .collect();
     let mut out = table(&header, rows, 0);
     // The reasons stand below the table, each once.
     let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();

@@ -67,10 +67,10 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
     let weights = sent(options.weight_compression);
     let moved = match options.work {
         Work::Training => format!(
-            "moved experts: weights as {weights}, gradients as {}",
+            "if experts move: weights as {weights}, gradients as {}",
             sent(options.gradient_compression)
         ),
-        Work::Forward => format!("moved experts: weights as {weights}"),
+        Work::Forward => format!("if experts move: weights as {weights}"),
     };
     let dense = match options.dense_gradient_compression {
         Some(codec) if options.work == Work::Training => {

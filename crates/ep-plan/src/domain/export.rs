@@ -11,6 +11,9 @@ use crate::error::{PlanError, Result};
 pub struct PartitionExport {
     /// Number of ranks.
     pub ranks: usize,
+    /// For each datacenter, its ranks, ascending. A datacenter is a member of the outermost level;
+    /// [`in_sites`](Self::in_sites) joins the parts of unequal sites.
+    pub datacenters: Vec<Vec<usize>>,
     /// The groups of each level, outermost first.
     pub levels: Vec<LevelGroups>,
     /// For each expert domain, its ranks, which hold the same experts after the gathers.
@@ -48,6 +51,47 @@ pub struct RankGroups {
     pub all_gather_group: Vec<usize>,
     /// Index of the rank's all-to-all group at each level.
     pub all_to_all_group: Vec<usize>,
+}
+
+impl PartitionExport {
+    /// Joins the parts of unequal sites ([`Site::parts`](crate::cluster::Site::parts)): each site has the next
+    /// `parts[site]` members of the outermost level. `datacenters` become the sites, and the location of a rank its site
+    /// and its place there. The groups stay.
+    ///
+    /// The partition must have all parts or be inside one. Nothing changes inside one, and if all sites are equal.
+    #[must_use]
+    pub fn in_sites(mut self, parts: &[usize]) -> Self {
+        let inside = self.levels.get(1).map_or(1, |second| second.scaling_factor);
+        // For each part, its site and its index in the site.
+        let of_parts: Vec<(usize, usize)> = parts
+            .iter()
+            .enumerate()
+            .flat_map(|(site, &count)| (0..count).map(move |part| (site, part)))
+            .collect();
+        for rank in &mut self.rank_groups {
+            let Some((site, part)) = rank.location.first().and_then(|&part| of_parts.get(part)).copied()
+            else {
+                continue;
+            };
+            rank.location[0] = site;
+            if let Some(second) = rank.location.get_mut(1) {
+                *second += part * inside;
+            }
+        }
+        self.datacenters = by_datacenter(&self.rank_groups);
+        self
+    }
+}
+
+/// The ranks by the first digit of their location, which ascends with them.
+fn by_datacenter(ranks: &[RankGroups]) -> Vec<Vec<usize>> {
+    let mut found: Vec<Vec<usize>> = Vec::new();
+    for (rank, at) in ranks.iter().enumerate() {
+        let datacenter = at.location.first().copied().unwrap_or(0);
+        found.resize_with(found.len().max(datacenter + 1), Vec::new);
+        found[datacenter].push(rank);
+    }
+    found
 }
 
 impl Partition {
@@ -90,7 +134,15 @@ impl Partition {
                 all_to_all_group,
             });
         }
-        PartitionExport { ranks: self.gpus, levels, expert_domains, dispatch_groups, rank_groups }
+        let datacenters = by_datacenter(&rank_groups);
+        PartitionExport {
+            ranks: self.gpus,
+            datacenters,
+            levels,
+            expert_domains,
+            dispatch_groups,
+            rank_groups,
+        }
     }
 
     /// The expert domain of every expert of a layer, with the experts spread over the ranks in order. This list is the

@@ -70,6 +70,34 @@ fn the_export_names_every_group() {
     assert_eq!(serde_json::from_str::<PartitionExport>(&json).unwrap(), export);
 }
 
+/// Sites of 3, 3 and 2 parts, each of 2 nodes of 4 GPUs: 6, 6 and 4 nodes.
+#[test]
+fn datacenters_are_the_sites_of_parts() {
+    let parts = partition(&[8, 2, 4], &[8, 1, 2]).export();
+    assert_eq!((parts.datacenters.len(), &*parts.datacenters[1]), (8, &[8, 9, 10, 11, 12, 13, 14, 15][..]));
+    let sites = parts.clone().in_sites(&[3, 3, 2]);
+    let ranks = |range: std::ops::Range<usize>| range.collect::<Vec<_>>();
+    assert_eq!(sites.datacenters, [ranks(0..24), ranks(24..48), ranks(48..64)]);
+    // Site, node of the site, GPU of the node.
+    for (rank, location) in
+        [(0, [0, 0, 0]), (23, [0, 5, 3]), (24, [1, 0, 0]), (48, [2, 0, 0]), (63, [2, 3, 3])]
+    {
+        assert_eq!(sites.rank_groups[rank].location, location, "{rank}");
+    }
+    // Ranks are in the order of their locations, so each site has consecutive ranks.
+    assert!(sites.rank_groups.windows(2).all(|pair| pair[0].location < pair[1].location));
+    // The groups stay.
+    assert_eq!((&sites.levels, &sites.expert_domains), (&parts.levels, &parts.expert_domains));
+    assert_eq!(sites.dispatch_groups, parts.dispatch_groups);
+    // A group inside a part, and equal sites.
+    let inside = partition(&[1, 2, 4], &[1, 1, 2]).export();
+    assert_eq!(inside.datacenters, [ranks(0..8)]);
+    assert_eq!(inside.clone().in_sites(&[3, 3, 2]), inside);
+    let equal = partition(&[2, 4], &[2, 1]).export();
+    assert_eq!(equal.datacenters, [[0, 1, 2, 3], [4, 5, 6, 7]]);
+    assert_eq!(equal.clone().in_sites(&[1, 1]), equal);
+}
+
 #[test]
 fn experts_of_an_expert_domain_follow_its_ranks() {
     let partition = partition(&[4, 4], &[2, 2]);

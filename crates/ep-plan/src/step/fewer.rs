@@ -27,7 +27,7 @@ pub struct Fewer {
 impl StepPlanner {
     /// Plans the same step on parts of the cluster, fastest first: on one site, on powers of two of sites and on all but one, the
     /// largest and best connected ones; and on all sites, cut to sizes that have a larger common part. Parts that have no plan
-    /// are left out.
+    /// are left out. If the options fix one EP group of all GPUs, a part has one EP group of all of its GPUs.
     ///
     /// It takes as long as up to some 20 plans.
     pub fn on_fewer(&self) -> Vec<Fewer> {
@@ -53,7 +53,12 @@ impl StepPlanner {
         let description = part.of(self.cluster.description());
         let gpus = description.gpus();
         let cluster = Cluster::try_from(description).ok()?;
-        let plan = Self::new(cluster, self.model.clone(), self.options.clone()).ok()?.plan().ok()?;
+        let mut options = self.options.clone();
+        // One EP group of all GPUs is one of all GPUs of the part.
+        if options.expert_parallel == Some(self.cluster.gpus()) {
+            options.expert_parallel = Some(gpus);
+        }
+        let plan = Self::new(cluster, self.model.clone(), options).ok()?.plan().ok()?;
         Some(Fewer { sites: part.sites, members: part.members, gpus, price: plan.best().clone() })
     }
 }
@@ -178,6 +183,24 @@ mod tests {
         let cut = found.iter().find(|part| part.members == [63, 63]).unwrap();
         assert_eq!((&cut.sites[..], cut.gpus), (&[0, 1][..], 1008));
         assert!(cut.price.tokens_per_second > 10.0 * plan.best().tokens_per_second);
+    }
+
+    /// A fixed EP group of fewer GPUs stays: one site of 8 GPUs has no group of 16.
+    #[test]
+    fn an_ep_group_of_all_gpus_is_one_of_all_gpus_of_a_part() {
+        let parts = |expert_parallel| {
+            let mut cluster = sites(&[2, 2, 2], &[100.0; 3]);
+            cluster.gpu.memory_gb = 4000.0;
+            let options = Options { expert_parallel: Some(expert_parallel), ..Options::default() };
+            let model = presets::deepseek_v3().try_into().unwrap();
+            let planner = StepPlanner::new(cluster.try_into().unwrap(), model, options).unwrap();
+            let mut found: Vec<_> =
+                planner.on_fewer().iter().map(|part| (part.gpus, part.price.layout.group_gpus())).collect();
+            found.sort_unstable();
+            found
+        };
+        assert_eq!(parts(48), [(16, 16), (32, 32)]);
+        assert_eq!(parts(32), [(32, 32)]);
     }
 
     #[test]

@@ -10,6 +10,7 @@ use ep_plan::planner::{Plan, Setting};
 use self::markup::escape;
 use super::steps::Shown;
 use super::sweep::Sweep;
+use super::text;
 use crate::common::failure::Failure;
 use crate::planner::problem::Problem;
 use crate::planner::text::heading;
@@ -39,7 +40,10 @@ pub(super) fn render(
         None => body.push_str(&sections::answer(plan)),
     }
     for note in &problem.notes {
-        body.push_str(&format!("<p class=\"note\">{}</p>\n", escape(note)));
+        body.push_str(&markup::note(note));
+    }
+    for line in text::assumed(problem) {
+        body.push_str(&markup::note(&line));
     }
     if let Some(shown) = step {
         body.push_str(&sections::steps(&shown.plan, problem)?);

@@ -1,10 +1,10 @@
 //! The sections of the HTML report.
 
 use ep_plan::planner::{Candidate, Plan};
-use ep_plan::step::StepPlan;
+use ep_plan::step::{StepPlan, StepPrice, Strategy};
 use ep_plan::units::{Bytes, Seconds};
 
-use super::markup::{escape, section, table};
+use super::markup::{escape, note, section, table};
 use super::picture;
 use crate::common::failure::Failure;
 use crate::common::units;
@@ -40,12 +40,14 @@ pub(super) fn step_answer(shown: &Shown, problem: &Problem) -> String {
     let plan = &shown.plan;
     let sentences = steps::answer(shown, problem);
     let first = sentences.first().map_or("", |line| line);
-    let rest: String =
-        sentences.iter().skip(1).map(|line| format!("<p class=\"note\">{}</p>\n", escape(line))).collect();
+    let rest: String = sentences.iter().skip(1).map(|line| note(line)).collect();
     let best = plan.best();
-    let cards: String = plan
-        .prices
-        .iter()
+    // Local steps are never the best, also if they are the fastest: they stand last.
+    let (local, others): (Vec<&StepPrice>, Vec<_>) =
+        plan.prices.iter().partition(|price| price.strategy == Strategy::LocalSteps);
+    let cards: String = others
+        .into_iter()
+        .chain(local)
         .map(|price| {
             let class = if price == best { " main" } else { "" };
             let what = match price == best {
@@ -324,12 +326,15 @@ pub(super) fn swept(sweep: &Sweep) -> Result<String, Failure> {
     let unit = if sweep.unit.is_empty() { String::new() } else { format!(", {}", sweep.unit) };
     let axis = format!("{}{unit}", sweep.key);
     let failed = sweep.points.len() - lines[0].points.len();
-    let about = match failed {
-        0 => "The labels give the best choice, at the values where it changes.".to_owned(),
-        failed => format!(
-            "The labels give the best choice, at the values where it changes. {failed} of the values allow no plan."
-        ),
-    };
+    let mut about = "The labels give the best choice, at the values where it changes.".to_owned();
+    if failed > 0 {
+        about.push_str(&format!(" {failed} of the values allow no plan."));
+    }
+    let found = sweep.points.iter().filter_map(|point| point.outcome.as_ref().ok());
+    let fewer = found.filter(|plan| plan.fewer.is_some()).count();
+    if fewer > 0 {
+        about.push_str(&format!(" At {fewer} of the values, fewer GPUs are faster than all of them."));
+    }
     let chart = match lines[0].points.len() {
         0 | 1 => "<p>Too few values allow a plan.</p>".to_owned(),
         _ => chart::lines(&lines, [&axis, "time, s"], sweep.logarithmic)?,
