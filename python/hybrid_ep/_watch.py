@@ -61,10 +61,12 @@ class Watch:
         try:
             self._check(started)
         except PeerError as error:
-            # A rank may leave when it has sent all that this one needs.
-            if error.fault != "left" or not _waited(work, timedelta(seconds=_NEWS)):
+            if error.fault != "left":
                 raise
-            return True
+            # A rank may leave when it has sent all that this one needs, or because it has heard of a lost rank before.
+            if _waited(work, timedelta(seconds=_NEWS)):
+                return True
+            self._check(started)
         return False
 
     def _check(self, started: float) -> None:

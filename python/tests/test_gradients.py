@@ -217,8 +217,15 @@ if rank == 1:
 """
 
 
-@pytest.mark.parametrize(("how", "fault"), [("dies", "died"), ("stops", "stalled"), ("leaves", "left")])
-@pytest.mark.parametrize("function", ["reduce", "clip"])
+@pytest.mark.parametrize(
+    ("function", "how", "fault"),
+    [
+        ("reduce", "dies", "died"),
+        ("reduce", "stops", "stalled"),
+        ("reduce", "leaves", "left"),
+        ("clip", "stops", "stalled"),
+    ],
+)
 def test_a_lost_rank_ends_the_reduction_and_is_named(function: str, how: str, fault: str, tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(

@@ -276,14 +276,18 @@ impl HostBuffer {
                 Health::Alive | Health::Left => {}
             }
         }
-        let mut silences = others().map(|rank| (rank, comm.pulse.silence(rank)));
-        if let Some((rank, silence)) = silences.find(|&(_, silence)| silence >= comm.config.stall_bound()) {
-            let why = format!("; {}; {}", no_heartbeat(rank, silence), comm.config.bounds());
+        let has_left = |rank: Rank| control(rank).health() == Health::Left;
+        let silence = |rank: Rank| comm.pulse.silence(rank);
+        let mut running = others().filter(|&rank| !has_left(rank));
+        if let Some(rank) = running.find(|&rank| silence(rank) >= comm.config.stall_bound()) {
+            let why = format!("; {}; {}", no_heartbeat(rank, silence(rank)), comm.config.bounds());
             return error(rank, PeerFault::Stalled, why, None);
         }
-        match others().find(|&rank| control(rank).health() == Health::Left) {
-            Some(rank) => error(rank, PeerFault::Left, String::new(), None),
-            None => Ok(()),
+        // A rank may have left because another one has stopped, which is known for sure only after the stall bound.
+        let is_quiet = |rank: Rank| !has_left(rank) && silence(rank) >= comm.pulse.quiet();
+        match others().find(|&rank| has_left(rank)) {
+            Some(rank) if !others().any(is_quiet) => error(rank, PeerFault::Left, String::new(), None),
+            _ => Ok(()),
         }
     }
 
