@@ -111,7 +111,7 @@ codes! { CODES:
         Nan = 6 as "FAULT_NAN",
         /// `peer` would receive `index` rows; in plain mode with `expected` weights each, unless `expected` is 0.
         TooManyRows = 7 as "FAULT_TOO_MANY_ROWS",
-        /// `peer` has dropped its buffer.
+        /// `peer` has left: it has dropped its buffer, or failed.
         Left = 8 as "FAULT_LEFT",
         /// Routing: it has `index` copies; the handle has room for `expected`.
         TooManyCopies = 9 as "FAULT_TOO_MANY_COPIES",
@@ -153,7 +153,8 @@ codes! { CODES:
         Silent = 3 as "GONE_SILENT",
         /// The network does not reach the peer's machine.
         Unreachable = 4 as "GONE_UNREACHABLE",
-        /// The peer has left before everything that it sends to other domains had left it.
+        /// The peer has left after a fault of its own, or before its work was over or everything that it sends to other domains
+        /// had left it.
         LeftEarly = 5 as "GONE_LEFT_EARLY",
     }
 }
@@ -201,8 +202,8 @@ structs! { STRUCTS:
         theirs: FaultRecord,
     }
 
-    /// What a rank writes to the control block of every rank of its domain when it enters an operator: the epoch, the
-    /// addresses of its outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds
+    /// What a rank writes to the control block of every rank of its domain when it enters an operator (in preprocess, after its
+    /// counts): the epoch, the addresses of its outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds
     /// `Common::delta`.
     Handshake {
         /// dispatch: received tokens; combine: partial sums.

@@ -1,6 +1,6 @@
 // combine: adds up the experts' output rows of each token. One launch: block 0 sends the handshake, every block awaits the
 // handshakes of all ranks of the domain, and then every team of three warps (steps.cuh) is one worker, whose producer alternates
-// between two roles. docs/glossary.md ("Running an operator", "Memory and transport") defines chunk, item, team, step, partial
+// between two roles. docs/glossary.md ("Operators", "Running an operator", "Memory and transport") defines chunk, item, team, step, partial
 // sum, set and lane. An epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
 //
 //   push     Adds the output rows of this rank's experts for a peer's token, and stores the partial sum, rounded to the wire type

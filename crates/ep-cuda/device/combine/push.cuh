@@ -5,7 +5,8 @@
 #include "rails.cuh"
 #include "steps.cuh"
 
-// The work items of the push role: the chunks of all sources (rails.cuh), in the order in which they are to be sent.
+// The work items of the push role: the chunks of all sources whose lists another rank has (`count_sources` in rails.cuh), in the
+// order in which they are to be sent.
 struct PushItems {
     const Common& c;
     const PeerView* peers;

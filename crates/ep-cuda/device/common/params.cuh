@@ -111,7 +111,7 @@ enum FaultKind : u32 {
     FAULT_NAN = 6,
     // `peer` would receive `index` rows; in plain mode with `expected` weights each, unless `expected` is 0.
     FAULT_TOO_MANY_ROWS = 7,
-    // `peer` has dropped its buffer.
+    // `peer` has left: it has dropped its buffer, or failed.
     FAULT_LEFT = 8,
     // Routing: it has `index` copies; the handle has room for `expected`.
     FAULT_TOO_MANY_COPIES = 9,
@@ -153,7 +153,8 @@ enum GoneWord : u32 {
     GONE_SILENT = 3,
     // The network does not reach the peer's machine.
     GONE_UNREACHABLE = 4,
-    // The peer has left before everything that it sends to other domains had left it.
+    // The peer has left after a fault of its own, or before its work was over or everything that it sends to other domains
+    // had left it.
     GONE_LEFT_EARLY = 5,
 };
 
@@ -196,8 +197,8 @@ struct FaultReport {
     FaultRecord theirs;
 };
 
-// What a rank writes to the control block of every rank of its domain when it enters an operator: the epoch, the
-// addresses of its outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds
+// What a rank writes to the control block of every rank of its domain when it enters an operator (in preprocess, after its
+// counts): the epoch, the addresses of its outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds
 // `Common::delta`.
 struct Handshake {
     // dispatch: received tokens; combine: partial sums.

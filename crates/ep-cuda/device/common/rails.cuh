@@ -264,8 +264,8 @@ __device__ inline u32 domain_of(const Common& c, u32 source) { return source / c
 __device__ inline u32 forwarder_of(const Common& c, u32 source) {
     return c.rails.first + source % c.rails.local_ranks;
 }
-// This rank's rail peer in the domain of a source. For a set of that domain, this rank sets `flags[alias]` on a peer: so each
-// writer has flags of its own there. In dispatch, a rank uses it only for sets that it forwards, where it is the source itself.
+// The index of the flags that this rank sets on others for a set of the domain of `source`: its own rail peer there, so each
+// writer has flags of its own. In dispatch, a rank uses it only for sets that it forwards, where it is the source itself.
 __device__ inline u32 alias(const Common& c, u32 source) {
     return domain_of(c, source) * c.rails.local_ranks + (c.rank - c.rails.first);
 }

@@ -21,7 +21,7 @@
 // seen this rank's handshake of epoch + 1, which this rank sends after this kernel. `block_columns` belongs to one operator
 // at a time; the barriers order its two halves (docs/protocol.md). Masks lie in lanes (docs/cuda-rails.md, "Reuse").
 //
-// Variants: a form of the routing, with or without RAILS. A form of the routing is a `RoutingForm` (params.rs) with its
+// Variants: with or without RAILS. The form of the routing is a parameter, `p.form`: a `RoutingForm` (params.rs) with its
 // case in `Tile::load` (tile.cuh), `Lists` (src/routing.rs) and `Form` of the roles' tests.
 #include "routing.cuh"
 

@@ -31,8 +31,8 @@ pub(crate) struct ProxyParts {
     pub(crate) window: Arc<dyn Window>,
     /// The layout of the windows of all ranks of the rail.
     pub(crate) layout: RailLayout,
-    /// The proxy thread calls it once for each lost peer, after it has recorded the error. It writes the words that end
-    /// the kernels' waits for the peer.
+    /// The proxy thread calls it once for each lost peer, after it has recorded the error. Kernels learn of the loss from the
+    /// peer's link.
     pub(crate) on_lost: OnLost,
 }
 
