@@ -198,7 +198,7 @@ from hybrid_ep.moe import clip_gradients, reduce_gradients
 
 rank, function, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=3)
-buffer = Buffer(num_experts=3, device="cpu", timeout=60.0, stall_timeout=1.0)
+buffer = Buffer(num_experts=3, device="cpu", timeout=60.0, stall_timeout=3.0)
 torch.manual_seed(0)
 layer = MoELayer(buffer, 8, 8, topk=1)
 layer(torch.ones(4, 8)).sum().backward()
