@@ -7,10 +7,7 @@ use std::time::{Duration, Instant};
 
 use ep::call::Maker;
 use ep::join::Rendezvous;
-use ep::{
-    CallerError, Config, EnvironmentError, Error, Operator, PeerError, PeerFault, Rank, Result, Transport,
-    World,
-};
+use ep::{CallerError, Config, EnvironmentError, Error, Operator, PeerFault, Rank, Result, Transport, World};
 use ep_rail::connect_rail;
 
 use crate::comm::Comm;
@@ -236,57 +233,36 @@ impl HostBuffer {
     /// [`PeerFault::Left`] counts only if the wait does not end soon.
     ///
     /// # Errors
-    /// - [`PeerError`] that names a rank which died, failed, is unreachable, or has had no heartbeat for the stall bound;
+    /// - [`ep::PeerError`] that names a rank which died, failed, is unreachable, or has had no heartbeat for the stall bound;
     ///   else one that has left.
     /// - That of an operator that has failed.
     pub fn check_peers(&self, waited_for: &str, waited: Duration) -> Result<()> {
         self.check_usable()?;
         let comm = &self.comm;
-        let error = |peer: Rank, fault: PeerFault, why: String, cause: Option<String>| {
-            let waited_for = format!("{waited_for}{why}");
-            let (machine, operator, step) = (comm.machine_of(peer), Operator::Reduce, self.step);
-            Err(PeerError {
-                peer,
-                machine,
-                fault,
-                operator,
-                step,
-                rank: comm.rank,
-                waited_for,
-                waited,
-                cause,
-            }
-            .into())
+        let error = |ranks: [Rank; 2], fault: PeerFault, why: &str| {
+            let call = (Operator::Reduce, self.step);
+            Err(comm.peer_error(call, ranks, fault, format!("{waited_for}{why}"), waited))
         };
         if let Some((rank, fault)) = comm.processes.lost().next() {
-            return error(rank, fault, String::new(), None);
+            return error([rank; 2], fault, "");
         }
         let others = || comm.world.topology().all_ranks().filter(|&rank| rank != comm.rank);
-        let control = |rank: Rank| &comm.controls[rank.index()];
+        let health = |rank: Rank| comm.controls[rank.index()].health();
         for rank in others() {
-            match control(rank).health() {
-                Health::Failed { at_fault, fault, .. } if at_fault != comm.rank => {
-                    let says =
-                        if at_fault == rank { String::new() } else { format!(" (rank {rank} says so)") };
-                    return error(at_fault, fault, says, control(at_fault).cause());
-                }
-                Health::Failed { .. } => {
-                    return error(rank, PeerFault::Failed, String::new(), control(rank).cause());
-                }
-                Health::Alive | Health::Left => {}
+            if let Some((at_fault, fault)) = comm.failure(rank, health(rank)) {
+                return error([at_fault, rank], fault, "");
             }
         }
-        let has_left = |rank: Rank| control(rank).health() == Health::Left;
+        let has_left = |rank: Rank| health(rank) == Health::Left;
         let silence = |rank: Rank| comm.pulse.silence(rank);
         let mut running = others().filter(|&rank| !has_left(rank));
         if let Some(rank) = running.find(|&rank| silence(rank) >= comm.config.stall_bound()) {
-            let why = format!("; {}; {}", no_heartbeat(rank, silence(rank)), comm.config.bounds());
-            return error(rank, PeerFault::Stalled, why, None);
+            return error([rank; 2], PeerFault::Stalled, &format!("; {}", no_heartbeat(rank, silence(rank))));
         }
         // A rank may have left because another one has stopped, which is known for sure only after the stall bound.
         let is_quiet = |rank: Rank| !has_left(rank) && silence(rank) >= comm.pulse.quiet();
         match others().find(|&rank| has_left(rank)) {
-            Some(rank) if !others().any(is_quiet) => error(rank, PeerFault::Left, String::new(), None),
+            Some(rank) if !others().any(is_quiet) => error([rank; 2], PeerFault::Left, ""),
             _ => Ok(()),
         }
     }

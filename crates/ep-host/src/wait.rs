@@ -17,9 +17,9 @@ use std::sync::PoisonError;
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use ep::{CallerError, Error, Interrupt, PeerError, PeerFault, Rank, Result};
+use ep::{CallerError, Error, Interrupt, Operator, PeerError, PeerFault, Rank, Result};
 
-use crate::comm::Op;
+use crate::comm::{Comm, Op};
 use crate::control::{Control, Health};
 
 /// The event that a worker waits for, quoted in the error when the event does not happen.
@@ -186,12 +186,9 @@ impl Op<'_> {
 
     /// The error for a rank whose health is not alive although it has not finished this step.
     pub(crate) fn unhealthy(&self, rank: Rank, health: Health, waiting: Waiting) -> Error {
-        match health {
-            Health::Failed { at_fault, fault, .. } if at_fault != self.comm.rank => {
-                self.peer_error(at_fault, fault, waiting, Some(rank))
-            }
-            Health::Failed { .. } => self.peer_error(rank, PeerFault::Failed, waiting, Some(rank)),
-            Health::Left | Health::Alive => self.left(rank, waiting),
+        match self.comm.failure(rank, health) {
+            Some((at_fault, fault)) => self.peer_error(at_fault, fault, waiting, Some(rank)),
+            None => self.left(rank, waiting),
         }
     }
 
@@ -392,24 +389,51 @@ impl Op<'_> {
         waiting: Waiting,
         reporter: Option<Rank>,
     ) -> Error {
-        let comm = self.comm;
-        let reported = reporter
-            .filter(|&rank| rank != peer)
-            .map_or(String::new(), |rank| format!(" (rank {rank} says so)"));
+        let waited = Duration::from_nanos(self.now_ns().saturating_sub(self.progressed_ns.load(Relaxed)));
+        self.comm.peer_error(
+            (self.operator, self.step),
+            [peer, reporter.unwrap_or(peer)],
+            fault,
+            waiting.what,
+            waited,
+        )
+    }
+}
+
+impl Comm {
+    /// The rank at fault and its fault, if `rank` says that it has failed.
+    pub(crate) fn failure(&self, rank: Rank, health: Health) -> Option<(Rank, PeerFault)> {
+        match health {
+            Health::Failed { at_fault, fault, .. } if at_fault != self.rank => Some((at_fault, fault)),
+            Health::Failed { .. } => Some((rank, PeerFault::Failed)),
+            Health::Left | Health::Alive => None,
+        }
+    }
+
+    /// The error that names `peer` in a wait of a call. `reporter` is the rank that says so, or `peer` itself.
+    pub(crate) fn peer_error(
+        &self,
+        (operator, step): (Operator, u64),
+        [peer, reporter]: [Rank; 2],
+        fault: PeerFault,
+        waited_for: String,
+        waited: Duration,
+    ) -> Error {
+        let reported = if reporter == peer { String::new() } else { format!(" (rank {reporter} says so)") };
         let bounds = match fault {
-            PeerFault::Late | PeerFault::Stalled => format!("; {}", comm.config.bounds()),
+            PeerFault::Late | PeerFault::Stalled => format!("; {}", self.config.bounds()),
             _ => String::new(),
         };
-        let control = comm.controls.get(peer.index());
+        let control = self.controls.get(peer.index());
         PeerError {
             peer,
-            machine: comm.machine_of(peer),
+            machine: self.machine_of(peer),
             fault,
-            operator: self.operator,
-            step: self.step,
-            rank: comm.rank,
-            waited_for: format!("{}{reported}{bounds}", waiting.what),
-            waited: Duration::from_nanos(self.now_ns().saturating_sub(self.progressed_ns.load(Relaxed))),
+            operator,
+            step,
+            rank: self.rank,
+            waited_for: format!("{waited_for}{reported}{bounds}"),
+            waited,
             cause: control.filter(|_| fault == PeerFault::Failed).and_then(Control::cause),
         }
         .into()
@@ -426,7 +450,7 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
 
     use ep::workload::Workload;
-    use ep::{Backend as _, DispatchMode, EnvironmentError, Operator, World};
+    use ep::{Backend as _, DispatchMode, EnvironmentError, World};
 
     use super::*;
     use crate::HostBuffer;
