@@ -206,12 +206,7 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
     };
     let index = index.ok_or_else(|| Failure::request(refused(args.wanted(), &plan)))?;
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
-    let mut fewer = planner.on_fewer();
-    if args.runnable {
-        // The runtime cannot run copies of experts, which other parts would have.
-        fewer.retain(|part| problem.model.experts.is_multiple_of(part.gpus));
-    }
-    Ok((Some(Shown { plan, index, fewer }), layers))
+    Ok((Some(Shown { plan, index, fewer: planner.on_fewer() }), layers))
 }
 
 /// Why the strategy that is asked for has no price.

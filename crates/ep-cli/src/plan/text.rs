@@ -98,13 +98,13 @@ fn reached(level: &LevelDescription) -> String {
 
 /// A remark on a model whose attention, or a part of it, has no sizes: its steps appear shorter than they are.
 fn attention(sizes: AttentionDescription) -> Option<String> {
-    let zero = match (sizes.parameters == 0.0, sizes.score_width == 0.0) {
-        (true, true) => "attention parameters: attention compute counts",
-        (true, false) => "attention parameters: the compute of attention projections counts",
-        (false, true) => "attention `score_width`: the compute of attention scores counts",
+    let (missing, compute) = match (sizes.parameters == 0.0, sizes.score_width == 0.0) {
+        (true, true) => ("attention parameters", "attention compute"),
+        (true, false) => ("attention parameters", "the compute of attention projections"),
+        (false, true) => ("attention `score_width`", "the compute of attention scores"),
         (false, false) => return None,
     };
-    Some(format!("The model has no {zero} as 0."))
+    Some(format!("The model has no {missing}: {compute} counts as 0."))
 }
 
 /// The answer for one layer.

@@ -27,7 +27,8 @@ pub struct Fewer {
 impl StepPlanner {
     /// Plans the same step on parts of the cluster, fastest first: on one site, on powers of two of sites and on all but one, the
     /// largest and best connected ones; and on all sites, cut to sizes that have a larger common part. Parts that have no plan
-    /// are left out. If the options fix one EP group of all GPUs, a part has one EP group of all of its GPUs.
+    /// are left out. If the options fix one EP group of all GPUs, a part has one EP group of all of its GPUs, and parts are left
+    /// out that would need copies of experts where the whole cluster needs none.
     ///
     /// It takes as long as up to some 20 plans.
     pub fn on_fewer(&self) -> Vec<Fewer> {
@@ -56,6 +57,10 @@ impl StepPlanner {
         let mut options = self.options.clone();
         // One EP group of all GPUs is one of all GPUs of the part.
         if options.expert_parallel == Some(self.cluster.gpus()) {
+            let experts = self.model.description().experts;
+            if experts.is_multiple_of(self.cluster.gpus()) && !experts.is_multiple_of(gpus) {
+                return None;
+            }
             options.expert_parallel = Some(gpus);
         }
         let plan = Self::new(cluster, self.model.clone(), options).ok()?.plan().ok()?;
