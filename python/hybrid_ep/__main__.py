@@ -41,7 +41,7 @@ def main(arguments: list[str], name: str = MODULE) -> int:
 
 
 def _print(text: str, name: str) -> int:
-    """Prints text, as the native commands do: it is no error if nobody reads it. Returns the exit code."""
+    """Prints text and returns the exit code. A pipe that its reader has closed is no error, as in native commands."""
     try:
         print(text, flush=True)
     except OSError as error:

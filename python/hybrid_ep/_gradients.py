@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, TypeGuard
 
 import torch
@@ -96,9 +96,8 @@ def reduce_gradients(
             "parameter.expert_parallel = True on each of their parameters",
             stacklevel=3,
         )
-    of_experts: list[Tensor] = []
-    of_dense: list[Tensor] = []
-    replicated: dict[str, Tensor] = {}
+    owned: list[nn.Parameter] = []
+    replicated: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
         of_expert = id(parameter) in experts
         if not parameter.requires_grad or not (of_expert or dense):
@@ -111,19 +110,20 @@ def reduce_gradients(
             )
         if parameter.grad is None:  # other ranks may have used the parameter, and all ranks must reduce the same bytes
             parameter.grad = torch.zeros_like(parameter)
-        (of_experts if of_expert else of_dense).append(local_part(parameter.grad))
-        if not of_expert:
+        if of_expert:
+            owned.append(parameter)
+        else:
             replicated[name] = parameter
-    if (unequal := _first_that_differs(_begun, module, replicated, group, watch)) is not None:
+    if (unequal := _first_that_differs(_begun, module, lambda: {**replicated}, group, watch)) is not None:
         raise CallerError(f"reduce_gradients: {unequal_start(unequal)}")
-    owned = [parameter for parameter in module.parameters() if id(parameter) in experts and parameter.requires_grad]
     _check_reduced_once(owned)
+    of_experts = _gradients_of(owned)
     if expert_group is None:
         for gradient in of_experts:
             gradient.mul_(scale)
     else:
         _all_reduce(of_experts, expert_group, scale, watch)
-    _all_reduce(of_dense, group, scale, watch)
+    _all_reduce(_gradients_of(replicated.values()), group, scale, watch)
     for parameter in owned:
         assert parameter.grad is not None, "a missing one was made"
         _reduced[parameter] = weakref.ref(parameter.grad), parameter.grad._version
@@ -136,14 +136,22 @@ _begun: _Groups = weakref.WeakKeyDictionary()
 _clipped: _Groups = weakref.WeakKeyDictionary()
 
 
+def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
 def _first_that_differs(
-    done: _Groups, module: nn.Module, tensors: dict[str, Tensor], group: dist.ProcessGroup | None, watch: Watch
+    done: _Groups,
+    module: nn.Module,
+    named: Callable[[], dict[str, Tensor]],
+    group: dist.ProcessGroup | None,
+    watch: Watch,
 ) -> str | None:
     """Compares tensors over the ranks, unless `done` has the module and the group. Names one that differs."""
     group = dist.group.WORLD if group is None else group
     assert group is not None, "torch.distributed is initialized"
     groups = done.setdefault(module, weakref.WeakSet())
-    if group in groups or not tensors:
+    if group in groups or not (tensors := named()):
         return None
     own = sums_of_bits(tensors.values())
     # `~` reverses the order, so the second half of the maxima has the minima.
@@ -266,11 +274,14 @@ def clip_gradients(
     device = next(module.parameters()).device
     watch = Watch(module, buffers)
     if has_group:
-        dense = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and id(parameter) not in experts and not _is_sharded(parameter)
-        }
+
+        def dense() -> dict[str, Tensor]:
+            return {
+                name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad and id(parameter) not in experts and not _is_sharded(parameter)
+            }
+
         if (unequal := _first_that_differs(_clipped, module, dense, group, watch)) is not None:
             raise CallerError(
                 f"clip_gradients: the gradient of {unequal} is not equal on all ranks: call reduce_gradients before"

@@ -369,7 +369,8 @@ class ExpertMigration(Shared):
             )
         if self._discarded:
             raise CallerError("the gradients of this step were discarded: call publish, which begins the next step")
-        self._check_start(module)
+        parameters = dense_parameters(module, self.buffer.device)
+        self._check_start(module, parameters)
         scale = 1.0 / self.plan.ranks if op == "mean" else 1.0
         # Gradients leave in the order of the backward pass, so the first to arrive are those of the last layer.
         backward = [*enumerate(self._layers)][::-1]
@@ -378,7 +379,7 @@ class ExpertMigration(Shared):
         with self._dense.explained():
             for index, experts in backward:
                 self._send_gradients(index, experts)
-            plan = self._dense.begin_all(dense_parameters(module, self.buffer.device), self._last_step)
+            plan = self._dense.begin_all(parameters, self._last_step)
             for index, experts in backward:
                 own, total = self.host_memory.read(experts.own_gradient()), experts.empty_sum()
                 if engine is not None:
@@ -393,12 +394,12 @@ class ExpertMigration(Shared):
         self._dense.watch(plan, _dense_hook(self))
         self._reduced = True
 
-    def _check_start(self, module: nn.Module) -> None:
+    def _check_start(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         """Compares dense parameters over the ranks, once for each module: equal gradients keep them equal."""
-        dense = {id(parameter) for parameter in dense_parameters(module, self.buffer.device)}
-        named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in dense}
-        if module in self._begun or not named:
+        if module in self._begun or not parameters:
             return
+        dense = {id(parameter) for parameter in parameters}
+        named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in dense}
         # Not by a collective of the group, whose wait for a lost rank may take 30 minutes.
         meeting = Meeting.of(self._group, "first reduction of the module")
         meeting.timeout, meeting.check = self._timeout, self._dense.check
