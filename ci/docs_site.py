@@ -166,13 +166,23 @@ def experiments() -> list[str]:
     return sorted(f"lab/{path.name}" for path in (ROOT / "docs/lab").glob("[0-9]*.md"))
 
 
+def unlisted() -> list[str]:
+    """The pages in docs/ that are neither in the navigation nor, as experiments, in the index of the lab notebook."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    index = (ROOT / "docs/lab/README.md").read_text()
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))]
+    return [
+        page
+        for page in pages
+        if (f"({posixpath.basename(page)})" not in index if page in experiments() else page not in navigation)
+    ]
+
+
 def on_config(config: Any) -> Any:
     from mkdocs.exceptions import PluginError
 
-    index = (ROOT / "docs/lab/README.md").read_text()
-    missing = [page for page in experiments() if f"({posixpath.basename(page)})" not in index]
-    if missing:
-        raise PluginError(f"docs/lab/README.md has no row for {', '.join(missing)}")
+    if missing := unlisted():
+        raise PluginError(f"neither mkdocs.yml nor docs/lab/README.md lists {', '.join(missing)}")
     for section in config.nav:
         for entry in next(iter(section.values())):
             if isinstance(entry, dict) and "Lab notebook" in entry:
