@@ -202,9 +202,9 @@ structs! { STRUCTS:
         theirs: FaultRecord,
     }
 
-    /// What a rank writes to the control block of every rank of its domain when it enters an operator (in preprocess, after its
-    /// counts): the epoch, the addresses of its outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds
-    /// `Common::delta`.
+    /// What a rank writes to the control block of every rank of its domain when it enters an operator (in preprocess, after
+    /// its counts): the epoch, the addresses of its outputs and lists, and the signature of its call. Addresses are the
+    /// sender's; the receiver adds `Common::delta`.
     Handshake {
         /// dispatch: received tokens; combine: partial sums.
         tokens: u64,
@@ -523,8 +523,8 @@ structs! { STRUCTS:
         /// of rows and copies. Null without rails, as the next one.
         set_partials: DeviceAddress as "u8*",
         set_prob_scratch: DeviceAddress as "float*",
-        /// `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each of the 2 consumers of a team adds 1 for each row of the chunk
-        /// of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between operators.
+        /// `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each of the 2 consumers of a team adds 1 for each
+        /// row of the chunk of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between operators.
         set_done: DeviceAddress as "u32*",
         hidden: u32,
         /// Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.

@@ -197,9 +197,9 @@ struct FaultReport {
     FaultRecord theirs;
 };
 
-// What a rank writes to the control block of every rank of its domain when it enters an operator (in preprocess, after its
-// counts): the epoch, the addresses of its outputs and lists, and the signature of its call. Addresses are the sender's; the receiver adds
-// `Common::delta`.
+// What a rank writes to the control block of every rank of its domain when it enters an operator (in preprocess, after
+// its counts): the epoch, the addresses of its outputs and lists, and the signature of its call. Addresses are the
+// sender's; the receiver adds `Common::delta`.
 struct Handshake {
     // dispatch: received tokens; combine: partial sums.
     u64 tokens;
@@ -515,8 +515,8 @@ struct CombineParams {
     // of rows and copies. Null without rails, as the next one.
     u8* set_partials;
     float* set_prob_scratch;
-    // `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each of the 2 consumers of a team adds 1 for each row of the chunk
-    // of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between operators.
+    // `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each of the 2 consumers of a team adds 1 for each
+    // row of the chunk of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between operators.
     u32* set_done;
     u32 hidden;
     // Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.
