@@ -23,7 +23,7 @@ from moe_lm import Model, Sizes, add_model_arguments, corpus, total_loss
 from torch import Tensor
 
 from hybrid_ep import Buffer
-from hybrid_ep.moe import MoELayer, Routed, reduce_gradients
+from hybrid_ep.moe import MoELayer, Routed, parameter_groups, reduce_gradients
 
 
 def model_of(buffer: Buffer, args: argparse.Namespace) -> Model:
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 def train(buffer: Buffer, text: Tensor, args: argparse.Namespace) -> Run:
     torch.manual_seed(args.seed)
     model = model_of(buffer, args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / args.steps))
     routed: list[Routed] = []
     for block in model.blocks:

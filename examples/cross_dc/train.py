@@ -29,7 +29,7 @@ from moe_lm import Model, Sizes, add_model_arguments, corpus, total_loss
 from hybrid_ep import Buffer, MoELayer
 from hybrid_ep.experts import expert_parameters
 from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridMoELayer
-from hybrid_ep.moe import reduce_gradients
+from hybrid_ep.moe import parameter_groups, reduce_gradients
 
 DATACENTERS = 2
 # Codecs of weights and gradients of experts. The density 0.048 is a compression of about 50 for f32.
@@ -78,7 +78,7 @@ class Trainer:
             )
         torch.manual_seed(args.seed)
         self.model = model_of(args, self.moe)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(parameter_groups(self.model), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
 
     def moe(self) -> MoELayer:
         sizes = (self.args.width, self.args.expert_width)
@@ -167,7 +167,7 @@ def alone(args: argparse.Namespace) -> Alone:
     with local_buffer(args.experts) as all_experts, local_buffer(args.experts // dist.get_world_size()) as share:
         model = model_of(args, lambda: MoELayer(all_experts, args.width, args.expert_width, topk=args.topk))
         owned = model_of(args, lambda: MoELayer(share, args.width, args.expert_width, topk=1))
-        optimizer = torch.optim.AdamW(owned.parameters())
+        optimizer = torch.optim.AdamW(parameter_groups(owned))
         for parameter in owned.parameters():
             parameter.grad = torch.ones_like(parameter)
         dist.barrier()

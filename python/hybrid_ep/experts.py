@@ -29,7 +29,7 @@ from .errors import CallerError
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["GroupedExperts", "LocalExperts", "expert_parameters", "local_part"]
+__all__ = ["GroupedExperts", "LocalExperts", "expert_parameters", "local_part", "parameter_groups"]
 
 
 def _has_grouped_mm(device: torch.device) -> bool:
@@ -305,6 +305,31 @@ def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
         if isinstance(part, LocalExperts) or getattr(parameter, "expert_parallel", False)
     ]
     return list({id(parameter): parameter for parameter in found}.values())
+
+
+def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Splits the parameters of a model for an optimizer: those of experts, and the dense ones.
+
+    PyTorch's optimizers update all parameters of a group at once if these are on a GPU, or if `foreach` or `fused` is
+    set. Parameters of experts are `DTensor`s, and PyTorch refuses such a call for `DTensor`s beside plain tensors, or
+    beside those that FSDP shards. Numbers of groups, and their order, are the same for any number of ranks.
+
+    Args:
+        module: The model.
+
+    Returns:
+        Two groups with the key "params": the dense parameters, then those of `expert_parameters`. A group may be empty.
+        Options of a group, such as "lr" or "weight_decay", may be added.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-3)
+    """
+    experts = expert_parameters(module)
+    ids = {id(parameter) for parameter in experts}
+    return [
+        {"params": [parameter for parameter in module.parameters() if id(parameter) not in ids]},
+        {"params": experts},
+    ]
 
 
 def _generators(experts: range) -> list[torch.Generator]:

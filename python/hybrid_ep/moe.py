@@ -29,7 +29,7 @@ from ._sharing import SharedGroup
 from .buffer import Buffer
 from .dispatcher import TokenDispatcher
 from .errors import CallerError
-from .experts import GroupedExperts, LocalExperts, expert_parameters, local_part
+from .experts import GroupedExperts, LocalExperts, expert_parameters, local_part, parameter_groups
 
 __all__ = [
     "GroupedExperts",
@@ -41,6 +41,7 @@ __all__ = [
     "clip_gradients",
     "expert_parameters",
     "local_part",
+    "parameter_groups",
     "reduce_gradients",
 ]
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_ep import Buffer, CallerError, MoELayer, TokenDispatcher
 from hybrid_ep.experts import LocalExperts, local_part
-from hybrid_ep.moe import clip_gradients, reduce_gradients
+from hybrid_ep.moe import clip_gradients, parameter_groups, reduce_gradients
 from process_worlds import Rank, world_of_processes
 from worlds import on_threads
 
@@ -60,7 +60,7 @@ def outputs(layer: MoELayer, ranks: int, rank: int) -> dict[int, Tensor]:
 def save(here: Rank, path: str) -> dict[int, Tensor]:
     with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
         layer = layer_of(buffer)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(parameter_groups(layer), lr=1e-2)
         train(layer, optimizer, here.size, here.rank, 3)
         model, optim = get_state_dict(layer, optimizer)
         dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
@@ -71,7 +71,7 @@ def load(here: Rank, path: str) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
     """Returns the outputs, and the optimizer's moments of this rank's experts."""
     with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
         layer = layer_of(buffer, seed=1)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(parameter_groups(layer), lr=1e-2)
         model, optim = get_state_dict(layer, optimizer)
         state = {"model": model, "optim": optim}
         dcp.load(state, checkpoint_id=path)

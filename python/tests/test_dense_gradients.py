@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hybrid_ep import CallerError, PeerError
 from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridMoELayer
 from hybrid_ep.migration import dense as dense_module
+from hybrid_ep.moe import parameter_groups
 from process_worlds import Rank, World, _packed, _unpacked, world_of_processes
 
 TWO = ExpertDomains.uniform(ranks=4, datacenters=2)
@@ -146,7 +147,7 @@ def _train(here: Rank, codec: str, folder: Path) -> tuple[list[float], list[floa
     def make(migration: ExpertMigration) -> tuple[nn.Module, Any]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(16, 16), HybridMoELayer(migration, 16, 24, topk=2), nn.RMSNorm(16))
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return model, torch.optim.AdamW(parameter_groups(model), lr=1e-3)
 
     def step(migration: ExpertMigration, model: nn.Module, optimizer: Any, number: int) -> float:
         draw = torch.Generator().manual_seed(100 * number + here.rank)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid_ep import Buffer, CallerError, MoELayer
-from hybrid_ep.experts import expert_parameters
-from hybrid_ep.moe import clip_gradients, reduce_gradients
+from hybrid_ep.experts import expert_parameters, local_part
+from hybrid_ep.moe import clip_gradients, parameter_groups, reduce_gradients
 from process_worlds import Rank, skip_where_gpus_are_shared, world_of_processes
 
 HIDDEN = 16
@@ -188,13 +190,36 @@ def test_parameters_inside_of_experts_must_be_marked(device: str) -> None:
     world_of_processes(2, device).run(_unmarked)
 
 
+def _steps(here: Rank) -> None:
+    def after_a_step(groups: Callable[[nn.Module], Any], **options: bool) -> list[Tensor]:
+        model = model_of(buffer)
+        optimizer = torch.optim.AdamW(groups(model), lr=0.1, **options)
+        backward(model, here)
+        optimizer.step()
+        return [local_part(parameter.detach()) for parameter in model.parameters()]
+
+    with Buffer(here.group, num_experts=4, device=here.device) as buffer:
+        expected = after_a_step(lambda model: model.parameters(), foreach=False)
+        for options in ({}, {"foreach": True}, {"fused": True}):
+            torch.testing.assert_close(after_a_step(parameter_groups, **options), expected, rtol=0, atol=1e-6)
+        # The groups stay two, so that the state of an optimizer fits a model without experts or without dense parameters.
+        for part, sizes in ((model_of(buffer)[0], [2, 0]), (model_of(buffer)[1].experts, [0, 2])):
+            groups = parameter_groups(part)
+            assert [len(group["params"]) for group in groups] == sizes
+            torch.optim.AdamW(groups).step()
+
+
+def test_optimizers_update_experts_and_dense_parameters_as_two_groups(device: str) -> None:
+    world_of_processes(2, device).run(_steps)
+
+
 # ---- lost ranks
 
 LOSES_RANK_1 = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from hybrid_ep import Buffer, MoELayer
-from hybrid_ep.moe import clip_gradients, reduce_gradients
+from hybrid_ep.moe import clip_gradients, parameter_groups, reduce_gradients
 
 rank, function, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=3)

@@ -22,7 +22,7 @@ from hybrid_ep.experts import expert_parameters, local_part
 from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridExperts, HybridMoELayer
 from hybrid_ep.migration.job_ranks import JobRanks
 from hybrid_ep.migration.runtime import _close_all
-from hybrid_ep.moe import clip_gradients, reduce_gradients
+from hybrid_ep.moe import clip_gradients, parameter_groups, reduce_gradients
 from process_worlds import Rank, has_libfabric, world_of_processes
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 16, 24, 8, 2, 20
@@ -75,8 +75,8 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return (model(tokens) - tokens.roll(1, dims=1)).square().mean()
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameter_groups(model), lr=1e-3)
 
 
 class Losses(list[float]):
@@ -110,7 +110,7 @@ def train_plain(here: Rank, steps: range, plan: ExpertDomains | None = None) -> 
     losses = Losses()
     with Buffer(here.group, num_experts=EXPERTS, device=here.device, workers=1) as buffer:
         model = network(lambda: MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=TOPK)).to(here.device)
-        optimizer = adam(model.parameters())
+        optimizer = adam(model)
         for step in steps:
             optimizer.zero_grad()
             loss = loss_of(model, tokens_of(here.rank, step).to(here.device))
@@ -173,7 +173,7 @@ def train_oracle(here: Rank, plan: ExpertDomains, steps: range) -> list[float]:
             return layer
 
         model = network(moe)
-        optimizer = adam(model.parameters())
+        optimizer = adam(model)
         experts = {id(weight) for layer in (model[1], model[3]) for weight in layer.experts.weights}
         for step in steps:
             optimizer.zero_grad()
@@ -198,7 +198,7 @@ def train_oracle(here: Rank, plan: ExpertDomains, steps: range) -> list[float]:
 def _lossless(here: Rank, engine: str, plan: ExpertDomains, steps: int) -> list[float]:
     with runtime(engine)(plan, num_experts=EXPERTS, weights="exact", gradients="exact") as migration:
         model = hybrid(migration)
-        return train_hybrid(migration, model, range(steps), adam(model.parameters()))
+        return train_hybrid(migration, model, range(steps), adam(model))
 
 
 def _all_ways(here: Rank, plan: ExpertDomains, steps: int) -> tuple[list[list[float]], list[float], list[float]]:
@@ -251,7 +251,7 @@ def _over_some_datacenters(here: Rank, engine: str) -> tuple[list[float], list[f
         ExpertMigration(plan, num_experts=EXPERTS, weights="exact", gradients="exact", domains=2) as migration,
     ):
         model = hybrid(migration)
-        ours = train_hybrid(migration, model, range(5), adam(model.parameters()))
+        ours = train_hybrid(migration, model, range(5), adam(model))
     return ours, train_plain(here, range(5))
 
 
@@ -270,7 +270,7 @@ def test_expert_domains_of_some_datacenters(engine: str) -> None:
 def _with_a_child(here: Rank) -> list[float]:
     with ExpertMigration(TWO, num_experts=EXPERTS, weights="exact", gradients="exact") as migration:
         model = hybrid(migration)
-        optimizer = adam(model.parameters())
+        optimizer = adam(model)
         losses = train_hybrid(migration, model, range(2), optimizer)
         if here.rank == 0 and (child := os.fork()) == 0:
             # As at the end of the interpreter.
@@ -353,7 +353,7 @@ def _without_migration(here: Rank) -> tuple[list[float], list[float]]:
     plan = ExpertDomains.uniform(ranks=4, datacenters=1)
     with ExpertMigration(plan, num_experts=EXPERTS) as migration:
         model = hybrid(migration)
-        ours = train_hybrid(migration, model, range(5), adam(model.parameters()))
+        ours = train_hybrid(migration, model, range(5), adam(model))
         stats = migration.stats()
         assert stats.pop("dense_inside_sent") == stats.pop("dense_inside_received") > 0
         assert stats == {"dense_link_sent": 0, "dense_link_received": 0}
@@ -423,7 +423,7 @@ def _bf16(here: Rank, engine: str) -> list[float]:
     with runtime(engine)(TWO, num_experts=EXPERTS, weights="exact", gradients="exact") as migration:
         model = hybrid(migration, working_dtype=torch.bfloat16)
         experts: Any = model[1].experts
-        losses = train_hybrid(migration, model, range(20), adam(model.parameters()))
+        losses = train_hybrid(migration, model, range(20), adam(model))
         assert experts.working.dtype == torch.bfloat16 and experts.down.dtype == torch.float32
         own = torch.cat([local_part(experts.gate_up).flatten(1), local_part(experts.down).flatten(1)], dim=1)
         assert torch.equal(experts.working[: len(own)], own.bfloat16()), "it computes with rounded masters"
@@ -447,7 +447,7 @@ def _resume(here: Rank, engine: str, codecs: dict[str, str], folder: Path) -> tu
     make, file = runtime(engine), folder / f"{here.rank}.pt"
     with make(TWO, num_experts=EXPERTS, **codecs) as migration:
         model = hybrid(migration)
-        optimizer = adam(model.parameters())
+        optimizer = adam(model)
         train_hybrid(migration, model, range(3), optimizer)
         with _raises("call state_dict between the optimizer's step and publish"):
             migration.state_dict()
@@ -461,7 +461,7 @@ def _resume(here: Rank, engine: str, codecs: dict[str, str], folder: Path) -> tu
         uninterrupted = train_hybrid(migration, model, range(4, 9), optimizer)
     with make(TWO, num_experts=EXPERTS, **codecs) as migration:
         model = hybrid(migration)
-        optimizer = adam(model.parameters())
+        optimizer = adam(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 local_part(parameter).zero_()
@@ -500,7 +500,7 @@ def test_a_resumed_run_continues_bit_by_bit(engine: str, codecs: dict[str, str],
 def _survive(here: Rank, engine: str) -> Any:
     with runtime(engine)(TWO, num_experts=EXPERTS, weights="exact", gradients="exact") as migration:
         model = hybrid(migration)
-        train_hybrid(migration, model, range(2), adam(model.parameters()))
+        train_hybrid(migration, model, range(2), adam(model))
         with torch.no_grad():
             model(tokens_of(here.rank, 0))  # waits for the last weights
         layer: Any = model[1]
@@ -532,7 +532,7 @@ def _lossy(
 ) -> tuple[list[float], dict[str, float], list[int]]:
     with runtime(engine)(TWO, num_experts=EXPERTS, **options) as migration:
         model = hybrid(migration)
-        losses = train_hybrid(migration, model, range(20), adam(model.parameters()))
+        losses = train_hybrid(migration, model, range(20), adam(model))
         layer: Any = model[1]
         return losses, migration.stats(), layer.experts.replica_steps
 
@@ -580,7 +580,7 @@ def _on_gpus(here: Rank) -> tuple[list[float], list[float], list[float]]:
         with ExpertMigration(TWO, num_experts=EXPERTS, device=here.device, **options) as migration:
             model = hybrid(migration).to(here.device)
             assert model[1].experts.working.device == migration.buffer.device
-            found.append(train_hybrid(migration, model, range(20), adam(model.parameters())))
+            found.append(train_hybrid(migration, model, range(20), adam(model)))
             model(tokens_of(here.rank, 0).to(here.device)).sum().backward()
             with _raises("were not reduced"):
                 migration.publish()
@@ -662,7 +662,7 @@ def test_unusual_calls_do_what_they_say() -> None:
 def _lose_a_rank(here: Rank) -> None:
     with pytest.raises(PeerError) as caught, ExpertMigration(TWO, num_experts=EXPERTS) as migration:
         model = hybrid(migration)
-        optimizer = adam(model.parameters())
+        optimizer = adam(model)
         train_hybrid(migration, model, range(2), optimizer)
         if here.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -821,7 +821,7 @@ def test_ranks_that_start_with_unequal_dense_parameters_are_told() -> None:
 def _destroy_groups_first(here: Rank) -> None:
     migration = ExpertMigration(TWO, num_experts=EXPERTS)
     model = hybrid(migration)
-    train_hybrid(migration, model, range(1), adam(model.parameters()))
+    train_hybrid(migration, model, range(1), adam(model))
     dist.barrier()
     dist.destroy_process_group()
     migration.close()

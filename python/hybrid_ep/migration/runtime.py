@@ -118,7 +118,7 @@ class ExpertMigration(Shared):
     Example:
         >>> migration = ExpertMigration(ExpertDomains.uniform(ranks=4, datacenters=2), num_experts=8)
         >>> layer = HybridMoELayer(migration, hidden=64, intermediate=128, topk=2)
-        >>> optimizer = torch.optim.AdamW(layer.parameters())
+        >>> optimizer = torch.optim.AdamW(parameter_groups(layer))
         >>> layer(torch.randn(100, 64)).square().mean().backward()
         >>> migration.reduce_gradients(layer)
         >>> optimizer.step()
