@@ -51,7 +51,8 @@ The package `hybrid_ep`. The [PyTorch guide](../python.md) explains the calls.
       show_root_heading: false
       show_root_toc_entry: false
       inherited_members: false
-      members: [LocalExperts, GroupedExperts, Router, local_part, expert_parameters, parameter_groups, reduce_gradients, clip_gradients]
+      members: [LocalExperts, GroupedExperts, Router, local_part, expert_parameters, parameter_groups,
+        reduce_gradients, clip_gradients]
 
 ## Across datacenters
 

@@ -78,7 +78,9 @@ class Trainer:
             )
         torch.manual_seed(args.seed)
         self.model = model_of(args, self.moe)
-        self.optimizer = torch.optim.AdamW(parameter_groups(self.model), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(self.model), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01
+        )
 
     def moe(self) -> MoELayer:
         sizes = (self.args.width, self.args.expert_width)
