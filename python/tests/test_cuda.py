@@ -108,6 +108,9 @@ def _captured(here: Rank, seed: int) -> tuple[Buffer, torch.cuda.CUDAGraph, list
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             outputs = round_of(buffer, *inputs)
+        # With PyTorch's allocator `cudaMallocAsync`, a graph's memory exists only after its first replay.
+        graph.replay()
+        torch.cuda.current_stream().synchronize()
     return buffer, graph, inputs, outputs
 
 
