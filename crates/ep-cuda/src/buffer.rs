@@ -241,6 +241,7 @@ impl CudaBuffer {
             said: Event::untimed(&device)?,
             stage: Stage::Working,
             patience: patience(&world, config),
+            interrupted: false,
             stream,
         });
         Ok(Self {

@@ -39,6 +39,9 @@ pub(crate) struct Parting {
     pub(crate) stall_bound: Duration,
     pub(crate) stage: Stage,
     pub(crate) patience: Duration,
+    /// Whether the program has interrupted a wait for this rank's work. The end of the program does not wait for the
+    /// work then: Ctrl-C ends a program whose kernels wait for a peer.
+    pub(crate) interrupted: bool,
 }
 
 /// The progress of a rank that leaves.
@@ -127,6 +130,13 @@ impl Member {
         self.lock().as_mut().map_or(Ok(()), |part| with(&mut part.tail))
     }
 
+    /// Called when the program has interrupted a wait for this rank's work.
+    pub(crate) fn interrupt(&self) {
+        if let Some(part) = &mut *self.lock() {
+            part.interrupted = true;
+        }
+    }
+
     /// Called when the buffer is dropped; its last work is in `stream`.
     pub(crate) fn end_in(&self, stream: &Stream) {
         if let Some(part) = &mut *self.lock() {
@@ -199,6 +209,10 @@ impl Job for Parting {
         self.patience
     }
 
+    fn is_awaited(&self) -> bool {
+        !self.interrupted
+    }
+
     fn give_up(&mut self) -> Lost {
         // Sends the leave message: peers must not wait for this rank any longer.
         self.arena.close();
@@ -207,19 +221,20 @@ impl Job for Parting {
 }
 
 /// Ends all memberships at the end of a program: waits up to `limit` for the work in the GPUs' streams, including
-/// replays of graphs; then all ranks of this process leave their worlds. Does not free memory.
+/// replays of graphs; then all ranks of this process leave their worlds. Does not free memory. Does not wait for the
+/// work of a rank whose wait was interrupted ([`ep::Interrupt`]).
 ///
 /// The caller must have dropped all buffers, and must not replay graphs afterwards.
 pub fn finish(limit: Duration) {
     let until = Instant::now() + limit;
-    reaper::settle(limit);
+    reaper::settle_awaited(limit);
     let members = std::mem::take(&mut *MEMBERS.lock().unwrap_or_else(PoisonError::into_inner));
     for mut part in members.iter().filter_map(Weak::upgrade).filter_map(|member| member.lock().take()) {
         // Replays may be in any stream.
         part.tail.unsure = true;
         let look = loop {
             match part.look() {
-                Look::Running if Instant::now() < until && !reaper::is_ending() => {
+                Look::Running if part.is_awaited() && Instant::now() < until && !reaper::is_ending() => {
                     thread::sleep(Duration::from_millis(1));
                 }
                 look => break look,

@@ -29,6 +29,11 @@ pub(crate) trait Job: Send {
     /// How long the work may take before the job is given up.
     fn patience(&self) -> Duration;
 
+    /// Whether the end of the program waits for the work.
+    fn is_awaited(&self) -> bool {
+        true
+    }
+
     /// Called when the job is given up. The job is never dropped.
     fn give_up(&mut self) -> Lost;
 }
@@ -54,10 +59,17 @@ struct Queue {
     started: bool,
     /// Jobs and things that the thread has taken out of the queue.
     in_hand: usize,
+    /// Those among them that the end of the program waits for.
+    awaited_in_hand: usize,
 }
 
-static QUEUE: Mutex<Queue> =
-    Mutex::new(Queue { jobs: Vec::new(), things: Vec::new(), started: false, in_hand: 0 });
+static QUEUE: Mutex<Queue> = Mutex::new(Queue {
+    jobs: Vec::new(),
+    things: Vec::new(),
+    started: false,
+    in_hand: 0,
+    awaited_in_hand: 0,
+});
 static WAKE: Condvar = Condvar::new();
 /// Held while the thread calls the driver.
 static LOOKING: Mutex<()> = Mutex::new(());
@@ -81,13 +93,23 @@ pub fn leaked_bytes() -> usize {
 /// Waits up to `limit` until the memory of all dropped buffers has been freed or given up. Returns whether it has been.
 /// Does not wait for memory that a CUDA graph, a handle or a [`CudaMemory`](crate::CudaMemory) still uses.
 pub fn settle(limit: Duration) -> bool {
+    settles(limit, |queue| queue.jobs.is_empty() && queue.things.is_empty() && queue.in_hand == 0)
+}
+
+/// As [`settle`], at the end of a program: does not wait for jobs that are not awaited.
+pub(crate) fn settle_awaited(limit: Duration) -> bool {
+    settles(limit, |queue| {
+        let awaited = queue.jobs.iter().any(|waiting| waiting.job.is_awaited());
+        !awaited && queue.things.is_empty() && queue.awaited_in_hand == 0
+    })
+}
+
+fn settles(limit: Duration, is_done: impl Fn(&Queue) -> bool) -> bool {
     let until = Instant::now() + limit;
     loop {
-        let queue = queue();
-        if queue.jobs.is_empty() && queue.things.is_empty() && queue.in_hand == 0 {
+        if is_done(&queue()) {
             return true;
         }
-        drop(queue);
         if Instant::now() >= until || is_ending() {
             return false;
         }
@@ -177,13 +199,14 @@ fn reap() {
     let mut pause = SHORTEST_PAUSE;
     loop {
         let mut queue = queue();
-        queue.in_hand = 0;
+        (queue.in_hand, queue.awaited_in_hand) = (0, 0);
         while queue.jobs.is_empty() && queue.things.is_empty() {
             queue = WAKE.wait(queue).unwrap_or_else(PoisonError::into_inner);
             pause = SHORTEST_PAUSE;
         }
         let (jobs, things) = (std::mem::take(&mut queue.jobs), std::mem::take(&mut queue.things));
         queue.in_hand = jobs.len() + things.len();
+        queue.awaited_in_hand = jobs.iter().filter(|waiting| waiting.job.is_awaited()).count() + things.len();
         drop(queue);
 
         let looking = LOOKING.lock().unwrap_or_else(PoisonError::into_inner);

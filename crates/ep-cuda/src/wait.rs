@@ -23,6 +23,7 @@ impl CudaBuffer {
         if self.interrupt.is_set() && !self.stream.is_done()? {
             let done = || self.stream.is_done();
             if wait_unless(&self.interrupt, done)? == Ended::Interrupted {
+                self.member.interrupt();
                 let (operator, rank) = (self.operator, self.rank);
                 let waited_for = format!("GPU {}", self.device.ordinal);
                 let error = CallerError::Interrupted { operator, rank, waited_for };

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ep::join::ThreadRendezvous;
-use ep::{Backend as _, World};
+use ep::{Backend as _, CallerError, Error, Interrupt, World};
 use ep_cuda::{CudaBuffer, finish, leaked_bytes, settle};
 
 use fake::{Driver, HANG, buffers, config, dispatch, is_inside, one, outside, preprocess, text};
@@ -269,6 +269,28 @@ inside!(programs_that_end_leave_although_graphs_are_kept, driver => {
     drop(handle);
     a_moment();
     assert!(driver.mapped() > 0, "the end of the process frees it");
+});
+
+inside!(a_program_that_was_interrupted_ends_although_its_work_goes_on, driver => {
+    let mut config = config();
+    config.interrupt = Interrupt::new(|| true);
+    let mut buffer = buffers(1, &config).pop().unwrap();
+    let stream = driver.stream();
+    // SAFETY: the stream is never destroyed.
+    unsafe { buffer.set_stream(stream) }.unwrap();
+    let handle = preprocess(&mut buffer);
+    driver.hold(stream);
+    let received = dispatch(&mut buffer, &handle);
+    let error = buffer.synchronize().unwrap_err();
+    assert!(matches!(error, Error::Caller(CallerError::Interrupted { .. })), "{error}");
+    let since = Instant::now();
+    drop((buffer, handle, received));
+    finish(HANG);
+    assert!(since.elapsed() < HANG / 2, "the end of the program waits for interrupted work");
+    assert!(!settle(Duration::ZERO), "the memory is not freed while kernels may access it");
+    driver.release(stream);
+    assert!(settle(HANG));
+    assert_eq!((driver.mapped(), leaked_bytes()), (0, 0));
 });
 
 // A peer that has left, and this rank's work that goes on: the peer's memory stays mapped here until it is over.
