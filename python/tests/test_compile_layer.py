@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -104,10 +105,21 @@ def test_machine_code_gives_the_same(buffer: Buffer) -> None:
         assert_same(layer, compiled, tokens, buffer.device)
 
 
+@contextlib.contextmanager
+def without_cached_graphs() -> Iterator[None]:
+    """Traces and lowers anew. PyTorch's cache of graphs on disk does not know how operators are registered.
+
+    The caches of machine code stay. `force_disable_caches` would compile the precompiled header, too, in each test.
+    """
+    # By name: the settings cannot be sent to the process of a rank.
+    lowering, tracing = (importlib.import_module(f"torch.{of}.config") for of in ("_inductor", "_functorch"))
+    with lowering.patch(fx_graph_cache=False), tracing.patch(enable_autograd_cache=False):
+        yield
+
+
 @pytest.fixture
 def no_cache() -> Iterator[None]:
-    """Compiles anew. PyTorch's cache on disk does not know how operators are registered."""
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with without_cached_graphs():
         yield
 
 
@@ -167,13 +179,8 @@ def test_independent_collectives_keep_their_order(buffer: Buffer, calls: list[st
 
 def test_a_rank_with_0_tokens_trains_with_the_others(device: str) -> None:
     def work(here: Rank) -> None:
-        # By name: the settings cannot be sent to the process of a rank.
-        settings = importlib.import_module("torch._inductor.config")
         torch._dynamo.reset()
-        with (
-            settings.patch(force_disable_caches=True),
-            Buffer(here.group, num_experts=8, device=here.device) as buffer,
-        ):
+        with without_cached_graphs(), Buffer(here.group, num_experts=8, device=here.device) as buffer:
             # The router of the second layer does not depend on the first layer if there are no tokens.
             layer = nn.Sequential(layer_of(buffer, capacity=256), layer_of(buffer, capacity=256))
             layer.balance_loss = 0.0
