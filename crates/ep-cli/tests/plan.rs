@@ -169,7 +169,7 @@ fn fewer_gpus_that_are_faster_are_named() {
     let starts = assumed[0]
         .as_str()
         .unwrap()
-        .starts_with("Assumed: even routing, 400 TFLOP/s in each GPU, links of level wan");
+        .starts_with("Assumed: even routing, 400 TFLOP/s in each GPU, links of levels wan, rail and nvlink");
     assert!(starts && assumed.len() == 1, "{assumed:?}");
     assert_eq!(report["fewer"][0]["members"], serde_json::json!([64, 60]));
     // What is slower is no advice, but still told.

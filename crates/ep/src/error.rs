@@ -355,7 +355,8 @@ impl PeerError {
         match (&self.cause, self.fault) {
             (Some(cause), _) => format!("; its error: {cause}"),
             (None, PeerFault::Left) => {
-                "; its program ended or closed the buffer, often after an error of its own: see its output"
+                "; its program ended or closed the buffer, after an error of its own or because it made fewer calls than the \
+                 others: see its output"
                     .into()
             }
             (None, PeerFault::Died) => {
@@ -472,7 +473,7 @@ mod tests {
     #[test]
     fn the_error_of_a_lost_peer_says_where_its_reason_may_be_found() {
         let error = PeerError::joining(Rank(0), Rank(1), PeerFault::Left, "a reply", Duration::ZERO);
-        assert!(error.to_string().ends_with("an error of its own: see its output"), "{error}");
+        assert!(error.to_string().ends_with("made fewer calls than the others: see its output"), "{error}");
         let died = PeerError { fault: PeerFault::Died, ..error.clone() };
         assert!(died.to_string().ends_with("see its output and the system's log"), "{died}");
         let told = PeerError { cause: Some("no memory".into()), ..error };

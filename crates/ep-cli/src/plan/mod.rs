@@ -14,6 +14,7 @@ mod text;
 
 use clap::ValueEnum as _;
 use ep_plan::PartitionExport;
+use ep_plan::PlanError;
 use ep_plan::cluster::Cluster;
 use ep_plan::input::{self, preset};
 use ep_plan::planner::{Plan, Replicas, Setting};
@@ -206,7 +207,15 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
     };
     let index = index.ok_or_else(|| Failure::request(refused(args.wanted(), &plan)))?;
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
-    Ok((Some(Shown { plan, index, fewer: planner.on_fewer() }), layers))
+    // Members of the outermost of two levels may be nodes.
+    let has_sites = problem.cluster.levels.len() > 2;
+    let one_site_refused = match planner.memory_of_one_site() {
+        Err(PlanError::TotalMemory { needed, available, gpus }) if has_sites => Some(format!(
+            "weights, gradients and Adam state need {needed}, and its {gpus} GPUs have {available}"
+        )),
+        _ => None,
+    };
+    Ok((Some(Shown { plan, index, fewer: planner.on_fewer(), one_site_refused }), layers))
 }
 
 /// Why the strategy that is asked for has no price.

@@ -1,7 +1,7 @@
 //! Whole steps in words: the answer, and the comparison of the strategies.
 
 use ep_plan::planner::Options;
-use ep_plan::step::{Fewer, Fit, StepPlan, StepPrice, Strategy};
+use ep_plan::step::{Fewer, Fit, Layout, StepPlan, StepPrice, Strategy};
 
 use super::text::{relation, times};
 use crate::common::units;
@@ -16,6 +16,8 @@ pub(super) struct Shown {
     pub(super) index: usize,
     /// The best plans on parts of the cluster, fastest first.
     pub(super) fewer: Vec<Fewer>,
+    /// Why one site alone holds no plan, if its memory is the reason.
+    pub(super) one_site_refused: Option<String>,
 }
 
 impl Shown {
@@ -128,6 +130,12 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
              `--set expert_parallel=N` plans for groups of N.",
             ep_cuda::MAX_RANKS
         ));
+    } else if !has_runtime(&best.layout) {
+        lines.push(
+            "`ExpertMigration` cannot run this layout. A training program with its own pipeline, data or tensor parallelism \
+             can, and calls hybrid-ep inside each EP group. `--runnable` plans what `ExpertMigration` can run."
+                .into(),
+        );
     }
     if best.fit == Fit::Tight {
         lines.push(format!(
@@ -226,6 +234,11 @@ fn synchronisation(price: &StepPrice) -> Option<String> {
     })
 }
 
+/// Whether the training runtime of this project can run a layout: one stage, and one EP group of all GPUs.
+fn has_runtime(layout: &Layout) -> bool {
+    layout.stages() == 1 && layout.copies().iter().all(|&copies| copies == 1) && layout.tensor_parallel == 1
+}
+
 /// Parts of the cluster that are faster than all of it, and, if datacenters have nodes, one site alone.
 fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let line = |part: &Fewer| {
@@ -245,6 +258,10 @@ fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let mut lines: Vec<String> =
         fastest.map(|part| format!("Fewer GPUs are faster. {}", line(part))).into_iter().collect();
     lines.extend(alone.filter(|&alone| fastest != Some(alone)).map(line));
+    lines.extend(shown.one_site_refused.as_ref().map(|why| {
+        let sites = problem.cluster.levels.first().map_or(0, |outermost| outermost.scaling_factor);
+        format!("One of the {sites} datacenters alone cannot train this model: {why}.")
+    }));
     lines
 }
 

@@ -27,10 +27,11 @@ fn page(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> String {
 /// The lines of the report about what it assumes are in the text, with and without `--explain`, and in the page.
 #[test]
 fn every_report_says_what_it_assumes() {
-    let plain = "links of level wan with all of their bandwidth (`efficiency` 1), no loss (`loss` 0) and 1 connection each \
-                 (`flows` 1, which counts only with loss)";
+    let plain = "links of levels wan, rail and nvlink with all of their bandwidth (`efficiency` 1), no loss (`loss` 0) and 1 \
+                 connection each (`flows` 1, which counts only with loss)";
     let lossy = "links of level wan with 0.5 of their bandwidth (`efficiency` 0.5), 0.001 of the packets lost (`loss` \
-                 0.001) and 64 connections each (`flows` 64)";
+                 0.001) and 64 connections each (`flows` 64), links of levels rail and nvlink with all of their bandwidth \
+                 (`efficiency` 1), no loss (`loss` 0) and 1 connection each (`flows` 1, which counts only with loss)";
     let set = "--set=efficiency=0.5 --set=loss=0.001 --set=flows=64";
     for (options, links) in [("", plain), (set, lossy), ("--set=work=forward", plain)] {
         let line = format!(
@@ -39,6 +40,25 @@ fn every_report_says_what_it_assumes() {
         );
         for shown in reports(options) {
             assert_eq!(shown.matches(&line).count(), 1, "{line}\n{shown}");
+        }
+    }
+}
+
+/// A reader learns what can run the plan, and whether one site would be enough.
+#[test]
+fn the_answer_says_what_runs_the_plan_and_whether_one_site_holds_the_model() {
+    let alone = "One of the 2 datacenters alone cannot train this model: weights, gradients and Adam state need 10.74 TB, and \
+                 its 64 GPUs have 9.024 TB.";
+    let other_programs = "`ExpertMigration` cannot run this layout. ";
+    for (options, too_small, other) in [
+        ("", 1, 1),
+        ("--nodes=16", 0, 1),
+        ("--nodes=16 --set=pipeline_stages=1 --set=expert_parallel=256 --set=tensor_parallel=1", 0, 0),
+        ("--datacenters=1 --nodes=16", 0, 1),
+    ] {
+        for shown in reports(options) {
+            let found = (shown.matches(alone).count(), shown.matches(other_programs).count());
+            assert_eq!(found, (too_small, other), "{options}\n{shown}");
         }
     }
 }

@@ -70,30 +70,41 @@ pub(super) fn assumed(problem: &Problem) -> Vec<String> {
         Routing::Even => "even routing",
         _ => "the routing of the problem",
     };
-    let links =
-        problem.cluster.levels.first().map_or_else(String::new, |level| format!(", {}", reached(level)));
+    let links = reached(&problem.cluster.levels);
     let mut lines = vec![format!(
-        "Assumed: {routing}, {} TFLOP/s in each GPU{links}. Step times on GPUs were never compared with measured ones.",
+        "Assumed: {routing}, {} TFLOP/s in each GPU, {links}. Step times on GPUs were never compared with measured ones.",
         problem.cluster.gpu.sustained_tflops
     )];
     lines.extend(attention(problem.model.attention));
     lines
 }
 
-/// What limits the links of a level beside their bandwidth. The defaults limit nothing, which few real links between
-/// datacenters reach.
-fn reached(level: &LevelDescription) -> String {
-    let LevelDescription { name, efficiency, loss, flows, .. } = level;
+/// What limits the links beside their bandwidth. The defaults limit nothing, which few real links reach.
+fn reached(levels: &[LevelDescription]) -> String {
+    let limits = |level: &LevelDescription| (level.efficiency, level.loss, level.flows);
+    let groups = levels.chunk_by(|one, next| limits(one) == limits(next));
+    groups.filter_map(reached_alike).collect::<Vec<_>>().join(", ")
+}
+
+/// The same, of levels with equal limits.
+fn reached_alike(levels: &[LevelDescription]) -> Option<String> {
+    let LevelDescription { efficiency, loss, flows, .. } = levels.first()?;
+    let names: Vec<&str> = levels.iter().map(|level| level.name.as_str()).collect();
+    let names = match names[..] {
+        [name] => format!("level {name}"),
+        [ref names @ .., last] => format!("levels {} and {last}", names.join(", ")),
+        [] => return None,
+    };
     let part = if *efficiency == 1.0 { "all".to_owned() } else { efficiency.to_string() };
     let (lost, counts) = match *loss == 0.0 {
         true => ("no loss".to_owned(), ", which counts only with loss"),
         false => (format!("{loss} of the packets lost"), ""),
     };
-    format!(
-        "links of level {name} with {part} of their bandwidth (`efficiency` {efficiency}), {lost} (`loss` {loss}) and {} each \
+    Some(format!(
+        "links of {names} with {part} of their bandwidth (`efficiency` {efficiency}), {lost} (`loss` {loss}) and {} each \
          (`flows` {flows}{counts})",
         units::counted(*flows, "connection")
-    )
+    ))
 }
 
 /// A remark on a model whose attention, or a part of it, has no sizes: its steps appear shorter than they are.

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{StepPlanner, StepPrice};
 use crate::cluster::{Cluster, ClusterDescription, gcd};
+use crate::error::{PlanError, Result};
 
 /// Sizes of parts that are tried at most for unequal sites.
 const SIZES: usize = 4;
@@ -47,6 +48,22 @@ impl StepPlanner {
         let mut found: Vec<Fewer> = parts.into_iter().filter_map(|part| self.on(part)).collect();
         found.sort_by(|a, b| b.price.tokens_per_second.total_cmp(&a.price.tokens_per_second));
         found
+    }
+
+    /// Checks that the model fits into the memory of the largest site of several.
+    ///
+    /// # Errors
+    /// [`PlanError::TotalMemory`] if it does not.
+    pub fn memory_of_one_site(&self) -> Result<()> {
+        let whole = self.cluster.description();
+        let sites = by_size(whole);
+        let Some(&site) = sites.first().filter(|_| sites.len() > 1) else { return Ok(()) };
+        let part = Part { sites: vec![site], members: members_of(whole, site).into_iter().collect() };
+        let cluster = Cluster::try_from(part.of(whole))?;
+        match Self::new(cluster, self.model.clone(), self.options.clone()) {
+            Err(error @ PlanError::TotalMemory { .. }) => Err(error),
+            _ => Ok(()),
+        }
     }
 
     /// The best plan on a part of the cluster; `None` if it has none.
