@@ -18,7 +18,7 @@ use ep_plan::PlanError;
 use ep_plan::cluster::Cluster;
 use ep_plan::input::{self, preset};
 use ep_plan::planner::{Plan, Replicas, Setting};
-use ep_plan::step::{Fewer, Layout, StepPlan};
+use ep_plan::step::{Fewer, Layout, StepPlan, StepPrice, Strategy};
 use serde::Serialize;
 
 pub(crate) use self::args::PlanArgs;
@@ -215,7 +215,20 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
         )),
         _ => None,
     };
-    Ok((Some(Shown { plan, index, fewer: planner.on_fewer(), one_site_refused }), layers))
+    let roomy = domains_with_all_memory(problem, &plan);
+    Ok((Some(Shown { plan, index, fewer: planner.on_fewer(), one_site_refused, roomy }), layers))
+}
+
+/// The fastest expert domains if no memory is kept free, where the plan's move no experts over the outermost level, and
+/// these do and are faster: then memory decides.
+fn domains_with_all_memory(problem: &Problem, plan: &StepPlan) -> Option<StepPrice> {
+    let moves_none = |price: &&StepPrice| price.candidate.domain_sizes.first() == Some(&1);
+    let domains = plan.price(Strategy::ExpertDomains).filter(moves_none)?;
+    let mut all = problem.clone();
+    all.options.reserved_memory = 0.0;
+    let plan = all.step_planner().ok()??.plan().ok()?;
+    let roomy = plan.price(Strategy::ExpertDomains).filter(|price| !moves_none(price))?;
+    (roomy.step_time < domains.step_time).then(|| roomy.clone())
 }
 
 /// Why the strategy that is asked for has no price.

@@ -18,6 +18,8 @@ pub(super) struct Shown {
     pub(super) fewer: Vec<Fewer>,
     /// Why one site alone holds no plan, if its memory is the reason.
     pub(super) one_site_refused: Option<String>,
+    /// Faster expert domains, between sites, that would have a place if no memory were kept free.
+    pub(super) roomy: Option<StepPrice>,
 }
 
 impl Shown {
@@ -167,7 +169,8 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
             let (domains_are, ratio) = (described(domains), relation(best.step_time / domains.step_time));
             lines.push(match domains.candidate.domain_sizes.first() {
                 Some(1) => format!(
-                    "The fastest expert domains move no experts between datacenters: {domains_are} are {ratio}."
+                    "The fastest expert domains move no experts between datacenters: {domains_are} are {ratio}.{}",
+                    memory_decides(shown, best)
                 ),
                 _ => format!(
                     "Moving experts between datacenters is not worth it here: {domains_are} are {ratio}."
@@ -230,6 +233,17 @@ fn synchronisation(price: &StepPrice) -> Option<String> {
             100.0 * share,
             price.expert_sync,
             price.dense_sync
+        )
+    })
+}
+
+/// What expert domains between datacenters would reach if memory did not exclude them.
+fn memory_decides(shown: &Shown, best: &StepPrice) -> String {
+    shown.roomy.as_ref().map_or_else(String::new, |roomy| {
+        format!(
+            " Memory decides: with `reserved_memory` 0, {} would fit, {}.",
+            described(roomy),
+            relation(best.step_time / roomy.step_time)
         )
     })
 }

@@ -63,6 +63,18 @@ fn the_answer_says_what_runs_the_plan_and_whether_one_site_holds_the_model() {
     }
 }
 
+/// The memory that is kept free by default excludes expert domains that are 20 times as fast.
+#[test]
+fn the_answer_says_when_memory_excludes_faster_expert_domains() {
+    let hint =
+        "Memory decides: with `reserved_memory` 0, expert domains (2, 1, 1) with kept replicas would fit, ";
+    for (options, times) in [("", 1), ("--set=reserved_memory=0.25", 0), ("--nodes=16", 0)] {
+        for shown in reports(options) {
+            assert_eq!(shown.matches(hint).count(), times, "{options}\n{shown}");
+        }
+    }
+}
+
 /// Without sizes of the attention, steps appear shorter than they are, and the report says so.
 #[test]
 fn attention_that_counts_as_nothing_is_named() {
