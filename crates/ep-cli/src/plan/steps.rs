@@ -132,7 +132,7 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
              `--set expert_parallel=N` plans for groups of N.",
             ep_cuda::MAX_RANKS
         ));
-    } else if !has_runtime(&best.layout) {
+    } else if !has_runtime(&best.layout, problem) {
         lines.push(
             "`ExpertMigration` cannot run this layout. A training program with its own pipeline, data or tensor parallelism \
              can, and calls hybrid-ep inside each EP group. `--runnable` plans what `ExpertMigration` can run."
@@ -248,9 +248,14 @@ fn memory_decides(shown: &Shown, best: &StepPrice) -> String {
     })
 }
 
-/// Whether the training runtime of this project can run a layout: one stage, and one EP group of all GPUs.
-fn has_runtime(layout: &Layout) -> bool {
-    layout.stages() == 1 && layout.copies().iter().all(|&copies| copies == 1) && layout.tensor_parallel == 1
+/// Whether the training runtime of this project can run a layout: one stage, one EP group of all GPUs, and no copies of
+/// experts.
+fn has_runtime(layout: &Layout, problem: &Problem) -> bool {
+    let copies = layout.copies().into_iter().product::<usize>();
+    layout.stages() == 1
+        && copies == 1
+        && layout.tensor_parallel == 1
+        && problem.model.experts.is_multiple_of(layout.group_gpus())
 }
 
 /// Parts of the cluster that are faster than all of it, and, if datacenters have nodes, one site alone.
