@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import _native
 from ..errors import CallerError, PeerError
-from ..experts import expert_parameters
+from ..experts import parameter_groups
 from .carrier import GlooCarrier, GlooGroup
 
 __all__ = ["BUCKET_BYTES", "SECOND_PASS", "DenseGradients"]
@@ -342,8 +342,8 @@ def dense_parameters(module: nn.Module, device: torch.device) -> list[nn.Paramet
     Raises:
         CallerError: A parameter has a type or a device that cannot be reduced.
     """
-    experts = {id(parameter) for parameter in expert_parameters(module)}
-    found = [p for p in module.parameters() if p.requires_grad and id(p) not in experts]
+    dense, _ = parameter_groups(module)
+    found = [p for p in dense["params"] if p.requires_grad]
     for parameter in found:
         if parameter.dtype not in _WIDE or parameter.device != device:
             raise CallerError(

@@ -13,12 +13,11 @@ mod tests;
 mod text;
 
 use clap::ValueEnum as _;
-use ep_plan::PartitionExport;
-use ep_plan::PlanError;
 use ep_plan::cluster::Cluster;
 use ep_plan::input::{self, preset};
 use ep_plan::planner::{Plan, Replicas, Setting};
 use ep_plan::step::{Fewer, Layout, StepPlan, StepPrice, Strategy};
+use ep_plan::{PartitionExport, PlanError};
 use serde::Serialize;
 
 pub(crate) use self::args::PlanArgs;
@@ -100,6 +99,16 @@ fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
     problem.options.tensor_parallel = Some(1);
     problem.options.replicas = Replicas::Keep;
     Ok(())
+}
+
+/// Whether the training runtime of this project can run a layout: one stage, one EP group of all GPUs, and no copies of
+/// experts.
+fn has_runtime(layout: &Layout, problem: &Problem) -> bool {
+    let copies = layout.copies().into_iter().product::<usize>();
+    layout.stages() == 1
+        && copies == 1
+        && layout.tensor_parallel == 1
+        && problem.model.experts.is_multiple_of(layout.group_gpus())
 }
 
 /// The largest divisors of a number that are at most `most`, descending, as text.
@@ -207,10 +216,8 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
     };
     let index = index.ok_or_else(|| Failure::request(refused(args.wanted(), &plan)))?;
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
-    // Members of the outermost of two levels may be nodes.
-    let has_sites = problem.cluster.levels.len() > 2;
     let one_site_refused = match planner.memory_of_one_site() {
-        Err(PlanError::TotalMemory { needed, available, gpus }) if has_sites => Some(format!(
+        Err(PlanError::TotalMemory { needed, available, gpus }) => Some(format!(
             "weights, gradients and Adam state need {needed}, and its {gpus} GPUs have {available}"
         )),
         _ => None,

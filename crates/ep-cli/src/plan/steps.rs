@@ -1,8 +1,9 @@
 //! Whole steps in words: the answer, and the comparison of the strategies.
 
 use ep_plan::planner::Options;
-use ep_plan::step::{Fewer, Fit, Layout, StepPlan, StepPrice, Strategy};
+use ep_plan::step::{Fewer, Fit, StepPlan, StepPrice, Strategy};
 
+use super::has_runtime;
 use super::text::{relation, times};
 use crate::common::units;
 use crate::planner::problem::Problem;
@@ -248,16 +249,6 @@ fn memory_decides(shown: &Shown, best: &StepPrice) -> String {
     })
 }
 
-/// Whether the training runtime of this project can run a layout: one stage, one EP group of all GPUs, and no copies of
-/// experts.
-fn has_runtime(layout: &Layout, problem: &Problem) -> bool {
-    let copies = layout.copies().into_iter().product::<usize>();
-    layout.stages() == 1
-        && copies == 1
-        && layout.tensor_parallel == 1
-        && problem.model.experts.is_multiple_of(layout.group_gpus())
-}
-
 /// Parts of the cluster that are faster than all of it, and, if datacenters have nodes, one site alone.
 fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let line = |part: &Fewer| {
@@ -273,11 +264,12 @@ fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
     };
     let fastest = faster_part(&shown.plan, &shown.fewer);
     // Members of the outermost of two levels may be nodes.
-    let alone = shown.fewer.iter().find(|part| part.sites.len() == 1 && problem.cluster.levels.len() > 2);
+    let has_sites = problem.cluster.levels.len() > 2;
+    let alone = shown.fewer.iter().find(|part| part.sites.len() == 1 && has_sites);
     let mut lines: Vec<String> =
         fastest.map(|part| format!("Fewer GPUs are faster. {}", line(part))).into_iter().collect();
     lines.extend(alone.filter(|&alone| fastest != Some(alone)).map(line));
-    lines.extend(shown.one_site_refused.as_ref().map(|why| {
+    lines.extend(shown.one_site_refused.as_ref().filter(|_| has_sites).map(|why| {
         let sites = problem.cluster.levels.first().map_or(0, |outermost| outermost.scaling_factor);
         format!("One of the {sites} datacenters alone cannot train this model: {why}.")
     }));

@@ -39,7 +39,7 @@ impl StepPlanner {
             .map(|count| {
                 let mut sites = order[..count].to_vec();
                 sites.sort_unstable();
-                Part { members: sites.iter().filter_map(|&site| members_of(whole, site)).collect(), sites }
+                Part::of_sites(whole, sites)
             })
             .collect();
         let all: Vec<usize> = (0..order.len()).collect();
@@ -58,8 +58,7 @@ impl StepPlanner {
         let whole = self.cluster.description();
         let sites = by_size(whole);
         let Some(&site) = sites.first().filter(|_| sites.len() > 1) else { return Ok(()) };
-        let part = Part { sites: vec![site], members: members_of(whole, site).into_iter().collect() };
-        let cluster = Cluster::try_from(part.of(whole))?;
+        let cluster = Cluster::try_from(Part::of_sites(whole, vec![site]).of(whole))?;
         match Self::new(cluster, self.model.clone(), self.options.clone()) {
             Err(error @ PlanError::TotalMemory { .. }) => Err(error),
             _ => Ok(()),
@@ -92,6 +91,11 @@ struct Part {
 }
 
 impl Part {
+    /// All members of these sites.
+    fn of_sites(whole: &ClusterDescription, sites: Vec<usize>) -> Self {
+        Self { members: sites.iter().filter_map(|&site| members_of(whole, site)).collect(), sites }
+    }
+
     fn of(&self, whole: &ClusterDescription) -> ClusterDescription {
         let mut description = whole.clone();
         for level in &mut description.levels {
