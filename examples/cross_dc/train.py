@@ -27,7 +27,6 @@ import predict
 from moe_lm import Model, Sizes, add_model_arguments, corpus, total_loss
 
 from hybrid_ep import Buffer, MoELayer
-from hybrid_ep.experts import expert_parameters
 from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridMoELayer
 from hybrid_ep.moe import parameter_groups, reduce_gradients
 
@@ -181,11 +180,10 @@ def alone(args: argparse.Namespace) -> Alone:
             started = time.perf_counter()
             optimizer.step()
             updates.append(time.perf_counter() - started)
-    experts = {id(parameter) for parameter in expert_parameters(model)}
-    dense = sum(p.numel() for p in model.parameters() if id(p) not in experts)
+    dense, _ = parameter_groups(model)
     seconds = torch.tensor([statistics.median(times[1:]) for times in (passes, updates)])
     dist.all_reduce(seconds)
-    return Alone(*(seconds / dist.get_world_size()).tolist(), dense)
+    return Alone(*(seconds / dist.get_world_size()).tolist(), sum(parameter.numel() for parameter in dense["params"]))
 
 
 def local_buffer(experts: int) -> Buffer:
