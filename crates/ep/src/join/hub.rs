@@ -453,3 +453,49 @@ impl Drop for Hub {
         }
     }
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::os::fd::{AsFd as _, AsRawFd as _};
+    use std::os::unix::net::UnixStream;
+
+    use super::super::channel::Direction;
+    use super::super::secret::Key;
+    use super::super::wire::{Socket, Wire};
+    use super::*;
+
+    /// A channel, and the other end of its socket.
+    fn channel() -> (Channel, UnixStream) {
+        let (one, other) = UnixStream::pair().expect("a pair of sockets");
+        let direction = || Direction::new(Key::of(b"test", b""));
+        let wire = Wire::new(Socket::Unix(one)).expect("a wire over a socket");
+        (Channel::new(wire, direction(), direction()), other)
+    }
+
+    /// A rank that is leaving closes its connection at some time, which would end every later wait at once.
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_wait_looks_at_the_ranks_that_are_heard_and_not_at_those_that_leave() {
+        let (heard, _one) = channel();
+        let (leaving, _other) = channel();
+        let descriptor = heard.wire().interest().as_fd().as_raw_fd();
+        let seat = |channel, leaving| Seat { channel, came: true, leaving, ..Seat::default() };
+        let hub = Hub {
+            ranks: 4,
+            generation: 0,
+            timeout: GRACE_PERIOD,
+            network_timeout: GRACE_PERIOD,
+            watch: Watch { rank: ZERO, interrupt: crate::Interrupt::default() },
+            seats: vec![seat(Some(leaving), true), seat(None, false), seat(Some(heard), false)],
+            certain: None,
+            vague: None,
+            left: None,
+            told: None,
+            over: None,
+        };
+        let mut fds = Vec::new();
+        hub.interest(&mut fds);
+        let polled: Vec<_> = fds.iter().map(|fd| fd.as_fd().as_raw_fd()).collect();
+        assert_eq!(polled, [descriptor]);
+    }
+}

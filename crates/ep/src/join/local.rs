@@ -35,3 +35,52 @@ pub(super) fn same_user(stream: &UnixStream) -> Option<Peer> {
     let own = rustix::process::geteuid().as_raw();
     (peer.uid() == own).then(|| u32::try_from(peer.pid()).ok().filter(|&pid| pid != 0))
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::process::Uid;
+    use rustix::thread::set_thread_res_uid;
+
+    use super::super::handshake::Role;
+    use super::super::reception::Reception;
+    use super::super::secret::Key;
+    use super::super::store::Listener;
+    use super::*;
+
+    /// Runs `f` in a thread that has become another user; `None` if this process may not become one.
+    fn as_another_user<T: Send>(f: impl FnOnce() -> T + Send) -> Option<T> {
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                // The call itself, not glibc's function, which changes all threads.
+                let user = Uid::from_raw(65_534);
+                set_thread_res_uid(user, user, user).ok().map(|()| f())
+            });
+            thread.join().expect("the thread of another user")
+        })
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn connections_of_another_user_are_dropped_at_both_ends() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root can become another user");
+            return;
+        }
+        let name = format!("hybrid-ep-test-{}", std::process::id());
+        let listener = Listener::SameUser(listen(&name).expect("a free name"));
+        let listener = listener.prepared().expect("a listener that does not block");
+        let key = Key::of(b"test", b"");
+        let mut reception = Reception::new(&listener, &key, Role::Rendezvous);
+        // The other user does not trust a listener that is not its own.
+        let refused = as_another_user(|| connect(&name).map(drop).map_err(|error| error.kind()));
+        assert_eq!(refused, Some(Err(io::ErrorKind::PermissionDenied)));
+        let name = SocketAddr::from_abstract_name(&name).expect("a name");
+        let forced: Vec<_> = (0..2)
+            .map(|_| as_another_user(|| UnixStream::connect_addr(&name)).expect("root becomes another user"))
+            .collect();
+        assert!(forced.iter().all(Result::is_ok), "{forced:?}");
+        let _own = UnixStream::connect_addr(&name).expect("a connection of this user");
+        assert!(reception.turn().expect("the listener works").is_empty());
+        assert_eq!((reception.pending(), reception.dropped), (1, 3));
+    }
+}

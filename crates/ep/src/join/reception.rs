@@ -102,6 +102,12 @@ impl<'a> Reception<'a> {
         fds.extend(self.pending.iter().filter_map(Inbound::wire).map(|wire| wire.interest()));
     }
 
+    /// Number of connections that are neither authenticated nor dropped.
+    #[cfg(test)]
+    pub(super) fn pending(&self) -> usize {
+        self.pending.len()
+    }
+
     /// When to call [`turn`](Self::turn) again even if no descriptor is ready.
     pub(super) fn next_look(&self) -> Option<Instant> {
         let oldest = self.pending.iter().map(|inbound| inbound.since + HANDSHAKE).min();

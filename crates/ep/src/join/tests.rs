@@ -247,6 +247,30 @@ fn a_rank_that_gives_up_first_tells_rank_0_which_rank_is_absent() {
     });
 }
 
+/// Rank 0 may drop a connection of a rank that it has not admitted, for example to make room.
+#[test]
+#[cfg_attr(miri, ignore = "sockets")]
+fn a_rank_whose_connection_closes_before_it_is_admitted_connects_again() {
+    let (listener, address) = listener();
+    std::thread::scope(|scope| {
+        let one = scope
+            .spawn(move || TcpRendezvous::join(&address.to_string(), member(1, 2, LONG))?.all_gather(b"one"));
+        let secret = secret();
+        let prepared = super::store::Listener::Tcp(listener.try_clone().unwrap()).prepared().unwrap();
+        let mut reception = super::reception::Reception::new(&prepared, secret.key(), Role::Rendezvous);
+        let authenticated = loop {
+            let proven = reception.turn().unwrap();
+            if !proven.is_empty() {
+                break proven;
+            }
+        };
+        drop((authenticated, reception));
+        let zero = TcpRendezvous::host(&listener, member(0, 2, LONG)).unwrap().all_gather(b"zero");
+        assert_eq!(zero.unwrap(), [&b"zero"[..], b"one"]);
+        assert_eq!(one.join().unwrap().unwrap(), [&b"zero"[..], b"one"]);
+    });
+}
+
 #[test]
 fn without_a_listener_rank_0_is_named_as_absent() {
     let free = listener().1.to_string();
