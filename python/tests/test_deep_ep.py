@@ -147,6 +147,26 @@ def test_ranks_per_domain_must_divide_the_group() -> None:
     assert HybridEPBuffer(group_of(8), 64, 16, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=72).num_of_nodes == 1
 
 
+def test_the_environment_says_how_many_ranks_a_domain_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+    monkeypatch.setenv(name, "2")
+    buffer = HybridEPBuffer(group_of(8, rank=5), 64, 16, 1)
+    assert (buffer.num_of_nodes, buffer.node_rank, buffer.local_rank) == (4, 2, 1)
+    # As in DeepEP, also where the program passes a number.
+    assert HybridEPBuffer(group_of(8), 64, 16, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=4).num_of_nodes == 4
+    monkeypatch.setenv(name, "72")
+    assert HybridEPBuffer(group_of(8), 64, 16, 1).num_of_nodes == 1
+    monkeypatch.setenv(name, "")
+    assert HybridEPBuffer(group_of(8), 64, 16, 1).num_of_nodes == 1
+    for wrong, expected in [
+        ("3", "divisor of the group's 8 ranks, found 3"),
+        ("two", "a number of ranks, found 'two'"),
+    ]:
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(hybrid_ep.CallerError, match=rf"^{name} \(an environment variable\): expected .*{expected}"):
+            HybridEPBuffer(group_of(8), 64, 16, 1)
+
+
 def test_empty_jit_cache_removes_kernels_and_nothing_else(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_EP_KERNEL_CACHE", str(tmp_path))
     for name in ("dispatch-sm_90a-00.cubin", "notes.txt"):

@@ -36,6 +36,9 @@ from .handles import PermutedHandle, PlainHandle, parse
 
 __all__ = ["HybridEPBuffer", "indices_to_map"]
 
+# DeepEP's variable. Programs such as Megatron-Core pass no argument for it.
+_RANKS_PER_DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+
 AnyTensor = TypeVar("AnyTensor", Tensor, Tensor | None)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -76,12 +79,13 @@ class HybridEPBuffer:
         load_cached_kernels: No effect: cached kernels are always loaded.
         use_shared_buffer: No effect.
         enable_custom_allgather: No effect.
-        num_of_hybrid_ep_ranks_per_nvlink_domain: The ranks of each NVLink domain, which is on one machine. On GPUs with
+        num_of_hybrid_ep_ranks_per_nvlink_domain: The ranks of each NVLink domain, which is on one machine. Default: all
+            ranks. As in DeepEP, NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN in the environment overrides it. On GPUs with
             several domains, HYBRID_EP_TRANSPORT must be `tcp`, or `shm` on one machine.
         use_mnnvl: No effect: detected.
 
     Raises:
-        CallerError: The ranks cannot be split into domains of the given size.
+        CallerError: The ranks cannot be split into domains of the given size, or the environment variable is no number.
 
     Example:
         >>> buffer = HybridEPBuffer(group, hidden_dim=512, max_num_of_tokens_per_rank=128, num_local_experts=4)
@@ -491,14 +495,19 @@ def _first(rows: int | None, tensor: AnyTensor) -> AnyTensor:
     return tensor if tensor is None or rows is None or rows >= tensor.shape[0] else tensor[:rows]
 
 
-def _domains(ranks: int, per_domain: int | None) -> int:
+def _domains(ranks: int, argument: int | None) -> int:
+    """The number of NVLink domains of a group: as the environment says, else as the argument says, else one."""
+    name, per_domain = "num_of_hybrid_ep_ranks_per_nvlink_domain", argument
+    if variable := os.environ.get(_RANKS_PER_DOMAIN):
+        name = f"{_RANKS_PER_DOMAIN} (an environment variable)"
+        try:
+            per_domain = int(variable)
+        except ValueError:
+            raise CallerError(f"{name}: expected a number of ranks, found {variable!r}") from None
     if per_domain is None or per_domain >= ranks:
         return 1
     if per_domain < 1 or ranks % per_domain:
-        raise CallerError(
-            f"num_of_hybrid_ep_ranks_per_nvlink_domain: expected a divisor of the group's {ranks} ranks, "
-            f"found {per_domain}"
-        )
+        raise CallerError(f"{name}: expected a divisor of the group's {ranks} ranks, found {per_domain}")
     return ranks // per_domain
 
 
