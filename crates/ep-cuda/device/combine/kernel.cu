@@ -11,7 +11,7 @@
 //   reduce   Adds the partial sums of this rank's tokens in rank order, with this rank's own share added directly from its
 //            experts' rows, unrounded, and writes the result to `out_tokens`. After the last token, gathers the probabilities
 //            into `out_probs`. Reads a chunk's partial sums only after the flags of all peers for that chunk. Writes to this
-//            rank only. A worker claims up to `Reducer::MOST_TOKENS` tokens at a time.
+//            rank's memory only; with RAILS also to its lanes (below). A worker claims up to `Reducer::MOST_TOKENS` tokens at a time.
 //
 // This rank writes to a peer's `partials` and `prob_scratch` only between that peer's handshake and the last flag that this rank
 // sets on that peer. From the handshake until its own kernel ends, it may also read the peer's lists (lists.cuh). No peer reads

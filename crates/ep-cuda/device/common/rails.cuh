@@ -265,7 +265,7 @@ __device__ inline u32 forwarder_of(const Common& c, u32 source) {
     return c.rails.first + source % c.rails.local_ranks;
 }
 // The index of the flags that this rank sets on others for a set of the domain of `source`: its own rail peer there, so each
-// writer has flags of its own. In dispatch, a rank uses it only for sets that it forwards, where it is the source itself.
+// writer has flags of its own. In dispatch, only a set's forwarder sets flags for the set, and its alias is the source of the set.
 __device__ inline u32 alias(const Common& c, u32 source) {
     return domain_of(c, source) * c.rails.local_ranks + (c.rank - c.rails.first);
 }

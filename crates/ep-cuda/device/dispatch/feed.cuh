@@ -25,8 +25,8 @@ __device__ inline u32 span_of(u32 chunks) { return max(div_up(chunks, MOST_ITEMS
 
 // Claims items one by one from a counter that all workers of a role share, because some are faster than others (kernel.cu).
 // The first item of each worker is assigned statically. Reads one batch ahead, because lists may lie on a peer; claims one item
-// further ahead. `Items::list(item)` and `Items::range(item)` give an item's entries; `Items::skip(item)` says that the item has
-// none.
+// further ahead. `Items::list(item)` and `Items::range(item)` give an item's entries; `Items::skip(item)` says that the item
+// does not exist, because its source has fewer chunks. An item that exists may have no entries: its flag is still set or awaited.
 template <class Items>
 struct Feed {
     using Entry = typename Items::Entry;

@@ -21,8 +21,8 @@
 //               only awaits the flags.
 //
 // Workers with the same amount of work take up to 1.6 times as long as others, depending on where their SM is. Therefore they
-// claim items from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`. Padding rows, and in plain mode
-// the flags, are divided by the workers' numbers.
+// claim items from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`. Assigned by the workers' numbers
+// are each worker's first item of a role, the padding rows and, in plain mode, the flags.
 //
 // A row at or beyond its destination's capacity has no place there: preprocess gives its list entries `NO_ROW`, and nothing is
 // written for them.
