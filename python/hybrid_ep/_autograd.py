@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ._library import library
+from .errors import CallerError
 from .ops import chosen
 
 # The narrowest row that an operator can move: 16 bytes of bf16.
@@ -33,7 +34,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(f"hybrid_ep: the gradient of {ctx.operator} cannot be differentiated again")
+        raise CallerError(f"the gradient of {ctx.operator} cannot be differentiated again")
 
 
 _Backward = Callable[..., tuple[Tensor | None, ...]]

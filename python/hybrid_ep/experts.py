@@ -14,6 +14,7 @@ The experts of all ranks have the same parameter names and shapes, so the parame
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -93,8 +94,9 @@ class LocalExperts(nn.Module):
 
         Args:
             shape: The shape of one expert's part.
-            init: Fills the part of one expert in place, called as `init(part, generator=generator)`, as the functions
-                of `torch.nn.init` are. The part is float32, on the CPU.
+            init: Fills the part of one expert in place, such as a function of `torch.nn.init`. It is called as
+                `init(part, generator=generator)` if it has this parameter, else as `init(part)`, with PyTorch's global
+                generator set for the expert. The part is float32, on the CPU.
             device: The device of the parameter. Default: the buffer's.
             dtype: The type of the parameter. Default: PyTorch's default type.
 
@@ -103,8 +105,14 @@ class LocalExperts(nn.Module):
         """
         own = self.buffer.local_experts
         values = torch.empty(len(own), *shape, device="cpu", dtype=torch.float32)
+        takes_generator = _takes_generator(init)
         for part, generator in zip(values, _generators(own), strict=True):
-            init(part, generator=generator)
+            if takes_generator:
+                init(part, generator=generator)
+            else:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(generator.initial_seed())
+                    init(part)
         return nn.Parameter(values.to(device or self.buffer.device, dtype or torch.get_default_dtype()))
 
     @property
@@ -330,6 +338,14 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
         {"params": [parameter for parameter in module.parameters() if id(parameter) not in ids]},
         {"params": experts},
     ]
+
+
+def _takes_generator(init: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(init).parameters.values()
+    except ValueError:  # a function without a signature, such as a built-in one
+        return False
+    return any(parameter.name == "generator" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _generators(experts: range) -> list[torch.Generator]:

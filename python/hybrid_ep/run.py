@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if command.module:
         runpy.run_module(command.program, run_name="__main__", alter_sys=True)
     elif not os.path.exists(command.program):
-        print(f"hybrid_ep.run: can't open file {os.path.abspath(command.program)!r}: no such file", file=sys.stderr)
+        hint = "; for torchrun, say `-m torch.distributed.run`" if command.program == "torchrun" else ""
+        print(
+            f"hybrid_ep.run: can't open file {os.path.abspath(command.program)!r}: no such file{hint}", file=sys.stderr
+        )
         sys.exit(2)
     else:
         _run_path(command.program)

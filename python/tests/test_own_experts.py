@@ -16,9 +16,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from hybrid_ep import Buffer, CallerError, TokenDispatcher
-from hybrid_ep.moe import LocalExperts, clip_gradients, expert_parameters, local_part, reduce_gradients
+from hybrid_ep.moe import (
+    LocalExperts,
+    clip_gradients,
+    expert_parameters,
+    local_part,
+    parameter_groups,
+    reduce_gradients,
+)
 from process_worlds import Rank, world_of_processes
 from worlds import world
 
@@ -138,6 +146,85 @@ def test_experts_differ_and_follow_from_the_seed() -> None:
     torch.manual_seed(3)
     (again,) = world(work, 1, experts=EXPERTS)
     assert torch.equal(alone, again)
+
+
+def test_start_values_may_come_from_functions_without_a_generator() -> None:
+    """Each expert's values then follow from the seed and its index, too, and ranks leave with equal generators."""
+
+    def work(buffer: Buffer) -> tuple[Tensor, Tensor, Tensor]:
+        experts = LocalExperts(buffer)
+        shift = experts.new_parameter(HIDDEN, init=nn.init.zeros_)
+        noise = experts.new_parameter(HIDDEN, init=lambda part: part.copy_(torch.randn(HIDDEN)))
+        return shift.detach(), noise.detach(), torch.rand(1)
+
+    found = {}
+    for ranks in (1, 2):
+        torch.manual_seed(3)
+        found[ranks] = world_of_processes(ranks, "cpu").run(start_values, work)
+    (alone,), (zero, one) = found[1], found[2]
+    assert not alone[0].any() and alone[1].unique(dim=0).shape == (EXPERTS, HIDDEN)
+    assert torch.equal(torch.cat([zero[1], one[1]]), alone[1])
+    assert zero[2] == one[2] == alone[2]
+
+
+def start_values(here: Rank, work: Callable[[Buffer], Any]) -> Any:
+    torch.manual_seed(3)
+    with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
+        return tuple(local_part(value) for value in work(buffer))
+
+
+def steps(here: Rank, layer: Layer, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
+    """Trains on the same four batches with any number of ranks."""
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for batch in range(here.rank, 4, here.size):
+            loss = layer(tokens_of(batch)).square().sum()
+            loss.backward()
+            total += loss.detach()
+        reduce_gradients(layer, op="sum")
+        optimizer.step()
+        if here.size > 1:
+            dist.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def trained(here: Rank, path: str, experts: Callable[[Buffer], nn.Module], resumes: bool) -> list[float]:
+    """Trains three steps; saves after one of them, or continues from that checkpoint with two. Returns all losses."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
+        layer = Layer(buffer, experts)
+        optimizer = torch.optim.AdamW(parameter_groups(layer), lr=1e-2)
+        losses = []
+        model, optim = {}, {}
+        if resumes:
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.zero_()
+            model, optim = get_state_dict(layer, optimizer, options=flat)
+            state = {"model": model, "optim": optim}
+            dcp.load(state, checkpoint_id=path)
+            set_state_dict(
+                layer, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=flat
+            )
+        else:
+            losses = steps(here, layer, optimizer, 1)
+            model, optim = get_state_dict(layer, optimizer, options=flat)
+            dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
+        return losses + steps(here, layer, optimizer, 2)
+
+
+@pytest.mark.parametrize("experts", [Experts, Modules])
+def test_training_goes_on_from_a_checkpoint_on_another_number_of_ranks(
+    experts: Callable[[Buffer], nn.Module], tmp_path: Path
+) -> None:
+    zero, one = world_of_processes(2, "cpu").run(trained, str(tmp_path), experts, False)
+    assert zero == one and zero[2] < zero[1] < zero[0]
+    for ranks in (1, 2, 4):
+        for losses in world_of_processes(ranks, "cpu").run(trained, str(tmp_path), experts, True):
+            assert losses == pytest.approx(zero[1:], rel=1e-5), f"{ranks} ranks"
 
 
 def save(here: Rank, path: str, experts: Callable[[Buffer], nn.Module]) -> dict[str, Tensor]:

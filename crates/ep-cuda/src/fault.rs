@@ -48,11 +48,7 @@ impl Report {
 pub(crate) struct Words {
     experts: usize,
     machines: Machines,
-    /// Text of the entry bound and the stall bound.
-    bounds: String,
-    /// The settings `HYBRID_EP_CUDA_LANE_BYTES` and `HYBRID_EP_CUDA_RAIL_CHOICES`.
-    lane_bytes: usize,
-    rail_choices: usize,
+    config: Config,
 }
 
 impl Faults {
@@ -81,8 +77,7 @@ impl Faults {
 
 impl Words {
     pub(crate) fn new(experts: usize, machines: Machines, config: &Config) -> Self {
-        let (lane_bytes, rail_choices) = (config.cuda.lane_bytes, config.cuda.rail_choices);
-        Self { experts, machines, bounds: config.bounds(), lane_bytes, rail_choices }
+        Self { experts, machines, config: config.clone() }
     }
 
     /// `quiet`: the ranks whose processes seem to be stopped.
@@ -100,7 +95,7 @@ impl Words {
                 error.fault = PeerFault::Stalled;
             }
             if matches!(error.fault, PeerFault::Late | PeerFault::Stalled) {
-                error.waited_for = format!("{}; {}", error.waited_for, self.bounds);
+                error.waited_for = format!("{}; {}", error.waited_for, self.config.bounds(error.fault));
             }
             if kind == FaultKind::Aborted && Rank(theirs.fault.rank) == error.peer {
                 error.cause = self.of_record(theirs).map(|cause| cause.to_string());
@@ -148,7 +143,7 @@ impl Words {
                      all ranks, or use fewer tokens or a smaller hidden",
                     fault.index
                 );
-                let (key, value) = ("HYBRID_EP_CUDA_LANE_BYTES", self.lane_bytes.to_string());
+                let (key, value) = ("HYBRID_EP_CUDA_LANE_BYTES", self.config.cuda.lane_bytes.to_string());
                 return Some(CallerError::Config { key, value, problem }.into());
             }
             FaultKind::RailCopies => {
@@ -157,7 +152,7 @@ impl Words {
                      raise the setting on all ranks, or use fewer tokens",
                     fault.index, fault.expected
                 );
-                let (key, value) = ("HYBRID_EP_CUDA_RAIL_CHOICES", self.rail_choices.to_string());
+                let (key, value) = ("HYBRID_EP_CUDA_RAIL_CHOICES", self.config.cuda.rail_choices.to_string());
                 return Some(CallerError::Config { key, value, problem }.into());
             }
             FaultKind::Aborted => FaultKind::of(fault.cause).unwrap_or(FaultKind::Aborted),
@@ -275,16 +270,17 @@ mod tests {
         }
     }
 
-    const BOUNDS: &str = "timeout = 600 s to enter an operator, stall_timeout = 30 s without progress; \
-                          raise the bound if the rank is only slow, or find where ranks call different numbers of \
-                          operators";
+    fn bounds(fault: PeerFault) -> String {
+        Config::default().bounds(fault)
+    }
 
     #[test]
     fn the_rank_at_fault_and_the_awaited_rank_may_differ() {
         assert_eq!(
             alone(waited(FaultKind::Stalled)),
             format!(
-                "rank 2 stalled (combine #7): rank 0 waited 1.500 s for its chunk 17 (expected step 7, seen 6); {BOUNDS}"
+                "rank 2 stalled (combine #7): rank 0 waited 1.500 s for its chunk 17 (expected step 7, seen 6); {}",
+                bounds(PeerFault::Stalled)
             )
         );
         // Rank 2 is gone, so rank 1 gave up, whose chunk this rank needs.
@@ -299,7 +295,7 @@ mod tests {
             alone(told),
             "rank 2 failed (combine #7): rank 0 waited 0.000 s for nothing: another rank had reported the fault before"
         );
-        let words = Words { bounds: String::new(), ..Words::new(8, Machines::one(3), &Config::default()) };
+        let words = Words::new(8, Machines::one(3), &Config::default());
         assert_eq!(words.error(&FaultReport::zeroed(), &[]), None);
     }
 
@@ -318,12 +314,18 @@ mod tests {
         let handshake = "rank 0 waited 1.500 s for its handshake (expected step 7, seen 6)";
         assert_eq!(
             alone(late),
-            format!("rank 2 is late (combine #7): {handshake}; rank 2 has not entered combine #7; {BOUNDS}")
+            format!(
+                "rank 2 is late (combine #7): {handshake}; rank 2 has not entered combine #7; {}",
+                bounds(PeerFault::Late)
+            )
         );
         let silent = Fault { kind: FaultKind::Silent as u32, ..late };
         assert_eq!(
             alone(silent),
-            format!("rank 2 stalled (combine #7): {handshake}; rank 2 has no heartbeat; {BOUNDS}")
+            format!(
+                "rank 2 stalled (combine #7): {handshake}; rank 2 has no heartbeat; {}",
+                bounds(PeerFault::Stalled)
+            )
         );
         // If both bounds are equal, the kernel may give up shortly before the host notices the silence.
         let text = said(record(late), FaultRecord::zeroed(), &[Rank(2)]);
@@ -338,7 +340,8 @@ mod tests {
     fn a_stopped_rank_is_named_instead_of_one_that_waits_for_it() {
         let stalled = waited(FaultKind::Stalled);
         let expected = format!(
-            "rank 1 stalled (combine #7): rank 0 waited 1.500 s for rank 2's chunk 17 (expected step 7, seen 6); {BOUNDS}"
+            "rank 1 stalled (combine #7): rank 0 waited 1.500 s for rank 2's chunk 17 (expected step 7, seen 6); {}",
+            bounds(PeerFault::Stalled)
         );
         assert_eq!(said(record(stalled), FaultRecord::zeroed(), &[Rank(1)]), expected);
         let late = Fault { waiting_for: WaitingFor::Handshake as u32, ..waited(FaultKind::Late) };

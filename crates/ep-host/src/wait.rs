@@ -348,7 +348,7 @@ impl Op<'_> {
             "rank {} has waited {:.0} s for rank {late}{named} to enter {operator} #{step}; {}",
             comm.rank,
             waited.as_secs_f64(),
-            comm.config.bounds()
+            comm.config.bounds(PeerFault::Late)
         ));
     }
 
@@ -421,7 +421,7 @@ impl Comm {
     ) -> Error {
         let reported = if reporter == peer { String::new() } else { format!(" (rank {reporter} says so)") };
         let bounds = match fault {
-            PeerFault::Late | PeerFault::Stalled => format!("; {}", self.config.bounds()),
+            PeerFault::Late | PeerFault::Stalled => format!("; {}", self.config.bounds(fault)),
             _ => String::new(),
         };
         let control = self.controls.get(peer.index());

@@ -534,7 +534,11 @@ impl Post {
     fn told(&self, peer: usize, culprit: Rank, fault: PeerFault) -> PeerError {
         let (operator, step) = self.lock().operator;
         let rank = self.setup.rank;
-        let waited_for = format!("messages and was told by rank {}", self.peer(peer));
+        let told = format!("messages and was told by rank {}", self.peer(peer));
+        let waited_for = match fault {
+            PeerFault::Late | PeerFault::Stalled if culprit != rank => format!("{told}; {}", self.remedy()),
+            _ => told,
+        };
         let (peer, fault, cause) = if culprit == rank {
             (self.peer(peer), PeerFault::Failed, Some(format!("rank {culprit} {fault}")))
         } else {
@@ -706,7 +710,20 @@ impl Post {
     fn fault(&self, peer: usize, fault: PeerFault, waited_for: String, waited: Duration) -> PeerError {
         let (operator, step) = self.lock().operator;
         let (peer, rank) = (self.peer(peer), self.setup.rank);
+        let waited_for = match fault {
+            PeerFault::Late | PeerFault::Stalled => format!("{waited_for}; {}", self.remedy()),
+            _ => waited_for,
+        };
         PeerError { peer, machine: None, fault, operator, step, rank, waited_for, waited, cause: None }
+    }
+
+    /// What to do about a rank that is late or stopped.
+    fn remedy(&self) -> String {
+        format!(
+            "timeout = {} s; look whether the rank's process is stopped or skipped a step, and raise the timeout if it is only \
+             slow",
+            self.setup.timeout.as_secs_f64()
+        )
     }
 
     fn broken(&self, peer: usize, found: impl Into<String>) -> Error {

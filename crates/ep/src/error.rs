@@ -79,7 +79,10 @@ pub enum CallerError {
         unit: &'static str,
     },
     /// The program told a waiting operator to stop ([`Interrupt`](crate::Interrupt)).
-    #[error("{operator} on rank {rank} was interrupted by the program while it waited for {waited_for}")]
+    #[error(
+        "{operator} on rank {rank} was interrupted by the program while it waited for {waited_for}; to go on, make new \
+         buffers on all ranks"
+    )]
     Interrupted {
         /// The operator that was stopped.
         operator: Operator,

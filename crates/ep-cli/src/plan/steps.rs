@@ -139,8 +139,15 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
              can, and calls hybrid-ep inside each EP group. `--runnable` plans what `ExpertMigration` can run."
                 .into(),
         );
+        if best.candidate.expert_domain_size() > 1 {
+            lines.push(format!(
+                "This plan also gathers experts among {} GPUs of an EP group. hybrid-ep does that in `ExpertMigration` only, so the \
+                 program must do it itself; --explain has the times without it (hierarchical EP).",
+                best.candidate.expert_domain_size()
+            ));
+        }
     }
-    if best.fit == Fit::Tight {
+    if best.fit == Fit::Tight && options.reserved_memory > 0.0 {
         lines.push(format!(
             "No layout leaves {:.0} % of a GPU's memory free (`reserved_memory`). This one holds the parameters, but \
              leaves little for activations.",

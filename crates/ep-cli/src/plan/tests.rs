@@ -35,11 +35,14 @@ fn every_report_says_what_it_assumes() {
     let set = "--set=efficiency=0.5 --set=loss=0.001 --set=flows=64";
     for (options, links) in [("", plain), (set, lossy), ("--set=work=forward", plain)] {
         let line = format!(
-            "Assumed: even routing, 400 TFLOP/s in each GPU, {links}. Step times on GPUs were never compared with measured \
-             ones."
+            "Assumed: even routing, 400 TFLOP/s in each GPU, {links}. Activations are not counted: `reserved_memory` is kept \
+             free for them and for dense parameters. Step times on GPUs were never compared with measured ones."
         );
+        let rates = "Links: wan 100 Gbit/s for each member, shared by its GPUs, round trip 5.000 ms; rail 400 Gbit/s for each \
+                     GPU, round trip 10.00 µs; nvlink 3600 Gbit/s for each GPU, round trip 2.000 µs.";
         for shown in reports(options) {
             assert_eq!(shown.matches(&line).count(), 1, "{line}\n{shown}");
+            assert_eq!(shown.matches(rates).count(), 1, "{rates}\n{shown}");
         }
     }
 }

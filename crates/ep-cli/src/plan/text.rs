@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use ep_plan::Routing;
-use ep_plan::cluster::LevelDescription;
+use ep_plan::cluster::{LevelDescription, Sharing};
 use ep_plan::model::AttentionDescription;
 use ep_plan::planner::{BaselineKind, CompressionGain, Options, PassTimes, Plan, Setting};
 use ep_plan::step::Strategy;
@@ -71,12 +71,38 @@ pub(super) fn assumed(problem: &Problem) -> Vec<String> {
         _ => "the routing of the problem",
     };
     let links = reached(&problem.cluster.levels);
-    let mut lines = vec![format!(
-        "Assumed: {routing}, {} TFLOP/s in each GPU, {links}. Step times on GPUs were never compared with measured ones.",
-        problem.cluster.gpu.sustained_tflops
-    )];
+    let mut lines = vec![
+        format!("Links: {}.", rates(&problem.cluster.levels)),
+        format!(
+            "Assumed: {routing}, {} TFLOP/s in each GPU, {links}. Activations are not counted: `reserved_memory` is kept free \
+             for them and for dense parameters. Step times on GPUs were never compared with measured ones.",
+            problem.cluster.gpu.sustained_tflops
+        ),
+    ];
     lines.extend(attention(problem.model.attention));
     lines
+}
+
+/// The bandwidth and the round trip of each level's links.
+fn rates(levels: &[LevelDescription]) -> String {
+    let rate = |level: &LevelDescription| {
+        let most = level.site_bandwidth_gbit_per_s.iter().copied().fold(level.bandwidth_gbit_per_s, f64::max);
+        let bandwidth = match most == level.bandwidth_gbit_per_s {
+            true => format!("{most}"),
+            false => format!("{} to {most}", level.bandwidth_gbit_per_s),
+        };
+        let shared = match level.sharing {
+            Sharing::PerGpu => "for each GPU".to_owned(),
+            Sharing::PerMember => "for each member, shared by its GPUs".to_owned(),
+            Sharing::Gpus(gpus) => format!("for {gpus} GPUs"),
+        };
+        let round_trip = match level.round_trip_s == 0.0 {
+            true => String::new(),
+            false => format!(", round trip {}", Seconds(level.round_trip_s)),
+        };
+        format!("{} {bandwidth} Gbit/s {shared}{round_trip}", level.name)
+    };
+    levels.iter().map(rate).collect::<Vec<_>>().join("; ")
 }
 
 /// What limits the links beside their bandwidth. The defaults limit nothing, which few real links reach.

@@ -18,7 +18,7 @@ pub struct LaunchEnv {
 
 impl LaunchEnv {
     /// Reads `RANK` and `WORLD_SIZE` (torchrun), or `SLURM_PROCID` and `SLURM_NTASKS` (SLURM). `None` when neither
-    /// `RANK` nor `SLURM_PROCID` is set.
+    /// `RANK` nor `SLURM_PROCID` is set; a `WORLD_SIZE` above 1 is then an error, since each process would run alone.
     ///
     /// The rendezvous is at `HYBRID_EP_STORE` (`host:port`), else at `MASTER_ADDR` (default 127.0.0.1) and port
     /// `MASTER_PORT` + 1, since torchrun itself listens on `MASTER_PORT`. A job of one rank needs neither variable.
@@ -36,7 +36,10 @@ impl LaunchEnv {
         let (rank_key, size_key) = match (lookup("RANK"), lookup("SLURM_PROCID")) {
             (Some(_), _) => ("RANK", "WORLD_SIZE"),
             (None, Some(_)) => ("SLURM_PROCID", "SLURM_NTASKS"),
-            (None, None) => return Ok(None),
+            (None, None) => match lookup("WORLD_SIZE").as_deref().map(str::trim) {
+                None | Some("" | "1") => return Ok(None),
+                Some(_) => ("RANK", "WORLD_SIZE"),
+            },
         };
         let config = |key, value: Option<String>, problem: String| CallerError::Config {
             key,
@@ -107,6 +110,10 @@ mod tests {
         assert_eq!(LaunchEnv::from_lookup(env(&slurm)).unwrap().unwrap().store, "node1:77");
         let message = |pairs| LaunchEnv::from_lookup(env(pairs)).unwrap_err().to_string();
         assert!(message(&[("RANK", "0")]).contains("WORLD_SIZE = (not set)"));
+        assert!(message(&[("WORLD_SIZE", "2")]).contains("RANK = (not set): must be a whole number"));
+        for alone in ["1", ""] {
+            assert_eq!(LaunchEnv::from_lookup(env(&[("WORLD_SIZE", alone)])).unwrap(), None);
+        }
         assert!(message(&[("RANK", "4"), ("WORLD_SIZE", "4")]).contains("must be below WORLD_SIZE = 4"));
         assert!(
             message(&[("RANK", "0"), ("WORLD_SIZE", "4")]).contains("MASTER_PORT = (not set): is needed")

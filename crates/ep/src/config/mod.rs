@@ -11,7 +11,7 @@ use std::time::Duration;
 pub use compiler::CudaEnv;
 pub use launch::LaunchEnv;
 
-use crate::error::{CallerError, Result};
+use crate::error::{CallerError, PeerFault, Result};
 use crate::interrupt::Interrupt;
 use crate::settings;
 use crate::transport::TransportOptions;
@@ -171,11 +171,19 @@ impl Config {
         self.stall_bound().mul_f64(0.75)
     }
 
-    /// Both bounds in words, for the error of a rank whose wait exceeded one of them.
-    pub fn bounds(&self) -> String {
+    /// Both bounds in words, and what to do, for the error of a rank whose wait exceeded one of them.
+    pub fn bounds(&self, fault: PeerFault) -> String {
+        let remedy = match fault {
+            PeerFault::Stalled => {
+                "look whether the rank's process is stopped (a signal, a debugger) or its machine or GPU hangs, and raise the \
+                 bound if it is only slow"
+            }
+            _ => {
+                "raise the bound if the rank is only slow, or find where ranks call different numbers of operators"
+            }
+        };
         format!(
-            "timeout = {} s to enter an operator, stall_timeout = {} s without progress; \
-             raise the bound if the rank is only slow, or find where ranks call different numbers of operators",
+            "timeout = {} s to enter an operator, stall_timeout = {} s without progress; {remedy}",
             self.timeout.as_secs_f64(),
             self.stall_bound().as_secs_f64()
         )
@@ -337,9 +345,13 @@ mod tests {
         let (timeout, stall_timeout) = (Duration::from_secs(90), Duration::from_secs(20));
         let config = Config { timeout, stall_timeout, ..Config::default() };
         assert_eq!(config.network_timeout(), Duration::from_secs(15));
-        let text = config.bounds();
-        for part in ["timeout = 90 s to enter an operator", "stall_timeout = 20 s without progress"] {
-            assert!(text.contains(part), "{text}");
+        for (fault, remedy) in [(PeerFault::Late, "different numbers"), (PeerFault::Stalled, "is stopped")] {
+            let text = config.bounds(fault);
+            for part in
+                ["timeout = 90 s to enter an operator", "stall_timeout = 20 s without progress", remedy]
+            {
+                assert!(text.contains(part), "{text}");
+            }
         }
     }
 

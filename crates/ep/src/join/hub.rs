@@ -120,6 +120,9 @@ impl Hub {
             } else if clock.is_over() {
                 let absent = self.first(|seat| !seat.came).unwrap_or(Rank(1));
                 let mut cause = if refused.is_empty() { store.only_here() } else { refused.clone() };
+                if cause.is_empty() && reception.dropped == 0 {
+                    cause = "was it started, with this rendezvous and number of ranks? see its output".into();
+                }
                 if reception.dropped > 0 {
                     let (dropped, hint) = (reception.dropped, store.hint());
                     let and = if cause.is_empty() { "" } else { "; " };

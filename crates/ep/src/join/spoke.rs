@@ -107,7 +107,7 @@ impl Spoke {
             self.watch.check()?;
             if clock.is_over() {
                 let cause = match closed {
-                    0 => String::new(),
+                    0 => "was it started, with this rendezvous? see its output".into(),
                     _ => format!("{closed} connections were closed without an answer: {}", store.hint()),
                 };
                 let loss = Loss::new(ZERO, PeerFault::Absent, cause);
