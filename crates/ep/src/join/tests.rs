@@ -13,6 +13,7 @@ use super::note::kind;
 use super::secret::random;
 use super::wire::{Socket, wait};
 use super::*;
+use crate::config::Config;
 use crate::error::{EnvironmentError, PeerError, PeerFault};
 
 /// Longer than any step of these tests takes, even on a busy machine.
@@ -189,6 +190,25 @@ fn meet(
         });
         std::iter::once(zero).chain(others.into_iter().map(|h| h.join().unwrap())).collect()
     })
+}
+
+/// Links prove themselves with the secret of the rendezvous, and have the bounds of the buffer.
+#[test]
+#[cfg_attr(miri, ignore = "sockets")]
+fn a_member_that_has_met_the_others_keeps_the_secret_and_the_settings() {
+    let (listener, _) = listener();
+    let met = TcpRendezvous::host(&listener, member(0, 1, LONG)).unwrap();
+    let interrupt = Interrupt::new(|| true);
+    let config = Config { stall_timeout: Duration::from_secs(8), interrupt, ..Config::default() };
+    let member = Member::of(&met, &config);
+    assert!(member.secret.is_some_and(|kept| kept.key().verify(
+        b"test",
+        &[b"text"],
+        &secret().key().code(b"test", &[b"text"])
+    )));
+    assert_eq!((member.rank, member.ranks), (Rank(0), 1));
+    assert_eq!((member.timeout, member.network_timeout), (config.timeout, config.network_timeout()));
+    assert!(member.interrupt.asked());
 }
 
 #[test]
