@@ -142,7 +142,7 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         if best.candidate.expert_domain_size() > 1 {
             lines.push(format!(
                 "This plan also gathers experts among {} GPUs of an EP group. hybrid-ep does that in `ExpertMigration` only, so the \
-                 program must do it itself; --explain has the times without it (hierarchical EP).",
+                 program must do it itself; `--explain` has the times without it (hierarchical EP).",
                 best.candidate.expert_domain_size()
             ));
         }
