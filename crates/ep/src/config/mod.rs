@@ -179,7 +179,8 @@ impl Config {
                  bound if it is only slow"
             }
             _ => {
-                "raise the bound if the rank is only slow, or find where ranks call different numbers of operators"
+                "raise the bound if the rank is only slow, or find where the ranks' calls differ: an operator, or another \
+                 collective in which that rank waits, left out on some rank"
             }
         };
         format!(
@@ -345,7 +346,9 @@ mod tests {
         let (timeout, stall_timeout) = (Duration::from_secs(90), Duration::from_secs(20));
         let config = Config { timeout, stall_timeout, ..Config::default() };
         assert_eq!(config.network_timeout(), Duration::from_secs(15));
-        for (fault, remedy) in [(PeerFault::Late, "different numbers"), (PeerFault::Stalled, "is stopped")] {
+        for (fault, remedy) in
+            [(PeerFault::Late, "the ranks' calls differ"), (PeerFault::Stalled, "is stopped")]
+        {
             let text = config.bounds(fault);
             for part in
                 ["timeout = 90 s to enter an operator", "stall_timeout = 20 s without progress", remedy]
