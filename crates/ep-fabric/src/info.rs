@@ -272,7 +272,10 @@ fn not_offered(
     } else {
         let offered = InfoList::all(library)?;
         let all: Vec<&str> = offered.iter().map(|provider| provider.name.as_str()).collect();
-        let offers = format!("offered: {}", if all.is_empty() { "none".into() } else { all.join(", ") });
+        let offers = format!(
+            "offered: {}; HYBRID_EP_TRANSPORT is `tcp` (libfabric's `net` or `tcp`), `shm` on one machine, or one of these",
+            if all.is_empty() { "none".into() } else { all.join(", ") }
+        );
         if names.iter().any(|name| all.contains(name)) {
             let problem = "the provider is here, but not at this address, or not with this traffic class";
             (
