@@ -220,14 +220,14 @@ impl Channel {
 }
 
 #[cfg(all(test, target_os = "linux"))]
-mod tests {
+pub(super) mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::super::wire::Socket;
     use super::*;
 
     /// Both ends of a connection.
-    fn channels() -> [Channel; 2] {
+    pub(in crate::join) fn channels() -> [Channel; 2] {
         let (one, other) = UnixStream::pair().expect("a pair of sockets");
         [one, other].map(|socket| {
             let direction = || Direction::new(Key::of(b"test", b""));

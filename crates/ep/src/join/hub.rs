@@ -120,13 +120,12 @@ impl Hub {
             } else if clock.is_over() {
                 let absent = self.first(|seat| !seat.came).unwrap_or(Rank(1));
                 let mut cause = if refused.is_empty() { store.only_here() } else { refused.clone() };
-                if cause.is_empty() && reception.dropped == 0 {
-                    cause = "was it started, with this rendezvous and number of ranks? see its output".into();
-                }
                 if reception.dropped > 0 {
                     let (dropped, hint) = (reception.dropped, store.hint());
                     let and = if cause.is_empty() { "" } else { "; " };
                     cause = format!("{cause}{and}{dropped} unauthenticated connections were dropped: {hint}");
+                } else if cause.is_empty() {
+                    cause = "was it started, with this rendezvous and number of ranks? see its output".into();
                 }
                 let loss = Loss::new(absent, PeerFault::Absent, cause);
                 let what = format!("its connection at the rendezvous {}", store.name());
@@ -460,27 +459,15 @@ impl Drop for Hub {
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     use std::os::fd::{AsFd as _, AsRawFd as _};
-    use std::os::unix::net::UnixStream;
 
-    use super::super::channel::Direction;
-    use super::super::secret::Key;
-    use super::super::wire::{Socket, Wire};
+    use super::super::channel::tests::channels;
     use super::*;
-
-    /// A channel, and the other end of its socket.
-    fn channel() -> (Channel, UnixStream) {
-        let (one, other) = UnixStream::pair().expect("a pair of sockets");
-        let direction = || Direction::new(Key::of(b"test", b""));
-        let wire = Wire::new(Socket::Unix(one)).expect("a wire over a socket");
-        (Channel::new(wire, direction(), direction()), other)
-    }
 
     /// A rank that is leaving closes its connection at some time, which would end every later wait at once.
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
     fn a_wait_looks_at_the_ranks_that_are_heard_and_not_at_those_that_leave() {
-        let (heard, _one) = channel();
-        let (leaving, _other) = channel();
+        let [heard, leaving] = channels();
         let descriptor = heard.wire().interest().as_fd().as_raw_fd();
         let seat = |channel, leaving| Seat { channel, came: true, leaving, ..Seat::default() };
         let hub = Hub {

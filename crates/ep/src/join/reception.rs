@@ -102,12 +102,6 @@ impl<'a> Reception<'a> {
         fds.extend(self.pending.iter().filter_map(Inbound::wire).map(|wire| wire.interest()));
     }
 
-    /// Number of connections that are neither authenticated nor dropped.
-    #[cfg(test)]
-    pub(super) fn pending(&self) -> usize {
-        self.pending.len()
-    }
-
     /// When to call [`turn`](Self::turn) again even if no descriptor is ready.
     pub(super) fn next_look(&self) -> Option<Instant> {
         let oldest = self.pending.iter().map(|inbound| inbound.since + HANDSHAKE).min();
@@ -195,5 +189,48 @@ mod tests {
         reception.pending[0].since -= HANDSHAKE;
         assert!(reception.turn().unwrap().is_empty());
         assert_eq!((reception.pending.len(), reception.dropped), (0, 1));
+    }
+
+    /// Runs `f` in a thread that has become another user; `None` if this process may not become one.
+    #[cfg(target_os = "linux")]
+    fn as_another_user<T: Send>(f: impl FnOnce() -> T + Send) -> Option<T> {
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                // The call itself, not glibc's function, which changes all threads.
+                let user = rustix::process::Uid::from_raw(65_534);
+                rustix::thread::set_thread_res_uid(user, user, user).ok().map(|()| f())
+            });
+            thread.join().expect("the thread of another user")
+        })
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn connections_of_another_user_are_dropped_at_both_ends() {
+        if as_another_user(|| ()).is_none() {
+            eprintln!("skipped: this process cannot become another user");
+            return;
+        }
+        use std::os::linux::net::SocketAddrExt as _;
+        use std::os::unix::net::{SocketAddr, UnixStream};
+
+        use super::super::local::{connect, listen};
+        let name = format!("hybrid-ep-test-{}", std::process::id());
+        let listener = Listener::SameUser(listen(&name).expect("a free name"));
+        let listener = listener.prepared().expect("a listener that does not block");
+        let key = Key::of(b"test", b"");
+        let mut reception = Reception::new(&listener, &key, Role::Rendezvous);
+        // The other user does not trust a listener that is not its own.
+        let refused = as_another_user(|| connect(&name).map(drop).map_err(|error| error.kind()));
+        assert_eq!(refused, Some(Err(ErrorKind::PermissionDenied)));
+        let name = SocketAddr::from_abstract_name(&name).expect("a name");
+        let forced: Vec<_> = (0..2)
+            .map(|_| as_another_user(|| UnixStream::connect_addr(&name)).expect("root becomes another user"))
+            .collect();
+        assert!(forced.iter().all(Result::is_ok), "{forced:?}");
+        let _own = UnixStream::connect_addr(&name).expect("a connection of this user");
+        assert!(reception.turn().expect("the listener works").is_empty());
+        assert_eq!((reception.pending.len(), reception.dropped), (1, 3));
     }
 }
