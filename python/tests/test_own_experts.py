@@ -151,26 +151,20 @@ def test_experts_differ_and_follow_from_the_seed() -> None:
 def test_start_values_may_come_from_functions_without_a_generator() -> None:
     """Each expert's values then follow from the seed and its index, too, and ranks leave with equal generators."""
 
-    def work(buffer: Buffer) -> tuple[Tensor, Tensor, Tensor]:
-        experts = LocalExperts(buffer)
-        shift = experts.new_parameter(HIDDEN, init=nn.init.zeros_)
-        noise = experts.new_parameter(HIDDEN, init=lambda part: part.copy_(torch.randn(HIDDEN)))
-        return shift.detach(), noise.detach(), torch.rand(1)
-
-    found = {}
-    for ranks in (1, 2):
-        torch.manual_seed(3)
-        found[ranks] = world_of_processes(ranks, "cpu").run(start_values, work)
-    (alone,), (zero, one) = found[1], found[2]
+    (alone,), (zero, one) = (world_of_processes(ranks, "cpu").run(start_values) for ranks in (1, 2))
     assert not alone[0].any() and alone[1].unique(dim=0).shape == (EXPERTS, HIDDEN)
     assert torch.equal(torch.cat([zero[1], one[1]]), alone[1])
     assert zero[2] == one[2] == alone[2]
 
 
-def start_values(here: Rank, work: Callable[[Buffer], Any]) -> Any:
+def start_values(here: Rank) -> tuple[Tensor, Tensor, Tensor]:
+    """A parameter of zeros, one of random numbers, and a draw from the global generator after them."""
     torch.manual_seed(3)
     with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
-        return tuple(local_part(value) for value in work(buffer))
+        experts = LocalExperts(buffer)
+        shift = experts.new_parameter(HIDDEN, init=nn.init.zeros_)
+        noise = experts.new_parameter(HIDDEN, init=lambda part: part.copy_(torch.randn(HIDDEN)))
+        return shift.detach(), noise.detach(), torch.rand(1)
 
 
 def steps(here: Rank, layer: Layer, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
@@ -198,21 +192,21 @@ def trained(here: Rank, path: str, experts: Callable[[Buffer], nn.Module], resum
         layer = Layer(buffer, experts)
         optimizer = torch.optim.AdamW(parameter_groups(layer), lr=1e-2)
         losses = []
-        model, optim = {}, {}
         if resumes:
             with torch.no_grad():
                 for parameter in layer.parameters():
                     parameter.zero_()
-            model, optim = get_state_dict(layer, optimizer, options=flat)
-            state = {"model": model, "optim": optim}
+        else:
+            losses = steps(here, layer, optimizer, 1)
+        model, optim = get_state_dict(layer, optimizer, options=flat)
+        state = {"model": model, "optim": optim}
+        if resumes:
             dcp.load(state, checkpoint_id=path)
             set_state_dict(
                 layer, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=flat
             )
         else:
-            losses = steps(here, layer, optimizer, 1)
-            model, optim = get_state_dict(layer, optimizer, options=flat)
-            dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
+            dcp.save(state, checkpoint_id=path)
         return losses + steps(here, layer, optimizer, 2)
 
 
