@@ -126,7 +126,8 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     lines.extend(bottleneck(best, problem));
     lines.extend(synchronisation(best));
     // The GPUs of a dispatch group, in which the operators run.
-    let among = best.layout.group_gpus() / best.candidate.expert_domain_size().max(1);
+    let gathers = best.candidate.expert_domain_size();
+    let among = best.layout.group_gpus() / gathers.max(1);
     if among > ep_cuda::MAX_RANKS {
         lines.push(format!(
             "hybrid-ep itself cannot run this layout: tokens move among {among} GPUs, and its GPU operators take up to {}. \
@@ -139,11 +140,10 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
              can, and calls hybrid-ep inside each EP group. `--runnable` plans what `ExpertMigration` can run."
                 .into(),
         );
-        if best.candidate.expert_domain_size() > 1 {
+        if gathers > 1 {
             lines.push(format!(
-                "This plan also gathers experts among {} GPUs of an EP group. hybrid-ep does that in `ExpertMigration` only, so the \
-                 program must do it itself; `--explain` has the times without it (hierarchical EP).",
-                best.candidate.expert_domain_size()
+                "This plan also gathers experts among {gathers} GPUs of an EP group. hybrid-ep does that in `ExpertMigration` only, so the \
+                 program must do it itself; `--explain` has the times without it (hierarchical EP)."
             ));
         }
     }

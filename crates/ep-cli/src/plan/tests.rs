@@ -66,6 +66,19 @@ fn the_answer_says_what_runs_the_plan_and_whether_one_site_holds_the_model() {
     }
 }
 
+/// No runtime of this project gathers experts beside stages.
+#[test]
+fn the_answer_says_which_gathers_the_program_must_do() {
+    let gathers = "This plan also gathers experts among 4 GPUs of an EP group.";
+    for (options, times) in
+        [("", 1), ("--nodes=16 --set=pipeline_stages=1 --set=expert_parallel=256 --set=tensor_parallel=1", 0)]
+    {
+        for shown in reports(options) {
+            assert_eq!(shown.matches(gathers).count(), times, "{options}\n{shown}");
+        }
+    }
+}
+
 /// The memory that is kept free by default excludes expert domains that are 20 times as fast.
 #[test]
 fn the_answer_says_when_memory_excludes_faster_expert_domains() {
