@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ep::{Error, Rank, Result, Size};
 
-use crate::driver::{Chunk, Device, DeviceAddress, DeviceMark, Look, Relaxed, Reservation};
+use crate::driver::{Chunk, Device, DeviceAddress, DeviceMark, Look, Relaxed, Reservation, Sharing};
 use crate::reaper::{self, Job, Lost};
 
 /// Alignment of every part, in bytes: suits any vector load, and parts share no cache line.
@@ -58,6 +58,8 @@ struct State {
     reservation: Reservation,
     /// GPUs of this process that may access it.
     devices: Vec<usize>,
+    /// Which other processes map it.
+    sharing: Sharing,
     announce: Option<Box<dyn Announce>>,
     /// Why no more memory is handed out: an announcement failed, so not all peers have mapped all memory.
     closed: Option<Error>,
@@ -128,6 +130,7 @@ impl Arena {
     pub(crate) fn new(
         device: &Arc<Device>,
         devices: Vec<usize>,
+        sharing: Sharing,
         rank: Rank,
         patience: Duration,
     ) -> Result<Self> {
@@ -136,6 +139,7 @@ impl Arena {
             device: Arc::clone(device),
             reservation: Reservation::new(device)?,
             devices,
+            sharing,
             announce: None,
             closed: None,
             free: BTreeMap::new(),
@@ -333,7 +337,7 @@ impl State {
         let room = self.reservation.room();
         let chunk = |bytes| match bytes {
             _ if bytes > room => Err(self.device.out_of_memory(bytes)),
-            _ => Chunk::new(&self.device, bytes),
+            _ => Chunk::new(&self.device, bytes, self.sharing),
         };
         let chunk = match chunk(bytes) {
             // The exact size may still fit.

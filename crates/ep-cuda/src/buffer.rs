@@ -13,7 +13,7 @@ use ep::{
 use crate::arena::{Arena, Part};
 use crate::call::Call;
 use crate::device::KernelKey;
-use crate::driver::{Device, DeviceAddress, Event, HostWords as _, Kernel, Mapped, Stream};
+use crate::driver::{Device, DeviceAddress, Event, HostWords as _, Kernel, Mapped, Sharing, Stream};
 use crate::fault::{Faults, Report};
 use crate::handle::{CudaHandle, Sizes};
 use crate::kernels::Kernels;
@@ -44,7 +44,8 @@ const DEFAULT_SMS: u32 = 32;
 /// [`ep::Backend::receive_shape`] and a preprocess without capacity wait for the GPU; a call for which registered memory
 /// grows waits until peers that are processes have mapped it. Ranks are threads of this process
 /// ([`threads`](ep::Backend::threads), rank `r` on GPU `r % GPUs`) or processes ([`join`](ep::Backend::join), on GPU
-/// `rank % GPUs`, or [`CudaBuffer::join_on`]). The ranks of one NVLink domain are on one machine. Making a buffer
+/// `rank % GPUs`, or [`CudaBuffer::join_on`]). The ranks of one NVLink domain are on one machine, or on several whose GPUs
+/// share memory by fabric handles (never run). Making a buffer
 /// fails with [`CallerError::Topology`] for a world of too many ranks, and with [`ep::EnvironmentError`] without a GPU or a
 /// driver, or without a compiler if a kernel is not in the cache.
 pub struct CudaBuffer {
@@ -142,26 +143,29 @@ pub(crate) struct Home {
     pub(crate) report: Arc<Report>,
 }
 
+/// Loads the kernels that nearly every program launches, so that no rank compiles in its first operators while its peers
+/// wait. If ranks share the GPU (`shared`), loads all kernels: the driver loads a kernel only when no other kernel runs on
+/// the GPU, so a running kernel that waits for a rank that is loading would wait for ever.
+pub(crate) fn load_kernels(world: &World, device: &Arc<Device>, shared: bool, config: &Config) -> Result<()> {
+    let keys = match shared {
+        true => KernelKey::of_world(views(world), has_rails(world), device.shared_bytes),
+        false => KernelKey::usual(views(world), has_rails(world), device.shared_bytes).to_vec(),
+    };
+    Kernels::get().load_ahead(device, &keys, config.cuda.plain_copies)
+}
+
 impl Home {
+    /// Allocates the memory. `devices`: GPUs of this process that may access it; `sharing`: which other processes map it.
     pub(crate) fn new(
         world: &World,
         rank: Rank,
         device: Arc<Device>,
         devices: Vec<usize>,
-        shared: bool,
+        sharing: Sharing,
         config: &Config,
     ) -> Result<Self> {
-        config.check()?;
-        // Loads the kernels that nearly every program launches, so that no rank compiles in its first operators while
-        // its peers wait. If ranks share a GPU, loads all kernels: the driver loads a kernel only when no other kernel
-        // runs on the GPU, so a running kernel that waits for a rank that is loading would wait for ever.
-        let keys = match shared {
-            true => KernelKey::of_world(views(world), has_rails(world), device.shared_bytes),
-            false => KernelKey::usual(views(world), has_rails(world), device.shared_bytes).to_vec(),
-        };
-        Kernels::get().load_ahead(&device, &keys, config.cuda.plain_copies)?;
         let stream = Stream::new(&device)?;
-        let arena = Arena::new(&device, devices, rank, patience(world, config))?;
+        let arena = Arena::new(&device, devices, sharing, rank, patience(world, config))?;
         let counts = 2 * world.ranks() * Counts::words(world) * size_of::<u32>();
         let control = arena.alloc(CONTROL_BYTES + counts, false)?;
         stream.zero(control.address(), CONTROL_BYTES + counts)?;
@@ -232,7 +236,7 @@ impl CudaBuffer {
         let member = Member::new(Parting {
             rank,
             own: peers.control[rank.index()],
-            control: peers.control_here(),
+            control: peers.mapped_controls(),
             rails: rails.clone(),
             stall_bound: config.stall_bound(),
             arena: arena.clone(),

@@ -1,29 +1,30 @@
-//! How the ranks of a world meet, and map the memory of those of their machine.
+//! How the ranks of a world meet, and map the memory of those of their machine and of their NVLink domain.
 
 use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use ep::join::{Introduction, Joining, Machines, Met, Rendezvous};
+use ep::join::{Introduction, Joining, Machines, Met, Rendezvous, SPLIT_DOMAINS};
 use ep::{CallerError, Config, EnvironmentError, Rank, Result, World};
 use ep_rail::connect_rail;
 
 use crate::arena::Announce as _;
-use crate::buffer::{CudaBuffer, Home};
-use crate::driver::Device;
+use crate::buffer::{CudaBuffer, Home, load_kernels};
+use crate::driver::{Device, Sharing};
 use crate::links;
 use crate::params::MAX_RANKS;
-use crate::peers::Peers;
+use crate::peers::{Access, Peers, accesses};
 use crate::rails::{Bounds, RankRails, RankWindow};
 
 /// [`Introduction::backend`]. Change it with the format of [`Facts`], of messages over links, or of shared memory.
-const BACKEND: &str = "cuda 2";
+const BACKEND: &str = "cuda 3";
 
 impl CudaBuffer {
     /// [`ep::Backend::threads`].
     pub(crate) fn make_threads(world: &World, config: &Config) -> Result<Vec<Self>> {
         check_world(world)?;
+        config.check()?;
         let gpus = Device::count()?.max(1);
         let ranks = world.ranks();
         let device_of = |rank: usize| rank % gpus;
@@ -49,7 +50,8 @@ impl CudaBuffer {
             .all_ranks()
             .map(|rank| {
                 let device = Device::open(device_of(rank.index()))?;
-                Home::new(world, rank, device, devices.clone(), sharing > 1, config)
+                load_kernels(world, &device, sharing > 1, config)?;
+                Home::new(world, rank, device, devices.clone(), Sharing::Machine, config)
             })
             .collect::<Result<_>>()?;
         let rails = match bounds {
@@ -59,6 +61,7 @@ impl CudaBuffer {
             None => homes.iter().map(|_| None).collect::<Vec<_>>(),
         };
         let peers = Peers {
+            access: vec![Access::Own; ranks],
             control: homes.iter().map(|home| home.control.address()).collect(),
             delta: vec![0; ranks],
             machines: Machines::one(ranks),
@@ -97,31 +100,39 @@ impl CudaBuffer {
     }
 
     fn make_process(gpu: usize, world: &World, joining: &mut Joining<'_>, config: &Config) -> Result<Self> {
+        config.check()?;
         let rank = joining.rank();
         let device = Device::open(gpu)?;
-        let home = Home::new(world, rank, device, vec![gpu], false, config)?;
+        load_kernels(world, &device, false, config)?;
         let bounds = Bounds::of(world, config)?;
-        let own =
-            Facts { gpu: home.device.uuid()?, base: home.arena.base(), control: home.control.address() };
+        let own = Facts { gpu: device.uuid()?, has_fabric: device.has_fabric };
         let settings = bounds.map_or_else(Vec::new, |bounds| bounds.settings(config));
-        let met = joining.meet(Introduction { backend: BACKEND, settings, facts: own })?;
-        let Met { machines, facts, links } = met;
-        let (mut links, mapped) = links::serve_all(links, &home, &machines, world.ranks(), config)?;
+        let introduction =
+            Introduction { backend: BACKEND, settings, shares_between_machines: true, facts: own };
+        let Met { machines, facts, links } = joining.meet(introduction)?;
+        let access = accesses(world, rank, |peer| machines.is_remote(peer));
+        let sharing = sharing(world, rank, &machines, &access, &facts)?;
+        let home = Home::new(world, rank, device, vec![gpu], sharing, config)?;
+        let (mut links, mapped) = links::serve_all(links, &home, &access, &machines, config)?;
         home.arena.with_chunks(|chunks| chunks.iter().try_for_each(|chunk| links.announce(chunk)))?;
         home.arena.announce_with(Box::new(links));
-        // A barrier: after it, every rank has mapped every control block.
-        joining.all_gather(&[])?;
+        // Also a barrier: after it, every rank has mapped every control block.
+        let own_places = Places { base: home.arena.base(), control: home.control.address() };
+        let places = joining.all_gather(&own_places.to_bytes())?;
+        let places = (0..).map(Rank).zip(places).map(|(peer, bytes)| Places::from_bytes(peer, &bytes));
+        let places: Vec<Places> = places.collect::<Result<_>>()?;
         let connect = |bounds| connect_rails(world, &home, joining, bounds, config, machines.address());
         let rails = bounds.map(connect).transpose()?;
 
         let mut peers = Peers {
+            access,
             control: Vec::new(),
             delta: Vec::new(),
             machines,
             hearts: Some(Arc::clone(&mapped.hearts)),
             _keep: Arc::new(()),
         };
-        for ((theirs, memory), peer) in facts.iter().zip(&mapped.peers).zip((0..).map(Rank)) {
+        for ((theirs, memory), peer) in places.iter().zip(&mapped.peers).zip((0..).map(Rank)) {
             if let Some(mirror) = mapped.mirrors.address_of(peer) {
                 peers.delta.push(0);
                 peers.control.push(mirror);
@@ -186,21 +197,50 @@ fn for_processes_only(config: &Config) -> ep::Error {
     CallerError::Config { key, value, problem: problem.into() }.into()
 }
 
-/// What a rank tells the others about its GPU and its memory.
+/// Which processes must be able to map the memory of `rank`.
+///
+/// # Errors
+/// [`CallerError::Topology`] that names two ranks of one domain on different machines, and the first rank of the domain
+/// whose GPU has no fabric handles.
+fn sharing(
+    world: &World,
+    rank: Rank,
+    machines: &Machines,
+    access: &[Access],
+    facts: &[Facts],
+) -> Result<Sharing> {
+    let Some(peer) = access.iter().position(|&access| access == Access::Domain) else {
+        return Ok(Sharing::Machine);
+    };
+    let topology = world.topology();
+    let mut domain = topology.domain_ranks(topology.domain_of(rank));
+    let Some(without) = domain.find(|rank| !facts[rank.index()].has_fabric) else {
+        return Ok(Sharing::Domain);
+    };
+    let peer = Rank(peer as u32);
+    let place = |rank| format!("{rank} on {}", machines.name_of(rank).unwrap_or("this machine"));
+    Err(CallerError::Topology(format!(
+        "ranks {} and {} are in one NVLink domain, and the driver of rank {without} offers no fabric handles, by which GPUs share \
+         memory with other machines; {SPLIT_DOMAINS}",
+        place(rank.min(peer)),
+        place(rank.max(peer)),
+    ))
+    .into())
+}
+
+/// What a rank tells the others about its GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Facts {
     /// UUID of its GPU.
     gpu: [u8; 16],
-    /// First address of its registered memory, and the address of its control block, in its own address space.
-    base: u64,
-    control: u64,
+    has_fabric: bool,
 }
 
-/// The text form, from which [`FromStr`] makes an equal value: three hexadecimal numbers.
+/// The text form, from which [`FromStr`] makes an equal value: a hexadecimal number, and 0 or 1.
 impl fmt::Display for Facts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { gpu, base, control } = self;
-        write!(f, "{:x} {base:x} {control:x}", u128::from_be_bytes(*gpu))
+        let Self { gpu, has_fabric } = self;
+        write!(f, "{:x} {}", u128::from_be_bytes(*gpu), u8::from(*has_fabric))
     }
 }
 
@@ -212,11 +252,39 @@ impl FromStr for Facts {
     type Err = NoFacts;
 
     fn from_str(text: &str) -> std::result::Result<Self, NoFacts> {
-        let fields: Vec<&str> = text.split(' ').collect();
-        let [gpu, base, control] = fields[..] else { return Err(NoFacts) };
-        let long = |field| u64::from_str_radix(field, 16).map_err(|_| NoFacts);
+        let (gpu, fabric) = text.split_once(' ').ok_or(NoFacts)?;
         let gpu = u128::from_str_radix(gpu, 16).map_err(|_| NoFacts)?.to_be_bytes();
-        Ok(Self { gpu, base: long(base)?, control: long(control)? })
+        let has_fabric = match fabric {
+            "0" => false,
+            "1" => true,
+            _ => return Err(NoFacts),
+        };
+        Ok(Self { gpu, has_fabric })
+    }
+}
+
+/// Where a rank's memory is, in its own address space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Places {
+    /// First address of its registered memory.
+    base: u64,
+    /// Address of its control block.
+    control: u64,
+}
+
+impl Places {
+    fn to_bytes(self) -> [u8; 16] {
+        bytemuck::cast([self.base.to_le(), self.control.to_le()])
+    }
+
+    /// The places of `peer`.
+    fn from_bytes(peer: Rank, bytes: &[u8]) -> Result<Self> {
+        let read = bytes.try_into().map(bytemuck::cast::<[u8; 16], [u64; 2]>);
+        let [base, control] = read.map_err(|_| {
+            let found = format!("it sent {} bytes where addresses were due", bytes.len());
+            EnvironmentError::new(format!("joining rank {peer}"), found, "run the same version on all ranks")
+        })?;
+        Ok(Self { base: u64::from_le(base), control: u64::from_le(control) })
     }
 }
 
@@ -243,13 +311,19 @@ mod tests {
 
     #[test]
     fn facts_survive_the_round_trip_as_text() {
-        let facts = Facts { gpu: [0xA7; 16], base: 1 << 40, control: 3 };
-        let text = facts.to_string();
-        assert_eq!(text.parse(), Ok(facts));
-        for wrong in
-            ["", &text[1..3], &text[..34], &format!("{text} 1"), &format!("1{text}"), "x 1 1", "1 -1 1"]
-        {
-            assert_eq!(wrong.parse::<Facts>(), Err(NoFacts), "{wrong}");
+        for has_fabric in [false, true] {
+            let facts = Facts { gpu: [0xA7; 16], has_fabric };
+            let text = facts.to_string();
+            assert_eq!(text.parse(), Ok(facts));
+            for wrong in
+                ["", &text[1..3], &text[..33], &format!("{text} 1"), &format!("1{text}"), "x 1", "1 2", "1 "]
+            {
+                assert_eq!(wrong.parse::<Facts>(), Err(NoFacts), "{wrong}");
+            }
         }
+        let places = Places { base: 1 << 40, control: 3 };
+        assert_eq!(Places::from_bytes(Rank(1), &places.to_bytes()).unwrap(), places);
+        let refused = Places::from_bytes(Rank(1), &[0; 15]).unwrap_err().to_string();
+        assert!(refused.starts_with("joining rank 1: it sent 15 bytes"), "{refused}");
     }
 }

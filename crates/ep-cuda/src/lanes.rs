@@ -16,7 +16,8 @@ use ep::{CallerError, Put, Rail, Result};
 use ep_rail::{Carry, Loopback};
 
 use crate::driver::{
-    Chunk, Device, DeviceAddress, Event, GRANULE, HostWords, Look, Mapped, Relaxed, Reservation, Stream,
+    Chunk, Device, DeviceAddress, Event, GRANULE, HostWords, Look, Mapped, Relaxed, Reservation, Sharing,
+    Stream,
 };
 use crate::reaper::{self, Job, Lost};
 
@@ -38,7 +39,7 @@ impl DeviceLanes {
     pub(crate) fn new(device: &Arc<Device>, devices: &[usize], offsets: Range<usize>) -> Result<Self> {
         let mut memory = Reservation::new(device)?;
         let bytes = offsets.len().next_multiple_of(GRANULE);
-        memory.push(Chunk::new(device, bytes)?, devices)?;
+        memory.push(Chunk::new(device, bytes, Sharing::Machine)?, devices)?;
         let stream = Stream::new(device)?;
         stream.zero(memory.address, bytes)?;
         stream.synchronize()?;

@@ -1,33 +1,36 @@
-//! Registered memory between processes: each process sends its allocations, as file descriptors, to all others of its
-//! machine, which map them.
+//! Registered memory between processes: each process sends its allocations to all others of its machine, as file
+//! descriptors, and to those of its NVLink domain on other machines, as fabric handles. They map them.
 //!
-//! A rank has one link to every peer ([`ep::join::Links`]); `remote` serves those to other machines. A rank sends an
-//! allocation whenever its memory grows, and waits until the peer has mapped it; heartbeats; and, at the end, a leave
-//! message. A link that closes without a leave message means that the process died; missing heartbeats mean that it is
-//! stopped. The link and heartbeat threads write both into the control block of their own rank, where its kernels read it.
+//! A rank has one link to every peer ([`ep::join::Links`]); `remote` serves those to peers whose memory is not mapped. A
+//! rank sends an allocation whenever its memory grows, and waits until the peer has mapped it; heartbeats; and, at the end,
+//! a leave message. A link that closes without a leave message means that the process died, or that the network does not
+//! reach it; missing heartbeats mean that it is stopped. The link and heartbeat threads write this into the control block
+//! of their own rank, where its kernels read it.
 //!
-//! The system vouches for the peer's user, and the handshake of the link for its membership in the job. The descriptor
-//! of an allocation belongs to the driver, so mapping it is the only possible check.
+//! The system vouches for the user of a peer on this machine, and the handshake of the link for its membership in the job.
+//! What an allocation is sent as belongs to the driver, so mapping it is the only possible check.
 
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ep::join::{LinkEvent, LinkReceiver, LinkSender, Machines};
+use ep::join::{LinkEvent, LinkReceiver, LinkSender, Machines, SnapshotLink};
 use ep::{Config, EnvironmentError, PeerError, PeerFault, Rank, Result};
 
 use crate::arena::Announce;
 use crate::beat::{Heartbeat, Hearts};
 use crate::buffer::Home;
-use crate::driver::{Chunk, Reservation};
+use crate::driver::{Chunk, FABRIC_BYTES, FABRIC_HINT, Reservation, Shared};
 use crate::notices::Notices;
 use crate::params::GoneWord;
-use crate::remote::{Mirrors, News, RemoteLinks, is_left};
+use crate::peers::Access;
+use crate::remote::{Mirrors, News, RemoteLinks, is_left, linger};
 
-/// Kinds of messages: an allocation (`Chunk`) with its size, the answer after mapping it or failing to, a heartbeat, and the
-/// word of `Control::left` that stands for the rank once it has left.
+/// Kinds of messages: an allocation (`Chunk`) with its size and, between machines, its fabric handle; the answer after
+/// mapping it or failing to; a heartbeat; and the word of `Control::left` that stands for the rank once it has left.
 const CHUNK: u8 = 0;
 const MAPPED: u8 = 1;
 const NOT_MAPPED: u8 = 2;
@@ -39,44 +42,52 @@ const LEFT: u8 = 4;
 /// How long a link's thread waits for a message at a time. Its value has no effect.
 const IDLE: Duration = Duration::from_secs(3600);
 
-/// The memory of the peers of this machine, mapped by this process, and the mirrors of the others. The link threads add to
-/// it.
+/// The memory of peers that this process maps, and the mirrors of the others. The link threads add to it.
 pub(crate) struct Mapped {
-    /// By rank; `None` for this rank and for ranks on other machines.
+    /// By rank; `None` for this rank and for ranks with mirrors.
     pub(crate) peers: Vec<Option<Arc<Mutex<Reservation>>>>,
     pub(crate) mirrors: Arc<Mirrors>,
     pub(crate) hearts: Arc<Hearts>,
 }
 
-/// Starts the threads that serve the links to all peers and map the memory of those of this machine, and the heartbeat
-/// thread. After an error, the peers see the links end only when this rank has reported the error ([`ep::join::join`]).
+/// Starts the threads that serve the links to all peers and map memory, and the heartbeat thread. `access` is that of all
+/// ranks, in rank order. After an error, the peers see the links end only when this rank has reported the error
+/// ([`ep::join::join`]).
 pub(crate) fn serve_all(
     links: ep::join::Links,
     home: &Home,
+    access: &[Access],
     machines: &Machines,
-    ranks: usize,
     config: &Config,
 ) -> Result<(Links, Mapped)> {
-    let (rank, device) = (home.rank, &home.device);
+    let (rank, device, ranks) = (home.rank, &home.device, access.len());
     // The stall bound: a separate thread of the peer answers, whatever its program does.
     let timeout = config.stall_bound();
-    let mut peers: Vec<Option<Arc<Mutex<Reservation>>>> = Vec::with_capacity(ranks);
-    for peer in 0..ranks {
-        let is_mapped = peer != rank.index() && !machines.is_remote(Rank(peer as u32));
-        peers.push(if !is_mapped { None } else { Some(Arc::new(Mutex::new(Reservation::new(device)?))) });
-    }
+    let reserved = |&access: &Access| match access {
+        Access::Machine | Access::Domain => {
+            Reservation::new(device).map(|room| Some(Arc::new(Mutex::new(room))))
+        }
+        Access::Own | Access::Mirror => Ok(None),
+    };
+    let peers: Vec<Option<Arc<Mutex<Reservation>>>> = access.iter().map(reserved).collect::<Result<_>>()?;
     let notices = Notices::new(device, home.control.address(), ranks);
     let hearts = Hearts::new(ranks, timeout);
-    let mirrors = Mirrors::new(device, machines, ranks, Arc::clone(&home.report))?;
+    let mirrors = Mirrors::new(device, access, Arc::clone(&home.report))?;
     let mut served = Links {
-        here: LocalLinks { rank, timeout, machines: machines.clone(), peers: Vec::new() },
+        mapping: MappingLinks {
+            rank,
+            timeout,
+            machines: machines.clone(),
+            peers: Vec::new(),
+            process: std::process::id(),
+        },
         remote: RemoteLinks::new(Arc::clone(&mirrors)),
         notices: Arc::clone(&notices),
         heartbeat: None,
     };
     let mut beats: Vec<(Rank, Box<dyn FnMut() + Send>)> = Vec::new();
     for (peer, link) in links.links {
-        if link.is_remote() {
+        if access[peer.index()] == Access::Mirror {
             let (hearts, notices) = (Arc::clone(&hearts), Arc::clone(&notices));
             let tell = move |news| match news {
                 News::Heartbeat => hearts.heard(peer),
@@ -87,7 +98,9 @@ pub(crate) fn serve_all(
             beats.push((peer, Box::new(beat)));
             continue;
         }
+        let is_here = access[peer.index()] == Access::Machine;
         let (sender, receiver) = link.split();
+        let sender = if is_here { Outward::Here(sender) } else { Outward::Across(SnapshotLink::new(sender)) };
         let sender = Arc::new(Mutex::new(sender));
         // Weak: the sender goes with the buffer, and sends the leave message when it is dropped.
         let (answering, beating) = (Arc::downgrade(&sender), Arc::downgrade(&sender));
@@ -95,32 +108,31 @@ pub(crate) fn serve_all(
         let memory = peers[peer.index()].as_ref().map_or_else(Weak::new, Arc::downgrade);
         // Weak: the thread that drops the buffer must unmap the memory, not this one.
         let (device, notices, hearts) = (Arc::clone(device), Arc::clone(&notices), Arc::clone(&hearts));
-        std::thread::Builder::new()
+        let thread = std::thread::Builder::new()
             .name(format!("ep-link-{rank}-{peer}"))
             .spawn(move || {
-                let map = |bytes, fd: &OwnedFd| {
+                let map = |bytes, shared: &Shared| {
                     let memory = memory.upgrade()?;
-                    let mapped = Chunk::import(&device, fd, bytes).and_then(|chunk| {
+                    let mapped = Chunk::import(&device, shared, bytes).and_then(|chunk| {
                         let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
                         memory.push(chunk, &[device.ordinal])
                     });
-                    let sender = answering.upgrade()?;
-                    let mut sender = sender.lock().unwrap_or_else(PoisonError::into_inner);
                     // The peer converts NOT_MAPPED to an error that names this rank.
                     let answer = if mapped.is_ok() { MAPPED } else { NOT_MAPPED };
-                    Some(sender.send(&[answer], None, timeout).is_ok())
+                    Some(lock(&*answering.upgrade()?).send(&[answer], None, timeout).is_ok())
                 };
                 let answer = |answer| {
                     // If the buffer has been dropped, no thread waits for the answer.
                     let _ = told.send(answer);
                 };
-                if let Some(gone) = serve(receiver, map, answer, || hearts.heard(peer)) {
+                let across = Some(&answering).filter(|_| !is_here);
+                if let Some(gone) = serve(receiver, across, map, answer, || hearts.heard(peer)) {
                     notices.gone(peer, gone);
                 }
             })
             .map_err(|error| EnvironmentError::new("starting a thread for a link", error, ""))?;
         beats.push((peer, Box::new(move || beat(&beating))));
-        served.here.peers.push(Peer { rank: peer, sender, answers });
+        served.mapping.peers.push(Peer { rank: peer, sender, answers, thread });
     }
     let tell = move |peer, silent| {
         notices.silent(peer, silent);
@@ -129,8 +141,61 @@ pub(crate) fn serve_all(
     Ok((served, Mapped { peers, mirrors, hearts }))
 }
 
+/// The sending direction of a link to a peer whose memory is mapped.
+#[derive(Debug)]
+enum Outward {
+    /// To a rank of this machine.
+    Here(LinkSender),
+    /// To a rank on another machine. Messages are counted: a stopped process reads none, and a network connection would end
+    /// if heartbeats filled its socket.
+    Across(SnapshotLink),
+}
+
+impl Outward {
+    /// Sends a message, with a descriptor on this machine only. On this machine waits up to `timeout` for the peer to read;
+    /// between machines does not wait, and reports nothing: the receiving direction ends if the link does.
+    fn send(&mut self, body: &[u8], fd: Option<BorrowedFd<'_>>, timeout: Duration) -> io::Result<()> {
+        match self {
+            Self::Here(sender) => sender.send(body, fd, timeout),
+            Self::Across(link) => {
+                link.send(true, || body.to_vec());
+                Ok(())
+            }
+        }
+    }
+
+    /// Sends a message without waiting: drops it if the peer does not read.
+    fn try_send(&mut self, body: &[u8]) {
+        match self {
+            Self::Here(sender) => sender.try_send(body),
+            // Only heartbeats follow each other, so only they are dropped.
+            Self::Across(link) => link.send(body != [BEAT], || body.to_vec()),
+        }
+    }
+
+    /// The message in what has arrived over the link; `None` if it breaks the protocol.
+    fn open(&mut self, body: Vec<u8>) -> Option<Vec<u8>> {
+        match self {
+            Self::Here(_) => Some(body),
+            Self::Across(link) => link.receive(&body).map(<[u8]>::to_vec),
+        }
+    }
+
+    /// Sends a leave message, and no message after it.
+    fn leave(&mut self) {
+        match self {
+            Self::Here(sender) => sender.leave(),
+            Self::Across(link) => link.leave(),
+        }
+    }
+}
+
+fn lock(sender: &Mutex<Outward>) -> MutexGuard<'_, Outward> {
+    sender.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Sends a heartbeat without waiting: it is skipped if the peer is gone or does not read, or if the sender is in use.
-fn beat(sender: &Weak<Mutex<LinkSender>>) {
+fn beat(sender: &Weak<Mutex<Outward>>) {
     let Some(sender) = sender.upgrade() else { return };
     match sender.try_lock() {
         Ok(mut sender) => sender.try_send(&[BEAT]),
@@ -140,40 +205,48 @@ fn beat(sender: &Weak<Mutex<LinkSender>>) {
 }
 
 /// Receives a peer's messages until the link ends. Returns why it ended, or `None` if this rank's own buffer was
-/// dropped.
+/// dropped. `across`: the sending direction of a link between machines.
 ///
 /// `map` maps an allocation of the given number of bytes and sends the answer; it returns `None` if this rank's buffer
 /// was dropped, and `Some(false)` if the answer could not be sent. `answer` is called for each answer of the peer,
 /// `beat` for each heartbeat.
 fn serve(
     mut link: LinkReceiver,
-    map: impl Fn(usize, &OwnedFd) -> Option<bool>,
+    across: Option<&Weak<Mutex<Outward>>>,
+    map: impl Fn(usize, &Shared) -> Option<bool>,
     answer: impl Fn(u8),
     beat: impl Fn(),
 ) -> Option<u32> {
     const DIED: u32 = GoneWord::Died as u32;
     let mut left = GoneWord::LeftEarly as u32;
     loop {
-        let (body, fd) = match link.wait(IDLE) {
+        let (mut body, fd) = match link.wait(IDLE) {
             None => continue,
             Some(LinkEvent::Message(body, fd)) => (body, fd),
             Some(LinkEvent::Left) => {
                 answer(LEFT);
+                // A peer on another machine waits for the end of this direction.
+                if let Some(sender) = across.and_then(Weak::upgrade) {
+                    lock(&sender).leave();
+                }
                 return Some(left);
             }
+            Some(LinkEvent::Unreachable) => return Some(GoneWord::Unreachable as u32),
             Some(_) => return Some(DIED),
         };
+        if let Some(sender) = across {
+            let Some(opened) = lock(&*sender.upgrade()?).open(body) else { return Some(DIED) };
+            body = opened;
+        }
         match (body.as_slice(), fd) {
             ([BEAT], None) => beat(),
             ([said @ (MAPPED | NOT_MAPPED)], None) => answer(*said),
             (&[LEAVING, a, b, c, d], None) if is_left(u32::from_le_bytes([a, b, c, d])) => {
                 left = u32::from_le_bytes([a, b, c, d]);
             }
-            ([CHUNK, bytes @ ..], Some(fd)) => {
-                let bytes =
-                    bytes.try_into().ok().and_then(|bytes| usize::try_from(u64::from_le_bytes(bytes)).ok());
-                let Some(bytes) = bytes else { return Some(DIED) };
-                if !map(bytes, &fd)? {
+            ([CHUNK, chunk @ ..], fd) => {
+                let Some((bytes, shared)) = announced(chunk, fd) else { return Some(DIED) };
+                if !map(bytes, &shared)? {
                     return Some(DIED);
                 }
             }
@@ -182,33 +255,55 @@ fn serve(
     }
 }
 
+/// The allocation in a message: its size, and either a descriptor or a fabric handle.
+fn announced(chunk: &[u8], fd: Option<OwnedFd>) -> Option<(usize, Shared)> {
+    let (bytes, fabric) = chunk.split_first_chunk()?;
+    let shared = match fd {
+        Some(fd) if fabric.is_empty() => Shared::Descriptor(fd),
+        None => Shared::Fabric(fabric.try_into().ok()?),
+        Some(_) => return None,
+    };
+    Some((usize::try_from(u64::from_le_bytes(*bytes)).ok()?, shared))
+}
+
 /// This rank's links to its peers.
 pub(crate) struct Links {
-    here: LocalLinks,
+    mapping: MappingLinks,
     /// Dropped after the heartbeat thread has ended.
     remote: RemoteLinks,
     notices: Arc<Notices>,
     heartbeat: Option<Heartbeat>,
 }
 
-/// The links to the peers of this machine.
-struct LocalLinks {
+/// The links to the peers that map this rank's memory.
+struct MappingLinks {
     rank: Rank,
     timeout: Duration,
     machines: Machines,
     peers: Vec<Peer>,
+    /// The process that has the threads; a forked child has a copy of this value but not the threads.
+    process: u32,
 }
 
 struct Peer {
     rank: Rank,
-    sender: Arc<Mutex<LinkSender>>,
+    sender: Arc<Mutex<Outward>>,
     /// The peer's answers to allocations. Closed when the peer is gone.
     answers: Receiver<u8>,
+    /// Receives on the link.
+    thread: JoinHandle<()>,
 }
 
-impl LocalLinks {
-    /// Sends an allocation of `bytes` bytes to all peers, and waits until they have mapped it.
-    fn announce(&self, bytes: usize, fd: BorrowedFd<'_>) -> Result<()> {
+impl Peer {
+    fn is_across(&self) -> bool {
+        matches!(*lock(&self.sender), Outward::Across(_))
+    }
+}
+
+impl MappingLinks {
+    /// Sends an allocation of `bytes` bytes to all peers, and waits until they have mapped it. Peers of this machine get the
+    /// descriptor, and those of other machines the fabric handle.
+    fn announce(&self, bytes: usize, fd: BorrowedFd<'_>, fabric: Option<&[u8; FABRIC_BYTES]>) -> Result<()> {
         const WAITED_FOR: &str = "it to map memory that this rank has added";
         let since = Instant::now();
         let lost = |peer, fault| {
@@ -217,8 +312,10 @@ impl LocalLinks {
         };
         let body = [&[CHUNK], &(bytes as u64).to_le_bytes()[..]].concat();
         for peer in &self.peers {
-            let mut sender = peer.sender.lock().unwrap_or_else(PoisonError::into_inner);
-            let sent: io::Result<()> = sender.send(&body, Some(fd), self.timeout);
+            let sent = match fabric.filter(|_| peer.is_across()) {
+                None => lock(&peer.sender).send(&body, Some(fd), self.timeout),
+                Some(fabric) => lock(&peer.sender).send(&[&body, &fabric[..]].concat(), None, self.timeout),
+            };
             sent.map_err(|error| lost(peer.rank, PeerFault::of_socket(&error)))?;
         }
         // All peers map at the same time.
@@ -228,7 +325,11 @@ impl LocalLinks {
                 Ok(LEFT) => return Err(lost(peer.rank, PeerFault::Left)),
                 Ok(_) => {
                     let what = format!("sharing memory with rank {}", peer.rank);
-                    let hint = "do all ranks see all GPUs of the domain?";
+                    let hint = if peer.is_across() {
+                        FABRIC_HINT
+                    } else {
+                        "do all ranks see all GPUs of the domain?"
+                    };
                     return Err(EnvironmentError::new(what, "it could not map it", hint).into());
                 }
                 Err(RecvTimeoutError::Timeout) => return Err(lost(peer.rank, PeerFault::Stalled)),
@@ -241,7 +342,9 @@ impl LocalLinks {
 
 impl Announce for Links {
     fn announce(&mut self, chunk: &Chunk) -> Result<()> {
-        self.here.announce(chunk.bytes, chunk.export()?.as_fd())
+        let crosses = self.mapping.peers.iter().any(Peer::is_across);
+        let fabric = crosses.then(|| chunk.export_to_machines()).transpose()?;
+        self.mapping.announce(chunk.bytes, chunk.export()?.as_fd(), fabric.as_ref())
     }
 
     fn tell_fault(&self) {
@@ -250,10 +353,9 @@ impl Announce for Links {
 
     fn leaving(&self, word: u32) {
         self.remote.leaving(word);
-        for peer in &self.here.peers {
-            let mut sender = peer.sender.lock().unwrap_or_else(PoisonError::into_inner);
+        for peer in &self.mapping.peers {
             // A peer that does not read does not need it.
-            sender.try_send(&[&[LEAVING], &word.to_le_bytes()[..]].concat());
+            lock(&peer.sender).try_send(&[&[LEAVING], &word.to_le_bytes()[..]].concat());
         }
     }
 }
@@ -261,9 +363,17 @@ impl Announce for Links {
 impl Drop for Links {
     fn drop(&mut self) {
         self.notices.close();
-        // Stop the heartbeats first: the leave message, which each sender sends when it is dropped, must be the last
-        // one.
+        // Stop the heartbeats first: the leave message must be the last one.
         self.heartbeat = None;
+    }
+}
+
+impl Drop for MappingLinks {
+    fn drop(&mut self) {
+        if self.process == std::process::id() {
+            self.peers.iter().for_each(|peer| lock(&peer.sender).leave());
+            linger(self.peers.iter().filter(|peer| peer.is_across()).map(|peer| &peer.thread));
+        }
     }
 }
 
@@ -279,8 +389,14 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Both ends of a link.
+    /// The sending end of a link, and the receiving end of its other side.
     fn pair() -> (LinkSender, LinkReceiver) {
+        let [(_, receiver), (sender, _)] = ends();
+        (sender, receiver)
+    }
+
+    /// Both directions of both ends of a link.
+    fn ends() -> [(LinkSender, LinkReceiver); 2] {
         let doors = [Door::open().unwrap(), Door::open().unwrap()];
         let invitations = doors.each_ref().map(|door| door.invitation().clone());
         let mut ends = std::thread::scope(|scope| {
@@ -295,19 +411,30 @@ mod tests {
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap().links.remove(0).1).collect::<Vec<_>>()
         });
-        let (_, receiver) = ends.remove(1).split();
-        let (sender, _) = ends.remove(0).split();
-        (sender, receiver)
+        [ends.remove(1).split(), ends.remove(0).split()]
     }
 
     /// What `serve` returns, the answers that it received, and the number of heartbeats.
-    fn served(said: impl FnOnce(LinkSender)) -> (Option<u32>, Vec<u8>, usize) {
-        let (sender, receiver) = pair();
-        said(sender);
+    type Served = (Option<u32>, Vec<u8>, usize);
+
+    fn served(said: impl FnOnce(LinkSender)) -> Served {
+        served_by(false, |_, _| panic!("there is no memory"), said)
+    }
+
+    /// As `served`, over a link between machines or not, and with `map` for allocations.
+    fn served_by(
+        is_across: bool,
+        map: impl Fn(usize, &Shared) -> Option<bool>,
+        said: impl FnOnce(LinkSender),
+    ) -> Served {
+        let [(own, receiver), (theirs, _receiver)] = ends();
+        said(theirs);
         let (beats, answers) = (Cell::new(0), RefCell::new(Vec::new()));
-        let map = |_, _: &OwnedFd| panic!("there is no memory");
         let answer = |answer| answers.borrow_mut().push(answer);
-        let gone = serve(receiver, map, answer, || beats.set(beats.get() + 1));
+        let own = Arc::new(Mutex::new(Outward::Across(SnapshotLink::new(own))));
+        let own = is_across.then(|| Arc::downgrade(&own)).zip(Some(own));
+        let across = own.as_ref().map(|(weak, _)| weak);
+        let gone = serve(receiver, across, map, answer, || beats.set(beats.get() + 1));
         (gone, answers.into_inner(), beats.get())
     }
 
@@ -341,6 +468,35 @@ mod tests {
         }
     }
 
+    #[test]
+    fn between_machines_an_allocation_is_a_fabric_handle() {
+        let mapped = RefCell::new(Vec::new());
+        let map = |bytes, shared: &Shared| {
+            let Shared::Fabric(fabric) = shared else { panic!("{shared:?}") };
+            mapped.borrow_mut().push((bytes, *fabric));
+            Some(true)
+        };
+        let handle = [7; FABRIC_BYTES];
+        let chunk = |handle: &[u8]| [&[CHUNK], &3u64.to_le_bytes()[..], handle].concat();
+        let says = |bodies: Vec<Vec<u8>>| {
+            move |sender: LinkSender| {
+                let mut sender = Outward::Across(SnapshotLink::new(sender));
+                bodies.iter().for_each(|body| sender.send(body, None, LONG).unwrap());
+                sender.leave();
+            }
+        };
+        let bodies = vec![vec![BEAT], chunk(&handle), vec![MAPPED]];
+        assert_eq!(served_by(true, map, says(bodies)), (Some(EARLY), vec![MAPPED, LEFT], 1));
+        assert_eq!(mapped.take(), [(3, handle)]);
+        // A handle of another size, no size, a message without its count.
+        for wrong in [chunk(&handle[1..]), chunk(&[]), vec![CHUNK, 3]] {
+            assert_eq!(served_by(true, map, says(vec![wrong.clone()])), (Some(DIED), vec![], 0), "{wrong:?}");
+        }
+        let uncounted = |mut sender: LinkSender| sender.send(&[BEAT], None, LONG).unwrap();
+        assert_eq!(served_by(true, map, uncounted), (Some(DIED), vec![], 0));
+        assert!(mapped.take().is_empty());
+    }
+
     /// What the ranks of two machines with two ranks each have once they have met.
     fn two_machines() -> Vec<Met<String>> {
         let world = World::builder().ranks(4).domains(2).experts(4).build().unwrap();
@@ -350,7 +506,9 @@ mod tests {
             config.machine = Some(machine.into());
             config.host.transport.engine = "tcp".into();
             config.host.transport.address = Some("127.0.0.1".into());
-            let introduction = Introduction { backend: "test", settings: Vec::new(), facts: String::new() };
+            let (settings, facts) = (Vec::new(), String::new());
+            let introduction =
+                Introduction { backend: "test", settings, shares_between_machines: false, facts };
             let make = |joining: &mut Joining<'_>| joining.meet(introduction);
             ep::join::join(&world, &mut rendezvous, &config, make).unwrap()
         };
@@ -370,12 +528,14 @@ mod tests {
         assert!(rank == Rank(1) && !link.is_remote());
         let (sender, _receiver) = link.split();
         let (told, answers) = channel();
-        let peer = Peer { rank, sender: Arc::new(Mutex::new(sender)), answers };
-        let here = LocalLinks { rank: Rank(0), timeout: LONG, machines, peers: vec![peer] };
+        let sender = Arc::new(Mutex::new(Outward::Here(sender)));
+        let peer = Peer { rank, sender, answers, thread: std::thread::spawn(|| {}) };
+        let process = std::process::id();
+        let here = MappingLinks { rank: Rank(0), timeout: LONG, machines, peers: vec![peer], process };
         let (fd, _) = std::io::pipe().unwrap();
         let announce = |answer: u8| {
             told.send(answer).unwrap();
-            here.announce(1, fd.as_fd()).map_err(|error| error.to_string())
+            here.announce(1, fd.as_fd(), None).map_err(|error| error.to_string())
         };
         assert_eq!(announce(MAPPED), Ok(()));
         let left = announce(LEFT).unwrap_err();
@@ -389,12 +549,12 @@ mod tests {
     #[test]
     fn sending_a_heartbeat_never_blocks() {
         let (sender, mut receiver) = pair();
-        let sender = Arc::new(Mutex::new(sender));
+        let sender = Arc::new(Mutex::new(Outward::Here(sender)));
         // More than the socket buffers hold if the peer does not read.
         for _ in 0..100_000 {
             beat(&Arc::downgrade(&sender));
         }
-        let held = sender.lock().unwrap();
+        let held = lock(&sender);
         beat(&Arc::downgrade(&sender));
         drop(held);
         assert!(matches!(receiver.wait(LONG), Some(LinkEvent::Message(body, None)) if body == [BEAT]));

@@ -27,7 +27,7 @@ pub(crate) struct Parting {
     pub(crate) arena: Arena,
     /// This rank's control block.
     pub(crate) own: DeviceAddress,
-    /// Control blocks of the ranks of this machine. The links tell ranks of other machines that this rank leaves.
+    /// Control blocks of the ranks whose memory is mapped. The links tell the other ranks that this rank leaves.
     pub(crate) control: Vec<DeviceAddress>,
     pub(crate) faults: Arc<Faults>,
     pub(crate) tail: Tail,

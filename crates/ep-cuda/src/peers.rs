@@ -11,10 +11,37 @@ use crate::beat::Hearts;
 use crate::driver::DeviceAddress;
 use crate::params::{CALL_WORDS, Common, MAX_RANKS};
 
+/// How a rank's kernels access the control block and the other registered memory of a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Access {
+    /// It is a rank of this process.
+    Own,
+    /// Mapped, from a descriptor: a process of this machine.
+    Machine,
+    /// Mapped, from a fabric handle: a rank of the same NVLink domain on another machine.
+    Domain,
+    /// Not mapped: kernels use a mirror of some words of the control block (`remote.rs`).
+    Mirror,
+}
+
+/// How `rank`, which is a process, accesses every rank, in rank order.
+pub(crate) fn accesses(world: &World, rank: Rank, is_remote: impl Fn(Rank) -> bool) -> Vec<Access> {
+    let topology = world.topology();
+    let of = |peer| match is_remote(peer) {
+        _ if peer == rank => Access::Own,
+        false => Access::Machine,
+        true if topology.domain_of(peer) == topology.domain_of(rank) => Access::Domain,
+        true => Access::Mirror,
+    };
+    topology.all_ranks().map(of).collect()
+}
+
 /// Addresses of all ranks.
 #[derive(Clone)]
 pub(crate) struct Peers {
-    /// Every rank's control block, in this rank's addresses; of a rank on another machine, its mirror.
+    /// By rank.
+    pub(crate) access: Vec<Access>,
+    /// Every rank's control block, in this rank's addresses; of a rank whose memory is not mapped, its mirror.
     pub(crate) control: Vec<DeviceAddress>,
     /// `delta[rank]` is added to an address of that rank to get an address of this rank.
     pub(crate) delta: Vec<i64>,
@@ -26,10 +53,10 @@ pub(crate) struct Peers {
 }
 
 impl Peers {
-    /// The control blocks of this machine's ranks.
-    pub(crate) fn control_here(&self) -> Vec<DeviceAddress> {
-        let all = (0..).map(Rank).zip(&self.control);
-        all.filter(|&(rank, _)| !self.machines.is_remote(rank)).map(|(_, &control)| control).collect()
+    /// The control blocks that are mapped.
+    pub(crate) fn mapped_controls(&self) -> Vec<DeviceAddress> {
+        let all = self.access.iter().zip(&self.control);
+        all.filter(|&(&access, _)| access != Access::Mirror).map(|(_, &control)| control).collect()
     }
 
     /// The part of the kernel parameters that is the same for all operators.
@@ -59,5 +86,20 @@ impl Peers {
             common.owner_begin[peer.index() + 1] = positions.end as u32;
         }
         common
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_of_the_own_domain_is_mapped_wherever_it_is() {
+        use Access::{Domain, Machine, Mirror, Own};
+        let world = World::builder().ranks(4).domains(2).experts(4).build().unwrap();
+        let of = |rank, remote: [bool; 4]| accesses(&world, Rank(rank), |peer| remote[peer.index()]);
+        assert_eq!(of(1, [false; 4]), [Machine, Own, Machine, Machine]);
+        assert_eq!(of(0, [false, false, true, true]), [Own, Machine, Mirror, Mirror]);
+        assert_eq!(of(3, [true, false, true, false]), [Mirror, Machine, Domain, Own]);
     }
 }

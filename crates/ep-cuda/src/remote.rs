@@ -1,4 +1,4 @@
-//! Ranks on other machines, whose control blocks cannot be mapped.
+//! Ranks on other machines and in other NVLink domains, whose control blocks cannot be mapped.
 //!
 //! Kernels access few words of the control blocks of other domains: they store the abort word, and load the record of a
 //! rank that has given up. For a rank on another machine, kernels get a *mirror* of these words in host memory
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use ep::join::{LinkEvent, LinkReceiver, LinkSender, Machines, SnapshotLink};
+use ep::join::{LinkEvent, LinkReceiver, LinkSender, SnapshotLink};
 use ep::{EnvironmentError, Rank, Result};
 
 use crate::driver::{Device, DeviceAddress, HostWords, Mapped};
@@ -19,6 +19,7 @@ use crate::fault::Report;
 use crate::params::{
     ABORT_OFFSET, FaultKind, FaultRecord, FaultReport, GONE_BITS, GoneWord, MIRROR_BYTES, NONE, RECORD_OFFSET,
 };
+use crate::peers::Access;
 
 /// How long a receiver waits for a message at a time. Its value has no effect.
 const IDLE: Duration = Duration::from_secs(3600);
@@ -99,14 +100,11 @@ impl std::fmt::Debug for Mirrors {
 }
 
 impl Mirrors {
-    /// Mirrors of the ranks that are remote, of `world` ranks. `report` is that of this rank.
-    pub(crate) fn new(
-        device: &Arc<Device>,
-        machines: &Machines,
-        world: usize,
-        report: Arc<Report>,
-    ) -> Result<Arc<Self>> {
-        let ranks: Vec<Rank> = (0..world as u32).map(Rank).filter(|&rank| machines.is_remote(rank)).collect();
+    /// Mirrors of the ranks whose memory is not mapped, of those with the accesses `access`. `report` is that of this rank.
+    pub(crate) fn new(device: &Arc<Device>, access: &[Access], report: Arc<Report>) -> Result<Arc<Self>> {
+        let world = access.len();
+        let mirrored = (0..).map(Rank).zip(access).filter(|&(_, &access)| access == Access::Mirror);
+        let ranks: Vec<Rank> = mirrored.map(|(rank, _)| rank).collect();
         let words = Mapped::new(device, (ranks.len() * MIRROR_WORDS).max(1))?;
         let address = words.address();
         let (words, report) = (Box::new(words), Box::new(move || report.read()));
@@ -118,7 +116,7 @@ impl Mirrors {
         self.ranks.iter().position(|&mirrored| mirrored == rank).map(|at| at * MIRROR_WORDS)
     }
 
-    /// The address of the mirror of `rank`; `None` for a rank of this machine.
+    /// The address of the mirror of `rank`; `None` for a rank whose memory is mapped.
     pub(crate) fn address_of(&self, rank: Rank) -> Option<DeviceAddress> {
         Some(self.address + 4 * self.first_word_of(rank)? as DeviceAddress)
     }
@@ -244,12 +242,17 @@ impl Drop for RemoteLinks {
         }
         self.send(true);
         self.links.iter().for_each(|link| lock(link).leave());
-        // If this process ended with unread bytes in a socket, the system would reset the connection, and the leave
-        // message could be lost. A thread ends when the peer has read that message and has closed its direction.
-        let until = Instant::now() + LINGER;
-        while self.threads.iter().any(|thread| !thread.is_finished()) && Instant::now() < until {
-            thread::sleep(Duration::from_millis(1));
-        }
+        linger(&self.threads);
+    }
+}
+
+/// Waits a short time until the peers have read the leave messages of this rank. `threads` receive on links to other
+/// machines, and end when the peer has read that message and has closed its direction. If this process ended with unread
+/// bytes in a socket, the system would reset the connection, and the message could be lost.
+pub(crate) fn linger<'a>(threads: impl IntoIterator<Item = &'a JoinHandle<()>, IntoIter: Clone>) {
+    let (threads, until) = (threads.into_iter(), Instant::now() + LINGER);
+    while threads.clone().any(|thread| !thread.is_finished()) && Instant::now() < until {
+        thread::sleep(Duration::from_millis(1));
     }
 }
 

@@ -9,7 +9,7 @@ mod fake;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ep::join::ThreadRendezvous;
+use ep::join::{Rendezvous as _, ThreadRendezvous};
 use ep::{Backend as _, CallerError, Error, Interrupt, World};
 use ep_cuda::{CudaBuffer, finish, leaked_bytes, settle};
 
@@ -292,6 +292,75 @@ inside!(a_program_that_was_interrupted_ends_although_its_work_goes_on, driver =>
     assert!(settle(HANG));
     assert_eq!((driver.mapped(), leaked_bytes()), (0, 0));
 });
+
+/// Ranks 0 and 1 of one NVLink domain, on machines `node-a` and `node-b`: buffers, or errors.
+fn on_two_machines() -> Vec<ep::Result<CudaBuffer>> {
+    let world = World::builder().ranks(2).experts(4).build().unwrap();
+    let join = |mut meet: ThreadRendezvous| {
+        let mut config = config();
+        config.machine = Some(if meet.rank().0 == 0 { "node-a" } else { "node-b" }.into());
+        config.host.transport.address = Some("127.0.0.1".into());
+        CudaBuffer::join(&world, &mut meet, &config)
+    };
+    thread::scope(|scope| {
+        let ends = ThreadRendezvous::new(2, HANG).into_iter();
+        let ends: Vec<_> = ends.map(|end| scope.spawn(move || join(end))).collect();
+        ends.into_iter().map(|end| end.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_domain_over_machines_shares_memory_by_fabric_handles() {
+    let name = "a_domain_over_machines_shares_memory_by_fabric_handles";
+    if !is_inside() {
+        outside(name, &[("FAKE_CUDA_FABRIC", "1")]);
+        return;
+    }
+    let driver = Driver::new();
+    let mut ranks: Vec<CudaBuffer> = on_two_machines().into_iter().map(Result::unwrap).collect();
+    assert_eq!(driver.ask::<i32>("fake_fabric_imports"), 2, "each has mapped the memory of the other");
+    // Memory that is added later.
+    let added = ranks[0].alloc(64 << 20).unwrap();
+    assert_eq!(driver.ask::<i32>("fake_fabric_imports"), 3);
+    for rank in &mut ranks {
+        let handle = preprocess(rank);
+        dispatch(rank, &handle);
+    }
+    drop(added);
+    let told = driver.uploads();
+    drop(ranks);
+    assert!(settle(HANG));
+    // Each tells both, and the end of a link is written, too, where the buffer still exists.
+    assert!(driver.uploads() >= told + 4);
+    assert_eq!((driver.mapped(), leaked_bytes()), (0, 0));
+    driver.check();
+}
+
+#[test]
+fn a_domain_over_machines_without_fabric_handles_is_refused() {
+    let name = "a_domain_over_machines_without_fabric_handles_is_refused";
+    if !is_inside() {
+        for fabric in ["0", "2"] {
+            outside(name, &[("FAKE_CUDA_FABRIC", fabric)]);
+        }
+        return;
+    }
+    let errors = on_two_machines().into_iter().map(|made| made.unwrap_err().to_string());
+    for error in errors {
+        if std::env::var_os("FAKE_CUDA_FABRIC").unwrap() == "2" {
+            // Each may hear of the other's error first.
+            let own = error.contains("operation not permitted") && error.contains("nvidia-imex");
+            assert!(own || error.contains("failed"), "{error}");
+            continue;
+        }
+        assert_eq!(
+            error,
+            "topology: ranks 0 on node-a and 1 on node-b are in one NVLink domain, and the driver of rank 0 offers no fabric \
+             handles, by which GPUs share memory with other machines; choose the number of domains so that each domain is on \
+             one machine, and number the ranks of a machine consecutively"
+        );
+    }
+}
 
 // A peer that has left, and this rank's work that goes on: the peer's memory stays mapped here until it is over.
 inside!(a_peer_that_is_gone_is_not_waited_for, driver => {

@@ -111,7 +111,7 @@ fn introduction(config: &Config) -> Introduction<String> {
         ("slots", slots.to_string()),
         ("the transport", engine.to_string()),
     ];
-    Introduction { backend: BACKEND, settings, facts: String::new() }
+    Introduction { backend: BACKEND, settings, shares_between_machines: false, facts: String::new() }
 }
 
 /// What the ranks of a world share, as one rank sees it.

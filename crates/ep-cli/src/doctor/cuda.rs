@@ -55,6 +55,8 @@ pub(crate) struct CudaGpu {
     pub(crate) multiprocessors: u32,
     /// Memory.
     pub(crate) memory_bytes: u64,
+    /// Whether the driver offers fabric handles, which an NVLink domain over several machines needs.
+    pub(crate) has_fabric: bool,
     /// The address on the PCI bus; `None` if the driver does not report it.
     pub(crate) pci_address: Option<String>,
 }
@@ -178,8 +180,9 @@ impl CudaGpu {
         let name = format!("CUDA GPU {number}");
         let found = |kernels: String| {
             let memory = parse::human_bytes(self.memory_bytes);
+            let fabric = if self.has_fabric { ", fabric handles" } else { "" };
             format!(
-                "{}, compute capability {} ({kernels}), {} SMs, {memory}",
+                "{}, compute capability {} ({kernels}), {} SMs, {memory}{fabric}",
                 self.name, self.compute_capability, self.multiprocessors
             )
         };
@@ -202,6 +205,7 @@ impl From<GpuFacts> for CudaGpu {
             architecture: Arch::of_device(major, minor).ok().map(Arch::name),
             multiprocessors: facts.multiprocessors,
             memory_bytes: facts.memory_bytes,
+            has_fabric: facts.has_fabric,
             pci_address: facts.pci_address,
         }
     }

@@ -417,6 +417,7 @@ fn h200s(count: usize) -> Cuda {
         architecture: Some("sm_90a"),
         multiprocessors: 132,
         memory_bytes: 140 << 30,
+        has_fabric: true,
         pci_address: None,
     };
     let links = |a| (0..count).map(|b| if a == b { "own" } else { "atomics" }).collect();
@@ -460,7 +461,7 @@ fn the_answers_of_the_driver_are_reported() {
     assert_eq!(find(&report, "CUDA driver").found, "CUDA 13.0, 8 GPUs");
     assert_eq!(
         find(&report, "CUDA GPU 7").found,
-        "NVIDIA H200, compute capability 9.0 (kernels for sm_90a), 132 SMs, 140 GiB"
+        "NVIDIA H200, compute capability 9.0 (kernels for sm_90a), 132 SMs, 140 GiB, fabric handles"
     );
     assert_eq!(
         find(&report, "peer access").found,

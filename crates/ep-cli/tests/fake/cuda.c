@@ -9,6 +9,7 @@
  *                  cuInit=100@3!  and every other function fails from then on too
  *   FAKE_CUDA_LOG=FILE            file to which the name of every called function is appended, one per line
  *   FAKE_CUDA_OLD=1               cuCtxRecordEvent is not supported
+ *   FAKE_CUDA_FABRIC=1            memory can be shared with other machines; =2: the driver says so, and allocating it fails
  *
  * A program that loads this library by name can hold streams, so that their work does not complete, and capture graphs:
  * see the functions that begin with fake_. fake_violations() counts the calls that would be errors on a real GPU.
@@ -38,6 +39,7 @@ enum {
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
     NOT_READY = 600,
+    NOT_PERMITTED = 800,
     NOT_SUPPORTED = 801,
     CAPTURE_UNSUPPORTED = 900,
     CAPTURED_EVENT = 907
@@ -116,6 +118,7 @@ Result cuGetErrorString(Result code, const char **text) {
         case 700: *text = "an illegal memory access was encountered"; break;
         case 701: *text = "too many resources requested for launch"; break;
         case 801: *text = "operation not supported"; break;
+        case NOT_PERMITTED: *text = "operation not permitted"; break;
         case 802: *text = "system not yet initialized"; break;
         case 999: *text = "unknown error"; break;
         default: *text = NULL; return INVALID_VALUE;
@@ -295,6 +298,7 @@ FUNCTION(cuDeviceGetAttribute, (int *value, int attribute, Device device),
              case 33: *value = 0x1a + device; break; /* PCI bus */
              case 34: *value = 0; break;           /* PCI device */
              case 50: *value = 0; break;           /* PCI domain */
+             case 128: *value = number_of("FAKE_CUDA_FABRIC", 0) != 0; break;
              default: return INVALID_VALUE;
          })
 
@@ -305,18 +309,41 @@ FUNCTION(cuCtxSetCurrent, (void *context), current = context;)
 
 FUNCTION_OF_CONTEXT(cuMemGetInfo_v2, (size_t *available, size_t *total), *available = 5 << 20; *total = GPU_MEMORY;)
 
-FUNCTION(cuMemCreate, (Memory *memory, size_t bytes, const void *properties, unsigned long long flags),
-         (void)properties; (void)flags;
+/* Kinds of handles by which memory is shared: bits. */
+enum { DESCRIPTOR = 1, FABRIC = 8 };
+/* A fabric handle has 64 bytes. Here it names the file by process and descriptor. */
+typedef struct { int process, file, zero[14]; } Fabric;
+static atomic_int fabric_imports;
+int fake_fabric_imports(void) { return fabric_imports; }
+/* By file: the kinds that were asked for when the memory was made. */
+static int kinds_of[4096];
+
+FUNCTION(cuMemCreate, (Memory *memory, size_t bytes, const int *properties, unsigned long long flags),
+         (void)flags;
+         int kinds = properties[1];
+         if (kinds & FABRIC && number_of("FAKE_CUDA_FABRIC", 0) != 1) return NOT_PERMITTED;
          int file = memfd_create("fake-cuda", MFD_CLOEXEC);
          if (file < 0 || ftruncate(file, bytes)) return OUT_OF_MEMORY;
+         if (file >= 4096) abort();
+         kinds_of[file] = kinds;
          *memory = file;)
 FUNCTION(cuMemRelease, (Memory memory), close((int)memory);)
-FUNCTION(cuMemExportToShareableHandle, (int *file, Memory memory, int kind, unsigned long long flags),
-         (void)kind; (void)flags;
-         *file = dup((int)memory);)
-FUNCTION(cuMemImportFromShareableHandle, (Memory *memory, void *file, int kind),
-         (void)kind;
-         *memory = dup((int)(intptr_t)file);)
+FUNCTION(cuMemExportToShareableHandle, (void *handle, Memory memory, int kind, unsigned long long flags),
+         (void)flags;
+         if (!(kinds_of[memory] & kind)) return INVALID_VALUE;
+         if (kind == FABRIC) *(Fabric *)handle = (Fabric){.process = getpid(), .file = (int)memory};
+         else *(int *)handle = dup((int)memory);)
+FUNCTION(cuMemImportFromShareableHandle, (Memory *memory, void *handle, int kind),
+         int file;
+         if (kind == FABRIC) {
+             const Fabric *fabric = handle;
+             char path[64];
+             snprintf(path, sizeof path, "/proc/%d/fd/%d", fabric->process, fabric->file);
+             file = open(path, O_RDWR | O_CLOEXEC);
+             fabric_imports++;
+         } else file = dup((int)(intptr_t)handle);
+         if (file < 0) return INVALID_VALUE;
+         *memory = file;)
 
 FUNCTION(cuMemAddressReserve, (Address *address, size_t bytes, size_t alignment, Address wish, unsigned long long flags),
          (void)alignment; (void)wish; (void)flags;

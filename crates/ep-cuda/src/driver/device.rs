@@ -21,6 +21,8 @@ pub(crate) struct Device {
     pub(crate) shared_bytes: usize,
     /// Memory of the GPU, in bytes.
     pub(crate) memory_bytes: usize,
+    /// Whether its memory can be shared with other machines of an NVLink domain.
+    pub(crate) has_fabric: bool,
 }
 
 // SAFETY: a context handle may be used from any thread; `bind` makes the context current for a thread.
@@ -89,6 +91,7 @@ impl Device {
             multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
             shared_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
             memory_bytes,
+            has_fabric: has_fabric(device),
         })
     }
 
@@ -151,6 +154,15 @@ impl Device {
         let answer = self.bind().map(|_bound| unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) });
         if matches!(answer, Ok(sys::CUresult::CUDA_SUCCESS)) { free } else { 0 }
     }
+}
+
+/// Whether a GPU's memory can be shared with other machines. Drivers before CUDA 12.3 do not know the question.
+pub(crate) fn has_fabric(device: sys::CUdevice) -> bool {
+    let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED;
+    let mut value = 0;
+    // SAFETY: writes one number.
+    let answer = unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) };
+    answer == sys::CUresult::CUDA_SUCCESS && value != 0
 }
 
 /// Keeps a GPU's context the current one of this thread. Its drop restores the context that was current before: the

@@ -17,6 +17,34 @@ pub(crate) type DeviceAddress = sys::CUdeviceptr;
 /// far.
 pub(crate) const GRANULE: usize = 2 << 20;
 
+/// Which processes can map an allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// Those of this machine.
+    Machine,
+    /// Those of all machines of the NVLink domain.
+    Domain,
+}
+
+/// Size of a fabric handle.
+pub(crate) const FABRIC_BYTES: usize = size_of::<sys::CUmemFabricHandle>();
+
+/// By what another process imports an allocation.
+#[derive(Debug)]
+pub(crate) enum Shared {
+    /// A descriptor, on the same machine.
+    Descriptor(OwnedFd),
+    /// A fabric handle, on any machine of the NVLink domain. It is only bytes.
+    Fabric([u8; FABRIC_BYTES]),
+}
+
+const DESCRIPTOR: sys::CUmemAllocationHandleType =
+    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+const FABRIC: sys::CUmemAllocationHandleType = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
+/// The advice to users whose GPUs do not share memory between machines.
+pub(crate) const FABRIC_HINT: &str = "does the service nvidia-imex run on all machines of the domain, and may this process use a channel \
+     (/dev/nvidia-caps-imex-channels)?";
+
 /// An allocation of physical GPU memory that several GPUs and processes can map. It is freed when this value has been
 /// dropped and no mapping is left.
 #[derive(Debug)]
@@ -27,11 +55,15 @@ pub(crate) struct Chunk {
 
 impl Chunk {
     /// Allocates; `bytes` is a multiple of [`GRANULE`].
-    pub(crate) fn new(device: &Device, bytes: usize) -> Result<Self> {
+    pub(crate) fn new(device: &Device, bytes: usize, sharing: Sharing) -> Result<Self> {
         let _bound = device.bind()?;
+        let (kinds, hint) = match sharing {
+            Sharing::Machine => (DESCRIPTOR, ""),
+            Sharing::Domain => (sys::CUmemAllocationHandleType_enum(DESCRIPTOR.0 | FABRIC.0), FABRIC_HINT),
+        };
         let properties = sys::CUmemAllocationProp {
             type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-            requestedHandleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+            requestedHandleTypes: kinds,
             location: location(device.ordinal),
             win32HandleMetaData: std::ptr::null_mut(),
             // SAFETY: integers, for which zero is the default.
@@ -43,37 +75,46 @@ impl Chunk {
         if answer == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
             return Err(device.out_of_memory(bytes));
         }
-        check(answer, || format!("allocating {bytes} bytes on GPU {}", device.ordinal), "")?;
+        check(answer, || format!("allocating {bytes} bytes on GPU {}", device.ordinal), hint)?;
         Ok(Self { handle, bytes })
     }
 
-    /// A file descriptor by which another process can import the memory.
+    /// Exports the memory to processes of this machine.
     pub(crate) fn export(&self) -> Result<OwnedFd> {
         let mut fd = -1i32;
-        let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
         // SAFETY: writes a file descriptor, which is of `int` size.
         let answer = unsafe {
-            sys::cuMemExportToShareableHandle(std::ptr::from_mut(&mut fd).cast(), self.handle, kind, 0)
+            sys::cuMemExportToShareableHandle(std::ptr::from_mut(&mut fd).cast(), self.handle, DESCRIPTOR, 0)
         };
         check(answer, || "sharing memory with other processes".into(), "")?;
         // SAFETY: a new descriptor without another owner.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
+    /// Exports the memory to processes of other machines. The chunk was made with [`Sharing::Domain`].
+    pub(crate) fn export_to_machines(&self) -> Result<[u8; FABRIC_BYTES]> {
+        let mut fabric = [0; FABRIC_BYTES];
+        // SAFETY: writes a fabric handle, which has as many bytes.
+        let answer =
+            unsafe { sys::cuMemExportToShareableHandle(fabric.as_mut_ptr().cast(), self.handle, FABRIC, 0) };
+        check(answer, || "sharing memory with other machines".into(), FABRIC_HINT)?;
+        Ok(fabric)
+    }
+
     /// Imports memory that another process has exported.
-    pub(crate) fn import(device: &Device, fd: &OwnedFd, bytes: usize) -> Result<Self> {
+    pub(crate) fn import(device: &Device, shared: &Shared, bytes: usize) -> Result<Self> {
         let _bound = device.bind()?;
         let mut handle = 0;
-        let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-        // SAFETY: for this kind the descriptor itself is passed in the pointer.
-        let answer = unsafe {
-            sys::cuMemImportFromShareableHandle(&mut handle, fd.as_raw_fd() as usize as *mut _, kind)
+        let (from, kind, hint) = match shared {
+            // For this kind the descriptor itself is passed in the pointer.
+            Shared::Descriptor(fd) => {
+                (fd.as_raw_fd() as usize as *mut _, DESCRIPTOR, "do all ranks see all GPUs of the domain?")
+            }
+            Shared::Fabric(fabric) => (fabric.as_ptr().cast_mut().cast(), FABRIC, FABRIC_HINT),
         };
-        check(
-            answer,
-            || "opening another process's memory".into(),
-            "do all ranks see all GPUs of the domain?",
-        )?;
+        // SAFETY: writes one handle; reads a fabric handle through `from`, which points to one, and does not write to it.
+        let answer = unsafe { sys::cuMemImportFromShareableHandle(&mut handle, from, kind) };
+        check(answer, || "opening another process's memory".into(), hint)?;
         Ok(Self { handle, bytes })
     }
 }

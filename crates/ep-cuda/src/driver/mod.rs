@@ -14,10 +14,13 @@ use cudarc::driver::sys;
 use ep::{EnvironmentError, Result};
 
 pub(crate) use capture::{Capture, Relaxed};
-pub(crate) use device::Device;
+pub(crate) use device::{Device, has_fabric};
 pub(crate) use idle::{DeviceMark, Look};
 pub(crate) use kernel::Kernel;
-pub(crate) use memory::{Chunk, DeviceAddress, GRANULE, HostWords, Mapped, Pinned, Reservation};
+pub(crate) use memory::{
+    Chunk, DeviceAddress, FABRIC_BYTES, FABRIC_HINT, GRANULE, HostWords, Mapped, Pinned, Reservation, Shared,
+    Sharing,
+};
 pub use stream::{Event, Stream};
 
 /// Converts a driver's result to an error that says what was attempted. An empty `hint` is replaced by one for the

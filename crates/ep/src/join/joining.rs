@@ -82,6 +82,8 @@ pub struct Introduction<T> {
     pub backend: &'static str,
     /// The settings that must be equal on all ranks, in the same order. If a value differs, the error has its name.
     pub settings: Vec<Setting>,
+    /// Whether the backend can share memory between machines, so that an NVLink domain may span several.
+    pub shares_between_machines: bool,
     /// What only the backend understands. Its text form is one line.
     pub facts: T,
 }
@@ -121,7 +123,7 @@ impl Joining<'_> {
     /// - [`PeerError`](crate::PeerError) that names a rank which is lost, late or unreachable.
     pub fn meet<T: Display + FromStr>(&mut self, introduction: Introduction<T>) -> Result<Met<T>> {
         let Self { world, config, rendezvous, .. } = self;
-        let Introduction { backend, settings, facts } = introduction;
+        let Introduction { backend, settings, shares_between_machines, facts } = introduction;
         let first_line = format!("hybrid-ep {VERSION} {backend}");
         let mut door = Door::open()?;
         let settings = [world_settings(world), settings].concat();
@@ -141,8 +143,15 @@ impl Joining<'_> {
             invitations.push(theirs.invitation);
             facts.push(theirs.facts);
         }
-        let (machines, invitations) =
-            Machines::meet(world, *rendezvous, config, &mut door, &machines, invitations)?;
+        let (machines, invitations) = Machines::meet(
+            world,
+            *rendezvous,
+            config,
+            &mut door,
+            &machines,
+            invitations,
+            shares_between_machines,
+        )?;
         self.machines = machines.clone();
         let member = Member::of(*rendezvous, config);
         let links = Links::connect(door, &member, &invitations, || rendezvous.lost())?;
@@ -311,7 +320,8 @@ mod tests {
     }
 
     fn introduction(joining: &Joining<'_>) -> Introduction<u32> {
-        Introduction { backend: "test 1", settings: Vec::new(), facts: joining.rank().0 }
+        let (settings, facts) = (Vec::new(), joining.rank().0);
+        Introduction { backend: "test 1", settings, shares_between_machines: false, facts }
     }
 
     #[test]

@@ -56,6 +56,10 @@ impl Machines {
     }
 }
 
+/// The advice to callers whose NVLink domains would have to span machines.
+pub const SPLIT_DOMAINS: &str = "choose the number of domains so that each domain is on one machine, and number the ranks of a machine \
+     consecutively";
+
 #[cfg(target_os = "linux")]
 mod meet {
     use std::net::SocketAddr;
@@ -70,10 +74,11 @@ mod meet {
     impl Machines {
         /// Checks that the `machines` of all ranks fit the world and the engine. If there are several, opens this rank's
         /// `door` to the ranks of other machines and exchanges addresses. Collective. Returns the `invitations` of all ranks
-        /// with an address where the rank is on another machine. Both arguments are in rank order.
+        /// with an address where the rank is on another machine. Both arguments are in rank order. `domains_span`: whether
+        /// ranks of one domain may be on different machines.
         ///
         /// # Errors
-        /// - [`CallerError::Topology`] that names two ranks of one domain on different machines.
+        /// - [`CallerError::Topology`] that names two ranks of one domain on different machines, unless `domains_span`.
         /// - [`CallerError::Config`] for an engine that does not leave the machine.
         /// - [`EnvironmentError`] for a machine without an address that the others can reach.
         /// - [`PeerError`], as [`Rendezvous::all_gather`].
@@ -84,9 +89,10 @@ mod meet {
             door: &mut Door,
             machines: &[Machine],
             invitations: Vec<Invitation>,
+            domains_span: bool,
         ) -> Result<(Self, Vec<Invitation>)> {
             let own = &machines[rendezvous.rank().index()];
-            if !check_machines(world, config, machines)? {
+            if !check_machines(world, config, machines, domains_span)? {
                 return Ok((Self::one(world.ranks()), invitations));
             }
             let (address, addresses) = open_to_machines(rendezvous, config, door)?;
@@ -103,34 +109,43 @@ mod meet {
         }
     }
 
-    /// Checks that the ranks of each domain are on one machine, and that the engine crosses the network where ranks are
-    /// on several machines. `machines` are those of all ranks, by rank. Returns whether there are several.
-    fn check_machines(world: &World, config: &Config, machines: &[Machine]) -> Result<bool> {
+    /// Checks that the ranks of each domain are on one machine, unless `domains_span`, and that the engine crosses the
+    /// network where ranks of a rail are on several machines. `machines` are those of all ranks, by rank. Returns whether
+    /// there are several.
+    fn check_machines(
+        world: &World,
+        config: &Config,
+        machines: &[Machine],
+        domains_span: bool,
+    ) -> Result<bool> {
         let topology = world.topology();
-        let first = topology.all_ranks().map(|rank| topology.rank_at(topology.domain_of(rank), 0));
-        for (rank, first) in topology.all_ranks().zip(first) {
-            let (machine, other) = (&machines[rank.index()], &machines[first.index()]);
-            if !machine.shares_memory_with(other) {
-                return Err(CallerError::Topology(format!(
-                    "ranks {first} on {} and {rank} on {} are in one NVLink domain, whose ranks share memory; choose the number of domains so that each domain is on one machine, and number the ranks of a machine consecutively",
-                    other.name(),
-                    machine.name(),
-                ))
-                .into());
-            }
+        // The first rank on another machine than the rank that `first_of` gives, and that rank.
+        let apart = |first_of: &dyn Fn(Rank) -> Rank| {
+            let pairs = topology.all_ranks().map(|rank| (first_of(rank), rank));
+            pairs.into_iter().find_map(|(first, rank)| {
+                let (machine, other) = (&machines[rank.index()], &machines[first.index()]);
+                let place = |rank: Rank, machine: &Machine| format!("{rank} on {}", machine.name());
+                (!machine.shares_memory_with(other)).then(|| [place(first, other), place(rank, machine)])
+            })
+        };
+        let in_domain = apart(&|rank| topology.rank_at(topology.domain_of(rank), 0));
+        if let Some([first, rank]) = in_domain.filter(|_| !domains_span) {
+            return Err(CallerError::Topology(format!(
+                "ranks {first} and {rank} are in one NVLink domain, whose ranks share memory; {SPLIT_DOMAINS}"
+            ))
+            .into());
         }
-        let elsewhere = machines.iter().position(|machine| !machine.shares_memory_with(&machines[0]));
-        let Some(elsewhere) = elsewhere else { return Ok(false) };
+        let on_rail = apart(&|rank| topology.rank_at(0, topology.local_rank_of(rank)));
         let engine = &config.host.transport.engine;
-        if config.host.transport.maps_windows() || engine == "shm" {
-            let (here, there) = (machines[0].name(), machines[elsewhere].name());
+        let stays = config.host.transport.maps_windows() || engine == "shm";
+        if let Some([here, there]) = on_rail.filter(|_| stays) {
             let problem = format!(
-                "carries bytes inside one machine only, and rank 0 is on {here} and rank {elsewhere} on {there}; set HYBRID_EP_TRANSPORT=tcp, or the provider of your network card"
+                "carries bytes inside one machine only, and rank {here} sends to rank {there}; set HYBRID_EP_TRANSPORT=tcp, or the provider of your network card"
             );
             let (key, value) = ("HYBRID_EP_TRANSPORT", engine.clone());
             return Err(CallerError::Config { key, value, problem }.into());
         }
-        Ok(true)
+        Ok(apart(&|_| Rank(0)).is_some())
     }
 
     /// Opens this rank's door to ranks of other machines and exchanges addresses. Collective. Returns this rank's address,
@@ -194,9 +209,11 @@ mod meet {
             let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
             let [a, b] = ["node-a", "node-b"].map(|name| Machine::this(Some(name)));
             let mut config = Config::default();
-            let check = |config: &Config, machines: [&Machine; 4]| {
-                check_machines(&world, config, &machines.map(Clone::clone)).map_err(|error| error.to_string())
+            let check_spanning = |config: &Config, machines: [&Machine; 4], spans| {
+                let machines = machines.map(Clone::clone);
+                check_machines(&world, config, &machines, spans).map_err(|error| error.to_string())
             };
+            let check = |config: &Config, machines| check_spanning(config, machines, false);
             assert_eq!(check(&config, [&a; 4]), Ok(false));
             let crossing = check(&config, [&a, &b, &b, &b]).unwrap_err();
             assert!(
@@ -207,10 +224,15 @@ mod meet {
                 config.host.transport.engine = engine.into();
                 let refused = check(&config, [&a, &a, &b, &b]).unwrap_err();
                 assert!(refused.starts_with(&format!("HYBRID_EP_TRANSPORT = {engine}: ")), "{refused}");
-                assert!(refused.contains("rank 0 is on node-a and rank 2 on node-b"), "{refused}");
+                assert!(refused.contains("rank 0 on node-a sends to rank 2 on node-b"), "{refused}");
+                // Every rail stays on a machine, although the domains do not.
+                assert_eq!(check_spanning(&config, [&a, &b, &a, &b], true), Ok(true));
+                assert!(check_spanning(&config, [&a, &b, &b, &b], true).is_err());
             }
             config.host.transport.engine = "tcp".into();
             assert_eq!(check(&config, [&a, &a, &b, &b]), Ok(true));
+            assert_eq!(check_spanning(&config, [&a, &b, &b, &b], true), Ok(true));
+            assert!(check(&config, [&a, &b, &a, &b]).is_err());
         }
 
         #[test]
