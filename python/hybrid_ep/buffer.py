@@ -69,7 +69,7 @@ class Buffer(Joined):
         num_experts: E, the number of experts on all ranks; a multiple of the number of ranks. Expert `e` is on rank
             `e // (E // world_size)`.
         domains: The number of NVLink domains of equal size. The engine of HYBRID_EP_TRANSPORT carries tokens between
-            them. Each domain is on one machine.
+            them. Each domain is on one machine, or on several whose GPUs one NVLink network connects (never run).
         device: The device of all tensors. Default: the CPU if there is no GPU, else the current CUDA device. If that
             is device 0, as it is if the program has set none, torchrun's LOCAL_RANK or SLURM's SLURM_LOCALID selects
             the device.

@@ -79,7 +79,7 @@ class HybridEPBuffer:
         load_cached_kernels: No effect: cached kernels are always loaded.
         use_shared_buffer: No effect.
         enable_custom_allgather: No effect.
-        num_of_hybrid_ep_ranks_per_nvlink_domain: The ranks of each NVLink domain, which is on one machine. Default: all
+        num_of_hybrid_ep_ranks_per_nvlink_domain: The ranks of each NVLink domain. Default: all
             ranks. As in DeepEP, NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN in the environment overrides it. On GPUs with
             several domains, HYBRID_EP_TRANSPORT must be `tcp`, or `shm` on one machine.
         use_mnnvl: No effect: detected.
