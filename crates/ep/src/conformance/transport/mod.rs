@@ -426,7 +426,15 @@ impl Check {
             ("its peer is the rank itself", put(own, inside, inside, 8)),
             ("its peer is no rank of the rail", put(stranger, inside, inside, 8)),
         ] {
-            match self.end.transport.put(put) {
+            // An engine may be busy before it looks at a put.
+            let deadline = Instant::now() + self.bound;
+            let answer = loop {
+                match self.end.transport.put(put) {
+                    Ok(Posted::Full) if Instant::now() < deadline => std::thread::yield_now(),
+                    answer => break answer,
+                }
+            };
+            match answer {
                 Err(Error::Caller(_)) => {}
                 other => return Err(format!("a put must be refused, because {what}, but: {other:?}")),
             }
