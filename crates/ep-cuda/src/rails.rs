@@ -52,6 +52,7 @@ impl Bounds {
     pub(crate) fn settings(&self, config: &Config) -> Vec<Setting> {
         vec![
             ("the transport", config.host.transport.engine.to_string()),
+            ("the number of NICs of a rank", config.host.transport.nics_per_rank().to_string()),
             ("rail_tokens", self.tokens.to_string()),
             ("rail_choices", config.cuda.rail_choices.to_string()),
             ("lane_bytes", self.lane_bytes.to_string()),

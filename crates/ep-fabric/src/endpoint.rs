@@ -147,14 +147,15 @@ impl Endpoint {
     pub(crate) unsafe fn open(
         library: Arc<Library>,
         options: &Options,
+        nic: Option<&str>,
         window: Arc<dyn Window>,
         peers: usize,
         limits: Limits,
     ) -> Result<Self> {
-        let info = Chosen::new(&library, options)?;
+        let info = Chosen::new(&library, options, nic)?;
         let entry = info.entry();
         let provider = entry.provider();
-        let what = info::what(&library, options);
+        let what = info::what(&library, options, nic);
         let failed = |step: &str, answer: isize| -> Error {
             let hint = match step {
                 "fi_mr_reg" => format!("raise the limit of locked memory (ulimit -l), or {}", limits.advice),

@@ -20,9 +20,8 @@ use ep::{
 use crate::Options;
 use crate::blob::Blob;
 use crate::endpoint::{Completion, Endpoint, Remote, is_shortage};
-use crate::leftovers;
 use crate::library::Library;
-use crate::sys;
+use crate::{leftovers, several, sys};
 
 /// How long the thread naps after a turn that found nothing, and after many of them.
 const NAP: Duration = Duration::from_micros(50);
@@ -68,10 +67,21 @@ pub unsafe fn open(
     }
     let library = Library::load(options.library.as_deref())?;
     let peers = rail.ranks().len() - 1;
-    // SAFETY: guaranteed by the caller.
-    let endpoint = unsafe { Endpoint::open(library, options, window, peers, limits)? };
-    let blob = endpoint.blob()?;
-    Ok(Box::new(Opened { rail, endpoint, limits, blob }))
+    let open_on = |nic: Option<&str>| {
+        let (library, window) = (Arc::clone(&library), Arc::clone(&window));
+        // SAFETY: guaranteed by the caller.
+        let endpoint = unsafe { Endpoint::open(library, options, nic, window, peers, limits)? };
+        let blob = endpoint.blob()?;
+        Ok(Box::new(Opened { rail: rail.clone(), endpoint, limits, blob }) as Box<dyn Unconnected>)
+    };
+    match options.domains.as_slice() {
+        [] => open_on(None),
+        [nic] => open_on(Some(nic)),
+        nics => {
+            let engines = nics.iter().map(|nic| open_on(Some(nic))).collect::<Result<_>>()?;
+            Ok(Box::new(several::Opened::new(rail, engines)))
+        }
+    }
 }
 
 /// An engine that does not know its peers yet.

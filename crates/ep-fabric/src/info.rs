@@ -196,12 +196,12 @@ impl Chosen {
         self.0.entries().next().expect("a list of one entry")
     }
 
-    /// Chooses the provider's first NIC that fits, or the one that the options name.
+    /// Chooses the provider's first NIC that fits, or `nic`, which the options name.
     ///
     /// # Errors
     /// [`CallerError::Config`] for options that are no text for C or no code point; [`EnvironmentError`] that lists what
     /// the library offers, when what the options name is not among it.
-    pub(crate) fn new(library: &Arc<Library>, options: &Options) -> Result<Self> {
+    pub(crate) fn new(library: &Arc<Library>, options: &Options, nic: Option<&str>) -> Result<Self> {
         let c_text = |key, value: &str| {
             CString::new(value).map_err(|_| CallerError::Config {
                 key,
@@ -210,7 +210,7 @@ impl Chosen {
             })
         };
         let class = class_bits(options.traffic_class)?;
-        let address = match (&options.address, &options.domain, options.provider.as_str()) {
+        let address = match (&options.address, nic, options.provider.as_str()) {
             // On another interface than this one, other machines could reach the windows. So it takes a decision.
             (None, None, "tcp" | "net") => Some("127.0.0.1"),
             (address, ..) => address.as_deref(),
@@ -239,7 +239,7 @@ impl Chosen {
                         continue;
                     }
                     let domain = entry.domain_name();
-                    if options.domain.as_ref().is_none_or(|asked| *asked == domain) {
+                    if nic.is_none_or(|asked| *asked == domain) {
                         return Ok(Self(InfoList::copy(library, entry.as_ptr())?));
                     }
                     if !domains.contains(&domain) {
@@ -248,21 +248,21 @@ impl Chosen {
                 }
             }
         }
-        Err(not_offered(library, options, names, &domains)?.into())
+        Err(not_offered(library, what(library, options, nic), names, &domains)?.into())
     }
 }
 
 /// What an engine opens, for errors.
-pub(crate) fn what(library: &Library, options: &Options) -> String {
-    let nic = options.domain.as_ref().map_or(String::new(), |domain| format!(" on NIC {domain}"));
+pub(crate) fn what(library: &Library, options: &Options, nic: Option<&str>) -> String {
+    let nic = nic.map_or(String::new(), |domain| format!(" on NIC {domain}"));
     let at = options.address.as_ref().map_or(String::new(), |address| format!(" at address {address}"));
     format!("opening provider {}{nic}{at} of libfabric {}", options.provider, library.version())
 }
 
-/// The error when no entry fits. `names` are the provider's, and `domains` those of the entries that fit but for their NIC.
+/// The error of `what` when no entry fits. `names` are the provider's, and `domains` those of the entries that fit but for their NIC.
 fn not_offered(
     library: &Arc<Library>,
-    options: &Options,
+    what: String,
     names: &[&str],
     domains: &[String],
 ) -> Result<EnvironmentError> {
@@ -289,7 +289,7 @@ fn not_offered(
             ("it is not offered here".into(), offers)
         }
     };
-    Ok(EnvironmentError::new(what(library, options), problem, hint))
+    Ok(EnvironmentError::new(what, problem, hint))
 }
 
 /// The traffic class in the interface's numbers; 0 for none.

@@ -12,6 +12,7 @@
 //! | `engine` | the [`ep::Transport`]: queues, the lock, the thread that makes progress |
 //! | `endpoint` | the objects of libfabric, and the calls that move bytes |
 //! | `info` | the choice of a provider and a NIC |
+//! | `several` | one engine over several NICs |
 //! | `blob` | the bytes by which peers reach a window |
 //! | `library` | loading, versions, texts of errors |
 //! | `signals` | keeps a library that is loaded from changing what the process does on signals |
@@ -27,6 +28,7 @@ pub mod fuzzing;
 mod info;
 mod leftovers;
 mod library;
+mod several;
 mod signals;
 #[allow(unreachable_pub, missing_docs)]
 mod sys;
@@ -47,9 +49,9 @@ pub struct Options {
     /// This rank's address, which selects its interface. With `tcp`, `None` means 127.0.0.1, which other machines cannot
     /// reach; with other providers, `None` leaves the choice to the provider.
     pub address: Option<String>,
-    /// The NIC, by the name of its domain as in [`Provider::domains`]. `None` means the first one that fits. With `tcp`,
-    /// a named NIC takes the place of 127.0.0.1.
-    pub domain: Option<String>,
+    /// The NICs, by the names of their domains as in [`Provider::domains`]. Puts go through several by turns, and all ranks
+    /// of a rail have as many. Empty means the first one that fits. With `tcp`, a named NIC takes the place of 127.0.0.1.
+    pub domains: Vec<String>,
     /// The traffic class of this rank's puts; `None` means the provider's.
     pub traffic_class: Option<TrafficClass>,
     /// The path of `libfabric.so.1`; `None` means the system's.

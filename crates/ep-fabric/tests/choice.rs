@@ -5,9 +5,11 @@ mod common;
 #[path = "common/fake.rs"]
 mod fake;
 
-use common::{Access, Reorder, conform, open_with, rail};
+use std::time::{Duration, Instant};
+
+use common::{Access, Reorder, conform, ends, open_with, rail, signal_only};
 use ep::conformance::{End, TRANSPORT_LIMITS, check_transport};
-use ep::{Error, TrafficClass, TransportOptions};
+use ep::{Error, Posted, Rank, TrafficClass, Transport, TransportOptions};
 use ep_fabric::Options;
 use ep_fabric_fake::{Fake, Settings, sys};
 use fake::Opens;
@@ -70,10 +72,10 @@ fn each_local_rank_uses_its_nic_of_the_list() {
     ] {
         let fake = three_nics(&format!("three, {list:?}"));
         let mut transport = TransportOptions::default();
-        transport.nics = list.iter().map(|&nic| nic.into()).collect();
+        transport.nics = list.iter().map(|&nic| vec![nic.into()]).collect();
         let used = [0, 1, 2, 3].map(|local_rank| {
-            let domain = transport.nic(local_rank).map(str::to_string);
-            nic_of(&fake, &Options { domain, ..fake.options() })
+            let domains = transport.nics_of(local_rank).to_vec();
+            nic_of(&fake, &Options { domains, ..fake.options() })
         });
         assert_eq!(used, expected);
         fake.assert_clean("three NICs");
@@ -85,7 +87,7 @@ fn ranks_on_different_nics_reach_each_other() {
     let fake = three_nics("mixed");
     let opened: Vec<_> = (0..3)
         .map(|own| {
-            let options = Options { domain: Some(format!("mlx5_{own}")), ..fake.options() };
+            let options = Options { domains: vec![format!("mlx5_{own}")], ..fake.options() };
             open_with(&options, rail(3, own), TRANSPORT_LIMITS).unwrap()
         })
         .collect();
@@ -94,23 +96,117 @@ fn ranks_on_different_nics_reach_each_other() {
         for (own, (engine, pages)) in opened.into_iter().enumerate() {
             let transport = engine.connect(&blobs).unwrap();
             let end = End { rail: rail(3, own), transport, window: Box::new(Access(pages)) };
-            scope.spawn(|| check_transport(end, std::time::Duration::from_secs(60)).unwrap());
+            scope.spawn(|| check_transport(end, Duration::from_secs(60)).unwrap());
         }
     });
     let endpoints = fake.assert_clean("mixed").endpoints;
     assert_eq!(endpoints.into_values().collect::<Vec<_>>(), [1, 1, 1]);
 }
 
+/// Options with these NICs for a rank.
+fn on_nics(fake: &Fake, nics: &[usize]) -> Options {
+    Options { domains: nics.iter().map(|nic| format!("mlx5_{nic}")).collect(), ..fake.options() }
+}
+
+/// Posts a put without bytes, again while the engine is busy.
+#[track_caller]
+fn post(engine: &dyn Transport, peer: Rank, signal: u32) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while engine.put(signal_only(peer, signal)).unwrap() == Posted::Full {
+        assert!(Instant::now() < deadline, "the engine stays full");
+    }
+}
+
+/// The next signals, sorted.
+#[track_caller]
+fn arrivals(end: &End, count: usize) -> Vec<(Rank, u32)> {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let mut arrived = Vec::new();
+    while arrived.len() < count {
+        assert!(Instant::now() < deadline, "{arrived:?}");
+        end.transport.poll(&mut |rank, signal| arrived.push((rank, signal.word()))).unwrap();
+    }
+    arrived.sort_unstable();
+    arrived
+}
+
+#[test]
+fn several_nics_of_a_rank_take_puts_by_turns() {
+    let fake = three_nics("by turns");
+    for (nics, reorder) in [(&[0, 1][..], Reorder::No), (&[2, 0, 1], Reorder::Yes)] {
+        assert_eq!(conform(&on_nics(&fake, nics), 3, reorder), Ok(()), "{nics:?}");
+    }
+    assert_eq!(fake.assert_clean("by turns").endpoints.into_values().collect::<Vec<_>>(), [6, 6, 3]);
+
+    let ends = ends(&on_nics(&fake, &[0, 1]), 2);
+    let (own, peer) = (ends[0].rail.own(), ends[1].rail.own());
+    let before = fake.report().puts;
+    (0..6).for_each(|signal| post(&*ends[0].transport, peer, signal));
+    assert_eq!(arrivals(&ends[1], 6), [0, 1, 2, 3, 4, 5].map(|signal| (own, signal)));
+    let after = fake.report().puts;
+    // Three each, unless the engine's thread holds one of them for long.
+    assert!(["mlx5_0", "mlx5_1"].iter().all(|&nic| after[nic] > before[nic]), "{before:?} {after:?}");
+    assert_eq!(ends[0].transport.name(), "by turns on 2 NICs");
+}
+
+#[test]
+fn a_peer_that_is_gone_is_reported_once_although_a_rank_has_several_nics() {
+    let fake = three_nics("gone");
+    let mut three = ends(&on_nics(&fake, &[0, 1]), 3);
+    let lost = three.remove(1).rail.own();
+    let [own, other] = [0, 1].map(|end| three[end].rail.own());
+    let engine = &three[0].transport;
+    // Puts to it on both NICs, as far as it is not noticed meanwhile.
+    for signal in 0..4 {
+        let _ = engine.put(signal_only(lost, signal));
+    }
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let error = loop {
+        match engine.poll(&mut |_, _| {}) {
+            Ok(()) => assert!(Instant::now() < deadline, "a closed endpoint is not noticed"),
+            Err(error) => break error,
+        }
+    };
+    let is_lost = |error: &Error| matches!(error, Error::Peer(error) if error.peer == lost);
+    assert!(is_lost(&error), "{error}");
+    for _ in 0..1000 {
+        assert_eq!(engine.poll(&mut |_, _| {}), Ok(()), "a second report of one peer");
+        let posted = engine.put(signal_only(lost, 3));
+        assert!(posted == Ok(Posted::Full) || posted.is_err_and(|error| is_lost(&error)));
+    }
+    assert!(is_lost(&engine.drain(lost, deadline).unwrap_err()));
+    // The other peer stays reachable, over both NICs.
+    (4..8).for_each(|signal| post(&**engine, other, signal));
+    assert_eq!(engine.drain(other, deadline), Ok(()));
+    assert_eq!(arrivals(&three[1], 4), [4, 5, 6, 7].map(|signal| (own, signal)));
+    drop(three);
+    fake.assert_clean("gone");
+}
+
+#[test]
+fn ranks_with_different_numbers_of_nics_are_refused() {
+    let fake = three_nics("numbers");
+    let open =
+        |own, nics: &[usize]| open_with(&on_nics(&fake, nics), rail(2, own), TRANSPORT_LIMITS).unwrap();
+    for (mine, theirs) in [(&[0, 1][..], &[2][..]), (&[0, 1], &[0, 1, 2]), (&[0], &[1, 2])] {
+        let ((own, _own), (peer, _peer)) = (open(0, mine), open(1, theirs));
+        let blobs = [own.blob(), peer.blob()];
+        let Err(Error::Peer(error)) = own.connect(&blobs).map(drop) else { panic!("{mine:?} {theirs:?}") };
+        assert_eq!(error.peer, rail(2, 0).ranks()[1]);
+        assert!(error.to_string().contains("malformed address of its window"), "{error}");
+    }
+}
+
 #[test]
 fn a_nic_that_is_not_there_is_named_with_those_that_are() {
     let fake = three_nics("missing nic");
-    let text = open_error(&Options { domain: Some("mlx5_3".into()), ..fake.options() });
+    let text = open_error(&Options { domains: vec!["mlx5_3".into()], ..fake.options() });
     for part in ["missing nic on NIC mlx5_3", "HYBRID_EP_TRANSPORT_NIC", "mlx5_0, mlx5_1, mlx5_2"] {
         assert!(text.contains(part), "{text:?} lacks {part:?}");
     }
     // An address and a NIC must agree.
     let at = |domain: &str| Options {
-        domain: Some(domain.into()),
+        domains: vec![domain.into()],
         address: Some("198.51.100.1".into()),
         ..fake.options()
     };
@@ -132,7 +228,7 @@ fn tcp_listens_on_this_machine_only_unless_an_address_or_a_nic_is_named() {
     fake.offer("lo", "127.0.0.1", &Settings::default());
     let plain = fake.options();
     assert_eq!(nic_of(&fake, &plain), "lo");
-    assert_eq!(nic_of(&fake, &Options { domain: Some("eth0".into()), ..plain.clone() }), "eth0");
+    assert_eq!(nic_of(&fake, &Options { domains: vec!["eth0".into()], ..plain.clone() }), "eth0");
     assert_eq!(nic_of(&fake, &Options { address: Some("198.51.100.7".into()), ..plain }), "eth0");
 }
 

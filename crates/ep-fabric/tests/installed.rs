@@ -176,7 +176,7 @@ fn a_provider_that_is_not_offered_is_named_with_those_that_are() {
 fn a_nic_and_a_traffic_class_that_are_not_offered_are_named_with_their_settings() {
     let Some(library) = installed() else { return };
     let open = |options: &Options| open_with(options, rail(2, 0), TRANSPORT_LIMITS).map(drop);
-    let on = |domain: &str| Options { domain: Some(domain.into()), ..options("tcp", library.clone()) };
+    let on = |domain: &str| Options { domains: vec![domain.into()], ..options("tcp", library.clone()) };
     assert_eq!(open(&on("lo")), Ok(()));
     let text = open(&on("no such NIC")).unwrap_err().to_string();
     assert!(text.contains("HYBRID_EP_TRANSPORT_NIC") && text.contains("lo"), "{text}");

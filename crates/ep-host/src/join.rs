@@ -34,7 +34,7 @@ pub(crate) const FIRST_ARENA_SEGMENT: u64 = 3;
 const STAMP_BYTES: usize = 64;
 /// [`Introduction::backend`]. Change it with the format of statuses or shared memory.
 #[cfg(target_os = "linux")]
-const BACKEND: &str = "host 5";
+const BACKEND: &str = "host 6";
 
 /// What all other ranks of a rank's machine map when they join.
 pub(crate) struct RankSegments {
@@ -110,6 +110,7 @@ fn introduction(config: &Config) -> Introduction<String> {
         ("slot_bytes", slot_bytes.to_string()),
         ("slots", slots.to_string()),
         ("the transport", engine.to_string()),
+        ("the number of NICs of a rank", transport.nics_per_rank().to_string()),
     ];
     Introduction { backend: BACKEND, settings, shares_between_machines: false, facts: String::new() }
 }

@@ -9,7 +9,7 @@ use crate::Segment;
 
 /// Opens the engine over libfabric that `options` name, with `window` as this rank's window.
 ///
-/// `local_rank` is the index of this rank in its domain, which selects its NIC among those of `options`. `address` is
+/// `local_rank` is the index of this rank in its domain, which selects its NICs among those of `options`. `address` is
 /// the network address of this machine that ranks on other machines use, or `None` when all ranks are on one machine.
 /// The provider `tcp` listens there if `options` have neither an address nor NICs; other providers choose an interface
 /// themselves.
@@ -69,14 +69,14 @@ fn fabric_options(
     local_rank: usize,
     address: Option<IpAddr>,
 ) -> Result<ep_fabric::Options> {
-    let domain = options.nic(local_rank).map(str::to_string);
+    let domains = options.nics_of(local_rank).to_vec();
     let TransportOptions { engine: provider, address: setting, traffic_class, libfabric: library, .. } =
         options.clone();
     let setting = setting.map(|setting| ip_address(&setting)).transpose()?;
     // A NIC that is named has an address. Other providers choose an interface if there is no setting.
     let address = setting
-        .or(address.filter(|_| provider == "tcp" && domain.is_none()).map(|address| address.to_string()));
-    Ok(ep_fabric::Options { provider, address, domain, traffic_class, library })
+        .or(address.filter(|_| provider == "tcp" && domains.is_empty()).map(|address| address.to_string()));
+    Ok(ep_fabric::Options { provider, address, domains, traffic_class, library })
 }
 
 /// The IP address that the setting `HYBRID_EP_TRANSPORT_ADDRESS` selects, as text.
@@ -100,7 +100,7 @@ mod tests {
         let mut options = TransportOptions::default();
         options.engine = engine.into();
         options.address = address.map(Into::into);
-        options.nics = nics.iter().map(|&nic| nic.into()).collect();
+        options.nics = nics.iter().map(|&nic| vec![nic.into()]).collect();
         options
     }
 
@@ -138,8 +138,8 @@ mod tests {
     #[cfg(feature = "fabric")]
     fn the_local_rank_selects_the_nic() {
         let options = options("verbs", None, &["a", "b"]);
-        let nic = |local_rank| fabric_options(&options, local_rank, None).unwrap().domain;
-        assert_eq!([0, 1, 2].map(nic), ["a", "b", "a"].map(|nic| Some(nic.to_string())));
+        let nics = |local_rank| fabric_options(&options, local_rank, None).unwrap().domains;
+        assert_eq!([0, 1, 2].map(nics), ["a", "b", "a"].map(|nic| vec![nic.to_string()]));
     }
 
     #[test]

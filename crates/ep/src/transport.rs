@@ -128,10 +128,11 @@ pub struct TransportOptions {
     /// This rank's network address, which selects its interface; `None`: the engine chooses, `tcp` 127.0.0.1.
     /// `HYBRID_EP_TRANSPORT_ADDRESS`.
     pub address: Option<String>,
-    /// The NICs of this machine, by the names of their domains in libfabric (`fi_info` prints them), such as `mlx5_0`.
-    /// The rank with local rank `i` uses the NIC at `i` modulo their number. Empty: the provider's first one.
-    /// `HYBRID_EP_TRANSPORT_NIC`, separated by commas.
-    pub nics: Vec<String>,
+    /// The NICs of this machine, by the names of their domains in libfabric (`fi_info` prints them), such as `mlx5_0`:
+    /// those of a rank together. The rank with local rank `i` uses those at `i` modulo the length. Empty: the provider's
+    /// first one. All ranks of a job use the same number. `HYBRID_EP_TRANSPORT_NIC`, separated by commas, and those of a
+    /// rank by `+`.
+    pub nics: Vec<Vec<String>>,
     /// The traffic class of messages between domains; `None`: the provider's. `HYBRID_EP_TRANSPORT_TRAFFIC_CLASS`.
     pub traffic_class: Option<TrafficClass>,
     /// The path of `libfabric.so.1`; `None`: the system's. `HYBRID_EP_LIBFABRIC`.
@@ -185,26 +186,39 @@ impl TransportOptions {
         text.parse().map(Some).map_err(|problem| CallerError::Config { key, value, problem }.into())
     }
 
-    /// The NIC of the rank with this local rank; `None`: the engine chooses.
-    pub fn nic(&self, local_rank: usize) -> Option<&str> {
-        let index = local_rank.checked_rem(self.nics.len())?;
-        Some(&self.nics[index])
+    /// The NICs of the rank with this local rank; empty: the engine chooses.
+    pub fn nics_of(&self, local_rank: usize) -> &[String] {
+        local_rank.checked_rem(self.nics.len()).map_or(&[], |index| &self.nics[index])
+    }
+
+    /// The number of NICs of a rank.
+    pub fn nics_per_rank(&self) -> usize {
+        self.nics.iter().map(Vec::len).max().unwrap_or(1)
     }
 
     /// A variable that is empty counts as not set.
     ///
     /// # Errors
-    /// [`CallerError::Config`] for a list of NICs with an empty name, an unknown traffic class, and an emulated link
+    /// [`CallerError::Config`] for a list of NICs with an empty name or different numbers of NICs, an unknown traffic class, and an emulated link
     /// without a valid pace.
     pub(crate) fn from_lookup(lookup: &impl Fn(&str) -> Option<String>) -> Result<Self> {
         let value = |key| lookup(key).map(|value| value.trim().to_string()).filter(|value| !value.is_empty());
         let nics = match value("HYBRID_EP_TRANSPORT_NIC") {
             None => Vec::new(),
             Some(list) => {
-                let nics: Vec<String> = list.split(',').map(|name| name.trim().to_string()).collect();
-                if nics.iter().any(String::is_empty) {
-                    let problem = "must be names of NICs with a comma between them".into();
-                    let key = "HYBRID_EP_TRANSPORT_NIC";
+                let of_rank = |names: &str| names.split('+').map(|name| name.trim().to_string()).collect();
+                let nics: Vec<Vec<String>> = list.split(',').map(of_rank).collect();
+                let problem = if nics.iter().flatten().any(String::is_empty) {
+                    "must be names of NICs, with a comma between those of two ranks and a + between those of one"
+                } else if nics.iter().any(|names| names.len() != nics[0].len()) {
+                    "must name as many NICs for each rank"
+                } else if nics.iter().any(|names| names.iter().collect::<HashSet<_>>().len() < names.len()) {
+                    "must not name a NIC twice for one rank"
+                } else {
+                    ""
+                };
+                if !problem.is_empty() {
+                    let (key, problem) = ("HYBRID_EP_TRANSPORT_NIC", problem.into());
                     return Err(CallerError::Config { key, value: list, problem }.into());
                 }
                 nics
@@ -455,16 +469,33 @@ mod tests {
         let found = read(&[("HYBRID_EP_TRANSPORT", "tcp"), ("HYBRID_EP_TRANSPORT_ADDRESS", "10.0.0.1")]);
         assert_eq!((found.engine.as_str(), found.address.as_deref()), ("tcp", Some("10.0.0.1")));
         assert_eq!(read(&[("HYBRID_EP_LIBFABRIC", "/l")]).libfabric, Some("/l".into()));
+    }
 
-        let nics =
-            |list| lookup(list).map(|options| [0, 1, 2, 5].map(|i| options.nic(i).map(str::to_string)));
-        assert_eq!(nics(&[]).unwrap(), [None, None, None, None]);
-        let one = nics(&[("HYBRID_EP_TRANSPORT_NIC", " mlx5_0 ")]).unwrap();
-        assert!(one.iter().all(|nic| nic.as_deref() == Some("mlx5_0")), "{one:?}");
-        let two = nics(&[("HYBRID_EP_TRANSPORT_NIC", "mlx5_0, mlx5_1")]).unwrap();
-        assert_eq!(two.each_ref().map(|nic| nic.as_deref().unwrap().as_bytes()[5] - b'0'), [0, 1, 0, 1]);
-        let text = nics(&[("HYBRID_EP_TRANSPORT_NIC", "mlx5_0,,mlx5_1")]).unwrap_err().to_string();
-        assert!(text.contains("HYBRID_EP_TRANSPORT_NIC") && text.contains("comma"), "{text}");
+    #[test]
+    fn the_local_rank_selects_its_nics() {
+        let read = |list: &'static str| {
+            TransportOptions::from_lookup(&|key| (key == "HYBRID_EP_TRANSPORT_NIC").then(|| list.to_string()))
+        };
+        let nics = |list| {
+            let options = read(list).unwrap();
+            [0, 1, 2, 5].map(|local_rank| options.nics_of(local_rank).join(" "))
+        };
+        assert_eq!(nics(" "), [""; 4]);
+        assert_eq!(nics(" mlx5_0 "), ["mlx5_0"; 4]);
+        assert_eq!(nics("mlx5_0, mlx5_1"), ["mlx5_0", "mlx5_1", "mlx5_0", "mlx5_1"]);
+        let pairs = ["mlx5_0 mlx5_1", "mlx5_2 mlx5_3", "mlx5_0 mlx5_1", "mlx5_2 mlx5_3"];
+        assert_eq!(nics("mlx5_0 + mlx5_1,mlx5_2+mlx5_3"), pairs);
+        let per_rank = |list| read(list).unwrap().nics_per_rank();
+        assert_eq!(["", "a", "a,b", "a+b,c+d"].map(per_rank), [1, 1, 1, 2]);
+        for (wrong, part) in [
+            ("mlx5_0,,mlx5_1", "with a comma between"),
+            ("mlx5_0+", "with a comma between"),
+            ("mlx5_0+mlx5_1,mlx5_2", "as many NICs for each rank"),
+            ("mlx5_0+mlx5_0", "must not name a NIC twice"),
+        ] {
+            let text = read(wrong).unwrap_err().to_string();
+            assert!(text.starts_with("HYBRID_EP_TRANSPORT_NIC") && text.contains(part), "{wrong}: {text}");
+        }
     }
 
     #[test]

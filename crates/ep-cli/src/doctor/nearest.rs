@@ -62,8 +62,8 @@ pub(super) struct Nearest {
     pub(super) nics: Vec<usize>,
     /// What the GPU has in common with each of them.
     pub(super) relation: Relation,
-    /// The one that the GPU gets when all GPUs share the NICs evenly.
-    pub(super) chosen: usize,
+    /// Those that the GPU gets when all GPUs share the NICs evenly, in ascending order: as many for each GPU, at least one.
+    pub(super) chosen: Vec<usize>,
 }
 
 /// The nearest NICs of each GPU; empty if there is no NIC. Of NICs at the same distance, only the fastest ones count.
@@ -76,12 +76,26 @@ pub(super) fn nearest(gpus: &[Place], nics: &[Nic]) -> Vec<Nearest> {
     let mut order: Vec<usize> = (0..all.len()).collect();
     order.sort_by_key(|&gpu| all[gpu].nics.len());
     let mut uses = vec![0; nics.len()];
-    for gpu in order {
-        let least = all[gpu].nics.iter().copied().min_by_key(|&nic| uses[nic]);
+    for &gpu in &order {
         // At least one NIC is nearest.
-        all[gpu].chosen = least.unwrap_or_default();
-        uses[all[gpu].chosen] += 1;
+        let least = all[gpu].nics.iter().copied().min_by_key(|&nic| uses[nic]).unwrap_or_default();
+        all[gpu].chosen.push(least);
+        uses[least] += 1;
     }
+    // Where every GPU can have one more of its own, it gets it.
+    loop {
+        let mut next = Vec::new();
+        for &gpu in &order {
+            let unused = all[gpu].nics.iter().copied().find(|nic| uses[*nic] == 0);
+            unused.iter().for_each(|&nic| uses[nic] += 1);
+            next.extend(unused.map(|nic| (gpu, nic)));
+        }
+        if next.len() < all.len() || all.is_empty() {
+            break;
+        }
+        next.into_iter().for_each(|(gpu, nic)| all[gpu].chosen.push(nic));
+    }
+    all.iter_mut().for_each(|gpu| gpu.chosen.sort_unstable());
     all
 }
 
@@ -91,7 +105,7 @@ fn nearest_of(gpu: &Place, nics: &[Nic]) -> Nearest {
     let near = || (0..nics.len()).filter(|&nic| distances[nic] == best);
     let fastest = near().map(|nic| nics[nic].gbit_per_s).fold(0.0, f64::max);
     let nics = near().filter(|&nic| nics[nic].gbit_per_s >= fastest).collect();
-    Nearest { nics, relation: best.0, chosen: 0 }
+    Nearest { nics, relation: best.0, chosen: Vec::new() }
 }
 
 /// What two devices have in common, and how many bridges and root complexes they share.

@@ -19,7 +19,8 @@ pub(crate) struct GpuNics {
     /// The GPUs in the driver's order, which `CUDA_VISIBLE_DEVICES` changes; without a driver, by PCI address. Empty if there
     /// is no RDMA device to choose.
     pub(crate) gpus: Vec<GpuNic>,
-    /// The value for `HYBRID_EP_TRANSPORT_NIC`: the NIC of local rank `i` is at `i` modulo the length.
+    /// The value for `HYBRID_EP_TRANSPORT_NIC`: the NICs of local rank `i` are at `i` modulo the length, several with a `+`
+    /// between them.
     pub(crate) suggested: Vec<String>,
     /// The RDMA devices that are not chosen from, with the reason.
     pub(crate) left_out: Vec<LeftOut>,
@@ -66,7 +67,11 @@ impl GpuNics {
             .map(|device| Nic { place: device.place(), gbit_per_s: device.gbit_per_s() })
             .collect();
         let found = nearest::nearest(&places, &nics);
-        let suggested: Vec<String> = found.iter().map(|gpu| name_of(chosen[gpu.chosen], providers)).collect();
+        let names = |nics: &[usize]| {
+            let names: Vec<String> = nics.iter().map(|&nic| name_of(chosen[nic], providers)).collect();
+            names.join("+")
+        };
+        let suggested: Vec<String> = found.iter().map(|gpu| names(&gpu.chosen)).collect();
         GpuNics {
             gpus: gpus
                 .into_iter()
@@ -98,12 +103,12 @@ impl GpuNics {
         for (why, devices) in left_out {
             checks.push(Check::absent("NICs left out", format!("{why}: {}", devices.join(", "))));
         }
-        let mut used: Vec<&String> = self.suggested.iter().collect();
+        let mut used: Vec<&str> = self.suggested.iter().flat_map(|nics| nics.split('+')).collect();
         used.sort();
         used.dedup();
         let (nics, gpus) = (parse::count(used.len(), "NIC"), parse::count(self.gpus.len(), "GPU"));
         checks.push(Check::ok("NICs of local ranks", format!("{nics} for {gpus}, never run by us")).advice(
-            "local rank i on a NIC near GPU i",
+            "local rank i on NICs near GPU i",
             format!("export HYBRID_EP_TRANSPORT_NIC={}", self.suggested.join(",")),
         ));
         checks

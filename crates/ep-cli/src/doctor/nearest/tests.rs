@@ -16,8 +16,8 @@ fn nic(path: &str, numa_node: Option<u32>) -> Nic {
 fn chosen(gpus: &[Place], nics: &[Nic], relation: Relation) -> Vec<usize> {
     let found = nearest(gpus, nics);
     assert!(found.iter().all(|gpu| gpu.relation == relation), "{found:?}");
-    assert!(found.iter().all(|gpu| gpu.nics.contains(&gpu.chosen)), "{found:?}");
-    found.into_iter().map(|gpu| gpu.chosen).collect()
+    assert!(found.iter().all(|gpu| gpu.chosen.iter().all(|nic| gpu.nics.contains(nic))), "{found:?}");
+    found.into_iter().map(|gpu| <[usize; 1]>::try_from(gpu.chosen).unwrap()[0]).collect()
 }
 
 /// A device behind a switch: the root complex and the switch's port have numbers of this switch.
@@ -45,6 +45,21 @@ fn two_gpus_and_two_nics_on_each_of_four_switches() {
     // One NIC for the two GPUs of a switch.
     let half: Vec<Nic> = nics.into_iter().step_by(2).collect();
     assert_eq!(chosen(&gpus, &half, Relation::SameSwitch), [3, 3, 2, 2, 1, 1, 0, 0]);
+}
+
+#[test]
+fn gpus_share_several_nics_each_evenly() {
+    let gpus: Vec<Place> = (0..4).map(|gpu| at(&behind_switch(gpu / 2, gpu % 2), None)).collect();
+    // Four NICs behind the first switch, and `second` behind the second.
+    let shared = |second: usize| {
+        let nics = (0..4).map(|port| (0, port)).chain((0..second).map(|port| (1, port)));
+        let nics: Vec<Nic> = nics.map(|(switch, port)| nic(&behind_switch(switch, 2 + port), None)).collect();
+        nearest(&gpus, &nics).into_iter().map(|gpu| gpu.chosen).collect::<Vec<_>>()
+    };
+    assert_eq!(shared(4), [[0, 2], [1, 3], [4, 6], [5, 7]]);
+    // All GPUs have as many.
+    assert_eq!(shared(3), [[0], [1], [4], [5]]);
+    assert_eq!(shared(1), [[0], [1], [4], [4]]);
 }
 
 #[test]

@@ -29,6 +29,8 @@ pub struct Report {
     pub open: BTreeMap<String, u64>,
     /// Endpoints that were opened, by NIC.
     pub endpoints: BTreeMap<String, u64>,
+    /// Puts that were posted, by NIC.
+    pub puts: BTreeMap<String, u64>,
     /// Endpoints that were opened, by traffic class.
     pub classes: BTreeMap<u32, u64>,
     /// Attempts to deliver an immediate without a posted receive.
@@ -130,6 +132,7 @@ impl Fake {
             match word {
                 "open" => drop(report.open.insert(what, number)),
                 "endpoint" => drop(report.endpoints.insert(what, number)),
+                "puts" => drop(report.puts.insert(what, number)),
                 "class" => drop(report.classes.insert(what.parse().expect("a class"), number)),
                 "waits" => report.waits = number,
                 "wrong" => report.wrong.push(what),

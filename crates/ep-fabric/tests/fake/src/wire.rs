@@ -141,8 +141,10 @@ pub(crate) fn post_put(world: &mut World, endpoint: Id, settings: &Settings, pos
     if again || (settings.gone == Gone::Again && world.numbered(to).is_none()) {
         return EAGAIN;
     }
+    let nic = world.objects[&endpoint].nic;
     let (network, _) = world.of(endpoint).expect("open");
     network.puts += 1;
+    *network.puts_by_nic.entry(network.nics[nic].domain.clone()).or_default() += 1;
     let fails = network.puts == settings.fail_put;
     let part = if settings.part == 0 { post.len.max(1) } else { settings.part };
     let parts = (0..post.len).step_by(part).map(|at| (at, part.min(post.len - at))).collect();

@@ -66,6 +66,7 @@ pub(crate) struct Network {
     random: u64,
     /// Puts that were posted.
     pub(crate) puts: u64,
+    pub(crate) puts_by_nic: BTreeMap<String, u64>,
     /// Attempts to deliver an immediate to an endpoint without a posted receive.
     pub(crate) waits: u64,
     /// Endpoints that were opened, by NIC and by traffic class.
@@ -222,6 +223,7 @@ impl World {
         open.into_iter().for_each(|(kind, count)| line("open", count as u64, kind));
         network.endpoints.iter().for_each(|(nic, count)| line("endpoint", *count as u64, nic));
         network.classes.iter().for_each(|(class, count)| line("class", *count as u64, &class.to_string()));
+        network.puts_by_nic.iter().for_each(|(nic, count)| line("puts", *count, nic));
         line("waits", network.waits, "");
         network.wrong.iter().for_each(|wrong| line("wrong", 1, wrong));
         text

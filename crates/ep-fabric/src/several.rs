@@ -1,0 +1,185 @@
+//! One engine over several NICs of a rank: an engine on each, which take puts by turns.
+//!
+//! A put goes through one NIC as a whole, with its signal, so the order within a put is that of the NIC's engine. Puts have
+//! no order among each other, so they need none across NICs. The engine on the `n`-th NIC of a rank reaches the `n`-th NIC
+//! of every peer, hence all ranks of a rail have as many.
+
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, TryLockError};
+use std::time::Instant;
+
+use ep::{
+    CallerError, Error, Operator, PeerError, Posted, Put, Rail, Rank, Result, Signal, Transport, Unconnected,
+};
+
+/// The first bytes of a blob of several NICs. Change them with the format.
+const MAGIC: &[u8; 8] = b"ep-nics1";
+
+/// Engines that do not know their peers yet, one on each NIC.
+pub(crate) struct Opened {
+    rail: Rail,
+    engines: Vec<Box<dyn Unconnected>>,
+}
+
+impl Opened {
+    pub(crate) fn new(rail: Rail, engines: Vec<Box<dyn Unconnected>>) -> Self {
+        Self { rail, engines }
+    }
+}
+
+impl Unconnected for Opened {
+    fn blob(&self) -> Vec<u8> {
+        join(&self.engines.iter().map(|engine| engine.blob()).collect::<Vec<_>>())
+    }
+
+    fn connect(self: Box<Self>, blobs: &[Vec<u8>]) -> Result<Box<dyn Transport>> {
+        let Self { rail, engines } = *self;
+        let (ranks, nics) = (rail.ranks().len(), engines.len());
+        if blobs.len() != ranks {
+            let (what, unit) = ("the blobs of a rail", "blobs");
+            return Err(CallerError::Shape { what, expected: ranks, found: blobs.len(), unit }.into());
+        }
+        // By NIC, the blobs of all ranks.
+        let mut by_nic = vec![Vec::with_capacity(ranks); nics];
+        for (&rank, blob) in rail.ranks().iter().zip(blobs) {
+            let parts = split(blob).filter(|parts| parts.len() == nics).ok_or_else(|| {
+                let found = format!("a malformed address of its window on {nics} NICs");
+                PeerError::broken(rail.own(), rank, Operator::Join, 0, found)
+            })?;
+            by_nic.iter_mut().zip(parts).for_each(|(of_nic, part)| of_nic.push(part.to_vec()));
+        }
+        let connected = engines.into_iter().zip(&by_nic).map(|(engine, blobs)| engine.connect(blobs));
+        let engines: Vec<Box<dyn Transport>> = connected.collect::<Result<_>>()?;
+        let name = format!("{} on {nics} NICs", engines[0].name());
+        let lost_by = (0..ranks).map(|_| AtomicUsize::new(NONE)).collect();
+        let (next, reported) = (AtomicUsize::new(0), Mutex::new(vec![false; ranks]));
+        Ok(Box::new(Several { name, rail, engines, next, lost_by, reported }))
+    }
+}
+
+/// The blobs of the engines as one.
+fn join(blobs: &[Vec<u8>]) -> Vec<u8> {
+    let mut joined = MAGIC.to_vec();
+    for blob in blobs {
+        joined.extend((blob.len() as u32).to_le_bytes());
+        joined.extend(blob);
+    }
+    joined
+}
+
+/// The inverse of [`join`]; `None` for bytes that it does not make.
+fn split(joined: &[u8]) -> Option<Vec<&[u8]>> {
+    let mut rest = joined.strip_prefix(MAGIC)?;
+    let mut blobs = Vec::new();
+    while !rest.is_empty() {
+        let (len, tail) = rest.split_first_chunk()?;
+        let (blob, tail) = tail.split_at_checked(u32::from_le_bytes(*len) as usize)?;
+        blobs.push(blob);
+        rest = tail;
+    }
+    Some(blobs)
+}
+
+/// Connected engines, one on each NIC.
+struct Several {
+    name: String,
+    rail: Rail,
+    engines: Vec<Box<dyn Transport>>,
+    /// The engine that the next put is offered first, modulo their number.
+    next: AtomicUsize,
+    /// By index on the rail: the engine that has found the peer gone; `NONE` if none has.
+    lost_by: Vec<AtomicUsize>,
+    /// By index on the rail: whether `poll` has returned an error for this peer. The lock admits one poller at a time, so
+    /// that signals have one reader.
+    reported: Mutex<Vec<bool>>,
+}
+
+const NONE: usize = usize::MAX;
+
+impl Several {
+    /// Records what `engine` has found. Returns the index of the peer that is gone, if it is that.
+    fn record(&self, engine: usize, error: &Error) -> Option<usize> {
+        let Error::Peer(PeerError { peer, .. }) = error else { return None };
+        let index = self.rail.peer_index(*peer).ok()?;
+        let _ = self.lost_by[index].compare_exchange(NONE, engine, Relaxed, Relaxed);
+        Some(index)
+    }
+
+    /// The engine that has found a peer gone: its calls for this peer fail.
+    fn lost_by(&self, peer: Rank) -> Result<Option<&dyn Transport>> {
+        let engine = self.lost_by[self.rail.peer_index(peer)?].load(Relaxed);
+        Ok(self.engines.get(engine).map(|engine| &**engine))
+    }
+}
+
+impl Transport for Several {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn put(&self, put: Put) -> Result<Posted> {
+        if let Some(engine) = self.lost_by(put.peer)? {
+            return engine.put(put);
+        }
+        let count = self.engines.len();
+        let first = self.next.fetch_add(1, Relaxed) % count;
+        for turn in 0..count {
+            let engine = (first + turn) % count;
+            match self.engines[engine].put(put) {
+                Ok(Posted::Full) => {}
+                posted => {
+                    return posted.inspect_err(|error| {
+                        self.record(engine, error);
+                    });
+                }
+            }
+        }
+        Ok(Posted::Full)
+    }
+
+    fn poll(&self, on_signal: &mut dyn FnMut(Rank, Signal)) -> Result<()> {
+        let mut reported = match self.reported.try_lock() {
+            Ok(reported) => reported,
+            Err(TryLockError::Poisoned(reported)) => reported.into_inner(),
+            // Another worker of this rank is polling.
+            Err(TryLockError::WouldBlock) => return Ok(()),
+        };
+        let mut first = Ok(());
+        for (number, engine) in self.engines.iter().enumerate() {
+            let Err(error) = engine.poll(on_signal) else { continue };
+            // The engine of every NIC finds that a peer is gone.
+            let index = self.record(number, &error);
+            let is_new = index.is_none_or(|index| !std::mem::replace(&mut reported[index], true));
+            if is_new && first.is_ok() {
+                first = Err(error);
+            }
+        }
+        first
+    }
+
+    fn drain(&self, peer: Rank, deadline: Instant) -> Result<()> {
+        if let Some(engine) = self.lost_by(peer)? {
+            return engine.drain(peer, deadline);
+        }
+        self.engines.iter().try_for_each(|engine| engine.drain(peer, deadline))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn joined_blobs_can_be_split_and_others_cannot() {
+        let blobs = [vec![1, 2, 3], vec![], vec![9; 300]];
+        let joined = join(&blobs);
+        assert_eq!(split(&joined).unwrap(), blobs.each_ref().map(|blob| blob.as_slice()));
+        assert_eq!(split(&join(&[])), Some(Vec::new()));
+        assert_eq!(split(b"ep-fab 1"), None);
+        for end in MAGIC.len() + 1..joined.len() {
+            // Only where a part ends is the rest missing without a trace; their number is compared.
+            let whole = [MAGIC.len() + 7, MAGIC.len() + 11].contains(&end);
+            assert_eq!(split(&joined[..end]).is_some(), whole, "{end}");
+        }
+    }
+}
