@@ -34,7 +34,8 @@ fn config(fake: &Fake, nics: &[&str]) -> Config {
     config.host.slots = 3;
     config.host.transport.engine = fake.provider().into();
     config.host.transport.libfabric = Some(fake.path().into());
-    config.host.transport.nics = nics.iter().map(|&nic| nic.into()).collect();
+    let of_rank = |names: &&str| names.split('+').map(str::to_string).collect();
+    config.host.transport.nics = nics.iter().map(of_rank).collect();
     config.host.transport.traffic_class = Some(TrafficClass::LowLatency);
     config
 }
@@ -49,8 +50,10 @@ fn suite_over_a_provider_with_all_demands() {
     fake.offer("nic0", "", &demanding(3));
     fake.offer("nic1", "", &demanding(0));
     let mut cases = 0;
-    for prepared in prepared() {
-        let buffers = HostBuffer::threads(prepared.world(), &config(&fake, &["nic0", "nic1"])).unwrap();
+    // A NIC for each rank, and two for each.
+    let lists = [&["nic0", "nic1"][..], &["nic0+nic1"]];
+    for (prepared, nics) in lists.into_iter().flat_map(|nics| prepared().map(move |one| (one, nics))) {
+        let buffers = HostBuffer::threads(prepared.world(), &config(&fake, nics)).unwrap();
         std::thread::scope(|scope| {
             for mut buffer in buffers {
                 let prepared = &prepared;

@@ -115,8 +115,8 @@ fn gpus_with_the_same_nearest_nics_share_them_evenly() {
     let gpus = [at(&on_bus(0x1c), None), at(&switch(0), None)];
     let nics = [nic(&switch(1), None), nic(&on_bus(0x1b), None)];
     let found = nearest(&gpus, &nics);
-    assert_eq!((found[0].nics.as_slice(), found[0].chosen), (&[0, 1][..], 1));
-    assert_eq!((found[1].nics.as_slice(), found[1].chosen), (&[0][..], 0));
+    assert_eq!((found[0].nics.as_slice(), &found[0].chosen), (&[0, 1][..], &vec![1]));
+    assert_eq!((found[1].nics.as_slice(), &found[1].chosen), (&[0][..], &vec![0]));
 }
 
 #[test]
