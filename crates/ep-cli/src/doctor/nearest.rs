@@ -82,11 +82,12 @@ pub(super) fn nearest(gpus: &[Place], nics: &[Nic]) -> Vec<Nearest> {
         all[gpu].chosen.push(least);
         uses[least] += 1;
     }
-    // Where every GPU can have one more of its own, it gets it.
+    // Where every GPU can have one more of its own on its NUMA node, it gets it.
     loop {
         let mut next = Vec::new();
         for &gpu in &order {
-            let unused = all[gpu].nics.iter().copied().find(|nic| uses[*nic] == 0);
+            let near = all[gpu].nics.iter().copied().filter(|_| all[gpu].relation >= Relation::SameNumaNode);
+            let unused = near.into_iter().find(|&nic| uses[nic] == 0);
             unused.iter().for_each(|&nic| uses[nic] += 1);
             next.extend(unused.map(|nic| (gpu, nic)));
         }

@@ -131,7 +131,8 @@ fn the_order_of_the_gpus_is_the_drivers() {
         find(&report, "CUDA GPU 0 (0000:7c:00.0)").found,
         "nearest mlx5_10, mlx5_11 (same PCIe switch)"
     );
-    assert_eq!(report.network.gpu_nics.suggested, ["mlx5_10", "mlx5_0"]);
+    // Nothing else uses the NICs of the other GPUs.
+    assert_eq!(report.network.gpu_nics.suggested, ["mlx5_10+mlx5_11", "mlx5_0+mlx5_3"]);
 
     // A driver that does not report addresses: the bus decides.
     machine.cuda = h200s(8);
