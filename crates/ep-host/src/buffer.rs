@@ -226,8 +226,9 @@ impl HostBuffer {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Checks the other ranks during a wait outside of the operators, such as that of a collective of another library, which
-    /// may not notice that a rank has stopped. `waited_for` and `waited` describe the wait.
+    /// Checks the other ranks during a wait outside of the operators, for gradients to be reduced by a collective of another
+    /// library, which may not notice that a rank has stopped. `waited_for` and `waited` describe the wait. While a rank calls
+    /// this, the other ranks' errors about a late rank say that it waits so.
     ///
     /// A rank that has ended its part of the wait may leave before this rank has ended its own, so an error with
     /// [`PeerFault::Left`] counts only if the wait does not end soon.
@@ -239,6 +240,7 @@ impl HostBuffer {
     pub fn check_peers(&self, waited_for: &str, waited: Duration) -> Result<()> {
         self.check_usable()?;
         let comm = &self.comm;
+        comm.control().wait_outside();
         let error = |ranks: [Rank; 2], fault: PeerFault, why: &str| {
             let call = (Operator::Reduce, self.step);
             Err(comm.peer_error(call, ranks, fault, format!("{waited_for}{why}"), waited))

@@ -33,6 +33,9 @@ use crate::status::Status;
 
 /// Greatest number of memories that a rank publishes for one operator.
 pub(crate) const MEMORIES: usize = 4;
+/// A rank that has said more than this number of heartbeats ago that it waits outside of operators waits no more: it says
+/// so several times between two heartbeats.
+const SAID_LATELY: u64 = 20;
 /// Greatest length of the error text that a rank publishes, bytes.
 const CAUSE_BYTES: usize = 480;
 
@@ -52,6 +55,8 @@ struct Words {
     turns: Polled,
     /// Incremented when a worker completes part of an operator's work.
     progress: Polled,
+    /// `pulse` plus 1 when the rank last said that it waits for other ranks outside of operators; 0: it never has.
+    outside: Polled,
     /// `ALIVE`, `LEFT` or `FAILED`; publishes the words up to `cause_len`.
     health: AtomicU32,
     /// With `FAILED`: the rank at fault.
@@ -274,6 +279,17 @@ impl Control {
         self.words().progress.0.load(Relaxed)
     }
 
+    /// Records that the rank waits for other ranks outside of operators.
+    pub(crate) fn wait_outside(&self) {
+        self.words().outside.0.store(self.pulse().saturating_add(1), Relaxed);
+    }
+
+    /// Whether the rank waits for other ranks outside of operators, as far as it has said so lately.
+    pub(crate) fn waits_outside(&self) -> bool {
+        let said = self.words().outside.0.load(Relaxed);
+        said != 0 && self.pulse().saturating_sub(said - 1) <= SAID_LATELY
+    }
+
     /// Stores the text of this rank's error. Call it before [`set_health`](Self::set_health), which publishes the text.
     pub(crate) fn set_cause(&self, error: &str) {
         let end = error.floor_char_boundary(CAUSE_BYTES);
@@ -352,6 +368,7 @@ impl Control {
             pulse: self.pulse(),
             turns: self.turns(),
             progress: self.progress(),
+            outside: words.outside.0.load(Relaxed),
         }
     }
 
@@ -361,6 +378,7 @@ impl Control {
         words.pulse.0.store(status.pulse, Relaxed);
         words.turns.0.store(status.turns, Relaxed);
         words.progress.0.store(status.progress, Relaxed);
+        words.outside.0.store(status.outside, Relaxed);
         words.entered.0.store(status.entered, Release);
         words.finished.0.store(status.finished, Release);
         if words.health.load(Relaxed) == ALIVE && status.health.health != ALIVE {

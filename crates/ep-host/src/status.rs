@@ -14,20 +14,22 @@ pub(crate) struct Status {
     pub(crate) pulse: u64,
     pub(crate) turns: u64,
     pub(crate) progress: u64,
+    pub(crate) outside: u64,
     pub(crate) health: HealthWords,
     /// The text of the rank's error; empty without one.
     pub(crate) cause: String,
 }
 
 /// Bytes before the text.
-const HEAD: usize = 6 * 8 + 4 * 4;
+const HEAD: usize = 7 * 8 + 4 * 4;
 
 impl Status {
-    /// The bytes of the status, little-endian: six words of 8 bytes, four of 4 bytes, and the text.
+    /// The bytes of the status, little-endian: seven words of 8 bytes, four of 4 bytes, and the text.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let HealthWords { health, at_fault, fault, operator, failed_step } = self.health;
         let mut bytes = Vec::with_capacity(HEAD + self.cause.len());
-        for word in [self.entered, self.finished, self.pulse, self.turns, self.progress, failed_step] {
+        let Self { entered, finished, pulse, turns, progress, outside, .. } = *self;
+        for word in [entered, finished, pulse, turns, progress, outside, failed_step] {
             bytes.extend(word.to_le_bytes());
         }
         for word in [health, at_fault, fault, operator] {
@@ -40,7 +42,7 @@ impl Status {
     /// The status with these bytes; `None` for bytes that are none. Any words are accepted: the control block bounds
     /// them when they are read.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (long, rest) = bytes.split_first_chunk::<{ 6 * 8 }>()?;
+        let (long, rest) = bytes.split_first_chunk::<{ 7 * 8 }>()?;
         let (short, cause) = rest.split_first_chunk::<{ 4 * 4 }>()?;
         let mut long = long.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word));
         let mut short = short.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word));
@@ -51,6 +53,7 @@ impl Status {
             pulse: long()?,
             turns: long()?,
             progress: long()?,
+            outside: long()?,
             health: HealthWords {
                 failed_step: long()?,
                 health: short()?,
@@ -71,8 +74,9 @@ mod tests {
     fn a_status_survives_the_round_trip() {
         let health = HealthWords { health: 6, at_fault: 7, fault: 8, operator: 9, failed_step: 10 };
         for cause in ["", "hidden is 128 é"] {
-            let (entered, finished, pulse, turns, progress) = (1, 2, 3, 4, 5);
-            let status = Status { entered, finished, pulse, turns, progress, health, cause: cause.into() };
+            let (entered, finished, pulse, turns, progress, outside) = (1, 2, 3, 4, 5, 11);
+            let cause = cause.into();
+            let status = Status { entered, finished, pulse, turns, progress, outside, health, cause };
             let bytes = status.to_bytes();
             assert_eq!(Status::from_bytes(&bytes), Some(status));
             for wrong in [&bytes[..HEAD - 1], &[], &[&bytes[..], &[0xFF]].concat()] {

@@ -332,6 +332,12 @@ impl Op<'_> {
         // the stall bound then still means a stopped process and not a late rank.
         check_heartbeats(stall / 2)?;
         let why = format!("rank {awaited} lives but has not entered {} #{}", self.operator, self.step);
+        let why = match comm.controls[awaited.index()].waits_outside() {
+            true => format!(
+                "{why}; it waits for gradients to be reduced (has this rank left out a call, such as reduce_gradients?)"
+            ),
+            false => why,
+        };
         let why = match comm.processes.is_empty() {
             true => format!("{why} (it is a rank of this process: each rank needs a thread of its own)"),
             false => why,
@@ -344,8 +350,12 @@ impl Op<'_> {
     fn tell_late(&self, late: Rank, waited: Duration) {
         let Self { operator, step, comm, .. } = self;
         let named = comm.machine_of(late).map_or(String::new(), |machine| format!(" on {machine}"));
+        let outside = match comm.controls[late.index()].waits_outside() {
+            true => ", which waits for gradients to be reduced,",
+            false => "",
+        };
         ep::tell(format_args!(
-            "rank {} has waited {:.0} s for rank {late}{named} to enter {operator} #{step}; {}",
+            "rank {} has waited {:.0} s for rank {late}{named}{outside} to enter {operator} #{step}; {}",
             comm.rank,
             waited.as_secs_f64(),
             comm.config.bounds(PeerFault::Late)

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use ep::workload::Workload;
@@ -101,6 +102,38 @@ fn a_rank_that_leaves_is_named() {
             }
         }
     }
+}
+
+#[test]
+fn a_late_rank_that_waits_outside_of_operators_is_said_to_do_so() {
+    let text_of = |outside: bool| {
+        let world = World::builder().ranks(2).experts(EXPERTS).build().unwrap();
+        let mut buffers = HostBuffer::threads(&world, &config()).unwrap();
+        let waiting = buffers.pop().unwrap();
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let is_over = &is_over;
+            scope.spawn(move || {
+                // Until the other rank has failed.
+                while !is_over.load(SeqCst) {
+                    if outside {
+                        let _ = waiting.check_peers("all ranks to reduce gradients", Duration::ZERO);
+                    }
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            });
+            let error = peer_error(round(&mut buffers[0], 0, HIDDEN));
+            is_over.store(true, SeqCst);
+            assert_eq!((error.peer, error.fault), (Rank(1), PeerFault::Late), "{error}");
+            error.to_string()
+        })
+    };
+    let says_so =
+        "it waits for gradients to be reduced (has this rank left out a call, such as reduce_gradients?)";
+    let text = text_of(true);
+    assert!(text.contains(says_so), "{text}");
+    let text = text_of(false);
+    assert!(!text.contains("gradients"), "{text}");
 }
 
 #[test]
