@@ -23,6 +23,10 @@ from worlds import make_case, on_threads, world
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CAPACITY = 64
+# Whether PyTorch allocates by `cudaMallocAsync` (PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync).
+_ASYNC = torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+# What PyTorch then says about memory of a graph that the program drops.
+_ASYNC_WARNING = "uncaptured free of a captured allocation", "This is technically allowed"
 
 
 def round_of(
@@ -86,6 +90,7 @@ def test_a_round_can_be_captured_and_replayed(ranks: int) -> None:
     world(work, ranks, device="cuda", experts=4 * ranks)
 
 
+@pytest.mark.skipif(_ASYNC, reason="an error that ends a capture ends the process inside PyTorch with this allocator")
 def test_a_capture_without_a_capacity_is_refused() -> None:
     def work(buffer: Buffer) -> None:
         inputs = inputs_of(buffer, 1, 1)
@@ -213,7 +218,9 @@ def test_the_interpreter_ends_while_replays_are_queued(ranks: int) -> None:
     ]
     for process in started:
         said, _ = process.communicate(timeout=240)
-        assert (process.returncode, said) == (0, "")
+        ignored = _ASYNC_WARNING if _ASYNC else ()
+        lines = [line for line in said.splitlines() if not any(part in line for part in ignored)]
+        assert (process.returncode, lines) == (0, [])
 
 
 def test_delivered_tensors_outlive_the_buffer_while_kernels_use_them() -> None:
@@ -467,7 +474,8 @@ def test_memory_is_not_reused_before_a_stream_that_the_next_operator_waits_for()
             with torch.cuda.stream(side):
                 torch.cuda._sleep(50_000_000)
                 read = rows.clone()
-            rows.record_stream(side)
+            if not _ASYNC:  # which raises an internal error for memory that it has not allocated
+                rows.record_stream(side)
             torch.cuda.current_stream().wait_stream(side)
             del rows
             for _ in range(8):
