@@ -11,7 +11,7 @@ use ep_rail::connect_rail;
 
 use crate::arena::Announce as _;
 use crate::buffer::{CudaBuffer, Home, load_kernels};
-use crate::driver::{Device, Sharing};
+use crate::driver::{Chunk, Device, FABRIC_HINT, Sharing};
 use crate::links;
 use crate::params::MAX_RANKS;
 use crate::peers::{Access, Peers, accesses};
@@ -105,7 +105,7 @@ impl CudaBuffer {
         let device = Device::open(gpu)?;
         load_kernels(world, &device, false, config)?;
         let bounds = Bounds::of(world, config)?;
-        let own = Facts { gpu: device.uuid()?, has_fabric: device.has_fabric };
+        let own = Facts { gpu: device.uuid()?, has_fabric: Chunk::can_cross_machines(&device) };
         let settings = bounds.map_or_else(Vec::new, |bounds| bounds.settings(config));
         let introduction =
             Introduction { backend: BACKEND, settings, shares_between_machines: true, facts: own };
@@ -201,7 +201,7 @@ fn for_processes_only(config: &Config) -> ep::Error {
 ///
 /// # Errors
 /// [`CallerError::Topology`] that names two ranks of one domain on different machines, and the first rank of the domain
-/// whose GPU has no fabric handles.
+/// that cannot share memory with other machines.
 fn sharing(
     world: &World,
     rank: Rank,
@@ -220,8 +220,8 @@ fn sharing(
     let peer = Rank(peer as u32);
     let place = |rank| format!("{rank} on {}", machines.name_of(rank).unwrap_or("this machine"));
     Err(CallerError::Topology(format!(
-        "ranks {} and {} are in one NVLink domain, and the driver of rank {without} offers no fabric handles, by which GPUs share \
-         memory with other machines; {SPLIT_DOMAINS}",
+        "ranks {} and {} are in one NVLink domain, and rank {without} cannot share GPU memory with other machines (it can make no \
+         fabric handle); {SPLIT_DOMAINS}, or, where NVLink connects the machines: {FABRIC_HINT}",
         place(rank.min(peer)),
         place(rank.max(peer)),
     ))
@@ -233,6 +233,7 @@ fn sharing(
 pub(crate) struct Facts {
     /// UUID of its GPU.
     gpu: [u8; 16],
+    /// Whether the rank can share memory with other machines.
     has_fabric: bool,
 }
 

@@ -40,8 +40,9 @@ pub struct GpuFacts {
     pub shared_bytes: usize,
     /// Memory of the GPU, in bytes.
     pub memory_bytes: u64,
-    /// Whether the driver offers fabric handles, by which GPUs of an NVLink domain on several machines share memory.
-    pub has_fabric: bool,
+    /// Whether the driver offers fabric handles, by which GPUs of an NVLink domain on several machines share memory. A process
+    /// also needs a channel of the service `nvidia-imex`.
+    pub offers_fabric: bool,
     /// The address on the PCI bus, such as `0000:18:00.0`; `None` if the driver does not report it.
     pub pci_address: Option<String>,
 }
@@ -188,7 +189,7 @@ fn gpu(device: sys::CUdevice) -> Result<GpuFacts, DriverError> {
         multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         shared_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
         memory_bytes: memory_bytes as u64,
-        has_fabric: driver::has_fabric(device),
+        offers_fabric: driver::offers_fabric(device),
         pci_address: pci_address().ok(),
     })
 }
@@ -236,7 +237,7 @@ mod tests {
             multiprocessors: 132,
             shared_bytes: 227 << 10,
             memory_bytes: 80 << 30,
-            has_fabric: false,
+            offers_fabric: false,
             pci_address: None,
         };
         let cuda = Version { major: cuda.0, minor: cuda.1 };

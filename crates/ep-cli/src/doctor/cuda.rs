@@ -56,7 +56,7 @@ pub(crate) struct CudaGpu {
     /// Memory.
     pub(crate) memory_bytes: u64,
     /// Whether the driver offers fabric handles, which an NVLink domain over several machines needs.
-    pub(crate) has_fabric: bool,
+    pub(crate) offers_fabric: bool,
     /// The address on the PCI bus; `None` if the driver does not report it.
     pub(crate) pci_address: Option<String>,
 }
@@ -104,11 +104,15 @@ impl Cuda {
         }
     }
 
-    pub(super) fn section(&self) -> Section {
+    /// `imex_channels`: the channels by which processes share GPU memory between machines.
+    pub(super) fn section(&self, imex_channels: usize) -> Section {
         let mut checks = vec![self.driver_check()];
         let gpus = self.gpus.known().map(Vec::as_slice).unwrap_or_default();
         checks.extend(gpus.iter().enumerate().map(|(number, gpu)| gpu.check(number)));
         checks.extend(self.peer_links.known().and_then(|links| peer_check(links)));
+        if gpus.iter().any(|gpu| gpu.offers_fabric) {
+            checks.push(fabric_check(imex_channels));
+        }
         checks.push(self.compiler_check());
         checks.push(self.kernel_cache.check());
         Section { title: "CUDA", checks }
@@ -175,14 +179,31 @@ impl Cuda {
     }
 }
 
+/// Whether GPU memory can be shared between the machines of an NVLink domain. The driver offers it.
+fn fabric_check(imex_channels: usize) -> Check {
+    const NAME: &str = "fabric handles";
+    match imex_channels {
+        0 => Check::absent(NAME, "offered by the driver; no channel of nvidia-imex").advice(
+            "NVLink domains that span machines",
+            "start nvidia-imex on all machines of the domain, and make a channel (nvidia-modprobe -i 0)",
+        ),
+        some => Check::ok(
+            NAME,
+            format!(
+                "offered by the driver; {} of nvidia-imex, never run by us",
+                parse::count(some, "channel")
+            ),
+        ),
+    }
+}
+
 impl CudaGpu {
     fn check(&self, number: usize) -> Check {
         let name = format!("CUDA GPU {number}");
         let found = |kernels: String| {
             let memory = parse::human_bytes(self.memory_bytes);
-            let fabric = if self.has_fabric { ", fabric handles" } else { "" };
             format!(
-                "{}, compute capability {} ({kernels}), {} SMs, {memory}{fabric}",
+                "{}, compute capability {} ({kernels}), {} SMs, {memory}",
                 self.name, self.compute_capability, self.multiprocessors
             )
         };
@@ -205,7 +226,7 @@ impl From<GpuFacts> for CudaGpu {
             architecture: Arch::of_device(major, minor).ok().map(Arch::name),
             multiprocessors: facts.multiprocessors,
             memory_bytes: facts.memory_bytes,
-            has_fabric: facts.has_fabric,
+            offers_fabric: facts.offers_fabric,
             pci_address: facts.pci_address,
         }
     }

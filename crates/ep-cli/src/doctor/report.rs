@@ -77,7 +77,7 @@ impl DoctorReport {
             cpu.section(),
             memory.section(),
             gpus.section(),
-            cuda.section(),
+            cuda.section(gpus.imex_channels),
             network.section(&system),
             launch.section(),
             backend::section(&backends),

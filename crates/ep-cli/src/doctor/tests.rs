@@ -417,7 +417,7 @@ fn h200s(count: usize) -> Cuda {
         architecture: Some("sm_90a"),
         multiprocessors: 132,
         memory_bytes: 140 << 30,
-        has_fabric: true,
+        offers_fabric: true,
         pci_address: None,
     };
     let links = |a| (0..count).map(|b| if a == b { "own" } else { "atomics" }).collect();
@@ -461,11 +461,16 @@ fn the_answers_of_the_driver_are_reported() {
     assert_eq!(find(&report, "CUDA driver").found, "CUDA 13.0, 8 GPUs");
     assert_eq!(
         find(&report, "CUDA GPU 7").found,
-        "NVIDIA H200, compute capability 9.0 (kernels for sm_90a), 132 SMs, 140 GiB, fabric handles"
+        "NVIDIA H200, compute capability 9.0 (kernels for sm_90a), 132 SMs, 140 GiB"
     );
     assert_eq!(
         find(&report, "peer access").found,
         "between all 8 GPUs, with atomic operations on every link (NVLink)"
+    );
+    let fabric = find(&report, "fabric handles");
+    assert_eq!(
+        (fabric.mark, fabric.found.as_str()),
+        (Mark::Absent, "offered by the driver; no channel of nvidia-imex")
     );
     assert_eq!(find(&report, "kernel compiler").found, "NVRTC 13.0, /venv/libnvrtc.so.13");
     assert_eq!(
@@ -473,6 +478,7 @@ fn the_answers_of_the_driver_are_reported() {
         "/home/a/.cache/hybrid-ep: 3 programs, 96 KiB, 8 GiB free"
     );
     let json = serde_json::to_value(&report.cuda).unwrap();
+    assert_eq!(json["gpus"][0]["offers_fabric"], true);
     assert_eq!(json["peer_links"][1][1], "own");
     assert_eq!(json["gpus"][0]["architecture"], "sm_90a");
 }

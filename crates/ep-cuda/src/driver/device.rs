@@ -21,8 +21,8 @@ pub(crate) struct Device {
     pub(crate) shared_bytes: usize,
     /// Memory of the GPU, in bytes.
     pub(crate) memory_bytes: usize,
-    /// Whether its memory can be shared with other machines of an NVLink domain.
-    pub(crate) has_fabric: bool,
+    /// Whether the driver offers fabric handles. It may still refuse them to this process.
+    pub(super) offers_fabric: bool,
 }
 
 // SAFETY: a context handle may be used from any thread; `bind` makes the context current for a thread.
@@ -91,7 +91,7 @@ impl Device {
             multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
             shared_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
             memory_bytes,
-            has_fabric: has_fabric(device),
+            offers_fabric: offers_fabric(device),
         })
     }
 
@@ -156,8 +156,8 @@ impl Device {
     }
 }
 
-/// Whether a GPU's memory can be shared with other machines. Drivers before CUDA 12.3 do not know the question.
-pub(crate) fn has_fabric(device: sys::CUdevice) -> bool {
+/// Whether the driver offers fabric handles for a GPU's memory. Drivers before CUDA 12.3 do not know the question.
+pub(crate) fn offers_fabric(device: sys::CUdevice) -> bool {
     let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED;
     let mut value = 0;
     // SAFETY: writes one number.

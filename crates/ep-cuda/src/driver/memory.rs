@@ -79,6 +79,11 @@ impl Chunk {
         Ok(Self { handle, bytes })
     }
 
+    /// Whether this process can share memory of this GPU with other machines: allocates some for them.
+    pub(crate) fn can_cross_machines(device: &Device) -> bool {
+        device.offers_fabric && Self::new(device, GRANULE, Sharing::Domain).is_ok()
+    }
+
     /// Exports the memory to processes of this machine.
     pub(crate) fn export(&self) -> Result<OwnedFd> {
         let mut fd = -1i32;
