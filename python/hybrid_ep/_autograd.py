@@ -1,11 +1,15 @@
-"""The gradients of the registered operators.
+"""The gradients of the operators.
 
     dispatch   tokens -> rows      backward: combine
     combine    rows   -> tokens    backward: dispatch
 
+Both the registered operators and the functions `dispatch` and `combine` of this module have them. The functions are for
+programs that no compiler, mode or tracer looks at: PyTorch's dispatcher and its wrapper of registered gradients take a
+hundred microseconds of host time and more for each call.
+
 Backward calls a collective operator, so its arguments must depend only on facts that are equal on all ranks: on which
 inputs need gradients, never on which outputs have a gradient on this rank. Autograd fills in zeros for an output
-without a gradient. `_calls` imports this module to register the operators.
+without a gradient. `_calls` imports this module.
 """
 
 from __future__ import annotations
@@ -16,9 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import ops
 from ._library import library
 from .errors import CallerError
-from .ops import chosen
+from .ops import chosen, end_of, is_plain
+
+__all__ = ["combine", "dispatch", "is_watched"]
+
+# The number of active modes that see calls of PyTorch's operators.
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 # The narrowest row that an operator can move: 16 bytes of bf16.
 _NARROWEST = 8
@@ -35,6 +45,11 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise CallerError(f"the gradient of {ctx.operator} cannot be differentiated again")
+
+
+def is_watched() -> bool:
+    """Whether a compiler or a mode must see calls of operators. A mode may keep results for activation checkpoints."""
+    return torch.compiler.is_compiling() or _modes() > 0
 
 
 _Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -56,7 +71,7 @@ def _once(operator: str, backward: _Backward) -> _Backward:
     return run
 
 
-def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     tokens, _, _, topk_idx, handle, buffer, _, fp8, permuted, _, _, _ = inputs
     out, out_scales, _, out_map = output
     is_fp8 = fp8 is not None or tokens.dtype == torch.float8_e4m3fn
@@ -65,23 +80,24 @@ def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     ctx.save_for_backward(topk_idx)
     ctx.buffer, ctx.permuted, ctx.tokens = buffer, permuted, tokens.shape[0]
     ctx.of_tokens = ctx.needs_input_grad[0] and not is_fp8
-    ctx.mark_non_differentiable(out_scales, out_map, *([out] if is_fp8 else []))
+    apart = [out_scales, out_map, *([out] if is_fp8 else [])]
+    ctx.mark_non_differentiable(*(tensor for tensor in apart if tensor is not None))
 
 
 def _dispatch_backward(ctx: Any, grad: Tensor, _scales: Tensor, grad_probs: Tensor, _map: Tensor) -> Any:
     (topk_idx,) = ctx.saved_tensors
     of_weights = ctx.needs_input_grad[2]
     rows = grad if ctx.of_tokens else grad_probs.new_zeros((grad_probs.shape[0], _NARROWEST), dtype=torch.bfloat16)
-    of_tokens, dense = torch.ops.hybrid_ep.combine(
-        rows, grad_probs if of_weights else None, ctx.handle, ctx.buffer, ctx.tokens, ctx.permuted, None
-    )
+    arguments = (rows, grad_probs if of_weights else None, ctx.handle, ctx.buffer, ctx.tokens, ctx.permuted, None)
+    of_tokens, dense = (_combine if _is_direct(grad, grad_probs) else torch.ops.hybrid_ep.combine)(*arguments)
     weights = None
     if of_weights:
+        assert dense is not None
         weights = dense if topk_idx is None else chosen(dense, topk_idx)
     return of_tokens if ctx.of_tokens else None, None, weights, *[None] * 9
 
 
-def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     rows, _, handle, buffer, _, permuted, _ = inputs
     ctx.handle = handle
     ctx.buffer, ctx.permuted, ctx.rows = buffer, permuted, rows.shape[0]
@@ -90,16 +106,90 @@ def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _combine_backward(ctx: Any, grad: Tensor, grad_probs: Tensor) -> Any:
     of_rows, of_probs = ctx.needs_input_grad[:2]
     tokens = grad if of_rows else grad_probs.new_zeros((grad_probs.shape[0], _NARROWEST), dtype=torch.bfloat16)
-    rows, _, probs, _ = torch.ops.hybrid_ep.dispatch(
+    arguments = (
         tokens, None, grad_probs if of_probs else None, None, ctx.handle, ctx.buffer,
         False, None, ctx.permuted, ctx.rows, True, False,
     )  # fmt: skip
+    direct = _is_direct(grad, grad_probs)
+    rows, _, probs, _ = (_dispatch if direct else torch.ops.hybrid_ep.dispatch)(*arguments)
     return rows if of_rows else None, probs if of_probs else None, *[None] * 5
 
 
-torch.library.register_autograd(
-    "hybrid_ep::dispatch", _once("dispatch", _dispatch_backward), setup_context=_dispatch_setup, lib=library
-)
-torch.library.register_autograd(
-    "hybrid_ep::combine", _once("combine", _combine_backward), setup_context=_combine_setup, lib=library
-)
+def _is_direct(*grads: Tensor | None) -> bool:
+    """Whether a backward pass with these gradients can call an operator directly."""
+    return not is_watched() and all(grad is None or is_plain(grad) for grad in grads)
+
+
+# The operators with the arguments of the registered ones. An absent output is None.
+def _dispatch(
+    tokens: Tensor,
+    scales: Tensor | None,
+    weights: Tensor | None,
+    _topk_idx: Tensor | None,
+    handle: Tensor,
+    buffer: int,
+    from_routing: bool,
+    fp8: str | None,
+    _permuted: bool,
+    _rows: int | None,
+    clear_tokens: bool,
+    local_experts: bool,
+) -> ops.Delivered:
+    end = end_of(buffer)
+    return ops.dispatch(end, tokens, scales, weights, handle, from_routing, fp8, clear_tokens, local_experts)
+
+
+def _combine(
+    rows: Tensor,
+    probs: Tensor | None,
+    handle: Tensor,
+    buffer: int,
+    tokens: int,
+    permuted: bool,
+    wire: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    return ops.combine(end_of(buffer), rows, probs, handle, tokens, permuted, wire)
+
+
+_dispatch_once = _once("dispatch", _dispatch_backward)
+_combine_once = _once("combine", _combine_backward)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
+        outputs = _dispatch(*inputs)
+        _dispatch_setup(ctx, inputs, outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _dispatch_once(ctx, *grads)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
+        outputs = _combine(*inputs)
+        _combine_setup(ctx, inputs, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _combine_once(ctx, *grads)
+
+
+def dispatch(*arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """As `torch.ops.hybrid_ep.dispatch`, for plain tensors outside of compilers and modes. An absent output is None."""
+    delivered: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] = _Dispatch.apply(*arguments)
+    return delivered
+
+
+def combine(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """As `torch.ops.hybrid_ep.combine`, with the restrictions of `dispatch`."""
+    combined: tuple[Tensor, Tensor | None] = _Combine.apply(*arguments)
+    return combined
+
+
+torch.library.register_autograd("hybrid_ep::dispatch", _dispatch_once, setup_context=_dispatch_setup, lib=library)
+torch.library.register_autograd("hybrid_ep::combine", _combine_once, setup_context=_combine_setup, lib=library)

@@ -1,12 +1,14 @@
 """From the arguments of `Buffer`'s operators to one call of an operator.
 
-The functions check what concerns several arguments together, convert weights to float32, and select the plain function
-of `ops` or the registered operator `torch.ops.hybrid_ep.*`. `ops` checks each tensor. `buffer` imports this module, and
+The functions check what concerns several arguments together, convert weights to float32, and select how the operator is
+called: as the plain function of `ops`, with gradients (`_autograd`), or, where a compiler or a mode must see the call,
+as the registered operator `torch.ops.hybrid_ep.*`. `ops` checks each tensor. `buffer` imports this module, and
 `deep_ep` for a dispatch that delivers no map.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# Registers the operators, with their gradients.
-from . import _autograd as _autograd
-from . import ops
+# `_autograd` also registers the operators.
+from . import _autograd, ops
 from ._dense import dense_weights
 from .errors import CallerError
 from .ops import End
@@ -26,9 +27,6 @@ from .work import Work
 __all__ = ["Given", "combine", "dispatch", "preprocess", "start"]
 
 Result = TypeVar("Result")
-
-# The number of active modes that see calls of PyTorch's operators.
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class Given(NamedTuple):
@@ -63,7 +61,7 @@ def _preprocess(
     most = end.experts if most is None else most
     if weights is not None and weights.requires_grad:
         weights = weights.detach()
-    if _is_plain_call(tensor, weights):
+    if _way(tensor, weights) is _Way.PLAIN:
         arguments = (tensor, weights, is_map, pad_multiple, capacity, most)
         handle, found, padded, raw, overflow = ops.preprocess(end, *arguments)
         rows: int | None = found
@@ -137,13 +135,15 @@ def dispatch(
     local_experts = local_experts and not permuted
     # Without gradients nothing sums over the rows that no token takes, so they need not be cleared.
     clear_tokens = handle.capacity is not None and torch.is_grad_enabled()
-    if _is_plain_call(tokens, weights, scales):
+    way = _way(tokens, weights, scales)
+    if way is _Way.PLAIN:
         out, out_scales, out_probs, out_map = ops.dispatch(
             end, tokens, scales, weights, handle.tensor, fresh, fp8, clear_tokens, local_experts
         )
     else:
         topk = handle.topk_idx if fresh and weights is not None else None
-        out, some_scales, some_probs, some_map = torch.ops.hybrid_ep.dispatch(
+        call = _autograd.dispatch if way is _Way.GRADIENT else torch.ops.hybrid_ep.dispatch
+        out, some_scales, some_probs, some_map = call(
             tokens, scales, weights, topk, handle.tensor, end.number,
             fresh, fp8, permuted, handle.rows, clear_tokens, local_experts,
         )  # fmt: skip
@@ -177,14 +177,14 @@ def combine(
     _check_handle(end, handle, permuted)
     if probs is not None:
         probs = _f32("probs", probs)
-    if _is_plain_call(tokens, probs):
+    way = _way(tokens, probs)
+    if way is _Way.PLAIN:
         arguments = (tokens, probs, handle.tensor, handle.tokens, permuted, wire, first_column)
         return Combined(*ops.combine(end, *arguments))
     if probs is not None and first_column is not None:
         probs = probs.narrow(1, first_column, end.local_experts)
-    out, some_probs = torch.ops.hybrid_ep.combine(
-        tokens, probs, handle.tensor, end.number, handle.tokens, permuted, wire
-    )
+    call = _autograd.combine if way is _Way.GRADIENT else torch.ops.hybrid_ep.combine
+    out, some_probs = call(tokens, probs, handle.tensor, end.number, handle.tokens, permuted, wire)
     return Combined(out, None if probs is None else some_probs)
 
 
@@ -239,21 +239,30 @@ def _plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
 
 
-def _is_plain_call(*tensors: Tensor | None) -> bool:
-    """Whether the operator can be called directly: no compiler, autograd, mode or tracer needs to see the call."""
-    if torch.compiler.is_compiling() or _modes():  # a mode may keep results, for activation checkpoints
-        return False
+class _Way(enum.Enum):
+    """How an operator is called."""
+
+    PLAIN = enum.auto()
+    GRADIENT = enum.auto()
+    REGISTERED = enum.auto()
+
+
+def _way(*tensors: Tensor | None) -> _Way:
+    """How the operator must be called for a compiler, autograd, a mode or a tracer to see the call."""
+    if _autograd.is_watched():
+        return _Way.REGISTERED
     if forward_ad._current_level >= 0:
         _refuse_tangents(tensors)
     differentiable = torch.is_grad_enabled()
+    way = _Way.PLAIN
     for tensor in tensors:
         if ops.is_plain(tensor):
             if differentiable and tensor.requires_grad:
-                return False
+                way = _Way.GRADIENT
         elif isinstance(tensor, Tensor):
-            return False
+            return _Way.REGISTERED
     # The operator itself refuses arguments that are not tensors.
-    return True
+    return way
 
 
 def _refuse_tangents(tensors: Iterable[Tensor | None]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hybrid_ep import Buffer, CallerError, PeerError
@@ -373,6 +374,39 @@ def test_hooks_may_move_saved_tensors(device: str) -> None:
     for got, expected in zip(world(work, 4, device=device), dense_gradients(case), strict=True):
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pad", PADS)
+def test_the_registered_operators_have_the_same_gradients(device: str, pad: int | None) -> None:
+    """A mode sees the registered operators; without one, autograd calls the operators directly."""
+    case = make_case()
+
+    class Listing(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += [function.name()] if function.namespace == "hybrid_ep" else []
+            return function(*args, **(kwargs or {}))
+
+    def work(buffer: Buffer) -> None:
+        def gradients() -> list[Tensor | None]:
+            inputs = [t[buffer.rank].to(buffer.device, copy=True) for t in (case.tokens, case.topk_weights)]
+            x, weights = (t.requires_grad_() for t in inputs)
+            y = layer(buffer, case, pad, x, weights)
+            y.square().sum().backward()
+            return [y.detach(), x.grad, weights.grad]
+
+        direct = gradients()
+        with Listing() as mode:
+            listed = gradients()
+        names = ["preprocess", "dispatch", "combine", "dispatch", "combine"]
+        assert mode.seen == [f"hybrid_ep::{name}" for name in names]
+        for one, other in zip(direct, listed, strict=True):
+            assert one is not None and other is not None and torch.equal(one, other)
+
+    world(work, case.ranks, device=device, experts=case.experts)
 
 
 def test_an_error_in_backward_is_raised_there() -> None:
