@@ -293,7 +293,7 @@ mod tests {
         let told = Fault { awaited: NONE, cause: FaultKind::Aborted as u32, waited_ns: 0, ..gone };
         assert_eq!(
             alone(told),
-            "rank 2 failed (combine #7): rank 0 waited 0.000 s for nothing: another rank had reported the fault before"
+            "rank 2 failed (combine #7): rank 0 was waiting for nothing: another rank had reported the fault before"
         );
         let words = Words::new(8, Machines::one(3), &Config::default());
         assert_eq!(words.error(&FaultReport::zeroed(), &[]), None);

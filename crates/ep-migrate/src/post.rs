@@ -29,6 +29,9 @@ pub(crate) const GRACE: Duration = Duration::from_secs(1);
 /// Receives of headers of one peer that are posted at a time. A carrier may send a message only after its receive is posted,
 /// so with one receive every header would cost a round trip.
 const HEADERS_AHEAD: usize = 16;
+/// What to do about a rank that is late or stopped.
+const REMEDY: &str =
+    "look whether the rank's process is stopped or skipped a step, and raise the timeout if it is only slow";
 
 /// What a [`Post`] needs to know.
 #[derive(Debug)]
@@ -532,29 +535,18 @@ impl Post {
 
     /// The error of this rank when a peer gives up because of `culprit`, which may be this rank.
     fn told(&self, peer: usize, culprit: Rank, fault: PeerFault) -> PeerError {
-        let (operator, step) = self.lock().operator;
-        let rank = self.setup.rank;
-        let told = format!("messages and was told by rank {}", self.peer(peer));
-        let waited_for = match fault {
-            PeerFault::Late | PeerFault::Stalled if culprit != rank => format!("{told}; {}", self.remedy()),
+        let teller = self.peer(peer);
+        let told = format!("messages and was told by rank {teller}");
+        if culprit == self.setup.rank {
+            let cause = Some(format!("rank {culprit} {fault}"));
+            return PeerError { cause, ..self.peer_error(teller, PeerFault::Failed, told, Duration::ZERO) };
+        }
+        // The teller's bound has passed, which this rank does not know.
+        let told = match fault {
+            PeerFault::Late | PeerFault::Stalled => format!("{told}; {REMEDY}"),
             _ => told,
         };
-        let (peer, fault, cause) = if culprit == rank {
-            (self.peer(peer), PeerFault::Failed, Some(format!("rank {culprit} {fault}")))
-        } else {
-            (culprit, fault, None)
-        };
-        PeerError {
-            peer,
-            machine: None,
-            fault,
-            operator,
-            step,
-            rank,
-            waited_for,
-            waited: Duration::ZERO,
-            cause,
-        }
+        self.peer_error(culprit, fault, told, Duration::ZERO)
     }
 
     /// Checks that a correct peer could have sent this header.
@@ -707,23 +699,21 @@ impl Post {
 
     // ---- failing and closing
 
-    fn fault(&self, peer: usize, fault: PeerFault, waited_for: String, waited: Duration) -> PeerError {
+    /// The error of this rank's call about `peer`.
+    fn peer_error(&self, peer: Rank, fault: PeerFault, waited_for: String, waited: Duration) -> PeerError {
         let (operator, step) = self.lock().operator;
-        let (peer, rank) = (self.peer(peer), self.setup.rank);
-        let waited_for = match fault {
-            PeerFault::Late | PeerFault::Stalled => format!("{waited_for}; {}", self.remedy()),
-            _ => waited_for,
-        };
+        let rank = self.setup.rank;
         PeerError { peer, machine: None, fault, operator, step, rank, waited_for, waited, cause: None }
     }
 
-    /// What to do about a rank that is late or stopped.
-    fn remedy(&self) -> String {
-        format!(
-            "timeout = {} s; look whether the rank's process is stopped or skipped a step, and raise the timeout if it is only \
-             slow",
-            self.setup.timeout.as_secs_f64()
-        )
+    fn fault(&self, peer: usize, fault: PeerFault, waited_for: String, waited: Duration) -> PeerError {
+        let waited_for = match fault {
+            PeerFault::Late | PeerFault::Stalled => {
+                format!("{waited_for}; timeout = {} s; {REMEDY}", self.setup.timeout.as_secs_f64())
+            }
+            _ => waited_for,
+        };
+        self.peer_error(self.peer(peer), fault, waited_for, waited)
     }
 
     fn broken(&self, peer: usize, found: impl Into<String>) -> Error {
@@ -762,12 +752,8 @@ impl Post {
 
     /// Records that a rank, perhaps none of the peers, is at fault for what another part of the program found.
     pub(crate) fn blame(&self, peer: Rank, fault: PeerFault) {
-        let (operator, step) = self.lock().operator;
-        let (rank, waited_for) = (self.setup.rank, "messages of another part of the step".into());
-        let waited = Duration::ZERO;
-        let error =
-            PeerError { peer, machine: None, fault, operator, step, rank, waited_for, waited, cause: None };
-        self.fail_for(error, (peer, fault));
+        let waited_for = "messages of another part of the step".into();
+        self.fail_for(self.peer_error(peer, fault, waited_for, Duration::ZERO), (peer, fault));
     }
 
     /// As [`fail`](Self::fail), with the rank at fault that the peers shall be told.

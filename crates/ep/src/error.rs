@@ -349,6 +349,8 @@ impl PeerError {
         let Self { waited_for, waited, .. } = self;
         match self.fault {
             PeerFault::Broken => format!("found {waited_for}"),
+            // It was told, or found the rank lost at once.
+            _ if *waited < Duration::from_millis(1) => format!("was waiting for {waited_for}"),
             _ => format!("waited {:.3} s for {waited_for}", waited.as_secs_f64()),
         }
     }
@@ -480,16 +482,16 @@ mod tests {
         let died = PeerError { fault: PeerFault::Died, ..error.clone() };
         assert!(died.to_string().ends_with("see its output and the system's log"), "{died}");
         let told = PeerError { cause: Some("no memory".into()), ..error };
-        assert!(told.to_string().ends_with("waited 0.000 s for a reply; its error: no memory"), "{told}");
+        assert!(told.to_string().ends_with("was waiting for a reply; its error: no memory"), "{told}");
     }
 
     #[test]
     fn what_is_no_call_has_no_number() {
         let joining = PeerError::joining(Rank(0), Rank(1), PeerFault::Stalled, "a reply", Duration::ZERO);
-        assert!(joining.to_string().starts_with("rank 1 stalled (join): rank 0 waited"), "{joining}");
+        assert!(joining.to_string().starts_with("rank 1 stalled (join): rank 0 was waiting"), "{joining}");
         let sharing = Error::from(joining).while_sharing_memory();
         assert!(
-            sharing.to_string().starts_with("rank 1 stalled (sharing memory): rank 0 waited"),
+            sharing.to_string().starts_with("rank 1 stalled (sharing memory): rank 0 was waiting"),
             "{sharing}"
         );
         let other = Error::from(CallerError::Topology("no ranks".into()));

@@ -173,7 +173,7 @@ mod tests {
         let said = loss.error(Rank(1), Some(Rank(0)), "its part", Duration::ZERO).to_string();
         assert_eq!(
             said,
-            "rank 2 failed (join): rank 1 waited 0.000 s for its part (reported by rank 0); its error: topology: no ranks"
+            "rank 2 failed (join): rank 1 was waiting for its part (reported by rank 0); its error: topology: no ranks"
         );
     }
 
