@@ -5,20 +5,23 @@ use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use ep::join::{Introduction, Joining, Machines, Met, Rendezvous, SPLIT_DOMAINS};
+use ep::join::{Introduction, Joining, Machines, Met, Rendezvous};
 use ep::{CallerError, Config, EnvironmentError, Rank, Result, World};
 use ep_rail::connect_rail;
 
 use crate::arena::Announce as _;
 use crate::buffer::{CudaBuffer, Home, load_kernels};
-use crate::driver::{Chunk, Device, FABRIC_HINT, Sharing};
+use crate::driver::{Chunk, Device, Sharing};
 use crate::links;
 use crate::params::MAX_RANKS;
 use crate::peers::{Access, Peers, accesses};
 use crate::rails::{Bounds, RankRails, RankWindow};
 
-/// [`Introduction::backend`]. Change it with the format of [`Facts`], of messages over links, or of shared memory.
+/// [`Introduction::backend`]. Change it with the format of [`Gpu`], of messages over links, or of shared memory.
 const BACKEND: &str = "cuda 3";
+/// What to do about a rank that cannot share memory with other machines.
+const CROSSING_REMEDY: &str = ", or, if NVLink connects the machines, run the service nvidia-imex on all of them and give the processes a \
+     channel (/dev/nvidia-caps-imex-channels)";
 
 impl CudaBuffer {
     /// [`ep::Backend::threads`].
@@ -105,13 +108,15 @@ impl CudaBuffer {
         let device = Device::open(gpu)?;
         load_kernels(world, &device, false, config)?;
         let bounds = Bounds::of(world, config)?;
-        let own = Facts { gpu: device.uuid()?, has_fabric: Chunk::can_cross_machines(&device) };
+        let own = Gpu(device.uuid()?);
+        let crosses = if Chunk::can_cross_machines(&device) { Ok(()) } else { Err(CROSSING_REMEDY) };
         let settings = bounds.map_or_else(Vec::new, |bounds| bounds.settings(config));
         let introduction =
-            Introduction { backend: BACKEND, settings, shares_between_machines: true, facts: own };
-        let Met { machines, facts, links } = joining.meet(introduction)?;
+            Introduction { backend: BACKEND, settings, shares_between_machines: crosses, facts: own };
+        let Met { machines, facts: gpus, links } = joining.meet(introduction)?;
         let access = accesses(world, rank, |peer| machines.is_remote(peer));
-        let sharing = sharing(world, rank, &machines, &access, &facts)?;
+        let spans = access.contains(&Access::Domain);
+        let sharing = if spans { Sharing::Domain } else { Sharing::Machine };
         let home = Home::new(world, rank, device, vec![gpu], sharing, config)?;
         let (mut links, mapped) = links::serve_all(links, &home, &access, &machines, config)?;
         home.arena.with_chunks(|chunks| chunks.iter().try_for_each(|chunk| links.announce(chunk)))?;
@@ -146,7 +151,7 @@ impl CudaBuffer {
             peers.control.push(theirs.control.wrapping_add_signed(delta));
         }
         peers._keep = Arc::new(mapped);
-        let here = facts.iter().filter(|theirs| theirs.gpu == own.gpu).count();
+        let here = gpus.iter().filter(|&&theirs| theirs == own).count();
         Self::assemble(world.clone(), config, home, peers, rails, here)
     }
 }
@@ -197,70 +202,26 @@ fn for_processes_only(config: &Config) -> ep::Error {
     CallerError::Config { key, value, problem: problem.into() }.into()
 }
 
-/// Which processes must be able to map the memory of `rank`.
-///
-/// # Errors
-/// [`CallerError::Topology`] that names two ranks of one domain on different machines, and the first rank of the domain
-/// that cannot share memory with other machines.
-fn sharing(
-    world: &World,
-    rank: Rank,
-    machines: &Machines,
-    access: &[Access],
-    facts: &[Facts],
-) -> Result<Sharing> {
-    let Some(peer) = access.iter().position(|&access| access == Access::Domain) else {
-        return Ok(Sharing::Machine);
-    };
-    let topology = world.topology();
-    let mut domain = topology.domain_ranks(topology.domain_of(rank));
-    let Some(without) = domain.find(|rank| !facts[rank.index()].has_fabric) else {
-        return Ok(Sharing::Domain);
-    };
-    let peer = Rank(peer as u32);
-    let place = |rank| format!("{rank} on {}", machines.name_of(rank).unwrap_or("this machine"));
-    Err(CallerError::Topology(format!(
-        "ranks {} and {} are in one NVLink domain, and rank {without} cannot share GPU memory with other machines (it can make no \
-         fabric handle); {SPLIT_DOMAINS}, or, where NVLink connects the machines: {FABRIC_HINT}",
-        place(rank.min(peer)),
-        place(rank.max(peer)),
-    ))
-    .into())
-}
-
-/// What a rank tells the others about its GPU.
+/// UUID of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Facts {
-    /// UUID of its GPU.
-    gpu: [u8; 16],
-    /// Whether the rank can share memory with other machines.
-    has_fabric: bool,
-}
+pub(crate) struct Gpu([u8; 16]);
 
-/// The text form, from which [`FromStr`] makes an equal value: a hexadecimal number, and 0 or 1.
-impl fmt::Display for Facts {
+/// The text form, from which [`FromStr`] makes an equal value: a hexadecimal number.
+impl fmt::Display for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { gpu, has_fabric } = self;
-        write!(f, "{:x} {}", u128::from_be_bytes(*gpu), u8::from(*has_fabric))
+        write!(f, "{:x}", u128::from_be_bytes(self.0))
     }
 }
 
-/// The error for a text that is not [`Facts`].
+/// The error for a text that is no [`Gpu`].
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct NoFacts;
+pub(crate) struct NoGpu;
 
-impl FromStr for Facts {
-    type Err = NoFacts;
+impl FromStr for Gpu {
+    type Err = NoGpu;
 
-    fn from_str(text: &str) -> std::result::Result<Self, NoFacts> {
-        let (gpu, fabric) = text.split_once(' ').ok_or(NoFacts)?;
-        let gpu = u128::from_str_radix(gpu, 16).map_err(|_| NoFacts)?.to_be_bytes();
-        let has_fabric = match fabric {
-            "0" => false,
-            "1" => true,
-            _ => return Err(NoFacts),
-        };
-        Ok(Self { gpu, has_fabric })
+    fn from_str(text: &str) -> std::result::Result<Self, NoGpu> {
+        u128::from_str_radix(text, 16).map(|uuid| Self(uuid.to_be_bytes())).map_err(|_| NoGpu)
     }
 }
 
@@ -311,16 +272,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn facts_survive_the_round_trip_as_text() {
-        for has_fabric in [false, true] {
-            let facts = Facts { gpu: [0xA7; 16], has_fabric };
-            let text = facts.to_string();
-            assert_eq!(text.parse(), Ok(facts));
-            for wrong in
-                ["", &text[1..3], &text[..33], &format!("{text} 1"), &format!("1{text}"), "x 1", "1 2", "1 "]
-            {
-                assert_eq!(wrong.parse::<Facts>(), Err(NoFacts), "{wrong}");
-            }
+    fn what_ranks_tell_each_other_survives_the_round_trip() {
+        let gpu = Gpu([0xA7; 16]);
+        let text = gpu.to_string();
+        assert_eq!(text.parse(), Ok(gpu));
+        for wrong in ["", &format!("{text} 1"), &format!("1{text}"), "x"] {
+            assert_eq!(wrong.parse::<Gpu>(), Err(NoGpu), "{wrong}");
         }
         let places = Places { base: 1 << 40, control: 3 };
         assert_eq!(Places::from_bytes(Rank(1), &places.to_bytes()).unwrap(), places);

@@ -508,7 +508,7 @@ mod tests {
             config.host.transport.address = Some("127.0.0.1".into());
             let (settings, facts) = (Vec::new(), String::new());
             let introduction =
-                Introduction { backend: "test", settings, shares_between_machines: false, facts };
+                Introduction { backend: "test", settings, shares_between_machines: Err(""), facts };
             let make = |joining: &mut Joining<'_>| joining.meet(introduction);
             ep::join::join(&world, &mut rendezvous, &config, make).unwrap()
         };
@@ -539,11 +539,11 @@ mod tests {
         };
         assert_eq!(announce(MAPPED), Ok(()));
         let left = announce(LEFT).unwrap_err();
-        assert!(left.starts_with("rank 1 on node-a left (join): rank 0 waited"), "{left}");
+        assert!(left.starts_with("rank 1 on node-a left (join): rank 0 was waiting"), "{left}");
         // A peer that has ended its links reads nothing any more.
         drop(met);
         let died = announce(MAPPED).unwrap_err();
-        assert!(died.starts_with("rank 1 on node-a died (join): rank 0 waited"), "{died}");
+        assert!(died.starts_with("rank 1 on node-a died (join): rank 0 was waiting"), "{died}");
     }
 
     #[test]

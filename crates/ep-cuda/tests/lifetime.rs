@@ -348,10 +348,10 @@ fn a_domain_over_machines_without_fabric_handles_is_refused() {
     for made in on_two_machines() {
         assert_eq!(
             made.unwrap_err().to_string(),
-            "topology: ranks 0 on node-a and 1 on node-b are in one NVLink domain, and rank 0 cannot share GPU memory with other \
-             machines (it can make no fabric handle); choose the number of domains so that each domain is on one machine, and \
-             number the ranks of a machine consecutively, or, where NVLink connects the machines: does the service nvidia-imex \
-             run on all machines of the domain, and may this process use a channel (/dev/nvidia-caps-imex-channels)?"
+            "topology: ranks 0 on node-a and 1 on node-b are in one NVLink domain, and rank 0 cannot share memory with other \
+             machines; choose the number of domains so that each domain is on one machine, and number the ranks of a machine \
+             consecutively, or, if NVLink connects the machines, run the service nvidia-imex on all of them and give the \
+             processes a channel (/dev/nvidia-caps-imex-channels)"
         );
     }
 }

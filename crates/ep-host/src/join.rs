@@ -112,7 +112,7 @@ fn introduction(config: &Config) -> Introduction<String> {
         ("the transport", engine.to_string()),
         ("the number of NICs of a rank", transport.nics_per_rank().to_string()),
     ];
-    Introduction { backend: BACKEND, settings, shares_between_machines: false, facts: String::new() }
+    Introduction { backend: BACKEND, settings, shares_between_machines: Err(""), facts: String::new() }
 }
 
 /// What the ranks of a world share, as one rank sees it.

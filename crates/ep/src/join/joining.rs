@@ -5,14 +5,14 @@ use std::fmt::Display;
 use std::str::FromStr;
 
 use super::link::Held;
-use super::machines::unreadable;
+use super::machines::{Crossing, unreadable};
 use super::{Door, Invitation, Links, Machine, Machines, Member, Rendezvous};
 use crate::config::Config;
 use crate::error::{CallerError, Operator, Result};
 use crate::topology::{Rank, World};
 
 /// The version of introductions. A backend has a version of its own, in [`Introduction::backend`].
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Makes this process one rank of `world`: the rank of `rendezvous`. `make` makes the rank's buffer; it calls
 /// [`Joining::meet`], and then shares memory with the ranks that it has met. Collective.
@@ -82,8 +82,9 @@ pub struct Introduction<T> {
     pub backend: &'static str,
     /// The settings that must be equal on all ranks, in the same order. If a value differs, the error has its name.
     pub settings: Vec<Setting>,
-    /// Whether the backend can share memory between machines, so that an NVLink domain may span several.
-    pub shares_between_machines: bool,
+    /// `Ok` if this rank can share memory with other machines, so that its NVLink domain may span several. Otherwise what to
+    /// do about it, or an empty text.
+    pub shares_between_machines: Result<(), &'static str>,
     /// What only the backend understands. Its text form is one line.
     pub facts: T,
 }
@@ -131,27 +132,24 @@ impl Joining<'_> {
             machine: Machine::this(config.machine.as_deref()),
             invitation: door.invitation().clone(),
             facts,
+            shares_between_machines: shares_between_machines.is_ok(),
             settings: values(&settings),
         };
         let blobs = gathered(*rendezvous, mine.to_text(&first_line).as_bytes())?;
         let (mut machines, mut invitations, mut facts) = (Vec::new(), Vec::new(), Vec::new());
+        let mut crossing =
+            Crossing { ranks: Vec::new(), remedy: shares_between_machines.err().unwrap_or_default() };
         for (peer, blob) in world.topology().all_ranks().zip(&blobs) {
             let theirs = Introduced::from_bytes(&first_line, blob);
             let theirs: Introduced<T> = theirs.ok_or_else(|| unreadable(peer, "introduction"))?;
             check_same((rendezvous.rank(), &settings), (peer, &theirs.settings))?;
             machines.push(theirs.machine);
+            crossing.ranks.push(theirs.shares_between_machines);
             invitations.push(theirs.invitation);
             facts.push(theirs.facts);
         }
-        let (machines, invitations) = Machines::meet(
-            world,
-            *rendezvous,
-            config,
-            &mut door,
-            &machines,
-            invitations,
-            shares_between_machines,
-        )?;
+        let (machines, invitations) =
+            Machines::meet(world, *rendezvous, config, &mut door, &machines, invitations, &crossing)?;
         self.machines = machines.clone();
         let member = Member::of(*rendezvous, config);
         let links = Links::connect(door, &member, &invitations, || rendezvous.lost())?;
@@ -166,23 +164,25 @@ pub(super) struct Introduced<T> {
     machine: Machine,
     invitation: Invitation,
     facts: T,
+    shares_between_machines: bool,
     /// The values that must be equal on all ranks.
     settings: String,
 }
 
 impl<T: Display + FromStr> Introduced<T> {
     pub(super) fn to_text(&self, first_line: &str) -> String {
-        let Self { machine, invitation, facts, settings } = self;
-        format!("{first_line}\n{machine}\n{invitation}\n{facts}\n{settings}")
+        let Self { machine, invitation, facts, shares_between_machines: shares, settings } = self;
+        format!("{first_line}\n{machine}\n{invitation}\n{facts}\n{shares}\n{settings}")
     }
 
     pub(super) fn from_bytes(first_line: &str, bytes: &[u8]) -> Option<Self> {
-        let mut lines = std::str::from_utf8(bytes).ok()?.splitn(5, '\n');
+        let mut lines = std::str::from_utf8(bytes).ok()?.splitn(6, '\n');
         lines.next().filter(|&first| first == first_line)?;
         Some(Self {
             machine: lines.next()?.parse().ok()?,
             invitation: lines.next()?.parse().ok()?,
             facts: lines.next()?.parse().ok()?,
+            shares_between_machines: lines.next()?.parse().ok()?,
             settings: lines.next()?.into(),
         })
     }
@@ -241,7 +241,7 @@ mod tests {
     use crate::error::{EnvironmentError, Error, PeerError, PeerFault};
 
     const LONG: Duration = Duration::from_secs(60);
-    const FIRST_LINE: &str = "hybrid-ep 1 test 1";
+    const FIRST_LINE: &str = "hybrid-ep 2 test 1";
 
     fn world(ranks: usize) -> World {
         World::builder().ranks(ranks).experts(2 * ranks).build().unwrap()
@@ -250,7 +250,8 @@ mod tests {
     fn introduced(world: &World) -> Introduced<u64> {
         let invitation = Door::open().unwrap().invitation().clone();
         let machine = Machine::this(Some("node-a"));
-        Introduced { machine, invitation, facts: 7, settings: values(&world_settings(world)) }
+        let settings = values(&world_settings(world));
+        Introduced { machine, invitation, facts: 7, shares_between_machines: true, settings }
     }
 
     #[test]
@@ -260,7 +261,7 @@ mod tests {
         let text = mine.to_text(FIRST_LINE);
         assert_eq!(Introduced::from_bytes(FIRST_LINE, text.as_bytes()), Some(mine));
         let read = |first_line: &str, bytes: &[u8]| Introduced::<u64>::from_bytes(first_line, bytes);
-        assert_eq!(read("hybrid-ep 1 test 2", text.as_bytes()), None);
+        assert_eq!(read("hybrid-ep 2 test 2", text.as_bytes()), None);
         let other_facts = text.replace("\n7\n", "\nseven\n");
         for wrong in
             [&b""[..], b"\xFF", &text.as_bytes()[1..], &text.as_bytes()[..60], other_facts.as_bytes()]
@@ -321,7 +322,7 @@ mod tests {
 
     fn introduction(joining: &Joining<'_>) -> Introduction<u32> {
         let (settings, facts) = (Vec::new(), joining.rank().0);
-        Introduction { backend: "test 1", settings, shares_between_machines: false, facts }
+        Introduction { backend: "test 1", settings, shares_between_machines: Err(""), facts }
     }
 
     #[test]

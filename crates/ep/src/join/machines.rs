@@ -56,8 +56,19 @@ impl Machines {
     }
 }
 
+/// Which ranks can share memory with other machines.
+#[cfg(target_os = "linux")]
+#[derive(Debug)]
+pub(super) struct Crossing {
+    /// By rank.
+    pub(super) ranks: Vec<bool>,
+    /// What to do about ranks that cannot.
+    pub(super) remedy: &'static str,
+}
+
 /// The advice to callers whose NVLink domains would have to span machines.
-pub const SPLIT_DOMAINS: &str = "choose the number of domains so that each domain is on one machine, and number the ranks of a machine \
+#[cfg(target_os = "linux")]
+const SPLIT_DOMAINS: &str = "choose the number of domains so that each domain is on one machine, and number the ranks of a machine \
      consecutively";
 
 #[cfg(target_os = "linux")]
@@ -74,11 +85,11 @@ mod meet {
     impl Machines {
         /// Checks that the `machines` of all ranks fit the world and the engine. If there are several, opens this rank's
         /// `door` to the ranks of other machines and exchanges addresses. Collective. Returns the `invitations` of all ranks
-        /// with an address where the rank is on another machine. Both arguments are in rank order. `domains_span`: whether
-        /// ranks of one domain may be on different machines.
+        /// with an address where the rank is on another machine. Both arguments are in rank order.
         ///
         /// # Errors
-        /// - [`CallerError::Topology`] that names two ranks of one domain on different machines, unless `domains_span`.
+        /// - [`CallerError::Topology`] that names two ranks of one domain on different machines, and a rank of the domain that
+        ///   cannot share memory with other machines.
         /// - [`CallerError::Config`] for an engine that does not leave the machine.
         /// - [`EnvironmentError`] for a machine without an address that the others can reach.
         /// - [`PeerError`], as [`Rendezvous::all_gather`].
@@ -89,10 +100,10 @@ mod meet {
             door: &mut Door,
             machines: &[Machine],
             invitations: Vec<Invitation>,
-            domains_span: bool,
+            crossing: &Crossing,
         ) -> Result<(Self, Vec<Invitation>)> {
             let own = &machines[rendezvous.rank().index()];
-            if !check_machines(world, config, machines, domains_span)? {
+            if !check_machines(world, config, machines, crossing)? {
                 return Ok((Self::one(world.ranks()), invitations));
             }
             let (address, addresses) = open_to_machines(rendezvous, config, door)?;
@@ -109,38 +120,50 @@ mod meet {
         }
     }
 
-    /// Checks that the ranks of each domain are on one machine, unless `domains_span`, and that the engine crosses the
-    /// network where ranks of a rail are on several machines. `machines` are those of all ranks, by rank. Returns whether
+    /// Checks that the ranks of each domain are on one machine, or can share memory with others, and that the engine crosses
+    /// the network where ranks of a rail are on several machines. `machines` are those of all ranks, by rank. Returns whether
     /// there are several.
     fn check_machines(
         world: &World,
         config: &Config,
         machines: &[Machine],
-        domains_span: bool,
+        crossing: &Crossing,
     ) -> Result<bool> {
         let topology = world.topology();
         // The first rank on another machine than the rank that `first_of` gives, and that rank.
         let apart = |first_of: &dyn Fn(Rank) -> Rank| {
             let pairs = topology.all_ranks().map(|rank| (first_of(rank), rank));
-            pairs.into_iter().find_map(|(first, rank)| {
-                let (machine, other) = (&machines[rank.index()], &machines[first.index()]);
-                let place = |rank: Rank, machine: &Machine| format!("{rank} on {}", machine.name());
-                (!machine.shares_memory_with(other)).then(|| [place(first, other), place(rank, machine)])
-            })
+            pairs
+                .into_iter()
+                .find(|(first, rank)| !machines[rank.index()].shares_memory_with(&machines[first.index()]))
         };
-        let in_domain = apart(&|rank| topology.rank_at(topology.domain_of(rank), 0));
-        if let Some([first, rank]) = in_domain.filter(|_| !domains_span) {
-            return Err(CallerError::Topology(format!(
-                "ranks {first} and {rank} are in one NVLink domain, whose ranks share memory; {SPLIT_DOMAINS}"
-            ))
-            .into());
+        let place = |rank: Rank| format!("{rank} on {}", machines[rank.index()].name());
+        for domain in 0..topology.domains() {
+            let first = topology.rank_at(domain, 0);
+            let Some((first, rank)) =
+                apart(&|rank| if topology.domain_of(rank) == domain { first } else { rank })
+            else {
+                continue;
+            };
+            if let Some(without) = topology.domain_ranks(domain).find(|rank| !crossing.ranks[rank.index()]) {
+                return Err(CallerError::Topology(format!(
+                    "ranks {} and {} are in one NVLink domain, and rank {without} cannot share memory with other machines; \
+                     {SPLIT_DOMAINS}{}",
+                    place(first),
+                    place(rank),
+                    crossing.remedy
+                ))
+                .into());
+            }
         }
         let on_rail = apart(&|rank| topology.rank_at(0, topology.local_rank_of(rank)));
         let engine = &config.host.transport.engine;
         let stays = config.host.transport.maps_windows() || engine == "shm";
-        if let Some([here, there]) = on_rail.filter(|_| stays) {
+        if let Some((here, there)) = on_rail.filter(|_| stays) {
             let problem = format!(
-                "carries bytes inside one machine only, and rank {here} sends to rank {there}; set HYBRID_EP_TRANSPORT=tcp, or the provider of your network card"
+                "carries bytes inside one machine only, and rank {} sends to rank {}; set HYBRID_EP_TRANSPORT=tcp, or the provider of your network card",
+                place(here),
+                place(there)
             );
             let (key, value) = ("HYBRID_EP_TRANSPORT", engine.clone());
             return Err(CallerError::Config { key, value, problem }.into());
@@ -209,11 +232,13 @@ mod meet {
             let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
             let [a, b] = ["node-a", "node-b"].map(|name| Machine::this(Some(name)));
             let mut config = Config::default();
-            let check_spanning = |config: &Config, machines: [&Machine; 4], spans| {
+            let check_with = |config: &Config, machines: [&Machine; 4], crosses: [bool; 4]| {
                 let machines = machines.map(Clone::clone);
-                check_machines(&world, config, &machines, spans).map_err(|error| error.to_string())
+                let crossing = Crossing { ranks: crosses.to_vec(), remedy: ", or buy a cable" };
+                check_machines(&world, config, &machines, &crossing).map_err(|error| error.to_string())
             };
-            let check = |config: &Config, machines| check_spanning(config, machines, false);
+            let check = |config: &Config, machines| check_with(config, machines, [false; 4]);
+            let check_spanning = |config: &Config, machines| check_with(config, machines, [true; 4]);
             assert_eq!(check(&config, [&a; 4]), Ok(false));
             let crossing = check(&config, [&a, &b, &b, &b]).unwrap_err();
             assert!(
@@ -226,13 +251,21 @@ mod meet {
                 assert!(refused.starts_with(&format!("HYBRID_EP_TRANSPORT = {engine}: ")), "{refused}");
                 assert!(refused.contains("rank 0 on node-a sends to rank 2 on node-b"), "{refused}");
                 // Every rail stays on a machine, although the domains do not.
-                assert_eq!(check_spanning(&config, [&a, &b, &a, &b], true), Ok(true));
-                assert!(check_spanning(&config, [&a, &b, &b, &b], true).is_err());
+                assert_eq!(check_spanning(&config, [&a, &b, &a, &b]), Ok(true));
+                assert!(check_spanning(&config, [&a, &b, &b, &b]).is_err());
             }
             config.host.transport.engine = "tcp".into();
             assert_eq!(check(&config, [&a, &a, &b, &b]), Ok(true));
-            assert_eq!(check_spanning(&config, [&a, &b, &b, &b], true), Ok(true));
+            assert_eq!(check_spanning(&config, [&a, &b, &b, &b]), Ok(true));
             assert!(check(&config, [&a, &b, &a, &b]).is_err());
+            // Only the ranks of the domain that spans machines must be able to.
+            assert_eq!(check_with(&config, [&a, &b, &b, &b], [true, true, false, false]), Ok(true));
+            assert_eq!(
+                check_with(&config, [&a, &a, &b, &a], [false, false, true, false]).unwrap_err(),
+                "topology: ranks 2 on node-b and 3 on node-a are in one NVLink domain, and rank 3 cannot share memory with \
+                 other machines; choose the number of domains so that each domain is on one machine, and number the ranks \
+                 of a machine consecutively, or buy a cable"
+            );
         }
 
         #[test]

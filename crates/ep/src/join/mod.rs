@@ -71,7 +71,7 @@ pub use link::{Link, LinkEvent, LinkReceiver, LinkSender};
 pub use links::{Door, Invitation, Links, NoInvitation};
 #[cfg(target_os = "linux")]
 pub use machine::{Machine, NoMachine};
-pub use machines::{Machines, SPLIT_DOMAINS};
+pub use machines::Machines;
 #[cfg(target_os = "linux")]
 pub use network::{address_of, address_towards};
 pub use secret::Secret;
