@@ -395,7 +395,7 @@ structs! { STRUCTS:
         own: DeviceAddress as "Control*",
         report: DeviceAddress as "FaultReport*",
         call: [u64; CALL_WORDS],
-        /// Every rank's control block, in this rank's addresses. Of a rank on another machine: a mirror, which ends before
+        /// Every rank's control block, in this rank's addresses. Of a mirrored rank: a mirror, which ends before
         /// `Control::handshake`.
         control: [DeviceAddress; MAX_RANKS] as "Control*",
         /// `delta[peer]` turns an address of that peer into an address of this rank.

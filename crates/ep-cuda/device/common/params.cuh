@@ -387,7 +387,7 @@ struct Common {
     Control* own;
     FaultReport* report;
     u64 call[CALL_WORDS];
-    // Every rank's control block, in this rank's addresses. Of a rank on another machine: a mirror, which ends before
+    // Every rank's control block, in this rank's addresses. Of a mirrored rank: a mirror, which ends before
     // `Control::handshake`.
     Control* control[MAX_RANKS];
     // `delta[peer]` turns an address of that peer into an address of this rank.
