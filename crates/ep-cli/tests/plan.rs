@@ -135,6 +135,21 @@ fn the_headline_names_the_fastest_strategy() {
     let text = run(&slow).succeeded().stdout;
     assert!(text.contains("Best with all 512 GPUs: expert domains"), "{text}");
     assert!(text.contains("Without lossy compression, the fastest is a pipeline"), "{text}");
+    // What `--runnable` fixes is not called the request's, and layouts that no operator can run are refused.
+    let without = ["plan", "--runnable", "--cluster=dgx-h100", "--nodes=16"];
+    run(&without)
+        .refused(2, &["--runnable: a GPU has", "`ExpertMigration` has no pipeline or tensor parallelism"]);
+    let small = ["plan", "--runnable", "--cluster=dgx-h200", "--nodes=16", "--set=memory_cap=12GB"];
+    run(&small).refused(2, &["tokens move among 128 GPUs, and hybrid-ep's GPU operators take up to 72"]);
+    // Expert domains without compression count, too.
+    let runnable = ["plan", "--runnable", "--cluster=dgx-h200", "--nodes=16"];
+    let text = run(&runnable).succeeded().stdout;
+    let exact = "Without lossy compression, the fastest is expert domains (2, 2, 1) with kept replicas, with exact weights and \
+                 gradients, 1.21x slower.";
+    assert!(text.contains(exact), "{text}");
+    let exact = ["--set=weight_compression=1", "--set=gradient_compression=1"];
+    let text = run(&[&runnable[..], &exact].concat()).succeeded().stdout;
+    assert!(text.contains("A step of 62,914,560 tokens takes 288.3 s"), "{text}");
 }
 
 /// A part of the cluster may train faster than all of it. Of what one site does alone, the report tells always.
@@ -268,7 +283,7 @@ fn the_answer_names_a_faster_strategy_that_is_tight_on_memory() {
         "4 stages (each spans all 3 sites, with 1/4 of each of their 13 equal parts), EP groups",
         "Tight on memory, but faster: a pipeline of 13 stages across datacenters, ",
         "less than 30 % of a GPU's memory (`reserved_memory`) is left for activations.",
-        "Without lossy compression, the fastest is hierarchical EP, ",
+        "Without lossy compression, the fastest is expert domains (1, 1, 2), with exact weights and gradients, as fast",
     ] {
         assert!(text.contains(part), "no `{part}` in: {text}");
     }

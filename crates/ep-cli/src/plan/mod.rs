@@ -15,7 +15,7 @@ mod text;
 use clap::ValueEnum as _;
 use ep_plan::cluster::Cluster;
 use ep_plan::input::{self, preset};
-use ep_plan::planner::{Plan, Replicas, Setting};
+use ep_plan::planner::{Compression, Plan, Replicas, Setting};
 use ep_plan::step::{Fewer, Layout, StepPlan, StepPrice, Strategy};
 use ep_plan::{PartitionExport, PlanError};
 use serde::Serialize;
@@ -209,13 +209,21 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
             None => Ok((None, problem.planner()?.plan())),
         };
     };
-    let plan = planner.plan().map_err(Failure::request)?;
+    let plan = planner.plan().map_err(|error| Failure::request(unsolvable(args, error)))?;
     let index = match args.wanted().map(StrategyChoice::strategy) {
         None => plan.prices.iter().position(|price| price == plan.best()),
         Some(wanted) => plan.prices.iter().position(|price| price.strategy == wanted),
     };
     let index = index.ok_or_else(|| Failure::request(refused(args.wanted(), &plan)))?;
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
+    let among = steps::dispatch_ranks(&plan.prices[index]);
+    if args.runnable && among > ep_cuda::MAX_RANKS {
+        return Err(Failure::request(format!(
+            "--runnable: in the fastest layout, tokens move among {among} GPUs, and hybrid-ep's GPU operators take up to {}; possible: \
+             memory for experts gathered among more GPUs (`memory_cap`, `reserved_memory`), or fewer GPUs",
+            ep_cuda::MAX_RANKS
+        )));
+    }
     let one_site_refused = match planner.memory_of_one_site() {
         Err(PlanError::TotalMemory { needed, available, gpus }) => Some(format!(
             "weights, gradients and Adam state need {needed}, and its {gpus} GPUs have {available}"
@@ -223,7 +231,35 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
         _ => None,
     };
     let roomy = domains_with_all_memory(problem, &plan);
-    Ok((Some(Shown { plan, index, fewer: planner.on_fewer(), one_site_refused, roomy }), layers))
+    let exact = exact_domains(problem, &plan);
+    Ok((Some(Shown { plan, index, fewer: planner.on_fewer(), one_site_refused, roomy, exact }), layers))
+}
+
+/// Why there is no plan. `--runnable` fixes a layout, which the planner's own error calls the request's.
+fn unsolvable(args: &PlanArgs, error: PlanError) -> String {
+    match error {
+        PlanError::NoLayout { needed, device, .. } if args.runnable => format!(
+            "--runnable: a GPU has {device}, and needs at least {needed} for weights, gradients and Adam state, because \
+             `ExpertMigration` has no pipeline or tensor parallelism and one EP group of all GPUs; possible: GPUs with more memory, \
+             or a smaller model"
+        ),
+        error => error.to_string(),
+    }
+}
+
+/// The fastest expert domains that send weights and gradients exactly, where lossy ones are the best and these leave as much
+/// memory.
+fn exact_domains(problem: &Problem, plan: &StepPlan) -> Option<StepPrice> {
+    let best = plan.best();
+    if best.strategy != Strategy::ExpertDomains || !steps::is_lossy(best, &problem.options) {
+        return None;
+    }
+    let mut exact = problem.clone();
+    exact.options.weight_compression = Compression::EXACT;
+    exact.options.gradient_compression = Compression::EXACT;
+    exact.options.dense_gradient_compression = None;
+    let plan = exact.step_planner().ok()??.plan().ok()?;
+    plan.price(Strategy::ExpertDomains).filter(|price| price.fit == best.fit).cloned()
 }
 
 /// The fastest expert domains if no memory is kept free, where the plan's move no experts over the outermost level, and

@@ -1,10 +1,10 @@
 //! Whole steps in words: the answer, and the comparison of the strategies.
 
-use ep_plan::planner::Options;
+use ep_plan::planner::{BaselineKind, Options};
 use ep_plan::step::{Fewer, Fit, StepPlan, StepPrice, Strategy};
 
 use super::has_runtime;
-use super::text::{relation, times};
+use super::text::{baseline_name, relation, times};
 use crate::common::units;
 use crate::planner::problem::Problem;
 use crate::planner::text::{sizes, table};
@@ -21,6 +21,8 @@ pub(super) struct Shown {
     pub(super) one_site_refused: Option<String>,
     /// Faster expert domains, between sites, that would have a place if no memory were kept free.
     pub(super) roomy: Option<StepPrice>,
+    /// The fastest expert domains without lossy compression, where the best plan has it.
+    pub(super) exact: Option<StepPrice>,
 }
 
 impl Shown {
@@ -59,8 +61,13 @@ pub(super) fn has_lossy_experts(price: &StepPrice, options: &Options) -> bool {
 }
 
 /// Whether the experts or the dense gradients of a strategy change on the way.
-fn is_lossy(price: &StepPrice, options: &Options) -> bool {
+pub(super) fn is_lossy(price: &StepPrice, options: &Options) -> bool {
     has_lossy_gradients(price) || has_lossy_experts(price, options)
+}
+
+/// The GPUs of a dispatch group, in which the operators run.
+pub(super) fn dispatch_ranks(price: &StepPrice) -> usize {
+    price.layout.group_gpus() / price.candidate.expert_domain_size().max(1)
 }
 
 /// What a strategy changes in the training, compared with one datacenter.
@@ -125,9 +132,8 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     lines.extend(fewer(shown, problem));
     lines.extend(bottleneck(best, problem));
     lines.extend(synchronisation(best));
-    // The GPUs of a dispatch group, in which the operators run.
     let gathers = best.candidate.expert_domain_size();
-    let among = best.layout.group_gpus() / gathers.max(1);
+    let among = dispatch_ranks(best);
     if among > ep_cuda::MAX_RANKS {
         lines.push(format!(
             "hybrid-ep itself cannot run this layout: tokens move among {among} GPUs, and its GPU operators take up to {}. \
@@ -143,7 +149,8 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         if gathers > 1 {
             lines.push(format!(
                 "This plan also gathers experts among {gathers} GPUs of an EP group. hybrid-ep does that in `ExpertMigration` only, so the \
-                 program must do it itself; `--explain` has the times without it (hierarchical EP)."
+                 program must do it itself; a layer's time without it is that of `{}` below.",
+                baseline_name(BaselineKind::HierarchicalEp)
             ));
         }
     }
@@ -165,13 +172,18 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         .find(|price| !lossy || !is_lossy(price, options));
     match (domains, other) {
         (Some(domains), Some(other)) if best.strategy == Strategy::ExpertDomains => {
-            let gain = other.step_time / domains.step_time;
+            let exact = shown.exact.as_ref().filter(|exact| exact.step_time < other.step_time);
+            let gain = exact.unwrap_or(other).step_time / domains.step_time;
             let how = if lossy { "Without lossy compression, the fastest is" } else { "The next is" };
-            let worth = match times(gain) == times(1.0) {
+            let worth = match times(gain) == times(1.0) && exact.is_none() {
                 true => " Moving experts is not worth it: the gain is 1.00x.",
                 false => "",
             };
-            lines.push(format!("{how} {}, {}.{worth}", described(other), slower(gain)));
+            let other = match exact {
+                Some(exact) => format!("{}, with exact weights and gradients", described(exact)),
+                None => described(other),
+            };
+            lines.push(format!("{how} {other}, {}.{worth}", slower(gain)));
         }
         (Some(domains), _) if best.strategy != Strategy::ExpertDomains => {
             let (domains_are, ratio) = (described(domains), relation(best.step_time / domains.step_time));

@@ -169,11 +169,12 @@ impl Planner {
             .filter(|&level| self.cluster.levels()[level].scaling_factor > 1)
             .map(Quantity::LinkGbitPerS)
             .collect();
-        // Codecs with a fixed ratio are not varied.
-        if matches!(self.options.weight_compression, Compression::By(_)) {
+        // Codecs with a fixed ratio are not varied, and neither is exact sending: the strategy may have no codec.
+        let varies = |compression: Compression| matches!(compression, Compression::By(ratio) if ratio > 1.0);
+        if varies(self.options.weight_compression) {
             quantities.push(Quantity::WeightCompression);
         }
-        if self.options.trains() && matches!(self.options.gradient_compression, Compression::By(_)) {
+        if self.options.trains() && varies(self.options.gradient_compression) {
             quantities.push(Quantity::GradientCompression);
         }
         if self.memory.cap.is_some() {
@@ -301,7 +302,7 @@ fn threshold(at: f64, now: f64, unit: &str) -> String {
         (true, true) => format!("of slightly more than the present {now_text}{unit}"),
         (true, false) => format!("of slightly less than the present {now_text}{unit}"),
         (false, true) => format!("of at least {at_text}{unit} (now {now_text}{unit})"),
-        (false, false) => format!("of at most {at_text}{unit} (now {now_text}{unit})"),
+        (false, false) => format!("of less than {at_text}{unit} (now {now_text}{unit})"),
     }
 }
 
@@ -328,7 +329,7 @@ mod tests {
     #[test]
     fn a_threshold_whose_text_is_that_of_the_present_value_says_on_which_side_it_is() {
         assert_eq!(threshold(2.5, 1.0, "x"), "of at least 2.5x (now 1x)");
-        assert_eq!(threshold(391.6, 400.0, " Gbit/s"), "of at most 391.6 Gbit/s (now 400 Gbit/s)");
+        assert_eq!(threshold(391.6, 400.0, " Gbit/s"), "of less than 391.6 Gbit/s (now 400 Gbit/s)");
         assert_eq!(threshold(1.000_01, 1.0, "x"), "of slightly more than the present 1x");
         assert_eq!(threshold(0.999_99, 1.0, "x"), "of slightly less than the present 1x");
     }
