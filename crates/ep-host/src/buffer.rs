@@ -251,8 +251,13 @@ impl HostBuffer {
         let others = || comm.world.topology().all_ranks().filter(|&rank| rank != comm.rank);
         let health = |rank: Rank| comm.controls[rank.index()].health();
         for rank in others() {
-            if let Some((at_fault, fault)) = comm.failure(rank, health(rank)) {
-                return error([at_fault, rank], fault, "");
+            match comm.failure(rank, health(rank)) {
+                // A late rank that takes part in this wait is not at fault: the one that waits for it has left the wait out.
+                Some((late, PeerFault::Late)) if comm.controls[late.index()].waits_outside() => {
+                    return error([rank; 2], PeerFault::Failed, "");
+                }
+                Some((at_fault, fault)) => return error([at_fault, rank], fault, ""),
+                None => {}
             }
         }
         let has_left = |rank: Rank| health(rank) == Health::Left;

@@ -128,6 +128,31 @@ fn a_late_rank_that_waits_outside_of_operators_is_said_to_do_so() {
             error.to_string()
         })
     };
+    // Of several ranks that take part in the wait, none blames another.
+    let world = World::builder().ranks(4).experts(EXPERTS).build().unwrap();
+    let mut buffers = HostBuffer::threads(&world, &config()).unwrap();
+    let waiting = buffers.split_off(1);
+    std::thread::scope(|scope| {
+        let waits = |buffer: HostBuffer| {
+            let since = Instant::now();
+            loop {
+                match buffer.check_peers("all ranks to reduce gradients", since.elapsed()) {
+                    Err(Error::Peer(error)) => break (buffer, error),
+                    result => assert_eq!(result, Ok(())),
+                }
+                assert!(since.elapsed() < HANGS);
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        };
+        let threads: Vec<_> = waiting.into_iter().map(|buffer| scope.spawn(move || waits(buffer))).collect();
+        let error = peer_error(round(&mut buffers[0], 0, HIDDEN));
+        assert_eq!(error.fault, PeerFault::Late, "{error}");
+        for (buffer, error) in threads.into_iter().map(|thread| thread.join().unwrap()) {
+            assert_eq!((error.peer, error.fault), (Rank(0), PeerFault::Failed), "{}: {error}", buffer.rank());
+            assert!(error.to_string().contains("such as reduce_gradients?"), "{error}");
+        }
+    });
+
     let says_so =
         "it waits for gradients to be reduced (has this rank left out a call, such as reduce_gradients?)";
     let text = text_of(true);

@@ -365,7 +365,12 @@ impl PeerError {
                     .into()
             }
             (None, PeerFault::Died) => {
-                "; its process crashed or was killed: see its output and the system's log".into()
+                // gloo ends the process of a rank whose collective differs from those of the others.
+                let differs = match self.operator {
+                    Operator::Reduce => ", perhaps in another collective call than this one (has it left out reduce_gradients?)",
+                    _ => "",
+                };
+                format!("; its process crashed or was killed{differs}: see its output and the system's log")
             }
             _ => String::new(),
         }
@@ -481,6 +486,11 @@ mod tests {
         assert!(error.to_string().ends_with("made fewer calls than the others: see its output"), "{error}");
         let died = PeerError { fault: PeerFault::Died, ..error.clone() };
         assert!(died.to_string().ends_with("see its output and the system's log"), "{died}");
+        let reducing = PeerError { operator: Operator::Reduce, ..died };
+        assert!(
+            reducing.to_string().contains("was killed, perhaps in another collective call"),
+            "{reducing}"
+        );
         let told = PeerError { cause: Some("no memory".into()), ..error };
         assert!(told.to_string().ends_with("was waiting for a reply; its error: no memory"), "{told}");
     }
