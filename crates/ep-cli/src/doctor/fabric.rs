@@ -78,7 +78,9 @@ impl FabricProvider {
             1 => format!("NIC {}", self.nics[0]),
             _ => format!("NICs {}", self.nics.join(", ")),
         };
-        Check::ok(format!("provider {}", self.name), format!("{note}{nics}"))
+        // What version 1.17 calls `net`, and its `tcp;ofi_rxm` is another provider.
+        let named = if self.name == "net" { " (HYBRID_EP_TRANSPORT=tcp)" } else { "" };
+        Check::ok(format!("provider {}{named}", self.name), format!("{note}{nics}"))
     }
 }
 
@@ -159,7 +161,7 @@ mod tests {
             checks(&Fact::Known(all)).into_iter().map(|check| (check.name, check.found)).collect();
         let expected = [
             ("provider verbs;ofi_rxm", "never run by us; NICs mlx5_0, mlx5_1"),
-            ("provider net", "NIC eth0"),
+            ("provider net (HYBRID_EP_TRANSPORT=tcp)", "NIC eth0"),
         ];
         assert_eq!(found, expected.map(|(name, found)| (name.to_owned(), found.to_owned())));
         assert_eq!(checks(&Fact::Known(Vec::new()))[0].found, "none");
