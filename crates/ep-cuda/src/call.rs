@@ -107,7 +107,7 @@ impl Field {
 
     fn text(self, value: u64) -> String {
         match self {
-            Self::Operator => operator(value).to_string(),
+            Self::Operator => operator(value).with_its_calls(),
             Self::Mode if value == 0 => "plain".into(),
             Self::Mode => format!("permuted with pad_multiple {value}"),
             Self::Handle => format!("the one of preprocess #{value}"),
@@ -165,7 +165,11 @@ mod tests {
                 preprocess(padded(16)),
                 "the dispatch mode: plain / permuted with pad_multiple 16",
             ),
-            (dispatch, combine, "operator: dispatch / combine"),
+            (
+                dispatch,
+                combine,
+                "operator: dispatch (or the backward pass of a combine) / combine (or the backward pass of a dispatch)",
+            ),
             (
                 dispatch,
                 Call::dispatch(4, 128, BF16, true, 1),

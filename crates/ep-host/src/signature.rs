@@ -58,7 +58,9 @@ pub(crate) fn value(operator: Operator, at: usize, word: u64) -> String {
         bytes => format!("unknown ({bytes})"),
     };
     match at {
-        0 => OPERATORS.get((word as usize).wrapping_sub(1)).map_or(word.to_string(), Operator::to_string),
+        0 => OPERATORS
+            .get((word as usize).wrapping_sub(1))
+            .map_or(word.to_string(), |operator| operator.with_its_calls()),
         1 => format!("the one of preprocess #{word}"),
         2 if operator == Operator::Combine => element(word),
         2 => TokenFormat::link_name(word),

@@ -467,7 +467,7 @@ fn ranks_that_call_different_operators_get_an_error_that_says_so() {
     });
     let errors: Vec<String> = results.into_iter().map(|r| r.unwrap().unwrap_err().to_string()).collect();
     assert!(
-        errors.iter().any(|e| e.contains("the operator is dispatch on rank 0 and preprocess on rank 1")),
+        errors.iter().any(|e| e.contains("the operator is dispatch (or the backward pass of a combine) on rank 0 and preprocess (the first step")),
         "{errors:?}"
     );
 }

@@ -289,6 +289,19 @@ pub enum Operator {
     Share,
 }
 
+impl Operator {
+    /// The operator, and the calls of a program that run it under another name, for errors about different calls.
+    pub fn with_its_calls(self) -> String {
+        let calls = match self {
+            Self::Preprocess => " (the first step of a dispatch without a handle)",
+            Self::Dispatch => " (or the backward pass of a combine)",
+            Self::Combine => " (or the backward pass of a dispatch)",
+            _ => "",
+        };
+        format!("{self}{calls}")
+    }
+}
+
 impl fmt::Display for Operator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -59,7 +59,9 @@ pub(super) fn render(
         let _ = writeln!(out, "{line}");
     }
     if !explain {
-        out.push_str("For more: --explain (limits and alternatives), --html FILE (a report with charts).\n");
+        out.push_str(
+            "For more: --explain (limits and alternatives), --html FILE (a report with charts); docs/planner.md explains the terms.\n",
+        );
     }
     out
 }
