@@ -109,11 +109,9 @@ impl CudaBuffer {
         load_kernels(world, &device, false, config)?;
         let bounds = Bounds::of(world, config)?;
         let own = Gpu(device.uuid()?);
-        let crosses = if Chunk::can_cross_machines(&device) { Ok(()) } else { Err(CROSSING_REMEDY) };
         let settings = bounds.map_or_else(Vec::new, |bounds| bounds.settings(config));
-        let introduction =
-            Introduction { backend: BACKEND, settings, shares_between_machines: crosses, facts: own };
-        let Met { machines, facts: gpus, links } = joining.meet(introduction)?;
+        let introduction = Introduction { backend: BACKEND, settings, facts: own };
+        let Met { machines, facts: gpus, links } = joining.meet(introduction, || crossing(&device))?;
         let access = accesses(world, rank, |peer| machines.is_remote(peer));
         let spans = access.contains(&Access::Domain);
         let sharing = if spans { Sharing::Domain } else { Sharing::Machine };
@@ -200,6 +198,11 @@ fn for_processes_only(config: &Config) -> ep::Error {
                    ranks as processes";
     let (key, value) = ("HYBRID_EP_TRANSPORT", config.host.transport.engine.clone());
     CallerError::Config { key, value, problem: problem.into() }.into()
+}
+
+/// Whether a rank on this GPU can share memory with other machines; if not, what to do about it.
+fn crossing(device: &Device) -> std::result::Result<(), &'static str> {
+    if Chunk::can_cross_machines(device) { Ok(()) } else { Err(CROSSING_REMEDY) }
 }
 
 /// UUID of a GPU.

@@ -507,9 +507,8 @@ mod tests {
             config.host.transport.engine = "tcp".into();
             config.host.transport.address = Some("127.0.0.1".into());
             let (settings, facts) = (Vec::new(), String::new());
-            let introduction =
-                Introduction { backend: "test", settings, shares_between_machines: Err(""), facts };
-            let make = |joining: &mut Joining<'_>| joining.meet(introduction);
+            let introduction = Introduction { backend: "test", settings, facts };
+            let make = |joining: &mut Joining<'_>| joining.meet(introduction, || Err(""));
             ep::join::join(&world, &mut rendezvous, &config, make).unwrap()
         };
         let meet = &meet;

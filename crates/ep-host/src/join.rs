@@ -112,7 +112,7 @@ fn introduction(config: &Config) -> Introduction<String> {
         ("the transport", engine.to_string()),
         ("the number of NICs of a rank", transport.nics_per_rank().to_string()),
     ];
-    Introduction { backend: BACKEND, settings, shares_between_machines: Err(""), facts: String::new() }
+    Introduction { backend: BACKEND, settings, facts: String::new() }
 }
 
 /// What the ranks of a world share, as one rank sees it.
@@ -148,7 +148,7 @@ pub(crate) fn connect(world: &World, joining: &mut Joining<'_>, config: &Config)
     let rank = joining.rank();
     let [control_bytes, window_bytes] = RankSegments::sizes(world, config)?;
     let (control, window) = (Segment::shared(control_bytes)?, Segment::shared(window_bytes)?);
-    let Met { machines, links, .. } = joining.meet(introduction(config))?;
+    let Met { machines, links, .. } = joining.meet(introduction(config), || Err(""))?;
     let mirrors = world
         .topology()
         .all_ranks()

@@ -5,14 +5,14 @@ use std::fmt::Display;
 use std::str::FromStr;
 
 use super::link::Held;
-use super::machines::{Crossing, unreadable};
+use super::machines::unreadable;
 use super::{Door, Invitation, Links, Machine, Machines, Member, Rendezvous};
 use crate::config::Config;
 use crate::error::{CallerError, Operator, Result};
 use crate::topology::{Rank, World};
 
 /// The version of introductions. A backend has a version of its own, in [`Introduction::backend`].
-const VERSION: u32 = 2;
+const VERSION: u32 = 1;
 
 /// Makes this process one rank of `world`: the rank of `rendezvous`. `make` makes the rank's buffer; it calls
 /// [`Joining::meet`], and then shares memory with the ranks that it has met. Collective.
@@ -82,9 +82,6 @@ pub struct Introduction<T> {
     pub backend: &'static str,
     /// The settings that must be equal on all ranks, in the same order. If a value differs, the error has its name.
     pub settings: Vec<Setting>,
-    /// `Ok` if this rank can share memory with other machines, so that its NVLink domain may span several. Otherwise what to
-    /// do about it, or an empty text.
-    pub shares_between_machines: Result<(), &'static str>,
     /// What only the backend understands. Its text form is one line.
     pub facts: T,
 }
@@ -116,15 +113,22 @@ impl Joining<'_> {
 
     /// Exchanges introductions, checks that all ranks can work together, and links this rank with all others. Collective.
     ///
+    /// `shares_between_machines` is called if this rank's NVLink domain has ranks on several machines: `Ok` if the rank can
+    /// share memory with other machines, otherwise what to do about it, or an empty text.
+    ///
     /// # Errors
     /// - [`EnvironmentError`](crate::EnvironmentError) that names a rank of another version or backend.
     /// - [`CallerError::Collective`] that names a rank with another world or other settings.
     /// - For machines that do not fit the world and the engine: [`CallerError::Topology`], [`CallerError::Config`],
     ///   [`EnvironmentError`](crate::EnvironmentError).
     /// - [`PeerError`](crate::PeerError) that names a rank which is lost, late or unreachable.
-    pub fn meet<T: Display + FromStr>(&mut self, introduction: Introduction<T>) -> Result<Met<T>> {
+    pub fn meet<T: Display + FromStr>(
+        &mut self,
+        introduction: Introduction<T>,
+        shares_between_machines: impl FnOnce() -> Result<(), &'static str>,
+    ) -> Result<Met<T>> {
         let Self { world, config, rendezvous, .. } = self;
-        let Introduction { backend, settings, shares_between_machines, facts } = introduction;
+        let Introduction { backend, settings, facts } = introduction;
         let first_line = format!("hybrid-ep {VERSION} {backend}");
         let mut door = Door::open()?;
         let settings = [world_settings(world), settings].concat();
@@ -132,24 +136,27 @@ impl Joining<'_> {
             machine: Machine::this(config.machine.as_deref()),
             invitation: door.invitation().clone(),
             facts,
-            shares_between_machines: shares_between_machines.is_ok(),
             settings: values(&settings),
         };
         let blobs = gathered(*rendezvous, mine.to_text(&first_line).as_bytes())?;
         let (mut machines, mut invitations, mut facts) = (Vec::new(), Vec::new(), Vec::new());
-        let mut crossing =
-            Crossing { ranks: Vec::new(), remedy: shares_between_machines.err().unwrap_or_default() };
         for (peer, blob) in world.topology().all_ranks().zip(&blobs) {
             let theirs = Introduced::from_bytes(&first_line, blob);
             let theirs: Introduced<T> = theirs.ok_or_else(|| unreadable(peer, "introduction"))?;
             check_same((rendezvous.rank(), &settings), (peer, &theirs.settings))?;
             machines.push(theirs.machine);
-            crossing.ranks.push(theirs.shares_between_machines);
             invitations.push(theirs.invitation);
             facts.push(theirs.facts);
         }
-        let (machines, invitations) =
-            Machines::meet(world, *rendezvous, config, &mut door, &machines, invitations, &crossing)?;
+        let (machines, invitations) = Machines::meet(
+            world,
+            *rendezvous,
+            config,
+            &mut door,
+            &machines,
+            invitations,
+            shares_between_machines,
+        )?;
         self.machines = machines.clone();
         let member = Member::of(*rendezvous, config);
         let links = Links::connect(door, &member, &invitations, || rendezvous.lost())?;
@@ -164,25 +171,23 @@ pub(super) struct Introduced<T> {
     machine: Machine,
     invitation: Invitation,
     facts: T,
-    shares_between_machines: bool,
     /// The values that must be equal on all ranks.
     settings: String,
 }
 
 impl<T: Display + FromStr> Introduced<T> {
     pub(super) fn to_text(&self, first_line: &str) -> String {
-        let Self { machine, invitation, facts, shares_between_machines: shares, settings } = self;
-        format!("{first_line}\n{machine}\n{invitation}\n{facts}\n{shares}\n{settings}")
+        let Self { machine, invitation, facts, settings } = self;
+        format!("{first_line}\n{machine}\n{invitation}\n{facts}\n{settings}")
     }
 
     pub(super) fn from_bytes(first_line: &str, bytes: &[u8]) -> Option<Self> {
-        let mut lines = std::str::from_utf8(bytes).ok()?.splitn(6, '\n');
+        let mut lines = std::str::from_utf8(bytes).ok()?.splitn(5, '\n');
         lines.next().filter(|&first| first == first_line)?;
         Some(Self {
             machine: lines.next()?.parse().ok()?,
             invitation: lines.next()?.parse().ok()?,
             facts: lines.next()?.parse().ok()?,
-            shares_between_machines: lines.next()?.parse().ok()?,
             settings: lines.next()?.into(),
         })
     }
@@ -241,7 +246,7 @@ mod tests {
     use crate::error::{EnvironmentError, Error, PeerError, PeerFault};
 
     const LONG: Duration = Duration::from_secs(60);
-    const FIRST_LINE: &str = "hybrid-ep 2 test 1";
+    const FIRST_LINE: &str = "hybrid-ep 1 test 1";
 
     fn world(ranks: usize) -> World {
         World::builder().ranks(ranks).experts(2 * ranks).build().unwrap()
@@ -250,8 +255,7 @@ mod tests {
     fn introduced(world: &World) -> Introduced<u64> {
         let invitation = Door::open().unwrap().invitation().clone();
         let machine = Machine::this(Some("node-a"));
-        let settings = values(&world_settings(world));
-        Introduced { machine, invitation, facts: 7, shares_between_machines: true, settings }
+        Introduced { machine, invitation, facts: 7, settings: values(&world_settings(world)) }
     }
 
     #[test]
@@ -261,7 +265,7 @@ mod tests {
         let text = mine.to_text(FIRST_LINE);
         assert_eq!(Introduced::from_bytes(FIRST_LINE, text.as_bytes()), Some(mine));
         let read = |first_line: &str, bytes: &[u8]| Introduced::<u64>::from_bytes(first_line, bytes);
-        assert_eq!(read("hybrid-ep 2 test 2", text.as_bytes()), None);
+        assert_eq!(read("hybrid-ep 1 test 2", text.as_bytes()), None);
         let other_facts = text.replace("\n7\n", "\nseven\n");
         for wrong in
             [&b""[..], b"\xFF", &text.as_bytes()[1..], &text.as_bytes()[..60], other_facts.as_bytes()]
@@ -322,13 +326,13 @@ mod tests {
 
     fn introduction(joining: &Joining<'_>) -> Introduction<u32> {
         let (settings, facts) = (Vec::new(), joining.rank().0);
-        Introduction { backend: "test 1", settings, shares_between_machines: Err(""), facts }
+        Introduction { backend: "test 1", settings, facts }
     }
 
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
     fn ranks_that_have_joined_know_the_facts_of_all_and_see_which_rank_leaves() {
-        let mut all: Vec<Met<u32>> = join_all(3, |joining| joining.meet(introduction(joining)))
+        let mut all: Vec<Met<u32>> = join_all(3, |joining| joining.meet(introduction(joining), || Err("")))
             .into_iter()
             .map(Result::unwrap)
             .collect();
@@ -347,7 +351,7 @@ mod tests {
         for splits in [false, true] {
             let results = join_all(3, |joining| -> Result<()> {
                 let rank = joining.rank();
-                let mut links = joining.meet(introduction(joining))?.links.links;
+                let mut links = joining.meet(introduction(joining), || Err(""))?.links.links;
                 if rank == Rank(1) {
                     let ends: Vec<_> = links.into_iter().map(|(_, link)| link).collect();
                     if splits {
@@ -411,7 +415,7 @@ mod tests {
             (0, 3, "has gathered 3 blobs from 2 ranks"),
         ] {
             let mut rendezvous = Lying { rank: Rank(rank), blobs };
-            let make = |joining: &mut Joining<'_>| joining.meet(introduction(joining)).map(drop);
+            let make = |joining: &mut Joining<'_>| joining.meet(introduction(joining), || Err("")).map(drop);
             let error = join(&world, &mut rendezvous, &Config::default(), make).unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");
         }
@@ -427,7 +431,7 @@ mod tests {
             config.host.transport.engine = "tcp".into();
             config.host.transport.address = Some("127.0.0.1".into());
             let make = |joining: &mut Joining<'_>| -> Result<()> {
-                joining.meet(introduction(joining))?;
+                joining.meet(introduction(joining), || Err(""))?;
                 // The peer has its links, too, before this rank fails.
                 joining.all_gather(b"met")?;
                 let (rank, peer) = (joining.rank(), Rank(1 - joining.rank().0));

@@ -56,16 +56,6 @@ impl Machines {
     }
 }
 
-/// Which ranks can share memory with other machines.
-#[cfg(target_os = "linux")]
-#[derive(Debug)]
-pub(super) struct Crossing {
-    /// By rank.
-    pub(super) ranks: Vec<bool>,
-    /// What to do about ranks that cannot.
-    pub(super) remedy: &'static str,
-}
-
 /// The advice to callers whose NVLink domains would have to span machines.
 #[cfg(target_os = "linux")]
 const SPLIT_DOMAINS: &str = "choose the number of domains so that each domain is on one machine, and number the ranks of a machine \
@@ -88,8 +78,8 @@ mod meet {
         /// with an address where the rank is on another machine. Both arguments are in rank order.
         ///
         /// # Errors
-        /// - [`CallerError::Topology`] that names two ranks of one domain on different machines, and a rank of the domain that
-        ///   cannot share memory with other machines.
+        /// - [`CallerError::Topology`] that names two ranks of this rank's domain on different machines, if this rank cannot share
+        ///   memory with other machines. Ranks of other domains learn of it through the rendezvous.
         /// - [`CallerError::Config`] for an engine that does not leave the machine.
         /// - [`EnvironmentError`] for a machine without an address that the others can reach.
         /// - [`PeerError`], as [`Rendezvous::all_gather`].
@@ -100,10 +90,10 @@ mod meet {
             door: &mut Door,
             machines: &[Machine],
             invitations: Vec<Invitation>,
-            crossing: &Crossing,
+            shares: impl FnOnce() -> Result<(), &'static str>,
         ) -> Result<(Self, Vec<Invitation>)> {
             let own = &machines[rendezvous.rank().index()];
-            if !check_machines(world, config, machines, crossing)? {
+            if !check_machines(world, config, rendezvous.rank(), machines, shares)? {
                 return Ok((Self::one(world.ranks()), invitations));
             }
             let (address, addresses) = open_to_machines(rendezvous, config, door)?;
@@ -120,14 +110,15 @@ mod meet {
         }
     }
 
-    /// Checks that the ranks of each domain are on one machine, or can share memory with others, and that the engine crosses
-    /// the network where ranks of a rail are on several machines. `machines` are those of all ranks, by rank. Returns whether
-    /// there are several.
+    /// Checks that the ranks of the domain of rank `own` are on one machine, or that it `shares` memory with others, and that
+    /// the engine crosses the network where ranks of a rail are on several machines. `machines` are those of all ranks, by
+    /// rank. Returns whether there are several.
     fn check_machines(
         world: &World,
         config: &Config,
+        own: Rank,
         machines: &[Machine],
-        crossing: &Crossing,
+        shares: impl FnOnce() -> Result<(), &'static str>,
     ) -> Result<bool> {
         let topology = world.topology();
         // The first rank on another machine than the rank that `first_of` gives, and that rank.
@@ -138,23 +129,19 @@ mod meet {
                 .find(|(first, rank)| !machines[rank.index()].shares_memory_with(&machines[first.index()]))
         };
         let place = |rank: Rank| format!("{rank} on {}", machines[rank.index()].name());
-        for domain in 0..topology.domains() {
-            let first = topology.rank_at(domain, 0);
-            let Some((first, rank)) =
-                apart(&|rank| if topology.domain_of(rank) == domain { first } else { rank })
-            else {
-                continue;
-            };
-            if let Some(without) = topology.domain_ranks(domain).find(|rank| !crossing.ranks[rank.index()]) {
-                return Err(CallerError::Topology(format!(
-                    "ranks {} and {} are in one NVLink domain, and rank {without} cannot share memory with other machines; \
-                     {SPLIT_DOMAINS}{}",
-                    place(first),
-                    place(rank),
-                    crossing.remedy
-                ))
-                .into());
-            }
+        let first = topology.rank_at(topology.domain_of(own), 0);
+        let is_near = |rank| topology.domain_of(rank) == topology.domain_of(own);
+        let in_domain = apart(&|rank| if is_near(rank) { first } else { rank });
+        if let Some((first, rank)) = in_domain
+            && let Err(remedy) = shares()
+        {
+            return Err(CallerError::Topology(format!(
+                "ranks {} and {} are in one NVLink domain, and rank {own} cannot share memory with other machines; \
+                 {SPLIT_DOMAINS}{remedy}",
+                place(first),
+                place(rank)
+            ))
+            .into());
         }
         let on_rail = apart(&|rank| topology.rank_at(0, topology.local_rank_of(rank)));
         let engine = &config.host.transport.engine;
@@ -232,13 +219,14 @@ mod meet {
             let world = World::builder().ranks(4).domains(2).experts(8).build().unwrap();
             let [a, b] = ["node-a", "node-b"].map(|name| Machine::this(Some(name)));
             let mut config = Config::default();
-            let check_with = |config: &Config, machines: [&Machine; 4], crosses: [bool; 4]| {
-                let machines = machines.map(Clone::clone);
-                let crossing = Crossing { ranks: crosses.to_vec(), remedy: ", or buy a cable" };
-                check_machines(&world, config, &machines, &crossing).map_err(|error| error.to_string())
-            };
-            let check = |config: &Config, machines| check_with(config, machines, [false; 4]);
-            let check_spanning = |config: &Config, machines| check_with(config, machines, [true; 4]);
+            let check_of =
+                |own, config: &Config, machines: [&Machine; 4], shares: Result<(), &'static str>| {
+                    let machines = machines.map(Clone::clone);
+                    check_machines(&world, config, Rank(own), &machines, || shares)
+                        .map_err(|error| error.to_string())
+                };
+            let check = |config: &Config, machines| check_of(0, config, machines, Err(", or buy a cable"));
+            let check_spanning = |config: &Config, machines| check_of(0, config, machines, Ok(()));
             assert_eq!(check(&config, [&a; 4]), Ok(false));
             let crossing = check(&config, [&a, &b, &b, &b]).unwrap_err();
             assert!(
@@ -258,10 +246,12 @@ mod meet {
             assert_eq!(check(&config, [&a, &a, &b, &b]), Ok(true));
             assert_eq!(check_spanning(&config, [&a, &b, &b, &b]), Ok(true));
             assert!(check(&config, [&a, &b, &a, &b]).is_err());
-            // Only the ranks of the domain that spans machines must be able to.
-            assert_eq!(check_with(&config, [&a, &b, &b, &b], [true, true, false, false]), Ok(true));
+            // Only ranks of a domain that spans machines are asked.
+            let unasked = [&a, &a, &b, &a].map(Clone::clone);
+            let asked = check_machines(&world, &config, Rank(0), &unasked, || panic!("rank 0 is asked"));
+            assert_eq!(asked, Ok(true));
             assert_eq!(
-                check_with(&config, [&a, &a, &b, &a], [false, false, true, false]).unwrap_err(),
+                check_of(3, &config, [&a, &a, &b, &a], Err(", or buy a cable")).unwrap_err(),
                 "topology: ranks 2 on node-b and 3 on node-a are in one NVLink domain, and rank 3 cannot share memory with \
                  other machines; choose the number of domains so that each domain is on one machine, and number the ranks \
                  of a machine consecutively, or buy a cable"
