@@ -119,6 +119,8 @@ class Report:
     @property
     def waited(self) -> float | None:
         """Seconds that the rank waited inside the operator."""
+        if " was waiting for " in self.line:
+            return 0.0
         found = re.search(r"waited ([\d.]+) s", self.line)
         return float(found[1]) if found else None
 
