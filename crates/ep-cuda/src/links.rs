@@ -13,7 +13,7 @@
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, TryLockError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ use crate::driver::{Chunk, FABRIC_BYTES, FABRIC_HINT, Reservation, Shared};
 use crate::notices::Notices;
 use crate::params::GoneWord;
 use crate::peers::Access;
-use crate::remote::{Mirrors, News, RemoteLinks, is_left, linger};
+use crate::remote::{Mirrors, News, RemoteLinks, is_left, linger, lock};
 
 /// Kinds of messages: an allocation (`Chunk`) with its size and, between machines, its fabric handle; the answer after
 /// mapping it or failing to; a heartbeat; and the word of `Control::left` that stands for the rank once it has left.
@@ -113,10 +113,8 @@ pub(crate) fn serve_all(
             .spawn(move || {
                 let map = |bytes, shared: &Shared| {
                     let memory = memory.upgrade()?;
-                    let mapped = Chunk::import(&device, shared, bytes).and_then(|chunk| {
-                        let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
-                        memory.push(chunk, &[device.ordinal])
-                    });
+                    let mapped = Chunk::import(&device, shared, bytes)
+                        .and_then(|chunk| lock(&memory).push(chunk, &[device.ordinal]));
                     // The peer converts NOT_MAPPED to an error that names this rank.
                     let answer = if mapped.is_ok() { MAPPED } else { NOT_MAPPED };
                     Some(lock(&*answering.upgrade()?).send(&[answer], None, timeout).is_ok())
@@ -188,10 +186,6 @@ impl Outward {
             Self::Across(link) => link.leave(),
         }
     }
-}
-
-fn lock(sender: &Mutex<Outward>) -> MutexGuard<'_, Outward> {
-    sender.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Sends a heartbeat without waiting: it is skipped if the peer is gone or does not read, or if the sender is in use.

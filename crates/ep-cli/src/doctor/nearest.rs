@@ -86,8 +86,8 @@ pub(super) fn nearest(gpus: &[Place], nics: &[Nic]) -> Vec<Nearest> {
     loop {
         let mut next = Vec::new();
         for &gpu in &order {
-            let near = all[gpu].nics.iter().copied().filter(|_| all[gpu].relation >= Relation::SameNumaNode);
-            let unused = near.into_iter().find(|&nic| uses[nic] == 0);
+            let is_near = all[gpu].relation >= Relation::SameNumaNode;
+            let unused = all[gpu].nics.iter().copied().find(|&nic| is_near && uses[nic] == 0);
             unused.iter().for_each(|&nic| uses[nic] += 1);
             next.extend(unused.map(|nic| (gpu, nic)));
         }

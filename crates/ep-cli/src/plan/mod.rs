@@ -15,7 +15,7 @@ mod text;
 use clap::ValueEnum as _;
 use ep_plan::cluster::Cluster;
 use ep_plan::input::{self, preset};
-use ep_plan::planner::{Compression, Plan, Replicas, Setting};
+use ep_plan::planner::{Compression, Options, Plan, Replicas, Setting};
 use ep_plan::step::{Fewer, Layout, StepPlan, StepPrice, Strategy};
 use ep_plan::{PartitionExport, PlanError};
 use serde::Serialize;
@@ -254,11 +254,11 @@ fn exact_domains(problem: &Problem, plan: &StepPlan) -> Option<StepPrice> {
     if best.strategy != Strategy::ExpertDomains || !steps::is_lossy(best, &problem.options) {
         return None;
     }
-    let mut exact = problem.clone();
-    exact.options.weight_compression = Compression::EXACT;
-    exact.options.gradient_compression = Compression::EXACT;
-    exact.options.dense_gradient_compression = None;
-    let plan = exact.step_planner().ok()??.plan().ok()?;
+    let plan = plan_with(problem, |options| {
+        options.weight_compression = Compression::EXACT;
+        options.gradient_compression = Compression::EXACT;
+        options.dense_gradient_compression = None;
+    })?;
     plan.price(Strategy::ExpertDomains).filter(|price| price.fit == best.fit).cloned()
 }
 
@@ -267,11 +267,16 @@ fn exact_domains(problem: &Problem, plan: &StepPlan) -> Option<StepPrice> {
 fn domains_with_all_memory(problem: &Problem, plan: &StepPlan) -> Option<StepPrice> {
     let moves_none = |price: &&StepPrice| price.candidate.domain_sizes.first() == Some(&1);
     let domains = plan.price(Strategy::ExpertDomains).filter(moves_none)?;
-    let mut all = problem.clone();
-    all.options.reserved_memory = 0.0;
-    let plan = all.step_planner().ok()??.plan().ok()?;
+    let plan = plan_with(problem, |options| options.reserved_memory = 0.0)?;
     let roomy = plan.price(Strategy::ExpertDomains).filter(|price| !moves_none(price))?;
     (roomy.step_time < domains.step_time).then(|| roomy.clone())
+}
+
+/// The plan with other options; `None` if there is none.
+fn plan_with(problem: &Problem, change: impl FnOnce(&mut Options)) -> Option<StepPlan> {
+    let mut other = problem.clone();
+    change(&mut other.options);
+    other.step_planner().ok()??.plan().ok()
 }
 
 /// Why the strategy that is asked for has no price.

@@ -56,11 +56,6 @@ impl Machines {
     }
 }
 
-/// The advice to callers whose NVLink domains would have to span machines.
-#[cfg(target_os = "linux")]
-const SPLIT_DOMAINS: &str = "choose the number of domains so that each domain is on one machine, and number the ranks of a machine \
-     consecutively";
-
 #[cfg(target_os = "linux")]
 mod meet {
     use std::net::SocketAddr;
@@ -123,10 +118,8 @@ mod meet {
         let topology = world.topology();
         // The first rank on another machine than the rank that `first_of` gives, and that rank.
         let apart = |first_of: &dyn Fn(Rank) -> Rank| {
-            let pairs = topology.all_ranks().map(|rank| (first_of(rank), rank));
-            pairs
-                .into_iter()
-                .find(|(first, rank)| !machines[rank.index()].shares_memory_with(&machines[first.index()]))
+            let mut pairs = topology.all_ranks().map(|rank| (first_of(rank), rank));
+            pairs.find(|(first, rank)| !machines[rank.index()].shares_memory_with(&machines[first.index()]))
         };
         let place = |rank: Rank| format!("{rank} on {}", machines[rank.index()].name());
         let first = topology.rank_at(topology.domain_of(own), 0);
@@ -136,8 +129,9 @@ mod meet {
             && let Err(remedy) = shares()
         {
             return Err(CallerError::Topology(format!(
-                "ranks {} and {} are in one NVLink domain, and rank {own} cannot share memory with other machines; \
-                 {SPLIT_DOMAINS}{remedy}",
+                "ranks {} and {} are in one NVLink domain, and rank {own} cannot share memory with other machines; choose \
+                 the number of domains so that each domain is on one machine, and number the ranks of a machine \
+                 consecutively{remedy}",
                 place(first),
                 place(rank)
             ))
