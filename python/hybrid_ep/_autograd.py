@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
-from ._library import library
+from ._library import call_combine, call_dispatch, library
 from .errors import CallerError
-from .ops import chosen, end_of, is_plain
+from .ops import chosen, is_plain
 
 __all__ = ["combine", "dispatch", "is_watched"]
 
@@ -89,7 +88,7 @@ def _dispatch_backward(ctx: Any, grad: Tensor, _scales: Tensor, grad_probs: Tens
     of_weights = ctx.needs_input_grad[2]
     rows = grad if ctx.of_tokens else grad_probs.new_zeros((grad_probs.shape[0], _NARROWEST), dtype=torch.bfloat16)
     arguments = (rows, grad_probs if of_weights else None, ctx.handle, ctx.buffer, ctx.tokens, ctx.permuted, None)
-    of_tokens, dense = (_combine if _is_direct(grad, grad_probs) else torch.ops.hybrid_ep.combine)(*arguments)
+    of_tokens, dense = (call_combine if _is_direct(grad, grad_probs) else torch.ops.hybrid_ep.combine)(*arguments)
     weights = None
     if of_weights:
         assert dense is not None
@@ -111,44 +110,13 @@ def _combine_backward(ctx: Any, grad: Tensor, grad_probs: Tensor) -> Any:
         False, None, ctx.permuted, ctx.rows, True, False,
     )  # fmt: skip
     direct = _is_direct(grad, grad_probs)
-    rows, _, probs, _ = (_dispatch if direct else torch.ops.hybrid_ep.dispatch)(*arguments)
+    rows, _, probs, _ = (call_dispatch if direct else torch.ops.hybrid_ep.dispatch)(*arguments)
     return rows if of_rows else None, probs if of_probs else None, *[None] * 5
 
 
 def _is_direct(*grads: Tensor | None) -> bool:
     """Whether a backward pass with these gradients can call an operator directly."""
     return not is_watched() and all(grad is None or is_plain(grad) for grad in grads)
-
-
-# The operators with the arguments of the registered ones. An absent output is None.
-def _dispatch(
-    tokens: Tensor,
-    scales: Tensor | None,
-    weights: Tensor | None,
-    _topk_idx: Tensor | None,
-    handle: Tensor,
-    buffer: int,
-    from_routing: bool,
-    fp8: str | None,
-    _permuted: bool,
-    _rows: int | None,
-    clear_tokens: bool,
-    local_experts: bool,
-) -> ops.Delivered:
-    end = end_of(buffer)
-    return ops.dispatch(end, tokens, scales, weights, handle, from_routing, fp8, clear_tokens, local_experts)
-
-
-def _combine(
-    rows: Tensor,
-    probs: Tensor | None,
-    handle: Tensor,
-    buffer: int,
-    tokens: int,
-    permuted: bool,
-    wire: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:
-    return ops.combine(end_of(buffer), rows, probs, handle, tokens, permuted, wire)
 
 
 _dispatch_once = _once("dispatch", _dispatch_backward)
@@ -158,7 +126,7 @@ _combine_once = _once("combine", _combine_backward)
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
-        outputs = _dispatch(*inputs)
+        outputs = call_dispatch(*inputs)
         _dispatch_setup(ctx, inputs, outputs)
         return tuple(outputs)
 
@@ -170,7 +138,7 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
-        outputs = _combine(*inputs)
+        outputs = call_combine(*inputs)
         _combine_setup(ctx, inputs, outputs)
         return outputs
 

@@ -7,14 +7,15 @@ owns it, and an absent output is an empty tensor. Only `_autograd` imports this 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._compilers import prepare_inductor
-from .ops import check_device, combine, dispatch, end_of, preprocess
+from .ops import Delivered, check_device, combine, dispatch, end_of, preprocess
 
-__all__ = ["OPERATOR_TAGS", "library"]
+__all__ = ["OPERATOR_TAGS", "call_combine", "call_dispatch", "library"]
 
 _CPU = torch.device("cpu")
 
@@ -70,30 +71,26 @@ def _preprocess_op(
     return done.handle, done.tokens_per_expert, done.kept_per_expert, done.overflow
 
 
-@torch.library.impl(library, "dispatch", "CompositeExplicitAutograd")
-@torch.compiler.disable
-def _dispatch_op(
+def call_dispatch(
     tokens: Tensor,
     scales: Tensor | None,
     weights: Tensor | None,
-    topk_idx: Tensor | None,
+    _topk_idx: Tensor | None,
     handle: Tensor,
     buffer: int,
     from_routing: bool,
     fp8: str | None,
-    permuted: bool,
-    rows: int | None,
+    _permuted: bool,
+    _rows: int | None,
     clear_tokens: bool,
     local_experts: bool,
-) -> tuple[Tensor, ...]:
+) -> Delivered:
+    """Calls dispatch with the arguments of the registered operator. An absent output is None."""
     end = end_of(buffer)
-    done = dispatch(end, tokens, scales, weights, handle, from_routing, fp8, clear_tokens, local_experts)
-    return tuple(map(_or_empty, done))
+    return dispatch(end, tokens, scales, weights, handle, from_routing, fp8, clear_tokens, local_experts)
 
 
-@torch.library.impl(library, "combine", "CompositeExplicitAutograd")
-@torch.compiler.disable
-def _combine_op(
+def call_combine(
     rows: Tensor,
     probs: Tensor | None,
     handle: Tensor,
@@ -101,8 +98,21 @@ def _combine_op(
     tokens: int,
     permuted: bool,
     wire: torch.dtype | None,
-) -> tuple[Tensor, ...]:
-    return tuple(map(_or_empty, combine(end_of(buffer), rows, probs, handle, tokens, permuted, wire)))
+) -> tuple[Tensor, Tensor | None]:
+    """As `call_dispatch`, for combine."""
+    return combine(end_of(buffer), rows, probs, handle, tokens, permuted, wire)
+
+
+@torch.library.impl(library, "dispatch", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _dispatch_op(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(map(_or_empty, call_dispatch(*arguments)))
+
+
+@torch.library.impl(library, "combine", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _combine_op(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(map(_or_empty, call_combine(*arguments)))
 
 
 # ---- shapes of the outputs, for compilers
