@@ -216,11 +216,13 @@ fn migrate() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// States of ranks, an entry of the kernel cache, and facts. The first byte is that of the target.
+/// States of ranks, an entry of the kernel cache, and what ranks send while joining. The first byte is that of the target.
 fn cuda() -> Result<(), Box<dyn Error>> {
     write("cuda", "state-alive", &[&[0], &state_of(false)[..]].concat())?;
     write("cuda", "state-given-up", &[&[0], &state_of(true)[..]].concat())?;
     write("cuda", "entry", &[&[1], &entry_of()[..]].concat())?;
-    write("cuda", "facts", b"\x02a7a7a7a7 10000000000 3")?;
+    write("cuda", "gpu", b"\x02a7a7a7a7a7a7a7a7a7a7a7a7a7a7a7a7")?;
+    write("cuda", "places", &[&[2][..], &(1u64 << 40).to_le_bytes(), &3u64.to_le_bytes()].concat())?;
+    write("cuda", "fabric", &[&[2][..], &(2u64 << 20).to_le_bytes(), &[0xA7; 64]].concat())?;
     Ok(())
 }

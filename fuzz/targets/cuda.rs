@@ -1,8 +1,8 @@
-//! What a rank with GPUs reads: states and introductions of other ranks, and entries of the kernel cache.
+//! What a rank with GPUs reads: states of other ranks, what they send while joining, and entries of the kernel cache.
 
 #![no_main]
 
-use ep_cuda::fuzzing::{facts, state};
+use ep_cuda::fuzzing::{joining, state};
 use ep_cuda::jit::fuzzing::entry;
 use libfuzzer_sys::{Corpus, fuzz_target};
 
@@ -14,7 +14,7 @@ fn run(data: &[u8]) -> Corpus {
     match first % 3 {
         0 => state(rest),
         1 => entry(rest),
-        _ => facts(rest),
+        _ => joining(rest),
     }
     Corpus::Keep
 }

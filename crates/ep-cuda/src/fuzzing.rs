@@ -1,11 +1,13 @@
 //! Entry points for the target in `fuzz/`: what ranks of a job send. [`jit::fuzzing`](crate::jit::fuzzing) has another.
 
 use bytemuck::Zeroable as _;
-use ep::Config;
 use ep::join::Machines;
+use ep::{Config, Rank};
 
+use crate::driver::Shared;
 use crate::fault::Words;
-use crate::join::Facts;
+use crate::join::{Gpu, Places};
+use crate::links::announced;
 use crate::params::{FaultKind, FaultRecord, FaultReport};
 use crate::remote::State;
 
@@ -48,11 +50,19 @@ pub fn state_of(given_up: bool) -> Vec<u8> {
     state.to_bytes()
 }
 
-/// Parses `bytes` as what the introduction of a rank says about its GPU.
+/// Parses `bytes` as the GPU in a rank's introduction, as its addresses, and as an allocation that it shares.
 ///
 /// # Panics
-/// When writing and parsing it again changes it.
-pub fn facts(bytes: &[u8]) {
-    let Some(facts) = str::from_utf8(bytes).ok().and_then(|text| text.parse::<Facts>().ok()) else { return };
-    assert_eq!(facts.to_string().parse(), Ok(facts));
+/// When writing and parsing one of them again changes it.
+pub fn joining(bytes: &[u8]) {
+    if let Some(gpu) = str::from_utf8(bytes).ok().and_then(|text| text.parse::<Gpu>().ok()) {
+        assert_eq!(gpu.to_string().parse(), Ok(gpu));
+    }
+    match Places::from_bytes(Rank(1), bytes) {
+        Ok(places) => assert_eq!(places.to_bytes(), bytes),
+        Err(error) => assert!(!error.to_string().is_empty()),
+    }
+    if let Some((size, Shared::Fabric(handle))) = announced(bytes, None) {
+        assert_eq!([&(size as u64).to_le_bytes(), &handle[..]].concat(), bytes);
+    }
 }

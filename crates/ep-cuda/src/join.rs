@@ -230,7 +230,7 @@ impl FromStr for Gpu {
 
 /// Where a rank's memory is, in its own address space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Places {
+pub(crate) struct Places {
     /// First address of its registered memory.
     base: u64,
     /// Address of its control block.
@@ -238,12 +238,12 @@ struct Places {
 }
 
 impl Places {
-    fn to_bytes(self) -> [u8; 16] {
+    pub(crate) fn to_bytes(self) -> [u8; 16] {
         bytemuck::cast([self.base.to_le(), self.control.to_le()])
     }
 
     /// The places of `peer`.
-    fn from_bytes(peer: Rank, bytes: &[u8]) -> Result<Self> {
+    pub(crate) fn from_bytes(peer: Rank, bytes: &[u8]) -> Result<Self> {
         let read = bytes.try_into().map(bytemuck::cast::<[u8; 16], [u64; 2]>);
         let [base, control] = read.map_err(|_| {
             let found = format!("it sent {} bytes where addresses were due", bytes.len());

@@ -250,7 +250,7 @@ fn serve(
 }
 
 /// The allocation in a message: its size, and either a descriptor or a fabric handle.
-fn announced(chunk: &[u8], fd: Option<OwnedFd>) -> Option<(usize, Shared)> {
+pub(crate) fn announced(chunk: &[u8], fd: Option<OwnedFd>) -> Option<(usize, Shared)> {
     let (bytes, fabric) = chunk.split_first_chunk()?;
     let shared = match fd {
         Some(fd) if fabric.is_empty() => Shared::Descriptor(fd),
