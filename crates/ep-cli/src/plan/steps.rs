@@ -1,5 +1,7 @@
 //! Whole steps in words: the answer, and the comparison of the strategies.
 
+use std::fmt::Write as _;
+
 use ep_plan::planner::{BaselineKind, Options};
 use ep_plan::step::{Fewer, Fit, StepPlan, StepPrice, Strategy};
 
@@ -387,6 +389,23 @@ pub(crate) fn without_price(plan: &StepPlan) -> impl Iterator<Item = (Strategy, 
     unfit.chain(plan.without_layout.iter().map(|&strategy| (strategy, "no such layout")))
 }
 
+/// What `(tight)` means, if a strategy has this mark.
+fn tight(plan: &StepPlan, options: &Options) -> Option<String> {
+    let is_tight = |price: &StepPrice| price.fit == Fit::Tight;
+    if !plan.prices.iter().any(is_tight) {
+        return None;
+    }
+    if options.reserved_memory == 0.0 {
+        return Some("(tight): no memory is kept free for activations (`reserved_memory` 0).".into());
+    }
+    let others =
+        if plan.prices.iter().all(is_tight) { "" } else { " The layouts without this mark leave it." };
+    Some(format!(
+        "(tight): the parameters fit, but leave less than {:.0} % of a GPU's memory for activations (`reserved_memory`).{others}",
+        100.0 * options.reserved_memory
+    ))
+}
+
 /// One row per strategy, fastest first.
 pub(super) fn compared(plan: &StepPlan, options: &Options) -> String {
     let best = plan.best();
@@ -425,5 +444,9 @@ pub(super) fn compared(plan: &StepPlan, options: &Options) -> String {
         "expert sync",
         "changes the training",
     ];
-    table(&header, rows, 1)
+    let mut text = table(&header, rows, 1);
+    if let Some(what) = tight(plan, options) {
+        let _ = write!(text, "\n{what}");
+    }
+    text
 }

@@ -58,12 +58,31 @@ pub(super) fn render(
     for line in assumed(problem) {
         let _ = writeln!(out, "{line}");
     }
+    let _ = writeln!(out, "{}", terms(problem, step.is_some()));
     if !explain {
         out.push_str(
             "For more: --explain (limits and alternatives), --html FILE (a report with charts); docs/planner.md explains the terms.\n",
         );
     }
     out
+}
+
+/// The columns and notations of the tables that their headers do not explain.
+fn terms(problem: &Problem, has_steps: bool) -> String {
+    let levels =
+        problem.cluster.levels.iter().map(|level| level.name.as_str()).collect::<Vec<_>>().join(", ");
+    let steps = match has_steps {
+        true => {
+            "a step is one global batch, in which a GPU is idle while it does not compute. `dense sync` and `expert sync` make replicas of \
+             parameters equal again at its end. "
+        }
+        false => "",
+    };
+    format!(
+        "Terms: {steps}Numbers in brackets belong to the levels {levels}: members of an EP group, or sizes of expert domains. `sent as \
+         tokens`: 100 % moves tokens only, 0 % experts only. `rows per token`: rows that the busiest GPU receives in a dispatch, over its \
+         own tokens. `hottest/mean`: load of the busiest group of GPUs over the mean load."
+    )
 }
 
 /// What the times assume and nothing else in the report says, in lines. All outputs have them.
