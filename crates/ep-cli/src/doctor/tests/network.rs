@@ -1,9 +1,17 @@
-//! NICs, providers of libfabric, and interfaces.
+//! These tests check NICs, providers of libfabric, and interfaces.
 
-use std::os::unix::fs::symlink;
+use std::{fs, os::unix::fs::symlink};
 
-use super::super::{nearest::Relation, probe::InterfaceAddress};
-use super::*;
+use super::{FakeMachine, assert_sound, find, gpu_server, h200s};
+use crate::doctor::{
+    check::Mark,
+    cuda::{Cuda, CudaGpu},
+    fabric::FabricProvider,
+    fact::Fact,
+    nearest::Relation,
+    probe::InterfaceAddress,
+    report::DoctorReport,
+};
 
 /// An RDMA device of a fake machine.
 struct Card {
