@@ -1,0 +1,116 @@
+//! These tests check the layout of a plan: its stages, its groups of ranks, and strategies that have no layout.
+
+use serde_json::Value;
+
+use crate::common::{Directory, run};
+use crate::planned;
+
+#[test]
+fn a_runnable_plan_has_the_layout_of_the_training_runtime() {
+    let directory = Directory::new("plan-runnable");
+    let groups = directory.file("groups.json");
+    // The best is a pipeline, which the runtime cannot run.
+    let cluster = ["plan", "--nodes=2", "--uplink=100Gbit/s", "--set=memory=2000GB"];
+    let text = run(&[&cluster[..], &["--runnable", "--groups", &groups]].concat()).succeeded().stdout;
+    assert!(
+        text.contains("Layers of the strategy `expert domains`, 1 stage, EP groups of 32 GPUs"),
+        "{text}"
+    );
+    let written: Value = serde_json::from_str(&std::fs::read_to_string(&groups).unwrap()).unwrap();
+    let layout = serde_json::json!({"pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 1});
+    assert_eq!((&written["layout"], &written["ranks"]), (&layout, &serde_json::json!(32)));
+    // One EP group of all GPUs of a site is what the runtime runs on that site.
+    assert!(
+        text.contains("\nOne of the 2 datacenters alone (16 GPUs) trains")
+            && text.contains("EP groups of 16 GPUs (1, 2, 8)"),
+        "{text}"
+    );
+    // 24 GPUs would have copies of experts, which the runtime cannot run.
+    let uneven = ["plan", "--nodes=3,1", "--set=memory=4000GB"];
+    let alone = |more: &[&str]| {
+        run(&[&uneven[..], more].concat())
+            .succeeded()
+            .stdout
+            .contains("One of the 2 datacenters alone (24 GPUs)")
+    };
+    assert!(alone(&[]) && !alone(&["--runnable"]));
+    let refused = [
+        "--runnable needs a number of GPUs that divides the 256 experts, and the cluster has 48 GPUs; possible: 32, 16, 8, \
+         ...; change --nodes, --gpus-per-node",
+    ];
+    run(&["plan", "--nodes=3", "--runnable"]).refused(2, &refused);
+    run(&["plan", "--nodes=32", "--runnable"]).refused(2, &["has 512 GPUs; possible: 256, 128, 64, ..."]);
+    run(&["plan", "--runnable", "--set=work=forward"]).refused(2, &["--runnable", "work=training"]);
+}
+
+#[test]
+fn every_rank_is_in_one_group_of_each_kind() {
+    let directory = Directory::new("plan-groups");
+    let file = directory.file("groups.json");
+    run(&["plan", "--strategy=expert-domains", "--groups", &file]).succeeded();
+    let groups: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    assert_eq!(
+        groups["layout"],
+        serde_json::json!({ "pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 2 })
+    );
+    for kind in ["expert_domains", "dispatch_groups"] {
+        let mut ranks: Vec<u64> = groups[kind]
+            .as_array()
+            .unwrap()
+            .iter()
+            .flat_map(|group| group.as_array().unwrap().iter().map(|rank| rank.as_u64().unwrap()))
+            .collect();
+        ranks.sort_unstable();
+        assert_eq!(ranks, (0..128).collect::<Vec<u64>>(), "{kind}");
+    }
+}
+
+/// Report, JSON and rank lists are those of the strategy that `--strategy` names.
+#[test]
+fn the_named_strategy_is_shown() {
+    let directory = Directory::new("plan-strategy");
+    let file = directory.file("groups.json");
+    for (name, words) in [("hierarchical-ep", "hierarchical EP"), ("plain-ep", "plain EP")] {
+        let options = ["--strategy", name, "--set=replicas=keep", "--nodes=16"];
+        let plan = planned(&[&options[..], &["--groups", &file]].concat());
+        let prices = plan["step"]["prices"].as_array().unwrap();
+        let price = prices.iter().find(|price| price["strategy"] == name).unwrap();
+        assert_eq!(plan["plan"]["best"], price["candidate"], "{name}");
+        assert_eq!(plan["plan"]["best"]["domain_sizes"], serde_json::json!([1, 1, 1]));
+        let groups: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+        let domains = groups["expert_domains"].as_array().unwrap();
+        assert!(domains.iter().all(|domain| domain.as_array().unwrap().len() == 1), "{name}");
+        let text = run(&[&["plan"], &options[..]].concat()).succeeded().stdout;
+        let layers = format!("Layers of the strategy `{words}`");
+        let layers = text.lines().skip_while(|line| !line.starts_with(&layers)).nth(1).unwrap();
+        assert!(layers.starts_with("In an EP group, domains (1, 1, 1): only tokens move."), "{text}");
+        assert!(!text.contains("Compression is lossy"), "{text}");
+    }
+}
+
+/// A strategy that does not exist on a cluster is not one that does not fit, and the error lists names to copy.
+#[test]
+fn strategies_without_a_layout_are_named() {
+    let directory = Directory::new("plan-no-layout");
+    let page = directory.file("page.html");
+    // Five stages divide five nodes of one datacenter, not the two datacenters.
+    let options = ["--nodes=5", "--set=pipeline_stages=5", "--set=memory=1000GB"];
+    let text = run(&[&["plan", "--html", &page], &options[..]].concat()).succeeded().stdout;
+    let row = |text: &str, name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
+    assert!(row(&text, " pipeline ").contains("no such layout"), "{text}");
+    assert!(!text.contains("does not fit"), "{text}");
+    assert!(std::fs::read_to_string(page).unwrap().contains("<td>pipeline</td><td>no such layout</td>"));
+    run(&[&["plan", "--strategy=pipeline"], &options[..]].concat())
+        .refused(2, &["--strategy pipeline: it has no layout", "possible: expert-domains, hierarchical-ep"]);
+    run(&["plan", "--strategy=local-steps"]).refused(
+        2,
+        &[
+            "--strategy local-steps: no layout of it fits into memory",
+            "possible: expert-domains, hierarchical-ep, plain-ep, data-parallel, pipeline",
+        ],
+    );
+    run(&["plan", "--set=pipeline_stages=3"])
+        .refused(2, &["pipeline_stages is 3, and no division", "possible: 1, 2, 4, 8, 16, 32"]);
+    let steps = run(&["simulate", "--steps", "--set=global_batch=1048576"]).succeeded().stdout;
+    assert!(steps.contains("Not priced: local steps: does not fit"), "{steps}");
+}
