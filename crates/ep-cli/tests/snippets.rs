@@ -94,7 +94,7 @@ fn every_block_has_a_test() {
             "python" => true,
             // In crates/ep-host/tests/readme.rs.
             "rust" => place.starts_with("README.md:"),
-            // In plan.rs beside this file.
+            // In plan/documentation.rs beside this file.
             "toml" => place.starts_with("docs/planner.md:"),
             _ => false,
         };

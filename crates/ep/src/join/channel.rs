@@ -254,7 +254,7 @@ pub(super) mod tests {
     #[cfg_attr(miri, ignore = "sockets")]
     fn receive_unless_leaves_a_message_whenever_it_arrives() {
         const LEFT: u8 = 7;
-        for _ in 0..5000 {
+        for _ in 0..500 {
             let [mut sender, mut receiver] = channels();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
