@@ -17,8 +17,11 @@ const RUN_BYTES: usize = 1 << 20;
 /// A run of fewer bytes waits for further units. Otherwise a fast proxy posts each unit alone, and the costs of puts exceed
 /// the time that the link needs for their bytes (docs/lab/040).
 const SHORT_RUN_BYTES: usize = 512 << 10;
-/// So long after the last run, a short run is posted.
+/// So long after the last run of its section, a short run is posted.
 const HOLD: Duration = Duration::from_micros(20);
+/// The same for a section that has few of the bytes, such as that of the weights. Its runs are always short. If each run of
+/// rows had one of weights beside it, half of the puts would carry next to nothing (docs/lab/048).
+const SMALL_SECTION_HOLD: Duration = Duration::from_micros(80);
 
 /// What the engine has accepted so far, to all peers.
 #[derive(Debug, Default)]
@@ -76,28 +79,35 @@ pub(super) struct Sending {
     /// The plan of the epoch, once the kernels have released it.
     plan: Option<Plan>,
     plan_posted: bool,
-    /// Units whose sections are all posted.
-    posted: usize,
-    /// The units that are being posted.
-    run: Option<Run>,
-    /// When the last run of the epoch was posted.
-    last_run: Option<Instant>,
+    /// Units that the kernels have completed, from the first on.
+    complete: usize,
+    sections: [Posting; RAIL_SECTIONS],
+    /// The section that is the next to post.
+    section: usize,
 }
 
-/// Consecutive complete units.
-#[derive(Debug)]
-struct Run {
-    units: Range<usize>,
-    /// The next section to post.
-    section: usize,
+/// What is posted of a section.
+#[derive(Debug, Clone, Copy, Default)]
+struct Posting {
+    /// Units.
+    posted: usize,
+    /// When the last run was posted.
+    last_run: Option<Instant>,
 }
 
 impl Sending {
     pub(super) fn new() -> Self {
-        Self { epoch: 1, plan: None, plan_posted: false, posted: 0, run: None, last_run: None }
+        Self {
+            epoch: 1,
+            plan: None,
+            plan_posted: false,
+            complete: 0,
+            sections: [Posting::default(); RAIL_SECTIONS],
+            section: 0,
+        }
     }
 
-    /// Posts the plan if the kernels have released it, and one run of units that they have completed.
+    /// Posts the plan if the kernels have released it, and of each section one run of units that they have completed.
     pub(super) fn step(&mut self, link: &Link<'_>) -> Result<Progress, SendError> {
         let parity = (self.epoch & 1) as usize;
         let plan = match &self.plan {
@@ -110,54 +120,74 @@ impl Sending {
                 self.plan.insert(plan)
             }
         };
-        let mut progress = Progress::Idle;
+        let mut moved = false;
         if !self.plan_posted {
             if link.post_plan(parity)? == Posted::Full {
                 return Ok(Progress::Full);
             }
             self.plan_posted = true;
-            progress = Progress::Moved;
+            moved = true;
         }
-        let run = match &mut self.run {
-            Some(run) => run,
-            None => {
-                let Some(units) = link.complete_run(plan, parity, self.epoch, self.posted) else {
-                    return Ok(progress);
-                };
-                let waited = self.last_run.map(|last| last.elapsed());
-                if waits(units.len(), bytes_of(plan, &units), units.end == plan.units(), waited) {
-                    return Ok(if progress == Progress::Idle { Progress::Held } else { progress });
+        self.complete = link.complete_units(plan, parity, self.epoch, self.complete);
+        while self.section < RAIL_SECTIONS {
+            let posting = &mut self.sections[self.section];
+            if let Some(units) = next_run(plan, self.section, posting, self.complete) {
+                if link.post_part(plan, parity, self.section, &units)? == Posted::Full {
+                    return Ok(Progress::Full);
                 }
-                let end = units.start + units_of_a_put(units.len());
-                self.run.insert(Run { units: units.start..end, section: 0 })
+                *posting = Posting { posted: units.end, last_run: Some(Instant::now()) };
+                moved = true;
             }
-        };
-        while run.section < RAIL_SECTIONS {
-            if link.post_part(plan, parity, run)? == Posted::Full {
-                return Ok(Progress::Full);
-            }
-            run.section += 1;
+            self.section += 1;
         }
-        self.posted = run.units.end;
-        self.run = None;
-        self.last_run = Some(Instant::now());
+        self.section = 0;
+        let is_posted = |posted: usize| self.sections.iter().all(|section| section.posted == posted);
+        let held = !is_posted(self.complete);
         // From here on the kernels may write the plan of the epoch after the next one to the same place.
-        if self.posted == plan.units() {
+        if is_posted(plan.units()) {
             *self = Self { epoch: self.epoch.wrapping_add(1), ..Self::new() };
         }
-        Ok(Progress::Moved)
+        Ok(match (moved, held) {
+            (true, _) => Progress::Moved,
+            (false, true) => Progress::Held,
+            (false, false) => Progress::Idle,
+        })
     }
 }
 
-/// Bytes of these units in all sections.
-fn bytes_of(plan: &Plan, units: &Range<usize>) -> usize {
-    (0..RAIL_SECTIONS).filter_map(|section| plan.part(section, units)).map(|part| part.len()).sum()
+/// The next run of complete units of a section, unless it waits for further units. Passes over units without bytes.
+fn next_run(plan: &Plan, section: usize, posting: &mut Posting, complete: usize) -> Option<Range<usize>> {
+    let first = posting.posted;
+    let bytes = |end: usize| plan.part(section, &(first..end)).map_or(0, |part| part.len());
+    if first == complete || bytes(complete) == 0 {
+        posting.posted = complete;
+        return None;
+    }
+    let most = complete.min(first + MOST_UNITS);
+    let mut end = first + 1;
+    while end < most && bytes(end + 1) <= RUN_BYTES {
+        end += 1;
+    }
+    let waited = posting.last_run.map(|last| last.elapsed());
+    if waits(end - first, bytes(end), end == plan.units(), waited, hold(plan, section)) {
+        return None;
+    }
+    Some(first..first + units_of_a_put(end - first))
+}
+
+/// So long after the last run of this section, a short run is posted.
+fn hold(plan: &Plan, section: usize) -> Duration {
+    // Alone, no section is small.
+    let (all, part) =
+        (0..plan.units(), |section, units| plan.part(section, units).map_or(0, |part| part.len()));
+    let whole: usize = (0..RAIL_SECTIONS).map(|section| part(section, &all)).sum();
+    if part(section, &all) < whole / 8 { SMALL_SECTION_HOLD } else { HOLD }
 }
 
 /// Whether a run of this many complete units and bytes waits for further units. `last`: it ends the set. `waited`: the time
 /// since the run before it.
-fn waits(units: usize, bytes: usize, last: bool, waited: Option<Duration>) -> bool {
-    !last && units < MOST_UNITS && bytes < SHORT_RUN_BYTES && waited.is_some_and(|waited| waited < HOLD)
+fn waits(units: usize, bytes: usize, last: bool, waited: Option<Duration>, hold: Duration) -> bool {
+    !last && units < MOST_UNITS && bytes < SHORT_RUN_BYTES && waited.is_some_and(|waited| waited < hold)
 }
 
 impl Link<'_> {
@@ -167,14 +197,19 @@ impl Link<'_> {
         self.post(Arrival { parity, what: What::Plan }, from..from + size_of::<RailPlan>(), to)
     }
 
-    /// Posts the part of the next section of a run. A section without bytes needs no put.
-    fn post_part(&self, plan: &Plan, parity: usize, run: &Run) -> Result<Posted, SendError> {
-        let Run { units, section } = run;
-        let Some(bytes) = plan.part(*section, units) else { return Ok(Posted::Yes) };
+    /// Posts the part of a section that belongs to these units. Units without bytes need no put.
+    fn post_part(
+        &self,
+        plan: &Plan,
+        parity: usize,
+        section: usize,
+        units: &Range<usize>,
+    ) -> Result<Posted, SendError> {
+        let Some(bytes) = plan.part(section, units) else { return Ok(Posted::Yes) };
         let layout = self.window.layout();
         let lane = layout.out_lane(self.domain, parity);
         let to = layout.in_lane(self.own_domain, parity) + bytes.start;
-        let what = What::Part(Part { section: *section, units: units.clone() });
+        let what = What::Part(Part { section, units: units.clone() });
         self.post(Arrival { parity, what }, lane + bytes.start..lane + bytes.end, to)
     }
 
@@ -190,23 +225,18 @@ impl Link<'_> {
         Ok(posted)
     }
 
-    /// The units from `first` on that the kernels have completed, at most as many as one put may have.
+    /// The number of units that the kernels have completed, if the first `complete` ones are. Looks at as many as a put may
+    /// have.
     ///
     /// A unit without bytes needs no flags, and its flags must not be awaited: the peer completes the epoch without this
     /// unit, and then the kernels may overwrite the flags with those of the epoch after the next one.
-    fn complete_run(&self, plan: &Plan, parity: usize, epoch: u32, first: usize) -> Option<Range<usize>> {
-        let complete = |unit: usize| {
+    fn complete_units(&self, plan: &Plan, parity: usize, epoch: u32, complete: usize) -> usize {
+        let is_complete = |&unit: &usize| {
             plan.sections_of(unit) == 0
                 || plan.flags(unit).all(|flag| self.window.out_flag(self.domain, parity, flag) == epoch)
         };
-        let mut end = first;
-        while end < plan.units().min(first + MOST_UNITS)
-            && (end == first || bytes_of(plan, &(first..end + 1)) <= RUN_BYTES)
-            && complete(end)
-        {
-            end += 1;
-        }
-        (end > first).then_some(first..end)
+        let next = complete..plan.units().min(complete + MOST_UNITS);
+        complete + next.take_while(is_complete).count()
     }
 }
 
@@ -217,6 +247,7 @@ mod tests {
     #[test]
     fn short_runs_wait_for_further_units_but_not_for_long() {
         let just_now = Some(Duration::ZERO);
+        let waits = |units, bytes, last, waited| waits(units, bytes, last, waited, HOLD);
         assert!(waits(1, SHORT_RUN_BYTES - 1, false, just_now));
         assert!(waits(MOST_UNITS - 1, 1, false, Some(HOLD - Duration::from_nanos(1))));
         // The first of an epoch, a long one, one of as many units as a put may have, the last of the set, and after a while.

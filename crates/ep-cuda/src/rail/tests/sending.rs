@@ -67,6 +67,25 @@ fn the_plan_comes_first_and_units_follow_in_their_order_once_they_are_complete()
 }
 
 #[test]
+fn each_section_has_runs_of_its_own() {
+    let (bench, mut pump) = Bench::pump(LANE);
+    let (long, short) = (600_000, 4);
+    let mut plan = plan_of(1, &units(4, 1));
+    plan.sections =
+        [section(0, long, RailPer::Row), section(3 << 20, short, RailPer::Row), section(0, 0, RailPer::Row)];
+    bench.release(TO, &plan);
+    bench.complete(TO, 1, 0);
+    settle(&mut pump);
+    let puts: Vec<_> = bench.script.puts()[1..].iter().map(|put| put.signal).collect();
+    assert_eq!(puts, [part(1, 0, 0, 1), part(1, 1, 0, 1)]);
+    // Two units of the long section are more than a run; all of the short section are one.
+    (1..4).for_each(|unit| bench.complete(TO, 1, unit));
+    settle(&mut pump);
+    let puts: Vec<_> = bench.script.puts().iter().map(|put| put.signal).collect();
+    assert_eq!(puts, [part(1, 0, 1, 2), part(1, 1, 1, 4), part(1, 0, 2, 3), part(1, 0, 3, 4)]);
+}
+
+#[test]
 fn all_flags_of_a_unit_must_be_those_of_the_epoch() {
     let (bench, mut pump) = Bench::pump(LANE);
     let mut plan = plan_of(1, &units(2, 3));
