@@ -1,0 +1,124 @@
+"""Shared by tests of the migration: runtimes, models, and training with expert domains and with expert parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from exact_engine import ExactEngine
+from hybrid_ep import Buffer, CallerError, MoELayer
+from hybrid_ep.experts import expert_parameters
+from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridMoELayer
+from hybrid_ep.moe import parameter_groups, reduce_gradients
+from process_worlds import Rank
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK, TOKENS = 16, 24, 8, 2, 20
+TWO = ExpertDomains.uniform(ranks=4, datacenters=2)
+ENGINES = ["python", "rust", "copied"]
+
+
+class Copied(ExpertMigration):
+    """The runtime as on a GPU: the engine gets copies of all tensors."""
+
+    _copies = True
+
+
+class InPython(ExpertMigration):
+    """The runtime over the oracle's engine."""
+
+    _make_engine = ExactEngine
+
+
+def runtime(engine: str) -> type[ExpertMigration]:
+    return {"python": InPython, "rust": ExpertMigration, "copied": Copied}[engine]
+
+
+@contextmanager
+def refused(says: str) -> Iterator[None]:
+    """Expects a `CallerError` whose text matches `says`."""
+    with pytest.raises(CallerError, match=says):
+        yield
+
+
+# ---- models: a dense layer, then two mixtures of experts
+
+
+def network(moe: Callable[[], MoELayer]) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), moe(), nn.RMSNorm(HIDDEN), moe())
+
+
+def hybrid(migration: ExpertMigration, **options: Any) -> nn.Sequential:
+    return network(lambda: HybridMoELayer(migration, HIDDEN, INTERMEDIATE, topk=TOPK, **options))
+
+
+def tokens_of(rank: int, step: int) -> Tensor:
+    """Tokens that differ in number and value between ranks and steps."""
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(TOKENS + 3 * rank, HIDDEN, generator=draw)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    # A target that the model can learn.
+    return (model(tokens) - tokens.roll(1, dims=1)).square().mean()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameter_groups(model), lr=1e-3)
+
+
+# ---- training
+
+
+class Losses(list[float]):
+    def add(self, loss: Tensor) -> None:
+        self.append(float(loss.detach()))
+
+
+def train_hybrid(migration: ExpertMigration, model: nn.Module, steps: range, optimizer: Any) -> list[float]:
+    losses = Losses()
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, tokens_of(migration.rank, step).to(migration.buffer.device))
+        loss.backward()
+        migration.reduce_gradients(model, op="sum")
+        optimizer.step()
+        migration.publish()
+        losses.add(loss)
+    return losses
+
+
+def train_plain(here: Rank, steps: range, plan: ExpertDomains | None = None) -> list[float]:
+    """Expert parallelism over all ranks. With a plan, dense gradients are summed in the order of the runtime."""
+    losses = Losses()
+    with Buffer(here.group, num_experts=EXPERTS, device=here.device, workers=1) as buffer:
+        model = network(lambda: MoELayer(buffer, HIDDEN, INTERMEDIATE, topk=TOPK)).to(here.device)
+        optimizer = adam(model)
+        for step in steps:
+            optimizer.zero_grad()
+            loss = loss_of(model, tokens_of(here.rank, step).to(here.device))
+            loss.backward()
+            if plan is None:
+                reduce_gradients(model, here.group, op="sum")
+            else:
+                experts = {id(parameter) for parameter in expert_parameters(model)}
+                for parameter in model.parameters():
+                    if id(parameter) not in experts and parameter.grad is not None:
+                        sum_by_datacenter(parameter.grad, plan, here.group)
+            optimizer.step()
+            losses.add(loss)
+    return losses
+
+
+def sum_by_datacenter(gradient: Tensor, plan: ExpertDomains, group: dist.ProcessGroup) -> None:
+    """The order in which the runtime sums dense gradients: ranks in a datacenter, then datacenters."""
+    parts = [torch.empty_like(gradient) for _ in range(group.size())]
+    dist.all_gather(parts, gradient.contiguous(), group=group)
+    zero = torch.zeros_like(gradient)
+    gradient.copy_(sum((sum((parts[rank] for rank in ranks), start=zero) for ranks in plan.datacenters), start=zero))

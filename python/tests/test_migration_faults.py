@@ -1,0 +1,86 @@
+"""Errors of training across datacenters name the rank at fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_ep import CallerError, PeerError
+from hybrid_ep.migration import ExpertMigration
+from hybrid_ep.migration.job_ranks import JobRanks
+from migration_world import EXPERTS, TWO, adam, hybrid, refused, train_hybrid
+from process_worlds import Rank, world_of_processes
+
+
+def _one_stays_away(here: Rank) -> None:
+    # New processes import for longer than the timeout, and not equally long.
+    dist.barrier()
+    with mock.patch.dict(os.environ, HYBRID_EP_TIMEOUT_MS="500"):
+        if here.rank != 3:
+            with pytest.raises(
+                PeerError, match=r"rank 3 never joined.*every rank of the group must make the migration"
+            ):
+                ExpertMigration(TWO, num_experts=EXPERTS)
+    dist.barrier()
+
+
+def test_a_rank_that_makes_no_migration_is_named() -> None:
+    # The ranks have met different numbers of times afterwards: use new processes.
+    world = world_of_processes(4, "cpu")
+    try:
+        world.run(_one_stays_away, seconds=60)
+    finally:
+        world.stop()
+
+
+def _lose_a_rank(here: Rank) -> None:
+    with pytest.raises(PeerError) as caught, ExpertMigration(TWO, num_experts=EXPERTS) as migration:
+        model = hybrid(migration)
+        optimizer = adam(model)
+        train_hybrid(migration, model, range(2), optimizer)
+        if here.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train_hybrid(migration, model, range(2, 100), optimizer)
+    # Rank 2 is in the lost rank's dispatch group, whose buffer counts ranks from 0; rank 1 is in its expert domain.
+    assert caught.value.peer == 3 and "rank 3" in str(caught.value), caught.value
+    if here.rank == 1:
+        assert caught.value.fault == "died", caught.value
+
+
+def test_a_lost_rank_is_named_and_ends_all_ranks() -> None:
+    world = world_of_processes(4, "cpu")
+    with pytest.raises(AssertionError) as caught:
+        world.run(_lose_a_rank, seconds=60)
+    assert str(caught.value).strip() == "rank 3: died"
+
+
+class _Refuses:
+    ranks = 2
+
+    def dispatch(self, error: Exception) -> None:
+        raise error
+
+
+def test_errors_of_a_dispatch_group_name_ranks_of_the_job() -> None:
+    group = JobRanks(_Refuses(), [7, 4])
+    assert group.ranks == 2
+    lost = PeerError(
+        "rank 1 died (dispatch #3): rank 0 waited for a flag (rank 9 says so)",
+        peer=1,
+        rank=0,
+        operator="dispatch",
+        fault="died",
+        step=3,
+        machine="node-a",
+    )
+    with pytest.raises(PeerError) as caught:
+        group.dispatch(lost)
+    error = caught.value
+    assert str(error) == "rank 4 died (dispatch #3): rank 7 waited for a flag (rank 9 says so)"
+    assert (error.peer, error.rank, error.fault, error.machine) == (4, 7, "died", "node-a")
+    with refused("hidden is 8 on rank 7 and 16 on rank 4"):
+        group.dispatch(CallerError("hidden is 8 on rank 0 and 16 on rank 1"))
