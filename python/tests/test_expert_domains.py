@@ -74,18 +74,25 @@ def test_a_wrong_file_is_refused(content: str, says: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("layout", "says"),
     [
-        ({"pipeline_stages": 2}, "2 pipeline stages; .* --runnable"),
-        ({"ep_groups_per_stage": 3}, "3 EP groups; .* --runnable"),
+        ({"ep_groups_per_stage": 3}, "3 EP groups in a stage; .* --runnable"),
         ({"tensor_parallel": 4}, r"4 GPUs that .* \(tensor parallelism\); .* --runnable"),
         ({"tensor_parallel": None}, "layout: tensor_parallel: expected an integer"),
+        ({"ep_groups": None}, "ep_groups: expected a list of ranks"),
+        ({"ep_groups": [[[0], [1]]]}, "ep_groups: expected a list of ranks"),
+        ({"ep_groups": [[[0, 1]], [[2]]]}, r"must have 2 ranks, .* found \[\[0, 1\], \[2\]\]"),
+        ({"ep_groups": [[[0, 1]], [[1, 2]]]}, r"a rank one stage, found \[\[0, 1\], \[1, 2\]\]"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused(layout: dict[str, int | None], says: str, tmp_path: Path) -> None:
     file = tmp_path / "groups.json"
-    runnable = {"pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 1}
+    runnable = {"ep_groups_per_stage": 1, "tensor_parallel": 1, "ep_groups": [[[0, 2]], [[1, 3]]]}
     content: dict[str, object] = {"expert_domains": [[0], [1]], "dispatch_groups": [[0, 1]], "layout": runnable}
     file.write_text(json.dumps(content))
-    assert ExpertDomains.from_file(file).ranks == 2
+    plan = ExpertDomains.from_file(file)
+    assert (plan.ranks, plan.stages) == (2, ((0, 2), (1, 3)))
+    assert [plan.stage_of(rank) for rank in range(4)] == [0, 1, 0, 1]
+    with pytest.raises(CallerError, match="rank 4 is in no stage of the plan, which has 2 of 2 ranks"):
+        plan.stage_of(4)
     file.write_text(json.dumps(content | {"layout": runnable | layout}))
     with pytest.raises(CallerError, match=f"groups.json: .*{says}"):
         ExpertDomains.from_file(file)

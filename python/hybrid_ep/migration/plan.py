@@ -28,6 +28,8 @@ class ExpertDomains:
         dispatch_groups (tuple[tuple[int, ...], ...]): The ranks of each dispatch group, by position.
         datacenters (tuple[tuple[int, ...], ...]): The ranks of each datacenter, ascending. Dense gradients are summed
             inside each of them first, then between them in this order.
+        stages (tuple[tuple[int, ...], ...]): The ranks of the job in each pipeline stage, ascending. The groups are
+            those of one stage: rank 0 is its first rank. One stage of all ranks, unless `from_file` read others.
 
     Args:
         expert_domains: The ranks of each expert domain, in any order.
@@ -54,6 +56,7 @@ class ExpertDomains:
         sites = dispatch_groups if datacenters is None else datacenters
         self.datacenters = tuple(sorted(tuple(sorted(ranks)) for ranks in sites))
         self.ranks = sum(map(len, self.expert_domains))
+        self.stages: tuple[tuple[int, ...], ...] = (tuple(range(self.ranks)),)
         for name in ("expert_domains", "dispatch_groups", "datacenters"):
             groups: tuple[tuple[int, ...], ...] = getattr(self, name)
             if not all(groups):
@@ -111,8 +114,8 @@ class ExpertDomains:
             The plan.
 
         Raises:
-            CallerError: The file is not such a file, its groups do not fit, or the plan has several pipeline stages,
-                several EP groups or tensor parallelism, which are not implemented.
+            CallerError: The file is not such a file, its groups do not fit, or the plan has several EP groups in a
+                stage or tensor parallelism, which are not implemented.
             OSError: The file cannot be read.
         """
         text = Path(path).read_text(encoding="utf-8")
@@ -122,8 +125,22 @@ class ExpertDomains:
             plan = cls(domains, groups, located if datacenters is None else datacenters)
         except (CallerError, ValueError) as error:
             raise CallerError(f"{os.fspath(path)}: {error}; write the file with hybrid-ep plan --groups") from None
-        _check_layout(path, content.get("layout"))
+        try:
+            plan.stages = _stages_of(content.get("layout"), plan)
+        except CallerError as error:
+            raise CallerError(f"{os.fspath(path)}: {error}") from None
         return plan
+
+    def stage_of(self, rank: int) -> int:
+        """Returns the pipeline stage of a rank of the job.
+
+        Raises:
+            CallerError: No stage has this rank.
+        """
+        for stage, ranks in enumerate(self.stages):
+            if rank in ranks:
+                return stage
+        raise CallerError(f"rank {rank} is in no stage of the plan, which has {len(self.stages)} of {self.ranks} ranks")
 
     def domain_of(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks of a rank's expert domain, ascending."""
@@ -193,26 +210,34 @@ def _groups_of(content: Any) -> tuple[list[list[int]], list[list[int]], list[lis
 
 # What the runtime needs to be 1 in a plan, and what a user can do about it.
 _LAYOUT = {
-    "pipeline_stages": ("pipeline stages", "plan with --runnable"),
-    "ep_groups_per_stage": ("EP groups", "plan with --runnable"),
+    "ep_groups_per_stage": ("EP groups in a stage", "plan with --runnable"),
     "tensor_parallel": (
         "GPUs that split the dense parameters (tensor parallelism)",
-        "plan with --runnable; if the model does not fit then, plan for more memory or a smaller model",
+        "plan with --runnable; if the model does not fit then, plan for more memory, more stages or a smaller model",
     ),
 }
 
 
-def _check_layout(path: str | os.PathLike[str], layout: Any) -> None:
-    """Refuses a plan that the runtime cannot execute. `layout` is None in the file of a forward pass."""
+def _stages_of(layout: Any, plan: ExpertDomains) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each stage. Refuses a plan that the runtime cannot execute. A forward pass has no layout."""
     if layout is None:
-        return
+        return plan.stages
     for key, (what, remedy) in _LAYOUT.items():
         if not isinstance(layout, dict) or type(layout.get(key)) is not int:
-            raise CallerError(f"{os.fspath(path)}: layout: {key}: expected an integer")
+            raise CallerError(f"layout: {key}: expected an integer")
         if layout[key] != 1:
-            raise CallerError(
-                f"{os.fspath(path)}: the plan has {layout[key]} {what}; training across datacenters needs 1: {remedy}"
-            )
+            raise CallerError(f"the plan has {layout[key]} {what}; training across datacenters needs 1: {remedy}")
+    try:
+        stages = tuple(tuple(ranks) for [ranks] in layout["ep_groups"])
+        all_ranks = sorted(int(rank) for stage in stages for rank in stage)
+    except (LookupError, TypeError, ValueError):
+        raise CallerError("layout: ep_groups: expected a list of ranks for the EP group of each stage") from None
+    if {len(stage) for stage in stages} != {plan.ranks} or all_ranks != [*range(len(all_ranks))]:
+        found = _lists(stages)
+        raise CallerError(
+            f"layout: ep_groups: a stage must have {plan.ranks} ranks, and a rank one stage, found {found}"
+        )
+    return stages
 
 
 def _datacenters_of(content: dict[str, Any]) -> list[list[int]] | None:

@@ -103,7 +103,8 @@ class ExpertMigration(Shared):
         shared_refresh: With the codec "shared": the number of steps between two shared experts.
         timeout: Seconds that a wait for another rank's weights or gradients may take. An error comes at most a second
             later.
-        group: The ranks. Default: the default process group.
+        group: The ranks of the plan: of a job with pipeline stages, those of this rank's stage. Default: the default
+            process group.
         domains: As for `Buffer`: the number of NVLink domains that a dispatch group spans.
         device: The device of all tensors: the CPU or a CUDA device, as for `Buffer`. Weights and gradients of a GPU are
             copied to host memory to be encoded and sent, and back.
@@ -155,7 +156,13 @@ class ExpertMigration(Shared):
             meeting.timeout = join_timeout()
             where = device_of(device)
             if plan.ranks != group.size():
-                raise CallerError(f"plan: is for {plan.ranks} ranks, and the group has {group.size()}")
+                stages = len(plan.stages)
+                remedy = (
+                    f"; it is that of one of {stages} pipeline stages: pass group=, this stage's ranks"
+                    if stages > 1
+                    else ""
+                )
+                raise CallerError(f"plan: is for {plan.ranks} ranks, and the group has {group.size()}{remedy}")
             if num_experts < 1 or num_experts % plan.ranks:
                 raise CallerError(
                     f"num_experts is {num_experts}, must be a multiple of the number of ranks, {plan.ranks}"

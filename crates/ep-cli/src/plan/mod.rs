@@ -84,31 +84,41 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
     Ok(Verdict::Right)
 }
 
-/// Fixes what `ExpertDomains.from_file` of the training runtime demands of a plan.
+/// Fixes what `ExpertDomains.from_file` of the training runtime demands of a plan: one EP group in a stage. The stages are those
+/// of the problem, by default one.
 fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
     let (gpus, experts) = (problem.cluster.gpus(), problem.model.experts);
-    if !experts.is_multiple_of(gpus.max(1)) {
+    let stages = problem.options.pipeline_stages.unwrap_or(1).max(1);
+    // The planner refuses other numbers of stages.
+    let group = if gpus.is_multiple_of(stages) { gpus / stages } else { 1 };
+    if !experts.is_multiple_of(group.max(1)) {
+        let (of_a_stage, has) = match stages {
+            1 => ("", format!("{gpus} GPUs")),
+            _ => (" of a stage", format!("{gpus} GPUs in {stages} stages of {group}")),
+        };
         return Err(Failure::request(format!(
-            "--runnable needs a number of GPUs that divides the {experts} experts, and the cluster has {gpus} GPUs; possible: {}; \
-             change --nodes, --gpus-per-node, or `members` in the cluster's file",
-            divisors_up_to(experts, gpus)
+            "--runnable needs a number of GPUs{of_a_stage} that divides the {experts} experts, and the cluster has {has}; possible: {}; \
+             change --nodes, --gpus-per-node, `members` in the cluster's file, or pipeline_stages",
+            divisors_up_to(experts, group)
         )));
     }
-    problem.options.pipeline_stages = Some(1);
-    problem.options.expert_parallel = Some(gpus);
+    problem.options.pipeline_stages = Some(stages);
+    problem.options.expert_parallel = Some(gpus / stages);
     problem.options.tensor_parallel = Some(1);
     problem.options.replicas = Replicas::Keep;
     Ok(())
 }
 
-/// Whether the training runtime of this project can run a layout: one stage, one EP group of all GPUs, and no copies of
-/// experts.
-fn has_runtime(layout: &Layout, problem: &Problem) -> bool {
+/// Whether the training runtime of this project can run the layers of a layout: one EP group in each stage, no copies of
+/// experts, no tensor parallelism, and replicas that are kept for the whole step. If there are several stages, the program brings
+/// the pipeline.
+fn has_runtime(price: &StepPrice, problem: &Problem) -> bool {
+    let (layout, candidate) = (&price.layout, &price.candidate);
     let copies = layout.copies().into_iter().product::<usize>();
-    layout.stages() == 1
-        && copies == 1
+    copies == 1
         && layout.tensor_parallel == 1
         && problem.model.experts.is_multiple_of(layout.group_gpus())
+        && (candidate.replicas_kept || candidate.expert_domain_size() == 1)
 }
 
 /// The largest divisors of a number that are at most `most`, descending, as text.
@@ -160,8 +170,8 @@ fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
         .then(|| Checked::text(html::render(problem, step.as_ref(), &plan, sweep.as_ref())?, &names));
     let lists = groups.is_wanted().then(|| {
         let partition = plan.partition().map_err(Failure::request)?;
-        let layout = step.as_ref().map(|shown| GroupsLayout::of(&shown.price().layout));
         let cluster = Cluster::try_from(problem.cluster.clone()).map_err(Failure::request)?;
+        let layout = step.as_ref().map(|shown| GroupsLayout::of(&shown.price().layout, &cluster));
         let parts: Vec<usize> = cluster.sites().iter().map(|site| site.parts).collect();
         Checked::json(&Groups { layout, groups: &partition.export().in_sites(&parts) })
     });
@@ -187,14 +197,17 @@ struct GroupsLayout {
     pipeline_stages: usize,
     ep_groups_per_stage: usize,
     tensor_parallel: usize,
+    /// The cluster's GPUs in each EP group of each stage.
+    ep_groups: Vec<Vec<Vec<usize>>>,
 }
 
 impl GroupsLayout {
-    fn of(layout: &Layout) -> Self {
+    fn of(layout: &Layout, cluster: &Cluster) -> Self {
         Self {
             pipeline_stages: layout.stages(),
             ep_groups_per_stage: layout.copies().iter().product(),
             tensor_parallel: layout.tensor_parallel,
+            ep_groups: layout.ep_groups(&cluster.scaling_factors()),
         }
     }
 }
@@ -239,9 +252,9 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
 fn unsolvable(args: &PlanArgs, error: PlanError) -> String {
     match error {
         PlanError::NoLayout { needed, device, .. } if args.runnable => format!(
-            "--runnable: a GPU has {device}, and needs at least {needed} for weights, gradients and Adam state, because \
-             `ExpertMigration` has no pipeline or tensor parallelism and one EP group of all GPUs; possible: GPUs with more memory, \
-             or a smaller model"
+            "--runnable: a GPU has {device}, and needs at least {needed} for weights, gradients and Adam state, because a layout \
+             for `ExpertMigration` has one EP group in a stage and no tensor parallelism; possible: GPUs with more memory, a smaller \
+             model, or, in a program with a pipeline, more stages (`--set pipeline_stages=N`)"
         ),
         error => error.to_string(),
     }

@@ -142,7 +142,15 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
              `--set expert_parallel=N` plans for groups of N.",
             ep_cuda::MAX_RANKS
         ));
-    } else if !has_runtime(&best.layout, problem) {
+    } else if has_runtime(best, problem) {
+        if best.layout.stages() > 1 {
+            lines.push(
+                "`ExpertMigration` can run the layers of each stage: the training program brings the pipeline, and `--groups` \
+                 writes the groups (docs/migration.md#in-a-pipeline)."
+                    .into(),
+            );
+        }
+    } else {
         lines.push(
             "`ExpertMigration` cannot run this layout. A training program with its own pipeline, data or tensor parallelism \
              can, and calls hybrid-ep inside each EP group. `--runnable` plans what `ExpertMigration` can run."

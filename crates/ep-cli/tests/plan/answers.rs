@@ -83,7 +83,7 @@ fn the_headline_names_the_fastest_strategy() {
     // What `--runnable` fixes is not called the request's, and layouts that no operator can run are refused.
     let without = ["plan", "--runnable", "--cluster=dgx-h100", "--nodes=16"];
     run(&without)
-        .refused(2, &["--runnable: a GPU has", "`ExpertMigration` has no pipeline or tensor parallelism"]);
+        .refused(2, &["--runnable: a GPU has", "has one EP group in a stage and no tensor parallelism"]);
     let small = ["plan", "--runnable", "--cluster=dgx-h200", "--nodes=16", "--set=memory_cap=12GB"];
     run(&small).refused(2, &["tokens move among 128 GPUs, and hybrid-ep's GPU operators take up to 72"]);
     // Expert domains without compression count, too.

@@ -17,7 +17,10 @@ fn a_runnable_plan_has_the_layout_of_the_training_runtime() {
         "{text}"
     );
     let written: Value = serde_json::from_str(&std::fs::read_to_string(&groups).unwrap()).unwrap();
-    let layout = serde_json::json!({"pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 1});
+    let all: Vec<usize> = (0..32).collect();
+    let layout = serde_json::json!({
+        "pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 1, "ep_groups": [[all]]
+    });
     assert_eq!((&written["layout"], &written["ranks"]), (&layout, &serde_json::json!(32)));
     // One EP group of all GPUs of a site is what the runtime runs on that site.
     assert!(
@@ -44,14 +47,56 @@ fn a_runnable_plan_has_the_layout_of_the_training_runtime() {
 }
 
 #[test]
+fn a_runnable_plan_may_have_stages_whose_ranks_the_file_lists() {
+    let directory = Directory::new("plan-stages");
+    let file = directory.file("groups.json");
+    let cluster =
+        ["plan", "--nodes=2", "--gpus-per-node=2", "--set=memory=8000GB", "--set=pipeline_stages=2"];
+    let text = run(&[&cluster[..], &["--runnable", "--groups", &file]].concat()).succeeded().stdout;
+    assert!(
+        text.contains(
+            "Layers of the strategy `expert domains`, 2 stages of 2 datacenters each, EP groups of 4 GPUs"
+        ),
+        "{text}"
+    );
+    assert!(
+        text.contains(
+            "\n`ExpertMigration` can run the layers of each stage: the training program brings the pipeline"
+        ),
+        "{text}"
+    );
+    let written: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    assert_eq!(written["ranks"], 4);
+    assert_eq!(
+        written["layout"],
+        serde_json::json!({
+            "pipeline_stages": 2, "ep_groups_per_stage": 1, "tensor_parallel": 1,
+            "ep_groups": [[[0, 1, 4, 5]], [[2, 3, 6, 7]]]
+        })
+    );
+    // 256 experts are not divided by 96 GPUs, but by the 32 of one of three stages.
+    let uneven = ["plan", "--nodes=6", "--set=memory=8000GB", "--runnable"];
+    run(&uneven)
+        .refused(2, &["divides the 256 experts, and the cluster has 96 GPUs; possible: 64, 32, 16, ..."]);
+    run(&[&uneven[..], &["--set=pipeline_stages=3"]].concat()).succeeded();
+    run(&[&uneven[..], &["--set=pipeline_stages=2"]].concat()).refused(
+        2,
+        &["a number of GPUs of a stage that divides", "96 GPUs in 2 stages of 48; possible: 32, 16, 8, ..."],
+    );
+    run(&["plan", "--runnable", "--set=pipeline_stages=3"])
+        .refused(2, &["pipeline_stages is 3, and no division"]);
+}
+
+#[test]
 fn every_rank_is_in_one_group_of_each_kind() {
     let directory = Directory::new("plan-groups");
     let file = directory.file("groups.json");
     run(&["plan", "--strategy=expert-domains", "--groups", &file]).succeeded();
     let groups: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    let layout = &groups["layout"];
     assert_eq!(
-        groups["layout"],
-        serde_json::json!({ "pipeline_stages": 1, "ep_groups_per_stage": 1, "tensor_parallel": 2 })
+        [&layout["pipeline_stages"], &layout["ep_groups_per_stage"], &layout["tensor_parallel"]],
+        [1, 1, 2]
     );
     for kind in ["expert_domains", "dispatch_groups"] {
         let mut ranks: Vec<u64> = groups[kind]

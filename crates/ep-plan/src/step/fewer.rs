@@ -71,13 +71,15 @@ impl StepPlanner {
         let gpus = description.gpus();
         let cluster = Cluster::try_from(description).ok()?;
         let mut options = self.options.clone();
-        // One EP group of all GPUs is one of all GPUs of the part.
-        if options.expert_parallel == Some(self.cluster.gpus()) {
-            let experts = self.model.description().experts;
-            if experts.is_multiple_of(self.cluster.gpus()) && !experts.is_multiple_of(gpus) {
+        // One EP group of all GPUs of a stage is one of all GPUs of the part's stage.
+        let (all, stages) = (self.cluster.gpus(), options.pipeline_stages.unwrap_or(1));
+        if options.expert_parallel == Some(all / stages) && all.is_multiple_of(stages) {
+            let (experts, group) = (self.model.description().experts, gpus / stages);
+            let misses = experts.is_multiple_of(all / stages) && !experts.is_multiple_of(group.max(1));
+            if misses || !gpus.is_multiple_of(stages) {
                 return None;
             }
-            options.expert_parallel = Some(gpus);
+            options.expert_parallel = Some(group);
         }
         let plan = Self::new(cluster, self.model.clone(), options).ok()?.plan().ok()?;
         Some(Fewer { sites: part.sites, members: part.members, gpus, price: plan.best().clone() })

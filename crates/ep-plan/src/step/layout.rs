@@ -51,6 +51,29 @@ impl Layout {
         self.stage.iter().zip(&self.group).map(|(stage, group)| stage / group).collect()
     }
 
+    /// The GPUs of every EP group of every stage, each list ascending, which is the order of the group's ranks. `members` are
+    /// those of each level of the cluster. GPUs are numbered along the levels, the innermost first.
+    ///
+    /// Stages, and the EP groups of a stage, are numbered in the same way.
+    pub fn ep_groups(&self, members: &[usize]) -> Vec<Vec<Vec<usize>>> {
+        let copies = self.copies();
+        let groups: usize = copies.iter().product();
+        let mut found = vec![vec![Vec::with_capacity(self.group_gpus()); groups]; self.stages()];
+        for gpu in 0..members.iter().product() {
+            let (mut stage, mut group, mut rest, mut inside) = (0, 0, gpu, members.iter().product::<usize>());
+            for (level, &count) in members.iter().enumerate() {
+                inside /= count;
+                let at = rest / inside;
+                rest %= inside;
+                let in_stage = at % self.stage[level];
+                stage = stage * (count / self.stage[level]) + at / self.stage[level];
+                group = group * copies[level] + in_stage / self.group[level];
+            }
+            found[stage][group].push(gpu);
+        }
+        found
+    }
+
     /// Replicas of a dense parameter at each level: the members of a stage, of which `t` GPUs share one replica.
     pub fn dense_copies(&self) -> Vec<usize> {
         let mut copies = self.stage.clone();
@@ -199,6 +222,54 @@ mod tests {
                 assert_eq!(layout.stages_across > 1, strategy == Strategy::Pipeline);
             }
         }
+    }
+
+    /// A stage keeps a run of members of each level, and an EP group a run of those of the stage.
+    #[test]
+    fn ep_groups_have_every_gpu_once_at_the_places_that_are_priced() {
+        let members = [4, 6, 8];
+        let digits = |gpu: usize| [gpu / 48, gpu / 8 % 6, gpu % 8];
+        for strategy in Strategy::ALL {
+            for layout in layouts(strategy, &cluster(&members), 256, None) {
+                let stages = layout.ep_groups(&members);
+                assert_eq!(stages.len(), layout.stages(), "{layout:?}");
+                let mut all: Vec<usize> = stages.iter().flatten().flatten().copied().collect();
+                all.sort_unstable();
+                assert_eq!(all, (0..4 * 6 * 8).collect::<Vec<_>>(), "{layout:?}");
+                let runs = |gpus: &mut dyn Iterator<Item = usize>, lengths: &[usize]| {
+                    let gpus: Vec<_> = gpus.map(digits).collect();
+                    for (level, &length) in lengths.iter().enumerate() {
+                        let found = gpus.iter().map(|digits| digits[level]);
+                        let (first, last) = (found.clone().min().unwrap(), found.max().unwrap());
+                        assert_eq!((last - first + 1, first % length), (length, 0), "{layout:?}");
+                    }
+                    assert_eq!(gpus.len(), lengths.iter().product::<usize>(), "{layout:?}");
+                };
+                for groups in &stages {
+                    runs(&mut groups.iter().flatten().copied(), &layout.stage);
+                    for group in groups {
+                        assert!(group.is_sorted());
+                        runs(&mut group.iter().copied(), &layout.group);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn stages_follow_each_other_along_the_levels() {
+        let layout = Layout {
+            stages_across: 1,
+            stages_inside: 2,
+            tensor_parallel: 1,
+            stage: vec![2, 1, 2],
+            group: vec![2, 1, 1],
+        };
+        let expected = [[[0, 4], [1, 5]], [[2, 6], [3, 7]]];
+        assert_eq!(
+            layout.ep_groups(&[2, 2, 2]),
+            expected.map(|groups| groups.map(|gpus| gpus.to_vec()).to_vec())
+        );
     }
 
     #[test]

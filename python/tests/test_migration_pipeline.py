@@ -1,0 +1,128 @@
+"""A pipeline whose stages span datacenters: the runtime moves the experts of each stage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridMoELayer
+from migration_world import EXPERTS, HIDDEN, INTERMEDIATE, TOPK, adam, refused, tokens_of
+from process_worlds import Rank, world_of_processes
+
+STEPS, MICRO_BATCHES, TOKENS = 4, 3, 12
+
+
+def planned(directory: Path) -> Path:
+    """The file of a plan for 2 datacenters of 2 GPUs, with 2 stages that each have a GPU of both."""
+    groups, model = directory / "groups.json", directory / "model.toml"
+    model.write_text(
+        f"[model]\nhidden = {HIDDEN}\nexpert_intermediate = {INTERMEDIATE}\nexperts = {EXPERTS}\ntopk = {TOPK}\n"
+        f"moe_layers = 2\ntokens_per_gpu = {TOKENS}\ncontext = {TOKENS}\n"
+    )
+    where = ["--cluster", "dgx-h100", "--nodes", "1", "--gpus-per-node", "2", "--model", str(model)]
+    layout = ["--runnable", "--set", "pipeline_stages=2", "--groups", str(groups)]
+    command = [sys.executable, "-m", "hybrid_ep", "plan", *where, *layout]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return groups
+
+
+def stage_module(migration: ExpertMigration, stage: int) -> nn.Sequential:
+    """Half of the model. It starts with the same weights wherever it is made."""
+    torch.manual_seed(stage)
+    return nn.Sequential(
+        nn.Linear(HIDDEN, HIDDEN), nn.RMSNorm(HIDDEN), HybridMoELayer(migration, HIDDEN, INTERMEDIATE, topk=TOPK)
+    )
+
+
+def batch(datacenter: int) -> Tensor:
+    return torch.cat([tokens_of(0, 10 * datacenter + part)[:TOKENS] for part in range(MICRO_BATCHES)])
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().sum()
+
+
+def train_whole(group: dist.ProcessGroup, plan: ExpertDomains) -> list[list[float]]:
+    """The whole model on every rank, and the micro-batches one after the other."""
+    losses = []
+    with ExpertMigration(plan, num_experts=EXPERTS, group=group) as migration:
+        model = nn.Sequential(stage_module(migration, 0), stage_module(migration, 1))
+        optimizer = adam(model)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            parts = []
+            for part in batch(migration.rank).chunk(MICRO_BATCHES):
+                with migration.accumulate():
+                    loss = loss_of(model(part), part.roll(1, dims=1))
+                    loss.backward()
+                parts.append(float(loss.detach()))
+            migration.reduce_gradients(model, op="sum")
+            optimizer.step()
+            migration.publish()
+            losses.append(parts)
+    return losses
+
+
+def train_pipeline(here: Rank, plan: ExpertDomains) -> list[list[float]]:
+    """PyTorch's pipeline. Only ranks of the last stage have losses."""
+    stages = [dist.new_group([*ranks], backend="gloo") for ranks in plan.stages]
+    pipelines = [dist.new_group([*ranks], backend="gloo") for ranks in zip(*plan.stages, strict=True)]
+    at = plan.stage_of(here.rank)
+    losses: list[list[float]] = []
+    with ExpertMigration(plan, num_experts=EXPERTS, group=stages[at]) as migration:
+        datacenter = migration.rank
+        module = stage_module(migration, at)
+        optimizer = adam(module)
+        example = torch.empty(TOKENS, HIDDEN)
+        stage = PipelineStage(
+            module, at, len(stages), here.device, input_args=example, output_args=example, group=pipelines[datacenter]
+        )
+        schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of, scale_grads=False)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            tokens, parts = batch(datacenter), list[Tensor]()
+            with migration.accumulate():
+                if at == 0:
+                    schedule.step(tokens)
+                else:
+                    schedule.step(target=tokens.roll(1, dims=1), losses=parts)
+            migration.reduce_gradients(module, op="sum")
+            optimizer.step()
+            migration.publish()
+            losses.append([float(loss.detach()) for loss in parts])
+    return losses
+
+
+def test_a_pipeline_trains_as_the_whole_model_does(tmp_path: Path) -> None:
+    def body(here: Rank, path: str) -> tuple[list[list[float]], list[list[float]]]:
+        plan = ExpertDomains.from_file(path)
+        stages = [dist.new_group([*ranks], backend="gloo") for ranks in plan.stages]
+        whole = train_whole(stages[0], plan) if here.rank in plan.stages[0] else []
+        return whole, train_pipeline(here, plan)
+
+    file = planned(tmp_path)
+    assert json.loads(file.read_text())["layout"]["ep_groups"] == [[[0, 2]], [[1, 3]]]
+    world = world_of_processes(4, "cpu")
+    results = world.run(body, str(file))
+    for datacenter in range(2):
+        whole, first = results[2 * datacenter]
+        _, last = results[2 * datacenter + 1]
+        assert first == [[]] * STEPS
+        assert last == whole
+        assert sum(last[-1]) < sum(last[0]), "the model learns"
+
+
+def test_the_plan_of_a_stage_does_not_fit_all_ranks(tmp_path: Path) -> None:
+    def body(here: Rank, path: str) -> None:
+        with refused("for 2 ranks, and the group has 4; it is that of one of 2 pipeline stages: pass group="):
+            ExpertMigration(ExpertDomains.from_file(path), num_experts=EXPERTS)
+
+    world_of_processes(4, "cpu").run(body, str(planned(tmp_path)))
