@@ -144,11 +144,14 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         ));
     } else if has_runtime(best, problem) {
         if best.layout.stages() > 1 {
-            lines.push(
-                "`ExpertMigration` can run the layers of each stage: the training program brings the pipeline, and `--groups` \
-                 writes the groups (docs/migration.md#in-a-pipeline)."
+            lines.push(match gathers {
+                1 => "This layout gathers no experts: a training program with a pipeline can run it with `MoELayer` in the EP group of \
+                      each stage, which `--groups` lists."
                     .into(),
-            );
+                _ => "`ExpertMigration` can run the layers of each stage: the training program brings the pipeline, and `--groups` \
+                      writes the groups (docs/migration.md#in-a-pipeline)."
+                    .into(),
+            });
         }
     } else {
         lines.push(

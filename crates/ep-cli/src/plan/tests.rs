@@ -52,16 +52,27 @@ fn every_report_says_what_it_assumes() {
 fn the_answer_says_what_runs_the_plan_and_whether_one_site_holds_the_model() {
     let alone = "One of the 2 datacenters alone cannot train this model: weights, gradients and Adam state need 10.74 TB, and \
                  its 64 GPUs have 9.024 TB.";
-    let other_programs = "`ExpertMigration` cannot run this layout. ";
-    for (options, too_small, other) in [
-        ("", 1, 1),
-        ("--nodes=16", 0, 1),
-        ("--nodes=16 --set=pipeline_stages=1 --set=expert_parallel=256 --set=tensor_parallel=1", 0, 0),
-        ("--datacenters=1 --nodes=16", 0, 1),
+    let neither = "`ExpertMigration` cannot run this layout. ";
+    let migration = "`ExpertMigration` can run the layers of each stage: ";
+    let operators =
+        "This layout gathers no experts: a training program with a pipeline can run it with `MoELayer` ";
+    for (options, too_small, says) in [
+        ("", 1, Some(neither)),
+        ("--nodes=16", 0, Some(migration)),
+        (
+            "--nodes=16 --set=memory_cap=0.1GB --set=pipeline_stages=4 --set=expert_parallel=64",
+            0,
+            Some(operators),
+        ),
+        ("--nodes=16 --set=pipeline_stages=1 --set=expert_parallel=256 --set=tensor_parallel=1", 0, None),
+        ("--datacenters=1 --nodes=16", 0, Some(neither)),
     ] {
         for shown in reports(options) {
-            let found = (shown.matches(alone).count(), shown.matches(other_programs).count());
-            assert_eq!(found, (too_small, other), "{options}\n{shown}");
+            assert_eq!(shown.matches(alone).count(), too_small, "{options}\n{shown}");
+            for line in [neither, migration, operators] {
+                let expected = usize::from(says == Some(line));
+                assert_eq!(shown.matches(line).count(), expected, "{options}: {line}\n{shown}");
+            }
         }
     }
 }
