@@ -247,7 +247,11 @@ mod tests {
             let error = member(rank).check().unwrap_err();
             assert!(error.to_string().contains("must be below the number of ranks"), "{error}");
         }
-        let error = Member::new(Rank(0), usize::MAX, Duration::from_secs(1)).check().unwrap_err();
-        assert!(error.to_string().contains("at most 1048576 are possible"), "{error}");
+        let of_job = |ranks| Member::new(Rank(0), ranks, Duration::from_secs(1)).check();
+        assert!(of_job(MAX_RANKS).is_ok());
+        for ranks in [MAX_RANKS + 1, usize::MAX] {
+            let error = of_job(ranks).unwrap_err();
+            assert!(error.to_string().contains("at most 1048576 are possible"), "{error}");
+        }
     }
 }
