@@ -4,6 +4,7 @@
 //! no order among each other, so they need none across NICs. The engine on the `n`-th NIC of a rank reaches the `n`-th NIC
 //! of every peer, hence all ranks of a rail have as many.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, TryLockError};
 use std::time::Instant;
@@ -52,8 +53,8 @@ impl Unconnected for Opened {
         let engines: Vec<Box<dyn Transport>> = connected.collect::<Result<_>>()?;
         let name = format!("{} on {nics} NICs", engines[0].name());
         let lost_by = (0..ranks).map(|_| AtomicUsize::new(NONE)).collect();
-        let (next, reported) = (AtomicUsize::new(0), Mutex::new(vec![false; ranks]));
-        Ok(Box::new(Several { name, rail, engines, next, lost_by, reported }))
+        let reports = Mutex::new(Reports { known: vec![false; ranks], waiting: VecDeque::new() });
+        Ok(Box::new(Several { name, rail, engines, next: AtomicUsize::new(0), lost_by, reports }))
     }
 }
 
@@ -89,9 +90,16 @@ struct Several {
     next: AtomicUsize,
     /// By index on the rail: the engine that has found the peer gone; `NONE` if none has.
     lost_by: Vec<AtomicUsize>,
-    /// By index on the rail: whether `poll` has returned an error for this peer. The lock admits one poller at a time, so
-    /// that signals have one reader.
-    reported: Mutex<Vec<bool>>,
+    /// The lock admits one poller at a time, so that signals have one reader.
+    reports: Mutex<Reports>,
+}
+
+/// The errors that engines have reported.
+struct Reports {
+    /// By index on the rail: whether an engine has reported this peer.
+    known: Vec<bool>,
+    /// Errors that `poll` has not returned. One call of it may find several, and returns one.
+    waiting: VecDeque<Error>,
 }
 
 const NONE: usize = usize::MAX;
@@ -138,23 +146,21 @@ impl Transport for Several {
     }
 
     fn poll(&self, on_signal: &mut dyn FnMut(Rank, Signal)) -> Result<()> {
-        let mut reported = match self.reported.try_lock() {
-            Ok(reported) => reported,
-            Err(TryLockError::Poisoned(reported)) => reported.into_inner(),
+        let mut reports = match self.reports.try_lock() {
+            Ok(reports) => reports,
+            Err(TryLockError::Poisoned(reports)) => reports.into_inner(),
             // Another worker of this rank is polling.
             Err(TryLockError::WouldBlock) => return Ok(()),
         };
-        let mut first = Ok(());
         for (number, engine) in self.engines.iter().enumerate() {
             let Err(error) = engine.poll(on_signal) else { continue };
             // The engine of every NIC finds that a peer is gone.
             let index = self.record(number, &error);
-            let is_new = index.is_none_or(|index| !std::mem::replace(&mut reported[index], true));
-            if is_new && first.is_ok() {
-                first = Err(error);
+            if index.is_none_or(|index| !std::mem::replace(&mut reports.known[index], true)) {
+                reports.waiting.push_back(error);
             }
         }
-        first
+        reports.waiting.pop_front().map_or(Ok(()), Err)
     }
 
     fn drain(&self, peer: Rank, deadline: Instant) -> Result<()> {
@@ -167,7 +173,53 @@ impl Transport for Several {
 
 #[cfg(test)]
 mod tests {
+    use ep::{EnvironmentError, PeerFault};
+
     use super::*;
+
+    /// An engine that reports errors.
+    #[derive(Debug)]
+    struct Reporting(Mutex<VecDeque<Error>>);
+
+    impl Transport for Reporting {
+        fn name(&self) -> &'static str {
+            "reporting"
+        }
+
+        fn put(&self, _: Put) -> Result<Posted> {
+            Ok(Posted::Yes)
+        }
+
+        fn poll(&self, _: &mut dyn FnMut(Rank, Signal)) -> Result<()> {
+            self.0.lock().unwrap().pop_front().map_or(Ok(()), Err)
+        }
+
+        fn drain(&self, _: Rank, _: Instant) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn every_error_is_reported_once_also_if_all_nics_have_one_at_a_time() {
+        let rail = Rail::new((0..4).map(Rank).collect(), 0).unwrap();
+        let gone = |rank| -> Error {
+            PeerError::joining(Rank(0), Rank(rank), PeerFault::Died, "a signal", std::time::Duration::ZERO)
+                .into()
+        };
+        let own: Error = EnvironmentError::new("a NIC", "it fails", "").into();
+        let engines = [vec![gone(1), gone(2), gone(3)], vec![gone(2), gone(1), own.clone()]]
+            .map(|errors| Box::new(Reporting(Mutex::new(errors.into()))) as Box<dyn Transport>);
+        let several = Several {
+            name: "two".into(),
+            rail,
+            engines: engines.into(),
+            next: AtomicUsize::new(0),
+            lost_by: (0..4).map(|_| AtomicUsize::new(NONE)).collect(),
+            reports: Mutex::new(Reports { known: vec![false; 4], waiting: VecDeque::new() }),
+        };
+        let found: Vec<Error> = (0..9).filter_map(|_| several.poll(&mut |_, _| {}).err()).collect();
+        assert_eq!(found, [gone(1), gone(2), gone(3), own]);
+    }
 
     #[test]
     fn joined_blobs_can_be_split_and_others_cannot() {
