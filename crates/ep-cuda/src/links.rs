@@ -38,6 +38,8 @@ const BEAT: u8 = 3;
 const LEAVING: u8 = 5;
 /// Stands for an answer when the peer has sent its leave message instead. Never sent.
 const LEFT: u8 = 4;
+/// The same when the network to the peer's machine has failed. Never sent.
+const UNREACHABLE: u8 = 6;
 
 /// How long a link's thread waits for a message at a time. Its value has no effect.
 const IDLE: Duration = Duration::from_secs(3600);
@@ -225,7 +227,10 @@ fn serve(
                 }
                 return Some(left);
             }
-            Some(LinkEvent::Unreachable) => return Some(GoneWord::Unreachable as u32),
+            Some(LinkEvent::Unreachable) => {
+                answer(UNREACHABLE);
+                return Some(GoneWord::Unreachable as u32);
+            }
             Some(_) => return Some(DIED),
         };
         if let Some(sender) = across {
@@ -317,6 +322,7 @@ impl MappingLinks {
             match peer.answers.recv_timeout(self.timeout.saturating_sub(since.elapsed())) {
                 Ok(MAPPED) => {}
                 Ok(LEFT) => return Err(lost(peer.rank, PeerFault::Left)),
+                Ok(UNREACHABLE) => return Err(lost(peer.rank, PeerFault::Unreachable)),
                 Ok(_) => {
                     let what = format!("sharing memory with rank {}", peer.rank);
                     let hint = if peer.is_across() {
@@ -533,6 +539,11 @@ mod tests {
         assert_eq!(announce(MAPPED), Ok(()));
         let left = announce(LEFT).unwrap_err();
         assert!(left.starts_with("rank 1 on node-a left (join): rank 0 was waiting"), "{left}");
+        let unreachable = announce(UNREACHABLE).unwrap_err();
+        assert!(
+            unreachable.starts_with("rank 1 on node-a is unreachable (join): rank 0 was waiting"),
+            "{unreachable}"
+        );
         // A peer that has ended its links reads nothing any more.
         drop(met);
         let died = announce(MAPPED).unwrap_err();
