@@ -89,7 +89,7 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
 fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
     let (gpus, experts) = (problem.cluster.gpus(), problem.model.experts);
     let stages = problem.options.pipeline_stages.unwrap_or(1).max(1);
-    // The planner refuses other numbers of stages.
+    // Of other numbers of stages the planner says which are possible.
     let group = if gpus.is_multiple_of(stages) { gpus / stages } else { 1 };
     if !experts.is_multiple_of(group.max(1)) {
         let (of_a_stage, has) = match stages {
@@ -103,7 +103,7 @@ fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
         )));
     }
     problem.options.pipeline_stages = Some(stages);
-    problem.options.expert_parallel = Some(gpus / stages);
+    problem.options.expert_parallel = Some(group);
     problem.options.tensor_parallel = Some(1);
     problem.options.replicas = Replicas::Keep;
     Ok(())

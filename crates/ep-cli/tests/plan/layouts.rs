@@ -83,8 +83,11 @@ fn a_runnable_plan_may_have_stages_whose_ranks_the_file_lists() {
         2,
         &["a number of GPUs of a stage that divides", "96 GPUs in 2 stages of 48; possible: 32, 16, 8, ..."],
     );
-    run(&["plan", "--runnable", "--set=pipeline_stages=3"])
-        .refused(2, &["pipeline_stages is 3, and no division"]);
+    for stages in ["3", "500"] {
+        let set = format!("--set=pipeline_stages={stages}");
+        run(&["plan", "--runnable", &set])
+            .refused(2, &[&format!("pipeline_stages is {stages}, and no division")]);
+    }
 }
 
 #[test]
