@@ -128,7 +128,10 @@ impl Sending {
             self.plan_posted = true;
             moved = true;
         }
-        self.complete = link.complete_units(plan, parity, self.epoch, self.complete);
+        let complete = link.complete_units(plan, parity, self.epoch, self.complete);
+        // Units without bytes are passed over a part at a time, and later ones may be complete.
+        moved |= complete > self.complete;
+        self.complete = complete;
         while self.section < RAIL_SECTIONS {
             let posting = &mut self.sections[self.section];
             if let Some(units) = next_run(plan, self.section, posting, self.complete) {

@@ -1,5 +1,7 @@
 //! What the proxy posts.
 
+use std::time::{Duration, Instant};
+
 use ep::{EnvironmentError, Posted};
 
 use super::*;
@@ -128,6 +130,22 @@ fn units_without_bytes_are_not_awaited() {
     settle(&mut pump);
     let signals: Vec<_> = bench.script.puts().iter().map(|put| put.signal).collect();
     assert_eq!(signals, [plan_signal(2), plan_signal(3), part(3, 0, 0, 3)]);
+}
+
+#[test]
+fn what_follows_many_units_without_bytes_is_sent_before_leaving() {
+    let (bench, mut pump) = Bench::pump(LANE);
+    let mut ends = vec![(0, 0); 700];
+    ends[699] = (5, 0);
+    let mut plan = plan_of(1, &ends);
+    plan.sections[0] = section(0, 8, RailPer::Row);
+    bench.release(TO, &plan);
+    // The step that posts the plan.
+    assert!(pump.step().unwrap());
+    bench.complete(TO, 1, 699);
+    pump.drain(Instant::now() + Duration::from_secs(60)).unwrap();
+    let signals: Vec<_> = bench.script.puts().iter().map(|put| put.signal).collect();
+    assert_eq!(signals.len(), 2, "the plan and the unit: {signals:?}");
 }
 
 #[test]
