@@ -242,6 +242,7 @@ def clip_gradients(
     group: dist.ProcessGroup | None = None,
     *,
     expert_group: dist.ProcessGroup | None = None,
+    pipeline: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scales gradients so that their norm over the parameters of all ranks is at most `max_norm`. Collective.
 
@@ -252,8 +253,11 @@ def clip_gradients(
     Args:
         module: The module whose gradients are scaled, in place.
         max_norm: The largest norm.
-        group: All ranks that train the module. Default: the default process group.
+        group: All ranks that train the module: with pipeline stages, those of this stage. Default: the default process
+            group.
         expert_group: As for `reduce_gradients`.
+        pipeline: With pipeline stages, one rank of each stage, this one included; every rank is in one such group. The
+            norm is then that of all stages. Default: the norm of this module alone.
 
     Returns:
         The norm before scaling: a float32 scalar, the same on every rank.
@@ -313,7 +317,10 @@ def clip_gradients(
     for (mesh, sharded), square in of_shards.items():
         partial = [Partial() if split else Replicate() for split in sharded]
         of_dense += DTensor.from_local(square, mesh, partial, run_check=False).full_tensor()
-    norm = (of_experts + of_dense).sqrt()
+    square = of_experts + of_dense
+    if pipeline is not None:
+        watch.all_reduce(square, dist.ReduceOp.SUM, pipeline)
+    norm = square.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for part_of_grad in own:
         part_of_grad.mul_(factor.to(part_of_grad.dtype))

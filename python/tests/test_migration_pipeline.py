@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from hybrid_ep.migration import ExpertDomains, ExpertMigration, HybridMoELayer
+from hybrid_ep.moe import clip_gradients
 from migration_world import EXPERTS, HIDDEN, INTERMEDIATE, TOPK, adam, refused, tokens_of
 from process_worlds import Rank, world_of_processes
 
@@ -50,9 +52,13 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum()
 
 
-def train_whole(group: dist.ProcessGroup, plan: ExpertDomains) -> list[list[float]]:
+# What a step leaves: the losses of its micro-batches, and the norm of the gradients.
+Step = tuple[list[float], float]
+
+
+def train_whole(group: dist.ProcessGroup, plan: ExpertDomains, max_norm: float) -> list[Step]:
     """The whole model on every rank, and the micro-batches one after the other."""
-    losses = []
+    steps = []
     with ExpertMigration(plan, num_experts=EXPERTS, group=group) as migration:
         model = nn.Sequential(stage_module(migration, 0), stage_module(migration, 1))
         optimizer = adam(model)
@@ -65,18 +71,19 @@ def train_whole(group: dist.ProcessGroup, plan: ExpertDomains) -> list[list[floa
                     loss.backward()
                 parts.append(float(loss.detach()))
             migration.reduce_gradients(model, op="sum")
+            norm = float(clip_gradients(model, max_norm, group))
             optimizer.step()
             migration.publish()
-            losses.append(parts)
-    return losses
+            steps.append((parts, norm))
+    return steps
 
 
-def train_pipeline(here: Rank, plan: ExpertDomains) -> list[list[float]]:
+def train_pipeline(here: Rank, plan: ExpertDomains, max_norm: float) -> list[Step]:
     """PyTorch's pipeline. Only ranks of the last stage have losses."""
     stages = [dist.new_group([*ranks], backend="gloo") for ranks in plan.stages]
     pipelines = [dist.new_group([*ranks], backend="gloo") for ranks in zip(*plan.stages, strict=True)]
     at = plan.stage_of(here.rank)
-    losses: list[list[float]] = []
+    steps = []
     with ExpertMigration(plan, num_experts=EXPERTS, group=stages[at]) as migration:
         datacenter = migration.rank
         module = stage_module(migration, at)
@@ -95,29 +102,36 @@ def train_pipeline(here: Rank, plan: ExpertDomains) -> list[list[float]]:
                 else:
                     schedule.step(target=tokens.roll(1, dims=1), losses=parts)
             migration.reduce_gradients(module, op="sum")
+            norm = float(clip_gradients(module, max_norm, stages[at], pipeline=pipelines[datacenter]))
             optimizer.step()
             migration.publish()
-            losses.append([float(loss.detach()) for loss in parts])
-    return losses
+            steps.append(([float(loss.detach()) for loss in parts], norm))
+    return steps
 
 
-def test_a_pipeline_trains_as_the_whole_model_does(tmp_path: Path) -> None:
-    def body(here: Rank, path: str) -> tuple[list[list[float]], list[list[float]]]:
+@pytest.mark.parametrize("max_norm", [1e9, 1.0], ids=["unclipped", "clipped"])
+def test_a_pipeline_trains_as_the_whole_model_does(max_norm: float, tmp_path: Path) -> None:
+    def body(here: Rank, path: str) -> tuple[list[Step], list[Step]]:
         plan = ExpertDomains.from_file(path)
         stages = [dist.new_group([*ranks], backend="gloo") for ranks in plan.stages]
-        whole = train_whole(stages[0], plan) if here.rank in plan.stages[0] else []
-        return whole, train_pipeline(here, plan)
+        whole = train_whole(stages[0], plan, max_norm) if here.rank in plan.stages[0] else []
+        return whole, train_pipeline(here, plan, max_norm)
 
     file = planned(tmp_path)
     assert json.loads(file.read_text())["layout"]["ep_groups"] == [[[0, 2]], [[1, 3]]]
-    world = world_of_processes(4, "cpu")
-    results = world.run(body, str(file))
+    results = world_of_processes(4, "cpu").run(body, str(file))
     for datacenter in range(2):
         whole, first = results[2 * datacenter]
         _, last = results[2 * datacenter + 1]
-        assert first == [[]] * STEPS
-        assert last == whole
-        assert sum(last[-1]) < sum(last[0]), "the model learns"
+        losses, expected = ([loss for loss, _ in steps] for steps in (last, whole))
+        assert sum(losses[-1]) < sum(losses[0]), "the model learns"
+        if max_norm == 1e9:
+            assert losses == expected
+        # The stages' squares are added in another order.
+        assert torch.tensor(losses).allclose(torch.tensor(expected), rtol=1e-5, atol=0)
+        for (none, of_first), (_, of_last), (_, of_all) in zip(first, last, whole, strict=True):
+            assert none == [] and of_first == of_last and of_last == pytest.approx(of_all, rel=1e-5)
+            assert of_all > 1.0, "there is something to clip"
 
 
 def test_the_plan_of_a_stage_does_not_fit_all_ranks(tmp_path: Path) -> None:
