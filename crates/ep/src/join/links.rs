@@ -207,7 +207,11 @@ impl Links {
         let (mut links, hold) = (Vec::new(), Arc::new(Hold::default()));
         for (peer, at) in meeting.peers.into_iter().zip(0..) {
             let is_remote = matches!(peer.address, Address::Network(_));
-            let State::Linked { mut channel, process } = peer.state else { continue };
+            // A peer may have accepted a proven link already.
+            let (State::Linked { mut channel, process } | State::Proven(mut channel, process)) = peer.state
+            else {
+                continue;
+            };
             match &error {
                 None => links.push((Rank(at), Link::new(channel, process, is_remote, Arc::clone(&hold)))),
                 Some((loss, _)) => {
@@ -451,8 +455,10 @@ impl Meeting<'_> {
                     format!("{address}: {}; do a firewall and the routes allow this connection?", error());
                 Loss::new(rank, PeerFault::Unreachable, seen)
             }
-            // The peer closed the connection, or its queue is full.
-            (ErrorKind::WouldBlock, _) | (_, Address::Network(_)) => return Ok(()),
+            // The peer's queue is full, or the peer closed the connection without reading all of it: to make room for
+            // another one, or with its door, in which case the next attempt is refused.
+            (ErrorKind::WouldBlock | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe, _)
+            | (_, Address::Network(_)) => return Ok(()),
             (_, Address::Local(_)) => return Err(unreachable(rank, &error())),
         };
         self.vague.get_or_insert((loss, Instant::now()));
@@ -494,6 +500,9 @@ fn unreachable(rank: Rank, error: &str) -> Error {
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+    use rustix::event::{PollFd, PollFlags};
 
     use super::super::{LinkEvent, LinkReceiver, LinkSender};
     use super::*;
@@ -501,8 +510,13 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Two ranks whose links lead over the network, to `spoil`ed addresses. Returns the link of each.
-    fn two_machines(spoil: impl Fn(SocketAddr) -> SocketAddr) -> [Result<Links>; 2] {
+    /// Two ranks whose links lead over the network. Returns the links of each.
+    fn two_machines() -> [Links; 2] {
+        two_machines_at(|address| address, LONG).map(Result::unwrap)
+    }
+
+    /// As [`two_machines`], with `spoil`ed addresses, and with the timeout of rank 0.
+    fn two_machines_at(spoil: impl Fn(SocketAddr) -> SocketAddr, timeout: Duration) -> [Result<Links>; 2] {
         let mut doors = [(); 2].map(|()| Door::open().unwrap());
         let addresses = doors.each_mut().map(|door| door.open_to(Ipv4Addr::LOCALHOST.into()).unwrap());
         let invitations = [0, 1].map(|rank| {
@@ -510,9 +524,10 @@ mod tests {
             invitation.at(spoil(addresses[rank]))
         });
         std::thread::scope(|scope| {
-            let mut rank = 0..;
+            let mut members = [timeout, LONG].into_iter().zip(0..);
             let threads = doors.map(|door| {
-                let member = Member::new(Rank(rank.next().unwrap()), 2, Duration::from_secs(2));
+                let (timeout, rank) = members.next().unwrap();
+                let member = Member::new(Rank(rank), 2, timeout);
                 let invitations = &invitations;
                 scope.spawn(move || Links::connect(door, &member, invitations, || None))
             });
@@ -520,8 +535,8 @@ mod tests {
         })
     }
 
-    fn halves(links: Result<Links>) -> (LinkSender, LinkReceiver) {
-        let (_, link) = links.unwrap().links.pop().unwrap();
+    fn halves(mut links: Links) -> (LinkSender, LinkReceiver) {
+        let (_, link) = links.links.pop().unwrap();
         assert!(link.is_remote() && link.process().is_none());
         link.split()
     }
@@ -530,7 +545,7 @@ mod tests {
     #[cfg_attr(miri, ignore = "sockets")]
     fn links_between_machines_carry_messages_and_end_with_a_leave_message_or_a_death() {
         for leaves in [true, false] {
-            let [mut one, mut other] = two_machines(|address| address).map(halves);
+            let [mut one, mut other] = two_machines().map(halves);
             one.0.try_send(b"first");
             one.0.queue(b"second");
             for expected in [&b"first"[..], b"second"] {
@@ -555,7 +570,7 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
     fn a_leave_message_follows_messages_that_the_socket_had_no_room_for() {
-        let [mut one, mut other] = two_machines(|address| address).map(halves);
+        let [mut one, mut other] = two_machines().map(halves);
         let mut sent = 0;
         while one.0.has_room() {
             one.0.queue(&[7; 60_000]);
@@ -581,7 +596,7 @@ mod tests {
     #[cfg_attr(miri, ignore = "sockets")]
     fn both_directions_of_a_link_share_one_descriptor() {
         use std::os::fd::{AsFd as _, AsRawFd as _};
-        let [one, mut other] = two_machines(|address| address).map(halves);
+        let [one, mut other] = two_machines().map(halves);
         let (sender, mut receiver) = one;
         assert_eq!(sender.as_fd().as_raw_fd(), receiver.as_fd().as_raw_fd());
         // It stays open until both directions are dropped.
@@ -598,7 +613,7 @@ mod tests {
     fn a_rank_whose_address_answers_to_nothing_is_named() {
         // A port that was bound a moment ago, and is free again.
         let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let [zero, one] = two_machines(|_| free);
+        let [zero, one] = two_machines_at(|_| free, Duration::from_secs(2));
         let said = one.as_ref().unwrap_err().to_string();
         assert!(
             said.contains(&format!("{free} refuses connections; does a firewall reject them?")),
@@ -633,27 +648,107 @@ mod tests {
         });
     }
 
+    /// The doors of `N` ranks, the invitations of all of them, and the key of their links.
+    fn doors<const N: usize>() -> ([Door; N], Vec<Invitation>, Key) {
+        let doors = [(); N].map(|()| Door::open().unwrap());
+        let invitations: Vec<Invitation> = doors.iter().map(|door| door.invitation().clone()).collect();
+        let shares: Vec<&[u8]> = invitations.iter().map(|invitation| &invitation.share[..]).collect();
+        let key = Key::of(b"hybrid-ep links", b"").derive(b"links", &shares);
+        (doors, invitations, key)
+    }
+
+    /// A member that waits for long.
+    fn patient(rank: u32, ranks: usize) -> Member {
+        Member::new(Rank(rank), ranks, LONG)
+    }
+
+    /// Connects to a rank that links, as the rank of `claim`.
+    fn call(to: &Invitation, key: &Key, claim: Claim) -> Channel {
+        let (stream, _) = local::connect(&to.socket()).unwrap();
+        let mut caller = Outbound::new(Socket::Unix(stream), key, Role::Link, claim).unwrap().unwrap();
+        loop {
+            match caller.advance(key) {
+                Progress::Done((), channel) => return channel,
+                Progress::Waiting => wait(&mut [caller.wire().unwrap().interest()], Instant::now() + LONG),
+                Progress::Unauthenticated => panic!("the caller knows the secret"),
+            }
+        }
+    }
+
+    /// Accepts the link of a rank, and says so.
+    fn answer(door: &Door, key: &Key) -> Channel {
+        let mut reception = Reception::new(&door.listener, key, Role::Link);
+        let (_, mut channel) = loop {
+            match reception.turn().unwrap().pop() {
+                Some(proven) => break proven,
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
+        channel.send(READY, &[]);
+        channel.wire_mut().flush();
+        channel
+    }
+
+    fn next(channel: &mut Channel) -> Incoming {
+        loop {
+            match channel.receive() {
+                Some(incoming) => return incoming,
+                None => wait(&mut [channel.wire().interest()], Instant::now() + LONG),
+            }
+        }
+    }
+
+    /// A peer drops a connection whose offer it has not read, for example to make room.
+    #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
+    fn a_rank_whose_connection_is_reset_connects_again() {
+        let ([zero, one], invitations, _) = doors();
+        let invitations = &invitations;
+        std::thread::scope(|scope| {
+            let one = scope.spawn(move || Links::connect(one, &patient(1, 2), invitations, || None));
+            let unread = loop {
+                match zero.listener.accept() {
+                    Ok(socket) => break socket.unwrap(),
+                    Err(_) => std::thread::sleep(Duration::from_millis(1)),
+                }
+            };
+            wait(&mut [PollFd::new(&unread, PollFlags::IN)], Instant::now() + LONG);
+            drop(unread);
+            Links::connect(zero, &patient(0, 2), invitations, || None).unwrap();
+            one.join().unwrap().unwrap();
+        });
+    }
+
+    /// Rank 2 has a door but never links. The test is rank 0 for rank 1, to let rank 1 fail once it has linked, and then
+    /// rank 1 for rank 0.
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
     fn a_rank_that_fails_after_it_has_linked_is_named_while_another_rank_is_missing() {
-        let doors = [(); 3].map(|()| Door::open().unwrap());
-        let invitations: Vec<Invitation> = doors.iter().map(|door| door.invitation().clone()).collect();
-        // Rank 2 has a door but never links.
-        let [zero, one, _two] = doors;
-        let member = |rank| Member::new(Rank(rank), 3, LONG);
-        let error = std::thread::scope(|scope| {
-            let invitations = &invitations;
-            scope.spawn(move || {
-                // Late enough for the link to rank 0.
-                let failure = Instant::now() + Duration::from_secs(1);
-                let lost = || {
-                    let fails = Instant::now() >= failure;
-                    fails.then(|| EnvironmentError::new("mapping memory", "no memory is left", "").into())
-                };
-                let found = Links::connect(one, &member(1), invitations, lost);
-                assert!(matches!(found, Err(Error::Environment(_))), "{found:?}");
+        let ([zero, one, _two], invitations, key) = doors();
+        let invitations = &invitations;
+        let fails = &AtomicBool::new(false);
+        let said = std::thread::scope(|scope| {
+            let failing = scope.spawn(move || {
+                let failure = || EnvironmentError::new("mapping memory", "no memory is left", "").into();
+                let lost = || fails.load(Relaxed).then(failure);
+                Links::connect(one, &patient(1, 3), invitations, lost)
             });
-            Links::connect(zero, &member(0), invitations, || None).unwrap_err()
+            let mut link = answer(&zero, &key);
+            fails.store(true, Relaxed);
+            let said = next(&mut link);
+            let found = failing.join().unwrap();
+            assert!(matches!(found, Err(Error::Environment(_))), "{found:?}");
+            said
+        });
+        let Incoming::Message(said) = said else { panic!("{said:?}") };
+        assert_eq!(said[0], kind::LOST);
+        let error = std::thread::scope(|scope| {
+            let zero = scope.spawn(move || Links::connect(zero, &patient(0, 3), invitations, || None));
+            let claim = Claim { from: Rank(1), to: Rank(0), ranks: 3, generation: 0 };
+            let mut link = call(&invitations[0], &key, claim);
+            link.send(said[0], &said[1..]);
+            link.finish();
+            zero.join().unwrap().unwrap_err()
         });
         let Error::Peer(error) = error else { panic!("{error}") };
         assert_eq!((error.peer, error.fault), (Rank(1), PeerFault::Failed));
@@ -669,27 +764,23 @@ mod tests {
         let itself = Claim { from: Rank(0), ..fits };
         let no_rank = Claim { from: Rank(2), ..fits };
         for claim in [fits, another_world, another_rank, itself, no_rank] {
-            let doors = [(); 2].map(|()| Door::open().unwrap());
-            let invitations = doors.each_ref().map(|door| door.invitation().clone());
-            let shares = invitations.each_ref().map(|invitation| &invitation.share[..]);
-            let key = Key::of(b"hybrid-ep links", b"").derive(b"links", &shares);
-            let (stream, _) = local::connect(&invitations[0].socket()).unwrap();
-            let mut caller = Outbound::new(Socket::Unix(stream), &key, Role::Link, claim).unwrap().unwrap();
-            let timeout = if claim == fits { LONG } else { Duration::from_millis(500) };
-            let member = Member::new(Rank(0), 2, timeout);
-            let [door, _other] = doors;
-            let found = std::thread::scope(|scope| {
-                let zero = scope.spawn(|| Links::connect(door, &member, &invitations, || None));
-                let mut proven = Vec::new();
-                while !zero.is_finished() {
-                    if let Progress::Done((), channel) = caller.advance(&key) {
-                        proven.push(channel);
-                    }
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                assert_eq!(proven.len(), 1, "the caller knows the secret");
-                zero.join().unwrap()
+            let ([zero, _one], invitations, key) = doors();
+            let (invitations, is_answered) = (&invitations, &AtomicBool::new(false));
+            let (answer, found) = std::thread::scope(|scope| {
+                let zero = scope.spawn(move || {
+                    let stop = || EnvironmentError::new("linking", "the caller has its answer", "").into();
+                    let lost = || is_answered.load(Relaxed).then(stop);
+                    Links::connect(zero, &patient(0, 2), invitations, lost)
+                });
+                // It stays open until rank 0 has linked: its end would be the death of a linked rank.
+                let mut caller = call(&invitations[0], &key, claim);
+                let answer = next(&mut caller);
+                is_answered.store(true, Relaxed);
+                (answer, zero.join().unwrap())
             });
+            let expected =
+                if claim == fits { Incoming::Message(vec![READY]) } else { Incoming::End(End::Closed) };
+            assert_eq!(answer, expected, "{claim:?}");
             assert_eq!(found.is_ok(), claim == fits, "{claim:?}: {found:?}");
         }
     }
@@ -697,12 +788,7 @@ mod tests {
     #[test]
     #[cfg_attr(miri, ignore = "sockets")]
     fn only_the_ranks_that_are_linked_stamp_alike() {
-        let stamps = || {
-            two_machines(|address| address).map(|links| {
-                let links = links.unwrap();
-                [&b"one"[..], b"two"].map(|what| links.stamp(what))
-            })
-        };
+        let stamps = || two_machines().map(|links| [&b"one"[..], b"two"].map(|what| links.stamp(what)));
         let [zero, one] = stamps();
         assert_eq!(zero, one);
         assert_ne!(zero[0], zero[1]);
