@@ -8,7 +8,7 @@ use rustix::event::PollFd;
 
 use super::channel::{Channel, End, Incoming};
 use super::handshake::{Claim, Role};
-use super::note::{Clock, Loss, REPEAT, kind, rank_bytes};
+use super::note::{Clock, Loss, REPEAT, Text, kind, rank_bytes};
 use super::reception::Reception;
 use super::spoke::BUFFERED;
 use super::store::{Listener, Store};
@@ -114,19 +114,16 @@ impl Hub {
                 if all || since.elapsed() > LINGER || clock.is_over() {
                     return Err(self.conclude(loss, WHAT, &clock));
                 }
-            } else if let Some(loss) = self.settled(self.unsure()) {
+            } else if let Some(mut loss) = self.settled(self.unsure()) {
+                if loss.fault == PeerFault::Absent {
+                    // The rank that reports it has waited in vain, and does not know why.
+                    loss.text = Text::Seen(cause_of_absence(&refused, reception.dropped, store));
+                }
                 self.broadcast(kind::LOST, &loss.to_bytes());
                 lost = Some((loss, Instant::now()));
             } else if clock.is_over() {
                 let absent = self.first(|seat| !seat.came).unwrap_or(Rank(1));
-                let mut cause = if refused.is_empty() { store.only_here() } else { refused.clone() };
-                if reception.dropped > 0 {
-                    let (dropped, hint) = (reception.dropped, store.hint());
-                    let and = if cause.is_empty() { "" } else { "; " };
-                    cause = format!("{cause}{and}{dropped} unauthenticated connections were dropped: {hint}");
-                } else if cause.is_empty() {
-                    cause = "was it started, with this rendezvous and number of ranks? see its output".into();
-                }
+                let cause = cause_of_absence(&refused, reception.dropped, store);
                 let loss = Loss::new(absent, PeerFault::Absent, cause);
                 let what = format!("its connection at the rendezvous {}", store.name());
                 return Err(self.conclude(loss, &what, &clock));
@@ -358,13 +355,14 @@ impl Hub {
 
     fn hand_out(&mut self, all: &[Arc<Vec<u8>>], clock: &Clock) -> Result<()> {
         // A rank may be late to read. A socket that stays full for the network timeout ends, although the other machine
-        // acknowledges that it is full.
+        // acknowledges that it is full. The clock of the exchange must end first: the end of the socket would look as if the
+        // rank had all blobs and were unreachable since.
         let is_long = all.iter().map(|blob| blob.len()).sum::<usize>() > BUFFERED;
         for seat in &mut self.seats {
             let Some(channel) = &mut seat.channel else { continue };
             if is_long {
                 seat.is_reading = true;
-                channel.wire().socket().watch(self.timeout);
+                channel.wire().socket().watch(self.timeout.saturating_mul(2));
             }
             for blob in all {
                 channel.send_shared(kind::BLOB, blob);
@@ -446,6 +444,20 @@ impl Hub {
             }
         }
     }
+}
+
+/// The probable reason why a rank has not joined: which rank was `refused`, how many connections were `dropped`, or where
+/// rank 0 listens.
+fn cause_of_absence(refused: &str, dropped: u64, store: &Store) -> String {
+    let cause = if refused.is_empty() { store.only_here() } else { refused.into() };
+    if dropped > 0 {
+        let (and, hint) = (if cause.is_empty() { "" } else { "; " }, store.hint());
+        return format!("{cause}{and}{dropped} unauthenticated connections were dropped: {hint}");
+    }
+    if cause.is_empty() {
+        return "was it started, with this rendezvous and number of ranks? see its output".into();
+    }
+    cause
 }
 
 impl Drop for Hub {

@@ -264,9 +264,10 @@ impl Spoke {
         self.waiting_for = None;
         if let Some(channel) = &mut self.channel {
             // Rank 0 may not read before its own exchange. A socket that stays full for the network timeout ends, although
-            // the other machine acknowledges that it is full.
+            // the other machine acknowledges that it is full. The clock of the exchange must end first: rank 0 is late then, and
+            // not unreachable.
             if blob.len() > BUFFERED {
-                channel.wire().socket().watch(self.timeout);
+                channel.wire().socket().watch(self.timeout.saturating_mul(2));
             }
             channel.send(kind::BLOB, blob);
         }
