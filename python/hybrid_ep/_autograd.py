@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from ._library import call_combine, call_dispatch, library
 from .errors import CallerError
@@ -57,8 +58,9 @@ _Backward = Callable[..., tuple[Tensor | None, ...]]
 def _once(operator: str, backward: _Backward) -> _Backward:
     """Wraps `backward` so that a double backward raises an error instead of returning wrong gradients."""
 
-    def run(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        differentiable = torch.is_grad_enabled() and any(grad.requires_grad for grad in grads)
+    # The gradient of an output that is absent, or that nothing uses, is None in an eager call.
+    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        differentiable = torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
         if not differentiable:
@@ -116,7 +118,10 @@ def _combine_backward(ctx: Any, grad: Tensor, grad_probs: Tensor) -> Any:
 
 def _is_direct(*grads: Tensor | None) -> bool:
     """Whether a backward pass with these gradients can call an operator directly."""
-    return not is_watched() and all(grad is None or is_plain(grad) for grad in grads)
+    if is_watched():
+        return False
+    # `is_grads_batched` wraps gradients without a subclass. The wrapper has no memory.
+    return all(grad is None or (is_plain(grad) and not is_legacy_batchedtensor(grad)) for grad in grads)
 
 
 _dispatch_once = _once("dispatch", _dispatch_backward)

@@ -352,7 +352,8 @@ def empty(end: End, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         # The memory may be that of a tensor which such an operator still reads or writes.
         end.communication.join(operates=False)
     size = math.prod(shape) * dtype.itemsize
-    return _registered(end, end.native.empty(end.stream(), size)).view(dtype).view(shape)
+    # Detached, since autograd refuses changes in place of a view that it did not make.
+    return _registered(end, end.native.empty(end.stream(), size)).view(dtype).view(shape).detach()
 
 
 def _registered(end: End, capsule: object) -> Tensor:

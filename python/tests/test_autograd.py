@@ -331,12 +331,39 @@ def test_a_second_derivative_is_refused(device: str, operator: str) -> None:
         if operator == "combine":
             leaf = got.tokens.clone().requires_grad_()
             y = buffer.combine_with_unpermute(leaf, got.handle).tokens
+        # Where the gradient does not depend on the input, there is nothing to refuse.
+        (grad,) = torch.autograd.grad(y.sum(), leaf, create_graph=True, retain_graph=True)
+        assert torch.equal(grad, torch.ones_like(leaf)) and not grad.requires_grad
         (grad,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
         assert torch.allclose(grad, 2 * leaf)
         with pytest.raises(CallerError, match=f"gradient of {operator} cannot be differentiated again"):
             grad.sum().backward()
 
     world(work, 1, device=device, experts=2)
+
+
+def test_outputs_may_be_changed_in_place(device: str) -> None:
+    def work(buffer: Buffer) -> None:
+        x = torch.randn(3, 8, device=buffer.device, requires_grad=True)
+        got = buffer.dispatch_with_permute(x, torch.tensor([[0], [1], [0]]).to(x.device))
+        got.tokens.mul_(3)
+        y = buffer.combine_with_unpermute(got.tokens, got.handle).tokens
+        y += x
+        y.sum().backward()
+        assert x.grad is not None and torch.allclose(x.grad, torch.full_like(x, 4.0))
+
+    world(work, 1, device=device, experts=2)
+
+
+def test_gradients_of_a_batch_take_the_registered_operators() -> None:
+    def work(buffer: Buffer) -> None:
+        x = torch.randn(3, 8, requires_grad=True)
+        got = buffer.dispatch_with_permute(x, torch.tensor([[0], [1], [0]]))
+        grads = torch.stack([torch.full_like(got.tokens, float(value)) for value in range(2)])
+        (found,) = torch.autograd.grad(got.tokens, x, grads, is_grads_batched=True)
+        assert torch.equal(found, torch.stack([torch.zeros_like(x), torch.ones_like(x)]))
+
+    world(work, 1, device="cpu", experts=2)
 
 
 def test_activation_checkpointing_runs_the_operators_again() -> None:
