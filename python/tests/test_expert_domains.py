@@ -80,6 +80,7 @@ def test_a_wrong_file_is_refused(content: str, says: str, tmp_path: Path) -> Non
         ({"ep_groups": None}, "ep_groups: expected a list of ranks"),
         ({"ep_groups": [[[0], [1]]]}, "ep_groups: expected a list of ranks"),
         ({"ep_groups": [[[0, 1]], [[2]]]}, r"must have 2 ranks, .* found \[\[0, 1\], \[2\]\]"),
+        ({"ep_groups": [[[1, 0]], [[2, 3]]]}, r"2 ranks, ascending, .* found \[\[1, 0\], \[2, 3\]\]"),
         ({"ep_groups": [[[0, 1]], [[1, 2]]]}, r"a rank one stage, found \[\[0, 1\], \[1, 2\]\]"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,9 +135,38 @@ def test_a_pipeline_trains_as_the_whole_model_does(max_norm: float, tmp_path: Pa
             assert of_all > 1.0, "there is something to clip"
 
 
+def test_a_state_of_another_stage_is_refused(tmp_path: Path) -> None:
+    def body(here: Rank, path: str) -> None:
+        plan = ExpertDomains.from_file(path)
+        stages = [dist.new_group([*ranks], backend="gloo") for ranks in plan.stages]
+        at = plan.stage_of(here.rank)
+
+        def run(state: dict[str, Any] | None) -> dict[str, Any]:
+            with ExpertMigration(plan, num_experts=EXPERTS, group=stages[at]) as migration:
+                module = stage_module(migration, at)
+                if state is not None:
+                    other = state | {"stage": 1 - at}
+                    with refused(
+                        f"rank {migration.rank} of stage {1 - at} saved it, and this is rank .* of stage {at}"
+                    ):
+                        migration.load_state_dict(other)
+                    migration.load_state_dict(state)
+                module(batch(migration.rank)).sum().backward()
+                migration.reduce_gradients(module)
+                return migration.state_dict()
+
+        run(run(None))
+
+    world_of_processes(4, "cpu").run(body, str(planned(tmp_path)))
+
+
 def test_the_plan_of_a_stage_does_not_fit_all_ranks(tmp_path: Path) -> None:
     def body(here: Rank, path: str) -> None:
         with refused("for 2 ranks, and the group has 4; it is that of one of 2 pipeline stages: pass group="):
             ExpertMigration(ExpertDomains.from_file(path), num_experts=EXPERTS)
+        # As many ranks as a stage has.
+        pipelines = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])]
+        with refused("has ranks .*, which are no pipeline stage of the plan; pass those of this rank's stage"):
+            ExpertMigration(ExpertDomains.from_file(path), num_experts=EXPERTS, group=pipelines[here.rank // 2])
 
     world_of_processes(4, "cpu").run(body, str(planned(tmp_path)))

@@ -232,10 +232,11 @@ def _stages_of(layout: Any, plan: ExpertDomains) -> tuple[tuple[int, ...], ...]:
         all_ranks = sorted(int(rank) for stage in stages for rank in stage)
     except (LookupError, TypeError, ValueError):
         raise CallerError("layout: ep_groups: expected a list of ranks for the EP group of each stage") from None
-    if {len(stage) for stage in stages} != {plan.ranks} or all_ranks != [*range(len(all_ranks))]:
-        found = _lists(stages)
+    ascend = all([*stage] == sorted(stage) for stage in stages)
+    if not ascend or {len(stage) for stage in stages} != {plan.ranks} or all_ranks != [*range(len(all_ranks))]:
         raise CallerError(
-            f"layout: ep_groups: a stage must have {plan.ranks} ranks, and a rank one stage, found {found}"
+            f"layout: ep_groups: a stage must have {plan.ranks} ranks, ascending, and a rank one stage, found "
+            f"{_lists(stages)}"
         )
     return stages
 

@@ -163,6 +163,12 @@ class ExpertMigration(Shared):
                     else ""
                 )
                 raise CallerError(f"plan: is for {plan.ranks} ranks, and the group has {group.size()}{remedy}")
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if len(plan.stages) > 1 and ranks not in plan.stages:
+                raise CallerError(
+                    f"group: has ranks {[*ranks]}, which are no pipeline stage of the plan; pass those of this rank's "
+                    "stage, plan.stages[plan.stage_of(rank)]"
+                )
             if num_experts < 1 or num_experts % plan.ranks:
                 raise CallerError(
                     f"num_experts is {num_experts}, must be a multiple of the number of ranks, {plan.ranks}"
@@ -171,6 +177,7 @@ class ExpertMigration(Shared):
                 raise CallerError(f"timeout is {timeout}, must be greater than 0")
             settings = {
                 "plan": repr(plan),
+                "stages": plan.stages,
                 "num_experts": num_experts,
                 "weights": weights,
                 "gradients": gradients,
@@ -186,6 +193,7 @@ class ExpertMigration(Shared):
         meeting.end()
         self._process = os.getpid()
         self.plan, self.num_experts, self.rank = plan, num_experts, group.rank()
+        self._stage = plan.stages.index(ranks) if len(plan.stages) > 1 else 0
         self._weights, self._gradients, self._depth, self._staleness = weights, gradients, depth, staleness
         self._shared_refresh, self._timeout = shared_refresh, timeout
         self._group, self._dense_codec = group, dense_gradients
@@ -518,6 +526,7 @@ class ExpertMigration(Shared):
         state = b"" if engine is None else engine.save()
         return {
             "rank": self.rank,
+            "stage": self._stage,
             "step": self._step,
             # torch.load(weights_only=True) takes tensors. An empty buffer cannot become one.
             "codecs": torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else torch.zeros(0).byte(),
@@ -535,8 +544,11 @@ class ExpertMigration(Shared):
         """
         if self._engine is not None or self._published:
             raise CallerError("the state comes too late: load it before the first forward pass")
-        if state["rank"] != self.rank:
-            raise CallerError(f"state: rank {state['rank']} saved it, and this is rank {self.rank}")
+        saved, own = (state.get("stage", 0), state["rank"]), (self._stage, self.rank)
+        if saved != own:
+            stages = len(self.plan.stages) > 1
+            by, here = (f"rank {rank}" + (f" of stage {stage}" if stages else "") for stage, rank in (saved, own))
+            raise CallerError(f"state: {by} saved it, and this is {here}")
         codecs = state["codecs"].cpu().contiguous()
         self._saved = ctypes.string_at(codecs.data_ptr(), codecs.numel())
         try:
@@ -583,7 +595,10 @@ class ExpertMigration(Shared):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, PeerError) and error.operator in ("preprocess", "dispatch", "combine"):
+        # A schedule of PyTorch raises an error of its own, whose cause is this one.
+        while error is not None and not isinstance(error, PeerError):
+            error = error.__cause__
+        if error is not None and error.operator in ("preprocess", "dispatch", "combine"):
             # Ranks of other dispatch groups learn of the fault here.
             self._dense.blame(error.peer, error.fault)
         # A rank that failed tells the others, and does not wait until they need nothing more.
