@@ -84,3 +84,23 @@ def test_errors_of_a_dispatch_group_name_ranks_of_the_job() -> None:
     assert (error.peer, error.rank, error.fault, error.machine) == (4, 7, "died", "node-a")
     with refused("hidden is 8 on rank 7 and 16 on rank 4"):
         group.dispatch(CallerError("hidden is 8 on rank 0 and 16 on rank 1"))
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["plain", "cause"])
+def test_an_error_of_an_operator_is_passed_on_to_other_dispatch_groups(is_wrapped: bool) -> None:
+    """Also if it is the cause of another error, as in the schedules of `torch.distributed.pipelining`."""
+
+    def body(here: Rank) -> None:
+        lost = PeerError("rank 1 died", peer=1, rank=0, operator="dispatch", fault="died", step=3)
+        migration = ExpertMigration(TWO, num_experts=EXPERTS)
+        with (
+            mock.patch.object(migration._dense, "blame") as blame,
+            pytest.raises(RuntimeError if is_wrapped else PeerError),
+            migration,
+        ):
+            if is_wrapped:
+                raise RuntimeError("failed to run forward") from lost
+            raise lost
+        blame.assert_called_once_with(1, "died")
+
+    world_of_processes(4, "cpu").run(body)
