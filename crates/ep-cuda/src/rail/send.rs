@@ -178,13 +178,12 @@ fn next_run(plan: &Plan, section: usize, posting: &mut Posting, complete: usize)
     Some(first..first + units_of_a_put(end - first))
 }
 
-/// So long after the last run of this section, a short run is posted.
+/// So long after the last run of this section, a short run is posted. A section is small if it has less than an eighth of the
+/// set's bytes.
 fn hold(plan: &Plan, section: usize) -> Duration {
-    // Alone, no section is small.
-    let (all, part) =
-        (0..plan.units(), |section, units| plan.part(section, units).map_or(0, |part| part.len()));
-    let whole: usize = (0..RAIL_SECTIONS).map(|section| part(section, &all)).sum();
-    if part(section, &all) < whole / 8 { SMALL_SECTION_HOLD } else { HOLD }
+    let bytes = |section| plan.part(section, &(0..plan.units())).map_or(0, |part| part.len());
+    let set: usize = (0..RAIL_SECTIONS).map(bytes).sum();
+    if bytes(section) < set / 8 { SMALL_SECTION_HOLD } else { HOLD }
 }
 
 /// Whether a run of this many complete units and bytes waits for further units. `last`: it ends the set. `waited`: the time
