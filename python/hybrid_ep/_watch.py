@@ -35,7 +35,7 @@ class Watch:
         for part in module.modules():
             if isinstance(part, LocalExperts) and hasattr(part, "migration"):
                 used[id(part.migration)] = part.migration
-        self._checks: list[Callable[[str, float], None]] = [one._check_peers for one in used.values()]
+        self._checks: list[Callable[[str, float, bool], None]] = [one._check_peers for one in used.values()]
 
     def all_reduce(self, tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
         """Reduces a tensor in place.
@@ -61,23 +61,21 @@ class Watch:
         try:
             self._check(started)
         except PeerError as error:
-            if error.fault != "left":
-                raise
             # A rank may leave when it has sent all that this one needs, or because it has heard of a lost rank before.
-            if _waited(work, timedelta(seconds=_NEWS)):
+            if error.fault == "left" and _waited(work, timedelta(seconds=_NEWS)):
                 return True
-            self._check(started)
+            self._check(started, has_failed=True)
         return False
 
-    def _check(self, started: float) -> None:
+    def _check(self, started: float, *, has_failed: bool = False) -> None:
         for check in self._checks:
-            check("all ranks to reduce gradients", time.monotonic() - started)
+            check("all ranks to reduce gradients", time.monotonic() - started, has_failed)
 
     def _find_fault(self, started: float) -> None:
         """Raises a `PeerError` if the reason for the failure of a collective comes to be known soon."""
         end = time.monotonic() + _NEWS
         while time.monotonic() < end:
-            self._check(started)
+            self._check(started, has_failed=True)
             time.sleep(0.01)
 
 

@@ -196,13 +196,15 @@ class Joined(Shared):
         """
         return Traffic(*self._end.native.traffic())
 
-    def _check_peers(self, waited_for: str, waited: float) -> None:
+    def _check_peers(self, waited_for: str, waited: float, has_failed: bool) -> None:
         """Checks the other ranks during a wait for a collective of PyTorch. Ranks on GPUs are not checked.
+
+        If the wait `has_failed`, the other ranks learn of an error.
 
         Raises:
             PeerError: A rank died, left, failed, stalled or is late.
         """
-        self._end.native.check_peers(waited_for, waited)
+        self._end.native.check_peers(waited_for, waited, has_failed)
 
     def synchronize(self) -> None:
         """Waits until all operators called so far are complete.

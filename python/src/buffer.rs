@@ -467,11 +467,18 @@ impl Buffer {
         self.run(py, |end| Ok(with_end!(end, end => end.synchronize())?))
     }
 
-    /// Checks the other ranks during a wait outside of the operators; see `ep_host::HostBuffer::check_peers`. With ranks on
-    /// GPUs it checks nothing: they are watched by kernels.
-    fn check_peers(&self, py: Python<'_>, waited_for: &str, waited: f64) -> Result<(), Failure> {
+    /// Checks the other ranks during a wait outside of the operators; see `ep_host::HostBuffer::check_peers`, and
+    /// `fail_wait` if the wait `has_failed`. With ranks on GPUs it checks nothing: they are watched by kernels.
+    fn check_peers(
+        &self,
+        py: Python<'_>,
+        waited_for: &str,
+        waited: f64,
+        has_failed: bool,
+    ) -> Result<(), Failure> {
         let waited = Duration::try_from_secs_f64(waited).unwrap_or(Duration::MAX);
         self.run(py, |end| match end {
+            Either::Host(buffer) if has_failed => Ok(buffer.fail_wait(waited_for, waited)?),
             Either::Host(buffer) => Ok(buffer.check_peers(waited_for, waited)?),
             Either::Cuda(_) => Ok(()),
         })

@@ -274,6 +274,18 @@ impl HostBuffer {
         }
     }
 
+    /// As [`check_peers`](Self::check_peers), at the end of a wait that has failed. An error counts as that of an operator: the
+    /// other ranks learn of it, so that they report the same rank and not this one, which leaves because of it.
+    ///
+    /// # Errors
+    /// As [`check_peers`](Self::check_peers).
+    pub fn fail_wait(&mut self, waited_for: &str, waited: Duration) -> Result<()> {
+        match self.check_peers(waited_for, waited) {
+            Err(error) if self.failed.is_none() => self.fail(Operator::Reduce, error),
+            found => found,
+        }
+    }
+
     /// Stores the error of a collective operator, publishes it in the control block, and returns it.
     pub(crate) fn fail<T>(&mut self, operator: Operator, error: Error) -> Result<T> {
         let (at_fault, fault) = match &error {

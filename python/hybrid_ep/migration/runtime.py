@@ -430,14 +430,14 @@ class ExpertMigration(Shared):
                 raise CallerError(unequal_start(name))
         self._begun.add(module)
 
-    def _check_peers(self, waited_for: str, waited: float) -> None:
-        """Checks the other ranks during a wait for a collective of PyTorch.
+    def _check_peers(self, waited_for: str, waited: float, has_failed: bool) -> None:
+        """Checks the other ranks during a wait for a collective of PyTorch, as `Buffer._check_peers`.
 
         Raises:
             PeerError: A rank died, left, failed, stalled or is late.
         """
         self._dense.check()
-        self.buffer._check_peers(waited_for, waited)
+        self.buffer._check_peers(waited_for, waited, has_failed)
 
     # ---- called by layers
 

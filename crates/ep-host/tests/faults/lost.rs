@@ -62,6 +62,16 @@ fn a_wait_outside_of_operators_names_a_lost_rank() {
     assert!(error.to_string().contains("(rank 1 says so)"), "{error}");
     assert_eq!(buffers[1].check_peers("a collective", Duration::ZERO).unwrap_err(), said.into());
 
+    // A rank whose wait has failed says it too, before it leaves because of it.
+    let mut buffers = HostBuffer::threads(&world, &config()).unwrap();
+    drop(buffers.pop().unwrap());
+    let said = buffers[0].fail_wait("a collective", Duration::from_secs(7)).unwrap_err();
+    assert_eq!(buffers[0].fail_wait("a collective", Duration::ZERO).unwrap_err(), said, "and keeps to it");
+    drop(buffers.remove(0));
+    let error = lost(&buffers[0]).unwrap();
+    assert_eq!((error.peer, error.rank, error.fault), (Rank(3), Rank(1), PeerFault::Left));
+    assert!(error.to_string().contains("(rank 0 says so)"), "{error}");
+
     // The rank at fault hears which rank has failed because of it, and why.
     let world = World::builder().ranks(2).experts(EXPERTS).build().unwrap();
     let mut buffers = HostBuffer::threads(&world, &config()).unwrap();
