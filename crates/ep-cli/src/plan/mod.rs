@@ -171,7 +171,8 @@ fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
     let lists = groups.is_wanted().then(|| {
         let partition = plan.partition().map_err(Failure::request)?;
         let cluster = Cluster::try_from(problem.cluster.clone()).map_err(Failure::request)?;
-        let layout = step.as_ref().map(|shown| GroupsLayout::of(&shown.price().layout, &cluster));
+        let layout =
+            step.as_ref().map(|shown| GroupsLayout::of(&shown.price().layout, &cluster)).transpose()?;
         let parts: Vec<usize> = cluster.sites().iter().map(|site| site.parts).collect();
         Checked::json(&Groups { layout, groups: &partition.export().in_sites(&parts) })
     });
@@ -202,13 +203,13 @@ struct GroupsLayout {
 }
 
 impl GroupsLayout {
-    fn of(layout: &Layout, cluster: &Cluster) -> Self {
-        Self {
+    fn of(layout: &Layout, cluster: &Cluster) -> Result<Self, Failure> {
+        Ok(Self {
             pipeline_stages: layout.stages(),
             ep_groups_per_stage: layout.copies().iter().product(),
             tensor_parallel: layout.tensor_parallel,
-            ep_groups: layout.ep_groups(&cluster.scaling_factors()),
-        }
+            ep_groups: layout.ep_groups(&cluster.scaling_factors()).map_err(Failure::request)?,
+        })
     }
 }
 

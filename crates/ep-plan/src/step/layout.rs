@@ -5,6 +5,8 @@ use serde::{Deserialize, Serialize};
 use super::Strategy;
 use crate::cluster::Cluster;
 use crate::divisors::divisors;
+use crate::domain::Partition;
+use crate::error::Result;
 
 /// A division of a cluster's GPUs. Lists have one entry per level, outermost first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,26 +54,21 @@ impl Layout {
     }
 
     /// The GPUs of every EP group of every stage, each list ascending, which is the order of the group's ranks. `members` are
-    /// those of each level of the cluster. GPUs are numbered along the levels, the innermost first.
+    /// those of each level of the cluster. GPUs are numbered as in a [`Partition`], and so are the stages and the EP groups of a
+    /// stage.
     ///
-    /// Stages, and the EP groups of a stage, are numbered in the same way.
-    pub fn ep_groups(&self, members: &[usize]) -> Vec<Vec<Vec<usize>>> {
-        let copies = self.copies();
-        let groups: usize = copies.iter().product();
-        let mut found = vec![vec![Vec::with_capacity(self.group_gpus()); groups]; self.stages()];
-        for gpu in 0..members.iter().product() {
-            let (mut stage, mut group, mut rest, mut inside) = (0, 0, gpu, members.iter().product::<usize>());
-            for (level, &count) in members.iter().enumerate() {
-                inside /= count;
-                let at = rest / inside;
-                rest %= inside;
-                let in_stage = at % self.stage[level];
-                stage = stage * (count / self.stage[level]) + at / self.stage[level];
-                group = group * copies[level] + in_stage / self.group[level];
-            }
-            found[stage][group].push(gpu);
+    /// # Errors
+    /// Those of [`Partition::new`], if the layout is not one of this cluster.
+    pub fn ep_groups(&self, members: &[usize]) -> Result<Vec<Vec<Vec<usize>>>> {
+        let (stages, groups) =
+            (Partition::new(members, &self.stage)?, Partition::new(&self.stage, &self.group)?);
+        let copies = self.copies().iter().product();
+        let mut found = vec![vec![Vec::new(); copies]; self.stages()];
+        for gpu in 0..stages.gpus() {
+            let (stage, place) = (stages.expert_domain_of(gpu)?, stages.dispatch_group_of(gpu)?);
+            found[stage][groups.expert_domain_of(place)?].push(gpu);
         }
-        found
+        Ok(found)
     }
 
     /// Replicas of a dense parameter at each level: the members of a stage, of which `t` GPUs share one replica.
@@ -231,7 +228,7 @@ mod tests {
         let digits = |gpu: usize| [gpu / 48, gpu / 8 % 6, gpu % 8];
         for strategy in Strategy::ALL {
             for layout in layouts(strategy, &cluster(&members), 256, None) {
-                let stages = layout.ep_groups(&members);
+                let stages = layout.ep_groups(&members).unwrap();
                 assert_eq!(stages.len(), layout.stages(), "{layout:?}");
                 let mut all: Vec<usize> = stages.iter().flatten().flatten().copied().collect();
                 all.sort_unstable();
@@ -267,7 +264,7 @@ mod tests {
         };
         let expected = [[[0, 4], [1, 5]], [[2, 6], [3, 7]]];
         assert_eq!(
-            layout.ep_groups(&[2, 2, 2]),
+            layout.ep_groups(&[2, 2, 2]).unwrap(),
             expected.map(|groups| groups.map(|gpus| gpus.to_vec()).to_vec())
         );
     }
