@@ -283,6 +283,7 @@ void run(const std::vector<std::vector<Launch>>& streams, const Settings& settin
     const u32 before_waited_for[] = {0, 0, 64, 8, 1};
     world.interrupts = seldom[world.random.below(3)];
     world.turns = seldom[world.random.below(3)];
+    if (settings.seldom_enter) world.turns = seldom[2];
     world.copies = before_waited_for[world.random.below(5)];
     prepare(streams);
     std::vector<std::thread> threads;

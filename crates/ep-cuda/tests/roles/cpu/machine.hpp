@@ -44,6 +44,7 @@ struct Settings {
     Mutant mutant;
     bool list_sites;  // print every place that a mutant can change
     std::function<void(u32 rank)> enter;  // called when lanes of another rank go on
+    bool seldom_enter;  // lanes of a rank go on for long before those of another do, whatever the seed
 };
 
 // Runs the launches of every rank, in order per rank; returns when all have finished. Ends the process when lanes do

@@ -576,6 +576,7 @@ int main(int count, char** arguments) {
     machine::Settings settings = settings_of(count, arguments);
     // Which addresses a rank uses depends little on the order of lanes.
     Memory::guarded = APART && settings.seed % 6 == 0;
+    settings.seldom_enter = Memory::guarded;
     settings.enter = [&](u32 rank) {
         if (!Memory::guarded) return;
         for (u32 owner = 0; owner < rank_count; owner++)

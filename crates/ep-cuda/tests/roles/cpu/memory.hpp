@@ -23,7 +23,8 @@ class Memory {
 public:
     static constexpr std::uint64_t REGION_BYTES = 256 << 10;
     static constexpr std::uint64_t CONTROL_BYTES = 2 << 20;
-    // Whether the memory is protected that other ranks' addresses name. That takes three quarters of a run's time.
+    // Whether the memory is protected that other ranks' addresses name. Each change of the running rank then takes a system
+    // call for each rank, so such a run lets ranks change seldom.
     inline static bool guarded = APART;
 
     Memory(unsigned owner, unsigned ranks) : owner(owner) {
