@@ -527,7 +527,7 @@ structs! { STRUCTS:
         /// row of the chunk of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between operators.
         set_done: DeviceAddress as "u32*",
         hidden: u32,
-        /// Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.
+        /// By how many tokens peers are assumed to be behind this rank, when the reduce role estimates which sums have arrived.
         slack: u32,
     }
 

@@ -27,7 +27,7 @@
 //
 // Workers with the same amount of work take up to 1.6 times as long as others, depending on where their SM is. Therefore they
 // claim work from shared counters: `items_taken`, `tokens_taken` and, with RAILS, `set_taken`. Assigned by the worker's number
-// are only its first item to push, and the chunks for which it gathers probabilities.
+// are only its first item to push, and the chunks of this rank's own tokens for which it gathers probabilities.
 //
 // Element types are macros that the host defines for each variant: see sum.cuh and docs/adding-a-kernel.md.
 // With RAILS (several NVLink domains, docs/cuda-rails.md), push also serves the foreign sets that other ranks of the domain
@@ -52,13 +52,12 @@ __device__ inline void push_and_reduce(const CombineParams& p, const Worker& wor
         const bool pushes = !pusher.over();
         const u64 item = pusher.item;
         if (pushes) pusher.push();
-        // Reduce in step with push: claim tokens only while taken <= (item - workers) * tokens / items - slack. (The code
-        // multiplies this by `items`, so that nothing is divided or negative.) The right side estimates how many tokens have
-        // arrived. About `item - workers` items of this rank are complete, because each worker holds one. Peers are assumed to be
-        // as far, minus `slack`, because they may have started some microseconds later. If more tokens than that are already
-        // claimed, push the next item first. While this worker has items to push, never wait for a peer here, which may be
-        // waiting for them. With RAILS there is no estimate, and `slack` has no effect: tokens of foreign sets are claimed first,
-        // then this rank's own.
+        // Claim tokens only if their sums have probably arrived: while taken <= (item - workers) * tokens / items - slack. (The code
+        // multiplies this by `items`, so that nothing is divided or negative.) About `item - workers` items of this rank are
+        // complete, because each worker holds one. Peers are assumed to be as far, minus `slack`, because they may have started some
+        // microseconds later. If more tokens than that are already claimed, push the next item first. While this worker has items
+        // to push, never wait for a peer here, which may be waiting for them. With RAILS there is no estimate, and `slack` has no
+        // effect: tokens of foreign sets are claimed first, then this rank's own.
         for (;;) {
             const bool foreign_only = sets_left && !pushes;
             if (foreign_only && !reducer.foreign()) break;

@@ -40,7 +40,7 @@ __device__ inline const u32* flags_of(const Common& c, const ReduceSet& set, u32
     return c.own->flags[source];
 }
 
-// The last chunk of the domain sums from `domain` that the tokens of this rank's chunk `chunk` need; NONE: they need none.
+// The last chunk of the set of domain sums from `domain` that this rank's chunk of tokens `chunk` needs; NONE: it needs none.
 __device__ inline u32 rail_chunk(const Common& c, const HandleView& h, u32 domain, u32 chunk) {
     const u32* rows = rail_begin(h, domain).rows;
     return rows[chunk] == rows[chunk + 1] ? NONE : (rows[chunk + 1] - 1) / c.rails.chunk_rows;

@@ -205,7 +205,7 @@ struct Consumer {
 
     __device__ SharedAddress stage() const { return team.stage(place.at); }
 
-    // Frees the stage, with which all lanes are done, and the one before if its store was still to be read.
+    // Frees this stage; all lanes have finished with it. Also frees the previous stage, if its bulk store was pending.
     __device__ void release() {
         if (stored != NO_STAGE) {
             await_stores_read<0>();
@@ -231,8 +231,8 @@ struct Consumer {
         place.next();
     }
 
-    // Sets a flag when the stores of all consumers have completed: the others tell the first one. Called before `release`, so that the
-    // others cannot reach the next flag in this stage before the first one has waited for this one.
+    // Sets a flag when the stores of all consumers have completed: the others arrive at `other`, where the first one waits. Called
+    // before `release`, so that the others cannot reach the next flag in this stage before the first one has waited for this one.
     __device__ void set_flag(u32* flag, u32 epoch) {
         await_stores<0>();
         __syncwarp();

@@ -99,7 +99,7 @@ struct Sum {
 
     // Adds a slice of `turns` vectors a lane. `mine`: this lane's first vector. All vectors are read before the first one is used, if
     // the slice has that many, because each load takes as long as all of them; otherwise two at a time. Lanes beyond the end of a row
-    // add what is there to sums that are not stored.
+    // add undefined bytes to sums that are never stored.
     __device__ void add(SharedAddress mine, u32 turns, bool f32) {
         if (turns == TURNS) return add_turns<0, TURNS>(mine, f32);
         add_some<0>(mine, turns, f32);

@@ -90,7 +90,8 @@ struct Receive {
     __device__ void mark(u32 flags) { words.y |= flags; }
     __device__ u32 row() const { return words.x; }
     __device__ bool is_dropped() const { return words.x == NO_ROW; }
-    // Not a rank: an index in `sends` of the token's rank. If the token's rank is the destination itself, the number of the token.
+    // Where the partial sum of this token goes: an index in `sends` of the token's rank, not a rank. If the token's rank is the
+    // destination itself, the number of the token.
     __device__ u32 source() const { return words.y >> SOURCE_SHIFT; }
     __device__ bool is_first() const { return (words.y & FIRST) != 0; }
     __device__ bool is_end() const { return (words.y & END) != 0; }

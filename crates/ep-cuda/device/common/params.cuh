@@ -519,7 +519,7 @@ struct CombineParams {
     // row of the chunk of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between operators.
     u32* set_done;
     u32 hidden;
-    // Number of tokens by which the reduce role stays behind the push role, so that peers' sums have arrived.
+    // By how many tokens peers are assumed to be behind this rank, when the reduce role estimates which sums have arrived.
     u32 slack;
 };
 

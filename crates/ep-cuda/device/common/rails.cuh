@@ -125,7 +125,7 @@ struct Arrival {
     __device__ u64* seen_word(const Common& c) const { return &c.own->rail_seen[epoch & 1][domain]; }
     __device__ u32* looking_word(const Common& c) const { return &c.own->rail_looking[domain]; }
 
-    // May be false although the progress is there, while another thread reads it.
+    // May return false for a chunk that has arrived, while another thread holds the lock.
     __device__ bool is_there(const Common& c) const {
         const u64 seen = ld_acquire_gpu_u64(seen_word(c));
         return is_covered(seen) || try_lock_gpu(looking_word(c)) && look(c, seen);
@@ -264,8 +264,8 @@ __device__ inline u32 domain_of(const Common& c, u32 source) { return source / c
 __device__ inline u32 forwarder_of(const Common& c, u32 source) {
     return c.rails.first + source % c.rails.local_ranks;
 }
-// The index of the flags that this rank sets on others for a set of the domain of `source`: its own rail peer there, so each
-// writer has flags of its own. In dispatch, only a set's forwarder sets flags for the set, and its alias is the source of the set.
+// The first index of the flags that this rank sets for a set of the domain of `source`: that of its own rail peer there. So no two
+// ranks write the same flag. In dispatch only the forwarder of a set sets flags for it, and its rail peer is the set's source.
 __device__ inline u32 alias(const Common& c, u32 source) {
     return domain_of(c, source) * c.rails.local_ranks + (c.rank - c.rails.first);
 }

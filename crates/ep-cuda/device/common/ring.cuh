@@ -57,9 +57,9 @@ struct Ring {
         return stage;
     }
 
-    // Waits until the stores of all groups but the `pending` most recent ones have read their stage, and until all lanes have
-    // returned from `take` of it; then all loads before `load` may be overwritten. Lane 0 issues the next load of a stage: if it
-    // did so before another lane has seen the phase of this load, that lane would miss the phase and wait for ever.
+    // Afterwards all loads before `load` may be overwritten. Lane 0 waits until the stores of all groups but the `pending` most recent
+    // ones have read their stages. `__syncwarp` waits until all lanes have returned from `take`. Without it, lane 0 could start the
+    // next phase of a barrier, and a slow lane would miss the phase for which it waits.
     template <u32 pending>
     __device__ void free(u32 load) {
         await_stores_read<pending>();

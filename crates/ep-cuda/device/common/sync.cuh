@@ -143,8 +143,8 @@ __device__ inline FaultKind absence(u32 gone, u32 waiting_for) {
     }
 }
 
-// The bound of a wait. The bound for a handshake is longer than the bounds inside an operator: a peer that has not
-// entered may be busy with other work of its program. A rank of another domain may enter as late, and then wait as long
+// The bound of a wait. In one domain, the bound for a handshake is longer than the bounds inside an operator: a peer that has
+// not entered may be busy with other work of its program. A rank of another domain may enter as late, and then wait as long
 // for the handshakes of its own domain. So a wait for what other ranks pass on has a longer bound than the waits of those
 // ranks: a rank that waits directly for the rank at fault is the first to report it.
 __device__ inline u64 bound_of(const Common& c, u32 waiting_for) {
@@ -164,7 +164,7 @@ __device__ inline u32 gone_of(const Common& c, u32 word, u32 epoch, u32 peer) {
     return gone == GONE_LEFT && on_rail && took_part ? GONE_HERE : gone;
 }
 
-// What a wait is for: a word that another rank writes.
+// What a wait is for: a word that a rank writes, mostly another one.
 struct Flag {
     const u32* word;
     u32 epoch;
@@ -212,7 +212,7 @@ __device__ __noinline__ bool wait_long(const Common& c, const Awaited awaited, u
 }
 
 // Waits for what `peer` writes, with acquire order. Returns false, after the fault was reported, if it does not come
-// within its bound, or if any rank gave up. `index` is reported with the fault.
+// within its bound, if the peer is gone, or if any rank gave up. `index` is reported with the fault.
 template <class Awaited>
 __device__ inline bool wait_until(const Common& c, const Awaited& awaited, u32 peer, u32 waiting_for, u64 index) {
     return awaited.is_there(c) || wait_long(c, awaited, peer, waiting_for, index);
@@ -237,8 +237,8 @@ __device__ inline Handshake handshake_of(const Common& c, const HandleView& hand
 }
 
 // Writes this rank's handshake to the control blocks of all ranks of its domain, this one included. It overwrites the
-// handshake of epoch - 2, which no peer still reads: this rank has seen the peer's handshake of epoch - 1, which the peer
-// sent after its kernel of epoch - 2 had ended. Called by all threads of one block.
+// handshake of epoch - 2, which no peer still reads as long as no rank has given up: this rank has seen the peer's handshake
+// of epoch - 1, which the peer sent after its kernel of epoch - 2 had ended. Called by all threads of one block.
 __device__ inline void send_handshake(const Common& c, Handshake handshake, u32 epoch) {
     for (u32 peer = domain_begin(c) + threadIdx.x; peer < domain_end(c); peer += blockDim.x) {
         Handshake* there = &c.control[peer]->handshake[epoch & 1][c.rank];

@@ -52,7 +52,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
         if (batch.item != item) {
             const u32 last = items.chunk_end(batch.item) - 1;
             if (!ask_once([&] { return rows_are_here(c, epoch, domain, last); })) {
-                // Receivers of the item before this one need not wait for these rows, too.
+                // Set the pending flag before this wait. Otherwise the receivers of the last item would wait for these rows, too.
                 completion.flush(tell);
                 fine = ask_once([&] { return await_rows(c, epoch, domain, last); });
             }

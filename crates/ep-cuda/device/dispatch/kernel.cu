@@ -10,7 +10,7 @@
 //               local experts. An item is one or two chunks of this rank's tokens (`span_of`), for one group of pieces.
 //               Reads the tokens, the caller's scales, the dense probabilities (`dense`), and the lists `sends` and `copies` of
 //               this rank's handle (lists.cuh). When an item is complete, sets its flag in every peer's control block. With
-//               rails, a lane to another domain is one more destination.
+//               rails, a lane to another domain is one more destination, whose flags are `out_flags` of this rank's window.
 //   forward     With rails, on the rail peer of a token's rank. Reads the lanes from other domains and the lists of their
 //               sets. Stores each token to its first row on each other rank of this domain, and to all its rows on this rank;
 //               and, as send does, the scales, the weights and the map of local experts. Awaits the plan and the rows of each
@@ -22,7 +22,7 @@
 //
 // Workers with the same amount of work take up to 1.6 times as long as others, depending on where their SM is. Therefore they
 // claim items from shared counters: `items_taken`, `arrivals_taken` and, with RAILS, `set_taken`. Assigned by the workers' numbers
-// are each worker's first item of a role, the padding rows and, in plain mode, the flags.
+// are each worker's first item of send, of duplicate and of each foreign set, the padding rows and, in plain mode, the flags.
 //
 // A row at or beyond its destination's capacity has no place there: preprocess gives its list entries `NO_ROW`, and nothing is
 // written for them.
@@ -141,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
         PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes);
         sender.send(buffers);
         if (RAILS && sends) forward(p, sending, ring, peers, epoch);
-        // The workers that do not send are numbered first: the first items are theirs, because they begin at once.
+        // In the duplicate role, workers that do not send have the lowest numbers. So the first items are theirs: they begin while
+        // the others still send.
         const u32 turn = sends ? worker + workers - p.senders : worker - p.senders;
         duplicate(p, {turn, workers}, ring, peers, epoch);
         if (RAILS && blockIdx.x == 0 && warp == 0) await_all_rails(c, epoch);

@@ -67,7 +67,7 @@ struct TokenWalk {
 
     __device__ bool over() const { return item == NONE; }
 
-    // Tells the item after the last known one. Called once for each item.
+    // Sets the item that follows the last known one. Called once for each item.
     __device__ void go_on(const SendItems& items, u32 next) {
         if (item != NONE) {
             after = next;
@@ -277,7 +277,8 @@ struct Completion {
         else publish<1>(tell);
     }
 
-    // `since`: tokens since the item's last one, or fewer. The stores of that token to this rank may be in flight, too.
+    // `since`: at least so many tokens were committed after the item's last one. The groups of stores of these tokens, and that
+    // token's group to this rank, may still be in flight.
     template <u32 since, class Tell>
     __device__ void publish(const Tell& tell) {
         await_stores<GROUPS_PER_TOKEN * since + 1>();
@@ -321,7 +322,7 @@ struct Sender {
         if (next.valid()) weights.begin_item(items, next.item);
     }
 
-    // Sets the flag of an item on every peer and, with rails, in every lane.
+    // Sets the flag of an item on every peer and, with rails, in `out_flags` of every domain.
     __device__ void tell(u32 flag) const {
         for (u32 peer = domain_begin(p.common) + lane_id(); peer < domain_end(p.common); peer += WARP)
             if (peer != p.common.rank) st_release_sys(&peers[peer].flags[flag], epoch);

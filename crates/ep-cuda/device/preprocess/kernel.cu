@@ -1,8 +1,8 @@
 // preprocess: computes the lists of a handle from this rank's routing. All blocks have the same role, in three steps:
 //
 //   count      Each block counts the choices of its tokens, tile (`p.tile` tokens) by tile, and writes its sums to
-//              `block_columns`. After the barrier of all blocks, each block adds the sums of all blocks. Reads the
-//              routing only.
+//              `block_columns`. After the barrier of all blocks, each block adds the sums of all blocks. Reads only
+//              the routing and `block_columns`.
 //   exchange   Block 0 writes this rank's counts (bases.cuh) behind the control block of every rank of its domain and
 //              sends the handshake. Every block awaits the handshakes of all ranks of the domain. Without RAILS, ranks
 //              exchange nothing else.
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) preprocess(const __grid
         for_own_tiles([&] { emit_masks(p, cursors, column, totals, epoch); });
         fine = all_blocks(c, &c.own->more_arrived[0]);
         if (fine && blockIdx.x == 0) fine = send_routing(p, column, totals, epoch);
-        // `run` has moved on.
+        // The loop above has advanced `run`: compute it again.
         if (per_block > 1) sum_blocks(p, p.block_columns, run, totals);
     }
     begin_regions(c, column, totals, copies_begin, tokens_begin);
