@@ -37,7 +37,8 @@ impl Jitter {
     pub(crate) fn factor(&mut self, gpu: u32, computation: u32) -> f64 {
         self.rng.set_stream(u64::from(gpu));
         self.rng.set_word_pos(u128::from(computation) * 16);
-        // Box-Muller transform. The logarithm is finite because 1 - x is above 0.
+        // Box-Muller transform, which draws two numbers. `rand_distr` may draw more than the 16 words of a factor, and then
+        // factors would depend on each other. The logarithm is finite because 1 - x is above 0.
         let radius = (-2.0 * (1.0 - self.rng.random::<f64>()).ln()).sqrt();
         let normal = radius * (std::f64::consts::TAU * self.rng.random::<f64>()).cos();
         (self.deviation * normal - self.deviation * self.deviation / 2.0).exp()

@@ -1,4 +1,5 @@
-//! A timeline as a Gantt chart in SVG, without scripts or external resources.
+//! A timeline as a Gantt chart in SVG, without scripts or external resources. Not by `plotters`, whose SVG has no `<title>`,
+//! with which a browser shows what a rectangle is.
 
 use std::fmt::{self, Write};
 
