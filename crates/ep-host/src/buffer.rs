@@ -252,7 +252,7 @@ impl HostBuffer {
         let health = |rank: Rank| comm.controls[rank.index()].health();
         for rank in others() {
             match comm.failure(rank, health(rank)) {
-                // A late rank that takes part in this wait is not at fault: the one that waits for it has left the wait out.
+                // A late rank inside this wait is not at fault. The rank that waits for it has left the wait out.
                 Some((late, PeerFault::Late)) if comm.controls[late.index()].waits_outside() => {
                     return error([rank; 2], PeerFault::Failed, "");
                 }

@@ -417,8 +417,8 @@ impl<'a> Op<'a> {
         PeerError { machine, operator, step, ..error }.into()
     }
 
-    /// What an error of the rail means for this operator. A rank that has finished the step may leave while credits to
-    /// it are under way, so an error that names it is none.
+    /// What an error of the rail means for this operator. An error that names a rank which has finished
+    /// the step is ignored: such a rank may leave while credits to it are in flight.
     ///
     /// # Errors
     /// The error, with this operator; for a peer that is gone, what its control block states about the reason.

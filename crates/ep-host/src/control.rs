@@ -33,8 +33,8 @@ use crate::status::Status;
 
 /// Greatest number of memories that a rank publishes for one operator.
 pub(crate) const MEMORIES: usize = 4;
-/// A rank that has said more than this number of heartbeats ago that it waits outside of operators waits no more: it says
-/// so several times between two heartbeats.
+/// Heartbeats after which the mark `outside` expires. A rank that waits outside of operators renews it several times in
+/// each heartbeat.
 const SAID_LATELY: u64 = 20;
 /// Greatest length of the error text that a rank publishes, bytes.
 const CAUSE_BYTES: usize = 480;
@@ -55,7 +55,7 @@ struct Words {
     turns: Polled,
     /// Incremented when a worker completes part of an operator's work.
     progress: Polled,
-    /// `pulse` plus 1 when the rank last said that it waits for other ranks outside of operators; 0: it never has.
+    /// `pulse` plus 1 when the rank last marked that it waits for other ranks outside of operators; 0: never.
     outside: Polled,
     /// `ALIVE`, `LEFT` or `FAILED`; publishes the words up to `cause_len`.
     health: AtomicU32,

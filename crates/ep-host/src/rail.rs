@@ -112,7 +112,7 @@ pub(crate) struct ClaimedSlot {
 impl ClaimedSlot {
     /// The signal of this kind for the slot. `Config::check` bounds the number of slots.
     fn signal(self, kind: u32) -> Signal {
-        Signal::new(kind + self.slot as u32).expect("a slot's number has 16 bits")
+        Signal::new(kind + self.slot as u32).expect("`Config::check` allows 1024 slots")
     }
 }
 

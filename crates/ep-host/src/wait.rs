@@ -69,7 +69,7 @@ const YIELD_TURNS: u32 = 4096;
 const NAP: Duration = Duration::from_micros(50);
 /// Grace period: after a rank has left, how long this rank waits for news of another rank's death.
 const GRACE_PERIOD: Duration = Duration::from_millis(100);
-/// How long the last messages of a rank that has finished the step and is lost since may still arrive, nanoseconds.
+/// After a rank that has finished the step is lost: how long its last messages may still arrive, nanoseconds.
 const LAST_MESSAGES_NS: u64 = 500_000_000;
 /// Turns between two checks of the peers' health.
 const CHECK_EVERY_TURNS: u32 = 32;
@@ -334,7 +334,9 @@ impl Op<'_> {
         let why = format!("rank {awaited} lives but has not entered {} #{}", self.operator, self.step);
         let why = match comm.controls[awaited.index()].waits_outside() {
             true => format!(
-                "{why}; it waits for gradients to be reduced (has this rank left out a call, such as reduce_gradients?)"
+                "{why}; it waits for gradients to be reduced: either rank {} has left out reduce_gradients, or rank {awaited} \
+                 has left out {} #{} (a forward or backward pass)",
+                comm.rank, self.operator, self.step
             ),
             false => why,
         };

@@ -378,12 +378,11 @@ impl PeerError {
                     .into()
             }
             (None, PeerFault::Died) => {
-                // gloo ends the process of a rank whose collective differs from those of the others.
-                let differs = match self.operator {
-                    Operator::Reduce => ", perhaps in another collective call than this one (has it left out reduce_gradients?)",
+                let aborts = match self.operator {
+                    Operator::Reduce => " (gloo aborts a process whose collective call differs from the other ranks')",
                     _ => "",
                 };
-                format!("; its process crashed or was killed{differs}: see its output and the system's log")
+                format!("; its process crashed or was killed{aborts}: see its output and the system's log")
             }
             _ => String::new(),
         }
@@ -501,7 +500,7 @@ mod tests {
         assert!(died.to_string().ends_with("see its output and the system's log"), "{died}");
         let reducing = PeerError { operator: Operator::Reduce, ..died };
         assert!(
-            reducing.to_string().contains("was killed, perhaps in another collective call"),
+            reducing.to_string().contains("was killed (gloo aborts a process whose collective call differs"),
             "{reducing}"
         );
         let told = PeerError { cause: Some("no memory".into()), ..error };

@@ -56,12 +56,11 @@ fn a_late_rank_that_waits_outside_of_operators_is_said_to_do_so() {
         assert_eq!(error.fault, PeerFault::Late, "{error}");
         for (buffer, error) in threads.into_iter().map(|thread| thread.join().unwrap()) {
             assert_eq!((error.peer, error.fault), (Rank(0), PeerFault::Failed), "{}: {error}", buffer.rank());
-            assert!(error.to_string().contains("such as reduce_gradients?"), "{error}");
+            assert!(error.to_string().contains("has left out reduce_gradients"), "{error}");
         }
     });
 
-    let says_so =
-        "it waits for gradients to be reduced (has this rank left out a call, such as reduce_gradients?)";
+    let says_so = "it waits for gradients to be reduced: either rank ";
     let text = text_of(true);
     assert!(text.contains(says_so), "{text}");
     let text = text_of(false);

@@ -46,15 +46,23 @@ impl LaunchEnv {
             value: value.unwrap_or_else(|| "(not set)".into()),
             problem,
         };
-        let number = |key: &'static str, max: u32| -> Result<u32> {
+        let number = |key: &'static str, max: u32, problem: &str| -> Result<u32> {
             let value = lookup(key);
             match value.as_deref().map(str::trim).map(str::parse) {
                 Some(Ok(number)) if number <= max => Ok(number),
-                _ => Err(config(key, value, format!("must be a whole number up to {max}")).into()),
+                Some(_) => Err(config(key, value, format!("must be a whole number up to {max}{problem}")).into()),
+                None => {
+                    let other = if key == rank_key { size_key } else { rank_key };
+                    let problem = format!(
+                        "is needed with {other}: start the program with torchrun or srun, set both, or set neither for \
+                         one rank"
+                    );
+                    Err(config(key, None, problem).into())
+                }
             }
         };
-        let world_size = number(size_key, 1 << 20)?;
-        let rank = number(rank_key, 1 << 20)?;
+        let world_size = number(size_key, 1 << 20, "")?;
+        let rank = number(rank_key, 1 << 20, "")?;
         if rank >= world_size {
             return Err(config(
                 rank_key,
@@ -78,7 +86,8 @@ impl LaunchEnv {
             }
             (None, Some(_)) => {
                 let host = lookup("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
-                format!("{host}:{}", number("MASTER_PORT", 65_534)? + 1)
+                let port = number("MASTER_PORT", 65_534, ", because the ranks meet at the port after it")?;
+                format!("{host}:{}", port + 1)
             }
         };
         let generation = match lookup("HYBRID_EP_GENERATION").or_else(|| lookup("SLURM_RESTART_COUNT")) {
@@ -109,8 +118,9 @@ mod tests {
         let slurm = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("HYBRID_EP_STORE", "node1:77")];
         assert_eq!(LaunchEnv::from_lookup(env(&slurm)).unwrap().unwrap().store, "node1:77");
         let message = |pairs| LaunchEnv::from_lookup(env(pairs)).unwrap_err().to_string();
-        assert!(message(&[("RANK", "0")]).contains("WORLD_SIZE = (not set)"));
-        assert!(message(&[("WORLD_SIZE", "2")]).contains("RANK = (not set): must be a whole number"));
+        assert!(message(&[("RANK", "0")]).contains("WORLD_SIZE = (not set): is needed with RANK"));
+        assert!(message(&[("WORLD_SIZE", "2")]).contains("RANK = (not set): is needed with WORLD_SIZE"));
+        assert!(message(&[("RANK", "0"), ("WORLD_SIZE", "two")]).contains("WORLD_SIZE = two: must be a whole number"));
         for alone in ["1", ""] {
             assert_eq!(LaunchEnv::from_lookup(env(&[("WORLD_SIZE", alone)])).unwrap(), None);
         }

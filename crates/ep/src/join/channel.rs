@@ -178,7 +178,7 @@ impl Channel {
 
     fn next(&mut self) -> Option<Incoming> {
         let malformed = Some(Incoming::End(End::Malformed));
-        let head: [u8; HEAD] = self.wire.peek(HEAD)?.try_into().expect("as long as was asked for");
+        let head: [u8; HEAD] = self.wire.peek(HEAD)?.try_into().expect("`peek(HEAD)` returns HEAD bytes");
         let len = u32::from_le_bytes(head) as usize;
         if !(1..=1 + self.longest).contains(&len) {
             return malformed;

@@ -20,7 +20,7 @@ use crate::topology::Rank;
 /// The grace period: when a rank left, is late or stalled, another rank's death may be the cause. The hub waits this
 /// long for news of such a death before it reports the rank.
 pub(super) const GRACE_PERIOD: Duration = Duration::from_millis(200);
-/// When a rank is lost before all ranks have joined, how long rank 0 tells ranks that join later.
+/// When a rank is lost before all ranks have joined: how long rank 0 still sends the loss to ranks that connect.
 const LINGER: Duration = Duration::from_secs(1);
 /// The bound for sending rank 0's final messages.
 const FINAL_SEND: Duration = Duration::from_millis(200);
@@ -116,7 +116,7 @@ impl Hub {
                 }
             } else if let Some(mut loss) = self.settled(self.unsure()) {
                 if loss.fault == PeerFault::Absent {
-                    // The rank that reports it has waited in vain, and does not know why.
+                    // The rank that reports it has timed out and knows no cause. Rank 0 adds it.
                     loss.text = Text::Seen(cause_of_absence(&refused, reception.dropped, store));
                 }
                 self.broadcast(kind::LOST, &loss.to_bytes());
@@ -355,8 +355,8 @@ impl Hub {
 
     fn hand_out(&mut self, all: &[Arc<Vec<u8>>], clock: &Clock) -> Result<()> {
         // A rank may be late to read. A socket that stays full for the network timeout ends, although the other machine
-        // acknowledges that it is full. The clock of the exchange must end first: the end of the socket would look as if the
-        // rank had all blobs and were unreachable since.
+        // acknowledges that it is full. The exchange must time out before the socket. A socket that ends first would report
+        // a late rank as unreachable.
         let is_long = all.iter().map(|blob| blob.len()).sum::<usize>() > BUFFERED;
         for seat in &mut self.seats {
             let Some(channel) = &mut seat.channel else { continue };

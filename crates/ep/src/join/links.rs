@@ -455,8 +455,8 @@ impl Meeting<'_> {
                     format!("{address}: {}; do a firewall and the routes allow this connection?", error());
                 Loss::new(rank, PeerFault::Unreachable, seen)
             }
-            // The peer's queue is full, or the peer closed the connection without reading all of it: to make room for
-            // another one, or with its door, in which case the next attempt is refused.
+            // Retry. Either the peer's queue of connections is full, or the peer closed this one: to make room for another
+            // one, or because it closed its door. A closed door refuses the next attempt.
             (ErrorKind::WouldBlock | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe, _)
             | (_, Address::Network(_)) => return Ok(()),
             (_, Address::Local(_)) => return Err(unreachable(rank, &error())),

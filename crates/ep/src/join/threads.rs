@@ -75,6 +75,7 @@ impl Rendezvous for ThreadRendezvous {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
 
     #[test]
     fn threads_exchange_blobs_in_every_round() {
@@ -99,5 +100,19 @@ mod tests {
         }
         let error = ThreadRendezvous::new(2, Duration::from_millis(20))[0].all_gather(&[]).unwrap_err();
         assert!(error.to_string().starts_with("rank 1 never joined"), "{error}");
+    }
+
+    #[test]
+    fn an_error_has_the_round_in_which_a_rank_is_absent() {
+        let mut ends = ThreadRendezvous::new(2, Duration::from_secs(1));
+        std::thread::scope(|scope| {
+            for end in &mut ends {
+                scope.spawn(|| end.all_gather(&[]).unwrap());
+            }
+        });
+        match ends[0].all_gather(&[]).unwrap_err() {
+            Error::Peer(absent) => assert_eq!((absent.step, absent.peer), (1, Rank(1))),
+            other => panic!("{other}"),
+        }
     }
 }

@@ -111,7 +111,7 @@ const CREDIT: u32 = 1 << 16;
 const END: u32 = 0xFF;
 
 fn signal(kind: u32, number: usize, slot: u32) -> Signal {
-    Signal::new(kind | (number as u32 & 0xFF) << 8 | slot).expect("17 bits")
+    Signal::new(kind | (number as u32 & 0xFF) << 8 | slot).expect("kind, number and slot fill 17 bits")
 }
 
 /// What a rank expects of one slot from a peer, and of one slot to it.
@@ -190,7 +190,7 @@ impl Check {
     }
 
     fn index(&self, peer: Rank) -> usize {
-        self.end.rail.peer_index(peer).expect("a peer of the rail")
+        self.end.rail.peer_index(peer).expect("callers pass peers of the rail")
     }
 
     /// The offset of the slot for puts from the rank with this index.
@@ -219,7 +219,7 @@ impl Check {
             // A peer that has ended this check may have begun the next one.
             let ended = |&(peer, found): &(Rank, Signal)| found == end && awaited.contains(&peer);
             let Some(at) = self.inbox.iter().position(ended) else { continue };
-            let (peer, _) = self.inbox.remove(at).expect("found just now");
+            let (peer, _) = self.inbox.remove(at).expect("`position` has just found it");
             awaited.retain(|&other| other != peer);
         }
         Ok(())
@@ -336,7 +336,7 @@ impl Check {
             if found.word() & CREDIT == 0 {
                 self.receive(peer, found)?;
                 received += 1;
-                let credit = Signal::new(found.word() | CREDIT).expect("17 bits");
+                let credit = Signal::new(found.word() | CREDIT).expect("`CREDIT` is bit 16 of 17");
                 self.post(Put { peer, source: 0, destination: 0, len: 0, signal: credit })?;
                 continue;
             }
