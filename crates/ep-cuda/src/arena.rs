@@ -236,7 +236,7 @@ impl Arena {
             Some(offset) => offset,
             None => {
                 state.grow(len)?;
-                state.take(len).expect("memory grew by at least this much")
+                state.take(len).expect("`grow` has added a free block of this length")
             }
         };
         let address = state.reservation.address + offset as DeviceAddress;

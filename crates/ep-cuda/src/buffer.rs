@@ -536,7 +536,7 @@ pub(crate) fn scale_code(format: TokenFormat) -> u32 {
         Some(ScaleFormat::F32Per128) => ScaleCode::F32Per128 as u32,
         Some(ScaleFormat::Ue8m0Per128) => ScaleCode::Ue8m0Per128 as u32,
         Some(ScaleFormat::Ue8m0Per32) => ScaleCode::Ue8m0Per32 as u32,
-        Some(_) => unreachable!("all formats are above"),
+        Some(other) => unreachable!("{other:?} has no code: add it to `ScaleCode`"),
     }
 }
 

@@ -190,7 +190,7 @@ impl Words {
             }
             Some(WaitingFor::Foreign) => {
                 format!(
-                    "what {it} sends after other NVLink domains have sent (expected step {expected}, seen {seen})"
+                    "what {it} sends once it has the other NVLink domains' data (expected step {expected}, seen {seen})"
                 )
             }
             _ => format!("the blocks of its own kernel ({seen} of {expected} arrived)"),
@@ -203,7 +203,7 @@ impl Words {
     }
 }
 
-/// Names a stopped rank in place of a rank that is late or has stalled while its process runs: that one waits itself.
+/// Names a stopped rank in place of a late or stalled rank whose process runs: the latter only waits for the stopped rank.
 fn stopped_instead(record: &FaultRecord, quiet: &[Rank]) -> FaultRecord {
     let fault = record.fault;
     let told = fault.kind == FaultKind::Aborted as u32;

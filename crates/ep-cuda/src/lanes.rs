@@ -135,7 +135,7 @@ impl LaneCopies {
     }
 }
 
-const LIVES: &str = "dropped only with the engine";
+const LIVES: &str = "only the drop of the engine takes it, after the last copy";
 
 impl Carry for LaneCopies {
     /// `None`: copied already.

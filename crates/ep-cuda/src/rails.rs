@@ -17,8 +17,8 @@ use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, Rails};
 use crate::rail::{Proxy, ProxyParts, RailLayout, SIGNALS, limits};
 use crate::shared;
 
-/// How long dropping the proxy waits until what this rank has sent has left its window. A rank that leaves has waited
-/// for this before, for up to the stall bound ([`RankRails::drain`]).
+/// How long dropping the proxy waits for its last puts. A rank that leaves has already waited for them, for up to the stall
+/// bound ([`RankRails::drain`]).
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The fewest rows of a chunk of a set, as in `handle::chunk_tokens`.
 const FEWEST_CHUNK_ROWS: usize = 4;
@@ -264,8 +264,8 @@ impl RankRails {
                 transport,
                 window: Arc::clone(&window.segment) as Arc<dyn ep::Window>,
                 layout,
-                // The words that end waits for a rank are written by the ranks' links, which notice every rank that ends.
-                // What only the engine has noticed is in `failures`.
+                // The links write the words that end waits for a rank. They notice every rank that ends. `failures` has the
+                // errors that only the engine has noticed.
                 on_lost: Box::new(|_, _| {}),
             },
             PATIENCE,

@@ -27,7 +27,7 @@ const IDLE: Duration = Duration::from_secs(3600);
 const LINGER: Duration = Duration::from_millis(200);
 const MIRROR_WORDS: usize = MIRROR_BYTES / 4;
 
-/// What a rank tells ranks of other machines.
+/// The state that a rank sends to ranks of other machines.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct State {
     /// An `abort_word` (sync.cuh); 0: the rank has not given up.
@@ -153,7 +153,7 @@ impl Mirrors {
     }
 }
 
-/// What a rank learns of a rank on another machine.
+/// What happens on the link to a rank of another machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum News {
     /// Its heartbeat.

@@ -172,7 +172,7 @@ impl SendLoad {
 
 impl CombineShape {
     pub(crate) fn new(key: KernelKey, views: usize) -> Self {
-        let KernelKey::Combine { warps, .. } = key else { unreachable!("a key of combine") };
+        let KernelKey::Combine { warps, .. } = key else { unreachable!("callers pass a key of combine") };
         let shared_bytes = combine_bytes(views, warps as usize);
         Self { threads: 32 * warps, shared_bytes }
     }

@@ -281,7 +281,7 @@ impl Core {
             );
             return;
         };
-        let index = self.rail.peer_index(rank).expect("opened by the same rail");
+        let index = self.rail.peer_index(rank).expect("an immediate names a peer of this rail, or is refused when it is opened");
         if self.peers[index].unread >= self.limits.signals {
             // A correct peer waits for credits, so the queue has a bound.
             let found = format!("more than {} signals in flight", self.limits.signals);
@@ -298,7 +298,7 @@ impl Core {
 
     fn put(&mut self, put: &Put, index: usize) -> Result<Posted> {
         let peer = &self.peers[index];
-        let remote = peer.remote.expect("the index is that of a peer");
+        let remote = peer.remote.expect("only this rank's own entry has no remote");
         if put.len > 0 {
             let outside = |what: &'static str, offset: usize, window: usize| -> Result<()> {
                 match offset.checked_add(put.len) {
@@ -392,7 +392,7 @@ impl Shared {
 
 impl Engine {
     fn shared(&self) -> &Shared {
-        self.shared.as_ref().expect("only dropping takes it")
+        self.shared.as_ref().expect("only `drop` takes it")
     }
 }
 

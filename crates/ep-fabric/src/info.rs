@@ -193,7 +193,7 @@ pub(crate) struct Chosen(InfoList);
 
 impl Chosen {
     pub(crate) fn entry(&self) -> Entry<'_> {
-        self.0.entries().next().expect("a list of one entry")
+        self.0.entries().next().expect("`Chosen` is made of a list with an entry")
     }
 
     /// Chooses the provider's first NIC that fits, or `nic`, which the options name.

@@ -98,7 +98,7 @@ struct Several {
 struct Reports {
     /// By index on the rail: whether an engine has reported this peer.
     known: Vec<bool>,
-    /// Errors that `poll` has not returned. One call of it may find several, and returns one.
+    /// Errors that `poll` has not returned. A call may find several errors; it returns one and keeps the others here.
     waiting: VecDeque<Error>,
 }
 

@@ -1,4 +1,4 @@
-//! The question of a rank that has waited for its whole timeout: is the peer to blame, or does the peer wait as well?
+//! Decides, when a wait has timed out, whether the awaited peer is at fault or itself waits for another rank.
 //!
 //! In a reduction a rank may wait for a peer that itself waits for the rank at fault, and both timeouts may end at the same time.
 //! So a rank asks the peer, and the peer asks the rank that it waits for. A rank without an answer from its peer, or
@@ -12,8 +12,8 @@ use crate::header::Wait;
 
 /// How long a peer may take to answer.
 const ANSWER: Duration = Duration::from_millis(500);
-/// How long a rank whose peer waits as well expects to be told who is at fault. With [`ANSWER`] less than a second, so that
-/// an error comes at most a second after the timeout.
+/// After a peer has answered that it waits as well: the bound for the message that names the rank at fault. It is less than
+/// a second with [`ANSWER`], so that an error comes at most a second after the timeout.
 const VERDICT: Duration = Duration::from_millis(850);
 
 /// What was asked about a peer.

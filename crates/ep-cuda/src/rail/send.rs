@@ -17,10 +17,10 @@ const RUN_BYTES: usize = 1 << 20;
 /// A run of fewer bytes waits for further units. Otherwise a fast proxy posts each unit alone, and the costs of puts exceed
 /// the time that the link needs for their bytes (docs/lab/040).
 const SHORT_RUN_BYTES: usize = 512 << 10;
-/// So long after the last run of its section, a short run is posted.
+/// A short run is posted this long after the previous run of its section.
 const HOLD: Duration = Duration::from_micros(20);
-/// The same for a section that has few of the bytes, such as that of the weights. Its runs are always short. If each run of
-/// rows had one of weights beside it, half of the puts would carry next to nothing (docs/lab/048).
+/// The same for a section that has few of the bytes, such as that of the weights. Its runs are always short. If a run of
+/// weights followed each run of rows, half of the puts would carry few bytes (docs/lab/048).
 const SMALL_SECTION_HOLD: Duration = Duration::from_micros(80);
 
 /// What the engine has accepted so far, to all peers.

@@ -62,11 +62,11 @@ impl Arrival {
             What::Plan => 0,
             What::Part(Part { section, units }) => {
                 let count =
-                    COUNTS.binary_search(&units.len()).expect("a number of units that a put may have");
+                    COUNTS.binary_search(&units.len()).expect("the sender cuts a `Part` to a length in `COUNTS`");
                 (section + 1) << SECTION_SHIFT | (units.end - 1) << LAST_SHIFT | count
             }
         };
-        Signal::new((self.parity << PARITY_SHIFT | below) as u32).expect("17 bits")
+        Signal::new((self.parity << PARITY_SHIFT | below) as u32).expect("parity, section, unit and count fill 17 bits")
     }
 
     /// The arrival that a signal stands for; `None` for a signal that no proxy sends.

@@ -132,7 +132,7 @@ impl Datacenters {
             .map(|pair| {
                 let owner = |ranks: &Vec<Rank>| {
                     let holds = |place: &usize| share(elements, *place, ranks.len()).contains(&pair[0]);
-                    ranks[(0..ranks.len()).find(holds).expect("shares cover all elements")]
+                    ranks[(0..ranks.len()).find(holds).expect("the last share ends with the last element")]
                 };
                 Atom { elements: pair[0]..pair[1], owners: self.members.iter().map(owner).collect() }
             })

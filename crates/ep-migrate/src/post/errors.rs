@@ -65,7 +65,7 @@ impl Post {
             let cause = Some(format!("rank {culprit} {fault}"));
             return PeerError { cause, ..self.peer_error(teller, PeerFault::Failed, told) };
         }
-        // The teller's bound has passed, which this rank does not know.
+        // The sender's bound has passed. This rank does not know its value, so the text has the remedy only.
         let told = match fault {
             PeerFault::Late | PeerFault::Stalled => format!("{told}; {REMEDY}"),
             _ => told,
