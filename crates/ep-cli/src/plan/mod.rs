@@ -26,6 +26,7 @@ use self::steps::Shown;
 use self::sweep::{Request, Sweep};
 use crate::common::failure::{Failure, Verdict};
 use crate::common::output::{Checked, Target, check_apart, print_beside, to_stderr, to_stdout};
+use crate::common::units;
 use crate::planner::problem::Problem;
 
 /// The JSON output.
@@ -64,11 +65,13 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
         if args.paper_model {
             problem.options.setting = Setting::Paper;
         }
+        let unrestricted = args.runnable.then(|| problem.clone());
         if args.runnable {
             restrict_to_runtime(&mut problem)?;
         }
+        let wanted = &Wanted { args, unrestricted };
         if args.print_toml {
-            let unsolved = match solve(args, &problem) {
+            let unsolved = match solve(wanted, &problem) {
                 Err(failure) if args.wanted().is_some() => return Err(failure),
                 solved => solved.err(),
             };
@@ -78,10 +81,17 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
                 to_stderr(&format!("note: this problem has no plan: {failure}"))?;
             }
         } else {
-            plan(args, &problem)?;
+            plan(wanted, &problem)?;
         }
     }
     Ok(Verdict::Right)
+}
+
+/// What is asked for.
+struct Wanted<'a> {
+    args: &'a PlanArgs,
+    /// With `--runnable`, the problem without what it fixes.
+    unrestricted: Option<Problem>,
 }
 
 /// Fixes what `ExpertDomains.from_file` of the training runtime demands of a plan: one EP group in a stage. The stages are those
@@ -91,6 +101,10 @@ fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
     let stages = problem.options.pipeline_stages.unwrap_or(1).max(1);
     // Of other numbers of stages the planner says which are possible.
     let group = if gpus.is_multiple_of(stages) { gpus / stages } else { 1 };
+    let parts = parts(problem)?;
+    if !experts.is_multiple_of(parts.count) {
+        return Err(Failure::request(indivisible(problem, &parts, stages)));
+    }
     if !experts.is_multiple_of(group.max(1)) {
         let (of_a_stage, has) = match stages {
             1 => ("", format!("{gpus} GPUs")),
@@ -107,6 +121,127 @@ fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
     problem.options.tensor_parallel = Some(1);
     problem.options.replicas = Replicas::Keep;
     Ok(())
+}
+
+/// The members of the outermost level, or the equal parts of unequal ones. Each stage of a runnable plan has GPUs of all of them.
+struct Parts {
+    count: usize,
+    /// "3 datacenters", or "5 equal parts of the 3 datacenters".
+    name: String,
+}
+
+fn parts(problem: &Problem) -> Result<Parts, Failure> {
+    let cluster = Cluster::try_from(problem.cluster.clone()).map_err(Failure::request)?;
+    let count = cluster.levels().first().map_or(1, |outermost| outermost.scaling_factor);
+    let sites = cluster.sites().len();
+    let members = match &problem.cluster.levels[..] {
+        // Members of the outermost of two levels may be nodes.
+        [_, _, _, ..] => "datacenters".to_owned(),
+        _ => format!("members of level {}", cluster.level_name(0)),
+    };
+    let name = match cluster.is_unequal() {
+        true => format!("{count} equal parts of the {sites} {members}"),
+        false => format!("{count} {members}"),
+    };
+    Ok(Parts { count, name })
+}
+
+/// Why no plan is runnable if the parts do not divide the experts.
+fn indivisible(problem: &Problem, parts: &Parts, stages: usize) -> String {
+    let experts = problem.model.experts;
+    let Parts { count, name } = parts;
+    let mut possible = Vec::new();
+    let sites = problem.cluster.levels.first().map_or(1, |outermost| outermost.scaling_factor);
+    let has_datacenters = problem.cluster.levels.len() > 2;
+    if sites == *count {
+        let divides = |members: &usize| experts.is_multiple_of(*members);
+        let fewer = (2..sites).rev().find(divides);
+        let more = (sites + 1..=experts).find(divides);
+        let numbers: Vec<String> = fewer.iter().chain(&more).map(usize::to_string).collect();
+        if let Some(first) = fewer.or(more) {
+            let what = name.trim_start_matches(|digit: char| digit.is_ascii_digit() || digit == ' ');
+            let preset = if has_datacenters { format!("`--datacenters {first}`, ") } else { String::new() };
+            possible.push(format!("{} {what} ({preset}`--set members={first}`)", numbers.join(" or ")));
+        }
+    }
+    let unequal = has_datacenters.then(|| unequal_nodes(problem, stages)).flatten();
+    possible.extend(unequal.map(|nodes| format!("datacenters of unequal sizes (`--nodes {nodes}`)")));
+    possible.push(WITHOUT_RUNNABLE.to_owned());
+    format!(
+        "--runnable: each stage spans all {name}, so its number of GPUs is a multiple of {count} and does not divide the {experts} \
+         experts; possible: {}",
+        possible.join(", or ")
+    )
+}
+
+/// The end of an error of `--runnable`: what the user can do instead.
+const WITHOUT_RUNNABLE: &str = "leave out --runnable for a pipeline with stages inside datacenters";
+
+/// Numbers of nodes of unequal datacenters, the most GPUs that divide the experts: some datacenters keep their nodes, the others
+/// have fewer.
+fn unequal_nodes(problem: &Problem, stages: usize) -> Option<String> {
+    let [outermost, second, inner @ ..] = &problem.cluster.levels[..] else { return None };
+    let (sites, nodes) = (outermost.scaling_factor, second.scaling_factor);
+    let inside: usize = inner.iter().map(|level| level.scaling_factor).product();
+    let all = |(whole, less): &(usize, usize)| whole * nodes + (sites - whole) * less;
+    let runs = |choice: &(usize, usize)| {
+        let gpus = all(choice) * inside;
+        // A part has `less` nodes, which the stages divide.
+        gpus.is_multiple_of(stages)
+            && problem.model.experts.is_multiple_of(gpus / stages)
+            && nodes.is_multiple_of(choice.1)
+            && choice.1.is_multiple_of(stages)
+    };
+    let choices = (1..sites).flat_map(|whole| (1..nodes).map(move |less| (whole, less)));
+    let (whole, less) = choices.filter(runs).max_by_key(all)?;
+    let list: Vec<String> =
+        (0..sites).map(|site| if site < whole { nodes } else { less }.to_string()).collect();
+    Some(list.join(","))
+}
+
+/// Why `--runnable` has no expert domains, where other strategies have a layout.
+fn not_runnable(problem: &Problem, plan: &StepPlan) -> String {
+    if !plan.without_layout.contains(&Strategy::ExpertDomains) {
+        return format!(
+            "--runnable: no layout for `ExpertMigration` fits into memory; possible: GPUs with more memory, a smaller model, more \
+             stages (`--set pipeline_stages=N`), or {WITHOUT_RUNNABLE}"
+        );
+    }
+    let (stages, Ok(parts)) = (problem.options.pipeline_stages.unwrap_or(1), parts(problem)) else {
+        return format!("--runnable: the cluster has no layout for `ExpertMigration`; {WITHOUT_RUNNABLE}");
+    };
+    if parts.count == 1 {
+        return format!(
+            "--runnable: expert domains need two members of the outermost level, and the cluster has {}",
+            parts.name
+        );
+    }
+    let possible: Vec<String> = spanning_stages(problem).iter().map(usize::to_string).collect();
+    let possible = match possible.is_empty() {
+        true => String::new(),
+        false => format!("pipeline_stages {}, or ", possible.join(", ")),
+    };
+    format!(
+        "--runnable: no division of the cluster has {} that each span all {}; possible: {possible}{WITHOUT_RUNNABLE}",
+        units::counted(stages, "stage"),
+        parts.name
+    )
+}
+
+/// The numbers of stages that a runnable plan can have: each stage has the same members of every datacenter, and its number of
+/// GPUs divides the experts.
+fn spanning_stages(problem: &Problem) -> Vec<usize> {
+    let Ok(cluster) = Cluster::try_from(problem.cluster.clone()) else { return Vec::new() };
+    let (members, gpus) = (cluster.scaling_factors(), cluster.gpus());
+    let mut found = vec![1];
+    for level in 1..members.len() {
+        let outer: usize = members[1..level].iter().product();
+        let parts = (2..=members[level]).filter(|&parts| members[level].is_multiple_of(parts));
+        found.extend(parts.map(|parts| outer * parts));
+    }
+    let (experts, layers) = (problem.model.experts, problem.model.moe_layers);
+    found.retain(|&stages| stages <= layers && experts.is_multiple_of(gpus / stages));
+    found
 }
 
 /// Whether the training runtime of this project can run the layers of a layout: one EP group in each stage, no copies of
@@ -130,7 +265,8 @@ fn divisors_up_to(number: usize, most: usize) -> String {
     format!("{}{more}", shown.join(", "))
 }
 
-fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
+fn plan(wanted: &Wanted<'_>, problem: &Problem) -> Result<(), Failure> {
+    let args = wanted.args;
     // Destinations are checked before the work.
     let json = Target::resolve("--json", args.json.as_deref())?;
     let html = Target::resolve("--html", args.html.as_deref())?;
@@ -143,7 +279,7 @@ fn plan(args: &PlanArgs, problem: &Problem) -> Result<(), Failure> {
             Request::parse(text, problem).map_err(|what| Failure::request(format!("--sweep {text}: {what}")))
         })
         .transpose()?;
-    let (step, plan) = solve(args, problem)?;
+    let (step, plan) = solve(wanted, problem)?;
     let sweep = sweep.map(|request| request.run(problem));
     let stream_model = match args.paper_model {
         true => Some(paper::Level::all(&problem.planner()?, &plan.level_names)?),
@@ -214,7 +350,8 @@ impl GroupsLayout {
 }
 
 /// The steps of all strategies, and the layers of the one to show. Forward passes have layers only.
-fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Failure> {
+fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan), Failure> {
+    let args = wanted.args;
     let Some(planner) = problem.step_planner().map_err(Failure::request)? else {
         return match args.wanted() {
             Some(_) => Err(Failure::request(
@@ -228,7 +365,12 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
         None => plan.prices.iter().position(|price| price == plan.best()),
         Some(wanted) => plan.prices.iter().position(|price| price.strategy == wanted),
     };
-    let index = index.ok_or_else(|| Failure::request(refused(args.wanted(), &plan)))?;
+    let index = index.ok_or_else(|| {
+        Failure::request(match args.runnable {
+            true => not_runnable(problem, &plan),
+            false => refused(args.wanted(), &plan),
+        })
+    })?;
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
     let among = steps::dispatch_ranks(&plan.prices[index]);
     if args.runnable && among > ep_cuda::MAX_RANKS {
@@ -245,8 +387,14 @@ fn solve(args: &PlanArgs, problem: &Problem) -> Result<(Option<Shown>, Plan), Fa
         _ => None,
     };
     let roomy = domains_with_all_memory(problem, &plan);
-    let exact = exact_domains(problem, &plan);
-    Ok((Some(Shown { plan, index, fewer: planner.on_fewer(), one_site_refused, roomy, exact }), layers))
+    let unrestricted = wanted.unrestricted.as_ref();
+    let unrestricted = unrestricted.and_then(|problem| Some(plan_with(problem, |_| ())?.best().clone()));
+    let fewer = planner.on_fewer();
+    let exact = None;
+    let mut shown =
+        Shown { plan, index, fewer, one_site_refused, roomy, exact, unrestricted, runnable: args.runnable };
+    shown.exact = exact_domains(problem, shown.head());
+    Ok((Some(shown), layers))
 }
 
 /// Why there is no plan. `--runnable` fixes a layout, which the planner's own error calls the request's.
@@ -263,8 +411,7 @@ fn unsolvable(args: &PlanArgs, error: PlanError) -> String {
 
 /// The fastest expert domains that send weights and gradients exactly, where lossy ones are the best and these leave as much
 /// memory.
-fn exact_domains(problem: &Problem, plan: &StepPlan) -> Option<StepPrice> {
-    let best = plan.best();
+fn exact_domains(problem: &Problem, best: &StepPrice) -> Option<StepPrice> {
     if best.strategy != Strategy::ExpertDomains || !steps::is_lossy(best, &problem.options) {
         return None;
     }

@@ -23,13 +23,23 @@ pub(super) struct Shown {
     pub(super) one_site_refused: Option<String>,
     /// Faster expert domains, between sites, that would have a place if no memory were kept free.
     pub(super) roomy: Option<StepPrice>,
-    /// The fastest expert domains without lossy compression, where the best plan has it.
+    /// The fastest expert domains without lossy compression, where the plan of [`head`](Self::head) has it.
     pub(super) exact: Option<StepPrice>,
+    /// With `--runnable`, the best plan without it.
+    pub(super) unrestricted: Option<StepPrice>,
+    /// Whether `--runnable` chose the strategy.
+    pub(super) runnable: bool,
 }
 
 impl Shown {
     pub(super) fn price(&self) -> &StepPrice {
         &self.plan.prices[self.index]
+    }
+
+    /// The plan that the report recommends, and with which it compares the others: the best one, or, with `--runnable`, the one
+    /// that `--groups` writes.
+    pub(super) fn head(&self) -> &StepPrice {
+        if self.runnable { self.price() } else { self.plan.best() }
     }
 }
 
@@ -106,14 +116,16 @@ pub(crate) fn dense_gradients(plan: &StepPlan, options: &Options) -> Option<Stri
 /// The answer in a few sentences, one per line.
 pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let (plan, options) = (&shown.plan, &problem.options);
-    let best = plan.best();
-    let (faster, tight) = (faster_part(plan, &shown.fewer), faster_but_tight(plan));
+    let best = shown.head();
+    let faster = faster_part(best, &shown.fewer);
+    let tight = if shown.runnable { None } else { faster_but_tight(plan) };
     // What the best has, and something faster has not.
     let gpus = faster.map(|_| format!("all {} GPUs", units::count(problem.cluster.gpus() as u64)));
     let has: Vec<String> = gpus.into_iter().chain(tight.map(|_| "memory to spare".into())).collect();
     let with = if has.is_empty() { String::new() } else { format!(" with {}", has.join(" and ")) };
+    let runtime = if shown.runnable { " for `ExpertMigration`" } else { "" };
     let mut lines = vec![format!(
-        "Best{with}: {}. A step of {} tokens takes {}: {} tokens/s, GPUs idle {:.0} % of it.",
+        "Best{runtime}{with}: {}. A step of {} tokens takes {}: {} tokens/s, GPUs idle {:.0} % of it.",
         described(best),
         units::count(plan.global_batch.round() as u64),
         best.step_time,
@@ -121,6 +133,7 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         100.0 * best.idle_share
     )];
     lines.push(format!("Layout: {}.", layout(best, problem)));
+    lines.extend(unrestricted(shown, problem));
     lines.extend(tight.map(|price| {
         format!(
             "Tight on memory, but faster: {}, {} a step, {}. The parameters fit, but less than {:.0} % of a GPU's memory \
@@ -181,6 +194,8 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
         .prices
         .iter()
         .filter(|price| !matches!(price.strategy, Strategy::ExpertDomains | Strategy::LocalSteps))
+        // Beside a runnable plan, those whose EP groups are the same.
+        .filter(|price| !shown.runnable || price.strategy.spans())
         .filter(|price| price.fit == best.fit)
         .find(|price| !lossy || !is_lossy(price, options));
     match (domains, other) {
@@ -234,6 +249,27 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     lines
 }
 
+/// The faster plan that `--runnable` excludes, and what can run it.
+fn unrestricted(shown: &Shown, problem: &Problem) -> Option<String> {
+    let (price, head) = (shown.unrestricted.as_ref()?, shown.head());
+    if !is_faster(head.step_time / price.step_time) {
+        return None;
+    }
+    let software = match (has_runtime(price, problem), price.candidate.expert_domain_size()) {
+        (true, 1) => {
+            "A training program with a pipeline can run it with `MoELayer` (docs/migration.md#in-a-pipeline)."
+        }
+        (true, _) => "`ExpertMigration` can run its layers, too.",
+        (false, _) => "`ExpertMigration` cannot run it.",
+    };
+    Some(format!(
+        "Without `--runnable`: {}, {}: {}. {software}",
+        described(price),
+        relation(head.step_time / price.step_time),
+        layout(price, problem)
+    ))
+}
+
 /// The fastest strategy, if it is faster than the best one and that one leaves more memory for activations.
 fn faster_but_tight(plan: &StepPlan) -> Option<&StepPrice> {
     let best = plan.best();
@@ -243,8 +279,8 @@ fn faster_but_tight(plan: &StepPlan) -> Option<&StepPrice> {
 }
 
 /// The fastest part of the cluster, if it is faster than all of it. `fewer` has the fastest part first.
-pub(super) fn faster_part<'a>(plan: &StepPlan, fewer: &'a [Fewer]) -> Option<&'a Fewer> {
-    fewer.first().filter(|part| is_faster(gain(part, plan)))
+pub(super) fn faster_part<'a>(all: &StepPrice, fewer: &'a [Fewer]) -> Option<&'a Fewer> {
+    fewer.first().filter(|part| is_faster(gain(part, all)))
 }
 
 /// Whether a gain is more than 1 as the report prints it.
@@ -253,8 +289,8 @@ fn is_faster(gain: f64) -> bool {
 }
 
 /// Tokens per second of this part over those of the whole cluster.
-pub(super) fn gain(part: &Fewer, plan: &StepPlan) -> f64 {
-    part.price.tokens_per_second / plan.best().tokens_per_second
+pub(super) fn gain(part: &Fewer, all: &StepPrice) -> f64 {
+    part.price.tokens_per_second / all.tokens_per_second
 }
 
 /// The part of a step in which replicas are made equal, if it is a large one.
@@ -290,11 +326,11 @@ fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
             units::count(part.gpus as u64),
             if part.sites.len() == 1 { "trains" } else { "train" },
             units::count(part.price.tokens_per_second.round() as u64),
-            relation(gain(part, &shown.plan)),
+            relation(gain(part, shown.head())),
             layout(&part.price, problem)
         )
     };
-    let fastest = faster_part(&shown.plan, &shown.fewer);
+    let fastest = faster_part(shown.head(), &shown.fewer);
     // Members of the outermost of two levels may be nodes.
     let has_sites = problem.cluster.levels.len() > 2;
     let alone = shown.fewer.iter().find(|part| part.sites.len() == 1 && has_sites);
@@ -343,7 +379,7 @@ fn bottleneck(price: &StepPrice, problem: &Problem) -> Option<String> {
 /// The same for the strategy that is shown, if it is not the best, of which [`answer`] says it.
 pub(super) fn shown_bottleneck(shown: &Shown, problem: &Problem) -> Option<String> {
     let price = shown.price();
-    bottleneck(price, problem).filter(|_| price != shown.plan.best())
+    bottleneck(price, problem).filter(|_| price != shown.head())
 }
 
 /// A ratio from the view of the slower one.
@@ -418,15 +454,18 @@ fn tight(plan: &StepPlan, options: &Options) -> Option<String> {
 }
 
 /// One row per strategy, fastest first.
-pub(super) fn compared(plan: &StepPlan, options: &Options) -> String {
-    let best = plan.best();
+pub(super) fn compared(shown: &Shown, options: &Options) -> String {
+    let (plan, head) = (&shown.plan, shown.head());
+    // Another strategy can be faster than a runnable plan, so that plan is not called the best.
+    let (itself, against) =
+        if shown.runnable { ("this plan", "against this plan") } else { ("best", "against the best") };
     let mut rows: Vec<Vec<String>> = plan
         .prices
         .iter()
         .map(|price| {
-            let against = match price == best {
-                true => "best".into(),
-                false => relation(best.step_time / price.step_time),
+            let against = match price == head {
+                true => itself.into(),
+                false => relation(head.step_time / price.step_time),
             };
             vec![
                 name_and_fit(price),
@@ -450,7 +489,7 @@ pub(super) fn compared(plan: &StepPlan, options: &Options) -> String {
         "step",
         "tokens/s",
         "idle",
-        "against the best",
+        against,
         "dense sync",
         "expert sync",
         "changes the training",

@@ -155,11 +155,11 @@ fn outcome(problem: &Problem) -> Result<PointPlan, String> {
             .into_iter()
             .filter_map(|strategy| Some((steps::name(strategy), plan.price(strategy)?.step_time.0)));
         let parts = planner.on_fewer();
-        let fewer = steps::faster_part(&plan, &parts).map(|part| Part {
+        let fewer = steps::faster_part(plan.best(), &parts).map(|part| Part {
             sites: part.sites.clone(),
             members: part.members.clone(),
             gpus: part.gpus,
-            gain: steps::gain(part, &plan),
+            gain: steps::gain(part, plan.best()),
         });
         return Ok(PointPlan {
             choice,

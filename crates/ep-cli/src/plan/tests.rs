@@ -13,7 +13,7 @@ fn reports(options: &str) -> [String; 3] {
     let options = ["plan"].into_iter().chain(options.split_whitespace());
     let args = <Options as clap::Parser>::try_parse_from(options).unwrap().args;
     let problem = Problem::resolve(&args.problem).unwrap();
-    let (step, plan) = solve(&args, &problem).unwrap();
+    let (step, plan) = solve(&Wanted { args: &args, unrestricted: None }, &problem).unwrap();
     let text = |explain| text::render(&problem, step.as_ref(), &plan, None, explain);
     [text(false), text(true), page(&problem, step.as_ref(), &plan)]
 }
@@ -109,7 +109,7 @@ fn attention_that_counts_as_nothing_is_named() {
         let args = <Options as clap::Parser>::try_parse_from(["plan"]).unwrap().args;
         let mut problem = Problem::resolve(&args.problem).unwrap();
         (problem.model.attention.parameters, problem.model.attention.score_width) = (parameters, score_width);
-        let (step, plan) = solve(&args, &problem).unwrap();
+        let (step, plan) = solve(&Wanted { args: &args, unrestricted: None }, &problem).unwrap();
         let page = page(&problem, step.as_ref(), &plan);
         let texts = [true, false].map(|explain| text::render(&problem, step.as_ref(), &plan, None, explain));
         let line = text::assumed(&problem).into_iter().find(|line| line.starts_with("The model has no "));
@@ -184,5 +184,19 @@ fn a_link_that_the_stages_wait_for_is_named() {
         for shown in reports(options) {
             assert!(!shown.contains("stages wait for level"), "{shown}");
         }
+    }
+}
+
+/// Which layout of a strategy the report has. Forward passes have no layouts.
+#[test]
+fn the_terms_say_which_layout_is_compared() {
+    let layout = "each strategy has its fastest layout: of those within 1 % of the fastest, the one with the fewest stages";
+    for (options, times) in [("", 1), ("--set=work=forward", 0)] {
+        let [text, explained, page] = reports(options);
+        for shown in [text, explained] {
+            assert_eq!(shown.matches(layout).count(), times, "{options}\n{shown}");
+        }
+        let about = "each in its fastest layout (of those within 1 %, the one with the fewest stages).";
+        assert_eq!(page.matches(about).count(), times, "{options}\n{page}");
     }
 }

@@ -29,7 +29,7 @@ pub(super) fn render(
     let [domains, phases, links, compared] = [domains(plan), phases(plan), links(plan), compared(plan)];
     if let Some(shown) = step {
         let answer = steps::answer(shown, problem).join("\n");
-        let _ = write!(out, "\n{answer}\n\n{}\n", steps::compared(&shown.plan, &problem.options));
+        let _ = write!(out, "\n{answer}\n\n{}\n", steps::compared(shown, &problem.options));
     }
     let _ = write!(
         out,
@@ -73,8 +73,9 @@ fn terms(problem: &Problem, has_steps: bool) -> String {
         problem.cluster.levels.iter().map(|level| level.name.as_str()).collect::<Vec<_>>().join(", ");
     let steps = match has_steps {
         true => {
-            "a step is one global batch, in which a GPU is idle while it does not compute. `dense sync` and `expert sync` make replicas of \
-             parameters equal again at its end. "
+            "a step is one global batch, in which a GPU is idle while it does not compute. In the table, each strategy has its fastest \
+             layout: of those within 1 % of the fastest, the one with the fewest stages. `dense sync` and `expert sync` make replicas \
+             of parameters equal again at its end. "
         }
         false => "",
     };
@@ -85,7 +86,7 @@ fn terms(problem: &Problem, has_steps: bool) -> String {
     )
 }
 
-/// What the times assume and nothing else in the report says, in lines. All outputs have them.
+/// The assumptions behind the times that appear nowhere else in the report, one line each. All outputs have them.
 pub(super) fn assumed(problem: &Problem) -> Vec<String> {
     let routing = match problem.model.routing {
         Routing::Even => "even routing",

@@ -42,8 +42,9 @@ pub(crate) struct SimulateArgs {
     /// Relative standard deviation of the duration of every computation; 0 = no jitter
     #[arg(long, help_heading = "Schedule", value_name = "PART", default_value_t = 0.0, value_parser = number(limits::JITTER))]
     jitter: f64,
-    /// Slow GPUs and links: gpu:3=1.5 makes GPU 3 slower by 1.5, link:wan:0=2 a link by 2; separate several by commas.
-    /// random:0.05=1.3 slows 5 % of all GPUs
+    /// Slow GPUs and links: gpu:3=1.5 makes GPU 3 slower by 1.5, link:wan:0=2 a link by 2; separate several by commas. GPUs and
+    /// links are numbered from 0 in the whole cluster; an uplink that a datacenter's GPUs share has the number of the datacenter.
+    /// random:0.05=1.3 slows 5 % of all GPUs, with --steps of one EP group
     #[arg(long, help_heading = "Schedule", value_name = "WHAT=TIMES")]
     stragglers: Option<String>,
     /// Seed of jitter and of random stragglers

@@ -1,5 +1,6 @@
 //! `simulate --steps`: priced and simulated steps of every strategy.
 
+use ep_plan::PlanError;
 use ep_plan::step::{SimulatedStep, StepPlan, StepPrice};
 use serde::Serialize;
 
@@ -36,11 +37,15 @@ pub(super) fn main(args: &SimulateArgs) -> Result<Verdict, Failure> {
         planner.ok_or_else(|| Failure::request("--steps: forward passes have no step; use work=training"))?;
     let plan = planner.plan().map_err(Failure::request)?;
     let options = options(args, &problem)?;
-    let simulate = |price: &StepPrice| Row {
-        simulated: planner.simulate(price, options.clone()).map_err(|error| error.to_string()),
-        priced: price.clone(),
+    let simulate = |price: &StepPrice| {
+        let simulated = match planner.simulate(price, options.clone()) {
+            // A GPU or a link that the cluster does not have is missing in every strategy.
+            Err(error @ PlanError::Index { .. }) => return Err(Failure::request(error)),
+            simulated => simulated.map_err(|error| error.to_string()),
+        };
+        Ok(Row { simulated, priced: price.clone() })
     };
-    let rows: Vec<Row> = plan.prices.iter().map(simulate).collect();
+    let rows = plan.prices.iter().map(simulate).collect::<Result<Vec<Row>, Failure>>()?;
     let report = StepsReport {
         hybrid_ep_version: env!("CARGO_PKG_VERSION"),
         problem: &problem,

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use crate::common::{Directory, run};
-use crate::planned;
+use crate::{planned, written};
 
 #[test]
 fn a_runnable_plan_has_the_layout_of_the_training_runtime() {
@@ -161,4 +161,87 @@ fn strategies_without_a_layout_are_named() {
         .refused(2, &["pipeline_stages is 3, and no division", "possible: 1, 2, 4, 8, 16, 32"]);
     let steps = run(&["simulate", "--steps", "--set=global_batch=1048576"]).succeeded().stdout;
     assert!(steps.contains("Not priced: local steps: does not fit"), "{steps}");
+}
+
+/// The report of `--runnable` heads with the plan that `--groups` writes, and names the faster one without it.
+#[test]
+fn a_runnable_report_heads_with_the_plan_that_is_written() {
+    let directory = Directory::new("plan-runnable-head");
+    let (file, page) = (directory.file("groups.json"), directory.file("page.html"));
+    let cluster = ["plan", "--cluster=dgx-h100", "--model=qwen3-235b", "--datacenters=4", "--nodes=8"];
+    let link = ["--uplink=10Gbit/s", "--round-trip=30ms"];
+    let staged = ["--set=pipeline_stages=4", "--runnable", "--groups", &file, "--html", &page];
+    let text = run(&[&cluster[..], &link, &staged].concat()).succeeded().stdout;
+    let groups: Value = serde_json::from_str(&std::fs::read_to_string(&file).unwrap()).unwrap();
+    let sizes: Vec<u64> = groups["levels"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|level| level["domain_size"].as_u64().unwrap())
+        .collect();
+    assert_eq!(sizes, [4, 2, 1]);
+    let html = std::fs::read_to_string(&page).unwrap();
+    let html = html.replace("<code>", "`").replace("</code>", "`");
+    for shown in [&text, &html] {
+        for part in [
+            "Best for `ExpertMigration` with all 256 GPUs: expert domains (4, 2, 1) with kept replicas. A step of",
+            "Layout: 4 stages of 4 datacenters each, EP groups of 64 GPUs (4, 2, 8), 16 micro-batches.",
+            "Without `--runnable`: a pipeline of 4 stages across datacenters, 5.96x faster",
+            "`ExpertMigration` can run the layers of each stage",
+            "Fewer GPUs are faster. One of the 4 datacenters alone (64 GPUs) trains 154,325 tokens/s, 13.9x faster",
+        ] {
+            assert!(shown.contains(part), "no `{part}` in: {shown}");
+        }
+        assert!(!shown.contains("Best with all") && !shown.contains("is not worth it here"), "{shown}");
+    }
+    let row = |name: &str| text.lines().find(|line| line.starts_with(name)).unwrap().to_owned();
+    assert!(text.contains("against this plan") && row(" pipeline ").contains("5.96x faster"), "{text}");
+    assert!(
+        row(" expert domains ").contains("this plan") && row(" hierarchical EP ").contains("22.7x slower"),
+        "{text}"
+    );
+    // The other plan may have another number of stages.
+    let two = ["plan", "--cluster=dgx-h100", "--model=qwen3-235b", "--nodes=8"];
+    let text = run(&[&two[..], &link, &["--runnable"]].concat()).succeeded().stdout;
+    assert!(
+        text.contains("\nBest for `ExpertMigration`: expert domains (2, 1, 1) with kept replicas. A step of"),
+        "{text}"
+    );
+    let other = "\nWithout `--runnable`: a pipeline of 16 stages across datacenters, ";
+    assert!(text.contains(other), "{text}");
+}
+
+/// The datacenters of every stage are a factor of its GPUs. Where they do not divide the experts, the error does not name
+/// a strategy that was not asked for, and what it advises can be planned.
+#[test]
+fn datacenters_that_do_not_divide_the_experts_are_refused_with_a_way_out() {
+    let cluster = ["plan", "--cluster=dgx-h200", "--model=qwen3-235b", "--nodes=8", "--runnable"];
+    let three = [&cluster[..], &["--datacenters=3"]].concat();
+    let why = "--runnable: each stage spans all 3 datacenters, so its number of GPUs is a multiple of 3 and does not divide the \
+               128 experts";
+    let out = "or leave out --runnable for a pipeline with stages inside datacenters";
+    run(&three).refused(
+        2,
+        &[why, "possible: 2 or 4 datacenters (`--datacenters 2`, `--set members=2`)", "`--nodes 8,4,4`", out],
+    );
+    run(&[&three[..], &["--set=pipeline_stages=3"]].concat()).refused(2, &[why, out]);
+    run(&[&cluster[..], &["--datacenters=2"]].concat()).succeeded();
+    run(&[&three[..], &["--set=members=2"]].concat()).succeeded();
+    run(&["plan", "--cluster=dgx-h200", "--model=qwen3-235b", "--nodes=8,4,4", "--runnable"]).succeeded();
+    run(&[&cluster[..4], &["--datacenters=3"]].concat()).succeeded();
+    // Without datacenters, nodes are the outermost level.
+    let nodes =
+        ["plan", "--cluster=dgx-h200", "--model=qwen3-235b", "--datacenters=1", "--nodes=3", "--runnable"];
+    let way = "all 3 members of level rail, so its number of GPUs is a multiple of 3 and does not divide the 128 experts; \
+               possible: 2 or 4 members of level rail (`--set members=2`), or leave out --runnable";
+    run(&nodes).refused(2, &[way]);
+    // Of 2 datacenters of 3 nodes, 2 stages across datacenters exist, but none that span both.
+    let directory = Directory::new("plan-runnable-odd");
+    let model = written(&directory, "model.toml", "[model]\npreset = \"deepseek-v3\"\nexperts = 240\n");
+    let odd =
+        ["plan", "--cluster=dgx-h200", "--model", &model, "--nodes=3", "--set=memory=8000GB", "--runnable"];
+    let spans = "--runnable: no division of the cluster has 2 stages that each span all 2 datacenters; possible: pipeline_stages 1, \
+                 3, 6, 12, 24, or leave out --runnable";
+    run(&[&odd[..], &["--set=pipeline_stages=2"]].concat()).refused(2, &[spans]);
+    run(&[&odd[..], &["--set=pipeline_stages=3"]].concat()).succeeded();
 }

@@ -60,3 +60,41 @@ fn whole_steps_are_simulated() {
     }
     run(&["simulate", "--steps", "--set", "work=forward"]).refused(2, &["--steps", "work=training"]);
 }
+
+/// A slow uplink counts as an uplink of less bandwidth does, also where no EP group crosses it: at the boundaries of stages and
+/// in the exchanges at the end of a step. Links are those of the cluster.
+#[test]
+fn a_slow_uplink_counts_in_every_strategy() {
+    let cluster =
+        ["--cluster=dgx-h100", "--model=qwen3-235b", "--datacenters=3", "--nodes=8", "--round-trip=30ms"];
+    let steps = |options: &[&str]| {
+        let json =
+            run(&[&["simulate", "--steps", "--json=-"], &cluster[..], options].concat()).succeeded().stdout;
+        let report: Value = serde_json::from_str(&json).unwrap();
+        let of = |row: &Value| {
+            let simulated = row["simulated"]["Ok"]["step_time"].as_f64().unwrap();
+            (row["priced"]["strategy"].as_str().unwrap().to_owned(), simulated)
+        };
+        report["steps"].as_array().unwrap().iter().map(of).collect::<std::collections::BTreeMap<_, _>>()
+    };
+    let even = steps(&["--uplink=10Gbit/s"]);
+    assert_eq!(even.len(), 6);
+    for (link, uplinks) in [("0", "5Gbit/s,10Gbit/s,10Gbit/s"), ("1", "10Gbit/s,5Gbit/s,10Gbit/s")] {
+        let straggler = format!("--stragglers=link:wan:{link}=2");
+        let slow = steps(&["--uplink=10Gbit/s", &straggler]);
+        let narrow = steps(&[&*format!("--uplink={uplinks}")]);
+        for (name, &narrow) in &narrow {
+            assert!((slow[name] / narrow - 1.0).abs() < 0.01, "{name} {link}: {} {narrow}", slow[name]);
+            assert!(slow[name] > 1.2 * even[name], "{name} {link}: {} {}", slow[name], even[name]);
+        }
+    }
+    // GPUs are those of the cluster, too.
+    let slow = steps(&["--uplink=10Gbit/s", "--stragglers=gpu:191=2"]);
+    assert!(slow["local-steps"] > 1.3 * even["local-steps"], "{slow:?}");
+    for (straggler, parts) in [
+        ("link:wan:3=2", ["straggling link 3 does not exist", "there are 3"]),
+        ("gpu:192=2", ["straggling GPU 192 does not exist", "there are 192"]),
+    ] {
+        run(&[&["simulate", "--steps", "--stragglers", straggler], &cluster[..]].concat()).refused(2, &parts);
+    }
+}

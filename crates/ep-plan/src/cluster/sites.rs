@@ -3,6 +3,8 @@
 //! Sites divide into *parts* of equal size, the largest possible. Everything inside a part, and every group that has
 //! the same place in all parts, is uniform. Only exchanges between parts differ from site to site.
 
+use std::ops::Range;
+
 use super::{Cluster, ClusterDescription, Level, Sharing};
 use crate::error::{PlanError, Result, count, number};
 use crate::limits;
@@ -160,6 +162,66 @@ impl Cluster {
             part < end
         });
         found.unwrap_or(self.sites.len() - 1)
+    }
+
+    /// The site of a GPU.
+    pub(crate) fn site_of_gpu(&self, gpu: usize) -> usize {
+        let part_gpus: usize = self.levels[1..].iter().map(|level| level.scaling_factor).product();
+        self.site_of_part(gpu / part_gpus)
+    }
+
+    /// The number of links of a level.
+    pub(crate) fn links(&self, level: usize) -> usize {
+        self.link_ranges(level).map(|(gpus, sharing)| gpus.len().div_ceil(sharing)).sum()
+    }
+
+    /// The GPUs that use a link of a level. Links are numbered in the order of their GPUs.
+    pub(crate) fn gpus_of_link(&self, level: usize, link: usize) -> Range<usize> {
+        let mut before = 0;
+        for (gpus, sharing) in self.link_ranges(level) {
+            let links = gpus.len().div_ceil(sharing);
+            if link < before + links {
+                let start = gpus.start + (link - before) * sharing;
+                return start..(start + sharing).min(gpus.end);
+            }
+            before += links;
+        }
+        0..0
+    }
+
+    /// Ranges of GPUs, each with the number of GPUs that share a link of the level there: of unequal sites one range per
+    /// site, because the outermost links of larger sites are shared by more GPUs.
+    fn link_ranges(&self, level: usize) -> impl Iterator<Item = (Range<usize>, usize)> {
+        let all = (0..self.gpus(), self.levels[level].gpus_per_link);
+        let part_gpus: usize = self.levels[1..].iter().map(|level| level.scaling_factor).product();
+        let sites = self.sites.iter().scan(0, move |end, site| {
+            let start = *end;
+            *end += site.parts * part_gpus;
+            Some((start..*end, site.levels[level].gpus_per_link))
+        });
+        let unequal = self.is_unequal();
+        let uniform = (!unequal).then_some(all);
+        uniform.into_iter().chain(sites.filter(move |_| unequal))
+    }
+
+    /// The cluster with longer exchanges: at a site, the bandwidth of the links of a level is divided by the largest of the
+    /// slowdowns there. An exchange takes as long as at its slowest GPU, so one slow link slows it as much as all links of the
+    /// site together. The description stays that of the normal links.
+    pub(crate) fn with_slower_links(&self, slow: impl Iterator<Item = (usize, Range<usize>, f64)>) -> Self {
+        let mut changed = self.clone();
+        let mut most = vec![vec![1.0f64; self.levels.len()]; self.sites.len()];
+        for (level, sites, slowdown) in slow {
+            for site in sites {
+                most[site][level] = most[site][level].max(slowdown);
+            }
+        }
+        for (site, slowdowns) in changed.sites.iter_mut().zip(&most) {
+            for (level, slowdown) in site.levels.iter_mut().zip(slowdowns) {
+                level.link_bandwidth = level.link_bandwidth / *slowdown;
+            }
+        }
+        changed.levels = slowest(&changed.levels, &changed.sites);
+        changed
     }
 
     /// The numbers of members of the outermost level that a group of equal GPUs may have: 1 or all parts of unequal

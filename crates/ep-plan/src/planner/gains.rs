@@ -9,7 +9,8 @@ use super::{Planner, TokenPath};
 use crate::error::Result;
 
 /// The codecs of weights that a report shows side by side. Only 1 is exact.
-pub const COMPRESSIONS: [Compression; 3] = [Compression::EXACT, Compression::Int8, Compression::By(50.0)];
+pub const COMPRESSIONS: [Compression; 4] =
+    [Compression::EXACT, Compression::Int8, Compression::By(5.0), Compression::By(50.0)];
 
 /// The gain of the best domain sizes over hierarchical expert parallelism, for a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

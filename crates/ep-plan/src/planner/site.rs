@@ -154,7 +154,8 @@ impl SiteShape<'_> {
     }
 }
 
-/// The most of `theirs` equal shares that one of `ours` equal shares of the same whole overlaps.
+/// A whole is divided into `ours` and into `theirs` equal shares. Returns the largest number of the latter that one of the
+/// former overlaps.
 fn most_overlaps(ours: usize, theirs: usize) -> usize {
     let common = gcd(ours, theirs);
     let (ours, theirs) = (ours / common, theirs / common);

@@ -84,7 +84,8 @@ pub enum Straggler {
     Link {
         /// Level of the link, numbered from 0, outermost first.
         level: usize,
-        /// Number of the link on its level: the number of its first GPU divided by the GPUs that share a link.
+        /// Number of the link on its level, in the order of GPUs: the number of its first GPU divided by the GPUs that share a
+        /// link.
         link: usize,
         /// Normal bandwidth over the bandwidth of this link, at least 1.
         slowdown: f64,
@@ -184,7 +185,7 @@ impl Scheme {
 }
 
 impl SimulationOptions {
-    pub(super) fn check(&self, cluster: &Cluster) -> Result<()> {
+    pub(crate) fn check(&self, cluster: &Cluster) -> Result<()> {
         self.planner.check()?;
         number("jitter (relative standard deviation)", self.jitter, limits::JITTER)?;
         if let Some(layers) = self.layers {
@@ -237,8 +238,7 @@ impl Straggler {
             }
             Self::Link { level, link, slowdown } => {
                 check_index("level of a straggling link", level, cluster.levels().len())?;
-                let sharing = cluster.levels()[level].gpus_per_link;
-                check_index("straggling link", link, cluster.gpus().div_ceil(sharing))?;
+                check_index("straggling link", link, cluster.links(level))?;
                 check_slowdown(slowdown)
             }
         }

@@ -142,7 +142,7 @@ impl World {
     /// The number of the grouping for exchanges of this family and level.
     pub(crate) fn grouping_of(&self, family: Family, level: usize) -> usize {
         let found = self.groupings.iter().position(|&(key, _)| key == (family, level));
-        found.expect("every exchange of the work has a grouping")
+        found.expect("`new` makes a grouping for every exchange of the work")
     }
 
     pub(crate) fn grouping(&self, number: usize) -> &Grouping {

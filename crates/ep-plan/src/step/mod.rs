@@ -24,6 +24,7 @@ mod layout;
 mod memory;
 mod price;
 mod schedule;
+mod stragglers;
 mod sync;
 
 use serde::{Deserialize, Serialize};

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::fixed::Part;
 use super::layout::Layout;
 use super::memory::{Fit, StepMemory, dense_codec, dense_parameters};
+use super::stragglers::SlowLink;
 use super::sync::{DENSE_GRADIENT_BYTES, DenseExchange, sync, sync_at};
 use super::{Strategy, Tokens};
 use crate::cluster::{Cluster, Level};
@@ -139,7 +140,7 @@ impl Pricing<'_> {
         let tensor_exchange = self.tensor_exchange(&layout, tokens_per_gpu);
         let layers = self.model.description().moe_layers.div_ceil(layout.stages());
         let stage_time = (candidate.layer_time + tensor_exchange * 2.0) * layers as f64;
-        let boundaries = self.boundaries(&layout, tokens_per_gpu);
+        let boundaries = self.boundaries(&layout, tokens_per_gpu, &[]);
         let passes = pipeline_passes(stage_time, layout.stages(), &boundaries, micro_batches);
         let (dense_exchange, dense_sync, expert_sync) = self.syncs(strategy, &options, &layout);
         let step_time = passes + dense_sync + expert_sync;
@@ -197,14 +198,15 @@ impl Pricing<'_> {
     }
 
     /// Two exchanges of activations per pass: every GPU receives those of the other `t − 1`, and sends partial sums back.
-    fn tensor_exchange(&self, layout: &Layout, tokens: f64) -> Seconds {
+    pub(super) fn tensor_exchange(&self, layout: &Layout, tokens: f64) -> Seconds {
         let others = layout.tensor_parallel - 1;
         let levels = self.cluster.levels();
         let bytes = self.model.combine_row_bytes() * (tokens * others as f64);
         Transfer::new(&levels[levels.len() - 1], others, bytes, 1).time * 2.0
     }
 
-    fn boundaries(&self, layout: &Layout, tokens: f64) -> Vec<Boundary> {
+    /// The boundaries of the stages, with these links slower than the cluster says.
+    pub(super) fn boundaries(&self, layout: &Layout, tokens: f64, slow: &[SlowLink]) -> Vec<Boundary> {
         let bytes = self.model.combine_row_bytes() * tokens;
         // The GPUs of one stage in one member send; the other stages of the member do not use the link for this.
         let senders = layout.stage_gpus() / layout.stage[0];
@@ -216,7 +218,13 @@ impl Pricing<'_> {
             let level = usize::from(!across || ends[0] == ends[1]).min(self.cluster.levels().len() - 1);
             let transfer =
                 |at: &Level| at.alpha + bytes * at.gpus_per_link.min(senders) as f64 / at.link_bandwidth;
-            let sites = &self.cluster.sites()[ends[0].start.min(ends[1].start)..ends[0].end.max(ends[1].end)];
+            let sites = ends[0].start.min(ends[1].start)..ends[0].end.max(ends[1].end);
+            let at_site = |site: usize| {
+                let used = slow.iter().filter(|link| link.is_used(level, site, [stage - 1, stage]));
+                let slowdown = used.map(|link| link.slowdown).fold(1.0, f64::max);
+                let at = &self.cluster.sites()[site].levels[level];
+                transfer(&Level { link_bandwidth: at.link_bandwidth / slowdown, ..*at })
+            };
             // Gradients leave over the boundary before the first stage of a link, activations over that after the last.
             let [before, after] = [stage - 1, stage].map(|stage| self.stages_of_link(layout, stage, level));
             let shares_link_with = (before != after)
@@ -225,10 +233,7 @@ impl Pricing<'_> {
                 .filter(|&before| boundaries[before].level == level);
             boundaries.push(Boundary {
                 level,
-                transfer: sites
-                    .iter()
-                    .map(|site| transfer(&site.levels[level]))
-                    .fold(Seconds::ZERO, Seconds::max),
+                transfer: sites.map(at_site).fold(Seconds::ZERO, Seconds::max),
                 latency: self.cluster.levels()[level].round_trip / 2.0,
                 shares_link_with,
             });
@@ -260,7 +265,7 @@ impl Pricing<'_> {
 
     /// The exchange of dense gradients between datacenters, if they have a codec, and the exchanges of all dense and of
     /// expert parameters.
-    fn syncs(
+    pub(super) fn syncs(
         &self,
         strategy: Strategy,
         options: &Options,

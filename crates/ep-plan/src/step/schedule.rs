@@ -2,12 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::price::{Boundary, StepPrice, link_load};
+use super::price::{Boundary, Pricing, StepPrice, link_load};
+use super::stragglers::SlowLink;
 use super::{StepPlanner, Strategy};
 use crate::error::{PlanError, Result};
 use crate::limits;
 use crate::planner::{Options, Replicas};
-use crate::simulate::{Scheme, Simulation, SimulationOptions};
+use crate::simulate::{Scheme, Simulation, SimulationOptions, Stragglers};
 use crate::units::Seconds;
 
 /// A simulated step.
@@ -19,6 +20,15 @@ pub struct SimulatedStep {
     pub passes: Seconds,
     /// The step. For local steps, the mean of the steps from one exchange to the next.
     pub step_time: Seconds,
+}
+
+/// What a step exchanges outside of its EP groups.
+struct Exchanges {
+    /// [`StepPrice::tensor_exchange`].
+    tensor: Seconds,
+    boundaries: Vec<Boundary>,
+    /// The exchanges at the end of the step.
+    sync: Seconds,
 }
 
 /// The durations of a pipeline's parts for one micro-batch.
@@ -37,6 +47,10 @@ pub struct PipelineWork<'a> {
 impl StepPlanner {
     /// Simulates the step of a price. `layers` are the options of the layers' simulation: stragglers, jitter and so on.
     ///
+    /// Listed stragglers are GPUs and links of the whole cluster. If they are in several EP groups, each of these groups is
+    /// simulated, and all stages take as long as the slowest. A slow link also makes the boundaries of stages and the exchanges
+    /// at the end of the step that use it longer. Random stragglers are GPUs of one EP group.
+    ///
     /// # Errors
     /// Those of [`Simulation::new`], and [`PlanError::TooMany`] when stages times micro-batches exceed
     /// [`limits::OPERATIONS`].
@@ -52,22 +66,55 @@ impl StepPlanner {
         let replicas = if candidate.replicas_kept { Replicas::Keep } else { Replicas::Regather };
         let micro_batches = if candidate.replicas_kept { price.micro_batches } else { 1 };
         let planner = Options { replicas, micro_batches, ..strategy.options(&self.options, stages) };
+        let slow = self.slow(&layers, &price.layout)?;
         let cluster = self.cluster.group(&price.layout.group)?.alone()?;
         let model = self.model.with_tokens(price.tokens_per_gpu);
-        let outcome =
-            Simulation::new(&cluster, &model, SimulationOptions { planner, ..layers }, scheme)?.run();
+        let simulated = |stragglers: Stragglers| {
+            let options = SimulationOptions { planner: planner.clone(), stragglers, ..layers.clone() };
+            Ok(Simulation::new(&cluster, &model, options, scheme.clone())?.run().layer_seconds)
+        };
+        let layer_seconds = match slow.groups.is_empty() {
+            true => simulated(Stragglers::None)?,
+            false => {
+                let times = slow.groups.iter().cloned().map(simulated).collect::<Result<Vec<Seconds>>>()?;
+                times.into_iter().fold(Seconds::ZERO, Seconds::max)
+            }
+        };
+        let exchanges = self.exchanges(price, &slow.links);
         let count = self.model.description().moe_layers.div_ceil(stages) as f64;
-        let stage_time = (outcome.layer_seconds + price.tensor_exchange * 2.0) * count;
+        let stage_time = (layer_seconds + exchanges.tensor * 2.0) * count;
         let part = (candidate.forward.total + price.tensor_exchange)
             / (candidate.layer_time + price.tensor_exchange * 2.0);
         let passes = simulate_pipeline(PipelineWork {
             forward: stage_time * part,
             backward: stage_time * (1.0 - part),
-            boundaries: &price.boundaries,
+            boundaries: &exchanges.boundaries,
             micro_batches: price.micro_batches,
         })?;
-        let step_time = passes + price.dense_sync + price.expert_sync;
+        let step_time = passes + exchanges.sync;
         Ok(SimulatedStep { stage_time, passes, step_time })
+    }
+
+    /// What a step exchanges outside of its EP groups, by the formulas, with slow links.
+    fn exchanges(&self, price: &StepPrice, slow: &[SlowLink]) -> Exchanges {
+        if slow.is_empty() {
+            return Exchanges {
+                tensor: price.tensor_exchange,
+                boundaries: price.boundaries.clone(),
+                sync: price.dense_sync + price.expert_sync,
+            };
+        }
+        let (layout, tokens) = (&price.layout, price.tokens_per_gpu);
+        let slower = slow.iter().map(|link| (link.level, link.sites.clone(), link.slowdown));
+        let cluster = self.cluster.with_slower_links(slower);
+        let slowed = Pricing { cluster: &cluster, ..self.pricing() };
+        let options = price.strategy.options(&self.options, layout.stages());
+        let (_, dense, experts) = slowed.syncs(price.strategy, &options, layout);
+        Exchanges {
+            tensor: slowed.tensor_exchange(layout, tokens),
+            boundaries: self.pricing().boundaries(layout, tokens, slow),
+            sync: dense + experts,
+        }
     }
 }
 

@@ -1,8 +1,10 @@
 use super::*;
+use crate::cluster::ClusterDescription;
 use crate::input::preset::{self, Joined};
 use crate::model::ModelDescription;
 use crate::planner::{GradientCodec, Replicas};
 use crate::presets;
+use crate::simulate::{SimulationOptions, Straggler, Stragglers};
 
 fn deepseek(nodes: usize, gbit: f64, options: Options) -> StepPlan {
     let cluster = presets::datacenters(2, gbit, 0.005, presets::dgx_h200(nodes));
@@ -382,4 +384,74 @@ fn simulated_and_priced(gbit: f64, mut model: ModelDescription, options: &Option
         );
     }
     prices.iter().map(|price| price.strategy).collect()
+}
+
+/// The simulated steps of all strategies that fit, with these slow links. `change` makes the links of the cluster unequal.
+fn with_slow_links(
+    change: impl Fn(&mut ClusterDescription),
+    links: &[(usize, usize)],
+) -> Vec<(Strategy, f64)> {
+    let mut cluster = presets::datacenters(4, 40.0, 0.01, presets::dgx_h200(4));
+    change(&mut cluster);
+    let mut model = presets::qwen3_235b();
+    model.global_batch = Some(1 << 20);
+    let planner =
+        StepPlanner::new(cluster.try_into().unwrap(), model.try_into().unwrap(), Options::default()).unwrap();
+    // The layouts are those of equal links.
+    let equal = presets::datacenters(4, 40.0, 0.01, presets::dgx_h200(4)).try_into().unwrap();
+    let prices = StepPlanner { cluster: equal, ..planner.clone() }.plan().unwrap().prices;
+    let list = links.iter().map(|&(level, link)| Straggler::Link { level, link, slowdown: 4.0 }).collect();
+    let stragglers = Stragglers::Listed(list);
+    let simulated = |price: &StepPrice| {
+        let price = &planner.pricing().price(price.strategy, &price.layout).unwrap().unwrap();
+        let options = SimulationOptions { stragglers: stragglers.clone(), ..SimulationOptions::default() };
+        (price.strategy, planner.simulate(price, options).unwrap().step_time.0)
+    };
+    let prices = prices.iter().filter(|price| price.strategy != Strategy::LocalSteps);
+    prices.map(simulated).collect()
+}
+
+/// A slow link makes a step as long as links of less bandwidth at its site do, whether EP groups, stages or replicas cross it.
+#[test]
+fn slow_links_are_those_of_the_cluster() {
+    let even = with_slow_links(|_| {}, &[]);
+    for site in 0..4 {
+        let slow = with_slow_links(|_| {}, &[(0, site)]);
+        let mut uplinks = [40.0; 4];
+        uplinks[site] = 10.0;
+        let narrow = with_slow_links(|cluster| cluster.levels[0].set_bandwidths(&uplinks), &[]);
+        for ((&(strategy, slow), &(_, narrow)), &(_, even)) in slow.iter().zip(&narrow).zip(&even) {
+            assert!((slow / narrow - 1.0).abs() < 0.01, "{strategy:?} {site}: {slow} {narrow}");
+            assert!(slow > 1.05 * even, "{strategy:?} {site}: {slow} {even}");
+        }
+    }
+    // A slow link of a site and a slow site are alike, too.
+    let uplinks = |uplinks: [f64; 4], slow: &[(usize, usize)]| {
+        with_slow_links(|cluster| cluster.levels[0].set_bandwidths(&uplinks), slow)
+    };
+    let slow = uplinks([40.0, 40.0, 40.0, 10.0], &[(0, 1)]);
+    let narrow = uplinks([40.0, 10.0, 40.0, 10.0], &[]);
+    for (&(strategy, slow), &(_, narrow)) in slow.iter().zip(&narrow) {
+        assert!((slow / narrow - 1.0).abs() < 0.01, "{strategy:?}: {slow} {narrow}");
+    }
+    // A slow link inside a site slows an exchange of replicas there. Simulated layers can become a little shorter (SIMULATOR.md).
+    let rail = with_slow_links(|_| {}, &[(1, 60)]);
+    let inside =
+        with_slow_links(|cluster| cluster.levels[1].set_bandwidths(&[400.0, 100.0, 400.0, 400.0]), &[]);
+    for ((&(strategy, rail), &(_, even)), &(_, inside)) in rail.iter().zip(&even).zip(&inside) {
+        assert!(rail >= even * 0.95 && rail <= inside * 1.05, "{strategy:?}: {rail} {even} {inside}");
+    }
+    assert!(rail.iter().zip(&even).any(|(rail, even)| rail.1 > 1.01 * even.1), "{rail:?} {even:?}");
+}
+
+/// Links of unequal sites: one uplink per site, whatever the number of its parts.
+#[test]
+fn slow_links_of_unequal_sites_are_found() {
+    let mut cluster = presets::datacenters(3, 100.0, 0.005, presets::dgx_h200(8));
+    cluster.levels[1].set_members(&[8, 8, 4]);
+    let cluster = Cluster::try_from(cluster).unwrap();
+    assert_eq!((cluster.links(0), cluster.links(1)), (3, 160));
+    assert_eq!([0, 1, 2].map(|link| cluster.gpus_of_link(0, link)), [0..64, 64..128, 128..160]);
+    assert_eq!(cluster.gpus_of_link(1, 130), 130..131);
+    assert_eq!([0, 63, 64, 127, 128, 159].map(|gpu| cluster.site_of_gpu(gpu)), [0, 0, 1, 1, 2, 2]);
 }

@@ -16,13 +16,18 @@ pub(super) fn escape(text: &str) -> String {
     out
 }
 
-/// A paragraph with a remark. Names between backticks become code.
-pub(super) fn note(text: &str) -> String {
+/// Escapes a sentence. Names between backticks become code.
+pub(super) fn sentence(text: &str) -> String {
     let parts = text.split('`').enumerate().map(|(index, part)| match index % 2 {
         0 => escape(part),
         _ => format!("<code>{}</code>", escape(part)),
     });
-    format!("<p class=\"note\">{}</p>\n", parts.collect::<String>())
+    parts.collect()
+}
+
+/// A paragraph with a remark.
+pub(super) fn note(text: &str) -> String {
+    format!("<p class=\"note\">{}</p>\n", sentence(text))
 }
 
 /// A section with a heading and a paragraph.

@@ -4,7 +4,7 @@ use ep_plan::planner::{Candidate, Plan};
 use ep_plan::step::{StepPlan, StepPrice, Strategy};
 use ep_plan::units::{Bytes, Seconds};
 
-use super::markup::{escape, note, section, table};
+use super::markup::{escape, note, section, sentence, table};
 use super::picture;
 use crate::common::failure::Failure;
 use crate::common::units;
@@ -41,7 +41,7 @@ pub(super) fn step_answer(shown: &Shown, problem: &Problem) -> String {
     let sentences = steps::answer(shown, problem);
     let first = sentences.first().map_or("", |line| line);
     let rest: String = sentences.iter().skip(1).map(|line| note(line)).collect();
-    let best = plan.best();
+    let best = shown.head();
     // Local steps are never the best, also if they are the fastest: they stand last.
     let (local, others): (Vec<&StepPrice>, Vec<_>) =
         plan.prices.iter().partition(|price| price.strategy == Strategy::LocalSteps);
@@ -51,6 +51,7 @@ pub(super) fn step_answer(shown: &Shown, problem: &Problem) -> String {
         .map(|price| {
             let class = if price == best { " main" } else { "" };
             let what = match price == best {
+                true if shown.runnable => format!("a step: {}, this plan", steps::name(price.strategy)),
                 true => format!("a step: {}, the best", steps::name(price.strategy)),
                 false => format!(
                     "{}, {}",
@@ -62,7 +63,7 @@ pub(super) fn step_answer(shown: &Shown, problem: &Problem) -> String {
             format!("<div class=\"card{class}\"><b>{number}</b><span>{what}</span></div>\n")
         })
         .collect();
-    format!("<p class=\"answer\">{}</p>\n{rest}<div class=\"cards\">\n{cards}</div>\n", escape(first))
+    format!("<p class=\"answer\">{}</p>\n{rest}<div class=\"cards\">\n{cards}</div>\n", sentence(first))
 }
 
 /// The steps of all strategies, divided into compute, other parts of the passes, and synchronisation.
@@ -117,7 +118,8 @@ pub(super) fn steps(plan: &StepPlan, problem: &Problem) -> Result<String, Failur
     );
     let header = ["between datacenters", "fastest layout", "tokens/s", "changes the training"];
     let about = format!(
-        "The same {} tokens under every way to use the datacenters, each in its fastest layout.",
+        "The same {} tokens under every way to use the datacenters, each in its fastest layout (of those within 1 %, the one \
+         with the fewest stages).",
         units::count(plan.global_batch.round() as u64)
     );
     Ok(section("Steps compared", &about, &format!("{chart}{}", table(&header, &rows))))
