@@ -13,14 +13,24 @@ use crate::common::units;
 pub(super) fn sharing(sharing: Sharing) -> Option<&'static str> {
     match sharing {
         Sharing::None => None,
-        Sharing::BetweenDomains => Some(
-            "ranks of different domains share a GPU, its SMs, its memory and its NVLinks, and no network card is \
-             involved",
-        ),
+        Sharing::BetweenDomains => {
+            Some("ranks of different domains share a GPU, its SMs, its memory and its NVLinks")
+        }
         Sharing::InsideDomains => Some(
             "several ranks share a GPU, its SMs and its memory: the times do not measure a link between GPUs",
         ),
     }
+}
+
+/// Note for domains between which no network is: the engine copies between memory of one machine.
+pub(super) fn one_machine(plan: &BenchPlan) -> Option<String> {
+    let transport = &plan.config.host.transport;
+    (plan.world.topology().domains() > 1 && transport.maps_windows()).then(|| {
+        format!(
+            "the engine between domains ({}) copies inside this machine; no network card is involved",
+            transport.engine
+        )
+    })
 }
 
 /// What the stream of an operator is, over this engine. `inside`: the name of the leg inside domains.

@@ -430,10 +430,33 @@ mod tests {
             "{own}"
         );
         assert!(own.contains("340 GB/s") && !own.contains("note: "), "{own}");
+        assert!(own.contains("of its time\n"), "in one domain, preprocessing exchanges counts only\n{own}");
         let shared = text("NVIDIA H200", 2);
         assert!(shared.contains("\n2 GPUs (NVIDIA H200)") && shared.contains("\nno floor: "), "{shared}");
         assert!(shared.contains("\nnote: several ranks share a GPU"), "{shared}");
         let unknown = text("NVIDIA A100-SXM4-80GB", 4);
         assert!(unknown.contains("has not been measured; set it with --wire"), "{unknown}");
+    }
+
+    #[test]
+    fn the_report_says_what_several_domains_of_one_machine_lack_and_exchange() {
+        let text = |domains: &str, backend| {
+            let plan = plan::tests::plan(&format!(
+                "--ranks 4 --domains {domains} --tokens 20 --hidden 64 --experts 8 --topk 3 --iters 1"
+            ));
+            let plan = Arc::new(BenchPlan { backend, ..plan });
+            let ranks = on_threads::<HostBuffer>(&plan, 0, &ProgressBar::hidden()).unwrap();
+            table::render(&BenchReport::new(&plan, &[ranks], &MachineState::default()))
+        };
+        let no_network =
+            "\nnote: the engine between domains (loopback) copies inside this machine; no network card";
+        let masks = "not counted: a mask of experts for each token that goes to another domain";
+        for (domains, backend, several) in
+            [("1", BackendKind::Cuda, false), ("2", BackendKind::Host, true), ("2", BackendKind::Cuda, true)]
+        {
+            let said = text(domains, backend);
+            assert_eq!(said.contains(no_network), several, "{said}");
+            assert_eq!(said.contains(masks), several && backend == BackendKind::Cuda, "{said}");
+        }
     }
 }

@@ -130,10 +130,14 @@ impl BenchReport {
                 .any(|operator| operator.stream_us.is_some())
                 .then(|| definitions::stream(&plan.config.host.transport, inside(plan.backend))),
             busy: around.busy,
-            notes: [definitions::sharing(sharing).map(Into::into), around.busy.and_then(Busy::note)]
-                .into_iter()
-                .flatten()
-                .collect(),
+            notes: [
+                definitions::sharing(sharing).map(Into::into),
+                definitions::one_machine(plan),
+                around.busy.and_then(Busy::note),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
             gpus,
             runs,
         }

@@ -7,6 +7,7 @@ use crate::bench::floor::WireReport;
 use crate::bench::report::BenchReport;
 use crate::bench::runs::{OperatorReport, Run};
 use crate::bench::{chart, heading, summary};
+use crate::common::backend::BackendKind;
 use crate::common::table::table;
 use crate::common::units;
 
@@ -84,7 +85,7 @@ fn figures(report: &BenchReport, run: &Run) -> String {
     let columns = if run.wire.is_some() { GPU_COLUMNS } else { HOST_COLUMNS };
     let network = if report.stream_definition.is_some() { NETWORK_COLUMNS } else { &[] };
     let moved = run.wire.as_ref().map_or_else(String::new, |wire| moved(wire) + "\n");
-    format!("{}\n{}\n{moved}", operators(run, &[columns, network].concat()), preprocessing(run))
+    format!("{}\n{}\n{moved}", operators(run, &[columns, network].concat()), preprocessing(report, run))
 }
 
 /// What the figures mean, and circumstances that affect them.
@@ -135,14 +136,19 @@ pub(super) fn time(microseconds: f64) -> String {
     units::time(Duration::from_secs_f64(microseconds / 1e6))
 }
 
-fn preprocessing(run: &Run) -> String {
+fn preprocessing(report: &BenchReport, run: &Run) -> String {
     let percent = |percent: Option<f64>| match percent {
         None => "-".into(),
         Some(percent) if percent > 0.0 && percent < 0.01 => "below 0.01 %".into(),
         Some(percent) => format!("{percent:.2} %"),
     };
+    // On CPUs, the first dispatch of a handle carries the experts of these tokens.
+    let masks = match report.config.backend == BackendKind::Cuda.name() && report.config.domains > 1 {
+        true => "; not counted: a mask of experts for each token that goes to another domain",
+        false => "",
+    };
     format!(
-        "preprocessing exchanged {} bytes of counts per rank (independent of the number of tokens): {} of dispatch's bytes, {} of its time",
+        "preprocessing exchanged {} bytes of counts per rank (independent of the number of tokens): {} of dispatch's bytes, {} of its time{masks}",
         units::count(run.preprocess.bytes_per_rank),
         percent(run.preprocess.percent_of_dispatch_bytes),
         percent(run.preprocess.percent_of_dispatch_time),

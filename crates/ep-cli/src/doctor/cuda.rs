@@ -183,14 +183,14 @@ impl Cuda {
 fn fabric_check(imex_channels: usize) -> Check {
     const NAME: &str = "fabric handles";
     match imex_channels {
-        0 => Check::absent(NAME, "offered by the driver; no channel of nvidia-imex").advice(
+        0 => Check::absent(NAME, "offered by the driver, never run by us; no channel of nvidia-imex").advice(
             "NVLink domains that span machines",
             "start nvidia-imex on all machines of the domain, and make a channel (nvidia-modprobe -i 0)",
         ),
         some => Check::ok(
             NAME,
             format!(
-                "offered by the driver; {} of nvidia-imex, never run by us",
+                "offered by the driver, never run by us; {} of nvidia-imex",
                 parse::count(some, "channel")
             ),
         ),

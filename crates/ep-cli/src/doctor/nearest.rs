@@ -82,7 +82,7 @@ pub(super) fn nearest(gpus: &[Place], nics: &[Nic]) -> Vec<Nearest> {
         all[gpu].chosen.push(least);
         uses[least] += 1;
     }
-    // Where every GPU can have one more of its own on its NUMA node, it gets it.
+    // Give every GPU one more NIC of its NUMA node, as long as there are enough for all GPUs.
     loop {
         let mut next = Vec::new();
         for &gpu in &order {

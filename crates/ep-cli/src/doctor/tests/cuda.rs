@@ -45,7 +45,7 @@ fn the_answers_of_the_driver_are_reported() {
     let fabric = find(&report, "fabric handles");
     assert_eq!(
         (fabric.mark, fabric.found.as_str()),
-        (Mark::Absent, "offered by the driver; no channel of nvidia-imex")
+        (Mark::Absent, "offered by the driver, never run by us; no channel of nvidia-imex")
     );
     assert_eq!(find(&report, "kernel compiler").found, "NVRTC 13.0, /venv/libnvrtc.so.13");
     assert_eq!(
