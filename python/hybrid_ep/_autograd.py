@@ -4,8 +4,8 @@
     combine    rows   -> tokens    backward: dispatch
 
 Both the registered operators and the functions `dispatch` and `combine` of this module have them. The functions are for
-programs that no compiler, mode or tracer looks at: PyTorch's dispatcher and its wrapper of registered gradients take a
-hundred microseconds of host time and more for each call.
+programs that run without a compiler, mode or tracer: PyTorch's dispatcher and its wrapper of registered gradients take
+a hundred microseconds of host time and more for each call.
 
 Backward calls a collective operator, so its arguments must depend only on facts that are equal on all ranks: on which
 inputs need gradients, never on which outputs have a gradient on this rank. Autograd fills in zeros for an output

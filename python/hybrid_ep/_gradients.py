@@ -12,13 +12,14 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeAlias, TypeGuard
+from typing import Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ._layers import Groups, owners, unequal_layers, unmarked_layers
 from ._watch import Watch
 from .buffer import Buffer
 from .dispatcher import TokenDispatcher
@@ -65,12 +66,13 @@ def reduce_gradients(
         CallerError: `op` is neither; the groups do not fit the layer's buffer; a dense gradient is a `DTensor`; the
             buffer of a layer has several ranks, and `torch.distributed` is not initialized; a parameter inside of a
             `LocalExperts` is not marked; the gradients are reduced already; or, in the first call for a module, a dense
-            parameter is not equal on all ranks.
+            parameter, a setting of a layer, or the shape or type of a parameter is not equal on all ranks.
         PeerError: Another rank died, left, failed, stalled or is late. Ranks on GPUs are not watched.
 
     Warns:
-        UserWarning: Tokens go to several ranks, and no parameter is one of an expert. Then the gradients of different
-            experts are averaged. Or gradients of experts seem to have been reduced before.
+        UserWarning: A layer sends tokens to several ranks, and none of its parameters is marked as an expert's. Then
+            the gradients of different experts are averaged. Set `expert_parallel = False` on the layer if all of its
+            parameters are dense. Or gradients of experts seem to have been reduced before.
     """
     if op not in ("mean", "sum"):
         raise CallerError(f'op is {op!r}, must be "mean" or "sum"')
@@ -89,13 +91,16 @@ def reduce_gradients(
         _check_groups(buffer, device, group, expert_group)
     experts = {id(parameter) for parameter in expert_parameters(module)}
     _check_marks(module, experts)
-    if not experts and dense and any(_owners(buffer) > 1 for buffer in buffers):
+    if dense and (unmarked := unmarked_layers(module, experts)) is not None:
         warnings.warn(
-            "the module sends tokens to the experts of several ranks, and none of its parameters is marked as an "
-            "expert's, so all gradients are averaged over the ranks: derive the experts from LocalExperts, or set "
-            "parameter.expert_parallel = True on each of their parameters",
+            f"no parameter of {unmarked} is marked as an expert's, although tokens go from there to the experts of "
+            "several ranks, so all gradients are averaged over the ranks: derive the experts from LocalExperts, or set "
+            "parameter.expert_parallel = True on each of their parameters; if all ranks train the same parameters, set "
+            "expert_parallel = False on the module",
             stacklevel=3,
         )
+    if (unequal := unequal_layers(module, experts, group, watch, device, dense=dense)) is not None:
+        raise CallerError(f"reduce_gradients: {unequal}")
     owned: list[nn.Parameter] = []
     replicated: dict[str, nn.Parameter] = {}
     for name, parameter in module.named_parameters():
@@ -129,11 +134,9 @@ def reduce_gradients(
         _reduced[parameter] = weakref.ref(parameter.grad), parameter.grad._version
 
 
-_Groups: TypeAlias = "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[dist.ProcessGroup]]"
-
 # The groups whose ranks have compared their dense parameters, and their dense gradients, by module.
-_begun: _Groups = weakref.WeakKeyDictionary()
-_clipped: _Groups = weakref.WeakKeyDictionary()
+_begun: Groups = weakref.WeakKeyDictionary()
+_clipped: Groups = weakref.WeakKeyDictionary()
 
 
 def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -141,7 +144,7 @@ def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def _first_that_differs(
-    done: _Groups,
+    done: Groups,
     module: nn.Module,
     named: Callable[[], dict[str, Tensor]],
     group: dist.ProcessGroup | None,
@@ -351,7 +354,7 @@ def _has_group(function: str, buffers: Iterable[Buffer]) -> bool:
     """Whether `torch.distributed` is initialized. Several ranks without it could not reduce anything."""
     if dist.is_available() and dist.is_initialized():
         return True
-    ranks = max(map(_owners, buffers), default=1)
+    ranks = max(map(owners, buffers), default=1)
     if ranks > 1:
         raise CallerError(
             f"{function}: the layer's buffer has {ranks} ranks, and torch.distributed is not initialized: call "
@@ -360,27 +363,22 @@ def _has_group(function: str, buffers: Iterable[Buffer]) -> bool:
     return False
 
 
-def _owners(buffer: Buffer) -> int:
-    """The number of ranks that share the experts of a layer."""
-    return buffer.num_experts // buffer.num_local_experts
-
-
 def _check_replicas(
     function: str, buffer: Buffer, group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None
 ) -> None:
     """Checks that the ranks of the buffer and of `expert_group` make up the group."""
-    ranks, owners = dist.get_world_size(group), _owners(buffer)
+    ranks, sharing = dist.get_world_size(group), owners(buffer)
     replicas = 1 if expert_group is None else dist.get_world_size(expert_group)
-    if ranks == owners * replicas:
+    if ranks == sharing * replicas:
         return
-    if ranks % owners:
+    if ranks % sharing:
         raise CallerError(
-            f"{function}: the group has {ranks} ranks, and the layer's buffer {owners}, which does not divide them: "
+            f"{function}: the group has {ranks} ranks, and the layer's buffer {sharing}, which does not divide them: "
             "pass group=, all ranks that train the module"
         )
     given = "is missing" if expert_group is None else f"has {replicas} ranks"
     raise CallerError(
-        f"{function}: the group has {ranks} ranks, and the layer's buffer {owners}, so {ranks // owners} ranks have "
+        f"{function}: the group has {ranks} ranks, and the layer's buffer {sharing}, so {ranks // sharing} ranks have "
         f"each expert, and expert_group {given}: pass the group of the ranks that have the experts of this rank, or, "
         "if the ranks of the buffer train a model of their own, pass group="
     )

@@ -86,7 +86,7 @@ class Buffer(Joined):
         PeerError: A rank did not join in time; `peer` names it.
 
     Example:
-        Run with `torchrun --nproc-per-node 4`, with or without GPUs:
+        Run with `torchrun --standalone --nproc-per-node 4`, with or without GPUs:
 
         >>> buffer = Buffer(num_experts=8)
         >>> tokens = torch.randn(100, 512, device=buffer.device, dtype=torch.bfloat16)
@@ -252,11 +252,14 @@ class Buffer(Joined):
             async_op: True puts the operator into the buffer's communication stream, and returns a `Work`, too. Without
                 a capacity or handle the host still waits for the row counts. On the CPU the operator is complete when
                 the call returns. The backward pass runs in the stream that is current at this call.
-            after: With `async_op` only: an event, or the work of another operator, for which the operator waits
-                instead of the current stream. It waits for the current stream, too, if an argument must be converted to
-                float32 or to `[T, E]`, if a tensor that this buffer delivered has been freed since an operator
-                followed the current stream, while a CUDA graph is captured, and if the work is of a buffer on the CPU.
-                On the CPU the host waits. An event must have been recorded.
+            after: With `async_op` only: an event that has been recorded, or the work of another operator. The operator
+                waits for it instead of the current stream. On the CPU the host waits. The operator waits for the
+                current stream, too, under one of these conditions:
+
+                - An argument must be converted to float32 or to `[T, E]`.
+                - A tensor that this buffer delivered has been freed since an operator followed the current stream.
+                - A CUDA graph is being captured.
+                - The work is of a buffer on the CPU.
 
         Returns:
             The received rows; with `async_op`, the rows and a `Work`. See `Dispatched` for the lifetime of their

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,9 @@ class TokenDispatcher:
         >>> outputs = experts(received.tokens, received.tokens_per_expert)
         >>> tokens = dispatcher.combine(outputs, received)
     """
+
+    # Read by `_layers`. Capacities may differ.
+    _equal_on_all_ranks: ClassVar = ("pad_multiple", "dtype")
 
     def __init__(
         self, buffer: Buffer, *, pad_multiple: int = 1, capacity: int | None = None, dtype: torch.dtype | None = None

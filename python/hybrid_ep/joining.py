@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +29,35 @@ if TYPE_CHECKING:
 
 __all__ = ["Joined"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _needs_experts(call: str, example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Makes errors about the arguments of a constructor name the call that the program has written.
+
+    Args:
+        call: The call, without its arguments.
+        example: The arguments of a call that works.
+    """
+
+    def named(make: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(make)
+        def checked(*args: _P.args, **options: _P.kwargs) -> _R:
+            if "num_experts" not in options:
+                raise TypeError(f"{call}: num_experts is missing; write {call}({example})")
+            return make(*args, **options)
+
+        make.__qualname__ = call  # Python begins the text of its own TypeErrors with it
+        return checked
+
+    return named
+
 
 class Joined(Shared):
     """One rank of a communicator, without the operators. `Buffer` documents the arguments."""
 
+    @_needs_experts("Buffer", "num_experts=8")
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -63,6 +90,7 @@ class Joined(Shared):
         return buffer
 
     @classmethod
+    @_needs_experts("Buffer.threads", "4, num_experts=8")
     def threads(
         cls,
         ranks: int,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,9 @@ class Router(nn.Module):
     Raises:
         CallerError: `topk` is not between 1 and `num_experts`, or `hidden` or `capacity_factor` is not positive.
     """
+
+    # Read by `_layers`.
+    _equal_on_all_ranks: ClassVar = ("num_experts", "topk", "normalize", "capacity_factor", "balance_coef")
 
     def __init__(
         self,

@@ -559,6 +559,16 @@ def test_the_number_of_experts_is_named() -> None:
         Buffer.threads(2, num_experts=0, device="cpu")
     with pytest.raises(CallerError, match="3 experts cannot be placed evenly on 2 ranks; use a multiple of 2"):
         Buffer.threads(2, num_experts=3, device="cpu")
+    for arguments in ((), (8,)):
+        with pytest.raises(TypeError) as missing:
+            Buffer(*arguments)
+        assert str(missing.value) == "Buffer: num_experts is missing; write Buffer(num_experts=8)"
+    with pytest.raises(TypeError) as missing:
+        Buffer.threads(2)  # type: ignore[call-arg]
+    assert str(missing.value) == "Buffer.threads: num_experts is missing; write Buffer.threads(4, num_experts=8)"
+    # The class that has the constructor is internal.
+    with pytest.raises(TypeError, match=r"^Buffer\(\) got an unexpected keyword argument 'experts'"):
+        Buffer(num_experts=8, experts=8)  # type: ignore[call-arg]
 
 
 def test_a_late_rank_is_told_of_before_it_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:

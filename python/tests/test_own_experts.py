@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from hybrid_ep import Buffer, CallerError, TokenDispatcher
+from hybrid_ep import Buffer, CallerError, MoELayer, TokenDispatcher
 from hybrid_ep.moe import (
     LocalExperts,
     clip_gradients,
@@ -109,7 +109,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def train(layer: Layer, batches: list[int]) -> dict[str, Tensor]:
+def train(layer: nn.Module, batches: list[int]) -> dict[str, Tensor]:
     """The outputs of some ranks' tokens, the reduced gradients, and their norm."""
     found = {}
     for batch in batches:
@@ -134,6 +134,65 @@ def test_experts_of_the_user_train_alike_on_any_number_of_ranks(experts: Callabl
         for name, value in found.items():
             torch.testing.assert_close(value, alone[name], msg=lambda text, name=name: f"{name}: {text}")
     assert {name for found in two for name in found} == alone.keys()
+
+
+def replaced(buffer: Buffer) -> MoELayer:
+    """A `MoELayer` whose experts are a module of the user."""
+    torch.manual_seed(7)
+    layer = MoELayer(buffer, HIDDEN, 24, topk=TOPK)
+    layer.experts = Modules(buffer)  # type: ignore[assignment]
+    return layer
+
+
+def test_the_experts_of_a_layer_may_be_replaced() -> None:
+    def work(here: Rank) -> dict[str, Tensor]:
+        with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
+            return train(replaced(buffer), [*range(here.rank, 2, here.size)])
+
+    (alone,), two = (world_of_processes(ranks, "cpu").run(work) for ranks in (1, 2))
+    for found in two:
+        for name, value in found.items():
+            torch.testing.assert_close(value, alone[name], msg=lambda text, name=name: f"{name}: {text}")
+    assert {name for found in two for name in found} == alone.keys()
+    assert "experts.experts.3.weight" in alone and alone["router.weight"].any()
+
+
+def test_a_layer_with_replaced_experts_learns() -> None:
+    with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
+        layer, x = replaced(buffer), tokens_of(0)
+        optimizer = torch.optim.AdamW(parameter_groups(layer), lr=1e-2)
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (layer(x) - x).square().mean()
+            loss.backward()
+            reduce_gradients(layer)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < losses[0] / 2, losses
+
+
+def test_the_router_may_have_sigmoids_and_a_bias_of_the_choice() -> None:
+    """As the router of DeepSeek-V3: the bias counts for the choice, and not for the weights."""
+    with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
+        layer, x = Layer(buffer), tokens_of(0)
+        bias = torch.tensor([5.0, 0.0, 0.0, 0.0])
+        scores = layer.router(x).sigmoid()
+        chosen = (scores.detach() + bias).topk(TOPK).indices
+        weights = scores.gather(1, chosen)
+        weights = weights / weights.sum(dim=1, keepdim=True)
+        received = layer.dispatcher.dispatch(x, chosen, weights)
+        y = layer.dispatcher.combine(layer.experts(received.tokens, received.tokens_per_expert), received)
+        assert (chosen == 0).any(dim=1).all()
+        expected = sum(
+            (x @ layer.experts.weight[e] + layer.experts.bias[e])  # type: ignore[operator, index]
+            * (weights * (chosen == e)).sum(dim=1, keepdim=True)
+            for e in range(EXPERTS)
+        )
+        torch.testing.assert_close(y, expected)
+        (of_router,) = torch.autograd.grad(y.square().sum(), layer.router.weight, retain_graph=True)
+        (right,) = torch.autograd.grad(expected.square().sum(), layer.router.weight)  # type: ignore[union-attr]
+        torch.testing.assert_close(of_router, right)
 
 
 def test_experts_differ_and_follow_from_the_seed() -> None:

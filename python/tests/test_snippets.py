@@ -57,7 +57,7 @@ assert deep_ep.HybridEPBuffer is hybrid_ep.deep_ep.HybridEPBuffer
     ),
 }
 # The ranks of a block that torchrun starts.
-RANKS = {("docs/migration.md", "import torch"): 4}
+RANKS = {("README.md", "import torch, torch.distributed as dist"): 2, ("docs/migration.md", "import torch"): 4}
 
 
 class Block(NamedTuple):

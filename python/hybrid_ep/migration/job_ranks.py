@@ -14,7 +14,7 @@ _RANK = re.compile(r"\brank (\d+)\b")
 
 
 class JobRanks:
-    """A native buffer, with other numbers of ranks in its errors. All else is that of the buffer.
+    """A native buffer, with other numbers of ranks in its errors. Delegates everything else to the buffer.
 
     Args:
         native: The native buffer.

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _native
 from .._gradients import sums_of_bits, unequal_start
+from .._layers import digest_of, facts_of, first_difference
 from .._settings import device_of, join_timeout
 from .._sharing import Shared
 from ..buffer import Buffer
@@ -371,7 +372,8 @@ class ExpertMigration(Shared):
         Raises:
             CallerError: `op` is neither, a gradient has changed since it left, a gradient is not finite and the codec
                 is lossy, a dense gradient has a type that cannot be reduced, the gradients of this step were reduced or
-                discarded before, or, in the first call for a module, a dense parameter is not equal on all ranks.
+                discarded before, or, in the first call for a module, a dense parameter, a setting of a layer, or the
+                shape or type of a parameter is not equal on all ranks.
             PeerError: Another rank died, failed or is late.
         """
         if op not in ("mean", "sum"):
@@ -410,22 +412,25 @@ class ExpertMigration(Shared):
         self._reduced = True
 
     def _check_start(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
-        """Compares dense parameters over the ranks, once for each module: equal gradients keep them equal."""
-        if module in self._begun or not parameters:
+        """Compares layers and dense parameters over the ranks, once for each module: gradients keep them equal."""
+        if module in self._begun:
             return
         dense = {id(parameter) for parameter in parameters}
         named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in dense}
+        facts = facts_of(module, {id(parameter) for parameter in expert_parameters(module)}, dense=True)
+        own = [digest_of(facts), *(sums_of_bits(named.values()).tolist() if named else [])]
         # Not by a collective of the group, whose wait for a lost rank may take 30 minutes.
         meeting = Meeting.of(self._group, "first reduction of the module")
         meeting.timeout, meeting.check = self._timeout, self._dense.check
         with self._dense.explained():
-            found = meeting.all_gather(json.dumps(sums_of_bits(named.values()).tolist()).encode())
+            found = [json.loads(one) for one in meeting.all_gather(json.dumps(own).encode())]
+            differ = len({digest for digest, *_ in found}) > 1
+            texts = meeting.all_gather(json.dumps(facts).encode()) if differ else []
         meeting.end()
-        sums = [json.loads(one) for one in found]
-        if len({len(one) for one in sums}) > 1:
-            counts = ", ".join(str(len(one)) for one in sums)
-            raise CallerError(f"the ranks have different numbers of dense parameters: {counts}")
-        for name, *values in zip(named, *sums, strict=True):
+        unequal = first_difference([json.loads(text) for text in texts], range(len(texts)))
+        if unequal is not None:
+            raise CallerError(f"reduce_gradients: {unequal}")
+        for name, *values in zip(named, *(sums for _, *sums in found), strict=True):
             if len({*values}) > 1:
                 raise CallerError(unequal_start(name))
         self._begun.add(module)
