@@ -1,4 +1,6 @@
-"""Measures the host time of each call of `HybridEPBuffer`: `torchrun --nproc-per-node 2 examples/drop_in_cost.py`.
+"""Measures the host time of each call of `HybridEPBuffer`.
+
+    torchrun --standalone --nproc-per-node 2 examples/drop_in_cost.py
 
 Prints, for this package and for a real `deep_ep` where one is installed, the microseconds from a call to its return
 and the GPU activities (kernels, copies, fills) that it queues; without GPUs, PyTorch's operators instead of activities.

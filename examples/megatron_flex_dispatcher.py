@@ -1,7 +1,7 @@
 """Megatron-Core's MoE layer on hybrid_ep: `--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep`.
 
-    torchrun --nproc-per-node 4 examples/megatron_flex_dispatcher.py
-    torchrun --nproc-per-node 4 examples/megatron_flex_dispatcher.py --tensor-parallel 2
+    torchrun --standalone --nproc-per-node 4 examples/megatron_flex_dispatcher.py
+    torchrun --standalone --nproc-per-node 4 examples/megatron_flex_dispatcher.py --tensor-parallel 2
 
 The program builds the layer twice with the same weights: with that dispatcher, and with Megatron's all-gather
 dispatcher. Outputs and all gradients must agree. Megatron-Core (`pip install megatron-core`) is not modified. Without a
@@ -52,7 +52,8 @@ def main() -> None:
     world = dist.get_world_size()
     tensor_parallel = options.tensor_parallel
     if world < 2 or world % tensor_parallel:
-        sys.exit(f"start at least 2 ranks, a multiple of --tensor-parallel: torchrun --nproc-per-node 4 {sys.argv[0]}")
+        start = f"torchrun --standalone --nproc-per-node 4 {sys.argv[0]}"
+        sys.exit(f"start at least 2 ranks, a multiple of --tensor-parallel: {start}")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         expert_model_parallel_size=world // tensor_parallel,

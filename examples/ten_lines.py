@@ -1,4 +1,7 @@
-"""Dispatch and combine in ten lines, with or without GPUs: `torchrun --nproc-per-node 4 examples/ten_lines.py`."""
+"""Dispatch and combine in ten lines, with or without GPUs.
+
+Start it with `torchrun --standalone --nproc-per-node 4 examples/ten_lines.py`.
+"""
 
 import torch
 
