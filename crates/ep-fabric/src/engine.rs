@@ -281,7 +281,10 @@ impl Core {
             );
             return;
         };
-        let index = self.rail.peer_index(rank).expect("an immediate names a peer of this rail, or is refused when it is opened");
+        let index = self
+            .rail
+            .peer_index(rank)
+            .expect("an immediate names a peer of this rail, or is refused when it is opened");
         if self.peers[index].unread >= self.limits.signals {
             // A correct peer waits for credits, so the queue has a bound.
             let found = format!("more than {} signals in flight", self.limits.signals);

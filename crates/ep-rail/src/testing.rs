@@ -21,7 +21,8 @@ impl Usable {
 
     /// The part behind the rings of `ring_slots` signals from each of `ranks` ranks.
     pub(crate) fn of(window: &Arc<Segment>, ranks: usize, ring_slots: usize) -> Self {
-        let reserved = Loopback::reserved(ranks, ring_slots).checked().expect("tests have few ranks and slots");
+        let reserved =
+            Loopback::reserved(ranks, ring_slots).checked().expect("tests have few ranks and slots");
         Self::new(Arc::clone(window), reserved)
     }
 

@@ -128,7 +128,9 @@ fn variables_of_launchers_give_rank_world_size_and_store() {
         read(&variables).launch
     };
     assert!(with("MASTER_PORT", "65534").contains("head:65535"));
-    assert!(with("MASTER_PORT", "65535").contains("MASTER_PORT = 65535: must be a whole number up to 65534, because the ranks meet at the port after it"));
+    assert!(with("MASTER_PORT", "65535").contains(
+        "MASTER_PORT = 65535: must be a whole number up to 65534, because the ranks meet at the port after it"
+    ));
     assert!(with("WORLD_SIZE", "1048576").contains("world_size: 1048576"));
     assert!(
         with("WORLD_SIZE", "1048577").contains("WORLD_SIZE = 1048577: must be a whole number up to 1048576")

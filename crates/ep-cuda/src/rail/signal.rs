@@ -61,12 +61,14 @@ impl Arrival {
         let below = match &self.what {
             What::Plan => 0,
             What::Part(Part { section, units }) => {
-                let count =
-                    COUNTS.binary_search(&units.len()).expect("the sender cuts a `Part` to a length in `COUNTS`");
+                let count = COUNTS
+                    .binary_search(&units.len())
+                    .expect("the sender cuts a `Part` to a length in `COUNTS`");
                 (section + 1) << SECTION_SHIFT | (units.end - 1) << LAST_SHIFT | count
             }
         };
-        Signal::new((self.parity << PARITY_SHIFT | below) as u32).expect("parity, section, unit and count fill 17 bits")
+        Signal::new((self.parity << PARITY_SHIFT | below) as u32)
+            .expect("parity, section, unit and count fill 17 bits")
     }
 
     /// The arrival that a signal stands for; `None` for a signal that no proxy sends.

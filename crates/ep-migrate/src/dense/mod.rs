@@ -420,7 +420,10 @@ impl Shared {
     }
 
     fn peer(&self, rank: Rank) -> usize {
-        self.peers.iter().position(|&peer| peer == rank).expect("`peers` has the owners of all common elements")
+        self.peers
+            .iter()
+            .position(|&peer| peer == rank)
+            .expect("`peers` has the owners of all common elements")
     }
 
     fn send(&self, to: Rank, turn: Turn, stage: usize, body: Vec<u8>) -> Result<()> {

@@ -50,7 +50,9 @@ impl LaunchEnv {
             let value = lookup(key);
             match value.as_deref().map(str::trim).map(str::parse) {
                 Some(Ok(number)) if number <= max => Ok(number),
-                Some(_) => Err(config(key, value, format!("must be a whole number up to {max}{problem}")).into()),
+                Some(_) => {
+                    Err(config(key, value, format!("must be a whole number up to {max}{problem}")).into())
+                }
                 None => {
                     let other = if key == rank_key { size_key } else { rank_key };
                     let problem = format!(
@@ -120,7 +122,10 @@ mod tests {
         let message = |pairs| LaunchEnv::from_lookup(env(pairs)).unwrap_err().to_string();
         assert!(message(&[("RANK", "0")]).contains("WORLD_SIZE = (not set): is needed with RANK"));
         assert!(message(&[("WORLD_SIZE", "2")]).contains("RANK = (not set): is needed with WORLD_SIZE"));
-        assert!(message(&[("RANK", "0"), ("WORLD_SIZE", "two")]).contains("WORLD_SIZE = two: must be a whole number"));
+        assert!(
+            message(&[("RANK", "0"), ("WORLD_SIZE", "two")])
+                .contains("WORLD_SIZE = two: must be a whole number")
+        );
         for alone in ["1", ""] {
             assert_eq!(LaunchEnv::from_lookup(env(&[("WORLD_SIZE", alone)])).unwrap(), None);
         }
