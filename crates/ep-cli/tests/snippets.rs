@@ -14,6 +14,7 @@ mod common;
 const NOT_RUN: &[(&str, &str)] = &[
     ("pip install", "it changes the environment; ci/test installs the package the same way"),
     ("torchrun", "it needs PyTorch: python/tests/test_examples.py runs the examples"),
+    ("benches/peers/run", "it needs OpenMPI"),
     ("python -m hybrid_ep bench --compare", "it needs PyTorch: python/tests/test_compare.py runs it"),
     (
         "python -m hybrid_ep.run",
@@ -104,7 +105,10 @@ fn every_block_has_a_test() {
 
 /// A line of a shell block without its comment.
 fn command_of(line: &str) -> &str {
-    line.split_once(" #").map_or(line, |(command, _)| command).trim()
+    match line.strip_prefix('#') {
+        Some(_) => "",
+        None => line.split_once(" #").map_or(line, |(command, _)| command).trim(),
+    }
 }
 
 #[test]

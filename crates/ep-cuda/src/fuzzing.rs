@@ -9,7 +9,7 @@ use crate::fault::Words;
 use crate::join::{Gpu, Places};
 use crate::links::announced;
 use crate::params::{FaultKind, FaultRecord, FaultReport};
-use crate::remote::State;
+use crate::remote::{AbortWord, State};
 
 const RANKS: usize = 3;
 
@@ -21,8 +21,8 @@ pub fn state(bytes: &[u8]) {
     let Some(state) = State::from_bytes(bytes, RANKS) else { return };
     assert_eq!(state.to_bytes(), bytes);
     if state.abort != 0 {
-        let ranks = [state.abort >> 8 & 0xFF, (state.abort & 0xFF) - 1];
-        assert!(ranks.iter().all(|&rank| (rank as usize) < RANKS));
+        let AbortWord { by, at_fault, .. } = AbortWord::of(state.abort);
+        assert!([by, at_fault].iter().all(|&rank| (rank as usize) < RANKS));
     }
     let FaultReport { own, theirs } = state.report;
     let words = Words::new(4, Machines::one(RANKS), &Config::default());
@@ -38,7 +38,7 @@ pub fn state(bytes: &[u8]) {
 pub fn state_of(given_up: bool) -> Vec<u8> {
     let mut state = State { abort: 0, left: 0, report: FaultReport::zeroed() };
     if given_up {
-        state.abort = (FaultKind::Mismatch as u32) << 16 | 1 << 8 | 3;
+        state.abort = AbortWord { cause: FaultKind::Mismatch as u32, by: 1, at_fault: 2 }.word();
         let mut theirs = FaultRecord::zeroed();
         (theirs.fault.kind, theirs.fault.rank, theirs.fault.peer) = (FaultKind::Mismatch as u32, 2, 1);
         (theirs.call[0], theirs.peer_call[0]) = (1, 2);

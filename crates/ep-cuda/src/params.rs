@@ -37,7 +37,7 @@ constants! { CONSTANTS:
     COMBINE_STAGES: usize = 7;
     /// Warps of a team of combine: one that loads rows, and others that add them.
     COMBINE_TEAM_WARPS: usize = 3;
-    /// How many 16-byte vectors of a stage each lane adds. The limit is its registers, which hold the sums.
+    /// How many vectors (of at most 16 bytes) of a stage each lane adds. The limit is its registers, which hold the sums.
     COMBINE_TURNS: usize = 7;
     /// Bytes of a stage of combine.
     COMBINE_STAGE_BYTES: usize = (COMBINE_TEAM_WARPS - 1) * COMBINE_TURNS * 16 * 32;
@@ -56,6 +56,9 @@ constants! { CONSTANTS:
     /// Bits of a word of `Control::left` that hold the `GoneWord`. The bits above hold, of a rank that has left after it has
     /// sent everything along its rail, its last epoch.
     GONE_BITS: u32 = 3;
+    /// Bits of a rank in an abort word (sync.cuh). The lowest bits have the rank at fault plus one, the next ones the rank that
+    /// writes, and those above the cause.
+    ABORT_RANK_BITS: u32 = 8;
 }
 
 codes! { CODES:

@@ -17,7 +17,8 @@ use ep::{EnvironmentError, Rank, Result};
 use crate::driver::{Device, DeviceAddress, HostWords, Mapped};
 use crate::fault::Report;
 use crate::params::{
-    ABORT_OFFSET, FaultKind, FaultRecord, FaultReport, GONE_BITS, GoneWord, MIRROR_BYTES, NONE, RECORD_OFFSET,
+    ABORT_OFFSET, ABORT_RANK_BITS, FaultKind, FaultRecord, FaultReport, GONE_BITS, GoneWord, MIRROR_BYTES,
+    NONE, RECORD_OFFSET,
 };
 use crate::peers::Access;
 
@@ -67,11 +68,35 @@ impl State {
                 && (fault.awaited == NONE || is_rank(fault.awaited))
         };
         let is_abort = |word: u32| {
-            let (cause, by, at_fault) = (word >> 16, word >> 8 & 0xFF, (word & 0xFF).wrapping_sub(1));
+            let AbortWord { cause, by, at_fault } = AbortWord::of(word);
             FaultKind::of(cause).is_some() && is_rank(by) && is_rank(at_fault)
         };
         let fine = (abort == 0 || is_abort(abort)) && (left == 0 || is_left(left));
         (fine && is_record(own) && is_record(theirs)).then_some(Self { abort, left, report })
+    }
+}
+
+/// The parts of an `abort_word` (sync.cuh).
+pub(crate) struct AbortWord {
+    pub(crate) cause: u32,
+    /// The rank that has written the word.
+    pub(crate) by: u32,
+    pub(crate) at_fault: u32,
+}
+
+impl AbortWord {
+    pub(crate) fn of(word: u32) -> Self {
+        let rank = (1 << ABORT_RANK_BITS) - 1;
+        Self {
+            cause: word >> (2 * ABORT_RANK_BITS),
+            by: word >> ABORT_RANK_BITS & rank,
+            at_fault: (word & rank).wrapping_sub(1),
+        }
+    }
+
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn word(&self) -> u32 {
+        self.cause << (2 * ABORT_RANK_BITS) | self.by << ABORT_RANK_BITS | (self.at_fault + 1)
     }
 }
 
@@ -406,7 +431,7 @@ mod tests {
     }
 
     fn abort_word(cause: FaultKind, by: u32, at_fault: u32) -> u32 {
-        (cause as u32) << 16 | by << 8 | (at_fault + 1)
+        AbortWord { cause: cause as u32, by, at_fault }.word()
     }
 
     fn record(kind: FaultKind, rank: u32, peer: u32) -> FaultRecord {

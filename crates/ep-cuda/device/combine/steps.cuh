@@ -3,8 +3,8 @@
 // of stages. A step is an instruction of the producer to the consumers, with a stage, which holds a segment of a row or nothing.
 //
 // No deadlock inside a team: a consumer waits for its next step and for its own copies, and consumer 0, at a flag, for the other
-// consumers, which have the same steps in the same order. While a consumer waits for a step it withholds at most one stage, which
-// its last store may still read, so the producer always gets a free one.
+// consumers, which have the same steps in the same order. While a consumer waits for a step, it holds at most one earlier stage, which
+// its last store may still read. The ring has more stages, so the producer always gets a free one.
 //
 // Why not one kind of warp: a warp that adds needs its registers for sums, and while it waits for a list or a flag it adds nothing.
 // Why several consumers: a step costs its producer the same, however large its stage is, and one consumer has too few registers for

@@ -185,8 +185,8 @@ struct Sum {
         const u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
         for (u32 word = 0; word < LENGTH / 2; word++) {
-            sum[2 * word] += __uint_as_float(words[word] << 16);
-            sum[2 * word + 1] += __uint_as_float(words[word] & 0xFFFF0000u);
+            sum[2 * word] += first_of_two(words[word]);
+            sum[2 * word + 1] += second_of_two(words[word]);
         }
     }
 

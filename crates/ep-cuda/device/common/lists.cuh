@@ -36,9 +36,9 @@ struct Send {
     // Nothing is sent: the token has no copy, or its row was dropped.
     static constexpr u32 DEAD = 1u << 17;
     // The first entry of a group: a mark for combine, which adds the entries of a group to each other before it adds them to
-    // the sum of the token. Example: a rank of domain 2 has the sum D of its own domain, and then the lanes of domains 0, 1 and 3
-    // with the sums S0, S1 and S3. S0 and S1 are a group, S3 is a group. D + (S0 + S1) has the bits of (S0 + S1) + D, which is
-    // the order of docs/semantics.md; S3 comes last in both. In general, the lanes to all domains below this one are a group, and
+    // the sum of the token. Sums must be added in order of domain (docs/semantics.md). Example: a rank of domain 2 has the sum D of
+    // its own domain first, and then the lanes of domains 0, 1 and 3 with the sums S0, S1 and S3. S0 and S1 are a group, S3 is a
+    // group. Addition is commutative, so D + (S0 + S1) has the bits of (S0 + S1) + D; S3 comes last in both. In general, the lanes to all domains below this one are a group, and
     // each lane to a domain above it is one. This rank's copies of a token are also a group, because they are a partial sum.
     static constexpr u32 GROUP_FIRST = 1u << 18;
     // The last entry of a group; of this rank's copies, the last one that was kept.
@@ -61,15 +61,19 @@ struct Send {
 // A copy: one (token, expert) pair.
 struct Copy {
     static constexpr u32 RANK_SHIFT = 16;
+    static constexpr u32 EXPERT_MASK = (1u << RANK_SHIFT) - 1;
 
-    uint4 words;  // {cell, rank << RANK_SHIFT | local expert, row, weight as bits}; emit.cuh fills it
+    uint4 words;  // {cell, rank << RANK_SHIFT | local expert, row, weight as bits}
 
+    __device__ static Copy of(u32 cell, u32 rank, u32 local_expert, u32 row, float weight) {
+        return {make_uint4(cell, rank << RANK_SHIFT | local_expert, row, __float_as_uint(weight))};
+    }
     // Index of the pair in a dense [tokens, experts] matrix.
     __device__ u32 cell() const { return words.x; }
     // The rank that holds the expert.
     __device__ u32 rank() const { return words.y >> RANK_SHIFT; }
     // Number of the expert among the experts of that rank.
-    __device__ u32 local_expert() const { return words.y & 0xFFFF; }
+    __device__ u32 local_expert() const { return words.y & EXPERT_MASK; }
     // On that rank.
     __device__ u32 row() const { return words.z; }
     __device__ bool is_dropped() const { return words.z == NO_ROW; }

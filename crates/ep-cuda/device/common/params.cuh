@@ -39,7 +39,7 @@ constexpr u32 SCALE_BUFFER_BYTES = 512;
 constexpr u32 COMBINE_STAGES = 7;
 // Warps of a team of combine: one that loads rows, and others that add them.
 constexpr u32 COMBINE_TEAM_WARPS = 3;
-// How many 16-byte vectors of a stage each lane adds. The limit is its registers, which hold the sums.
+// How many vectors (of at most 16 bytes) of a stage each lane adds. The limit is its registers, which hold the sums.
 constexpr u32 COMBINE_TURNS = 7;
 // Bytes of a stage of combine.
 constexpr u32 COMBINE_STAGE_BYTES = 7168;
@@ -58,6 +58,9 @@ constexpr u32 RAIL_SECTIONS = 3;
 // Bits of a word of `Control::left` that hold the `GoneWord`. The bits above hold, of a rank that has left after it has
 // sent everything along its rail, its last epoch.
 constexpr u32 GONE_BITS = 3;
+// Bits of a rank in an abort word (sync.cuh). The lowest bits have the rank at fault plus one, the next ones the rank that
+// writes, and those above the cause.
+constexpr u32 ABORT_RANK_BITS = 8;
 
 // The format of scales.
 enum ScaleCode : u32 {

@@ -16,11 +16,14 @@ constexpr u32 POLLS = 256;
 
 // The word that a rank which gives up writes to all ranks: the cause, the rank that writes, and the rank at fault. The
 // rank at fault is stored plus one, so that the word is never 0, which means that no rank has given up.
-__device__ inline u32 abort_word(FaultKind cause, u32 by, u32 at_fault) { return cause << 16 | by << 8 | (at_fault + 1); }
-__device__ inline FaultKind abort_cause(u32 word) { return static_cast<FaultKind>(word >> 16); }
-__device__ inline u32 abort_by(u32 word) { return word >> 8 & 0xFF; }
-__device__ inline u32 abort_at_fault(u32 word) { return (word & 0xFF) - 1; }
-static_assert(MAX_RANKS < 0xFF, "a rank fits a byte");
+__device__ inline u32 abort_word(FaultKind cause, u32 by, u32 at_fault) {
+    return cause << 2 * ABORT_RANK_BITS | by << ABORT_RANK_BITS | (at_fault + 1);
+}
+constexpr u32 ABORT_RANK_MASK = (1u << ABORT_RANK_BITS) - 1;
+__device__ inline FaultKind abort_cause(u32 word) { return static_cast<FaultKind>(word >> 2 * ABORT_RANK_BITS); }
+__device__ inline u32 abort_by(u32 word) { return word >> ABORT_RANK_BITS & ABORT_RANK_MASK; }
+__device__ inline u32 abort_at_fault(u32 word) { return (word & ABORT_RANK_MASK) - 1; }
+static_assert(MAX_RANKS < ABORT_RANK_MASK, "a rank plus one fits its bits");
 static_assert(sizeof(PeerView) == PEER_VIEW_BYTES);
 
 // Test ==, not >=. A peer may enter epoch + 1 before this rank does. Until this rank enters it, only handshake and counts

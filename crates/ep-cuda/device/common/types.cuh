@@ -14,6 +14,8 @@ static_assert(sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(void*) == 8, "a 64-
 constexpr u32 WARP = 32;
 // The mask of warp-wide shuffles and votes. All of them are executed by all lanes.
 constexpr u32 ALL_LANES = 0xFFFFFFFFu;
+// A word with all bits set.
+constexpr u32 ALL_BITS = 0xFFFFFFFFu;
 
 // The offset of a field in its struct, in bytes. NVRTC has no <cstddef>, and its builtin differs from the C++
 // compilers'.
@@ -31,7 +33,7 @@ struct Divider {
     u32 by;
     u32 factor;
 
-    __device__ explicit Divider(u32 by) : by(by), factor(0xFFFFFFFFu / by + 1) {}
+    __device__ explicit Divider(u32 by) : by(by), factor(ALL_BITS / by + 1) {}
     // For a divisor of 1 the factor would be 2^32, which overflows.
     __device__ u32 divide(u32 value) const { return by == 1 ? value : __umulhi(value, factor); }
     __device__ u32 rest(u32 value) const { return value - divide(value) * by; }

@@ -1,5 +1,5 @@
-// The exchange of counts, and what follows from the counts of all ranks: for every expert the first row of this rank's
-// tokens, and the shape of this rank's output.
+// The exchange of counts, and what follows from the counts of all ranks: for every expert the first row of a source's tokens
+// (this rank's, or those of a foreign set), and the shape of this rank's output.
 #pragma once
 #include "tile.cuh"
 
@@ -129,7 +129,7 @@ __device__ inline bool exchange_counts(const PreprocessParams& p, const Columns&
 // A segment is an expert in permuted mode, a rank in plain mode.
 struct Bases {
     u64* total;  // [segments]: rows from all ranks
-    u32* base;   // [segments]: first row of this rank's tokens; until `compute_bases` ends, rows from lower sources
+    u32* base;   // [segments]: first row of the source's tokens; until `compute_bases` ends, rows from lower sources
     u32* limit;  // [ranks]: rows at or beyond the limit are dropped; NONE if all rows fit
 };
 

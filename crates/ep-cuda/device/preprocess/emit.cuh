@@ -105,8 +105,8 @@ __device__ inline void emit_rail_copy(const PreprocessParams& p, const Cursors& 
     const u32 domain = domain_of(c, tile.owner[position]), first = first_position(c, domain);
     const u32 among_domain = Tile::bits(tile.row(token), first, position);
     h.copies[cursors.copies(token) + Tile::bits(tile.row(token), 0, position)] =
-        Copy{make_uint4((tile.first + token) * c.experts + expert, (c.ranks + domain) << Copy::RANK_SHIFT,
-                        cursors.rail_copy(domain, token) + among_domain, __float_as_uint(weight))};
+        Copy::of((tile.first + token) * c.experts + expert, c.ranks + domain, 0,
+                 cursors.rail_copy(domain, token) + among_domain, weight);
     if (among_domain != 0) return;
     const u32 here = tile.sends_here(token), below = tile.sends_below(domain, token);
     Send entry = Send::of(c.ranks + domain, cursors.rail_row(domain, token));
@@ -148,8 +148,8 @@ __device__ inline void emit_copy(const PreprocessParams& p, const Cursors& curso
         copy += chosen;
         if (below >= domain_begin(c)) send += h.permuted && below == c.rank ? chosen : min(chosen, 1u);
     }
-    h.copies[copy] = Copy{make_uint4((tile.first + token) * c.experts + expert,
-                                     rank << Copy::RANK_SHIFT | (position - first), kept_row, __float_as_uint(weight))};
+    h.copies[copy] =
+        Copy::of((tile.first + token) * c.experts + expert, rank, position - first, kept_row, weight);
     const u32 of_destination = cursors.copies_for(rank, token) + among_rank;
     const u32 cell = h.permuted ? row : row * (end - first) + position - first;
     h.dst_copies[of_destination] = DstCopy::of(kept ? cell : NO_ROW, copy);

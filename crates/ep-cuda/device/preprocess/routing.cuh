@@ -41,7 +41,7 @@ __device__ inline void emit_masks(const PreprocessParams& p, const Cursors& curs
             const u32 low = row[from / 32] >> from % 32;
             const u32 high = from % 32 != 0 && from / 32 + 1 < tile.row_words ? row[from / 32 + 1] << (32 - from % 32) : 0;
             const u32 count = min(end - from, 32u);
-            const u32 mask = (low | high) & (count == 32 ? 0xFFFFFFFFu : (1u << count) - 1);
+            const u32 mask = (low | high) & (count == 32 ? ALL_BITS : (1u << count) - 1);
             masks[static_cast<u64>(cursors.rail_row(domain, token)) * words + word] = mask;
         }
     });

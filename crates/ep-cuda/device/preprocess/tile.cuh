@@ -115,7 +115,7 @@ struct Tile {
 #pragma unroll 1
         for (u32 word = from / 32; word * 32 < to; word++) {
             u32 value = row[word];
-            if (word == from / 32) value &= 0xFFFFFFFFu << from % 32;
+            if (word == from / 32) value &= ALL_BITS << from % 32;
             if (to - word * 32 < 32) value &= (1u << to % 32) - 1;
             count += __popc(value);
         }
@@ -127,7 +127,7 @@ struct Tile {
 #pragma unroll 1
         for (u32 word = from / 32; word * 32 < to; word++) {
             u32 value = row[word];
-            if (word == from / 32) value &= 0xFFFFFFFFu << from % 32;
+            if (word == from / 32) value &= ALL_BITS << from % 32;
             if (value != 0) return min(to, word * 32 + __ffs(value) - 1);
         }
         return to;
