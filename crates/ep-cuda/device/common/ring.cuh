@@ -58,8 +58,8 @@ struct Ring {
     }
 
     // Afterwards all loads before `load` may be overwritten. Lane 0 waits until the stores of all groups but the `pending` most recent
-    // ones have read their stages. `__syncwarp` waits until all lanes have returned from `take`. Without it, lane 0 could start the
-    // next phase of a barrier, and a slow lane would miss the phase for which it waits.
+    // ones have read their stages. `__syncwarp` waits until all lanes have returned from `take` and have read earlier stages. Without it,
+    // lane 0 could overwrite such a stage, or start the next phase of a barrier while a slow lane still waits for this one.
     template <u32 pending>
     __device__ void free(u32 load) {
         await_stores_read<pending>();

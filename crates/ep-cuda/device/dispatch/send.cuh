@@ -2,8 +2,8 @@
 // rank and, with rails, to the lanes. Then stores the weights and, in plain mode, the map of local experts, and sets the
 // item's flag on every peer and in the `out_flags` of every other domain.
 //
-// What a sender may touch, and when: until the handshakes have come, only its input, its own lists (unless the abort word is set)
-// and its ring; then the outputs of peers, and lanes. It loads into a stage again when the stores have read it (ring.cuh), sets a flag when the
+// What a sender may touch, and when: until the handshakes have come, only its input, its own lists (unless the abort word is set),
+// its ring and `items_taken`; then the outputs of peers, and lanes. It loads into a stage again when the stores have read it (ring.cuh), sets a flag when the
 // stores to other ranks have completed, and stores nothing to a peer after its last flag there. A lane to another domain
 // needs no wait of its own (docs/cuda-rails.md, "Reuse").
 #pragma once
@@ -237,8 +237,8 @@ struct TokenParts {
 };
 
 // Stores a part of a token: `store(lane)` starts the stores of that lane's entry. Each rank begins with the next higher rank:
-// if all began with rank 0, they would congest its link. A token's stores are two groups. The flag of its item waits for the
-// first one only.
+// if all began with rank 0, they would congest its link. A token's stores are two groups. The flag of an item waits for all
+// groups of the item but the second one of its last token (`Completion::publish`).
 template <class Store>
 __device__ inline void store_part(const TokenPart& part, const Store& store) {
     for (u32 left = part.above; left != 0; left &= left - 1) store(__ffs(left) - 1);
