@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use ep_plan::planner::{BaselineKind, Options};
 use ep_plan::step::{Fewer, Fit, StepPlan, StepPrice, Strategy};
 
-use super::has_runtime;
+use super::runnable::has_runtime;
 use super::text::{baseline_name, relation, times};
 use crate::common::units;
 use crate::planner::problem::Problem;

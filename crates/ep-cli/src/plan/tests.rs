@@ -155,14 +155,6 @@ fn the_heading_has_the_codecs_for_experts_that_move() {
     }
 }
 
-#[test]
-fn divisors_are_listed_from_the_largest_that_is_possible() {
-    assert_eq!(divisors_up_to(64, 128), "64, 32, 16, ...");
-    assert_eq!(divisors_up_to(64, 48), "32, 16, 8, ...");
-    assert_eq!(divisors_up_to(256, 3), "2, 1");
-    assert_eq!(divisors_up_to(7, 6), "1");
-}
-
 /// A pipeline that waits for a link names it, with its time and that of a stage; one that does not wait says nothing.
 #[test]
 fn a_link_that_the_stages_wait_for_is_named() {

@@ -1,0 +1,193 @@
+//! What `--runnable` fixes, and what a problem without a runnable plan can do instead.
+
+use ep_plan::cluster::Cluster;
+use ep_plan::planner::Replicas;
+use ep_plan::step::{StepPlan, StepPrice, Strategy};
+
+use crate::common::failure::Failure;
+use crate::common::units;
+use crate::planner::problem::Problem;
+
+/// Fixes what `ExpertDomains.from_file` of the training runtime demands of a plan: one EP group in a stage. The stages are those
+/// of the problem, by default one.
+pub(super) fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
+    let (gpus, experts) = (problem.cluster.gpus(), problem.model.experts);
+    let stages = problem.options.pipeline_stages.unwrap_or(1).max(1);
+    // Of other numbers of stages the planner says which are possible.
+    let group = if gpus.is_multiple_of(stages) { gpus / stages } else { 1 };
+    let parts = parts(problem)?;
+    if !experts.is_multiple_of(parts.count) {
+        return Err(Failure::request(indivisible(problem, &parts, stages)));
+    }
+    if !experts.is_multiple_of(group.max(1)) {
+        let (of_a_stage, has) = match stages {
+            1 => ("", format!("{gpus} GPUs")),
+            _ => (" of a stage", format!("{gpus} GPUs in {stages} stages of {group}")),
+        };
+        return Err(Failure::request(format!(
+            "--runnable needs a number of GPUs{of_a_stage} that divides the {experts} experts, and the cluster has {has}; possible: {}; \
+             change --nodes, --gpus-per-node, `members` in the cluster's file, or pipeline_stages",
+            divisors_up_to(experts, group)
+        )));
+    }
+    problem.options.pipeline_stages = Some(stages);
+    problem.options.expert_parallel = Some(group);
+    problem.options.tensor_parallel = Some(1);
+    problem.options.replicas = Replicas::Keep;
+    Ok(())
+}
+
+/// The members of the outermost level, or the equal parts of unequal ones. Each stage of a runnable plan has GPUs of all of them.
+struct Parts {
+    count: usize,
+    /// "3 datacenters", or "5 equal parts of the 3 datacenters".
+    name: String,
+}
+
+fn parts(problem: &Problem) -> Result<Parts, Failure> {
+    let cluster = Cluster::try_from(problem.cluster.clone()).map_err(Failure::request)?;
+    let count = cluster.levels().first().map_or(1, |outermost| outermost.scaling_factor);
+    let sites = cluster.sites().len();
+    let members = match &problem.cluster.levels[..] {
+        // Members of the outermost of two levels may be nodes.
+        [_, _, _, ..] => "datacenters".to_owned(),
+        _ => format!("members of level {}", cluster.level_name(0)),
+    };
+    let name = match cluster.is_unequal() {
+        true => format!("{count} equal parts of the {sites} {members}"),
+        false => format!("{count} {members}"),
+    };
+    Ok(Parts { count, name })
+}
+
+/// Why no plan is runnable if the parts do not divide the experts.
+fn indivisible(problem: &Problem, parts: &Parts, stages: usize) -> String {
+    let experts = problem.model.experts;
+    let Parts { count, name } = parts;
+    let mut possible = Vec::new();
+    let sites = problem.cluster.levels.first().map_or(1, |outermost| outermost.scaling_factor);
+    let has_datacenters = problem.cluster.levels.len() > 2;
+    if sites == *count {
+        let divides = |members: &usize| experts.is_multiple_of(*members);
+        let fewer = (2..sites).rev().find(divides);
+        let more = (sites + 1..=experts).find(divides);
+        let numbers: Vec<String> = fewer.iter().chain(&more).map(usize::to_string).collect();
+        if let Some(first) = fewer.or(more) {
+            let what = name.trim_start_matches(|digit: char| digit.is_ascii_digit() || digit == ' ');
+            let preset = if has_datacenters { format!("`--datacenters {first}`, ") } else { String::new() };
+            possible.push(format!("{} {what} ({preset}`--set members={first}`)", numbers.join(" or ")));
+        }
+    }
+    let unequal = has_datacenters.then(|| unequal_nodes(problem, stages)).flatten();
+    possible.extend(unequal.map(|nodes| format!("datacenters of unequal sizes (`--nodes {nodes}`)")));
+    possible.push(WITHOUT_RUNNABLE.to_owned());
+    format!(
+        "--runnable: each stage spans all {name}, so its number of GPUs is a multiple of {count} and does not divide the {experts} \
+         experts; possible: {}",
+        possible.join(", or ")
+    )
+}
+
+/// The end of an error of `--runnable`: what the user can do instead.
+const WITHOUT_RUNNABLE: &str = "leave out --runnable for a pipeline with stages inside datacenters";
+
+/// Numbers of nodes of unequal datacenters, the most GPUs that divide the experts: some datacenters keep their nodes, the others
+/// have fewer.
+fn unequal_nodes(problem: &Problem, stages: usize) -> Option<String> {
+    let [outermost, second, inner @ ..] = &problem.cluster.levels[..] else { return None };
+    let (sites, nodes) = (outermost.scaling_factor, second.scaling_factor);
+    let inside: usize = inner.iter().map(|level| level.scaling_factor).product();
+    let all = |(whole, less): &(usize, usize)| whole * nodes + (sites - whole) * less;
+    let runs = |choice: &(usize, usize)| {
+        let gpus = all(choice) * inside;
+        // A part has `less` nodes, which the stages divide.
+        gpus.is_multiple_of(stages)
+            && problem.model.experts.is_multiple_of(gpus / stages)
+            && nodes.is_multiple_of(choice.1)
+            && choice.1.is_multiple_of(stages)
+    };
+    let choices = (1..sites).flat_map(|whole| (1..nodes).map(move |less| (whole, less)));
+    let (whole, less) = choices.filter(runs).max_by_key(all)?;
+    let list: Vec<String> =
+        (0..sites).map(|site| if site < whole { nodes } else { less }.to_string()).collect();
+    Some(list.join(","))
+}
+
+/// Why `--runnable` has no expert domains, where other strategies have a layout.
+pub(super) fn not_runnable(problem: &Problem, plan: &StepPlan) -> String {
+    if !plan.without_layout.contains(&Strategy::ExpertDomains) {
+        return format!(
+            "--runnable: no layout for `ExpertMigration` fits into memory; possible: GPUs with more memory, a smaller model, more \
+             stages (`--set pipeline_stages=N`), or {WITHOUT_RUNNABLE}"
+        );
+    }
+    let (stages, Ok(parts)) = (problem.options.pipeline_stages.unwrap_or(1), parts(problem)) else {
+        return format!("--runnable: the cluster has no layout for `ExpertMigration`; {WITHOUT_RUNNABLE}");
+    };
+    if parts.count == 1 {
+        return format!(
+            "--runnable: expert domains need two members of the outermost level, and the cluster has {}",
+            parts.name
+        );
+    }
+    let possible: Vec<String> = spanning_stages(problem).iter().map(usize::to_string).collect();
+    let possible = match possible.is_empty() {
+        true => String::new(),
+        false => format!("pipeline_stages {}, or ", possible.join(", ")),
+    };
+    format!(
+        "--runnable: no division of the cluster has {} that each span all {}; possible: {possible}{WITHOUT_RUNNABLE}",
+        units::counted(stages, "stage"),
+        parts.name
+    )
+}
+
+/// The numbers of stages that a runnable plan can have: each stage has the same members of every datacenter, and its number of
+/// GPUs divides the experts.
+fn spanning_stages(problem: &Problem) -> Vec<usize> {
+    let Ok(cluster) = Cluster::try_from(problem.cluster.clone()) else { return Vec::new() };
+    let (members, gpus) = (cluster.scaling_factors(), cluster.gpus());
+    let mut found = vec![1];
+    for level in 1..members.len() {
+        let outer: usize = members[1..level].iter().product();
+        let parts = (2..=members[level]).filter(|&parts| members[level].is_multiple_of(parts));
+        found.extend(parts.map(|parts| outer * parts));
+    }
+    let (experts, layers) = (problem.model.experts, problem.model.moe_layers);
+    found.retain(|&stages| stages <= layers && experts.is_multiple_of(gpus / stages));
+    found
+}
+
+/// Whether the training runtime of this project can run the layers of a layout: one EP group in each stage, no copies of
+/// experts, no tensor parallelism, and replicas that are kept for the whole step. If there are several stages, the program brings
+/// the pipeline.
+pub(super) fn has_runtime(price: &StepPrice, problem: &Problem) -> bool {
+    let (layout, candidate) = (&price.layout, &price.candidate);
+    let copies = layout.copies().into_iter().product::<usize>();
+    copies == 1
+        && layout.tensor_parallel == 1
+        && problem.model.experts.is_multiple_of(layout.group_gpus())
+        && (candidate.replicas_kept || candidate.expert_domain_size() == 1)
+}
+
+/// The largest divisors of a number that are at most `most`, descending, as text.
+fn divisors_up_to(number: usize, most: usize) -> String {
+    const SHOWN: usize = 3;
+    let mut divisors = (1..=most.min(number)).rev().filter(|&divisor| number.is_multiple_of(divisor));
+    let shown: Vec<String> = divisors.by_ref().take(SHOWN).map(|divisor| divisor.to_string()).collect();
+    let more = if divisors.next().is_some() { ", ..." } else { "" };
+    format!("{}{more}", shown.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisors_are_listed_from_the_largest_that_is_possible() {
+        assert_eq!(divisors_up_to(64, 128), "64, 32, 16, ...");
+        assert_eq!(divisors_up_to(64, 48), "32, 16, 8, ...");
+        assert_eq!(divisors_up_to(256, 3), "2, 1");
+        assert_eq!(divisors_up_to(7, 6), "1");
+    }
+}
