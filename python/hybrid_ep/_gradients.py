@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._layers import Groups, owners, unequal_layers, unmarked_layers
+from ._layers import Groups, extremes, groups_of, owners, unequal_layers, unmarked_layers
 from ._watch import Watch
 from .buffer import Buffer
 from .dispatcher import TokenDispatcher
@@ -151,16 +151,11 @@ def _first_that_differs(
     watch: Watch,
 ) -> str | None:
     """Compares tensors over the ranks, unless `done` has the module and the group. Names one that differs."""
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "torch.distributed is initialized"
-    groups = done.setdefault(module, weakref.WeakSet())
+    group, groups = groups_of(done, module, group)
     if group in groups or not (tensors := named()):
         return None
-    own = sums_of_bits(tensors.values())
-    # `~` reverses the order, so the second half of the maxima has the minima.
-    largest, smallest = both = torch.stack([own, ~own])
-    watch.all_reduce(both, dist.ReduceOp.MAX, group)
-    differs = (largest != ~smallest).nonzero()
+    largest, smallest = extremes(sums_of_bits(tensors.values()), group, watch)
+    differs = (largest != smallest).nonzero()
     if len(differs):
         return [*tensors][int(differs[0])]
     groups.add(group)

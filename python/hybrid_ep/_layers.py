@@ -29,8 +29,10 @@ __all__ = [
     "Facts",
     "Groups",
     "digest_of",
+    "extremes",
     "facts_of",
     "first_difference",
+    "groups_of",
     "owners",
     "unequal_layers",
     "unmarked_layers",
@@ -104,6 +106,23 @@ def first_difference(all_facts: Sequence[Facts], ranks: Sequence[int]) -> str | 
     return None
 
 
+def groups_of(
+    done: Groups, module: nn.Module, group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]]:
+    """Returns the group itself (None: all ranks), and the groups that `done` has for the module."""
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "torch.distributed is initialized"
+    return group, done.setdefault(module, weakref.WeakSet())
+
+
+def extremes(own: Tensor, group: dist.ProcessGroup, watch: Watch) -> tuple[Tensor, Tensor]:
+    """Returns the largest and the smallest of every whole number over the ranks. Collective."""
+    # `~` reverses the order, so the second half of the maxima has the minima.
+    largest, smallest = both = torch.stack([own, ~own])
+    watch.all_reduce(both, dist.ReduceOp.MAX, group)
+    return largest, ~smallest
+
+
 def unequal_layers(
     module: nn.Module,
     experts: Container[int],
@@ -126,18 +145,14 @@ def unequal_layers(
     Returns:
         The text of an error; None if nothing differs that must be equal.
     """
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "torch.distributed is initialized"
-    groups = _compared[dense].setdefault(module, weakref.WeakSet())
+    group, groups = groups_of(_compared[dense], module, group)
     if group in groups:
         return None
     facts = facts_of(module, experts, dense=dense)
     text = json.dumps(facts).encode()
     own = torch.tensor([digest_of(facts), len(text)], device=device)
-    # `~` reverses the order, so the second half of the maxima has the minima.
-    largest, smallest = both = torch.stack([own, ~own])
-    watch.all_reduce(both, dist.ReduceOp.MAX, group)
-    if not torch.equal(largest, ~smallest):
+    largest, smallest = extremes(own, group, watch)
+    if not torch.equal(largest, smallest):
         texts = torch.zeros(group.size(), int(largest[1]), dtype=torch.uint8, device=device)
         texts[group.rank(), : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         watch.all_reduce(texts, dist.ReduceOp.MAX, group)
