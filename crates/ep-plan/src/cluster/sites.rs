@@ -90,10 +90,15 @@ pub(super) fn members_of_part(description: &ClusterDescription, index: usize) ->
     }
 }
 
+/// GPUs of a part: of a member of the outermost level.
+fn gpus_of_part(levels: &[Level]) -> usize {
+    levels[1..].iter().map(|level| level.scaling_factor).product()
+}
+
 /// The sites. `levels` are those of a part, with the links that all sites share.
 pub(super) fn sites(description: &ClusterDescription, levels: &[Level]) -> Vec<Site> {
     let parts = parts(description);
-    let part_gpus: usize = levels[1..].iter().map(|level| level.scaling_factor).product();
+    let part_gpus = gpus_of_part(levels);
     let of_site = |(site, &parts): (usize, &usize)| {
         let levels = description.levels.iter().zip(levels).enumerate().map(|(index, (described, level))| {
             let rate = described.site_bandwidth_gbit_per_s.get(site).copied();
@@ -166,8 +171,7 @@ impl Cluster {
 
     /// The site of a GPU.
     pub(crate) fn site_of_gpu(&self, gpu: usize) -> usize {
-        let part_gpus: usize = self.levels[1..].iter().map(|level| level.scaling_factor).product();
-        self.site_of_part(gpu / part_gpus)
+        self.site_of_part(gpu / gpus_of_part(&self.levels))
     }
 
     /// The number of links of a level.
@@ -193,7 +197,7 @@ impl Cluster {
     /// site, because the outermost links of larger sites are shared by more GPUs.
     fn link_ranges(&self, level: usize) -> impl Iterator<Item = (Range<usize>, usize)> {
         let all = (0..self.gpus(), self.levels[level].gpus_per_link);
-        let part_gpus: usize = self.levels[1..].iter().map(|level| level.scaling_factor).product();
+        let part_gpus = gpus_of_part(&self.levels);
         let sites = self.sites.iter().scan(0, move |end, site| {
             let start = *end;
             *end += site.parts * part_gpus;
