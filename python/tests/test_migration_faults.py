@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from unittest import mock
 
 import pytest
@@ -65,20 +67,22 @@ class _Refuses:
         raise error
 
 
+_LOST = PeerError(
+    "rank 1 died (dispatch #3): rank 0 waited for a flag (rank 9 says so)",
+    peer=1,
+    rank=0,
+    operator="dispatch",
+    fault="died",
+    step=3,
+    machine="node-a",
+)
+
+
 def test_errors_of_a_dispatch_group_name_ranks_of_the_job() -> None:
-    group = JobRanks(_Refuses(), [7, 4])
+    group = JobRanks(_Refuses(), [7, 4], contextlib.nullcontext)
     assert group.ranks == 2
-    lost = PeerError(
-        "rank 1 died (dispatch #3): rank 0 waited for a flag (rank 9 says so)",
-        peer=1,
-        rank=0,
-        operator="dispatch",
-        fault="died",
-        step=3,
-        machine="node-a",
-    )
     with pytest.raises(PeerError) as caught:
-        group.dispatch(lost)
+        group.dispatch(_LOST)
     error = caught.value
     assert str(error) == "rank 4 died (dispatch #3): rank 7 waited for a flag (rank 9 says so)"
     assert (error.peer, error.rank, error.fault, error.machine) == (4, 7, "died", "node-a")
@@ -86,21 +90,38 @@ def test_errors_of_a_dispatch_group_name_ranks_of_the_job() -> None:
         group.dispatch(CallerError("hidden is 8 on rank 0 and 16 on rank 1"))
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True], ids=["plain", "cause"])
-def test_an_error_of_an_operator_is_passed_on_to_other_dispatch_groups(is_wrapped: bool) -> None:
-    """Also if it is the cause of another error, as in the schedules of `torch.distributed.pipelining`."""
+def _group_of(migration: ExpertMigration) -> JobRanks:
+    return JobRanks(_Refuses(), migration.plan.group_of(migration.rank), migration._dense.explained)
 
-    def body(here: Rank) -> None:
-        lost = PeerError("rank 1 died", peer=1, rank=0, operator="dispatch", fault="died", step=3)
-        migration = ExpertMigration(TWO, num_experts=EXPERTS)
-        with (
-            mock.patch.object(migration._dense, "blame") as blame,
-            pytest.raises(RuntimeError if is_wrapped else PeerError),
-            migration,
-        ):
-            if is_wrapped:
-                raise RuntimeError("failed to run forward") from lost
-            raise lost
-        blame.assert_called_once_with(1, "died")
 
-    world_of_processes(4, "cpu").run(body)
+def _an_operator_fails(here: Rank) -> None:
+    with ExpertMigration(TWO, num_experts=EXPERTS) as migration:
+        if here.rank == 0:
+            with pytest.raises(PeerError, match=r"rank 1 died \(dispatch #3\)"):
+                _group_of(migration).dispatch(_LOST)
+        with pytest.raises(PeerError, match="rank 1 died"):
+            while True:
+                migration._dense.check()
+                time.sleep(0.01)
+
+
+def test_an_error_of_an_operator_is_passed_on_to_other_dispatch_groups() -> None:
+    world_of_processes(4, "cpu").run(_an_operator_fails, seconds=60)
+
+
+def _a_rank_leaves_for_a_fault_elsewhere(here: Rank) -> None:
+    left = PeerError("rank 1 left", peer=1, rank=0, operator="combine", fault="left", step=3)
+    with ExpertMigration(TWO, num_experts=EXPERTS) as migration:
+        dist.barrier()
+        if here.rank == 0:
+            # Rank 1 has left because rank 3 died, and the news of it come after the end of rank 1.
+            with pytest.raises(PeerError, match="rank 3 died"):
+                _group_of(migration).dispatch(left)
+        elif here.rank == 1:
+            time.sleep(0.1)
+            migration._dense.blame(3, "died")
+        dist.barrier()
+
+
+def test_a_rank_that_leaves_for_a_fault_elsewhere_is_not_the_rank_at_fault() -> None:
+    world_of_processes(4, "cpu").run(_a_rank_leaves_for_a_fault_elsewhere, seconds=60)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..errors import HybridEPError, PeerError
@@ -19,10 +20,14 @@ class JobRanks:
     Args:
         native: The native buffer.
         ranks: The rank of the job at each place of the buffer.
+        explained: Inside what it returns a `PeerError` is raised. It may raise another one instead, of a rank that the
+            buffer does not have, and tells the ranks of other buffers.
     """
 
-    def __init__(self, native: Any, ranks: Sequence[int]) -> None:
-        self._native, self._ranks = native, ranks
+    def __init__(
+        self, native: Any, ranks: Sequence[int], explained: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._native, self._ranks, self._explained = native, ranks, explained
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._native, name)
@@ -33,7 +38,8 @@ class JobRanks:
             try:
                 return found(*arguments, **named)
             except HybridEPError as error:
-                raise self._of_job(error) from error.__cause__
+                with self._explained():
+                    raise self._of_job(error) from error.__cause__
 
         return call
 

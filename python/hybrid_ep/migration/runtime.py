@@ -24,7 +24,7 @@ from .._layers import digest_of, facts_of, first_difference
 from .._settings import device_of, join_timeout
 from .._sharing import Shared
 from ..buffer import Buffer
-from ..errors import CallerError, PeerError
+from ..errors import CallerError
 from ..experts import expert_parameters
 from ..rendezvous import Meeting
 from .carrier import GlooCarrier, connect
@@ -219,7 +219,8 @@ class ExpertMigration(Shared):
             self._dense.close(at_once=True)
             raise
         end = self.buffer._end
-        end.native = cast(_native.Buffer, JobRanks(end.native, plan.group_of(self.rank)))
+        own = JobRanks(end.native, plan.group_of(self.rank), self._dense.explained)
+        end.native = cast(_native.Buffer, own)
         self._layers: list[HybridExperts] = []
         self._engine: Engine | None = None
         self._carrier: GlooCarrier | None = None
@@ -473,7 +474,8 @@ class ExpertMigration(Shared):
             # Also inside `accumulate`: the owners do not get what this pass has added.
             raise CallerError(SECOND_PASS)
         if not self._accumulating:
-            self._send_gradients(index, experts)
+            with self._dense.explained():
+                self._send_gradients(index, experts)
 
     def _send_gradients(self, index: int, experts: HybridExperts) -> None:
         if experts.sent:
@@ -600,12 +602,6 @@ class ExpertMigration(Shared):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A schedule of PyTorch raises an error of its own, whose cause is this one.
-        while error is not None and not isinstance(error, PeerError):
-            error = error.__cause__
-        if error is not None and error.operator in ("preprocess", "dispatch", "combine"):
-            # Ranks of other dispatch groups learn of the fault here.
-            self._dense.blame(error.peer, error.fault)
         # A rank that failed tells the others, and does not wait until they need nothing more.
         self._close(at_once=kind is not None)
 
