@@ -35,3 +35,20 @@ pub(super) fn same_user(stream: &UnixStream) -> Option<Peer> {
     let own = rustix::process::geteuid().as_raw();
     (peer.uid() == own).then(|| u32::try_from(peer.pid()).ok().filter(|&pid| pid != 0))
 }
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{OFlags, fcntl_getfl};
+    use rustix::io::{FdFlags, fcntl_getfd};
+
+    use super::*;
+
+    #[test]
+    fn a_connection_neither_blocks_nor_stays_open_in_a_program_that_this_one_starts() {
+        let name = format!("hybrid-ep-test-flags-{}", std::process::id());
+        let _listener = listen(&name).unwrap();
+        let (stream, _) = connect(&name).unwrap();
+        assert!(fcntl_getfl(&stream).unwrap().contains(OFlags::NONBLOCK));
+        assert!(fcntl_getfd(&stream).unwrap().contains(FdFlags::CLOEXEC));
+    }
+}

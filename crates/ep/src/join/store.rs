@@ -244,6 +244,8 @@ impl AsFd for Listener {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
     #[test]
@@ -281,10 +283,19 @@ mod tests {
         assert!(error.starts_with("resolving no port"), "{error}");
     }
 
+    fn with_secret(name: &str) -> Store {
+        Store::new(name, Some(&Secret::new(b"0123456789abcdef").unwrap())).unwrap()
+    }
+
+    #[test]
+    fn packets_to_a_store_leave_from_the_address_that_faces_it() {
+        assert_eq!(with_secret("127.0.0.1:1").facing_address(), Some(Ipv4Addr::LOCALHOST.into()));
+        assert_eq!(Store::new("127.0.0.1:1", None).unwrap().facing_address(), None, "a local socket");
+    }
+
     #[test]
     fn a_listener_that_other_machines_cannot_reach_says_so() {
-        let secret = Secret::new(b"0123456789abcdef").unwrap();
-        let said = |name| Store::new(name, Some(&secret)).unwrap().only_here();
+        let said = |name| with_secret(name).only_here();
         assert!(said("127.0.0.1:1").contains("listens at 127.0.0.1, which other machines cannot reach"));
         assert_eq!(said("192.0.2.1:1"), "");
     }
