@@ -81,7 +81,7 @@ class World:
         self._ranks = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = new_processes()
         with tempfile.NamedTemporaryFile(prefix="hybrid-ep-test-", delete=False) as file:
             meeting = file.name
         os.unlink(meeting)
@@ -91,6 +91,17 @@ class World:
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
+
+
+def new_processes() -> Any:
+    """Returns the context of `multiprocessing` that makes the processes of tests.
+
+    They are new: nothing that a test has changed is in them. A server imports once for all of them, since an import of
+    PyTorch takes seconds.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["process_worlds", "hybrid_ep.migration", "hybrid_ep.moe"])
+    return context
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from hybrid_ep import compare
@@ -27,6 +26,7 @@ from hybrid_ep._contenders import (
     Ours,
     by_pytorch,
 )
+from process_worlds import Rank, world_of_processes
 
 CPU = torch.device("cpu")
 
@@ -43,14 +43,12 @@ def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def agreeing_rank(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def agreeing_rank(here: Rank) -> None:
     from hybrid_ep import deep_ep  # in place of the real deep_ep, which needs a GPU
 
     for changes in ({}, {"tokens": 1, "topk": 1, "skew": 3.0}, {"topk": 8}, {"dtype": "f32"}):
         case = case_of(2, **changes)
-        inputs = Inputs.draw(case, rank, CPU)
-        group = dist.group.WORLD
+        inputs, group = Inputs.draw(case, here.rank, CPU), here.group
         ours = Ours(case, group, CPU)
         implementations: list[Implementation] = [
             ours,
@@ -59,19 +57,18 @@ def agreeing_rank(rank: int, store: str) -> None:
         ]
         delivered = []
         for implementation in implementations:
-            assert (problem := compare.check(implementation, inputs, case, rank)) is None, problem
+            assert (problem := compare.check(implementation, inputs, case, here.rank)) is None, problem
             # With either multiplication by weights, the layer's results and gradients are right.
             for weigh in (ours.fused, by_pytorch):
-                problem = compare.check(implementation.weighing(weigh), inputs, case, rank)
+                problem = compare.check(implementation.weighing(weigh), inputs, case, here.rank)
                 assert problem is None, problem
             delivered.append(implementation.preprocess_and_dispatch(inputs)[1].clone())
         assert all(torch.equal(rows, delivered[0]) for rows in delivered), "the same rows in the same order"
     dist.barrier()
-    dist.destroy_process_group()
 
 
-def test_all_deliver_the_same_rows_and_results(tmp_path: Path) -> None:
-    mp.spawn(agreeing_rank, args=(str(tmp_path / "store"),), nprocs=2)
+def test_all_deliver_the_same_rows_and_results() -> None:
+    world_of_processes(2, "cpu").run(agreeing_rank)
 
 
 class SumsTwice(AllToAll):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +17,7 @@ from hybrid_ep import Buffer, CallerError
 from hybrid_ep._weight_rows import weight_rows
 from hybrid_ep.experts import _at_once, local_part, one_by_one
 from hybrid_ep.moe import GroupedExperts, MoELayer, Router, TokenDispatcher, clip_gradients, reduce_gradients
+from process_worlds import Rank, world_of_processes
 from worlds import world
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 8, 3
@@ -482,27 +482,26 @@ def objective(layer: MoELayer, x: Tensor, count: int) -> Tensor:
     return (layer(x).square().sum() + x.shape[0] * layer.balance_loss) / count
 
 
-def process(rank: int, ranks: int, store: str, results: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    with Buffer(dist.group.WORLD, num_experts=EXPERTS, device="cpu") as buffer:
-        layer = seeded_layer(buffer, balance_coef=0.1, balance_group=dist.group.WORLD, shared_intermediate=16)
+def train_once(here: Rank) -> tuple[Any, Any]:
+    ranks = here.size
+    with Buffer(here.group, num_experts=EXPERTS, device="cpu") as buffer:
+        layer = seeded_layer(buffer, balance_coef=0.1, balance_group=here.group, shared_intermediate=16)
         count = sum(TOKENS[:ranks])
         grads = {}
         for op, scale in (("sum", 1.0), ("mean", ranks)):
             layer.zero_grad()
-            (scale * objective(layer, batch(rank), count)).backward()
+            (scale * objective(layer, batch(here.rank), count)).backward()
             reduce_gradients(layer, op=op)
             grads[op] = {name: local_part(parameter.grad).clone() for name, parameter in layer.named_parameters()}
-        torch.save((step(buffer, shared_intermediate=16), grads), f"{results}/{rank}.pt")
+        trained = step(buffer, shared_intermediate=16)
         dist.barrier()
-    dist.destroy_process_group()
+    return trained, grads
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_train_like_one(ranks: int, tmp_path: Any) -> None:
+def test_processes_train_like_one(ranks: int) -> None:
     """The layer in gloo processes: reduced gradients equal those of one process with the whole batch."""
-    mp.spawn(process, args=(ranks, str(tmp_path / "store"), str(tmp_path)), nprocs=ranks)
-    loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    loaded = world_of_processes(ranks, "cpu").run(train_once)
     check([trained for trained, _ in loaded], 1e-4)
 
     with Buffer(num_experts=EXPERTS, device="cpu") as buffer:
@@ -518,22 +517,19 @@ def test_processes_train_like_one(ranks: int, tmp_path: Any) -> None:
             close(found, parameter.grad.double(), 1e-4, f"{op} of {name}")
 
 
-def process_on_gpu(rank: int, ranks: int, store: str, results: str) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    with Buffer(dist.group.WORLD, num_experts=EXPERTS) as buffer:
+def train_on_gpu(here: Rank) -> list[Any]:
+    with Buffer(here.group, num_experts=EXPERTS) as buffer:
         assert buffer.backend == "cuda"
         bf16, most = torch.bfloat16, TOPK * sum(TOKENS) + 16 * EXPERTS
         static = step(buffer, bf16, capacity=most + -most % 16)
-        torch.save([step(buffer), step(buffer, bf16), static], f"{results}/{rank}.pt")
+        trained = [step(buffer), step(buffer, bf16), static]
         dist.barrier()
-    dist.destroy_process_group()
+    return trained
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_layer_on_gpus(tmp_path: Any) -> None:
+def test_layer_on_gpus() -> None:
     ranks = max(count for count in (1, 2, 4) if count <= torch.cuda.device_count())
-    mp.spawn(process_on_gpu, args=(ranks, str(tmp_path / "store"), str(tmp_path)), nprocs=ranks)
-    loaded = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    loaded = world_of_processes(ranks, "cuda").run(train_on_gpu)
     for case, tolerance in enumerate((1e-3, 6e-2, 6e-2)):
         check([rank[case] for rank in loaded], tolerance)

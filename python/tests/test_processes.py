@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import resource
 import signal
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import Buffer, CallerError, PeerError, SetupError
-from process_worlds import has_libfabric
+from process_worlds import has_libfabric, new_processes
 from worlds import make_case
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks as processes need Linux")
@@ -50,9 +49,7 @@ def processes(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any
 
     The result is "killed by N" if signal N ended the process.
     """
-    # forkserver makes new processes, but imports PyTorch only once.
-    fresh = multiprocessing.get_context("forkserver")
-    fresh.set_forkserver_preload(["torch.distributed", "hybrid_ep.buffer"])
+    fresh = new_processes()
     started = []
     for rank in range(ranks):
         receive, send = fresh.Pipe(duplex=False)
