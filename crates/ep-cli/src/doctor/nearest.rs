@@ -8,7 +8,7 @@ use serde::Serialize;
 
 /// Where a device is.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Place {
+pub(super) struct DeviceLocation {
     /// Its path, if it is known.
     pub(super) path: Option<String>,
     /// Its NUMA node, if the machine has any and tells.
@@ -19,7 +19,7 @@ pub(super) struct Place {
 #[derive(Clone, Debug)]
 pub(super) struct Nic {
     /// Where it is.
-    pub(super) place: Place,
+    pub(super) location: DeviceLocation,
     /// Its rate in 10^9 bits per second; 0 if it is unknown.
     pub(super) gbit_per_s: f64,
 }
@@ -67,7 +67,7 @@ pub(super) struct Nearest {
 }
 
 /// The nearest NICs of each GPU; empty if there is no NIC. Of NICs at the same distance, only the fastest ones count.
-pub(super) fn nearest(gpus: &[Place], nics: &[Nic]) -> Vec<Nearest> {
+pub(super) fn nearest(gpus: &[DeviceLocation], nics: &[Nic]) -> Vec<Nearest> {
     if nics.is_empty() {
         return Vec::new();
     }
@@ -100,8 +100,8 @@ pub(super) fn nearest(gpus: &[Place], nics: &[Nic]) -> Vec<Nearest> {
     all
 }
 
-fn nearest_of(gpu: &Place, nics: &[Nic]) -> Nearest {
-    let distances: Vec<_> = nics.iter().map(|nic| relation(gpu, &nic.place)).collect();
+fn nearest_of(gpu: &DeviceLocation, nics: &[Nic]) -> Nearest {
+    let distances: Vec<_> = nics.iter().map(|nic| relation(gpu, &nic.location)).collect();
     let best = distances.iter().max().copied().unwrap_or((Relation::Unknown, 0));
     let near = || (0..nics.len()).filter(|&nic| distances[nic] == best);
     let fastest = near().map(|nic| nics[nic].gbit_per_s).fold(0.0, f64::max);
@@ -110,8 +110,8 @@ fn nearest_of(gpu: &Place, nics: &[Nic]) -> Nearest {
 }
 
 /// What two devices have in common, and how many bridges and root complexes they share.
-fn relation(gpu: &Place, nic: &Place) -> (Relation, usize) {
-    let bridges_of = |place: &Place| place.path.as_deref().map(bridges).unwrap_or_default();
+fn relation(gpu: &DeviceLocation, nic: &DeviceLocation) -> (Relation, usize) {
+    let bridges_of = |location: &DeviceLocation| location.path.as_deref().map(bridges).unwrap_or_default();
     let shared = bridges_of(gpu).iter().zip(&bridges_of(nic)).take_while(|(a, b)| a == b).count();
     let relation = match (shared, gpu.numa_node, nic.numa_node) {
         (0, Some(a), Some(b)) if a == b => Relation::SameNumaNode,

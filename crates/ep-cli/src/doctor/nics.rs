@@ -7,7 +7,7 @@ use super::{
     cuda::Cuda,
     fabric::FabricProvider,
     fact::Fact,
-    nearest::{self, Nic, Place, Relation},
+    nearest::{self, DeviceLocation, Nic, Relation},
     parse, pci,
     probe::Probe,
     rdma::{EFA, INFINIBAND, RdmaDevice},
@@ -61,12 +61,13 @@ impl GpuNics {
         if gpus.is_empty() || chosen.is_empty() {
             return GpuNics::default();
         }
-        let places: Vec<Place> = gpus.iter().map(|(_, address)| place(probe, address)).collect();
+        let locations: Vec<DeviceLocation> =
+            gpus.iter().map(|(_, address)| location(probe, address)).collect();
         let nics: Vec<Nic> = chosen
             .iter()
-            .map(|device| Nic { place: device.place(), gbit_per_s: device.gbit_per_s() })
+            .map(|device| Nic { location: device.location(), gbit_per_s: device.gbit_per_s() })
             .collect();
-        let found = nearest::nearest(&places, &nics);
+        let found = nearest::nearest(&locations, &nics);
         let names = |nics: &[usize]| {
             let names: Vec<String> = nics.iter().map(|&nic| name_of(chosen[nic], providers)).collect();
             names.join("+")
@@ -149,8 +150,8 @@ fn gpus(probe: &Probe, cuda: &Cuda) -> Vec<(String, String)> {
     }
 }
 
-fn place(probe: &Probe, address: &str) -> Place {
-    Place {
+fn location(probe: &Probe, address: &str) -> DeviceLocation {
+    DeviceLocation {
         path: pci::path_at(probe, address).known().cloned(),
         numa_node: pci::numa_node_at(probe, address).known().copied(),
     }

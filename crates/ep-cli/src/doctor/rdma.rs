@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{check::Check, fact::Fact, nearest::Place, parse, pci, probe::Probe};
+use super::{check::Check, fact::Fact, nearest::DeviceLocation, parse, pci, probe::Probe};
 
 const DIR: &str = "/sys/class/infiniband";
 
@@ -70,8 +70,8 @@ impl RdmaDevice {
     }
 
     /// Where it is.
-    pub(super) fn place(&self) -> Place {
-        Place { path: self.path.known().cloned(), numa_node: self.numa_node.known().copied() }
+    pub(super) fn location(&self) -> DeviceLocation {
+        DeviceLocation { path: self.path.known().cloned(), numa_node: self.numa_node.known().copied() }
     }
 
     /// A finding for each port.

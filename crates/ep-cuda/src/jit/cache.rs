@@ -11,8 +11,8 @@ use ep::CudaEnv;
 use rustix::fs::Access;
 
 use super::Arch;
+use super::cache_dir::{CacheDir, Missing};
 use super::entry::Entry;
-use super::place::{Missing, Place};
 use super::program::Key;
 
 const EXTENSION: &str = "cubin";
@@ -91,7 +91,7 @@ impl Cache {
     pub(super) fn load(&self, name: &str, arch: Arch, key: Key) -> Found {
         let Some(dir) = &self.dir else { return Found::Nothing };
         let name = file_name(name, arch, key);
-        match Place::open(dir).and_then(|place| place.read(name.as_ref())) {
+        match CacheDir::open(dir).and_then(|dir| dir.read(name.as_ref())) {
             Ok(bytes) => match Entry::from_bytes(&bytes, key) {
                 Ok(entry) => Found::Entry(entry),
                 Err(why) => Found::Unusable(format!("{}: {why}", dir.join(name).display())),
@@ -112,10 +112,9 @@ impl Cache {
         let name = PathBuf::from(file_name(name, arch, entry.key));
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let unfinished = name.with_extension(format!("{}-{number}.{UNFINISHED}", process::id()));
-        let added = Place::make(dir).and_then(|place| {
-            place.sweep(UNFINISHED, ABANDONED);
-            place
-                .publish(unfinished.as_ref(), name.as_ref(), &entry.to_bytes())
+        let added = CacheDir::make(dir).and_then(|dir| {
+            dir.sweep(UNFINISHED, ABANDONED);
+            dir.publish(unfinished.as_ref(), name.as_ref(), &entry.to_bytes())
                 .map_err(|error| error.to_string())
         });
         added.map_err(|why| format!("compiled kernels are not kept in {}: {why}", dir.display()))
@@ -124,8 +123,8 @@ impl Cache {
     /// Removes the entry of a key, if there is one.
     pub(super) fn remove(&self, name: &str, arch: Arch, key: Key) {
         // A failure is ignored: the entry will be replaced, or found unusable again.
-        if let Some(Ok(place)) = self.dir.as_deref().map(Place::open) {
-            place.remove(file_name(name, arch, key).as_ref());
+        if let Some(Ok(dir)) = self.dir.as_deref().map(CacheDir::open) {
+            dir.remove(file_name(name, arch, key).as_ref());
         }
     }
 }
@@ -146,7 +145,7 @@ fn refusal(dir: &Path, cache: bool) -> Option<String> {
     if !dir.is_dir() {
         return Some(format!("{} is no directory", dir.display()));
     }
-    if cache && let Err(Missing::Refused(why) | Missing::Unusable(why)) = Place::open(dir) {
+    if cache && let Err(Missing::Refused(why) | Missing::Unusable(why)) = CacheDir::open(dir) {
         return Some(why);
     }
     let access = rustix::fs::access(dir, Access::WRITE_OK | Access::EXEC_OK);
@@ -233,7 +232,7 @@ mod tests {
         for name in ["old.unfinished", "old.cubin"] {
             fs::File::options().write(true).open(dir.path(name)).unwrap().set_modified(long_ago).unwrap();
         }
-        Place::open(&dir.path(".")).unwrap().sweep(UNFINISHED, ABANDONED);
+        CacheDir::open(&dir.path(".")).unwrap().sweep(UNFINISHED, ABANDONED);
         let left = ["old.unfinished", "new.unfinished", "old.cubin"].map(|name| dir.path(name).exists());
         assert_eq!(left, [false, true, true]);
     }
@@ -296,7 +295,7 @@ mod tests {
         good.store("copy", Arch::Sm90a, &entry()).unwrap();
         assert_eq!(look(&dir), Found::Entry(entry()));
 
-        // Only root can change the owner of a file; `place.rs` tests the rule without that.
+        // Only root can change the owner of a file; `cache_dir.rs` tests the rule without that.
         if rustix::process::geteuid().is_root() {
             std::os::unix::fs::chown(&path, Some(12_345), None).unwrap();
             refused(look(&dir), "belongs to user 12345");

@@ -20,7 +20,7 @@ const WRITING: u32 = 0o022;
 
 /// A directory that only this user, or root, can change.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct CacheDir {
     dir: OwnedFd,
     path: PathBuf,
 }
@@ -36,7 +36,7 @@ pub(super) enum Missing {
     Unusable(String),
 }
 
-impl Place {
+impl CacheDir {
     /// Opens the directory, if it exists and can be trusted.
     pub(super) fn open(path: &Path) -> Result<Self, Missing> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;

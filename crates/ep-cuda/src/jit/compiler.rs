@@ -59,9 +59,9 @@ impl Compiler {
     pub fn find_for(env: &CudaEnv, driver: Option<Version>) -> Result<Self> {
         let driver = driver.filter(|_| env.nvrtc.is_none());
         let (mut reasons, mut empty) = (Vec::new(), Vec::new());
-        for place in search::places(env) {
+        for candidate in search::candidates(env) {
             let reasons_before = reasons.len();
-            for file in &place.files {
+            for file in &candidate.files {
                 match Nvrtc::load(file.as_os_str()).and_then(|nvrtc| usable(nvrtc, driver)) {
                     Ok(nvrtc) => return Ok(Self { nvrtc }),
                     Err(reason) if unknown(file, &reason) => {}
@@ -69,7 +69,7 @@ impl Compiler {
                 }
             }
             if reasons.len() == reasons_before {
-                empty.push(place.name);
+                empty.push(candidate.name);
             }
         }
         if !empty.is_empty() {

@@ -8,17 +8,17 @@
 //! | `arch`, `program` | GPU architectures, compilation units, and the key that identifies a compilation |
 //! | `search`, `nvrtc`, `compiler` | the search for NVRTC, its functions, compiling |
 //! | `resources` | registers, spills and shared memory, parsed from the assembler's log |
-//! | `entry`, `cache`, `place` | compiled programs on disk, and the rules by which they are trusted |
+//! | `entry`, `cache`, `cache_dir` | compiled programs on disk, and the rules by which they are trusted |
 
 mod arch;
 mod cache;
+mod cache_dir;
 mod compiler;
 mod entry;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 mod nvrtc;
-mod place;
 mod program;
 mod resources;
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The places where a run-time compiler may be installed, in search order.
+//! The candidates for the library of the run-time compiler, in search order.
 
 use std::cmp::Reverse;
 use std::fs;
@@ -18,30 +18,30 @@ const TOOLKIT_DIRS: [&str; 4] = ["lib64", "lib", "targets/x86_64-linux/lib", "ta
 /// The default directory of the system's toolkit.
 const SYSTEM_TOOLKIT: &str = "/usr/local/cuda";
 
-/// One place to search.
+/// Where a run-time compiler may be installed.
 #[derive(Debug, PartialEq)]
-pub(super) struct Place {
+pub(super) struct Candidate {
     /// The name in errors.
     pub(super) name: String,
     /// What to load, in order: existing files, or bare names for the dynamic loader.
     pub(super) files: Vec<PathBuf>,
 }
 
-/// All places in search order. A place that the user names is the only one.
-pub(super) fn places(env: &CudaEnv) -> Vec<Place> {
+/// All candidates in search order. A candidate that the user names is the only one.
+pub(super) fn candidates(env: &CudaEnv) -> Vec<Candidate> {
     if let Some(named) = &env.nvrtc {
         let files = if named.is_dir() { libraries_in(named) } else { vec![named.clone()] };
-        return vec![Place { name: format!("{} (HYBRID_EP_NVRTC)", named.display()), files }];
+        return vec![Candidate { name: format!("{} (HYBRID_EP_NVRTC)", named.display()), files }];
     }
     // A library that is already loaded, for example by PyTorch, is found by its bare name, too.
     let loader =
-        Place { name: "the dynamic loader".into(), files: NAMES.iter().map(PathBuf::from).collect() };
-    let python = env.python_roots.iter().map(|root| Place {
+        Candidate { name: "the dynamic loader".into(), files: NAMES.iter().map(PathBuf::from).collect() };
+    let python = env.python_roots.iter().map(|root| Candidate {
         name: format!("Python in {}", root.display()),
         files: package_dirs(root).iter().flat_map(|dir| libraries_below(dir, &WHEEL_DIRS)).collect(),
     });
     let toolkits = env.cuda_home.iter().map(PathBuf::as_path).chain([Path::new(SYSTEM_TOOLKIT)]);
-    let toolkits = toolkits.map(|toolkit| Place {
+    let toolkits = toolkits.map(|toolkit| Candidate {
         name: toolkit.display().to_string(),
         files: libraries_below(toolkit, &TOOLKIT_DIRS),
     });
@@ -87,7 +87,7 @@ mod tests {
     use crate::jit::scratch::Scratch;
 
     #[test]
-    fn places_are_searched_in_order() {
+    fn candidates_are_searched_in_order() {
         let dir = Scratch::new();
         for file in [
             "venv/lib/python3.9/site-packages/nvidia/cu13/lib/libnvrtc.so.13",
@@ -107,9 +107,10 @@ mod tests {
             cuda_home: Some(dir.path("cuda")),
             ..CudaEnv::default()
         };
-        let places = places(&env);
-        assert_eq!(places[0].files, NAMES.map(PathBuf::from));
-        let found: Vec<Vec<PathBuf>> = places[1..6].iter().map(|place| place.files.clone()).collect();
+        let candidates = candidates(&env);
+        assert_eq!(candidates[0].files, NAMES.map(PathBuf::from));
+        let found: Vec<Vec<PathBuf>> =
+            candidates[1..6].iter().map(|candidate| candidate.files.clone()).collect();
         let expected = [
             &[
                 "venv/lib/python3.12/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
@@ -126,13 +127,13 @@ mod tests {
         ];
         let expected = expected.map(|files| files.iter().map(|file| dir.path(file)).collect::<Vec<_>>());
         assert_eq!(found, expected);
-        assert_eq!(places[2].name, format!("Python in {}", dir.path("gone").display()));
-        assert_eq!(places[6].name, SYSTEM_TOOLKIT);
-        assert_eq!(places.len(), 7);
+        assert_eq!(candidates[2].name, format!("Python in {}", dir.path("gone").display()));
+        assert_eq!(candidates[6].name, SYSTEM_TOOLKIT);
+        assert_eq!(candidates.len(), 7);
     }
 
     #[test]
-    fn a_place_named_by_the_user_is_the_only_one() {
+    fn a_candidate_named_by_the_user_is_the_only_one() {
         let dir = Scratch::new();
         dir.write("own/libnvrtc.so.12", "");
         dir.write("venv/nvidia/cu13/lib/libnvrtc.so.13", "");
@@ -142,9 +143,9 @@ mod tests {
                 python_roots: vec![dir.path("venv")],
                 ..CudaEnv::default()
             };
-            let mut places = places(&env);
-            assert_eq!(places.len(), 1);
-            places.remove(0).files
+            let mut candidates = candidates(&env);
+            assert_eq!(candidates.len(), 1);
+            candidates.remove(0).files
         };
         assert_eq!(files("own"), [dir.path("own/libnvrtc.so.12")]);
         assert_eq!(files("gone/libnvrtc.so"), [dir.path("gone/libnvrtc.so")]);

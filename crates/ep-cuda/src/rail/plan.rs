@@ -13,7 +13,7 @@ use crate::params::{MAX_CHUNKS, MAX_GROUPS, RAIL_SECTIONS, RailPer, RailPlan, Ra
 /// A plan without units counts as a plan with one unit without rows and without flags: the unit of the sections that
 /// have one element.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct ValidPlan {
     sections: [Option<Section>; RAIL_SECTIONS],
     rows: u32,
     chunk_rows: u32,
@@ -40,7 +40,7 @@ struct UnitEnd {
     copies: u32,
 }
 
-impl Plan {
+impl ValidPlan {
     /// Reads the plan at `offset` of a window, which must be that of `epoch`.
     ///
     /// # Errors

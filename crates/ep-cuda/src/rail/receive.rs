@@ -4,7 +4,7 @@ use std::mem;
 
 use ep::Signal;
 
-use super::plan::Plan;
+use super::plan::ValidPlan;
 use super::signal::{Arrival, Part, What};
 use super::window::RailWindow;
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS};
@@ -48,7 +48,7 @@ enum Set {
 /// A set whose plan has arrived.
 #[derive(Debug)]
 struct Planned {
-    plan: Plan,
+    plan: ValidPlan,
     /// By unit: the sections whose part has not arrived, as bits.
     missing: Vec<u8>,
     /// The number of units at the start of the set that have arrived with all sections.
@@ -109,7 +109,7 @@ impl Incoming {
             }
             (Set::Early(parts), What::Part(part)) => parts.push(part),
             (Set::Early(parts), What::Plan) => {
-                let plan = Plan::read(window, window.in_plan(domain, parity), epoch);
+                let plan = ValidPlan::read(window, window.in_plan(domain, parity), epoch);
                 let mut set = Planned::new(plan.map_err(|problem| format!("an invalid plan: {problem}"))?);
                 parts.iter().try_for_each(|part| set.mark(part))?;
                 self.set = Set::Planned(set);
@@ -125,7 +125,7 @@ impl Incoming {
 }
 
 impl Planned {
-    fn new(plan: Plan) -> Self {
+    fn new(plan: ValidPlan) -> Self {
         let missing = (0..plan.units()).map(|unit| plan.sections_of(unit)).collect();
         Self { plan, missing, whole: 0, published: None }
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ep::{Error, Posted, Put, Rank, Transport};
 
-use super::plan::Plan;
+use super::plan::ValidPlan;
 use super::signal::{Arrival, MOST_UNITS, Part, What, units_of_a_put};
 use super::window::RailWindow;
 use crate::params::{RAIL_SECTIONS, RailPlan};
@@ -77,7 +77,7 @@ pub(super) struct Sending {
     /// The epoch to send.
     epoch: u32,
     /// The plan of the epoch, once the kernels have released it.
-    plan: Option<Plan>,
+    plan: Option<ValidPlan>,
     plan_posted: bool,
     /// Units that the kernels have completed, from the first on.
     complete: usize,
@@ -115,7 +115,7 @@ impl Sending {
             None if link.window.out_epoch(link.domain, parity) != self.epoch => return Ok(Progress::Idle),
             None => {
                 let offset = link.window.out_plan(link.domain, parity);
-                let plan = Plan::read(link.window, offset, self.epoch);
+                let plan = ValidPlan::read(link.window, offset, self.epoch);
                 let plan = plan.map_err(|problem| SendError::Plan { epoch: self.epoch, problem })?;
                 self.plan.insert(plan)
             }
@@ -159,7 +159,12 @@ impl Sending {
 }
 
 /// The next run of complete units of a section, unless it waits for further units. Passes over units without bytes.
-fn next_run(plan: &Plan, section: usize, posting: &mut Posting, complete: usize) -> Option<Range<usize>> {
+fn next_run(
+    plan: &ValidPlan,
+    section: usize,
+    posting: &mut Posting,
+    complete: usize,
+) -> Option<Range<usize>> {
     let first = posting.posted;
     let bytes = |end: usize| plan.part(section, &(first..end)).map_or(0, |part| part.len());
     if first == complete || bytes(complete) == 0 {
@@ -180,7 +185,7 @@ fn next_run(plan: &Plan, section: usize, posting: &mut Posting, complete: usize)
 
 /// So long after the last run of this section, a short run is posted. A section is small if it has less than an eighth of the
 /// set's bytes.
-fn hold(plan: &Plan, section: usize) -> Duration {
+fn hold(plan: &ValidPlan, section: usize) -> Duration {
     let bytes = |section| plan.part(section, &(0..plan.units())).map_or(0, |part| part.len());
     let set: usize = (0..RAIL_SECTIONS).map(bytes).sum();
     if bytes(section) < set / 8 { SMALL_SECTION_HOLD } else { HOLD }
@@ -202,7 +207,7 @@ impl Link<'_> {
     /// Posts the part of a section that belongs to these units. Units without bytes need no put.
     fn post_part(
         &self,
-        plan: &Plan,
+        plan: &ValidPlan,
         parity: usize,
         section: usize,
         units: &Range<usize>,
@@ -232,7 +237,7 @@ impl Link<'_> {
     ///
     /// A unit without bytes needs no flags, and its flags must not be awaited: the peer completes the epoch without this
     /// unit, and then the kernels may overwrite the flags with those of the epoch after the next one.
-    fn complete_units(&self, plan: &Plan, parity: usize, epoch: u32, complete: usize) -> usize {
+    fn complete_units(&self, plan: &ValidPlan, parity: usize, epoch: u32, complete: usize) -> usize {
         let is_complete = |&unit: &usize| {
             plan.sections_of(unit) == 0
                 || plan.flags(unit).all(|flag| self.window.out_flag(self.domain, parity, flag) == epoch)

@@ -8,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 use super::case::Case;
 use super::failure::Failure;
 use super::prepared::Prepared;
-use super::random::{Place, Size};
+use super::random::{RandomWorld, Size};
 use crate::error::Result;
 use crate::topology::World;
 use crate::weight::WeightRows;
@@ -25,7 +25,7 @@ const MOST_RUNS: usize = 2;
 #[derive(Debug, Clone)]
 pub struct Soak {
     seed: u64,
-    place: Place,
+    drawn: RandomWorld,
     world: World,
 }
 
@@ -53,10 +53,10 @@ impl Soak {
     pub fn new(seed: u64, ranks: usize, domains: usize) -> Result<Self> {
         // Checked with one expert per rank: `draw` needs a valid topology.
         World::builder().ranks(ranks).domains(domains).experts(ranks).build()?;
-        let place = Place::draw(&mut ChaCha8Rng::seed_from_u64(seed), ranks, domains);
-        // All cases of `place` have the same world.
-        let world = draw(&place, seed).world()?;
-        Ok(Self { seed, place, world })
+        let drawn = RandomWorld::draw(&mut ChaCha8Rng::seed_from_u64(seed), ranks, domains);
+        // All cases of `drawn` have the same world.
+        let world = draw(&drawn, seed).world()?;
+        Ok(Self { seed, drawn, world })
     }
 
     /// The world of all iterations.
@@ -90,13 +90,13 @@ impl Soak {
     /// The case of an iteration. On the handle of another iteration, it has the routing, mode and capacities of that
     /// iteration.
     fn case(&self, number: u64, maker: u64) -> Case {
-        let own = draw(&self.place, self.seed_of(number));
+        let own = draw(&self.drawn, self.seed_of(number));
         if maker == number {
             return Case { name: format!("iteration {number}"), ..own };
         }
         let Case { hidden, format, element, wire, probs, special, runs, .. } = own;
         let name = format!("iteration {number} on the handle of {maker}");
-        let made = draw(&self.place, self.seed_of(maker));
+        let made = draw(&self.drawn, self.seed_of(maker));
         Case { name, hidden: hidden.min(widest(&made)), format, element, wire, probs, special, runs, ..made }
     }
 
@@ -152,8 +152,8 @@ impl<H> Soaking<H> {
     }
 }
 
-fn draw(place: &Place, seed: u64) -> Case {
-    place.clone().case(seed, &mut ChaCha8Rng::seed_from_u64(seed), size, MOST_RUNS)
+fn draw(drawn: &RandomWorld, seed: u64) -> Case {
+    drawn.clone().case(seed, &mut ChaCha8Rng::seed_from_u64(seed), size, MOST_RUNS)
 }
 
 /// The size of an iteration: mostly small, sometimes with many tokens, wide tokens, or both.

@@ -2,18 +2,18 @@
 
 use super::*;
 
-/// A place with a path below `/sys/devices`.
-fn at(path: &str, numa_node: Option<u32>) -> Place {
-    Place { path: Some(format!("/sys/devices/{path}")), numa_node }
+/// A location with a path below `/sys/devices`.
+fn at(path: &str, numa_node: Option<u32>) -> DeviceLocation {
+    DeviceLocation { path: Some(format!("/sys/devices/{path}")), numa_node }
 }
 
 fn nic(path: &str, numa_node: Option<u32>) -> Nic {
-    Nic { place: at(path, numa_node), gbit_per_s: 400.0 }
+    Nic { location: at(path, numa_node), gbit_per_s: 400.0 }
 }
 
 /// The NIC that each GPU gets, after a check that all GPUs have this relation.
 #[track_caller]
-fn chosen(gpus: &[Place], nics: &[Nic], relation: Relation) -> Vec<usize> {
+fn chosen(gpus: &[DeviceLocation], nics: &[Nic], relation: Relation) -> Vec<usize> {
     let found = nearest(gpus, nics);
     assert!(found.iter().all(|gpu| gpu.relation == relation), "{found:?}");
     assert!(found.iter().all(|gpu| gpu.chosen.iter().all(|nic| gpu.nics.contains(nic))), "{found:?}");
@@ -34,7 +34,8 @@ fn behind_switch(switch: usize, port: usize) -> String {
 #[test]
 fn two_gpus_and_two_nics_on_each_of_four_switches() {
     let node = |switch| Some(switch as u32 / 2);
-    let gpus: Vec<Place> = (0..8).map(|gpu| at(&behind_switch(gpu / 2, gpu % 2), node(gpu / 2))).collect();
+    let gpus: Vec<DeviceLocation> =
+        (0..8).map(|gpu| at(&behind_switch(gpu / 2, gpu % 2), node(gpu / 2))).collect();
     let mut nics: Vec<Nic> = (0..8).map(|i| nic(&behind_switch(i / 2, 2 + i % 2), node(i / 2))).collect();
     assert_eq!(chosen(&gpus, &nics, Relation::SameSwitch), [0, 1, 2, 3, 4, 5, 6, 7]);
     let found = nearest(&gpus, &nics);
@@ -49,7 +50,7 @@ fn two_gpus_and_two_nics_on_each_of_four_switches() {
 
 #[test]
 fn gpus_share_several_nics_each_evenly() {
-    let gpus: Vec<Place> = (0..4).map(|gpu| at(&behind_switch(gpu / 2, gpu % 2), None)).collect();
+    let gpus: Vec<DeviceLocation> = (0..4).map(|gpu| at(&behind_switch(gpu / 2, gpu % 2), None)).collect();
     // Four NICs behind the first switch, and `second` behind the second.
     let shared = |second: usize| {
         let nics = (0..4).map(|port| (0, port)).chain((0..second).map(|port| (1, port)));
@@ -122,7 +123,7 @@ fn gpus_with_the_same_nearest_nics_share_them_evenly() {
 #[test]
 fn a_flat_bus_gives_ties_that_are_spread() {
     let on_bus = |slot: u32| format!("pci0000:00/0000:00:{slot:02x}.0");
-    let gpus: Vec<Place> = (0..4).map(|gpu| at(&on_bus(4 + gpu), None)).collect();
+    let gpus: Vec<DeviceLocation> = (0..4).map(|gpu| at(&on_bus(4 + gpu), None)).collect();
     let nics: Vec<Nic> = (0..3).map(|card| nic(&on_bus(10 + card), None)).collect();
     assert_eq!(chosen(&gpus, &nics, Relation::SameRootComplex), [0, 1, 2, 0]);
     assert_eq!(nearest(&gpus, &nics)[3].nics, [0, 1, 2]);
@@ -136,15 +137,18 @@ fn numa_nodes_decide_between_root_complexes() {
             "LNXSYSTM:00/VMBUS:00/00000000-0000-1111-aaaa-{domain:012x}/pci{domain:04x}:00/{domain:04x}:00:00.0"
         )
     };
-    let place = |domain: u32, node| at(&passed(domain), node);
-    let gpus = [place(1, Some(0)), place(2, Some(1))];
-    let nics = [3, 4].map(|domain| Nic { place: place(domain, Some(4 - domain)), gbit_per_s: 400.0 });
+    let location = |domain: u32, node| at(&passed(domain), node);
+    let gpus = [location(1, Some(0)), location(2, Some(1))];
+    let nics = [3, 4].map(|domain| Nic { location: location(domain, Some(4 - domain)), gbit_per_s: 400.0 });
     assert_eq!(chosen(&gpus, &nics, Relation::SameNumaNode), [1, 0]);
-    assert_eq!(chosen(&[place(5, Some(2))], &nics, Relation::OtherNumaNode), [0]);
+    assert_eq!(chosen(&[location(5, Some(2))], &nics, Relation::OtherNumaNode), [0]);
     // Without nodes and without a common bridge, the GPUs share the NICs all the same.
-    let bare = [place(1, None), place(2, None)];
+    let bare = [location(1, None), location(2, None)];
     assert_eq!(chosen(&bare, &nics, Relation::Unknown), [0, 1]);
-    assert_eq!(chosen(&[Place::default(), Place::default()], &nics, Relation::Unknown), [0, 1]);
+    assert_eq!(
+        chosen(&[DeviceLocation::default(), DeviceLocation::default()], &nics, Relation::Unknown),
+        [0, 1]
+    );
 }
 
 #[test]
@@ -158,7 +162,7 @@ fn of_nics_at_the_same_distance_the_fastest_count() {
 
 #[test]
 fn without_nics_nothing_is_nearest() {
-    assert_eq!(nearest(&[Place::default()], &[]), []);
+    assert_eq!(nearest(&[DeviceLocation::default()], &[]), []);
     assert_eq!(nearest(&[], &[nic("pci0000:00/0000:00:01.0", None)]), []);
 }
 
