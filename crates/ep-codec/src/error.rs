@@ -4,7 +4,7 @@ use std::fmt;
 
 use ep::Element;
 
-use crate::stream::{Content, StreamCodec};
+use crate::content::{Content, StreamCodec};
 
 /// The result type of the crate's fallible functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,13 +1,14 @@
 //! Gradients: encoding with error feedback, and addition of what was decoded.
 
 use crate::codec::{GradientCodec, kept};
+use crate::content::{Content, StreamCodec};
 use crate::error::{CallerError, Corruption, Operand, Result};
 use crate::int8;
 use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
 use crate::residual::{self, Format, Selection, append, round_saturating, select};
 use crate::shared::{check_indexable, check_length};
 use crate::state::{Owner, State};
-use crate::stream::{Content, HEADER, Header, StreamCodec, StreamInfo, open, seal};
+use crate::stream::{HEADER, Header, StreamInfo, open, seal};
 use crate::weight::{Weight, Zero};
 use crate::weight_encoder::{dense_header, encode_exact};
 

@@ -59,6 +59,7 @@
 compile_error!("streams are little-endian and are written by copying memory");
 
 mod codec;
+mod content;
 #[cfg(test)]
 mod damage_tests;
 mod error;
@@ -77,6 +78,7 @@ mod weight_decoder;
 mod weight_encoder;
 
 pub use codec::{CodecParseError, GradientCodec, WeightCodec};
+pub use content::{Content, StreamCodec};
 pub use error::{CallerError, Corruption, Error, Operand, Result};
 pub use gradient::{GradientEncoder, add_gradient};
 pub use hash::xxh64;
@@ -87,7 +89,7 @@ pub use state::reseal_state;
 #[cfg(any(test, feature = "fuzzing"))]
 #[doc(hidden)]
 pub use stream::reseal;
-pub use stream::{Content, HEADER_BYTES, StreamCodec, StreamInfo, inspect};
+pub use stream::{HEADER_BYTES, StreamInfo, inspect};
 pub use weight::Weight;
 pub use weight_decoder::WeightDecoder;
 pub use weight_encoder::WeightEncoder;

@@ -15,10 +15,9 @@
 //! The payload of a complete stream is P elements as they are in memory (`exact`), or P codes after their scales
 //! (`int8`, see [`int8`](crate::int8)). That of residuals is in `residual/sections.rs`.
 
-use std::fmt;
-
 use ep::Element;
 
+use crate::content::{Content, StreamCodec};
 use crate::error::{Corruption, Result};
 use crate::hash::{digest, xxh64};
 use crate::int8;
@@ -34,61 +33,6 @@ pub(crate) const HEADER: usize = HEADER_BYTES as usize;
 const CHECKED: usize = HEADER - 8;
 /// Added to the codec's code in a stream of gradients.
 const GRADIENT: u8 = 16;
-
-/// What the elements of a stream are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Content {
-    /// Weights of an expert.
-    Weights,
-    /// Gradients of an expert's weights.
-    Gradients,
-}
-
-impl fmt::Display for Content {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Weights => "weights",
-            Self::Gradients => "gradients",
-        })
-    }
-}
-
-/// The codec of one stream. A sender with [`WeightCodec::Delta`](crate::WeightCodec::Delta) writes `Int8` streams
-/// while it warms up, and `Delta` streams afterwards.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum StreamCodec {
-    /// The elements as they are.
-    Exact,
-    /// 8 bits per element, and a scale per block.
-    Int8,
-    /// The largest changes of the weights that earlier streams gave.
-    Delta,
-    /// The largest differences from a shared expert.
-    Shared,
-    /// The largest gradients.
-    TopK,
-    /// What receivers hold after earlier streams, as it is: for a receiver that does not hold it.
-    Mirror,
-}
-
-impl StreamCodec {
-    /// Whether the stream consists of residuals at some of the indices.
-    pub fn is_sparse(self) -> bool {
-        matches!(self, Self::Delta | Self::Shared | Self::TopK)
-    }
-
-    /// The fingerprint of what a stream decodes to. A mirror states its own.
-    fn fingerprint(self, base: u64, checksum: u64) -> u64 {
-        if self == Self::Mirror { base } else { fingerprint(base, checksum) }
-    }
-
-    /// Whether the stream changes weights that the receiver must hold.
-    pub fn has_base(self) -> bool {
-        matches!(self, Self::Delta | Self::Shared)
-    }
-}
 
 /// The contents of a stream's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -165,7 +109,7 @@ pub(crate) fn open(bytes: &[u8]) -> Result<(StreamInfo, &[u8]), Corruption> {
         return Err(Corruption::Sections);
     }
     let bytes = HEADER + payload_bytes as usize;
-    let fingerprint = codec.fingerprint(base, found);
+    let fingerprint = fingerprint(codec, base, found);
     let base = codec.has_base().then_some(base);
     Ok((StreamInfo { content, codec, element, elements, kept, format, bytes, base, fingerprint }, payload))
 }
@@ -210,7 +154,7 @@ pub(crate) fn seal(stream: &mut [u8], about: Header) -> StreamInfo {
         format: about.kept.map(|(_, format)| format),
         bytes,
         base: about.base.filter(|_| about.codec.has_base()),
-        fingerprint: about.codec.fingerprint(base, checksum),
+        fingerprint: fingerprint(about.codec, base, checksum),
     }
 }
 
@@ -233,8 +177,12 @@ fn checksum(header: &[u8; HEADER], payload: &[u8]) -> u64 {
     xxh64(&header[..CHECKED], digest(payload))
 }
 
-/// A hash of two hashes, so that neither side reads the weights to know what they are.
-fn fingerprint(base: u64, checksum: u64) -> u64 {
+/// The fingerprint of what a stream decodes to: a hash of two hashes, so that neither side reads the weights to know what
+/// they are. A mirror states its own.
+fn fingerprint(codec: StreamCodec, base: u64, checksum: u64) -> u64 {
+    if codec == StreamCodec::Mirror {
+        return base;
+    }
     xxh64([base.to_le_bytes(), checksum.to_le_bytes()].as_flattened(), 0)
 }
 

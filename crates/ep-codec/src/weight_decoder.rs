@@ -2,13 +2,14 @@
 
 use ep::Element;
 
+use crate::content::{Content, StreamCodec};
 use crate::error::{CallerError, Corruption, Operand, Result};
 use crate::int8;
 use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator};
 use crate::residual::{self, check_element, read_onto, read_onto_shared};
 use crate::shared::{SharedExpert, check_length};
 use crate::state::{Owner, State};
-use crate::stream::{Content, StreamCodec, StreamInfo, open};
+use crate::stream::{StreamInfo, open};
 use crate::weight::Weight;
 
 /// Bytes that one thread copies at a time.

@@ -1,12 +1,13 @@
 //! The sending side of one expert's weights.
 
 use crate::codec::{WeightCodec, kept};
+use crate::content::{Content, StreamCodec};
 use crate::error::{CallerError, Corruption, Operand, Result};
 use crate::int8;
 use crate::residual::{self, Format, Selection, append, round_onto, select};
 use crate::shared::{SharedExpert, check_indexable, check_length};
 use crate::state::{Owner, State};
-use crate::stream::{Content, HEADER, Header, StreamCodec, StreamInfo, seal};
+use crate::stream::{HEADER, Header, StreamInfo, seal};
 use crate::weight::Weight;
 
 /// Encodes one expert's weights step after step.

@@ -102,9 +102,10 @@ impl KernelKey {
     /// shared memory, combine has fewer warps.
     pub(crate) fn of_world(views: usize, rails: bool, shared_bytes: usize) -> Vec<Self> {
         let mut keys = vec![Self::Preprocess { rails }];
-        keys.extend([false, true].map(|quantize| tuning::dispatch_key(quantize, rails)));
+        keys.extend([false, true].map(|quantize| Self::dispatch(quantize, rails)));
+        let warps = tuning::combine_warps(views, shared_bytes);
         for (rows_f32, wire_f32) in [(false, false), (false, true), (true, false), (true, true)] {
-            keys.push(tuning::fitting(tuning::combine_key(rows_f32, wire_f32, rails), views, shared_bytes));
+            keys.push(Self::Combine { rows_f32, wire_f32, warps, rails });
         }
         keys.extend([Self::WeightRows, Self::Dense, Self::Spin]);
         keys
@@ -112,8 +113,14 @@ impl KernelKey {
 
     /// The kernels for bf16 tokens, in the order of their use.
     pub(crate) fn usual(views: usize, rails: bool, shared_bytes: usize) -> [Self; 3] {
-        let combine = tuning::fitting(tuning::combine_key(false, false, rails), views, shared_bytes);
-        [Self::Preprocess { rails }, tuning::dispatch_key(false, rails), combine]
+        let warps = tuning::combine_warps(views, shared_bytes);
+        let combine = Self::Combine { rows_f32: false, wire_f32: false, warps, rails };
+        [Self::Preprocess { rails }, Self::dispatch(false, rails), combine]
+    }
+
+    /// The dispatch kernel that sends rows unchanged or quantises them.
+    pub(crate) fn dispatch(quantize: bool, rails: bool) -> Self {
+        Self::Dispatch { quantize, warps: tuning::dispatch_warps(quantize), rails }
     }
 
     /// Whether the kernel is compiled for a world of several NVLink domains.
@@ -376,7 +383,11 @@ mod tests {
                     key.rails() == rails || matches!(key.name(), "weight_rows" | "dense" | "spin")
                 };
                 let mut launched: Vec<_> = KernelKey::all(AMPLE).into_iter().filter(of_one).collect();
-                launched.iter_mut().for_each(|key| *key = tuning::fitting(*key, ranks, shared_bytes));
+                for key in &mut launched {
+                    if let KernelKey::Combine { warps, .. } = key {
+                        *warps = tuning::combine_warps(ranks, shared_bytes);
+                    }
+                }
                 let of_world = KernelKey::of_world(ranks, rails, shared_bytes);
                 let same =
                     launched.len() == of_world.len() && launched.iter().all(|key| of_world.contains(key));

@@ -13,6 +13,7 @@ use ep::{
 
 use crate::buffer::{CudaBuffer, address, address_or, scale_code, views};
 use crate::call::Call;
+use crate::device::KernelKey;
 use crate::handle::CudaHandle;
 use crate::memory::CudaMemory;
 use crate::params::{CombineParams, DispatchParams, ProbsOrigin};
@@ -143,7 +144,7 @@ impl Backend for CudaBuffer {
         let row = facts.check_dispatch(&input, &output, CudaMemory::facts)?;
         let DispatchInput { hidden, format, .. } = input;
         let quantize = matches!(format, TokenFormat::QuantizeFp8(_));
-        let kernel = self.kernel(tuning::dispatch_key(quantize, self.rails.is_some()))?;
+        let kernel = self.kernel(KernelKey::dispatch(quantize, self.rails.is_some()))?;
         let row_bytes_in = format.input_row_bytes(hidden);
         let cut = DispatchShape::new(quantize, views(&self.world), row_bytes_in, kernel.shared_bytes()?);
         if let Some(rails) = &self.rails {
@@ -229,10 +230,11 @@ impl Backend for CudaBuffer {
         facts.check_combine(&input, &output, CudaMemory::facts)?;
         let prob_stride = facts.prob_stride(&input) as u64;
         let CombineInput { hidden, element, wire, rows, probs, .. } = input;
-        let key = tuning::combine_key(element == Element::F32, wire == Element::F32, self.rails.is_some());
-        let key = tuning::fitting(key, views(&self.world), self.device.shared_bytes);
-        let kernel = self.kernel(key)?;
-        let cut = CombineShape::new(key, views(&self.world));
+        let (views, rails) = (views(&self.world), self.rails.is_some());
+        let warps = tuning::combine_warps(views, self.device.shared_bytes);
+        let (rows_f32, wire_f32) = (element == Element::F32, wire == Element::F32);
+        let kernel = self.kernel(KernelKey::Combine { rows_f32, wire_f32, warps, rails })?;
+        let cut = CombineShape::new(warps, views);
         let slot_bytes = hidden.next_multiple_of(8) * wire.bytes();
         let scratch = (Size::new(handle.sizes.sends()) * slot_bytes).bytes("partial sums")?;
         let partials = Self::scratch(&self.arena, &mut self.partials, scratch)?;

@@ -2,7 +2,6 @@
 
 use ep::{CallerError, Result};
 
-use crate::device::KernelKey;
 use crate::params::{COMBINE_TEAM_WARPS, MAX_GROUPS, MOST_STAGES, SCALE_BUFFER_BYTES};
 use crate::shared::{
     combine_bytes, combine_team_bytes, dispatch_bytes, peers_bytes, preprocess_bytes, stage_stride,
@@ -51,23 +50,17 @@ pub(crate) struct CombineShape {
     pub(crate) shared_bytes: usize,
 }
 
-/// The dispatch kernel that sends rows unchanged or quantises them.
-pub(crate) fn dispatch_key(quantize: bool, rails: bool) -> KernelKey {
+/// The most warps of a block of the dispatch kernel that sends rows unchanged or quantises them.
+pub(crate) fn dispatch_warps(quantize: bool) -> u32 {
     let warps = if quantize { QUANTIZE_WARPS } else { DISPATCH_WARPS[0] };
-    KernelKey::Dispatch { quantize, warps: warps as u32, rails }
+    warps as u32
 }
 
-/// The combine kernel for these types.
-pub(crate) fn combine_key(rows_f32: bool, wire_f32: bool, rails: bool) -> KernelKey {
-    KernelKey::Combine { rows_f32, wire_f32, warps: COMBINE_WARPS, rails }
-}
-
-/// The key with as many warps as fit the shared memory of a block. `available`: bytes of that memory. `views`, here and
+/// The warps of a block of combine: as many as fit its shared memory. `available`: bytes of that memory. `views`, here and
 /// below: the peers that a block has views of, which are the ranks and, with rails, the domains.
-pub(crate) fn fitting(key: KernelKey, views: usize, available: usize) -> KernelKey {
-    let KernelKey::Combine { rows_f32, wire_f32, warps, rails } = key else { return key };
+pub(crate) fn combine_warps(views: usize, available: usize) -> u32 {
     let most = (available - peers_bytes(views)) / combine_team_bytes();
-    KernelKey::Combine { rows_f32, wire_f32, warps: warps.min((most * COMBINE_TEAM_WARPS) as u32), rails }
+    COMBINE_WARPS.min((most * COMBINE_TEAM_WARPS) as u32)
 }
 
 impl DispatchShape {
@@ -171,8 +164,7 @@ impl SendLoad {
 }
 
 impl CombineShape {
-    pub(crate) fn new(key: KernelKey, views: usize) -> Self {
-        let KernelKey::Combine { warps, .. } = key else { unreachable!("callers pass a key of combine") };
+    pub(crate) fn new(warps: u32, views: usize) -> Self {
         let shared_bytes = combine_bytes(views, warps as usize);
         Self { threads: 32 * warps, shared_bytes }
     }
@@ -308,21 +300,18 @@ mod tests {
                 let one_more_each = warps * shape.stage_bytes() as usize;
                 assert!(full || shared_bytes + one_more_each > available, "{row_bytes}: {shape:?}");
             }
-            let key = fitting(combine_key(true, true, false), 72, available);
-            let CombineShape { threads, shared_bytes } = CombineShape::new(key, 72);
+            let warps = combine_warps(72, available);
+            let CombineShape { threads, shared_bytes } = CombineShape::new(warps, 72);
             let team = combine_team_bytes();
-            assert!(threads == 32 * COMBINE_WARPS || shared_bytes + team > available, "{key:?}");
+            assert!(threads == 32 * COMBINE_WARPS || shared_bytes + team > available, "{warps} warps");
         }
     }
 
     #[test]
     fn combine_fits_every_gpu() {
         for &available in Arch::ALL.into_iter().flat_map(Arch::shared_bytes) {
-            for (rows, wire) in [(false, false), (false, true), (true, false), (true, true)] {
-                let key = fitting(combine_key(rows, wire, false), 72, available);
-                let shape = CombineShape::new(key, 72);
-                assert!(shape.threads >= 32 && shape.shared_bytes <= available, "{key:?}: {shape:?}");
-            }
+            let shape = CombineShape::new(combine_warps(72, available), 72);
+            assert!(shape.threads >= 32 && shape.shared_bytes <= available, "{available} bytes: {shape:?}");
         }
     }
 

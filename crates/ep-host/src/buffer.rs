@@ -16,7 +16,7 @@ use crate::engine;
 use crate::join::{self, Connected, FIRST_ARENA_SEGMENT};
 use crate::memory::Arena;
 use crate::pulse::Pulse;
-use crate::rail::Rails;
+use crate::rail::{Rails, needs_blobs};
 use crate::simd::Level;
 use crate::wait::no_heartbeat;
 
@@ -101,7 +101,7 @@ impl HostBuffer {
             let rank = joining.rank();
             let connected = join::connect(world, joining, config)?;
             let opened = engine::open(world, rank, config, &connected)?;
-            let blobs = match engine::needs_blobs(world, config) {
+            let blobs = match needs_blobs(world, config) {
                 true => joining.all_gather(&opened.blob())?,
                 false => vec![Vec::new(); world.ranks()],
             };

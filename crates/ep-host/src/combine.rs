@@ -19,10 +19,10 @@ use crate::comm::{Op, PeerMemories, PeerMemory};
 use crate::dispatch::{PROBS, TOKENS};
 use crate::handle::HostHandle;
 use crate::message::{Format, Header, Message};
+use crate::progress::{Idle, Waiting};
 use crate::rail::ClaimedSlot;
 use crate::schedule::{MessageCounts, Schedule};
 use crate::simd::{self, SumRow, flag};
-use crate::wait::{Idle, Waiting};
 
 /// One rank's combine, shared by its workers.
 pub(crate) struct Combine<'a> {

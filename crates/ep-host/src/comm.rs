@@ -21,13 +21,13 @@ use ep_rail::Segment;
 
 use crate::control::{Control, Health, MEMORIES};
 use crate::directory::Directory;
-use crate::memory::PublishedMemory;
 use crate::processes::Processes;
+use crate::progress::{Idle, ProgressMonitor, Waiting};
+use crate::published::PublishedMemory;
 use crate::pulse::Pulse;
 use crate::rail::{ClaimedSlot, Rails};
 use crate::signature::{self, CollectiveArguments, SIGNATURE};
 use crate::simd::{Level, stream_fence};
-use crate::wait::{Idle, ProgressMonitor, Waiting};
 
 /// One rank's view of its world. `HostBuffer` and all workers of the rank share it.
 pub(crate) struct Comm {

@@ -26,10 +26,9 @@ use std::sync::atomic::{
 use ep::{Counts, EnvironmentError, Operator, PeerFault, Rank, Result, Size, World};
 use ep_rail::Segment;
 
-use crate::directory::SegmentName;
-use crate::memory::PublishedMemory;
+use crate::published::{PublishedMemory, SegmentName};
 use crate::signature::SIGNATURE;
-use crate::status::Status;
+use crate::status::{HealthWords, Status};
 
 /// Greatest number of memories that a rank publishes for one operator.
 pub(crate) const MEMORIES: usize = 4;
@@ -109,16 +108,6 @@ const OPERATORS: [Operator; 4] =
 
 fn index_of<T: PartialEq>(all: &[T], one: &T) -> u32 {
     all.iter().position(|other| other == one).unwrap_or(0) as u32
-}
-
-/// The words by which a rank publishes its state, as they are in its control block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct HealthWords {
-    pub(crate) health: u32,
-    pub(crate) at_fault: u32,
-    pub(crate) fault: u32,
-    pub(crate) operator: u32,
-    pub(crate) failed_step: u64,
 }
 
 /// One rank's control block, mapped, or the mirror of the control block of a rank on another machine. A mirror is memory

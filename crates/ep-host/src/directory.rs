@@ -10,6 +10,7 @@ use ep::{Rank, Result};
 use ep_rail::Segment;
 
 use crate::processes::Processes;
+use crate::published::SegmentName;
 
 /// Segments by owner and the owner's number.
 type Known = HashMap<(Rank, u64), Arc<Segment>>;
@@ -21,14 +22,6 @@ pub(crate) struct Directory {
     known: Arc<Mutex<Known>>,
     /// Empty with thread ranks.
     processes: Processes,
-}
-
-/// The identity of a segment among those of its owner.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct SegmentName {
-    /// The owner's number for the segment; never reused.
-    pub(crate) id: u64,
-    pub(crate) len: usize,
 }
 
 impl Directory {

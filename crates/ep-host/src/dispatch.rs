@@ -18,10 +18,10 @@ use crate::comm::{Op, PeerMemories, PeerMemory};
 use crate::handle::{ForwardList, HostHandle};
 use crate::memory::HostMemory;
 use crate::message::{Format, Header, Message, Source};
+use crate::progress::{Idle, Waiting};
 use crate::rail::ClaimedSlot;
 use crate::schedule::{MessageCounts, Schedule};
 use crate::simd;
-use crate::wait::{Idle, Waiting};
 
 /// Indices of the published memories in a control block. Combine publishes its rows and probabilities at the same
 /// indices as dispatch.

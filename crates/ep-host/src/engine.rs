@@ -7,12 +7,7 @@ use ep_rail::{Loopback, Paced, open_fabric, rail_of};
 
 use crate::control::check_segment;
 use crate::join::Connected;
-use crate::rail::WindowLayout;
-
-/// Whether the ranks exchange blobs: the engine does not map the windows of the peers.
-pub(crate) fn needs_blobs(world: &World, config: &Config) -> bool {
-    world.topology().domains() > 1 && !config.host.transport.maps_windows()
-}
+use crate::rail::{WindowLayout, needs_blobs};
 
 /// Opens the engine of `rank`.
 pub(crate) fn open(

@@ -16,10 +16,11 @@ use crate::buffer::HostBuffer;
 use crate::comm::Op;
 use crate::control::MEMORIES;
 use crate::handle::HostHandle;
-use crate::memory::{HostMemory, PublishedMemory};
+use crate::memory::HostMemory;
 use crate::message::{Format, Header, Sections};
+use crate::progress::Idle;
+use crate::published::PublishedMemory;
 use crate::signature::CollectiveArguments;
-use crate::wait::Idle;
 
 const HIDDEN: usize = 64;
 const TOKENS: usize = 20;

@@ -18,10 +18,10 @@ use ep_rail::Segment;
 
 use crate::control::Control;
 use crate::directory::Directory;
-#[cfg(target_os = "linux")]
-use crate::directory::SegmentName;
 use crate::preprocess;
 use crate::processes::Processes;
+#[cfg(target_os = "linux")]
+use crate::published::SegmentName;
 use crate::rail::WindowLayout;
 
 /// Numbers of a rank's first segments. 0 stands for "none" in control blocks; the arena's segments follow.

@@ -87,6 +87,8 @@ mod preprocess;
 mod probe;
 #[cfg_attr(not(target_os = "linux"), path = "processes_unsupported.rs")]
 mod processes;
+mod progress;
+mod published;
 mod pulse;
 mod rail;
 mod schedule;

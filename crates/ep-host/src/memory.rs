@@ -11,7 +11,8 @@ use ep::call::{Maker, MemoryFacts};
 use ep::{EnvironmentError, Error, Result, Size};
 use ep_rail::Segment;
 
-use crate::directory::{Directory, SegmentName};
+use crate::directory::Directory;
+use crate::published::{PublishedMemory, SegmentName};
 
 /// Alignment of blocks, bytes: a page, and therefore whole cache lines, which streaming stores need.
 const ALIGN: usize = 4096;
@@ -171,14 +172,6 @@ impl HostMemory {
             }
         }
     }
-}
-
-/// The location of memory that a rank publishes to its peers: bytes `offset..offset + len` of one of its segments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct PublishedMemory {
-    pub(crate) segment: SegmentName,
-    pub(crate) offset: usize,
-    pub(crate) len: usize,
 }
 
 /// An allocation in a segment of an arena, returned to the arena when dropped.

@@ -24,9 +24,10 @@ use crate::comm::{Op, Panic, panic_error};
 use crate::control::MEMORIES;
 use crate::dispatch::{self, Dispatch, LOCAL_EXPERTS, PROBS, ProbSource, SCALES, TOKENS};
 use crate::handle::HostHandle;
-use crate::memory::{HostMemory, PublishedMemory};
+use crate::memory::HostMemory;
 use crate::message::Format;
 use crate::preprocess;
+use crate::published::PublishedMemory;
 use crate::signature::CollectiveArguments;
 use crate::workers;
 

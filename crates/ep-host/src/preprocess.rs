@@ -10,7 +10,7 @@ use ep::{CallerError, Counts, DispatchMode, Rank, Result, Size};
 
 use crate::comm::Op;
 use crate::message::{Format, Header, Message, Sections};
-use crate::wait::{Idle, Waiting};
+use crate::progress::{Idle, Waiting};
 
 /// Sends this rank's counts and returns the counts of all ranks, by rank.
 ///

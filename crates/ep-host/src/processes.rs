@@ -26,7 +26,7 @@ use ep_rail::Segment;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::control::{Control, Health};
-use crate::directory::SegmentName;
+use crate::published::SegmentName;
 use crate::status::Status;
 
 /// The peers' processes; empty when ranks are threads. Clones share one state. Dropping the last clone sends a leave

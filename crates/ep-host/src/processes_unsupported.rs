@@ -7,7 +7,7 @@ use ep::{EnvironmentError, PeerFault, Rank, Result};
 use ep_rail::Segment;
 
 use crate::control::Control;
-use crate::directory::SegmentName;
+use crate::published::SegmentName;
 
 /// No peer is a process.
 #[derive(Debug, Clone, Default)]

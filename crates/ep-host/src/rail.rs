@@ -15,12 +15,15 @@ use std::time::Instant;
 use ep::{Config, Posted, Put, Rank, Result, Signal, Size, Transport, World};
 use ep_rail::{Loopback, Segment, broken};
 
-use crate::engine::needs_blobs;
-
 /// A signal has its kind in bit 16 and a slot in the 16 bits below. `DATA`: the slot holds a message.
 const DATA: u32 = 0;
 /// `CREDIT`: the receiver has read the message in the slot.
 const CREDIT: u32 = 1 << 16;
+
+/// Whether the ranks exchange blobs: the engine does not map the windows of the peers.
+pub(crate) fn needs_blobs(world: &World, config: &Config) -> bool {
+    world.topology().domains() > 1 && !config.host.transport.maps_windows()
+}
 
 /// The layout of a window: signal rings of the engine, receive slots by domain, send slots by domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,7 +4,15 @@
 //! A status is a snapshot. All its words only grow, or change once, so a lost status does no harm and a later one
 //! replaces it.
 
-use crate::control::HealthWords;
+/// The words by which a rank publishes its state, as they are in its control block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HealthWords {
+    pub(crate) health: u32,
+    pub(crate) at_fault: u32,
+    pub(crate) fault: u32,
+    pub(crate) operator: u32,
+    pub(crate) failed_step: u64,
+}
 
 /// The status of a rank at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -21,140 +21,14 @@ use ep::{CallerError, Error, Interrupt, Operator, PeerError, PeerFault, Rank, Re
 
 use crate::comm::{Comm, Op};
 use crate::control::{Control, Health};
+use crate::progress::{Idle, NAP, ProgressMonitor, SeenProgress, Waiting};
 
-/// The event that a worker waits for, quoted in the error when the event does not happen.
-#[derive(Debug)]
-pub(crate) struct Waiting {
-    /// The rank that must act.
-    pub(crate) peer: Rank,
-    /// The event, as the object of "waited for".
-    pub(crate) what: String,
-}
-
-/// How long, and for how many turns, a worker has had no work.
-#[derive(Debug, Default)]
-pub(crate) struct Idle {
-    turns: u32,
-    since: Option<Instant>,
-}
-
-impl Idle {
-    /// Passes one turn without work: spins, then yields the core, then sleeps, as the wait grows longer. Returns
-    /// whether to check the peers now.
-    fn turn(&mut self) -> bool {
-        self.since.get_or_insert_with(Instant::now);
-        self.turns += 1;
-        if self.turns < SPIN_TURNS {
-            std::hint::spin_loop();
-        } else if self.turns < YIELD_TURNS {
-            std::thread::yield_now();
-        } else {
-            std::thread::sleep(NAP);
-        }
-        self.turns.is_multiple_of(CHECK_EVERY_TURNS)
-    }
-
-    /// Ends the wait, if there was one, and returns its length.
-    pub(crate) fn end(&mut self) -> Option<Duration> {
-        self.turns = 0;
-        self.since.take().map(|since| since.elapsed())
-    }
-}
-
-/// A waiting worker spins until this many turns.
-const SPIN_TURNS: u32 = 64;
-/// From [`SPIN_TURNS`] to this many turns a waiting worker yields the core; after that it sleeps.
-const YIELD_TURNS: u32 = 4096;
-/// One sleep of a waiting worker.
-const NAP: Duration = Duration::from_micros(50);
 /// Grace period: after a rank has left, how long this rank waits for news of another rank's death.
 const GRACE_PERIOD: Duration = Duration::from_millis(100);
 /// After a rank that has finished the step is lost: how long its last messages may still arrive, nanoseconds.
 const LAST_MESSAGES_NS: u64 = 500_000_000;
-/// Turns between two checks of the peers' health.
-const CHECK_EVERY_TURNS: u32 = 32;
 /// Least time between two checks that need a system call or read every peer's counters, nanoseconds.
 const READ_COUNTERS_EVERY_NS: u64 = 2_000_000;
-
-/// The progress of all ranks, as this rank has observed it since it entered the operator. Times are nanoseconds since
-/// that entry.
-#[derive(Debug)]
-pub(crate) struct ProgressMonitor {
-    ranks: Vec<SeenProgress>,
-    /// When the counters were last read.
-    read_ns: u64,
-    /// When the program was last asked whether to stop.
-    asked_ns: u64,
-    /// The awaited rank that has finished the step and is lost since, and when that was first seen.
-    gone: Option<(Rank, u64)>,
-    /// Whether the program was told which rank is late.
-    told: bool,
-}
-
-/// The counters of one rank at the last read, and when they last changed. Bounds are judged by these values only, never
-/// by newer ones: a rank that enters just after a read would otherwise appear to have been inside, without progress,
-/// since long before it entered.
-#[derive(Debug, Clone, Copy)]
-struct SeenProgress {
-    /// Newest step entered.
-    entered: u64,
-    /// Newest step finished.
-    finished: u64,
-    /// [`Control::progress`].
-    work: u64,
-    /// [`Control::turns`].
-    turns: u64,
-    /// When `entered`, `finished` or `work` last changed.
-    progressed_ns: u64,
-    /// When any of the four values last changed.
-    ran_ns: u64,
-}
-
-impl SeenProgress {
-    /// Whether the rank's workers should be running: the rank is inside `step`, or inside an earlier step.
-    fn is_inside(&self, step: u64) -> bool {
-        self.entered >= step || self.entered > self.finished
-    }
-}
-
-impl ProgressMonitor {
-    pub(crate) fn new(controls: &[Control]) -> Self {
-        let start = |control| SeenProgress { progressed_ns: 0, ran_ns: 0, ..Self::read(control, 0) };
-        Self { ranks: controls.iter().map(start).collect(), read_ns: 0, asked_ns: 0, gone: None, told: false }
-    }
-
-    fn read(control: &Control, now: u64) -> SeenProgress {
-        let (entered, finished) = (control.entered(), control.finished());
-        let (work, turns) = (control.progress(), control.turns());
-        SeenProgress { entered, finished, work, turns, progressed_ns: now, ran_ns: now }
-    }
-
-    /// Reads the counters of all ranks at time `now`.
-    fn read_all(&mut self, controls: &[Control], now: u64) {
-        for (control, seen) in controls.iter().zip(&mut self.ranks) {
-            let mut new = Self::read(control, now);
-            if [new.entered, new.finished, new.work] == [seen.entered, seen.finished, seen.work] {
-                new.progressed_ns = seen.progressed_ns;
-                if new.turns == seen.turns {
-                    new.ran_ns = seen.ran_ns;
-                }
-            }
-            *seen = new;
-        }
-        self.read_ns = now;
-    }
-
-    /// When any rank last made progress, finished ranks included.
-    fn newest_progress(&self) -> u64 {
-        self.ranks.iter().map(|seen| seen.progressed_ns).max().unwrap_or(0)
-    }
-
-    /// The ranks, other than `own`, that had not finished `step` at the last read.
-    fn needed(&self, own: Rank, step: u64) -> impl Iterator<Item = (Rank, &SeenProgress)> {
-        let ranks = (0..).map(Rank).zip(&self.ranks);
-        ranks.filter(move |&(rank, seen)| rank != own && seen.finished < step)
-    }
-}
 
 impl Op<'_> {
     /// Passes one turn of a worker that has no work.
@@ -321,8 +195,7 @@ impl Op<'_> {
         let awaited = needed().find(|&(rank, seen)| rank == peer && absent(seen));
         let awaited = awaited.map_or(first_absent, |(rank, _)| rank);
         if own < comm.config.timeout.as_nanos() as u64 {
-            let first = (0..).map(Rank).zip(&monitor.ranks).find(|(_, seen)| seen.entered >= self.step);
-            if !monitor.told && first.is_some_and(|(rank, _)| rank == comm.rank) {
+            if !monitor.told && monitor.first_inside(self.step) == Some(comm.rank) {
                 monitor.told = true;
                 self.tell_late(awaited, Duration::from_nanos(own));
             }
@@ -466,55 +339,7 @@ mod tests {
 
     use super::*;
     use crate::HostBuffer;
-    use crate::control::controls;
-    use crate::signature::{CollectiveArguments, SIGNATURE};
-
-    fn enter(control: &Control, step: u64) {
-        control.enter(step, [0; SIGNATURE], [None; 4]);
-    }
-
-    #[test]
-    fn time_before_a_rank_enters_does_not_count_as_a_stall() {
-        let controls = controls(2);
-        let mut monitor = ProgressMonitor::new(&controls);
-        monitor.read_all(&controls, 1000);
-        // The rank enters after the read and before the bounds are checked.
-        enter(&controls[1], 1);
-        assert!(!monitor.ranks[1].is_inside(1), "bounds are judged by the values of the last read");
-        monitor.read_all(&controls, 5000);
-        let seen = monitor.ranks[1];
-        assert!(seen.is_inside(1));
-        assert_eq!((seen.ran_ns, seen.progressed_ns), (5000, 5000));
-    }
-
-    #[test]
-    fn workers_that_wait_count_turns_but_no_progress() {
-        let controls = controls(2);
-        let mut monitor = ProgressMonitor::new(&controls);
-        enter(&controls[1], 1);
-        monitor.read_all(&controls, 10);
-        controls[1].turn();
-        monitor.read_all(&controls, 20);
-        monitor.read_all(&controls, 30);
-        assert_eq!((monitor.ranks[1].ran_ns, monitor.ranks[1].progressed_ns), (20, 10));
-        controls[1].advance();
-        monitor.read_all(&controls, 40);
-        assert_eq!((monitor.ranks[1].ran_ns, monitor.ranks[1].progressed_ns), (40, 40));
-    }
-
-    #[test]
-    fn a_rank_that_has_finished_the_step_is_not_needed() {
-        let controls = controls(3);
-        let mut monitor = ProgressMonitor::new(&controls);
-        controls.iter().for_each(|control| enter(control, 1));
-        controls[2].finish(1);
-        monitor.read_all(&controls, 10);
-        let needed = |step| monitor.needed(Rank(0), step).map(|(rank, _)| rank).collect::<Vec<_>>();
-        assert_eq!(needed(1), [Rank(1)]);
-        assert_eq!(needed(2), [Rank(1), Rank(2)]);
-        // Finishing is progress: the ranks that waited for it advance a moment later.
-        assert_eq!(monitor.newest_progress(), 10);
-    }
+    use crate::signature::CollectiveArguments;
 
     /// Rank 1 has failed because of rank 2, and may have changed the rows that rank 0 has read.
     #[test]

@@ -12,11 +12,11 @@ use crate::carrier::Carrier;
 use crate::header::Kind;
 use crate::inbox::{Call, GRADIENTS, Message, Traffic, WEIGHTS, Window};
 use crate::owned::{Owned, Returned, refused};
-use crate::post::{GRACE, Post, Resend, Setup};
+use crate::post::{Post, Resend, Setup};
 use crate::replicas::{Decoded, Replicas, SharedExperts};
 use crate::settings::{Domain, Settings, Shape};
 use crate::state::Saved;
-use crate::threads::join_within_grace;
+use crate::threads::{GRACE, join_within_grace};
 
 /// One rank's part in the migration of experts. [The crate's documentation](crate) describes a step.
 ///

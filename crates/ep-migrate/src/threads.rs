@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use ep::{EnvironmentError, Result};
 
-use crate::post::GRACE;
+/// How long a rank that closes waits for its peers to read why.
+pub(crate) const GRACE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 thread_local! {

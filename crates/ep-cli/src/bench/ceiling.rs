@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use serde::Serialize;
+
 use crate::bench::floor::MustMove;
 use crate::bench::plan::BenchPlan;
 use crate::bench::scenario::Scenario;
@@ -127,6 +129,48 @@ impl Wire {
 fn has_nvlink_4(name: &str) -> bool {
     let has = |word: &str| name.split_whitespace().any(|part| part == word);
     (has("H100") || has("H200")) && !["PCIe", "NVL", "MIG"].into_iter().any(has)
+}
+
+/// The ceiling from which floors are computed, in the report.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub(super) enum CeilingReport {
+    Memory {
+        /// Bytes copied per second by the fastest method, before or after the run.
+        ceiling_copy_gb_per_s: f64,
+        /// The fastest method.
+        ceiling_copied_by: &'static str,
+        /// Bytes read and written per second: twice the bytes copied.
+        ceiling_traffic_gb_per_s: f64,
+        /// Bytes read per second when nothing is written.
+        ceiling_read_gb_per_s: f64,
+        /// Bytes written per second when nothing is read.
+        ceiling_write_gb_per_s: f64,
+        /// Bytes of one copy by all cores.
+        ceiling_size_bytes: usize,
+        ceiling_threads: usize,
+    },
+    Wire {
+        /// Bandwidth in one direction; `None` where unknown.
+        ceiling_wire_gb_per_s: Option<f64>,
+    },
+}
+
+impl CeilingReport {
+    pub(super) fn of(ceiling: Ceiling) -> Self {
+        match ceiling {
+            Ceiling::Memory(memory) => Self::Memory {
+                ceiling_copy_gb_per_s: memory.copied / 1e9,
+                ceiling_copied_by: memory.copied_by.name(),
+                ceiling_traffic_gb_per_s: memory.traffic() / 1e9,
+                ceiling_read_gb_per_s: memory.read / 1e9,
+                ceiling_write_gb_per_s: memory.written / 1e9,
+                ceiling_size_bytes: memory.size,
+                ceiling_threads: memory.cores,
+            },
+            Ceiling::Wire(wire) => Self::Wire { ceiling_wire_gb_per_s: wire.gb_per_s() },
+        }
+    }
 }
 
 #[cfg(test)]

@@ -200,8 +200,8 @@ fn as_one_rank<B: Timed>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::ceiling::CeilingReport;
     use crate::bench::measure::Operator;
-    use crate::bench::report::CeilingReport;
     use crate::bench::runs::{OperatorReport, Run};
     use crate::bench::scenario::Scenario;
     use crate::common::units;
@@ -317,7 +317,7 @@ mod tests {
         // The same figures as in the run's own table.
         let dispatch = &report.runs[0].operators[1];
         assert_eq!(dispatch.operator, "dispatch");
-        let median = table::time(dispatch.median_us);
+        let median = units::microseconds(dispatch.median_us);
         assert!(summary.lines().nth(2).unwrap().contains(&median), "{median}: {summary}");
         assert!(summary.lines().last().unwrap().starts_with("verified: all 8 runs"), "{summary}");
         let json = serde_json::to_value(&report).unwrap();

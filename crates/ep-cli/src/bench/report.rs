@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::bench::busy::Busy;
-use crate::bench::ceiling::{Ceiling, MemoryRates, Wire};
+use crate::bench::ceiling::{Ceiling, CeilingReport, MemoryRates, Wire};
 use crate::bench::definitions;
 use crate::bench::gpu::{RankGpu, Sharing};
 use crate::bench::plan::{BenchPlan, WARM_UP};
@@ -35,31 +35,6 @@ pub(super) struct BenchReport {
     /// The GPU of each rank, as of the last run; empty on the host backend.
     pub(super) gpus: Vec<RankGpu>,
     pub(super) runs: Vec<Run>,
-}
-
-/// The ceiling from which floors are computed.
-#[derive(Debug, Serialize)]
-#[serde(untagged)]
-pub(super) enum CeilingReport {
-    Memory {
-        /// Bytes copied per second by the fastest method, before or after the run.
-        ceiling_copy_gb_per_s: f64,
-        /// The fastest method.
-        ceiling_copied_by: &'static str,
-        /// Bytes read and written per second: twice the bytes copied.
-        ceiling_traffic_gb_per_s: f64,
-        /// Bytes read per second when nothing is written.
-        ceiling_read_gb_per_s: f64,
-        /// Bytes written per second when nothing is read.
-        ceiling_write_gb_per_s: f64,
-        /// Bytes of one copy by all cores.
-        ceiling_size_bytes: usize,
-        ceiling_threads: usize,
-    },
-    Wire {
-        /// Bandwidth in one direction; `None` where unknown.
-        ceiling_wire_gb_per_s: Option<f64>,
-    },
 }
 
 /// The options as resolved.
@@ -149,23 +124,6 @@ impl BenchReport {
     pub(super) fn names(&self) -> Vec<&str> {
         let gpus = self.gpus.iter().map(|gpu| &*gpu.name);
         gpus.chain([&*self.machine.cpu_model]).chain(self.config.routing.as_deref()).collect()
-    }
-}
-
-impl CeilingReport {
-    pub(super) fn of(ceiling: Ceiling) -> Self {
-        match ceiling {
-            Ceiling::Memory(memory) => Self::Memory {
-                ceiling_copy_gb_per_s: memory.copied / 1e9,
-                ceiling_copied_by: memory.copied_by.name(),
-                ceiling_traffic_gb_per_s: memory.traffic() / 1e9,
-                ceiling_read_gb_per_s: memory.read / 1e9,
-                ceiling_write_gb_per_s: memory.written / 1e9,
-                ceiling_size_bytes: memory.size,
-                ceiling_threads: memory.cores,
-            },
-            Ceiling::Wire(wire) => Self::Wire { ceiling_wire_gb_per_s: wire.gb_per_s() },
-        }
     }
 }
 

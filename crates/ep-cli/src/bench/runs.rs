@@ -6,12 +6,11 @@ use std::time::Duration;
 use ep::{DispatchMode, Routing};
 use serde::Serialize;
 
-use crate::bench::ceiling::Ceiling;
+use crate::bench::ceiling::{Ceiling, CeilingReport};
 use crate::bench::check::CheckedCounts;
 use crate::bench::floor::{Crossing, MustMove, WireReport};
 use crate::bench::measure::{self, Operator, Samples, Spread};
 use crate::bench::plan::BenchPlan;
-use crate::bench::report::CeilingReport;
 use crate::bench::run::RankReport;
 use crate::bench::scenario::{Scenario, mode_name};
 use crate::common::backend::BackendKind;

@@ -1,44 +1,43 @@
 //! The report as text for a terminal.
 
 use std::fmt::Write as _;
-use std::time::Duration;
 
 use crate::bench::floor::WireReport;
 use crate::bench::report::BenchReport;
 use crate::bench::runs::{OperatorReport, Run};
 use crate::bench::{chart, heading, summary};
 use crate::common::backend::BackendKind;
-use crate::common::table::table;
-use crate::common::units;
+use crate::common::table::{or_dash, table};
+use crate::common::units::{self, microseconds};
 
 /// One column: its header, and the text for an operator.
 type Column = (&'static str, fn(&OperatorReport) -> String);
 
 const HOST_COLUMNS: &[Column] = &[
     ("operator", |o| o.operator.into()),
-    ("median", |o| time(o.median_us)),
-    ("p95", |o| time(o.p95_us)),
+    ("median", |o| microseconds(o.median_us)),
+    ("p95", |o| microseconds(o.p95_us)),
     ("inside domains", |o| or_dash(o.bytes_inside_domains.map(units::bytes))),
     ("between domains", |o| units::bytes(o.bytes_between_domains)),
     ("GB/s", |o| or_dash(o.gb_per_s.map(|rate| format!("{rate:.2}")))),
-    ("floor", |o| or_dash(o.floor_us.map(time))),
+    ("floor", |o| or_dash(o.floor_us.map(microseconds))),
     ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
 ];
 
 /// In addition, where bytes between domains cross a network or an emulated link.
 const NETWORK_COLUMNS: &[Column] = &[
-    ("stream", |o| or_dash(o.stream_us.map(time))),
+    ("stream", |o| or_dash(o.stream_us.map(microseconds))),
     ("ratio", |o| or_dash(o.ratio_to_stream.map(|ratio| format!("{ratio:.2}")))),
     ("leg", |o| or_dash(o.binding_leg.map(Into::into))),
 ];
 
 const GPU_COLUMNS: &[Column] = &[
     ("operator", |o| o.operator.into()),
-    ("median", |o| time(o.median_us)),
-    ("p95", |o| time(o.p95_us)),
+    ("median", |o| microseconds(o.median_us)),
+    ("p95", |o| microseconds(o.p95_us)),
     ("busiest rank", |o| or_dash(o.must_move_bytes.map(units::bytes))),
     ("GB/s", |o| or_dash(o.gb_per_s.map(|rate| format!("{rate:.0}")))),
-    ("floor", |o| or_dash(o.floor_us.map(time))),
+    ("floor", |o| or_dash(o.floor_us.map(microseconds))),
     ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
 ];
 
@@ -115,10 +114,6 @@ fn operators(run: &Run, columns: &[Column]) -> String {
     table(&header, run.operators.iter().map(row), 1)
 }
 
-pub(super) fn or_dash(text: Option<String>) -> String {
-    text.unwrap_or_else(|| "-".into())
-}
-
 /// Bytes between ranks in one dispatch.
 fn moved(wire: &WireReport) -> String {
     let range = |bytes: &[u64]| {
@@ -130,10 +125,6 @@ fn moved(wire: &WireReport) -> String {
         range(&wire.dispatch_received_bytes_per_rank),
         range(&wire.dispatch_sent_bytes_per_rank),
     )
-}
-
-pub(super) fn time(microseconds: f64) -> String {
-    units::time(Duration::from_secs_f64(microseconds / 1e6))
 }
 
 fn preprocessing(report: &BenchReport, run: &Run) -> String {

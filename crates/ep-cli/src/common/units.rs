@@ -29,6 +29,10 @@ pub(crate) fn time(time: Duration) -> String {
     scaled(time.as_secs_f64() * 1e9, &["ns", "µs", "ms", "s"])
 }
 
+pub(crate) fn microseconds(microseconds: f64) -> String {
+    time(Duration::from_secs_f64(microseconds / 1e6))
+}
+
 /// A whole number with separated thousands.
 pub(crate) fn count(number: u64) -> String {
     let digits = number.to_string();

@@ -12,6 +12,7 @@ mod sweep;
 #[cfg(test)]
 mod tests;
 mod text;
+mod words;
 
 use clap::ValueEnum as _;
 use ep_plan::cluster::Cluster;

@@ -6,7 +6,7 @@ use ep_plan::planner::{BaselineKind, Options};
 use ep_plan::step::{Fewer, Fit, StepPlan, StepPrice, Strategy};
 
 use super::runnable::has_runtime;
-use super::text::{baseline_name, relation, times};
+use super::words::{baseline_name, relation, times};
 use crate::common::units;
 use crate::planner::problem::Problem;
 use crate::planner::text::{sizes, table};

@@ -1,12 +1,17 @@
 //! `--sweep`: plans for several values of one key, and compares with the other strategies.
 
+use std::fmt::Write as _;
+
 use ep_plan::step::Strategy;
+use ep_plan::units::Seconds;
 use serde::Serialize;
 
-use super::{steps, text};
+use super::steps;
+use super::words::{baseline_name, relation};
+use crate::common::units;
 use crate::planner::key::Key;
 use crate::planner::problem::Problem;
-use crate::planner::text::sizes;
+use crate::planner::text::{sizes, table};
 
 /// Default number of values.
 const POINTS: usize = 13;
@@ -45,6 +50,50 @@ impl Sweep {
             }
         }
         names
+    }
+
+    /// The sweep as a table for a terminal.
+    pub(super) fn render(&self) -> String {
+        let unit = if self.unit.is_empty() { String::new() } else { format!(" ({})", self.unit) };
+        let name = format!("{}{unit}", self.key);
+        let schemes = self.schemes();
+        // Only steps are planned on parts of the cluster.
+        let of_steps =
+            self.points.iter().any(|point| point.outcome.as_ref().is_ok_and(|plan| plan.best.is_some()));
+        let rows = self.points.iter().map(|Point { value, outcome }| match outcome {
+            Ok(point) => [format!("{value}"), point.choice.clone(), Seconds(point.seconds).to_string()]
+                .into_iter()
+                .chain(schemes.iter().map(|scheme| match point.of(scheme) {
+                    _ if point.best == Some(*scheme) => "best".into(),
+                    Some(seconds) => relation(point.seconds / seconds),
+                    None => "-".into(),
+                }))
+                .chain(of_steps.then(|| match &point.fewer {
+                    Some(part) => format!("{} ({})", relation(part.gain), units::count(part.gpus as u64)),
+                    None => "-".into(),
+                }))
+                .collect(),
+            Err(_) => vec![format!("{value}"), "no plan".into()],
+        });
+        let header: Vec<&str> = [&*name, "best", "time"]
+            .into_iter()
+            .chain(schemes.iter().copied())
+            .chain(of_steps.then_some("fewer GPUs"))
+            .collect();
+        let mut out = table(&header, rows, 0);
+        // The reasons stand below the table, each once.
+        let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
+        for Point { value, outcome } in &self.points {
+            let Err(why) = outcome else { continue };
+            match reasons.iter_mut().find(|(known, _)| known == why) {
+                Some((_, values)) => values.push(value.to_string()),
+                None => reasons.push((why, vec![value.to_string()])),
+            }
+        }
+        for (why, values) in reasons {
+            let _ = write!(out, "\nNo plan at {}: {why}", values.join(", "));
+        }
+        out
     }
 }
 
@@ -175,7 +224,7 @@ fn outcome(problem: &Problem) -> Result<PointPlan, String> {
         choice: sizes(&plan.best.domain_sizes),
         seconds: plan.best.layer_time.0,
         others: others
-            .map(|baseline| (text::baseline_name(baseline.kind), baseline.candidate.layer_time.0))
+            .map(|baseline| (baseline_name(baseline.kind), baseline.candidate.layer_time.0))
             .collect(),
         fewer: None,
         best: None,

@@ -5,12 +5,13 @@ use std::fmt::Write as _;
 use ep_plan::Routing;
 use ep_plan::cluster::{LevelDescription, Sharing};
 use ep_plan::model::AttentionDescription;
-use ep_plan::planner::{BaselineKind, CompressionGain, Options, PassTimes, Plan, Setting};
+use ep_plan::planner::{CompressionGain, Options, PassTimes, Plan, Setting};
 use ep_plan::step::Strategy;
 use ep_plan::units::{Bytes, Seconds};
 
 use super::steps::{self, Shown};
-use super::sweep::{Point, Sweep};
+use super::sweep::Sweep;
+use super::words::{baseline_name, relation, times};
 use crate::common::units;
 use crate::planner::problem::Problem;
 use crate::planner::text::{heading, sizes, table};
@@ -41,7 +42,7 @@ pub(super) fn render(
         let _ = write!(out, "\n{}\n{}\n", lossy(problem, step, plan), gains(problem, step, plan));
     }
     if let Some(sweep) = sweep {
-        let _ = write!(out, "\n{}\n", swept(sweep));
+        let _ = write!(out, "\n{}\n", sweep.render());
     }
     out.push('\n');
     // The first sentence repeats the answer above.
@@ -206,15 +207,6 @@ fn worth(plan: &Plan) -> String {
     }
 }
 
-/// What a scheme is compared with one that takes `ratio` times as long: "1.14x faster", "2.00x slower".
-pub(super) fn relation(ratio: f64) -> String {
-    match times(ratio) {
-        equal if equal == times(1.0) => "as fast (1.00x)".to_owned(),
-        faster if ratio > 1.0 => format!("{faster} faster"),
-        _ => format!("{} slower", times(1.0 / ratio)),
-    }
-}
-
 fn domains_answer(plan: &Plan) -> String {
     let domain_sizes = sizes(&plan.best.domain_sizes);
     let gpus = plan.best.expert_domain_size();
@@ -227,16 +219,6 @@ fn domains_answer(plan: &Plan) -> String {
     };
     let kept = if plan.best.replicas_kept { ", kept for the whole step" } else { "" };
     format!("domains {domain_sizes}: {what}{kept}. A layer takes {}.", plan.best.layer_time)
-}
-
-/// A ratio with three digits, or with all its digits from a thousand on.
-pub(super) fn times(ratio: f64) -> String {
-    let decimals = match ratio.abs() {
-        large if large >= 99.95 => 0,
-        middle if middle >= 9.995 => 1,
-        _ => 2,
-    };
-    format!("{ratio:.decimals$}x")
 }
 
 fn domains(plan: &Plan) -> String {
@@ -348,15 +330,6 @@ fn memory(plan: &Plan) -> String {
     )
 }
 
-/// Names of the baselines, which need no planner.
-pub(super) fn baseline_name(kind: BaselineKind) -> &'static str {
-    match kind {
-        BaselineKind::PlainEp => "plain EP",
-        BaselineKind::HierarchicalEp => "hierarchical EP, deduplicated",
-        BaselineKind::EpInsideDatacenter => "EP inside a datacenter, sharded data parallelism across",
-    }
-}
-
 /// What the shown layers compress, and what is known of the effect on the trained model.
 pub(super) fn lossy(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> String {
     let Options { weight_compression, gradient_compression, dense_gradient_compression, .. } =
@@ -443,49 +416,6 @@ fn compared(plan: &Plan) -> String {
         ]
     }));
     table(&["compared with", "layer time", "this plan is", "fits"], rows, 1)
-}
-
-fn swept(sweep: &Sweep) -> String {
-    let unit = if sweep.unit.is_empty() { String::new() } else { format!(" ({})", sweep.unit) };
-    let name = format!("{}{unit}", sweep.key);
-    let schemes = sweep.schemes();
-    // Only steps are planned on parts of the cluster.
-    let of_steps =
-        sweep.points.iter().any(|point| point.outcome.as_ref().is_ok_and(|plan| plan.best.is_some()));
-    let rows = sweep.points.iter().map(|Point { value, outcome }| match outcome {
-        Ok(point) => [format!("{value}"), point.choice.clone(), Seconds(point.seconds).to_string()]
-            .into_iter()
-            .chain(schemes.iter().map(|scheme| match point.of(scheme) {
-                _ if point.best == Some(*scheme) => "best".into(),
-                Some(seconds) => relation(point.seconds / seconds),
-                None => "-".into(),
-            }))
-            .chain(of_steps.then(|| match &point.fewer {
-                Some(part) => format!("{} ({})", relation(part.gain), units::count(part.gpus as u64)),
-                None => "-".into(),
-            }))
-            .collect(),
-        Err(_) => vec![format!("{value}"), "no plan".into()],
-    });
-    let header: Vec<&str> = [&*name, "best", "time"]
-        .into_iter()
-        .chain(schemes.iter().copied())
-        .chain(of_steps.then_some("fewer GPUs"))
-        .collect();
-    let mut out = table(&header, rows, 0);
-    // The reasons stand below the table, each once.
-    let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
-    for Point { value, outcome } in &sweep.points {
-        let Err(why) = outcome else { continue };
-        match reasons.iter_mut().find(|(known, _)| known == why) {
-            Some((_, values)) => values.push(value.to_string()),
-            None => reasons.push((why, vec![value.to_string()])),
-        }
-    }
-    for (why, values) in reasons {
-        let _ = write!(out, "\nNo plan at {}: {why}", values.join(", "));
-    }
-    out
 }
 
 fn growth(plan: &Plan) -> String {

@@ -6,10 +6,11 @@ use super::entries::{Entries, add_onto};
 use super::format::{BLOCK, Format, IndexFormat, ValueFormat};
 use super::rice;
 use super::sections::{BlockBytes, blocks};
+use crate::content::StreamCodec;
 use crate::error::{CallerError, Corruption, Operand, Result};
 use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator, parallel};
 use crate::shared::{SharedExpert, check_length};
-use crate::stream::{StreamCodec, StreamInfo, open};
+use crate::stream::{StreamInfo, open};
 use crate::weight::Weight;
 
 /// Decodes exactly one stream onto its shared expert.

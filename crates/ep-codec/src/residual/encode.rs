@@ -7,10 +7,11 @@ use super::format::{BLOCK, Format, IndexFormat, ValueFormat};
 use super::rice;
 use super::sections::join_word;
 use super::select::{Selected, Selection, select};
+use crate::content::{Content, StreamCodec};
 use crate::error::{CallerError, Operand, Result};
 use crate::parallel::{IndexedParallelIterator, Parallel, ParallelIterator, parallel};
 use crate::shared::{SharedExpert, check_length};
-use crate::stream::{Content, HEADER, Header, StreamCodec, StreamInfo, seal};
+use crate::stream::{HEADER, Header, StreamInfo, seal};
 use crate::weight::Weight;
 
 /// Encodes experts as their k largest residuals.

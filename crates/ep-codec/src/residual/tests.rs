@@ -6,7 +6,8 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::*;
-use crate::stream::{Content, Header, StreamCodec, StreamInfo, inspect, seal};
+use crate::content::{Content, StreamCodec};
+use crate::stream::{Header, StreamInfo, inspect, seal};
 use crate::{CallerError, Corruption, Error, HEADER_BYTES, Operand, Result, SharedExpert, Weight};
 
 const HEADER: usize = HEADER_BYTES as usize;

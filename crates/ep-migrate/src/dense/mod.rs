@@ -25,13 +25,13 @@ use ep::{CallerError, Element, Interrupt, Operator, PeerFault, Rank, Result};
 use ep_codec::{GradientCodec, GradientEncoder, Weight, add_gradient};
 
 pub use self::plan::Bucket;
-use self::plan::{Held, Plan};
+use self::plan::{BucketPlan, Held};
 pub use self::shares::Datacenters;
 use crate::carrier::Carrier;
 use crate::header::{HEADER_BYTES, Kind};
 use crate::inbox::{Call, Window};
-use crate::post::{GRACE, Post, Resend, Setup};
-use crate::threads::join_within_grace;
+use crate::post::{Post, Resend, Setup};
+use crate::threads::{GRACE, join_within_grace};
 
 /// The stages of a message, in place of the layers of other messages.
 const SCATTER: usize = 0;
@@ -110,7 +110,7 @@ struct Shared {
     post: Arc<Post>,
     /// The position of each peer in the post.
     peers: Vec<Rank>,
-    plans: Mutex<Vec<Arc<Plan>>>,
+    plans: Mutex<Vec<Arc<BucketPlan>>>,
     line: Mutex<Line>,
     changed: Condvar,
     /// Work with a lower sequence number is abandoned.
@@ -128,7 +128,7 @@ struct Line {
 }
 
 struct Work {
-    plan: Arc<Plan>,
+    plan: Arc<BucketPlan>,
     turn: Turn,
     /// f32 of this rank's share: its gradient, then the sum of the datacenter, then that of all.
     values: Vec<f32>,
@@ -249,7 +249,7 @@ impl DenseReduction {
             let problem = format!("at most {} buckets are possible", (1 << BUCKET_BITS) - 1);
             return Err(CallerError::Dense { bucket: buckets.len(), problem }.into());
         }
-        let plan = Plan::new(&here.datacenters, here.codec, buckets, saved)?;
+        let plan = BucketPlan::new(&here.datacenters, here.codec, buckets, saved)?;
         let mut plans = lock(&here.plans);
         plans.push(Arc::new(plan));
         Ok(plans.len() - 1)
@@ -388,7 +388,7 @@ impl Drop for DenseReduction {
 }
 
 impl Shared {
-    fn plan_at(&self, plan: usize) -> Result<Arc<Plan>> {
+    fn plan_at(&self, plan: usize) -> Result<Arc<BucketPlan>> {
         let plans = lock(&self.plans);
         let (expected, found) = (plans.len(), plan.saturating_add(1));
         let missing = CallerError::Shape { what: "plans of dense gradients", expected, found, unit: "plans" };
@@ -396,7 +396,7 @@ impl Shared {
     }
 
     /// The plan of a turn whose bucket has this type and length.
-    fn plan<T: Weight>(&self, turn: Turn, elements: usize) -> Result<Arc<Plan>> {
+    fn plan<T: Weight>(&self, turn: Turn, elements: usize) -> Result<Arc<BucketPlan>> {
         let plan = self.plan_at(turn.plan)?;
         let Some(held) = plan.buckets.get(turn.bucket) else {
             return Err(turn.refused(format!("the plan has {} buckets", plan.buckets.len())));

@@ -19,7 +19,7 @@ pub struct Bucket {
     pub element: Element,
 }
 
-pub(crate) struct Plan {
+pub(crate) struct BucketPlan {
     pub(crate) buckets: Vec<Held>,
 }
 
@@ -32,7 +32,7 @@ pub(crate) struct Held {
     encoders: Mutex<Vec<GradientEncoder>>,
 }
 
-impl Plan {
+impl BucketPlan {
     pub(crate) fn new(
         datacenters: &Datacenters,
         codec: GradientCodec,

@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use ep::{Error, PeerFault, Rank};
 
-use super::{GRACE, Post, hold};
+use super::{Post, hold};
 use crate::carrier::Lane;
 use crate::header::Kind;
+use crate::threads::GRACE;
 
 impl Post {
     /// Records an error, wakes every call, and tells the peers who is at fault. Returns the first error of this rank.

@@ -28,10 +28,7 @@ use ep::{Error, Interrupt, Operator, Rank, Result};
 use crate::carrier::Carrier;
 use crate::header::{Header, Kind};
 use crate::inbox::{Call, GRADIENTS, Inbox, Peer, Traffic, WEIGHTS, Window, noun};
-use crate::threads::{join_within_grace, spawn};
-
-/// How long a rank that closes waits for its peers to read why.
-pub(crate) const GRACE: Duration = Duration::from_secs(1);
+use crate::threads::{GRACE, join_within_grace, spawn};
 
 /// What a [`Post`] needs to know.
 #[derive(Debug)]

@@ -1,8 +1,8 @@
 //! A case: all parameters that determine what the ranks send and receive.
 
 use std::fmt;
+use std::num::NonZeroU32;
 
-use super::suite::pad;
 use crate::backend::{DispatchMode, Element, TokenFormat, check_row_bytes};
 use crate::error::{CallerError, Result};
 use crate::topology::{Rank, World};
@@ -120,6 +120,21 @@ pub enum ProbsKind {
     Dense,
 }
 
+/// The forms of a routing in memory.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Form {
+    Narrow,
+    Wide,
+    Map,
+}
+
+impl Form {
+    /// The form of the cases with this seed; `None` = a [`Routing`] on the host.
+    pub(super) fn of(seed: u64) -> Option<Self> {
+        [None, Some(Self::Narrow), Some(Self::Wide), Some(Self::Map)][(seed % 4) as usize]
+    }
+}
+
 impl Case {
     /// A simple case to vary: different numbers of tokens, top-4, permuted rows of 64 bf16, three runs.
     pub(super) fn base(name: impl Into<String>, ranks: usize, domains: usize, experts: usize) -> Self {
@@ -213,5 +228,12 @@ fn list<T: PartialEq + fmt::Display>(f: &mut fmt::Formatter<'_>, all: &[T]) -> f
             let entries: Vec<String> = all.iter().map(T::to_string).collect();
             write!(f, "[{}]", entries.join(" "))
         }
+    }
+}
+
+pub(super) const fn pad(pad_multiple: u32) -> DispatchMode {
+    match NonZeroU32::new(pad_multiple) {
+        Some(pad_multiple) => DispatchMode::Permuted { pad_multiple },
+        None => panic!("a case pads to a multiple of at least 1"),
     }
 }

@@ -1,8 +1,7 @@
 //! Runs a case on one rank and compares the results with the oracle's.
 
-use super::case::{Case, ProbsKind};
+use super::case::{Case, Form, ProbsKind};
 use super::failure::{Expected, Failure, POISON, Problem, Unit};
-use super::on_device::Form;
 use super::prepared::{Content, Prepared};
 use crate::backend::{
     Backend, CombineInput, CombineOutput, DispatchInput, DispatchMode, DispatchOutput, HandleShape, Probs,

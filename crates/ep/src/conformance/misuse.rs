@@ -1,10 +1,9 @@
 //! Invalid calls that every backend must refuse, made on all ranks.
 
-use super::case::{CapacityKind, Case, ProbsKind, RoutingKind};
+use super::case::{CapacityKind, Case, ProbsKind, RoutingKind, pad};
 use super::check::{Check, CombineMemory, DispatchMemory, Outputs};
 use super::failure::{Failure, Problem};
 use super::prepared::Prepared;
-use super::suite::pad;
 use crate::backend::{Backend, DispatchMode, Element, TokenFormat, Traffic};
 use crate::error::{CallerError, Error, Result as EpResult};
 use crate::numeric::ScaleFormat;

@@ -1,5 +1,6 @@
 //! Handles of routings in the backend's memory ([`Backend::preprocess_on_device`](crate::Backend::preprocess_on_device)).
 
+use super::case::Form;
 use super::check::{Check, given};
 use super::failure::{Failure, Unit};
 use crate::backend::DispatchMode;
@@ -8,21 +9,6 @@ use crate::routing::Routing;
 use crate::weight::WeightRows;
 
 const OPERATOR: &str = "preprocess_on_device";
-
-/// The forms of a routing in memory.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Form {
-    Narrow,
-    Wide,
-    Map,
-}
-
-impl Form {
-    /// The form of the cases with this seed; `None` = a [`Routing`] on the host.
-    pub(super) fn of(seed: u64) -> Option<Self> {
-        [None, Some(Self::Narrow), Some(Self::Wide), Some(Self::Map)][(seed % 4) as usize]
-    }
-}
 
 impl<B: WeightRows> Check<'_, B> {
     /// Makes the handle of the case's routing from its lists in memory, and checks the report.

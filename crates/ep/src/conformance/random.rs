@@ -3,8 +3,7 @@
 use rand::{RngExt as _, SeedableRng as _};
 use rand_chacha::ChaCha8Rng;
 
-use super::case::{CapacityKind, Case, ProbsKind, RoutingKind};
-use super::suite::pad;
+use super::case::{CapacityKind, Case, ProbsKind, RoutingKind, pad};
 use crate::backend::{DispatchMode, Element, TokenFormat};
 use crate::numeric::ScaleFormat;
 use crate::topology::Rank;
@@ -18,19 +17,19 @@ pub fn random_case(seed: u64, max_ranks: usize, max_domains: usize) -> Case {
     let ranks = rng.random_range(1..=max_ranks);
     let divisors: Vec<usize> = (1..=max_domains).filter(|&domains| ranks.is_multiple_of(domains)).collect();
     let domains = pick(rng, &divisors);
-    Place::draw(rng, ranks, domains).case(seed, rng, size, 3)
+    RandomWorld::draw(rng, ranks, domains).case(seed, rng, size, 3)
 }
 
 /// The parameters of the world of a random case.
 #[derive(Debug, Clone)]
-pub(super) struct Place {
+pub(super) struct RandomWorld {
     pub(super) ranks: usize,
     pub(super) domains: usize,
     pub(super) experts: usize,
     pub(super) owners: Option<Vec<Rank>>,
 }
 
-impl Place {
+impl RandomWorld {
     /// Draws the experts: equally many on each rank, or by a table.
     pub(super) fn draw(rng: &mut ChaCha8Rng, ranks: usize, domains: usize) -> Self {
         let owners = rng.random_bool(0.4).then(|| owners(rng, ranks));

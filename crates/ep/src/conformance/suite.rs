@@ -1,21 +1,12 @@
 //! The fixed cases: each dimension varied alone, and combinations that have failed before.
 
-use std::num::NonZeroU32;
-
-use super::case::{CapacityKind, Case, ProbsKind, RoutingKind};
+use super::case::{CapacityKind, Case, ProbsKind, RoutingKind, pad};
 use super::random::SCALE_FORMATS;
 use crate::backend::{DispatchMode, Element, TokenFormat};
 use crate::topology::Rank;
 
 const PLAIN: DispatchMode = DispatchMode::Plain;
 const ELEMENTS: [Element; 2] = [Element::Bf16, Element::F32];
-
-pub(super) const fn pad(pad_multiple: u32) -> DispatchMode {
-    match NonZeroU32::new(pad_multiple) {
-        Some(pad_multiple) => DispatchMode::Permuted { pad_multiple },
-        None => panic!("a case pads to a multiple of at least 1"),
-    }
-}
 
 /// The cases that every backend must pass. The cases are small; their run time depends mostly on the number of ranks.
 pub fn suite() -> Vec<Case> {

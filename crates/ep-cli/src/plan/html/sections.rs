@@ -10,7 +10,7 @@ use crate::common::failure::Failure;
 use crate::common::units;
 use crate::plan::steps::{self, Shown};
 use crate::plan::sweep::Sweep;
-use crate::plan::text;
+use crate::plan::{text, words};
 use crate::planner::chart::{self, Bar, Line, MUTED, SERIES};
 use crate::planner::problem::Problem;
 use crate::planner::text::sizes;
@@ -56,7 +56,7 @@ pub(super) fn step_answer(shown: &Shown, problem: &Problem) -> String {
                 false => format!(
                     "{}, {}",
                     steps::name(price.strategy),
-                    text::relation(best.step_time / price.step_time)
+                    words::relation(best.step_time / price.step_time)
                 ),
             };
             let (number, what) = (escape(&price.step_time.to_string()), escape(&what));
@@ -151,8 +151,8 @@ pub(super) fn answer(plan: &Plan) -> String {
     cards.push_str(&card("", plan.best.layer_time.to_string(), "layer time"));
     for baseline in &plan.baselines {
         let fits = if baseline.fits { "" } else { ", which does not fit" };
-        let short = text::baseline_name(baseline.kind).split(',').next().unwrap_or_default();
-        let relation = text::relation(baseline.speedup);
+        let short = words::baseline_name(baseline.kind).split(',').next().unwrap_or_default();
+        let relation = words::relation(baseline.speedup);
         let (number, word) = relation.split_once(' ').unwrap_or((&relation, ""));
         let (number, word) = match word {
             "faster" | "slower" => (number, format!("{word} than")),
@@ -260,14 +260,14 @@ pub(super) fn compared(plan: &Plan) -> Result<String, Failure> {
             label,
             other.layer_time,
             1,
-            format!("{} ({})", other.layer_time, text::relation(best / other.layer_time)),
+            format!("{} ({})", other.layer_time, words::relation(best / other.layer_time)),
         )
     }));
     rows.extend(plan.baselines.iter().map(|baseline| {
         let time = baseline.candidate.layer_time;
-        let label = text::baseline_name(baseline.kind).replace("sharded data parallelism", "DP");
+        let label = words::baseline_name(baseline.kind).replace("sharded data parallelism", "DP");
         let fits = if baseline.fits { "" } else { ", no fit" };
-        row(label, time, 2, format!("{time} ({}{fits})", text::relation(1.0 / baseline.speedup)))
+        row(label, time, 2, format!("{time} ({}{fits})", words::relation(1.0 / baseline.speedup)))
     }));
     let times = || rows.iter().map(|(_, time, ..)| time.0);
     let longest = times().fold(0.0, f64::max);
@@ -295,7 +295,7 @@ pub(super) fn compression(problem: &Problem, step: Option<&Shown>, plan: &Plan) 
             vec![
                 format!("{}{exact}", gain.weight_compression),
                 text::training_gain(gain),
-                text::times(gain.forward),
+                words::times(gain.forward),
             ]
         })
         .collect();
@@ -348,9 +348,9 @@ pub(super) fn links(plan: &Plan) -> Result<String, Failure> {
     let mut bars = Vec::new();
     let candidates: Vec<(&str, usize, &Candidate)> = std::iter::once(("this plan", 0, &plan.best))
         .chain(plan.baselines.iter().map(|baseline| {
-            let name = match text::baseline_name(baseline.kind).split_once(',') {
+            let name = match words::baseline_name(baseline.kind).split_once(',') {
                 Some((name, _)) => name,
-                None => text::baseline_name(baseline.kind),
+                None => words::baseline_name(baseline.kind),
             };
             (name, 1, &baseline.candidate)
         }))

@@ -6,7 +6,7 @@ mod fake;
 use std::collections::HashSet;
 
 use self::fake::{Fake, Fault};
-use super::suite::pad;
+use super::case::pad;
 use super::*;
 use crate::backend::{DispatchMode, Element, TokenFormat};
 use crate::error::Error;
