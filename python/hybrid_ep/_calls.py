@@ -63,10 +63,10 @@ def _preprocess(
         weights = weights.detach()
     if _way(tensor, weights) is _Way.PLAIN:
         arguments = (tensor, weights, is_map, pad_multiple, capacity, most)
-        handle, found, padded, raw, overflow = ops.preprocess(end, *arguments)
+        handle, found, padded, kept, overflow = ops.preprocess(end, *arguments)
         rows: int | None = found
     else:
-        handle, padded, raw, overflow = torch.ops.hybrid_ep.preprocess(
+        handle, padded, kept, overflow = torch.ops.hybrid_ep.preprocess(
             tensor, weights, end.number, is_map, pad_multiple, capacity, most
         )
         rows = capacity
@@ -80,7 +80,7 @@ def _preprocess(
         capacity,
         None if is_map else tensor,
         padded,
-        raw,
+        kept,
         overflow,
         None if is_map or torch.compiler.is_compiling() or tensor.is_inference() else tensor._version,
     )

@@ -159,7 +159,7 @@ def preprocess(
     told = end.device if capacity is not None else _CPU
     pin = told != end.device
     padded = torch.empty(counts, dtype=torch.int64, device=told, pin_memory=pin)
-    raw = torch.empty(counts, dtype=torch.int64, device=told, pin_memory=pin)
+    kept = torch.empty(counts, dtype=torch.int64, device=told, pin_memory=pin)
     overflow = torch.empty(1, dtype=torch.int32, device=end.device)
     capsule, rows = end.native.preprocess(
         end.stream(),
@@ -170,9 +170,9 @@ def preprocess(
         most,
         pad_multiple,
         capacity,
-        (padded.data_ptr(), raw.data_ptr(), overflow.data_ptr()),
+        (padded.data_ptr(), kept.data_ptr(), overflow.data_ptr()),
     )
-    return Preprocessed(from_dlpack(capsule), rows, padded, raw, overflow)
+    return Preprocessed(from_dlpack(capsule), rows, padded, kept, overflow)
 
 
 def check_tokens(end: End, tokens: Tensor, scales: Tensor | None, fp8: str | None, routing: tuple[str, Tensor]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +14,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
+import hybrid_ep
+from process_worlds import new_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the Markdown above a fence: <!-- not run: the reason -->
@@ -105,12 +110,47 @@ def test_a_block_runs(block: Block, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     if not on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    ranks = RANKS.get(block.key)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    done = subprocess.run(
-        [sys.executable, *launcher, program], capture_output=True, text=True, timeout=240, env=environment
-    )
-    assert done.returncode == 0, f"{block.file}:{block.line}\n{done.stderr}"
+    if (ranks := RANKS.get(block.key)) is not None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [sys.executable, *launcher, program], capture_output=True, text=True, timeout=240, env=environment
+        )
+        code, errors = done.returncode, done.stderr
+    else:
+        code, errors = _run(program, environment)
+    assert code == 0, f"{block.file}:{block.line}\n{errors}"
+
+
+def _run(program: Path, environment: dict[str, str]) -> tuple[int | None, str]:
+    """Runs a program in a new process. Returns its exit code, None if it has not ended, and what it wrote to stderr."""
+    errors = program.with_suffix(".err")
+    process = new_processes().Process(target=_main, args=(program, environment, errors))
+    process.start()
+    process.join(240)
+    process.kill()
+    return process.exitcode, errors.read_text()
+
+
+def _main(program: Path, environment: dict[str, str], errors: Path) -> None:
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv, sys.path[0] = [str(program)], str(program.parent)
+    runpy.run_path(str(program), run_name="__main__")
+
+
+@pytest.mark.parametrize("block", blocks(), ids=lambda block: f"{block.file}:{block.line}")
+def test_a_block_imports_the_modules_that_it_names(block: Block) -> None:
+    # The process that runs a block has imported them already.
+    program = ast.parse(block.text)
+    imported = {name.name for node in ast.walk(program) if isinstance(node, ast.Import) for name in node.names}
+    named = {
+        f"hybrid_ep.{node.attr}"
+        for node in ast.walk(program)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hybrid_ep"
+    }
+    modules = {f"hybrid_ep.{name.stem}" for name in Path(hybrid_ep.__file__).parent.iterdir()}
+    assert named & modules <= imported
 
 
 def test_every_block_that_does_not_run_is_listed() -> None:

@@ -139,11 +139,11 @@ class Case:
 
     def counts(self, rank: int, pad_multiple: int, capacity: int | None = None) -> tuple[list[int], list[int]]:
         """Counts the rows of each local expert, with padding and without."""
-        raw = [0] * self.local
+        kept = [0] * self.local
         for row in self.rows(rank, pad_multiple, capacity):
             if row is not None:
-                raw[row.experts[0] - rank * self.local] += 1
-        return [-(-count // pad_multiple) * pad_multiple for count in raw], raw
+                kept[row.experts[0] - rank * self.local] += 1
+        return [-(-count // pad_multiple) * pad_multiple for count in kept], kept
 
     def combined(
         self,
