@@ -20,8 +20,9 @@ use ep::{
 use crate::Options;
 use crate::blob::Blob;
 use crate::endpoint::{Completion, Endpoint, Remote, is_shortage};
+use crate::leftovers::{self, Marker};
 use crate::library::Library;
-use crate::{leftovers, several, sys};
+use crate::{several, sys};
 
 /// How long the thread naps after a turn that found nothing, and after many of them.
 const NAP: Duration = Duration::from_micros(50);
@@ -33,6 +34,9 @@ const SHORT_NAPS: u32 = 200;
 const LONG_CALL: Duration = Duration::from_millis(1);
 /// How long dropping an engine waits for its thread.
 const THREAD_ENDS: Duration = Duration::from_secs(2);
+
+/// The provider's name.
+const SHM_PROVIDER: &str = "shm";
 
 /// Endpoints of `shm` in this process. Those of one process write to each other's queues through plain pointers, also to
 /// queues of endpoints that are closed (seen with 1.17). So an endpoint stays open until all of them can be closed.
@@ -67,12 +71,19 @@ pub unsafe fn open(
     }
     let library = Library::load(options.library.as_deref())?;
     let peers = rail.ranks().len() - 1;
+    let marker = if options.provider == SHM_PROVIDER {
+        leftovers::sweep();
+        Marker::of_process()
+    } else {
+        None
+    };
     let open_on = |nic: Option<&str>| {
         let (library, window) = (Arc::clone(&library), Arc::clone(&window));
         // SAFETY: guaranteed by the caller.
         let endpoint = unsafe { Endpoint::open(library, options, nic, window, peers, limits)? };
         let blob = endpoint.blob()?;
-        Ok(Box::new(Opened { rail: rail.clone(), endpoint, limits, blob }) as Box<dyn Unconnected>)
+        let marker = marker.clone();
+        Ok(Box::new(Opened { rail: rail.clone(), endpoint, limits, blob, marker }) as Box<dyn Unconnected>)
     };
     match options.domains.as_slice() {
         [] => open_on(None),
@@ -90,6 +101,8 @@ struct Opened {
     endpoint: Endpoint,
     limits: Limits,
     blob: Blob,
+    /// As in [`Engine`].
+    marker: Option<Arc<Marker>>,
 }
 
 impl Unconnected for Opened {
@@ -98,13 +111,13 @@ impl Unconnected for Opened {
     }
 
     fn connect(self: Box<Self>, blobs: &[Vec<u8>]) -> Result<Box<dyn Transport>> {
-        let Self { rail, mut endpoint, limits, blob: own } = *self;
+        let Self { rail, mut endpoint, limits, blob: own, marker } = *self;
         let ranks = rail.ranks().len();
         if blobs.len() != ranks {
             let (what, unit) = ("the blobs of a rail", "blobs");
             return Err(CallerError::Shape { what, expected: ranks, found: blobs.len(), unit }.into());
         }
-        let (mut peers, mut addresses) = (Vec::new(), Vec::new());
+        let mut peers = Vec::new();
         for (index, bytes) in blobs.iter().enumerate() {
             let unusable =
                 |found: String| PeerError::broken(rail.own(), rail.ranks()[index], Operator::Join, 0, found);
@@ -119,7 +132,6 @@ impl Unconnected for Opened {
                 }
                 let refused = || unusable(format!("an address that provider {} refuses", own.provider));
                 let remote = endpoint.insert(&blob).ok_or_else(refused)?;
-                addresses.push(blob.address);
                 Some(remote)
             };
             peers.push(Peer { remote, in_flight: 0, unread: 0, lost: None });
@@ -143,7 +155,7 @@ impl Unconnected for Opened {
             polls: AtomicU64::new(0),
         });
         let of_thread = Arc::clone(&shared);
-        let is_shm = name == "shm";
+        let is_shm = name == SHM_PROVIDER;
         let thread = std::thread::Builder::new()
             .name(format!("ep-rail-{}", rail.own()))
             .spawn(move || of_thread.keep_moving())
@@ -157,12 +169,12 @@ impl Unconnected for Opened {
         Ok(Box::new(Engine {
             name,
             is_shm,
-            addresses,
             rail,
             shared: Some(shared),
             thread: Some(thread),
             reading: Mutex::new(VecDeque::new()),
             process: std::process::id(),
+            marker,
         }))
     }
 }
@@ -208,8 +220,6 @@ struct Shared {
 struct Engine {
     name: String,
     is_shm: bool,
-    /// The addresses of the peers' endpoints.
-    addresses: Vec<Vec<u8>>,
     rail: Rail,
     /// `None` only while the engine is dropped.
     shared: Option<Arc<Shared>>,
@@ -218,6 +228,8 @@ struct Engine {
     reading: Mutex<VecDeque<(Rank, Signal)>>,
     /// The process that made the engine. A forked child has neither the thread nor the connections.
     process: u32,
+    /// `None` unless the provider is `shm`.
+    marker: Option<Arc<Marker>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -495,7 +507,7 @@ impl Drop for Engine {
                     self.name,
                     THREAD_ENDS.as_secs()
                 ));
-                std::mem::forget(self.shared.take());
+                std::mem::forget((self.shared.take(), self.marker.take()));
             }
         }
         if self.is_shm {
@@ -507,7 +519,7 @@ impl Drop for Engine {
                     shm.dropped.clear();
                 }
             }
-            self.addresses.iter().for_each(|address| leftovers::sweep(address));
+            leftovers::sweep();
         }
     }
 }

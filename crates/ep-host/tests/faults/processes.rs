@@ -209,14 +209,19 @@ fn a_rank_that_is_killed_over_shm_is_named_and_leaves_no_file() {
     std::fs::create_dir_all(&directory).unwrap();
     let over_shm = |_| vec![("TEST_TRANSPORT", "shm".to_string())];
     let children = spawn_by(&[], over_shm, 4, 2, &directory);
-    let pids: Vec<String> = children.iter().map(|child| format!("{}:", child.id())).collect();
+    let pids: Vec<u32> = children.iter().map(std::process::Child::id).collect();
     for (rank, said) in lose(children, &directory, 3, Duration::from_millis(3), "-KILL") {
         assert!(said.starts_with("names 3 Died after "), "rank {rank}: {said}");
     }
     let files = std::fs::read_dir("/dev/shm").unwrap().flatten();
     let left: Vec<String> = files
         .map(|file| file.file_name().to_string_lossy().into_owned())
-        .filter(|name| pids.iter().any(|pid| name.starts_with(pid)))
+        .filter(|name| {
+            // Files of the provider, and the markers beside them.
+            let is_of =
+                |pid: &u32| name.starts_with(&format!("{pid}:")) || name.ends_with(&format!("-{pid}"));
+            pids.iter().any(is_of)
+        })
         .collect();
     assert!(left.is_empty(), "{left:?}");
 }
