@@ -147,7 +147,8 @@ codes! { CODES:
         Foreign = 4 as "FOR_FOREIGN",
     }
 
-    /// The state of a peer as a host writes it into `Control::left`. Any value but `Here` ends waits for that peer.
+    /// The state of a peer as a host writes it into `Control::left`. Any value but `Here` ends waits for that peer, except
+    /// `Left` of a rank of another domain that took part in the operator (`gone_of` in sync.cuh).
     GoneWord {
         Here = 0 as "GONE_HERE",
         Left = 1 as "GONE_LEFT",
@@ -265,13 +266,13 @@ structs! { STRUCTS:
         /// dispatch: items that workers have claimed for the duplicate role, not counting the first item of each worker.
         arrivals_taken: u32,
         reserved: [u32; 25],
-        /// Written by this rank and by peers: an `abort_word`, see sync.cuh.
+        /// Written by this rank, by peers, and by this rank's host for ranks that cannot reach it: an `abort_word`, see sync.cuh.
         abort: u32,
         unused: [u32; 31],
         /// `left[peer]`: a `GoneWord` and an epoch (`GONE_BITS`), written by hosts.
         left: [u32; MAX_RANKS],
-        /// With rails, by domain: what workers have claimed of its foreign set, tokens for the reduce role (combine) or items
-        /// for the forward role (dispatch), not counting the first item of each worker. Only this rank's kernels touch it.
+        /// With rails, by domain: what workers have claimed of its foreign set: all tokens for the reduce role (combine), or
+        /// items for the forward role (dispatch), not counting the first item of each worker. Only this rank's kernels touch it.
         set_taken: [u32; MAX_RANKS],
         /// preprocess with rails: blocks that have reached the grid barriers after the first one, by barrier.
         more_arrived: [u32; MAX_RANKS + 1],

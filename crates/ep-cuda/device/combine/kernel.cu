@@ -1,17 +1,19 @@
 // combine: adds up the experts' output rows of each token. One launch: block 0 sends the handshake, every block awaits the
-// handshakes of all ranks of the domain, and then every team of three warps (steps.cuh) is one worker, whose producer alternates
-// between two roles. docs/glossary.md ("Operators", "Running an operator", "Memory and transport") defines chunk, item, team, step, partial
-// sum, set and lane. An epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
+// handshakes of all ranks of the domain, and then every team of three warps (steps.cuh) is one worker, whose producer
+// alternates between two roles. A launch has HYBRID_EP_SMS blocks (default 32) of up to four teams. docs/glossary.md
+// ("Operators", "Running an operator", "Memory and transport") defines chunk, item, team, step, partial sum, set and lane. An
+// epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
 //
 //   push     Adds the output rows of this rank's experts for a peer's token, and stores the partial sum, rounded to the wire type
 //            (the type of sums between ranks), to the peer's `partials`. If the call has probabilities, also stores that of each
 //            copy to the peer's `prob_scratch`. An item is one chunk (`chunk_tokens` consecutive tokens) of one peer, never of
 //            this rank. Reads this rank's input and, over the links, the lists `recv` (rows) and `dst_copies` (probabilities) of
 //            the peer's handle. When an item is complete, sets its flag in the peer's control block.
-//   reduce   Adds the partial sums of this rank's tokens in rank order, with this rank's own share added directly from its
-//            experts' rows, unrounded, and writes the result to `out_tokens`. After the last token, gathers the probabilities
-//            into `out_probs`. Reads a chunk's partial sums only after the flags of all peers for that chunk. Writes to this
-//            rank's memory only; with RAILS also to its lanes (below). A worker claims up to `Reducer::MOST_TOKENS` tokens at a time.
+//   reduce   Adds the partial sums of this rank's tokens in rank order, and writes the result to `out_tokens`. The own partial sum
+//            is not in memory: the rows of this rank's experts are added to each other first, and that sum, unrounded, to the
+//            token's. After the last token, gathers the probabilities into `out_probs`. Reads a chunk's partial sums only after
+//            the flags of all peers for that chunk. Writes nothing on peers. With RAILS (below), also writes lanes and their
+//            flags. A worker claims up to `Reducer::MOST_TOKENS` tokens at a time.
 //
 // This rank writes to a peer's `partials` and `prob_scratch` only between that peer's handshake and the last flag that this rank
 // sets on that peer. From the handshake until its own kernel ends, it may also read the peer's lists (lists.cuh). No peer reads
@@ -141,22 +143,22 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __gri
     if (blockIdx.x == 0) enter(p, epoch);
     // Team t has the warps t, t + TEAMS and t + 2 TEAMS, of which the first is the producer. With four teams, the warps of a team
     // run on one of the SM's four schedulers, and each scheduler has one team.
-    const u32 in_block = warp_id() % TEAMS, role = warp_id() / TEAMS;
+    const u32 in_block = warp_id() % TEAMS, part = warp_id() / TEAMS;
     const Team team(teams + in_block * combine_team_bytes());
-    if (role == 0) team.init();  // published by the barrier of the block inside the waits below
+    if (part == 0) team.init();  // published by the barrier of the block inside the waits below
     const u64 set_bytes = RAILS ? set_slots(c) * slot_bytes(p) : 0;
     const u64 set_prob_bytes = RAILS ? sizeof(float) * static_cast<u64>(c.rails.most_copies) : 0;
     if (RAILS ? await_domain(c, p.handle, epoch, peers, set_bytes, set_prob_bytes)
               : await_all_handshakes(c, epoch, peers)) {
         // The handshakes of the peers make their `partials` writable, also for the copy engine.
         copy_fence_global();
-        if (role == 0) {
+        if (part == 0) {
             Producer producer(team, p.hidden);
             push_and_reduce(p, {in_block * gridDim.x + blockIdx.x, TEAMS * gridDim.x}, producer, peers, epoch);
             producer.put(STEP_END);
             if (RAILS && blockIdx.x == 0 && warp_id() == 0) await_all_rails(c, epoch);
         } else {
-            consume(p, team, role - 1, epoch);
+            consume(p, team, part - 1, epoch);
         }
     }
     leave(c, epoch);

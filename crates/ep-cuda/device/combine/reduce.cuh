@@ -1,7 +1,7 @@
 // Role reduce, on the rank that owns the tokens: adds the partial sums of the ranks of its domain in rank order and
-// writes the result. This rank's own partial sum is added from the experts' rows, without rounding in between. With
-// rails, it also adds the domain sums of the other domains: `Send::GROUP_FIRST` (lists.cuh) has the order. The rank that
-// forwards a foreign set has this role, too: it writes the domain sums of the set to the lane.
+// writes the result. This rank's own partial sum is the sum of its experts' rows, computed here and not rounded. With
+// rails, it also adds the domain sums of the other domains: `Send::GROUP_FIRST` (lists.cuh) has the order. The rank
+// that forwards a foreign set has this role, too: it writes the domain sums of the set to the lane.
 #pragma once
 #include "rails.cuh"
 #include "steps.cuh"
@@ -263,8 +263,8 @@ struct Reducer {
         token = end;
         if (!foreign()) return;
         producer.put(STEP_COUNT | domain << STEP_DOMAIN_SHIFT, first_token, end - first_token);
-        // The claim with the first token of a chunk includes the chunk's probabilities. The proxy sends rows and probabilities
-        // together, so both must be early.
+        // The claim with the first token of a chunk includes the chunk's probabilities. The proxy sends a unit's sections apart, but
+        // the peer needs both, so both must be early.
         if (p.row_probs == nullptr) return;
         for (u32 chunk = div_up(first_token, h.chunk_tokens); chunk * h.chunk_tokens < end; chunk++)
             gather_set_probs(p, from, chunk, epoch);

@@ -253,7 +253,7 @@ struct Consumer {
 };
 
 // Counts some rows of a foreign set, of which this consumer has stored all its slices to the lane. The consumer that completes the
-// count of a chunk releases the chunk to the proxy.
+// count of a chunk releases the chunk's rows to the proxy; `gather_set_probs` releases its probabilities.
 __device__ inline void count_written(const CombineParams& p, u32 domain, u32 first, u32 count, u32 epoch) {
     const Common& c = p.common;
     const HandleView set = set_of(c, p.handle, domain);
@@ -277,7 +277,7 @@ __device__ inline void add_row(const Consumer& consumer, const Step& step, u32 t
     sum.add(consumer.stage() + (consumer.first + consumer.lane) * LENGTH * element_bytes(f32), turns, f32);
 }
 
-// Does the steps of one sum, of which `step` is the first. The values stay in registers.
+// Does the steps of one segment of a sum, of which `step` is the first. The values stay in registers.
 __device__ inline void add_up(Consumer& consumer, Step step) {
     // The same for all steps of a sum.
     const u32 count = consumer.part(step.count), turns = div_up(count, WARP);

@@ -244,7 +244,7 @@ __device__ inline BatchSums sums_of(const Batch<Entry>& batch, u32 begins, u32 e
     return sums;
 }
 
-// Bytes of the slot of one partial sum: whole vectors.
+// Bytes of the slot of one partial sum, rounded up to 8 elements.
 __device__ inline u64 slot_bytes(const CombineParams& p) {
     return static_cast<u64>(div_up(p.hidden, 8) * 8) * element_bytes(WIRE_F32);
 }

@@ -5,8 +5,9 @@
 // With rails, entries of `sends` and `copies` also name lanes: a rank of at least the number of ranks is the lane to the
 // domain `rank - ranks`. `row` is then the rail row of a Send and the rail copy of a Copy (docs/cuda-rails.md).
 //
-// Tokens are grouped in chunks of `chunk_tokens`. `*_begin[chunk]` is the index of a chunk's first entry in its list,
-// and `*_begin[chunks]` is the length of the list.
+// Tokens are grouped in chunks of `chunk_tokens`. `recv_begin` and `dst_begin` have, for each rank, the index of each
+// chunk's first entry and then the index behind its last one. Rows of a token on a rank ascend with the position of
+// their expert, so the rows that a capacity drops are the last ones of their token: the first one is kept if any is.
 //
 //   list        entry     order
 //   sends       Send      by token. One entry per destination rank of the token; in permuted mode one per own copy

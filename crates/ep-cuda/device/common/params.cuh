@@ -147,7 +147,8 @@ enum WaitingFor : u32 {
     FOR_FOREIGN = 4,
 };
 
-// The state of a peer as a host writes it into `Control::left`. Any value but `Here` ends waits for that peer.
+// The state of a peer as a host writes it into `Control::left`. Any value but `Here` ends waits for that peer, except
+// `Left` of a rank of another domain that took part in the operator (`gone_of` in sync.cuh).
 enum GoneWord : u32 {
     GONE_HERE = 0,
     GONE_LEFT = 1,
@@ -260,13 +261,13 @@ struct Control {
     // dispatch: items that workers have claimed for the duplicate role, not counting the first item of each worker.
     u32 arrivals_taken;
     u32 reserved[25];
-    // Written by this rank and by peers: an `abort_word`, see sync.cuh.
+    // Written by this rank, by peers, and by this rank's host for ranks that cannot reach it: an `abort_word`, see sync.cuh.
     u32 abort;
     u32 unused[31];
     // `left[peer]`: a `GoneWord` and an epoch (`GONE_BITS`), written by hosts.
     u32 left[MAX_RANKS];
-    // With rails, by domain: what workers have claimed of its foreign set, tokens for the reduce role (combine) or items
-    // for the forward role (dispatch), not counting the first item of each worker. Only this rank's kernels touch it.
+    // With rails, by domain: what workers have claimed of its foreign set: all tokens for the reduce role (combine), or
+    // items for the forward role (dispatch), not counting the first item of each worker. Only this rank's kernels touch it.
     u32 set_taken[MAX_RANKS];
     // preprocess with rails: blocks that have reached the grid barriers after the first one, by barrier.
     u32 more_arrived[MAX_RANKS + 1];

@@ -50,7 +50,7 @@ __device__ inline void write_fault(const Common& c, Fault& to, const Fault& faul
 }
 
 // Reports the fault that this thread has claimed to the host and to all ranks, this one included, whose other blocks
-// then give up. `word` is an `abort_word`. The callers are not inlined: this path must not cost the kernels registers.
+// then give up. `word` is an `abort_word`. Only functions that are not inlined call it: this path must not cost the kernels registers.
 __device__ inline void report(const Common& c, const Fault& fault, u32 word) {
     write_fault(c, c.own->record.fault, fault);
     write_fault(c, c.report->own.fault, fault);
