@@ -119,8 +119,8 @@ def reduce_gradients(
             owned.append(parameter)
         else:
             replicated[name] = parameter
-    if (unequal := _first_that_differs(_begun, module, lambda: {**replicated}, group, watch)) is not None:
-        raise CallerError(f"reduce_gradients: {unequal_start(unequal)}")
+    if (differing := _first_that_differs(_begun, module, lambda: {**replicated}, group, watch)) is not None:
+        raise CallerError(f"reduce_gradients: {unequal_start(*differing)}")
     _check_reduced_once(owned)
     of_experts = _gradients_of(owned)
     if expert_group is None:
@@ -149,15 +149,23 @@ def _first_that_differs(
     named: Callable[[], dict[str, Tensor]],
     group: dist.ProcessGroup | None,
     watch: Watch,
-) -> str | None:
-    """Compares tensors over the ranks, unless `done` has the module and the group. Names one that differs."""
+) -> tuple[str, int, int] | None:
+    """Compares tensors over the ranks, unless `done` has the module and the group. Returns the name of one that differs
+    between ranks, and two of these ranks.
+    """
     group, groups = groups_of(done, module, group)
     if group in groups or not (tensors := named()):
         return None
-    largest, smallest = extremes(sums_of_bits(tensors.values()), group, watch)
+    own = sums_of_bits(tensors.values())
+    largest, smallest = extremes(own, group, watch)
     differs = (largest != smallest).nonzero()
     if len(differs):
-        return [*tensors][int(differs[0])]
+        at = int(differs[0])
+        of_rank = own.new_zeros(dist.get_world_size(group))
+        of_rank[dist.get_rank(group)] = own[at]
+        watch.all_reduce(of_rank, dist.ReduceOp.SUM, group)
+        other = int((of_rank != of_rank[0]).nonzero()[0])
+        return [*tensors][at], dist.get_global_rank(group, 0), dist.get_global_rank(group, other)
     groups.add(group)
     return None
 
@@ -211,13 +219,13 @@ def sums_of_bits(parameters: Iterable[Tensor]) -> Tensor:
     return torch.stack([one.to(sums[0].device) for one in sums])
 
 
-def unequal_start(name: str) -> str:
-    """What the error says about a dense parameter that differs between ranks."""
+def unequal_start(name: str, rank: int, other: int) -> str:
+    """What the error says about a dense parameter that differs between two ranks."""
     return (
-        f"the dense parameter {name} is not equal on all ranks, so the ranks would train different models: call "
-        "torch.manual_seed with the same number on all ranks before the model is made, or copy rank 0's dense "
-        "parameters to the others (dist.broadcast); if the parameter is an expert's, mark it (LocalExperts, or "
-        "parameter.expert_parallel = True)"
+        f"the dense parameter {name} of rank {other} differs from that of rank {rank}, so the ranks would train "
+        "different models: call torch.manual_seed with the same number on all ranks before the model is made, or copy "
+        "rank 0's dense parameters to the others (dist.broadcast); if the parameter is an expert's, mark it "
+        "(LocalExperts, or parameter.expert_parallel = True)"
     )
 
 
@@ -285,8 +293,10 @@ def clip_gradients(
             }
 
         if (unequal := _first_that_differs(_clipped, module, dense, group, watch)) is not None:
+            name, rank, other = unequal
             raise CallerError(
-                f"clip_gradients: the gradient of {unequal} is not equal on all ranks: call reduce_gradients before"
+                f"clip_gradients: the gradient of {name} of rank {other} differs from that of rank {rank}: call "
+                "reduce_gradients before"
             )
     of_experts, of_dense = torch.zeros(2, dtype=torch.float32, device=device).unbind()
     # Sums of the squares of this rank's shards, by mesh and by which of its dimensions are sharded.

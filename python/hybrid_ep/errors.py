@@ -37,12 +37,12 @@ class PeerError(HybridEPError, ConnectionError):
     Attributes:
         peer (int): The rank at fault.
         rank (int): The rank that reports the error.
-        operator (str): The operator that did not complete: "join", "preprocess", "dispatch" or "combine"; "publish",
-            "gather" or "reduce" of an `ExpertMigration`.
+        operator (str): The operator that did not complete: "join", "preprocess", "dispatch" or "combine"; "reduce" is
+            `reduce_gradients` or `clip_gradients`; "publish" and "gather" are of an `ExpertMigration`.
         fault (str): What happened to the peer, for example "died", "left", "failed", "stalled", "is late" or
             "never joined".
-        step (int): The number of the operator call on this buffer, or of the migration's step. It is the same on every
-            rank.
+        step (int): The number of the operator call on this buffer, or of the migration's step. An operator has the same
+            number on all ranks. Ranks that waited in different operators report different numbers.
         machine (str | None): The machine of the rank at fault, in a job of several machines.
     """
 

@@ -145,7 +145,7 @@ impl Buffer {
         self.signals.settle(py.detach(|| {
             let mut end = self.end()?.map_err(|_| poisoned())?;
             let _inside = Inside::of(self);
-            call(end.as_mut().ok_or_else(|| Failure::Caller("this buffer was closed".into()))?)
+            call(end.as_mut().ok_or_else(|| Failure::Caller("this buffer was closed: close it after its last operator, those of backward passes included".into()))?)
         }))
     }
 

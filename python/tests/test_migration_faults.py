@@ -68,7 +68,7 @@ class _Refuses:
 
 
 _LOST = PeerError(
-    "rank 1 died (dispatch #3): rank 0 waited for a flag (rank 9 says so)",
+    "rank 1 died (dispatch #3): rank 0 waited for a flag (reported by rank 9)",
     peer=1,
     rank=0,
     operator="dispatch",
@@ -84,7 +84,7 @@ def test_errors_of_a_dispatch_group_name_ranks_of_the_job() -> None:
     with pytest.raises(PeerError) as caught:
         group.dispatch(_LOST)
     error = caught.value
-    assert str(error) == "rank 4 died (dispatch #3): rank 7 waited for a flag (rank 9 says so)"
+    assert str(error) == "rank 4 died (dispatch #3): rank 7 waited for a flag (reported by rank 9)"
     assert (error.peer, error.rank, error.fault, error.machine) == (4, 7, "died", "node-a")
     with refused("hidden is 8 on rank 7 and 16 on rank 4"):
         group.dispatch(CallerError("hidden is 8 on rank 0 and 16 on rank 1"))

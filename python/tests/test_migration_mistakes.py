@@ -83,7 +83,7 @@ def _unequal_start(here: Rank) -> None:
             nn.init.zeros_(parameter)
         if here.rank == 3:
             nn.init.ones_(part.bias)
-        with refused("the dense parameter bias is not equal on all ranks"):
+        with refused("the dense parameter bias of rank 3 differs from that of rank 0"):
             migration.reduce_gradients(part)
         if here.rank == 3:
             nn.init.zeros_(part.bias)

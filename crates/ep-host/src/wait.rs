@@ -304,7 +304,8 @@ impl Comm {
         waited_for: String,
         waited: Duration,
     ) -> Error {
-        let reported = if reporter == peer { String::new() } else { format!(" (rank {reporter} says so)") };
+        let reported =
+            if reporter == peer { String::new() } else { format!(" (reported by rank {reporter})") };
         let bounds = match fault {
             PeerFault::Late | PeerFault::Stalled => format!("; {}", self.config.bounds(fault)),
             _ => String::new(),

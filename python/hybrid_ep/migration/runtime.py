@@ -432,8 +432,8 @@ class ExpertMigration(Shared):
         if unequal is not None:
             raise CallerError(f"reduce_gradients: {unequal}")
         for name, *values in zip(named, *(sums for _, *sums in found), strict=True):
-            if len({*values}) > 1:
-                raise CallerError(unequal_start(name))
+            if (other := next((rank for rank, value in enumerate(values) if value != values[0]), None)) is not None:
+                raise CallerError(unequal_start(name, 0, other))
         self._begun.add(module)
 
     def _check_peers(self, waited_for: str, waited: float, has_failed: bool) -> None:

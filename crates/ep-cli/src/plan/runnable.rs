@@ -79,7 +79,7 @@ fn indivisible(problem: &Problem, parts: &Parts, stages: usize) -> String {
         }
     }
     let unequal = has_datacenters.then(|| unequal_nodes(problem, stages)).flatten();
-    possible.extend(unequal.map(|nodes| format!("datacenters of unequal sizes (`--nodes {nodes}`)")));
+    possible.extend(unequal.map(|nodes| format!("other numbers of nodes (`--nodes {nodes}`)")));
     possible.push(WITHOUT_RUNNABLE.to_owned());
     format!(
         "--runnable: each stage spans all {name}, so its number of GPUs is a multiple of {count} and does not divide the {experts} \
@@ -106,10 +106,14 @@ fn unequal_nodes(problem: &Problem, stages: usize) -> Option<String> {
             && nodes.is_multiple_of(choice.1)
             && choice.1.is_multiple_of(stages)
     };
+    let of_site = |(whole, less): (usize, usize), site: usize| if site < whole { nodes } else { less };
+    // Sites may have fewer nodes than the largest one.
+    let has = |choice: &(usize, usize)| {
+        second.site_members.iter().enumerate().all(|(site, &has)| of_site(*choice, site) <= has)
+    };
     let choices = (1..sites).flat_map(|whole| (1..nodes).map(move |less| (whole, less)));
-    let (whole, less) = choices.filter(runs).max_by_key(all)?;
-    let list: Vec<String> =
-        (0..sites).map(|site| if site < whole { nodes } else { less }.to_string()).collect();
+    let choice = choices.filter(has).filter(runs).max_by_key(all)?;
+    let list: Vec<String> = (0..sites).map(|site| of_site(choice, site).to_string()).collect();
     Some(list.join(","))
 }
 

@@ -262,8 +262,12 @@ fn unrestricted(shown: &Shown, problem: &Problem) -> Option<String> {
         (true, _) => "`ExpertMigration` can run its layers, too.",
         (false, _) => "`ExpertMigration` cannot run it.",
     };
+    let stages = match price.layout.stages() == head.layout.stages() {
+        true => ", with as many stages",
+        false => "",
+    };
     Some(format!(
-        "Without `--runnable`: {}, {}: {}. {software}",
+        "Without `--runnable`{stages}: {}, {}: {}. {software}",
         described(price),
         relation(head.step_time / price.step_time),
         layout(price, problem)
@@ -392,7 +396,8 @@ fn described(price: &StepPrice) -> String {
     let candidate = &price.candidate;
     match price.strategy {
         Strategy::ExpertDomains => {
-            let kept = if candidate.replicas_kept { " with kept replicas" } else { "" };
+            let has_replicas = candidate.replicas_kept && candidate.expert_domain_size() > 1;
+            let kept = if has_replicas { " with kept replicas" } else { "" };
             format!("expert domains {}{kept}", sizes(&candidate.domain_sizes))
         }
         Strategy::Pipeline => format!("a pipeline of {} stages across datacenters", price.layout.stages()),
@@ -448,7 +453,8 @@ fn tight(plan: &StepPlan, options: &Options) -> Option<String> {
     let others =
         if plan.prices.iter().all(is_tight) { "" } else { " The layouts without this mark leave it." };
     Some(format!(
-        "(tight): the parameters fit, but leave less than {:.0} % of a GPU's memory for activations (`reserved_memory`).{others}",
+        "(tight): the parameters fit, but leave less than {:.0} % of a GPU's memory for activations (`reserved_memory`).{others} \
+         Recomputation, which may be needed then, is not counted: it adds up to a third of the compute.",
         100.0 * options.reserved_memory
     ))
 }

@@ -155,6 +155,23 @@ fn the_heading_has_the_codecs_for_experts_that_move() {
     }
 }
 
+/// What is sent exactly is not called lossy, and a forward pass has no gradients.
+#[test]
+fn only_lossy_codecs_of_what_is_sent_are_called_lossy() {
+    for (options, said) in [
+        ("--set=work=forward", "Compression is lossy: weights int8. The paper"),
+        ("--set=work=forward --set=weight_compression=1", "Weights are sent exactly."),
+        (
+            "--set=weight_compression=1 --strategy=expert-domains",
+            "Compression is lossy: gradients int8. Weights of experts are sent exactly. The",
+        ),
+    ] {
+        for shown in reports(&format!("--nodes=32 --uplink=10Gbit/s {options}")) {
+            assert_eq!(shown.matches(said).count(), 1, "{options}\n{shown}");
+        }
+    }
+}
+
 /// A pipeline that waits for a link names it, with its time and that of a stage; one that does not wait says nothing.
 #[test]
 fn a_link_that_the_stages_wait_for_is_named() {

@@ -6,7 +6,7 @@ use ep_plan::Routing;
 use ep_plan::cluster::{LevelDescription, Sharing};
 use ep_plan::model::AttentionDescription;
 use ep_plan::planner::{CompressionGain, Options, PassTimes, Plan, Setting};
-use ep_plan::step::Strategy;
+use ep_plan::step::{StepMemory, Strategy};
 use ep_plan::units::{Bytes, Seconds};
 
 use super::steps::{self, Shown};
@@ -36,7 +36,7 @@ pub(super) fn render(
         out,
         "\n{}\n\n{domains}\n\n{phases}\n\n{links}\n\n{}\n\n{compared}\n",
         layer_answer(problem, step, plan),
-        memory(plan)
+        memory(step, plan)
     );
     if problem.options.setting == Setting::Full {
         let _ = write!(out, "\n{}\n{}\n", lossy(problem, step, plan), gains(problem, step, plan));
@@ -75,8 +75,9 @@ fn terms(problem: &Problem, has_steps: bool) -> String {
     let steps = match has_steps {
         true => {
             "a step is one global batch, in which a GPU is idle while it does not compute. In the table, each strategy has its fastest \
-             layout: of those within 1 % of the fastest, the one with the fewest stages. `dense sync` and `expert sync` make replicas \
-             of parameters equal again at its end. "
+             layout: of those within 1 % of the fastest, the one with the fewest stages. `data parallelism` sends exact gradients after the \
+             backward pass, without overlap: an upper bound. `dense sync` and `expert sync` make replicas \
+             of parameters equal again at its end. `bytes per link` leaves out activations between stages. "
         }
         false => "",
     };
@@ -217,7 +218,7 @@ fn domains_answer(plan: &Plan) -> String {
         1 => "only tokens move".to_owned(),
         _ => format!("experts are gathered among {gpus} GPUs"),
     };
-    let kept = if plan.best.replicas_kept { ", kept for the whole step" } else { "" };
+    let kept = if plan.best.replicas_kept && gpus > 1 { ", kept for the whole step" } else { "" };
     format!("domains {domain_sizes}: {what}{kept}. A layer takes {}.", plan.best.layer_time)
 }
 
@@ -317,15 +318,22 @@ fn links(plan: &Plan) -> String {
     table(&header, rows, 1)
 }
 
-fn memory(plan: &Plan) -> String {
+fn memory(step: Option<&Shown>, plan: &Plan) -> String {
     let memory = &plan.best.memory;
+    let left = step.map_or_else(String::new, |shown| {
+        let StepMemory { experts, dense, device } = shown.price().memory;
+        let left = (device - experts - dense - memory.gathered_experts).max(Bytes::ZERO);
+        format!(
+            ", dense parameters {dense}; {left} of {device} are left, for activations and everything else"
+        )
+    });
     let cap = memory.cap.map_or("no limit".to_owned(), |cap| format!("limit {cap}"));
     let beyond = match plan.candidates_beyond_memory {
         0 => String::new(),
         beyond => format!(" {beyond} of {} candidates do not fit.", plan.candidates),
     };
     format!(
-        "Memory: own experts {}, gathered experts {} ({cap}).{beyond}",
+        "Memory of a GPU: own experts {}, gathered experts {} ({cap}){left}.{beyond}",
         memory.own_experts, memory.gathered_experts
     )
 }
@@ -338,16 +346,30 @@ pub(super) fn lossy(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> Str
     let dense = dense_gradient_compression
         .filter(|_| price.is_some_and(steps::has_lossy_gradients))
         .map(|codec| format!("dense gradients between datacenters {codec}"));
-    let experts = format!("weights {weight_compression}, gradients {gradient_compression}");
+    let gradients = Some(("gradients", gradient_compression)).filter(|_| problem.options.trains());
+    let sent: Vec<_> = std::iter::once(("weights", weight_compression)).chain(gradients).collect();
+    let exact = match problem.options.trains() {
+        true => "Weights and gradients are sent exactly",
+        false => "Weights are sent exactly",
+    };
+    let experts =
+        sent.iter().filter(|(_, codec)| !codec.is_exact()).map(|(what, codec)| format!("{what} {codec}"));
+    let experts = experts.collect::<Vec<_>>().join(", ");
+    let and_exact = match sent.iter().find(|(_, codec)| codec.is_exact()) {
+        Some((what, _)) if !experts.is_empty() => {
+            format!(" {}{} of experts are sent exactly.", what[..1].to_uppercase(), &what[1..])
+        }
+        _ => String::new(),
+    };
     let moved = match price {
         Some(price) => steps::has_lossy_experts(price, &problem.options),
         None => problem.options.lossy() && plan.best.expert_domain_size() > 1,
     };
     match (moved, dense) {
-        (false, None) if !problem.options.lossy() => "Weights and gradients are sent exactly.".into(),
+        (false, None) if !problem.options.lossy() => format!("{exact}."),
         (false, None) => match price {
             Some(price) if price.strategy != Strategy::ExpertDomains => format!(
-                "Weights and gradients are sent exactly: `{}` compresses no experts, only `expert domains` do.",
+                "{exact}: `{}` compresses no experts, only `expert domains` do.",
                 steps::name(price.strategy)
             ),
             _ => "Nothing is compressed, because no expert moves.".into(),
@@ -355,9 +377,11 @@ pub(super) fn lossy(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> Str
         (false, Some(dense)) => {
             format!("Compression is lossy: {dense}. Weights and gradients of experts are sent exactly.")
         }
-        (true, None) => format!("Compression is lossy: {experts}. {MEASURED}"),
+        (true, None) => format!("Compression is lossy: {experts}.{and_exact} {MEASURED}"),
         (true, Some(dense)) => {
-            format!("Compression is lossy: {experts}, {dense}. {MEASURED} Its dense gradients were exact.")
+            format!(
+                "Compression is lossy: {experts}, {dense}.{and_exact} {MEASURED} Its dense gradients were exact."
+            )
         }
     }
 }
@@ -398,7 +422,11 @@ fn compared(plan: &Plan) -> String {
         "yes".into(),
     ]];
     rows.extend(plan.alternatives.iter().map(|other| {
-        let kept = if other.replicas_kept { ", replicas kept" } else { "" };
+        let kept = if other.replicas_kept && other.domain_sizes.iter().any(|&size| size > 1) {
+            ", replicas kept"
+        } else {
+            ""
+        };
         let faster = other.layer_time / plan.best.layer_time;
         vec![
             format!("domains {}{kept}", sizes(&other.domain_sizes)),

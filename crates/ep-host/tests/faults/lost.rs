@@ -59,7 +59,7 @@ fn a_wait_outside_of_operators_names_a_lost_rank() {
     let said = peer_error(round(&mut buffers[1], 0, HIDDEN));
     let error = lost(&buffers[0]).unwrap();
     assert_eq!((said.peer, error.peer, error.fault), (Rank(3), Rank(3), PeerFault::Left));
-    assert!(error.to_string().contains("(rank 1 says so)"), "{error}");
+    assert!(error.to_string().contains("(reported by rank 1)"), "{error}");
     assert_eq!(buffers[1].check_peers("a collective", Duration::ZERO).unwrap_err(), said.into());
 
     // A rank whose wait has failed says it too, before it leaves because of it.
@@ -70,7 +70,7 @@ fn a_wait_outside_of_operators_names_a_lost_rank() {
     drop(buffers.remove(0));
     let error = lost(&buffers[0]).unwrap();
     assert_eq!((error.peer, error.rank, error.fault), (Rank(3), Rank(1), PeerFault::Left));
-    assert!(error.to_string().contains("(rank 0 says so)"), "{error}");
+    assert!(error.to_string().contains("(reported by rank 0)"), "{error}");
 
     // The rank at fault hears which rank has failed because of it, and why.
     let world = World::builder().ranks(2).experts(EXPERTS).build().unwrap();

@@ -195,11 +195,11 @@ impl Options {
 
     /// Whether weights or gradients of experts change on the way.
     pub fn lossy(&self) -> bool {
-        !self.weight_compression.is_exact() || !self.gradient_compression.is_exact()
+        !self.weight_compression.is_exact() || (self.trains() && !self.gradient_compression.is_exact())
     }
 
     /// Whether the step has a backward pass.
-    pub(crate) fn trains(&self) -> bool {
+    pub fn trains(&self) -> bool {
         self.work == Work::Training && self.setting == Setting::Full
     }
 }

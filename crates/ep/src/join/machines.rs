@@ -163,7 +163,7 @@ mod meet {
             EnvironmentError::new(
                 "finding the network address of this rank",
                 "the ranks are on several machines, and their rendezvous has no network address",
-                "set HYBRID_EP_TRANSPORT_ADDRESS to an address or an interface of this machine",
+                "set HYBRID_EP_TRANSPORT_ADDRESS to an address or an interface of this machine, or HYBRID_EP_SECRET on all ranks",
             )
         })?;
         let address = door.open_to(own)?;

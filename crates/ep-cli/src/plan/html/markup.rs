@@ -32,7 +32,7 @@ pub(super) fn note(text: &str) -> String {
 
 /// A section with a heading and a paragraph.
 pub(super) fn section(title: &str, about: &str, content: &str) -> String {
-    format!("<section>\n<h2>{}</h2>\n<p>{}</p>\n{content}\n</section>\n", escape(title), escape(about))
+    format!("<section>\n<h2>{}</h2>\n<p>{}</p>\n{content}\n</section>\n", escape(title), sentence(about))
 }
 
 /// The class of a cell whose text is so long that it must wrap.

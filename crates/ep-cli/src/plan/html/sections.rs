@@ -254,7 +254,11 @@ pub(super) fn compared(plan: &Plan) -> Result<String, Failure> {
     let mut rows =
         vec![row(format!("this plan {}", sizes(&plan.best.domain_sizes)), best, 0, best.to_string())];
     rows.extend(plan.alternatives.iter().take(3).map(|other| {
-        let kept = if other.replicas_kept { ", kept" } else { "" };
+        let kept = if other.replicas_kept && other.domain_sizes.iter().any(|&size| size > 1) {
+            ", kept"
+        } else {
+            ""
+        };
         let label = format!("domains {}{kept}", sizes(&other.domain_sizes));
         row(
             label,
@@ -366,8 +370,7 @@ pub(super) fn links(plan: &Plan) -> Result<String, Failure> {
         }
     }
     let series = [("this plan", SERIES[0]), ("without expert domains", MUTED)];
-    let about =
-        "All bytes that one link carries for a layer in one direction: experts, tokens and gradients.";
+    let about = "All bytes that one link carries for a layer in one direction: experts, tokens and gradients, without activations between pipeline stages.";
     let chart = chart::bars(&series, &bars, "MB (logarithmic)", true)?;
     Ok(section("Bytes per link", about, &chart))
 }
@@ -407,6 +410,6 @@ pub(super) fn memory(problem: &Problem, plan: &Plan) -> Result<String, Failure> 
 
 pub(super) fn why(plan: &Plan) -> String {
     let items: Vec<String> =
-        plan.explanation.text.iter().map(|sentence| format!("<li>{}</li>\n", escape(sentence))).collect();
-    section("What limits the plan, and what would change it", "", &format!("<ul>\n{}</ul>", items.concat()))
+        plan.explanation.text.iter().map(|item| format!("<li>{}</li>\n", sentence(item))).collect();
+    section("What limits the layers, and what would change it", "", &format!("<ul>\n{}</ul>", items.concat()))
 }
