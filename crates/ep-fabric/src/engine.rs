@@ -83,6 +83,9 @@ pub unsafe fn open(
         let endpoint = unsafe { Endpoint::open(library, options, nic, window, peers, limits)? };
         let blob = endpoint.blob()?;
         let marker = marker.clone();
+        if let Some(marker) = &marker {
+            marker.add(&blob.address);
+        }
         Ok(Box::new(Opened { rail: rail.clone(), endpoint, limits, blob, marker }) as Box<dyn Unconnected>)
     };
     match options.domains.as_slice() {

@@ -1,11 +1,12 @@
-//! Files that the provider `shm` leaves in `/dev/shm` when a process is killed. Surviving ranks of the process remove them, and
-//! so does the next process of this user that opens an engine over `shm`.
+//! Files that the provider `shm` leaves in `/dev/shm` when a process is killed. Any later process of this user that opens or drops
+//! an engine over `shm` removes them.
 //!
-//! A marker says which files are of an engine: by its name alone, a file could be of any program, and of a process of another
-//! PID namespace.
+//! A process with endpoints of `shm` keeps a *marker*: a file that lists their files by name and inode, and that is locked while the
+//! process lives. The number of a process says neither whether it lives, where PID namespaces differ, nor whose file it is, once
+//! another process has that number.
 
-use std::fs::OpenOptions;
-use std::io::ErrorKind;
+use std::fs::{File, OpenOptions};
+use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -14,11 +15,13 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 const DIRECTORY: &str = "/dev/shm";
 /// The beginning of a marker's name.
 const MARKER: &str = "hybrid-ep-shm-";
+/// The longest marker that is read, in bytes.
+const LONGEST: u64 = 1 << 20;
 
-/// Says, while it lives, that this process has endpoints of `shm`: an empty file in `/dev/shm`, whose name has the PID
-/// namespace and the process.
+/// The marker of this process, while it lives.
 #[derive(Debug)]
 pub(crate) struct Marker {
+    file: File,
     path: PathBuf,
     process: u32,
 }
@@ -29,19 +32,42 @@ impl Marker {
     pub(crate) fn of_process() -> Option<Arc<Self>> {
         static OWN: Mutex<Weak<Marker>> = Mutex::new(Weak::new());
         let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(marker) = own.upgrade() {
+        // A forked child makes one of its own.
+        if let Some(marker) = own.upgrade().filter(|marker| marker.process == std::process::id()) {
             return Some(marker);
         }
-        let marker = Arc::new(Self::make(&pid_namespace()?, std::process::id())?);
+        let marker = Arc::new(Self::make()?);
         *own = Arc::downgrade(&marker);
         Some(marker)
     }
 
-    fn make(namespace: &str, process: u32) -> Option<Self> {
-        let path = Path::new(DIRECTORY).join(format!("{MARKER}{namespace}-{process}"));
-        let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
-        // A process that had the same number may have left one.
-        (made.is_ok() || is_own(&path)).then_some(Self { path, process })
+    fn make() -> Option<Self> {
+        const ATTEMPTS: u32 = 100;
+        let process = std::process::id();
+        (0..ATTEMPTS).find_map(|attempt| {
+            let path = Path::new(DIRECTORY).join(format!("{MARKER}{process}-{attempt}"));
+            let file =
+                OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path).ok()?;
+            file.try_lock().ok()?;
+            // Between the two calls, another process may have taken the file for one that was left.
+            (inode(&path) == file.metadata().ok().map(|made| made.ino())).then_some(Self {
+                file,
+                path,
+                process,
+            })
+        })
+    }
+
+    /// Adds the file of the endpoint with this address, such as `fi_shm://4711:0:0`.
+    pub(crate) fn add(&self, address: &[u8]) {
+        let named = std::str::from_utf8(address)
+            .ok()
+            .and_then(|text| text.trim_end_matches('\0').strip_prefix("fi_shm://"));
+        let Some(name) = named.filter(|name| is_endpoint(name)) else { return };
+        if let Some(inode) = inode(&Path::new(DIRECTORY).join(name)) {
+            // Without the line, the file may stay if this process is killed.
+            let _ = (&self.file).write_all(format!("{name} {inode}\n").as_bytes());
+        }
     }
 }
 
@@ -54,50 +80,47 @@ impl Drop for Marker {
     }
 }
 
-/// Removes the files of all processes that have left a marker and have ended.
+/// Removes the files of processes that have ended and left a marker.
 pub(crate) fn sweep() {
-    if let Some(namespace) = pid_namespace() {
-        sweep_namespace(&namespace);
-    }
-}
-
-/// As [`sweep`], of the processes of one PID namespace.
-fn sweep_namespace(namespace: &str) {
     let Ok(entries) = std::fs::read_dir(DIRECTORY) else { return };
-    let names: Vec<String> =
-        entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
-    let prefix = format!("{MARKER}{namespace}-");
-    for marker in &names {
-        let Some(process) = marker.strip_prefix(&prefix).and_then(|process| process.parse().ok()) else {
-            continue;
-        };
-        let marker = Path::new(DIRECTORY).join(marker);
-        if !is_own(&marker) || !has_ended(process) {
-            continue;
+    for entry in entries.flatten() {
+        if entry.file_name().as_encoded_bytes().starts_with(MARKER.as_bytes()) {
+            sweep_marker(&entry.path());
         }
-        for name in names.iter().filter(|name| process_of(name) == Some(process)) {
-            let file = Path::new(DIRECTORY).join(name);
-            if is_own(&file) {
-                remove(&file);
-            }
-        }
-        remove(&marker);
     }
 }
 
-/// The process of the endpoint whose file has this name, such as `4711:0:0` of process 4711. `None` for other files.
-fn process_of(name: &str) -> Option<u32> {
-    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    let mut parts = name.split(':');
-    let process = parts.next().filter(|part| is_number(part))?;
-    (parts.clone().count() == 2 && parts.all(is_number)).then(|| process.parse().ok())?
+fn sweep_marker(path: &Path) {
+    if !is_own(path) {
+        return;
+    }
+    // No FIFO, which would block, and no link, which would lead elsewhere: `is_own` has seen a regular file.
+    let Ok(mut file) = File::open(path) else { return };
+    // The process lives, or another process removes its files.
+    if file.try_lock().is_err() {
+        return;
+    }
+    let mut text = String::new();
+    let _ = (&mut file).take(LONGEST).read_to_string(&mut text);
+    for line in text.lines() {
+        let Some((name, number)) = line.split_once(' ') else { continue };
+        let file = Path::new(DIRECTORY).join(name);
+        // A process with the same number may have a file of that name by now.
+        if is_endpoint(name) && is_own(&file) && inode(&file) == number.parse().ok() {
+            remove(&file);
+        }
+    }
+    remove(path);
 }
 
-/// The number of this process's PID namespace.
-fn pid_namespace() -> Option<String> {
-    let link = std::fs::read_link("/proc/self/ns/pid").ok()?;
-    let number: String = link.to_str()?.chars().filter(char::is_ascii_digit).collect();
-    (!number.is_empty()).then_some(number)
+/// Whether this can be the name of an endpoint's file: three numbers, such as `4711:0:0`.
+fn is_endpoint(name: &str) -> bool {
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    name.split(':').count() == 3 && name.split(':').all(is_number)
+}
+
+fn inode(file: &Path) -> Option<u64> {
+    std::fs::symlink_metadata(file).ok().map(|found| found.ino())
 }
 
 /// Whether this is a regular file of this user.
@@ -111,61 +134,47 @@ fn remove(file: &Path) {
     let _ = std::fs::remove_file(file);
 }
 
-/// Whether a process is gone, or has ended and waits for its parent.
-fn has_ended(process: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{process}/stat"));
-    // The state follows the name, which is in parentheses and may contain any character.
-    let state = stat.as_ref().map(|stat| stat.rsplit(") ").next().unwrap_or_default());
-    state.map_or_else(|error| error.kind() == ErrorKind::NotFound, |state| state.starts_with(['Z', 'X']))
-}
-
 #[cfg(test)]
 mod tests {
-    use std::process::Command;
-
     use super::*;
 
     #[test]
     fn only_some_names_are_of_endpoints() {
-        assert_eq!(process_of("4711:1000:2"), Some(4711));
-        for other in ["1:2", "1:2:3:4", "1::2", ":1:2", "a:1:2", "1:2:b", "", "99999999999:1:2"] {
-            assert_eq!(process_of(other), None, "{other}");
+        assert!(is_endpoint("4711:1000:2"));
+        for other in ["1:2", "1:2:3:4", "1::2", ":1:2", "a:1:2", "1:2:b", "", "../1:2:3"] {
+            assert!(!is_endpoint(other), "{other}");
         }
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "processes and files")]
-    fn files_of_processes_that_have_ended_and_left_a_marker_are_removed_and_no_others() {
-        // Not the namespace of this process, in which other tests open engines.
-        const NAMESPACE: &str = "11";
-        let start = || Command::new("true").spawn().unwrap();
-        let (mut ended, mut unreaped) = (start(), start());
-        ended.wait().unwrap();
-        let processes = [ended.id(), unreaped.id(), std::process::id()];
-        while !has_ended(processes[1]) {
-            std::thread::yield_now();
+    #[cfg_attr(miri, ignore = "files")]
+    fn only_files_of_a_process_that_has_ended_are_removed_and_only_the_very_files() {
+        let at = |number: u32| Path::new(DIRECTORY).join(format!("{}:0:{number}", std::process::id()));
+        let files = [at(71), at(72), at(73)];
+        let write = |file: &Path| std::fs::write(file, "a file of a test").unwrap();
+        files.iter().for_each(|file| write(file));
+        let exist = || files.each_ref().map(|file| file.exists());
+        let marker = Marker::make().unwrap();
+        for number in [71, 72] {
+            marker.add(format!("fi_shm://{}:0:{number}\0", std::process::id()).as_bytes());
         }
-        let at = |name: String| Path::new(DIRECTORY).join(name);
-        let endpoints = processes.map(|process| [71, 72].map(|number| at(format!("{process}:0:{number}"))));
-        let foreign = at(format!("{MARKER}12-{}", processes[0]));
-        let exist = || endpoints.each_ref().map(|files| files.each_ref().map(|file| file.exists()));
-        for file in endpoints.as_flattened().iter().chain([&foreign]) {
-            std::fs::write(file, "a file of a test").unwrap();
-        }
-        sweep_namespace(NAMESPACE);
-        assert_eq!(exist(), [[true; 2]; 3], "without a marker, they may be of another program");
-        let markers = processes.map(|process| Marker::make(NAMESPACE, process).unwrap());
-        let paths = markers.each_ref().map(|marker| marker.path.clone());
-        // A killed process does not drop its marker.
-        std::mem::forget(markers);
-        sweep_namespace(NAMESPACE);
-        assert_eq!(exist(), [[false; 2], [false; 2], [true; 2]]);
-        assert_eq!(paths.each_ref().map(|file| file.exists()), [false, false, true]);
-        assert!(foreign.exists(), "the number of a process of another namespace");
-        for file in endpoints[2].iter().chain([&paths[2], &foreign]) {
+        marker.add(b"fi_shm://../etc/passwd");
+        sweep();
+        assert_eq!(exist(), [true; 3], "the process lives");
+        // Another process has made this one, under the same number.
+        let old = Path::new(DIRECTORY).join(format!("hybrid-ep-test-{}", std::process::id()));
+        std::fs::rename(&files[1], &old).unwrap();
+        write(&files[1]);
+        // A killed process does not drop its marker, and its lock ends.
+        let path = marker.path.clone();
+        marker.file.unlock().unwrap();
+        std::mem::forget(marker);
+        sweep();
+        assert_eq!(exist(), [false, true, true]);
+        assert!(!path.exists());
+        for file in [&files[1], &files[2], &old] {
             std::fs::remove_file(file).unwrap();
         }
-        unreaped.wait().unwrap();
     }
 
     #[test]

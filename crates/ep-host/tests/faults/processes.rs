@@ -218,8 +218,9 @@ fn a_rank_that_is_killed_over_shm_is_named_and_leaves_no_file() {
         .map(|file| file.file_name().to_string_lossy().into_owned())
         .filter(|name| {
             // Files of the provider, and the markers beside them.
-            let is_of =
-                |pid: &u32| name.starts_with(&format!("{pid}:")) || name.ends_with(&format!("-{pid}"));
+            let is_of = |pid: &u32| {
+                name.starts_with(&format!("{pid}:")) || name.starts_with(&format!("hybrid-ep-shm-{pid}-"))
+            };
             pids.iter().any(is_of)
         })
         .collect();
