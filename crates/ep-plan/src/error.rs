@@ -129,7 +129,9 @@ pub enum PlanError {
     /// All GPUs together cannot hold the model.
     #[error(
         "weights, gradients and Adam state of the model need {needed}, and the {gpus} GPUs have {available} together; \
-         possible: more GPUs, more memory, or a smaller model"
+         possible: more GPUs (at least {}), more memory (at least {} in each), or a smaller model",
+        (*gpus as f64 * (needed.0 / available.0)).ceil(),
+        Bytes(needed.0 / *gpus as f64)
     )]
     TotalMemory {
         /// Memory that the model needs once.

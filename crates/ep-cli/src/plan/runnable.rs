@@ -106,15 +106,23 @@ fn unequal_nodes(problem: &Problem, stages: usize) -> Option<String> {
             && nodes.is_multiple_of(choice.1)
             && choice.1.is_multiple_of(stages)
     };
-    let of_site = |(whole, less): (usize, usize), site: usize| if site < whole { nodes } else { less };
-    // Sites may have fewer nodes than the largest one.
-    let has = |choice: &(usize, usize)| {
-        second.site_members.iter().enumerate().all(|(site, &has)| of_site(*choice, site) <= has)
+    // Sites may have fewer nodes than the largest one. The largest ones keep theirs.
+    let members: Vec<usize> = match second.site_members.is_empty() {
+        true => vec![nodes; sites],
+        false => second.site_members.clone(),
     };
+    let mut largest: Vec<usize> = (0..sites).collect();
+    largest.sort_by_key(|&site| std::cmp::Reverse(members[site]));
+    let of_sites = |&(whole, less): &(usize, usize)| {
+        let mut all = vec![less; sites];
+        largest[..whole].iter().for_each(|&site| all[site] = nodes);
+        all
+    };
+    let exists =
+        |choice: &(usize, usize)| of_sites(choice).iter().zip(&members).all(|(wanted, has)| wanted <= has);
     let choices = (1..sites).flat_map(|whole| (1..nodes).map(move |less| (whole, less)));
-    let choice = choices.filter(has).filter(runs).max_by_key(all)?;
-    let list: Vec<String> = (0..sites).map(|site| of_site(choice, site).to_string()).collect();
-    Some(list.join(","))
+    let choice = choices.filter(exists).filter(runs).max_by_key(all)?;
+    Some(of_sites(&choice).iter().map(usize::to_string).collect::<Vec<_>>().join(","))
 }
 
 /// Why `--runnable` has no expert domains, where other strategies have a layout.

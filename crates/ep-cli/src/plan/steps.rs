@@ -453,7 +453,7 @@ fn tight(plan: &StepPlan, options: &Options) -> Option<String> {
     let others =
         if plan.prices.iter().all(is_tight) { "" } else { " The layouts without this mark leave it." };
     Some(format!(
-        "(tight): the parameters fit, but leave less than {:.0} % of a GPU's memory for activations (`reserved_memory`).{others} \
+        "(tight): the parameters fit, but leave less than {:.0} % of a GPU's memory for dense parameters and activations (`reserved_memory`).{others} \
          Recomputation, which may be needed then, is not counted: it adds up to a third of the compute.",
         100.0 * options.reserved_memory
     ))

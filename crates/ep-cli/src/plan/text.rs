@@ -75,9 +75,8 @@ fn terms(problem: &Problem, has_steps: bool) -> String {
     let steps = match has_steps {
         true => {
             "a step is one global batch, in which a GPU is idle while it does not compute. In the table, each strategy has its fastest \
-             layout: of those within 1 % of the fastest, the one with the fewest stages. `data parallelism` sends exact gradients after the \
-             backward pass, without overlap: an upper bound. `dense sync` and `expert sync` make replicas \
-             of parameters equal again at its end. `bytes per link` leaves out activations between stages. "
+             layout: of those within 1 % of the fastest, the one with the fewest stages. `dense sync` and `expert sync` make replicas of parameters equal \
+             again at its end, without overlap: an upper bound. `bytes per link` leaves out activations between stages. "
         }
         false => "",
     };
@@ -318,15 +317,19 @@ fn links(plan: &Plan) -> String {
     table(&header, rows, 1)
 }
 
-fn memory(step: Option<&Shown>, plan: &Plan) -> String {
-    let memory = &plan.best.memory;
-    let left = step.map_or_else(String::new, |shown| {
+/// What dense parameters take of a GPU's memory, and what is left.
+pub(super) fn left(step: Option<&Shown>, plan: &Plan) -> String {
+    step.map_or_else(String::new, |shown| {
         let StepMemory { experts, dense, device } = shown.price().memory;
-        let left = (device - experts - dense - memory.gathered_experts).max(Bytes::ZERO);
+        let left = (device - experts - dense - plan.best.memory.gathered_experts).max(Bytes::ZERO);
         format!(
             ", dense parameters {dense}; {left} of {device} are left, for activations and everything else"
         )
-    });
+    })
+}
+
+fn memory(step: Option<&Shown>, plan: &Plan) -> String {
+    let (memory, left) = (&plan.best.memory, left(step, plan));
     let cap = memory.cap.map_or("no limit".to_owned(), |cap| format!("limit {cap}"));
     let beyond = match plan.candidates_beyond_memory {
         0 => String::new(),
@@ -422,11 +425,7 @@ fn compared(plan: &Plan) -> String {
         "yes".into(),
     ]];
     rows.extend(plan.alternatives.iter().map(|other| {
-        let kept = if other.replicas_kept && other.domain_sizes.iter().any(|&size| size > 1) {
-            ", replicas kept"
-        } else {
-            ""
-        };
+        let kept = if other.replicas_kept { ", replicas kept" } else { "" };
         let faster = other.layer_time / plan.best.layer_time;
         vec![
             format!("domains {}{kept}", sizes(&other.domain_sizes)),

@@ -228,6 +228,10 @@ fn datacenters_that_do_not_divide_the_experts_are_refused_with_a_way_out() {
     run(&[&cluster[..], &["--datacenters=2"]].concat()).succeeded();
     run(&[&three[..], &["--set=members=2"]].concat()).succeeded();
     run(&["plan", "--cluster=dgx-h200", "--model=qwen3-235b", "--nodes=8,4,4", "--runnable"]).succeeded();
+    // No site is given nodes that it lacks.
+    for (nodes, fewer) in [("--nodes=8,8,4", "`--nodes 8,4,4`"), ("--nodes=4,8,8", "`--nodes 4,8,4`")] {
+        run(&["plan", "--cluster=dgx-h200", "--model=qwen3-235b", nodes, "--runnable"]).refused(2, &[fewer]);
+    }
     run(&[&cluster[..4], &["--datacenters=3"]].concat()).succeeded();
     // Without datacenters, nodes are the outermost level.
     let nodes =

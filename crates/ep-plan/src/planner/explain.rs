@@ -245,7 +245,8 @@ impl Planner {
             best.domain_sizes.iter().zip(self.cluster.levels()).enumerate().map(|(level, (size, at))| {
                 format!("{size} of {} on '{}'", at.scaling_factor, self.cluster.level_name(level))
             });
-        let replicas = if best.replicas_kept { ", replicas kept" } else { "" };
+        let keeps = best.replicas_kept && best.expert_domain_size() > 1;
+        let replicas = if keeps { ", replicas kept" } else { "" };
         format!(
             "Domains: {}{replicas}. A layer takes {}.",
             levels.collect::<Vec<_>>().join(", "),

@@ -59,7 +59,7 @@ pub(super) fn render(
         body.push_str(&sections::swept(sweep)?);
     }
     body.push_str(&sections::links(plan)?);
-    body.push_str(&sections::memory(problem, plan)?);
+    body.push_str(&sections::memory(problem, step, plan)?);
     body.push_str(&sections::why(plan));
     let toml = input::to_toml(&problem.cluster, &problem.model, &problem.options);
     body.push_str(&format!(

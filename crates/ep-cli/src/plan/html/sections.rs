@@ -254,11 +254,7 @@ pub(super) fn compared(plan: &Plan) -> Result<String, Failure> {
     let mut rows =
         vec![row(format!("this plan {}", sizes(&plan.best.domain_sizes)), best, 0, best.to_string())];
     rows.extend(plan.alternatives.iter().take(3).map(|other| {
-        let kept = if other.replicas_kept && other.domain_sizes.iter().any(|&size| size > 1) {
-            ", kept"
-        } else {
-            ""
-        };
+        let kept = if other.replicas_kept { ", kept" } else { "" };
         let label = format!("domains {}{kept}", sizes(&other.domain_sizes));
         row(
             label,
@@ -375,7 +371,7 @@ pub(super) fn links(plan: &Plan) -> Result<String, Failure> {
     Ok(section("Bytes per link", about, &chart))
 }
 
-pub(super) fn memory(problem: &Problem, plan: &Plan) -> Result<String, Failure> {
+pub(super) fn memory(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> Result<String, Failure> {
     let memory = &plan.best.memory;
     let device = Bytes::from_gb(problem.cluster.gpu.memory_gb);
     let free = memory.cap.map_or(Bytes::ZERO, |cap| (cap - memory.gathered_experts).max(Bytes::ZERO));
@@ -400,10 +396,11 @@ pub(super) fn memory(problem: &Problem, plan: &Plan) -> Result<String, Failure> 
     };
     let chart = chart::bars(&series, &[bar], "GB", false)?;
     let numbers = format!(
-        "Own experts {}, gathered experts {}{}.",
+        "Own experts {}, gathered experts {}{}{}.",
         memory.own_experts,
         memory.gathered_experts,
-        memory.cap.map_or(String::new(), |cap| format!(" (limit {cap})"))
+        memory.cap.map_or(String::new(), |cap| format!(" (limit {cap})")),
+        text::left(step, plan)
     );
     Ok(section("Memory", &format!("{numbers} {beyond}"), &chart))
 }
