@@ -22,6 +22,9 @@ use crate::handle;
 use crate::interrupt::Signals;
 use crate::join::{self, Callback, Settings};
 
+const CLOSED: &str =
+    "this buffer was closed: close it after its last operator, those of backward passes included";
+
 /// One rank, on either backend.
 #[pyclass(frozen, module = "hybrid_ep._native")]
 pub(crate) struct Buffer {
@@ -145,7 +148,7 @@ impl Buffer {
         self.signals.settle(py.detach(|| {
             let mut end = self.end()?.map_err(|_| poisoned())?;
             let _inside = Inside::of(self);
-            call(end.as_mut().ok_or_else(|| Failure::Caller("this buffer was closed: close it after its last operator, those of backward passes included".into()))?)
+            call(end.as_mut().ok_or_else(|| Failure::Caller(CLOSED.into()))?)
         }))
     }
 

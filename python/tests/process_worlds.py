@@ -96,8 +96,8 @@ class World:
 def new_processes() -> Any:
     """Returns the context of `multiprocessing` that makes the processes of tests.
 
-    They are new: nothing that a test has changed is in them. A server imports once for all of them, since an import of
-    PyTorch takes seconds.
+    They are new, and have the environment variables of the first call. A server imports once for all of them, since an
+    import of PyTorch takes seconds.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["process_worlds", "hybrid_ep.migration", "hybrid_ep.moe"])

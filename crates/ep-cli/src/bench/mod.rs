@@ -317,7 +317,7 @@ mod tests {
         // The same figures as in the run's own table.
         let dispatch = &report.runs[0].operators[1];
         assert_eq!(dispatch.operator, "dispatch");
-        let median = units::microseconds(dispatch.median_us);
+        let median = units::time_us(dispatch.median_us);
         assert!(summary.lines().nth(2).unwrap().contains(&median), "{median}: {summary}");
         assert!(summary.lines().last().unwrap().starts_with("verified: all 8 runs"), "{summary}");
         let json = serde_json::to_value(&report).unwrap();

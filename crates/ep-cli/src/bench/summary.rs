@@ -4,7 +4,7 @@ use crate::bench::heading::tokens;
 use crate::bench::measure::Operator;
 use crate::bench::runs::{OperatorReport, Run};
 use crate::common::table::{or_dash, table};
-use crate::common::units::microseconds;
+use crate::common::units::time_us;
 
 /// One column: its header, and the text for a run.
 type Column = (&'static str, fn(&Run) -> String);
@@ -44,7 +44,7 @@ fn of(run: &Run, operator: Operator) -> Option<&OperatorReport> {
 }
 
 fn median(run: &Run, operator: Operator) -> String {
-    or_dash(of(run, operator).map(|report| microseconds(report.median_us)))
+    or_dash(of(run, operator).map(|report| time_us(report.median_us)))
 }
 
 fn ratio(run: &Run, operator: Operator) -> String {

@@ -8,36 +8,36 @@ use crate::bench::runs::{OperatorReport, Run};
 use crate::bench::{chart, heading, summary};
 use crate::common::backend::BackendKind;
 use crate::common::table::{or_dash, table};
-use crate::common::units::{self, microseconds};
+use crate::common::units::{self, time_us};
 
 /// One column: its header, and the text for an operator.
 type Column = (&'static str, fn(&OperatorReport) -> String);
 
 const HOST_COLUMNS: &[Column] = &[
     ("operator", |o| o.operator.into()),
-    ("median", |o| microseconds(o.median_us)),
-    ("p95", |o| microseconds(o.p95_us)),
+    ("median", |o| time_us(o.median_us)),
+    ("p95", |o| time_us(o.p95_us)),
     ("inside domains", |o| or_dash(o.bytes_inside_domains.map(units::bytes))),
     ("between domains", |o| units::bytes(o.bytes_between_domains)),
     ("GB/s", |o| or_dash(o.gb_per_s.map(|rate| format!("{rate:.2}")))),
-    ("floor", |o| or_dash(o.floor_us.map(microseconds))),
+    ("floor", |o| or_dash(o.floor_us.map(time_us))),
     ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
 ];
 
 /// In addition, where bytes between domains cross a network or an emulated link.
 const NETWORK_COLUMNS: &[Column] = &[
-    ("stream", |o| or_dash(o.stream_us.map(microseconds))),
+    ("stream", |o| or_dash(o.stream_us.map(time_us))),
     ("ratio", |o| or_dash(o.ratio_to_stream.map(|ratio| format!("{ratio:.2}")))),
     ("leg", |o| or_dash(o.binding_leg.map(Into::into))),
 ];
 
 const GPU_COLUMNS: &[Column] = &[
     ("operator", |o| o.operator.into()),
-    ("median", |o| microseconds(o.median_us)),
-    ("p95", |o| microseconds(o.p95_us)),
+    ("median", |o| time_us(o.median_us)),
+    ("p95", |o| time_us(o.p95_us)),
     ("busiest rank", |o| or_dash(o.must_move_bytes.map(units::bytes))),
     ("GB/s", |o| or_dash(o.gb_per_s.map(|rate| format!("{rate:.0}")))),
-    ("floor", |o| or_dash(o.floor_us.map(microseconds))),
+    ("floor", |o| or_dash(o.floor_us.map(time_us))),
     ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
 ];
 

@@ -29,7 +29,8 @@ pub(crate) fn time(time: Duration) -> String {
     scaled(time.as_secs_f64() * 1e9, &["ns", "µs", "ms", "s"])
 }
 
-pub(crate) fn microseconds(microseconds: f64) -> String {
+/// A time in microseconds.
+pub(crate) fn time_us(microseconds: f64) -> String {
     time(Duration::from_secs_f64(microseconds / 1e6))
 }
 

@@ -315,6 +315,10 @@ fn only_some_failures_of_a_connection_say_that_its_peer_is_lost() {
     };
     assert_eq!(fault(ErrorKind::ConnectionRefused), Some(PeerFault::Died));
     assert_eq!(fault(ErrorKind::TimedOut), Some(PeerFault::Unreachable));
+    let local = |kind| loss_of(Rank(1), &Address::Local("a name".into()), kind, || "why".into());
+    assert_eq!(local(ErrorKind::ConnectionRefused).unwrap().map(|loss| loss.fault), Some(PeerFault::Died));
+    assert_eq!(local(ErrorKind::WouldBlock).unwrap(), None, "its queue of connections is full");
+    assert!(local(ErrorKind::PermissionDenied).unwrap_err().to_string().contains("must run as one user"));
     for retried in [ErrorKind::ConnectionReset, ErrorKind::WouldBlock, ErrorKind::ConnectionAborted] {
         assert_eq!(fault(retried), None, "{retried:?}");
     }
