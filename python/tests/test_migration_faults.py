@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -66,6 +67,8 @@ class _Refuses:
     def dispatch(self, error: Exception) -> None:
         raise error
 
+    check_peers = dispatch
+
 
 _LOST = PeerError(
     "rank 1 died (dispatch #3): rank 0 waited for a flag (reported by rank 9)",
@@ -88,6 +91,21 @@ def test_errors_of_a_dispatch_group_name_ranks_of_the_job() -> None:
     assert (error.peer, error.rank, error.fault, error.machine) == (4, 7, "died", "node-a")
     with refused("hidden is 8 on rank 7 and 16 on rank 4"):
         group.dispatch(CallerError("hidden is 8 on rank 0 and 16 on rank 1"))
+
+
+def test_only_errors_of_operators_are_passed_on() -> None:
+    passed_on: list[bool] = []
+
+    @contextlib.contextmanager
+    def explained() -> Iterator[None]:
+        passed_on.append(True)
+        yield
+
+    group = JobRanks(_Refuses(), [7, 4], explained)
+    for call, count in ((group.check_peers, 0), (group.dispatch, 1)):
+        with pytest.raises(PeerError):
+            call(_LOST)
+        assert len(passed_on) == count
 
 
 def _group_of(migration: ExpertMigration) -> JobRanks:
