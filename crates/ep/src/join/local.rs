@@ -44,6 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
     fn a_connection_neither_blocks_nor_stays_open_in_a_program_that_this_one_starts() {
         let name = format!("hybrid-ep-test-flags-{}", std::process::id());
         let _listener = listen(&name).unwrap();

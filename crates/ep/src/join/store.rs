@@ -288,6 +288,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "sockets")]
     fn packets_to_a_store_leave_from_the_address_that_faces_it() {
         assert_eq!(with_secret("127.0.0.1:1").facing_address(), Some(Ipv4Addr::LOCALHOST.into()));
         assert_eq!(Store::new("127.0.0.1:1", None).unwrap().facing_address(), None, "a local socket");
