@@ -396,8 +396,7 @@ fn described(price: &StepPrice) -> String {
     let candidate = &price.candidate;
     match price.strategy {
         Strategy::ExpertDomains => {
-            let has_replicas = candidate.replicas_kept && candidate.expert_domain_size() > 1;
-            let kept = if has_replicas { " with kept replicas" } else { "" };
+            let kept = if candidate.has_kept_replicas() { " with kept replicas" } else { "" };
             format!("expert domains {}{kept}", sizes(&candidate.domain_sizes))
         }
         Strategy::Pipeline => format!("a pipeline of {} stages across datacenters", price.layout.stages()),

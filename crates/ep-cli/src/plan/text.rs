@@ -217,7 +217,7 @@ fn domains_answer(plan: &Plan) -> String {
         1 => "only tokens move".to_owned(),
         _ => format!("experts are gathered among {gpus} GPUs"),
     };
-    let kept = if plan.best.replicas_kept && gpus > 1 { ", kept for the whole step" } else { "" };
+    let kept = if plan.best.has_kept_replicas() { ", kept for the whole step" } else { "" };
     format!("domains {domain_sizes}: {what}{kept}. A layer takes {}.", plan.best.layer_time)
 }
 
@@ -349,20 +349,16 @@ pub(super) fn lossy(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> Str
     let dense = dense_gradient_compression
         .filter(|_| price.is_some_and(steps::has_lossy_gradients))
         .map(|codec| format!("dense gradients between datacenters {codec}"));
-    let gradients = Some(("gradients", gradient_compression)).filter(|_| problem.options.trains());
-    let sent: Vec<_> = std::iter::once(("weights", weight_compression)).chain(gradients).collect();
-    let exact = match problem.options.trains() {
+    let trains = problem.options.trains();
+    let exact = match trains {
         true => "Weights and gradients are sent exactly",
         false => "Weights are sent exactly",
     };
-    let experts =
-        sent.iter().filter(|(_, codec)| !codec.is_exact()).map(|(what, codec)| format!("{what} {codec}"));
-    let experts = experts.collect::<Vec<_>>().join(", ");
-    let and_exact = match sent.iter().find(|(_, codec)| codec.is_exact()) {
-        Some((what, _)) if !experts.is_empty() => {
-            format!(" {}{} of experts are sent exactly.", what[..1].to_uppercase(), &what[1..])
-        }
-        _ => String::new(),
+    let (experts, and_exact) = match (weight_compression.is_exact(), gradient_compression.is_exact()) {
+        (false, _) if !trains => (format!("weights {weight_compression}"), ""),
+        (false, true) => (format!("weights {weight_compression}"), " Gradients of experts are sent exactly."),
+        (true, _) => (format!("gradients {gradient_compression}"), " Weights of experts are sent exactly."),
+        (false, false) => (format!("weights {weight_compression}, gradients {gradient_compression}"), ""),
     };
     let moved = match price {
         Some(price) => steps::has_lossy_experts(price, &problem.options),

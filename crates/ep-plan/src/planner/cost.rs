@@ -60,6 +60,11 @@ impl Candidate {
     pub fn expert_domain_size(&self) -> usize {
         self.domain_sizes.iter().product()
     }
+
+    /// Whether experts are gathered, and kept for the whole step.
+    pub fn has_kept_replicas(&self) -> bool {
+        self.replicas_kept && self.expert_domain_size() > 1
+    }
 }
 
 /// A candidate before it is priced: domain sizes, and quantities that do not depend on the speed of links.

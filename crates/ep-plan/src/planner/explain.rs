@@ -245,8 +245,7 @@ impl Planner {
             best.domain_sizes.iter().zip(self.cluster.levels()).enumerate().map(|(level, (size, at))| {
                 format!("{size} of {} on '{}'", at.scaling_factor, self.cluster.level_name(level))
             });
-        let keeps = best.replicas_kept && best.expert_domain_size() > 1;
-        let replicas = if keeps { ", replicas kept" } else { "" };
+        let replicas = if best.has_kept_replicas() { ", replicas kept" } else { "" };
         format!(
             "Domains: {}{replicas}. A layer takes {}.",
             levels.collect::<Vec<_>>().join(", "),
