@@ -149,9 +149,14 @@ pub(crate) struct Home {
 pub(crate) fn load_kernels(world: &World, device: &Arc<Device>, shared: bool, config: &Config) -> Result<()> {
     let keys = match shared {
         true => KernelKey::of_world(views(world), has_rails(world), device.shared_bytes),
-        false => KernelKey::usual(views(world), has_rails(world), device.shared_bytes).to_vec(),
+        false => KernelKey::usual(views(world), has_rails(world), device.shared_bytes, wanted_sms(config)),
     };
     Kernels::get().load_ahead(device, &keys, config.cuda.plain_copies)
+}
+
+/// The number of SMs that dispatch and combine are to use.
+fn wanted_sms(config: &Config) -> u32 {
+    if config.cuda.sms == 0 { DEFAULT_SMS } else { config.cuda.sms as u32 }
 }
 
 impl Home {
@@ -225,7 +230,6 @@ impl CudaBuffer {
             )
             .into());
         }
-        let wanted = if config.cuda.sms == 0 { DEFAULT_SMS } else { config.cuda.sms as u32 };
         let mut common = peers.common(&world, rank, config, faults.address());
         if let Some(rails) = &rails {
             common.rails = rails.params;
@@ -267,7 +271,7 @@ impl CudaBuffer {
             set_prob_scratch: None,
             set_done,
             rails,
-            blocks: wanted.clamp(FEWEST_BLOCKS, most),
+            blocks: wanted_sms(config).clamp(FEWEST_BLOCKS, most),
             preprocess_blocks: PREPROCESS_BLOCKS.min(most),
             plain_copies: config.cuda.plain_copies,
             chunk_tokens: config.chunk_tokens,

@@ -2,7 +2,7 @@
 
 use crate::jit::{Arch, Program};
 use crate::params::MAX_RANKS;
-use crate::tuning;
+use crate::tuning::{self, CombineTeams, MOST_BLOCKS_OF_PAIRS};
 
 /// A kernel and its compile-time parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,7 +22,7 @@ pub(crate) enum KernelKey {
     Combine {
         rows_f32: bool,
         wire_f32: bool,
-        warps: u32,
+        teams: CombineTeams,
         rails: bool,
     },
     /// Multiplies experts' outputs by their weights.
@@ -103,19 +103,32 @@ impl KernelKey {
     pub(crate) fn of_world(views: usize, rails: bool, shared_bytes: usize) -> Vec<Self> {
         let mut keys = vec![Self::Preprocess { rails }];
         keys.extend([false, true].map(|quantize| Self::dispatch(quantize, rails)));
-        let warps = tuning::combine_warps(views, shared_bytes);
+        let teams = CombineTeams::new(2, views, shared_bytes);
         for (rows_f32, wire_f32) in [(false, false), (false, true), (true, false), (true, true)] {
-            keys.push(Self::Combine { rows_f32, wire_f32, warps, rails });
+            keys.push(Self::Combine { rows_f32, wire_f32, teams, rails });
+        }
+        if !rails {
+            keys.push(Self::pairs(views, shared_bytes));
         }
         keys.extend([Self::WeightRows, Self::Dense, Self::Spin]);
         keys
     }
 
-    /// The kernels for bf16 tokens, in the order of their use.
-    pub(crate) fn usual(views: usize, rails: bool, shared_bytes: usize) -> [Self; 3] {
-        let warps = tuning::combine_warps(views, shared_bytes);
-        let combine = Self::Combine { rows_f32: false, wire_f32: false, warps, rails };
-        [Self::Preprocess { rails }, Self::dispatch(false, rails), combine]
+    /// The kernels for bf16 tokens, in the order of their use, on `sms` SMs.
+    pub(crate) fn usual(views: usize, rails: bool, shared_bytes: usize, sms: u32) -> Vec<Self> {
+        let teams = CombineTeams::new(2, views, shared_bytes);
+        let combine = Self::Combine { rows_f32: false, wire_f32: false, teams, rails };
+        let mut keys = vec![Self::Preprocess { rails }, Self::dispatch(false, rails), combine];
+        if !rails && sms <= MOST_BLOCKS_OF_PAIRS {
+            keys.push(Self::pairs(views, shared_bytes));
+        }
+        keys
+    }
+
+    /// The combine kernel with teams of one consumer.
+    fn pairs(views: usize, shared_bytes: usize) -> Self {
+        let teams = CombineTeams::new(1, views, shared_bytes);
+        Self::Combine { rows_f32: false, wire_f32: false, teams, rails: false }
     }
 
     /// The dispatch kernel that sends rows unchanged or quantises them.
@@ -141,8 +154,13 @@ impl KernelKey {
             Self::Dispatch { quantize, warps, .. } => {
                 format!("{},{warps} warps{rails}", if quantize { "quantize" } else { "copy" })
             }
-            Self::Combine { rows_f32, wire_f32, warps, .. } => {
-                format!("rows {},wire {},{warps} warps{rails}", element(rows_f32), element(wire_f32))
+            Self::Combine { rows_f32, wire_f32, teams: CombineTeams { teams, consumers }, .. } => {
+                let warps = 1 + consumers;
+                format!(
+                    "rows {},wire {},{teams} x {warps} warps{rails}",
+                    element(rows_f32),
+                    element(wire_f32)
+                )
             }
         }
     }
@@ -180,11 +198,12 @@ impl KernelKey {
                 ]);
                 include_str!("../device/dispatch/kernel.cu")
             }
-            Self::Combine { rows_f32, wire_f32, warps, .. } => {
+            Self::Combine { rows_f32, wire_f32, teams, .. } => {
                 defines.extend([
                     ("ROWS_F32", u32::from(rows_f32).to_string()),
                     ("WIRE_F32", u32::from(wire_f32).to_string()),
-                    ("WARPS", warps.to_string()),
+                    ("TEAMS", teams.teams.to_string()),
+                    ("CONSUMERS", teams.consumers.to_string()),
                 ]);
                 include_str!("../device/combine/kernel.cu")
             }
@@ -232,7 +251,8 @@ mod tests {
                 Self::Spin => 1,
                 Self::WeightRows => WEIGHT_ROWS_THREADS as u32,
                 Self::Dense => DENSE_THREADS as u32,
-                Self::Dispatch { warps, .. } | Self::Combine { warps, .. } => 32 * warps,
+                Self::Dispatch { warps, .. } => 32 * warps,
+                Self::Combine { teams, .. } => teams.threads(),
             }
         }
 
@@ -371,7 +391,7 @@ mod tests {
 
     #[test]
     fn all_contains_the_kernels_of_every_number_of_ranks() {
-        assert_eq!(KernelKey::all(AMPLE).len(), 17);
+        assert_eq!(KernelKey::all(AMPLE).len(), 18);
         for shared_bytes in Arch::ALL.into_iter().flat_map(Arch::shared_bytes).copied() {
             let all = KernelKey::all(shared_bytes);
             let twice = |key| all.iter().filter(|&other| other == key).count() > 1;
@@ -384,8 +404,8 @@ mod tests {
                 };
                 let mut launched: Vec<_> = KernelKey::all(AMPLE).into_iter().filter(of_one).collect();
                 for key in &mut launched {
-                    if let KernelKey::Combine { warps, .. } = key {
-                        *warps = tuning::combine_warps(ranks, shared_bytes);
+                    if let KernelKey::Combine { teams, .. } = key {
+                        *teams = CombineTeams::new(teams.consumers, ranks, shared_bytes);
                     }
                 }
                 let of_world = KernelKey::of_world(ranks, rails, shared_bytes);

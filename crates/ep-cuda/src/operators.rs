@@ -18,7 +18,7 @@ use crate::handle::CudaHandle;
 use crate::memory::CudaMemory;
 use crate::params::{CombineParams, DispatchParams, ProbsOrigin};
 use crate::routing::Lists;
-use crate::tuning::{self, CombineShape, DispatchShape, SendLoad};
+use crate::tuning::{self, CombineLoad, CombineTeams, DispatchShape, SendLoad};
 
 impl Backend for CudaBuffer {
     type Memory = CudaMemory;
@@ -231,10 +231,16 @@ impl Backend for CudaBuffer {
         let prob_stride = facts.prob_stride(&input) as u64;
         let CombineInput { hidden, element, wire, rows, probs, .. } = input;
         let (views, rails) = (views(&self.world), self.rails.is_some());
-        let warps = tuning::combine_warps(views, self.device.shared_bytes);
         let (rows_f32, wire_f32) = (element == Element::F32, wire == Element::F32);
-        let kernel = self.kernel(KernelKey::Combine { rows_f32, wire_f32, warps, rails })?;
-        let cut = CombineShape::new(warps, views);
+        let load = CombineLoad {
+            permuted: handle.view.permuted != 0,
+            rails,
+            bf16: !rows_f32 && !wire_f32,
+            tokens: handle.sizes.tokens,
+            blocks: self.blocks,
+        };
+        let teams = CombineTeams::of_launch(&load, views, self.device.shared_bytes);
+        let kernel = self.kernel(KernelKey::Combine { rows_f32, wire_f32, teams, rails })?;
         let slot_bytes = hidden.next_multiple_of(8) * wire.bytes();
         let scratch = (Size::new(handle.sizes.sends()) * slot_bytes).bytes("partial sums")?;
         let partials = Self::scratch(&self.arena, &mut self.partials, scratch)?;
@@ -270,7 +276,9 @@ impl Backend for CudaBuffer {
             slack: tuning::COMBINE_SLACK,
         };
         // SAFETY: as in `dispatch`.
-        unsafe { kernel.launch(&self.stream, self.blocks, cut.threads, cut.shared_bytes, &params) }?;
+        unsafe {
+            kernel.launch(&self.stream, self.blocks, teams.threads(), teams.shared_bytes(views), &params)
+        }?;
         self.notice_work()?;
         self.domain_bytes += u64::from(handle.remote_rows.get()) * (hidden * wire.bytes()) as u64;
         Ok(())

@@ -35,12 +35,10 @@ constants! { CONSTANTS:
     SCALE_BUFFER_BYTES: usize = 512;
     /// Stages of the ring of a team of combine.
     COMBINE_STAGES: usize = 7;
-    /// Warps of a team of combine: one that loads rows, and others that add them.
-    COMBINE_TEAM_WARPS: usize = 3;
     /// How many vectors (of at most 16 bytes) of a stage each lane adds. The limit is its registers, which hold the sums.
     COMBINE_TURNS: usize = 7;
-    /// Bytes of a stage of combine.
-    COMBINE_STAGE_BYTES: usize = (COMBINE_TEAM_WARPS - 1) * COMBINE_TURNS * 16 * 32;
+    /// Bytes of a consumer's slice of a stage of combine.
+    COMBINE_SLICE_BYTES: usize = COMBINE_TURNS * 16 * 32;
     /// Index in a handle's shape, after the three words per local expert: rows that this rank receives, padding
     /// included.
     SHAPE_ROWS: usize = 0;

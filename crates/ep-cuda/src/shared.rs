@@ -1,9 +1,7 @@
 //! Formulas for the shared memory of a block, defined once for the host and the kernels.
 
 use crate::mirror::formulas;
-use crate::params::{
-    COMBINE_STAGE_BYTES, COMBINE_STAGES, COMBINE_TEAM_WARPS, PEER_VIEW_BYTES, SCALE_BUFFER_BYTES, SHAPE_WORDS,
-};
+use crate::params::{COMBINE_SLICE_BYTES, COMBINE_STAGES, PEER_VIEW_BYTES, SCALE_BUFFER_BYTES, SHAPE_WORDS};
 
 // Flags in formulas are 0 or 1.
 formulas! { FORMULAS:
@@ -24,10 +22,11 @@ formulas! { FORMULAS:
         peers_bytes(ranks) + warps * dispatch_worker_bytes(stages, stage_bytes, quantize);
 
     /// Bytes of a team of combine: its ring, and `TeamMemory` (steps.cuh): a step and three barriers for each stage.
-    fn combine_team_bytes() = COMBINE_STAGES * COMBINE_STAGE_BYTES + round_up(COMBINE_STAGES * (16 + 3 * 8), 128);
+    fn combine_team_bytes(consumers) =
+        COMBINE_STAGES * consumers * COMBINE_SLICE_BYTES + round_up(COMBINE_STAGES * (16 + 3 * 8), 128);
 
     /// Bytes of a block of combine. `ranks`: as in `dispatch_bytes`.
-    fn combine_bytes(ranks, warps) = peers_bytes(ranks) + warps / COMBINE_TEAM_WARPS * combine_team_bytes();
+    fn combine_bytes(ranks, teams, consumers) = peers_bytes(ranks) + teams * combine_team_bytes(consumers);
 
     /// The number of sums over tokens in preprocess: copies per expert, copies and tokens per rank, `sends`, `copies`, and
     /// with rails the tokens per domain. `domains` is 0 without rails, here and below.

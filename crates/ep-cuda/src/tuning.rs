@@ -2,7 +2,7 @@
 
 use ep::{CallerError, Result};
 
-use crate::params::{COMBINE_TEAM_WARPS, MAX_GROUPS, MOST_STAGES, SCALE_BUFFER_BYTES};
+use crate::params::{MAX_GROUPS, MOST_STAGES, SCALE_BUFFER_BYTES};
 use crate::shared::{
     combine_bytes, combine_team_bytes, dispatch_bytes, peers_bytes, preprocess_bytes, stage_stride,
 };
@@ -11,9 +11,10 @@ use crate::shared::{
 const DISPATCH_PIECE: usize = 16 << 10;
 /// The same if dispatch quantises, where more warps share the memory.
 const QUANTIZE_PIECE: usize = 8 << 10;
-/// Warps of a block of combine: four teams.
-const COMBINE_WARPS: u32 = 4 * COMBINE_TEAM_WARPS as u32;
-const _: () = assert!((COMBINE_WARPS as usize).is_multiple_of(COMBINE_TEAM_WARPS));
+/// Slices of rows that a block of combine works on at a time: four teams of two consumers, or eight of one.
+const COMBINE_SLICES: u32 = 8;
+/// Maximum number of blocks of combine whose teams are pairs, of a producer and one consumer ([`CombineLoad::suits_pairs`]).
+pub(crate) const MOST_BLOCKS_OF_PAIRS: u32 = 24;
 /// `CombineParams::slack`: ranks start some microseconds apart, and a peer pushes this many tokens in that time.
 pub(crate) const COMBINE_SLACK: u32 = 96;
 /// Warps of a block of dispatch, each a worker, if dispatch does not quantise: the first number for which each worker
@@ -43,11 +44,11 @@ pub(crate) struct DispatchShape {
     pub(crate) shared_bytes: usize,
 }
 
-/// The sizes of a launch of combine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct CombineShape {
-    pub(crate) threads: u32,
-    pub(crate) shared_bytes: usize,
+/// The teams of a block of combine. A team has a producer, which loads rows, and consumers, which add them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct CombineTeams {
+    pub(crate) teams: u32,
+    pub(crate) consumers: u32,
 }
 
 /// The most warps of a block of the dispatch kernel that sends rows unchanged or quantises them.
@@ -56,11 +57,28 @@ pub(crate) fn dispatch_warps(quantize: bool) -> u32 {
     warps as u32
 }
 
-/// The warps of a block of combine: as many as fit its shared memory. `available`: bytes of that memory. `views`, here and
-/// below: the peers that a block has views of, which are the ranks and, with rails, the domains.
-pub(crate) fn combine_warps(views: usize, available: usize) -> u32 {
-    let most = (available - peers_bytes(views)) / combine_team_bytes();
-    COMBINE_WARPS.min((most * COMBINE_TEAM_WARPS) as u32)
+impl CombineTeams {
+    /// The teams of a launch.
+    pub(crate) fn of_launch(load: &CombineLoad, views: usize, available: usize) -> Self {
+        let consumers = if load.suits_pairs() { 1 } else { 2 };
+        Self::new(consumers, views, available)
+    }
+
+    /// As many teams as fit the shared memory of a block. `available`: bytes of that memory. `views`, here and below: the peers
+    /// that a block has views of, which are the ranks and, with rails, the domains.
+    pub(crate) fn new(consumers: u32, views: usize, available: usize) -> Self {
+        let most = (available - peers_bytes(views)) / combine_team_bytes(consumers as usize);
+        Self { teams: (COMBINE_SLICES / consumers).min(most as u32), consumers }
+    }
+
+    pub(crate) fn threads(self) -> u32 {
+        32 * self.teams * (1 + self.consumers)
+    }
+
+    /// Bytes of shared memory of a block.
+    pub(crate) fn shared_bytes(self, views: usize) -> usize {
+        combine_bytes(views, self.teams as usize, self.consumers as usize)
+    }
 }
 
 impl DispatchShape {
@@ -135,6 +153,29 @@ pub(crate) struct SendLoad {
     pub(crate) blocks: u32,
 }
 
+/// What a rank combines, and with how many blocks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CombineLoad {
+    pub(crate) permuted: bool,
+    pub(crate) rails: bool,
+    /// Rows and partial sums are bf16.
+    pub(crate) bf16: bool,
+    /// This rank's.
+    pub(crate) tokens: usize,
+    pub(crate) blocks: u32,
+}
+
+impl CombineLoad {
+    /// Whether teams of one consumer are faster. On few SMs the consumers are the bound, and pairs have eight of them on an SM at
+    /// work on different tokens, not four. One token takes pairs longer. Pairs have no registers for the sums of groups of
+    /// rows, which occur in permuted mode and between domains; with f32 they were not measured.
+    fn suits_pairs(&self) -> bool {
+        let one_row_of_a_rank = !self.permuted && !self.rails;
+        let (few, many) = (self.blocks <= MOST_BLOCKS_OF_PAIRS, self.tokens > self.blocks as usize);
+        one_row_of_a_rank && self.bf16 && few && many
+    }
+}
+
 impl SendLoad {
     /// The number of other ranks of the domain that need a token, on average, if experts are chosen at random.
     fn peers_of_a_token(&self) -> f64 {
@@ -160,13 +201,6 @@ impl SendLoad {
             return Some(most.max(1));
         }
         Some((f64::from(most) / f64::from(self.blocks)).round() as u32 * self.blocks)
-    }
-}
-
-impl CombineShape {
-    pub(crate) fn new(warps: u32, views: usize) -> Self {
-        let shared_bytes = combine_bytes(views, warps as usize);
-        Self { threads: 32 * warps, shared_bytes }
     }
 }
 
@@ -300,18 +334,36 @@ mod tests {
                 let one_more_each = warps * shape.stage_bytes() as usize;
                 assert!(full || shared_bytes + one_more_each > available, "{row_bytes}: {shape:?}");
             }
-            let warps = combine_warps(72, available);
-            let CombineShape { threads, shared_bytes } = CombineShape::new(warps, 72);
-            let team = combine_team_bytes();
-            assert!(threads == 32 * COMBINE_WARPS || shared_bytes + team > available, "{warps} warps");
+            for consumers in [1, 2] {
+                let teams = CombineTeams::new(consumers, 72, available);
+                let full = teams.teams * consumers == COMBINE_SLICES;
+                let one_more = combine_team_bytes(consumers as usize);
+                assert!(full || teams.shared_bytes(72) + one_more > available, "{teams:?}");
+            }
         }
+    }
+
+    #[test]
+    fn teams_of_combine_are_pairs_on_few_blocks_in_plain_mode() {
+        let load = CombineLoad { permuted: false, rails: false, bf16: true, tokens: 4096, blocks: 8 };
+        let consumers = |load: CombineLoad| CombineTeams::of_launch(&load, 2, SHARED[0]).consumers;
+        assert_eq!([8, 24, 25, 32].map(|blocks| consumers(CombineLoad { blocks, ..load })), [1, 1, 2, 2]);
+        assert_eq!([0, 1, 8, 9].map(|tokens| consumers(CombineLoad { tokens, ..load })), [2, 2, 2, 1]);
+        assert_eq!(consumers(CombineLoad { permuted: true, ..load }), 2);
+        assert_eq!(consumers(CombineLoad { rails: true, ..load }), 2);
+        assert_eq!(consumers(CombineLoad { bf16: false, ..load }), 2);
     }
 
     #[test]
     fn combine_fits_every_gpu() {
         for &available in Arch::ALL.into_iter().flat_map(Arch::shared_bytes) {
-            let shape = CombineShape::new(combine_warps(72, available), 72);
-            assert!(shape.threads >= 32 && shape.shared_bytes <= available, "{available} bytes: {shape:?}");
+            for consumers in [1, 2] {
+                let teams = CombineTeams::new(consumers, 72, available);
+                assert!(
+                    teams.teams >= 1 && teams.shared_bytes(72) <= available,
+                    "{available} bytes: {teams:?}"
+                );
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 // combine: adds up the experts' output rows of each token. One launch: block 0 sends the handshake, every block awaits the
-// handshakes of all ranks of the domain, and then every team of three warps (steps.cuh) is one worker, whose producer
-// alternates between two roles. A launch has HYBRID_EP_SMS blocks (default 32) of up to four teams. docs/glossary.md
+// handshakes of all ranks of the domain, and then every team of warps (steps.cuh) is one worker, whose producer
+// alternates between two roles. A launch has HYBRID_EP_SMS blocks (default 32) of up to TEAMS teams. docs/glossary.md
 // ("Operators", "Running an operator", "Memory and transport") defines chunk, item, team, step, partial sum, set and lane. An
 // epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
 //
@@ -31,7 +31,8 @@
 // claim work from shared counters: `items_taken`, `tokens_taken` and, with RAILS, `set_taken`. Assigned by the worker's number
 // are only its first item to push, and the chunks of this rank's own tokens for which it gathers probabilities.
 //
-// Element types are macros that the host defines for each variant: see sum.cuh and docs/adding-a-kernel.md.
+// Element types are macros that the host defines for each variant: see sum.cuh and docs/adding-a-kernel.md. So are TEAMS, the teams of
+// a block, and CONSUMERS, the consumers of a team: one for plain mode on few SMs, otherwise two (`CombineTeams` in src/tuning.rs).
 // With RAILS (several NVLink domains, docs/cuda-rails.md), push also serves the foreign sets that other ranks of the domain
 // forward. In the reduce role, a worker first claims tokens of the sets that this rank forwards: it computes their domain sums, and
 // writes them and the sets' probabilities to the lanes. When all of these tokens are claimed, it claims this rank's own tokens, and
@@ -132,8 +133,7 @@ __device__ inline void enter(const CombineParams& p, u32 epoch) {
     if (RAILS && !has_given_up(p.common)) announce_sums(p, epoch);
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __grid_constant__ CombineParams p) {
-    constexpr u32 TEAMS = WARPS / COMBINE_TEAM_WARPS;
+extern "C" __global__ void __launch_bounds__(TEAMS*(1 + CONSUMERS) * WARP, 1) combine(const __grid_constant__ CombineParams p) {
     extern __shared__ __align__(128) u8 memory[];
     const Common& c = p.common;
     const u32 epoch = c.own->epoch + 1;
@@ -141,10 +141,10 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) combine(const __gri
     u8* teams = memory + peers_bytes(c.ranks + rail_domains(c));
 
     if (blockIdx.x == 0) enter(p, epoch);
-    // Team t has the warps t, t + TEAMS and t + 2 TEAMS, of which the first is the producer. With four teams, the warps of a team
-    // run on one of the SM's four schedulers, and each scheduler has one team.
+    // Team t has the warps t, t + TEAMS and, with two consumers, t + 2 TEAMS. The first one is the producer. With four or eight
+    // teams, the warps of a team run on one of the SM's four schedulers, and each scheduler has as many teams.
     const u32 in_block = warp_id() % TEAMS, part = warp_id() / TEAMS;
-    const Team team(teams + in_block * combine_team_bytes());
+    const Team team(teams + in_block * combine_team_bytes(CONSUMERS));
     if (part == 0) team.init();  // published by the barrier of the block inside the waits below
     const u64 set_bytes = RAILS ? set_slots(c) * slot_bytes(p) : 0;
     const u64 set_prob_bytes = RAILS ? sizeof(float) * static_cast<u64>(c.rails.most_copies) : 0;

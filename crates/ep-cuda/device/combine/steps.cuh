@@ -2,9 +2,9 @@
 // rows. The consumers do it, each with one slice of every segment: they add rows, store sums and set flags. The team has a ring
 // of stages. A step is an instruction of the producer to the consumers, with a stage, which holds a segment of a row or nothing.
 //
-// No deadlock inside a team: a consumer waits for its next step and for its own copies, and consumer 0, at a flag, for the other
-// consumers, which have the same steps in the same order. While a consumer waits for a step, it holds at most one earlier stage, which
-// its last store may still read. The ring has more stages, so the producer always gets a free one.
+// No deadlock inside a team: a consumer waits for its next step and for its own copies. At a flag, consumer 0 also waits for the other
+// consumer, if there is one, which has the same steps in the same order. While a consumer waits for a step, it holds at most one earlier
+// stage, which its last store may still read. The ring has more stages, so the producer always gets a free one.
 //
 // Why not one kind of warp: a warp that adds needs its registers for sums, and while it waits for a list or a flag it adds nothing.
 // Why several consumers: a step costs its producer the same, however large its stage is, and one consumer has too few registers for
@@ -17,8 +17,8 @@
 //
 // The stage holds a segment of a row: adds it to the sum.
 constexpr u32 STEP_ADD = 16;
-// Stores the sum to `to`, after adding the row of the stage if there is one (STEP_ADD), and begins a new one. With STEP_WIRE in the type of partial sums,
-// otherwise in that of rows.
+// Stores the sum to `to`, after adding the row of the stage if there is one (STEP_ADD), and begins a new one. With STEP_WIRE in the type
+// of partial sums, otherwise in that of rows.
 constexpr u32 STEP_STORE = 32;
 constexpr u32 STEP_WIRE = 64;
 // The stage holds a segment of a row: stores it to `to` as it is.
@@ -53,17 +53,18 @@ struct TeamMemory {
     u64 other[COMBINE_STAGES];  // at a STEP_FLAG: the stores of the other consumers have completed
 };
 
-static_assert(COMBINE_STAGES * COMBINE_STAGE_BYTES + sizeof(TeamMemory) <= combine_team_bytes());
+constexpr u32 STAGE_BYTES = SLICES * COMBINE_SLICE_BYTES;
+static_assert(COMBINE_STAGES * STAGE_BYTES + sizeof(TeamMemory) <= combine_team_bytes(CONSUMERS));
 
 struct Team {
     static constexpr u32 STAGES = COMBINE_STAGES;
     SharedAddress stages;
     SharedAddress memory;
 
-    // `bytes`: `combine_team_bytes` bytes.
-    __device__ explicit Team(u8* bytes) : stages(shared_address(bytes)), memory(stages + STAGES * COMBINE_STAGE_BYTES) {}
+    // `bytes`: `combine_team_bytes(CONSUMERS)` bytes.
+    __device__ explicit Team(u8* bytes) : stages(shared_address(bytes)), memory(stages + STAGES * STAGE_BYTES) {}
 
-    __device__ SharedAddress stage(u32 at) const { return stages + at * COMBINE_STAGE_BYTES; }
+    __device__ SharedAddress stage(u32 at) const { return stages + at * STAGE_BYTES; }
     __device__ SharedAddress step(u32 at) const { return memory + OFFSET_OF(TeamMemory, steps) + at * sizeof(uint4); }
     __device__ SharedAddress full(u32 at) const { return memory + OFFSET_OF(TeamMemory, full) + at * sizeof(u64); }
     __device__ SharedAddress empty(u32 at) const { return memory + OFFSET_OF(TeamMemory, empty) + at * sizeof(u64); }
@@ -74,7 +75,7 @@ struct Team {
         if (lane_id() < STAGES) {
             copy_init(full(lane_id()));
             mbarrier_init(empty(lane_id()), SLICES);
-            mbarrier_init(other(lane_id()), SLICES - 1);
+            if (SLICES > 1) mbarrier_init(other(lane_id()), SLICES - 1);
         }
         copy_init_done();
     }
@@ -241,8 +242,10 @@ struct Consumer {
             if (lane == 0) mbarrier_arrive(other);
             return;
         }
-        await_barrier(other, flag_parity >> place.at & 1);
-        flag_parity ^= 1u << place.at;
+        if (SLICES > 1) {
+            await_barrier(other, flag_parity >> place.at & 1);
+            flag_parity ^= 1u << place.at;
+        }
         if (lane == 0) st_release_sys(flag, epoch);
     }
 
@@ -285,7 +288,7 @@ __device__ inline void add_up(Consumer& consumer, Step step) {
     sum.clear();
 #pragma unroll 1
     for (;;) {
-        if ((step.what & SUM_APART) != 0) {
+        if (GROUPS && (step.what & SUM_APART) != 0) {
             // A loop of its own: values that change places cost an instruction each.
             Sum group;
             group.clear();

@@ -25,9 +25,12 @@ constexpr bool SAME_TYPE = ROWS_F32 == WIRE_F32;
 // Elements of a vector.
 constexpr u32 LENGTH = ANY_F32 ? 4 : 8;
 constexpr u32 TURNS = COMBINE_TURNS;
-// Slices of a segment, each for one warp.
-constexpr u32 SLICES = COMBINE_TEAM_WARPS - 1;
-static_assert(SLICES * TURNS * 16 * WARP == COMBINE_STAGE_BYTES);
+// Slices of a segment, each for one consumer.
+constexpr u32 SLICES = CONSUMERS;
+// Whether rows may form groups (SUM_APART, SUM_TOGETHER). Not in plain mode in one domain, for which alone there are teams of one
+// consumer: a token has one row on a rank, and so the sums of a group need no registers.
+constexpr bool GROUPS = CONSUMERS > 1;
+static_assert(TURNS * 16 * WARP == COMBINE_SLICE_BYTES);
 
 // One row of a sum: its address, which is a multiple of 16, with SUM_* flags in the low four bits.
 struct Summand {

@@ -37,12 +37,10 @@ constexpr u32 CALL_WORDS = 6;
 constexpr u32 SCALE_BUFFER_BYTES = 512;
 // Stages of the ring of a team of combine.
 constexpr u32 COMBINE_STAGES = 7;
-// Warps of a team of combine: one that loads rows, and others that add them.
-constexpr u32 COMBINE_TEAM_WARPS = 3;
 // How many vectors (of at most 16 bytes) of a stage each lane adds. The limit is its registers, which hold the sums.
 constexpr u32 COMBINE_TURNS = 7;
-// Bytes of a stage of combine.
-constexpr u32 COMBINE_STAGE_BYTES = 7168;
+// Bytes of a consumer's slice of a stage of combine.
+constexpr u32 COMBINE_SLICE_BYTES = 3584;
 // Index in a handle's shape, after the three words per local expert: rows that this rank receives, padding
 // included.
 constexpr u32 SHAPE_ROWS = 0;
@@ -600,13 +598,13 @@ constexpr u32 dispatch_bytes(u32 ranks, u32 warps, u32 stages, u32 stage_bytes, 
 }
 
 // Bytes of a team of combine: its ring, and `TeamMemory` (steps.cuh): a step and three barriers for each stage.
-constexpr u32 combine_team_bytes() {
-    return COMBINE_STAGES * COMBINE_STAGE_BYTES + round_up(COMBINE_STAGES * (16 + 3 * 8), 128);
+constexpr u32 combine_team_bytes(u32 consumers) {
+    return COMBINE_STAGES * consumers * COMBINE_SLICE_BYTES + round_up(COMBINE_STAGES * (16 + 3 * 8), 128);
 }
 
 // Bytes of a block of combine. `ranks`: as in `dispatch_bytes`.
-constexpr u32 combine_bytes(u32 ranks, u32 warps) {
-    return peers_bytes(ranks) + warps / COMBINE_TEAM_WARPS * combine_team_bytes();
+constexpr u32 combine_bytes(u32 ranks, u32 teams, u32 consumers) {
+    return peers_bytes(ranks) + teams * combine_team_bytes(consumers);
 }
 
 // The number of sums over tokens in preprocess: copies per expert, copies and tokens per rank, `sends`, `copies`, and

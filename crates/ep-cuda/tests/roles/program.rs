@@ -21,6 +21,8 @@ pub(crate) struct Program {
 
 /// The end of the name of a kernel that is compiled for a world of several domains.
 pub(crate) const RAILS: &str = " rails";
+/// The end of the name of a combine kernel with teams of one consumer.
+pub(crate) const PAIRS: &str = " pairs";
 
 /// Exit code of a run in which ThreadSanitizer has found a race.
 const RACE: i32 = 66;
@@ -162,9 +164,14 @@ fn units() -> Vec<Unit> {
         for rows in ["bf16", "f32"] {
             for wire in ["bf16", "f32"] {
                 let is_f32 = |element: &str| u32::from(element == "f32").to_string();
-                let more = [("ROWS_F32", is_f32(rows)), ("WIRE_F32", is_f32(wire)), ("WARPS", "3".into())];
-                let defines = [common(), more.to_vec()].concat();
-                kernel(format!("combine {rows} {wire} {copies}{suffix}"), "combine.cpp", defines);
+                let more = [("ROWS_F32", is_f32(rows)), ("WIRE_F32", is_f32(wire)), ("TEAMS", "1".into())];
+                let teams = [("2", ""), ("1", PAIRS)];
+                let has_pairs = (rows, wire, rails) == ("bf16", "bf16", "0");
+                for (consumers, pairs) in &teams[..if has_pairs { 2 } else { 1 }] {
+                    let consumers = vec![("CONSUMERS", consumers.to_string())];
+                    let defines = [common(), more.to_vec(), consumers].concat();
+                    kernel(format!("combine {rows} {wire} {copies}{suffix}{pairs}"), "combine.cpp", defines);
+                }
             }
         }
     }

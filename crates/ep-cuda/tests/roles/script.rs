@@ -8,7 +8,7 @@ use ep::oracle::{self, CombineSpec, Dispatched, ReceivedRows, Tokens};
 use ep::{Counts, DispatchMode, Element, Rank, ReceiveShape, Routing, ScaleFormat, TokenFormat, World};
 
 use crate::content::Random;
-use crate::program::RAILS;
+use crate::program::{PAIRS, RAILS};
 use crate::record::{File, Record, floats, words};
 
 /// The content of outputs before an operator, as `POISON` of the program.
@@ -23,6 +23,8 @@ pub(crate) struct Script {
     owners: Record,
     operators: Vec<Operator>,
     random: Random,
+    /// Whether the last combine that could have teams of one consumer had them.
+    pairs: bool,
 }
 
 /// The routings of all ranks, and the layout of rows.
@@ -146,7 +148,7 @@ impl Script {
         owners.number("set copies", 24 * 6);
         owners.number("rail chunk rows", 3);
         owners.input("owner_begin", words(&begins));
-        Self { name: name.into(), world, owners, operators: Vec::new(), random: Random(seed) }
+        Self { name: name.into(), world, owners, operators: Vec::new(), random: Random(seed), pairs: false }
     }
 
     /// The last operator of this rank: it leaves before its proxy has sent anything of it.
@@ -339,7 +341,12 @@ impl Script {
             })
             .collect();
         let name = |element| if element == Element::F32 { "f32" } else { "bf16" };
-        self.call(format!("combine {} {} {}", name(element), name(wire), copies.name()), ranks);
+        // Both kinds of teams where there are two, by turns.
+        let one_row_of_a_rank = plan.mode == DispatchMode::Plain && self.world.topology().domains() == 1;
+        let both = one_row_of_a_rank && (element, wire) == (Element::Bf16, Element::Bf16);
+        self.pairs ^= both;
+        let pairs = if both && self.pairs { PAIRS } else { "" };
+        self.call(format!("combine {} {} {}{pairs}", name(element), name(wire), copies.name()), ranks);
     }
 
     /// Expert outputs. Rows without a token are NaN, so that adding such a row is detected.

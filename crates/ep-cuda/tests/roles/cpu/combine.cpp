@@ -11,12 +11,12 @@ thread_local __align__(128) u8 memory[machine::SHARED_BYTES];
 
 u32 shared_bytes(const void* params) {
     const auto& p = *static_cast<const CombineParams*>(params);
-    return combine_bytes(p.common.ranks + rail_domains(p.common), WARPS);
+    return combine_bytes(p.common.ranks + rail_domains(p.common), TEAMS, CONSUMERS);
 }
 
 const Kernel kernel(
     NAME, [](const void* params) { combine(*static_cast<const CombineParams*>(params)); }, [] { return memory; },
-    shared_bytes, WARPS* WARP);
+    shared_bytes, TEAMS*(1 + CONSUMERS) * WARP);
 
 // A rank that enters, and does nothing more.
 const Kernel entering(
@@ -25,6 +25,6 @@ const Kernel entering(
         const auto& p = *static_cast<const CombineParams*>(params);
         if (blockIdx.x == 0) enter(p, p.common.own->epoch + 1);
     },
-    nullptr, [](const void*) { return 0u; }, WARPS* WARP);
+    nullptr, [](const void*) { return 0u; }, TEAMS*(1 + CONSUMERS) * WARP);
 
 }  // namespace
