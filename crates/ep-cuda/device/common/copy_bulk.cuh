@@ -41,7 +41,8 @@ template <u32 pending>
 __device__ inline void copy_read() { cp_async_bulk_wait_group_read<pending>(); }
 template <u32 pending>
 __device__ inline void copy_done() { cp_async_bulk_wait_group<pending>(); }
-// Before the engine reads or writes a stage that threads have written.
+// Before the bulk copy engine reads or writes a stage that threads have written.
 __device__ inline void copy_fence_stage() { fence_proxy_async_shared(); }
-// Before the engine accesses global memory after this thread has read the flag or handshake that makes it accessible.
+// Before the bulk copy engine accesses global memory, after this thread has read the flag or handshake that makes the memory
+// accessible.
 __device__ inline void copy_fence_global() { fence_proxy_async_global(); }

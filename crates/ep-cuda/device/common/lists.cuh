@@ -5,15 +5,17 @@
 // With rails, entries of `sends` and `copies` also name lanes: a rank of at least the number of ranks is the lane to the
 // domain `rank - ranks`. `row` is then the rail row of a Send and the rail copy of a Copy (docs/cuda-rails.md).
 //
-// Tokens are grouped in chunks of `chunk_tokens`. `recv_begin` and `dst_begin` have, for each rank, the index of each
-// chunk's first entry and then the index behind its last one. Rows of a token on a rank ascend with the position of
-// their expert, so the rows that a capacity drops are the last ones of their token: the first one is kept if any is.
+// Tokens are grouped in chunks of `chunk_tokens`. `recv_begin` and `dst_begin` have, for each destination rank, the index
+// of the first entry of each chunk, and then one past the last entry of the last chunk. Rows of a token on a rank ascend
+// with the position of their expert, so the rows that a capacity drops are the last ones of their token: the first one is
+// kept if any is.
 //
 //   list        entry     order
-//   sends       Send      by token. One entry per destination rank of the token; in permuted mode one per own copy
-//                         instead of one for the own rank. Of one token, the ranks of this domain come first, then the
-//                         lanes, both in ascending order; own copies are in order of expert position. A token without a
-//                         copy has one dead entry. `token_begin[token]` is the index of the token's first entry.
+//   sends       Send      by token. One entry per destination rank of the token. Permuted mode: each copy on the rank
+//                         that owns the handle has an entry of its own. Of one token, the ranks of this domain come first,
+//                         then the lanes, both in ascending order; copies on the owner are in order of expert position. A
+//                         token without a copy has one dead entry. `token_begin[token]` is the index of the token's first
+//                         entry.
 //   copies      Copy      by token, then by expert position
 //   recv        Receive   by destination rank, then by token, then by expert position. Permuted mode: one entry per copy;
 //                         plain mode: one per (token, destination rank). `recv_begin` is `[ranks][chunks + 1]`.
@@ -39,8 +41,9 @@ struct Send {
     // The first entry of a group: a mark for combine, which adds the entries of a group to each other before it adds them to
     // the sum of the token. Sums must be added in order of domain (docs/semantics.md). Example: a rank of domain 2 has the sum D of
     // its own domain first, and then the lanes of domains 0, 1 and 3 with the sums S0, S1 and S3. S0 and S1 are a group, S3 is a
-    // group. Addition is commutative, so D + (S0 + S1) has the bits of (S0 + S1) + D; S3 comes last in both. In general, the lanes to all domains below this one are a group, and
-    // each lane to a domain above it is one. This rank's copies of a token are also a group, because they are a partial sum.
+    // group. Addition is commutative, so D + (S0 + S1) has the bits of (S0 + S1) + D; S3 comes last in both. In general, the
+    // lanes to all domains below this one are a group, and each lane to a domain above it is one. This rank's copies of a token
+    // are also a group, because they are a partial sum.
     static constexpr u32 GROUP_FIRST = 1u << 18;
     // The last entry of a group; of this rank's copies, the last one that was kept.
     static constexpr u32 GROUP_END = 1u << 19;
@@ -95,8 +98,9 @@ struct Receive {
     __device__ void mark(u32 flags) { words.y |= flags; }
     __device__ u32 row() const { return words.x; }
     __device__ bool is_dropped() const { return words.x == NO_ROW; }
-    // Where the partial sum of this token goes: an index in `sends` of the token's rank, not a rank. If the token's rank is the
-    // destination itself, the number of the token.
+    // Where the partial sum of this token goes: not a rank, but an index in `sends` of the token's rank or, for a foreign set,
+    // in `sends` of the set, which its forwarder has. If the destination itself has that list: the number of the token or, for
+    // a foreign set, its rail row.
     __device__ u32 source() const { return words.y >> SOURCE_SHIFT; }
     __device__ bool is_first() const { return (words.y & FIRST) != 0; }
     __device__ bool is_end() const { return (words.y & END) != 0; }
@@ -115,7 +119,7 @@ struct DstCopy {
     // mode.
     __device__ u32 cell() const { return words.x; }
     __device__ bool is_dropped() const { return words.x == NO_ROW; }
-    // Index in `copies` of the rank of the token.
+    // Index in `copies` of the token's rank or, for a foreign set, in `copies` of the set, which its forwarder has.
     __device__ u32 copy() const { return words.y; }
 };
 

@@ -57,7 +57,7 @@ constexpr u32 RAIL_SECTIONS = 3;
 // sent everything along its rail, its last epoch.
 constexpr u32 GONE_BITS = 3;
 // Bits of a rank in an abort word (sync.cuh). The lowest bits have the rank at fault plus one, the next ones the rank that
-// writes, and those above the cause.
+// wrote the word first, and those above the cause.
 constexpr u32 ABORT_RANK_BITS = 8;
 
 // The format of scales.
@@ -155,8 +155,8 @@ enum GoneWord : u32 {
     GONE_SILENT = 3,
     // The network does not reach the peer's machine.
     GONE_UNREACHABLE = 4,
-    // The peer has left after a fault of its own, or before its work was over or everything that it sends to other domains
-    // had left it.
+    // The peer has left after a fault of its own, before its work was over, or before its proxy had sent everything to other
+    // domains.
     GONE_LEFT_EARLY = 5,
 };
 
@@ -167,7 +167,7 @@ struct Fault {
     u32 peer;
     // A `WaitingFor`.
     u32 waiting_for;
-    // The epoch. Messages call it the number of the operator.
+    // The epoch. Messages show it as `#7` after the operator, and as "step 7".
     u32 step;
     u32 expected;
     u32 seen;
@@ -239,8 +239,9 @@ struct SeenPlan {
     u32 reserved;
 };
 
-// A rank's control block: the words that peers read or write, in registered memory. docs/protocol.md lists every
-// word's writers, readers and memory order. The counts of preprocess follow the block: `[2][ranks][count_words]`.
+// A rank's control block, in registered memory: words that it shares with peers and hosts, and words that only its own kernels
+// access. docs/protocol.md lists every word's writers, readers and memory order. The counts of preprocess follow the block:
+// `[2][ranks][count_words]`.
 struct Control {
     // Operators that this rank has finished, modulo 2^32. Only this rank's kernels access the words from here to
     // `reserved`; with rails, this rank's host reads `epoch` when the rank leaves.
@@ -264,8 +265,8 @@ struct Control {
     u32 unused[31];
     // `left[peer]`: a `GoneWord` and an epoch (`GONE_BITS`), written by hosts.
     u32 left[MAX_RANKS];
-    // With rails, by domain: what workers have claimed of its foreign set: all tokens for the reduce role (combine), or
-    // items for the forward role (dispatch), not counting the first item of each worker. Only this rank's kernels touch it.
+    // With rails, by domain: what workers have claimed of its foreign set. combine: tokens, for the reduce role. dispatch: items,
+    // for the forward role, not counting the first item of each worker. Only this rank's kernels access it.
     u32 set_taken[MAX_RANKS];
     // preprocess with rails: blocks that have reached the grid barriers after the first one, by barrier.
     u32 more_arrived[MAX_RANKS + 1];
@@ -273,9 +274,9 @@ struct Control {
     FaultRecord record;
     // `handshake[epoch % 2][peer]`.
     Handshake handshake[2][MAX_RANKS];
-    // `flags[source][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in
-    // combine, the item in dispatch (`ArrivalItems::flag`). The source is the writer; for foreign sets it is the writer's
-    // rail peer in the set's domain (`alias` in rails.cuh).
+    // `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in combine,
+    // the item in dispatch (`ArrivalItems::flag`). `rank` is the writer of the flag; for foreign sets it is the writer's rail peer
+    // in the set's domain (`alias` in rails.cuh).
     u32 flags[MAX_RANKS][MAX_FLAGS];
     // `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has last
     // read it, after the check of the peer's arguments. Only this rank's kernels access it and the next words.
@@ -287,8 +288,9 @@ struct Control {
     SeenPlan rail_plans[2][MAX_RANKS];
 };
 
-// Where a rank writes, and the lists that it reads, for a rank, a foreign set or a lane, in the addresses of the rank that
-// reads the view. For a rank, from its handshake. In the shared memory of each block.
+// The addresses of a rank, a foreign set or a lane, in this rank's address space: where this rank writes, and the lists that
+// it reads. Those of a rank come from its handshake, those of a set from the forwarder's. Each block has its views in shared
+// memory.
 struct PeerView {
     u8* tokens;
     u8* scales;

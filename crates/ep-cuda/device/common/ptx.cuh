@@ -105,9 +105,9 @@ __device__ inline u32 atom_cas_relaxed_gpu(u32* pointer, u32 expected, u32 value
 }
 
 // Relaxed loads bypass the first-level cache: for words that another thread may be writing, and for data that is read
-// once. What a flag or handshake publishes may also be loaded plainly, as duplicate loads scales: an acquire orders the
-// later plain loads of its thread and, through `__syncwarp` or `__syncthreads`, those of other threads. Without an
-// acquire, a plain load may return older bytes of the first-level cache, which is not coherent.
+// once. Plain loads are also allowed for what a flag or handshake publishes. For example, the duplicate role loads scales
+// plainly. An acquire orders the later plain loads of its thread and, through `__syncwarp` or `__syncthreads`, those of
+// other threads. Without an acquire, a plain load may return older bytes of the first-level cache, which is not coherent.
 __device__ inline uint2 ld_relaxed_sys_v2(const uint2* pointer) {
     u64 both;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(both) : "l"(pointer) : "memory");
@@ -221,8 +221,8 @@ __device__ inline void cp_async_bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// Orders this thread's earlier reads and writes before later ones of the copy engine, in shared memory or in global
-// memory. One fence for both would also wait for all other memory operations of the thread.
+// Orders this thread's earlier reads and writes before later ones of the bulk copy engine, in shared memory or in
+// global memory. One fence for both would also wait for all other memory operations of the thread.
 __device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

@@ -35,8 +35,8 @@ __device__ inline u8* in_lane(const Common& c, u32 epoch, u32 domain) {
 
 // ---- what this rank sends
 
-// For each chunk of this rank's tokens, its rail rows and copies in one domain before the chunk; the last entries are the
-// numbers of all.
+// How many rail rows and rail copies this rank has in one domain before each chunk of its tokens. The last entries count
+// those of all chunks.
 struct RailBegin {
     u32* rows;
     u32* copies;
@@ -99,7 +99,7 @@ __device__ inline void publish_plan(const Common& c, u32 epoch, u32 domain, cons
 // for that peer: the thread that gets the lock `Control::rail_looking`. It copies the word to `Control::rail_seen` and, when
 // it first sees the epoch, the plan to `Control::rail_plans`, in GPU memory.
 
-// Calls `ask` in one lane. Returns its answer in all lanes, to which what that lane has acquired is visible.
+// Calls `ask` in lane 0, and returns its answer in all lanes. Then all lanes see what lane 0 has acquired.
 template <class Ask>
 __device__ inline auto ask_once(const Ask& ask) {
     decltype(ask()) answer{};
@@ -110,7 +110,8 @@ __device__ inline auto ask_once(const Ask& ask) {
     return answer;
 }
 
-// Chunks of a set of `rows` rows. A set without rows has one, which has arrived when all units of the plan have.
+// Chunks of a set of `rows` rows, as `RailState::progress` counts them. A set without rows counts as one chunk, which has
+// arrived when all units of the plan have. The lists of such a set have no chunk (`set_view`).
 __device__ inline u32 rail_chunks(const Common& c, u32 rows) { return max(div_up(rows, c.rails.chunk_rows), 1u); }
 
 // What a wait for a rail peer is for: the plan of the rank in `domain`, and its first `chunks` chunks.
@@ -260,12 +261,14 @@ __device__ inline HandleView set_of(const Common& c, const HandleView& own, u32 
 }
 
 __device__ inline u32 domain_of(const Common& c, u32 source) { return source / c.rails.local_ranks; }
-// The rank of this domain that has the lists of a source in another domain: its rail peer.
+// The rank of this domain that has the lists of a source: its rail peer if the source is in another domain, otherwise the
+// source itself.
 __device__ inline u32 forwarder_of(const Common& c, u32 source) {
     return c.rails.first + source % c.rails.local_ranks;
 }
-// The first index of the flags that this rank sets for a set of the domain of `source`: that of its own rail peer there. So no two
-// ranks write the same flag. In dispatch only the forwarder of a set sets flags for it, and its rail peer is the set's source.
+// This rank sets the flags of a set that comes from the domain of `source` in `Control::flags[alias]`. `alias` is this rank's
+// rail peer in that domain, so no two ranks write the same flag. In dispatch only the forwarder of a set sets flags for it, and
+// its rail peer is the set's source.
 __device__ inline u32 alias(const Common& c, u32 source) {
     return domain_of(c, source) * c.rails.local_ranks + (c.rank - c.rails.first);
 }
@@ -305,7 +308,8 @@ __device__ inline bool await_domain(const Common& c, const HandleView& own, u32 
 }
 
 // The sources whose lists another rank of this domain has, in the order in which a worker takes turns: first the other
-// ranks of this domain, from the next one on, then those of the next domain, and so on.
+// ranks of this domain, from the next one on, then those of the next domain, and so on. Rail peers of this rank are left out:
+// this rank has the lists of their sets itself.
 __device__ inline u32 count_sources(const Common& c) {
     const u32 others = domain_size(c) - 1;
     return others + (RAILS ? (c.rails.domains - 1) * others : 0);
@@ -318,7 +322,7 @@ __device__ inline u32 source_at(const Common& c, u32 index) {
     return in_circle(c, source);
 }
 
-// The largest `count(chunks)` of the sources, for their numbers of chunks.
+// The largest `count(chunks)` of all sources. `chunks` is a source's number of chunks.
 template <class Count>
 __device__ inline u32 most_of_sources(const Common& c, const PeerView* peers, const Count& count) {
     u32 most = 0;

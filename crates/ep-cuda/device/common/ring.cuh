@@ -57,9 +57,10 @@ struct Ring {
         return stage;
     }
 
-    // Afterwards all loads before `load` may be overwritten. Lane 0 waits until the stores of all groups but the `pending` most recent
-    // ones have read their stages. `__syncwarp` waits until all lanes have returned from `take` and have read earlier stages. Without it,
-    // lane 0 could overwrite such a stage, or start the next phase of a barrier while a slow lane still waits for this one.
+    // Frees the stages of all loads before load number `load`: later loads may overwrite them. Lane 0 waits until the stores of all
+    // groups but the `pending` most recent ones have read their stages. `__syncwarp` waits until all lanes have returned from `take`
+    // and have read earlier stages. Without it, lane 0 could overwrite such a stage, or start the next phase of a barrier while a slow
+    // lane still waits for this one.
     template <u32 pending>
     __device__ void free(u32 load) {
         await_stores_read<pending>();

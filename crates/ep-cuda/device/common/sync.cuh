@@ -8,14 +8,15 @@
 __device__ inline u32 domain_begin(const Common& c) { return RAILS ? c.rails.first : 0; }
 __device__ inline u32 domain_size(const Common& c) { return RAILS ? c.rails.local_ranks : c.ranks; }
 __device__ inline u32 domain_end(const Common& c) { return domain_begin(c) + domain_size(c); }
-// The number of domains to which rails lead, this rank's included; 0 without rails.
+// With rails, the number of domains, this rank's included; without rails, 0.
 __device__ inline u32 rail_domains(const Common& c) { return RAILS ? c.rails.domains : 0; }
 
 // Polls between two checks of the clock, the abort word and the peer's gone word.
 constexpr u32 POLLS = 256;
 
-// The word that a rank which gives up writes to all ranks: the cause, the rank that writes, and the rank at fault. The
-// rank at fault is stored plus one, so that the word is never 0, which means that no rank has given up.
+// The word that a rank which gives up writes to all ranks: the cause, the rank that wrote the word first (`by`), and the rank
+// at fault. A rank that gives up because of the word passes it on unchanged. The rank at fault is stored plus one, so that the
+// word is never 0, which means that no rank has given up.
 __device__ inline u32 abort_word(FaultKind cause, u32 by, u32 at_fault) {
     return cause << 2 * ABORT_RANK_BITS | by << ABORT_RANK_BITS | (at_fault + 1);
 }
@@ -27,7 +28,7 @@ static_assert(MAX_RANKS < ABORT_RANK_MASK, "a rank plus one fits its bits");
 static_assert(sizeof(PeerView) == PEER_VIEW_BYTES);
 
 // Test ==, not >=. A peer may enter epoch + 1 before this rank does. Until this rank enters it, only handshake and counts
-// of epoch + 1 arrive here (with rails, also plans and rows), in the slots of the other parity. So any other value is left
+// of epoch + 1 arrive here (with rails, also plans and rows), in the copies of the other parity. So any other value is left
 // over from an earlier operator.
 __device__ inline bool reached(u32 seen, u32 epoch) { return seen == epoch; }
 
@@ -49,8 +50,9 @@ __device__ inline void write_fault(const Common& c, Fault& to, const Fault& faul
     to.rank = c.rank;
 }
 
-// Reports the fault that this thread has claimed to the host and to all ranks, this one included, whose other blocks
-// then give up. `word` is an `abort_word`. Only functions that are not inlined call it: this path must not cost the kernels registers.
+// Reports a fault, which this thread has claimed, to the host and to all ranks. This rank is one of them, so its other blocks
+// give up, too. `word` is an `abort_word`. Only functions that are not inlined call it, directly or by `give_up`: this path
+// must not cost the kernels registers.
 __device__ inline void report(const Common& c, const Fault& fault, u32 word) {
     write_fault(c, c.own->record.fault, fault);
     write_fault(c, c.report->own.fault, fault);
@@ -162,12 +164,13 @@ __device__ inline u64 bound_of(const Common& c, u32 waiting_for) {
 __device__ inline u32 gone_of(const Common& c, u32 word, u32 epoch, u32 peer) {
     const u32 gone = word & ((1u << GONE_BITS) - 1), last = word - gone;
     const bool on_rail = RAILS && (peer < domain_begin(c) || peer >= domain_end(c));
-    // The word has the low bits of the epoch.
+    // Above the `GoneWord`, the word has the low bits of the last epoch. Shifted alike, `epoch` is compared with them modulo 2^32.
     const bool took_part = static_cast<i32>(last - (epoch << GONE_BITS)) >= 0;
     return gone == GONE_LEFT && on_rail && took_part ? GONE_HERE : gone;
 }
 
-// What a wait is for: a word that a rank writes, mostly another one.
+// What a wait is for: a word that this rank or another one writes. `epoch` is the awaited value: an epoch or, in `all_blocks`,
+// the number of blocks.
 struct Flag {
     const u32* word;
     u32 epoch;
@@ -175,7 +178,7 @@ struct Flag {
     __device__ bool is_there(const Common&) const { return reached(ld_acquire_sys(word), epoch); }
     // As `is_there`; never false for what was written before the caller read another word with acquire order.
     __device__ bool is_there_now(const Common& c) const { return is_there(c); }
-    // The epoch that is there, for the report of a fault.
+    // The value that is there, for the report of a fault.
     __device__ u32 seen(const Common&) const { return ld_relaxed_sys(word); }
 };
 
@@ -307,8 +310,8 @@ __device__ inline PeerView view_of(const Common& c, u32 epoch, u32 peer) {
 }
 
 // A block stores the views of all ranks in `peers`: `view_of(source)`, after the handshake of `peer_of(source)` has come. Returns
-// false, after the fault was reported, if a handshake is missing or any rank has given up: a rank that gave up may have
-// unfinished lists. Called by all threads.
+// false, after the fault was reported, if a handshake is missing, if a peer has called with other arguments, or if any rank has
+// given up: a rank that gave up may have unfinished lists. Called by all threads.
 template <class PeerOf, class ViewOf>
 __device__ inline bool await_views(const Common& c, u32 epoch, PeerView* peers, const PeerOf& peer_of, const ViewOf& view_of) {
     bool fine = true;

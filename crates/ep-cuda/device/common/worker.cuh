@@ -1,13 +1,13 @@
 // A worker: one warp (dispatch) or a team of warps (combine) that processes work items on its own, with its own part of the block's
-// shared memory. Between the handshake and `leave`, a worker does not wait for another worker of its block. With rails there is one exception:
-// after a gone word, a thread waits until another one has unlocked `rail_looking` (`is_there_now` in rails.cuh).
+// shared memory. Between the handshake and `leave`, a worker does not wait for another worker of its block. With rails there is
+// one exception: after a gone word, a thread waits until another one has unlocked `rail_looking` (`is_there_now` in rails.cuh).
 #pragma once
 #include COPY_VARIANT
 #include "handle.cuh"
 #include "sync.cuh"
 
 struct Worker {
-    u32 index;    // among the workers of its role in all blocks
+    u32 index;    // among the workers of its role in all blocks; NONE: the worker gets no items
     u32 workers;  // of that role
 };
 

@@ -23,7 +23,7 @@ struct ArrivalItems {
           count(most_of_sources(c, peers, [](u32 chunks) { return div_up(chunks, span_of(chunks)); }) * sources.by *
                 groups) {}
     __device__ u32 source(u32 item) const { return source_at(c, sources.rest(groups.divide(item))); }
-    // The index among the items of the source.
+    // The index among the items of the source for the same group of pieces.
     __device__ u32 place(u32 item) const { return sources.divide(groups.divide(item)); }
     __device__ u32 span(u32 item) const { return span_of(peers[source(item)].chunks); }
     __device__ u32 chunk(u32 item) const { return place(item) * span(item); }

@@ -12,7 +12,8 @@ __device__ inline void forward_weights(const DispatchParams& p, const PeerView* 
     const u32 end = set.copy_begin[items.chunk_end(item)];
     for (u32 at = set.copy_begin[items.chunk(item)] + lane_id(); at < end; at += WARP) {
         const bool weighted = p.probs != PROBS_SKIP;
-        // A plain load: those of a warp are one request.
+        // A plain load, because the plain loads of a warp are one request. The acquire of `rows_are_here` or `await_rows` orders it;
+        // `ask_once` passes that order on to all lanes.
         store_weight(p, peers, set.copies[at], weighted ? weights[at] : 0.0f);
     }
 }
@@ -67,7 +68,7 @@ __device__ inline bool forward_set(const DispatchParams& p, const Worker& worker
         const u32 bytes = min(out_piece, p.row_bytes_out - offset);
         const ScalePart part = scales_of(p, piece);
         TokenParts parts(c, batch);
-        // Tokens that begin in this batch: one after each end, and one at the start unless a token goes on from the last batch.
+        // Tokens that begin in this batch: one after each end, and one at the start unless the previous batch ends within a token.
         u32 loads = __popc((parts.ends << 1 | (begins ? 1 : 0)) & parts.rest);
         u32 load_row = row;
         const auto read_ahead = [&] {

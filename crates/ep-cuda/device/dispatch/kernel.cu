@@ -1,6 +1,6 @@
 // dispatch: sends tokens to the ranks of their experts. One launch: block 0 sends the handshake, every block awaits the
 // handshakes of all ranks of the domain, and then every warp is a worker. The first `DispatchParams::senders` warps (the first
-// warp of each block, then the second ones) send, with rails forward, and then duplicate. The others only duplicate, so rows that
+// warp of each block, then the second ones) send, then forward (with rails), then duplicate. The others only duplicate, so rows that
 // arrive early are copied early; more senders would congest the links (`SendLoad` in src/tuning.rs, which sets their number).
 // docs/glossary.md ("Running an operator", "Memory and transport") defines item, piece, first row, set, lane and plan. An
 // epoch is the number of an operator; a flag holds it, so flags of earlier operators do not count.
@@ -9,8 +9,9 @@
 //               rank; then, in plain mode, zeros to all cells of these rows; then the weights and, in plain mode, the map of
 //               local experts. An item is one or two chunks of this rank's tokens (`span_of`), for one group of pieces.
 //               Reads the tokens, the caller's scales, the dense probabilities (`dense`), and the lists `sends` and `copies` of
-//               this rank's handle (lists.cuh). When an item is complete, sets its flag in every peer's control block. With
-//               rails, a lane to another domain is one more destination, whose flags are `out_flags` of this rank's window.
+//               this rank's handle (lists.cuh). When an item's stores to other ranks are complete, sets its flag in every
+//               peer's control block. With rails, a lane to another domain is one more destination, whose flags are
+//               `out_flags` of this rank's window.
 //   forward     With rails, on the rail peer of a token's rank. Reads the lanes from other domains and the lists of their
 //               sets. Stores each token to its first row on each other rank of this domain, and to all its rows on this rank;
 //               and, as send does, the scales, the weights and the map of local experts. Awaits the plan and the rows of each
@@ -33,16 +34,16 @@
 // (docs/cuda-rails.md).
 //
 // A rank writes to a peer's outputs only between the peer's handshake and the last flag that it sets on the peer. It reads the
-// peer's lists from the handshake until the end of its own kernel, which may be later than that of the peer's; so the host does
+// peer's lists from the handshake until the end of its own kernel, which may end later than the peer's kernel. So the host does
 // not reuse the memory of lists before a later operator shows that all kernels have ended (`Part::lent` in src/arena.rs). No
 // peer reads this rank's input, so the program may overwrite it in stream order. duplicate awaits the flags of all items of all
 // peers, so the output is complete when a kernel without a fault ends.
 //
 // A wait that fails reports the fault and ends the worker's role. Later waits of all workers end at the abort word. Once begun,
 // send does not look at the abort word: it completes its items, also towards a rank that has died. After a fault the output is
-// undefined. Slow peers may still write to it, so the buffer hands out no more memory once its host has noticed the fault, since
-// that could be the same (docs/semantics.md). docs/protocol.md lists the words that ranks share, and says what a fault leaves
-// unprotected until then.
+// undefined, and slow peers may still write to its memory, even after the program has freed it. So the buffer hands out no more
+// memory once its host has noticed the fault (docs/semantics.md). docs/protocol.md lists the words that ranks share, and says
+// what a fault leaves unprotected until then.
 //
 // Variants, chosen by `KernelKey::program` (src/device.rs): RAILS (0: one NVLink domain; 1: several, docs/cuda-rails.md),
 // PAYLOAD_VARIANT (payload_copy.cuh, payload_quantize.cuh), COPY_VARIANT (copy_bulk.cuh, copy_plain.cuh), E4M3_VARIANT
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) dispatch(const __gr
 
     if (RAILS ? await_domain(c, p.handle, epoch, peers, 0, 0) : await_all_handshakes(c, epoch, peers)) {
         if (RAILS) view_lanes(p, peers, epoch);
-        // The handshakes of the peers make their outputs accessible, also to the copy engine.
+        // The handshakes of the peers make their outputs accessible to this thread. The fence does so for the bulk copy engine.
         copy_fence_global();
         PayloadBuffers buffers(own_memory + p.stages * p.stage_bytes);
         sender.send(buffers);

@@ -21,8 +21,8 @@ __device__ inline float divided_by_448(float amax) {
     return amax <= LARGEST ? __fmaf_rn(rest, RECIPROCAL, quotient) : amax;
 }
 
-// `1 / scale`, rounded as a division. Correct for the scales of this file: they and their reciprocals are normal
-// numbers, so the special cases of a division are not needed.
+// `1 / scale`, rounded as a division; 0 for an infinite scale. Correct for the scales of this file: the finite ones and their
+// reciprocals are normal numbers, so no other special cases of a division are needed.
 __device__ inline float reciprocal(float scale) {
     const float close = rcp_approx(scale);
     const float corrected = __fmaf_rn(__fmaf_rn(-scale, close, 1.0f), close, close);

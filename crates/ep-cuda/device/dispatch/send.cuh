@@ -2,10 +2,11 @@
 // rank and, with rails, to the lanes. Then stores the weights and, in plain mode, the map of local experts, and sets the
 // item's flag on every peer and in the `out_flags` of every other domain.
 //
-// What a sender may touch, and when: until the handshakes have come, only its input, its own lists (unless the abort word is set),
-// its ring and `items_taken`; then the outputs of peers, and lanes. It loads into a stage again when the stores have read it (ring.cuh), sets a flag when the
-// stores to other ranks have completed, and stores nothing to a peer after its last flag there. A lane to another domain
-// needs no wait of its own (docs/cuda-rails.md, "Reuse").
+// What a warp in this role may access, and when: until the handshakes have come, only the input and the lists of its rank (the
+// lists unless the abort word is set), its ring and `items_taken`; then also the outputs of all ranks of the domain, and lanes. It
+// loads into a stage again when the stores have read it (ring.cuh), sets a flag when the stores to other ranks have completed, and
+// stores nothing to a peer after its last flag there. A lane to another domain needs no wait of its own (docs/cuda-rails.md,
+// "Reuse").
 #pragma once
 #include PAYLOAD_VARIANT
 #include "rails.cuh"
@@ -229,7 +230,7 @@ struct TokenParts {
     __device__ bool any() const { return rest != 0; }
     __device__ TokenPart next() {
         const u32 end = ends & rest;
-        // All entries up to the first end; of no end, all.
+        // All entries up to the first end, or all entries if there is no end.
         const u32 part = rest & (((end & (0u - end)) << 1) - 1);
         rest &= ~part;
         return {part & above, part & below, part & own, end != 0};
@@ -322,7 +323,7 @@ struct Sender {
         if (next.valid()) weights.begin_item(items, next.item);
     }
 
-    // Sets the flag of an item on every peer and, with rails, in `out_flags` of every domain.
+    // Sets the flag of an item on every peer and, with rails, in `out_flags` of every other domain.
     __device__ void tell(u32 flag) const {
         for (u32 peer = domain_begin(p.common) + lane_id(); peer < domain_end(p.common); peer += WARP)
             if (peer != p.common.rank) st_release_sys(&peers[peer].flags[flag], epoch);

@@ -1,5 +1,5 @@
-// The exchange of counts, and what follows from the counts of all ranks: for every expert the first row of a source's tokens
-// (this rank's, or those of a foreign set), and the shape of this rank's output.
+// The exchange of counts, and what follows from the counts of all ranks: for every segment (in permuted mode an expert, in plain
+// mode a rank) the first row of a source's tokens (this rank's, or those of a foreign set), and the shape of this rank's output.
 #pragma once
 #include "tile.cuh"
 
@@ -21,7 +21,7 @@ __device__ inline void count_block(const Columns& column, const Tile& tile, u32 
         block_columns[blockIdx.x * column.count() + at] = run[at];
 }
 
-// `experts`: in plain mode, where the weights of all rows are too many to number, those of a row; otherwise 0.
+// `experts`: 0 if the rows are too many to number. If only their weights are (plain mode), the number of weights of a row.
 __device__ inline void too_many(const PreprocessParams& p, u32 rank, u64 rows, u32 experts) {
     report_own(p.common, FAULT_TOO_MANY_ROWS, rank, rows, experts, 0);
 }
@@ -52,7 +52,7 @@ __device__ inline void sum_blocks(const PreprocessParams& p, const u32* block_co
     __syncthreads();
 }
 
-// The counts that `source` has written to the memory of `control`.
+// The counts of `source` in the memory behind `control`. Those of a source in another domain are written by its forwarder.
 __device__ inline u32* counts_at(const PreprocessParams& p, Control* control, u32 epoch, u32 source) {
     return reinterpret_cast<u32*>(control + 1) + ((epoch & 1) * p.common.ranks + source) * p.count_words;
 }
@@ -166,7 +166,7 @@ __device__ inline void sum_sources(const PreprocessParams& p, const Bases& bases
         bases.total[segment] = total;
         bases.base[segment] = earlier;
     }
-    // Counted from the last thread down, so that other threads than above load the limits, if there are any.
+    // Starts with the last thread, so that threads without a segment above load the limits, if there are such threads.
     for (u32 rank = domain_begin(c) + blockDim.x - 1 - threadIdx.x; rank < domain_end(c); rank += blockDim.x)
         bases.limit[rank] = ld_relaxed_sys(counts_at(p, c.own, epoch, rank) + COUNT_CAPACITY);
     __syncthreads();
@@ -210,7 +210,8 @@ __device__ inline void permuted_bases(const PreprocessParams& p, const Bases& ba
     }
 }
 
-// Plain mode: the base of one destination rank. Called by one thread per rank.
+// Plain mode: sets the limit of one destination rank, checks its number of rows and, for this rank, writes the shape.
+// `sum_sources` has computed the base. Called by one thread per rank.
 __device__ inline void plain_base(const PreprocessParams& p, const Bases& bases, u32 rank, bool shape) {
     const Common& c = p.common;
     const u32 limit = bases.limit[rank];

@@ -10,12 +10,12 @@
 //              entries in the lists (lists.cuh). Block 0 also writes the shape and the ends of the lists. Writes to
 //              this rank's handle, host shape and the caller's counts only.
 //
-// With RAILS (several NVLink domains, docs/cuda-rails.md), all blocks write the masks of the tokens that go to other
-// domains between count and exchange, and block 0 sends them. In the exchange, block 0 first awaits the sets that come
+// With RAILS (several NVLink domains, docs/cuda-rails.md), there is a step between count and exchange: all blocks write the
+// masks of the tokens that go to other domains, and block 0 sends them. In the exchange, block 0 first awaits the sets that come
 // from other domains, and passes their counts on; then it sends the handshake. After emit, all blocks count and emit
 // the tokens of each of these sets.
 //
-// If an await fails, it reports the fault, and the lists are incomplete.
+// A wait that fails reports the fault. The lists are then incomplete.
 //
 // Reuse. Counts and handshakes have a copy for even and one for odd epochs: a peer writes those of epoch + 2 after it has
 // seen this rank's handshake of epoch + 1, which this rank sends after this kernel. `block_columns` belongs to one operator
@@ -25,8 +25,9 @@
 // case in `Tile::load` (tile.cuh), `Lists` (src/routing.rs) and `Form` of the roles' tests.
 #include "routing.cuh"
 
-// Calls `visit` for each of the tiles [begin, end) of this block, with the sums of the tokens before it in `run`. The
-// tile that was loaded last is loaded anew only if the block has several. Called by all threads.
+// Calls `visit` for each of the tiles [begin, end) of this block, with the sums of the tokens before it in `run`.
+// `several`: blocks may have more than one tile, so each tile is loaded anew. Otherwise a block's only tile is still loaded.
+// Called by all threads.
 template <class Load, class Visit>
 __device__ inline void for_each_tile(const Tile& tile, u32 begin, u32 end, bool several, u32* run, const Load& load,
                                      const Visit& visit) {
@@ -39,7 +40,7 @@ __device__ inline void for_each_tile(const Tile& tile, u32 begin, u32 end, bool 
     }
 }
 
-// The foreign sets that this rank forwards, one after the other: their tokens are the masks that rail peers have sent.
+// The foreign sets that this rank forwards, one after the other: their routing is the masks that rail peers have sent.
 // Called by all threads of all blocks.
 __device__ inline void emit_sets(const PreprocessParams& p, Tile& tile, const Columns& column, const Bases& bases,
                                  u32* run, u32* totals, u32* copies_begin, u32* tokens_begin, u32 epoch) {
@@ -53,15 +54,17 @@ __device__ inline void emit_sets(const PreprocessParams& p, Tile& tile, const Co
         const u32 rows = ld_relaxed_sys(counts_at(p, c.own, epoch, source) + COUNT_TOKENS);
         const HandleView lists = set_view(c, p.handle, domain, rows);
         tile.form = ROUTING_MASKS;
-        // Blocks other than 0 read the plan and the lane without having acquired `rail_seen`. The order is: block 0 acquires it, the
-        // barrier of `forward_counts`, block 0 releases the handshake to this rank's own control block, every block acquires it.
+        // Blocks other than 0 do not acquire `rail_seen` before they read the plan and the lane. A chain orders these reads: block 0
+        // acquires `rail_seen` and passes the barrier of `forward_counts`. Then it releases the handshake to its own control block,
+        // and every block acquires that handshake.
         const u64 masks_offset = seen_plan(c, epoch, domain).sections[1];
         tile.masks = reinterpret_cast<const u32*>(in_lane(c, epoch, domain) + masks_offset);
         tile.mask_words = mask_words(c, c.rails.domain);
         const u32 tiles = div_up(rows, p.tile), per_block = div_up(tiles, gridDim.x);
         const u32 begin = min(tiles, blockIdx.x * per_block), end = min(tiles, begin + per_block);
         const auto load = [&](u32 at) { tile.load(at * p.tile, min(p.tile, rows - at * p.tile)); };
-        // Two sets of sums take turns: a block may write those of a set while others read those of the set before.
+        // `block_columns` has two halves, which sets use in turn: a block may write the sums of a set while other blocks read those
+        // of the set before.
         u32* sums = p.block_columns + (turn & 1) * gridDim.x * column.count();
         count_block(column, tile, begin, end, load, run, sums);
         fine = all_blocks(c, &c.own->more_arrived[turn]);

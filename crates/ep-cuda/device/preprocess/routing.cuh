@@ -37,7 +37,7 @@ __device__ inline void emit_masks(const PreprocessParams& p, const Cursors& curs
             const u32 token = at / words, word = at % words, from = begin + 32 * word;
             if (!tile.goes_to(domain, token)) continue;
             const u32* row = tile.row(token);
-            // The bits [from, from + 32) of the row, of which those from `end` on are not of this domain.
+            // The bits [from, from + 32) of the row, of which those from `end` on are not of `domain`.
             const u32 low = row[from / 32] >> from % 32;
             const u32 high = from % 32 != 0 && from / 32 + 1 < tile.row_words ? row[from / 32 + 1] << (32 - from % 32) : 0;
             const u32 count = min(end - from, 32u);
@@ -47,7 +47,7 @@ __device__ inline void emit_masks(const PreprocessParams& p, const Cursors& curs
     });
 }
 
-// Writes the counts and plans of all other domains, and releases them with the masks that all blocks have written before
+// Writes the counts and plans for all other domains, and releases them with the masks that all blocks have written before
 // the barrier. Returns false, after the fault was reported, if a set has too many copies. Called by all threads of one
 // block.
 __device__ inline bool send_routing(const PreprocessParams& p, const Columns& column, const u32* totals, u32 epoch) {

@@ -32,7 +32,7 @@ __device__ inline Number warp_scan(Number own) {
     return through;
 }
 
-// The position of the first expert of a domain; with the number of domains, the number of experts.
+// The position of the first expert of `domain`. If `domain` is the number of domains, the number of experts.
 __device__ inline u32 first_position(const Common& c, u32 domain) { return c.owner_begin[domain * domain_size(c)]; }
 
 // The column sums, numbers that are summed over tokens: [experts] copies, [ranks] copies, [ranks] tokens, then entries of
@@ -293,7 +293,7 @@ __device__ inline void Tile::sum_up(u32 which, const NumberOf& number_of) const 
     if (lane_id() == 0) scan(which)[tokens] = sum;
 }
 
-// Computes the scans and the ranks' columns from the rows.
+// Computes the scans, and the columns of ranks and domains, from the rows.
 __device__ inline void Tile::count() const {
     const Common& c = p.common;
     for (u32 rank = warp_id(); rank < c.ranks; rank += blockDim.x / WARP)
