@@ -20,6 +20,8 @@ const NOT_RUN: &[(&str, &str)] = &[
         "python -m hybrid_ep.run",
         "it stands for the reader's own program: python/tests/test_install.py runs others",
     ),
+    ("export", "it is a line of a job's script for SLURM"),
+    ("srun", "it needs SLURM"),
 ];
 
 /// Commands that are quick enough to be run as written.
