@@ -185,7 +185,7 @@ fn kernels_are_loaded_before_the_first_operator() {
     assert_eq!(loads("1", VERIFY)[0], 3);
     assert_eq!(loads("2", BENCH), [6, 2]);
     // All kernels, if ranks share a GPU.
-    assert_eq!(loads("1", BENCH), [10, 0]);
+    assert_eq!(loads("1", BENCH), [11, 0]);
 }
 
 /// If ranks share a GPU, a copy queued behind a kernel delays the copies of other ranks, for which that kernel may
