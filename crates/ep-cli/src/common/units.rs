@@ -34,6 +34,15 @@ pub(crate) fn time_us(microseconds: f64) -> String {
     time(Duration::from_secs_f64(microseconds / 1e6))
 }
 
+/// A bandwidth that is at least this one, with three significant digits.
+pub(crate) fn at_least_gbit_per_s(bandwidth: f64) -> String {
+    let unit = 10f64.powi(bandwidth.log10().floor() as i32 - 2);
+    let decimals = (-unit.log10().round()).max(0.0) as usize;
+    // A bandwidth that is exact in three digits stays what it is.
+    let rounded = (bandwidth / unit - 1e-9).ceil() * unit;
+    format!("{rounded:.decimals$} Gbit/s")
+}
+
 /// A whole number with separated thousands.
 pub(crate) fn count(number: u64) -> String {
     let digits = number.to_string();
@@ -71,6 +80,10 @@ mod tests {
         assert_eq!(times, ["90.0 ns", "1.50 µs", "100 µs", "28.5 ms", "3.00 s"]);
         assert_eq!([0, 999, 1000, 1_234_567].map(count), ["0", "999", "1,000", "1,234,567"]);
         assert_eq!([counted(1, "rank"), counted(4, "rank")], ["1 rank", "4 ranks"]);
+        assert_eq!(
+            [22.7001, 1.0, 500.0, 1999.0, 0.01234].map(at_least_gbit_per_s),
+            ["22.8 Gbit/s", "1.00 Gbit/s", "500 Gbit/s", "2000 Gbit/s", "0.0124 Gbit/s"]
+        );
         assert_eq!([counted(1, "batch"), counted(4, "batch")], ["1 batch", "4 batches"]);
     }
 }

@@ -6,6 +6,7 @@
 mod args;
 mod html;
 mod paper;
+mod remedy;
 mod runnable;
 pub(crate) mod steps;
 mod sweep;
@@ -24,7 +25,7 @@ use serde::Serialize;
 
 pub(crate) use self::args::PlanArgs;
 use self::args::StrategyChoice;
-use self::runnable::{not_runnable, restrict_to_runtime};
+use self::runnable::{not_runnable, restrict_to_runtime, too_many_ranks};
 use self::steps::Shown;
 use self::sweep::{Request, Sweep};
 use crate::common::failure::{Failure, Verdict};
@@ -110,8 +111,18 @@ fn plan(wanted: &Wanted<'_>, problem: &Problem) -> Result<(), Failure> {
             Request::parse(text, problem).map_err(|what| Failure::request(format!("--sweep {text}: {what}")))
         })
         .transpose()?;
-    let (step, plan) = solve(wanted, problem)?;
     let sweep = sweep.map(|request| request.run(problem));
+    let (step, plan) = match (solve(wanted, problem), &sweep) {
+        (Ok(solved), _) => solved,
+        // A sweep may be wanted in order to find out where there is a plan.
+        (Err(failure), Some(sweep))
+            if sweep.has_plan() && !json.is_wanted() && !html.is_wanted() && !groups.is_wanted() =>
+        {
+            to_stdout(&format!("{}\n", sweep.render()))?;
+            return to_stderr(&format!("note: the problem itself has no plan: {failure}"));
+        }
+        (Err(failure), _) => return Err(failure),
+    };
     let stream_model = match args.paper_model {
         true => Some(paper::Level::all(&problem.planner()?, &plan.level_names)?),
         false => None,
@@ -183,7 +194,8 @@ impl GroupsLayout {
 /// The steps of all strategies, and the layers of the one to show. Forward passes have layers only.
 fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan), Failure> {
     let args = wanted.args;
-    let Some(planner) = problem.step_planner().map_err(Failure::request)? else {
+    let unsolvable = |error| Failure::request(unsolvable(args, problem, &error));
+    let Some(planner) = problem.step_planner().map_err(unsolvable)? else {
         return match args.wanted() {
             Some(_) => Err(Failure::request(
                 "--strategy and --runnable: forward passes have no step to compare; use work=training",
@@ -191,7 +203,7 @@ fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan)
             None => Ok((None, problem.planner()?.plan())),
         };
     };
-    let plan = planner.plan().map_err(|error| Failure::request(unsolvable(args, error)))?;
+    let plan = planner.plan().map_err(unsolvable)?;
     let index = match args.wanted().map(StrategyChoice::strategy) {
         None => plan.prices.iter().position(|price| price == plan.best()),
         Some(wanted) => plan.prices.iter().position(|price| price.strategy == wanted),
@@ -205,11 +217,8 @@ fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan)
     let layers = planner.layer_plan(&plan.prices[index]).map_err(Failure::request)?;
     let among = steps::dispatch_ranks(&plan.prices[index]);
     if args.runnable && among > ep_cuda::MAX_RANKS {
-        return Err(Failure::request(format!(
-            "--runnable: in the fastest layout, tokens move among {among} GPUs, and hybrid-ep's GPU operators take up to {}; possible: \
-             memory for experts gathered among more GPUs (`memory_cap`, `reserved_memory`), or fewer GPUs",
-            ep_cuda::MAX_RANKS
-        )));
+        let given = wanted.unrestricted.as_ref().unwrap_or(problem);
+        return Err(Failure::request(too_many_ranks(given, among)));
     }
     let one_site_refused = match planner.memory_of_one_site() {
         Err(PlanError::TotalMemory { needed, available, gpus }) => Some(format!(
@@ -228,15 +237,19 @@ fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan)
     Ok((Some(shown), layers))
 }
 
-/// Why there is no plan. `--runnable` fixes a layout, which the planner's own error calls the request's.
-fn unsolvable(args: &PlanArgs, error: PlanError) -> String {
-    match error {
+/// Why there is no plan, and what would have one. `--runnable` fixes a layout, which the planner's own error calls the request's.
+fn unsolvable(args: &PlanArgs, problem: &Problem, error: &PlanError) -> String {
+    let why = match error {
         PlanError::NoLayout { needed, device, .. } if args.runnable => format!(
             "--runnable: a GPU has {device}, and needs at least {needed} for weights, gradients and Adam state, because a layout \
              for `ExpertMigration` has one EP group in a stage and no tensor parallelism; possible: GPUs with more memory, a smaller \
              model, or, in a program with a pipeline, more stages (`--set pipeline_stages=N`)"
         ),
         error => error.to_string(),
+    };
+    match remedy::remedy(problem, error) {
+        Some(remedy) => format!("{why}. {remedy}"),
+        None => why,
     }
 }
 

@@ -4,6 +4,7 @@ use ep_plan::cluster::Cluster;
 use ep_plan::planner::Replicas;
 use ep_plan::step::{StepPlan, StepPrice, Strategy};
 
+use super::steps::dispatch_ranks;
 use crate::common::failure::Failure;
 use crate::common::units;
 use crate::planner::problem::Problem;
@@ -151,6 +152,28 @@ pub(super) fn not_runnable(problem: &Problem, plan: &StepPlan) -> String {
         "--runnable: no division of the cluster has {} that each span all {}; possible: {possible}{WITHOUT_RUNNABLE}",
         units::counted(stages, "stage"),
         parts.name
+    )
+}
+
+/// The error of a runnable layout whose tokens move among more GPUs than an operator takes. `unrestricted`: the problem as it was
+/// given.
+pub(super) fn too_many_ranks(unrestricted: &Problem, among: usize) -> String {
+    let stages_now = unrestricted.options.pipeline_stages.unwrap_or(1);
+    let runs = |stages: &usize| {
+        let mut problem = unrestricted.clone();
+        problem.options.pipeline_stages = Some(*stages);
+        let plan =
+            restrict_to_runtime(&mut problem).ok().and_then(|()| problem.step_planner().ok()??.plan().ok());
+        let price = plan.as_ref().and_then(|plan| plan.price(Strategy::ExpertDomains));
+        price.is_some_and(|price| dispatch_ranks(price) <= ep_cuda::MAX_RANKS)
+    };
+    let more = spanning_stages(unrestricted).into_iter().filter(|&stages| stages > stages_now).find(runs);
+    let more =
+        more.map_or(String::new(), |stages| format!("more stages (`--set pipeline_stages={stages}`), "));
+    format!(
+        "--runnable: in the fastest layout, tokens move among {among} GPUs, and an operator of hybrid-ep takes up to {}; possible: \
+         {more}fewer GPUs, or memory for gathering experts among more GPUs (`memory_cap`, `reserved_memory`)",
+        ep_cuda::MAX_RANKS
     )
 }
 

@@ -147,6 +147,7 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     lines.extend(fewer(shown, problem));
     lines.extend(bottleneck(best, problem));
     lines.extend(synchronisation(best));
+    lines.extend(between_machines(best, problem));
     let gathers = best.candidate.expert_domain_size();
     let among = dispatch_ranks(best);
     if among > ep_cuda::MAX_RANKS {
@@ -287,6 +288,11 @@ pub(super) fn faster_part<'a>(all: &StepPrice, fewer: &'a [Fewer]) -> Option<&'a
     fewer.first().filter(|part| is_faster(gain(part, all)))
 }
 
+/// The smallest part of the cluster that is at most 1 % slower than all of it, which is less than the model's error.
+fn as_fast_part<'a>(all: &StepPrice, fewer: &'a [Fewer]) -> Option<&'a Fewer> {
+    fewer.iter().filter(|part| gain(part, all) >= 0.99).min_by_key(|part| part.gpus)
+}
+
 /// Whether a gain is more than 1 as the report prints it.
 fn is_faster(gain: f64) -> bool {
     gain > 1.0 && times(gain) != times(1.0)
@@ -337,10 +343,14 @@ fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let fastest = faster_part(shown.head(), &shown.fewer);
     // Members of the outermost of two levels may be nodes.
     let has_sites = problem.cluster.levels.len() > 2;
+    let most = 0.9 * problem.cluster.gpus() as f64;
+    let near = (fastest.is_none() && has_sites).then(|| as_fast_part(shown.head(), &shown.fewer));
+    let near = near.flatten().filter(|part| part.gpus as f64 <= most);
     let alone = shown.fewer.iter().find(|part| part.sites.len() == 1 && has_sites);
     let mut lines: Vec<String> =
         fastest.map(|part| format!("Fewer GPUs are faster. {}", line(part))).into_iter().collect();
-    lines.extend(alone.filter(|&alone| fastest != Some(alone)).map(line));
+    lines.extend(near.map(|part| format!("Fewer GPUs are as fast within 1 %. {}", line(part))));
+    lines.extend(alone.filter(|&alone| fastest != Some(alone) && near != Some(alone)).map(line));
     lines.extend(shown.one_site_refused.as_ref().filter(|_| has_sites).map(|why| {
         let sites = problem.cluster.levels.first().map_or(0, |outermost| outermost.scaling_factor);
         format!("One of the {sites} datacenters alone cannot train this model: {why}.")
@@ -372,12 +382,35 @@ fn used(part: &Fewer, problem: &Problem) -> String {
 /// The link that the stages of a pipeline wait for. None if they wait for none.
 fn bottleneck(price: &StepPrice, problem: &Problem) -> Option<String> {
     let link = price.bottleneck()?;
-    let name = problem.cluster.levels.get(link.level).map_or("", |level| &level.name);
+    let level = problem.cluster.levels.get(link.level)?;
+    let missing = link.time / price.stage_time;
+    // Links of unequal sites have no common bandwidth.
+    let enough = match level.site_bandwidth_gbit_per_s.is_empty() {
+        true => format!(" ({})", units::at_least_gbit_per_s(missing * level.bandwidth_gbit_per_s)),
+        false => String::new(),
+    };
     Some(format!(
-        "The stages wait for level {name}: its busiest link sends for {} per micro-batch in one direction, and a stage \
-         takes {}.",
-        link.time, price.stage_time
+        "The stages wait for level {}: its busiest link sends for {} per micro-batch in one direction, and a stage takes {}. With {} \
+         as much bandwidth{enough} they would not wait.",
+        level.name,
+        link.time,
+        price.stage_time,
+        times(missing)
     ))
+}
+
+/// The levels inside a datacenter over which the tokens of an EP group travel, other than the innermost one.
+fn between_machines(price: &StepPrice, problem: &Problem) -> Option<String> {
+    let inside = price.layout.group_levels().filter(|&level| level > 0);
+    let names: Vec<&str> =
+        inside.filter_map(|level| problem.cluster.levels.get(level)).map(|level| &*level.name).collect();
+    (!names.is_empty()).then(|| {
+        format!(
+            "Inside an EP group, tokens cross level {}. Between machines hybrid-ep sends over TCP, and it was never measured on a \
+             network card.",
+            names.join(" and ")
+        )
+    })
 }
 
 /// The same for the strategy that is shown, if it is not the best, of which [`answer`] says it.

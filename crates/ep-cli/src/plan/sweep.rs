@@ -52,6 +52,11 @@ impl Sweep {
         names
     }
 
+    /// Whether any value has a plan.
+    pub(super) fn has_plan(&self) -> bool {
+        self.points.iter().any(|point| point.outcome.is_ok())
+    }
+
     /// The sweep as a table for a terminal.
     pub(super) fn render(&self) -> String {
         let unit = if self.unit.is_empty() { String::new() } else { format!(" ({})", self.unit) };

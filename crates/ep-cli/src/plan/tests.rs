@@ -57,7 +57,8 @@ fn the_answer_says_what_runs_the_plan_and_whether_one_site_holds_the_model() {
     let operators =
         "This layout gathers no experts: a training program with a pipeline can run it with `MoELayer` ";
     for (options, too_small, says) in [
-        ("", 1, Some(neither)),
+        ("", 1, Some(operators)),
+        ("--set=pipeline_stages=2", 1, Some(neither)),
         ("--nodes=16", 0, Some(migration)),
         (
             "--nodes=16 --set=memory_cap=0.1GB --set=pipeline_stages=4 --set=expert_parallel=64",
@@ -65,7 +66,7 @@ fn the_answer_says_what_runs_the_plan_and_whether_one_site_holds_the_model() {
             Some(operators),
         ),
         ("--nodes=16 --set=pipeline_stages=1 --set=expert_parallel=256 --set=tensor_parallel=1", 0, None),
-        ("--datacenters=1 --nodes=16", 0, Some(neither)),
+        ("--datacenters=1 --nodes=16", 0, Some(operators)),
     ] {
         for shown in reports(options) {
             assert_eq!(shown.matches(alone).count(), too_small, "{options}\n{shown}");
@@ -81,9 +82,11 @@ fn the_answer_says_what_runs_the_plan_and_whether_one_site_holds_the_model() {
 #[test]
 fn the_answer_says_which_gathers_the_program_must_do() {
     let gathers = "This plan also gathers experts among 4 GPUs of an EP group.";
-    for (options, times) in
-        [("", 1), ("--nodes=16 --set=pipeline_stages=1 --set=expert_parallel=256 --set=tensor_parallel=1", 0)]
-    {
+    for (options, times) in [
+        ("--set=pipeline_stages=2", 1),
+        ("", 0),
+        ("--nodes=16 --set=pipeline_stages=1 --set=expert_parallel=256 --set=tensor_parallel=1", 0),
+    ] {
         for shown in reports(options) {
             assert_eq!(shown.matches(gathers).count(), times, "{options}\n{shown}");
         }
@@ -182,6 +185,7 @@ fn a_link_that_the_stages_wait_for_is_named() {
         let line = "The stages wait for level wan: its busiest link sends for 6.013 s per micro-batch in one direction, \
                     and a stage takes ";
         assert_eq!(shown.matches(line).count(), 1, "{shown}");
+        assert_eq!(shown.matches(" as much bandwidth (").count(), 1, "{shown}");
     }
     // The pipeline is shown, and is not the best strategy.
     for shown in reports(&format!("{slow} --set=weight_compression=50 --strategy=pipeline")) {
@@ -196,16 +200,39 @@ fn a_link_that_the_stages_wait_for_is_named() {
     }
 }
 
+/// EP groups over several nodes are named, and so is what carries their tokens.
+#[test]
+fn ep_groups_over_several_nodes_are_named() {
+    let over = "Inside an EP group, tokens cross level rail. Between machines hybrid-ep sends over TCP";
+    for (options, times) in [("", 0), ("--set=pipeline_stages=2", 1)] {
+        for shown in reports(options) {
+            assert_eq!(shown.matches(over).count(), times, "{options}\n{shown}");
+        }
+    }
+}
+
+/// Where a link between datacenters is the bound, fewer nodes are as fast.
+#[test]
+fn fewer_gpus_that_are_as_fast_are_named() {
+    let slow = "--cluster=dgx-h100 --nodes=16 --uplink=20Gbit/s --round-trip=60ms";
+    let line = "Fewer GPUs are as fast within 1 %. The 2 datacenters with 10, 10 members of level rail (160 GPUs) train ";
+    for (options, times) in [(slow, 1), ("--nodes=16", 0)] {
+        for shown in reports(options) {
+            assert_eq!(shown.matches(line).count(), times, "{options}\n{shown}");
+        }
+    }
+}
+
 /// Which layout of a strategy the report has. Forward passes have no layouts.
 #[test]
 fn the_terms_say_which_layout_is_compared() {
-    let layout = "each strategy has its fastest layout: of those within 1 % of the fastest, the one with the fewest stages";
+    let layout = "of those within 1 % of the fastest, rather one with EP groups inside nodes, then the one with the fewest stages";
     for (options, times) in [("", 1), ("--set=work=forward", 0)] {
         let [text, explained, page] = reports(options);
         for shown in [text, explained] {
             assert_eq!(shown.matches(layout).count(), times, "{options}\n{shown}");
         }
-        let about = "each in its fastest layout (of those within 1 %, the one with the fewest stages).";
+        let about = "each in its fastest layout (of those within 1 %, rather one with EP groups inside nodes, then the one";
         assert_eq!(page.matches(about).count(), times, "{options}\n{page}");
     }
 }

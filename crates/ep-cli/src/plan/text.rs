@@ -75,7 +75,7 @@ fn terms(problem: &Problem, has_steps: bool) -> String {
     let steps = match has_steps {
         true => {
             "a step is one global batch, in which a GPU is idle while it does not compute. In the table, each strategy has its fastest \
-             layout: of those within 1 % of the fastest, the one with the fewest stages. `dense sync` and `expert sync` make replicas of parameters equal \
+             layout: of those within 1 % of the fastest, rather one with EP groups inside nodes, then the one with the fewest stages. `dense sync` and `expert sync` make replicas of parameters equal \
              again at its end, without overlap: an upper bound. `bytes per link` leaves out activations between stages. "
         }
         false => "",

@@ -48,6 +48,51 @@ fn a_problem_without_a_plan_is_printed_with_a_note() {
     run(&["plan", "--cluster", &file, "--set=memory=1000GB"]).succeeded();
 }
 
+/// What an error about memory offers has a plan.
+#[test]
+fn a_cluster_that_is_too_small_names_larger_ones_with_a_plan() {
+    let link = ["plan", "--cluster=dgx-h100", "--uplink=20Gbit/s", "--round-trip=60ms"];
+    // What is too small; what is offered; and that, as options.
+    for (nodes, memory, offer, larger) in [
+        (
+            "--nodes=8",
+            "--set=memory=80GB",
+            "With 10 nodes in each datacenter (160 GPUs), or with 88.1 GB in each GPU, there is a plan.",
+            ["--nodes=10", "--set=memory=88.1GB"],
+        ),
+        (
+            "--nodes=8,4",
+            "--set=memory=80GB",
+            "With 13, 7 nodes in the datacenters (160 GPUs), or with 116 GB in each GPU, there is a plan.",
+            ["--nodes=13,7", "--set=memory=116GB"],
+        ),
+        // The parameters fit into all GPUs together, but not as whole experts and layers.
+        (
+            "--nodes=8",
+            "--set=memory=84GB",
+            "With 9 nodes in each datacenter (144 GPUs), or with 87.7 GB in each GPU, there is a plan.",
+            ["--nodes=9", "--set=memory=87.7GB"],
+        ),
+    ] {
+        run(&[&link[..], &[nodes, memory]].concat()).refused(2, &[offer]);
+        run(&[&link[..], &[larger[0], memory]].concat()).succeeded();
+        run(&[&link[..], &[nodes, larger[1]]].concat()).succeeded();
+    }
+    run(&["plan", "--cluster=dgx-h100", "--nodes=4", "--datacenters=1"])
+        .refused(2, &["With 21 nodes (168 GPUs), or "]);
+}
+
+/// More stages are offered where a runnable layout has too many ranks, and they run.
+#[test]
+fn a_runnable_layout_of_too_many_ranks_offers_more_stages() {
+    let options =
+        ["plan", "--cluster=dgx-h100", "--nodes=16", "--uplink=20Gbit/s", "--round-trip=60ms", "--runnable"];
+    let refused =
+        "an operator of hybrid-ep takes up to 72; possible: more stages (`--set pipeline_stages=4`), ";
+    run(&[&options[..], &["--set=pipeline_stages=2"]].concat()).refused(2, &[refused]);
+    run(&[&options[..], &["--set=pipeline_stages=4"]].concat()).succeeded();
+}
+
 /// A key that `--set` does not know, but files do, could not be swept.
 #[test]
 fn set_changes_the_options_of_a_file() {

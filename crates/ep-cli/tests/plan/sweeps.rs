@@ -32,6 +32,21 @@ fn a_sweep_plans_every_value() {
     assert_eq!(outcomes, [false, true, true]);
 }
 
+/// A sweep finds where a problem without a plan has one. Files would have the plan of the problem.
+#[test]
+fn a_problem_without_a_plan_is_swept() {
+    let directory = Directory::new("plan-sweep-without");
+    let json = directory.file("plan.json");
+    let options = ["plan", "--cluster=dgx-h100", "--uplink=20Gbit/s", "--sweep=members.rail=8..16:2"];
+    let swept = run(&options).succeeded();
+    let row = |from: &str| swept.stdout.lines().any(|line| line.trim_start().starts_with(from));
+    assert!(row("8    no plan") && row("16   pipeline"), "{swept:?}");
+    assert!(swept.stderr.starts_with("note: the problem itself has no plan: "), "{swept:?}");
+    run(&[&options[..], &["--json", &json]].concat()).refused(2, &["possible: more GPUs"]);
+    // No value has a plan.
+    run(&["plan", "--cluster=dgx-h100", "--sweep=members.rail=2..4:2"]).refused(2, &["possible: more GPUs"]);
+}
+
 /// The best strategy is called so in its row as in the table of strategies, and the last column says whether fewer GPUs are
 /// faster.
 #[test]

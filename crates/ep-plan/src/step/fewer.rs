@@ -1,7 +1,7 @@
-//! Plans on a part of the cluster: fewer sites, or sites cut to sizes with a larger common part.
+//! Plans on a part of the cluster: fewer sites, or parts of all sites.
 //!
 //! A plan uses every GPU of its cluster. That can be slower than leaving some out: a site with a slow uplink holds up the
-//! others, and sites without a common divisor have small parts.
+//! others, and sites without a common divisor have small parts. Or it can be as fast, where a link between the sites is the bound.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +9,7 @@ use super::{StepPlanner, StepPrice};
 use crate::cluster::{Cluster, ClusterDescription, gcd};
 use crate::error::{PlanError, Result};
 
-/// Sizes of parts that are tried at most for unequal sites.
+/// Sizes of the parts of all sites that are tried at most.
 const SIZES: usize = 4;
 
 /// The best plan on a part of a cluster.
@@ -27,8 +27,8 @@ pub struct Fewer {
 
 impl StepPlanner {
     /// Plans the same step on parts of the cluster, fastest first: on one site, on powers of two of sites and on all but one, the
-    /// largest and best connected ones; and on all sites, cut to sizes that have a larger common part. Parts that have no plan
-    /// are left out. If the options fix one EP group of all GPUs, a part has one EP group of all of its GPUs, and parts are left
+    /// largest and best connected ones; and on parts of all sites: a half to seven eighths of equal ones, of unequal ones sizes that have
+    /// a larger common part. Parts that have no plan are left out. If the options fix one EP group of all GPUs, a part has one EP group of all of its GPUs, and parts are left
     /// out that would need copies of experts where the whole cluster needs none.
     ///
     /// It takes as long as up to some 20 plans.
@@ -146,12 +146,18 @@ fn counts(sites: usize) -> impl Iterator<Item = usize> {
     counts.into_iter()
 }
 
-/// Members of unequal sites, cut to multiples of a larger part than their common divisor: of such parts, those that leave out
-/// the fewest members.
+/// Members of the sites of parts of all of them. Of equal sites: a half to seven eighths of the members. Of unequal ones: multiples
+/// of a larger part than their common divisor, those that leave out the fewest members.
 fn cuts(members: &[usize]) -> Vec<Vec<usize>> {
     let (Some(common), Some(&least)) = (members.iter().copied().reduce(gcd), members.iter().min()) else {
         return Vec::new();
     };
+    if members.len() > 1 && members.iter().all(|&count| count == least) {
+        let mut parts: Vec<usize> = (SIZES..2 * SIZES).rev().map(|eighths| least * eighths / 8).collect();
+        parts.retain(|&part| part > 0);
+        parts.dedup();
+        return parts.into_iter().map(|part| vec![part; members.len()]).collect();
+    }
     let mut cuts: Vec<Vec<usize>> = (common + 1..=least)
         .map(|part| members.iter().map(|&count| count / part * part).collect())
         .filter(|cut: &Vec<usize>| cut != members)
@@ -227,7 +233,7 @@ mod tests {
             found.sort_unstable();
             found
         };
-        assert_eq!(parts(48), [(16, 16), (32, 32)]);
+        assert_eq!(parts(48), [(16, 16), (24, 24), (32, 32)]);
         assert_eq!(parts(32), [(32, 32)]);
     }
 
@@ -247,7 +253,10 @@ mod tests {
     fn cuts_leave_out_few_members() {
         assert_eq!(cuts(&[64, 63]), [[63, 63], [64, 62], [62, 62], [64, 60]]);
         assert_eq!(cuts(&[8, 8, 4]), [[0; 3]; 0]);
-        assert_eq!(cuts(&[7, 7]), [[0; 2]; 0]);
+        assert_eq!(cuts(&[7, 7]), [[6; 2], [5; 2], [4; 2], [3; 2]]);
+        assert_eq!(cuts(&[16, 16, 16])[2..], [[10; 3], [8; 3]]);
+        assert_eq!(cuts(&[2, 2]), [[1; 2]]);
+        assert_eq!([cuts(&[1, 1]), cuts(&[16])], [[[0; 2]; 0], [[0; 2]; 0]]);
         assert!(cuts(&[]).is_empty());
         assert_eq!(cuts(&[7, 8])[0], [7, 7]);
         assert_eq!(cuts(&[127, 64])[..2], [[126, 64], [126, 63]]);

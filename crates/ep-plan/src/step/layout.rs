@@ -48,6 +48,13 @@ impl Layout {
         self.group.iter().product()
     }
 
+    /// The levels above the innermost one that an EP group has several members of, outermost first: between these members its
+    /// tokens or experts travel over other links than those inside a node.
+    pub fn group_levels(&self) -> impl Iterator<Item = usize> {
+        let (_, outer) = self.group.split_last().unwrap_or((&1, &[]));
+        outer.iter().enumerate().filter(|&(_, &members)| members > 1).map(|(level, _)| level)
+    }
+
     /// `c_l = SF'_l / e_l`: EP groups of a stage at each level, which hold the same experts.
     pub fn copies(&self) -> Vec<usize> {
         self.stage.iter().zip(&self.group).map(|(stage, group)| stage / group).collect()

@@ -47,7 +47,8 @@ use price::Pricing;
 /// Slots times candidates that the search prices at most, per strategy. It bounds the time of a search to seconds.
 const SEARCH: f64 = (1u64 << 22) as f64;
 
-/// Gain below which a layout with fewer stages or larger EP groups is preferred. The model is not that precise.
+/// Gain below which a simpler layout is preferred: one whose EP groups lie in one member of the second innermost level each, as
+/// GPUs of a node do; then one with fewer stages; then one with larger EP groups. The model is not that precise.
 const SIMPLER: f64 = 0.01;
 
 /// What the datacenters exchange in a step.
@@ -253,7 +254,7 @@ impl StepPlanner {
         layouts
     }
 
-    /// The first layout that is within [`SIMPLER`] of the fastest, and whether layouts were left out.
+    /// The simplest layout that is within [`SIMPLER`] of the fastest, and whether layouts were left out.
     fn fastest(&self, strategy: Strategy) -> Result<(Option<StepPrice>, bool)> {
         let pricing = self.pricing();
         let mut prices: Vec<StepPrice> = Vec::new();
@@ -272,7 +273,9 @@ impl StepPlanner {
         let fit = prices.iter().map(|price| price.fit).min();
         prices.retain(|price| Some(price.fit) == fit);
         let least = prices.iter().map(|price| price.step_time.0).fold(f64::INFINITY, f64::min);
-        let chosen = prices.into_iter().find(|price| price.step_time.0 <= least * (1.0 + SIMPLER));
+        // Layouts with fewer stages, and then with larger EP groups, come first, and of equal ones the first is chosen.
+        let near = prices.into_iter().filter(|price| price.step_time.0 <= least * (1.0 + SIMPLER));
+        let chosen = near.min_by_key(|price| price.layout.group_levels().next().is_some());
         Ok((chosen, truncated))
     }
 

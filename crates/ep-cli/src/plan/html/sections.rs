@@ -118,8 +118,8 @@ pub(super) fn steps(plan: &StepPlan, problem: &Problem) -> Result<String, Failur
     );
     let header = ["between datacenters", "fastest layout", "tokens/s", "changes the training"];
     let about = format!(
-        "The same {} tokens under every way to use the datacenters, each in its fastest layout (of those within 1 %, the one \
-         with the fewest stages).",
+        "The same {} tokens under every way to use the datacenters, each in its fastest layout (of those within 1 %, \
+         rather one with EP groups inside nodes, then the one with the fewest stages).",
         units::count(plan.global_batch.round() as u64)
     );
     Ok(section("Steps compared", &about, &format!("{chart}{}", table(&header, &rows))))

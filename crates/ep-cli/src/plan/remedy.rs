@@ -1,0 +1,87 @@
+//! What would make a plan possible, where memory does not suffice: found by planning.
+
+use ep_plan::PlanError;
+
+use crate::common::units;
+use crate::planner::problem::Problem;
+
+/// Clusters that are tried at most, of each kind.
+const TRIES: usize = 16;
+
+/// What an error about memory can offer, as text: a cluster with more nodes, and GPUs with more memory. `None` for other errors,
+/// or if no cluster that was tried has a plan.
+pub(super) fn remedy(problem: &Problem, error: &PlanError) -> Option<String> {
+    let missing = match error {
+        PlanError::TotalMemory { needed, available, .. } => needed.0 / available.0,
+        PlanError::NoLayout { needed, device, .. } => needed.0 / device.0,
+        _ => return None,
+    };
+    let found: Vec<String> =
+        [more_nodes(problem, missing), more_memory(problem, missing)].into_iter().flatten().collect();
+    if found.is_empty() {
+        return None;
+    }
+    Some(format!("With {}, there is a plan.", found.join(", or with ")))
+}
+
+fn has_plan(problem: &Problem) -> bool {
+    matches!(problem.step_planner(), Ok(Some(planner)) if planner.plan().is_ok())
+}
+
+/// More members of the level above the innermost one, which are nodes. `missing`: at least this many times as many.
+fn more_nodes(problem: &Problem, missing: f64) -> Option<String> {
+    let level = problem.cluster.levels.len().checked_sub(2)?;
+    let now = problem.cluster.levels[level].scaling_factor;
+    let first = ((now as f64 * missing).ceil() as usize).max(now + 1);
+    // The steps grow, so that large clusters are found, too.
+    let mut members = first;
+    for _ in 0..TRIES {
+        let mut larger = problem.clone();
+        let nodes = &mut larger.cluster.levels[level];
+        let grown: Vec<usize> =
+            nodes.site_members.iter().map(|&site| (site * members).div_ceil(now)).collect();
+        match grown.is_empty() {
+            true => nodes.scaling_factor = members,
+            false => nodes.set_members(&grown),
+        }
+        if has_plan(&larger) {
+            let gpus = units::count(larger.cluster.gpus() as u64);
+            let each = match (level, grown.is_empty()) {
+                (0, _) => format!("{members} nodes"),
+                (_, true) => format!("{members} nodes in each datacenter"),
+                (_, false) => {
+                    let numbers: Vec<String> = grown.iter().map(usize::to_string).collect();
+                    format!("{} nodes in the datacenters", numbers.join(", "))
+                }
+            };
+            return Some(format!("{each} ({gpus} GPUs)"));
+        }
+        members += (members - now).div_ceil(4).max(1);
+    }
+    None
+}
+
+/// The least memory of a GPU, to 1 %. `missing`: at least this many times as much.
+fn more_memory(problem: &Problem, missing: f64) -> Option<String> {
+    let with = |gigabytes: f64| {
+        let mut larger = problem.clone();
+        larger.cluster.gpu.memory_gb = gigabytes;
+        larger
+    };
+    let mut low = problem.cluster.gpu.memory_gb;
+    let mut high = low * missing.max(1.01);
+    let mut tries = 0;
+    while !has_plan(&with(high)) {
+        (low, high) = (high, high * 1.25);
+        tries += 1;
+        if tries == TRIES {
+            return None;
+        }
+    }
+    while high > 1.01 * low {
+        let middle = (low * high).sqrt();
+        if has_plan(&with(middle)) { high = middle } else { low = middle }
+    }
+    // In whole gigabytes, if these are precise enough; more memory than is needed has a plan, too.
+    Some(format!("{} GB in each GPU", if high > 100.0 { high.ceil() } else { (10.0 * high).ceil() / 10.0 }))
+}
