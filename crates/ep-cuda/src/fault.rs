@@ -180,17 +180,17 @@ impl Words {
         let it = if awaited == peer { "it".into() } else { format!("rank {awaited}") };
         let what = match WaitingFor::of(fault.waiting_for) {
             Some(WaitingFor::Handshake) => {
-                format!("{of} handshake (expected step {expected}, seen {seen})")
+                format!("{of} handshake (expected #{expected}, seen #{seen})")
             }
             Some(WaitingFor::Chunk) => {
-                format!("{of} chunk {index} (expected step {expected}, seen {seen})")
+                format!("{of} chunk {index} (expected #{expected}, seen #{seen})")
             }
             Some(WaitingFor::Rail) => {
-                format!("{of} rows along the rail, chunk {index} (expected step {expected}, seen {seen})")
+                format!("{of} rows along the rail, chunk {index} (expected #{expected}, seen #{seen})")
             }
             Some(WaitingFor::Foreign) => {
                 format!(
-                    "what {it} sends once it has the other NVLink domains' data (expected step {expected}, seen {seen})"
+                    "what {it} sends once it has the other NVLink domains' data (expected #{expected}, seen #{seen})"
                 )
             }
             _ => format!("the blocks of its own kernel ({seen} of {expected} arrived)"),
@@ -279,7 +279,7 @@ mod tests {
         assert_eq!(
             alone(waited(FaultKind::Stalled)),
             format!(
-                "rank 2 stalled (combine #7): rank 0 waited 1.500 s for its chunk 17 (expected step 7, seen 6); {}",
+                "rank 2 stalled (combine #7): rank 0 waited 1.500 s for its chunk 17 (expected #7, seen #6); {}",
                 bounds(PeerFault::Stalled)
             )
         );
@@ -287,7 +287,7 @@ mod tests {
         let gone = Fault { awaited: 1, cause: FaultKind::Died as u32, ..waited(FaultKind::Aborted) };
         assert_eq!(
             alone(gone),
-            "rank 2 died (combine #7): rank 0 waited 1.500 s for rank 1's chunk 17 (expected step 7, seen 6); its process \
+            "rank 2 died (combine #7): rank 0 waited 1.500 s for rank 1's chunk 17 (expected #7, seen #6); its process \
              crashed or was killed: see its output and the system's log"
         );
         let told = Fault { awaited: NONE, cause: FaultKind::Aborted as u32, waited_ns: 0, ..gone };
@@ -311,7 +311,7 @@ mod tests {
     #[test]
     fn a_late_rank_is_not_a_stalled_one() {
         let late = Fault { waiting_for: WaitingFor::Handshake as u32, ..waited(FaultKind::Late) };
-        let handshake = "rank 0 waited 1.500 s for its handshake (expected step 7, seen 6)";
+        let handshake = "rank 0 waited 1.500 s for its handshake (expected #7, seen #6)";
         assert_eq!(
             alone(late),
             format!(
@@ -340,7 +340,7 @@ mod tests {
     fn a_stopped_rank_is_named_instead_of_one_that_waits_for_it() {
         let stalled = waited(FaultKind::Stalled);
         let expected = format!(
-            "rank 1 stalled (combine #7): rank 0 waited 1.500 s for rank 2's chunk 17 (expected step 7, seen 6); {}",
+            "rank 1 stalled (combine #7): rank 0 waited 1.500 s for rank 2's chunk 17 (expected #7, seen #6); {}",
             bounds(PeerFault::Stalled)
         );
         assert_eq!(said(record(stalled), FaultRecord::zeroed(), &[Rank(1)]), expected);

@@ -170,7 +170,7 @@ structs! { STRUCTS:
         peer: u32,
         /// A `WaitingFor`.
         waiting_for: u32,
-        /// The epoch. Messages show it as `#7` after the operator, and as "step 7".
+        /// The epoch. Messages show it as `#7`.
         step: u32,
         expected: u32,
         seen: u32,

@@ -463,7 +463,7 @@ impl<'a> Op<'a> {
         let seen = control.entered();
         Some(Waiting {
             peer,
-            what: format!("rank {peer} to enter {} (expected step {}, saw {seen})", self.operator, self.step),
+            what: format!("rank {peer} to enter {} (expected #{}, seen #{seen})", self.operator, self.step),
         })
     }
 
@@ -479,7 +479,7 @@ impl<'a> Op<'a> {
             self.idle(&mut idle, || Waiting {
                 peer,
                 what: format!(
-                    "rank {peer} to finish {} (expected step {}, saw {})",
+                    "rank {peer} to finish {} (expected #{}, seen #{})",
                     self.operator,
                     self.step,
                     control.finished()

@@ -80,7 +80,7 @@ pub enum CallerError {
     },
     /// The program told a waiting operator to stop ([`Interrupt`](crate::Interrupt)).
     #[error(
-        "{operator} on rank {rank} was interrupted by the program while it waited for {waited_for}; to go on, make new \
+        "{operator} on rank {rank} was interrupted (by Ctrl-C or by the program) while it waited for {waited_for}; to go on, make new \
          buffers on all ranks"
     )]
     Interrupted {

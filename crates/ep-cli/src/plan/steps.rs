@@ -374,9 +374,16 @@ fn used(part: &Fewer, problem: &Problem) -> String {
     if part.sites.iter().zip(&part.members).all(whole) {
         return sites;
     }
-    let members: Vec<String> = part.members.iter().map(usize::to_string).collect();
     let name = levels.get(1).map_or("", |level| &level.name);
-    format!("{sites} with {} members of level {name}", members.join(", "))
+    match part.members[..] {
+        [first, ref others @ ..] if others.iter().all(|&other| other == first) => {
+            format!("{sites} with {first} members of level {name} each")
+        }
+        _ => {
+            let members: Vec<String> = part.members.iter().map(usize::to_string).collect();
+            format!("{sites} with {} members of level {name}", members.join(", "))
+        }
+    }
 }
 
 /// The link that the stages of a pipeline wait for. None if they wait for none.

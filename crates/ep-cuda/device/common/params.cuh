@@ -167,7 +167,7 @@ struct Fault {
     u32 peer;
     // A `WaitingFor`.
     u32 waiting_for;
-    // The epoch. Messages show it as `#7` after the operator, and as "step 7".
+    // The epoch. Messages show it as `#7`.
     u32 step;
     u32 expected;
     u32 seen;
