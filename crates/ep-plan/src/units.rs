@@ -182,12 +182,13 @@ impl Div<FlopPerSecond> for Flop {
     }
 }
 
-/// Writes a time from 1000 s on in seconds, in hours or in days, with four significant digits.
+/// Writes a time from 1000 s on in seconds, hours, days or years, with four significant digits.
 fn write_long_time(f: &mut fmt::Formatter<'_>, seconds: f64) -> fmt::Result {
     match seconds {
         short if short < 9999.5 => write!(f, "{short:.0} s"),
         middle if middle < 360_000.0 => write_with_prefix(f, middle / 3600.0, "h"),
-        long => write_with_prefix(f, long / 86_400.0, "days"),
+        long if long < 86_400_000.0 => write_with_prefix(f, long / 86_400.0, "days"),
+        ages => write_with_prefix(f, ages / (365.25 * 86_400.0), "years"),
     }
 }
 
@@ -229,6 +230,7 @@ mod tests {
         assert_eq!(Seconds(6806.0).to_string(), "6806 s");
         assert_eq!(Seconds(182_900.0).to_string(), "50.81 h");
         assert_eq!(Seconds(3.6e6).to_string(), "41.67 days");
+        assert_eq!(Seconds(1.4e8).to_string(), "4.436 years");
         assert_eq!(Bytes(58_720_256.0).to_string(), "58.72 MB");
         assert_eq!(Bytes::ZERO.to_string(), "0.000 B");
         assert_eq!(BytesPerSecond::from_gbit_per_s(10.0).to_string(), "1.250 GB/s");
