@@ -343,6 +343,7 @@ fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let fastest = faster_part(shown.head(), &shown.fewer);
     // Members of the outermost of two levels may be nodes.
     let has_sites = problem.cluster.levels.len() > 2;
+    // A few GPUs less are not worth a line.
     let most = 0.9 * problem.cluster.gpus() as f64;
     let near = (fastest.is_none() && has_sites).then(|| as_fast_part(shown.head(), &shown.fewer));
     let near = near.flatten().filter(|part| part.gpus as f64 <= most);

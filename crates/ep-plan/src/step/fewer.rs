@@ -27,8 +27,9 @@ pub struct Fewer {
 
 impl StepPlanner {
     /// Plans the same step on parts of the cluster, fastest first: on one site, on powers of two of sites and on all but one, the
-    /// largest and best connected ones; and on parts of all sites: a half to seven eighths of equal ones, of unequal ones sizes that have
-    /// a larger common part. Parts that have no plan are left out. If the options fix one EP group of all GPUs, a part has one EP group of all of its GPUs, and parts are left
+    /// largest and best connected ones; and on parts of all sites: a half to seven eighths of equal ones, of unequal ones sizes
+    /// that have a larger common part. Parts that have no plan are left out. If the options fix one EP group of all GPUs, a part
+    /// has one EP group of all of its GPUs, and parts are left
     /// out that would need copies of experts where the whole cluster needs none.
     ///
     /// It takes as long as up to some 20 plans.
@@ -153,7 +154,7 @@ fn cuts(members: &[usize]) -> Vec<Vec<usize>> {
         return Vec::new();
     };
     if members.len() > 1 && members.iter().all(|&count| count == least) {
-        let mut parts: Vec<usize> = (SIZES..2 * SIZES).rev().map(|eighths| least * eighths / 8).collect();
+        let mut parts: Vec<usize> = (SIZES..2 * SIZES).rev().map(|part| least * part / (2 * SIZES)).collect();
         parts.retain(|&part| part > 0);
         parts.dedup();
         return parts.into_iter().map(|part| vec![part; members.len()]).collect();
