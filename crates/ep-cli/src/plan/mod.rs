@@ -247,7 +247,7 @@ fn unsolvable(args: &PlanArgs, problem: &Problem, error: &PlanError) -> String {
         ),
         error => error.to_string(),
     };
-    match remedy::remedy(problem, error) {
+    match remedy::remedy(problem, error, args.runnable) {
         Some(remedy) => format!("{why}. {remedy}"),
         None => why,
     }

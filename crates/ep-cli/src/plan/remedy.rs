@@ -1,7 +1,9 @@
 //! What would make a plan possible, where memory does not suffice: found by planning.
 
 use ep_plan::PlanError;
+use ep_plan::step::{Fit, Strategy};
 
+use super::steps::dispatch_ranks;
 use crate::common::units;
 use crate::planner::problem::Problem;
 
@@ -9,27 +11,35 @@ use crate::planner::problem::Problem;
 const TRIES: usize = 16;
 
 /// What an error about memory can offer, as text: a cluster with more nodes, and GPUs with more memory. `None` for other errors,
-/// or if no cluster that was tried has a plan.
-pub(super) fn remedy(problem: &Problem, error: &PlanError) -> Option<String> {
+/// or if no cluster that was tried has a plan that leaves `reserved_memory` free. `runnable`: for `--runnable`.
+pub(super) fn remedy(problem: &Problem, error: &PlanError, runnable: bool) -> Option<String> {
     let missing = match error {
         PlanError::TotalMemory { needed, available, .. } => needed.0 / available.0,
         PlanError::NoLayout { needed, device, .. } => needed.0 / device.0,
         _ => return None,
     };
     let found: Vec<String> =
-        [more_nodes(problem, missing), more_memory(problem, missing)].into_iter().flatten().collect();
+        [more_nodes(problem, missing, runnable), more_memory(problem, missing, runnable)]
+            .into_iter()
+            .flatten()
+            .collect();
     if found.is_empty() {
         return None;
     }
-    Some(format!("With {}, there is a plan.", found.join(", or with ")))
+    Some(format!("With {}, there is a plan that leaves `reserved_memory` free.", found.join(", or with ")))
 }
 
-fn has_plan(problem: &Problem) -> bool {
-    matches!(problem.step_planner(), Ok(Some(planner)) if planner.plan().is_ok())
+fn has_plan(problem: &Problem, runnable: bool) -> bool {
+    let Ok(Some(planner)) = problem.step_planner() else { return false };
+    let Ok(plan) = planner.plan() else { return false };
+    let price = if runnable { plan.price(Strategy::ExpertDomains) } else { Some(plan.best()) };
+    price.is_some_and(|price| {
+        price.fit == Fit::Fits && (!runnable || dispatch_ranks(price) <= ep_cuda::MAX_RANKS)
+    })
 }
 
 /// More members of the level above the innermost one, which are nodes. `missing`: at least this many times as many.
-fn more_nodes(problem: &Problem, missing: f64) -> Option<String> {
+fn more_nodes(problem: &Problem, missing: f64, runnable: bool) -> Option<String> {
     let level = problem.cluster.levels.len().checked_sub(2)?;
     let now = problem.cluster.levels[level].scaling_factor;
     let first = ((now as f64 * missing).ceil() as usize).max(now + 1);
@@ -44,7 +54,7 @@ fn more_nodes(problem: &Problem, missing: f64) -> Option<String> {
             true => nodes.scaling_factor = members,
             false => nodes.set_members(&grown),
         }
-        if has_plan(&larger) {
+        if has_plan(&larger, runnable) {
             let gpus = units::count(larger.cluster.gpus() as u64);
             let each = match (level, grown.is_empty()) {
                 (0, _) => format!("{members} nodes"),
@@ -62,7 +72,7 @@ fn more_nodes(problem: &Problem, missing: f64) -> Option<String> {
 }
 
 /// The least memory of a GPU, to 1 %. `missing`: at least this many times as much.
-fn more_memory(problem: &Problem, missing: f64) -> Option<String> {
+fn more_memory(problem: &Problem, missing: f64, runnable: bool) -> Option<String> {
     let with = |gigabytes: f64| {
         let mut larger = problem.clone();
         larger.cluster.gpu.memory_gb = gigabytes;
@@ -71,7 +81,7 @@ fn more_memory(problem: &Problem, missing: f64) -> Option<String> {
     let mut low = problem.cluster.gpu.memory_gb;
     let mut high = low * missing.max(1.01);
     let mut tries = 0;
-    while !has_plan(&with(high)) {
+    while !has_plan(&with(high), runnable) {
         (low, high) = (high, high * 1.25);
         tries += 1;
         if tries == TRIES {
@@ -80,7 +90,7 @@ fn more_memory(problem: &Problem, missing: f64) -> Option<String> {
     }
     while high > 1.01 * low {
         let middle = (low * high).sqrt();
-        if has_plan(&with(middle)) { high = middle } else { low = middle }
+        if has_plan(&with(middle), runnable) { high = middle } else { low = middle }
     }
     // In whole gigabytes, if these are precise enough; more memory than is needed has a plan, too.
     Some(format!("{} GB in each GPU", if high > 100.0 { high.ceil() } else { (10.0 * high).ceil() / 10.0 }))

@@ -288,9 +288,11 @@ pub(super) fn faster_part<'a>(all: &StepPrice, fewer: &'a [Fewer]) -> Option<&'a
     fewer.first().filter(|part| is_faster(gain(part, all)))
 }
 
-/// The smallest part of the cluster that is at most 1 % slower than all of it, which is less than the model's error.
+/// The smallest part of the cluster that is at most 1 % slower than all of it, which is less than the model's error, and leaves
+/// as much memory.
 fn as_fast_part<'a>(all: &StepPrice, fewer: &'a [Fewer]) -> Option<&'a Fewer> {
-    fewer.iter().filter(|part| gain(part, all) >= 0.99).min_by_key(|part| part.gpus)
+    let is_near = |part: &&Fewer| gain(part, all) >= 0.99 && part.price.fit <= all.fit;
+    fewer.iter().filter(is_near).min_by_key(|part| part.gpus)
 }
 
 /// Whether a gain is more than 1 as the report prints it.
@@ -331,13 +333,14 @@ fn memory_decides(shown: &Shown, best: &StepPrice) -> String {
 fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let line = |part: &Fewer| {
         format!(
-            "{} ({} GPUs) {} {} tokens/s, {}: {}.",
+            "{} ({} GPUs) {} {} tokens/s, {}: {}{}.",
             used(part, problem),
             units::count(part.gpus as u64),
             if part.sites.len() == 1 { "trains" } else { "train" },
             units::count(part.price.tokens_per_second.round() as u64),
             relation(gain(part, shown.head())),
-            layout(&part.price, problem)
+            layout(&part.price, problem),
+            if part.price.fit > shown.head().fit { " (tight on memory)" } else { "" }
         )
     };
     let fastest = faster_part(shown.head(), &shown.fewer);
@@ -407,15 +410,19 @@ fn bottleneck(price: &StepPrice, problem: &Problem) -> Option<String> {
     ))
 }
 
-/// The levels inside a datacenter over which the tokens of an EP group travel, other than the innermost one.
+/// The levels over which the tokens of an EP group travel, other than the innermost one.
 fn between_machines(price: &StepPrice, problem: &Problem) -> Option<String> {
-    let inside = price.layout.group_levels().filter(|&level| level > 0);
+    // Over a level that a domain spans whole, experts travel instead.
+    let domains = &price.candidate.domain_sizes;
+    let crossed =
+        price.layout.group_levels().filter(|&level| domains.get(level) < price.layout.group.get(level));
     let names: Vec<&str> =
-        inside.filter_map(|level| problem.cluster.levels.get(level)).map(|level| &*level.name).collect();
+        crossed.filter_map(|level| problem.cluster.levels.get(level)).map(|level| &*level.name).collect();
     (!names.is_empty()).then(|| {
         format!(
-            "Inside an EP group, tokens cross level {}. Between machines hybrid-ep sends over TCP, and it was never measured on a \
+            "Inside an EP group, tokens cross {} {}. Between machines hybrid-ep sends over TCP, and it was never measured on a \
              network card.",
+            if names.len() == 1 { "level" } else { "levels" },
             names.join(" and ")
         )
     })

@@ -215,7 +215,7 @@ fn ep_groups_over_several_nodes_are_named() {
 #[test]
 fn fewer_gpus_that_are_as_fast_are_named() {
     let slow = "--cluster=dgx-h100 --nodes=16 --uplink=20Gbit/s --round-trip=60ms";
-    let line = "Fewer GPUs are as fast within 1 %. The 2 datacenters with 10 members of level rail each (160 GPUs) train ";
+    let line = "Fewer GPUs are as fast within 1 %. The 2 datacenters with 14 members of level rail each (224 GPUs) train ";
     for (options, times) in [(slow, 1), ("--nodes=16", 0)] {
         for shown in reports(options) {
             assert_eq!(shown.matches(line).count(), times, "{options}\n{shown}");

@@ -57,29 +57,41 @@ fn a_cluster_that_is_too_small_names_larger_ones_with_a_plan() {
         (
             "--nodes=8",
             "--set=memory=80GB",
-            "With 10 nodes in each datacenter (160 GPUs), or with 88.1 GB in each GPU, there is a plan.",
-            ["--nodes=10", "--set=memory=88.1GB"],
+            "With 15 nodes in each datacenter (240 GPUs), or with 118 GB in each GPU, there is a plan that leaves `reserved_memory` free.",
+            ["--nodes=15", "--set=memory=118GB"],
         ),
         (
             "--nodes=8,4",
             "--set=memory=80GB",
-            "With 13, 7 nodes in the datacenters (160 GPUs), or with 116 GB in each GPU, there is a plan.",
-            ["--nodes=13,7", "--set=memory=116GB"],
+            "With 17, 9 nodes in the datacenters (208 GPUs), or with 162 GB in each GPU, there is a plan that leaves `reserved_memory` free.",
+            ["--nodes=17,9", "--set=memory=162GB"],
         ),
         // The parameters fit into all GPUs together, but not as whole experts and layers.
         (
             "--nodes=8",
             "--set=memory=84GB",
-            "With 9 nodes in each datacenter (144 GPUs), or with 87.7 GB in each GPU, there is a plan.",
-            ["--nodes=9", "--set=memory=87.7GB"],
+            "With 12 nodes in each datacenter (192 GPUs), or with 118 GB in each GPU, there is a plan that leaves `reserved_memory` free.",
+            ["--nodes=12", "--set=memory=118GB"],
         ),
     ] {
         run(&[&link[..], &[nodes, memory]].concat()).refused(2, &[offer]);
-        run(&[&link[..], &[larger[0], memory]].concat()).succeeded();
-        run(&[&link[..], &[nodes, larger[1]]].concat()).succeeded();
+        for larger in [[larger[0], memory], [nodes, larger[1]]] {
+            let text = run(&[&link[..], &larger].concat()).succeeded().stdout;
+            assert!(text.contains("\nBest") && !text.contains("No layout leaves 30 %"), "{text}");
+        }
     }
     run(&["plan", "--cluster=dgx-h100", "--nodes=4", "--datacenters=1"])
-        .refused(2, &["With 21 nodes (168 GPUs), or "]);
+        .refused(2, &["With 26 nodes (208 GPUs), or "]);
+}
+
+/// What `--runnable` offers is runnable.
+#[test]
+fn a_runnable_layout_that_does_not_fit_offers_memory_for_one_that_runs() {
+    let options =
+        ["plan", "--cluster=dgx-h100", "--nodes=16", "--uplink=20Gbit/s", "--round-trip=60ms", "--runnable"];
+    run(&options)
+        .refused(2, &["With 233 GB in each GPU, there is a plan that leaves `reserved_memory` free."]);
+    run(&[&options[..], &["--set=memory=233GB"]].concat()).succeeded();
 }
 
 /// More stages are offered where a runnable layout has too many ranks, and they run.
