@@ -281,7 +281,12 @@ fn domains_with_all_memory(problem: &Problem, plan: &StepPlan) -> Option<StepPri
 fn plan_with(problem: &Problem, change: impl FnOnce(&mut Options)) -> Option<StepPlan> {
     let mut other = problem.clone();
     change(&mut other.options);
-    other.step_planner().ok()??.plan().ok()
+    planned(&other)
+}
+
+/// The plan of a step; `None` if there is none.
+fn planned(problem: &Problem) -> Option<StepPlan> {
+    problem.step_planner().ok()??.plan().ok()
 }
 
 /// Why the strategy that is asked for has no price.

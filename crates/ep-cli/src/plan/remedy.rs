@@ -3,6 +3,7 @@
 use ep_plan::PlanError;
 use ep_plan::step::{Fit, Strategy};
 
+use super::planned;
 use super::steps::dispatch_ranks;
 use crate::common::units;
 use crate::planner::problem::Problem;
@@ -30,8 +31,7 @@ pub(super) fn remedy(problem: &Problem, error: &PlanError, runnable: bool) -> Op
 }
 
 fn has_plan(problem: &Problem, runnable: bool) -> bool {
-    let Ok(Some(planner)) = problem.step_planner() else { return false };
-    let Ok(plan) = planner.plan() else { return false };
+    let Some(plan) = planned(problem) else { return false };
     let price = if runnable { plan.price(Strategy::ExpertDomains) } else { Some(plan.best()) };
     price.is_some_and(|price| {
         price.fit == Fit::Fits && (!runnable || dispatch_ranks(price) <= ep_cuda::MAX_RANKS)

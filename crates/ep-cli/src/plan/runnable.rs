@@ -4,6 +4,7 @@ use ep_plan::cluster::Cluster;
 use ep_plan::planner::Replicas;
 use ep_plan::step::{StepPlan, StepPrice, Strategy};
 
+use super::planned;
 use super::steps::dispatch_ranks;
 use crate::common::failure::Failure;
 use crate::common::units;
@@ -162,8 +163,7 @@ pub(super) fn too_many_ranks(unrestricted: &Problem, among: usize) -> String {
     let runs = |stages: &usize| {
         let mut problem = unrestricted.clone();
         problem.options.pipeline_stages = Some(*stages);
-        let plan =
-            restrict_to_runtime(&mut problem).ok().and_then(|()| problem.step_planner().ok()??.plan().ok());
+        let plan = restrict_to_runtime(&mut problem).ok().and_then(|()| planned(&problem));
         let price = plan.as_ref().and_then(|plan| plan.price(Strategy::ExpertDomains));
         price.is_some_and(|price| dispatch_ranks(price) <= ep_cuda::MAX_RANKS)
     };

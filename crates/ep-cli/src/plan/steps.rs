@@ -289,10 +289,11 @@ pub(super) fn faster_part<'a>(all: &StepPrice, fewer: &'a [Fewer]) -> Option<&'a
 }
 
 /// The smallest part of the cluster that is at most 1 % slower than all of it, which is less than the model's error, and leaves
-/// as much memory.
-fn as_fast_part<'a>(all: &StepPrice, fewer: &'a [Fewer]) -> Option<&'a Fewer> {
+/// as much memory. `gpus`: those of the cluster, of which a part leaves out a tenth at least.
+fn as_fast_part<'a>(all: &StepPrice, fewer: &'a [Fewer], gpus: usize) -> Option<&'a Fewer> {
     let is_near = |part: &&Fewer| gain(part, all) >= 0.99 && part.price.fit <= all.fit;
-    fewer.iter().filter(is_near).min_by_key(|part| part.gpus)
+    let part = fewer.iter().filter(is_near).min_by_key(|part| part.gpus)?;
+    (part.gpus as f64 <= 0.9 * gpus as f64).then_some(part)
 }
 
 /// Whether a gain is more than 1 as the report prints it.
@@ -346,10 +347,8 @@ fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let fastest = faster_part(shown.head(), &shown.fewer);
     // Members of the outermost of two levels may be nodes.
     let has_sites = problem.cluster.levels.len() > 2;
-    // A few GPUs less are not worth a line.
-    let most = 0.9 * problem.cluster.gpus() as f64;
-    let near = (fastest.is_none() && has_sites).then(|| as_fast_part(shown.head(), &shown.fewer));
-    let near = near.flatten().filter(|part| part.gpus as f64 <= most);
+    let near = || as_fast_part(shown.head(), &shown.fewer, problem.cluster.gpus());
+    let near = if fastest.is_none() && has_sites { near() } else { None };
     let alone = shown.fewer.iter().find(|part| part.sites.len() == 1 && has_sites);
     let mut lines: Vec<String> =
         fastest.map(|part| format!("Fewer GPUs are faster. {}", line(part))).into_iter().collect();
