@@ -23,5 +23,5 @@ if buffer.rank == 0:
         f"{n} for expert {e}" for e, n in zip(buffer.local_experts, received.tokens_per_expert.tolist(), strict=True)
     )
     print(f"received {len(received.tokens)} rows: {rows};")
-    print(f"its tokens came back {'bit by bit' if torch.equal(combined, tokens) else 'CHANGED'}")
+    print(f"its tokens came back {'bit for bit' if torch.equal(combined, tokens) else 'CHANGED'}")
 buffer.close()

@@ -29,7 +29,7 @@ def torchrun(ranks: int, *command: str) -> str:
 
 def test_ten_lines_print_what_the_readme_shows() -> None:
     printed = torchrun(4, str(EXAMPLES / "ten_lines.py"))
-    assert "its tokens came back bit by bit" in printed
+    assert "its tokens came back bit for bit" in printed
     shown = (EXAMPLES / "README.md").read_text()
     assert printed in shown, f"examples/README.md does not show this:\n{printed}"
 
@@ -38,7 +38,7 @@ def test_ten_lines_run_alone() -> None:
     command = [sys.executable, str(EXAMPLES / "ten_lines.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("rank 0 of 1 sent 1000 tokens") and "bit by bit" in done.stdout
+    assert done.stdout.startswith("rank 0 of 1 sent 1000 tokens") and "bit for bit" in done.stdout
 
 
 SMALL = "--steps 12 --lr 0.02 --batch 6 --context 32 --layers 2 --width 32 --heads 2 --experts 8 --expert-width 32"

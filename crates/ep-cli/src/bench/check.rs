@@ -1,4 +1,4 @@
-//! Checks bit by bit the outputs that a rank holds after the last timed iteration.
+//! Checks every bit of the outputs that a rank holds after the last timed iteration.
 //!
 //! The expected outputs are not allocated as a whole: [`ep::oracle::rows`] gives the token of each row, [`tokens`]
 //! gives its contents, and rows are compared one by one, on all cores.

@@ -45,7 +45,8 @@ pub(crate) struct CalibrateArgs {
     /// Time of each measurement in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=60_000))]
     duration_ms: u32,
-    /// Rate of the link as it is sold, such as 100Mbit/s: the file states it with the measured rate as its efficiency
+    /// Stated rate of the link, such as 100Mbit/s: the file has this rate, and the measured rate divided by it as
+    /// `efficiency`
     #[arg(long, value_name = "RATE")]
     link: Option<String>,
     /// Write a cluster for `hybrid-ep plan --cluster FILE`; `-` = stdout

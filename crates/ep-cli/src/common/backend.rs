@@ -7,12 +7,12 @@ use crate::common::failure::Failure;
 /// The values of `--backend`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BackendChoice {
-    /// cuda if this machine can run it and one NVLink domain is enough, else host
+    /// cuda if this machine can run it and --domains is 1 or not given, else host
     #[default]
     Auto,
     /// CPU cores and shared memory; emulates several NVLink domains
     Host,
-    /// GPUs; several NVLink domains are connected by the engine of HYBRID_EP_TRANSPORT
+    /// GPUs; several NVLink domains are connected by the engine that --transport or HYBRID_EP_TRANSPORT names
     Cuda,
 }
 

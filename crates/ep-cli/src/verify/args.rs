@@ -22,11 +22,12 @@ pub(crate) struct VerifyArgs {
     /// Seed of the random cases or of the soak [default: a new seed, which is printed]
     #[arg(long, value_name = "N", value_parser = count64(ANY))]
     pub(crate) seed: Option<u64>,
-    /// Most ranks of a case [default: 8 for random cases, no limit for the suite]; of a soak: its ranks [default: 4]
+    /// Maximum number of ranks of a case [default: 8 for random cases, no limit for the suite]; with --soak, the number of
+    /// ranks [default: 4]
     #[arg(long, value_name = "MAX", value_parser = count(ANY))]
     pub(crate) ranks: Option<usize>,
-    /// Most NVLink domains of a random case [default: 4]; of a soak: its domains [default: 2; 1 on GPUs or for an odd
-    /// number of ranks]
+    /// Maximum number of NVLink domains of a random case [default: 4]; with --soak, the number of domains [default: 2; 1
+    /// on GPUs or for an odd number of ranks]
     #[arg(long, value_name = "MAX", value_parser = count(ANY))]
     pub(crate) domains: Option<usize>,
     /// Run the ranks as processes instead of threads; under torchrun or SLURM, this process is one rank
