@@ -175,13 +175,6 @@ fn gpu(device: sys::CUdevice) -> Result<GpuFacts, DriverError> {
         unsafe { sys::cuDeviceGetAttribute(&raw mut value, which, device) }.result()?;
         Ok(value.unsigned_abs())
     };
-    // A driver that hides the bus is no reason to fail.
-    let pci_address = || {
-        let domain = attribute(A::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
-        let bus = attribute(A::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?;
-        let slot = attribute(A::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?;
-        Ok::<_, DriverError>(format!("{domain:04x}:{bus:02x}:{slot:02x}.0"))
-    };
     Ok(GpuFacts {
         name,
         capability_major: attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -190,7 +183,7 @@ fn gpu(device: sys::CUdevice) -> Result<GpuFacts, DriverError> {
         shared_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
         memory_bytes: memory_bytes as u64,
         offers_fabric: driver::offers_fabric(device),
-        pci_address: pci_address().ok(),
+        pci_address: driver::pci_address(device),
     })
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytemuck::Zeroable as _;
 use ep::join::Setting;
 use ep::{CallerError, Config, Rank, Result, Size, Transport, Unconnected, World};
-use ep_rail::{Loopback, Paced, Segment, open_fabric, rail_of};
+use ep_rail::{Loopback, Paced, RankPlace, Segment, open_fabric, rail_of};
 
 use crate::driver::{Device, DeviceAddress, Pinned};
 use crate::fault::Report;
@@ -213,9 +213,13 @@ impl RankWindow {
             let (key, value) = ("HYBRID_EP_TRANSPORT", options.engine.clone());
             return Err(CallerError::Config { key, value, problem: problem.into() }.into());
         }
-        let local_rank = world.topology().local_rank_of(rank);
+        let place = RankPlace {
+            local_rank: world.topology().local_rank_of(rank),
+            gpu: self.device.pci_address(),
+            address,
+        };
         let window = Arc::clone(&self.segment);
-        open_fabric(rail_of(world, rank)?, local_rank, window, options, limits(&self.layout), address)
+        open_fabric(rail_of(world, rank)?, &place, window, options, limits(&self.layout))
     }
 }
 

@@ -10,6 +10,7 @@ use ep::{EnvironmentError, Error, Limits, Result, Window};
 use crate::blob::Blob;
 use crate::info::{self, Chosen, LOG_HINT};
 use crate::library::Library;
+use crate::nics::Bus;
 use crate::{Options, sys};
 
 /// An object of libfabric, which is closed when it is dropped.
@@ -142,6 +143,12 @@ pub(crate) struct Endpoint {
 }
 
 impl Endpoint {
+    /// The CPUs near the NIC; empty if the provider or the machine does not tell.
+    pub(crate) fn near_cpus(&self) -> Vec<usize> {
+        let address = self.info.entry().pci_address();
+        address.map(|address| Bus::of_this_machine().cpus(&address)).unwrap_or_default()
+    }
+
     /// # Safety
     /// The window's memory must stay as its [`Window`] states until the window is dropped.
     pub(crate) unsafe fn open(

@@ -127,8 +127,10 @@ impl Unconnected for Opened {
             let remote = if index == rail.own_index() {
                 None
             } else {
-                let blob = Blob::from_bytes(bytes)
-                    .ok_or_else(|| unusable("a malformed address of its window".into()))?;
+                let blob = Blob::from_bytes(bytes).ok_or_else(|| match several::count_in(bytes) {
+                    Some(nics) => unusable(several::different_numbers(nics, 1)),
+                    None => unusable("a malformed address of its window".into()),
+                })?;
                 if blob.provider != own.provider {
                     let (theirs, mine) = (&blob.provider, &own.provider);
                     return Err(unusable(format!("provider {theirs}, but this rank uses {mine}")).into());
@@ -141,6 +143,7 @@ impl Unconnected for Opened {
         }
         let puts = endpoint.puts();
         let name = endpoint.provider().to_string();
+        let near_cpus = endpoint.near_cpus();
         let core = Core {
             rail: rail.clone(),
             limits,
@@ -157,11 +160,14 @@ impl Unconnected for Opened {
             stop: AtomicBool::new(false),
             polls: AtomicU64::new(0),
         });
-        let of_thread = Arc::clone(&shared);
+        let (of_thread, cpus) = (Arc::clone(&shared), near_cpus.clone());
         let is_shm = name == SHM_PROVIDER;
         let thread = std::thread::Builder::new()
             .name(format!("ep-rail-{}", rail.own()))
-            .spawn(move || of_thread.keep_moving())
+            .spawn(move || {
+                ep::affinity::stay_near(&cpus);
+                of_thread.keep_moving();
+            })
             .map_err(|error| {
                 let hint = "raise the limit of threads (ulimit -u)";
                 EnvironmentError::new("starting the thread of an engine", error, hint)
@@ -171,6 +177,7 @@ impl Unconnected for Opened {
         }
         Ok(Box::new(Engine {
             name,
+            near_cpus,
             is_shm,
             rail,
             shared: Some(shared),
@@ -222,6 +229,8 @@ struct Shared {
 /// A connected engine of libfabric.
 struct Engine {
     name: String,
+    /// The CPUs near the NIC. The engine's thread stays on them.
+    near_cpus: Vec<usize>,
     is_shm: bool,
     rail: Rail,
     /// `None` only while the engine is dropped.
@@ -417,6 +426,10 @@ impl Engine {
 impl Transport for Engine {
     fn name(&self) -> &str {
         &self.name
+    }
+
+    fn near_cpus(&self) -> &[usize] {
+        &self.near_cpus
     }
 
     fn put(&self, put: Put) -> Result<Posted> {

@@ -76,8 +76,27 @@ impl<'a> Entry<'a> {
     }
 
     /// The name of the domain, which is that of the NIC.
-    fn domain_name(self) -> String {
+    pub(crate) fn domain_name(self) -> String {
         text(self.domain().name)
+    }
+
+    /// The PCI address of the NIC, such as `0000:18:00.0`; `None` where the provider does not tell.
+    pub(crate) fn pci_address(self) -> Option<String> {
+        // SAFETY: null, or allocated with the entry.
+        let bus = unsafe { self.0.nic.as_ref()?.bus_attr.as_ref()? };
+        let sys::PciAttr { domain, bus: number, device, function } = bus.pci;
+        (bus.kind == sys::BUS_PCI).then(|| format!("{domain:04x}:{number:02x}:{device:02x}.{function:x}"))
+    }
+
+    /// The link of the NIC; `None` where the provider does not tell.
+    pub(crate) fn link(self) -> Option<Link> {
+        // SAFETY: as above.
+        let link = unsafe { self.0.nic.as_ref()?.link_attr.as_ref()? };
+        Some(Link {
+            is_down: link.state == sys::LINK_DOWN,
+            bits_per_s: link.speed,
+            network: text(link.network_type),
+        })
     }
 
     /// The provider's name, such as `tcp` or `verbs;ofi_rxm`.
@@ -85,6 +104,15 @@ impl<'a> Entry<'a> {
         // SAFETY: allocated with the entry.
         text(unsafe { (*self.0.fabric_attr).prov_name })
     }
+}
+
+/// What a provider tells about the link of a NIC.
+pub(crate) struct Link {
+    pub(crate) is_down: bool,
+    /// 0 if it is unknown.
+    pub(crate) bits_per_s: usize,
+    /// Such as `InfiniBand`; empty if it is unknown.
+    pub(crate) network: String,
 }
 
 fn text(text: *const c_char) -> String {
@@ -202,54 +230,79 @@ impl Chosen {
     /// [`CallerError::Config`] for options that are no text for C or no code point; [`EnvironmentError`] that lists what
     /// the library offers, when what the options name is not among it.
     pub(crate) fn new(library: &Arc<Library>, options: &Options, nic: Option<&str>) -> Result<Self> {
-        let c_text = |key, value: &str| {
-            CString::new(value).map_err(|_| CallerError::Config {
-                key,
-                value: value.into(),
-                problem: "must not contain a zero byte".into(),
-            })
-        };
-        let class = class_bits(options.traffic_class)?;
         let address = match (&options.address, nic, options.provider.as_str()) {
             // On another interface than this one, other machines could reach the windows. So it takes a decision.
             (None, None, "tcp" | "net") => Some("127.0.0.1"),
             (address, ..) => address.as_deref(),
         };
-        let address = address.map(|address| c_text("transport address", address)).transpose()?;
-        // libfabric 1.17 calls the provider `net` that later versions call `tcp`. Its `tcp` has no reliable unconnected
-        // endpoints of its own, and `tcp;ofi_rxm` leaks endpoints.
-        let names: &[&str] = match options.provider.as_str() {
-            "tcp" => &["tcp", "net"],
-            name => &[name],
-        };
         let mut domains = Vec::new();
-        for name in names {
-            let hint = c_text("transport", name)?;
-            // Complete means that the bytes are in the peer's window, where the provider can tell. Otherwise that the
-            // network has taken them. `shm` writes to the peer's memory itself, and version 1.17 stops completing puts
-            // after some hundreds if it is asked for delivery.
-            let delivery: &[u64] =
-                if *name == "shm" { &[] } else { &[sys::DELIVERY_COMPLETE, sys::TRANSMIT_COMPLETE] };
-            for &completion in delivery.iter().chain([&0]) {
-                let list = InfoList::ask(library, Some(&hint), address.as_deref(), completion, class)?;
-                for entry in list.iter().flat_map(InfoList::entries) {
-                    // A name also selects what is layered over the provider. A provider may list classes of which it
-                    // knows nothing.
-                    if entry.provider() != *name || (class != 0 && entry.tx().tclass != class) {
-                        continue;
-                    }
-                    let domain = entry.domain_name();
-                    if nic.is_none_or(|asked| *asked == domain) {
-                        return Ok(Self(InfoList::copy(library, entry.as_ptr())?));
-                    }
-                    if !domains.contains(&domain) {
-                        domains.push(domain);
-                    }
+        let chosen = find_entry(library, options, address, |entry| {
+            let domain = entry.domain_name();
+            if nic.is_none_or(|asked| *asked == domain) {
+                return InfoList::copy(library, entry.as_ptr()).map(Some);
+            }
+            if !domains.contains(&domain) {
+                domains.push(domain);
+            }
+            Ok(None)
+        })?;
+        match chosen {
+            Some(entry) => Ok(Self(entry)),
+            None => {
+                let names = names_of(&options.provider);
+                Err(not_offered(library, what(library, options, nic), &names, &domains)?.into())
+            }
+        }
+    }
+}
+
+/// The names of a provider. libfabric 1.17 calls the provider `net` that later versions call `tcp`. Its `tcp` has no
+/// reliable unconnected endpoints of its own, and `tcp;ofi_rxm` leaks endpoints.
+fn names_of(provider: &str) -> Vec<&str> {
+    match provider {
+        "tcp" => vec!["tcp", "net"],
+        name => vec![name],
+    }
+}
+
+/// Calls `visit` with the entries at `address` that fit the options, except that they may be of any NIC. The preferred ones
+/// come first, and the same NIC may come several times. Returns the first value that `visit` returns.
+pub(crate) fn find_entry<T>(
+    library: &Arc<Library>,
+    options: &Options,
+    address: Option<&str>,
+    mut visit: impl FnMut(Entry<'_>) -> Result<Option<T>>,
+) -> Result<Option<T>> {
+    let class = class_bits(options.traffic_class)?;
+    let address = address.map(|address| c_text("transport address", address)).transpose()?;
+    for name in names_of(&options.provider) {
+        let hint = c_text("transport", name)?;
+        // Complete means that the bytes are in the peer's window, where the provider can tell. Otherwise that the
+        // network has taken them. `shm` writes to the peer's memory itself, and version 1.17 stops completing puts
+        // after some hundreds if it is asked for delivery.
+        let delivery: &[u64] =
+            if name == "shm" { &[] } else { &[sys::DELIVERY_COMPLETE, sys::TRANSMIT_COMPLETE] };
+        for &completion in delivery.iter().chain([&0]) {
+            let list = InfoList::ask(library, Some(&hint), address.as_deref(), completion, class)?;
+            for entry in list.iter().flat_map(InfoList::entries) {
+                // A name also selects what is layered over the provider. A provider may list classes of which it
+                // knows nothing.
+                if entry.provider() != name || (class != 0 && entry.tx().tclass != class) {
+                    continue;
+                }
+                if let Some(value) = visit(entry)? {
+                    return Ok(Some(value));
                 }
             }
         }
-        Err(not_offered(library, what(library, options, nic), names, &domains)?.into())
     }
+    Ok(None)
+}
+
+fn c_text(key: &'static str, value: &str) -> Result<CString> {
+    let problem = "must not contain a zero byte";
+    CString::new(value)
+        .map_err(|_| CallerError::Config { key, value: value.into(), problem: problem.into() }.into())
 }
 
 /// What an engine opens, for errors.

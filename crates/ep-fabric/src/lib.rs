@@ -12,6 +12,8 @@
 //! | `engine` | the [`ep::Transport`]: queues, the lock, the thread that makes progress |
 //! | `endpoint` | the objects of libfabric, and the calls that move bytes |
 //! | `info` | the choice of a provider and a NIC |
+//! | `nearest` | which NIC is nearest to which GPU, by their places on the PCI bus |
+//! | `nics` | the NICs of a rank that has a GPU and no setting; the CPUs near a NIC |
 //! | `several` | one engine over several NICs |
 //! | `blob` | the bytes by which peers reach a window |
 //! | `library` | loading, versions, texts of errors |
@@ -28,6 +30,8 @@ pub mod fuzzing;
 mod info;
 mod leftovers;
 mod library;
+mod nearest;
+mod nics;
 mod several;
 mod signals;
 #[allow(unreachable_pub, missing_docs)]
@@ -40,6 +44,8 @@ use std::path::{Path, PathBuf};
 use ep::{Result, TrafficClass};
 
 pub use engine::open;
+pub use nearest::{DeviceLocation, Nearest, Nic, Relation, nearest};
+pub use nics::nearest_nics;
 
 /// Which provider of which library an engine uses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

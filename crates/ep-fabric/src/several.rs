@@ -13,6 +13,8 @@ use ep::{
     CallerError, Error, Operator, PeerError, Posted, Put, Rail, Rank, Result, Signal, Transport, Unconnected,
 };
 
+use crate::blob::Blob;
+
 /// The first bytes of a blob of several NICs. Change them with the format.
 const MAGIC: &[u8; 8] = b"ep-nics1";
 
@@ -43,19 +45,41 @@ impl Unconnected for Opened {
         // By NIC, the blobs of all ranks.
         let mut by_nic = vec![Vec::with_capacity(ranks); nics];
         for (&rank, blob) in rail.ranks().iter().zip(blobs) {
-            let parts = split(blob).filter(|parts| parts.len() == nics).ok_or_else(|| {
-                let found = format!("a malformed address of its window on {nics} NICs");
-                PeerError::broken(rail.own(), rank, Operator::Join, 0, found)
-            })?;
+            let unusable = |found| PeerError::broken(rail.own(), rank, Operator::Join, 0, found);
+            let parts = match split(blob) {
+                Some(parts) if parts.len() == nics => parts,
+                Some(parts) => return Err(unusable(different_numbers(parts.len(), nics)).into()),
+                None if Blob::from_bytes(blob).is_some() => {
+                    return Err(unusable(different_numbers(1, nics)).into());
+                }
+                None => {
+                    return Err(unusable(format!("a malformed address of its window on {nics} NICs")).into());
+                }
+            };
             by_nic.iter_mut().zip(parts).for_each(|(of_nic, part)| of_nic.push(part.to_vec()));
         }
         let connected = engines.into_iter().zip(&by_nic).map(|(engine, blobs)| engine.connect(blobs));
         let engines: Vec<Box<dyn Transport>> = connected.collect::<Result<_>>()?;
         let name = format!("{} on {nics} NICs", engines[0].name());
+        let mut near_cpus: Vec<usize> =
+            engines.iter().flat_map(|engine| engine.near_cpus()).copied().collect();
+        near_cpus.sort_unstable();
+        near_cpus.dedup();
         let lost_by = (0..ranks).map(|_| AtomicUsize::new(NONE)).collect();
         let reports = Mutex::new(Reports { known: vec![false; ranks], waiting: VecDeque::new() });
-        Ok(Box::new(Several { name, rail, engines, next: AtomicUsize::new(0), lost_by, reports }))
+        Ok(Box::new(Several { name, near_cpus, rail, engines, next: AtomicUsize::new(0), lost_by, reports }))
     }
+}
+
+/// What is wrong with a peer that has another number of NICs than this rank.
+pub(crate) fn different_numbers(theirs: usize, own: usize) -> String {
+    let hint = "set HYBRID_EP_TRANSPORT_NIC to as many NICs for each rank";
+    format!("{theirs} NICs for a rank, but this rank has {own}; {hint}")
+}
+
+/// The number of NICs of the rank that sent this blob; `None` if it is no blob of several NICs.
+pub(crate) fn count_in(blob: &[u8]) -> Option<usize> {
+    split(blob).map(|parts| parts.len())
 }
 
 /// The blobs of the engines as one.
@@ -84,6 +108,8 @@ fn split(joined: &[u8]) -> Option<Vec<&[u8]>> {
 /// Connected engines, one on each NIC.
 struct Several {
     name: String,
+    /// The CPUs near any of the NICs.
+    near_cpus: Vec<usize>,
     rail: Rail,
     engines: Vec<Box<dyn Transport>>,
     /// The engine that the next put is offered first, modulo their number.
@@ -169,6 +195,10 @@ impl Transport for Several {
         }
         self.engines.iter().try_for_each(|engine| engine.drain(peer, deadline))
     }
+
+    fn near_cpus(&self) -> &[usize] {
+        &self.near_cpus
+    }
 }
 
 #[cfg(test)]
@@ -211,6 +241,7 @@ mod tests {
             .map(|errors| Box::new(Reporting(Mutex::new(errors.into()))) as Box<dyn Transport>);
         let several = Several {
             name: "two".into(),
+            near_cpus: Vec::new(),
             rail,
             engines: engines.into(),
             next: AtomicUsize::new(0),

@@ -55,6 +55,10 @@ pub const ADDR_STR: u32 = 9;
 pub const AV_MAP: c_int = 1;
 pub const AV_TABLE: c_int = 2;
 pub const EP_RDM: c_int = 3;
+pub const BUS_PCI: c_int = 1;
+pub const LINK_UNKNOWN: c_int = 0;
+pub const LINK_DOWN: c_int = 1;
+pub const LINK_UP: c_int = 2;
 pub const THREAD_DOMAIN: c_int = 3;
 pub const CQ_FORMAT_DATA: c_int = 3;
 pub const WAIT_NONE: c_int = 0;
@@ -91,6 +95,8 @@ pub struct Info {
     pub ep_attr: *mut EpAttr,
     pub domain_attr: *mut DomainAttr,
     pub fabric_attr: *mut FabricAttr,
+    /// Null where the provider does not tell.
+    pub nic: *mut NicInfo,
 }
 
 #[repr(C)]
@@ -147,6 +153,42 @@ pub struct FabricAttr {
     pub prov_name: *mut c_char,
     pub prov_version: u32,
     pub api_version: u32,
+}
+
+/// The hardware of a NIC. Every pointer may be null.
+#[repr(C)]
+pub struct NicInfo {
+    pub fid: Fid,
+    pub device_attr: *mut c_void,
+    pub bus_attr: *mut BusAttr,
+    pub link_attr: *mut LinkAttr,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct BusAttr {
+    pub kind: c_int,
+    /// Valid for [`BUS_PCI`].
+    pub pci: PciAttr,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct PciAttr {
+    pub domain: u16,
+    pub bus: u8,
+    pub device: u8,
+    pub function: u8,
+}
+
+#[repr(C)]
+pub struct LinkAttr {
+    pub address: *mut c_char,
+    pub mtu: usize,
+    /// Bits per second.
+    pub speed: usize,
+    pub state: c_int,
+    pub network_type: *mut c_char,
 }
 
 /// The head of every object.

@@ -27,12 +27,16 @@ macro_rules! fields {
 
 fn expected() -> Vec<Expected> {
     let mut list = Vec::new();
-    fields!(list, Info, "struct fi_info": next, caps, mode, addr_format, src_addrlen, dest_addrlen, src_addr, dest_addr, handle, tx_attr, rx_attr, ep_attr, domain_attr, fabric_attr);
+    fields!(list, Info, "struct fi_info": next, caps, mode, addr_format, src_addrlen, dest_addrlen, src_addr, dest_addr, handle, tx_attr, rx_attr, ep_attr, domain_attr, fabric_attr, nic);
     fields!(list, TxAttr, "struct fi_tx_attr": caps, mode, op_flags, msg_order, comp_order, inject_size, size, iov_limit, rma_iov_limit, tclass);
     fields!(list, RxAttr, "struct fi_rx_attr": caps, mode, op_flags, msg_order, comp_order, total_buffered_recv, size);
     fields!(list, EpAttr, "struct fi_ep_attr": kind = "type", protocol, protocol_version, max_msg_size);
     fields!(list, DomainAttr, "struct fi_domain_attr": domain, name, threading, control_progress, data_progress, resource_mgmt, av_type, mr_mode, mr_key_size, cq_data_size);
     fields!(list, FabricAttr, "struct fi_fabric_attr": fabric, name, prov_name, prov_version, api_version);
+    fields!(list, NicInfo, "struct fid_nic": fid, device_attr, bus_attr, link_attr);
+    fields!(list, BusAttr, "struct fi_bus_attr": kind = "bus_type", pci = "attr.pci");
+    fields!(list, PciAttr, "struct fi_pci_attr": domain = "domain_id", bus = "bus_id", device = "device_id", function = "function_id");
+    fields!(list, LinkAttr, "struct fi_link_attr": address, mtu, speed, state, network_type);
     fields!(list, Fid, "struct fid": class = "fclass", context, ops);
     fields!(list, Ops, "struct fi_ops": size, close, bind, control);
     fields!(list, Fabric, "struct fid_fabric": fid, ops);
@@ -82,6 +86,10 @@ fn expected() -> Vec<Expected> {
         ("FI_MR_PROV_KEY", sys::MR_PROV_KEY as u64),
         ("FI_MR_ENDPOINT", sys::MR_ENDPOINT as u64),
         ("FI_KEY_NOTAVAIL", sys::KEY_NOTAVAIL),
+        ("FI_BUS_PCI", sys::BUS_PCI as u64),
+        ("FI_LINK_UNKNOWN", sys::LINK_UNKNOWN as u64),
+        ("FI_LINK_DOWN", sys::LINK_DOWN as u64),
+        ("FI_LINK_UP", sys::LINK_UP as u64),
         ("FI_TC_DSCP", sys::TC_DSCP.into()),
         ("FI_TC_BEST_EFFORT", sys::TC_BEST_EFFORT.into()),
         ("FI_TC_LOW_LATENCY", sys::TC_LOW_LATENCY.into()),

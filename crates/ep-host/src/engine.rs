@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ep::{Config, Limits, Rank, Result, Unconnected, World};
-use ep_rail::{Loopback, Paced, open_fabric, rail_of};
+use ep_rail::{Loopback, Paced, RankPlace, open_fabric, rail_of};
 
 use crate::control::check_segment;
 use crate::join::Connected;
@@ -29,8 +29,8 @@ pub(crate) fn open(
         let local_rank = world.topology().local_rank_of(rank);
         let put_bytes = config.host.slot_bytes.next_multiple_of(64);
         let limits = Limits { signals, put_bytes, advice: "lower HYBRID_EP_SLOTS or HYBRID_EP_SLOT_BYTES" };
-        let (options, address) = (&config.host.transport, connected.machines.address());
-        return open_fabric(rail, local_rank, window(rank)?, options, limits, address);
+        let place = RankPlace { local_rank, gpu: None, address: connected.machines.address() };
+        return open_fabric(rail, &place, window(rank)?, &config.host.transport, limits);
     }
     let windows = rail.ranks().iter().map(|&peer| window(peer)).collect::<Result<Vec<_>>>()?;
     // SAFETY: puts copy slots only. The sender fills a send slot after the credit of the slot's last message. The receiver

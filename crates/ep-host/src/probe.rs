@@ -9,7 +9,7 @@ use ep::{
     CallerError, Config, Limits, PeerError, PeerFault, Posted, Put, Rail, Rank, Result, Signal, Size,
     Transport,
 };
-use ep_rail::{Segment, open_fabric};
+use ep_rail::{RankPlace, Segment, open_fabric};
 
 /// A signal of a message; the slot is added. The credits of `stream` have [`CREDIT`] added.
 const MESSAGE: u32 = 0;
@@ -64,8 +64,8 @@ impl RailProbe {
             put_bytes: Self::MAX_BYTES,
             advice: "choose another provider",
         };
-        let address = rendezvous.network_address();
-        let opened = open_fabric(rail.clone(), 0, Arc::clone(&window), transport, limits, address)?;
+        let place = RankPlace { address: rendezvous.network_address(), ..RankPlace::default() };
+        let opened = open_fabric(rail.clone(), &place, Arc::clone(&window), transport, limits)?;
         let blobs = rendezvous.all_gather(&opened.blob())?;
         let transport = opened.connect(&blobs)?;
         rendezvous.all_gather(&[])?;

@@ -1,18 +1,30 @@
 //! The opening of an engine over libfabric, from the settings of a backend.
 
 use std::net::IpAddr;
+#[cfg(feature = "fabric")]
+use std::path::Path;
 use std::sync::Arc;
 
 use ep::{Limits, Rail, Result, TransportOptions, Unconnected};
 
 use crate::Segment;
 
-/// Opens the engine over libfabric that `options` name, with `window` as this rank's window.
+/// Where a rank runs.
+#[derive(Debug, Clone, Default)]
+pub struct RankPlace {
+    /// The index of the rank in its domain, which selects its NICs among those of the settings.
+    pub local_rank: usize,
+    /// The PCI address of the rank's GPU, such as `0000:18:00.0`; `None` for a rank without a GPU.
+    pub gpu: Option<String>,
+    /// The network address of this machine that ranks on other machines use; `None` when all ranks are on one machine.
+    pub address: Option<IpAddr>,
+}
+
+/// Opens the engine over libfabric that `options` name, with `window` as the window of the rank at `place`.
 ///
-/// `local_rank` is the index of this rank in its domain, which selects its NICs among those of `options`. `address` is
-/// the network address of this machine that ranks on other machines use, or `None` when all ranks are on one machine.
-/// The provider `tcp` listens there if `options` have neither an address nor NICs; other providers choose an interface
-/// themselves.
+/// If `options` have neither an address nor NICs, the provider `tcp` listens at the address of the place. A provider of
+/// RDMA NICs gets those that are nearest to the rank's GPU ([`ep_fabric::nearest_nics`]). Other providers choose an interface
+/// themselves, and so does every provider where nothing is known of the place.
 ///
 /// The engine keeps the window until no peer can access it any more. The whole segment is the window: an offset of a put
 /// is an offset of the segment.
@@ -24,25 +36,23 @@ use crate::Segment;
 /// engine `loopback` is none of its providers.
 pub fn open_fabric(
     rail: Rail,
-    local_rank: usize,
+    place: &RankPlace,
     window: Arc<Segment>,
     options: &TransportOptions,
     limits: Limits,
-    address: Option<IpAddr>,
 ) -> Result<Box<dyn Unconnected>> {
-    open(rail, local_rank, window, options, limits, address)
+    open(rail, place, window, options, limits)
 }
 
 #[cfg(feature = "fabric")]
 fn open(
     rail: Rail,
-    local_rank: usize,
+    place: &RankPlace,
     window: Arc<Segment>,
     options: &TransportOptions,
     limits: Limits,
-    address: Option<IpAddr>,
 ) -> Result<Box<dyn Unconnected>> {
-    let options = fabric_options(options, local_rank, address)?;
+    let options = fabric_options(options, place, Path::new("/sys"))?;
     // SAFETY: a segment is mapped, with an unchanging length, until it is dropped. Other ranks may write to it at any
     // time: only pointers and atomics access it.
     unsafe { ep_fabric::open(&options, rail, window as Arc<dyn ep::Window>, limits) }
@@ -51,32 +61,36 @@ fn open(
 #[cfg(not(feature = "fabric"))]
 fn open(
     _: Rail,
-    _: usize,
+    _: &RankPlace,
     _: Arc<Segment>,
     options: &TransportOptions,
     _: Limits,
-    _: Option<IpAddr>,
 ) -> Result<Box<dyn Unconnected>> {
     let (key, value) = ("HYBRID_EP_TRANSPORT", options.engine.clone());
     let problem = "this build has only `loopback`; enable the feature `fabric` of the backend's crate".into();
     Err(ep::CallerError::Config { key, value, problem }.into())
 }
 
-/// The options of the engine of the rank with this local rank.
+/// The providers that have no NICs to choose from: `shm`, and those that listen at a network address.
 #[cfg(feature = "fabric")]
-fn fabric_options(
-    options: &TransportOptions,
-    local_rank: usize,
-    address: Option<IpAddr>,
-) -> Result<ep_fabric::Options> {
-    let domains = options.nics_of(local_rank).to_vec();
-    let TransportOptions { engine: provider, address: setting, traffic_class, libfabric: library, .. } =
+const WITHOUT_NICS: [&str; 3] = ["tcp", "net", "shm"];
+
+/// The options of the engine of the rank at this place. `sysfs` is the machine's directory `/sys`.
+#[cfg(feature = "fabric")]
+fn fabric_options(options: &TransportOptions, place: &RankPlace, sysfs: &Path) -> Result<ep_fabric::Options> {
+    let domains = options.nics_of(place.local_rank).to_vec();
+    let TransportOptions { engine: provider, address, traffic_class, libfabric: library, .. } =
         options.clone();
-    let setting = setting.map(|setting| ip_address(&setting)).transpose()?;
-    // A NIC that is named has an address. Other providers choose an interface if there is no setting.
-    let address = setting
-        .or(address.filter(|_| provider == "tcp" && domains.is_empty()).map(|address| address.to_string()));
-    Ok(ep_fabric::Options { provider, address, domains, traffic_class, library })
+    let address = address.map(|setting| ip_address(&setting)).transpose()?;
+    let is_chosen = address.is_some() || !domains.is_empty();
+    let mut options = ep_fabric::Options { provider, address, domains, traffic_class, library };
+    if !is_chosen && options.provider == "tcp" {
+        options.address = place.address.map(|address| address.to_string());
+    }
+    if let (Some(gpu), false) = (&place.gpu, is_chosen || WITHOUT_NICS.contains(&options.provider.as_str())) {
+        options.domains = ep_fabric::nearest_nics(&options, gpu, sysfs)?;
+    }
+    Ok(options)
 }
 
 /// The IP address that the setting `HYBRID_EP_TRANSPORT_ADDRESS` selects, as text.
@@ -109,16 +123,21 @@ mod tests {
         let rail = Rail::new(vec![Rank(0), Rank(1)], 0).unwrap();
         let window = Arc::new(Segment::private(4096).unwrap());
         let limits = Limits { signals: 1, put_bytes: 64, advice: "" };
-        match open_fabric(rail, 0, window, options, limits, None).map(drop) {
+        match open_fabric(rail, &RankPlace::default(), window, options, limits).map(drop) {
             Err(Error::Caller(CallerError::Config { key, problem, .. })) => (key, problem),
             other => panic!("{other:?}"),
         }
     }
 
+    #[cfg(feature = "fabric")]
+    fn fabric(options: &TransportOptions, place: &RankPlace) -> ep_fabric::Options {
+        fabric_options(options, place, Path::new("/nowhere")).unwrap()
+    }
+
     #[test]
     #[cfg(feature = "fabric")]
     fn the_setting_comes_before_the_address_of_the_machine() {
-        let machine = Some(IpAddr::from([10, 0, 0, 1]));
+        let machine = RankPlace { address: Some(IpAddr::from([10, 0, 0, 1])), ..RankPlace::default() };
         for (options, expected) in [
             (options("tcp", None, &[]), Some("10.0.0.1")),
             (options("tcp", Some("10.0.0.2"), &[]), Some("10.0.0.2")),
@@ -127,19 +146,30 @@ mod tests {
             (options("efa", None, &[]), None),
             (options("efa", Some("10.0.0.2"), &[]), Some("10.0.0.2")),
         ] {
-            let found = fabric_options(&options, 0, machine).unwrap();
+            let found = fabric(&options, &machine);
             assert_eq!(found.address.as_deref(), expected, "{options:?}");
             assert_eq!(found.provider, options.engine);
         }
-        assert_eq!(fabric_options(&options("tcp", None, &[]), 0, None).unwrap().address, None);
+        assert_eq!(fabric(&options("tcp", None, &[]), &RankPlace::default()).address, None);
     }
 
     #[test]
     #[cfg(feature = "fabric")]
     fn the_local_rank_selects_the_nic() {
         let options = options("verbs", None, &["a", "b"]);
-        let nics = |local_rank| fabric_options(&options, local_rank, None).unwrap().domains;
+        // A setting comes before the GPU.
+        let place = |local_rank| RankPlace { local_rank, gpu: Some("0000:18:00.0".into()), address: None };
+        let nics = |local_rank| fabric(&options, &place(local_rank)).domains;
         assert_eq!([0, 1, 2].map(nics), ["a", "b", "a"].map(|nic| vec![nic.to_string()]));
+    }
+
+    #[test]
+    #[cfg(feature = "fabric")]
+    fn a_gpu_whose_place_is_unknown_leaves_the_choice_to_the_provider() {
+        let place = RankPlace { gpu: Some("0000:18:00.0".into()), ..RankPlace::default() };
+        for provider in ["verbs;ofi_rxm", "efa", "tcp", "shm"] {
+            assert_eq!(fabric(&options(provider, None, &[]), &place).domains, [""; 0]);
+        }
     }
 
     #[test]

@@ -19,7 +19,7 @@ mod segment;
 #[cfg(test)]
 mod testing;
 
-pub use fabric::open_fabric;
+pub use fabric::{RankPlace, open_fabric};
 pub use loopback::Loopback;
 pub use paced::{Carry, InHostMemory, Paced};
 pub use rail::{broken, connect_rail, rail_of};

@@ -59,6 +59,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod affinity;
 mod available;
 pub mod backend;
 pub mod call;

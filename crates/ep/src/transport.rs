@@ -129,9 +129,9 @@ pub struct TransportOptions {
     /// `HYBRID_EP_TRANSPORT_ADDRESS`.
     pub address: Option<String>,
     /// The NICs of this machine, by the names of their domains in libfabric (`fi_info` prints them), such as `mlx5_0`:
-    /// those of a rank together. The rank with local rank `i` uses those at `i` modulo the length. Empty: the provider's
-    /// first one. All ranks of a job use the same number. `HYBRID_EP_TRANSPORT_NIC`, separated by commas, and those of a
-    /// rank by `+`.
+    /// those of a rank together. The rank with local rank `i` uses those at `i` modulo the length. Empty: those that are
+    /// nearest to the rank's GPU; without a GPU, the provider's first one. All ranks of a job use the same number.
+    /// `HYBRID_EP_TRANSPORT_NIC`, separated by commas, and those of a rank by `+`.
     pub nics: Vec<Vec<String>>,
     /// The traffic class of messages between domains; `None`: the provider's. `HYBRID_EP_TRANSPORT_TRAFFIC_CLASS`.
     pub traffic_class: Option<TrafficClass>,
@@ -424,6 +424,13 @@ pub trait Transport: Send + Sync {
     /// [`PeerError`](crate::PeerError) that names `peer` when it is gone or the deadline has passed; [`CallerError`]
     /// when `peer` is not on the rail; an environment error of the engine.
     fn drain(&self, peer: Rank, deadline: Instant) -> Result<()>;
+
+    /// The CPUs near the engine's network card, for threads that call the engine all the time
+    /// ([`stay_near`](crate::affinity::stay_near)). Empty if there is no card, or nothing is known of it; this is the
+    /// default.
+    fn near_cpus(&self) -> &[usize] {
+        &[]
+    }
 }
 
 #[cfg(test)]

@@ -16,7 +16,6 @@ mod interface;
 mod launch;
 mod library;
 mod memory;
-mod nearest;
 mod network;
 mod nics;
 mod parse;

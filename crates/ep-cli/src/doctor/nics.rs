@@ -1,16 +1,10 @@
 //! The NIC that is nearest to each GPU, and the value of `HYBRID_EP_TRANSPORT_NIC` that follows.
 
-use serde::Serialize;
+use ep_fabric::{DeviceLocation, Nic, Relation, nearest};
+use serde::{Serialize, Serializer};
 
 use super::{
-    check::Check,
-    cuda::Cuda,
-    fabric::FabricProvider,
-    fact::Fact,
-    nearest::{self, DeviceLocation, Nic, Relation},
-    parse, pci,
-    probe::Probe,
-    rdma::{EFA, INFINIBAND, RdmaDevice},
+    check::Check, cuda::Cuda, fabric::FabricProvider, fact::Fact, parse, pci, probe::Probe, rdma::RdmaDevice,
 };
 
 /// Which NIC is for which GPU.
@@ -19,9 +13,12 @@ pub(crate) struct GpuNics {
     /// The GPUs in the driver's order, which `CUDA_VISIBLE_DEVICES` changes; without a driver, by PCI address. Empty if there
     /// is no RDMA device to choose.
     pub(crate) gpus: Vec<GpuNic>,
-    /// The value for `HYBRID_EP_TRANSPORT_NIC`: the NICs of local rank `i` are at `i` modulo the length, several with a `+`
-    /// between them.
+    /// The value for `HYBRID_EP_TRANSPORT_NIC` that gives all NICs to these GPUs: the NICs of local rank `i` are at `i` modulo
+    /// the length, several with a `+` between them.
     pub(crate) suggested: Vec<String>,
+    /// What the ranks of these GPUs use without the variable, in the same form: their share if all GPUs on the PCI bus have
+    /// one. Empty if these GPUs are not on the bus.
+    pub(crate) default: Vec<String>,
     /// The RDMA devices that are not chosen from, with the reason.
     pub(crate) left_out: Vec<LeftOut>,
 }
@@ -36,7 +33,19 @@ pub(crate) struct GpuNic {
     /// The RDMA devices that are nearest.
     pub(crate) nearest: Vec<String>,
     /// What the GPU has in common with each of them.
+    #[serde(serialize_with = "as_name")]
     pub(crate) relation: Relation,
+}
+
+fn as_name<S: Serializer>(relation: &Relation, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(match relation {
+        Relation::Unknown => "unknown",
+        Relation::OtherNumaNode => "other_numa_node",
+        Relation::SameNumaNode => "same_numa_node",
+        Relation::SameRootComplex => "same_root_complex",
+        Relation::SameRootPort => "same_root_port",
+        Relation::SameSwitch => "same_switch",
+    })
 }
 
 /// An RDMA device that is not chosen from.
@@ -61,18 +70,28 @@ impl GpuNics {
         if gpus.is_empty() || chosen.is_empty() {
             return GpuNics::default();
         }
-        let locations: Vec<DeviceLocation> =
-            gpus.iter().map(|(_, address)| location(probe, address)).collect();
         let nics: Vec<Nic> = chosen
             .iter()
             .map(|device| Nic { location: device.location(), gbit_per_s: device.gbit_per_s() })
             .collect();
-        let found = nearest::nearest(&locations, &nics);
+        let nearest_of = |addresses: &[String]| {
+            let locations: Vec<_> = addresses.iter().map(|address| location(probe, address)).collect();
+            nearest(&locations, &nics)
+        };
+        let addresses: Vec<String> = gpus.iter().map(|(_, address)| address.clone()).collect();
+        let found = nearest_of(&addresses);
         let names = |nics: &[usize]| {
             let names: Vec<String> = nics.iter().map(|&nic| name_of(chosen[nic], providers)).collect();
             names.join("+")
         };
         let suggested: Vec<String> = found.iter().map(|gpu| names(&gpu.chosen)).collect();
+        let on_bus = on_bus(probe);
+        let shares = nearest_of(&on_bus);
+        let share = |address: &String| {
+            let index = on_bus.iter().position(|other| other.eq_ignore_ascii_case(address))?;
+            Some(names(&shares[index].chosen))
+        };
+        let default: Vec<String> = addresses.iter().map(share).collect::<Option<_>>().unwrap_or_default();
         GpuNics {
             gpus: gpus
                 .into_iter()
@@ -84,7 +103,8 @@ impl GpuNics {
                     relation: found.relation,
                 })
                 .collect(),
-            suggested: nearest::shortest_period(&suggested).to_vec(),
+            suggested: shortest_period(&suggested).to_vec(),
+            default: shortest_period(&default).to_vec(),
             left_out,
         }
     }
@@ -108,10 +128,15 @@ impl GpuNics {
         used.sort();
         used.dedup();
         let (nics, gpus) = (parse::count(used.len(), "NIC"), parse::count(self.gpus.len(), "GPU"));
-        checks.push(Check::ok("NICs of local ranks", format!("{nics} for {gpus}, never run by us")).advice(
-            "local rank i on NICs near GPU i",
-            format!("export HYBRID_EP_TRANSPORT_NIC={}", self.suggested.join(",")),
-        ));
+        let name = "NICs of local ranks";
+        checks.push(if self.suggested == self.default {
+            Check::ok(name, format!("{nics} for {gpus}, chosen by default, never run by us"))
+        } else {
+            Check::ok(name, format!("{nics} for {gpus}, never run by us")).advice(
+                "all NICs for these GPUs",
+                format!("export HYBRID_EP_TRANSPORT_NIC={}", self.suggested.join(",")),
+            )
+        });
         checks
     }
 }
@@ -138,16 +163,19 @@ fn gpus(probe: &Probe, cuda: &Cuda) -> Vec<(String, String)> {
     };
     match shown {
         Some(shown) if !shown.is_empty() => named("CUDA GPU", shown.into_iter().cloned().collect()),
-        _ => {
-            let on_bus = pci::devices(probe);
-            let on_bus = on_bus.known().map(Vec::as_slice).unwrap_or_default();
-            let gpus = on_bus.iter().filter(|device| device.is_nvidia_gpu());
-            let mut addresses: Vec<String> = gpus.map(|device| device.address.clone()).collect();
-            // Addresses are hexadecimal and of equal length, so they sort as plain text.
-            addresses.sort();
-            named("GPU", addresses)
-        }
+        _ => named("GPU", on_bus(probe)),
     }
+}
+
+/// The PCI addresses of the GPUs on the bus, in ascending order.
+fn on_bus(probe: &Probe) -> Vec<String> {
+    let devices = pci::devices(probe);
+    let devices = devices.known().map(Vec::as_slice).unwrap_or_default();
+    let gpus = devices.iter().filter(|device| device.is_nvidia_gpu());
+    let mut addresses: Vec<String> = gpus.map(|device| device.address.clone()).collect();
+    // Addresses are hexadecimal and of equal length, so they sort as plain text.
+    addresses.sort();
+    addresses
 }
 
 fn location(probe: &Probe, address: &str) -> DeviceLocation {
@@ -161,14 +189,13 @@ fn location(probe: &Probe, address: &str) -> DeviceLocation {
 /// must reach each other.
 fn choose_from(devices: &[RdmaDevice]) -> (Vec<&RdmaDevice>, Vec<LeftOut>) {
     let usable = || devices.iter().filter(|device| device.is_usable());
-    let has = |network: &str| usable().any(|device| device.network() == network);
-    let first_choice = [EFA, INFINIBAND].into_iter().find(|network| has(network));
+    let preferred = Nic::preferred_network(usable().map(RdmaDevice::network));
     let mut left_out = Vec::new();
     let mut chosen = Vec::new();
     for device in devices {
         let why = if !device.is_usable() {
             "no active port".to_owned()
-        } else if let Some(network) = first_choice.filter(|&network| network != device.network()) {
+        } else if let Some(network) = preferred.filter(|&network| network != device.network()) {
             format!("not {network} as others are")
         } else {
             chosen.push(device);
@@ -196,4 +223,25 @@ pub(super) fn listed_as<'a>(
     let all = providers.known().map(Vec::as_slice).unwrap_or_default();
     let mut own = all.iter().filter(|provider| provider.is_over(device.provider()));
     own.find_map(|provider| provider.nic_of(&device.name))
+}
+
+/// The shortest list of which entry `i` modulo its length is entry `i` of `list`.
+fn shortest_period<T: PartialEq>(list: &[T]) -> &[T] {
+    let repeats = |len: usize| list.iter().enumerate().all(|(i, item)| *item == list[i % len]);
+    let len = (1..list.len()).find(|&len| repeats(len)).unwrap_or(list.len());
+    &list[..len]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_is_as_short_as_its_repetition_allows() {
+        assert_eq!(shortest_period(&[0, 1, 0, 1]), [0, 1]);
+        assert_eq!(shortest_period(&[0, 1, 2, 0]), [0, 1, 2]);
+        assert_eq!(shortest_period(&[5, 5, 5]), [5]);
+        assert_eq!(shortest_period(&[0, 0, 1, 1]), [0, 0, 1, 1]);
+        assert_eq!(shortest_period::<u8>(&[]), [0; 0]);
+    }
 }

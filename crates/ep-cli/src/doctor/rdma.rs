@@ -1,15 +1,11 @@
 //! RDMA devices and their ports.
 
+use ep_fabric::{DeviceLocation, Nic};
 use serde::Serialize;
 
-use super::{check::Check, fact::Fact, nearest::DeviceLocation, parse, pci, probe::Probe};
+use super::{check::Check, fact::Fact, parse, pci, probe::Probe};
 
 const DIR: &str = "/sys/class/infiniband";
-
-/// The network of an Elastic Fabric Adapter.
-pub(super) const EFA: &str = "EFA";
-/// The link layer of InfiniBand.
-pub(super) const INFINIBAND: &str = "InfiniBand";
 
 /// One RDMA device.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -61,7 +57,7 @@ impl RdmaDevice {
     /// The kind of its network, in words.
     pub(super) fn network(&self) -> &str {
         let layer = || self.usable_ports().find_map(|port| port.link_layer.known());
-        if self.is_efa { EFA } else { layer().map_or("unknown", String::as_str) }
+        if self.is_efa { Nic::EFA } else { layer().map_or("unknown", String::as_str) }
     }
 
     /// The rate of its fastest usable port in 10^9 bits per second; 0 if it is unknown.
@@ -96,7 +92,7 @@ impl RdmaDevice {
             found.push(format!("{rate} Gbit/s"));
         }
         if self.is_efa {
-            found.push(EFA.to_owned());
+            found.push(Nic::EFA.to_owned());
         } else if let Some(layer) = port.link_layer.known() {
             found.push(layer.clone());
         }

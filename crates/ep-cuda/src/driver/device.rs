@@ -128,6 +128,11 @@ impl Device {
         self.primary.context
     }
 
+    /// The GPU's address on the PCI bus, such as `0000:18:00.0`; `None` if the driver does not report it.
+    pub(crate) fn pci_address(&self) -> Option<String> {
+        pci_address(self.primary.device)
+    }
+
     /// The GPU's UUID.
     pub(crate) fn uuid(&self) -> Result<[u8; 16]> {
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
@@ -163,6 +168,21 @@ pub(crate) fn offers_fabric(device: sys::CUdevice) -> bool {
     // SAFETY: writes one number.
     let answer = unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) };
     answer == sys::CUresult::CUDA_SUCCESS && value != 0
+}
+
+/// The address of a GPU on the PCI bus, such as `0000:18:00.0`; `None` if the driver does not report it.
+pub(crate) fn pci_address(device: sys::CUdevice) -> Option<String> {
+    use sys::CUdevice_attribute as A;
+    let attribute = |attribute| {
+        let mut value = 0;
+        // SAFETY: writes one number.
+        let answer = unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) };
+        (answer == sys::CUresult::CUDA_SUCCESS).then_some(value)
+    };
+    let domain = attribute(A::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?;
+    let bus = attribute(A::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?;
+    let slot = attribute(A::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?;
+    Some(format!("{domain:04x}:{bus:02x}:{slot:02x}.0"))
 }
 
 /// Keeps a GPU's context the current one of this thread. Its drop restores the context that was current before: the

@@ -14,7 +14,7 @@ use cudarc::driver::sys;
 use ep::{EnvironmentError, Result};
 
 pub(crate) use capture::{Capture, Relaxed};
-pub(crate) use device::{Device, offers_fabric};
+pub(crate) use device::{Device, offers_fabric, pci_address};
 pub(crate) use idle::{DeviceMark, Look};
 pub(crate) use kernel::Kernel;
 pub(crate) use memory::{

@@ -76,6 +76,7 @@ impl Proxy {
         let requests = Arc::<Requests>::default();
         let asked = Arc::clone(&requests);
         let run = move || {
+            ep::affinity::stay_near(pump.near_cpus());
             let served = catch_unwind(AssertUnwindSafe(|| serve(&mut pump, &asked)));
             served.unwrap_or_else(|panic| Err(pump.lose_all(panicked(own, panic.as_ref()))))
         };

@@ -88,6 +88,11 @@ impl Pump {
         Ok(Self { rail, transport, window, peers, sent, losses, inbox: Vec::new(), end: None })
     }
 
+    /// The CPUs near the network card of the engine.
+    pub(super) fn near_cpus(&self) -> &[usize] {
+        self.transport.near_cpus()
+    }
+
     pub(super) fn sent(&self) -> &Arc<Sent> {
         &self.sent
     }

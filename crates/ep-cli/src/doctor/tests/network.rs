@@ -2,13 +2,14 @@
 
 use std::{fs, os::unix::fs::symlink};
 
+use ep_fabric::Relation;
+
 use super::{FakeMachine, assert_sound, find, gpu_server, h200s};
 use crate::doctor::{
     check::Mark,
     cuda::{Cuda, CudaGpu},
     fabric::FabricProvider,
     fact::Fact,
-    nearest::Relation,
     probe::InterfaceAddress,
     report::DoctorReport,
 };
@@ -115,8 +116,9 @@ fn each_gpu_has_a_nic_behind_its_switch() {
     assert_eq!(find(&report, "GPU 0 (0000:1b:00.0)").found, "nearest mlx5_0, mlx5_3 (same PCIe switch)");
     assert_eq!(find(&report, "GPU 7 (0000:7c:00.0)").found, "nearest mlx5_10, mlx5_11 (same PCIe switch)");
     let value = find(&report, "NICs of local ranks");
-    assert_eq!((value.mark, value.found.as_str()), (Mark::Ok, "8 NICs for 8 GPUs, never run by us"));
-    assert_eq!(value.how, Some(format!("export HYBRID_EP_TRANSPORT_NIC={DGX_LIST}")));
+    let found = "8 NICs for 8 GPUs, chosen by default, never run by us";
+    assert_eq!((value.mark, value.found.as_str(), &value.how), (Mark::Ok, found, &None));
+    assert_eq!(report.network.gpu_nics.suggested.join(","), DGX_LIST);
     let left_out: Vec<_> =
         report.network.gpu_nics.left_out.iter().map(|out| (&*out.device, &*out.why)).collect();
     assert_eq!(left_out, [("mlx5_1", "not InfiniBand as others are"), ("mlx5_2", "no active port")]);
@@ -141,6 +143,11 @@ fn the_order_of_the_gpus_is_the_drivers() {
     );
     // Nothing else uses the NICs of the other GPUs.
     assert_eq!(report.network.gpu_nics.suggested, ["mlx5_10+mlx5_11", "mlx5_0+mlx5_3"]);
+    // By default each GPU has its share, since other processes may use the other GPUs.
+    assert_eq!(report.network.gpu_nics.default, ["mlx5_11", "mlx5_0"]);
+    let value = find(&report, "NICs of local ranks");
+    assert_eq!(value.found, "4 NICs for 2 GPUs, never run by us");
+    assert_eq!(value.how.as_deref(), Some("export HYBRID_EP_TRANSPORT_NIC=mlx5_10+mlx5_11,mlx5_0+mlx5_3"));
 
     // A driver that does not report addresses: the bus decides.
     machine.cuda = h200s(8);

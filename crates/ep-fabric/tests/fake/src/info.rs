@@ -3,7 +3,7 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
 
-use crate::settings::{Settings, Step};
+use crate::settings::{Bus, Hardware, Network, Settings, Step};
 use crate::sys;
 use crate::world::{Nic, World};
 
@@ -47,6 +47,68 @@ fn empty() -> *mut sys::Info {
         (*entry).fabric_attr = zeroed();
     }
     entry
+}
+
+/// What an entry tells about the hardware of its NIC; null for nothing.
+fn nic_info(hardware: &Hardware) -> *mut sys::NicInfo {
+    let (kind, bus) = match hardware.bus {
+        Bus::Untold => return ptr::null_mut(),
+        Bus::Other => (0, 0),
+        Bus::Pci(bus) => (sys::BUS_PCI, bus),
+    };
+    let network = match hardware.network {
+        Network::Unknown => ptr::null_mut(),
+        Network::Ethernet => c_string("Ethernet"),
+        Network::InfiniBand => c_string("InfiniBand"),
+    };
+    let nic = zeroed::<sys::NicInfo>();
+    // SAFETY: just allocated.
+    unsafe {
+        (*nic).bus_attr = zeroed();
+        (*(*nic).bus_attr).kind = kind;
+        (*(*nic).bus_attr).pci.bus = bus;
+        (*nic).link_attr = zeroed();
+        let link = &mut *(*nic).link_attr;
+        (link.speed, link.state, link.network_type) = (hardware.speed, hardware.state, network);
+    }
+    nic
+}
+
+/// A copy of what [`nic_info`] made, or null for null.
+///
+/// # Safety
+/// `nic` must come from [`nic_info`] or this function.
+unsafe fn copy_nic_info(nic: *const sys::NicInfo) -> *mut sys::NicInfo {
+    if nic.is_null() {
+        return ptr::null_mut();
+    }
+    let new = zeroed::<sys::NicInfo>();
+    // SAFETY: both have both structures.
+    unsafe {
+        (*new).bus_attr = zeroed();
+        (*new).bus_attr.copy_from((*nic).bus_attr, 1);
+        (*new).link_attr = zeroed();
+        (*new).link_attr.copy_from((*nic).link_attr, 1);
+        (*(*new).link_attr).network_type = copied((*(*nic).link_attr).network_type);
+    }
+    new
+}
+
+/// Frees what [`nic_info`] or [`copy_nic_info`] made.
+///
+/// # Safety
+/// As of [`copy_nic_info`], and `nic` must not be free.
+unsafe fn free_nic_info(nic: *mut sys::NicInfo) {
+    if nic.is_null() {
+        return;
+    }
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        free((*(*nic).link_attr).network_type.cast());
+        free((*nic).link_attr.cast());
+        free((*nic).bus_attr.cast());
+        free(nic.cast());
+    }
 }
 
 /// The domain's name and the fabric's name of an entry.
@@ -101,6 +163,7 @@ fn entry_of(provider: &str, nic: &Nic, hints: Option<&sys::Info>) -> *mut sys::I
         domain.av_type = settings.av_type;
         (*info.fabric_attr).name = c_string(&nic.fabric());
         (*info.fabric_attr).prov_name = c_string(provider);
+        info.nic = nic_info(&settings.hardware);
     }
     entry
 }
@@ -171,6 +234,7 @@ pub(crate) unsafe fn copy(world: &mut World, entry: *const sys::Info) -> *mut sy
             info.next = ptr::null_mut();
             (info.tx_attr, info.rx_attr, info.ep_attr) = (tx, rx, ep);
             (info.domain_attr, info.fabric_attr) = (domain, fabric);
+            info.nic = copy_nic_info(old.nic);
         }
     }
     let network = world.infos.get(&entry.addr()).copied().flatten();
@@ -190,6 +254,7 @@ pub(crate) unsafe fn free_list(world: &mut World, first: *mut sys::Info) {
         unsafe {
             let info = &*entry;
             let next = info.next;
+            free_nic_info(info.nic);
             free((*info.domain_attr).name.cast());
             free((*info.fabric_attr).name.cast());
             free((*info.fabric_attr).prov_name.cast());

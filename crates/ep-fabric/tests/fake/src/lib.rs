@@ -29,4 +29,4 @@ mod world;
 
 pub use control::{Fake, Report, path};
 pub use exports::{fake_offer, fake_report, fake_set_version};
-pub use settings::{Gone, Offer, Settings, Step};
+pub use settings::{Bus, Gone, Hardware, Network, Offer, Settings, Step};

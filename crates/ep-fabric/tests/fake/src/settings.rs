@@ -75,6 +75,46 @@ pub struct Settings {
     pub errno: c_int,
     /// The number of the put, from 1, whose completion is an error; 0: none.
     pub fail_put: u64,
+    /// What the provider tells about the hardware.
+    pub hardware: Hardware,
+}
+
+/// What a provider tells about the hardware of a NIC.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Hardware {
+    /// Where the NIC is.
+    pub bus: Bus,
+    /// Bits per second of the link.
+    pub speed: usize,
+    /// State of the link: `sys::LINK_UP` and others.
+    pub state: c_int,
+    /// The network of the link.
+    pub network: Network,
+}
+
+/// Where a NIC is.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Bus {
+    /// The provider tells nothing of the hardware.
+    #[default]
+    Untold,
+    /// On a bus of another kind.
+    Other,
+    /// At this bus number of PCI domain 0, device 0, function 0.
+    Pci(u8),
+}
+
+/// The network of a link.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // the names are those of the networks
+pub enum Network {
+    #[default]
+    Unknown,
+    Ethernet,
+    InfiniBand,
 }
 
 impl Default for Settings {
@@ -106,6 +146,7 @@ impl Default for Settings {
             fail: Step::None,
             errno: 0,
             fail_put: 0,
+            hardware: Hardware::default(),
         }
     }
 }

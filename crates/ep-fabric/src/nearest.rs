@@ -4,30 +4,27 @@
 //! `/sys/devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:17:00.0/0000:18:00.0`: root complex, root port, upstream port
 //! and downstream port of a switch, device.
 
-use serde::Serialize;
-
 /// Where a device is.
 #[derive(Clone, Debug, Default)]
-pub(super) struct DeviceLocation {
+pub struct DeviceLocation {
     /// Its path, if it is known.
-    pub(super) path: Option<String>,
+    pub path: Option<String>,
     /// Its NUMA node, if the machine has any and tells.
-    pub(super) numa_node: Option<u32>,
+    pub numa_node: Option<u32>,
 }
 
 /// A NIC to choose from.
 #[derive(Clone, Debug)]
-pub(super) struct Nic {
+pub struct Nic {
     /// Where it is.
-    pub(super) location: DeviceLocation,
+    pub location: DeviceLocation,
     /// Its rate in 10^9 bits per second; 0 if it is unknown.
-    pub(super) gbit_per_s: f64,
+    pub gbit_per_s: f64,
 }
 
 /// What a GPU and a NIC have in common. A later one is nearer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum Relation {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Relation {
     /// The machine does not tell.
     Unknown,
     /// Nothing: their NUMA nodes differ.
@@ -43,7 +40,8 @@ pub(crate) enum Relation {
 }
 
 impl Relation {
-    pub(super) fn text(self) -> &'static str {
+    /// In words.
+    pub fn text(self) -> &'static str {
         match self {
             Relation::Unknown => "unknown",
             Relation::OtherNumaNode => "another NUMA node",
@@ -57,28 +55,48 @@ impl Relation {
 
 /// The nearest NICs of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Nearest {
+pub struct Nearest {
     /// Their indices, in ascending order.
-    pub(super) nics: Vec<usize>,
+    pub nics: Vec<usize>,
     /// What the GPU has in common with each of them.
-    pub(super) relation: Relation,
+    pub relation: Relation,
     /// Those that the GPU gets when all GPUs share the NICs evenly, in ascending order: as many for each GPU, at least one.
-    pub(super) chosen: Vec<usize>,
+    pub chosen: Vec<usize>,
+}
+
+/// The networks whose NICs come before all others, in this order, by the words of libfabric and of this project. The ranks
+/// of a rail must reach each other, so they choose among the NICs of one network.
+const PREFERRED_NETWORKS: [&str; 2] = [Nic::EFA, Nic::INFINIBAND];
+
+impl Nic {
+    /// The network of an Elastic Fabric Adapter.
+    pub const EFA: &str = "EFA";
+    /// The link layer of InfiniBand.
+    pub const INFINIBAND: &str = "InfiniBand";
+
+    /// The network to choose NICs from, of those that a machine has; `None`: all of them.
+    pub fn preferred_network<'a>(networks: impl Iterator<Item = &'a str> + Clone) -> Option<&'static str> {
+        PREFERRED_NETWORKS.into_iter().find(|preferred| networks.clone().any(|network| network == *preferred))
+    }
 }
 
 /// The nearest NICs of each GPU; empty if there is no NIC. Of NICs at the same distance, only the fastest ones count.
-pub(super) fn nearest(gpus: &[DeviceLocation], nics: &[Nic]) -> Vec<Nearest> {
+///
+/// The result depends on where the devices are and not on their order, so all ranks of a machine find the same one.
+pub fn nearest(gpus: &[DeviceLocation], nics: &[Nic]) -> Vec<Nearest> {
     if nics.is_empty() {
         return Vec::new();
     }
     let mut all: Vec<Nearest> = gpus.iter().map(|gpu| nearest_of(gpu, nics)).collect();
     // A GPU with few nearest NICs chooses before one with many, which has others left.
     let mut order: Vec<usize> = (0..all.len()).collect();
-    order.sort_by_key(|&gpu| all[gpu].nics.len());
+    order.sort_by_key(|&gpu| (all[gpu].nics.len(), &gpus[gpu].path));
     let mut uses = vec![0; nics.len()];
+    let path = |nic: usize| &nics[nic].location.path;
     for &gpu in &order {
         // At least one NIC is nearest.
-        let least = all[gpu].nics.iter().copied().min_by_key(|&nic| uses[nic]).unwrap_or_default();
+        let least =
+            all[gpu].nics.iter().copied().min_by_key(|&nic| (uses[nic], path(nic))).unwrap_or_default();
         all[gpu].chosen.push(least);
         uses[least] += 1;
     }
@@ -87,7 +105,12 @@ pub(super) fn nearest(gpus: &[DeviceLocation], nics: &[Nic]) -> Vec<Nearest> {
         let mut next = Vec::new();
         for &gpu in &order {
             let is_near = all[gpu].relation >= Relation::SameNumaNode;
-            let unused = all[gpu].nics.iter().copied().find(|&nic| is_near && uses[nic] == 0);
+            let unused = all[gpu]
+                .nics
+                .iter()
+                .copied()
+                .filter(|&nic| is_near && uses[nic] == 0)
+                .min_by_key(|&nic| path(nic));
             unused.iter().for_each(|&nic| uses[nic] += 1);
             next.extend(unused.map(|nic| (gpu, nic)));
         }
@@ -157,13 +180,6 @@ fn is_address(part: &str) -> bool {
 
 fn is_hex(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit())
-}
-
-/// The shortest list of which entry `i` modulo its length is entry `i` of `list`.
-pub(super) fn shortest_period<T: PartialEq>(list: &[T]) -> &[T] {
-    let repeats = |len: usize| list.iter().enumerate().all(|(i, item)| *item == list[i % len]);
-    let len = (1..list.len()).find(|&len| repeats(len)).unwrap_or(list.len());
-    &list[..len]
 }
 
 #[cfg(test)]

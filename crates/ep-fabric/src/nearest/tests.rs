@@ -40,9 +40,11 @@ fn two_gpus_and_two_nics_on_each_of_four_switches() {
     assert_eq!(chosen(&gpus, &nics, Relation::SameSwitch), [0, 1, 2, 3, 4, 5, 6, 7]);
     let found = nearest(&gpus, &nics);
     assert_eq!((&found[0].nics, &found[1].nics, &found[7].nics), (&vec![0, 1], &vec![0, 1], &vec![6, 7]));
-    // The names need not have the order of the switches.
+    // The order of the devices is of no account.
     nics.reverse();
-    assert_eq!(chosen(&gpus, &nics, Relation::SameSwitch), [6, 7, 4, 5, 2, 3, 0, 1]);
+    assert_eq!(chosen(&gpus, &nics, Relation::SameSwitch), [7, 6, 5, 4, 3, 2, 1, 0]);
+    let reversed: Vec<DeviceLocation> = gpus.iter().rev().cloned().collect();
+    assert_eq!(chosen(&reversed, &nics, Relation::SameSwitch), [0, 1, 2, 3, 4, 5, 6, 7]);
     // One NIC for the two GPUs of a switch.
     let half: Vec<Nic> = nics.into_iter().step_by(2).collect();
     assert_eq!(chosen(&gpus, &half, Relation::SameSwitch), [3, 3, 2, 2, 1, 1, 0, 0]);
@@ -178,10 +180,10 @@ fn only_bridges_of_the_bus_count() {
 }
 
 #[test]
-fn a_list_is_as_short_as_its_repetition_allows() {
-    assert_eq!(shortest_period(&[0, 1, 0, 1]), [0, 1]);
-    assert_eq!(shortest_period(&[0, 1, 2, 0]), [0, 1, 2]);
-    assert_eq!(shortest_period(&[5, 5, 5]), [5]);
-    assert_eq!(shortest_period(&[0, 0, 1, 1]), [0, 0, 1, 1]);
-    assert_eq!(shortest_period::<u8>(&[]), [0; 0]);
+fn nics_of_an_rdma_network_come_before_others() {
+    let preferred = |networks: &[&str]| Nic::preferred_network(networks.iter().copied());
+    assert_eq!(preferred(&["Ethernet", "InfiniBand", "unknown"]), Some(Nic::INFINIBAND));
+    assert_eq!(preferred(&["InfiniBand", "EFA"]), Some(Nic::EFA));
+    assert_eq!(preferred(&["Ethernet", "unknown"]), None);
+    assert_eq!(preferred(&[]), None);
 }
