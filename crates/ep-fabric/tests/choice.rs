@@ -184,7 +184,7 @@ fn a_peer_that_is_gone_is_reported_once_although_a_rank_has_several_nics() {
 }
 
 /// A machine with two PCIe switches: the GPUs `0000:11:00.0` and `0000:12:00.0` on the first, `0000:21:00.0` and
-/// `0000:22:00.0` on the second, and NICs at the buses 0x13, 0x14, 0x15 and 0x23. It is removed on drop.
+/// `0000:22:00.0` on the second, and NICs at the buses 0x10, 0x13, 0x14 and 0x23. It is removed on drop.
 struct Machine(std::path::PathBuf);
 
 impl Machine {
@@ -197,7 +197,7 @@ impl Machine {
         }
         // A function of a GPU that is none, and the NICs.
         machine.device(0x16, "0x10de", "0x040300");
-        for bus in [0x13, 0x14, 0x15, 0x23] {
+        for bus in [0x10, 0x13, 0x14, 0x23] {
             machine.device(bus, "0x15b3", "0x020700");
         }
         machine
@@ -229,7 +229,7 @@ impl Drop for Machine {
 
 /// A NIC at this bus whose link is up.
 fn up(bus: u8) -> Hardware {
-    Hardware { bus: Bus::Pci(bus), speed: 400_000_000_000, state: sys::LINK_UP, network: Network::InfiniBand }
+    Hardware { bus: Bus::Pci(bus), speed: 400_000_000_000, is_down: false, network: Network::InfiniBand }
 }
 
 #[test]
@@ -244,12 +244,12 @@ fn each_gpu_has_the_nics_of_its_switch() {
         offer(&fake, nic, up(bus));
     }
     assert_eq!(machine.nics(&fake.options(), gpus), ["a", "b", "far", "far"]);
-    // Not chosen: another network, a slow link, a link that is down, a NIC whose place is not told, one that is elsewhere.
-    offer(&fake, "ethernet", Hardware { network: Network::Ethernet, ..up(0x15) });
-    offer(&fake, "slow", Hardware { speed: 100_000_000_000, ..up(0x15) });
-    offer(&fake, "down", Hardware { state: sys::LINK_DOWN, ..up(0x15) });
-    offer(&fake, "untold", Hardware { bus: Bus::Untold, ..up(0x15) });
-    offer(&fake, "other", Hardware { bus: Bus::Other, ..up(0x15) });
+    // Bus 0x10 comes first, so one of these would be chosen if it counted. Not chosen: another network, a slow link, a link that is down, a NIC whose place is not told, one that is elsewhere.
+    offer(&fake, "ethernet", Hardware { network: Network::Ethernet, ..up(0x10) });
+    offer(&fake, "slow", Hardware { speed: 100_000_000_000, ..up(0x10) });
+    offer(&fake, "down", Hardware { is_down: true, ..up(0x10) });
+    offer(&fake, "untold", Hardware { bus: Bus::Untold, ..up(0x10) });
+    offer(&fake, "other", Hardware { bus: Bus::Other, ..up(0x10) });
     assert_eq!(machine.nics(&fake.options(), gpus), ["a", "b", "far", "far"]);
     // A GPU that the machine does not show, and a function that is none.
     for address in ["0000:31:00.0", "0000:16:00.0", ""] {
@@ -275,9 +275,31 @@ fn each_gpu_has_the_nics_of_its_switch() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn an_engine_knows_the_cpus_near_its_nics() {
+    // A device that most machines have, among them virtual ones.
+    let devices = std::path::Path::new("/sys/bus/pci/devices");
+    let list = std::fs::read_to_string(devices.join("0000:00:00.0/local_cpulist")).unwrap_or_default();
+    let fake = Fake::without_nics("cpus");
+    for (nic, bus) in [("near", 0), ("elsewhere", 0xee)] {
+        fake.offer(nic, "", &Settings { hardware: up(bus), ..Settings::default() });
+    }
+    let near = |nics: &[&str]| {
+        let domains = nics.iter().map(|&nic| nic.into()).collect();
+        let ends = ends(&Options { domains, ..fake.options() }, 2);
+        ends[0].transport.near_cpus().to_vec()
+    };
+    let first = list.trim().split([',', '-']).next().and_then(|cpu| cpu.parse().ok());
+    assert_eq!(near(&["near"]).first().copied(), first, "{list}");
+    assert_eq!(near(&["elsewhere", "near"]).first().copied(), first);
+    assert_eq!(near(&["elsewhere"]), Vec::<usize>::new());
+    fake.assert_clean("cpus");
+}
+
+#[test]
 fn gpus_have_several_nics_if_there_are_as_many_for_all() {
     let machine = Machine::new("several");
-    for bus in [0x17, 0x24, 0x25, 0x26] {
+    for bus in [0x15, 0x17, 0x24, 0x25, 0x26] {
         machine.device(bus, "0x15b3", "0x020700");
     }
     let fake = Fake::without_nics("many");

@@ -213,6 +213,58 @@ fn an_error_of_the_environment_ends_the_thread() {
     assert_eq!(*bench.script.drained.lock().unwrap(), []);
 }
 
+/// An engine whose card is near some CPUs. It records the CPUs on which the thread that polls may run.
+struct NearCard {
+    engine: Box<dyn Transport>,
+    near: Vec<usize>,
+    polled_on: Arc<Mutex<String>>,
+}
+
+impl Transport for NearCard {
+    fn name(&self) -> &str {
+        self.engine.name()
+    }
+
+    fn put(&self, put: Put) -> Result<Posted> {
+        self.engine.put(put)
+    }
+
+    fn poll(&self, on_signal: &mut dyn FnMut(Rank, Signal)) -> Result<()> {
+        *self.polled_on.lock().unwrap() = allowed_cpus();
+        self.engine.poll(on_signal)
+    }
+
+    fn drain(&self, peer: Rank, deadline: Instant) -> Result<()> {
+        self.engine.drain(peer, deadline)
+    }
+
+    fn near_cpus(&self) -> &[usize] {
+        &self.near
+    }
+}
+
+/// The CPUs on which the calling thread may run, in the notation of the kernel.
+fn allowed_cpus() -> String {
+    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    line.unwrap().trim().to_owned()
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "asks the operating system")]
+fn the_thread_runs_near_the_card() {
+    let (_bench, mut parts) = Bench::new(LANE);
+    let all = allowed_cpus();
+    let last: usize = all.rsplit([',', '-']).next().unwrap().parse().unwrap();
+    let polled_on = Arc::new(Mutex::new(String::new()));
+    let (engine, near) = (parts.transport, vec![last]);
+    parts.transport = Box::new(NearCard { engine, near, polled_on: Arc::clone(&polled_on) });
+    let proxy = Proxy::start(parts, LONG).unwrap();
+    wait_until(|| !polled_on.lock().unwrap().is_empty());
+    assert_eq!((polled_on.lock().unwrap().as_str(), allowed_cpus()), (last.to_string().as_str(), all));
+    proxy.stop().unwrap();
+}
+
 #[test]
 fn panics_of_the_thread_are_errors_of_all_peers() {
     let (bench, parts) = Bench::new(LANE);

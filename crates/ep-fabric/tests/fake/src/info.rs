@@ -69,7 +69,8 @@ fn nic_info(hardware: &Hardware) -> *mut sys::NicInfo {
         (*(*nic).bus_attr).pci.bus = bus;
         (*nic).link_attr = zeroed();
         let link = &mut *(*nic).link_attr;
-        (link.speed, link.state, link.network_type) = (hardware.speed, hardware.state, network);
+        let state = if hardware.is_down { sys::LINK_DOWN } else { 0 };
+        (link.speed, link.state, link.network_type) = (hardware.speed, state, network);
     }
     nic
 }

@@ -87,8 +87,8 @@ pub struct Hardware {
     pub bus: Bus,
     /// Bits per second of the link.
     pub speed: usize,
-    /// State of the link: `sys::LINK_UP` and others.
-    pub state: c_int,
+    /// Whether the link is down.
+    pub is_down: bool,
     /// The network of the link.
     pub network: Network,
 }
