@@ -24,7 +24,7 @@ impl CommandLine {
     }
 }
 
-/// The parser's error as one line. The usage that the parser prints below its error is in the help.
+/// The parser's error as one line, without the usage that the parser prints below it: the help shows the usage.
 pub(crate) fn refusal(answer: &Answer, invocation: &Invocation) -> Failure {
     use clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand as NoCommand;
     let known = |argument: &&str| CommandLine::command().find_subcommand(argument).is_some();

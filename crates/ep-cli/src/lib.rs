@@ -27,7 +27,7 @@ pub fn run(invocation: &Invocation) -> u8 {
         Ok(line) => line.command,
         // Help and version: the parser formats them for the terminal.
         Err(answer) if !answer.use_stderr() => {
-            // A closed pipe (`| head`) is no error.
+            // A closed pipe (`| head`) is not an error.
             let _ = answer.print().and_then(|()| std::io::stdout().flush());
             return failure::code::RIGHT;
         }

@@ -9,7 +9,7 @@ use crate::common::backend::BackendChoice;
 use crate::common::numbers::{ANY, Number, count, count64, number};
 use crate::common::tuning::TuningArgs;
 
-/// `--wire` in GB/s: wider than the bandwidth of any real link.
+/// Range of `--wire` in GB/s; it contains the bandwidth of every real link.
 const WIRE_GB_PER_S: Number = Number::new(1e-3, 1e6);
 
 #[derive(Debug, Args)]
@@ -137,7 +137,7 @@ impl TokenCounts {
         text.split('+').map(count(ANY)).collect::<Result<_, _>>().map(Self)
     }
 
-    /// The number of each rank. The error describes numbers that do not fit this number of ranks.
+    /// The number of tokens of each rank. The error describes a list whose length does not fit the number of ranks.
     pub(crate) fn per_rank(&self, ranks: usize) -> Result<Vec<usize>, String> {
         match self.0[..] {
             [tokens] => Ok(vec![tokens; ranks]),
@@ -149,7 +149,7 @@ impl TokenCounts {
         }
     }
 
-    /// The shortest form of these numbers of each rank.
+    /// The shortest form of the numbers of all ranks.
     pub(crate) fn of(per_rank: Vec<usize>) -> Self {
         match per_rank[..] {
             [first, ref rest @ ..] if rest.iter().all(|&tokens| tokens == first) => Self(vec![first]),

@@ -1,4 +1,4 @@
-//! Measures the core time that other programs use during a run, because it makes the results slower.
+//! Measures the core time that other programs use during a run, because it makes the measured times longer.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::common::machine;
 
-/// Fewest clock ticks per core for a meaningful share.
+/// Minimum number of clock ticks per core that gives a meaningful share.
 const LEAST_TICKS: u64 = 30;
 /// Smallest share of the cores' time that the report mentions.
 const WORTH_SAYING: f64 = 0.05;
@@ -91,7 +91,7 @@ pub(crate) struct Watch {
 /// Shares of the cores' time that did not go to this job.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Busy {
-    /// Share of programs outside this job.
+    /// Share that programs outside this job used.
     pub(crate) others: f64,
     /// Share that the hypervisor gave to other virtual machines.
     pub(crate) stolen: f64,
@@ -125,7 +125,7 @@ fn share(
         *longest = ticks.max(*longest);
     }
     own.insert(own_after.pid, own_after.ticks.saturating_sub(own_before.ticks));
-    // Ranks report their ticks, so the sum may be any number.
+    // Ranks report these ticks, so the sum may overflow.
     let own = own.into_values().fold(0, u64::saturating_add);
     let others = all.saturating_sub(idle).saturating_sub(stolen).saturating_sub(own);
     let part = |ticks: u64| ticks as f64 / all as f64;

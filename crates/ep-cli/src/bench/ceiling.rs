@@ -13,8 +13,8 @@ use crate::common::memory::{MemoryBandwidth, Moved};
 /// How long the memory bandwidth is measured for one size before the run, and again after it.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// GB/s that each of four to eight H100 or H200 (NVLink 4, 18 links) sends when all push rows to all others by bulk
-/// copies, on as many SMs as that takes. Measured.
+/// Measured rate in GB/s at which each of four to eight H100 or H200 (NVLink 4, 18 links) sends when each pushes rows to
+/// all others by bulk copies, on enough SMs to reach the maximum.
 const NVLINK_4_GB_PER_S: f64 = 340.0;
 
 /// The bandwidth that bounds the operators.
@@ -38,7 +38,7 @@ impl Ceiling {
         parts.iter().map(|&moved| one(moved)).sum()
     }
 
-    /// Each ceiling once, the smallest memory first.
+    /// Returns each ceiling once, in ascending order of the size that was measured.
     pub(crate) fn distinct(mut ceilings: Vec<Self>) -> Vec<Self> {
         let size = |ceiling: &Self| match ceiling {
             Self::Memory(memory) => memory.size,
@@ -50,8 +50,8 @@ impl Ceiling {
     }
 }
 
-/// Memory bandwidth by the bytes that an operator moves. Small operators stay in caches, so each power of two has its own
-/// measurement.
+/// Memory bandwidth by the bytes that an operator moves. The data of small operators stays in caches, so sizes are
+/// measured separately by powers of two.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct MemoryRates(BTreeMap<u32, MemoryBandwidth>);
 
@@ -78,13 +78,13 @@ impl MemoryRates {
         self
     }
 
-    /// The rates for a run that was measured.
+    /// The rates for a scenario of the plan that was measured.
     pub(crate) fn of(&self, plan: &BenchPlan, scenario: &Scenario) -> MemoryBandwidth {
         self.0[&power(MustMove::about(plan, scenario))]
     }
 }
 
-/// The power of two that bounds a size.
+/// The number of bits of a size: the exponent of the smallest power of two that exceeds it.
 fn power(bytes: u64) -> u32 {
     u64::BITS - bytes.leading_zeros()
 }

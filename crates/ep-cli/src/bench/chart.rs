@@ -7,7 +7,7 @@ use crate::common::units;
 
 /// Characters of the longest bar of a rank.
 const BAR: usize = 40;
-/// Most ranks with a bar of their own.
+/// Maximum number of ranks that have a bar.
 const LINES: usize = 32;
 /// Columns of the experts' chart.
 const COLUMNS: usize = 64;

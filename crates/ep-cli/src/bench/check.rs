@@ -20,7 +20,7 @@ pub(super) struct HeldRows<'a> {
     pub(super) rows: &'a [u8],
     /// Empty in bf16.
     pub(super) scales: &'a [u8],
-    /// One f32 per row, in plain mode one per row and local expert.
+    /// One f32 per row; in plain mode, one per row and local expert.
     pub(super) probs: &'a [u8],
 }
 
@@ -60,9 +60,10 @@ struct Row<'a> {
     probs: &'a [u8],
 }
 
-/// Compares the received rows and padding rows, and returns their numbers. A sufficient capacity makes no difference.
+/// Compares the received rows and the padding rows with the expected ones. Returns how many of each there are. A capacity
+/// that drops no rows makes no difference.
 ///
-/// The error of this and the functions below describes the first difference.
+/// The error describes the first difference, as do the errors of [`combined`] and [`gathered`].
 pub(super) fn dispatched(expected: &Expected<'_>, held: &HeldRows<'_>) -> Result<(u64, u64), String> {
     let shape = ReceiveShape { capacity: None, ..held.shape.clone() };
     if shape != expected.received.shape {
@@ -170,7 +171,7 @@ pub(super) fn combined(expected: &Expected<'_>, held: &[u8]) -> Result<u64, Stri
             copies[world.placement().owner_at(world.placement().position_of(expert)).index()] += 1;
         }
         if expected.is_plain() {
-            // A rank has one row of a token, whatever the number of its experts there.
+            // A rank has one row of a token, however many of the token's experts it holds.
             copies.iter_mut().for_each(|copies| *copies = (*copies).min(1));
         }
         token.make(expected.seed, rank, index);

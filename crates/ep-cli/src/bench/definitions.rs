@@ -22,7 +22,7 @@ pub(super) fn sharing(sharing: Sharing) -> Option<&'static str> {
     }
 }
 
-/// Note for domains between which no network is: the engine copies between memory of one machine.
+/// Note for domains on one machine: the engine copies bytes from memory to memory, not over a network.
 pub(super) fn one_machine(plan: &BenchPlan) -> Option<String> {
     let transport = &plan.config.host.transport;
     (plan.world.topology().domains() > 1 && transport.maps_windows()).then(|| {
@@ -33,11 +33,11 @@ pub(super) fn one_machine(plan: &BenchPlan) -> Option<String> {
     })
 }
 
-/// What the stream of an operator is, over this engine. `inside`: the name of the leg inside domains.
+/// Defines the stream of an operator over this engine. `inside`: the name of the leg inside domains.
 pub(super) fn stream(transport: &TransportOptions, inside: &str) -> String {
     let what = match transport.maps_windows() {
         true => format!(
-            "the time in which the emulated link ({}) takes in the bytes that a rank sends to other domains, and its \
+            "the time in which the emulated link ({}) takes in the bytes that a rank sends to other domains, plus its \
              latency, on the slowest rank",
             transport.engine
         ),
@@ -67,7 +67,7 @@ pub(super) fn time(plan: &BenchPlan) -> String {
     }
 }
 
-/// How the floor is computed, or why there is none. `ceilings`: each one once; there are several only of memory.
+/// How the floor is computed, or why there is none. `ceilings` has each ceiling once; only for memory can it have several.
 pub(super) fn floor(ceilings: &[Ceiling]) -> String {
     let at = |gb_per_s: f64, origin: &str| {
         format!(
@@ -79,8 +79,8 @@ pub(super) fn floor(ceilings: &[Ceiling]) -> String {
     match ceilings[0] {
         Ceiling::Memory(memory) => format!(
             "floor = the time to read or write once every input token that has an expert, every output row (padding, \
-             scales and probabilities included) and every output token, at the best rates that all {} cores reach on as \
-             much memory before or after the run: {}",
+             scales and probabilities included) and every output token, at the best rates that all {} cores reached before \
+             or after the run: {}",
             memory.cores,
             ceilings.iter().filter_map(rates).collect::<Vec<_>>().join("; "),
         ),

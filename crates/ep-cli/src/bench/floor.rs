@@ -67,7 +67,7 @@ impl MustMove {
         }
     }
 
-    /// Estimates the bytes of the smaller of the two operators, before the received rows are known.
+    /// Estimates the bytes of dispatch or combine, whichever moves fewer, before the received rows are known.
     pub(super) fn about(plan: &BenchPlan, scenario: &Scenario) -> u64 {
         let tokens = scenario.source.all_tokens().unwrap_or(u64::MAX);
         let rows = scenario.most_rows(&plan.world).unwrap_or(u64::MAX);
@@ -121,9 +121,9 @@ impl Crossing {
         crossing
     }
 
-    /// The most tokens that one GPU sends or receives. Links carry both directions at full rate, so the larger direction
-    /// bounds a GPU, and the busiest GPU bounds the operator. `gpus`: the GPU of each rank. Ranks of different domains may
-    /// share one.
+    /// The most tokens that one GPU sends or receives. Links carry both directions at full rate, so the direction with
+    /// more tokens bounds a GPU, and the busiest GPU bounds the operator. `gpus`: the GPU of each rank. Ranks of
+    /// different domains may share a GPU.
     fn busiest(&self, gpus: &[String]) -> u64 {
         let of_gpu = |tokens: &[u64]| {
             let mut sums: BTreeMap<&str, u64> = BTreeMap::new();

@@ -67,7 +67,7 @@ fn host_parts(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
         .output_row_bytes(plan.hidden)
         .checked_add(format.scale_row_bytes(plan.hidden))?
         .checked_add(expert_rows)? as u64;
-    // 64 bytes per copy: two handles.
+    // Two handles use 64 bytes per copy.
     let bookkeeping = known(plan, copies)?.checked_add(copies.checked_mul(64)?)?;
     let windows = product(&[2 * ranks, domains - 1, plan.config.host.slots, plan.config.host.slot_bytes])?;
     // Every rank receives the counts of all ranks, for each of two handles.
@@ -88,8 +88,8 @@ fn host_parts(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
     ])
 }
 
-/// Host copies of GPU memory: the largest are the received rows, downloaded to be checked, and the experts' outputs,
-/// made here to be uploaded.
+/// The copies of GPU memory that the host holds. The largest is the received rows, which it downloads for the check, or
+/// the experts' outputs, which it generates and uploads: it holds one of them at a time.
 fn copies_of_gpus(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
     let tokens = scenario.source.all_tokens()?;
     let format = plan.format();
@@ -110,7 +110,8 @@ fn copies_of_gpus(plan: &BenchPlan, scenario: &Scenario) -> Option<Vec<Part>> {
     ])
 }
 
-/// The received rows of `row` bytes with what is known about them, their probabilities, and the padding.
+/// The memory of the received rows with `bookkeeping` bytes about them, of their probabilities, and of the padding rows.
+/// A row has `row` bytes.
 fn received(plan: &BenchPlan, scenario: &Scenario, row: u64, bookkeeping: u64) -> Option<[Part; 3]> {
     let rows = scenario.most_rows(&plan.world)?;
     let recorded = scenario.source.layer.is_some();
@@ -156,7 +157,7 @@ mod tests {
         assert!(tokens.contains("8.59 GB are available") && tokens.contains("--tokens"), "{tokens}");
         assert!(message("--pad 4000000", 8 << 30).unwrap().contains("--pad"));
         assert!(message("--tokens 9223372036854775807", u64::MAX).unwrap().contains("64 bits"));
-        // FP8 rows are smaller, but the experts' bf16 outputs need another tensor.
+        // FP8 rows are smaller, but the experts' bf16 outputs need a tensor of their own.
         assert!(message("--dtype fp8", 900_000_000).is_some());
         assert_eq!(message("", 900_000_000), None);
     }
@@ -174,7 +175,7 @@ mod tests {
 
     #[test]
     fn plain_mode_has_fewer_rows_but_more_probabilities() {
-        // At most 4 of 8 copies are rows on 4 ranks.
+        // In plain mode, a token with 8 copies has at most 4 rows on 4 ranks.
         assert!(message("", 650_000_000).is_some());
         assert_eq!(message("--mode plain", 650_000_000), None);
         assert!(message("--mode plain,permuted", 650_000_000).is_some());

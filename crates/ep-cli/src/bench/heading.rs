@@ -50,7 +50,7 @@ fn mode(report: &BenchReport, run: &Run) -> String {
     }
 }
 
-/// The tokens of the ranks, as `--tokens` takes them.
+/// The numbers of tokens of the ranks: a single number if all are equal, otherwise one per rank.
 pub(super) fn tokens(run: &Run) -> String {
     match &*run.tokens_per_rank {
         [first, rest @ ..] if rest.iter().all(|tokens| tokens == first) => units::count(*first as u64),

@@ -1,8 +1,8 @@
 //! `hybrid-ep bench`: times the operators, compares the times with the machine's floor, and checks the results.
 //!
-//! [`plan`] turns the options into a benchmark. [`run`] is the part of each rank, on a [`stage`] that holds its
-//! buffers, once for each [`scenario`]; [`clock`] adds to each backend what a benchmark needs. [`report`] combines the
-//! samples of all ranks.
+//! [`plan`] turns the options into a benchmark. [`run`] is what each rank does for each [`scenario`], on a [`stage`] that
+//! holds its buffers; [`clock`] adds to each backend what a benchmark needs. [`report`] combines the samples of all
+//! ranks.
 
 mod args;
 mod busy;
@@ -56,7 +56,7 @@ use crate::common::output::Checked;
 use crate::common::role::ProcessRole;
 use crate::common::{launch, output, threads};
 
-/// How long a rank's `PeerFault` waits for another rank's error, which may be its cause.
+/// How long [`root_cause`] waits, after a rank's peer error, for another rank's error that may be the cause.
 const GRACE: Duration = Duration::from_millis(300);
 /// Bound of the barrier between rank threads. It is never reached: the first failure ends the process.
 const THREAD_BARRIER: Duration = Duration::from_secs(86_400);
@@ -185,7 +185,7 @@ fn as_one_rank<B: Timed>(
     launch::as_rank(&mut meet, |meet| {
         plan.job_options.check(meet)?;
         let mut reports = Vec::with_capacity(plan.scenarios.len());
-        // A buffer keeps its number of SMs.
+        // A buffer has a fixed number of SMs, so ranks join again when this number changes.
         for alike in plan.scenarios.chunk_by(|one, next| one.sms == next.sms) {
             let mut buffer = B::join(&plan.world, meet, &plan.config_of(&alike[0]))?;
             for _ in alike {

@@ -18,11 +18,12 @@ use crate::common::role::{ProcessRole, ranks};
 
 /// Iterations before the timed ones.
 pub(crate) const WARM_UP: usize = 3;
-/// Most experts of a drawn routing: drawing a token takes time in proportion to the experts, and more take minutes.
+/// Maximum number of experts of a drawn routing. The time to draw a token is proportional to the number of experts; with
+/// more experts, drawing takes minutes.
 const MAX_EXPERTS: usize = 1 << 16;
 /// Range of the Zipf exponent; a larger one would send all tokens to the same few experts.
 const SKEW: Number = Number::new(0.0, 100.0);
-/// Most iterations: the times of all of them are kept in memory.
+/// Maximum number of iterations, since the times of all iterations are kept in memory.
 const MAX_ITERATIONS: usize = 1_000_000;
 /// `--pad`, if it is not given.
 const DEFAULT_PAD: usize = 16;
@@ -42,7 +43,7 @@ pub(crate) struct BenchPlan {
     pub(crate) wire: Option<f64>,
     /// The file of the recorded routing, if one was given.
     pub(crate) routing_file: Option<PathBuf>,
-    /// What to measure, one after the other.
+    /// The scenarios to measure, in this order.
     pub(crate) scenarios: Vec<Scenario>,
     /// The options that must be equal on all ranks: each rank computes the tokens and routings of all ranks, and all must
     /// call the same operators in the same order.
@@ -58,8 +59,8 @@ impl BenchPlan {
         let ranks = ranks(args.ranks, &role)?;
         let two = backend == BackendKind::Host && ranks.is_multiple_of(2);
         let domains = args.domains.unwrap_or(if two { 2 } else { 1 });
-        // Checked with one expert per rank, before the routings are drawn, which a mistyped number could make gigabytes
-        // long.
+        // Check ranks and domains, with one expert per rank, before the routings are drawn: with a mistyped number, these
+        // could take gigabytes.
         World::builder()
             .ranks(ranks)
             .domains(domains)
@@ -106,7 +107,7 @@ impl BenchPlan {
         format(self.dtype)
     }
 
-    /// The settings of this run.
+    /// The settings for this scenario.
     pub(crate) fn config_of(&self, scenario: &Scenario) -> Config {
         let mut config = self.config.clone();
         if let Some(sms) = scenario.sms {
@@ -184,7 +185,7 @@ fn job_options(
         options = options.with("--pad", permuted.pad_multiple());
     }
     if backend == BackendKind::Cuda {
-        // 0: chosen by the backend.
+        // 0 lets the backend choose.
         options = options.with("--sms", list(sms.iter().copied().map(Option::unwrap_or_default)));
     }
     options.with("--seed", args.seed).with("--iters", args.iters)
@@ -270,7 +271,7 @@ fn recorded(
     };
     if !trace.experts.is_multiple_of(ranks) {
         return Err(format!(
-            "its {} experts cannot be placed evenly on {ranks} ranks; choose --ranks that divide {}",
+            "its {} experts cannot be placed evenly on {ranks} ranks; use a number of --ranks that divides {}",
             trace.experts, trace.experts
         ));
     }

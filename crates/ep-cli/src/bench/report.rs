@@ -21,14 +21,14 @@ pub(super) struct BenchReport {
     pub(super) verified: bool,
     pub(super) config: Setting,
     pub(super) machine: Machine,
-    /// Of the smallest operators, if they differ; each run has its own.
+    /// The ceiling of the run with the smallest operators, if runs have different ones; each run also has its own.
     #[serde(flatten)]
     pub(super) ceiling: CeilingReport,
     pub(super) time_definition: String,
     pub(super) floor_definition: String,
-    /// Only where bytes between domains cross a network, or an emulated link.
+    /// `None` unless bytes between domains cross a network or an emulated link.
     pub(super) stream_definition: Option<String>,
-    /// Share of the cores' time that other programs used during the run; `None` where unknown.
+    /// Shares of the cores' time that did not go to this job during the run; `None` where unknown.
     pub(super) busy: Option<Busy>,
     /// Circumstances that affect the results, such as ranks that share a GPU.
     pub(super) notes: Vec<String>,
@@ -47,7 +47,7 @@ pub(super) struct Setting {
     pub(super) hidden: usize,
     pub(super) experts: usize,
     pub(super) dtype: &'static str,
-    /// Of permuted mode; 1 if only plain mode was measured.
+    /// The pad multiple of permuted mode; 1 if only plain mode was measured.
     pub(super) pad_multiple: usize,
     pub(super) skew: Option<f64>,
     pub(super) routing: Option<String>,

@@ -28,7 +28,7 @@ pub(super) struct RankReport {
     pub(super) gpu: Option<RankGpu>,
     /// CPU time that the rank's process has used so far.
     pub(super) process: Option<ProcessTime>,
-    /// Times of the bytes between domains alone, where they cross a network or an emulated link.
+    /// Times that the bytes between domains take alone; `None` unless they cross a network or an emulated link.
     pub(super) streams: Option<StreamTimes>,
     pub(super) checked: Result<CheckedCounts, String>,
 }

@@ -31,7 +31,7 @@ pub(super) struct Run {
     pub(super) ceiling: CeilingReport,
     pub(super) operators: Vec<OperatorReport>,
     pub(super) preprocess: PreprocessReport,
-    /// Only on GPUs.
+    /// `None` on the host backend.
     pub(super) wire: Option<WireReport>,
     pub(super) load: Load,
     pub(super) verified: bool,
@@ -56,17 +56,18 @@ pub(super) struct OperatorReport {
     /// The time of the bytes between domains alone, as in `stream_definition`.
     pub(super) stream_us: Option<f64>,
     pub(super) ratio_to_stream: Option<f64>,
-    /// The leg whose floor is longer: `network`, or `memory` on hosts and `NVLink` on GPUs; only with a stream.
+    /// The leg with the longer floor: `network`, or the leg inside domains, which is `memory` on CPUs and `NVLink` on
+    /// GPUs. `None` without a stream.
     pub(super) binding_leg: Option<&'static str>,
 }
 
 #[derive(Debug, Serialize)]
 pub(super) struct PreprocessReport {
-    /// Bytes of counts that a rank received for one routing.
+    /// Bytes of counts that a rank received for one routing; the most of all ranks.
     pub(super) bytes_per_rank: u64,
-    /// Share of the bytes that one dispatch moves between ranks.
+    /// The counts of all ranks as a percentage of the bytes that one dispatch moves between ranks.
     pub(super) percent_of_dispatch_bytes: Option<f64>,
-    /// Share of the median time of dispatch.
+    /// The median time of preprocess as a percentage of that of dispatch.
     pub(super) percent_of_dispatch_time: Option<f64>,
 }
 
@@ -88,7 +89,7 @@ impl Run {
         let crossing = (plan.backend == BackendKind::Cuda).then(|| Crossing::of(&plan.world, &routings));
         let must_move = match &crossing {
             Some(crossing) => {
-                // A rank without the name of a GPU counts as alone on one.
+                // A rank that reports no GPU counts as the only rank on its GPU.
                 let gpu = |(rank, report): (usize, &RankReport)| match &report.gpu {
                     Some(gpu) => gpu.pci_bus_id.clone(),
                     None => format!("rank {rank}"),
@@ -262,7 +263,7 @@ fn verification(plan: &BenchPlan, mode: DispatchMode, ranks: &[RankReport]) -> (
 }
 
 fn microseconds(time: Duration) -> f64 {
-    // From whole nanoseconds: dividing seconds would show digits of rounding.
+    // Divide whole nanoseconds, because dividing seconds would add digits of rounding errors.
     time.as_nanos() as f64 / 1e3
 }
 

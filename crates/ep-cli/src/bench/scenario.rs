@@ -27,7 +27,7 @@ impl Scenario {
     }
 
     /// The most rows that all ranks together receive, without padding; `None` if 64 bits cannot count them. In plain mode
-    /// a token has one row on each rank of its experts.
+    /// a token has one row on each rank that holds any of its experts.
     pub(crate) fn most_rows(&self, world: &World) -> Option<u64> {
         let copies = self.source.copies()?;
         match self.mode {
@@ -62,7 +62,7 @@ pub(crate) fn mode_name(mode: DispatchMode) -> &'static str {
 pub(crate) struct Source {
     /// The layer of the recorded routing; `None` for a drawn routing.
     pub(crate) layer: Option<usize>,
-    /// Most experts of a token.
+    /// Maximum number of experts of a token.
     pub(crate) topk: usize,
     pub(crate) origin: Origin,
 }

@@ -61,7 +61,7 @@ impl<'a, B: Timed> Stage<'a, B> {
         shared: &'a Shared,
     ) -> Result<Self, Failure> {
         let plan = &shared.plan;
-        // Before the measurement, which would be lost if the threads could not be started after it.
+        // Start the pool before the measurement, which would be lost if the threads could not be started afterwards.
         let pool = threads::pool()?;
         let operators = Operator::all(plan.backend);
         let own = &shared.routings[backend.rank().index()];
@@ -212,7 +212,7 @@ impl<'a, B: Timed> Stage<'a, B> {
         work: impl FnOnce(&mut Self) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         // A failed barrier is reported only after the operator: when a rank dies, the operator's error names that rank,
-        // while the barrier may name a rank that left because of it.
+        // while the barrier may name a rank that left because of that death.
         let barrier = self.meet.all_gather(&stamp(SystemTime::now()));
         let together = together(barrier.as_deref().unwrap_or_default());
         let before = self.backend.traffic();
@@ -269,8 +269,9 @@ impl<'a, B: Timed> Stage<'a, B> {
         Ok(self.backend.combine(handle, input, output)?)
     }
 
-    /// The forward pass of a layer with a new routing, and its backward pass with the same handle. If combine with
-    /// probabilities is timed, the forward dispatch carries probabilities and the backward combine their gradients.
+    /// The forward pass of a layer with a new routing, and its backward pass with the same handle. The forward dispatch
+    /// carries probabilities. If combine with probabilities is timed, the backward combine returns their gradients;
+    /// otherwise the backward dispatch carries probabilities too.
     fn layer(&mut self) -> Result<(), Failure> {
         if self.operators.contains(&Operator::Route) {
             self.routed = self.route()?;

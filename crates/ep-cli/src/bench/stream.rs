@@ -1,5 +1,5 @@
-//! How long the network alone takes for the bytes that an operator sends between domains, the floor of that leg: over
-//! TCP as measured by plain streams in the same run, over an emulated link as computed.
+//! Determines how long the network alone takes for the bytes that an operator sends between domains, which is the floor
+//! of that leg. Over TCP, plain streams measure this time in the same run; over an emulated link, it is computed.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -18,17 +18,17 @@ use crate::common::threads;
 const MOVING: [Operator; 2] = [Operator::Dispatch, Operator::Combine];
 /// Timed repetitions for each operator, after one that is not timed.
 const REPEATS: usize = 5;
-/// A socket holds so many bytes that the other end has not read.
+/// A socket can hold this many bytes that the other end has not read.
 const BUFFERED: u64 = 128 << 10;
-/// The threads of a stream, in errors.
+/// Names of the threads of a stream, for errors.
 const SENDER: &str = "a thread that sends on a plain TCP stream";
 const RECEIVER: &str = "a thread that receives from a plain TCP stream";
 
 /// The times of this rank, by operator.
 pub(super) type StreamTimes = BTreeMap<Operator, Vec<Duration>>;
 
-/// The times of the bytes between domains of dispatch and combine alone. Collective. `None` if no bytes cross a network:
-/// with one domain, over other engines than `tcp` and emulated links, and over `tcp` on GPUs.
+/// The times that the bytes of dispatch and combine between domains take alone. Collective. `None` with one domain, over
+/// engines other than `tcp` and emulated links, and over `tcp` on GPUs.
 pub(super) fn measure(
     meet: &mut dyn Rendezvous,
     plan: &BenchPlan,
@@ -57,7 +57,7 @@ pub(super) fn measure(
     let mut times = StreamTimes::new();
     for operator in MOVING {
         let bytes = between(operator);
-        // The operator's bytes, spread evenly over the peers. The drawn routings send about as much to each.
+        // The operator's bytes, spread evenly over the peers. Drawn routings send about the same number to each peer.
         let out = bytes / peers.len() as u64;
         let all = meet.all_gather(&out.to_le_bytes())?;
         let number = |blob: &[u8]| blob.try_into().map_or(0, u64::from_le_bytes);

@@ -24,7 +24,7 @@ const HOST_COLUMNS: &[Column] = &[
     ("ratio", |o| or_dash(o.ratio_to_floor.map(|ratio| format!("{ratio:.2}")))),
 ];
 
-/// In addition, where bytes between domains cross a network or an emulated link.
+/// Additional columns where bytes between domains cross a network or an emulated link.
 const NETWORK_COLUMNS: &[Column] = &[
     ("stream", |o| or_dash(o.stream_us.map(time_us))),
     ("ratio", |o| or_dash(o.ratio_to_stream.map(|ratio| format!("{ratio:.2}")))),
@@ -50,7 +50,7 @@ pub(super) fn render(report: &BenchReport) -> String {
     out
 }
 
-// Writing to a string cannot fail.
+// Writing to a string cannot fail, so the functions below ignore the result.
 
 fn single(out: &mut String, report: &BenchReport, run: &Run) {
     if let Some(layer) = run.layer {
@@ -60,7 +60,8 @@ fn single(out: &mut String, report: &BenchReport, run: &Run) {
     let _ = writeln!(out, "{}\n{}", load(run), verdict(run.verified, &run.verification));
 }
 
-/// Each run with its own heading, then once the definitions, and the most important figures of all runs in one table.
+/// Writes each run with its own heading, then the definitions once, then the most important figures of all runs in one
+/// table.
 fn several(out: &mut String, report: &BenchReport, runs: &[Run]) {
     for (at, run) in runs.iter().enumerate() {
         let _ = write!(out, "\n{}\n{}", heading::of_run(report, run), figures(report, run));
@@ -133,7 +134,7 @@ fn preprocessing(report: &BenchReport, run: &Run) -> String {
         Some(percent) if percent > 0.0 && percent < 0.01 => "below 0.01 %".into(),
         Some(percent) => format!("{percent:.2} %"),
     };
-    // On CPUs, the first dispatch of a handle carries the experts of these tokens.
+    // The host backend sends no masks: the first dispatch of a handle carries the experts of these tokens.
     let masks = match report.config.backend == BackendKind::Cuda.name() && report.config.domains > 1 {
         true => "; not counted: a mask of experts for each token that goes to another domain",
         false => "",

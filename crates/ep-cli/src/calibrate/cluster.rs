@@ -6,10 +6,10 @@ use super::host::Host;
 use super::links::Direction;
 use crate::common::failure::Failure;
 
-/// The cluster. `link` is the stated rate of the links, Gbit/s.
+/// The cluster. `link` is the stated rate of the links in Gbit/s.
 ///
 /// The rate of a host is the slowest of its directions, each with its best number of connections: an exchange waits for
-/// its slowest part. The GPU has the figures of the slowest CPU.
+/// its slowest part. Each figure of the GPU is the lowest of all hosts.
 ///
 /// # Errors
 /// The reason why the figures are outside the planner's bounds.
@@ -59,10 +59,10 @@ pub(super) fn of(
     };
     Cluster::try_from(cluster.clone())
         .map(|_| cluster)
-        .map_err(|error| Failure::request(format!("the measured figures are no cluster: {error}")))
+        .map_err(|error| Failure::request(format!("the measured figures are not a valid cluster: {error}")))
 }
 
-/// Three significant digits: measurements are not more precise.
+/// Rounds to three significant digits, since measurements are not more precise.
 fn rounded(value: f64) -> f64 {
     format!("{value:.2e}").parse().unwrap_or(value)
 }
@@ -111,7 +111,7 @@ mod tests {
         let stated = of(&hosts, &directions, Some(10.0)).unwrap();
         assert_eq!((stated.levels[0].bandwidth_gbit_per_s, stated.levels[0].efficiency), (10.0, 0.5));
         assert!(stated.levels[0].site_bandwidth_gbit_per_s.is_empty());
-        // A stated rate below the measured one is not exceeded.
+        // If the stated rate is below the measured one, the efficiency is 1.
         assert_eq!(of(&hosts, &directions, Some(1.0)).unwrap().levels[0].efficiency, 1.0);
     }
 

@@ -1,4 +1,4 @@
-//! What the CPUs of one machine reach: the codec, matrix products, memory.
+//! Measures what the CPUs of one machine reach: in the codec, in matrix products, and in copying memory.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use crate::common::threads;
 const WEIGHTS: usize = 4 << 20;
 /// Rows and columns of the matrices of a product.
 const MATRIX: usize = 512;
-/// Bytes of the memory measurement, far beyond caches.
+/// Bytes that a copy of the memory measurement moves, half read and half written: more than most caches hold.
 const MEMORY: u64 = 256 << 20;
 
 /// The figures of one rank's machine.
@@ -31,10 +31,10 @@ pub(super) struct Host {
     pub(super) memory_gb: f64,
     /// Bytes read and written per second while copying.
     pub(super) memory_gb_per_s: f64,
-    /// f32 weights encoded and decoded by the codec `int8`, bytes of weights per second, on all cores.
+    /// Rates at which the codec `int8` encodes and decodes f32 weights on all cores, counted in bytes of weights.
     pub(super) encode_gb_per_s: f64,
     pub(super) decode_gb_per_s: f64,
-    /// Products of f32 matrices, one on each core at a time.
+    /// Rate of products of f32 matrices, one on each core at a time.
     pub(super) gflop_per_s: f64,
 }
 
@@ -57,7 +57,7 @@ pub(super) fn measure(rank: u32, duration: Duration) -> Result<Host, Failure> {
     })
 }
 
-/// The least time of a repeated call, seconds.
+/// The least time of a repeated call, in seconds.
 fn least<E>(duration: Duration, mut call: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
     let begun = Instant::now();
     let mut best = f64::INFINITY;
@@ -72,7 +72,7 @@ fn least<E>(duration: Duration, mut call: impl FnMut() -> Result<(), E>) -> Resu
 /// GB/s of encoding and of decoding.
 fn codec(duration: Duration) -> Result<(f64, f64), Failure> {
     let refused = |error: ep_codec::Error| Failure::request(format!("measuring the codec: {error}"));
-    // Bell-shaped enough: sums of three saw teeth of different periods.
+    // The sum of three sawtooth waves of different periods: its values are distributed enough like a bell curve.
     let weight = |at: usize| {
         let saw = |period: usize| (at % period) as f32 / period as f32 - 0.5;
         0.02 * (saw(7) + saw(131) + saw(4099))

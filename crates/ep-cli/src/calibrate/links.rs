@@ -1,7 +1,8 @@
 //! The network between every two ranks: plain TCP streams, one direction at a time.
 //!
-//! A record on a stream is a header of 8 bytes and as many bytes as it says. The header 0 ends a measurement; the receiver
-//! acknowledges it, and every record without the flag [`SILENT`], with one byte. So only the sender needs a clock.
+//! A record on a stream is a header of 8 bytes, followed by the number of bytes that the header states. The header 0 ends
+//! a measurement. The receiver acknowledges this header, and every record without the flag [`SILENT`], with one byte, so
+//! only the sender needs a clock.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
@@ -19,12 +20,12 @@ use crate::common::threads;
 const PART: u64 = 64 << 10;
 /// In a header: the record is not acknowledged.
 const SILENT: u64 = 1 << 63;
-/// Round trips that are timed at least and at most.
+/// Minimum and maximum number of timed round trips.
 const ROUND_TRIPS: std::ops::RangeInclusive<usize> = 5..=200;
-/// The time for round trips beyond the least number.
+/// Time after which no round trips beyond the minimum are started.
 const ROUND_TRIP_TIME: Duration = Duration::from_millis(500);
 
-/// What is measured of every pair.
+/// What is measured for every pair of ranks.
 #[derive(Debug)]
 pub(super) struct Request<'a> {
     /// Numbers of connections, ascending.
@@ -49,16 +50,16 @@ pub(super) struct Direction {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Flows {
     pub(super) flows: usize,
-    /// Payload of a continuous stream over time, until the receiver has all.
+    /// Payload of continuous streams, divided by the time until the receiver has all of it.
     pub(super) stream_gbit_per_s: f64,
     pub(super) messages: Vec<Messages>,
 }
 
-/// The figures of one size of messages, each sent when the one before has been acknowledged.
+/// The figures for messages of one size, each sent when the one before has been acknowledged.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Messages {
     pub(super) message_bytes: u64,
-    /// Payload over time, with the wait for acknowledgements.
+    /// Payload divided by time, which includes the waits for acknowledgements.
     pub(super) gbit_per_s: f64,
 }
 
@@ -68,7 +69,7 @@ impl Direction {
         Duration::try_from_secs_f64(self.round_trip_us / 1e6).ok()
     }
 
-    /// The most that a continuous stream reached, and the least number of connections within 2 % of it.
+    /// The highest rate of continuous streams, and the smallest number of connections that comes within 2 % of it.
     pub(super) fn best(&self) -> (f64, usize) {
         let most = self.flows.iter().map(|flows| flows.stream_gbit_per_s).fold(0.0, f64::max);
         let enough = self.flows.iter().find(|flows| flows.stream_gbit_per_s >= 0.98 * most);
@@ -130,7 +131,7 @@ fn figures_of(rank: usize, blob: &[u8]) -> Result<Vec<Direction>, Failure> {
     }
 }
 
-/// The part of the sender. The order of measurements is that of [`received`].
+/// The sender's part of the measurements, in the same order as in [`received`].
 fn sent(streams: &[&Stream], request: &Request<'_>) -> std::io::Result<(f64, Vec<Flows>)> {
     let round_trip_us = round_trip(&streams[0].socket)?;
     let flows = request.flows.iter().map(|&flows| {
@@ -148,7 +149,7 @@ fn sent(streams: &[&Stream], request: &Request<'_>) -> std::io::Result<(f64, Vec
     Ok((round_trip_us, flows.collect::<std::io::Result<_>>()?))
 }
 
-/// The part of the receiver.
+/// The receiver's part.
 fn received(streams: &[&Stream], request: &Request<'_>) -> std::io::Result<()> {
     answer(&streams[0].socket)?;
     for &flows in request.flows {
@@ -159,7 +160,7 @@ fn received(streams: &[&Stream], request: &Request<'_>) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Runs `part` for every stream, on a thread of its own unless there is only one.
+/// Runs `part` for every stream, each on a thread of its own unless there is only one stream.
 fn each(
     streams: &[&Stream],
     part: impl Fn(usize, &TcpStream) -> std::io::Result<()> + Sync,
@@ -239,7 +240,8 @@ fn stream(streams: &[&Stream], duration: Duration) -> std::io::Result<f64> {
     Ok(gbit_per_s(bytes.into_inner(), start.elapsed()))
 }
 
-/// Gbit/s of messages of `bytes` in all, divided over the streams, each sent after the acknowledgement of the last.
+/// Gbit/s of messages of `bytes` bytes. A message is divided over the streams and sent after the acknowledgement of the
+/// one before.
 fn messages(streams: &[&Stream], bytes: u64, duration: Duration) -> std::io::Result<f64> {
     let start = Instant::now();
     let (count, mut sent) = (streams.len() as u64, 0);
@@ -299,7 +301,7 @@ mod tests {
         let pairs: Vec<_> = all[0].iter().map(|direction| (direction.from, direction.to)).collect();
         assert_eq!(pairs, [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]);
         for direction in &all[0] {
-            // A round trip takes microseconds: a figure in another unit would be smaller.
+            // A round trip takes microseconds: a figure in a larger unit would be smaller.
             assert!(direction.round_trip_us > 0.1 && direction.best().0 > 0.0);
             for (flows, wanted) in direction.flows.iter().zip([1, 3]) {
                 assert_eq!(flows.flows, wanted);

@@ -26,9 +26,9 @@ use crate::common::output::{self, Checked, Target, check_apart};
 use crate::common::role::{self, ProcessRole};
 use crate::common::tuning::TuningArgs;
 
-/// Connections between two hosts.
+/// Range of the number of connections between two hosts.
 const FLOWS: Count = Count::new(1, 256);
-/// Bytes of a message.
+/// Range of the bytes of a message.
 const MESSAGE: Count = Count::new(1, 1 << 30);
 
 #[derive(Debug, Args)]
@@ -102,7 +102,7 @@ fn as_rank(
             .with("--flows", format!("{flows:?}"))
             .with("--duration-ms", args.duration_ms);
         options.check(meet)?;
-        // One host after the other, because ranks may share a machine.
+        // Measure one host after the other, because ranks may share a machine.
         let mut hosts = Vec::new();
         for rank in 0..meet.ranks() as u32 {
             let own = (meet.rank().0 == rank).then(|| host::measure(rank, duration)).transpose()?;

@@ -23,10 +23,10 @@ pub(super) struct Report {
 }
 
 const DEFINITION: &str = "\
-stream = payload of a continuous stream over time; a message is sent when the one before is acknowledged, and a column is \
-its payload over time, with the wait; round trip = median of one byte and its echo; memory = bytes read and written while \
-copying; codec = bytes of f32 weights encoded and decoded as int8; GEMM = products of f32 matrices. All of a host are \
-figures of its CPUs, not of GPUs";
+stream = payload of a continuous stream divided by time; columns of sizes = payload of messages of this size divided by time, \
+where each message waits for the acknowledgement of the one before; round trip = median time of one byte and its echo; \
+memory = bytes read and written while copying; codec = bytes of f32 weights encoded and decoded as int8; GEMM = products of \
+f32 matrices. The figures of a host are those of its CPUs, not of GPUs";
 
 impl Report {
     pub(super) fn new(
@@ -47,11 +47,11 @@ impl Report {
     pub(super) fn render(&self) -> String {
         let wan = &self.cluster.levels[0];
         let mut out = format!("{}\n\n{}\n\n", self.links(), self.of_hosts());
-        // Writing to a string cannot fail.
         let rates: Vec<String> = match &wan.site_bandwidth_gbit_per_s[..] {
             [] => vec![rate(wan.bandwidth_gbit_per_s)],
             rates => rates.iter().map(|&gbit| rate(gbit)).collect(),
         };
+        // Writing to a string cannot fail.
         let _ = writeln!(
             out,
             "Cluster: {} hosts, bandwidth {} with efficiency {} over {}, round trip {}.",
@@ -127,7 +127,7 @@ impl Report {
     }
 }
 
-/// A rate in Gbit/s, in the unit that makes it short.
+/// Formats a rate: in Gbit/s if it is at least 1 Gbit/s, otherwise in Mbit/s.
 fn rate(gbit_per_s: f64) -> String {
     if gbit_per_s >= 1.0 {
         format!("{gbit_per_s:.2} Gbit/s")

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::common::failure::Failure;
 use crate::common::output::one_line;
 
-/// Most characters of a value in a message.
+/// Maximum number of characters of a value in a message.
 const SHOWN: usize = 80;
 
 /// The options of one rank that must be equal on all ranks, in the order in which they are compared.

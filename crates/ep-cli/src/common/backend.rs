@@ -24,8 +24,8 @@ pub(crate) enum BackendKind {
 }
 
 impl BackendKind {
-    /// Resolves `--backend`. `auto` chooses CUDA if this machine can run it and `domains` is 1 or not given: only the
-    /// host backend emulates several domains.
+    /// Resolves `--backend`. `auto` chooses CUDA if this machine can run it and `domains` is 1 or not given. The CUDA
+    /// backend runs several domains only if it is named.
     pub(crate) fn resolve(choice: BackendChoice, domains: Option<usize>) -> Result<Self, Failure> {
         match choice {
             BackendChoice::Host => Ok(Self::Host),

@@ -24,12 +24,13 @@ const GRACE: Duration = Duration::from_secs(5);
 /// Why the thread of [`end_with_launcher`] could not be started.
 static LIFELINE_REFUSED: Mutex<Option<EnvironmentError>> = Mutex::new(None);
 
-/// Runs the same command line as `ranks` processes, which share this process's stdout and stderr.
+/// Runs the same command line as `ranks` processes. Rank 0 writes to this process's stdout, and all ranks write to its
+/// stderr.
 pub(crate) fn run(invocation: &Invocation, ranks: usize, config: &Config) -> Result<Verdict, Failure> {
     Job::start(invocation, ranks, &[], Stdio::inherit())?.wait(config)
 }
 
-/// Runs this process's part of a job. If it fails, or if [`end_with_launcher`] failed, tells the other ranks the reason.
+/// Runs this process's part of a job. If this part or [`end_with_launcher`] failed, sends the reason to the other ranks.
 pub(crate) fn as_rank<T>(
     meet: &mut TcpRendezvous,
     part: impl FnOnce(&mut TcpRendezvous) -> Result<T, Failure>,
@@ -67,7 +68,7 @@ impl Job {
             None => (this_executable()?, &[][..]),
         };
         let store = free_address()?;
-        // A secret that the user has set is inherited.
+        // The ranks inherit a secret that the user has set.
         let secret = match Secret::from_env()? {
             Some(_) => None,
             None => Some(Secret::random_text()?),
@@ -93,7 +94,7 @@ impl Job {
                 .map_err(|error| {
                     Failure::request(format!("starting rank {rank} of {ranks}: {error}; use fewer --ranks"))
                 })?;
-            // Taken out of the child, because waiting for a child closes its stdin.
+            // Take the pipe out of the child, because waiting for a child closes its stdin.
             job.lifelines.extend(child.stdin.take());
             job.ranks.push(child);
         }
@@ -105,9 +106,9 @@ impl Job {
         self.ranks.first_mut()?.stdout.take()
     }
 
-    /// Waits for all ranks. After the first rank has ended, the others have a limited time and are then killed: the
-    /// stall bound after a failure, which the others notice within that bound; the entry bound after a success, since
-    /// all ranks end at about the same time; and [`GRACE`] in addition.
+    /// Waits for all ranks. After a rank has ended, the others have limited time and are then killed. After a failure,
+    /// the limit is the stall bound, within which the others notice the failure; after a success, it is the entry bound,
+    /// since all ranks end at about the same time. [`GRACE`] is added to both, and the earliest limit applies.
     pub(crate) fn wait(mut self, config: &Config) -> Result<Verdict, Failure> {
         let mut ends: Vec<Option<End>> = self.ranks.iter().map(|_| None).collect();
         let mut order = 0;
@@ -144,7 +145,7 @@ impl Job {
 
     fn end(&mut self) {
         for child in &mut self.ranks {
-            // A rank that has already ended is no error, and other errors cannot be handled here.
+            // It is not an error if a rank has already ended, and other errors cannot be handled here.
             let _ = child.kill();
         }
     }
@@ -162,7 +163,8 @@ impl Drop for Job {
 
 /// Ends this process when its launcher ends, which closes its stdin.
 ///
-/// If the thread for this cannot be started, [`as_rank`] fails: only then can the other ranks be told.
+/// If the thread for this cannot be started, [`as_rank`] returns the error, because it can send the reason to the other
+/// ranks.
 pub(crate) fn end_with_launcher() {
     let started = threads::spawn("the thread that ends this rank with its launcher", || {
         let mut stdin = std::io::stdin().lock();
@@ -218,7 +220,7 @@ impl Deadline {
 #[derive(Debug)]
 struct End {
     status: ExitStatus,
-    /// Number of ranks that ended before.
+    /// Number of ranks that ended before this one.
     order: usize,
     /// Why the launcher killed the rank, if it did.
     by_launcher: Option<String>,

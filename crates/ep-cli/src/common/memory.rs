@@ -9,15 +9,16 @@ use ep_host::copies::{self, CopyWay};
 
 use crate::common::{machine, threads};
 
-/// Most bytes that one copy of all cores together reads, and writes. [`MOST_PER_CORE`] may exceed it on many cores.
+/// Maximum number of bytes that all cores together read, and write, in one copy. With more than 8 cores,
+/// [`MOST_PER_CORE`] applies instead.
 const MOST: usize = 256 << 20;
-/// Most bytes of a core if there are many cores: well beyond its L2.
+/// Maximum number of bytes per core if there are many cores: well beyond the size of an L2 cache.
 const MOST_PER_CORE: usize = 32 << 20;
-/// Fewest bytes of a core.
+/// Minimum number of bytes per core.
 const LEAST_PER_CORE: usize = 4 << 10;
-/// Fewest bytes that are timed together: the clock is too coarse for less.
+/// Minimum number of bytes that are timed together: the clock is too coarse for fewer.
 const TIMED: usize = 1 << 20;
-/// Most rounds through all methods.
+/// Maximum number of rounds through all methods.
 const ROUNDS: usize = 7;
 
 /// A method of moving bytes.
@@ -69,9 +70,9 @@ pub(crate) struct MemoryBandwidth {
 }
 
 impl MemoryBandwidth {
-    /// Moves about `bytes`, half read and half written, with every method, at least once and repeatedly until
-    /// `patience` is over. The best time of each method counts. `bytes` should be what an operator moves, so that
-    /// caches help both alike.
+    /// Measures all methods in rounds until `patience` is over: at least one round, at most [`ROUNDS`]. A copy reads
+    /// about half of `bytes` and writes as many. The best time of each method counts. `bytes` should be the number that
+    /// an operator moves, so that caches help the measurement as much as the operator.
     ///
     /// Uses fewer cores if the system refuses threads.
     pub(crate) fn measure(bytes: u64, patience: Duration) -> Self {
@@ -142,8 +143,8 @@ impl MemoryBandwidth {
     }
 }
 
-/// The times in seconds of one thread to move `bytes` once, by round and method. A barrier before each makes all
-/// threads move at once.
+/// Returns the times in seconds that this thread takes to move `bytes` once, by round and method. A barrier before each
+/// method makes all threads move bytes at the same time.
 fn thread(bytes: usize, barrier: &Barrier, over: &AtomicBool, end: Instant) -> Vec<[f64; WAYS.len()]> {
     // Not zeros: untouched zero pages are not backed by memory of their own.
     let (source, mut destination) = (vec![1u8; bytes], vec![2u8; bytes]);

@@ -5,7 +5,7 @@ pub(crate) use ep_plan::limits::{Count, Number};
 /// Any whole number; for options whose limit depends on other options.
 pub(crate) const ANY: Count = Count::new(0, usize::MAX);
 
-/// Reads a whole number of the range.
+/// Reads a whole number in the range.
 pub(crate) fn count(range: Count) -> impl Fn(&str) -> Result<usize, String> + Clone + Send + Sync + 'static {
     move |text| {
         let number = text.parse().ok().filter(|&number| range.allows(number));
@@ -18,7 +18,7 @@ pub(crate) fn count64(range: Count) -> impl Fn(&str) -> Result<u64, String> + Cl
     move |text| count(range)(text).map(|number| number as u64)
 }
 
-/// Reads a number of the range.
+/// Reads a number in the range.
 pub(crate) fn number(range: Number) -> impl Fn(&str) -> Result<f64, String> + Clone + Send + Sync + 'static {
     move |text| {
         let number = text.parse().ok().filter(|&number| range.allows(number));

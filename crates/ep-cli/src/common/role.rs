@@ -4,7 +4,7 @@ use ep::config::LaunchEnv;
 
 use crate::common::failure::Failure;
 
-/// Most ranks on one machine; more is taken for a typing error.
+/// Maximum number of ranks on one machine; a larger number is treated as a typing error.
 pub(crate) const MAX_RANKS: usize = 1024;
 
 /// How the ranks of this invocation run.

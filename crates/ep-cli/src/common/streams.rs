@@ -9,13 +9,13 @@ use ep::{Config, Rank};
 
 use crate::common::failure::Failure;
 
-/// Bytes of one read or write.
+/// Maximum number of bytes of one read or write.
 const PART: usize = 1 << 20;
 /// Bytes of the word by which a rank recognises the connections of its peers.
 const WORD: usize = 32;
 /// How long a new connection may take to send the word.
 const GREETING: Duration = Duration::from_secs(2);
-/// Pause between two looks for new connections.
+/// Pause between two checks for new connections.
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// A connection with a peer.
@@ -27,7 +27,7 @@ pub(crate) struct Stream {
 /// Ends all transfers on these streams, so that threads that wait for them return.
 pub(crate) fn shut_down<'a>(streams: impl IntoIterator<Item = &'a Stream>) {
     for stream in streams {
-        // A stream that has ended already is no error.
+        // It is not an error if a stream has already ended.
         let _ = stream.socket.shutdown(Shutdown::Both);
     }
 }
@@ -37,8 +37,8 @@ pub(crate) fn failed(peer: Rank, error: &std::io::Error) -> Failure {
     Failure::request(format!("the plain TCP stream between this rank and rank {peer}: {error}"))
 }
 
-/// Connects this rank with its peers, in their order. A peer that occurs several times has as many streams; both ranks must
-/// ask for the same number. Collective.
+/// Connects this rank with `peers`. Returns one stream per entry, in their order. A peer may occur several times; it must
+/// list this rank the same number of times. Collective.
 pub(crate) fn connect(
     meet: &mut dyn Rendezvous,
     config: &Config,
@@ -47,7 +47,8 @@ pub(crate) fn connect(
     let (rank, timeout) = (meet.rank(), config.timeout);
     let own = |error: std::io::Error| Failure::request(format!("listening for plain TCP streams: {error}"));
     let listener = TcpListener::bind((own_address(meet, config)?, 0)).map_err(own)?;
-    // The addresses and words of all ranks. Only the ranks of the job know the words, so that a rank recognises its peers.
+    // Exchange the addresses and words of all ranks. Only ranks of the job know the words, so a rank recognises
+    // connections of its peers.
     let word = Secret::random_text()?;
     let word = &word.as_bytes()[..WORD];
     let blob = [word, listener.local_addr().map_err(own)?.to_string().as_bytes()].concat();
@@ -85,7 +86,7 @@ fn accept(
     while let Some(missing) = streams.iter().position(Option::is_none) {
         let socket = match listener.accept() {
             Ok((socket, _)) => socket,
-            // The peer may have ended: it never connects then.
+            // A peer that has ended never connects.
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
                 if let Some(error) = lost() {
                     return Err(error.into());
@@ -100,7 +101,7 @@ fn accept(
         };
         let Ok(mut socket) = prepared(socket, timeout.min(GREETING)) else { continue };
         let mut greeting = [0; WORD + 4];
-        // A connection of another program: wait for the peer's.
+        // Ignore a connection without the word: it comes from another program.
         let read = socket.read_exact(&mut greeting);
         let (said, from) = greeting.split_at(WORD);
         if read.is_err() || said != word {

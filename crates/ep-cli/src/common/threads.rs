@@ -29,7 +29,7 @@ pub(crate) fn spawn_scoped<'scope, T: Send + 'scope>(
 
 /// The pool for parallel iterators, with one thread for each core. The first call starts it.
 ///
-/// This is not rayon's global pool: the first parallel iterator would start that one, and panic if it cannot.
+/// This is not rayon's global pool: the first parallel iterator would start the global pool, and panic if that fails.
 pub(crate) fn pool() -> Result<&'static ThreadPool, EnvironmentError> {
     static POOL: Mutex<Option<&ThreadPool>> = Mutex::new(None);
     let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
@@ -53,7 +53,7 @@ fn builder() -> io::Result<Builder> {
     Ok(Builder::new())
 }
 
-/// For tests: how many threads the system lets a thread start.
+/// For tests: limits the number of threads that a thread can start.
 #[cfg(test)]
 pub(crate) mod quota {
     use std::cell::Cell;

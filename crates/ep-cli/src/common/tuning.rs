@@ -10,7 +10,7 @@ use crate::common::numbers::{Count, count64};
 /// `--timeout-ms` and `--stall-timeout-ms`: up to one day, as in the library's `Config`.
 const WAIT_MS: Count = Count::new(1, 86_400_000);
 
-/// Settings of the library that have an option. Its environment variables set these and all others.
+/// Settings of the library that have an option. The library's environment variables set these and all others.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Tuning")]
 pub(crate) struct TuningArgs {

@@ -34,11 +34,11 @@ pub(crate) fn time_us(microseconds: f64) -> String {
     time(Duration::from_secs_f64(microseconds / 1e6))
 }
 
-/// A bandwidth that is at least this one, with three significant digits.
+/// A bandwidth, rounded up to three significant digits.
 pub(crate) fn at_least_gbit_per_s(bandwidth: f64) -> String {
     let unit = 10f64.powi(bandwidth.log10().floor() as i32 - 2);
     let decimals = (-unit.log10().round()).max(0.0) as usize;
-    // A bandwidth that is exact in three digits stays what it is.
+    // Rounding errors must not raise a bandwidth that is exact in three digits.
     let rounded = (bandwidth / unit - 1e-9).ceil() * unit;
     format!("{rounded:.decimals$} Gbit/s")
 }

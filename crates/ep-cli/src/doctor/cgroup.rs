@@ -6,13 +6,13 @@ const MEMBERSHIP: &str = "/proc/self/cgroup";
 const MOUNTS: &str = "/proc/self/mountinfo";
 
 /// Version 1 represents "no limit" by the largest signed number rounded down to a page. Page sizes differ, so any limit
-/// from here on counts as none.
+/// of at least this value counts as none.
 const V1_UNLIMITED_BYTES: u64 = 1 << 62;
 
 /// The lowest limits of this process's group and all groups above it.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Limits {
-    /// CPU time per time, in cores; absent if there is no limit.
+    /// CPU time per unit of time, in cores; absent if there is no limit.
     pub(super) cpu_cores: Fact<f64>,
     /// Memory; absent if there is no limit.
     pub(super) memory_bytes: Fact<u64>,

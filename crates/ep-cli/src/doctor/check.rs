@@ -93,6 +93,6 @@ impl Check {
 pub(crate) struct Section {
     /// The subject.
     pub(crate) title: &'static str,
-    /// The findings, in the order they are shown.
+    /// The findings, in the order in which they are shown.
     pub(crate) checks: Vec<Check>,
 }

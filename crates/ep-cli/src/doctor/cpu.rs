@@ -25,7 +25,7 @@ pub(crate) struct Cpu {
     pub(crate) cores_usable: Fact<usize>,
     /// Cores (hardware threads) that are online.
     pub(crate) cores_online: Fact<usize>,
-    /// Physical cores of the online cores.
+    /// Physical cores to which the online cores belong.
     pub(crate) physical_cores_online: Fact<usize>,
     /// The control group's quota, in cores; absent if there is none.
     pub(crate) cgroup_quota_cores: Fact<f64>,
@@ -184,7 +184,7 @@ fn cores_online(probe: &Probe) -> Fact<usize> {
     })
 }
 
-/// Socket and core number of each online CPU. Offline CPUs have no such directory.
+/// Socket and core number of each online CPU. Offline CPUs have no topology directory.
 fn topology(probe: &Probe) -> Fact<Vec<(i64, i64)>> {
     probe.names(CPU_DIR).or_unknown(CPU_DIR).and_then(|names| {
         let number = |text: &str| text.parse::<i64>().ok();

@@ -19,7 +19,7 @@ use crate::common::threads;
 /// Longest wait for the driver. Waking eight idle GPUs takes seconds; a driver that takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Most pairs of GPUs in one line.
+/// Maximum number of pairs of GPUs in one line.
 const MAX_PAIRS: usize = 8;
 
 /// Driver, GPUs, compiler and compiled kernels.
@@ -27,7 +27,7 @@ const MAX_PAIRS: usize = 8;
 pub(crate) struct Cuda {
     /// The newest CUDA version that the driver supports; absent if its library is not installed.
     pub(crate) driver_supports: Fact<String>,
-    /// The reason why that version is too old.
+    /// Why that version is too old; `None` if it is not.
     pub(crate) driver_problem: Option<String>,
     /// The GPUs, in the driver's order, which `CUDA_VISIBLE_DEVICES` changes.
     pub(crate) gpus: Fact<Vec<CudaGpu>>,
@@ -104,7 +104,7 @@ impl Cuda {
         }
     }
 
-    /// `imex_channels`: the channels by which processes share GPU memory between machines.
+    /// `imex_channels`: the number of channels by which processes share GPU memory between machines.
     pub(super) fn section(&self, imex_channels: usize) -> Section {
         let mut checks = vec![self.driver_check()];
         let gpus = self.gpus.known().map(Vec::as_slice).unwrap_or_default();
@@ -179,7 +179,7 @@ impl Cuda {
     }
 }
 
-/// Whether GPU memory can be shared between the machines of an NVLink domain. The driver offers it.
+/// The finding on fabric handles, by which the machines of an NVLink domain share GPU memory. The driver offers them.
 fn fabric_check(imex_channels: usize) -> Check {
     const NAME: &str = "fabric handles";
     match imex_channels {
@@ -336,7 +336,7 @@ fn peer_check(links: &[Vec<&'static str>]) -> Option<Check> {
     ))
 }
 
-/// The pairs with this kind of link; only the first are listed.
+/// The pairs with this kind of link; only the first [`MAX_PAIRS`] are listed.
 fn pairs_with(links: &[Vec<&'static str>], link: &str) -> Option<String> {
     let rows = links.iter().enumerate();
     let pairs = rows.flat_map(|(from, row)| row.iter().enumerate().map(move |(to, link)| (from, to, *link)));

@@ -14,7 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// The providers over which the engine is tested. libfabric 1.17 calls the provider `net` that later versions call `tcp`.
 const TESTED: [&str; 3] = ["net", "shm", "tcp"];
 
-/// Providers of network cards, before a `;`.
+/// Providers for network cards, by the part of the name before a `;`.
 const OF_CARDS: [&str; 12] =
     ["bgq", "cxi", "efa", "efa-direct", "gni", "mlx", "opx", "psm", "psm2", "psm3", "ucx", "verbs"];
 
@@ -58,7 +58,7 @@ impl FabricProvider {
         core_name(&self.name) == core
     }
 
-    /// Its name of an RDMA device: `verbs` uses the device's name, and `efa` appends `-rdm`.
+    /// The name under which it lists an RDMA device: `verbs` uses the device's name, and `efa` appends `-rdm`.
     pub(super) fn nic_of(&self, device: &str) -> Option<&str> {
         let mut names = self.nics.iter().map(String::as_str);
         let exact = names.clone().find(|name| *name == device);
@@ -78,7 +78,7 @@ impl FabricProvider {
             1 => format!("NIC {}", self.nics[0]),
             _ => format!("NICs {}", self.nics.join(", ")),
         };
-        // What version 1.17 calls `net`, and its `tcp;ofi_rxm` is another provider.
+        // The setting `tcp` selects the provider that version 1.17 calls `net`; its `tcp;ofi_rxm` is a different provider.
         let named = if self.name == "net" { " (HYBRID_EP_TRANSPORT=tcp)" } else { "" };
         Check::ok(format!("provider {}{named}", self.name), format!("{note}{nics}"))
     }

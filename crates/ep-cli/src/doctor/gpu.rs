@@ -30,7 +30,7 @@ pub(crate) struct Gpus {
     pub(crate) device_files: usize,
     /// Paths of `libcuda.so.1`; a loader takes the first.
     pub(crate) libcuda_paths: Vec<String>,
-    /// Paths of run-time compilers (NVRTC), used or not.
+    /// Paths of all run-time compilers (NVRTC), whether or not the backend uses them.
     pub(crate) nvrtc_paths: Vec<String>,
     /// Modules that let network cards access GPU memory.
     pub(crate) peer_modules: Fact<Vec<PeerModule>>,
@@ -199,7 +199,7 @@ impl PeerModule {
     }
 }
 
-/// The finding on a library. All copies are listed, because a loader may take another one than expected.
+/// The finding on a library. All copies are listed, because a loader may take a copy that the user does not expect.
 fn library_check(name: &str, paths: &[String], enables: &str, how: &str) -> Check {
     match paths {
         [] => Check::absent(name, "not found").advice(enables, how),

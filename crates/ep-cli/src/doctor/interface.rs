@@ -62,7 +62,8 @@ impl Interface {
     }
 }
 
-/// The addresses with which `HYBRID_EP_TRANSPORT_ADDRESS` works: a link-local one needs an interface too.
+/// The addresses that `HYBRID_EP_TRANSPORT_ADDRESS` can select. Link-local ones are left out, since they need an
+/// interface too.
 fn usable(addresses: &[IpAddr]) -> impl Iterator<Item = &IpAddr> {
     addresses.iter().filter(|address| match address {
         IpAddr::V4(_) => true,
@@ -70,7 +71,7 @@ fn usable(addresses: &[IpAddr]) -> impl Iterator<Item = &IpAddr> {
     })
 }
 
-/// The interfaces, except loopback. A virtual one is left out unless it has an address or there are no others.
+/// The interfaces, except loopback. A virtual one is left out unless it has an address or, if all are virtual, is up.
 pub(super) fn interfaces(probe: &Probe) -> Fact<Vec<Interface>> {
     let in_files = probe.names(NET_DIR).map(|names| {
         let all = names
@@ -113,7 +114,7 @@ fn without_files(addresses: &Fact<Vec<InterfaceAddress>>) -> Fact<Vec<Interface>
     })
 }
 
-/// The addresses of an interface, IPv4 first, as `HYBRID_EP_TRANSPORT_ADDRESS` takes the first one.
+/// The addresses of an interface, IPv4 first, since `HYBRID_EP_TRANSPORT_ADDRESS` prefers IPv4.
 fn addresses_of(all: &[InterfaceAddress], interface: &str) -> Vec<IpAddr> {
     let own = all.iter().filter(|entry| entry.interface == interface);
     let mut own: Vec<IpAddr> = own.map(|entry| entry.address).collect();

@@ -59,7 +59,7 @@ pub(crate) struct HugePages {
     pub(crate) page_bytes: u64,
     /// Reserved pages; absent if the machine does not support this page size.
     pub(crate) reserved: Fact<u64>,
-    /// Free pages of those.
+    /// Reserved pages that are free.
     pub(crate) free: Fact<u64>,
 }
 
@@ -198,7 +198,7 @@ impl Memory {
             |limit| match limit {
                 Limit::Unlimited => Check::ok(NAME, "unlimited"),
                 Limit::At(n) if *n < FEW_OPEN_FILES => Check::problem(NAME, format!("at most {n}"))
-                    .advice("process ranks, which open files to all others", "ulimit -n 4096"),
+                    .advice("process ranks, which open files for every other rank", "ulimit -n 4096"),
                 Limit::At(n) => Check::ok(NAME, format!("at most {n}")),
             },
             || Check::absent(NAME, "not found"),

@@ -25,7 +25,7 @@ mod rdma;
 mod render;
 mod report;
 mod system;
-// The fake machines of the tests have file names with colons (PCI addresses), which other systems do not allow.
+// The fake machines of the tests have file names with colons (PCI addresses), which only Unix allows.
 #[cfg(test)]
 #[cfg(unix)]
 mod tests;

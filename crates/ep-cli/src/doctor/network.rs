@@ -36,7 +36,8 @@ pub(crate) struct Network {
     pub(crate) uverbs_device_files: usize,
     /// The NIC that is nearest to each GPU.
     pub(crate) gpu_nics: GpuNics,
-    /// Network interfaces; virtual ones only if they have an address or there are no others.
+    /// Network interfaces without loopback. A virtual one is included only if it has an address or, if all are virtual,
+    /// is up.
     pub(crate) interfaces: Fact<Vec<Interface>>,
     /// Paths of `libfabric.so.1`; a loader takes the first.
     pub(crate) libfabric_paths: Vec<String>,
@@ -95,7 +96,7 @@ impl Network {
 
     /// A finding for each provider of libfabric that does not list the active NICs of this machine.
     fn missing_provider_checks(&self, system: &System) -> Vec<Check> {
-        // Without the library or the device files, the findings on these have the advice.
+        // If the library or the device files are missing, the finding on these has the advice.
         let Some(providers) = self.libfabric_providers.known().filter(|_| self.uverbs_device_files > 0)
         else {
             return Vec::new();
@@ -181,7 +182,7 @@ impl Network {
     }
 }
 
-/// What to do if libfabric does not list an RDMA device other than an EFA. Addresses: fi_verbs(7).
+/// What to do if libfabric does not list an RDMA device other than an EFA. fi_verbs(7) documents that NICs need addresses.
 fn verbs_advice(system: &System) -> String {
     format!(
         "install the devices' user-space drivers ({}), and give each NIC's network interface an IP address; \

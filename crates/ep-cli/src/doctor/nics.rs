@@ -13,13 +13,13 @@ pub(crate) struct GpuNics {
     /// The GPUs in the driver's order, which `CUDA_VISIBLE_DEVICES` changes; without a driver, by PCI address. Empty if there
     /// is no RDMA device to choose.
     pub(crate) gpus: Vec<GpuNic>,
-    /// The value for `HYBRID_EP_TRANSPORT_NIC` that gives all NICs to these GPUs: the NICs of local rank `i` are at `i` modulo
-    /// the length, several with a `+` between them.
+    /// The value for `HYBRID_EP_TRANSPORT_NIC` that gives all NICs to these GPUs: entry `i` modulo the length has the
+    /// NICs of local rank `i`, joined by `+`.
     pub(crate) suggested: Vec<String>,
-    /// What the ranks of these GPUs use without the variable, in the same form: their share if all GPUs on the PCI bus have
-    /// one. Empty if these GPUs are not on the bus.
+    /// The NICs that the ranks of these GPUs use without the variable, in the same form: their share when all GPUs on the
+    /// PCI bus share the NICs. Empty if any of these GPUs is not on the bus.
     pub(crate) default: Vec<String>,
-    /// The RDMA devices that are not chosen from, with the reason.
+    /// The RDMA devices that are left out of the choice, with the reason.
     pub(crate) left_out: Vec<LeftOut>,
 }
 
@@ -32,7 +32,7 @@ pub(crate) struct GpuNic {
     pub(crate) pci_address: String,
     /// The RDMA devices that are nearest.
     pub(crate) nearest: Vec<String>,
-    /// What the GPU has in common with each of them.
+    /// What the GPU has in common with each of the nearest devices.
     #[serde(serialize_with = "as_name")]
     pub(crate) relation: Relation,
 }
@@ -48,7 +48,7 @@ fn as_name<S: Serializer>(relation: &Relation, serializer: S) -> Result<S::Ok, S
     })
 }
 
-/// An RDMA device that is not chosen from.
+/// An RDMA device that is left out of the choice.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct LeftOut {
     /// Its name.
@@ -145,7 +145,7 @@ impl GpuNic {
     fn check(&self) -> Check {
         let name = format!("{} ({})", self.gpu, self.pci_address);
         if self.relation == Relation::Unknown {
-            let found = "nearest NIC unknown: they have no PCI bridge and no known NUMA node in common";
+            let found = "nearest NIC unknown: no NIC shares a PCI bridge or a known NUMA node with this GPU";
             return Check::absent(name, found);
         }
         Check::ok(name, format!("nearest {} ({})", self.nearest.join(", "), self.relation.text()))
@@ -155,7 +155,8 @@ impl GpuNic {
 /// The names and PCI addresses of the GPUs: those that the driver shows, or else those on the PCI bus.
 fn gpus(probe: &Probe, cuda: &Cuda) -> Vec<(String, String)> {
     let shown = cuda.gpus.known().map(Vec::as_slice).unwrap_or_default();
-    // One without an address would change the numbers of the others.
+    // If the driver shows a GPU without an address, use the GPUs on the bus: leaving it out would change the numbers of
+    // the others.
     let shown: Option<Vec<&String>> = shown.iter().map(|gpu| gpu.pci_address.as_ref()).collect();
     let named = |prefix: &str, addresses: Vec<String>| {
         let numbered = addresses.into_iter().enumerate();
@@ -185,8 +186,8 @@ fn location(probe: &Probe, address: &str) -> DeviceLocation {
     }
 }
 
-/// The devices to choose from, and the others with the reason. A list of NICs is of one network, since the ranks of a rail
-/// must reach each other.
+/// The devices to choose from, and the devices that are left out, with the reason. All NICs of a list are of one network,
+/// since the ranks of a rail must reach each other.
 fn choose_from(devices: &[RdmaDevice]) -> (Vec<&RdmaDevice>, Vec<LeftOut>) {
     let usable = || devices.iter().filter(|device| device.is_usable());
     let preferred = Nic::preferred_network(usable().map(RdmaDevice::network));
@@ -196,7 +197,7 @@ fn choose_from(devices: &[RdmaDevice]) -> (Vec<&RdmaDevice>, Vec<LeftOut>) {
         let why = if !device.is_usable() {
             "no active port".to_owned()
         } else if let Some(network) = preferred.filter(|&network| network != device.network()) {
-            format!("not {network} as others are")
+            format!("not {network}, unlike other devices")
         } else {
             chosen.push(device);
             continue;
@@ -206,7 +207,7 @@ fn choose_from(devices: &[RdmaDevice]) -> (Vec<&RdmaDevice>, Vec<LeftOut>) {
     (chosen, left_out)
 }
 
-/// The name of a device in `HYBRID_EP_TRANSPORT_NIC`: as its provider lists it, or else as the provider would.
+/// The name of a device in `HYBRID_EP_TRANSPORT_NIC`: the name under which its provider lists it, or else would list it.
 pub(super) fn name_of(device: &RdmaDevice, providers: &Fact<Vec<FabricProvider>>) -> String {
     match listed_as(device, providers) {
         Some(name) => name.to_owned(),

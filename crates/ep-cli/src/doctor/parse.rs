@@ -1,7 +1,8 @@
 //! Parsers for the notations of `/proc` and `/sys`, and formatting of sizes.
 //!
-//! `procfs` and `sysinfo` read the files of the running machine only. The tests of doctor read those of other machines, and most
-//! files are of `/sys`, for which these crates have no parsers.
+//! The crates `procfs` and `sysinfo` do not replace these parsers: they read only the files of the running machine, while
+//! the tests of doctor read files of fake machines; and most of the files are in `/sys`, for which these crates have no
+//! parsers.
 
 /// The number of items in a kernel list such as `0-3,8,10-11`.
 pub(super) fn list_len(text: &str) -> Option<usize> {

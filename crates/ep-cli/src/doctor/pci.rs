@@ -11,7 +11,7 @@ const DEVICES: &str = "/sys/bus/pci/devices";
 /// The address and the configuration registers of one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Device {
-    /// Such as `0000:18:00.0`.
+    /// The address, such as `0000:18:00.0`.
     pub(super) address: String,
     vendor: u32,
     device: u32,
@@ -69,7 +69,7 @@ pub(super) fn numa_node_at(probe: &Probe, address: &str) -> Fact<u32> {
     numa_node(probe, &format!("{DEVICES}/{}", address.to_ascii_lowercase()))
 }
 
-/// The path of the device at a PCI address below `/sys/devices`, which names the bridges above it.
+/// The path below `/sys/devices` of the device at a PCI address. The path names the bridges above the device.
 pub(super) fn path_at(probe: &Probe, address: &str) -> Fact<String> {
     probe.real_path(&format!("{DEVICES}/{}", address.to_ascii_lowercase()))
 }

@@ -13,7 +13,7 @@ use std::{
 
 use super::fact::Fact;
 
-/// Most bytes that are read of one file. The largest file, `/proc/cpuinfo`, has about 2 KiB per CPU.
+/// Maximum number of bytes that are read from one file. The largest file, `/proc/cpuinfo`, has about 2 KiB per CPU.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
 /// The machine that is examined.
@@ -184,7 +184,7 @@ fn vector_extensions() -> Vec<(&'static str, bool)> {
     Vec::new()
 }
 
-/// The fact that a path with this error gives.
+/// The fact that results from an error at a path.
 fn unreadable<T>(path: &str, err: &io::Error) -> Fact<T> {
     match err.kind() {
         io::ErrorKind::NotFound => Fact::Absent,

@@ -125,8 +125,8 @@ impl Packages {
         Packages::Other
     }
 
-    /// How to install a library. `versioned` is the package name on distributions whose names contain the library's
-    /// version, `plain` on others.
+    /// How to install a library. `versioned` is the package name on distributions whose package names contain the
+    /// library's version, `plain` on others.
     pub(super) fn install(self, versioned: &str, plain: &str) -> String {
         match self {
             Packages::Apt => format!("apt-get install {versioned}"),
@@ -136,7 +136,7 @@ impl Packages {
         }
     }
 
-    /// How to install the drivers of libibverbs, which it loads for each kind of device.
+    /// How to install the drivers that libibverbs loads, one for each kind of device.
     pub(super) fn verbs_drivers(self) -> String {
         match self {
             Packages::Apt => self.install("ibverbs-providers", "libibverbs"),
@@ -158,8 +158,8 @@ fn feature_check(name: &str, there: &Fact<bool>, since: (u32, u32)) -> Check {
     }
 }
 
-/// Whether the kernel's release is at least `since`. This crate has no unsafe code, so it cannot try the system call.
-/// The release number is reliable, except on sandboxes that report a fixed one.
+/// Whether the kernel's release is at least `since`. This crate has no unsafe code, so it cannot try the system call. The
+/// release number is reliable, except in sandboxes that report a fixed one.
 fn kernel_has(probe: &Probe, release: &Fact<String>, since: (u32, u32)) -> Fact<bool> {
     if let Some(version) = probe.text("/proc/version").known()
         && version.contains(GVISOR_BUILD)

@@ -8,12 +8,12 @@ use crate::common::failure::Failure;
 /// Prints an error as one line, because scripts read lines. Lines of a longer message are joined.
 pub(crate) fn error(program: &str, failure: &Failure) {
     let message = one_line(&failure.to_string());
-    // One write for the whole line, because ranks that are processes share stderr. If stderr is closed, the exit code
-    // remains.
+    // One write for the whole line, because ranks that are processes share stderr. If stderr is closed, only the exit
+    // code reports the error.
     let _ = to_stderr(&format!("{program}: error: {message}"));
 }
 
-/// Writes a text at once and ends its last line. A closed pipe (`| head`) is no error.
+/// Writes a text at once and ends its last line. A closed pipe (`| head`) is not an error.
 pub(crate) fn to_stdout(text: &str) -> Result<(), Failure> {
     whole(std::io::stdout().lock(), text, "stdout")
 }

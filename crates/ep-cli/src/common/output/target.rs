@@ -1,4 +1,4 @@
-//! Destinations of results: checked before the run, and files are written completely or not at all.
+//! Destinations of results. They are checked before the run. A file is written completely or not at all.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
@@ -11,7 +11,7 @@ use super::finite::Checked;
 use super::streams::{to_stderr, to_stdout};
 use crate::common::failure::Failure;
 
-/// Most links in a chain, as in Linux.
+/// Maximum number of links in a chain, the same as in Linux.
 const MOST_LINKS: usize = 40;
 
 /// The destination that an option names.
@@ -170,7 +170,7 @@ fn behind_links(path: &Path) -> Result<PathBuf, String> {
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let before = match fs::symlink_metadata(path) {
         Ok(found) if !found.is_file() => {
-            return Err(io::Error::other("was a regular file when the run began, and is none any more"));
+            return Err(io::Error::other("was a regular file when the run began, but is not one any more"));
         }
         Ok(found) => Some(found),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
@@ -197,7 +197,7 @@ fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
 fn take_after(file: &File, before: &fs::Metadata) -> io::Result<()> {
     let (uid, gid) = (before.uid(), before.gid());
     let group_kept = fchown(file, Some(uid), Some(gid)).or_else(|_| fchown(file, None, Some(gid))).is_ok();
-    // If the group could not be kept, the new group gets no rights of the old one.
+    // If the group could not be kept, the new group gets none of the old group's rights.
     let mode = before.mode() & if group_kept { 0o777 } else { 0o707 };
     file.set_permissions(fs::Permissions::from_mode(mode))
 }
@@ -215,7 +215,8 @@ fn temporary(path: &Path, mode: u32) -> io::Result<(File, PathBuf)> {
     loop {
         let name = directory_of(path).join(format!(".hybrid-ep.{}.{number}.tmp", std::process::id()));
         match OpenOptions::new().write(true).create_new(true).mode(mode).open(&name) {
-            // A file that an earlier process with the same number left behind may be in use: it stays.
+            // The name is taken, for example by a file that an earlier process with the same ID left behind: try the next
+            // one.
             Err(error) if error.kind() == ErrorKind::AlreadyExists && number < 100 => number += 1,
             opened => return Ok((opened?, name)),
         }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// Most characters of an error line: a name or a value in it may be megabytes long.
+/// Maximum number of characters of an error line: a name or a value in it may be megabytes long.
 const LONGEST_LINE: usize = 2000;
 
 /// Replaces every character that a terminal would act on by its escape, `\u{1b}` for ESC. Line ends and tabs stay.
@@ -34,7 +34,8 @@ pub(crate) fn one_line(text: &str) -> String {
     }
 }
 
-/// Escapes such characters in JSON as `\u001b`. In JSON they occur only in strings.
+/// Escapes the characters that a terminal would act on in JSON, for example ESC as `\u001b`. serde_json writes such
+/// characters only inside strings.
 pub(super) fn json(text: String) -> String {
     if !text.chars().any(obeyed) {
         return text;

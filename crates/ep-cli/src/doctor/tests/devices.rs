@@ -118,7 +118,7 @@ fn efa_is_recognised_by_vendor_or_driver() {
     assert!(cards.iter().all(|card| card.is_efa));
     assert_eq!(find(&report, "rdmap16s27 port 1").found, "ACTIVE, EFA");
     assert!(find(&report, "rdmap32s27 port 1").how.as_ref().unwrap().contains("subnet"));
-    // Without device files no program can open them.
+    // Without device files, no program can open the devices.
     assert_eq!(find(&report, "/dev/infiniband").mark, Mark::Absent);
 }
 

@@ -121,8 +121,8 @@ fn each_gpu_has_a_nic_behind_its_switch() {
     assert_eq!(report.network.gpu_nics.suggested.join(","), DGX_LIST);
     let left_out: Vec<_> =
         report.network.gpu_nics.left_out.iter().map(|out| (&*out.device, &*out.why)).collect();
-    assert_eq!(left_out, [("mlx5_1", "not InfiniBand as others are"), ("mlx5_2", "no active port")]);
-    assert_eq!(find(&report, "NICs left out").found, "not InfiniBand as others are: mlx5_1");
+    assert_eq!(left_out, [("mlx5_1", "not InfiniBand, unlike other devices"), ("mlx5_2", "no active port")]);
+    assert_eq!(find(&report, "NICs left out").found, "not InfiniBand, unlike other devices: mlx5_1");
     let json = serde_json::to_value(&report.network).unwrap();
     assert_eq!(json["gpu_nics"]["gpus"][7]["relation"], "same_switch");
     assert_eq!(json["rdma_devices"][0]["path"], behind_switch(0, 2));
@@ -175,13 +175,13 @@ fn a_machine_with_flat_buses_and_efa() {
     let report = machine.examine();
     assert_sound(&report);
     assert_eq!(find(&report, "GPU 3 (0000:20:1d.0)").found, "nearest rdmap32s27 (same root complex)");
-    // libfabric appends a suffix, also where its list is not at hand.
+    // The suffix that libfabric appends is part of the names, even if libfabric lists nothing.
     let expected = ["rdmap16s27-rdm", "rdmap16s27-rdm", "rdmap32s27-rdm", "rdmap32s27-rdm"];
     assert_eq!(report.network.gpu_nics.suggested, expected);
     // Without libfabric, its line has the advice.
     assert_eq!(find(&report, "libfabric.so.1").how.as_deref(), Some("run AWS's EFA installer"));
     assert!(!names_of(&report).contains(&"provider efa"));
-    // The name that the provider lists counts.
+    // The name that the provider lists takes precedence.
     let machine = machine.provider("efa", &["rdmap16s27-x", "rdmap32s27-x"]);
     assert_eq!(machine.examine().network.gpu_nics.suggested[2], "rdmap32s27-x");
 }
@@ -207,7 +207,7 @@ fn gpus_and_nics_without_a_common_place() {
     assert!(gpu.found.starts_with("nearest NIC unknown"), "{}", gpu.found);
     assert_eq!(report.network.gpu_nics.suggested, ["mlx5_0", "mlx5_1"]);
 
-    // With NUMA nodes, these decide.
+    // If the NUMA nodes are known, they decide.
     for (domain, node) in [(1, "1\n"), (2, "0\n"), (3, "0\n"), (4, "1\n")] {
         let file = format!("/sys/devices/vmbus/pci{domain:04x}:00/{domain:04x}:00:00.0/numa_node");
         fs::write(machine.path(&file), node).unwrap();
@@ -256,7 +256,7 @@ fn a_nic_without_its_provider_is_reported_with_advice() {
     assert!(verbs.how.as_ref().unwrap().contains("apt-get install ibverbs-providers"), "{verbs:?}");
     assert!(!names_of(&report).contains(&"provider efa"));
 
-    // Some of the NICs.
+    // libfabric lists only some of the NICs.
     let machine =
         machine.provider("verbs;ofi_rxm", &["mlx5_0", "mlx5_1", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6"]);
     let report = machine.examine();
@@ -296,7 +296,7 @@ fn interfaces_are_reported_with_their_addresses() {
         .address("veth7", true, "fe80::3");
     let report = machine.examine();
     assert_sound(&report);
-    // As `HYBRID_EP_TRANSPORT_ADDRESS` chooses: IPv4 first, and no link-local address.
+    // The same as `HYBRID_EP_TRANSPORT_ADDRESS` chooses: IPv4 first, and no link-local address.
     assert_eq!(find(&report, "eno1").found, "up, 25 Gbit/s, 198.51.100.7, 2001:db8::7");
     assert_eq!(find(&report, "ib0").found, "down, speed not reported, no address");
     assert_eq!(find(&report, "ib1").found, "up, speed not reported, only a link-local address");
