@@ -108,7 +108,7 @@ fn different_recorded_routings_are_refused() {
     }
 }
 
-/// Only random cases have a seed, so ranks that a launcher starts need none without them.
+/// Only random cases have a seed, so ranks that a launcher starts need no seed for the fixed suite.
 #[test]
 fn the_fixed_cases_need_no_seed() {
     let arguments = &["verify", "--backend=host", "--processes", "--suite-only"][..];

@@ -6,7 +6,7 @@ mod common;
 use common::{Directory, Finished, trace};
 use serde_json::Value;
 
-/// A benchmark of the host backend, also on machines with GPUs.
+/// A benchmark of the host backend, even on machines with GPUs.
 fn tiny(more: &[&str]) -> Finished {
     common::tiny(&[&["--backend", "host"], more].concat())
 }
@@ -249,7 +249,7 @@ fn a_recorded_routing_is_measured_layer_by_layer() {
     );
     assert_eq!(text.matches("load per rank").count(), 2, "{text}");
 
-    // With another number of ranks than in the recording.
+    // With a number of ranks that differs from the recording's.
     let report = json(&["--routing", &file, "--layer", "1", "--processes"]);
     check_fields(&report, 4, &[4, 5, 5, 5], 8, 2);
     assert_eq!(report["runs"][0]["layer"], 1);

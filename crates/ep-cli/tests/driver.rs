@@ -1,4 +1,4 @@
-//! The program with a CUDA driver that is missing, unusable, or fails in one function. The error must contain the
+//! Runs the program with a CUDA driver that is missing, unusable, or fails in one function. The error must contain the
 //! failed action, the driver's reason and advice, and the program must end. The driver is a fake (`fake/cuda.c`),
 //! compiled by these tests, so that they need no GPU and do not depend on one.
 #![cfg(target_os = "linux")]
@@ -14,7 +14,7 @@ use common::{Directory, Finished, finish_in_time, program};
 
 /// One case of the fixed suite: one rank, 4 tokens.
 const VERIFY: &[&str] = &["verify", "--backend", "cuda", "--suite-only", "--case", "0"];
-/// Two ranks, on a GPU each where there are two.
+/// Two ranks, each on its own GPU if there are two.
 const BENCH: &[&str] = &[
     "bench",
     "--backend",
@@ -181,7 +181,7 @@ fn kernels_are_loaded_before_the_first_operator() {
         let (before, after) = calls.split_once("cuLaunchKernel").unwrap();
         [before, after].map(|calls| calls.lines().filter(|&call| call == "cuModuleLoadData").count())
     };
-    // The kernels that nearly all programs launch, on each GPU; and those of the benchmark.
+    // Each GPU loads the kernels that nearly all programs launch, and later those of the benchmark.
     assert_eq!(loads("1", VERIFY)[0], 3);
     assert_eq!(loads("2", BENCH), [6, 2]);
     // All kernels, if ranks share a GPU.
@@ -224,7 +224,7 @@ fn a_driver_that_is_missing_or_does_not_load_is_reported() {
     assert!(doctor_says(run(&["doctor"])).ends_with("no GPU driver (libcuda.so.1)"));
 }
 
-/// As the stub library of a CUDA toolkit that is older than the driver.
+/// Such a driver may be the stub library of an old CUDA toolkit.
 #[test]
 fn a_driver_that_lacks_a_function_is_reported() {
     let directory = Directory::new("driver-lacking");
@@ -382,7 +382,7 @@ fn failing_operators_are_reported() {
         assert_eq!(ranks.code, Some(2), "{fail}: {ranks:?}");
         // One line per rank, then the launcher's line.
         let (lines, last) = ranks.stderr.trim_end().rsplit_once('\n').unwrap_or_default();
-        // A rank that fails while the other still joins is named by it, with the same reason.
+        // If a rank fails while the other one still joins, the other one names it, with the same reason.
         let named = [[0, 1], [1, 0]].map(|[own, told]| {
             format!("hybrid-ep: error: rank {own} exited with code 2; rank {told} exited with code 3")
         });

@@ -1,4 +1,4 @@
-//! Commands where the system refuses threads: errors with advice, never a panic or a wait without end.
+//! If the system refuses threads, commands end with an error that contains advice: they never panic or hang.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 use common::{Finished, TINY, finish_in_time, program};
 
-/// A user of this test alone if the test runs as root, which the limit would not bind.
+/// A user that only this test uses, if the test runs as root: the limit does not apply to root.
 fn user() -> Option<u32> {
     let root = std::fs::metadata("/proc/self").unwrap().uid() == 0;
     root.then(|| 50_000 + std::process::id() % 10_000)
@@ -32,7 +32,7 @@ fn limited(threads: usize) -> Command {
     command
 }
 
-/// Whether that user can run the program at all: a checkout below a private directory is closed to it.
+/// Whether that user can run the program at all: the user cannot read a checkout below a private directory.
 fn can_run() -> bool {
     let done = limited(1000).arg("--version").output();
     let can = done.is_ok_and(|output| output.status.success());
@@ -42,7 +42,7 @@ fn can_run() -> bool {
     can
 }
 
-/// Runs the program with the threads that its limit leaves, which may be enough.
+/// Runs the program with this limit of threads, which may be enough.
 #[track_caller]
 fn run(threads: usize, arguments: &[&str]) -> Finished {
     let finished = finish_in_time(limited(threads).args(arguments).spawn().unwrap());
@@ -62,7 +62,7 @@ fn commands_without_threads_end_with_an_error() {
         assert_eq!(refused.code, Some(2), "{refused:?}");
         assert!(refused.stderr.contains("starting "), "{refused:?}");
     }
-    // Only a user without other threads reaches every limit: at each, another thread is the first that is refused.
+    // Only a user without other threads reaches every limit: at each limit, a different thread is the first to be refused.
     if user().is_some() {
         for threads in 2..=14 {
             for arguments in commands {

@@ -18,7 +18,7 @@ fn planned(options: &[&str]) -> Value {
 fn three_unequal_datacenters_are_planned_by_options_and_by_file() {
     let by_options = planned(&THREE);
     let prices = by_options["step"]["prices"].as_array().unwrap();
-    // A site of 32 GPUs cannot hold weights and Adam state of its own, as local steps need.
+    // A site of 32 GPUs alone cannot hold all weights and their Adam state, as local steps require.
     assert_eq!(prices.len(), 5, "every other strategy has a layout");
     for price in prices {
         let factors = |list: &str| -> u64 {

@@ -37,7 +37,7 @@ use crate::planner::problem::Problem;
 struct PlanReport<'a> {
     hybrid_ep_version: &'static str,
     problem: &'a Problem,
-    /// What the times assume, as lines of the report.
+    /// The assumptions behind the times, as lines of the report.
     assumed: Vec<String>,
     /// Steps of all strategies; absent for forward passes.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -79,7 +79,7 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
                 solved => solved.err(),
             };
             to_stdout(&input::to_toml(&problem.cluster, &problem.model, &problem.options))?;
-            // The file may be wanted in order to change what makes the problem impossible.
+            // The file is printed even without a plan: the user may need it to change what makes the problem impossible.
             if let Some(failure) = unsolved {
                 to_stderr(&format!("note: this problem has no plan: {failure}"))?;
             }
@@ -90,10 +90,10 @@ pub(crate) fn main(args: &PlanArgs) -> Result<Verdict, Failure> {
     Ok(Verdict::Right)
 }
 
-/// What is asked for.
+/// The request.
 struct Wanted<'a> {
     args: &'a PlanArgs,
-    /// With `--runnable`, the problem without what it fixes.
+    /// With `--runnable`, the problem before [`restrict_to_runtime`].
     unrestricted: Option<Problem>,
 }
 
@@ -114,7 +114,7 @@ fn plan(wanted: &Wanted<'_>, problem: &Problem) -> Result<(), Failure> {
     let sweep = sweep.map(|request| request.run(problem));
     let (step, plan) = match (solve(wanted, problem), &sweep) {
         (Ok(solved), _) => solved,
-        // A sweep may be wanted in order to find out where there is a plan.
+        // A sweep may serve to find the values at which there is a plan.
         (Err(failure), Some(sweep))
             if sweep.has_plan() && !json.is_wanted() && !html.is_wanted() && !groups.is_wanted() =>
         {
@@ -170,7 +170,7 @@ struct Groups<'a> {
     groups: &'a PartitionExport,
 }
 
-/// How the GPUs of the cluster are divided. The lists of the file are those of one EP group.
+/// How the GPUs of the cluster are divided. The rank lists of the file are those of one EP group.
 #[derive(Serialize)]
 struct GroupsLayout {
     pipeline_stages: usize,
@@ -191,7 +191,7 @@ impl GroupsLayout {
     }
 }
 
-/// The steps of all strategies, and the layers of the one to show. Forward passes have layers only.
+/// The steps of all strategies, and the layers of the strategy to show. Forward passes have only layers.
 fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan), Failure> {
     let args = wanted.args;
     let unsolvable = |error| Failure::request(unsolvable(args, problem, &error));
@@ -237,7 +237,8 @@ fn solve(wanted: &Wanted<'_>, problem: &Problem) -> Result<(Option<Shown>, Plan)
     Ok((Some(shown), layers))
 }
 
-/// Why there is no plan, and what would have one. `--runnable` fixes a layout, which the planner's own error calls the request's.
+/// Why there is no plan, and which larger clusters have one. `--runnable` has its own text, because the planner's error would
+/// name options that the user did not set.
 fn unsolvable(args: &PlanArgs, problem: &Problem, error: &PlanError) -> String {
     let why = match error {
         PlanError::NoLayout { needed, device, .. } if args.runnable => format!(
@@ -253,8 +254,8 @@ fn unsolvable(args: &PlanArgs, problem: &Problem, error: &PlanError) -> String {
     }
 }
 
-/// The fastest expert domains that send weights and gradients exactly, where lossy ones are the best and these leave as much
-/// memory.
+/// The fastest expert domains that send weights and gradients exactly. `None` unless `best` is lossy expert domains and the
+/// exact ones have the same `fit`.
 fn exact_domains(problem: &Problem, best: &StepPrice) -> Option<StepPrice> {
     if best.strategy != Strategy::ExpertDomains || !steps::is_lossy(best, &problem.options) {
         return None;
@@ -267,8 +268,8 @@ fn exact_domains(problem: &Problem, best: &StepPrice) -> Option<StepPrice> {
     plan.price(Strategy::ExpertDomains).filter(|price| price.fit == best.fit).cloned()
 }
 
-/// The fastest expert domains if no memory is kept free, where the plan's move no experts over the outermost level, and
-/// these do and are faster: then memory decides.
+/// The fastest expert domains if no memory is kept free. `None` unless memory decides: the expert domains of `plan` move no
+/// experts over the outermost level, and these do and are faster.
 fn domains_with_all_memory(problem: &Problem, plan: &StepPlan) -> Option<StepPrice> {
     let moves_none = |price: &&StepPrice| price.candidate.domain_sizes.first() == Some(&1);
     let domains = plan.price(Strategy::ExpertDomains).filter(moves_none)?;
@@ -277,7 +278,7 @@ fn domains_with_all_memory(problem: &Problem, plan: &StepPlan) -> Option<StepPri
     (roomy.step_time < domains.step_time).then(|| roomy.clone())
 }
 
-/// The plan with other options; `None` if there is none.
+/// The plan with changed options; `None` if there is none.
 fn plan_with(problem: &Problem, change: impl FnOnce(&mut Options)) -> Option<StepPlan> {
     let mut other = problem.clone();
     change(&mut other.options);
@@ -289,7 +290,7 @@ fn planned(problem: &Problem) -> Option<StepPlan> {
     problem.step_planner().ok()??.plan().ok()
 }
 
-/// Why the strategy that is asked for has no price.
+/// Why the requested strategy has no price.
 fn refused(wanted: Option<StrategyChoice>, plan: &StepPlan) -> String {
     let value = |choice: &StrategyChoice| choice.to_possible_value().map(|value| value.get_name().to_owned());
     let why = match wanted.is_some_and(|wanted| plan.without_layout.contains(&wanted.strategy())) {

@@ -14,7 +14,7 @@ use crate::planner::text::table;
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Level {
     pub(crate) name: String,
-    /// `G`, `D`, `P_E`, `B`, `L`.
+    /// The inputs `G`, `D`, `P_E`, `B` and `L`.
     pub(crate) input: StreamModel,
     pub(crate) sizes: Vec<Size>,
     pub(crate) best_domain_size: usize,

@@ -1,4 +1,4 @@
-//! What would make a plan possible, where memory does not suffice: found by planning.
+//! Larger clusters that have a plan where memory does not suffice, found by planning.
 
 use ep_plan::PlanError;
 use ep_plan::step::{Fit, Strategy};
@@ -8,11 +8,12 @@ use super::steps::dispatch_ranks;
 use crate::common::units;
 use crate::planner::problem::Problem;
 
-/// Clusters that are tried at most, of each kind.
+/// Maximum number of clusters of each kind that are tried.
 const TRIES: usize = 16;
 
-/// What an error about memory can offer, as text: a cluster with more nodes, and GPUs with more memory. `None` for other errors,
-/// or if no cluster that was tried has a plan that leaves `reserved_memory` free. `runnable`: for `--runnable`.
+/// The remedies for an error about memory, as text: a cluster with more nodes, and GPUs with more memory. `None` for other
+/// errors, or if no cluster that was tried has a plan that leaves `reserved_memory` free. `runnable`: the plan must suit
+/// `--runnable`.
 pub(super) fn remedy(problem: &Problem, error: &PlanError, runnable: bool) -> Option<String> {
     let missing = match error {
         PlanError::TotalMemory { needed, available, .. } => needed.0 / available.0,
@@ -38,12 +39,12 @@ fn has_plan(problem: &Problem, runnable: bool) -> bool {
     })
 }
 
-/// More members of the level above the innermost one, which are nodes. `missing`: at least this many times as many.
+/// More members of the level above the innermost one: its members are nodes. `missing`: the least factor to try.
 fn more_nodes(problem: &Problem, missing: f64, runnable: bool) -> Option<String> {
     let level = problem.cluster.levels.len().checked_sub(2)?;
     let now = problem.cluster.levels[level].scaling_factor;
     let first = ((now as f64 * missing).ceil() as usize).max(now + 1);
-    // The steps grow, so that large clusters are found, too.
+    // The steps grow, so that few tries reach large clusters.
     let mut members = first;
     for _ in 0..TRIES {
         let mut larger = problem.clone();
@@ -71,7 +72,7 @@ fn more_nodes(problem: &Problem, missing: f64, runnable: bool) -> Option<String>
     None
 }
 
-/// The least memory of a GPU, to 1 %. `missing`: at least this many times as much.
+/// The least memory of a GPU with which there is a plan, to 1 %. `missing`: the least factor to try.
 fn more_memory(problem: &Problem, missing: f64, runnable: bool) -> Option<String> {
     let with = |gigabytes: f64| {
         let mut larger = problem.clone();
@@ -92,6 +93,6 @@ fn more_memory(problem: &Problem, missing: f64, runnable: bool) -> Option<String
         let middle = (low * high).sqrt();
         if has_plan(&with(middle), runnable) { high = middle } else { low = middle }
     }
-    // In whole gigabytes, if these are precise enough; more memory than is needed has a plan, too.
+    // Rounded up, to whole gigabytes if they are precise enough: more memory than needed does not rule out the plan.
     Some(format!("{} GB in each GPU", if high > 100.0 { high.ceil() } else { (10.0 * high).ceil() / 10.0 }))
 }

@@ -1,4 +1,4 @@
-//! What `--runnable` fixes, and what a problem without a runnable plan can do instead.
+//! What `--runnable` fixes, and the alternatives if a problem has no runnable plan.
 
 use ep_plan::cluster::Cluster;
 use ep_plan::planner::Replicas;
@@ -10,12 +10,12 @@ use crate::common::failure::Failure;
 use crate::common::units;
 use crate::planner::problem::Problem;
 
-/// Fixes what `ExpertDomains.from_file` of the training runtime demands of a plan: one EP group in a stage. The stages are those
-/// of the problem, by default one.
+/// Fixes what `ExpertDomains.from_file` of the training runtime demands of a plan: one EP group per stage. The number of
+/// stages is that of the problem, by default one.
 pub(super) fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> {
     let (gpus, experts) = (problem.cluster.gpus(), problem.model.experts);
     let stages = problem.options.pipeline_stages.unwrap_or(1).max(1);
-    // Of other numbers of stages the planner says which are possible.
+    // If the number of stages does not divide the GPUs, the planner's error lists the possible numbers.
     let group = if gpus.is_multiple_of(stages) { gpus / stages } else { 1 };
     let parts = parts(problem)?;
     if !experts.is_multiple_of(parts.count) {
@@ -24,11 +24,11 @@ pub(super) fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> 
     if !experts.is_multiple_of(group.max(1)) {
         let (of_a_stage, has) = match stages {
             1 => ("", format!("{gpus} GPUs")),
-            _ => (" of a stage", format!("{gpus} GPUs in {stages} stages of {group}")),
+            _ => (" in each stage", format!("{gpus} GPUs in {stages} stages of {group}")),
         };
         return Err(Failure::request(format!(
-            "--runnable needs a number of GPUs{of_a_stage} that divides the {experts} experts, and the cluster has {has}; possible: {}; \
-             change --nodes, --gpus-per-node, `members` in the cluster's file, or pipeline_stages",
+            "--runnable: the number of GPUs{of_a_stage} must divide the {experts} experts, and the cluster has {has}; \
+             possible: {}; change --nodes, --gpus-per-node, `members` in the cluster's file, or pipeline_stages",
             divisors_up_to(experts, group)
         )));
     }
@@ -39,7 +39,8 @@ pub(super) fn restrict_to_runtime(problem: &mut Problem) -> Result<(), Failure> 
     Ok(())
 }
 
-/// The members of the outermost level, or the equal parts of unequal ones. Each stage of a runnable plan has GPUs of all of them.
+/// The members of the outermost level, or the equal parts of unequal ones. Each stage of a runnable plan has GPUs of all of
+/// them.
 struct Parts {
     count: usize,
     /// "3 datacenters", or "5 equal parts of the 3 datacenters".
@@ -93,8 +94,8 @@ fn indivisible(problem: &Problem, parts: &Parts, stages: usize) -> String {
 /// The end of an error of `--runnable`: what the user can do instead.
 const WITHOUT_RUNNABLE: &str = "leave out --runnable for a pipeline with stages inside datacenters";
 
-/// Numbers of nodes of unequal datacenters, the most GPUs that divide the experts: some datacenters keep their nodes, the others
-/// have fewer.
+/// The numbers of nodes of unequal datacenters with the largest number of GPUs that divides the experts. Some datacenters keep
+/// all their nodes, and the others use fewer.
 fn unequal_nodes(problem: &Problem, stages: usize) -> Option<String> {
     let [outermost, second, inner @ ..] = &problem.cluster.levels[..] else { return None };
     let (sites, nodes) = (outermost.scaling_factor, second.scaling_factor);
@@ -108,7 +109,7 @@ fn unequal_nodes(problem: &Problem, stages: usize) -> Option<String> {
             && nodes.is_multiple_of(choice.1)
             && choice.1.is_multiple_of(stages)
     };
-    // Sites may have fewer nodes than the largest one. The largest ones keep theirs.
+    // Sites may have fewer nodes than the largest one. The largest sites keep their nodes.
     let members: Vec<usize> = match second.site_members.is_empty() {
         true => vec![nodes; sites],
         false => second.site_members.clone(),
@@ -127,7 +128,7 @@ fn unequal_nodes(problem: &Problem, stages: usize) -> Option<String> {
     Some(of_sites(&choice).iter().map(usize::to_string).collect::<Vec<_>>().join(","))
 }
 
-/// Why `--runnable` has no expert domains, where other strategies have a layout.
+/// Why `--runnable` has no expert domains although other strategies have a layout.
 pub(super) fn not_runnable(problem: &Problem, plan: &StepPlan) -> String {
     if !plan.without_layout.contains(&Strategy::ExpertDomains) {
         return format!(
@@ -140,7 +141,7 @@ pub(super) fn not_runnable(problem: &Problem, plan: &StepPlan) -> String {
     };
     if parts.count == 1 {
         return format!(
-            "--runnable: expert domains need two members of the outermost level, and the cluster has {}",
+            "--runnable: expert domains need at least two members of the outermost level, and the cluster has {}",
             parts.name
         );
     }
@@ -156,8 +157,8 @@ pub(super) fn not_runnable(problem: &Problem, plan: &StepPlan) -> String {
     )
 }
 
-/// The error of a runnable layout whose tokens move among more GPUs than an operator takes. `unrestricted`: the problem as it was
-/// given.
+/// The error of a runnable layout whose tokens move among more GPUs than an operator supports. `unrestricted`: the problem
+/// before [`restrict_to_runtime`].
 pub(super) fn too_many_ranks(unrestricted: &Problem, among: usize) -> String {
     let stages_now = unrestricted.options.pipeline_stages.unwrap_or(1);
     let runs = |stages: &usize| {
@@ -171,8 +172,8 @@ pub(super) fn too_many_ranks(unrestricted: &Problem, among: usize) -> String {
     let more =
         more.map_or(String::new(), |stages| format!("more stages (`--set pipeline_stages={stages}`), "));
     format!(
-        "--runnable: in the fastest layout, tokens move among {among} GPUs, and an operator of hybrid-ep takes up to {}; possible: \
-         {more}fewer GPUs, or memory for gathering experts among more GPUs (`memory_cap`, `reserved_memory`)",
+        "--runnable: in the fastest layout, tokens move among {among} GPUs, and an operator of hybrid-ep supports at most {}; \
+         possible: {more}fewer GPUs, or memory for gathering experts among more GPUs (`memory_cap`, `reserved_memory`)",
         ep_cuda::MAX_RANKS
     )
 }
@@ -194,8 +195,8 @@ fn spanning_stages(problem: &Problem) -> Vec<usize> {
 }
 
 /// Whether the training runtime of this project can run the layers of a layout: one EP group in each stage, no copies of
-/// experts, no tensor parallelism, and replicas that are kept for the whole step. If there are several stages, the program brings
-/// the pipeline.
+/// experts, no tensor parallelism, and no replicas or replicas that are kept for the whole step. If there are several stages,
+/// the program must implement the pipeline.
 pub(super) fn has_runtime(price: &StepPrice, problem: &Problem) -> bool {
     let (layout, candidate) = (&price.layout, &price.candidate);
     let copies = layout.copies().into_iter().product::<usize>();

@@ -15,17 +15,17 @@ use crate::planner::text::{sizes, table};
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Shown {
     pub(super) plan: StepPlan,
-    /// Index of its price.
+    /// Index of that strategy's price.
     pub(super) index: usize,
     /// The best plans on parts of the cluster, fastest first.
     pub(super) fewer: Vec<Fewer>,
     /// Why one site alone holds no plan, if its memory is the reason.
     pub(super) one_site_refused: Option<String>,
-    /// Faster expert domains, between sites, that would have a place if no memory were kept free.
+    /// Faster expert domains that span sites and would fit if no memory were kept free.
     pub(super) roomy: Option<StepPrice>,
-    /// The fastest expert domains without lossy compression, where the plan of [`head`](Self::head) has it.
+    /// The fastest expert domains without lossy compression, if the plan of [`head`](Self::head) is lossy expert domains.
     pub(super) exact: Option<StepPrice>,
-    /// With `--runnable`, the best plan without it.
+    /// With `--runnable`, the best plan without this option.
     pub(super) unrestricted: Option<StepPrice>,
     /// Whether `--runnable` chose the strategy.
     pub(super) runnable: bool,
@@ -77,7 +77,7 @@ pub(super) fn is_lossy(price: &StepPrice, options: &Options) -> bool {
     has_lossy_gradients(price) || has_lossy_experts(price, options)
 }
 
-/// The GPUs of a dispatch group, in which the operators run.
+/// Number of GPUs of a dispatch group, in which the operators run.
 pub(super) fn dispatch_ranks(price: &StepPrice) -> usize {
     price.layout.group_gpus() / price.candidate.expert_domain_size().max(1)
 }
@@ -92,7 +92,7 @@ pub(super) fn changes(price: &StepPrice, options: &Options) -> String {
     }
 }
 
-/// The codec of dense gradients, and the strategies whose prices have it. None unless the options name a codec.
+/// The codec of dense gradients, and the strategies whose prices include it. `None` unless the options name a codec.
 pub(crate) fn dense_gradients(plan: &StepPlan, options: &Options) -> Option<String> {
     let codec = options.dense_gradient_compression?;
     let names = |crossing: bool| {
@@ -119,7 +119,7 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let best = shown.head();
     let faster = faster_part(best, &shown.fewer);
     let tight = if shown.runnable { None } else { faster_but_tight(plan) };
-    // What the best has, and something faster has not.
+    // What the best plan has and a faster one lacks.
     let gpus = faster.map(|_| format!("all {} GPUs", units::count(problem.cluster.gpus() as u64)));
     let has: Vec<String> = gpus.into_iter().chain(tight.map(|_| "memory to spare".into())).collect();
     let with = if has.is_empty() { String::new() } else { format!(" with {}", has.join(" and ")) };
@@ -152,8 +152,8 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     let among = dispatch_ranks(best);
     if among > ep_cuda::MAX_RANKS {
         lines.push(format!(
-            "hybrid-ep itself cannot run this layout: tokens move among {among} GPUs, and its GPU operators take up to {}. \
-             `--set expert_parallel=N` plans for groups of N.",
+            "hybrid-ep itself cannot run this layout: tokens move among {among} GPUs, and its GPU operators support at most \
+             {}. `--set expert_parallel=N` plans for groups of N.",
             ep_cuda::MAX_RANKS
         ));
     } else if has_runtime(best, problem) {
@@ -190,12 +190,12 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
     }
     let domains = plan.price(Strategy::ExpertDomains);
     let lossy = domains.is_some_and(|domains| is_lossy(domains, options));
-    // Beside lossy expert domains, the fastest that loses nothing.
+    // Lossy expert domains are compared with the fastest strategy that loses nothing.
     let other = plan
         .prices
         .iter()
         .filter(|price| !matches!(price.strategy, Strategy::ExpertDomains | Strategy::LocalSteps))
-        // Beside a runnable plan, those whose EP groups are the same.
+        // A runnable plan is compared only with strategies whose EP groups span datacenters, too.
         .filter(|price| !shown.runnable || price.strategy.spans())
         .filter(|price| price.fit == best.fit)
         .find(|price| !lossy || !is_lossy(price, options));
@@ -235,7 +235,8 @@ pub(super) fn answer(shown: &Shown, problem: &Problem) -> Vec<String> {
             format!(" (beside the fewer GPUs above, {})", relation(ratio))
         });
         lines.push(format!(
-            "With {} between two exchanges, a step would take {}, {}{beside}, but local steps train another trajectory.",
+            "With {} between two exchanges, a step would take {}, {}{beside}, but local steps follow a different training \
+             trajectory.",
             units::counted(options.local_steps, "local step"),
             local.step_time,
             relation(best.step_time / local.step_time)
@@ -264,7 +265,7 @@ fn unrestricted(shown: &Shown, problem: &Problem) -> Option<String> {
         (false, _) => "`ExpertMigration` cannot run it.",
     };
     let stages = match price.layout.stages() == head.layout.stages() {
-        true => ", with as many stages",
+        true => ", with the same number of stages",
         false => "",
     };
     Some(format!(
@@ -275,7 +276,7 @@ fn unrestricted(shown: &Shown, problem: &Problem) -> Option<String> {
     ))
 }
 
-/// The fastest strategy, if it is faster than the best one and that one leaves more memory for activations.
+/// The fastest strategy that is tight on memory, if it is faster than the best one, which leaves more memory for activations.
 fn faster_but_tight(plan: &StepPlan) -> Option<&StepPrice> {
     let best = plan.best();
     let comparable = |price: &&StepPrice| price.strategy != Strategy::LocalSteps && best.fit == Fit::Fits;
@@ -288,15 +289,15 @@ pub(super) fn faster_part<'a>(all: &StepPrice, fewer: &'a [Fewer]) -> Option<&'a
     fewer.first().filter(|part| is_faster(gain(part, all)))
 }
 
-/// The smallest part of the cluster that is at most 1 % slower than all of it, which is less than the model's error, and leaves
-/// as much memory. `gpus`: those of the cluster, of which a part leaves out a tenth at least.
+/// The smallest part of the cluster that leaves out at least a tenth of its `gpus`, is at most 1 % slower than the whole
+/// cluster (less than the model's error), and is tight on memory only if the whole cluster is.
 fn as_fast_part<'a>(all: &StepPrice, fewer: &'a [Fewer], gpus: usize) -> Option<&'a Fewer> {
     let is_near = |part: &&Fewer| gain(part, all) >= 0.99 && part.price.fit <= all.fit;
     let part = fewer.iter().filter(is_near).min_by_key(|part| part.gpus)?;
     (part.gpus as f64 <= 0.9 * gpus as f64).then_some(part)
 }
 
-/// Whether a gain is more than 1 as the report prints it.
+/// Whether a gain is more than 1 with the digits that the report prints.
 fn is_faster(gain: f64) -> bool {
     gain > 1.0 && times(gain) != times(1.0)
 }
@@ -361,7 +362,7 @@ fn fewer(shown: &Shown, problem: &Problem) -> Vec<String> {
     lines
 }
 
-/// The sites of a part, and what they use if not all of it.
+/// The sites of a part, and how many of their members it uses, if not all.
 fn used(part: &Fewer, problem: &Problem) -> String {
     let levels = &problem.cluster.levels;
     let all = levels.first().map_or(0, |outermost| outermost.scaling_factor);
@@ -389,7 +390,7 @@ fn used(part: &Fewer, problem: &Problem) -> String {
     }
 }
 
-/// The link that the stages of a pipeline wait for. None if they wait for none.
+/// The link that the stages of a pipeline wait for. `None` if they wait for no link.
 fn bottleneck(price: &StepPrice, problem: &Problem) -> Option<String> {
     let link = price.bottleneck()?;
     let level = problem.cluster.levels.get(link.level)?;
@@ -411,7 +412,7 @@ fn bottleneck(price: &StepPrice, problem: &Problem) -> Option<String> {
 
 /// The levels over which the tokens of an EP group travel, other than the innermost one.
 fn between_machines(price: &StepPrice, problem: &Problem) -> Option<String> {
-    // Over a level that a domain spans whole, experts travel instead.
+    // Over a level that a domain spans completely, experts travel instead of tokens.
     let domains = &price.candidate.domain_sizes;
     let crossed =
         price.layout.group_levels().filter(|&level| domains.get(level) < price.layout.group.get(level));
@@ -427,13 +428,14 @@ fn between_machines(price: &StepPrice, problem: &Problem) -> Option<String> {
     })
 }
 
-/// The same for the strategy that is shown, if it is not the best, of which [`answer`] says it.
+/// The [`bottleneck`] of the strategy that is shown. `None` if it is the plan of [`Shown::head`], whose bottleneck [`answer`]
+/// names.
 pub(super) fn shown_bottleneck(shown: &Shown, problem: &Problem) -> Option<String> {
     let price = shown.price();
     bottleneck(price, problem).filter(|_| price != shown.head())
 }
 
-/// A ratio from the view of the slower one.
+/// The gain of a faster plan as a statement about the slower plan.
 fn slower(gain: f64) -> String {
     relation(1.0 / gain)
 }
@@ -455,7 +457,7 @@ fn described(price: &StepPrice) -> String {
 /// A layout in words.
 pub(super) fn layout(price: &StepPrice, problem: &Problem) -> String {
     let layout = &price.layout;
-    // What the replicas of a stage exchange then crosses between datacenters, too.
+    // If a stage spans several datacenters, the exchanges of its replicas cross between them, too.
     let across = layout.stage.first().copied().filter(|&members| members > 1 && layout.stages() > 1);
     // Datacenters of different sizes are divided into equal parts.
     let sites = problem.cluster.levels.first().map_or(0, |outermost| outermost.scaling_factor);
@@ -508,7 +510,7 @@ fn tight(plan: &StepPlan, options: &Options) -> Option<String> {
 /// One row per strategy, fastest first.
 pub(super) fn compared(shown: &Shown, options: &Options) -> String {
     let (plan, head) = (&shown.plan, shown.head());
-    // Another strategy can be faster than a runnable plan, so that plan is not called the best.
+    // A different strategy can be faster than a runnable plan, so the runnable plan is not called the best.
     let (itself, against) =
         if shown.runnable { ("this plan", "against this plan") } else { ("best", "against the best") };
     let mut rows: Vec<Vec<String>> = plan

@@ -1,4 +1,4 @@
-//! `--sweep`: plans for several values of one key, and compares with the other strategies.
+//! `--sweep`: plans for several values of one key, and compares the strategies at each value.
 
 use std::fmt::Write as _;
 
@@ -15,7 +15,7 @@ use crate::planner::text::{sizes, table};
 
 /// Default number of values.
 const POINTS: usize = 13;
-/// Most values: more do not fit in a chart.
+/// Maximum number of values: more do not fit in a chart.
 const MAX_POINTS: usize = 200;
 
 /// The parsed option `KEY=FROM..TO[:POINTS]`.

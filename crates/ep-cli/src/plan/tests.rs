@@ -78,7 +78,7 @@ fn the_answer_says_what_runs_the_plan_and_whether_one_site_holds_the_model() {
     }
 }
 
-/// No runtime of this project gathers experts beside stages.
+/// If `ExpertMigration` cannot run a layout, the program must gather the experts itself.
 #[test]
 fn the_answer_says_which_gathers_the_program_must_do() {
     let gathers = "This plan also gathers experts among 4 GPUs of an EP group.";
@@ -135,11 +135,11 @@ fn attention_that_counts_as_nothing_is_named() {
     assert_eq!(remark(1e6, 128.0), "");
 }
 
-/// Local steps are faster than the best here, and never are the best.
+/// Local steps are faster than the best strategy here, but are never called the best.
 #[test]
 fn local_steps_have_the_last_card() {
     let [text, _, page] = reports("--datacenters=4 --nodes=64");
-    assert!(text.contains("train another trajectory"), "{text}");
+    assert!(text.contains("follow a different training trajectory"), "{text}");
     let cards: Vec<&str> =
         page.split("<div class=\"card").skip(1).filter(|card| card.contains("<span>")).collect();
     let last = cards.last().unwrap();
@@ -147,7 +147,7 @@ fn local_steps_have_the_last_card() {
     assert!(cards.iter().any(|card| card.starts_with(" main") && card.contains("the best")), "{page}");
 }
 
-/// The codecs of moved experts apply only if a strategy moves experts, which the heading does not know.
+/// The heading describes all strategies, so it gives the codecs of experts under the condition that experts move.
 #[test]
 fn the_heading_has_the_codecs_for_experts_that_move() {
     for shown in reports("") {
@@ -223,16 +223,16 @@ fn fewer_gpus_that_are_as_fast_are_named() {
     }
 }
 
-/// Which layout of a strategy the report has. Forward passes have no layouts.
+/// The report says which layout of each strategy it compares. Forward passes have no layouts.
 #[test]
 fn the_terms_say_which_layout_is_compared() {
-    let layout = "of those within 1 % of the fastest, rather one with EP groups inside nodes, then the one with the fewest stages";
+    let layout = "of those within 1 % of the fastest, preferably one with EP groups inside nodes, then the one with the fewest stages";
     for (options, times) in [("", 1), ("--set=work=forward", 0)] {
         let [text, explained, page] = reports(options);
         for shown in [text, explained] {
             assert_eq!(shown.matches(layout).count(), times, "{options}\n{shown}");
         }
-        let about = "each in its fastest layout (of those within 1 %, rather one with EP groups inside nodes, then the one";
+        let about = "each in its fastest layout (of those within 1 %, preferably one with EP groups inside nodes, then the one";
         assert_eq!(page.matches(about).count(), times, "{options}\n{page}");
     }
 }

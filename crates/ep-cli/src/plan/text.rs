@@ -68,14 +68,14 @@ pub(super) fn render(
     out
 }
 
-/// The columns and notations of the tables that their headers do not explain.
+/// Explains the columns and notations of the tables that their headers do not explain.
 fn terms(problem: &Problem, has_steps: bool) -> String {
     let levels =
         problem.cluster.levels.iter().map(|level| level.name.as_str()).collect::<Vec<_>>().join(", ");
     let steps = match has_steps {
         true => {
             "a step is one global batch, in which a GPU is idle while it does not compute. In the table, each strategy has its fastest \
-             layout: of those within 1 % of the fastest, rather one with EP groups inside nodes, then the one with the fewest stages. `dense sync` and `expert sync` make replicas of parameters equal \
+             layout: of those within 1 % of the fastest, preferably one with EP groups inside nodes, then the one with the fewest stages. `dense sync` and `expert sync` make replicas of parameters equal \
              again at its end, without overlap: an upper bound. `bytes per link` leaves out activations between stages. "
         }
         false => "",
@@ -128,14 +128,15 @@ fn rates(levels: &[LevelDescription]) -> String {
     levels.iter().map(rate).collect::<Vec<_>>().join("; ")
 }
 
-/// What limits the links beside their bandwidth. The defaults limit nothing, which few real links reach.
+/// What limits the links besides their bandwidth. The report states it because the defaults limit nothing, unlike most real
+/// links.
 fn reached(levels: &[LevelDescription]) -> String {
     let limits = |level: &LevelDescription| (level.efficiency, level.loss, level.flows);
     let groups = levels.chunk_by(|one, next| limits(one) == limits(next));
     groups.filter_map(reached_alike).collect::<Vec<_>>().join(", ")
 }
 
-/// The same, of levels with equal limits.
+/// The part of [`reached`] about levels that have the same limits.
 fn reached_alike(levels: &[LevelDescription]) -> Option<String> {
     let LevelDescription { efficiency, loss, flows, .. } = levels.first()?;
     let names: Vec<&str> = levels.iter().map(|level| level.name.as_str()).collect();
@@ -156,7 +157,7 @@ fn reached_alike(levels: &[LevelDescription]) -> Option<String> {
     ))
 }
 
-/// A remark on a model whose attention, or a part of it, has no sizes: its steps appear shorter than they are.
+/// A remark on a model whose attention, or a part of it, has no sizes: the model's steps appear shorter than they are.
 fn attention(sizes: AttentionDescription) -> Option<String> {
     let (missing, compute) = match (sizes.parameters == 0.0, sizes.score_width == 0.0) {
         (true, true) => ("attention parameters", "attention compute"),
@@ -195,7 +196,7 @@ pub(super) fn answer(plan: &Plan) -> String {
     )
 }
 
-/// A remark on a plan whose expert domains gain less than the digits show.
+/// A remark on a plan whose expert domains gain too little for the printed digits to show.
 fn worth(plan: &Plan) -> String {
     let fastest = plan.baselines.iter().filter(|baseline| baseline.fits).map(|baseline| baseline.speedup);
     let gain = fastest.fold(f64::INFINITY, f64::min);
@@ -245,7 +246,7 @@ fn domains(plan: &Plan) -> String {
     table(&header, rows, 1)
 }
 
-/// The part of a level that travels as tokens. Nothing crosses a level of one member.
+/// The part of a level's data that travels as tokens. Nothing crosses a level of one member.
 pub(super) fn proportion(plan: &Plan, level: usize, decimals: usize) -> String {
     match plan.scaling_factors[level] {
         1 => "-".into(),
@@ -317,7 +318,7 @@ fn links(plan: &Plan) -> String {
     table(&header, rows, 1)
 }
 
-/// What dense parameters take of a GPU's memory, and what is left.
+/// The memory of a GPU that dense parameters take, and the memory that is left.
 pub(super) fn left(step: Option<&Shown>, plan: &Plan) -> String {
     step.map_or_else(String::new, |shown| {
         let StepMemory { experts, dense, device } = shown.price().memory;
@@ -379,7 +380,7 @@ pub(super) fn lossy(problem: &Problem, step: Option<&Shown>, plan: &Plan) -> Str
         (true, None) => format!("Compression is lossy: {experts}.{and_exact} {MEASURED}"),
         (true, Some(dense)) => {
             format!(
-                "Compression is lossy: {experts}, {dense}.{and_exact} {MEASURED} Its dense gradients were exact."
+                "Compression is lossy: {experts}, {dense}.{and_exact} {MEASURED} This test had exact dense gradients."
             )
         }
     }
@@ -390,7 +391,7 @@ const MEASURED: &str = "The paper reports no visible loss at 50x. A small test h
                         2 emulated datacenters, 900 steps) ended at 1.85 nats per byte without compression and with int8 \
                         weights, 1.90 with 50x compressed changes of the weights, and 2.02 with the paper's codec at 50x.";
 
-/// The gain in training. It has none if a GPU cannot hold the gradients and the Adam state of its own experts.
+/// The gain in training. There is none if a GPU cannot hold the gradients and the Adam state of its own experts.
 pub(super) fn training_gain(gain: &CompressionGain) -> String {
     gain.training.map_or_else(|| "does not fit".into(), times)
 }

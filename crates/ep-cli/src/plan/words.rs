@@ -1,4 +1,4 @@
-//! Names of schemes, and how the times of two compare, in words.
+//! Names of schemes, and comparisons of two times, in words.
 
 use ep_plan::planner::BaselineKind;
 
@@ -11,7 +11,7 @@ pub(super) fn baseline_name(kind: BaselineKind) -> &'static str {
     }
 }
 
-/// What a scheme is compared with one that takes `ratio` times as long: "1.14x faster", "2.00x slower".
+/// Compares a scheme with one that takes `ratio` times as long: "1.14x faster", "2.00x slower".
 pub(super) fn relation(ratio: f64) -> String {
     match times(ratio) {
         equal if equal == times(1.0) => "as fast (1.00x)".to_owned(),
@@ -20,7 +20,7 @@ pub(super) fn relation(ratio: f64) -> String {
     }
 }
 
-/// A ratio with three digits, or with all its digits from a thousand on.
+/// A ratio with three significant digits; a ratio of 1000 or more as a whole number.
 pub(super) fn times(ratio: f64) -> String {
     let decimals = match ratio.abs() {
         large if large >= 99.95 => 0,

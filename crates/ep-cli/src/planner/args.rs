@@ -18,7 +18,7 @@ pub(crate) struct ProblemArgs {
     /// deepseek-v3]
     #[arg(long, value_name = "FILE|PRESET")]
     pub(crate) model: Option<String>,
-    /// Preset clusters only: number of datacenters [default: that of the entries of --nodes or --uplink, else 2]
+    /// Preset clusters only: number of datacenters [default: the number of entries of --nodes or --uplink, else 2]
     #[arg(long, value_name = "N", value_parser = count(limits::MEMBERS))]
     pub(crate) datacenters: Option<usize>,
     /// Preset clusters only: NVLink domains per datacenter, or a list with one number per datacenter [default: 8]

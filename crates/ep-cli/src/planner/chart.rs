@@ -13,7 +13,7 @@ pub(crate) const INK: RGBColor = RGBColor(0x1B, 0x1F, 0x24);
 pub(crate) const GRID: RGBColor = RGBColor(0xD0, 0xD7, 0xDE);
 /// Data for comparison.
 pub(crate) const MUTED: RGBColor = RGBColor(0x9A, 0xA4, 0xAF);
-/// Colours of series: distinct with red-green colour blindness, and on light and dark backgrounds.
+/// Colours of series: distinct for readers with red-green colour blindness, and on light and dark backgrounds.
 pub(crate) const SERIES: [RGBColor; 8] = [
     RGBColor(0x2F, 0x81, 0xC7),
     RGBColor(0xE0, 0x8A, 0x1E),
@@ -127,8 +127,8 @@ where
     Ok(())
 }
 
-/// A line through points, some of which have a note. Notes of the first line stand below it, because it is the lowest
-/// in comparisons; notes of other lines stand above.
+/// A line through points, some of which have a note. Notes of the first line stand below it, because the first line
+/// is the lowest in comparisons; notes of other lines stand above them.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Line {
     pub(crate) label: String,
@@ -198,7 +198,7 @@ where
         .label_style(text(TEXT - 2))
         .axis_desc_style(text(TEXT - 2))
         .draw()?;
-    // The first line is the subject. It is wide and below the others, so that a line with the same values is visible on it.
+    // The first line is the subject. It is wide and drawn first, so that a line with the same values is visible on top of it.
     for (index, (line, colour)) in lines.iter().zip(SERIES).enumerate() {
         let width = if index == 0 { 6 } else { 2 };
         chart.draw_series(LineSeries::new(line.points.iter().copied(), colour.stroke_width(width)))?;
@@ -375,7 +375,7 @@ mod tests {
 
     use super::*;
 
-    /// The numbers x, y, width and height of the rectangles of this colour; of all of them if it is `None`.
+    /// The numbers x, y, width and height of the rectangles of this colour, or of all rectangles if it is `None`.
     fn rectangles(svg: &str, colour: Option<RGBColor>) -> Vec<[f64; 4]> {
         let of = |element: &str, name: &str| -> f64 {
             let from = element.find(&format!(" {name}=\"")).unwrap() + name.len() + 3;
@@ -406,7 +406,7 @@ mod tests {
         let &[_, [after, same, longest, _]] = &second[..] else { panic!("{second:?}") };
         assert!((long - 2.0 * short).abs() <= 2.0 && (longest - 3.0 * short).abs() <= 3.0, "{svg}");
         assert!(x == below_x && y < below && same == y && (after - x - short).abs() <= 1.0, "{svg}");
-        // They fill the width between the labels and the notes.
+        // The bars fill the width between the labels and the notes.
         assert!((after + longest - f64::from(WIDTH - NOTE)).abs() <= 2.0, "{svg}");
         // Without any value there is an axis and no bar.
         assert_eq!(

@@ -270,7 +270,7 @@ mod tests {
 
     use super::*;
 
-    /// A value of each key, which is none of the default problem.
+    /// A value of each key that differs from the value of the default problem.
     const VALUES: [(&str, &str); 28] = [
         ("bandwidth", "7 Gbit/s"),
         ("round_trip", "77 ms"),
@@ -319,7 +319,7 @@ mod tests {
         all.push(described(None));
         all.sort();
         all.dedup();
-        assert_eq!(all.len(), KEYS.len() + 1, "a key changes nothing, or what another one changes");
+        assert_eq!(all.len(), KEYS.len() + 1, "a key changes nothing, or the value of another key");
     }
 
     #[test]

@@ -66,7 +66,7 @@ impl Problem {
         }
     }
 
-    /// Refuses a cap that a GPU cannot hold, which would plan more than its memory.
+    /// Refuses a cap above the memory of a GPU, with which a plan could exceed that memory.
     fn check(&self) -> Result<(), ep_plan::PlanError> {
         let device = self.cluster.gpu.memory_gb;
         match self.options.memory_cap_gb {
@@ -84,7 +84,7 @@ impl Problem {
         Planner::new(self.cluster.clone().try_into()?, self.model.clone().try_into()?, self.options.clone())
     }
 
-    /// Names from outside: a word such as `inf` in them is not a number.
+    /// Names that come from the input: a word such as `inf` in them is not a number.
     pub(crate) fn names(&self) -> Vec<&str> {
         let levels = self.cluster.levels.iter().map(|level| &*level.name);
         let others = [&*self.cluster.name, &*self.cluster.gpu.name, &*self.model.name];
@@ -96,7 +96,7 @@ impl Problem {
         let key = Key::find(name, &self.cluster)?;
         let value = key.parse(value)?;
         self.apply(&key, value);
-        // The name of a preset states its members, and that of a file may.
+        // The name of a preset states its numbers of members, and a name in a file may: the name then states the change, too.
         if let Some(level) = key.members_of() {
             let name = &self.cluster.levels[level].name;
             let renamed = format!("{}, {value} members of '{name}'", self.cluster.name);
@@ -166,7 +166,7 @@ fn cluster(args: &ProblemArgs, inside: &mut Document) -> Result<(ClusterDescript
     if let (false, Some((option, _))) =
         (preset::is_joinable(name), joined_by.iter().find(|(_, given)| *given))
     {
-        return Err(refuse(format!("{option} is for presets; write it in the file, or use --set")));
+        return Err(refuse(format!("{option} is for presets; write the value in the file, or use --set")));
     }
     let (joined, uplinks) = joined(args)?;
     if let (Some(wanted), Some(whole)) =
@@ -195,7 +195,7 @@ fn unequal(args: &ProblemArgs, cluster: &mut ClusterDescription, uplinks: &[f64]
     if let Some((option, given)) = lists.into_iter().find(|&(_, given)| given > 1 && given != datacenters) {
         return Err(Failure::request(format!(
             "{option}: {given} entries for {datacenters} datacenters; give a single value or one entry per datacenter. \
-             Without --datacenters, the entries of --nodes, else of --uplink, give their number"
+             Without --datacenters, the entries of --nodes, else of --uplink, give the number of datacenters"
         )));
     }
     if let (true, Some(rail)) = (args.nodes.len() > 1, cluster.levels.get_mut(1)) {
@@ -210,7 +210,7 @@ fn unequal(args: &ProblemArgs, cluster: &mut ClusterDescription, uplinks: &[f64]
     Ok(())
 }
 
-/// The number of datacenters of a preset: as given, or that of a list with one entry per datacenter.
+/// The number of datacenters of a preset: as given, or the length of a list with one entry per datacenter.
 fn datacenters(args: &ProblemArgs) -> usize {
     let lists = [args.nodes.len(), args.uplink.len()];
     let listed = lists.into_iter().find(|&entries| entries > 1);
@@ -266,7 +266,7 @@ fn read(name: &str, option: &str, presets: &[&str]) -> Result<Document, Failure>
         ))
     })?;
     input::parse(name, &text).map_err(|error| {
-        // An excerpt for users at a terminal; scripts read the one line of the error.
+        // Users at a terminal get an excerpt, too; scripts read only the one line of the error.
         if std::io::IsTerminal::is_terminal(&std::io::stderr()) {
             let _ = to_stderr(&error.excerpt());
         }

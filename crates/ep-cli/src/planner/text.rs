@@ -9,7 +9,7 @@ use ep_plan::cluster::{Cluster, ClusterDescription};
 use crate::common::units;
 use crate::planner::problem::Problem;
 
-/// A codec in the heading.
+/// A codec as the heading names it, after the word "as".
 fn sent(compression: Compression) -> String {
     match compression {
         exact if exact.is_exact() => "they are".into(),
@@ -18,7 +18,7 @@ fn sent(compression: Compression) -> String {
     }
 }
 
-/// What stands for a datacenter, how unequal sites divide into parts, and links of different bandwidth; empty if the
+/// What the word "datacenter" stands for, how unequal sites divide into parts, and links of different bandwidth; empty if the
 /// outermost level is `wan` and all sites and links are equal.
 fn sites(cluster: &ClusterDescription) -> String {
     let mut out = String::new();
@@ -49,7 +49,7 @@ fn sites(cluster: &ClusterDescription) -> String {
     out
 }
 
-/// The problem in two lines, and one for each thing to know about its sites.
+/// The problem in two lines, and one more line for each remark on its sites.
 pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
     let Problem { cluster, model, options, .. } = problem;
     let gpus = cluster.gpus();
@@ -79,7 +79,7 @@ pub(crate) fn heading(problem: &Problem, plan: &Plan) -> String {
         }
         _ => String::new(),
     };
-    // Smaller EP groups have another number: it stands beside their layout.
+    // Smaller EP groups have a different number of experts on each GPU, which stands beside their layout.
     let experts = match plan.scaling_factors.iter().product::<usize>() == gpus {
         true => format!(", {} of a layer on each", units::counted(plan.experts_per_gpu, "expert")),
         false => String::new(),

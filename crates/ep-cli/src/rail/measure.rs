@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::common::failure::Failure;
 
-/// Messages of the run from which the number of messages of a measurement is computed.
+/// Number of messages of the trial run, whose time determines the number of messages of a measurement.
 const TRIAL: usize = 8;
 /// Range of the number of messages of a measurement.
 const MESSAGES: std::ops::RangeInclusive<f64> = 8.0..=100_000.0;
@@ -36,7 +36,7 @@ pub(super) struct Figures {
 }
 
 impl Figures {
-    /// `seconds`: those of a message in each [`Way`].
+    /// `seconds`: the time of a message in each [`Way`], for [`Way::PingPong`] with its answer.
     fn of(bytes: usize, seconds: [f64; 3]) -> Self {
         let [turn, one_way, both_ways] = seconds;
         let rate = |seconds: f64| (bytes > 0).then(|| bytes as f64 / seconds / 1e9);
@@ -81,7 +81,8 @@ pub(super) fn all(
     Ok(pairs)
 }
 
-/// The seconds of one message of this size between rank 0 and `other`, from as many messages as the duration allows.
+/// Measures the seconds per message of this size between rank 0 and `other`. The number of messages is chosen to fill the
+/// duration.
 fn per_message(
     probe: &RailProbe,
     meet: &mut dyn Rendezvous,
@@ -106,7 +107,7 @@ fn per_message(
         })
     };
     let trial = run(meet, TRIAL)?.as_secs_f64() / TRIAL as f64;
-    // The time of rank 0 decides, for both ranks.
+    // The trial of rank 0 determines the number of messages, so that both ranks use the same number.
     let all = meet.all_gather(&trial.to_le_bytes())?;
     let trial = all.first().and_then(|blob| blob.as_slice().try_into().ok()).map_or(0.0, f64::from_le_bytes);
     let messages = f64::from(duration_ms) / 1e3 / trial.max(1e-9);

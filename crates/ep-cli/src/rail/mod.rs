@@ -23,6 +23,9 @@ use crate::common::role::{self, ProcessRole};
 use crate::common::tuning::TuningArgs;
 
 #[derive(Debug, Args)]
+#[command(mut_arg("transport", |arg| arg.help(
+    "Engine to measure: a provider of libfabric such as tcp or shm [default: HYBRID_EP_TRANSPORT, or tcp]"
+)))]
 pub(crate) struct RailArgs {
     /// Number of ranks [default: 2, or the launcher's WORLD_SIZE]
     #[arg(long, value_name = "N", value_parser = count(ANY))]
@@ -42,13 +45,13 @@ pub(crate) struct RailArgs {
     /// Write the figures as JSON; `-` = stdout, and the table goes to stderr
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// The engine is `tcp` unless --transport or HYBRID_EP_TRANSPORT choose another one
+    /// The default of --transport differs from that of the other commands: see [`RailArgs::config`].
     #[command(flatten)]
     tuning: TuningArgs,
 }
 
 impl RailArgs {
-    /// The settings. Without a choice of the engine it is `tcp`, because the library's default copies inside one machine.
+    /// The settings. The default engine is `tcp`, because the library's default, `loopback`, copies inside one machine.
     fn config(&self) -> ep::Result<Config> {
         let mut config = self.tuning.config()?;
         let transport = &mut config.host.transport;

@@ -21,9 +21,9 @@ pub(super) struct Report {
     pairs: Vec<Pair>,
 }
 
-const DEFINITION: &str = "latency = half of the time of a message and its answer; one way, both ways = bytes per second in a \
-     direction while one or both ranks send, until the last message is acknowledged; per message = time of a message while \
-     rank 0 sends";
+const DEFINITION: &str = "latency = half of the time from a message to the arrival of its answer; one way = bytes per second \
+     while only rank 0 sends; both ways = bytes per second in each direction while both ranks send; per message = time per \
+     message while only rank 0 sends; sending ends when the last message is acknowledged";
 
 impl Report {
     pub(super) fn new(probe: &RailProbe, pairs: Vec<Pair>) -> Self {

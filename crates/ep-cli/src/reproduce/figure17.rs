@@ -16,7 +16,7 @@ const TOLERANCE: f64 = 0.01;
 /// Number of values for each of the two ratios in the search for a single configuration.
 const STEPS: usize = 160;
 
-/// Speedups over the bandwidths at one domain size, with the results of an independent computation of the formula.
+/// Speedups at several bandwidths for one domain size, with the results of an independent computation of the formula.
 struct Series {
     case: SimulationCase,
     domain_size: usize,
@@ -176,7 +176,7 @@ fn findings(decline: &[f64]) -> Result<Vec<Finding>, Failure> {
     ])
 }
 
-/// The smallest, over configurations and pairs of domain sizes, of the largest relative distance to the four ends.
+/// The minimum, over configurations and pairs of domain sizes, of the largest relative distance to the four ends of the ranges.
 ///
 /// Only the ratios of the model's inputs matter, so L = 1 s, and D and P_E are multiples of the bytes that 1 Gbit/s
 /// carries in that time.
@@ -201,7 +201,7 @@ fn closest_single_configuration() -> Result<f64, Failure> {
                 let mut least = f64::INFINITY;
                 for &size in &sizes {
                     let at_slowest = (speedup(&input(slowest), size)? / high - 1.0).abs();
-                    // The second end is computed only if the first is not already worse than the best.
+                    // The second end is computed only if the first is not already worse than the best so far.
                     if at_slowest < least {
                         least =
                             least.min(at_slowest.max((speedup(&input(fastest), size)? / low - 1.0).abs()));

@@ -47,7 +47,7 @@ enum Part {
     Table6,
     /// Number of messages of all-to-all and all-gather
     Table7,
-    /// Its points and parameters are not in the paper's text, so it cannot be checked
+    /// Figure 16, which cannot be checked: its points and parameters are not in the paper's text
     Fig16,
     /// Speedups on up to 1000 datacenters
     Fig17,

@@ -57,7 +57,7 @@ pub(super) fn as_expected(sections: &[Section]) -> bool {
     sections.iter().flat_map(|section| &section.findings).all(|finding| finding.found == finding.expected)
 }
 
-/// The cell of a comparison.
+/// The cell that says whether a comparison agrees.
 pub(super) fn agreement(agrees: bool) -> String {
     if agrees { "yes" } else { "NO" }.into()
 }

@@ -1,4 +1,4 @@
-//! Tables V and VI: iteration times of whole systems, cell by cell, against the exchanges that expert domains save.
+//! Tables V and VI: iteration times of whole systems, compared cell by cell with the exchanges that expert domains save.
 
 use ep_plan::cluster::Level;
 use ep_plan::input::preset::{self, Joined};
@@ -11,7 +11,7 @@ use crate::common::failure::Failure;
 /// The paper's slope: seconds that an iteration of Tutel takes longer per MiB of tokens, on cluster-M from 96 to 192
 /// MB.
 const TUTEL_SECONDS_PER_MIB: f64 = 0.0802;
-/// Exchanges per iteration for which the computed slope agrees.
+/// Number of exchanges per iteration with which the computed slope agrees.
 const ALL_TO_ALLS: f64 = 24.0;
 /// Relative tolerance for a slope of measured times.
 const TOLERANCE: f64 = 0.01;
@@ -48,7 +48,7 @@ const TABLE_V: [Measured; 2] = [
     },
 ];
 
-/// Table VI: token and expert data in MB, cluster, seconds of the partition alone and with migration.
+/// Table VI: token and expert data in MB, cluster, seconds of an iteration with the partition alone and with migration.
 const TABLE_VI: [(&str, &str, f64, f64); 6] = [
     ("24 & 8", "S", 0.76, 0.61),
     ("24 & 8", "M", 3.41, 2.54),
@@ -67,7 +67,7 @@ struct Saved {
     model: [f64; 6],
 }
 
-/// Measured over computed saving of a cell that counts as reproduced.
+/// The range of measured over computed saving in which a cell counts as reproduced.
 const CELL: std::ops::RangeInclusive<f64> = 0.8..=1.25;
 
 /// The range of ratios that agree, for a caption.
@@ -131,12 +131,12 @@ const GATHERED: [(&str, &str, f64, f64, f64); 2] =
     [("M", "paper-m", 2.0, 2.0, 6.21 - 2.81), ("L", "paper-l", 4.0, 2.0, 10.89 - 3.86)];
 /// GPUs of a datacenter, which share an uplink.
 const GPUS: f64 = 8.0;
-/// Measured over computed saving of a way to gather that agrees with Table VI. The two ways differ by a factor of 8, so these
-/// bounds tell them apart although they are wider than those of a cell.
+/// The range of measured over computed saving in which a way to gather agrees with Table VI. It is wider than [`CELL`], but
+/// tells the two ways apart, because they differ by a factor of 8.
 const GATHER: std::ops::RangeInclusive<f64> = 0.67..=1.5;
 
-/// What 24 gathers take on the uplink, s: flat, where each GPU of a datacenter receives each foreign expert by itself,
-/// and hierarchical, where a datacenter receives it once.
+/// The time of 24 gathers on the uplink, s: flat, where each GPU of a datacenter receives each foreign expert by itself,
+/// and hierarchical, where a datacenter receives each foreign expert once.
 fn gathers(preset: &str, datacenters: f64, expert_mb: f64) -> Result<[f64; 2], Failure> {
     let uplink = uplink(preset)?.link_bandwidth.0;
     let once = ALL_TO_ALLS * (datacenters - 1.0) * GPUS * expert_mb * 1e6 / uplink;
@@ -163,8 +163,8 @@ fn gather_grid() -> Result<(Grid, [[f64; 2]; 2]), Failure> {
     }
     let grid = Grid {
         caption: format!(
-            "Table VI, 48 & 2 MB (p = 0), seconds: the saving, and 24 gathers without compression; {}, because the two \
-             ways differ by a factor of 8",
+            "Table VI, 48 & 2 MB (p = 0), seconds: the saving, and 24 gathers without compression; {}, bounds that tell \
+             the two ways apart, because they differ by a factor of 8",
             bounds(&GATHER)
         ),
         header: vec!["cluster", "gather", "saved", "computed", "ratio", "agrees"],
@@ -173,7 +173,7 @@ fn gather_grid() -> Result<(Grid, [[f64; 2]; 2]), Failure> {
     Ok((grid, ratios))
 }
 
-/// At p = 0 the saving of migration is that of a flat gather.
+/// At p = 0 the saving of migration is the time of a flat gather.
 fn gather_finding(ratios: &[[f64; 2]; 2]) -> Finding {
     let [[flat_m, once_m], [flat_l, once_l]] = ratios;
     let agrees = |way: usize| ratios.iter().all(|ratios| GATHER.contains(&ratios[way]));
@@ -188,7 +188,7 @@ fn gather_finding(ratios: &[[f64; 2]; 2]) -> Finding {
     }
 }
 
-/// Nodes of a cluster of Table VI, each a datacenter, and its preset.
+/// The number of nodes of a cluster of Table VI, each of which is a datacenter, and the cluster's preset.
 fn nodes(cluster: &str) -> (usize, &'static str) {
     match cluster {
         "S" => (1, "paper-s"),
@@ -197,18 +197,19 @@ fn nodes(cluster: &str) -> (usize, &'static str) {
     }
 }
 
-/// What 24 flat gathers take without compression, s: every GPU receives the experts of the GPUs of its domain in all other
-/// `nodes` of the domain over the uplink. A domain inside a node gathers from its other GPUs there.
+/// The time of 24 flat gathers without compression, s, in domains of `inside` GPUs of each of `across` nodes. Every GPU
+/// receives the experts of its domain's GPUs in other nodes over the uplink. In a domain inside one node, it receives the
+/// experts of the other GPUs over the links of the node.
 fn flat_gathers(cluster: &str, expert_mb: f64, (across, inside): (usize, usize)) -> Result<f64, Failure> {
     let level = uplink(nodes(cluster).1)?;
-    // The outermost level of cluster-S is the inside of its node.
+    // Cluster-S has one node, so its outermost level is the inside of a node.
     let between = if across > 1 { level } else { uplink("paper-s")? };
     let peers = if across > 1 { (across - 1) * inside } else { inside - 1 };
     Ok(ALL_TO_ALLS * peers as f64 * expert_mb * 1e6 / between.bandwidth_per_gpu().0)
 }
 
-/// The domains whose gathers come closest to a saving, of all that the cluster can have, and the time of the gathers. With
-/// p = 0 only the domain of all GPUs counts.
+/// Among all domains that the cluster can have, those whose gathers take closest to the time that was saved, and the time of
+/// these gathers. If `all` (p = 0), only the domain of all GPUs is possible.
 fn closest(cluster: &str, expert_mb: f64, saved: f64, all: bool) -> Result<((usize, usize), f64), Failure> {
     let (most, gpus) = (nodes(cluster).0, GPUS as usize);
     let sizes = |most: usize| (1..=most).filter(move |size| most.is_multiple_of(*size));
@@ -244,8 +245,9 @@ fn table_vi_grid() -> Result<Grid, Failure> {
     };
     Ok(Grid {
         caption: format!(
-            "Table VI, seconds: partition alone, with migration, and 24 flat gathers without compression: at 48 & 2 MB (p = 0) of \
-             all experts, at 24 & 8 MB, whose domains the text does not say, of the domains that come closest; {}",
+            "Table VI, seconds: the partition alone, with migration, and 24 flat gathers without compression. At 48 & 2 MB \
+             (p = 0) GPUs gather all experts; at 24 & 8 MB the paper's text does not state the domains, and those that come \
+             closest are taken; {}",
             bounds(&CELL)
         ),
         header: vec![
@@ -262,7 +264,7 @@ fn table_vi_grid() -> Result<Grid, Failure> {
     })
 }
 
-/// At 192 MB, where exchanges dominate, the saving is that of 24 all-to-alls on both clusters.
+/// At 192 MB, where exchanges dominate, the saving is the time of 24 all-to-alls on both clusters.
 fn saved_finding(table: &[Saved; 2]) -> Finding {
     let [m, l] = [&table[0], &table[1]].map(|saved| saved.paper[5] / saved.model[5]);
     Finding {
@@ -347,8 +349,9 @@ pub(super) fn section() -> Result<Section, Failure> {
                 found: Conclusion::CannotBeChecked,
                 expected: Conclusion::CannotBeChecked,
                 why:
-                    "the text says neither the domains of its cells nor batch, sequence length and top-k, from which they follow; no \
-                     domains come within the bounds on clusters S and M, and on L those that do are chosen for it"
+                    "the paper's text states neither the domains of these cells nor the batch, sequence length and top-k from \
+                     which they follow; on clusters S and M no domains agree within the bounds, and on cluster L the domains \
+                     were chosen because they agree"
                         .into(),
             },
         ],
@@ -356,12 +359,12 @@ pub(super) fn section() -> Result<Section, Failure> {
     })
 }
 
-/// Seconds per MiB by the stream model of the outermost level.
+/// The computed slope of cluster-M: seconds per MiB, by the stream model of its outermost level.
 fn slope() -> Result<f64, Failure> {
     slope_of("paper-m")
 }
 
-/// The same for a preset cluster.
+/// Like [`slope`], for any preset cluster.
 fn slope_of(preset: &str) -> Result<f64, Failure> {
     let between = uplink(preset)?;
     let model = StreamModel::new(StreamInput {

@@ -18,7 +18,7 @@ use crate::common::output::{Checked, Target, check_apart, finite, print_beside};
 use crate::planner::args::ProblemArgs;
 use crate::planner::problem::Problem;
 
-/// Most layers in a picture.
+/// Maximum number of layers in a picture.
 const DRAWN_LAYERS: f64 = 3.0;
 
 /// `hybrid-ep simulate`
@@ -42,9 +42,10 @@ pub(crate) struct SimulateArgs {
     /// Relative standard deviation of the duration of every computation; 0 = no jitter
     #[arg(long, help_heading = "Schedule", value_name = "PART", default_value_t = 0.0, value_parser = number(limits::JITTER))]
     jitter: f64,
-    /// Slow GPUs and links: gpu:3=1.5 makes GPU 3 slower by 1.5, link:wan:0=2 a link by 2; separate several by commas. GPUs and
-    /// links are numbered from 0 in the whole cluster; an uplink that a datacenter's GPUs share has the number of the datacenter.
-    /// random:0.05=1.3 slows 5 % of all GPUs, with --steps of one EP group
+    /// Slow GPUs and links: gpu:3=1.5 makes computations of GPU 3 take 1.5 times as long, link:wan:0=2 halves the bandwidth of
+    /// link 0 of level wan; separate several by commas. GPUs and links are numbered from 0 in the whole cluster; an uplink that
+    /// a datacenter's GPUs share has the number of the datacenter. random:0.05=1.3 slows 5 % of all GPUs or, with --steps, 5 %
+    /// of the GPUs of one EP group
     #[arg(long, help_heading = "Schedule", value_name = "WHAT=TIMES")]
     stragglers: Option<String>,
     /// Seed of jitter and of random stragglers
@@ -54,7 +55,7 @@ pub(crate) struct SimulateArgs {
     /// Write the timeline of GPU 0 as Chrome trace events, for a trace viewer
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     trace: Option<PathBuf>,
-    /// Draw the timeline of GPU 0 as SVG; of a long step, only the first layers
+    /// Draw the timeline of GPU 0 as SVG; for a long step, only the first layers
     #[arg(long, value_name = "FILE", help_heading = "Output")]
     svg: Option<PathBuf>,
     /// Write planned and simulated times as JSON; `-` = stdout, and the text goes to stderr
@@ -97,7 +98,7 @@ pub(crate) fn main(args: &SimulateArgs) -> Result<Verdict, Failure> {
     let svg = Target::resolve("--svg", args.svg.as_deref())?;
     check_apart(&[&json, &trace, &svg])?;
     let mut problem = Problem::resolve(&args.problem)?;
-    // The layers of so many micro-batches are simulated, whatever the global batch.
+    // The layers of `micro_batches` micro-batches are simulated, whatever the global batch.
     problem.options.batch = Batch::MicroBatches;
     let planner = problem.planner()?;
     let plan = planner.plan();

@@ -39,7 +39,7 @@ pub(super) fn main(args: &SimulateArgs) -> Result<Verdict, Failure> {
     let options = options(args, &problem)?;
     let simulate = |price: &StepPrice| {
         let simulated = match planner.simulate(price, options.clone()) {
-            // A GPU or a link that the cluster does not have is missing in every strategy.
+            // A GPU or a link that the cluster lacks is an error for every strategy.
             Err(error @ PlanError::Index { .. }) => return Err(Failure::request(error)),
             simulated => simulated.map_err(|error| error.to_string()),
         };

@@ -41,7 +41,7 @@ fn number(text: &str, range: Number) -> Result<f64, String> {
 }
 
 fn index(text: &str) -> Result<usize, String> {
-    text.trim().parse().map_err(|_| format!("\"{text}\" is not a number from 0; {FORM}"))
+    text.trim().parse().map_err(|_| format!("\"{text}\" is not a whole number of at least 0; {FORM}"))
 }
 
 #[cfg(test)]

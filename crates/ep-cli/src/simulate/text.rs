@@ -10,7 +10,7 @@ use crate::common::units;
 use crate::planner::problem::Problem;
 use crate::planner::text::{heading, sizes, table};
 
-/// A phase's name, its parts in the simulator, and the planner's time of it.
+/// A phase's name, its parts in the simulator, and the planner's time for it.
 type Row = (&'static str, &'static [Phase], fn(&PassTimes) -> Seconds);
 
 const ROWS: [Row; 8] = [

@@ -6,9 +6,9 @@ use crate::common::backend::BackendChoice;
 use crate::common::numbers::{ANY, Count, count, count64};
 use crate::common::tuning::TuningArgs;
 
-/// Most random cases of one verification.
+/// Maximum number of random cases of one verification.
 const MOST_CASES: usize = 1_000_000;
-/// Most iterations of one soak: they take days.
+/// Maximum number of iterations of one soak, which take days.
 const MOST_ITERATIONS: usize = 1_000_000_000;
 
 #[derive(Debug, Args)]

@@ -26,28 +26,28 @@ pub(super) struct Selection {
     pub(super) seed: u64,
     pub(super) backend: BackendKind,
     fixed: Vec<NumberedCase>,
-    /// Random cases by number. A case is drawn when it runs, so that a million need no memory.
+    /// Random cases by number. A case is drawn when it runs, so that a million cases need no memory.
     random: Range<u64>,
     most_ranks: usize,
     most_domains: usize,
-    /// If set, run only cases with this number of ranks; the second number is that of the random cases among them.
+    /// If set, run only cases with this number of ranks; the second number counts the random cases among them.
     only: Option<(usize, usize)>,
     left_out: LeftOut,
     /// The options, besides the seed, that determine a random case.
     limits: String,
     processes: bool,
-    /// Name of the program in commands to repeat.
+    /// Name of the program in commands that repeat a case.
     program: String,
 }
 
 /// Numbers of fixed cases that are not run.
 #[derive(Debug, Default)]
 struct LeftOut {
-    /// Most ranks of a case.
+    /// Maximum number of ranks of a case that is run.
     ranks: usize,
-    /// Cases with more ranks.
+    /// Number of cases with more ranks.
     of_many_ranks: usize,
-    /// Cases with several domains, where the ranks can have one.
+    /// Number of cases with several domains, if the ranks can have only one.
     of_many_domains: usize,
 }
 
@@ -101,7 +101,7 @@ impl Selection {
         let left_out = leave_out(&mut fixed, args.ranks.unwrap_or(usize::MAX), one_domain);
         if let (Some(number), true, true) = (args.case, fixed.is_empty(), random.is_empty()) {
             return Err(Failure::request(format!(
-                "--case {number}: this case is left out, it has {left_out}"
+                "--case {number}: this case is left out: it has {left_out}"
             )));
         }
         Ok(Self {

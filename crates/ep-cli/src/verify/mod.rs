@@ -99,7 +99,7 @@ fn settle(selection: &Selection, case: &NumberedCase, wrong: &Wrong, tally: &Tal
     bar.inc(1);
 }
 
-/// Runs all cases with ranks as threads, several cases at a time: they use the cores while one case is serial.
+/// Runs all cases with ranks as threads, several cases at a time: other cases use the cores while one case is serial.
 fn on_threads(selection: &Selection, config: &Config, tally: &Tally) -> Result<(), Failure> {
     let bar = progress(selection);
     // `None` after an error of the environment.
@@ -123,11 +123,11 @@ fn on_threads(selection: &Selection, config: &Config, tally: &Tally) -> Result<(
             }
         }
     };
-    // On GPUs one case at a time: all its ranks must run at once, and they may share a GPU.
+    // On GPUs one case runs at a time: all ranks of a case must run at once, and they may share a GPU.
     let at_a_time = if selection.backend == BackendKind::Cuda { 1 } else { machine::cores().clamp(1, 8) };
     std::thread::scope(|scope| {
         for _ in 1..at_a_time {
-            // With fewer threads the cases take longer.
+            // Fewer threads suffice; the cases then take longer.
             if threads::spawn_scoped(scope, "a thread that runs cases", work).is_err() {
                 break;
             }
@@ -168,8 +168,8 @@ fn as_one_rank(
     selection.retain(ranks);
     if selection.len() == 0 {
         return Err(Failure::request(format!(
-            "no selected case has {ranks} ranks, as the job has; the largest has {most}: select others, for example random \
-             ones of more ranks with --ranks {ranks}"
+            "no selected case has {ranks} ranks, the number of ranks of this job, and the largest has {most}; select other \
+             cases, for example random cases of up to {ranks} ranks with --ranks {ranks}"
         )));
     }
     let speaks = rank == Rank(0);

@@ -22,7 +22,7 @@ pub(super) struct CheckReport {
     message: String,
 }
 
-/// Rank of a report as an explanation: a rank's own failure explains more than the loss of a peer.
+/// How much a report explains: a rank's own failure explains more than the loss of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Weight {
     Peer,

@@ -1,4 +1,4 @@
-//! Counts of passed and failed cases, also of jobs whose rank 0 reports them to its launcher.
+//! Counts of passed and failed cases, including those of jobs whose rank 0 reports outcomes to its launcher.
 
 use std::ffi::OsString;
 use std::io::{BufRead as _, BufReader};

@@ -5,11 +5,11 @@
  *   FAKE_CUDA_GPUS=1              number of GPUs
  *   FAKE_CUDA_CAPABILITY=90       their compute capability
  *   FAKE_CUDA_FAIL=cuInit=100     the function fails with this code,
- *                  cuInit=100@3   from its third call on,
- *                  cuInit=100@3!  and every other function fails from then on too
+ *                  cuInit=100@3   starting with its third call,
+ *                  cuInit=100@3!  after which every other function fails, too
  *   FAKE_CUDA_LOG=FILE            file to which the name of every called function is appended, one per line
  *   FAKE_CUDA_OLD=1               cuCtxRecordEvent is not supported
- *   FAKE_CUDA_FABRIC=1            memory can be shared with other machines; =2: the driver says so, and allocating it fails
+ *   FAKE_CUDA_FABRIC=1            other machines can share memory; =2: the driver says so, but allocating fails
  *
  * A program that loads this library by name can hold streams, so that their work does not complete, and capture graphs:
  * see the functions that begin with fake_. fake_violations() counts the calls that would be errors on a real GPU.
@@ -166,7 +166,7 @@ static atomic_int streams_made = 1;
 static atomic_int captures, broken_captures, uploads;
 static atomic_long mapped_bytes;
 static _Thread_local int capture_mode;
-/* The context of this thread: the number of the GPU plus one, or whatever the program has set. */
+/* The context of this thread: the number of the GPU plus one, or the value that the program has set. */
 static _Thread_local void *current;
 
 static Stream *new_stream(void) {
@@ -197,7 +197,7 @@ static int something_runs(void) {
     return 0;
 }
 
-/* For calls that are illegal during a capture: invalidates all captures. Returns their number. */
+/* For calls that are illegal during a capture: invalidates all captures and returns their number. */
 static int break_captures(void) {
     int broken = 0;
     for (int at = 0; at < streams_made; at++) broken += streams[at].graph != NULL;
@@ -466,7 +466,7 @@ FUNCTION_OF_CONTEXT(cuModuleGetFunction, (void **function, void *module, const c
          (void)module; (void)name; *function = malloc(1);)
 FUNCTION_OF_CONTEXT(cuFuncGetAttribute, (int *value, int attribute, void *function),
          (void)function;
-         *value = attribute == 8 /* dynamic shared memory, at most */ ? 227 << 10 : 0;)
+         *value = attribute == 8 /* maximum of dynamic shared memory */ ? 227 << 10 : 0;)
 FUNCTION_OF_CONTEXT(cuFuncSetAttribute, (void *function, int attribute, int value), (void)function; (void)attribute; (void)value;)
 FUNCTION_OF_CONTEXT(
          cuLaunchKernel,

@@ -72,7 +72,7 @@ fn the_headline_names_the_fastest_strategy() {
             "{shown}"
         );
         assert!(shown.contains("1.57x slower") && !shown.contains("0.03x"), "{shown}");
-        assert!(shown.contains("train another trajectory"), "{shown}");
+        assert!(shown.contains("follow a different training trajectory"), "{shown}");
     }
     // At 10 Gbit/s activations cost more than compressed experts.
     let slow =
@@ -80,13 +80,13 @@ fn the_headline_names_the_fastest_strategy() {
     let text = run(&slow).succeeded().stdout;
     assert!(text.contains("Best with all 512 GPUs: expert domains"), "{text}");
     assert!(text.contains("Without lossy compression, the fastest is a pipeline"), "{text}");
-    // What `--runnable` fixes is not called the request's, and layouts that no operator can run are refused.
+    // The error does not present what `--runnable` fixes as requested, and layouts that no operator can run are refused.
     let without = ["plan", "--runnable", "--cluster=dgx-h100", "--nodes=16"];
     run(&without)
         .refused(2, &["--runnable: a GPU has", "has one EP group in a stage and no tensor parallelism"]);
     let small = ["plan", "--runnable", "--cluster=dgx-h200", "--nodes=16", "--set=memory_cap=12GB"];
-    run(&small).refused(2, &["tokens move among 128 GPUs, and an operator of hybrid-ep takes up to 72"]);
-    // Expert domains without compression count, too.
+    run(&small).refused(2, &["tokens move among 128 GPUs, and an operator of hybrid-ep supports at most 72"]);
+    // Expert domains without compression are compared, too.
     let runnable = ["plan", "--runnable", "--cluster=dgx-h200", "--nodes=16"];
     let text = run(&runnable).succeeded().stdout;
     let exact = "Without lossy compression, the fastest is expert domains (2, 2, 1) with kept replicas, with exact weights and \
@@ -97,7 +97,7 @@ fn the_headline_names_the_fastest_strategy() {
     assert!(text.contains("A step of 62,914,560 tokens takes 288.3 s"), "{text}");
 }
 
-/// A part of the cluster may train faster than all of it. Of what one site does alone, the report tells always.
+/// A part of the cluster may train faster than all of it. The report always says how fast one site alone trains.
 #[test]
 fn fewer_gpus_that_are_faster_are_named() {
     let text = run(&["plan", "--datacenters=4", "--nodes=64", "--uplink=10Gbit/s"]).succeeded().stdout;
@@ -119,7 +119,7 @@ fn fewer_gpus_that_are_faster_are_named() {
     );
     assert!(said.stderr.contains("One of the 2 datacenters alone (512 GPUs) trains"), "{}", said.stderr);
     assert!(
-        said.stderr.contains("tokens move among 127 GPUs, and its GPU operators take up to 72"),
+        said.stderr.contains("tokens move among 127 GPUs, and its GPU operators support at most 72"),
         "{}",
         said.stderr
     );
@@ -136,13 +136,13 @@ fn fewer_gpus_that_are_faster_are_named() {
         "{assumed:?}"
     );
     assert_eq!(report["fewer"][0]["members"], serde_json::json!([64, 60]));
-    // What is slower is no advice, but still told.
+    // A slower site is not recommended, but the report still names it.
     let text = run(&["plan", "--nodes=64", "--uplink=400Gbit/s"]).succeeded().stdout;
     assert!(
         !text.contains("Fewer GPUs") && text.contains("\nOne of the 2 datacenters alone (512 GPUs) trains"),
         "{text}"
     );
-    // Nodes are no sites.
+    // Nodes are not sites.
     let text = run(&["plan", "--datacenters=1", "--nodes=64"]).succeeded().stdout;
     assert!(!text.contains("alone ("), "{text}");
 }
@@ -176,7 +176,7 @@ fn without_arguments_an_example_is_planned() {
     assert!(explained.contains("would be best") && explained.contains("one more member"), "{explained}");
 }
 
-/// A layout that is tight on memory never is the best, but the report says that it is faster.
+/// A layout that is tight on memory is never called the best, but the report says that it is faster.
 #[test]
 fn the_answer_names_a_faster_strategy_that_is_tight_on_memory() {
     let cluster = ["plan", "--cluster=dgx-h100", "--nodes=8,8,10", "--uplink=10Gbit/s", "--round-trip=40ms"];

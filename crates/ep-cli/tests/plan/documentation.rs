@@ -5,8 +5,8 @@ use serde_json::Value;
 use crate::common::{Directory, run, trace};
 use crate::{planned, written};
 
-/// The keys in the first column of a table of the documentation, of which one that begins with a dot belongs to the
-/// object of the one before.
+/// The keys in the first column of a table of the documentation. A key that begins with a dot belongs to the same object as
+/// the key before it.
 fn documented_keys(documentation: &str, section: &str) -> Vec<String> {
     let (_, rest) = documentation.split_once(section).unwrap();
     let mut keys: Vec<String> = Vec::new();
@@ -23,7 +23,7 @@ fn documented_keys(documentation: &str, section: &str) -> Vec<String> {
     keys
 }
 
-/// All objects that a documented key names: those of all entries of its lists.
+/// All values that a documented key names, in all entries of its lists.
 fn found<'v>(value: &'v Value, key: &str) -> Vec<&'v Value> {
     key.split('.').fold(vec![value], |values, part| {
         let of = |value: &'v Value| match part.strip_suffix("[]") {

@@ -38,7 +38,7 @@ fn a_runnable_plan_has_the_layout_of_the_training_runtime() {
     };
     assert!(alone(&[]) && !alone(&["--runnable"]));
     let refused = [
-        "--runnable needs a number of GPUs that divides the 256 experts, and the cluster has 48 GPUs; possible: 32, 16, 8, \
+        "--runnable: the number of GPUs must divide the 256 experts, and the cluster has 48 GPUs; possible: 32, 16, 8, \
          ...; change --nodes, --gpus-per-node",
     ];
     run(&["plan", "--nodes=3", "--runnable"]).refused(2, &refused);
@@ -74,14 +74,17 @@ fn a_runnable_plan_may_have_stages_whose_ranks_the_file_lists() {
             "ep_groups": [[[0, 1, 4, 5]], [[2, 3, 6, 7]]]
         })
     );
-    // 256 experts are not divided by 96 GPUs, but by the 32 of one of three stages.
+    // 96 GPUs do not divide 256 experts, but the 32 GPUs of one of three stages do.
     let uneven = ["plan", "--nodes=6", "--set=memory=8000GB", "--runnable"];
     run(&uneven)
-        .refused(2, &["divides the 256 experts, and the cluster has 96 GPUs; possible: 64, 32, 16, ..."]);
+        .refused(2, &["must divide the 256 experts, and the cluster has 96 GPUs; possible: 64, 32, 16, ..."]);
     run(&[&uneven[..], &["--set=pipeline_stages=3"]].concat()).succeeded();
     run(&[&uneven[..], &["--set=pipeline_stages=2"]].concat()).refused(
         2,
-        &["a number of GPUs of a stage that divides", "96 GPUs in 2 stages of 48; possible: 32, 16, 8, ..."],
+        &[
+            "the number of GPUs in each stage must divide",
+            "96 GPUs in 2 stages of 48; possible: 32, 16, 8, ...",
+        ],
     );
     for stages in ["3", "500"] {
         let set = format!("--set=pipeline_stages={stages}");
@@ -163,7 +166,7 @@ fn strategies_without_a_layout_are_named() {
     assert!(steps.contains("Not priced: local steps: does not fit"), "{steps}");
 }
 
-/// The report of `--runnable` heads with the plan that `--groups` writes, and names the faster one without it.
+/// The report of `--runnable` begins with the plan that `--groups` writes, and names the faster plan without `--runnable`.
 #[test]
 fn a_runnable_report_heads_with_the_plan_that_is_written() {
     let directory = Directory::new("plan-runnable-head");
@@ -186,7 +189,7 @@ fn a_runnable_report_heads_with_the_plan_that_is_written() {
         for part in [
             "Best for `ExpertMigration` with all 256 GPUs: expert domains (4, 2, 1) with kept replicas. A step of",
             "Layout: 4 stages of 4 datacenters each, EP groups of 64 GPUs (4, 2, 8), 16 micro-batches.",
-            "Without `--runnable`, with as many stages: a pipeline of 4 stages across datacenters, 5.92x faster",
+            "Without `--runnable`, with the same number of stages: a pipeline of 4 stages across datacenters, 5.92x faster",
             "`ExpertMigration` can run the layers of each stage",
             "Fewer GPUs are faster. One of the 4 datacenters alone (64 GPUs) trains 154,325 tokens/s, 13.9x faster",
         ] {
@@ -200,7 +203,7 @@ fn a_runnable_report_heads_with_the_plan_that_is_written() {
         row(" expert domains ").contains("this plan") && row(" hierarchical EP ").contains("22.7x slower"),
         "{text}"
     );
-    // The other plan may have another number of stages.
+    // The other plan may have a different number of stages.
     let two = ["plan", "--cluster=dgx-h100", "--model=qwen3-235b", "--nodes=8"];
     let text = run(&[&two[..], &link, &["--runnable"]].concat()).succeeded().stdout;
     assert!(
@@ -211,8 +214,8 @@ fn a_runnable_report_heads_with_the_plan_that_is_written() {
     assert!(text.contains(other), "{text}");
 }
 
-/// The datacenters of every stage are a factor of its GPUs. Where they do not divide the experts, the error does not name
-/// a strategy that was not asked for, and what it advises can be planned.
+/// The number of datacenters is a factor of the number of GPUs of every stage. If it does not divide the experts, the error
+/// names no strategy that was not requested, and what the error advises can be planned.
 #[test]
 fn datacenters_that_do_not_divide_the_experts_are_refused_with_a_way_out() {
     let cluster = ["plan", "--cluster=dgx-h200", "--model=qwen3-235b", "--nodes=8", "--runnable"];
@@ -228,7 +231,7 @@ fn datacenters_that_do_not_divide_the_experts_are_refused_with_a_way_out() {
     run(&[&cluster[..], &["--datacenters=2"]].concat()).succeeded();
     run(&[&three[..], &["--set=members=2"]].concat()).succeeded();
     run(&["plan", "--cluster=dgx-h200", "--model=qwen3-235b", "--nodes=8,4,4", "--runnable"]).succeeded();
-    // No site is given nodes that it lacks.
+    // The advice gives no site more nodes than it has.
     for (nodes, fewer) in [("--nodes=8,8,4", "`--nodes 8,4,4`"), ("--nodes=4,8,8", "`--nodes 4,8,4`")] {
         run(&["plan", "--cluster=dgx-h200", "--model=qwen3-235b", nodes, "--runnable"]).refused(2, &[fewer]);
     }
@@ -239,7 +242,7 @@ fn datacenters_that_do_not_divide_the_experts_are_refused_with_a_way_out() {
     let way = "all 3 members of level rail, so its number of GPUs is a multiple of 3 and does not divide the 128 experts; \
                possible: 2 or 4 members of level rail (`--set members=2`), or leave out --runnable";
     run(&nodes).refused(2, &[way]);
-    // Of 2 datacenters of 3 nodes, 2 stages across datacenters exist, but none that span both.
+    // 2 datacenters of 3 nodes can be divided into 2 stages, but not so that each stage spans both datacenters.
     let directory = Directory::new("plan-runnable-odd");
     let model = written(&directory, "model.toml", "[model]\npreset = \"deepseek-v3\"\nexperts = 240\n");
     let odd =

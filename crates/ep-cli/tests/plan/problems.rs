@@ -52,7 +52,7 @@ fn a_problem_without_a_plan_is_printed_with_a_note() {
 #[test]
 fn a_cluster_that_is_too_small_names_larger_ones_with_a_plan() {
     let link = ["plan", "--cluster=dgx-h100", "--uplink=20Gbit/s", "--round-trip=60ms"];
-    // What is too small; what is offered; and that, as options.
+    // The options that are too small, the offers of the error, and the offers as options.
     for (nodes, memory, offer, larger) in [
         (
             "--nodes=8",
@@ -100,12 +100,12 @@ fn a_runnable_layout_of_too_many_ranks_offers_more_stages() {
     let options =
         ["plan", "--cluster=dgx-h100", "--nodes=16", "--uplink=20Gbit/s", "--round-trip=60ms", "--runnable"];
     let refused =
-        "an operator of hybrid-ep takes up to 72; possible: more stages (`--set pipeline_stages=4`), ";
+        "an operator of hybrid-ep supports at most 72; possible: more stages (`--set pipeline_stages=4`), ";
     run(&[&options[..], &["--set=pipeline_stages=2"]].concat()).refused(2, &[refused]);
     run(&[&options[..], &["--set=pipeline_stages=4"]].concat()).succeeded();
 }
 
-/// A key that `--set` does not know, but files do, could not be swept.
+/// `--set` accepts the keys of `[options]`, because a key that it refused could not be swept.
 #[test]
 fn set_changes_the_options_of_a_file() {
     let directory = Directory::new("set");

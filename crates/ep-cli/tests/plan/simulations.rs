@@ -61,8 +61,8 @@ fn whole_steps_are_simulated() {
     run(&["simulate", "--steps", "--set", "work=forward"]).refused(2, &["--steps", "work=training"]);
 }
 
-/// A slow uplink counts as an uplink of less bandwidth does, also where no EP group crosses it: at the boundaries of stages and
-/// in the exchanges at the end of a step. Links are those of the cluster.
+/// A slow uplink counts like an uplink of less bandwidth, even where no EP group crosses it: at the boundaries of stages and
+/// in the exchanges at the end of a step. Links are numbered in the whole cluster.
 #[test]
 fn a_slow_uplink_counts_in_every_strategy() {
     let cluster =
@@ -88,7 +88,7 @@ fn a_slow_uplink_counts_in_every_strategy() {
             assert!(slow[name] > 1.2 * even[name], "{name} {link}: {} {}", slow[name], even[name]);
         }
     }
-    // GPUs are those of the cluster, too.
+    // GPUs are numbered in the whole cluster, too.
     let slow = steps(&["--uplink=10Gbit/s", "--stragglers=gpu:191=2"]);
     assert!(slow["local-steps"] > 1.3 * even["local-steps"], "{slow:?}");
     for (straggler, parts) in [

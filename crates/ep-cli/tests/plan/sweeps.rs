@@ -14,14 +14,14 @@ fn a_sweep_plans_every_value() {
     let times: Vec<f64> =
         points.iter().map(|point| point["outcome"]["Ok"]["seconds"].as_f64().unwrap()).collect();
     assert!(times.windows(2).all(|pair| pair[1] < pair[0]), "{times:?}");
-    // Some values allow no plan, which the result says: 4 nodes cannot hold the model.
-    // Values that span a factor of 8 and more have equal ratios, others equal differences.
+    // Values that span a factor of at least 8 have equal ratios; others have equal differences.
     for (range, expected) in [("1..8:4", [1.0, 2.0, 4.0, 8.0]), ("1..7:4", [1.0, 3.0, 5.0, 7.0])] {
         let accumulated = planned(&["--sweep", &format!("gradient_accumulation={range}")]);
         let points = accumulated["sweep"]["points"].as_array().unwrap();
         let values: Vec<f64> = points.iter().map(|point| point["value"].as_f64().unwrap()).collect();
         assert_eq!(values, expected, "{range}");
     }
+    // Some values allow no plan, which the result says: 4 nodes cannot hold the model.
     let members = planned(&["--sweep", "members.rail=4..8:3"]);
     let outcomes: Vec<bool> = members["sweep"]["points"]
         .as_array()
@@ -32,7 +32,8 @@ fn a_sweep_plans_every_value() {
     assert_eq!(outcomes, [false, true, true]);
 }
 
-/// A sweep finds where a problem without a plan has one. Files would have the plan of the problem.
+/// A sweep finds the values at which there is a plan, even if the problem itself has none. Files are refused, because they
+/// would contain the plan of the problem.
 #[test]
 fn a_problem_without_a_plan_is_swept() {
     let directory = Directory::new("plan-sweep-without");
@@ -47,7 +48,7 @@ fn a_problem_without_a_plan_is_swept() {
     run(&["plan", "--cluster=dgx-h100", "--sweep=members.rail=2..4:2"]).refused(2, &["possible: more GPUs"]);
 }
 
-/// The best strategy is called so in its row as in the table of strategies, and the last column says whether fewer GPUs are
+/// A row calls the best strategy the best, as the table of strategies does, and the last column says whether fewer GPUs are
 /// faster.
 #[test]
 fn a_sweep_says_whether_fewer_gpus_are_faster() {

@@ -1,5 +1,5 @@
-//! Building blocks of HTML. Functions in place of a template crate: the page has four kinds of blocks, and every text passes
-//! through [`escape`].
+//! Building blocks of HTML. Functions suffice, without a template crate: the page has four kinds of blocks, and every text
+//! passes through [`escape`].
 
 /// Escapes a text for HTML.
 pub(super) fn escape(text: &str) -> String {

@@ -1,4 +1,4 @@
-//! The report as one HTML file without scripts that loads nothing; with light and dark colours.
+//! The report as one HTML file, with light and dark colours. It has no scripts and loads nothing.
 
 mod markup;
 mod picture;

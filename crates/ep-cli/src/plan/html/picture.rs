@@ -5,7 +5,7 @@ use ep_plan::planner::Plan;
 use crate::common::failure::Failure;
 use crate::planner::chart::{self, Frame, Square};
 
-/// Most squares of a picture.
+/// Maximum number of squares in a picture.
 const MOST: usize = 4096;
 /// Space between members, in squares.
 const GAP: f64 = 0.5;
@@ -14,7 +14,7 @@ const NAME: f64 = 0.9;
 /// Largest width of all members together, in squares.
 const WIDEST: f64 = 64.0;
 
-/// Width in squares from which a member's full name fits; narrower members show only their number.
+/// Least width, in squares, in which a member's full name fits; narrower members show only their number.
 const NAMED: f64 = 7.0;
 
 /// The arrangement of the members of one level.
@@ -52,7 +52,7 @@ fn layouts(members: &[usize]) -> Vec<Layout> {
         let gap = if innermost { 0.0 } else { GAP };
         let width = |columns: usize| columns as f64 * (inside.0 + gap) - gap;
         let height = |columns: usize| count.div_ceil(columns) as f64 * (inside.1 + gap) - gap;
-        // Wider than high, like screens. A short innermost level is one row.
+        // Blocks are wider than high, like screens. A short innermost level is one row.
         let wanted = if innermost && count <= 8 { 1e9 } else { 2.6 };
         let columns = (1..=count)
             .filter(|&columns| columns == 1 || width(columns) <= WIDEST)

@@ -15,7 +15,7 @@ use crate::planner::chart::{self, Bar, Line, MUTED, SERIES};
 use crate::planner::problem::Problem;
 use crate::planner::text::sizes;
 
-/// The unit for the times of a chart, chosen by the longest.
+/// The unit for the times of a chart, chosen by the longest time.
 struct Unit {
     name: &'static str,
     seconds: f64,
@@ -42,7 +42,7 @@ pub(super) fn step_answer(shown: &Shown, problem: &Problem) -> String {
     let first = sentences.first().map_or("", |line| line);
     let rest: String = sentences.iter().skip(1).map(|line| note(line)).collect();
     let best = shown.head();
-    // Local steps are never the best, also if they are the fastest: they stand last.
+    // Local steps are never the best, even if they are the fastest, so their card is last.
     let (local, others): (Vec<&StepPrice>, Vec<_>) =
         plan.prices.iter().partition(|price| price.strategy == Strategy::LocalSteps);
     let cards: String = others
@@ -119,7 +119,7 @@ pub(super) fn steps(plan: &StepPlan, problem: &Problem) -> Result<String, Failur
     let header = ["between datacenters", "fastest layout", "tokens/s", "changes the training"];
     let about = format!(
         "The same {} tokens under every way to use the datacenters, each in its fastest layout (of those within 1 %, \
-         rather one with EP groups inside nodes, then the one with the fewest stages).",
+         preferably one with EP groups inside nodes, then the one with the fewest stages).",
         units::count(plan.global_batch.round() as u64)
     );
     Ok(section("Steps compared", &about, &format!("{chart}{}", table(&header, &rows))))

@@ -1,4 +1,4 @@
-//! `verify --soak`: runs many iterations on the same ranks, each with another routing, mode and format.
+//! `verify --soak`: runs many iterations on the same ranks, each with a different routing, mode and format.
 
 #[cfg(test)]
 mod tests;
@@ -31,9 +31,9 @@ use crate::verify::cases;
 use crate::verify::run::{self, CheckReport};
 use crate::verify::tally::{FAILED, PASSED, Tally, attend, seed_for_ranks};
 
-/// Iterations that are prepared together, on all cores. Ranks that are processes exchange reports after each batch.
+/// Number of iterations that are prepared together, on all cores. Ranks that are processes exchange reports after each batch.
 const BATCH: u64 = 32;
-/// Most prepared iterations that are queued for a rank.
+/// Maximum number of prepared iterations that are queued for a rank.
 const AHEAD: usize = 4;
 
 /// A soak that can be run.
@@ -45,7 +45,7 @@ struct SoakPlan {
     config: Config,
     seed: u64,
     processes: bool,
-    /// Name of the program in commands to repeat.
+    /// Name of the program in commands that repeat an iteration.
     program: String,
 }
 
