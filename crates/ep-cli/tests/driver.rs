@@ -219,7 +219,7 @@ fn a_driver_that_is_missing_or_does_not_load_is_reported() {
     let run = |arguments: &[&str]| with_libraries_of(&directory, arguments);
     for arguments in [VERIFY, BENCH, &["warm"]] {
         run(arguments)
-            .refused(2, &["libcuda.so.1 is not there, or does not load", "install the NVIDIA driver"]);
+            .refused(2, &["libcuda.so.1 is missing or cannot be loaded", "install the NVIDIA driver"]);
     }
     assert!(doctor_says(run(&["doctor"])).ends_with("no GPU driver (libcuda.so.1)"));
 }
@@ -237,7 +237,7 @@ fn a_driver_that_lacks_a_function_is_reported() {
     let run = |arguments: &[&str]| with_libraries_of(&directory, arguments);
     for arguments in [VERIFY, BENCH, &["warm"]] {
         run(arguments)
-            .refused(2, &["libcuda.so.1 has no function cuCtxGetCurrent", "driver from version 525 on"]);
+            .refused(2, &["libcuda.so.1 has no function cuCtxGetCurrent", "driver of version 525 or later"]);
     }
     let said = doctor_says(run(&["doctor"]));
     assert!(said.contains("has no function cuCtxGetCurrent"), "{said}");
@@ -318,7 +318,7 @@ fn failures_to_create_a_buffer_are_reported() {
         ),
         ("cuDevicePrimaryCtxRetain=2", &["opening GPU 0", "out of memory"]),
         ("cuCtxSetCurrent=304", &["using GPU 0", "OS call failed"]),
-        ("cuStreamCreate=2", &["making a stream", "out of memory", "show who has it"]),
+        ("cuStreamCreate=2", &["making a stream", "out of memory", "show what uses it"]),
         ("cuMemAddressReserve=2", &["reserving 2147483648 bytes of addresses", "out of memory"]),
         (
             "cuMemCreate=2",
@@ -334,7 +334,7 @@ fn failures_to_create_a_buffer_are_reported() {
         ),
         ("cuMemMap=1", &["mapping 33554432 bytes", "invalid argument", "report this as a bug"]),
         ("cuMemSetAccess=1", &["mapping 33554432 bytes", "invalid argument", "must reach each other"]),
-        ("cuMemHostAlloc=2", &["pinning ", " bytes of host memory", "out of memory", "show who has it"]),
+        ("cuMemHostAlloc=2", &["pinning ", " bytes of host memory", "out of memory", "show what uses it"]),
         ("cuMemsetD8Async=999", &["clearing ", "on GPU 0", "unknown error"]),
         ("cuStreamSynchronize=700", &["waiting for GPU 0", "illegal memory access", "compute-sanitizer"]),
     ] {
@@ -372,7 +372,7 @@ fn failing_operators_are_reported() {
             "cuMemcpyDtoHAsync_v2=700",
             &["copying ", " bytes from GPU ", "an illegal memory access", "start it again"],
         ),
-        ("cuEventCreate=2", &["making an event", "out of memory", "show who has it"]),
+        ("cuEventCreate=2", &["making an event", "out of memory", "show what uses it"]),
         ("cuEventRecord=999@4", &["recording an event", "unknown error"]),
         ("cuEventElapsedTime=999", &["reading a time", "unknown error", "report this as a bug"]),
         ("cuStreamIsCapturing=999", &["asking whether a stream is captured", "unknown error"]),
@@ -411,7 +411,7 @@ fn a_failing_operator_fails_its_case_and_ends_a_soak() {
 #[test]
 fn failures_to_share_memory_between_processes_are_reported() {
     let reserving = ["reserving 2147483648 bytes of addresses", "out of memory"];
-    let mapping = ["sharing memory with rank ", "it could not map it"];
+    let mapping = ["sharing memory with rank ", "it could not map the memory"];
     for (fail, parts) in [
         ("cuDeviceGetUuid_v2=999", ["identifying GPU ", "unknown error"]),
         (

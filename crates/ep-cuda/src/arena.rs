@@ -12,14 +12,14 @@ use crate::reaper::{self, Job, Lost};
 
 /// Alignment of every part, in bytes: suits any vector load, and parts share no cache line.
 const ALIGNMENT: usize = 256;
-/// Memory grows by at least this many bytes: a multiple of the driver's granularity.
+/// Memory grows by at least this many bytes, a multiple of the driver's granularity, if the GPU has them free.
 const LEAST_GROWTH: usize = 32 << 20;
 const GRANULE: usize = 2 << 20;
 
 /// What a rank tells other processes. Dropping the value tells them that the rank leaves.
 pub(crate) trait Announce: Send {
-    /// Announces new memory, before this rank uses an address in it. Returns when all peers have mapped the chunk after those
-    /// that they have.
+    /// Announces new memory, before this rank uses an address in it. Returns when all peers have mapped the chunk, after
+    /// the chunks that they mapped before.
     fn announce(&mut self, chunk: &Chunk) -> Result<()>;
 
     /// Tells ranks of other machines at once that this rank's kernels have given up.
@@ -56,9 +56,9 @@ struct Release {
 struct State {
     device: Arc<Device>,
     reservation: Reservation,
-    /// GPUs of this process that may access it.
+    /// GPUs of this process that may access the memory.
     devices: Vec<usize>,
-    /// Which other processes map it.
+    /// Which other processes map the memory.
     sharing: Sharing,
     announce: Option<Box<dyn Announce>>,
     /// Why no more memory is handed out: an announcement failed, so not all peers have mapped all memory.
@@ -69,7 +69,7 @@ struct State {
     resting: Vec<(u64, usize, usize)>,
     /// Operators called so far.
     step: u64,
-    /// Whether new parts belong to a CUDA graph, and whether that was ever so.
+    /// Whether new parts belong to a CUDA graph, and whether any part ever did.
     captured: bool,
     ever_captured: bool,
 }
@@ -91,9 +91,9 @@ pub(crate) struct Part {
     offset: usize,
     len: usize,
     address: DeviceAddress,
-    /// Whether peers may read it after this rank's last operator that used it has finished.
+    /// Whether peers may still read the part when this rank has finished the last operator that uses it.
     lent: bool,
-    /// Whether it is never reused, because replays of a CUDA graph may write to it at any time.
+    /// Whether the part is never reused, because replays of a CUDA graph may write to it at any time.
     kept: bool,
 }
 
@@ -115,8 +115,8 @@ impl Drop for Part {
         }
         let mut state = self.arena.lock();
         if self.lent {
-            // A peer may still be in this rank's last operator. It has finished it when its handshake of the next
-            // operator arrives, so the memory may be overwritten by operators after the next one.
+            // A peer may still be in this rank's last operator. The peer has finished that operator when its handshake of
+            // the next one arrives, so operators after the next one may overwrite the memory.
             let after = state.step + 1;
             state.resting.push((after, self.offset, self.len));
         } else {
@@ -259,7 +259,7 @@ impl Owner {
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        // If the buffer could not be made, it has not closed the links; their threads write to this memory.
+        // If the buffer could not be made, its links are still open, and their threads write to this memory.
         let announce = self.memory.lock().announce.take();
         drop(announce);
         let release = self.release().take();

@@ -14,10 +14,10 @@ use ep::{EnvironmentError, Rank, Result};
 /// The pause between two heartbeats, unless the bound is short. Ranks of other machines learn of a fault with the next
 /// heartbeat.
 const EVERY: Duration = Duration::from_millis(100);
-/// Minimum number of heartbeats within the bound: a busy machine delays single ones.
+/// Minimum number of heartbeats within the bound: a busy machine delays individual heartbeats.
 const BEATS_PER_BOUND: u32 = 16;
-/// The longest time between two runs of the thread that counts as silence of the peers, in pauses. The rest of a longer
-/// time, as in a job that was suspended as a whole, does not count.
+/// Maximum part of the time between two runs of the thread that counts as silence of the peers, in pauses between
+/// heartbeats. The rest does not count: the whole job may have been suspended.
 const WATCHED_PAUSES: u32 = 4;
 
 /// The heartbeats of all peers, as this rank has received them.

@@ -39,11 +39,11 @@ impl CudaBuffer {
         let text = |ask: &dyn Fn(*mut c_char, c_int) -> sys::CUresult| -> Result<String> {
             let mut text: [c_char; TEXT_BYTES] = [0; TEXT_BYTES];
             check(ask(text.as_mut_ptr(), TEXT_BYTES as c_int - 1), what, "")?;
-            // SAFETY: the last byte is zero: it was kept from the driver.
+            // SAFETY: the last byte is zero: the driver was given one byte less than the array has.
             Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
         };
         Ok(Gpu {
-            // SAFETY: there is room for as many bytes as is said.
+            // SAFETY: `to` has room for `len` bytes.
             name: text(&|to, len| unsafe { sys::cuDeviceGetName(to, len, device) })?,
             // SAFETY: as above.
             pci_bus_id: text(&|to, len| unsafe { sys::cuDeviceGetPCIBusId(to, len, device) })?,

@@ -73,7 +73,7 @@ pub struct CudaBuffer {
     /// The same for foreign sets.
     pub(crate) set_partials: Option<(Part, usize)>,
     pub(crate) set_prob_scratch: Option<(Part, usize)>,
-    /// `CombineParams::set_done`; none in a world of one domain, as `rails`.
+    /// `CombineParams::set_done`; `None` in a world of one domain, like `rails`.
     pub(crate) set_done: Option<Part>,
     /// Rails to the other NVLink domains.
     pub(crate) rails: Option<Arc<RankRails>>,
@@ -145,7 +145,7 @@ pub(crate) struct Home {
 
 /// Loads the kernels that nearly every program launches, so that no rank compiles in its first operators while its peers
 /// wait. If ranks share the GPU (`shared`), loads all kernels: the driver loads a kernel only when no other kernel runs on
-/// the GPU, so a running kernel that waits for a rank that is loading would wait for ever.
+/// the GPU, so a running kernel that waits for a rank that is loading would wait forever.
 pub(crate) fn load_kernels(world: &World, device: &Arc<Device>, shared: bool, config: &Config) -> Result<()> {
     let keys = match shared {
         true => KernelKey::of_world(views(world), has_rails(world), device.shared_bytes),
@@ -205,7 +205,7 @@ impl CudaBuffer {
             Some(part)
         };
         let rails = rails.map(Arc::new);
-        // Two sets of sums take turns where there are rails.
+        // With rails, foreign sets use the two halves of this memory in turn.
         let (domains, turns) = rails.as_ref().map_or((0, 1), |rails| (rails.bounds.domains(), 2));
         let columns = count_columns(world.experts(), world.ranks(), domains);
         let columns = arena.alloc(4 * turns * columns * PREPROCESS_BLOCKS as usize, false)?;
@@ -328,7 +328,8 @@ impl CudaBuffer {
         HandleFacts { buffer: handle.buffer, world, rank, shape: handle.shape_so_far() }
     }
 
-    /// The words of counts that a preprocess receives: from ranks of other domains only what concerns this one.
+    /// The words of counts that a preprocess receives: from ranks of other domains, only the words that concern this
+    /// domain.
     fn received_count_words(&self) -> usize {
         let (topology, placement) = (self.world.topology(), self.world.placement());
         let near = topology.domain_size();
@@ -388,7 +389,8 @@ impl CudaBuffer {
                 key: "capacity",
                 value: "none".into(),
                 problem:
-                    "preprocess waits for the counts then, which cannot be captured in a CUDA graph: give one"
+                    "without a capacity, preprocess waits for the counts, and a CUDA graph cannot capture this wait: give a \
+                     capacity"
                         .into(),
             }
             .into());
@@ -407,7 +409,8 @@ impl CudaBuffer {
         let bounds = self.rails.as_ref().map(|rails| rails.bounds);
         if let Some(bounds) = &bounds {
             bounds.check_tokens(tokens)?;
-            // One bit per expert of a domain, and the counts.
+            // An upper bound: one bit per expert of the world for each token, and the counts, which take the room of
+            // further rows.
             let words = self.world.experts().div_ceil(32) + 1;
             let counts = (self.world.experts() + ranks).div_ceil(words);
             bounds.check_lane(tokens + counts, 4 * words, 0)?;
@@ -548,8 +551,8 @@ pub(crate) fn address(memory: Option<&CudaMemory>) -> DeviceAddress {
     memory.map_or(0, CudaMemory::address)
 }
 
-/// As [`address`], but never 0 for memory that is there: memory without bytes may be at address 0, which kernels take for
-/// none. They do not access it, so `other` stands for it.
+/// Like [`address`], but never 0 if `memory` is given: memory without bytes may be at address 0, which means no memory to
+/// kernels. They do not access memory without bytes, so `other` replaces its address.
 pub(crate) fn address_or(memory: Option<&CudaMemory>, other: DeviceAddress) -> DeviceAddress {
     memory.map_or(0, |memory| if memory.address() == 0 { other } else { memory.address() })
 }

@@ -70,7 +70,7 @@ pub(crate) fn operator(number: u64) -> Operator {
     OPERATORS.into_iter().find(|&operator| operator as u64 == number).unwrap_or(Operator::Join)
 }
 
-/// Where a division has the number of pieces, and the bytes of a piece.
+/// The positions of the number of pieces and of the bytes of a piece in a division, in bits.
 const DIVISION: [u32; 2] = [0, 32];
 
 fn fields(operator: Operator) -> &'static [Field] {
@@ -132,7 +132,7 @@ pub(crate) fn difference(
     let differs = mine.iter().zip(theirs).zip(all).find(|((mine, theirs), _)| mine != theirs);
     match differs {
         Some(((&mine, &theirs), field)) => (field.name(), field.text(mine), field.text(theirs)),
-        // Ranks of different versions.
+        // The ranks run different versions.
         None => ("the call", format!("{mine:x?}"), format!("{theirs:x?}")),
     }
 }

@@ -13,7 +13,7 @@ use crate::memory::CudaMemory;
 use crate::params::{DENSE_THREADS, DenseParams};
 
 const THREADS: u32 = DENSE_THREADS as u32;
-/// Blocks per multiprocessor: as many as it runs at the same time.
+/// Blocks per multiprocessor: the number that it runs at the same time.
 const BLOCKS_PER_SM: u32 = 8;
 
 /// A top-k routing in GPU memory. Indices outside 0 .. `experts` choose no expert.

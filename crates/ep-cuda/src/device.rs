@@ -98,7 +98,7 @@ impl KernelKey {
         keys
     }
 
-    /// As [`all`](Self::all), for one world. `views`: the peers that a block has views of; with many of them or little
+    /// Like [`all`](Self::all), for one world. `views`: the peers that a block has views of; with many of them or little
     /// shared memory, combine has fewer warps.
     pub(crate) fn of_world(views: usize, rails: bool, shared_bytes: usize) -> Vec<Self> {
         let mut keys = vec![Self::Preprocess { rails }];
@@ -263,7 +263,8 @@ mod tests {
     }
 
     impl Row {
-        /// Every kernel that may be launched on a GPU of each architecture. Plain copies are compiled for sm_90a, too: `HYBRID_EP_PLAIN_COPIES=1`.
+        /// Every kernel that may be launched on a GPU of some architecture, including those with plain copies on sm_90a
+        /// (`HYBRID_EP_PLAIN_COPIES=1`).
         fn all() -> Vec<Self> {
             let both = [false, true];
             let ways = both.iter().flat_map(|&plain_copies| Arch::ALL.map(|arch| (arch, plain_copies)));

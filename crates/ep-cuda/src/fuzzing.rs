@@ -1,4 +1,5 @@
-//! Entry points for the target in `fuzz/`: what ranks of a job send. [`jit::fuzzing`](crate::jit::fuzzing) has another.
+//! Entry points for the target in `fuzz/`: parsers of what ranks of a job send. [`jit::fuzzing`](crate::jit::fuzzing) has
+//! another entry point.
 
 use bytemuck::Zeroable as _;
 use ep::join::Machines;
@@ -34,7 +35,7 @@ pub fn state(bytes: &[u8]) {
     }
 }
 
-/// The state of a rank that runs, or of one that has given up because of a rank that passed other arguments.
+/// The state of a rank that runs, or of one that has given up because of a rank that passed different arguments.
 pub fn state_of(given_up: bool) -> Vec<u8> {
     let mut state = State { abort: 0, left: 0, report: FaultReport::zeroed() };
     if given_up {

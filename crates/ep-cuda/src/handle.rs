@@ -17,7 +17,7 @@ use crate::shared;
 pub struct CudaHandle {
     /// The buffer that made it.
     pub(crate) buffer: Maker,
-    /// The step of its preprocessing; the same on every rank.
+    /// The step of its preprocess; the same on every rank.
     pub(crate) id: u64,
     pub(crate) mode: DispatchMode,
     pub(crate) capacity: Option<usize>,
@@ -27,7 +27,7 @@ pub struct CudaHandle {
     /// What this rank receives; empty until the host has read it.
     pub(crate) shape: OnceCell<ReceiveShape>,
     pub(crate) dispatched: Cell<bool>,
-    /// Rows that this rank sends to other ranks, one per (token, rank); 0 until the host has read the shape.
+    /// Rows that this rank sends to other ranks of its domain, one per (token, rank); 0 until the host has read the shape.
     pub(crate) remote_rows: Cell<u32>,
     pub(crate) memory: Arc<Part>,
     /// The last capture whose graph keeps `memory`.
@@ -84,8 +84,8 @@ impl Sizes {
         Self { tokens, copies, ranks, local_experts, chunks: tokens.div_ceil(chunk_tokens), chunk_tokens }
     }
 
-    /// Upper bound of the entries of `sends`: of a token, one for each other rank or lane that gets it, one for each of its
-    /// copies on this rank, and one if it has no copy. A map may have up to as many copies of a token as there are experts.
+    /// Upper bound of the number of entries of `sends`. A token has one entry for each other rank or lane that gets it, one
+    /// for each of its copies on this rank, and one if it has no copy. In a map, a token may have a copy for every expert.
     pub(crate) fn sends(&self) -> usize {
         self.copies.min(self.tokens.saturating_mul(self.ranks - 1 + self.local_experts)) + self.tokens
     }
@@ -103,7 +103,8 @@ impl Sizes {
         Ok((part, view))
     }
 
-    /// Places the lists from `base` on and returns them with their end. Computes both the size and the addresses.
+    /// Places the lists one after the other, the first at `base`. Returns them and the end of the last one.
+    /// [`allocate`](Self::allocate) computes both the size and the addresses with it.
     fn lay_out(
         &self,
         base: DeviceAddress,
@@ -145,8 +146,8 @@ impl Sizes {
     }
 }
 
-/// Tokens of a chunk: few, so that all workers get chunks and the first chunks arrive early; many, so that their lists
-/// are read in few pieces. At most `most`, unless there would be more than [`MAX_CHUNKS`] chunks.
+/// Tokens of a chunk. Small chunks give all workers work, and the first ones arrive early; the lists of large chunks are
+/// read in fewer pieces. At most `most`, unless there would be more than [`MAX_CHUNKS`] chunks.
 fn chunk_tokens(tokens: usize, most: usize) -> usize {
     (tokens / 256).clamp(1, 4).min(most).max(tokens.div_ceil(MAX_CHUNKS))
 }

@@ -1,4 +1,4 @@
-//! How the ranks of a world meet, and map the memory of those of their machine and of their NVLink domain.
+//! How the ranks of a world meet, and how each maps the memory of the ranks of its machine and of its NVLink domain.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -88,10 +88,10 @@ impl CudaBuffer {
         Ok(rank.index() % Device::count()?.max(1))
     }
 
-    /// As [`join`](ep::Backend::join), on GPU number `gpu`. Collective.
+    /// Like [`join`](ep::Backend::join), on GPU number `gpu`. Collective.
     ///
     /// # Errors
-    /// As [`join`](ep::Backend::join).
+    /// The errors of [`join`](ep::Backend::join).
     pub fn join_on(
         gpu: usize,
         world: &World,
@@ -119,7 +119,7 @@ impl CudaBuffer {
         let (mut links, mapped) = links::serve_all(links, &home, &access, &machines, config)?;
         home.arena.with_chunks(|chunks| chunks.iter().try_for_each(|chunk| links.announce(chunk)))?;
         home.arena.announce_with(Box::new(links));
-        // Also a barrier: after it, every rank has mapped every control block.
+        // This gather is also a barrier: after it, every rank has mapped every control block.
         let own_places = Places { base: home.arena.base(), control: home.control.address() };
         let places = joining.all_gather(&own_places.to_bytes())?;
         let places = (0..).map(Rank).zip(places).map(|(peer, bytes)| Places::from_bytes(peer, &bytes));
@@ -176,7 +176,7 @@ fn rails_of_threads(
 }
 
 /// Opens the engine of a rank that is a process, exchanges the addresses of all engines, and starts the proxy. `address`:
-/// that of this machine, in a job of several machines. Collective.
+/// the IP address of this machine, in a job of several machines. Collective.
 fn connect_rails(
     world: &World,
     home: &Home,
@@ -216,7 +216,7 @@ impl fmt::Display for Gpu {
     }
 }
 
-/// The error for a text that is no [`Gpu`].
+/// The error for a text that is not a [`Gpu`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct NoGpu;
 
@@ -258,7 +258,7 @@ fn check_world(world: &World) -> Result<()> {
     let ranks = world.ranks();
     if ranks > MAX_RANKS {
         return Err(CallerError::Topology(format!(
-            "{ranks} ranks: the CUDA backend serves {MAX_RANKS}, in all NVLink domains together"
+            "{ranks} ranks: the CUDA backend supports at most {MAX_RANKS}, in all NVLink domains together"
         ))
         .into());
     }

@@ -71,8 +71,8 @@ impl Kernels {
     }
 }
 
-/// Calls `work` for each job, on several threads. Returns the results in any order, or the error of the first job in
-/// order that failed.
+/// Calls `work` for each job, on several threads. Returns the results in any order or, if jobs failed, the error of the
+/// first of them in the order of `jobs`.
 pub(crate) fn side_by_side<T: Sync, R: Send>(
     jobs: &[T],
     work: impl Fn(&T) -> Result<R> + Sync,
@@ -100,7 +100,7 @@ pub(crate) fn side_by_side<T: Sync, R: Send>(
     let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(jobs.len());
     thread::scope(|scope| {
         for _ in 1..threads {
-            // This thread takes all jobs if the system has no further one.
+            // If the system starts no further thread, the existing ones do all jobs.
             if thread::Builder::new().spawn_scoped(scope, take_turns).is_err() {
                 break;
             }
@@ -113,7 +113,7 @@ pub(crate) fn side_by_side<T: Sync, R: Send>(
     }
 }
 
-/// Compiled kernels under the settings of the environment, by a compiler that is not too new for the driver.
+/// A [`Jit`] with the settings of the environment, and with a compiler that is not too new for the driver.
 pub(crate) fn jit() -> Jit {
     let jit = Jit::new(CudaEnv::from_env());
     // If the driver does not report its version, it refuses unsuitable kernels when it loads them.

@@ -1,12 +1,12 @@
 //! Rail lanes in GPU memory, and an emulated link between them.
 //!
-//! With the engine `paced`, the lanes of a rank are in the memory of its GPU, as windows of a network card with GPUDirect
-//! are; plans, flags and states stay in host memory. A put of a lane is a copy by the driver from one lane to the other,
-//! in a stream of the sending rank.
+//! With the engine `paced`, the lanes of a rank are in the memory of its GPU, like the memory that a network card accesses
+//! with GPUDirect; plans, flags and states stay in host memory. A put of a lane is a copy by the driver from one lane to
+//! the other, in a stream of the sending rank.
 //!
-//! Where both ranks share a GPU, the driver copies by a kernel of its own, which needs a free multiprocessor: on an
-//! H100, such copies waited as long as other kernels occupied all of them. So the ranks that share a GPU must leave some
-//! free.
+//! If both ranks share a GPU, the driver copies with a kernel, which needs a free multiprocessor: on an H100, such copies
+//! waited while other kernels occupied all multiprocessors. So the kernels of ranks that share a GPU must leave some
+//! multiprocessors free.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,7 +23,8 @@ use crate::reaper::{self, Job, Lost};
 
 /// How long the copies of a dropped engine may take before the lanes are given up.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// A copy that takes longer than this may have failed, so the driver is asked, as often as this.
+/// A copy that takes longer than this may have failed, so the proxy then asks the driver, but not more often than once in
+/// this time.
 const LATE: Duration = Duration::from_millis(100);
 
 /// The lanes of a rank, in the memory of its GPU.
@@ -65,17 +66,17 @@ impl DeviceLanes {
     }
 }
 
-/// Copies the puts of a rank whose lanes, as those of its rail peers, are in GPU memory.
+/// Executes the puts of a rank whose lanes, like those of its rail peers, are in GPU memory.
 ///
-/// The stream stores the number of each copy to host memory. Asking the driver instead, for an event of each copy, takes
-/// a lock that the calls of the next copies need: with four ranks on a GPU a put then took 68 us of the proxy's time
+/// After each copy, the stream stores the copy's number to host memory. To ask the driver for an event of each copy would
+/// take a lock that the calls of the next copies need: with four ranks on a GPU a put then took 68 us of the proxy's time
 /// (docs/lab/044).
 #[derive(Debug)]
 pub(crate) struct LaneCopies {
     rail: Rail,
     /// Copies what is not in a lane.
     loopback: Arc<Loopback>,
-    /// `None`: dropped.
+    /// `None` once the engine is dropped.
     copying: Mutex<Option<Copying>>,
     /// One word: the number of the last copy that has ended.
     ended: Arc<Mapped>,
@@ -87,7 +88,7 @@ struct Copying {
     rank: ep::Rank,
     device: Arc<Device>,
     stream: Stream,
-    /// After the last copy.
+    /// Recorded after the last copy; `None` before the engine is dropped.
     last: Option<Event>,
     /// By domain.
     lanes: Vec<Arc<DeviceLanes>>,
@@ -135,10 +136,10 @@ impl LaneCopies {
     }
 }
 
-const LIVES: &str = "only the drop of the engine takes it, after the last copy";
+const LIVES: &str = "only the drop of the engine takes the stream, after the last copy";
 
 impl Carry for LaneCopies {
-    /// `None`: copied already.
+    /// `None` if the bytes have been copied already.
     type Copy = Option<LaneCopy>;
 
     fn begin(&self, put: &Put) -> Result<Option<LaneCopy>> {
@@ -150,7 +151,7 @@ impl Carry for LaneCopies {
         }
         let from = lanes[own].at("source of a put", put.source, put.len)?;
         let to = lanes[peer].at("destination of a put", put.destination, put.len)?;
-        // Another thread may capture a graph.
+        // Another thread may be capturing a graph.
         let _relaxed = Relaxed::new();
         stream.copy(from, to, put.len)?;
         let number = begun.wrapping_add(1);
@@ -160,7 +161,8 @@ impl Carry for LaneCopies {
     }
 
     /// # Errors
-    /// [`EnvironmentError`](ep::EnvironmentError) when the GPU executes nothing more.
+    /// [`EnvironmentError`](ep::EnvironmentError) if the driver reports a failure of the GPU's work, after which the copy
+    /// will not end.
     fn has_ended(&self, copy: &Option<LaneCopy>) -> Result<bool> {
         let Some(LaneCopy { number, begun }) = copy else { return Ok(true) };
         if is_reached(self.ended.read(0), *number) {
@@ -181,7 +183,8 @@ impl Carry for LaneCopies {
     }
 }
 
-/// Whether a copy has ended when `ended` is the last one that has. Fewer than 2^31 copies are under way.
+/// Whether copy `number` has ended if `ended` is the number of the last copy that has. Fewer than 2^31 copies are under
+/// way.
 fn is_reached(ended: u32, number: u32) -> bool {
     ended.wrapping_sub(number) < 1 << 31
 }

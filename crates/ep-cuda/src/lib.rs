@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `buffer`, `operators` | [`CudaBuffer`]: checks arguments, fills in kernel parameters, launches one kernel per operator |
 //! | `join`, `links`, `peers` | how ranks meet, and map each other's memory |
-//! | `remote`, `notices` | ranks on other machines: mirrors of their control blocks, and what the host tells its kernels |
+//! | `remote`, `notices` | ranks on other machines: mirrors of control blocks; news of ranks, written for the kernels |
 //! | `arena`, `memory` | registered memory, which all GPUs of the domain can access |
 //! | `streams` | the streams that operators are launched in, and the CUDA graphs that capture them |
 //! | `member`, `reaper` | leaving a world, and freeing memory |
@@ -74,7 +74,7 @@ pub use handle::CudaHandle;
 pub use member::finish;
 pub use memory::CudaMemory;
 
-/// Most ranks of a job, in all NVLink domains together.
+/// Maximum number of ranks of a job, in all NVLink domains together.
 pub const MAX_RANKS: usize = params::MAX_RANKS;
 
 pub use reaper::{leaked_bytes, settle};

@@ -1,14 +1,16 @@
-//! Registered memory between processes: each process sends its allocations to all others of its machine, as file
-//! descriptors, and to those of its NVLink domain on other machines, as fabric handles. They map them.
+//! Shares registered memory between processes: each process sends its allocations to all other processes of its machine, as
+//! file descriptors, and to those of its NVLink domain on other machines, as fabric handles. The receivers map the
+//! allocations.
 //!
-//! A rank has one link to every peer ([`ep::join::Links`]); `remote` serves those to peers whose memory is not mapped. A
-//! rank sends an allocation whenever its memory grows, and waits until the peer has mapped it; heartbeats; and, at the end,
-//! a leave message. A link that closes without a leave message means that the process died, or that the network does not
-//! reach it; missing heartbeats mean that it is stopped. The link and heartbeat threads write this into the control block
-//! of their own rank, where its kernels read it.
+//! A rank has one link to every peer ([`ep::join::Links`]); `remote` serves the links to peers whose memory is not mapped.
+//! When a rank's memory grows, the rank sends the new allocation and waits until the peer has mapped it. It also sends
+//! heartbeats and, at the end, a leave message. A link that closes without a leave message means that the process died, or
+//! that the network does not reach it. Missing heartbeats mean that the process is stopped. The link and heartbeat threads
+//! write such news into the control block of their own rank, where its kernels read it.
 //!
-//! The system vouches for the user of a peer on this machine, and the handshake of the link for its membership in the job.
-//! What an allocation is sent as belongs to the driver, so mapping it is the only possible check.
+//! The operating system reports the user of a peer on this machine, and the handshake of the link proves that the peer is a
+//! member of the job. Only the driver can interpret a descriptor or a fabric handle, so mapping it is the only possible
+//! check.
 
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -41,10 +43,10 @@ const LEFT: u8 = 4;
 /// The same when the network to the peer's machine has failed. Never sent.
 const UNREACHABLE: u8 = 6;
 
-/// How long a link's thread waits for a message at a time. Its value has no effect.
+/// How long a link's thread waits for a message at a time. Any length will do, because the thread then waits again.
 const IDLE: Duration = Duration::from_secs(3600);
 
-/// The memory of peers that this process maps, and the mirrors of the others. The link threads add to it.
+/// The memory of peers that this process maps, and the mirrors of the others. The link threads map further memory.
 pub(crate) struct Mapped {
     /// By rank; `None` for this rank and for ranks with mirrors.
     pub(crate) peers: Vec<Option<Arc<Mutex<Reservation>>>>,
@@ -52,9 +54,9 @@ pub(crate) struct Mapped {
     pub(crate) hearts: Arc<Hearts>,
 }
 
-/// Starts the threads that serve the links to all peers and map memory, and the heartbeat thread. `access` is that of all
-/// ranks, in rank order. After an error, the peers see the links end only when this rank has reported the error
-/// ([`ep::join::join`]).
+/// Starts the threads that serve the links to all peers and map memory, and the heartbeat thread. `access`: this rank's
+/// access to every rank, in rank order. After an error, the peers see the links end only when this rank has reported the
+/// error ([`ep::join::join`]).
 pub(crate) fn serve_all(
     links: ep::join::Links,
     home: &Home,
@@ -104,7 +106,7 @@ pub(crate) fn serve_all(
         let (sender, receiver) = link.split();
         let sender = if is_here { Outward::Here(sender) } else { Outward::Across(SnapshotLink::new(sender)) };
         let sender = Arc::new(Mutex::new(sender));
-        // Weak: the sender goes with the buffer, and sends the leave message when it is dropped.
+        // Weak: the buffer owns the sender, and sends the leave message when the buffer is dropped.
         let (answering, beating) = (Arc::downgrade(&sender), Arc::downgrade(&sender));
         let (told, answers) = channel();
         let memory = peers[peer.index()].as_ref().map_or_else(Weak::new, Arc::downgrade);
@@ -168,7 +170,7 @@ impl Outward {
     fn try_send(&mut self, body: &[u8]) {
         match self {
             Self::Here(sender) => sender.try_send(body),
-            // Only heartbeats follow each other, so only they are dropped.
+            // Only a heartbeat may be dropped: another one follows.
             Self::Across(link) => link.send(body != [BEAT], || body.to_vec()),
         }
     }
@@ -330,7 +332,7 @@ impl MappingLinks {
                     } else {
                         "do all ranks see all GPUs of the domain?"
                     };
-                    return Err(EnvironmentError::new(what, "it could not map it", hint).into());
+                    return Err(EnvironmentError::new(what, "it could not map the memory", hint).into());
                 }
                 Err(RecvTimeoutError::Timeout) => return Err(lost(peer.rank, PeerFault::Stalled)),
                 Err(RecvTimeoutError::Disconnected) => return Err(lost(peer.rank, PeerFault::Died)),
@@ -354,7 +356,7 @@ impl Announce for Links {
     fn leaving(&self, word: u32) {
         self.remote.leaving(word);
         for peer in &self.mapping.peers {
-            // A peer that does not read does not need it.
+            // A peer that does not read does not need the word.
             lock(&peer.sender).try_send(&[&[LEAVING], &word.to_le_bytes()[..]].concat());
         }
     }
@@ -421,7 +423,7 @@ mod tests {
         served_by(false, |_, _| panic!("there is no memory"), said)
     }
 
-    /// As `served`, over a link between machines or not, and with `map` for allocations.
+    /// Like `served`, over a link between machines or not, and with `map` for allocations.
     fn served_by(
         is_across: bool,
         map: impl Fn(usize, &Shared) -> Option<bool>,
@@ -488,7 +490,7 @@ mod tests {
         let bodies = vec![vec![BEAT], chunk(&handle), vec![MAPPED]];
         assert_eq!(served_by(true, map, says(bodies)), (Some(EARLY), vec![MAPPED, LEFT], 1));
         assert_eq!(mapped.take(), [(3, handle)]);
-        // A handle of another size, no size, a message without its count.
+        // A handle of a different size, no size, a message without its count.
         for wrong in [chunk(&handle[1..]), chunk(&[]), vec![CHUNK, 3]] {
             assert_eq!(served_by(true, map, says(vec![wrong.clone()])), (Some(DIED), vec![], 0), "{wrong:?}");
         }

@@ -1,5 +1,5 @@
-//! A rank's membership in its world. It ends when the rank's buffer has been dropped, no CUDA graph holds its
-//! operators, and its work has finished. Only then the peers are told that the rank has left.
+//! A rank's membership in its world. It ends when the rank's buffer has been dropped, no CUDA graph holds its operators,
+//! and its work has finished. Only then does the rank tell its peers that it has left.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
@@ -90,7 +90,7 @@ impl Tail {
         if next.is_capturing()? { Ok(()) } else { next.wait(&self.event) }
     }
 
-    /// No more work follows the work in `stream`.
+    /// Notes that no work follows the work in `stream`.
     fn end_in(&mut self, stream: &Stream) {
         self.latest = stream.is_lasting().then(|| stream.view());
     }
@@ -244,7 +244,7 @@ pub fn finish(limit: Duration) {
         if look != Look::Gone {
             part.arena.close();
         }
-        // Graphs may still use it.
+        // Graphs may still use the memory.
         std::mem::forget(part);
     }
 }

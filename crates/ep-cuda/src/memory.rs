@@ -8,8 +8,9 @@ use crate::driver::DeviceAddress;
 
 /// Memory of one GPU: registered, from [`ep::Backend::alloc`], or the caller's own.
 ///
-/// All ranks write into registered memory directly. Outputs of dispatch in other memory are staged, which costs a copy.
-/// Registered memory belongs to the buffer that allocated it: other buffers refuse it, and it may outlive its buffer.
+/// The ranks of the NVLink domain write into registered memory directly. Outputs of dispatch in other memory are staged,
+/// which costs a copy. Registered memory belongs to the buffer that allocated it: other buffers refuse it, and it may
+/// outlive its buffer.
 #[derive(Debug)]
 pub struct CudaMemory {
     address: DeviceAddress,

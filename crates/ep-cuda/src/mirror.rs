@@ -18,7 +18,7 @@ pub(crate) struct Field {
     pub(crate) name: &'static str,
     /// The type in Rust.
     pub(crate) rust: &'static str,
-    /// The type in C++ of an address.
+    /// The type in C++, if the field is an address.
     pub(crate) cpp: Option<&'static str>,
     pub(crate) offset: usize,
 }

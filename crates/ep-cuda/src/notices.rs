@@ -8,7 +8,7 @@ use ep::Rank;
 use crate::driver::{Device, DeviceAddress, Relaxed, Stream};
 use crate::params::{ABORT_OFFSET, GoneWord, LEFT_OFFSET};
 
-/// How often a write is tried, and the pause between two attempts. Other news waits meanwhile.
+/// Maximum number of attempts to write a word, and the pause between two attempts. Other news waits meanwhile.
 const ATTEMPTS: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -29,7 +29,8 @@ struct State {
 }
 
 impl State {
-    /// Tries a few times, because the driver may lack memory for a moment. If this fails, waits end at their bounds.
+    /// Tries a few times, because the driver may lack memory for a moment. If all attempts fail, waits of kernels end at
+    /// their bounds.
     fn write(&self, device: &Arc<Device>, offset: usize, word: u32) {
         let Some(control) = self.control else { return };
         let _relaxed = Relaxed::new();
@@ -56,8 +57,8 @@ impl Notices {
         with(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Writes the end of a rank, a word of `Control::left`. It is final: later words of this process for the same rank are
-    /// ignored.
+    /// Writes a word of `Control::left`, which says how a rank ended. The word is final: later words of this process for
+    /// the same rank are ignored.
     pub(crate) fn gone(&self, peer: Rank, word: u32) {
         self.with(|state| {
             if !std::mem::replace(&mut state.gone[peer.index()], true) {

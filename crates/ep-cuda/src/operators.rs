@@ -54,10 +54,9 @@ impl Backend for CudaBuffer {
             return Err(CallerError::Config {
                 key: "stream",
                 value: "a stream that captures a CUDA graph".into(),
-                problem:
-                    "an upload from host memory cannot be captured: upload before, and for preprocess use \
-                          preprocess_on_device"
-                        .into(),
+                problem: "an upload from host memory cannot be captured: upload before the capture, and use \
+                          preprocess_on_device for preprocess"
+                    .into(),
             }
             .into());
         }

@@ -35,27 +35,28 @@ constants! { CONSTANTS:
     SCALE_BUFFER_BYTES: usize = 512;
     /// Stages of the ring of a team of combine.
     COMBINE_STAGES: usize = 7;
-    /// How many vectors (of at most 16 bytes) of a stage each lane adds. The limit is its registers, which hold the sums.
+    /// Maximum number of turns of a slice. A lane adds one vector (of at most 16 bytes) in each turn, and its registers,
+    /// which hold the sums, limit the number.
     COMBINE_TURNS: usize = 7;
     /// Bytes of a consumer's slice of a stage of combine.
     COMBINE_SLICE_BYTES: usize = COMBINE_TURNS * 16 * 32;
     /// Index in a handle's shape, after the three words per local expert: rows that this rank receives, padding
     /// included.
     SHAPE_ROWS: usize = 0;
-    /// As `SHAPE_ROWS`: rows that this rank would receive without a capacity.
+    /// Like `SHAPE_ROWS`, for the rows that this rank would receive without a capacity.
     SHAPE_WANTED: usize = 1;
-    /// As `SHAPE_ROWS`: rows that this rank sends to other ranks of its domain, one per (token, rank). Rows that a capacity
-    /// drops are counted, lanes to other domains are not.
+    /// Like `SHAPE_ROWS`, for the rows that this rank sends to other ranks of its domain, one per (token, rank). Rows that a
+    /// capacity drops are counted; rows in lanes to other domains are not.
     SHAPE_REMOTE: usize = 2;
     /// Number of words of a shape after the three words per local expert.
     SHAPE_WORDS: usize = 3;
     /// Maximum number of sections of a lane: parts of different stride that one operator sends along a rail.
     RAIL_SECTIONS: usize = 3;
-    /// Bits of a word of `Control::left` that hold the `GoneWord`. The bits above hold, of a rank that has left after it has
-    /// sent everything along its rail, its last epoch.
+    /// Bits of a word of `Control::left` that hold the `GoneWord`. If the rank has left after it had sent everything along
+    /// its rail, the bits above hold its last epoch.
     GONE_BITS: u32 = 3;
-    /// Bits of a rank in an abort word (sync.cuh). The lowest bits have the rank at fault plus one, the next ones the rank that
-    /// wrote the word first, and those above the cause.
+    /// Bits of a rank in an abort word (sync.cuh). The lowest bits have the rank at fault plus one, the next ones the rank
+    /// that wrote the word first, and those above the cause.
     ABORT_RANK_BITS: u32 = 8;
 }
 
@@ -102,7 +103,7 @@ codes! { CODES:
         Stalled = 1 as "FAULT_STALLED",
         /// Another rank has given up; `peer` is the rank at fault, and `cause` is what happened to `peer`.
         Aborted = 2 as "FAULT_ABORTED",
-        /// `peer` called with other arguments: its signature is `seen`, this rank's is `expected`.
+        /// `peer` called with different arguments: its signature is `seen`, this rank's is `expected`.
         Mismatch = 3 as "FAULT_MISMATCH",
         /// Routing: row `index` has the expert index `seen`.
         Index = 4 as "FAULT_INDEX",
@@ -155,8 +156,8 @@ codes! { CODES:
         Silent = 3 as "GONE_SILENT",
         /// The network does not reach the peer's machine.
         Unreachable = 4 as "GONE_UNREACHABLE",
-        /// The peer has left after a fault of its own, before its work was over, or before its proxy had sent everything to other
-        /// domains.
+        /// The peer has left after a fault of its own, before its work was over, or before its proxy had sent everything to
+        /// other domains.
         LeftEarly = 5 as "GONE_LEFT_EARLY",
     }
 }
@@ -244,9 +245,9 @@ structs! { STRUCTS:
         reserved: u32,
     }
 
-    /// A rank's control block, in registered memory: words that it shares with peers and hosts, and words that only its own kernels
-    /// access. docs/protocol.md lists every word's writers, readers and memory order. The counts of preprocess follow the block:
-    /// `[2][ranks][count_words]`.
+    /// A rank's control block, in registered memory: words that it shares with peers and hosts, and words that only its own
+    /// kernels access. docs/protocol.md lists every word's writers, readers and memory order. The counts of preprocess
+    /// follow the block: `[2][ranks][count_words]`.
     Control {
         /// Operators that this rank has finished, modulo 2^32. Only this rank's kernels access the words from here to
         /// `reserved`; with rails, this rank's host reads `epoch` when the rank leaves.
@@ -259,19 +260,21 @@ structs! { STRUCTS:
         fault_claimed: u32,
         /// combine: tokens that workers have claimed for the reduce role.
         tokens_taken: u32,
-        /// Items that workers have claimed for the push role (combine) or the send role (dispatch), not counting the first item of
-        /// each worker.
+        /// Items that workers have claimed for the push role (combine) or the send role (dispatch), not counting the first
+        /// item of each worker.
         items_taken: u32,
         /// dispatch: items that workers have claimed for the duplicate role, not counting the first item of each worker.
         arrivals_taken: u32,
         reserved: [u32; 25],
-        /// Written by this rank, by peers, and by this rank's host for ranks that cannot reach it: an `abort_word`, see sync.cuh.
+        /// Written by this rank, by peers, and by this rank's host for ranks that cannot reach it: an `abort_word`, see
+        /// sync.cuh.
         abort: u32,
         unused: [u32; 31],
         /// `left[peer]`: a `GoneWord` and an epoch (`GONE_BITS`), written by hosts.
         left: [u32; MAX_RANKS],
-        /// With rails, by domain: what workers have claimed of its foreign set. combine: tokens, for the reduce role. dispatch: items,
-        /// for the forward role, not counting the first item of each worker. Only this rank's kernels access it.
+        /// With rails, by domain: what workers have claimed of the domain's foreign set. combine: tokens, for the reduce
+        /// role. dispatch: items, for the forward role, not counting the first item of each worker. Only this rank's kernels
+        /// access it.
         set_taken: [u32; MAX_RANKS],
         /// preprocess with rails: blocks that have reached the grid barriers after the first one, by barrier.
         more_arrived: [u32; MAX_RANKS + 1],
@@ -279,12 +282,12 @@ structs! { STRUCTS:
         record: FaultRecord,
         /// `handshake[epoch % 2][peer]`.
         handshake: [[Handshake; MAX_RANKS]; 2],
-        /// `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in combine,
-        /// the item in dispatch (`ArrivalItems::flag`). `rank` is the writer of the flag; for foreign sets it is the writer's rail peer
-        /// in the set's domain (`alias` in rails.cuh).
+        /// `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in
+        /// combine, the item in dispatch (`ArrivalItems::flag`). `rank` is the writer of the flag; for foreign sets it is
+        /// the writer's rail peer in the set's domain (`alias` in rails.cuh).
         flags: [[u32; MAX_FLAGS]; MAX_RANKS],
-        /// `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has last
-        /// read it, after the check of the peer's arguments. Only this rank's kernels access it and the next words.
+        /// `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has
+        /// last read it, after the check of the peer's arguments. Only this rank's kernels access it and the next words.
         rail_seen: [[u64; MAX_RANKS]; 2],
         /// `rail_looking[domain]`, with rails: 1 while a thread of this rank reads `RailState::progress`.
         rail_looking: [u32; MAX_RANKS],
@@ -293,9 +296,9 @@ structs! { STRUCTS:
         rail_plans: [[SeenPlan; MAX_RANKS]; 2],
     }
 
-    /// The addresses of a rank, a foreign set or a lane, in this rank's address space: where this rank writes, and the lists that
-    /// it reads. Those of a rank come from its handshake, those of a set from the forwarder's. Each block has its views in shared
-    /// memory.
+    /// The addresses of a rank, a foreign set or a lane, in this rank's address space: where this rank writes, and the lists
+    /// that it reads. Those of a rank come from its handshake, those of a set from the forwarder's. Each block has its views
+    /// in shared memory.
     PeerView {
         tokens: DeviceAddress as "u8*",
         scales: DeviceAddress as "u8*",
@@ -310,7 +313,7 @@ structs! { STRUCTS:
         chunks: u32,
     }
 
-    /// A part of a lane: elements of `stride` bytes from `offset` on. A stride of 0: not used.
+    /// A part of a lane: elements of `stride` bytes, the first at `offset`. A section with stride 0 is not used.
     #[derive(bytemuck::Zeroable, bytemuck::Pod)]
     RailSection {
         offset: u64,
@@ -328,10 +331,10 @@ structs! { STRUCTS:
         /// Rows of the set, and their copies.
         rows: u32,
         copies: u32,
-        /// Parts of the rows in the order of sending, and flags of each part.
+        /// Number of units, and of flags of each unit.
         units: u32,
         flags_per_unit: u32,
-        /// Rows of a chunk: the step of `RailState::progress`.
+        /// Rows of a chunk, the unit of `RailState::progress`.
         chunk_rows: u32,
         /// Checksum of `call`.
         signature: u32,
@@ -343,10 +346,10 @@ structs! { STRUCTS:
         copy_end: [u32; MAX_CHUNKS],
     }
 
-    /// What a rank's proxy tells the rank's kernels of one rail peer.
+    /// What a rank's proxy tells the rank's kernels about one rail peer.
     RailState {
-        /// The last epoch whose plan has arrived in the upper 32 bits; below, how many chunks at the start of its rows have
-        /// arrived.
+        /// Upper 32 bits: the last epoch whose plan has arrived. Lower 32 bits: how many chunks at the start of its rows
+        /// have arrived.
         progress: u64,
         unused: [u32; 30],
     }
@@ -399,7 +402,7 @@ structs! { STRUCTS:
         own: DeviceAddress as "Control*",
         report: DeviceAddress as "FaultReport*",
         call: [u64; CALL_WORDS],
-        /// Every rank's control block, in this rank's addresses. Of a mirrored rank: a mirror, which ends before
+        /// Every rank's control block, in this rank's addresses. For a mirrored rank, the mirror, which ends before
         /// `Control::handshake`.
         control: [DeviceAddress; MAX_RANKS] as "Control*",
         /// `delta[peer]` turns an address of that peer into an address of this rank.
@@ -424,7 +427,7 @@ structs! { STRUCTS:
         dst_begin: DeviceAddress as "u32*",
         shape: DeviceAddress as "u32*",
         /// `[domains][2][chunks + 1]`: for each domain, its rail rows before each chunk of this rank's tokens, then their
-        /// copies. Null without rails, as the next two.
+        /// copies. Null without rails, like the next two.
         rail_begin: DeviceAddress as "u32*",
         /// `[ranks]`: the rows of each foreign set, by the rank whose tokens they are.
         set_rows: DeviceAddress as "u32*",
@@ -523,15 +526,17 @@ structs! { STRUCTS:
         partials: DeviceAddress as "u8*",
         /// `[copies]`, in registered memory: peers write probabilities here.
         prob_scratch: DeviceAddress as "float*",
-        /// As `partials` and `prob_scratch`, for the foreign sets that this rank forwards: by domain, for the maximum number
-        /// of rows and copies. Null without rails, as the next one.
+        /// Like `partials` and `prob_scratch`, for the foreign sets that this rank forwards: by domain, for the maximum
+        /// number of rows and copies. Null without rails, like the next two.
         set_partials: DeviceAddress as "u8*",
         set_prob_scratch: DeviceAddress as "float*",
-        /// `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each of the 2 consumers of a team adds 1 for each
-        /// row of the chunk of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between operators.
+        /// `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each of the 2 consumers of a team adds 1 for
+        /// each row of the chunk of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between
+        /// operators.
         set_done: DeviceAddress as "u32*",
         hidden: u32,
-        /// By how many tokens peers are assumed to be behind this rank, when the reduce role estimates which sums have arrived.
+        /// By how many tokens peers are assumed to be behind this rank, when the reduce role estimates which sums have
+        /// arrived.
         slack: u32,
     }
 

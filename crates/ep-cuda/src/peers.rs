@@ -41,7 +41,8 @@ pub(crate) fn accesses(world: &World, rank: Rank, is_remote: impl Fn(Rank) -> bo
 pub(crate) struct Peers {
     /// By rank.
     pub(crate) access: Vec<Access>,
-    /// Every rank's control block, in this rank's addresses; of a rank whose memory is not mapped, its mirror.
+    /// The address of every rank's control block in this rank's address space; for a rank whose memory is not mapped, the
+    /// address of its mirror.
     pub(crate) control: Vec<DeviceAddress>,
     /// `delta[rank]` is added to an address of that rank to get an address of this rank.
     pub(crate) delta: Vec<i64>,

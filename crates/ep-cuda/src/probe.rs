@@ -12,7 +12,7 @@ use crate::jit::{Arch, Version};
 pub const OLDEST_DRIVER: Version = Version { major: 12, minor: 0 };
 
 /// The advice to users of an older driver.
-pub const DRIVER_HINT: &str = "install a driver from version 525 on";
+pub const DRIVER_HINT: &str = "install a driver of version 525 or later";
 
 /// The driver and its GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -121,10 +121,10 @@ impl GpuFacts {
     }
 }
 
-/// As [`probe`], if there is a driver and this backend supports every GPU that it shows.
+/// Like [`probe`], but fails without a driver, or if this backend does not support every GPU that the driver shows.
 ///
 /// # Errors
-/// As [`probe`] and [`DriverFacts::architectures`]; an [`EnvironmentError`] without a driver.
+/// The errors of [`probe`] and [`DriverFacts::architectures`]; an [`EnvironmentError`] without a driver.
 pub fn usable() -> Result<DriverFacts> {
     let facts = probe()?.ok_or_else(driver::missing)?;
     facts.architectures().map(|_| facts)
@@ -132,7 +132,7 @@ pub fn usable() -> Result<DriverFacts> {
 
 fn facts() -> Result<DriverFacts, DriverError> {
     let mut version = 0;
-    // SAFETY: the argument points to an integer of ours; the call is allowed before `cuInit`.
+    // SAFETY: the argument points to a local integer; the call is allowed before `cuInit`.
     unsafe { sys::cuDriverGetVersion(&raw mut version) }.result()?;
     let cuda = Version { major: version.unsigned_abs() / 1000, minor: version.unsigned_abs() % 1000 / 10 };
     // SAFETY: takes no pointer and may be called any number of times.
@@ -143,7 +143,7 @@ fn facts() -> Result<DriverFacts, DriverError> {
         result => result.result()?,
     }
     let mut count = 0;
-    // SAFETY: the argument points to an integer of ours, and the driver is initialised.
+    // SAFETY: the argument points to a local integer, and the driver is initialised.
     unsafe { sys::cuDeviceGetCount(&raw mut count) }.result()?;
     let devices = (0..count).map(device).collect::<Result<Vec<_>, _>>()?;
     let gpus = devices.iter().map(|&device| gpu(device)).collect::<Result<_, _>>()?;
@@ -153,7 +153,7 @@ fn facts() -> Result<DriverFacts, DriverError> {
 
 fn device(ordinal: c_int) -> Result<sys::CUdevice, DriverError> {
     let mut device = 0;
-    // SAFETY: the argument points to an integer of ours; the driver refuses an ordinal that it does not have.
+    // SAFETY: the argument points to a local integer; the driver refuses an ordinal that it does not have.
     unsafe { sys::cuDeviceGet(&raw mut device, ordinal) }.result()?;
     Ok(device)
 }
@@ -162,16 +162,16 @@ fn gpu(device: sys::CUdevice) -> Result<GpuFacts, DriverError> {
     use sys::CUdevice_attribute as A;
     const NAME_BYTES: usize = 256;
     let mut name: [c_char; NAME_BYTES] = [0; NAME_BYTES];
-    // SAFETY: there is room for as many bytes as is said, the last of which stays zero.
+    // SAFETY: the array has room for one byte more than the driver may write, so its last byte stays zero.
     unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), NAME_BYTES as c_int - 1, device) }.result()?;
     // SAFETY: the last byte is zero.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
     let mut memory_bytes = 0;
-    // SAFETY: the argument points to a number of ours.
+    // SAFETY: the argument points to a local number.
     unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory_bytes, device) }.result()?;
     let attribute = |which| {
         let mut value: c_int = 0;
-        // SAFETY: the argument points to an integer of ours.
+        // SAFETY: the argument points to a local integer.
         unsafe { sys::cuDeviceGetAttribute(&raw mut value, which, device) }.result()?;
         Ok(value.unsigned_abs())
     };
@@ -194,7 +194,7 @@ fn link(from: sys::CUdevice, to: sys::CUdevice) -> Result<PeerLink, DriverError>
     }
     let has = |which| {
         let mut value = 0;
-        // SAFETY: the argument points to an integer of ours, and the devices are two of the driver's.
+        // SAFETY: the argument points to a local integer, and both devices are handles of the driver.
         unsafe { sys::cuDeviceGetP2PAttribute(&raw mut value, which, from, to) }.result()?;
         Ok(value != 0)
     };
@@ -208,7 +208,7 @@ fn link(from: sys::CUdevice, to: sys::CUdevice) -> Result<PeerLink, DriverError>
 /// The driver's text for an error, with its number.
 fn describe(error: DriverError) -> String {
     let mut text = std::ptr::null();
-    // SAFETY: the argument points to a pointer of ours.
+    // SAFETY: the argument points to a local pointer.
     let found = unsafe { sys::cuGetErrorString(error.0, &raw mut text) }.result();
     let words = match found {
         // SAFETY: the driver hands out a text that lives as long as its library, or null.

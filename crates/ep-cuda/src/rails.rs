@@ -23,15 +23,15 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// The fewest rows of a chunk of a set, as in `handle::chunk_tokens`.
 const FEWEST_CHUNK_ROWS: usize = 4;
 
-/// The bounds of the sets that go along rails. They are equal on all ranks, because ranks lay out each other's lists and
-/// lanes by them.
+/// The bounds of the sets that go along rails. They are equal on all ranks, because a rank uses them to compute where the
+/// lists and lanes of other ranks are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Bounds {
     domains: usize,
     ranks: usize,
-    /// Tokens of a rank, which is the most rows of a set.
+    /// Maximum number of tokens of a rank, and so of rows of a set.
     tokens: usize,
-    /// Copies of a set.
+    /// Maximum number of copies of a set.
     copies: usize,
     lane_bytes: usize,
 }
@@ -74,7 +74,7 @@ impl Bounds {
         self.domains * shared::set_bytes(self.tokens, self.copies, chunks, self.ranks)
     }
 
-    /// Partial sums of all foreign sets.
+    /// Maximum number of partial sums of all foreign sets.
     pub(crate) fn partials(&self) -> Size {
         (Size::new(self.copies) + self.tokens) * self.domains
     }
@@ -103,7 +103,8 @@ impl Bounds {
         Err(CallerError::Config { key, value, problem }.into())
     }
 
-    /// Checks that a lane has room for `rows` rows of `row_bytes` bytes in all, and the weights of `copies` copies.
+    /// Checks that a lane has room for `rows` rows, each of `row_bytes` bytes in all sections together, and for the weights
+    /// of `copies` copies.
     ///
     /// # Errors
     /// [`CallerError::Config`] that names the setting to raise.
@@ -184,8 +185,8 @@ impl RankWindow {
         let segments = of_rail().map(|window| Arc::clone(&window.segment)).collect();
         let lanes: Option<Vec<_>> = of_rail().map(|window| window.lanes.clone()).collect();
         // SAFETY: only the proxies of these ranks use the engines. A proxy puts bytes whose flags the kernels have set, to
-        // lanes that the peer's kernels do not read before it has told them; no lane is used again before the peer's
-        // kernels have read it (docs/cuda-rails.md).
+        // lanes that the peer's kernels do not read before the peer's proxy has told them of the bytes; no lane is used
+        // again before the peer's kernels have read it (docs/cuda-rails.md).
         let loopback = unsafe { Loopback::new(rail.clone(), segments, SIGNALS) }?;
         let (Some(pace), Some(lanes)) = (config.host.transport.pace()?, lanes) else {
             return Ok(Box::new(loopback));
@@ -195,8 +196,8 @@ impl RankWindow {
         Ok(Box::new(Paced::with(loopback, copies, pace, SIGNALS)?))
     }
 
-    /// Opens the engine over libfabric, for ranks that are processes. `address`: that of this machine, in a job of several
-    /// machines.
+    /// Opens the engine over libfabric, for ranks that are processes. `address`: the IP address of this machine, in a job
+    /// of several machines.
     ///
     /// # Errors
     /// [`CallerError::Config`] for `loopback` and emulated links, which serve ranks of one process.
@@ -277,7 +278,7 @@ impl RankRails {
         Ok(Self { proxy, _window: window, report: Arc::clone(report), bounds, params })
     }
 
-    /// Lets the proxy send what the kernels, which have ended, have stored. Waits for nothing.
+    /// Makes the proxy send what the kernels, which have ended, have stored. Does not wait.
     pub(crate) fn drain(&self, patience: Duration) {
         self.proxy.drain(patience);
     }

@@ -96,7 +96,7 @@ pub fn settle(limit: Duration) -> bool {
     settles(limit, |queue| queue.jobs.is_empty() && queue.things.is_empty() && queue.in_hand == 0)
 }
 
-/// As [`settle`], at the end of a program: does not wait for jobs that are not awaited.
+/// Like [`settle`], for the end of a program: does not wait for jobs that are not awaited ([`Job::is_awaited`]).
 pub(crate) fn settle_awaited(limit: Duration) -> bool {
     settles(limit, |queue| {
         let awaited = queue.jobs.iter().any(|waiting| waiting.job.is_awaited());
@@ -169,7 +169,7 @@ pub(crate) fn drop_later(thing: Box<dyn Any + Send>) {
     WAKE.notify_one();
 }
 
-/// Starts the background thread, unless it runs.
+/// Starts the background thread, unless it is running.
 pub(crate) fn start() -> Result<()> {
     let mut queue = queue();
     if queue.started {
@@ -239,7 +239,7 @@ impl Waiting {
             Look::Running if self.since.elapsed() < self.job.patience() => return Some(self),
             Look::Running => {
                 let waited = self.since.elapsed().as_secs_f64();
-                self.give_up(&format!("work that may touch it was not over after {waited:.1} s"));
+                self.give_up(&format!("work that may access it had not finished after {waited:.1} s"));
             }
         }
         None

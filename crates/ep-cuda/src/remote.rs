@@ -22,7 +22,7 @@ use crate::params::{
 };
 use crate::peers::Access;
 
-/// How long a receiver waits for a message at a time. Its value has no effect.
+/// How long a receiver waits for a message at a time. Any length will do, because the receiver then waits again.
 const IDLE: Duration = Duration::from_secs(3600);
 /// How long a rank that leaves waits until ranks of other machines have read its last messages.
 const LINGER: Duration = Duration::from_millis(200);
@@ -51,8 +51,8 @@ impl State {
         [&abort.to_le_bytes()[..], &left.to_le_bytes(), bytemuck::bytes_of(&report)].concat()
     }
 
-    /// The state in a message of a rank, of `ranks`. `None` for bytes that no rank sends: kernels use ranks of abort words
-    /// and records as indices.
+    /// The state in a message from a rank of a world of `ranks` ranks. `None` for bytes that no rank sends: kernels use the
+    /// ranks in abort words and records as indices.
     pub(crate) fn from_bytes(bytes: &[u8], ranks: usize) -> Option<Self> {
         let (abort, bytes) = bytes.split_first_chunk()?;
         let (left, report) = bytes.split_first_chunk()?;
@@ -112,9 +112,9 @@ pub(crate) struct Mirrors {
     world: usize,
     /// Returns the fault report of this rank.
     report: Box<dyn Fn() -> Option<FaultReport> + Send + Sync>,
-    /// As [`State::left`], of this rank.
+    /// [`State::left`] of this rank.
     left: AtomicU32,
-    /// Held while records are stored: each link has a thread.
+    /// Held while records are stored: the threads of several links may store records of one rank.
     storing: Mutex<()>,
 }
 
@@ -125,7 +125,8 @@ impl std::fmt::Debug for Mirrors {
 }
 
 impl Mirrors {
-    /// Mirrors of the ranks whose memory is not mapped, of those with the accesses `access`. `report` is that of this rank.
+    /// Makes mirrors of the ranks whose memory is not mapped. `access`: this rank's access to every rank, in rank order;
+    /// `report`: the fault report of this rank.
     pub(crate) fn new(device: &Arc<Device>, access: &[Access], report: Arc<Report>) -> Result<Arc<Self>> {
         let world = access.len();
         let mirrored = (0..).map(Rank).zip(access).filter(|&(_, &access)| access == Access::Mirror);
@@ -157,15 +158,15 @@ impl Mirrors {
         State { abort, left: self.left.load(Ordering::Relaxed), report }
     }
 
-    /// Stores the records of a rank's state in the mirrors. Its report may have a copy of another rank's record, which may
-    /// not have arrived from that rank yet.
+    /// Stores the records of the report of `sender` in the mirrors. The report may have a copy of a third rank's record,
+    /// and that rank's own report may not have arrived yet.
     fn store(&self, sender: Rank, report: &FaultReport) {
         let FaultReport { own, theirs } = report;
         for (rank, record) in [(sender, own), (Rank(theirs.fault.rank), theirs)] {
             let Some(first) = self.first_word_of(rank).filter(|_| record.fault.kind != 0) else { continue };
             let first = first + RECORD_OFFSET / 4;
             let _storing = lock(&self.storing);
-            // Kernels may be reading a record that is there.
+            // A record that was stored before does not change, because kernels may be reading it.
             if self.words.read(first) != 0 {
                 continue;
             }
@@ -181,11 +182,11 @@ impl Mirrors {
 /// What happens on the link to a rank of another machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum News {
-    /// Its heartbeat.
+    /// The rank has sent a heartbeat.
     Heartbeat,
-    /// It has given up, with this abort word. Its record is in the mirrors.
+    /// The rank has given up, with this abort word. Its record is in the mirrors.
     Abort(u32),
-    /// Its link has ended. The word is one of `Control::left`.
+    /// The link has ended. The word is one of `Control::left`.
     Gone(u32),
 }
 
@@ -247,7 +248,7 @@ impl RemoteLinks {
         }
     }
 
-    /// The word of `Control::left` that stands for this rank once its links end, as part of its last state.
+    /// Sets the word of `Control::left` that stands for this rank once its links end. All later states have the word.
     pub(crate) fn leaving(&self, word: u32) {
         self.mirrors.left.store(word, Ordering::Relaxed);
     }
@@ -338,7 +339,7 @@ mod tests {
     /// Ends a test that hangs.
     const LONG: Duration = Duration::from_secs(60);
     const RANKS: usize = 3;
-    /// Ranks 1 and 2 are on another machine than rank 0.
+    /// Ranks 1 and 2 are not on the machine of rank 0.
     const AWAY: [u32; 2] = [1, 2];
 
     #[derive(Debug)]
@@ -400,7 +401,7 @@ mod tests {
     }
 
     impl End {
-        /// The next news that is no heartbeat.
+        /// The next news that is not a heartbeat.
         fn next(&self) -> News {
             self.news.iter().find(|&news| news != News::Heartbeat).unwrap()
         }
@@ -458,7 +459,7 @@ mod tests {
         let word = give_up(&one);
         (one.send)();
         assert_eq!(zero.next(), News::Abort(word));
-        // Rank 1 has the record of rank 2, of which rank 0 has heard nothing.
+        // Rank 1 has the record of rank 2, from which rank 0 has received nothing.
         assert_eq!(zero.record_of(1), (1, FaultKind::Aborted as u32));
         assert_eq!(zero.record_of(2), (2, FaultKind::Nan as u32));
         // A record that kernels may be reading does not change.

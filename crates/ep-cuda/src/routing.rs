@@ -6,8 +6,9 @@ use ep::{CallerError, DeviceReport, DeviceRouting, Indices, Result, Size};
 use crate::memory::CudaMemory;
 use crate::params::{PreprocessParams, RoutingForm};
 
-/// Maximum number of choices of a token in a top-k routing. The kernel divides the index of a choice in a tile, of up to 256
-/// tokens, by a multiplication that is exact below 2^32 / K (`Divider` in `device/common/types.cuh`).
+/// Maximum number of choices of a token in a top-k routing. For K choices per token, the kernel divides the index of a
+/// choice in a tile of up to 256 tokens by K. It uses a multiplication, which is exact for indices below 2^32 / K
+/// (`Divider` in `device/common/types.cuh`).
 const MOST_TOPK: usize = 4096;
 
 /// A routing in GPU memory.
@@ -30,7 +31,7 @@ pub(crate) enum Lists<'a> {
     },
 }
 
-/// Checks that `buffer` may write the outputs, and their sizes.
+/// Checks that `buffer` may write the outputs, and checks their sizes.
 pub(crate) fn check_report(
     report: &DeviceReport<'_, CudaMemory>,
     buffer: Maker,
@@ -71,7 +72,7 @@ impl Lists<'_> {
         }
     }
 
-    /// Checks that `buffer` may use the memory, and its sizes.
+    /// Checks that `buffer` may use the memory, and checks its sizes.
     pub(crate) fn check(&self, buffer: Maker, world_experts: usize) -> Result<()> {
         const WORD: usize = size_of::<u32>();
         let check = |what, needed, memory: &CudaMemory| memory.check(buffer, what, needed);

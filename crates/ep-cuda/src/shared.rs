@@ -44,7 +44,7 @@ formulas! { FORMULAS:
     fn preprocess_bytes(experts, ranks, domains, segments, tile) = 4 * (3 * segments
         + 2 * count_columns(experts, ranks, domains) + 3 * ranks + tile_words(experts, ranks, domains, tile));
 
-    /// Bytes of the lists of a foreign set. `copies`, `rows`, `chunks`: the most that it may have.
+    /// Bytes of the lists of a foreign set. `copies`, `rows`, `chunks`: the maximum numbers of a set.
     fn set_bytes(rows, copies, chunks, ranks) = round_up(8 * (copies + rows), 16) + 2 * round_up(4 * (chunks + 1), 16)
         + round_up(4 * (rows + 1), 16) + 16 * copies + 2 * round_up(8 * copies, 16)
         + 2 * round_up(4 * (chunks + 1) * ranks, 16);

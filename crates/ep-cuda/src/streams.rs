@@ -20,8 +20,8 @@ impl CudaBuffer {
     /// [`ep::EnvironmentError`] if a driver call fails.
     ///
     /// # Safety
-    /// `stream` is a `CUstream` of the buffer's GPU. It lives until the last call that uses it has returned. The buffer
-    /// does not access it when another stream is set or the buffer is dropped.
+    /// `stream` is a `CUstream` of the buffer's GPU. It lives until the last call that uses it has returned. Neither
+    /// setting another stream nor dropping the buffer accesses it.
     pub unsafe fn set_stream(&mut self, stream: *mut std::ffi::c_void) -> Result<()> {
         // The default stream of a thread has the same handle in every thread.
         if self.stream.raw() == stream.cast() && stream.addr() != PER_THREAD {
@@ -47,7 +47,7 @@ impl CudaBuffer {
         Ok(self.capture.is_some())
     }
 
-    /// As [`notice_capture`](Self::notice_capture), for an operator with a handle, which the graph keeps, too.
+    /// Like [`notice_capture`](Self::notice_capture), for an operator with a handle, which the graph keeps, too.
     pub(crate) fn notice_capture_with(&mut self, handle: &CudaHandle) -> Result<()> {
         self.notice_capture()?;
         if self.capture.is_some()

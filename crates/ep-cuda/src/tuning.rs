@@ -13,20 +13,22 @@ const DISPATCH_PIECE: usize = 16 << 10;
 const QUANTIZE_PIECE: usize = 8 << 10;
 /// Slices of rows that a block of combine works on at a time: four teams of two consumers, or eight of one.
 const COMBINE_SLICES: u32 = 8;
-/// Maximum number of blocks of combine whose teams are pairs, of a producer and one consumer ([`CombineLoad::suits_pairs`]).
+/// Maximum number of blocks of a combine whose teams are pairs: a producer and one consumer ([`CombineLoad::suits_pairs`]).
 pub(crate) const MOST_BLOCKS_OF_PAIRS: u32 = 24;
 /// `CombineParams::slack`: ranks start some microseconds apart, and a peer pushes this many tokens in that time.
 pub(crate) const COMBINE_SLACK: u32 = 96;
-/// Warps of a block of dispatch, each a worker, if dispatch does not quantise: the first number for which each worker
-/// gets [`FEWEST_STAGES`]. A warp's work per row does not depend on the row's size, so small rows need more warps.
+/// Numbers of warps of a block of dispatch, each a worker, if dispatch does not quantise. A launch uses the first number
+/// with which each worker gets [`FEWEST_STAGES`] stages. A warp's work per row does not depend on the row's size, so small
+/// rows need more warps.
 const DISPATCH_WARPS: [usize; 2] = [8, 4];
 const QUANTIZE_WARPS: usize = 10;
-/// Bytes that senders store to other ranks at a time, if each sends one piece of a row: 96 senders of rows of hidden size 7168 in
-/// bf16 between two GPUs, 35 between four. Fewer do not fill the links. More congest them: between four GPUs, plain dispatch on
-/// 116 SMs took 17 % longer than the floor with 464 senders, and 2 % with 35.
+/// Maximum number of bytes that the senders of a rank store to other ranks at a time, if each sends one piece of a row. For
+/// rows of hidden size 7168 in bf16, this allows 96 senders between two GPUs, and 35 between four. Fewer senders do not
+/// fill the links. More senders congest them: between four GPUs, plain dispatch on 116 SMs took 17 % longer than the floor
+/// with 464 senders, and 2 % with 35.
 const SENDING_BYTES: f64 = 96.0 * 14_336.0;
-/// A rank with at most this many tokens for each sender that the limit allows is not limited: its few rows do not congest a
-/// link.
+/// The senders of a rank are not limited if it has at most this many tokens for each sender that the limit would allow: so
+/// few rows do not congest a link.
 const FEW_TOKENS: usize = 8;
 /// Minimum number of stages of a ring: two stores in flight and a load; or a store, a quantisation and a load.
 const FEWEST_STAGES: usize = 3;
@@ -51,7 +53,7 @@ pub(crate) struct CombineTeams {
     pub(crate) consumers: u32,
 }
 
-/// The most warps of a block of the dispatch kernel that sends rows unchanged or quantises them.
+/// Maximum number of warps of a block of the dispatch kernel that quantises rows (`quantize`) or sends them unchanged.
 pub(crate) fn dispatch_warps(quantize: bool) -> u32 {
     let warps = if quantize { QUANTIZE_WARPS } else { DISPATCH_WARPS[0] };
     warps as u32
@@ -64,8 +66,9 @@ impl CombineTeams {
         Self::new(consumers, views, available)
     }
 
-    /// As many teams as fit the shared memory of a block. `available`: bytes of that memory. `views`, here and below: the peers
-    /// that a block has views of, which are the ranks and, with rails, the domains.
+    /// Enough teams to work on [`COMBINE_SLICES`] slices at a time, or fewer if they do not fit the shared memory of a
+    /// block, which has `available` bytes. `views`, here and below: the number of peers that a block has views of: the
+    /// ranks and, with rails, the domains.
     pub(crate) fn new(consumers: u32, views: usize, available: usize) -> Self {
         let most = (available - peers_bytes(views)) / combine_team_bytes(consumers as usize);
         Self { teams: (COMBINE_SLICES / consumers).min(most as u32), consumers }
@@ -111,8 +114,9 @@ impl DispatchShape {
         }
     }
 
-    /// What ranks must agree on: nothing if a row is one group of pieces. Else senders set, and receivers await, the flags of
-    /// single pieces, so these must have the same bytes of the input and the same scales.
+    /// The division of a row, which must be equal on all ranks. It is 1 if a row is one group of pieces. Otherwise senders
+    /// set, and receivers await, flags of each group, so the pieces must have the same bytes of the input and the same
+    /// scales on all ranks.
     pub(crate) fn division(&self, quantize: bool) -> u64 {
         if self.groups == 1 {
             return 1;
@@ -120,8 +124,9 @@ impl DispatchShape {
         u64::from(self.piece_bytes) << 32 | u64::from(quantize) << 31 | u64::from(self.pieces)
     }
 
-    /// Warps of a launch that begin with the send role. In plain mode the duplicate role copies nothing. If dispatch
-    /// quantises, its senders have the most work.
+    /// Number of warps of a launch that begin with the send role. In plain mode these are all warps, because the duplicate
+    /// role copies nothing. In permuted mode they are half of each block's warps or, if dispatch quantises, all but one,
+    /// because senders then have the most work. [`SendLoad::most_senders`] limits the number.
     pub(crate) fn senders(&self, load: &SendLoad) -> u32 {
         let warps = self.threads / 32;
         let per_block = match (load.permuted, load.quantize) {
@@ -158,17 +163,18 @@ pub(crate) struct SendLoad {
 pub(crate) struct CombineLoad {
     pub(crate) permuted: bool,
     pub(crate) rails: bool,
-    /// Rows and partial sums are bf16.
+    /// Whether rows and partial sums are bf16.
     pub(crate) bf16: bool,
-    /// This rank's.
+    /// Tokens of this rank.
     pub(crate) tokens: usize,
     pub(crate) blocks: u32,
 }
 
 impl CombineLoad {
-    /// Whether teams of one consumer are faster. On few SMs the consumers are the bound, and pairs have eight of them on an SM at
-    /// work on different tokens, not four. One token takes pairs longer. Pairs have no registers for the sums of groups of
-    /// rows, which occur in permuted mode and between domains; with f32 they were not measured.
+    /// Whether teams of one consumer are faster. On few SMs the consumers limit the speed; with pairs, the consumers of an
+    /// SM work on eight different tokens at a time instead of four. But a pair takes longer for one token. It has no
+    /// registers for the sums of groups of rows, which occur in permuted mode and between domains. Pairs were not measured
+    /// with f32.
     fn suits_pairs(&self) -> bool {
         let one_row_of_a_rank = !self.permuted && !self.rails;
         let (few, many) = (self.blocks <= MOST_BLOCKS_OF_PAIRS, self.tokens > self.blocks as usize);
@@ -184,15 +190,15 @@ impl SendLoad {
         (ranks - 1.0) * (1.0 - (1.0 - ranks.recip()).powf(choices))
     }
 
-    /// The number of senders that fills the links with pieces of `piece_bytes`; more would congest them. If it exceeds the
-    /// number of blocks, it is rounded to a multiple of it, so that every block has as many. None if there is no limit:
-    /// dispatch quantises, which takes its senders longer, or there are several domains, where lanes are destinations too
-    /// (neither was measured), or there are few tokens.
+    /// The number of senders that fills the links with pieces of `piece_bytes`; more senders would congest them. If it
+    /// exceeds the number of blocks, it is rounded to a multiple of that number, so that every block has the same number of
+    /// senders. `None` if there is no limit: if dispatch quantises, because senders then take longer, or with several
+    /// domains, where lanes are destinations too (neither was measured); or if there are few tokens.
     fn most_senders(&self, piece_bytes: u32) -> Option<u32> {
         if self.quantize || self.domains > 1 {
             return None;
         }
-        // Without peers the quotient is infinite, and becomes the largest number.
+        // Without peers the quotient is infinite, and the conversion makes it the largest number.
         let most = (SENDING_BYTES / (self.peers_of_a_token() * f64::from(piece_bytes))) as u32;
         if self.tokens <= FEW_TOKENS.saturating_mul(most as usize) {
             return None;
@@ -204,8 +210,8 @@ impl SendLoad {
     }
 }
 
-/// Tokens of a tile of preprocess, and the shared memory of a block. Tiles are as small as possible if all blocks get one.
-/// `domains`: 0 without rails.
+/// Tokens of a tile of preprocess, and the shared memory of a block. A tile has a block's share of the tokens, rounded up
+/// to a multiple of 32, but at most 256 tokens and no more than fit the shared memory. `domains`: 0 without rails.
 ///
 /// # Errors
 /// [`CallerError::Placement`] if not even the smallest tile fits `available` bytes of shared memory.
@@ -253,14 +259,14 @@ mod tests {
             DispatchShape::new(quantize, 8, row_bytes, available).division(quantize)
         };
         let [large, small] = SHARED;
-        // One group: given and quantised FP8 rows of any two GPUs may meet.
+        // With one group, one rank may pass FP8 rows and another may quantise, on any two GPUs.
         assert_eq!([division(false, 1024, large), division(true, 1024, small)], [1, 1]);
-        // As many groups, but other bytes.
+        // The same number of groups, but pieces of different sizes.
         let wide = 1 << 16;
         assert_ne!(division(false, wide, large), division(true, wide, large));
         assert_ne!(division(false, 1 << 20, large), division(false, 1 << 20, small));
         assert_eq!(division(false, 1 << 20, large), division(false, 1 << 20, large));
-        // Every part counts.
+        // Each field changes the value.
         let shape = |piece_bytes, pieces| DispatchShape {
             threads: 128,
             pieces,
@@ -288,7 +294,7 @@ mod tests {
                     assert!(shape.stages as usize >= FEWEST_STAGES);
                     assert_eq!((shape.pieces as usize), row_bytes.div_ceil(shape.piece_bytes as usize));
                     assert!(shape.groups <= shape.pieces && shape.groups as usize <= MAX_GROUPS);
-                    // Some warp sends.
+                    // At least one warp sends.
                     let warps = 8 * shape.threads / 32;
                     for ranks in [1, 2, 8, 72] {
                         let load = SendLoad { quantize, ranks, blocks: 8, ..LOAD };
@@ -307,12 +313,12 @@ mod tests {
         assert_eq!([2, 4, 8].map(|ranks| senders(between(ranks))), [64, 32, 20]);
         let plain = |ranks| SendLoad { permuted: false, ..between(ranks) };
         assert_eq!([2, 4, 8].map(|ranks| senders(plain(ranks))), [96, 32, 20]);
-        // As many in every block, or at most one.
+        // Every block has the same number of senders, or at most one.
         assert_eq!(
             [16, 20, 24, 116].map(|blocks| senders(SendLoad { blocks, ..plain(4) })),
             [32, 40, 24, 35]
         );
-        // All senders: a rank without peers, few SMs, few tokens or none, quantisation, several domains.
+        // All warps are senders: a rank without peers, few SMs, few tokens or none, quantisation, several domains.
         assert_eq!(senders(plain(1)), 128);
         assert_eq!(senders(SendLoad { blocks: 8, ..plain(4) }), 32);
         assert_eq!(senders(SendLoad { tokens: 128, copies: 8 * 128, ..plain(4) }), 128);

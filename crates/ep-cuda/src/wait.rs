@@ -1,4 +1,4 @@
-//! Waits for the GPU on the host that the program's [`ep::Interrupt`] can end.
+//! Waits of the host for the GPU, which the program's [`ep::Interrupt`] can end.
 
 use std::hint;
 use std::thread;

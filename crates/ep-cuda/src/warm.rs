@@ -6,7 +6,7 @@ use crate::device::KernelKey;
 use crate::jit::{Arch, CacheState, Cubin, Jit};
 use crate::{kernels, probe};
 
-/// A kind of GPU, as far as kernels differ between GPUs.
+/// A kind of GPU: the properties of a GPU on which its kernels depend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Target {
     /// The architecture that kernels are compiled for.
@@ -19,7 +19,7 @@ impl Target {
     /// The kinds of GPUs that the driver shows.
     ///
     /// # Errors
-    /// As [`check_available`](crate::check_available).
+    /// The errors of [`check_available`](crate::check_available).
     pub fn found() -> Result<Vec<Self>> {
         let facts = probe::usable()?;
         let of_gpus = facts.architectures()?.into_iter().zip(&facts.gpus);
@@ -57,8 +57,8 @@ pub struct Warm {
 }
 
 /// Compiles every kernel that buffers on these GPUs may launch, unless the cache on disk has it, and stores it there.
-/// Compiles on several threads, and calls `each` for each available kernel, on any of them. `plain_copies` is that of
-/// [`ep::Config`].
+/// Compiles on several threads, and calls `each` for each available kernel, on any of these threads. `plain_copies` is that
+/// of [`ep::Config`].
 ///
 /// # Errors
 /// [`EnvironmentError`] if the cache cannot be written to, no compiler is found, or a compilation fails.
@@ -114,7 +114,7 @@ mod tests {
             let all = targets.iter().flat_map(|target| KernelKey::all(target.shared_bytes));
             distinct(all).len()
         };
-        // Of two sizes of shared memory.
+        // The GPUs of this architecture have two sizes of shared memory.
         assert!(keys(&Target::of_arch(Arch::Sm80)) > keys(&Target::of_arch(Arch::Sm80)[..1]));
         for target in Arch::ALL.into_iter().flat_map(Target::of_arch) {
             assert!(Target::of_arch(target.arch).contains(&target));

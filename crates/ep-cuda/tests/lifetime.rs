@@ -193,7 +193,7 @@ fn memory_of_a_gpu_that_never_gets_idle_is_given_up_and_that_is_said() {
             for part in [
                 "hybrid-ep: warning: the buffer of rank 0: 33554432 bytes of GPU memory stay allocated",
                 "hybrid-ep: warning: registered memory of rank 0: 33554432 bytes of GPU memory stay allocated",
-                "work that may touch it was not over after ",
+                "work that may access it had not finished after ",
             ] {
                 assert!(said.contains(part), "{said}");
             }

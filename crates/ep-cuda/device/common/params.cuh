@@ -37,27 +37,28 @@ constexpr u32 CALL_WORDS = 6;
 constexpr u32 SCALE_BUFFER_BYTES = 512;
 // Stages of the ring of a team of combine.
 constexpr u32 COMBINE_STAGES = 7;
-// How many vectors (of at most 16 bytes) of a stage each lane adds. The limit is its registers, which hold the sums.
+// Maximum number of turns of a slice. A lane adds one vector (of at most 16 bytes) in each turn, and its registers,
+// which hold the sums, limit the number.
 constexpr u32 COMBINE_TURNS = 7;
 // Bytes of a consumer's slice of a stage of combine.
 constexpr u32 COMBINE_SLICE_BYTES = 3584;
 // Index in a handle's shape, after the three words per local expert: rows that this rank receives, padding
 // included.
 constexpr u32 SHAPE_ROWS = 0;
-// As `SHAPE_ROWS`: rows that this rank would receive without a capacity.
+// Like `SHAPE_ROWS`, for the rows that this rank would receive without a capacity.
 constexpr u32 SHAPE_WANTED = 1;
-// As `SHAPE_ROWS`: rows that this rank sends to other ranks of its domain, one per (token, rank). Rows that a capacity
-// drops are counted, lanes to other domains are not.
+// Like `SHAPE_ROWS`, for the rows that this rank sends to other ranks of its domain, one per (token, rank). Rows that a
+// capacity drops are counted; rows in lanes to other domains are not.
 constexpr u32 SHAPE_REMOTE = 2;
 // Number of words of a shape after the three words per local expert.
 constexpr u32 SHAPE_WORDS = 3;
 // Maximum number of sections of a lane: parts of different stride that one operator sends along a rail.
 constexpr u32 RAIL_SECTIONS = 3;
-// Bits of a word of `Control::left` that hold the `GoneWord`. The bits above hold, of a rank that has left after it has
-// sent everything along its rail, its last epoch.
+// Bits of a word of `Control::left` that hold the `GoneWord`. If the rank has left after it had sent everything along
+// its rail, the bits above hold its last epoch.
 constexpr u32 GONE_BITS = 3;
-// Bits of a rank in an abort word (sync.cuh). The lowest bits have the rank at fault plus one, the next ones the rank that
-// wrote the word first, and those above the cause.
+// Bits of a rank in an abort word (sync.cuh). The lowest bits have the rank at fault plus one, the next ones the rank
+// that wrote the word first, and those above the cause.
 constexpr u32 ABORT_RANK_BITS = 8;
 
 // The format of scales.
@@ -102,7 +103,7 @@ enum FaultKind : u32 {
     FAULT_STALLED = 1,
     // Another rank has given up; `peer` is the rank at fault, and `cause` is what happened to `peer`.
     FAULT_ABORTED = 2,
-    // `peer` called with other arguments: its signature is `seen`, this rank's is `expected`.
+    // `peer` called with different arguments: its signature is `seen`, this rank's is `expected`.
     FAULT_MISMATCH = 3,
     // Routing: row `index` has the expert index `seen`.
     FAULT_INDEX = 4,
@@ -155,8 +156,8 @@ enum GoneWord : u32 {
     GONE_SILENT = 3,
     // The network does not reach the peer's machine.
     GONE_UNREACHABLE = 4,
-    // The peer has left after a fault of its own, before its work was over, or before its proxy had sent everything to other
-    // domains.
+    // The peer has left after a fault of its own, before its work was over, or before its proxy had sent everything to
+    // other domains.
     GONE_LEFT_EARLY = 5,
 };
 
@@ -239,9 +240,9 @@ struct SeenPlan {
     u32 reserved;
 };
 
-// A rank's control block, in registered memory: words that it shares with peers and hosts, and words that only its own kernels
-// access. docs/protocol.md lists every word's writers, readers and memory order. The counts of preprocess follow the block:
-// `[2][ranks][count_words]`.
+// A rank's control block, in registered memory: words that it shares with peers and hosts, and words that only its own
+// kernels access. docs/protocol.md lists every word's writers, readers and memory order. The counts of preprocess
+// follow the block: `[2][ranks][count_words]`.
 struct Control {
     // Operators that this rank has finished, modulo 2^32. Only this rank's kernels access the words from here to
     // `reserved`; with rails, this rank's host reads `epoch` when the rank leaves.
@@ -254,19 +255,21 @@ struct Control {
     u32 fault_claimed;
     // combine: tokens that workers have claimed for the reduce role.
     u32 tokens_taken;
-    // Items that workers have claimed for the push role (combine) or the send role (dispatch), not counting the first item of
-    // each worker.
+    // Items that workers have claimed for the push role (combine) or the send role (dispatch), not counting the first
+    // item of each worker.
     u32 items_taken;
     // dispatch: items that workers have claimed for the duplicate role, not counting the first item of each worker.
     u32 arrivals_taken;
     u32 reserved[25];
-    // Written by this rank, by peers, and by this rank's host for ranks that cannot reach it: an `abort_word`, see sync.cuh.
+    // Written by this rank, by peers, and by this rank's host for ranks that cannot reach it: an `abort_word`, see
+    // sync.cuh.
     u32 abort;
     u32 unused[31];
     // `left[peer]`: a `GoneWord` and an epoch (`GONE_BITS`), written by hosts.
     u32 left[MAX_RANKS];
-    // With rails, by domain: what workers have claimed of its foreign set. combine: tokens, for the reduce role. dispatch: items,
-    // for the forward role, not counting the first item of each worker. Only this rank's kernels access it.
+    // With rails, by domain: what workers have claimed of the domain's foreign set. combine: tokens, for the reduce
+    // role. dispatch: items, for the forward role, not counting the first item of each worker. Only this rank's kernels
+    // access it.
     u32 set_taken[MAX_RANKS];
     // preprocess with rails: blocks that have reached the grid barriers after the first one, by barrier.
     u32 more_arrived[MAX_RANKS + 1];
@@ -274,12 +277,12 @@ struct Control {
     FaultRecord record;
     // `handshake[epoch % 2][peer]`.
     Handshake handshake[2][MAX_RANKS];
-    // `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in combine,
-    // the item in dispatch (`ArrivalItems::flag`). `rank` is the writer of the flag; for foreign sets it is the writer's rail peer
-    // in the set's domain (`alias` in rails.cuh).
+    // `flags[rank][index]`: the epoch in which a rank of the domain has written what the index stands for: the chunk in
+    // combine, the item in dispatch (`ArrivalItems::flag`). `rank` is the writer of the flag; for foreign sets it is
+    // the writer's rail peer in the set's domain (`alias` in rails.cuh).
     u32 flags[MAX_RANKS][MAX_FLAGS];
-    // `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has last
-    // read it, after the check of the peer's arguments. Only this rank's kernels access it and the next words.
+    // `rail_seen[epoch % 2][domain]`, with rails: `RailState::progress` of the rail peer as a thread of this rank has
+    // last read it, after the check of the peer's arguments. Only this rank's kernels access it and the next words.
     u64 rail_seen[2][MAX_RANKS];
     // `rail_looking[domain]`, with rails: 1 while a thread of this rank reads `RailState::progress`.
     u32 rail_looking[MAX_RANKS];
@@ -288,9 +291,9 @@ struct Control {
     SeenPlan rail_plans[2][MAX_RANKS];
 };
 
-// The addresses of a rank, a foreign set or a lane, in this rank's address space: where this rank writes, and the lists that
-// it reads. Those of a rank come from its handshake, those of a set from the forwarder's. Each block has its views in shared
-// memory.
+// The addresses of a rank, a foreign set or a lane, in this rank's address space: where this rank writes, and the lists
+// that it reads. Those of a rank come from its handshake, those of a set from the forwarder's. Each block has its views
+// in shared memory.
 struct PeerView {
     u8* tokens;
     u8* scales;
@@ -305,7 +308,7 @@ struct PeerView {
     u32 chunks;
 };
 
-// A part of a lane: elements of `stride` bytes from `offset` on. A stride of 0: not used.
+// A part of a lane: elements of `stride` bytes, the first at `offset`. A section with stride 0 is not used.
 struct RailSection {
     u64 offset;
     u32 stride;
@@ -321,10 +324,10 @@ struct RailPlan {
     // Rows of the set, and their copies.
     u32 rows;
     u32 copies;
-    // Parts of the rows in the order of sending, and flags of each part.
+    // Number of units, and of flags of each unit.
     u32 units;
     u32 flags_per_unit;
-    // Rows of a chunk: the step of `RailState::progress`.
+    // Rows of a chunk, the unit of `RailState::progress`.
     u32 chunk_rows;
     // Checksum of `call`.
     u32 signature;
@@ -336,10 +339,10 @@ struct RailPlan {
     u32 copy_end[MAX_CHUNKS];
 };
 
-// What a rank's proxy tells the rank's kernels of one rail peer.
+// What a rank's proxy tells the rank's kernels about one rail peer.
 struct RailState {
-    // The last epoch whose plan has arrived in the upper 32 bits; below, how many chunks at the start of its rows have
-    // arrived.
+    // Upper 32 bits: the last epoch whose plan has arrived. Lower 32 bits: how many chunks at the start of its rows
+    // have arrived.
     u64 progress;
     u32 unused[30];
 };
@@ -391,7 +394,7 @@ struct Common {
     Control* own;
     FaultReport* report;
     u64 call[CALL_WORDS];
-    // Every rank's control block, in this rank's addresses. Of a mirrored rank: a mirror, which ends before
+    // Every rank's control block, in this rank's addresses. For a mirrored rank, the mirror, which ends before
     // `Control::handshake`.
     Control* control[MAX_RANKS];
     // `delta[peer]` turns an address of that peer into an address of this rank.
@@ -416,7 +419,7 @@ struct HandleView {
     u32* dst_begin;
     u32* shape;
     // `[domains][2][chunks + 1]`: for each domain, its rail rows before each chunk of this rank's tokens, then their
-    // copies. Null without rails, as the next two.
+    // copies. Null without rails, like the next two.
     u32* rail_begin;
     // `[ranks]`: the rows of each foreign set, by the rank whose tokens they are.
     u32* set_rows;
@@ -515,15 +518,17 @@ struct CombineParams {
     u8* partials;
     // `[copies]`, in registered memory: peers write probabilities here.
     float* prob_scratch;
-    // As `partials` and `prob_scratch`, for the foreign sets that this rank forwards: by domain, for the maximum number
-    // of rows and copies. Null without rails, as the next one.
+    // Like `partials` and `prob_scratch`, for the foreign sets that this rank forwards: by domain, for the maximum
+    // number of rows and copies. Null without rails, like the next two.
     u8* set_partials;
     float* set_prob_scratch;
-    // `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each of the 2 consumers of a team adds 1 for each
-    // row of the chunk of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between operators.
+    // `[domains][MAX_CHUNKS]`, a count for each chunk of a foreign set: each of the 2 consumers of a team adds 1 for
+    // each row of the chunk of which it has stored all its slices; the chunk is complete at 2 x rows. 0 between
+    // operators.
     u32* set_done;
     u32 hidden;
-    // By how many tokens peers are assumed to be behind this rank, when the reduce role estimates which sums have arrived.
+    // By how many tokens peers are assumed to be behind this rank, when the reduce role estimates which sums have
+    // arrived.
     u32 slack;
 };
 
@@ -631,7 +636,7 @@ constexpr u32 preprocess_bytes(u32 experts, u32 ranks, u32 domains, u32 segments
     return 4 * (3 * segments + 2 * count_columns(experts, ranks, domains) + 3 * ranks + tile_words(experts, ranks, domains, tile));
 }
 
-// Bytes of the lists of a foreign set. `copies`, `rows`, `chunks`: the most that it may have.
+// Bytes of the lists of a foreign set. `copies`, `rows`, `chunks`: the maximum numbers of a set.
 constexpr u32 set_bytes(u32 rows, u32 copies, u32 chunks, u32 ranks) {
     return round_up(8 * (copies + rows), 16) + 2 * round_up(4 * (chunks + 1), 16) + round_up(4 * (rows + 1), 16) + 16 * copies + 2 * round_up(8 * copies, 16) + 2 * round_up(4 * (chunks + 1) * ranks, 16);
 }

@@ -25,8 +25,8 @@ impl Capture {
         Self { id, graph }
     }
 
-    /// Keeps `kept` alive as long as the graph, everything instantiated from it, and every launch of those. After that
-    /// the reaper's thread drops `kept`.
+    /// Keeps `kept` alive as long as the graph, anything instantiated from it, or a launch of one of these exists. After
+    /// that the reaper's thread drops `kept`.
     pub(crate) fn keep(&self, kept: impl Any + Send) -> Result<()> {
         // Started here, because `release` runs on a thread of the driver that must not wait.
         reaper::start()?;

@@ -100,7 +100,7 @@ impl Device {
         self.make_current().map_err(|answer| failure(answer, || format!("using GPU {}", self.ordinal), ""))
     }
 
-    /// As [`bind`](Self::bind), for polling the GPU's work.
+    /// Like [`bind`](Self::bind), for polling the GPU's work.
     ///
     /// # Errors
     /// The state of the GPU's work, from the driver's result.
@@ -161,7 +161,7 @@ impl Device {
     }
 }
 
-/// Whether the driver offers fabric handles for a GPU's memory. Drivers before CUDA 12.3 do not know the question.
+/// Whether the driver offers fabric handles for a GPU's memory. Drivers before CUDA 12.3 do not have this attribute.
 pub(crate) fn offers_fabric(device: sys::CUdevice) -> bool {
     let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED;
     let mut value = 0;
@@ -190,7 +190,7 @@ pub(crate) fn pci_address(device: sys::CUdevice) -> Option<String> {
 #[must_use = "the GPU is current only as long as this value lives"]
 #[derive(Debug)]
 pub(crate) struct Bound {
-    /// What the drop makes current again; `None` if it still is.
+    /// The context that the drop makes current again; `None` if the GPU's context was the current one already.
     previous: Option<sys::CUcontext>,
 }
 
@@ -213,8 +213,8 @@ struct Primary {
 
 impl Drop for Primary {
     fn drop(&mut self) {
-        // SAFETY: retained once, when this value was made. The result is ignored: at the end of the process the driver may have shut
-        // down.
+        // SAFETY: retained once, when this value was made. The result is ignored: at the end of the process the driver may
+        // have shut down.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }

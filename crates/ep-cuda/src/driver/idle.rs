@@ -44,7 +44,7 @@ impl Look {
             | Answer::CUDA_ERROR_NVLINK_UNCORRECTABLE
             | Answer::CUDA_ERROR_EXTERNAL_DEVICE
             | Answer::CUDA_ERROR_UNKNOWN => Self::Over,
-            // The last one is the result in a forked child, whose parent has the context.
+            // `CUDA_ERROR_NOT_INITIALIZED` is the result in a forked child, whose parent has the context.
             Answer::CUDA_ERROR_DEINITIALIZED
             | Answer::CUDA_ERROR_CONTEXT_IS_DESTROYED
             | Answer::CUDA_ERROR_NOT_INITIALIZED => Self::Gone,
@@ -139,7 +139,7 @@ impl DeviceMark {
 
 type ContextRecordEvent = unsafe extern "C" fn(sys::CUcontext, sys::CUevent) -> sys::CUresult;
 
-/// `cuCtxRecordEvent`, if the driver has it (from CUDA 12.5 on).
+/// `cuCtxRecordEvent`, if the driver has it (CUDA 12.5 or later).
 fn context_record_event() -> Option<ContextRecordEvent> {
     static FOUND: OnceLock<Option<ContextRecordEvent>> = OnceLock::new();
     // SAFETY: the type is that of the driver's documentation for this name. The driver's library is never unloaded.

@@ -22,7 +22,7 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above; the fields never change.
 unsafe impl Sync for Kernel {}
 
-/// Whether the driver refuses the code itself. Other errors, such as a lack of memory, say nothing about it.
+/// Whether the driver refuses the code itself. Other errors, such as a lack of memory, say nothing about the code.
 fn concerns_code(answer: sys::CUresult) -> bool {
     use sys::CUresult as Answer;
     matches!(

@@ -29,12 +29,12 @@ pub(crate) enum Sharing {
 /// Size of a fabric handle.
 pub(crate) const FABRIC_BYTES: usize = size_of::<sys::CUmemFabricHandle>();
 
-/// By what another process imports an allocation.
+/// The means by which another process imports an allocation.
 #[derive(Debug)]
 pub(crate) enum Shared {
-    /// A descriptor, on the same machine.
+    /// A file descriptor, for a process on the same machine.
     Descriptor(OwnedFd),
-    /// A fabric handle, on any machine of the NVLink domain. It is only bytes.
+    /// A fabric handle, for a process on any machine of the NVLink domain. It is plain bytes and owns nothing.
     Fabric([u8; FABRIC_BYTES]),
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Chunk {
 }
 
 impl Chunk {
-    /// Allocates; `bytes` is a multiple of [`GRANULE`].
+    /// Allocates `bytes` bytes, a multiple of [`GRANULE`].
     pub(crate) fn new(device: &Device, bytes: usize, sharing: Sharing) -> Result<Self> {
         let _bound = device.bind()?;
         let (kinds, hint) = match sharing {
@@ -79,7 +79,7 @@ impl Chunk {
         Ok(Self { handle, bytes })
     }
 
-    /// Whether this process can share memory of this GPU with other machines: allocates some for them.
+    /// Whether this process can share memory of this GPU with other machines. Allocates such memory to find out.
     pub(crate) fn can_cross_machines(device: &Device) -> bool {
         device.offers_fabric && Self::new(device, GRANULE, Sharing::Domain).is_ok()
     }
@@ -99,7 +99,7 @@ impl Chunk {
     /// Exports the memory to processes of other machines. The chunk was made with [`Sharing::Domain`].
     pub(crate) fn export_to_machines(&self) -> Result<[u8; FABRIC_BYTES]> {
         let mut fabric = [0; FABRIC_BYTES];
-        // SAFETY: writes a fabric handle, which has as many bytes.
+        // SAFETY: writes a fabric handle, which has `FABRIC_BYTES` bytes.
         let answer =
             unsafe { sys::cuMemExportToShareableHandle(fabric.as_mut_ptr().cast(), self.handle, FABRIC, 0) };
         check(answer, || "sharing memory with other machines".into(), FABRIC_HINT)?;
@@ -146,7 +146,7 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
-    /// Reserves as many addresses as the GPU has memory.
+    /// Reserves a range of addresses of the size of the GPU's memory.
     pub(crate) fn new(device: &Arc<Device>) -> Result<Self> {
         let _bound = device.bind()?;
         let bytes = device.memory_bytes.next_multiple_of(GRANULE);
@@ -199,7 +199,7 @@ impl Reservation {
         let answer = unsafe { sys::cuMemSetAccess(at, bytes, access.as_ptr(), access.len()) };
         check(answer, what, "the GPUs of an NVLink domain must reach each other: `nvidia-smi topo -m`")
             .inspect_err(|_| {
-                // Peers map the chunks that they are told of one after the other, so a chunk that failed must leave no gap.
+                // Peers map the announced chunks one after the other, so a chunk that failed must leave no gap.
                 // SAFETY: mapped above, and no work has its address.
                 let _ = unsafe { sys::cuMemUnmap(at, bytes) };
             })?;
@@ -248,7 +248,7 @@ impl Mapped {
         // SAFETY: writes one pointer, freed in `drop`.
         check(unsafe { sys::cuMemHostAlloc(&mut memory, 4 * len, FLAGS) }, what, "")?;
         let words = memory.cast::<u32>();
-        // SAFETY: as many bytes were allocated.
+        // SAFETY: `4 * len` bytes were allocated.
         unsafe { words.write_bytes(0, len) };
         let mut mapped = Self { device: Arc::clone(device), words, len, address };
         // SAFETY: `memory` was allocated for mapping.
@@ -290,7 +290,7 @@ impl HostWords for Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         let Ok(_bound) = self.device.bind() else { return };
-        // Another thread may capture a graph.
+        // Another thread may be capturing a graph.
         let _relaxed = Relaxed::new();
         // SAFETY: allocated in `new`.
         let _ = unsafe { sys::cuMemFreeHost(self.words.cast()) };
@@ -311,7 +311,7 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// Pins `bytes` bytes from `start` on. The memory must stay mapped until this value is dropped.
+    /// Pins the `bytes` bytes that begin at `start`. The memory must stay mapped until this value is dropped.
     pub(crate) fn new(device: &Arc<Device>, start: NonNull<u8>, bytes: usize) -> Result<Self> {
         let _bound = device.bind()?;
         let what = || format!("pinning {bytes} bytes of host memory");

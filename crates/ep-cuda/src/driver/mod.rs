@@ -29,7 +29,7 @@ pub(crate) fn check(answer: sys::CUresult, what: impl Fn() -> String, hint: &str
     if answer == sys::CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failure(answer, what, hint)) }
 }
 
-/// As [`check`], for a result that is not a success.
+/// Like [`check`], for a result that is not a success.
 fn failure(answer: sys::CUresult, what: impl Fn() -> String, hint: &str) -> ep::Error {
     let hint = if hint.is_empty() { advice(answer) } else { hint };
     EnvironmentError::new(what(), describe(answer), hint).into()
@@ -40,7 +40,7 @@ fn advice(answer: sys::CUresult) -> &'static str {
     use sys::CUresult as Answer;
     match answer {
         Answer::CUDA_ERROR_OUT_OF_MEMORY => {
-            "free memory of the GPU or of the machine: `nvidia-smi` and `free` show who has it"
+            "free memory of the GPU or of the machine: `nvidia-smi` and `free` show what uses it"
         }
         Answer::CUDA_ERROR_ILLEGAL_ADDRESS
         | Answer::CUDA_ERROR_MISALIGNED_ADDRESS
@@ -52,7 +52,7 @@ fn advice(answer: sys::CUresult) -> &'static str {
         Answer::CUDA_ERROR_NOT_SUPPORTED
         | Answer::CUDA_ERROR_NOT_PERMITTED
         | Answer::CUDA_ERROR_OPERATING_SYSTEM => {
-            "the system or the container does not allow it; `hybrid-ep doctor` shows what there is"
+            "the system or the container does not allow it; `hybrid-ep doctor` shows what is available"
         }
         _ => {
             "`nvidia-smi` and the kernel's log (NVRM, Xid) say whether the GPU works; if it does, report this as a bug"
@@ -76,7 +76,7 @@ fn describe(answer: sys::CUresult) -> String {
 pub(crate) fn missing() -> EnvironmentError {
     EnvironmentError::new(
         "loading the CUDA driver",
-        "libcuda.so.1 is not there, or does not load",
+        "libcuda.so.1 is missing or cannot be loaded",
         "install the NVIDIA driver (in a container: --gpus all), or use the host backend",
     )
 }
@@ -161,7 +161,7 @@ pub(crate) fn load() -> Result<bool> {
         Err(EnvironmentError::new(
             "loading the CUDA driver",
             format!("libcuda.so.1 has no function {name}"),
-            "install an NVIDIA driver from version 525 on (the library may be a stub of the CUDA toolkit), or use the \
+            "install an NVIDIA driver of version 525 or later (the library may be a stub of the CUDA toolkit), or use the \
              host backend",
         )
         .into())
@@ -187,7 +187,7 @@ pub(crate) fn initialise() -> Result<()> {
 }
 
 unsafe extern "C" {
-    /// Of the C library: registers an exit handler.
+    /// The function of the C library that registers an exit handler.
     fn atexit(function: extern "C" fn()) -> i32;
 }
 

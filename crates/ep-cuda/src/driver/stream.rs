@@ -72,8 +72,8 @@ impl Stream {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the stream lives; writes one number.
         let answer = unsafe { sys::cuStreamIsCapturing(self.stream, &mut status) };
-        // The result for the default stream while another stream captures. The default stream itself cannot be
-        // captured.
+        // This is the result for the default stream while another stream is being captured. The default stream itself
+        // cannot be captured.
         if answer == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
             return Ok(false);
         }
@@ -136,7 +136,7 @@ impl Stream {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             answer => {
                 let what = || format!("waiting for GPU {}", self.device.ordinal);
-                check(answer, what, "an earlier kernel failed; compute-sanitizer says which access")
+                check(answer, what, "an earlier kernel failed; compute-sanitizer names the access")
                     .map(|()| true)
             }
         }
@@ -149,7 +149,7 @@ impl Stream {
         check(
             unsafe { sys::cuStreamSynchronize(self.stream) },
             || format!("waiting for GPU {}", self.device.ordinal),
-            "an earlier kernel failed; compute-sanitizer says which access",
+            "an earlier kernel failed; compute-sanitizer names the access",
         )
     }
 
@@ -165,13 +165,13 @@ impl Stream {
         check(answer, || format!("copying {} bytes to GPU {}", bytes.len(), self.device.ordinal), "")
     }
 
-    /// Copies from the GPU and waits for it.
+    /// Copies from the GPU and waits for the copy.
     pub(crate) fn download(&self, from: DeviceAddress, bytes: &mut [u8]) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
         }
-        // Copies to the host of all streams share the GPU's queues: a copy that waits behind a kernel would delay those
-        // of other streams, also of ranks that the kernel waits for. So wait for the kernel first.
+        // The copies of all streams to the host share the GPU's queues: a copy that waits behind a kernel would delay the
+        // copies of other streams, including those of ranks that the kernel waits for. So wait for the kernel first.
         self.synchronize()?;
         let _bound = self.device.bind()?;
         // SAFETY: callers check the size of `from`; `bytes` is complete after `synchronize`.

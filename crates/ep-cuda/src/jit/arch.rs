@@ -31,7 +31,8 @@ impl Arch {
     /// An [`EnvironmentError`] for a device that cannot run code of any architecture.
     pub fn of_device(major: u32, minor: u32) -> Result<Self> {
         match (major, minor) {
-            // Code runs on devices of the same major and a later minor version, but not on embedded devices (8.7).
+            // Code runs on devices of the same major version and the same or a later minor version, but not on embedded
+            // devices (8.7).
             (8, 7) => {}
             (8, 0..) => return Ok(Self::Sm80),
             (9, 0) => return Ok(Self::Sm90a),

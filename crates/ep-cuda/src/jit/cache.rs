@@ -143,7 +143,7 @@ fn existing(dir: &Path) -> &Path {
 /// Why files cannot be created in or below an existing directory. `cache`: the directory is the cache itself.
 fn refusal(dir: &Path, cache: bool) -> Option<String> {
     if !dir.is_dir() {
-        return Some(format!("{} is no directory", dir.display()));
+        return Some(format!("{} is not a directory", dir.display()));
     }
     if cache && let Err(Missing::Refused(why) | Missing::Unusable(why)) = CacheDir::open(dir) {
         return Some(why);
@@ -214,7 +214,7 @@ mod tests {
             assert_eq!(load(&cache), Found::Nothing);
             let refusal = cache.store("copy", Arch::Sm90a, &entry()).unwrap_err();
             assert!(refusal.contains(place), "{refusal}");
-            assert!(cache.state().problem.unwrap().contains("no directory"));
+            assert!(cache.state().problem.unwrap().contains("not a directory"));
         }
         let nowhere = Cache { dir: None };
         assert_eq!(nowhere.store("copy", Arch::Sm90a, &entry()), Ok(()));
@@ -281,10 +281,10 @@ mod tests {
         refused(look(&dir), "symbolic link");
         fs::remove_file(&path).unwrap();
         rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
-        refused(look(&dir), "no regular file");
+        refused(look(&dir), "not a regular file");
         fs::remove_file(&path).unwrap();
         fs::create_dir(&path).unwrap();
-        refused(look(&dir), "no regular file");
+        refused(look(&dir), "not a regular file");
         fs::remove_dir(&path).unwrap();
         // A sparse file that is larger than memory.
         let file = fs::File::create(&path).unwrap();
@@ -295,7 +295,7 @@ mod tests {
         good.store("copy", Arch::Sm90a, &entry()).unwrap();
         assert_eq!(look(&dir), Found::Entry(entry()));
 
-        // Only root can change the owner of a file; `cache_dir.rs` tests the rule without that.
+        // Only root can change the owner of a file; a test in `cache_dir.rs` checks the rule without root.
         if rustix::process::geteuid().is_root() {
             std::os::unix::fs::chown(&path, Some(12_345), None).unwrap();
             refused(look(&dir), "belongs to user 12345");

@@ -42,7 +42,7 @@ impl CacheDir {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let dir = match rustix::fs::open(path, flags, Mode::empty()) {
             Ok(dir) => dir,
-            // A file where the directory should be: adding to it will tell.
+            // For a file in place of the directory, `make` returns an error.
             Err(Errno::NOENT | Errno::NOTDIR) => return Err(Missing::Nothing),
             Err(error) => return Err(unusable(path, error)),
         };
@@ -51,12 +51,12 @@ impl CacheDir {
         Ok(Self { dir, path: path.to_owned() })
     }
 
-    /// As [`open`](Self::open); creates a missing directory with mode 0700.
+    /// Like [`open`](Self::open), but creates a missing directory with mode 0700.
     pub(super) fn make(path: &Path) -> Result<Self, String> {
         let not_made = |error: &dyn fmt::Display| format!("{}: {error}", path.display());
         DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|error| not_made(&error))?;
         Self::open(path).map_err(|missing| match missing {
-            Missing::Nothing => not_made(&"it is no directory"),
+            Missing::Nothing => not_made(&"it is not a directory"),
             Missing::Refused(why) | Missing::Unusable(why) => why,
         })
     }
@@ -74,7 +74,7 @@ impl CacheDir {
         };
         let stat = rustix::fs::fstat(&file).map_err(|error| unusable(&path, error))?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Err(refused(&path, "it is no regular file".into()));
+            return Err(refused(&path, "it is not a regular file".into()));
         }
         refuse(&stat).map_or(Ok(()), |why| Err(refused(&path, why)))?;
         let too_long = || refused(&path, format!("it has more than {MOST_BYTES} bytes"));
@@ -153,12 +153,12 @@ fn refuse(stat: &Stat) -> Option<String> {
 fn refuse_of(owner: u32, mode: u32, user: u32) -> Option<String> {
     if owner != user && owner != 0 {
         return Some(format!(
-            "it belongs to user {owner}, and this is user {user}: only own files and root's are used"
+            "it belongs to user {owner}, and this is user {user}: only files of this user and of root are used"
         ));
     }
     (mode & WRITING != 0).then(|| {
         format!(
-            "users other than its owner can write to it (mode {:04o}): `chmod go-w` mends that",
+            "users other than its owner can write to it (mode {:04o}): `chmod go-w` fixes that",
             mode & 0o7777
         )
     })

@@ -51,11 +51,11 @@ impl Compiler {
         Self::find_for(env, None)
     }
 
-    /// As [`find`](Self::find), but skips compilers of a newer major version than `driver`, the CUDA version of the GPU
+    /// Like [`find`](Self::find), but skips compilers of a newer major version than `driver`, the CUDA version of the GPU
     /// driver, which would refuse their machine code. A compiler that `env` names is used in any case.
     ///
     /// # Errors
-    /// As [`find`](Self::find).
+    /// The errors of [`find`](Self::find).
     pub fn find_for(env: &CudaEnv, driver: Option<Version>) -> Result<Self> {
         let driver = driver.filter(|_| env.nvrtc.is_none());
         let (mut reasons, mut empty) = (Vec::new(), Vec::new());

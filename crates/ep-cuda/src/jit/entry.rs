@@ -45,7 +45,7 @@ impl Entry {
         Self::sealed(&[text.as_bytes(), &self.cubin].concat())
     }
 
-    /// The body of an entry behind its first line, which has the checksum.
+    /// An entry: its first line, which has the checksum, and `body`.
     pub(super) fn sealed(body: &[u8]) -> Vec<u8> {
         [format!("{MAGIC}{}\n", checksum(body)).as_bytes(), body].concat()
     }
@@ -55,14 +55,14 @@ impl Entry {
     /// # Errors
     /// The reason why the bytes are not a complete entry for `key`.
     pub(super) fn from_bytes(bytes: &[u8], key: Key) -> Result<Self, &'static str> {
-        let rest = bytes.strip_prefix(MAGIC.as_bytes()).ok_or("no cache entry, or one of another format")?;
+        let rest = bytes.strip_prefix(MAGIC.as_bytes()).ok_or("not a cache entry of this format")?;
         let (sum, rest) = rest.split_at_checked(CHECKSUM_CHARS).ok_or("cut short")?;
         let body = rest.strip_prefix(b"\n").ok_or("damaged")?;
         if checksum(body).as_bytes() != sum {
             return Err("damaged");
         }
-        let end = body.windows(2).position(|pair| pair == b"\n\n").ok_or("no end of its head")?;
-        let head = str::from_utf8(&body[..end]).map_err(|_| "a head that is no text")?;
+        let end = body.windows(2).position(|pair| pair == b"\n\n").ok_or("its head has no end")?;
+        let head = str::from_utf8(&body[..end]).map_err(|_| "its head is not text")?;
         let mut lines = head.lines();
         let mut field = |name: &str| lines.next()?.strip_prefix(name)?.strip_prefix(' ');
         if field("key") != Some(key.to_string().as_str()) {

@@ -14,7 +14,7 @@ fn example() -> Entry {
     Entry { key: key(), nvrtc: Version { major: 13, minor: 0 }, resources, cubin: b"\x7fELF".to_vec() }
 }
 
-/// Parses an entry with these bytes behind the line with its key, and with a right checksum.
+/// Parses an entry that has these bytes after the line with its key, and the correct checksum.
 ///
 /// # Panics
 /// When writing and parsing the entry again changes it.

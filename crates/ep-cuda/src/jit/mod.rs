@@ -1,7 +1,7 @@
 //! Compiles kernel sources to machine code at run time, and caches the results.
 //!
-//! [`Jit`] is the entry point. It searches a program in memory, then on disk, and compiles it only if neither has it.
-//! The compiler (NVRTC) is searched only when something must be compiled, so a warm start needs no compiler.
+//! [`Jit`] is the entry point. It searches for a program in memory, then on disk, and compiles the program only if it is in
+//! neither. The compiler (NVRTC) is searched for only when something must be compiled, so a warm start needs no compiler.
 //!
 //! | module | contents |
 //! |---|---|
@@ -91,9 +91,9 @@ pub struct Cubin {
     pub bytes: Arc<[u8]>,
     /// The resources of each kernel in the image.
     pub resources: Arc<[Resources]>,
-    /// The version of the compiler that made it.
+    /// The version of the compiler that made the code.
     pub nvrtc: Version,
-    /// Where this call found it.
+    /// Where this call found the code.
     pub origin: Origin,
     /// Seconds that this call took, including the wait for a compilation by another thread.
     pub seconds: f64,
@@ -177,8 +177,8 @@ impl Jit {
     /// have been compiled for another driver, the program is compiled again, once.
     ///
     /// # Errors
-    /// As [`cubin`](Self::cubin); the error of `load` for code that this process has compiled, or if the error does not concern
-    /// the code.
+    /// The errors of [`cubin`](Self::cubin). The error of `load` if it does not concern the code, or if this process has
+    /// compiled the code.
     pub fn load<T>(
         &self,
         program: &Program,
@@ -192,7 +192,7 @@ impl Jit {
         };
         let anew = self.cubin(program, arch).map_err(|error| {
             let what = format!("{} for {arch}", program.file_name());
-            let problem = format!("what the cache keeps was refused ({refusal}); compiled anew: {error}");
+            let problem = format!("the cached code was refused ({refusal}), and compiling failed: {error}");
             EnvironmentError::new(what, problem, "")
         })?;
         Ok(load(&anew)?)
@@ -216,10 +216,10 @@ impl Jit {
         true
     }
 
-    /// The compiler. Each call searches for it until one has found it.
+    /// The compiler. Each call searches for it until one call has found it.
     ///
     /// # Errors
-    /// As [`Compiler::find`].
+    /// The errors of [`Compiler::find`].
     pub fn compiler(&self) -> Result<Arc<Compiler>> {
         let mut compiler = lock(&self.compiler);
         if let Some(compiler) = &*compiler {
@@ -279,8 +279,8 @@ impl Jit {
         Ok((entry, Origin::Compiled))
     }
 
-    /// Whether an entry was made by another compiler version than the one that the user names, or by a compiler that is
-    /// too new for the driver.
+    /// Whether an entry was made by a compiler that is too new for the driver or, if the user names a compiler, by a
+    /// compiler of a different version.
     fn outdated(&self, entry: &Entry) -> bool {
         match self.driver {
             _ if self.env.nvrtc.is_some() => {

@@ -55,7 +55,8 @@ pub(super) struct Output {
 impl Nvrtc {
     /// Loads the library that the dynamic loader finds under `file`, a path or a bare name.
     pub(super) fn load(file: &OsStr) -> Result<Self, String> {
-        // SAFETY: the file has the name of NVIDIA's compiler, whose initialisers have no requirements.
+        // SAFETY: by its name, or because the user has chosen it, the file is NVIDIA's compiler, whose initialisers have no
+        // requirements.
         let library = unsafe { Library::open(Some(file), RTLD_NOW | RTLD_LOCAL) };
         // Never unload the compiler: its threads or exit handlers may still run.
         let library: &'static Library = Box::leak(Box::new(library.map_err(words)?));
@@ -68,12 +69,12 @@ impl Nvrtc {
             )
         };
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: both point to integers of ours.
+        // SAFETY: both point to local integers.
         check(error_string, unsafe { version_of(&raw mut major, &raw mut minor) })?;
         let version = Version { major: major.unsigned_abs(), minor: minor.unsigned_abs() };
         let path = mapped_file(version_of as usize).unwrap_or_else(|| PathBuf::from(file));
         preload_builtins(&path, version)?;
-        // SAFETY: as above, the same in every version from 12.0 on.
+        // SAFETY: the types are those of NVRTC's header, which are the same in version 12.0 and all later ones.
         unsafe {
             Ok(Self {
                 create: symbol(library, "nvrtcCreateProgram")?,
@@ -95,7 +96,7 @@ impl Nvrtc {
         let mut log = String::new();
         let cubin = self.create(input).and_then(|program| {
             let options: Vec<_> = input.options.iter().map(|option| option.as_ptr()).collect();
-            // SAFETY: `program` is one; the options are C strings that `input` holds.
+            // SAFETY: `program.handle` is a program of this library; the options are C strings that `input` owns.
             let code = unsafe { (self.compile)(program.handle, options.len() as c_int, options.as_ptr()) };
             log = program.bytes(self.log_size, self.log).map(text)?;
             check(self.error_string, code)?;
@@ -109,7 +110,7 @@ impl Nvrtc {
         let names: Vec<_> = input.header_names.iter().map(|name| name.as_ptr()).collect();
         assert_eq!(texts.len(), names.len());
         let mut handle = ptr::null_mut();
-        // SAFETY: all are C strings that `input` holds, and copied by the call; there are as many names as texts.
+        // SAFETY: all are C strings that `input` owns, and the call copies them; the numbers of names and texts are equal.
         let code = unsafe {
             (self.create)(
                 &raw mut handle,
@@ -139,7 +140,7 @@ impl Program<'_> {
         copy: unsafe extern "C" fn(Handle, *mut c_char) -> Code,
     ) -> Result<Vec<u8>, String> {
         let mut size = 0;
-        // SAFETY: `size` is a number of ours.
+        // SAFETY: `size` is a local number.
         check(self.nvrtc.error_string, unsafe { size_of(self.handle, &raw mut size) })?;
         let mut bytes = vec![0; size];
         // SAFETY: there is room for as many bytes as the compiler said it would write.
@@ -155,15 +156,15 @@ impl Drop for Program<'_> {
     }
 }
 
-/// A function of the library.
+/// Looks up a function of the library.
 ///
 /// # Safety
-/// `T` is a pointer to a function of that name's type.
+/// `T` is the type of a pointer to the library's function `name`.
 unsafe fn symbol<T: Copy>(library: &'static Library, name: &str) -> Result<T, String> {
-    // SAFETY: the caller answers for the type.
+    // SAFETY: the caller guarantees that the type is right.
     match unsafe { library.get::<T>(name) } {
         Ok(symbol) => Ok(*symbol),
-        Err(error) => Err(format!("no NVRTC from 12.0 on: {}", words(error))),
+        Err(error) => Err(format!("not NVRTC 12.0 or later: {}", words(error))),
     }
 }
 
@@ -214,7 +215,7 @@ fn file_at(maps: &str, address: usize) -> Option<PathBuf> {
             matches!((parse(start), parse(end)), (Some(start), Some(end)) if (start..end).contains(&address))
         })
     })?;
-    // The path is the rest of the line from the first slash on: the fields before it contain no slash.
+    // The path begins at the first slash of the line: the fields before it contain no slash.
     line.find('/').map(|at| PathBuf::from(&line[at..]))
 }
 
@@ -247,7 +248,7 @@ mod tests {
     fn files_that_are_not_the_compiler_are_refused_with_the_reason() {
         let refusal = |file: &str| Nvrtc::load(OsStr::new(file)).err().unwrap();
         assert!(refusal("/nowhere/libnvrtc.so.13").contains("/nowhere/libnvrtc.so.13"));
-        // A library, but another one.
+        // A library, but not the compiler.
         assert!(refusal("libc.so.6").contains("nvrtcVersion"));
     }
 }

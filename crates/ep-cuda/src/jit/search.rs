@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use ep::CudaEnv;
 
-/// The library's names, the newest first. The last is a toolkit's symbolic link, of any version.
+/// The library's names, the newest first. The last is a toolkit's symbolic link to a library of any version.
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
-/// Directories below a directory of Python packages, of the wheels for CUDA 13 and CUDA 12.
+/// Directories of the wheels for CUDA 13 and CUDA 12, below a directory of Python packages.
 const WHEEL_DIRS: [&str; 2] = ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"];
 
 /// Directories below a toolkit.

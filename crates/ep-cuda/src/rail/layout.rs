@@ -6,8 +6,8 @@ use ep::{Limits, Result, Size};
 
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS, RailEnd, RailPlan};
 
-/// Lanes begin at a multiple of this many bytes and have a multiple of it: a page, which the GPU maps and an engine
-/// registers as a whole.
+/// Lanes begin at a multiple of this many bytes, and their length is a multiple of it: a page, which the GPU maps and an
+/// engine registers as a whole.
 const PAGE: usize = 4096;
 /// The words of rail peers begin at a multiple of this many bytes: a cache line of the GPU.
 const LINE: usize = 128;
@@ -53,7 +53,7 @@ impl RailLayout {
         self.bytes
     }
 
-    /// Number of domains, including the own one.
+    /// Number of domains, including this rank's.
     pub(crate) fn domains(&self) -> usize {
         self.domains
     }
@@ -94,11 +94,11 @@ impl RailLayout {
     }
 }
 
-/// The most signals in flight from one rank to another: the plan, and each section of each unit, of the two epochs that may
-/// be in flight.
+/// Maximum number of signals in flight from one rank to another: the plan, and each section of each unit, of the two epochs
+/// that may be in flight.
 pub(crate) const SIGNALS: usize = 2 * (1 + RAIL_SECTIONS * MAX_CHUNKS);
 
-/// What the proxies of a rail ask of their engine.
+/// The limits that the engine of a rail's proxies must support.
 pub(crate) fn limits(layout: &RailLayout) -> Limits {
     let put_bytes = layout.lane_bytes.max(size_of::<RailPlan>());
     Limits { signals: SIGNALS, put_bytes, advice: "lower HYBRID_EP_CUDA_LANE_BYTES" }

@@ -7,7 +7,7 @@
 //! | `window` | access to the words of a window |
 //! | `plan` | a proxy's copy of a plan, checked |
 //! | `signal` | the bits of a signal |
-//! | `send`, `receive` | both directions towards one peer |
+//! | `send`, `receive` | sending to one peer, and receiving from it |
 //! | `losses` | lost peers |
 //! | `pump` | one round of the proxy thread |
 //! | `proxy` | the thread |

@@ -10,8 +10,8 @@ use crate::params::{MAX_CHUNKS, MAX_GROUPS, RAIL_SECTIONS, RailPer, RailPlan, Ra
 
 /// A valid plan. It is a copy, so that a peer that changes its plan later does not change what the proxy does.
 ///
-/// A plan without units counts as a plan with one unit without rows and without flags: the unit of the sections that
-/// have one element.
+/// A plan without units is treated as a plan of one unit that has no rows and no flags. That unit has the elements of the
+/// sections with a single element ([`RailPer::Once`]).
 #[derive(Debug)]
 pub(super) struct ValidPlan {
     sections: [Option<Section>; RAIL_SECTIONS],
@@ -91,7 +91,7 @@ impl ValidPlan {
                 RailPer::Copy => copies,
                 RailPer::Once => 1,
             };
-            // A number that has no `usize` is too large for any lane, as its substitute is.
+            // A number that does not fit a `usize` is too large for any lane, and so is `usize::MAX`, which replaces it.
             let number = |value: u64| Size::new(usize::try_from(value).unwrap_or(usize::MAX));
             let lane_bytes = window.layout().lane_bytes();
             let fits = (number(start) + number(count.into()) * number(stride.into()))
@@ -149,22 +149,22 @@ impl ValidPlan {
         if units == self.units() {
             return chunks;
         }
-        // The last chunk stands for the whole set, also for units without rows at its end.
+        // The last chunk has arrived only when the whole set has, including units without rows at its end.
         let rows = units.checked_sub(1).map_or(0, |last| self.ends[last].rows);
         (chunks - 1).min((rows / self.chunk_rows) as usize)
     }
 }
 
-/// Checks that the ends of units grow to `total`.
+/// Checks that the ends of units do not decrease, and that the last one is `total`.
 fn check_ends(what: &str, total: u32, ends: impl Iterator<Item = u32>) -> Result<(), String> {
     let mut before = 0;
     for (unit, end) in ends.enumerate() {
         if end < before {
             return Err(format!(
-                "unit {unit} with an end after {end} {what}, below that of the unit before ({before})"
+                "unit {unit} ends after {end} {what}, but the unit before it after {before}"
             ));
         }
         before = end;
     }
-    if before == total { Ok(()) } else { Err(format!("{total} {what}, of which its units have {before}")) }
+    if before == total { Ok(()) } else { Err(format!("{total} {what}, but its units have {before}")) }
 }

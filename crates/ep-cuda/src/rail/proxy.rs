@@ -17,16 +17,17 @@ use super::send::Sent;
 /// How long the thread looks for work without a pause after it had some. The units of one operator follow each other within
 /// some tens of microseconds, so the thread does not sleep inside an operator.
 const SPIN: Duration = Duration::from_micros(100);
-/// As [`SPIN`], after the host has launched an operator. Programs queue operators behind other work of the GPU, often some
-/// milliseconds before they begin, and a nap would delay the operator.
+/// Like [`SPIN`], after the host has launched an operator. Programs queue operators behind other work of the GPU, often
+/// some milliseconds before they begin, and a nap would delay the operator.
 const SPIN_AFTER_LAUNCH: Duration = Duration::from_millis(20);
-/// The shortest nap: Linux adds about as much to any sleep.
+/// The shortest nap: Linux adds about this much to any sleep.
 const SHORTEST_NAP: Duration = Duration::from_micros(50);
 /// The longest nap. A thousand rounds per second cost less than a hundredth of a core.
 const LONGEST_NAP: Duration = Duration::from_millis(1);
-/// A nap is this part of the time since the thread last looked without a pause. So naps delay an operator by at most this
-/// part of the time between its launch and its beginning. In the replay of a graph, which the host does not launch one by
-/// one, it is this part of the time since the last operator.
+/// The time since the thread last looked without a pause, divided by this number, is the length of a nap, within
+/// [`SHORTEST_NAP`] and [`LONGEST_NAP`]. So naps delay an operator by at most this fraction of the time between its launch
+/// and its beginning. In the replay of a graph, whose operators the host does not launch one by one, the delay is at most
+/// this fraction of the time since the last operator.
 const NAP_PART: u32 = 16;
 
 /// How long the thread may take to drop its engine. An engine waits up to 2 s for a call of libfabric.
@@ -64,7 +65,7 @@ struct Requests {
 
 impl Proxy {
     /// Starts the thread. When the proxy is dropped, the thread posts what the kernels have completed, and waits for at
-    /// most `patience`, and at most a day, until it has left this rank.
+    /// most `patience`, and at most a day, until the bytes have left this rank.
     ///
     /// # Errors
     /// [`ep::CallerError`] when the parts do not fit each other; [`EnvironmentError`] when the thread cannot be started.
@@ -107,8 +108,8 @@ impl Proxy {
         }
     }
 
-    /// Lets the thread send what the kernels have completed, within `patience`. The kernels must have ended. The thread goes
-    /// on to receive.
+    /// Makes the thread send what the kernels have completed, within `patience`. The kernels must have ended. The thread
+    /// continues to receive.
     pub(crate) fn drain(&self, patience: Duration) {
         self.requests.drain_by.get_or_init(|| Instant::now() + patience.min(MOST_PATIENCE));
         self.wake();
@@ -120,7 +121,7 @@ impl Proxy {
         self.requests.drained.get().copied().or_else(ended)
     }
 
-    /// Lets a drop of the proxy not wait: this rank has given up, so its peers need nothing from it any more.
+    /// Makes dropping the proxy not wait: this rank has given up, so its peers need nothing from it any more.
     pub(crate) fn give_up(&self) {
         self.requests.stop_by.get_or_init(Instant::now);
     }
@@ -204,7 +205,7 @@ fn serve(pump: &mut Pump, requests: &Requests) -> Result<()> {
     }
 }
 
-/// Pauses this long after the thread has looked for work without a pause; `None`: it still does.
+/// Pauses the thread. `idle`: the time since the thread last looked for work without a pause; `None` if it still does.
 fn rest(idle: Option<Duration>) {
     match idle {
         // With fewer cores than threads, another rank's thread may have what this one waits for.

@@ -44,7 +44,7 @@ pub(crate) struct Pump {
     peers: Vec<Peer>,
     sent: Arc<Sent>,
     losses: Losses,
-    /// The signals of one poll, kept for its memory.
+    /// The signals of one poll; kept to reuse the memory.
     inbox: Vec<(Rank, Signal)>,
     /// The error after which no peer can be served.
     end: Option<Error>,
@@ -101,10 +101,10 @@ impl Pump {
         &self.losses
     }
 
-    /// Handles the signals that have arrived, and posts what the kernels have completed. Returns whether it did
-    /// anything; otherwise there was nothing to do, or the engine's queue is full.
+    /// Handles the signals that have arrived, and posts what the kernels have completed. Returns whether it did anything;
+    /// otherwise there was nothing to do, complete units wait for further units, or the engine's queue is full.
     ///
-    /// A peer that is lost is recorded and reported, and no error of the step.
+    /// The loss of a peer is recorded and reported; it is not an error of the step.
     ///
     /// # Errors
     /// An error after which no peer can be served. It is recorded and reported for every peer that was not lost before.
@@ -142,8 +142,10 @@ impl Pump {
     fn on_signal(&mut self, rank: Rank, signal: Signal) -> Result<()> {
         let Some(index) = self.peers.iter().position(|peer| peer.rank == rank) else {
             let what = format!("receiving along the rail of rank {}", self.rail.own());
-            let problem =
-                format!("engine {} delivered a signal of rank {rank}, no rail peer", self.transport.name());
+            let problem = format!(
+                "engine {} delivered a signal of rank {rank}, which is not a rail peer",
+                self.transport.name()
+            );
             let hint = "report this bug of the engine";
             return Err(self.lose_all(EnvironmentError::new(what, problem, hint).into()));
         };
@@ -158,7 +160,7 @@ impl Pump {
         Ok(())
     }
 
-    /// Returns whether the engine accepted puts.
+    /// Returns whether the engine accepted puts, the kernels have completed further units, or a peer was lost.
     fn send(&mut self) -> Result<bool> {
         let mut moved = false;
         for index in 0..self.peers.len() {
@@ -243,8 +245,8 @@ impl Pump {
     }
 }
 
-/// The operator of an epoch, which is the same on both ranks, as this rank's kernels have called it towards a domain;
-/// `Join` if they have not called it yet.
+/// The operator of an epoch, from the plan that this rank's kernels have released to a domain; `Join` if they have not
+/// released it yet. Both ranks call the same operator in an epoch.
 fn operator_of(window: &RailWindow, domain: usize, epoch: u32) -> Operator {
     let parity = (epoch & 1) as usize;
     let call = window.out_plan(domain, parity) + offset_of!(RailPlan, call);

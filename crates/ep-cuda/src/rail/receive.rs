@@ -9,7 +9,7 @@ use super::signal::{Arrival, Part, What};
 use super::window::RailWindow;
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS};
 
-/// The most signals of parts in one epoch.
+/// Maximum number of signals of parts in one epoch.
 const MOST_PARTS: usize = RAIL_SECTIONS * MAX_CHUNKS;
 
 /// What a rail peer did that the protocol does not allow.
@@ -53,7 +53,7 @@ struct Planned {
     missing: Vec<u8>,
     /// The number of units at the start of the set that have arrived with all sections.
     whole: usize,
-    /// The number of chunks that the kernels were told of; `None` if they were not told of the plan.
+    /// The number of chunks that was published to the kernels; `None` if the plan was not.
     published: Option<usize>,
 }
 
@@ -140,7 +140,7 @@ impl Planned {
         let missing = self.missing.get_mut(units.clone());
         let missing = missing.ok_or_else(|| format!("{}, of a plan of {all} units", part()))?;
         if self.plan.part(*section, units).is_none() {
-            return Err(format!("{}, which have no bytes in it", part()));
+            return Err(format!("{}, which have no bytes there", part()));
         }
         for (unit, missing) in units.clone().zip(missing) {
             let bit = 1 << section;
@@ -153,7 +153,7 @@ impl Planned {
         Ok(())
     }
 
-    /// The number of chunks at the start of the set that have arrived, if the kernels were not told of it.
+    /// The number of chunks at the start of the set that have arrived; `None` if that number was published before.
     fn news(&mut self) -> Option<usize> {
         let more = self.missing[self.whole..].iter().take_while(|&&missing| missing == 0).count();
         self.whole += more;

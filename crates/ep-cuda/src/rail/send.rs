@@ -52,11 +52,11 @@ pub(super) struct Link<'a> {
 /// What a step has done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Progress {
-    /// The kernels have completed nothing that is not posted.
+    /// Everything that the kernels have completed is posted.
     Idle,
-    /// Units are complete, and wait for others.
+    /// Complete units wait for further units.
     Held,
-    /// The engine accepted puts.
+    /// The engine accepted puts, or the kernels have completed further units.
     Moved,
     /// The engine's queue is full.
     Full,
@@ -79,17 +79,17 @@ pub(super) struct Sending {
     /// The plan of the epoch, once the kernels have released it.
     plan: Option<ValidPlan>,
     plan_posted: bool,
-    /// Units that the kernels have completed, from the first on.
+    /// Number of units at the start of the plan that the kernels have completed.
     complete: usize,
     sections: [Posting; RAIL_SECTIONS],
-    /// The section that is the next to post.
+    /// The next section to post.
     section: usize,
 }
 
 /// What is posted of a section.
 #[derive(Debug, Clone, Copy, Default)]
 struct Posting {
-    /// Units.
+    /// Number of units that are posted.
     posted: usize,
     /// When the last run was posted.
     last_run: Option<Instant>,
@@ -107,7 +107,7 @@ impl Sending {
         }
     }
 
-    /// Posts the plan if the kernels have released it, and of each section one run of units that they have completed.
+    /// Posts the plan if the kernels have released it, and one run of completed units of each section.
     pub(super) fn step(&mut self, link: &Link<'_>) -> Result<Progress, SendError> {
         let parity = (self.epoch & 1) as usize;
         let plan = match &self.plan {
@@ -129,7 +129,8 @@ impl Sending {
             moved = true;
         }
         let complete = link.complete_units(plan, parity, self.epoch, self.complete);
-        // Units without bytes are passed over a part at a time, and later ones may be complete.
+        // `complete_units` looks at [`MOST_UNITS`] units at a time. If these have no bytes, nothing is posted, but later
+        // units may be complete.
         moved |= complete > self.complete;
         self.complete = complete;
         while self.section < RAIL_SECTIONS {
@@ -183,16 +184,16 @@ fn next_run(
     Some(first..first + units_of_a_put(end - first))
 }
 
-/// So long after the last run of this section, a short run is posted. A section is small if it has less than an eighth of the
-/// set's bytes.
+/// The time after the last run of a section at which a short run of it is posted. A section is small if it has less than an
+/// eighth of the set's bytes.
 fn hold(plan: &ValidPlan, section: usize) -> Duration {
     let bytes = |section| plan.part(section, &(0..plan.units())).map_or(0, |part| part.len());
     let set: usize = (0..RAIL_SECTIONS).map(bytes).sum();
     if bytes(section) < set / 8 { SMALL_SECTION_HOLD } else { HOLD }
 }
 
-/// Whether a run of this many complete units and bytes waits for further units. `last`: it ends the set. `waited`: the time
-/// since the run before it.
+/// Whether a run of this many complete units and bytes waits for further units. `last`: whether the run ends the set.
+/// `waited`: the time since the previous run.
 fn waits(units: usize, bytes: usize, last: bool, waited: Option<Duration>, hold: Duration) -> bool {
     !last && units < MOST_UNITS && bytes < SHORT_RUN_BYTES && waited.is_some_and(|waited| waited < hold)
 }
@@ -232,8 +233,8 @@ impl Link<'_> {
         Ok(posted)
     }
 
-    /// The number of units that the kernels have completed, if the first `complete` ones are. Looks at as many as a put may
-    /// have.
+    /// The number of units at the start of the plan that the kernels have completed. The first `complete` ones are known to
+    /// be. Looks at up to [`MOST_UNITS`] further ones.
     ///
     /// A unit without bytes needs no flags, and its flags must not be awaited: the peer completes the epoch without this
     /// unit, and then the kernels may overwrite the flags with those of the epoch after the next one.
@@ -257,7 +258,8 @@ mod tests {
         let waits = |units, bytes, last, waited| waits(units, bytes, last, waited, HOLD);
         assert!(waits(1, SHORT_RUN_BYTES - 1, false, just_now));
         assert!(waits(MOST_UNITS - 1, 1, false, Some(HOLD - Duration::from_nanos(1))));
-        // The first of an epoch, a long one, one of as many units as a put may have, the last of the set, and after a while.
+        // These runs do not wait: the first of an epoch, a long one, one with the maximum number of units, the last of the
+        // set, and any run after a while.
         assert!(!waits(1, 1, false, None));
         assert!(!waits(1, SHORT_RUN_BYTES, false, just_now));
         assert!(!waits(MOST_UNITS, 1, false, just_now));

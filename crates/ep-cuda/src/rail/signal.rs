@@ -6,9 +6,10 @@ use ep::Signal;
 
 use crate::params::{MAX_CHUNKS, RAIL_SECTIONS};
 
-/// Bits for the number of units, as its place in [`COUNTS`].
+/// Bits for the number of units, as an index in [`COUNTS`].
 const COUNT_BITS: u32 = 4;
-/// The numbers of units that a put may have. Few tokens have units of one token, so a put of 1 MiB has many units.
+/// The numbers of units that a put may have. If a rank has few tokens, each unit is one token, so a put of 1 MiB has many
+/// units.
 const COUNTS: [usize; 1 << COUNT_BITS] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
 /// The last unit lies above the number of units.
 const LAST_SHIFT: u32 = COUNT_BITS;
@@ -17,7 +18,7 @@ const SECTION_SHIFT: u32 = 14;
 /// The parity of the epoch is the highest bit.
 const PARITY_SHIFT: u32 = 16;
 
-/// The most units of one put.
+/// Maximum number of units of one put.
 pub(super) const MOST_UNITS: usize = COUNTS[COUNTS.len() - 1];
 
 /// The largest number of units that a put may have, at most `units`, which is not 0.
@@ -51,7 +52,7 @@ pub(super) enum What {
 pub(super) struct Part {
     /// Index of the section.
     pub(super) section: usize,
-    /// As many units as [`units_of_a_put`] allows, below [`MAX_CHUNKS`].
+    /// Indices of the units, below [`MAX_CHUNKS`]. Their number is one of [`COUNTS`].
     pub(super) units: Range<usize>,
 }
 

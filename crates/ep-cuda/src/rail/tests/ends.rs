@@ -30,7 +30,7 @@ fn wait_until(mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Releases an epoch to both peers, whose plan is all that there is to send.
+/// Releases an epoch to both peers, in which this rank sends the plans and nothing else.
 fn release_all(bench: &Bench, epoch: u32) {
     [1, 2].into_iter().for_each(|domain| bench.release(domain, &plan_of(epoch, &[])));
 }

@@ -1,4 +1,4 @@
-//! Proxies between threads that behave as kernels do: every byte arrives, and no chunk arrives before its bytes.
+//! Proxies between threads that behave like kernels: every byte arrives, and no chunk arrives before its bytes.
 
 use std::ops::Range;
 use std::thread;
@@ -48,7 +48,7 @@ impl Transport for Copies {
         let own = &self.network.windows[self.rail.own_index()];
         let (from, peer) =
             (own.at(put.source, put.len), self.network.windows[to].at(put.destination, put.len));
-        // SAFETY: both ranges are inside windows of different ranks, which the protocol orders accesses to.
+        // SAFETY: both ranges are inside windows, of different ranks, and the protocol orders the accesses to them.
         unsafe { peer.copy_from_nonoverlapping(from, put.len) };
         let mut signals = self.network.signals[to].lock().unwrap();
         signals.push((self.rail.own(), put.signal));

@@ -33,10 +33,10 @@ fn chunks_arrive_once_the_units_before_their_end_have_arrived_with_all_sections(
     let steps = [
         (part(1, 0, 0, 1), false, 0),
         (plan_signal(1), true, 0),
-        // Rows 3 to 9 without their first ones.
+        // Rows 3 to 7, while sections 1 and 2 of unit 0 are missing.
         (part(1, 0, 2, 3), true, 0),
         (part(1, 2, 0, 1), true, 0),
-        // Unit 0 and unit 1, which has copies only, and unit 2, which has no copies: 8 rows.
+        // The copies of units 0 and 1. Unit 1 has no rows and unit 2 no copies, so the first 8 rows have arrived.
         (part(1, 1, 0, 2), true, 2),
         (part(1, 0, 3, 4), true, 2),
         (part(1, 1, 3, 4), true, 3),
@@ -91,7 +91,7 @@ fn the_last_chunk_waits_for_units_without_rows_and_an_empty_set_has_one_chunk() 
     counts.sections[1] = section(0, 40, RailPer::Once);
     bench.put_plan(FROM, &counts);
     take(&bench, &mut pump, plan_signal(3));
-    // The words still have epoch 1.
+    // The chunk of epoch 1, whose progress was in the same word, does not count.
     assert_eq!((bench.entered(FROM, 3), bench.arrived(FROM, 3)), (true, 0));
     take(&bench, &mut pump, part(3, 1, 0, 1));
     assert_eq!(bench.arrived(FROM, 3), 1);
@@ -129,7 +129,7 @@ fn refused(plan: &RailPlan, before: &[Signal], last: Signal) -> String {
     let [(rank, text)] = reports.as_slice() else { panic!("{reports:?}") };
     assert_eq!(*rank, RANKS[FROM]);
     let arrived = bench.arrived(FROM, 1);
-    // A peer that broke the protocol is not listened to.
+    // Later signals of a peer that broke the protocol are ignored.
     signals(1).into_iter().for_each(|signal| take(&bench, &mut pump, signal));
     assert_eq!((bench.arrived(FROM, 1), bench.reports().len()), (arrived, 1));
     let found = text.strip_prefix("rank 9 broke the protocol (dispatch #1): rank 5 found ");
@@ -170,16 +170,16 @@ fn each_word_of_a_hostile_plan_is_checked() {
             RailPlan { chunk_rows: 1, ..plan_of(1, &all(1025)) },
             "1025 rows in chunks of 1; from 1 to 1024 chunks are possible".into(),
         ),
-        (with(&|plan| plan.rows = 9), "9 rows, of which its units have 10".into()),
-        (with(&|plan| plan.copies = 10), "10 copies, of which its units have 9".into()),
-        (with(&|plan| plan.units = 0), "10 rows, of which its units have 0".into()),
+        (with(&|plan| plan.rows = 9), "9 rows, but its units have 10".into()),
+        (with(&|plan| plan.copies = 10), "10 copies, but its units have 9".into()),
+        (with(&|plan| plan.units = 0), "10 rows, but its units have 0".into()),
         (
             with(&|plan| plan.row_end[1] = 2),
-            "unit 1 with an end after 2 rows, below that of the unit before (3)".into(),
+            "unit 1 ends after 2 rows, but the unit before it after 3".into(),
         ),
         (
             with(&|plan| plan.copy_end[3] = 5),
-            "unit 3 with an end after 5 copies, below that of the unit before (6)".into(),
+            "unit 3 ends after 5 copies, but the unit before it after 6".into(),
         ),
         (set(1, unknown), "section 1 with the unknown code 3".into()),
         (set(0, section(0, 6554, RailPer::Row)), outside(0, 10, 6554, 0)),
@@ -221,8 +221,8 @@ fn signals_that_match_nothing_are_refused() {
     };
     let cases = [
         (plan(1), vec![first], part(1, 0, 3, 5), "section 0, units 3 to 4, of a plan of 4 units"),
-        (plan(1), vec![first], part(1, 0, 1, 2), "section 0, units 1 to 1, which have no bytes in it"),
-        (plan(1), vec![first], part(1, 2, 1, 3), "section 2, units 1 to 2, which have no bytes in it"),
+        (plan(1), vec![first], part(1, 0, 1, 2), "section 0, units 1 to 1, which have no bytes there"),
+        (plan(1), vec![first], part(1, 2, 1, 3), "section 2, units 1 to 2, which have no bytes there"),
         (
             plan(1),
             vec![first, part(1, 0, 2, 3)],
@@ -244,7 +244,7 @@ fn signals_that_match_nothing_are_refused() {
     }
     assert_eq!(refused(&plan(1), &[first], first), "a second plan of epoch 1");
     let invalid = |word| refused(&plan(1), &[], Signal::new(word).unwrap());
-    // A plan with a unit, and more units than there are before the last one.
+    // A plan with a unit, and a part of four units of which the last is unit 2.
     assert_eq!(invalid(1 << 16 | 5 << 4), "an invalid signal (0x10050)");
     assert_eq!(invalid(1 << 14 | 2 << 4 | 3), "an invalid signal (0x4023)");
     let flood = vec![part(1, 0, 0, 1); RAIL_SECTIONS * MAX_CHUNKS];

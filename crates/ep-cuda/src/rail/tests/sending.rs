@@ -105,7 +105,7 @@ fn all_flags_of_a_unit_must_be_those_of_the_epoch() {
     settle(&mut pump);
     let signals: Vec<_> = bench.script.puts().iter().map(|put| put.signal).collect();
     assert_eq!(signals, [part(1, 0, 0, 2)]);
-    // Epoch 3 has the flags of epoch 1, which count no more.
+    // The flags of epoch 3 are in the words of epoch 1, whose values no longer count.
     bench.release(TO, &plan_of(2, &[]));
     bench.release(TO, &RailPlan { epoch: 3, ..plan });
     settle(&mut pump);
@@ -243,7 +243,7 @@ fn an_invalid_plan_of_the_own_kernels_is_an_environment_error() {
     bench.release(2, &RailPlan { rows: 7, ..plan_of(1, &[(5, 0)]) });
     let error = pump.step().unwrap_err();
     let text = "sending epoch 1 along the rail from rank 5 to rank 9: the kernels of rank 5 wrote an invalid plan: \
-                7 rows, of which its units have 5; report this bug of the kernels";
+                7 rows, but its units have 5; report this bug of the kernels";
     assert_eq!(error.to_string(), text);
     assert!(matches!(error, Error::Environment(EnvironmentError { .. })));
     assert_eq!(bench.reports(), [(RANKS[1], text.to_string()), (RANKS[2], text.to_string())]);
