@@ -12,7 +12,7 @@ pub(crate) struct Blob {
     pub(crate) address: Vec<u8>,
     /// The key of the window.
     pub(crate) key: u64,
-    /// What the provider calls the window's first byte: its address, or 0.
+    /// The address of the window's first byte for the provider: its virtual address, or 0.
     pub(crate) base: u64,
     /// The window's length, bytes.
     pub(crate) len: u64,

@@ -2,9 +2,10 @@
 //!
 //! All calls of libfabric of one engine run under one lock. A put is posted by the worker that calls, and a poll reads
 //! the completions itself: no queue and no switch of threads lies between a worker and the network, and the provider
-//! needs no lock of its own (`FI_THREAD_DOMAIN`). Most providers move bytes only inside calls, also at the receiver. So a
-//! thread of the engine reads completions too while no worker polls: a peer's put arrives although this rank is outside
-//! of an operator. The thread naps between its turns, since spinning threads would take the cores of the workers.
+//! needs no lock of its own (`FI_THREAD_DOMAIN`). Most providers move bytes only inside calls, even at the receiver. So
+//! a thread of the engine also reads completions while no worker polls: a peer's put then arrives even while this rank
+//! is outside of an operator. The thread naps between its turns, since spinning threads would take the cores of the
+//! workers.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -38,14 +39,14 @@ const THREAD_ENDS: Duration = Duration::from_secs(2);
 /// The provider's name.
 const SHM_PROVIDER: &str = "shm";
 
-/// Endpoints of `shm` in this process. Those of one process write to each other's queues through plain pointers, also to
-/// queues of endpoints that are closed (seen with 1.17). So an endpoint stays open until all of them can be closed.
+/// Endpoints of `shm` in this process. Those of one process write to each other's queues through plain pointers, even
+/// to queues of endpoints that are closed (seen with 1.17). So an endpoint stays open until all of them can be closed.
 static SHM: Mutex<ShmEndpoints> = Mutex::new(ShmEndpoints { engines: 0, dropped: Vec::new() });
 
 struct ShmEndpoints {
     /// Engines that are not dropped.
     engines: usize,
-    /// The endpoints of the others.
+    /// The endpoints of the engines that are dropped.
     dropped: Vec<Arc<Shared>>,
 }
 
@@ -104,7 +105,7 @@ struct Opened {
     endpoint: Endpoint,
     limits: Limits,
     blob: Blob,
-    /// As in [`Engine`].
+    /// See [`Engine::marker`].
     marker: Option<Arc<Marker>>,
 }
 
@@ -222,7 +223,7 @@ struct Core {
 struct Shared {
     core: Mutex<Core>,
     stop: AtomicBool,
-    /// Calls that have made progress, so that the thread need not.
+    /// Number of polls, which make progress so that the thread need not.
     polls: AtomicU64,
 }
 
@@ -367,7 +368,7 @@ impl Core {
             }
             Err(answer) => {
                 let why = self.endpoint.text(answer);
-                // Errors of the call itself are no peer's fault.
+                // Errors of the call itself are not the fault of a peer.
                 if [sys::EINVAL, sys::EACCES, sys::ENOSYS, sys::EMSGSIZE, sys::EOPNOTSUPP].contains(&-answer)
                     || is_shortage(-answer)
                 {
@@ -387,7 +388,7 @@ impl Shared {
         while !self.stop.load(Relaxed) {
             let seen = self.polls.load(Relaxed);
             let found = if seen != polls {
-                // Workers poll, and poll again soon.
+                // Workers poll, and will soon poll again.
                 polls = seen;
                 0
             } else {
@@ -434,7 +435,8 @@ impl Transport for Engine {
 
     fn put(&self, put: Put) -> Result<Posted> {
         let index = self.rail.peer_index(put.peer)?;
-        // While a call does not return, the caller looks at the health of its peers, and tries again.
+        // While another thread's call of libfabric does not return, the queue counts as full: the caller checks the
+        // health of its peers, and tries again.
         self.shared().core().map_or(Ok(Posted::Full), |mut core| core.put(&put, index))
     }
 
@@ -514,11 +516,11 @@ impl Drop for Engine {
             if thread.is_finished() {
                 let _ = thread.join();
             } else {
-                // The provider `shm` guards queues by spin locks in memory that processes share. If a process is killed while it
-                // holds one, calls on that queue never return. The engine still counts as one that is not dropped, so that
-                // those of this process which write to its queue stay, too.
+                // The provider `shm` guards queues by spin locks in memory that processes share. If a process is killed
+                // while it holds such a lock, calls on that queue never return. The engine still counts as not dropped,
+                // so the endpoints of this process that write to its queue stay open, too.
                 ep::tell(format_args!(
-                    "a call of libfabric ({}) has not returned for {} s, so its objects and its window are not \
+                    "a call of libfabric ({}) has not returned for {} s, so the engine's objects and window are not \
                      freed before the process ends; a killed process may hold a lock of the provider",
                     self.name,
                     THREAD_ENDS.as_secs()

@@ -1,9 +1,9 @@
-//! Files that the provider `shm` leaves in `/dev/shm` when a process is killed. Any later process of this user that opens or drops
-//! an engine over `shm` removes them.
+//! Files that the provider `shm` leaves in `/dev/shm` when a process is killed. Any later process of this user that
+//! opens or drops an engine over `shm` removes them.
 //!
-//! A process with endpoints of `shm` keeps a *marker*: a file that lists their files by name and inode, and that is locked while the
-//! process lives. The number of a process says neither whether it lives, where PID namespaces differ, nor whose file it is, once
-//! another process has that number.
+//! A process with endpoints of `shm` keeps a *marker*: a file that lists the files of these endpoints by name and
+//! inode, and that is locked while the process lives. A process ID does not suffice: in another PID namespace it does
+//! not tell whether the process lives, and once it belongs to another process it does not tell whose file it is.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read as _, Write as _};
@@ -27,12 +27,12 @@ pub(crate) struct Marker {
 }
 
 impl Marker {
-    /// The marker of this process, for as long as any engine keeps it. `None` if the file cannot be made: then the files of this
-    /// process stay if it is killed.
+    /// The marker of this process, for as long as any engine keeps it. `None` if the file cannot be made: then the files
+    /// of this process stay if it is killed.
     pub(crate) fn of_process() -> Option<Arc<Self>> {
         static OWN: Mutex<Weak<Marker>> = Mutex::new(Weak::new());
         let mut own = OWN.lock().unwrap_or_else(PoisonError::into_inner);
-        // A forked child makes one of its own.
+        // A forked child makes a marker of its own.
         if let Some(marker) = own.upgrade().filter(|marker| marker.process == std::process::id()) {
             return Some(marker);
         }
@@ -49,7 +49,7 @@ impl Marker {
             let file =
                 OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path).ok()?;
             file.try_lock().ok()?;
-            // Between the two calls, another process may have taken the file for one that was left.
+            // Between creation and lock, another process may have removed the file as a leftover.
             (inode(&path) == file.metadata().ok().map(|made| made.ino())).then_some(Self {
                 file,
                 path,
@@ -73,7 +73,7 @@ impl Marker {
 
 impl Drop for Marker {
     fn drop(&mut self) {
-        // A forked child has a copy of its parent's.
+        // A forked child has a copy of its parent's marker.
         if self.process == std::process::id() {
             remove(&self.path);
         }
@@ -161,7 +161,7 @@ mod tests {
         marker.add(b"fi_shm://../etc/passwd");
         sweep();
         assert_eq!(exist(), [true; 3], "the process lives");
-        // Another process has made this one, under the same number.
+        // A file of the same name and process ID, which another process has made.
         let old = Path::new(DIRECTORY).join(format!("hybrid-ep-test-{}", std::process::id()));
         std::fs::rename(&files[1], &old).unwrap();
         write(&files[1]);

@@ -17,7 +17,7 @@
 //! | `several` | one engine over several NICs |
 //! | `blob` | the bytes by which peers reach a window |
 //! | `library` | loading, versions, texts of errors |
-//! | `signals` | keeps a library that is loaded from changing what the process does on signals |
+//! | `signals` | keeps libfabric from changing what the process does on signals when it is loaded |
 //! | `sys` | declarations of the C interface |
 //! | `testing` | for tests: whether the library is installed |
 
@@ -55,8 +55,9 @@ pub struct Options {
     /// This rank's address, which selects its interface. With `tcp`, `None` means 127.0.0.1, which other machines cannot
     /// reach; with other providers, `None` leaves the choice to the provider.
     pub address: Option<String>,
-    /// The NICs, by the names of their domains as in [`Provider::domains`]. Puts go through several by turns, and all ranks
-    /// of a rail have as many. Empty means the first one that fits. With `tcp`, a named NIC takes the place of 127.0.0.1.
+    /// The NICs, by the names of their domains as in [`Provider::domains`]. Puts go through several NICs in turn, and
+    /// all ranks of a rail must have the same number of NICs. Empty means the first NIC that fits. With `tcp`, a named
+    /// NIC takes the place of 127.0.0.1.
     pub domains: Vec<String>,
     /// The traffic class of this rank's puts; `None` means the provider's.
     pub traffic_class: Option<TrafficClass>,

@@ -9,7 +9,7 @@ use ep::{EnvironmentError, Result};
 use crate::signals::Actions;
 use crate::sys;
 
-/// The version whose interface [`sys`] declares. A later library behaves as this version if it is asked to.
+/// The version whose interface [`sys`] declares. A later library behaves like this version if it is asked to.
 const WRITTEN_FOR: u32 = sys::version(1, 17);
 
 /// A loaded libfabric.
@@ -25,8 +25,8 @@ pub(crate) struct Library {
     _library: libloading::Library,
 }
 
-/// The libraries that are loaded, by the path that was asked for. They stay loaded: the provider `shm` installs handlers of
-/// signals, which must not point into memory that is gone, and loading takes a tenth of a second.
+/// The libraries that are loaded, by the path that was asked for. They stay loaded: the provider `shm` installs signal
+/// handlers, which must not point into unloaded memory, and loading takes a tenth of a second.
 static LOADED: Mutex<Vec<(Option<PathBuf>, Arc<Library>)>> = Mutex::new(Vec::new());
 
 impl Library {

@@ -9,7 +9,7 @@
 pub struct DeviceLocation {
     /// Its path, if it is known.
     pub path: Option<String>,
-    /// Its NUMA node, if the machine has any and tells.
+    /// Its NUMA node, if the machine has any and reports it.
     pub numa_node: Option<u32>,
 }
 
@@ -22,10 +22,10 @@ pub struct Nic {
     pub gbit_per_s: f64,
 }
 
-/// What a GPU and a NIC have in common. A later one is nearer.
+/// What a GPU and a NIC have in common. A later variant is nearer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Relation {
-    /// The machine does not tell.
+    /// Unknown: no common bridge is known, and at least one of the two NUMA nodes is not.
     Unknown,
     /// Nothing: their NUMA nodes differ.
     OtherNumaNode,
@@ -44,7 +44,7 @@ impl Relation {
     pub fn text(self) -> &'static str {
         match self {
             Relation::Unknown => "unknown",
-            Relation::OtherNumaNode => "another NUMA node",
+            Relation::OtherNumaNode => "different NUMA node",
             Relation::SameNumaNode => "same NUMA node",
             Relation::SameRootComplex => "same root complex",
             Relation::SameRootPort => "same root port",
@@ -60,12 +60,13 @@ pub struct Nearest {
     pub nics: Vec<usize>,
     /// What the GPU has in common with each of them.
     pub relation: Relation,
-    /// Those that the GPU gets when all GPUs share the NICs evenly, in ascending order: as many for each GPU, at least one.
+    /// The NICs that the GPU gets when all GPUs share the NICs evenly, in ascending order: the same number for each
+    /// GPU, at least one.
     pub chosen: Vec<usize>,
 }
 
-/// The networks whose NICs come before all others, in this order, by the words of libfabric and of this project. The ranks
-/// of a rail must reach each other, so they choose among the NICs of one network.
+/// The networks whose NICs come before all others, in this order, by the names that libfabric and this project use. The
+/// ranks of a rail must reach each other, so they choose among the NICs of one network.
 const PREFERRED_NETWORKS: [&str; 2] = [Nic::EFA, Nic::INFINIBAND];
 
 impl Nic {

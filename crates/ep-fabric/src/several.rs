@@ -1,8 +1,8 @@
-//! One engine over several NICs of a rank: an engine on each, which take puts by turns.
+//! One engine over several NICs of a rank: an engine on each NIC; these engines take puts in turn.
 //!
-//! A put goes through one NIC as a whole, with its signal, so the order within a put is that of the NIC's engine. Puts have
-//! no order among each other, so they need none across NICs. The engine on the `n`-th NIC of a rank reaches the `n`-th NIC
-//! of every peer, hence all ranks of a rail have as many.
+//! A put goes through one NIC as a whole, with its signal, so the order within a put is that of the NIC's engine. Puts
+//! have no order among each other, so they need none across NICs. The engine on the `n`-th NIC of a rank reaches the
+//! `n`-th NIC of every peer, so all ranks of a rail must have the same number of NICs.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -71,13 +71,13 @@ impl Unconnected for Opened {
     }
 }
 
-/// What is wrong with a peer that has another number of NICs than this rank.
+/// What is wrong with a peer whose number of NICs differs from that of this rank.
 pub(crate) fn different_numbers(theirs: usize, own: usize) -> String {
-    let hint = "set HYBRID_EP_TRANSPORT_NIC to as many NICs for each rank";
+    let hint = "set HYBRID_EP_TRANSPORT_NIC to the same number of NICs for each rank";
     format!("{theirs} NICs for a rank, but this rank has {own}; {hint}")
 }
 
-/// The number of NICs of the rank that sent this blob; `None` if it is no blob of several NICs.
+/// The number of NICs of the rank that sent this blob; `None` if it is not a blob of several NICs.
 pub(crate) fn count_in(blob: &[u8]) -> Option<usize> {
     split(blob).map(|parts| parts.len())
 }
@@ -112,7 +112,7 @@ struct Several {
     near_cpus: Vec<usize>,
     rail: Rail,
     engines: Vec<Box<dyn Transport>>,
-    /// The engine that the next put is offered first, modulo their number.
+    /// The engine that is offered the next put first, modulo the number of engines.
     next: AtomicUsize,
     /// By index on the rail: the engine that has found the peer gone; `NONE` if none has.
     lost_by: Vec<AtomicUsize>,
@@ -131,7 +131,7 @@ struct Reports {
 const NONE: usize = usize::MAX;
 
 impl Several {
-    /// Records what `engine` has found. Returns the index of the peer that is gone, if it is that.
+    /// Records what `engine` has found. Returns the index of the peer that is gone, if the error says that one is.
     fn record(&self, engine: usize, error: &Error) -> Option<usize> {
         let Error::Peer(PeerError { peer, .. }) = error else { return None };
         let index = self.rail.peer_index(*peer).ok()?;
@@ -180,7 +180,7 @@ impl Transport for Several {
         };
         for (number, engine) in self.engines.iter().enumerate() {
             let Err(error) = engine.poll(on_signal) else { continue };
-            // The engine of every NIC finds that a peer is gone.
+            // The engine of each NIC finds that a peer is gone; only the first such error for a peer is returned.
             let index = self.record(number, &error);
             if index.is_none_or(|index| !std::mem::replace(&mut reports.known[index], true)) {
                 reports.waiting.push_back(error);
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(split(&join(&[])), Some(Vec::new()));
         assert_eq!(split(b"ep-fab 1"), None);
         for end in MAGIC.len() + 1..joined.len() {
-            // Only where a part ends is the rest missing without a trace; their number is compared.
+            // Where a part ends, nothing shows that the rest is missing, but `connect` compares the number of parts.
             let whole = [MAGIC.len() + 7, MAGIC.len() + 11].contains(&end);
             assert_eq!(split(&joined[..end]).is_some(), whole, "{end}");
         }

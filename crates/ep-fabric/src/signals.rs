@@ -1,4 +1,4 @@
-//! What this process does on signals, while a library is loaded.
+//! Keeps a library from changing what this process does on signals when the library is loaded.
 
 use std::mem::MaybeUninit;
 use std::ptr;

@@ -39,7 +39,7 @@ pub const MR_ALLOCATED: c_int = 1 << 5;
 pub const MR_PROV_KEY: c_int = 1 << 6;
 pub const MR_ENDPOINT: c_int = 1 << 9;
 
-/// What a region's key is when it does not fit 64 bits.
+/// The key of a region whose real key does not fit 64 bits or is not known yet.
 pub const KEY_NOTAVAIL: u64 = u64::MAX;
 
 /// Traffic classes: a code point (DSCP) in the low byte, or a label.
@@ -73,8 +73,8 @@ pub const ENOSYS: isize = 38;
 pub const ENODATA: isize = 61;
 pub const EMSGSIZE: isize = 90;
 pub const EOPNOTSUPP: isize = 95;
-/// `fi_cq_read`: an error entry is available.
 pub const ENOBUFS: isize = 105;
+/// `fi_cq_read`: an error entry is available.
 pub const EAVAIL: isize = 259;
 
 #[repr(C)]
@@ -93,7 +93,7 @@ pub struct Info {
     pub ep_attr: *mut EpAttr,
     pub domain_attr: *mut DomainAttr,
     pub fabric_attr: *mut FabricAttr,
-    /// Null where the provider does not tell.
+    /// Null where the provider does not describe the NIC.
     pub nic: *mut NicInfo,
 }
 

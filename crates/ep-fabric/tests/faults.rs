@@ -166,7 +166,7 @@ fn a_completion_with_an_error_names_the_peer_and_spares_the_others() {
         let text = error.to_string();
         assert_eq!((error.peer, error.rank, error.fault), (lost, three[0].rail.own(), PeerFault::Died));
         assert!(text.contains(&name) && text.contains("Input/output error (5)"), "{text}");
-        // `poll` says it once, and puts to this peer say it always.
+        // `poll` returns the error once, and every later put to this peer returns it again.
         assert_eq!(three[0].transport.poll(&mut |_, _| {}), Ok(()));
         assert_eq!(peer_error(post(&three[0], lost).unwrap_err()).peer, lost);
         assert_eq!(peer_error(three[0].transport.drain(lost, Instant::now()).unwrap_err()).peer, lost);
@@ -197,7 +197,7 @@ fn a_peer_that_closes_its_endpoint_is_named() {
     }
     assert!(error.peer == gone && text.contains("closed") && text.contains("reset by peer (104)"), "{text}");
 
-    // Where the provider never accepts a put to it, no call is an error, and no call waits longer than its deadline.
+    // Where the provider never accepts a put to the peer, no call fails, and no call waits longer than its deadline.
     let fake = Fake::new("closed, again", &Settings { gone: Gone::Again, ..Settings::default() });
     let mut both = ends(&fake.options(), 2);
     let gone = both.remove(1).rail.own();

@@ -171,18 +171,18 @@ impl HostBuffer {
         })
     }
 
-    /// Waits until the puts to the rail peers that still run are complete: they may need them to finish the last
-    /// operator. Takes at most the stall bound.
+    /// Waits until the puts to those rail peers that are still alive are complete, since these peers may need the puts
+    /// to finish the last operator. Waits at most the stall bound.
     fn drain(&self) {
         let deadline = Instant::now() + self.comm.config.stall_bound();
         for domain in self.comm.rails.others() {
             let control = &self.comm.controls[self.comm.rails.peer(domain).index()];
             let needed = || control.health() == Health::Alive && Instant::now() < deadline;
-            // In short parts, because the peer may leave meanwhile.
+            // Wait in short parts, because the peer may leave meanwhile.
             while needed() {
                 match self.comm.rails.drain(domain, Instant::now() + DRAIN_PART) {
                     Err(Error::Peer(error)) if error.fault == PeerFault::Stalled => {}
-                    // Complete, or the peer is gone: this rank has finished, so it reports no error.
+                    // The puts are complete, or the peer is gone: this rank has finished, so it reports no error.
                     _ => break,
                 }
             }
@@ -219,24 +219,25 @@ impl HostBuffer {
     pub(crate) fn check_usable(&self) -> Result<()> {
         if self.comm.pulse.is_forked() {
             let problem = "is a forked child of the process that made the buffer, whose memory it shares: make a buffer in \
-                           the child, or start it before the buffer is made";
+                           the child, or start the child before the buffer is made";
             let value = std::process::id().to_string();
             return Err(CallerError::Config { key: "process", value, problem: problem.into() }.into());
         }
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Checks the other ranks during a wait outside of the operators, for gradients to be reduced by a collective of another
-    /// library, which may not notice that a rank has stopped. `waited_for` and `waited` describe the wait. While a rank calls
-    /// this, the other ranks' errors about a late rank say that it waits so.
+    /// Checks the other ranks during a wait outside of the operators: a collective of another library reduces
+    /// gradients, and that library may not notice that a rank has stopped. `waited_for` and `waited` describe the wait.
+    /// While a rank calls this method repeatedly, the errors of other ranks that name it as late say that it waits for
+    /// gradients to be reduced.
     ///
-    /// A rank that has ended its part of the wait may leave before this rank has ended its own, so an error with
+    /// A rank whose collective has completed may leave before the collective of this rank completes. So an error with
     /// [`PeerFault::Left`] counts only if the wait does not end soon.
     ///
     /// # Errors
-    /// - [`ep::PeerError`] that names a rank which died, failed, is unreachable, or has had no heartbeat for the stall bound;
-    ///   else one that has left.
-    /// - That of an operator that has failed.
+    /// - [`ep::PeerError`] that names a rank which died, failed, is unreachable, or has had no heartbeat for the stall
+    ///   bound; if there is none, a rank that has left.
+    /// - The error of an earlier operator, if one failed; a [`CallerError`](ep::CallerError) in a forked child.
     pub fn check_peers(&self, waited_for: &str, waited: Duration) -> Result<()> {
         self.check_usable()?;
         let comm = &self.comm;
@@ -252,7 +253,8 @@ impl HostBuffer {
         let health = |rank: Rank| comm.controls[rank.index()].health();
         for rank in others() {
             match comm.failure(rank, health(rank)) {
-                // A late rank inside this wait is not at fault. The rank that waits for it has left the wait out.
+                // `rank` reports that `late` is late, but `late` waits as this rank does. So `rank` is at fault: it has
+                // left out this wait.
                 Some((late, PeerFault::Late)) if comm.controls[late.index()].waits_outside() => {
                     return error([rank; 2], PeerFault::Failed, "");
                 }
@@ -274,11 +276,12 @@ impl HostBuffer {
         }
     }
 
-    /// As [`check_peers`](Self::check_peers), at the end of a wait that has failed. An error counts as that of an operator: the
-    /// other ranks learn of it, so that they report the same rank and not this one, which leaves because of it.
+    /// Like [`check_peers`](Self::check_peers), for a wait that has failed. An error counts as the error of an operator
+    /// and is published, so that the other ranks name the same rank and not this one, which leaves because of the
+    /// error.
     ///
     /// # Errors
-    /// As [`check_peers`](Self::check_peers).
+    /// Those of [`check_peers`](Self::check_peers).
     pub fn fail_wait(&mut self, waited_for: &str, waited: Duration) -> Result<()> {
         match self.check_peers(waited_for, waited) {
             Err(error) if self.failed.is_none() => self.fail(Operator::Reduce, error),

@@ -13,7 +13,7 @@ pub(crate) struct CheckedDispatch<'a> {
     pub(crate) probs: ProbSource<'a>,
     /// Bytes of each output; 0 = not requested.
     pub(crate) bytes: [usize; MEMORIES],
-    /// Bytes of each output up to the end of the last segment. Dispatch leaves the bytes after them unchanged.
+    /// Bytes of the rows that each output receives, padding rows included. Dispatch leaves the bytes after them unchanged.
     pub(crate) kept_bytes: [usize; MEMORIES],
 }
 

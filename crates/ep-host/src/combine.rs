@@ -277,7 +277,7 @@ impl Combine<'_> {
     fn wrong_counts(&self, incoming: &Incoming) -> Error {
         let Message { tokens, copies, .. } = incoming.message;
         let what = format!(
-            "a message of domain sums for {tokens} tokens and {copies} copies, other than were dispatched"
+            "a message of domain sums for {tokens} tokens and {copies} copies, which is not what this rank dispatched"
         );
         self.op.broken(self.op.comm.rails.peer(incoming.claim.domain), what)
     }

@@ -246,7 +246,7 @@ impl<'a> Op<'a> {
             Some(pool) if self.comm.config.interrupt.is_set() || self.comm.world.topology().domains() > 1 => {
                 self.run_on(pool, worker, &panicked);
             }
-            // There is no program to ask, and no engine whose calls may not return.
+            // The program has set no interrupt, and there is no engine whose calls may never return.
             Some(pool) => {
                 pool.broadcast(|_| worker());
             }
@@ -257,8 +257,8 @@ impl<'a> Op<'a> {
         self.error.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
     }
 
-    /// Runs `worker` on every thread of the pool. Meanwhile this thread asks the program whether to stop, and looks whether
-    /// workers end after the operator has failed.
+    /// Runs `worker` on every thread of the pool. Meanwhile this thread asks the program whether to stop, and checks
+    /// that the workers end after the operator has failed.
     fn run_on(&self, pool: &rayon::ThreadPool, worker: impl Fn() + Sync, panicked: &Mutex<Option<Panic>>) {
         let working = AtomicUsize::new(pool.current_num_threads());
         let caller = std::thread::current();
@@ -272,7 +272,7 @@ impl<'a> Op<'a> {
             let (mut stopped_at, mut told) = (None, false);
             while working.load(Acquire) > 0 {
                 std::thread::park_timeout(Interrupt::EVERY);
-                // Also after the operator has failed: a second signal may end the process.
+                // Ask even after the operator has failed: a second signal may end the process.
                 self.run_contained(panicked, || self.check_interrupt(|| "its workers".into()));
                 if self.stopped.load(Acquire) && !told {
                     let since = *stopped_at.get_or_insert_with(Instant::now);
@@ -285,8 +285,8 @@ impl<'a> Op<'a> {
         });
     }
 
-    /// Publishes that this rank has failed, before its operator returns. The operator cannot return while a worker uses its
-    /// arguments, and peers would wait for this rank, or name another one.
+    /// Publishes that this rank has failed, before its operator returns. The operator cannot return while a worker uses
+    /// its arguments. Without this report, peers would wait for this rank, or name a different one.
     fn tell_that_workers_do_not_end(&self) {
         let Self { comm, operator, step, .. } = self;
         let error = EnvironmentError::new(
@@ -392,8 +392,8 @@ impl<'a> Op<'a> {
             self.poll()?;
             let peer = self.comm.rails.peer(claim.domain);
             let control = &self.comm.controls[peer.index()];
-            // An engine may be full for ever towards a rank that has left. A rank that left after it had finished does
-            // not need the credit.
+            // The engine's queue to a rank that has left may stay full for ever. A rank that left after it had finished
+            // does not need the credit.
             if control.health() != Health::Alive && control.finished() >= self.step {
                 return Ok(());
             }
@@ -410,15 +410,15 @@ impl<'a> Op<'a> {
         self.comm.rails.poll().or_else(|error| self.judge(error))
     }
 
-    /// The error, as one of this operator.
+    /// The error, with this operator and step if it names a peer.
     fn here(&self, error: Error) -> Error {
         let Error::Peer(error) = error else { return error };
         let (machine, operator, step) = (self.comm.machine_of(error.peer), self.operator, self.step);
         PeerError { machine, operator, step, ..error }.into()
     }
 
-    /// What an error of the rail means for this operator. An error that names a rank which has finished
-    /// the step is ignored: such a rank may leave while credits to it are in flight.
+    /// Decides what an error of the rail means for this operator. An error that names a rank which has finished the
+    /// step is ignored: such a rank may leave while credits to it are in flight.
     ///
     /// # Errors
     /// The error, with this operator; for a peer that is gone, what its control block states about the reason.
@@ -490,9 +490,10 @@ impl<'a> Op<'a> {
         self.check_inputs_unchanged()
     }
 
-    /// Checks that the rows of this domain that a combine has read so far were not changed meanwhile. A peer whose combine
-    /// failed returns to its caller early, and the caller may have written to borrowed memory that the peer had published.
-    /// A rank calls it at its end, and before it sends domain sums to a rank of another domain, which cannot check them.
+    /// Checks that the rows of this domain that a combine has read so far have not changed meanwhile. A peer whose
+    /// combine failed returns to its caller early, and the caller may have written to borrowed memory that the peer had
+    /// published. A rank calls this at the end of the combine, and before it sends domain sums to a rank of another
+    /// domain, which cannot check the rows.
     pub(crate) fn check_inputs_unchanged(&self) -> Result<()> {
         if self.operator != Operator::Combine {
             return Ok(());
@@ -505,7 +506,7 @@ impl<'a> Op<'a> {
         };
         let mut others = self.comm.domain_controls().filter(|(rank, _)| *rank != self.comm.rank);
         let Some((peer, health)) = others.find_map(failed) else { return Ok(()) };
-        let what = format!("rank {peer} to leave its expert rows unchanged until {} ended", self.operator);
+        let what = format!("rank {peer} to leave its expert rows unchanged until {} ends", self.operator);
         // The peer may itself have failed because of another rank.
         Err(self.unhealthy(peer, health, Waiting { peer, what }))
     }

@@ -1,6 +1,6 @@
-//! The control block of a rank: the words by which its peers learn of it. Only the owner writes them; all ranks read
-//! them. `comm` enters and finishes operators through it, `preprocess` exchanges counts through it, `wait` and `pulse`
-//! watch it.
+//! The control block of a rank: the words that tell its peers the state of the rank. Only the owner writes them; all
+//! ranks read them. `comm` enters and finishes operators through it, `preprocess` exchanges counts through it, `wait`
+//! and `pulse` watch it.
 //!
 //! Every operator follows this protocol, which makes access to a peer's memory sound:
 //!
@@ -32,8 +32,8 @@ use crate::status::{HealthWords, Status};
 
 /// Greatest number of memories that a rank publishes for one operator.
 pub(crate) const MEMORIES: usize = 4;
-/// Heartbeats after which the mark `outside` expires. A rank that waits outside of operators renews it several times in
-/// each heartbeat.
+/// Heartbeats after which the mark `outside` expires. A rank that waits outside of operators renews the mark several
+/// times per heartbeat.
 const SAID_LATELY: u64 = 20;
 /// Greatest length of the error text that a rank publishes, bytes.
 const CAUSE_BYTES: usize = 480;
@@ -227,7 +227,7 @@ impl Control {
         })
     }
 
-    /// Point 3 of the protocol: the rank does not access memory of other ranks in this step any more.
+    /// Point 3 of the protocol: the rank no longer accesses memory of other ranks in this step.
     pub(crate) fn finish(&self, step: u64) {
         self.words().finished.0.store(step, Release);
     }
@@ -273,7 +273,7 @@ impl Control {
         self.words().outside.0.store(self.pulse().saturating_add(1), Relaxed);
     }
 
-    /// Whether the rank waits for other ranks outside of operators, as far as it has said so lately.
+    /// Whether the rank waits for other ranks outside of operators: it has marked so within [`SAID_LATELY`] heartbeats.
     pub(crate) fn waits_outside(&self) -> bool {
         let said = self.words().outside.0.load(Relaxed);
         said != 0 && self.pulse().saturating_sub(said - 1) <= SAID_LATELY
@@ -293,8 +293,8 @@ impl Control {
         let words = self.words();
         let len = (words.cause_len.load(Relaxed) as usize).min(CAUSE_BYTES);
         let bytes: Vec<u8> = words.cause[..len].iter().map(|byte| byte.load(Relaxed)).collect();
-        // Another process wrote the text: control characters must not reach this process's terminal or log, and bytes that
-        // are no text become longer when they are replaced.
+        // Another process wrote the text: control characters must not reach this process's terminal or log, and bytes
+        // that are not UTF-8 become longer when they are replaced.
         let mut text = String::from_utf8_lossy(&bytes).replace(char::is_control, " ");
         text.truncate(text.floor_char_boundary(CAUSE_BYTES));
         (!text.is_empty()).then_some(text)
@@ -312,8 +312,8 @@ impl Control {
                 words.operator.store(index_of(&OPERATORS, &operator), Relaxed);
                 words.failed_step.store(step, Relaxed);
                 words.health.store(FAILED, Release);
-                // What the program writes after the error must not be visible before the word: peers check the word after
-                // they have read this rank's rows.
+                // What the program writes after the error must not be visible before the word `health`: peers check
+                // that word after they have read this rank's rows.
                 fence(SeqCst);
             }
         }
@@ -325,7 +325,7 @@ impl Control {
         match words.health.load(Acquire) {
             LEFT => Health::Left,
             FAILED => Health::Failed {
-                // A number that is no rank: name the failed rank itself.
+                // If the number is not a rank, name the failed rank itself.
                 at_fault: Some(Rank(words.at_fault.load(Relaxed)))
                     .filter(|at_fault| at_fault.index() < self.ranks)
                     .unwrap_or(self.rank),
@@ -340,7 +340,7 @@ impl Control {
     /// The status of this rank, for its mirrors.
     pub(crate) fn status(&self) -> Status {
         let words = self.words();
-        // Read first: a peer that sees this state then sees no earlier `finished` (see `judge` in `comm`).
+        // Read before `finished`: a peer that sees this health then sees no older `finished` (see `judge` in `comm`).
         let health = words.health.load(Acquire);
         let failed = health == FAILED;
         Status {
@@ -445,7 +445,7 @@ mod tests {
         // A length that a peer wrote is bounded.
         control.words().cause_len.store(u32::MAX, Relaxed);
         assert_eq!(control.cause().unwrap().len(), CAUSE_BYTES);
-        // So is the text that replaces bytes which are no text: a status has room for no more.
+        // Replacing bytes that are not UTF-8 keeps the bound, too: a status has no room for a longer text.
         control.words().cause.iter().for_each(|byte| byte.store(0xFF, Relaxed));
         assert_eq!(control.cause().unwrap(), "\u{FFFD}".repeat(CAUSE_BYTES / 3));
         control.status();

@@ -62,7 +62,8 @@ impl Directory {
     /// The segment `name` of `rank`. Waits, within the stall bound, for a segment of a process to arrive.
     ///
     /// # Errors
-    /// [`ep::PeerError`] when it does not arrive or is not what was announced; [`ep::EnvironmentError`] with thread ranks.
+    /// [`ep::PeerError`] when the segment does not arrive or is not what was announced; with thread ranks,
+    /// [`ep::EnvironmentError`] when it was never made.
     pub(crate) fn find(&self, rank: Rank, name: SegmentName) -> Result<Arc<Segment>> {
         if let Some(segment) = self.lock().get(&(rank, name.id)) {
             return Ok(Arc::clone(segment));

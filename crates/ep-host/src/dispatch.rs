@@ -178,7 +178,8 @@ impl Dispatch<'_> {
         }
     }
 
-    /// Copies one chunk of own tokens to its rows in this domain and into the claimed slots, then sends the slots.
+    /// Copies one chunk of this rank's tokens to their rows in this domain and into the claimed slots, then sends the
+    /// slots.
     fn send_own(
         &self,
         peers: &[PeerMemories],
@@ -384,7 +385,7 @@ impl Dispatch<'_> {
         })
     }
 
-    /// Zeroes the padding rows: those between an expert's last token and the end of its segment.
+    /// Zeroes the padding rows: those between the last token of an expert and the end of the expert's group of rows.
     fn zero_padding(&self, own: &PeerMemories) -> Result<()> {
         let zero = |memory: &Option<PeerMemory>, rows: &std::ops::Range<usize>, bytes: usize| -> Result<()> {
             for row in rows.clone() {
@@ -415,7 +416,7 @@ struct Outgoing<'a> {
     first_token: usize,
     slot: *mut u8,
     sections: crate::message::Sections,
-    /// Packed so far.
+    /// Tokens and copies packed so far.
     tokens: usize,
     copies: usize,
     layout: &'a ep::DispatchLayout,

@@ -1,4 +1,4 @@
-//! The engine of a rank's rail: which one, from the configuration, and how it is opened. `buffer` connects it.
+//! Opens the engine of a rank's rail that the configuration selects. `buffer` connects it.
 
 use std::sync::Arc;
 

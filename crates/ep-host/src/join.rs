@@ -1,6 +1,6 @@
 //! Joining: every rank makes a control block and a window, and maps those of the other ranks of its machine. `buffer`
-//! calls this module. With process ranks, the ranks first meet ([`ep::join`]). For each rank on another machine, this rank
-//! makes a mirror of its control block.
+//! calls this module. With process ranks, the ranks first meet ([`ep::join`]). For each rank on another machine, this
+//! rank makes a mirror of that rank's control block.
 
 use std::sync::Arc;
 #[cfg(target_os = "linux")]
@@ -36,7 +36,7 @@ const STAMP_BYTES: usize = 64;
 #[cfg(target_os = "linux")]
 const BACKEND: &str = "host 6";
 
-/// What all other ranks of a rank's machine map when they join.
+/// The memory of a rank that all other ranks of its machine map when they join.
 pub(crate) struct RankSegments {
     /// The control block; for a rank on another machine, its mirror.
     pub(crate) control: Control,
@@ -138,11 +138,11 @@ impl Connected {
     }
 }
 
-/// Connects this process with those of all other ranks and maps the control blocks and windows of those on this machine.
-/// Collective.
+/// Connects this process with the processes of all other ranks, and maps the control blocks and windows of the ranks on
+/// this machine. Collective.
 ///
 /// # Errors
-/// As [`Joining::meet`]; [`PeerError`] that names a rank that dies or fails; [`ep::EnvironmentError`].
+/// Those of [`Joining::meet`]; [`PeerError`] that names a rank that dies or fails; [`ep::EnvironmentError`].
 #[cfg(target_os = "linux")]
 pub(crate) fn connect(world: &World, joining: &mut Joining<'_>, config: &Config) -> Result<Connected> {
     let rank = joining.rank();

@@ -1,8 +1,7 @@
 //! The CPU backend. It needs no GPU and no other library, and its data path is the reference for other backends.
 //!
-//! A rank is a thread of this process, or a process of this machine or of several machines. All ranks of an NVLink
-//! domain can read and write each other's registered memory. Between domains, bytes move only through the
-//! [`ep::Transport`] of a rail.
+//! Ranks are threads of one process, or processes of one or several machines. All ranks of an NVLink domain can read
+//! and write each other's registered memory. Between domains, bytes move only through the [`ep::Transport`] of a rail.
 //!
 //! `docs/token-path.md` follows a token through these modules; `docs/protocol-host.md` lists every word that ranks
 //! share, with its writer, its readers and its memory order.

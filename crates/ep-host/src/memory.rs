@@ -74,15 +74,15 @@ impl HostMemory {
     /// Wraps `len` bytes at `start` that the caller has allocated, for example a tensor. Operators read and write them
     /// in place.
     ///
-    /// Bytes inside registered memory of the buffer that uses them are read in place by peers too. All other bytes,
-    /// registered memory of another buffer included, are staged.
+    /// If the bytes lie inside registered memory of the buffer that uses them, peers read them in place, too. In all
+    /// other memory, registered memory of another buffer included, operators stage the bytes that peers must access.
     ///
     /// # Safety
     /// The `len` bytes at `start` must stay allocated while this value lives, and nothing else may write to them. While
     /// an operator writes to them, nothing else may read them. `start` must be a multiple of 4; with `len` 0 it may be
-    /// any value. After a failed combine, a peer may still read bytes that the combine published: the caller may write
-    /// to them only if it uses no result of that peer, whose combine fails too. Peers send nothing of these bytes on to other
-    /// domains.
+    /// any value. After a failed combine, a peer may still read bytes that the combine published. The caller may then
+    /// write to them only if it does not use the result of that peer's combine, which fails too. No peer sends sums of
+    /// changed bytes to another domain.
     pub unsafe fn borrowed(start: *mut u8, len: usize) -> Self {
         let start = NonNull::new(start).filter(|_| len > 0).unwrap_or(NonNull::<Line>::dangling().cast());
         Self { kind: Kind::Borrowed(BorrowedStart(start)), len }
@@ -274,7 +274,7 @@ impl Arena {
 
     fn grow(&mut self, size: usize) -> Result<()> {
         let len = Size::new(size.max(MIN_SEGMENT)).next_multiple_of(HUGE_PAGE).bytes(WHAT)?;
-        // A number is never used again: if this fails, some peers may know a segment of this number.
+        // Advance the number even if `create` fails: some peers may already know a segment with this number.
         let id = self.next_id;
         self.next_id += 1;
         let segment =

@@ -52,7 +52,7 @@ impl Backend for HostBuffer {
     }
 
     fn alloc(&mut self, bytes: usize) -> Result<HostMemory> {
-        // After a failed operator, slow peers may still access published memory. Refusing here keeps it from reuse.
+        // After a failed operator, slow peers may still access published memory, which must therefore not be reused.
         self.check_usable()?;
         self.arena.alloc(bytes)
     }

@@ -1,8 +1,8 @@
 //! The exchange of preprocess: ranks exchange counts, never routings. `operators` calls [`exchange`].
 //!
 //! Each rank sends its counts to its rail peers. It publishes its own counts and those that it receives in its control
-//! block, where the ranks of its domain read them. So every rank gets G rows of E + G + 3 numbers, G - 1 of them from
-//! other ranks.
+//! block, where the ranks of its domain read them. With G ranks and E experts, every rank gets G rows of E + G + 3
+//! numbers, G - 1 of them from other ranks.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -125,8 +125,8 @@ fn send_along_rail(op: &Op<'_>, words: &[u32]) -> Result<()> {
     Ok(())
 }
 
-/// Publishes the counts that have arrived on the rail. Returns whether there were any. `ends` are the numbers, by
-/// domain, after the last message of this operator.
+/// Publishes the counts that have arrived on the rail. Returns whether any have arrived. By domain, `ends` has the
+/// number that follows the number of this operator's last message.
 fn receive_from_rail(op: &Op<'_>, ends: &[u64], words: usize, idle: &mut Idle) -> Result<bool> {
     let rails = &op.comm.rails;
     let mut progressed = false;
@@ -149,7 +149,7 @@ fn receive_from_rail(op: &Op<'_>, ends: &[u64], words: usize, idle: &mut Idle) -
     Ok(progressed)
 }
 
-/// Checks that all ranks use the same mode: it decides what a row number means.
+/// Checks that all ranks use the same mode, because the mode decides what a row number means.
 fn check_modes(op: &Op<'_>, all: &[Counts]) -> Result<()> {
     let mode = |rank: Rank| all[rank.index()].mode;
     let name = |rank: Rank| match mode(rank) {

@@ -11,15 +11,16 @@ use ep::{
 };
 use ep_rail::{RankPlace, Segment, open_fabric};
 
-/// A signal of a message; the slot is added. The credits of `stream` have [`CREDIT`] added.
+/// The signal of a message is this number plus its slot. The signal of a credit, which only `stream` sends, is
+/// [`CREDIT`] plus the slot.
 const MESSAGE: u32 = 0;
 const CREDIT: u32 = 1 << 16;
 
 /// One end of a rail of all ranks of a rendezvous, for measurements. The engine is that of
 /// [`Config::host`](ep::HostConfig::transport).
 ///
-/// One pair of ranks measures at a time. All ranks meet in a barrier before each measurement: otherwise a message of the next
-/// one could arrive during this one.
+/// One pair of ranks measures at a time. All ranks meet in a barrier before each measurement: otherwise a message of
+/// the next measurement could arrive during this one.
 pub struct RailProbe {
     rail: Rail,
     window: Arc<Segment>,
@@ -98,12 +99,12 @@ impl RailProbe {
         Ok(start.elapsed())
     }
 
-    /// Sends `out` messages to `peer` and receives `inward` messages, with at most [`IN_FLIGHT`](Self::IN_FLIGHT) in each
-    /// direction. The peer calls this with the numbers exchanged. Returns the time until the peer has acknowledged the last
-    /// message and the last one has arrived.
+    /// Sends `out` messages to `peer` and receives `inward` messages, with at most [`IN_FLIGHT`](Self::IN_FLIGHT) in
+    /// flight in each direction. The peer calls this with the two numbers swapped. Returns the time until the peer has
+    /// acknowledged the last message of this rank and the peer's last message has arrived.
     ///
     /// # Errors
-    /// As [`ping_pong`](Self::ping_pong).
+    /// Those of [`ping_pong`](Self::ping_pong).
     pub fn stream(&self, peer: Rank, bytes: usize, out: usize, inward: usize) -> Result<Duration> {
         self.check(bytes)?;
         let start = Instant::now();
@@ -121,7 +122,7 @@ impl RailProbe {
             }
             true
         };
-        // Every attempt sends, too: a put that was refused may be all that the peer waits for.
+        // Each attempt also sends: a put that was refused may be all that the peer waits for.
         let attempt = || {
             let mut progressed = false;
             while owed.get() != 0 {

@@ -37,7 +37,7 @@ pub(crate) struct Processes(Option<Arc<Peers>>);
 #[derive(Debug)]
 struct Peers {
     rank: Rank,
-    /// How long a peer may take to accept a descriptor, or to send one whose segment it has published.
+    /// How long a peer may take to accept a descriptor, or to send the descriptor of a segment that it has published.
     stall_bound: Duration,
     peers: Vec<Peer>,
     job: Links,
@@ -62,7 +62,7 @@ struct Peer {
 enum Outward {
     /// To a rank of this machine: carries descriptors.
     Here(Box<Mutex<LinkSender>>),
-    /// To a rank on another machine: carries statuses. The receiver thread counts those that arrive.
+    /// To a rank on another machine: carries statuses. The receiver thread counts the statuses that the peer sends.
     Elsewhere(Arc<Mutex<SnapshotLink>>),
 }
 
@@ -70,9 +70,9 @@ enum Outward {
 struct Inward {
     rank: Rank,
     receiver: LinkReceiver,
-    /// Whether messages may have arrived. At first they may: while linking, a part of a message was read.
+    /// Whether messages may have arrived. Initially true: linking may have read part of a message.
     is_due: bool,
-    /// For a rank on another machine: where its status goes, and the other direction of the link.
+    /// For a rank on another machine: the mirror that receives its status, and the sending direction of the link.
     remote: Option<(Control, Arc<Mutex<SnapshotLink>>)>,
 }
 
@@ -87,7 +87,7 @@ struct Shared {
 
 /// A link that has not ended, or that ended with a leave message.
 const LINKED: u8 = u8::MAX;
-/// The most messages of a peer that the receiver thread handles before it serves the other peers.
+/// Maximum number of messages of a peer that the receiver thread handles before it serves the other peers.
 const MESSAGES_A_TURN: usize = 64;
 /// How long a rank that leaves waits until ranks of other machines have read its last messages.
 const LINGER: Duration = Duration::from_millis(200);
@@ -95,7 +95,7 @@ const LINGER: Duration = Duration::from_millis(200);
 /// The messages that have arrived.
 #[derive(Debug, Default)]
 struct Arrivals {
-    /// By owner and the owner's number: the segment, or what is wrong with it.
+    /// By owner and the owner's number for the segment: the segment, or what is wrong with it.
     segments: HashMap<(Rank, u64), Result<Arc<Segment>, String>>,
     /// The ranks whose link has ended, and why.
     ended: HashMap<Rank, PeerFault>,
@@ -108,8 +108,8 @@ impl Shared {
 }
 
 impl Processes {
-    /// The processes at the other ends of `job`, the links of rank `own` to all other ranks. `mirror` returns the control block to
-    /// which the status of a rank on another machine goes.
+    /// The processes at the other ends of `job`, the links of rank `own` to all other ranks. `mirror` returns the control
+    /// block to which the status of a rank on another machine goes.
     ///
     /// # Errors
     /// [`EnvironmentError`] when the system has no socket or thread.
@@ -165,7 +165,7 @@ impl Processes {
     /// Sends the status of this rank to the ranks of other machines. Does not wait: a status that a socket has no room
     /// for, or that a peer does not read, is dropped, unless it is the `last` one of this rank.
     pub(crate) fn send_status(&self, own: &Control, last: bool) {
-        // A message of a forked child would come between those of its parent.
+        // Messages of a forked child would mix with those of its parent.
         if self.0.as_ref().is_some_and(|this| this.process != std::process::id()) {
             return;
         }
@@ -176,8 +176,8 @@ impl Processes {
         }
     }
 
-    /// Waits until there is news of `rank`, which is on another machine: `news` becomes true, or its link ends.
-    /// Waits at most `timeout`.
+    /// Waits until there is news of `rank`, which is on another machine: `news` returns true, or the link of `rank`
+    /// ends. Waits at most `timeout`.
     pub(crate) fn await_news(&self, rank: Rank, timeout: Duration, news: impl Fn() -> bool) {
         let Some(this) = &self.0 else { return };
         let start = Instant::now();
@@ -255,8 +255,8 @@ impl Processes {
                 }
                 None => {}
             }
-            // A rank that was lost before one that has left, which may have left because of it; of several that were lost, the
-            // awaited rank or else the lowest: the same one in every run.
+            // A lost rank comes before a rank that left, which may have left because of the loss. Of several lost
+            // ranks, the awaited one comes first, then the lowest, so that every run names the same rank.
             let order = |(&at, &fault): (&Rank, &PeerFault)| (fault == PeerFault::Left, at != rank, at);
             let concerns = |(at, fault): &(&Rank, &PeerFault)| **at == rank || **fault != PeerFault::Left;
             if let Some((&lost, &fault)) =
@@ -345,19 +345,19 @@ fn receive_until_stopped(shared: &Shared, mut inwards: Vec<Inward>, stopped: &Un
     }
 }
 
-/// Handles messages of one peer that have arrived, a limited number, so that the other peers have their turn. Returns
-/// whether more can follow.
+/// Handles messages of one peer that have arrived, at most [`MESSAGES_A_TURN`], so that the other peers have their
+/// turn. Returns whether more messages can follow.
 fn receive_some(shared: &Shared, inward: &mut Inward) -> bool {
     let Inward { rank, receiver, remote, .. } = inward;
     for _ in 0..MESSAGES_A_TURN {
-        // No bytes beyond a message are read, so that the socket stays readable while more messages are there.
+        // No bytes beyond a message are read, so the socket stays readable while further messages wait.
         let Some(received) = receiver.receive() else { return true };
         let fault = match (received, &*remote) {
             (LinkEvent::Message(body, _), Some((mirror, link))) => {
                 let status = lock(link).receive(&body).and_then(Status::from_bytes);
                 match status {
                     Some(status) => {
-                        // The lock orders the status before the next look of a thread that waits for news.
+                        // With the lock, a thread that waits for news sees the status when it checks again.
                         let _arrivals = shared.arrivals();
                         mirror.mirror(&status);
                         shared.changed.notify_all();
@@ -418,7 +418,7 @@ impl Drop for Peers {
                 }
             }
             self.stop = None;
-            // The rank ends too, and the thread has printed its panic, if it had one.
+            // A panic of the thread has already been printed, and the rank ends anyway.
             let _ = thread.join();
         }
     }
@@ -584,7 +584,7 @@ mod tests {
         while all[0].lost().count() == 0 {
             std::thread::yield_now();
         }
-        // A zombie has ended.
+        // A zombie process has ended, too.
         assert_eq!(all[0].lost().collect::<Vec<_>>(), [(Rank(1), PeerFault::Died)]);
         child.wait().unwrap();
         assert_eq!(all[0].lost().collect::<Vec<_>>(), [(Rank(1), PeerFault::Died)]);

@@ -63,9 +63,9 @@ pub(crate) struct ProgressMonitor {
     pub(crate) read_ns: u64,
     /// When the program was last asked whether to stop.
     pub(crate) asked_ns: u64,
-    /// The awaited rank that has finished the step and is lost since, and when that was first seen.
+    /// The awaited rank, if it has finished the step and is lost, and when this rank first noticed the loss.
     pub(crate) gone: Option<(Rank, u64)>,
-    /// Whether the program was told which rank is late.
+    /// Whether this rank has printed that a rank is late.
     pub(crate) told: bool,
 }
 
@@ -188,7 +188,7 @@ mod tests {
         let needed = |step| monitor.needed(Rank(0), step).map(|(rank, _)| rank).collect::<Vec<_>>();
         assert_eq!(needed(1), [Rank(1)]);
         assert_eq!(needed(2), [Rank(1), Rank(2)]);
-        // Finishing is progress: the ranks that waited for it advance a moment later.
+        // Finishing is progress: the ranks that waited for this rank to finish advance a moment later.
         assert_eq!(monitor.newest_progress(), 10);
     }
 }

@@ -22,7 +22,7 @@ const BEATS_PER_BOUND: u32 = 16;
 /// this process itself did not run, for example because the whole job was suspended; the excess does not count.
 const OBSERVED_PAUSES: u32 = 4;
 
-/// A rank that misses so many heartbeats in a row may be stopped.
+/// A rank that misses this many heartbeats in a row may be stopped.
 const MISSED_BEATS: u32 = 4;
 
 /// The heartbeat thread of a rank; it runs until this value is dropped.
@@ -61,10 +61,10 @@ struct SeenPulse {
 }
 
 impl Pulse {
-    /// Starts the heartbeat thread of `rank`. `bound` is the stall bound: so long a silence means a stopped process.
+    /// Starts the heartbeat thread of `rank`. `bound` is the stall bound: a silence of this length means a stopped process.
     ///
     /// # Errors
-    /// [`EnvironmentError`] when the system starts no thread.
+    /// [`EnvironmentError`] when the system cannot start a thread.
     pub(crate) fn start(
         rank: Rank,
         controls: &[Control],
@@ -106,7 +106,8 @@ impl Pulse {
         Duration::from_nanos(self.monitor.observed_ns.load(Relaxed).saturating_sub(changed))
     }
 
-    /// The silence from which a rank may be stopped. It is shorter than the stall bound, from which the rank is.
+    /// The silence after which a rank may be stopped. It is shorter than the stall bound, after which the rank counts
+    /// as stopped.
     pub(crate) fn quiet(&self) -> Duration {
         self.monitor.every * MISSED_BEATS
     }

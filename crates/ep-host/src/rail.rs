@@ -20,7 +20,7 @@ const DATA: u32 = 0;
 /// `CREDIT`: the receiver has read the message in the slot.
 const CREDIT: u32 = 1 << 16;
 
-/// Whether the ranks exchange blobs: the engine does not map the windows of the peers.
+/// Whether the ranks must exchange blobs, because the engine does not map the windows of the peers.
 pub(crate) fn needs_blobs(world: &World, config: &Config) -> bool {
     world.topology().domains() > 1 && !config.host.transport.maps_windows()
 }
@@ -46,7 +46,8 @@ impl WindowLayout {
         let (domains, slots) = (world.topology().domains(), config.host.slots);
         let first = match needs_blobs(world, config) {
             true => 0,
-            // The engine is `loopback`, also in a world of one domain with the setting of another engine.
+            // The engine is `loopback`, alone or inside `paced`. It is `loopback` in a world of one domain, whatever
+            // the settings select.
             false => Loopback::reserved(domains, Self::signals(slots)).bytes(WHAT)?,
         };
         let slot_bytes = Size::new(config.host.slot_bytes).next_multiple_of(64);
@@ -199,7 +200,7 @@ impl Rails {
         Some((*next - 1, ClaimedSlot { domain, slot }))
     }
 
-    /// Whether [`claim_send`](Self::claim_send) would find a free slot. For a caller whose own lock excludes other
+    /// Whether [`claim_send`](Self::claim_send) would find a free slot. The caller must hold a lock that excludes other
     /// claims of this stream.
     pub(crate) fn can_send(&self, domain: usize) -> bool {
         let (sent, _) = self.position(domain);
@@ -258,8 +259,8 @@ impl Rails {
     /// Handles the signals that have arrived.
     ///
     /// # Errors
-    /// [`PeerError`](ep::PeerError) for a signal that the protocol does not allow. [`crate::comm::Op::poll`] fills in its
-    /// operator.
+    /// [`PeerError`](ep::PeerError) for a signal that the protocol does not allow. [`crate::comm::Op::poll`] fills in
+    /// the operator.
     pub(crate) fn poll(&self) -> Result<()> {
         let mut invalid = None;
         self.transport.poll(&mut |peer, signal| {
@@ -289,7 +290,7 @@ impl Rails {
     /// Waits until all puts to the rail peer in `domain` are complete.
     ///
     /// # Errors
-    /// That of [`Transport::drain`].
+    /// Those of [`Transport::drain`].
     pub(crate) fn drain(&self, domain: usize, deadline: Instant) -> Result<()> {
         self.transport.drain(self.peer(domain), deadline)
     }
@@ -322,7 +323,7 @@ mod tests {
 
     #[derive(Default)]
     struct Script {
-        /// To deliver.
+        /// Signals to deliver.
         signals: Vec<(Rank, u32)>,
         /// Whether the engine takes no puts.
         full: bool,

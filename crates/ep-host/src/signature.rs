@@ -23,7 +23,7 @@ pub(crate) struct CollectiveArguments {
     pub(crate) chunk: usize,
 }
 
-/// The first word of a signature is the index in this list plus 1.
+/// The first word of a signature is the index of the operator in this list plus 1.
 const OPERATORS: [Operator; 3] = [Operator::Preprocess, Operator::Dispatch, Operator::Combine];
 
 impl CollectiveArguments {

@@ -47,8 +47,8 @@ impl Status {
         bytes
     }
 
-    /// The status with these bytes; `None` for bytes that are none. Any words are accepted: the control block bounds
-    /// them when they are read.
+    /// The status with these bytes; `None` for bytes that are not a status. Any words are accepted: the control block
+    /// bounds them when they are read.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (long, rest) = bytes.split_first_chunk::<{ 7 * 8 }>()?;
         let (short, cause) = rest.split_first_chunk::<{ 4 * 4 }>()?;

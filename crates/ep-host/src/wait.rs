@@ -1,7 +1,7 @@
 //! Bounded waiting for other ranks. Every wait ends: with the event, or with an error that names the rank at fault.
 //!
-//! A worker without work calls [`Op::idle`]. Each call spins, yields or sleeps; every 32nd call also checks the peers,
-//! in this order:
+//! A worker without work calls [`Op::idle`]. Each call spins, yields or sleeps; every 32nd call of a wait also checks
+//! the peers, in this order:
 //!
 //! 1. a peer's control block says that it failed or left;
 //! 2. a peer's process is dead, or the network does not reach the peer;
@@ -10,8 +10,11 @@
 //!    inside an operator may make no progress. `timeout` (600 s) bounds how long this rank waits for a live peer to
 //!    enter the operator.
 //!
-//! A check considers all ranks that have not finished the step, not only the rank that the worker waits for: that rank
-//! may itself wait for another one. `comm` and `preprocess` call this module.
+//! Check 1 runs each time, checks 2 to 4 at most once per [`READ_COUNTERS_EVERY_NS`] for all workers of the rank
+//! together. Check 3 runs only on the thread that called the operator, and at most once per [`Interrupt::EVERY`].
+//!
+//! The checks consider all ranks that have not finished the step, not only the rank that the worker waits for: that
+//! rank may itself wait for another one. `comm` and `preprocess` call this module.
 
 use std::sync::PoisonError;
 use std::sync::atomic::{Ordering::Acquire, Ordering::Relaxed};
@@ -25,7 +28,7 @@ use crate::progress::{Idle, NAP, ProgressMonitor, SeenProgress, Waiting};
 
 /// Grace period: after a rank has left, how long this rank waits for news of another rank's death.
 const GRACE_PERIOD: Duration = Duration::from_millis(100);
-/// After a rank that has finished the step is lost: how long its last messages may still arrive, nanoseconds.
+/// After a rank has finished the step and is lost: how long its last messages may still arrive, nanoseconds.
 const LAST_MESSAGES_NS: u64 = 500_000_000;
 /// Least time between two checks that need a system call or read every peer's counters, nanoseconds.
 const READ_COUNTERS_EVERY_NS: u64 = 2_000_000;
@@ -41,7 +44,7 @@ impl Op<'_> {
         if idle.turn() { self.check_peers(&waiting) } else { Ok(()) }
     }
 
-    /// The error that another worker has stored, if one has: this worker only has to end.
+    /// Returns the error that another worker has stored, if any. This worker then ends, too.
     pub(crate) fn check_stopped(&self) -> Result<()> {
         if !self.stopped.load(Acquire) {
             return Ok(());
@@ -66,7 +69,7 @@ impl Op<'_> {
         }
     }
 
-    /// Checks the peers' health and processes, the program's wish to stop, and the bounds.
+    /// Checks the peers' health and processes, whether the program asks to stop, and the bounds.
     fn check_peers(&self, waiting: &impl Fn() -> Waiting) -> Result<()> {
         let comm = self.comm;
         comm.control().turn();
@@ -94,7 +97,7 @@ impl Op<'_> {
         }
         let awaited = waiting().peer;
         if let Some((fault, health)) = self.lost_with_messages(&mut monitor, &lost, now, awaited) {
-            // Finding the cause may take a while, in which other workers need the monitor.
+            // Finding the cause may take a while, and other workers need the monitor meanwhile.
             drop(monitor);
             return Err(match fault {
                 Some(fault) if health == Health::Alive => self.peer_error(awaited, fault, waiting(), None),
@@ -110,9 +113,10 @@ impl Op<'_> {
         self.check_bounds(&mut monitor, now, waiting)
     }
 
-    /// Whether `rank`, which is awaited, has finished this step and is lost since, and why; `None` also while its last messages
-    /// may still arrive. A rank finishes a step when its transport has taken its messages. They may be under way then, and may
-    /// be lost with the rank; they get [`LAST_MESSAGES_NS`].
+    /// The fault, if known, and the health of the awaited `rank`, if it has finished this step and is lost. `None`
+    /// while its last messages may still arrive: a rank finishes a step when its transport has accepted its messages,
+    /// which may still be in flight and may be lost with the rank. This rank gives them [`LAST_MESSAGES_NS`] from when
+    /// it noticed the loss, and again from each progress.
     fn lost_with_messages(
         &self,
         monitor: &mut ProgressMonitor,
@@ -176,7 +180,7 @@ impl Op<'_> {
         if own < stall_ns {
             return Ok(());
         }
-        // Inside an operator, and none of its workers runs.
+        // The rank is inside an operator, and none of its workers runs.
         let stalled = |seen: &SeenProgress| seen.is_inside(self.step) && since(seen.ran_ns) >= stall_ns;
         if let Some((rank, _)) = needed().find(|(_, seen)| stalled(seen)) {
             let why = format!("rank {rank} is inside an operator and its workers do not run");
@@ -220,8 +224,9 @@ impl Op<'_> {
         exceeded(awaited, PeerFault::Late, why)
     }
 
-    /// Says on stderr that a rank is late, long before that is an error. Only the first rank that waits says so, once for each
-    /// operator: the program may be writing a checkpoint, but it may also have called another operator, or none.
+    /// Prints on stderr that a rank is late, long before the entry bound makes that an error: the late rank may be
+    /// writing a checkpoint, but its program may also have called another operator, or none. Only the lowest rank
+    /// inside the operator prints this, once per operator.
     fn tell_late(&self, late: Rank, waited: Duration) {
         let Self { operator, step, comm, .. } = self;
         let named = comm.machine_of(late).map_or(String::new(), |machine| format!(" on {machine}"));
@@ -237,9 +242,10 @@ impl Op<'_> {
         ));
     }
 
-    /// The error for a rank that left while it was needed. That rank may have learned first that another rank is lost,
-    /// and left because of it. So the error names a rank whose process has died, or whose heartbeat is silent for the
-    /// stall bound; a silence that has begun is waited out.
+    /// The error for a rank that left while this rank needed it. The rank may have left because it noticed earlier than
+    /// this rank that a third rank is lost. If a rank's process has died, or its heartbeat is silent for the stall
+    /// bound, the error therefore names that rank. If a silence has begun, this function waits until the heartbeat
+    /// returns or the stall bound is reached.
     fn left(&self, rank: Rank, waiting: Waiting) -> Error {
         let comm = self.comm;
         let (stall, quiet) = (comm.config.stall_bound(), comm.pulse.quiet());
@@ -286,7 +292,8 @@ impl Op<'_> {
 }
 
 impl Comm {
-    /// The rank at fault and its fault, if `rank` says that it has failed.
+    /// The rank at fault and its fault, if the `health` of `rank` says that it has failed. A rank whose failure names
+    /// this rank is itself at fault here.
     pub(crate) fn failure(&self, rank: Rank, health: Health) -> Option<(Rank, PeerFault)> {
         match health {
             Health::Failed { at_fault, fault, .. } if at_fault != self.rank => Some((at_fault, fault)),
@@ -295,7 +302,8 @@ impl Comm {
         }
     }
 
-    /// The error that names `peer` in a wait of a call. `reporter` is the rank that says so, or `peer` itself.
+    /// The error that names `peer` in a wait of a call. `reporter` is the rank whose control block reported the fault,
+    /// or `peer` itself.
     pub(crate) fn peer_error(
         &self,
         (operator, step): (Operator, u64),
@@ -379,9 +387,9 @@ mod tests {
             if begun.fetch_add(1, Relaxed) == 0 {
                 return Err(error.clone());
             }
-            // The other worker does not end before peers can know.
+            // The second worker does not end before the failure is published.
             while !failed() {
-                assert!(start.elapsed() < Duration::from_secs(60), "it is not published");
+                assert!(start.elapsed() < Duration::from_secs(60), "the failure is not published");
                 std::thread::yield_now();
             }
             Ok(())
@@ -390,7 +398,7 @@ mod tests {
         assert!(comm.control().cause().unwrap().contains("a worker has not ended within the stall bound"));
     }
 
-    /// A rank that has learned first that rank 0 is stopped leaves. The others then name rank 0 all the same.
+    /// Rank 0 is stopped. Rank 1 notices first, and leaves because of it. Rank 2 must name rank 0 and not rank 1.
     #[test]
     fn a_stopped_rank_is_named_and_not_one_that_left_because_of_it() {
         let stall = Duration::from_millis(400);

@@ -26,7 +26,7 @@ impl WeightRows for HostBuffer {
         let (given, dots) = backward
             .map(|backward| (backward.rows.as_bytes(), &mut backward.weights.as_bytes_mut()[..rows * F32]))
             .unzip();
-        // Of nothing, the other number may have any size.
+        // With 0 rows, `hidden` may have any value; with `hidden` 0, the number of rows.
         if rows == 0 || hidden == 0 {
             dots.into_iter().for_each(|dots: &mut [u8]| dots.fill(0));
             return Ok(());

@@ -48,7 +48,7 @@ mod tests {
     #[test]
     fn copy_writes_the_bytes_of_the_source_and_no_others() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
-        // Miri is slow: two pieces show it the division.
+        // Miri is slow: two pieces are enough to test the division into pieces.
         let pieces = if cfg!(miri) { 1 } else { 5 };
         for bytes in [0, 1, PIECE, pieces * PIECE + 77] {
             let from: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();

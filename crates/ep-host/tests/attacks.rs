@@ -88,7 +88,8 @@ fn memories_swapped_between_two_ranks_are_refused() {
             let handle = handle(&mut buffer, TOKENS);
             let bytes = buffer.receive_shape(&handle).unwrap().allocated_rows().max(TOKENS) * 2 * HIDDEN;
             let mut tokens = buffer.alloc(bytes).unwrap();
-            // Both ranks allocate alike, so the memory that they exchange has the same location in its owner's segment.
+            // Both ranks make the same allocations, so the memory that they exchange has the same location in its
+            // owner's segment.
             let mut given_away = buffer.alloc(bytes).unwrap();
             given_away.as_bytes_mut().fill(0xEE);
             let kept = buffer.alloc(bytes).unwrap();
@@ -206,7 +207,7 @@ fn sizes_beyond_the_address_space_are_refused() {
             let input = WeightedRows::new(&given, [rows, hidden], &given);
             caller(buffer.weight_rows(&input, Element::F32, &mut taken, None));
         }
-        // Nothing has any width.
+        // Zero rows have no bytes at any width, and neither has any number of rows of width 0.
         for (rows, hidden) in [(0, 1 << 63), (0, usize::MAX - 7), (1 << 20, 0)] {
             let input = WeightedRows::new(&given, [rows, hidden], &given);
             let _ = buffer.weight_rows(&input, Element::F32, &mut taken, None);
@@ -234,7 +235,7 @@ fn settings_and_worlds_beyond_the_address_space_are_refused() {
     }
 }
 
-/// Messages between domains have slots, which hold the counts of a rank. With one domain there are no messages.
+/// Between domains, the counts of a rank must fit a slot. With one domain there are no messages and no such limit.
 #[test]
 fn counts_longer_than_a_slot_need_no_slot_in_one_domain() {
     let mut config = config(1);

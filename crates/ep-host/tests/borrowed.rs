@@ -50,8 +50,9 @@ fn config() -> Config {
     config
 }
 
-/// Rank 1 gives up on rank 0, which is blocked, when it has sent its own domain sums, and changes its expert rows. Rank 0 then
-/// continues, and must not send domain sums of the changed rows to rank 2 of the other domain, which does not see the rows.
+/// Rank 0 is blocked. Rank 1 sends its domain sums, gives up on rank 0, and changes its own expert rows. Rank 0 then
+/// continues, and must not send domain sums of the changed rows to rank 2 of the other domain, which does not see the
+/// rows.
 #[test]
 fn no_domain_sum_of_changed_rows_reaches_another_domain() {
     let world = World::builder().ranks(4).domains(2).experts(4).build().unwrap();
@@ -76,7 +77,7 @@ fn on_rank(mut buffer: HostBuffer) {
     let output = DispatchOutput::new(&mut received);
     buffer.dispatch(&handle, DispatchInput::new(&tokens, HIDDEN).probs(ep::Probs::Skip), output).unwrap();
     received.as_bytes_mut().fill(0x40);
-    // As a tensor of another library in registered memory: the buffer does not see that the program writes to it.
+    // Like a tensor of another library in registered memory: the buffer does not see that the program writes to it.
     let start = received.as_bytes_mut().as_mut_ptr();
     // SAFETY: `received` outlives the memory, and only this test writes to it.
     let rows = unsafe { HostMemory::borrowed(start, bytes) };

@@ -188,7 +188,7 @@ fn suite_with_small_slots_and_many_workers() {
     let mut config = config(4, 1, 1);
     // Little more than the widest row of the suite.
     config.host.slot_bytes = 48 << 10;
-    // The transport copies messages, as one that lends no slots.
+    // The transport copies messages, like one that lends no slots.
     config.host.lend = false;
     check_suite(&config);
 }

@@ -50,7 +50,7 @@ fn suite_over_a_provider_with_all_demands() {
     fake.offer("nic0", "", &demanding(3));
     fake.offer("nic1", "", &demanding(0));
     let mut cases = 0;
-    // A NIC for each rank, and two for each.
+    // One NIC for each rank, then two NICs for each rank.
     let lists = [&["nic0", "nic1"][..], &["nic0+nic1"]];
     for (prepared, nics) in lists.into_iter().flat_map(|nics| prepared().map(move |one| (one, nics))) {
         let buffers = HostBuffer::threads(prepared.world(), &config(&fake, nics)).unwrap();

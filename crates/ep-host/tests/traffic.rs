@@ -68,7 +68,8 @@ fn dispatch_and_combine_count_rows_of_other_ranks_and_scales() {
 /// Bytes of a message besides the data of tokens and copies: the header, and the alignment of six sections.
 const MESSAGE_BYTES: usize = 80 + 6 * 63;
 
-/// What a rank sends to other domains, or receives the sums of: tokens, once for each domain that needs them, and copies.
+/// Numbers of tokens and copies that a rank sends to other domains, and whose sums it receives. A token counts once for
+/// each domain that needs it.
 fn crossing(world: &World, routing: &Routing) -> (usize, usize) {
     let own = world.topology().domain_of(routing.rank());
     let mut tokens = 0;

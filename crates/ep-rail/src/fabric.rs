@@ -1,4 +1,4 @@
-//! The opening of an engine over libfabric, from the settings of a backend.
+//! Opens an engine over libfabric, from the settings of a backend.
 
 use std::net::IpAddr;
 #[cfg(feature = "fabric")]
@@ -23,8 +23,8 @@ pub struct RankPlace {
 /// Opens the engine over libfabric that `options` name, with `window` as the window of the rank at `place`.
 ///
 /// If `options` have neither an address nor NICs, the provider `tcp` listens at the address of the place. A provider of
-/// RDMA NICs gets those that are nearest to the rank's GPU ([`ep_fabric::nearest_nics`]). Other providers choose an interface
-/// themselves, and so does every provider where nothing is known of the place.
+/// RDMA NICs gets those that are nearest to the rank's GPU ([`ep_fabric::nearest_nics`]). Other providers choose an
+/// interface themselves, and so does every provider if the place is unknown.
 ///
 /// The engine keeps the window until no peer can access it any more. The whole segment is the window: an offset of a put
 /// is an offset of the segment.
@@ -32,8 +32,8 @@ pub struct RankPlace {
 /// # Errors
 /// [`CallerError::Config`](ep::CallerError::Config) for an address that is neither an IP address nor an interface of
 /// this machine, for other invalid options, and in a build without the feature `fabric`.
-/// [`EnvironmentError`](ep::EnvironmentError) when the library cannot be loaded, or does not offer the provider; the
-/// engine `loopback` is none of its providers.
+/// [`EnvironmentError`](ep::EnvironmentError) when the library cannot be loaded, or does not offer the provider;
+/// `loopback` is not a provider of the library.
 pub fn open_fabric(
     rail: Rail,
     place: &RankPlace,

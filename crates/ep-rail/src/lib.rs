@@ -1,7 +1,6 @@
 //! What every backend needs to move bytes between NVLink domains: memory that engines can register, and engines.
 //!
-//! `docs/rails.md` has the rules of engines. What the bytes mean, and when a rank may send them, is the business of the
-//! backend.
+//! `docs/rails.md` has the rules of engines. The backend decides what the bytes mean and when a rank may send them.
 //!
 //! | module | contents |
 //! |---|---|

@@ -67,7 +67,7 @@ impl Loopback {
     /// in flight from one rank to another, at least 1. All engines of a rail get the same number.
     ///
     /// The first [`reserved`](Self::reserved) bytes of each window must be zero when the first engine of the rail is
-    /// made, and belong to the engines from then on. An engine that finds other values there than engines write returns a
+    /// made, and belong to the engines afterwards. An engine that finds values there that no engine writes returns a
     /// [`PeerError`](ep::PeerError) that names the peer.
     ///
     /// # Safety
@@ -87,7 +87,7 @@ impl Loopback {
         let reserved = Self::reserved(ranks, ring_slots).bytes(RINGS)?;
         let shape = |what, expected, found, unit| CallerError::Shape { what, expected, found, unit };
         if ring_slots == 0 {
-            return Err(shape("signals in flight", 1, 0, "at least").into());
+            return Err(shape("signals in flight", 1, 0, "or more").into());
         }
         if windows.len() != ranks {
             return Err(shape("windows of a rail", ranks, windows.len(), "windows").into());
@@ -95,7 +95,7 @@ impl Loopback {
         let mut starts = HashSet::new();
         for (window, rank) in windows.iter().zip(rail.ranks()) {
             if window.len() < reserved {
-                return Err(shape("window of a rank", reserved, window.len(), "bytes at least").into());
+                return Err(shape("window of a rank", reserved, window.len(), "bytes or more").into());
             }
             if !starts.insert(window.start()) {
                 let problem =
@@ -127,7 +127,7 @@ impl Loopback {
         broken(self.rail.own(), peer, found)
     }
 
-    /// Copies the bytes of a put and delivers no signal. The signal of a later put of no bytes stands for them.
+    /// Copies the bytes of a put and delivers no signal. The signal of a later put without bytes then announces them.
     ///
     /// # Errors
     /// [`CallerError`] when the put lies outside a window, or its peer is not on the rail.
@@ -138,7 +138,7 @@ impl Loopback {
         Ok(())
     }
 
-    /// `put` has passed [`check_put`](Self::check_put).
+    /// Copies the bytes of a put that has passed [`check_put`](Self::check_put).
     fn copy_bytes(&self, put: &Put, end: &Endpoint) {
         if put.len == 0 {
             return;
@@ -269,7 +269,7 @@ mod tests {
     use super::*;
     use crate::testing::Usable;
 
-    /// The engines of a rail of `ranks`, and the offset of the caller's part of their windows.
+    /// The engines of a rail of `ranks` ranks.
     fn rail(ranks: usize, ring_slots: usize) -> Vec<Loopback> {
         let windows: Vec<Arc<Segment>> =
             (0..ranks).map(|_| Arc::new(Segment::private(1 << 20).unwrap())).collect();
@@ -311,7 +311,7 @@ mod tests {
         for (windows, ring_slots, problem) in [
             (&[&a][..], 4, "windows of a rail"),
             (&[&a, &b, &window(reserved)], 4, "windows of a rail"),
-            (&[&a, &window(reserved - 1)], 4, "window of a rank: expected 4096 bytes at least"),
+            (&[&a, &window(reserved - 1)], 4, "window of a rank: expected 4096 bytes or more"),
             (&[&a, &b], 0, "signals in flight"),
             (&[&a, &a], 4, "rank 7 has the window of another rank"),
             (&[&a, &b], usize::MAX, "the signal rings of a window"),

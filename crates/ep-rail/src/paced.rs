@@ -1,7 +1,7 @@
 //! An engine that emulates a link between ranks of one machine: `loopback` with a bandwidth and a latency.
 //!
-//! It serves measurements: how an operator overlaps its work inside a domain with the bytes between domains. No network
-//! is involved, so it shows neither congestion nor the costs of a network card.
+//! It serves to measure how an operator overlaps its work inside a domain with the transfers between domains. No
+//! network is involved, so it shows neither congestion nor the costs of a network card.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -16,11 +16,11 @@ use ep::{
 
 use crate::Loopback;
 
-/// The thread sleeps until this long before a delivery, because Linux may wake it as much later.
+/// The thread sleeps until this long before a delivery, because Linux may wake it up to this much later.
 const AWAKE_BEFORE: Duration = Duration::from_micros(100);
-/// How long the thread looks for further puts without a pause after it had some: waking it takes longer than a message.
+/// How long the thread looks for further puts without sleeping after the last one: waking it takes longer than a message.
 const SPIN: Duration = Duration::from_millis(20);
-/// A pause between two looks at puts that are to leave.
+/// The pause between two checks of a drain for puts under way.
 const NAP: Duration = Duration::from_micros(50);
 
 /// How an emulated link copies the bytes of puts to the peers' windows.
@@ -31,7 +31,7 @@ pub trait Carry: Send + Sync + fmt::Debug + 'static {
     /// Begins to copy the bytes of a put. The engine calls this once for each put, in order.
     ///
     /// # Errors
-    /// As [`Transport::put`].
+    /// Those of [`Transport::put`].
     fn begin(&self, put: &Put) -> Result<Self::Copy>;
 
     /// Whether a copy has ended: its bytes are in the peer's window.
@@ -75,7 +75,7 @@ struct Shared<C: Carry> {
     loopback: Arc<Loopback>,
     carry: C,
     pace: Pace,
-    /// The most puts under way, to all peers together.
+    /// Maximum number of puts under way, to all peers together.
     most: usize,
     link: Mutex<Link<C::Copy>>,
     /// Notified when puts are added, and when the engine is dropped.
@@ -261,7 +261,7 @@ impl<C: Carry> Drop for Paced<C> {
         self.shared.lock().ended = true;
         self.shared.changed.notify_one();
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been printed, and this rank needs it no more.
+            // A panic of the thread has been printed, and this rank no longer needs the thread.
             let _ = thread.join();
         }
     }

@@ -17,7 +17,7 @@ pub fn rail_of(world: &World, rank: Rank) -> Result<Rail> {
 /// order; those of other rails are not used.
 ///
 /// # Errors
-/// As [`rail_of`] and [`Unconnected::connect`].
+/// Those of [`rail_of`] and [`Unconnected::connect`].
 pub fn connect_rail(
     world: &World,
     rank: Rank,
@@ -29,8 +29,9 @@ pub fn connect_rail(
     engine.connect(&of_rail)
 }
 
-/// The error for a `peer` that violates the protocol of its rail: `rank` found `what` from it. An engine does not know
-/// the current operator, so the error has [`Operator::Join`] and step 0, and the operator that polls replaces both.
+/// The error for a `peer` that violates the protocol of its rail: `rank` found that the peer sent or wrote `what`. An
+/// engine does not know the current operator, so the error has [`Operator::Join`] and step 0, and the operator that
+/// polls replaces both.
 pub fn broken(rank: Rank, peer: Rank, what: impl Into<String>) -> Error {
     PeerError::broken(rank, peer, Operator::Join, 0, what).into()
 }

@@ -28,8 +28,8 @@ impl Segment {
     /// Maps `len` bytes for the threads of this process.
     ///
     /// # Errors
-    /// [`EnvironmentError`] when the system has not enough memory available, or refuses the mapping, as it does for a
-    /// `len` of 0.
+    /// [`EnvironmentError`] when the system does not have enough memory available, or refuses the mapping, as it does
+    /// for a `len` of 0.
     pub fn private(len: usize) -> Result<Self> {
         check_available(len)?;
         // SAFETY: a fresh mapping at an address of the system's choice aliases nothing.
@@ -122,7 +122,7 @@ impl Segment {
     /// change, and access to a mapping of it cannot fault.
     ///
     /// # Errors
-    /// As [`private`](Self::private).
+    /// Those of [`private`](Self::private).
     pub fn shared(len: usize) -> Result<(Self, OwnedFd)> {
         use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
         check_available(len)?;
@@ -137,8 +137,8 @@ impl Segment {
     /// Maps the memory of another process: `len` bytes, the whole of a file that [`shared`](Self::shared) made there.
     ///
     /// # Errors
-    /// A text that says what is wrong with the file: it is no memfd, is not sealed, has another length or belongs to
-    /// another user. The peer that sent the file is at fault, so the caller adds its rank.
+    /// A text that says what is wrong with the file: it is no memfd, is not sealed, has a different length or belongs
+    /// to a different user. The peer that sent the file is at fault, so the caller adds its rank.
     pub fn received(file: &OwnedFd, len: usize) -> Result<Self, String> {
         use rustix::fs::{fcntl_get_seals, fstat};
         // Only files in memory have seals, and only memfds accept all of these.
@@ -147,7 +147,7 @@ impl Segment {
         }
         let stat = fstat(file).map_err(|error| format!("fstat of its file: {error}"))?;
         if u64::try_from(stat.st_size) != Ok(len as u64) {
-            return Err(format!("its file has {} bytes, {len} were announced", stat.st_size));
+            return Err(format!("its file has {} bytes, but {len} were announced", stat.st_size));
         }
         let user = rustix::process::geteuid().as_raw();
         if stat.st_uid != user {
@@ -183,7 +183,7 @@ fn out_of_memory(len: usize, problem: &dyn std::fmt::Display) -> EnvironmentErro
 /// Checks that a large mapping fits the available memory. The system allocates pages at their first access, and kills
 /// the process when it has none left, so the check must come before.
 fn check_available(len: usize) -> Result<()> {
-    /// Shorter mappings are not checked: reading what the system says would cost more than the check is worth.
+    /// Shorter mappings are not checked: reading the available memory would cost more than the check is worth.
     const LARGE: usize = 64 << 20;
     if len < LARGE {
         return Ok(());

@@ -14,7 +14,7 @@ pub(crate) struct Usable {
 }
 
 impl Usable {
-    /// The part from `start` on.
+    /// The part that begins at `start`.
     pub(crate) fn new(window: Arc<Segment>, start: usize) -> Self {
         Self { window, start }
     }

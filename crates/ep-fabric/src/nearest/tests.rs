@@ -20,7 +20,7 @@ fn chosen(gpus: &[DeviceLocation], nics: &[Nic], relation: Relation) -> Vec<usiz
     found.into_iter().map(|gpu| <[usize; 1]>::try_from(gpu.chosen).unwrap()[0]).collect()
 }
 
-/// A device behind a switch: the root complex and the switch's port have numbers of this switch.
+/// The path of a device behind a switch, whose bus numbers follow from the number of the switch.
 fn behind_switch(switch: usize, port: usize) -> String {
     let bus = 0x10 + 0x10 * switch;
     let (root, up, down) = (
@@ -40,7 +40,7 @@ fn two_gpus_and_two_nics_on_each_of_four_switches() {
     assert_eq!(chosen(&gpus, &nics, Relation::SameSwitch), [0, 1, 2, 3, 4, 5, 6, 7]);
     let found = nearest(&gpus, &nics);
     assert_eq!((&found[0].nics, &found[1].nics, &found[7].nics), (&vec![0, 1], &vec![0, 1], &vec![6, 7]));
-    // The order of the devices is of no account.
+    // The order of the devices does not matter.
     nics.reverse();
     assert_eq!(chosen(&gpus, &nics, Relation::SameSwitch), [7, 6, 5, 4, 3, 2, 1, 0]);
     let reversed: Vec<DeviceLocation> = gpus.iter().rev().cloned().collect();
@@ -60,7 +60,7 @@ fn gpus_share_several_nics_each_evenly() {
         nearest(&gpus, &nics).into_iter().map(|gpu| gpu.chosen).collect::<Vec<_>>()
     };
     assert_eq!(shared(4), [[0, 2], [1, 3], [4, 6], [5, 7]]);
-    // All GPUs have as many.
+    // All GPUs get the same number of NICs.
     assert_eq!(shared(3), [[0], [1], [4], [5]]);
     assert_eq!(shared(1), [[0], [1], [4], [4]]);
 }
@@ -84,7 +84,7 @@ fn the_nearest_relation_wins() {
         (Relation::Unknown, nic("platform/rdma", None)),
         (Relation::OtherNumaNode, nic("pci0000:80/0000:80:01.0/0000:81:00.0", Some(1))),
         (Relation::SameNumaNode, nic("pci0000:30/0000:30:01.0/0000:31:00.0", Some(0))),
-        // Beyond another root port, also where its number has the same beginning.
+        // Behind a different root port, even if the port's address differs in the last digit only.
         (
             Relation::SameRootComplex,
             nic("pci0000:15/0000:15:01.1/0000:16:00.0/0000:17:01.0/0000:19:00.0", Some(0)),
@@ -108,7 +108,7 @@ fn the_nearest_relation_wins() {
 #[test]
 fn gpus_with_the_same_nearest_nics_share_them_evenly() {
     let on_bus = |slot: u32| format!("pci0000:10/0000:10:{slot:02x}.0");
-    // One bus for each two GPUs and a NIC, without bridges, as in virtual machines of a cloud.
+    // Two GPUs and a NIC on one bus without bridges, as in virtual machines of a cloud.
     let gpus = [0x1c, 0x1d].map(|slot| at(&on_bus(slot), None));
     assert_eq!(chosen(&gpus, &[nic(&on_bus(0x1b), None)], Relation::SameRootComplex), [0, 0]);
 
@@ -144,7 +144,7 @@ fn numa_nodes_decide_between_root_complexes() {
     let nics = [3, 4].map(|domain| Nic { location: location(domain, Some(4 - domain)), gbit_per_s: 400.0 });
     assert_eq!(chosen(&gpus, &nics, Relation::SameNumaNode), [1, 0]);
     assert_eq!(chosen(&[location(5, Some(2))], &nics, Relation::OtherNumaNode), [0]);
-    // Without nodes and without a common bridge, the GPUs share the NICs all the same.
+    // Without nodes and without a common bridge, the GPUs still share the NICs.
     let bare = [location(1, None), location(2, None)];
     assert_eq!(chosen(&bare, &nics, Relation::Unknown), [0, 1]);
     assert_eq!(

@@ -80,7 +80,7 @@ impl WindowAccess for Access {
     }
 }
 
-/// The ranks of a rail: not their indices.
+/// A rail whose ranks have numbers other than their indices.
 pub fn rail(ranks: usize, own: usize) -> Rail {
     Rail::new((0..ranks as u32).map(|rank| Rank(2 * rank + 1)).collect(), own).unwrap()
 }

@@ -12,8 +12,7 @@ use super::{Level, dispatch};
 /// Any alignment and length work. A `dst` that is 64-byte aligned and a `len` that is a multiple of 64 are the fastest.
 ///
 /// # Safety
-/// `src` must be valid for reads of `len` bytes, `dst` for writes of as many, and the two must not
-/// overlap.
+/// `src` must be valid for reads of `len` bytes and `dst` for writes of `len` bytes. The two must not overlap.
 pub(crate) unsafe fn copy_row(level: Level, src: *const u8, dst: *mut u8, len: usize, streaming: bool) {
     // SAFETY: passed on.
     unsafe { scatter_row(level, src, len, &[dst], streaming) }
@@ -72,7 +71,7 @@ pub(crate) fn stream_fence() {
 const PIECE: usize = 1024;
 
 /// # Safety
-/// As [`scatter_row`], on a processor with `V`'s features.
+/// The requirements of [`scatter_row`]; the processor must have `V`'s features.
 #[inline(always)]
 unsafe fn stream_rows<V: Vector>(src: *const u8, len: usize, dsts: &[*mut u8]) {
     let whole = len - len % LINE;
@@ -87,7 +86,7 @@ unsafe fn stream_rows<V: Vector>(src: *const u8, len: usize, dsts: &[*mut u8]) {
             }
         }
         for &dst in dsts {
-            // Ordinary stores for parts of lines: a streaming store of a part is slower than any other.
+            // Ordinary stores for parts of lines: a streaming store of part of a line is slower than an ordinary store.
             let head = (dst.addr().wrapping_neg() % LINE).min(len);
             if head > 0 {
                 let lines = (len - head) / LINE * LINE;
@@ -103,8 +102,8 @@ unsafe fn stream_rows<V: Vector>(src: *const u8, len: usize, dsts: &[*mut u8]) {
 }
 
 /// # Safety
-/// `src` must be valid for reads of `len` bytes, `dst` for writes of as many; `dst` must be 64-byte
-/// aligned and `len` a multiple of 64; the processor must have `V`'s features.
+/// `src` must be valid for reads of `len` bytes and `dst` for writes of `len` bytes; `dst` must be 64-byte aligned and
+/// `len` a multiple of 64; the processor must have `V`'s features.
 #[inline(always)]
 unsafe fn stream_lines<V: Vector>(src: *const u8, dst: *mut u8, len: usize) {
     for at in (0..len).step_by(LINE) {
@@ -114,7 +113,7 @@ unsafe fn stream_lines<V: Vector>(src: *const u8, dst: *mut u8, len: usize) {
 }
 
 /// # Safety
-/// As [`zero_row`], on a processor with `V`'s features.
+/// The requirements of [`zero_row`]; the processor must have `V`'s features.
 #[inline(always)]
 unsafe fn stream_zeros<V: Vector>(dst: *mut u8, len: usize) {
     let head = (dst.addr().wrapping_neg() % LINE).min(len);

@@ -8,7 +8,7 @@ use super::vector::{LINE, Vector};
 /// and the remaining values are zero.
 ///
 /// # Safety
-/// `src` must be valid for reads of as many elements; the processor must have `V`'s features.
+/// `src` must be valid for reads of `count` elements; the processor must have `V`'s features.
 #[inline(always)]
 pub(super) unsafe fn load_values<V: Vector, const PART: bool>(
     src: *const u8,
@@ -31,8 +31,8 @@ pub(super) unsafe fn load_values<V: Vector, const PART: bool>(
 /// Stores [`STEP`](super::vector::STEP) values as elements, rounded to nearest even, NaN canonical.
 ///
 /// # Safety
-/// `dst` must be valid for writes of as many elements, with `streaming` aligned to a line; the processor must have
-/// `V`'s features.
+/// `dst` must be valid for writes of [`STEP`](super::vector::STEP) elements and, with `streaming`, aligned to a line;
+/// the processor must have `V`'s features.
 #[inline(always)]
 pub(super) unsafe fn store_values<V: Vector>(
     dst: *mut u8,
@@ -54,7 +54,7 @@ pub(super) unsafe fn store_values<V: Vector>(
 }
 
 /// # Safety
-/// As [`Vector::stream`] or [`Vector::store`].
+/// The requirements of [`Vector::stream`] with `streaming`, else of [`Vector::store`].
 #[inline(always)]
 unsafe fn store<V: Vector>(dst: *mut u8, line: V::Line, streaming: bool) {
     // SAFETY: passed on.

@@ -151,7 +151,7 @@ pub(crate) mod testing {
             (self.next() % bound as u64) as usize
         }
 
-        /// f32 bits: mostly ordinary magnitudes, so that sums are not all NaN, else any pattern.
+        /// Random f32: mostly of ordinary magnitude, so that not all sums are NaN; otherwise any bits.
         pub(crate) fn f32(&mut self) -> f32 {
             let bits = self.next();
             let low = bits as u32;

@@ -98,7 +98,7 @@ impl Sum<'_> {
 }
 
 /// # Safety
-/// As [`sum_rows`], on a processor with `V`'s features.
+/// The requirements of [`sum_rows`]; the processor must have `V`'s features.
 #[inline(always)]
 unsafe fn sum_row<V: Vector>(sum: Sum<'_>) {
     // SAFETY: passed on.
@@ -111,7 +111,7 @@ unsafe fn sum_row<V: Vector>(sum: Sum<'_>) {
 }
 
 /// # Safety
-/// As [`sum_rows`], on a processor with `V`'s features.
+/// The requirements of [`sum_rows`]; the processor must have `V`'s features.
 #[inline(always)]
 unsafe fn sum_blocks<V: Vector, const LINES: usize>(sum: Sum<'_>) {
     let ahead = sum.ahead();
@@ -151,7 +151,7 @@ unsafe fn sum_blocks<V: Vector, const LINES: usize>(sum: Sum<'_>) {
 }
 
 impl SumRow {
-    /// Prefetches `LINES` times [`STEP`] elements from element `from` on.
+    /// Prefetches `LINES` times [`STEP`] elements, beginning at element `from`.
     #[inline(always)]
     fn prefetch<const LINES: usize>(&self, from: usize) {
         if self.flags & flag::F32 == 0 {
@@ -166,7 +166,7 @@ impl SumRow {
     }
 }
 
-/// Stores `totals` as output columns from `column` on.
+/// Stores `totals` as output columns, beginning at `column`.
 ///
 /// # Safety
 /// Those columns must be within the output; the processor must have `V`'s features.
@@ -185,8 +185,8 @@ unsafe fn store_block<V: Vector, const LINES: usize>(
     }
 }
 
-/// The totals of `count` columns from `column` on. `count` is `LINES` times [`STEP`]; with `PART` it may be less, and
-/// the remaining lanes are zero.
+/// The totals of `count` columns, beginning at `column`. `count` is `LINES` times [`STEP`]; with `PART` it may be less,
+/// and the remaining lanes are zero.
 ///
 /// # Safety
 /// Those columns must be within the rows; the processor must have `V`'s features.
@@ -250,7 +250,7 @@ unsafe fn add<V: Vector, const LINES: usize>(sums: &mut [V::Values; LINES], valu
 }
 
 /// # Safety
-/// As [`Vector::round`].
+/// The requirements of [`Vector::round`].
 #[inline(always)]
 unsafe fn round<V: Vector, const LINES: usize>(sums: &mut [V::Values; LINES]) {
     for sum in sums {

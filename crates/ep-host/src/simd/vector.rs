@@ -71,9 +71,9 @@ pub(super) trait Vector {
     /// Rounds to bf16 and back. `values` must be results of an addition: a NaN among them is then quiet, so that its
     /// upper half alone is a NaN. The bits of that NaN are unspecified.
     unsafe fn round(values: Self::Values) -> Self::Values;
-    /// Rounds to bf16, NaN to the canonical bf16 NaN.
+    /// Rounds to bf16; a NaN becomes the canonical bf16 NaN.
     unsafe fn to_bf16(values: Self::Values) -> Self::Line;
-    /// NaN to the canonical f32 NaN.
+    /// Stores the values in their order in memory; a NaN becomes the canonical f32 NaN.
     unsafe fn to_f32(values: Self::Values) -> [Self::Line; 2];
 }
 

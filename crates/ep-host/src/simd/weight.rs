@@ -85,8 +85,8 @@ unsafe fn weight_values<V: Vector>(row: Row<'_>) {
     }
 }
 
-/// The weighted values of `count` columns from `column` on. `count` is [`STEP`]; with `PART` it may be less. Adds the
-/// products with `other` to `sums`.
+/// The weighted values of `count` columns, beginning at `column`. `count` is [`STEP`]; with `PART` it may be less. Adds
+/// the products with `other` to `sums`.
 ///
 /// # Safety
 /// Those columns must be within the rows; the processor must have `V`'s features.

@@ -55,24 +55,24 @@ fn a_wait_outside_of_operators_names_a_lost_rank() {
         error.to_string().starts_with("rank 3 left (reduce #0): rank 0 waited 7.000 s for a collective"),
         "{error}"
     );
-    // A rank that has failed says who is at fault.
+    // A rank that has failed names the rank at fault.
     let said = peer_error(round(&mut buffers[1], 0, HIDDEN));
     let error = lost(&buffers[0]).unwrap();
     assert_eq!((said.peer, error.peer, error.fault), (Rank(3), Rank(3), PeerFault::Left));
     assert!(error.to_string().contains("(reported by rank 1)"), "{error}");
     assert_eq!(buffers[1].check_peers("a collective", Duration::ZERO).unwrap_err(), said.into());
 
-    // A rank whose wait has failed says it too, before it leaves because of it.
+    // A rank whose wait has failed also names the rank at fault, before it leaves because of the failure.
     let mut buffers = HostBuffer::threads(&world, &config()).unwrap();
     drop(buffers.pop().unwrap());
     let said = buffers[0].fail_wait("a collective", Duration::from_secs(7)).unwrap_err();
-    assert_eq!(buffers[0].fail_wait("a collective", Duration::ZERO).unwrap_err(), said, "and keeps to it");
+    assert_eq!(buffers[0].fail_wait("a collective", Duration::ZERO).unwrap_err(), said, "the error stays");
     drop(buffers.remove(0));
     let error = lost(&buffers[0]).unwrap();
     assert_eq!((error.peer, error.rank, error.fault), (Rank(3), Rank(1), PeerFault::Left));
     assert!(error.to_string().contains("(reported by rank 0)"), "{error}");
 
-    // The rank at fault hears which rank has failed because of it, and why.
+    // The rank at fault learns which rank has failed because of it, and why.
     let world = World::builder().ranks(2).experts(EXPERTS).build().unwrap();
     let mut buffers = HostBuffer::threads(&world, &config()).unwrap();
     assert_eq!(peer_error(round(&mut buffers[1], 0, HIDDEN)).peer, Rank(0));
@@ -109,8 +109,8 @@ fn the_cause_of_a_failure_reaches_the_other_ranks() {
     }
 }
 
-/// Rank 1 finishes a dispatch when its transport has taken its rows, then fails and drops its buffer before they have
-/// arrived. Rank 0, which waits for the rows, names it.
+/// Rank 1 finishes a dispatch when its transport has accepted its rows, then fails and drops its buffer before the rows
+/// have arrived. Rank 0, which waits for the rows, names rank 1.
 #[test]
 fn a_rank_that_fails_before_its_last_messages_arrive_is_named() {
     use std::cell::Cell;

@@ -1,5 +1,5 @@
-//! These tests check faults: when a rank leaves, stalls, dies, or makes another call than the others, every other rank
-//! gets a typed error that names it within the bounds, and no resource outlives the processes.
+//! These tests check faults: when a rank leaves, stalls, dies, or makes a different call from the others, every other
+//! rank gets a typed error that names it within the bounds, and no resource outlives the processes.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,5 @@
-//! These tests run ranks as processes, end or stop one of them, and check the errors of the others and what is left.
+//! These tests run ranks as processes, end or stop one of them, and check the errors of the others, and that nothing is
+//! left.
 
 use std::io::Read as _;
 use std::net::TcpListener;
@@ -38,7 +39,7 @@ fn rank_process() {
     let error = peer_error(until_error(&mut buffer));
     let machine = error.machine.as_ref().map_or(String::new(), |machine| format!(" on {machine}"));
     let (peer, fault, waited) = (error.peer, error.fault, error.waited.as_millis());
-    // With the whole error, for a test that expects another one.
+    // Print the whole error, so that a test that expected a different one shows it.
     println!("\nnames {peer}{machine} {fault:?} after {waited} ms: {error}");
 }
 
@@ -47,7 +48,7 @@ fn spawn(ranks: usize, domains: usize, directory: &Path) -> Vec<Child> {
     spawn_by(&[], |_| Vec::new(), ranks, domains, directory)
 }
 
-/// As [`spawn`], with a command that starts each rank, and variables of each rank.
+/// Like [`spawn`], with a command that starts each rank, and environment variables for each rank.
 fn spawn_by(
     starter: &[&str],
     variables: impl Fn(usize) -> Vec<(&'static str, String)>,

@@ -1,4 +1,4 @@
-//! The fake as tests load and set it.
+//! How tests load and control the fake.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char};
@@ -45,7 +45,7 @@ pub fn path() -> PathBuf {
         std::env::current_exe().expect("this program has a path").with_file_name("libep_fabric_fake.so");
     assert!(
         path.exists(),
-        "{} is not there: Cargo puts the cdylib of a dependency elsewhere",
+        "{} does not exist: Cargo puts the cdylib of a dependency elsewhere",
         path.display()
     );
     path

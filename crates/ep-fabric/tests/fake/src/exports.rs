@@ -15,7 +15,7 @@ fn string(text: *const c_char) -> String {
     text.map_or(String::new(), |text| text.to_string_lossy().into_owned())
 }
 
-/// Adds a NIC to a provider, which comes into being with its first one.
+/// Adds a NIC to a provider. The first NIC of a provider creates the provider.
 ///
 /// # Safety
 /// The offer must live during the call, with its strings.
@@ -26,12 +26,12 @@ pub unsafe extern "C" fn fake_offer(offer: *const Offer) {
     world().offer(&string(offer.provider), string(offer.domain), string(offer.node), offer.settings);
 }
 
-/// Writes what the fake has recorded about a provider: lines of a word, a number and a text. Returns the length of the
-/// text, which is cut at `len` bytes.
+/// Writes to `text` what the fake has recorded about a provider, cut at `len` bytes. Returns the length of the whole
+/// report. Each line has a word, a number and a text.
 ///
 /// The words: `open`, objects of a kind that are not closed; `endpoint`, endpoints that were ever opened on a NIC;
-/// `class`, the same by traffic class; `waits`, attempts to deliver an immediate without a posted receive; `wrong`,
-/// calls that libfabric does not allow.
+/// `class`, endpoints that were ever opened with a traffic class; `puts`, puts that were posted on a NIC; `waits`,
+/// attempts to deliver an immediate without a posted receive; `wrong`, calls that libfabric does not allow.
 ///
 /// # Safety
 /// `provider` must be a string, and `text` have room for `len` bytes.

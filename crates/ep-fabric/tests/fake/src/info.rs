@@ -98,7 +98,7 @@ unsafe fn copy_nic_info(nic: *const sys::NicInfo) -> *mut sys::NicInfo {
 /// Frees what [`nic_info`] or [`copy_nic_info`] made.
 ///
 /// # Safety
-/// As of [`copy_nic_info`], and `nic` must not be free.
+/// As for [`copy_nic_info`]; in addition, `nic` must not have been freed.
 unsafe fn free_nic_info(nic: *mut sys::NicInfo) {
     if nic.is_null() {
         return;
@@ -250,7 +250,7 @@ pub(crate) unsafe fn copy(world: &mut World, entry: *const sys::Info) -> *mut sy
 pub(crate) unsafe fn free_list(world: &mut World, first: *mut sys::Info) {
     let mut entry = first;
     while !entry.is_null() {
-        assert!(world.infos.remove(&entry.addr()).is_some(), "fi_freeinfo of what is no entry of a list");
+        assert!(world.infos.remove(&entry.addr()).is_some(), "fi_freeinfo of what is not an entry");
         // SAFETY: an entry that is not free yet, as checked, with its attribute structures.
         unsafe {
             let info = &*entry;

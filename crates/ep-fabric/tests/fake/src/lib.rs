@@ -7,7 +7,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `control` | the fake as tests load and set it |
+//! | `control` | how tests load and control the fake |
 //! | `settings` | what a provider demands, and how it misbehaves |
 //! | `exports` | the exported functions: those of libfabric, and those by which tests control the fake |
 //! | `tables` | the functions of the objects' tables |

@@ -39,13 +39,13 @@ pub struct Settings {
     pub key_size: usize,
     /// Bytes of an immediate.
     pub data_size: usize,
-    /// The most bytes of one put.
+    /// Maximum number of bytes of one put.
     pub max_msg_size: usize,
-    /// Puts in its queue.
+    /// Number of puts that its queue holds.
     pub tx_size: usize,
-    /// Receives in its queue.
+    /// Number of receives that its queue holds.
     pub rx_size: usize,
-    /// The most completions that a queue may have.
+    /// Maximum number of completions that a queue may hold.
     pub cq_size: usize,
     /// The only type of address vector that it has; 0: all.
     pub av_type: c_int,
@@ -55,11 +55,11 @@ pub struct Settings {
     pub refuses_addresses: bool,
     /// `fi_cq_read` never returns, as behind a lock that a dead process holds.
     pub stuck: bool,
-    /// The start of all random decisions.
+    /// The seed of all random decisions.
     pub seed: u64,
     /// Delivers and completes puts in any order.
     pub reorder: bool,
-    /// The most bytes that it delivers at once, before the immediate; 0: any number.
+    /// Maximum number of bytes that it delivers at once, before the immediate; 0: any number.
     pub part: usize,
     /// Percent of turns in which nothing moves.
     pub late: u8,
@@ -67,7 +67,7 @@ pub struct Settings {
     pub again: u8,
     /// Attempts to deliver an immediate to a peer that has no posted receive, before the put fails.
     pub rnr_retries: u64,
-    /// What becomes of a put to an endpoint that is closed.
+    /// What happens to a put to an endpoint that is closed.
     pub gone: Gone,
     /// The call that fails; with `FI_MR_PROV_KEY`, `Step::Key` stands for a key that does not fit 64 bits.
     pub fail: Step,
@@ -151,13 +151,13 @@ impl Default for Settings {
     }
 }
 
-/// What becomes of a put to an endpoint that is closed.
+/// What happens to a put to an endpoint that is closed.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gone {
     /// Its completion is an error, as with `verbs`.
     Error,
-    /// It is not accepted, for ever, as with `net` of 1.17.
+    /// It is never accepted, as with `net` of 1.17.
     Again,
     /// It completes without an effect, as with `shm` of 1.17.
     Silent,

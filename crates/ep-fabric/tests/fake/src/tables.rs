@@ -13,7 +13,7 @@ use crate::world::{
 
 const EINVAL: c_int = -(sys::EINVAL as c_int);
 
-/// The objects only read their tables.
+/// The pointer that an object has to its table. Objects only read their tables.
 fn table<T>(table: &'static T) -> *mut T {
     ptr::from_ref(table).cast_mut()
 }
@@ -57,7 +57,7 @@ static RMA: sys::RmaOps = sys::RmaOps {
     writedata: Some(writedata),
 };
 
-/// Makes a call of a domain's object, which no other call of the domain may overlap.
+/// Makes a call on an object of a domain. No other call on the domain may overlap this one.
 fn exclusive(call: &str, object: Id, body: impl FnOnce(&mut Guard, Settings) -> isize) -> isize {
     let Some(settings) = ({
         let mut world = world();
@@ -324,7 +324,7 @@ unsafe extern "C" fn register(
     };
     let late = settings.mr_mode & sys::MR_ENDPOINT != 0;
     let local = settings.mr_mode & sys::MR_LOCAL != 0;
-    // Descriptors are no addresses: only the fake reads them.
+    // Descriptors are not addresses: only the fake reads them.
     let descriptor = if local { 0x1000 + number as usize * 8 } else { 0 };
     let unusable = late || settings.fail == Step::Key;
     let head = sys::Mr {

@@ -44,7 +44,7 @@ pub(crate) struct Flight {
     fails: bool,
 }
 
-/// Takes a context from the caller until its completion was read.
+/// Takes a context from the caller until its completion is read.
 fn take_context(world: &mut World, endpoint: Id, context: Id) {
     if context == 0 || !context.is_multiple_of(8) {
         return world.wrong(endpoint, "a context that is no address");
@@ -56,7 +56,7 @@ fn take_context(world: &mut World, endpoint: Id, context: Id) {
     scribble(context, 0xC5);
 }
 
-/// Whether the completions of all operations that are posted fit the endpoint's queue.
+/// Checks that the completions of all posted operations fit the endpoint's queue.
 fn check_room(world: &mut World, endpoint: Id) {
     let Some(state) = world.endpoint(endpoint) else { return };
     let (posted, queue) = (state.outstanding + state.receives.len(), state.queue.unwrap_or(0));
@@ -228,7 +228,7 @@ fn advance(world: &mut World, mut flight: Flight, settings: &Settings) -> Option
             // SAFETY: the caller of libfabric keeps the source until the put is complete.
             unsafe { bytes.as_mut_ptr().copy_from_nonoverlapping(start, bytes.len()) };
             flight.bytes = Some(bytes);
-            // The bytes have left: the put is complete, and arrives although its sender closes.
+            // The bytes have left: the put is complete, and arrives even if its sender closes.
             if world.numbered(flight.pair.1).is_some() {
                 sent(world, &mut flight, 0);
                 return Some(flight);
@@ -306,7 +306,7 @@ fn turn(world: &mut World, queue: Id, settings: &Settings) {
         if !settings.reorder {
             // The first put of this sender and receiver.
             let pair = network.wire[at].pair;
-            at = network.wire.iter().position(|flight| flight.pair == pair).expect("it is there");
+            at = network.wire.iter().position(|flight| flight.pair == pair).expect("it exists");
         }
         let flight = network.wire.remove(at);
         if let Some(flight) = advance(world, flight, settings) {

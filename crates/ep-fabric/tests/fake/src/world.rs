@@ -17,12 +17,12 @@ pub(crate) const ENOCQ: c_int = 263;
 pub(crate) const ENOKEY: c_int = 266;
 pub(crate) const ENOAV: c_int = 267;
 
-/// The address of an object, which is what its owner calls it by.
+/// The address of an object, by which its owner names it.
 pub(crate) type Id = usize;
 
 static WORLD: Mutex<Option<World>> = Mutex::new(None);
 
-/// The lock of the world, which makes the world when it is taken first.
+/// The lock of the world. The world is made when the lock is first taken.
 pub(crate) struct Guard(MutexGuard<'static, Option<World>>);
 
 pub(crate) fn world() -> Guard {
@@ -116,7 +116,7 @@ pub(crate) struct Endpoint {
     pub(crate) queue: Option<Id>,
     pub(crate) addresses: Option<Id>,
     pub(crate) enabled: bool,
-    /// Puts complete when the bytes are in the peer's memory, and not when they have left.
+    /// Whether puts complete when the bytes are in the peer's memory, and not when they have left.
     pub(crate) delivery: bool,
     /// Puts that are not complete.
     pub(crate) outstanding: usize,
