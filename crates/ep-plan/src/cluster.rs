@@ -30,7 +30,7 @@ pub struct LevelDescription {
     /// Name of the links, for reports: "wan", "rail", "nvlink".
     pub name: String,
     /// Members of the level: datacenters of the cluster, nodes of a datacenter, or GPUs of a node. With `site_members`,
-    /// the largest of them.
+    /// the largest entry.
     pub scaling_factor: usize,
     /// Members of the level in each site, if sites are unequal. A site is a member of the outermost level. Only the
     /// second level may have such a list. Empty: all sites have `scaling_factor` members.
@@ -42,10 +42,10 @@ pub struct LevelDescription {
     /// Round-trip time between two members, seconds. An exchange ends when its last acknowledgement has arrived.
     #[serde(default)]
     pub round_trip_s: f64,
-    /// Bandwidth of one link in each direction, Gbit/s. With `site_bandwidth_gbit_per_s`, the least of them.
+    /// Bandwidth of one link in each direction, Gbit/s. With `site_bandwidth_gbit_per_s`, the least entry.
     pub bandwidth_gbit_per_s: f64,
-    /// Bandwidth of a link of each site, Gbit/s, if they are unequal: at the outermost level of the site's uplink, at
-    /// inner levels of the links inside the site. Empty: all links have `bandwidth_gbit_per_s`.
+    /// Bandwidth of the links of each site, Gbit/s, if they are unequal: that of the site's uplink at the outermost
+    /// level, that of the links inside the site at inner levels. Empty: all links have `bandwidth_gbit_per_s`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub site_bandwidth_gbit_per_s: Vec<f64>,
     /// The GPUs that share one link.
@@ -54,10 +54,11 @@ pub struct LevelDescription {
     /// Part of the bandwidth that transfers reach: what protocols, encryption and other traffic leave.
     #[serde(default = "whole")]
     pub efficiency: f64,
-    /// Part of the packets that are lost. Above 0, it limits each flow by the formula of Mathis ([`flow_rate`]).
+    /// Fraction of packets that are lost. A fraction above 0 limits the rate of each flow by the formula of Mathis
+    /// ([`flow_rate`]).
     #[serde(default)]
     pub loss: f64,
-    /// Flows (connections) over one link at a time, which share the loss limit.
+    /// Flows (connections) over one link at a time. `loss` limits each of them separately.
     #[serde(default = "one")]
     pub flows: usize,
 }
@@ -73,9 +74,10 @@ fn one() -> usize {
 /// Payload of a packet, bytes: Ethernet's 1500 without the headers of IP and TCP.
 const SEGMENT: f64 = 1460.0;
 
-/// The most that one TCP flow reaches with this round trip (seconds) and part of lost packets, by Mathis et al. ("The
-/// macroscopic behavior of the TCP congestion avoidance algorithm", 1997): `segment / round trip * sqrt(3 / (2 loss))`.
-/// `None` without loss or without a round trip: then nothing limits the flow.
+/// The maximum rate of one TCP flow with this round trip (seconds) and this fraction of lost packets, by Mathis et al.
+/// ("The macroscopic behavior of the TCP congestion avoidance algorithm", 1997):
+/// `segment / round trip * sqrt(3 / (2 loss))`. `None` without loss or without a round trip: then nothing limits the
+/// flow.
 pub fn flow_rate(round_trip_s: f64, loss: f64) -> Option<BytesPerSecond> {
     let limited = round_trip_s > 0.0 && loss > 0.0;
     limited.then(|| BytesPerSecond(SEGMENT / round_trip_s * (1.5 / loss).sqrt()))
@@ -83,18 +85,18 @@ pub fn flow_rate(round_trip_s: f64, loss: f64) -> Option<BytesPerSecond> {
 
 impl LevelDescription {
     /// The bandwidth of one link that transfers reach: `min(bandwidth * efficiency, flows * flow rate)`. With unequal
-    /// links, that of the slowest.
+    /// links, that of the slowest link.
     pub fn reached(&self) -> BytesPerSecond {
         self.reached_of(self.bandwidth_gbit_per_s)
     }
 
-    /// What transfers reach of a link with this bandwidth.
+    /// The rate that transfers reach on a link with this bandwidth.
     fn reached_of(&self, bandwidth_gbit_per_s: f64) -> BytesPerSecond {
         let link = BytesPerSecond::from_gbit_per_s(bandwidth_gbit_per_s) * self.efficiency;
         flow_rate(self.round_trip_s, self.loss).map_or(link, |flow| link.min(flow * self.flows as f64))
     }
 
-    /// Sets the members of every site; of one, if all are equal.
+    /// Sets the number of members of every site: as one number if all are equal, otherwise as a list.
     ///
     /// `members` must not be empty.
     pub fn set_members(&mut self, members: &[usize]) {
@@ -103,7 +105,7 @@ impl LevelDescription {
         self.site_members = if unequal { members.to_vec() } else { Vec::new() };
     }
 
-    /// Sets the bandwidth of the links of every site, Gbit/s; of one, if all are equal.
+    /// Sets the bandwidth of the links of every site, Gbit/s: as one number if all are equal, otherwise as a list.
     ///
     /// `bandwidths` must not be empty.
     pub fn set_bandwidths(&mut self, bandwidths: &[f64]) {
@@ -115,7 +117,7 @@ impl LevelDescription {
 }
 
 impl ClusterDescription {
-    /// Number of GPUs; `usize::MAX` if the description, which is unchecked, has more.
+    /// Number of GPUs. The description is unchecked, so the number saturates at `usize::MAX`.
     pub fn gpus(&self) -> usize {
         let inside = |from: usize| {
             let levels = self.levels.get(from..).unwrap_or_default();
@@ -161,7 +163,7 @@ pub struct GpuDescription {
 /// A checked cluster. Every number is inside its bounds of [`limits`].
 ///
 /// If sites are unequal, they divide into equal *parts*, and the parts are the members of the outermost level: sites of
-/// 8, 8 and 4 nodes are two, two and one parts of 4 nodes, and their [`scaling_factors`](Self::scaling_factors) begin
+/// 8, 8 and 4 nodes have two, two and one parts of 4 nodes, and their [`scaling_factors`](Self::scaling_factors) begin
 /// with 5 and 4. `docs/step-model.md` has the rules.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "ClusterDescription", into = "ClusterDescription")]
@@ -175,7 +177,8 @@ pub struct Cluster {
 /// One checked level.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Level {
-    /// `SF_l`: members of the level; of unequal sites, those of a part.
+    /// `SF_l`: members of the level. If sites are unequal, the outermost level has the parts of all sites, and inner
+    /// levels have the members of one part.
     pub scaling_factor: usize,
     /// Time to start one message, in addition to the time for its bytes.
     pub alpha: Seconds,
@@ -204,7 +207,7 @@ impl TryFrom<ClusterDescription> for Cluster {
         }
         count("number of levels", found, limits::LEVELS)?;
         let mut levels = Vec::with_capacity(found);
-        let mut inside = 1usize; // GPUs of one member of the current level; of one part, outside unequal members
+        let mut inside = 1usize; // GPUs of one member of the level; at level 0 with unequal sites, of one part
         for (index, level) in description.levels.iter().enumerate().rev() {
             let what = |quantity: &str| format!("{quantity} of level '{}'", level.name);
             sites::check_lists(&description, index)?;
@@ -232,11 +235,7 @@ impl TryFrom<ClusterDescription> for Cluster {
                 gpus_per_link,
             });
             // Both factors are bounded, so their product cannot overflow.
-            inside = count(
-                what("number of GPUs, from the innermost to here,"),
-                inside * scaling_factor,
-                limits::GPUS,
-            )?;
+            inside = count(what("number of GPUs in all members"), inside * scaling_factor, limits::GPUS)?;
         }
         levels.reverse();
         number("sustained_tflops of the GPU", description.gpu.sustained_tflops, limits::TFLOPS)?;
@@ -295,11 +294,11 @@ impl Cluster {
         BytesPerSecond::from_gb_per_s(self.description.gpu.hbm_gb_per_s)
     }
 
-    /// The cluster with narrower links where more GPUs share a link than a member has: each GPU has the bandwidth that it
-    /// has while GPUs outside this cluster use the link too. A simulation of a part of a cluster needs this.
+    /// The cluster with reduced bandwidth of the links that more GPUs share than a member has: each GPU keeps the bandwidth
+    /// that it has while GPUs outside this cluster use the link too. A simulation of a part of a cluster needs this.
     ///
     /// # Errors
-    /// [`PlanError::Quantity`] when a link becomes narrower than [`limits::LINK_GBIT_PER_S`].
+    /// [`PlanError::Quantity`] when the bandwidth of a link falls below [`limits::LINK_GBIT_PER_S`].
     pub(crate) fn alone(&self) -> Result<Self> {
         let mut description = self.description.clone();
         let mut inside = 1;
@@ -362,7 +361,7 @@ mod tests {
         assert!(Cluster::try_from(description).is_ok());
     }
 
-    /// A flow with 30 ms and one lost packet in 10,000 reaches about 50 Mbit/s, whatever the link.
+    /// A flow with a round trip of 30 ms and one lost packet in 10,000 reaches about 50 Mbit/s on any link.
     #[test]
     fn loss_limits_flows() {
         let flow = flow_rate(0.03, 1e-4).unwrap();

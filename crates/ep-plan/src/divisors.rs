@@ -1,6 +1,7 @@
-//! Divisors of numbers. A domain size divides its level, so candidates are products of divisors.
+//! Divisors of numbers. A domain size divides the number of members of its level, so a candidate is a choice of one
+//! divisor per level.
 
-/// Returns every divisor of `number`, ascending; nothing for 0.
+/// Returns every divisor of `number`, ascending. The list for 0 is empty.
 pub fn divisors(number: usize) -> Vec<usize> {
     let mut low = Vec::new();
     let mut high = Vec::new();

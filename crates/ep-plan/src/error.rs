@@ -88,7 +88,7 @@ pub enum PlanError {
     /// The number of experts is not a multiple of the number of GPUs.
     #[error(
         "{experts} experts cannot be spread evenly over {gpus} GPUs; possible numbers of GPUs: {} \
-         (replicate the remaining GPUs by data or tensor parallelism, outside this plan)",
+         (use the remaining GPUs for data or tensor parallelism, outside this plan)",
         list(possible)
     )]
     Experts {
@@ -134,7 +134,7 @@ pub enum PlanError {
         Bytes(needed.0 / *gpus as f64)
     )]
     TotalMemory {
-        /// Memory that the model needs once.
+        /// Memory that one copy of the model needs.
         needed: Bytes,
         /// Memory of all GPUs.
         available: Bytes,
@@ -156,17 +156,18 @@ pub enum PlanError {
         /// What the options fix of a layout, as text such as `pipeline_stages = 2`; empty if they fix nothing.
         fixed: String,
     },
-    /// No layout has what the options ask for.
+    /// No layout has the value that an option fixes.
     #[error(
         "{key} is {value}, and no division of these GPUs and layers has that; possible: {}",
         list(possible)
     )]
     Division {
-        /// The option: `pipeline_stages`, `expert_parallel` or `tensor_parallel`. Those before it in this order are kept.
+        /// The option: `pipeline_stages`, `expert_parallel` or `tensor_parallel`. Options before it in this order keep their
+        /// values.
         key: &'static str,
         /// Its value.
         value: usize,
-        /// The values that layouts have.
+        /// The values for which a layout exists.
         possible: Vec<usize>,
     },
     /// Entries of a level do not fit each other, or a list with one entry per site does not fit the cluster.
@@ -179,7 +180,7 @@ pub enum PlanError {
         /// What would be possible.
         needed: String,
     },
-    /// Sites are unequal, and something needs equal ones.
+    /// A feature needs equal sites, and the sites are unequal.
     #[error(
         "{what} needs equal sites, and level '{level}' has {members} members in them; possible: {possible}"
     )]

@@ -59,7 +59,7 @@ impl fmt::Display for Number {
     }
 }
 
-/// A number for messages: displayed with an exponent below 10⁻³ and from 10⁶ on, otherwise without.
+/// A number for messages. Magnitudes below 10⁻³ and of at least 10⁶ are displayed with an exponent, except 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Shown(pub f64);
 
@@ -114,9 +114,9 @@ pub const EVENTS: Count = Count::new(1, 1 << 26);
 
 /// Bandwidth of a link in one direction, Gbit/s.
 pub const LINK_GBIT_PER_S: Number = Number::new(1e-6, 1e9);
-/// Part of a link's bandwidth that transfers reach.
+/// Fraction of a link's bandwidth that transfers reach.
 pub const EFFICIENCY: Number = Number::new(1e-3, 1.0);
-/// Part of the packets that are lost.
+/// Fraction of packets that are lost.
 pub const LOSS: Number = Number::new(0.0, 0.5);
 /// Flows over one link.
 pub const FLOWS: Count = Count::new(1, 1_000_000);
@@ -124,7 +124,7 @@ pub const FLOWS: Count = Count::new(1, 1_000_000);
 pub const MEMORY_GB_PER_S: Number = Number::new(1e-3, 1e9);
 /// Memory of a GPU, GB.
 pub const MEMORY_GB: Number = Number::new(1e-3, 1e9);
-/// Part of a GPU's memory that experts may not use.
+/// Fraction of a GPU's memory that experts may not use.
 pub const RESERVED_MEMORY: Number = Number::new(0.0, 0.999);
 /// Memory cap for gathered experts, GB.
 pub const MEMORY_CAP_GB: Number = Number::new(0.0, 1e9);
@@ -140,7 +140,7 @@ pub const SCORE_WIDTH: Number = Number::new(0.0, 1e12);
 pub const ZIPF: Number = Number::new(0.0, 100.0);
 /// Selections of one expert in a histogram.
 pub const SELECTIONS: Number = Number::new(0.0, 1e15);
-/// Compression ratio of weights or gradients: bytes over bytes sent.
+/// Compression ratio of weights or gradients: uncompressed bytes over bytes sent.
 pub const COMPRESSION: Number = Number::new(1.0, 1e6);
 /// Jitter: relative standard deviation of the duration of a computation.
 pub const JITTER: Number = Number::new(0.0, 10.0);

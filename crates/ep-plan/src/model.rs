@@ -180,8 +180,9 @@ impl Model {
         self.shares.as_slice().len()
     }
 
-    /// The model with as many slots as a multiple of `gpus`. Slots beyond the number of experts hold copies: one after
-    /// the other goes to the expert with the highest share per copy, and the copies of an expert divide its share.
+    /// The model with its number of slots rounded up to a multiple of `gpus`. Slots beyond the number of experts hold
+    /// copies: each further slot gets a copy of the expert with the highest share per copy. The copies of an expert
+    /// divide its share.
     ///
     /// # Errors
     /// [`PlanError::Count`] when `gpus` is 0 or above the largest number of experts ([`limits::EXPERTS`]).
@@ -191,13 +192,13 @@ impl Model {
         Ok(Self { shares: self.shares.with_copies(slots), ..self.clone() })
     }
 
-    /// The same model with another number of tokens per GPU and micro-batch, which may be a mean.
+    /// The same model with a different number of tokens per GPU and micro-batch. It may be a mean, so it need not be whole.
     #[must_use]
     pub fn with_tokens(&self, tokens: f64) -> Self {
         Self { tokens, ..self.clone() }
     }
 
-    /// `T`: tokens of one GPU in one micro-batch, as a factor of formulas.
+    /// `T`: tokens of one GPU in one micro-batch, as a number for formulas. It need not be whole.
     pub fn tokens(&self) -> f64 {
         self.tokens
     }
@@ -243,7 +244,7 @@ impl Model {
         Bytes(self.description.hidden as f64 * self.description.precision.combine.bytes())
     }
 
-    /// Operations before the routed experts for the tokens of one GPU, forward:
+    /// Operations of a forward pass before the routed experts, for the tokens of one GPU:
     /// `T (2 (attention parameters + H E + shared experts * expert parameters) + score_width * context)`.
     ///
     /// Attention projections, router and shared experts take two operations per parameter. Causal attention takes two
@@ -256,7 +257,7 @@ impl Model {
         Flop(self.tokens() * (2.0 * (attention.parameters + router + shared) + scores))
     }
 
-    /// Operations of the routed experts per GPU, forward, as the mean over all GPUs: `T K 2 * expert parameters`.
+    /// Operations of the routed experts per GPU in a forward pass, as the mean over all GPUs: `T K 2 * expert parameters`.
     pub fn expert_flop(&self) -> Flop {
         Flop(self.tokens() * self.description.topk as f64 * 2.0 * self.expert_parameters())
     }

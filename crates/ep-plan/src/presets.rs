@@ -23,7 +23,8 @@ pub const MODELS: [&str; 8] = [
 /// Names that [`cluster`] knows.
 pub const CLUSTERS: [&str; 4] = ["dgx-h100", "dgx-h200", "gb200-nvl36", "gb200-nvl72"];
 
-/// The model of this name, with 4096 tokens per GPU in sequences of 4096 tokens. `None` for a name not in [`MODELS`].
+/// The model of this name. `None` for a name not in [`MODELS`]. Models have 4096 tokens per GPU in sequences of 4096
+/// tokens, those of the paper 2048 tokens in sequences of 256.
 pub fn model(name: &str) -> Option<ModelDescription> {
     match name {
         "deepseek-v3" => Some(deepseek_v3()),
@@ -49,8 +50,8 @@ pub fn cluster(name: &str, nvlink_domains: usize) -> Option<ClusterDescription> 
     }
 }
 
-/// DeepSeek-V3. Source: `config.json` of `deepseek-ai/DeepSeek-V3`. Of its 61 layers the first 3 are dense and not
-/// counted.
+/// DeepSeek-V3. Source: `config.json` of `deepseek-ai/DeepSeek-V3`. The first 3 of its 61 layers are dense and not
+/// counted in `moe_layers`.
 pub fn deepseek_v3() -> ModelDescription {
     let (hidden, heads) = (7168.0, 128.0);
     // Multi-head latent attention: query rank 1536, key-value rank 512, head widths 128 (plain), 64 (rotary), 128
@@ -62,7 +63,7 @@ pub fn deepseek_v3() -> ModelDescription {
         shared_experts: 1,
         // Technical report (arXiv 2412.19437), section 4.2: batches of up to 15360 sequences of 4096 tokens.
         global_batch: Some(15_360 * 4096),
-        // Embeddings of 129280 tokens, in and out, and three dense layers of inner width 18432.
+        // Input and output embeddings of 129280 tokens, and three dense layers of inner width 18432.
         other_parameters: 2.0 * 129_280.0 * hidden
             + 3.0 * (queries + keys_values + output + 3.0 * hidden * 18_432.0),
         attention: AttentionDescription {
@@ -76,29 +77,29 @@ pub fn deepseek_v3() -> ModelDescription {
 /// Qwen3-235B-A22B. Source: `config.json` of `Qwen/Qwen3-235B-A22B`. Every layer has experts; none is shared.
 pub fn qwen3_235b() -> ModelDescription {
     let attention = grouped_query_attention(4096.0, 64.0, 4.0, 128.0);
-    let other_parameters = 2.0 * 151_936.0 * 4096.0; // embeddings, in and out
+    let other_parameters = 2.0 * 151_936.0 * 4096.0; // input and output embeddings
     ModelDescription { attention, other_parameters, ..routed("Qwen3-235B-A22B", [4096, 1536, 128, 8, 94]) }
 }
 
 /// Mixtral 8x7B. Source: `config.json` of `mistralai/Mixtral-8x7B-v0.1`.
 pub fn mixtral_8x7b() -> ModelDescription {
     let attention = grouped_query_attention(4096.0, 32.0, 8.0, 128.0);
-    let other_parameters = 2.0 * 32_000.0 * 4096.0; // embeddings, in and out
+    let other_parameters = 2.0 * 32_000.0 * 4096.0; // input and output embeddings
     ModelDescription { attention, other_parameters, ..routed("Mixtral 8x7B", [4096, 14336, 8, 2, 32]) }
 }
 
 /// Mixtral 8x22B. Source: `config.json` of `mistralai/Mixtral-8x22B-v0.1`.
 pub fn mixtral_8x22b() -> ModelDescription {
     let attention = grouped_query_attention(6144.0, 48.0, 8.0, 128.0);
-    let other_parameters = 2.0 * 32_000.0 * 6144.0; // embeddings, in and out
+    let other_parameters = 2.0 * 32_000.0 * 6144.0; // input and output embeddings
     ModelDescription { attention, other_parameters, ..routed("Mixtral 8x22B", [6144, 16384, 8, 2, 56]) }
 }
 
 /// A model of the paper (arXiv 2510.19470, Table II): hidden size, 32 experts, layers, and parameters of an expert.
 ///
-/// From the table: `hidden`, `experts`, `moe_layers`, and 2.1, 4.7 or 8.4 million parameters of an expert, from which two
-/// matrices of an inner width of 4 `hidden` are inferred. Of the ranges of Table III one value each is chosen: top-2, 8
-/// sequences of 256 tokens. Assumed: attention of four square projections, f32, no parameters outside the layers.
+/// The table has `hidden`, `experts`, `moe_layers`, and 2.1, 4.7 or 8.4 million parameters of an expert, from which two
+/// matrices of an inner width of 4 `hidden` are inferred. Top-2 and 8 sequences of 256 tokens are chosen from the ranges of
+/// Table III. Attention of four square projections, f32, and no parameters outside the layers are assumed.
 fn of_the_paper(name: &str, hidden: usize, layers: usize) -> ModelDescription {
     let width = hidden as f64;
     let f32 = ElementType::F32;
@@ -288,7 +289,7 @@ mod tests {
         assert!(model("gpt-2").is_none() && cluster("abacus", 1).is_none());
     }
 
-    /// The tolerance covers norms and what the published numbers round.
+    /// The tolerance covers the parameters of norms and the rounding of the published numbers.
     #[test]
     fn models_have_the_published_numbers_of_parameters() {
         let billions =

@@ -243,7 +243,8 @@ mod tests {
 
     /// For Zipf 1 and 256 experts on 128 GPUs, the reference values are 21.9, 3.5 and 2.8. The first two depend on the
     /// shuffle (21.9: the first expert shares a GPU with the 21st). This test takes means over 500 shuffles; for S = 1
-    /// the exact mean is 21.3, the first expert with an average one. LPT does not depend on the shuffle.
+    /// the exact mean is 21.3, because the first expert shares a GPU with an average one. LPT does not depend on the
+    /// shuffle.
     #[test]
     fn hot_factors_of_a_zipf_law() {
         let mean = |domain_size| {

@@ -36,8 +36,8 @@ use crate::divisors::divisors;
 use crate::error::{PlanError, Result, at_least_one, not_negative, positive};
 use crate::units::{Bytes, BytesPerSecond, Seconds};
 
-/// Latencies whose relative difference is below this count as equal. The smaller domain then wins: it holds fewer
-/// experts in memory.
+/// Latencies are treated as equal if their relative difference is below this value. The smaller domain then wins: it
+/// holds fewer experts in memory.
 pub(crate) const TIE: f64 = 1e-12;
 
 /// The five parameters of the model, unchecked.
@@ -67,7 +67,7 @@ pub struct StreamModel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Regime {
-    /// `2 D ≥ G P_E`: each further member of a domain saves at least as many bytes of tokens as it adds of experts.
+    /// `2 D ≥ G P_E`: each further member of a domain saves at least as many bytes of tokens as it adds bytes of experts.
     ExpertsAreLighter,
     /// `B L ≥ P_E (G − 1)`: even the gather of all experts hides behind compute. The paper omits this case.
     GatherHides,
@@ -104,7 +104,7 @@ impl StreamModel {
         &self.input
     }
 
-    /// The same model with another bandwidth.
+    /// The same model with a different bandwidth.
     ///
     /// # Errors
     /// [`PlanError::Quantity`] when the bandwidth is not above zero and finite.
@@ -198,7 +198,7 @@ impl StreamModel {
     /// The divisor of `G` with the least latency, by the closed form. Of equal latencies, the smaller domain wins.
     ///
     /// `lat` is convex, so the best divisor is one of the two neighbours of `S*`. The function compares both: rounding
-    /// `S*` to the nearer one is wrong in about one case of twenty.
+    /// `S*` to the nearer one is wrong in about one case in twenty.
     pub fn best_domain_size(&self) -> usize {
         let StreamInput { gpus, token_bytes, expert_bytes, bandwidth, pre_expert } = self.input;
         if token_bytes == Bytes::ZERO {
@@ -207,7 +207,7 @@ impl StreamModel {
         if token_bytes.0 * 2.0 > expert_bytes.0 * gpus as f64 * (1.0 + TIE) {
             return gpus;
         }
-        // With equal slopes (2 D = G P_E), lat is flat beyond this point: the tie goes to its smallest domain.
+        // With equal slopes (2 D = G P_E), lat is flat beyond this point, and the smallest domain there wins the tie.
         let kink = 1.0 + bandwidth * pre_expert / expert_bytes;
         if kink >= gpus as f64 {
             return gpus;

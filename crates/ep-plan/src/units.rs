@@ -182,7 +182,7 @@ impl Div<FlopPerSecond> for Flop {
     }
 }
 
-/// Writes a time from 1000 s on in seconds, hours, days or years, with four significant digits.
+/// Writes a time of at least 1000 s in seconds, hours, days or years, with four significant digits.
 fn write_long_time(f: &mut fmt::Formatter<'_>, seconds: f64) -> fmt::Result {
     match seconds {
         short if short < 9999.5 => write!(f, "{short:.0} s"),

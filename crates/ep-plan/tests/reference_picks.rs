@@ -1,7 +1,7 @@
 //! Six reference results of the full model: a DeepSeek-V3 layer over two datacenters of eight nodes of eight GPUs.
 //!
 //! The reference was computed independently from the same formulas. All six domain sizes agree, and times agree within
-//! 1%. The formulas leave one choice open, the number of live layers (see NOTES.md).
+//! 2%. The formulas leave one choice open, the number of live layers (see NOTES.md).
 
 use ep_plan::planner::{BaselineKind, Replicas, Work};
 use ep_plan::{Options, Plan, Planner, presets};

@@ -436,7 +436,7 @@ fn errors_of_impossible_simulations_name_the_possible_values() {
     assert!(error(none, Scheme::Plain).contains("from 1 to 10000"));
 }
 
-/// Eight experts on 32 GPUs: every expert has four copies, and every GPU has one.
+/// Eight experts on 16 GPUs: every expert is on two GPUs, and every GPU has one expert.
 #[test]
 fn copies_of_experts_are_simulated() {
     let cluster = cluster_of(4, 4, |_| {});
@@ -470,7 +470,7 @@ fn options_survive_json() {
     assert_eq!(scheme, Scheme::Hybrid { domain_sizes: vec![2, 1] });
 }
 
-/// A site whose uplink has half the bandwidth of the other's is a straggling link.
+/// An uplink with half the bandwidth of the other one is simulated as a straggling link.
 #[test]
 fn unequal_links_are_stragglers_of_the_fastest() {
     let unequal = cluster_of(2, 2, |cluster| cluster.levels[0].set_bandwidths(&[10.0, 5.0]));

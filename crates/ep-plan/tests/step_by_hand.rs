@@ -76,7 +76,7 @@ fn is_run(choice: &[usize], members: &[usize]) -> bool {
     (outer + 1..choice.len()).all(|level| choice[level] == members[level])
 }
 
-/// The ratio of a codec for elements of so many bytes, and the bytes of memory traffic per byte to encode and to decode.
+/// The ratio of a codec for elements of `element` bytes, and the bytes of memory traffic per byte to encode and to decode.
 fn codec_of(codec: Compression, element: f64) -> (f64, f64, f64) {
     // 128 elements take 128 bytes and a scale of 4.
     let int8 = 132.0 / 128.0 / element;
@@ -91,7 +91,7 @@ fn codec_of(codec: Compression, element: f64) -> (f64, f64, f64) {
 fn dense_codec_of(codec: GradientCodec) -> (f64, f64, f64) {
     match codec {
         GradientCodec::Exact => (4.0, 0.0, 0.0),
-        // 128 elements take 128 bytes and a scale of 4; the codec reads one side and writes the other.
+        // 128 elements take 128 bytes and a scale of 4; the codec reads its input and writes its output.
         GradientCodec::Int8 => (132.0 / 128.0, 4.0 + 132.0 / 128.0, 4.0 + 132.0 / 128.0),
         GradientCodec::TopK { density } => {
             // Rice codes of the gaps between kept elements: `b` low bits, and the rest in unary.
@@ -162,10 +162,10 @@ impl Problem {
         self.options.dense_gradient_compression.filter(|_| crosses)
     }
 
-    /// Encoded shares to the owners of the same elements at all other sites, in one exchange, with the codec.
+    /// Time to send encoded shares to the owners of the same elements at all other sites in one exchange, including the codec.
     fn exchanged(&self, codec: GradientCodec, parameters: f64, copies: &[usize]) -> f64 {
         let (bytes, encode, decode) = dense_codec_of(codec);
-        // Members of the outermost level of equal sites that a stage keeps; else all sites.
+        // Parts of each site that takes part: those of all sites if sites are unequal, otherwise one for each site of a stage.
         let members: Vec<f64> = match self.unequal() {
             true => self.sites.iter().map(|site| site.parts).collect(),
             false => vec![1.0; copies[0]],
@@ -200,7 +200,7 @@ impl Problem {
         (self.layers(shape) * a + d.other_parameters / stages) / shape.tensor as f64
     }
 
-    /// 0 if it fits, 1 if it is tight, with the memory for gathered experts.
+    /// 0 if the shape fits, 1 if it is tight, with the memory for gathered experts. `None` if it does not fit.
     fn fit(&self, way: Way, shape: &Shape) -> Option<(u8, f64)> {
         let (experts, dense) = self.state(way, shape);
         let reserve = self.options.reserved_memory * self.device;
@@ -231,7 +231,7 @@ impl Problem {
             return None;
         }
         let (mut ag, mut a2a, mut rs, mut ar) = (0.0, 0.0, 0.0, 0.0);
-        // The fraction of experts of a token's choice that a group of this part of all experts has.
+        // The probability that a token chooses at least one expert of a group with this part of all experts.
         let visited = |part: f64| {
             let inside = (d.experts as f64 * part).round() as usize;
             1.0 - (0..d.topk)
@@ -277,7 +277,8 @@ impl Problem {
             let moved = |site: &Site| {
                 let (mut peers, mut experts) = (sizes[l] as f64 - 1.0, n * product(&sizes[..l]));
                 if unequal && sizes[0] > 1 && l == 1 {
-                    // All experts of the domain that a part's GPU would hold alone, divided over the site's parts.
+                    // After the gather between sites, a GPU holds these experts: those of all parts, divided over the
+                    // parts of its site.
                     experts = n * shape.group[0] as f64 / site.parts;
                     peers = site.parts * sizes[1] as f64 - 1.0;
                 }
@@ -358,7 +359,7 @@ impl Problem {
         self.sites.iter().map(time).fold(0.0, f64::max)
     }
 
-    /// A reduce-scatter and an all-gather of `bytes` in all at one level. Every GPU keeps equally many bytes.
+    /// A reduce-scatter and an all-gather at one level, of `bytes` together. Every GPU keeps equally many bytes.
     fn reduced(&self, l: usize, bytes: f64, copies: &[usize]) -> f64 {
         let unequal = self.unequal() && copies[0] > 1;
         self.slowest(|site| {
@@ -645,7 +646,7 @@ proptest! {
     fn prices_and_choices_are_those_of_the_formulas((cluster, model, options, problem) in any_problem()) {
         let planned = StepPlanner::new(cluster, model, options).and_then(|planner| planner.plan());
         let Ok(plan) = planned else {
-            // Nothing fits. Where the model as a whole does not fit either, this is clear without a search.
+            // Nothing fits. If all GPUs together cannot hold the model, the planner finds this without a search.
             for way in Way::ALL {
                 prop_assert!(problem.fastest(way).is_none(), "{way:?}");
             }

@@ -1,7 +1,7 @@
-//! Unequal sites: the members of the outermost level, with their own numbers of members and their own links.
+//! Unequal sites: members of the outermost level that differ in their numbers of members or in their links.
 //!
-//! Sites divide into *parts* of equal size, the largest possible. Everything inside a part, and every group that has
-//! the same place in all parts, is uniform. Only exchanges between parts differ from site to site.
+//! Sites divide into *parts* of equal size, the largest possible. Everything inside a part is uniform, and so is every
+//! group that takes the same GPUs of all parts. Only exchanges between parts differ from site to site.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ pub struct Site {
     pub levels: Vec<Level>,
 }
 
-/// Checks the lists of a level: their place, their lengths and their numbers.
+/// Checks the lists of a level: whether the level may have them, their lengths and their entries.
 pub(super) fn check_lists(description: &ClusterDescription, index: usize) -> Result<()> {
     let level = &description.levels[index];
     let sites = description.levels[0].scaling_factor;
@@ -63,7 +63,7 @@ pub(crate) fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Members of the second level in one part: the greatest common divisor of those of the sites.
+/// Members of the second level in one part: the greatest common divisor of the sites' numbers of members.
 fn members_of_second(description: &ClusterDescription) -> usize {
     let level = &description.levels[1];
     level.site_members.iter().copied().reduce(gcd).unwrap_or(level.scaling_factor)
@@ -90,12 +90,13 @@ pub(super) fn members_of_part(description: &ClusterDescription, index: usize) ->
     }
 }
 
-/// GPUs of a part: of a member of the outermost level.
+/// GPUs of a part, which is a member of the outermost level.
 fn gpus_of_part(levels: &[Level]) -> usize {
     levels[1..].iter().map(|level| level.scaling_factor).product()
 }
 
-/// The sites. `levels` are those of a part, with the links that all sites share.
+/// The sites. `levels` are those of a part. Each site replaces their link bandwidths and, if it shares one uplink, the
+/// number of GPUs per uplink.
 pub(super) fn sites(description: &ClusterDescription, levels: &[Level]) -> Vec<Site> {
     let parts = parts(description);
     let part_gpus = gpus_of_part(levels);
@@ -148,7 +149,7 @@ impl Cluster {
         rates.reduce(BytesPerSecond::max).unwrap_or(self.levels[level].link_bandwidth)
     }
 
-    /// The error for what needs equal sites. `what` is its subject, and `possible` what to do instead.
+    /// The error of a feature that needs equal sites. `what` names the feature, and `possible` says what to do instead.
     pub(crate) fn unequal(&self, what: &'static str, possible: &'static str) -> PlanError {
         let members = self.description.levels.get(1).map(|level| &*level.site_members).unwrap_or_default();
         PlanError::Unequal {
@@ -193,8 +194,8 @@ impl Cluster {
         0..0
     }
 
-    /// Ranges of GPUs, each with the number of GPUs that share a link of the level there: of unequal sites one range per
-    /// site, because the outermost links of larger sites are shared by more GPUs.
+    /// Ranges of GPUs, each with the number of GPUs that share a link of the level there. Unequal sites have one range
+    /// each, because more GPUs share the uplink of a larger site.
     fn link_ranges(&self, level: usize) -> impl Iterator<Item = (Range<usize>, usize)> {
         let all = (0..self.gpus(), self.levels[level].gpus_per_link);
         let part_gpus = gpus_of_part(&self.levels);
@@ -208,9 +209,9 @@ impl Cluster {
         uniform.into_iter().chain(sites.filter(move |_| unequal))
     }
 
-    /// The cluster with longer exchanges: at a site, the bandwidth of the links of a level is divided by the largest of the
-    /// slowdowns there. An exchange takes as long as at its slowest GPU, so one slow link slows it as much as all links of the
-    /// site together. The description stays that of the normal links.
+    /// The cluster with slow links: at each site, the bandwidth of all links of a level is divided by the largest slowdown
+    /// there. An exchange takes as long as at its slowest GPU, so one slow link delays it as much as if all links of the site
+    /// were slow. The description keeps the normal bandwidths.
     pub(crate) fn with_slower_links(&self, slow: impl Iterator<Item = (usize, Range<usize>, f64)>) -> Self {
         let mut changed = self.clone();
         let mut most = vec![vec![1.0f64; self.levels.len()]; self.sites.len()];
@@ -228,8 +229,8 @@ impl Cluster {
         changed
     }
 
-    /// The numbers of members of the outermost level that a group of equal GPUs may have: 1 or all parts of unequal
-    /// sites, a divisor otherwise.
+    /// The numbers of members, out of `members` of the outermost level, that a group of equal GPUs can span: 1 or all
+    /// if sites are unequal, otherwise every divisor.
     pub(crate) fn outermost_choices(&self, members: usize) -> Vec<usize> {
         let all = crate::divisors::divisors(members);
         match self.is_unequal() {
@@ -238,8 +239,8 @@ impl Cluster {
         }
     }
 
-    /// A group of the cluster with this many members of each level. Its links are shared by as many GPUs as before,
-    /// because the rest of the cluster uses them too.
+    /// A group of the cluster with this many members of each level. The number of GPUs that share a link does not
+    /// change, because the rest of the cluster uses the links too.
     ///
     /// A group that spans unequal sites keeps them. Any other group has the slowest links of all sites.
     ///
@@ -252,7 +253,7 @@ impl Cluster {
                 pairs.map(|(level, &scaling_factor)| Level { scaling_factor, ..*level }).collect()
             };
             let site = |site: &Site| Site { parts: site.parts, levels: resized(&site.levels) };
-            // The description keeps the rates from which other bandwidths are computed.
+            // The description does not change, because `with_bandwidth` scales its rates.
             return Ok(Self {
                 description: self.description.clone(),
                 levels: resized(&self.levels),
@@ -268,8 +269,9 @@ impl Cluster {
         description.try_into()
     }
 
-    /// The same cluster with another link bandwidth at one level, of which transfers reach what efficiency and loss
-    /// leave. With unequal links this is the bandwidth of the slowest, and the others change in proportion.
+    /// The same cluster with a different link bandwidth at one level. Efficiency and loss of the level still reduce
+    /// what transfers reach. With unequal links, `link_bandwidth` is that of the slowest link, and the others change in
+    /// proportion.
     ///
     /// # Errors
     /// [`PlanError::Index`] when the level does not exist, [`PlanError::Quantity`] when a bandwidth is outside

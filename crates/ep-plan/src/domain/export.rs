@@ -55,10 +55,11 @@ pub struct RankGroups {
 
 impl PartitionExport {
     /// Joins the parts of unequal sites ([`Site::parts`](crate::cluster::Site::parts)): each site has the next
-    /// `parts[site]` members of the outermost level. `datacenters` become the sites, and the location of a rank its site
-    /// and its place there. The groups stay.
+    /// `parts[site]` members of the outermost level. `datacenters` become the sites, and the location of a rank becomes
+    /// its site and its place in the site. The groups do not change.
     ///
-    /// The partition must have all parts or be inside one. Nothing changes inside one, and if all sites are equal.
+    /// The partition must contain all parts or lie inside one. If it lies inside one, or if all sites are equal,
+    /// nothing changes.
     #[must_use]
     pub fn in_sites(mut self, parts: &[usize]) -> Self {
         let inside = self.levels.get(1).map_or(1, |second| second.scaling_factor);
@@ -83,7 +84,7 @@ impl PartitionExport {
     }
 }
 
-/// The ranks by the first digit of their location, which ascends with them.
+/// Groups the ranks by the first digit of their location, which ascends with the rank.
 fn by_datacenter(ranks: &[RankGroups]) -> Vec<Vec<usize>> {
     let mut found: Vec<Vec<usize>> = Vec::new();
     for (rank, at) in ranks.iter().enumerate() {

@@ -86,7 +86,7 @@ fn datacenters_are_the_sites_of_parts() {
     }
     // Ranks are in the order of their locations, so each site has consecutive ranks.
     assert!(sites.rank_groups.windows(2).all(|pair| pair[0].location < pair[1].location));
-    // The groups stay.
+    // The groups do not change.
     assert_eq!((&sites.levels, &sites.expert_domains), (&parts.levels, &parts.expert_domains));
     assert_eq!(sites.dispatch_groups, parts.dispatch_groups);
     // A group inside a part, and equal sites.

@@ -12,9 +12,9 @@ use std::ops::Range;
 pub struct InputError {
     /// The name of the text, as given to [`parse`](super::parse).
     pub file: Box<str>,
-    /// Line, from 1.
+    /// Line number, from 1.
     pub line: usize,
-    /// Column in characters, from 1.
+    /// Column number in characters, from 1.
     pub column: usize,
     /// The dotted key, such as `cluster.level[1].bandwidth`; empty if the text is not TOML.
     pub key: Box<str>,

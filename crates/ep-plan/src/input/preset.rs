@@ -18,7 +18,7 @@ pub struct Preset {
     pub about: &'static str,
 }
 
-const OF_THE_PAPER: &str = "32 experts; hidden size, layers and parameters of an expert of Table II; two matrices of width \
+const OF_THE_PAPER: &str = "32 experts; hidden size, layers and parameters of an expert from Table II; two matrices of width \
                             4 hidden are inferred; top-2, 8 x 256 tokens and f32 are assumed";
 
 /// Preset models.
@@ -47,15 +47,15 @@ pub const CLUSTERS: [Preset; 7] = [
     },
     Preset {
         name: "paper-s",
-        about: "the paper's cluster-S: 8 A800 in one node, 128 Gbit/s (PCIe 3 x16) inside; their throughput and latencies are \
+        about: "the paper's cluster-S: 8 A800 in one node, 128 Gbit/s (PCIe 3 x16) inside; throughput and latencies are \
                 assumed",
     },
     Preset {
         name: "paper-m",
-        about: "the paper's cluster-M: 2 nodes like cluster-S, each taken as a datacenter, 10 Gbit/s between them; that the 8 \
+        about: "the paper's cluster-M: 2 nodes like cluster-S, each treated as a datacenter, 10 Gbit/s between them; that the 8 \
                 GPUs of a node share it is inferred from Tutel's slope in Table V; throughput and latencies are assumed",
     },
-    Preset { name: "paper-l", about: "the paper's cluster-L: 4 nodes, otherwise as cluster-M" },
+    Preset { name: "paper-l", about: "the paper's cluster-L: 4 nodes, otherwise like cluster-M" },
 ];
 
 /// Preset inputs of the paper's stream model: the four columns of Table IV, at the printed bandwidth. The planner
@@ -79,14 +79,14 @@ pub const STREAMS: [Preset; 4] = [
     },
 ];
 
-/// The number of parts of a preset cluster, and the links between its datacenters.
+/// The numbers of datacenters, nodes and GPUs of a preset cluster, and the links between its datacenters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Joined {
     /// Number of datacenters. With one datacenter the cluster has no level `wan`.
     pub datacenters: usize,
     /// NVLink domains per datacenter.
     pub nodes: usize,
-    /// GPUs to use of each NVLink domain. Default: all.
+    /// GPUs to use in each NVLink domain. Default: all.
     pub gpus_per_node: Option<usize>,
     /// Bandwidth of the uplink that the GPUs of a datacenter share, Gbit/s.
     pub uplink_gbit_per_s: f64,

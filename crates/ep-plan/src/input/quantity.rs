@@ -170,7 +170,7 @@ fn split(text: &str) -> Option<(f64, &str)> {
 
 /// The end of the longest prefix that is a decimal number, which [`f64`] can parse: `-1`, `.5`, `1.`, `2.5e-3`.
 ///
-/// One scan: a text may have as many bytes as a file, so parsing each of its prefixes would take minutes.
+/// The text is scanned once: it may have as many bytes as a file, so parsing each of its prefixes would take minutes.
 fn number_end(text: &[u8]) -> Option<usize> {
     let sign = |at: usize| at + usize::from(matches!(text.get(at), Some(b'+' | b'-')));
     let digits = |at: usize| at + text[at..].iter().take_while(|byte| byte.is_ascii_digit()).count();

@@ -109,7 +109,7 @@ pub(super) fn cluster(item: &Item<'_, '_>) -> Result<ClusterDescription> {
     }
 }
 
-/// `sites` are the members of the outermost level, unless the level is that one itself.
+/// `sites` is the number of members of the outermost level, and `None` if the level is the outermost one.
 fn level(item: &Item<'_, '_>, index: usize, sites: Option<usize>) -> Result<LevelDescription> {
     let table = item.table(LEVEL)?;
     let members = match index {

@@ -381,7 +381,7 @@ proptest! {
     }
 }
 
-/// `gradient_accumulation` replaces the global batch of the model, also when it is 1.
+/// `gradient_accumulation` replaces the global batch of the model, even if it is 1.
 #[test]
 fn micro_batches_that_are_given_determine_the_step() {
     let batch = |text: &str| parse("plan.toml", text).unwrap().options.unwrap().batch;

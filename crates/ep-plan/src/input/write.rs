@@ -45,8 +45,12 @@ pub fn cluster_to_toml(cluster: &ClusterDescription) -> String {
         let _ = writeln!(out, "round_trip = {}{}", time(level.round_trip_s), note("paid once per exchange"));
         let reach = note("part of the bandwidth that transfers reach");
         let _ = writeln!(out, "efficiency = {}{reach}", level.efficiency);
-        let _ =
-            writeln!(out, "loss = {}{}", level.loss, note("part of the packets; limits each flow (Mathis)"));
+        let _ = writeln!(
+            out,
+            "loss = {}{}",
+            level.loss,
+            note("part of the packets that are lost; limits each flow (Mathis)")
+        );
         let _ = writeln!(out, "flows = {}{}", level.flows, note("connections over one link, for `loss`"));
     }
     let gpu = &cluster.gpu;
@@ -211,7 +215,7 @@ fn element(element: ElementType) -> &'static str {
     }
 }
 
-/// Writes a time in the unit that makes the number short, or in seconds if reading it would not give the same number.
+/// Writes a time in the unit that makes the number short, or in seconds if that text would not be read back as the same number.
 fn time(seconds: f64) -> String {
     let exact = |factor: f64, unit: &str| {
         let text = format!("{} {unit}", seconds * factor);

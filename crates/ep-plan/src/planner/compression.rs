@@ -18,8 +18,8 @@ const INT8_BLOCK: f64 = 128.0;
 pub enum Compression {
     /// 8 bits per element and an f32 scale per 128 elements: 1.94x for bf16, 3.88x for f32.
     Int8,
-    /// Bytes over bytes sent. 1 sends exactly. Above 1: a shared expert and the largest differences from it for weights,
-    /// the largest elements for gradients.
+    /// A ratio: uncompressed bytes over bytes sent. With 1, values are sent exactly. Above 1, weights are sent as a
+    /// shared expert and the largest differences from it, and gradients as their largest elements.
     By(f64),
 }
 

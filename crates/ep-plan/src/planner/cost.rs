@@ -41,7 +41,8 @@ pub struct LevelTraffic {
     pub domains: usize,
     /// `h_l`: load of the busiest group over the mean load of all groups, at least 1.
     pub hot_factor: f64,
-    /// Rows that the busiest GPU receives over this level in dispatch, per token of one GPU ([`token_rows`](super::token_rows)).
+    /// Rows that the busiest GPU receives over this level in dispatch, per token of one GPU
+    /// ([`token_rows`](super::token_rows)).
     pub rows_per_token: f64,
     /// One gather of the domain's experts.
     pub all_gather: Transfer,
@@ -298,12 +299,12 @@ impl CostModel<'_> {
         (self.experts_per_gpu * (unpriced.domain_sizes.iter().product::<usize>() - 1)) as f64
     }
 
-    /// Whether experts move, so that codecs take time. They take none under the paper's model.
+    /// Whether experts move, so that codecs take time. Under the paper's model codecs take none.
     fn moves(&self, unpriced: &UnpricedCandidate) -> bool {
         self.options.setting == Setting::Full && unpriced.domain_sizes.iter().any(|&size| size > 1)
     }
 
-    /// Whether experts move by a codec with a shared expert.
+    /// Whether experts move through a codec with a shared expert.
     fn shared_expert(&self, unpriced: &UnpricedCandidate) -> bool {
         self.moves(unpriced) && self.options.weight_compression.has_shared_expert()
     }

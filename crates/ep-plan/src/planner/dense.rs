@@ -21,10 +21,10 @@ pub(crate) fn element_bytes(codec: GradientCodec) -> f64 {
     more / LONG as f64
 }
 
-/// Time to encode a share of `share` bytes in f32, and to decode as many streams of it as there are datacenters: a GPU
-/// adds decoded sums only, its own datacenter's among them.
+/// Time to encode a share of `share` bytes in f32, and to decode one stream per datacenter: a GPU adds only decoded
+/// sums, including that of its own datacenter.
 ///
-/// Like the codecs of experts, `int8` reads one side and writes the other; for `topk` see [`encode_time`] and
+/// Like the `int8` codec of experts, `int8` reads its input and writes its output; for `topk` see [`encode_time`] and
 /// [`decode_time`].
 pub(crate) fn codec_time(
     codec: GradientCodec,
@@ -99,7 +99,7 @@ mod tests {
     fn bytes_of_an_element_are_those_of_long_streams() {
         assert_eq!(element_bytes(GradientCodec::Exact), 4.0);
         assert_eq!(element_bytes(GradientCodec::Int8), 1.0 + 4.0 / 128.0);
-        // What `ep_codec` expects of Gaussian values; sums with error feedback take 0.016 and 0.15 bytes.
+        // What `ep_codec` expects for Gaussian values; sums with error feedback take 0.016 and 0.15 bytes.
         for (density, bytes) in [(0.01, 0.0196), (0.1, 0.156)] {
             let found = element_bytes(GradientCodec::TopK { density });
             assert!((found / bytes - 1.0).abs() < 0.02, "{density}: {found}");

@@ -11,7 +11,7 @@ use super::{Alternative, Options, Planner};
 use crate::cluster::Cluster;
 use crate::units::{Bytes, BytesPerSecond, Seconds};
 
-/// Range in which a quantity is varied to find a change: up to a factor of 2¹⁰ in each direction, in half octaves.
+/// Number of half octaves by which a quantity is varied in each direction to find a change: up to a factor of 2¹⁰.
 const HALF_OCTAVES: i32 = 20;
 
 /// Bisections of the last half octave. They determine the boundary to nine digits.
@@ -135,8 +135,8 @@ impl Planner {
 
     fn limit(&self, pass: &PassTimes, levels: &[LevelTraffic]) -> Limit {
         let bound = pass.bound(self.options.overlap_chunks);
-        // Phases are means over micro-batches; transfers are single. Each level has the same fraction of its phase in
-        // both.
+        // The time of a phase is a mean over micro-batches, that of a transfer is not. A level has the same fraction of
+        // both sums over the levels.
         let by_level =
             |component: fn(usize) -> Component, time: fn(&LevelTraffic) -> Seconds, phase: Seconds| {
                 let single: Seconds = levels.iter().map(time).sum();
@@ -169,7 +169,7 @@ impl Planner {
             .filter(|&level| self.cluster.levels()[level].scaling_factor > 1)
             .map(Quantity::LinkGbitPerS)
             .collect();
-        // Codecs with a fixed ratio are not varied, and neither is exact sending: the strategy may have no codec.
+        // Codecs with a fixed ratio are not varied. Neither is a ratio of 1, because the strategy may have no codec.
         let varies = |compression: Compression| matches!(compression, Compression::By(ratio) if ratio > 1.0);
         if varies(self.options.weight_compression) {
             quantities.push(Quantity::WeightCompression);
@@ -215,7 +215,7 @@ impl Planner {
         }
     }
 
-    /// The best domain sizes with another value of a quantity. `None` if the value is out of range.
+    /// The best domain sizes with a different value of a quantity. `None` if the value is out of range.
     fn best_with(&self, quantity: Quantity, value: f64) -> Option<Vec<usize>> {
         let cost = self.cost();
         let with_options = |options: Options| {
@@ -295,7 +295,7 @@ impl Planner {
     }
 }
 
-/// From which value on, in the direction away from the present one.
+/// The values beyond the threshold `at`, seen from the present value `now`, as text.
 fn threshold(at: f64, now: f64, unit: &str) -> String {
     let (at_text, now_text) = (four_digits(at), four_digits(now));
     match (at_text == now_text, at > now) {
@@ -306,7 +306,7 @@ fn threshold(at: f64, now: f64, unit: &str) -> String {
     }
 }
 
-/// A number with four significant digits, and without zeros after them.
+/// A number with four significant digits and without trailing zeros.
 fn four_digits(number: f64) -> String {
     let magnitude = if number == 0.0 { 0 } else { number.abs().log10().floor() as i32 };
     let decimals = usize::try_from(3 - magnitude).unwrap_or(0).min(9);

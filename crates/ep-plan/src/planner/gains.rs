@@ -8,7 +8,7 @@ use super::options::{Options, Setting, Work};
 use super::{Planner, TokenPath};
 use crate::error::Result;
 
-/// The codecs of weights that a report shows side by side. Only 1 is exact.
+/// The codecs of weights that a report shows side by side. Only a ratio of 1 is exact.
 pub const COMPRESSIONS: [Compression; 4] =
     [Compression::EXACT, Compression::Int8, Compression::By(5.0), Compression::By(50.0)];
 
@@ -17,8 +17,9 @@ pub const COMPRESSIONS: [Compression; 4] =
 pub struct CompressionGain {
     /// The codec of weights.
     pub weight_compression: Compression,
-    /// Layer time without domains over layer time with them, forward and backward. `None` for forward passes whose GPUs
-    /// have too little memory for the gradients and the Adam state of their own experts.
+    /// Layer time without domains over layer time with domains, forward and backward. `None` if the planner plans
+    /// forward passes and its GPUs have too little memory to train: their own experts with gradients and Adam state do
+    /// not fit.
     pub training: Option<f64>,
     /// The same for the forward pass alone.
     pub forward: f64,
@@ -28,7 +29,7 @@ impl Planner {
     /// The gains at [`COMPRESSIONS`] and at the compression of the options, with all other options unchanged.
     ///
     /// # Errors
-    /// None that a planner which exists can cause; the type is that of the constructor.
+    /// The errors of [`Planner::new`]. A planner that exists has passed the same checks, so none of them occurs.
     pub fn compression_gains(&self) -> Result<Vec<CompressionGain>> {
         let mut ratios = COMPRESSIONS.to_vec();
         if !ratios.contains(&self.options.weight_compression) {

@@ -49,7 +49,7 @@ pub(crate) fn gathered_by(model: &Model, options: &Options, gathered: f64, repli
 }
 
 /// Memory of the GPU's own experts in `layers` layers: weights; when training, also gradients and optimizer state; with
-/// the codec, also the shared expert of each layer.
+/// a codec that has a shared expert, also one expert per layer.
 fn own_bytes(model: &Model, options: &Options, experts_per_gpu: usize, layers: usize) -> Bytes {
     let precision = model.description().precision;
     let state = if options.trains() { precision.gradients.bytes() + OPTIMIZER_BYTES } else { 0.0 };

@@ -10,7 +10,7 @@ use crate::units::Bytes;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ExpertTrade {
     /// `4 tokens_e H b`: the expert's tokens in dispatch and combine, forward and backward, for `tokens_e` tokens of
-    /// `H` elements of `b` bytes. Without training, half of it.
+    /// `H` elements of `b` bytes. Without training, half of this.
     pub token_bytes: Bytes,
     /// `P (2 / CR_w + 1 / CR_g)`: the expert in each pass, and its gradients on the way back.
     pub expert_bytes: Bytes,
@@ -37,7 +37,7 @@ pub struct SelectiveMigration {
     pub tokens_only: Bytes,
     /// Bytes if every expert crosses the level instead of its tokens.
     pub experts_only: Bytes,
-    /// Bytes if, for each expert, the cheaper of both crosses the level.
+    /// Bytes if an expert crosses the level instead of its tokens wherever that takes fewer bytes.
     pub selective: Bytes,
 }
 

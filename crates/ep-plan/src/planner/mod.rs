@@ -121,7 +121,7 @@ pub struct Plan {
     pub compression_gains: Vec<CompressionGain>,
 }
 
-/// The model with copies of experts, so that the GPUs of the cluster divide its slots.
+/// The model with copies of experts, so that its number of slots is a multiple of the cluster's number of GPUs.
 pub(crate) fn spread(model: &Model, cluster: &Cluster) -> Result<Model> {
     model.spread(cluster.gpus())
 }
@@ -167,14 +167,13 @@ impl Plan {
 }
 
 impl Planner {
-    /// Checks that the cluster, the model and the options are valid together. If the GPUs do not divide the experts,
-    /// the plan has copies of experts ([`Model::spread`]).
+    /// Checks that the cluster, the model and the options are valid together. If the number of experts is not a
+    /// multiple of the number of GPUs, the plan has copies of experts ([`Model::spread`]).
     ///
     /// # Errors
-    /// [`PlanError::Count`] when there are more GPUs than [`limits::EXPERTS`] allows slots for experts.
-    /// [`PlanError::OwnExperts`] when a GPU cannot hold even its own experts. [`PlanError::Quantity`] or
-    /// [`PlanError::Count`] when an option is out of range. [`PlanError::TooMany`] when there are more candidates than
-    /// [`limits::CANDIDATES`].
+    /// [`PlanError::Count`] when there are more GPUs than [`limits::EXPERTS`] allows. [`PlanError::OwnExperts`] when a
+    /// GPU cannot hold even its own experts. [`PlanError::Quantity`] or [`PlanError::Count`] when an option is out of
+    /// range. [`PlanError::TooMany`] when there are more candidates than [`limits::CANDIDATES`].
     pub fn new(cluster: Cluster, model: Model, options: Options) -> Result<Self> {
         options.check()?;
         let experts_per_gpu = model.description().experts.div_ceil(cluster.gpus());
@@ -195,7 +194,7 @@ impl Planner {
         if cluster.is_unequal() && options.setting == Setting::Paper {
             return Err(cluster.unequal(
                 "the paper's model",
-                "equal sites, or the full model: without --paper-model, `Setting::Full`",
+                "equal sites, or the full model (without --paper-model, or with `Setting::Full`)",
             ));
         }
         let outermost = cluster.outermost_choices(scaling_factors[0]);
@@ -285,7 +284,7 @@ impl Planner {
             baselines: self.baselines(&best),
             selective: cost.selective(&best.domain_sizes, best.replicas_kept),
             explanation,
-            // A planner that exists can price its own options; the list is empty only if that changes.
+            // `compression_gains` causes no error for a planner that exists, so the list is not empty.
             compression_gains: self.compression_gains().unwrap_or_default(),
             alternatives: searched.alternatives,
             scaling_factors,
@@ -297,16 +296,17 @@ impl Planner {
     ///
     /// # Errors
     /// [`PlanError::Levels`] when there is not one size per level, [`PlanError::DomainSize`] when a size does not
-    /// divide its level, [`PlanError::Unequal`] when a domain has some of several unequal sites,
+    /// divide its level, [`PlanError::Unequal`] when a domain spans some but not all parts of unequal sites,
     /// [`PlanError::GatheredExperts`] when the gathered experts do not fit into memory.
     pub fn evaluate(&self, domain_sizes: &[usize]) -> Result<Candidate> {
         let scaling_factors = self.cluster.scaling_factors();
         let unpriced =
             UnpricedCandidate::new(&scaling_factors, domain_sizes.to_vec(), &self.model, &self.options)?;
         if !self.cluster.outermost_choices(scaling_factors[0]).contains(&domain_sizes[0]) {
-            return Err(self
-                .cluster
-                .unequal("a domain of some of the sites", "domains inside a site (1 part) or of all parts"));
+            return Err(self.cluster.unequal(
+                "a domain of some of the sites",
+                "domain sizes of 1 (inside a part) or of all parts",
+            ));
         }
         let cost = self.cost();
         let priced = self.replica_choices().iter().map(|&replicas_kept| cost.price(&unpriced, replicas_kept));
@@ -331,7 +331,7 @@ impl Planner {
         let levels = self.cluster.levels();
         let at =
             levels.get(level).ok_or(PlanError::Index { what: "level", index: level, count: levels.len() })?;
-        // Dispatch and combine may have different element types; the paper's model has one D, so take the mean.
+        // Dispatch and combine may have different element types; the paper's model has one D, so the code takes the mean.
         let row = (self.model.dispatch_row_bytes() + self.model.combine_row_bytes()) / 2.0;
         let own = self.model.expert_bytes() * self.experts_per_gpu as f64;
         StreamModel::new(StreamInput {
@@ -343,8 +343,8 @@ impl Planner {
         })
     }
 
-    /// The candidate with the least time; of equal times, that with the smaller `ΠS`, then that without kept replicas.
-    /// The candidate of all ones gathers nothing, so it always fits.
+    /// The candidate with the least time. Of candidates with equal times, the one with the smallest `ΠS` is chosen,
+    /// then the one without kept replicas. The candidate of all ones gathers nothing, so it always fits.
     fn best(&self, cost: &CostModel<'_>) -> Candidate {
         let rank = |candidate: &Candidate| (candidate.expert_domain_size(), candidate.replicas_kept);
         let all_ones = cost.price(&self.unpriced[0], self.replica_choices()[0]);
@@ -356,8 +356,8 @@ impl Planner {
         })
     }
 
-    /// A layer without expert domains, with tokens on this path; without a path, with the fastest domain sizes. `None`
-    /// if nothing fits into memory.
+    /// A layer without expert domains whose tokens take this path; if no path is given, a layer with the fastest domain
+    /// sizes. `None` if nothing fits into memory.
     pub(crate) fn scheme(&self, path: Option<TokenPath>) -> Option<Candidate> {
         let cost = self.cost();
         let candidate = match path {

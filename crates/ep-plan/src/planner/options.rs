@@ -11,7 +11,7 @@ use crate::limits;
 use crate::model::Model;
 use crate::routing::Placement;
 
-/// The options of the planner. `Options::default()` documents the default of each.
+/// The options of the planner. The documentation of each field states its default.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
@@ -25,10 +25,10 @@ pub struct Options {
     /// The codec of gradients, which gives `CR_g`: bytes of an expert's gradients over bytes sent for them. Default:
     /// [`Compression::Int8`].
     pub gradient_compression: Compression,
-    /// The codec of dense gradients between datacenters, in the exchange of the training runtime: every GPU sends its
-    /// encoded share of the sum of its datacenter to every other datacenter. `topk` has a density of more than 0 and at
-    /// most 1. Default: none, which exchanges exact gradients and then weights, with Adam state that is spread over all
-    /// datacenters.
+    /// The codec of dense gradients between datacenters, which are exchanged as in the training runtime: every GPU
+    /// sends its encoded share of the sum of its datacenter to every other datacenter. `topk` has a density of more
+    /// than 0 and at most 1. Default: none, which exchanges exact gradients and then weights, with Adam state that is
+    /// spread over all datacenters.
     #[serde(with = "dense::text::optional", skip_serializing_if = "Option::is_none")]
     pub dense_gradient_compression: Option<GradientCodec>,
     /// Memory for gathered experts, GB (10⁹ bytes). Default: none, which allows the memory that the device has left
@@ -56,7 +56,7 @@ pub struct Options {
     pub tensor_parallel: Option<usize>,
     /// `H`: steps between two exchanges of weights under local steps. Default: 100.
     pub local_steps: usize,
-    /// `N`: optimizer steps between two refreshes of the codec's shared expert. Default: 100.
+    /// Optimizer steps between two refreshes of the codec's shared expert. Default: 100.
     pub shared_refresh_steps: usize,
     /// `c`: chunks in which token exchange and expert compute overlap. Default: 4.
     pub overlap_chunks: usize,
@@ -122,7 +122,7 @@ pub enum Replicas {
     /// Experts are gathered once per step and kept. Their gradients are accumulated in place and reduced once. The
     /// gathered experts of all layers of the GPU are in memory.
     Keep,
-    /// The faster of the two that fits into memory.
+    /// The faster of the two, among those that fit into memory.
     #[default]
     Best,
 }
@@ -193,7 +193,7 @@ impl Options {
         self.gradient_compression.ratio(model.description().precision.gradients)
     }
 
-    /// Whether weights or gradients of experts change on the way.
+    /// Whether a codec changes weights or gradients of experts.
     pub fn lossy(&self) -> bool {
         !self.weight_compression.is_exact() || (self.trains() && !self.gradient_compression.is_exact())
     }

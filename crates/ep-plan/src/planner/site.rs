@@ -1,9 +1,9 @@
 //! A candidate as one site sees it, and the transfers of the slowest site.
 //!
-//! Unequal sites divide into parts ([`Cluster`]), and a candidate has one domain size per level of a part. A site with
-//! `w` of the `W` parts sees a cluster of `W / w` sites like itself, each with `w SF_1` members of the second level. The
-//! formulas of [`volume`](super::volume) then hold for this site, with a number of sites that need not be whole. In
-//! exchanges between sites a site may send more than it receives; the larger of the two counts.
+//! Unequal sites divide into parts ([`Cluster`]), and a candidate has one domain size per level of a part. To a site
+//! with `w` of the `W` parts, the cluster looks like `W / w` sites of its own kind, each with `w SF_1` members of the
+//! second level. The formulas of [`volume`](super::volume) then hold for this site, with a number of sites that need
+//! not be whole. In exchanges between sites a site may send more than it receives; the larger of the two counts.
 
 use super::volume::{Choice, TokenPath, Transfer, rows_over, visits};
 use crate::cluster::{Cluster, Level, Site, gcd};
@@ -21,11 +21,11 @@ pub(crate) struct SiteShape<'a> {
     shares: Vec<f64>,
     /// `f_s` of this site.
     share: f64,
-    /// `w_s` of this site; 1 if all sites see the same.
+    /// `w_s` of this site; 1 if all sites are equal.
     parts: usize,
 }
 
-/// The candidate as each site sees it; a single shape if all see the same.
+/// The candidate as each site sees it; a single shape if all sites are equal.
 pub(crate) fn shapes<'a>(cluster: &'a Cluster, domain_sizes: &[usize]) -> Vec<SiteShape<'a>> {
     let members: Vec<f64> = cluster.levels().iter().map(|level| level.scaling_factor as f64).collect();
     let sizes: Vec<f64> = domain_sizes.iter().map(|&size| size as f64).collect();
@@ -60,18 +60,18 @@ pub(crate) fn shapes<'a>(cluster: &'a Cluster, domain_sizes: &[usize]) -> Vec<Si
         shape
     };
     let all = cluster.sites();
-    // Equal sites see the same; only the first of them is priced.
+    // Equal sites have equal shapes, so only the first of them is priced.
     let distinct = all.iter().enumerate().filter(|(index, site)| !all[..*index].contains(site));
     distinct.map(|(_, site)| of_site(site)).collect()
 }
 
-/// The transfer that takes longest; of two that take as long, the first.
+/// The transfer that takes longest; the first one if several take equally long.
 pub(crate) fn slowest(transfers: impl Iterator<Item = Transfer>) -> Transfer {
     transfers.reduce(|a, b| if b.time > a.time { b } else { a }).unwrap_or_default()
 }
 
 impl SiteShape<'_> {
-    /// Rows per token of a GPU that a GPU receives at a level in dispatch, or sends, if these are more
+    /// Rows that a GPU receives at a level in dispatch, or sends, if these are more, per token of one GPU
     /// ([`token_rows`](super::token_rows)).
     pub(crate) fn rows(&self, path: TokenPath, level: usize, choice: Choice, hot: f64) -> f64 {
         let received = rows_over(path, &self.domains, level, choice, hot);
@@ -93,8 +93,8 @@ impl SiteShape<'_> {
         messages.round() as usize
     }
 
-    /// Experts that a GPU receives in the gather of a level, or sends, if these are more; and the messages that it
-    /// sends ([`gathered_experts`](super::gathered_experts)).
+    /// The number of experts that a GPU receives in the gather of a level, or sends, if these are more; and the number
+    /// of messages that it sends ([`gathered_experts`](super::gathered_experts)).
     pub(crate) fn gathered(&self, experts_per_gpu: usize, level: usize) -> (f64, usize) {
         let own = experts_per_gpu as f64;
         let others = self.sizes[level] - 1.0;
@@ -106,9 +106,9 @@ impl SiteShape<'_> {
         (received, others.round() as usize)
     }
 
-    /// The part of the reduced bytes that a GPU sends at a level in a hierarchical reduce-scatter or all-gather, and
-    /// the other members. Every GPU keeps the same number of bytes. `copies` are the members of each level that take
-    /// part, of which the outermost is 1 or all.
+    /// The fraction of the reduced bytes that a GPU sends at a level in a hierarchical reduce-scatter or all-gather,
+    /// and the number of other members. Every GPU keeps the same number of bytes. `copies` has the number of members of
+    /// each level that take part; at the outermost level, 1 or all.
     pub(crate) fn reduced(&self, copies: &[f64], level: usize) -> (f64, usize) {
         let inner: f64 = copies[level + 1..].iter().product();
         if self.crosses_unequal(level, copies) {
@@ -119,20 +119,20 @@ impl SiteShape<'_> {
         (others / (copies[level] * inner), others.round() as usize)
     }
 
-    /// The sites that a GPU exchanges its share with in a direct exchange between the sites of a cluster, and the messages
-    /// that it sends: one per GPU whose share overlaps its own. The GPUs of a site divide the bytes equally. `copies` are
-    /// the members of each level that take part, as the site sees them.
+    /// The number of sites with which a GPU exchanges its share in a direct exchange between sites, and the number of messages
+    /// that it sends: one per GPU whose share overlaps its own. The GPUs of a site divide the bytes equally. `copies` has the
+    /// number of members of each level that take part, as the site sees them.
     pub(crate) fn exchanged(&self, cluster: &Cluster, copies: &[f64]) -> (f64, usize) {
         if self.crosses_unequal(0, copies) {
             let owners = cluster.sites().iter().map(|other| most_overlaps(self.parts, other.parts));
-            // In its own site a GPU has its share for itself.
+            // In its own site, a GPU's share overlaps only itself, which the sum counts as one owner.
             return (self.shares.len() as f64 - 1.0, owners.sum::<usize>() - 1);
         }
         let others = copies[0] - 1.0;
         (others, others.round() as usize)
     }
 
-    /// Replicas of each level as the site sees them. `copies` has those of a part; between sites there are 1 or all.
+    /// Replicas of each level as the site sees them. `copies` has those of a part; at the outermost level, 1 or all.
     pub(crate) fn replicas(&self, copies: &[usize]) -> Vec<f64> {
         let mut found: Vec<f64> = copies.iter().map(|&count| count as f64).collect();
         if found[0] > 1.0 && !self.shares.is_empty() {
@@ -154,15 +154,15 @@ impl SiteShape<'_> {
     }
 }
 
-/// A whole is divided into `ours` and into `theirs` equal shares. Returns the largest number of the latter that one of the
-/// former overlaps.
+/// Divides a whole twice, into `ours` equal shares and into `theirs` equal shares. Returns the largest number of shares of the
+/// second kind that a share of the first kind overlaps.
 fn most_overlaps(ours: usize, theirs: usize) -> usize {
     let common = gcd(ours, theirs);
     let (ours, theirs) = (ours / common, theirs / common);
     match (ours, theirs) {
         (1, all) => all,
         (_, 1) => 1,
-        // A share that begins just before a border of theirs.
+        // A share of ours that begins just before a border of theirs overlaps the most.
         _ => (theirs - 2) / ours + 2,
     }
 }

@@ -203,7 +203,7 @@ fn one_more_member_saves_and_costs_the_bytes_of_the_growth_test() {
     }
 }
 
-/// `4 tokens_e H b` against `P (2 / CR_w + 1 / CR_g)`, for an expert with one part in 256 of all selections.
+/// `4 tokens_e H b` against `P (2 / CR_w + 1 / CR_g)`, for an expert with 1/256 of all selections.
 #[test]
 fn an_expert_moves_when_its_tokens_weigh_more() {
     let planner =
@@ -415,7 +415,8 @@ fn errors_of_impossible_combinations_name_the_possible_values() {
     assert!(deepseek(100.0, Options::paper_codec()).evaluate(&[2, 8]).is_err());
 }
 
-/// Uncompressed gradients weigh more than the tokens that a member saves, also where its experts weigh less.
+/// The uncompressed gradients of one more member have more bytes than the tokens that it saves, even where its experts
+/// have fewer.
 #[test]
 fn one_more_member_costs_gradients() {
     let growth = |options| deepseek(100.0, options).plan().explanation.growth[0];
@@ -439,8 +440,8 @@ fn compression_decides_what_domains_gain() {
     assert!((gain / baseline(&plan, BaselineKind::HierarchicalEp).speedup - 1.0).abs() < 1e-9);
 }
 
-/// A gain in training counts the memory of training, and a gain of forward passes that of forward passes, whichever of the
-/// two is planned.
+/// A gain in training depends on the memory of training, and a gain of forward passes on the memory of forward passes,
+/// whichever of the two is planned.
 #[test]
 fn gains_do_not_depend_on_the_planned_work() {
     let gains = |memory_gb, work| {

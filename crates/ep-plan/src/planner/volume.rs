@@ -24,11 +24,12 @@ pub enum TokenPath {
     Deduplicated,
 }
 
-/// `q = 1 − C(E − E/g, K) / C(E, K)`: the probability that a token chooses at least one expert of a given one of `g`
-/// equal groups. `E` is `experts`, `K` is `topk`, `g` is `groups`.
+/// `q = 1 − C(E − E/g, K) / C(E, K)`: the probability that a token chooses at least one expert of one given group out
+/// of `g` equal groups. `E` is `experts`, `K` is `topk`, `g` is `groups`.
 ///
 /// The `K` distinct experts of a token avoid the group in `C(E − E/g, K)` of `C(E, K)` cases. On a deduplicated path
-/// the token is sent to the group once, not once per expert: with `K = 8` over two datacenters 0.997 rows instead of 4.
+/// the token is sent to the group once, not once per expert: with `K = 8` and two datacenters these are 0.997 rows
+/// instead of 4.
 pub fn group_probability(experts: usize, topk: usize, groups: usize) -> f64 {
     probability_of(experts, topk, experts / groups.max(1))
 }
@@ -93,7 +94,7 @@ pub(crate) fn rows_over(path: TokenPath, domains: &[f64], level: usize, choice: 
 }
 
 /// Messages that a GPU sends at a level in one all-to-all: one per other domain or, on a direct path, one per GPU of
-/// the other domains. At most `usize::MAX`.
+/// the other domains. The number saturates at `usize::MAX`.
 ///
 /// # Panics
 /// When `level` is not below the number of levels, or when it has 0 domains.
@@ -111,7 +112,7 @@ pub fn token_messages(path: TokenPath, domains: &[usize], level: usize) -> usize
 /// The outer levels gather first, so that every expert crosses the slow links once; the inner levels forward the
 /// received experts. Multiplied by `P / CR_w`, the number of experts gives the bytes of the gather. Multiplied by
 /// `P / CR_g`, it gives the bytes of the reduce-scatter of their gradients, which takes the reverse path:
-/// `RS_l = AG_l CR_w / CR_g`, 50 times the gather when only weights are compressed, by a factor of 50.
+/// `RS_l = AG_l CR_w / CR_g`, which is 50 times the gather if only weights are compressed, by a factor of 50.
 ///
 /// # Panics
 /// When `level` is not below the number of levels, or when it has a domain size of 0.

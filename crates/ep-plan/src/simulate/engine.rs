@@ -298,7 +298,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// The duration of a computation over its planned duration: straggler times jitter.
+    /// The duration of a computation over its planned duration: the slowdown of a straggler times the factor of jitter.
     fn slowness(&mut self, actor: u32, number: u32) -> f64 {
         let gpu = self.world.kinds.first[actor as usize];
         let factor = self.jitter.as_mut().map_or(1.0, |jitter| jitter.factor(gpu, number));

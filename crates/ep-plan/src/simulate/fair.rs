@@ -16,7 +16,7 @@ pub(crate) type Priority = u8;
 /// Number of priorities.
 pub(crate) const PRIORITIES: usize = 3;
 
-/// A link that a bundle crosses, and the number of its flows that do.
+/// A link that a bundle crosses, and the number of the bundle's flows that cross it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Crossing {
     pub(crate) link: u32,

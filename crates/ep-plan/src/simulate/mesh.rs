@@ -1,7 +1,7 @@
 //! Links for flows that cross several of them: the rate of a flow depends on all links of its path.
 //!
-//! When flows start or end, only the rates of flows that are connected to them through shared links can change. The
-//! mesh collects these flows, updates them and computes new fair rates; the rest of the network is not touched.
+//! When flows start or end, only the rates of flows that are connected to these flows through shared links can change.
+//! The mesh collects these flows, updates them and computes new fair rates; the rest of the network is not touched.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -20,7 +20,7 @@ pub(crate) struct Mesh {
     changed: Vec<u32>,
     /// Ends of flows. An entry (time, flow, version) is valid while the flow has that version.
     ends: BinaryHeap<Reverse<(Instant, u32, u32)>>,
-    /// Number of computed rates, summed over all computations.
+    /// Number of rates computed so far, plus one per call of [`Mesh::settle`]. The next number identifies the round of a call.
     recomputed: u64,
 }
 
@@ -171,7 +171,8 @@ impl Mesh {
         self.links[link as usize].flows.is_empty()
     }
 
-    /// Number of computed rates. Tests check that the incremental computation keeps it small.
+    /// Number of rates computed so far, plus one per call of [`Mesh::settle`]. Tests check that the incremental
+    /// computation keeps it small.
     #[cfg(test)]
     pub(crate) fn recomputed(&self) -> u64 {
         self.recomputed

@@ -85,8 +85,8 @@ impl Simulation {
     /// Checks the arguments and prepares the simulation of one step.
     ///
     /// If the number of experts is not a multiple of the number of GPUs, the slots that remain hold [copies of
-    /// experts](crate::Model::spread). Memory is not checked; [`Planner`](crate::Planner) refuses domain sizes that do not fit. The exception is
-    /// [`Replicas::Best`](crate::planner::Replicas::Best), for which this function asks the planner.
+    /// experts](crate::Model::spread). Memory is not checked; [`Planner`](crate::Planner) refuses domain sizes that do not fit.
+    /// The exception is [`Replicas::Best`](crate::planner::Replicas::Best), for which this function asks the planner.
     ///
     /// # Errors
     /// - [`PlanError::Levels`] when there is not one domain size per level, [`PlanError::DomainSize`] when a domain

@@ -84,8 +84,8 @@ pub enum Straggler {
     Link {
         /// Level of the link, numbered from 0, outermost first.
         level: usize,
-        /// Number of the link on its level, in the order of GPUs: the number of its first GPU divided by the GPUs that share a
-        /// link.
+        /// Number of the link on its level. Links are numbered in the order of their GPUs. If all links of the level have
+        /// equally many GPUs, this is the number of the link's first GPU divided by the number of GPUs that share a link.
         link: usize,
         /// Normal bandwidth over the bandwidth of this link, at least 1.
         slowdown: f64,
@@ -131,8 +131,9 @@ pub enum FlowDetail {
     /// addition, an event takes time proportional to the number of flows whose rates it may change.
     Aggregated,
     /// The same bundles, but each link serves its part of a bundle independently. An exchange is sent when the last
-    /// link has finished. Meant for many GPUs with both jitter and slow links: it takes `O(n log n)` time in every
-    /// case. The simulated step is about as long as with `Aggregated`, and equal where links do not differ.
+    /// link has finished. This detail is meant for many GPUs with both jitter and slow links: it takes `O(n log n)`
+    /// time in every case. The simulated step is about as long as with `Aggregated`, and equal where links do not
+    /// differ.
     Decoupled,
     /// One flow per pair of GPUs, through the uplink of one and the downlink of the other. This is the reference for
     /// small clusters: the number of flows grows with the square of the group size.
@@ -143,7 +144,7 @@ impl FlowDetail {
     /// Largest number of GPUs for which the running time of coupled flows is negligible.
     const COUPLED_GPUS: usize = 512;
 
-    /// The detail to use for this many GPUs: replaces [`FlowDetail::Auto`].
+    /// The detail to use for this many GPUs, which replaces [`FlowDetail::Auto`].
     pub(crate) fn resolve(self, gpus: usize) -> Self {
         match self {
             Self::Auto if gpus <= Self::COUPLED_GPUS => Self::Aggregated,

@@ -90,7 +90,7 @@ pub struct Outcome {
     pub flows: u64,
     /// Messages between pairs of GPUs that the flows represent.
     pub messages: f64,
-    /// Separately simulated GPUs. There are fewer than GPUs of the cluster if some GPUs are equal.
+    /// Number of separately simulated GPUs. It is smaller than the number of GPUs of the cluster if some GPUs are equal.
     pub simulated_gpus: usize,
     /// The timeline, if [`Record`](super::Record) named any GPU.
     pub timeline: Option<Timeline>,
@@ -150,7 +150,7 @@ pub struct LinkOutcome {
     pub level: usize,
     /// Direction of the traffic.
     pub direction: Direction,
-    /// Number of the link on its level. Of several equal links, the number of one of them.
+    /// Number of the link on its level. If the entry represents several links, the number of one of them.
     pub link: usize,
     /// Number of equal links that this entry represents.
     pub alike: usize,

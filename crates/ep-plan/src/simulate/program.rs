@@ -257,7 +257,7 @@ impl Builder<'_> {
         for &earlier in after {
             self.program.operations[earlier as usize].successors.push(number);
         }
-        // Only the end of the step waits for a refresh, so it has a lower rank than all other operations.
+        // Only the end of the step waits for a refresh, so its rank is above those of all other operations: it starts last.
         let last = matches!(task, Task::Exchange(Phase::SharedRefresh, ..)) && stream == Stream::Gradients;
         let rank = if last { number | 1 << 31 } else { number };
         let (waits_for, chunk) = (after.len() as u16, chunk as u16);

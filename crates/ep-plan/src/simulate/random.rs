@@ -33,7 +33,7 @@ impl Jitter {
         (relative_deviation > 0.0).then(|| Self { rng: ChaCha8Rng::seed_from_u64(seed), deviation })
     }
 
-    /// The factor of one computation of one GPU. It depends on these two and the seed only.
+    /// The factor of one computation of one GPU. It depends only on the GPU, the computation and the seed.
     pub(crate) fn factor(&mut self, gpu: u32, computation: u32) -> f64 {
         self.rng.set_stream(u64::from(gpu));
         self.rng.set_word_pos(u128::from(computation) * 16);

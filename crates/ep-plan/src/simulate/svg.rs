@@ -1,5 +1,5 @@
-//! A timeline as a Gantt chart in SVG, without scripts or external resources. Not by `plotters`, whose SVG has no `<title>`,
-//! with which a browser shows what a rectangle is.
+//! A timeline as a Gantt chart in SVG, without scripts or external resources. It is not drawn by `plotters`, whose SVG has no
+//! `<title>` elements, which browsers show as tooltips of the rectangles.
 
 use std::fmt::{self, Write};
 
@@ -25,7 +25,7 @@ impl Default for SvgOptions {
     }
 }
 
-/// Left margin with the names of the tracks, pixels, as all sizes below.
+/// Left margin with the names of the tracks. This size and those below are in pixels.
 const LEFT: f64 = 150.0;
 const RIGHT: f64 = 20.0;
 /// Top margin with title and legend.
@@ -142,7 +142,7 @@ impl<'a> Chart<'a> {
     }
 
     fn spans(&self, out: &mut impl Write) -> fmt::Result {
-        // Draw a very narrow span only if no span of the same phase is drawn at its place: it would not be visible.
+        // Draw a very narrow span only if no span of the same phase is drawn at its place, because it would not be visible.
         let mut drawn: Vec<Option<(f64, Option<Phase>)>> = vec![None; self.tops.len()];
         for span in &self.timeline.spans {
             let (start, end) = (span.start.0.max(self.from), span.end.0.min(self.until));

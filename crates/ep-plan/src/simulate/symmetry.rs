@@ -1,4 +1,4 @@
-//! Kinds of GPUs: GPUs of one kind behave equally, so that only one of them is simulated.
+//! Kinds of GPUs: GPUs of one kind behave equally, so only one of them is simulated.
 //!
 //! Two GPUs are of one kind if they are equally fast and if, in every relevant cut (groups that wait for each other,
 //! GPUs that share a link), their sets contain the same numbers of GPUs of each kind. The coarsest such division is
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!((kinds.first.len(), kinds.count[0]), (1, 64));
     }
 
-    /// The other GPUs differ by the levels at which their location differs from the slow one: 2 x 2 x 2 kinds.
+    /// The other GPUs differ by the levels at which their location differs from that of the slow one: 2 x 2 x 2 kinds.
     #[test]
     fn one_slow_gpu_makes_eight_kinds() {
         let kinds = kinds_with(&[21]);

@@ -52,7 +52,7 @@ pub struct Span {
     pub phase: Option<Phase>,
     /// Start, from the start of the step.
     pub start: Seconds,
-    /// End, from the start of the step. An exchange ends here when its last byte is sent.
+    /// End, from the start of the step. The span of an exchange ends when its last byte is sent.
     pub end: Seconds,
     /// Bytes that the GPU sent; zero for computations and links.
     pub bytes: Bytes,

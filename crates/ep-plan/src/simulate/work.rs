@@ -22,7 +22,7 @@ pub(crate) struct Exchange {
     pub(crate) family: Family,
     /// Number of GPUs that a GPU sends to.
     pub(crate) peers: usize,
-    /// Messages that a GPU sends. It is a fraction where a message is counted once for several chunks or steps.
+    /// Messages that a GPU sends. The number is fractional where a message is counted once for several chunks or steps.
     pub(crate) messages: f64,
     /// Bytes that a GPU sends, to all peers together.
     pub(crate) bytes: f64,

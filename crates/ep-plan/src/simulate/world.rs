@@ -84,7 +84,7 @@ struct Downlinks {
 struct PeerCounts {
     /// In each group.
     in_group: Vec<u32>,
-    /// In each part of a group that a GPU does not send to.
+    /// In each set of GPUs that do not send to each other ([`Shape::own_side`]).
     own_side: Vec<u32>,
 }
 

@@ -1,7 +1,8 @@
-//! Plans on a part of the cluster: fewer sites, or parts of all sites.
+//! Plans on a part of the cluster: on fewer sites, or on fewer members of every site.
 //!
-//! A plan uses every GPU of its cluster. That can be slower than leaving some out: a site with a slow uplink holds up the
-//! others, and sites without a common divisor have small parts. Or it can be as fast, where a link between the sites is the bound.
+//! A plan uses every GPU of its cluster. Leaving GPUs out can be faster: a site with a slow uplink delays the others, and sites
+//! whose numbers of members have no common divisor divide into small parts. If a link between sites limits the step, fewer GPUs
+//! can be as fast as all.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,30 +10,33 @@ use super::{StepPlanner, StepPrice};
 use crate::cluster::{Cluster, ClusterDescription, gcd};
 use crate::error::{PlanError, Result};
 
-/// Sizes of the parts of all sites that are tried at most.
+/// Maximum number of plans that use fewer members of every site ([`cuts`]).
 const SIZES: usize = 4;
 
 /// The best plan on a part of a cluster.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Fewer {
-    /// The sites that it uses, ascending.
+    /// The sites of the part, ascending.
     pub sites: Vec<usize>,
-    /// Members of the second level that it uses in each of these sites. Empty if the cluster has one level.
+    /// Members of the second level that the part has in each of these sites. Empty if the cluster has one level.
     pub members: Vec<usize>,
-    /// The GPUs that it uses.
+    /// The GPUs of the part.
     pub gpus: usize,
-    /// The best strategy there.
+    /// The best strategy on the part.
     pub price: StepPrice,
 }
 
 impl StepPlanner {
-    /// Plans the same step on parts of the cluster, fastest first: on one site, on powers of two of sites and on all but one, the
-    /// largest and best connected ones; and on parts of all sites: a half to seven eighths of equal ones, of unequal ones sizes
-    /// that have a larger common part. Parts that have no plan are left out. If the options fix one EP group of all GPUs, a part
-    /// has one EP group of all of its GPUs, and parts are left
-    /// out that would need copies of experts where the whole cluster needs none.
+    /// Plans the same step on parts of the cluster. Returns the plans, fastest first. The parts have
+    /// - fewer sites: one, the other powers of two, and all but one. The largest sites are used; of equally large ones, those
+    ///   with the fastest uplinks;
+    /// - or fewer members of every site: a half to seven eighths if sites are equal, otherwise numbers with a larger common
+    ///   divisor.
     ///
-    /// It takes as long as up to some 20 plans.
+    /// Parts without a plan are left out. If the options fix one EP group of all GPUs of a stage, each part has one EP group of
+    /// all GPUs of its stage. Such a part is left out if it needs copies of experts and the whole cluster does not.
+    ///
+    /// The search takes at most about as long as 20 plans.
     pub fn on_fewer(&self) -> Vec<Fewer> {
         let whole = self.cluster.description();
         let order = by_size(whole);
@@ -66,13 +70,13 @@ impl StepPlanner {
         }
     }
 
-    /// The best plan on a part of the cluster; `None` if it has none.
+    /// The best plan on a part of the cluster. `None` if the part is left out ([`Self::on_fewer`]).
     fn on(&self, part: Part) -> Option<Fewer> {
         let description = part.of(self.cluster.description());
         let gpus = description.gpus();
         let cluster = Cluster::try_from(description).ok()?;
         let mut options = self.options.clone();
-        // One EP group of all GPUs of a stage is one of all GPUs of the part's stage.
+        // An EP group of all GPUs of a stage becomes one of all GPUs of the part's stage.
         let (all, stages) = (self.cluster.gpus(), options.pipeline_stages.unwrap_or(1));
         if options.expert_parallel == Some(all / stages) && all.is_multiple_of(stages) {
             let (experts, group) = (self.model.description().experts, gpus / stages);
@@ -87,14 +91,14 @@ impl StepPlanner {
     }
 }
 
-/// Sites of a cluster, and what each uses of the second level.
+/// Sites of a cluster, and the number of members of the second level that each site keeps.
 struct Part {
     sites: Vec<usize>,
     members: Vec<usize>,
 }
 
 impl Part {
-    /// All members of these sites.
+    /// These sites with all of their members.
     fn of_sites(whole: &ClusterDescription, sites: Vec<usize>) -> Self {
         Self { members: sites.iter().filter_map(|&site| members_of(whole, site)).collect(), sites }
     }
@@ -118,13 +122,13 @@ impl Part {
     }
 }
 
-/// Members of the second level in a site.
+/// Number of members of the second level in a site.
 fn members_of(whole: &ClusterDescription, site: usize) -> Option<usize> {
     let level = whole.levels.get(1)?;
     Some(level.site_members.get(site).copied().unwrap_or(level.scaling_factor))
 }
 
-/// The sites, the largest first, of equal ones those with the fastest links to other sites.
+/// The sites, largest first. Equally large sites are ordered by the bandwidth of their uplinks, fastest first.
 fn by_size(whole: &ClusterDescription) -> Vec<usize> {
     let Some(outermost) = whole.levels.first() else { return Vec::new() };
     let rate = |site: usize| {
@@ -147,8 +151,9 @@ fn counts(sites: usize) -> impl Iterator<Item = usize> {
     counts.into_iter()
 }
 
-/// Members of the sites of parts of all of them. Of equal sites: a half to seven eighths of the members. Of unequal ones: multiples
-/// of a larger part than their common divisor, those that leave out the fewest members.
+/// Lists of fewer members of every site, one number per site. If sites are equal, a list has a half to seven eighths of all
+/// members. If sites are unequal, the numbers of a list are multiples of a number above the greatest common divisor of
+/// `members`; the lists that leave out the fewest members are returned.
 fn cuts(members: &[usize]) -> Vec<Vec<usize>> {
     let (Some(common), Some(&least)) = (members.iter().copied().reduce(gcd), members.iter().min()) else {
         return Vec::new();
@@ -164,7 +169,7 @@ fn cuts(members: &[usize]) -> Vec<Vec<usize>> {
         .filter(|cut: &Vec<usize>| cut != members)
         .collect();
     let left_out = |cut: &[usize]| members.iter().sum::<usize>() - cut.iter().sum::<usize>();
-    // A stable sort: of cuts that leave out as many members, the one with the largest parts is first.
+    // The sort is stable: of cuts that leave out equally many members, the one with the largest parts comes first.
     cuts.reverse();
     cuts.sort_by_key(|cut| left_out(cut));
     cuts.dedup();
@@ -182,7 +187,7 @@ mod tests {
         StepPlanner::new(cluster.try_into().unwrap(), model, Options::default()).unwrap()
     }
 
-    /// Datacenters with as many nodes of 8 GPUs.
+    /// Datacenters with these numbers of nodes of 8 GPUs, and with these uplinks.
     fn sites(nodes: &[usize], gbit_per_s: &[f64]) -> ClusterDescription {
         let most = nodes.iter().copied().max().unwrap();
         let mut cluster = presets::datacenters(nodes.len(), 100.0, 0.02, presets::dgx_h200(most));
@@ -220,7 +225,7 @@ mod tests {
         assert!(cut.price.tokens_per_second > 10.0 * plan.best().tokens_per_second);
     }
 
-    /// A fixed EP group of fewer GPUs stays: one site of 8 GPUs has no group of 16.
+    /// A fixed EP group of fewer than all GPUs keeps its size: one site of 16 GPUs has no group of 32.
     #[test]
     fn an_ep_group_of_all_gpus_is_one_of_all_gpus_of_a_part() {
         let parts = |expert_parallel| {

@@ -1,4 +1,4 @@
-//! What the options fix of a layout.
+//! The parts of a layout that the options fix.
 
 use std::fmt;
 
@@ -26,7 +26,7 @@ impl Part {
         }
     }
 
-    /// The values that a layout has, or can have: tensor parallelism is chosen after the other parts.
+    /// The values of this part that a layout has or can still get: tensor parallelism is chosen after the other parts.
     pub(super) fn values_of(self, layout: &Layout) -> Vec<usize> {
         match self {
             Self::Stages => vec![layout.stages()],
@@ -59,14 +59,14 @@ impl Fixed {
         self.get(Part::Stages)
     }
 
-    /// Whether a layout has, or can have, all fixed parts.
+    /// Whether a layout has or can still get all fixed values.
     pub(super) fn allows(&self, layout: &Layout) -> bool {
         let allows = |part: Part| self.get(part).is_none_or(|value| part.values_of(layout).contains(&value));
         Part::ALL.into_iter().all(allows)
     }
 }
 
-/// `pipeline_stages = 2, tensor_parallel = 1`; nothing if nothing is fixed.
+/// Displayed as `pipeline_stages = 2, tensor_parallel = 1`, and as an empty text if nothing is fixed.
 impl fmt::Display for Fixed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let fixed = Part::ALL.into_iter().filter_map(|part| Some((part.name(), self.get(part)?)));

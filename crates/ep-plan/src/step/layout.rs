@@ -11,7 +11,7 @@ use crate::error::Result;
 /// A division of a cluster's GPUs. Lists have one entry per level, outermost first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Layout {
-    /// Parts into which the members of the outermost level are divided by pipeline stages.
+    /// `p_0`: runs of equal size into which pipeline stages divide the members of the outermost level.
     pub stages_across: usize,
     /// `p_in`: stages inside each member of the outermost level.
     pub stages_inside: usize,
@@ -35,7 +35,7 @@ impl Layout {
     }
 
     /// The most GPUs that can split the dense parameters: those of a stage at the innermost level. With a single level, whose
-    /// members are sites, none do.
+    /// members are sites, the dense parameters are not split.
     pub(super) fn most_tensor_parallel(&self) -> usize {
         match self.stage[..] {
             [_, .., innermost] => innermost,
@@ -48,8 +48,8 @@ impl Layout {
         self.group.iter().product()
     }
 
-    /// The levels above the innermost one that an EP group has several members of, outermost first: between these members its
-    /// tokens or experts travel over other links than those inside a node.
+    /// The levels outside the innermost one at which an EP group has several members, outermost first. Between these members,
+    /// tokens and experts do not travel over the links inside a node.
     pub fn group_levels(&self) -> impl Iterator<Item = usize> {
         let (_, outer) = self.group.split_last().unwrap_or((&1, &[]));
         outer.iter().enumerate().filter(|&(_, &members)| members > 1).map(|(level, _)| level)
@@ -60,9 +60,9 @@ impl Layout {
         self.stage.iter().zip(&self.group).map(|(stage, group)| stage / group).collect()
     }
 
-    /// The GPUs of every EP group of every stage, each list ascending, which is the order of the group's ranks. `members` are
-    /// those of each level of the cluster. GPUs are numbered as in a [`Partition`], and so are the stages and the EP groups of a
-    /// stage.
+    /// The GPUs of every EP group of every stage, each list ascending, which is the order of the group's ranks. `members` has
+    /// the number of members of each level of the cluster. GPUs are numbered as in a [`Partition`], and so are the stages and
+    /// the EP groups of a stage.
     ///
     /// # Errors
     /// Those of [`Partition::new`], if the layout is not one of this cluster.
@@ -119,7 +119,8 @@ pub(super) fn layouts(
     found
 }
 
-/// A pipeline divides the outermost level by one of these choices; no other strategy does.
+/// The numbers of runs into which the outermost level can be divided: the choices above 1 for a pipeline, 1 for other
+/// strategies.
 fn stages_across(strategy: Strategy, choices: &[usize]) -> Vec<usize> {
     match strategy {
         Strategy::Pipeline => choices.iter().copied().filter(|&parts| parts > 1).collect(),
@@ -127,8 +128,8 @@ fn stages_across(strategy: Strategy, choices: &[usize]) -> Vec<usize> {
     }
 }
 
-/// The numbers of stages inside a member of the outermost level, and the members of the inner levels that each keeps:
-/// the outer of these levels are divided first.
+/// The possible numbers of stages inside a member of the outermost level, each with the members of the inner levels
+/// that one stage keeps. Outer levels are divided before inner ones.
 fn inner_stages(inner: &[usize], allowed: bool) -> Vec<(usize, Vec<usize>)> {
     let mut found = vec![(1, inner.to_vec())];
     let levels = if allowed { inner.len() } else { 0 };
@@ -146,7 +147,7 @@ fn inner_stages(inner: &[usize], allowed: bool) -> Vec<(usize, Vec<usize>)> {
 }
 
 /// EP groups: runs of consecutive GPUs of one member of the outermost level, or the same run of several members.
-/// `outermost` are the possible numbers of these members.
+/// `outermost` has the possible numbers of these members.
 fn groups(strategy: Strategy, stage: &[usize], outermost: &[usize], experts: usize) -> Vec<Vec<usize>> {
     let outermost = match strategy {
         _ if strategy.spans() => outermost.iter().copied().filter(|&members| members > 1).collect(),
@@ -167,7 +168,7 @@ fn groups(strategy: Strategy, stage: &[usize], outermost: &[usize], experts: usi
     found
 }
 
-/// The runs of consecutive GPUs whose length is a divisor of one level times all levels inside it.
+/// The runs of consecutive GPUs: a divisor of the members of one level, times all members of the levels inside it.
 fn runs(members: &[usize]) -> Vec<Vec<usize>> {
     let mut found = vec![vec![1; members.len()]];
     for level in (0..members.len()).rev() {

@@ -37,11 +37,11 @@ pub struct StepMemory {
 }
 
 impl StepMemory {
-    /// `⌈M/p⌉ n P (b_w + b_g + 12 / Π c_l)` and the codec's shared expert per layer;
+    /// Experts take `⌈M/p⌉ n P (b_w + b_g + 12 / Π c_l)`, and the codec's shared expert per layer. Dense parameters take
     /// `(⌈M/p⌉ a + o/p) / t (b_w + b_g + 12 t / R)`. With a codec of dense gradients between datacenters every datacenter
-    /// updates all dense parameters, so their Adam state, and the carry of a lossy codec, are sharded over the replicas in
-    /// one datacenter instead of all `R / t`. The GPUs of the smallest site have the largest part. Under local steps the
-    /// datacenters hold different weights, so each shards all Adam state over its own replicas.
+    /// updates all dense parameters, so their Adam state, and the carry of a lossy codec, are sharded over the replicas in one
+    /// datacenter instead of all `R / t`. A GPU of the smallest site has the largest shard. Under local steps the datacenters
+    /// hold different weights, so each shards all Adam state over its own replicas.
     pub(super) fn of(
         cluster: &Cluster,
         model: &Model,
@@ -76,7 +76,7 @@ impl StepMemory {
         Self { experts: Bytes(experts) + shared * layers, dense: Bytes(dense), device: cluster.memory() }
     }
 
-    /// Whether the layout fits, and the memory before any expert is gathered. `None` if the device is too small.
+    /// Whether the layout fits, and the memory of a GPU before it gathers experts. `None` if the device is too small.
     pub(super) fn fit(&self, options: &Options) -> Option<(Fit, Memory)> {
         // A stated cap replaces what the device has left for gathered experts.
         let before = |left: Bytes| Memory {
@@ -93,7 +93,7 @@ impl StepMemory {
     }
 }
 
-/// The codec of dense gradients between datacenters, if there is one and they cross between datacenters.
+/// The codec of dense gradients between datacenters, if the options name one and the gradients cross between datacenters.
 pub(super) fn dense_codec(options: &Options, layout: &Layout) -> Option<GradientCodec> {
     options.dense_gradient_compression.filter(|_| layout.dense_copies()[0] > 1)
 }

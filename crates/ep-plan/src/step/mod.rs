@@ -1,8 +1,8 @@
 //! The time of an optimizer step under each way to use several datacenters.
 //!
-//! [`Planner`](crate::Planner) prices a layer of one EP group. [`StepPlanner`] prices whole steps of a stated global batch: expert
-//! domains, expert parallelism without them, data parallelism, pipeline parallelism and local steps between
-//! datacenters, each with the fastest layout inside. `docs/step-model.md` states the formulas and the assumptions.
+//! [`Planner`](crate::Planner) prices a layer of one EP group. [`StepPlanner`] prices whole steps of a given global batch:
+//! expert domains, expert parallelism without them, data parallelism, pipeline parallelism and local steps between datacenters,
+//! each with the fastest layout inside. `docs/step-model.md` states the formulas and the assumptions.
 //!
 //! ```
 //! # fn main() -> ep_plan::Result<()> {
@@ -44,11 +44,13 @@ use crate::planner::{Batch, Compression, Options, Plan, TokenPath};
 use fixed::{Fixed, Part};
 use price::Pricing;
 
-/// Slots times candidates that the search prices at most, per strategy. It bounds the time of a search to seconds.
+/// The search of a strategy prices no further layout once the slots times candidates that it has priced exceed this
+/// number. So a search takes seconds at most.
 const SEARCH: f64 = (1u64 << 22) as f64;
 
-/// Gain below which a simpler layout is preferred: one whose EP groups lie in one member of the second innermost level each, as
-/// GPUs of a node do; then one with fewer stages; then one with larger EP groups. The model is not that precise.
+/// Gain up to which a simpler layout is preferred, because the model is not more precise. The first choice is a layout whose EP
+/// groups each lie in one member of the second innermost level, usually a node; then one with fewer stages; then one with
+/// larger EP groups.
 const SIMPLER: f64 = 0.01;
 
 /// What the datacenters exchange in a step.
@@ -103,7 +105,7 @@ impl Strategy {
         }
     }
 
-    /// The path of tokens without expert domains. `None` for the fastest domain sizes.
+    /// The path of tokens if the strategy has no expert domains. `None`: the planner chooses the fastest domain sizes.
     fn path(self) -> Option<TokenPath> {
         match self {
             Self::HierarchicalEp => Some(TokenPath::Deduplicated),
@@ -118,7 +120,7 @@ impl Strategy {
 struct Tokens {
     /// `N`.
     batch: f64,
-    /// `T`: the most tokens of a GPU and micro-batch.
+    /// `T`: maximum number of tokens of a GPU in a micro-batch.
     most: f64,
 }
 
@@ -152,8 +154,8 @@ pub struct StepPlan {
     pub prices: Vec<StepPrice>,
     /// Strategies that have layouts, of which none fits into memory.
     pub impossible: Vec<Strategy>,
-    /// Strategies that have no layout: the cluster has a single site, or none of their layouts has what the options fix:
-    /// pipeline stages, GPUs of an EP group, tensor parallelism.
+    /// Strategies that have no layout, because the cluster has a single site, or because no layout has the pipeline
+    /// stages, the GPUs of an EP group or the tensor parallelism that the options fix.
     #[serde(default)]
     pub without_layout: Vec<Strategy>,
     /// Whether the search left out layouts because there are too many.
@@ -162,7 +164,8 @@ pub struct StepPlan {
 }
 
 impl StepPlan {
-    /// The fastest strategy that trains as one datacenter would; one that fits before one that is tight.
+    /// The fastest strategy. Local steps come last, because they do not train as one datacenter would; of the others,
+    /// those that fit come before those that are tight.
     pub fn best(&self) -> &StepPrice {
         &self.prices[self.best]
     }
@@ -226,8 +229,8 @@ impl StepPlanner {
         Ok(StepPlan { global_batch: self.tokens.batch, prices, impossible, without_layout, truncated, best })
     }
 
-    /// The plan of a layer of one EP group, under the layout and the strategy of a price: its best candidate is that of
-    /// the price.
+    /// The plan of a layer of one EP group, in the layout and under the strategy of a price. Its best candidate is that
+    /// of the price.
     ///
     /// # Errors
     /// [`PlanError::TooMany`] when the EP group has more candidates than [`limits::CANDIDATES`](crate::limits::CANDIDATES).
@@ -273,7 +276,8 @@ impl StepPlanner {
         let fit = prices.iter().map(|price| price.fit).min();
         prices.retain(|price| Some(price.fit) == fit);
         let least = prices.iter().map(|price| price.step_time.0).fold(f64::INFINITY, f64::min);
-        // Layouts with fewer stages, and then with larger EP groups, come first, and of equal ones the first is chosen.
+        // Layouts are in order of stages, then of falling EP group size, and `min_by_key` takes the first of those with
+        // equal keys.
         let near = prices.into_iter().filter(|price| price.step_time.0 <= least * (1.0 + SIMPLER));
         let chosen = near.min_by_key(|price| price.layout.group_levels().next().is_some());
         Ok((chosen, truncated))

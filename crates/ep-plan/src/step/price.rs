@@ -27,17 +27,17 @@ pub struct StepPrice {
     pub fit: Fit,
     /// `m`: micro-batches of a step.
     pub micro_batches: usize,
-    /// `T'`: tokens of a GPU in a micro-batch, a mean.
+    /// `T'`: mean number of tokens of a GPU in a micro-batch.
     pub tokens_per_gpu: f64,
     /// A layer of one EP group.
     pub candidate: Candidate,
     /// What tensor parallelism adds to each pass of a layer.
     pub tensor_exchange: Seconds,
-    /// `τ`: a micro-batch in a stage, forward and backward.
+    /// `τ`: time of a micro-batch in a stage, forward and backward.
     pub stage_time: Seconds,
     /// The boundaries of the pipeline, from the first stage to the last.
     pub boundaries: Vec<Boundary>,
-    /// All passes of the step, with the pipeline's start and end.
+    /// Time of all passes of the step, with the pipeline's start and end.
     pub passes: Seconds,
     /// Exchange of dense gradients and weights.
     pub dense_sync: Seconds,
@@ -47,11 +47,11 @@ pub struct StepPrice {
     pub dense_exchange: Option<DenseExchange>,
     /// Exchange of expert gradients and weights between EP groups.
     pub expert_sync: Seconds,
-    /// The step: passes and both exchanges.
+    /// Time of the step: passes and both exchanges.
     pub step_time: Seconds,
-    /// Tokens of the global batch over the step.
+    /// Tokens of the global batch over the time of the step.
     pub tokens_per_second: f64,
-    /// Part of the step in which a GPU does not compute, a mean over all GPUs.
+    /// Fraction of the step in which a GPU does not compute, as the mean over all GPUs.
     pub idle_share: f64,
     /// Memory of one GPU; that of gathered experts is in `candidate`.
     pub memory: StepMemory,
@@ -62,9 +62,9 @@ pub struct StepPrice {
 pub struct Boundary {
     /// The level that it crosses.
     pub level: usize,
-    /// `x`: activations of one micro-batch, in one direction.
+    /// `x`: time to send the activations of one micro-batch in one direction.
     pub transfer: Seconds,
-    /// `r / 2`: time until they arrive, in addition.
+    /// `r / 2`: additional time until they arrive.
     pub latency: Seconds,
     /// The earlier boundary whose gradients leave through the link that sends the activations of this one: an index into
     /// the boundaries. None if no gradients leave through that link.
@@ -102,9 +102,9 @@ pub(super) fn link_load(boundaries: &[Boundary], boundary: &Boundary) -> Seconds
 
 /// `p τ + (m − 1) max(τ, y_max) + Σ 2 (x + latency)`: the passes of `m` micro-batches through a pipeline whose stages take `τ`.
 ///
-/// The first micro-batch crosses every boundary forward and backward. Each other one follows after the time of the
-/// slowest stage or link. `y` is the time for which a link sends per micro-batch: activations to the next stage, and
-/// gradients to the previous one if they take the same link.
+/// The first micro-batch crosses every boundary forward and backward. Each further micro-batch follows after the time
+/// of the slowest stage or link. `y` is the time for which a link sends per micro-batch: activations to the next stage,
+/// and gradients to the previous one if they take the same link.
 pub fn pipeline_passes(
     stage: Seconds,
     stages: usize,
@@ -175,8 +175,8 @@ impl Pricing<'_> {
         Planner::with_memory(self.cluster.group(&layout.group)?, &model, options, memory)
     }
 
-    /// The layout with the least tensor parallelism that fits, or with that of the options; of two, rather one that leaves the
-    /// reserve free.
+    /// The layout with the least tensor parallelism that fits, or with the tensor parallelism of the options. A layout that
+    /// leaves the reserve free is preferred to a tight one.
     fn with_tensor_parallelism(
         &self,
         strategy: Strategy,
@@ -205,7 +205,7 @@ impl Pricing<'_> {
         Transfer::new(&levels[levels.len() - 1], others, bytes, 1).time * 2.0
     }
 
-    /// The boundaries of the stages, with these links slower than the cluster says.
+    /// The boundaries of the stages. The links in `slow` are slower than the cluster says.
     pub(super) fn boundaries(&self, layout: &Layout, tokens: f64, slow: &[SlowLink]) -> Vec<Boundary> {
         let bytes = self.model.combine_row_bytes() * tokens;
         // The GPUs of one stage in one member send; the other stages of the member do not use the link for this.
@@ -225,7 +225,8 @@ impl Pricing<'_> {
                 let at = &self.cluster.sites()[site].levels[level];
                 transfer(&Level { link_bandwidth: at.link_bandwidth / slowdown, ..*at })
             };
-            // Gradients leave over the boundary before the first stage of a link, activations over that after the last.
+            // A link sends gradients over the boundary before its first stage, and activations over the boundary after
+            // its last.
             let [before, after] = [stage - 1, stage].map(|stage| self.stages_of_link(layout, stage, level));
             let shares_link_with = (before != after)
                 .then(|| before.start.checked_sub(1))
@@ -241,7 +242,7 @@ impl Pricing<'_> {
         boundaries
     }
 
-    /// The stages that share a link of a level with this stage, itself among them.
+    /// The stages that share a link of a level with this stage, including this stage.
     fn stages_of_link(&self, layout: &Layout, stage: usize, level: usize) -> Range<usize> {
         if layout.stage[0] > 1 {
             return stage..stage + 1;
@@ -263,8 +264,8 @@ impl Pricing<'_> {
         self.cluster.site_of_part(first)..self.cluster.site_of_part(last) + 1
     }
 
-    /// The exchange of dense gradients between datacenters, if they have a codec, and the exchanges of all dense and of
-    /// expert parameters.
+    /// The exchange of dense gradients between datacenters, if they have a codec; the time to exchange all dense
+    /// parameters; and the time to exchange expert parameters.
     pub(super) fn syncs(
         &self,
         strategy: Strategy,
@@ -299,7 +300,7 @@ impl Pricing<'_> {
         (between, dense_sync, exchange(experts, gradient, &layout.copies()))
     }
 
-    /// Seconds that a GPU computes in a step: `3 W N / (G throughput)`.
+    /// Seconds that a GPU computes in a step: `3 C N / (G throughput)`, with `C` the operations of a forward pass per token.
     fn compute(&self) -> Seconds {
         let one = self.model.with_tokens(1.0);
         let layers = self.model.description().moe_layers as f64;

@@ -14,11 +14,11 @@ use crate::units::Seconds;
 /// A simulated step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct SimulatedStep {
-    /// A micro-batch in a stage, forward and backward, from the simulation of the EP group.
+    /// Time of a micro-batch in a stage, forward and backward, from the simulation of the EP group.
     pub stage_time: Seconds,
-    /// All passes of the step.
+    /// Time of all passes of the step.
     pub passes: Seconds,
-    /// The step. For local steps, the mean of the steps from one exchange to the next.
+    /// Time of the step. For local steps, the mean over the steps from one exchange to the next.
     pub step_time: Seconds,
 }
 
@@ -38,9 +38,9 @@ pub struct PipelineWork<'a> {
     pub forward: Seconds,
     /// Backward pass of a stage.
     pub backward: Seconds,
-    /// The boundaries of the stages; one stage more than boundaries exists.
+    /// The boundaries of the stages. There is one more stage than boundaries.
     pub boundaries: &'a [Boundary],
-    /// `m`.
+    /// `m`: number of micro-batches.
     pub micro_batches: usize,
 }
 
@@ -48,8 +48,8 @@ impl StepPlanner {
     /// Simulates the step of a price. `layers` are the options of the layers' simulation: stragglers, jitter and so on.
     ///
     /// Listed stragglers are GPUs and links of the whole cluster. If they are in several EP groups, each of these groups is
-    /// simulated, and all stages take as long as the slowest. A slow link also makes the boundaries of stages and the exchanges
-    /// at the end of the step that use it longer. Random stragglers are GPUs of one EP group.
+    /// simulated, and all stages take as long as the slowest. A slow link also lengthens the boundaries of stages and the
+    /// exchanges at the end of the step that use it. Random stragglers are GPUs of one EP group.
     ///
     /// # Errors
     /// Those of [`Simulation::new`], and [`PlanError::TooMany`] when stages times micro-batches exceed
@@ -62,7 +62,7 @@ impl StepPlanner {
             _ => Scheme::Hybrid { domain_sizes: candidate.domain_sizes.clone() },
         };
         let stages = price.layout.stages();
-        // Replicas that are regathered make all micro-batches alike, except for the codec of the last.
+        // If replicas are regathered, one micro-batch is simulated: all are alike, except that the last one encodes experts.
         let replicas = if candidate.replicas_kept { Replicas::Keep } else { Replicas::Regather };
         let micro_batches = if candidate.replicas_kept { price.micro_batches } else { 1 };
         let planner = Options { replicas, micro_batches, ..strategy.options(&self.options, stages) };
@@ -95,7 +95,7 @@ impl StepPlanner {
         Ok(SimulatedStep { stage_time, passes, step_time })
     }
 
-    /// What a step exchanges outside of its EP groups, by the formulas, with slow links.
+    /// What a step with slow links exchanges outside of its EP groups, priced by the formulas.
     fn exchanges(&self, price: &StepPrice, slow: &[SlowLink]) -> Exchanges {
         if slow.is_empty() {
             return Exchanges {
@@ -121,8 +121,8 @@ impl StepPlanner {
 /// The time of all passes: every stage computes one micro-batch at a time, backward passes first, and every link carries
 /// one transfer at a time in each direction, activations and gradients in turn.
 ///
-/// Stage `s` of `p` holds at most `p − s` micro-batches whose backward pass is missing, plus as many as the links
-/// after it delay.
+/// Stage `s` of `p` holds at most `p − s` micro-batches whose backward pass is missing, plus as many as it processes
+/// while the links after it delay one.
 ///
 /// # Errors
 /// [`PlanError::TooMany`] when stages times micro-batches exceed [`limits::OPERATIONS`].
@@ -147,7 +147,8 @@ pub fn simulate_pipeline(work: PipelineWork<'_>) -> Result<Seconds> {
     Ok(Seconds(pipeline.end))
 }
 
-/// The kind of an operation. At the same time, transfers go before passes, because they can make passes ready.
+/// The kind of an operation. Of operations that can start at the same time, transfers go before passes, because they
+/// can make passes ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum What {
     /// A transfer over a boundary.
@@ -164,12 +165,13 @@ struct Operation {
     /// The stage or the boundary.
     index: usize,
     backward: bool,
-    /// When its queue was served last.
+    /// Start of the previous operation of its queue.
     before: f64,
 }
 
 impl Operation {
-    /// Of passes that can start at the same time, a backward one goes first. Links serve activations and gradients in turn.
+    /// Of passes that can start at the same time, a backward one goes first. Of transfers, the one whose queue was served
+    /// longer ago goes first, so links serve activations and gradients alternately.
     fn is_before(&self, other: &Self) -> bool {
         let rank = |it: &Self| (it.start, it.what, it.what == What::Pass && !it.backward, it.before);
         rank(self) < rank(other)
@@ -200,7 +202,7 @@ impl Queue {
 #[derive(Debug, Clone, Default)]
 struct Stage {
     free: f64,
-    /// Most micro-batches whose backward pass is missing.
+    /// Maximum number of micro-batches whose backward pass is missing.
     most: usize,
     forward: Queue,
     backward: Queue,
@@ -333,7 +335,7 @@ mod tests {
         Boundary { level: 0, transfer: Seconds(transfer), latency: Seconds(latency), shares_link_with: None }
     }
 
-    /// Stages each of which has one link for activations and gradients.
+    /// The boundaries of stages that each have one link for activations and gradients.
     fn one_link_per_stage(transfers: &[(f64, f64)]) -> Vec<Boundary> {
         let at = |(index, &(transfer, latency)): (usize, &(f64, f64))| Boundary {
             shares_link_with: index.checked_sub(1),
@@ -357,8 +359,8 @@ mod tests {
         assert_eq!(simulated(1.0, 2.0, &[boundary(0.5, 10.0); 2], 1), 9.0 + 4.0 * 10.5);
     }
 
-    /// Links that take longer than the stages: the link in the middle of three stages sends activations and gradients, so
-    /// a micro-batch takes twice as long as over two links of its own.
+    /// Links that take longer than the stages: the link in the middle of three stages sends activations and gradients, so a
+    /// micro-batch takes twice as long as with separate links for the two.
     #[test]
     fn a_link_in_the_middle_carries_both_directions() {
         let links = one_link_per_stage(&[(10.0, 0.0); 2]);
@@ -403,11 +405,12 @@ mod tests {
             let priced = |micro_batches| {
                 pipeline_passes(Seconds(1.0 + backward), stages, &boundaries, micro_batches).0
             };
-            // The first and the last micro-batches meet others on the way, and while the first one is away, links that
-            // will carry its gradients already carry other activations: one pass through the pipeline.
+            // The slack is one pass through the pipeline: the first and the last micro-batches wait for others, and
+            // links that will carry the gradients of the first one already carry activations of others before these
+            // gradients exist.
             let (formula, slack) = (priced(micro_batches), priced(1));
             prop_assert!(found >= 0.95 * formula - slack, "{found} {formula}");
-            // The formula does not know that activations and gradients wait for each other on a link that is busy most of the time.
+            // The formula ignores that activations and gradients wait for each other on a link that is busy most of the time.
             let busiest = boundaries.iter().map(|at| link_load(&boundaries, at).0).fold(0.0, f64::max);
             let waits = shared && busiest > 0.7 * (1.0 + backward);
             let most = if waits { 2.0 } else { 1.05 };

@@ -1,5 +1,5 @@
-//! Stragglers of a cluster as the parts of a step see them: the layers of an EP group, the boundaries of stages, and the
-//! exchanges at the end of a step.
+//! The parts of a step that the stragglers of a cluster slow down: the layers of an EP group, the boundaries of stages,
+//! and the exchanges at the end of a step.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,7 +24,7 @@ pub(super) struct SlowLink {
 }
 
 impl SlowLink {
-    /// Whether one of two stages at a site uses the link at this level.
+    /// Whether the link belongs to this level and this site, and one of these two stages uses it.
     pub(super) fn is_used(&self, level: usize, site: usize, stages: [usize; 2]) -> bool {
         let uses = |stage: usize| self.stages.get(stage).copied().unwrap_or(false);
         self.level == level && self.sites.contains(&site) && stages.into_iter().any(uses)
@@ -72,11 +72,12 @@ impl StepPlanner {
         for ((level, link), slowdown) in links {
             let gpus = self.cluster.gpus_of_link(level, link);
             let sites = self.cluster.site_of_gpu(gpus.start)..self.cluster.site_of_gpu(gpus.end - 1) + 1;
-            // All links of a simulated EP group are as slow as the slowest of the cluster, without stragglers.
+            // In a simulated EP group, normal links have the bandwidth of the slowest site, so the slowdown is
+            // converted to that bandwidth.
             let normal = self.cluster.levels()[level].bandwidth_per_gpu();
             let inside =
                 slowdown * (normal / self.cluster.sites()[sites.start].levels[level].bandwidth_per_gpu());
-            // Nothing crosses a level of which an EP group has one member.
+            // Nothing crosses a level at which an EP group has one member.
             if layout.group[level] > 1 && inside > 1.0 {
                 for (group, link) in places.of_link(level, gpus.clone()) {
                     let straggler = Straggler::Link { level, link, slowdown: inside };
@@ -101,7 +102,7 @@ impl StepPlanner {
 struct Places {
     /// The stage of every GPU.
     stage: Vec<usize>,
-    /// The EP group of every GPU, and its number there.
+    /// For every GPU, its EP group and its number in the group.
     group: Vec<(usize, usize)>,
     /// GPUs of an EP group that share a link of each level.
     sharing: Vec<usize>,
@@ -126,7 +127,7 @@ impl Places {
         self.group[gpu]
     }
 
-    /// The EP groups whose GPUs share a link, each with the number of the link in the group.
+    /// The EP groups of these GPUs, which share a link, each with the number of the link in the group.
     fn of_link(&self, level: usize, gpus: Range<usize>) -> Vec<(usize, usize)> {
         let mut found: Vec<(usize, usize)> = gpus
             .map(|gpu| {

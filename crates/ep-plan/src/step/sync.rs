@@ -10,14 +10,14 @@ use crate::planner::{
 };
 use crate::units::{Bytes, Seconds};
 
-/// Bytes in which gradients of dense parameters are reduced: f32.
+/// Bytes per element of dense gradients, which are reduced in f32.
 pub(super) const DENSE_GRADIENT_BYTES: f64 = 4.0;
 
-/// `X_l(2 (c_l − 1), A b (c_l − 1) / Π_{j>=l} c_j, 2)`: the exchange at one level, of `bytes = A b` per GPU in both
-/// directions together. `copies` has the replicas at every level; of unequal sites, those of a part. The slowest site
-/// determines the time.
+/// `X_l(2 (c_l − 1), A b (c_l − 1) / Π_{j>=l} c_j, 2)`: the exchange at one level. `bytes` is `A b`, the gradients and
+/// weights of a GPU's `A` parameters together. `copies` has the replicas at every level; if sites are unequal, those of
+/// a part. The slowest site determines the time.
 pub(super) fn sync_at(cluster: &Cluster, index: usize, bytes: Bytes, copies: &[usize]) -> Seconds {
-    // The sites see the replicas as they see the members of a domain.
+    // The exchange depends on the links and the shares of the sites, not on domain sizes.
     let sites = shapes(cluster, &vec![1; copies.len()]);
     let transfer = |site: &SiteShape<'_>| {
         let (part, others) = site.reduced(&site.replicas(copies), index);
@@ -40,8 +40,8 @@ pub struct DenseExchange {
 }
 
 impl DenseExchange {
-    /// The exchange for `parameters` of every GPU. `copies` has the replicas at every level, those of a part if sites are
-    /// unequal, of which the outermost level has several.
+    /// The exchange of the gradients of `parameters` parameters per GPU. `copies` has the replicas at every level; if sites are
+    /// unequal, those of a part. The outermost level has more than one.
     pub(super) fn between(
         cluster: &Cluster,
         codec: GradientCodec,
@@ -66,13 +66,13 @@ impl DenseExchange {
         sites.iter().map(exchange).reduce(longer).unwrap_or(nothing)
     }
 
-    /// The time of the exchange, with its codec.
+    /// The time of the exchange, including its codec.
     pub fn time(&self) -> Seconds {
         self.transfer.time + self.codec_time
     }
 }
 
-/// The sum of [`sync_at`] over the levels from `first` on.
+/// The sum of [`sync_at`] over level `first` and all levels inside it.
 pub(super) fn sync(cluster: &Cluster, first: usize, bytes: Bytes, copies: &[usize]) -> Seconds {
     (first..copies.len()).map(|index| sync_at(cluster, index, bytes, copies)).sum()
 }
@@ -97,8 +97,8 @@ mod tests {
         assert_eq!(sync(&cluster, 0, bytes, &[1, 1, 1]), Seconds::ZERO);
     }
 
-    /// Each datacenter sends its sum once to every other one, as `docs/migration.md` says: with three datacenters twice, one
-    /// message per GPU and datacenter.
+    /// Each datacenter sends its sum once to every other one, as `docs/migration.md` says: with three datacenters it sends it
+    /// twice, in one message per GPU and receiving datacenter.
     #[test]
     fn every_datacenter_sends_its_encoded_sum_to_all_others() {
         let cluster = Cluster::try_from(presets::datacenters(3, 10.0, 0.005, presets::dgx_h200(8))).unwrap();
@@ -114,15 +114,15 @@ mod tests {
         }
     }
 
-    /// Sites of 2, 2 and 1 parts. A GPU of the smallest site has a share twice as large, which two GPUs of each other
-    /// site have between them.
+    /// Sites of 2, 2 and 1 parts. A GPU of the smallest site has a share twice as large as the other GPUs, so its share
+    /// overlaps those of two GPUs of each other site.
     #[test]
     fn shares_of_unequal_sites_overlap() {
         let mut description = presets::datacenters(3, 10.0, 0.0, presets::dgx_h200(8));
         description.levels[1].set_members(&[8, 8, 4]);
         let cluster = Cluster::try_from(description).unwrap();
         let found = DenseExchange::between(&cluster, GradientCodec::Exact, 1e9, &[5, 4, 8]);
-        // The link of every site carries as much; the smallest site starts the most messages.
+        // The link of every site carries the same bytes; a GPU of the smallest site starts the most messages.
         assert_eq!((found.transfer.messages, found.transfer.bytes_per_link.0), (4, 8e9));
         assert_eq!(found.transfer.bytes_per_gpu.0, 8e9 / 32.0);
     }

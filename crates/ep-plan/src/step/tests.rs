@@ -16,7 +16,7 @@ fn seconds(plan: &StepPlan, strategy: Strategy) -> f64 {
     plan.price(strategy).unwrap().step_time.0
 }
 
-/// One micro-batch on each of 2 x 64 GPUs. As two stages, each GPU of a stage has two.
+/// One micro-batch on each of 2 x 64 GPUs. With two stages, each GPU of a stage has two.
 #[test]
 fn a_pipeline_beats_expert_domains_on_a_fast_link() {
     let one = Options { batch: Batch::MicroBatches, ..Options::paper_codec() };
@@ -69,7 +69,7 @@ fn layers_are_those_of_the_strategy() {
     }
 }
 
-/// What training across datacenters can run: one stage, one EP group of all GPUs, no tensor parallelism.
+/// Options can fix the stages, the GPUs of an EP group and the tensor parallelism of all strategies.
 #[test]
 fn a_layout_can_be_fixed() {
     let plan = |options: Options| {
@@ -95,7 +95,7 @@ fn a_layout_can_be_fixed() {
             );
         }
     }
-    // A GPU of a stage at the innermost level splits dense parameters with at most 7 others.
+    // At most the 8 GPUs of a node split dense parameters.
     for (options, key, value) in [
         (fixed(3, 8, 1), "pipeline_stages", 3),
         (fixed(1, 3, 1), "expert_parallel", 3),
@@ -111,7 +111,7 @@ fn a_layout_can_be_fixed() {
     }
 }
 
-/// Three stages do not divide 2 x 8 x 8 GPUs; five do not either, but a pipeline with one stage per datacenter exists.
+/// No layout of 2 x 8 x 8 GPUs has three stages. With 10 nodes in each datacenter five stages exist, but not for a pipeline.
 #[test]
 fn a_number_of_stages_that_no_layout_has_is_refused() {
     let plan = |nodes, stages| {
@@ -123,7 +123,8 @@ fn a_number_of_stages_that_no_layout_has_is_refused() {
     let possible = vec![1, 2, 4, 8, 16, 32];
     assert_eq!(error, PlanError::Division { key: "pipeline_stages", value: 3, possible });
     assert!(error.to_string().contains("pipeline_stages is 3") && error.to_string().contains("1, 2, 4, 8"));
-    // Stages of 10 nodes in two datacenters: each has 5 or 10, so only a pipeline has 10.
+    // A pipeline has equally many stages in each of the two datacenters, so 10 and not 5. Stages of the other
+    // strategies span both.
     let ten = plan(10, 10).unwrap();
     assert_eq!(ten.impossible, []);
     let five = plan(10, 5).unwrap();
@@ -133,7 +134,8 @@ fn a_number_of_stages_that_no_layout_has_is_refused() {
     );
 }
 
-/// A GPU holds whole experts of whole layers, so a model can need more than all GPUs have although its bytes fit.
+/// A GPU holds whole experts of whole layers, so a model may have no layout although all GPUs together have enough
+/// memory for it.
 #[test]
 fn a_model_that_does_not_divide_says_so() {
     let mut cluster = presets::datacenters(2, 100.0, 0.005, presets::dgx_h200(1));
@@ -182,8 +184,8 @@ fn strategies_between_sites_need_several() {
     assert_eq!(plan.without_layout, spanning);
 }
 
-/// Dense gradients cross the link in every strategy but a pipeline with a stage per datacenter, whose stages hold other
-/// parameters, and local steps, which send weights.
+/// Dense gradients cross the link in every strategy but a pipeline with a stage per datacenter, whose stages hold
+/// different parameters, and local steps, which send weights.
 #[test]
 fn a_codec_of_dense_gradients_is_priced_where_they_cross() {
     let by = |dense_gradient_compression| {
@@ -272,7 +274,7 @@ fn a_density_out_of_range_is_refused() {
 
 #[test]
 fn local_steps_are_listed_and_never_chosen() {
-    // The weights and the Adam state of a datacenter need more than 64 GPUs.
+    // The weights and the Adam state of a datacenter need more memory than 64 GPUs have.
     assert_eq!(deepseek(8, 1.0, Options::paper_codec()).price(Strategy::LocalSteps), None);
     let plan = deepseek(16, 1.0, Options::paper_codec());
     assert!(seconds(&plan, Strategy::LocalSteps) < plan.best().step_time.0);
@@ -329,7 +331,8 @@ fn simulated_steps_agree_with_prices() {
         [1.0, 100.0, 1600.0].into_iter().flat_map(|gbit| codecs.map(|codec| (gbit, codec)))
     {
         let options = Options { dense_gradient_compression, ..Options::paper_codec() };
-        // A site of 64 GPUs has no memory for weights and Adam state of all layers, as local steps need; of a third it has.
+        // Local steps need memory for weights and Adam state of all layers in each site. 64 GPUs have it for 20 layers, not for
+        // 58.
         let mut simulated = Vec::new();
         for layers in [58, 20] {
             let mut model = presets::deepseek_v3();
@@ -343,7 +346,7 @@ fn simulated_steps_agree_with_prices() {
 
 /// Compares the step of each strategy that fits with its price, and returns these strategies.
 fn simulated_and_priced(gbit: f64, mut model: ModelDescription, options: &Options) -> Vec<Strategy> {
-    // Without latency, of which the simulator hides more than the formula (SIMULATOR.md).
+    // Without latency, because the simulator hides more of it than the formula (SIMULATOR.md).
     let mut cluster = presets::datacenters(2, gbit, 0.0, presets::dgx_h200(8));
     cluster.levels.iter_mut().for_each(|level| (level.alpha_s, level.round_trip_s) = (0.0, 0.0));
     let moe_layers = model.moe_layers as f64;
@@ -425,7 +428,7 @@ fn slow_links_are_those_of_the_cluster() {
             assert!(slow > 1.05 * even, "{strategy:?} {site}: {slow} {even}");
         }
     }
-    // A slow link of a site and a slow site are alike, too.
+    // The same holds if the uplink of another site has less bandwidth.
     let uplinks = |uplinks: [f64; 4], slow: &[(usize, usize)]| {
         with_slow_links(|cluster| cluster.levels[0].set_bandwidths(&uplinks), slow)
     };
@@ -434,7 +437,8 @@ fn slow_links_are_those_of_the_cluster() {
     for (&(strategy, slow), &(_, narrow)) in slow.iter().zip(&narrow) {
         assert!((slow / narrow - 1.0).abs() < 0.01, "{strategy:?}: {slow} {narrow}");
     }
-    // A slow link inside a site slows an exchange of replicas there. Simulated layers can become a little shorter (SIMULATOR.md).
+    // A slow link inside a site slows an exchange of replicas there. Simulated layers can become a little shorter
+    // (SIMULATOR.md).
     let rail = with_slow_links(|_| {}, &[(1, 60)]);
     let inside =
         with_slow_links(|cluster| cluster.levels[1].set_bandwidths(&[400.0, 100.0, 400.0, 400.0]), &[]);
